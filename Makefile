@@ -1,0 +1,52 @@
+# Every target builds the environment it needs: Python 3.10 or newer and make are enough.
+
+PYTHON ?= python3
+JOBS   ?= 2
+CELLS  ?= 300
+
+VENV   := .venv
+RUN    := $(VENV)/bin/python
+PYTEST := $(RUN) -m pytest -n $(JOBS)
+
+help: ## list the targets
+	@sed -En 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+demo: $(VENV)/demo.stamp ## train on a real series, in PyTorch, and draw what came out (3 minutes)
+	$(RUN) examples/demo.py
+
+test: $(VENV)/dev.stamp ## the fast tests
+	$(PYTEST) -m "not slow and not gpu"
+
+test-all: $(VENV)/dev.stamp ## every test but those for a GPU, under every instruction set
+	$(PYTEST) -m "not gpu" --random-cells $(CELLS)
+
+lint: $(VENV)/dev.stamp ## ruff and mypy
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
+
+format: $(VENV)/dev.stamp ## let ruff rewrite what it can
+	$(RUN) -m ruff check --fix
+	$(RUN) -m ruff format
+
+bench: $(VENV)/dev.stamp ## measure against the other implementations on this machine
+	$(RUN) -m anycell bench
+
+wheel: $(VENV)/dev.stamp ## dist/anycell-*-py3-none-any.whl
+	$(RUN) -m pip wheel . --no-deps --no-build-isolation --wheel-dir dist
+
+clean: ## remove the environment and everything generated
+	rm -rf $(VENV) dist out .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+# One environment for all; a list of pins is installed once, and again when it changes.
+$(VENV)/%.stamp: requirements/%.txt requirements/demo.txt pyproject.toml | $(RUN)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+$(RUN):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "anycell needs Python 3.10 or newer")'
+	$(PYTHON) -m venv $(VENV)
+
+.PHONY: help demo test test-all lint format bench wheel clean
+.DELETE_ON_ERROR:
+.PRECIOUS: $(VENV)/%.stamp

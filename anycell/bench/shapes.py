@@ -1,0 +1,62 @@
+"""The shapes that are measured: recurrent layers of real projects, kept in ``shapes.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.resources import files
+
+from anycell.bench.errors import UsageError, did_you_mean
+
+GPU_SIZED = frozenset({"basecaller"})  # minutes per step on a CPU: only when named
+
+
+@dataclass(frozen=True)
+class Shape:
+    """T steps, B batch, I inputs, H hidden units, L layers, D directions."""
+
+    name: str
+    source: str
+    T: int
+    B: int
+    I: int  # noqa: E741  the letters of the literature
+    H: int
+    L: int
+    D: int
+
+    def __str__(self) -> str:
+        return f"T{self.T} B{self.B} I{self.I} H{self.H} L{self.L} D{self.D}"
+
+    def flops(self, gates: int) -> int:
+        """Multiply-adds times two of one forward pass: input projections and recurrences.
+
+        >>> Shape("tiny", "", T=1, B=1, I=3, H=2, L=1, D=1).flops(gates=4)
+        80
+        """
+        inputs = [self.I] + [self.D * self.H] * (self.L - 1)
+        return sum(2 * self.T * self.B * gates * self.H * (size + self.H) for size in inputs) * self.D
+
+    def asdict(self) -> dict[str, str | int]:
+        return asdict(self)
+
+
+@cache
+def all_shapes() -> dict[str, Shape]:
+    text = files("anycell.bench").joinpath("shapes.json").read_text(encoding="utf-8")
+    return {entry["name"]: Shape(**entry) for entry in json.loads(text)["shapes"]}
+
+
+def select(names: Iterable[str]) -> list[Shape]:
+    """Shapes by name; ``all`` stands for every shape that a CPU can finish over a coffee."""
+    known = all_shapes()
+    chosen: dict[str, Shape] = {}
+    for name in names:
+        if name == "all":
+            chosen |= {key: shape for key, shape in known.items() if key not in GPU_SIZED}
+        elif name in known:
+            chosen[name] = known[name]
+        else:
+            raise UsageError(f"unknown shape {name!r}{did_you_mean(name, ['all', *known])}")
+    return list(chosen.values())

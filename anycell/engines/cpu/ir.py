@@ -1,0 +1,749 @@
+"""A small builder of LLVM IR as plain text.
+
+Nothing here knows cells, plans or llvmlite: a `Module` collects functions and declarations and
+`str(module)` is what the compiler reads. Text, because it is the same for every llvmlite, because
+the explain page shows it as it is, and because printing it costs milliseconds.
+
+    >>> module = Module(Target("avx2", bits=256, registers=16, fma=True), "float")
+    >>> b = module.function("axpy", [("double", "a"), ("ptr", "x"), ("ptr", "y"), ("i64", "n")])
+    >>> a, x, y, n = b.args
+    >>> a = b.splat(b.fptrunc(a, "float"))
+    >>> with b.loop(0, n, step=b.lanes) as i:
+    ...     here = b.gep(y, i)
+    ...     b.store(b.fma(a, b.load(b.gep(x, i)), b.load(here)), here)
+    >>> print(module)                                                       # doctest: +SKIP
+
+Rules of the house:
+
+- No fast-math flags, so the same text gives the same bits. `fma` is `llvm.fmuladd`: one instruction
+  where the target has it, a product and a sum (never a library call) where it has not.
+- Values are immutable. What a loop carries from one turn to the next lives in an `alloca`, which
+  the optimiser turns into registers.
+- Memory is accessed at element alignment unless `align=` says more.
+- Python numbers are constants of the type of the operand beside them.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+X86 = platform.machine().lower() in {"x86_64", "amd64"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """The vector geometry of one instruction set (the known ones are listed in `isa.py`)."""
+
+    name: str
+    bits: int  # width of a vector register
+    registers: int  # how many of them a function can name
+    fma: bool
+    x86: bool = X86
+
+    def lanes(self, real: str) -> int:
+        """Elements of type `real` in one register: 16 floats in 512 bits."""
+        return self.bits // element_bits(real)
+
+
+@dataclass(frozen=True)
+class Value:
+    """An SSA value or a constant: how the text names it, and its LLVM type."""
+
+    text: str
+    type: str
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.text}"
+
+
+Operand = Value | int | float
+
+# ---------------------------------------------------------------------------------- types
+
+_BITS = {"half": 16, "bfloat": 16, "float": 32, "double": 64, "ptr": 64}
+_MANGLED = {"half": "f16", "bfloat": "bf16", "float": "f32", "double": "f64", "ptr": "p0"}
+_VECTOR = re.compile(r"<(\d+) x (\w+)>")
+
+
+def vector(lanes: int, element: str) -> str:
+    """The type of `lanes` elements: `vector(16, "float")` is `<16 x float>`."""
+    return f"<{lanes} x {element}>"
+
+
+def shape(type: str) -> tuple[int, str]:
+    """(lanes, element) of a vector type, and (1, type) of a scalar one."""
+    match = _VECTOR.fullmatch(type)
+    return (int(match[1]), match[2]) if match else (1, type)
+
+
+def with_element(type: str, element: str) -> str:
+    """The same shape with another element: `with_element("<8 x float>", "i1")` is `<8 x i1>`."""
+    return vector(shape(type)[0], element) if type.startswith("<") else element
+
+
+def element_bits(type: str) -> int:
+    """Bits of one element."""
+    element = shape(type)[1]
+    return _BITS.get(element) or int(element[1:])
+
+
+def integer_of(type: str) -> str:
+    """The integer type of the same shape and width: the one a bitcast gives."""
+    return with_element(type, f"i{element_bits(type)}")
+
+
+def is_real(type: str) -> bool:
+    """Whether the elements are floating point."""
+    return shape(type)[1] in {"half", "bfloat", "float", "double"}
+
+
+def mangle(type: str) -> str:
+    """The suffix by which an intrinsic is overloaded: `<16 x float>` is `v16f32`."""
+    lanes, element = shape(type)
+    return (f"v{lanes}" if type.startswith("<") else "") + _MANGLED.get(element, element)
+
+
+# ------------------------------------------------------------------------------ constants
+
+
+def constant(value: int | float, type: str) -> Value:
+    """A number as a constant of `type`, in every lane of a vector."""
+    lanes, element = shape(type)
+    text = _literal(value, element)
+    return Value(f"<{', '.join([f'{element} {text}'] * lanes)}>" if type[0] == "<" else text, type)
+
+
+def constants(values: Sequence[int | float], element: str) -> Value:
+    """A constant vector, one number per lane."""
+    lanes = ", ".join(f"{element} {_literal(value, element)}" for value in values)
+    return Value(f"<{lanes}>", vector(len(values), element))
+
+
+def _literal(value: int | float, element: str) -> str:
+    if is_real(element):
+        # The text spells a float as the bits of the double that equals it: exact, inf and NaN too.
+        if element == "float":
+            try:
+                value = struct.unpack("f", struct.pack("f", value))[0]
+            except OverflowError:
+                raise ValueError(f"{value!r} does not fit a float") from None
+        elif element != "double":
+            raise TypeError(f"constants of type {element} are not supported; extend from float")
+        return f"0x{struct.unpack('Q', struct.pack('d', value))[0]:016X}"
+    if element == "i1":
+        return "true" if value else "false"
+    if element == "ptr":
+        return "null"
+    if not isinstance(value, int):
+        raise TypeError(f"{value!r} is not a constant of type {element}")
+    half = 1 << (int(element[1:]) - 1)
+    return str((value + half) % (2 * half) - half)  # wrapped to the signed range
+
+
+# --------------------------------------------------------------------------------- module
+
+
+class Module:
+    """The functions of one compilation, and what they call."""
+
+    def __init__(self, target: Target, real: str = "float") -> None:
+        self.target = target
+        self.real = real
+        self._declarations: dict[str, tuple[str, str]] = {}  # name -> (return type, text)
+        self._globals: list[str] = []
+        self._functions: dict[str, Builder] = {}
+        self._plain_loops = 0
+
+    def function(
+        self,
+        name: str,
+        params: Sequence[tuple[str, str]],
+        returns: str = "void",
+        *,
+        internal: bool = False,
+        inline: bool | None = None,
+    ) -> Builder:
+        """Start a function; `params` are (type, name), where a type may carry attributes
+        (`"ptr noalias"`). `internal` hides it outside the module; `inline` forces or forbids."""
+        if name in self._functions:
+            raise ValueError(f"function {name!r} is defined twice")
+        builder = Builder(self, name, params, returns, internal=internal, inline=inline)
+        self._functions[name] = builder
+        return builder
+
+    def declare(self, name: str, returns: str, params: Sequence[str]) -> str:
+        """Declare what this module calls and does not define; again is the same as once."""
+        text = f"declare {returns} @{name}({', '.join(params)})"
+        if self._declarations.setdefault(name, (returns, text))[1] != text:
+            raise ValueError(f"{name} is declared twice: {text}; {self._declarations[name][1]}")
+        return name
+
+    def returns(self, name: str) -> str:
+        """The type that the function of this name returns."""
+        if name in self._functions:
+            return self._functions[name].returns
+        if name not in self._declarations:
+            raise KeyError(f"{name!r} is neither defined nor declared")
+        return self._declarations[name][0]
+
+    def table(self, values: Sequence[int | float], element: str, align: int = 64) -> Value:
+        """Read-only numbers in memory; the value is their address."""
+        name = f"@table{len(self._globals)}"
+        body = ", ".join(f"{element} {_literal(value, element)}" for value in values)
+        self._globals.append(
+            f"{name} = private unnamed_addr constant [{len(values)} x {element}] [{body}], "
+            f"align {align}"
+        )
+        return Value(name, "ptr")
+
+    def plain_loop(self) -> str:
+        """A fresh metadata node for a loop that LLVM shall neither unroll nor vectorise."""
+        self._plain_loops += 1
+        return f"!{self._plain_loops + 1}"
+
+    def __str__(self) -> str:
+        functions = [str(function) for function in self._functions.values()]
+        declarations = [text for _, text in self._declarations.values()]
+        attributes = [
+            # no-builtins: the optimiser must not turn a loop into a call of memset or memcpy,
+            # so that the machine code refers to nothing outside itself and can be cached.
+            'attributes #0 = { nounwind "no-builtins" '
+            f'"prefer-vector-width"="{self.target.bits}" }}',
+            # The kernels unroll and vectorise themselves; undoing that costs compile time and bits.
+            '!0 = !{!"llvm.loop.unroll.disable"}',
+            '!1 = !{!"llvm.loop.vectorize.enable", i1 false}',
+            *(f"!{n} = distinct !{{!{n}, !0, !1}}" for n in range(2, 2 + self._plain_loops)),
+        ]
+        parts = ["\n".join(self._globals), *functions, "\n".join(declarations + attributes)]
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+
+# -------------------------------------------------------------------------------- builder
+
+
+class _Block:
+    """A basic block: a label and its lines, the last of them a branch once it is complete."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.lines: list[str] = []
+
+
+class Builder:
+    """Writes the body of one function. Every emitter returns the `Value` that it made."""
+
+    def __init__(
+        self,
+        module: Module,
+        name: str,
+        params: Sequence[tuple[str, str]],
+        returns: str,
+        *,
+        internal: bool = False,
+        inline: bool | None = None,
+    ) -> None:
+        self.module = module
+        self.target = module.target
+        self.name = name
+        self.returns = returns
+        self.real = module.real
+        self.lanes = self.target.lanes(self.real)
+        self.vec = vector(self.lanes, self.real)
+        self.ivec = integer_of(self.vec)
+        self.mask = vector(self.lanes, "i1")
+        self.params = {key: Value(f"%{key}", kind.split()[0]) for kind, key in params}
+        self.args = tuple(self.params.values())
+        inlining = {None: "", True: "alwaysinline ", False: "noinline "}[inline]
+        self._head = (
+            f"define {'internal ' if internal else ''}{returns} "
+            f"@{name}({', '.join(f'{kind} %{key}' for kind, key in params)}) {inlining}#0"
+        )
+        self._allocas: list[str] = []
+        self._blocks = [_Block("entry")]
+        self._count = 0
+
+    # ---- plumbing
+
+    def _fresh(self, stem: str) -> str:
+        self._count += 1
+        return f"{stem}.{self._count}"
+
+    def _line(self, text: str) -> None:
+        self._blocks[-1].lines.append(text)
+
+    def _emit(self, type: str, text: str) -> Value:
+        value = Value("%" + self._fresh("v"), type)
+        self._line(f"{value.text} = {text}")
+        return value
+
+    def _same(self, *operands: Operand) -> tuple[Value, ...]:
+        """Operands of one instruction: numbers take the type of the values, which must agree."""
+        types = {operand.type for operand in operands if isinstance(operand, Value)}
+        if len(types) != 1:
+            raise TypeError(f"operands must share one type, got {', '.join(map(str, operands))}")
+        (type,) = types
+        return tuple(self.value(operand, type) for operand in operands)
+
+    def value(self, operand: Operand, type: str) -> Value:
+        """`operand` as a value of `type`: a number becomes a constant."""
+        if not isinstance(operand, Value):
+            return constant(operand, type)
+        if operand.type != type:
+            raise TypeError(f"expected a value of type {type}, got {operand}")
+        return operand
+
+    def comment(self, text: str) -> None:
+        """A remark in the listing."""
+        self._line(f"; {text}")
+
+    # ---- arithmetic
+
+    def _binary(self, opcode: str, x: Operand, y: Operand) -> Value:
+        x, y = self._same(x, y)
+        return self._emit(x.type, f"{opcode} {x}, {y.text}")
+
+    def add(self, x: Operand, y: Operand) -> Value:
+        return self._binary("add", x, y)
+
+    def sub(self, x: Operand, y: Operand) -> Value:
+        return self._binary("sub", x, y)
+
+    def mul(self, x: Operand, y: Operand) -> Value:
+        return self._binary("mul", x, y)
+
+    def sdiv(self, x: Operand, y: Operand) -> Value:
+        return self._binary("sdiv", x, y)
+
+    def srem(self, x: Operand, y: Operand) -> Value:
+        return self._binary("srem", x, y)
+
+    def udiv(self, x: Operand, y: Operand) -> Value:
+        return self._binary("udiv", x, y)
+
+    def urem(self, x: Operand, y: Operand) -> Value:
+        return self._binary("urem", x, y)
+
+    def and_(self, x: Operand, y: Operand) -> Value:
+        return self._binary("and", x, y)
+
+    def or_(self, x: Operand, y: Operand) -> Value:
+        return self._binary("or", x, y)
+
+    def xor(self, x: Operand, y: Operand) -> Value:
+        return self._binary("xor", x, y)
+
+    def not_(self, x: Value) -> Value:
+        return self._binary("xor", x, -1 if element_bits(x.type) > 1 else True)
+
+    def shl(self, x: Operand, y: Operand) -> Value:
+        return self._binary("shl", x, y)
+
+    def lshr(self, x: Operand, y: Operand) -> Value:
+        return self._binary("lshr", x, y)
+
+    def ashr(self, x: Operand, y: Operand) -> Value:
+        return self._binary("ashr", x, y)
+
+    def smin(self, x: Operand, y: Operand) -> Value:
+        return self.select(self.icmp("slt", x, y), x, y)
+
+    def smax(self, x: Operand, y: Operand) -> Value:
+        return self.select(self.icmp("sgt", x, y), x, y)
+
+    def fadd(self, x: Operand, y: Operand) -> Value:
+        return self._binary("fadd", x, y)
+
+    def fsub(self, x: Operand, y: Operand) -> Value:
+        return self._binary("fsub", x, y)
+
+    def fmul(self, x: Operand, y: Operand) -> Value:
+        return self._binary("fmul", x, y)
+
+    def fdiv(self, x: Operand, y: Operand) -> Value:
+        return self._binary("fdiv", x, y)
+
+    def fma(self, x: Operand, y: Operand, z: Operand) -> Value:
+        """x * y + z, fused where the target has the instruction."""
+        return self.intrinsic("llvm.fmuladd", *self._same(x, y, z))
+
+    def fneg(self, x: Value) -> Value:
+        return self._emit(x.type, f"fneg {x}")
+
+    def fabs(self, x: Value) -> Value:
+        return self.intrinsic("llvm.fabs", x)
+
+    def sqrt(self, x: Value) -> Value:
+        return self.intrinsic("llvm.sqrt", x)
+
+    def copysign(self, magnitude: Operand, sign: Operand) -> Value:
+        return self.intrinsic("llvm.copysign", *self._same(magnitude, sign))
+
+    def fmin(self, x: Operand, y: Operand) -> Value:
+        """x if x < y, else y: one instruction; where either is NaN, and for two zeros, it is y."""
+        x, y = self._same(x, y)
+        return self.select(self.fcmp("olt", x, y), x, y)
+
+    def fmax(self, x: Operand, y: Operand) -> Value:
+        """x if x > y, else y: one instruction; where either is NaN, and for two zeros, it is y."""
+        x, y = self._same(x, y)
+        return self.select(self.fcmp("ogt", x, y), x, y)
+
+    # ---- comparison and choice
+
+    def icmp(self, how: str, x: Operand, y: Operand) -> Value:
+        """`how` is eq, ne, slt, sle, sgt, sge, ult, ule, ugt or uge."""
+        x, y = self._same(x, y)
+        return self._emit(with_element(x.type, "i1"), f"icmp {how} {x}, {y.text}")
+
+    def fcmp(self, how: str, x: Operand, y: Operand) -> Value:
+        """`how` is oeq, olt, ... (false where either is NaN) or une, ult, uno, ... (true there)."""
+        x, y = self._same(x, y)
+        return self._emit(with_element(x.type, "i1"), f"fcmp {how} {x}, {y.text}")
+
+    def select(self, condition: Value, x: Operand, y: Operand) -> Value:
+        """Lane by lane: x where the condition holds, else y."""
+        x, y = self._same(x, y)
+        return self._emit(x.type, f"select {condition}, {x}, {y}")
+
+    # ---- conversion
+
+    def _convert(self, opcode: str, x: Value, to: str) -> Value:
+        """`to` may name the element alone: a vector stays a vector."""
+        to = with_element(x.type, shape(to)[1])
+        return x if x.type == to else self._emit(to, f"{opcode} {x} to {to}")
+
+    def trunc(self, x: Value, to: str) -> Value:
+        return self._convert("trunc", x, to)
+
+    def zext(self, x: Value, to: str) -> Value:
+        return self._convert("zext", x, to)
+
+    def sext(self, x: Value, to: str) -> Value:
+        return self._convert("sext", x, to)
+
+    def sitofp(self, x: Value, to: str) -> Value:
+        return self._convert("sitofp", x, to)
+
+    def uitofp(self, x: Value, to: str) -> Value:
+        return self._convert("uitofp", x, to)
+
+    def fptosi(self, x: Value, to: str) -> Value:
+        return self._convert("fptosi", x, to)
+
+    def fpext(self, x: Value, to: str) -> Value:
+        return self._convert("fpext", x, to)
+
+    def fptrunc(self, x: Value, to: str) -> Value:
+        return self._convert("fptrunc", x, to)
+
+    def bitcast(self, x: Value, to: str) -> Value:
+        return x if x.type == to else self._emit(to, f"bitcast {x} to {to}")
+
+    def bits(self, x: Value) -> Value:
+        """The bits of a real as integers of the same shape."""
+        return self.bitcast(x, integer_of(x.type))
+
+    # ---- lanes
+
+    def splat(self, x: Value, lanes: int | None = None) -> Value:
+        """A scalar in every lane."""
+        type = vector(lanes or self.lanes, x.type)
+        first = self._emit(type, f"insertelement {type} poison, {x}, i64 0")
+        return self._emit(
+            type, f"shufflevector {first}, {type} poison, <{shape(type)[0]} x i32> zeroinitializer"
+        )
+
+    def shuffle(self, x: Value, y: Value | None, lanes: Sequence[int]) -> Value:
+        """Lanes of x and y put side by side, in the order given."""
+        other = Value("poison", x.type) if y is None else y
+        picks = constants(list(lanes), "i32")
+        type = vector(len(lanes), shape(x.type)[1])
+        return self._emit(type, f"shufflevector {x}, {other}, {picks}")
+
+    def extract(self, x: Value, lane: int | Value) -> Value:
+        return self._emit(shape(x.type)[1], f"extractelement {x}, {self.value(lane, 'i64')}")
+
+    def insert(self, x: Value, scalar: Value, lane: int | Value) -> Value:
+        return self._emit(x.type, f"insertelement {x}, {scalar}, {self.value(lane, 'i64')}")
+
+    def iota(self, type: str | None = None) -> Value:
+        """0, 1, 2, ... as lanes of integers (of `ivec` by default)."""
+        lanes, element = shape(type or self.ivec)
+        return constants(range(lanes), element)
+
+    def lane_mask(self, count: Value) -> Value:
+        """The mask of the first `count` lanes (an i64: all of them from `lanes` on, none below 1)."""
+        element = shape(self.ivec)[1]
+        few = self.trunc(self.smin(count, self.lanes), element)
+        return self.icmp("slt", self.iota(), self.splat(few))
+
+    def _reduce(self, x: Value, combine: Callable[[Value, Value], Value]) -> Value:
+        """Folds the upper half onto the lower until one lane is left: an order that never moves."""
+        lanes = shape(x.type)[0]
+        while lanes > 1:
+            lanes //= 2
+            upper = self.shuffle(x, None, range(lanes, 2 * lanes))
+            x = combine(self.shuffle(x, None, range(lanes)), upper)
+        return self.extract(x, 0)
+
+    def reduce_add(self, x: Value) -> Value:
+        return self._reduce(x, self.fadd if is_real(x.type) else self.add)
+
+    def reduce_max(self, x: Value) -> Value:
+        """The largest lane; a NaN may be lost (see `fmax`)."""
+        return self._reduce(x, self.fmax if is_real(x.type) else self.smax)
+
+    def reduce_min(self, x: Value) -> Value:
+        """The smallest lane; a NaN may be lost (see `fmin`)."""
+        return self._reduce(x, self.fmin if is_real(x.type) else self.smin)
+
+    def transpose(self, rows: Sequence[Value]) -> list[Value]:
+        """N vectors of N lanes: lane j of row i becomes lane i of row j.
+
+        log2(N) stages of N shuffles, each one cheap instruction. A transpose exchanges the bits of
+        the row number with those of the lane number. Within 128 bits, interleaving two rows moves
+        one row bit in at the bottom of the lane number and the top lane bit out, so the high row
+        bits go first; above, separating even from odd blocks of 128 bits moves one in at the top
+        and the bottom one out, so the low row bits go first.
+        """
+        lanes, rows = len(rows), list(rows)
+        if any(shape(row.type)[0] != lanes for row in rows):
+            raise ValueError(f"{lanes} rows to transpose must have {lanes} lanes, got {rows[0].type}")
+        block = min(lanes, 128 // element_bits(rows[0].type))
+        stages = []
+        apart = block // 2
+        while apart:
+            both = [
+                start + half * block // 2 + lane + side * lanes
+                for half in (0, 1)
+                for start in range(0, lanes, block)
+                for lane in range(block // 2)
+                for side in (0, 1)
+            ]
+            stages.append((apart, both[:lanes], both[lanes:]))
+            apart //= 2
+        apart = block
+        while apart < lanes:
+            both = [
+                start + lane
+                for odd in (0, 1)
+                for start in range(odd * block, 2 * lanes, 2 * block)
+                for lane in range(block)
+            ]
+            stages.append((apart, both[:lanes], both[lanes:]))
+            apart *= 2
+        for apart, low, high in stages:
+            for i in range(lanes):
+                if not i & apart:
+                    x, y = rows[i], rows[i + apart]
+                    rows[i], rows[i + apart] = self.shuffle(x, y, low), self.shuffle(x, y, high)
+        return rows
+
+    # ---- memory
+
+    def gep(self, base: Value, index: Operand, element: str | None = None) -> Value:
+        """The address `index` elements on (of `real` by default; "i8" counts bytes)."""
+        index = self.value(index, "i64")
+        return self._emit("ptr", f"getelementptr inbounds {element or self.real}, {base}, {index}")
+
+    def load(self, address: Value, type: str | None = None, align: int | None = None) -> Value:
+        """One value of `type`, a whole register by default."""
+        type = type or self.vec
+        return self._emit(type, f"load {type}, {address}, align {align or _natural(type)}")
+
+    def store(self, value: Value, address: Value, align: int | None = None) -> None:
+        self._line(f"store {value}, {address}, align {align or _natural(value.type)}")
+
+    def masked_load(
+        self,
+        address: Value,
+        mask: Value,
+        passthru: Operand = 0,
+        type: str | None = None,
+        align: int | None = None,
+    ) -> Value:
+        """The lanes of the mask from memory, the others from `passthru`; those touch no memory."""
+        type = type or self.vec
+        return self.intrinsic(
+            "llvm.masked.load",
+            address,
+            constant(align or _natural(type), "i32"),
+            mask,
+            self.value(passthru, type),
+            returns=type,
+            overload=[type, "ptr"],
+        )
+
+    def masked_store(
+        self, value: Value, address: Value, mask: Value, align: int | None = None
+    ) -> None:
+        """Writes the lanes of the mask and touches no other memory."""
+        self.intrinsic(
+            "llvm.masked.store",
+            value,
+            address,
+            constant(align or _natural(value.type), "i32"),
+            mask,
+            returns="void",
+            overload=[value.type, "ptr"],
+        )
+
+    def alloca(self, type: str, count: int = 1, align: int | None = None) -> Value:
+        """Stack memory for the whole call, wherever it is asked for."""
+        value = Value("%" + self._fresh("slot"), "ptr")
+        alignment = align or max(_natural(type), min(64, shape(type)[0] * element_bits(type) // 8))
+        self._allocas.append(f"{value.text} = alloca {type}, i64 {count}, align {alignment}")
+        return value
+
+    def prefetch(self, address: Value, *, write: bool = False, locality: int = 3) -> None:
+        """Ask for a cache line; locality 3 keeps it close, 0 expects it once."""
+        hints = [constant(int(write), "i32"), constant(locality, "i32"), constant(1, "i32")]
+        self.intrinsic("llvm.prefetch", address, *hints, returns="void", overload=["ptr"])
+
+    # ---- threads
+
+    def atomic_add(self, address: Value, value: Operand) -> Value:
+        """Adds to an i64 that threads share and returns what it was (acquire and release)."""
+        value = self.value(value, "i64")
+        return self._emit("i64", f"atomicrmw add {address}, {value} acq_rel, align 8")
+
+    def atomic_load(self, address: Value) -> Value:
+        """An i64, and all that its writer wrote before it (acquire)."""
+        return self._emit("i64", f"load atomic i64, {address} acquire, align 8")
+
+    def atomic_store(self, value: Operand, address: Value) -> None:
+        """Publishes an i64, and all that was written before it (release)."""
+        self._line(f"store atomic {self.value(value, 'i64')}, {address} release, align 8")
+
+    def pause(self) -> None:
+        """A hint that this is a spin loop."""
+        if self.target.x86:
+            self.intrinsic("llvm.x86.sse2.pause", returns="void", overload=[])
+
+    # ---- calls
+
+    def call(self, callee: str | Value, *args: Value, returns: str | None = None) -> Value:
+        """A function of this module by name, or any address together with the type it returns."""
+        if isinstance(callee, str):
+            returns = self.module.returns(callee)
+            callee = Value(f"@{callee}", "ptr")
+        text = f"call {returns} {callee.text}({', '.join(map(str, args))})"
+        if returns is None:
+            raise TypeError("a call through an address needs returns=")
+        if returns == "void":
+            self._line(text)
+            return Value("void", "void")
+        return self._emit(returns, text)
+
+    def intrinsic(
+        self,
+        name: str,
+        *args: Value,
+        returns: str | None = None,
+        overload: Sequence[str] | None = None,
+    ) -> Value:
+        """A call of `name`, mangled by the overload types (by default the first operand's), which
+        returns the type of the first operand unless told."""
+        types = [args[0].type] if overload is None else overload
+        full = ".".join([name, *map(mangle, types)])
+        self.module.declare(full, returns or args[0].type, [arg.type for arg in args])
+        return self.call(full, *args)
+
+    # ---- control flow
+
+    def _start(self, label: str) -> None:
+        self._blocks.append(_Block(label))
+
+    @contextmanager
+    def loop(
+        self, lo: Operand, hi: Operand, step: Operand = 1, *, unroll: bool = False
+    ) -> Iterator[Value]:
+        """`for i in range(lo, hi, step)` with i64 and a positive step; `unroll` lets LLVM try."""
+        lo, hi, step = (self.value(operand, "i64") for operand in (lo, hi, step))
+        head, body, done = (self._fresh(stem) for stem in ("loop", "body", "done"))
+        before, index, more = self._blocks[-1].label, f"%{self._fresh('i')}", self._fresh("%more")
+        self._line(f"br label %{head}")
+        self._start(head)
+        heading = self._blocks[-1]
+        self._start(body)
+        yield Value(index, "i64")
+        following = self.add(Value(index, "i64"), step)
+        heading.lines += [
+            f"{index} = phi i64 [ {lo.text}, %{before} ], "
+            f"[ {following.text}, %{self._blocks[-1].label} ]",
+            f"{more} = icmp slt i64 {index}, {hi.text}",
+            f"br i1 {more}, label %{body}, label %{done}",
+        ]
+        hint = "" if unroll else f", !llvm.loop {self.module.plain_loop()}"
+        self._line(f"br label %{head}{hint}")
+        self._start(done)
+
+    @contextmanager
+    def repeat(self) -> Iterator[Callable[[Value], None]]:
+        """A body that runs again while a condition, given as its last word, holds.
+
+        >>> with b.repeat() as again:                                       # doctest: +SKIP
+        ...     b.pause()
+        ...     again(b.icmp("slt", b.atomic_load(arrived), threads))
+        """
+        body, done = self._fresh("repeat"), self._fresh("done")
+        conditions: list[Value] = []
+        self._line(f"br label %{body}")
+        self._start(body)
+        yield conditions.append
+        (condition,) = conditions
+        self._line(f"br {condition}, label %{body}, label %{done}")
+        self._start(done)
+
+    @contextmanager
+    def when(self, condition: Value) -> Iterator[AbstractContextManager[None]]:
+        """The body runs if the condition (an i1) holds, and `otherwise` if it does not.
+
+        >>> with b.when(b.icmp("eq", n, 0)) as otherwise:                   # doctest: +SKIP
+        ...     b.store(zero, out)
+        >>> with otherwise:                                                 # doctest: +SKIP
+        ...     b.store(sum, out)
+        """
+        then, join = self._fresh("then"), self._fresh("join")
+        fork = self._blocks[-1]
+        self._start(then)
+        yield self._otherwise(fork, condition, then, join)
+        self._line(f"br label %{join}")
+        self._start(join)
+        fork.lines.append(f"br {condition}, label %{then}, label %{join}")
+
+    @contextmanager
+    def _otherwise(self, fork: _Block, condition: Value, then: str, join: str) -> Iterator[None]:
+        if self._blocks[-1].label != join or self._blocks[-1].lines:
+            raise RuntimeError("`with otherwise:` must follow its `with b.when(...):` at once")
+        other = self._fresh("else")
+        fork.lines[-1] = f"br {condition}, label %{then}, label %{other}"
+        self._blocks[-1] = _Block(other)
+        yield
+        self._line(f"br label %{join}")
+        self._start(join)
+
+    def ret(self, value: Value | None = None) -> None:
+        """Return; a function that returns nothing does so at its end by itself."""
+        self._line("ret void" if value is None else f"ret {value}")
+        self._start(self._fresh("unreached"))
+
+    def __str__(self) -> str:
+        lines = [self._head + " {"]
+        for number, block in enumerate(self._blocks):
+            lines.append(f"{block.label}:")
+            lines += [f"  {line}" for line in (self._allocas if number == 0 else [])]
+            lines += [f"  {line}" for line in block.lines]
+        # Where every path has returned, the last block is one that nothing leads to.
+        lines += ["  ret void" if self.returns == "void" else "  unreachable", "}"]
+        return "\n".join(lines)
+
+
+def _natural(type: str) -> int:
+    """The alignment of one element in bytes."""
+    return max(1, element_bits(type) // 8)

@@ -1,0 +1,255 @@
+"""LLVM text to machine code, kept on disk between processes.
+
+>>> code = jit.compile(text, ["lstm_forward"], isa.current())
+>>> code.address("lstm_forward")
+140213718941696
+
+The text arrives vectorised and unrolled, so LLVM's own vectorisers and unroller stay off: they would
+cost most of the compile time and could only undo the register tiling.
+
+The cache holds machine code that will be executed, hence the care: a directory of our own that nobody
+else can write, entries named by everything that went into them, sealed by a checksum and put in place
+by a rename. Whatever is wrong with an entry, it is compiled again; whatever is wrong with the
+directory, there is one warning and no cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from . import isa
+from .ir import Target
+
+FORMAT = 1  # raise it when the way from text to machine code changes, so that no old entry is found
+SPEED = 2  # of the pass pipeline: level 3 adds nothing to text that needs no inlining
+LIMIT = 256 << 20  # bytes of the cache directory beyond which the oldest entries go
+
+_MAGIC = b"anycell\0"
+_SEAL = len(_MAGIC) + hashlib.sha256().digest_size
+
+# LLVM contexts are not thread-safe. Held across a fork, so that a child never inherits it locked, nor
+# LLVM in the middle of something.
+_lock = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+    )
+
+
+class CacheWarning(UserWarning):
+    """The cache of compiled kernels cannot be used; everything works, starting a little slower."""
+
+
+class Library:
+    """Loaded machine code. Its addresses stay valid for the life of the process."""
+
+    def __init__(self, text: str, target: Target, addresses: dict[str, int], cached: bool) -> None:
+        self.text = text
+        self.target = target
+        self.cached = cached  # whether the code came from disk
+        self._addresses = addresses
+
+    def address(self, symbol: str) -> int:
+        """The address of a function that `compile` was asked for."""
+        return self._addresses[symbol]
+
+    def assembly(self) -> str:
+        """The assembly that the text becomes, for reading."""
+        with _lock:
+            machine = _machine(self.target)
+            return machine.emit_assembly(_optimised(self.text, machine))
+
+    def __repr__(self) -> str:
+        return f"Library({', '.join(self._addresses)}; {self.target.name})"
+
+
+def compile(text: str, symbols: Sequence[str], target: Target) -> Library:
+    """Machine code of the LLVM module `text`, from the cache where it is there.
+
+    `symbols` names the functions whose addresses will be asked for. Any thread may call this.
+    """
+    if os.environ.get("ANYCELL_DEBUG", "0") not in ("", "0"):
+        print(text, file=sys.stderr)
+    with _lock:
+        cache = _open_cache()
+        name = _key(text, symbols, target)
+        code = cache.read(name) if cache else None
+        cached = code is not None
+        if code is None:
+            code = _object(text, symbols, target)
+            if cache:
+                cache.write(name, code)
+        return Library(text, target, _load(code, symbols, target), cached)
+
+
+# ---------------------------------------------------------------------------------------------- LLVM
+
+
+@lru_cache(maxsize=1)
+def _llvm() -> Any:
+    """llvmlite's binding, imported and initialised on first use: it takes longer than all of ours."""
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm
+
+
+@lru_cache(maxsize=1)
+def _context() -> Any:
+    """A context of our own: apart from other users of llvmlite, and with opaque pointers, which
+    llvmlite 0.44 still has off by default."""
+    import llvmlite
+
+    llvm = _llvm()
+    if hasattr(llvmlite, "opaque_pointers_enabled"):
+        return llvm.context.ContextRef(llvm.ffi.lib.LLVMPY_ContextCreate(True))
+    return llvm.create_context()
+
+
+def _machine(target: Target) -> Any:
+    llvm = _llvm()
+    cpu, features, _ = isa.machine(target)
+    # The small code model reads constants relative to the program counter; the JIT's default would
+    # first load each address into a register.
+    return llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(
+        cpu=cpu, features=features, opt=3, reloc="pic", codemodel="small"
+    )
+
+
+def _optimised(text: str, machine: Any) -> Any:
+    llvm = _llvm()
+    module = llvm.parse_assembly(text, _context())
+    module.triple = machine.triple
+    module.data_layout = str(machine.target_data)
+    module.verify()
+    options = llvm.create_pipeline_tuning_options(speed_level=SPEED)
+    options.loop_vectorization = options.slp_vectorization = False
+    options.loop_interleaving = options.loop_unrolling = False
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    return module
+
+
+def _object(text: str, symbols: Sequence[str], target: Target) -> bytes:
+    machine = _machine(target)
+    module = _optimised(text, machine)
+    for symbol in symbols:  # LLVM ends the process when asked for one that is not there
+        try:
+            defined = not module.get_function(symbol).is_declaration
+        except NameError:
+            defined = False
+        if not defined:
+            raise ValueError(f"the LLVM text defines no function {symbol!r}")
+    return machine.emit_object(module)
+
+
+def _load(code: bytes, symbols: Sequence[str], target: Target) -> dict[str, int]:
+    llvm = _llvm()
+    # llvmlite's own memory manager keeps all sections in one block, as the small code model needs.
+    engine = llvm.create_mcjit_compiler(
+        llvm.parse_assembly("", _context()), _machine(target), use_lmm=True
+    )
+    engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    addresses = {symbol: engine.get_function_address(symbol) for symbol in symbols}
+    engine.detach()  # never freed: a thread may still be inside, even while the interpreter ends
+    return addresses
+
+
+# --------------------------------------------------------------------------------------------- cache
+
+
+@lru_cache(maxsize=1)
+def _toolchain() -> str:
+    import llvmlite
+
+    llvm = _llvm()
+    return f"{llvmlite.__version__} {llvm.llvm_version_info} {llvm.get_process_triple()}"
+
+
+def _key(text: str, symbols: Sequence[str], target: Target) -> str:
+    """The name of the entry: everything that changes the code, or what is asked of it."""
+    cpu, features, _ = isa.machine(target)
+    parts = [str(FORMAT), _toolchain(), cpu, features, " ".join(symbols), text]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def cache_directory() -> str:
+    """Where compiled kernels are kept: `$ANYCELL_CACHE_DIR`, else the user's cache directory."""
+    if chosen := os.environ.get("ANYCELL_CACHE_DIR"):
+        return os.path.abspath(chosen)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the XDG specification says to ignore a relative one
+        base = os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "anycell")
+
+
+def _seal(name: str, code: bytes) -> bytes:
+    # The name is under the seal, so that an entry renamed to another's name does not pass for it.
+    return _MAGIC + hashlib.sha256(name.encode() + code).digest()
+
+
+def _check_private(status: os.stat_result) -> None:
+    """Raise OSError where somebody else could have written what has this status."""
+    if not hasattr(os, "geteuid"):  # Windows: a user's profile is private by inheritance
+        return
+    if status.st_uid != os.geteuid():
+        raise PermissionError(f"it belongs to uid {status.st_uid}, not to you")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            f"others can write it (mode {stat.S_IMODE(status.st_mode):04o}; chmod go-w it)"
+        )
+
+
+class _Cache:
+    """An open cache directory. Where the system can, its files are reached through the descriptor
+    that was checked, so that no one can put another directory in its place in between."""
+
+    def __init__(self, path: str) -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            pass
+        self.path = path
+        self._at: dict[str, int] = {}
+        if os.open in os.supports_dir_fd and os.scandir in os.supports_fd:
+            self._at = {"dir_fd": os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)}
+        try:
+            _check_private(os.fstat(self._at["dir_fd"]) if self._at else os.stat(path))
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for fd in self._at.values():
+            os.close(fd)
+
+    def _name(self, name: str) -> str:
+        return name if self._at else os.path.join(self.path, name)
+
+    def read(self, name: str) -> bytes | None:
+        """The code stored under `name`; None where there is none that can be trusted."""
+        try:
+            fd = os.open(self._name(name), _READ, **self._at)
+        except OSError:
+            return None
+        with open(fd, "rb") as file:
+            try:
+                status = os.fstat(fd)
+                _check_private(status)
+                entry = file.read() if stat.S_ISREG(status.st_mode) else b""
+            except OSError:
+                return None
+        code = entry[_SEAL:]
+        return code if code and entry[:_SEAL] == _seal(name, code) else None

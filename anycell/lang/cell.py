@@ -1,0 +1,495 @@
+"""``@cell`` traces a Python function once into a ``Cell``: graph, gates, states, parameters, matmuls."""
+
+from __future__ import annotations
+
+import contextvars
+import importlib
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from anycell.lang.expr import CellError, Expr, Number, apply, as_expr, fail, rewrite, topological, tracing
+from anycell.lang.ops import TABLE
+
+RECURRENT = "hh"  # the matmul behind `r`
+
+
+@dataclass(frozen=True)
+class State:
+    """A state: ``size`` is a symbol ("H" is the hidden size), ``initial`` the value it starts from and resets to."""
+
+    name: str
+    size: str = "H"
+    initial: float = 0.0
+
+
+@dataclass(frozen=True)
+class Param:
+    """A per-unit parameter ``[H]``; ``initial`` None leaves its initial value to the framework's convention."""
+
+    name: str
+    initial: float | None = None
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One matmul inside a step: ``outputs`` blocks of ``out_size`` from ``operand``, block-diagonal with ``heads``."""
+
+    name: str
+    operand: Expr
+    outputs: tuple[str, ...]
+    heads: int
+    bias: bool
+    in_size: str
+    out_size: str
+
+
+class Gates:
+    """The values of all gates: unpacks in the declared order, names them, adds element by element."""
+
+    is_gates = True
+    __array_ufunc__ = None
+
+    def __init__(self, what: str, values: dict[str, Expr]) -> None:
+        self._what, self._values = what, values
+
+    def __iter__(self) -> Iterator[Expr]:
+        return iter(self._values.values())
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getattr__(self, name: str) -> Expr:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return self._values[name]
+        except KeyError:
+            given = " ".join(self._values) or "none"
+            fail(f"No {self._what} is named {name!r}; this cell declares: {given}.", f"declare it, or use one of: {given}.")
+
+    def _combine(self, op: str, left: Any, right: Any) -> Gates:
+        def pick(side: Any, name: str) -> Any:
+            return side._values[name] if isinstance(side, Gates) else side
+
+        return Gates(self._what, {n: apply(op, pick(left, n), pick(right, n)) for n in self._values})
+
+    def __add__(self, other: Any) -> Gates:
+        return self._combine("add", self, other)
+
+    def __radd__(self, other: Any) -> Gates:
+        return self._combine("add", other, self)
+
+    def __sub__(self, other: Any) -> Gates:
+        return self._combine("sub", self, other)
+
+    def __mul__(self, other: Any) -> Gates:
+        return self._combine("mul", self, other)
+
+    def __rmul__(self, other: Any) -> Gates:
+        return self._combine("mul", other, self)
+
+
+@dataclass
+class _Trace:
+    cell_name: str
+    keeps: int = 0
+    linears: dict[str, tuple[Expr, int, bool]] = field(default_factory=dict)
+
+
+_current: contextvars.ContextVar[_Trace | None] = contextvars.ContextVar("anycell_trace", default=None)
+
+
+def _trace(function: str) -> _Trace:
+    trace = _current.get()
+    if trace is None:
+        raise CellError(f"{function}() was called outside a cell. It has a meaning only in a function under @cell.")
+    return trace
+
+
+def linear(value: Expr | Number, name: str, *, heads: int = 1, bias: bool = False) -> Expr:
+    """A further matmul inside the step: ``value @ W_name`` with a learned weight.
+
+    Args:
+        value: the operand, ``[B, in]``.
+        name: names the weight; each name is used once in a cell.
+        heads: block-diagonal weight with that many equal blocks.
+        bias: whether the matmul has a learned bias.
+
+    The output size follows from its use: a state's declared size, or the hidden size.
+    """
+    trace = _trace("linear")
+    operand = as_expr(value)
+    if not isinstance(name, str) or not name.isidentifier():
+        fail(f"linear(..., {name!r}): the weight needs a name.", 'linear(value, "name").')
+    if name in trace.linears or name == RECURRENT:
+        fail(f"linear(..., {name!r}): this name is taken.", "each matmul has its own weight: choose another name.")
+    if not isinstance(heads, int) or heads < 1:
+        fail(f"linear(..., heads={heads!r}).", "give a positive integer that divides the sizes.")
+    trace.linears[name] = (operand, heads, bool(bias))
+    return Expr("linear", (operand,), (name, name))
+
+
+def keep(rate: Expr | Number, per: str = "step") -> Expr:
+    """A random mask that keeps with probability ``rate``.
+
+    In training 1 with probability ``rate``, else 0, drawn anew ``per`` "step" or once per "sequence" for each
+    unit and row; in evaluation its mean, ``rate``. So ``keep(1 - z) * new + (1 - keep(1 - z)) * old`` is
+    zoneout, and ``keep(k) / k * value`` is inverted dropout. Draws are counter-based (Philox4x32-10, Salmon et
+    al., 2011): the same on every engine for the same seed, and drawn again in the backward pass.
+    """
+    trace = _trace("keep")
+    if per not in ("step", "sequence"):
+        fail(f"keep(..., per={per!r}).", 'per="step" or per="sequence".')
+    if not isinstance(rate, Expr) and not 0.0 <= rate <= 1.0:
+        fail(f"keep({rate!r}): the probability of keeping is outside [0, 1].", "give a rate in [0, 1].")
+    node = Expr("keep", (as_expr(rate),), (trace.keeps, per))
+    trace.keeps += 1
+    return node
+
+
+class Cell:
+    """A recurrent cell: what happens between the input projection and the next state, as a graph.
+
+    Made by ``@cell``. Calling a cell with keyword arguments gives the cell with those hyperparameters:
+    ``PeepholeLSTM(coupled=True, cell_clip=3.0)``.
+
+    Attributes:
+        name: of the function.
+        gates, states, params, static: as declared.
+        hyper: run-time hyperparameters (floats), by name; a change of value compiles nothing.
+        structure: the other keyword arguments, which select the graph.
+        bias: whether the projections of the layer carry biases.
+        next: one expression per state, the new states.
+        linears: every matmul of a step, in order of evaluation.
+        fused: gates whose input and recurrent projection are only ever added.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        gates: tuple[str, ...],
+        states: tuple[State, ...],
+        params: tuple[Param, ...],
+        static: str | None,
+        bias: bool,
+        given: dict[str, Any],
+    ) -> None:
+        self.function, self.gates, self.states = function, gates, states
+        self.params, self.static, self.bias = params, static, bias
+        self.name = function.__name__
+        self.__name__, self.__qualname__, self.__module__ = self.name, function.__qualname__, function.__module__
+        self.__doc__ = function.__doc__
+        self.given = given
+        self.hyper, self.structure = _sort_hyperparameters(function, given)
+        self._trace()
+
+    # -- use -------------------------------------------------------------------------------------
+    def __call__(self, **hyper: Any) -> Cell:
+        """The same cell with other hyperparameters; see the signature of its function."""
+        if not hyper:
+            return self
+        given = {**self.given, **hyper}
+        return Cell(self.function, self.gates, self.states, self.params, self.static, self.bias, given)
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.given.items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Cell) and (self.key, self.hyper, self.name) == (other.key, other.hyper, other.name)
+
+    def __hash__(self) -> int:
+        return hash((self.key, self.name))
+
+    def __deepcopy__(self, memo: Any) -> Cell:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (self.function.__module__, self.function.__qualname__, self.given)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return tuple(state.name for state in self.states)
+
+    @property
+    def param_names(self) -> tuple[str, ...]:
+        return tuple(param.name for param in self.params)
+
+    @property
+    def keeps(self) -> tuple[Expr, ...]:
+        """The random masks of the graph."""
+        return tuple(node for node in topological(self.next) if node.op == "keep")
+
+    # -- tracing ---------------------------------------------------------------------------------
+    def _trace(self) -> None:
+        trace = _Trace(self.name)
+        states = {s.name: Expr("state", (), (s.name,)) for s in self.states}
+        first = states[self.states[0].name]
+        x = {g: Expr("x", (), (g,)) for g in self.gates}
+        r = {g: Expr("linear", (first,), (RECURRENT, g)) for g in self.gates}
+        args: list[Any] = [
+            Gates("gate", x),
+            Gates("gate", r),
+            Gates("state", states),
+        ]
+        if self.params:
+            args.append(Gates("parameter", {p.name: Expr("param", (), (p.name,)) for p in self.params}))
+        if self.static is not None:
+            args.append(Expr("static", (), (self.static,)))
+        keywords = {**self.structure, **{name: Expr("hyper", (), (name,)) for name in self.hyper}}
+        code, current = tracing.set(self.function.__code__), _current.set(trace)
+        try:
+            result = self.function(*args, **keywords)
+        finally:
+            tracing.reset(code)
+            _current.reset(current)
+        self.next = _fuse(self._check_result(result))
+        self.linears = _linears(self.next, trace, self.gates)
+        used = topological(self.next)
+        self.fused = frozenset(node.attrs[1] for node in used if node.op == "preact")
+        self._sizes()
+        self.key = _canonical(self)
+
+    def _check_result(self, result: Any) -> tuple[Expr, ...]:
+        names = " ".join(self.state_names)
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        if isinstance(result, Gates) or len(results) != len(self.states):
+            raise CellError(
+                f"Cell {self.name} returned {len(results)} value(s), its states are {len(self.states)}: {names}.\n"
+                f"Instead: return the new states in the declared order, `return {', '.join(self.state_names)}`."
+            )
+        out = []
+        for state, value in zip(self.states, results, strict=True):
+            if not isinstance(value, (Expr, int, float)):
+                raise CellError(
+                    f"Cell {self.name} returned {type(value).__name__} for the new state {state.name!r}.\n"
+                    "Instead: return a traced value."
+                )
+            node = as_expr(value)
+            if node.op in TABLE and TABLE[node.op].boolean:
+                raise CellError(
+                    f"Cell {self.name} returned a condition for the new state {state.name!r}.\n"
+                    "Instead: where(condition, 1.0, 0.0)."
+                )
+            out.append(node)
+        return tuple(out)
+
+    def _sizes(self) -> None:
+        """Every value has one size: element-wise ops tie sizes together, matmuls change them."""
+        parent: dict[Any, Any] = {}
+
+        def find(item: Any) -> Any:
+            parent.setdefault(item, item)
+            while parent[item] is not item:
+                item = parent[item]
+            return item
+
+        def tie(a: Any, b: Any, why: str) -> None:
+            a, b = find(a), find(b)
+            if a is b:
+                return
+            if isinstance(a, str) and isinstance(b, str):
+                raise CellError(
+                    f"Cell {self.name}: the sizes do not close: {why} joins a value of size {a} with one of size {b}.\n"
+                    'Instead: change the size with linear(value, "name"), or declare the state with the size it has.'
+                )
+            if isinstance(a, str):
+                a, b = b, a
+            parent[a] = b
+
+        sizes = {state.name: state.size for state in self.states}
+        for node in topological(self.next):
+            if node.op in ("x", "param", "static", "preact"):
+                tie(node, "H", f"{node}")
+            elif node.op == "linear":
+                if node.attrs[0] == RECURRENT:
+                    tie(node, "H", f"{node}")
+            elif node.op == "state":
+                tie(node, sizes[node.attrs[0]], f"{node}")
+            elif node.op not in ("const", "hyper", "keep"):
+                for arg in node.args:
+                    # Numbers and masks fit any size.
+                    if arg.op not in ("const", "hyper", "keep"):
+                        tie(node, arg, f"`{node}`")
+        for state, node in zip(self.states, self.next, strict=True):
+            if node.op not in ("const", "hyper", "keep"):
+                tie(node, state.size, f"the new state {state.name!r}")
+
+        def size(node: Expr) -> str:
+            root = find(node)
+            return root if isinstance(root, str) else "H"
+
+        outputs = {n.attrs[0]: n for n in topological(self.next) if n.op in ("linear", "preact")}
+        self.linears = tuple(
+            Linear(l.name, l.operand, l.outputs, l.heads, l.bias, size(l.operand), size(outputs[l.name]))
+            for l in self.linears
+        )
+
+
+def _fuse(results: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """Turns ``x.k + r.k`` into one pre-activation where neither appears anywhere else.
+
+    The matmul then accumulates onto the input projection, and one gradient serves both.
+    """
+    users: dict[Expr, set[Expr]] = {}
+    for node in topological(results):
+        for arg in node.args:
+            users.setdefault(arg, set()).add(node)
+    roots = set(results)
+
+    def rule(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
+        if node.op == "add" and {arg.op for arg in node.args} == {"x", "linear"}:
+            x, r = sorted(node.args, key=lambda arg: arg.op != "x")
+            alone = all(len(users[arg]) == 1 and arg not in roots for arg in (x, r))
+            if alone and r.attrs == (RECURRENT, x.attrs[0]):
+                return Expr("preact", next(n for n, old in zip(args, node.args, strict=True) if old is r).args, r.attrs)
+        return None
+
+    return tuple(rewrite(results, rule))
+
+
+def _linears(results: tuple[Expr, ...], trace: _Trace, gates: tuple[str, ...]) -> tuple[Linear, ...]:
+    found: dict[str, tuple[Expr, list[str]]] = {}
+    for node in topological(results):
+        if node.op in ("linear", "preact"):
+            name, output = node.attrs
+            found.setdefault(name, (node.args[0], []))[1].append(output)
+    out = []
+    for name, (operand, outputs) in found.items():
+        _, heads, bias = trace.linears.get(name, (None, 1, True))
+        if name == RECURRENT:
+            outputs = [gate for gate in gates if gate in outputs]
+        out.append(Linear(name, operand, tuple(outputs), heads, bias, "H", "H"))
+    return tuple(out)
+
+
+def _canonical(cell: Cell) -> str:
+    """The cell as text: equal for equal computations, whatever the names of function and file."""
+    order = topological(cell.next)
+    index = {node: i for i, node in enumerate(order)}
+    lines = [f"{i} {n.op} {n.attrs!r} {[index[a] for a in n.args]}" for i, n in enumerate(order)]
+    lines.append(f"next {[index[n] for n in cell.next]}")
+    lines.append(f"{cell.gates} {cell.states} {cell.param_names} {cell.static} {cell.bias}")
+    lines.append(f"{[(l.name, l.outputs, l.heads, l.bias, l.in_size, l.out_size) for l in cell.linears]}")
+    return "\n".join(lines)
+
+
+def _sort_hyperparameters(function: Callable[..., Any], given: dict[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
+    """Keyword-only arguments: floats are run-time values, everything else selects the graph."""
+    signature = inspect.signature(function)
+    keyword = {p.name: p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
+    for name in given:
+        if name not in keyword:
+            raise CellError(
+                f"Cell {function.__name__} has no hyperparameter {name!r}; it has: {', '.join(keyword) or 'none'}.\n"
+                "Instead: add a keyword-only argument to its function."
+            )
+    hyper: dict[str, float] = {}
+    structure: dict[str, Any] = {}
+    for name, parameter in keyword.items():
+        value = given.get(name, parameter.default)
+        if value is parameter.empty:
+            raise CellError(f"Cell {function.__name__}: hyperparameter {name!r} needs a default value.")
+        declared_float = "float" in str(parameter.annotation) or isinstance(parameter.default, float)
+        if isinstance(value, float) or (declared_float and isinstance(value, int) and not isinstance(value, bool)):
+            if math.isnan(value):
+                raise CellError(f"Cell {function.__name__}: hyperparameter {name} is NaN; expected a number.")
+            hyper[name] = float(value)
+        elif value is None or isinstance(value, (bool, int, str, tuple)):
+            structure[name] = value
+        else:
+            raise CellError(
+                f"Cell {function.__name__}: hyperparameter {name} is a {type(value).__name__}; expected a float "
+                "(a run-time value), or a bool, int, str, tuple or None (which select the graph)."
+            )
+    return hyper, structure
+
+
+def _restore(module: str, qualname: str, given: dict[str, Any]) -> Cell:
+    found: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, Cell):
+        raise CellError(f"Cannot restore cell {qualname!r}: module {module!r} has no such cell at its top level.")
+    return found(**given)
+
+
+def _words(text: str, what: str) -> list[tuple[str, str | None, str | None]]:
+    """Splits ``"h:P c m=-inf"`` into (name, size, value)."""
+    out: list[tuple[str, str | None, str | None]] = []
+    for word in text.split():
+        match = re.fullmatch(r"([A-Za-z]\w*)(?::([A-Za-z]\w*))?(?:=(\S+))?", word)
+        if match is None:
+            raise CellError(f"@cell({what}={text!r}): cannot read {word!r}; expected name, name:size or name=value.")
+        out.append((match[1], match[2], match[3]))
+    names = [name for name, _, _ in out]
+    if len(set(names)) != len(names):
+        raise CellError(f"@cell({what}={text!r}): a name appears twice.")
+    return out
+
+
+def _number(text: str | None, what: str) -> float | None:
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        raise CellError(f"@cell({what}): initial value {text!r} is not a number.")
+    return value
+
+
+def cell(
+    *, gates: str, state: str = "h", params: str = "", static: str | None = None, bias: bool = True
+) -> Callable[[Callable[..., Any]], Cell]:
+    """Makes a recurrent cell out of a function ``f(x, r, s[, p][, e])`` of one time step.
+
+    Args:
+        gates: names of the gates, in the order of the weights; ``x`` and ``r`` unpack in this order.
+        state: names of the states, ``name[:size][=initial]``; the first is the output.
+        params: names of per-unit parameters, ``name[=initial]``; without any the function has no ``p``.
+        static: name of an input given once per sequence, ``[B, H]``; the function's last argument.
+        bias: whether the layer's projections carry biases; a cell that places its own sets False.
+
+    Raises:
+        CellError: for what a cell cannot say, naming the line and what to write instead.
+
+    Example:
+        >>> from anycell import cell, sigmoid, tanh
+        >>> @cell(gates="f g", state="h")
+        ... def MGU2(x, r, s):
+        ...     f = sigmoid(r.f)
+        ...     return (1 - f) * s.h + f * tanh(x.g + r.g)
+    """
+    gate_names = tuple(name for name, _, _ in _words(gates, "gates"))
+    states = tuple(State(n, z or "H", _number(v, "state") or 0.0) for n, z, v in _words(state, "state"))
+    parameters = tuple(Param(n, _number(v, "params")) for n, _, v in _words(params, "params"))
+    if not gate_names:
+        raise CellError("@cell(gates=''): a cell needs at least one gate, or the input never enters it.")
+    if not states:
+        raise CellError("@cell(state=''): a cell needs at least one state; the first is its output.")
+    expected = ["x", "r", "s"] + ["p"] * bool(parameters) + ["e"] * (static is not None)
+
+    def decorate(function: Callable[..., Any]) -> Cell:
+        kinds = inspect.Parameter
+        positional = [
+            p
+            for p in inspect.signature(function).parameters.values()
+            if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+        ]
+        if len(positional) != len(expected):
+            raise CellError(
+                f"Cell {function.__name__} takes {len(positional)} positional arguments; "
+                f"with this declaration it must take {len(expected)}: ({', '.join(expected)})."
+            )
+        return Cell(function, gate_names, states, parameters, static, bias, {})
+
+    return decorate
+
+
+def names(items: Sequence[State] | Sequence[Param]) -> tuple[str, ...]:
+    return tuple(item.name for item in items)

@@ -1,0 +1,260 @@
+"""The op table: one row per op of the cell language, and the functions that users write.
+
+A row is ``Op(meaning, derivative, domain)``:
+
+- ``meaning(xp, *args)`` computes the op with an array namespace (NumPy, torch, jax.numpy, ...);
+- ``derivative(g, y, *args)`` gives, for the upstream gradient ``g`` and the result ``y``, one expression per
+  argument, or None where the derivative is zero everywhere;
+- ``domain`` bounds the arguments on which the op is smooth and finite, for generated tests.
+
+Engines add their own printer table with one row per op, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from anycell.lang.expr import Expr, Number, apply, fail
+
+Value = Expr | Number
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Op:
+    meaning: Callable[..., Any]
+    derivative: Callable[..., tuple[Expr | None, ...]]
+    domain: tuple[Interval, ...]
+    boolean: bool = False  # the result is a condition for where()
+    reduction: bool = False  # combines the units of a row (attrs: number of groups)
+
+
+def _stable_sigmoid(xp: Any, a: Any) -> Any:
+    # 1 / (1 + exp(-a)) overflows and, under autograd, turns inf * 0 into NaN; tanh does neither.
+    return xp.sigmoid(a) if hasattr(xp, "sigmoid") else 0.5 * xp.tanh(0.5 * a) + 0.5
+
+
+def _softplus(xp: Any, a: Any) -> Any:
+    return xp.maximum(a, a * 0.0) + xp.log1p(xp.exp(-xp.abs(a)))
+
+
+def _row(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """A reduction over each group of units, given back to every unit of the group."""
+
+    def meaning(xp: Any, a: Any, groups: int) -> Any:
+        split = xp.reshape(a, (*a.shape[:-1], groups, a.shape[-1] // groups))
+        return xp.reshape(xp.broadcast_to(reduce(xp, split), split.shape), a.shape)
+
+    return meaning
+
+
+def _select(g: Expr, condition: Expr) -> Expr:
+    return apply("where", condition, g, 0.0)
+
+
+def _max_derivative(g: Expr, y: Expr, a: Expr, groups: int) -> tuple[Expr]:
+    hit = apply("where", apply("eq", a, y), 1.0, 0.0)
+    total, count = (apply("sum", v, attrs=(groups,)) for v in (g, hit))
+    return (hit * (total / count),)
+
+
+_ANY: Interval = (-3.0, 3.0)
+_POSITIVE: Interval = (0.3, 3.0)
+_none: Callable[..., tuple[None, ...]] = lambda g, y, *args: (None,) * len(args)  # noqa: E731
+
+TABLE: dict[str, Op] = {
+    # arithmetic
+    "neg": Op(lambda xp, a: -a, lambda g, y, a: (-g,), (_ANY,)),
+    "add": Op(lambda xp, a, b: a + b, lambda g, y, a, b: (g, g), (_ANY, _ANY)),
+    "sub": Op(lambda xp, a, b: a - b, lambda g, y, a, b: (g, -g), (_ANY, _ANY)),
+    "mul": Op(lambda xp, a, b: a * b, lambda g, y, a, b: (g * b, g * a), (_ANY, _ANY)),
+    "div": Op(lambda xp, a, b: a / b, lambda g, y, a, b: (g / b, -(g / b) * y), (_ANY, _POSITIVE)),
+    # element-wise functions
+    "exp": Op(lambda xp, a: xp.exp(a), lambda g, y, a: (g * y,), (_ANY,)),
+    "log": Op(lambda xp, a: xp.log(a), lambda g, y, a: (g / a,), (_POSITIVE,)),
+    "sqrt": Op(lambda xp, a: xp.sqrt(a), lambda g, y, a: (g / (2.0 * y),), (_POSITIVE,)),
+    "abs": Op(lambda xp, a: xp.abs(a), lambda g, y, a: (g * apply("sign", a),), (_POSITIVE,)),
+    "sign": Op(lambda xp, a: xp.sign(a), _none, (_POSITIVE,)),
+    "sigmoid": Op(_stable_sigmoid, lambda g, y, a: (g * (y * (1.0 - y)),), (_ANY,)),
+    "tanh": Op(lambda xp, a: xp.tanh(a), lambda g, y, a: (g * (1.0 - y * y),), (_ANY,)),
+    "relu": Op(lambda xp, a: xp.maximum(a, a * 0.0), lambda g, y, a: (_select(g, a > 0.0),), (_POSITIVE,)),
+    "softplus": Op(_softplus, lambda g, y, a: (g * apply("sigmoid", a),), (_ANY,)),
+    "log_sigmoid": Op(lambda xp, a: -_softplus(xp, -a), lambda g, y, a: (g * apply("sigmoid", -a),), (_ANY,)),
+    "hard_sigmoid": Op(
+        lambda xp, a: xp.clip(a / 6.0 + 0.5, 0.0, 1.0),
+        lambda g, y, a: (_select(g / 6.0, (y > 0.0) & (y < 1.0)),),
+        ((-2.5, 2.5),),
+    ),
+    "minimum": Op(
+        lambda xp, a, b: xp.minimum(a, b),
+        lambda g, y, a, b: (_select(g, a <= b), _select(g, b < a)),
+        ((-3.0, -0.5), (0.5, 3.0)),
+    ),
+    "maximum": Op(
+        lambda xp, a, b: xp.maximum(a, b),
+        lambda g, y, a, b: (_select(g, a >= b), _select(g, b > a)),
+        ((-3.0, -0.5), (0.5, 3.0)),
+    ),
+    "stop_gradient": Op(
+        lambda xp, a: a.detach() if hasattr(a, "detach") else xp.stop_gradient(a) if hasattr(xp, "stop_gradient") else a,
+        _none,
+        (_ANY,),
+    ),
+    # conditions
+    "lt": Op(lambda xp, a, b: a < b, _none, (_ANY, _ANY), boolean=True),
+    "le": Op(lambda xp, a, b: a <= b, _none, (_ANY, _ANY), boolean=True),
+    "gt": Op(lambda xp, a, b: a > b, _none, (_ANY, _ANY), boolean=True),
+    "ge": Op(lambda xp, a, b: a >= b, _none, (_ANY, _ANY), boolean=True),
+    "eq": Op(lambda xp, a, b: a == b, _none, (_ANY, _ANY), boolean=True),
+    "ne": Op(lambda xp, a, b: a != b, _none, (_ANY, _ANY), boolean=True),
+    "logical_and": Op(lambda xp, a, b: xp.logical_and(a, b), _none, (), boolean=True),
+    "logical_or": Op(lambda xp, a, b: xp.logical_or(a, b), _none, (), boolean=True),
+    "logical_not": Op(lambda xp, a: xp.logical_not(a), _none, (), boolean=True),
+    "where": Op(
+        lambda xp, c, a, b: xp.where(c, a, b),
+        lambda g, y, c, a, b: (None, _select(g, c), apply("where", c, 0.0, g)),
+        (_ANY, _ANY, _ANY),
+    ),
+    # reductions over the units of a row
+    "sum": Op(
+        _row(lambda xp, a: xp.sum(a, axis=-1, keepdims=True)),
+        lambda g, y, a, groups: (apply("sum", g, attrs=(groups,)),),
+        (_ANY,),
+        reduction=True,
+    ),
+    "mean": Op(
+        _row(lambda xp, a: xp.mean(a, axis=-1, keepdims=True)),
+        lambda g, y, a, groups: (apply("mean", g, attrs=(groups,)),),
+        (_ANY,),
+        reduction=True,
+    ),
+    "max": Op(
+        _row(lambda xp, a: xp.amax(a, axis=-1, keepdims=True)),
+        _max_derivative,
+        (_ANY,),
+        reduction=True,
+    ),
+}
+
+
+def is_boolean(node: Expr) -> bool:
+    """Whether the node is a condition rather than a number."""
+    return node.op in TABLE and TABLE[node.op].boolean
+
+
+def is_reduction(node: Expr) -> bool:
+    """Whether the node combines the units of a row."""
+    return node.op in TABLE and TABLE[node.op].reduction
+
+
+# ---- what users write ------------------------------------------------------------------------------
+
+
+def exp(value: Value) -> Expr:
+    """e to the power of ``value``."""
+    return apply("exp", value)
+
+
+def log(value: Value) -> Expr:
+    """Natural logarithm."""
+    return apply("log", value)
+
+
+def sqrt(value: Value) -> Expr:
+    """Square root."""
+    return apply("sqrt", value)
+
+
+def abs(value: Value) -> Expr:
+    """Absolute value; the derivative at 0 is 0."""
+    return apply("abs", value)
+
+
+def sigmoid(value: Value) -> Expr:
+    """``1 / (1 + exp(-value))``."""
+    return apply("sigmoid", value)
+
+
+def tanh(value: Value) -> Expr:
+    """Hyperbolic tangent."""
+    return apply("tanh", value)
+
+
+def relu(value: Value) -> Expr:
+    """``maximum(value, 0)``; the derivative at 0 is 0."""
+    return apply("relu", value)
+
+
+def softplus(value: Value) -> Expr:
+    """``log(1 + exp(value))``, without overflow."""
+    return apply("softplus", value)
+
+
+def log_sigmoid(value: Value) -> Expr:
+    """``log(sigmoid(value))``, without underflow."""
+    return apply("log_sigmoid", value)
+
+
+def hard_sigmoid(value: Value) -> Expr:
+    """``clip(value / 6 + 1/2, 0, 1)``, as in Keras 3 and torch."""
+    return apply("hard_sigmoid", value)
+
+
+def where(condition: Expr, a: Value, b: Value) -> Expr:
+    """``a`` where the condition holds, else ``b``; the branch not taken adds nothing to a gradient."""
+    if not (isinstance(condition, Expr) and is_boolean(condition)):
+        fail("where() got a first argument that is not a comparison.", "write where(a > b, yes, no).")
+    return apply("where", condition, a, b)
+
+
+def minimum(a: Value, b: Value) -> Expr:
+    """The smaller value; on a tie the gradient goes to ``a``."""
+    return apply("minimum", a, b)
+
+
+def maximum(a: Value, b: Value) -> Expr:
+    """The larger value; on a tie the gradient goes to ``a``."""
+    return apply("maximum", a, b)
+
+
+def clip(value: Value, low: Value, high: Value) -> Expr:
+    """``minimum(maximum(value, low), high)``: the gradient is 0 beyond the bounds."""
+    return apply("minimum", apply("maximum", value, low), high)
+
+
+def stop_gradient(value: Value) -> Expr:
+    """``value`` in the forward pass, a constant in the backward pass."""
+    return apply("stop_gradient", value)
+
+
+def _groups(groups: int) -> tuple[int]:
+    if isinstance(groups, Expr) or not isinstance(groups, int) or groups < 1:
+        fail(f"groups={groups!r} of a row reduction.", "give a positive integer that divides the hidden size.")
+    return (groups,)
+
+
+def sum(value: Value, groups: int = 1) -> Expr:  # noqa: A001
+    """Sum over the units of the row (of each of ``groups`` equal groups), given back to every unit."""
+    return apply("sum", value, attrs=_groups(groups))
+
+
+def mean(value: Value, groups: int = 1) -> Expr:
+    """Mean over the units of the row (of each of ``groups`` equal groups), given back to every unit."""
+    return apply("mean", value, attrs=_groups(groups))
+
+
+def max(value: Value, groups: int = 1) -> Expr:  # noqa: A001
+    """Largest value among the units of the row (of each group); ties share the gradient."""
+    return apply("max", value, attrs=_groups(groups))
+
+
+def layer_norm(value: Value, eps: Value = 1e-5, groups: int = 1) -> Expr:
+    """``(v - mean(v)) / sqrt(mean((v - mean(v))**2) + eps)`` over the units of the row.
+
+    Gain and shift are per-unit parameters: ``p.gain * layer_norm(v) + p.shift``.
+    Source: Ba, Kiros & Hinton, *Layer Normalization*, 2016; ``groups`` as in Wu & He, *Group Normalization*, 2018.
+    """
+    centred = apply("sub", value, mean(value, groups))
+    return centred * apply("div", 1.0, sqrt(mean(centred * centred, groups) + eps))
