@@ -1,12 +1,17 @@
 # Every target builds the environment it needs: Python 3.10 or newer and make are enough.
 
+# To be set by the caller: the interpreter, test processes, random cells in the test of test-all.
 PYTHON ?= python3
 JOBS   ?= 2
 CELLS  ?= 300
 
 VENV   := .venv
 RUN    := $(VENV)/bin/python
-PYTEST := $(RUN) -m pytest -n $(JOBS)
+PYTEST := $(RUN) -m pytest -n $(JOBS) --dist worksteal
+FAST   := -m "not slow and not gpu"
+
+# Prints every instruction set of this machine but the widest, which is the default.
+NARROWER := from anycell.engines.cpu.isa import available; print(*available()[:-1])
 
 help: ## list the targets
 	@sed -En 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -15,10 +20,12 @@ demo: $(VENV)/demo.stamp ## train on a real series, in PyTorch, and draw what ca
 	$(RUN) examples/demo.py
 
 test: $(VENV)/dev.stamp ## the fast tests
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) $(FAST)
 
 test-all: $(VENV)/dev.stamp ## every test but those for a GPU, under every instruction set
 	$(PYTEST) -m "not gpu" --random-cells $(CELLS)
+	set -e; narrower=$$($(RUN) -c "$(NARROWER)"); \
+	for isa in $$narrower; do ANYCELL_ISA=$$isa $(PYTEST) $(FAST); done
 
 lint: $(VENV)/dev.stamp ## ruff and mypy
 	$(RUN) -m ruff check
@@ -49,4 +56,3 @@ $(RUN):
 
 .PHONY: help demo test test-all lint format bench wheel clean
 .DELETE_ON_ERROR:
-.PRECIOUS: $(VENV)/%.stamp

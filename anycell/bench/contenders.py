@@ -75,10 +75,13 @@ def from_module(module: Any, problem: Problem, dtype: str | None = None) -> Cont
         output.backward(dy)
         kept[0] = output.detach()
 
-    def forget() -> None:
+    def prepare(training: bool) -> None:
+        module.train(training)
         kept[0] = leaf.grad = None
         for parameter in parameters.values():
             parameter.grad = None
+        if problem.cell.definition.keeps:  # the same random masks for everybody
+            torch.manual_seed(problem.seed)
 
     def gradients() -> dict[str, Array]:
         found = {"output": kept[0].numpy(), "x": leaf.grad.numpy()}
@@ -86,8 +89,8 @@ def from_module(module: Any, problem: Problem, dtype: str | None = None) -> Cont
         return found | {k: p.grad.numpy() for k, p in parameters.items() if p.grad is not None}
 
     return Contender(
-        Task(infer, lambda: {"output": kept[0].numpy()}, forget),
-        Task(train, gradients, forget),
+        Task(infer, lambda: {"output": kept[0].numpy()}, lambda: prepare(False)),
+        Task(train, gradients, lambda: prepare(True)),
     )
 
 
@@ -145,16 +148,9 @@ def torch_compile(problem: Problem) -> Contender:
 
 
 def _loop_module(problem: Problem) -> Any:
-    if problem.cell.classic:
-        from anycell.bench.torch_loops import SCANS, Loop
+    from anycell.bench.torch_loops import Loop
 
-        if problem.cell.name in SCANS:
-            return Loop(problem)
-    return _composite(problem)
-
-
-def _composite(problem: Problem) -> Any:
-    raise Unsupported(f"no loop for {problem.cell.name}")
+    return Loop(problem)
 
 
 # -- contenders on NumPy arrays ------------------------------------------------------------------------
@@ -227,6 +223,12 @@ CONTENDERS: dict[str, Callable[[Problem], Contender]] = {
     "onnxruntime": onnxruntime,
 }
 DEFAULT_PEERS = ("torch.nn", "torch-loop")
+PACKAGES = {"onnxruntime": ("onnx", "onnxruntime")}  # beyond NumPy and PyTorch
+
+
+def make(name: str, problem: Problem) -> Contender:
+    """The contender of that name on this problem; `Unsupported` where it has no such layer."""
+    return CONTENDERS[name](problem)
 
 
 def reference(problem: Problem, mode: Mode) -> dict[str, Array]:

@@ -16,18 +16,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from anycell import cells
 from anycell.bench.errors import UsageError, did_you_mean
 from anycell.bench.shapes import Shape
+from anycell.lang.cell import Cell
 
 Array = npt.NDArray[np.floating]
 
-# Cells whose equations the peers know by heart: number of gates, per-unit parameters.
-CLASSICS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "LSTM": (4, ()),
-    "GRU": (3, ()),
-    "RNN": (1, ()),
-    "PeepholeLSTM": (4, ("p_i", "p_f", "p_o")),
-}
+# Built-in cells whose equations the peers know by heart.
+CLASSICS = ("LSTM", "GRU", "RNN", "PeepholeLSTM", "LayerNormLSTM")
 
 
 @dataclass(frozen=True)
@@ -36,36 +33,32 @@ class CellSpec:
 
     name: str
     origin: str
-    definition: Any = field(default=None, compare=False, repr=False)
+    definition: Cell = field(compare=False, repr=False)
 
     @property
     def classic(self) -> bool:
-        return self.definition is None or (self.name in CLASSICS and self.name == self.origin)
+        return self.origin in CLASSICS
 
     @property
     def gates(self) -> int:
-        if self.definition is not None:
-            return len(self.definition.gates)
-        return CLASSICS[self.name][0]
+        return len(self.definition.gates)
 
 
 def find_cell(origin: str) -> CellSpec:
     """A built-in cell by its name, or a user's by ``path/to/file.py:Name``."""
     if ":" in origin:
         path, _, name = origin.rpartition(":")
-        return CellSpec(name, origin, _from_file(Path(path), name))
-    try:
-        cells: Any = importlib.import_module("anycell.cells")
-    except ModuleNotFoundError:
-        cells = None
-    definition = getattr(cells, origin, None)
-    if definition is None and origin not in CLASSICS:
-        known = sorted({*CLASSICS, *(n for n in vars(cells or object) if n[0].isupper())})
+        found = _from_file(Path(path), name)
+        if not isinstance(found, Cell):
+            raise UsageError(f"{origin} is a {type(found).__name__}; expected a function under @cell")
+        return CellSpec(name, origin, found)
+    known = {name: value for name, value in vars(cells).items() if isinstance(value, Cell)}
+    if origin not in known:
         raise UsageError(
-            f"unknown cell {origin!r}{did_you_mean(origin, known)}; "
+            f"unknown cell {origin!r}{did_you_mean(origin, sorted(known))}; "
             "a cell of your own is --cell path/to/file.py:Name"
         )
-    return CellSpec(origin, origin, definition)
+    return CellSpec(origin, origin, known[origin])
 
 
 def _from_file(path: Path, name: str) -> Any:
@@ -96,20 +89,21 @@ class Problem:
         """Everything trainable, by ``torch.nn``'s names."""
         if not self.cell.classic:
             return self._weights_of_layer()
-        gates, params = CLASSICS[self.cell.name]
-        shape, rng, weights = self.shape, np.random.default_rng([self.seed, 0]), {}
+        shape, cell = self.shape, self.cell.definition
+        rng, weights = np.random.default_rng([self.seed, 0]), {}
+        wide = len(cell.gates) * shape.H
         for layer in range(shape.L):
-            size = shape.I if layer == 0 else shape.D * shape.H
+            inputs = shape.I if layer == 0 else shape.D * shape.H
             for direction in range(shape.D):
                 suffix = f"_l{layer}" + "_reverse" * direction
-                wide = gates * shape.H
-                sizes = {
-                    "weight_ih": (wide, size),
-                    "weight_hh": (wide, shape.H),
-                    "bias_ih": (wide,),
-                    "bias_hh": (wide,),
-                } | {name: (shape.H,) for name in params}
+                sizes = {"weight_ih": (wide, inputs), "weight_hh": (wide, shape.H)}
+                if cell.bias:
+                    sizes |= {"bias_ih": (wide,), "bias_hh": (wide,)}
                 weights |= {name + suffix: self._uniform(rng, size) for name, size in sizes.items()}
+                for param in cell.params:
+                    # Jittered: a gain of exactly 1 would hide a mistake in its place.
+                    jitter = self._uniform(rng, (shape.H,))
+                    weights[param.name + suffix] = jitter + jitter.dtype.type(param.initial or 0.0)
         return weights
 
     @cached_property
@@ -132,7 +126,7 @@ class Problem:
         return rng.uniform(-bound, bound, size).astype(self.dtype)
 
     def _weights_of_layer(self) -> dict[str, Array]:
-        """The cell's own initial weights, jittered: a gain of exactly 1 would hide its gradient."""
+        """The initial weights of the layer, whatever they are, its vectors jittered as above."""
         torch: Any = importlib.import_module("torch")
         anycell_torch: Any = importlib.import_module("anycell.torch")
         torch.manual_seed(self.seed)

@@ -6,35 +6,38 @@ it where the equations allow, a step is one ``addmm`` and a few element-wise ope
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anycell.bench.problem import Problem
+from anycell.engines import reference
+from anycell.lang.cell import Cell
 
-Scan = Callable[[Tensor, Mapping[str, Tensor], bool], list[Tensor]]
+Weights = Mapping[str, Tensor]  # of one direction of one layer
+Scan = Callable[[Tensor, Weights, bool], Tensor]  # [T, B, in] -> [T, B, H], backwards if True
 
 
-def _steps(gates: Tensor, reverse: bool) -> list[Tensor]:
-    steps = list(gates.unbind(0))
+def _steps(gates: Tensor, reverse: bool) -> Sequence[Tensor]:
+    steps = gates.unbind(0)
     return steps[::-1] if reverse else steps
 
 
-def _in_time_order(outputs: list[Tensor], reverse: bool) -> list[Tensor]:
-    return outputs[::-1] if reverse else outputs
+def _in_time_order(outputs: list[Tensor], reverse: bool) -> Tensor:
+    return torch.stack(outputs[::-1] if reverse else outputs)
 
 
-def _project(x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
+def _project(x: Tensor, w: Weights) -> Tensor:
     return F.linear(x, w["weight_ih"], w["bias_ih"] + w["bias_hh"])
 
 
-def _zeros(x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
+def _zeros(x: Tensor, w: Weights) -> Tensor:
     return x.new_zeros(x.shape[1], w["weight_hh"].shape[1])
 
 
-def lstm(x: Tensor, w: Mapping[str, Tensor], reverse: bool) -> list[Tensor]:
+def lstm(x: Tensor, w: Weights, reverse: bool) -> Tensor:
     weight = w["weight_hh"].t()
     h = c = _zeros(x, w)
     outputs = []
@@ -46,7 +49,7 @@ def lstm(x: Tensor, w: Mapping[str, Tensor], reverse: bool) -> list[Tensor]:
     return _in_time_order(outputs, reverse)
 
 
-def peephole_lstm(x: Tensor, w: Mapping[str, Tensor], reverse: bool) -> list[Tensor]:
+def peephole_lstm(x: Tensor, w: Weights, reverse: bool) -> Tensor:
     weight = w["weight_hh"].t()
     h = c = _zeros(x, w)
     outputs = []
@@ -59,7 +62,7 @@ def peephole_lstm(x: Tensor, w: Mapping[str, Tensor], reverse: bool) -> list[Ten
     return _in_time_order(outputs, reverse)
 
 
-def gru(x: Tensor, w: Mapping[str, Tensor], reverse: bool) -> list[Tensor]:
+def gru(x: Tensor, w: Weights, reverse: bool) -> Tensor:
     h = _zeros(x, w)
     outputs = []
     for gates in _steps(F.linear(x, w["weight_ih"], w["bias_ih"]), reverse):
@@ -72,7 +75,7 @@ def gru(x: Tensor, w: Mapping[str, Tensor], reverse: bool) -> list[Tensor]:
     return _in_time_order(outputs, reverse)
 
 
-def rnn(x: Tensor, w: Mapping[str, Tensor], reverse: bool) -> list[Tensor]:
+def rnn(x: Tensor, w: Weights, reverse: bool) -> Tensor:
     weight = w["weight_hh"].t()
     h = _zeros(x, w)
     outputs = []
@@ -82,7 +85,55 @@ def rnn(x: Tensor, w: Mapping[str, Tensor], reverse: bool) -> list[Tensor]:
     return _in_time_order(outputs, reverse)
 
 
-SCANS: dict[str, Scan] = {"LSTM": lstm, "GRU": gru, "RNN": rnn, "PeepholeLSTM": peephole_lstm}
+def layer_norm_lstm(x: Tensor, w: Weights, reverse: bool) -> Tensor:
+    weight = w["weight_hh"].t()
+    h = c = _zeros(x, w)
+    hidden = (h.shape[1],)
+    gain_x, gain_r, bias = (torch.stack([w[f"{part}_{k}"] for k in "ifgo"]) for part in "xrb")
+    # The norm of the input projection does not depend on time either: all steps at once.
+    projected = F.linear(x, w["weight_ih"]).unflatten(2, (4, -1))
+    outputs = []
+    for gates in _steps(F.layer_norm(projected, hidden) * gain_x + bias, reverse):
+        recurrent = F.layer_norm((h @ weight).unflatten(1, (4, -1)), hidden)
+        i, f, g, o = (gates + recurrent * gain_r).unbind(1)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        h = torch.sigmoid(o) * torch.tanh(F.layer_norm(c, hidden, w["c_gain"], w["c_shift"]))
+        outputs.append(h)
+    return _in_time_order(outputs, reverse)
+
+
+SCANS: dict[str, Scan] = {
+    "LSTM": lstm,
+    "GRU": gru,
+    "RNN": rnn,
+    "PeepholeLSTM": peephole_lstm,
+    "LayerNormLSTM": layer_norm_lstm,
+}
+
+
+def any_cell(cell: Cell, seed: int | None, stream: int) -> Scan:
+    """A scan for a cell nobody has written by hand: its graph, operation by operation, in torch."""
+
+    def scan(x: Tensor, w: Weights, reverse: bool) -> Tensor:
+        gates = F.linear(x, w["weight_ih"], w.get("bias_ih"))
+        weights = {"hh": w.get("weight_hh"), "hh_bias": w.get("bias_hh")}
+        for linear in cell.linears:
+            if linear.name != "hh":
+                weights[linear.name] = w[f"weight_{linear.name}"]
+                weights[f"{linear.name}_bias"] = w.get(f"bias_{linear.name}")
+        output, _ = reference.run(
+            cell,
+            gates,
+            {name: value for name, value in weights.items() if value is not None},
+            params={name: w[name] for name in cell.param_names},
+            reverse=reverse,
+            training=seed is not None,
+            seed=seed,
+            stream=stream,
+        )
+        return output
+
+    return scan
 
 
 class Loop(nn.Module):
@@ -90,7 +141,8 @@ class Loop(nn.Module):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__()
-        self.scan = SCANS[problem.cell.name]
+        self.cell = problem.cell.definition
+        self.scan = SCANS.get(problem.cell.origin)
         for name, value in problem.weights.items():
             self.register_parameter(name, nn.Parameter(torch.from_numpy(value.copy())))
         parameters = dict(self.named_parameters())
@@ -105,7 +157,15 @@ class Loop(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[T, B, I] -> [T, B, D * H]``."""
+        seed = None
+        if self.training and self.cell.keeps:  # drawn as the fused layer draws it: the same masks
+            seed = int(torch.empty((), dtype=torch.int64).random_())
+        stream = 0
         for layer in self.stack:
-            outputs = [torch.stack(self.scan(x, w, d == 1)) for d, w in enumerate(layer)]
+            outputs = []
+            for d, w in enumerate(layer):
+                scan = self.scan or any_cell(self.cell, seed, stream)
+                outputs.append(scan(x, w, d == 1))
+                stream += 1
             x = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
         return x

@@ -166,6 +166,7 @@ class Cell:
         next: one expression per state, the new states.
         linears: every matmul of a step, in order of evaluation.
         fused: gates whose input and recurrent projection are only ever added.
+        sizes: the size symbol of each node of the graph, of all but plain numbers.
     """
 
     def __init__(
@@ -301,28 +302,36 @@ class Cell:
             parent[a] = b
 
         sizes = {state.name: state.size for state in self.states}
-        for node in topological(self.next):
-            if node.op in ("x", "param", "static", "preact"):
+        order = topological(self.next)
+        numbers: set[Expr] = set()  # and what is computed from numbers alone: they fit any size
+        for node in order:
+            if node.op in ("const", "hyper") or (
+                node.op in TABLE
+                and not TABLE[node.op].reduction
+                and all(arg in numbers for arg in node.args)
+            ):
+                numbers.add(node)
+            elif node.op in ("x", "param", "static", "preact"):
                 tie(node, "H", f"{node}")
             elif node.op == "linear":
                 if node.attrs[0] == RECURRENT:
                     tie(node, "H", f"{node}")
             elif node.op == "state":
                 tie(node, sizes[node.attrs[0]], f"{node}")
-            elif node.op not in ("const", "hyper", "keep"):
+            else:
                 for arg in node.args:
-                    # Numbers and masks fit any size.
-                    if arg.op not in ("const", "hyper", "keep"):
+                    if arg not in numbers:
                         tie(node, arg, f"`{node}`")
         for state, node in zip(self.states, self.next, strict=True):
-            if node.op not in ("const", "hyper", "keep"):
+            if node not in numbers:
                 tie(node, state.size, f"the new state {state.name!r}")
 
         def size(node: Expr) -> str:
             root = find(node)
             return root if isinstance(root, str) else "H"
 
-        outputs = {n.attrs[0]: n for n in topological(self.next) if n.op in ("linear", "preact")}
+        self.sizes = {node: size(node) for node in order if node not in numbers}
+        outputs = {n.attrs[0]: n for n in order if n.op in ("linear", "preact")}
         self.linears = tuple(
             Linear(l.name, l.operand, l.outputs, l.heads, l.bias, size(l.operand), size(outputs[l.name]))
             for l in self.linears

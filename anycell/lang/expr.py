@@ -68,7 +68,8 @@ class Expr:
         return id(self)
 
     def __repr__(self) -> str:
-        return show(self)
+        lines = list(listing([("value", self)]))
+        return lines[0].removeprefix("value = ") if len(lines) == 1 else "\n".join(lines)
 
     # -- arithmetic -------------------------------------------------------------------------------
     def __neg__(self) -> Expr:

@@ -2,7 +2,7 @@
 
 A row is ``Op(meaning, derivative, domain)``:
 
-- ``meaning(xp, *args)`` computes the op with an array namespace (NumPy, torch, jax.numpy, ...);
+- ``meaning(xp, *args)`` computes the op with an array namespace (``anycell.namespaces``);
 - ``derivative(g, y, *args)`` gives, for the upstream gradient ``g`` and the result ``y``, one expression per
   argument, or None where the derivative is zero everywhere;
 - ``domain`` bounds the arguments on which the op is smooth and finite, for generated tests.
@@ -31,13 +31,21 @@ class Op:
     reduction: bool = False  # combines the units of a row (attrs: number of groups)
 
 
-def _stable_sigmoid(xp: Any, a: Any) -> Any:
-    # 1 / (1 + exp(-a)) overflows and, under autograd, turns inf * 0 into NaN; tanh does neither.
-    return xp.sigmoid(a) if hasattr(xp, "sigmoid") else 0.5 * xp.tanh(0.5 * a) + 0.5
+# Where the derivative jumps, the meaning is written with where(), so that a framework's autograd takes
+# the side that the table's derivative takes; comparisons point such that NaN passes through.
+
+
+def _relu(xp: Any, a: Any) -> Any:
+    return xp.where(a <= 0.0, xp.zeros_like(a), a)
+
+
+def _hard_sigmoid(xp: Any, a: Any) -> Any:
+    y = a / 6.0 + 0.5
+    return xp.where(y <= 0.0, xp.zeros_like(y), xp.where(y >= 1.0, xp.ones_like(y), y))
 
 
 def _softplus(xp: Any, a: Any) -> Any:
-    return xp.maximum(a, a * 0.0) + xp.log1p(xp.exp(-xp.abs(a)))
+    return xp.logaddexp(a, xp.zeros_like(a))
 
 
 def _row(reduce: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,31 +85,27 @@ TABLE: dict[str, Op] = {
     "sqrt": Op(lambda xp, a: xp.sqrt(a), lambda g, y, a: (g / (2.0 * y),), (_POSITIVE,)),
     "abs": Op(lambda xp, a: xp.abs(a), lambda g, y, a: (g * apply("sign", a),), (_POSITIVE,)),
     "sign": Op(lambda xp, a: xp.sign(a), _none, (_POSITIVE,)),
-    "sigmoid": Op(_stable_sigmoid, lambda g, y, a: (g * (y * (1.0 - y)),), (_ANY,)),
+    "sigmoid": Op(lambda xp, a: xp.sigmoid(a), lambda g, y, a: (g * (y * (1.0 - y)),), (_ANY,)),
     "tanh": Op(lambda xp, a: xp.tanh(a), lambda g, y, a: (g * (1.0 - y * y),), (_ANY,)),
-    "relu": Op(lambda xp, a: xp.maximum(a, a * 0.0), lambda g, y, a: (_select(g, a > 0.0),), (_POSITIVE,)),
+    "relu": Op(_relu, lambda g, y, a: (_select(g, a > 0.0),), (_POSITIVE,)),
     "softplus": Op(_softplus, lambda g, y, a: (g * apply("sigmoid", a),), (_ANY,)),
     "log_sigmoid": Op(lambda xp, a: -_softplus(xp, -a), lambda g, y, a: (g * apply("sigmoid", -a),), (_ANY,)),
     "hard_sigmoid": Op(
-        lambda xp, a: xp.clip(a / 6.0 + 0.5, 0.0, 1.0),
+        _hard_sigmoid,
         lambda g, y, a: (_select(g / 6.0, (y > 0.0) & (y < 1.0)),),
         ((-2.5, 2.5),),
     ),
     "minimum": Op(
-        lambda xp, a, b: xp.minimum(a, b),
+        lambda xp, a, b: xp.where((a <= b) | (a != a), a, b),
         lambda g, y, a, b: (_select(g, a <= b), _select(g, b < a)),
         ((-3.0, -0.5), (0.5, 3.0)),
     ),
     "maximum": Op(
-        lambda xp, a, b: xp.maximum(a, b),
+        lambda xp, a, b: xp.where((a >= b) | (a != a), a, b),
         lambda g, y, a, b: (_select(g, a >= b), _select(g, b > a)),
         ((-3.0, -0.5), (0.5, 3.0)),
     ),
-    "stop_gradient": Op(
-        lambda xp, a: a.detach() if hasattr(a, "detach") else xp.stop_gradient(a) if hasattr(xp, "stop_gradient") else a,
-        _none,
-        (_ANY,),
-    ),
+    "stop_gradient": Op(lambda xp, a: xp.stop_gradient(a), _none, (_ANY,)),
     # conditions
     "lt": Op(lambda xp, a, b: a < b, _none, (_ANY, _ANY), boolean=True),
     "le": Op(lambda xp, a, b: a <= b, _none, (_ANY, _ANY), boolean=True),

@@ -61,7 +61,8 @@ class Value:
         return f"{self.type} {self.text}"
 
 
-Operand = Value | int | float
+Number = float  # int too: the type checker takes an int for a float
+Operand = Value | Number
 
 # ---------------------------------------------------------------------------------- types
 
@@ -111,20 +112,20 @@ def mangle(type: str) -> str:
 # ------------------------------------------------------------------------------ constants
 
 
-def constant(value: int | float, type: str) -> Value:
+def constant(value: Number, type: str) -> Value:
     """A number as a constant of `type`, in every lane of a vector."""
     lanes, element = shape(type)
     text = _literal(value, element)
     return Value(f"<{', '.join([f'{element} {text}'] * lanes)}>" if type[0] == "<" else text, type)
 
 
-def constants(values: Sequence[int | float], element: str) -> Value:
+def constants(values: Sequence[Number], element: str) -> Value:
     """A constant vector, one number per lane."""
     lanes = ", ".join(f"{element} {_literal(value, element)}" for value in values)
     return Value(f"<{lanes}>", vector(len(values), element))
 
 
-def _literal(value: int | float, element: str) -> str:
+def _literal(value: Number, element: str) -> str:
     if is_real(element):
         # The text spells a float as the bits of the double that equals it: exact, inf and NaN too.
         if element == "float":
@@ -169,7 +170,8 @@ class Module:
         inline: bool | None = None,
     ) -> Builder:
         """Start a function; `params` are (type, name), where a type may carry attributes
-        (`"ptr noalias"`). `internal` hides it outside the module; `inline` forces or forbids."""
+        (`"ptr noalias"`). `internal` hides it outside the module; `inline` forces or forbids.
+        """
         if name in self._functions:
             raise ValueError(f"function {name!r} is defined twice")
         builder = Builder(self, name, params, returns, internal=internal, inline=inline)
@@ -191,7 +193,7 @@ class Module:
             raise KeyError(f"{name!r} is neither defined nor declared")
         return self._declarations[name][0]
 
-    def table(self, values: Sequence[int | float], element: str, align: int = 64) -> Value:
+    def table(self, values: Sequence[Number], element: str, align: int = 64) -> Value:
         """Read-only numbers in memory; the value is their address."""
         name = f"@table{len(self._globals)}"
         body = ", ".join(f"{element} {_literal(value, element)}" for value in values)
@@ -209,11 +211,11 @@ class Module:
     def __str__(self) -> str:
         functions = [str(function) for function in self._functions.values()]
         declarations = [text for _, text in self._declarations.values()]
+        # no-builtins: the optimiser must not turn a loop into a call of memset or memcpy, so that
+        # the machine code refers to nothing outside itself and can be cached.
+        width = f'"prefer-vector-width"="{self.target.bits}"'
         attributes = [
-            # no-builtins: the optimiser must not turn a loop into a call of memset or memcpy,
-            # so that the machine code refers to nothing outside itself and can be cached.
-            'attributes #0 = { nounwind "no-builtins" '
-            f'"prefer-vector-width"="{self.target.bits}" }}',
+            f'attributes #0 = {{ nounwind "no-builtins" {width} }}',
             # The kernels unroll and vectorise themselves; undoing that costs compile time and bits.
             '!0 = !{!"llvm.loop.unroll.disable"}',
             '!1 = !{!"llvm.loop.vectorize.enable", i1 false}',
@@ -232,6 +234,26 @@ class _Block:
     def __init__(self, label: str) -> None:
         self.label = label
         self.lines: list[str] = []
+
+
+def _binary(opcode: str) -> Callable[[Builder, Operand, Operand], Value]:
+    """The emitter of an instruction with two operands of one type."""
+
+    def emit(self: Builder, x: Operand, y: Operand) -> Value:
+        x, y = self._same(x, y)
+        return self._emit(x.type, f"{opcode} {x}, {y.text}")
+
+    return emit
+
+
+def _conversion(opcode: str) -> Callable[[Builder, Value, str], Value]:
+    """The emitter of a conversion between types of one shape; to the same type it is nothing."""
+
+    def emit(self: Builder, x: Value, to: str) -> Value:
+        to = with_element(x.type, shape(to)[1])
+        return x if x.type == to else self._emit(to, f"{opcode} {x} to {to}")
+
+    return emit
 
 
 class Builder:
@@ -303,94 +325,52 @@ class Builder:
 
     # ---- arithmetic
 
-    def _binary(self, opcode: str, x: Operand, y: Operand) -> Value:
-        x, y = self._same(x, y)
-        return self._emit(x.type, f"{opcode} {x}, {y.text}")
-
-    def add(self, x: Operand, y: Operand) -> Value:
-        return self._binary("add", x, y)
-
-    def sub(self, x: Operand, y: Operand) -> Value:
-        return self._binary("sub", x, y)
-
-    def mul(self, x: Operand, y: Operand) -> Value:
-        return self._binary("mul", x, y)
-
-    def sdiv(self, x: Operand, y: Operand) -> Value:
-        return self._binary("sdiv", x, y)
-
-    def srem(self, x: Operand, y: Operand) -> Value:
-        return self._binary("srem", x, y)
-
-    def udiv(self, x: Operand, y: Operand) -> Value:
-        return self._binary("udiv", x, y)
-
-    def urem(self, x: Operand, y: Operand) -> Value:
-        return self._binary("urem", x, y)
-
-    def and_(self, x: Operand, y: Operand) -> Value:
-        return self._binary("and", x, y)
-
-    def or_(self, x: Operand, y: Operand) -> Value:
-        return self._binary("or", x, y)
-
-    def xor(self, x: Operand, y: Operand) -> Value:
-        return self._binary("xor", x, y)
+    add, sub, mul = _binary("add"), _binary("sub"), _binary("mul")
+    sdiv, srem = _binary("sdiv"), _binary("srem")
+    udiv, urem = _binary("udiv"), _binary("urem")
+    and_, or_, xor = _binary("and"), _binary("or"), _binary("xor")
+    shl, lshr, ashr = _binary("shl"), _binary("lshr"), _binary("ashr")
+    fadd, fsub = _binary("fadd"), _binary("fsub")
+    fmul, fdiv = _binary("fmul"), _binary("fdiv")
 
     def not_(self, x: Value) -> Value:
-        return self._binary("xor", x, -1 if element_bits(x.type) > 1 else True)
-
-    def shl(self, x: Operand, y: Operand) -> Value:
-        return self._binary("shl", x, y)
-
-    def lshr(self, x: Operand, y: Operand) -> Value:
-        return self._binary("lshr", x, y)
-
-    def ashr(self, x: Operand, y: Operand) -> Value:
-        return self._binary("ashr", x, y)
+        """Every bit turned over; of a mask, the lanes that it leaves out."""
+        return self.xor(x, -1)
 
     def smin(self, x: Operand, y: Operand) -> Value:
+        """The smaller of two signed integers."""
         return self.select(self.icmp("slt", x, y), x, y)
 
     def smax(self, x: Operand, y: Operand) -> Value:
+        """The larger of two signed integers."""
         return self.select(self.icmp("sgt", x, y), x, y)
 
-    def fadd(self, x: Operand, y: Operand) -> Value:
-        return self._binary("fadd", x, y)
-
-    def fsub(self, x: Operand, y: Operand) -> Value:
-        return self._binary("fsub", x, y)
-
-    def fmul(self, x: Operand, y: Operand) -> Value:
-        return self._binary("fmul", x, y)
-
-    def fdiv(self, x: Operand, y: Operand) -> Value:
-        return self._binary("fdiv", x, y)
-
     def fma(self, x: Operand, y: Operand, z: Operand) -> Value:
-        """x * y + z, fused where the target has the instruction."""
+        """The sum x * y + z, fused where the target has the instruction."""
         return self.intrinsic("llvm.fmuladd", *self._same(x, y, z))
 
     def fneg(self, x: Value) -> Value:
+        """The sign turned over, of a zero and a NaN too."""
         return self._emit(x.type, f"fneg {x}")
 
     def fabs(self, x: Value) -> Value:
+        """The sign cleared."""
         return self.intrinsic("llvm.fabs", x)
 
     def sqrt(self, x: Value) -> Value:
+        """The square root, correctly rounded; NaN below zero."""
         return self.intrinsic("llvm.sqrt", x)
 
     def copysign(self, magnitude: Operand, sign: Operand) -> Value:
+        """The magnitude of one with the sign of the other."""
         return self.intrinsic("llvm.copysign", *self._same(magnitude, sign))
 
     def fmin(self, x: Operand, y: Operand) -> Value:
-        """x if x < y, else y: one instruction; where either is NaN, and for two zeros, it is y."""
-        x, y = self._same(x, y)
+        """One instruction: x if x < y, else y. So where either is NaN, or both are 0, it is y."""
         return self.select(self.fcmp("olt", x, y), x, y)
 
     def fmax(self, x: Operand, y: Operand) -> Value:
-        """x if x > y, else y: one instruction; where either is NaN, and for two zeros, it is y."""
-        x, y = self._same(x, y)
+        """One instruction: x if x > y, else y. So where either is NaN, or both are 0, it is y."""
         return self.select(self.fcmp("ogt", x, y), x, y)
 
     # ---- comparison and choice
@@ -410,38 +390,14 @@ class Builder:
         x, y = self._same(x, y)
         return self._emit(x.type, f"select {condition}, {x}, {y}")
 
-    # ---- conversion
+    # ---- conversion (the element alone may be named: `b.fpext(x, "double")` for any shape)
 
-    def _convert(self, opcode: str, x: Value, to: str) -> Value:
-        """`to` may name the element alone: a vector stays a vector."""
-        to = with_element(x.type, shape(to)[1])
-        return x if x.type == to else self._emit(to, f"{opcode} {x} to {to}")
-
-    def trunc(self, x: Value, to: str) -> Value:
-        return self._convert("trunc", x, to)
-
-    def zext(self, x: Value, to: str) -> Value:
-        return self._convert("zext", x, to)
-
-    def sext(self, x: Value, to: str) -> Value:
-        return self._convert("sext", x, to)
-
-    def sitofp(self, x: Value, to: str) -> Value:
-        return self._convert("sitofp", x, to)
-
-    def uitofp(self, x: Value, to: str) -> Value:
-        return self._convert("uitofp", x, to)
-
-    def fptosi(self, x: Value, to: str) -> Value:
-        return self._convert("fptosi", x, to)
-
-    def fpext(self, x: Value, to: str) -> Value:
-        return self._convert("fpext", x, to)
-
-    def fptrunc(self, x: Value, to: str) -> Value:
-        return self._convert("fptrunc", x, to)
+    trunc, zext, sext = _conversion("trunc"), _conversion("zext"), _conversion("sext")
+    sitofp, uitofp, fptosi = _conversion("sitofp"), _conversion("uitofp"), _conversion("fptosi")
+    fpext, fptrunc = _conversion("fpext"), _conversion("fptrunc")
 
     def bitcast(self, x: Value, to: str) -> Value:
+        """The same bits read as another type."""
         return x if x.type == to else self._emit(to, f"bitcast {x} to {to}")
 
     def bits(self, x: Value) -> Value:
@@ -466,9 +422,11 @@ class Builder:
         return self._emit(type, f"shufflevector {x}, {other}, {picks}")
 
     def extract(self, x: Value, lane: int | Value) -> Value:
+        """One lane as a scalar."""
         return self._emit(shape(x.type)[1], f"extractelement {x}, {self.value(lane, 'i64')}")
 
     def insert(self, x: Value, scalar: Value, lane: int | Value) -> Value:
+        """The vector with one lane replaced."""
         return self._emit(x.type, f"insertelement {x}, {scalar}, {self.value(lane, 'i64')}")
 
     def iota(self, type: str | None = None) -> Value:
@@ -477,7 +435,7 @@ class Builder:
         return constants(range(lanes), element)
 
     def lane_mask(self, count: Value) -> Value:
-        """The mask of the first `count` lanes (an i64: all of them from `lanes` on, none below 1)."""
+        """The mask of the first `count` lanes; an i64 of any size and sign."""
         element = shape(self.ivec)[1]
         few = self.trunc(self.smin(count, self.lanes), element)
         return self.icmp("slt", self.iota(), self.splat(few))
@@ -492,6 +450,7 @@ class Builder:
         return self.extract(x, 0)
 
     def reduce_add(self, x: Value) -> Value:
+        """The sum of all lanes."""
         return self._reduce(x, self.fadd if is_real(x.type) else self.add)
 
     def reduce_max(self, x: Value) -> Value:
@@ -513,7 +472,9 @@ class Builder:
         """
         lanes, rows = len(rows), list(rows)
         if any(shape(row.type)[0] != lanes for row in rows):
-            raise ValueError(f"{lanes} rows to transpose must have {lanes} lanes, got {rows[0].type}")
+            raise ValueError(
+                f"{lanes} rows to transpose must have {lanes} lanes, got {rows[0].type}"
+            )
         block = min(lanes, 128 // element_bits(rows[0].type))
         stages = []
         apart = block // 2
@@ -557,6 +518,7 @@ class Builder:
         return self._emit(type, f"load {type}, {address}, align {align or _natural(type)}")
 
     def store(self, value: Value, address: Value, align: int | None = None) -> None:
+        """Writes one value."""
         self._line(f"store {value}, {address}, align {align or _natural(value.type)}")
 
     def masked_load(
@@ -648,7 +610,8 @@ class Builder:
         overload: Sequence[str] | None = None,
     ) -> Value:
         """A call of `name`, mangled by the overload types (by default the first operand's), which
-        returns the type of the first operand unless told."""
+        returns the type of the first operand unless told.
+        """
         types = [args[0].type] if overload is None else overload
         full = ".".join([name, *map(mangle, types)])
         self.module.declare(full, returns or args[0].type, [arg.type for arg in args])
@@ -673,9 +636,9 @@ class Builder:
         self._start(body)
         yield Value(index, "i64")
         following = self.add(Value(index, "i64"), step)
+        again = f"[ {following.text}, %{self._blocks[-1].label} ]"
         heading.lines += [
-            f"{index} = phi i64 [ {lo.text}, %{before} ], "
-            f"[ {following.text}, %{self._blocks[-1].label} ]",
+            f"{index} = phi i64 [ {lo.text}, %{before} ], {again}",
             f"{more} = icmp slt i64 {index}, {hi.text}",
             f"br i1 {more}, label %{body}, label %{done}",
         ]
@@ -685,11 +648,11 @@ class Builder:
 
     @contextmanager
     def repeat(self) -> Iterator[Callable[[Value], None]]:
-        """A body that runs again while a condition, given as its last word, holds.
+        """A body that runs again while a condition, given as its last word, holds::
 
-        >>> with b.repeat() as again:                                       # doctest: +SKIP
-        ...     b.pause()
-        ...     again(b.icmp("slt", b.atomic_load(arrived), threads))
+        with b.repeat() as again:
+            b.pause()
+            again(b.icmp("slt", b.atomic_load(arrived), threads))
         """
         body, done = self._fresh("repeat"), self._fresh("done")
         conditions: list[Value] = []
@@ -702,12 +665,12 @@ class Builder:
 
     @contextmanager
     def when(self, condition: Value) -> Iterator[AbstractContextManager[None]]:
-        """The body runs if the condition (an i1) holds, and `otherwise` if it does not.
+        """The body runs if the condition (an i1) holds, and `otherwise` if it does not::
 
-        >>> with b.when(b.icmp("eq", n, 0)) as otherwise:                   # doctest: +SKIP
-        ...     b.store(zero, out)
-        >>> with otherwise:                                                 # doctest: +SKIP
-        ...     b.store(sum, out)
+        with b.when(b.icmp("eq", n, 0)) as otherwise:
+            b.store(zero, out)
+        with otherwise:
+            b.store(sum, out)
         """
         then, join = self._fresh("then"), self._fresh("join")
         fork = self._blocks[-1]

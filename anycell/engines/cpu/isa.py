@@ -1,8 +1,8 @@
 """Which vector instructions the kernels are printed for, and how LLVM is told so.
 
-A `Target` says what a kernel's text looks like (vector width, registers); `machine(target)` says what
-LLVM may do with that text (CPU name and feature string). The host's CPU *name* is never trusted, since
-virtual machines hide features that the name promises: only the features that it reports count.
+A `Target` says what a kernel's text looks like (vector width, registers); `machine(target)` says
+what LLVM may do with that text (CPU name and feature string). The host's CPU *name* is never
+trusted, since virtual machines hide features that the name promises: only what it reports counts.
 
 >>> isa.current().name              # the widest that this host can run
 'avx512'
@@ -20,19 +20,18 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
-from .ir import Target
+from .ir import X86, Target
 
 ENV = "ANYCELL_ISA"
 
-_X86 = platform.machine().lower() in ("x86_64", "amd64")
-_ARM = platform.machine().lower() in ("aarch64", "arm64")
+ARM = platform.machine().lower() in ("aarch64", "arm64")
 
 # Narrowest first. "generic" is what every machine of its kind has: SSE2 or NEON, and elsewhere
 # 128 bits that LLVM legalises as it can.
 TARGETS: dict[str, Target] = {
-    "generic": Target("generic", bits=128, registers=32 if _ARM else 16, fma=_ARM)
+    "generic": Target("generic", bits=128, registers=32 if ARM else 16, fma=ARM)
 }
-if _X86:
+if X86:
     TARGETS["avx2"] = Target("avx2", bits=256, registers=16, fma=True)
     TARGETS["avx512"] = Target("avx512", bits=512, registers=32, fma=True)
 
@@ -45,18 +44,21 @@ class Machine(NamedTuple):
     needs: frozenset[str]
 
 
-# The levels of the x86-64 psABI: every core that has one feature of a level has all of them, except
-# where a hypervisor hides some, and then the level is not available.
-_V3 = "cx16 sahf popcnt sse3 ssse3 sse4.1 sse4.2 avx avx2 bmi bmi2 f16c fma lzcnt movbe".split()
-_V4 = [*_V3, *"avx512f avx512bw avx512cd avx512dq avx512vl".split()]
+# The levels v3 and v4 of the x86-64 psABI. Every core with one feature of a level has all of them,
+# except where a hypervisor hides some, and then the level is not available.
+_V3 = [
+    *("cx16", "sahf", "popcnt", "sse3", "ssse3", "sse4.1", "sse4.2"),
+    *("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"),
+]
+_V4 = [*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]
 
 
 def _machine(cpu: str, needs: list[str], *more: str) -> Machine:
     return Machine(cpu, ",".join([*(f"+{f}" for f in needs), *more]), frozenset(needs))
 
 
-_MACHINES = {"generic": _machine("x86-64" if _X86 else "generic", ["neon"] if _ARM else [])}
-if _X86:
+_MACHINES = {"generic": _machine("x86-64" if X86 else "generic", ["neon"] if ARM else [])}
+if X86:
     _MACHINES["avx2"] = _machine("x86-64-v3", _V3)
     # LLVM splits 512-bit vectors in two on the older cores unless it is told not to.
     _MACHINES["avx512"] = _machine("x86-64-v4", _V4, "-prefer-256-bit")
@@ -70,7 +72,7 @@ def machine(target: Target) -> Machine:
 @lru_cache(maxsize=1)
 def available() -> tuple[str, ...]:
     """The names that this host can run, narrowest first."""
-    if not _X86:
+    if not X86:
         return ("generic",)
     import llvmlite.binding as llvm
 

@@ -4,25 +4,25 @@
 >>> code.address("lstm_forward")
 140213718941696
 
-The text arrives vectorised and unrolled, so LLVM's own vectorisers and unroller stay off: they would
-cost most of the compile time and could only undo the register tiling.
+The text arrives vectorised and unrolled, so LLVM's own vectorisers and unroller stay off: they
+would cost most of the compile time and could only undo the register tiling.
 
-The cache holds machine code that will be executed, hence the care: a directory of our own that nobody
-else can write, entries named by everything that went into them, sealed by a checksum and put in place
-by a rename. Whatever is wrong with an entry, it is compiled again; whatever is wrong with the
-directory, there is one warning and no cache.
+The cache holds machine code that will be executed, hence the care: a directory of our own that
+nobody else can write, entries named by everything that went into them, sealed by a checksum and put
+in place by a rename. Whatever is wrong with an entry, it is compiled again; whatever is wrong with
+the directory, there is one warning and no cache.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
 import sys
-import tempfile
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -36,12 +36,12 @@ LIMIT = 256 << 20  # bytes of the cache directory beyond which the oldest entrie
 _MAGIC = b"anycell\0"
 _SEAL = len(_MAGIC) + hashlib.sha256().digest_size
 
-# LLVM contexts are not thread-safe. Held across a fork, so that a child never inherits it locked, nor
-# LLVM in the middle of something.
-_lock = threading.RLock()
+# LLVM contexts are not thread-safe. Held across a fork, so that a child never inherits it locked,
+# nor LLVM in the middle of something.
+lock = threading.RLock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+        before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
     )
 
 
@@ -64,7 +64,7 @@ class Library:
 
     def assembly(self) -> str:
         """The assembly that the text becomes, for reading."""
-        with _lock:
+        with lock:
             machine = _machine(self.target)
             return machine.emit_assembly(_optimised(self.text, machine))
 
@@ -79,24 +79,17 @@ def compile(text: str, symbols: Sequence[str], target: Target) -> Library:
     """
     if os.environ.get("ANYCELL_DEBUG", "0") not in ("", "0"):
         print(text, file=sys.stderr)
-    with _lock:
-        cache = _open_cache()
-        name = _key(text, symbols, target)
-        code = cache.read(name) if cache else None
-        cached = code is not None
-        if code is None:
-            code = _object(text, symbols, target)
-            if cache:
-                cache.write(name, code)
+    with lock:
+        code, cached = _cached(_key(text, symbols, target), lambda: _object(text, symbols, target))
         return Library(text, target, _load(code, symbols, target), cached)
 
 
-# ---------------------------------------------------------------------------------------------- LLVM
+# --------------------------------------------------------------------------------------------- LLVM
 
 
 @lru_cache(maxsize=1)
 def _llvm() -> Any:
-    """llvmlite's binding, imported and initialised on first use: it takes longer than all of ours."""
+    """The binding, imported and initialised on first use: it takes longer than all of ours."""
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
@@ -106,12 +99,11 @@ def _llvm() -> Any:
 
 @lru_cache(maxsize=1)
 def _context() -> Any:
-    """A context of our own: apart from other users of llvmlite, and with opaque pointers, which
-    llvmlite 0.44 still has off by default."""
+    """A context of our own, apart from other users of llvmlite."""
     import llvmlite
 
     llvm = _llvm()
-    if hasattr(llvmlite, "opaque_pointers_enabled"):
+    if hasattr(llvmlite, "opaque_pointers_enabled"):  # 0.44, where they are off by default
         return llvm.context.ContextRef(llvm.ffi.lib.LLVMPY_ContextCreate(True))
     return llvm.create_context()
 
@@ -166,7 +158,7 @@ def _load(code: bytes, symbols: Sequence[str], target: Target) -> dict[str, int]
     return addresses
 
 
-# --------------------------------------------------------------------------------------------- cache
+# -------------------------------------------------------------------------------------------- cache
 
 
 @lru_cache(maxsize=1)
@@ -194,9 +186,9 @@ def cache_directory() -> str:
     return os.path.join(base, "anycell")
 
 
-def _seal(name: str, code: bytes) -> bytes:
+def _sealed(name: str, code: bytes) -> bytes:
     # The name is under the seal, so that an entry renamed to another's name does not pass for it.
-    return _MAGIC + hashlib.sha256(name.encode() + code).digest()
+    return _MAGIC + hashlib.sha256(name.encode() + code).digest() + code
 
 
 def _check_private(status: os.stat_result) -> None:
@@ -212,44 +204,118 @@ def _check_private(status: os.stat_result) -> None:
 
 
 class _Cache:
-    """An open cache directory. Where the system can, its files are reached through the descriptor
-    that was checked, so that no one can put another directory in its place in between."""
+    """An open cache directory.
+
+    Where the system can, its files are reached through the descriptor that was checked, so that
+    nobody can put another directory in its place in between.
+    """
 
     def __init__(self, path: str) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        try:
+        with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
-        except FileExistsError:
-            pass
         self.path = path
-        self._at: dict[str, int] = {}
-        if os.open in os.supports_dir_fd and os.scandir in os.supports_fd:
-            self._at = {"dir_fd": os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)}
+        self._fd: int | None = None
+        if {os.open, os.rename, os.unlink} <= os.supports_dir_fd and os.scandir in os.supports_fd:
+            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            _check_private(os.fstat(self._at["dir_fd"]) if self._at else os.stat(path))
+            _check_private(os.stat(path if self._fd is None else self._fd))
+            if not os.path.isdir(path):
+                raise NotADirectoryError("it is not a directory")
         except OSError:
             self.close()
             raise
 
     def close(self) -> None:
-        for fd in self._at.values():
-            os.close(fd)
+        if self._fd is not None:
+            os.close(self._fd)
+
+    def __enter__(self) -> _Cache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self, name: str, flags: int) -> int:
+        for extra in ("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY"):  # those of them that the system has
+            flags |= getattr(os, extra, 0)
+        return os.open(self._name(name), flags, 0o600, dir_fd=self._fd)
 
     def _name(self, name: str) -> str:
-        return name if self._at else os.path.join(self.path, name)
+        return name if self._fd is not None else os.path.join(self.path, name)
 
     def read(self, name: str) -> bytes | None:
         """The code stored under `name`; None where there is none that can be trusted."""
         try:
-            fd = os.open(self._name(name), _READ, **self._at)
+            with open(self._open(name, os.O_RDONLY), "rb") as file:
+                _check_private(os.fstat(file.fileno()))
+                entry = file.read()
         except OSError:
             return None
-        with open(fd, "rb") as file:
-            try:
-                status = os.fstat(fd)
-                _check_private(status)
-                entry = file.read() if stat.S_ISREG(status.st_mode) else b""
-            except OSError:
-                return None
         code = entry[_SEAL:]
-        return code if code and entry[:_SEAL] == _seal(name, code) else None
+        return code if code and entry == _sealed(name, code) else None
+
+    def write(self, name: str, code: bytes) -> None:
+        """Put an entry in place, whole or not at all."""
+        draft = f"{name}.{os.urandom(8).hex()}"
+        fd = self._open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            with open(fd, "wb") as file:
+                file.write(_sealed(name, code))
+            os.replace(
+                self._name(draft), self._name(name), src_dir_fd=self._fd, dst_dir_fd=self._fd
+            )
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(self._name(draft), dir_fd=self._fd)
+            raise
+        self._prune()
+
+    def _prune(self) -> None:
+        """Drop the oldest entries once all of them together are over the limit."""
+        with os.scandir(self.path if self._fd is None else self._fd) as entries:
+            found = [(entry.stat(follow_symlinks=False), entry.name) for entry in entries]
+        excess = sum(status.st_size for status, _ in found) - LIMIT
+        for status, name in sorted(found, key=lambda item: item[0].st_mtime):
+            if excess <= 0:
+                break
+            with contextlib.suppress(OSError):  # another process was faster
+                os.unlink(self._name(name), dir_fd=self._fd)
+            excess -= status.st_size
+
+
+_warned: set[str] = set()
+
+
+def _warn(error: OSError) -> None:
+    """Say once per directory that it is not used, why, and what to do about it."""
+    path = cache_directory()
+    if path not in _warned:
+        _warned.add(path)
+        warnings.warn(
+            f"compiled kernels are not kept in {path!r}: {error.strerror or error}. Each process "
+            "compiles them anew, in a few tenths of a second per kernel. Set ANYCELL_CACHE_DIR to "
+            "a directory that only you can write, or ANYCELL_CACHE=0 to silence this warning.",
+            CacheWarning,
+            stacklevel=4,
+        )
+
+
+def _cached(name: str, build: Callable[[], bytes]) -> tuple[bytes, bool]:
+    """The code of `name`, and whether it was in the cache; if it was not, it now is."""
+    if os.environ.get("ANYCELL_CACHE") == "0":
+        return build(), False
+    try:
+        cache = _Cache(cache_directory())
+    except OSError as error:
+        _warn(error)
+        return build(), False
+    with cache:
+        if code := cache.read(name):
+            return code, True
+        code = build()
+        try:
+            cache.write(name, code)
+        except OSError as error:
+            _warn(error)
+        return code, False

@@ -1,0 +1,118 @@
+"""What only a fresh process can tell: the time of a first call, and the memory of one step.
+
+``python -m anycell.bench.probe '{"what": "first_call", ...}'`` prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from anycell.bench import memory
+from anycell.bench.contenders import Mode, make
+from anycell.bench.machine import ROOT
+from anycell.bench.problem import Problem, find_cell
+from anycell.bench.shapes import Shape
+from anycell.bench.stats import median
+from anycell.bench.timing import once
+
+TIMEOUT_S = 300
+
+
+# -- in the asking process ----------------------------------------------------------------------------
+
+
+def first_call(contender: str, problem: Problem, mode: Mode) -> dict[str, float]:
+    """Milliseconds that a first call costs over a later one: with an empty kernel cache, and from it."""
+    with tempfile.TemporaryDirectory(prefix="anycell-bench-") as cache:
+        os.chmod(cache, 0o700)
+        extra = {"ANYCELL_CACHE_DIR": cache}
+        return {
+            name: _ask("first_call", contender, problem, mode, extra)["extra_ms"]
+            for name in ("cold", "warm")
+        }
+
+
+def step_memory(contender: str, problem: Problem) -> dict[str, int]:
+    """Bytes of a training step: held between forward and backward, and at the peak."""
+    return _ask("memory", contender, problem, "training", memory.ENVIRONMENT)
+
+
+def _ask(
+    what: str, contender: str, problem: Problem, mode: Mode, environment: dict[str, str]
+) -> dict[str, Any]:
+    request = {
+        "what": what,
+        "contender": contender,
+        "cell": problem.cell.origin,
+        "shape": problem.shape.asdict(),
+        "dtype": problem.dtype,
+        "threads": problem.threads,
+        "mode": mode,
+    }
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "anycell.bench.probe", json.dumps(request)],
+        env=os.environ | {"PYTHONPATH": path} | environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RuntimeError(f"the {what} probe of {contender} failed: {last}")
+    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
+
+
+# -- in the fresh process -----------------------------------------------------------------------------
+
+
+def _first_call(contender: str, problem: Problem, mode: Mode) -> dict[str, float]:
+    ready = make(contender, problem)
+    task = ready.task(mode)
+    with ready.around():
+        task.prepare()
+        start = time.perf_counter()
+        task.call()
+        first = time.perf_counter() - start
+        later = median([once(task) for _ in range(3)])
+    return {"first_ms": first * 1e3, "later_ms": later * 1e3, "extra_ms": (first - later) * 1e3}
+
+
+def _memory(contender: str, problem: Problem) -> dict[str, int]:
+    tiny = dataclasses.replace(problem, shape=dataclasses.replace(problem.shape, T=2, B=2))
+    warm_up = make(contender, tiny)
+    with warm_up.around():
+        once(warm_up.task("training"))
+        del warm_up
+        ready = make(contender, problem)
+        task = ready.task("training")
+        task.prepare()
+        grown = memory.growth(task.call)
+    return {"peak_bytes": grown}
+
+
+def main(request: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    torch.set_num_threads(request["threads"])
+    torch.mm(torch.ones(256, 256), torch.ones(256, 256))  # threads started, library loaded
+    problem = Problem(
+        find_cell(request["cell"]), Shape(**request["shape"]), request["dtype"], request["threads"]
+    )
+    if request["what"] == "memory":
+        return _memory(request["contender"], problem)
+    return _first_call(request["contender"], problem, request["mode"])
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))))

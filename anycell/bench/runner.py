@@ -1,0 +1,298 @@
+"""Runs the benchmark: for each cell and shape, build everybody, check everybody, time everybody."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any, Literal
+
+from anycell.bench import gate, machine, memory, probe
+from anycell.bench.contenders import (
+    DEFAULT_PEERS,
+    SUBJECT,
+    Contender,
+    Mode,
+    Task,
+    blas_threads,
+    make,
+    reference,
+)
+from anycell.bench.errors import Unsupported
+from anycell.bench.problem import CellSpec, Problem
+from anycell.bench.shapes import Shape
+from anycell.bench.stats import geometric_mean, iqr, median, paired_ratio
+from anycell.bench.timing import interleave, once
+
+MODES: tuple[Mode, ...] = ("inference", "training")
+Status = Literal["ok", "wrong", "unsupported", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    cells: Sequence[CellSpec]
+    shapes: Sequence[Shape]
+    modes: Sequence[Mode] = MODES
+    dtype: str = "float32"
+    threads: int = 1
+    subject: str = SUBJECT
+    peers: Sequence[str] = DEFAULT_PEERS
+    seconds: float = 5.0
+    compile_limit: float = 120.0
+    first_call: bool = True
+    memory: bool = False
+    seed: int = 0
+
+    @property
+    def contenders(self) -> list[str]:
+        return [self.subject, *(peer for peer in self.peers if peer != self.subject)]
+
+
+@dataclass
+class Entry:
+    """One contender in one row."""
+
+    status: Status = "ok"
+    reason: str | None = None
+    first_call_ms: float | None = None  # a fresh layer in this process, which is warm otherwise
+    fresh_process_ms: dict[str, float] | None = None  # extra cost of the first call, cold and warm
+    peak_bytes: int | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    samples_ms: list[float] = field(default_factory=list)
+
+    @property
+    def timed(self) -> bool:
+        return self.status == "ok" and bool(self.samples_ms)
+
+    @property
+    def median_ms(self) -> float:
+        return median(self.samples_ms)
+
+    @property
+    def iqr_ms(self) -> float:
+        return iqr(self.samples_ms)
+
+    def refuse(self, status: Status, reason: str) -> None:
+        """No speed for this one: whatever was timed is dropped."""
+        self.status, self.reason = status, reason
+        self.samples_ms.clear()
+
+
+@dataclass
+class Row:
+    """One cell on one shape in one mode."""
+
+    cell: str
+    mode: Mode
+    shape: Shape
+    subject: str
+    flops: int
+    gflops: float = float("nan")
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+    @property
+    def bound_ms(self) -> float:
+        """The time of the matmuls alone at the rate of a large one, measured around this row."""
+        return self.flops / self.gflops * 1e-6
+
+    @property
+    def over_bound(self) -> float | None:
+        """How many times the bound our time is."""
+        ours = self.entries[self.subject]
+        return ours.median_ms / self.bound_ms if ours.timed else None
+
+    def ratio(self, peer: str) -> float | None:
+        """The peer's time over ours: above 1 we are faster. Nothing without two valid timings."""
+        ours, theirs = self.entries[self.subject], self.entries.get(peer)
+        if theirs is None or not (ours.timed and theirs.timed):
+            return None
+        return paired_ratio(theirs.samples_ms, ours.samples_ms)
+
+
+@dataclass
+class Report:
+    settings: Settings
+    machine: dict[str, Any]
+    date: str
+    rows: list[Row] = field(default_factory=list)
+    matmul_gflops: float = float("nan")
+
+    @property
+    def ok(self) -> bool:
+        """Everybody's results were right, and every contender that exists ran."""
+        statuses = {entry.status for row in self.rows for entry in row.entries.values()}
+        return not statuses & {"wrong", "failed"}
+
+    def tables(self) -> Iterator[tuple[str, Mode, list[Row]]]:
+        """The rows of each cell and mode, in the order asked for."""
+        for cell in self.settings.cells:
+            for mode in self.settings.modes:
+                yield (
+                    cell.name,
+                    mode,
+                    [row for row in self.rows if (row.cell, row.mode) == (cell.name, mode)],
+                )
+
+    @staticmethod
+    def geometric_mean(rows: Sequence[Row], peer: str) -> float | None:
+        ratios = [ratio for row in rows if (ratio := row.ratio(peer)) is not None]
+        return geometric_mean(ratios) if ratios else None
+
+
+class CompileLimit(BaseException):
+    """Raised into a compilation that takes too long; not an Exception, which compilers swallow."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """`CompileLimit` after so many seconds, where the platform has an alarm clock for the main thread."""
+    main = threading.current_thread() is threading.main_thread()
+    if not hasattr(signal, "setitimer") or not main:
+        yield
+        return
+
+    def ring(*_: object) -> None:
+        raise CompileLimit
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+Say = Callable[[str], object]
+
+
+def run(settings: Settings, say: Say = lambda _: None, done: Callable[[], object] = lambda: None):
+    """The whole benchmark. `say` hears what is being done, `done` is called after each row."""
+    import torch
+
+    report = Report(settings, machine.describe(), datetime.now(timezone.utc).isoformat("T", "seconds"))
+    before = torch.get_num_threads()
+    torch.set_num_threads(settings.threads)
+    try:
+        with blas_threads(settings.threads):
+            matmul = machine.Matmul(settings.dtype)
+            for cell in settings.cells:
+                for shape in settings.shapes:
+                    for row in _rows(settings, cell, shape, matmul, say):
+                        report.rows.append(row)
+                        done()
+            report.matmul_gflops = matmul.gflops
+    finally:
+        torch.set_num_threads(before)
+    return report
+
+
+def _rows(
+    settings: Settings, cell: CellSpec, shape: Shape, matmul: machine.Matmul, say: Say
+) -> Iterator[Row]:
+    problem = Problem(cell, shape, settings.dtype, settings.threads, settings.seed)
+    say(f"{cell.name} {shape.name}: float64 reference")
+    want = reference(problem, "training" if "training" in settings.modes else "inference")
+    built: dict[str, Contender | Entry] = {}
+    for name in settings.contenders:
+        try:
+            built[name] = make(name, problem)
+        except Unsupported as error:
+            built[name] = Entry("unsupported", str(error))
+        except Exception as error:  # a contender that cannot be built must not end the benchmark
+            built[name] = Entry("failed", _brief(error))
+
+    for mode in settings.modes:
+        forward_and_backward = 3 if mode == "training" else 1
+        row = Row(
+            cell.name,
+            mode,
+            shape,
+            settings.subject,
+            forward_and_backward * shape.flops(cell.gates),
+        )
+        expected = want if mode == "training" else {"output": want["output"]}
+        running: dict[str, Task] = {}
+        with ExitStack() as around:
+            for name, contender in built.items():
+                if isinstance(contender, Entry):
+                    row.entries[name] = Entry(contender.status, contender.reason)
+                    continue
+                say(f"{cell.name} {shape.name} {mode}: checking {name}")
+                entry, task = _check(contender, name, mode, expected, settings, around)
+                row.entries[name] = entry
+                if task is not None:
+                    running[name] = task
+            if row.entries[settings.subject].status == "ok":
+                _time(row, running, matmul, settings, say)
+            else:  # without us there is nothing to compare with
+                running.clear()
+        if settings.subject in running:
+            _probe(row, problem, settings, say)
+        yield row
+
+
+def _check(
+    contender: Contender,
+    name: str,
+    mode: Mode,
+    want: gate.Arrays,
+    settings: Settings,
+    around: ExitStack,
+) -> tuple[Entry, Task | None]:
+    """The first call, timed, and the correctness gate on its results."""
+    entry = Entry()
+    limit = settings.compile_limit if name == "torch-compile" else 24 * 3600.0
+    try:
+        task = contender.task(mode)
+        around.enter_context(contender.around())
+        with time_limit(limit):
+            entry.first_call_ms = once(task) * 1e3
+        verdict = gate.judge(task.results(), want, settings.dtype)
+    except Unsupported as error:
+        entry.refuse("unsupported", str(error))
+    except CompileLimit:
+        entry.refuse("skipped", f"not compiled after {limit:.0f} s (--compile-limit)")
+    except Exception as error:  # one failing contender must not end the benchmark
+        entry.refuse("failed", _brief(error))
+    else:
+        entry.errors = verdict.errors
+        if verdict.problem is None:
+            return entry, task
+        entry.refuse("wrong", verdict.problem)
+    return entry, None
+
+
+def _time(
+    row: Row, running: Mapping[str, Task], matmul: machine.Matmul, settings: Settings, say: Say
+) -> None:
+    title = f"{row.cell} {row.shape.name} {row.mode}"
+    rates = matmul.sample()
+    samples = interleave(
+        running, settings.seconds, on_round=lambda n: say(f"{title}: timing, round {n}")
+    )
+    rates += matmul.sample()
+    row.gflops = median(rates)
+    for name, seconds in samples.items():
+        row.entries[name].samples_ms = [1e3 * s for s in seconds]
+
+
+def _probe(row: Row, problem: Problem, settings: Settings, say: Say) -> None:
+    title = f"{row.cell} {row.shape.name} {row.mode}"
+    subject = row.entries[settings.subject]
+    if settings.first_call:
+        say(f"{title}: first call in a fresh process")
+        subject.fresh_process_ms = probe.first_call(settings.subject, problem, row.mode)
+    if settings.memory and row.mode == "training" and memory.supported():
+        for name, entry in row.entries.items():
+            if entry.status == "ok" and name != "torch-compile":
+                say(f"{title}: memory of {name}")
+                entry.peak_bytes = probe.step_memory(name, problem)
+
+
+def _brief(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -1,0 +1,281 @@
+"""``python -m anycell``: bench, explain, doctor, demo."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import runpy
+import sys
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NoReturn
+
+from anycell.bench.errors import UsageError, did_you_mean
+
+Handler = Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 something is wrong (a result differs, a check failed), 2 wrong usage."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    handler: Handler | None = getattr(options, "handler", None)
+    if handler is None:
+        parser.print_help()
+        return 0
+    try:
+        return handler(options)
+    except UsageError as error:
+        print(f"anycell: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("anycell: interrupted", file=sys.stderr)
+        return 130
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, which says what is wrong without the wall of usage in front of it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\ntry: {self.prog} --help\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="anycell", description="Any recurrent cell, at fused-kernel speed.")
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
+    for name, text, add in (
+        ("bench", "measure against torch.nn and others, after checking that results agree", _bench),
+        ("explain", "what becomes of a cell: equations, backward, kernel", _explain),
+        ("doctor", "what is installed, what is used, and whether it works", _doctor),
+        ("demo", "train a model on a real series", _demo),
+    ):
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        add(command)
+    return parser
+
+
+def _version() -> str:
+    import anycell
+
+    return f"anycell {anycell.__version__}"
+
+
+# -- argument types: argparse puts their messages after the name of the option -------------------------
+
+
+def names(text: str) -> list[str]:
+    """``a,b`` -> ``["a", "b"]``."""
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError("expected names separated by commas")
+    return found
+
+
+def positive(kind: type[int] | type[float]) -> Callable[[str], Any]:
+    """A number above zero."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
+        return value
+
+    return parse
+
+
+# -- bench ------------------------------------------------------------------------------------------------
+
+
+def _bench(parser: argparse.ArgumentParser) -> None:
+    from anycell.bench.machine import usable_cores
+
+    add = parser.add_argument
+    add("--shapes", type=names, default=["all"], metavar="A,B", help="names from bench/shapes.json")
+    add("--mode", choices=("inference", "training", "both"), default="both", help="what to time")
+    add("--cells", type=names, metavar="A,B", help="built-in cells (default: LSTM,GRU)")
+    add(
+        "--cell",
+        action="append",
+        default=[],
+        metavar="FILE.py:NAME",
+        help="a cell of your own; may be repeated (default: none)",
+    )
+    add("--dtype", choices=("float32", "float64"), default="float32", help="of weights and inputs")
+    add("--threads", type=positive(int), default=usable_cores(), metavar="N", help="for everybody")
+    add("--peers", type=names, default=None, metavar="A,B", help=_peers_help())
+    add("--subject", default="anycell", metavar="NAME", help="the contender ratios refer to")
+    add(
+        "--seconds",
+        type=positive(float),
+        default=5.0,
+        metavar="S",
+        help="time for the runs of one row of the table; at least 5 rounds are run",
+    )
+    add(
+        "--compile-limit",
+        type=positive(float),
+        default=120.0,
+        metavar="S",
+        help="give up a torch.compile after so many seconds",
+    )
+    add("--memory", action="store_true", help="also measure the memory of a training step (Linux)")
+    add("--no-first-call", action="store_true", help="do not start processes to time first calls")
+    add("--out", type=Path, default=Path("out/bench"), metavar="DIR", help="for JSON and PNG")
+    parser.set_defaults(handler=bench)
+
+
+def _peers_help() -> str:
+    return "torch.nn, torch-loop, torch-compile, numpy-loop, onnxruntime, ... (default: the first two)"
+
+
+def bench(options: argparse.Namespace) -> int:
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError(
+            "bench compares with PyTorch, which is not installed: pip install 'anycell[bench]'"
+        )
+    from anycell.bench import chart, report, runner, shapes
+    from anycell.bench.contenders import CONTENDERS, DEFAULT_PEERS, PACKAGES
+    from anycell.bench.problem import find_cell
+
+    chosen = options.peers or list(DEFAULT_PEERS)
+    peers = [name for name in CONTENDERS if name != options.subject] if chosen == ["all"] else chosen
+    for option, name in [("--subject", options.subject), *(("--peers", peer) for peer in peers)]:
+        if name not in CONTENDERS:
+            raise UsageError(f"{option}: unknown {name!r}{did_you_mean(name, list(CONTENDERS))}")
+        for package in PACKAGES.get(name, ()):
+            if importlib.util.find_spec(package) is None:
+                raise UsageError(
+                    f"{name} needs {package}, which is not installed: pip install 'anycell[bench]'"
+                )
+    built_in = options.cells or ([] if options.cell else ["LSTM", "GRU"])
+    settings = runner.Settings(
+        cells=[find_cell(name) for name in [*built_in, *options.cell]],
+        shapes=shapes.select(options.shapes),
+        modes=runner.MODES if options.mode == "both" else [options.mode],
+        dtype=options.dtype,
+        threads=options.threads,
+        subject=options.subject,
+        peers=peers,
+        seconds=options.seconds,
+        compile_limit=options.compile_limit,
+        first_call=not options.no_first_call,
+        memory=options.memory,
+    )
+    total = len(settings.cells) * len(settings.shapes) * len(settings.modes)
+    with Progress(total) as progress:
+        result = runner.run(settings, progress.say, progress.advance)
+    report.show(result)
+    written = [report.write_json(result, options.out)]
+    try:
+        written.append(chart.draw(result, options.out))
+    except UsageError as error:  # the numbers are there; only the picture is not
+        print(f"anycell: {error}", file=sys.stderr)
+    print("written:", ", ".join(map(str, written)))
+    return 0 if result.ok else 1
+
+
+class Progress:
+    """What is being done, on stderr: a ``rich`` bar in a terminal, else a line for each row."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.last = total, 0, ""
+        self.bar: Any = None
+        if importlib.util.find_spec("rich") is not None and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import Progress as Bar
+
+            self.bar = Bar(
+                BarColumn(24),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.description}"),
+                console=Console(stderr=True),
+                transient=True,
+                # Drawn when there is news, not by a thread that would run beside what is timed.
+                auto_refresh=False,
+            )
+
+    def __enter__(self) -> Progress:
+        if self.bar is not None:
+            self.bar.start()
+            self.task = self.bar.add_task("", total=self.total)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def say(self, text: str) -> None:
+        self.last = text
+        if self.bar is not None:
+            self.bar.update(self.task, description=text, refresh=True)
+
+    def advance(self) -> None:
+        self.done += 1
+        if self.bar is not None:
+            self.bar.update(self.task, advance=1, refresh=True)
+        else:
+            row = self.last.partition(":")[0]
+            print(f"{self.done}/{self.total} {row}", file=sys.stderr, flush=True)
+
+
+# -- explain ------------------------------------------------------------------------------------------------
+
+
+def _explain(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("cell", help="a built-in cell, or path/to/file.py:Name")
+    add("--hidden", type=positive(int), default=256, metavar="H", help="hidden size")
+    add("--dtype", choices=("float32", "float64"), default="float32", help="of weights and inputs")
+    add("--llvm", action="store_true", help="also the kernel's LLVM text")
+    add("--assembly", action="store_true", help="also the machine's assembly")
+    parser.set_defaults(handler=explain)
+
+
+def explain(options: argparse.Namespace) -> int:
+    raise NotImplementedError
+
+
+# -- doctor -------------------------------------------------------------------------------------------------
+
+
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(handler=doctor)
+
+
+def doctor(options: argparse.Namespace) -> int:
+    raise NotImplementedError
+
+
+# -- demo ---------------------------------------------------------------------------------------------------
+
+
+def _demo(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(handler=demo)
+
+
+def demo(_: argparse.Namespace) -> int:
+    script = Path(__file__).resolve().parents[1] / "examples" / "demo.py"
+    if not script.is_file():
+        raise UsageError(
+            "the demo is a script of the source tree, not of the installed package:\n"
+            "  clone the repository, then run: make demo"
+        )
+    runpy.run_path(str(script), run_name="__main__")
+    return 0
+
+
+__all__ = ["main"]
+_ = (Collection, AbstractContextManager, nullcontext, importlib)

@@ -1,0 +1,431 @@
+"""The reference engine: one loop over the steps, for arrays of any framework.
+
+Slow and obviously right. It is the oracle of the tests, what runs the cells that the other engines
+refuse, and, since it edits nothing in place, the differentiable composite behind a framework's
+double backward, ``vmap``, ``jvp`` and export. ``backward`` runs the derived backward pass, without
+any framework's autograd.
+
+What every engine keeps to:
+
+- A masked step does nothing: the states are held, and what lies under the mask (input, reset, NaN)
+  has no influence on outputs or gradients.
+- A reset replaces the states that *enter* its step by ``reset_state``.
+- ``reverse`` runs from the last step to the first; everything stays at its place in time.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from anycell import philox
+from anycell.lang import grad
+from anycell.lang.cell import RECURRENT, Cell, Linear
+from anycell.lang.expr import Expr, topological
+from anycell.lang.ops import TABLE, is_reduction
+from anycell.namespaces import Array, namespace
+
+States = Sequence[Array]  # an entry may be None
+Values = dict[Expr, Array]
+
+
+class Gradients(NamedTuple):
+    """A gradient for each argument of ``run``; None where that was None."""
+
+    gates_x: Array
+    weights: dict[str, Array]
+    state: tuple[Array, ...]
+    params: dict[str, Array]
+    static: Array | None
+    reset_state: tuple[Array | None, ...]
+
+
+def run(
+    cell: Cell,
+    gates_x: Array,
+    weights: Mapping[str, Array],
+    state: States | None = None,
+    params: Mapping[str, Array] | None = None,
+    **options: Any,
+) -> tuple[Array, tuple[Array, ...]]:
+    """The outputs ``[T, B, size of the first state]`` and the final states.
+
+    All arguments are the attributes of ``Recurrence``.
+
+    Example:
+        >>> from anycell.cells import RNN
+        >>> gates_x, weights = np.zeros((5, 2, 3)), {"hh": np.eye(3)}
+        >>> outputs, (h,) = run(RNN, gates_x, weights, [np.ones((2, 3))])
+        >>> outputs.shape, h.shape
+        ((5, 2, 3), (2, 3))
+    """
+    return Recurrence(cell, gates_x, weights, state, params or {}, **options).forward()
+
+
+def backward(
+    cell: Cell,
+    gates_x: Array,
+    weights: Mapping[str, Array],
+    state: States | None = None,
+    params: Mapping[str, Array] | None = None,
+    *,
+    d_outputs: Array | None = None,
+    d_final: States | None = None,
+    **options: Any,
+) -> Gradients:
+    """The gradients of ``run`` by the derived backward pass; the forward pass is computed again.
+
+    Args:
+        d_outputs: ``[T, B, size of the first state]``, what arrives at the outputs; None is zero.
+        d_final: what arrives at the final states; None is zero.
+    """
+    recurrence = Recurrence(cell, gates_x, weights, state, params or {}, **options)
+    return recurrence.backward(d_outputs, d_final or [None] * len(cell.states))
+
+
+@dataclass
+class Recurrence:
+    """One run of a cell over a sequence.
+
+    Attributes:
+        cell: a cell of G gates and hidden size H.
+        gates_x: ``[T, B, G*H]``, the input projection of each gate, in the declared order.
+        weights: by the name of the matmul. ``"hh"`` is ``[G*H, H]``, all declared gates; any other
+            ``[out, in]``, or ``[heads, out/heads, in/heads]``. Biases: ``"hh_bias"`` ``[G*H]``.
+        state: ``[B, size]`` per state; None starts from the declared initial value.
+        params: the cell's per-unit parameters, ``[H]``.
+        static: the cell's input per sequence, ``[B, H]``.
+        mask: ``[T, B]``, False where the step does not exist.
+        resets: ``[T, B]``, True where the states are reset before the step.
+        reset_state: ``[size]`` or ``[B, size]`` per state; None restores the declared initials.
+        masked_output: "zero", or "repeat" for the held value.
+        recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate; multiplies the hidden state
+            that enters the recurrent matmul.
+        reverse: from the last step to the first.
+        training, seed, stream: what ``keep`` draws; see ``anycell.philox``.
+    """
+
+    cell: Cell
+    gates_x: Array
+    weights: Mapping[str, Array]
+    state: States | None
+    params: Mapping[str, Array]
+    _: KW_ONLY
+    static: Array | None = None
+    mask: Array | None = None
+    resets: Array | None = None
+    reset_state: States | None = None
+    masked_output: str = "zero"
+    recurrent_mask: Array | None = None
+    reverse: bool = False
+    training: bool = False
+    seed: int | None = None
+    stream: int = 0
+
+    def __post_init__(self) -> None:
+        if self.training and self.cell.keeps and self.seed is None:
+            raise ValueError(f"cell {self.cell.name} draws random masks in training: give a seed.")
+        self.xp = namespace(self.gates_x)
+        self.steps, self.rows, width = self.gates_x.shape
+        self.size = sizes(self.cell, width // len(self.cell.gates), self.weights, self.state)
+        self.order = topological(self.cell.next)
+        self.zero, self.one = self._number(0.0), self._number(1.0)
+        self.times = range(self.steps)[:: -1 if self.reverse else 1]
+
+    # -- the loop --------------------------------------------------------------------------------
+    @np.errstate(all="ignore")  # infinity and NaN are values, as in compiled code
+    def forward(self) -> tuple[Array, tuple[Array, ...]]:
+        """Outputs and final states."""
+        outputs, final, _ = self._loop()
+        return outputs, final
+
+    def _loop(self) -> tuple[Array, tuple[Array, ...], dict[int, tuple[Array, ...]]]:
+        """Outputs, final states, and the states that entered each step."""
+        states, restored = self._initial(self.state), self._initial(self.reset_state)
+        entering, outputs = {}, {}
+        for t in self.times:
+            entering[t] = self._choose(self._reset(t), restored, states)
+            values = self._step(t, entering[t])
+            new = self._full(values[node] for node in self.cell.next)
+            states = self._choose(self._valid(t), new, entering[t])
+            held = self.masked_output == "repeat"
+            outputs[t] = states[0] if held else self._guard(t, states[0])
+        return self._stack(outputs, self.size[self.cell.states[0].size]), states, entering
+
+    @np.errstate(all="ignore")
+    def backward(self, d_outputs: Array | None, d_final: States) -> Gradients:
+        """The gradients of outputs and final states with respect to everything."""
+        cell, derived = self.cell, grad.backward(self.cell)
+        static = {} if derived.static is None else {cell.static: derived.static}
+        roots: list[Mapping[Any, Expr]] = [
+            derived.x,
+            derived.state,
+            derived.param,
+            static,
+            *derived.linear.values(),
+        ]
+        order = topological(node for named in roots for node in named.values())
+        _, _, entering = self._loop()
+
+        none = [None] * len(cell.states)
+        nothing = self._full([self.zero] * len(cell.states))
+        d_states = self._full(self.zero if d is None else d for d in d_final)
+        d_restored = nothing
+        d_gates: dict[int, Array] = {}
+        d_params = dict.fromkeys(cell.param_names, self._rows(self.zero, "H"))
+        d_static = dict.fromkeys(static, self._rows(self.zero, "H"))
+        tape: dict[tuple[str, str], list[tuple[Array, Array]]] = {}
+
+        for t in reversed(self.times):
+            d_new = d_states if d_outputs is None else (d_states[0] + d_outputs[t], *d_states[1:])
+            d_held = d_new if self.masked_output == "repeat" else d_states
+            values = self._step(t, entering[t])
+            for state, arriving in zip(cell.states, d_new, strict=True):
+                values[grad.upstream(state.name)] = self._guard(t, arriving)
+            self._evaluate(order, t, values)
+
+            def of(node: Expr, size: str = "H", t: int = t, values: Values = values) -> Array:
+                return self._guard(t, self._rows(values[node], size))
+
+            d_gates[t] = self.xp.concatenate([of(derived.x[g]) for g in cell.gates], axis=-1)
+            d_params = {p: d + of(derived.param[p]) for p, d in d_params.items()}
+            d_static = {e: d + of(static[e]) for e, d in d_static.items()}
+            d_old = {s.name: of(derived.state[s.name], s.size) for s in cell.states}
+            for l in cell.linears:
+                d = {output: of(g, l.out_size) for output, g in derived.linear[l.name].items()}
+                if l.operand.op == "state":
+                    name = l.operand.attrs[0]
+                    d_old[name] = d_old[name] + self._transposed(l, d)
+                for output in l.outputs:
+                    operand = self._operand(l, output, t, values)
+                    tape.setdefault((l.name, output), []).append((d[output], operand))
+
+            d_entering = tuple(d_old.values())
+            d_reset = self._choose(self._reset(t), d_entering, nothing)
+            d_restored = _add(d_restored, d_reset)
+            d_states = self._choose(self._reset(t), nothing, d_entering)
+            d_states = _add(d_states, self._choose(self._valid(t), nothing, d_held))
+
+        return Gradients(
+            gates_x=self._stack(d_gates, self.size["H"] * len(cell.gates)),
+            weights=self._weight_gradients(tape),
+            state=d_states,
+            params={p: self._like(self.params[p], d) for p, d in d_params.items()},
+            static=None if self.static is None else d_static.get(cell.static),
+            reset_state=tuple(map(self._like, self.reset_state or none, d_restored)),
+        )
+
+    # -- one step --------------------------------------------------------------------------------
+    def _step(self, t: int, states: Iterable[Array]) -> Values:
+        """The value of each node of the cell.
+
+        Whatever enters a masked row is replaced by zero, on the way in and, in the gradient, on the
+        way out: where() then keeps the held values, and no zero times NaN gets past it.
+        """
+        values: Values = {}
+        for name, state in zip(self.cell.state_names, states, strict=True):
+            values[Expr("state", (), (name,))] = self._guard(t, state)
+        self._evaluate(self.order, t, values)
+        return values
+
+    def _evaluate(self, order: Iterable[Expr], t: int, values: Values) -> None:
+        for node in order:
+            if node not in values:
+                values[node] = self._value(node, t, values)
+
+    def _value(self, node: Expr, t: int, values: Values) -> Array:
+        args = [values[arg] for arg in node.args]
+        match node.op:
+            case "const":
+                return self._number(node.attrs[0])
+            case "hyper":
+                return self._number(self.cell.hyper[node.attrs[0]])
+            case "param":
+                return self._guard(t, self._rows(self.params[node.attrs[0]], "H"))
+            case "static":
+                return self._guard(t, self._rows(self.static, "H"))
+            case "x":
+                return self._guard(t, self._gate(t, node.attrs[0]))
+            case "linear":
+                return self._guard(t, self._linear(node, t, values))
+            case "preact":
+                fused = self._gate(t, node.attrs[1]) + self._linear(node, t, values)
+                return self._guard(t, fused)
+            case "linear_t":
+                l = self._matmul(node.attrs[0])
+                d = [self._guard(t, self._rows(arg, l.out_size)) for arg in args]
+                return self._transposed(l, dict(zip(l.outputs, d, strict=True)))
+            case "keep":
+                return self._keep(node, t, *args) if self.training else args[0]
+        if is_reduction(node):  # a number stands for a row of it
+            args = [a if a.shape else self._rows(a, self.cell.sizes[node]) for a in args]
+        return TABLE[node.op].meaning(self.xp, *args, *node.attrs)
+
+    def _keep(self, node: Expr, t: int, rate: Array) -> Array:
+        assert self.seed is not None
+        index, per = node.attrs
+        units = self.size[self.cell.sizes[node]]
+        step = t if per == "step" else 0
+        draw = philox.uniform(self.seed, self.stream, index, step, self.rows, units)
+        rate = self.xp.cast(rate, "float32")
+        return self.xp.where(self.xp.array(draw, rate) < rate, self.one, self.zero)
+
+    # -- matmuls ---------------------------------------------------------------------------------
+    def _matmul(self, name: str) -> Linear:
+        return next(l for l in self.cell.linears if l.name == name)
+
+    def _gate(self, t: int, gate: str) -> Array:
+        k, size = self.cell.gates.index(gate), self.size["H"]
+        return self.gates_x[t][:, k * size : (k + 1) * size]
+
+    def _linear(self, node: Expr, t: int, values: Values) -> Array:
+        name, output = node.attrs
+        l = self._matmul(name)
+        weight = self.xp.swapaxes(self._block(l, output), -1, -2)
+        product = self._per_head(self._operand(l, output, t, values), weight)
+        bias = self.weights.get(f"{name}_bias")
+        return product if bias is None else product + bias[self._span(l, output)]
+
+    def _operand(self, l: Linear, output: str, t: int, values: Values) -> Array:
+        """What one output of a matmul multiplies with its weight."""
+        operand = self._guard(t, self._rows(values[l.operand], l.in_size))
+        return operand * self._recurrent(l, output)
+
+    def _transposed(self, l: Linear, d: Mapping[str, Array]) -> Array:
+        """The gradient of a matmul's operand from those of its outputs."""
+        parts = (
+            self._per_head(d[output], self._block(l, output)) * self._recurrent(l, output)
+            for output in l.outputs
+        )
+        return functools.reduce(operator.add, parts)
+
+    def _recurrent(self, l: Linear, output: str) -> Array:
+        """The factor on the way into the recurrent matmul."""
+        mask = self.recurrent_mask
+        if mask is None or l.name != RECURRENT:
+            return self.one
+        return mask[self.cell.gates.index(output)] if len(mask.shape) == 3 else mask
+
+    def _block(self, l: Linear, output: str) -> Array:
+        """The weight behind one output, ``[heads, out/heads, in/heads]``."""
+        weight = self.weights[l.name]
+        block = weight[self._span(l, output)] if l.heads == 1 else weight
+        return self.xp.reshape(block, (l.heads, *block.shape[-2:]))
+
+    def _span(self, l: Linear, output: str) -> slice:
+        """Where one output lies in weight and bias."""
+        k = self.cell.gates.index(output) if l.name == RECURRENT else 0
+        size = self.size[l.out_size]
+        return slice(k * size, (k + 1) * size)
+
+    def _per_head(self, a: Array, weight: Array) -> Array:
+        heads, inner, outer = weight.shape
+        split = self.xp.swapaxes(self.xp.reshape(a, (self.rows, heads, inner)), 0, 1)
+        product = self.xp.swapaxes(self.xp.matmul(split, weight), 0, 1)
+        return self.xp.reshape(product, (self.rows, heads * outer))
+
+    def _weight_gradients(
+        self, tape: Mapping[tuple[str, str], list[tuple[Array, Array]]]
+    ) -> dict[str, Array]:
+        """One matmul over all steps per output, from the pairs (its gradient, its operand)."""
+        out: dict[str, Array] = {}
+        for l in self.cell.linears:
+            blocks, sums = [], []
+            for output in self.cell.gates if l.name == RECURRENT else l.outputs:
+                heads, outer, inner = self._block(l, output).shape
+                pairs = tape.get((l.name, output))
+                if pairs is None:  # an unused gate, or no steps
+                    blocks.append(self.xp.broadcast_to(self.zero, (heads, outer, inner)))
+                    sums.append(self.xp.broadcast_to(self.zero, (heads * outer,)))
+                    continue
+                d, operand = (self.xp.stack(side, axis=0) for side in zip(*pairs, strict=True))
+                d_split = self.xp.reshape(d, (-1, heads, outer))
+                split = self.xp.reshape(operand, (-1, heads, inner))
+                blocks.append(self.xp.einsum("nho,nhi->hoi", d_split, split))
+                sums.append(self.xp.sum(d, axis=(0, 1)))
+            weight = self.xp.concatenate(blocks, axis=1)
+            out[l.name] = self.xp.reshape(weight, self.weights[l.name].shape)
+            if self.weights.get(f"{l.name}_bias") is not None:
+                out[f"{l.name}_bias"] = self.xp.concatenate(sums, axis=0)
+        return out
+
+    # -- arrays ----------------------------------------------------------------------------------
+    def _number(self, value: float) -> Array:
+        return self.xp.array(value, self.gates_x)
+
+    def _rows(self, value: Array, size: str) -> Array:
+        return self.xp.broadcast_to(value, (self.rows, self.size[size]))
+
+    def _full(self, values: Iterable[Array]) -> tuple[Array, ...]:
+        """One ``[B, size]`` per state."""
+        pairs = zip(values, self.cell.states, strict=True)
+        return tuple(self._rows(value, state.size) for value, state in pairs)
+
+    def _initial(self, given: States | None) -> tuple[Array, ...]:
+        declared = [self._number(state.initial) for state in self.cell.states]
+        pairs = zip(given or declared, declared, strict=True)
+        return self._full(default if value is None else value for value, default in pairs)
+
+    def _like(self, given: Array | None, d: Array) -> Array | None:
+        """The gradient of what may have been one value for all rows."""
+        if given is None:
+            return None
+        return self.xp.sum(d, axis=0) if len(given.shape) == 1 else d
+
+    def _valid(self, t: int) -> Array | bool:
+        return True if self.mask is None else self.xp.reshape(self.mask[t], (self.rows, 1))
+
+    def _reset(self, t: int) -> Array | bool:
+        if self.resets is None:
+            return False
+        reset = self.xp.reshape(self.resets[t], (self.rows, 1))
+        return reset if self.mask is None else self.xp.logical_and(reset, self._valid(t))
+
+    def _choose(
+        self, rows: Array | bool, yes: Iterable[Array], no: Iterable[Array]
+    ) -> tuple[Array, ...]:
+        if rows is True or rows is False:
+            return tuple(yes if rows else no)
+        return tuple(self.xp.where(rows, a, b) for a, b in zip(yes, no, strict=True))
+
+    def _guard(self, t: int, value: Array) -> Array:
+        return value if self.mask is None else self.xp.where(self._valid(t), value, self.zero)
+
+    def _stack(self, steps: Mapping[int, Array], size: int) -> Array:
+        if not steps:
+            return self.xp.broadcast_to(self.zero, (0, self.rows, size))
+        return self.xp.stack([steps[t] for t in range(self.steps)], axis=0)
+
+
+def sizes(
+    cell: Cell, hidden: int, weights: Mapping[str, Array], state: States | None
+) -> dict[str, int]:
+    """What each size symbol of a cell stands for, from the shapes of states and weights.
+
+    Raises:
+        ValueError: where nothing tells the size of a state.
+    """
+    found = {"H": hidden}
+    for declared, value in zip(cell.states, state or (), strict=bool(state)):
+        if value is not None:
+            found.setdefault(declared.size, value.shape[-1])
+    for l in cell.linears:
+        *_, outer, inner = weights[l.name].shape
+        found.setdefault(l.in_size, inner * l.heads)
+        found.setdefault(l.out_size, outer * l.heads)
+    for declared in cell.states:
+        if declared.size not in found:
+            raise ValueError(
+                f"cell {cell.name}: nothing tells the size {declared.size} of state "
+                f"{declared.name!r}; give an initial state."
+            )
+    return found
+
+
+def _add(left: Iterable[Array], right: Iterable[Array]) -> tuple[Array, ...]:
+    return tuple(a + b for a, b in zip(left, right, strict=True))

@@ -1,0 +1,507 @@
+"""One layer of any cell, for every framework: input projection, recurrence, weight gradients.
+
+Arrays belong to the framework and come through a small ``Host``; kernels see their addresses. The input projection
+and the weight gradients are large matmuls and go to the framework's own library, in chunks of time, so that the
+buffer between them and the recurrence stays in the cache and never becomes as long as the sequence.
+
+Time-major throughout: ``x [T, B, I]``, outputs ``[T, B, D*H]`` with D directions side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from anycell.engines import cpu
+from anycell.plan import Plan
+
+Array = Any
+CHUNK_BYTES = 4 << 20  # of projected gates, for all directions together: they should stay in the cache
+WORTH_A_THREAD = 1 << 19  # multiply-adds of a call below which a second thread does not pay
+FEW_ROWS = 16  # rows per thread below which threads share the rows and split the units
+
+
+class Host(Protocol):
+    """What this module asks of a framework's arrays. They live on the CPU and have the dtype of the plan.
+
+    Besides these, arrays must slice, assign (``a[i:j] = b``), ``reshape``, transpose (``.T``) and ``sum(0)`` as
+    NumPy's do.
+    """
+
+    def empty(self, shape: tuple[int, ...]) -> Array: ...
+
+    def zeros(self, shape: tuple[int, ...]) -> Array: ...
+
+    def pointer(self, array: Array) -> int: ...
+
+    def strides(self, array: Array) -> tuple[int, ...]:
+        """In elements."""
+        ...
+
+    def matmul(self, a: Array, b: Array, out: Array) -> None:
+        """``out = a @ b`` for matrices of any strides."""
+        ...
+
+    def matmul_add(self, a: Array, b: Array, out: Array) -> None:
+        """``out += a @ b``."""
+        ...
+
+    def masked(self, x: Array, mask: Array) -> Array:
+        """A copy of ``x [T, B, I]`` with 0 where ``mask [T, B]`` is 0, NaN or not."""
+        ...
+
+
+@dataclass
+class Weights:
+    """One direction of one layer; None where absent. Also what ``backward`` returns.
+
+    Attributes:
+        ih: ``[G*H, I]``; None where the input comes projected.
+        hh: ``[G*H, H]``, of any strides if one of them is 1; None for a cell without a recurrent matmul.
+        bias_ih, bias_hh: ``[G*H]``.
+        params: one ``[H]`` per parameter of the cell, in declared order.
+        initial: one ``[B, H]`` per state, in declared order.
+        reset: the values that resets restore, one ``[H]`` or ``[B, H]`` per state.
+        static: ``[B, H]``, the input given once per sequence.
+        reverse: whether the direction runs from the last step to the first.
+    """
+
+    ih: Array | None
+    hh: Array | None
+    bias_ih: Array | None = None
+    bias_hh: Array | None = None
+    params: Sequence[Array] = ()
+    initial: Sequence[Array] = ()
+    reset: Sequence[Array] | None = None
+    static: Array | None = None
+    reverse: bool = False
+
+
+@dataclass
+class Options:
+    """What a call says beside its arrays.
+
+    Attributes:
+        mask: ``uint8 [T, B]``, 0 where the states hold; contiguous.
+        resets: ``uint8 [T, B]``, 1 where the states start anew before the step; contiguous.
+        repeat: outputs of masked steps repeat the held state; otherwise they are 0.
+        training: random masks are drawn (from ``seed`` and ``stream``), instead of their mean taken.
+        threads: at most so many.
+    """
+
+    mask: Array | None = None
+    resets: Array | None = None
+    repeat: bool = False
+    training: bool = False
+    seed: int = 0
+    stream: int = 0
+    threads: int = 1
+
+
+@dataclass
+class Saved:
+    """What the forward pass keeps for the backward pass; read, never written, by it.
+
+    Attributes:
+        hidden: ``[T+1 or T+2, B, D*H]``: the hidden states; initial values in the first slot, or the last where a
+            direction is reversed.
+        states: per direction, the sequences ``[T+1, B, H]`` of the other states that the plan keeps.
+        values: per direction ``[T, B, n]``, the values that the plan saves.
+        reset: per direction the values that resets restore, ``[H]`` or ``[B, H]`` each; empty without resets.
+    """
+
+    x: Array
+    weights: Sequence[Weights]
+    options: Options
+    hidden: Array
+    states: list[list[Array | None]]
+    values: list[Array]
+    reset: list[list[Array]]
+
+
+class _Span(NamedTuple):
+    """Where a chunk lies for one direction: times [begin, end), its first step to run, and which way it goes."""
+
+    begin: int
+    end: int
+    time: int
+    sign: int
+
+
+class _Run:
+    """A kernel that runs over chunks of time, with one argument table per direction."""
+
+    def __init__(self, host: Host, plan: Plan, weights: Sequence[Weights], options: Options, x: Array, backward: bool) -> None:
+        self.host, self.plan, self.options, self.weights = host, plan, options, weights
+        self.steps, self.batch, self.directions = x.shape[0], x.shape[1], len(weights)
+        self.kernel = cpu.compiled(plan, backward)
+        # The backward pass runs against each direction.
+        self.reverse = [w.reverse is not backward for w in weights]
+        self.calls = [cpu.Arguments(self.kernel) for _ in weights]
+        self.chunk = self._chunk() if weights[0].ih is not None else self.steps
+        self.threads, self.units_split = self._split()
+        self.workspace = self.kernel.workspace(self.batch)
+        self.backward = backward
+
+    def _chunk(self) -> int:
+        """Steps per chunk of the projection."""
+        plan = self.plan
+        step = self.directions * self.batch * len(plan.cell.gates) * plan.hidden_size * plan.itemsize
+        count = max(1, -(-self.steps * step // CHUNK_BYTES))
+        return max(1, -(-self.steps // count))
+
+    def _split(self) -> tuple[int, bool]:
+        """Threads for a call, and whether they split the units instead of the rows."""
+        g, threads = self.kernel.geometry, self.options.threads
+        work = self.chunk * self.batch * g.units * max(g.inner * g.outputs, 64)
+        if threads <= 1 or work * self.directions < WORTH_A_THREAD:
+            return 1, False
+        each = threads // self.directions if threads % self.directions == 0 else threads
+        units = self.kernel.units_splittable and 1 < each <= g.tiles and self.batch < FEW_ROWS * each
+        return threads, units
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of scratch memory: packed weights, then workspace, per direction."""
+        packed = self.kernel.packed_elements * self.plan.itemsize
+        return [packed] * self.directions + [self.workspace * self.threads] * self.directions
+
+    def begin(self, space: list[int]) -> None:
+        """Sets what stays the same for all chunks, and packs the weights."""
+        host, options = self.host, self.options
+        self.hyper = cpu.hyperparameters(self.plan)
+        hyper = self.hyper.__array_interface__["data"][0]
+        for d, (w, call) in enumerate(zip(self.weights, self.calls, strict=True)):
+            call.set(weights=space[d], workspace=space[self.directions + d], workspace_stride=self.workspace)
+            call.set(units_split=self.units_split, barrier=call.barrier, hyper=hyper)
+            call.set(training=options.training, seed=_signed(options.seed), stream=2 * options.stream + d)
+            call.set(repeat=options.repeat, static=self._address(w.static), bias_x=self._address(w.bias_ih))
+            call.set(time_step=-1 if self.reverse[d] else 1)
+            for i, param in enumerate(w.params):
+                call.set(**{f"param{i}": host.pointer(param)})
+            if w.hh is not None:
+                biases = (0, 0) if self.backward else (self._address(w.bias_ih), self._address(w.bias_hh))
+                cpu.pack(self.kernel, space[d], host.pointer(w.hh), host.strides(w.hh), *biases, options.threads)
+
+    def point_resets(self, values: Sequence[Sequence[Array]]) -> None:
+        """Where resets find what they restore: ``[H]`` for all rows, or ``[B, H]``."""
+        for call, own in zip(self.calls, values, strict=True):
+            for i, value in enumerate(own):
+                row = self.plan.hidden_size if len(value.shape) == 2 else 0
+                call.set(**{f"reset{i}": self.host.pointer(value), f"reset{i}_b": row})
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """Steps done and steps to do, chunk by chunk."""
+        for done in range(0, self.steps, self.chunk):
+            yield done, min(self.chunk, self.steps - done)
+
+    def span(self, d: int, done: int, count: int) -> _Span:
+        if self.reverse[d]:
+            end = self.steps - done
+            return _Span(end - count, end, end - 1, -1)
+        return _Span(done, done + count, done, 1)
+
+    def point(self, d: int, name: str, array: Array, index: int, sign: int, column: int = 0) -> None:
+        """Lets ``name`` start at ``array[index, :, column:]`` and step ``sign`` through its first axis."""
+        time, row = self.host.strides(array)[:2]
+        address = self.host.pointer(array) + (index * time + column) * self.plan.itemsize
+        self.calls[d].set(**{name: address, f"{name}_t": sign * time, f"{name}_b": row})
+
+    def point_flags(self, d: int, span: _Span) -> None:
+        for name, array in (("mask", self.options.mask), ("resets", self.options.resets)):
+            if array is not None:
+                address = self.host.pointer(array) + span.time * self.batch
+                self.calls[d].set(**{name: address, f"{name}_t": span.sign * self.batch})
+
+    def run(self, count: int) -> None:
+        for d, call in enumerate(self.calls):
+            call.start(steps=count, batch=self.batch)
+        cpu.run(self.kernel, self.calls, self.threads)
+
+    def _address(self, array: Array | None) -> int:
+        return 0 if array is None else self.host.pointer(array)
+
+
+def forward(
+    host: Host, plan: Plan, x: Array, weights: Sequence[Weights], options: Options, *, keep: bool
+) -> tuple[Array, list[list[Array]], Saved | None]:
+    """Runs a layer.
+
+    Args:
+        host: array operations of the framework.
+        plan: of the cell, for the CPU engine.
+        x: ``[T, B, I]``, or gates ``[T, B, G*H]`` where ``Weights.ih`` is None. Last axis contiguous.
+        weights: one per direction.
+        options: masks, resets, seeds, threads.
+        keep: whether to keep what ``backward`` needs.
+
+    Returns:
+        outputs ``[T, B, D*H]``, per direction the final states ``[B, H]`` in declared order, and ``Saved`` or None.
+    """
+    run = _Run(host, plan, weights, options, x, backward=False)
+    cell, h, steps, batch, directions = plan.cell, plan.hidden_size, run.steps, run.batch, run.directions
+    # Outputs zeroed under a mask are not the hidden states: these then need memory of their own, all or two steps.
+    apart = options.mask is not None and not options.repeat
+    whole = keep or not apart
+    hidden = host.empty(((steps + 1 + any(run.reverse)) if whole else 2, batch, directions * h))
+    out = host.empty((steps, batch, directions * h)) if apart else hidden[1 : steps + 1]
+    kept = [keep and state.name in plan.states for state in cell.states]
+    states: list[list[Array | None]] = []
+    for d, w in enumerate(weights):
+        columns = slice(d * h, (d + 1) * h)
+        hidden[steps + 1 if whole and w.reverse else 0, :, columns] = w.initial[0]
+        states.append([None])
+        for i in range(1, len(cell.states)):
+            sequence = host.empty((steps + 1 if kept[i] else 2, batch, h))
+            sequence[steps if kept[i] and w.reverse else 0] = w.initial[i]
+            states[d].append(sequence)
+    resets = [] if options.resets is None else [_reset_values(host, plan, w) for w in weights]
+    values = [host.empty((steps, batch, run.kernel.saved_width)) for _ in weights] if keep else []
+    projected = [None if w.ih is None else host.empty((run.chunk, batch, w.ih.shape[0])) for w in weights]
+
+    with cpu.scratch.reserve(*run.sizes) as space:
+        run.begin(space)
+        if resets:
+            run.point_resets(resets)
+        for done, count in run.chunks():
+            for d, w in enumerate(weights):
+                span = run.span(d, done, count)
+                if w.ih is None:
+                    run.point(d, "x", x, span.time, span.sign)
+                else:
+                    gates = projected[d][:count]  # type: ignore[index]
+                    rows = x[span.begin : span.end].reshape(count * batch, x.shape[2])
+                    host.matmul(rows, w.ih.T, gates.reshape(count * batch, gates.shape[2]))
+                    run.point(d, "x", gates, span.time - span.begin, span.sign)
+                _point_state(run, d, 0, hidden, whole, done, steps + 1, d * h)
+                for i in range(1, len(cell.states)):
+                    _point_state(run, d, i, states[d][i], kept[i], done, steps, 0)
+                if apart:
+                    run.point(d, "out", out, span.time, span.sign, d * h)
+                if keep:
+                    run.point(d, "saved", values[d], span.time, span.sign)
+                run.point_flags(d, span)
+                run.calls[d].set(time=span.time)
+            run.run(count)
+
+    finals = []
+    for d, w in enumerate(weights):
+        final = [hidden[(1 if w.reverse else steps) if whole else steps & 1, :, d * h : (d + 1) * h]]
+        for i in range(1, len(cell.states)):
+            final.append(states[d][i][(0 if w.reverse else steps) if kept[i] else steps & 1])  # type: ignore[index]
+        finals.append([_copy(host, state) for state in final])
+    saved = Saved(x, weights, options, hidden, states, values, resets) if keep else None
+    return out, finals, saved
+
+
+def _point_state(run: _Run, d: int, i: int, array: Array, whole: bool, done: int, last: int, column: int) -> None:
+    """The slot of state i before the next step: in its whole sequence, or one of two that take turns."""
+    if whole:
+        reverse = run.reverse[d]
+        run.point(d, f"state{i}", array, last - done if reverse else done, -1 if reverse else 1, column)
+    else:
+        run.point(d, f"state{i}", array, done & 1, -1 if done & 1 else 1, column)
+        run.calls[d].set(**{f"state{i}_flip": 1})
+
+
+def backward(
+    host: Host,
+    plan: Plan,
+    saved: Saved,
+    dy: Array | None,
+    dfinal: Sequence[Sequence[Array | None]],
+    *,
+    need_x: bool = True,
+    need_weights: bool = True,
+) -> tuple[Array | None, list[Weights]]:
+    """The gradients of a layer.
+
+    Args:
+        host, plan: as given to ``forward``.
+        saved: from ``forward``; may be used again.
+        dy: gradient of the outputs ``[T, B, D*H]``, last axis contiguous, or None.
+        dfinal: per direction the gradients of the final states ``[B, H]``, None where there is none.
+        need_x, need_weights: whether those gradients are wanted.
+
+    Returns:
+        the gradient of ``x`` (of the projected gates where ``Weights.ih`` is None) or None, and per direction a
+        ``Weights`` of gradients; ``initial``, ``static`` and, with resets, ``reset`` are ``[B, H]``.
+    """
+    x, weights, options = saved.x, saved.weights, saved.options
+    run = _Run(host, plan, weights, options, x, backward=True)
+    cell, h, steps, batch, directions = plan.cell, plan.hidden_size, run.steps, run.batch, run.directions
+    width, outputs = len(cell.gates) * h, len(cell.linears[0].outputs) * h if cell.linears else 0
+    project = weights[0].ih is not None
+    dx = host.empty(tuple(x.shape)) if need_x or not project else None
+    sums = [_Sums(host, plan, batch, w, need_weights, dfinal[d], bool(saved.reset)) for d, w in enumerate(weights)]
+    shape = (run.chunk, batch)
+    dgates = [host.empty((*shape, width)) if project else dx for _ in weights]
+    dr = [host.empty((*shape, outputs)) if plan.split_gradient and outputs else None for _ in weights]
+    operand = [host.empty((*shape, h)) if saved.reset and outputs else None for _ in weights]
+    written: set[int] = set()
+
+    with cpu.scratch.reserve(*run.sizes) as space:
+        run.begin(space)
+        if saved.reset:
+            run.point_resets(saved.reset)
+        for d in range(directions):
+            sums[d].point(run.calls[d])
+        for done, count in run.chunks():
+            spans = [run.span(d, done, count) for d in range(directions)]
+            for d, span in enumerate(spans):
+                local = span.time - span.begin if project else span.time
+                for name, array in (("dx", dgates[d]), ("dr", dr[d]), ("operand", operand[d])):
+                    if array is not None:
+                        run.point(d, name, array, local, span.sign)
+                run.point(d, "saved", saved.values[d], span.time, span.sign)
+                if dy is not None:
+                    run.point(d, "dy", dy, span.time, span.sign, d * h)
+                # state[t] is read before step t and, one step of the direction on, after it.
+                on = -span.sign
+                run.point(d, "state0", saved.hidden, span.time + (2 if weights[d].reverse else 0), span.sign, d * h)
+                run.calls[d].set(state0_next=on * host.strides(saved.hidden)[0])
+                for i, sequence in enumerate(saved.states[d]):
+                    if sequence is not None and sequence.shape[0] == steps + 1:
+                        run.point(d, f"state{i}", sequence, span.time + weights[d].reverse, span.sign)
+                        run.calls[d].set(**{f"state{i}_next": on * host.strides(sequence)[0]})
+                run.point_flags(d, span)
+                run.calls[d].set(time=span.time)
+            run.run(count)
+
+            for d, (begin, end, _, _) in enumerate(spans):
+                rows = count * batch
+                dg = (dgates[d][:count] if project else dgates[d][begin:end]).reshape(rows, width)
+                dh = dg if dr[d] is None else dr[d][:count].reshape(rows, outputs)  # type: ignore[index]
+                if operand[d] is not None:
+                    before = operand[d][:count]  # type: ignore[index]
+                else:
+                    shift = 2 if weights[d].reverse else 0
+                    before = saved.hidden[begin + shift : end + shift, :, d * h : (d + 1) * h]
+                sums[d].add_recurrent(dh, before.reshape(rows, h))
+                sums[d].add_bias(dg, dh)
+                if not project:
+                    continue
+                if need_weights:
+                    part = x[begin:end]
+                    if options.mask is not None:
+                        # What lies under a mask may be NaN, and NaN times a zero gradient is NaN.
+                        part = host.masked(part, options.mask[begin:end])
+                    sums[d].add_projection(dg, part.reshape(rows, x.shape[2]))
+                if dx is not None:
+                    _project_back(host, dg, weights[d].ih, dx, begin, end, written)
+    return dx, [total.result() for total in sums]
+
+
+def _project_back(host: Host, dg: Array, ih: Array, dx: Array, begin: int, end: int, written: set[int]) -> None:
+    """dx[begin:end] = dg @ W, or += for times that the other direction has reached before."""
+    batch = dx.shape[1]
+    fresh = [time not in written for time in range(begin, end)]
+    start = begin
+    while start < end:
+        stop = start
+        while stop < end and fresh[stop - begin] == fresh[start - begin]:
+            stop += 1
+        part = dg[(start - begin) * batch : (stop - begin) * batch]
+        out = dx[start:stop].reshape((stop - start) * batch, dx.shape[2])
+        (host.matmul if fresh[start - begin] else host.matmul_add)(part, ih, out)
+        start = stop
+    written.update(range(begin, end))
+
+
+class _Sums:
+    """Gradients of one direction that add up over time."""
+
+    def __init__(
+        self, host: Host, plan: Plan, batch: int, w: Weights, need: bool, dfinal: Sequence[Array | None], resets: bool
+    ) -> None:
+        cell, h = plan.cell, plan.hidden_size
+        self.host, self.plan = host, plan
+        self.states = [host.zeros((batch, h)) for _ in cell.states]
+        for total, given in zip(self.states, dfinal, strict=True):
+            if given is not None:
+                total[:] = given
+        self.resets = [host.zeros((batch, h)) for _ in cell.states] if resets else None
+        # Per batch row, so that the order of additions is the same for any number of threads.
+        self.params = host.zeros((batch, len(cell.params) * h)) if cell.params else None
+        self.static = host.zeros((batch, h)) if w.static is not None else None
+        self.ih = host.zeros(tuple(w.ih.shape)) if need and w.ih is not None else None
+        outputs = cell.linears[0].outputs if cell.linears else ()
+        self.hh = host.zeros((len(outputs) * h, h)) if need and outputs else None
+        self.bias_ih = host.zeros((len(cell.gates) * h,)) if need and w.bias_ih is not None else None
+        self.bias_hh = host.zeros((len(outputs) * h,)) if need and w.bias_hh is not None and outputs else None
+        self.missing = [(i, gate) for i, gate in enumerate(cell.gates) if gate not in outputs]
+
+    def point(self, call: cpu.Arguments) -> None:
+        for i, total in enumerate(self.states):
+            call.set(**{f"dstate{i}": self.host.pointer(total)})
+        for i, total in enumerate(self.resets or ()):
+            call.set(**{f"dreset{i}": self.host.pointer(total)})
+        for name, array in (("dparam", self.params), ("dstatic", self.static)):
+            if array is not None:
+                call.set(**{name: self.host.pointer(array)})
+
+    def add_recurrent(self, dh: Array, before: Array) -> None:
+        if self.hh is not None:
+            self.host.matmul_add(dh.T, before, self.hh)
+
+    def add_bias(self, dg: Array, dh: Array) -> None:
+        same = dh is dg and self.bias_ih is not None and self.bias_hh is not None
+        if self.bias_ih is not None:
+            total = dg.sum(0)
+            self.bias_ih += total
+        if self.bias_hh is not None:
+            self.bias_hh += total if same else dh.sum(0)
+
+    def add_projection(self, dg: Array, x: Array) -> None:
+        if self.ih is not None:
+            self.host.matmul_add(dg.T, x, self.ih)
+
+    def result(self) -> Weights:
+        h, params = self.plan.hidden_size, self.plan.cell.params
+        total = None if self.params is None else self.params.sum(0)
+        return Weights(
+            ih=self.ih,
+            hh=self._all_gates(self.hh),
+            bias_ih=self.bias_ih,
+            bias_hh=self._all_gates(self.bias_hh),
+            params=[total[i * h : (i + 1) * h] for i in range(len(params))],  # type: ignore[index]
+            initial=self.states,
+            reset=self.resets,
+            static=self.static,
+        )
+
+    def _all_gates(self, used: Array | None) -> Array | None:
+        """Weights have rows for every declared gate; a gate that the cell does not use has gradient 0."""
+        if used is None or not self.missing:
+            return used
+        h, gates = self.plan.hidden_size, self.plan.cell.gates
+        full = self.host.zeros((len(gates) * h, *used.shape[1:]))
+        present = [i for i, gate in enumerate(gates) if (i, gate) not in self.missing]
+        for source, target in enumerate(present):
+            full[target * h : (target + 1) * h] = used[source * h : (source + 1) * h]
+        return full
+
+
+def _reset_values(host: Host, plan: Plan, w: Weights) -> list[Array]:
+    """What resets restore: as given, else the declared initial values."""
+    if w.reset is not None:
+        return list(w.reset)
+    values = []
+    for state in plan.cell.states:
+        value = host.empty((plan.hidden_size,))
+        value[:] = state.initial
+        values.append(value)
+    return values
+
+
+def _copy(host: Host, array: Array) -> Array:
+    out = host.empty(tuple(array.shape))
+    out[:] = array
+    return out
+
+
+def _signed(seed: int) -> int:
+    """A seed of 64 bits as the signed number that the argument table holds."""
+    seed &= (1 << 64) - 1
+    return seed - (1 << 64) if seed >> 63 else seed

@@ -1,0 +1,109 @@
+"""The array namespace of an array: numpy, torch, jax.numpy or tensorflow.experimental.numpy.
+
+Looked up by the array's type among the modules that are already imported, so nothing is imported
+for a framework that the caller does not use. The namespaces agree on nearly all names; a
+``Namespace`` adds the few things that each spells in its own way.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = Any  # of any framework
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """A framework's array functions, with NumPy's names.
+
+    Attributes:
+        module: has everything that is not below.
+        array: ``array(value, like)``, a NumPy array or number with dtype and device of ``like``.
+        cast: ``cast(array, "float32")``.
+        sigmoid, stop_gradient: functions of one array.
+    """
+
+    module: Any
+    array: Callable[[Any, Array], Array]
+    cast: Callable[[Array, str], Array]
+    sigmoid: Callable[[Array], Array]
+    stop_gradient: Callable[[Array], Array]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+def namespace(array: Array) -> Namespace:
+    """The namespace of ``array``, which may be a tracer or an instance of a subclass.
+
+    Raises:
+        TypeError: for what is no array of a framework known here.
+    """
+    for kind in type(array).__mro__:
+        make = _MAKERS.get(kind.__module__.partition(".")[0])
+        if make is not None:
+            return make()
+    known = "NumPy, PyTorch, JAX, TensorFlow"
+    raise TypeError(f"expected an array of {known}; given {type(array).__name__}.")
+
+
+def _numpy() -> Namespace:
+    return Namespace(
+        np,
+        array=lambda value, like: np.asarray(value, like.dtype),
+        cast=lambda array, dtype: array.astype(dtype),
+        sigmoid=_sigmoid,
+        stop_gradient=lambda array: array,
+    )
+
+
+def _sigmoid(a: Array) -> Array:
+    small = np.exp(-np.abs(a))  # never overflows
+    return np.where(a < 0, small, np.ones_like(small)) / (1 + small)
+
+
+def _torch() -> Namespace:
+    torch = sys.modules["torch"]
+    return Namespace(
+        torch,
+        array=lambda value, like: torch.asarray(value, dtype=like.dtype, device=like.device),
+        cast=lambda array, dtype: array.to(getattr(torch, dtype)),
+        sigmoid=torch.sigmoid,
+        stop_gradient=lambda array: array.detach(),
+    )
+
+
+def _jax() -> Namespace:
+    jax = sys.modules["jax"]
+    return Namespace(
+        jax.numpy,
+        array=lambda value, like: jax.numpy.asarray(value, like.dtype),
+        cast=lambda array, dtype: array.astype(dtype),
+        sigmoid=jax.nn.sigmoid,
+        stop_gradient=jax.lax.stop_gradient,
+    )
+
+
+def _tensorflow() -> Namespace:
+    tf = sys.modules["tensorflow"]
+    return Namespace(
+        tf.experimental.numpy,
+        array=lambda value, like: tf.constant(value, like.dtype),
+        cast=tf.cast,
+        sigmoid=tf.sigmoid,
+        stop_gradient=tf.stop_gradient,
+    )
+
+
+_MAKERS: dict[str, Callable[[], Namespace]] = {
+    "numpy": _numpy,
+    "torch": _torch,
+    "jax": _jax,
+    "jaxlib": _jax,
+    "tensorflow": _tensorflow,
+}

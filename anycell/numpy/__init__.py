@@ -1,0 +1,37 @@
+"""Recurrent layers on NumPy arrays, and what it takes to train them: no framework needed.
+
+    from anycell.numpy import LSTM, Adam, Dense, clip_by_global_norm, mse
+
+    lstm, readout = LSTM(1, 64, seed=0), Dense(64, 1, seed=1)
+    optimizer = Adam([lstm, readout], lr=3e-3)
+    for x, y in batches:                                       # [T, B, 1] and [B, 1]
+        output, _ = lstm.forward(x, training=True)
+        loss, grad = mse(readout.forward(output[-1], training=True), y)
+        grad_output = np.zeros_like(output)
+        grad_output[-1] = readout.backward(grad)
+        lstm.backward(grad_output)
+        clip_by_global_norm([lstm, readout], 1.0)
+        optimizer.step()
+
+Any cell runs like this: ``RNN(cell, input_size, hidden_size)``.
+"""
+
+from anycell.numpy import initializers
+from anycell.numpy.base import Layer
+from anycell.numpy.dense import Dense, mse
+from anycell.numpy.layers import GRU, LSTM, RNN
+from anycell.numpy.optim import Adam, Trainable, clip_by_global_norm, clip_by_value
+
+__all__ = [
+    "GRU",
+    "LSTM",
+    "RNN",
+    "Adam",
+    "Dense",
+    "Layer",
+    "Trainable",
+    "clip_by_global_norm",
+    "clip_by_value",
+    "initializers",
+    "mse",
+]

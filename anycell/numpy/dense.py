@@ -1,0 +1,94 @@
+"""The linear readout, and the loss that goes with a forecast."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from anycell.numpy import check, initializers
+from anycell.numpy.base import Array, Layer
+
+
+class Dense(Layer):
+    """``y = x W^T + b`` over the last axis.
+
+    Parameters, as in ``torch.nn.Linear``: ``weight`` ``[output_size, input_size]`` and ``bias``
+    ``[output_size]``, which starts from zero.
+
+    Args:
+        input_size, output_size: at least 1.
+        bias: whether there is a ``b``.
+        dtype: "float32" or "float64".
+        initializer: of ``weight``; see ``anycell.numpy.initializers``.
+        seed: of the initial values.
+
+    Example:
+        >>> Dense(64, 1).forward(np.zeros((32, 64))).shape
+        (32, 1)
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        dtype: npt.DTypeLike = "float32",
+        initializer: str | initializers.Initializer = "glorot_uniform",
+        seed: int | None = None,
+    ) -> None:
+        self.input_size = check.integer("input_size", input_size)
+        self.output_size = check.integer("output_size", output_size)
+        self.dtype = check.real_dtype("dtype", dtype)
+        draw = initializers.find(initializer, "initializer")
+        weight = draw((output_size, input_size), np.random.default_rng(seed))
+        parameters = {"weight": weight.astype(self.dtype)}
+        if bias:
+            parameters["bias"] = np.zeros(output_size, self.dtype)
+        super().__init__(parameters)
+        self._saved: Array | None = None
+
+    def __repr__(self) -> str:
+        return f"Dense({self.input_size}, {self.output_size}, bias={'bias' in self._parameters})"
+
+    def forward(self, x: npt.ArrayLike, *, training: bool = False) -> Array:
+        """``[..., input_size]`` to ``[..., output_size]``; ``training`` keeps x for backward."""
+        shape = [f"axis {i}" for i in range(max(np.ndim(x) - 1, 0))]
+        x = check.array("x", x, [*shape, self.input_size], self.dtype)
+        self._saved = x if training else None
+        y = x @ self._parameters["weight"].T
+        return y + self._parameters["bias"] if "bias" in self._parameters else y
+
+    def backward(self, grad_output: npt.ArrayLike) -> Array:
+        """From the gradient of the output to that of the input; fills ``grads``.
+
+        Raises:
+            RuntimeError: where no ``forward(..., training=True)`` went before.
+        """
+        if self._saved is None:
+            raise RuntimeError("Dense.backward() needs a forward(x, training=True) before it.")
+        x = self._saved
+        shape = (*x.shape[:-1], self.output_size)
+        grad = check.array("grad_output", grad_output, shape, self.dtype)
+        flat = grad.reshape(-1, self.output_size)
+        self._grads = {"weight": flat.T @ x.reshape(-1, self.input_size)}
+        if "bias" in self._parameters:
+            self._grads["bias"] = flat.sum(0)
+        return grad @ self._parameters["weight"]
+
+
+def mse(prediction: npt.ArrayLike, target: npt.ArrayLike) -> tuple[float, Array]:
+    """The mean squared error, and its gradient with respect to ``prediction``.
+
+    Args:
+        prediction, target: of one shape, not empty; the gradient has the dtype of ``prediction``.
+
+    Example:
+        >>> mse(np.array([1.0, 2.0]), np.array([1.0, 4.0]))
+        (2.0, array([ 0., -2.]))
+    """
+    prediction = np.asarray(prediction)
+    target = check.array("target", target, prediction.shape, prediction.dtype)
+    if not prediction.size:
+        raise ValueError("prediction: given an empty array, expected at least one number.")
+    difference = prediction - target
+    return float(np.mean(np.square(difference))), difference * (2.0 / difference.size)

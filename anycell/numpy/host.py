@@ -1,0 +1,45 @@
+"""NumPy's arrays as ``anycell.layer`` wants them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+class NumpyHost:
+    """Arrays of one dtype; the matmuls are those of the BLAS that NumPy was built with."""
+
+    def __init__(self, dtype: npt.DTypeLike) -> None:
+        self.dtype = np.dtype(dtype)
+
+    def empty(self, shape: tuple[int, ...]) -> Array:
+        """Memory as it comes."""
+        return np.empty(shape, self.dtype)
+
+    def zeros(self, shape: tuple[int, ...]) -> Array:
+        """All zeros."""
+        return np.zeros(shape, self.dtype)
+
+    def pointer(self, array: Array) -> int:
+        """Address of the first element."""
+        return int(array.__array_interface__["data"][0])
+
+    def strides(self, array: Array) -> tuple[int, ...]:
+        """In elements."""
+        return tuple(stride // array.itemsize for stride in array.strides)
+
+    def matmul(self, a: Array, b: Array, out: Array) -> None:
+        """``out = a @ b``."""
+        np.matmul(a, b, out=out)
+
+    def matmul_add(self, a: Array, b: Array, out: Array) -> None:
+        """``out += a @ b``."""
+        out += a @ b
+
+    def masked(self, x: Array, mask: Array) -> Array:
+        """A copy of ``x [T, B, I]`` with 0 where ``mask [T, B]`` is 0, NaN or not."""
+        return np.where(mask[..., None], x, self.dtype.type(0))

@@ -1,0 +1,79 @@
+"""Initial values: functions of a shape ``(out, in)`` and a random generator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.floating]
+Initializer = Callable[[tuple[int, ...], np.random.Generator], Array]
+
+
+def _fans(shape: tuple[int, ...]) -> tuple[int, int]:
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"shape: given {shape}, expected (out, in) with both at least 1.")
+    return shape[0], shape[1]
+
+
+def glorot_uniform(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """U(-a, a) with ``a = sqrt(6 / (in + out))``: signals keep their variance both ways.
+
+    Source: Glorot & Bengio, *Understanding the Difficulty of Training Deep Feedforward Neural
+    Networks*, 2010.
+    """
+    bound = np.sqrt(6.0 / sum(_fans(shape)))
+    return rng.uniform(-bound, bound, shape)
+
+
+def glorot_normal(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """N(0, 2 / (in + out)); source as for ``glorot_uniform``."""
+    return rng.normal(0.0, np.sqrt(2.0 / sum(_fans(shape))), shape)
+
+
+def orthogonal(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """A random matrix with orthonormal rows, or columns where there are fewer of those.
+
+    A product of many such matrices neither grows nor fades, and a recurrent weight is multiplied
+    once per step. The Q of a Gaussian matrix's QR decomposition is uniform over the orthogonal
+    matrices once the signs of R's diagonal are fixed.
+
+    Sources: Saxe, McClelland & Ganguli, *Exact Solutions to the Nonlinear Dynamics of Learning in
+    Deep Linear Networks*, 2014; Mezzadri, *How to Generate Random Matrices from the Classical
+    Compact Groups*, 2007.
+    """
+    rows, columns = _fans(shape)
+    q, r = np.linalg.qr(rng.normal(size=(max(rows, columns), min(rows, columns))))
+    q *= np.where(np.diagonal(r) < 0.0, -1.0, 1.0)
+    return q if rows >= columns else np.ascontiguousarray(q.T)
+
+
+def uniform(bound: float) -> Initializer:
+    """U(-bound, bound); ``torch.nn`` draws every parameter of a layer with ``1 / sqrt(hidden)``."""
+    return lambda shape, rng: rng.uniform(-bound, bound, shape)
+
+
+def zeros(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """All zeros."""
+    return np.zeros(shape)
+
+
+NAMED: dict[str, Initializer] = {
+    "glorot_uniform": glorot_uniform,
+    "glorot_normal": glorot_normal,
+    "orthogonal": orthogonal,
+    "zeros": zeros,
+}
+
+
+def find(initializer: str | Initializer, argument: str) -> Initializer:
+    """The function behind a name; a function stands for itself."""
+    if callable(initializer):
+        return initializer
+    if initializer not in NAMED:
+        raise ValueError(
+            f"{argument}: given {initializer!r}, expected {', '.join(map(repr, NAMED))}, or a "
+            "function (shape, generator) -> array."
+        )
+    return NAMED[initializer]

@@ -1,0 +1,470 @@
+"""``RNN(cell)``, and with it ``LSTM`` and ``GRU``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from anycell import cells
+from anycell.engines.cpu import pool
+from anycell.lang.cell import RECURRENT, Cell
+from anycell.layer import Options
+from anycell.numpy import check, initializers, passes
+from anycell.numpy.base import Array, Layer
+from anycell.plan import Plan, plan
+
+State = Array | tuple[Array, ...]  # the array alone where a cell has one state
+Flags = npt.NDArray[np.uint8]
+
+
+class RNN(Layer):
+    """Layers of any cell, with the backward pass that anycell derived from it.
+
+    With the cell's function ``f`` and H = ``hidden_size``, each direction of each layer computes
+
+        x_t = W_ih input_t + b_ih                  of all gates, [B, gates * H]
+        r_t = W_hh s_{t-1} + b_hh                  with s the first state, which is also the output
+        state_t = f(x_t, r_t, state_{t-1}, p)
+
+    Args:
+        cell: what ``@anycell.cell`` made, for instance one of ``anycell.cells``.
+        input_size, hidden_size, num_layers: at least 1.
+        bias: whether the projections have biases. A cell that places its own has none here.
+        batch_first: arrays are ``[B, T, .]`` in place of ``[T, B, .]``; states stay as they are.
+        dropout: probability that, in training, an element between two layers is zeroed; what stays
+            is scaled by ``1 / (1 - dropout)`` (Srivastava et al., 2014).
+        bidirectional: a second set of weights runs from the end to the start; the outputs of both
+            are side by side.
+        dtype: "float32" or "float64", of the parameters and of everything computed.
+        initializer: of the input weights, for each gate on its own: "glorot_uniform",
+            "glorot_normal", "orthogonal", "zeros", or a function ``(shape, generator) -> array``.
+            "torch" draws everything as ``torch.nn`` does, U(-1/sqrt(H), 1/sqrt(H)).
+        recurrent_initializer: of the recurrent weights, likewise.
+        gate_bias: what the bias of a gate starts from, by its name; 0 for all others. A forget gate
+            that starts open, ``{"f": 1.0}``, lets gradients through from the first step on.
+        seed: of the initial values, of dropout and of the cell's random masks; None draws one.
+        sizes: the size of states that declare one, by its symbol: ``P=64`` for ``state="h:P c"``.
+
+    Parameters, by name: ``weight_ih_l{k}`` ``[gates * H, in]``, ``weight_hh_l{k}``
+    ``[gates * H, H]``, ``bias_ih_l{k}`` and ``bias_hh_l{k}`` ``[gates * H]``, ``{name}_l{k}``
+    ``[H]`` of each parameter of the cell, ``weight_{name}_l{k}`` of a further matmul inside a step;
+    those of the reverse direction end in ``_reverse``. The gates lie in the cell's order. All is as
+    in ``torch.nn``, so that weights move freely between the two; see ``set_parameters``.
+
+    Arrays given are converted to ``dtype`` and never written to.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was given and what was expected.
+
+    Example:
+        >>> layer = RNN(anycell.cells.PeepholeLSTM, input_size=3, hidden_size=8, seed=0)
+        >>> output, (h, c) = layer.forward(np.zeros((5, 2, 3)), training=True)
+        >>> grad_input, (grad_h, grad_c) = layer.backward(np.ones_like(output))
+        >>> layer.grads["p_i_l0"].shape
+        (8,)
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        dtype: npt.DTypeLike = "float32",
+        initializer: str | initializers.Initializer = "glorot_uniform",
+        recurrent_initializer: str | initializers.Initializer = "orthogonal",
+        gate_bias: Mapping[str, float] | None = None,
+        seed: int | None = None,
+        **sizes: int,
+    ) -> None:
+        if not isinstance(cell, Cell):
+            raise TypeError(
+                f"cell: given {cell!r}, expected what @anycell.cell makes: anycell.cells.LSTM, ..."
+            )
+        self.cell = cell
+        self.input_size = check.integer("input_size", input_size)
+        self.hidden_size = check.integer("hidden_size", hidden_size)
+        self.num_layers = check.integer("num_layers", num_layers)
+        self.bias = bool(bias) and cell.bias
+        self.batch_first = bool(batch_first)
+        self.dropout = check.number("dropout", dropout, low=0.0, below=1.0)
+        self.bidirectional = bool(bidirectional)
+        self.dtype = check.real_dtype("dtype", dtype)
+        self.sizes = {"H": hidden_size, **_sizes(cell, sizes)}
+        self._generator = np.random.default_rng(seed)
+        self._saved: _Saved | None = None
+        self.grad_static: Array | None = None
+        gate_bias = _gate_bias(cell, self.bias, gate_bias or {})
+        super().__init__(self._initial(initializer, recurrent_initializer, gate_bias))
+
+    def __repr__(self) -> str:
+        shown = [repr(self.cell), str(self.input_size), str(self.hidden_size)]
+        shown += [f"{k}={v}" for k, v in self.sizes.items() if k != "H"]
+        defaults = {"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0}
+        for name, default in {**defaults, "bidirectional": False}.items():
+            if getattr(self, name) != default:
+                shown.append(f"{name}={getattr(self, name)}")
+        return f"{type(self).__name__}({', '.join(shown)}, dtype={self.dtype.name!r})"
+
+    # -- parameters ------------------------------------------------------------------------------
+    @property
+    def plan(self) -> Plan:
+        """How the layer runs: ``plan.engine``, "cpu" or "reference", and ``plan.reason``."""
+        return plan(self.cell, self.hidden_size, self.dtype.name)
+
+    @property
+    def _suffixes(self) -> list[list[str]]:
+        """Per layer, per direction."""
+        directions = ("", "_reverse") if self.bidirectional else ("",)
+        return [[f"_l{k}{d}" for d in directions] for k in range(self.num_layers)]
+
+    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        """Name and shape of all parameters of a direction whose input has that width."""
+        cell, sizes = self.cell, self.sizes
+        gates = len(cell.gates) * sizes["H"]
+        found: dict[str, tuple[int, ...]] = {"weight_ih": (gates, width)}
+        if self.bias:
+            found["bias_ih"] = (gates,)
+        for l in cell.linears:
+            recurrent = l.name == RECURRENT
+            rows = gates if recurrent else len(l.outputs) * sizes[l.out_size]
+            found[f"weight_{l.name}"] = (rows, sizes[l.in_size] // l.heads)
+            if self.bias if recurrent else l.bias:
+                found[f"bias_{l.name}"] = (rows,)
+        return found | dict.fromkeys(cell.param_names, (sizes["H"],))
+
+    def _initial(
+        self,
+        initializer: str | initializers.Initializer,
+        recurrent_initializer: str | initializers.Initializer,
+        gate_bias: Mapping[str, float],
+    ) -> dict[str, Array]:
+        cell, h, rng = self.cell, self.hidden_size, self._generator
+        if initializer == "torch":
+            other = enter = recur = initializers.uniform(h**-0.5)
+        else:
+            other = initializers.zeros
+            enter = initializers.find(initializer, "initializer")
+            recur = initializers.find(recurrent_initializer, "recurrent_initializer")
+        declared = {p.name: p.initial for p in cell.params}
+
+        def draw(name: str, shape: tuple[int, ...]) -> Array:
+            if declared.get(name) is not None:
+                return np.full(shape, declared[name], self.dtype)
+            if not name.startswith("weight"):
+                value = other(shape, rng)
+                for gate, start in gate_bias.items() if name == "bias_ih" else ():
+                    k = cell.gates.index(gate)
+                    value[k * h : (k + 1) * h] = start
+                return value.astype(self.dtype)
+            # A gate is a matrix of its own: stacked ones would be taken for one wide matrix.
+            blocks = max(shape[0] // h, 1)
+            rule = enter if name == "weight_ih" else recur
+            drawn = [rule((shape[0] // blocks, shape[1]), rng) for _ in range(blocks)]
+            return np.concatenate(drawn).astype(self.dtype)
+
+        parameters = {}
+        for k, suffixes in enumerate(self._suffixes):
+            width = len(suffixes) * self.sizes[cell.states[0].size] if k else self.input_size
+            for suffix in suffixes:
+                for name, shape in self._shapes(width).items():
+                    parameters[name + suffix] = draw(name, shape)
+        return parameters
+
+    def _named(self, suffix: str) -> passes.Named:
+        """The parameters of one direction of one layer."""
+        return {name: self._parameters[name + suffix] for name in self._shapes(0)}
+
+    # -- use -------------------------------------------------------------------------------------
+    def forward(
+        self,
+        x: npt.ArrayLike,
+        state: State | None = None,
+        *,
+        mask: npt.ArrayLike | None = None,
+        lengths: npt.ArrayLike | None = None,
+        resets: npt.ArrayLike | None = None,
+        static: npt.ArrayLike | None = None,
+        masked_output: str = "zero",
+        training: bool = False,
+    ) -> tuple[Array, State]:
+        """Runs whole sequences.
+
+        Args:
+            x: ``[T, B, input_size]``, or ``[B, T, input_size]`` if ``batch_first``.
+            state: in the cell's order a tuple of ``[num_layers * D, B, H]`` with D = 2 if
+                ``bidirectional`` else 1, or the array alone of a cell with one state. None starts
+                from the values that the cell declares, mostly zero.
+            mask: bool, laid out as x without its last axis: False where a step does nothing. The
+                state is held, and what lies there has no influence, not even NaN.
+            lengths: integers ``[B]`` from 0 to T, how many steps of each row count; the reverse
+                direction starts at each row's end. With a mask too, a step must pass both.
+            resets: bool, laid out as ``mask``: True where the declared initial values replace the
+                state before the step, as where an episode starts.
+            static: ``[B, H]``, for a cell that declares a static input.
+            masked_output: what the output is at masked steps: "zero", or "repeat", the held state.
+            training: dropout and the cell's random masks act, and what ``backward`` needs is kept,
+                x itself among it: do not write to x before ``backward``.
+
+        Returns:
+            output: ``[T, B, D * H]``, laid out as x: the last layer's first state at every step.
+            state: laid out as the argument, after each row's last step.
+        """
+        given = check.array("x", x, self._layout("T", "B", self.input_size), self.dtype)
+        x = given.swapaxes(0, 1) if self.batch_first else given
+        steps, rows = x.shape[:2]
+        if masked_output not in ("zero", "repeat"):
+            raise ValueError(
+                f"masked_output: given {masked_output!r}, expected 'zero' or 'repeat'."
+            )
+        options = Options(
+            mask=self._valid(mask, lengths, steps, rows),
+            resets=None if resets is None else self._flags("resets", resets, steps, rows),
+            repeat=masked_output == "repeat",
+            training=bool(training),
+            seed=int(self._generator.integers(1 << 63)) if training and self.cell.keeps else 0,
+            threads=pool.threads(),
+        )
+        static = self._static(static, rows)
+        states = self._states("state", state, rows)
+        saved = _Saved(options, self._layout(steps, rows, self._width))
+        finals: list[passes.States] = []
+        for k, suffixes in enumerate(self._suffixes):
+            if k and training and self.dropout:
+                kept = self._generator.random(x.shape, np.float32) >= self.dropout
+                saved.dropped.append(kept * self.dtype.type(1.0 / (1.0 - self.dropout)))
+                x = x * saved.dropped[-1]
+            options.stream = k
+            first = k * len(suffixes)
+            initial = [[s[first + d] for s in states] for d in range(len(suffixes))]
+            weights = [self._named(suffix) for suffix in suffixes]
+            x, final, pullback = passes.run(self.plan, x, weights, initial, static, options)
+            saved.pullbacks.append(pullback)
+            finals += final
+        self._saved = saved if training else None
+        if self.batch_first:
+            x = np.ascontiguousarray(x.swapaxes(0, 1))
+        elif training:
+            x = x.copy()  # the caller may write to it; the backward pass reads what is kept
+        return x, self._returned(finals)
+
+    def backward(
+        self, grad_output: npt.ArrayLike, grad_state: State | None = None
+    ) -> tuple[Array, State]:
+        """From the gradients of the last ``forward``'s results to those of its arguments.
+
+        Fills ``grads`` anew: nothing of an earlier call is added, and nothing needs zeroing.
+
+        Args:
+            grad_output: shaped as the output.
+            grad_state: shaped as the returned state; None is zero.
+
+        Returns:
+            the gradients of x and of the initial state, shaped as those. That of a static input is
+            in the attribute ``grad_static``.
+
+        Raises:
+            RuntimeError: where no ``forward(..., training=True)`` went before.
+        """
+        if self._saved is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.backward() needs a forward(x, training=True) before it."
+            )
+        saved = self._saved
+        d = check.array("grad_output", grad_output, saved.output_shape, self.dtype)
+        d = np.ascontiguousarray(d.swapaxes(0, 1)) if self.batch_first else d
+        d_states = self._states("grad_state", grad_state, d.shape[1], start=0.0)
+        grads: dict[str, Array] = {}
+        initial: list[passes.States] = []
+        self.grad_static = None
+        for k in reversed(range(self.num_layers)):
+            suffixes = self._suffixes[k]
+            first = k * len(suffixes)
+            d_finals = [[s[first + n] for s in d_states] for n in range(len(suffixes))]
+            saved.options.stream = k
+            result = saved.pullbacks[k](d, d_finals)
+            d = result.x * saved.dropped[k - 1] if k and saved.dropped else result.x
+            initial = [*result.initial, *initial]
+            if result.static is not None:
+                below = 0 if self.grad_static is None else self.grad_static
+                self.grad_static = result.static + below
+            for suffix, named in zip(suffixes, result.weights, strict=True):
+                grads |= {name + suffix: value for name, value in named.items()}
+        self._grads = {name: grads[name] for name in self._parameters}
+        if self.batch_first:
+            d = np.ascontiguousarray(d.swapaxes(0, 1))
+        return d, self._returned(initial)
+
+    def step(
+        self, x: npt.ArrayLike, state: State | None = None, *, static: npt.ArrayLike | None = None
+    ) -> tuple[Array, State]:
+        """One step, as they arrive: ``forward`` of a sequence of length 1, in evaluation.
+
+        Args:
+            x: ``[B, input_size]``.
+            state, static: as in ``forward``; pass the state that the step before returned.
+
+        Returns:
+            output ``[B, H]`` and the state after it.
+
+        Raises:
+            ValueError: for a bidirectional layer, which needs the end before the start.
+        """
+        if self.bidirectional:
+            raise ValueError("step: given bidirectional=True, expected a layer of one direction.")
+        x = check.array("x", x, ("B", self.input_size), self.dtype)
+        pending, axis = self._saved, 1 if self.batch_first else 0
+        output, state = self.forward(np.expand_dims(x, axis), state, static=static)
+        self._saved = pending
+        return output.squeeze(axis), state
+
+    # -- arguments -------------------------------------------------------------------------------
+    @property
+    def _width(self) -> int:
+        return (1 + self.bidirectional) * self.sizes[self.cell.states[0].size]
+
+    def _layout(self, steps: int | str, rows: int | str, *rest: int) -> tuple[int | str, ...]:
+        return (rows, steps, *rest) if self.batch_first else (steps, rows, *rest)
+
+    def _flags(self, name: str, value: npt.ArrayLike, steps: int, rows: int) -> Flags:
+        flags = check.flags(name, value, self._layout(steps, rows))
+        return np.ascontiguousarray(flags.T if self.batch_first else flags, np.uint8)
+
+    def _valid(
+        self, mask: npt.ArrayLike | None, lengths: npt.ArrayLike | None, steps: int, rows: int
+    ) -> Flags | None:
+        """Both as one mask ``[T, B]``."""
+        valid = None if mask is None else self._flags("mask", mask, steps, rows)
+        if lengths is None:
+            return valid
+        within = np.arange(steps)[:, None] < check.lengths("lengths", lengths, rows, steps)
+        return within.astype(np.uint8) if valid is None else valid & within
+
+    def _states(
+        self, name: str, given: State | None, rows: int, start: float | None = None
+    ) -> list[Array]:
+        """``[layers * directions, B, size]`` per state; for None ``start``, or what is declared."""
+        cell, first = self.cell, self.num_layers * (1 + self.bidirectional)
+        if given is None:
+            return [
+                np.full(
+                    (first, rows, self.sizes[s.size]),
+                    s.initial if start is None else start,
+                    self.dtype,
+                )
+                for s in cell.states
+            ]
+        values = given if isinstance(given, (tuple, list)) else (given,)
+        if len(values) != len(cell.states):
+            raise ValueError(
+                f"{name}: given {len(values)} array(s), expected {len(cell.states)}: "
+                f"{', '.join(cell.state_names)}."
+            )
+        return [
+            check.array(f"{name} {s.name}", value, (first, rows, self.sizes[s.size]), self.dtype)
+            for s, value in zip(cell.states, values, strict=True)
+        ]
+
+    def _static(self, static: npt.ArrayLike | None, rows: int) -> Array | None:
+        declared = self.cell.static
+        if (static is None) != (declared is None):
+            given = "none" if static is None else "an array"
+            expected = "none" if declared is None else f"[{rows}, {self.hidden_size}] ({declared})"
+            raise ValueError(f"static: given {given}, expected {expected}.")
+        if static is None:
+            return None
+        return check.array("static", static, (rows, self.hidden_size), self.dtype)
+
+    def _returned(self, per_direction: Sequence[passes.States]) -> State:
+        """Per state, what all directions of all layers have of it."""
+        states = tuple(np.stack(arrays) for arrays in zip(*per_direction, strict=True))
+        return states if len(states) > 1 else states[0]
+
+
+class _Saved:
+    """What a forward pass in training leaves for the backward pass."""
+
+    def __init__(self, options: Options, output_shape: tuple[Any, ...]) -> None:
+        self.options, self.output_shape = options, output_shape
+        self.pullbacks: list[passes.Pullback] = []
+        self.dropped: list[Array] = []  # between layers: 0, or 1 / (1 - dropout)
+
+
+def _sizes(cell: Cell, given: dict[str, int]) -> dict[str, int]:
+    """The sizes that a cell declares; whatever else is given by keyword is a mistake."""
+    declared = {s.size for s in cell.states}
+    declared |= {size for l in cell.linears for size in (l.in_size, l.out_size)}
+    expected = ", ".join(sorted(declared - {"H"})) or "none"
+    for name in given.keys() ^ (declared - {"H"}):
+        found = f"given {name}=" if name in given else f"missing {name}="
+        raise TypeError(f"{found}; sizes that cell {cell.name} declares besides H: {expected}.")
+    return {name: check.integer(name, value) for name, value in given.items()}
+
+
+def _gate_bias(cell: Cell, bias: bool, given: Mapping[str, float]) -> dict[str, float]:
+    for name in given:
+        if name not in cell.gates or not bias:
+            expected = ", ".join(cell.gates) if bias else "none, there is no bias"
+            raise ValueError(f"gate_bias: given a value for {name!r}, expected {expected}.")
+    return {name: check.number("gate_bias", value) for name, value in given.items()}
+
+
+class LSTM(RNN):
+    """Long short-term memory; its equations are in ``anycell.cells.LSTM``.
+
+    Args:
+        forget_bias: what the forget gate's bias starts from. None means 1 (Gers, Schmidhuber &
+            Cummins, 2000; Jozefowicz, Zaremba & Sutskever, 2015), and with ``initializer="torch"``
+            leaves it as drawn.
+        options: as in ``RNN``, like all else. The state is ``(h, c)``, the gates lie in the order
+            i f g o.
+
+    Example:
+        >>> layer = LSTM(input_size=1, hidden_size=32, seed=0)
+        >>> output, (h, c) = layer.forward(np.zeros((104, 8, 1)))
+        >>> output.shape, h.shape, c.shape
+        ((104, 8, 32), (1, 8, 32), (1, 8, 32))
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        *,
+        forget_bias: float | None = None,
+        **options: Any,
+    ) -> None:
+        if forget_bias is None and bias and options.get("initializer") != "torch":
+            forget_bias = 1.0
+        if forget_bias is not None:
+            options["gate_bias"] = {"f": forget_bias, **(options.get("gate_bias") or {})}
+        super().__init__(cells.LSTM, input_size, hidden_size, num_layers, bias, **options)
+
+
+class GRU(RNN):
+    """Gated recurrent unit, with the reset after the matmul, as in ``torch.nn``.
+
+    Args:
+        options: as in ``RNN``, like all else. The state is ``h``, the gates lie in the order r z n;
+            the equations are in ``anycell.cells.GRU``. With the reset before the matmul, as in the
+            paper, it is ``RNN(anycell.cells.GRU(reset_after=False), ...)``.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(cells.GRU, input_size, hidden_size, num_layers, bias, **options)

@@ -1,0 +1,155 @@
+"""What stands between gradients and parameters: clipping and Adam."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from anycell.numpy.check import number
+
+Array = npt.NDArray[np.floating]
+
+
+class Trainable(Protocol):
+    """Anything with parameters and their gradients by the same names: layers, or your own class."""
+
+    @property
+    def parameters(self) -> Mapping[str, Array]: ...
+
+    @property
+    def grads(self) -> Mapping[str, Array]: ...
+
+
+Layers = Trainable | Iterable[Trainable]
+
+
+def _layers(layers: Layers) -> list[Trainable]:
+    found = list(layers) if isinstance(layers, Iterable) else [layers]
+    if not found:
+        raise ValueError("layers: given none, expected at least one layer.")
+    return found
+
+
+def _pairs(layers: list[Trainable]) -> Iterator[tuple[Array, Array]]:
+    """Every parameter with its gradient."""
+    for layer in layers:
+        for name, parameter in layer.parameters.items():
+            if name not in layer.grads:
+                raise RuntimeError(
+                    f"{type(layer).__name__} has no gradient for {name!r} yet: "
+                    "run forward(..., training=True), then backward(...), first."
+                )
+            yield parameter, layer.grads[name]
+
+
+def clip_by_value(layers: Layers, limit: float) -> None:
+    """Clips every element of the gradients of ``layers`` to ``[-limit, limit]``, in place.
+
+    Args:
+        layers: one layer or several; what counts is their ``grads``.
+        limit: not negative.
+
+    Source: Mikolov, *Statistical Language Models Based on Neural Networks*, 2012.
+    """
+    number("limit", limit, low=0.0)
+    for _, grad in _pairs(_layers(layers)):
+        np.clip(grad, -limit, limit, out=grad)
+
+
+def clip_by_global_norm(layers: Layers, max_norm: float) -> float:
+    """Scales all gradients of ``layers``, in place, to a joint norm of at most ``max_norm``.
+
+    ``g <- g * min(1, max_norm / (norm + 1e-6))`` with ``norm`` the root of the sum of all squared
+    elements of all gradients, as in ``torch.nn.utils.clip_grad_norm_``.
+
+    Args:
+        layers: one layer or several, clipped together: the direction of the step stays.
+        max_norm: not negative.
+
+    Returns:
+        The norm before clipping. NaN or infinity mean that the step should not be taken; the
+        gradients are then left as they are.
+
+    Source: Pascanu, Mikolov & Bengio, *On the Difficulty of Training Recurrent Neural Networks*,
+    2013.
+    """
+    number("max_norm", max_norm, low=0.0)
+    grads = [grad for _, grad in _pairs(_layers(layers))]
+    # One wide sum: float32 squares overflow at 1.8e19, and a norm is what exploding gradients meet.
+    norm = float(np.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in grads)))
+    scale = max_norm / (norm + 1e-6)
+    if np.isfinite(norm) and scale < 1.0:
+        for grad in grads:
+            grad *= scale
+    return norm
+
+
+class Adam:
+    """Adam, with bias correction.
+
+    With the gradient ``g`` of step ``t = 1, 2, ...`` (``weight_decay * w`` added to it):
+
+        m <- beta1 m + (1 - beta1) g              m^ = m / (1 - beta1^t)
+        v <- beta2 v + (1 - beta2) g^2            v^ = v / (1 - beta2^t)
+        w <- w - lr m^ / (sqrt(v^) + eps)
+
+    the arithmetic of ``torch.optim.Adam``. Parameters are updated in place, in their own dtype.
+
+    Args:
+        layers: one layer or several.
+        lr: step size; an attribute, so that a schedule may set it between steps.
+        betas: decay of the two averages, each in ``[0, 1)``.
+        eps: not negative.
+        weight_decay: not negative; L2 regularisation.
+
+    Raises:
+        ValueError: for a number out of its range.
+
+    Example:
+        >>> layer = Dense(3, 1)
+        >>> optimizer = Adam(layer, lr=0.01)
+        >>> loss, grad = mse(layer.forward(x, training=True), y)
+        >>> layer.backward(grad)
+        >>> optimizer.step()
+
+    Source: Kingma & Ba, *Adam: A Method for Stochastic Optimization*, 2015.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        self.layers = _layers(layers)
+        self.lr = number("lr", lr, low=0.0)
+        self.betas = tuple(number("betas", beta, low=0.0, below=1.0) for beta in betas)
+        self.eps = number("eps", eps, low=0.0)
+        self.weight_decay = number("weight_decay", weight_decay, low=0.0)
+        self.steps = 0
+        parameters = [p for layer in self.layers for p in layer.parameters.values()]
+        self._moments = [(np.zeros_like(p), np.zeros_like(p)) for p in parameters]
+
+    def step(self) -> None:
+        """Takes one step along the gradients of the last ``backward`` of every layer.
+
+        Raises:
+            RuntimeError: when a layer has no gradients yet; nothing is changed then.
+        """
+        pairs = list(_pairs(self.layers))
+        self.steps += 1
+        beta1, beta2 = self.betas
+        size = self.lr / (1.0 - beta1**self.steps)
+        root = (1.0 - beta2**self.steps) ** 0.5
+        for (parameter, grad), (m, v) in zip(pairs, self._moments, strict=True):
+            if self.weight_decay:
+                grad = grad + self.weight_decay * parameter
+            m += (1.0 - beta1) * (grad - m)
+            v *= beta2
+            v += (1.0 - beta2) * np.square(grad)
+            parameter -= size * m / (np.sqrt(v) / root + self.eps)

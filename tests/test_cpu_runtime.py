@@ -1,0 +1,891 @@
+"""What the CPU engine runs on: instruction sets, the compiler and its cache, the threads.
+
+Whatever could hang, crash or leave a mark runs in a process of its own, under a time limit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from anycell.engines.cpu import ir, isa, jit, pool
+
+ROOT = Path(__file__).parents[1]
+LIMIT = 120  # seconds that a process may take: far more than it needs on a busy machine
+
+posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX permissions and fork")
+x86 = pytest.mark.skipif(not ir.X86, reason="about x86 instructions")
+
+
+def python(code: str, **env: str) -> str:
+    """What `code` prints in a process of its own, which must end by itself and well."""
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # a hanging grandchild would keep the pipes open
+            out, err = process.communicate()
+            pytest.fail(f"still running after {LIMIT} s\n{out}\n{err}")
+    assert process.returncode == 0, f"ended with {process.returncode}\n{out}\n{err}"
+    return out
+
+
+def axpy(target: ir.Target) -> str:
+    """LLVM text of `y[:n] += a * x[:n]`, as a kernel: args are a, x, y, n."""
+    module = ir.Module(target)
+    b = module.function("axpy", [("ptr", "args"), ("i64", "part"), ("i64", "parts")])
+    args = b.args[0]
+    a = b.splat(b.load(args, "float"))
+    x, y = (b.load(b.gep(args, k, "i64"), "ptr") for k in (1, 2))
+    n = b.load(b.gep(args, 3, "i64"), "i64")
+    with b.loop(0, n, step=b.lanes) as i:
+        here = b.gep(y, i)
+        b.store(b.fma(a, b.load(b.gep(x, i)), b.load(here)), here)
+    return str(module)
+
+
+def check_axpy(library: jit.Library) -> None:
+    x, y = np.arange(64, dtype=np.float32), np.ones(64, np.float32)
+    args = np.array([0, x.ctypes.data, y.ctypes.data, 64], np.int64)
+    args[:1].view(np.float32)[0] = 3.0
+    assert pool.parallel(library.address("axpy"), args.ctypes.data, 1) == 1
+    np.testing.assert_array_equal(y, 1 + 3 * np.arange(64))
+
+
+# -- instruction sets ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", isa.TARGETS)
+def test_every_instruction_set_can_be_forced(name: str) -> None:
+    if name not in isa.available():
+        pytest.skip(f"this host has no {name}")
+    with isa.force(name) as target:
+        assert isa.current() is target is isa.TARGETS[name]
+        check_axpy(jit.compile(axpy(target), ["axpy"], target))
+
+
+@x86
+@pytest.mark.parametrize("name", isa.TARGETS)
+def test_assembly_stays_within_the_instruction_set(name: str) -> None:
+    if name not in isa.available():
+        pytest.skip(f"this host has no {name}")
+    target = isa.TARGETS[name]
+    code = jit.compile(axpy(target), ["axpy"], target).assembly()
+    fused = re.search(r"\bvfm", code) is not None
+    mine, wider = {
+        "generic": ("%xmm", r"%ymm|%zmm|\bv(mov|add|mul|fm)"),
+        "avx2": ("%ymm", r"%zmm|%[xyz]mm(1[6-9]|[23]\d)|%k\d"),
+        "avx512": ("%zmm", "$^"),
+    }[name]
+    assert mine in code
+    assert not re.search(wider, code), code
+    assert fused == target.fma
+
+
+def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYCELL_ISA", "avx1024")
+    with pytest.raises(ValueError, match=r"ANYCELL_ISA='avx1024'.*no such.*generic"):
+        isa.current()
+    with pytest.raises(ValueError, match="avx2048"), isa.force("avx2048"):
+        pass
+    assert os.environ["ANYCELL_ISA"] == "avx1024"
+
+
+@x86
+def test_a_feature_that_the_host_hides_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    import llvmlite.binding as llvm
+
+    hidden = {feature: feature != "fma" for feature in isa.machine(isa.TARGETS["avx512"]).needs}
+    monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: hidden)
+    seen = isa.available.__wrapped__()
+    assert seen == ("generic",)
+    monkeypatch.setattr(isa, "available", lambda: seen)
+    assert isa.current().name == "generic"
+    refusal = pytest.raises(
+        ValueError, match=r"'avx512': this host cannot.*available here: generic"
+    )
+    with refusal, isa.force("avx512"):
+        pass
+
+
+def test_the_compiler_is_not_imported_before_it_is_needed() -> None:
+    python(
+        """
+        import sys
+        from anycell.engines.cpu import ir, isa, jit, pool
+        assert pool.threads() >= 1
+        assert not [name for name in sys.modules if name.startswith("llvmlite")]
+        """
+    )
+
+
+# -- compiling -------------------------------------------------------------------------------------
+
+
+def test_a_missing_function_is_an_error_not_a_crash() -> None:
+    with pytest.raises(ValueError, match="no function 'other'"):
+        jit.compile(axpy(isa.current()), ["axpy", "other"], isa.current())
+    declared = "declare void @other()\n" + axpy(isa.current())
+    with pytest.raises(ValueError, match="no function 'other'"):
+        jit.compile(declared, ["other"], isa.current())
+    with pytest.raises(RuntimeError):
+        jit.compile("define nonsense", [], isa.current())
+
+
+def test_the_text_can_be_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = axpy(isa.current())
+    assert jit.compile(text, ["axpy"], isa.current()).text == text
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("ANYCELL_DEBUG", "1")
+    jit.compile(text, ["axpy"], isa.current())
+    assert "@axpy" in capsys.readouterr().err
+
+
+def test_threads_compile_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYCELL_CACHE_DIR", str(tmp_path / "cache"))
+    target, failures = isa.current(), []
+
+    def work() -> None:
+        try:
+            for k in range(5):
+                check_axpy(jit.compile(f"; {k}\n" + axpy(target), ["axpy"], target))
+        except BaseException as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work) for _ in range(6)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures
+
+
+@posix
+def test_fork_while_a_thread_compiles() -> None:
+    python(
+        """
+        import os, threading, warnings
+        from test_cpu_runtime import axpy, check_axpy
+        from anycell.engines.cpu import isa, jit
+
+        warnings.simplefilter("ignore")  # Python's own, about threads and fork
+        target, texts = isa.current(), iter(range(10**9))
+        stop = threading.Event()
+
+        def compile_one():
+            text = f"; {next(texts)} of {os.getpid()}\\n" + axpy(target)
+            return jit.compile(text, ["axpy"], target)
+
+        def work():
+            while not stop.is_set():
+                compile_one()
+
+        compile_one()
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            for _ in range(10):
+                child = os.fork()
+                if not child:
+                    check_axpy(compile_one())
+                    os._exit(0)
+                assert os.waitpid(child, 0)[1] == 0
+        finally:
+            stop.set()
+            thread.join()
+        """,
+        ANYCELL_CACHE="0",
+    )
+
+
+# -- the cache -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache directory of the test's own, not there yet."""
+    monkeypatch.setenv("ANYCELL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("ANYCELL_CACHE", raising=False)
+    monkeypatch.setattr(jit, "_warned", set())
+    return tmp_path / "cache"
+
+
+def build(remark: str = "") -> jit.Library:
+    """Compile, and see that the code is right."""
+    library = jit.compile(f"; {remark}\n" + axpy(isa.current()), ["axpy"], isa.current())
+    check_axpy(library)
+    return library
+
+
+def only(directory: Path) -> Path:
+    (entry,) = directory.iterdir()
+    return entry
+
+
+def test_another_process_loads_without_parsing(cache: Path) -> None:
+    assert not build().cached
+    assert build().cached
+    python(
+        """
+        import llvmlite.binding as llvm
+        from test_cpu_runtime import build
+
+        parse = llvm.parse_assembly
+        def refuse(text, *context):
+            assert not text, "a cached kernel was parsed"
+            return parse(text, *context)
+        llvm.parse_assembly = refuse
+        assert build().cached
+        """
+    )
+
+
+@posix
+def test_the_cache_is_private(cache: Path) -> None:
+    umask = os.umask(0)
+    try:
+        build()
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert stat.S_IMODE(only(cache).stat().st_mode) == 0o600
+
+
+DAMAGE = {
+    "empty": lambda entry: b"",
+    "header only": lambda entry: entry[:40],
+    "within the header": lambda entry: entry[:20],
+    "one byte short": lambda entry: entry[:-1],
+    "half": lambda entry: entry[: len(entry) // 2],
+    "one byte more": lambda entry: entry + b"\0",
+    "magic": lambda entry: b"\x7f" + entry[1:],
+    "seal": lambda entry: entry[:10] + bytes([entry[10] ^ 1]) + entry[11:],
+    "code": lambda entry: entry[:200] + bytes([entry[200] ^ 1]) + entry[201:],
+    "last byte": lambda entry: entry[:-1] + bytes([entry[-1] ^ 128]),
+    "bare object": lambda entry: entry[40:],
+    "text": lambda entry: b"not machine code at all",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_entry_is_compiled_again(cache: Path, damage: str) -> None:
+    build()
+    entry = only(cache)
+    whole = entry.read_bytes()
+    entry.write_bytes(DAMAGE[damage](whole))
+    assert not build().cached
+    assert only(cache).read_bytes() == whole
+    assert build().cached
+
+
+def test_an_entry_under_a_foreign_name_is_not_taken(cache: Path) -> None:
+    build("one")
+    one = only(cache)
+    entry = one.read_bytes()
+    build("two")
+    (two,) = set(cache.iterdir()) - {one}
+    two.write_bytes(entry)
+    assert not build("two").cached
+    assert build("one").cached
+
+
+@posix
+def test_an_entry_that_others_could_have_written_is_not_taken(cache: Path) -> None:
+    build()
+    entry = only(cache)
+    entry.chmod(0o620)
+    assert not build().cached
+    assert stat.S_IMODE(only(cache).stat().st_mode) == 0o600
+    elsewhere = cache.parent / "elsewhere"
+    entry.rename(elsewhere)
+    entry.symlink_to(elsewhere)
+    assert not build().cached
+    assert not entry.is_symlink()
+    if os.geteuid() == 0:
+        os.chown(entry, 12345, -1)
+        assert not build().cached
+        assert entry.stat().st_uid == 0
+
+
+def hostile(kind: str, path: Path) -> None:
+    if kind == "a file":
+        path.write_text("not a directory")
+    elif kind == "below a file":
+        path.parent.rmdir()
+        path.parent.write_text("not a directory")
+    elif kind == "a dangling link":
+        path.symlink_to(path.parent / "nowhere")
+    elif kind == "a link to itself":
+        path.symlink_to(path)
+    elif kind == "a link to one that others can write":
+        target = path.parent / "target"
+        target.mkdir()
+        target.chmod(0o777)
+        path.symlink_to(target)
+    elif kind == "of another user":
+        if os.geteuid():
+            pytest.skip("only root can give a directory away")
+        path.mkdir(0o700)
+        os.chown(path, 12345, -1)
+    elif kind == "read-only":
+        if os.geteuid() == 0:
+            pytest.skip("root can write it all the same")
+        path.mkdir(0o500)
+    else:
+        path.mkdir()
+        path.chmod(
+            {"of the group": 0o770, "of everybody": 0o777, "of others, sticky": 0o1703}[kind]
+        )
+
+
+HOSTILE = [
+    "a file",
+    "below a file",
+    "a dangling link",
+    "a link to itself",
+    "a link to one that others can write",
+    "of another user",
+    "read-only",
+    "of the group",
+    "of everybody",
+    "of others, sticky",
+]
+
+
+@posix
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_bad_directory_is_left_alone_with_one_warning(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    path = cache.parent / "parent" / "cache"
+    path.parent.mkdir()
+    monkeypatch.setenv("ANYCELL_CACHE_DIR", str(path))
+    hostile(kind, path)
+    with pytest.warns(jit.CacheWarning, match=re.escape(repr(str(path)))) as seen:
+        assert not build().cached
+    assert len(seen) == 1
+    assert seen[0].filename == __file__, "the warning should point at the call"
+    assert not build().cached  # no second warning: here warnings are errors
+    if path.is_dir():
+        assert not list(path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_directory_that_cannot_be_made(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYCELL_CACHE_DIR", "/proc/anycell/cache")
+    with pytest.warns(jit.CacheWarning, match="/proc/anycell"):
+        assert not build().cached
+
+
+@posix
+def test_a_link_to_a_good_directory_is_followed(cache: Path) -> None:
+    real = cache.parent / "real"
+    real.mkdir(0o700)
+    cache.symlink_to(real)
+    build()
+    assert build().cached
+
+
+def test_a_full_disk_costs_a_warning(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(jit.CacheWarning, match="No space left"):
+        assert not build().cached
+    assert not build().cached
+    assert not list(cache.iterdir()), "a draft was left behind"
+
+
+def test_the_cache_can_be_switched_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYCELL_CACHE", "0")
+    assert not build().cached
+    assert not build().cached
+    assert not cache.exists()
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ANYCELL_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert jit.cache_directory() == os.path.expanduser(os.path.join("~", ".cache", "anycell"))
+    monkeypatch.setenv("XDG_CACHE_HOME", os.path.abspath("x"))
+    assert jit.cache_directory() == os.path.abspath(os.path.join("x", "anycell"))
+
+
+def test_everything_that_changes_the_code_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    generic = isa.TARGETS["generic"]
+    keys = [jit._key("text", ["f"], target) for target in isa.TARGETS.values()]
+    keys += [jit._key("text ", ["f"], generic), jit._key("text", ["f", "g"], generic)]
+    monkeypatch.setattr(jit, "FORMAT", -1)
+    keys += [jit._key("text", ["f"], generic)]
+    monkeypatch.setattr(jit, "_toolchain", lambda: "another LLVM")
+    keys += [jit._key("text", ["f"], generic)]
+    assert len(set(keys)) == len(keys)
+
+
+def test_the_oldest_entries_make_room(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build("0")
+    size = only(cache).stat().st_size
+    os.utime(only(cache), (1, 1))
+    build("1")
+    monkeypatch.setattr(jit, "LIMIT", 2 * size)
+    build("2")
+    assert len(list(cache.iterdir())) == 2
+    assert [build(text).cached for text in "21"] == [True, True]
+    assert not build("0").cached
+
+
+def test_two_processes_write_the_same_entries(cache: Path) -> None:
+    code = """
+        import os
+        from pathlib import Path
+        from test_cpu_runtime import build
+
+        for turn in range(30):
+            for remark in "abc":
+                build(remark)
+            for entry in Path(os.environ["ANYCELL_CACHE_DIR"]).iterdir():
+                if len(entry.name) == 64:  # a draft of the other process stays
+                    entry.unlink(missing_ok=True)
+        """
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            python(code)
+        except BaseException as error:
+            failures.append(error)
+
+    writers = [threading.Thread(target=work) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert not failures
+    assert all(len(entry.name) == 64 for entry in cache.iterdir()), "a draft was left behind"
+    for remark in "abc":
+        build(remark)
+        assert build(remark).cached
+
+
+# -- how many threads ------------------------------------------------------------------------------
+
+
+def test_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_chosen", None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
+    monkeypatch.delenv("ANYCELL_NUM_THREADS", raising=False)
+    assert pool.threads() == 5
+    monkeypatch.setenv("ANYCELL_NUM_THREADS", "3")
+    assert pool.threads() == 3
+    pool.set_threads(7)
+    assert pool.threads() == 7
+    pool.set_threads(None)
+    for bad in ("0", "-1", "two", "1.5"):
+        monkeypatch.setenv("ANYCELL_NUM_THREADS", bad)
+        with pytest.raises(ValueError, match=f"ANYCELL_NUM_THREADS='{bad}'"):
+            pool.threads()
+    for number in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match=f"got {number}"):
+            pool.set_threads(number)
+    monkeypatch.delenv("ANYCELL_NUM_THREADS")
+    monkeypatch.setenv("OMP_NUM_THREADS", "nonsense")
+    assert 1 <= pool.threads() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
+def test_thread_count_follows_the_affinity() -> None:
+    python(
+        """
+        import os
+        from anycell.engines.cpu import pool
+        os.environ.pop("OMP_NUM_THREADS", None)
+        os.environ.pop("ANYCELL_NUM_THREADS", None)
+        pool._quota = lambda: 1000
+        cpus = os.sched_getaffinity(0)
+        assert pool.threads() == len(cpus)
+        os.sched_setaffinity(0, {min(cpus)})
+        assert pool.threads() == 1
+        """
+    )
+
+
+# -- gangs -----------------------------------------------------------------------------------------
+
+# args: arrivals, rounds, seen, gate, tiny, yield. Each round the parts wait for each other; before
+# they go home they wait for the gate; each writes `parts` into `seen[part]`, and tiny * 0.5 behind.
+BARRIER = """
+define void @meet(ptr %args, i64 %part, i64 %parts) {
+entry:
+  %rounds.at = getelementptr i64, ptr %args, i64 1
+  %rounds = load i64, ptr %rounds.at
+  %seen.at = getelementptr i64, ptr %args, i64 2
+  %seen = load ptr, ptr %seen.at
+  %gate.at = getelementptr i64, ptr %args, i64 3
+  %tiny.at = getelementptr i64, ptr %args, i64 4
+  %tiny = load volatile double, ptr %tiny.at
+  %yield.at = getelementptr i64, ptr %args, i64 5
+  %yield = load ptr, ptr %yield.at
+  br label %round
+round:
+  %r = phi i64 [ 1, %entry ], [ %r.next, %through ]
+  %goal = mul i64 %r, %parts
+  %mine = atomicrmw add ptr %args, i64 1 acq_rel
+  br label %spin
+spin:
+  %here = load atomic i64, ptr %args acquire, align 8
+  %all = icmp sge i64 %here, %goal
+  br i1 %all, label %through, label %wait
+wait:
+  call i32 %yield()
+  br label %spin
+through:
+  %r.next = add i64 %r, 1
+  %more = icmp sle i64 %r.next, %rounds
+  br i1 %more, label %round, label %gate
+gate:
+  %open = load atomic i64, ptr %gate.at acquire, align 8
+  %shut = icmp eq i64 %open, 0
+  br i1 %shut, label %stand, label %done
+stand:
+  call i32 %yield()
+  br label %gate
+done:
+  %at = getelementptr i64, ptr %seen, i64 %part
+  store i64 %parts, ptr %at
+  %half = fmul double %tiny, 0.5
+  %half.at = getelementptr double, ptr %at, i64 64
+  store double %half, ptr %half.at
+  ret void
+}
+"""
+
+
+class Meeting:
+    """One call of the kernel above, and what it left."""
+
+    def __init__(self, rounds: int = 10, gate: int = 1, tiny: float = 2e-308) -> None:
+        self.seen = np.zeros(128, np.int64)
+        data = [0, rounds, self.seen.ctypes.data, gate, 0, pool.yield_address()]
+        self.args = np.array(data, np.int64)
+        self.args[4:5].view(np.float64)[0] = tiny
+        self.rounds = rounds
+        self.address = jit.compile(BARRIER, ["meet"], isa.TARGETS["generic"]).address("meet")
+
+    def run(self, parts: int) -> int:
+        team = pool.parallel(self.address, self.args.ctypes.data, parts)
+        assert 1 <= team <= parts
+        assert self.args[0] == team * self.rounds, "a part ran twice or not at all"
+        assert self.seen[:64].tolist() == [team] * team + [0] * (64 - team)
+        halves = self.seen[64 : 64 + team].view(np.float64)
+        assert len(set(halves.tolist())) == 1, "the parts compute in different modes"
+        self.half = halves[0]
+        return team
+
+
+SETUP = {
+    "own": "pool.attach(None)",
+    "openmp": "import torch; torch.ones(999, 999).sum(); pool.attach('torch')",
+}
+
+
+@pytest.fixture(params=SETUP)
+def setup(request: pytest.FixtureRequest) -> str:
+    """The first lines of a process that uses one way of getting threads."""
+    if request.param == "openmp":
+        if sys.platform != "linux":
+            pytest.skip("an OpenMP runtime is only looked for on Linux")
+        pytest.importorskip("torch")
+    return f"""
+import os, signal, sys, threading, warnings
+import numpy as np
+from anycell.engines.cpu import ir, isa, jit, pool
+from test_cpu_runtime import Meeting
+{SETUP[request.param]}
+assert pool.backend() == {request.param!r}, pool.backend()
+"""
+
+
+def case(setup: str, body: str, **env: str) -> None:
+    python(setup + textwrap.dedent(body), **env)
+
+
+def test_all_parts_run_at_once(setup: str) -> None:
+    case(
+        setup,
+        """
+        assert Meeting(rounds=1000).run(2) == 2
+        for parts in (1, 2, 3, 5, 1, 4, 2):  # more than cores, and growing and shrinking
+            for _ in range(5):
+                assert Meeting(rounds=5).run(parts) == parts
+        for _ in range(1000):
+            assert Meeting(rounds=1).run(2) == 2
+        """,
+    )
+
+
+def test_threads_call_at_once(setup: str) -> None:
+    case(
+        setup,
+        """
+        failures, teams = [], []
+
+        def work():
+            try:
+                for _ in range(100):
+                    teams.append(Meeting(rounds=3).run(2))
+            except BaseException as error:
+                failures.append(error)
+
+        workers = [threading.Thread(target=work) for _ in range(8)]
+        for worker in workers: worker.start()
+        for worker in workers: worker.join()
+        assert not failures, failures
+        assert len(teams) == 800 and set(teams) <= {1, 2}
+        assert Meeting().run(2) == 2
+        """,
+    )
+
+
+def test_a_busy_gang_makes_nobody_wait(setup: str) -> None:
+    """While one gang stands at its gate, another call is done, alone; then the gate opens."""
+    case(
+        setup,
+        """
+        first = Meeting(rounds=1, gate=0)
+        teams = []
+        thread = threading.Thread(target=lambda: teams.append(first.run(2)))
+        thread.start()
+        while first.args[0] < 2: os.sched_yield()
+        assert Meeting().run(2) == 1
+        assert thread.is_alive()
+        first.args[3] = 1
+        thread.join()
+        assert teams == [2]
+        assert Meeting().run(2) == 2
+        """,
+    )
+
+
+@posix
+def test_interrupt_during_a_call(setup: str) -> None:
+    case(
+        setup,
+        """
+        for _ in range(3):
+            meeting = Meeting(rounds=1, gate=0)
+
+            def interrupt():
+                while meeting.args[0] < 2: os.sched_yield()  # both parts are inside
+                os.kill(os.getpid(), signal.SIGINT)
+                meeting.args[3] = 1
+
+            thread = threading.Thread(target=interrupt)
+            thread.start()
+            try:
+                meeting.run(2)
+            except KeyboardInterrupt:
+                pass
+            else:
+                raise AssertionError("no interrupt came")
+            thread.join()
+            assert meeting.seen[:3].tolist() == [2, 2, 0], "the call was not finished"
+            assert Meeting(rounds=100).run(2) == 2
+        """,
+    )
+
+
+@posix
+def test_fork_after_use(setup: str) -> None:
+    case(
+        setup,
+        """
+        warnings.simplefilter("ignore")  # Python's own, about threads and fork
+        assert Meeting().run(2) == 2
+        for _ in range(3):
+            child = os.fork()
+            if not child:
+                assert pool.backend() == "own"
+                assert Meeting(rounds=100).run(2) == 2
+                assert Meeting(rounds=100).run(2) == 2
+                grandchild = os.fork()
+                if not grandchild:
+                    assert Meeting(rounds=100).run(2) == 2
+                    os._exit(0)
+                os._exit(os.waitpid(grandchild, 0)[1])
+            assert os.waitpid(child, 0)[1] == 0
+            assert Meeting(rounds=100).run(2) == 2
+        """,
+    )
+
+
+@posix
+def test_fork_while_a_gang_is_at_work(setup: str) -> None:
+    case(
+        setup,
+        """
+        warnings.simplefilter("ignore")
+        first = Meeting(rounds=1, gate=0)
+        thread = threading.Thread(target=lambda: first.run(2))
+        thread.start()
+        while first.args[0] < 2: os.sched_yield()
+        child = os.fork()
+        if not child:
+            assert Meeting(rounds=100).run(2) == 2
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        first.args[3] = 1
+        thread.join()
+        """,
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and fork")
+def test_a_runtime_used_before_the_fork_and_the_import() -> None:
+    """The child cannot know that torch was used before; it takes no chance."""
+    pytest.importorskip("torch")
+    python(
+        """
+        import os, sys, torch
+        (torch.ones(999, 999) @ torch.ones(999, 999)).sum()
+        assert not [name for name in sys.modules if name.startswith("anycell")]
+        child = os.fork()
+        if not child:
+            from anycell.engines.cpu import pool
+            from test_cpu_runtime import Meeting
+            pool.attach("torch")
+            assert pool.backend() == "own"
+            assert Meeting(rounds=100).run(2) == 2
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        """
+    )
+
+
+def test_a_smaller_team_than_asked_for() -> None:
+    """OpenMP grants fewer threads under a limit, and the system when it has no more."""
+    python(
+        """
+        import threading
+        from anycell.engines.cpu import pool
+        from test_cpu_runtime import Meeting
+
+        pool.attach(None)
+        start, granted = threading.Thread.start, []
+        def limited(thread):
+            if len(granted) == 2:
+                raise RuntimeError("can't start new thread")
+            granted.append(thread)
+            start(thread)
+        threading.Thread.start = limited
+        assert [Meeting().run(parts) for parts in (4, 8, 2)] == [3, 3, 2]
+        """
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="an OpenMP runtime is looked for on Linux")
+def test_a_smaller_openmp_team_than_asked_for() -> None:
+    pytest.importorskip("torch")
+    python(
+        """
+        import torch
+        from anycell.engines.cpu import pool
+        from test_cpu_runtime import Meeting
+
+        assert pool.backend() == "openmp"
+        assert [Meeting().run(parts) for parts in (4, 8, 2)] == [2, 2, 2]
+        """,
+        OMP_THREAD_LIMIT="2",
+    )
+
+
+@x86
+def test_parts_share_the_floating_point_mode(setup: str) -> None:
+    """Flushing denormals in the caller flushes them in every part, and in nobody else's work."""
+    case(
+        setup,
+        '''
+        code = jit.compile("""
+        declare void @llvm.x86.sse.ldmxcsr(ptr)
+        define void @mode(ptr %mode, i64 %part, i64 %parts) {
+          call void @llvm.x86.sse.ldmxcsr(ptr %mode)
+          ret void
+        }
+        """, ["mode"], isa.TARGETS["generic"])
+        usual, flush = np.array([0x1F80], np.int32), np.array([0x9FC0], np.int32)
+
+        def half():
+            meeting = Meeting(tiny=2.0**-1022)
+            assert meeting.run(2) == 2
+            return meeting.half
+
+        assert half() == 2.0**-1023
+        pool.parallel(code.address("mode"), flush.ctypes.data, 1)
+        flushed = half()
+        pool.parallel(code.address("mode"), usual.ctypes.data, 1)
+        assert flushed == 0
+        assert half() == 2.0**-1023
+        ''',
+    )
+
+
+def test_the_process_ends_while_a_gang_is_at_work(setup: str) -> None:
+    case(
+        setup,
+        """
+        endless = Meeting(rounds=1, gate=0)
+        thread = threading.Thread(target=lambda: endless.run(2), daemon=True)
+        thread.start()
+        while endless.args[0] < 2: os.sched_yield()
+        """,
+    )
+
+
+def test_a_runtime_loaded_later_is_found() -> None:
+    if sys.platform != "linux":
+        pytest.skip("an OpenMP runtime is only looked for on Linux")
+    pytest.importorskip("torch")
+    python(
+        """
+        from anycell.engines.cpu import pool
+        from test_cpu_runtime import Meeting
+
+        assert pool.backend() == "own"
+        assert Meeting().run(2) == 2
+        import torch
+        pool.attach("torch")
+        assert pool.backend() == "openmp" and "torch" in pool._current().openmp.path
+        assert Meeting().run(2) == 2
+        pool.attach(None)
+        assert pool.backend() == "own"
+        assert Meeting().run(2) == 2
+        """
+    )
+
+
+def test_warnings_are_not_left_over() -> None:
+    """Every process above ran without one, too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Meeting().run(1) == 1

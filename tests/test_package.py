@@ -1,0 +1,79 @@
+"""The package as it is shipped: what importing it costs, and what the wheel holds."""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import statistics
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import anycell
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "anycell"
+OPTIONAL = "flax jax keras matplotlib onnx onnxruntime rich scipy tensorflow torch triton".split()
+
+
+def python(code: str) -> str:
+    """What `code` prints in a fresh interpreter, which keeps bytecode as an installed one does."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    run = [sys.executable, "-c", code]
+    return subprocess.run(run, cwd=ROOT, env=env, check=True, capture_output=True, text=True).stdout
+
+
+def test_import_brings_no_framework() -> None:
+    imported = python("import sys, anycell; print(*sys.modules)").split()
+    assert "anycell" in imported
+    assert not set(OPTIONAL) & set(imported)
+
+
+def test_import_time() -> None:
+    code = """if True:
+        from time import perf_counter
+        start = perf_counter()
+        import anycell
+        print(perf_counter() - start)
+    """
+    python(code)  # compiles the bytecode and fills the file cache
+    assert statistics.median(float(python(code)) for _ in range(7)) <= 0.3
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    into = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", str(ROOT)]
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(into)]
+    subprocess.run([*pip, *options], check=True, capture_output=True)
+    (path,) = into.iterdir()
+    return zipfile.ZipFile(path)
+
+
+def test_wheel_is_pure_python(wheel: zipfile.ZipFile) -> None:
+    assert Path(wheel.filename).name == f"anycell-{anycell.__version__}-py3-none-any.whl"
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    info = f"anycell-{anycell.__version__}.dist-info/"
+    shipped = {name for name in wheel.namelist() if not name.startswith(info)}
+    sources = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
+    assert sources <= shipped
+    assert "anycell/py.typed" in shipped
+    assert {name.split("/")[0] for name in shipped} == {"anycell"}
+    assert {Path(name).suffix for name in shipped} <= {".py", ".json", ".typed"}
+    assert f"{info}licenses/LICENSE" in wheel.namelist()
+
+
+def test_metadata(wheel: zipfile.ZipFile) -> None:
+    text = wheel.read(f"anycell-{anycell.__version__}.dist-info/METADATA").decode()
+    metadata = email.message_from_string(text)
+    assert metadata["Version"] == anycell.__version__
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    needed = [need for need in metadata.get_all("Requires-Dist") if "extra ==" not in need]
+    assert {re.match(r"[\w-]+", need)[0] for need in needed} == {"numpy", "llvmlite"}
