@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import runpy
 import sys
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from anycell.bench.errors import UsageError, did_you_mean
 
 Handler = Callable[[argparse.Namespace], int]
+PEERS = (  # written out, because listing the contenders imports what they need
+    "torch.nn torch-loop torch-compile numpy-loop onnxruntime anycell.numpy anycell-LSTM".split()
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 something is wrong (a result differs, a check failed), 2 wrong usage."""
+    """Exit status: 0 done, 1 a result differs or a check failed, 2 wrong usage."""
     parser = build_parser()
     options = parser.parse_args(arguments)
     handler: Handler | None = getattr(options, "handler", None)
@@ -43,6 +44,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
     parser = Parser(prog="anycell", description="Any recurrent cell, at fused-kernel speed.")
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
@@ -52,13 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("doctor", "what is installed, what is used, and whether it works", _doctor),
         ("demo", "train a model on a real series", _demo),
     ):
-        command = commands.add_parser(
-            name,
-            help=text,
-            description=text[0].upper() + text[1:] + ".",
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        )
-        add(command)
+        add(commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + "."))
     return parser
 
 
@@ -68,7 +64,7 @@ def _version() -> str:
     return f"anycell {anycell.__version__}"
 
 
-# -- argument types: argparse puts their messages after the name of the option -------------------------
+# -- argument types: argparse puts their messages after the name of the option ---------------------
 
 
 def names(text: str) -> list[str]:
@@ -94,52 +90,80 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], Any]:
     return parse
 
 
-# -- bench ------------------------------------------------------------------------------------------------
+# -- bench -----------------------------------------------------------------------------------------
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
     from anycell.bench.machine import usable_cores
 
+    cores = usable_cores()
+    modes = ("inference", "training", "both", "recurrence")
+    dtypes = ("float32", "float64")
     add = parser.add_argument
-    add("--shapes", type=names, default=["all"], metavar="A,B", help="names from bench/shapes.json")
-    add("--mode", choices=("inference", "training", "both"), default="both", help="what to time")
+    add(
+        "--shapes",
+        type=names,
+        default=["all"],
+        metavar="A,B",
+        help="all (default), or some by name",
+    )
+    add("--mode", choices=modes, default="both", help="what to time (default: both)")
     add("--cells", type=names, metavar="A,B", help="built-in cells (default: LSTM,GRU)")
     add(
         "--cell",
         action="append",
         default=[],
         metavar="FILE.py:NAME",
-        help="a cell of your own; may be repeated (default: none)",
+        help="a cell of your own; may be repeated",
     )
-    add("--dtype", choices=("float32", "float64"), default="float32", help="of weights and inputs")
-    add("--threads", type=positive(int), default=usable_cores(), metavar="N", help="for everybody")
-    add("--peers", type=names, default=None, metavar="A,B", help=_peers_help())
-    add("--subject", default="anycell", metavar="NAME", help="the contender ratios refer to")
+    add("--dtype", choices=dtypes, default="float32", help="of everything (default: float32)")
+    add(
+        "--threads",
+        type=positive(int),
+        default=cores,
+        metavar="N",
+        help=f"for everybody (default: {cores}, as many as there are cores)",
+    )
+    add(
+        "--peers",
+        type=names,
+        metavar="A,B",
+        help=f"all, or some of {', '.join(PEERS)} (default: the first two)",
+    )
+    add(
+        "--subject",
+        default="anycell",
+        metavar="NAME",
+        help="the contender that all others are compared with (default: anycell)",
+    )
     add(
         "--seconds",
         type=positive(float),
         default=5.0,
         metavar="S",
-        help="time for the runs of one row of the table; at least 5 rounds are run",
+        help="time for the runs of one line of a table, 5 rounds at least (default: 5)",
     )
     add(
         "--compile-limit",
         type=positive(float),
         default=120.0,
         metavar="S",
-        help="give up a torch.compile after so many seconds",
+        help="give up a torch.compile after so many seconds (default: 120)",
     )
     add("--memory", action="store_true", help="also measure the memory of a training step (Linux)")
-    add("--no-first-call", action="store_true", help="do not start processes to time first calls")
-    add("--out", type=Path, default=Path("out/bench"), metavar="DIR", help="for JSON and PNG")
+    add("--no-first-call", action="store_true", help="do not time first calls in fresh processes")
+    add(
+        "--out",
+        type=Path,
+        default=Path("out/bench"),
+        metavar="DIR",
+        help="folder for bench.json and bench.png (default: out/bench)",
+    )
     parser.set_defaults(handler=bench)
 
 
-def _peers_help() -> str:
-    return "torch.nn, torch-loop, torch-compile, numpy-loop, onnxruntime, ... (default: the first two)"
-
-
 def bench(options: argparse.Namespace) -> int:
+    """Measure, show, write."""
     if importlib.util.find_spec("torch") is None:
         raise UsageError(
             "bench compares with PyTorch, which is not installed: pip install 'anycell[bench]'"
@@ -148,8 +172,9 @@ def bench(options: argparse.Namespace) -> int:
     from anycell.bench.contenders import CONTENDERS, DEFAULT_PEERS, PACKAGES
     from anycell.bench.problem import find_cell
 
-    chosen = options.peers or list(DEFAULT_PEERS)
-    peers = [name for name in CONTENDERS if name != options.subject] if chosen == ["all"] else chosen
+    peers = options.peers or list(DEFAULT_PEERS)
+    if peers == ["all"]:
+        peers = [name for name in CONTENDERS if name != options.subject]
     for option, name in [("--subject", options.subject), *(("--peers", peer) for peer in peers)]:
         if name not in CONTENDERS:
             raise UsageError(f"{option}: unknown {name!r}{did_you_mean(name, list(CONTENDERS))}")
@@ -231,35 +256,52 @@ class Progress:
             print(f"{self.done}/{self.total} {row}", file=sys.stderr, flush=True)
 
 
-# -- explain ------------------------------------------------------------------------------------------------
+# -- explain ---------------------------------------------------------------------------------------
 
 
 def _explain(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("cell", help="a built-in cell, or path/to/file.py:Name")
-    add("--hidden", type=positive(int), default=256, metavar="H", help="hidden size")
-    add("--dtype", choices=("float32", "float64"), default="float32", help="of weights and inputs")
+    add("--hidden", type=positive(int), default=256, metavar="H", help="hidden size (default: 256)")
+    add("--dtype", choices=("float32", "float64"), default="float32", help="(default: float32)")
     add("--llvm", action="store_true", help="also the kernel's LLVM text")
     add("--assembly", action="store_true", help="also the machine's assembly")
     parser.set_defaults(handler=explain)
 
 
 def explain(options: argparse.Namespace) -> int:
-    raise NotImplementedError
+    """Print what ``anycell.explain`` says."""
+    import anycell
+    from anycell.bench.problem import find_cell
+
+    cell = find_cell(options.cell).definition
+    print(
+        anycell.explain(
+            cell,
+            hidden_size=options.hidden,
+            dtype=options.dtype,
+            llvm=options.llvm,
+            assembly=options.assembly,
+        )
+    )
+    return 0
 
 
-# -- doctor -------------------------------------------------------------------------------------------------
+# -- doctor ----------------------------------------------------------------------------------------
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(handler=doctor)
 
 
-def doctor(options: argparse.Namespace) -> int:
-    raise NotImplementedError
+def doctor(_: argparse.Namespace) -> int:
+    """Print what ``anycell.doctor`` finds."""
+    from anycell.doctor import main
+
+    return main()
 
 
-# -- demo ---------------------------------------------------------------------------------------------------
+# -- demo ------------------------------------------------------------------------------------------
 
 
 def _demo(parser: argparse.ArgumentParser) -> None:
@@ -267,6 +309,7 @@ def _demo(parser: argparse.ArgumentParser) -> None:
 
 
 def demo(_: argparse.Namespace) -> int:
+    """Run ``examples/demo.py`` of the source tree."""
     script = Path(__file__).resolve().parents[1] / "examples" / "demo.py"
     if not script.is_file():
         raise UsageError(
@@ -275,7 +318,3 @@ def demo(_: argparse.Namespace) -> int:
         )
     runpy.run_path(str(script), run_name="__main__")
     return 0
-
-
-__all__ = ["main"]
-_ = (Collection, AbstractContextManager, nullcontext, importlib)

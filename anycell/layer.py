@@ -10,7 +10,7 @@ Time-major throughout: ``x [T, B, I]``, outputs ``[T, B, D*H]`` with D direction
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from anycell.engines import cpu
@@ -84,7 +84,7 @@ class Options:
 
     Attributes:
         mask: ``uint8 [T, B]``, 0 where the states hold; contiguous.
-        resets: ``uint8 [T, B]``, 1 where the states start anew before the step; contiguous.
+        resets: ``uint8 [T, B]``, 1 where the states start anew before the step; contiguous. Ignored under a mask.
         repeat: outputs of masked steps repeat the held state; otherwise they are 0.
         training: random masks are drawn (from ``seed`` and ``stream``), instead of their mean taken.
         threads: at most so many.
@@ -174,7 +174,7 @@ class _Run:
         hyper = self.hyper.__array_interface__["data"][0]
         for d, (w, call) in enumerate(zip(self.weights, self.calls, strict=True)):
             call.set(weights=space[d], workspace=space[self.directions + d], workspace_stride=self.workspace)
-            call.set(units_split=self.units_split, barrier=call.barrier, hyper=hyper)
+            call.set(units_split=self.units_split, barrier=call.barrier, yield_to=cpu.pool.yield_address(), hyper=hyper)
             call.set(training=options.training, seed=_signed(options.seed), stream=2 * options.stream + d)
             call.set(repeat=options.repeat, static=self._address(w.static), bias_x=self._address(w.bias_ih))
             call.set(time_step=-1 if self.reverse[d] else 1)
@@ -239,6 +239,9 @@ def forward(
     Returns:
         outputs ``[T, B, D*H]``, per direction the final states ``[B, H]`` in declared order, and ``Saved`` or None.
     """
+    if options.mask is not None and options.resets is not None:
+        # What lies under a mask never matters, a reset no more than an input.
+        options = replace(options, resets=options.resets & options.mask)
     run = _Run(host, plan, weights, options, x, backward=False)
     cell, h, steps, batch, directions = plan.cell, plan.hidden_size, run.steps, run.batch, run.directions
     # Outputs zeroed under a mask are not the hidden states: these then need memory of their own, all or two steps.

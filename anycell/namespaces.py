@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ class Namespace:
         array: ``array(value, like)``, a NumPy array or number with dtype and device of ``like``.
         cast: ``cast(array, "float32")``.
         sigmoid, stop_gradient: functions of one array.
+        unchecked: a context in which infinity and NaN are values like others, as in compiled code.
     """
 
     module: Any
@@ -33,6 +35,7 @@ class Namespace:
     cast: Callable[[Array, str], Array]
     sigmoid: Callable[[Array], Array]
     stop_gradient: Callable[[Array], Array]
+    unchecked: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
@@ -59,6 +62,7 @@ def _numpy() -> Namespace:
         cast=lambda array, dtype: array.astype(dtype),
         sigmoid=_sigmoid,
         stop_gradient=lambda array: array,
+        unchecked=lambda: np.errstate(all="ignore"),
     )
 
 

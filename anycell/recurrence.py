@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from anycell import layer
 from anycell.engines import cpu, reference
-from anycell.lang.cell import RECURRENT, Cell
-from anycell.lang.ops import is_reduction
+from anycell.lang.cell import RECURRENT, Cell, Linear
 from anycell.numpy import check
 from anycell.numpy.host import NumpyHost
 from anycell.plan import DTYPES, Plan, plan
@@ -52,10 +51,10 @@ def recurrence(
     Args:
         cell: a cell of G gates; its hidden size H follows from ``gates_x``.
         gates_x: ``[T, B, G*H]``, the input projection of each gate, in the declared order.
-        weights: of the matmuls inside a step, by name: ``"hh"`` ``[G*H, H]`` for all declared gates,
-            others ``[out, in]`` or ``[heads, out/heads, in/heads]``; biases as ``"hh_bias"``.
-        state: ``[B, size]`` per state (for one state one array will do); None, for all or for one of
-            them, starts from the declared initial value.
+        weights: of the matmuls inside a step, by name. ``"hh"`` is ``[G*H, H]``, for all gates;
+            any other ``[out, in]`` or ``[heads, out/heads, in/heads]``. Biases: ``"hh_bias"``.
+        state: ``[B, size]`` per state (for one state one array will do); None, for all or for one
+            of them, starts from the declared initial value.
         params: the cell's per-unit parameters by name, ``[H]``.
         mask: ``[T, B]``, False where a step does not exist: it holds the state, and what lies
             beneath never matters.
@@ -88,38 +87,38 @@ def recurrence(
         ((10, 2, 8), True)
     """
     steps, rows, hidden = _problem(cell, gates_x)
-    dtype = gates_x.dtype
-    given = _weights(cell, weights)
+    dtype, gates = gates_x.dtype, len(cell.gates)
+    matmuls = _matmuls(cell, weights)
     states = _per_state(cell, "state", state)
     restored = _per_state(cell, "reset_state", reset_state)
-    size = reference.sizes(cell, hidden, given, states)
-    _check_groups(cell, size)
+    size = reference.sizes(cell, hidden, matmuls, states)
 
-    for name, shape in _weight_shapes(cell, size).items():
-        _check(f"weights[{name!r}]", given.get(name), dtype, shape)
-    for declared, value, reset in zip(cell.states, states, restored, strict=True):
-        units = size[declared.size]
-        _check(f"state {declared.name!r}", value, dtype, (rows, units))
-        _check(f"reset_state {declared.name!r}", reset, dtype, (units,), (rows, units))
-    _check_names("params", params or {}, cell.param_names)
-    for name, value in (params or {}).items():
+    for l in cell.linears:
+        shape, bias = _weight_shapes(cell, l, size)
+        _check(f"weights[{l.name!r}]", matmuls[l.name], dtype, shape)
+        _check(f"weights['{l.name}_bias']", matmuls.get(f"{l.name}_bias"), dtype, bias)
+    for s, value, reset in zip(cell.states, states, restored, strict=True):
+        _check(f"state {s.name!r}", value, dtype, (rows, size[s.size]))
+        _check(f"reset_state {s.name!r}", reset, dtype, (rows, size[s.size]), (size[s.size],))
+    params = _names("params", params or {}, cell.param_names)
+    for name, value in params.items():
         _check(f"params[{name!r}]", value, dtype, (hidden,))
-    if (static is None) != (cell.static is None):
+    if (static is None) is not (cell.static is None):
         raise ValueError(
             f"static: given {'none' if static is None else 'an array'}, "
-            f"expected {cell.static or 'none'}, as cell {cell.name} declares."
+            f"expected {'none' if cell.static is None else 'one'}: see cell {cell.name}."
         )
     _check("static", static, dtype, (rows, hidden))
-    operand = size[cell.states[0].size]
-    per_gate = (len(cell.gates), rows, operand)
-    _check("recurrent_mask", recurrent_mask, dtype, (rows, operand), per_gate)
+    into = size[cell.states[0].size]
+    _check("recurrent_mask", recurrent_mask, dtype, (rows, into), (gates, rows, into))
+    chosen = plan(cell, hidden, dtype.name, engine)
 
     call = reference.Recurrence(
         cell,
         gates_x,
-        given,
+        matmuls,
         states,
-        params or {},
+        params,
         static=static,
         mask=_mask(mask, lengths, steps, rows),
         resets=None if resets is None else check.flags("resets", resets, (steps, rows)),
@@ -128,26 +127,185 @@ def recurrence(
         recurrent_mask=recurrent_mask,
         reverse=_choice("reverse", reverse, False, True),
         training=_choice("training", training, False, True),
-        seed=None if seed is None else check.integer("seed", seed, 0, 1 << 64),
+        seed=_seed(cell, training, seed),
     )
-    chosen = plan(cell, hidden, dtype.name, engine)
     if recurrent_mask is not None and engine == "cpu":
-        raise ValueError("engine='cpu' takes no recurrent_mask as yet; expected engine=None.")
+        raise ValueError(
+            "engine: given 'cpu', which takes no recurrent_mask as yet; expected None."
+        )
     fused = chosen.engine == "cpu" and recurrent_mask is None
     return _fused(chosen, call) if fused else call.forward()
 
 
 def _fused(plan: Plan, call: reference.Recurrence) -> tuple[Array, tuple[Array, ...]]:
-    """The same call on the CPU engine."""
-    dense = np.ascontiguousarray
-    initial = [dense(value) for value in call._initial(call.state)]
+    """The call on the CPU engine."""
     weights = layer.Weights(
         ih=None,
-        hh=call.weights.get(RECURRENT),
-        bias_hh=call.weights.get(f"{RECURRENT}_bias"),
-        params=[dense(call.params[name]) for name in plan.cell.param_names],
-        initial=initial,
-        reset=[dense(value) for value in call._initial(call.reset_state)],
-        static=None if call.static is None else dense(call.static),
+        hh=_strided(call.weights.get(RECURRENT)),
+        bias_hh=_dense(call.weights.get(f"{RECURRENT}_bias")),
+        params=[_dense(call.params[name]) for name in plan.cell.param_names],
+        initial=[_dense(value) for value in call.initial(call.state)],
+        reset=[_dense(value) for value in call.initial(call.reset_state)],
+        static=_dense(call.static),
         reverse=call.reverse,
     )
+    options = layer.Options(
+        mask=_dense(call.mask, np.uint8),
+        resets=_dense(call.resets, np.uint8),
+        repeat=call.masked_output == "repeat",
+        training=call.training,
+        seed=call.seed or 0,
+        threads=cpu.pool.threads(),
+    )
+    host, x = NumpyHost(plan.dtype), _strided(call.gates_x)
+    outputs, (final,), _ = layer.forward(host, plan, x, [weights], options, keep=False)
+    return outputs, tuple(final)
+
+
+def _dense(array: Array | None, dtype: npt.DTypeLike = None) -> Array | None:
+    return None if array is None else np.ascontiguousarray(array, dtype)
+
+
+def _strided(array: Array | None) -> Array | None:
+    """The array, copied if its last axis is not contiguous or its strides are no whole elements."""
+    if array is None:
+        return None
+    whole = all(stride % array.itemsize == 0 for stride in array.strides)
+    fits = whole and array.flags.aligned and array.strides[-1] == array.itemsize
+    return array if fits else np.ascontiguousarray(array)
+
+
+# ---- arguments -----------------------------------------------------------------------------------
+
+
+def _problem(cell: Cell, gates_x: Array) -> tuple[int, int, int]:
+    """T, B and H."""
+    if not isinstance(cell, Cell):
+        raise TypeError(
+            f"cell: given {type(cell).__name__}, expected a cell made by @anycell.cell."
+        )
+    _check("gates_x", gates_x, None)
+    gates = len(cell.gates)
+    if gates_x.ndim != 3 or gates_x.shape[2] % gates or not gates_x.shape[2]:
+        raise ValueError(
+            f"gates_x: given shape {gates_x.shape}, expected (T, B, {gates} * H): "
+            f"cell {cell.name} has the gates {' '.join(cell.gates)}."
+        )
+    steps, rows, width = gates_x.shape
+    return steps, rows, width // gates
+
+
+def _check(name: str, value: Any, dtype: np.dtype[Any] | None, *shapes: Shape) -> None:
+    """That a value is None, or an array of the dtype (None: of any that is known) and one shape."""
+    if value is None:
+        return
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{name}: given {type(value).__name__}, expected a NumPy array.")
+    if not value.dtype.isnative or (dtype is None and value.dtype.name not in DTYPES):
+        raise TypeError(f"{name}: given dtype {value.dtype}, expected {' or '.join(DTYPES)}.")
+    if dtype is not None and value.dtype != dtype:
+        raise TypeError(
+            f"{name}: given dtype {value.dtype}, expected {dtype}, the dtype of gates_x; "
+            f"convert one of them, as in {name.split('[')[0]}.astype(np.{dtype})."
+        )
+    if shapes and value.shape not in shapes:
+        expected = " or ".join(map(str, shapes))
+        raise ValueError(f"{name}: given shape {value.shape}, expected {expected}.")
+
+
+def _names(what: str, given: Any, required: Sequence[str], optional: Sequence[str] = ()) -> Any:
+    """``given``, if it is a dictionary with all the required names and no unknown one."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{what}: given {type(given).__name__}, expected a dictionary.")
+    known = [*required, *optional]
+    wrong = [f"unknown {name!r}" for name in given if name not in known]
+    wrong += [f"no {name!r}" for name in required if given.get(name) is None]
+    if wrong:
+        expected = ", ".join(map(repr, known)) or "no names"
+        raise ValueError(f"{what}: given {', '.join(wrong)}; expected {expected}.")
+    return given
+
+
+def _matmuls(cell: Cell, weights: Any) -> Mapping[str, Array | None]:
+    names = [l.name for l in cell.linears]
+    biases = [f"{l.name}_bias" for l in cell.linears if l.bias]
+    # A gate's bias may be part of its input projection; the bias of linear() is nowhere else.
+    own = [name for name in biases if name != f"{RECURRENT}_bias"]
+    _names("weights", weights, [*names, *own], biases)
+    for l in cell.linears:
+        weight, axes = weights[l.name], 2 if l.heads == 1 else 3
+        _check(f"weights[{l.name!r}]", weight, None)
+        if weight.ndim != axes:
+            raise ValueError(
+                f"weights[{l.name!r}]: given shape {weight.shape}, expected {axes} axes: "
+                f"{'(out, in)' if l.heads == 1 else '(heads, out/heads, in/heads)'}."
+            )
+    return weights
+
+
+def _weight_shapes(cell: Cell, l: Linear, size: Mapping[str, int]) -> tuple[Shape, Shape]:
+    """The shapes of a matmul's weight and bias."""
+    out = size[l.out_size] * (len(cell.gates) if l.name == RECURRENT else 1)
+    into = size[l.in_size]
+    if l.heads == 1:
+        return (out, into), (out,)
+    if out % l.heads or into % l.heads:
+        raise ValueError(
+            f"cell {cell.name}: linear(..., {l.name!r}, heads={l.heads}) maps {into} units to "
+            f"{out}; expected sizes that {l.heads} divides."
+        )
+    return (l.heads, out // l.heads, into // l.heads), (out,)
+
+
+def _per_state(cell: Cell, name: str, given: Any) -> list[Array | None]:
+    """One entry per state."""
+    if given is None:
+        return [None] * len(cell.states)
+    if isinstance(given, np.ndarray) and len(cell.states) == 1:
+        return [given]
+    names = " ".join(cell.state_names)
+    if isinstance(given, np.ndarray) or not isinstance(given, Sequence):
+        raise TypeError(
+            f"{name}: given {type(given).__name__}, expected a tuple, one array per state: {names}."
+        )
+    if len(given) != len(cell.states):
+        raise ValueError(f"{name}: given {len(given)}, expected {len(cell.states)}: {names}.")
+    for s, value in zip(cell.states, given, strict=True):
+        _check(f"{name} {s.name!r}", value, None)
+        if value is not None and value.ndim not in (1, 2):
+            raise ValueError(
+                f"{name} {s.name!r}: given shape {value.shape}, expected (B, {s.size})."
+            )
+    return list(given)
+
+
+def _mask(mask: Any, lengths: Any, steps: int, rows: int) -> Flags | None:
+    """Where a step exists, by mask and by length; None if everywhere."""
+    valid = None if mask is None else check.flags("mask", mask, (steps, rows))
+    if lengths is not None:
+        within = np.arange(steps)[:, None] < check.lengths("lengths", lengths, rows, steps)
+        valid = within if valid is None else valid & within
+    return valid
+
+
+def _seed(cell: Cell, training: bool, seed: Any) -> int | None:
+    if seed is None:
+        if training and cell.keeps:
+            raise ValueError(
+                f"seed: given None, expected an integer: in training cell {cell.name} draws masks."
+            )
+        return None
+    seed = check.integer("seed", seed, 0)
+    if seed >> 64:
+        raise ValueError(f"seed: given {seed}, expected an integer below 2**64.")
+    return seed
+
+
+def _choice(name: str, given: Any, *expected: Any) -> Any:
+    for value in expected:
+        if given is value or (isinstance(given, (str, np.bool_)) and given == value):
+            return value
+    raise ValueError(f"{name}: given {given!r}, expected {' or '.join(map(repr, expected))}.")
+
+
+__all__ = ["recurrence"]

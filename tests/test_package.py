@@ -23,8 +23,7 @@ OPTIONAL = "flax jax keras matplotlib onnx onnxruntime rich scipy tensorflow tor
 def python(code: str) -> str:
     """What `code` prints in a fresh interpreter, which keeps bytecode as an installed one does."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    run = [sys.executable, "-c", code]
-    return subprocess.run(run, cwd=ROOT, env=env, check=True, capture_output=True, text=True).stdout
+    return subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=env, text=True)
 
 
 def test_import_brings_no_framework() -> None:
@@ -49,7 +48,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     into = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", str(ROOT)]
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(into)]
-    subprocess.run([*pip, *options], check=True, capture_output=True)
+    subprocess.check_call([*pip, *options])
     (path,) = into.iterdir()
     return zipfile.ZipFile(path)
 

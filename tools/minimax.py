@@ -11,6 +11,7 @@ one at a time, lowest power first, and those that are left are fitted again arou
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,11 @@ from pathlib import Path
 import mpmath as mp
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from anycell.engines.cpu import ops
+
 mp.mp.prec = 160
 Function = Callable[[mp.mpf], mp.mpf]
-OPS = Path(__file__).parents[1] / "anycell/engines/cpu/ops.py"
 
 
 @dataclass(frozen=True)
@@ -46,15 +49,21 @@ def solve(problem: Problem, fixed: Sequence[mp.mpf], points: int = 1500) -> list
         (low + high) / 2 - (high - low) / 2 * mp.cos(mp.pi * k / (points - 1))
         for k in range(points)
     ]
-    # Where the lowest power is odd, the error changes sign at 0 by itself: alternation is blind to it.
+    # Where the lowest power is odd the error changes sign at 0 by itself, which is no alternation.
     weights = [mp.sign(x) ** powers[0] / abs(problem.scale(x)) for x in grid]
     rows = mp.matrix([[w * x**p for p in powers] for x, w in zip(grid, weights, strict=True)])
     wanted = [
-        w * (problem.target(x) - sum((c * x**p for c, p in zip(fixed, problem.powers)), mp.mpf(0)))
+        w
+        * (
+            problem.target(x)
+            - sum((c * x**p for c, p in zip(fixed, problem.powers, strict=False)), mp.mpf(0))
+        )
         for x, w in zip(grid, weights, strict=True)
     ]
     count = len(powers) + 1
-    chosen = [round((points - 1) * (1 - np.cos(np.pi * (k + 0.5) / count)) / 2) for k in range(count)]
+    chosen = [
+        round((points - 1) * (1 - np.cos(np.pi * (k + 0.5) / count)) / 2) for k in range(count)
+    ]
     best, lowest = mp.matrix(count - 1, 1), mp.inf
     for _ in range(30):
         system = mp.matrix(count, count)
@@ -80,11 +89,13 @@ def _alternating_peaks(error: np.ndarray, count: int) -> list[int]:
     """The `count` consecutive places where the error peaks with alternating signs."""
     signs = np.sign(error)
     edges = [0, *(np.flatnonzero(signs[1:] * signs[:-1] < 0) + 1), len(error)]
-    peaks = [a + int(np.abs(error[a:b]).argmax()) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    peaks = [a + int(np.abs(error[a:b]).argmax()) for a, b in itertools.pairwise(edges)]
     while len(peaks) > count:  # drop the weaker end: what stays still alternates
         peaks.pop(0 if abs(error[peaks[0]]) < abs(error[peaks[-1]]) else -1)
     if len(peaks) < count:
-        raise ArithmeticError("the error does not alternate: too few points, or too little precision")
+        raise ArithmeticError(
+            "the error does not alternate: too few points, or too little precision"
+        )
     return peaks
 
 
@@ -110,43 +121,87 @@ def worst(problem: Problem, coefficients: Sequence[float], points: int = 4001) -
     for k in range(points):
         x = problem.low + span * k / (points - 1)
         if problem.scale(x):
-            fit = sum((c * x**p for c, p in zip(coefficients, problem.powers, strict=True)), mp.mpf(0))
+            fit = sum(
+                (c * x**p for c, p in zip(coefficients, problem.powers, strict=True)), mp.mpf(0)
+            )
             errors.append(abs((problem.target(x) - fit) / problem.scale(x)))
     return float(max(errors))
 
 
 # ------------------------------------------------------------------------ the tables of ops.py
 
+_NEAR_0 = mp.mpf("1e-9")
+_HALF_LN2 = mp.log(2) / 2 * (1 + mp.mpf(2) ** -12)  # with room for the error of the rounding
+
 
 def _two_atanh(s: mp.mpf) -> mp.mpf:
     return mp.log((1 + s) / (1 - s))
 
 
-HALF_LN2 = mp.log(2) / 2 * (1 + mp.mpf(2) ** -12)  # with room for the error of the rounding
-ROOT = mp.sqrt(2)
+def _series(low: mp.mpf, high: mp.mpf, terms: int) -> Problem:
+    """R in log((1 + s) / (1 - s)) = 2 s + s^3 R(s^2)."""
+    powers = range(3, 2 * terms + 3, 2)
+    return Problem(lambda s: _two_atanh(s) - 2 * s, _two_atanh, low, high, powers)
 
 
-def _reals(name: str) -> type[np.floating]:
-    return np.float32 if name == "float" else np.float64
+def _exp(degree: int) -> Problem:
+    return Problem(mp.exp, mp.exp, -_HALF_LN2, _HALF_LN2, range(degree + 1))
 
 
-def tables(real: str) -> dict[str, tuple[Problem, int]]:
-    """For each table of ops.py: its problem, and how many of its leading coefficients are 1."""
-    small = real == "float"
-    log_span = (1 / ROOT - 1, ROOT - 1)
-    problems = {
-        # exp(r) = 1 + r (1 + r (...))
-        "EXP": (Problem(mp.exp, mp.exp, -HALF_LN2, HALF_LN2, range(7 if small else 12)), 2),
-        # tanh(r) = r (1 + r^2 (...)), |r| <= ln2/4
-        "TANH": (
-            Problem(mp.tanh, mp.tanh, mp.mpf("1e-9"), HALF_LN2 / 2, range(1, 7 if small else 17, 2)),
-            1,
+# Field of `Real` in ops.py -> its problem, and the leading coefficients that it takes for granted.
+TABLES: dict[str, dict[str, tuple[Problem, list[float]]]] = {
+    "FLOAT": {
+        "exp": (_exp(6), [1.0, 1.0]),
+        "log": (
+            Problem(
+                lambda f: mp.log1p(f) - f + f * f / 2,
+                mp.log1p,
+                mp.sqrt(0.5) - 1,
+                mp.sqrt(2) - 1,
+                range(3, 11),
+            ),
+            [],
         ),
-    }
-    return problems
+        "log1p": (Problem(mp.log1p, mp.log1p, _NEAR_0, mp.mpf(1), range(1, 11)), [1.0]),
+    },
+    "DOUBLE": {
+        "exp": (_exp(11), [1.0, 1.0]),
+        # s = f / (2 + f) for f up to sqrt(2) - 1, and up to 1
+        "log": (_series(_NEAR_0, 3 - 2 * mp.sqrt(2), 7), []),
+        "log1p": (_series(_NEAR_0, mp.mpf(1) / 3, 10), []),
+    },
+}
 
 
-def table(name: str, real: str) -> list[float]:
-    """The coefficients of a table without those that are 1."""
-    problem, ones = tables(real)[name]
-    return rounded(problem, _reals(real), [1.0] * ones)[ones:]
+def main() -> int:
+    """Print the tables, or compare them with those of the package."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="compare with ops.py; 1 if they differ"
+    )
+    parser.add_argument(
+        "--only", default="", help="tables whose name contains this, as in FLOAT.exp"
+    )
+    options = parser.parse_args()
+    differ = False
+    for format_name, tables in TABLES.items():
+        real = np.float32 if format_name == "FLOAT" else np.float64
+        for field, (problem, ones) in tables.items():
+            if options.only not in f"{format_name}.{field}":
+                continue
+            found = rounded(problem, real, ones)
+            error = worst(problem, found) * 2.0 ** np.finfo(real).nmant
+            print(f"# {format_name}.{field}: {error:.3f} ulp before rounding errors")
+            print(f"{field}=({', '.join(str(real(c)) for c in found[len(ones) :])}),", flush=True)
+            if options.check:
+                held = getattr(getattr(ops, format_name), field)
+                same = [real(c) for c in held] == [real(c) for c in found[len(ones) :]]
+                print("# as in ops.py" if same else f"# NOT as in ops.py: {held}")
+                differ |= not same
+    return int(differ)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -23,7 +23,9 @@ def draw(report: Report, folder: Path) -> Path:
 
     panels = [panel for panel in report.tables() if any(_ratios(panel[2], report).values())]
     peers = [
-        peer for peer in report.settings.contenders[1:] if any(_has(panel[2], peer) for panel in panels)
+        peer
+        for peer in report.settings.contenders[1:]
+        if any(_has(rows, peer) for _, _, rows in panels)
     ]
     colors = dict(zip(peers, COLORS * len(peers), strict=False))
     columns = min(len(panels), max(1, len(report.settings.modes)))

@@ -1,7 +1,8 @@
 """Who runs. Each contender gets the same problem and gives back arrays under the same names.
 
-A contender is built once per problem and then asked for two *tasks*, inference and training. A task has
-``prepare`` (not timed: gradients set to None), ``call`` (timed) and ``results`` (for the gate).
+A contender is built once per problem and then asked for *tasks*, mostly inference and training. A
+task has ``prepare`` (not timed: gradients set to None), ``call`` (timed) and ``results`` (for the
+gate).
 """
 
 from __future__ import annotations
@@ -9,17 +10,18 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from anycell.bench.errors import Unsupported, need
-from anycell.bench.problem import Problem
+from anycell.bench.problem import Problem, find_cell
+from anycell.engines import reference as engine
 
 Array = npt.NDArray[np.floating]
-Mode = Literal["inference", "training"]
+Mode = Literal["inference", "training", "recurrence"]
 
 
 @dataclass
@@ -33,24 +35,29 @@ class Task:
 
 @dataclass
 class Contender:
-    """A layer that is ready to run; `around` holds the settings that its calls need, such as threads."""
+    """A layer that is ready to run.
 
-    inference: Task
-    training: Task | None = None
+    Attributes:
+        tasks: what it can do.
+        around: holds the settings that its calls need, such as threads.
+        engine: what runs it, where that is a choice, and why.
+    """
+
+    tasks: dict[Mode, Task]
     around: Callable[[], AbstractContextManager[object]] = nullcontext
+    engine: tuple[str, str] | None = None
 
     def task(self, mode: Mode) -> Task:
-        task = self.inference if mode == "inference" else self.training
-        if task is None:
+        if mode not in self.tasks:
             raise Unsupported(f"no {mode}")
-        return task
+        return self.tasks[mode]
 
 
-# -- contenders on torch tensors ----------------------------------------------------------------------
+# -- contenders on torch tensors -------------------------------------------------------------------
 
 
 def from_module(module: Any, problem: Problem, dtype: str | None = None) -> Contender:
-    """Any ``module(x)`` that gives the output, or a tuple that starts with it, as ``torch.nn`` does."""
+    """Any ``module(x)`` that gives the output, or a tuple that starts with it."""
     import torch
 
     kind = getattr(torch, dtype or problem.dtype)
@@ -84,13 +91,17 @@ def from_module(module: Any, problem: Problem, dtype: str | None = None) -> Cont
             torch.manual_seed(problem.seed)
 
     def gradients() -> dict[str, Array]:
-        found = {"output": kept[0].numpy(), "x": leaf.grad.numpy()}
-        # A parameter without a gradient stays absent: the gate says which one is missing.
-        return found | {k: p.grad.numpy() for k, p in parameters.items() if p.grad is not None}
+        # What has no gradient stays absent: the gate says which one is missing.
+        leaves = {"x": leaf, **parameters}
+        found = {k: v.grad.numpy() for k, v in leaves.items() if v.grad is not None}
+        return {"output": kept[0].numpy(), **found}
 
     return Contender(
-        Task(infer, lambda: {"output": kept[0].numpy()}, lambda: prepare(False)),
-        Task(train, gradients, lambda: prepare(True)),
+        {
+            "inference": Task(infer, lambda: {"output": kept[0].numpy()}, lambda: prepare(False)),
+            "training": Task(train, gradients, lambda: prepare(True)),
+        },
+        engine=getattr(module, "engine", None),
     )
 
 
@@ -122,25 +133,59 @@ def _nn_module(problem: Problem) -> Any:
 
 
 def anycell_torch(problem: Problem) -> Contender:
-    """The layer that replaces ``torch.nn``'s for LSTM and GRU, ``RNN(cell, ...)`` for every other."""
+    """The layers that replace ``torch.nn.LSTM`` and ``GRU``; ``RNN(cell, ...)`` for other cells."""
     frontend: Any = importlib.import_module("anycell.torch")
     name, shape = problem.cell.name, problem.shape
     if problem.cell.classic and name in ("LSTM", "GRU"):
         module = getattr(frontend, name)(shape.I, shape.H, **_sizes(problem))
     else:
         module = frontend.RNN(problem.cell.definition, shape.I, shape.H, **_sizes(problem))
-    return from_module(_load(module, problem), problem)
+    contender = from_module(_load(module, problem), problem)
+    if len(problem.cell.definition.linears) == 1:
+        contender.tasks["recurrence"] = _recurrence(problem)
+    return contender
+
+
+def _recurrence(problem: Problem) -> Task:
+    """The primitive alone: one direction of the first layer, its input projected before."""
+    import anycell
+
+    arguments = recurrence_arguments(problem)
+    kept = [np.empty(0)]
+
+    def call() -> None:
+        kept[0], _ = anycell.recurrence(*arguments)
+
+    return Task(call, lambda: {"output": kept[0]})
+
+
+def recurrence_arguments(problem: Problem, dtype: str | None = None) -> tuple[Any, ...]:
+    """Cell, projected inputs, weights, state and parameters, as the primitive takes them."""
+    w = {
+        name.removesuffix("_l0"): value.astype(dtype or problem.dtype)
+        for name, value in problem.weights.items()
+        if name.endswith("_l0")
+    }
+    cell = problem.cell.definition
+    x = problem.x.astype(dtype or problem.dtype)
+    gates = x @ w["weight_ih"].T + w.get("bias_ih", x.dtype.type(0))
+    weights = {"hh": w["weight_hh"]}
+    if "bias_hh" in w:
+        weights["hh_bias"] = w["bias_hh"]
+    return cell, gates, weights, None, {name: w[name] for name in cell.param_names}
 
 
 def torch_loop(problem: Problem) -> Contender:
-    """A Python loop over time: by hand for the classics, the op graph step by step for other cells."""
+    """A Python loop over time: by hand for the classics, operation by operation for other cells."""
     return from_module(_loop_module(problem), problem)
 
 
 def torch_compile(problem: Problem) -> Contender:
-    """The same loop under ``torch.compile``; its first call compiles, for minutes where T is large."""
+    """The same loop under ``torch.compile``; its first call compiles, minutes where T is large."""
     import torch
 
+    if not problem.cell.classic:
+        raise Unsupported(f"no loop for {problem.cell.name} that torch.compile could take whole")
     module = _loop_module(problem)
     module.compile(fullgraph=False, dynamic=False)
     torch._dynamo.reset()
@@ -153,7 +198,7 @@ def _loop_module(problem: Problem) -> Any:
     return Loop(problem)
 
 
-# -- contenders on NumPy arrays ------------------------------------------------------------------------
+# -- contenders on NumPy arrays --------------------------------------------------------------------
 
 
 def numpy_loop(problem: Problem) -> Contender:
@@ -173,9 +218,41 @@ def numpy_loop(problem: Problem) -> Contender:
         kept.update(stack.backward(problem.dy))
 
     return Contender(
-        Task(infer, lambda: {"output": kept["output"]}, kept.clear),
-        Task(train, lambda: dict(kept), kept.clear),
+        {
+            "inference": Task(infer, lambda: {"output": kept["output"]}, kept.clear),
+            "training": Task(train, lambda: dict(kept), kept.clear),
+        },
         lambda: blas_threads(problem.threads),
+    )
+
+
+def anycell_numpy(problem: Problem) -> Contender:
+    """The layer without a framework."""
+    import anycell
+
+    cell, shape = problem.cell.definition, problem.shape
+    if cell.keeps:
+        raise Unsupported(f"{problem.cell.name} draws random masks, here from NumPy's generator")
+    layer = anycell.numpy.RNN(
+        cell, shape.I, shape.H, dtype=problem.dtype, seed=problem.seed, **_sizes(problem)
+    )
+    layer.set_parameters(problem.weights)
+    kept: dict[str, Array] = {}
+
+    def infer() -> None:
+        kept["output"], _ = layer.forward(problem.x)
+
+    def train() -> None:
+        kept["output"], _ = layer.forward(problem.x, training=True)
+        kept["x"], _ = layer.backward(problem.dy)
+
+    return Contender(
+        {
+            "inference": Task(infer, lambda: {"output": kept["output"]}, kept.clear),
+            "training": Task(train, lambda: {**kept, **layer.grads}, kept.clear),
+        },
+        lambda: blas_threads(problem.threads),
+        (layer.plan.engine, layer.plan.reason),
     )
 
 
@@ -196,7 +273,7 @@ def onnxruntime(problem: Problem) -> Contender:
     def infer() -> None:
         kept[0] = session.run(None, feed)[0]
 
-    return Contender(Task(infer, lambda: {"output": kept[0]}))
+    return Contender({"inference": Task(infer, lambda: {"output": kept[0]})})
 
 
 @contextmanager
@@ -211,11 +288,14 @@ def blas_threads(threads: int) -> Iterator[None]:
         yield
 
 
-# -- the list --------------------------------------------------------------------------------------------
+# -- the list --------------------------------------------------------------------------------------
 
 SUBJECT = "anycell"
+OUR_LSTM = "anycell-LSTM"  # what our own LSTM takes on the same shape: the price of another cell
 CONTENDERS: dict[str, Callable[[Problem], Contender]] = {
     SUBJECT: anycell_torch,
+    OUR_LSTM: anycell_torch,
+    "anycell.numpy": anycell_numpy,
     "torch.nn": torch_nn,
     "torch-loop": torch_loop,
     "torch-compile": torch_compile,
@@ -227,12 +307,20 @@ PACKAGES = {"onnxruntime": ("onnx", "onnxruntime")}  # beyond NumPy and PyTorch
 
 
 def make(name: str, problem: Problem) -> Contender:
-    """The contender of that name on this problem; `Unsupported` where it has no such layer."""
-    return CONTENDERS[name](problem)
+    """The contender of that name, built; `Unsupported` where it has no such layer."""
+    return CONTENDERS[name](posed(name, problem))
+
+
+def posed(name: str, problem: Problem) -> Problem:
+    """The problem that this contender solves: the one given, but for our LSTM among other cells."""
+    return replace(problem, cell=find_cell("LSTM")) if name == OUR_LSTM else problem
 
 
 def reference(problem: Problem, mode: Mode) -> dict[str, Array]:
-    """Output, and in training all gradients, in float64: by ``torch.nn``, or else by the plain loop."""
+    """Output, in training all gradients too, in float64: by ``torch.nn``, or by the plain loop."""
+    if mode == "recurrence":
+        cell, gates, weights, state, params = recurrence_arguments(problem, "float64")
+        return {"output": engine.run(cell, gates, weights, state, params)[0]}
     try:
         module = _nn_module(problem)
     except Unsupported:

@@ -9,11 +9,11 @@ from types import ModuleType
 
 
 class UsageError(Exception):
-    """The command line asks for something that does not exist; its message is all the user needs."""
+    """Something was asked for that does not exist; the message is all that the user needs."""
 
 
 class Unsupported(Exception):
-    """This contender has no such layer (an LSTM library asked for a user's cell): shown as ``-``."""
+    """This contender has no such layer, as ``torch.nn`` has none for a user's cell: shown as -."""
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:

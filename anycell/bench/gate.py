@@ -16,7 +16,16 @@ Arrays = Mapping[str, npt.NDArray[np.floating]]
 
 # Norm-wise relative error over the whole array: forward, gradients. The test suite asserts that
 # these are the numbers of its own table.
-LIMITS = {"float32": (1e-6, 5e-6), "float64": (1e-12, 1e-11)}
+LIMITS = {
+    ("float64", "forward"): 1e-12,
+    ("float64", "gradient"): 1e-11,
+    ("float32", "forward"): 1e-6,
+    ("float32", "gradient"): 5e-6,
+}
+
+# What others may be off by, in terms of that. torch.nn itself is at 1.1 times the limit on one shape
+# (it sums 93 000 gradients of a bias one after the other): its rounding is not for us to refuse.
+PEERS = 4.0
 
 
 @dataclass(frozen=True)
@@ -46,19 +55,18 @@ def relative_error(got: npt.ArrayLike, want: npt.ArrayLike) -> float:
     return difference / size
 
 
-def judge(got: Arrays, want: Arrays, dtype: str) -> Verdict:
-    """Compare a contender's arrays with the float64 reference's.
+def judge(got: Arrays, want: Arrays, dtype: str, slack: float = 1.0) -> Verdict:
+    """Compare a contender's arrays with the float64 reference's, with `slack` times the limits.
 
-    The array named ``output`` has the forward limit, all others are gradients.
+    The array named ``output`` is the forward pass, all others are gradients.
     """
-    forward, gradient = LIMITS[dtype]
     errors: dict[str, float] = {}
     problems: list[tuple[float, str]] = []
     for name, reference in want.items():
         if name not in got:
             problems.append((float("inf"), f"{name} is missing"))
             continue
-        limit = forward if name == "output" else gradient
+        limit = slack * LIMITS[dtype, "forward" if name == "output" else "gradient"]
         error = errors[name] = relative_error(got[name], reference)
         if not error <= limit:
             problems.append((error / limit, f"{name} is off by {error:.1e}, limit {limit:.0e}"))

@@ -33,6 +33,7 @@ def describe() -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
+    """The installed version, without importing the package."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -47,7 +48,7 @@ def usable_cores() -> int:
 
 
 def load() -> float | None:
-    """Processes that wanted a core in the last minute: above the cores, timings are anybody's guess."""
+    """How many processes wanted a core in the last minute: with a busy machine all bets are off."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
@@ -63,12 +64,14 @@ def _cpuinfo(key: str) -> str:
 
 
 def cpu_name() -> str:
+    """What the maker calls it."""
     if sys.platform == "darwin":
         return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
     return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def instruction_sets() -> list[str]:
+    """Those that matter for matmuls."""
     flags = set((_cpuinfo("flags") or _cpuinfo("Features")).split())
     return [name for name in SIMD if name in flags]
 
@@ -94,8 +97,8 @@ def _output(*command: str) -> str:
 class Matmul:
     """A square matmul far out of cache, in the framework's own library with its own threads.
 
-    The rate is measured again around every row of the table, because the same machine has another rate
-    ten minutes later.
+    The rate is measured again around every row of the table, because the same machine has another
+    rate ten minutes later.
     """
 
     SIZE = 2048

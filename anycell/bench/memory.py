@@ -8,17 +8,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-# A fixed threshold sends every larger buffer to mmap, so that what is freed leaves the process at once.
-# (glibc otherwise raises the threshold as it goes, and a reused heap hides what a step allocates.)
+# A fixed threshold sends every larger buffer to mmap, so that what is freed leaves the process at
+# once. (glibc otherwise raises it as it goes, and a reused heap hides what a step allocates.)
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def supported() -> bool:
+    """Whether this system tells."""
     return sys.platform == "linux"
 
 
 def resident() -> int:
-    """Bytes in memory now. ``smaps_rollup`` walks the pages; the counters of ``status`` lag behind."""
+    """Bytes in memory now, by ``smaps_rollup``: the counters of ``status`` lag behind."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Rss:"):
             return int(line.split()[1]) * 1024
@@ -49,7 +50,7 @@ def tidy() -> None:
 def growth(step: Callable[[], object]) -> int:
     """Bytes by which the process grew at most while `step` ran.
 
-    `step` must have run on a small problem before, so that libraries are loaded and threads started.
+    `step` must have run on a small problem before, so that libraries are loaded and threads exist.
     """
     tidy()
     before = resident()

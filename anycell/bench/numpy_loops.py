@@ -17,6 +17,7 @@ Weights = Mapping[str, Array]
 
 
 def sigmoid(v: Array) -> Array:
+    """``1 / (1 + exp(-v))`` that cannot overflow."""
     return 0.5 * np.tanh(0.5 * v) + 0.5
 
 
@@ -24,6 +25,7 @@ class Scan:
     """One direction of one layer, in time order; ``forward`` keeps what ``backward`` needs."""
 
     peepholes: ClassVar[tuple[str, ...]] = ()
+    x: Array
 
     def __init__(self, w: Weights) -> None:
         self.w = w
@@ -52,6 +54,8 @@ class Scan:
 
 
 class LSTM(Scan):
+    """Gates i f g o; the peephole terms are there where the subclass names them."""
+
     def forward(self, x: Array, keep: bool) -> Array:
         gates, weight = self.project(x), np.ascontiguousarray(self.w["weight_hh"].T)
         steps, batch, hidden = *x.shape[:2], weight.shape[0]
@@ -107,10 +111,14 @@ class LSTM(Scan):
 
 
 class PeepholeLSTM(LSTM):
+    """i and f see the old c, o the new one."""
+
     peepholes = ("p_i", "p_f", "p_o")
 
 
 class GRU(Scan):
+    """Gates r z n, the reset after the matmul."""
+
     def forward(self, x: Array, keep: bool) -> Array:
         gates = x @ self.w["weight_ih"].T + self.w["bias_ih"]
         weight = np.ascontiguousarray(self.w["weight_hh"].T)
@@ -146,6 +154,8 @@ class GRU(Scan):
 
 
 class RNN(Scan):
+    """Elman's, with tanh."""
+
     def forward(self, x: Array, keep: bool) -> Array:
         gates, weight = self.project(x), np.ascontiguousarray(self.w["weight_hh"].T)
         h = np.zeros((len(x) + 1, x.shape[1], weight.shape[0]), x.dtype)

@@ -1,7 +1,7 @@
 """``torch.nn`` weights as an ONNX graph, built by hand with ``onnx.helper``.
 
-One LSTM, GRU or RNN node per layer; ONNX has its own gate order and puts the directions on an axis of
-the output, ``[T, D, B, H]``, which a transpose and a reshape bring to torch's ``[T, B, D * H]``.
+One LSTM, GRU or RNN node per layer. ONNX has its own gate order, and puts the directions on an axis
+of the output, ``[T, D, B, H]``; a transpose and a reshape bring it to torch's ``[T, B, D * H]``.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ def build(problem: Problem) -> bytes:
         ]
         if problem.cell.name == "PeepholeLSTM":
             peepholes = [
-                np.concatenate(
-                    [problem.weights[f"p_{k}_l{layer}" + "_reverse" * d] for k in "iof"]
-                )
+                np.concatenate([problem.weights[f"p_{k}_l{layer}" + "_reverse" * d] for k in "iof"])
                 for d in range(shape.D)
             ]
             inputs += ["", "", "", constant(f"P{layer}", np.stack(peepholes))]

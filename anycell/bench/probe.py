@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from anycell.bench import memory
@@ -26,11 +25,11 @@ from anycell.bench.timing import once
 TIMEOUT_S = 300
 
 
-# -- in the asking process ----------------------------------------------------------------------------
+# -- in the asking process -------------------------------------------------------------------------
 
 
 def first_call(contender: str, problem: Problem, mode: Mode) -> dict[str, float]:
-    """Milliseconds that a first call costs over a later one: with an empty kernel cache, and from it."""
+    """Milliseconds that a first call takes longer: with an empty kernel cache, then from it."""
     with tempfile.TemporaryDirectory(prefix="anycell-bench-") as cache:
         os.chmod(cache, 0o700)
         extra = {"ANYCELL_CACHE_DIR": cache}
@@ -73,7 +72,7 @@ def _ask(
     return answer
 
 
-# -- in the fresh process -----------------------------------------------------------------------------
+# -- in the fresh process --------------------------------------------------------------------------
 
 
 def _first_call(contender: str, problem: Problem, mode: Mode) -> dict[str, float]:
@@ -102,6 +101,7 @@ def _memory(contender: str, problem: Problem) -> dict[str, int]:
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
+    """Answer one request."""
     import torch
 
     torch.set_num_threads(request["threads"])

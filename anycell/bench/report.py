@@ -16,7 +16,7 @@ SCHEMA = 1
 MiB = 1 << 20
 
 
-# -- JSON -----------------------------------------------------------------------------------------------
+# -- JSON ------------------------------------------------------------------------------------------
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -72,6 +72,7 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
     return {
         "status": entry.status,
         "reason": entry.reason,
+        "engine": entry.engine and dict(zip(("name", "reason"), entry.engine, strict=True)),
         "median_ms": entry.median_ms if entry.timed else None,
         "iqr_ms": entry.iqr_ms if entry.timed else None,
         "first_call_ms": entry.first_call_ms,
@@ -88,13 +89,14 @@ def _number(value: float) -> float | None:
 
 
 def write_json(report: Report, folder: Path) -> Path:
+    """``bench.json`` in that folder, which need not exist."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "bench.json"
     path.write_text(json.dumps(as_json(report), indent=1) + "\n", encoding="utf-8")
     return path
 
 
-# -- tables ---------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 Table = tuple[str, list[str], list[list[str]]]
 
@@ -104,16 +106,15 @@ def summary(report: Report) -> str:
     m = report.machine
     versions = ", ".join(f"{name} {v}" for name, v in m["versions"].items() if v)
     return (
-        f"{m['cpu']}, {report.settings.threads} of {m['cores']} cores, {report.settings.dtype} matmul "
-        f"{report.matmul_gflops:.0f} GFLOP/s; {m['python']}, {versions}"
+        f"{m['cpu']}, {report.settings.threads} of {m['cores']} cores, {report.settings.dtype} "
+        f"matmul {report.matmul_gflops:.0f} GFLOP/s; {m['python']}, {versions}"
         + (f", revision {m['revision']}" if m["revision"] else "")
     )
 
 
 def tables(report: Report) -> list[Table]:
-    return [
-        _table(report, f"{cell} {mode}", rows) for cell, mode, rows in report.tables() if rows
-    ]
+    """Title, headers and lines of one table per cell and mode."""
+    return [_table(report, f"{cell} {mode}", rows) for cell, mode, rows in report.tables() if rows]
 
 
 def _table(report: Report, title: str, rows: list[Row]) -> Table:
@@ -180,26 +181,31 @@ def notes(report: Report) -> list[str]:
     """Why a table has no number somewhere; every refusal is spelled out."""
     busy = report.machine["load"] or 0
     warning = (
-        f"the machine was busy when this began (load {busy:.1f} on {report.machine['cores']} cores): "
-        "take these times with salt"
+        f"the machine was busy when this began (load {busy:.1f} on {report.machine['cores']} "
+        "cores): take these times with a grain of salt"
     )
     words = {
         "wrong": "REFUSED, results differ from float64",
         "failed": "FAILED",
         "skipped": "skipped",
     }
-    return [warning] * (busy > 0.5 * report.machine["cores"]) + [
-        f"{row.cell} {row.mode}, {row.shape.name}, {name}: {words[entry.status]}: {entry.reason}"
-        for row in report.rows
-        for name, entry in row.entries.items()
-        if entry.status in words
-    ]
+    found = [warning] * (busy > 0.5 * report.machine["cores"])
+    for row in report.rows:
+        where = f"{row.cell} {row.mode}, {row.shape.name}"
+        for name, entry in row.entries.items():
+            if entry.status in words:
+                found.append(f"{where}, {name}: {words[entry.status]}: {entry.reason}")
+            elif name == row.subject and entry.engine and entry.engine[0] != "cpu":
+                engine, reason = entry.engine
+                found.append(f"{where}: not fused, it ran on {engine!r}: {reason}")
+    return found
 
 
 LEGEND = (
-    "ms: median ± half the interquartile range of interleaved runs. ratio: peer's time over ours, median "
-    "of the ratios within rounds; above 1 ours is faster. bound: the matmuls alone at the rate of a "
-    "large one. first call: extra milliseconds in a fresh process, kernel cache empty / filled."
+    "ms: median ± half the interquartile range of interleaved runs. ratio: peer's time over ours, "
+    "median of the ratios within rounds; above 1 ours is faster. bound: the matmuls alone at the "
+    "rate of a large one. first call: what it takes longer than a later one, in a fresh process, "
+    "kernel cache empty / filled."
 )
 
 
@@ -219,7 +225,8 @@ def show(report: Report, console: Any = None) -> None:
     console.print(Padding(Text(LEGEND, style="dim"), (1, 1, 0, 1)))
     console.print(Padding(Text(summary(report), style="dim"), (0, 1)))
     for note in notes(report):
-        console.print(Padding(Text(note, style="bold red" if "ED" in note else "yellow"), (0, 1)))
+        bad = "REFUSED" in note or "FAILED" in note
+        console.print(Padding(Text(note, style="bold red" if bad else "yellow"), (0, 1)))
 
 
 def _rich(table: Table) -> Any:
@@ -235,8 +242,8 @@ def _rich(table: Table) -> Any:
         last = number == len(body) - 1
         if last:
             grid.add_section()
-        cells = [Text(text, style=_style(header, text)) for header, text in zip(headers, line, strict=True)]
-        grid.add_row(*cells, style="bold" if last else "")
+        texts = [Text(t, style=_style(h, t)) for h, t in zip(headers, line, strict=True)]
+        grid.add_row(*texts, style="bold" if last else "")
     return grid
 
 

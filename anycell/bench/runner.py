@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from anycell.bench.contenders import (
     Task,
     blas_threads,
     make,
+    posed,
     reference,
 )
 from anycell.bench.errors import Unsupported
@@ -28,11 +30,14 @@ from anycell.bench.stats import geometric_mean, iqr, median, paired_ratio
 from anycell.bench.timing import interleave, once
 
 MODES: tuple[Mode, ...] = ("inference", "training")
+OUR_THREADS = "ANYCELL_NUM_THREADS"
 Status = Literal["ok", "wrong", "unsupported", "failed", "skipped"]
 
 
 @dataclass(frozen=True)
 class Settings:
+    """What to measure; see ``python -m anycell bench --help``."""
+
     cells: Sequence[CellSpec]
     shapes: Sequence[Shape]
     modes: Sequence[Mode] = MODES
@@ -60,6 +65,7 @@ class Entry:
     first_call_ms: float | None = None  # a fresh layer in this process, which is warm otherwise
     fresh_process_ms: dict[str, float] | None = None  # extra cost of the first call, cold and warm
     peak_bytes: int | None = None
+    engine: tuple[str, str] | None = None  # what ran it, and why
     errors: dict[str, float] = field(default_factory=dict)
     samples_ms: list[float] = field(default_factory=list)
 
@@ -114,6 +120,8 @@ class Row:
 
 @dataclass
 class Report:
+    """All that came out."""
+
     settings: Settings
     machine: dict[str, Any]
     date: str
@@ -147,10 +155,10 @@ class CompileLimit(BaseException):
 
 
 @contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """`CompileLimit` after so many seconds, where the platform has an alarm clock for the main thread."""
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """`CompileLimit` after so many seconds, where this thread can have an alarm clock."""
     main = threading.current_thread() is threading.main_thread()
-    if not hasattr(signal, "setitimer") or not main:
+    if seconds is None or not hasattr(signal, "setitimer") or not main:
         yield
         return
 
@@ -169,33 +177,45 @@ def time_limit(seconds: float) -> Iterator[None]:
 Say = Callable[[str], object]
 
 
-def run(settings: Settings, say: Say = lambda _: None, done: Callable[[], object] = lambda: None):
+def run(
+    settings: Settings, say: Say = lambda _: None, done: Callable[[], object] = lambda: None
+) -> Report:
     """The whole benchmark. `say` hears what is being done, `done` is called after each row."""
+    now = datetime.now(timezone.utc).isoformat("T", "seconds")
+    report = Report(settings, machine.describe(), now)
+    with all_threads(settings.threads):
+        matmul = machine.Matmul(settings.dtype)
+        for cell in settings.cells:
+            for shape in settings.shapes:
+                for row in _rows(settings, cell, shape, matmul, say):
+                    report.rows.append(row)
+                    done()
+    report.matmul_gflops = matmul.gflops
+    return report
+
+
+@contextmanager
+def all_threads(threads: int) -> Iterator[None]:
+    """So many threads for everybody: us, here and in processes that start, torch and BLAS."""
     import torch
 
-    report = Report(settings, machine.describe(), datetime.now(timezone.utc).isoformat("T", "seconds"))
-    before = torch.get_num_threads()
-    torch.set_num_threads(settings.threads)
+    torch_before, ours_before = torch.get_num_threads(), os.environ.get(OUR_THREADS)
+    torch.set_num_threads(threads)
+    os.environ[OUR_THREADS] = str(threads)
     try:
-        with blas_threads(settings.threads):
-            matmul = machine.Matmul(settings.dtype)
-            for cell in settings.cells:
-                for shape in settings.shapes:
-                    for row in _rows(settings, cell, shape, matmul, say):
-                        report.rows.append(row)
-                        done()
-            report.matmul_gflops = matmul.gflops
+        with blas_threads(threads):
+            yield
     finally:
-        torch.set_num_threads(before)
-    return report
+        torch.set_num_threads(torch_before)
+        del os.environ[OUR_THREADS]
+        if ours_before is not None:
+            os.environ[OUR_THREADS] = ours_before
 
 
 def _rows(
     settings: Settings, cell: CellSpec, shape: Shape, matmul: machine.Matmul, say: Say
 ) -> Iterator[Row]:
     problem = Problem(cell, shape, settings.dtype, settings.threads, settings.seed)
-    say(f"{cell.name} {shape.name}: float64 reference")
-    want = reference(problem, "training" if "training" in settings.modes else "inference")
     built: dict[str, Contender | Entry] = {}
     for name in settings.contenders:
         try:
@@ -205,34 +225,49 @@ def _rows(
         except Exception as error:  # a contender that cannot be built must not end the benchmark
             built[name] = Entry("failed", _brief(error))
 
+    wanted = _References(problem, settings.modes, say)
     for mode in settings.modes:
-        forward_and_backward = 3 if mode == "training" else 1
-        row = Row(
-            cell.name,
-            mode,
-            shape,
-            settings.subject,
-            forward_and_backward * shape.flops(cell.gates),
-        )
-        expected = want if mode == "training" else {"output": want["output"]}
+        flops = {
+            "inference": shape.flops(cell.gates),
+            "training": 3 * shape.flops(cell.gates),
+            "recurrence": shape.recurrence_flops(cell.gates),
+        }
+        row = Row(cell.name, mode, shape, settings.subject, flops[mode])
         running: dict[str, Task] = {}
         with ExitStack() as around:
             for name, contender in built.items():
                 if isinstance(contender, Entry):
                     row.entries[name] = Entry(contender.status, contender.reason)
                     continue
+                want = wanted.get(posed(name, problem).cell, mode)
                 say(f"{cell.name} {shape.name} {mode}: checking {name}")
-                entry, task = _check(contender, name, mode, expected, settings, around)
+                entry, task = _check(contender, name, mode, want, settings, around)
                 row.entries[name] = entry
                 if task is not None:
                     running[name] = task
-            if row.entries[settings.subject].status == "ok":
+            if settings.subject in running:  # without us there is nothing to compare with
                 _time(row, running, matmul, settings, say)
-            else:  # without us there is nothing to compare with
-                running.clear()
         if settings.subject in running:
             _probe(row, problem, settings, say)
         yield row
+
+
+class _References:
+    """The float64 results of a problem, by cell and mode, computed when first asked for."""
+
+    def __init__(self, problem: Problem, modes: Sequence[Mode], say: Say) -> None:
+        self.problem, self.say = problem, say
+        self.largest: Mode = "training" if "training" in modes else "inference"
+        self.found: dict[tuple[str, Mode], gate.Arrays] = {}
+
+    def get(self, cell: CellSpec, mode: Mode) -> gate.Arrays:
+        source = mode if mode == "recurrence" else self.largest
+        key = cell.origin, source
+        if key not in self.found:
+            self.say(f"{cell.name} {self.problem.shape.name} {mode}: float64 reference")
+            self.found[key] = reference(replace(self.problem, cell=cell), source)
+        all_arrays = self.found[key]
+        return all_arrays if mode == "training" else {"output": all_arrays["output"]}
 
 
 def _check(
@@ -244,14 +279,15 @@ def _check(
     around: ExitStack,
 ) -> tuple[Entry, Task | None]:
     """The first call, timed, and the correctness gate on its results."""
-    entry = Entry()
-    limit = settings.compile_limit if name == "torch-compile" else 24 * 3600.0
+    entry = Entry(engine=contender.engine)
+    limit = settings.compile_limit if name == "torch-compile" else None
+    slack = 1.0 if name.startswith("anycell") else gate.PEERS
     try:
         task = contender.task(mode)
         around.enter_context(contender.around())
         with time_limit(limit):
             entry.first_call_ms = once(task) * 1e3
-        verdict = gate.judge(task.results(), want, settings.dtype)
+        verdict = gate.judge(task.results(), want, settings.dtype, slack)
     except Unsupported as error:
         entry.refuse("unsupported", str(error))
     except CompileLimit:
@@ -290,7 +326,7 @@ def _probe(row: Row, problem: Problem, settings: Settings, say: Say) -> None:
         for name, entry in row.entries.items():
             if entry.status == "ok" and name != "torch-compile":
                 say(f"{title}: memory of {name}")
-                entry.peak_bytes = probe.step_memory(name, problem)
+                entry.peak_bytes = probe.step_memory(name, problem)["peak_bytes"]
 
 
 def _brief(error: BaseException) -> str:

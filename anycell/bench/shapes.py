@@ -21,7 +21,7 @@ class Shape:
     source: str
     T: int
     B: int
-    I: int  # noqa: E741  the letters of the literature
+    I: int
     H: int
     L: int
     D: int
@@ -36,7 +36,12 @@ class Shape:
         80
         """
         inputs = [self.I] + [self.D * self.H] * (self.L - 1)
-        return sum(2 * self.T * self.B * gates * self.H * (size + self.H) for size in inputs) * self.D
+        columns = sum(size + self.H for size in inputs)
+        return 2 * self.T * self.B * gates * self.H * columns * self.D
+
+    def recurrence_flops(self, gates: int) -> int:
+        """The same of the recurrence alone, of one layer and direction."""
+        return 2 * self.T * self.B * gates * self.H * self.H
 
     def asdict(self) -> dict[str, str | int]:
         return asdict(self)
@@ -44,6 +49,7 @@ class Shape:
 
 @cache
 def all_shapes() -> dict[str, Shape]:
+    """Every shape by its name."""
     text = files("anycell.bench").joinpath("shapes.json").read_text(encoding="utf-8")
     return {entry["name"]: Shape(**entry) for entry in json.loads(text)["shapes"]}
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 
 def median(values: Sequence[float]) -> float:
+    """The middle one; of an even number, the mean of the two."""
     return statistics.median(values)
 
 

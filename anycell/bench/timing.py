@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -27,7 +27,7 @@ class Timed(Protocol):
 
 
 @contextmanager
-def no_gc():
+def no_gc() -> Iterator[None]:
     """No garbage collection inside: a collection is charged to whoever happens to run."""
     enabled = gc.isenabled()
     gc.collect()
@@ -50,8 +50,8 @@ def once(timed: Timed) -> float:
 def block(timed: Timed, inner: int) -> float:
     """Seconds per call over `inner` calls, after the previous contender's threads went to sleep."""
     time.sleep(SETTLE_S)
-    if inner > 1:
-        once(timed)  # a short call would otherwise pay for waking the threads and filling the caches
+    if inner > 1:  # a short call would otherwise pay for waking threads and for cold caches
+        once(timed)
     return math.fsum(once(timed) for _ in range(inner)) / inner
 
 

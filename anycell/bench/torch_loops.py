@@ -1,7 +1,7 @@
 """What people write today when ``nn.LSTM`` does not know their cell: a Python loop over time.
 
-These are good loops, not straw men: the input projection of all steps is one matmul, both biases join
-it where the equations allow, a step is one ``addmm`` and a few element-wise operations.
+These are good loops, not straw men: the input projection of all steps is one matmul, both biases
+join it where the equations allow, a step is one ``addmm`` and a few element-wise operations.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def _zeros(x: Tensor, w: Weights) -> Tensor:
 
 
 def lstm(x: Tensor, w: Weights, reverse: bool) -> Tensor:
+    """Gates i f g o."""
     weight = w["weight_hh"].t()
     h = c = _zeros(x, w)
     outputs = []
@@ -50,6 +51,7 @@ def lstm(x: Tensor, w: Weights, reverse: bool) -> Tensor:
 
 
 def peephole_lstm(x: Tensor, w: Weights, reverse: bool) -> Tensor:
+    """i and f see the old c, o the new one."""
     weight = w["weight_hh"].t()
     h = c = _zeros(x, w)
     outputs = []
@@ -63,6 +65,7 @@ def peephole_lstm(x: Tensor, w: Weights, reverse: bool) -> Tensor:
 
 
 def gru(x: Tensor, w: Weights, reverse: bool) -> Tensor:
+    """Gates r z n, the reset after the matmul."""
     h = _zeros(x, w)
     outputs = []
     for gates in _steps(F.linear(x, w["weight_ih"], w["bias_ih"]), reverse):
@@ -76,6 +79,7 @@ def gru(x: Tensor, w: Weights, reverse: bool) -> Tensor:
 
 
 def rnn(x: Tensor, w: Weights, reverse: bool) -> Tensor:
+    """Elman's, with tanh."""
     weight = w["weight_hh"].t()
     h = _zeros(x, w)
     outputs = []
@@ -86,6 +90,7 @@ def rnn(x: Tensor, w: Weights, reverse: bool) -> Tensor:
 
 
 def layer_norm_lstm(x: Tensor, w: Weights, reverse: bool) -> Tensor:
+    """The norms of both projections per gate, and of c."""
     weight = w["weight_hh"].t()
     h = c = _zeros(x, w)
     hidden = (h.shape[1],)

@@ -21,8 +21,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from anycell import philox
 from anycell.lang import grad
 from anycell.lang.cell import RECURRENT, Cell, Linear
@@ -58,6 +56,7 @@ def run(
     All arguments are the attributes of ``Recurrence``.
 
     Example:
+        >>> import numpy as np
         >>> from anycell.cells import RNN
         >>> gates_x, weights = np.zeros((5, 2, 3)), {"hh": np.eye(3)}
         >>> outputs, (h,) = run(RNN, gates_x, weights, [np.ones((2, 3))])
@@ -138,15 +137,15 @@ class Recurrence:
         self.times = range(self.steps)[:: -1 if self.reverse else 1]
 
     # -- the loop --------------------------------------------------------------------------------
-    @np.errstate(all="ignore")  # infinity and NaN are values, as in compiled code
     def forward(self) -> tuple[Array, tuple[Array, ...]]:
         """Outputs and final states."""
-        outputs, final, _ = self._loop()
+        with self.xp.unchecked():
+            outputs, final, _ = self._loop()
         return outputs, final
 
     def _loop(self) -> tuple[Array, tuple[Array, ...], dict[int, tuple[Array, ...]]]:
         """Outputs, final states, and the states that entered each step."""
-        states, restored = self._initial(self.state), self._initial(self.reset_state)
+        states, restored = self.initial(self.state), self.initial(self.reset_state)
         entering, outputs = {}, {}
         for t in self.times:
             entering[t] = self._choose(self._reset(t), restored, states)
@@ -157,9 +156,12 @@ class Recurrence:
             outputs[t] = states[0] if held else self._guard(t, states[0])
         return self._stack(outputs, self.size[self.cell.states[0].size]), states, entering
 
-    @np.errstate(all="ignore")
     def backward(self, d_outputs: Array | None, d_final: States) -> Gradients:
-        """The gradients of outputs and final states with respect to everything."""
+        """What arrives at outputs and final states, carried back to everything."""
+        with self.xp.unchecked():
+            return self._backward(d_outputs, d_final)
+
+    def _backward(self, d_outputs: Array | None, d_final: States) -> Gradients:
         cell, derived = self.cell, grad.backward(self.cell)
         static = {} if derived.static is None else {cell.static: derived.static}
         roots: list[Mapping[Any, Expr]] = [
@@ -261,12 +263,14 @@ class Recurrence:
                 d = [self._guard(t, self._rows(arg, l.out_size)) for arg in args]
                 return self._transposed(l, dict(zip(l.outputs, d, strict=True)))
             case "keep":
-                return self._keep(node, t, *args) if self.training else args[0]
+                return self._keep(node, t, self.xp.stop_gradient(*args))
         if is_reduction(node):  # a number stands for a row of it
             args = [a if a.shape else self._rows(a, self.cell.sizes[node]) for a in args]
         return TABLE[node.op].meaning(self.xp, *args, *node.attrs)
 
     def _keep(self, node: Expr, t: int, rate: Array) -> Array:
+        if not self.training:
+            return rate
         assert self.seed is not None
         index, per = node.attrs
         units = self.size[self.cell.sizes[node]]
@@ -366,7 +370,8 @@ class Recurrence:
         pairs = zip(values, self.cell.states, strict=True)
         return tuple(self._rows(value, state.size) for value, state in pairs)
 
-    def _initial(self, given: States | None) -> tuple[Array, ...]:
+    def initial(self, given: States | None) -> tuple[Array, ...]:
+        """Values for the states, ``[B, size]`` each: as given, else the declared initial ones."""
         declared = [self._number(state.initial) for state in self.cell.states]
         pairs = zip(given or declared, declared, strict=True)
         return self._full(default if value is None else value for value, default in pairs)

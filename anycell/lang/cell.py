@@ -11,8 +11,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from anycell.lang.expr import CellError, Expr, Number, apply, as_expr, fail, rewrite, topological, tracing
-from anycell.lang.ops import TABLE
+from anycell.lang.expr import (
+    CellError,
+    Expr,
+    Number,
+    Traced,
+    apply,
+    as_expr,
+    fail,
+    rewrite,
+    topological,
+    tracing,
+)
+from anycell.lang.ops import TABLE, is_boolean
 
 RECURRENT = "hh"  # the matmul behind `r`
 
@@ -47,11 +58,10 @@ class Linear:
     out_size: str
 
 
-class Gates:
+class Gates(Traced):
     """The values of all gates: unpacks in the declared order, names them, adds element by element."""
 
     is_gates = True
-    __array_ufunc__ = None
 
     def __init__(self, what: str, values: dict[str, Expr]) -> None:
         self._what, self._values = what, values
@@ -73,7 +83,7 @@ class Gates:
 
     def _combine(self, op: str, left: Any, right: Any) -> Gates:
         def pick(side: Any, name: str) -> Any:
-            return side._values[name] if isinstance(side, Gates) else side
+            return getattr(side, name) if isinstance(side, Gates) else side
 
         return Gates(self._what, {n: apply(op, pick(left, n), pick(right, n)) for n in self._values})
 
@@ -205,6 +215,9 @@ class Cell:
     def __hash__(self) -> int:
         return hash((self.key, self.name))
 
+    def __copy__(self) -> Cell:
+        return self
+
     def __deepcopy__(self, memo: Any) -> Cell:
         return self
 
@@ -270,7 +283,7 @@ class Cell:
                     "Instead: return a traced value."
                 )
             node = as_expr(value)
-            if node.op in TABLE and TABLE[node.op].boolean:
+            if is_boolean(node):
                 raise CellError(
                     f"Cell {self.name} returned a condition for the new state {state.name!r}.\n"
                     "Instead: where(condition, 1.0, 0.0)."

@@ -11,7 +11,7 @@ import contextvars
 import linecache
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
@@ -22,6 +22,11 @@ Number = int | float
 class CellError(ValueError):
     """A cell that cannot be expressed, or was called with what it does not declare."""
 
+
+# The ops whose result is a condition; every other result is a number.
+CONDITIONS = frozenset(
+    {"lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_or", "logical_not"}
+)
 
 # The code object of the cell function being traced, so that an error can name its line.
 tracing: contextvars.ContextVar[Any] = contextvars.ContextVar("anycell_tracing", default=None)
@@ -41,12 +46,47 @@ def fail(problem: str, instead: str) -> NoReturn:
     raise CellError(f"{where}{problem}\nInstead: {instead}")
 
 
-class Expr:
+# What a NumPy number on the left of an operator asks of the right side.
+_REFLECTED = {
+    "add": "__radd__", "subtract": "__rsub__", "multiply": "__rmul__", "divide": "__rtruediv__",
+    "less": "__gt__", "less_equal": "__ge__", "greater": "__lt__", "greater_equal": "__le__",
+    "equal": "__eq__", "not_equal": "__ne__",
+}  # fmt: skip
+
+
+class Traced:
+    """Refuses the functions of NumPy and PyTorch, which hand a call to a foreign argument."""
+
+    __slots__ = ()
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        reflected = getattr(self, _REFLECTED.get(ufunc.__name__, "__none__"), None)
+        if reflected is None or method != "__call__" or inputs[-1] is not self:
+            _foreign(f"numpy.{ufunc.__name__}")
+        return reflected(inputs[0])
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> NoReturn:
+        _foreign(f"numpy.{function.__name__}")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _foreign("numpy.array")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, *args: Any) -> NoReturn:
+        _foreign(f"torch.{function.__name__}")
+
+
+def _foreign(function: str) -> NoReturn:
+    fail(
+        f"{function}() was called with a traced value: a cell is traced before there are numbers.",
+        "use the functions of anycell: tanh, sigmoid, exp, log, where, minimum, mean, ...",
+    )
+
+
+class Expr(Traced):
     """One node: ``op`` names a row of the op table or a leaf, ``attrs`` hold what is not an expression."""
 
     __slots__ = ("__weakref__", "args", "attrs", "op")
-    # NumPy must hand `array + expr` to us instead of broadcasting over it.
-    __array_ufunc__ = None
 
     op: str
     args: tuple[Expr, ...]
@@ -176,6 +216,9 @@ class Expr:
 
     __rmatmul__ = __matmul__
 
+    def __rpow__(self, base: Number) -> NoReturn:
+        fail(f"{base!r} ** x is outside the cell language.", "use exp(x * log(base)).")
+
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -208,6 +251,10 @@ def is_const(node: Expr, value: float | None = None) -> bool:
 def apply(op: str, *args: Expr | Number, attrs: Attrs = ()) -> Expr:
     """The node ``op(*args)``, with the identities that keep derived graphs readable."""
     nodes = [as_expr(arg) for arg in args]
+    for position, node in enumerate(nodes):
+        wanted = op.startswith("logical_") or (op == "where" and position == 0)
+        if (node.op in CONDITIONS) is not wanted:
+            _wrong_kind(op, node, wanted)
     if op == "add":
         a, b = nodes
         if is_const(a, 0.0):
@@ -248,15 +295,26 @@ def apply(op: str, *args: Expr | Number, attrs: Attrs = ()) -> Expr:
     return Expr(op, nodes, attrs)
 
 
-def topological(roots: Iterable[Expr]) -> list[Expr]:
-    """All nodes under ``roots``, arguments before their users, in a fixed order."""
+def _wrong_kind(op: str, node: Expr, wanted: bool) -> NoReturn:
+    if wanted:
+        instead = "write where(a > b, yes, no), and combine comparisons with &, | and ~."
+        fail(f"{op}() got `{node}`, a number, where it takes a condition.", instead)
+    instead = "where(condition, 1.0, 0.0) makes a number of it."
+    fail(f"{op}() got `{node}`, a condition, where it takes a number.", instead)
+
+
+def topological(roots: Iterable[Expr], stop: Container[Expr] = ()) -> list[Expr]:
+    """All nodes under ``roots``, arguments before their users, in a fixed order.
+
+    What nodes in ``stop`` (a set or dictionary) hang on is left out.
+    """
     order: dict[Expr, None] = {}
     stack: list[tuple[Expr, bool]] = [(root, False) for root in reversed(list(roots))]
     while stack:
         node, done = stack.pop()
         if node in order:
             continue
-        if done:
+        if done or node in stop:
             order[node] = None
         else:
             stack.append((node, True))
@@ -275,38 +333,32 @@ def rewrite(roots: Iterable[Expr], rule: Callable[[Expr, tuple[Expr, ...]], Expr
     return [new[root] for root in roots]
 
 
+# As Python binds them: & and | bind tighter than comparisons.
 _INFIX = {
-    "add": ("+", 1), "sub": ("-", 1), "mul": ("*", 2), "div": ("/", 2),
     "lt": ("<", 0), "le": ("<=", 0), "gt": (">", 0), "ge": (">=", 0), "eq": ("==", 0), "ne": ("!=", 0),
-    "logical_and": ("&", 0), "logical_or": ("|", 0),
+    "logical_or": ("|", 1), "logical_and": ("&", 2),
+    "add": ("+", 3), "sub": ("-", 3), "mul": ("*", 4), "div": ("/", 4),
 }  # fmt: skip
+_PREFIX = {"neg": "-", "logical_not": "~"}
 
 
 def label(node: Expr) -> str | None:
     """The name of a leaf as a reader knows it, None for an operation."""
     if node.op == "const":
         value = node.attrs[0]
-        return str(int(value)) if math.isfinite(value) and value == int(value) else repr(value)
-    if node.op == "x":
-        return f"x.{node.attrs[0]}"
+        whole = math.isfinite(value) and value == int(value)
+        return str(int(value)) if whole else repr(value)
     if node.op == "linear":
-        return f"r.{node.attrs[1]}" if node.attrs[0] == "hh" else f"{node.attrs[0]}({show(node.args[0])})"
-    if node.op == "preact":
-        return f"a.{node.attrs[1]}"
-    if node.op == "state":
-        return f"s.{node.attrs[0]}"
-    if node.op == "param":
-        return f"p.{node.attrs[0]}"
-    if node.op in ("static", "hyper"):
-        return str(node.attrs[0])
-    if node.op == "grad":
-        return f"d_{node.attrs[0]}"
-    if node.op == "keep":
-        return f"keep_{node.attrs[0]}({show(node.args[0])}, per={node.attrs[1]!r})"
+        return f"r.{node.attrs[1]}" if node.attrs[0] == "hh" else None
+    prefix = {"x": "x.", "preact": "a.", "state": "s.", "param": "p.", "grad": "d_"}
+    if node.op in prefix or node.op in ("static", "hyper"):
+        return f"{prefix.get(node.op, '')}{node.attrs[0 if node.op != 'preact' else 1]}"
     return None
 
 
-def show(node: Expr, names: dict[Expr, str] | None = None, level: int = -1, top: bool = True) -> str:
+def show(
+    node: Expr, names: Mapping[Expr, str] | None = None, level: int = -1, top: bool = True
+) -> str:
     """The expression as Python source; nodes in ``names`` print as their name."""
     if names and not top and node in names:
         return names[node]
@@ -319,31 +371,65 @@ def show(node: Expr, names: dict[Expr, str] | None = None, level: int = -1, top:
         right = show(node.args[1], names, precedence + 1, False)
         text = f"{left} {sign} {right}"
         return f"({text})" if precedence < level else text
-    if node.op == "neg":
-        return f"-{show(node.args[0], names, 3, False)}"
-    inner = [show(arg, names, -1, False) for arg in node.args]
-    if node.op in ("sum", "mean", "max") and node.attrs[0] != 1:
+    if node.op in _PREFIX:
+        return f"{_PREFIX[node.op]}{show(node.args[0], names, 5, False)}"
+    if node.op == "linear_t":
+        operands = ", ".join(show(arg, names, 2, False) for arg in node.args)
+        text = f"{operands if len(node.args) == 1 else f'({operands})'} @ W_{node.attrs[0]}"
+        return f"({text})" if level > 0 else text
+    name, inner = node.op, [show(arg, names, -1, False) for arg in node.args]
+    if node.op in ("sum", "mean", "max", "layer_norm") and node.attrs[0] != 1:
         inner.append(f"groups={node.attrs[0]}")
-    return f"{node.op}({', '.join(inner)})"
+    elif node.op == "linear":
+        inner.append(repr(node.attrs[0]))
+    elif node.op == "keep":  # numbered: two masks of one rate are two masks
+        name = f"keep_{node.attrs[0]}"
+        inner += [] if node.attrs[1] == "step" else [f"per={node.attrs[1]!r}"]
+    return f"{name}({', '.join(inner)})"
 
 
-def listing(named: Iterable[tuple[str, Expr]], min_uses: int = 2) -> Iterator[str]:
-    """Lines ``name = expression``; a shared sub-expression gets a line of its own (t1, t2, ...)."""
+def listing(
+    named: Iterable[tuple[str, Expr]],
+    known: Mapping[Expr, str] | None = None,
+    width: int = 76,
+) -> Iterator[str]:
+    """Lines ``name = expression``.
+
+    A sub-expression that is used twice, or would make an expression wider than ``width``, gets a
+    line of its own: t1, t2, ... Nodes in ``known`` print as their name; what they hang on is left
+    out.
+    """
     named = list(named)
-    order = topological(root for _, root in named)
+    known = known or {}
+    order = topological((root for _, root in named), known)
     uses = dict.fromkeys(order, 0)
     for node in order:
-        for arg in node.args:
-            uses[arg] += 1
-    names: dict[Expr, str] = {}
+        if node not in known:
+            for arg in node.args:
+                uses[arg] += 1
     targets = {root: name for name, root in reversed(named)}
+    names = dict(known)
+    count = 0
+
+    def line(node: Expr) -> str:
+        nonlocal count
+        if node not in targets:
+            count += 1
+        names[node] = targets.get(node) or f"t{count}"
+        return f"{names[node]} = {show(node, names)}"
+
     for node in order:
-        if node in targets and label(node) is None:
-            names[node] = targets[node]
-            yield f"{targets[node]} = {show(node, names)}"
-        elif label(node) is None and uses[node] >= min_uses:
-            names[node] = f"t{sum(name.startswith('t') and name[1:].isdigit() for name in names.values()) + 1}"
-            yield f"{names[node]} = {show(node, names)}"
+        if node in known or label(node) is not None:
+            continue
+        while len(show(node, names)) > width:
+            open_ = [arg for arg in node.args if arg not in names and label(arg) is None]
+            longest = max(open_, key=lambda arg: len(show(arg, names)), default=None)
+            if longest is None:
+                break
+            yield line(longest)
+        small = node.op == "neg" and label(node.args[0]) is not None
+        if node in targets or (uses[node] >= 2 and not small):
+            yield line(node)
     for name, root in named:
         if names.get(root) != name:
             yield f"{name} = {names.get(root) or show(root, names)}"

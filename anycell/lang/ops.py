@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from anycell.lang.expr import Expr, Number, apply, fail
+from anycell.lang.expr import CONDITIONS, Expr, Number, apply, fail
 
 Value = Expr | Number
 Interval = tuple[float, float]
@@ -27,7 +27,6 @@ class Op:
     meaning: Callable[..., Any]
     derivative: Callable[..., tuple[Expr | None, ...]]
     domain: tuple[Interval, ...]
-    boolean: bool = False  # the result is a condition for where()
     reduction: bool = False  # combines the units of a row (attrs: number of groups)
 
 
@@ -107,15 +106,15 @@ TABLE: dict[str, Op] = {
     ),
     "stop_gradient": Op(lambda xp, a: xp.stop_gradient(a), _none, (_ANY,)),
     # conditions
-    "lt": Op(lambda xp, a, b: a < b, _none, (_ANY, _ANY), boolean=True),
-    "le": Op(lambda xp, a, b: a <= b, _none, (_ANY, _ANY), boolean=True),
-    "gt": Op(lambda xp, a, b: a > b, _none, (_ANY, _ANY), boolean=True),
-    "ge": Op(lambda xp, a, b: a >= b, _none, (_ANY, _ANY), boolean=True),
-    "eq": Op(lambda xp, a, b: a == b, _none, (_ANY, _ANY), boolean=True),
-    "ne": Op(lambda xp, a, b: a != b, _none, (_ANY, _ANY), boolean=True),
-    "logical_and": Op(lambda xp, a, b: xp.logical_and(a, b), _none, (), boolean=True),
-    "logical_or": Op(lambda xp, a, b: xp.logical_or(a, b), _none, (), boolean=True),
-    "logical_not": Op(lambda xp, a: xp.logical_not(a), _none, (), boolean=True),
+    "lt": Op(lambda xp, a, b: a < b, _none, (_ANY, _ANY)),
+    "le": Op(lambda xp, a, b: a <= b, _none, (_ANY, _ANY)),
+    "gt": Op(lambda xp, a, b: a > b, _none, (_ANY, _ANY)),
+    "ge": Op(lambda xp, a, b: a >= b, _none, (_ANY, _ANY)),
+    "eq": Op(lambda xp, a, b: a == b, _none, (_ANY, _ANY)),
+    "ne": Op(lambda xp, a, b: a != b, _none, (_ANY, _ANY)),
+    "logical_and": Op(lambda xp, a, b: xp.logical_and(a, b), _none, ()),
+    "logical_or": Op(lambda xp, a, b: xp.logical_or(a, b), _none, ()),
+    "logical_not": Op(lambda xp, a: xp.logical_not(a), _none, ()),
     "where": Op(
         lambda xp, c, a, b: xp.where(c, a, b),
         lambda g, y, c, a, b: (None, _select(g, c), apply("where", c, 0.0, g)),
@@ -145,7 +144,7 @@ TABLE: dict[str, Op] = {
 
 def is_boolean(node: Expr) -> bool:
     """Whether the node is a condition rather than a number."""
-    return node.op in TABLE and TABLE[node.op].boolean
+    return node.op in CONDITIONS
 
 
 def is_reduction(node: Expr) -> bool:
@@ -208,8 +207,6 @@ def hard_sigmoid(value: Value) -> Expr:
 
 def where(condition: Expr, a: Value, b: Value) -> Expr:
     """``a`` where the condition holds, else ``b``; the branch not taken adds nothing to a gradient."""
-    if not (isinstance(condition, Expr) and is_boolean(condition)):
-        fail("where() got a first argument that is not a comparison.", "write where(a > b, yes, no).")
     return apply("where", condition, a, b)
 
 

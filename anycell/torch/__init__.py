@@ -1,7 +1,30 @@
-"""anycell for PyTorch."""
+"""anycell for PyTorch: recurrent layers of any cell, at fused-kernel speed.
 
+- ``LSTM``, ``GRU``, ``LSTMCell``, ``GRUCell`` replace those of ``torch.nn`` (they are subclasses):
+  same constructors, ``state_dict``, shapes, initial weights and errors, and besides ``mask``,
+  ``lengths`` and ``resets``.
+- ``RNN(cell, ...)`` and ``RNNCell(cell, ...)`` run any cell, yours included.
+- ``accelerate(model)`` swaps the layers inside a model; ``recurrent_layers(model)`` says what runs.
+
+Layers run on a fused kernel, forward and backward, in float32 and float64 on the CPU, and else as
+torch's own layer or step by step; ``layer.engine`` says which, and why. Second derivatives,
+``torch.func``, deepcopy, pickle, hooks and parametrisations work as with ``torch.nn``.
+"""
+
+from anycell.torch.accelerate import accelerate, recurrent_layers
 from anycell.torch.dropin import GRU, LSTM
 from anycell.torch.functional import Engine
 from anycell.torch.rnn import RNN
+from anycell.torch.step import GRUCell, LSTMCell, RNNCell
 
-__all__ = ["GRU", "LSTM", "RNN", "Engine"]
+__all__ = [
+    "GRU",
+    "LSTM",
+    "RNN",
+    "Engine",
+    "GRUCell",
+    "LSTMCell",
+    "RNNCell",
+    "accelerate",
+    "recurrent_layers",
+]

@@ -5,7 +5,6 @@ Every error names the argument, what was given, what is expected, and what to do
 
 from __future__ import annotations
 
-import numbers
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,11 +23,56 @@ def describe(value: Any) -> str:
         return f"{value.dtype} {list(value.shape)}{where}"
     if isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in value):
         return f"{type(value).__name__} ({', '.join(map(describe, value))})"
-    return f"{type(value).__name__} {value!r}"
+    shown = repr(value)
+    return f"{type(value).__name__} {shown if len(shown) < 60 else shown[:56] + ' ...'}"
+
+
+# -- of constructors -------------------------------------------------------------------------------
+
+
+def check_layer(
+    cell: Any, counts: Mapping[str, Any], sizes: Mapping[str, Any], dropout: Any = 0.0
+) -> None:
+    """The arguments of ``RNN`` and ``RNNCell``; ``counts`` are those that count something."""
+    if not isinstance(cell, Cell):
+        raise TypeError(
+            f"cell: given {describe(cell)}; expected a cell. Pass one of anycell.cells, for "
+            "instance anycell.cells.LSTM, or decorate a function of one step with @anycell.cell."
+        )
+    declared = {size for l in cell.linears for size in (l.in_size, l.out_size)}
+    declared = (declared | {s.size for s in cell.states}) - {"H"}
+    for name in sizes.keys() - declared:
+        has = ", ".join(sorted(declared)) or "none but H"
+        raise TypeError(
+            f"{name}: given {sizes[name]!r}; expected no such argument: of sizes, cell {cell.name} "
+            f"declares {has}. Check the spelling."
+        )
+    for name in declared - sizes.keys():
+        raise TypeError(
+            f"{name}: given nothing; expected the size that cell {cell.name} declares so. "
+            f"Pass {name}=... beside hidden_size."
+        )
+    for name, value in {**counts, **sizes}.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: given {describe(value)}; expected an int. Pass int({name}).")
+        if value <= 0:
+            raise ValueError(f"{name}: given {value}; expected a positive int. Pass 1 or more.")
+    number = isinstance(dropout, (int, float)) and not isinstance(dropout, bool)
+    if not number or not 0 <= dropout <= 1:
+        raise ValueError(
+            f"dropout: given {dropout!r}; expected a number in [0, 1], how likely an element "
+            "between two layers is zeroed. Pass 0.0 for none."
+        )
+    if dropout and counts.get("num_layers") == 1:
+        message = f"dropout={dropout} acts between layers; with num_layers=1 it does nothing."
+        warnings.warn(message, stacklevel=3)
+
+
+# -- of calls --------------------------------------------------------------------------------------
 
 
 def check_tensor(name: str, value: Any, shape: Sequence[int], axes: str, like: Tensor) -> None:
-    """``value`` is a tensor of this shape, with dtype and device of ``like``."""
+    """``value`` must be a tensor of this shape, with dtype and device of ``like``."""
     wanted = f"expected {like.dtype} {list(shape)}, {axes}"
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: given {describe(value)}; {wanted}. Pass a tensor.")
@@ -41,6 +85,7 @@ def check_tensor(name: str, value: Any, shape: Sequence[int], axes: str, like: T
 
 
 def check_device(name: str, value: Tensor, device: torch.device) -> None:
+    """``value`` must be where the weights are."""
     if value.device != device:
         raise ValueError(
             f"{name}: given on {value.device}; expected on {device}, where the weights are. "
@@ -48,46 +93,42 @@ def check_device(name: str, value: Tensor, device: torch.device) -> None:
         )
 
 
-# -- of constructors -------------------------------------------------------------------------------------
-
-
-def check_layer(cell: Any, sizes: Mapping[str, int], dropout: Any, **counts: Any) -> None:
-    """The arguments of ``RNN`` and ``RNNCell``."""
-    if not isinstance(cell, Cell):
+def check_states(
+    name: str,
+    states: Any,
+    cell: Cell,
+    sizes: Mapping[str, int],
+    first: tuple[int, ...],
+    like: Tensor,
+) -> tuple[Tensor, ...] | None:
+    """States as a tuple; each must be ``[*first, size]``."""
+    if states is None:
+        return None
+    given = (states,) if isinstance(states, Tensor) else states
+    if not isinstance(given, (tuple, list)) or len(given) != len(cell.states):
+        names = ", ".join(cell.state_names)
+        wanted = f"a tuple ({names})" if len(cell.states) > 1 else f"the tensor {names}"
         raise TypeError(
-            f"cell: given {describe(cell)}; expected a Cell. "
-            "Pass one of anycell.cells, for instance anycell.cells.LSTM, or decorate a function with @anycell.cell."
+            f"{name}: given {describe(states)}; expected {wanted}, the state of cell {cell.name}. "
+            "Pass what an earlier call returned, or leave it out."
         )
-    declared = {s.size for s in cell.states} | {s for l in cell.linears for s in (l.in_size, l.out_size)}
-    declared.discard("H")
-    for name in sizes.keys() - declared:
-        has = ", ".join(sorted(declared)) or "no sizes but H"
-        raise TypeError(
-            f"{name}: given {sizes[name]!r}; expected no such argument: cell {cell.name} declares {has}. "
-            "Check the spelling."
-        )
-    for name in declared - sizes.keys():
-        raise TypeError(
-            f"{name}: not given; expected the size that cell {cell.name} declares by this name. "
-            f"Pass {name}=... beside hidden_size."
-        )
-    for name, value in {**counts, **sizes}.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}: given {describe(value)}; expected a positive int. Pass int({name}).")
-        if value <= 0:
-            raise ValueError(f"{name}: given {value}; expected a positive int. Pass 1 or more.")
-    if isinstance(dropout, bool) or not isinstance(dropout, numbers.Real) or not 0 <= dropout <= 1:
-        raise ValueError(
-            f"dropout: given {dropout!r}; expected a number in [0, 1], the probability that an element "
-            "between two layers is zeroed. Pass 0.0 for none."
-        )
-    if dropout and counts.get("num_layers") == 1:
-        warnings.warn(
-            f"dropout={dropout} acts between layers, and num_layers=1 has no such place.", stacklevel=3
-        )
+    for state, value in zip(cell.states, given, strict=True):
+        axes = f"the state {state.name!r}"
+        check_tensor(name, value, (*first, sizes[state.size]), axes, like)
+    return tuple(given)
 
 
-# -- of calls --------------------------------------------------------------------------------------------
+def check_static(cell: Cell, static: Any, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
+    """The input per sequence, which must be given just where the cell declares one."""
+    if cell.static is not None:
+        axes = f"the input {cell.static!r} of cell {cell.name}, once per sequence"
+        check_tensor("static", static, shape, axes, like)
+    elif static is not None:
+        raise TypeError(
+            f"static: given {describe(static)}; expected nothing, for cell {cell.name} declares no "
+            'such input. Declare it, @cell(static="e"), or leave it out.'
+        )
+    return static
 
 
 @dataclass(frozen=True)
@@ -108,20 +149,22 @@ class Layout:
         return within if mask is None else within & self.flags("mask", mask)
 
     def flags(self, name: str, value: Any) -> Tensor:
-        """``mask`` or ``resets``, bool and laid out as the input, to bool ``[T, B]``."""
-        shape, axes = (self.steps, self.rows), "(time, batch)"
-        if self.batch_first:
-            shape, axes = (self.rows, self.steps), "(batch, time)"
+        """``mask`` or ``resets``, laid out as the input, to bool ``[T, B]``."""
+        shape: tuple[int, ...] = (self.steps, self.rows)
+        axes = "(time, batch)"
         if not self.batched:
             shape, axes = (self.steps,), "(time)"
+        elif self.batch_first:
+            shape, axes = (self.rows, self.steps), "(batch, time)"
         wanted = f"expected torch.bool {list(shape)}, {axes}"
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: given {describe(value)}; {wanted}. Use torch.as_tensor({name}).")
+            hint = f"Pass torch.as_tensor({name})."
+            raise TypeError(f"{name}: given {describe(value)}; {wanted}. {hint}")
         if value.dtype not in (torch.bool, torch.uint8):
             raise TypeError(f"{name}: given {describe(value)}; {wanted}. Cast it: {name}.bool().")
         if value.shape != shape:
             turned = self.batched and value.shape == shape[::-1]
-            hint = f"Transpose it: {name}.t()." if turned else "Give one flag per step and row."
+            hint = f"Turn it: {name}.t()." if turned else "One flag per step and row."
             raise ValueError(f"{name}: given {describe(value)}; {wanted}. {hint}")
         check_device(name, value, self.device)
         if not self.batched:
@@ -137,19 +180,20 @@ class Layout:
         try:
             given = torch.as_tensor(lengths)
         except (TypeError, ValueError, RuntimeError):
-            raise TypeError(
-                f"lengths: given {describe(lengths)}; {wanted}. Pass a list of int or a tensor."
-            ) from None
+            hint = "Pass a list of int, or a tensor."
+            raise TypeError(f"lengths: given {describe(lengths)}; {wanted}. {hint}") from None
         if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
-            raise TypeError(f"lengths: given {describe(given)}; {wanted}. Cast them: lengths.long().")
+            hint = "Cast them: lengths.long()."
+            raise TypeError(f"lengths: given {describe(given)}; {wanted}. {hint}")
         if given.shape != shape:
-            raise ValueError(f"lengths: given {describe(given)}; {wanted}. The batch has {self.rows} rows.")
-        if given.device.type == "cpu" and given.numel():  # elsewhere a look at them waits for the device
+            hint = "One length per row of the input."
+            raise ValueError(f"lengths: given {describe(given)}; {wanted}. {hint}")
+        if given.device.type == "cpu" and given.numel():  # a look elsewhere waits for the device
             for bad in (int(given.min()), int(given.max())):
                 if not 0 <= bad <= self.steps:
                     raise ValueError(
-                        f"lengths: given a length of {bad}; expected 0 to {self.steps}, the steps of the input. "
-                        f"Pad the input, or clamp them: lengths.clamp(0, {self.steps})."
+                        f"lengths: given a length of {bad}; expected 0 to {self.steps}, the steps "
+                        f"of the input. Pad the input, or clamp: lengths.clamp(0, {self.steps})."
                     )
         steps = torch.arange(self.steps, device=self.device).unsqueeze(1)
         return steps < given.to(self.device).reshape(1, -1)

@@ -12,34 +12,29 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell import cells
 from anycell.lang.cell import Cell
 from anycell.torch.arguments import describe
+from anycell.torch.composite import States, Weights
 from anycell.torch.functional import (
     Engine,
-    States,
-    Weights,
     autocast,
     fused_plan,
     memory,
     traced,
     transformed,
 )
-from anycell.torch.recurrent import Recurrent
-
-Lengths = Tensor | Sequence[int]
+from anycell.torch.recurrent import Lengths, Recurrent
 
 
-class _DropIn(Recurrent):
+class DropIn(Recurrent):
     """What ``LSTM`` and ``GRU`` do instead of their parent's forward.
 
-    Whatever they do not take is the parent's, its errors included. They add no attribute to an instance,
-    so that a module turns from one class into the other by ``__class__`` alone (``accelerate``).
+    Whatever they do not take is the parent's, its errors included. They add no attribute to an
+    instance: a module turns from one class into the other by ``__class__`` alone (``accelerate``).
     """
 
     _parent: type[nn.RNNBase]
     _all_weights: list[list[str]]
     _parameters: dict[str, Any]
-    weight_ih_l0: Tensor
     input_size: int
-    hidden_size: int
     num_layers: int
     proj_size: int
     bidirectional: bool
@@ -53,51 +48,45 @@ class _DropIn(Recurrent):
         return Engine("torch", plan) if isinstance(plan, str) else Engine("cpu", plan.reason)
 
     def _ours(
-        self,
-        x: Any,
-        states: Sequence[Any] | None,
-        mask: Tensor | None,
-        lengths: Lengths | None,
-        resets: Tensor | None,
+        self, x: Any, states: tuple[Any, ...] | None, **arguments: Any
     ) -> tuple[Tensor, States] | None:
-        """Output and final states, or None where the parent's forward has the answer, or the error."""
-        extras = {"mask": mask, "lengths": lengths, "resets": resets}
-        extra = mask is not None or lengths is not None or resets is not None
+        """Output and final states; None where the parent has the answer, or the error."""
+        extra = [name for name, value in arguments.items() if value is not None]
         if extra and (self.proj_size or isinstance(x, PackedSequence)):
-            name, value = next((n, v) for n, v in extras.items() if v is not None)
-            what = "proj_size" if self.proj_size else "a PackedSequence, which has its own lengths"
+            carrier = "proj_size" if self.proj_size else "a PackedSequence, which has its lengths"
             raise ValueError(
-                f"{name}: given {describe(value)}; expected None with {what}. "
+                f"{extra[0]}: given {describe(arguments[extra[0]])}; expected None with {carrier}. "
                 "Pass a padded tensor to a layer without projection."
             )
         if not self._fits(x, states):
             return None
-        if not extra and not transformed():
-            plan = fused_plan(self.cell, self.hidden_size, self.weight_ih_l0)
-            if isinstance(plan, str) or traced() or autocast() or not memory(x):
-                return None
-        return self._run(x, states and tuple(states), mask, lengths, resets)
+        if not extra and not transformed() and (autocast() or traced() or not self._fused(x)):
+            return None
+        return self._run(x, states, **arguments)
 
     def _fits(self, x: Any, states: Sequence[Any] | None) -> bool:
-        """Whether input and state are as torch wants them."""
+        """Whether input and states are as torch wants them."""
         if not isinstance(x, Tensor) or x.dim() not in (2, 3) or self.proj_size:
             return False
-        batched, weight = x.dim() == 3, self.weight_ih_l0
+        batched, weight, shape = x.dim() == 3, self.weight_ih_l0, x.shape
         time = int(batched and self.batch_first)
-        if x.shape[time] == 0 or x.shape[-1] != self.input_size or not _alike(x, weight):
+        if shape[time] == 0 or shape[-1] != self.input_size or not _alike(x, weight):
             return False
-        if states is None:
-            return True
-        rows = (x.shape[1 - time],) if batched else ()
-        shape = (self.num_layers * (1 + self.bidirectional), *rows, self.hidden_size)
-        return len(states) == len(self.cell.states) and all(
-            isinstance(s, Tensor) and s.shape == shape and _alike(s, weight) for s in states
+        rows = (shape[1 - time],) if batched else ()
+        wanted = (self.num_layers * (1 + self.bidirectional), *rows, self.hidden_size)
+        return states is None or (
+            len(states) == len(self.cell.states)
+            and all(isinstance(s, Tensor) and s.shape == wanted and _alike(s, x) for s in states)
         )
+
+    def _fused(self, x: Tensor) -> bool:
+        plan = fused_plan(self.cell, self.hidden_size, self.weight_ih_l0)
+        return not isinstance(plan, str) and memory(x)
 
     def _weights(self) -> list[list[Weights]]:
         mine = self._parameters
         found = [
-            # A parametrised weight is no longer a parameter, but computed by an attribute.
+            # A parametrised weight is no parameter of the module, but computed by an attribute.
             Weights(*[mine[name] if name in mine else getattr(self, name) for name in names])
             for names in self._all_weights
         ]
@@ -105,37 +94,39 @@ class _DropIn(Recurrent):
         return [found[k : k + step] for k in range(0, len(found), step)]
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """TorchScript gets the parent's forward, on the same parameters."""
-        plain = copy.copy(self)
-        plain.__class__ = self._parent  # type: ignore[assignment]
-        return plain  # type: ignore[return-value]
+        """TorchScript compiles the parent's forward, on the same parameters."""
+        plain: Any = copy.copy(self)
+        plain.__class__ = self._parent
+        return plain
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
     return a.device == b.device and (a.dtype == b.dtype or autocast())
 
 
-class LSTM(_DropIn, nn.LSTM):
-    r"""``torch.nn.LSTM`` on a fused kernel: same constructor, weights, ``state_dict``, shapes and errors.
+class LSTM(DropIn, nn.LSTM):
+    r"""``torch.nn.LSTM`` on a fused kernel: its constructor, weights, shapes, defaults and errors.
 
-        i_t, f_t, o_t = sigmoid(W_i. x_t + b_i. + W_h. h_{t-1} + b_h.)        each with its own rows
-        g_t = tanh(W_ig x_t + b_ig + W_hg h_{t-1} + b_hg)
-        c_t = f_t c_{t-1} + i_t g_t
-        h_t = o_t tanh(c_t)
+        i, f, o = sigmoid(W_i x_t + b_i + W_h h + b_h)      each with its own rows of W and b
+        g = tanh(W_i x_t + b_i + W_h h + b_h)
+        c' = f c + i g
+        h' = o tanh(c')
 
-    ``forward(input, hx=None, *, mask=None, lengths=None, resets=None)`` returns ``(output, (h_n, c_n))`` as
-    torch's does. What torch's does not have, laid out as the input, ``[T, B]`` or ``[B, T]`` if ``batch_first``:
-        mask: bool, False where a step does nothing: the state is held, the output is zero, and what lies
-            there has no influence, not even NaN.
-        lengths: integers ``[B]``, how many steps of each row count; the reverse direction starts there.
-        resets: bool, True where zeros replace the state before the step, as where an episode starts.
+    ``forward(input, hx=None, *, mask=None, lengths=None, resets=None)`` gives ``(output, (h, c))``
+    as torch's does. Of what torch's does not have, masks and resets are laid out as the input,
+    ``[T, B]``, or ``[B, T]`` if ``batch_first``:
+        mask: bool, False where a step does nothing: the state is held, the output is zero, and
+            what lies there has no influence, not even NaN.
+        lengths: integers ``[B]``, how many steps of each row count. The reverse direction starts
+            at each row's end.
+        resets: bool, True where zeros replace the state before the step: where an episode starts.
 
-    Runs fused: float32 and float64 on the CPU. Runs as torch's own layer: other dtypes and devices, autocast,
-    ``proj_size``, PackedSequence, and under tracing (jit, export). ``engine`` says which, and why. Under
-    ``torch.func`` and for second derivatives it runs step by step.
+    Fused are float32 and float64 on the CPU. Other dtypes and devices, autocast, ``proj_size``,
+    PackedSequence and tracing (jit, export) are torch's own layer's; ``engine`` says which, and
+    why. ``torch.func``, and second derivatives, run step by step.
 
     Raises:
-        what ``torch.nn.LSTM`` raises; TypeError or ValueError for the three arguments above.
+        What ``torch.nn.LSTM`` raises; TypeError or ValueError for the three arguments above.
 
     Example:
         >>> lstm = LSTM(input_size=3, hidden_size=8, num_layers=2)
@@ -157,20 +148,22 @@ class LSTM(_DropIn, nn.LSTM):
         mask: Tensor | None = None,
         lengths: Lengths | None = None,
         resets: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        ours = self._ours(input, hx, mask, lengths, resets)
+    ) -> tuple[Tensor, States]:
+        """Output and final states; see the class."""
+        states = None if hx is None else tuple(hx)
+        ours = self._ours(input, states, mask=mask, lengths=lengths, resets=resets)
         return super().forward(input, hx) if ours is None else ours
 
 
-class GRU(_DropIn, nn.GRU):
-    r"""``torch.nn.GRU`` on a fused kernel: same constructor, weights, ``state_dict``, shapes and errors.
+class GRU(DropIn, nn.GRU):
+    r"""``torch.nn.GRU`` on a fused kernel: its constructor, weights, shapes, defaults and errors.
 
-        r_t, z_t = sigmoid(W_i. x_t + b_i. + W_h. h_{t-1} + b_h.)              each with its own rows
-        n_t = tanh(W_in x_t + b_in + r_t (W_hn h_{t-1} + b_hn))
-        h_t = (1 - z_t) n_t + z_t h_{t-1}
+        r, z = sigmoid(W_i x_t + b_i + W_h h + b_h)         each with its own rows of W and b
+        n = tanh(W_i x_t + b_i + r (W_h h + b_h))
+        h' = (1 - z) n + z h
 
-    ``forward(input, hx=None, *, mask=None, lengths=None, resets=None)`` returns ``(output, h_n)`` as torch's
-    does. The further arguments, what runs fused, and the errors are those of ``LSTM``.
+    ``forward(input, hx=None, *, mask=None, lengths=None, resets=None)`` gives ``(output, h)`` as
+    torch's does. The further arguments, what runs fused, and the errors are as for ``LSTM``.
 
     Example:
         >>> gru = GRU(input_size=3, hidden_size=8, batch_first=True)
@@ -191,8 +184,7 @@ class GRU(_DropIn, nn.GRU):
         lengths: Lengths | None = None,
         resets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        ours = self._ours(input, None if hx is None else (hx,), mask, lengths, resets)
-        if ours is None:
-            return super().forward(input, hx)
-        output, (final,) = ours
-        return output, final
+        """Output and final state; see the class."""
+        states = None if hx is None else (hx,)
+        ours = self._ours(input, states, mask=mask, lengths=lengths, resets=resets)
+        return super().forward(input, hx) if ours is None else (ours[0], *ours[1])  # type: ignore

@@ -1,15 +1,8 @@
-"""One layer, and a stack of layers, as functions of tensors.
-
-A layer runs on the fused engine under one ``torch.autograd.Function``, or as a *composite*: the input
-projection by ``torch.nn.functional.linear``, then the reference engine under plain autograd. The composite
-is slow and can do everything torch can: it serves double backward, vmap, forward-mode derivatives,
-tracing, and the cells, dtypes and devices that no fused kernel carries.
-"""
+"""One layer, and layers on top of each other, as functions of tensors; who runs them, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -17,125 +10,70 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from anycell.engines import reference
 from anycell.lang.cell import Cell
 from anycell.plan import Plan, plan
-
-States = tuple[Tensor, ...]
-
-
-@dataclass
-class Weights:
-    """The learned tensors of one direction of one layer."""
-
-    ih: Tensor
-    hh: Tensor | None = None
-    bias_ih: Tensor | None = None
-    bias_hh: Tensor | None = None
-    params: dict[str, Tensor] = field(default_factory=dict)  # the cell's, [H] each
-    linears: dict[str, Tensor] = field(default_factory=dict)  # of further matmuls inside a step
-
-
-@dataclass(frozen=True)
-class Options:
-    """What all layers of one call share."""
-
-    mask: Tensor | None = None
-    resets: Tensor | None = None
-    static: Tensor | None = None
-    masked_output: str = "zero"
-    training: bool = False
-    seed: int = 0
+from anycell.torch import fused
+from anycell.torch.composite import Call, Inputs, States, Weights, composite
 
 
 def stack(
-    cell: Cell,
-    x: Tensor,
-    state: States | None,
+    call: Call,
+    inputs: Inputs,
     weights: Sequence[Sequence[Weights]],
-    options: Options,
     dropout: float = 0.0,
 ) -> tuple[Tensor, States]:
     """Layers on top of each other.
 
     Args:
-        x: ``[T, B, input]``.
-        state: per state of the cell ``[layers * directions, B, size]``; None for what the cell declares.
+        call: of the first layer.
+        inputs: of the first layer, but with the states of all, ``[layers * directions, B, size]``.
         weights: per layer, per direction.
-        dropout: between layers, in training, by torch's generator as in ``torch.nn``.
+        dropout: between layers, in training, drawn as ``torch.nn`` draws it.
 
     Returns:
-        the output ``[T, B, directions * size]`` and the final state, as ``state``.
+        the output ``[T, B, directions * size]`` and the final states of all layers.
     """
-    finals = []
+    if len(weights) == 1:
+        return layer(call, inputs)
+    x, finals = inputs.x, []
     for k, directions in enumerate(weights):
-        if k and dropout and options.training:
+        if k and dropout and call.options.training:
             x = F.dropout(x, dropout)
-        first = k * len(directions)
-        initial = state and tuple(s[first : first + len(directions)] for s in state)
-        x, final = layer(cell, x, initial, directions, options, stream=first)
+        mine = slice(k * len(directions), (k + 1) * len(directions))
+        initial = inputs.initial and tuple(s[mine] for s in inputs.initial)
+        reset = inputs.reset and tuple(s[mine] for s in inputs.reset)
+        one = Inputs(x, inputs.static, initial, reset, directions)
+        x, final = layer(call._replace(layer=k), one)
         finals.append(final)
-    if len(finals) == 1:
-        return x, finals[0]
     return x, tuple(map(torch.cat, zip(*finals, strict=True)))
 
 
-def layer(
-    cell: Cell,
-    x: Tensor,
-    initial: States | None,
-    weights: Sequence[Weights],
-    options: Options,
-    stream: int = 0,
-) -> tuple[Tensor, States]:
-    """One layer of one or two directions; initial and final states are ``[directions, B, size]`` each."""
-    return composite(cell, x, initial, weights, options, stream)
+def layer(call: Call, inputs: Inputs) -> tuple[Tensor, States]:
+    """One layer of one or two directions, on the engine that fits."""
+    if not (traced() or transformed()):
+        plan = fused_plan(call.cell, call.hidden_size, inputs.weights[0].ih)
+        if isinstance(plan, Plan) and _memory(inputs):
+            return fused.run(call, plan, inputs)
+    return composite(call, inputs)
 
 
-def composite(
-    cell: Cell,
-    x: Tensor,
-    initial: States | None,
-    weights: Sequence[Weights],
-    options: Options,
-    stream: int = 0,
-) -> tuple[Tensor, States]:
-    """``layer`` as differentiable torch operations, step by step."""
-    outputs, finals = [], []
-    for d, w in enumerate(weights):
-        output, final = reference.run(
-            cell,
-            F.linear(x, w.ih, w.bias_ih),
-            {"hh": w.hh, "hh_bias": w.bias_hh, **w.linears},
-            initial and tuple(s[d] for s in initial),
-            w.params,
-            static=options.static,
-            mask=options.mask,
-            resets=options.resets,
-            masked_output=options.masked_output,
-            reverse=d == 1,
-            training=options.training,
-            seed=options.seed,
-            stream=stream + d,
-        )
-        outputs.append(output)
-        finals.append(final)
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-    return output, tuple(map(torch.stack, zip(*finals, strict=True)))
-
-
-# -- which engine ----------------------------------------------------------------------------------------
+# -- which engine ----------------------------------------------------------------------------------
 
 
 class Engine(NamedTuple):
-    """What runs a layer: "cpu" (fused), "reference" (step by step) or "torch" (its own layer); and why."""
+    """What runs a layer, and why.
+
+    Attributes:
+        name: "cpu" (fused kernel), "reference" (step by step) or "torch" (its own layer).
+        reason: in words.
+    """
 
     name: str
     reason: str
 
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64"}
-_MEMORY = (Tensor, torch.nn.Parameter)
+_ORDINARY = (Tensor, torch.nn.Parameter)
 
 
 def fused_plan(cell: Cell, hidden_size: int, weight: Tensor) -> Plan | str:
@@ -149,19 +87,33 @@ def fused_plan(cell: Cell, hidden_size: int, weight: Tensor) -> Plan | str:
     return found if found.engine == "cpu" else found.reason
 
 
+def memory(x: Tensor | None, dtype: torch.dtype | None = None) -> bool:
+    """Whether ``x``, if any, is plain memory on the CPU; a FakeTensor, for one, is not."""
+    return x is None or (
+        type(x) in _ORDINARY
+        and x.device.type == "cpu"
+        and x.layout is torch.strided
+        and not x.is_neg()
+        and (dtype is None or x.dtype is dtype)
+    )
+
+
+def _memory(inputs: Inputs) -> bool:
+    """Whether all inputs are plain memory of one dtype."""
+    x, static, initial, reset, weights = inputs
+    rest = (static, *(initial or ()), *(reset or ()))
+    learned = (t for w in weights for t in (*w[:4], *w.params))
+    return memory(x) and all(memory(t, x.dtype) for t in (*rest, *learned))
+
+
 def traced() -> bool:
     """Whether torch.compile, export or jit records the call: pointers mean nothing then."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def transformed() -> bool:
-    """Whether tensors carry more than their memory: torch.func's transforms, or forward-mode tangents."""
+    """Whether tensors carry more than memory: torch.func's transforms, or forward-mode tangents."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def memory(x: Tensor) -> bool:
-    """Whether ``x`` is an ordinary tensor, with its numbers in memory (a FakeTensor, say, is not)."""
-    return type(x) in _MEMORY and x.layout is torch.strided
 
 
 autocast: Callable[[], bool] = getattr(

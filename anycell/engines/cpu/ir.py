@@ -114,9 +114,9 @@ def mangle(type: str) -> str:
 
 def constant(value: Number, type: str) -> Value:
     """A number as a constant of `type`, in every lane of a vector."""
-    lanes, element = shape(type)
+    element = shape(type)[1]
     text = _literal(value, element)
-    return Value(f"<{', '.join([f'{element} {text}'] * lanes)}>" if type[0] == "<" else text, type)
+    return Value(text if element == type else f"splat ({element} {text})", type)
 
 
 def constants(values: Sequence[Number], element: str) -> Value:
@@ -130,12 +130,12 @@ def _literal(value: Number, element: str) -> str:
         # The text spells a float as the bits of the double that equals it: exact, inf and NaN too.
         if element == "float":
             try:
-                value = struct.unpack("f", struct.pack("f", value))[0]
+                value = struct.unpack("<f", struct.pack("<f", value))[0]
             except OverflowError:
                 raise ValueError(f"{value!r} does not fit a float") from None
         elif element != "double":
             raise TypeError(f"constants of type {element} are not supported; extend from float")
-        return f"0x{struct.unpack('Q', struct.pack('d', value))[0]:016X}"
+        return f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}"
     if element == "i1":
         return "true" if value else "false"
     if element == "ptr":

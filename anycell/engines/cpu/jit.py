@@ -84,6 +84,24 @@ def compile(text: str, symbols: Sequence[str], target: Target) -> Library:
         return Library(text, target, _load(code, symbols, target), cached)
 
 
+def stored(text: str, symbols: Sequence[str], target: Target) -> bytes | None:
+    """The object file of `text` as the cache has it; None where it does not. Compiles nothing."""
+    if os.environ.get("ANYCELL_CACHE") == "0":
+        return None
+    try:
+        with lock, _Cache(cache_directory(), create=False) as cache:
+            return cache.read(_key(text, symbols, target))
+    except OSError:
+        return None
+
+
+def code_size(code: bytes) -> int:
+    """Bytes of machine instructions in an object file."""
+    with lock:
+        sections = _llvm().object_file.ObjectFileRef.from_data(code).sections()
+        return sum(section.size() for section in sections if section.is_text())
+
+
 # --------------------------------------------------------------------------------------------- LLVM
 
 
@@ -179,7 +197,7 @@ def _key(text: str, symbols: Sequence[str], target: Target) -> str:
 def cache_directory() -> str:
     """Where compiled kernels are kept: `$ANYCELL_CACHE_DIR`, else the user's cache directory."""
     if chosen := os.environ.get("ANYCELL_CACHE_DIR"):
-        return os.path.abspath(chosen)
+        return os.path.abspath(os.path.expanduser(chosen))
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # the XDG specification says to ignore a relative one
         base = os.path.join(os.path.expanduser("~"), ".cache")
@@ -210,10 +228,11 @@ class _Cache:
     nobody can put another directory in its place in between.
     """
 
-    def __init__(self, path: str) -> None:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path, 0o700)
+    def __init__(self, path: str, create: bool = True) -> None:
+        if create:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o700)
         self.path = path
         self._fd: int | None = None
         if {os.open, os.rename, os.unlink} <= os.supports_dir_fd and os.scandir in os.supports_fd:

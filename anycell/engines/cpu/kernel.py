@@ -17,7 +17,6 @@ operations in the same order whatever the split, so the bits do not depend on it
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,15 +30,19 @@ from anycell.plan import FREE, Plan, gradient_roots, is_narrow, passes
 
 REALS = {"float32": "float", "float64": "double"}
 PANEL = 48  # rows whose matmul results are kept before the cell's work on them
+AHEAD = 8  # rows between a load and the prefetch for a later one
+SPINS = 4000  # turns at a barrier before a thread offers its core, some 100 us
 L1_WEIGHTS = 32 << 10  # bytes of a block of packed weights that stays in the first-level cache
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a matmul with ``outputs`` results per unit is cut.
+    """How a matmul with ``outputs`` results per unit is cut, and the element-wise work after it.
 
     A tile has ``unroll`` vectors of units, each with all its outputs: ``columns`` vectors. The register block
-    takes ``groups`` of columns in turn, with as many rows as the registers hold.
+    takes ``groups`` of columns in turn, with as many rows as the registers hold. The element-wise work goes over
+    ``width`` vectors at once, two independent chains of operations where one would wait for itself, and over
+    whole ``span``s of tiles.
     """
 
     units: int  # H
@@ -75,11 +78,29 @@ class Geometry:
         return -(-self.vectors // self.unroll)
 
     @property
-    def groups(self) -> tuple[int, ...]:
-        """Columns of each register block, as equal as can be."""
+    def width(self) -> int:
+        return min(2, self.vectors)
+
+    @property
+    def span(self) -> int:
+        """Vectors of units whose matmul results are complete before the element-wise work on them."""
+        return self.unroll * (1 if self.unroll % self.width == 0 else self.width)
+
+    @property
+    def spans(self) -> int:
+        return -(-self.vectors // self.span)
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Per register block the places of its columns, in vectors, among the results of a row of a span.
+
+        Columns of a tile are ordered by output, then by vector of units, as equal in number as can be.
+        """
         widest = 4 if self.registers == 32 else 3 if self.columns == 3 else 2
-        count = -(-self.columns // widest)
-        return tuple((self.columns + i) // count for i in range(count))
+        count = -(-self.columns // widest) or 1
+        places = [n * self.span + v for n in range(self.outputs) for v in range(self.unroll)]
+        bounds = [i * self.columns // count for i in range(count + 1)]
+        return tuple(tuple(places[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
 
     def block_rows(self, columns: int) -> int:
         """Rows of a register block: all registers but those of the weights and one for the operand."""
@@ -114,7 +135,7 @@ def arguments(plan: Plan, backward: bool) -> tuple[str, ...]:
     ``*_t`` and ``*_b`` are strides in elements per step and per batch row; those per step are negative where time
     runs backwards. Optional addresses are 0 where absent.
     """
-    names = ["steps", "batch", "time", "time_step", "units_split", "barrier", "workspace", "workspace_stride"]
+    names = ["steps", "batch", "time", "time_step", "units_split", "barrier", "yield_to", "workspace", "workspace_stride"]
     names += ["weights", "hyper", "training", "seed", "stream", "mask", "mask_t", "resets", "resets_t", "repeat"]
     for i in range(len(plan.cell.states)):
         # The state before each step. `flip`: only two slots, which take turns. `next`: from there to the state after.
@@ -130,6 +151,14 @@ def arguments(plan: Plan, backward: bool) -> tuple[str, ...]:
     else:
         names += ["x", "x_t", "x_b", "out", "out_t", "out_b"]
     return tuple(names)
+
+
+def _relative(places: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(place - places[0] for place in places)
+
+
+def _tag(places: tuple[int, ...]) -> str:
+    return "_".join(map(str, places))
 
 
 class Generator:
@@ -163,10 +192,11 @@ class Generator:
         self.rows_kept = {n: i for i, n in enumerate((*self.passes.spills, *grouped))}
         self.scratch_rows = len(self.rows_kept) + len(grouped)
         self.grouped_argument = {n: len(self.rows_kept) + i for i, n in enumerate(grouped)}
-        self.vectorwise = self.geometry.vectors * self.geometry.lanes  # H rounded up
         g = self.geometry
-        self.acc_row = (g.tiles if self.row_wise else 1) * g.columns * g.lanes
-        self.padded = g.vectors * g.lanes != g.units
+        self.vectorwise = g.spans * g.span * g.lanes  # H rounded up
+        self.acc_span = g.outputs * g.span * g.lanes
+        self.acc_row = self.acc_span * (g.spans if self.row_wise else 1)
+        self.padded = g.units % (g.width * g.lanes) != 0
         self.size = 4 if self.real == "float" else 8
 
     def _kept(self, i: int) -> bool:
@@ -180,19 +210,19 @@ class Generator:
 
     # ---- the module -----------------------------------------------------------------------------
     def text(self) -> str:
-        for columns in sorted(set(self.geometry.groups)) if self.outputs else ():
-            for rows in range(1, self.geometry.block_rows(columns) + 1):
-                self._register_block(columns, rows)
-            self._row_blocks(columns)
+        for places in dict.fromkeys(map(_relative, self.geometry.groups)) if self.outputs else ():
+            for rows in range(1, self.geometry.block_rows(len(places)) + 1):
+                self._register_block(places, rows)
+            self._row_blocks(places)
         self._sequence()
         self._entry()
         if self.outputs:
             self._pack()
         return str(self.module)
 
-    def _register_block(self, columns: int, rows: int) -> None:
-        """acc[rows, columns] (+)= operand[rows, k0:k1] @ weights[k0:k1, columns]; the hot loop."""
-        name = f"block_{columns}x{rows}"
+    def _register_block(self, places: tuple[int, ...], rows: int) -> None:
+        """acc[rows, places] (+)= operand[rows, k0:k1] @ weights[k0:k1, columns]; the hot loop."""
+        name, columns = f"block_{_tag(places)}_x{rows}", len(places)
         params = [("ptr noalias", "weights"), ("ptr noalias", "rows"), ("ptr noalias", "acc"), ("i64", "k0"), ("i64", "k1"), ("i64", "fresh")]
         b = self.module.function(name, params, internal=True, inline=False)
         weights, pointers, acc, k0, k1, fresh = b.args
@@ -207,7 +237,7 @@ class Generator:
         with otherwise:
             for r in range(rows):
                 for c in range(columns):
-                    b.store(b.load(b.gep(acc, r * self.acc_row + c * b.lanes), align=full), sums[r][c])
+                    b.store(b.load(b.gep(acc, r * self.acc_row + places[c] * b.lanes), align=full), sums[r][c])
 
         def step(k: Value) -> None:
             base = b.gep(weights, b.mul(b.add(k, 1), width))
@@ -225,14 +255,14 @@ class Generator:
             step(k)
         for r in range(rows):
             for c in range(columns):
-                b.store(b.load(sums[r][c]), b.gep(acc, r * self.acc_row + c * b.lanes), align=full)
+                b.store(b.load(sums[r][c]), b.gep(acc, r * self.acc_row + places[c] * b.lanes), align=full)
 
-    def _row_blocks(self, columns: int) -> None:
+    def _row_blocks(self, places: tuple[int, ...]) -> None:
         """Cuts ``count`` rows into register blocks as equal as can be."""
         params = [("ptr", "weights"), ("ptr", "rows"), ("ptr", "acc"), ("i64", "count"), ("i64", "k0"), ("i64", "k1"), ("i64", "fresh")]
-        b = self.module.function(f"rows_{columns}", params, internal=True, inline=False)
+        b = self.module.function(f"rows_{_tag(places)}", params, internal=True, inline=False)
         weights, pointers, acc, count, k0, k1, fresh = b.args
-        most = self.geometry.block_rows(columns)
+        most = self.geometry.block_rows(len(places))
         blocks = b.sdiv(b.add(count, most - 1), most)
         with b.loop(0, blocks) as i:
             first = b.sdiv(b.mul(i, count), blocks)
@@ -240,15 +270,17 @@ class Generator:
             here, into = b.gep(pointers, first, "i64"), b.gep(acc, b.mul(first, self.acc_row))
             for m in range(1, most + 1):
                 with b.when(b.icmp("eq", rows, m)):
-                    b.call(f"block_{columns}x{m}", weights, here, into, k0, k1, fresh)
+                    b.call(f"block_{_tag(places)}_x{m}", weights, here, into, k0, k1, fresh)
 
     # ---- one sequence -----------------------------------------------------------------------------
     def _sequence(self) -> None:
         b = self.module.function("sequence", [("ptr", "args"), ("i64", "part"), ("i64", "parts")], internal=True, inline=False)
         self.b = b
+        # From here on a vector is what the element-wise work takes at once.
+        self._widen(b)
         table, part, parts = b.args
         self.arg: dict[str, Value] = {}
-        pointers = {"barrier", "workspace", "weights", "hyper", "mask", "resets", "static", "bias_x", "saved", "x", "out"}
+        pointers = {"barrier", "yield_to", "workspace", "weights", "hyper", "mask", "resets", "static", "bias_x", "saved", "x", "out"}
         pointers |= {"dy", "dx", "dr", "operand", "dparam", "dstatic"}
         for name, i in self.names.items():
             is_pointer = name in pointers or name.rstrip("0123456789") in ("state", "reset", "param", "dstate", "dreset")
@@ -259,11 +291,9 @@ class Generator:
         def share(total: Value, number: Value) -> Value:
             return b.sdiv(b.mul(total, number), parts)
 
-        tiles, zero, after = constant(g.tiles, "i64"), constant(0, "i64"), b.add(part, 1)
-        if not self.outputs:
-            tiles = constant(g.vectors, "i64")
+        spans, zero, after = constant(g.spans, "i64"), constant(0, "i64"), b.add(part, 1)
         row0, row1 = (b.select(split, whole, share(arg["batch"], n)) for whole, n in ((zero, part), (arg["batch"], after)))
-        self.tile0, self.tile1 = (b.select(split, share(tiles, n), whole) for whole, n in ((zero, part), (tiles, after)))
+        span0, span1 = (b.select(split, share(spans, n), whole) for whole, n in ((zero, part), (spans, after)))
         space = b.gep(arg["workspace"], b.mul(part, arg["workspace_stride"]), "i8")
         self.rows = space
         addresses = b.mul(b.sdiv(b.add(b.mul(arg["batch"], 8), 63), 64), 64)
@@ -280,23 +310,35 @@ class Generator:
             if self.row_wise:
                 with b.loop(row0, row1, PANEL) as first:
                     last = b.smin(b.add(first, PANEL), row1)
-                    with b.loop(self.tile0, self.tile1) as tile:
-                        self._matmul(tile, first, last)
+                    with b.loop(span0, span1) as span:
+                        self._matmul(span, first, last)
                     with b.loop(first, last) as row:
                         self._row(row, first, None)
             else:
-                with b.loop(self.tile0, self.tile1) as tile, b.loop(row0, row1, PANEL) as first:
+                with b.loop(span0, span1) as span, b.loop(row0, row1, PANEL) as first:
                     last = b.smin(b.add(first, PANEL), row1)
-                    self._matmul(tile, first, last)
+                    self._matmul(span, first, last)
                     with b.loop(first, last) as row:
-                        self._row(row, first, tile)
+                        self._row(row, first, span)
             with b.when(split):
                 # Nobody starts step t + 1 before everybody has written step t.
                 b.atomic_add(arg["barrier"], 1)
-                wanted = b.mul(parts, b.add(t, 1))
+                wanted, turns = b.mul(parts, b.add(t, 1)), b.alloca("i64")
+                b.store(constant(0, "i64"), turns)
                 with b.repeat() as again:
                     b.pause()
+                    turn = b.add(b.load(turns, "i64"), 1)
+                    b.store(turn, turns)
+                    # More threads than cores: let the others have this one.
+                    with b.when(b.icmp("sgt", turn, SPINS)):
+                        b.call(arg["yield_to"], returns="i32")
                     again(b.icmp("slt", b.atomic_load(arg["barrier"]), wanted))
+
+    def _widen(self, b: Builder) -> None:
+        b.lanes = self.geometry.lanes * self.geometry.width
+        b.vec = f"<{b.lanes} x {b.real}>"
+        b.ivec = f"<{b.lanes} x i{8 * self.size}>"
+        b.mask = f"<{b.lanes} x i1>"
 
     def _given(self, name: str) -> Value:
         return self.b.icmp("ne", self.arg[name], 0) if self.arg[name].type == "i64" else self._not_null(self.arg[name])
@@ -353,36 +395,41 @@ class Generator:
                 address = self._before(0, self._flagged(self.has_resets, "resets", self.t, row))
             b.store(address, b.gep(self.rows, row, "i64"))
 
-    def _matmul(self, tile: Value, first: Value, last: Value) -> None:
-        """acc = operand @ W for one tile and a panel of rows, block by block of the sum."""
+    def _matmul(self, span: Value, first: Value, last: Value) -> None:
+        """acc = operand @ W for the tiles of one span and a panel of rows, block by block of the sum."""
         b, g = self.b, self.geometry
         if not self.outputs:
             return
-        weights = b.gep(self.arg["weights"], b.mul(tile, g.tile_elements))
-        acc = b.gep(self.acc, b.mul(tile, g.columns * g.lanes)) if self.row_wise else self.acc
+        acc = b.gep(self.acc, b.mul(span, self.acc_span)) if self.row_wise else self.acc
         rows, count = b.gep(self.rows, first, "i64"), b.sub(last, first)
         block = g.inner_block(self.size)
+        whole = constant(g.inner, "i64")
         # The first backward step has no step after it: its state gradients came with the call.
-        inner = b.select(b.icmp("eq", self.t, 0), 0, constant(g.inner, "i64")) if self.backward else constant(g.inner, "i64")
-        with b.loop(0, constant(-(-g.inner // block), "i64")) as i:
-            k0 = b.smin(b.mul(i, block), inner)
-            k1 = b.smin(b.add(k0, block), inner)
-            fresh = b.zext(b.icmp("eq", i, 0), "i64")
-            column = 0
-            for columns in g.groups:
-                at = column * g.lanes
-                b.call(f"rows_{columns}", b.gep(weights, at), rows, b.gep(acc, at), count, k0, k1, fresh)
-                column += columns
+        inner = b.select(b.icmp("eq", self.t, 0), 0, whole) if self.backward else whole
+        per_span = g.span // g.unroll
+        tile0 = b.mul(span, per_span)
+        with b.loop(tile0, b.smin(b.add(tile0, per_span), g.tiles)) as tile:
+            weights = b.gep(self.arg["weights"], b.mul(tile, g.tile_elements))
+            into = b.gep(acc, b.mul(b.sub(tile, tile0), g.unroll * g.lanes))
+            with b.loop(0, -(-g.inner // block)) as i:
+                k0 = b.smin(b.mul(i, block), inner)
+                k1 = b.smin(b.add(k0, block), inner)
+                fresh = b.zext(b.icmp("eq", i, 0), "i64")
+                column = 0
+                for places in g.groups:
+                    w, at = b.gep(weights, column * g.lanes), b.gep(into, places[0] * g.lanes)
+                    b.call(f"rows_{_tag(_relative(places))}", w, rows, at, count, k0, k1, fresh)
+                    column += len(places)
 
     # ---- the work on one row -----------------------------------------------------------------------
-    def _row(self, row: Value, first: Value, tile: Value | None) -> None:
-        b = self.b
+    def _row(self, row: Value, first: Value, span: Value | None) -> None:
+        """The work on one row: on the units of one span, or on all of them."""
+        b, g = self.b, self.geometry
         self.row = row
         self.acc_at = b.gep(self.acc, b.mul(b.sub(row, first), self.acc_row))
-        per_tile = self.geometry.unroll if self.outputs else 1
-        self.tile_start = b.mul(tile, per_tile) if tile is not None else constant(0, "i64")
-        end = self.geometry.vectors if tile is None else b.smin(b.add(self.tile_start, per_tile), self.geometry.vectors)
-        self.vector_range = (self.tile_start, end)
+        start = constant(0, "i64") if span is None else b.mul(span, g.span)
+        end = constant(g.vectors, "i64")
+        self.vector_range = (start, end if span is None else b.smin(b.add(start, g.span), end))
         if self.backward:
             with b.when(b.icmp("sgt", self.t, 0)):
                 previous = b.sub(self.t, 1)
@@ -409,7 +456,7 @@ class Generator:
     def _vectors(self) -> Iterator[None]:
         """A loop over the vectors of units at hand; sets where they start and which lanes exist."""
         b, g = self.b, self.geometry
-        with b.loop(*self.vector_range) as vector:
+        with b.loop(*self.vector_range, g.width) as vector:
             self.vector, self.unit = vector, b.mul(vector, g.lanes)
             self.lane_mask = b.lane_mask(b.sub(constant(g.units, "i64"), self.unit)) if self.padded else None
             yield
@@ -419,6 +466,18 @@ class Generator:
         b = self.b
         at = b.gep(address, b.add(self.unit, offset))
         return b.load(at) if self.lane_mask is None else b.masked_load(at, self.lane_mask)
+
+    def _stream(self, name: str, offset: int = 0) -> Value:
+        """The vector of units at hand from an array over time, which is too large for the near caches.
+
+        Rows lie pages apart, where the hardware does not look ahead by itself.
+        """
+        b, g = self.b, self.geometry
+        address = self._at(name, self.t, self.row)
+        ahead = b.gep(address, b.add(b.add(self.unit, offset), b.mul(self.arg[f"{name}_b"], AHEAD)))
+        for i in range(g.width):
+            b.prefetch(b.gep(ahead, i * g.lanes))
+        return self._load(address, offset)
 
     def _store(self, value: Value, address: Value, offset: int = 0) -> None:
         b = self.b
@@ -430,9 +489,12 @@ class Generator:
 
     def _acc(self, output: int) -> Value:
         b, g = self.b, self.geometry
-        local = b.sub(self.vector, self.tile_start)
-        at = b.mul(local, g.outputs * g.lanes)
-        return b.gep(self.acc_at, b.add(at, output * g.lanes))
+        if not self.row_wise:
+            at = b.mul(b.sub(self.vector, self.vector_range[0]), g.lanes)
+            return b.gep(self.acc_at, b.add(at, output * g.span * g.lanes))
+        span = b.udiv(self.vector, g.span)
+        at = b.add(b.mul(span, self.acc_span), b.mul(b.sub(self.vector, b.mul(span, g.span)), g.lanes))
+        return b.gep(self.acc_at, b.add(at, output * g.span * g.lanes))
 
     def _row_of(self, name: str, width: int, row: Value | None = None) -> Value:
         """A row of a contiguous [B, width] array."""
@@ -616,10 +678,10 @@ class Generator:
         if node.op == "hyper":
             return self.hyper[node.attrs[0]]
         if node in self.saved and self.backward:
-            at, slot = self._at("saved", self.t, self.row), self.saved[node]
-            wide = len(self.plan.saved)
+            slot, wide = self.saved[node], len(self.plan.saved)
             if slot < wide:
-                return self._load(at, slot * h)
+                return self._stream("saved", slot * h)
+            at = self._at("saved", self.t, self.row)
             return b.splat(b.load(b.gep(at, wide * h + slot - wide), b.real))
         if node in self.new_states:
             return self._load(self._state(self.new_states[node], after=True))
@@ -638,13 +700,13 @@ class Generator:
             return self._upstream(self.states[name])
         if node.op == "x":
             gate = self.gates[name]
-            value = self._load(self._at("x", self.t, self.row), gate * h)
+            value = self._stream("x", gate * h)
             return self._with_bias(value, gate)
         if node.op == "linear":
             return b.load(self._acc(self.outputs.index(node.attrs[1])))
         if node.op == "preact":
             gate = self.gates[node.attrs[1]]
-            projected = self._load(self._at("x", self.t, self.row), gate * h)
+            projected = self._stream("x", gate * h)
             return b.fadd(projected, b.load(self._acc(self.outputs.index(node.attrs[1]))))
         raise NotImplementedError(f"{node.op} has no place in the CPU kernel")
 
@@ -667,7 +729,7 @@ class Generator:
         slot = b.alloca(b.vec)
         b.store(value, slot)
         with b.when(self._given("dy")):
-            b.store(b.fadd(value, self._load(self._at("dy", self.t, self.row))), slot)
+            b.store(b.fadd(value, self._stream("dy")), slot)
         return b.load(slot)
 
     def _keep(self, node: Expr, rate: Value) -> Value:
@@ -770,7 +832,7 @@ class Generator:
                         b.call("pack_block", start, columns, rows, left, constant(h, "i64"), at)
                     continue
                 for n, output in enumerate(self.outputs):
-                    column = b.gep(into, (v * g.outputs + n) * g.lanes)
+                    column = b.gep(into, (n * g.unroll + v) * g.lanes)
                     gate = self.gates[output]
                     b.store(constant(0.0, b.vec), slot)
                     for bias in (bias_x, bias_h) if output in self.cell.fused else (bias_h,):
@@ -820,7 +882,6 @@ class Kernel:
 
 
 _kernels: dict[tuple[str, int, str, bool, Target], Kernel] = {}
-_compiling = threading.Lock()
 
 
 def compiled(plan: Plan, backward: bool = False) -> Kernel:
@@ -829,7 +890,7 @@ def compiled(plan: Plan, backward: bool = False) -> Kernel:
     key = (plan.cell.key, plan.hidden_size, plan.dtype, backward, target)
     found = _kernels.get(key)
     if found is None:
-        with _compiling:
+        with jit.lock:
             found = _kernels.get(key)
             if found is None:
                 generator = Generator(plan, backward, target)

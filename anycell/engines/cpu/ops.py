@@ -21,9 +21,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from .ir import Builder, Operand, Value, shape, vector
+
+LOG2E = 1.0 / math.log(2.0)
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,11 @@ class Real:
     small: float  # 1 + exp(x) rounds to 1 below this x
     normal: float  # the smallest normal number
     exp: tuple[float, ...]
-    tanh: tuple[float, ...]
     log: tuple[float, ...]
     log1p: tuple[float, ...]
 
 
-# The last four of each by tools/minimax.py.
+# The last three of each by tools/minimax.py.
 FLOAT = Real(
     mantissa=23,
     bias=127,
@@ -52,12 +52,30 @@ FLOAT = Real(
     ln2_low=-2.12194440e-4,
     tiny=-104.0,
     huge=89.0,
-    small=-18.0,
+    small=-19.0,
     normal=2.0**-126,
-    exp=(),
-    tanh=(),
-    log=(),
-    log1p=(),
+    exp=(0.49999994, 0.16666523, 0.041668206, 0.00836871, 0.0013829652),
+    log=(
+        0.3333333,
+        -0.2500105,
+        0.20001522,
+        -0.16613095,
+        0.14176095,
+        -0.13235982,
+        0.13034806,
+        -0.07819206,
+    ),
+    log1p=(
+        -0.4999993,
+        0.33330464,
+        -0.24958019,
+        0.19692102,
+        -0.1534488,
+        0.10661128,
+        -0.05745723,
+        0.020086242,
+        -0.0032904686,
+    ),
 )
 DOUBLE = Real(
     mantissa=52,
@@ -66,12 +84,41 @@ DOUBLE = Real(
     ln2_low=1.90821492927058770002e-10,
     tiny=-746.0,
     huge=710.0,
-    small=-38.0,
+    small=-39.0,
     normal=2.0**-1022,
-    exp=(),
-    tanh=(),
-    log=(),
-    log1p=(),
+    exp=(
+        0.5000000000000011,
+        0.16666666666666466,
+        0.04166666666652612,
+        0.00833333333345772,
+        0.0013888888945152995,
+        0.0001984126965818274,
+        2.4801491062436393e-05,
+        2.7557387306461085e-06,
+        2.763107932495818e-07,
+        2.5078846707375816e-08,
+    ),
+    log=(
+        0.6666666666666734,
+        0.3999999999941705,
+        0.28571428741890503,
+        0.2222219862190793,
+        0.1818356188856455,
+        0.15314110885216695,
+        0.14795363631595138,
+    ),
+    log1p=(
+        0.6666666666666631,
+        0.40000000000155905,
+        0.2857142854801184,
+        0.2222222396060771,
+        0.18181744222182106,
+        0.15386554092544036,
+        0.13301043779741614,
+        0.12105579202007194,
+        0.083421157201988,
+        0.17015198066740747,
+    ),
 )
 
 
@@ -95,73 +142,69 @@ def _power_of_two(b: Builder, x: Value, factor: float, offset: Operand) -> tuple
     """n, the integer next to x * factor, and 2^(n + offset) as a real."""
     real = _format(x)
     # Numbers of this size have a spacing of 1, so that the sum is rounded to an integer.
-    one = 1.5 * 2.0**real.mantissa
-    magic = b.fadd(offset, one + real.bias) if isinstance(offset, Value) else one + real.bias + offset
+    zero = 1.5 * 2.0**real.mantissa + real.bias
+    magic = b.fadd(offset, zero) if isinstance(offset, Value) else offset + zero
     total = b.fma(x, factor, magic)
-    power = b.shl(b.bits(total), real.mantissa)
-    return b.fsub(total, magic), b.bitcast(power, x.type)
+    return b.fsub(total, magic), b.bitcast(b.shl(b.bits(total), real.mantissa), x.type)
 
 
-def _remainder(b: Builder, x: Value, n: Value, sign: int = 1) -> Value:
-    """x - sign * n * ln2, as exact as x."""
+def _exp_parts(b: Builder, x: Value, offset: Operand, sign: int = 1) -> tuple[Value, Value]:
+    """(p, s) with e^(sign x) = s (1 + p) / 2^offset, where s is a power of 2 and |p| < 0.42."""
     real = _format(x)
-    return b.fma(n, -sign * real.ln2_low, b.fma(n, -sign * real.ln2_high, x))
+    n, s = _power_of_two(b, x, sign * LOG2E, offset)
+    r = b.fma(n, -sign * real.ln2_low, b.fma(n, -sign * real.ln2_high, x))
+    p = _horner(b, r, [c * sign**k for k, c in enumerate(real.exp)])
+    return b.fma(b.fmul(r, r), p, r if sign > 0 else b.fneg(r)), s
 
 
 def exp(b: Builder, x: Value) -> Value:
-    """e^x: at most 0.6 ulp (0.6 in a double)."""
+    """e^x."""
     real = _format(x)
     x = b.fmax(real.tiny, b.fmin(real.huge, x))
-    # Half of the range above the truth below 0, and half below it above: nothing overflows early.
+    # Below 0 the scale is kept half of the range above the truth, else that much below it.
     far = real.bias // 2 + 1
-    below = b.fcmp("olt", x, 0.0)
-    n, scale = _power_of_two(b, x, LOG2E, b.select(below, b.value(far, x.type), -far))
-    back = b.select(below, b.value(2.0**-far, x.type), 2.0**far)
-    y = _horner(b, _remainder(b, x, n), (1.0, 1.0, *real.exp))
-    return b.fmul(b.fmul(y, scale), back)
+    negative = b.fcmp("olt", x, 0.0)
+    p, s = _exp_parts(b, x, b.select(negative, b.value(far, x.type), -far))
+    return b.fmul(b.fma(s, p, s), b.select(negative, b.value(2.0**-far, x.type), 2.0**far))
 
 
 def _exp_of_minus(b: Builder, x: Value) -> Value:
     """e^-x for x >= 0."""
     real = _format(x)
-    x = b.fmin(-real.tiny, x)
     far = real.mantissa + 2
-    n, scale = _power_of_two(b, x, -LOG2E, far)
-    y = _horner(b, _remainder(b, b.fneg(x), n), (1.0, 1.0, *real.exp))
-    return b.fmul(b.fmul(y, scale), 2.0**-far)
+    p, s = _exp_parts(b, b.fmin(-real.tiny, x), far, sign=-1)
+    return b.fmul(b.fma(s, p, s), 2.0**-far)
 
 
 def sigmoid(b: Builder, x: Value) -> Value:
     """1 / (1 + e^-x)."""
     real = _format(x)
-    # Where e^-x would overflow, the result is subnormal and not yet 0: so both sides of the
-    # fraction are scaled down. Where e^-x vanishes beside the 1, it may be anything as small.
+    # e^-x overflows where the result is subnormal and not yet 0, so both sides of the fraction are
+    # scaled down. Where e^-x vanishes beside the 1, it need not get any smaller.
     x = b.fmax(real.tiny, b.fmin(-real.small, x))
-    far = -(real.mantissa + 2)
-    n, scale = _power_of_two(b, x, -LOG2E, far)
-    # With -r in place of r, every second coefficient changes its sign.
-    y = _horner(b, _remainder(b, x, n, -1), _alternating((1.0, 1.0, *real.exp)))
-    return b.fdiv(2.0**far, b.fma(y, scale, 2.0**far))
-
-
-def _alternating(coefficients: Sequence[float]) -> list[float]:
-    return [-c if k % 2 else c for k, c in enumerate(coefficients)]
+    one = 2.0 ** -(real.mantissa + 2)
+    p, s = _exp_parts(b, x, math.log2(one), sign=-1)
+    return b.fdiv(one, b.fadd(s, b.fma(s, p, one)))
 
 
 def tanh(b: Builder, x: Value) -> Value:
-    """The hyperbolic tangent, relatively accurate near 0 without a branch for it.
+    """The hyperbolic tangent, accurate near 0 without a branch for it.
 
-    |x| = n ln2/2 + r, and with s = 2^-n and w = tanh(r) the addition theorem says
-    tanh|x| = ((1 - s) + w (1 + s)) / ((1 + s) + w (1 - s)), which is w itself where n = 0.
+    With t = (e^2|x| - 1) / 2 it is t / (1 + t), or t - t^2 / (1 + t), or 1 - 1 / (1 + t). The
+    second subtracts little for a small t and the third for a large one, so that errors of the
+    fraction hardly count; m = min(t, 1) makes one of the two: m - m^2 / (1 + t).
     """
     real = _format(x)
     size = b.fmin(-real.small / 2, b.fabs(x))
-    n, s = _power_of_two(b, size, -2.0 * LOG2E, 0)
-    # One part of ln2 is enough: an error in r counts ever less as n grows.
-    r = b.fma(n, math.log(2.0) / 2.0, size)
-    w = b.fmul(r, _horner(b, b.fmul(r, r), (1.0, *real.tanh)))
-    less, more = b.fsub(1.0, s), b.fadd(s, 1.0)
-    y = b.fdiv(b.fma(w, more, less), b.fma(w, less, more))
+    n, s = _power_of_two(b, size, 2.0 * LOG2E, 0)
+    # Half of r, so that 2|x| need not be computed. One part of ln2 is enough here: the larger n,
+    # the less an error in r counts.
+    half = b.fma(n, -math.log(2.0) / 2.0, size)
+    scaled = [c * 2.0 ** (k + 1) for k, c in enumerate(real.exp)]
+    p = b.fma(b.fmul(half, half), _horner(b, half, scaled), half)  # (e^r - 1) / 2
+    t = b.fma(s, p, b.fma(s, 0.5, -0.5))
+    m = b.fmin(1.0, t)
+    y = b.fma(b.fneg(m), b.fdiv(m, b.fadd(t, 1.0)), m)
     return b.copysign(y, x)
 
 
@@ -194,7 +237,7 @@ def log(b: Builder, x: Value) -> Value:
 
 
 def _log1p_tail(b: Builder, f: Value, coefficients: Sequence[float]) -> Value:
-    """f - log(1 + f), where log(1 + f) = log((1 + s) / (1 - s)) = 2s + s^3 R(s^2), s = f/(2 + f)."""
+    """f - log(1 + f), from log(1 + f) = log((1 + s) / (1 - s)) = 2s + s^3 R(s^2), s = f/(2 + f)."""
     s = b.fdiv(f, b.fadd(f, 2.0))
     z = b.fmul(s, s)
     return b.fmul(s, b.fma(b.fneg(z), _horner(b, z, coefficients), f))
@@ -215,8 +258,8 @@ def softplus(b: Builder, x: Value) -> Value:
 
 
 def log_sigmoid(b: Builder, x: Value) -> Value:
-    """log(1 / (1 + e^-x)) = min(x, 0) - log(1 + e^-|x|)."""
-    return b.fsub(b.fmin(x, 0.0), _log1p_of_exp_of_minus(b, b.fabs(x)))
+    """log(1 / (1 + e^-x)) = -softplus(-x)."""
+    return b.fneg(softplus(b, b.fneg(x)))
 
 
 # ------------------------------------------------------------------ choice (NaN stays NaN)
@@ -295,11 +338,8 @@ def philox(
 ) -> tuple[Value, Value, Value, Value]:
     """Philox4x32-10 (Salmon et al. 2011): four random words for each lane's counter.
 
-    Counters and words are vectors of i32, the keys are i32 scalars. `anycell/philox.py` is the
-    same in NumPy.
+    All are vectors of i32. `anycell/philox.py` is the same in NumPy.
     """
-    lanes = shape(c0.type)[0]
-    key0, key1 = b.splat(key0, lanes), b.splat(key1, lanes)
     for number in range(_PHILOX_ROUNDS):
         if number:
             key0, key1 = b.add(key0, _PHILOX_WEYL[0]), b.add(key1, _PHILOX_WEYL[1])
@@ -320,16 +360,6 @@ def _product(b: Builder, x: Value, factor: int) -> tuple[Value, Value]:
     pairs = b.bitcast(x, vector(lanes // 2, "i64"))
     even = b.bitcast(b.mul(b.and_(pairs, 0xFFFFFFFF), factor), x.type)
     odd = b.bitcast(b.mul(b.lshr(pairs, 32), factor), x.type)
-    high = [lane + 1 + (lanes - 1) * (lane % 2) - lane % 2 for lane in range(lanes)]
-    low = [lane + (lanes - 1) * (lane % 2) for lane in range(lanes)]
+    low = [lane - lane % 2 + lanes * (lane % 2) for lane in range(lanes)]
+    high = [lane + 1 for lane in low]
     return b.shuffle(even, odd, high), b.shuffle(even, odd, low)
-
-
-def keep_mask(b: Builder, words: Value, rate: Value) -> Value:
-    """The lanes to keep: those where a uniform number from the word is below `rate`, a float.
-
-    The upper 24 bits make the number, in float whatever the cell computes in: one seed keeps the
-    same units in every dtype and every engine.
-    """
-    uniform = b.fmul(b.sitofp(b.lshr(words, 8), "float"), 2.0**-24)
-    return b.fcmp("olt", uniform, b.splat(rate, shape(words.type)[0]))

@@ -1,0 +1,161 @@
+"""``python -m anycell doctor``: what is here, what is used, and whether it works."""
+
+from __future__ import annotations
+
+import os
+import platform
+import stat
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import metadata, util
+from typing import Literal
+
+import numpy as np
+
+Verdict = Literal["ok", "note", "bad"]
+Finding = tuple[Verdict, str]
+MARKS: dict[Verdict, str] = {"ok": "  ", "note": "! ", "bad": "X "}
+
+OPTIONAL = "torch tensorflow keras jax flax triton onnx onnxruntime matplotlib rich".split()
+LIMIT = 1e-6  # relative error of a forward pass in float32
+
+
+def main() -> int:
+    """Print everything; 1 if something does not work, else 0."""
+    worst: list[Verdict] = []
+    for title, check in CHECKS:
+        try:
+            findings = list(check())
+        except Exception as error:  # a doctor who faints helps nobody
+            findings = [("bad", f"{type(error).__name__}: {error}")]
+        for number, (verdict, text) in enumerate(findings):
+            worst.append(verdict)
+            print(f"{MARKS[verdict]}{title if number == 0 else '':<12} {text}")
+    if "bad" in worst:
+        print("\nSomething is wrong: see the lines with X.")
+        return 1
+    print("\nAll is well." if "note" not in worst else "\nIt works; the lines with ! may matter.")
+    return 0
+
+
+def _versions() -> Iterator[Finding]:
+    import anycell
+
+    yield "ok", f"anycell {anycell.__version__}, in {os.path.dirname(anycell.__file__)}"
+    yield "ok", f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}"
+    yield "ok", f"{platform.platform()}"
+    yield "ok", f"numpy {np.__version__}, llvmlite {metadata.version('llvmlite')} (LLVM {_llvm()})"
+
+
+def _llvm() -> str:
+    import llvmlite.binding as llvm
+
+    return ".".join(map(str, llvm.llvm_version_info))
+
+
+def _frameworks() -> Iterator[Finding]:
+    """By metadata alone: importing TensorFlow takes seconds, and may be what is broken."""
+    here = [name for name in OPTIONAL if util.find_spec(name) is not None]
+    yield "ok", ", ".join(f"{name} {_version(name)}" for name in here) or "none"
+    missing = [name for name in OPTIONAL if name not in here]
+    if missing:
+        yield "ok", f"not installed, and not needed: {', '.join(missing)}"
+
+
+def _version(package: str) -> str:
+    for name in (package, f"{package}-cpu", f"{package}-gpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "(version unknown)"
+
+
+def _cpu() -> Iterator[Finding]:
+    from anycell.bench.machine import cpu_name
+    from anycell.engines.cpu import isa
+
+    yield "ok", cpu_name()
+    available, chosen = isa.available(), isa.current().name
+    forced = f", as {isa.ENV} says" if isa.ENV in os.environ else ""
+    yield "ok", f"kernels for {chosen}{forced}; this machine runs {', '.join(available)}"
+    if chosen == "generic" and platform.machine() in ("x86_64", "AMD64"):
+        yield "note", "without AVX2 kernels are several times slower"
+
+
+def _threads() -> Iterator[Finding]:
+    from anycell.bench.machine import usable_cores
+    from anycell.engines.cpu import pool
+
+    count, cores = pool.threads(), usable_cores()
+    backend = {
+        "openmp": "those of the OpenMP runtime in this process",
+        "own": "our own (a framework brings an OpenMP runtime when it is imported)",
+    }[pool.backend()]
+    yield "ok" if count <= cores else "note", f"{count} on {cores} cores; {backend}"
+
+
+def _environment() -> Iterator[Finding]:
+    found = {name: value for name, value in os.environ.items() if name.startswith("ANYCELL_")}
+    yield "ok", ", ".join(f"{name}={value}" for name, value in found.items()) or "no ANYCELL_..."
+
+
+def _cache() -> Iterator[Finding]:
+    from anycell.engines.cpu import isa, jit
+
+    if os.environ.get("ANYCELL_CACHE") == "0":
+        yield "note", "switched off by ANYCELL_CACHE=0: every process compiles its kernels"
+        return
+    path = jit.cache_directory()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # A function that nobody has compiled before: it must be written, then found.
+        text = f"define i64 @probe() {{\n  ret i64 {time.time_ns()}\n}}\n"
+        first, again = (jit.compile(text, ["probe"], isa.current()) for _ in range(2))
+    yield from (("note", str(warning.message)) for warning in caught)
+    if caught:
+        return
+    with os.scandir(path) as entries:
+        sizes = [entry.stat().st_size for entry in entries if entry.is_file()]
+    mode = stat.S_IMODE(os.stat(path).st_mode)
+    yield "ok", f"{path} (mode {mode:04o}): {len(sizes)} kernels, {sum(sizes) / 1e6:.1f} MB"
+    if first.cached or not again.cached:
+        yield "bad", "a kernel that was just compiled is not found in it"
+
+
+def _self_check() -> Iterator[Finding]:
+    """A small LSTM, fused in float32 against the reference in float64."""
+    import anycell
+
+    rng = np.random.default_rng(0)
+    hidden = 33
+    gates_x = rng.standard_normal((20, 5, 4 * hidden))
+    weight = rng.standard_normal((4 * hidden, hidden)) / hidden
+    exact, _ = anycell.recurrence(anycell.cells.LSTM, gates_x, {"hh": weight}, engine="reference")
+    start = time.perf_counter()
+    fused, _ = anycell.recurrence(
+        anycell.cells.LSTM,
+        gates_x.astype(np.float32),
+        {"hh": weight.astype(np.float32)},
+        engine="cpu",
+    )
+    took = 1e3 * (time.perf_counter() - start)
+    error = float(np.linalg.norm(fused - exact) / np.linalg.norm(exact))
+    verdict: Verdict = "ok" if error <= LIMIT else "bad"
+    yield (
+        verdict,
+        f"a fused LSTM is within {error:.0e} of float64 (limit {LIMIT:.0e}), {took:.0f} ms",
+    )
+
+
+CHECKS: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+    ("versions", _versions),
+    ("frameworks", _frameworks),
+    ("processor", _cpu),
+    ("threads", _threads),
+    ("environment", _environment),
+    ("kernel cache", _cache),
+    ("self-check", _self_check),
+]

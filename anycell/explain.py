@@ -1,0 +1,497 @@
+"""``anycell.explain``: what becomes of a cell, as a page to read."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from anycell.lang.cell import RECURRENT, Cell
+from anycell.lang.expr import Expr, is_const, label, listing, rewrite, show, topological
+from anycell.lang.grad import upstream
+from anycell.lang.ops import is_reduction
+from anycell.plan import FREE, HEAVY, Plan, gradient_roots, is_narrow, passes
+from anycell.plan import plan as make_plan
+
+if TYPE_CHECKING:
+    from anycell.engines.cpu.kernel import Generator
+
+Names = dict[Expr, str]
+
+# The functions that turn what a gate collects into the gate's value.
+_GATE_VALUES = frozenset({"sigmoid", "tanh", "relu", "hard_sigmoid", "exp", "softplus"})
+_WIDTH = 92  # columns of a line
+
+
+def explain(
+    cell: Cell,
+    hidden_size: int = 256,
+    dtype: str = "float32",
+    *,
+    batch: int | None = None,
+    backward: bool = True,
+    llvm: bool = False,
+    assembly: bool = False,
+    engine: str | None = None,
+) -> Explanation:
+    """What becomes of a cell: equations, derived backward pass, what is saved, engine, kernel.
+
+    Args:
+        cell: what ``@anycell.cell`` made, for instance one of ``anycell.cells``.
+        hidden_size: H.
+        dtype: "float32" or "float64".
+        batch: also says what a batch of so many rows needs.
+        backward: whether to show the backward pass, and what is saved for it.
+        llvm: ends with the text that the kernels are compiled from.
+        assembly: ends with the machine's instructions, for which the kernels are compiled.
+        engine: "cpu" or "reference"; None takes what the plan chooses.
+
+    Returns:
+        an ``Explanation``: a page that prints, with attributes ``plan``, ``llvm``, ``assembly``.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was given and what was expected.
+
+    Example:
+        >>> print(explain(anycell.cells.RNN, hidden_size=64, backward=False))
+        RNN(): hidden size 64, float32
+        Elman network, the cell of ``torch.nn.RNN`` and ``keras.layers.SimpleRNN``.
+        ...
+    """
+    if not isinstance(cell, Cell):
+        raise TypeError(
+            f"cell: given {type(cell).__name__}, expected a cell made by @anycell.cell."
+        )
+    for name, size in (("hidden_size", hidden_size), ("batch", 1 if batch is None else batch)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}: given {size!r}, expected an integer, at least 1.")
+    chosen = make_plan(cell, hidden_size, dtype, engine)
+    return Explanation(chosen, batch, backward, llvm, assembly)
+
+
+class Explanation:
+    """A page about a cell, for the eye: ``print`` it, or let the interpreter show it.
+
+    Attributes:
+        plan: the ``anycell.plan.Plan`` that the page is about.
+        llvm: the LLVM text of the kernels; None where the plan's engine has none.
+        assembly: their assembly on this machine, compiled when first asked for; None likewise.
+    """
+
+    def __init__(
+        self, plan: Plan, batch: int | None, backward: bool, llvm: bool, assembly: bool
+    ) -> None:
+        self.plan, self.batch, self.backward = plan, batch, backward
+        self._asked = {"llvm": llvm, "assembly": assembly}
+
+    def __str__(self) -> str:
+        return self._text
+
+    __repr__ = __str__
+
+    @functools.cached_property
+    def llvm(self) -> str | None:
+        if self.plan.engine != "cpu":
+            return None
+        return _join((name, generator.text()) for name, generator in self._generators)
+
+    @functools.cached_property
+    def assembly(self) -> str | None:
+        if self.plan.engine != "cpu":
+            return None
+        from anycell.engines import cpu
+
+        return _join(
+            (name, cpu.compiled(self.plan, name == "backward").library.assembly())
+            for name, _ in self._generators
+        )
+
+    @property
+    def _generators(self) -> Iterator[tuple[str, Generator]]:
+        from anycell.engines.cpu import isa
+        from anycell.engines.cpu.kernel import Generator
+
+        for name in ("forward", "backward")[: 1 + self.backward]:
+            yield name, Generator(self.plan, name == "backward", isa.current())
+
+    @functools.cached_property
+    def _text(self) -> str:
+        page = _Page(self.plan, self.batch)
+        # What compiles goes first: the section on the kernels then says so.
+        sources = {name: getattr(self, name) for name, asked in self._asked.items() if asked}
+        sections = [page.heading(), page.forward()]
+        if self.backward:
+            sections += [page.saved(), page.derived()]
+        sections += [page.engine(), page.kernels(self._generators)]
+        for name, source in sources.items():
+            missing = f"none: the {self.plan.engine} engine has no kernel of its own"
+            sections.append([name, *(source or f"    {missing}").splitlines()])
+        return "\n\n".join("\n".join(section) for section in sections if section)
+
+
+def _join(texts: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(f"; ---- {name}\n{text}" for name, text in texts)
+
+
+class _Page:
+    """The sections of the page, each a list of lines."""
+
+    def __init__(self, plan: Plan, batch: int | None) -> None:
+        self.plan, self.cell, self.batch = plan, plan.cell, batch
+        self.new = {n: f"{s}'" for s, n in zip(self.cell.state_names, self.cell.next, strict=True)}
+        self.gate_values = _gate_values(self.cell, self.new)
+        self.names: Names = {**self.gate_values, **self.new}
+
+    # -- the cell ----------------------------------------------------------------------------------
+    def heading(self) -> list[str]:
+        cell, plan = self.cell, self.plan
+        about = (inspect.getdoc(cell) or "").splitlines()
+        return [f"{cell!r}: hidden size {plan.hidden_size}, {plan.dtype}", *about[:1]]
+
+    def forward(self) -> list[str]:
+        cell = self.cell
+        node_of = {name: node for node, name in self.gate_values.items()}
+        values = [(gate, node_of[gate]) for gate in cell.gates if gate in node_of]
+        states = [(f"{s}'", node) for s, node in zip(cell.state_names, cell.next, strict=True)]
+        folded = rewrite([node for _, node in values + states], _fold)
+        named = [(name, node) for (name, _), node in zip(values + states, folded, strict=True)]
+        return ["forward, one step", *_indent(listing(named)), "", *_indent(self._legend(), "    ")]
+
+    def _legend(self) -> Iterator[str]:
+        cell = self.cell
+        ops: dict[str, Expr] = {}
+        for node in topological(cell.next):
+            ops.setdefault("r" if label(node) and node.op == "linear" else node.op, node)
+        first, b = cell.state_names[0], " + b_{}" if cell.bias else ""
+        rows = []
+        if "x" in ops or "preact" in ops:
+            rows.append(("x.k", f"gate k's part of input @ W_ih.T{b.format('ih')}"))
+        if "r" in ops or "preact" in ops:
+            rows.append(("r.k", f"gate k's part of s.{first} @ W_hh.T{b.format('hh')}"))
+        if "preact" in ops:
+            rows.append(("a.k", "x.k + r.k: the matmul adds onto the input projection"))
+        rows.append(("s.k, k'", f"state k before and after the step{self._initial()}"))
+        if "param" in ops:
+            rows.append(("p.k", "per-unit parameter k"))
+        if cell.static is not None:
+            rows.append((cell.static, "static input, given once per sequence"))
+        rows += [(name, f"{value!r}, a run-time value") for name, value in cell.hyper.items()]
+        if "keep" in ops:
+            rows.append(("keep_n(q)", "in training 1 with probability q, else 0; in evaluation q"))
+        column = max(len(name) for name, _ in rows)
+        yield from (f"{name:{column}}  {meaning}" for name, meaning in rows)
+
+    def _initial(self) -> str:
+        declared = [f"{s.name}: {s.initial:g}" for s in self.cell.states if s.initial]
+        return f"; initial values {', '.join(declared)}, else 0" if declared else ""
+
+    # -- the backward pass -------------------------------------------------------------------------
+    @functools.cached_property
+    def saved_names(self) -> dict[Expr, str]:
+        """Saved values go by the gate they are the value of, else v1, v2, ..."""
+        found: dict[Expr, str] = {}
+        for node in (*self.plan.saved, *self.plan.saved_rows):
+            found[node] = self.names.get(node) or label(node) or ""
+        number = 0
+        for node, name in found.items():
+            if not name:
+                number += 1
+                found[node] = f"v{number}"
+        return found
+
+    def _kept_states(self) -> Names:
+        states = zip(self.cell.state_names, self.cell.next, strict=True)
+        return {n: f"{s}'" for s, n in states if s in self.plan.states and n.op not in FREE}
+
+    def derived(self) -> list[str]:
+        cell, g = self.cell, self.plan.gradients
+        known = {**self.saved_names, **self._kept_states()}
+        known |= {upstream(name): f"d_{name}'" for name in cell.state_names}
+        reached = _reached(gradient_roots(g), known)
+        again = [(n, e) for e, n in self.gate_values.items() if e in reached and e not in known]
+        named = again
+        for gate in cell.gates:
+            if gate in cell.fused:
+                named.append((f"d_a.{gate}", g.x[gate]))
+            else:
+                named.append((f"d_x.{gate}", g.x[gate]))
+                outputs = g.linear.get(RECURRENT, {})
+                named += [(f"d_r.{gate}", outputs[gate])] if gate in outputs else []
+        for l in cell.linears:
+            if l.name != RECURRENT:
+                named += [(f"d_{l.name}", e) for e in g.linear[l.name].values()]
+        direct = {n: e for n, e in g.state.items() if not is_const(e, 0.0)}
+        named += [(f"d_s.{name}", e) for name, e in direct.items()]
+        named += [(f"d_p.{name}", e) for name, e in g.param.items()]
+        named += [(f"d_{cell.static}", g.static)] if g.static is not None else []
+        lines = ["backward, one step, derived", *_indent(self._arriving(direct)), ""]
+        lines += _indent(listing(named, known))
+        return [*lines, "", *_indent(self._sums())]
+
+    def _gradient_of(self, name: str) -> str:
+        """The gradients of all outputs of a matmul, side by side."""
+        l = next(l for l in self.cell.linears if l.name == name)
+        if name != RECURRENT:
+            return f"d_{name}"
+        parts = [f"d_{'a' if gate in self.cell.fused else 'r'}.{gate}" for gate in l.outputs]
+        return parts[0] if len(parts) == 1 else f"({', '.join(parts)})"
+
+    def _arriving(self, direct: Mapping[str, Expr]) -> Iterator[str]:
+        """What arrives at the new states: from the output, and from the step after."""
+        yield "d_output belongs to this step, all else on the right to the step after:"
+        for i, name in enumerate(self.cell.state_names):
+            terms = ["d_output"] * (i == 0) + [f"d_s.{name}"] * (name in direct)
+            for l in self.cell.linears:
+                if l.operand is Expr("state", (), (name,)):
+                    terms.append(f"{self._gradient_of(l.name)} @ W_{l.name}")
+            yield f"    d_{name}' = {' + '.join(terms) or '0'}"
+
+    def _sums(self) -> Iterator[str]:
+        cell = self.cell
+        d_x = ", ".join(f"d_{'a' if gate in cell.fused else 'x'}.{gate}" for gate in cell.gates)
+        d_x = f"({d_x})" if len(cell.gates) > 1 else d_x
+        yield "summed over rows and steps, by matmuls that each take many steps:"
+        yield f"    d_W_ih += {d_x}.T @ input" + ("    d_b_ih += its rows" if cell.bias else "")
+        for l in cell.linears:
+            operand = show(l.operand, self.names, 3, False)
+            bias = cell.bias if l.name == RECURRENT else l.bias
+            line = f"    d_W_{l.name} += {self._gradient_of(l.name)}.T @ {operand}"
+            yield line + (f"    d_b_{l.name} += its rows" if bias else "")
+        summed = [f"d_p.{name}" for name in cell.param_names]
+        if summed:
+            yield from _wrap(f"    {', '.join(summed)}")
+
+    # -- memory ------------------------------------------------------------------------------------
+    def saved(self) -> list[str]:
+        plan, cell = self.plan, self.cell
+        sizes = {s.name: s.size for s in cell.states}
+        rows: list[tuple[str, str]] = []  # what, size symbol
+        for node, name in self.saved_names.items():
+            size = "1" if is_narrow(node) else self._size(node)
+            rows.append((self._definition(node, name), size))
+        for name in plan.states:
+            output = " (the output)" if name == cell.state_names[0] else ""
+            rows.append((f"the sequence of states {name}{output}", sizes[name]))
+        lines = ["kept for the backward pass, in bytes per step and batch row"]
+        column = min(max(len(what) for what, _ in rows), _WIDTH - 16)
+        for what, size in rows:
+            *above, last = _wrap(what, column)
+            lines += [f"    {line}" for line in above]
+            lines.append(f"    {last:{column}}  {self._bytes([size]):>9}")
+        every = [size for _, size in rows]
+        lines.append(f"    {'together':{column}}  {self._bytes(every):>9}")
+        if self.batch is not None:
+            lines.append(
+                f"    {f'of {self.batch} rows':{column}}  {self._bytes(every, self.batch):>9}"
+            )
+        return [*lines, *_indent(self._again(every))]
+
+    def _definition(self, node: Expr, name: str) -> str:
+        known = {n: k for n, k in {**self.names, **self.saved_names}.items() if n is not node}
+        text = show(node, known)
+        return name if text == name else f"{name} = {text}"
+
+    def _size(self, node: Expr) -> str:
+        return self.cell.sizes.get(node, "H")
+
+    def _bytes(self, sizes: Sequence[str], rows: int = 1) -> str:
+        """Sizes in bytes; one that the plan does not know goes by its symbol."""
+        number = {"1": 1, "H": self.plan.hidden_size}
+        item = self.plan.itemsize * rows
+        total = item * sum(number[s] for s in sizes if s in number)
+        others = {s: item * sizes.count(s) for s in sizes if s not in number}
+        terms = [f"{total:,}"] * bool(total or not others)
+        return " + ".join([*terms, *(f"{count} {s}" for s, count in others.items())])
+
+    def _again(self, kept: Sequence[str]) -> Iterator[str]:
+        """What is computed again, and what saving it would cost."""
+        again = self.plan.recomputed
+        yield ""
+        if not again:
+            yield "nothing is computed again"
+            return
+        dear = [node for node in again if node.op in HEAVY or len(again) <= 2]
+        known = {**self.names, **self.saved_names}
+        shown = [known.get(node) or show(node, known) for node in dear]
+        light = len(again) - len(dear)
+        rest = [f"{light} {_plural('value', light)} of plain arithmetic"] if light else []
+        yield from _wrap(f"computed again from these: {', '.join(shown + rest)}")
+        # What all units and rows share takes no memory.
+        sizes = ["1" if is_narrow(node) else self._size(node) for node in again if _varies(node)]
+        yield f"were they kept as well: {self._bytes([*kept, *sizes])}"
+
+    # -- the engine --------------------------------------------------------------------------------
+    def engine(self) -> list[str]:
+        plan = self.plan
+        lines = [f"engine: {plan.engine}", *_indent(_wrap(plan.reason))]
+        if plan.engine == "reference":
+            lines += _indent(
+                [
+                    "step by step, with the array functions of the framework; what it keeps for",
+                    "the backward pass is not the list above: the NumPy layers keep the arguments",
+                    "and run the steps again, PyTorch's autograd keeps what it wants",
+                ]
+            )
+        return lines
+
+    def kernels(self, generators: Iterable[tuple[str, Generator]]) -> list[str]:
+        if self.plan.engine != "cpu":
+            return []
+        lines: list[str] = []
+        for name, generator in generators:
+            lines += lines and [""]
+            lines += [f"{name} kernel", *_indent(self._geometry(name, generator))]
+            lines += _indent(self._passes(generator))
+            lines += _indent([self._code(name, generator)])
+        return lines
+
+    def _geometry(self, name: str, generator: Generator) -> Iterator[str]:
+        g, target, plan = generator.geometry, generator.target, self.plan
+        real = "doubles" if plan.dtype == "float64" else "floats"
+        yield (
+            f"{target.name}: {target.bits} bits, {g.lanes} {real} a vector, "
+            f"{target.registers} vector registers"
+        )
+        if not generator.outputs:
+            yield "no recurrent matmul"
+            return
+        packed = g.tiles * g.tile_elements * plan.itemsize
+        yield (
+            f"matmul [rows, {g.inner}] @ [{g.inner}, {g.units * g.outputs}]; "
+            f"weights packed in {g.tiles} {_plural('tile', g.tiles)}, {packed:,} bytes"
+        )
+        columns = [len(group) for group in g.groups]
+        blocks = [f"{g.block_rows(n)} rows x {n} columns" for n in columns]
+        yield (
+            f"tile: {g.unroll * g.lanes} units x {g.outputs}, {g.columns} vectors wide; "
+            f"register blocks of at most {_unique(blocks)}"
+        )
+        if self.batch is not None:
+            space = generator.workspace(self.batch)
+            yield f"working memory of a thread for {self.batch} rows: {space:,} bytes"
+
+    def _passes(self, generator: Generator) -> Iterator[str]:
+        """Row reductions need all units of a row: the work on a row comes in passes."""
+        found = passes(generator._results(), generator.loaded)
+        if len(found.reductions) == 1:
+            return
+        counts = [len(level) for level in found.reductions[:-1]]
+        yield (
+            f"{len(counts) + 1} passes over the units of a row: {', '.join(map(str, counts))} "
+            f"{_plural('reduction', max(counts))} of it, then the results"
+        )
+        spills = len(found.spills)
+        yield (
+            f"{spills} {_plural('value', spills)} per unit kept from one pass for another; "
+            "threads split rows only"
+        )
+
+    def _code(self, name: str, generator: Generator) -> str:
+        from anycell.engines.cpu import jit
+        from anycell.engines.cpu import kernel as kernels
+
+        plan, text = self.plan, generator.text()
+        symbols = ("run", "pack") if generator.outputs else ("run",)
+        code = jit.stored(text, symbols, generator.target)
+        key = (plan.cell.key, plan.hidden_size, plan.dtype, name == "backward", generator.target)
+        loaded = kernels._kernels.get(key)
+        size = f"{jit.code_size(code):,} bytes of instructions, " if code else ""
+        if loaded is not None:
+            return f"{size}loaded, {'from the cache' if loaded.library.cached else 'compiled here'}"
+        if code:
+            return f"{size}in the cache on disk"
+        return f"not compiled yet; LLVM text of {len(text.splitlines()):,} lines"
+
+
+# ---- names and forms -----------------------------------------------------------------------------
+
+
+def _gate_values(cell: Cell, new: Mapping[Expr, str]) -> Names:
+    """Names for the values of gates: ``f = sigmoid(a.f)``.
+
+    A gate lends its name to the first squashing function that hangs on no other gate (but for gates
+    that have a name already, and new states).
+    """
+    taken = {*cell.hyper, cell.static}
+    names: Names = {}
+    for node in topological(cell.next):
+        if node.op not in _GATE_VALUES or node in new:
+            continue
+        beneath = _reached(node.args, {**names, **new})
+        gates = {
+            n.attrs[0 if n.op == "x" else 1]: None
+            for n in beneath
+            if n.op in ("x", "preact") or (n.op == "linear" and n.attrs[0] == RECURRENT)
+        }
+        if len(gates) == 1:
+            (gate,) = gates
+            if gate not in taken and not re.fullmatch(r"[tv]\d+", gate):
+                taken.add(gate)
+                names[node] = gate
+    return names
+
+
+def _reached(roots: Iterable[Expr], stop: Mapping[Expr, Any]) -> dict[Expr, None]:
+    """The nodes under ``roots``, none beneath ``stop``."""
+    return dict.fromkeys(topological(roots, stop))
+
+
+def _varies(node: Expr) -> bool:
+    """Whether the value is not the same for all units, rows and steps."""
+    return any(leaf.op not in ("const", "hyper") for leaf in topological([node]) if not leaf.args)
+
+
+def _fold(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
+    """Gives what the language's own functions expand to their names again."""
+    if node.op == "mul":
+        centred, scale = node.args
+        found = _norm(centred, scale)
+        if found is not None:
+            new = args[0].args[0]  # of the centred value, which has been rewritten
+            return Expr("layer_norm", (new, found[0]), found[1:])
+    if node.op == "minimum" and args[0].op == "maximum":
+        return Expr("clip", (*args[0].args, args[1]))
+    return None
+
+
+def _norm(centred: Expr, scale: Expr) -> tuple[Any, ...] | None:
+    """eps and groups, where the product of the two is a layer norm."""
+    if centred.op != "sub" or scale.op != "div" or scale.args[1].op != "sqrt":
+        return None
+    value, average = centred.args
+    inside = scale.args[1].args[0]
+    if inside.op != "add" or inside.args[0].op != "mean" or not is_reduction(average):
+        return None
+    square, eps = inside.args[0].args[0], inside.args[1]
+    fits = square is Expr("mul", (centred, centred)) and average.args[0] is value
+    return (eps, *average.attrs) if fits and average.attrs == inside.args[0].attrs else None
+
+
+# ---- layout --------------------------------------------------------------------------------------
+
+
+def _indent(lines: Iterable[str], by: str = "    ") -> list[str]:
+    return [f"{by}{line}" if line else "" for line in lines]
+
+
+def _wrap(text: str, width: int = _WIDTH - 4) -> list[str]:
+    """Breaks at spaces; what follows the first line is indented."""
+    lines, rest, indent = [], text, ""
+    while len(indent + rest) > width and " " in rest[: width - len(indent)].strip():
+        cut = rest.rindex(" ", 0, width - len(indent))
+        lines.append(indent + rest[:cut])
+        rest, indent = rest[cut + 1 :], "    "
+    return [*lines, indent + rest]
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"
+
+
+def _unique(items: Iterable[str]) -> str:
+    return " and ".join(dict.fromkeys(items))
+
+
+__all__ = ["Explanation", "explain"]

@@ -1,0 +1,99 @@
+"""A layer as differentiable torch operations: the input projection, then the reference engine.
+
+Slow, and able to do everything torch can: it serves double backward, vmap, forward-mode derivatives
+and tracing, and the cells, dtypes and devices that no fused kernel carries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anycell.engines import reference
+from anycell.lang.cell import Cell
+
+States = tuple[Tensor, ...]
+
+
+class Weights(NamedTuple):
+    """What one direction of one layer learns.
+
+    Attributes:
+        params: the cell's, in its order.
+        linears: of further matmuls inside a step, by the names that the reference engine reads.
+    """
+
+    ih: Tensor
+    hh: Tensor | None = None
+    bias_ih: Tensor | None = None
+    bias_hh: Tensor | None = None
+    params: tuple[Tensor, ...] = ()
+    linears: tuple[tuple[str, Tensor | None], ...] = ()
+
+
+class Options(NamedTuple):
+    """What all layers of one call share.
+
+    Attributes:
+        mask, resets: bool ``[T, B]``, contiguous.
+        masked_output: "zero" or "repeat".
+        training: whether random masks are drawn, from ``seed``.
+    """
+
+    mask: Tensor | None = None
+    resets: Tensor | None = None
+    masked_output: str = "zero"
+    training: bool = False
+    seed: int = 0
+
+
+class Inputs(NamedTuple):
+    """The tensors of a layer that gradients flow to; states are ``[directions, B, size]`` each."""
+
+    x: Tensor
+    static: Tensor | None
+    initial: States | None  # None for what the cell declares
+    reset: States | None  # what resets restore, likewise
+    weights: Sequence[Weights]  # one per direction
+
+
+class Call(NamedTuple):
+    """What else the call of a layer says; ``layer`` is its number."""
+
+    cell: Cell
+    hidden_size: int
+    options: Options
+    layer: int = 0
+
+
+def composite(call: Call, inputs: Inputs) -> tuple[Tensor, States]:
+    """Output ``[T, B, directions * size]`` and final states of a layer, step by step."""
+    cell, options, x = call.cell, call.options, inputs.x
+    if options.mask is not None:  # NaN under a mask must not reach the weights' gradient
+        x = torch.where(options.mask.unsqueeze(-1), x, torch.zeros_like(x))
+    outputs, finals = [], []
+    for d, w in enumerate(inputs.weights):
+        output, final = reference.run(
+            cell,
+            F.linear(x, w.ih, w.bias_ih),
+            {"hh": w.hh, "hh_bias": w.bias_hh, **dict(w.linears)},
+            inputs.initial and [s[d] for s in inputs.initial],
+            dict(zip(cell.param_names, w.params, strict=True)),
+            static=inputs.static,
+            mask=options.mask,
+            resets=options.resets,
+            reset_state=inputs.reset and [s[d] for s in inputs.reset],
+            masked_output=options.masked_output,
+            reverse=d == 1,
+            training=options.training,
+            seed=options.seed,
+            stream=2 * call.layer + d,
+        )
+        outputs.append(output)
+        finals.append(final)
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+    return output, tuple(torch.stack(parts) for parts in zip(*finals, strict=True))

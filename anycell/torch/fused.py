@@ -1,0 +1,212 @@
+"""A layer on the fused engine, under one ``torch.autograd.Function``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anycell import layer
+from anycell.plan import Plan
+from anycell.torch.composite import Call, Inputs, States, Weights, composite
+from anycell.torch.host import HOSTS
+
+Flat = tuple[Tensor | None, ...]
+
+
+class Form(NamedTuple):
+    """How a layer's inputs lie in the flat tuple that autograd wants."""
+
+    call: Call
+    plan: Plan
+    directions: int
+    initial: bool  # whether they are given
+    reset: bool
+
+    @classmethod
+    def of(cls, call: Call, plan: Plan, inputs: Inputs) -> Form:
+        """The form of these inputs."""
+        given = inputs.initial is not None, inputs.reset is not None
+        return cls(call, plan, len(inputs.weights), *given)
+
+    def flatten(self, inputs: Inputs) -> Flat:
+        """All tensors in a row."""
+        x, static, initial, reset, weights = inputs
+        flat: list[Tensor | None] = [x, static, *(initial or ()), *(reset or ())]
+        for w in weights:
+            flat += (w.ih, w.hh, w.bias_ih, w.bias_hh, *w.params)
+        return tuple(flat)
+
+    def unflatten(self, flat: Sequence[Any]) -> Inputs:
+        """The inverse of ``flatten``."""
+        states, step = len(self.call.cell.states), 4 + len(self.call.cell.params)
+        reset = 2 + self.initial * states
+        first = reset + self.reset * states
+        starts = range(first, first + self.directions * step, step)
+        groups = [flat[i : i + step] for i in starts]
+        weights = [Weights(w[0], w[1], w[2], w[3], tuple(w[4:])) for w in groups]
+        given = tuple(flat[2:reset]) or None, tuple(flat[reset:first]) or None
+        return Inputs(flat[0], flat[1], *given, weights)
+
+
+def run(call: Call, plan: Plan, inputs: Inputs) -> tuple[Tensor, States]:
+    """Output and final states, as ``composite`` gives them."""
+    if torch.is_grad_enabled():
+        form = Form.of(call, plan, inputs)
+        flat = form.flatten(inputs)
+        if any(t is not None and t.requires_grad for t in flat):
+            output, *final = _Fused.apply(form, *flat)
+            return output, tuple(final)
+    output, final, _ = _forward(call, plan, inputs, keep=False)
+    return output, final
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, form: Form, *flat: Tensor | None) -> tuple[Tensor, ...]:
+        output, final, saved = _forward(form.call, form.plan, form.unflatten(flat), keep=True)
+        assert saved is not None
+        # As autograd's saved tensors they are guarded against edits, and reach the user's hooks.
+        kept = itertools.chain(*saved.states, *saved.reset)
+        ctx.save_for_backward(*flat, saved.hidden, *saved.values, *kept)
+        ctx.set_materialize_grads(False)
+        ctx.form = form
+        return output, *final
+
+    @staticmethod
+    def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad[1:]
+        if all(gradient is None for gradient in arriving):
+            return None, *[None for _ in needs]
+        flat, kept = ctx.saved_tensors[: len(needs)], ctx.saved_tensors[len(needs) :]
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            return None, *_differentiable(ctx.form, flat, needs, arriving)
+        return None, *_backward(ctx.form, flat, needs, iter(kept), arriving)
+
+
+def _forward(
+    call: Call, plan: Plan, inputs: Inputs, keep: bool
+) -> tuple[Tensor, States, layer.Saved | None]:
+    host, x = HOSTS[plan.dtype], inputs.x
+    weights, options = _arguments(call, inputs)
+    output, finals, saved = layer.forward(host, plan, x, weights, options, keep=keep)
+    # Detached: for autograd they are no views of what is saved.
+    return output.detach(), tuple(map(_stack, zip(*finals, strict=True))), saved
+
+
+def _backward(
+    form: Form,
+    flat: Flat,
+    needs: Sequence[bool],
+    kept: Iterator[Tensor],
+    arriving: Sequence[Tensor | None],
+) -> Flat:
+    inputs = form.unflatten(flat)
+    weights, options = _arguments(form.call, inputs)
+    directions, states = range(form.directions), form.call.cell.states
+    hidden, values = next(kept), [next(kept) for _ in directions]
+    sequences: list[list[Tensor | None]] = [[next(kept) for _ in states] for _ in directions]
+    resets = [] if options.resets is None else [[next(kept) for _ in states] for _ in directions]
+    d_output, *d_final = arriving
+    if d_output is not None and d_output.stride(2) != 1:
+        d_output = d_output.contiguous()
+    need = form.unflatten(needs)
+    computed: Any = layer.backward(
+        HOSTS[form.plan.dtype],
+        form.plan,
+        layer.Saved(inputs.x, weights, options, hidden, sequences, values, resets),
+        d_output,
+        [[None if d is None else d[i] for d in d_final] for i in directions],
+        need_x=bool(need.x),
+        need_weights=any(any(w[:4]) for w in need.weights),
+    )
+    dx, found = computed
+    gradients = Inputs(
+        dx,
+        None if inputs.static is None else torch.stack([g.static for g in found]).sum(0),
+        _states(form.initial, [g.initial for g in found]),
+        _states(form.reset, [g.reset for g in found]),
+        [Weights(g.ih, g.hh, g.bias_ih, g.bias_hh, tuple(g.params)) for g in found],
+    )
+    return form.flatten(gradients)
+
+
+def _differentiable(
+    form: Form, flat: Flat, needs: Sequence[bool], arriving: Sequence[Tensor | None]
+) -> Flat:
+    """The gradients as something to differentiate again: by autograd, through the composite."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # A view stands for each input at this place of the graph: one input may hang on another.
+        pairs = zip(flat, needs, strict=True)
+        places = [t.view_as(t) if t is not None and need else t for t, need in pairs]
+        output, final = composite(form.call, form.unflatten(places))
+        ends = zip((output, *final), arriving, strict=True)
+        outputs, gradients = zip(*[(o, g) for o, g in ends if g is not None], strict=True)
+        wanted = [t for t, need in zip(places, needs, strict=True) if t is not None and need]
+        found = iter(
+            torch.autograd.grad(outputs, wanted, gradients, create_graph=again, allow_unused=True)
+        )
+    return tuple(next(found) if need else None for need in needs)
+
+
+# -- between torch and the engine ------------------------------------------------------------------
+
+
+def _arguments(call: Call, inputs: Inputs) -> tuple[list[layer.Weights], layer.Options]:
+    """Weights and options as the engine takes them: checked, for it reads memory unasked."""
+    cell, size, options = call.cell, call.hidden_size, call.options
+    gates, static, weights = len(cell.gates) * size, inputs.static, []
+    for d, w in enumerate(inputs.weights):
+        _expect("weight_ih", w.ih, gates, inputs.x.shape[2])
+        hh = w.hh if w.hh is None else _expect("weight_hh", w.hh, gates, size)
+        params = [_expect(*p, size) for p in zip(cell.param_names, w.params, strict=True)]
+        one = layer.Weights(
+            ih=w.ih,
+            hh=hh if hh is None or 1 in hh.stride() else hh.contiguous(),
+            bias_ih=w.bias_ih if w.bias_ih is None else _expect("bias_ih", w.bias_ih, gates),
+            bias_hh=w.bias_hh if w.bias_hh is None else _expect("bias_hh", w.bias_hh, gates),
+            params=params,
+            initial=_one(inputs.initial, d) or [s.initial for s in cell.states],
+            reset=_one(inputs.reset, d),
+            static=static if static is None else static.contiguous(),
+            reverse=d == 1,
+        )
+        weights.append(one)
+    mask, resets = options.mask, options.resets
+    return weights, layer.Options(
+        mask=mask if mask is None else mask.view(torch.uint8),
+        resets=resets if resets is None else resets.view(torch.uint8),
+        repeat=options.masked_output == "repeat",
+        training=options.training,
+        seed=options.seed,
+        stream=call.layer,
+        threads=torch.get_num_threads(),
+    )
+
+
+def _expect(name: str, weight: Tensor, *shape: int) -> Tensor:
+    if weight.shape != shape:
+        raise RuntimeError(
+            f"{name}: given {list(weight.shape)}; expected {list(shape)}, from the layer's sizes. "
+            "Make a layer of the sizes of the weight."
+        )
+    return weight if weight.dim() > 1 else weight.contiguous()
+
+
+def _one(states: States | None, direction: int) -> list[Tensor] | None:
+    return None if states is None else [s[direction].contiguous() for s in states]
+
+
+def _stack(parts: Sequence[Tensor]) -> Tensor:
+    """What each direction has, along a new first axis."""
+    return parts[0].unsqueeze(0).detach() if len(parts) == 1 else torch.stack(tuple(parts))
+
+
+def _states(given: bool, parts: Sequence[Sequence[Tensor] | None]) -> States | None:
+    if not given or parts[0] is None:
+        return None
+    return tuple(map(_stack, zip(*parts, strict=True)))

@@ -1,0 +1,39 @@
+"""PyTorch's tensors as ``anycell.layer`` wants them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_CPU = torch.device("cpu")  # said each time: torch.set_default_device must not move our buffers
+
+
+class TorchHost:
+    """Tensors of one dtype on the CPU; the matmuls are torch's."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def empty(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=_CPU)
+
+    def zeros(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=_CPU)
+
+    def pointer(self, array: Tensor) -> int:
+        return array.data_ptr()
+
+    def strides(self, array: Tensor) -> tuple[int, ...]:
+        return array.stride()
+
+    def matmul(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        torch.mm(a, b, out=out)
+
+    def matmul_add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        out.addmm_(a, b)
+
+    def masked(self, x: Tensor, mask: Tensor) -> Tensor:
+        return torch.where(mask.bool().unsqueeze(-1), x, 0.0)
+
+
+HOSTS = {name: TorchHost(getattr(torch, name)) for name in ("float32", "float64")}

@@ -1,0 +1,296 @@
+"""Random problems for the recurrence, and the ways to solve them, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tolerances import LIMITS, assert_close, error
+
+import anycell
+from anycell import Cell, layer
+from anycell.engines import cpu, reference
+from anycell.lang.cell import RECURRENT
+from anycell.numpy.host import NumpyHost
+from anycell.plan import plan
+
+Array = npt.NDArray[Any]
+Arrays = dict[str, Array]
+
+# (T, B, H): H of 1, 7, 33 and 100, one step, one row, no rows.
+AWKWARD = [(5, 3, 1), (1, 4, 7), (9, 1, 33), (4, 5, 100), (6, 0, 7), (1, 1, 1), (7, 19, 33)]
+
+# Where the rows of the batch are, by the first word of an array's name.
+ROWS = {"gates_x": 1, "mask": 1, "resets": 1, "d_outputs": 1, "outputs": 1}
+ROWS |= {"state": 0, "static": 0, "reset_state": 0, "d_final": 0, "final": 0}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A recurrence and the gradients that arrive at its results.
+
+    ``arrays`` go by their place, as in "gates_x", "weights hh", "state h", "params p_i", "static",
+    "mask", "reset_state c", "d_outputs", "d_final h"; ``options`` are those of ``recurrence``.
+    """
+
+    cell: Cell
+    arrays: Arrays
+    options: dict[str, Any]
+
+    @cached_property
+    def right(self) -> Arrays:
+        """Its solution by the reference engine in float64."""
+        return by_reference(self)
+
+    def __getitem__(self, name: str) -> Array | None:
+        return self.arrays.get(name)
+
+    def group(self, argument: str) -> Arrays:
+        """The arrays of an argument that takes many, by their own name."""
+        words = (name.partition(" ") for name in self.arrays)
+        return {own: self[f"{first} {own}"] for first, _, own in words if first == argument}
+
+    def but(self, arrays: Arrays | None = None, **options: Any) -> Problem:
+        """The problem with other arrays and options."""
+        return replace(
+            self, arrays={**self.arrays, **(arrays or {})}, options={**self.options, **options}
+        )
+
+    def map(self, change: Callable[[str, Array], Array]) -> Problem:
+        """``change(name, array)`` of every array."""
+        return self.but({name: change(name, array) for name, array in self.arrays.items()})
+
+    def astype(self, dtype: npt.DTypeLike) -> Problem:
+        """The same numbers in another dtype."""
+        return self.map(lambda _, a: a if a.dtype == bool else a.astype(dtype))
+
+    def rows(self, part: slice) -> Problem:
+        """A part of the batch."""
+        return self.map(lambda name, a: a[_rows(name, a, part)])
+
+    def arguments(self) -> dict[str, Any]:
+        """What ``reference.run`` takes."""
+        reset_state = list(self.group("reset_state").values())
+        return {
+            "gates_x": self["gates_x"],
+            "weights": self.group("weights"),
+            "state": list(self.group("state").values()) or None,
+            "params": self.group("params"),
+            "static": self["static"],
+            "mask": self["mask"],
+            "resets": self["resets"],
+            "reset_state": reset_state or None,
+            **self.options,
+        }
+
+
+def _rows(name: str, array: Array, part: slice) -> tuple[slice, ...]:
+    axis = ROWS.get(name.split()[0])
+    if axis is None or (name.startswith("reset_state") and array.ndim == 1):
+        return ()
+    return (slice(None),) * axis + (part,)
+
+
+def random_problem(
+    cell: Cell,
+    shape: tuple[int, int, int],
+    rng: np.random.Generator,
+    dtype: str = "float64",
+    *,
+    masked: bool = False,
+    resets: bool = False,
+    **options: Any,
+) -> Problem:
+    """A problem that can be solved in its dtype.
+
+    That is, one that the reference engine solves within half of the tolerances, in float32 too:
+    when a slice of one number cancels to almost nothing, no engine is to blame.
+
+    Args:
+        shape: (T, B, H).
+        masked: with rows of random lengths, 0 among them, and holes; NaN lies beneath.
+        resets: with random resets, to values of every row or the same for all.
+        options: of ``recurrence``.
+    """
+    for _ in range(100):
+        problem = _random_problem(cell, shape, rng, masked, resets, options).astype(dtype)
+        if dtype == "float64":
+            return problem
+        if worst(by_reference(problem, dtype), problem.right, dtype) <= 0.5:
+            return problem
+    raise AssertionError(f"{cell} of shape {shape} cannot be solved in {dtype}")
+
+
+def _random_problem(
+    cell: Cell,
+    shape: tuple[int, int, int],
+    rng: np.random.Generator,
+    masked: bool,
+    resets: bool,
+    options: dict[str, Any],
+) -> Problem:
+    steps, rows, hidden = shape
+    gates = len(cell.gates)
+
+    def normal(*size: int) -> Array:
+        return rng.standard_normal(size)
+
+    arrays = {"gates_x": normal(steps, rows, gates * hidden)}
+    for l in cell.linears:
+        outer = hidden * (gates if l.name == RECURRENT else 1)
+        size = (outer, hidden) if l.heads == 1 else (l.heads, outer // l.heads, hidden // l.heads)
+        arrays[f"weights {l.name}"] = normal(*size) * 0.5 * size[-1] ** -0.5
+        if l.bias and cell.bias:
+            arrays[f"weights {l.name}_bias"] = 0.3 * normal(outer)
+    for s in cell.states:
+        arrays[f"state {s.name}"] = normal(rows, hidden)
+        arrays[f"d_final {s.name}"] = normal(rows, hidden)
+    for p in cell.params:
+        arrays[f"params {p.name}"] = (p.initial or 0.0) + 0.3 * normal(hidden)
+    if cell.static is not None:
+        arrays["static"] = normal(rows, hidden)
+    arrays["d_outputs"] = normal(steps, rows, hidden)
+    if masked:
+        within = np.arange(steps)[:, None] < rng.integers(0, steps + 1, rows)
+        arrays["mask"] = within & (rng.random((steps, rows)) < 0.8)
+        arrays["gates_x"][~arrays["mask"]] = np.nan
+        if options.get("masked_output") != "repeat":
+            arrays["d_outputs"][~arrays["mask"]] = np.nan
+    if resets:
+        arrays["resets"] = rng.random((steps, rows)) < 0.3
+        for i, s in enumerate(cell.states):
+            arrays[f"reset_state {s.name}"] = normal(hidden) if i else normal(rows, hidden)
+    return Problem(cell, arrays, options)
+
+
+# -- solutions -----------------------------------------------------------------------------------
+# By name: "outputs", "final h", and for each array that has a gradient "d gates_x", "d weights hh".
+
+
+def by_reference(problem: Problem, dtype: npt.DTypeLike = "float64") -> Arrays:
+    """By the reference engine; in float64 it is what is right."""
+    problem = problem.astype(dtype)
+    cell, arguments = problem.cell, problem.arguments()
+    outputs, final = reference.run(cell, **arguments)
+    grads = reference.backward(
+        cell,
+        **arguments,
+        d_outputs=problem["d_outputs"],
+        d_final=list(problem.group("d_final").values()),
+    )
+    solution = _results(cell, outputs, final)
+    solution |= _gradients(problem, "weights", grads.weights)
+    solution |= _gradients(problem, "params", grads.params)
+    solution |= _gradients(problem, "state", dict(zip(cell.state_names, grads.state, strict=True)))
+    reset = dict(zip(cell.state_names, grads.reset_state, strict=True))
+    solution |= _gradients(problem, "reset_state", reset)
+    solution["d gates_x"] = grads.gates_x
+    if grads.static is not None:
+        solution["d static"] = grads.static
+    return solution
+
+
+def by_cpu(problem: Problem, threads: int = 1) -> Arrays:
+    """By the fused kernels of the CPU engine."""
+    cell, options, group = problem.cell, problem.options, problem.group
+    hidden = problem.arrays["gates_x"].shape[2] // len(cell.gates)
+    chosen = plan(cell, hidden, problem.arrays["gates_x"].dtype.name, engine="cpu")
+    weights, reset = group("weights"), list(group("reset_state").values())
+    one = layer.Weights(
+        ih=None,
+        hh=weights.get(RECURRENT),
+        bias_hh=weights.get(f"{RECURRENT}_bias"),
+        params=list(group("params").values()),
+        initial=list(group("state").values()),
+        reset=reset or None,
+        static=problem["static"],
+        reverse=options.get("reverse", False),
+    )
+    flags = {
+        k: None if problem[k] is None else problem[k].view(np.uint8) for k in ("mask", "resets")
+    }
+    how = layer.Options(
+        **flags,
+        repeat=options.get("masked_output") == "repeat",
+        training=options.get("training", False),
+        seed=options.get("seed", 0),
+        threads=threads,
+    )
+    host = NumpyHost(chosen.dtype)
+    poison_scratch()
+    outputs, (final,), saved = layer.forward(
+        host, chosen, problem.arrays["gates_x"], [one], how, keep=True
+    )
+    poison_scratch()
+    d_final = list(group("d_final").values())
+    dx, (d,) = layer.backward(host, chosen, saved, problem["d_outputs"], [d_final])
+    solution = _results(cell, outputs, final)
+    solution |= _gradients(problem, "weights", {RECURRENT: d.hh, f"{RECURRENT}_bias": d.bias_hh})
+    solution |= _gradients(problem, "params", dict(zip(cell.param_names, d.params, strict=True)))
+    solution |= _gradients(problem, "state", dict(zip(cell.state_names, d.initial, strict=True)))
+    for (name, given), total in zip(group("reset_state").items(), d.reset or (), strict=True):
+        solution[f"d reset_state {name}"] = total if given.ndim == 2 else total.sum(0)
+    solution["d gates_x"] = dx
+    if d.static is not None:
+        solution["d static"] = d.static
+    return solution
+
+
+def by_recurrence(problem: Problem, engine: str = "cpu") -> Arrays:
+    """Results alone, by the public function."""
+    outputs, final = anycell.recurrence(problem.cell, **problem.arguments(), engine=engine)
+    return _results(problem.cell, outputs, final)
+
+
+def _results(cell: Cell, outputs: Array, final: Any) -> Arrays:
+    return {"outputs": outputs} | {
+        f"final {name}": value for name, value in zip(cell.state_names, final, strict=True)
+    }
+
+
+def _gradients(problem: Problem, argument: str, found: Arrays) -> Arrays:
+    return {f"d {argument} {name}": found[name] for name in problem.group(argument)}
+
+
+# -- comparison ----------------------------------------------------------------------------------
+
+
+def assert_right(solution: Arrays, problem: Problem) -> None:
+    """That results and gradients are within tolerance of what is right."""
+    dtype = problem.arrays["gates_x"].dtype
+    for name, value in solution.items():
+        assert value.dtype == dtype, name
+        assert_close(value, problem.right[name], dtype, _kind(name), name, _axes(name, value))
+
+
+def worst(solution: Arrays, right: Arrays, dtype: str) -> float:
+    """The largest error, as a part of its limit."""
+    return max(
+        error(value, right[name], _axes(name, value)) / LIMITS[dtype, _kind(name)]
+        for name, value in solution.items()
+    )
+
+
+def _kind(name: str) -> str:
+    return "gradient" if name.startswith("d ") else "forward"
+
+
+def _axes(name: str, value: Array) -> tuple[int, ...] | None:
+    """The axes of time and batch; None where there are both."""
+    rows = ROWS.get(name.removeprefix("d ").split()[0])
+    return None if rows == 1 else (0,) if rows == 0 and value.ndim == 2 else ()
+
+
+def assert_same(solution: Arrays, other: Arrays, *names: str) -> None:
+    """That two solutions, or some of their arrays, have the same bits."""
+    for name in names or other:
+        assert np.array_equal(solution[name], other[name], equal_nan=True), name
+
+
+def poison_scratch() -> None:
+    """Fills the CPU engine's working memory with NaN."""
+    cpu.scratch.buffer.fill(0xFF)

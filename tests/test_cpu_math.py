@@ -1,0 +1,409 @@
+"""The LLVM text layer: what the builder emits runs, and its functions keep their accuracy."""
+
+import ctypes
+import itertools
+import threading
+
+import numpy as np
+import pytest
+
+from anycell import philox
+from anycell.engines.cpu import isa, jit, ops
+from anycell.engines.cpu.ir import Module, Value, constant
+from anycell.lang.ops import TABLE
+from tools import ulp
+
+TARGETS = isa.available()
+REALS = {"float": np.float32, "double": np.float64}
+on_every_machine = [
+    pytest.mark.parametrize("target", TARGETS),
+    pytest.mark.parametrize("real", REALS),
+]
+
+
+def everywhere(test):
+    """Run a test for every instruction set of this host, in both precisions."""
+    for mark in on_every_machine:
+        test = mark(test)
+    return test
+
+
+def run(target, real, body, *arguments):
+    """Compile `body(b, *args)`, a function of arrays (pointers) and i64 numbers, and call it."""
+    module = Module(isa.TARGETS[target], real)
+    kinds = ["ptr" if isinstance(a, np.ndarray) else "i64" for a in arguments]
+    b = module.function("f", [(kind, f"a{i}") for i, kind in enumerate(kinds)])
+    body(b, *b.args)
+    library = jit.compile(str(module), ["f"], module.target)
+    types = [ctypes.c_void_p if kind == "ptr" else ctypes.c_int64 for kind in kinds]
+    values = [a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments]
+    ctypes.CFUNCTYPE(None, *types)(library.address("f"))(*values)
+
+
+def apply_all(target, real, table, *inputs):
+    """Every op of a table (by name) on the same arrays; a condition comes back as 1 or 0."""
+    lanes = isa.TARGETS[target].lanes(real)
+    size = len(inputs[0])
+    padded = [np.zeros(-(-size // lanes) * lanes, REALS[real]) for _ in inputs]
+    for array, values in zip(padded, inputs, strict=True):
+        array[:size] = values
+    out = np.full((len(table), len(padded[0])), 77, REALS[real])
+
+    def body(b, n, y, *xs):
+        with b.loop(0, n, b.lanes) as i:
+            values = [b.load(b.gep(x, i)) for x in xs]
+            for row, op in enumerate(table.values()):
+                result = op(b, *values)
+                if result.type == b.mask:
+                    result = b.select(result, constant(1, b.vec), constant(0, b.vec))
+                b.store(result, b.gep(y, b.add(i, b.mul(n, row))))
+
+    run(target, real, body, len(padded[0]), out, *padded)
+    return dict(zip(table, out[:, :size], strict=True))
+
+
+def apply(target, real, op, *inputs):
+    """One op on arrays."""
+    return apply_all(target, real, {"it": op}, *inputs)["it"]
+
+
+# --------------------------------------------------------------------------------- accuracy
+
+LONG = np.finfo(np.longdouble).nmant >= 63
+
+
+@pytest.mark.parametrize("op", ulp.FUNCTIONS)
+@everywhere
+def test_error_in_ulp(op, target, real):
+    dtype = np.dtype(REALS[real]).name
+    if dtype == "float64" and not LONG:
+        pytest.skip("no extended precision to compare doubles with")
+    if dtype == "float32":
+        x = np.arange(0, 1 << 32, 9973, dtype=np.uint64).astype(np.uint32).view(np.float32)
+        edges = np.array([0, 0x7F800000, 0x7F7FFFFF, 1, 0x7FFFFF, 0x800000], np.uint32)
+        x = np.concatenate([x, edges.view(np.float32), -edges.view(np.float32)])
+    else:
+        x = ulp.sample_of_doubles(seed=0, count=40_000)
+    worst = ulp.measure(op, target, x)
+    assert worst.error <= ulp.FUNCTIONS[op].limit[dtype], worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("op", ["exp", "tanh", "sigmoid", "log"])
+def test_error_in_ulp_over_many_floats(op, target):
+    limit = ulp.FUNCTIONS[op].limit["float32"]
+    stride = 67
+    for start in range(0, 1 << 32, ulp.CHUNK * stride):
+        worst = ulp.measure(op, target, ulp.chunk_of_floats(start, stride))
+        assert worst.error <= limit, worst
+
+
+@everywhere
+def test_special_values(target, real):
+    limits = np.finfo(REALS[real])
+    x = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, limits.smallest_subnormal, limits.max])
+    x = np.concatenate([x, -x[-2:]]).astype(REALS[real])
+    expected = {
+        "exp": [1, 1, np.inf, 0, np.nan, 1, np.inf, 1, 0],
+        "sigmoid": [0.5, 0.5, 1, 0, np.nan, 0.5, 1, 0.5, 0],
+        "tanh": [0.0, -0.0, 1, -1, np.nan, x[5], 1, x[7], -1],
+        "relu": [0, 0, np.inf, 0, np.nan, x[5], x[6], 0, 0],
+        "hard_sigmoid": [0.5, 0.5, 1, 0, np.nan, 0.5, 1, 0.5, 0],
+        "sign": [0, 0, 1, -1, np.nan, 1, 1, -1, -1],
+        "softplus": [np.log(2), np.log(2), np.inf, 0, np.nan, np.log(2), x[6], np.log(2), 0],
+    }
+    results = apply_all(target, real, {name: ops.EMIT[name] for name in expected}, x)
+    for name, values in expected.items():
+        wanted = np.array(values, REALS[real])
+        np.testing.assert_allclose(results[name], wanted, rtol=1e-6, err_msg=name)
+    assert np.signbit(results["tanh"]).tolist() == [
+        *(False, True, False, True, np.signbit(x[4]), False, False, True, True)
+    ]
+    # A NaN carries bits that could be taken for a number.
+    nans = {
+        "float": np.array([0x7FC00001, 0xFFC12345, 0x7F800001], np.uint32),
+        "double": np.array([0x7FF8000000000001, 0xFFF8123456789ABC, 0x7FF0000000000001], np.uint64),
+    }[real].view(REALS[real])
+    for name, y in apply_all(target, real, {n: ops.EMIT[n] for n in ulp.FUNCTIONS}, nans).items():
+        assert np.isnan(y).all(), name
+
+
+@everywhere
+def test_hard_sigmoid_is_that_of_keras(target, real):
+    x = np.linspace(-5, 5, 1001, dtype=REALS[real])
+    y = apply(target, real, ops.EMIT["hard_sigmoid"], x)
+    eps = np.finfo(REALS[real]).eps
+    np.testing.assert_allclose(y, np.clip(x / 6 + 0.5, 0, 1), rtol=0, atol=eps)
+
+
+def test_wider_registers_give_the_same_bits():
+    fused = [name for name in TARGETS if isa.TARGETS[name].fma]
+    x = ulp.chunk_of_floats(0, 16381)
+    for op in ulp.FUNCTIONS:
+        first, *others = (ulp.compiled(op, name, "float32")(x) for name in fused or TARGETS)
+        for other in others:
+            np.testing.assert_array_equal(first.view(np.uint32), other.view(np.uint32))
+
+
+# ------------------------------------------------------------------------------- other rows
+
+BINARY = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "minimum": np.minimum,
+    "maximum": np.maximum,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+}
+UNARY = {
+    "neg": np.negative,
+    "abs": np.abs,
+    "sqrt": np.sqrt,
+    "sign": np.sign,
+    "stop_gradient": np.positive,
+}
+
+
+@everywhere
+def test_rows_that_numpy_has_too(target, real):
+    values = np.array([0.0, -0.0, 1, -1.5, 3e-5, 1e30, np.inf, -np.inf, np.nan], REALS[real])
+    x, y = (np.array(side) for side in zip(*itertools.product(values, values), strict=True))
+    for table, inputs in [(BINARY, (x, y)), (UNARY, (values,))]:
+        results = apply_all(target, real, {name: ops.EMIT[name] for name in table}, *inputs)
+        for name, function in table.items():
+            with np.errstate(all="ignore"):
+                wanted = function(*inputs).astype(x.dtype)
+            np.testing.assert_array_equal(results[name], wanted, name)
+
+
+@everywhere
+def test_conditions(target, real):
+    x, y, z = np.random.default_rng(0).normal(size=(3, 100)).astype(REALS[real])
+
+    def body(b, x, y, z):
+        lt, gt = ops.EMIT["lt"](b, x, y), ops.EMIT["gt"](b, y, z)
+        both, one = ops.EMIT["logical_and"](b, lt, gt), ops.EMIT["logical_or"](b, lt, gt)
+        neither = ops.EMIT["logical_not"](b, one)
+        return ops.EMIT["where"](b, both, x, ops.EMIT["where"](b, neither, y, z))
+
+    both, one = (x < y) & (y > z), (x < y) | (y > z)
+    expected = np.where(both, x, np.where(~one, y, z))
+    np.testing.assert_array_equal(apply(target, real, body, x, y, z), expected)
+
+
+def test_every_op_of_the_language_has_a_row():
+    assert set(ops.EMIT) == {name for name, op in TABLE.items() if not op.reduction}
+
+
+# ------------------------------------------------------------------------------------ philox
+
+# From the known-answer tests of Random123: counter, key, words.
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+def philox_words(target, real, counters, keys):
+    """The four words of as many counters as there are lanes; one array [6 or 4, lanes] each."""
+    inputs = np.ascontiguousarray(np.concatenate([counters, keys]), np.uint32)
+    out = np.zeros((4, inputs.shape[1]), np.uint32)
+
+    def body(b, x, y):
+        type = f"<{b.lanes} x i32>"
+        parts = [b.load(b.gep(x, i * b.lanes, "i32"), type) for i in range(6)]
+        for i, word in enumerate(ops.philox(b, *parts)):
+            b.store(word, b.gep(y, i * b.lanes, "i32"))
+
+    run(target, real, body, inputs, out)
+    return out
+
+
+@everywhere
+def test_philox(target, real):
+    lanes = isa.TARGETS[target].lanes(real)
+    random = np.random.default_rng(0)
+    for counter, key, words in KNOWN:
+        assert [int(word) for word in philox.philox4x32(counter, key)] == list(words)
+        columns = [
+            np.repeat(np.array(part, np.uint32)[:, None], lanes, 1) for part in (counter, key)
+        ]
+        out = philox_words(target, real, *columns)
+        assert (out == np.array(words, np.uint32)[:, None]).all()
+    counters = random.integers(0, 1 << 32, (4, lanes), np.uint32)
+    key = (123, 0xFEDCBA98)
+    keys = np.repeat(np.array(key, np.uint32)[:, None], lanes, 1)
+    out = philox_words(target, real, counters, keys)
+    np.testing.assert_array_equal(out, np.stack(philox.philox4x32(counters, key)))
+
+
+# ----------------------------------------------------------------------------------- builder
+
+
+@everywhere
+def test_transpose(target, real):
+    lanes = isa.TARGETS[target].lanes(real)
+    x = np.arange(lanes * lanes, dtype=REALS[real]).reshape(lanes, lanes)
+    y = np.zeros_like(x)
+
+    def body(b, x, y):
+        rows = [b.load(b.gep(x, i * lanes)) for i in range(lanes)]
+        for i, row in enumerate(b.transpose(rows)):
+            b.store(row, b.gep(y, i * lanes))
+
+    run(target, real, body, x, y)
+    np.testing.assert_array_equal(y, x.T)
+
+
+@everywhere
+def test_reductions_have_a_fixed_order(target, real):
+    lanes = isa.TARGETS[target].lanes(real)
+    x = np.random.default_rng(0).normal(size=lanes).astype(REALS[real])
+    y = np.zeros(3, REALS[real])
+
+    def body(b, x, y):
+        value = b.load(x)
+        for i, reduce in enumerate([b.reduce_add, b.reduce_max, b.reduce_min]):
+            b.store(reduce(value), b.gep(y, i))
+
+    run(target, real, body, x, y)
+    halves = x.copy()
+    while len(halves) > 1:
+        halves = halves[: len(halves) // 2] + halves[len(halves) // 2 :]
+    np.testing.assert_array_equal(y, [halves[0], x.max(), x.min()])
+
+
+@everywhere
+def test_masks_touch_only_their_lanes(target, real):
+    lanes = isa.TARGETS[target].lanes(real)
+    module = Module(isa.TARGETS[target], real)
+    b = module.function("f", [("ptr", "x"), ("ptr", "y"), ("ptr", "z"), ("i64", "count")])
+    x, y, z, count = b.args
+    mask = b.lane_mask(count)
+    value = b.masked_load(x, mask, 9)
+    b.masked_store(value, y, mask)
+    b.store(value, z)
+    address = jit.compile(str(module), ["f"], module.target).address("f")
+    function = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, ctypes.c_int64)(address)
+    for count in [-(2**40), -1, 0, 1, lanes - 1, lanes, lanes + 1, 2**40]:
+        inside = max(0, min(count, lanes))
+        x = np.arange(1, inside + 1, dtype=REALS[real])
+        y, z = np.full((2, lanes), 5, REALS[real])
+        function(x.ctypes.data, y.ctypes.data, z.ctypes.data, count)
+        np.testing.assert_array_equal(y[:inside], x)
+        np.testing.assert_array_equal(z[:inside], x)
+        assert (y[inside:] == 5).all() and (z[inside:] == 9).all()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_control_flow(target):
+    for n, step in itertools.product([-3, 0, 1, 7, 10], [1, 3]):
+        out = np.zeros(4, np.int64)
+
+        def body(b, out, n, step):
+            def bump(i, amount):
+                place = b.gep(out, i, "i64")
+                b.store(b.add(b.load(place, "i64"), amount), place)
+
+            with b.loop(0, n, step) as i:
+                with b.when(b.icmp("eq", b.srem(i, 2), 0)) as otherwise:
+                    bump(0, i)
+                with otherwise, b.loop(0, i) as j:
+                    bump(1, j)
+            left = b.alloca("i64")
+            b.store(constant(3, "i64"), left)
+            with b.repeat() as again:
+                bump(2, 10)
+                rest = b.sub(b.load(left, "i64"), 1)
+                b.store(rest, left)
+                again(b.icmp("sgt", rest, 0))
+            with b.when(b.icmp("slt", n, 5)):
+                b.ret()
+            bump(3, 1)
+
+        run(target, "float", body, out, n, step)
+        numbers = range(0, n, step)
+        even = sum(i for i in numbers if i % 2 == 0)
+        odd = sum(sum(range(i)) for i in numbers if i % 2)
+        assert out.tolist() == [even, odd, 30, int(n >= 5)]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_atomics_make_a_barrier(target):
+    """Two threads pass a counter to and fro; with torn or unordered accesses they would hang."""
+    module = Module(isa.TARGETS[target])
+    b = module.function("f", [("ptr", "shared"), ("i64", "me"), ("i64", "turns")])
+    shared, me, turns = b.args
+    total = b.gep(shared, 8, "i64")
+    with b.loop(0, turns) as turn:
+        mine = b.add(b.mul(turn, 2), me)
+        with b.repeat() as again:
+            b.pause()
+            again(b.icmp("ne", b.atomic_load(shared), mine))
+        b.store(b.add(b.load(total, "i64"), 1), total)
+        b.atomic_store(b.add(mine, 1), shared)
+        b.atomic_add(b.gep(shared, 16, "i64"), me)
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(
+        jit.compile(str(module), ["f"], module.target).address("f")
+    )
+    out = np.zeros(17, np.int64)
+    threads = [threading.Thread(target=function, args=(out.ctypes.data, i, 20)) for i in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert out[[0, 8, 16]].tolist() == [40, 40, 20]
+
+
+def test_calls_and_tables():
+    module = Module(isa.TARGETS["generic"], "double")
+    square = module.function("square", [("double", "x")], "double", internal=True, inline=False)
+    square.ret(square.fmul(*square.args, *square.args))
+    b = module.function("f", [("ptr", "y")])
+    table = module.table([1.5, 0.1], "double")
+    for i in range(2):
+        value = b.load(b.gep(table, i), "double")
+        b.store(b.call("square", value), b.gep(*b.args, i))
+    out = np.zeros(2)
+    address = jit.compile(str(module), ["f"], module.target).address("f")
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(out.ctypes.data)
+    assert out.tolist() == [1.5**2, 0.1 * 0.1]
+    with pytest.raises(KeyError, match="cube"):
+        b.call("cube", value)
+    with pytest.raises(ValueError, match="twice"):
+        module.function("f", [])
+
+
+def test_constants_are_exact():
+    assert constant(0.1, "double").text == "0x3FB999999999999A"
+    assert constant(0.1, "float").text == "0x3FB99999A0000000"  # the double that the float equals
+    assert constant(-np.inf, "float").text == "0xFFF0000000000000"
+    assert constant(0xFFFFFFFF, "i32").text == "-1"
+    assert str(constant(1, "<4 x i64>")) == "<4 x i64> splat (i64 1)"
+    with pytest.raises(ValueError, match="does not fit"):
+        constant(1e39, "float")
+    with pytest.raises(TypeError, match=r"0\.5"):
+        constant(0.5, "i32")
+
+
+def test_operands_must_agree():
+    b = Module(isa.TARGETS["generic"]).function("f", [("float", "x"), ("double", "y")])
+    x, y = b.args
+    with pytest.raises(TypeError, match="float %x, double %y"):
+        b.fadd(x, y)
+    with pytest.raises(TypeError, match="one type"):
+        b.fadd(1.0, 2.0)
+    with pytest.raises(TypeError, match="expected a value of type i64"):
+        b.gep(Value("%p", "ptr"), x)

@@ -1,0 +1,493 @@
+"""The cell language: what it traces to, what it refuses and how, and every derivative."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import anycell
+from anycell import (
+    Cell,
+    CellError,
+    cell,
+    cells,
+    clip,
+    keep,
+    layer_norm,
+    linear,
+    sigmoid,
+    tanh,
+    where,
+)
+from anycell.lang.expr import CONDITIONS, Expr, apply, listing, show, topological
+from anycell.lang.ops import TABLE
+from anycell.namespaces import namespace
+
+Function = Callable[..., Any]
+
+
+def leaf(name: str) -> Expr:
+    return Expr("param", (), (name,))
+
+
+# -- tracing -------------------------------------------------------------------------------------
+
+
+def test_a_cell_is_its_graph() -> None:
+    @cell(gates="i f g o", state="h c=0.5", params="p_i p_f=1", static="e")
+    def Example(x, r, s, p, e, *, rate: float = 0.1, deep: bool = False):
+        i, f, g, o = x + r
+        c = sigmoid(f + p.p_f * s.c) * s.c + sigmoid(i + p.p_i * e) * tanh(g) * rate
+        return sigmoid(o) * (tanh(c) if deep else c), c
+
+    assert Example.name == "Example"
+    assert Example.gates == ("i", "f", "g", "o")
+    assert [(s.name, s.size, s.initial) for s in Example.states] == [("h", "H", 0), ("c", "H", 0.5)]
+    assert [(p.name, p.initial) for p in Example.params] == [("p_i", None), ("p_f", 1)]
+    assert Example.static == "e"
+    assert Example.hyper == {"rate": 0.1}
+    assert Example.structure == {"deep": False}
+    assert show(Example.next[0]) == "sigmoid(a.o) * " + show(Example.next[1], level=2)
+    assert Example.fused == set("ifgo")
+    (hh,) = Example.linears
+    assert (hh.name, hh.operand, hh.outputs) == ("hh", Expr("state", (), ("h",)), Example.gates)
+
+
+def test_the_same_expression_is_the_same_node() -> None:
+    a, b = leaf("a"), leaf("b")
+    assert apply("add", a, b) is a + b
+    assert tanh(a + b) is tanh(a + b)
+    assert (a + b) is not (b + a)
+    assert leaf("a") is a
+    assert Expr("const", (), (0.0,)) is not Expr("const", (), (-0.0,))
+
+
+def test_expressions_are_freed() -> None:
+    gc.collect()
+    before = len(Expr._interned)
+    node = tanh(leaf("nobody_else_has_this"))
+    assert len(Expr._interned) == before + 2
+    del node
+    gc.collect()
+    assert len(Expr._interned) == before
+
+
+def test_identities_keep_graphs_small() -> None:
+    a, b = leaf("a"), leaf("b")
+    assert a + 0 is a and 0 + a is a and a - 0 is a
+    assert a * 1 is a and 1 * a is a and a / 1 is a
+    assert (-a).args[0] is a and (0 - (-a)) is a
+    assert a + -b is a - b
+    assert a - (-b) is a + b
+    assert (2 * a - 2 * a).op == "sub", "it may be NaN"
+    assert (a * 0).op == "mul", "it may be NaN"
+
+
+def test_powers_are_products() -> None:
+    a = leaf("a")
+    assert a**1 is a
+    assert a**3 is a * a * a
+    assert a**-2 is 1.0 / (a * a)
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    a = leaf("a")
+    for number in (2, 2.0, np.float64(2), np.float32(2), np.int64(2), np.array(2.0)):
+        assert number * a is 2.0 * a
+        assert number - a is 2.0 - a
+        assert a / number is a / 2.0
+        assert (number < a) is (a > 2.0)
+
+
+def test_gates_have_order_and_names() -> None:
+    @cell(gates="a b", state="h")
+    def ByOrder(x, r, s):
+        a, b = x + r
+        return tanh(a) * b
+
+    @cell(gates="a b", state="h")
+    def ByName(x, r, s):
+        assert len(x) == 2
+        return tanh((x + r).a) * (r + x).b
+
+    assert [show(n) for n in ByOrder.next] == [show(n) for n in ByName.next] == ["tanh(a.a) * a.b"]
+    assert ByOrder.key == ByName.key
+
+
+# -- fusing --------------------------------------------------------------------------------------
+
+
+def traced(function: Function, **declaration: Any) -> Cell:
+    return cell(**{"gates": "a b", "state": "h", **declaration})(function)
+
+
+@pytest.mark.parametrize(
+    ("function", "fused"),
+    [
+        (lambda x, r, s: tanh(x.a + r.a) * (x.b + r.b), {"a", "b"}),
+        (lambda x, r, s: tanh(r.a + x.a) * sigmoid(1.0 + (x.b + r.b)), {"a", "b"}),
+        (lambda x, r, s: tanh(x.a + r.b) * (x.b + r.a), set()),  # not the same gate
+        (lambda x, r, s: tanh(x.a + r.a) * x.a, set()),  # the projection is needed apart
+        (lambda x, r, s: tanh(x.a + r.a) * r.a, set()),
+        (lambda x, r, s: tanh(x.a - r.a), set()),
+        (lambda x, r, s: (x.a + r.a) * tanh(x.a + r.a), {"a"}),  # the same sum twice is one sum
+        (lambda x, r, s: x.a + r.a, {"a"}),
+        (lambda x, r, s: x.a + linear(s.h, "w"), set()),  # another matmul
+    ],
+)
+def test_sums_of_both_projections_fuse(function: Function, fused: set[str]) -> None:
+    assert traced(function).fused == fused
+
+
+def test_gru_keeps_its_candidate_apart() -> None:
+    assert cells.GRU.fused == {"r", "z"}
+    (hh,) = cells.GRU.linears
+    assert hh.outputs == ("r", "z", "n")
+
+
+def test_matmuls_are_found_in_order() -> None:
+    without = cells.GRU(reset_after=False)
+    assert [l.name for l in without.linears] == ["hh", "hn"]
+    assert without.linears[0].outputs == ("r", "z")
+    assert show(without.linears[1].operand) == "sigmoid(a.r) * s.h"
+
+
+def test_sizes_follow_from_use() -> None:
+    @cell(gates="i f g o", state="h:P c")
+    def Projected(x, r, s):
+        i, f, g, o = x + r
+        c = sigmoid(f) * s.c + sigmoid(i) * tanh(g)
+        return linear(sigmoid(o) * tanh(c), "hr"), c
+
+    hh, hr = Projected.linears
+    assert (hh.in_size, hh.out_size) == ("P", "H")
+    assert (hr.in_size, hr.out_size) == ("H", "P")
+
+
+def test_numbers_fit_any_size() -> None:
+    @cell(gates="a", state="h:P c")
+    def Scaled(x, r, s, *, scale: float = 2.0):
+        half = scale / 2 + 1
+        return linear(half * s.c, "down") * half, tanh(x.a + r.a) * half
+
+    assert Scaled.sizes[Scaled.next[0]] == "P"
+    assert Scaled.sizes[Scaled.next[1]] == "H"
+
+
+# -- refusals: each names the line and what to write instead -------------------------------------
+
+
+def refused(function: Function, **declaration: Any) -> str:
+    with pytest.raises(CellError) as error:
+        traced(function, **declaration)
+    return str(error.value)
+
+
+def branch(x, r, s):
+    if x.a > 0:
+        return x.a
+    return x.b
+
+
+def loop(x, r, s):
+    return sum(gate for gate in x.a)  # HERE
+
+
+LINES: list[tuple[Function, str, str]] = [
+    (branch, "Control flow on a traced value", "where(condition, a, b)"),
+    (lambda x, r, s: x.a if x.a == 0 else x.b, "Control flow", "where(condition, a, b)"),
+    (lambda x, r, s: x.a and x.b, "Control flow", "where(condition, a, b)"),
+    (lambda x, r, s: max(x.a, x.b), "Control flow", "where(condition, a, b)"),
+    (loop, "cannot be unpacked", "name the gate"),
+    (lambda x, r, s: x.a[0], "Indexing a traced value with [0]", "declare another gate or state"),
+    (lambda x, r, s: s.h[:, 1:], "Indexing", "mean, sum, max and layer_norm"),
+    (lambda x, r, s: x.a.__setitem__(0, 1.0), "In-place edit", "compute a new value"),
+    (lambda x, r, s: x.a @ s.h, "operator @", 'linear(value, "name")'),
+    (lambda x, r, s: np.eye(3) @ s.h, "matmul", "functions of anycell"),
+    (lambda x, r, s: np.tanh(x.a), "numpy.tanh()", "functions of anycell"),
+    (lambda x, r, s: np.tanh(x + r), "numpy.tanh()", "functions of anycell"),
+    (lambda x, r, s: np.mean(x.a), "numpy.mean()", "functions of anycell"),
+    (lambda x, r, s: np.where(x.a > 0, x.a, 0), "numpy.where()", "functions of anycell"),
+    (lambda x, r, s: np.asarray(x.a), "numpy.array()", "functions of anycell"),
+    (lambda x, r, s: math.exp(x.a), "turned into a number", "sigmoid, exp, log"),
+    (lambda x, r, s: float(x.a), "turned into a number", "functions of anycell"),
+    (lambda x, r, s: x.a.sigmoid(), "no attribute 'sigmoid'", "functions of anycell"),
+    (lambda x, r, s: x.a * np.ones(3), "ndarray array([1., 1., 1.])", "per-unit parameter"),
+    (lambda x, r, s: np.ones(3) * x.a, "ndarray array([1., 1., 1.])", "per-unit parameter"),
+    (lambda x, r, s: x.a * "2", "str '2' inside a cell", "hyperparameter"),
+    (lambda x, r, s: tanh(x + r), "All gates at once", "unpack them first"),
+    (lambda x, r, s: x.a**0.5, "** 0.5 is outside", "sqrt(x)"),
+    (lambda x, r, s: x.a**x.b, "is outside the cell language", "exp(y * log(x))"),
+    (lambda x, r, s: 2**x.a, "2 ** x is outside", "exp(x * log(base))"),
+    (lambda x, r, s: x.c, "No gate is named 'c'; this cell declares: a b", "use one of: a b"),
+    (lambda x, r, s: s.c, "No state is named 'c'; this cell declares: h", "use one of: h"),
+    (lambda x, r, s: (x + s).a, "No state is named 'a'", "use one of: h"),
+    (lambda x, r, s: where(x.a, 1.0, 0.0), "got `x.a`, a number", "where(a > b, yes, no)"),
+    (lambda x, r, s: where(True, x.a, 0.0), "got `1`, a number", "where(a > b, yes, no)"),
+    (lambda x, r, s: (x.a > 0) + x.b, "got `x.a > 0`, a condition", "where(condition, 1.0, 0.0)"),
+    (lambda x, r, s: where((x.a > 0) & x.b, 1, 0), "got `x.b`, a number", "&, | and ~"),
+    (lambda x, r, s: keep(1.5), "outside [0, 1]", "a rate in [0, 1]"),
+    (lambda x, r, s: keep(math.nan), "outside [0, 1]", "a rate in [0, 1]"),
+    (lambda x, r, s: keep(0.5, per="batch"), "per='batch'", 'per="sequence"'),
+    (lambda x, r, s: linear(s.h, "w") + linear(x.a, "w"), "this name is taken", "another name"),
+    (lambda x, r, s: linear(s.h, "hh"), "this name is taken", "another name"),
+    (lambda x, r, s: linear(s.h, ""), "needs a name", 'linear(value, "name")'),
+    (lambda x, r, s: linear(s.h, "w", heads=0), "heads=0", "a positive integer"),
+    (lambda x, r, s: anycell.mean(x.a, groups=0), "groups=0", "a positive integer"),
+    (lambda x, r, s: layer_norm(x.a, groups=x.b), "groups=", "a positive integer"),
+]
+
+
+@pytest.mark.parametrize(("function", "problem", "instead"), LINES)
+def test_refusals_name_line_and_remedy(function: Function, problem: str, instead: str) -> None:
+    message = refused(function)
+    assert f"{__file__}:" in message
+    where_, _, rest = message.partition("\n    ")
+    line, _, said = rest.partition("\n")
+    assert where_.endswith(f"in cell {function.__name__}")
+    first = function.__code__.co_firstlineno
+    number = int(where_.split(":")[-2])
+    assert first <= number <= first + 2
+    with open(__file__) as source:
+        assert line == source.read().splitlines()[number - 1].strip()
+    assert problem in said
+    assert instead in said.partition("Instead: ")[2]
+
+
+def test_torch_functions_are_refused() -> None:
+    torch = pytest.importorskip("torch")
+    for function in (lambda x, r, s: torch.tanh(x.a), lambda x, r, s: torch.sigmoid(x + r)):
+        assert "torch." in refused(function)
+    assert "functions of anycell" in refused(lambda x, r, s: torch.where(x.a > 0, x.a, 0))
+
+
+@pytest.mark.parametrize(
+    ("function", "declaration", "message"),
+    [
+        (lambda x, r, s: (x.a, x.b), {}, "returned 2 value(s), its states are 1: h"),
+        (lambda x, r, s: x.a, {"state": "h c"}, "return the new states in the declared order"),
+        (lambda x, r, s: x + r, {"state": "h c"}, "`return h, c`"),
+        (lambda x, r, s: None, {}, "returned NoneType for the new state 'h'"),
+        (lambda x, r, s: x.a > 0, {}, "where(condition, 1.0, 0.0)"),
+        (lambda x, r, s: x.a + s.h, {"state": "h:P"}, "one of size"),
+        (lambda x, r, s: x.a, {"state": "h:P"}, 'change the size with linear(value, "name")'),
+        (lambda x, r, s: (s.c, tanh(x.a)), {"state": "h:P c"}, "do not close"),
+        (lambda x, r, s: (s.h * (k := keep(0.5)), s.c * k), {"state": "h:P c"}, "do not close"),
+        (lambda x, r: x.a, {}, "takes 2 positional arguments"),
+        (lambda x, r, s: x.a, {"params": "p"}, "(x, r, s, p)"),
+        (lambda x, r, s, p: x.a, {"params": "p", "static": "e"}, "(x, r, s, p, e)"),
+        (lambda x, r, s: x.a, {"gates": ""}, "at least one gate"),
+        (lambda x, r, s: x.a, {"state": ""}, "at least one state"),
+        (lambda x, r, s: x.a, {"gates": "a a"}, "a name appears twice"),
+        (lambda x, r, s: x.a, {"state": "h h"}, "a name appears twice"),
+        (lambda x, r, s, p: x.a, {"params": "p p"}, "a name appears twice"),
+        (lambda x, r, s: x.a, {"gates": "a 2b"}, "cannot read '2b'"),
+        (lambda x, r, s: x.a, {"state": "h=nan"}, "'nan' is not a number"),
+        (lambda x, r, s: x.a, {"state": "h=zero"}, "'zero' is not a number"),
+        (lambda x, r, s, *, k: x.a, {}, "'k' needs a default value"),
+        (lambda x, r, s, *, k=math.nan: x.a, {}, "hyperparameter k is NaN"),
+        (lambda x, r, s, *, k=b"": x.a, {}, "hyperparameter k is a bytes"),
+    ],
+)
+def test_declarations_are_checked(function: Function, declaration: Any, message: str) -> None:
+    assert message in refused(function, **declaration)
+
+
+def test_functions_of_a_step_need_a_cell() -> None:
+    for function in (lambda: keep(0.5), lambda: linear(leaf("a"), "w")):
+        with pytest.raises(CellError, match="outside a cell"):
+            function()
+
+
+def test_a_refusal_leaves_nothing_behind() -> None:
+    refused(branch)
+    with pytest.raises(CellError, match=r"^Control flow"):
+        bool(leaf("a"))  # no cell is being traced: no line to name
+    assert traced(lambda x, r, s: x.a).next
+
+
+# -- hyperparameters -----------------------------------------------------------------------------
+
+
+@cell(gates="a b", state="h")
+def Tuned(x, r, s, *, rate: float = 0.5, bound: float | None = None, deep: bool = False):
+    """A cell of the test file, so that it can be found again."""
+    value = rate * tanh(x.a + r.a)
+    if bound is not None:
+        value = clip(value, -bound, bound)
+    return tanh(value) if deep else value
+
+
+def test_run_time_hyperparameters_share_a_graph() -> None:
+    assert Tuned(rate=0.25).key == Tuned.key
+    assert Tuned(rate=0.25).hyper == {"rate": 0.25}
+    assert Tuned(rate=0.25) != Tuned
+    assert Tuned() is Tuned
+    assert Tuned(rate=0.5) == Tuned
+    assert Tuned(rate=1).hyper == {"rate": 1.0}, "an int where a float is declared"
+    assert Tuned(bound=3).hyper == {"rate": 0.5, "bound": 3.0}
+
+
+def test_structural_hyperparameters_make_another_graph() -> None:
+    assert Tuned(deep=True).key != Tuned.key
+    assert Tuned(bound=1.0).key != Tuned.key
+    assert Tuned(deep=True)(rate=0.1).structure == {"bound": None, "deep": True}
+    assert Tuned(deep=True)(rate=0.1).key == Tuned(deep=True).key
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rate": math.nan}, "rate is NaN; expected a number"),
+        ({"speed": 1.0}, "no hyperparameter 'speed'; it has: rate, bound, deep"),
+        ({"rate": np.ones(2)}, "rate is a ndarray; expected a float"),
+    ],
+)
+def test_hyperparameters_are_checked(given: Any, message: str) -> None:
+    with pytest.raises(CellError) as error:
+        Tuned(**given)
+    assert message in str(error.value)
+
+
+def test_cells_print_as_they_are_made() -> None:
+    assert repr(Tuned) == "Tuned()"
+    assert repr(Tuned(rate=0.25, deep=True)) == "Tuned(rate=0.25, deep=True)"
+
+
+def test_cells_pickle_by_name() -> None:
+    here = pickle.loads(pickle.dumps(cells.PeepholeLSTM(coupled=True, cell_clip=3.0)))
+    assert here == cells.PeepholeLSTM(coupled=True, cell_clip=3.0)
+    assert hash(here) == hash(cells.PeepholeLSTM(coupled=True, cell_clip=3.0))
+    assert pickle.loads(pickle.dumps(cells.LSTM)) is cells.LSTM
+
+
+def test_copies_of_a_cell_are_the_cell() -> None:
+    local = traced(lambda x, r, s: x.a)
+    assert copy.copy(local) is local
+    assert copy.deepcopy({"cell": local})["cell"] is local
+
+
+def test_equal_computations_are_equal_whatever_their_names() -> None:
+    one, two = (traced(lambda x, r, s: tanh(x.a + r.a) * s.h) for _ in range(2))
+    assert one == two and hash(one) == hash(two)
+    assert one != traced(lambda x, r, s: tanh(x.b + r.b) * s.h)
+    assert one != traced(lambda x, r, s: tanh(x.a + r.a) * s.h, state="h=1")
+    assert one != "a cell"
+
+
+# -- printing ------------------------------------------------------------------------------------
+
+
+def test_expressions_print_as_python() -> None:
+    a, b, c = map(leaf, "abc")
+    names = {"p": type("p", (), {"a": a, "b": b, "c": c})}
+    scope = {**vars(anycell), **names}
+    for node in (
+        a - (b - c),
+        a - b - c,
+        a / (b * c),
+        a / b * c,
+        -(a + b) * c,
+        -a * -b,
+        -(a * b),
+        (a + b) * (b - c) ** 2,
+        where((a > b) & (b <= c) | ~(a != c), tanh(a), -1.5),
+        anycell.mean(a * b, groups=2) + anycell.sum(c),
+        1 / (1 + anycell.exp(-a)),
+    ):
+        assert eval(show(node), scope) is node, show(node)
+
+
+def test_shared_values_get_a_line() -> None:
+    a = leaf("a")
+    twice = tanh(a)
+    lines = list(listing([("h", twice * twice), ("c", twice)]))
+    assert lines == ["c = tanh(p.a)", "h = c * c"]
+    lines = list(listing([("h", sigmoid(twice) + twice)]))
+    assert lines == ["t1 = tanh(p.a)", "h = sigmoid(t1) + t1"]
+
+
+# -- the op table --------------------------------------------------------------------------------
+
+SMOOTH = {name: op for name, op in TABLE.items() if name not in CONDITIONS}
+
+
+def evaluate(root: Expr, leaves: dict[Expr, np.ndarray]) -> np.ndarray:
+    values = dict(leaves)
+    xp = namespace(np.zeros(1))
+    for node in topological([root]):
+        if node.op == "const":
+            values[node] = np.array(node.attrs[0])
+        elif node not in values:
+            values[node] = TABLE[node.op].meaning(xp, *(values[a] for a in node.args), *node.attrs)
+    return values[root]
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [(name, k) for name, op in SMOOTH.items() for k in ((1, 2, 3) if op.reduction else (1,))],
+)
+def test_derivatives(name: str, groups: int, rng: np.random.Generator) -> None:
+    """Each row of the table against finite differences, on the domain that it declares."""
+    op = TABLE[name]
+    leaves = [leaf(f"v{i}") for i in range(len(op.domain))]
+    values = {v: rng.uniform(*d, 6) for v, d in zip(leaves, op.domain, strict=True)}
+    args = [apply("gt", leaves[0], 0.0), *leaves[1:]] if name == "where" else leaves
+    attrs = (groups,) if op.reduction else ()
+    node, g = apply(name, *args, attrs=attrs), leaf("g")
+    values[g] = rng.standard_normal(6)
+    parts = op.derivative(g, node, *node.args, *node.attrs)
+    step = 1e-6
+    for v, arg, part in zip(leaves, node.args, parts, strict=True):
+        ahead = {**values, v: values[v] + step * (direction := rng.standard_normal(6))}
+        behind = {**values, v: values[v] - step * direction}
+        change = (evaluate(node, ahead) - evaluate(node, behind)) / (2 * step)
+        expected = np.sum(values[g] * change)
+        if name == "stop_gradient":
+            assert part is None
+        elif part is None:
+            assert arg.op in CONDITIONS or np.all(change == 0)
+        else:
+            found = np.sum(evaluate(part, values) * direction)
+            np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_derivatives_are_those_of_torch(name: str, rng: np.random.Generator) -> None:
+    """A framework's autograd of the meaning is the table's derivative, at ties and bounds too."""
+    torch = pytest.importorskip("torch")
+    op = TABLE[name]
+    corners = itertools.product([-3.0, -1.0, 0.0, 0.5, 3.0], repeat=len(op.domain))
+    points = [p for p in corners if all(_inside(name, i, v) for i, v in enumerate(p))]
+    columns = [np.array(c) for c in zip(*points, strict=True)]
+    leaves = [leaf(f"v{i}") for i in range(len(columns))]
+    g = leaf("g")
+    args = [apply("gt", leaves[0], 0.0), *leaves[1:]] if name == "where" else leaves
+    node = apply(name, *args, attrs=(1,) if op.reduction else ())
+    tensors = [torch.tensor(c, requires_grad=True) for c in columns]
+    given = [tensors[0] > 0, *tensors[1:]] if name == "where" else tensors
+    xp = namespace(tensors[0])
+    y = op.meaning(xp, *given, *node.attrs)
+    values = dict(zip(leaves, columns, strict=True)) | {g: rng.standard_normal(len(points))}
+    if y.requires_grad:
+        y.backward(torch.tensor(values[g]))
+    parts = op.derivative(g, node, *node.args, *node.attrs)
+    for arg, tensor, part in zip(node.args, tensors, parts, strict=True):
+        if arg.op in CONDITIONS:
+            continue
+        expected = np.zeros(len(points)) if tensor.grad is None else tensor.grad.numpy()
+        found = np.zeros(len(points)) if part is None else evaluate(part, values)
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def _inside(name: str, i: int, value: float) -> bool:
+    positive = {"log": (0,), "sqrt": (0,), "div": (1,)}
+    return value > 0 or i not in positive.get(name, ())

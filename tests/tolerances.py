@@ -1,0 +1,60 @@
+"""What counts as right: one table for all tests, and nothing looser anywhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+# The largest norm(out - ref) / norm(ref) against float64, by dtype and kind.
+LIMITS = {
+    ("float64", "forward"): 1e-12,
+    ("float64", "gradient"): 1e-11,
+    ("float32", "forward"): 1e-6,
+    ("float32", "gradient"): 5e-6,
+}
+# What a frontend may lose against its framework's own float32 layer, whose error is taken with it.
+NO_WORSE_THAN = 2.0
+
+
+def error(out: npt.ArrayLike, ref: npt.ArrayLike, axes: tuple[int, ...] | None = None) -> float:
+    """The relative error, over the whole array or over the worst slice along any of ``axes``.
+
+    Infinite where a row of the reference is all zero (or is not finite) and the output is not the
+    same, and where the output is NaN.
+
+    Args:
+        out, ref: of one shape, in any dtype; compared in float64.
+        axes: time and batch; None takes the first two of three axes, and none of fewer.
+    """
+    out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
+    assert out.shape == ref.shape, f"shape {out.shape}, reference {ref.shape}"
+    exact = ~np.isfinite(ref)
+    exact |= (ref == 0).all(axis=-1, keepdims=True) if ref.ndim else ref == 0
+    if np.isnan(ref).any() or not np.array_equal(out[exact], ref[exact]):
+        return np.inf
+    out, ref = (np.where(exact, 0.0, a) for a in (out, ref))
+    if not np.isfinite(out).all():
+        return np.inf
+    worst = 0.0
+    for axis in (None, *((0, 1) * (ref.ndim == 3) if axes is None else axes)):
+        over = None if axis is None else tuple(k for k in range(ref.ndim) if k != axis)
+        wrong, size = (np.sqrt(np.square(a).sum(axis=over)) for a in (out - ref, ref))
+        ratio = np.divide(wrong, size, out=np.zeros_like(wrong), where=wrong > 0)
+        worst = max(worst, np.max(ratio, initial=0.0))
+    return float(worst)
+
+
+def assert_close(
+    out: Any,
+    ref: Any,
+    dtype: npt.DTypeLike,
+    kind: str,
+    name: str = "output",
+    axes: tuple[int, ...] | None = None,
+) -> None:
+    """That ``error(out, ref, axes)`` is within the limit of ``dtype`` and kind."""
+    limit = LIMITS[np.dtype(dtype).name, kind]
+    found = error(out, ref, axes)
+    assert found <= limit, f"{name}: error {found:.2e}, limit {limit:.0e} ({kind}, {dtype})"

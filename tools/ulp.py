@@ -1,0 +1,276 @@
+"""Measures the error of the CPU engine's functions in units in the last place (ulp).
+
+    python tools/ulp.py                          # all 2^32 floats and a large sample of doubles
+    python tools/ulp.py --ops tanh --isa avx2    # one of them
+    python tools/ulp.py --stride 997             # every 997th float: seconds
+
+The error is |result - truth| / ulp, the truth being the real number that the function has for
+exactly this input, and the ulp the distance between the two numbers of the format around it (of
+subnormal numbers too). A correctly rounded function has errors up to 0.5. Where the truth is a
+zero, an infinity or NaN the result must be just that, with the right sign of zero; a truth beyond
+the largest number may round to infinity.
+
+The truth comes from NumPy in double for float, and in 80-bit extended precision for double; the
+worst input is worked out again with mpmath.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mpmath as mp
+import numpy as np
+import numpy.typing as npt
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from anycell.engines.cpu import isa, jit, ops
+from anycell.engines.cpu.ir import Module
+
+Array = npt.NDArray[Any]
+REAL = {"float32": "float", "float64": "double"}
+
+
+class Function(NamedTuple):
+    """How an op is written in any precision, and its largest allowed error in ulp."""
+
+    numpy: Callable[[Array], Array]
+    mpmath: Callable[[mp.mpf], mp.mpf]
+    limit: dict[str, float]
+
+
+FUNCTIONS = {
+    "exp": Function(np.exp, mp.exp, {"float32": 2, "float64": 4}),
+    "log": Function(np.log, mp.log, {"float32": 2, "float64": 4}),
+    "sqrt": Function(np.sqrt, mp.sqrt, {"float32": 0.5001, "float64": 0.5001}),
+    "sigmoid": Function(
+        lambda x: 1 / (1 + np.exp(-x)),
+        lambda x: 1 / (1 + mp.exp(-x)),
+        {"float32": 2, "float64": 4},
+    ),
+    "tanh": Function(np.tanh, mp.tanh, {"float32": 2, "float64": 4}),
+    "softplus": Function(
+        lambda x: np.maximum(x, 0) + np.log1p(np.exp(-abs(x))),
+        lambda x: mp.log1p(mp.exp(x)),
+        {"float32": 3, "float64": 4},
+    ),
+    "log_sigmoid": Function(
+        lambda x: -(np.log1p(np.exp(-abs(x))) - np.minimum(x, 0)),
+        lambda x: -mp.log1p(mp.exp(-x)),
+        {"float32": 3, "float64": 4},
+    ),
+}
+
+
+# ------------------------------------------------------------------------------- the function
+
+
+@cache
+def compiled(op: str, target: str, dtype: str) -> Callable[[Array], Array]:
+    """The op as a function of arrays of any length, as `target` runs it."""
+    module = Module(isa.TARGETS[target], REAL[dtype])
+    b = module.function("apply", [("ptr", "x"), ("ptr", "y"), ("i64", "n")])
+    x, y, n = b.args
+    with b.loop(0, n, b.lanes) as i:
+        b.store(ops.EMIT[op](b, b.load(b.gep(x, i))), b.gep(y, i))
+    library = jit.compile(str(module), ["apply"], module.target)
+    signature = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+    function = signature(library.address("apply"))
+
+    def call(values: Array) -> Array:
+        padded = np.zeros(-(-len(values) // b.lanes) * b.lanes, dtype)
+        padded[: len(values)] = values
+        result = np.full_like(padded, np.nan)
+        function(padded.ctypes.data, result.ctypes.data, len(padded))
+        return result[: len(values)]
+
+    return call
+
+
+# ---------------------------------------------------------------------------------- the error
+
+
+def errors(op: str, x: Array, y: Array) -> Array:
+    """The error of each result y = op(x) in ulp; infinite where a special value is wrong."""
+    wide = np.float64 if x.dtype == np.float32 else np.longdouble
+    limits = np.finfo(x.dtype)
+    with np.errstate(all="ignore"):
+        truth = FUNCTIONS[op].numpy(x.astype(wide))
+        result = y.astype(wide)
+        # A truth beyond the largest number is infinite to the format, or may be rounded to be:
+        # there, infinity stands for the number that would come next.
+        beyond = np.ldexp(wide(1), limits.maxexp)
+        truth[abs(truth) >= beyond] *= np.inf
+        rounded = np.isinf(result) & np.isfinite(truth) & (abs(truth) > limits.max)
+        result[rounded] = np.copysign(beyond, truth[rounded])
+        error = abs(result - truth) / _ulp(truth, limits)
+        special = ~np.isfinite(error)
+        right = (result == truth) | (np.isnan(result) & np.isnan(truth))
+        error[special] = np.where(right[special], 0, np.inf)
+        error[(result == 0) & (np.signbit(result) != np.signbit(truth))] = np.inf
+        return error.astype(np.float64)
+
+
+def _ulp(truth: Array, limits: np.finfo[Any]) -> Array:
+    """The distance between the numbers of the format around each truth."""
+    if truth.dtype == np.float64:  # by its bits, which is ten times as fast as frexp and ldexp
+        exponent = truth.view(np.int64) >> 52 & 0x7FF
+        exponent = np.maximum(exponent, 1023 + limits.minexp) - limits.nmant
+        return (exponent << 52).view(np.float64)
+    _, exponent = np.frexp(truth)
+    exponent = np.clip(exponent - 1, limits.minexp, limits.maxexp) - limits.nmant
+    return np.ldexp(truth.dtype.type(1), exponent)
+
+
+def exact_error(op: str, x: Any, y: Any) -> float:
+    """The error of one result, by mpmath."""
+    limits = np.finfo(x.dtype)
+    with mp.workprec(20000 if op == "log_sigmoid" or op == "softplus" else 200):
+        truth = FUNCTIONS[op].mpmath(mp.mpf(float(x)))
+        _, exponent = mp.frexp(truth)
+        ulp = mp.mpf(2) ** (max(int(exponent), int(limits.minexp) + 1) - limits.nmant - 1)
+        return float(abs(mp.mpf(float(y)) - truth) / ulp)
+
+
+# ---------------------------------------------------------------------------------- the inputs
+
+CHUNK = 1 << 18  # small enough for the caches
+
+
+def chunk_of_floats(start: int, stride: int) -> Array:
+    """A part of the bit patterns of all floats: `CHUNK` of them, from `start` on."""
+    stop = min(start + CHUNK * stride, 1 << 32)
+    return np.arange(start, stop, stride, dtype=np.uint64).astype(np.uint32).view(np.float32)
+
+
+def corners() -> Array:
+    """Doubles where functions like these go wrong, with neighbours and both signs."""
+    limits = np.finfo(np.float64)
+    ln2 = np.log(2)
+    seeds = np.concatenate(
+        [
+            [
+                0,
+                1,
+                np.pi,
+                limits.max,
+                limits.smallest_normal,
+                limits.smallest_subnormal,
+                np.inf,
+                np.nan,
+            ],
+            2.0 ** np.arange(-1074, 1024),
+            np.arange(0, 1100, 0.5) * ln2,  # where n changes, and where r vanishes
+            np.arange(0, 200, 0.25) * ln2,
+            [
+                708.3964185322641,
+                709.782712893384,
+                744.4400719213812,
+                745.1332191019411,
+                36.7,
+                37.43,
+                19.06,
+            ],
+            np.linspace(0.5, 2, 999),
+        ]
+    )
+    steps = [seeds]
+    for direction in (np.inf, -np.inf):
+        near = seeds
+        for _ in range(4):
+            with np.errstate(over="ignore"):
+                near = np.nextafter(near, direction)
+            steps.append(near)
+    values = np.concatenate(steps)
+    return np.concatenate([values, -values])
+
+
+def sample_of_doubles(seed: int, count: int) -> Array:
+    """Random doubles: half where the functions bend, half over all magnitudes; and the corners."""
+    random = np.random.default_rng(seed)
+    parts = [
+        random.uniform(-40, 40, count // 4),
+        random.uniform(-750, 750, count // 8),
+        random.uniform(0.5, 2, count // 8),
+        random.integers(0, 1 << 64, count // 4, dtype=np.uint64).view(np.float64),
+        random.uniform(-1, 1, count // 4) * 2.0 ** random.integers(-60, 10, count // 4),
+    ]
+    return np.concatenate([corners(), *parts])
+
+
+# -------------------------------------------------------------------------------- the measuring
+
+
+class Worst(NamedTuple):
+    """The largest error found, and where."""
+
+    error: float
+    x: Any
+    y: Any
+    count: int
+
+
+def measure(op: str, target: str, x: Array) -> Worst:
+    """The worst of these inputs."""
+    y = compiled(op, target, x.dtype.name)(x)
+    found = errors(op, x, y)
+    at = int(found.argmax())
+    return Worst(float(found[at]), x[at], y[at], len(x))
+
+
+def _measure_part(op: str, target: str, dtype: str, start: int, step: int) -> Worst:
+    x = chunk_of_floats(start, step) if dtype == "float32" else sample_of_doubles(start, step)
+    return measure(op, target, x)
+
+
+def _parts(dtype: str, stride: int, samples: int) -> Iterator[tuple[int, int]]:
+    if dtype == "float32":
+        return ((start, stride) for start in range(0, 1 << 32, CHUNK * stride))
+    return ((seed, min(samples, 500_000)) for seed in range(-(-samples // 500_000)))
+
+
+def main() -> int:
+    """Print the worst errors; 1 if one is over its limit."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ops", nargs="*", default=list(FUNCTIONS), choices=FUNCTIONS)
+    parser.add_argument("--isa", nargs="*", default=[isa.current().name], choices=isa.available())
+    parser.add_argument("--dtype", nargs="*", default=list(REAL), choices=REAL)
+    parser.add_argument("--stride", type=int, default=1, help="take every n-th float")
+    parser.add_argument("--samples", type=int, default=10_000_000, help="how many doubles")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    failed = False
+    print(f"{'op':12} {'isa':8} {'dtype':8} {'inputs':>11}  {'ulp':>7} {'mpmath':>7}  worst input")
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for op, target, dtype in itertools.product(options.ops, options.isa, options.dtype):
+            began = time.perf_counter()
+            parts = list(_parts(dtype, options.stride, options.samples))
+            fixed = (itertools.repeat(value) for value in (op, target, dtype))
+            found = list(pool.map(_measure_part, *fixed, *zip(*parts, strict=True), chunksize=8))
+            worst = max(found, key=lambda one: one.error)
+            limit = FUNCTIONS[op].limit[dtype]
+            good = worst.error <= limit
+            failed |= not good
+            exact = exact_error(op, worst.x, worst.y) if np.isfinite(worst.error) else np.nan
+            print(
+                f"{op:12} {target:8} {dtype:8} {sum(one.count for one in found):11}  "
+                f"{worst.error:7.4f} {exact:7.4f}  {float(worst.x).hex()} -> {float(worst.y).hex()}"
+                f"  ({time.perf_counter() - began:.0f} s){'' if good else f'  OVER {limit}'}",
+                flush=True,
+            )
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
