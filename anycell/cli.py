@@ -203,7 +203,8 @@ def bench(options: argparse.Namespace) -> int:
     report.show(result)
     written = [report.write_json(result, options.out)]
     try:
-        written.append(chart.draw(result, options.out))
+        if (picture := chart.draw(result, options.out)) is not None:
+            written.append(picture)
     except UsageError as error:  # the numbers are there; only the picture is not
         print(f"anycell: {error}", file=sys.stderr)
     print("written:", ", ".join(map(str, written)))

@@ -9,6 +9,7 @@ Time-major throughout: ``x [T, B, I]``, outputs ``[T, B, D*H]`` with D direction
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +19,7 @@ from anycell.plan import Plan
 
 Array = Any
 CHUNK_BYTES = 4 << 20  # of projected gates, for all directions together: they should stay in the cache
-WORTH_A_THREAD = 1 << 19  # multiply-adds of a call below which a second thread does not pay
+WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay
 FEW_ROWS = 16  # rows per thread below which threads share the rows and split the units
 
 
@@ -161,28 +162,30 @@ class _Run:
         units = self.kernel.units_splittable and 1 < each <= g.tiles and self.batch < FEW_ROWS * each
         return threads, units
 
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of scratch memory: packed weights, then workspace, per direction."""
-        packed = self.kernel.packed_elements * self.plan.itemsize
-        return [packed] * self.directions + [self.workspace * self.threads] * self.directions
-
-    def begin(self, space: list[int]) -> None:
-        """Sets what stays the same for all chunks, and packs the weights."""
-        host, options = self.host, self.options
+    def __enter__(self) -> _Run:
+        """Takes memory, sets what stays the same for all chunks, and packs the weights."""
+        host, options, kernel = self.host, self.options, self.kernel
+        packed, space = kernel.packed_elements * self.plan.itemsize, self.workspace * self.threads
+        self.buffer, places = cpu.scratch.take([packed, space] * self.directions)
         self.hyper = cpu.hyperparameters(self.plan)
-        hyper = self.hyper.__array_interface__["data"][0]
+        hyper, yield_to = self.hyper.__array_interface__["data"][0], cpu.pool.yield_address()
         for d, (w, call) in enumerate(zip(self.weights, self.calls, strict=True)):
-            call.set(weights=space[d], workspace=space[self.directions + d], workspace_stride=self.workspace)
-            call.set(units_split=self.units_split, barrier=call.barrier, yield_to=cpu.pool.yield_address(), hyper=hyper)
-            call.set(training=options.training, seed=_signed(options.seed), stream=2 * options.stream + d)
-            call.set(repeat=options.repeat, static=self._address(w.static), bias_x=self._address(w.bias_ih))
-            call.set(time_step=-1 if self.reverse[d] else 1)
+            bias_x, static = self._address(w.bias_ih), self._address(w.static)
+            call.set(
+                batch=self.batch, row_group=_row_group(self.batch), time_step=-1 if self.reverse[d] else 1, weights=places[2 * d], hyper=hyper,
+                workspace=places[2 * d + 1], workspace_stride=self.workspace, units_split=self.units_split,
+                barrier=call.barrier, yield_to=yield_to, training=options.training, seed=_signed(options.seed),
+                stream=2 * options.stream + d, repeat=options.repeat, static=static, bias_x=bias_x,
+            )  # fmt: skip
             for i, param in enumerate(w.params):
                 call.set(**{f"param{i}": host.pointer(param)})
             if w.hh is not None:
-                biases = (0, 0) if self.backward else (self._address(w.bias_ih), self._address(w.bias_hh))
-                cpu.pack(self.kernel, space[d], host.pointer(w.hh), host.strides(w.hh), *biases, options.threads)
+                biases = (0, 0) if self.backward else (bias_x, self._address(w.bias_hh))
+                cpu.pack(kernel, places[2 * d], host.pointer(w.hh), host.strides(w.hh), *biases, options.threads)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        cpu.scratch.give_back(self.buffer)
 
     def point_resets(self, values: Sequence[Sequence[Array]]) -> None:
         """Where resets find what they restore: ``[H]`` for all rows, or ``[B, H]``."""
@@ -208,6 +211,33 @@ class _Run:
         address = self.host.pointer(array) + (index * time + column) * self.plan.itemsize
         self.calls[d].set(**{name: address, f"{name}_t": sign * time, f"{name}_b": row})
 
+    def point_rows(self, d: int, name: str, array: Array, width: int, time: int, sign: int) -> None:
+        """The same for a matrix ``[time * batch, width]``."""
+        row = self.batch * width
+        address = self.host.pointer(array) + time * row * self.plan.itemsize
+        self.calls[d].set(**{name: address, f"{name}_t": sign * row, f"{name}_b": width})
+
+    def write(self, array: Array, slot: int, column: int, value: Array) -> None:
+        """``array[slot, :, column : column + H] = value [B, H]``."""
+        h = self.plan.hidden_size
+        if array.shape[2] == h and self.host.strides(value) == (h, 1):
+            # One move of memory: a framework's assignment takes several microseconds.
+            size = self.batch * h * self.plan.itemsize
+            ctypes.memmove(self.host.pointer(array) + slot * size, self.host.pointer(value), size)
+        else:
+            array[slot, :, column : column + h] = value
+
+    def read(self, array: Array, slot: int, column: int) -> Array:
+        """A copy of ``array[slot, :, column : column + H]``."""
+        h = self.plan.hidden_size
+        out = self.host.empty((self.batch, h))
+        if array.shape[2] == h:
+            size = self.batch * h * self.plan.itemsize
+            ctypes.memmove(self.host.pointer(out), self.host.pointer(array) + slot * size, size)
+        else:
+            out[:] = array[slot, :, column : column + h]
+        return out
+
     def point_flags(self, d: int, span: _Span) -> None:
         for name, array in (("mask", self.options.mask), ("resets", self.options.resets)):
             if array is not None:
@@ -216,7 +246,7 @@ class _Run:
 
     def run(self, count: int) -> None:
         for d, call in enumerate(self.calls):
-            call.start(steps=count, batch=self.batch)
+            call.start(count)
         cpu.run(self.kernel, self.calls, self.threads)
 
     def _address(self, array: Array | None) -> int:
@@ -252,19 +282,19 @@ def forward(
     kept = [keep and state.name in plan.states for state in cell.states]
     states: list[list[Array | None]] = []
     for d, w in enumerate(weights):
-        columns = slice(d * h, (d + 1) * h)
-        hidden[steps + 1 if whole and w.reverse else 0, :, columns] = w.initial[0]
+        run.write(hidden, steps + 1 if whole and w.reverse else 0, d * h, w.initial[0])
         states.append([None])
         for i in range(1, len(cell.states)):
             sequence = host.empty((steps + 1 if kept[i] else 2, batch, h))
-            sequence[steps if kept[i] and w.reverse else 0] = w.initial[i]
+            run.write(sequence, steps if kept[i] and w.reverse else 0, 0, w.initial[i])
             states[d].append(sequence)
     resets = [] if options.resets is None else [_reset_values(host, plan, w) for w in weights]
     values = [host.empty((steps, batch, run.kernel.saved_width)) for _ in weights] if keep else []
-    projected = [None if w.ih is None else host.empty((run.chunk, batch, w.ih.shape[0])) for w in weights]
+    width = len(cell.gates) * h
+    projected = [None if w.ih is None else host.empty((run.chunk * batch, width)) for w in weights]
+    rows = None if run.steps > run.chunk else x.reshape(steps * batch, x.shape[2])
 
-    with cpu.scratch.reserve(*run.sizes) as space:
-        run.begin(space)
+    with run:
         if resets:
             run.point_resets(resets)
         for done, count in run.chunks():
@@ -273,10 +303,10 @@ def forward(
                 if w.ih is None:
                     run.point(d, "x", x, span.time, span.sign)
                 else:
-                    gates = projected[d][:count]  # type: ignore[index]
-                    rows = x[span.begin : span.end].reshape(count * batch, x.shape[2])
-                    host.matmul(rows, w.ih.T, gates.reshape(count * batch, gates.shape[2]))
-                    run.point(d, "x", gates, span.time - span.begin, span.sign)
+                    part = x[span.begin : span.end].reshape(count * batch, x.shape[2]) if rows is None else rows
+                    gates = projected[d] if count == run.chunk else projected[d][: count * batch]  # type: ignore[index]
+                    host.matmul(part, w.ih.T, gates)
+                    run.point_rows(d, "x", gates, width, span.time - span.begin, span.sign)
                 _point_state(run, d, 0, hidden, whole, done, steps + 1, d * h)
                 for i in range(1, len(cell.states)):
                     _point_state(run, d, i, states[d][i], kept[i], done, steps, 0)
@@ -290,10 +320,10 @@ def forward(
 
     finals = []
     for d, w in enumerate(weights):
-        final = [hidden[(1 if w.reverse else steps) if whole else steps & 1, :, d * h : (d + 1) * h]]
+        final = [run.read(hidden, (1 if w.reverse else steps) if whole else steps & 1, d * h)]
         for i in range(1, len(cell.states)):
-            final.append(states[d][i][(0 if w.reverse else steps) if kept[i] else steps & 1])  # type: ignore[index]
-        finals.append([_copy(host, state) for state in final])
+            final.append(run.read(states[d][i], (0 if w.reverse else steps) if kept[i] else steps & 1, 0))
+        finals.append(final)
     saved = Saved(x, weights, options, hidden, states, values, resets) if keep else None
     return out, finals, saved
 
@@ -344,8 +374,7 @@ def backward(
     operand = [host.empty((*shape, h)) if saved.reset and outputs else None for _ in weights]
     written: set[int] = set()
 
-    with cpu.scratch.reserve(*run.sizes) as space:
-        run.begin(space)
+    with run:
         if saved.reset:
             run.point_resets(saved.reset)
         for d in range(directions):
@@ -381,17 +410,15 @@ def backward(
                 else:
                     shift = 2 if weights[d].reverse else 0
                     before = saved.hidden[begin + shift : end + shift, :, d * h : (d + 1) * h]
-                sums[d].add_recurrent(dh, before.reshape(rows, h))
-                sums[d].add_bias(dg, dh)
-                if not project:
-                    continue
-                if need_weights:
-                    part = x[begin:end]
+                part = x[begin:end] if project and need_weights else None
+                if part is not None:
                     if options.mask is not None:
                         # What lies under a mask may be NaN, and NaN times a zero gradient is NaN.
                         part = host.masked(part, options.mask[begin:end])
-                    sums[d].add_projection(dg, part.reshape(rows, x.shape[2]))
-                if dx is not None:
+                    part = part.reshape(rows, x.shape[2])
+                if need_weights:
+                    sums[d].add(dg, dh, before.reshape(rows, h), part)
+                if project and dx is not None:
                     _project_back(host, dg, weights[d].ih, dx, begin, end, written)
     return dx, [total.result() for total in sums]
 
@@ -425,14 +452,15 @@ class _Sums:
             if given is not None:
                 total[:] = given
         self.resets = [host.zeros((batch, h)) for _ in cell.states] if resets else None
-        # Per batch row, so that the order of additions is the same for any number of threads.
-        self.params = host.zeros((batch, len(cell.params) * h)) if cell.params else None
+        groups = -(-batch // _row_group(batch))
+        self.params = host.zeros((groups, len(cell.params) * h)) if cell.params else None
         self.static = host.zeros((batch, h)) if w.static is not None else None
-        self.ih = host.zeros(tuple(w.ih.shape)) if need and w.ih is not None else None
+        self.ih = host.empty(tuple(w.ih.shape)) if need and w.ih is not None else None
         outputs = cell.linears[0].outputs if cell.linears else ()
-        self.hh = host.zeros((len(outputs) * h, h)) if need and outputs else None
+        self.hh = host.empty((len(outputs) * h, h)) if need and outputs else None
         self.bias_ih = host.zeros((len(cell.gates) * h,)) if need and w.bias_ih is not None else None
         self.bias_hh = host.zeros((len(outputs) * h,)) if need and w.bias_hh is not None and outputs else None
+        self.fresh = True  # nothing added yet
         self.missing = [(i, gate) for i, gate in enumerate(cell.gates) if gate not in outputs]
 
     def point(self, call: cpu.Arguments) -> None:
@@ -444,21 +472,19 @@ class _Sums:
             if array is not None:
                 call.set(**{name: self.host.pointer(array)})
 
-    def add_recurrent(self, dh: Array, before: Array) -> None:
+    def add(self, dg: Array, dh: Array, before: Array, x: Array | None) -> None:
+        """Adds a chunk: gradients of projected gates and of the matmul, its operand, the layer's input."""
+        add = self.host.matmul if self.fresh else self.host.matmul_add
+        self.fresh = False
         if self.hh is not None:
-            self.host.matmul_add(dh.T, before, self.hh)
-
-    def add_bias(self, dg: Array, dh: Array) -> None:
-        same = dh is dg and self.bias_ih is not None and self.bias_hh is not None
+            add(dh.T, before, self.hh)
+        if self.ih is not None:
+            add(dg.T, x, self.ih)
+        total = dg.sum(0) if self.bias_ih is not None else None
         if self.bias_ih is not None:
-            total = dg.sum(0)
             self.bias_ih += total
         if self.bias_hh is not None:
-            self.bias_hh += total if same else dh.sum(0)
-
-    def add_projection(self, dg: Array, x: Array) -> None:
-        if self.ih is not None:
-            self.host.matmul_add(dg.T, x, self.ih)
+            self.bias_hh += total if dh is dg and total is not None else dh.sum(0)
 
     def result(self) -> Weights:
         h, params = self.plan.hidden_size, self.plan.cell.params
@@ -498,10 +524,12 @@ def _reset_values(host: Host, plan: Plan, w: Weights) -> list[Array]:
     return values
 
 
-def _copy(host: Host, array: Array) -> Array:
-    out = host.empty(tuple(array.shape))
-    out[:] = array
-    return out
+def _row_group(batch: int) -> int:
+    """Rows that share sums of parameter gradients: few enough groups for the near cache, enough for all threads.
+
+    It depends on the batch alone, so that the order of additions is the same for any number of threads.
+    """
+    return max(1, batch // 32)
 
 
 def _signed(seed: int) -> int:

@@ -1,4 +1,4 @@
-"""A forecaster on anycell's NumPy layers: layer, readout, loss, Adam, and no framework."""
+"""The forecaster on anycell's NumPy layers: readout, loss, clipping, Adam, and no framework."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ Array = npt.NDArray[np.float32]
 
 
 class Forecaster:
-    """The last output of a recurrent layer, read out linearly: ``[B, T, 1]`` to ``[B, horizon]``."""
+    """``[B, T, 1]`` to ``[B, horizon, horizon]``: forecasts from each of the last steps."""
 
     def __init__(self, layer: RNN, horizon: int) -> None:
-        self.layer = layer
+        self.layer, self.horizon = layer, horizon
         self.readout = Dense(layer.hidden_size, horizon, seed=1)
         self.optimizer = Adam([layer, self.readout], lr=3e-3)
 
     @property
     def size(self) -> int:
-        parts = (self.layer, self.readout)
-        return sum(p.size for part in parts for p in part.parameters.values())
+        layers = (self.layer, self.readout)
+        return sum(p.size for layer in layers for p in layer.parameters.values())
 
     def predict(self, x: Array) -> Array:
         output, _ = self.layer.forward(x)
-        return self.readout.forward(output[:, -1])
+        return self.readout.forward(output[:, -self.horizon :])
 
     def fit(self, x: Array, y: Array) -> float:
         output, _ = self.layer.forward(x, training=True)
-        loss, grad = mse(self.readout.forward(output[:, -1], training=True), y)
+        forecast = self.readout.forward(output[:, -self.horizon :], training=True)
+        loss, grad = mse(forecast, y)
         grad_output = np.zeros_like(output)
-        grad_output[:, -1] = self.readout.backward(grad)
+        grad_output[:, -self.horizon :] = self.readout.backward(grad)
         self.layer.backward(grad_output)
         clip_by_global_norm([self.layer, self.readout], 1.0)
         self.optimizer.step()
@@ -40,7 +41,12 @@ class Forecaster:
 
 
 def lstm(hidden: int, horizon: int) -> Forecaster:
-    return Forecaster(LSTM(1, hidden, batch_first=True, seed=0), horizon)
+    layer = LSTM(1, hidden, batch_first=True, seed=0)
+    # Units that remember from one week up to a year (Tallec & Ollivier, 2018).
+    memory = np.log(np.random.default_rng(0).uniform(1.0, horizon, hidden))
+    i, f, _, _ = np.split(layer.parameters["bias_ih_l0"], 4)
+    i[:], f[:] = -memory, memory
+    return Forecaster(layer, horizon)
 
 
 def rnn(cell: Cell, hidden: int, horizon: int) -> Forecaster:

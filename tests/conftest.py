@@ -31,7 +31,7 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"anycell: seed {config.getoption('seed')}, {cells} random cells, instruction set: {isa}"
 
 
-# -- randomness ------------------------------------------------------------------------------------
+# -- randomness ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +56,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("cell_seed", range(first, first + count))
 
 
-# -- guards ----------------------------------------------------------------------------------------
+# -- guards --------------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(wrapper=True)

@@ -116,7 +116,7 @@ def random_problem(
         resets: with random resets, to values of every row or the same for all.
         options: of ``recurrence``.
     """
-    for _ in range(100):
+    for _ in range(30):
         problem = _random_problem(cell, shape, rng, masked, resets, options).astype(dtype)
         if dtype == "float64":
             return problem
@@ -194,14 +194,23 @@ def by_reference(problem: Problem, dtype: npt.DTypeLike = "float64") -> Arrays:
     return solution
 
 
-def by_cpu(problem: Problem, threads: int = 1) -> Arrays:
-    """By the fused kernels of the CPU engine."""
+def by_cpu(
+    problem: Problem, threads: int = 1, projected: bool = False, backwards: int = 1
+) -> Arrays:
+    """By the fused kernels of the CPU engine.
+
+    Args:
+        threads: at most so many.
+        projected: through an input projection whose weight is the unit matrix.
+        backwards: the backward pass runs so many times.
+    """
     cell, options, group = problem.cell, problem.options, problem.group
     hidden = problem.arrays["gates_x"].shape[2] // len(cell.gates)
     chosen = plan(cell, hidden, problem.arrays["gates_x"].dtype.name, engine="cpu")
     weights, reset = group("weights"), list(group("reset_state").values())
+    x = problem.arrays["gates_x"]
     one = layer.Weights(
-        ih=None,
+        ih=np.eye(x.shape[2], dtype=x.dtype) if projected else None,
         hh=weights.get(RECURRENT),
         bias_hh=weights.get(f"{RECURRENT}_bias"),
         params=list(group("params").values()),
@@ -222,13 +231,14 @@ def by_cpu(problem: Problem, threads: int = 1) -> Arrays:
     )
     host = NumpyHost(chosen.dtype)
     poison_scratch()
-    outputs, (final,), saved = layer.forward(
-        host, chosen, problem.arrays["gates_x"], [one], how, keep=True
-    )
-    poison_scratch()
+    outputs, (final,), saved = layer.forward(host, chosen, x, [one], how, keep=True)
     d_final = list(group("d_final").values())
-    dx, (d,) = layer.backward(host, chosen, saved, problem["d_outputs"], [d_final])
+    for _ in range(backwards):
+        poison_scratch()
+        dx, (d,) = layer.backward(host, chosen, saved, problem["d_outputs"], [d_final])
     solution = _results(cell, outputs, final)
+    if projected:
+        solution["d weights ih"] = d.ih
     solution |= _gradients(problem, "weights", {RECURRENT: d.hh, f"{RECURRENT}_bias": d.bias_hh})
     solution |= _gradients(problem, "params", dict(zip(cell.param_names, d.params, strict=True)))
     solution |= _gradients(problem, "state", dict(zip(cell.state_names, d.initial, strict=True)))

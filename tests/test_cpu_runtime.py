@@ -72,7 +72,7 @@ def check_axpy(library: jit.Library) -> None:
     np.testing.assert_array_equal(y, 1 + 3 * np.arange(64))
 
 
-# -- instruction sets ------------------------------------------------------------------------------
+# -- instruction sets ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", isa.TARGETS)
@@ -139,7 +139,7 @@ def test_the_compiler_is_not_imported_before_it_is_needed() -> None:
     )
 
 
-# -- compiling -------------------------------------------------------------------------------------
+# -- compiling -----------------------------------------------------------------------------------
 
 
 def test_a_missing_function_is_an_error_not_a_crash() -> None:
@@ -220,7 +220,7 @@ def test_fork_while_a_thread_compiles() -> None:
     )
 
 
-# -- the cache -------------------------------------------------------------------------------------
+# -- the cache -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -490,7 +490,7 @@ def test_two_processes_write_the_same_entries(cache: Path) -> None:
         assert build(remark).cached
 
 
-# -- how many threads ------------------------------------------------------------------------------
+# -- how many threads ----------------------------------------------------------------------------
 
 
 def test_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,7 +532,7 @@ def test_thread_count_follows_the_affinity() -> None:
     )
 
 
-# -- gangs -----------------------------------------------------------------------------------------
+# -- gangs ---------------------------------------------------------------------------------------
 
 # args: arrivals, rounds, seen, gate, tiny, yield. Each round the parts wait for each other; before
 # they go home they wait for the gate; each writes `parts` into `seen[part]`, and tiny * 0.5 behind.

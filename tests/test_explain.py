@@ -201,7 +201,7 @@ def test_refusals(arguments: dict[str, object], error: type[Exception], words: s
         anycell.explain(**{"cell": cells.LSTM, **arguments})
 
 
-# ---- printing expressions ------------------------------------------------------------------------
+# ---- printing expressions ----------------------------------------------------------------------
 
 
 def leaf(name: str) -> Expr:

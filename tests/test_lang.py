@@ -55,7 +55,7 @@ def test_a_cell_is_its_graph() -> None:
     assert Example.static == "e"
     assert Example.hyper == {"rate": 0.1}
     assert Example.structure == {"deep": False}
-    assert show(Example.next[0]) == "sigmoid(a.o) * " + show(Example.next[1], level=2)
+    assert show(Example.next[0]) == "sigmoid(a.o) * " + show(Example.next[1], level=5)
     assert Example.fused == set("ifgo")
     (hh,) = Example.linears
     assert (hh.name, hh.operand, hh.outputs) == ("hh", Expr("state", (), ("h",)), Example.gates)

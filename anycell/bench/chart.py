@@ -15,23 +15,28 @@ COLORS = ("#2f6fb3", "#e08e45", "#4c9a6b", "#a05195", "#c0504d", "#6b7b8c")
 SLOWER = "#f7eeee"  # the half-plane where we lose
 
 
-def draw(report: Report, folder: Path) -> Path:
-    """Write ``bench.png``: one panel per cell and mode, one bar per shape and peer."""
+def draw(report: Report, folder: Path) -> Path | None:
+    """Write ``bench.png``: one panel per cell and mode, one bar per shape and peer.
+
+    Nothing where there is nothing to compare.
+    """
+    panels = [panel for panel in report.tables() if any(_ratios(panel[2], report).values())]
+    if not panels:
+        return None
     matplotlib = need("matplotlib", "the chart")
     matplotlib.use("Agg")  # no window: this also runs where there is no display
     plt: Any = need("matplotlib.pyplot", "the chart")
 
-    panels = [panel for panel in report.tables() if any(_ratios(panel[2], report).values())]
     peers = [
         peer
         for peer in report.settings.contenders[1:]
         if any(_has(rows, peer) for _, _, rows in panels)
     ]
     colors = dict(zip(peers, COLORS * len(peers), strict=False))
-    columns = min(len(panels), max(1, len(report.settings.modes)))
-    lines = -(-len(panels) // max(1, columns))
-    bars = max((len(rows) for _, _, rows in panels), default=1) * max(1, len(peers))
-    height = 1.3 + 0.17 * bars + 0.12 * len(report.settings.shapes)
+    columns = min(len(panels), len(report.settings.modes))
+    lines = -(-len(panels) // columns)
+    bars = max(len(rows) for _, _, rows in panels) * len(peers)
+    height = 0.9 + 0.16 * len(peers) + 0.15 * bars + 0.1 * len(report.settings.shapes)
     style = {
         "font.family": "DejaVu Sans",
         "font.size": 9,
@@ -42,9 +47,9 @@ def draw(report: Report, folder: Path) -> Path:
     }
     with plt.rc_context(style):
         figure, axes = plt.subplots(
-            max(1, lines),
-            max(1, columns),
-            figsize=(1.2 + 5.4 * max(1, columns), 1.0 + height * max(1, lines)),
+            lines,
+            columns,
+            figsize=(1.2 + 5.4 * columns, 1.0 + height * lines),
             squeeze=False,
             layout="constrained",
         )

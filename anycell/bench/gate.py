@@ -23,8 +23,8 @@ LIMITS = {
     ("float32", "gradient"): 5e-6,
 }
 
-# What others may be off by, in terms of that. torch.nn itself is at 1.1 times the limit on one shape
-# (it sums 93 000 gradients of a bias one after the other): its rounding is not for us to refuse.
+# What others may be off by, in terms of that. torch.nn itself is at 1.1 times the limit where it
+# sums 93 000 gradients of a bias one after the other: its rounding is not for us to refuse.
 PEERS = 4.0
 
 

@@ -25,6 +25,10 @@ from anycell.bench.timing import once
 TIMEOUT_S = 300
 
 
+class ProbeError(Exception):
+    """The fresh process failed; what was measured in this one still stands."""
+
+
 # -- in the asking process -------------------------------------------------------------------------
 
 
@@ -39,9 +43,10 @@ def first_call(contender: str, problem: Problem, mode: Mode) -> dict[str, float]
         }
 
 
-def step_memory(contender: str, problem: Problem) -> dict[str, int]:
-    """Bytes of a training step: held between forward and backward, and at the peak."""
-    return _ask("memory", contender, problem, "training", memory.ENVIRONMENT)
+def step_memory(contender: str, problem: Problem) -> int:
+    """Bytes by which a process grows at most in a training step, gradients included."""
+    answer = _ask("memory", contender, problem, "training", memory.ENVIRONMENT)
+    return int(answer["peak_bytes"])
 
 
 def _ask(
@@ -54,20 +59,24 @@ def _ask(
         "shape": problem.shape.asdict(),
         "dtype": problem.dtype,
         "threads": problem.threads,
+        "seed": problem.seed,
         "mode": mode,
     }
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-m", "anycell.bench.probe", json.dumps(request)],
-        env=os.environ | {"PYTHONPATH": path} | environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "anycell.bench.probe", json.dumps(request)],
+            env=os.environ | {"PYTHONPATH": path} | environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ProbeError(f"{what} of {contender}: nothing after {TIMEOUT_S} s") from None
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise RuntimeError(f"the {what} probe of {contender} failed: {last}")
+        raise ProbeError(f"{what} of {contender}: {last}")
     answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return answer
 
@@ -107,7 +116,11 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(request["threads"])
     torch.mm(torch.ones(256, 256), torch.ones(256, 256))  # threads started, library loaded
     problem = Problem(
-        find_cell(request["cell"]), Shape(**request["shape"]), request["dtype"], request["threads"]
+        find_cell(request["cell"]),
+        Shape(**request["shape"]),
+        request["dtype"],
+        request["threads"],
+        request["seed"],
     )
     if request["what"] == "memory":
         return _memory(request["contender"], problem)

@@ -78,6 +78,7 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
         "first_call_ms": entry.first_call_ms,
         "fresh_process_extra_ms": entry.fresh_process_ms,
         "training_peak_bytes": entry.peak_bytes,
+        "remarks": entry.remarks,
         "errors": {name: _number(error) for name, error in entry.errors.items()},
         "samples_ms": entry.samples_ms,
     }
@@ -155,7 +156,8 @@ def _table(report: Report, title: str, rows: list[Row]) -> Table:
     for peer in peers:
         last += ["", _times(report.geometric_mean(rows, peer))]
     body.append(last + [""] * (len(headers) - len(last)))
-    return f"{title}, {settings.dtype}, {settings.threads} threads", headers, body
+    threads = f"{settings.threads} thread{'s' * (settings.threads > 1)}"
+    return f"{title}, {settings.dtype}, {threads}", headers, body
 
 
 def _ms(value: float) -> str:
@@ -163,10 +165,11 @@ def _ms(value: float) -> str:
 
 
 def _spread(entry: Entry) -> str:
-    """Median and half the distance of the quartiles, or why there is none."""
+    """Median and half the distance of the quartiles in percent of it, or why there is none."""
     if entry.timed:
-        return f"{_ms(entry.median_ms)} ±{_ms(entry.iqr_ms / 2)}"
-    return {"wrong": "REFUSED", "failed": "FAILED", "skipped": "skipped"}.get(entry.status, "-")
+        return f"{_ms(entry.median_ms)} ±{50 * entry.iqr_ms / entry.median_ms:.0f}%"
+    words = {"wrong": "REFUSED", "failed": "FAILED", "skipped": "skipped", "unsupported": "-"}
+    return words.get(entry.status, "")
 
 
 def _times(ratio: float | None) -> str:
@@ -193,6 +196,7 @@ def notes(report: Report) -> list[str]:
     for row in report.rows:
         where = f"{row.cell} {row.mode}, {row.shape.name}"
         for name, entry in row.entries.items():
+            found += [f"{where}: {remark}" for remark in entry.remarks]
             if entry.status in words:
                 found.append(f"{where}, {name}: {words[entry.status]}: {entry.reason}")
             elif name == row.subject and entry.engine and entry.engine[0] != "cpu":
@@ -219,11 +223,11 @@ def show(report: Report, console: Any = None) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    console = console or Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = console or Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     for table in tables(report):
         console.print(_rich(table))
-    console.print(Padding(Text(LEGEND, style="dim"), (1, 1, 0, 1)))
-    console.print(Padding(Text(summary(report), style="dim"), (0, 1)))
+    for line in (LEGEND, summary(report)):
+        console.print(Padding(Text(line, style="dim"), (0, 1)), width=min(console.width, 110))
     for note in notes(report):
         bad = "REFUSED" in note or "FAILED" in note
         console.print(Padding(Text(note, style="bold red" if bad else "yellow"), (0, 1)))
@@ -237,7 +241,7 @@ def _rich(table: Table) -> Any:
     title, headers, body = table
     grid = RichTable(title=title, box=box.SIMPLE_HEAD, title_style="bold", header_style="bold cyan")
     for k, header in enumerate(headers):
-        grid.add_column(header, justify="left" if k < 2 else "right", no_wrap=True)
+        grid.add_column(header, justify="left" if k < 2 else "right", no_wrap=k < 2)
     for number, line in enumerate(body):
         last = number == len(body) - 1
         if last:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any, Literal
 
 from anycell.bench import gate, machine, memory, probe
@@ -66,6 +69,7 @@ class Entry:
     fresh_process_ms: dict[str, float] | None = None  # extra cost of the first call, cold and warm
     peak_bytes: int | None = None
     engine: tuple[str, str] | None = None  # what ran it, and why
+    remarks: list[str] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     samples_ms: list[float] = field(default_factory=list)
 
@@ -168,7 +172,9 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        yield
+        with warnings.catch_warnings():  # an interrupted backward pass complains, at length
+            warnings.simplefilter("ignore")
+            yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -321,14 +327,23 @@ def _probe(row: Row, problem: Problem, settings: Settings, say: Say) -> None:
     subject = row.entries[settings.subject]
     if settings.first_call:
         say(f"{title}: first call in a fresh process")
-        subject.fresh_process_ms = probe.first_call(settings.subject, problem, row.mode)
+        try:
+            subject.fresh_process_ms = probe.first_call(settings.subject, problem, row.mode)
+        except probe.ProbeError as error:
+            subject.remarks.append(str(error))
     if settings.memory and row.mode == "training" and memory.supported():
         for name, entry in row.entries.items():
-            if entry.status == "ok" and name != "torch-compile":
+            if entry.status == "ok" and name != "torch-compile":  # which would compile for minutes
                 say(f"{title}: memory of {name}")
-                entry.peak_bytes = probe.step_memory(name, problem)["peak_bytes"]
+                try:
+                    entry.peak_bytes = probe.step_memory(name, problem)
+                except probe.ProbeError as error:
+                    entry.remarks.append(str(error))
 
 
 def _brief(error: BaseException) -> str:
+    """One line: what, and where it came from."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {lines[0] if lines else ''}{where}"

@@ -61,6 +61,12 @@ def _select(g: Expr, condition: Expr) -> Expr:
     return apply("where", condition, g, 0.0)
 
 
+def _quotient_derivative(g: Expr, y: Expr, a: Expr, b: Expr) -> tuple[Expr, Expr]:
+    # One division; in a norm, where b and y belong to the whole row, none per unit.
+    inverse = 1.0 / b
+    return g * inverse, -(g * (y * inverse))
+
+
 def _max_derivative(g: Expr, y: Expr, a: Expr, groups: int) -> tuple[Expr]:
     hit = apply("where", apply("eq", a, y), 1.0, 0.0)
     total, count = (apply("sum", v, attrs=(groups,)) for v in (g, hit))
@@ -77,11 +83,11 @@ TABLE: dict[str, Op] = {
     "add": Op(lambda xp, a, b: a + b, lambda g, y, a, b: (g, g), (_ANY, _ANY)),
     "sub": Op(lambda xp, a, b: a - b, lambda g, y, a, b: (g, -g), (_ANY, _ANY)),
     "mul": Op(lambda xp, a, b: a * b, lambda g, y, a, b: (g * b, g * a), (_ANY, _ANY)),
-    "div": Op(lambda xp, a, b: a / b, lambda g, y, a, b: (g / b, -(g / b) * y), (_ANY, _POSITIVE)),
+    "div": Op(lambda xp, a, b: a / b, _quotient_derivative, (_ANY, _POSITIVE)),
     # element-wise functions
     "exp": Op(lambda xp, a: xp.exp(a), lambda g, y, a: (g * y,), (_ANY,)),
     "log": Op(lambda xp, a: xp.log(a), lambda g, y, a: (g / a,), (_POSITIVE,)),
-    "sqrt": Op(lambda xp, a: xp.sqrt(a), lambda g, y, a: (g / (2.0 * y),), (_POSITIVE,)),
+    "sqrt": Op(lambda xp, a: xp.sqrt(a), lambda g, y, a: (g * (0.5 / y),), (_POSITIVE,)),
     "abs": Op(lambda xp, a: xp.abs(a), lambda g, y, a: (g * apply("sign", a),), (_POSITIVE,)),
     "sign": Op(lambda xp, a: xp.sign(a), _none, (_POSITIVE,)),
     "sigmoid": Op(lambda xp, a: xp.sigmoid(a), lambda g, y, a: (g * (y * (1.0 - y)),), (_ANY,)),

@@ -62,7 +62,7 @@ def accelerate(model: Model) -> Model:
     _check(model)
     for module in model.modules():
         if type(module) in _SWAPS and _refusal(module) is None:
-            module.__class__ = _SWAPS[type(module)]
+            module.__class__ = _SWAPS[type(module)]  # type: ignore[assignment]
     for found in recurrent_layers(model):
         logger.info("%s", found)
     return model

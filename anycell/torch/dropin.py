@@ -24,14 +24,25 @@ from anycell.torch.functional import (
 from anycell.torch.recurrent import Lengths, Recurrent
 
 
-class DropIn(Recurrent):
+class Scriptable:
+    """Mixin of the subclasses of ``torch.nn``'s modules: TorchScript compiles the parent."""
+
+    _parent: type[nn.Module]
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """The parent's module, on the same parameters."""
+        plain: Any = copy.copy(self)
+        plain.__class__ = self._parent
+        return plain
+
+
+class DropIn(Scriptable, Recurrent):
     """What ``LSTM`` and ``GRU`` do instead of their parent's forward.
 
     Whatever they do not take is the parent's, its errors included. They add no attribute to an
     instance: a module turns from one class into the other by ``__class__`` alone (``accelerate``).
     """
 
-    _parent: type[nn.RNNBase]
     _all_weights: list[list[str]]
     _parameters: dict[str, Any]
     input_size: int
@@ -58,9 +69,11 @@ class DropIn(Recurrent):
                 f"{extra[0]}: given {describe(arguments[extra[0]])}; expected None with {carrier}. "
                 "Pass a padded tensor to a layer without projection."
             )
+        if not extra and traced():
+            return None
         if not self._fits(x, states):
             return None
-        if not extra and not transformed() and (autocast() or traced() or not self._fused(x)):
+        if not extra and not transformed() and (autocast() or not self._fused(x)):
             return None
         return self._run(x, states, **arguments)
 
@@ -92,12 +105,6 @@ class DropIn(Recurrent):
         ]
         step = 1 + self.bidirectional
         return [found[k : k + step] for k in range(0, len(found), step)]
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        """TorchScript compiles the parent's forward, on the same parameters."""
-        plain: Any = copy.copy(self)
-        plain.__class__ = self._parent
-        return plain
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

@@ -50,6 +50,17 @@ def stack(
 
 def layer(call: Call, inputs: Inputs) -> tuple[Tensor, States]:
     """One layer of one or two directions, on the engine that fits."""
+    if torch.compiler.is_dynamo_compiling() and not _exporting():
+        return _outside_of_graphs(call, inputs)
+    return _layer(call, inputs)
+
+
+def _outside_of_graphs(call: Call, inputs: Inputs) -> tuple[Tensor, States]:
+    """``torch.compile`` breaks its graph here, so that the kernels run."""
+    return torch.compiler.disable(_layer)(call, inputs)
+
+
+def _layer(call: Call, inputs: Inputs) -> tuple[Tensor, States]:
     if not (traced() or transformed()):
         plan = fused_plan(call.cell, call.hidden_size, inputs.weights[0].ih)
         if isinstance(plan, Plan) and _memory(inputs):
@@ -116,6 +127,7 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 autocast: Callable[[], bool] = getattr(
     torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled
 )

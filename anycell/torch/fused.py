@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from anycell import layer
+from anycell.lang.cell import Cell
 from anycell.plan import Plan
 from anycell.torch.composite import Call, Inputs, States, Weights, composite
 from anycell.torch.host import HOSTS
@@ -82,9 +83,17 @@ class _Fused(torch.autograd.Function):
         if all(gradient is None for gradient in arriving):
             return None, *[None for _ in needs]
         flat, kept = ctx.saved_tensors[: len(needs)], ctx.saved_tensors[len(needs) :]
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        if torch.is_grad_enabled() or any(map(_batched, arriving)):
             return None, *_differentiable(ctx.form, flat, needs, arriving)
         return None, *_backward(ctx.form, flat, needs, iter(kept), arriving)
+
+
+def _batched(gradient: Tensor | None) -> bool:
+    """Whether a vmap runs over the backward pass, as for a Jacobian."""
+    kinds = torch._C._functorch
+    return gradient is not None and (
+        kinds.is_functorch_wrapped_tensor(gradient) or kinds.is_legacy_batchedtensor(gradient)
+    )
 
 
 def _forward(
@@ -160,6 +169,7 @@ def _arguments(call: Call, inputs: Inputs) -> tuple[list[layer.Weights], layer.O
     """Weights and options as the engine takes them: checked, for it reads memory unasked."""
     cell, size, options = call.cell, call.hidden_size, call.options
     gates, static, weights = len(cell.gates) * size, inputs.static, []
+    declared = _declared(cell, size, inputs.x) if inputs.initial is None else []
     for d, w in enumerate(inputs.weights):
         _expect("weight_ih", w.ih, gates, inputs.x.shape[2])
         hh = w.hh if w.hh is None else _expect("weight_hh", w.hh, gates, size)
@@ -170,8 +180,8 @@ def _arguments(call: Call, inputs: Inputs) -> tuple[list[layer.Weights], layer.O
             bias_ih=w.bias_ih if w.bias_ih is None else _expect("bias_ih", w.bias_ih, gates),
             bias_hh=w.bias_hh if w.bias_hh is None else _expect("bias_hh", w.bias_hh, gates),
             params=params,
-            initial=_one(inputs.initial, d) or [s.initial for s in cell.states],
-            reset=_one(inputs.reset, d),
+            initial=declared if inputs.initial is None else [s[d] for s in inputs.initial],
+            reset=None if inputs.reset is None else [s[d].contiguous() for s in inputs.reset],
             static=static if static is None else static.contiguous(),
             reverse=d == 1,
         )
@@ -197,8 +207,10 @@ def _expect(name: str, weight: Tensor, *shape: int) -> Tensor:
     return weight if weight.dim() > 1 else weight.contiguous()
 
 
-def _one(states: States | None, direction: int) -> list[Tensor] | None:
-    return None if states is None else [s[direction].contiguous() for s in states]
+def _declared(cell: Cell, size: int, x: Tensor) -> list[Tensor]:
+    """The initial states that the cell declares, ``[B, H]``; equal ones are one tensor."""
+    values = {s.initial: x.new_full((x.shape[1], size), s.initial) for s in cell.states}
+    return [values[s.initial] for s in cell.states]
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ from anycell.torch.arguments import (
     check_tensor,
 )
 from anycell.torch.composite import Call, Inputs, Options, States
+from anycell.torch.dropin import Scriptable
 from anycell.torch.functional import (
     Engine,
     autocast,
@@ -51,7 +52,7 @@ class _Step:
         return tuple(s[0] if batched else s[0, 0] for s in final)
 
 
-class _DropInCell(_Step):
+class _DropInCell(Scriptable, _Step):
     """What ``LSTMCell`` and ``GRUCell`` do instead of their parent's forward."""
 
     input_size: int
@@ -64,6 +65,8 @@ class _DropInCell(_Step):
 
     def _ours(self, x: Any, states: tuple[Any, ...] | None) -> States | None:
         """The new states; None where the parent has the answer, or the error."""
+        if autocast() or traced() or transformed() or self.engine.name == "torch":
+            return None
         if not isinstance(x, Tensor) or x.dim() not in (1, 2) or x.shape[-1] != self.input_size:
             return None
         wanted = (*x.shape[:-1], self.hidden_size)
@@ -73,8 +76,6 @@ class _DropInCell(_Step):
             return None
         dtype = self.weight_ih.dtype
         if not all(memory(t, dtype) for t in (x, *(states or ()))):
-            return None
-        if autocast() or traced() or transformed() or self.engine.name == "torch":
             return None
         return self._step(x, states)
 
@@ -89,6 +90,7 @@ class LSTMCell(_DropInCell, nn.LSTMCell):
     """
 
     cell: Cell = cells.LSTM
+    _parent = nn.LSTMCell
 
     def forward(  # type: ignore[override]
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
@@ -108,6 +110,7 @@ class GRUCell(_DropInCell, nn.GRUCell):
     """
 
     cell: Cell = cells.GRU
+    _parent = nn.GRUCell
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         """The new h from input ``[B, input_size]`` and the old, ``[B, H]``."""

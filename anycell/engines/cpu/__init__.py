@@ -6,8 +6,7 @@ It takes addresses, shapes and strides, never a framework's arrays.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -38,39 +37,44 @@ class Arguments:
 
     def set(self, **values: int) -> None:
         """Sets entries; each must exist in this kernel."""
+        table, index = self.table, self.index
         for name, value in values.items():
-            self.table[self.index[name]] = value
+            table[index[name]] = value
 
-    def start(self, steps: int, batch: int) -> None:
-        """Makes the table ready for a call over so many steps and rows."""
+    def start(self, steps: int) -> None:
+        """Makes the table ready for a call over so many steps."""
         self.table[len(self.index) + LINE // 8] = 0
-        self.set(steps=steps, batch=batch)
+        self.table[self.index["steps"]] = steps
+
+
+_NOTHING = np.empty(0, np.uint8)
 
 
 class Scratch(threading.local):
     """Memory of a thread that calls kernels, kept from call to call: fresh pages cost more than the work."""
 
     def __init__(self) -> None:
-        self.buffer = np.empty(0, np.uint8)
-        self.busy = False
+        self.buffer = _NOTHING
 
-    @contextmanager
-    def reserve(self, *sizes: int) -> Iterator[list[int]]:
-        """Addresses of blocks of these sizes in bytes, each on its own cache line, until the block ends."""
-        rounded = [-(-size // LINE) * LINE for size in sizes]
-        total = sum(rounded) + LINE
-        if self.busy:  # a call within a call, from a signal handler for instance
+    def take(self, sizes: Sequence[int]) -> tuple[np.ndarray, list[int]]:
+        """Addresses of blocks of these sizes in bytes, each on its own cache line, and what keeps them alive.
+
+        Give the buffer back for the next call; without that (an error, or a call within a call from a signal
+        handler) the next one allocates.
+        """
+        total = sum(sizes) + LINE * (len(sizes) + 1)
+        buffer, self.buffer = self.buffer, _NOTHING
+        if buffer.size < total:
             buffer = np.empty(total, np.uint8)
-        else:
-            if self.buffer.size < total:
-                self.buffer = np.empty(total, np.uint8)
-            buffer = self.buffer
-        outer, self.busy = self.busy, True
-        try:
-            start = -(-buffer.__array_interface__["data"][0] // LINE) * LINE
-            yield [start + sum(rounded[:i]) for i in range(len(rounded))]
-        finally:
-            self.busy = outer
+        at, addresses = buffer.__array_interface__["data"][0], []
+        for size in sizes:
+            at += -at % LINE
+            addresses.append(at)
+            at += size
+        return buffer, addresses
+
+    def give_back(self, buffer: np.ndarray) -> None:
+        self.buffer = buffer
 
 
 scratch = Scratch()

@@ -104,7 +104,8 @@ class Geometry:
 
     def block_rows(self, columns: int) -> int:
         """Rows of a register block: all registers but those of the weights and one for the operand."""
-        return max(1, min(10, (self.registers - columns - 1) // columns))
+        most = 10 if columns == 1 else 7  # more would hide no more latency, and compile longer
+        return max(1, min(most, (self.registers - columns - 1) // columns))
 
     @property
     def inner_padded(self) -> int:
@@ -135,7 +136,7 @@ def arguments(plan: Plan, backward: bool) -> tuple[str, ...]:
     ``*_t`` and ``*_b`` are strides in elements per step and per batch row; those per step are negative where time
     runs backwards. Optional addresses are 0 where absent.
     """
-    names = ["steps", "batch", "time", "time_step", "units_split", "barrier", "yield_to", "workspace", "workspace_stride"]
+    names = ["steps", "batch", "row_group", "time", "time_step", "units_split", "barrier", "yield_to", "workspace", "workspace_stride"]
     names += ["weights", "hyper", "training", "seed", "stream", "mask", "mask_t", "resets", "resets_t", "repeat"]
     for i in range(len(plan.cell.states)):
         # The state before each step. `flip`: only two slots, which take turns. `next`: from there to the state after.
@@ -175,7 +176,9 @@ class Generator:
         self.params = {name: i for i, name in enumerate(self.cell.param_names)}
         self.gates = {name: i for i, name in enumerate(self.cell.gates)}
         self.saved = {node: i for i, node in enumerate((*plan.saved, *plan.saved_rows))}
-        self.saved_width = len(plan.saved) * plan.hidden_size + len(plan.saved_rows)
+        self.saved_width = len(plan.saved) * plan.hidden_size
+        if plan.saved_rows:  # padded to whole cache lines, or every load of the next rows would touch two
+            self.saved_width = -(-(self.saved_width + len(plan.saved_rows)) // 16) * 16
         if backward:
             new_states = {n: i for i, n in enumerate(self.cell.next) if n.op not in FREE and self._kept(i)}
             self.new_states = new_states
@@ -239,20 +242,15 @@ class Generator:
                 for c in range(columns):
                     b.store(b.load(b.gep(acc, r * self.acc_row + places[c] * b.lanes), align=full), sums[r][c])
 
-        def step(k: Value) -> None:
+        # Not unrolled: the loop's own instructions fit beside the multiply-adds, and twice the code compiles
+        # twice as long.
+        with b.loop(k0, k1) as k:
             base = b.gep(weights, b.mul(b.add(k, 1), width))
             w = [b.load(b.gep(base, c * b.lanes), align=full) for c in range(columns)]
             for r in range(rows):
                 value = b.splat(b.load(b.gep(operand[r], k), b.real))
                 for c in range(columns):
                     b.store(b.fma(value, w[c], b.load(sums[r][c])), sums[r][c])
-
-        even = b.sub(k1, b.and_(b.sub(k1, k0), 1))
-        with b.loop(k0, even, 2) as k:
-            step(k)
-            step(b.add(k, 1))
-        with b.loop(even, k1) as k:
-            step(k)
         for r in range(rows):
             for c in range(columns):
                 b.store(b.load(sums[r][c]), b.gep(acc, r * self.acc_row + places[c] * b.lanes), align=full)
@@ -292,7 +290,10 @@ class Generator:
             return b.sdiv(b.mul(total, number), parts)
 
         spans, zero, after = constant(g.spans, "i64"), constant(0, "i64"), b.add(part, 1)
-        row0, row1 = (b.select(split, whole, share(arg["batch"], n)) for whole, n in ((zero, part), (arg["batch"], after)))
+        group = arg["row_group"]
+        groups = b.sdiv(b.sub(b.add(arg["batch"], group), 1), group)
+        bounds = (b.smin(b.mul(share(groups, n), group), arg["batch"]) for n in (part, after))
+        row0, row1 = (b.select(split, whole, row) for whole, row in zip((zero, arg["batch"]), bounds, strict=True))
         span0, span1 = (b.select(split, share(spans, n), whole) for whole, n in ((zero, part), (spans, after)))
         space = b.gep(arg["workspace"], b.mul(part, arg["workspace_stride"]), "i8")
         self.rows = space
@@ -426,6 +427,8 @@ class Generator:
         """The work on one row: on the units of one span, or on all of them."""
         b, g = self.b, self.geometry
         self.row = row
+        if self.backward and self.params:
+            self.row_group = b.udiv(row, self.arg["row_group"])
         self.acc_at = b.gep(self.acc, b.mul(b.sub(row, first), self.acc_row))
         start = constant(0, "i64") if span is None else b.mul(span, g.span)
         end = constant(g.vectors, "i64")
@@ -786,8 +789,8 @@ class Generator:
         for i, value in enumerate(dstate):
             self._store(value, self._row_of(f"dstate{i}", h))
         for i, value in enumerate(dparam):
-            # One sum per batch row: the order of additions does not depend on the threads.
-            at = self._row_of("dparam", h * len(dparam))
+            # One sum per group of rows, all of one thread: the order of additions does not depend on threads.
+            at = self._row_of("dparam", h * len(dparam), self.row_group)
             self._store(b.fadd(self._load(at, i * h), value), at, i * h)
         if dstatic is not None:
             at = self._row_of("dstatic", h)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from .ir import Builder, Operand, Value, shape, vector
 
@@ -129,13 +130,18 @@ def _format(x: Value) -> Real:
 # ------------------------------------------------------------------------------ exponentials
 
 
-def _horner(b: Builder, x: Value, coefficients: Sequence[float]) -> Value:
-    """The polynomial with these coefficients, lowest power first."""
-    result: Operand = coefficients[-1]
-    for coefficient in reversed(coefficients[:-1]):
-        result = b.fma(result, x, coefficient)
-    assert isinstance(result, Value)
-    return result
+def _polynomial(b: Builder, x: Value, square: Value, coefficients: Sequence[float]) -> Value:
+    """The polynomial with these coefficients, lowest power first, where square is x * x.
+
+    As many operations as Horner's rule, which waits for each of them before the next: here pairs
+    c + d x are formed at once, and only they are chained, in powers of the square.
+    """
+    constants = [b.value(c, x.type) for c in coefficients]
+    pairs = [
+        b.fma(x, constants[k + 1], constants[k]) if k + 1 < len(constants) else constants[k]
+        for k in range(0, len(constants), 2)
+    ]
+    return reduce(lambda upper, pair: b.fma(upper, square, pair), reversed(pairs))
 
 
 def _power_of_two(b: Builder, x: Value, factor: float, offset: Operand) -> tuple[Value, Value]:
@@ -153,8 +159,9 @@ def _exp_parts(b: Builder, x: Value, offset: Operand, sign: int = 1) -> tuple[Va
     real = _format(x)
     n, s = _power_of_two(b, x, sign * LOG2E, offset)
     r = b.fma(n, -sign * real.ln2_low, b.fma(n, -sign * real.ln2_high, x))
-    p = _horner(b, r, [c * sign**k for k, c in enumerate(real.exp)])
-    return b.fma(b.fmul(r, r), p, r if sign > 0 else b.fneg(r)), s
+    square = b.fmul(r, r)
+    p = _polynomial(b, r, square, [c * sign**k for k, c in enumerate(real.exp)])
+    return b.fma(square, p, r if sign > 0 else b.fneg(r)), s
 
 
 def exp(b: Builder, x: Value) -> Value:
@@ -201,7 +208,8 @@ def tanh(b: Builder, x: Value) -> Value:
     # the less an error in r counts.
     half = b.fma(n, -math.log(2.0) / 2.0, size)
     scaled = [c * 2.0 ** (k + 1) for k, c in enumerate(real.exp)]
-    p = b.fma(b.fmul(half, half), _horner(b, half, scaled), half)  # (e^r - 1) / 2
+    square = b.fmul(half, half)
+    p = b.fma(square, _polynomial(b, half, square, scaled), half)  # (e^r - 1) / 2
     t = b.fma(s, p, b.fma(s, 0.5, -0.5))
     m = b.fmin(1.0, t)
     y = b.fma(b.fneg(m), b.fdiv(m, b.fadd(t, 1.0)), m)
@@ -219,14 +227,17 @@ def log(b: Builder, x: Value) -> Value:
     subnormal = b.fcmp("olt", x, real.normal)
     lifted = b.select(subnormal, b.fmul(x, 2.0**lift), x)
     root = b.bits(b.value(math.sqrt(0.5), x.type))
-    offset = b.sub(b.bits(lifted), root)
-    n = b.sitofp(b.ashr(offset, real.mantissa), x.type)
-    n = b.fsub(n, b.select(subnormal, b.value(lift, x.type), 0.0))
+    # The bits count from the root, and n from the bias, so that no shift meets a sign.
+    offset = b.sub(b.bits(lifted), b.sub(root, real.bias << real.mantissa))
+    magic = 1.5 * 2.0**real.mantissa
+    n = b.or_(b.lshr(offset, real.mantissa), b.bits(b.value(magic, x.type)))
+    shift = b.select(subnormal, b.value(magic + real.bias + lift, x.type), magic + real.bias)
+    n = b.fsub(b.bitcast(n, x.type), shift)
     fraction = b.and_(offset, (1 << real.mantissa) - 1)
     f = b.fsub(b.bitcast(b.add(fraction, root), x.type), 1.0)
     if real is FLOAT:  # log(1 + f) = f - f^2/2 + f^3 P(f)
         square = b.fmul(f, f)
-        cubic = b.fmul(b.fmul(square, f), _horner(b, f, real.log))
+        cubic = b.fmul(b.fmul(square, f), _polynomial(b, f, square, real.log))
         tail = b.fma(square, -0.5, b.fma(n, real.ln2_low, cubic))
     else:
         tail = b.fma(n, real.ln2_low, b.fneg(_log1p_tail(b, f, real.log)))
@@ -240,7 +251,8 @@ def _log1p_tail(b: Builder, f: Value, coefficients: Sequence[float]) -> Value:
     """f - log(1 + f), from log(1 + f) = log((1 + s) / (1 - s)) = 2s + s^3 R(s^2), s = f/(2 + f)."""
     s = b.fdiv(f, b.fadd(f, 2.0))
     z = b.fmul(s, s)
-    return b.fmul(s, b.fma(b.fneg(z), _horner(b, z, coefficients), f))
+    series = _polynomial(b, z, b.fmul(z, z), coefficients)
+    return b.fmul(s, b.fma(b.fneg(z), series, f))
 
 
 def _log1p_of_exp_of_minus(b: Builder, x: Value) -> Value:
@@ -248,7 +260,8 @@ def _log1p_of_exp_of_minus(b: Builder, x: Value) -> Value:
     real = _format(x)
     t = _exp_of_minus(b, x)
     if real is FLOAT:
-        return b.fmul(t, _horner(b, t, (1.0, *real.log1p)))
+        square = b.fmul(t, t)
+        return b.fma(square, _polynomial(b, t, square, real.log1p), t)
     return b.fsub(t, _log1p_tail(b, t, real.log1p))
 
 

@@ -1,0 +1,173 @@
+"""What the documents show runs; the recipes of CONTRIBUTING.md work, on a copy of the package."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import anycell
+from anycell.lang.ops import TABLE
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+
+
+def blocks(document: str) -> list[str]:
+    """The Python blocks of a document."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def run(script: Path, *paths: Path) -> str:
+    """What a script prints. It is a file, as cells are, whose errors name their lines."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    return subprocess.check_output([sys.executable, str(script)], env=env, text=True)
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/cells.md"])
+def test_the_examples_run(document: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    script = tmp_path / "example.py"
+    script.write_text("\n".join(blocks(document)), encoding="utf-8")
+    run(script, ROOT)
+
+
+def test_the_documents_link_to_what_is_there() -> None:
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", text):
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_the_list_of_cells_is_complete() -> None:
+    text = (ROOT / "docs" / "cells.md").read_text(encoding="utf-8")
+    for name in anycell.cells.__all__:
+        assert re.search(rf"^\| `{name}[(`]", text, re.MULTILINE), name
+
+
+def test_every_cell_is_in_the_test_list() -> None:
+    text = (ROOT / "tests" / "test_engines.py").read_text(encoding="utf-8")
+    for name in anycell.cells.__all__:
+        assert re.search(rf"^    cells\.{name},$", text, re.MULTILINE), name
+
+
+def test_the_vocabulary_is_complete() -> None:
+    text = (ROOT / "docs" / "cells.md").read_text(encoding="utf-8")
+    words = set(re.findall(r"\w+", text))
+    other = {"Cell", "CellError", "cells", "numpy", "torch", "recurrence", "explain"}
+    assert set(anycell.__all__) - other <= words
+
+
+# ---- the recipes of CONTRIBUTING.md --------------------------------------------------------------
+
+CHECK = """
+import numpy as np
+from problems import by_cpu, by_reference, random_problem
+from tolerances import assert_close
+
+import anycell
+from anycell.plan import plan
+
+assert anycell.__file__.startswith(ROOT)
+
+
+def check(cell):
+    assert plan(cell, 33).engine == "cpu"
+    for dtype in ("float64", "float32"):
+        for shape in [(9, 5, 33), (1, 1, 33)]:
+            rng = np.random.default_rng(0)
+            problem = random_problem(cell, shape, rng, masked=True, resets=True).astype(dtype)
+            right = by_reference(problem)
+            for name, value in by_cpu(problem).items():
+                kind = "gradient" if name.startswith("d ") else "forward"
+                assert_close(value, right[name], dtype, kind, name)
+"""
+
+JANET = """
+check(anycell.cells.JANET)
+check(anycell.cells.JANET(beta=0.0))
+print(anycell.explain(anycell.cells.JANET, 33))
+"""
+
+SOFT = """
+from anycell import cell
+from anycell.lang.ops import softsign
+
+
+@cell(gates="f g")
+def Soft(x, r, s):
+    return softsign(x.f + r.f) * s.h + softsign(x.g + r.g)
+
+
+check(Soft)
+"""
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout in which the recipes have been followed, word for word; as it was in "before"."""
+    root = tmp_path_factory.mktemp("copy")
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "anycell", root / "anycell", ignore=ignore)
+    shutil.copytree(root / "anycell", root / "before" / "anycell")
+    janet, export, row, function, emit = blocks("CONTRIBUTING.md")
+
+    (root / "anycell/cells/janet.py").write_text(janet, encoding="utf-8")
+    insert(root / "anycell/cells/__init__.py", "from anycell.cells.gru", export)
+    insert(root / "anycell/cells/__init__.py", "]", ', "JANET"')
+
+    insert(root / "anycell/lang/ops.py", "    # conditions", row)
+    with open(root / "anycell/lang/ops.py", "a", encoding="utf-8") as file:
+        file.write(f"\n\n{function}")
+    insert(root / "anycell/engines/cpu/ops.py", "    # conditions", emit)
+    return root
+
+
+def insert(path: Path, before: str, new: str) -> None:
+    """Puts a text in front of the last place where another stands."""
+    text = path.read_text(encoding="utf-8")
+    at = text.rindex(before)
+    path.write_text(text[:at] + new + text[at:], encoding="utf-8")
+
+
+def follow(copy: Path, script: Path, code: str) -> str:
+    """What a script prints that runs in the copy, with the helpers of the tests at hand."""
+    script.write_text(f"ROOT = {str(copy)!r}\n{CHECK}{code}", encoding="utf-8")
+    return run(script, copy, ROOT / "tests")
+
+
+def test_adding_a_cell(copy: Path, tmp_path: Path) -> None:
+    page = follow(copy, tmp_path / "janet.py", JANET)
+    assert "LSTM with nothing but its forget gate." in page
+    assert len((copy / "anycell/cells/janet.py").read_text(encoding="utf-8").splitlines()) < 60
+
+
+def test_adding_an_op(copy: Path, tmp_path: Path) -> None:
+    follow(copy, tmp_path / "soft.py", SOFT)
+
+
+def test_the_recipes_touch_the_files_that_they_list(copy: Path) -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    touched = []
+    for path in (copy / "anycell").rglob("*.py"):
+        name = path.relative_to(copy)
+        before = copy / "before" / name
+        if not before.exists() or path.read_bytes() != before.read_bytes():
+            touched.append(name.as_posix())
+    assert len(touched) == 4
+    for name in touched:
+        assert f"| `{name}` |" in text
+
+
+def test_the_recipes_are_of_something_new() -> None:
+    assert "JANET" not in anycell.cells.__all__
+    assert "softsign" not in TABLE

@@ -1,0 +1,385 @@
+"""The fused engines against the reference: every cell, under every instruction set at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+from problems import (
+    AWKWARD,
+    Arrays,
+    Problem,
+    assert_right,
+    assert_same,
+    by_cpu,
+    by_recurrence,
+    by_reference,
+    random_problem,
+)
+
+import anycell
+from anycell import (
+    Cell,
+    cell,
+    cells,
+    keep,
+    layer_norm,
+    log,
+    maximum,
+    sigmoid,
+    softplus,
+    tanh,
+    where,
+)
+from anycell import layer as layers
+from anycell.engines import cpu, reference
+from anycell.engines.cpu import isa
+from anycell.numpy.host import NumpyHost
+from anycell.plan import plan
+
+
+@cell(gates="i f g", state="h c n=1", params="p=1 q", static="e")
+def Sampler(x, r, s, p, e, *, rate: float = 0.25, floor: float = -0.5):
+    """A bit of everything that one matmul can do: masks, reductions, a static input, a branch."""
+    i, f, g = x.i, x.f + r.f, x.g + r.g
+    kept, dropped = keep(1 - rate), keep(0.8, per="sequence")
+    n = 0.5 * s.n + 0.5 * softplus(f) / (1 + s.n * s.n)
+    c = kept * (sigmoid(f + p.p * s.c) * s.c + tanh(i * r.i + p.q * e)) + (1 - kept) * s.c
+    c = maximum(0.9 * c, floor)
+    h = dropped * where(g > 0.1, tanh(c), log(n * n + 0.3)) * anycell.max(sigmoid(g))
+    return tanh(h + layer_norm(c + n)), c, n
+
+
+CELLS = [
+    cells.LSTM,
+    cells.GRU,
+    cells.RNN,
+    cells.RNN(nonlinearity="relu"),
+    cells.PeepholeLSTM,
+    cells.PeepholeLSTM(coupled=True, forget_bias=1.0, cell_clip=0.8),
+    cells.LayerNormLSTM,
+    Sampler,
+]
+FEW = [cells.LSTM, Sampler]  # where all of them would say nothing new
+SITUATIONS: list[dict[str, Any]] = [
+    {},
+    {"masked": True},
+    {"resets": True, "training": True, "seed": 5},
+    {"masked": True, "resets": True, "reverse": True},
+    {"reverse": True, "training": True, "seed": 1 << 63},
+    {"masked": True, "resets": True, "masked_output": "repeat"},
+]
+each_cell = pytest.mark.parametrize("cell", CELLS, ids=repr)
+some_cells = pytest.mark.parametrize("cell", FEW, ids=repr)
+each_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
+
+
+def each_instruction_set() -> Any:
+    """The widest in every run; the others, with all cells, in the long one."""
+    widest = isa.available()[-1]
+    return pytest.mark.parametrize(
+        ("name", "cell"),
+        [
+            pytest.param(
+                name,
+                cell,
+                id=f"{name}-{cell}",
+                marks=[] if name == widest or cell in FEW else pytest.mark.slow,
+            )
+            for name in isa.available()
+            for cell in CELLS
+        ],
+    )
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is not written before it is read shows."""
+
+    def empty(host: NumpyHost, shape: tuple[int, ...]) -> np.ndarray:
+        return np.full(shape, np.nan, host.dtype)
+
+    monkeypatch.setattr(NumpyHost, "empty", empty)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The engines that did run, one entry per call."""
+    calls: list[str] = []
+
+    def recorded(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            calls.append(name)
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(cpu, "run", recorded("cpu", cpu.run))
+    loop = reference.Recurrence._loop
+    monkeypatch.setattr(reference.Recurrence, "_loop", recorded("reference", loop))
+    return calls
+
+
+def reduces(cell: Cell) -> bool:
+    return cell in (cells.LayerNormLSTM, Sampler)
+
+
+# -- right ---------------------------------------------------------------------------------------
+
+
+@each_dtype
+@each_instruction_set()
+def test_forward_and_every_gradient(
+    name: str, cell: Cell, dtype: str, rng: np.random.Generator, ran: list[str]
+) -> None:
+    with isa.force(name):
+        for i, shape in enumerate(AWKWARD):
+            if dtype == "float32" and shape[2] == 1 and reduces(cell):
+                continue  # the norm of one unit is 0, and its float32 gradient nothing but rounding
+            for k in range(3):
+                situation = SITUATIONS[(i + 2 * k) % len(SITUATIONS)]
+                problem = random_problem(cell, shape, rng, dtype, **situation)
+                ran.clear()
+                solution = by_cpu(problem)
+                assert ran == ["cpu", "cpu"]
+                assert_right(solution, problem)
+                assert set(solution) == set(problem.right)
+                ran.clear()
+                assert_same(solution, by_recurrence(problem))
+                assert ran == ["cpu"]
+
+
+@pytest.mark.slow
+@each_dtype
+@each_cell
+def test_every_situation_at_every_size(cell: Cell, dtype: str, rng: np.random.Generator) -> None:
+    for shape in [*AWKWARD, (40, 3, 16), (3, 40, 65), (2, 2, 257)]:
+        if dtype == "float32" and reduces(cell) and shape in ((5, 3, 1), (1, 1, 1), (40, 3, 16)):
+            continue
+        for situation in SITUATIONS:
+            problem = random_problem(cell, shape, rng, dtype, **situation)
+            assert_right(by_cpu(problem), problem)
+
+
+@some_cells
+def test_optional_arrays_may_be_absent(cell: Cell, rng: np.random.Generator) -> None:
+    problem = random_problem(cell, (4, 3, 7), rng, resets=True)
+    absent = ("weights hh_bias", "state", "reset_state")
+    left = {name: a for name, a in problem.arrays.items() if not name.startswith(absent)}
+    without = Problem(cell, left, {})
+    arguments = without.arguments()
+    outputs, final = anycell.recurrence(cell, **arguments, engine="cpu")
+    right, finally_right = reference.run(cell, **arguments)
+    np.testing.assert_allclose(outputs, right, rtol=1e-12)
+    np.testing.assert_allclose(final, finally_right, rtol=1e-12)
+
+
+# -- the same bits -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", ["rows", "units"])
+@each_dtype
+@some_cells
+def test_threads(
+    cell: Cell, dtype: str, split: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "WORTH_A_THREAD", 0)
+    monkeypatch.setattr(layers, "FEW_ROWS", 0 if split == "rows" else 1 << 30)
+    for shape in ((3, 2, 100), (4, 19, 33), (1, 1, 7), (5, 40, 70)):
+        for situation in SITUATIONS:
+            problem = random_problem(cell, shape, rng, **situation).astype(dtype)
+            one = by_cpu(problem, threads=1)
+            for threads in (2, 3):
+                assert_same(by_cpu(problem, threads=threads), one)
+
+
+@each_dtype
+@each_cell
+def test_batch_slices(cell: Cell, dtype: str, rng: np.random.Generator) -> None:
+    """A row's numbers do not depend on the rows beside it."""
+    for situation in ({}, {"masked": True, "resets": True}):
+        problem = random_problem(cell, (4, 19, 33), rng, **situation).astype(dtype)
+        whole = Problem(cell, by_cpu(problem), {})
+        for part in (slice(0, 1), slice(3, 10), slice(5, 19), slice(18, 19)):
+            names = [name for name in whole.arrays if _per_row(name, problem)]
+            some = by_cpu(problem.rows(part))
+            for name in names:
+                own = name.removeprefix("d ")
+                (sliced,) = Problem(cell, {own: whole.arrays[name]}, {}).rows(part).arrays.values()
+                assert_array_equal(some[name], sliced, err_msg=name)
+
+
+def _per_row(name: str, problem: Problem) -> bool:
+    word = name.removeprefix("d ").split()[0]
+    if word == "reset_state":
+        return problem.arrays[name.removeprefix("d ")].ndim == 2
+    return word in ("outputs", "final", "gates_x", "state", "static")
+
+
+@each_dtype
+@each_cell
+def test_appended_padding(cell: Cell, dtype: str, rng: np.random.Generator) -> None:
+    """Steps that do not exist change no bit, whatever is in them."""
+    problem = random_problem(cell, (6, 9, 33), rng, masked=True, resets=True).astype(dtype)
+    garbage = [np.nan, np.inf, 1e30]
+
+    def pad(name: str, a: np.ndarray) -> np.ndarray:
+        if name not in ("gates_x", "d_outputs", "mask", "resets"):
+            return a
+        value = False if name == "mask" else True if name == "resets" else garbage
+        more = np.empty((3, *a.shape[1:]), a.dtype)
+        more.reshape(3, -1)[:] = np.broadcast_to(np.reshape(value, (-1, 1)), (3, more[0].size))
+        return np.concatenate([a, more])
+
+    solution, padded = by_cpu(problem), by_cpu(problem.map(pad))
+    for name, value in solution.items():
+        longer = padded[name]
+        if name in ("outputs", "d gates_x"):
+            assert not longer[6:].any()
+            longer = longer[:6]
+        if not name.startswith("d weights"):  # a sum over steps by NumPy's own matmul
+            assert_array_equal(longer, value, err_msg=name)
+    assert_right({k: v for k, v in padded.items() if k.startswith("d weights")}, problem)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@each_dtype
+@each_cell
+def test_resets_equal_separate_calls(
+    cell: Cell, dtype: str, reverse: bool, rng: np.random.Generator
+) -> None:
+    problem = random_problem(cell, (8, 5, 33), rng, resets=True, reverse=reverse).astype(dtype)
+    cut = 4 if reverse else 5
+    problem["resets"][:] = np.arange(8)[:, None] == cut
+    after = slice(None, cut + 1) if reverse else slice(cut, None)
+    alone = problem.map(lambda name, a: a[after] if name in ("gates_x", "d_outputs") else a)
+    restored = {
+        f"state {s}": np.broadcast_to(problem[f"reset_state {s}"], (5, 33)).copy()
+        for s in cell.state_names
+    }
+    alone = alone.but({**restored, "resets": np.zeros((8, 5), bool)[after]})
+    whole, part = by_cpu(problem), by_cpu(alone)
+    for name in ("outputs", "d gates_x"):
+        assert_array_equal(whole[name][after], part[name])
+    for s in cell.state_names:
+        assert_array_equal(whole[f"final {s}"], part[f"final {s}"])
+        d, each = whole[f"d reset_state {s}"], part[f"d state {s}"]
+        assert_array_equal(d, each if d.ndim == 2 else each.sum(0))
+
+
+@each_dtype
+@some_cells
+def test_chunks_of_time(
+    cell: Cell, dtype: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the unit matrix for a projection a layer is its recurrence, in chunks of any length."""
+    for situation in ({}, {"reverse": True, "masked": True, "resets": True}):
+        problem = random_problem(cell, (7, 3, 9), rng, **situation).astype(dtype)
+        problem["gates_x"][:] = np.nan_to_num(problem["gates_x"])
+        right = by_cpu(problem)
+        for steps in (1, 2, 3, 7):
+            monkeypatch.setattr(layers._Run, "_chunk", lambda run, steps=steps: steps)
+            solution = by_cpu(problem, projected=True)
+            d_ih = solution.pop("d weights ih")
+            same = [name for name in solution if not name.startswith("d weights")]
+            assert_same(solution, right, *same)
+            assert_right(solution, problem)
+            rows = problem["gates_x"].reshape(-1, problem["gates_x"].shape[2])
+            expected = right["d gates_x"].reshape(rows.shape).T @ rows
+            np.testing.assert_allclose(d_ih, expected, rtol=0, atol=1e-4 * abs(expected).max())
+
+
+# -- what belongs to the caller ------------------------------------------------------------------
+
+
+@some_cells
+def test_arguments_are_not_written_to(cell: Cell, rng: np.random.Generator) -> None:
+    for situation in SITUATIONS:
+        problem = random_problem(cell, (5, 4, 7), rng, **situation)
+        before = {name: a.copy() for name, a in problem.arrays.items()}
+        first = by_cpu(problem)
+        assert_same(problem.arrays, before)
+        assert_same(by_cpu(problem), first)
+
+
+@some_cells
+def test_a_second_backward_gives_the_same(cell: Cell, rng: np.random.Generator) -> None:
+    problem = random_problem(cell, (5, 4, 7), rng, masked=True, resets=True)
+    assert_same(by_cpu(problem, backwards=2), by_cpu(problem))
+
+
+@some_cells
+def test_results_share_no_memory(cell: Cell, rng: np.random.Generator) -> None:
+    for situation in SITUATIONS[:2]:
+        problem = random_problem(cell, (5, 4, 7), rng, **situation)
+        outputs, final = anycell.recurrence(cell, **problem.arguments(), engine="cpu")
+        everything = [outputs, *final, *problem.arrays.values()]
+        for i, a in enumerate(everything[: 1 + len(final)]):
+            assert a.flags.writeable
+            assert not any(np.shares_memory(a, b) for b in everything[i + 1 :])
+
+
+@each_dtype
+@some_cells
+def test_any_strides(cell: Cell, dtype: str, rng: np.random.Generator) -> None:
+    problem = random_problem(cell, (5, 4, 7), rng, masked=True, resets=True).astype(dtype)
+
+    def packed(a: np.ndarray) -> np.ndarray:  # strides that are no whole number of elements
+        fields = np.zeros(a.shape, np.dtype([("byte", "u1"), ("value", a.dtype)]))
+        fields["value"] = a
+        return fields["value"]
+
+    layouts = {
+        "every second element": lambda a: np.repeat(a, 2, axis=-1)[..., ::2],
+        "transposed": lambda a: a.T.copy().T,
+        "backwards": lambda a: a[..., ::-1].copy()[..., ::-1],
+        "upside down": lambda a: a[::-1].copy()[::-1],
+        "unaligned": packed,
+    }
+    right = by_recurrence(problem)
+    for change in layouts.values():
+        assert_same(by_recurrence(problem.map(lambda _, a: change(a))), right)  # noqa: B023
+
+
+def test_offsets_beyond_31_bits(rng: np.random.Generator) -> None:
+    """Steps 2**31 elements apart; of the memory between, no page is ever touched."""
+    far = 2**31 + 64
+    problem = random_problem(cells.LSTM, (3, 2, 5), rng).astype("float32")
+    try:
+        memory = np.empty(2 * far + 1024, np.float32)
+    except MemoryError:
+        pytest.skip("no address space of 16 GB")
+
+    def apart(name: str, a: np.ndarray) -> np.ndarray:
+        if name not in ("gates_x", "d_outputs"):
+            return a
+        start = 0 if name == "gates_x" else 512
+        strides = (4 * far, 4 * a.shape[2], 4)
+        view = np.lib.stride_tricks.as_strided(memory[start:], a.shape, strides)
+        view[:] = a
+        return view
+
+    assert_same(by_cpu(problem.map(apart)), by_cpu(problem))
+
+
+# -- which engine --------------------------------------------------------------------------------
+
+
+def test_the_plan_chooses(rng: np.random.Generator, ran: list[str]) -> None:
+    for kind, expected in ((cells.LSTM, "cpu"), (cells.GRU(reset_after=False), "reference")):
+        problem = random_problem(kind, (3, 2, 5), rng)
+        assert plan(kind, 5, "float64").engine == expected
+        ran.clear()
+        anycell.recurrence(kind, **problem.arguments())
+        assert ran == [expected]
+
+
+def test_engines_draw_the_same_masks(rng: np.random.Generator, ran: list[str]) -> None:
+    problem = random_problem(Sampler, (5, 4, 7), rng, training=True, seed=3)
+    solutions: list[Arrays] = [by_recurrence(problem, engine) for engine in ("cpu", "reference")]
+    assert ran == ["cpu", "reference"]
+    assert_right(solutions[0], problem)
+    assert_same(by_reference(problem), solutions[1], *solutions[1])

@@ -1,0 +1,404 @@
+"""The reference engine: against PyTorch's layers and autograd, and against what it promises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+from problems import Arrays, Problem, assert_right, assert_same, by_reference, random_problem
+from tolerances import assert_close
+
+from anycell import Cell, cell, cells, keep, linear, mean, philox, softplus, tanh, where
+from anycell.engines import reference
+
+torch = pytest.importorskip("torch")
+
+
+@cell(gates="a b", state="h c", params="p=1 q", static="e")
+def Everything(x, r, s, p, e, *, rate: float = 0.3):
+    """More matmuls, one with heads, on values and on a state; reductions, masks, a static input."""
+    a, b = x + r
+    kept = keep(1 - rate)
+    c = tanh(p.p * b + linear(s.c, "cc", heads=3)) * mean(softplus(s.c + e), groups=3)
+    mixed = linear(kept * tanh(a) + (1 - kept) * s.h, "mix", bias=True)
+    h = where(mixed > p.q, mixed, 0.1 * s.h) * keep(0.5, per="sequence")
+    return h, c
+
+
+CELLS = [
+    cells.LSTM,
+    cells.GRU,
+    cells.GRU(reset_after=False),
+    cells.RNN,
+    cells.RNN(nonlinearity="relu"),
+    cells.PeepholeLSTM,
+    cells.PeepholeLSTM(coupled=True, forget_bias=1.0, cell_clip=0.8),
+    cells.LayerNormLSTM,
+    Everything,
+]
+SITUATIONS: list[dict[str, Any]] = [
+    {},
+    {"reverse": True},
+    {"masked": True},
+    {"masked": True, "masked_output": "repeat", "reverse": True},
+    {"resets": True},
+    {"masked": True, "resets": True, "training": True, "seed": 7},
+    {"resets": True, "reverse": True, "training": True, "seed": 1 << 60, "stream": 5},
+]
+each_cell = pytest.mark.parametrize("cell", CELLS, ids=repr)
+each_situation = pytest.mark.parametrize(
+    "situation", SITUATIONS, ids=lambda s: " ".join(s) or "plain"
+)
+
+
+def by_torch(problem: Problem) -> Arrays:
+    """Results on tensors, and their gradients by PyTorch's autograd."""
+    tensors = {
+        name: torch.tensor(a, requires_grad=a.dtype != bool and not name.startswith("d_"))
+        for name, a in problem.arrays.items()
+    }
+    outputs, final = reference.run(problem.cell, **problem.but(tensors).arguments())
+    solution = {"outputs": outputs, **_named("final", problem.cell, final)}
+    arriving = {"outputs": tensors["d_outputs"]}
+    arriving |= {f"final {s}": tensors[f"d_final {s}"] for s in problem.cell.state_names}
+    if "mask" in tensors and problem.options.get("masked_output") != "repeat":
+        arriving["outputs"] = torch.where(tensors["mask"][..., None], arriving["outputs"], 0.0)
+    pairs = [(solution[name], d) for name, d in arriving.items() if solution[name].requires_grad]
+    torch.autograd.backward(*zip(*pairs, strict=True))
+    for name, tensor in tensors.items():
+        if tensor.requires_grad:
+            grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            solution[f"d {name}"] = grad
+    return {name: value.detach().numpy() for name, value in solution.items()}
+
+
+def _named(word: str, cell: Cell, values: Any) -> dict[str, Any]:
+    return {f"{word} {name}": v for name, v in zip(cell.state_names, values, strict=True)}
+
+
+# -- the derived backward pass -------------------------------------------------------------------
+
+
+@each_situation
+@each_cell
+def test_numpy_equals_torch_and_the_derived_backward_equals_autograd(
+    cell: Cell, situation: dict[str, Any], rng: np.random.Generator
+) -> None:
+    problem = random_problem(cell, (6, 4, 6), rng, **situation)
+    solution = by_torch(problem)
+    assert set(solution) == set(problem.right)
+    assert_right(solution, problem)
+
+
+@pytest.mark.parametrize("per_gate", [False, True])
+@each_cell
+def test_recurrent_mask(cell: Cell, per_gate: bool, rng: np.random.Generator) -> None:
+    shape = (len(cell.gates), 4, 6) if per_gate else (4, 6)
+    mask = (rng.random(shape) < 0.5) * 2.0
+    problem = random_problem(cell, (5, 4, 6), rng, masked=True)
+    solution = by_torch(problem.but(recurrent_mask=torch.tensor(mask)))
+    assert_right(solution, problem.but(recurrent_mask=mask))
+    without = problem.but(recurrent_mask=np.ones(shape))
+    assert_same(by_reference(without), problem.right)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 6), (1, 3, 6), (3, 0, 6), (0, 3, 6)])
+@each_cell
+def test_short_and_empty(cell: Cell, shape: Any, rng: np.random.Generator) -> None:
+    problem = random_problem(cell, shape, rng, masked=True, resets=True)
+    for name, array in problem.right.items():
+        if name.startswith("d "):
+            assert array.shape == problem.arrays[name[2:]].shape, name
+    assert problem.right["outputs"].shape == shape
+    if 0 not in shape:
+        assert_right(by_torch(problem), problem)
+    elif shape[0] == 0:
+        for s in cell.state_names:
+            assert_array_equal(problem.right[f"final {s}"], problem[f"state {s}"])
+            assert_array_equal(problem.right[f"d state {s}"], problem[f"d_final {s}"])
+
+
+def test_gradients_are_differences(rng: np.random.Generator) -> None:
+    """Of the whole function, in a random direction: no autograd involved."""
+    problem = random_problem(Everything, (4, 3, 6), rng, resets=True, training=True, seed=3)
+
+    def loss(p: Problem) -> float:
+        outputs, final = reference.run(p.cell, **p.arguments())
+        arriving = p.group("d_final").values()
+        return float((outputs * p["d_outputs"]).sum()) + sum(
+            float((f * d).sum()) for f, d in zip(final, arriving, strict=True)
+        )
+
+    for name, array in problem.arrays.items():
+        if array.dtype == bool or name.startswith("d_"):
+            continue
+        direction, step = rng.standard_normal(array.shape), 1e-6
+        ahead, behind = (
+            loss(problem.but({name: array + sign * step * direction})) for sign in (1, -1)
+        )
+        found = float((problem.right[f"d {name}"] * direction).sum())
+        assert found == pytest.approx((ahead - behind) / (2 * step), rel=1e-6, abs=1e-8), name
+
+
+# -- PyTorch's layers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    ("cell", "layer", "options"),
+    [
+        (cells.LSTM, "LSTM", {}),
+        (cells.GRU, "GRU", {}),
+        (cells.RNN, "RNN", {}),
+        (cells.RNN(nonlinearity="relu"), "RNN", {"nonlinearity": "relu"}),
+    ],
+    ids=repr,
+)
+def test_equals_the_layers_of_torch(
+    cell: Cell, layer: str, options: dict[str, Any], reverse: bool, rng: np.random.Generator
+) -> None:
+    steps, rows, inputs, hidden = 7, 3, 4, 5
+    module = getattr(torch.nn, layer)(inputs, hidden, dtype=torch.float64, **options)
+    x = torch.tensor(rng.standard_normal((steps, rows, inputs)))
+    state = [torch.tensor(rng.standard_normal((rows, hidden))) for _ in cell.states]
+    given = tuple(s[None] for s in state)
+    expected, last = module(x.flip(0) if reverse else x, given if len(given) > 1 else given[0])
+    expected = expected.flip(0) if reverse else expected
+    gates_x = torch.nn.functional.linear(x, module.weight_ih_l0, module.bias_ih_l0)
+    weights = {"hh": module.weight_hh_l0, "hh_bias": module.bias_hh_l0}
+    outputs, final = reference.run(cell, gates_x, weights, state, reverse=reverse)
+    assert_close(outputs.detach(), expected.detach(), "float64", "forward")
+    for own, its in zip(final, last if isinstance(last, tuple) else (last,), strict=True):
+        assert_close(own.detach(), its.detach()[0], "float64", "forward", axes=(0,))
+    grads = torch.autograd.grad(expected.sum(), list(module.parameters()), retain_graph=True)
+    own = torch.autograd.grad(outputs.sum(), list(module.parameters()))
+    for mine, its in zip(own, grads, strict=True):
+        assert_close(mine, its, "float64", "gradient")
+
+
+# -- masks, lengths, resets ----------------------------------------------------------------------
+
+
+@each_cell
+def test_masked_steps_do_not_exist(cell: Cell, rng: np.random.Generator) -> None:
+    """A row with holes gives what the row without those steps gives."""
+    problem = random_problem(cell, (9, 3, 6), rng, masked=True)
+    for row in range(3):
+        alone = problem.rows(slice(row, row + 1))
+        there = alone["mask"][:, 0]
+        names = ("gates_x", "d_outputs", "mask")
+        short = alone.map(lambda name, a: a[there] if name in names else a)  # noqa: B023
+        for name, value in short.right.items():
+            whole = alone.right[name]
+            if name in ("outputs", "d gates_x"):
+                assert not whole[~there].any()
+                whole = whole[there]
+            assert_array_equal(whole, value, err_msg=name)
+
+
+@each_cell
+def test_masked_outputs_repeat_the_held_state(cell: Cell, rng: np.random.Generator) -> None:
+    problem = random_problem(cell, (9, 3, 6), rng, masked=True, masked_output="repeat")
+    zero = by_reference(problem.but(masked_output="zero"))["outputs"]
+    held = problem["state h"]
+    for t, there in enumerate(problem["mask"]):
+        held = np.where(there[:, None], zero[t], held)
+        assert_array_equal(problem.right["outputs"][t], held)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])
+@each_cell
+def test_what_lies_under_a_mask_never_matters(
+    cell: Cell, value: float, rng: np.random.Generator
+) -> None:
+    problem = random_problem(cell, (6, 4, 6), rng, masked=True, resets=True)
+    beneath = ~problem["mask"]
+    garbage = {name: problem[name].copy() for name in ("gates_x", "d_outputs", "resets")}
+    garbage["gates_x"][beneath] = garbage["d_outputs"][beneath] = value
+    garbage["resets"] ^= beneath
+    other = problem.but(garbage)
+    assert_same(other.right, problem.right)
+    assert_same(by_torch(other), by_torch(problem))
+
+
+@each_cell
+def test_a_row_without_steps_passes_its_state_through(cell: Cell, rng: np.random.Generator) -> None:
+    """Even a state that is NaN, without a trace in any gradient but its own."""
+    problem = random_problem(cell, (5, 3, 6), rng)
+    problem = problem.but({"mask": np.tile([True, False, True], (5, 1))})
+    states = {f"state {s}": problem[f"state {s}"].copy() for s in cell.state_names}
+    for s in states.values():
+        s[1] = np.nan
+    other = problem.but(states)
+    for name, value in other.right.items():
+        expected = problem.right[name].copy()
+        if name.startswith("final"):
+            expected[1] = np.nan
+        assert_array_equal(value, expected, err_msg=name)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@each_cell
+def test_resets_cut_a_sequence(cell: Cell, reverse: bool, rng: np.random.Generator) -> None:
+    """What follows a reset is what a call of its own from ``reset_state`` gives."""
+    problem = random_problem(cell, (8, 3, 6), rng, resets=True, reverse=reverse)
+    cut = 4 if reverse else 5
+    problem["resets"][:] = np.arange(8)[:, None] == cut
+    after = slice(None, cut + 1) if reverse else slice(cut, None)
+    alone = problem.map(lambda name, a: a[after] if name in ("gates_x", "d_outputs") else a)
+    restored = {
+        f"state {s}": np.broadcast_to(problem[f"reset_state {s}"], (3, 6)) for s in cell.state_names
+    }
+    alone = alone.but({**restored, "resets": np.zeros((8, 3), bool)[after]})
+    for name in ("outputs", "d gates_x"):
+        assert_array_equal(problem.right[name][after], alone.right[name])
+    for s in cell.state_names:
+        assert_array_equal(problem.right[f"final {s}"], alone.right[f"final {s}"])
+        d, each = problem.right[f"d reset_state {s}"], alone.right[f"d state {s}"]
+        assert_array_equal(d, each if d.ndim == 2 else each.sum(0))
+
+
+def test_states_start_and_reset_as_declared(rng: np.random.Generator) -> None:
+    @cell(gates="a", state="h=0.25 m=-inf")
+    def Declared(x, r, s):
+        return tanh(x.a + r.a) + where(s.m < -1e30, 1.0, 0.0) + 0 * s.h, tanh(x.a)
+
+    gates_x, weights = rng.standard_normal((3, 2, 4)), {"hh": np.zeros((4, 4))}
+    resets = np.array([[0, 0], [0, 1], [0, 0]], bool)
+    outputs, (h, m) = reference.run(Declared, gates_x, weights, resets=resets)
+    first = np.array([[1, 1], [0, 1], [0, 0]])[:, :, None]
+    assert_array_equal(outputs, np.tanh(gates_x) + first)
+    assert_array_equal(m, np.tanh(gates_x[-1]))
+    outputs, (h, m) = reference.run(Declared, gates_x, weights, mask=np.zeros((3, 2), bool))
+    assert (h == 0.25).all() and (m == -np.inf).all() and not outputs.any()
+    start = [np.full((2, 4), 0.25), None]
+    same, _ = reference.run(Declared, gates_x, weights, start, mask=np.ones((3, 2), bool))
+    assert_array_equal(same, reference.run(Declared, gates_x, weights)[0])
+
+
+# -- random masks --------------------------------------------------------------------------------
+
+
+@cell(gates="a b", state="h c")
+def Masks(x, r, s, *, rate: float = 0.3):
+    return keep(rate), keep(1 - rate, per="sequence") + 0 * (x.a + s.c)
+
+
+def masks(rate: float = 0.3, training: bool = True, **options: Any) -> tuple[Any, Any]:
+    gates_x = np.zeros((50, 40, 2 * 30), np.float32)
+    outputs, (_, c) = reference.run(
+        Masks(rate=rate), gates_x, {}, training=training, **{"seed": 11, **options}
+    )
+    return outputs, c
+
+
+def test_philox_is_the_published_generator() -> None:
+    """The known answers that come with Random123."""
+    ones = 0xFFFFFFFF
+    for counter, key, expected in (
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((ones,) * 4, (ones, ones), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ):
+        assert tuple(map(int, philox.philox4x32(counter, key))) == expected
+
+
+def test_masks_follow_the_convention() -> None:
+    outputs, c = masks(seed=(5 << 32) + 9, stream=3)
+    for t, row, unit in ((0, 0, 0), (7, 3, 29), (49, 39, 1)):
+        words = philox.philox4x32((unit, row, t, 3 << 8), (9, 5))
+        assert outputs[t, row, unit] == ((int(words[0]) >> 8) * 2.0**-24 < np.float32(0.3))
+        words = philox.philox4x32((unit, row, 0, 3 << 8), (9, 5))
+        assert c[row, unit] == ((int(words[1]) >> 8) * 2.0**-24 < np.float32(0.7))
+
+
+def test_masks_keep_their_share() -> None:
+    outputs, c = masks()
+    assert set(np.unique(outputs)) == set(np.unique(c)) == {0, 1}
+    for mask, rate in ((outputs, 0.3), (c, 0.7)):
+        assert abs(mask.mean() - rate) < 5 * (rate * (1 - rate) / mask.size) ** 0.5
+    assert abs(np.corrcoef(outputs[0].ravel(), outputs[1].ravel())[0, 1]) < 0.1
+    assert abs(np.corrcoef(outputs[:, :, 0].ravel(), outputs[:, :, 1].ravel())[0, 1]) < 0.1
+
+
+def test_masks_differ_by_seed_and_stream_alone() -> None:
+    first, _ = masks()
+    assert_array_equal(first, masks()[0])
+    assert_array_equal(first, masks(reverse=True)[0])
+    for other in ({"seed": 12}, {"stream": 1}, {"seed": 11 + (1 << 32)}):
+        assert (first != masks(**other)[0]).mean() > 0.3
+
+
+def test_evaluation_takes_the_mean() -> None:
+    outputs, c = masks(training=False, seed=None)
+    assert (outputs == np.float32(0.3)).all() and (c == np.float32(0.7)).all()
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_certain_masks(rate: float) -> None:
+    assert (masks(rate)[0] == rate).all()
+
+
+def test_training_with_masks_needs_a_seed() -> None:
+    with pytest.raises(ValueError, match="give a seed"):
+        masks(seed=None)
+
+
+# -- namespaces ----------------------------------------------------------------------------------
+
+
+def test_second_derivatives(rng: np.random.Generator) -> None:
+    problem = random_problem(Everything, (3, 2, 3), rng, masked=True, resets=True)
+    names = [n for n, a in problem.arrays.items() if a.dtype != bool and not n.startswith("d_")]
+
+    def outputs(*tensors: Any) -> Any:
+        given = problem.map(lambda _, a: torch.tensor(a)).but(
+            dict(zip(names, tensors, strict=True))
+        )
+        found, final = reference.run(problem.cell, **given.arguments())
+        return (found, *final)
+
+    tensors = [torch.tensor(np.nan_to_num(problem[n]), requires_grad=True) for n in names]
+    assert torch.autograd.gradcheck(outputs, tensors, fast_mode=True)
+    assert torch.autograd.gradgradcheck(outputs, tensors, fast_mode=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_transforms_of_torch(rng: np.random.Generator) -> None:
+    gates_x = torch.tensor(rng.standard_normal((3, 5, 2, 4 * 6)))  # [T, copies, B, G*H]
+    weights = {"hh": torch.tensor(rng.standard_normal((24, 6)))}
+
+    def outputs(gates: Any) -> Any:
+        return reference.run(cells.LSTM, gates, weights)[0]
+
+    together = torch.func.vmap(outputs, in_dims=1, out_dims=1)(gates_x)
+    for copy in range(5):
+        assert_close(together[:, copy], outputs(gates_x[:, copy]), "float64", "forward")
+    direction = torch.randn_like(gates_x[:, 0])
+    _, forward = torch.func.jvp(outputs, (gates_x[:, 0],), (direction,))
+    jacobian = torch.func.jacrev(outputs)(gates_x[:, 0])
+    assert_close(forward, torch.einsum("...tbg,tbg", jacobian, direction), "float64", "gradient")
+
+
+def test_half_precision(rng: np.random.Generator) -> None:
+    gates_x = torch.tensor(rng.standard_normal((5, 2, 4 * 6)), dtype=torch.bfloat16)
+    weights = {"hh": torch.tensor(rng.standard_normal((24, 6)), dtype=torch.bfloat16)}
+    outputs, final = reference.run(cells.LSTM, gates_x, weights)
+    assert outputs.dtype == final[1].dtype == torch.bfloat16
+
+
+def test_float32_stays_float32(rng: np.random.Generator) -> None:
+    for situation in SITUATIONS:
+        problem = random_problem(Everything, (4, 3, 6), rng, **situation).astype("float32")
+        assert {a.dtype.name for a in by_reference(problem, "float32").values()} == {"float32"}
+
+
+def test_unknown_arrays_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"given list"):
+        reference.run(cells.RNN, [[[0.0]]], {})
