@@ -255,7 +255,7 @@ class _Page:
         yield "summed over rows and steps, by matmuls that each take many steps:"
         yield f"    d_W_ih += {d_x}.T @ input" + ("    d_b_ih += its rows" if cell.bias else "")
         for l in cell.linears:
-            operand = show(l.operand, self.names, 3, False)
+            operand = show(l.operand, self.names, 5, False)
             bias = cell.bias if l.name == RECURRENT else l.bias
             line = f"    d_W_{l.name} += {self._gradient_of(l.name)}.T @ {operand}"
             yield line + (f"    d_b_{l.name} += its rows" if bias else "")
@@ -363,9 +363,10 @@ class _Page:
             f"weights packed in {g.tiles} {_plural('tile', g.tiles)}, {packed:,} bytes"
         )
         columns = [len(group) for group in g.groups]
-        blocks = [f"{g.block_rows(n)} rows x {n} columns" for n in columns]
+        blocks = [f"{g.block_rows(n)} rows x {n} {_plural('column', n)}" for n in columns]
         yield (
-            f"tile: {g.unroll * g.lanes} units x {g.outputs}, {g.columns} vectors wide; "
+            f"tile: {g.unroll * g.lanes} units x {g.outputs}, "
+            f"{g.columns} {_plural('vector', g.columns)} wide; "
             f"register blocks of at most {_unique(blocks)}"
         )
         if self.batch is not None:

@@ -18,7 +18,7 @@ from anycell.engines import cpu
 from anycell.plan import Plan
 
 Array = Any
-CHUNK_BYTES = 4 << 20  # of projected gates, for all directions together: they should stay in the cache
+CHUNK_BYTES = 8 << 20  # of projected gates, for all directions together: they should stay in the cache
 WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay
 FEW_ROWS = 16  # rows per thread below which threads share the rows and split the units
 
@@ -33,6 +33,10 @@ class Host(Protocol):
     def empty(self, shape: tuple[int, ...]) -> Array: ...
 
     def zeros(self, shape: tuple[int, ...]) -> Array: ...
+
+    def lasting(self, shape: tuple[int, ...]) -> Array:
+        """As ``empty``, for what is kept until the backward pass; see ``engines.cpu.memory``."""
+        ...
 
     def pointer(self, array: Array) -> int: ...
 
@@ -140,7 +144,7 @@ class _Run:
         # The backward pass runs against each direction.
         self.reverse = [w.reverse is not backward for w in weights]
         self.calls = [cpu.Arguments(self.kernel) for _ in weights]
-        self.chunk = self._chunk() if weights[0].ih is not None else self.steps
+        self.chunk = self._chunk() if weights[0].ih is not None else max(1, self.steps)
         self.threads, self.units_split = self._split()
         self.workspace = self.kernel.workspace(self.batch)
         self.backward = backward
@@ -285,13 +289,14 @@ def forward(
         run.write(hidden, steps + 1 if whole and w.reverse else 0, d * h, w.initial[0])
         states.append([None])
         for i in range(1, len(cell.states)):
-            sequence = host.empty((steps + 1 if kept[i] else 2, batch, h))
+            sequence = host.lasting((steps + 1, batch, h)) if kept[i] else host.empty((2, batch, h))
             run.write(sequence, steps if kept[i] and w.reverse else 0, 0, w.initial[i])
             states[d].append(sequence)
     resets = [] if options.resets is None else [_reset_values(host, plan, w) for w in weights]
-    values = [host.empty((steps, batch, run.kernel.saved_width)) for _ in weights] if keep else []
+    values = [host.lasting((steps, batch, run.kernel.saved_width)) for _ in weights] if keep else []
     width = len(cell.gates) * h
-    projected = [None if w.ih is None else host.empty((run.chunk * batch, width)) for w in weights]
+    padded = _padded(plan, width)
+    projected = [None if w.ih is None else host.empty((run.chunk * batch, padded))[:, :width] for w in weights]
     rows = None if run.steps > run.chunk else x.reshape(steps * batch, x.shape[2])
 
     with run:
@@ -306,7 +311,7 @@ def forward(
                     part = x[span.begin : span.end].reshape(count * batch, x.shape[2]) if rows is None else rows
                     gates = projected[d] if count == run.chunk else projected[d][: count * batch]  # type: ignore[index]
                     host.matmul(part, w.ih.T, gates)
-                    run.point_rows(d, "x", gates, width, span.time - span.begin, span.sign)
+                    run.point_rows(d, "x", gates, padded, span.time - span.begin, span.sign)
                 _point_state(run, d, 0, hidden, whole, done, steps + 1, d * h)
                 for i in range(1, len(cell.states)):
                     _point_state(run, d, i, states[d][i], kept[i], done, steps, 0)
@@ -368,10 +373,11 @@ def backward(
     project = weights[0].ih is not None
     dx = host.empty(tuple(x.shape)) if need_x or not project else None
     sums = [_Sums(host, plan, batch, w, need_weights, dfinal[d], bool(saved.reset)) for d, w in enumerate(weights)]
-    shape = (run.chunk, batch)
-    dgates = [host.empty((*shape, width)) if project else dx for _ in weights]
-    dr = [host.empty((*shape, outputs)) if plan.split_gradient and outputs else None for _ in weights]
-    operand = [host.empty((*shape, h)) if saved.reset and outputs else None for _ in weights]
+    split = plan.split_gradient and outputs > 0
+    padded, padded_r = _padded(plan, width), _padded(plan, outputs)
+    dgates = [host.empty((run.chunk * batch, padded))[:, :width] if project else None for _ in weights]
+    dr = [host.empty((run.chunk * batch, padded_r))[:, :outputs] if split else None for _ in weights]
+    operand = [host.empty((run.chunk * batch, h)) if saved.reset and outputs else None for _ in weights]
     written: set[int] = set()
 
     with run:
@@ -382,10 +388,12 @@ def backward(
         for done, count in run.chunks():
             spans = [run.span(d, done, count) for d in range(directions)]
             for d, span in enumerate(spans):
-                local = span.time - span.begin if project else span.time
-                for name, array in (("dx", dgates[d]), ("dr", dr[d]), ("operand", operand[d])):
+                local = span.time - span.begin
+                for name, array, row in (("dx", dgates[d], padded), ("dr", dr[d], padded_r), ("operand", operand[d], h)):
                     if array is not None:
-                        run.point(d, name, array, local, span.sign)
+                        run.point_rows(d, name, array, row, local, span.sign)
+                if not project:
+                    run.point(d, "dx", dx, span.time, span.sign)
                 run.point(d, "saved", saved.values[d], span.time, span.sign)
                 if dy is not None:
                     run.point(d, "dy", dy, span.time, span.sign, d * h)
@@ -403,13 +411,13 @@ def backward(
 
             for d, (begin, end, _, _) in enumerate(spans):
                 rows = count * batch
-                dg = (dgates[d][:count] if project else dgates[d][begin:end]).reshape(rows, width)
-                dh = dg if dr[d] is None else dr[d][:count].reshape(rows, outputs)  # type: ignore[index]
+                dg = dgates[d][:rows] if project else dx[begin:end].reshape(rows, width)  # type: ignore[index]
+                dh = dg if dr[d] is None else dr[d][:rows]  # type: ignore[index]
                 if operand[d] is not None:
-                    before = operand[d][:count]  # type: ignore[index]
+                    before = operand[d][:rows]  # type: ignore[index]
                 else:
                     shift = 2 if weights[d].reverse else 0
-                    before = saved.hidden[begin + shift : end + shift, :, d * h : (d + 1) * h]
+                    before = saved.hidden[begin + shift : end + shift, :, d * h : (d + 1) * h].reshape(rows, h)
                 part = x[begin:end] if project and need_weights else None
                 if part is not None:
                     if options.mask is not None:
@@ -417,7 +425,7 @@ def backward(
                         part = host.masked(part, options.mask[begin:end])
                     part = part.reshape(rows, x.shape[2])
                 if need_weights:
-                    sums[d].add(dg, dh, before.reshape(rows, h), part)
+                    sums[d].add(dg, dh, before, part)
                 if project and dx is not None:
                     _project_back(host, dg, weights[d].ih, dx, begin, end, written)
     return dx, [total.result() for total in sums]
@@ -488,6 +496,9 @@ class _Sums:
 
     def result(self) -> Weights:
         h, params = self.plan.hidden_size, self.plan.cell.params
+        for matrix in (self.ih, self.hh) if self.fresh else ():
+            if matrix is not None:  # a sequence of no steps
+                matrix[:] = 0
         total = None if self.params is None else self.params.sum(0)
         return Weights(
             ih=self.ih,
@@ -522,6 +533,11 @@ def _reset_values(host: Host, plan: Plan, w: Weights) -> list[Array]:
         value[:] = state.initial
         values.append(value)
     return values
+
+
+def _padded(plan: Plan, width: int) -> int:
+    """The length of rows in a buffer: not a large power of two, or all rows would share a few lines of the cache."""
+    return width + cpu.LINE // plan.itemsize if width * plan.itemsize % 1024 == 0 else width
 
 
 def _row_group(batch: int) -> int:

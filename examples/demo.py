@@ -217,7 +217,7 @@ def difference(one: Run, other: Run) -> float:
 
 
 def against_loop(pendulum: Run, series: Series) -> tuple[float, float]:
-    """The Pendulum as a loop in PyTorch: its seconds per epoch, and how its forecasts differ, in ppm."""
+    """The Pendulum as a loop in PyTorch: seconds per epoch, and how far its forecasts are, in ppm."""
     from forecaster_torch import pendulum_loop
 
     loop = Run("loop", pendulum_loop(pendulum.model), "")
@@ -252,8 +252,8 @@ def main() -> int:
     console.print(
         f"[bold]A year of CO2 in the air, forecast[/bold]\n\n"
         f"Weekly means from Mauna Loa, {len(series.co2)} weeks. {len(runs)} recurrent networks of "
-        f"{options.hidden} units read {options.weeks} weeks and forecast the next {YEAR}. They learn "
-        f"from {len(series.train)} windows and are judged by the last ten years, never seen before.\n"
+        f"{options.hidden} units read {options.weeks} weeks and forecast the next {YEAR}. They "
+        f"learn from {len(series.train)} windows and are judged by ten years they never saw.\n"
     )
     train(runs, series, options.epochs, console)
     console.print()
@@ -272,8 +272,8 @@ def main() -> int:
         seconds, apart = against_loop(own, series)
         console.print(
             f"- The Pendulum is defined in demo.py. As a PyTorch loop it takes {seconds:.2f} s per "
-            f"epoch (five batches were timed); through anycell it is {seconds / own.epoch:.1f} times "
-            f"as fast, and its forecasts are the same to {apart:.0e} ppm."
+            f"epoch (five batches were timed); through anycell it is {seconds / own.epoch:.1f} "
+            f"times as fast, and its forecasts are the same to {apart:.0e} ppm."
         )
     path = options.out / "demo.png"
     picture.draw(runs, series, path)

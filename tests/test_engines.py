@@ -97,11 +97,18 @@ def each_instruction_set() -> Any:
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is not written before it is read shows."""
+    """All memory starts as NaN, so that what is read before it is written shows."""
+    take = cpu.Scratch.take
+
+    def poisoned_take(scratch: cpu.Scratch, sizes: Any) -> Any:
+        buffer, addresses = take(scratch, sizes)
+        buffer.fill(0xFF)
+        return buffer, addresses
 
     def empty(host: NumpyHost, shape: tuple[int, ...]) -> np.ndarray:
         return np.full(shape, np.nan, host.dtype)
 
+    monkeypatch.setattr(cpu.Scratch, "take", poisoned_take)
     monkeypatch.setattr(NumpyHost, "empty", empty)
 
 

@@ -133,9 +133,10 @@ def _panel(
                 fontsize=7,
                 color=INK,
             )
-    axis.set_xscale("log", base=2)
+    axis.set_xscale("log")
     axis.set_xlim(*limits)
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axis.set_xticks(_ticks(*limits), [f"{tick:g}x" for tick in _ticks(*limits)])
+    axis.set_xticks([], minor=True)
     axis.axvline(1, color=INK, linewidth=1, zorder=3)
     axis.grid(axis="x", color=GRID, linewidth=0.8, zorder=1)
     axis.set_axisbelow(True)
@@ -145,6 +146,20 @@ def _panel(
     for spine in axis.spines.values():
         spine.set_visible(False)
     axis.set_title(title, loc="left", fontsize=10.5, fontweight="bold", pad=10 + 13 * len(colors))
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers, not too many: matplotlib's own ticks on a log axis are powers of ten.
+
+    >>> _ticks(0.8, 3.0)
+    [0.8, 1, 1.5, 2, 3]
+    """
+    fine = [0.5, 0.6, 0.8, 1, 1.5, 2, 3]
+    candidates = fine if low > 0.45 and high < 4 else [2.0**k for k in range(-10, 15)]
+    inside = [tick for tick in candidates if low <= tick <= high]
+    steps = -(-len(inside) // 9)
+    middle = inside.index(1)
+    return [tick for k, tick in enumerate(inside) if (k - middle) % steps == 0]
 
 
 def _label(row: Row) -> str:

@@ -374,9 +374,10 @@ def show(
     if node.op in _PREFIX:
         return f"{_PREFIX[node.op]}{show(node.args[0], names, 5, False)}"
     if node.op == "linear_t":
-        operands = ", ".join(show(arg, names, 2, False) for arg in node.args)
-        text = f"{operands if len(node.args) == 1 else f'({operands})'} @ W_{node.attrs[0]}"
-        return f"({text})" if level > 0 else text
+        alone = len(node.args) == 1
+        operands = ", ".join(show(arg, names, 4 if alone else -1, False) for arg in node.args)
+        text = f"{operands if alone else f'({operands})'} @ W_{node.attrs[0]}"
+        return f"({text})" if level >= 4 else text
     name, inner = node.op, [show(arg, names, -1, False) for arg in node.args]
     if node.op in ("sum", "mean", "max", "layer_norm") and node.attrs[0] != 1:
         inner.append(f"groups={node.attrs[0]}")

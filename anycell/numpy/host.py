@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from anycell.engines import cpu
+
 Array = npt.NDArray[Any]
 
 
@@ -23,6 +25,10 @@ class NumpyHost:
     def zeros(self, shape: tuple[int, ...]) -> Array:
         """All zeros."""
         return np.zeros(shape, self.dtype)
+
+    def lasting(self, shape: tuple[int, ...]) -> Array:
+        """Memory as it comes, kept for the next call when its last array is gone."""
+        return cpu.memory.empty(shape, str(self.dtype))
 
     def pointer(self, array: Array) -> int:
         """Address of the first element."""

@@ -69,7 +69,12 @@ def accelerate(model: Model) -> Model:
 
 
 def recurrent_layers(model: nn.Module) -> list[Found]:
-    """Every recurrent layer of ``model``, what runs it, and why."""
+    """Every recurrent layer of ``model``, what runs it, and why.
+
+    Example:
+        >>> print(*recurrent_layers(nn.ModuleDict({"rnn": nn.GRU(3, 8)})))
+        rnn: GRU of torch runs on torch (accelerate(model) has not been called)
+    """
     _check(model)
     found = []
     for name, module in model.named_modules():
@@ -77,7 +82,7 @@ def recurrent_layers(model: nn.Module) -> list[Found]:
             engine = module.engine
             found.append(Found(name, f"{type(module).__name__} of anycell", *engine))
         elif isinstance(module, nn.RNNBase):
-            reason = _refusal(module) or "anycell.torch.accelerate(model) has not been called"
+            reason = _refusal(module) or "accelerate(model) has not been called"
             found.append(Found(name, f"{type(module).__name__} of torch", "torch", reason))
     return found
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from anycell.engines import cpu
+
 _CPU = torch.device("cpu")  # said each time: torch.set_default_device must not move our buffers
 
 
@@ -19,6 +21,9 @@ class TorchHost:
 
     def zeros(self, shape: tuple[int, ...]) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=_CPU)
+
+    def lasting(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.from_numpy(cpu.memory.empty(shape, str(self.dtype).removeprefix("torch.")))
 
     def pointer(self, array: Tensor) -> int:
         return array.data_ptr()

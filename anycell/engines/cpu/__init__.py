@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from anycell.engines.cpu import kernel as _kernel
-from anycell.engines.cpu import pool
+from anycell.engines.cpu import memory, pool
 from anycell.engines.cpu.kernel import Kernel
 from anycell.plan import Plan
 
@@ -108,4 +108,4 @@ def run(kernel: Kernel, calls: Sequence[Arguments], threads: int) -> None:
     pool.parallel(kernel.run, header.__array_interface__["data"][0], threads)
 
 
-__all__ = ["LINE", "Arguments", "Kernel", "compiled", "hyperparameters", "pack", "pool", "run", "scratch"]
+__all__ = ["LINE", "Arguments", "Kernel", "compiled", "hyperparameters", "memory", "pack", "pool", "run", "scratch"]

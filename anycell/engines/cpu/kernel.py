@@ -168,6 +168,7 @@ class Generator:
     def __init__(self, plan: Plan, backward: bool, target: Target) -> None:
         self.plan, self.cell, self.backward, self.target = plan, plan.cell, backward, target
         self.real = REALS[plan.dtype]
+        self.size = plan.itemsize
         self.module = Module(target, self.real)
         self.geometry = geometry(plan, backward, target)
         self.outputs = self.cell.linears[0].outputs if self.cell.linears else ()
@@ -179,6 +180,8 @@ class Generator:
         self.saved_width = len(plan.saved) * plan.hidden_size
         if plan.saved_rows:  # padded to whole cache lines, or every load of the next rows would touch two
             self.saved_width = -(-(self.saved_width + len(plan.saved_rows)) // 16) * 16
+        elif self.saved_width * self.size % 1024 == 0:  # see layer._padded
+            self.saved_width += 64 // self.size
         if backward:
             new_states = {n: i for i, n in enumerate(self.cell.next) if n.op not in FREE and self._kept(i)}
             self.new_states = new_states
@@ -200,7 +203,6 @@ class Generator:
         self.acc_span = g.outputs * g.span * g.lanes
         self.acc_row = self.acc_span * (g.spans if self.row_wise else 1)
         self.padded = g.units % (g.width * g.lanes) != 0
-        self.size = 4 if self.real == "float" else 8
 
     def _kept(self, i: int) -> bool:
         return self.cell.states[i].name in self.plan.states

@@ -1,0 +1,438 @@
+"""The benchmark: its statistics, its gate, its peers, what it writes, and how it says no."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import math
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tolerances
+
+from anycell import cli
+from anycell.bench import gate, memory, report, stats, timing
+from anycell.bench.errors import Unsupported, UsageError, need
+from anycell.bench.problem import CLASSICS, Problem, find_cell
+from anycell.bench.shapes import GPU_SIZED, Shape, all_shapes, select
+
+SMALL = Shape("small", "this test", T=6, B=3, I=5, H=7, L=2, D=2)
+OWN_CELL = """
+from anycell import cell, sigmoid, tanh
+
+@cell(gates="f g", state="h", params="a=1")
+def Own(x, r, s, p):
+    f, g = x + r
+    f = sigmoid(f)
+    return f * s.h + (1 - f) * tanh(p.a * g)
+
+NotACell = 1
+"""
+
+
+@pytest.fixture
+def own_cell(tmp_path: Path) -> str:
+    path = tmp_path / "own.py"
+    path.write_text(OWN_CELL)
+    return f"{path}:Own"
+
+
+# -- statistics ------------------------------------------------------------------------------------
+
+
+def test_statistics_ignore_one_preempted_run() -> None:
+    calm = [1.0, 1.1, 0.9, 1.0, 1.05]
+    assert stats.median([*calm[:4], 50.0]) == pytest.approx(1.0)
+    assert stats.iqr([*calm[:4], 50.0]) < 0.2
+    assert stats.iqr([1.0]) == 0.0
+
+
+def test_ratio_is_taken_round_by_round() -> None:
+    # The machine is ten times slower in half of the rounds; the ratio of the two is always 2.
+    pace = [1.0, 10.0, 1.0, 10.0, 1.0]
+    assert stats.paired_ratio([2 * p for p in pace], pace) == pytest.approx(2.0)
+    with pytest.raises(ValueError, match="unpaired"):
+        stats.paired_ratio([1.0], [1.0, 2.0])
+
+
+def test_geometric_mean() -> None:
+    assert stats.geometric_mean([0.5, 2.0, 1.0]) == pytest.approx(1.0)
+    assert math.isnan(stats.geometric_mean([]))
+
+
+class Sleeper:
+    def __init__(self, seconds: float, log: list[str], name: str) -> None:
+        self.seconds, self.log, self.name = seconds, log, name
+
+    def prepare(self) -> None:
+        self.log.append(f"prepare {self.name}")
+
+    def call(self) -> None:
+        self.log.append(self.name)
+        time.sleep(self.seconds)
+
+
+def test_runs_interleave_and_rotate() -> None:
+    log: list[str] = []
+    names = "abc"
+    contenders = {name: Sleeper(4e-3, log, name) for name in names}
+    samples = timing.interleave(contenders, seconds=0.0)
+    assert {len(s) for s in samples.values()} == {timing.MIN_ROUNDS}
+    assert all(min(s) >= 4e-3 for s in samples.values())
+    calls = [entry for entry in log if not entry.startswith("prepare")]
+    rounds = ["".join(r) for r in zip(*[iter(calls[2 * len(names) :])] * 3, strict=True)]
+    assert rounds == ["abc", "bca", "cab", "abc", "bca"]
+    # Every single call is prepared, warm-ups included.
+    assert all(a == f"prepare {b}" for a, b in zip(log[::2], log[1::2], strict=True))
+
+
+def test_short_calls_are_timed_in_blocks() -> None:
+    log: list[str] = []
+    samples = timing.interleave({"a": Sleeper(1e-4, log, "a")}, seconds=0.0)
+    assert all(1e-4 <= s < 1e-2 for s in samples["a"])
+    assert log.count("a") > 5 * timing.MIN_ROUNDS
+
+
+# -- the gate --------------------------------------------------------------------------------------
+
+
+def test_limits_are_those_of_the_test_suite() -> None:
+    assert gate.LIMITS == tolerances.LIMITS
+
+
+def test_relative_error() -> None:
+    one = np.ones(4)
+    assert gate.relative_error(one, one) == 0.0
+    assert gate.relative_error(1.01 * one, one) == pytest.approx(0.01)
+    assert gate.relative_error(one[:3], one) == math.inf
+    assert gate.relative_error(np.full(4, np.nan), one) == math.inf
+    assert gate.relative_error(0 * one, 0 * one) == 0.0
+    assert gate.relative_error(one, 0 * one) == math.inf
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gate_refuses_what_is_just_beyond_the_limit(dtype: str) -> None:
+    want = {"output": np.ones(3), "weight_hh_l0": np.ones(3)}
+    for name, kind in (("output", "forward"), ("weight_hh_l0", "gradient")):
+        limit = gate.LIMITS[dtype, kind]
+        assert gate.judge({**want, name: want[name] * (1 + 0.9 * limit)}, want, dtype).ok
+        verdict = gate.judge({**want, name: want[name] * (1 + 1.2 * limit)}, want, dtype)
+        assert verdict.problem is not None
+        assert name in verdict.problem
+    assert not gate.judge({"output": want["output"]}, want, dtype).ok  # a gradient is missing
+
+
+# -- shapes and problems ---------------------------------------------------------------------------
+
+
+def test_shapes() -> None:
+    assert len(all_shapes()) == 13
+    assert {s.name for s in select(["all"])} == set(all_shapes()) - GPU_SIZED
+    assert [s.name for s in select(["sb3", "basecaller", "sb3"])] == ["sb3", "basecaller"]
+    # Two layers and directions: the second layer reads both directions of the first.
+    assert SMALL.flops(gates=4) == 2 * 6 * 3 * 28 * ((5 + 7) + (14 + 7)) * 2
+    with pytest.raises(UsageError, match="did you mean deepar"):
+        select(["depar"])
+
+
+def test_problem_is_the_same_for_everybody() -> None:
+    cell = find_cell("PeepholeLSTM")
+    a, b = Problem(cell, SMALL), Problem(cell, SMALL)
+    assert a.dy.shape == (6, 3, 14)  # asked for in another order
+    assert np.array_equal(a.x, b.x) and np.array_equal(a.dy, b.dy)
+    assert a.weights.keys() == b.weights.keys()
+    assert a.weights["weight_ih_l1_reverse"].shape == (28, 14)
+    assert all(np.array_equal(a.weights[k], b.weights[k]) for k in a.weights)
+    assert {v.dtype.name for v in Problem(cell, SMALL, "float64").weights.values()} == {"float64"}
+
+
+# -- contenders ------------------------------------------------------------------------------------
+
+
+def contenders():
+    pytest.importorskip("torch")
+    return importlib.import_module("anycell.bench.contenders")
+
+
+def results(name: str, problem: Problem, mode: str) -> dict[str, np.ndarray]:
+    contender = contenders().make(name, problem)
+    task = contender.task(mode)
+    with contender.around():
+        timing.once(task)
+        return task.results()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("cell", CLASSICS)
+def test_everybody_solves_the_same_problem(cell: str, dtype: str) -> None:
+    problem = Problem(find_cell(cell), SMALL, dtype)
+    want = contenders().reference(problem, "training")
+    # A norm over 7 units amplifies rounding more than any layer that is benchmarked.
+    slack = 20.0 if cell == "LayerNormLSTM" else gate.PEERS
+    tried = 0
+    for name in ("anycell", "anycell.numpy", "torch.nn", "torch-loop", "numpy-loop"):
+        try:
+            got = results(name, problem, "training")
+        except Unsupported:
+            continue
+        assert gate.judge(got, want, dtype, slack).problem is None, name
+        tried += 1
+    assert tried >= 3
+
+
+def test_onnx_graph_has_torchs_gates() -> None:
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    for cell, shape in itertools.product(CLASSICS[:4], (SMALL, replace(SMALL, L=1, D=1))):
+        problem = Problem(find_cell(cell), shape)
+        want = contenders().reference(problem, "inference")
+        assert gate.judge(results("onnxruntime", problem, "inference"), want, "float32").ok
+    with pytest.raises(Unsupported, match="no training"):
+        results("onnxruntime", problem, "training")
+    with pytest.raises(Unsupported, match="LayerNormLSTM"):
+        results("onnxruntime", Problem(find_cell("LayerNormLSTM"), SMALL), "inference")
+
+
+def test_a_cell_of_the_users_own(own_cell: str) -> None:
+    problem = Problem(find_cell(own_cell), SMALL)
+    want = contenders().reference(problem, "training")
+    assert "a_l1_reverse" in want
+    for name in ("anycell", "torch-loop"):
+        assert gate.judge(results(name, problem, "training"), want, "float32").ok
+    with pytest.raises(Unsupported, match=r"torch\.nn has no Own"):
+        contenders().make("torch.nn", problem)
+
+
+def test_the_recurrence_alone() -> None:
+    problem = Problem(find_cell("GRU"), SMALL)
+    want = contenders().reference(problem, "recurrence")
+    assert gate.judge(results("anycell", problem, "recurrence"), want, "float32").ok
+
+
+# -- the whole -------------------------------------------------------------------------------------
+
+
+def measure(**changes):
+    runner = importlib.import_module("anycell.bench.runner")
+    settings = runner.Settings(
+        cells=[find_cell("LSTM")],
+        shapes=[SMALL],
+        peers=["torch-loop"],
+        seconds=0.01,
+        first_call=False,
+    )
+    return runner.run(replace(settings, **changes))
+
+
+def cheating(monkeypatch: pytest.MonkeyPatch, cheat: str) -> None:
+    """Let one contender give back numbers that are a little off, very fast."""
+    module = contenders()
+    honest = module.CONTENDERS[cheat]
+
+    def wrong(problem: Problem):
+        contender = honest(problem)
+        for task in contender.tasks.values():
+            task.results = lambda right=task.results: {k: 1.0001 * v for k, v in right().items()}
+        return contender
+
+    monkeypatch.setitem(module.CONTENDERS, cheat, wrong)
+
+
+@pytest.fixture(autouse=True)
+def small_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anycell.bench.machine.Matmul.SIZE", 64)
+
+
+def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    result = measure()
+    assert result.ok
+    written = json.loads(report.write_json(result, tmp_path / "new" / "folder").read_text())
+    assert written["schema"] == report.SCHEMA
+    assert {"cpu", "cores", "isa", "python", "versions", "revision"} <= written["machine"].keys()
+    assert written["settings"]["threads"] == 1
+    assert [row["mode"] for row in written["rows"]] == ["inference", "training"]
+    for row in written["rows"]:
+        ours, loop = row["contenders"]["anycell"], row["contenders"]["torch-loop"]
+        assert len(ours["samples_ms"]) == len(loop["samples_ms"]) >= timing.MIN_ROUNDS
+        assert ours["status"] == "ok" and ours["engine"]["name"] == "cpu"
+        assert loop["ratio"] == pytest.approx(
+            stats.paired_ratio(loop["samples_ms"], ours["samples_ms"])
+        )
+        assert row["bound_ms"] == pytest.approx(row["flops"] / row["matmul_gflops"] * 1e-6)
+    assert "weight_hh_l1_reverse" in written["rows"][1]["contenders"]["anycell"]["errors"]
+    assert [mean["ratios"].keys() for mean in written["geometric_means"]] == [{"torch-loop"}] * 2
+
+    report.show(result)
+    shown = capsys.readouterr().out
+    for table in report.tables(result):
+        assert "geometric mean" in report.plain(table)
+    assert "small" in shown and "torch-loop" in shown and "REFUSED" not in shown
+
+
+@pytest.mark.parametrize("cheat", ["anycell", "torch-loop"])
+def test_no_speed_for_wrong_results(
+    cheat: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cheating(monkeypatch, cheat)
+    result = measure()
+    assert not result.ok
+    for row in result.rows:
+        entry = row.entries[cheat]
+        assert entry.status == "wrong" and not entry.samples_ms
+        assert row.ratio("torch-loop") is None
+        assert row.entries["anycell"].timed is (cheat != "anycell")
+    report.show(result)
+    shown = capsys.readouterr().out
+    assert "REFUSED" in shown and "off by 1.0e-04" in shown
+    assert "NaN" not in json.dumps(report.as_json(result), allow_nan=False)
+
+
+def test_a_contender_that_fails_does_not_end_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(problem: Problem):
+        raise RuntimeError("out of luck\nand more")
+
+    monkeypatch.setitem(contenders().CONTENDERS, "torch-loop", broken)
+    result = measure(modes=["inference"])
+    entry = result.rows[0].entries["torch-loop"]
+    assert entry.status == "failed" and "RuntimeError: out of luck (test_bench" in entry.reason
+    assert result.rows[0].entries["anycell"].timed and not result.ok
+
+
+def test_a_compilation_that_takes_too_long_is_given_up() -> None:
+    pytest.importorskip("torch")
+    runner = importlib.import_module("anycell.bench.runner")
+    start = time.perf_counter()
+    with pytest.raises(runner.CompileLimit), runner.time_limit(0.05):
+        time.sleep(10)
+    assert time.perf_counter() - start < 5
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("torch")
+    chart = importlib.import_module("anycell.bench.chart")
+    path = chart.draw(measure(), tmp_path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert chart.draw(measure(peers=[]), tmp_path) is None  # nothing to compare
+
+
+@pytest.mark.skipif(not memory.supported(), reason="Linux tells, others do not")
+def test_memory_is_measured() -> None:
+    size = 8 << 20
+
+    def step() -> None:
+        np.ones(size, np.uint8)
+
+    step()
+    assert size * 0.95 <= memory.growth(step) <= size * 1.5
+
+
+@pytest.mark.slow
+def test_probes_run_in_a_fresh_process() -> None:
+    pytest.importorskip("torch")
+    probe = importlib.import_module("anycell.bench.probe")
+    problem = Problem(find_cell("GRU"), SMALL)
+    found = probe.first_call("anycell", problem, "inference")
+    assert found.keys() == {"cold", "warm"}
+    assert found["warm"] < found["cold"]  # the second process found the kernels on disk
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+
+def says(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    try:
+        status = cli.main(arguments)
+    except SystemExit as leave:
+        status = int(leave.code or 0)
+    return status, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["benhc"], "invalid choice: 'benhc'"),
+        (["bench", "--seconds", "soon"], "expected a positive number, got 'soon'"),
+        (["bench", "--threads", "0"], "expected a positive number, got '0'"),
+        (["bench", "--shapes", ","], "expected names separated by commas"),
+        (["bench", "--shapes", "sb4"], "unknown shape 'sb4' (did you mean sb3?)"),
+        (["bench", "--cells", "lstm"], "unknown cell 'lstm' (did you mean LSTM"),
+        (["bench", "--peers", "torch"], "unknown 'torch' (did you mean torch"),
+        (["bench", "--cell", "nowhere.py:Cell"], "there is no file nowhere.py"),
+        (["explain", "LSMT"], "did you mean LSTM"),
+    ],
+)
+def test_errors_are_kind(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    status, error = says(arguments, capsys)
+    assert status == 2
+    assert message in error
+    assert "Traceback" not in error and len(error.splitlines()) <= 2
+
+
+def test_errors_about_a_cell_in_a_file(own_cell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = own_cell.rpartition(":")[0]
+    assert "did you mean Own" in says(["explain", f"{path}:Owm"], capsys)[1]
+    assert "NotACell is a int" in says(["explain", f"{path}:NotACell"], capsys)[1]
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UsageError, match=r"chart needs matplotlib.*pip install 'anycell\[bench\]'"):
+        need("matplotlib", "the chart")
+
+
+def test_without_torch_bench_says_what_to_install() -> None:
+    code = (
+        "import sys, importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)\n"
+        "from anycell.cli import main; sys.exit(main(['bench']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 2
+    assert "pip install 'anycell[bench]'" in done.stderr
+
+
+def test_bench_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    arguments = ["bench", "--shapes", "stream", "--cells", "GRU", "--mode", "inference"]
+    arguments += ["--seconds", "0.05", "--threads", "1", "--no-first-call", "--out", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    assert json.loads((tmp_path / "bench.json").read_text())["ok"]
+    cheating(monkeypatch, "anycell")
+    assert cli.main(arguments) == 1
+    assert "REFUSED" in capsys.readouterr().out
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "GRU", "--hidden", "32"]) == 0
+    assert "GRU" in capsys.readouterr().out
+
+
+def test_doctor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ANYCELL_CACHE_DIR", str(tmp_path / "kernels"))
+    assert cli.main(["doctor"]) == 0
+    healthy = capsys.readouterr().out
+    assert str(tmp_path) in healthy and "fused LSTM" in healthy and "kernels for" in healthy
+
+    (tmp_path / "kernels").chmod(0o777)  # anybody could put code there
+    assert cli.main(["doctor"]) == 0
+    assert "others can write it" in capsys.readouterr().out
+
+    monkeypatch.setattr("anycell.doctor.LIMIT", 0.0)
+    assert cli.main(["doctor"]) == 1

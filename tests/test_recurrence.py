@@ -1,0 +1,318 @@
+"""``anycell.recurrence``: what its arguments mean, and what it says of wrong ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+from problems import random_problem
+from tolerances import assert_close
+
+import anycell
+from anycell import Cell, cell, cells, keep, linear, tanh
+from anycell.engines import reference
+
+T, B, H = 5, 3, 4
+ENGINES = pytest.mark.parametrize("engine", ["cpu", "reference"])
+
+
+@cell(gates="a b", state="h:P c", params="p", static="e")
+def Sized(x, r, s, p, e, *, rate: float = 0.5):
+    """Two sizes, a matmul with heads and a bias, a parameter, a static input, a random mask."""
+    c = tanh(x.a + r.a) * p.p + s.c * keep(rate) + linear(e, "mix", heads=2)
+    return linear(c, "down", bias=True), c
+
+
+def arguments(cell: Cell = cells.LSTM, dtype: str = "float64") -> dict[str, Any]:
+    problem = random_problem(cell, (T, B, H), np.random.default_rng(0)).astype(dtype)
+    given = problem.arguments()
+    return {
+        "cell": cell,
+        **{k: v for k, v in given.items() if k in ("gates_x", "weights", "params")},
+    }
+
+
+def sized() -> dict[str, Any]:
+    weights = {
+        "hh": np.ones((2 * H, 6)),
+        "down": np.ones((6, H)),
+        "down_bias": np.ones(6),
+        "mix": np.ones((2, H // 2, H // 2)),
+    }
+    return {
+        "cell": Sized,
+        "gates_x": np.ones((T, B, 2 * H)),
+        "weights": weights,
+        "params": {"p": np.ones(H)},
+        "static": np.ones((B, H)),
+    }
+
+
+# -- meaning -------------------------------------------------------------------------------------
+
+
+@ENGINES
+def test_lengths_are_a_mask(engine: str) -> None:
+    given, lengths = arguments(), np.array([5, 0, 2])
+    mask = np.arange(T)[:, None] < lengths
+    for options in ({}, {"reverse": True}, {"masked_output": "repeat"}):
+        options = {**options, "engine": engine}
+        outputs, final = anycell.recurrence(**given, lengths=lengths, **options)
+        expected, finally_expected = anycell.recurrence(**given, mask=mask, **options)
+        assert_array_equal(outputs, expected)
+        assert_array_equal(final, finally_expected)
+    hole = np.ones((T, B), bool)
+    hole[1] = False
+    both, _ = anycell.recurrence(**given, mask=hole, lengths=lengths, engine=engine)
+    assert_array_equal(both, anycell.recurrence(**given, mask=mask & hole, engine=engine)[0])
+
+
+@ENGINES
+def test_reverse_starts_at_the_end_of_each_row(engine: str) -> None:
+    given = arguments()
+    outputs, final = anycell.recurrence(**given, lengths=[5, 1, 3], reverse=True, engine=engine)
+    for row, length in enumerate([5, 1, 3]):
+        alone = {**given, "gates_x": given["gates_x"][:length, row : row + 1][::-1]}
+        expected, last = anycell.recurrence(**alone, engine=engine)
+        own = outputs[:length, row : row + 1][::-1]
+        assert_close(own, expected, "float64", "forward")
+        assert_close(np.stack(final)[:, row : row + 1], np.stack(last), "float64", "forward")
+
+
+@ENGINES
+def test_one_state_may_come_alone(engine: str) -> None:
+    given, h = arguments(cells.GRU), np.ones((B, H))
+    alone, _ = anycell.recurrence(**given, state=h, engine=engine)
+    assert_array_equal(alone, anycell.recurrence(**given, state=(h,), engine=engine)[0])
+
+
+@ENGINES
+def test_each_state_may_be_absent(engine: str) -> None:
+    given, c = arguments(), np.ones((B, H))
+    some, _ = anycell.recurrence(**given, state=(None, c), engine=engine)
+    zero = np.zeros((B, H))
+    assert_array_equal(some, anycell.recurrence(**given, state=(zero, c), engine=engine)[0])
+
+
+@ENGINES
+def test_results(engine: str) -> None:
+    for dtype in ("float32", "float64"):
+        for rows in (B, 0):
+            given = arguments(dtype=dtype)
+            given["gates_x"] = given["gates_x"][:, :rows]
+            outputs, final = anycell.recurrence(**given, engine=engine)
+            assert outputs.shape == (T, rows, H) and outputs.dtype == dtype
+            assert isinstance(final, tuple) and len(final) == 2
+            assert all(s.shape == (rows, H) and s.dtype == dtype for s in final)
+
+
+@ENGINES
+def test_no_steps(engine: str) -> None:
+    given, state = arguments(), (np.ones((B, H)), np.full((B, H), 2.0))
+    given["gates_x"] = given["gates_x"][:0]
+    outputs, final = anycell.recurrence(**given, state=state, engine=engine)
+    assert outputs.shape == (0, B, H)
+    assert_array_equal(final, state)
+
+
+def test_a_recurrent_mask_runs_on_the_reference_engine() -> None:
+    given, mask = arguments(), np.ones((4, B, H))
+    mask[2] = 0
+    outputs, _ = anycell.recurrence(**given, recurrent_mask=mask)
+    expected, _ = reference.run(**given, recurrent_mask=mask)
+    assert_array_equal(outputs, expected)
+    assert not np.array_equal(outputs, anycell.recurrence(**given)[0])
+
+
+def test_sizes_come_from_weights_or_state() -> None:
+    outputs, (h, c) = anycell.recurrence(**sized())
+    assert outputs.shape == (T, B, 6) and h.shape == (B, 6) and c.shape == (B, H)
+
+
+# -- refusals: argument, what was given, what was expected ---------------------------------------
+
+
+def change(**by: Any) -> Any:
+    """A call with other arguments; a tuple (name, value) replaces an entry of a dictionary."""
+    given = arguments(by.pop("cell", cells.LSTM))
+    for name, value in by.items():
+        if isinstance(value, tuple) and name in ("weights", "params"):
+            given[name] = {**given[name], value[0]: value[1]}
+        else:
+            given[name] = value
+    return given
+
+
+def resized(**by: Any) -> Any:
+    given = sized()
+    for name, value in by.items():
+        given[name] = {**given[name], **value} if isinstance(value, dict) else value
+    return given
+
+
+ones = np.ones
+WRONG: list[tuple[Any, type[Exception], str]] = [
+    (change(cell=cells.LSTM) | {"cell": "LSTM"}, TypeError, "cell: given str, expected a cell"),
+    (change(gates_x=[[[1.0]]]), TypeError, "gates_x: given list, expected a NumPy array"),
+    (
+        change(gates_x=ones((T, B, 16), int)),
+        TypeError,
+        "gates_x: given dtype int64, expected float",
+    ),
+    (change(gates_x=ones((T, B, 16), "f2")), TypeError, "given dtype float16, expected float32 or"),
+    (change(gates_x=ones((T, B, 16), ">f8")), TypeError, "gates_x: given dtype >f8, expected"),
+    (
+        change(gates_x=ones((B, 16))),
+        ValueError,
+        "gates_x: given shape (3, 16), expected (T, B, 4 * H)",
+    ),
+    (
+        change(gates_x=ones((T, B, 15))),
+        ValueError,
+        "given shape (5, 3, 15), expected (T, B, 4 * H)",
+    ),
+    (change(gates_x=ones((T, B, 0))), ValueError, "given shape (5, 3, 0), expected (T, B, 4 * H)"),
+    (change(weights=None), TypeError, "weights: given NoneType, expected a dictionary"),
+    (change(weights={}), ValueError, "weights: given no 'hh'; expected 'hh', 'hh_bias'"),
+    (
+        change(weights=("W", ones(3))),
+        ValueError,
+        "weights: given unknown 'W'; expected 'hh', 'hh_bias'",
+    ),
+    (change(weights=("hh", None)), ValueError, "weights: given no 'hh'"),
+    (change(weights=("hh", ones((4, 16)))), ValueError, "given shape (4, 16), expected (16, 4)"),
+    (change(weights=("hh", ones(16))), ValueError, "given shape (16,), expected 2 axes: (out, in)"),
+    (
+        change(weights=("hh", ones((16, 4), "f4"))),
+        TypeError,
+        "given dtype float32, expected float64",
+    ),
+    (
+        change(weights=("hh_bias", ones(4))),
+        ValueError,
+        "'hh_bias']: given shape (4,), expected (16,)",
+    ),
+    (
+        change(state=ones((B, H))),
+        TypeError,
+        "state: given ndarray, expected a tuple, one array per",
+    ),
+    (change(state=(ones((B, H)),)), ValueError, "state: given 1, expected 2: h c"),
+    (
+        change(state=(ones((2, H)), None)),
+        ValueError,
+        "state 'h': given shape (2, 4), expected (3, 4)",
+    ),
+    (
+        change(state=(None, ones((1, B, H)))),
+        ValueError,
+        "state 'c': given shape (1, 3, 4), expected",
+    ),
+    (
+        change(state=(None, ones((B, H), "f4"))),
+        TypeError,
+        "state 'c': given dtype float32, expected",
+    ),
+    (change(state={"h": None}), TypeError, "state: given dict, expected a tuple, one array per"),
+    (change(params={"p": ones(H)}), ValueError, "params: given unknown 'p'; expected no names"),
+    (
+        change(cell=cells.PeepholeLSTM, params={"p_i": ones(H)}),
+        ValueError,
+        "params: given no 'p_f', no 'p_o'; expected 'p_i', 'p_f', 'p_o'",
+    ),
+    (
+        change(cell=cells.PeepholeLSTM, params=("p_f", ones((1, H)))),
+        ValueError,
+        "params['p_f']: given shape (1, 4), expected (4,)",
+    ),
+    (change(mask=ones((B, T))), ValueError, "mask: given shape (3, 5), expected (5, 3)"),
+    (
+        change(mask=np.full((T, B), 0.5)),
+        ValueError,
+        "mask: given numbers other than 0 and 1, expected",
+    ),
+    (
+        change(mask=np.full((T, B), np.nan)),
+        ValueError,
+        "mask: given numbers other than 0 and 1, expected",
+    ),
+    (change(resets=ones(T, bool)), ValueError, "resets: given shape (5,), expected (5, 3)"),
+    (change(lengths=[5, 6, 2]), ValueError, "lengths: given 6 at row 1, expected 0 to 5"),
+    (change(lengths=[5, -1, 2]), ValueError, "lengths: given -1 at row 1, expected 0 to 5"),
+    (change(lengths=[5, 2]), ValueError, "lengths: given shape (2,), expected (3,)"),
+    (change(lengths=[5.0, 2.0, 1.0]), TypeError, "lengths: given dtype float64, expected integers"),
+    (
+        change(reset_state=(ones(H), ones((2, H)))),
+        ValueError,
+        "reset_state 'c': given shape (2, 4), expected (3, 4) or (4,)",
+    ),
+    (change(masked_output="hold"), ValueError, "masked_output: given 'hold', expected 'zero' or"),
+    (
+        change(recurrent_mask=ones((3, B, H))),
+        ValueError,
+        "recurrent_mask: given shape (3, 3, 4), expected (3, 4) or (4, 3, 4)",
+    ),
+    (change(recurrent_mask=ones((B, H)), engine="cpu"), ValueError, "takes no recurrent_mask"),
+    (
+        change(static=ones((B, H))),
+        ValueError,
+        "static: given an array, expected none: see cell LSTM",
+    ),
+    (change(reverse="yes"), ValueError, "reverse: given 'yes', expected False or True"),
+    (change(training=1), ValueError, "training: given 1, expected False or True"),
+    (change(seed=-1), ValueError, "seed: given -1, expected an integer of at least 0"),
+    (change(seed=1 << 64), ValueError, "expected an integer below 2**64"),
+    (change(seed=1.5), ValueError, "seed: given 1.5, expected an integer"),
+    (change(engine="gpu"), ValueError, "engine='gpu'; expected 'cpu', 'reference' or None"),
+    (resized(engine="cpu"), ValueError, "engine='cpu' cannot run cell Sized: further matmuls"),
+    (resized(static=None), ValueError, "static: given none, expected one: see cell Sized"),
+    (resized(training=True), ValueError, "seed: given None, expected an integer: in training cell"),
+    (resized(weights={"down_bias": None}), ValueError, "weights: given no 'down_bias'"),
+    (resized(weights={"down": ones((6, 5))}), ValueError, "given shape (6, 5), expected (6, 4)"),
+    (
+        resized(weights={"hh": ones((2 * H, 5))}),
+        ValueError,
+        "'down']: given shape (6, 4), expected",
+    ),
+    (resized(weights={"mix": ones((4, 4))}), ValueError, "3 axes: (heads, out/heads, in/heads)"),
+    (
+        resized(gates_x=ones((T, B, 6)), weights={"hh": ones((6, 6))}),
+        ValueError,
+        "linear(..., 'mix', heads=2) maps 3 units to 3; expected sizes that 2 divides",
+    ),
+    (resized(state=(ones((B, 7)), None)), ValueError, "'hh']: given shape (8, 6), expected (8, 7)"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "message"), WRONG, ids=[m for _, _, m in WRONG])
+def test_refusals(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as raised:
+        anycell.recurrence(**given)
+    assert message in str(raised.value)
+
+
+def test_groups_must_divide() -> None:
+    @cell(gates="a", state="h")
+    def Grouped(x, r, s):
+        return anycell.mean(x.a + r.a, groups=3)
+
+    with pytest.raises(ValueError, match=r"groups=3.* does not divide the size 4"):
+        anycell.recurrence(**arguments(Grouped))
+
+
+def test_a_size_must_be_known() -> None:
+    @cell(gates="a", state="h c:P")
+    def Lonely(x, r, s):
+        return tanh(x.a + r.a), 0.5 * s.c
+
+    with pytest.raises(ValueError, match=r"the size P of state 'c'.*give an initial state"):
+        anycell.recurrence(**arguments(Lonely))
+
+
+def test_arrays_of_a_framework_are_refused() -> None:
+    torch = pytest.importorskip("torch")
+    given = arguments()
+    with pytest.raises(TypeError, match="gates_x: given Tensor, expected a NumPy array"):
+        anycell.recurrence(**{**given, "gates_x": torch.tensor(given["gates_x"])})
