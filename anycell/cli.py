@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import runpy
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,8 +21,11 @@ PEERS = (  # written out, because listing the contenders imports what they need
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 a result differs or a check failed, 2 wrong usage."""
     parser = build_parser()
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
     handler: Handler | None = getattr(options, "handler", None)
+    if rest and handler is not demo:
+        parser.error(f"unknown arguments: {' '.join(rest)}")
+    options.rest = rest
     if handler is None:
         parser.print_help()
         return 0
@@ -309,13 +312,13 @@ def _demo(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(handler=demo)
 
 
-def demo(_: argparse.Namespace) -> int:
-    """Run ``examples/demo.py`` of the source tree."""
+def demo(options: argparse.Namespace) -> int:
+    """Run ``examples/demo.py`` of the source tree; further arguments are handed on to it."""
     script = Path(__file__).resolve().parents[1] / "examples" / "demo.py"
     if not script.is_file():
         raise UsageError(
             "the demo is a script of the source tree, not of the installed package:\n"
             "  clone the repository, then run: make demo"
         )
-    runpy.run_path(str(script), run_name="__main__")
-    return 0
+    # A process of its own: the script reads its arguments and imports what lies beside it.
+    return subprocess.call([sys.executable, str(script), *options.rest])

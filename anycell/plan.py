@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from anycell.lang.cell import RECURRENT, Cell
 from anycell.lang.expr import Expr, is_const, topological
 from anycell.lang.grad import Gradients, backward, upstream
-from anycell.lang.ops import is_reduction
+from anycell.lang.ops import is_boolean, is_reduction
 
 # Known without saving: constants, learned values, counter-based masks, and the state sequences, which the
 # layer keeps anyway (the hidden states are its output).
@@ -172,7 +172,9 @@ def _least_memory(cell: Cell, gradients: Gradients) -> tuple[list[Expr], list[Ex
     for node in forward:
         if node in free:
             continue
-        flow.edge((node, 0), (node, 1), 1 if is_narrow(node) else 64)
+        # Memory holds numbers: a condition is compared again.
+        price = _Flow.ENDLESS if is_boolean(node) else 1 if is_narrow(node) else 64
+        flow.edge((node, 0), (node, 1), price)
         if node.op in ("x", "linear", "preact"):
             flow.edge("source", (node, 0), _Flow.ENDLESS)
         for arg in node.args:

@@ -217,7 +217,7 @@ def difference(one: Run, other: Run) -> float:
 
 
 def against_loop(pendulum: Run, series: Series) -> tuple[float, float]:
-    """The Pendulum as a loop in PyTorch: seconds per epoch, and how far its forecasts are, in ppm."""
+    """The Pendulum as a PyTorch loop: seconds per epoch, and how its forecasts differ, in ppm."""
     from forecaster_torch import pendulum_loop
 
     loop = Run("loop", pendulum_loop(pendulum.model), "")

@@ -95,6 +95,10 @@ def _rows(name: str, array: Array, part: slice) -> tuple[slice, ...]:
     return (slice(None),) * axis + (part,)
 
 
+class Unsolvable(Exception):
+    """No problem was found that the reference engine solves within half of the tolerances."""
+
+
 def random_problem(
     cell: Cell,
     shape: tuple[int, int, int],
@@ -122,7 +126,7 @@ def random_problem(
             return problem
         if worst(by_reference(problem, dtype), problem.right, dtype) <= 0.5:
             return problem
-    raise AssertionError(f"{cell} of shape {shape} cannot be solved in {dtype}")
+    raise Unsolvable(f"{cell} of shape {shape} in {dtype}")
 
 
 def _random_problem(
@@ -267,12 +271,13 @@ def _gradients(problem: Problem, argument: str, found: Arrays) -> Arrays:
 # -- comparison ----------------------------------------------------------------------------------
 
 
-def assert_right(solution: Arrays, problem: Problem) -> None:
-    """That results and gradients are within tolerance of what is right."""
+def assert_right(solution: Arrays, problem: Problem, told: str = "") -> None:
+    """That results and gradients are within tolerance of what is right; else ``told`` is said."""
     dtype = problem.arrays["gates_x"].dtype
     for name, value in solution.items():
         assert value.dtype == dtype, name
-        assert_close(value, problem.right[name], dtype, _kind(name), name, _axes(name, value))
+        said = f"{name} {told}".strip()
+        assert_close(value, problem.right[name], dtype, _kind(name), said, _axes(name, value))
 
 
 def worst(solution: Arrays, right: Arrays, dtype: str) -> float:

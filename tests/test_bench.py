@@ -9,7 +9,7 @@ import math
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -66,37 +66,62 @@ def test_geometric_mean() -> None:
     assert math.isnan(stats.geometric_mean([]))
 
 
-class Sleeper:
-    def __init__(self, seconds: float, log: list[str], name: str) -> None:
-        self.seconds, self.log, self.name = seconds, log, name
+class Clock:
+    """Stands in for the module ``time``; only the contenders make it advance."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclass
+class Worker:
+    name: str
+    seconds: float
+    clock: Clock
+    log: list[str]
 
     def prepare(self) -> None:
         self.log.append(f"prepare {self.name}")
+        self.clock.now += 1.0  # not timed
 
     def call(self) -> None:
         self.log.append(self.name)
-        time.sleep(self.seconds)
+        self.clock.now += self.seconds
 
 
-def test_runs_interleave_and_rotate() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    fake = Clock()
+    monkeypatch.setattr(timing, "time", fake)
+    return fake
+
+
+def test_runs_interleave_and_rotate(clock: Clock) -> None:
     log: list[str] = []
-    names = "abc"
-    contenders = {name: Sleeper(4e-3, log, name) for name in names}
+    contenders = {name: Worker(name, 0.25, clock, log) for name in "abc"}
     samples = timing.interleave(contenders, seconds=0.0)
-    assert {len(s) for s in samples.values()} == {timing.MIN_ROUNDS}
-    assert all(min(s) >= 4e-3 for s in samples.values())
+    assert samples == {name: [0.25] * timing.MIN_ROUNDS for name in "abc"}
     calls = [entry for entry in log if not entry.startswith("prepare")]
-    rounds = ["".join(r) for r in zip(*[iter(calls[2 * len(names) :])] * 3, strict=True)]
-    assert rounds == ["abc", "bca", "cab", "abc", "bca"]
+    assert "".join(calls) == "aabbcc" + "abc" + "bca" + "cab" + "abc" + "bca"
     # Every single call is prepared, warm-ups included.
     assert all(a == f"prepare {b}" for a, b in zip(log[::2], log[1::2], strict=True))
 
 
-def test_short_calls_are_timed_in_blocks() -> None:
+def test_short_calls_are_timed_in_blocks(clock: Clock) -> None:
     log: list[str] = []
-    samples = timing.interleave({"a": Sleeper(1e-4, log, "a")}, seconds=0.0)
-    assert all(1e-4 <= s < 1e-2 for s in samples["a"])
-    assert log.count("a") > 5 * timing.MIN_ROUNDS
+    samples = timing.interleave({"a": Worker("a", 1e-4, clock, log)}, seconds=0.0)
+    assert samples["a"] == pytest.approx([1e-4] * timing.MIN_ROUNDS)
+    assert log.count("a") >= timing.MIN_ROUNDS * timing.BLOCK_S / 1e-4
+
+
+def test_rounds_go_on_until_the_time_is_spent(clock: Clock) -> None:
+    samples = timing.interleave({"a": Worker("a", 1.0, clock, [])}, seconds=40.0)
+    assert 15 <= len(samples["a"]) <= 25  # a second to prepare, a second to run
 
 
 # -- the gate --------------------------------------------------------------------------------------
@@ -276,6 +301,19 @@ def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "small" in shown and "torch-loop" in shown and "REFUSED" not in shown
 
 
+def test_tables_without_rich(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    result = measure(modes=["inference"])
+    monkeypatch.setattr("anycell.bench.report.importlib.util.find_spec", lambda name: None)
+    report.show(result)
+    title, headers, line, mean = capsys.readouterr().out.splitlines()[:4]
+    assert title == "LSTM inference, float32, 1 thread"
+    assert headers.split()[-1] == "ratio" and line.split()[0] == "small"
+    assert mean.split()[:2] == ["geometric", "mean"] and mean.endswith("x")
+
+
 @pytest.mark.parametrize("cheat", ["anycell", "torch-loop"])
 def test_no_speed_for_wrong_results(
     cheat: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -303,6 +341,20 @@ def test_a_contender_that_fails_does_not_end_the_benchmark(monkeypatch: pytest.M
     entry = result.rows[0].entries["torch-loop"]
     assert entry.status == "failed" and "RuntimeError: out of luck (test_bench" in entry.reason
     assert result.rows[0].entries["anycell"].timed and not result.ok
+
+
+def test_an_interrupt_keeps_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    runner = importlib.import_module("anycell.bench.runner")
+    settings = runner.Settings([find_cell("RNN")], [SMALL], seconds=0.01, first_call=False)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    result = runner.run(settings, done=interrupt)
+    assert len(result.rows) == 1 and not result.ok
+    report.show(result)
+    assert "interrupted after 1 rows" in capsys.readouterr().out
 
 
 def test_a_compilation_that_takes_too_long_is_given_up() -> None:
@@ -362,6 +414,7 @@ def says(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int,
         (["bench", "--seconds", "soon"], "expected a positive number, got 'soon'"),
         (["bench", "--threads", "0"], "expected a positive number, got '0'"),
         (["bench", "--shapes", ","], "expected names separated by commas"),
+        (["bench", "--sahpes", "sb3"], "unknown arguments: --sahpes sb3"),
         (["bench", "--shapes", "sb4"], "unknown shape 'sb4' (did you mean sb3?)"),
         (["bench", "--cells", "lstm"], "unknown cell 'lstm' (did you mean LSTM"),
         (["bench", "--peers", "torch"], "unknown 'torch' (did you mean torch"),

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tolerances import NO_WORSE_THAN, assert_close, error
+from tolerances import LIMITS, NO_WORSE_THAN, ONE_ULP, assert_close, error
 
 torch = pytest.importorskip("torch")
 
@@ -27,6 +27,8 @@ nn, Tensor = torch.nn, torch.Tensor
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 LAYERS = {"LSTM": (at.LSTM, nn.LSTM), "GRU": (at.GRU, nn.GRU)}
 STATES = {"LSTM": 2, "GRU": 1}
+# torch compiles formulas of its own with TorchScript, which it has deprecated.
+of_torchscript = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 AWKWARD = [(5, 3, 1), (1, 4, 7), (9, 1, 33), (4, 5, 100), (1, 1, 1)]  # T, B, H
 
 
@@ -115,17 +117,25 @@ def test_flags(kind: str, flags: dict[str, Any], with_state: bool) -> None:
 @pytest.mark.parametrize("sizes", AWKWARD, ids=str)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_float32(kind: str, sizes: tuple[int, int, int]) -> None:
+    """Within the limits, and no worse than torch's own: both for the median of some draws.
+
+    One number that happens to lie near zero has no relative precision, here or in torch.
+    """
     steps, rows, hidden = sizes
-    ours, theirs = twins(kind, 6, hidden)
-    x = torch.randn(steps, rows, 6)
-    found, own = run(ours, x), run(theirs, x)
-    ref = run(theirs.double(), x.double())
-    assert_same(found, ref, "float32")
-    mine, vendor = (
-        max(error(value.numpy(), ref[name].numpy()) for name, value in results.items())
-        for results in (found, own)
-    )
-    assert mine <= NO_WORSE_THAN * vendor
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for _ in range(9):
+        x = torch.randn(steps, rows, 6)
+        ours, theirs = LAYERS[kind][0](6, hidden), LAYERS[kind][1](6, hidden)
+        theirs.load_state_dict(ours.state_dict())
+        found, own = run(ours, x), run(theirs, x)
+        ref = run(theirs.double(), x.double())
+        for name, value in ref.items():
+            pair = (error(result[name].numpy(), value.numpy()) for result in (found, own))
+            errors.setdefault(name, []).append(tuple(pair))
+    for name, pairs in errors.items():
+        mine, vendor = np.median(pairs, axis=0)
+        limit = LIMITS["float32", "gradient" if name.startswith("d ") else "forward"]
+        assert mine <= min(limit, max(NO_WORSE_THAN * vendor, np.finfo(np.float32).eps)), name
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -288,25 +298,27 @@ by_name = {"ids": lambda c: c.name}
 
 @pytest.mark.parametrize("kind", CELLS, **by_name)
 def test_gradcheck(kind: Any) -> None:
-    """First and second derivatives, of everything, with masks and resets."""
-    layer = at.RNN(kind, 2, 3, num_layers=2, bidirectional=True, dtype=torch.float64)
+    """First derivatives of everything, second ones of input and states, with masks and resets."""
+    layer = at.RNN(kind, 2, 3, bidirectional=True, dtype=torch.float64)
     assert layer.engine.name == "cpu"
     names = [name for name, _ in layer.named_parameters()]
-    states = tuple(torch.randn(4, 2, 3, dtype=torch.float64) for _ in kind.states)
-    resets = torch.rand(4, 2) < 0.3
+    states = tuple(torch.randn(2, 2, 3, dtype=torch.float64) for _ in kind.states)
+    resets = torch.rand(3, 2) < 0.4
 
     def function(x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         given, weights = rest[: len(states)], dict(zip(names, rest[len(states) :], strict=True))
         arguments = (x, given if len(given) > 1 else given[0])
-        options = {"lengths": [4, 2], "resets": resets}
+        options = {"lengths": [3, 2], "resets": resets}
         output, final = torch.func.functional_call(layer, weights, arguments, options)
         return output, *(final if isinstance(final, tuple) else (final,))
 
-    inputs = (torch.randn(4, 2, 2, dtype=torch.float64), *states, *layer.parameters())
+    inputs = (torch.randn(3, 2, 2, dtype=torch.float64), *states, *layer.parameters())
     inputs = tuple(t.detach().clone().requires_grad_() for t in inputs)
     assert fused(function(*inputs)[0])
     assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
-    assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+    held = inputs[1 + len(states) :]
+    inputs = inputs[: 1 + len(states)]
+    assert torch.autograd.gradgradcheck(lambda *i: function(*i, *held), inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -371,7 +383,8 @@ def test_partial_gradients(kind: str) -> None:
             last = final[-1] if kind == "LSTM" else final
             found.append(torch.autograd.grad(last[2].sum(), leaf)[0])
         assert_close(*found, "float64", "gradient")
-    output, _ = ours(x.requires_grad_(False))
+    ours.weight_hh_l0.requires_grad_()
+    output, _ = ours(x)
     assert output.requires_grad  # from the parameter that still wants one
     with torch.no_grad():
         assert not ours(x)[0].requires_grad
@@ -555,6 +568,7 @@ def test_random_masks_follow_torchs_seed() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@of_torchscript
 def test_random_masks_of_the_composite_are_the_engines() -> None:
     layer = at.RNN(Zoned, 3, 5, num_layers=2, bidirectional=True, dtype=torch.float64)
     x = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
@@ -717,6 +731,7 @@ def test_deterministic_mode() -> None:
 # -- what is torch's own, or the composite's -------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 def test_other_paths_of_the_drop_ins() -> None:
     x = torch.randn(4, 2, 3)
     half, ref = twins("LSTM", 3, 5, dtype=torch.bfloat16)
@@ -748,6 +763,7 @@ def test_other_dtypes_run_step_by_step(dtype: torch.dtype) -> None:
     assert output.dtype == dtype and torch.allclose(output.float(), ref, atol=0.05)
 
 
+@of_torchscript
 @pytest.mark.parametrize("kind", ["LSTM", "RNN"])
 def test_function_transforms(kind: str) -> None:
     layer = at.LSTM(3, 5) if kind == "LSTM" else at.RNN(cells.PeepholeLSTM, 3, 5)
@@ -772,7 +788,8 @@ def test_function_transforms(kind: str) -> None:
     assert_close(tangent.sum(0).detach(), total.detach(), "float64", "gradient")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@of_torchscript
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # from torch.nn itself
 def test_torchscript() -> None:
     x = torch.randn(4, 2, 3)
     for layer in (at.LSTM(3, 5), at.GRU(3, 5, 2, bidirectional=True)):

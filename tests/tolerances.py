@@ -16,6 +16,9 @@ LIMITS = {
 }
 # What a frontend may lose against its framework's own float32 layer, whose error is taken with it.
 NO_WORSE_THAN = 2.0
+# One unit in the last place of a float32: two correct roundings of one number differ by as much, so
+# an error below it, as of a layer with a single unit, says nothing about either.
+ONE_ULP = 2.0**-23
 
 
 def error(out: npt.ArrayLike, ref: npt.ArrayLike, axes: tuple[int, ...] | None = None) -> float:

@@ -111,9 +111,12 @@ def _panel(
         axis.annotate(f"geometric mean {mean:.2f}x", xytext=(90, height), color=MUTED, **above)
         for number, row in enumerate(rows):
             ratio = row.ratio(peer)
-            if ratio is None:
-                continue
             y = number + (k - (len(present) - 1) / 2) * thickness
+            small = {"textcoords": "offset points", "va": "center", "fontsize": 7}
+            if ratio is None:
+                reason = {"wrong": "refused", "failed": "failed"}.get(row.entries[peer].status, "")
+                axis.annotate(reason, (1, y), xytext=(3, 0), color=colors[peer], **small)
+                continue
             # A bar on a log axis has no zero to start from; it starts at "equally fast".
             axis.barh(
                 y,
@@ -126,12 +129,10 @@ def _panel(
             axis.annotate(
                 f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}",
                 (ratio, y),
-                xytext=(3 if ratio >= 1 else -3, 0),
-                textcoords="offset points",
-                ha="left" if ratio >= 1 else "right",
-                va="center",
-                fontsize=7,
+                xytext=(3 if ratio >= 0.995 else -3, 0),
+                ha="left" if ratio >= 0.995 else "right",
                 color=INK,
+                **small,
             )
     axis.set_xscale("log")
     axis.set_xlim(*limits)

@@ -26,6 +26,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "schema": SCHEMA,
         "date": report.date,
         "ok": report.ok,
+        "interrupted": report.interrupted,
         "machine": report.machine | {"matmul_gflops": _number(report.matmul_gflops)},
         "settings": {
             "cells": [cell.origin for cell in settings.cells],
@@ -193,6 +194,8 @@ def notes(report: Report) -> list[str]:
         "skipped": "skipped",
     }
     found = [warning] * (busy > 0.5 * report.machine["cores"])
+    if report.interrupted:
+        found.append(f"interrupted after {len(report.rows)} rows: the rest is missing")
     for row in report.rows:
         where = f"{row.cell} {row.mode}, {row.shape.name}"
         for name, entry in row.entries.items():

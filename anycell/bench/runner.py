@@ -131,12 +131,13 @@ class Report:
     date: str
     rows: list[Row] = field(default_factory=list)
     matmul_gflops: float = float("nan")
+    interrupted: bool = False
 
     @property
     def ok(self) -> bool:
-        """Everybody's results were right, and every contender that exists ran."""
+        """All was measured, everybody's results were right, and every contender that exists ran."""
         statuses = {entry.status for row in self.rows for entry in row.entries.values()}
-        return not statuses & {"wrong", "failed"}
+        return not self.interrupted and not statuses & {"wrong", "failed"}
 
     def tables(self) -> Iterator[tuple[str, Mode, list[Row]]]:
         """The rows of each cell and mode, in the order asked for."""
@@ -191,12 +192,15 @@ def run(
     report = Report(settings, machine.describe(), now)
     with all_threads(settings.threads):
         matmul = machine.Matmul(settings.dtype)
-        for cell in settings.cells:
-            for shape in settings.shapes:
-                for row in _rows(settings, cell, shape, matmul, say):
-                    report.rows.append(row)
-                    done()
-    report.matmul_gflops = matmul.gflops
+        try:
+            for cell in settings.cells:
+                for shape in settings.shapes:
+                    for row in _rows(settings, cell, shape, matmul, say):
+                        report.rows.append(row)
+                        done()
+        except KeyboardInterrupt:  # what took minutes to measure is still worth showing
+            report.interrupted = True
+        report.matmul_gflops = matmul.gflops
     return report
 
 
@@ -302,6 +306,8 @@ def _check(
         entry.refuse("failed", _brief(error))
     else:
         entry.errors = verdict.errors
+        if limit is not None:
+            entry.remarks.append(f"{name} took {entry.first_call_ms / 1e3:.1f} s to compile")
         if verdict.problem is None:
             return entry, task
         entry.refuse("wrong", verdict.problem)

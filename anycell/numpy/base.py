@@ -53,8 +53,9 @@ class Layer:
             KeyError: for names that are missing or unknown.
             ValueError, TypeError: for an array of another shape, or not of real numbers.
 
-        Example, from a PyTorch layer:
-            >>> layer.set_parameters({k: v.numpy() for k, v in module.state_dict().items()})
+        From a PyTorch layer::
+
+            layer.set_parameters({k: v.numpy() for k, v in module.state_dict().items()})
         """
         missing = self._parameters.keys() - values.keys()
         unknown = values.keys() - self._parameters.keys()
@@ -99,7 +100,7 @@ class Layer:
             KeyError, ValueError: naming the parameter, what was given and what was expected.
         """
         try:
-            with np.load(path, allow_pickle=False) as archive:
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
                 values = {name: archive[name] for name in archive.files}
         except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
             raise ValueError(

@@ -32,8 +32,8 @@ def real_dtype(name: str, value: Any) -> np.dtype[Any]:
     try:
         dtype = np.dtype(value)
     except TypeError:
-        dtype = None
-    if dtype not in (np.dtype("float32"), np.dtype("float64")):
+        dtype = np.dtype(object)
+    if value is None or dtype.name not in ("float32", "float64"):
         raise ValueError(f"{name}: given {value!r}, expected 'float32' or 'float64'.")
     return dtype
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -129,15 +130,20 @@ class RNN(Layer):
         """Name and shape of all parameters of a direction whose input has that width."""
         cell, sizes = self.cell, self.sizes
         gates = len(cell.gates) * sizes["H"]
+        recurrent = any(l.name == RECURRENT for l in cell.linears)
         found: dict[str, tuple[int, ...]] = {"weight_ih": (gates, width)}
+        if recurrent:
+            found["weight_hh"] = (gates, sizes[cell.states[0].size])
         if self.bias:
             found["bias_ih"] = (gates,)
+        if self.bias and recurrent:
+            found["bias_hh"] = (gates,)
         for l in cell.linears:
-            recurrent = l.name == RECURRENT
-            rows = gates if recurrent else len(l.outputs) * sizes[l.out_size]
-            found[f"weight_{l.name}"] = (rows, sizes[l.in_size] // l.heads)
-            if self.bias if recurrent else l.bias:
-                found[f"bias_{l.name}"] = (rows,)
+            if l.name != RECURRENT:
+                rows = len(l.outputs) * sizes[l.out_size]
+                found[f"weight_{l.name}"] = (rows, sizes[l.in_size] // l.heads)
+                if l.bias:
+                    found[f"bias_{l.name}"] = (rows,)
         return found | dict.fromkeys(cell.param_names, (sizes["H"],))
 
     def _initial(
@@ -158,14 +164,14 @@ class RNN(Layer):
         def draw(name: str, shape: tuple[int, ...]) -> Array:
             if declared.get(name) is not None:
                 return np.full(shape, declared[name], self.dtype)
-            if not name.startswith("weight"):
+            if len(shape) == 1:
                 value = other(shape, rng)
                 for gate, start in gate_bias.items() if name == "bias_ih" else ():
                     k = cell.gates.index(gate)
                     value[k * h : (k + 1) * h] = start
                 return value.astype(self.dtype)
-            # A gate is a matrix of its own: stacked ones would be taken for one wide matrix.
-            blocks = max(shape[0] // h, 1)
+            # A gate is a matrix of its own: stacked ones would be taken for one tall matrix.
+            blocks = len(cell.gates) if name in ("weight_ih", "weight_hh") else 1
             rule = enter if name == "weight_ih" else recur
             drawn = [rule((shape[0] // blocks, shape[1]), rng) for _ in range(blocks)]
             return np.concatenate(drawn).astype(self.dtype)
@@ -234,26 +240,25 @@ class RNN(Layer):
         )
         static = self._static(static, rows)
         states = self._states("state", state, rows)
-        saved = _Saved(options, self._layout(steps, rows, self._width))
+        chosen, saved = self.plan, _Saved(self._layout(steps, rows, self._width))
         finals: list[passes.States] = []
         for k, suffixes in enumerate(self._suffixes):
             if k and training and self.dropout:
                 kept = self._generator.random(x.shape, np.float32) >= self.dropout
                 saved.dropped.append(kept * self.dtype.type(1.0 / (1.0 - self.dropout)))
                 x = x * saved.dropped[-1]
-            options.stream = k
             first = k * len(suffixes)
             initial = [[s[first + d] for s in states] for d in range(len(suffixes))]
             weights = [self._named(suffix) for suffix in suffixes]
-            x, final, pullback = passes.run(self.plan, x, weights, initial, static, options)
+            here = replace(options, stream=k)
+            x, final, pullback = passes.run(chosen, x, weights, initial, static, here)
             saved.pullbacks.append(pullback)
             finals += final
         self._saved = saved if training else None
-        if self.batch_first:
-            x = np.ascontiguousarray(x.swapaxes(0, 1))
-        elif training:
-            x = x.copy()  # the caller may write to it; the backward pass reads what is kept
-        return x, self._returned(finals)
+        output = x.swapaxes(0, 1) if self.batch_first else x
+        if training or not output.flags.c_contiguous:
+            output = output.copy()  # the caller's own; the backward pass reads what is kept
+        return output, self._returned(finals)
 
     def backward(
         self, grad_output: npt.ArrayLike, grad_state: State | None = None
@@ -288,7 +293,6 @@ class RNN(Layer):
             suffixes = self._suffixes[k]
             first = k * len(suffixes)
             d_finals = [[s[first + n] for s in d_states] for n in range(len(suffixes))]
-            saved.options.stream = k
             result = saved.pullbacks[k](d, d_finals)
             d = result.x * saved.dropped[k - 1] if k and saved.dropped else result.x
             initial = [*result.initial, *initial]
@@ -391,8 +395,8 @@ class RNN(Layer):
 class _Saved:
     """What a forward pass in training leaves for the backward pass."""
 
-    def __init__(self, options: Options, output_shape: tuple[Any, ...]) -> None:
-        self.options, self.output_shape = options, output_shape
+    def __init__(self, output_shape: tuple[Any, ...]) -> None:
+        self.output_shape = output_shape
         self.pullbacks: list[passes.Pullback] = []
         self.dropped: list[Array] = []  # between layers: 0, or 1 / (1 - dropout)
 

@@ -112,7 +112,7 @@ class Adam:
         >>> layer = Dense(3, 1)
         >>> optimizer = Adam(layer, lr=0.01)
         >>> loss, grad = mse(layer.forward(x, training=True), y)
-        >>> layer.backward(grad)
+        >>> grad_x = layer.backward(grad)
         >>> optimizer.step()
 
     Source: Kingma & Ba, *Adam: A Method for Stochastic Optimization*, 2015.

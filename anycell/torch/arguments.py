@@ -171,7 +171,8 @@ class Layout:
             value = value.unsqueeze(1)
         elif self.batch_first:
             value = value.t()
-        return value.bool().contiguous()
+        # A copy: the backward pass reads it again, and the caller may have changed his by then.
+        return value.bool().clone(memory_format=torch.contiguous_format)
 
     def within(self, lengths: Any) -> Tensor:
         """``lengths`` as a mask, bool ``[T, B]``."""

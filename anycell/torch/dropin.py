@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell import cells
+from anycell.engines import vendor
 from anycell.lang.cell import Cell
 from anycell.torch.arguments import describe
 from anycell.torch.composite import States, Weights
@@ -69,13 +70,20 @@ class DropIn(Scriptable, Recurrent):
                 f"{extra[0]}: given {describe(arguments[extra[0]])}; expected None with {carrier}. "
                 "Pass a padded tensor to a layer without projection."
             )
-        if not extra and traced():
+        if not extra and (traced() or self._vendor_wins(x)):
             return None
         if not self._fits(x, states):
             return None
         if not extra and not transformed() and (autocast() or not self._fused(x)):
             return None
         return self._run(x, states, **arguments)
+
+    def _vendor_wins(self, x: Any) -> bool:
+        shape = getattr(x, "shape", ())
+        if len(shape) != 3:
+            return False
+        time = int(self.batch_first)
+        return vendor.wins(self.cell, shape[time], shape[1 - time]) is not None
 
     def _fits(self, x: Any, states: Sequence[Any] | None) -> bool:
         """Whether input and states are as torch wants them."""

@@ -74,7 +74,7 @@ class _Fused(torch.autograd.Function):
         kept = itertools.chain(*saved.states, *saved.reset)
         ctx.save_for_backward(*flat, saved.hidden, *saved.values, *kept)
         ctx.set_materialize_grads(False)
-        ctx.form = form
+        ctx.form, ctx.options = form, saved.options
         return output, *final
 
     @staticmethod
@@ -85,7 +85,7 @@ class _Fused(torch.autograd.Function):
         flat, kept = ctx.saved_tensors[: len(needs)], ctx.saved_tensors[len(needs) :]
         if torch.is_grad_enabled() or any(map(_batched, arriving)):
             return None, *_differentiable(ctx.form, flat, needs, arriving)
-        return None, *_backward(ctx.form, flat, needs, iter(kept), arriving)
+        return None, *_backward(ctx, flat, iter(kept), arriving)
 
 
 def _batched(gradient: Tensor | None) -> bool:
@@ -99,22 +99,18 @@ def _batched(gradient: Tensor | None) -> bool:
 def _forward(
     call: Call, plan: Plan, inputs: Inputs, keep: bool
 ) -> tuple[Tensor, States, layer.Saved | None]:
-    host, x = HOSTS[plan.dtype], inputs.x
-    weights, options = _arguments(call, inputs)
-    output, finals, saved = layer.forward(host, plan, x, weights, options, keep=keep)
+    host, weights, options = HOSTS[plan.dtype], _weights(call, inputs), _options(call)
+    output, finals, saved = layer.forward(host, plan, inputs.x, weights, options, keep=keep)
     # Detached: for autograd they are no views of what is saved.
     return output.detach(), tuple(map(_stack, zip(*finals, strict=True))), saved
 
 
 def _backward(
-    form: Form,
-    flat: Flat,
-    needs: Sequence[bool],
-    kept: Iterator[Tensor],
-    arriving: Sequence[Tensor | None],
+    ctx: Any, flat: Flat, kept: Iterator[Tensor], arriving: Sequence[Tensor | None]
 ) -> Flat:
-    inputs = form.unflatten(flat)
-    weights, options = _arguments(form.call, inputs)
+    form, options = ctx.form, ctx.options
+    inputs, need = form.unflatten(flat), form.unflatten(ctx.needs_input_grad[1:])
+    weights = _weights(form.call, inputs)
     directions, states = range(form.directions), form.call.cell.states
     hidden, values = next(kept), [next(kept) for _ in directions]
     sequences: list[list[Tensor | None]] = [[next(kept) for _ in states] for _ in directions]
@@ -122,14 +118,13 @@ def _backward(
     d_output, *d_final = arriving
     if d_output is not None and d_output.stride(2) != 1:
         d_output = d_output.contiguous()
-    need = form.unflatten(needs)
     computed: Any = layer.backward(
         HOSTS[form.plan.dtype],
         form.plan,
         layer.Saved(inputs.x, weights, options, hidden, sequences, values, resets),
         d_output,
         [[None if d is None else d[i] for d in d_final] for i in directions],
-        need_x=bool(need.x),
+        need_x=need.x,
         need_weights=any(any(w[:4]) for w in need.weights),
     )
     dx, found = computed
@@ -165,9 +160,9 @@ def _differentiable(
 # -- between torch and the engine ------------------------------------------------------------------
 
 
-def _arguments(call: Call, inputs: Inputs) -> tuple[list[layer.Weights], layer.Options]:
-    """Weights and options as the engine takes them: checked, for it reads memory unasked."""
-    cell, size, options = call.cell, call.hidden_size, call.options
+def _weights(call: Call, inputs: Inputs) -> list[layer.Weights]:
+    """The weights as the engine takes them: checked, for it reads memory unasked."""
+    cell, size = call.cell, call.hidden_size
     gates, static, weights = len(cell.gates) * size, inputs.static, []
     declared = _declared(cell, size, inputs.x) if inputs.initial is None else []
     for d, w in enumerate(inputs.weights):
@@ -186,8 +181,12 @@ def _arguments(call: Call, inputs: Inputs) -> tuple[list[layer.Weights], layer.O
             reverse=d == 1,
         )
         weights.append(one)
-    mask, resets = options.mask, options.resets
-    return weights, layer.Options(
+    return weights
+
+
+def _options(call: Call) -> layer.Options:
+    options, mask, resets = call.options, call.options.mask, call.options.resets
+    return layer.Options(
         mask=mask if mask is None else mask.view(torch.uint8),
         resets=resets if resets is None else resets.view(torch.uint8),
         repeat=options.masked_output == "repeat",

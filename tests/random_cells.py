@@ -1,0 +1,163 @@
+"""Random cells from the op table: bounded, smooth almost everywhere, and of any shape.
+
+A cell grows turn by turn from gates, states, parameters and numbers: each turn, a row of the op
+table joins values that are there already. They are brought into the row's domain first, and the
+range of the result is found by trying, so that a new row of the table needs nothing here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from anycell import Cell, cell, clip, keep, layer_norm, sigmoid, tanh, where
+from anycell.lang.cell import Gates
+from anycell.lang.expr import CONDITIONS, Expr, apply, listing
+from anycell.lang.ops import TABLE
+from anycell.namespaces import namespace
+
+Interval = tuple[float, float]
+
+# Finite differences see through stop_gradient.
+ROWS = [op for op in TABLE if op not in CONDITIONS and op not in ("where", "stop_gradient")]
+COMPARISONS = ["lt", "le", "gt", "ge", "eq", "ne"]
+
+
+class Value(NamedTuple):
+    """A traced value, and where it mostly lies."""
+
+    node: Expr
+    range: Interval
+
+
+def random_cell(seed: int, hidden: int) -> Cell:
+    """The random cell of that number, for ``hidden`` units.
+
+    It has 1 to 4 gates, 1 to 3 states, 0 to 3 parameters, a static input or none, and the
+    hyperparameters ``rate`` and ``bound``.
+    """
+    rng = np.random.default_rng([seed, hidden])
+    gates = ["a", "b", "c", "d"][: rng.integers(1, 5)]
+    states = ["h", "c", "n=0.5"][: rng.integers(1, 4)]
+    params = ["p=1", "q", "w"][: rng.integers(4)]
+    static = "e" if rng.random() < 0.3 else None
+
+    def step(x: Gates, r: Gates, s: Gates, *more: Any, rate: Expr, bound: Expr) -> Any:
+        garden = Garden(np.random.default_rng([seed, hidden, 1]), hidden, rate, bound)
+        for name in gates:
+            garden.plant_gate(getattr(x, name), getattr(r, name))
+        garden.plant(s, (-1.5, 1.5))
+        for leaves in more:
+            garden.plant(leaves if isinstance(leaves, Gates) else [leaves], (-2.0, 2.0))
+        for _ in range(garden.rng.integers(4, 16)):
+            garden.grow()
+        new = [garden.state(old) for old in s]
+        return tuple(new) if len(new) > 1 else new[0]
+
+    kinds = inspect.Parameter
+    places = ["x", "r", "s"] + ["p"] * bool(params) + ["e"] * bool(static)
+    numbers = {"rate": 0.7, "bound": 1.2}
+    step.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [kinds(name, kinds.POSITIONAL_ONLY) for name in places]
+        + [kinds(name, kinds.KEYWORD_ONLY, default=value) for name, value in numbers.items()]
+    )
+    step.__name__ = f"Random{seed}"
+    declare = cell(
+        gates=" ".join(gates), state=" ".join(states), params=" ".join(params), static=static
+    )
+    return declare(step)
+
+
+def source(random: Cell) -> str:
+    """What a random cell computes, to be read when it has found something."""
+    named = zip(random.state_names, random.next, strict=True)
+    return "\n".join([f"{random} of {random.gates}:", *listing(named)])
+
+
+class Garden:
+    """The values of a cell that grows."""
+
+    def __init__(self, rng: np.random.Generator, hidden: int, rate: Expr, bound: Expr) -> None:
+        self.rng, self.hidden, self.rate, self.bound = rng, hidden, rate, bound
+        self.groups = [k for k in (1, 2, 3) if hidden % k == 0]
+        self.values = [Value(rate, (0.0, 1.0)), Value(bound, (0.5, 2.0))]
+        self.picked: set[int] = set()
+        self.turns: list[Callable[[], None]] = [
+            *[self.row] * 8, self.branch, self.bounds, self.norm, self.mask,
+        ]  # fmt: skip
+
+    def plant(self, nodes: Any, interval: Interval) -> None:
+        self.values += [Value(node, interval) for node in nodes]
+
+    def plant_gate(self, x: Expr, r: Expr) -> None:
+        """Both projections of a gate, in one of the ways that cells use them."""
+        ways = [[x + r], [x + r], [x + r, r], [x, r], [x], [r], [x - r, x]]
+        self.plant(ways[self.rng.integers(len(ways))], (-2.5, 2.5))
+
+    def pick(self) -> Value:
+        """Any value; more often one that nobody has picked yet."""
+        idle = [i for i in range(len(self.values)) if i not in self.picked]
+        some = idle if idle and self.rng.random() < 0.7 else range(len(self.values))
+        chosen = int(self.rng.choice(some))
+        self.picked.add(chosen)
+        return self.values[chosen]
+
+    def fit(self, value: Value, domain: Interval) -> Value:
+        """The value if it lies in the domain, else a smooth map of it into the domain."""
+        (low, high), (least, most) = domain, value.range
+        if low <= least and most <= high:
+            return value
+        slope = 4.0 / max(abs(least), abs(most))
+        return Value(low + (high - low) * sigmoid(value.node * slope), domain)
+
+    def state(self, old: Expr) -> Expr:
+        """A new state: bounded, so that a long sequence is too."""
+        new = self.fit(self.pick(), (-2.0, 2.0)).node
+        for _ in range(self.rng.integers(4)):
+            new = new + self.fit(self.pick(), (-1.0, 1.0)).node
+        new = tanh(new)
+        if self.rng.random() < 0.5:
+            return new
+        gate = self.fit(self.pick(), (0.1, 0.9)).node
+        return gate * old + (1.0 - gate) * new
+
+    # -- turns -----------------------------------------------------------------------------------
+    def grow(self) -> None:
+        self.turns[self.rng.integers(len(self.turns))]()
+
+    def row(self) -> None:
+        """Any row of the op table, on any values."""
+        name = ROWS[self.rng.integers(len(ROWS))]
+        op = TABLE[name]
+        args = [self.fit(self.pick(), domain) for domain in op.domain]
+        attrs = (int(self.rng.choice(self.groups)),) if op.reduction else ()
+        samples = [self.rng.uniform(*arg.range, (100, self.hidden)) for arg in args]
+        found = op.meaning(namespace(samples[0]), *samples, *attrs)
+        node = apply(name, *(arg.node for arg in args), attrs=attrs)
+        self.values.append(Value(node, (float(found.min()), float(found.max()))))
+
+    def branch(self) -> None:
+        a, b, c, d = (self.pick() for _ in range(4))
+        condition = apply(COMPARISONS[self.rng.integers(len(COMPARISONS))], a.node, b.node)
+        if self.rng.random() < 0.4:
+            other = c.node > 0.2
+            condition = (condition & ~other) if self.rng.random() < 0.5 else (condition | other)
+        interval = (min(c.range[0], d.range[0]), max(c.range[1], d.range[1]))
+        self.values.append(Value(where(condition, c.node, d.node), interval))
+
+    def bounds(self) -> None:
+        self.values.append(Value(clip(self.pick().node, -self.bound, self.bound), (-2.0, 2.0)))
+
+    def norm(self) -> None:
+        groups = int(self.rng.choice(self.groups))
+        # A row of equal values is divided by the root of eps: not too little, for float32's sake.
+        self.values.append(Value(layer_norm(self.pick().node, 0.1, groups), (-3.0, 3.0)))
+
+    def mask(self) -> None:
+        per = "step" if self.rng.random() < 0.7 else "sequence"
+        kept, value = keep(self.rate, per), self.pick()
+        low, high = value.range
+        self.values.append(Value(kept / self.rate * value.node, (min(low, 0.0), max(high, 0.0))))

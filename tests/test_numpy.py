@@ -1,0 +1,803 @@
+"""The NumPy layers: against torch where it is installed, against finite differences everywhere."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tolerances import LIMITS, NO_WORSE_THAN, assert_close, error
+
+import anycell.numpy as an
+from anycell import cell, cells, keep, linear, sigmoid, tanh
+from anycell.numpy import base, dense, initializers, layers, optim, passes
+
+ROOT = Path(__file__).parents[1]
+AWKWARD = [(5, 3, 1), (1, 4, 7), (9, 1, 33), (4, 5, 100), (1, 1, 1)]  # T, B, H
+LAYERS = {"LSTM": an.LSTM, "GRU": an.GRU}
+
+
+@cell(gates="f g", state="h", params="rate=0.5")
+def Zoneout(x, r, s, p):
+    """A random part of the state stays as it was."""
+    f, g = x + r
+    kept = keep(0.7)
+    return kept * (sigmoid(f) * s.h + p.rate * tanh(g)) + (1.0 - kept) * s.h
+
+
+@cell(gates="i g", state="h:P c=0.5", params="p_i")
+def Projected(x, r, s, p):
+    """Two further matmuls in a step, one of them of heads; the output has a size of its own."""
+    i, g = x + r
+    c = sigmoid(i + p.p_i * s.c) * s.c + tanh(g + linear(s.c, "cc", heads=2, bias=True))
+    return linear(tanh(c), "hr"), c
+
+
+@cell(gates="f g", state="h", static="e")
+def Gated(x, r, s, e):
+    """A gate that the static input sets."""
+    return sigmoid(e) * s.h + sigmoid(x.f + r.f) * tanh(x.g + r.g)
+
+
+@pytest.fixture(params=["cpu", "reference"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways through a layer, whichever engine its plan names."""
+    ran, run = [], getattr(passes, "fused" if request.param == "cpu" else "composite")
+
+    def spy(*arguments: Any) -> Any:
+        ran.append(request.param)
+        return run(*arguments)
+
+    monkeypatch.setattr(passes, "fused", spy)
+    yield request.param
+    assert set(ran) == {request.param}, "the engine that was meant did not run"
+
+
+# -- solving the same problem in different ways ----------------------------------------------------
+
+Results = dict[str, np.ndarray]
+
+
+def as_tuple(state: Any) -> tuple[Any, ...]:
+    return state if isinstance(state, tuple) else (state,)
+
+
+def like_cell(layer: an.RNN, arrays: tuple[Any, ...]) -> Any:
+    return arrays if len(layer.cell.states) > 1 else arrays[0]
+
+
+def solve(layer: an.RNN, x: Any, state: Any, d: tuple[Any, Any], **arguments: Any) -> Results:
+    """Output, final state, and all gradients given those of the results."""
+    output, final = layer.forward(x, state, training=True, **arguments)
+    dx, d_state = layer.backward(d[0], d[1])
+    found = {"output": output, "d x": dx}
+    found |= {f"final {i}": s for i, s in enumerate(as_tuple(final))}
+    found |= {f"d state {i}": s for i, s in enumerate(as_tuple(d_state))}
+    found |= {f"d {name}": grad for name, grad in layer.grads.items()}
+    assert all(value.dtype == layer.dtype for value in found.values())
+    return found
+
+
+def solve_torch(layer: an.RNN, x: Any, state: Any, d: tuple[Any, Any], dtype: str) -> Results:
+    """The same by ``torch.nn`` with the layer's weights."""
+    torch = pytest.importorskip("torch")
+    module = getattr(torch.nn, type(layer).__name__)(
+        layer.input_size,
+        layer.hidden_size,
+        layer.num_layers,
+        bias=layer.bias,
+        batch_first=layer.batch_first,
+        bidirectional=layer.bidirectional,
+        dtype=getattr(torch, dtype),
+    )
+    module.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in layer.parameters.items()})
+
+    def leaf(array: Any) -> Any:
+        return torch.tensor(array, dtype=getattr(torch, dtype), requires_grad=True)
+
+    x, given = leaf(x), tuple(map(leaf, as_tuple(state)))
+    output, final = module(x, like_cell(layer, given))
+    found = {"output": output} | {f"final {i}": s for i, s in enumerate(as_tuple(final))}
+    arriving = [d[0], *as_tuple(d[1])]
+    torch.autograd.backward(list(found.values()), [torch.as_tensor(a).to(x) for a in arriving])
+    found |= {"d x": x.grad} | {f"d state {i}": s.grad for i, s in enumerate(given)}
+    found |= {f"d {name}": p.grad for name, p in module.named_parameters()}
+    return {name: value.detach().numpy() for name, value in found.items()}
+
+
+def kind_of(name: str) -> str:
+    return "gradient" if name.startswith("d ") else "forward"
+
+
+def assert_same(found: Results, ref: Results, dtype: str) -> None:
+    assert found.keys() == ref.keys()
+    for name, value in found.items():
+        assert_close(value, ref[name], dtype, kind_of(name), name)
+
+
+def problem(
+    layer: an.RNN, steps: int, rows: int, rng: np.random.Generator, dtype: str = "float64"
+) -> tuple[np.ndarray, Any, tuple[np.ndarray, Any]]:
+    """Input, initial state, and what arrives at output and final state."""
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(dtype)
+
+    directions = 1 + layer.bidirectional
+    sizes = [layer.sizes[s.size] for s in layer.cell.states]
+    outer = (rows, steps) if layer.batch_first else (steps, rows)
+    x, d_output = normal(*outer, layer.input_size), normal(*outer, directions * sizes[0])
+    state, d_state = (
+        like_cell(layer, tuple(normal(layer.num_layers * directions, rows, n) for n in sizes))
+        for _ in range(2)
+    )
+    return x, state, (d_output, d_state)
+
+
+# -- against torch ---------------------------------------------------------------------------------
+
+FLAGS = [
+    {},
+    {"bias": False},
+    {"num_layers": 2},
+    {"bidirectional": True},
+    {"batch_first": True},
+    {"num_layers": 3, "bidirectional": True, "batch_first": True},
+    {"num_layers": 2, "bias": False, "bidirectional": True},
+]
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda f: "-".join(map(str, f)) or "plain")
+@pytest.mark.parametrize("kind", LAYERS)
+def test_torch_float64(
+    kind: str, flags: dict[str, Any], engine: str, rng: np.random.Generator
+) -> None:
+    layer = LAYERS[kind](5, 9, **flags, dtype="float64", initializer="torch", seed=1)
+    x, state, d = problem(layer, 6, 4, rng)
+    assert_same(solve(layer, x, state, d), solve_torch(layer, x, state, d, "float64"), "float64")
+
+
+@pytest.mark.parametrize("sizes", AWKWARD, ids=str)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_torch_float32(kind: str, sizes: tuple[int, int, int], rng: np.random.Generator) -> None:
+    """Within tolerance of float64, and no worse than torch's own float32 layer."""
+    steps, rows, hidden = sizes
+    layer = LAYERS[kind](6, hidden, initializer="torch", seed=1)
+    for _ in range(100):
+        x, state, d = problem(layer, steps, rows, rng, "float32")
+        own, ref = (solve_torch(layer, x, state, d, dtype) for dtype in ("float32", "float64"))
+        theirs = {name: error(own[name], ref[name]) for name in ref}
+        # Where a slice of one number cancels to almost nothing, no layer is to blame.
+        if all(e <= LIMITS["float32", kind_of(name)] / 2 for name, e in theirs.items()):
+            break
+    found = solve(layer, x, state, d)
+    assert_same(found, ref, "float32")
+    ours = max(error(value, ref[name]) for name, value in found.items())
+    assert ours <= NO_WORSE_THAN * max(theirs.values())
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_lengths_are_packed_sequences(
+    kind: str, bidirectional: bool, engine: str, rng: np.random.Generator
+) -> None:
+    torch = pytest.importorskip("torch")
+    from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+    options = {"num_layers": 2, "bidirectional": bidirectional}
+    layer = LAYERS[kind](3, 7, **options, dtype="float64", seed=1)
+    module = getattr(torch.nn, kind)(3, 7, **options, dtype=torch.float64)
+    module.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in layer.parameters.items()})
+    x, _, d = problem(layer, 8, 4, rng)
+    lengths = [3, 8, 1, 5]
+    ours = solve(layer, x, None, d, lengths=lengths)
+    given = torch.tensor(x, requires_grad=True)
+    packed, final = module(pack_padded_sequence(given, lengths, enforce_sorted=False))
+    output, _ = pad_packed_sequence(packed, total_length=8)
+    found = [output, *as_tuple(final)]
+    torch.autograd.backward(found, [torch.tensor(a) for a in (d[0], *as_tuple(d[1]))])
+    ref = {"output": output, "d x": given.grad}
+    ref |= {f"final {i}": s for i, s in enumerate(as_tuple(final))}
+    ref |= {f"d {name}": p.grad for name, p in module.named_parameters()}
+    ours = {name: value for name, value in ours.items() if not name.startswith("d state")}
+    assert_same(ours, {name: value.detach().numpy() for name, value in ref.items()}, "float64")
+
+
+# -- against finite differences --------------------------------------------------------------------
+
+EVERY_CELL = [
+    *(getattr(cells, name) for name in cells.__all__),
+    cells.GRU(reset_after=False),
+    cells.PeepholeLSTM(coupled=True, forget_bias=1.0, cell_clip=0.6),
+    Zoneout,
+    Projected,
+    Gated,
+]
+
+
+@pytest.mark.parametrize("case", EVERY_CELL, ids=repr)
+def test_gradients_are_slopes(case: Any, rng: np.random.Generator) -> None:
+    """Every gradient of every cell, with masks, resets, layers, directions and dropout."""
+    sizes = {"P": 3} if case is Projected else {}
+    layer = an.RNN(case, 3, 4, 2, dropout=0.3, bidirectional=True, dtype="float64", seed=1, **sizes)
+    for parameter in layer.parameters.values():
+        parameter += 0.2 * rng.standard_normal(parameter.shape)
+    x, state, d = problem(layer, 5, 3, rng)
+    arguments = {"lengths": [5, 2, 4], "resets": rng.random((5, 3)) < 0.3}
+    if case.static:
+        arguments["static"] = rng.standard_normal((3, 4))
+    layer.forward(x, state, training=True, **arguments)  # not the first call of its life
+    before = copy.deepcopy(layer._generator)
+
+    def objective() -> float:
+        layer._generator = copy.deepcopy(before)  # the same dropout, the same random masks
+        output, final = layer.forward(x, state, training=True, **arguments)
+        pairs = zip((output, *as_tuple(final)), (d[0], *as_tuple(d[1])), strict=True)
+        return float(sum(np.vdot(a, b) for a, b in pairs))
+
+    objective()
+    dx, d_state = layer.backward(*d)
+    pairs = {"x": (x, dx), **{n: (p, layer.grads[n]) for n, p in layer.parameters.items()}}
+    both = zip(as_tuple(state), as_tuple(d_state), strict=True)
+    pairs |= {f"state {i}": pair for i, pair in enumerate(both)}
+    if case.static:
+        pairs["static"] = (arguments["static"], layer.grad_static)
+    for name, (array, gradient) in pairs.items():
+        for _ in range(2):
+            direction = rng.standard_normal(array.shape)
+            slope = 0.0
+            for sign in (1.0, -1.0):
+                array += sign * 1e-5 * direction
+                slope += sign * objective() / 2e-5
+                array -= sign * 1e-5 * direction
+            assert np.vdot(gradient, direction) == pytest.approx(slope, rel=1e-6, abs=1e-7), name
+
+
+# -- masks, resets, steps --------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[cells.LSTM, cells.GRU, cells.LayerNormLSTM], ids=lambda c: c.name)
+def layer(request: pytest.FixtureRequest) -> an.RNN:
+    return an.RNN(request.param, 3, 7, dtype="float64", seed=1)
+
+
+def test_masked_steps_do_not_exist(layer: an.RNN, engine: str, rng: np.random.Generator) -> None:
+    """Each row gives what its valid steps give alone; the states are held, NaN has no influence."""
+    x, state, d = problem(layer, 9, 5, rng)
+    mask = rng.random((9, 5)) < 0.6
+    mask[:, 2], mask[:, 3] = False, True
+    d[0][~mask] = 0.0
+    whole = solve(layer, np.where(mask[..., None], x, np.nan), state, d, mask=mask)
+    total = dict.fromkeys(layer.parameters, 0.0)
+    for row in range(5):
+        valid, here = mask[:, row], slice(row, row + 1)
+        own = like_cell(layer, tuple(s[:, here] for s in as_tuple(state)))
+        d_own = like_cell(layer, tuple(s[:, here] for s in as_tuple(d[1])))
+        alone = solve(layer, x[valid, here], own, (d[0][valid, here], d_own))
+        assert_close(whole["output"][valid, here], alone["output"], "float64", "forward")
+        assert not whole["output"][~valid, row].any() and not whole["d x"][~valid, row].any()
+        assert_close(whole["d x"][valid, here], alone["d x"], "float64", "gradient")
+        for i in range(len(layer.cell.states)):
+            for name, kind in ((f"final {i}", "forward"), (f"d state {i}", "gradient")):
+                assert_close(whole[name][:, here], alone[name], "float64", kind, name)
+        total = {name: value + alone[f"d {name}"] for name, value in total.items()}
+    for name, value in total.items():
+        assert_close(whole[f"d {name}"], value, "float64", "gradient", name)
+
+
+def test_masked_output_repeats(layer: an.RNN, engine: str, rng: np.random.Generator) -> None:
+    x, state, _ = problem(layer, 6, 2, rng)
+    mask = np.array([[1, 0], [1, 0], [0, 1], [0, 1], [1, 0], [1, 0]])
+    zero, _ = layer.forward(x, state, mask=mask)
+    held, final = layer.forward(x, state, mask=mask, masked_output="repeat")
+    assert np.array_equal(held[mask == 1], zero[mask == 1])
+    assert np.array_equal(held[2, 0], held[1, 0]) and np.array_equal(held[3, 0], held[1, 0])
+    assert np.array_equal(held[0, 1], as_tuple(state)[0][0, 1])
+    assert np.array_equal(held[-1], as_tuple(final)[0][0])
+
+
+def test_mask_and_lengths_meet(layer: an.RNN, rng: np.random.Generator) -> None:
+    x, _, _ = problem(layer, 6, 3, rng)
+    mask = rng.random((6, 3)) < 0.5
+    both = mask & (np.arange(6)[:, None] < [2, 6, 0])
+    for a, b in zip(
+        layer.forward(x, mask=mask, lengths=[2, 6, 0]), layer.forward(x, mask=both), strict=True
+    ):
+        assert np.array_equal(as_tuple(a), as_tuple(b))
+
+
+def test_resets_begin_anew(layer: an.RNN, engine: str, rng: np.random.Generator) -> None:
+    x, state, _ = problem(layer, 9, 2, rng)
+    resets = np.zeros((9, 2), bool)
+    resets[4, 0] = resets[0, 1] = True
+    output, _ = layer.forward(x, state, resets=resets)
+    carried, _ = layer.forward(x[:4], state)
+    fresh, _ = layer.forward(x[4:])
+    assert_close(output[:4, :1], carried[:, :1], "float64", "forward")
+    assert_close(output[4:, :1], fresh[:, :1], "float64", "forward")
+    assert_close(output[:, 1:], layer.forward(x)[0][:, 1:], "float64", "forward")
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("case", [cells.LSTM, cells.GRU, Zoneout, Projected], ids=repr)
+def test_step_by_step(case: Any, batch_first: bool, rng: np.random.Generator) -> None:
+    sizes = {"P": 3} if case is Projected else {}
+    layer = an.RNN(case, 3, 8, 2, batch_first=batch_first, dtype="float64", seed=1, **sizes)
+    x, state, _ = problem(layer, 7, 4, rng)
+    whole, final = layer.forward(x, state)
+    for t in range(7):
+        output, state = layer.step(x[:, t] if batch_first else x[t], state)
+        assert_close(output, whole[:, t] if batch_first else whole[t], "float64", "forward")
+    for a, b in zip(as_tuple(state), as_tuple(final), strict=True):
+        assert_close(a, b, "float64", "forward")
+
+
+def test_a_step_leaves_a_pending_backward(rng: np.random.Generator) -> None:
+    layer = an.GRU(3, 4, dtype="float64", seed=1)
+    x, state, d = problem(layer, 5, 2, rng)
+    ref = solve(layer, x, state, d)
+    layer.forward(x, state, training=True)
+    layer.step(x[0])
+    assert np.array_equal(layer.backward(*d)[0], ref["d x"])
+
+
+@pytest.mark.parametrize("rows, steps", [(0, 4), (3, 0), (0, 0)])
+def test_nothing_to_do(rows: int, steps: int, engine: str) -> None:
+    layer = an.LSTM(3, 5, 2, bidirectional=True, seed=1)
+    output, (h, c) = layer.forward(np.zeros((steps, rows, 3)), training=True)
+    assert output.shape == (steps, rows, 10) and h.shape == c.shape == (4, rows, 5)
+    dx, (dh, _) = layer.backward(output, (np.ones_like(h), np.ones_like(c)))
+    assert dx.shape == (steps, rows, 3) and dh.shape == h.shape
+    assert not any(grad.any() for grad in layer.grads.values())
+    assert (dh == 1.0).all() or steps
+
+
+def test_static_input(engine: str, rng: np.random.Generator) -> None:
+    layer = an.RNN(Gated, 3, 4, dtype="float64", seed=1)
+    x, state, d = problem(layer, 5, 2, rng)
+    found = [solve(layer, x, state, d, static=np.full((2, 4), e))["output"] for e in (-9.0, 9.0)]
+    assert not np.allclose(*found)
+    assert layer.grad_static.shape == (2, 4)
+
+
+# -- randomness ------------------------------------------------------------------------------------
+
+
+def test_dropout_between_layers() -> None:
+    options = {"num_layers": 2, "dropout": 0.25, "seed": 3}
+    x = np.random.default_rng(0).standard_normal((50, 40, 3))
+    one, other, plain = an.GRU(3, 16, **options), an.GRU(3, 16, **options), an.GRU(3, 16, 2, seed=3)
+    assert np.array_equal(one.forward(x)[0], plain.forward(x)[0])
+    first, _ = one.forward(x, training=True)
+    assert not np.array_equal(first, plain.forward(x)[0])
+    assert np.array_equal(first, other.forward(x, training=True)[0])  # the seed says it all
+    assert not np.array_equal(first, one.forward(x, training=True)[0])
+    (dropped,) = one._saved.dropped
+    assert set(np.unique(dropped)) == {np.float32(0.0), np.float32(4 / 3)}
+    assert (dropped == 0.0).mean() == pytest.approx(0.25, abs=0.01)
+
+
+def test_random_masks_of_a_cell() -> None:
+    x = np.random.default_rng(0).standard_normal((20, 8, 3))
+    one, other = (an.RNN(Zoneout, 3, 16, 2, seed=3) for _ in range(2))
+    assert np.array_equal(one.forward(x)[0], one.forward(x)[0])
+    first, _ = one.forward(x, training=True)
+    assert np.array_equal(first, other.forward(x, training=True)[0])
+    assert not np.array_equal(first, one.forward(x, training=True)[0])
+
+
+# -- initial values --------------------------------------------------------------------------------
+
+
+def test_initial_values() -> None:
+    layer = an.LSTM(30, 20, 2, seed=1)
+    assert {p.dtype for p in layer.parameters.values()} == {np.dtype("float32")}
+    for k, width in ((0, 30), (1, 20)):
+        for gate in np.split(layer.parameters[f"weight_hh_l{k}"], 4):
+            assert np.allclose(gate @ gate.T, np.eye(20), atol=1e-6)
+        bound = np.sqrt(6 / (width + 20))
+        entering = np.abs(layer.parameters[f"weight_ih_l{k}"])
+        assert 0.98 * bound < entering.max() <= bound
+        i, f, g, o = np.split(layer.parameters[f"bias_ih_l{k}"], 4)
+        assert (f == 1.0).all() and not (i.any() or g.any() or o.any())
+        assert not layer.parameters[f"bias_hh_l{k}"].any()
+    again, other = an.LSTM(30, 20, 2, seed=1), an.LSTM(30, 20, 2, seed=2)
+    name = "weight_hh_l1"
+    assert np.array_equal(layer.parameters[name], again.parameters[name])
+    assert not np.array_equal(layer.parameters[name], other.parameters[name])
+
+
+def test_initial_values_of_torch() -> None:
+    layer = an.LSTM(30, 25, initializer="torch", seed=1)
+    for parameter in layer.parameters.values():
+        assert 0.18 < np.abs(parameter).max() <= 0.2 and np.abs(parameter.mean()) < 0.03
+    forget = an.LSTM(30, 25, initializer="torch", forget_bias=2.0).parameters["bias_ih_l0"][25:50]
+    assert (forget == 2.0).all()
+
+
+def test_initial_values_of_cells() -> None:
+    layer = an.RNN(cells.LayerNormLSTM, 3, 4, bidirectional=True)
+    assert (layer.parameters["x_i_l0_reverse"] == 1.0).all()
+    assert (layer.parameters["b_f_l0"] == 0.0).all()
+    assert not any(name.startswith("bias") for name in layer.parameters)
+    peephole = an.RNN(cells.PeepholeLSTM, 3, 4, gate_bias={"f": 1.0, "o": -1.0})
+    assert not peephole.parameters["p_i_l0"].any()
+    expected = np.repeat([0.0, 1.0, 0.0, -1.0], 4)
+    assert np.array_equal(peephole.parameters["bias_ih_l0"], expected)
+    given = an.GRU(3, 4, recurrent_initializer=lambda shape, rng: np.full(shape, 0.5))
+    assert (given.parameters["weight_hh_l0"] == 0.5).all()
+
+
+@pytest.mark.parametrize("shape", [(7, 7), (3, 9), (9, 3), (1, 1)])
+def test_orthogonal(shape: tuple[int, int], rng: np.random.Generator) -> None:
+    w = initializers.orthogonal(shape, rng)
+    product = w @ w.T if shape[0] <= shape[1] else w.T @ w
+    assert w.shape == shape
+    assert np.allclose(product, np.eye(min(shape)), rtol=0, atol=1e-14)
+
+
+def test_orthogonal_is_uniform(rng: np.random.Generator) -> None:
+    """Without the fix of signs, QR has a preference for one sign on its diagonal."""
+    corners = [initializers.orthogonal((2, 2), rng)[0, 0] for _ in range(4000)]
+    assert abs(np.mean(corners)) < 0.05 and np.mean(np.square(corners)) == pytest.approx(0.5, 0.05)
+
+
+def test_glorot(rng: np.random.Generator) -> None:
+    for draw in (initializers.glorot_uniform, initializers.glorot_normal):
+        assert draw((300, 200), rng).var() == pytest.approx(2 / 500, rel=0.02)
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def pair_of_gradients(rng: np.random.Generator, scale: float = 1.0) -> Iterator[Any]:
+    """What has parameters and gradients, as torch and as we see it."""
+    torch = pytest.importorskip("torch")
+    arrays = {f"p{i}": rng.standard_normal(shape) for i, shape in enumerate([(4, 3), (5,), ()])}
+    mine = SimpleNamespace(parameters={k: np.array(v) for k, v in arrays.items()}, grads={})
+    theirs = [torch.nn.Parameter(torch.tensor(v)) for v in arrays.values()]
+    while True:
+        for (name, array), p in zip(arrays.items(), theirs, strict=True):
+            mine.grads[name] = np.array(scale * rng.standard_normal(array.shape))
+            p.grad = torch.tensor(mine.grads[name])
+        yield mine, theirs
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"lr": 0.1, "betas": (0.5, 0.9), "eps": 1e-3}, {"weight_decay": 0.3}, {"betas": (0.0, 0.0)}],
+    ids=str,
+)
+def test_adam_is_torchs(options: dict[str, Any], rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    gradients = pair_of_gradients(rng)
+    mine, theirs = next(gradients)
+    ours, other = an.Adam(mine, **options), torch.optim.Adam(theirs, **options)
+    for step in range(30):
+        if step == 15:
+            ours.lr = other.param_groups[0]["lr"] = 0.01  # a schedule
+        next(gradients)
+        ours.step()
+        other.step()
+    for array, p in zip(mine.parameters.values(), theirs, strict=True):
+        assert_close(array, p.detach().numpy(), "float64", "forward")
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.3, 1e9])
+def test_clipping_is_torchs(limit: float, rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    gradients = pair_of_gradients(rng)
+    mine, theirs = next(gradients)
+    norm = an.clip_by_global_norm(mine, limit)
+    assert norm == pytest.approx(torch.nn.utils.clip_grad_norm_(theirs, limit).item(), rel=1e-14)
+    for grad, p in zip(mine.grads.values(), theirs, strict=True):
+        assert_close(grad, p.grad.numpy(), "float64", "forward")
+    mine, theirs = next(gradients)
+    an.clip_by_value([mine], limit)
+    torch.nn.utils.clip_grad_value_(theirs, limit)
+    for grad, p in zip(mine.grads.values(), theirs, strict=True):
+        assert np.array_equal(grad, p.grad.numpy())
+
+
+def test_norms_that_are_no_numbers() -> None:
+    for bad in (np.nan, np.inf):
+        mine = SimpleNamespace(parameters={"p": np.ones(2)}, grads={"p": np.array([1.0, bad])})
+        assert not np.isfinite(an.clip_by_global_norm(mine, 1.0))
+        assert mine.grads["p"][0] == 1.0
+    huge = SimpleNamespace(parameters={"p": np.ones(2, "f4")}, grads={"p": np.full(2, 3e30, "f4")})
+    assert an.clip_by_global_norm(huge, 1.0) == pytest.approx(3e30 * np.sqrt(2))
+    assert np.linalg.norm(huge.grads["p"]) == pytest.approx(1.0)
+
+
+def test_dense_is_torchs(rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    for bias in (True, False):
+        ours = an.Dense(4, 3, bias=bias, dtype="float64", seed=1)
+        theirs = torch.nn.Linear(4, 3, bias=bias, dtype=torch.float64)
+        theirs.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in ours.parameters.items()})
+        x, y = rng.standard_normal((6, 2, 4)), rng.standard_normal((6, 2, 3))
+        loss, grad = an.mse(ours.forward(x, training=True), y)
+        given = torch.tensor(x, requires_grad=True)
+        ref = torch.nn.functional.mse_loss(theirs(given), torch.tensor(y))
+        ref.backward()
+        assert loss == pytest.approx(ref.item(), rel=1e-14)
+        assert_close(ours.backward(grad), given.grad.numpy(), "float64", "gradient")
+        for name, p in theirs.named_parameters():
+            assert_close(ours.grads[name], p.grad.numpy(), "float64", "gradient", name)
+
+
+@pytest.mark.parametrize("case", [cells.LSTM, cells.GRU, cells.PeepholeLSTM], ids=repr)
+def test_training_learns(case: Any) -> None:
+    """To add the two numbers of a sequence that are marked (Hochreiter & Schmidhuber, 1997)."""
+    rng = np.random.default_rng(0)
+    layer, readout = an.RNN(case, 2, 16, seed=0), an.Dense(16, 1, seed=1)
+    optimizer = an.Adam([layer, readout], lr=0.02)
+    losses = []
+    for _ in range(200):
+        x = np.zeros((8, 64, 2))
+        x[:, :, 0] = rng.uniform(0.0, 1.0, (8, 64))
+        marks = np.argsort(rng.random((8, 64)), axis=0)[:2]
+        np.put_along_axis(x[:, :, 1], marks, 1.0, axis=0)
+        y = np.take_along_axis(x[:, :, 0], marks, axis=0).sum(0)[:, None]
+        output, _ = layer.forward(x, training=True)
+        loss, grad = an.mse(readout.forward(output[-1], training=True), y)
+        grad_output = np.zeros_like(output)
+        grad_output[-1] = readout.backward(grad)
+        layer.backward(grad_output)
+        an.clip_by_global_norm([layer, readout], 1.0)
+        optimizer.step()
+        losses.append(loss)
+    chance = 1 / 6  # the variance of the sum
+    assert losses[0] > chance
+    assert np.mean(losses[-10:]) < 0.15 * chance
+
+
+# -- keeping ---------------------------------------------------------------------------------------
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    one, other = (an.LSTM(3, 5, 2, bidirectional=True, seed=s) for s in (1, 2))
+    x = np.random.default_rng(0).standard_normal((4, 2, 3))
+    one.save(tmp_path / "layer")  # the name is taken as given
+    kept = other.parameters["weight_hh_l1"]
+    other.load(tmp_path / "layer")
+    assert np.array_equal(one.forward(x)[0], other.forward(x)[0])
+    assert kept is other.parameters["weight_hh_l1"]  # optimisers hold on to the arrays
+    assert [path.name for path in tmp_path.iterdir()] == ["layer"]
+    with np.load(tmp_path / "layer", allow_pickle=False) as archive:
+        assert list(archive.files) == list(one.parameters)
+    wide = an.LSTM(3, 5, 2, bidirectional=True, dtype="float64")
+    wide.load(tmp_path / "layer")
+    assert np.array_equal(wide.parameters["bias_ih_l0"], one.parameters["bias_ih_l0"])
+
+
+def test_parameter_names_are_torchs() -> None:
+    torch = pytest.importorskip("torch")
+    ours, theirs = an.GRU(3, 5, 2, bidirectional=True), torch.nn.GRU(3, 5, 2, bidirectional=True)
+    shapes = {name: tuple(p.shape) for name, p in theirs.named_parameters()}
+    assert {name: p.shape for name, p in ours.parameters.items()} == shapes
+    assert list(ours.parameters) == list(shapes)
+
+
+def test_a_load_that_fails_changes_nothing(tmp_path: Path) -> None:
+    layer = an.GRU(3, 5, seed=1)
+    before = {name: p.copy() for name, p in layer.parameters.items()}
+    path = tmp_path / "layer.npz"
+
+    def refused(kind: type[Exception], *words: str, **arrays: Any) -> None:
+        if arrays:
+            np.savez(path, **arrays)
+        with pytest.raises(kind) as caught:
+            layer.load(path)
+        assert all(word in str(caught.value) for word in words), caught.value
+        assert all(np.array_equal(p, before[name]) for name, p in layer.parameters.items())
+
+    refused(FileNotFoundError, "layer.npz")
+    others = {name: p for name, p in before.items() if name != "bias_hh_l0"}
+    refused(KeyError, "missing bias_hh_l0", "expected weight_ih_l0", **others)
+    refused(KeyError, "unknown extra", **before, extra=np.zeros(3))
+    wrong = {**before, "bias_hh_l0": np.zeros(16)}
+    refused(ValueError, "bias_hh_l0", "given shape (16,)", "expected (15,)", **wrong)
+    words = {**before, "bias_hh_l0": np.array(["a"] * 15)}
+    refused(TypeError, "bias_hh_l0", "given dtype <U1", "expected real numbers", **words)
+    objects = {**before, "bias_hh_l0": np.array([object()] * 15)}
+    refused(ValueError, "layer.npz", "written by GRU.save()", **objects)
+    for content in (b"", b"no archive", path.read_bytes()[:500]):
+        path.write_bytes(content)
+        refused(ValueError, "layer.npz", "written by GRU.save()")
+
+
+def test_a_save_that_fails_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = an.Dense(3, 2, seed=1)
+    layer.save(tmp_path / "dense.npz")
+    old = (tmp_path / "dense.npz").read_bytes()
+
+    def full(file: Any, **arrays: Any) -> None:
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(base.np, "savez", full)
+    with pytest.raises(OSError, match="disk full"):
+        layer.save(tmp_path / "dense.npz")
+    assert [path.name for path in tmp_path.iterdir()] == ["dense.npz"]
+    assert (tmp_path / "dense.npz").read_bytes() == old
+
+
+def test_copies_and_pickles(rng: np.random.Generator) -> None:
+    layer = an.RNN(cells.PeepholeLSTM, 3, 4, 2, dropout=0.5, seed=1)
+    x, _, d = problem(layer, 5, 2, rng)
+    layer.forward(x, training=True)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        with pytest.raises(RuntimeError, match="forward"):
+            twin.backward(d[0])
+        assert np.array_equal(twin.forward(x)[0], layer.forward(x)[0])
+        twin.parameters["bias_hh_l0"][:] = 7.0
+        assert not np.array_equal(twin.forward(x)[0], layer.forward(x)[0])
+
+
+# -- what belongs to the user ----------------------------------------------------------------------
+
+
+def test_no_array_of_the_user_is_written(engine: str, rng: np.random.Generator) -> None:
+    for dtype in ("float32", "float64"):
+        layer = an.LSTM(3, 4, 2, dropout=0.5, bidirectional=True, dtype=dtype, seed=1)
+        x, state, d = problem(layer, 5, 2, rng)
+        given = [x, *state, d[0], *d[1], rng.random((5, 2)) < 0.7, np.array([5, 3])]
+        given = [a.astype(dtype) if a.dtype == "float64" else a for a in given]
+        for array in given:
+            array.flags.writeable = False
+        x, h, c, d_output, dh, dc, mask, lengths = given
+        layer.forward(x, (h, c), mask=mask, lengths=lengths, resets=mask, training=True)
+        layer.backward(d_output, (dh, dc))
+        an.clip_by_global_norm(layer, 0.1)
+        an.Adam(layer).step()
+
+
+def test_results_may_be_written(engine: str, rng: np.random.Generator) -> None:
+    """And a backward pass may run twice."""
+    for batch_first in (False, True):
+        layer = an.LSTM(3, 4, batch_first=batch_first, dtype="float64", seed=1)
+        x, state, d = problem(layer, 5, 2, rng)
+        ref = solve(layer, x, state, d)
+        output, final = layer.forward(x, state, training=True)
+        for array in (output, *final):
+            assert array.flags.c_contiguous
+            array[:] = np.nan
+        for _ in range(2):
+            dx, d_state = layer.backward(*d)
+            found = {"d x": dx, "d state 0": d_state[0], "d state 1": d_state[1]}
+            found |= {f"d {name}": grad for name, grad in layer.grads.items()}
+            for name, value in found.items():
+                assert np.array_equal(value, ref[name]), name
+            for array in found.values():
+                array[:] = np.nan
+
+
+def test_strided_views_and_lists(rng: np.random.Generator) -> None:
+    layer = an.GRU(3, 4, dtype="float64", seed=1)
+    x = rng.standard_normal((6, 10, 2)).T[:, ::2, :3]
+    assert not x.flags.c_contiguous
+    expected, _ = layer.forward(x.copy())
+    assert np.array_equal(layer.forward(x)[0], expected)
+    assert np.array_equal(layer.forward(x.tolist())[0], expected)
+
+
+def test_no_framework_is_imported() -> None:
+    code = "import sys, anycell; anycell.numpy.LSTM(1, 1); print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    assert not {b"torch", b"tensorflow", b"jax", b"scipy"} & set(run.stdout.split())
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def lstm(**options: Any) -> an.LSTM:
+    return an.LSTM(3, 4, seed=1, **options)
+
+
+X = np.zeros((5, 2, 3))
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    # constructors
+    (lambda: an.RNN("LSTM", 3, 4), TypeError, r"cell: given 'LSTM', expected what @anycell.cell"),
+    (lambda: an.LSTM(0, 4), ValueError, r"input_size: given 0, expected an integer of at least 1"),
+    (lambda: an.LSTM(3, 2.5), ValueError, r"hidden_size: given 2.5, expected an integer"),
+    (lambda: an.LSTM(3, 4, True), ValueError, r"num_layers: given True, expected an integer"),
+    (lambda: lstm(dropout=1.0), ValueError, r"dropout: given 1.0, expected a number in \[0.0, 1"),
+    (lambda: lstm(dropout=np.nan), ValueError, r"dropout: given nan, expected"),
+    (lambda: lstm(dtype="float16"), ValueError, r"dtype: given 'float16', expected 'float32' or"),
+    (lambda: lstm(dtype=None), ValueError, r"dtype: given None, expected 'float32' or"),
+    (lambda: lstm(dtype="flaot32"), ValueError, r"dtype: given 'flaot32', expected 'float32' or"),
+    (lambda: lstm(initializer="he"), ValueError, r"initializer: given 'he', expected 'glorot_uni"),
+    (lambda: lstm(gate_bias={"z": 1}), ValueError, r"gate_bias: .*'z', expected i, f, g, o"),
+    (lambda: lstm(bias=False, forget_bias=1.0), ValueError, r"gate_bias: .* there is no bias"),
+    (lambda: lstm(dropuot=0.1), TypeError, r"given dropuot=; sizes that cell LSTM .*: none"),
+    (lambda: an.RNN(Projected, 3, 4), TypeError, r"missing P=; sizes that cell Projected .*: P"),
+    (lambda: initializers.orthogonal((3,), None), ValueError, r"shape: given \(3,\), expected"),
+    # forward
+    (lambda: lstm().forward(X[0]), ValueError, r"x: given shape \(2, 3\), expected \(T, B, 3\)"),
+    (lambda: lstm().forward(X[..., :2]), ValueError, r"x: given shape \(5, 2, 2\), expected"),
+    (lambda: lstm(batch_first=True).forward(X[0]), ValueError, r"expected \(B, T, 3\)"),
+    (lambda: lstm().forward(X.astype(str)), TypeError, r"x: given .* expected an array of real"),
+    (lambda: lstm().forward(X + 1j), TypeError, r"x: given .*complex128, expected"),
+    (lambda: lstm().forward(X, X), ValueError, r"state: given 1 array\(s\), expected 2: h, c"),
+    (
+        lambda: lstm().forward(X, (np.zeros((1, 2, 4)), np.zeros((2, 4)))),
+        ValueError,
+        r"state c: given shape \(2, 4\), expected \(1, 2, 4\)",
+    ),
+    (lambda: lstm().forward(X, mask=np.ones((2, 5))), ValueError, r"mask: .*expected \(5, 2\)"),
+    (lambda: lstm().forward(X, mask=np.full((5, 2), 2)), ValueError, r"mask: .* expected booleans"),
+    (lambda: lstm().forward(X, resets=[1, 0]), ValueError, r"resets: given shape \(2,\), expected"),
+    (
+        lambda: lstm().forward(X, lengths=[6, 1]),
+        ValueError,
+        r"lengths: given 6 at row 0, .* 0 to 5",
+    ),
+    (lambda: lstm().forward(X, lengths=[1, -1]), ValueError, r"lengths: given -1 at row 1"),
+    (lambda: lstm().forward(X, lengths=[5]), ValueError, r"lengths: given shape \(1,\), .*\(2,\)"),
+    (lambda: lstm().forward(X, lengths=[1.0, 2.0]), TypeError, r"lengths: given dtype float64"),
+    (lambda: lstm().forward(X, masked_output="no"), ValueError, r"masked_output: given 'no'"),
+    (lambda: lstm().forward(X, static=X), ValueError, r"static: given an array, expected none"),
+    (lambda: an.RNN(Gated, 3, 4).forward(X), ValueError, r"static: given none, .*\[2, 4\] \(e\)"),
+    # backward and step
+    (lambda: lstm().backward(X), RuntimeError, r"LSTM.backward\(\) needs a forward"),
+    (lambda: an.Dense(2, 2).backward(X), RuntimeError, r"Dense.backward\(\) needs a forward"),
+    (lambda: lstm(bidirectional=True).step(X[0]), ValueError, r"given bidirectional=True"),
+    (lambda: lstm().step(X), ValueError, r"x: given shape \(5, 2, 3\), expected \(B, 3\)"),
+    # the rest
+    (lambda: an.Dense(2, 3).forward(X), ValueError, r"x: .*expected \(axis 0, axis 1, 2\)"),
+    (lambda: an.mse(X, X[0]), ValueError, r"target: given shape \(2, 3\), expected \(5, 2, 3\)"),
+    (lambda: an.mse(X[:0], X[:0]), ValueError, r"prediction: given an empty array"),
+    (lambda: an.Adam([]), ValueError, r"layers: given none, expected at least one"),
+    (lambda: an.Adam(lstm(), lr=-1.0), ValueError, r"lr: given -1.0, expected a number in \[0.0"),
+    (lambda: an.Adam(lstm(), betas=(0.9, 1.0)), ValueError, r"betas: given 1.0, expected"),
+    (lambda: an.Adam(lstm()).step(), RuntimeError, r"LSTM has no gradient for 'weight_ih_l0' yet"),
+    (lambda: an.clip_by_global_norm(lstm(), 1.0), RuntimeError, r"LSTM has no gradient"),
+    (lambda: an.clip_by_value(lstm(), np.nan), ValueError, r"limit: given nan, expected a number"),
+    (lambda: lstm().set_parameters({}), KeyError, r"missing bias_hh_l0, .* expected weight_ih_l0"),
+]
+
+
+@pytest.mark.parametrize("call, kind, message", REFUSED, ids=lambda v: v if type(v) is str else "")
+def test_refusals(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_a_refused_call_changes_nothing(rng: np.random.Generator) -> None:
+    layer = lstm(dtype="float64")
+    x, state, d = problem(layer, 5, 2, rng)
+    ref = solve(layer, x, state, d)
+    layer.forward(x, state, training=True)
+    with pytest.raises(ValueError, match="grad_output: given shape"):
+        layer.backward(d[0][:4])
+    with pytest.raises(ValueError, match="grad_state c: given shape"):
+        layer.backward(d[0], (d[1][0], d[1][1][:, :1]))
+    with pytest.raises(ValueError, match="lengths"):
+        layer.forward(x, lengths=[9, 9])
+    assert np.array_equal(layer.backward(*d)[0], ref["d x"])
+    with pytest.raises(TypeError):
+        layer.parameters["bias_hh_l0"] = np.zeros(3)
+
+
+@pytest.mark.parametrize(
+    "module", [base, dense, initializers, layers, optim], ids=lambda m: m.__name__
+)
+def test_examples_of_docstrings(module: Any) -> None:
+    import anycell
+
+    rng = np.random.default_rng(0)
+    examples = {"np": np, "anycell": anycell, "x": rng.normal(size=(4, 3)), "y": np.ones((4, 1))}
+    examples |= {name: getattr(an, name) for name in an.__all__}
+    failed, _ = doctest.testmod(module, extraglobs=examples)
+    assert not failed

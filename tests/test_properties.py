@@ -1,0 +1,81 @@
+"""Random cells: the fused engine against the reference in float64 against finite differences.
+
+How many, and from which seed: ``--random-cells N --seed S``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from problems import Problem, Unsolvable, assert_right, by_cpu, by_recurrence, random_problem
+from random_cells import random_cell, source
+
+from anycell.engines import cpu, reference
+from anycell.engines.cpu import isa
+
+
+def situation(rng: np.random.Generator) -> dict[str, Any]:
+    options: dict[str, Any] = {name: True for name in ("masked", "resets") if rng.random() < 0.4}
+    options["reverse"] = bool(rng.random() < 0.3)
+    options["training"] = bool(rng.random() < 0.6)
+    options["masked_output"] = "repeat" if rng.random() < 0.3 else "zero"
+    return options | {"seed": int(rng.integers(1 << 63))}
+
+
+def loss(problem: Problem) -> float:
+    """Outputs and final states, weighted by the gradients that arrive there."""
+    outputs, final = reference.run(problem.cell, **problem.arguments())
+    arriving = problem["d_outputs"]
+    if "mask" in problem.arrays and problem.options["masked_output"] == "zero":
+        arriving = np.where(problem["mask"][..., None], arriving, 0.0)
+    weighted = zip(final, problem.group("d_final").values(), strict=True)
+    return float((outputs * arriving).sum()) + sum(float((s * d).sum()) for s, d in weighted)
+
+
+def slope(problem: Problem, step: float, rng: np.random.Generator) -> tuple[float, float]:
+    """The derivative of the loss in a random direction: by gradients, by differences."""
+    leaves = {n: a for n, a in problem.arrays.items() if f"d {n}" in problem.right}
+    direction = {name: rng.standard_normal(a.shape) for name, a in leaves.items()}
+    by_gradients = sum(float((problem.right[f"d {n}"] * d).sum()) for n, d in direction.items())
+    ahead, behind = (
+        loss(problem.but({n: a + sign * step * direction[n] for n, a in leaves.items()}))
+        for sign in (1, -1)
+    )
+    return by_gradients, (ahead - behind) / (2 * step)
+
+
+def test_random_cell(cell_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(cell_seed)
+    steps, rows, hidden = (int(rng.choice(n)) for n in ([1, 2, 5], [1, 3, 7], [2, 5, 9, 18, 33]))
+    cell = random_cell(cell_seed, hidden)
+    options = situation(rng)
+    ran: list[Any] = []
+    run = cpu.run
+    monkeypatch.setattr(cpu, "run", lambda *call: (ran.append(call), run(*call)))
+    for dtype in ("float64", "float32"):
+        try:
+            problem = random_problem(cell, (steps, rows, hidden), rng, dtype, **options)
+        except Unsolvable:
+            assert dtype == "float32"
+            continue
+        with isa.force(str(rng.choice(isa.available()))) as target:
+            told = f"{problem.options}, {target.name}, {source(cell)}"
+            ran.clear()
+            solution = by_cpu(problem)
+            assert len(ran) == 2, "forward and backward, on the CPU engine"
+            assert_right(solution, problem, told)
+            results = by_recurrence(problem)
+            assert len(ran) == 3
+            assert_right(results, problem, told)
+        if dtype == "float64":
+            # A step may cross the edge of a where(): then another direction, and a smaller one.
+            tries = [slope(problem, step, rng) for step in (1e-5, 1e-6, 1e-7)]
+            assert any(
+                found == pytest.approx(right, rel=1e-5, abs=1e-6) for found, right in tries
+            ), f"{tries}, {told}"
+
+
+def test_random_cells_are_varied(seed: int) -> None:
+    """Every row of the op table occurs, and nearly all can be solved in float32."""
