@@ -18,7 +18,9 @@ from anycell.engines import cpu
 from anycell.plan import Plan
 
 Array = Any
-CHUNK_BYTES = 8 << 20  # of projected gates, for all directions together: they should stay in the cache
+CHUNK_BYTES = (
+    8 << 20
+)  # of projected gates, for all directions together: they should stay in the cache
 WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay
 FEW_ROWS = 16  # rows per thread below which threads share the rows and split the units
 
@@ -137,7 +139,15 @@ class _Span(NamedTuple):
 class _Run:
     """A kernel that runs over chunks of time, with one argument table per direction."""
 
-    def __init__(self, host: Host, plan: Plan, weights: Sequence[Weights], options: Options, x: Array, backward: bool) -> None:
+    def __init__(
+        self,
+        host: Host,
+        plan: Plan,
+        weights: Sequence[Weights],
+        options: Options,
+        x: Array,
+        backward: bool,
+    ) -> None:
         self.host, self.plan, self.options, self.weights = host, plan, options, weights
         self.steps, self.batch, self.directions = x.shape[0], x.shape[1], len(weights)
         self.kernel = cpu.compiled(plan, backward)
@@ -152,7 +162,9 @@ class _Run:
     def _chunk(self) -> int:
         """Steps per chunk of the projection."""
         plan = self.plan
-        step = self.directions * self.batch * len(plan.cell.gates) * plan.hidden_size * plan.itemsize
+        step = (
+            self.directions * self.batch * len(plan.cell.gates) * plan.hidden_size * plan.itemsize
+        )
         count = max(1, -(-self.steps * step // CHUNK_BYTES))
         return max(1, -(-self.steps // count))
 
@@ -163,7 +175,9 @@ class _Run:
         if threads <= 1 or work * self.directions < WORTH_A_THREAD:
             return 1, False
         each = threads // self.directions if threads % self.directions == 0 else threads
-        units = self.kernel.units_splittable and 1 < each <= g.tiles and self.batch < FEW_ROWS * each
+        units = (
+            self.kernel.units_splittable and 1 < each <= g.tiles and self.batch < FEW_ROWS * each
+        )
         return threads, units
 
     def __enter__(self) -> _Run:
@@ -185,7 +199,14 @@ class _Run:
                 call.set(**{f"param{i}": host.pointer(param)})
             if w.hh is not None:
                 biases = (0, 0) if self.backward else (bias_x, self._address(w.bias_hh))
-                cpu.pack(kernel, places[2 * d], host.pointer(w.hh), host.strides(w.hh), *biases, options.threads)
+                cpu.pack(
+                    kernel,
+                    places[2 * d],
+                    host.pointer(w.hh),
+                    host.strides(w.hh),
+                    *biases,
+                    options.threads,
+                )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -209,7 +230,9 @@ class _Run:
             return _Span(end - count, end, end - 1, -1)
         return _Span(done, done + count, done, 1)
 
-    def point(self, d: int, name: str, array: Array, index: int, sign: int, column: int = 0) -> None:
+    def point(
+        self, d: int, name: str, array: Array, index: int, sign: int, column: int = 0
+    ) -> None:
         """Lets ``name`` start at ``array[index, :, column:]`` and step ``sign`` through its first axis."""
         time, row = self.host.strides(array)[:2]
         address = self.host.pointer(array) + (index * time + column) * self.plan.itemsize
@@ -277,7 +300,13 @@ def forward(
         # What lies under a mask never matters, a reset no more than an input.
         options = replace(options, resets=options.resets & options.mask)
     run = _Run(host, plan, weights, options, x, backward=False)
-    cell, h, steps, batch, directions = plan.cell, plan.hidden_size, run.steps, run.batch, run.directions
+    cell, h, steps, batch, directions = (
+        plan.cell,
+        plan.hidden_size,
+        run.steps,
+        run.batch,
+        run.directions,
+    )
     # Outputs zeroed under a mask are not the hidden states: these then need memory of their own, all or two steps.
     apart = options.mask is not None and not options.repeat
     whole = keep or not apart
@@ -296,7 +325,10 @@ def forward(
     values = [host.lasting((steps, batch, run.kernel.saved_width)) for _ in weights] if keep else []
     width = len(cell.gates) * h
     padded = _padded(plan, width)
-    projected = [None if w.ih is None else host.empty((run.chunk * batch, padded))[:, :width] for w in weights]
+    projected = [
+        None if w.ih is None else host.empty((run.chunk * batch, padded))[:, :width]
+        for w in weights
+    ]
     rows = None if run.steps > run.chunk else x.reshape(steps * batch, x.shape[2])
 
     with run:
@@ -308,7 +340,11 @@ def forward(
                 if w.ih is None:
                     run.point(d, "x", x, span.time, span.sign)
                 else:
-                    part = x[span.begin : span.end].reshape(count * batch, x.shape[2]) if rows is None else rows
+                    part = (
+                        x[span.begin : span.end].reshape(count * batch, x.shape[2])
+                        if rows is None
+                        else rows
+                    )
                     gates = projected[d] if count == run.chunk else projected[d][: count * batch]  # type: ignore[index]
                     host.matmul(part, w.ih.T, gates)
                     run.point_rows(d, "x", gates, padded, span.time - span.begin, span.sign)
@@ -327,17 +363,23 @@ def forward(
     for d, w in enumerate(weights):
         final = [run.read(hidden, (1 if w.reverse else steps) if whole else steps & 1, d * h)]
         for i in range(1, len(cell.states)):
-            final.append(run.read(states[d][i], (0 if w.reverse else steps) if kept[i] else steps & 1, 0))
+            final.append(
+                run.read(states[d][i], (0 if w.reverse else steps) if kept[i] else steps & 1, 0)
+            )
         finals.append(final)
     saved = Saved(x, weights, options, hidden, states, values, resets) if keep else None
     return out, finals, saved
 
 
-def _point_state(run: _Run, d: int, i: int, array: Array, whole: bool, done: int, last: int, column: int) -> None:
+def _point_state(
+    run: _Run, d: int, i: int, array: Array, whole: bool, done: int, last: int, column: int
+) -> None:
     """The slot of state i before the next step: in its whole sequence, or one of two that take turns."""
     if whole:
         reverse = run.reverse[d]
-        run.point(d, f"state{i}", array, last - done if reverse else done, -1 if reverse else 1, column)
+        run.point(
+            d, f"state{i}", array, last - done if reverse else done, -1 if reverse else 1, column
+        )
     else:
         run.point(d, f"state{i}", array, done & 1, -1 if done & 1 else 1, column)
         run.calls[d].set(**{f"state{i}_flip": 1})
@@ -368,16 +410,31 @@ def backward(
     """
     x, weights, options = saved.x, saved.weights, saved.options
     run = _Run(host, plan, weights, options, x, backward=True)
-    cell, h, steps, batch, directions = plan.cell, plan.hidden_size, run.steps, run.batch, run.directions
+    cell, h, steps, batch, directions = (
+        plan.cell,
+        plan.hidden_size,
+        run.steps,
+        run.batch,
+        run.directions,
+    )
     width, outputs = len(cell.gates) * h, len(cell.linears[0].outputs) * h if cell.linears else 0
     project = weights[0].ih is not None
     dx = host.empty(tuple(x.shape)) if need_x or not project else None
-    sums = [_Sums(host, plan, batch, w, need_weights, dfinal[d], bool(saved.reset)) for d, w in enumerate(weights)]
+    sums = [
+        _Sums(host, plan, batch, w, need_weights, dfinal[d], bool(saved.reset))
+        for d, w in enumerate(weights)
+    ]
     split = plan.split_gradient and outputs > 0
     padded, padded_r = _padded(plan, width), _padded(plan, outputs)
-    dgates = [host.empty((run.chunk * batch, padded))[:, :width] if project else None for _ in weights]
-    dr = [host.empty((run.chunk * batch, padded_r))[:, :outputs] if split else None for _ in weights]
-    operand = [host.empty((run.chunk * batch, h)) if saved.reset and outputs else None for _ in weights]
+    dgates = [
+        host.empty((run.chunk * batch, padded))[:, :width] if project else None for _ in weights
+    ]
+    dr = [
+        host.empty((run.chunk * batch, padded_r))[:, :outputs] if split else None for _ in weights
+    ]
+    operand = [
+        host.empty((run.chunk * batch, h)) if saved.reset and outputs else None for _ in weights
+    ]
     written: set[int] = set()
 
     with run:
@@ -389,7 +446,11 @@ def backward(
             spans = [run.span(d, done, count) for d in range(directions)]
             for d, span in enumerate(spans):
                 local = span.time - span.begin
-                for name, array, row in (("dx", dgates[d], padded), ("dr", dr[d], padded_r), ("operand", operand[d], h)):
+                for name, array, row in (
+                    ("dx", dgates[d], padded),
+                    ("dr", dr[d], padded_r),
+                    ("operand", operand[d], h),
+                ):
                     if array is not None:
                         run.point_rows(d, name, array, row, local, span.sign)
                 if not project:
@@ -399,11 +460,20 @@ def backward(
                     run.point(d, "dy", dy, span.time, span.sign, d * h)
                 # state[t] is read before step t and, one step of the direction on, after it.
                 on = -span.sign
-                run.point(d, "state0", saved.hidden, span.time + (2 if weights[d].reverse else 0), span.sign, d * h)
+                run.point(
+                    d,
+                    "state0",
+                    saved.hidden,
+                    span.time + (2 if weights[d].reverse else 0),
+                    span.sign,
+                    d * h,
+                )
                 run.calls[d].set(state0_next=on * host.strides(saved.hidden)[0])
                 for i, sequence in enumerate(saved.states[d]):
                     if sequence is not None and sequence.shape[0] == steps + 1:
-                        run.point(d, f"state{i}", sequence, span.time + weights[d].reverse, span.sign)
+                        run.point(
+                            d, f"state{i}", sequence, span.time + weights[d].reverse, span.sign
+                        )
                         run.calls[d].set(**{f"state{i}_next": on * host.strides(sequence)[0]})
                 run.point_flags(d, span)
                 run.calls[d].set(time=span.time)
@@ -417,7 +487,9 @@ def backward(
                     before = operand[d][:rows]  # type: ignore[index]
                 else:
                     shift = 2 if weights[d].reverse else 0
-                    before = saved.hidden[begin + shift : end + shift, :, d * h : (d + 1) * h].reshape(rows, h)
+                    before = saved.hidden[
+                        begin + shift : end + shift, :, d * h : (d + 1) * h
+                    ].reshape(rows, h)
                 part = x[begin:end] if project and need_weights else None
                 if part is not None:
                     if options.mask is not None:
@@ -431,7 +503,9 @@ def backward(
     return dx, [total.result() for total in sums]
 
 
-def _project_back(host: Host, dg: Array, ih: Array, dx: Array, begin: int, end: int, written: set[int]) -> None:
+def _project_back(
+    host: Host, dg: Array, ih: Array, dx: Array, begin: int, end: int, written: set[int]
+) -> None:
     """dx[begin:end] = dg @ W, or += for times that the other direction has reached before."""
     batch = dx.shape[1]
     fresh = [time not in written for time in range(begin, end)]
@@ -451,7 +525,14 @@ class _Sums:
     """Gradients of one direction that add up over time."""
 
     def __init__(
-        self, host: Host, plan: Plan, batch: int, w: Weights, need: bool, dfinal: Sequence[Array | None], resets: bool
+        self,
+        host: Host,
+        plan: Plan,
+        batch: int,
+        w: Weights,
+        need: bool,
+        dfinal: Sequence[Array | None],
+        resets: bool,
     ) -> None:
         cell, h = plan.cell, plan.hidden_size
         self.host, self.plan = host, plan
@@ -466,8 +547,12 @@ class _Sums:
         self.ih = host.empty(tuple(w.ih.shape)) if need and w.ih is not None else None
         outputs = cell.linears[0].outputs if cell.linears else ()
         self.hh = host.empty((len(outputs) * h, h)) if need and outputs else None
-        self.bias_ih = host.zeros((len(cell.gates) * h,)) if need and w.bias_ih is not None else None
-        self.bias_hh = host.zeros((len(outputs) * h,)) if need and w.bias_hh is not None and outputs else None
+        self.bias_ih = (
+            host.zeros((len(cell.gates) * h,)) if need and w.bias_ih is not None else None
+        )
+        self.bias_hh = (
+            host.zeros((len(outputs) * h,)) if need and w.bias_hh is not None and outputs else None
+        )
         self.fresh = True  # nothing added yet
         self.missing = [(i, gate) for i, gate in enumerate(cell.gates) if gate not in outputs]
 

@@ -95,7 +95,10 @@ def _plan(cell: Cell, key: str, hidden_size: int, dtype: str, engine: str | None
         raise ValueError(f"engine='cpu' cannot run cell {cell.name}: {refusal}.")
     chosen = engine or ("reference" if refusal else "cpu")
     reason = (
-        "asked for" if engine else refusal or f"one matmul a step on state {cell.state_names[0]!r}, all sizes H: fused kernel"
+        "asked for"
+        if engine
+        else refusal
+        or f"one matmul a step on state {cell.state_names[0]!r}, all sizes H: fused kernel"
     )
     return Plan(
         cell=cell,
@@ -117,7 +120,12 @@ def is_narrow(node: Expr) -> bool:
         return node.attrs == (1,)
     if node.op in ("const", "hyper"):
         return True
-    return node.op not in FREE and bool(node.args) and node.op != "linear" and all(map(is_narrow, node.args))
+    return (
+        node.op not in FREE
+        and bool(node.args)
+        and node.op != "linear"
+        and all(map(is_narrow, node.args))
+    )
 
 
 def gradient_roots(gradients: Gradients) -> list[Expr]:
@@ -141,7 +149,9 @@ def _refusal(cell: Cell, hidden_size: int) -> str | None:
         return f"further matmuls inside a step ({', '.join(others)}) run on the reference engine as yet"
     sized = [f"{s.name}:{s.size}" for s in cell.states if s.size != "H"]
     if sized:
-        return f"states of another size than H ({', '.join(sized)}) run on the reference engine as yet"
+        return (
+            f"states of another size than H ({', '.join(sized)}) run on the reference engine as yet"
+        )
     for node in topological(cell.next):
         if is_reduction(node) and hidden_size % node.attrs[0]:
             return f"groups={node.attrs[0]} does not divide the hidden size {hidden_size}"
@@ -184,7 +194,9 @@ def _least_memory(cell: Cell, gradients: Gradients) -> tuple[list[Expr], list[Ex
             flow.edge((node, 1), "sink", _Flow.ENDLESS)
     beyond = flow.sink_side()
     # A dictionary, not a list: `in` must not compare expressions.
-    saved = dict.fromkeys(n for n in forward if n not in free and (n, 1) in beyond and (n, 0) not in beyond)
+    saved = dict.fromkeys(
+        n for n in forward if n not in free and (n, 1) in beyond and (n, 0) not in beyond
+    )
 
     again: dict[Expr, None] = {}
     stack = [node for node in read if node not in saved]
@@ -255,7 +267,9 @@ class _Flow:
 # ---- passes over a row --------------------------------------------------------------------------------
 
 # What is dearer to compute than to store and load.
-HEAVY = frozenset({"exp", "log", "sqrt", "div", "sigmoid", "tanh", "softplus", "log_sigmoid", "keep"})
+HEAVY = frozenset(
+    {"exp", "log", "sqrt", "div", "sigmoid", "tanh", "softplus", "log_sigmoid", "keep"}
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,7 +299,8 @@ def passes(roots: Iterable[Expr], loaded: frozenset[Expr] = frozenset()) -> Pass
         level[node] = below + (is_reduction(node) and node not in loaded)
     depth = max(level.values(), default=0)
     reductions = tuple(
-        tuple(n for n in order if is_reduction(n) and n not in loaded and level[n] == p + 1) for p in range(depth)
+        tuple(n for n in order if is_reduction(n) and n not in loaded and level[n] == p + 1)
+        for p in range(depth)
     )
     computed_in: dict[Expr, int] = {}
     stores: list[dict[Expr, None]] = [{} for _ in range(depth + 1)]
@@ -295,11 +310,17 @@ def passes(roots: Iterable[Expr], loaded: frozenset[Expr] = frozenset()) -> Pass
         seen: set[Expr] = set()
         while stack:
             node = stack.pop()
-            if node in seen or node in loaded or is_reduction(node) or node.op in ("linear", "preact"):
+            if (
+                node in seen
+                or node in loaded
+                or is_reduction(node)
+                or node.op in ("linear", "preact")
+            ):
                 continue
             seen.add(node)
             first = computed_in.setdefault(node, number)
-            if first < number and not is_narrow(node) and not _light(node, loaded, kept):
+            plain = is_narrow(node) or is_boolean(node)  # memory holds units, and numbers
+            if first < number and not plain and not _light(node, loaded, kept):
                 stores[first][node] = None
                 kept.add(node)
             if node not in kept or first == number:
@@ -330,4 +351,14 @@ def _until(roots: Iterable[Expr], stop: frozenset[Expr]) -> list[Expr]:
     return list(order)
 
 
-__all__ = ["DTYPES", "FREE", "Passes", "Plan", "gradient_roots", "is_narrow", "passes", "plan", "upstream"]
+__all__ = [
+    "DTYPES",
+    "FREE",
+    "Passes",
+    "Plan",
+    "gradient_roots",
+    "is_narrow",
+    "passes",
+    "plan",
+    "upstream",
+]

@@ -473,7 +473,12 @@ def pair_of_gradients(rng: np.random.Generator, scale: float = 1.0) -> Iterator[
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"lr": 0.1, "betas": (0.5, 0.9), "eps": 1e-3}, {"weight_decay": 0.3}, {"betas": (0.0, 0.0)}],
+    [
+        {},
+        {"lr": 0.1, "betas": (0.5, 0.9), "eps": 1e-3},
+        {"weight_decay": 0.3},
+        {"betas": (0.0, 0.0)},
+    ],
     ids=str,
 )
 def test_adam_is_torchs(options: dict[str, Any], rng: np.random.Generator) -> None:

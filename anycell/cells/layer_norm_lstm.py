@@ -11,7 +11,9 @@ from anycell.lang.ops import layer_norm, sigmoid, tanh
     params="x_i=1 x_f=1 x_g=1 x_o=1 r_i=1 r_f=1 r_g=1 r_o=1 b_i=0 b_f=0 b_g=0 b_o=0 c_gain=1 c_shift=0",
     bias=False,
 )
-def LayerNormLSTM(x: Gates, r: Gates, s: Gates, p: Gates, *, eps: float = 1e-5) -> tuple[Expr, Expr]:
+def LayerNormLSTM(
+    x: Gates, r: Gates, s: Gates, p: Gates, *, eps: float = 1e-5
+) -> tuple[Expr, Expr]:
     """LSTM with layer normalisation of both projections, per gate, and of the cell state.
 
     a_k = gain_xk LN(x_k) + gain_rk LN(r_k) + b_k        for each gate k; the bias follows the norm

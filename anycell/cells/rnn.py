@@ -16,5 +16,7 @@ def RNN(x: Gates, r: Gates, s: Gates, *, nonlinearity: str = "tanh") -> Expr:
     Source: Elman, *Finding Structure in Time*, 1990.
     """
     if nonlinearity not in _ACTIVATIONS:
-        raise ValueError(f"nonlinearity={nonlinearity!r}; expected one of {', '.join(_ACTIVATIONS)}.")
+        raise ValueError(
+            f"nonlinearity={nonlinearity!r}; expected one of {', '.join(_ACTIVATIONS)}."
+        )
     return _ACTIVATIONS[nonlinearity](x.h + r.h)

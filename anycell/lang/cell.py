@@ -79,13 +79,18 @@ class Gates(Traced):
             return self._values[name]
         except KeyError:
             given = " ".join(self._values) or "none"
-            fail(f"No {self._what} is named {name!r}; this cell declares: {given}.", f"declare it, or use one of: {given}.")
+            fail(
+                f"No {self._what} is named {name!r}; this cell declares: {given}.",
+                f"declare it, or use one of: {given}.",
+            )
 
     def _combine(self, op: str, left: Any, right: Any) -> Gates:
         def pick(side: Any, name: str) -> Any:
             return getattr(side, name) if isinstance(side, Gates) else side
 
-        return Gates(self._what, {n: apply(op, pick(left, n), pick(right, n)) for n in self._values})
+        return Gates(
+            self._what, {n: apply(op, pick(left, n), pick(right, n)) for n in self._values}
+        )
 
     def __add__(self, other: Any) -> Gates:
         return self._combine("add", self, other)
@@ -110,13 +115,17 @@ class _Trace:
     linears: dict[str, tuple[Expr, int, bool]] = field(default_factory=dict)
 
 
-_current: contextvars.ContextVar[_Trace | None] = contextvars.ContextVar("anycell_trace", default=None)
+_current: contextvars.ContextVar[_Trace | None] = contextvars.ContextVar(
+    "anycell_trace", default=None
+)
 
 
 def _trace(function: str) -> _Trace:
     trace = _current.get()
     if trace is None:
-        raise CellError(f"{function}() was called outside a cell. It has a meaning only in a function under @cell.")
+        raise CellError(
+            f"{function}() was called outside a cell. It has a meaning only in a function under @cell."
+        )
     return trace
 
 
@@ -136,7 +145,10 @@ def linear(value: Expr | Number, name: str, *, heads: int = 1, bias: bool = Fals
     if not isinstance(name, str) or not name.isidentifier():
         fail(f"linear(..., {name!r}): the weight needs a name.", 'linear(value, "name").')
     if name in trace.linears or name == RECURRENT:
-        fail(f"linear(..., {name!r}): this name is taken.", "each matmul has its own weight: choose another name.")
+        fail(
+            f"linear(..., {name!r}): this name is taken.",
+            "each matmul has its own weight: choose another name.",
+        )
     if not isinstance(heads, int) or heads < 1:
         fail(f"linear(..., heads={heads!r}).", "give a positive integer that divides the sizes.")
     trace.linears[name] = (operand, heads, bool(bias))
@@ -155,7 +167,10 @@ def keep(rate: Expr | Number, per: str = "step") -> Expr:
     if per not in ("step", "sequence"):
         fail(f"keep(..., per={per!r}).", 'per="step" or per="sequence".')
     if not isinstance(rate, Expr) and not 0.0 <= rate <= 1.0:
-        fail(f"keep({rate!r}): the probability of keeping is outside [0, 1].", "give a rate in [0, 1].")
+        fail(
+            f"keep({rate!r}): the probability of keeping is outside [0, 1].",
+            "give a rate in [0, 1].",
+        )
     node = Expr("keep", (as_expr(rate),), (trace.keeps, per))
     trace.keeps += 1
     return node
@@ -192,7 +207,11 @@ class Cell:
         self.function, self.gates, self.states = function, gates, states
         self.params, self.static, self.bias = params, static, bias
         self.name = function.__name__
-        self.__name__, self.__qualname__, self.__module__ = self.name, function.__qualname__, function.__module__
+        self.__name__, self.__qualname__, self.__module__ = (
+            self.name,
+            function.__qualname__,
+            function.__module__,
+        )
         self.__doc__ = function.__doc__
         self.given = given
         self.hyper, self.structure = _sort_hyperparameters(function, given)
@@ -204,13 +223,19 @@ class Cell:
         if not hyper:
             return self
         given = {**self.given, **hyper}
-        return Cell(self.function, self.gates, self.states, self.params, self.static, self.bias, given)
+        return Cell(
+            self.function, self.gates, self.states, self.params, self.static, self.bias, given
+        )
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.given.items())})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Cell) and (self.key, self.hyper, self.name) == (other.key, other.hyper, other.name)
+        return isinstance(other, Cell) and (self.key, self.hyper, self.name) == (
+            other.key,
+            other.hyper,
+            other.name,
+        )
 
     def __hash__(self) -> int:
         return hash((self.key, self.name))
@@ -250,7 +275,9 @@ class Cell:
             Gates("state", states),
         ]
         if self.params:
-            args.append(Gates("parameter", {p.name: Expr("param", (), (p.name,)) for p in self.params}))
+            args.append(
+                Gates("parameter", {p.name: Expr("param", (), (p.name,)) for p in self.params})
+            )
         if self.static is not None:
             args.append(Expr("static", (), (self.static,)))
         keywords = {**self.structure, **{name: Expr("hyper", (), (name,)) for name in self.hyper}}
@@ -346,7 +373,15 @@ class Cell:
         self.sizes = {node: size(node) for node in order if node not in numbers}
         outputs = {n.attrs[0]: n for n in order if n.op in ("linear", "preact")}
         self.linears = tuple(
-            Linear(l.name, l.operand, l.outputs, l.heads, l.bias, size(l.operand), size(outputs[l.name]))
+            Linear(
+                l.name,
+                l.operand,
+                l.outputs,
+                l.heads,
+                l.bias,
+                size(l.operand),
+                size(outputs[l.name]),
+            )
             for l in self.linears
         )
 
@@ -367,13 +402,19 @@ def _fuse(results: tuple[Expr, ...]) -> tuple[Expr, ...]:
             x, r = sorted(node.args, key=lambda arg: arg.op != "x")
             alone = all(len(users[arg]) == 1 and arg not in roots for arg in (x, r))
             if alone and r.attrs == (RECURRENT, x.attrs[0]):
-                return Expr("preact", next(n for n, old in zip(args, node.args, strict=True) if old is r).args, r.attrs)
+                return Expr(
+                    "preact",
+                    next(n for n, old in zip(args, node.args, strict=True) if old is r).args,
+                    r.attrs,
+                )
         return None
 
     return tuple(rewrite(results, rule))
 
 
-def _linears(results: tuple[Expr, ...], trace: _Trace, gates: tuple[str, ...]) -> tuple[Linear, ...]:
+def _linears(
+    results: tuple[Expr, ...], trace: _Trace, gates: tuple[str, ...]
+) -> tuple[Linear, ...]:
     found: dict[str, tuple[Expr, list[str]]] = {}
     for node in topological(results):
         if node.op in ("linear", "preact"):
@@ -395,11 +436,15 @@ def _canonical(cell: Cell) -> str:
     lines = [f"{i} {n.op} {n.attrs!r} {[index[a] for a in n.args]}" for i, n in enumerate(order)]
     lines.append(f"next {[index[n] for n in cell.next]}")
     lines.append(f"{cell.gates} {cell.states} {cell.param_names} {cell.static} {cell.bias}")
-    lines.append(f"{[(l.name, l.outputs, l.heads, l.bias, l.in_size, l.out_size) for l in cell.linears]}")
+    lines.append(
+        f"{[(l.name, l.outputs, l.heads, l.bias, l.in_size, l.out_size) for l in cell.linears]}"
+    )
     return "\n".join(lines)
 
 
-def _sort_hyperparameters(function: Callable[..., Any], given: dict[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
+def _sort_hyperparameters(
+    function: Callable[..., Any], given: dict[str, Any]
+) -> tuple[dict[str, float], dict[str, Any]]:
     """Keyword-only arguments: floats are run-time values, everything else selects the graph."""
     signature = inspect.signature(function)
     keyword = {p.name: p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
@@ -414,11 +459,19 @@ def _sort_hyperparameters(function: Callable[..., Any], given: dict[str, Any]) -
     for name, parameter in keyword.items():
         value = given.get(name, parameter.default)
         if value is parameter.empty:
-            raise CellError(f"Cell {function.__name__}: hyperparameter {name!r} needs a default value.")
-        declared_float = "float" in str(parameter.annotation) or isinstance(parameter.default, float)
-        if isinstance(value, float) or (declared_float and isinstance(value, int) and not isinstance(value, bool)):
+            raise CellError(
+                f"Cell {function.__name__}: hyperparameter {name!r} needs a default value."
+            )
+        declared_float = "float" in str(parameter.annotation) or isinstance(
+            parameter.default, float
+        )
+        if isinstance(value, float) or (
+            declared_float and isinstance(value, int) and not isinstance(value, bool)
+        ):
             if math.isnan(value):
-                raise CellError(f"Cell {function.__name__}: hyperparameter {name} is NaN; expected a number.")
+                raise CellError(
+                    f"Cell {function.__name__}: hyperparameter {name} is NaN; expected a number."
+                )
             hyper[name] = float(value)
         elif value is None or isinstance(value, (bool, int, str, tuple)):
             structure[name] = value
@@ -435,7 +488,9 @@ def _restore(module: str, qualname: str, given: dict[str, Any]) -> Cell:
     for part in qualname.split("."):
         found = getattr(found, part, None)
     if not isinstance(found, Cell):
-        raise CellError(f"Cannot restore cell {qualname!r}: module {module!r} has no such cell at its top level.")
+        raise CellError(
+            f"Cannot restore cell {qualname!r}: module {module!r} has no such cell at its top level."
+        )
     return found(**given)
 
 
@@ -445,7 +500,9 @@ def _words(text: str, what: str) -> list[tuple[str, str | None, str | None]]:
     for word in text.split():
         match = re.fullmatch(r"([A-Za-z]\w*)(?::([A-Za-z]\w*))?(?:=(\S+))?", word)
         if match is None:
-            raise CellError(f"@cell({what}={text!r}): cannot read {word!r}; expected name, name:size or name=value.")
+            raise CellError(
+                f"@cell({what}={text!r}): cannot read {word!r}; expected name, name:size or name=value."
+            )
         out.append((match[1], match[2], match[3]))
     names = [name for name, _, _ in out]
     if len(set(names)) != len(names):
@@ -488,12 +545,18 @@ def cell(
         ...     return (1 - f) * s.h + f * tanh(x.g + r.g)
     """
     gate_names = tuple(name for name, _, _ in _words(gates, "gates"))
-    states = tuple(State(n, z or "H", _number(v, "state") or 0.0) for n, z, v in _words(state, "state"))
+    states = tuple(
+        State(n, z or "H", _number(v, "state") or 0.0) for n, z, v in _words(state, "state")
+    )
     parameters = tuple(Param(n, _number(v, "params")) for n, _, v in _words(params, "params"))
     if not gate_names:
-        raise CellError("@cell(gates=''): a cell needs at least one gate, or the input never enters it.")
+        raise CellError(
+            "@cell(gates=''): a cell needs at least one gate, or the input never enters it."
+        )
     if not states:
-        raise CellError("@cell(state=''): a cell needs at least one state; the first is its output.")
+        raise CellError(
+            "@cell(state=''): a cell needs at least one state; the first is its output."
+        )
     expected = ["x", "r", "s"] + ["p"] * bool(parameters) + ["e"] * (static is not None)
 
     def decorate(function: Callable[..., Any]) -> Cell:

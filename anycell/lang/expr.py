@@ -147,7 +147,10 @@ class Expr(Traced):
 
     def __pow__(self, power: Number) -> Expr:
         if isinstance(power, Expr) or power != int(power) or not 1 <= abs(power) <= 16:
-            fail(f"x ** {power!r} is outside the cell language.", "use exp(y * log(x)), sqrt(x) or products.")
+            fail(
+                f"x ** {power!r} is outside the cell language.",
+                "use exp(y * log(x)), sqrt(x) or products.",
+            )
         result = self
         for _ in range(int(abs(power)) - 1):
             result = result * self
@@ -197,7 +200,10 @@ class Expr(Traced):
     __int__ = __index__ = __float__
 
     def __iter__(self) -> NoReturn:
-        fail("A traced value cannot be unpacked: it is one gate, state or parameter.", "unpack `x + r`, or name the gate.")
+        fail(
+            "A traced value cannot be unpacked: it is one gate, state or parameter.",
+            "unpack `x + r`, or name the gate.",
+        )
 
     def __getitem__(self, key: object) -> NoReturn:
         fail(
@@ -206,7 +212,10 @@ class Expr(Traced):
         )
 
     def __setitem__(self, key: object, value: object) -> NoReturn:
-        fail("In-place edit of a traced value.", "compute a new value, for instance where(condition, new, old).")
+        fail(
+            "In-place edit of a traced value.",
+            "compute a new value, for instance where(condition, new, old).",
+        )
 
     def __matmul__(self, other: object) -> NoReturn:
         fail(
@@ -222,7 +231,10 @@ class Expr(Traced):
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        fail(f"A traced value has no attribute {name!r}.", "use the functions of anycell, such as tanh(v) or abs(v).")
+        fail(
+            f"A traced value has no attribute {name!r}.",
+            "use the functions of anycell, such as tanh(v) or abs(v).",
+        )
 
 
 def const(value: Number) -> Expr:
@@ -235,7 +247,10 @@ def as_expr(value: Any) -> Expr:
     if isinstance(value, (int, float)):
         return const(value)
     if getattr(value, "is_gates", False):
-        fail("All gates at once where one value was expected.", "unpack them first: `i, f, g, o = x + r`, or use x.i.")
+        fail(
+            "All gates at once where one value was expected.",
+            "unpack them first: `i, f, g, o = x + r`, or use x.i.",
+        )
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         return const(value.item())
     fail(
@@ -281,7 +296,10 @@ def apply(op: str, *args: Expr | Number, attrs: Attrs = ()) -> Expr:
             if is_const(one, -1.0):
                 return apply("neg", other)
             if one.op == "neg":
-                return apply("neg", apply("mul", *((one.args[0], other) if one is a else (other, one.args[0]))))
+                return apply(
+                    "neg",
+                    apply("mul", *((one.args[0], other) if one is a else (other, one.args[0]))),
+                )
     elif op == "div" and is_const(nodes[1], 1.0):
         return nodes[0]
     elif op == "neg":
@@ -322,7 +340,9 @@ def topological(roots: Iterable[Expr], stop: Container[Expr] = ()) -> list[Expr]
     return list(order)
 
 
-def rewrite(roots: Iterable[Expr], rule: Callable[[Expr, tuple[Expr, ...]], Expr | None]) -> list[Expr]:
+def rewrite(
+    roots: Iterable[Expr], rule: Callable[[Expr, tuple[Expr, ...]], Expr | None]
+) -> list[Expr]:
     """Rebuilds the graph bottom-up; ``rule(node, new_args)`` returns a replacement or None to keep the node."""
     roots = list(roots)
     new: dict[Expr, Expr] = {}

@@ -44,7 +44,9 @@ def backward(cell: Cell) -> Gradients:
     for state, node in zip(cell.states, cell.next, strict=True):
         _accumulate(gradient, node, upstream(state.name))
 
-    linear: dict[str, dict[str, Expr]] = {l.name: dict.fromkeys(l.outputs, zero) for l in cell.linears}
+    linear: dict[str, dict[str, Expr]] = {
+        l.name: dict.fromkeys(l.outputs, zero) for l in cell.linears
+    }
     x = dict.fromkeys(cell.gates, zero)
     for node in reversed(order):
         # All users of the node, and so all outputs of its matmuls, have been visited.

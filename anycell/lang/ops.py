@@ -94,7 +94,9 @@ TABLE: dict[str, Op] = {
     "tanh": Op(lambda xp, a: xp.tanh(a), lambda g, y, a: (g * (1.0 - y * y),), (_ANY,)),
     "relu": Op(_relu, lambda g, y, a: (_select(g, a > 0.0),), (_POSITIVE,)),
     "softplus": Op(_softplus, lambda g, y, a: (g * apply("sigmoid", a),), (_ANY,)),
-    "log_sigmoid": Op(lambda xp, a: -_softplus(xp, -a), lambda g, y, a: (g * apply("sigmoid", -a),), (_ANY,)),
+    "log_sigmoid": Op(
+        lambda xp, a: -_softplus(xp, -a), lambda g, y, a: (g * apply("sigmoid", -a),), (_ANY,)
+    ),
     "hard_sigmoid": Op(
         _hard_sigmoid,
         lambda g, y, a: (_select(g / 6.0, (y > 0.0) & (y < 1.0)),),
@@ -238,7 +240,10 @@ def stop_gradient(value: Value) -> Expr:
 
 def _groups(groups: int) -> tuple[int]:
     if isinstance(groups, Expr) or not isinstance(groups, int) or groups < 1:
-        fail(f"groups={groups!r} of a row reduction.", "give a positive integer that divides the hidden size.")
+        fail(
+            f"groups={groups!r} of a row reduction.",
+            "give a positive integer that divides the hidden size.",
+        )
     return (groups,)
 
 

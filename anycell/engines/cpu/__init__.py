@@ -80,7 +80,15 @@ class Scratch(threading.local):
 scratch = Scratch()
 
 
-def pack(kernel: Kernel, packed: int, source: int, strides: tuple[int, int], bias_x: int, bias_h: int, threads: int) -> None:
+def pack(
+    kernel: Kernel,
+    packed: int,
+    source: int,
+    strides: tuple[int, int],
+    bias_x: int,
+    bias_h: int,
+    threads: int,
+) -> None:
     """Packs a recurrent weight ``[G*H, H]`` and its biases for ``kernel``.
 
     Args:
@@ -108,4 +116,15 @@ def run(kernel: Kernel, calls: Sequence[Arguments], threads: int) -> None:
     pool.parallel(kernel.run, header.__array_interface__["data"][0], threads)
 
 
-__all__ = ["LINE", "Arguments", "Kernel", "compiled", "hyperparameters", "memory", "pack", "pool", "run", "scratch"]
+__all__ = [
+    "LINE",
+    "Arguments",
+    "Kernel",
+    "compiled",
+    "hyperparameters",
+    "memory",
+    "pack",
+    "pool",
+    "run",
+    "scratch",
+]

@@ -126,8 +126,12 @@ def geometry(plan: Plan, backward: bool, target: Target) -> Geometry:
     """The cut of the recurrent matmul, forward or transposed."""
     outputs = len(plan.cell.linears[0].outputs) if plan.cell.linears else 0
     real = REALS[plan.dtype]
-    inner, results = (plan.hidden_size * outputs, min(outputs, 1)) if backward else (plan.hidden_size, outputs)
-    return Geometry(plan.hidden_size, inner if outputs else 0, results, target.lanes(real), target.registers)
+    inner, results = (
+        (plan.hidden_size * outputs, min(outputs, 1)) if backward else (plan.hidden_size, outputs)
+    )
+    return Geometry(
+        plan.hidden_size, inner if outputs else 0, results, target.lanes(real), target.registers
+    )
 
 
 def arguments(plan: Plan, backward: bool) -> tuple[str, ...]:
@@ -136,8 +140,30 @@ def arguments(plan: Plan, backward: bool) -> tuple[str, ...]:
     ``*_t`` and ``*_b`` are strides in elements per step and per batch row; those per step are negative where time
     runs backwards. Optional addresses are 0 where absent.
     """
-    names = ["steps", "batch", "row_group", "time", "time_step", "units_split", "barrier", "yield_to", "workspace", "workspace_stride"]
-    names += ["weights", "hyper", "training", "seed", "stream", "mask", "mask_t", "resets", "resets_t", "repeat"]
+    names = [
+        "steps",
+        "batch",
+        "row_group",
+        "time",
+        "time_step",
+        "units_split",
+        "barrier",
+        "yield_to",
+        "workspace",
+        "workspace_stride",
+    ]
+    names += [
+        "weights",
+        "hyper",
+        "training",
+        "seed",
+        "stream",
+        "mask",
+        "mask_t",
+        "resets",
+        "resets_t",
+        "repeat",
+    ]
     for i in range(len(plan.cell.states)):
         # The state before each step. `flip`: only two slots, which take turns. `next`: from there to the state after.
         names += [f"state{i}", f"state{i}_t", f"state{i}_b", f"reset{i}", f"reset{i}_b"]
@@ -145,7 +171,20 @@ def arguments(plan: Plan, backward: bool) -> tuple[str, ...]:
     names += [f"param{i}" for i in range(len(plan.cell.params))]
     names += ["static", "bias_x", "saved", "saved_t", "saved_b"]
     if backward:
-        names += ["dy", "dy_t", "dy_b", "dx", "dx_t", "dx_b", "dr", "dr_t", "dr_b", "operand", "operand_t", "operand_b"]
+        names += [
+            "dy",
+            "dy_t",
+            "dy_b",
+            "dx",
+            "dx_t",
+            "dx_b",
+            "dr",
+            "dr_t",
+            "dr_b",
+            "operand",
+            "operand_t",
+            "operand_b",
+        ]
         names += [f"dstate{i}" for i in range(len(plan.cell.states))]
         names += [f"dreset{i}" for i in range(len(plan.cell.states))]
         names += ["dparam", "dstatic"]
@@ -178,12 +217,16 @@ class Generator:
         self.gates = {name: i for i, name in enumerate(self.cell.gates)}
         self.saved = {node: i for i, node in enumerate((*plan.saved, *plan.saved_rows))}
         self.saved_width = len(plan.saved) * plan.hidden_size
-        if plan.saved_rows:  # padded to whole cache lines, or every load of the next rows would touch two
+        if (
+            plan.saved_rows
+        ):  # padded to whole cache lines, or every load of the next rows would touch two
             self.saved_width = -(-(self.saved_width + len(plan.saved_rows)) // 16) * 16
         elif self.saved_width * self.size % 1024 == 0:  # see layer._padded
             self.saved_width += 64 // self.size
         if backward:
-            new_states = {n: i for i, n in enumerate(self.cell.next) if n.op not in FREE and self._kept(i)}
+            new_states = {
+                n: i for i, n in enumerate(self.cell.next) if n.op not in FREE and self._kept(i)
+            }
             self.new_states = new_states
             self.loaded = frozenset(self.saved) | frozenset(new_states)
             roots = gradient_roots(plan.gradients)
@@ -228,7 +271,14 @@ class Generator:
     def _register_block(self, places: tuple[int, ...], rows: int) -> None:
         """acc[rows, places] (+)= operand[rows, k0:k1] @ weights[k0:k1, columns]; the hot loop."""
         name, columns = f"block_{_tag(places)}_x{rows}", len(places)
-        params = [("ptr noalias", "weights"), ("ptr noalias", "rows"), ("ptr noalias", "acc"), ("i64", "k0"), ("i64", "k1"), ("i64", "fresh")]
+        params = [
+            ("ptr noalias", "weights"),
+            ("ptr noalias", "rows"),
+            ("ptr noalias", "acc"),
+            ("i64", "k0"),
+            ("i64", "k1"),
+            ("i64", "fresh"),
+        ]
         b = self.module.function(name, params, internal=True, inline=False)
         weights, pointers, acc, k0, k1, fresh = b.args
         width, full = self.geometry.columns * b.lanes, b.lanes * self.size
@@ -242,7 +292,10 @@ class Generator:
         with otherwise:
             for r in range(rows):
                 for c in range(columns):
-                    b.store(b.load(b.gep(acc, r * self.acc_row + places[c] * b.lanes), align=full), sums[r][c])
+                    b.store(
+                        b.load(b.gep(acc, r * self.acc_row + places[c] * b.lanes), align=full),
+                        sums[r][c],
+                    )
 
         # Not unrolled: the loop's own instructions fit beside the multiply-adds, and twice the code compiles
         # twice as long.
@@ -255,11 +308,23 @@ class Generator:
                     b.store(b.fma(value, w[c], b.load(sums[r][c])), sums[r][c])
         for r in range(rows):
             for c in range(columns):
-                b.store(b.load(sums[r][c]), b.gep(acc, r * self.acc_row + places[c] * b.lanes), align=full)
+                b.store(
+                    b.load(sums[r][c]),
+                    b.gep(acc, r * self.acc_row + places[c] * b.lanes),
+                    align=full,
+                )
 
     def _row_blocks(self, places: tuple[int, ...]) -> None:
         """Cuts ``count`` rows into register blocks as equal as can be."""
-        params = [("ptr", "weights"), ("ptr", "rows"), ("ptr", "acc"), ("i64", "count"), ("i64", "k0"), ("i64", "k1"), ("i64", "fresh")]
+        params = [
+            ("ptr", "weights"),
+            ("ptr", "rows"),
+            ("ptr", "acc"),
+            ("i64", "count"),
+            ("i64", "k0"),
+            ("i64", "k1"),
+            ("i64", "fresh"),
+        ]
         b = self.module.function(f"rows_{_tag(places)}", params, internal=True, inline=False)
         weights, pointers, acc, count, k0, k1, fresh = b.args
         most = self.geometry.block_rows(len(places))
@@ -274,16 +339,40 @@ class Generator:
 
     # ---- one sequence -----------------------------------------------------------------------------
     def _sequence(self) -> None:
-        b = self.module.function("sequence", [("ptr", "args"), ("i64", "part"), ("i64", "parts")], internal=True, inline=False)
+        b = self.module.function(
+            "sequence",
+            [("ptr", "args"), ("i64", "part"), ("i64", "parts")],
+            internal=True,
+            inline=False,
+        )
         self.b = b
         # From here on a vector is what the element-wise work takes at once.
         self._widen(b)
         table, part, parts = b.args
         self.arg: dict[str, Value] = {}
-        pointers = {"barrier", "yield_to", "workspace", "weights", "hyper", "mask", "resets", "static", "bias_x", "saved", "x", "out"}
+        pointers = {
+            "barrier",
+            "yield_to",
+            "workspace",
+            "weights",
+            "hyper",
+            "mask",
+            "resets",
+            "static",
+            "bias_x",
+            "saved",
+            "x",
+            "out",
+        }
         pointers |= {"dy", "dx", "dr", "operand", "dparam", "dstatic"}
         for name, i in self.names.items():
-            is_pointer = name in pointers or name.rstrip("0123456789") in ("state", "reset", "param", "dstate", "dreset")
+            is_pointer = name in pointers or name.rstrip("0123456789") in (
+                "state",
+                "reset",
+                "param",
+                "dstate",
+                "dreset",
+            )
             self.arg[name] = b.load(b.gep(table, i, "i64"), "ptr" if is_pointer else "i64")
         arg, g = self.arg, self.geometry
         split = b.icmp("ne", arg["units_split"], 0)
@@ -295,18 +384,28 @@ class Generator:
         group = arg["row_group"]
         groups = b.sdiv(b.sub(b.add(arg["batch"], group), 1), group)
         bounds = (b.smin(b.mul(share(groups, n), group), arg["batch"]) for n in (part, after))
-        row0, row1 = (b.select(split, whole, row) for whole, row in zip((zero, arg["batch"]), bounds, strict=True))
-        span0, span1 = (b.select(split, share(spans, n), whole) for whole, n in ((zero, part), (spans, after)))
+        row0, row1 = (
+            b.select(split, whole, row)
+            for whole, row in zip((zero, arg["batch"]), bounds, strict=True)
+        )
+        span0, span1 = (
+            b.select(split, share(spans, n), whole) for whole, n in ((zero, part), (spans, after))
+        )
         space = b.gep(arg["workspace"], b.mul(part, arg["workspace_stride"]), "i8")
         self.rows = space
         addresses = b.mul(b.sdiv(b.add(b.mul(arg["batch"], 8), 63), 64), 64)
         self.acc = b.gep(space, addresses, "i8")
         self.scratch = b.gep(self.acc, PANEL * self.acc_row)
-        self.hyper = {n: b.splat(b.load(b.gep(arg["hyper"], i), b.real)) for i, n in enumerate(self.cell.hyper)}
+        self.hyper = {
+            n: b.splat(b.load(b.gep(arg["hyper"], i), b.real))
+            for i, n in enumerate(self.cell.hyper)
+        }
         self.has_mask = self._given("mask")
         self.has_resets = self._given("resets")
 
-        steps = b.add(arg["steps"], int(self.backward))  # backward: a last round hands the matmul's result on
+        steps = b.add(
+            arg["steps"], int(self.backward)
+        )  # backward: a last round hands the matmul's result on
         with b.loop(0, steps) as t:
             self.t = t
             self._row_addresses(row0, row1)
@@ -344,7 +443,11 @@ class Generator:
         b.mask = f"<{b.lanes} x i1>"
 
     def _given(self, name: str) -> Value:
-        return self.b.icmp("ne", self.arg[name], 0) if self.arg[name].type == "i64" else self._not_null(self.arg[name])
+        return (
+            self.b.icmp("ne", self.arg[name], 0)
+            if self.arg[name].type == "i64"
+            else self._not_null(self.arg[name])
+        )
 
     def _not_null(self, pointer: Value) -> Value:
         return self.b._emit("i1", f"icmp ne {pointer}, null")
@@ -357,19 +460,28 @@ class Generator:
 
     def _flag(self, name: str, t: Value, row: Value) -> Value:
         b = self.b
-        return b.load(b.gep(self.arg[name], b.add(b.mul(t, self.arg[f"{name}_t"]), row), "i8"), "i8")
+        return b.load(
+            b.gep(self.arg[name], b.add(b.mul(t, self.arg[f"{name}_t"]), row), "i8"), "i8"
+        )
 
     def _state(self, i: int, after: bool = False) -> Value:
         """Address of this row of state i before, or after, step t."""
         b, arg, t = self.b, self.arg, self.t
         if self.backward:
             offset = b.add(b.mul(t, arg[f"state{i}_t"]), b.mul(self.row, arg[f"state{i}_b"]))
-            return b.gep(arg[f"state{i}"], b.add(offset, arg[f"state{i}_next"]) if after else offset)
+            return b.gep(
+                arg[f"state{i}"], b.add(offset, arg[f"state{i}_next"]) if after else offset
+            )
         t = b.add(t, 1) if after else t
         slot = b.select(b.icmp("ne", arg[f"state{i}_flip"], 0), b.and_(t, 1), t)
-        return b.gep(arg[f"state{i}"], b.add(b.mul(slot, arg[f"state{i}_t"]), b.mul(self.row, arg[f"state{i}_b"])))
+        return b.gep(
+            arg[f"state{i}"],
+            b.add(b.mul(slot, arg[f"state{i}_t"]), b.mul(self.row, arg[f"state{i}_b"])),
+        )
 
-    def _flagged(self, given: Value, name: str, t: Value, row: Value, unequal: bool = True) -> Value:
+    def _flagged(
+        self, given: Value, name: str, t: Value, row: Value, unequal: bool = True
+    ) -> Value:
         """Whether the optional flags ``name`` are given and set (or, with ``unequal`` False, not set)."""
         b = self.b
         slot = b.alloca("i1")
@@ -463,7 +575,9 @@ class Generator:
         b, g = self.b, self.geometry
         with b.loop(*self.vector_range, g.width) as vector:
             self.vector, self.unit = vector, b.mul(vector, g.lanes)
-            self.lane_mask = b.lane_mask(b.sub(constant(g.units, "i64"), self.unit)) if self.padded else None
+            self.lane_mask = (
+                b.lane_mask(b.sub(constant(g.units, "i64"), self.unit)) if self.padded else None
+            )
             yield
 
     def _load(self, address: Value, offset: int = 0) -> Value:
@@ -498,7 +612,9 @@ class Generator:
             at = b.mul(b.sub(self.vector, self.vector_range[0]), g.lanes)
             return b.gep(self.acc_at, b.add(at, output * g.span * g.lanes))
         span = b.udiv(self.vector, g.span)
-        at = b.add(b.mul(span, self.acc_span), b.mul(b.sub(self.vector, b.mul(span, g.span)), g.lanes))
+        at = b.add(
+            b.mul(span, self.acc_span), b.mul(b.sub(self.vector, b.mul(span, g.span)), g.lanes)
+        )
         return b.gep(self.acc_at, b.add(at, output * g.span * g.lanes))
 
     def _row_of(self, name: str, width: int, row: Value | None = None) -> Value:
@@ -514,16 +630,22 @@ class Generator:
         with self._vectors():
             zero = constant(0.0, b.vec)
             if not self.backward:
-                values = [self._load(self._before(i, self.reset)) for i in range(len(self.cell.states))]
+                values = [
+                    self._load(self._before(i, self.reset)) for i in range(len(self.cell.states))
+                ]
                 for i, value in enumerate(values):
                     self._store(value, self._state(i, after=True))
                 with b.when(self._given("out")):
-                    self._store(b.select(repeat, values[0], zero), self._at("out", self.t, self.row))
+                    self._store(
+                        b.select(repeat, values[0], zero), self._at("out", self.t, self.row)
+                    )
                 return
             self._carry_into_memory()
             with b.when(b.and_(repeat, self._given("dy"))):
                 at = self._row_of("dstate0", h)
-                self._store(b.fadd(self._load(at), self._load(self._at("dy", self.t, self.row))), at)
+                self._store(
+                    b.fadd(self._load(at), self._load(self._at("dy", self.t, self.row))), at
+                )
             for gate in range(len(self.gates)):
                 self._store(zero, self._at("dx", self.t, self.row), gate * h)
             if self.plan.split_gradient:
@@ -558,7 +680,9 @@ class Generator:
     def _keep_operand(self) -> None:
         """Where resets made them differ from the hidden states: the matmul's operand, for the weight gradient."""
         with self.b.when(self._given("operand")):
-            self._store(self._load(self._before(0, self.reset)), self._at("operand", self.t, self.row))
+            self._store(
+                self._load(self._before(0, self.reset)), self._at("operand", self.t, self.row)
+            )
 
     # ---- the graph --------------------------------------------------------------------------------
     def _pass(self, number: int) -> None:
@@ -603,6 +727,8 @@ class Generator:
 
     def _ready(self, node: Expr) -> bool:
         """Whether a narrow value hangs on finished reductions only."""
+        if node in self.new_states:
+            return False  # its memory holds every unit
         if node in self.reduced or node in self.loaded:
             return True
         return not is_reduction(node) and all(map(self._ready, node.args))
@@ -628,7 +754,12 @@ class Generator:
                 lanes = b.lane_mask(b.sub(constant(size, "i64"), i))
                 part = b.masked_load(b.gep(source, b.add(start, i)), lanes, empty)
                 total = b.load(slot)
-                b.store(ops.EMIT["maximum"](b, total, part) if node.op == "max" else b.fadd(total, part), slot)
+                b.store(
+                    ops.EMIT["maximum"](b, total, part)
+                    if node.op == "max"
+                    else b.fadd(total, part),
+                    slot,
+                )
             total = b.load(slot)
             whole = b.reduce_max(total) if node.op == "max" else b.reduce_add(total)
             result = b.splat(b.fmul(whole, 1.0 / size) if node.op == "mean" else whole)
@@ -663,7 +794,9 @@ class Generator:
                 stack.extend(missing)
                 continue
             args = [self.values[arg] for arg in top.args]
-            self.values[top] = self._keep(top, *args) if top.op == "keep" else ops.EMIT[top.op](self.b, *args)
+            self.values[top] = (
+                self._keep(top, *args) if top.op == "keep" else ops.EMIT[top.op](self.b, *args)
+            )
             stack.pop()
         return self.values[node]
 
@@ -720,7 +853,9 @@ class Generator:
         slot = b.alloca(b.vec)
         b.store(value, slot)
         with b.when(self._given("bias_x")):
-            b.store(b.fadd(value, self._load(self.arg["bias_x"], gate * self.plan.hidden_size)), slot)
+            b.store(
+                b.fadd(value, self._load(self.arg["bias_x"], gate * self.plan.hidden_size)), slot
+            )
         return b.load(slot)
 
     def _upstream(self, i: int) -> Value:
@@ -743,13 +878,22 @@ class Generator:
         slot = b.alloca(b.vec)
         b.store(rate, slot)
         with b.when(b.icmp("ne", self.arg["training"], 0)):
-            low = {name: b.trunc(self.arg[name], "i32") for name in ("seed", "stream", "time", "time_step")}
+            low = {
+                name: b.trunc(self.arg[name], "i32")
+                for name in ("seed", "stream", "time", "time_step")
+            }
             high = b.trunc(b.lshr(self.arg["seed"], 32), "i32")
             step = b.add(low["time"], b.mul(low["time_step"], b.trunc(self.t, "i32")))
             unit = b.add(b.iota(f"<{b.lanes} x i32>"), b.splat(b.trunc(self.unit, "i32")))
             stream = b.or_(b.shl(low["stream"], 8), index // 4)
-            counters = [b.trunc(self.row, "i32"), step if per == "step" else constant(0, "i32"), stream]
-            words = ops.philox(b, unit, *map(b.splat, counters), b.splat(low["seed"]), b.splat(high))
+            counters = [
+                b.trunc(self.row, "i32"),
+                step if per == "step" else constant(0, "i32"),
+                stream,
+            ]
+            words = ops.philox(
+                b, unit, *map(b.splat, counters), b.splat(low["seed"]), b.splat(high)
+            )
             # Compared in float32 whatever the dtype, so that all engines keep the same units.
             draw = b.fmul(b.uitofp(b.lshr(words[index % 4], 8), "float"), 2.0**-24)
             kept = b.fcmp("olt", draw, b.fptrunc(rate, "float") if b.real == "double" else rate)
@@ -778,7 +922,11 @@ class Generator:
         # Every value first: the gradients of the states are written over what others still read.
         gradients = plan.gradients
         dx = [self._value(g) for g in gradients.x.values()]
-        dr = [self._value(gradients.linear[RECURRENT][o]) for o in self.outputs] if self.outputs else []
+        dr = (
+            [self._value(gradients.linear[RECURRENT][o]) for o in self.outputs]
+            if self.outputs
+            else []
+        )
         dstate = [self._value(gradients.state[name]) for name in self.cell.state_names]
         dparam = [self._value(g) for g in gradients.param.values()]
         dstatic = None if gradients.static is None else self._value(gradients.static)
@@ -818,7 +966,9 @@ class Generator:
         b = self.module.function("pack", [("ptr", "args"), ("i64", "part"), ("i64", "parts")])
         table, part, parts = b.args
         types = ("ptr", "i64", "i64", "ptr", "ptr", "ptr")
-        source, rows, columns, bias_x, bias_h, packed = (b.load(b.gep(table, i, "i64"), t) for i, t in enumerate(types))
+        source, rows, columns, bias_x, bias_h, packed = (
+            b.load(b.gep(table, i, "i64"), t) for i, t in enumerate(types)
+        )
         tiles = constant(g.tiles, "i64")
         first, last = (b.sdiv(b.mul(tiles, n), parts) for n in (part, b.add(part, 1)))
         slot = b.alloca(b.vec)
@@ -832,7 +982,9 @@ class Generator:
                     column = b.gep(into, v * g.lanes)
                     b.store(constant(0.0, b.vec), column)
                     for n, output in enumerate(self.outputs):
-                        start = b.gep(source, b.add(b.mul(rows, self.gates[output] * h), b.mul(unit, columns)))
+                        start = b.gep(
+                            source, b.add(b.mul(rows, self.gates[output] * h), b.mul(unit, columns))
+                        )
                         at = b.gep(column, (1 + n * h) * g.columns * g.lanes)
                         b.call("pack_block", start, columns, rows, left, constant(h, "i64"), at)
                     continue
@@ -851,14 +1003,24 @@ class Generator:
 
     def _pack_block(self) -> None:
         """A column of vectors: element k of unit u is source[u * lane_stride + k * inner_stride]."""
-        params = [("ptr", "source"), ("i64", "lane_stride"), ("i64", "inner_stride"), ("i64", "units"), ("i64", "count"), ("ptr", "packed")]
+        params = [
+            ("ptr", "source"),
+            ("i64", "lane_stride"),
+            ("i64", "inner_stride"),
+            ("i64", "units"),
+            ("i64", "count"),
+            ("ptr", "packed"),
+        ]
         b = self.module.function("pack_block", params, internal=True, inline=False)
         source, lane_stride, inner_stride, units, count, packed = b.args
         width = self.geometry.columns * b.lanes
         with b.when(b.icmp("eq", lane_stride, 1)) as otherwise:
             mask = b.lane_mask(units)
             with b.loop(0, count) as k:
-                b.store(b.masked_load(b.gep(source, b.mul(k, inner_stride)), mask), b.gep(packed, b.mul(k, width)))
+                b.store(
+                    b.masked_load(b.gep(source, b.mul(k, inner_stride)), mask),
+                    b.gep(packed, b.mul(k, width)),
+                )
         with otherwise, b.loop(0, count, b.lanes) as k:
             inside = b.lane_mask(b.sub(count, k))
             rows = []
@@ -881,7 +1043,9 @@ class Kernel:
         self.saved_width = generator.saved_width
         # A row reduction needs all units of a row in one thread.
         self.units_splittable = not generator.row_wise
-        self.packed_elements = self.geometry.tiles * self.geometry.tile_elements if generator.outputs else 0
+        self.packed_elements = (
+            self.geometry.tiles * self.geometry.tile_elements if generator.outputs else 0
+        )
         self.run = library.address("run")
         self.pack = library.address("pack") if generator.outputs else 0
 
@@ -900,5 +1064,7 @@ def compiled(plan: Plan, backward: bool = False) -> Kernel:
             if found is None:
                 generator = Generator(plan, backward, target)
                 symbols = ("run", "pack") if generator.outputs else ("run",)
-                found = _kernels[key] = Kernel(generator, jit.compile(generator.text(), symbols, target))
+                found = _kernels[key] = Kernel(
+                    generator, jit.compile(generator.text(), symbols, target)
+                )
     return found

@@ -26,7 +26,12 @@ class _Lease:
     def __init__(self, block: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self.block = block
         address = block.__array_interface__["data"][0]
-        self.__array_interface__ = {"shape": shape, "typestr": dtype.str, "data": (address, False), "version": 3}
+        self.__array_interface__ = {
+            "shape": shape,
+            "typestr": dtype.str,
+            "data": (address, False),
+            "version": 3,
+        }
 
     def __del__(self) -> None:
         with _lock:
