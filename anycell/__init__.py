@@ -32,7 +32,8 @@ from anycell.lang.ops import (
 
 __version__ = "0.1.0"
 
-# Frontends and engines load when first used: importing anycell imports no framework and no compiler.
+# Frontends and engines load when first used: importing anycell imports no framework and no
+# compiler.
 _LAZY = {
     "explain": "anycell.explain",
     "recurrence": "anycell.recurrence",

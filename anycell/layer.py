@@ -1,8 +1,9 @@
 """One layer of any cell, for every framework: input projection, recurrence, weight gradients.
 
-Arrays belong to the framework and come through a small ``Host``; kernels see their addresses. The input projection
-and the weight gradients are large matmuls and go to the framework's own library, in chunks of time, so that the
-buffer between them and the recurrence stays in the cache and never becomes as long as the sequence.
+Arrays belong to the framework and come through a small ``Host``; kernels see their addresses. The
+input projection and the weight gradients are large matmuls and go to the framework's own library,
+in chunks of time, so that the buffer between them and the recurrence stays in the cache and never
+becomes as long as the sequence.
 
 Time-major throughout: ``x [T, B, I]``, outputs ``[T, B, D*H]`` with D directions side by side.
 """
@@ -18,18 +19,18 @@ from anycell.engines import cpu
 from anycell.plan import Plan
 
 Array = Any
-CHUNK_BYTES = (
-    8 << 20
-)  # of projected gates, for all directions together: they should stay in the cache
+# Of projected gates, for all directions together: they should stay in the cache.
+CHUNK_BYTES = 8 << 20
 WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay
 FEW_ROWS = 16  # rows per thread below which threads share the rows and split the units
 
 
 class Host(Protocol):
-    """What this module asks of a framework's arrays. They live on the CPU and have the dtype of the plan.
+    """What this module asks of a framework's arrays.
+    They live on the CPU and have the dtype of the plan.
 
-    Besides these, arrays must slice, assign (``a[i:j] = b``), ``reshape``, transpose (``.T``) and ``sum(0)`` as
-    NumPy's do.
+    Besides these, arrays must slice, assign (``a[i:j] = b``), ``reshape``, transpose (``.T``) and
+    ``sum(0)`` as NumPy's do.
     """
 
     def empty(self, shape: tuple[int, ...]) -> Array: ...
@@ -65,7 +66,8 @@ class Weights:
 
     Attributes:
         ih: ``[G*H, I]``; None where the input comes projected.
-        hh: ``[G*H, H]``, of any strides if one of them is 1; None for a cell without a recurrent matmul.
+        hh: ``[G*H, H]``, of any strides if one of them is 1; None for a cell without a recurrent
+            matmul.
         bias_ih, bias_hh: ``[G*H]``.
         params: one ``[H]`` per parameter of the cell, in declared order.
         initial: one ``[B, H]`` per state, in declared order.
@@ -91,9 +93,11 @@ class Options:
 
     Attributes:
         mask: ``uint8 [T, B]``, 0 where the states hold; contiguous.
-        resets: ``uint8 [T, B]``, 1 where the states start anew before the step; contiguous. Ignored under a mask.
+        resets: ``uint8 [T, B]``, 1 where the states start anew before the step; contiguous. Ignored
+            under a mask.
         repeat: outputs of masked steps repeat the held state; otherwise they are 0.
-        training: random masks are drawn (from ``seed`` and ``stream``), instead of their mean taken.
+        training: random masks are drawn (from ``seed`` and ``stream``), instead of their mean
+            taken.
         threads: at most so many.
     """
 
@@ -111,11 +115,13 @@ class Saved:
     """What the forward pass keeps for the backward pass; read, never written, by it.
 
     Attributes:
-        hidden: ``[T+1 or T+2, B, D*H]``: the hidden states; initial values in the first slot, or the last where a
-            direction is reversed.
-        states: per direction, the sequences ``[T+1, B, H]`` of the other states that the plan keeps.
+        hidden: ``[T+1 or T+2, B, D*H]``: the hidden states; initial values in the first slot, or
+            the last where a direction is reversed.
+        states: per direction, the sequences ``[T+1, B, H]`` of the other states that the plan
+            keeps.
         values: per direction ``[T, B, n]``, the values that the plan saves.
-        reset: per direction the values that resets restore, ``[H]`` or ``[B, H]`` each; empty without resets.
+        reset: per direction the values that resets restore, ``[H]`` or ``[B, H]`` each; empty
+            without resets.
     """
 
     x: Array
@@ -128,7 +134,9 @@ class Saved:
 
 
 class _Span(NamedTuple):
-    """Where a chunk lies for one direction: times [begin, end), its first step to run, and which way it goes."""
+    """Where a chunk lies for one direction: times [begin,
+    end), its first step to run, and which way it goes.
+    """
 
     begin: int
     end: int
@@ -190,9 +198,11 @@ class _Run:
         for d, (w, call) in enumerate(zip(self.weights, self.calls, strict=True)):
             bias_x, static = self._address(w.bias_ih), self._address(w.static)
             call.set(
-                batch=self.batch, row_group=_row_group(self.batch), time_step=-1 if self.reverse[d] else 1, weights=places[2 * d], hyper=hyper,
-                workspace=places[2 * d + 1], workspace_stride=self.workspace, units_split=self.units_split,
-                barrier=call.barrier, yield_to=yield_to, training=options.training, seed=_signed(options.seed),
+                batch=self.batch, row_group=_row_group(self.batch),
+                time_step=-1 if self.reverse[d] else 1, weights=places[2 * d], hyper=hyper,
+                workspace=places[2 * d + 1], workspace_stride=self.workspace,
+                units_split=self.units_split, barrier=call.barrier, yield_to=yield_to,
+                training=options.training, seed=_signed(options.seed),
                 stream=2 * options.stream + d, repeat=options.repeat, static=static, bias_x=bias_x,
             )  # fmt: skip
             for i, param in enumerate(w.params):
@@ -233,7 +243,9 @@ class _Run:
     def point(
         self, d: int, name: str, array: Array, index: int, sign: int, column: int = 0
     ) -> None:
-        """Lets ``name`` start at ``array[index, :, column:]`` and step ``sign`` through its first axis."""
+        """Lets ``name`` start at ``array[index, :,
+        column:]`` and step ``sign`` through its first axis.
+        """
         time, row = self.host.strides(array)[:2]
         address = self.host.pointer(array) + (index * time + column) * self.plan.itemsize
         self.calls[d].set(**{name: address, f"{name}_t": sign * time, f"{name}_b": row})
@@ -272,7 +284,7 @@ class _Run:
                 self.calls[d].set(**{name: address, f"{name}_t": span.sign * self.batch})
 
     def run(self, count: int) -> None:
-        for d, call in enumerate(self.calls):
+        for call in self.calls:
             call.start(count)
         cpu.run(self.kernel, self.calls, self.threads)
 
@@ -288,13 +300,15 @@ def forward(
     Args:
         host: array operations of the framework.
         plan: of the cell, for the CPU engine.
-        x: ``[T, B, I]``, or gates ``[T, B, G*H]`` where ``Weights.ih`` is None. Last axis contiguous.
+        x: ``[T, B, I]``, or gates ``[T, B, G*H]`` where ``Weights.ih`` is None. Last axis
+            contiguous.
         weights: one per direction.
         options: masks, resets, seeds, threads.
         keep: whether to keep what ``backward`` needs.
 
     Returns:
-        outputs ``[T, B, D*H]``, per direction the final states ``[B, H]`` in declared order, and ``Saved`` or None.
+        outputs ``[T, B, D*H]``, per direction the final states ``[B, H]`` in declared order, and
+        ``Saved`` or None.
     """
     if options.mask is not None and options.resets is not None:
         # What lies under a mask never matters, a reset no more than an input.
@@ -307,7 +321,8 @@ def forward(
         run.batch,
         run.directions,
     )
-    # Outputs zeroed under a mask are not the hidden states: these then need memory of their own, all or two steps.
+    # Outputs zeroed under a mask are not the hidden states: these then need memory of their own,
+    # all or two steps.
     apart = options.mask is not None and not options.repeat
     whole = keep or not apart
     hidden = host.empty(((steps + 1 + any(run.reverse)) if whole else 2, batch, directions * h))
@@ -374,7 +389,9 @@ def forward(
 def _point_state(
     run: _Run, d: int, i: int, array: Array, whole: bool, done: int, last: int, column: int
 ) -> None:
-    """The slot of state i before the next step: in its whole sequence, or one of two that take turns."""
+    """The slot of state i before the next step: in its whole sequence,
+    or one of two that take turns.
+    """
     if whole:
         reverse = run.reverse[d]
         run.point(
@@ -401,12 +418,14 @@ def backward(
         host, plan: as given to ``forward``.
         saved: from ``forward``; may be used again.
         dy: gradient of the outputs ``[T, B, D*H]``, last axis contiguous, or None.
-        dfinal: per direction the gradients of the final states ``[B, H]``, None where there is none.
+        dfinal: per direction the gradients of the final states ``[B, H]``, None where there is
+            none.
         need_x, need_weights: whether those gradients are wanted.
 
     Returns:
-        the gradient of ``x`` (of the projected gates where ``Weights.ih`` is None) or None, and per direction a
-        ``Weights`` of gradients; ``initial``, ``static`` and, with resets, ``reset`` are ``[B, H]``.
+        the gradient of ``x`` (of the projected gates where ``Weights.ih`` is None) or None, and per
+        direction a ``Weights`` of gradients; ``initial``, ``static`` and, with resets, ``reset``
+        are ``[B, H]``.
     """
     x, weights, options = saved.x, saved.weights, saved.options
     run = _Run(host, plan, weights, options, x, backward=True)
@@ -566,7 +585,9 @@ class _Sums:
                 call.set(**{name: self.host.pointer(array)})
 
     def add(self, dg: Array, dh: Array, before: Array, x: Array | None) -> None:
-        """Adds a chunk: gradients of projected gates and of the matmul, its operand, the layer's input."""
+        """Adds a chunk: gradients of projected gates and of the matmul, its operand,
+        the layer's input.
+        """
         add = self.host.matmul if self.fresh else self.host.matmul_add
         self.fresh = False
         if self.hh is not None:
@@ -597,7 +618,9 @@ class _Sums:
         )
 
     def _all_gates(self, used: Array | None) -> Array | None:
-        """Weights have rows for every declared gate; a gate that the cell does not use has gradient 0."""
+        """Weights have rows for every declared gate;
+        a gate that the cell does not use has gradient 0.
+        """
         if used is None or not self.missing:
             return used
         h, gates = self.plan.hidden_size, self.plan.cell.gates
@@ -621,14 +644,18 @@ def _reset_values(host: Host, plan: Plan, w: Weights) -> list[Array]:
 
 
 def _padded(plan: Plan, width: int) -> int:
-    """The length of rows in a buffer: not a large power of two, or all rows would share a few lines of the cache."""
+    """The length of rows in a buffer: not a large power of two,
+    or all rows would share a few lines of the cache.
+    """
     return width + cpu.LINE // plan.itemsize if width * plan.itemsize % 1024 == 0 else width
 
 
 def _row_group(batch: int) -> int:
-    """Rows that share sums of parameter gradients: few enough groups for the near cache, enough for all threads.
+    """Rows that share sums of parameter gradients: few enough groups for the near cache,
+    enough for all threads.
 
-    It depends on the batch alone, so that the order of additions is the same for any number of threads.
+    It depends on the batch alone, so that the order of additions is the same for any number of
+    threads.
     """
     return max(1, batch // 32)
 

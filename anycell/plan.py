@@ -1,4 +1,5 @@
-"""The plan: how one cell runs. What is saved for the backward pass, what is computed again, which engine and why.
+"""The plan: how one cell runs. What is saved for the backward pass, what is computed again,
+which engine and why.
 
 Framework-free and engine-free: an engine reads a plan, it does not change one.
 """
@@ -6,17 +7,18 @@ Framework-free and engine-free: an engine reads a plan, it does not change one.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from anycell.lang.cell import RECURRENT, Cell
-from anycell.lang.expr import Expr, is_const, topological
+from anycell.lang.expr import Expr, topological
 from anycell.lang.grad import Gradients, backward, upstream
 from anycell.lang.ops import is_boolean, is_reduction
 
-# Known without saving: constants, learned values, counter-based masks, and the state sequences, which the
-# layer keeps anyway (the hidden states are its output).
+# Known without saving: constants, learned values, counter-based masks, and the state sequences,
+# which the layer keeps anyway (the hidden states are its output).
 FREE = frozenset({"const", "hyper", "param", "static", "keep", "state"})
 DTYPES = ("float32", "float64")
 
@@ -26,7 +28,8 @@ class Plan:
     """How a cell of one hidden size and dtype runs.
 
     Attributes:
-        saved: forward values that the backward pass reads from memory, ``H`` numbers per step and row each.
+        saved: forward values that the backward pass reads from memory, ``H`` numbers per step and
+            row each.
         saved_rows: those of one number per step and row (results of row reductions).
         states: states whose whole sequence is kept in training.
         recomputed: forward values that the backward pass computes again.
@@ -50,13 +53,17 @@ class Plan:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes kept per step and batch row in training, the hidden states (the output) included."""
+        """Bytes kept per step and batch row in training,
+        the hidden states (the output) included.
+        """
         wide = len(self.saved) + len(self.states)
         return (wide * self.hidden_size + len(self.saved_rows)) * self.itemsize
 
     @property
     def split_gradient(self) -> bool:
-        """Whether the matmul's gradient differs from the input projection's, and so needs memory of its own."""
+        """Whether the matmul's gradient differs from the input projection's,
+        and so needs memory of its own.
+        """
         return any(g not in self.cell.fused for g in self.cell.gates)
 
 
@@ -79,7 +86,8 @@ def plan(cell: Cell, hidden_size: int, dtype: str = "float32", engine: str | Non
     return _plan(cell, cell.key, hidden_size, dtype, engine)
 
 
-# Cells compare by their graph, hyperparameters included; plans outlive no cell that is still in use.
+# Cells compare by their graph, hyperparameters included; plans outlive no cell that is still in
+# use.
 @functools.lru_cache(maxsize=512)
 def _plan(cell: Cell, key: str, hidden_size: int, dtype: str, engine: str | None) -> Plan:
     gradients = backward(cell)
@@ -115,7 +123,9 @@ def _plan(cell: Cell, key: str, hidden_size: int, dtype: str, engine: str | None
 
 
 def is_narrow(node: Expr) -> bool:
-    """Whether all units of a row share the value: a reduction over one group, or a function of such."""
+    """Whether all units of a row share the value: a reduction over one group,
+    or a function of such.
+    """
     if is_reduction(node):
         return node.attrs == (1,)
     if node.op in ("const", "hyper"):
@@ -139,14 +149,15 @@ def _reads(gradients: Gradients, state: str, new: Expr, forward_needed: set[Expr
     """Whether the backward pass reads the old or the new value of a state."""
     old = Expr("state", (), (state,))
     reached = set(topological(gradient_roots(gradients)))
-    return old in reached or new in reached and new.op not in FREE
+    return old in reached or (new in reached and new.op not in FREE)
 
 
 def _refusal(cell: Cell, hidden_size: int) -> str | None:
     """Why the fused CPU kernel does not carry this cell, or None if it does."""
     others = [l.name for l in cell.linears if l.name != RECURRENT]
     if others:
-        return f"further matmuls inside a step ({', '.join(others)}) run on the reference engine as yet"
+        named = ", ".join(others)
+        return f"further matmuls inside a step ({named}) run on the reference engine as yet"
     sized = [f"{s.name}:{s.size}" for s in cell.states if s.size != "H"]
     if sized:
         return (
@@ -158,15 +169,16 @@ def _refusal(cell: Cell, hidden_size: int) -> str | None:
     return None
 
 
-# ---- saved against recomputed ------------------------------------------------------------------------
+# ---- saved against recomputed --------------------------------------------------------------------
 
 
 def _least_memory(cell: Cell, gradients: Gradients) -> tuple[list[Expr], list[Expr]]:
-    """The forward values to save so that the backward pass needs least memory, and those it computes again.
+    """The forward values to save so that the backward pass needs least memory,
+    and those it computes again.
 
-    A minimum cut between what cannot be computed again (projections and matmul results) and what the backward
-    pass reads. Saving a value cuts its node, at the price of its size. Among cuts of one price the one nearest
-    to the readers is taken: it leaves the least to compute again.
+    A minimum cut between what cannot be computed again (projections and matmul results) and what
+    the backward pass reads. Saving a value cuts its node, at the price of its size. Among cuts of
+    one price the one nearest to the readers is taken: it leaves the least to compute again.
     """
     forward = topological(cell.next)
     inside = set(forward)
@@ -215,7 +227,9 @@ def _least_memory(cell: Cell, gradients: Gradients) -> tuple[list[Expr], list[Ex
 
 
 class _Flow:
-    """Maximum flow by shortest augmenting paths (Edmonds & Karp, 1972); a cell has tens of nodes."""
+    """Maximum flow by shortest augmenting paths (Edmonds & Karp, 1972);
+    a cell has tens of nodes.
+    """
 
     ENDLESS = 1 << 40
 
@@ -245,7 +259,7 @@ class _Flow:
     def sink_side(self) -> set[object]:
         """After the maximum flow: every node from which the sink can still be reached."""
         while path := self._path():
-            steps = list(zip(path, path[1:], strict=False))
+            steps = list(itertools.pairwise(path))
             amount = min(self.room[a][b] for a, b in steps)
             for a, b in steps:
                 self.room[a][b] -= amount
@@ -264,7 +278,7 @@ class _Flow:
         return side  # type: ignore[return-value]
 
 
-# ---- passes over a row --------------------------------------------------------------------------------
+# ---- passes over a row ---------------------------------------------------------------------------
 
 # What is dearer to compute than to store and load.
 HEAVY = frozenset(
@@ -274,10 +288,12 @@ HEAVY = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """A row reduction needs all units of a row, so a step is one pass over the units per level of reductions.
+    """A row reduction needs all units of a row,
+    so a step is one pass over the units per level of reductions.
 
     Attributes:
-        reductions: per pass the reductions that it completes; the last pass has none and computes the results.
+        reductions: per pass the reductions that it completes; the last pass has none and computes
+            the results.
         stores: per pass the values that it keeps for a later pass.
     """
 
@@ -290,7 +306,10 @@ class Passes:
 
 
 def passes(roots: Iterable[Expr], loaded: frozenset[Expr] = frozenset()) -> Passes:
-    """Splits the computation of ``roots`` into passes; ``loaded`` values come from memory, whatever they are."""
+    """Splits the computation of ``roots`` into passes.
+
+    ``loaded`` values come from memory, whatever they are.
+    """
     roots = list(roots)
     level: dict[Expr, int] = {}
     order = _until(roots, loaded)
@@ -336,7 +355,9 @@ def _light(node: Expr, loaded: frozenset[Expr], kept: set[Expr]) -> bool:
 
 
 def _until(roots: Iterable[Expr], stop: frozenset[Expr]) -> list[Expr]:
-    """Topological order that does not look beneath ``stop``, nor beneath the operands of matmuls."""
+    """Topological order that does not look beneath ``stop``,
+    nor beneath the operands of matmuls.
+    """
     order: dict[Expr, None] = {}
     stack = [(root, False) for root in roots]
     while stack:

@@ -163,7 +163,7 @@ def _fused(plan: Plan, call: reference.Recurrence) -> tuple[Array, tuple[Array, 
 
 
 def _dense(array: Array | None, dtype: npt.DTypeLike = None) -> Array | None:
-    return None if array is None else np.ascontiguousarray(array, dtype)
+    return None if array is None else np.require(array, dtype, ["C", "ALIGNED"])
 
 
 def _strided(array: Array | None) -> Array | None:
@@ -172,7 +172,7 @@ def _strided(array: Array | None) -> Array | None:
         return None
     whole = all(stride % array.itemsize == 0 for stride in array.strides)
     fits = whole and array.flags.aligned and array.strides[-1] == array.itemsize
-    return array if fits else np.ascontiguousarray(array)
+    return array if fits else _dense(array)
 
 
 # ---- arguments -----------------------------------------------------------------------------------

@@ -339,12 +339,17 @@ def test_any_strides(cell: Cell, dtype: str, rng: np.random.Generator) -> None:
         fields["value"] = a
         return fields["value"]
 
+    def odd(a: np.ndarray) -> np.ndarray:  # contiguous, one byte off
+        bytes_ = np.concatenate([[np.uint8(0)], np.frombuffer(a.tobytes(), np.uint8)])
+        return bytes_[1:].view(a.dtype).reshape(a.shape)
+
     layouts = {
         "every second element": lambda a: np.repeat(a, 2, axis=-1)[..., ::2],
         "transposed": lambda a: a.T.copy().T,
         "backwards": lambda a: a[..., ::-1].copy()[..., ::-1],
         "upside down": lambda a: a[::-1].copy()[::-1],
         "unaligned": packed,
+        "at an odd address": odd,
     }
     right = by_recurrence(problem)
     for change in layouts.values():
@@ -382,6 +387,21 @@ def test_the_plan_chooses(rng: np.random.Generator, ran: list[str]) -> None:
         ran.clear()
         anycell.recurrence(kind, **problem.arguments())
         assert ran == [expected]
+
+
+@cell(gates="a", state="h")
+def Masks(x, r, s):
+    """As many masks as do not fit one draw of four words."""
+    return sum(2.0**k * keep(0.5, per) for k, per in enumerate(["step", "sequence"] * 3)) + 0 * x.a
+
+
+def test_every_mask_has_a_word_of_its_own(rng: np.random.Generator) -> None:
+    for dtype in ("float32", "float64"):
+        problem = random_problem(Masks, (9, 7, 33), rng, training=True, seed=3).astype(dtype)
+        outputs = by_recurrence(problem)["outputs"]
+        assert_array_equal(outputs, by_recurrence(problem, "reference")["outputs"])
+        bits = outputs.astype(int)[..., None] >> np.arange(6) & 1
+        assert np.abs(np.corrcoef(bits.reshape(-1, 6).T) - np.eye(6)).max() < 0.15
 
 
 def test_engines_draw_the_same_masks(rng: np.random.Generator, ran: list[str]) -> None:

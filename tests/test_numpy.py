@@ -124,19 +124,17 @@ def assert_same(found: Results, ref: Results, dtype: str) -> None:
 
 
 def problem(
-    layer: an.RNN, steps: int, rows: int, rng: np.random.Generator, dtype: str = "float64"
+    layer: an.RNN, steps: int, rows: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, Any, tuple[np.ndarray, Any]]:
     """Input, initial state, and what arrives at output and final state."""
-
-    def normal(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape).astype(dtype)
-
     directions = 1 + layer.bidirectional
     sizes = [layer.sizes[s.size] for s in layer.cell.states]
     outer = (rows, steps) if layer.batch_first else (steps, rows)
-    x, d_output = normal(*outer, layer.input_size), normal(*outer, directions * sizes[0])
+    x = rng.standard_normal((*outer, layer.input_size))
+    d_output = rng.standard_normal((*outer, directions * sizes[0]))
+    first = layer.num_layers * directions
     state, d_state = (
-        like_cell(layer, tuple(normal(layer.num_layers * directions, rows, n) for n in sizes))
+        like_cell(layer, tuple(rng.standard_normal((first, rows, n)) for n in sizes))
         for _ in range(2)
     )
     return x, state, (d_output, d_state)
@@ -168,20 +166,20 @@ def test_torch_float64(
 @pytest.mark.parametrize("sizes", AWKWARD, ids=str)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_torch_float32(kind: str, sizes: tuple[int, int, int], rng: np.random.Generator) -> None:
-    """Within tolerance of float64, and no worse than torch's own float32 layer."""
+    """Within tolerance of float64, and on the whole no worse than torch's own float32 layer."""
     steps, rows, hidden = sizes
     layer = LAYERS[kind](6, hidden, initializer="torch", seed=1)
-    for _ in range(100):
-        x, state, d = problem(layer, steps, rows, rng, "float32")
-        own, ref = (solve_torch(layer, x, state, d, dtype) for dtype in ("float32", "float64"))
-        theirs = {name: error(own[name], ref[name]) for name in ref}
-        # Where a slice of one number cancels to almost nothing, no layer is to blame.
-        if all(e <= LIMITS["float32", kind_of(name)] / 2 for name, e in theirs.items()):
-            break
-    found = solve(layer, x, state, d)
-    assert_same(found, ref, "float32")
-    ours = max(error(value, ref[name]) for name, value in found.items())
-    assert ours <= NO_WORSE_THAN * max(theirs.values())
+    ours, theirs = [], []
+    while len(ours) < 9:
+        given = tuple(map(to_float32, problem(layer, steps, rows, rng)))
+        ref = solve_torch(layer, *given, "float64")
+        if not solvable(layer, given, ref, rng):
+            continue
+        found, own = solve(layer, *given), solve_torch(layer, *given, "float32")
+        assert_same(found, ref, "float32")
+        ours.append(max(error(found[name], ref[name]) for name in ref))
+        theirs.append(max(error(own[name], ref[name]) for name in ref))
+    assert np.median(ours) <= NO_WORSE_THAN * np.median(theirs)
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -209,6 +207,29 @@ def test_lengths_are_packed_sequences(
     ref |= {f"d {name}": p.grad for name, p in module.named_parameters()}
     ours = {name: value for name, value in ours.items() if not name.startswith("d state")}
     assert_same(ours, {name: value.detach().numpy() for name, value in ref.items()}, "float64")
+
+
+def to_float32(arrays: Any) -> Any:
+    return tuple(map(to_float32, arrays)) if type(arrays) is tuple else np.float32(arrays)
+
+
+def solvable(layer: an.RNN, given: Any, ref: Results, rng: np.random.Generator) -> bool:
+    """Whether a problem keeps its solution, within float32's tolerance, when its input is rounded.
+
+    Where a slice of a number or two cancels to almost nothing, it does not, and no layer is to
+    blame.
+    """
+
+    def nudged(arrays: Any) -> Any:
+        if type(arrays) is tuple:
+            return tuple(map(nudged, arrays))
+        return arrays * (1.0 + 2.0**-24 * rng.standard_normal(arrays.shape))
+
+    for _ in range(6):
+        moved = solve_torch(layer, *map(nudged, given), "float64")
+        if any(error(moved[n], ref[n]) > LIMITS["float32", kind_of(n)] / 6 for n in ref):
+            return False
+    return True
 
 
 # -- against finite differences --------------------------------------------------------------------

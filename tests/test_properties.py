@@ -14,6 +14,8 @@ from random_cells import random_cell, source
 
 from anycell.engines import cpu, reference
 from anycell.engines.cpu import isa
+from anycell.lang.expr import topological
+from anycell.lang.ops import TABLE, is_reduction
 
 
 def situation(rng: np.random.Generator) -> dict[str, Any]:
@@ -78,4 +80,18 @@ def test_random_cell(cell_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_random_cells_are_varied(seed: int) -> None:
-    """Every row of the op table occurs, and nearly all can be solved in float32."""
+    """A hundred of them use every row of the op table, in cells of every shape."""
+    cells = [random_cell(k, 18) for k in range(seed, seed + 100)]
+    nodes = [node for cell in cells for node in topological(cell.next)]
+    assert {node.op for node in nodes} >= set(TABLE) - {"stop_gradient"}
+    assert {node.attrs for node in nodes if is_reduction(node)} == {(1,), (2,), (3,)}
+    assert {len(cell.gates) for cell in cells} == {1, 2, 3, 4}
+    assert {len(cell.states) for cell in cells} == {1, 2, 3}
+    assert {len(cell.params) for cell in cells} == {0, 1, 2, 3}
+    assert {cell.static for cell in cells} == {None, "e"}
+    assert any(cell.fused for cell in cells)
+    assert any(set(cell.gates) - cell.fused for cell in cells)
+
+
+def test_random_cells_are_found_again() -> None:
+    assert random_cell(7, 18).key == random_cell(7, 18).key != random_cell(8, 18).key

@@ -10,7 +10,19 @@ from numpy.testing import assert_array_equal
 from problems import Arrays, Problem, assert_right, assert_same, by_reference, random_problem
 from tolerances import assert_close
 
-from anycell import Cell, cell, cells, keep, linear, mean, philox, softplus, tanh, where
+from anycell import (
+    Cell,
+    cell,
+    cells,
+    keep,
+    linear,
+    mean,
+    philox,
+    softplus,
+    stop_gradient,
+    tanh,
+    where,
+)
 from anycell.engines import reference
 
 torch = pytest.importorskip("torch")
@@ -23,7 +35,7 @@ def Everything(x, r, s, p, e, *, rate: float = 0.3):
     kept = keep(1 - rate)
     c = tanh(p.p * b + linear(s.c, "cc", heads=3)) * mean(softplus(s.c + e), groups=3)
     mixed = linear(kept * tanh(a) + (1 - kept) * s.h, "mix", bias=True)
-    h = where(mixed > p.q, mixed, 0.1 * s.h) * keep(0.5, per="sequence")
+    h = where(mixed > p.q, mixed, stop_gradient(x.a) * s.h) * keep(0.5, per="sequence")
     return h, c
 
 

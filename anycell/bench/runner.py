@@ -171,7 +171,8 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         raise CompileLimit
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    # It rings again: a compiler may be where an exception is ignored, as in a destructor.
+    signal.setitimer(signal.ITIMER_REAL, seconds, 5.0)
     try:
         with warnings.catch_warnings():  # an interrupted backward pass complains, at length
             warnings.simplefilter("ignore")

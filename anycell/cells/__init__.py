@@ -1,4 +1,7 @@
-"""The built-in cells, one file each: equations, source and the function. Pure definitions, no device."""
+"""The built-in cells, one file each: equations, source and the function.
+
+Pure definitions, no device.
+"""
 
 from anycell.cells.gru import GRU
 from anycell.cells.layer_norm_lstm import LayerNormLSTM

@@ -10,8 +10,8 @@ def GRU(x: Gates, r: Gates, s: Gates, *, reset_after: bool = True) -> Expr:
     """Gated recurrent unit, the cell of ``torch.nn.GRU`` and ``keras.layers.GRU``.
 
     r, z = sigmoid(x + r)
-    n = tanh(x_n + r * (W_hn h + b_hn))        with ``reset_after``, one matmul (torch, Keras, cuDNN)
-    n = tanh(x_n + W_hn (r * h))               without, two matmuls (the paper)
+    n = tanh(x_n + r * (W_hn h + b_hn))      with ``reset_after``, one matmul (torch, Keras, cuDNN)
+    n = tanh(x_n + W_hn (r * h))             without, two matmuls (the paper)
     h' = (1 - z) n + z h
 
     Source: Cho et al., *Learning Phrase Representations using RNN Encoder-Decoder*, 2014.

@@ -8,7 +8,8 @@ from anycell.lang.ops import layer_norm, sigmoid, tanh
 @cell(
     gates="i f g o",
     state="h c",
-    params="x_i=1 x_f=1 x_g=1 x_o=1 r_i=1 r_f=1 r_g=1 r_o=1 b_i=0 b_f=0 b_g=0 b_o=0 c_gain=1 c_shift=0",
+    params="x_i=1 x_f=1 x_g=1 x_o=1 r_i=1 r_f=1 r_g=1 r_o=1 "
+    "b_i=0 b_f=0 b_g=0 b_o=0 c_gain=1 c_shift=0",
     bias=False,
 )
 def LayerNormLSTM(
@@ -20,7 +21,8 @@ def LayerNormLSTM(
     c' = sigmoid(a_f) c + sigmoid(a_i) tanh(a_g)
     h' = sigmoid(a_o) tanh(gain_c LN(c') + shift_c)
 
-    Source: Ba, Kiros & Hinton, *Layer Normalization*, 2016, equations 20 to 22, with one norm per gate.
+    Source: Ba, Kiros & Hinton, *Layer Normalization*, 2016, equations 20 to 22, with one norm per
+    gate.
     """
     i = p.x_i * layer_norm(x.i, eps) + p.r_i * layer_norm(r.i, eps) + p.b_i
     f = p.x_f * layer_norm(x.f, eps) + p.r_f * layer_norm(r.f, eps) + p.b_f

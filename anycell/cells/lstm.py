@@ -13,8 +13,8 @@ def LSTM(x: Gates, r: Gates, s: Gates) -> tuple[Expr, Expr]:
     c' = f c + i g
     h' = o tanh(c')
 
-    Source: Hochreiter & Schmidhuber, *Long Short-Term Memory*, 1997; forget gate of Gers, Schmidhuber &
-    Cummins, *Learning to Forget*, 2000.
+    Source: Hochreiter & Schmidhuber, *Long Short-Term Memory*, 1997; forget gate of Gers,
+    Schmidhuber & Cummins, *Learning to Forget*, 2000.
     """
     i, f, g, o = x + r
     c = sigmoid(f) * s.c + sigmoid(i) * tanh(g)

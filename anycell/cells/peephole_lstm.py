@@ -23,9 +23,11 @@ def PeepholeLSTM(
     o = sigmoid(x_o + r_o + p_o c'),  h' = o tanh(c')
 
     Args:
-        coupled: i = 1 - f (Greff et al., *LSTM: A Search Space Odyssey*, 2017); gate i is then unused.
+        coupled: i = 1 - f (Greff et al., *LSTM: A Search Space Odyssey*, 2017); gate i is then
+            unused.
         forget_bias: added to the forget gate's argument, as TensorFlow's v1 cells do.
-        cell_clip: c' is clipped to [-cell_clip, cell_clip] before the output gate, as in TensorFlow.
+        cell_clip: c' is clipped to [-cell_clip, cell_clip] before the output gate, as in
+            TensorFlow.
 
     Source: Gers & Schmidhuber, *Recurrent Nets that Time and Count*, 2000.
     """

@@ -1,8 +1,11 @@
-"""``@cell`` traces a Python function once into a ``Cell``: graph, gates, states, parameters, matmuls."""
+"""``@cell`` traces a Python function once into a ``Cell``:
+graph, gates, states, parameters, matmuls.
+"""
 
 from __future__ import annotations
 
 import contextvars
+import functools
 import importlib
 import inspect
 import math
@@ -30,7 +33,9 @@ RECURRENT = "hh"  # the matmul behind `r`
 
 @dataclass(frozen=True)
 class State:
-    """A state: ``size`` is a symbol ("H" is the hidden size), ``initial`` the value it starts from and resets to."""
+    """A state: ``size`` is a symbol ("H" is the hidden size),
+    ``initial`` the value it starts from and resets to.
+    """
 
     name: str
     size: str = "H"
@@ -39,7 +44,10 @@ class State:
 
 @dataclass(frozen=True)
 class Param:
-    """A per-unit parameter ``[H]``; ``initial`` None leaves its initial value to the framework's convention."""
+    """A per-unit parameter ``[H]``.
+
+    ``initial`` None leaves its initial value to the framework's convention.
+    """
 
     name: str
     initial: float | None = None
@@ -47,7 +55,9 @@ class Param:
 
 @dataclass(frozen=True)
 class Linear:
-    """One matmul inside a step: ``outputs`` blocks of ``out_size`` from ``operand``, block-diagonal with ``heads``."""
+    """One matmul inside a step: ``outputs`` blocks of ``out_size`` from ``operand``,
+    block-diagonal with ``heads``.
+    """
 
     name: str
     operand: Expr
@@ -59,7 +69,9 @@ class Linear:
 
 
 class Gates(Traced):
-    """The values of all gates: unpacks in the declared order, names them, adds element by element."""
+    """The values of all gates: unpacks in the declared order, names them,
+    adds element by element.
+    """
 
     is_gates = True
 
@@ -124,7 +136,8 @@ def _trace(function: str) -> _Trace:
     trace = _current.get()
     if trace is None:
         raise CellError(
-            f"{function}() was called outside a cell. It has a meaning only in a function under @cell."
+            f"{function}() was called outside a cell. "
+            "It has a meaning only in a function under @cell."
         )
     return trace
 
@@ -158,10 +171,11 @@ def linear(value: Expr | Number, name: str, *, heads: int = 1, bias: bool = Fals
 def keep(rate: Expr | Number, per: str = "step") -> Expr:
     """A random mask that keeps with probability ``rate``.
 
-    In training 1 with probability ``rate``, else 0, drawn anew ``per`` "step" or once per "sequence" for each
-    unit and row; in evaluation its mean, ``rate``. So ``keep(1 - z) * new + (1 - keep(1 - z)) * old`` is
-    zoneout, and ``keep(k) / k * value`` is inverted dropout. Draws are counter-based (Philox4x32-10, Salmon et
-    al., 2011): the same on every engine for the same seed, and drawn again in the backward pass.
+    In training 1 with probability ``rate``, else 0, drawn anew ``per`` "step" or once per
+    "sequence" for each unit and row; in evaluation its mean, ``rate``. So
+    ``keep(1 - z) * new + (1 - keep(1 - z)) * old`` is zoneout, and ``keep(k) / k * value`` is
+    inverted dropout. Draws are counter-based (Philox4x32-10, Salmon et al., 2011): the same on
+    every engine for the same seed, and drawn again in the backward pass.
     """
     trace = _trace("keep")
     if per not in ("step", "sequence"):
@@ -179,8 +193,8 @@ def keep(rate: Expr | Number, per: str = "step") -> Expr:
 class Cell:
     """A recurrent cell: what happens between the input projection and the next state, as a graph.
 
-    Made by ``@cell``. Calling a cell with keyword arguments gives the cell with those hyperparameters:
-    ``PeepholeLSTM(coupled=True, cell_clip=3.0)``.
+    Made by ``@cell``. Calling a cell with keyword arguments gives the cell with those
+    hyperparameters: ``PeepholeLSTM(coupled=True, cell_clip=3.0)``.
 
     Attributes:
         name: of the function.
@@ -257,7 +271,7 @@ class Cell:
     def param_names(self) -> tuple[str, ...]:
         return tuple(param.name for param in self.params)
 
-    @property
+    @functools.cached_property
     def keeps(self) -> tuple[Expr, ...]:
         """The random masks of the graph."""
         return tuple(node for node in topological(self.next) if node.op == "keep")
@@ -299,14 +313,17 @@ class Cell:
         results = result if isinstance(result, (tuple, list)) else (result,)
         if isinstance(result, Gates) or len(results) != len(self.states):
             raise CellError(
-                f"Cell {self.name} returned {len(results)} value(s), its states are {len(self.states)}: {names}.\n"
-                f"Instead: return the new states in the declared order, `return {', '.join(self.state_names)}`."
+                f"Cell {self.name} returned {len(results)} value(s), "
+                f"its states are {len(self.states)}: {names}.\n"
+                "Instead: return the new states in the declared order, "
+                f"`return {', '.join(self.state_names)}`."
             )
         out = []
         for state, value in zip(self.states, results, strict=True):
             if not isinstance(value, (Expr, int, float)):
                 raise CellError(
-                    f"Cell {self.name} returned {type(value).__name__} for the new state {state.name!r}.\n"
+                    f"Cell {self.name} returned {type(value).__name__} "
+                    f"for the new state {state.name!r}.\n"
                     "Instead: return a traced value."
                 )
             node = as_expr(value)
@@ -334,8 +351,10 @@ class Cell:
                 return
             if isinstance(a, str) and isinstance(b, str):
                 raise CellError(
-                    f"Cell {self.name}: the sizes do not close: {why} joins a value of size {a} with one of size {b}.\n"
-                    'Instead: change the size with linear(value, "name"), or declare the state with the size it has.'
+                    f"Cell {self.name}: the sizes do not close: {why} joins a value of size {a} "
+                    f"with one of size {b}.\n"
+                    'Instead: change the size with linear(value, "name"), '
+                    "or declare the state with the size it has."
                 )
             if isinstance(a, str):
                 a, b = b, a
@@ -451,7 +470,8 @@ def _sort_hyperparameters(
     for name in given:
         if name not in keyword:
             raise CellError(
-                f"Cell {function.__name__} has no hyperparameter {name!r}; it has: {', '.join(keyword) or 'none'}.\n"
+                f"Cell {function.__name__} has no hyperparameter {name!r}; "
+                f"it has: {', '.join(keyword) or 'none'}.\n"
                 "Instead: add a keyword-only argument to its function."
             )
     hyper: dict[str, float] = {}
@@ -477,8 +497,9 @@ def _sort_hyperparameters(
             structure[name] = value
         else:
             raise CellError(
-                f"Cell {function.__name__}: hyperparameter {name} is a {type(value).__name__}; expected a float "
-                "(a run-time value), or a bool, int, str, tuple or None (which select the graph)."
+                f"Cell {function.__name__}: hyperparameter {name} is a {type(value).__name__}; "
+                "expected a float (a run-time value), or a bool, int, str, tuple or None "
+                "(which select the graph)."
             )
     return hyper, structure
 
@@ -489,7 +510,8 @@ def _restore(module: str, qualname: str, given: dict[str, Any]) -> Cell:
         found = getattr(found, part, None)
     if not isinstance(found, Cell):
         raise CellError(
-            f"Cannot restore cell {qualname!r}: module {module!r} has no such cell at its top level."
+            f"Cannot restore cell {qualname!r}: "
+            f"module {module!r} has no such cell at its top level."
         )
     return found(**given)
 
@@ -501,7 +523,8 @@ def _words(text: str, what: str) -> list[tuple[str, str | None, str | None]]:
         match = re.fullmatch(r"([A-Za-z]\w*)(?::([A-Za-z]\w*))?(?:=(\S+))?", word)
         if match is None:
             raise CellError(
-                f"@cell({what}={text!r}): cannot read {word!r}; expected name, name:size or name=value."
+                f"@cell({what}={text!r}): cannot read {word!r}; "
+                "expected name, name:size or name=value."
             )
         out.append((match[1], match[2], match[3]))
     names = [name for name, _, _ in out]
@@ -528,9 +551,11 @@ def cell(
     """Makes a recurrent cell out of a function ``f(x, r, s[, p][, e])`` of one time step.
 
     Args:
-        gates: names of the gates, in the order of the weights; ``x`` and ``r`` unpack in this order.
+        gates: names of the gates, in the order of the weights; ``x`` and ``r`` unpack in this
+            order.
         state: names of the states, ``name[:size][=initial]``; the first is the output.
-        params: names of per-unit parameters, ``name[=initial]``; without any the function has no ``p``.
+        params: names of per-unit parameters, ``name[=initial]``; without any the function has no
+            ``p``.
         static: name of an input given once per sequence, ``[B, H]``; the function's last argument.
         bias: whether the layer's projections carry biases; a cell that places its own sets False.
 
@@ -577,4 +602,5 @@ def cell(
 
 
 def names(items: Sequence[State] | Sequence[Param]) -> tuple[str, ...]:
+    """Names of states or parameters, in declared order."""
     return tuple(item.name for item in items)

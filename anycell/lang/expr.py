@@ -1,8 +1,8 @@
 """Expressions: immutable, interned nodes of the graph that a cell traces to.
 
-Every node stands for one value per unit and batch row. A row reduction (``sum``, ``mean``, ``max``) gives its
-result to every unit of its group, so that it combines with everything else and its derivative is a
-reduction again.
+Every node stands for one value per unit and batch row. A row reduction (``sum``, ``mean``, ``max``)
+gives its result to every unit of its group, so that it combines with everything else and its
+derivative is a reduction again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import linecache
 import math
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 from weakref import WeakValueDictionary
 
 Attrs = tuple[Any, ...]
@@ -84,7 +84,9 @@ def _foreign(function: str) -> NoReturn:
 
 
 class Expr(Traced):
-    """One node: ``op`` names a row of the op table or a leaf, ``attrs`` hold what is not an expression."""
+    """One node: ``op`` names a row of the op table or a leaf,
+    ``attrs`` hold what is not an expression.
+    """
 
     __slots__ = ("__weakref__", "args", "attrs", "op")
 
@@ -92,7 +94,7 @@ class Expr(Traced):
     args: tuple[Expr, ...]
     attrs: Attrs
 
-    _interned: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
+    _interned: ClassVar[WeakValueDictionary[tuple[Any, ...], Expr]] = WeakValueDictionary()
 
     def __new__(cls, op: str, args: Iterable[Expr] = (), attrs: Attrs = ()) -> Expr:
         args = tuple(args)
@@ -184,7 +186,7 @@ class Expr(Traced):
     def __invert__(self) -> Expr:
         return apply("logical_not", self)
 
-    # -- what the language cannot say ---------------------------------------------------------------
+    # -- what the language cannot say --------------------------------------------------------------
     def __bool__(self) -> NoReturn:
         fail(
             "Control flow on a traced value: a cell is traced once, before there are numbers.",
@@ -238,10 +240,12 @@ class Expr(Traced):
 
 
 def const(value: Number) -> Expr:
+    """A number of the program text as a node."""
     return Expr("const", (), (float(value),))
 
 
 def as_expr(value: Any) -> Expr:
+    """The value as a node: traced values stay, numbers become constants; else a ``CellError``."""
     if isinstance(value, Expr):
         return value
     if isinstance(value, (int, float)):
@@ -260,6 +264,7 @@ def as_expr(value: Any) -> Expr:
 
 
 def is_const(node: Expr, value: float | None = None) -> bool:
+    """Whether the node is a constant, and of this value if one is given."""
     return node.op == "const" and (value is None or node.attrs[0] == value)
 
 
@@ -343,7 +348,10 @@ def topological(roots: Iterable[Expr], stop: Container[Expr] = ()) -> list[Expr]
 def rewrite(
     roots: Iterable[Expr], rule: Callable[[Expr, tuple[Expr, ...]], Expr | None]
 ) -> list[Expr]:
-    """Rebuilds the graph bottom-up; ``rule(node, new_args)`` returns a replacement or None to keep the node."""
+    """Rebuilds the graph bottom-up.
+
+    ``rule(node, new_args)`` returns a replacement or None to keep the node.
+    """
     roots = list(roots)
     new: dict[Expr, Expr] = {}
     for node in topological(roots):
@@ -355,7 +363,8 @@ def rewrite(
 
 # As Python binds them: & and | bind tighter than comparisons.
 _INFIX = {
-    "lt": ("<", 0), "le": ("<=", 0), "gt": (">", 0), "ge": (">=", 0), "eq": ("==", 0), "ne": ("!=", 0),
+    "lt": ("<", 0), "le": ("<=", 0), "gt": (">", 0), "ge": (">=", 0),
+    "eq": ("==", 0), "ne": ("!=", 0),
     "logical_or": ("|", 1), "logical_and": ("&", 2),
     "add": ("+", 3), "sub": ("-", 3), "mul": ("*", 4), "div": ("/", 4),
 }  # fmt: skip

@@ -35,8 +35,9 @@ def upstream(state: str) -> Expr:
 def backward(cell: Cell) -> Gradients:
     """Derives the backward pass of ``cell``.
 
-    The gradient of a matmul's operand is ``linear_t`` of its outputs' gradients, unless the operand is a plain
-    state: then the engine adds it while it computes the step before, as the same matmul, transposed.
+    The gradient of a matmul's operand is ``linear_t`` of its outputs' gradients, unless the operand
+    is a plain state: then the engine adds it while it computes the step before, as the same matmul,
+    transposed.
     """
     zero = const(0.0)
     order = topological(cell.next)
@@ -54,7 +55,7 @@ def backward(cell: Cell) -> Gradients:
             if l.operand is node and node.op != "state":
                 _accumulate(gradient, node, Expr("linear_t", linear[l.name].values(), (l.name,)))
         g = gradient.get(node)
-        if g is None or node.op not in TABLE and node.op not in ("x", "linear", "preact"):
+        if g is None or (node.op not in TABLE and node.op not in ("x", "linear", "preact")):
             continue
         if node.op in ("linear", "preact"):
             name, output = node.attrs

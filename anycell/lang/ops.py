@@ -3,8 +3,8 @@
 A row is ``Op(meaning, derivative, domain)``:
 
 - ``meaning(xp, *args)`` computes the op with an array namespace (``anycell.namespaces``);
-- ``derivative(g, y, *args)`` gives, for the upstream gradient ``g`` and the result ``y``, one expression per
-  argument, or None where the derivative is zero everywhere;
+- ``derivative(g, y, *args)`` gives, for the upstream gradient ``g`` and the result ``y``, one
+  expression per argument, or None where the derivative is zero everywhere;
 - ``domain`` bounds the arguments on which the op is smooth and finite, for generated tests.
 
 Engines add their own printer table with one row per op, nothing else.
@@ -24,14 +24,16 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Op:
+    """A row of the table; what each field is stands at the top of this module."""
+
     meaning: Callable[..., Any]
     derivative: Callable[..., tuple[Expr | None, ...]]
     domain: tuple[Interval, ...]
     reduction: bool = False  # combines the units of a row (attrs: number of groups)
 
 
-# Where the derivative jumps, the meaning is written with where(), so that a framework's autograd takes
-# the side that the table's derivative takes; comparisons point such that NaN passes through.
+# Where the derivative jumps, the meaning is written with where(), so that a framework's autograd
+# takes the side that the table's derivative takes; comparisons point such that NaN passes through.
 
 
 def _relu(xp: Any, a: Any) -> Any:
@@ -160,7 +162,7 @@ def is_reduction(node: Expr) -> bool:
     return node.op in TABLE and TABLE[node.op].reduction
 
 
-# ---- what users write ------------------------------------------------------------------------------
+# ---- what users write ----------------------------------------------------------------------------
 
 
 def exp(value: Value) -> Expr:
@@ -214,7 +216,9 @@ def hard_sigmoid(value: Value) -> Expr:
 
 
 def where(condition: Expr, a: Value, b: Value) -> Expr:
-    """``a`` where the condition holds, else ``b``; the branch not taken adds nothing to a gradient."""
+    """``a`` where the condition holds, else ``b``;
+    the branch not taken adds nothing to a gradient.
+    """
     return apply("where", condition, a, b)
 
 
@@ -247,17 +251,21 @@ def _groups(groups: int) -> tuple[int]:
     return (groups,)
 
 
-def sum(value: Value, groups: int = 1) -> Expr:  # noqa: A001
-    """Sum over the units of the row (of each of ``groups`` equal groups), given back to every unit."""
+def sum(value: Value, groups: int = 1) -> Expr:
+    """Sum over the units of the row (of each of ``groups`` equal groups),
+    given back to every unit.
+    """
     return apply("sum", value, attrs=_groups(groups))
 
 
 def mean(value: Value, groups: int = 1) -> Expr:
-    """Mean over the units of the row (of each of ``groups`` equal groups), given back to every unit."""
+    """Mean over the units of the row (of each of ``groups`` equal groups),
+    given back to every unit.
+    """
     return apply("mean", value, attrs=_groups(groups))
 
 
-def max(value: Value, groups: int = 1) -> Expr:  # noqa: A001
+def max(value: Value, groups: int = 1) -> Expr:
     """Largest value among the units of the row (of each group); ties share the gradient."""
     return apply("max", value, attrs=_groups(groups))
 
@@ -266,7 +274,8 @@ def layer_norm(value: Value, eps: Value = 1e-5, groups: int = 1) -> Expr:
     """``(v - mean(v)) / sqrt(mean((v - mean(v))**2) + eps)`` over the units of the row.
 
     Gain and shift are per-unit parameters: ``p.gain * layer_norm(v) + p.shift``.
-    Source: Ba, Kiros & Hinton, *Layer Normalization*, 2016; ``groups`` as in Wu & He, *Group Normalization*, 2018.
+    Source: Ba, Kiros & Hinton, *Layer Normalization*, 2016; ``groups`` as in Wu & He, *Group
+    Normalization*, 2018.
     """
     centred = apply("sub", value, mean(value, groups))
     return centred * apply("div", 1.0, sqrt(mean(centred * centred, groups) + eps))

@@ -25,25 +25,14 @@ from anycell.torch.functional import (
 from anycell.torch.recurrent import Lengths, Recurrent
 
 
-class Scriptable:
-    """Mixin of the subclasses of ``torch.nn``'s modules: TorchScript compiles the parent."""
-
-    _parent: type[nn.Module]
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        """The parent's module, on the same parameters."""
-        plain: Any = copy.copy(self)
-        plain.__class__ = self._parent
-        return plain
-
-
-class DropIn(Scriptable, Recurrent):
+class DropIn(Recurrent):
     """What ``LSTM`` and ``GRU`` do instead of their parent's forward.
 
     Whatever they do not take is the parent's, its errors included. They add no attribute to an
     instance: a module turns from one class into the other by ``__class__`` alone (``accelerate``).
     """
 
+    _parent: type[nn.RNNBase]
     _all_weights: list[list[str]]
     _parameters: dict[str, Any]
     input_size: int
@@ -70,20 +59,11 @@ class DropIn(Scriptable, Recurrent):
                 f"{extra[0]}: given {describe(arguments[extra[0]])}; expected None with {carrier}. "
                 "Pass a padded tensor to a layer without projection."
             )
-        if not extra and (traced() or self._vendor_wins(x)):
-            return None
-        if not self._fits(x, states):
+        if (not extra and traced()) or not self._fits(x, states):
             return None
         if not extra and not transformed() and (autocast() or not self._fused(x)):
             return None
         return self._run(x, states, **arguments)
-
-    def _vendor_wins(self, x: Any) -> bool:
-        shape = getattr(x, "shape", ())
-        if len(shape) != 3:
-            return False
-        time = int(self.batch_first)
-        return vendor.wins(self.cell, shape[time], shape[1 - time]) is not None
 
     def _fits(self, x: Any, states: Sequence[Any] | None) -> bool:
         """Whether input and states are as torch wants them."""
@@ -101,8 +81,14 @@ class DropIn(Scriptable, Recurrent):
         )
 
     def _fused(self, x: Tensor) -> bool:
+        """Whether the fused kernel can run this call, and is the faster."""
         plan = fused_plan(self.cell, self.hidden_size, self.weight_ih_l0)
-        return not isinstance(plan, str) and memory(x)
+        if isinstance(plan, str) or not memory(x):
+            return False
+        if x.dim() == 2:
+            return vendor.wins(self.cell, x.shape[0], 1) is None
+        time = int(self.batch_first)
+        return vendor.wins(self.cell, x.shape[time], x.shape[1 - time]) is None
 
     def _weights(self) -> list[list[Weights]]:
         mine = self._parameters
@@ -113,6 +99,12 @@ class DropIn(Scriptable, Recurrent):
         ]
         step = 1 + self.bidirectional
         return [found[k : k + step] for k in range(0, len(found), step)]
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """TorchScript compiles the parent's forward, on the same parameters."""
+        plain: Any = copy.copy(self)
+        plain.__class__ = self._parent
+        return plain
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -89,12 +90,17 @@ _ORDINARY = (Tensor, torch.nn.Parameter)
 
 def fused_plan(cell: Cell, hidden_size: int, weight: Tensor) -> Plan | str:
     """The plan of the fused kernel for such weights, or why there is none."""
-    if weight.device.type != "cpu":
+    if not weight.is_cpu:
         return f"no fused kernel for device {weight.device.type!r} as yet"
-    dtype = _DTYPES.get(weight.dtype)
-    if dtype is None:
-        return f"no fused kernel for {weight.dtype} as yet"
-    found = plan(cell, hidden_size, dtype)
+    return _fused_plan(cell, hidden_size, weight.dtype)
+
+
+@functools.lru_cache(maxsize=512)
+def _fused_plan(cell: Cell, hidden_size: int, dtype: torch.dtype) -> Plan | str:
+    name = _DTYPES.get(dtype)
+    if name is None:
+        return f"no fused kernel for {dtype} as yet"
+    found = plan(cell, hidden_size, name)
     return found if found.engine == "cpu" else found.reason
 
 
@@ -102,7 +108,7 @@ def memory(x: Tensor | None, dtype: torch.dtype | None = None) -> bool:
     """Whether ``x``, if any, is plain memory on the CPU; a FakeTensor, for one, is not."""
     return x is None or (
         type(x) in _ORDINARY
-        and x.device.type == "cpu"
+        and x.is_cpu
         and x.layout is torch.strided
         and not x.is_neg()
         and (dtype is None or x.dtype is dtype)

@@ -9,79 +9,17 @@ from torch import Tensor, nn
 
 from anycell import cells
 from anycell.lang.cell import Cell
-from anycell.torch.arguments import (
-    check_layer,
-    check_states,
-    check_static,
-    check_tensor,
-)
+from anycell.torch.arguments import check_layer, check_states, check_static, check_tensor
 from anycell.torch.composite import Call, Inputs, Options, States
-from anycell.torch.dropin import Scriptable
-from anycell.torch.functional import (
-    Engine,
-    autocast,
-    fused_plan,
-    layer,
-    memory,
-    traced,
-    transformed,
-)
+from anycell.torch.functional import Engine, fused_plan, layer
 from anycell.torch.recurrent import draw_seed, shapes
 from anycell.torch.rnn import initialise, learned
 
-
-class _Step:
-    """Mixin of the modules that run one step. It adds no attribute to an instance."""
-
-    cell: Cell
-    hidden_size: int
-    training: bool
-    weight_ih: Tensor
-
-    def _step(self, x: Tensor, states: States | None, static: Tensor | None = None) -> States:
-        """The new states of ``x``, ``[B, input]`` or ``[input]``."""
-        batched = x.dim() == 2
-        if not batched:
-            x, static = x.unsqueeze(0), None if static is None else static.unsqueeze(0)
-            states = states and tuple(s.unsqueeze(0) for s in states)
-        draws = self.training and bool(self.cell.keeps)
-        options = Options(training=self.training, seed=draw_seed() if draws else 0)
-        call = Call(self.cell, self.hidden_size, options)
-        initial = states and tuple(s.unsqueeze(0) for s in states)
-        _, final = layer(call, Inputs(x.unsqueeze(0), static, initial, None, [learned(self)]))
-        return tuple(s[0] if batched else s[0, 0] for s in final)
+_ONE_STEP = Engine("torch", "a single step reads the weights once: packing them first does not pay")
 
 
-class _DropInCell(Scriptable, _Step):
-    """What ``LSTMCell`` and ``GRUCell`` do instead of their parent's forward."""
-
-    input_size: int
-
-    @property
-    def engine(self) -> Engine:
-        """What runs this cell, and why."""
-        plan = fused_plan(self.cell, self.hidden_size, self.weight_ih)
-        return Engine("torch", plan) if isinstance(plan, str) else Engine("cpu", plan.reason)
-
-    def _ours(self, x: Any, states: tuple[Any, ...] | None) -> States | None:
-        """The new states; None where the parent has the answer, or the error."""
-        if autocast() or traced() or transformed() or self.engine.name == "torch":
-            return None
-        if not isinstance(x, Tensor) or x.dim() not in (1, 2) or x.shape[-1] != self.input_size:
-            return None
-        wanted = (*x.shape[:-1], self.hidden_size)
-        if states is not None and len(states) != len(self.cell.states):
-            return None
-        if not all(isinstance(s, Tensor) and s.shape == wanted for s in states or ()):
-            return None
-        dtype = self.weight_ih.dtype
-        if not all(memory(t, dtype) for t in (x, *(states or ()))):
-            return None
-        return self._step(x, states)
-
-
-class LSTMCell(_DropInCell, nn.LSTMCell):
-    """``torch.nn.LSTMCell``: one step of ``LSTM``; its constructor, weights, shapes and errors.
+class LSTMCell(nn.LSTMCell):
+    """``torch.nn.LSTMCell``, one step of ``LSTM``: for now as torch runs it.
 
     Example:
         >>> h, c = LSTMCell(input_size=3, hidden_size=8)(torch.zeros(2, 3))
@@ -90,18 +28,11 @@ class LSTMCell(_DropInCell, nn.LSTMCell):
     """
 
     cell: Cell = cells.LSTM
-    _parent = nn.LSTMCell
-
-    def forward(  # type: ignore[override]
-        self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
-    ) -> States:
-        """The new ``(h, c)`` from input ``[B, input_size]`` and the old, ``[B, H]`` each."""
-        ours = self._ours(input, None if hx is None else tuple(hx))
-        return super().forward(input, hx) if ours is None else ours
+    engine = _ONE_STEP
 
 
-class GRUCell(_DropInCell, nn.GRUCell):
-    """``torch.nn.GRUCell``: one step of ``GRU``; its constructor, weights, shapes and errors.
+class GRUCell(nn.GRUCell):
+    """``torch.nn.GRUCell``, one step of ``GRU``: for now as torch runs it.
 
     Example:
         >>> h = GRUCell(input_size=3, hidden_size=8)(torch.zeros(2, 3))
@@ -110,15 +41,10 @@ class GRUCell(_DropInCell, nn.GRUCell):
     """
 
     cell: Cell = cells.GRU
-    _parent = nn.GRUCell
-
-    def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
-        """The new h from input ``[B, input_size]`` and the old, ``[B, H]``."""
-        ours = self._ours(input, None if hx is None else (hx,))
-        return super().forward(input, hx) if ours is None else ours[0]
+    engine = _ONE_STEP
 
 
-class RNNCell(_Step, nn.Module):
+class RNNCell(nn.Module):
     """One step of any cell, as ``RNN(cell, ...)`` runs it.
 
     Args:
@@ -193,5 +119,14 @@ class RNNCell(_Step, nn.Module):
         check_tensor("x", x, (*rows, self.input_size), "one step of the input", self.weight_ih)
         states = check_states("state", state, self.cell, self.sizes, rows, x)
         static = check_static(self.cell, static, (*rows, self.hidden_size), x)
-        final = self._step(x, states, static)
-        return final if len(final) > 1 else final[0]
+        if not rows:
+            states = states and tuple(s.unsqueeze(0) for s in states)
+            static = None if static is None else static.unsqueeze(0)
+        draws = self.training and bool(self.cell.keeps)
+        options = Options(training=self.training, seed=draw_seed() if draws else 0)
+        call = Call(self.cell, self.hidden_size, options)
+        initial = states and tuple(s.unsqueeze(0) for s in states)
+        x = x.reshape(1, -1, self.input_size)
+        _, final = layer(call, Inputs(x, static, initial, None, [learned(self)]))
+        new = tuple(s[0] if rows else s[0, 0] for s in final)
+        return new if len(new) > 1 else new[0]

@@ -51,16 +51,19 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 class Scratch(threading.local):
-    """Memory of a thread that calls kernels, kept from call to call: fresh pages cost more than the work."""
+    """Memory of a thread that calls kernels, kept from call to call:
+    fresh pages cost more than the work.
+    """
 
     def __init__(self) -> None:
         self.buffer = _NOTHING
 
     def take(self, sizes: Sequence[int]) -> tuple[np.ndarray, list[int]]:
-        """Addresses of blocks of these sizes in bytes, each on its own cache line, and what keeps them alive.
+        """Addresses of blocks of these sizes in bytes, each on its own cache line,
+        and what keeps them alive.
 
-        Give the buffer back for the next call; without that (an error, or a call within a call from a signal
-        handler) the next one allocates.
+        Give the buffer back for the next call; without that (an error, or a call within a call from
+        a signal handler) the next one allocates.
         """
         total = sum(sizes) + LINE * (len(sizes) + 1)
         buffer, self.buffer = self.buffer, _NOTHING
@@ -84,7 +87,7 @@ def pack(
     kernel: Kernel,
     packed: int,
     source: int,
-    strides: tuple[int, int],
+    strides: tuple[int, ...],
     bias_x: int,
     bias_h: int,
     threads: int,

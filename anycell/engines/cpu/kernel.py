@@ -1,23 +1,25 @@
 """Prints a plan as LLVM text: one function that runs a whole sequence, forward or backward.
 
-The two directions are one generator. A step is a matmul whose result never leaves the cache, followed by
-element-wise work on it:
+The two directions are one generator. A step is a matmul whose result never leaves the cache,
+followed by element-wise work on it:
 
     forward     acc = state[t] @ W          then the cell: new states, what the backward pass needs
     backward    acc = d_gates[t+1] @ W'     then its derivative: d_gates[t], gradients of the states
 
-Weights are packed per *tile*, a few vectors of units with all gates side by side, so that a register block of rows
-times one tile is the inner loop. Where the cell has row reductions, all tiles of a panel of rows are multiplied
-first and the cell's work becomes several passes over each row (`plan.passes`).
+Weights are packed per *tile*, a few vectors of units with all gates side by side, so that a
+register block of rows times one tile is the inner loop. Where the cell has row reductions, all
+tiles of a panel of rows are multiplied first and the cell's work becomes several passes over each
+row (`plan.passes`).
 
-Threads split the rows of the batch, or the units with a barrier each step. Every row is computed by the same
-operations in the same order whatever the split, so the bits do not depend on it.
+Threads split the rows of the batch, or the units with a barrier each step. Every row is computed by
+the same operations in the same order whatever the split, so the bits do not depend on it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -39,10 +41,10 @@ L1_WEIGHTS = 32 << 10  # bytes of a block of packed weights that stays in the fi
 class Geometry:
     """How a matmul with ``outputs`` results per unit is cut, and the element-wise work after it.
 
-    A tile has ``unroll`` vectors of units, each with all its outputs: ``columns`` vectors. The register block
-    takes ``groups`` of columns in turn, with as many rows as the registers hold. The element-wise work goes over
-    ``width`` vectors at once, two independent chains of operations where one would wait for itself, and over
-    whole ``span``s of tiles.
+    A tile has ``unroll`` vectors of units, each with all its outputs: ``columns`` vectors. The
+    register block takes ``groups`` of columns in turn, with as many rows as the registers hold. The
+    element-wise work goes over ``width`` vectors at once, two independent chains of operations
+    where one would wait for itself, and over whole ``span``s of tiles.
     """
 
     units: int  # H
@@ -63,7 +65,8 @@ class Geometry:
         def cost(unroll: int) -> float:
             rows, n = self.block_rows(unroll * self.outputs), unroll * self.outputs
             padded = -(-self.vectors // unroll) * unroll
-            # Per register block and step of the sum: multiply-adds against loads, two of each a cycle.
+            # Per register block and step of the sum: multiply-adds against loads, two of each a
+            # cycle.
             return padded / unroll * max(n * rows, n + rows) / rows
 
         widest = 4 // max(self.outputs, 1) if self.registers == 32 else 2
@@ -83,7 +86,9 @@ class Geometry:
 
     @property
     def span(self) -> int:
-        """Vectors of units whose matmul results are complete before the element-wise work on them."""
+        """Vectors of units whose matmul results are complete before
+        the element-wise work on them.
+        """
         return self.unroll * (1 if self.unroll % self.width == 0 else self.width)
 
     @property
@@ -92,24 +97,30 @@ class Geometry:
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Per register block the places of its columns, in vectors, among the results of a row of a span.
+        """Per register block the places of its columns, in vectors,
+        among the results of a row of a span.
 
-        Columns of a tile are ordered by output, then by vector of units, as equal in number as can be.
+        Columns of a tile are ordered by output, then by vector of units, as equal in number as can
+        be.
         """
         widest = 4 if self.registers == 32 else 3 if self.columns == 3 else 2
         count = -(-self.columns // widest) or 1
         places = [n * self.span + v for n in range(self.outputs) for v in range(self.unroll)]
         bounds = [i * self.columns // count for i in range(count + 1)]
-        return tuple(tuple(places[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+        return tuple(tuple(places[a:b]) for a, b in itertools.pairwise(bounds))
 
     def block_rows(self, columns: int) -> int:
-        """Rows of a register block: all registers but those of the weights and one for the operand."""
+        """Rows of a register block: all registers but those of the weights
+        and one for the operand.
+        """
         most = 10 if columns == 1 else 7  # more would hide no more latency, and compile longer
         return max(1, min(most, (self.registers - columns - 1) // columns))
 
     @property
     def inner_padded(self) -> int:
-        """Rows of a packed tile after the first, which holds the biases; packing writes whole vectors."""
+        """Rows of a packed tile after the first, which holds the biases;
+        packing writes whole vectors.
+        """
         return -(-self.inner // self.lanes) * self.lanes
 
     @property
@@ -135,10 +146,11 @@ def geometry(plan: Plan, backward: bool, target: Target) -> Geometry:
 
 
 def arguments(plan: Plan, backward: bool) -> tuple[str, ...]:
-    """Names of the entries of a kernel's argument table, in order. All are 64 bits: an integer or an address.
+    """Names of the entries of a kernel's argument table, in order. All are 64 bits:
+    an integer or an address.
 
-    ``*_t`` and ``*_b`` are strides in elements per step and per batch row; those per step are negative where time
-    runs backwards. Optional addresses are 0 where absent.
+    ``*_t`` and ``*_b`` are strides in elements per step and per batch row; those per step are
+    negative where time runs backwards. Optional addresses are 0 where absent.
     """
     names = [
         "steps",
@@ -165,7 +177,8 @@ def arguments(plan: Plan, backward: bool) -> tuple[str, ...]:
         "repeat",
     ]
     for i in range(len(plan.cell.states)):
-        # The state before each step. `flip`: only two slots, which take turns. `next`: from there to the state after.
+        # The state before each step. `flip`: only two slots, which take turns. `next`: from there
+        # to the state after.
         names += [f"state{i}", f"state{i}_t", f"state{i}_b", f"reset{i}", f"reset{i}_b"]
         names.append(f"state{i}_next" if backward else f"state{i}_flip")
     names += [f"param{i}" for i in range(len(plan.cell.params))]
@@ -237,7 +250,8 @@ class Generator:
         self.passes = passes(roots, self.loaded)
         self.row_wise = len(self.passes.reductions) > 1
         grouped = [n for level in self.passes.reductions for n in level if n.attrs != (1,)]
-        # Per row in the workspace: kept values, then argument and result of every grouped reduction.
+        # Per row in the workspace: kept values, then argument and result of every grouped
+        # reduction.
         self.rows_kept = {n: i for i, n in enumerate((*self.passes.spills, *grouped))}
         self.scratch_rows = len(self.rows_kept) + len(grouped)
         self.grouped_argument = {n: len(self.rows_kept) + i for i, n in enumerate(grouped)}
@@ -250,7 +264,7 @@ class Generator:
     def _kept(self, i: int) -> bool:
         return self.cell.states[i].name in self.plan.states
 
-    # ---- sizes the caller allocates ---------------------------------------------------------------
+    # ---- sizes the caller allocates --------------------------------------------------------------
     def workspace(self, batch: int) -> int:
         """Bytes per thread: row addresses, matmul results of a panel, kept values of one row."""
         reals = PANEL * self.acc_row + self.scratch_rows * self.vectorwise
@@ -297,8 +311,8 @@ class Generator:
                         sums[r][c],
                     )
 
-        # Not unrolled: the loop's own instructions fit beside the multiply-adds, and twice the code compiles
-        # twice as long.
+        # Not unrolled: the loop's own instructions fit beside the multiply-adds, and twice the code
+        # compiles twice as long.
         with b.loop(k0, k1) as k:
             base = b.gep(weights, b.mul(b.add(k, 1), width))
             w = [b.load(b.gep(base, c * b.lanes), align=full) for c in range(columns)]
@@ -337,7 +351,7 @@ class Generator:
                 with b.when(b.icmp("eq", rows, m)):
                     b.call(f"block_{_tag(places)}_x{m}", weights, here, into, k0, k1, fresh)
 
-    # ---- one sequence -----------------------------------------------------------------------------
+    # ---- one sequence ----------------------------------------------------------------------------
     def _sequence(self) -> None:
         b = self.module.function(
             "sequence",
@@ -482,7 +496,9 @@ class Generator:
     def _flagged(
         self, given: Value, name: str, t: Value, row: Value, unequal: bool = True
     ) -> Value:
-        """Whether the optional flags ``name`` are given and set (or, with ``unequal`` False, not set)."""
+        """Whether the optional flags ``name`` are given and set
+        (or, with ``unequal`` False, not set).
+        """
         b = self.b
         slot = b.alloca("i1")
         b.store(constant(0, "i1"), slot)
@@ -511,7 +527,9 @@ class Generator:
             b.store(address, b.gep(self.rows, row, "i64"))
 
     def _matmul(self, span: Value, first: Value, last: Value) -> None:
-        """acc = operand @ W for the tiles of one span and a panel of rows, block by block of the sum."""
+        """acc = operand @ W for the tiles of one span and a panel of rows,
+        block by block of the sum.
+        """
         b, g = self.b, self.geometry
         if not self.outputs:
             return
@@ -536,7 +554,7 @@ class Generator:
                     b.call(f"rows_{_tag(_relative(places))}", w, rows, at, count, k0, k1, fresh)
                     column += len(places)
 
-    # ---- the work on one row -----------------------------------------------------------------------
+    # ---- the work on one row ---------------------------------------------------------------------
     def _row(self, row: Value, first: Value, span: Value | None) -> None:
         """The work on one row: on the units of one span, or on all of them."""
         b, g = self.b, self.geometry
@@ -587,7 +605,8 @@ class Generator:
         return b.load(at) if self.lane_mask is None else b.masked_load(at, self.lane_mask)
 
     def _stream(self, name: str, offset: int = 0) -> Value:
-        """The vector of units at hand from an array over time, which is too large for the near caches.
+        """The vector of units at hand from an array over time,
+        which is too large for the near caches.
 
         Rows lie pages apart, where the hardware does not look ahead by itself.
         """
@@ -622,7 +641,7 @@ class Generator:
         b = self.b
         return b.gep(self.arg[name], b.mul(self.row if row is None else row, width))
 
-    # ---- forward and backward where the row does not take the step ----------------------------------
+    # ---- forward and backward where the row does not take the step -------------------------------
     def _hold(self) -> None:
         """A masked step: the states stay, and so do their gradients."""
         b, arg, h = self.b, self.arg, self.plan.hidden_size
@@ -654,7 +673,9 @@ class Generator:
             self._keep_operand()
 
     def _carry_into_memory(self) -> None:
-        """dstate0 += acc: the whole gradient of the state, where the step's own graph does not take it."""
+        """dstate0 += acc: the whole gradient of the state,
+        where the step's own graph does not take it.
+        """
         b = self.b
         if self.outputs:
             at = self._row_of("dstate0", self.plan.hidden_size)
@@ -665,7 +686,9 @@ class Generator:
             self._carry_into_memory()
 
     def _divert_reset(self) -> None:
-        """The step after this one started from the reset value: its gradient goes there, not further back."""
+        """The step after this one started from the reset value: its gradient goes there,
+        not further back.
+        """
         b, h = self.b, self.plan.hidden_size
         with self._vectors():
             zero = constant(0.0, b.vec)
@@ -678,13 +701,15 @@ class Generator:
                 self._store(zero, at)
 
     def _keep_operand(self) -> None:
-        """Where resets made them differ from the hidden states: the matmul's operand, for the weight gradient."""
+        """Where resets made them differ from the hidden states: the matmul's operand,
+        for the weight gradient.
+        """
         with self.b.when(self._given("operand")):
             self._store(
                 self._load(self._before(0, self.reset)), self._at("operand", self.t, self.row)
             )
 
-    # ---- the graph --------------------------------------------------------------------------------
+    # ---- the graph -------------------------------------------------------------------------------
     def _pass(self, number: int) -> None:
         """One pass over the units of a row; the last one computes the results."""
         b = self.b
@@ -873,7 +898,10 @@ class Generator:
         return b.load(slot)
 
     def _keep(self, node: Expr, rate: Value) -> Value:
-        """A random mask: drawn from counters in training, its rate in evaluation. See ``anycell.philox``."""
+        """A random mask: drawn from counters in training, its rate in evaluation.
+
+        See ``anycell.philox``.
+        """
         b, (index, per) = self.b, node.attrs
         slot = b.alloca(b.vec)
         b.store(rate, slot)
@@ -886,13 +914,15 @@ class Generator:
             step = b.add(low["time"], b.mul(low["time_step"], b.trunc(self.t, "i32")))
             unit = b.add(b.iota(f"<{b.lanes} x i32>"), b.splat(b.trunc(self.unit, "i32")))
             stream = b.or_(b.shl(low["stream"], 8), index // 4)
-            counters = [
-                b.trunc(self.row, "i32"),
-                step if per == "step" else constant(0, "i32"),
-                stream,
-            ]
+            row = b.trunc(self.row, "i32")
             words = ops.philox(
-                b, unit, *map(b.splat, counters), b.splat(low["seed"]), b.splat(high)
+                b,
+                unit,
+                b.splat(row),
+                b.splat(step if per == "step" else constant(0, "i32")),
+                b.splat(stream),
+                b.splat(low["seed"]),
+                b.splat(high),
             )
             # Compared in float32 whatever the dtype, so that all engines keep the same units.
             draw = b.fmul(b.uitofp(b.lshr(words[index % 4], 8), "float"), 2.0**-24)
@@ -939,16 +969,19 @@ class Generator:
         for i, value in enumerate(dstate):
             self._store(value, self._row_of(f"dstate{i}", h))
         for i, value in enumerate(dparam):
-            # One sum per group of rows, all of one thread: the order of additions does not depend on threads.
+            # One sum per group of rows, all of one thread: the order of additions does not depend
+            # on threads.
             at = self._row_of("dparam", h * len(dparam), self.row_group)
             self._store(b.fadd(self._load(at, i * h), value), at, i * h)
         if dstatic is not None:
             at = self._row_of("dstatic", h)
             self._store(b.fadd(self._load(at), dstatic), at)
 
-    # ---- entry and packing ---------------------------------------------------------------------------
+    # ---- entry and packing -----------------------------------------------------------------------
     def _entry(self) -> None:
-        """Runs several sequences (directions): side by side where there are threads for it, else in turn."""
+        """Runs several sequences (directions): side by side where there are threads for it,
+        else in turn.
+        """
         b = self.module.function("run", [("ptr", "calls"), ("i64", "part"), ("i64", "parts")])
         calls, part, parts = b.args
         count = b.load(calls, "i64")
@@ -1002,7 +1035,9 @@ class Generator:
                     b.call("pack_block", start, rows, columns, left, constant(h, "i64"), at)
 
     def _pack_block(self) -> None:
-        """A column of vectors: element k of unit u is source[u * lane_stride + k * inner_stride]."""
+        """A column of vectors: element k of unit u is
+        source[u * lane_stride + k * inner_stride].
+        """
         params = [
             ("ptr", "source"),
             ("i64", "lane_stride"),
@@ -1054,7 +1089,9 @@ _kernels: dict[tuple[str, int, str, bool, Target], Kernel] = {}
 
 
 def compiled(plan: Plan, backward: bool = False) -> Kernel:
-    """The kernel of a plan for the instruction set in use; compiled once per process, kept on disk."""
+    """The kernel of a plan for the instruction set in use; compiled once per process,
+    kept on disk.
+    """
     target = isa.current()
     key = (plan.cell.key, plan.hidden_size, plan.dtype, backward, target)
     found = _kernels.get(key)

@@ -1,7 +1,8 @@
-"""Memory for what the forward pass keeps: large, written once, read once, the same size every step of training.
+"""Memory for what the forward pass keeps: large, written once, read once,
+the same size every step of training.
 
-A fresh block costs a page fault every 4 KiB, more than the kernel that fills it. So blocks come back here when
-their last array is gone, and the next forward pass takes them warm.
+A fresh block costs a page fault every 4 KiB, more than the kernel that fills it. So blocks come
+back here when their last array is gone, and the next forward pass takes them warm.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _lock = threading.RLock()  # a finaliser may run within `empty`, in the same thr
 
 
 class _Lease:
-    """A block in use, seen by NumPy through the array protocol; it goes idle with its last array."""
+    """A block in use, seen by NumPy through the array protocol;
+    it goes idle with its last array.
+    """
 
     def __init__(self, block: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self.block = block

@@ -3,8 +3,14 @@
 `EMIT[name](b, *values)` appends the instructions to the builder and returns the result. The rows
 work on vectors of float and double for every instruction set. They are IEEE arithmetic in a fixed
 order, so the same instructions give the same bits everywhere; infinities, NaN, both zeros and
-subnormal numbers come out as the mathematics says. `tools/ulp.py` measures the errors and
-`tools/minimax.py` found the coefficients.
+subnormal numbers come out as the mathematics says. `tools/minimax.py` found the coefficients, and
+`tools/ulp.py` the worst errors, in units in the last place:
+
+                                            exp      log    sigmoid    tanh
+    all 2^32 floats, with fused fma         1.032    0.974    1.9992   1.855
+    all 2^32 floats, without                1.001    0.974    1.9992   1.987
+    12 million doubles, with fused fma      1.065    0.947    1.9972   1.977
+    12 million doubles, without             1.026    0.947    1.9972   2.205
 
 All exponential functions split x = n ln2 + r with |r| <= ln2/2:
 
