@@ -29,13 +29,14 @@ torch = pytest.importorskip("torch")
 
 
 @cell(gates="a b", state="h c", params="p=1 q", static="e")
-def Everything(x, r, s, p, e, *, rate: float = 0.3):
+def Everything(x, r, s, p, e, *, rate: float = 0.3, stopped: bool = True):
     """More matmuls, one with heads, on values and on a state; reductions, masks, a static input."""
     a, b = x + r
     kept = keep(1 - rate)
     c = tanh(p.p * b + linear(s.c, "cc", heads=3)) * mean(softplus(s.c + e), groups=3)
     mixed = linear(kept * tanh(a) + (1 - kept) * s.h, "mix", bias=True)
-    h = where(mixed > p.q, mixed, stop_gradient(x.a) * s.h) * keep(0.5, per="sequence")
+    held = stop_gradient(x.a) if stopped else x.a  # what is stopped has a slope, but no gradient
+    h = where(mixed > p.q, mixed, held * s.h) * keep(0.5, per="sequence")
     return h, c
 
 
@@ -134,7 +135,8 @@ def test_short_and_empty(cell: Cell, shape: Any, rng: np.random.Generator) -> No
 
 def test_gradients_are_differences(rng: np.random.Generator) -> None:
     """Of the whole function, in a random direction: no autograd involved."""
-    problem = random_problem(Everything, (4, 3, 6), rng, resets=True, training=True, seed=3)
+    cell = Everything(stopped=False)
+    problem = random_problem(cell, (4, 3, 6), rng, resets=True, training=True, seed=3)
 
     def loss(p: Problem) -> float:
         outputs, final = reference.run(p.cell, **p.arguments())
@@ -366,7 +368,8 @@ def test_training_with_masks_needs_a_seed() -> None:
 
 
 def test_second_derivatives(rng: np.random.Generator) -> None:
-    problem = random_problem(Everything, (3, 2, 3), rng, masked=True, resets=True)
+    cell = Everything(stopped=False)
+    problem = random_problem(cell, (3, 2, 3), rng, masked=True, resets=True)
     names = [n for n, a in problem.arrays.items() if a.dtype != bool and not n.startswith("d_")]
 
     def outputs(*tensors: Any) -> Any:
