@@ -70,7 +70,7 @@ class Weights:
             matmul.
         bias_ih, bias_hh: ``[G*H]``.
         params: one ``[H]`` per parameter of the cell, in declared order.
-        initial: one ``[B, H]`` per state, in declared order.
+        initial: one ``[B, H]`` per state, in declared order, or the number that fills it.
         reset: the values that resets restore, one ``[H]`` or ``[B, H]`` per state.
         static: ``[B, H]``, the input given once per sequence.
         reverse: whether the direction runs from the last step to the first.
@@ -256,12 +256,15 @@ class _Run:
         address = self.host.pointer(array) + time * row * self.plan.itemsize
         self.calls[d].set(**{name: address, f"{name}_t": sign * row, f"{name}_b": width})
 
-    def write(self, array: Array, slot: int, column: int, value: Array) -> None:
-        """``array[slot, :, column : column + H] = value [B, H]``."""
+    def write(self, array: Array, slot: int, column: int, value: Array | float) -> None:
+        """``array[slot, :, column : column + H] = value``, which is ``[B, H]`` or a number."""
         h = self.plan.hidden_size
-        if array.shape[2] == h and self.host.strides(value) == (h, 1):
-            # One move of memory: a framework's assignment takes several microseconds.
-            size = self.batch * h * self.plan.itemsize
+        size = self.batch * h * self.plan.itemsize
+        whole, number = array.shape[2] == h, isinstance(value, float)
+        # One move of memory where it can be: a framework's assignment takes several microseconds.
+        if whole and number and value == 0.0:
+            ctypes.memset(self.host.pointer(array) + slot * size, 0, size)
+        elif whole and not number and self.host.strides(value) == (h, 1):
             ctypes.memmove(self.host.pointer(array) + slot * size, self.host.pointer(value), size)
         else:
             array[slot, :, column : column + h] = value

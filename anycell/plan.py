@@ -216,7 +216,8 @@ def _least_memory(cell: Cell, gradients: Gradients) -> tuple[list[Expr], list[Ex
         node = stack.pop()
         if node in again or node in free or node in saved:
             continue
-        if is_narrow(node) and any(map(is_reduction, topological([node]))):
+        reduced = is_narrow(node) and any(map(is_reduction, topological([node])))
+        if reduced and not is_boolean(node):
             # One number per row against another pass over its units.
             saved[node] = None
             continue

@@ -96,7 +96,7 @@ def _rows(name: str, array: Array, part: slice) -> tuple[slice, ...]:
 
 
 class Unsolvable(Exception):
-    """No problem was found that the reference engine solves within half of the tolerances."""
+    """No problem was found that the reference engine solves well within the tolerances."""
 
 
 def random_problem(
@@ -111,7 +111,7 @@ def random_problem(
 ) -> Problem:
     """A problem that can be solved in its dtype.
 
-    That is, one that the reference engine solves within half of the tolerances, in float32 too:
+    That is, one that the reference engine solves well within the tolerances, in float32 too:
     when a slice of one number cancels to almost nothing, no engine is to blame.
 
     Args:

@@ -110,7 +110,7 @@ class Garden:
         (low, high), (least, most) = domain, value.range
         if low <= least and most <= high:
             return value
-        slope = 4.0 / max(abs(least), abs(most))
+        slope = 4.0 / max(abs(least), abs(most), 0.1)
         return Value(low + (high - low) * sigmoid(value.node * slope), domain)
 
     def state(self, old: Expr) -> Expr:

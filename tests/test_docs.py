@@ -21,24 +21,28 @@ DOCUMENTS = [
 ]
 
 
-def blocks(document: str) -> list[str]:
-    """The Python blocks of a document."""
+def blocks(document: str, language: str = "python") -> list[str]:
+    """The blocks of a document in a language."""
     text = (ROOT / document).read_text(encoding="utf-8")
-    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 def run(script: Path, *paths: Path) -> str:
     """What a script prints. It is a file, as cells are, whose errors name their lines."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    return subprocess.check_output([sys.executable, str(script)], env=env, text=True)
+    call = [sys.executable, str(script)]
+    return subprocess.check_output(call, cwd=script.parent, env=env, text=True)
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/cells.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/cells.md", "docs/your-own-cell.md"])
 def test_the_examples_run(document: str, tmp_path: Path) -> None:
+    """And print what the document says that they print."""
     pytest.importorskip("torch")
     script = tmp_path / "example.py"
     script.write_text("\n".join(blocks(document)), encoding="utf-8")
-    run(script, ROOT)
+    printed = run(script, ROOT)
+    for shown in blocks(document, "text"):
+        assert shown in printed
 
 
 def test_the_documents_link_to_what_is_there() -> None:

@@ -169,16 +169,19 @@ def test_torch_float32(kind: str, sizes: tuple[int, int, int], rng: np.random.Ge
     """Within tolerance of float64, and on the whole no worse than torch's own float32 layer."""
     steps, rows, hidden = sizes
     layer = LAYERS[kind](6, hidden, initializer="torch", seed=1)
-    ours, theirs = [], []
-    while len(ours) < 9:
+    ours: list[float] = []
+    theirs: list[float] = []
+    solved = 0
+    while solved < 9:
         given = tuple(map(to_float32, problem(layer, steps, rows, rng)))
         ref = solve_torch(layer, *given, "float64")
         if not solvable(layer, given, ref, rng):
             continue
         found, own = solve(layer, *given), solve_torch(layer, *given, "float32")
         assert_same(found, ref, "float32")
-        ours.append(max(error(found[name], ref[name]) for name in ref))
-        theirs.append(max(error(own[name], ref[name]) for name in ref))
+        ours += (error(found[name], ref[name]) for name in ref)
+        theirs += (error(own[name], ref[name]) for name in ref)
+        solved += 1
     assert np.median(ours) <= NO_WORSE_THAN * np.median(theirs)
 
 

@@ -663,8 +663,9 @@ def test_rnn_cell(kind: Any) -> None:
         state = step(x[t], state)
         outputs.append(state[0] if isinstance(state, tuple) else state)
     assert_close(torch.stack(outputs).detach(), whole(x)[0].detach(), "float64", "forward")
-    alone = step(x[0, 0])
-    assert (alone[0] if isinstance(alone, tuple) else alone).shape == (5,)
+    for shape in ((5,), (0, 5)):
+        new = step(torch.zeros(*shape[:-1], 3, dtype=torch.float64))
+        assert (new[0] if isinstance(new, tuple) else new).shape == shape
 
 
 # -- modules as torch has them ---------------------------------------------------------------------

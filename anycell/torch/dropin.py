@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -17,6 +18,7 @@ from anycell.torch.composite import States, Weights
 from anycell.torch.functional import (
     Engine,
     autocast,
+    compiled,
     fused_plan,
     memory,
     traced,
@@ -52,6 +54,8 @@ class DropIn(Recurrent):
         self, x: Any, states: tuple[Any, ...] | None, **arguments: Any
     ) -> tuple[Tensor, States] | None:
         """Output and final states; None where the parent has the answer, or the error."""
+        if compiled():
+            return torch.compiler.disable(self._ours)(x, states, **arguments)
         extra = [name for name, value in arguments.items() if value is not None]
         if extra and (self.proj_size or isinstance(x, PackedSequence)):
             carrier = "proj_size" if self.proj_size else "a PackedSequence, which has its lengths"

@@ -51,17 +51,8 @@ def stack(
 
 def layer(call: Call, inputs: Inputs) -> tuple[Tensor, States]:
     """One layer of one or two directions, on the engine that fits."""
-    if torch.compiler.is_dynamo_compiling() and not _exporting():
-        return _outside_of_graphs(call, inputs)
-    return _layer(call, inputs)
-
-
-def _outside_of_graphs(call: Call, inputs: Inputs) -> tuple[Tensor, States]:
-    """``torch.compile`` breaks its graph here, so that the kernels run."""
-    return torch.compiler.disable(_layer)(call, inputs)
-
-
-def _layer(call: Call, inputs: Inputs) -> tuple[Tensor, States]:
+    if compiled():  # the graph breaks here, so that the kernels run
+        return torch.compiler.disable(layer)(call, inputs)
     if not (traced() or transformed()):
         plan = fused_plan(call.cell, call.hidden_size, inputs.weights[0].ih)
         if isinstance(plan, Plan) and _memory(inputs):
@@ -123,9 +114,14 @@ def _memory(inputs: Inputs) -> bool:
     return memory(x) and all(memory(t, x.dtype) for t in (*rest, *learned))
 
 
+def compiled() -> bool:
+    """Whether torch.compile looks at the call."""
+    return torch.compiler.is_dynamo_compiling() and not exporting()
+
+
 def traced() -> bool:
-    """Whether torch.compile, export or jit records the call: pointers mean nothing then."""
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    """Whether export or jit records the call: pointers mean nothing then."""
+    return exporting() or torch._C._get_tracing_state() is not None
 
 
 def transformed() -> bool:
@@ -133,7 +129,7 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 autocast: Callable[[], bool] = getattr(
     torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled
 )

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from anycell import layer
-from anycell.lang.cell import Cell
 from anycell.plan import Plan
 from anycell.torch.composite import Call, Inputs, States, Weights, composite
 from anycell.torch.host import HOSTS
@@ -99,10 +98,8 @@ def _batched(gradient: Tensor | None) -> bool:
 def _forward(
     call: Call, plan: Plan, inputs: Inputs, keep: bool
 ) -> tuple[Tensor, States, layer.Saved | None]:
-    host, options, x = HOSTS[plan.dtype], _options(call), inputs.x
-    initial = inputs.initial or _declared(call.cell, call.hidden_size, x)
-    weights = _weights(call, inputs._replace(initial=initial))
-    output, finals, saved = layer.forward(host, plan, x, weights, options, keep=keep)
+    host, weights, options = HOSTS[plan.dtype], _weights(call, inputs), _options(call)
+    output, finals, saved = layer.forward(host, plan, inputs.x, weights, options, keep=keep)
     # Detached: for autograd they are no views of what is saved.
     return output.detach(), tuple(map(_stack, zip(*finals, strict=True))), saved
 
@@ -166,6 +163,7 @@ def _weights(call: Call, inputs: Inputs) -> list[layer.Weights]:
     """The weights as the engine takes them: checked, for it reads memory unasked."""
     cell, size = call.cell, call.hidden_size
     gates, static, weights = len(cell.gates) * size, inputs.static, []
+    declared = [s.initial for s in cell.states]
     for d, w in enumerate(inputs.weights):
         _expect("weight_ih", w.ih, gates, inputs.x.shape[2])
         hh = w.hh if w.hh is None else _expect("weight_hh", w.hh, gates, size)
@@ -176,7 +174,7 @@ def _weights(call: Call, inputs: Inputs) -> list[layer.Weights]:
             bias_ih=w.bias_ih if w.bias_ih is None else _expect("bias_ih", w.bias_ih, gates),
             bias_hh=w.bias_hh if w.bias_hh is None else _expect("bias_hh", w.bias_hh, gates),
             params=params,
-            initial=[s[d] for s in inputs.initial or ()],  # the backward pass has no use for them
+            initial=declared if inputs.initial is None else [s[d] for s in inputs.initial],
             reset=None if inputs.reset is None else [s[d].contiguous() for s in inputs.reset],
             static=static if static is None else static.contiguous(),
             reverse=d == 1,
@@ -207,16 +205,9 @@ def _expect(name: str, weight: Tensor, *shape: int) -> Tensor:
     return weight if weight.dim() > 1 else weight.contiguous()
 
 
-def _declared(cell: Cell, size: int, x: Tensor) -> States:
-    """The initial states that the cell declares, for each direction; equal ones are one tensor."""
-    shape = 1, x.shape[1], size
-    values = {v: x.new_full(shape, v).expand(2, -1, -1) for v in {s.initial for s in cell.states}}
-    return tuple(values[s.initial] for s in cell.states)
-
-
 def _stack(parts: Sequence[Tensor]) -> Tensor:
     """What each direction has, along a new first axis."""
-    return parts[0].unsqueeze(0).detach() if len(parts) == 1 else torch.stack(tuple(parts))
+    return parts[0].unsqueeze_(0) if len(parts) == 1 else torch.stack(tuple(parts))
 
 
 def _states(given: bool, parts: Sequence[Sequence[Tensor] | None]) -> States | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -88,7 +87,10 @@ class Recurrent:
         weights = self._weights()
         call = Call(self.cell, self.hidden_size, options)
         inputs = Inputs(x, static, state, reset_state, weights[0])
-        with torch.autocast(x.device.type, enabled=False) if autocast() else nullcontext():
+        if autocast():
+            with torch.autocast(x.device.type, enabled=False):
+                output, final = stack(call, inputs, weights, self.dropout)
+        else:
             output, final = stack(call, inputs, weights, self.dropout)
         if not batched:
             return output.squeeze(1), tuple(s.squeeze(1) for s in final)

@@ -68,6 +68,8 @@ class RNNCell(nn.Module):
         (torch.Size([2, 8]), torch.Size([2, 8]))
     """
 
+    weight_ih: Tensor
+
     def __init__(
         self,
         cell: Cell,
@@ -120,13 +122,13 @@ class RNNCell(nn.Module):
         states = check_states("state", state, self.cell, self.sizes, rows, x)
         static = check_static(self.cell, static, (*rows, self.hidden_size), x)
         if not rows:
+            x = x.unsqueeze(0)
             states = states and tuple(s.unsqueeze(0) for s in states)
             static = None if static is None else static.unsqueeze(0)
         draws = self.training and bool(self.cell.keeps)
         options = Options(training=self.training, seed=draw_seed() if draws else 0)
         call = Call(self.cell, self.hidden_size, options)
         initial = states and tuple(s.unsqueeze(0) for s in states)
-        x = x.reshape(1, -1, self.input_size)
-        _, final = layer(call, Inputs(x, static, initial, None, [learned(self)]))
+        _, final = layer(call, Inputs(x.unsqueeze(0), static, initial, None, [learned(self)]))
         new = tuple(s[0] if rows else s[0, 0] for s in final)
         return new if len(new) > 1 else new[0]
