@@ -292,8 +292,11 @@ class _Cache:
 
     def _prune(self) -> None:
         """Drop the oldest entries once all of them together are over the limit."""
+        found = []
         with os.scandir(self.path if self._fd is None else self._fd) as entries:
-            found = [(entry.stat(follow_symlinks=False), entry.name) for entry in entries]
+            for entry in entries:
+                with contextlib.suppress(OSError):  # another process put its draft in place
+                    found.append((entry.stat(follow_symlinks=False), entry.name))
         excess = sum(status.st_size for status, _ in found) - LIMIT
         for status, name in sorted(found, key=lambda item: item[0].st_mtime):
             if excess <= 0:
