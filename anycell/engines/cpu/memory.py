@@ -7,6 +7,7 @@ back here when their last array is gone, and the next forward pass takes them wa
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,16 @@ LIMIT = 512 << 20  # bytes kept idle at most; beyond, blocks go back to the syst
 
 _idle: list[np.ndarray] = []
 _lock = threading.RLock()  # a finaliser may run within `empty`, in the same thread
+
+
+def _unlock() -> None:
+    """A forked child may inherit the lock taken, by a thread that it has not inherited."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
 
 
 class _Lease:
