@@ -52,16 +52,15 @@ class DropIn(Recurrent):
 
     def _ours(
         self, x: Any, states: tuple[Any, ...] | None, **arguments: Any
-    ) -> tuple[Tensor, States] | None:
+    ) -> tuple[Any, States] | None:
         """Output and final states; None where the parent has the answer, or the error."""
         if compiled():
             return torch.compiler.disable(self._ours)(x, states, **arguments)
         extra = [name for name, value in arguments.items() if value is not None]
-        if extra and (self.proj_size or isinstance(x, PackedSequence)):
-            carrier = "proj_size" if self.proj_size else "a PackedSequence, which has its lengths"
+        if extra and self.proj_size:
             raise ValueError(
-                f"{extra[0]}: given {describe(arguments[extra[0]])}; expected None with {carrier}. "
-                "Pass a padded tensor to a layer without projection."
+                f"{extra[0]}: given {describe(arguments[extra[0]])}; expected None with proj_size. "
+                "Pass it to a layer without projection."
             )
         if (not extra and traced()) or not self._fits(x, states):
             return None
@@ -71,24 +70,35 @@ class DropIn(Recurrent):
 
     def _fits(self, x: Any, states: Sequence[Any] | None) -> bool:
         """Whether input and states are as torch wants them."""
-        if not isinstance(x, Tensor) or x.dim() not in (2, 3) or self.proj_size:
+        rows: tuple[int, ...] = ()
+        if isinstance(x, PackedSequence):
+            x, sizes, *_ = x
+            if x.dim() != 2 or int(sizes.sum()) != len(x):
+                return False
+            rows = (int(sizes[0]),)
+        elif not isinstance(x, Tensor) or x.dim() not in (2, 3):
             return False
-        batched, weight, shape = x.dim() == 3, self.weight_ih_l0, x.shape
-        time = int(batched and self.batch_first)
-        if shape[time] == 0 or shape[-1] != self.input_size or not _alike(x, weight):
+        else:
+            batched, shape = x.dim() == 3, x.shape
+            time = int(batched and self.batch_first)
+            if shape[time] == 0:
+                return False
+            rows = (shape[1 - time],) if batched else ()
+        if self.proj_size or x.shape[-1] != self.input_size or not _alike(x, self.weight_ih_l0):
             return False
-        rows = (shape[1 - time],) if batched else ()
         wanted = (self.num_layers * (1 + self.bidirectional), *rows, self.hidden_size)
         return states is None or (
             len(states) == len(self.cell.states)
             and all(isinstance(s, Tensor) and s.shape == wanted and _alike(s, x) for s in states)
         )
 
-    def _fused(self, x: Tensor) -> bool:
+    def _fused(self, x: Tensor | PackedSequence) -> bool:
         """Whether the fused kernel can run this call, and is the faster."""
         plan = fused_plan(self.cell, self.hidden_size, self.weight_ih_l0)
-        if isinstance(plan, str) or not memory(x):
+        if isinstance(plan, str) or not memory(x.data if isinstance(x, PackedSequence) else x):
             return False
+        if isinstance(x, PackedSequence):
+            return True
         if x.dim() == 2:
             return vendor.wins(self.cell, x.shape[0], 1) is None
         time = int(self.batch_first)
@@ -124,17 +134,18 @@ class LSTM(DropIn, nn.LSTM):
         h' = o tanh(c')
 
     ``forward(input, hx=None, *, mask=None, lengths=None, resets=None)`` gives ``(output, (h, c))``
-    as torch's does. Of what torch's does not have, masks and resets are laid out as the input,
-    ``[T, B]``, or ``[B, T]`` if ``batch_first``:
+    as torch's does, packed for a ``PackedSequence``. Of what torch's does not have, masks and
+    resets are laid out as the input, ``[T, B]``, or ``[B, T]`` if ``batch_first``:
         mask: bool, False where a step does nothing: the state is held, the output is zero, and
             what lies there has no influence, not even NaN.
         lengths: integers ``[B]``, how many steps of each row count. The reverse direction starts
             at each row's end.
         resets: bool, True where zeros replace the state before the step: where an episode starts.
+            Of a packed input it is packed alike, and the other two are in the input already.
 
-    Fused are float32 and float64 on the CPU. Other dtypes and devices, autocast, ``proj_size``,
-    PackedSequence and tracing (jit, export) are torch's own layer's; ``engine`` says which, and
-    why. ``torch.func``, and second derivatives, run step by step.
+    Fused are float32 and float64 on the CPU. Other dtypes and devices, autocast, ``proj_size`` and
+    tracing (jit, export) are torch's own layer's; ``engine`` says which, and why. ``torch.func``,
+    and second derivatives, run step by step.
 
     Raises:
         What ``torch.nn.LSTM`` raises; TypeError or ValueError for the three arguments above.
@@ -153,13 +164,13 @@ class LSTM(DropIn, nn.LSTM):
 
     def forward(  # type: ignore[override]
         self,
-        input: Tensor,
+        input: Tensor | PackedSequence,
         hx: tuple[Tensor, Tensor] | None = None,
         *,
         mask: Tensor | None = None,
         lengths: Lengths | None = None,
-        resets: Tensor | None = None,
-    ) -> tuple[Tensor, States]:
+        resets: Tensor | PackedSequence | None = None,
+    ) -> tuple[Any, States]:
         """Output and final states; see the class."""
         states = None if hx is None else tuple(hx)
         ours = self._ours(input, states, mask=mask, lengths=lengths, resets=resets)
@@ -186,16 +197,16 @@ class GRU(DropIn, nn.GRU):
     cell: Cell = cells.GRU
     _parent = nn.GRU
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
-        input: Tensor,
+        input: Tensor | PackedSequence,
         hx: Tensor | None = None,
         *,
         mask: Tensor | None = None,
         lengths: Lengths | None = None,
-        resets: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        resets: Tensor | PackedSequence | None = None,
+    ) -> tuple[Any, Tensor]:
         """Output and final state; see the class."""
         states = None if hx is None else (hx,)
         ours = self._ours(input, states, mask=mask, lengths=lengths, resets=resets)
-        return super().forward(input, hx) if ours is None else (ours[0], *ours[1])  # type: ignore
+        return super().forward(input, hx) if ours is None else (ours[0], *ours[1])

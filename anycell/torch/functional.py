@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -21,7 +20,7 @@ def stack(
     call: Call,
     inputs: Inputs,
     weights: Sequence[Sequence[Weights]],
-    dropout: float = 0.0,
+    drop: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, States]:
     """Layers on top of each other.
 
@@ -29,7 +28,7 @@ def stack(
         call: of the first layer.
         inputs: of the first layer, but with the states of all, ``[layers * directions, B, size]``.
         weights: per layer, per direction.
-        dropout: between layers, in training, drawn as ``torch.nn`` draws it.
+        drop: the dropout between layers, if any.
 
     Returns:
         the output ``[T, B, directions * size]`` and the final states of all layers.
@@ -38,8 +37,8 @@ def stack(
         return layer(call, inputs)
     x, finals = inputs.x, []
     for k, directions in enumerate(weights):
-        if k and dropout and call.options.training:
-            x = F.dropout(x, dropout)
+        if k and drop is not None:
+            x = drop(x)
         mine = slice(k * len(directions), (k + 1) * len(directions))
         initial = inputs.initial and tuple(s[mine] for s in inputs.initial)
         reset = inputs.reset and tuple(s[mine] for s in inputs.reset)

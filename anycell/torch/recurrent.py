@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import RECURRENT, Cell
-from anycell.torch.arguments import Layout
+from anycell.torch.arguments import Layout, describe
 from anycell.torch.composite import Call, Inputs, Options, States, Weights
 from anycell.torch.functional import autocast, stack
+from anycell.torch.packed import Packing
 
 Lengths = Tensor | Sequence[int]
 _EVALUATION, _TRAINING = Options(), Options(training=True)
@@ -29,10 +34,9 @@ def shapes(cell: Cell, sizes: dict[str, int], width: int, bias: bool) -> dict[st
             found["bias_hh"] = (gates,)
     for l in cell.linears:
         if l.name != RECURRENT:
-            block = sizes[l.out_size] // l.heads, sizes[l.in_size] // l.heads
-            found[f"weight_{l.name}"] = block if l.heads == 1 else (l.heads, *block)
+            found[f"weight_{l.name}"] = l.shape(sizes)
             if l.bias:
-                found[f"bias_{l.name}"] = (sizes[l.out_size],)
+                found[f"bias_{l.name}"] = (len(l.declared) * sizes[l.out_size],)
     return found | dict.fromkeys(cell.param_names, (sizes["H"],))
 
 
@@ -52,21 +56,20 @@ class Recurrent:
 
     def _run(
         self,
-        x: Tensor,
+        x: Tensor | PackedSequence,
         state: States | None,
         *,
         mask: Tensor | None = None,
         lengths: Lengths | None = None,
-        resets: Tensor | None = None,
+        resets: Tensor | PackedSequence | None = None,
         reset_state: States | None = None,
         static: Tensor | None = None,
         masked_output: str = "zero",
-    ) -> tuple[Tensor, States]:
+    ) -> tuple[Any, States]:
         """Input and states, which have been checked, through the layers."""
-        if autocast():  # what other layers hand on may be of 16 bits; this one keeps to its weights
-            dtype = self.weight_ih_l0.dtype
-            x, static = x.to(dtype), None if static is None else static.to(dtype)
-            state, reset_state = (_each(s, lambda t: t.to(dtype)) for s in (state, reset_state))
+        if isinstance(x, PackedSequence):
+            refuse_beside_packed(mask=mask, lengths=lengths)
+            return self._run_packed(x, state, resets, reset_state, static)
         batched = x.dim() == 3
         if not batched:
             x, static = x.unsqueeze(1), None if static is None else static.unsqueeze(0)
@@ -74,27 +77,84 @@ class Recurrent:
         elif self.batch_first:
             x = x.transpose(0, 1)
         options = _TRAINING if self.training else _EVALUATION
-        draws = self.training and bool(self.cell.keeps)
-        if draws or mask is not None or lengths is not None or resets is not None:
+        if mask is not None or lengths is not None or resets is not None:
             layout = Layout(x.shape[0], x.shape[1], self.batch_first, batched, x.device)
-            options = Options(
+            options = options._replace(
                 mask=layout.valid(mask, lengths),
                 resets=None if resets is None else layout.flags("resets", resets),
                 masked_output=masked_output,
-                training=self.training,
-                seed=draw_seed() if draws else 0,
             )
-        weights = self._weights()
-        call = Call(self.cell, self.hidden_size, options)
-        inputs = Inputs(x, static, state, reset_state, weights[0])
-        if autocast():
-            with torch.autocast(x.device.type, enabled=False):
-                output, final = stack(call, inputs, weights, self.dropout)
-        else:
-            output, final = stack(call, inputs, weights, self.dropout)
+        output, final = self._layers(x, state, reset_state, static, options)
         if not batched:
             return output.squeeze(1), tuple(s.squeeze(1) for s in final)
         return (output.transpose(0, 1) if self.batch_first else output), final
+
+    def _run_packed(
+        self,
+        x: PackedSequence,
+        state: States | None,
+        resets: Tensor | PackedSequence | None,
+        reset_state: States | None,
+        static: Tensor | None,
+    ) -> tuple[PackedSequence, States]:
+        """Padded, under a mask, and packed again."""
+        packing = Packing.of(x)
+
+        def rows(given: Tensor, order: Tensor | None, axis: int) -> Tensor:
+            return given if order is None else given.index_select(axis, order)
+
+        options = (_TRAINING if self.training else _EVALUATION)._replace(
+            mask=packing.mask,
+            resets=None if resets is None else packing.alike("resets", resets, x),
+            masked_output="repeat",  # not read, and this one takes no memory of its own
+        )
+        output, final = self._layers(
+            packing.pad(x.data),
+            _each(state, lambda s: rows(s, packing.order, 1)),
+            _each(reset_state, lambda s: rows(s, packing.order, 1)),
+            None if static is None else rows(static, packing.order, 0),
+            options,
+            lambda t: packing.pad(F.dropout(packing.pack(t), self.dropout)),
+        )
+        final = tuple(rows(s, packing.back, 1) for s in final)
+        return PackedSequence(packing.pack(output), *x[1:]), final
+
+    def _layers(
+        self,
+        x: Tensor,
+        state: States | None,
+        reset_state: States | None,
+        static: Tensor | None,
+        options: Options,
+        drop: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, States]:
+        """From and to ``[T, B, ...]``; ``drop`` between layers is torch's own by default."""
+        if self.training and self.cell.keeps:
+            options = options._replace(seed=draw_seed())
+        if not (self.training and self.dropout):
+            drop = None
+        elif drop is None:
+            drop = functools.partial(F.dropout, p=self.dropout)
+        weights, call = self._weights(), Call(self.cell, self.hidden_size, options)
+        if not autocast():
+            return stack(call, Inputs(x, static, state, reset_state, weights[0]), weights, drop)
+        # What other layers hand on may be of 16 bits; this one keeps to its weights.
+        dtype = self.weight_ih_l0.dtype
+        with torch.autocast(x.device.type, enabled=False):
+            state, reset_state = (_each(s, lambda t: t.to(dtype)) for s in (state, reset_state))
+            static = None if static is None else static.to(dtype)
+            inputs = Inputs(x.to(dtype), static, state, reset_state, weights[0])
+            return stack(call, inputs, weights, drop)
+
+
+def refuse_beside_packed(**arguments: Any) -> None:
+    """A ``PackedSequence`` has its lengths."""
+    for name, given in arguments.items():
+        if given is not None:
+            raise ValueError(
+                f"{name}: given {describe(given)}; expected None with a PackedSequence, which has "
+                "its lengths. Pass a padded tensor, or leave it out."
+            )
 
 
 def draw_seed() -> int:

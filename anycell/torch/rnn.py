@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import RECURRENT, Cell
 from anycell.torch.arguments import (
@@ -38,7 +39,7 @@ class RNN(Recurrent, nn.Module):
 
     ``forward`` takes, all but the first two by name, and gives (output, final state):
         x: ``[T, B, input_size]``, ``[B, T, input_size]`` if ``batch_first``, or, with no batch,
-            ``[T, input_size]``.
+            ``[T, input_size]``; or a ``PackedSequence``, and then the output is one.
         state: a tuple in the cell's order, ``[num_layers * D, B, H]`` each, D = 2 if bidirectional
             else 1; of one state the tensor itself. Default: the values that the cell declares.
         mask: bool ``[T, B]``, laid out as x, False where a step does nothing: the state is held,
@@ -46,7 +47,7 @@ class RNN(Recurrent, nn.Module):
         lengths: integers ``[B]``, how many steps of each row count. The reverse direction starts at
             each row's end. With a mask too, both must let a step pass.
         resets: bool ``[T, B]``, laid out as x, True where the state before the step is replaced:
-            where an episode starts.
+            where an episode starts. Packed as x if x is.
         reset_state: what resets restore, as ``state``, for instance a learned one. Default: the
             values that the cell declares.
         static: ``[B, H]``, the input per sequence of a cell that declares one.
@@ -132,19 +133,20 @@ class RNN(Recurrent, nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | PackedSequence,
         state: Tensor | States | None = None,
         *,
         mask: Tensor | None = None,
         lengths: Lengths | None = None,
-        resets: Tensor | None = None,
+        resets: Tensor | PackedSequence | None = None,
         reset_state: Tensor | States | None = None,
         static: Tensor | None = None,
         masked_output: str = "zero",
-    ) -> tuple[Tensor, Tensor | States]:
+    ) -> tuple[Any, Tensor | States]:
         """Output and final state; see the class."""
         rows = self._check_input(x)
-        static = check_static(self.cell, static, (*rows, self.hidden_size), x)
+        like = x.data if isinstance(x, PackedSequence) else x
+        static = check_static(self.cell, static, (*rows, self.hidden_size), like)
         if masked_output not in ("zero", "repeat"):
             raise ValueError(
                 f"masked_output: given {masked_output!r}; expected 'zero' or 'repeat'. "
@@ -153,11 +155,13 @@ class RNN(Recurrent, nn.Module):
         first = (self.num_layers * (1 + self.bidirectional), *rows)
         output, final = self._run(
             x,
-            check_states("state", state, self.cell, self.sizes, first, x),
+            check_states("state", state, self.cell, self.sizes, first, like),
             mask=mask,
             lengths=lengths,
             resets=resets,
-            reset_state=check_states("reset_state", reset_state, self.cell, self.sizes, first, x),
+            reset_state=check_states(
+                "reset_state", reset_state, self.cell, self.sizes, first, like
+            ),
             static=static,
             masked_output=masked_output,
         )
@@ -165,14 +169,20 @@ class RNN(Recurrent, nn.Module):
 
     def _check_input(self, x: Any) -> tuple[int, ...]:
         """The batch axis of what else comes per row: ``(B,)``, or none."""
-        axes = "[batch, time, {}]" if self.batch_first else "[time, batch, {}]"
+        if isinstance(x, PackedSequence):
+            dims: tuple[int, ...] = (2,)
+            axes, x, sizes = "[steps of all rows, {}]", x.data, x.batch_sizes
+        else:
+            axes = "[batch, time, {}]" if self.batch_first else "[time, batch, {}]"
+            dims, sizes = (2, 3), None
         wanted = f"expected {axes.format(self.input_size)}"
         if not isinstance(x, Tensor):
             hint = "Pad sequences of several lengths, and pass lengths=."
             raise TypeError(f"x: given {describe(x)}; {wanted}. {hint}")
         weight = self.weight_ih_l0
-        if x.dim() not in (2, 3) or x.shape[-1] != self.input_size:
-            hint = f"Without a batch [time, {self.input_size}]; the last axis is input_size."
+        if x.dim() not in dims or x.shape[-1] != self.input_size:
+            hint = "The last axis is input_size"
+            hint += "." if sizes is not None else f"; without a batch [time, {self.input_size}]."
             raise ValueError(f"x: given {describe(x)}; {wanted}. {hint}")
         if x.dtype != weight.dtype and not autocast():
             raise ValueError(
@@ -180,6 +190,8 @@ class RNN(Recurrent, nn.Module):
                 f"Convert it, x.to({weight.dtype}), or the layer, layer.to({x.dtype})."
             )
         check_device("x", x, weight.device)
+        if sizes is not None:
+            return (int(sizes[0]),)
         time = int(self.batch_first and x.dim() == 3)
         if x.shape[time] == 0:
             raise ValueError(f"x: given {describe(x)}; expected one step or more. Skip the call.")

@@ -1,0 +1,102 @@
+"""``PackedSequence``: rows of several lengths, laid one step after the other; padded, and back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from anycell.torch.arguments import describe
+
+
+class Packing(NamedTuple):
+    """Where the rows of a ``PackedSequence`` lie.
+
+    Attributes:
+        steps, rows: T and B of the padded tensor.
+        mask: bool ``[T, B]``, rows in the order of packing; None where all are of T steps.
+        places: where each packed row lies among T * B, ``[N]``; None likewise.
+        order, back: from the caller's rows to the packed ones, and the reverse; None if the same.
+    """
+
+    steps: int
+    rows: int
+    mask: Tensor | None
+    places: Tensor | None
+    order: Tensor | None
+    back: Tensor | None
+
+    @classmethod
+    def of(cls, packed: PackedSequence) -> Packing:
+        """The packing of a sequence, from its ``batch_sizes``, which are on the CPU."""
+        data, sizes, order, back = packed
+        steps, rows = len(sizes), int(sizes[0])
+        if int(sizes[-1]) == rows:
+            return cls(steps, rows, None, None, order, back)
+        mask = torch.arange(rows, device=sizes.device) < sizes.unsqueeze(1)
+        places = mask.flatten().nonzero().squeeze(1)
+        return cls(steps, rows, mask.to(data.device), places.to(data.device), order, back)
+
+    def pad(self, data: Tensor) -> Tensor:
+        """``[N, ...]`` to ``[T, B, ...]``, zero elsewhere."""
+        count = self.steps * self.rows
+        if self.places is not None:
+            data = _Spread.apply(data, self.places, count)
+        return data.unflatten(0, (self.steps, self.rows))
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """``[T, B, ...]`` to ``[N, ...]``."""
+        rows = padded.flatten(0, 1)
+        return rows if self.places is None else _Gather.apply(rows, self.places, len(rows))
+
+    def alike(self, name: str, given: Any, like: PackedSequence) -> Tensor:
+        """What comes per step, packed as the input is, as bool ``[T, B]``."""
+        if not isinstance(given, PackedSequence):
+            raise TypeError(
+                f"{name}: given {describe(given)}; expected a PackedSequence, as the input is one. "
+                "Pack it with the lengths of the input."
+            )
+        pairs = zip(given[1:], like[1:], strict=True)
+        if not all(a is b or (a is not None and b is not None and a.equal(b)) for a, b in pairs):
+            raise ValueError(
+                f"{name}: given a PackedSequence of other lengths or order; expected those of the "
+                "input. Pack both with the same lengths and enforce_sorted."
+            )
+        if given.data.dtype not in (torch.bool, torch.uint8):
+            raise TypeError(
+                f"{name}: given {describe(given.data)}; expected torch.bool. Cast it before it is "
+                f"packed: {name}.bool()."
+            )
+        return self.pad(given.data.bool()).contiguous()
+
+
+# Transposes of each other. Autograd's own for index_select adds up row by row, ten times as slow.
+
+
+class _Spread(torch.autograd.Function):
+    """Rows to their places among ``count``."""
+
+    @staticmethod
+    def forward(ctx: Any, data: Tensor, places: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return data.new_zeros(count, *data.shape[1:]).index_copy_(0, places, data)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Gather.apply(gradient, *ctx.saved_tensors, len(gradient)), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Rows from their places among ``count``."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.count = count
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Spread.apply(gradient, *ctx.saved_tensors, ctx.count), None, None

@@ -1,0 +1,255 @@
+"""Sequences in PyTorch: packed, masked, reset, in chunks and one step at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tolerances import assert_close
+
+torch = pytest.importorskip("torch")
+
+from torch_layers import CELLS, LAYERS, STATES, assert_same, by_name, fused, twins  # noqa: E402
+
+import anycell.torch as at  # noqa: E402
+from anycell import cells  # noqa: E402
+
+nn, Tensor = torch.nn, torch.Tensor
+rnn = nn.utils.rnn
+DOUBLE = {"dtype": torch.float64}
+
+
+@pytest.fixture(autouse=True)
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+# -- PackedSequence --------------------------------------------------------------------------------
+
+LENGTHS = [[6, 4, 4, 1], [3, 6, 1, 6], [5, 5, 5], [1, 1], [4]]
+
+
+def run_packed(layer: Any, packed: Any, state: Any = None, **arguments: Any) -> dict[str, Tensor]:
+    """As ``torch_layers.run``, of a packed sequence."""
+    data = packed.data.detach().clone().requires_grad_()
+    given = () if state is None else state if isinstance(state, tuple) else (state,)
+    given = tuple(s.detach().clone().requires_grad_() for s in given)
+    layer.zero_grad()
+    x = rnn.PackedSequence(data, *packed[1:])
+    hx = (given if len(given) > 1 else given[0]) if given else None
+    output, final = layer(x, hx, **arguments)
+    assert isinstance(output, rnn.PackedSequence) and output.batch_sizes is x.batch_sizes
+    assert output.sorted_indices is x.sorted_indices
+    assert output.unsorted_indices is x.unsorted_indices
+    final = final if isinstance(final, tuple) else (final,)
+    found = {"output": output.data, **{f"final {i}": s for i, s in enumerate(final)}}
+    draw = torch.Generator().manual_seed(3)
+    total = sum((v * torch.randn(v.shape, generator=draw).to(v)).sum() for v in found.values())
+    total.backward()
+    found |= {"d x": data.grad, **{f"d state {i}": s.grad for i, s in enumerate(given)}}
+    found |= {f"d {name}": p.grad for name, p in layer.named_parameters()}
+    return {name: value.detach() for name, value in found.items()}
+
+
+def pack(x: Tensor, lengths: Any, batch_first: bool = False) -> Any:
+    return rnn.pack_padded_sequence(x, lengths, batch_first, enforce_sorted=False)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("with_state", [False, True], ids=["", "state"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_packed_is_torchs(kind: str, with_state: bool, lengths: list[int]) -> None:
+    flags = {"num_layers": 2, "bidirectional": True, "dropout": 0.4, **DOUBLE}
+    ours, theirs = twins(kind, 3, 5, **flags)
+    rows = len(lengths)
+    state = tuple(torch.randn(4, rows, 5, **DOUBLE) for _ in range(STATES[kind]))
+    given = (state if len(state) > 1 else state[0]) if with_state else None
+    x = torch.randn(max(lengths), rows, 3, **DOUBLE)
+    inputs = [pack(x, lengths)]
+    if lengths == sorted(lengths, reverse=True):
+        inputs.append(rnn.pack_padded_sequence(x, lengths))
+    for packed in inputs:
+        found = []
+        for layer in (ours, theirs):
+            torch.manual_seed(5)  # dropout draws per packed element, as torch does
+            found.append(run_packed(layer, packed, given))
+        assert_same(*found, "float64")
+        assert fused(ours(packed)[0].data)
+
+
+@pytest.mark.parametrize("kind", CELLS, **by_name)
+def test_packed_is_lengths(kind: Any) -> None:
+    layer = at.RNN(kind, 3, 7, num_layers=2, bidirectional=True, **DOUBLE)
+    lengths = torch.tensor([2, 6, 1, 4])
+    x, resets = torch.randn(6, 4, 3, **DOUBLE), torch.rand(6, 4) < 0.3
+    start = tuple(torch.randn(4, 4, 7, **DOUBLE) for _ in kind.states)
+    start = start if len(start) > 1 else start[0]
+    ref, last = layer(x, start, lengths=lengths, resets=resets, reset_state=start)
+    output, final = layer(pack(x, lengths), start, resets=pack(resets, lengths), reset_state=start)
+    padded, seen = rnn.pad_packed_sequence(output)
+    assert torch.equal(seen, lengths) and torch.equal(padded, ref)
+    pairs = zip(final, last, strict=True) if isinstance(final, tuple) else [(final, last)]
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_packed_gradients() -> None:
+    layer = at.RNN(cells.PeepholeLSTM, 2, 3, bidirectional=True, **DOUBLE)
+    packed = pack(torch.randn(4, 3, 2, **DOUBLE), [2, 4, 1])
+
+    def function(data: Tensor) -> Tensor:
+        return layer(rnn.PackedSequence(data, *packed[1:]))[0].data
+
+    data = packed.data.requires_grad_()
+    assert torch.autograd.gradcheck(function, (data,))
+    assert torch.autograd.gradgradcheck(function, (data,))
+
+
+def test_packed_static_input() -> None:
+    from torch_layers import Gated
+
+    layer = at.RNN(Gated, 3, 5, **DOUBLE)
+    x, e, lengths = torch.randn(4, 3, 3, **DOUBLE), torch.randn(3, 5, **DOUBLE), [1, 4, 2]
+    output, _ = layer(pack(x, lengths), static=e)
+    ref, _ = layer(x, static=e, lengths=lengths)
+    assert torch.equal(rnn.pad_packed_sequence(output)[0], ref)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_packed_errors_are_torchs(kind: str) -> None:
+    ours, theirs = twins(kind, 3, 5, num_layers=2)
+    x, h = torch.randn(4, 2, 3), torch.randn(2, 2, 5)
+    wrap = (lambda s: (s, s)) if kind == "LSTM" else (lambda s: s)
+    good = pack(x, [4, 2])
+    calls: list[tuple[Any, ...]] = [
+        (pack(x[..., :2], [4, 2]),),
+        (pack(x.double(), [4, 2]),),
+        (pack(x[..., None], [4, 2]),),
+        (good, wrap(h[:1])),
+        (good, wrap(h[:, :1])),
+        (good, wrap(h[..., :3])),
+        (good, wrap(h[0])),
+        (good, wrap(h.double())),
+        (rnn.PackedSequence(good.data[:3], good.batch_sizes),),
+    ]
+    for arguments in calls:
+        raised = []
+        for layer in (ours, theirs):
+            with pytest.raises(Exception) as caught:
+                layer(*arguments)
+            raised.append((type(caught.value), str(caught.value)))
+        assert raised[0] == raised[1]
+
+
+def test_packed_errors_of_our_own() -> None:
+    x, lengths = torch.randn(4, 2, 3), [2, 4]
+    packed, flags = pack(x, lengths), torch.zeros(4, 2).bool()
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"lengths": lengths}, ValueError, "lengths: given list.*None with a PackedSequence"),
+        ({"mask": flags}, ValueError, "mask: given torch.bool .*None with a PackedSequence"),
+        ({"resets": flags}, TypeError, "resets: given torch.bool .*expected a PackedSequence"),
+        ({"resets": pack(flags, [1, 4])}, ValueError, "resets: given .*other lengths or order"),
+        ({"resets": pack(x[..., 0], lengths)}, TypeError, r"resets: .*float32.*resets.bool\(\)"),
+    ]
+    for layer in (at.RNN(cells.LSTM, 3, 5), at.LSTM(3, 5)):
+        for arguments, kind, message in cases:
+            with pytest.raises(kind, match=message):
+                layer(packed, **arguments)
+    layer = at.RNN(cells.LSTM, 3, 5)
+    for data, message in (
+        (x, r"x: given torch.float32 \[6, 2\]; expected \[steps of all rows, 3\]"),
+        (x.double(), "x: given torch.float64"),
+    ):
+        bad = pack(data[..., :2] if data is x else data, lengths)
+        with pytest.raises(ValueError, match=message):
+            layer(bad)
+    with pytest.raises(ValueError, match=r"state: given .*expected torch.float32 \[1, 2, 5\]"):
+        layer(packed, (torch.zeros(1, 3, 5),) * 2)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
+def test_packed_where_torch_runs_it() -> None:
+    packed = pack(torch.randn(4, 2, 3), [2, 4])
+    half, ref = twins("GRU", 3, 5, dtype=torch.bfloat16)
+    assert torch.equal(
+        half(packed.to(torch.bfloat16))[0].data, ref(packed.to(torch.bfloat16))[0].data
+    )
+    projected, ref = twins("LSTM", 3, 5, proj_size=2)
+    assert torch.equal(projected(packed)[0].data, ref(packed)[0].data)
+    layer, ref = twins("LSTM", 3, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(packed)[0].data, ref(packed)[0].data)
+        low = at.RNN(cells.LSTM, 3, 5)(packed.to(torch.bfloat16))[0]
+        assert low.data.dtype == torch.float32
+
+
+# -- all arguments together ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", CELLS, **by_name)
+def test_both_directions_are_two_layers(kind: Any) -> None:
+    """The reverse direction is the forward one on the reversed sequence, each row from its end."""
+    both = at.RNN(kind, 3, 5, bidirectional=True, **DOUBLE)
+    one = at.RNN(kind, 3, 5, **DOUBLE)
+    lengths, steps = torch.tensor([5, 2, 0, 4]), 5
+    x, resets = torch.randn(steps, 4, 3, **DOUBLE), torch.rand(steps, 4) < 0.4
+    holes = torch.rand(steps, 4) < 0.8
+    start = tuple(torch.randn(2, 4, 5, **DOUBLE) for _ in kind.states)
+
+    def call(layer: Any, flip: bool, first: tuple[Tensor, ...], masked_output: str) -> Any:
+        def turn(a: Tensor) -> Tensor:
+            return a.flip(0) if flip else a
+
+        inside = torch.arange(steps)[:, None] < lengths
+        output, final = layer(
+            turn(x), first if len(first) > 1 else first[0],
+            mask=turn(holes & inside), resets=turn(resets), masked_output=masked_output,
+        )  # fmt: skip
+        return turn(output), final if isinstance(final, tuple) else (final,)
+
+    for masked_output in ("zero", "repeat"):
+        given = start if len(start) > 1 else start[0]
+        output, final = both(
+            x, given, mask=holes, lengths=lengths, resets=resets, masked_output=masked_output
+        )
+        final = final if isinstance(final, tuple) else (final,)
+        for d, suffix in enumerate(("", "_reverse")):
+            weights = {name: both.get_parameter(name + suffix) for name in one.state_dict()}
+            one.load_state_dict(weights)
+            mine = tuple(s[d : d + 1] for s in start)
+            part, last = call(one, bool(d), mine, masked_output)
+            assert_close(
+                output[..., d * 5 : d * 5 + 5].detach(), part.detach(), "float64", "forward"
+            )
+            for a, b in zip(final, last, strict=True):
+                assert_close(a[d : d + 1].detach(), b.detach(), "float64", "forward")
+
+
+@pytest.mark.parametrize("cut", [1, 3])
+@pytest.mark.parametrize("kind", CELLS, **by_name)
+def test_chunks_are_one_call(kind: Any, cut: int) -> None:
+    """The state handed on, not detached: outputs and gradients of one long call."""
+    layer = at.RNN(kind, 3, 5, num_layers=2, **DOUBLE)
+    x = torch.randn(7, 2, 3, **DOUBLE, requires_grad=True)
+    flags = {"lengths": torch.tensor([7, 5]), "resets": torch.rand(7, 2) < 0.3}
+    whole, last = layer(x, **flags)
+    state, outputs = None, []
+    for begin in range(0, 7, cut):
+        part = slice(begin, min(7, begin + cut))
+        steps = part.stop - part.start
+        output, state = layer(
+            x[part],
+            state,
+            lengths=(flags["lengths"] - begin).clamp(0, steps),
+            resets=flags["resets"][part],
+        )
+        outputs.append(output)
+    chunks, weight = torch.cat(outputs), torch.randn_like(whole)
+    assert_close(chunks.detach(), whole.detach(), "float64", "forward")
+    last, state = (s if isinstance(s, tuple) else (s,) for s in (last, state))
+    leaves = (x, *layer.parameters())
+    found, ref = (
+        torch.autograd.grad((y * weight).sum() + sum(s.square().sum() for s in end), leaves)
+        for y, end in ((chunks, state), (whole, last))
+    )
+    for a, b in zip(found, ref, strict=True):
+        assert_close(a, b, "float64", "gradient")

@@ -1,0 +1,93 @@
+"""What the tests of the PyTorch layers share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tolerances import assert_close
+from torch import Tensor, nn
+
+import anycell.torch as at
+from anycell import cell, cells, keep, sigmoid, tanh
+
+LAYERS = {"LSTM": (at.LSTM, nn.LSTM), "GRU": (at.GRU, nn.GRU)}
+STATES = {"LSTM": 2, "GRU": 1}
+
+
+def twins(kind: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Our layer and torch's, made after the same seed."""
+    made = []
+    for layer in LAYERS[kind]:
+        torch.manual_seed(7)
+        made.append(layer(*args, **kwargs))
+    return made[0], made[1]
+
+
+def run(layer: Any, x: Tensor, state: Any = None, **arguments: Any) -> dict[str, Tensor]:
+    """Output, final state, and the gradients of a random sum of them."""
+    x = x.detach().clone().requires_grad_()
+    given = () if state is None else state if isinstance(state, tuple) else (state,)
+    given = tuple(s.detach().clone().requires_grad_() for s in given)
+    layer.zero_grad()
+    output, final = layer(
+        x, (given if len(given) > 1 else given[0]) if given else None, **arguments
+    )
+    final = final if isinstance(final, tuple) else (final,)
+    found = {"output": output, **{f"final {i}": s for i, s in enumerate(final)}}
+    draw = torch.Generator().manual_seed(3)
+    total = sum((v * torch.randn(v.shape, generator=draw).to(v)).sum() for v in found.values())
+    total.backward()
+    found |= {"d x": x.grad, **{f"d state {i}": s.grad for i, s in enumerate(given)}}
+    found |= {f"d {name}": p.grad for name, p in layer.named_parameters()}
+    return {name: value.detach() for name, value in found.items()}
+
+
+def assert_same(ours: dict[str, Tensor], ref: dict[str, Tensor], dtype: str) -> None:
+    assert ours.keys() == ref.keys()
+    for name, value in ours.items():
+        kind = "gradient" if name.startswith("d ") else "forward"
+        assert_close(value.numpy(), ref[name].numpy(), dtype, kind, name)
+
+
+def fused(value: Tensor) -> bool:
+    """Whether the engine, under our autograd function, is what made a tensor."""
+    seen, stack = set(), [value.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if "_Fused" in node.name():
+            return True
+        stack += [before for before, _ in node.next_functions]
+    return False
+
+
+# -- cells --
+
+
+@cell(gates="i f g o", state="h c=0.5", params="w b=0.25")
+def Odd(x: Any, r: Any, s: Any, p: Any, *, slope: float = 0.7) -> Any:
+    """Gates used apart and together, a declared initial state, parameters."""
+    c = sigmoid(x.f + r.f + p.w * s.c) * s.c + tanh(x.g + slope * r.g)
+    return sigmoid(x.o + r.i) * tanh(c + p.b), c
+
+
+@cell(gates="f g", state="h")
+def Zoned(x: Any, r: Any, s: Any, *, rate: float = 0.6) -> Any:
+    """Zoneout of a minimal gated unit."""
+    f, g = x + r
+    new = sigmoid(f) * s.h + (1 - sigmoid(f)) * tanh(g)
+    kept = keep(rate)
+    return kept * new + (1 - kept) * s.h
+
+
+@cell(gates="h", state="h", static="e")
+def Gated(x: Any, r: Any, s: Any, e: Any) -> Any:
+    """A static input scales what comes in."""
+    return tanh(e * x.h + r.h)
+
+
+CELLS = [cells.LSTM, cells.GRU, cells.PeepholeLSTM, cells.LayerNormLSTM, Odd]
+by_name = {"ids": lambda c: c.name}
