@@ -241,10 +241,10 @@ def main() -> int:
     add("--hidden", type=int, default=128, metavar="H", help="units; default: %(default)s")
     add("--weeks", type=int, default=104, metavar="T", help="read; default: %(default)s")
     add("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="default: %(default)s")
-    add("--quick", action="store_true", help="two epochs of eight units")
+    add("--quick", action="store_true", help="three epochs of eight units")
     options = parser.parse_args()
     if options.quick:
-        options.epochs, options.hidden, options.weeks = 2, 8, YEAR
+        options.epochs, options.hidden, options.weeks = 3, 8, YEAR
 
     console = Console(highlight=False)
     series = load(options.weeks)
