@@ -221,7 +221,7 @@ class _Page:
                 named += [(f"d_r.{gate}", outputs[gate])] if gate in outputs else []
         for l in cell.linears:
             if l.name != RECURRENT:
-                named += [(f"d_{l.name}", e) for e in g.linear[l.name].values()]
+                named += [(_gradient(l.name, o), e) for o, e in g.linear[l.name].items()]
         direct = {n: e for n, e in g.state.items() if not is_const(e, 0.0)}
         named += [(f"d_s.{name}", e) for name, e in direct.items()]
         named += [(f"d_p.{name}", e) for name, e in g.param.items()]
@@ -233,9 +233,10 @@ class _Page:
     def _gradient_of(self, name: str) -> str:
         """The gradients of all outputs of a matmul, side by side."""
         l = next(l for l in self.cell.linears if l.name == name)
-        if name != RECURRENT:
-            return f"d_{name}"
-        parts = [f"d_{'a' if gate in self.cell.fused else 'r'}.{gate}" for gate in l.outputs]
+        if name == RECURRENT:
+            parts = [f"d_{'a' if gate in self.cell.fused else 'r'}.{gate}" for gate in l.outputs]
+        else:
+            parts = [_gradient(name, output) for output in l.outputs]
         return parts[0] if len(parts) == 1 else f"({', '.join(parts)})"
 
     def _arriving(self, direct: Mapping[str, Expr]) -> Iterator[str]:
@@ -403,7 +404,12 @@ class _Page:
             return f"{size}loaded, {'from the cache' if loaded.library.cached else 'compiled here'}"
         if code:
             return f"{size}in the cache on disk"
-        return f"not compiled yet; LLVM text of {len(text.splitlines()):,} lines"
+        return f"not compiled yet; LLVM text of {len(generator.text().splitlines()):,} lines"
+
+
+def _gradient(matmul: str, output: str) -> str:
+    """The name of an output's gradient; the output of a matmul that has one bears its name."""
+    return f"d_{matmul}" if output == matmul else f"d_{matmul}.{output}"
 
 
 # ---- names and forms -----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from anycell import layer
 from anycell.engines import cpu, reference
-from anycell.lang.cell import RECURRENT, Cell, Linear
+from anycell.lang.cell import RECURRENT, Cell
 from anycell.numpy import check
 from anycell.numpy.host import NumpyHost
 from anycell.plan import DTYPES, Plan, plan
@@ -52,7 +52,8 @@ def recurrence(
         cell: a cell of G gates; its hidden size H follows from ``gates_x``.
         gates_x: ``[T, B, G*H]``, the input projection of each gate, in the declared order.
         weights: of the matmuls inside a step, by name. ``"hh"`` is ``[G*H, H]``, for all gates;
-            any other ``[out, in]`` or ``[heads, out/heads, in/heads]``. Biases: ``"hh_bias"``.
+            any other ``[out, in]`` or ``[heads, out/heads, in/heads]``, where out counts all
+            outputs of the matmul, one after the other. Biases: ``"hh_bias"``.
         state: ``[B, size]`` per state (for one state one array will do); None, for all or for one
             of them, starts from the declared initial value.
         params: the cell's per-unit parameters by name, ``[H]``.
@@ -94,8 +95,8 @@ def recurrence(
     size = reference.sizes(cell, hidden, matmuls, states)
 
     for l in cell.linears:
-        shape, bias = _weight_shapes(cell, l, size)
-        _check(f"weights[{l.name!r}]", matmuls[l.name], dtype, shape)
+        bias = (len(l.declared) * size[l.out_size],)
+        _check(f"weights[{l.name!r}]", matmuls[l.name], dtype, l.shape(size))
         _check(f"weights['{l.name}_bias']", matmuls.get(f"{l.name}_bias"), dtype, bias)
     for s, value, reset in zip(cell.states, states, restored, strict=True):
         _check(f"state {s.name!r}", value, dtype, (rows, size[s.size]))
@@ -241,20 +242,6 @@ def _matmuls(cell: Cell, weights: Any) -> Mapping[str, Array | None]:
                 f"{'(out, in)' if l.heads == 1 else '(heads, out/heads, in/heads)'}."
             )
     return weights
-
-
-def _weight_shapes(cell: Cell, l: Linear, size: Mapping[str, int]) -> tuple[Shape, Shape]:
-    """The shapes of a matmul's weight and bias."""
-    out = size[l.out_size] * (len(cell.gates) if l.name == RECURRENT else 1)
-    into = size[l.in_size]
-    if l.heads == 1:
-        return (out, into), (out,)
-    if out % l.heads or into % l.heads:
-        raise ValueError(
-            f"cell {cell.name}: linear(..., {l.name!r}, heads={l.heads}) maps {into} units to "
-            f"{out}; expected sizes that {l.heads} divides."
-        )
-    return (l.heads, out // l.heads, into // l.heads), (out,)
 
 
 def _per_state(cell: Cell, name: str, given: Any) -> list[Array | None]:

@@ -14,7 +14,7 @@ from tolerances import LIMITS, assert_close, error
 import anycell
 from anycell import Cell, layer
 from anycell.engines import reference
-from anycell.lang.cell import RECURRENT
+from anycell.lang.cell import RECURRENT, State
 from anycell.numpy.host import NumpyHost
 from anycell.plan import plan
 
@@ -27,6 +27,15 @@ AWKWARD = [(5, 3, 1), (1, 4, 7), (9, 1, 33), (4, 5, 100), (6, 0, 7), (1, 1, 1), 
 # Where the rows of the batch are, by the first word of an array's name.
 ROWS = {"gates_x": 1, "mask": 1, "resets": 1, "d_outputs": 1, "outputs": 1}
 ROWS |= {"state": 0, "static": 0, "reset_state": 0, "d_final": 0, "final": 0}
+
+
+# States that the cells divide by.
+NORMALISERS = {"n"}
+
+
+def width(size: str, hidden: int) -> int:
+    """What a size symbol of a cell stands for in a random problem."""
+    return hidden if size == "H" else hidden - hidden // 3
 
 
 @dataclass(frozen=True)
@@ -143,21 +152,25 @@ def _random_problem(
     def normal(*size: int) -> Array:
         return rng.standard_normal(size)
 
+    def state(s: State, *lead: int) -> Array:
+        drawn = normal(*lead, width(s.size, hidden))
+        return 0.5 + abs(drawn) if s.name in NORMALISERS else drawn
+
     arrays = {"gates_x": normal(steps, rows, gates * hidden)}
     for l in cell.linears:
-        outer = hidden * (gates if l.name == RECURRENT else 1)
-        size = (outer, hidden) if l.heads == 1 else (l.heads, outer // l.heads, hidden // l.heads)
-        arrays[f"weights {l.name}"] = normal(*size) * 0.5 * size[-1] ** -0.5
-        if l.bias and cell.bias:
-            arrays[f"weights {l.name}_bias"] = 0.3 * normal(outer)
+        shape = l.shape({s: width(s, hidden) for s in (l.in_size, l.out_size)})
+        arrays[f"weights {l.name}"] = normal(*shape) * 0.5 * shape[-1] ** -0.5
+        if l.bias and (cell.bias or l.name != RECURRENT):
+            size = len(l.declared) * width(l.out_size, hidden)
+            arrays[f"weights {l.name}_bias"] = 0.3 * normal(size)
     for s in cell.states:
-        arrays[f"state {s.name}"] = normal(rows, hidden)
-        arrays[f"d_final {s.name}"] = normal(rows, hidden)
+        arrays[f"state {s.name}"] = state(s, rows)
+        arrays[f"d_final {s.name}"] = normal(rows, width(s.size, hidden))
     for p in cell.params:
         arrays[f"params {p.name}"] = (p.initial or 0.0) + 0.3 * normal(hidden)
     if cell.static is not None:
         arrays["static"] = normal(rows, hidden)
-    arrays["d_outputs"] = normal(steps, rows, hidden)
+    arrays["d_outputs"] = normal(steps, rows, width(cell.states[0].size, hidden))
     if masked:
         within = np.arange(steps)[:, None] < rng.integers(0, steps + 1, rows)
         arrays["mask"] = within & (rng.random((steps, rows)) < 0.8)
@@ -167,7 +180,7 @@ def _random_problem(
     if resets:
         arrays["resets"] = rng.random((steps, rows)) < 0.3
         for i, s in enumerate(cell.states):
-            arrays[f"reset_state {s.name}"] = normal(hidden) if i else normal(rows, hidden)
+            arrays[f"reset_state {s.name}"] = state(s) if i else state(s, rows)
     return Problem(cell, arrays, options)
 
 

@@ -160,6 +160,36 @@ def test_matmuls_are_found_in_order() -> None:
     assert show(without.linears[1].operand) == "sigmoid(a.r) * s.h"
 
 
+def test_a_matmul_with_several_outputs() -> None:
+    @cell(gates="r z n", state="h:P c")
+    def Several(x, r, s):
+        reset, z = linear(s.h, "rz", gates="r z") + x
+        three = linear(reset * s.c, "three", gates="a b c", heads=2)
+        assert len(three) == 3
+        return linear(three.c + three.a, "down"), z * tanh(x.n)
+
+    rz, three, down = Several.linears
+    assert (rz.outputs, rz.declared, rz.heads) == (("r", "z"), ("r", "z"), 1)
+    assert (three.outputs, three.declared, three.heads) == (("a", "c"), ("a", "b", "c"), 2)
+    assert (down.outputs, down.declared) == (("down",), ("down",))
+    assert (rz.in_size, rz.out_size) == ("P", "H")
+    assert (down.in_size, down.out_size) == ("H", "P")
+    size = {"H": 6, "P": 4}
+    assert [l.shape(size) for l in Several.linears] == [(12, 4), (2, 9, 3), (4, 6)]
+    assert Expr("linear", (Expr("state", (), ("h",)),), ("rz", "z")) in set(
+        topological(Several.next)
+    )
+    assert "linear(s.h, 'rz').z" in str(list(listing([("c", Several.next[1])])))
+
+
+def test_outputs_of_a_matmul_are_as_wide_as_each_other() -> None:
+    def Wide(x, r, s):
+        a, b = linear(x.a, "w", gates="a b")
+        return a, b * x.b
+
+    assert "the sizes do not close" in refused(Wide, state="h:P c")
+
+
 def test_sizes_follow_from_use() -> None:
     @cell(gates="i f g o", state="h:P c")
     def Projected(x, r, s):
@@ -241,6 +271,9 @@ LINES: list[tuple[Function, str, str]] = [
     (lambda x, r, s: linear(s.h, "hh"), "this name is taken", "another name"),
     (lambda x, r, s: linear(s.h, ""), "needs a name", 'linear(value, "name")'),
     (lambda x, r, s: linear(s.h, "w", heads=0), "heads=0", "a positive integer"),
+    (lambda x, r, s: linear(s.h, "w", gates="a a").a, "gates='a a'", 'gates="r z"'),
+    (lambda x, r, s: linear(s.h, "w", gates="").a, "gates=''", 'gates="r z"'),
+    (lambda x, r, s: linear(s.h, "w", gates="a b").c, "No output is named 'c'", "use one of: a b"),
     (lambda x, r, s: anycell.mean(x.a, groups=0), "groups=0", "a positive integer"),
     (lambda x, r, s: layer_norm(x.a, groups=x.b), "groups=", "a positive integer"),
 ]

@@ -30,13 +30,15 @@ torch = pytest.importorskip("torch")
 
 @cell(gates="a b", state="h c", params="p=1 q", static="e")
 def Everything(x, r, s, p, e, *, rate: float = 0.3, stopped: bool = True):
-    """More matmuls, one with heads, on values and on a state; reductions, masks, a static input."""
+    """More matmuls, on values and on a state, with heads and with several outputs; reductions,
+    masks, a static input.
+    """
     a, b = x + r
     kept = keep(1 - rate)
     c = tanh(p.p * b + linear(s.c, "cc", heads=3)) * mean(softplus(s.c + e), groups=3)
-    mixed = linear(kept * tanh(a) + (1 - kept) * s.h, "mix", bias=True)
+    mix = linear(kept * tanh(a) + (1 - kept) * s.h, "mix", gates="u v w", heads=3, bias=True)
     held = stop_gradient(x.a) if stopped else x.a  # what is stopped has a slope, but no gradient
-    h = where(mixed > p.q, mixed, held * s.h) * keep(0.5, per="sequence")
+    h = where(mix.w > p.q, mix.w, held * linear(tanh(mix.u), "out")) * keep(0.5, per="sequence")
     return h, c
 
 

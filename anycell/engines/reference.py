@@ -95,7 +95,8 @@ class Recurrence:
         cell: a cell of G gates and hidden size H.
         gates_x: ``[T, B, G*H]``, the input projection of each gate, in the declared order.
         weights: by the name of the matmul. ``"hh"`` is ``[G*H, H]``, all declared gates; any other
-            ``[out, in]``, or ``[heads, out/heads, in/heads]``. Biases: ``"hh_bias"`` ``[G*H]``.
+            ``[out, in]``, or ``[heads, out/heads, in/heads]``, where out counts all its outputs,
+            one after the other. Biases: ``"hh_bias"`` ``[G*H]``.
         state: ``[B, size]`` per state; None starts from the declared initial value.
         params: the cell's per-unit parameters, ``[H]``.
         static: the cell's input per sequence, ``[B, H]``.
@@ -318,13 +319,13 @@ class Recurrence:
     def _block(self, l: Linear, output: str) -> Array:
         """The weight behind one output, ``[heads, out/heads, in/heads]``."""
         weight = self.weights[l.name]
-        block = weight[self._span(l, output)] if l.heads == 1 else weight
-        return self.xp.reshape(block, (l.heads, *block.shape[-2:]))
+        if l.heads == 1:
+            return self.xp.reshape(weight[self._span(l, output)], (1, -1, weight.shape[-1]))
+        return weight[:, self._span(l, output, l.heads)]
 
-    def _span(self, l: Linear, output: str) -> slice:
-        """Where one output lies in weight and bias."""
-        k = self.cell.gates.index(output) if l.name == RECURRENT else 0
-        size = self.size[l.out_size]
+    def _span(self, l: Linear, output: str, heads: int = 1) -> slice:
+        """Where one output lies in the bias, in the rows of the weight, or in those of a head."""
+        k, size = l.declared.index(output), self.size[l.out_size] // heads
         return slice(k * size, (k + 1) * size)
 
     def _per_head(self, a: Array, weight: Array) -> Array:
@@ -340,7 +341,7 @@ class Recurrence:
         out: dict[str, Array] = {}
         for l in self.cell.linears:
             blocks, sums = [], []
-            for output in self.cell.gates if l.name == RECURRENT else l.outputs:
+            for output in l.declared:
                 heads, outer, inner = self._block(l, output).shape
                 pairs = tape.get((l.name, output))
                 if pairs is None:  # an unused gate, or no steps
@@ -422,7 +423,7 @@ def sizes(
     for l in cell.linears:
         *_, outer, inner = weights[l.name].shape
         found.setdefault(l.in_size, inner * l.heads)
-        found.setdefault(l.out_size, outer * l.heads)
+        found.setdefault(l.out_size, outer * l.heads // len(l.declared))
     for declared in cell.states:
         if declared.size not in found:
             raise ValueError(

@@ -10,9 +10,9 @@ import importlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
 
 from anycell.lang.expr import (
     CellError,
@@ -57,15 +57,31 @@ class Param:
 class Linear:
     """One matmul inside a step: ``outputs`` blocks of ``out_size`` from ``operand``,
     block-diagonal with ``heads``.
+
+    Each output is a node ``linear(operand)`` with attributes ``(name, output)``; a matmul without
+    ``gates`` has one, of its own name. Weight and bias have rows for each of ``declared``, used or
+    not, in that order: for each head a block per output, in the bias for each output its heads.
     """
 
     name: str
     operand: Expr
-    outputs: tuple[str, ...]
+    outputs: tuple[str, ...]  # those that the step uses, in declared order
     heads: int
     bias: bool
     in_size: str
     out_size: str
+    declared: tuple[str, ...]
+
+    def shape(self, size: Mapping[str, int]) -> tuple[int, ...]:
+        """Of the weight: ``[out, in]`` or ``[heads, out/heads, in/heads]``, out of all outputs."""
+        out, into = size[self.out_size], size[self.in_size]
+        if out % self.heads or into % self.heads:
+            raise ValueError(
+                f"linear(..., {self.name!r}, heads={self.heads}) maps {into} units to {out}; "
+                f"expected sizes that {self.heads} divides."
+            )
+        rows, columns = len(self.declared) * out // self.heads, into // self.heads
+        return (rows, columns) if self.heads == 1 else (self.heads, rows, columns)
 
 
 class Gates(Traced):
@@ -124,7 +140,7 @@ class Gates(Traced):
 class _Trace:
     cell_name: str
     keeps: int = 0
-    linears: dict[str, tuple[Expr, int, bool]] = field(default_factory=dict)
+    linears: dict[str, tuple[tuple[str, ...], int, bool]] = field(default_factory=dict)
 
 
 _current: contextvars.ContextVar[_Trace | None] = contextvars.ContextVar(
@@ -142,12 +158,29 @@ def _trace(function: str) -> _Trace:
     return trace
 
 
-def linear(value: Expr | Number, name: str, *, heads: int = 1, bias: bool = False) -> Expr:
-    """A further matmul inside the step: ``value @ W_name`` with a learned weight.
+@overload
+def linear(
+    value: Expr | Number, name: str, *, gates: None = None, heads: int = 1, bias: bool = False
+) -> Expr: ...
+@overload
+def linear(
+    value: Expr | Number, name: str, *, gates: str, heads: int = 1, bias: bool = False
+) -> Gates: ...
+def linear(
+    value: Expr | Number,
+    name: str,
+    *,
+    gates: str | None = None,
+    heads: int = 1,
+    bias: bool = False,
+) -> Expr | Gates:
+    """A further matmul inside the step: ``value @ W_name.T`` with a learned weight.
 
     Args:
         value: the operand, ``[B, in]``.
         name: names the weight; each name is used once in a cell.
+        gates: names the outputs of a matmul that has several, all of one size; they come together,
+            as ``r`` does: ``r, z = linear(v, "rz", gates="r z")``.
         heads: block-diagonal weight with that many equal blocks.
         bias: whether the matmul has a learned bias.
 
@@ -164,8 +197,16 @@ def linear(value: Expr | Number, name: str, *, heads: int = 1, bias: bool = Fals
         )
     if not isinstance(heads, int) or heads < 1:
         fail(f"linear(..., heads={heads!r}).", "give a positive integer that divides the sizes.")
-    trace.linears[name] = (operand, heads, bool(bias))
-    return Expr("linear", (operand,), (name, name))
+    declared = (name,) if gates is None else tuple(gates.split())
+    named = all(output.isidentifier() for output in declared)
+    if not declared or len(set(declared)) < len(declared) or not named:
+        fail(
+            f"linear(..., {name!r}, gates={gates!r}).",
+            'name each output once, with blanks between: gates="r z".',
+        )
+    trace.linears[name] = (declared, heads, bool(bias))
+    outputs = {output: Expr("linear", (operand,), (name, output)) for output in declared}
+    return outputs[name] if gates is None else Gates("output", outputs)
 
 
 def keep(rate: Expr | Number, per: str = "step") -> Expr:
@@ -373,8 +414,8 @@ class Cell:
             elif node.op in ("x", "param", "static", "preact"):
                 tie(node, "H", f"{node}")
             elif node.op == "linear":
-                if node.attrs[0] == RECURRENT:
-                    tie(node, "H", f"{node}")
+                name = node.attrs[0]  # all outputs of a matmul are of one size
+                tie(node, "H" if name == RECURRENT else ("linear", name), f"`{node}`")
             elif node.op == "state":
                 tie(node, sizes[node.attrs[0]], f"{node}")
             else:
@@ -392,15 +433,7 @@ class Cell:
         self.sizes = {node: size(node) for node in order if node not in numbers}
         outputs = {n.attrs[0]: n for n in order if n.op in ("linear", "preact")}
         self.linears = tuple(
-            Linear(
-                l.name,
-                l.operand,
-                l.outputs,
-                l.heads,
-                l.bias,
-                size(l.operand),
-                size(outputs[l.name]),
-            )
+            replace(l, in_size=size(l.operand), out_size=size(outputs[l.name]))
             for l in self.linears
         )
 
@@ -434,17 +467,16 @@ def _fuse(results: tuple[Expr, ...]) -> tuple[Expr, ...]:
 def _linears(
     results: tuple[Expr, ...], trace: _Trace, gates: tuple[str, ...]
 ) -> tuple[Linear, ...]:
-    found: dict[str, tuple[Expr, list[str]]] = {}
+    found: dict[str, tuple[Expr, set[str]]] = {}
     for node in topological(results):
         if node.op in ("linear", "preact"):
             name, output = node.attrs
-            found.setdefault(name, (node.args[0], []))[1].append(output)
+            found.setdefault(name, (node.args[0], set()))[1].add(output)
     out = []
-    for name, (operand, outputs) in found.items():
-        _, heads, bias = trace.linears.get(name, (None, 1, True))
-        if name == RECURRENT:
-            outputs = [gate for gate in gates if gate in outputs]
-        out.append(Linear(name, operand, tuple(outputs), heads, bias, "H", "H"))
+    for name, (operand, used) in found.items():
+        declared, heads, bias = trace.linears.get(name, (gates, 1, True))
+        outputs = tuple(output for output in declared if output in used)
+        out.append(Linear(name, operand, outputs, heads, bias, "H", "H", declared))
     return tuple(out)
 
 
@@ -455,9 +487,8 @@ def _canonical(cell: Cell) -> str:
     lines = [f"{i} {n.op} {n.attrs!r} {[index[a] for a in n.args]}" for i, n in enumerate(order)]
     lines.append(f"next {[index[n] for n in cell.next]}")
     lines.append(f"{cell.gates} {cell.states} {cell.param_names} {cell.static} {cell.bias}")
-    lines.append(
-        f"{[(l.name, l.outputs, l.heads, l.bias, l.in_size, l.out_size) for l in cell.linears]}"
-    )
+    for l in cell.linears:
+        lines.append(f"{(l.name, l.declared, l.outputs, l.heads, l.bias, l.in_size, l.out_size)}")
     return "\n".join(lines)
 
 

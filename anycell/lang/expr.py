@@ -411,7 +411,8 @@ def show(
     if node.op in ("sum", "mean", "max", "layer_norm") and node.attrs[0] != 1:
         inner.append(f"groups={node.attrs[0]}")
     elif node.op == "linear":
-        inner.append(repr(node.attrs[0]))
+        matmul, output = node.attrs
+        return f"linear({inner[0]}, {matmul!r})" + (f".{output}" if output != matmul else "")
     elif node.op == "keep":  # numbered: two masks of one rate are two masks
         name = f"keep_{node.attrs[0]}"
         inner += [] if node.attrs[1] == "step" else [f"per={node.attrs[1]!r}"]

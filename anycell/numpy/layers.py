@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -140,10 +141,9 @@ class RNN(Layer):
             found["bias_hh"] = (gates,)
         for l in cell.linears:
             if l.name != RECURRENT:
-                rows = len(l.outputs) * sizes[l.out_size]
-                found[f"weight_{l.name}"] = (rows, sizes[l.in_size] // l.heads)
+                found[f"weight_{l.name}"] = l.shape(sizes)
                 if l.bias:
-                    found[f"bias_{l.name}"] = (rows,)
+                    found[f"bias_{l.name}"] = (len(l.declared) * sizes[l.out_size],)
         return found | dict.fromkeys(cell.param_names, (sizes["H"],))
 
     def _initial(
@@ -160,6 +160,7 @@ class RNN(Layer):
             enter = initializers.find(initializer, "initializer")
             recur = initializers.find(recurrent_initializer, "recurrent_initializer")
         declared = {p.name: p.initial for p in cell.params}
+        outputs = {f"weight_{l.name}": len(l.declared) for l in cell.linears}
 
         def draw(name: str, shape: tuple[int, ...]) -> Array:
             if declared.get(name) is not None:
@@ -170,11 +171,13 @@ class RNN(Layer):
                     k = cell.gates.index(gate)
                     value[k * h : (k + 1) * h] = start
                 return value.astype(self.dtype)
-            # A gate is a matrix of its own: stacked ones would be taken for one tall matrix.
-            blocks = len(cell.gates) if name in ("weight_ih", "weight_hh") else 1
+            # A gate is a matrix of its own: stacked ones would be taken for one tall matrix. So is
+            # a head.
+            blocks = outputs.get(name, len(cell.gates))
             rule = enter if name == "weight_ih" else recur
-            drawn = [rule((shape[0] // blocks, shape[1]), rng) for _ in range(blocks)]
-            return np.concatenate(drawn).astype(self.dtype)
+            size = (shape[-2] // blocks, shape[-1])
+            drawn = [rule(size, rng) for _ in range(blocks * math.prod(shape[:-2]))]
+            return np.concatenate(drawn).reshape(shape).astype(self.dtype)
 
         parameters = {}
         for k, suffixes in enumerate(self._suffixes):

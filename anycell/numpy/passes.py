@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from anycell import layer
 from anycell.engines import reference
-from anycell.lang.cell import RECURRENT, Cell
+from anycell.lang.cell import Cell
 from anycell.layer import Options
 from anycell.numpy.host import NumpyHost
 from anycell.plan import Plan
@@ -176,11 +176,9 @@ def _name(key: str) -> str:
 
 
 def _matmuls(cell: Cell, w: Named) -> dict[str, Array | None]:
-    """The weights of all matmuls inside a step, as the reference engine names and shapes them."""
+    """The weights of all matmuls inside a step, as the reference engine names them."""
     found: dict[str, Array | None] = {}
     for l in cell.linears:
-        weight = w[f"weight_{l.name}"]
-        if l.name != RECURRENT and l.heads > 1:
-            weight = weight.reshape(l.heads, -1, weight.shape[-1])
-        found[l.name], found[f"{l.name}_bias"] = weight, w.get(f"bias_{l.name}")
+        found[l.name] = w[f"weight_{l.name}"]
+        found[f"{l.name}_bias"] = w.get(f"bias_{l.name}")
     return found
