@@ -234,6 +234,15 @@ def test_a_cell_of_the_users_own(own_cell: str) -> None:
         contenders().make("torch.nn", problem)
 
 
+def test_a_cell_beside_what_its_file_imports(own_cell: str) -> None:
+    path = Path(own_cell.rpartition(":")[0])
+    path.with_name("lies_beside_it.py").write_text('gates = "f g"')
+    path.write_text("import lies_beside_it\n" + OWN_CELL.replace('"f g"', "lies_beside_it.gates"))
+    before = list(sys.path)
+    assert find_cell(own_cell).gates == 2
+    assert sys.path == before
+
+
 def test_the_recurrence_alone() -> None:
     problem = Problem(find_cell("GRU"), SMALL)
     want = contenders().reference(problem, "recurrence")

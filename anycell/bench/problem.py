@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -64,24 +66,35 @@ def find_cell(origin: str) -> CellSpec:
     if origin not in known:
         raise UsageError(
             f"unknown cell {origin!r}{did_you_mean(origin, sorted(known))}; "
-            "a cell of your own is --cell path/to/file.py:Name"
+            "a cell of your own is path/to/file.py:Name, for bench with --cell"
         )
     return CellSpec(origin, origin, known[origin])
 
 
 def _from_file(path: Path, name: str) -> Any:
     if not path.is_file():
-        raise UsageError(f"--cell {path}:{name}: there is no file {path}")
+        raise UsageError(f"{path}:{name}: there is no file {path}")
     spec = importlib.util.spec_from_file_location(f"_anycell_bench_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise UsageError(f"--cell {path}:{name}: {path} is not a Python file")
+        raise UsageError(f"{path}:{name}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # so that inspect and linecache find the cell's source
-    spec.loader.exec_module(module)
+    with _importable(path.resolve().parent):
+        spec.loader.exec_module(module)
     if not hasattr(module, name):
         known = [key for key in vars(module) if not key.startswith("_")]
         raise UsageError(f"{path} defines no {name!r}{did_you_mean(name, known)}")
     return getattr(module, name)
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """A script may import what lies beside it, as when it is run."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
 
 
 @dataclass(frozen=True)
