@@ -394,11 +394,8 @@ class _Page:
         from anycell.engines.cpu import jit
         from anycell.engines.cpu import kernel as kernels
 
-        plan, text = self.plan, generator.text()
-        symbols = ("run", "pack") if generator.outputs else ("run",)
-        code = jit.stored(text, symbols, generator.target)
-        key = (plan.cell.key, plan.hidden_size, plan.dtype, name == "backward", generator.target)
-        loaded = kernels._kernels.get(key)
+        code = jit.stored(*kernels.request(generator))
+        loaded = kernels.loaded(self.plan, name == "backward", generator.target)
         size = f"{jit.code_size(code):,} bytes of instructions, " if code else ""
         if loaded is not None:
             return f"{size}loaded, {'from the cache' if loaded.library.cached else 'compiled here'}"

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes.util
 import importlib.util
+import inspect
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -19,8 +21,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from random_cells import random_cell
 
-from anycell.engines.cpu import ir, isa, jit, pool
+import anycell
+from anycell import Cell, cell, cells, tanh
+from anycell.engines.cpu import image, ir, isa, jit, kernel, pool, sources
+from anycell.plan import plan
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 120  # seconds that a process may take: far more than it needs on a busy machine
@@ -113,10 +119,8 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 @x86
 def test_a_feature_that_the_host_hides_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    import llvmlite.binding as llvm
-
-    hidden = {feature: feature != "fma" for feature in isa.machine(isa.TARGETS["avx512"]).needs}
-    monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: hidden)
+    shown = isa.machine(isa.TARGETS["avx512"]).needs - {"fma"}
+    monkeypatch.setattr(isa, "_features", lambda: shown)
     seen = isa.available.__wrapped__()
     assert seen == ("generic",)
     monkeypatch.setattr(isa, "available", lambda: seen)
@@ -126,6 +130,15 @@ def test_a_feature_that_the_host_hides_is_not_used(monkeypatch: pytest.MonkeyPat
     )
     with refusal, isa.force("avx512"):
         pass
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not ir.X86, reason="needs /proc/cpuinfo")
+def test_linux_and_llvm_report_the_same_features() -> None:
+    import llvmlite.binding as llvm
+
+    asked = isa.machine(isa.TARGETS["avx512"]).needs
+    has = {name for name, on in llvm.get_host_cpu_features().items() if on}
+    assert isa._features() == has & asked
 
 
 def test_the_compiler_is_not_imported_before_it_is_needed() -> None:
@@ -161,6 +174,57 @@ def test_the_text_can_be_read(
     monkeypatch.setenv("ANYCELL_DEBUG", "1")
     jit.compile(text, ["axpy"], isa.current())
     assert "@axpy" in capsys.readouterr().err
+
+
+WRITTEN = """
+@count = global i64 7
+define i64 @f() {
+  %old = atomicrmw add ptr @count, i64 1 seq_cst
+  ret i64 %old
+}
+"""
+FOREIGN = """
+declare i64 @elsewhere(i64)
+define i64 @f() {
+  %value = call i64 @elsewhere(i64 7)
+  ret i64 %value
+}
+"""
+
+
+def test_only_code_that_stands_alone_is_loaded_without_llvm() -> None:
+    target = isa.TARGETS["generic"]
+    for text in (WRITTEN, FOREIGN):
+        assert image.load(jit._object(text, ["f"], target), ["f"]) is None
+    count = ctypes.CFUNCTYPE(ctypes.c_int64)(jit.compile(WRITTEN, ["f"], target).address("f"))
+    assert [count(), count()] == [7, 8]
+
+
+@pytest.mark.skipif(not image.SUPPORTED, reason="LLVM loads all code here")
+def test_code_is_never_writable_and_executable() -> None:
+    address = build("a remark").address("axpy")
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(bound, 16) for bound in line.split()[0].split("-"))
+        if begin <= address < end:
+            assert line.split()[1] == "r-xp"
+            return
+    pytest.fail("the code is nowhere")
+
+
+@pytest.mark.parametrize("refused", ["mmap", "mprotect"])
+@pytest.mark.skipif(not image.SUPPORTED, reason="LLVM loads all code here")
+def test_where_the_system_refuses_memory_llvm_has_a_try(
+    monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    class Refusing:
+        def __getattr__(self, name: str) -> object:
+            if name == refused:
+                return lambda *_: ctypes.c_void_p(-1).value
+            return getattr(libc, name)
+
+    libc = image._libc()
+    monkeypatch.setattr(image, "_libc", Refusing)
+    build("refused")
 
 
 def test_threads_compile_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,8 +314,10 @@ def test_another_process_loads_without_parsing(cache: Path) -> None:
     python(
         """
         import llvmlite.binding as llvm
+        from anycell.engines.cpu import image
         from test_cpu_runtime import build
 
+        image.load = lambda *_: None  # as on other systems
         parse = llvm.parse_assembly
         def refuse(text, *context):
             assert not text, "a cached kernel was parsed"
@@ -438,11 +504,170 @@ def test_everything_that_changes_the_code_is_in_the_key(monkeypatch: pytest.Monk
     generic = isa.TARGETS["generic"]
     keys = [jit._key("text", ["f"], target) for target in isa.TARGETS.values()]
     keys += [jit._key("text ", ["f"], generic), jit._key("text", ["f", "g"], generic)]
+    keys += [jit._key("text", ["f"], generic, recipe) for recipe in ("", "text", "recipe")]
+    assert jit._key("other text", ["f"], generic, "recipe") == keys[-1]
     monkeypatch.setattr(jit, "FORMAT", -1)
     keys += [jit._key("text", ["f"], generic)]
     monkeypatch.setattr(jit, "_toolchain", lambda: "another LLVM")
     keys += [jit._key("text", ["f"], generic)]
     assert len(set(keys)) == len(keys)
+
+
+def test_llvm_is_known_without_being_loaded() -> None:
+    python(
+        """
+        import sys
+        from anycell.engines.cpu import jit
+        short = jit._toolchain()
+        assert "llvmlite.binding" not in sys.modules
+        import llvmlite
+        assert llvmlite.__version__ in short and "libllvmlite" in short or "llvmlite.dll" in short
+        """
+    )
+
+
+# -- the names of kernels ------------------------------------------------------------------------
+
+
+def scaled(declared: dict[str, float], used: str, constant: float = 0.5, **more: str) -> Cell:
+    """A small cell that declares these hyperparameters, and uses one of them."""
+
+    def step(x, r, s, *_, **hyper):
+        return tanh(hyper[used] * (x.a + r.a)) + constant * s.h
+
+    kinds = inspect.Parameter
+    names = [*"xrs", *(name for name in more if name in ("params", "static"))]
+    step.__signature__ = inspect.Signature(
+        [kinds(name, kinds.POSITIONAL_ONLY) for name in names]
+        + [kinds(name, kinds.KEYWORD_ONLY, default=value) for name, value in declared.items()]
+    )
+    return cell(**{"gates": "a", "state": "h", **more})(step)
+
+
+ALIKE = [
+    cells.LSTM,
+    cells.GRU,
+    cells.RNN,
+    cells.RNN(nonlinearity="relu"),
+    cells.PeepholeLSTM,
+    cells.PeepholeLSTM(coupled=True),
+    cells.LayerNormLSTM,
+    scaled({"u": 1.0}, "u"),
+    scaled({"u": 1.0}, "u", 0.25),
+    scaled({"u": 1.0}, "u", -0.5),
+    scaled({"v": 1.0}, "v"),
+    scaled({"u": 1.0, "v": 1.0}, "u"),
+    scaled({"u": 1.0, "v": 1.0}, "v"),
+    scaled({"v": 1.0, "u": 1.0}, "v"),
+    scaled({"u": 1.0}, "u", state="h=1"),
+    scaled({"u": 1.0}, "u", gates="b a"),
+    scaled({"u": 1.0}, "u", gates="a b"),
+    scaled({"u": 1.0}, "u", params="p=1"),
+    scaled({"u": 1.0}, "u", static="e"),
+]
+
+
+def test_kernels_of_one_recipe_have_one_text() -> None:
+    texts: dict[str, str] = {}
+    several = [plan(each, 19) for each in [*ALIKE, *(random_cell(seed, 19) for seed in range(5))]]
+    several += [plan(ALIKE[-1], 20), plan(ALIKE[-1], 19, "float64")]
+    targets = [isa.current()] * len(several) + list(isa.TARGETS.values())
+    several += [several[-1]] * len(isa.TARGETS)
+    for each, target in zip(several, targets, strict=True):
+        for backward in (False, True):
+            generator = kernel.Generator(each, backward, target)
+            name, text = kernel.recipe(generator), generator.text()
+            assert name and texts.setdefault(name, text) == text
+    assert len(set(texts.values())) > len(ALIKE)
+
+
+def test_hyperparameters_are_read_by_their_place() -> None:
+    """Cells of one graph, that declare others beside the one that they use."""
+    x, weights = np.full((1, 1, 8), 0.5), {"hh": np.zeros((8, 8))}
+    for declared in ({"u": 1.0, "v": 2.0}, {"v": 2.0}, {"v": 2.0, "u": 1.0}):
+        found, _ = anycell.recurrence(scaled(declared, "v"), x, weights)
+        np.testing.assert_allclose(found, np.tanh(1.0))
+
+
+def copied(tmp_path: Path) -> Path:
+    package = tmp_path / "copy" / "anycell"
+    shutil.copytree(ROOT / "anycell", package, ignore=shutil.ignore_patterns("__pycache__"))
+    return package
+
+
+def test_every_source_of_the_generator_is_in_the_name(tmp_path: Path) -> None:
+    package = copied(tmp_path)
+    names = sources.files(str(package))
+    assert {"plan.py", "lang/grad.py", "engines/cpu/kernel.py", "engines/cpu/ops.py"} <= {
+        Path(name).as_posix() for name in names
+    }
+    digests = [sources.digest(str(package))]
+    for name in names:
+        with open(package / name, "a") as file:
+            file.write("# edited\n")
+        digests.append(sources.digest(str(package)))
+    (package / "lang" / "new.py").write_text("")
+    digests.append(sources.digest(str(package)))
+    assert len(set(digests)) == len(names) + 2
+    (package / "doctor.py").write_text("")
+    assert sources.digest(str(package)) == digests[-1]
+
+
+def test_an_edit_gives_kernels_another_name_from_the_next_process_on(
+    cache: Path, tmp_path: Path
+) -> None:
+    package = copied(tmp_path)
+
+    def cached(edit: str = "") -> bool:
+        code = f"""
+        import sys
+        sys.path.insert(0, {str(package.parent)!r})
+        from anycell import cells
+        from anycell.engines.cpu import kernel, sources
+        from anycell.plan import plan
+        assert sources.PACKAGE == {str(package)!r}
+        {edit}
+        print(kernel.compiled(plan(cells.RNN, 8)).library.cached)
+        """
+        return python(code).strip() == "True"
+
+    assert [cached(), cached()] == [False, True]
+    # What runs is what was imported: it must neither take nor leave a kernel of the edited source.
+    edit = f"open({str(package / 'engines/cpu/ops.py')!r}, 'a').write('# edited')"
+    assert [cached(edit), cached(), cached()] == [False, False, True]
+
+
+def test_without_sources_kernels_go_by_their_text(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "PACKAGE", str(cache / "nowhere"))
+    assert sources._stamps() is None
+    assert sources.fingerprint.__wrapped__() is None
+    monkeypatch.setattr(kernel, "fingerprint", lambda: None)
+    generator = kernel.Generator(plan(cells.RNN, 8), False, isa.current())
+    text, symbols, target, recipe = kernel.request(generator)
+    assert recipe is None
+    assert not jit.compile(text, symbols, target, recipe).cached
+    assert jit.compile(text(), symbols, target).cached
+
+
+def test_a_second_process_prints_nothing(cache: Path) -> None:
+    code = """
+        import sys
+        from anycell import cells
+        from anycell.engines.cpu import image, kernel
+        from anycell.plan import plan
+
+        text, printed = kernel.Generator.text, []
+        kernel.Generator.text = lambda self: printed.append(self) or text(self)
+        library = kernel.compiled(plan(cells.LSTM, 8)).library
+        if library.cached:
+            assert not printed
+            assert not image.SUPPORTED or "llvmlite.binding" not in sys.modules
+        assert "define" in library.text  # all the same
+        print(library.cached)
+        """
+    assert [python(code), python(code)] == ["False\n", "True\n"]
 
 
 def test_the_oldest_entries_make_room(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

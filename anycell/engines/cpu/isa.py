@@ -13,10 +13,10 @@ trusted, since virtual machines hide features that the name promises: only what 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -74,13 +74,31 @@ def available() -> tuple[str, ...]:
     """The names that this host can run, narrowest first."""
     if not X86:
         return ("generic",)
+    has = _features()
+    return tuple(name for name in TARGETS if name == "generic" or _MACHINES[name].needs <= has)
+
+
+# Where Linux and LLVM call a feature by different names.
+_LINUX = {
+    **{"sahf": "lahf_lm", "sse3": "pni", "sse4.1": "sse4_1", "sse4.2": "sse4_2"},
+    **{"bmi": "bmi1", "lzcnt": "abm"},
+}
+
+
+def _features() -> set[str]:
+    """What this host reports, by LLVM's names."""
+    # Linux knows what it has enabled as well as LLVM does, and need not be imported.
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("flags"):
+                flags = set(line.split())
+                return {name for name in _V4 if _LINUX.get(name, name) in flags}
     import llvmlite.binding as llvm
 
     try:
-        has = {name for name, on in llvm.get_host_cpu_features().items() if on}
+        return {name for name, on in llvm.get_host_cpu_features().items() if on}
     except RuntimeError:  # LLVM cannot tell on this host
-        has = set()
-    return tuple(name for name in TARGETS if name == "generic" or _MACHINES[name].needs <= has)
+        return set()
 
 
 def current() -> Target:
@@ -92,7 +110,7 @@ def current() -> Target:
     return TARGETS[name]
 
 
-@contextmanager
+@contextlib.contextmanager
 def force(name: str) -> Iterator[Target]:
     """Within the block `current()` is `name`, in this process and in those it starts."""
     before = os.environ.get(ENV)

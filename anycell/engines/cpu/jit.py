@@ -7,6 +7,9 @@
 The text arrives vectorised and unrolled, so LLVM's own vectorisers and unroller stay off: they
 would cost most of the compile time and could only undo the register tiling.
 
+A process that finds its kernels on disk neither prints their text, where the caller names what the
+text follows from (a `recipe`), nor imports LLVM, where `image` can load the code.
+
 The cache holds machine code that will be executed, hence the care: a directory of our own that
 nobody else can write, entries named by everything that went into them, sealed by a checksum and put
 in place by a rename. Whatever is wrong with an entry, it is compiled again; whatever is wrong with
@@ -18,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import platform
 import stat
 import sys
 import threading
@@ -26,7 +30,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from . import isa
+from . import image, isa
 from .ir import Target
 
 FORMAT = 1  # raise it when the way from text to machine code changes, so that no old entry is found
@@ -35,6 +39,8 @@ LIMIT = 256 << 20  # bytes of the cache directory beyond which the oldest entrie
 
 _MAGIC = b"anycell\0"
 _SEAL = len(_MAGIC) + hashlib.sha256().digest_size
+
+Text = str | Callable[[], str]  # or what prints it
 
 # LLVM contexts are not thread-safe. Held across a fork, so that a child never inherits it locked,
 # nor LLVM in the middle of something.
@@ -52,11 +58,16 @@ class CacheWarning(UserWarning):
 class Library:
     """Loaded machine code. Its addresses stay valid for the life of the process."""
 
-    def __init__(self, text: str, target: Target, addresses: dict[str, int], cached: bool) -> None:
-        self.text = text
+    def __init__(self, text: Text, target: Target, addresses: dict[str, int], cached: bool) -> None:
+        self._text = text
         self.target = target
         self.cached = cached  # whether the code came from disk
         self._addresses = addresses
+
+    @property
+    def text(self) -> str:
+        """The LLVM text; printed anew where it came as a function."""
+        return _printed(self._text)
 
     def address(self, symbol: str) -> int:
         """The address of a function that `compile` was asked for."""
@@ -72,27 +83,42 @@ class Library:
         return f"Library({', '.join(self._addresses)}; {self.target.name})"
 
 
-def compile(text: str, symbols: Sequence[str], target: Target) -> Library:
+def compile(
+    text: Text, symbols: Sequence[str], target: Target, recipe: str | None = None
+) -> Library:
     """Machine code of the LLVM module `text`, from the cache where it is there.
 
-    `symbols` names the functions whose addresses will be asked for. Any thread may call this.
+    Any thread may call this.
+
+    Args:
+        text: the text, or a function that prints it where it is needed.
+        symbols: the functions whose addresses will be asked for.
+        recipe: all that the text follows from; the cache then goes by it, and not by the text.
     """
     if os.environ.get("ANYCELL_DEBUG", "0") not in ("", "0"):
-        print(text, file=sys.stderr)
+        print(_printed(text), file=sys.stderr)
     with lock:
-        code, cached = _cached(_key(text, symbols, target), lambda: _object(text, symbols, target))
-        return Library(text, target, _load(code, symbols, target), cached)
+        name = _key(text, symbols, target, recipe)
+        code, cached = _cached(name, lambda: _object(_printed(text), symbols, target))
+        addresses = image.load(code, symbols) or _load(code, symbols, target)
+        return Library(text, target, addresses, cached)
 
 
-def stored(text: str, symbols: Sequence[str], target: Target) -> bytes | None:
-    """The object file of `text` as the cache has it; None where it does not. Compiles nothing."""
+def stored(
+    text: Text, symbols: Sequence[str], target: Target, recipe: str | None = None
+) -> bytes | None:
+    """The object file that `compile` would find in the cache; None where there is none."""
     if os.environ.get("ANYCELL_CACHE") == "0":
         return None
     try:
         with lock, _Cache(cache_directory(), create=False) as cache:
-            return cache.read(_key(text, symbols, target))
+            return cache.read(_key(text, symbols, target, recipe))
     except OSError:
         return None
+
+
+def _printed(text: Text) -> str:
+    return text if isinstance(text, str) else text()
 
 
 def code_size(code: bytes) -> int:
@@ -181,16 +207,30 @@ def _load(code: bytes, symbols: Sequence[str], target: Target) -> dict[str, int]
 
 @lru_cache(maxsize=1)
 def _toolchain() -> str:
+    """Which LLVM compiles, and for what system, told without loading it.
+
+    The size of the library stands for the version of the LLVM that was built into it.
+    """
     import llvmlite
 
-    llvm = _llvm()
-    return f"{llvmlite.__version__} {llvm.llvm_version_info} {llvm.get_process_triple()}"
+    llvm: Any
+    try:
+        with os.scandir(os.path.join(os.path.dirname(llvmlite.__file__), "binding")) as entries:
+            llvm = sorted(
+                (entry.name, entry.stat().st_size)
+                for entry in entries
+                if entry.is_file() and not entry.name.endswith(".py")
+            )
+    except OSError:  # it lies elsewhere, as in a frozen program
+        llvm = _llvm().llvm_version_info
+    return f"{llvmlite.__version__} {llvm} {sys.platform} {platform.machine()}"
 
 
-def _key(text: str, symbols: Sequence[str], target: Target) -> str:
+def _key(text: Text, symbols: Sequence[str], target: Target, recipe: str | None = None) -> str:
     """The name of the entry: everything that changes the code, or what is asked of it."""
     cpu, features, _ = isa.machine(target)
-    parts = [str(FORMAT), _toolchain(), cpu, features, " ".join(symbols), text]
+    parts = [str(FORMAT), _toolchain(), cpu, features, " ".join(symbols)]
+    parts += ["text", _printed(text)] if recipe is None else ["recipe", recipe]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from anycell.engines.cpu import isa, jit, ops
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant
+from anycell.engines.cpu.sources import fingerprint
 from anycell.lang.cell import RECURRENT
 from anycell.lang.expr import Expr, is_const, topological
 from anycell.lang.ops import is_reduction
@@ -1085,7 +1086,19 @@ class Kernel:
         self.pack = library.address("pack") if generator.outputs else 0
 
 
-_kernels: dict[tuple[str, int, str, bool, Target], Kernel] = {}
+_kernels: dict[tuple[object, ...], Kernel] = {}
+
+
+def _identity(plan: Plan, backward: bool, target: Target) -> tuple[object, ...]:
+    # The kernel reads hyperparameters by their place among all that the function declares, and the
+    # graph has only those that it uses.
+    hyper = tuple(plan.cell.hyper)
+    return plan.cell.key, hyper, plan.hidden_size, plan.dtype, backward, target
+
+
+def loaded(plan: Plan, backward: bool, target: Target) -> Kernel | None:
+    """The kernel, if this process has it."""
+    return _kernels.get(_identity(plan, backward, target))
 
 
 def compiled(plan: Plan, backward: bool = False) -> Kernel:
@@ -1093,15 +1106,44 @@ def compiled(plan: Plan, backward: bool = False) -> Kernel:
     kept on disk.
     """
     target = isa.current()
-    key = (plan.cell.key, plan.hidden_size, plan.dtype, backward, target)
+    key = _identity(plan, backward, target)
     found = _kernels.get(key)
     if found is None:
         with jit.lock:
             found = _kernels.get(key)
             if found is None:
                 generator = Generator(plan, backward, target)
-                symbols = ("run", "pack") if generator.outputs else ("run",)
-                found = _kernels[key] = Kernel(
-                    generator, jit.compile(generator.text(), symbols, target)
-                )
+                library = jit.compile(*request(generator))
+                found = _kernels[key] = Kernel(generator, library)
     return found
+
+
+def request(
+    generator: Generator,
+) -> tuple[Callable[[], str], tuple[str, ...], Target, str | None]:
+    """What ``jit`` is asked for: how to print the text, functions, target and recipe."""
+    plan, backward, target = generator.plan, generator.backward, generator.target
+    symbols = ("run", "pack") if generator.outputs else ("run",)
+    # A generator prints once, and what it has printed need not stay in memory.
+    return lambda: Generator(plan, backward, target).text(), symbols, target, recipe(generator)
+
+
+def recipe(generator: Generator) -> str | None:
+    """All that the text follows from, at a small part of its price: the sources, and the plan.
+
+    The plan is here as what it came to, with its graphs, choices and passes, so that nothing hangs
+    on its coming out the same in another process. None where the sources cannot be told.
+    """
+    sources = fingerprint()
+    if sources is None:
+        return None
+    plan, g = generator.plan, generator
+    known = (plan.cell.next, plan.saved, plan.saved_rows, g._results())
+    order = topological(itertools.chain(*known))
+    number = {node: i for i, node in enumerate(order)}
+    parts: list[object] = [sources, g.target, plan.states]
+    parts += _identity(plan, g.backward, g.target)
+    parts += [(node.op, node.attrs, [number[arg] for arg in node.args]) for node in order]
+    cuts = (*known, *g.passes.reductions, *g.passes.stores)
+    parts += [[number[node] for node in nodes] for nodes in cuts]
+    return "\n".join(map(repr, parts))

@@ -1,0 +1,119 @@
+"""An object file to running code, without LLVM, whose import takes longer than all else that a
+second process does.
+
+Kernels refer to nothing outside themselves. Of linking this is left: the sections side by side in
+one block, and the distances between them filled in. Any object file that asks for more, and any
+other system than Linux on x86-64, is left to LLVM's own loader.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import platform
+import struct
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+SUPPORTED = (
+    sys.platform == "linux" and sys.maxsize > 1 << 32 and platform.machine().lower() == "x86_64"
+)
+
+# Numbers of the ELF format, and of its supplement for x86-64.
+_RELOCATABLE, _X86_64 = 1, 62
+_PROGBITS, _SYMTAB, _RELA, _UNWIND = 1, 2, 4, 0x70000001
+_WRITE, _ALLOC = 1, 2
+_DISTANCES = (2, 4)  # PC32, and PLT32, which is the same within one block
+
+
+class _Section(NamedTuple):
+    name: int
+    type: int
+    flags: int
+    address: int
+    offset: int
+    size: int
+    link: int
+    info: int
+    align: int
+    entry: int
+
+
+def link(code: bytes) -> tuple[bytes, dict[str, int]] | None:
+    """What an object file becomes wherever it lies in memory, and where in it each symbol is.
+
+    None where that takes more than distances within the file: other relocations, symbols from
+    elsewhere, memory that is written to.
+    """
+    kind, machine = struct.unpack_from("<HH", code, 16)
+    if code[:6] != b"\x7fELF\2\1" or (kind, machine) != (_RELOCATABLE, _X86_64):
+        return None
+    (table,) = struct.unpack_from("<Q", code, 40)
+    size, count = struct.unpack_from("<HH", code, 58)
+    sections = [
+        _Section(*struct.unpack_from("<IIQQQQIIQQ", code, table + i * size)) for i in range(count)
+    ]
+
+    def contents(section: _Section) -> bytes:
+        return code[section.offset : section.offset + section.size]
+
+    image, places = bytearray(), {}
+    for number, section in enumerate(sections):
+        if section.flags & _ALLOC and section.type != _UNWIND:  # no exception passes a kernel
+            if section.type != _PROGBITS or section.flags & _WRITE:
+                return None
+            image += bytes(-len(image) % (section.align or 1))
+            places[number] = len(image)
+            image += contents(section)
+    (listed,) = (section for section in sections if section.type == _SYMTAB)
+    symbols = list(struct.iter_unpack("<IBBHQQ", contents(listed)))
+    for section in sections:
+        if section.type != _RELA or section.info not in places:
+            continue
+        for offset, info, addend in struct.iter_unpack("<QQq", contents(section)):
+            _, _, _, where, value, _ = symbols[info >> 32]
+            if info & 0xFFFFFFFF not in _DISTANCES or where not in places:
+                return None
+            at = places[section.info] + offset
+            struct.pack_into("<i", image, at, places[where] + value + addend - at)
+    names = contents(sections[listed.link])
+    return bytes(image), {
+        names[name : names.index(b"\0", name)].decode(): places[where] + value
+        for name, _, _, where, value, _ in symbols
+        if name and where in places
+    }
+
+
+@lru_cache(maxsize=1)
+def _libc() -> Any:
+    libc = ctypes.CDLL(None)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype = pointer
+    libc.mmap.argtypes = (pointer, size, number, number, number, ctypes.c_long)
+    libc.mprotect.argtypes = (pointer, size, number)
+    libc.munmap.argtypes = (pointer, size)
+    return libc
+
+
+def load(code: bytes, symbols: Sequence[str]) -> dict[str, int] | None:
+    """Addresses of functions of an object file, now in memory; None where LLVM has to load it.
+
+    The memory is never freed: a thread may still be inside, even while the interpreter ends.
+    """
+    linked = link(code) if SUPPORTED else None
+    if linked is None:
+        return None
+    image, offsets = linked
+    libc = _libc()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    base = libc.mmap(None, len(image), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    if base == ctypes.c_void_p(-1).value:
+        return None
+    ctypes.memmove(base, image, len(image))
+    # Never writable and executable at once; some hardened systems refuse this step, too.
+    if libc.mprotect(base, len(image), mmap.PROT_READ | mmap.PROT_EXEC):
+        libc.munmap(base, len(image))
+        return None
+    return {symbol: base + offsets[symbol] for symbol in symbols}
