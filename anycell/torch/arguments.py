@@ -189,7 +189,8 @@ class Layout:
         if given.shape != shape:
             hint = "One length per row of the input."
             raise ValueError(f"lengths: given {describe(given)}; {wanted}. {hint}")
-        if given.device.type == "cpu" and given.numel():  # a look elsewhere waits for the device
+        # A look elsewhere waits for the device, and in a graph there is nothing to see yet.
+        if given.device.type == "cpu" and given.numel() and not torch.compiler.is_compiling():
             for bad in (int(given.min()), int(given.max())):
                 if not 0 <= bad <= self.steps:
                     raise ValueError(

@@ -13,6 +13,8 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell import cells
 from anycell.engines import vendor
 from anycell.lang.cell import Cell
+from anycell.plan import Plan
+from anycell.torch import ops
 from anycell.torch.arguments import describe
 from anycell.torch.composite import States, Weights
 from anycell.torch.functional import (
@@ -54,9 +56,11 @@ class DropIn(Recurrent):
         self, x: Any, states: tuple[Any, ...] | None, **arguments: Any
     ) -> tuple[Any, States] | None:
         """Output and final states; None where the parent has the answer, or the error."""
-        if compiled():
-            return torch.compiler.disable(self._ours)(x, states, **arguments)
         extra = [name for name, value in arguments.items() if value is not None]
+        if not extra and self._vendor_wins(x):
+            return None
+        if compiled() and (isinstance(x, PackedSequence) or not ops.AVAILABLE):
+            return torch.compiler.disable(self._ours)(x, states, **arguments)
         if extra and self.proj_size:
             raise ValueError(
                 f"{extra[0]}: given {describe(arguments[extra[0]])}; expected None with proj_size. "
@@ -93,16 +97,19 @@ class DropIn(Recurrent):
         )
 
     def _fused(self, x: Tensor | PackedSequence) -> bool:
-        """Whether the fused kernel can run this call, and is the faster."""
+        """Whether the fused kernel can run this call."""
+        if compiled():
+            return ops.known(self.cell, self.hidden_size, x) is not None  # type: ignore[arg-type]
         plan = fused_plan(self.cell, self.hidden_size, self.weight_ih_l0)
-        if isinstance(plan, str) or not memory(x.data if isinstance(x, PackedSequence) else x):
+        return isinstance(plan, Plan) and memory(x.data if isinstance(x, PackedSequence) else x)
+
+    def _vendor_wins(self, x: Any) -> bool:
+        """Whether torch's own layer is the faster."""
+        if not isinstance(x, Tensor) or x.dim() not in (2, 3):
             return False
-        if isinstance(x, PackedSequence):
-            return True
-        if x.dim() == 2:
-            return vendor.wins(self.cell, x.shape[0], 1) is None
-        time = int(self.batch_first)
-        return vendor.wins(self.cell, x.shape[time], x.shape[1 - time]) is None
+        time = int(x.dim() == 3 and self.batch_first)
+        rows = x.shape[1 - time] if x.dim() == 3 else 1
+        return vendor.wins(self.cell, x.shape[time], rows) is not None
 
     def _weights(self) -> list[list[Weights]]:
         mine = self._parameters

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from anycell.lang.cell import Cell
 from anycell.plan import Plan, plan
-from anycell.torch import fused
+from anycell.torch import fused, ops
 from anycell.torch.composite import Call, Inputs, States, Weights, composite
 
 
@@ -50,7 +51,11 @@ def stack(
 
 def layer(call: Call, inputs: Inputs) -> tuple[Tensor, States]:
     """One layer of one or two directions, on the engine that fits."""
-    if compiled():  # the graph breaks here, so that the kernels run
+    if compiled() or faked(inputs.x):
+        found = ops.run(call, inputs) if ops.AVAILABLE and not for_onnx() else None
+        if found is not None:
+            return found
+    if compiled():  # the graph breaks here
         return torch.compiler.disable(layer)(call, inputs)
     if not (traced() or transformed()):
         plan = fused_plan(call.cell, call.hidden_size, inputs.weights[0].ih)
@@ -114,8 +119,18 @@ def _memory(inputs: Inputs) -> bool:
 
 
 def compiled() -> bool:
-    """Whether torch.compile looks at the call."""
-    return torch.compiler.is_dynamo_compiling() and not exporting()
+    """Whether torch.compile, or a strict torch.export, looks at the call."""
+    return torch.compiler.is_dynamo_compiling()
+
+
+def faked(x: Tensor) -> bool:
+    """Whether ``x`` is a shape without numbers, as of export and of ``FakeTensorMode``."""
+    return type(x) not in _ORDINARY and isinstance(x, FakeTensor)
+
+
+def for_onnx() -> bool:
+    """Whether the graph is for ONNX, which knows nothing of our operators."""
+    return exporting() and torch.onnx.is_in_onnx_export()
 
 
 def traced() -> bool:

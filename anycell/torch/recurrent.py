@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import RECURRENT, Cell
+from anycell.torch import ops
 from anycell.torch.arguments import Layout, describe
 from anycell.torch.composite import Call, Inputs, Options, States, Weights
-from anycell.torch.functional import autocast, stack
+from anycell.torch.functional import autocast, compiled, exporting, stack
 from anycell.torch.packed import Packing
 
 Lengths = Tensor | Sequence[int]
@@ -69,7 +70,8 @@ class Recurrent:
         """Input and states, which have been checked, through the layers."""
         if isinstance(x, PackedSequence):
             refuse_beside_packed(mask=mask, lengths=lengths)
-            return self._run_packed(x, state, resets, reset_state, static)
+            run = torch.compiler.disable(self._run_packed) if compiled() else self._run_packed
+            return run(x, state, resets, reset_state, static)
         batched = x.dim() == 3
         if not batched:
             x, static = x.unsqueeze(1), None if static is None else static.unsqueeze(0)
@@ -129,7 +131,8 @@ class Recurrent:
         drop: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, States]:
         """From and to ``[T, B, ...]``; ``drop`` between layers is torch's own by default."""
-        if self.training and self.cell.keeps:
+        cell = self.cell
+        if self.training and (ops.draws(cell) if compiled() else cell.keeps):
             options = options._replace(seed=draw_seed())
         if not (self.training and self.dropout):
             drop = None
@@ -157,9 +160,10 @@ def refuse_beside_packed(**arguments: Any) -> None:
             )
 
 
-def draw_seed() -> int:
-    """The seed of one call's random masks, from torch's default generator."""
-    return int(torch.empty((), dtype=torch.int64).random_())
+def draw_seed() -> Any:
+    """The seed of one call's random masks, from torch's default generator; traced as a tensor."""
+    seed = torch.randint(2**63 - 1, (), device="cpu")
+    return seed if compiled() or exporting() else int(seed)
 
 
 def _each(states: States | None, change: Callable[[Tensor], Tensor]) -> States | None:

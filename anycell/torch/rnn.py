@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import RECURRENT, Cell
+from anycell.torch import ops
 from anycell.torch.arguments import (
     check_device,
     check_layer,
@@ -94,6 +95,7 @@ class RNN(Recurrent, nn.Module):
         counts = {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers}
         check_layer(cell, counts, sizes, dropout)
         self.cell = cell
+        ops.register(cell)
         self.input_size = input_size
         self.hidden_size = hidden_size
         self.num_layers = num_layers
@@ -109,6 +111,10 @@ class RNN(Recurrent, nn.Module):
                     empty = torch.empty(shape, device=device, dtype=dtype)
                     self.register_parameter(name + suffix, nn.Parameter(empty))
         self.reset_parameters()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        ops.register(self.cell)
 
     def reset_parameters(self) -> None:
         """Gives every parameter its initial value, drawn anew where it is random."""

@@ -1,0 +1,288 @@
+"""The fused engine as two operators of PyTorch, for all that traces: torch.compile, torch.export.
+
+``anycell::forward`` and ``anycell::backward`` take lists of tensors, and a text that says which
+cell, and what lies where in the list. A text, because a graph holds no Python objects, and outlives
+the process: cells are found again by a name made of what they compute. Run-time hyperparameters
+come beside it, so that a schedule gives no new graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anycell import cells, layer
+from anycell.engines import cpu
+from anycell.lang.cell import Cell
+from anycell.plan import Plan, plan
+from anycell.torch import fused
+from anycell.torch.composite import Call, Inputs, Options, States
+from anycell.torch.host import HOSTS
+
+AVAILABLE = hasattr(torch.library, "register_autograd")  # since PyTorch 2.4
+_CELLS: dict[str, Cell] = {}
+
+
+def register(cell: Cell) -> None:
+    """Lets operators find a cell by its name; modules do it for theirs."""
+    _CELLS.setdefault(_name(cell.name, cell.key), cell)
+
+
+def known(cell: Cell, hidden_size: int, x: Tensor) -> str | None:
+    """The name of a registered cell that the fused engine runs on such tensors."""
+    if not x.is_cpu or x.dtype not in (torch.float32, torch.float64):
+        return None
+    return _known(cell.name, cell.key, hidden_size, _dtype(x))
+
+
+def draws(cell: Cell) -> bool:
+    """Whether a registered cell draws random masks."""
+    return _draws(cell.name, cell.key)
+
+
+# A compiler cannot trace these, and sees of a cell only its texts.
+
+
+@torch.compiler.assume_constant_result
+def _known(name: str, key: str, hidden_size: int, dtype: str) -> str | None:
+    name = _name(name, key)
+    found = _CELLS.get(name)
+    return name if found and plan(found, hidden_size, dtype).engine == "cpu" else None
+
+
+@torch.compiler.assume_constant_result
+def _draws(name: str, key: str) -> bool:
+    return bool(_CELLS[_name(name, key)].keeps)
+
+
+def _name(name: str, key: str) -> str:
+    return f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+class Form(NamedTuple):
+    """What the text says.
+
+    Attributes:
+        cell: its name among those registered.
+        given: "1" for each tensor that is in the list, "0" for each that the call does without.
+        keep: whether the results are followed by what the backward pass reads.
+    """
+
+    cell: str
+    hidden_size: int
+    dtype: str
+    layer: int
+    directions: int
+    initial: bool
+    reset: bool
+    repeat: bool
+    training: bool
+    keep: bool
+    given: str
+
+    def text(self) -> str:
+        """``read`` reads it again."""
+        flags = self.initial, self.reset, self.repeat, self.training, self.keep
+        numbers = self.hidden_size, self.dtype, self.layer, self.directions, *map(int, flags)
+        return " ".join([self.cell, *map(str, numbers), self.given])
+
+    @classmethod
+    @functools.lru_cache(maxsize=4096)
+    def read(cls, text: str) -> Form:
+        cell, hidden, dtype, *numbers, given = text.split(" ")
+        layer, directions, *flags = map(int, numbers)
+        return cls(cell, int(hidden), dtype, layer, directions, *map(bool, flags), given)
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  (of small tuples)
+    def plan(self, hyper: tuple[float, ...]) -> Plan:
+        cell = _CELLS.get(self.cell)
+        if cell is None:
+            raise RuntimeError(
+                f"anycell: the cell {self.cell} of this graph is not known in this process. "
+                "Import the module that defines it, and make a layer of it, before the graph runs."
+            )
+        if tuple(cell.hyper.values()) != hyper:
+            cell = cell(**dict(zip(cell.hyper, hyper, strict=True)))
+        return plan(cell, self.hidden_size, self.dtype)
+
+    def unpack(self, tensors: Sequence[Any], plan: Plan) -> tuple[fused.Form, fused.Flat]:
+        """The call that the tensors make."""
+        rest = iter(tensors)
+        *flat, mask, resets, seed = [next(rest) if c == "1" else None for c in self.given]
+        if mask is not None and resets is not None:
+            resets = resets & mask  # what lies under a mask never matters
+        options = Options(
+            mask, resets, "repeat" if self.repeat else "zero", self.training,
+            0 if seed is None else int(seed),
+        )  # fmt: skip
+        call = Call(plan.cell, self.hidden_size, options, self.layer)
+        form = fused.Form(call, plan, self.directions, self.initial, self.reset)
+        return form, tuple(flat)
+
+    @property
+    def apart(self) -> bool:
+        """Whether the output is not the sequence of hidden states."""
+        return self.given[-3] == "1" and not self.repeat
+
+
+def run(call: Call, inputs: Inputs) -> tuple[Tensor, States] | None:
+    """A layer as an operator; None where the fused engine does not run it."""
+    cell, options, x = call.cell, call.options, inputs.x
+    name = known(cell, call.hidden_size, x)
+    if name is None:
+        return None
+    initial, reset = inputs.initial is not None, inputs.reset is not None
+    layout = fused.Form(call, None, len(inputs.weights), initial, reset)  # type: ignore[arg-type]
+    seed = options.seed if isinstance(options.seed, Tensor) else None
+    flat = (*layout.flatten(inputs), options.mask, options.resets, seed)
+    tensors = [t for t in flat if t is not None]
+    keep = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    form = Form(
+        name, call.hidden_size, _dtype(x), call.layer,
+        len(inputs.weights), initial, reset, options.masked_output == "repeat", options.training,
+        keep and not torch.compiler.is_exporting(),
+        "".join(["0" if t is None else "1" for t in flat]),
+    )  # fmt: skip
+    results = torch.ops.anycell.forward(tensors, form.text(), list(cell.hyper.values()))
+    output, final = results[0], results[1 : 1 + len(cell.states)]
+    if form.keep and not form.apart:  # the hidden states, with the slot before the first step
+        output = output[1 : 1 + x.shape[0]]
+    return output, tuple(final)
+
+
+# -- the operators ---------------------------------------------------------------------------------
+# Results of forward: the output, final states, and then what is kept. Where the hidden states are
+# kept they are the output too: two results of an operator must not share memory.
+
+
+def _forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> list[Tensor]:
+    named = Form.read(text)
+    form, flat = named.unpack(tensors, named.plan(tuple(hyper)))
+    output, final, saved = fused._forward(form.call, form.plan, form.unflatten(flat), named.keep)
+    if saved is None:
+        return [output, *final]
+    first = [output, *final, saved.hidden] if named.apart else [saved.hidden, *final]
+    return [*first, *saved.values, *_kept(form.plan, saved.states)]
+
+
+def _kept(plan: Plan, states: Sequence[Sequence[Any]]) -> list[Tensor]:
+    """The sequences of states that the backward pass reads."""
+    return [s for own in states for s, state in zip(own, plan.cell.states, strict=True)
+            if s is not None and state.name in plan.states]  # fmt: skip
+
+
+def _forward_fake(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> list[Tensor]:
+    form = Form.read(text)
+    plan = form.plan(tuple(hyper))
+    x, (steps, rows, _), d = tensors[0], tensors[0].shape, form.directions
+    output = (steps, rows, d * form.hidden_size)
+    hidden = (steps + 1 + (d > 1), rows, d * form.hidden_size)
+    finals = [(d, rows, form.hidden_size) for _ in plan.cell.states]
+    if not form.keep:
+        out = x.new_empty(output) if form.apart else x.new_empty(hidden)[1 : 1 + steps]
+        return [out, *[x.new_empty(shape) for shape in finals]]
+    first = [output, *finals, hidden] if form.apart else [hidden, *finals]
+    values = [(steps, rows, cpu.compiled(plan, False).saved_width) for _ in range(d)]
+    kept = [s for s in plan.cell.states[1:] if s.name in plan.states]
+    sequences = [(steps + 1, rows, form.hidden_size) for _ in range(d) for _ in kept]
+    return [x.new_empty(shape) for shape in (*first, *values, *sequences)]
+
+
+def _backward(
+    tensors: Sequence[Tensor],
+    results: Sequence[Tensor],
+    arriving: Sequence[Tensor],
+    text: str,
+    hyper: Sequence[float],
+    given: Sequence[bool],
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    named = Form.read(text)
+    if not named.keep:  # as of an exported graph: the forward pass once more
+        text = named._replace(keep=True).text()
+        results = _forward(tensors, text, hyper)
+        named = Form.read(text)
+    form, flat = named.unpack(tensors, named.plan(tuple(hyper)))
+    states, d = form.call.cell.states, form.directions
+    found = list(results)
+    hidden = found.pop(1 + len(states)) if named.apart else found[0]
+    values, rest = found[1 + len(states) :][:d], iter(found[1 + len(states) + d :])
+    kept = [None if i == 0 or s.name not in form.plan.states else next(rest)
+            for _ in range(d) for i, s in enumerate(states)]  # fmt: skip
+    inputs, options = form.unflatten(flat), fused._options(form.call)
+    resets: list[Tensor] = []
+    if options.resets is not None:
+        for w in fused._weights(form.call, inputs):
+            resets += layer._reset_values(HOSTS[named.dtype], form.plan, w)
+    present = iter(arriving)
+    gradients = [next(present) if one else None for one in given]
+    wanted = iter(needs)
+    needed = [next(wanted) if c == "1" else False for c in named.given][:-3]
+    ctx = SimpleNamespace(form=form, options=options, needs_input_grad=(False, *needed))
+    computed = fused._backward(ctx, flat, iter([hidden, *values, *kept, *resets]), gradients)
+    # Copies: parameters' gradients are parts of one tensor.
+    pairs = zip(flat, computed, needed, strict=True)
+    return [torch.zeros_like(t) if g is None else g.clone() for t, g, n in pairs if n]
+
+
+def _backward_fake(
+    tensors: Sequence[Tensor],
+    results: Sequence[Tensor],
+    arriving: Sequence[Tensor],
+    text: str,
+    hyper: Sequence[float],
+    given: Sequence[bool],
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t, need in zip(tensors, needs, strict=True) if need]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, ctx.text, ctx.hyper = inputs
+    ctx.count = len(tensors)
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+    ctx.needs = [t.requires_grad for t in tensors]
+
+
+def _gradient(ctx: Any, arriving: Sequence[Tensor | None]) -> tuple[Any, None, Any]:
+    tensors, results = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
+    form = Form.read(ctx.text)
+    states = len(form.plan(tuple(ctx.hyper)).cell.states)
+    gradients = list(arriving[: 1 + states])
+    if gradients[0] is not None and form.keep and not form.apart:
+        gradients[0] = gradients[0][1 : 1 + tensors[0].shape[0]]
+    given, present = [g is not None for g in gradients], [g for g in gradients if g is not None]
+    backward = torch.ops.anycell.backward
+    found = iter(backward(tensors, results, present, ctx.text, ctx.hyper, given, ctx.needs))
+    first = [next(found) if need else None for need in ctx.needs]
+    return first, None, None if ctx.hyper else []  # torch takes an empty list for one of tensors
+
+
+if AVAILABLE:
+    _library = torch.library.Library("anycell", "DEF")
+    _library.define("forward(Tensor[] tensors, str form, float[] hyper) -> Tensor[]")
+    _library.define(
+        "backward(Tensor[] tensors, Tensor[] results, Tensor[] arriving, str form, float[] hyper, "
+        "bool[] given, bool[] needs) -> Tensor[]"
+    )
+    _library.impl("forward", _forward, "CPU")
+    _library.impl("backward", _backward, "CPU")
+    torch.library.register_fake("anycell::forward", _forward_fake, lib=_library)
+    torch.library.register_fake("anycell::backward", _backward_fake, lib=_library)
+    torch.library.register_autograd(
+        "anycell::forward", _gradient, setup_context=_setup, lib=_library
+    )
+    for _cell in vars(cells).values():
+        if isinstance(_cell, Cell):
+            register(_cell)

@@ -1,0 +1,272 @@
+"""torch.compile and torch.export: the layer as one operator, with nothing around it broken."""
+
+from __future__ import annotations
+
+import copy
+import io
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tolerances import assert_close
+
+torch = pytest.importorskip("torch")
+
+from torch_layers import CELLS, Gated, Zoned, by_name, run  # noqa: E402
+
+import anycell.torch as at  # noqa: E402
+from anycell import cell, cells, sigmoid, tanh  # noqa: E402
+from anycell.torch import ops  # noqa: E402
+from anycell.torch.composite import Call, Inputs, Options  # noqa: E402
+
+nn, Tensor = torch.nn, torch.Tensor
+DOUBLE = {"dtype": torch.float64}
+
+pytestmark = [
+    pytest.mark.skipif(not ops.AVAILABLE, reason="torch.library has no register_autograd as yet"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's own compiler
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh(seed: int) -> Any:
+    torch._dynamo.reset()
+    torch.manual_seed(seed)
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(layer: Any, backend: str = "aot_eager", **options: Any) -> Any:
+    return torch.compile(layer, fullgraph=True, backend=backend, **options)
+
+
+def same_bits(found: dict[str, Tensor], ref: dict[str, Tensor]) -> None:
+    assert found.keys() == ref.keys()
+    for name, value in found.items():
+        assert torch.equal(value, ref[name]), name
+
+
+class Compiled(nn.Module):
+    """With the parameters of a layer under their own names, for ``run``."""
+
+    def __init__(self, layer: Any, **options: Any) -> None:
+        super().__init__()
+        self.layer, self.call = layer, compiled(layer, **options)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer.named_parameters(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", CELLS, **by_name)
+def test_one_graph(kind: Any) -> None:
+    """Training and inference, with everything a call takes: the bits of the plain call."""
+    layer = at.RNN(kind, 3, 5, num_layers=2, bidirectional=True, batch_first=True)
+    model = Compiled(layer)
+    x, resets = torch.randn(2, 4, 3), torch.rand(2, 4) < 0.4
+    state = tuple(torch.randn(4, 2, 5) for _ in kind.states)
+    state = state if len(state) > 1 else state[0]
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        (None, {}),
+        (state, {"lengths": torch.tensor([4, 2])}),
+        (state, {"mask": ~resets, "resets": resets, "masked_output": "repeat"}),
+        (None, {"resets": resets, "reset_state": state}),
+    ]
+    for given, arguments in calls:
+        same_bits(run(model, x, given, **arguments), run(layer, x, given, **arguments))
+        with torch.no_grad():
+            assert torch.equal(model(x, given, **arguments)[0], layer(x, given, **arguments)[0])
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("training", [True, False])
+def test_no_compilation_for_other_lengths_and_batches(training: bool, dynamic: bool | None) -> None:
+    layer = at.RNN(cells.PeepholeLSTM, 3, 5, num_layers=2)
+    model = Compiled(layer, dynamic=dynamic)
+    for count, (steps, rows) in enumerate([(4, 2), (5, 3), (9, 7), (64, 2), (2, 40)]):
+        x, lengths = torch.randn(steps, rows, 3), torch.randint(1, steps + 1, (rows,))
+        free = 1 if dynamic else 2  # without dynamic=True the second shape shows what changes
+        with torch._dynamo.config.patch(error_on_recompile=count >= free):
+            if training:
+                same_bits(run(model, x, lengths=lengths), run(layer, x, lengths=lengths))
+            else:
+                with torch.inference_mode():
+                    output, _ = model(x, lengths=lengths)
+                    assert torch.equal(output, layer(x, lengths=lengths)[0])
+
+
+def test_in_a_model() -> None:
+    """Among other layers, which the compiler changes; unbatched; under autocast."""
+    layer = at.RNN(cells.GRU, 8, 5, dropout=0.5, num_layers=2).eval()
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), layer)
+    graph = compiled(model)
+    for x in (torch.randn(4, 2, 3), torch.randn(4, 3)):
+        output, final = graph(x)
+        ref, last = model(x)
+        assert_close(output.detach(), ref.detach(), "float32", "forward")
+        assert_close(final.detach(), last.detach(), "float32", "forward")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert graph(torch.randn(4, 2, 3))[0].dtype == torch.float32
+
+
+def test_static_input() -> None:
+    layer = at.RNN(Gated, 3, 5)
+    x, e = torch.randn(4, 2, 3), torch.randn(2, 5)
+    assert torch.equal(compiled(layer)(x, static=e)[0], layer(x, static=e)[0])
+
+
+def test_random_masks() -> None:
+    """Drawn from torch's generator, and the same ones in the backward pass."""
+    layer = at.RNN(Zoned, 3, 5, **DOUBLE)
+    model, x = compiled(layer), torch.randn(6, 2, 3, **DOUBLE)
+    torch.manual_seed(1)
+    first, second = model(x)[0], model(x)[0]
+    torch.manual_seed(1)
+    assert torch.equal(model(x)[0], first) and not torch.equal(first, second)
+    leaf = x.clone().requires_grad_()
+
+    def function(leaf: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        return model(leaf)[0]
+
+    assert torch.autograd.gradcheck(function, (leaf,), fast_mode=True)
+    layer.eval()
+    assert torch.equal(model(x)[0], layer(x)[0])
+
+
+@cell(gates="f g", state="h")
+def Leaky(x: Any, r: Any, s: Any, *, leak: float = 0.9, gate: bool = True) -> Any:
+    """A run-time number, and one that selects the graph."""
+    f, g = x + r
+    return (leak * sigmoid(f) if gate else leak) * s.h + tanh(g)
+
+
+def test_hyperparameters_may_change() -> None:
+    layer, x = at.RNN(Leaky, 3, 5), torch.randn(4, 2, 3)
+    model, seen = compiled(layer), []
+    for leak in (0.9, 0.5, 0.25, 0.125):
+        layer.cell = Leaky(leak=leak)
+        seen.append(model(x)[0])
+        assert torch.equal(seen[-1], layer(x)[0])
+    assert not torch.equal(seen[0], seen[1])
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_drop_ins(kind: str) -> None:
+    """Dynamo breaks its graph at any nn.LSTM, unless told otherwise; ours runs fused then too."""
+    layer, x = getattr(at, kind)(3, 5, 2), torch.randn(4, 2, 3)
+    ref = run(layer, x)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        same_bits(run(Compiled(layer), x), ref)
+    torch._dynamo.reset()
+    broken = torch.compile(layer, backend="aot_eager")
+    assert torch.equal(broken(x)[0], ref["output"])
+
+
+def test_packed_sequences_break_the_graph() -> None:
+    layer, x = at.RNN(cells.GRU, 3, 5), torch.randn(4, 2, 3)
+    packed = nn.utils.rnn.pack_padded_sequence(x, [4, 2])
+    model = torch.compile(layer, backend="aot_eager")
+    assert torch.equal(model(packed)[0].data, layer(packed)[0].data)
+
+
+@pytest.mark.slow
+def test_inductor() -> None:
+    layer = at.RNN(cells.LayerNormLSTM, 3, 5, num_layers=2, bidirectional=True)
+    model = Compiled(layer, backend="inductor", dynamic=True)
+    for steps, rows in ((4, 2), (7, 3)):
+        x, lengths = torch.randn(steps, rows, 3), torch.randint(1, steps + 1, (rows,))
+        same_bits(run(model, x, lengths=lengths), run(layer, x, lengths=lengths))
+
+
+# -- the operators ---------------------------------------------------------------------------------
+
+
+def arguments(kind: Any, **options: Any) -> tuple[Any, ...]:
+    """What a call gives to the operator ``anycell::forward``."""
+    layer = at.RNN(kind, 3, 5, bidirectional=True, **DOUBLE)
+    x = torch.randn(4, 2, 3, **DOUBLE, requires_grad=True)
+    inputs = Inputs(x, None, None, None, layer._weights()[0])
+    seed = torch.tensor(7) if kind.keeps else 0
+    call = Call(kind, 5, Options(seed=seed, training=True, **options))
+    with pytest.MonkeyPatch.context() as patch:
+        seen: list[tuple[Any, ...]] = []
+        forward = torch.ops.anycell.forward
+        spy = SimpleNamespace(forward=lambda *args: seen.append(args) or forward(*args))
+        patch.setattr(ops.torch, "ops", SimpleNamespace(anycell=spy))
+        ops.run(call, inputs)
+    return seen[0]
+
+
+@pytest.mark.parametrize("kind", [cells.LSTM, cells.GRU, cells.LayerNormLSTM, Zoned], **by_name)
+def test_opcheck(kind: Any) -> None:
+    resets = torch.rand(4, 2) < 0.4
+    mask = torch.arange(4)[:, None] < torch.tensor([4, 2])
+    for call in ({}, {"mask": mask, "resets": resets}):
+        tensors, text, hyper = arguments(kind, **call)
+        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+        form = ops.Form.read(text)
+        forward, light = torch.ops.anycell.forward.default, form._replace(keep=False).text()
+        torch.library.opcheck(forward, (leaves, light, hyper))
+        # What is kept has corners that nothing writes or reads: there numbers cannot be compared.
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(forward, (leaves, text, hyper), test_utils=tests)
+        plain = [t.detach() for t in tensors]
+        results = torch.ops.anycell.forward(plain, text, hyper)
+        arriving = [torch.randn_like(r) for r in results[: 1 + len(kind.states)]]
+        arriving[0] = arriving[0] if form.apart else arriving[0][1:5]
+        given, needs = [True] * len(arriving), [t.is_floating_point() for t in plain]
+        torch.library.opcheck(
+            torch.ops.anycell.backward.default,
+            (plain, results, arriving, text, hyper, given, needs),
+        )
+
+
+def test_a_cell_that_is_not_known() -> None:
+    tensors, text, hyper = arguments(cells.GRU)
+    with pytest.raises(RuntimeError, match=r"cell Other-0 of this graph is not known.*Import"):
+        torch.ops.anycell.forward(tensors, text.replace(text.split()[0], "Other-0"), hyper)
+
+
+# -- export ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict: bool) -> None:
+    """One operator in the graph, for any T and B; saved and loaded; still to be trained."""
+    layer = at.RNN(cells.PeepholeLSTM, 3, 5, num_layers=2, **DOUBLE)
+    dims = {0: torch.export.Dim("steps", min=2), 1: torch.export.Dim("rows", min=2)}
+    program = torch.export.export(
+        layer, (torch.randn(4, 3, 3, **DOUBLE),), dynamic_shapes=({**dims},), strict=strict
+    )
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert targets.count("anycell.forward.default") == 2
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    for module in (program.module(), torch.export.load(file).module()):
+        for steps, rows in ((4, 3), (9, 2)):
+            x = torch.randn(steps, rows, 3, **DOUBLE)
+            assert torch.equal(module(x)[0], layer(x)[0])
+        names = [name for name, _ in layer.named_parameters()]
+        leaves = [module.get_parameter(name) for name in names]
+        found = torch.autograd.grad(module(x)[0].square().sum(), leaves)
+        ref = torch.autograd.grad(layer(x)[0].square().sum(), list(layer.parameters()))
+        assert all(torch.equal(a, b) for a, b in zip(found, ref, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
+def test_export_of_drop_ins_is_torchs() -> None:
+    layer, x = at.LSTM(3, 5), torch.randn(4, 2, 3)
+    program = torch.export.export(layer, (x,), strict=False)
+    assert not any("anycell" in str(node.target) for node in program.graph.nodes)
+    assert torch.allclose(program.module()(x)[0], layer(x)[0], atol=1e-6)
+
+
+def test_fake_tensors() -> None:
+    layer = at.RNN(cells.LSTM, 3, 5, bidirectional=True)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        output, (h, _) = copy.deepcopy(layer)(torch.empty(4, 2, 3))
+    assert output.shape == (4, 2, 10) and h.shape == (2, 2, 5)
