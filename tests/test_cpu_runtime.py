@@ -1,26 +1,27 @@
 """What the CPU engine runs on: instruction sets, the compiler and its cache, the threads.
 
-Whatever could hang, crash or leave a mark runs in a process of its own, under a time limit.
+The layers' side of it is in `test_layer_runtime.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes.util
 import importlib.util
 import inspect
 import os
 import re
 import shutil
-import signal
 import stat
-import subprocess
 import sys
 import textwrap
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from processes import LIMIT, ROOT, python
 from random_cells import random_cell
 
 import anycell
@@ -28,32 +29,10 @@ from anycell import Cell, cell, cells, tanh
 from anycell.engines.cpu import image, ir, isa, jit, kernel, pool, sources
 from anycell.plan import plan
 
-ROOT = Path(__file__).parents[1]
-LIMIT = 120  # seconds that a process may take: far more than it needs on a busy machine
+pool.PATIENCE = LIMIT  # on a busy machine a new thread may take its time to begin
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX permissions and fork")
 x86 = pytest.mark.skipif(not ir.X86, reason="about x86 instructions")
-
-
-def python(code: str, **env: str) -> str:
-    """What `code` prints in a process of its own, which must end by itself and well."""
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=LIMIT)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # a hanging grandchild would keep the pipes open
-            out, err = process.communicate()
-            pytest.fail(f"still running after {LIMIT} s\n{out}\n{err}")
-    assert process.returncode == 0, f"ended with {process.returncode}\n{out}\n{err}"
-    return out
 
 
 def axpy(target: ir.Target) -> str:
@@ -682,12 +661,29 @@ def test_the_oldest_entries_make_room(cache: Path, monkeypatch: pytest.MonkeyPat
     assert not build("0").cached
 
 
+def test_drafts_of_another_process_vanish(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are put in place while this one adds up the sizes of all files."""
+    scandir = os.scandir
+
+    def before_the_rename(path: str) -> Any:
+        draft = cache / "draft"
+        draft.touch()
+        found = list(scandir(path))
+        draft.unlink()
+        return contextlib.nullcontext(found)
+
+    monkeypatch.setattr(os, "scandir", before_the_rename)
+    assert not build().cached  # without a warning
+    assert build().cached
+
+
 def test_two_processes_write_the_same_entries(cache: Path) -> None:
     code = """
-        import os
+        import os, warnings
         from pathlib import Path
         from test_cpu_runtime import build
 
+        warnings.simplefilter("error")
         for turn in range(30):
             for remark in "abc":
                 build(remark)
@@ -987,6 +983,35 @@ def test_fork_while_a_gang_is_at_work(setup: str) -> None:
         first.args[3] = 1
         thread.join()
         """,
+    )
+
+
+@posix
+def test_fork_while_a_thread_takes_memory() -> None:
+    python(
+        """
+        import os, threading, warnings
+        from anycell.engines.cpu import memory
+
+        warnings.simplefilter("ignore")
+        held, forked = threading.Event(), threading.Event()
+
+        def hold():
+            with memory._lock:
+                held.set()
+                forked.wait()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        child = os.fork()
+        if not child:
+            memory.empty((memory.SMALL,), "float32")
+            os._exit(0)
+        forked.set()
+        thread.join()
+        assert os.waitpid(child, 0)[1] == 0
+        """
     )
 
 

@@ -38,6 +38,7 @@ from . import ir, isa, jit
 
 SPIN = 8000  # turns a thread spins before it sleeps: 0.1 to 0.4 ms, a layer's way to the next call
 MOST = 1024  # threads of a gang
+PATIENCE = 1.0  # seconds that a call waits for new threads to begin, before it goes on with fewer
 
 _chosen: int | None = None
 
@@ -503,7 +504,7 @@ class _Gangs:
                         target=self._worker, args=(self._table,), name="anycell", daemon=True
                     ).start()
                     self._started += 1
-            until = time.monotonic() + 1.0
+            until = time.monotonic() + PATIENCE
             while self._lines[0, 3] < self._started and time.monotonic() < until:
                 time.sleep(1e-5)
 

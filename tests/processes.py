@@ -1,0 +1,36 @@
+"""Whatever could hang, crash or leave a mark runs in a process of its own, under a time limit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIMIT = 120  # seconds that a process may take: far more than it needs on a busy machine
+
+
+def python(code: str, **env: str) -> str:
+    """What `code` prints in a process of its own, which must end by itself and well."""
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # a hanging grandchild would keep the pipes open
+            out, err = process.communicate()
+            pytest.fail(f"still running after {LIMIT} s\n{out}\n{err}")
+    assert process.returncode == 0, f"ended with {process.returncode}\n{out}\n{err}"
+    return out
