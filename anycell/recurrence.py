@@ -111,6 +111,12 @@ def recurrence(
         )
     _check("static", static, dtype, (rows, hidden))
     into = size[cell.states[0].size]
+    if recurrent_mask is not None and RECURRENT not in matmuls:
+        named = ", ".join(l.name for l in cell.linears) or "none"
+        raise ValueError(
+            f"recurrent_mask: given for cell {cell.name}, which has no matmul behind `r` to mask "
+            f"(its matmuls: {named}); expected None. Draw the mask in the cell, with keep()."
+        )
     _check("recurrent_mask", recurrent_mask, dtype, (rows, into), (gates, rows, into))
     chosen = plan(cell, hidden, dtype.name, engine)
 

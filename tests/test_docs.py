@@ -59,9 +59,9 @@ def test_the_list_of_cells_is_complete() -> None:
 
 
 def test_every_cell_is_in_the_test_list() -> None:
-    text = (ROOT / "tests" / "test_engines.py").read_text(encoding="utf-8")
+    text = (ROOT / "tests" / "test_cells.py").read_text(encoding="utf-8")
     for name in anycell.cells.__all__:
-        assert re.search(rf"^    cells\.{name},$", text, re.MULTILINE), name
+        assert re.search(rf"^    \(cells\.{name}, ", text, re.MULTILINE), name
 
 
 def test_the_vocabulary_is_complete() -> None:
@@ -122,12 +122,14 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("copy")
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "anycell", root / "anycell", ignore=ignore)
+    janet, export, _, row, function, emit = blocks("CONTRIBUTING.md")
+    (root / "anycell/cells/janet.py").unlink()
+    remove(root / "anycell/cells/__init__.py", export, '    "JANET",\n')
     shutil.copytree(root / "anycell", root / "before" / "anycell")
-    janet, export, row, function, emit = blocks("CONTRIBUTING.md")
 
     (root / "anycell/cells/janet.py").write_text(janet, encoding="utf-8")
     insert(root / "anycell/cells/__init__.py", "from anycell.cells.gru", export)
-    insert(root / "anycell/cells/__init__.py", "]", ', "JANET"')
+    insert(root / "anycell/cells/__init__.py", "]", '    "JANET",\n')
 
     insert(root / "anycell/lang/ops.py", "    # conditions", row)
     with open(root / "anycell/lang/ops.py", "a", encoding="utf-8") as file:
@@ -141,6 +143,14 @@ def insert(path: Path, before: str, new: str) -> None:
     text = path.read_text(encoding="utf-8")
     at = text.rindex(before)
     path.write_text(text[:at] + new + text[at:], encoding="utf-8")
+
+
+def remove(path: Path, *parts: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    for part in parts:
+        assert text.count(part) == 1
+        text = text.replace(part, "")
+    path.write_text(text, encoding="utf-8")
 
 
 def follow(copy: Path, script: Path, code: str) -> str:
@@ -172,6 +182,17 @@ def test_the_recipes_touch_the_files_that_they_list(copy: Path) -> None:
         assert f"| `{name}` |" in text
 
 
-def test_the_recipes_are_of_something_new() -> None:
-    assert "JANET" not in anycell.cells.__all__
+def test_the_recipe_of_a_cell_is_how_it_was_done() -> None:
+    janet, _, equations, *_ = blocks("CONTRIBUTING.md")
+    (row,), (entry,) = (blocks("CONTRIBUTING.md", language) for language in ("markdown", "text"))
+    for file, part in [
+        ("anycell/cells/janet.py", janet),
+        ("docs/cells.md", row),
+        ("tests/test_cells.py", equations),
+        ("tests/test_cells.py", entry),
+    ]:
+        assert part in (ROOT / file).read_text(encoding="utf-8"), file
+
+
+def test_the_recipe_of_an_op_is_of_something_new() -> None:
     assert "softsign" not in TABLE

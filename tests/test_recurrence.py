@@ -293,6 +293,12 @@ def test_refusals(given: dict[str, Any], error: type[Exception], message: str) -
     assert message in str(raised.value)
 
 
+def test_a_recurrent_mask_needs_something_to_mask() -> None:
+    gates_x, weights = np.ones((2, 3, 4 * H)), {"r": np.ones((4 * H, H))}
+    with pytest.raises(ValueError, match=r"cell sLSTM, which has no matmul behind `r` .*: r\)"):
+        anycell.recurrence(anycell.cells.sLSTM, gates_x, weights, recurrent_mask=np.ones((3, H)))
+
+
 def test_groups_must_divide() -> None:
     @cell(gates="a", state="h")
     def Grouped(x, r, s):

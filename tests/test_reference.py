@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
-from problems import Arrays, Problem, assert_right, assert_same, by_reference, random_problem
+from problems import (
+    Arrays,
+    Problem,
+    assert_right,
+    assert_same,
+    by_reference,
+    random_problem,
+    width,
+)
 from tolerances import assert_close
 
 from anycell import (
@@ -51,6 +59,10 @@ CELLS = [
     cells.PeepholeLSTM,
     cells.PeepholeLSTM(coupled=True, forget_bias=1.0, cell_clip=0.8),
     cells.LayerNormLSTM,
+    cells.LSTMP,
+    cells.MultiplicativeLSTM,
+    cells.VariationalLSTM,
+    cells.sLSTM(heads=2),
     Everything,
 ]
 SITUATIONS: list[dict[str, Any]] = [
@@ -110,7 +122,8 @@ def test_numpy_equals_torch_and_the_derived_backward_equals_autograd(
 @pytest.mark.parametrize("per_gate", [False, True])
 @each_cell
 def test_recurrent_mask(cell: Cell, per_gate: bool, rng: np.random.Generator) -> None:
-    shape = (len(cell.gates), 4, 6) if per_gate else (4, 6)
+    size = width(cell.states[0].size, 6)
+    shape = (len(cell.gates), 4, size) if per_gate else (4, size)
     mask = (rng.random(shape) < 0.5) * 2.0
     problem = random_problem(cell, (5, 4, 6), rng, masked=True)
     solution = by_torch(problem.but(recurrent_mask=torch.tensor(mask)))
@@ -126,7 +139,7 @@ def test_short_and_empty(cell: Cell, shape: Any, rng: np.random.Generator) -> No
     for name, array in problem.right.items():
         if name.startswith("d "):
             assert array.shape == problem.arrays[name[2:]].shape, name
-    assert problem.right["outputs"].shape == shape
+    assert problem.right["outputs"].shape == (*shape[:2], width(cell.states[0].size, shape[2]))
     if 0 not in shape:
         assert_right(by_torch(problem), problem)
     elif shape[0] == 0:
@@ -265,7 +278,8 @@ def test_resets_cut_a_sequence(cell: Cell, reverse: bool, rng: np.random.Generat
     after = slice(None, cut + 1) if reverse else slice(cut, None)
     alone = problem.map(lambda name, a: a[after] if name in ("gates_x", "d_outputs") else a)
     restored = {
-        f"state {s}": np.broadcast_to(problem[f"reset_state {s}"], (3, 6)) for s in cell.state_names
+        f"state {s}": np.broadcast_to(problem[f"reset_state {s}"], problem[f"state {s}"].shape)
+        for s in cell.state_names
     }
     alone = alone.but({**restored, "resets": np.zeros((8, 3), bool)[after]})
     for name in ("outputs", "d gates_x"):

@@ -3,10 +3,44 @@
 Pure definitions, no device.
 """
 
+from anycell.cells.ea_lstm import EALSTM
 from anycell.cells.gru import GRU
+from anycell.cells.gru_d import GRUD
+from anycell.cells.ind_rnn import IndRNN
+from anycell.cells.janet import JANET
+from anycell.cells.layer_norm_gru import LayerNormGRU
 from anycell.cells.layer_norm_lstm import LayerNormLSTM
 from anycell.cells.lstm import LSTM
+from anycell.cells.lstmp import LSTMP
+from anycell.cells.mgu import MGU
+from anycell.cells.multiplicative_lstm import MultiplicativeLSTM
+from anycell.cells.nas import NAS
 from anycell.cells.peephole_lstm import PeepholeLSTM
+from anycell.cells.recurrent_dropout_lstm import RecurrentDropoutLSTM
 from anycell.cells.rnn import RNN
+from anycell.cells.slstm import sLSTM
+from anycell.cells.variational_lstm import VariationalLSTM
+from anycell.cells.zoneout_gru import ZoneoutGRU
+from anycell.cells.zoneout_lstm import ZoneoutLSTM
 
-__all__ = ["GRU", "LSTM", "RNN", "LayerNormLSTM", "PeepholeLSTM"]
+__all__ = [
+    "EALSTM",
+    "GRU",
+    "GRUD",
+    "IndRNN",
+    "JANET",
+    "LSTM",
+    "LSTMP",
+    "LayerNormGRU",
+    "LayerNormLSTM",
+    "MGU",
+    "MultiplicativeLSTM",
+    "NAS",
+    "PeepholeLSTM",
+    "RNN",
+    "RecurrentDropoutLSTM",
+    "VariationalLSTM",
+    "ZoneoutGRU",
+    "ZoneoutLSTM",
+    "sLSTM",
+]

@@ -2,32 +2,56 @@
 
 from anycell.lang.cell import Gates, cell
 from anycell.lang.expr import Expr
-from anycell.lang.ops import layer_norm, sigmoid, tanh
+from anycell.lang.ops import layer_norm, mean, sigmoid, sqrt, tanh
+
+_FORMS = ("gate", "ba", "addons")
+
+
+def _norms(form: str, values: Gates, eps: float) -> list[Expr]:
+    """Of each gate by itself, or of all of them as the one vector that their matmul gives."""
+    if form == "gate":
+        return [layer_norm(v, eps) for v in values]
+    share = 1.0 / len(values)
+    centre = sum((mean(v) for v in values), start=0.0) * share
+    centred = [v - centre for v in values]
+    scale = 1.0 / sqrt(sum((mean(v * v) for v in centred), start=0.0) * share + eps)
+    return [v * scale for v in centred]
 
 
 @cell(
     gates="i f g o",
     state="h c",
-    params="x_i=1 x_f=1 x_g=1 x_o=1 r_i=1 r_f=1 r_g=1 r_o=1 "
-    "b_i=0 b_f=0 b_g=0 b_o=0 c_gain=1 c_shift=0",
+    params="x_i=1 x_f=1 x_g=1 x_o=1 r_i=0.1 r_f=0.1 r_g=0.1 r_o=0.1 "
+    "b_i=0 b_f=1 b_g=0 b_o=0 c_gain=1 c_shift=0",
     bias=False,
 )
 def LayerNormLSTM(
-    x: Gates, r: Gates, s: Gates, p: Gates, *, eps: float = 1e-5
+    x: Gates, r: Gates, s: Gates, p: Gates, *, form: str = "gate", eps: float = 1e-5
 ) -> tuple[Expr, Expr]:
-    """LSTM with layer normalisation of both projections, per gate, and of the cell state.
+    """LSTM with layer normalisation of both projections and of the cell state.
 
-    a_k = gain_xk LN(x_k) + gain_rk LN(r_k) + b_k        for each gate k; the bias follows the norm
+    a_k = x_k LN(W_k input) + r_k LN(U_k h) + b_k        the bias of gate k follows both norms
     c' = sigmoid(a_f) c + sigmoid(a_i) tanh(a_g)
-    h' = sigmoid(a_o) tanh(gain_c LN(c') + shift_c)
+    h' = sigmoid(a_o) tanh(c_gain LN(c') + c_shift)
 
-    Source: Ba, Kiros & Hinton, *Layer Normalization*, 2016, equations 20 to 22, with one norm per
-    gate.
+    The gains r_k start at 0.1 (Cooijmans et al., *Recurrent Batch Normalization*, 2017), and b_f at
+    1. With gains of 1, as in other libraries, a norm undoes what small weights do, and long
+    sequences are chaotic: rounding errors, and gradients, grow until they are all there is.
+
+    Args:
+        form: "gate", each gate has norms of its own; "ba", of all gates as one vector of 4 H
+            numbers, as in the paper and in Haste; "addons", also c' itself is normalised and kept
+            so, h' = o tanh(c'), as in TensorFlow Addons (with eps=1e-3).
+
+    Source: Ba, Kiros & Hinton, *Layer Normalization*, 2016, equations 20 to 22.
     """
-    i = p.x_i * layer_norm(x.i, eps) + p.r_i * layer_norm(r.i, eps) + p.b_i
-    f = p.x_f * layer_norm(x.f, eps) + p.r_f * layer_norm(r.f, eps) + p.b_f
-    g = p.x_g * layer_norm(x.g, eps) + p.r_g * layer_norm(r.g, eps) + p.b_g
-    o = p.x_o * layer_norm(x.o, eps) + p.r_o * layer_norm(r.o, eps) + p.b_o
+    if form not in _FORMS:
+        raise ValueError(f"form={form!r}; expected one of {', '.join(_FORMS)}.")
+    nx, nr = _norms(form, x, eps), _norms(form, r, eps)
+    i = p.x_i * nx[0] + p.r_i * nr[0] + p.b_i
+    f = p.x_f * nx[1] + p.r_f * nr[1] + p.b_f
+    g = p.x_g * nx[2] + p.r_g * nr[2] + p.b_g
+    o = p.x_o * nx[3] + p.r_o * nr[3] + p.b_o
     c = sigmoid(f) * s.c + sigmoid(i) * tanh(g)
-    h = sigmoid(o) * tanh(p.c_gain * layer_norm(c, eps) + p.c_shift)
-    return h, c
+    normed = p.c_gain * layer_norm(c, eps) + p.c_shift
+    return sigmoid(o) * tanh(normed), normed if form == "addons" else c

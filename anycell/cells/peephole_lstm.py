@@ -1,4 +1,4 @@
-"""LSTM with peepholes, and the options of TensorFlow's block LSTM."""
+"""LSTM with peepholes, and the options of TensorFlow's block LSTM and of ONNX."""
 
 from anycell.lang.cell import Gates, cell
 from anycell.lang.expr import Expr
@@ -15,6 +15,7 @@ def PeepholeLSTM(
     coupled: bool = False,
     forget_bias: float = 0.0,
     cell_clip: float | None = None,
+    gate_clip: float | None = None,
 ) -> tuple[Expr, Expr]:
     """LSTM whose gates see the cell state: i and f the old one, o the new one.
 
@@ -28,14 +29,19 @@ def PeepholeLSTM(
         forget_bias: added to the forget gate's argument, as TensorFlow's v1 cells do.
         cell_clip: c' is clipped to [-cell_clip, cell_clip] before the output gate, as in
             TensorFlow.
+        gate_clip: so is the argument of each gate, as by the attribute ``clip`` of ONNX.
 
     Source: Gers & Schmidhuber, *Recurrent Nets that Time and Count*, 2000.
     """
+
+    def gate(a: Expr) -> Expr:
+        return a if gate_clip is None else clip(a, -gate_clip, gate_clip)
+
     i, f, g, o = x + r
-    forget = sigmoid(f + forget_bias + p.p_f * s.c)
-    enter = 1.0 - forget if coupled else sigmoid(i + p.p_i * s.c)
-    c = forget * s.c + enter * tanh(g)
+    forget = sigmoid(gate(f + forget_bias + p.p_f * s.c))
+    enter = 1.0 - forget if coupled else sigmoid(gate(i + p.p_i * s.c))
+    c = forget * s.c + enter * tanh(gate(g))
     if cell_clip is not None:
         c = clip(c, -cell_clip, cell_clip)
-    h = sigmoid(o + p.p_o * c) * tanh(c)
+    h = sigmoid(gate(o + p.p_o * c)) * tanh(c)
     return h, c

@@ -1,0 +1,549 @@
+"""The built-in cells against the equations of their papers, written out again in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+from problems import Arrays, Problem, assert_right, by_cpu, random_problem
+from tolerances import assert_close
+
+import anycell
+from anycell import Cell, cells, philox
+from anycell.engines import reference
+from anycell.plan import plan
+
+torch = pytest.importorskip("torch")
+F = torch.nn.functional
+sigmoid, tanh, relu, exp = torch.sigmoid, torch.tanh, torch.relu, torch.exp
+
+Given = dict[str, Any]
+Equations = Callable[[Any, Any, Given], Any]
+# A step takes the input's part of each gate, the states, and by name: the weights W, the parameters
+# p, the static input e, and draw(k, rate, per), the k-th random mask (in evaluation its mean). It
+# gives the new states.
+
+# ---- equations -----------------------------------------------------------------------------------
+
+
+def recur(h: Any, given: Given, name: str = "hh", parts: int = 1) -> Any:
+    """All blocks of a matmul, each [B, .]."""
+    bias = given["W"].get(f"{name}_bias")
+    return F.linear(h, given["W"][name], bias).chunk(parts, 1)
+
+
+def lstm(
+    coupled: bool = False,
+    forget_bias: float = 0.0,
+    cell_clip: float = np.inf,
+    gate_clip: float = np.inf,
+    peephole: bool = False,
+) -> Equations:
+    def step(x: Any, s: Any, given: Given) -> Any:
+        h, c = s
+        p = given["p"] if peephole else dict.fromkeys(("p_i", "p_f", "p_o"), 0.0)
+        i, f, g, o = (a + b for a, b in zip(x, recur(h, given, parts=4), strict=True))
+        f = sigmoid((f + forget_bias + p["p_f"] * c).clamp(-gate_clip, gate_clip))
+        i = sigmoid((i + p["p_i"] * c).clamp(-gate_clip, gate_clip))
+        i = 1 - f if coupled else i
+        c = (f * c + i * tanh(g.clamp(-gate_clip, gate_clip))).clamp(-cell_clip, cell_clip)
+        o = sigmoid((o + p["p_o"] * c).clamp(-gate_clip, gate_clip))
+        return o * tanh(c), c
+
+    return step
+
+
+def gru(x: Any, s: Any, given: Given) -> Any:
+    (h,) = s
+    r, z, _ = (sigmoid(a + b) for a, b in zip(x, recur(h, given, parts=3), strict=True))
+    n = tanh(x[2] + r * recur(h, given, parts=3)[2])
+    return ((1 - z) * n + z * h,)
+
+
+def gru_reset_before(x: Any, s: Any, given: Given) -> Any:
+    (h,) = s
+    rr, rz, _ = recur(h, given, parts=3)
+    r, z = sigmoid(x[0] + rr), sigmoid(x[1] + rz)
+    n = tanh(x[2] + (r * h) @ given["W"]["hn"].T)
+    return ((1 - z) * n + z * h,)
+
+
+def rnn(activation: Any) -> Equations:
+    return lambda x, s, given: (activation(x[0] + recur(s[0], given)[0]),)
+
+
+def ind_rnn(activation: Any) -> Equations:
+    return lambda x, s, given: (activation(x[0] + given["p"]["u"] * s[0]),)
+
+
+def lstmp(cell_clip: float = np.inf, proj_clip: float = np.inf) -> Equations:
+    def step(x: Any, s: Any, given: Given) -> Any:
+        i, f, g, o = (a + b for a, b in zip(x, recur(s[0], given, parts=4), strict=True))
+        c = (sigmoid(f) * s[1] + sigmoid(i) * tanh(g)).clamp(-cell_clip, cell_clip)
+        return ((sigmoid(o) * tanh(c)) @ given["W"]["hr"].T).clamp(-proj_clip, proj_clip), c
+
+    return step
+
+
+def layer_norm_lstm(joint: bool, keep_normed: bool, eps: float = 1e-5) -> Equations:
+    def norm(a: Any, gain: Any, shift: Any) -> Any:
+        return F.layer_norm(a, a.shape[1:], gain, shift, eps)
+
+    def step(x: Any, s: Any, given: Given) -> Any:
+        h, c = s
+        p = {k: [given["p"][f"{k}_{gate}"] for gate in "ifgo"] for k in "xrb"}
+        r = recur(h, given, parts=4)
+        if joint:  # TensorFlow Addons: z = LN(x @ kernel) + LN(h @ recurrent) + bias, then split
+            gain_x, gain_r, bias = (torch.cat(p[k]) for k in "xrb")
+            z = norm(torch.cat(x, 1), gain_x, 0.75 * bias) + norm(torch.cat(r, 1), gain_r, None)
+            i, f, g, o = (z + 0.25 * bias).chunk(4, 1)
+        else:
+            i, f, g, o = (
+                norm(x[k], p["x"][k], None) + norm(r[k], p["r"][k], p["b"][k]) for k in range(4)
+            )
+        c = sigmoid(f) * c + sigmoid(i) * tanh(g)
+        normed = norm(c, given["p"]["c_gain"], given["p"]["c_shift"])
+        return sigmoid(o) * tanh(normed), normed if keep_normed else c
+
+    return step
+
+
+def layer_norm_gru(x: Any, s: Any, given: Given) -> Any:
+    (h,), p = s, given["p"]
+    norms = [
+        (F.layer_norm(a, a.shape[1:]) * p[f"x_{k}"], F.layer_norm(b, b.shape[1:]) * p[f"r_{k}"])
+        for k, a, b in zip("rzn", x, recur(h, given, parts=3), strict=True)
+    ]
+    r, z = sigmoid(sum(norms[0]) + p["b_r"]), sigmoid(sum(norms[1]) + p["b_z"])
+    n = tanh(norms[2][0] + p["b_n"] + r * (norms[2][1] + p["b_hn"]))
+    return ((1 - z) * n + z * h,)
+
+
+def zoneout_lstm(x: Any, s: Any, given: Given) -> Any:
+    h, c = lstm()(x, s, given)
+    old_h, old_c = 1 - given["draw"](0, 0.95), 1 - given["draw"](1, 0.5)
+    return old_h * s[0] + (1 - old_h) * h, old_c * s[1] + (1 - old_c) * c
+
+
+def zoneout_gru(x: Any, s: Any, given: Given) -> Any:
+    old = 1 - given["draw"](0, 0.9)
+    return (old * s[0] + (1 - old) * gru(x, s, given)[0],)
+
+
+def recurrent_dropout_lstm(dropout: float, per: str) -> Equations:
+    def step(x: Any, s: Any, given: Given) -> Any:
+        i, f, g, o = (a + b for a, b in zip(x, recur(s[0], given, parts=4), strict=True))
+        d = given["draw"](0, 1 - dropout, per) / (1 - dropout)
+        c = sigmoid(f) * s[1] + sigmoid(i) * d * tanh(g)
+        return sigmoid(o) * tanh(c), c
+
+    return step
+
+
+def variational_lstm(x: Any, s: Any, given: Given) -> Any:
+    d = given["draw"](0, 0.75, "sequence") / 0.75
+    r = recur(d * s[0], given, "r", 4)
+    i, f, g, o = (a + b for a, b in zip(x, r, strict=True))
+    c = sigmoid(f) * s[1] + sigmoid(i) * tanh(g)
+    return sigmoid(o) * tanh(c), c
+
+
+def mgu(reset_after: bool) -> Equations:
+    def step(x: Any, s: Any, given: Given) -> Any:
+        (h,) = s
+        rf, rn = recur(h, given, parts=2)
+        f = sigmoid(x[0] + rf)
+        n = tanh(x[1] + (f * rn if reset_after else recur(f * h, given, "hn")[0]))
+        return ((1 - f) * h + f * n,)
+
+    return step
+
+
+def janet(x: Any, s: Any, given: Given) -> Any:
+    f, g = (a + b for a, b in zip(x, recur(s[0], given, parts=2), strict=True))
+    return (sigmoid(f) * s[0] + (1 - sigmoid(f - 1)) * tanh(g),)
+
+
+def multiplicative_lstm(gate_inside: bool) -> Equations:
+    def step(x: Any, s: Any, given: Given) -> Any:
+        m = x[4] * recur(s[0], given, "mh")[0]
+        i, f, g, o = (a + b for a, b in zip(x[:4], recur(m, given, "hm", 4), strict=True))
+        c = sigmoid(f) * s[1] + sigmoid(i) * tanh(g)
+        return tanh(sigmoid(o) * c) if gate_inside else sigmoid(o) * tanh(c), c
+
+    return step
+
+
+def nas(x: Any, s: Any, given: Given) -> Any:
+    """As ``NASCell`` of TensorFlow."""
+    m = recur(s[0], given, parts=8)
+    first = [
+        function(x[k] * m[k] if k == 3 else x[k] + m[k])
+        for k, function in enumerate((sigmoid, relu, sigmoid, relu, tanh, sigmoid, tanh, sigmoid))
+    ]
+    second = [
+        tanh(tanh(first[0] * first[1]) + s[1]),
+        tanh(first[2] + first[3]),
+        tanh(first[4] * first[5]),
+        sigmoid(first[6] + first[7]),
+    ]
+    c = second[0] * second[1]
+    return tanh(c * tanh(second[2] + second[3])), c
+
+
+def ea_lstm(x: Any, s: Any, given: Given) -> Any:
+    f, g, o = (a + b for a, b in zip(x, recur(s[0], given, parts=3), strict=True))
+    c = sigmoid(f) * s[1] + sigmoid(given["e"]) * tanh(g)
+    return sigmoid(o) * tanh(c), c
+
+
+def gru_d(x: Any, s: Any, given: Given) -> Any:
+    h = exp(-torch.clamp(x[3], min=0)) * s[0]
+    r, z = (sigmoid(a + b) for a, b in zip(x[:2], recur(h, given, "k", 2), strict=True))
+    n = tanh(x[2] + recur(r * h, given, "kn")[0])
+    return ((1 - z) * h + z * n,)
+
+
+def slstm(heads: int, forget: Any) -> Equations:
+    """With a head's matrix, and all of its gates, at a time."""
+
+    def step(x: Any, s: Any, given: Given) -> Any:
+        h, c, n, m = s
+        weight = given["W"]["r"].reshape(heads, -1, h.shape[1] // heads)
+        parts = [a @ w.T for a, w in zip(h.chunk(heads, 1), weight, strict=True)]
+        r = [torch.cat(gate, 1) for gate in zip(*(p.chunk(4, 1) for p in parts), strict=True)]
+        i, f, z, o = (a + b for a, b in zip(x, r, strict=True))
+        f = forget(f) + m
+        m = torch.maximum(f, i)
+        c = exp(f - m) * c + exp(i - m) * tanh(z)
+        n = exp(f - m) * n + exp(i - m)
+        return sigmoid(o) * c / n, c, n, m
+
+    return step
+
+
+CELLS: list[tuple[Cell, Equations]] = [
+    (cells.EALSTM, ea_lstm),
+    (cells.GRU, gru),
+    (cells.GRU(reset_after=False), gru_reset_before),
+    (cells.GRUD, gru_d),
+    (cells.IndRNN, ind_rnn(relu)),
+    (cells.IndRNN(nonlinearity="tanh"), ind_rnn(tanh)),
+    (cells.JANET, janet),
+    (cells.LSTM, lstm()),
+    (cells.LSTM(coupled=True, forget_bias=1.0), lstm(coupled=True, forget_bias=1.0)),
+    (cells.LSTM(cell_clip=0.8, gate_clip=1.5), lstm(cell_clip=0.8, gate_clip=1.5)),
+    (cells.LSTMP, lstmp()),
+    (cells.LSTMP(cell_clip=0.8, proj_clip=0.4), lstmp(0.8, 0.4)),
+    (cells.LayerNormGRU, layer_norm_gru),
+    (cells.LayerNormLSTM, layer_norm_lstm(joint=False, keep_normed=False)),
+    (cells.LayerNormLSTM(form="ba"), layer_norm_lstm(joint=True, keep_normed=False)),
+    (cells.LayerNormLSTM(form="addons", eps=1e-3), layer_norm_lstm(True, True, 1e-3)),
+    (cells.MGU, mgu(reset_after=False)),
+    (cells.MGU(reset_after=True), mgu(reset_after=True)),
+    (cells.MultiplicativeLSTM, multiplicative_lstm(gate_inside=False)),
+    (cells.MultiplicativeLSTM(gate_inside=True), multiplicative_lstm(gate_inside=True)),
+    (cells.NAS, nas),
+    (cells.PeepholeLSTM, lstm(peephole=True)),
+    (
+        cells.PeepholeLSTM(coupled=True, forget_bias=1.0, cell_clip=0.8),
+        lstm(coupled=True, forget_bias=1.0, cell_clip=0.8, peephole=True),
+    ),
+    (cells.PeepholeLSTM(gate_clip=1.5), lstm(gate_clip=1.5, peephole=True)),
+    (cells.RNN, rnn(tanh)),
+    (cells.RNN(nonlinearity="relu"), rnn(relu)),
+    (cells.RecurrentDropoutLSTM, recurrent_dropout_lstm(0.25, "step")),
+    (
+        cells.RecurrentDropoutLSTM(dropout=0.5, per="sequence"),
+        recurrent_dropout_lstm(0.5, "sequence"),
+    ),
+    (cells.VariationalLSTM, variational_lstm),
+    (cells.ZoneoutGRU, zoneout_gru),
+    (cells.ZoneoutLSTM, zoneout_lstm),
+    (cells.sLSTM, slstm(1, F.logsigmoid)),
+    (cells.sLSTM(heads=2, forget="exp"), slstm(2, lambda f: f)),
+]
+EVERY = [cell for cell, _ in CELLS]
+
+# ---- the loop ------------------------------------------------------------------------------------
+
+
+def by_equations(problem: Problem, equations: Equations) -> Arrays:
+    """Results by a loop in torch, and gradients by its autograd."""
+    cell, options = problem.cell, problem.options
+    given = {
+        name: torch.tensor(a, requires_grad=a.dtype != bool and not name.startswith("d_"))
+        for name, a in problem.arrays.items()
+    }
+    parts = Problem(cell, given, {})
+    x, names = given["gates_x"], cell.state_names
+    mask = given.get("mask", torch.ones(x.shape[:2], dtype=torch.bool))
+    resets = given.get("resets", torch.zeros(x.shape[:2], dtype=torch.bool))
+    restored = parts.group("reset_state")
+    state = [given[f"state {name}"] for name in names]
+    outputs = []
+    for t in range(len(x)):
+
+        def draw(k: int, rate: float, per: str = "step", t: int = t) -> Any:
+            if not options.get("training"):
+                return rate
+            step = t if per == "step" else 0
+            uniform = philox.uniform(options["seed"], 0, k, step, x.shape[1], x.shape[2])
+            units = x.shape[2] // len(cell.gates)
+            return torch.tensor(uniform < np.float32(rate), dtype=x.dtype)[:, :units]
+
+        world = {
+            "W": parts.group("weights"),
+            "p": parts.group("params"),
+            "e": given.get("static"),
+            "draw": draw,
+        }
+        there, reset = mask[t][:, None], (mask[t] & resets[t])[:, None]
+        if restored:
+            both = zip(state, names, strict=True)
+            state = [torch.where(reset, restored[name], s) for s, name in both]
+        gates = torch.where(there, x[t], 0.0).chunk(len(cell.gates), 1)
+        new = equations(gates, state, world)
+        state = [torch.where(there, a, b) for a, b in zip(new, state, strict=True)]
+        outputs.append(torch.where(there, state[0], 0.0))
+    solution = {"outputs": torch.stack(outputs)}
+    solution |= {f"final {name}": s for name, s in zip(names, state, strict=True)}
+    d_outputs = torch.where(mask[..., None], given["d_outputs"], 0.0)
+    loss = (solution["outputs"] * d_outputs).sum()
+    for name, s in zip(names, state, strict=True):
+        loss = loss + (s * given[f"d_final {name}"]).sum()
+    loss.backward()
+    for name, tensor in given.items():
+        if tensor.requires_grad:
+            grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            solution[f"d {name}"] = grad
+    return {name: value.detach().numpy() for name, value in solution.items()}
+
+
+@pytest.mark.parametrize(
+    "situation",
+    [{"masked": True, "resets": True}, {"training": True, "seed": 11}],
+    ids=["evaluation", "training"],
+)
+@pytest.mark.parametrize(("cell", "equations"), CELLS, ids=map(repr, EVERY))
+def test_cells_are_their_equations(
+    cell: Cell, equations: Equations, situation: dict[str, Any], rng: np.random.Generator
+) -> None:
+    problem = random_problem(cell, (5, 3, 6), rng, **situation)
+    solution = by_equations(problem, equations)
+    assert set(solution) == set(problem.right)
+    assert_right(solution, problem)
+
+
+@pytest.mark.parametrize(
+    "cell", [cell for cell in EVERY if plan(cell, 34).engine == "cpu"], ids=repr
+)
+def test_fused_kernels(cell: Cell, rng: np.random.Generator) -> None:
+    """One problem for each cell; ``test_engines.py`` has many for some."""
+    situation = {"masked": True, "resets": True, "training": True, "seed": 3}
+    problem = random_problem(cell, (4, 5, 34), rng, **situation)
+    assert_right(by_cpu(problem), problem)
+
+
+def test_every_option_is_tested() -> None:
+    """For some value that is not its default, if it changes the graph."""
+    for name in cells.__all__:
+        cell = getattr(cells, name)
+        listed = [other for other in EVERY if other.name == name]
+        assert cell in listed
+        for option in cell.structure:
+            assert any(option in other.given for other in listed), (name, option)
+
+
+# ---- PyTorch's layer -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_projection_is_that_of_torch(reverse: bool, rng: np.random.Generator) -> None:
+    module = torch.nn.LSTM(4, 5, proj_size=3, dtype=torch.float64)
+    own = anycell.torch.RNN(cells.LSTMP, 4, 5, P=3, dtype=torch.float64)
+    own.load_state_dict(module.state_dict())
+    x = torch.tensor(rng.standard_normal((7, 2, 4)))
+    x = x.flip(0) if reverse else x
+    h, c = (torch.tensor(rng.standard_normal((1, 2, size))) for size in (3, 5))
+    results = []
+    for layer in (module, own):
+        output, (last_h, last_c) = layer(x, (h, c))
+        loss = output.square().sum() + last_h.sum() + last_c.square().sum()
+        grads = torch.autograd.grad(loss, [layer.get_parameter(n) for n in module.state_dict()])
+        results.append([output, last_h, last_c, *grads])
+    for k, (expected, found) in enumerate(zip(*results, strict=True)):
+        kind = "forward" if k < 3 else "gradient"
+        assert_close(found.detach(), expected.detach(), "float64", kind, axes=())
+
+
+# ---- layers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [cell for cell in EVERY if [l.name for l in cell.linears] != ["hh"] or cell.static],
+    ids=repr,
+)
+def test_the_layers_of_both_frontends_agree(cell: Cell, rng: np.random.Generator) -> None:
+    """Weights, of every shape, move from one to the other; results and gradients are the same."""
+    sizes = {"P": 2} if "P" in {s.size for s in cell.states} else {}
+    torch.manual_seed(0)
+    theirs = anycell.torch.RNN(cell, 3, 4, dtype=torch.float64, **sizes).eval()
+    ours = anycell.numpy.RNN(cell, 3, 4, dtype="float64", seed=0, **sizes)
+    for name, value in ours.parameters.items():
+        assert np.isfinite(value).all(), name
+    ours.set_parameters({name: p.numpy() for name, p in theirs.state_dict().items()})
+    x = rng.standard_normal((5, 2, 3))
+    static = {} if cell.static is None else {"static": rng.standard_normal((2, 4))}
+    resets = rng.random((5, 2)) < 0.4  # to the declared initial values
+    found, _ = ours.forward(x, resets=resets, training=not cell.keeps, **static)
+    tensors = {name: torch.tensor(value) for name, value in static.items()}
+    expected, _ = theirs(torch.tensor(x), resets=torch.tensor(resets), **tensors)
+    assert_close(found, expected.detach(), "float64", "forward")
+    if cell.keeps:
+        return
+    ours.backward(np.ones_like(found))
+    expected.sum().backward()
+    for name, p in theirs.named_parameters():
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        assert_close(ours.grads[name], grad, "float64", "gradient", name, axes=())
+
+
+# ---- sLSTM ---------------------------------------------------------------------------------------
+
+
+def test_the_stabiliser_changes_nothing(rng: np.random.Generator) -> None:
+    """From the declared initial values, against the equations of the paper without m."""
+    cell = cells.sLSTM(forget="exp")
+    gates_x = torch.tensor(rng.standard_normal((9, 3, 24)), requires_grad=True)
+    weight = torch.tensor(0.3 * rng.standard_normal((24, 6)), requires_grad=True)
+    d_outputs = rng.standard_normal((9, 3, 6))
+    resets = np.zeros((9, 3), bool)
+    resets[4, 1] = resets[0, 2] = True
+    h, c, n = (torch.zeros(3, 6, dtype=torch.float64) for _ in range(3))
+    outputs = []
+    for t in range(9):
+        h, c, n = (torch.where(torch.tensor(resets[t])[:, None], 0.0, s) for s in (h, c, n))
+        i, f, z, o = (gates_x[t] + h @ weight.T).chunk(4, 1)
+        c = exp(f) * c + exp(i) * tanh(z)
+        n = exp(f) * n + exp(i)
+        h = sigmoid(o) * c / n
+        outputs.append(h)
+    expected = torch.stack(outputs)
+    expected.backward(torch.tensor(d_outputs))
+    arguments = (cell, gates_x.detach().numpy(), {"r": weight.detach().numpy()})
+    found, final = reference.run(*arguments, resets=resets)
+    grads = reference.backward(*arguments, resets=resets, d_outputs=d_outputs)
+    assert_close(found, expected.detach(), "float64", "forward")
+    assert_close(grads.gates_x, gates_x.grad, "float64", "gradient")
+    assert_close(grads.weights["r"], weight.grad, "float64", "gradient")
+    assert all(np.isfinite(s).all() for s in final)
+
+
+@pytest.mark.parametrize("forget", ["sigmoid", "exp"])
+def test_the_stabiliser_at_its_limits(forget: str, rng: np.random.Generator) -> None:
+    """-inf at the start, after a reset and in a row without steps, beside gates whose exp is
+    infinite or zero: no NaN in results or gradients.
+    """
+    cell = cells.sLSTM(heads=3, forget=forget)
+    gates_x = rng.standard_normal((6, 5, 24))
+    gates_x[2:, 1] *= 1e4
+    gates_x[3, 2] = -1e5
+    mask, resets = np.ones((6, 5), bool), np.zeros((6, 5), bool)
+    mask[:, 3] = False  # m stays where it was
+    resets[3, 4] = resets[0, 0] = True
+    weights = {"r": rng.standard_normal((3, 8, 2))}
+    d_outputs, d_final = rng.standard_normal((6, 5, 6)), list(rng.standard_normal((4, 5, 6)))
+    options = {"mask": mask, "resets": resets}
+    for state in (None, [None, None, None, np.full((5, 6), -np.inf)]):
+        outputs, final = reference.run(cell, gates_x, weights, state, **options)
+        grads = reference.backward(
+            cell, gates_x, weights, state, **options, d_outputs=d_outputs, d_final=d_final
+        )
+        assert np.isfinite(outputs).all()
+        assert (final[3][3] == -np.inf).all() and np.isfinite(np.delete(final[3], 3, 0)).all()
+        for found in (grads.gates_x, *grads.weights.values(), *grads.state):
+            assert np.isfinite(found).all()
+    tensor = torch.tensor(gates_x, requires_grad=True)
+    given = {name: torch.tensor(a) for name, a in options.items()}
+    again, _ = reference.run(cell, tensor, {"r": torch.tensor(weights["r"])}, **given)
+    (again * torch.tensor(d_outputs)).sum().backward()
+    assert_close(again.detach(), outputs, "float64", "forward")
+    assert torch.isfinite(tensor.grad).all()
+
+
+# ---- gains of a norm -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cell", "gain", "calm"),
+    [
+        (cells.LayerNormLSTM, None, True),
+        (cells.LayerNormLSTM, 1.0, False),
+        (cells.LayerNormGRU, None, True),
+    ],
+    ids=repr,
+)
+def test_the_recurrent_gains_start_where_long_sequences_are_calm(
+    cell: Cell, gain: float | None, calm: bool, rng: np.random.Generator
+) -> None:
+    """A change of the first input by 1e-9 fades, or grows by orders of magnitude."""
+    layer = anycell.numpy.RNN(cell, 8, 128, dtype="float64", seed=0)
+    if gain is not None:
+        gains = {n: np.full_like(p, gain) for n, p in layer.parameters.items() if n[:2] == "r_"}
+        layer.set_parameters({**layer.parameters, **gains})
+    x = np.repeat(rng.standard_normal((600, 1, 8)), 2, axis=1)
+    x[0, 1] += 1e-9
+    output, _ = layer.forward(x)
+    apart = np.abs(output[-1, 0] - output[-1, 1]).max()
+    assert apart < 1e-12 if calm else apart > 1e-6
+
+
+# ---- what dropout leaves alone -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [cells.RecurrentDropoutLSTM, cells.VariationalLSTM, cells.ZoneoutLSTM, cells.ZoneoutGRU],
+    ids=repr,
+)
+def test_masks_of_evaluation_and_of_rate_zero(cell: Cell, rng: np.random.Generator) -> None:
+    """Dropout is the plain cell in evaluation, zoneout at rate 0 (at any time)."""
+    plain = cells.GRU if cell is cells.ZoneoutGRU else cells.LSTM
+    problem = random_problem(plain, (5, 3, 6), rng)
+    arguments = problem.arguments()
+    weights = arguments.pop("weights")
+    if cell is cells.VariationalLSTM:
+        arguments["gates_x"] = arguments["gates_x"] + weights["hh_bias"]
+        weights = {"r": weights["hh"]}
+    zero = dict.fromkeys(cell.hyper, 0.0)
+    evaluation = {} if cell.name.startswith("Zoneout") else {"seed": 3}
+    for same, options in ((cell(**zero), {"training": True, "seed": 3}), (cell, evaluation)):
+        found, _ = reference.run(same, weights=weights, **{**arguments, **options})
+        if options:
+            assert_close(found, problem.right["outputs"], "float64", "forward")
+        else:
+            assert np.abs(found - problem.right["outputs"]).max() > 1e-3
+
+
+def test_forms_of_the_norm_are_named() -> None:
+    with pytest.raises(ValueError, match="form='tf'; expected one of gate, ba, addons"):
+        cells.LayerNormLSTM(form="tf")
+    with pytest.raises(ValueError, match="forget='relu'; expected one of sigmoid, exp"):
+        cells.sLSTM(forget="relu")
+    with pytest.raises(ValueError, match="nonlinearity='sin'; expected one of relu, tanh"):
+        cells.IndRNN(nonlinearity="sin")
+    with pytest.raises(ValueError, match=r"heads=4.* maps 6 units to 6"):
+        anycell.numpy.RNN(cells.sLSTM(heads=4), 3, 6)
+
+
+def test_zoneout_keeps_old_values_exactly() -> None:
+    cell = cells.ZoneoutLSTM(zoneout_c=1.0, zoneout_h=1.0)
+    gates_x, state = np.ones((4, 2, 12)), [np.full((2, 3), 0.5), np.full((2, 3), -0.5)]
+    outputs, (h, c) = reference.run(cell, gates_x, {"hh": np.ones((12, 3))}, state)
+    assert (outputs == 0.5).all()
+    assert_array_equal((h, c), state)
