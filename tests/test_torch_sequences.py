@@ -253,3 +253,29 @@ def test_chunks_are_one_call(kind: Any, cut: int) -> None:
     )
     for a, b in zip(found, ref, strict=True):
         assert_close(a, b, "float64", "gradient")
+
+
+# -- projection ------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
+@pytest.mark.skipif(not hasattr(cells, "LSTMP"), reason="no cell with a projection as yet")
+def test_projection_with_lengths_and_resets() -> None:
+    flags = {"num_layers": 2, "bidirectional": True, "proj_size": 4, **DOUBLE}
+    ours, theirs = twins("LSTM", 3, 6, **flags)
+    general = at.RNN(cells.LSTMP, 3, 6, num_layers=2, bidirectional=True, P=4, **DOUBLE)
+    assert list(general.state_dict()) == list(ours.state_dict())
+    general.load_state_dict(ours.state_dict())
+    x, lengths = torch.randn(5, 3, 3, **DOUBLE), torch.tensor([2, 5, 3])
+    state = torch.randn(4, 3, 4, **DOUBLE), torch.randn(4, 3, 6, **DOUBLE)
+    ref = run_packed(theirs, pack(x, lengths), state)
+    assert_same(run_packed(ours, pack(x, lengths), state), ref, "float64")
+    assert_same(run_packed(general, pack(x, lengths), state), ref, "float64")
+    padded, last = theirs(pack(x, lengths), state)
+    padded, _ = rnn.pad_packed_sequence(padded)
+    for layer in (ours, general):
+        output, final = layer(x, state, lengths=lengths)
+        for a, b in zip((output, *final), (padded, *last), strict=True):
+            assert_close(a.detach(), b.detach(), "float64", "forward")
+    output, (h, c) = ours(x[:, 0], lengths=3)
+    assert (output.shape, h.shape, c.shape) == ((5, 8), (4, 4), (4, 6))

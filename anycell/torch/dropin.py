@@ -15,7 +15,6 @@ from anycell.engines import vendor
 from anycell.lang.cell import Cell
 from anycell.plan import Plan
 from anycell.torch import ops
-from anycell.torch.arguments import describe
 from anycell.torch.composite import States, Weights
 from anycell.torch.functional import (
     Engine,
@@ -56,16 +55,11 @@ class DropIn(Recurrent):
         self, x: Any, states: tuple[Any, ...] | None, **arguments: Any
     ) -> tuple[Any, States] | None:
         """Output and final states; None where the parent has the answer, or the error."""
-        extra = [name for name, value in arguments.items() if value is not None]
+        extra = any(value is not None for value in arguments.values())
         if not extra and self._vendor_wins(x):
             return None
         if compiled() and (isinstance(x, PackedSequence) or not ops.AVAILABLE):
             return torch.compiler.disable(self._ours)(x, states, **arguments)
-        if extra and self.proj_size:
-            raise ValueError(
-                f"{extra[0]}: given {describe(arguments[extra[0]])}; expected None with proj_size. "
-                "Pass it to a layer without projection."
-            )
         if (not extra and traced()) or not self._fits(x, states):
             return None
         if not extra and not transformed() and (autocast() or not self._fused(x)):
@@ -88,20 +82,27 @@ class DropIn(Recurrent):
             if shape[time] == 0:
                 return False
             rows = (shape[1 - time],) if batched else ()
-        if self.proj_size or x.shape[-1] != self.input_size or not _alike(x, self.weight_ih_l0):
+        if x.shape[-1] != self.input_size or not _alike(x, self.weight_ih_l0):
             return False
-        wanted = (self.num_layers * (1 + self.bidirectional), *rows, self.hidden_size)
-        return states is None or (
-            len(states) == len(self.cell.states)
-            and all(isinstance(s, Tensor) and s.shape == wanted and _alike(s, x) for s in states)
+        if states is None:
+            return True
+        first = (self.num_layers * (1 + self.bidirectional), *rows)
+        width = {"H": self.hidden_size, "P": self.proj_size}
+        wanted = [(*first, width[state.size]) for state in self.cell.states]
+        return len(states) == len(wanted) and all(
+            isinstance(s, Tensor) and s.shape == shape and _alike(s, x)
+            for s, shape in zip(states, wanted, strict=True)
         )
 
     def _fused(self, x: Tensor | PackedSequence) -> bool:
         """Whether the fused kernel can run this call."""
+        data = x.data if isinstance(x, PackedSequence) else x
+        if self.proj_size:
+            return False
         if compiled():
-            return ops.known(self.cell, self.hidden_size, x) is not None  # type: ignore[arg-type]
+            return ops.known(self.cell, self.hidden_size, data) is not None
         plan = fused_plan(self.cell, self.hidden_size, self.weight_ih_l0)
-        return isinstance(plan, Plan) and memory(x.data if isinstance(x, PackedSequence) else x)
+        return isinstance(plan, Plan) and memory(data)
 
     def _vendor_wins(self, x: Any) -> bool:
         """Whether torch's own layer is the faster."""
@@ -112,12 +113,12 @@ class DropIn(Recurrent):
         return vendor.wins(self.cell, x.shape[time], rows) is not None
 
     def _weights(self) -> list[list[Weights]]:
-        mine = self._parameters
-        found = [
+        mine, found = self._parameters, []
+        for names in self._all_weights:
             # A parametrised weight is no parameter of the module, but computed by an attribute.
-            Weights(*[mine[name] if name in mine else getattr(self, name) for name in names])
-            for names in self._all_weights
-        ]
+            own = [mine[name] if name in mine else getattr(self, name) for name in names]
+            further = (("hr", own.pop()),) if self.proj_size else ()
+            found.append(Weights(*own)._replace(linears=further))
         step = 1 + self.bidirectional
         return [found[k : k + step] for k in range(0, len(found), step)]
 
@@ -152,7 +153,7 @@ class LSTM(DropIn, nn.LSTM):
 
     Fused are float32 and float64 on the CPU. Other dtypes and devices, autocast, ``proj_size`` and
     tracing (jit, export) are torch's own layer's; ``engine`` says which, and why. ``torch.func``,
-    and second derivatives, run step by step.
+    second derivatives, and ``proj_size`` with one of the three arguments, run step by step.
 
     Raises:
         What ``torch.nn.LSTM`` raises; TypeError or ValueError for the three arguments above.
@@ -166,8 +167,12 @@ class LSTM(DropIn, nn.LSTM):
         (torch.Size([5, 2, 8]), torch.Size([2, 2, 8]))
     """
 
-    cell: Cell = cells.LSTM
     _parent = nn.LSTM
+
+    @property
+    def cell(self) -> Cell:  # type: ignore[override]
+        """What a step computes."""
+        return cells.LSTMP if self.proj_size else cells.LSTM
 
     def forward(  # type: ignore[override]
         self,

@@ -15,6 +15,7 @@ from anycell.lang.cell import Cell
 from anycell.plan import Plan, plan
 from anycell.torch import fused, ops
 from anycell.torch.composite import Call, Inputs, States, Weights, composite
+from anycell.torch.ranges import span
 
 
 def stack(
@@ -60,8 +61,10 @@ def layer(call: Call, inputs: Inputs) -> tuple[Tensor, States]:
     if not (traced() or transformed()):
         plan = fused_plan(call.cell, call.hidden_size, inputs.weights[0].ih)
         if isinstance(plan, Plan) and _memory(inputs):
-            return fused.run(call, plan, inputs)
-    return composite(call, inputs)
+            with span(call.cell, "forward"):
+                return fused.run(call, plan, inputs)
+    with span(call.cell, "step by step"):
+        return composite(call, inputs)
 
 
 # -- which engine ----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from anycell import layer
 from anycell.plan import Plan
 from anycell.torch.composite import Call, Inputs, States, Weights, composite
 from anycell.torch.host import HOSTS
+from anycell.torch.ranges import span
 
 Flat = tuple[Tensor | None, ...]
 
@@ -82,9 +83,10 @@ class _Fused(torch.autograd.Function):
         if all(gradient is None for gradient in arriving):
             return None, *[None for _ in needs]
         flat, kept = ctx.saved_tensors[: len(needs)], ctx.saved_tensors[len(needs) :]
-        if torch.is_grad_enabled() or any(map(_batched, arriving)):
-            return None, *_differentiable(ctx.form, flat, needs, arriving)
-        return None, *_backward(ctx, flat, iter(kept), arriving)
+        with span(ctx.form.call.cell, "backward"):
+            if torch.is_grad_enabled() or any(map(_batched, arriving)):
+                return None, *_differentiable(ctx.form, flat, needs, arriving)
+            return None, *_backward(ctx, flat, iter(kept), arriving)
 
 
 def _batched(gradient: Tensor | None) -> bool:

@@ -24,6 +24,7 @@ from anycell.plan import Plan, plan
 from anycell.torch import fused
 from anycell.torch.composite import Call, Inputs, Options, States
 from anycell.torch.host import HOSTS
+from anycell.torch.ranges import span
 
 AVAILABLE = hasattr(torch.library, "register_autograd")  # since PyTorch 2.4
 _CELLS: dict[str, Cell] = {}
@@ -101,7 +102,11 @@ class Form(NamedTuple):
     def read(cls, text: str) -> Form:
         cell, hidden, dtype, *numbers, given = text.split(" ")
         layer, directions, *flags = map(int, numbers)
-        return cls(cell, int(hidden), dtype, layer, directions, *map(bool, flags), given)
+        initial, reset, repeat, training, keep = map(bool, flags)
+        return cls(
+            cell, int(hidden), dtype, layer, directions, initial, reset, repeat, training, keep,
+            given,
+        )  # fmt: skip
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  (of small tuples)
     def plan(self, hyper: tuple[float, ...]) -> Plan:
@@ -168,7 +173,9 @@ def run(call: Call, inputs: Inputs) -> tuple[Tensor, States] | None:
 def _forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> list[Tensor]:
     named = Form.read(text)
     form, flat = named.unpack(tensors, named.plan(tuple(hyper)))
-    output, final, saved = fused._forward(form.call, form.plan, form.unflatten(flat), named.keep)
+    with span(form.call.cell, "forward"):
+        inputs = form.unflatten(flat)
+        output, final, saved = fused._forward(form.call, form.plan, inputs, named.keep)
     if saved is None:
         return [output, *final]
     first = [output, *final, saved.hidden] if named.apart else [saved.hidden, *final]
@@ -226,13 +233,17 @@ def _backward(
             resets += layer._reset_values(HOSTS[named.dtype], form.plan, w)
     present = iter(arriving)
     gradients = [next(present) if one else None for one in given]
+    again: list[Any] = [hidden, *values, *kept, *resets]
     wanted = iter(needs)
     needed = [next(wanted) if c == "1" else False for c in named.given][:-3]
     ctx = SimpleNamespace(form=form, options=options, needs_input_grad=(False, *needed))
-    computed = fused._backward(ctx, flat, iter([hidden, *values, *kept, *resets]), gradients)
+    with span(form.call.cell, "backward"):
+        computed = fused._backward(ctx, flat, iter(again), gradients)
     # Copies: parameters' gradients are parts of one tensor.
     pairs = zip(flat, computed, needed, strict=True)
-    return [torch.zeros_like(t) if g is None else g.clone() for t, g, n in pairs if n]
+    return [
+        torch.zeros_like(t) if g is None else g.clone() for t, g, n in pairs if n and t is not None
+    ]
 
 
 def _backward_fake(

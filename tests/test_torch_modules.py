@@ -1,0 +1,187 @@
+"""The PyTorch layers as modules: weights that others rewrite, files, optimizers, profilers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.nn.utils import parametrizations, prune  # noqa: E402
+from torch_layers import LAYERS, assert_same, fused, run, twins  # noqa: E402
+
+import anycell.torch as at  # noqa: E402
+from anycell import cells  # noqa: E402
+
+nn, Tensor = torch.nn, torch.Tensor
+FLAGS = {"num_layers": 2, "bidirectional": True, "dtype": torch.float64}
+
+
+@pytest.fixture(autouse=True)
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+# -- what nn.LSTM has beside forward ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_attributes_of_torchs_layers(kind: str) -> None:
+    ours, theirs = twins(kind, 3, 5, **FLAGS)
+    assert vars(ours).keys() == vars(theirs).keys()
+    assert ours._all_weights == theirs._all_weights
+    assert ours.flatten_parameters() is None
+    x = torch.randn(4, 2, 3, dtype=torch.float64)
+    changes: list[Callable[[Any], Any]] = [
+        lambda layer: None,
+        lambda layer: layer.float().double(),
+        lambda layer: layer.load_state_dict(copy.deepcopy(layer.state_dict()), assign=True),
+        lambda layer: setattr(layer, "weight_hh_l1", nn.Parameter(layer.weight_hh_l1.data * 2)),
+        lambda layer: layer.reset_parameters(),
+        lambda layer: layer.share_memory(),
+    ]
+    for change in changes:
+        for layer in (ours, theirs):
+            torch.manual_seed(3)
+            change(layer)
+        own = [getattr(ours, name) for names in ours._all_weights for name in names]
+        assert all(a is b for a, b in zip(own, ours._flat_weights, strict=True))
+        listed = [w for weights in ours.all_weights for w in weights]
+        assert all(a is b for a, b in zip(own, listed, strict=True))
+        assert_same(run(ours, x), run(theirs, x), "float64")
+
+
+def old_weight_norm(layer: Any) -> None:
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        nn.utils.weight_norm(layer, "weight_hh_l0")
+
+
+def removed(change: Callable[[Any], None], remove: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def both(layer: Any) -> None:
+        change(layer)
+        remove(layer)
+
+    return both
+
+
+REWRITES: dict[str, Callable[[Any], Any]] = {
+    "weight_norm": lambda layer: parametrizations.weight_norm(layer, "weight_hh_l0"),
+    "old weight_norm": old_weight_norm,
+    "removed weight_norm": removed(
+        lambda layer: parametrizations.weight_norm(layer, "weight_ih_l0"),
+        lambda layer: nn.utils.parametrize.remove_parametrizations(layer, "weight_ih_l0"),
+    ),
+    "spectral_norm": lambda layer: parametrizations.spectral_norm(layer, "weight_hh_l1_reverse"),
+    "old spectral_norm": lambda layer: nn.utils.spectral_norm(layer, "weight_hh_l0"),
+    "orthogonal": lambda layer: parametrizations.orthogonal(layer, "weight_hh_l0"),
+    "pruning": lambda layer: prune.l1_unstructured(layer, "weight_hh_l0", 0.5),
+    "pruning, made permanent": removed(
+        lambda layer: prune.random_unstructured(layer, "weight_ih_l1", 0.3),
+        lambda layer: prune.remove(layer, "weight_ih_l1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("rewrite", REWRITES)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_rewritten_weights(kind: str, rewrite: str) -> None:
+    """What others put in the place of a weight runs fused, and gets its gradients."""
+    ours, theirs = twins(kind, 3, 5, **FLAGS)
+    for layer in (ours.eval(), theirs.eval()):  # in training spectral_norm changes at each look
+        torch.manual_seed(2)
+        REWRITES[rewrite](layer)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(4, 2, 3, dtype=torch.float64)
+    for _ in range(2):
+        assert_same(run(ours, x), run(theirs, x), "float64")
+    assert fused(ours(x)[0])
+    try:
+        copy.deepcopy(theirs)
+    except RuntimeError:  # torch refuses it while the weight is a result, not a parameter
+        return
+    assert torch.equal(copy.deepcopy(ours)(x)[0], ours(x)[0])
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_files(kind: str, tmp_path: Any) -> None:
+    """Keys and layout in a file are torch's."""
+    make = (
+        (lambda: at.RNN(cells.LSTM, 3, 5, 2))
+        if kind == "RNN"
+        else (lambda: LAYERS[kind][0](3, 5, 2))
+    )
+    layer = make()
+    plain = nn.LSTM(3, 5, 2) if kind == "RNN" else LAYERS[kind][1](3, 5, 2)
+    x, path = torch.randn(4, 2, 3), tmp_path / "layer.pt"
+    torch.save(layer.state_dict(), path)
+    plain.load_state_dict(torch.load(path, weights_only=True))
+    assert_same(run(layer, x), run(plain, x), "float32")
+    other = pickle.loads(pickle.dumps(layer))
+    assert type(other) is type(layer) and torch.equal(other(x)[0], layer(x)[0])
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_safetensors(kind: str, tmp_path: Any) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    ours, theirs = LAYERS[kind][0](3, 5, 2), LAYERS[kind][1](3, 5, 2)
+    x, path = torch.randn(4, 2, 3), tmp_path / "layer.safetensors"
+    safetensors.save_model(theirs, path)
+    safetensors.load_model(ours, path)
+    assert safetensors.load_file(path).keys() == ours.state_dict().keys()
+    assert_same(run(ours, x), run(theirs, x), "float32")
+    safetensors.save_model(ours, path)
+    safetensors.load_model(theirs, path)
+
+
+# -- profiler --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda: at.LSTM(3, 5), lambda: at.RNN(cells.PeepholeLSTM, 3, 5)])
+def test_profiler_ranges_have_the_name_of_the_cell(make: Callable[[], Any]) -> None:
+    layer, x = make(), torch.randn(4, 2, 3)
+    name = layer.cell.name
+    with torch.profiler.profile() as profiler:
+        layer(x)[0].sum().backward()
+    seen = {event.key for event in profiler.key_averages()}
+    assert {f"anycell.{name}.forward", f"anycell.{name}.backward"} <= seen
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_same_bits_every_time(kind: str) -> None:
+    """Training twice from one seed gives the same parameters, bit for bit."""
+    found = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        layer = LAYERS[kind][0](8, 40, 2, dropout=0.3, bidirectional=True)
+        optimizer = torch.optim.AdamW(layer.parameters(), 1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(torch.randn(20, 33, 8), lengths=torch.randint(0, 21, (33,)))[
+                0
+            ].square().mean().backward()
+            optimizer.step()
+        found.append([p.detach() for p in layer.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_autocast_trains(kind: str) -> None:
+    """Under autocast as torch's layer: gradients of float32 parameters, a scaler around it."""
+    ours, theirs = twins(kind, 3, 5, batch_first=True)
+    x, found = torch.randn(2, 4, 3), []
+    for layer in (ours, theirs):
+        with torch.autocast("cpu", torch.bfloat16):
+            output, _ = layer(x)
+            loss = output.float().square().mean()
+        loss.backward()
+        found.append([p.grad for p in layer.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert a.dtype == torch.float32 and torch.allclose(a, b, atol=1e-2)
