@@ -247,19 +247,21 @@ class _Page:
             for l in self.cell.linears:
                 if l.operand is Expr("state", (), (name,)):
                     terms.append(f"{self._gradient_of(l.name)} @ W_{l.name}")
-            yield f"    d_{name}' = {' + '.join(terms) or '0'}"
+            yield from _indent(_wrap(f"d_{name}' = {' + '.join(terms) or '0'}"))
 
     def _sums(self) -> Iterator[str]:
         cell = self.cell
         d_x = ", ".join(f"d_{'a' if gate in cell.fused else 'x'}.{gate}" for gate in cell.gates)
         d_x = f"({d_x})" if len(cell.gates) > 1 else d_x
         yield "summed over rows and steps, by matmuls that each take many steps:"
-        yield f"    d_W_ih += {d_x}.T @ input" + ("    d_b_ih += its rows" if cell.bias else "")
+        line = f"d_W_ih += {d_x}.T @ input" + ("    d_b_ih += its rows" if cell.bias else "")
+        yield from _indent(_wrap(line))
         for l in cell.linears:
             operand = show(l.operand, self.names, 5, False)
             bias = cell.bias if l.name == RECURRENT else l.bias
-            line = f"    d_W_{l.name} += {self._gradient_of(l.name)}.T @ {operand}"
-            yield line + (f"    d_b_{l.name} += its rows" if bias else "")
+            line = f"d_W_{l.name} += {self._gradient_of(l.name)}.T @ {operand}"
+            line += f"    d_b_{l.name} += its rows" if bias else ""
+            yield from _indent(_wrap(line))
         summed = [f"d_p.{name}" for name in cell.param_names]
         if summed:
             yield from _wrap(f"    {', '.join(summed)}")

@@ -250,7 +250,7 @@ EVERY_CELL = [
 @pytest.mark.parametrize("case", EVERY_CELL, ids=repr)
 def test_gradients_are_slopes(case: Any, rng: np.random.Generator) -> None:
     """Every gradient of every cell, with masks, resets, layers, directions and dropout."""
-    sizes = {"P": 3} if case is Projected else {}
+    sizes = {"P": 3} if case in (Projected, cells.LSTMP) else {}
     layer = an.RNN(case, 3, 4, 2, dropout=0.3, bidirectional=True, dtype="float64", seed=1, **sizes)
     for parameter in layer.parameters.values():
         parameter += 0.2 * rng.standard_normal(parameter.shape)
@@ -450,7 +450,8 @@ def test_initial_values_of_torch() -> None:
 def test_initial_values_of_cells() -> None:
     layer = an.RNN(cells.LayerNormLSTM, 3, 4, bidirectional=True)
     assert (layer.parameters["x_i_l0_reverse"] == 1.0).all()
-    assert (layer.parameters["b_f_l0"] == 0.0).all()
+    assert (layer.parameters["b_f_l0"] == 1.0).all()
+    assert (layer.parameters["b_i_l0"] == 0.0).all()
     assert not any(name.startswith("bias") for name in layer.parameters)
     peephole = an.RNN(cells.PeepholeLSTM, 3, 4, gate_bias={"f": 1.0, "o": -1.0})
     assert not peephole.parameters["p_i_l0"].any()
