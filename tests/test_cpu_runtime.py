@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes.util
+import dataclasses
 import importlib.util
 import inspect
 import os
@@ -555,9 +556,37 @@ def test_kernels_of_one_recipe_have_one_text() -> None:
     for each, target in zip(several, targets, strict=True):
         for backward in (False, True):
             generator = kernel.Generator(each, backward, target)
-            name, text = kernel.recipe(generator), generator.text()
+            name, text = kernel.request(generator)[-1], generator.text()
             assert name and texts.setdefault(name, text) == text
     assert len(set(texts.values())) > len(ALIKE)
+
+
+def test_names_and_texts_are_the_same_in_every_process() -> None:
+    code = """
+        import hashlib
+        from anycell import cells
+        from anycell.engines.cpu import isa, kernel
+        from anycell.plan import plan
+        from random_cells import random_cell
+
+        for cell in (cells.PeepholeLSTM, cells.LayerNormLSTM, random_cell(3, 19)):
+            for backward in (False, True):
+                generator = kernel.Generator(plan(cell, 19), backward, isa.current())
+                name = kernel.request(generator)[-1] + generator.text()
+                print(hashlib.sha256(name.encode()).hexdigest())
+        """
+    first, second = (python(code, PYTHONHASHSEED=seed) for seed in "12")
+    assert len(set(first.split())) == 6
+    assert first == second
+
+
+def test_a_name_has_a_place_for_all_of_a_plan() -> None:
+    """What a plan is given one day must not be forgotten."""
+    made = plan(cells.RNN, 8)
+    names = {field.name for field in dataclasses.fields(made)} - {"engine", "reason"}
+    assert names <= set(kernel._leaves(made))
+    with pytest.raises(TypeError, match="no place for"):
+        list(kernel._leaves(dataclasses.replace(made, saved={1, 2})))
 
 
 def test_hyperparameters_are_read_by_their_place() -> None:
@@ -918,6 +947,8 @@ def test_interrupt_during_a_call(setup: str) -> None:
     case(
         setup,
         """
+        # A shell has what runs in its background ignore the signal, and Python keeps to that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         for _ in range(3):
             meeting = Meeting(rounds=1, gate=0)
 

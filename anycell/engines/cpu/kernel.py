@@ -17,17 +17,19 @@ the same operations in the same order whatever the split, so the bits do not dep
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from anycell.engines.cpu import isa, jit, ops
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant
 from anycell.engines.cpu.sources import fingerprint
-from anycell.lang.cell import RECURRENT
+from anycell.lang.cell import RECURRENT, Cell
 from anycell.lang.expr import Expr, is_const, topological
+from anycell.lang.grad import Gradients
 from anycell.lang.ops import is_reduction
 from anycell.plan import FREE, Plan, gradient_roots, is_narrow, passes
 
@@ -1086,19 +1088,12 @@ class Kernel:
         self.pack = library.address("pack") if generator.outputs else 0
 
 
-_kernels: dict[tuple[object, ...], Kernel] = {}
-
-
-def _identity(plan: Plan, backward: bool, target: Target) -> tuple[object, ...]:
-    # The kernel reads hyperparameters by their place among all that the function declares, and the
-    # graph has only those that it uses.
-    hyper = tuple(plan.cell.hyper)
-    return plan.cell.key, hyper, plan.hidden_size, plan.dtype, backward, target
+_kernels: dict[tuple[str, Target], Kernel] = {}
 
 
 def loaded(plan: Plan, backward: bool, target: Target) -> Kernel | None:
     """The kernel, if this process has it."""
-    return _kernels.get(_identity(plan, backward, target))
+    return _kernels.get((description(plan, backward), target))
 
 
 def compiled(plan: Plan, backward: bool = False) -> Kernel:
@@ -1106,7 +1101,7 @@ def compiled(plan: Plan, backward: bool = False) -> Kernel:
     kept on disk.
     """
     target = isa.current()
-    key = _identity(plan, backward, target)
+    key = description(plan, backward), target
     found = _kernels.get(key)
     if found is None:
         with jit.lock:
@@ -1124,26 +1119,46 @@ def request(
     """What ``jit`` is asked for: how to print the text, functions, target and recipe."""
     plan, backward, target = generator.plan, generator.backward, generator.target
     symbols = ("run", "pack") if generator.outputs else ("run",)
-    # A generator prints once, and what it has printed need not stay in memory.
-    return lambda: Generator(plan, backward, target).text(), symbols, target, recipe(generator)
-
-
-def recipe(generator: Generator) -> str | None:
-    """All that the text follows from, at a small part of its price: the sources, and the plan.
-
-    The plan is here as what it came to, with its graphs, choices and passes, so that nothing hangs
-    on its coming out the same in another process. None where the sources cannot be told.
-    """
     sources = fingerprint()
-    if sources is None:
-        return None
-    plan, g = generator.plan, generator
-    known = (plan.cell.next, plan.saved, plan.saved_rows, g._results())
-    order = topological(itertools.chain(*known))
-    number = {node: i for i, node in enumerate(order)}
-    parts: list[object] = [sources, g.target, plan.states]
-    parts += _identity(plan, g.backward, g.target)
-    parts += [(node.op, node.attrs, [number[arg] for arg in node.args]) for node in order]
-    cuts = (*known, *g.passes.reductions, *g.passes.stores)
-    parts += [[number[node] for node in nodes] for nodes in cuts]
-    return "\n".join(map(repr, parts))
+    recipe = f"{sources}\n{target}\n{description(plan, backward)}" if sources else None
+    # A generator prints once, and what it has printed need not stay in memory.
+    return lambda: Generator(plan, backward, target).text(), symbols, target, recipe
+
+
+@functools.lru_cache(maxsize=1024)
+def description(plan: Plan, backward: bool) -> str:
+    """All of a plan that a kernel's text follows from, at a small part of the text's price.
+
+    It is the plan as it came out, with its graphs and choices, so that nothing hangs on its coming
+    out the same in another process. Values of hyperparameters are no part of it.
+    """
+    leaves = list(_leaves(plan))
+    nodes = topological([leaf for leaf in leaves if isinstance(leaf, Expr)])
+    number = {node: i for i, node in enumerate(nodes)}
+    lines = [f"{n.op} {n.attrs!r} {[number[arg] for arg in n.args]}" for n in nodes]
+    rest = [f"#{number[leaf]}" if isinstance(leaf, Expr) else repr(leaf) for leaf in leaves]
+    return "\n".join((f"backward {backward}", *lines, " ".join(rest)))
+
+
+def _leaves(value: object) -> Iterator[Expr | str | float | None]:
+    """What a plan is made of, in order: expressions and plain values."""
+    if isinstance(value, Cell):
+        # The kernel reads hyperparameters by their place among all that the function declares,
+        # while the graph has only those that it uses.
+        yield from (value.key, *value.hyper)
+    elif isinstance(value, Plan | Gradients):
+        for field in dataclasses.fields(value):
+            if field.name not in ("engine", "reason"):
+                yield field.name
+                yield from _leaves(getattr(value, field.name))
+    elif isinstance(value, Mapping):
+        yield from _leaves(tuple(value.items()))
+    elif isinstance(value, tuple):
+        yield "("
+        for part in value:
+            yield from _leaves(part)
+        yield ")"
+    elif value is None or isinstance(value, Expr | str | int | float):
+        yield value
+    else:
+        raise TypeError(f"a kernel's name has no place for {value!r}")
