@@ -12,7 +12,7 @@ from anycell.lang.cell import RECURRENT, Cell
 from anycell.lang.expr import Expr, is_const, label, listing, rewrite, show, topological
 from anycell.lang.grad import upstream
 from anycell.lang.ops import is_reduction
-from anycell.plan import FREE, HEAVY, Plan, gradient_roots, is_narrow, passes
+from anycell.plan import FREE, HEAVY, Plan, gradient_roots, is_narrow
 from anycell.plan import plan as make_plan
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class _Page:
         cell, g = self.cell, self.plan.gradients
         known = {**self.saved_names, **self._kept_states()}
         known |= {upstream(name): f"d_{name}'" for name in cell.state_names}
-        reached = _reached(gradient_roots(g), known)
+        reached = _reached(gradient_roots(self.cell, g), known)
         again = [(n, e) for e, n in self.gate_values.items() if e in reached and e not in known]
         named = again
         for gate in cell.gates:
@@ -351,42 +351,47 @@ class _Page:
         return lines
 
     def _geometry(self, name: str, generator: Generator) -> Iterator[str]:
-        g, target, plan = generator.geometry, generator.target, self.plan
+        target, plan = generator.target, self.plan
         real = "doubles" if plan.dtype == "float64" else "floats"
         yield (
-            f"{target.name}: {target.bits} bits, {g.lanes} {real} a vector, "
+            f"{target.name}: {target.bits} bits, {generator.geometry.lanes} {real} a vector, "
             f"{target.registers} vector registers"
         )
-        if not generator.outputs:
+        if not generator.matmuls:
             yield "no recurrent matmul"
             return
-        packed = g.tiles * g.tile_elements * plan.itemsize
-        yield (
-            f"matmul [rows, {g.inner}] @ [{g.inner}, {g.units * g.outputs}]; "
-            f"weights packed in {g.tiles} {_plural('tile', g.tiles)}, {packed:,} bytes"
-        )
-        columns = [len(group) for group in g.groups]
-        blocks = [f"{g.block_rows(n)} rows x {n} {_plural('column', n)}" for n in columns]
-        yield (
-            f"tile: {g.unroll * g.lanes} units x {g.outputs}, "
-            f"{g.columns} {_plural('vector', g.columns)} wide; "
-            f"register blocks of at most {_unique(blocks)}"
-        )
+        for m in generator.matmuls:
+            g, heads = m.geometry, m.linear.heads
+            packed = m.packed_elements * plan.itemsize
+            of = f" for each of {heads} heads" if heads > 1 else ""
+            yield (
+                f"matmul [rows, {g.inner}] @ [{g.inner}, {g.units * g.outputs}]{of}; "
+                f"weights packed in {m.tiles} {_plural('tile', m.tiles)}, {packed:,} bytes"
+            )
+            columns = [len(group) for group in g.groups(g.span)]
+            blocks = [f"{g.block_rows(n)} rows x {n} {_plural('column', n)}" for n in columns]
+            yield (
+                f"tile: {g.unroll * g.lanes} units x {g.outputs}, "
+                f"{g.columns} {_plural('vector', g.columns)} wide; "
+                f"register blocks of at most {_unique(blocks)}"
+            )
         if self.batch is not None:
             space = generator.workspace(self.batch)
             yield f"working memory of a thread for {self.batch} rows: {space:,} bytes"
 
     def _passes(self, generator: Generator) -> Iterator[str]:
-        """Row reductions need all units of a row: the work on a row comes in passes."""
-        found = passes(generator._results(), generator.loaded)
-        if len(found.reductions) == 1:
+        """Row reductions and matmuls inside the step need all units of a row: the work on a row
+        comes in passes.
+        """
+        found = generator.passes
+        if len(found) == 1:
             return
-        counts = [len(level) for level in found.reductions[:-1]]
+        counts = [len(each.reductions) for each in found[:-1]]
         yield (
             f"{len(counts) + 1} passes over the units of a row: {', '.join(map(str, counts))} "
             f"{_plural('reduction', max(counts))} of it, then the results"
         )
-        spills = len(found.spills)
+        spills = sum(len(each.stores) for each in found)
         yield (
             f"{spills} {_plural('value', spills)} per unit kept from one pass for another; "
             "threads split rows only"

@@ -11,11 +11,13 @@ Time-major throughout: ``x [T, B, I]``, outputs ``[T, B, D*H]`` with D direction
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from anycell.engines import cpu
+from anycell.lang.cell import RECURRENT, Linear
 from anycell.plan import Plan
 
 Array = Any
@@ -66,13 +68,15 @@ class Weights:
 
     Attributes:
         ih: ``[G*H, I]``; None where the input comes projected.
-        hh: ``[G*H, H]``, of any strides if one of them is 1; None for a cell without a recurrent
-            matmul.
+        hh: ``[G*H, size of the first state]``, of any strides if one of them is 1; None for a cell
+            without a recurrent matmul.
         bias_ih, bias_hh: ``[G*H]``.
         params: one ``[H]`` per parameter of the cell, in declared order.
-        initial: one ``[B, H]`` per state, in declared order, or the number that fills it.
-        reset: the values that resets restore, one ``[H]`` or ``[B, H]`` per state.
+        initial: one ``[B, size]`` per state, in declared order, or the number that fills it.
+        reset: the values that resets restore, one ``[size]`` or ``[B, size]`` per state.
         static: ``[B, H]``, the input given once per sequence.
+        linears: of further matmuls inside a step, by name; the biases as ``<name>_bias``. Strides
+            as of ``hh``.
         reverse: whether the direction runs from the last step to the first.
     """
 
@@ -84,7 +88,14 @@ class Weights:
     initial: Sequence[Array] = ()
     reset: Sequence[Array] | None = None
     static: Array | None = None
+    linears: Mapping[str, Array | None] = field(default_factory=dict)
     reverse: bool = False
+
+    def matmul(self, linear: Linear) -> tuple[Array, Array | None]:
+        """Weight and bias of one matmul inside a step."""
+        if linear.name == RECURRENT:
+            return self.hh, self.bias_hh
+        return self.linears[linear.name], self.linears.get(f"{linear.name}_bias")
 
 
 @dataclass
@@ -115,9 +126,9 @@ class Saved:
     """What the forward pass keeps for the backward pass; read, never written, by it.
 
     Attributes:
-        hidden: ``[T+1 or T+2, B, D*H]``: the hidden states; initial values in the first slot, or
+        hidden: ``[T+1 or T+2, B, D*size]``: the first state; initial values in the first slot, or
             the last where a direction is reversed.
-        states: per direction, the sequences ``[T+1, B, H]`` of the other states that the plan
+        states: per direction, the sequences ``[T+1, B, size]`` of the other states that the plan
             keeps.
         values: per direction ``[T, B, n]``, the values that the plan saves.
         reset: per direction the values that resets restore, ``[H]`` or ``[B, H]`` each; empty
@@ -144,6 +155,74 @@ class _Span(NamedTuple):
     sign: int
 
 
+class _Form(NamedTuple):
+    """What calls of one form share: they differ in addresses, and in what ``Options`` says.
+
+    Attributes:
+        chunk: steps per chunk of the projection.
+        single: one step, whose recurrent matmul is the host's too: packing the weights would cost
+            more than it saves.
+        threads, units_split: for a kernel call, and whether they split the units, not the rows.
+        sizes: bytes of scratch memory, workspace and packed weights of each direction.
+        tables: an argument table per direction, with all that does not change.
+    """
+
+    kernel: cpu.Kernel
+    chunk: int
+    single: bool
+    threads: int
+    sizes: list[int]
+    hyper: Array
+    tables: list[cpu.Table]
+
+
+@functools.lru_cache(maxsize=256)
+def _form(
+    kernel: cpu.Kernel,
+    plan: Plan,
+    steps: int,
+    batch: int,
+    reverse: tuple[bool, ...],
+    project: bool,
+    resets: bool,
+    threads: int,
+) -> _Form:
+    cell, directions = plan.cell, len(reverse)
+    chunk = _chunk(plan, steps, batch * directions) if project else max(1, steps)
+    # The primitive multiplies by its own kernel always: its bits do not depend on the host.
+    alone = [(l.name, l.outputs) for l in cell.linears] == [(RECURRENT, cell.gates)]
+    single = project and steps == 1 and alone and not resets
+    work = chunk * batch * max(0 if single else kernel.work, 64 * plan.hidden_size)
+    units_split = False
+    if threads > 1 and work * directions >= WORTH_A_THREAD:
+        each = threads // directions if threads % directions == 0 else threads
+        few = 1 < each <= kernel.tiles and batch < FEW_ROWS * each
+        units_split = kernel.units_splittable and few
+    else:
+        threads = 1
+    workspace, hyper = kernel.workspace(batch), cpu.hyperparameters(plan)
+    common = cpu.Table(kernel.index)
+    common.set(
+        batch=batch, row_group=_row_group(batch), workspace_stride=workspace,
+        units_split=units_split, yield_to=cpu.pool.yield_address(),
+        hyper=hyper.__array_interface__["data"][0],
+    )  # fmt: skip
+    tables = []
+    for backwards in reverse:
+        tables.append(common.copy())
+        tables[-1].set(time_step=-1 if backwards else 1)
+    packed = [0 if single else n * plan.itemsize for n in kernel.packed_elements]
+    sizes = [workspace * threads, *packed] * directions
+    return _Form(kernel, chunk, single, threads, sizes, hyper, tables)
+
+
+def _chunk(plan: Plan, steps: int, rows: int) -> int:
+    """Steps per chunk of the projection."""
+    width = len(plan.cell.gates) * plan.hidden_size * plan.itemsize
+    count = max(1, -(-steps * rows * width // CHUNK_BYTES))
+    return max(1, -(-steps // count))
+
+
 class _Run:
     """A kernel that runs over chunks of time, with one argument table per direction."""
 
@@ -157,66 +236,37 @@ class _Run:
         backward: bool,
     ) -> None:
         self.host, self.plan, self.options, self.weights = host, plan, options, weights
-        self.steps, self.batch, self.directions = x.shape[0], x.shape[1], len(weights)
-        self.kernel = cpu.compiled(plan, backward)
+        self.steps, self.batch = x.shape[0], x.shape[1]
         # The backward pass runs against each direction.
-        self.reverse = [w.reverse is not backward for w in weights]
-        self.calls = [cpu.Arguments(self.kernel) for _ in weights]
-        self.chunk = self._chunk() if weights[0].ih is not None else max(1, self.steps)
-        self.threads, self.units_split = self._split()
-        self.workspace = self.kernel.workspace(self.batch)
+        self.reverse = tuple([w.reverse is not backward for w in weights])
+        self.form = _form(
+            cpu.compiled(plan, backward), plan, self.steps, self.batch, self.reverse,
+            weights[0].ih is not None, options.resets is not None, options.threads,
+        )  # fmt: skip
+        self.calls = [table.copy() for table in self.form.tables]
         self.backward = backward
-
-    def _chunk(self) -> int:
-        """Steps per chunk of the projection."""
-        plan = self.plan
-        step = (
-            self.directions * self.batch * len(plan.cell.gates) * plan.hidden_size * plan.itemsize
-        )
-        count = max(1, -(-self.steps * step // CHUNK_BYTES))
-        return max(1, -(-self.steps // count))
-
-    def _split(self) -> tuple[int, bool]:
-        """Threads for a call, and whether they split the units instead of the rows."""
-        g, threads = self.kernel.geometry, self.options.threads
-        work = self.chunk * self.batch * g.units * max(g.inner * g.outputs, 64)
-        if threads <= 1 or work * self.directions < WORTH_A_THREAD:
-            return 1, False
-        each = threads // self.directions if threads % self.directions == 0 else threads
-        units = (
-            self.kernel.units_splittable and 1 < each <= g.tiles and self.batch < FEW_ROWS * each
-        )
-        return threads, units
 
     def __enter__(self) -> _Run:
         """Takes memory, sets what stays the same for all chunks, and packs the weights."""
-        host, options, kernel = self.host, self.options, self.kernel
-        packed, space = kernel.packed_elements * self.plan.itemsize, self.workspace * self.threads
-        self.buffer, places = cpu.scratch.take([packed, space] * self.directions)
-        self.hyper = cpu.hyperparameters(self.plan)
-        hyper, yield_to = self.hyper.__array_interface__["data"][0], cpu.pool.yield_address()
+        host, options, form = self.host, self.options, self.form
+        self.buffer, places = cpu.scratch.take(form.sizes)
+        blocks = len(form.sizes) // len(self.calls)
         for d, (w, call) in enumerate(zip(self.weights, self.calls, strict=True)):
-            bias_x, static = self._address(w.bias_ih), self._address(w.static)
+            bias_x, place = self._address(w.bias_ih), d * blocks
             call.set(
-                batch=self.batch, row_group=_row_group(self.batch),
-                time_step=-1 if self.reverse[d] else 1, weights=places[2 * d], hyper=hyper,
-                workspace=places[2 * d + 1], workspace_stride=self.workspace,
-                units_split=self.units_split, barrier=call.barrier, yield_to=yield_to,
-                training=options.training, seed=_signed(options.seed),
-                stream=2 * options.stream + d, repeat=options.repeat, static=static, bias_x=bias_x,
+                workspace=places[place], training=options.training, seed=_signed(options.seed),
+                stream=2 * options.stream + d, repeat=options.repeat,
+                static=self._address(w.static), bias_x=bias_x, bias_h=self._address(w.bias_hh),
             )  # fmt: skip
             for i, param in enumerate(w.params):
                 call.set(**{f"param{i}": host.pointer(param)})
-            if w.hh is not None:
-                biases = (0, 0) if self.backward else (bias_x, self._address(w.bias_hh))
-                cpu.pack(
-                    kernel,
-                    places[2 * d],
-                    host.pointer(w.hh),
-                    host.strides(w.hh),
-                    *biases,
-                    options.threads,
-                )
+            for k, linear in enumerate(() if form.single else self.plan.cell.linears):
+                weight, bias = w.matmul(linear)
+                biases = (0, 0) if self.backward else (bias_x, self._address(bias))
+                packed, strides = places[place + 1 + k], host.strides(weight)
+                source = host.pointer(weight)
+                cpu.pack(form.kernel, k, packed, source, strides, *biases, options.threads)
+                call.set(**{f"weights{k}": packed})
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -226,13 +276,14 @@ class _Run:
         """Where resets find what they restore: ``[H]`` for all rows, or ``[B, H]``."""
         for call, own in zip(self.calls, values, strict=True):
             for i, value in enumerate(own):
-                row = self.plan.hidden_size if len(value.shape) == 2 else 0
+                row = value.shape[1] if len(value.shape) == 2 else 0
                 call.set(**{f"reset{i}": self.host.pointer(value), f"reset{i}_b": row})
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """Steps done and steps to do, chunk by chunk."""
-        for done in range(0, self.steps, self.chunk):
-            yield done, min(self.chunk, self.steps - done)
+        chunk = self.form.chunk
+        for done in range(0, self.steps, chunk):
+            yield done, min(chunk, self.steps - done)
 
     def span(self, d: int, done: int, count: int) -> _Span:
         if self.reverse[d]:
@@ -256,9 +307,8 @@ class _Run:
         address = self.host.pointer(array) + time * row * self.plan.itemsize
         self.calls[d].set(**{name: address, f"{name}_t": sign * row, f"{name}_b": width})
 
-    def write(self, array: Array, slot: int, column: int, value: Array | float) -> None:
-        """``array[slot, :, column : column + H] = value``, which is ``[B, H]`` or a number."""
-        h = self.plan.hidden_size
+    def write(self, array: Array, slot: int, column: int, h: int, value: Array | float) -> None:
+        """``array[slot, :, column : column + h] = value``, which is ``[B, h]`` or a number."""
         size = self.batch * h * self.plan.itemsize
         whole, number = array.shape[2] == h, isinstance(value, float)
         # One move of memory where it can be: a framework's assignment takes several microseconds.
@@ -269,9 +319,8 @@ class _Run:
         else:
             array[slot, :, column : column + h] = value
 
-    def read(self, array: Array, slot: int, column: int) -> Array:
-        """A copy of ``array[slot, :, column : column + H]``."""
-        h = self.plan.hidden_size
+    def read(self, array: Array, slot: int, column: int, h: int) -> Array:
+        """A copy of ``array[slot, :, column : column + h]``."""
         out = self.host.empty((self.batch, h))
         if array.shape[2] == h:
             size = self.batch * h * self.plan.itemsize
@@ -289,7 +338,7 @@ class _Run:
     def run(self, count: int) -> None:
         for call in self.calls:
             call.start(count)
-        cpu.run(self.kernel, self.calls, self.threads)
+        cpu.run(self.form.kernel, self.calls, self.form.threads)
 
     def _address(self, array: Array | None) -> int:
         return 0 if array is None else self.host.pointer(array)
@@ -322,32 +371,38 @@ def forward(
         plan.hidden_size,
         run.steps,
         run.batch,
-        run.directions,
+        len(weights),
     )
     # Outputs zeroed under a mask are not the hidden states: these then need memory of their own,
     # all or two steps.
     apart = options.mask is not None and not options.repeat
     whole = keep or not apart
-    hidden = host.empty(((steps + 1 + any(run.reverse)) if whole else 2, batch, directions * h))
-    out = host.empty((steps, batch, directions * h)) if apart else hidden[1 : steps + 1]
+    widths = [plan.sizes[state.size] for state in cell.states]
+    first = widths[0]
+    hidden = host.empty(((steps + 1 + any(run.reverse)) if whole else 2, batch, directions * first))
+    out = host.empty((steps, batch, directions * first)) if apart else hidden[1 : steps + 1]
     kept = [keep and state.name in plan.states for state in cell.states]
     states: list[list[Array | None]] = []
     for d, w in enumerate(weights):
-        run.write(hidden, steps + 1 if whole and w.reverse else 0, d * h, w.initial[0])
+        begin = steps + 1 if whole and w.reverse else 0
+        run.write(hidden, begin, d * first, first, w.initial[0])
         states.append([None])
         for i in range(1, len(cell.states)):
-            sequence = host.lasting((steps + 1, batch, h)) if kept[i] else host.empty((2, batch, h))
-            run.write(sequence, steps if kept[i] and w.reverse else 0, 0, w.initial[i])
+            shape = steps + 1 if kept[i] else 2, batch, widths[i]
+            sequence = host.lasting(shape) if kept[i] else host.empty(shape)
+            begin = steps if kept[i] and w.reverse else 0
+            run.write(sequence, begin, 0, widths[i], w.initial[i])
             states[d].append(sequence)
     resets = [] if options.resets is None else [_reset_values(host, plan, w) for w in weights]
-    values = [host.lasting((steps, batch, run.kernel.saved_width)) for _ in weights] if keep else []
+    values = (
+        [host.lasting((steps, batch, run.form.kernel.saved_width)) for _ in weights] if keep else []
+    )
     width = len(cell.gates) * h
-    padded = _padded(plan, width)
     projected = [
-        None if w.ih is None else host.empty((run.chunk * batch, padded))[:, :width]
-        for w in weights
+        None if w.ih is None else _Rows(host, plan, run.form.chunk * batch, width) for w in weights
     ]
-    rows = None if run.steps > run.chunk else x.reshape(steps * batch, x.shape[2])
+    products: list[Array] = []
+    rows = None if run.steps > run.form.chunk else x.reshape(steps * batch, x.shape[2])
 
     with run:
         if resets:
@@ -363,14 +418,19 @@ def forward(
                         if rows is None
                         else rows
                     )
-                    gates = projected[d] if count == run.chunk else projected[d][: count * batch]  # type: ignore[index]
-                    host.matmul(part, w.ih.T, gates)
-                    run.point_rows(d, "x", gates, padded, span.time - span.begin, span.sign)
-                _point_state(run, d, 0, hidden, whole, done, steps + 1, d * h)
+                    buffer = projected[d]
+                    assert buffer is not None
+                    host.matmul(part, w.ih.T, buffer[count * batch])
+                    time = span.time - span.begin
+                    run.point_rows(d, "x", buffer.whole, buffer.padded, time, span.sign)
+                if run.form.single:
+                    products.append(_product(host, w.initial[0], w.hh, (batch, width)))
+                    run.calls[d].set(product=host.pointer(products[d]), product_b=width)
+                _point_state(run, d, 0, hidden, whole, done, steps + 1, d * first)
                 for i in range(1, len(cell.states)):
                     _point_state(run, d, i, states[d][i], kept[i], done, steps, 0)
                 if apart:
-                    run.point(d, "out", out, span.time, span.sign, d * h)
+                    run.point(d, "out", out, span.time, span.sign, d * first)
                 if keep:
                     run.point(d, "saved", values[d], span.time, span.sign)
                 run.point_flags(d, span)
@@ -379,14 +439,26 @@ def forward(
 
     finals = []
     for d, w in enumerate(weights):
-        final = [run.read(hidden, (1 if w.reverse else steps) if whole else steps & 1, d * h)]
+        end = (1 if w.reverse else steps) if whole else steps & 1
+        final = [run.read(hidden, end, d * first, first)]
         for i in range(1, len(cell.states)):
-            final.append(
-                run.read(states[d][i], (0 if w.reverse else steps) if kept[i] else steps & 1, 0)
-            )
+            end = (0 if w.reverse else steps) if kept[i] else steps & 1
+            final.append(run.read(states[d][i], end, 0, widths[i]))
         finals.append(final)
     saved = Saved(x, weights, options, hidden, states, values, resets) if keep else None
     return out, finals, saved
+
+
+def _product(host: Host, operand: Array | float, weight: Array, shape: tuple[int, int]) -> Array:
+    """The recurrent matmul of a single step."""
+    if isinstance(operand, float) and operand == 0.0:
+        return host.zeros(shape)
+    if isinstance(operand, float):
+        value, operand = operand, host.empty((shape[0], weight.shape[1]))
+        operand[:] = value
+    product = host.empty(shape)
+    host.matmul(operand, weight.T, product)
+    return product
 
 
 def _point_state(
@@ -432,70 +504,68 @@ def backward(
     """
     x, weights, options = saved.x, saved.weights, saved.options
     run = _Run(host, plan, weights, options, x, backward=True)
-    cell, h, steps, batch, directions = (
+    cell, steps, batch, first = (
         plan.cell,
-        plan.hidden_size,
         run.steps,
         run.batch,
-        run.directions,
+        plan.sizes[plan.cell.states[0].size],
     )
-    width, outputs = len(cell.gates) * h, len(cell.linears[0].outputs) * h if cell.linears else 0
+    width, rows = len(cell.gates) * plan.hidden_size, run.form.chunk * batch
     project = weights[0].ih is not None
     dx = host.empty(tuple(x.shape)) if need_x or not project else None
     sums = [
-        _Sums(host, plan, batch, w, need_weights, dfinal[d], bool(saved.reset))
+        _Sums(host, plan, x.shape[:2], w, need_weights, dfinal[d], bool(saved.reset))
         for d, w in enumerate(weights)
     ]
-    split = plan.split_gradient and outputs > 0
-    padded, padded_r = _padded(plan, width), _padded(plan, outputs)
-    dgates = [
-        host.empty((run.chunk * batch, padded))[:, :width] if project else None for _ in weights
-    ]
+    # Buffers of a chunk, per direction: gradients of the projected gates, then for each matmul
+    # those of its outputs and what it multiplied, where they are not at hand.
+    dgates = [_Rows(host, plan, rows, width) if project else None for _ in weights]
+    split = {k: l for k, l in enumerate(cell.linears) if not plan.shares_gradient(l)}
+    apart = {
+        k: l
+        for k, l in enumerate(cell.linears)
+        if saved.reset or l.operand.op != "state" or l.operand.attrs[0] != cell.state_names[0]
+    }
     dr = [
-        host.empty((run.chunk * batch, padded_r))[:, :outputs] if split else None for _ in weights
+        {
+            k: _Rows(host, plan, rows, len(l.outputs) * plan.sizes[l.out_size])
+            for k, l in split.items()
+        }
+        for _ in weights
     ]
-    operand = [
-        host.empty((run.chunk * batch, h)) if saved.reset and outputs else None for _ in weights
+    operands = [
+        {k: _Rows(host, plan, rows, plan.sizes[l.in_size]) for k, l in apart.items()}
+        for _ in weights
     ]
     written: set[int] = set()
 
     with run:
         if saved.reset:
             run.point_resets(saved.reset)
-        for d in range(directions):
-            sums[d].point(run.calls[d])
+        for total, call in zip(sums, run.calls, strict=True):
+            total.point(call)
         for done, count in run.chunks():
-            spans = [run.span(d, done, count) for d in range(directions)]
+            spans = [run.span(d, done, count) for d in range(len(weights))]
             for d, span in enumerate(spans):
-                local = span.time - span.begin
-                for name, array, row in (
-                    ("dx", dgates[d], padded),
-                    ("dr", dr[d], padded_r),
-                    ("operand", operand[d], h),
-                ):
-                    if array is not None:
-                        run.point_rows(d, name, array, row, local, span.sign)
-                if not project:
+                local, reverse = span.time - span.begin, weights[d].reverse
+                if dgates[d] is None:
                     run.point(d, "dx", dx, span.time, span.sign)
+                named = {f"dr{k}": r for k, r in dr[d].items()}
+                named |= {f"operand{k}": r for k, r in operands[d].items()}
+                for name, buffer in {"dx": dgates[d], **named}.items():
+                    if buffer is not None:
+                        rows = buffer.whole
+                        run.point_rows(d, name, rows, buffer.padded, local, span.sign)
                 run.point(d, "saved", saved.values[d], span.time, span.sign)
                 if dy is not None:
-                    run.point(d, "dy", dy, span.time, span.sign, d * h)
+                    run.point(d, "dy", dy, span.time, span.sign, d * first)
                 # state[t] is read before step t and, one step of the direction on, after it.
-                on = -span.sign
-                run.point(
-                    d,
-                    "state0",
-                    saved.hidden,
-                    span.time + (2 if weights[d].reverse else 0),
-                    span.sign,
-                    d * h,
-                )
+                on, begin = -span.sign, span.time + (2 if reverse else 0)
+                run.point(d, "state0", saved.hidden, begin, span.sign, d * first)
                 run.calls[d].set(state0_next=on * host.strides(saved.hidden)[0])
                 for i, sequence in enumerate(saved.states[d]):
                     if sequence is not None and sequence.shape[0] == steps + 1:
-                        run.point(
-                            d, f"state{i}", sequence, span.time + weights[d].reverse, span.sign
-                        )
+                        run.point(d, f"state{i}", sequence, span.time + reverse, span.sign)
                         run.calls[d].set(**{f"state{i}_next": on * host.strides(sequence)[0]})
                 run.point_flags(d, span)
                 run.calls[d].set(time=span.time)
@@ -503,26 +573,47 @@ def backward(
 
             for d, (begin, end, _, _) in enumerate(spans):
                 rows = count * batch
-                dg = dgates[d][:rows] if project else dx[begin:end].reshape(rows, width)  # type: ignore[index]
-                dh = dg if dr[d] is None else dr[d][:rows]  # type: ignore[index]
-                if operand[d] is not None:
-                    before = operand[d][:rows]  # type: ignore[index]
-                else:
-                    shift = 2 if weights[d].reverse else 0
-                    before = saved.hidden[
-                        begin + shift : end + shift, :, d * h : (d + 1) * h
-                    ].reshape(rows, h)
-                part = x[begin:end] if project and need_weights else None
-                if part is not None:
-                    if options.mask is not None:
-                        # What lies under a mask may be NaN, and NaN times a zero gradient is NaN.
-                        part = host.masked(part, options.mask[begin:end])
-                    part = part.reshape(rows, x.shape[2])
+                dg = dx[begin:end].reshape(rows, width) if dgates[d] is None else dgates[d][rows]  # type: ignore[index]
                 if need_weights:
-                    sums[d].add(dg, dh, before, part)
+                    part = _unmasked(host, x, options.mask, begin, end) if project else None
+                    shift = 2 if weights[d].reverse else 0
+                    hidden = saved.hidden[
+                        begin + shift : end + shift, :, d * first : (d + 1) * first
+                    ]
+                    pairs = [
+                        (
+                            dr[d][k][rows] if k in split else dg,
+                            operands[d][k][rows] if k in apart else hidden.reshape(rows, first),
+                        )
+                        for k in range(len(cell.linears))
+                    ]
+                    sums[d].add(dg, part, pairs)
+                if run.form.single:
+                    dh = dr[d][0][rows] if split else dg
+                    host.matmul_add(dh, weights[d].hh, sums[d].states[0])
                 if project and dx is not None:
                     _project_back(host, dg, weights[d].ih, dx, begin, end, written)
     return dx, [total.result() for total in sums]
+
+
+class _Rows:
+    """A buffer for the rows of a chunk, ``[rows, width]``."""
+
+    def __init__(self, host: Host, plan: Plan, rows: int, width: int) -> None:
+        self.width, self.padded = width, _padded(plan, width)
+        self.whole = host.empty((rows, self.padded))
+
+    def __getitem__(self, rows: int) -> Array:
+        return self.whole[:rows, : self.width]
+
+
+def _unmasked(host: Host, x: Array, mask: Array | None, begin: int, end: int) -> Array:
+    """Rows of the input.
+
+    What lies under a mask may be NaN, and NaN times a zero gradient is NaN.
+    """
+    part = x[begin:end] if mask is None else host.masked(x[begin:end], mask[begin:end])
+    return part.reshape((end - begin) * x.shape[1], x.shape[2])
 
 
 def _project_back(
@@ -550,35 +641,33 @@ class _Sums:
         self,
         host: Host,
         plan: Plan,
-        batch: int,
+        shape: Sequence[int],
         w: Weights,
         need: bool,
         dfinal: Sequence[Array | None],
         resets: bool,
     ) -> None:
-        cell, h = plan.cell, plan.hidden_size
-        self.host, self.plan = host, plan
-        self.states = [host.zeros((batch, h)) for _ in cell.states]
+        cell, h, (steps, batch) = plan.cell, plan.hidden_size, shape
+        self.host, self.plan, self.fresh = host, plan, True
+        self.states = [host.zeros((batch, plan.sizes[s.size])) for s in cell.states]
         for total, given in zip(self.states, dfinal, strict=True):
             if given is not None:
                 total[:] = given
-        self.resets = [host.zeros((batch, h)) for _ in cell.states] if resets else None
+        self.resets = [host.zeros(tuple(d.shape)) for d in self.states] if resets else None
         groups = -(-batch // _row_group(batch))
         self.params = host.zeros((groups, len(cell.params) * h)) if cell.params else None
         self.static = host.zeros((batch, h)) if w.static is not None else None
-        self.ih = host.empty(tuple(w.ih.shape)) if need and w.ih is not None else None
-        outputs = cell.linears[0].outputs if cell.linears else ()
-        self.hh = host.empty((len(outputs) * h, h)) if need and outputs else None
+        # The first chunk overwrites, if there is one.
+        new = host.empty if steps else host.zeros
+        self.ih = new(tuple(w.ih.shape)) if need and w.ih is not None else None
         self.bias_ih = (
             host.zeros((len(cell.gates) * h,)) if need and w.bias_ih is not None else None
         )
-        self.bias_hh = (
-            host.zeros((len(outputs) * h,)) if need and w.bias_hh is not None and outputs else None
-        )
-        self.fresh = True  # nothing added yet
-        self.missing = [(i, gate) for i, gate in enumerate(cell.gates) if gate not in outputs]
+        self.matmuls = [
+            _MatmulSum(host, plan, l, *w.matmul(l), steps) for l in cell.linears if need
+        ]
 
-    def point(self, call: cpu.Arguments) -> None:
+    def point(self, call: cpu.Table) -> None:
         for i, total in enumerate(self.states):
             call.set(**{f"dstate{i}": self.host.pointer(total)})
         for i, total in enumerate(self.resets or ()):
@@ -587,51 +676,76 @@ class _Sums:
             if array is not None:
                 call.set(**{name: self.host.pointer(array)})
 
-    def add(self, dg: Array, dh: Array, before: Array, x: Array | None) -> None:
-        """Adds a chunk: gradients of projected gates and of the matmul, its operand,
-        the layer's input.
+    def add(self, dg: Array, x: Array | None, pairs: Sequence[tuple[Array, Array]]) -> None:
+        """Adds a chunk: gradients of the projected gates, what was projected, and for each matmul
+        the gradients of its outputs and its operand.
         """
-        add = self.host.matmul if self.fresh else self.host.matmul_add
-        self.fresh = False
-        if self.hh is not None:
-            add(dh.T, before, self.hh)
+        fresh, self.fresh = self.fresh, False
         if self.ih is not None:
-            add(dg.T, x, self.ih)
-        total = dg.sum(0) if self.bias_ih is not None else None
+            (self.host.matmul if fresh else self.host.matmul_add)(dg.T, x, self.ih)
+        total = None
         if self.bias_ih is not None:
+            total = dg.sum(0)
             self.bias_ih += total
-        if self.bias_hh is not None:
-            self.bias_hh += total if dh is dg and total is not None else dh.sum(0)
+        for matmul, (d, operand) in zip(self.matmuls, pairs, strict=True):
+            matmul.add(d, operand, total if d is dg else None, fresh)
 
     def result(self) -> Weights:
         h, params = self.plan.hidden_size, self.plan.cell.params
-        for matrix in (self.ih, self.hh) if self.fresh else ():
-            if matrix is not None:  # a sequence of no steps
-                matrix[:] = 0
         total = None if self.params is None else self.params.sum(0)
+        found: dict[str, Array | None] = {}
+        for matmul in self.matmuls:
+            found[matmul.linear.name] = matmul.weight
+            found[f"{matmul.linear.name}_bias"] = matmul.bias
         return Weights(
             ih=self.ih,
-            hh=self._all_gates(self.hh),
+            hh=found.pop(RECURRENT, None),
             bias_ih=self.bias_ih,
-            bias_hh=self._all_gates(self.bias_hh),
+            bias_hh=found.pop(f"{RECURRENT}_bias", None),
             params=[total[i * h : (i + 1) * h] for i in range(len(params))],  # type: ignore[index]
             initial=self.states,
             reset=self.resets,
             static=self.static,
+            linears=found,
         )
 
-    def _all_gates(self, used: Array | None) -> Array | None:
-        """Weights have rows for every declared gate;
-        a gate that the cell does not use has gradient 0.
-        """
-        if used is None or not self.missing:
-            return used
-        h, gates = self.plan.hidden_size, self.plan.cell.gates
-        full = self.host.zeros((len(gates) * h, *used.shape[1:]))
-        present = [i for i, gate in enumerate(gates) if (i, gate) not in self.missing]
-        for source, target in enumerate(present):
-            full[target * h : (target + 1) * h] = used[source * h : (source + 1) * h]
-        return full
+
+class _MatmulSum:
+    """The gradients of a matmul's weight and bias.
+
+    Both have rows for every declared output; one that the cell does not use has gradient 0.
+    """
+
+    def __init__(
+        self, host: Host, plan: Plan, linear: Linear, weight: Array, bias: Array | None, steps: int
+    ) -> None:
+        self.host, self.linear = host, linear
+        self.whole = linear.heads == 1 and linear.outputs == linear.declared
+        self.weight = (host.empty if self.whole and steps else host.zeros)(tuple(weight.shape))
+        self.bias = None if bias is None else host.zeros(tuple(bias.shape))
+        self.size = plan.sizes[linear.out_size]
+
+    def add(self, d: Array, operand: Array, total: Array | None, fresh: bool) -> None:
+        """Adds a chunk; ``total`` is the sum of the rows of ``d``, where that is known."""
+        l, size = self.linear, self.size
+        if self.bias is not None and total is None:
+            total = d.sum(0)
+        if self.whole:
+            (self.host.matmul if fresh else self.host.matmul_add)(d.T, operand, self.weight)
+            if self.bias is not None:
+                self.bias += total
+            return
+        out, into = size // l.heads, operand.shape[1] // l.heads
+        blocks = self.weight.reshape(l.heads, len(l.declared) * out, into)
+        for n, output in enumerate(l.outputs):
+            k = l.declared.index(output)
+            if self.bias is not None:
+                self.bias[k * size : (k + 1) * size] += total[n * size : (n + 1) * size]  # type: ignore[index]
+            for head in range(l.heads):
+                column = n * size + head * out
+                block = blocks[head, k * out : (k + 1) * out]
+                part = operand[:, head * into : (head + 1) * into]
+                self.host.matmul_add(d[:, column : column + out].T, part, block)
 
 
 def _reset_values(host: Host, plan: Plan, w: Weights) -> list[Array]:
@@ -640,7 +754,7 @@ def _reset_values(host: Host, plan: Plan, w: Weights) -> list[Array]:
         return list(w.reset)
     values = []
     for state in plan.cell.states:
-        value = host.empty((plan.hidden_size,))
+        value = host.empty((plan.sizes[state.size],))
         value[:] = state.initial
         values.append(value)
     return values

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from anycell.lang.cell import RECURRENT, Cell
+from anycell.lang.cell import RECURRENT, Cell, Linear
 from anycell.lang.expr import Expr, topological
 from anycell.lang.grad import Gradients, backward, upstream
 from anycell.lang.ops import is_boolean, is_reduction
@@ -20,6 +21,7 @@ from anycell.lang.ops import is_boolean, is_reduction
 # Known without saving: constants, learned values, counter-based masks, and the state sequences,
 # which the layer keeps anyway (the hidden states are its output).
 FREE = frozenset({"const", "hyper", "param", "static", "keep", "state"})
+MATMULS = frozenset({"linear", "preact", "linear_t"})
 DTYPES = ("float32", "float64")
 
 
@@ -28,7 +30,8 @@ class Plan:
     """How a cell of one hidden size and dtype runs.
 
     Attributes:
-        saved: forward values that the backward pass reads from memory, ``H`` numbers per step and
+        sizes: what the size symbols of the cell stand for.
+        saved: forward values that the backward pass reads from memory, a number per unit, step and
             row each.
         saved_rows: those of one number per step and row (results of row reductions).
         states: states whose whole sequence is kept in training.
@@ -38,6 +41,7 @@ class Plan:
 
     cell: Cell
     hidden_size: int
+    sizes: Mapping[str, int]
     dtype: str
     gradients: Gradients
     saved: tuple[Expr, ...]
@@ -47,7 +51,7 @@ class Plan:
     engine: str
     reason: str
 
-    @property
+    @functools.cached_property
     def itemsize(self) -> int:
         return {"float32": 4, "float64": 8}[self.dtype]
 
@@ -56,18 +60,26 @@ class Plan:
         """Bytes kept per step and batch row in training,
         the hidden states (the output) included.
         """
-        wide = len(self.saved) + len(self.states)
-        return (wide * self.hidden_size + len(self.saved_rows)) * self.itemsize
+        states = sum(self.sizes[s.size] for s in self.cell.states if s.name in self.states)
+        saved = sum(map(self.width, self.saved))
+        return (saved + states + len(self.saved_rows)) * self.itemsize
 
-    @property
-    def split_gradient(self) -> bool:
-        """Whether the matmul's gradient differs from the input projection's,
-        and so needs memory of its own.
-        """
-        return any(g not in self.cell.fused for g in self.cell.gates)
+    def width(self, node: Expr) -> int:
+        """Units of a forward value."""
+        return self.sizes[self.cell.sizes.get(node, "H")]
+
+    def shares_gradient(self, linear: Linear) -> bool:
+        """Whether a matmul's gradient is the input projection's, and needs no memory of its own."""
+        return linear.name == RECURRENT and all(g in self.cell.fused for g in self.cell.gates)
 
 
-def plan(cell: Cell, hidden_size: int, dtype: str = "float32", engine: str | None = None) -> Plan:
+def plan(
+    cell: Cell,
+    hidden_size: int,
+    dtype: str = "float32",
+    engine: str | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> Plan:
     """The plan for ``cell``.
 
     Args:
@@ -75,6 +87,7 @@ def plan(cell: Cell, hidden_size: int, dtype: str = "float32", engine: str | Non
         hidden_size: H.
         dtype: "float32" or "float64".
         engine: force "cpu" or "reference"; None chooses.
+        sizes: what the other size symbols of the cell stand for.
 
     Raises:
         ValueError: for an unknown dtype or engine, or a forced engine that cannot run the cell.
@@ -83,34 +96,43 @@ def plan(cell: Cell, hidden_size: int, dtype: str = "float32", engine: str | Non
         raise ValueError(f"dtype={dtype!r}; expected one of {', '.join(DTYPES)}.")
     if engine not in (None, "cpu", "reference"):
         raise ValueError(f"engine={engine!r}; expected 'cpu', 'reference' or None.")
-    return _plan(cell, cell.key, hidden_size, dtype, engine)
+    known = {**(sizes or {}), "H": hidden_size}
+    return _plan(cell, cell.key, hidden_size, dtype, engine, tuple(sorted(known.items())))
 
 
 # Cells compare by their graph, hyperparameters included; plans outlive no cell that is still in
 # use.
 @functools.lru_cache(maxsize=512)
-def _plan(cell: Cell, key: str, hidden_size: int, dtype: str, engine: str | None) -> Plan:
-    gradients = backward(cell)
+def _plan(
+    cell: Cell,
+    key: str,
+    hidden_size: int,
+    dtype: str,
+    engine: str | None,
+    known: tuple[tuple[str, int], ...],
+) -> Plan:
+    gradients, sizes = backward(cell), dict(known)
     cut, recomputed = _least_memory(cell, gradients)
     needed = set(cut) | set(recomputed)
     kept = [
         state.name
         for i, (state, new) in enumerate(zip(cell.states, cell.next, strict=True))
-        if i == 0 or _reads(gradients, state.name, new, needed)
+        if i == 0 or _reads(cell, gradients, state.name, new, needed)
     ]
-    refusal = _refusal(cell, hidden_size)
+    refusal = _refusal(cell, sizes)
     if engine == "cpu" and refusal:
         raise ValueError(f"engine='cpu' cannot run cell {cell.name}: {refusal}.")
+    refusal = refusal or (None if engine else _not_handed(cell))
     chosen = engine or ("reference" if refusal else "cpu")
     reason = (
         "asked for"
         if engine
-        else refusal
-        or f"one matmul a step on state {cell.state_names[0]!r}, all sizes H: fused kernel"
+        else refusal or f"fused kernel, {_count(len(cell.linears), 'matmul')} a step"
     )
     return Plan(
         cell=cell,
         hidden_size=hidden_size,
+        sizes=sizes,
         dtype=dtype,
         gradients=gradients,
         saved=tuple(node for node in cut if not is_narrow(node)),
@@ -132,40 +154,74 @@ def is_narrow(node: Expr) -> bool:
         return True
     return (
         node.op not in FREE
+        and node.op not in MATMULS
         and bool(node.args)
-        and node.op != "linear"
         and all(map(is_narrow, node.args))
     )
 
 
-def gradient_roots(gradients: Gradients) -> list[Expr]:
+def gradient_roots(cell: Cell, gradients: Gradients) -> list[Expr]:
     """Every expression that the backward pass computes."""
     roots = [*gradients.x.values(), *gradients.state.values(), *gradients.param.values()]
     roots += [g for outputs in gradients.linear.values() for g in outputs.values()]
-    return roots + ([gradients.static] if gradients.static is not None else [])
+    roots += [] if gradients.static is None else [gradients.static]
+    # The gradient of a weight needs what the weight was multiplied with.
+    return roots + [l.operand for l in cell.linears if l.operand.op != "state"]
 
 
-def _reads(gradients: Gradients, state: str, new: Expr, forward_needed: set[Expr]) -> bool:
-    """Whether the backward pass reads the old or the new value of a state."""
-    old = Expr("state", (), (state,))
-    reached = set(topological(gradient_roots(gradients)))
-    return old in reached or (new in reached and new.op not in FREE)
+def size_of(cell: Cell, node: Expr) -> str | None:
+    """The size symbol of a node of a cell or of its gradients; None for a number."""
+    stack = [node]
+    while stack:  # element by element, and so of the size of any argument
+        top = stack.pop()
+        if top in cell.sizes:
+            return cell.sizes[top]
+        if top.op == "grad":
+            return next(s.size for s in cell.states if s.name == top.attrs[0])
+        if top.op == "linear_t":
+            return next(l.in_size for l in cell.linears if l.name == top.attrs[0])
+        stack += top.args
+    return None
 
 
-def _refusal(cell: Cell, hidden_size: int) -> str | None:
-    """Why the fused CPU kernel does not carry this cell, or None if it does."""
+def _not_handed(cell: Cell) -> str | None:
+    """Why layers do not take the fused kernel by themselves, though it carries the cell."""
     others = [l.name for l in cell.linears if l.name != RECURRENT]
     if others:
         named = ", ".join(others)
-        return f"further matmuls inside a step ({named}) run on the reference engine as yet"
+        return f"layers hand no weights of further matmuls ({named}) to the fused kernel as yet"
     sized = [f"{s.name}:{s.size}" for s in cell.states if s.size != "H"]
-    if sized:
-        return (
-            f"states of another size than H ({', '.join(sized)}) run on the reference engine as yet"
-        )
+    return f"layers take states of size H alone, not {', '.join(sized)}, as yet" if sized else None
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
+
+
+def _reads(
+    cell: Cell, gradients: Gradients, state: str, new: Expr, forward_needed: set[Expr]
+) -> bool:
+    """Whether the backward pass reads the old or the new value of a state."""
+    old = Expr("state", (), (state,))
+    if any(l.operand is old for l in cell.linears):
+        return True
+    reached = set(topological(gradient_roots(cell, gradients)))
+    return old in reached or (new in reached and new.op not in FREE)
+
+
+def _refusal(cell: Cell, sizes: Mapping[str, int]) -> str | None:
+    """Why the fused CPU kernel does not carry this cell, or None if it does."""
+    unknown = {symbol for symbol in cell.sizes.values() if symbol not in sizes}
+    if unknown:
+        return f"nothing tells the size {min(unknown)} of this cell"
+    for l in cell.linears:
+        for symbol in (l.in_size, l.out_size):
+            if sizes[symbol] % l.heads:
+                return f"heads={l.heads} does not divide the size {sizes[symbol]}"
     for node in topological(cell.next):
-        if is_reduction(node) and hidden_size % node.attrs[0]:
-            return f"groups={node.attrs[0]} does not divide the hidden size {hidden_size}"
+        if is_reduction(node) and sizes[cell.sizes.get(node, "H")] % node.attrs[0]:
+            size = sizes[cell.sizes.get(node, "H")]
+            return f"groups={node.attrs[0]} does not divide the size {size}"
     return None
 
 
@@ -184,9 +240,10 @@ def _least_memory(cell: Cell, gradients: Gradients) -> tuple[list[Expr], list[Ex
     inside = set(forward)
     sequences = {node for node in cell.next if node.op not in FREE}
     free = {node for node in forward if node.op in FREE} | sequences
-    everything = topological(gradient_roots(gradients))
+    roots = gradient_roots(cell, gradients)
+    everything = topological(roots)
     read = {arg for node in everything if node not in inside for arg in node.args if arg in inside}
-    read |= {root for root in gradient_roots(gradients) if root in inside}
+    read |= {root for root in roots if root in inside}
     read -= free
 
     # A value is worth considering only if it hangs on something that must be saved.
@@ -287,27 +344,23 @@ HEAVY = frozenset(
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Passes:
-    """A row reduction needs all units of a row,
-    so a step is one pass over the units per level of reductions.
+class Pass(NamedTuple):
+    """One pass over the units of a row.
 
     Attributes:
-        reductions: per pass the reductions that it completes; the last pass has none and computes
-            the results.
-        stores: per pass the values that it keeps for a later pass.
+        matmuls: those that must be complete before it, by name: a new stage, which begins when all
+            rows at hand have gone through the passes before; the last of these computes operands.
+        reductions: those it completes; a row reduction needs all units of a row.
+        stores: the values it keeps for a later pass.
     """
 
-    reductions: tuple[tuple[Expr, ...], ...]
-    stores: tuple[tuple[Expr, ...], ...]
-
-    @property
-    def spills(self) -> tuple[Expr, ...]:
-        return tuple(node for stored in self.stores for node in stored)
+    matmuls: tuple[str, ...]
+    reductions: tuple[Expr, ...]
+    stores: tuple[Expr, ...]
 
 
-def passes(roots: Iterable[Expr], loaded: frozenset[Expr] = frozenset()) -> Passes:
-    """Splits the computation of ``roots`` into passes.
+def passes(roots: Iterable[Expr], loaded: frozenset[Expr] = frozenset()) -> tuple[Pass, ...]:
+    """Splits the computation of ``roots`` into passes; the last one computes the roots.
 
     ``loaded`` values come from memory, whatever they are.
     """
@@ -315,57 +368,64 @@ def passes(roots: Iterable[Expr], loaded: frozenset[Expr] = frozenset()) -> Pass
     level: dict[Expr, int] = {}
     order = _until(roots, loaded)
     for node in order:
-        below = 0 if node in loaded else max((level[a] for a in node.args if a in level), default=0)
-        level[node] = below + (is_reduction(node) and node not in loaded)
+        below = max((level[a] for a in node.args if a in level), default=0)
+        waits = is_reduction(node) or _is_staged(node)
+        level[node] = 0 if node in loaded else below + waits
     depth = max(level.values(), default=0)
-    reductions = tuple(
-        tuple(n for n in order if is_reduction(n) and n not in loaded and level[n] == p + 1)
-        for p in range(depth)
-    )
+    later = [n for n in order if n not in loaded]
+    matmuls: list[dict[str, None]] = [{} for _ in range(depth + 1)]
+    operands: list[dict[Expr, None]] = [{} for _ in range(depth + 1)]
+    for node in filter(_is_staged, later):
+        matmuls[level[node]][node.attrs[0]] = None
+        operands[level[node] - 1] |= dict.fromkeys(node.args)
+    reductions = [
+        tuple(n for n in later if is_reduction(n) and level[n] == p + 1) for p in range(depth + 1)
+    ]
     computed_in: dict[Expr, int] = {}
     stores: list[dict[Expr, None]] = [{} for _ in range(depth + 1)]
     kept: set[Expr] = set()
-    for number in range(depth + 1):
-        stack = list(roots) if number == depth else [n.args[0] for n in reductions[number]]
+    for p in range(depth + 1):
+        stack = [*operands[p], *(n.args[0] for n in reductions[p]), *(roots if p == depth else ())]
         seen: set[Expr] = set()
         while stack:
             node = stack.pop()
-            if (
-                node in seen
-                or node in loaded
-                or is_reduction(node)
-                or node.op in ("linear", "preact")
-            ):
+            if node in seen or node in loaded or is_reduction(node) or node.op in MATMULS:
                 continue
             seen.add(node)
-            first = computed_in.setdefault(node, number)
+            first = computed_in.setdefault(node, p)
             plain = is_narrow(node) or is_boolean(node)  # memory holds units, and numbers
-            if first < number and not plain and not _light(node, loaded, kept):
+            if first < p and not plain and not _light(node, loaded, kept):
                 stores[first][node] = None
                 kept.add(node)
-            if node not in kept or first == number:
+            if node not in kept or first == p:
                 stack.extend(node.args)
-    return Passes((*reductions, ()), tuple(tuple(s) for s in stores))
+    found = zip(matmuls, reductions, stores, strict=True)
+    return tuple(Pass(tuple(m), r, tuple(s)) for m, r, s in found)
+
+
+def _is_staged(node: Expr) -> bool:
+    """Whether a value is the result of a matmul inside the step, not of one that begins it."""
+    if node.op == "linear_t":
+        return True
+    return node.op in MATMULS and node.args[0].op != "state"
 
 
 def _light(node: Expr, loaded: frozenset[Expr], kept: set[Expr]) -> bool:
     """Whether the value costs little more than loads, given what is in memory."""
-    if node in loaded or node in kept or is_narrow(node) or node.op in ("linear", "preact"):
+    if node in loaded or node in kept or is_narrow(node) or node.op in MATMULS:
         return True
     return node.op not in HEAVY and all(_light(arg, loaded, kept) for arg in node.args)
 
 
 def _until(roots: Iterable[Expr], stop: frozenset[Expr]) -> list[Expr]:
-    """Topological order that does not look beneath ``stop``,
-    nor beneath the operands of matmuls.
-    """
+    """Topological order that looks beneath neither ``stop`` nor operands that are states."""
     order: dict[Expr, None] = {}
     stack = [(root, False) for root in roots]
     while stack:
         node, done = stack.pop()
         if node in order:
             continue
-        if done or node in stop or node.op in ("linear", "preact"):
+        if done or node in stop or (node.op in MATMULS and not _is_staged(node)):
             order[node] = None
         else:
             stack.append((node, True))
@@ -376,11 +436,12 @@ def _until(roots: Iterable[Expr], stop: frozenset[Expr]) -> list[Expr]:
 __all__ = [
     "DTYPES",
     "FREE",
-    "Passes",
+    "Pass",
     "Plan",
     "gradient_roots",
     "is_narrow",
     "passes",
     "plan",
+    "size_of",
     "upstream",
 ]

@@ -118,7 +118,7 @@ def recurrence(
             f"(its matmuls: {named}); expected None. Draw the mask in the cell, with keep()."
         )
     _check("recurrent_mask", recurrent_mask, dtype, (rows, into), (gates, rows, into))
-    chosen = plan(cell, hidden, dtype.name, engine)
+    chosen = plan(cell, hidden, dtype.name, engine, size)
 
     call = reference.Recurrence(
         cell,
@@ -154,6 +154,7 @@ def _fused(plan: Plan, call: reference.Recurrence) -> tuple[Array, tuple[Array, 
         initial=[_dense(value) for value in call.initial(call.state)],
         reset=[_dense(value) for value in call.initial(call.reset_state)],
         static=_dense(call.static),
+        linears={name: _strided(weight) for name, weight in call.weights.items()},
         reverse=call.reverse,
     )
     options = layer.Options(

@@ -7,6 +7,7 @@ range of the result is found by trying, so that a new row of the table needs not
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import numpy as np
 from anycell import Cell, cell, clip, keep, layer_norm, sigmoid, tanh, where
 from anycell.lang.cell import Gates
 from anycell.lang.expr import CONDITIONS, Expr, apply, listing
-from anycell.lang.ops import TABLE
+from anycell.lang.ops import TABLE, is_reduction
 from anycell.namespaces import namespace
 
 Interval = tuple[float, float]
@@ -77,6 +78,19 @@ def source(random: Cell) -> str:
     return "\n".join([f"{random} of {random.gates}:", *listing(named)])
 
 
+@functools.cache
+def level(node: Expr, groups: int) -> bool:
+    """Whether the units of each of so many groups have one value in common.
+
+    A norm of them is 0, and its derivative nothing but rounding.
+    """
+    if is_reduction(node):
+        return groups % node.attrs[0] == 0
+    if node.op in ("const", "hyper"):
+        return True
+    return bool(node.args) and node.op != "keep" and all(level(a, groups) for a in node.args)
+
+
 class Garden:
     """The values of a cell that grows."""
 
@@ -85,6 +99,7 @@ class Garden:
         self.groups = [k for k in (1, 2, 3) if hidden % k == 0]
         self.values = [Value(rate, (0.0, 1.0)), Value(bound, (0.5, 2.0))]
         self.picked: set[int] = set()
+        self.norms: set[Expr] = set()
         self.turns: list[Callable[[], None]] = [
             *[self.row] * 8, self.branch, self.bounds, self.norm, self.mask,
         ]  # fmt: skip
@@ -133,6 +148,8 @@ class Garden:
         name = ROWS[self.rng.integers(len(ROWS))]
         op = TABLE[name]
         args = [self.fit(self.pick(), domain) for domain in op.domain]
+        if op.reduction and args[0].node in self.norms:
+            return  # the mean of normed values is 0, and its derivative nothing but rounding
         attrs = (int(self.rng.choice(self.groups)),) if op.reduction else ()
         samples = [self.rng.uniform(*arg.range, (100, self.hidden)) for arg in args]
         found = op.meaning(namespace(samples[0]), *samples, *attrs)
@@ -154,7 +171,11 @@ class Garden:
     def norm(self) -> None:
         groups = int(self.rng.choice(self.groups))
         # A row of equal values is divided by the root of eps: not too little, for float32's sake.
-        self.values.append(Value(layer_norm(self.pick().node, 0.1, groups), (-3.0, 3.0)))
+        value = self.pick().node
+        if not level(value, groups):
+            normed = layer_norm(value, 0.1, groups)
+            self.norms.add(normed)
+            self.values.append(Value(normed, (-3.0, 3.0)))
 
     def mask(self) -> None:
         per = "step" if self.rng.random() < 0.7 else "sequence"

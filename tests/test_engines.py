@@ -288,7 +288,8 @@ def test_chunks_of_time(
         problem["gates_x"][:] = np.nan_to_num(problem["gates_x"])
         right = by_cpu(problem)
         for steps in (1, 2, 3, 7):
-            monkeypatch.setattr(layers._Run, "_chunk", lambda run, steps=steps: steps)
+            monkeypatch.setattr(layers, "_chunk", lambda *_, steps=steps: steps)
+            layers._form.cache_clear()
             solution = by_cpu(problem, projected=True)
             d_ih = solution.pop("d weights ih")
             same = [name for name in solution if not name.startswith("d weights")]
@@ -297,6 +298,28 @@ def test_chunks_of_time(
             rows = problem["gates_x"].reshape(-1, problem["gates_x"].shape[2])
             expected = right["d gates_x"].reshape(rows.shape).T @ rows
             np.testing.assert_allclose(d_ih, expected, rtol=0, atol=1e-4 * abs(expected).max())
+
+
+SEVERAL = [
+    cells.LSTMP,
+    cells.GRU(reset_after=False),
+    cells.MultiplicativeLSTM,
+    cells.GRUD,
+    cells.VariationalLSTM,
+    cells.sLSTM(heads=3),
+]
+
+
+@pytest.mark.parametrize("cell", SEVERAL, ids=repr)
+def test_several_matmuls_in_a_step(cell: Cell, rng: np.random.Generator) -> None:
+    """Matmuls inside the step, states of another size, heads; rows beyond one panel."""
+    draws = {"training": True, "seed": 3} if cell.keeps else {}
+    for shape in ((1, 2, 33), (5, 3, 33), (4, 53, 21)):
+        for situation in ({}, {"masked": True, "resets": True, "reverse": True}):
+            problem = random_problem(cell, shape, rng, **situation, **draws)
+            alone = by_cpu(problem)
+            assert_right(alone, problem)
+            assert_same(by_cpu(problem, threads=2), alone)
 
 
 # -- what belongs to the caller ------------------------------------------------------------------

@@ -134,7 +134,7 @@ def test_a_cell_that_the_fused_engine_refuses() -> None:
     page = anycell.explain(Odd, llvm=True, assembly=True)
     assert page.plan.engine == "reference"
     assert page.llvm is None and page.assembly is None
-    assert "further matmuls inside a step (hr)" in section(page, "engine: reference")[0]
+    assert "nothing tells the size P" in section(page, "engine: reference")[0]
     assert "none: the reference engine" in section(page, "llvm")[0]
     back = section(page, "backward, one step")
     assert any("@ W_hr" in line for line in back)

@@ -183,7 +183,8 @@ class Layout:
         except (TypeError, ValueError, RuntimeError):
             hint = "Pass a list of int, or a tensor."
             raise TypeError(f"lengths: given {describe(lengths)}; {wanted}. {hint}") from None
-        if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+        inexact = given.is_floating_point() or given.is_complex() or given.dtype == torch.bool
+        if inexact and given.numel():  # of no rows, [] is a list of integers too
             hint = "Cast them: lengths.long()."
             raise TypeError(f"lengths: given {describe(given)}; {wanted}. {hint}")
         if given.shape != shape:

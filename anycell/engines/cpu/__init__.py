@@ -6,6 +6,7 @@ It takes addresses, shapes and strides, never a framework's arrays.
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,28 +24,36 @@ def compiled(plan: Plan, backward: bool = False) -> Kernel:
     return _kernel.compiled(plan, backward)
 
 
-class Arguments:
+class Table:
     """The argument table of one kernel call: 64-bit integers and addresses by name, 0 until set."""
 
-    __slots__ = ("address", "barrier", "index", "table")
+    __slots__ = ("address", "entries", "index")
 
-    def __init__(self, kernel: Kernel) -> None:
-        self.index = kernel.index
+    def __init__(self, index: dict[str, int], entries: array[int] | None = None) -> None:
+        self.index = index
         # Behind the entries, on a cache line of its own, the counter of the threads' barrier.
-        self.table = np.zeros(len(self.index) + 2 * LINE // 8, np.int64)
-        self.address = self.table.__array_interface__["data"][0]
-        self.barrier = self.address + (len(self.index) + LINE // 8) * 8
+        self.entries = entries or array("q", bytes(8 * (len(index) + 2 * LINE // 8)))
+        self.address, _ = self.entries.buffer_info()
+        self.set(barrier=self.address + 8 * self._barrier)
+
+    @property
+    def _barrier(self) -> int:
+        return len(self.index) + LINE // 8
+
+    def copy(self) -> Table:
+        """A table of its own with the same entries."""
+        return Table(self.index, self.entries[:])
 
     def set(self, **values: int) -> None:
         """Sets entries; each must exist in this kernel."""
-        table, index = self.table, self.index
+        entries, index = self.entries, self.index
         for name, value in values.items():
-            table[index[name]] = value
+            entries[index[name]] = value
 
     def start(self, steps: int) -> None:
         """Makes the table ready for a call over so many steps."""
-        self.table[len(self.index) + LINE // 8] = 0
-        self.table[self.index["steps"]] = steps
+        self.entries[self._barrier] = 0
+        self.set(steps=steps)
 
 
 _NOTHING = np.empty(0, np.uint8)
@@ -85,6 +94,7 @@ scratch = Scratch()
 
 def pack(
     kernel: Kernel,
+    number: int,
     packed: int,
     source: int,
     strides: tuple[int, ...],
@@ -92,20 +102,21 @@ def pack(
     bias_h: int,
     threads: int,
 ) -> None:
-    """Packs a recurrent weight ``[G*H, H]`` and its biases for ``kernel``.
+    """Packs the weight of a matmul, and its biases, for ``kernel``.
 
     Args:
-        packed: address of ``kernel.packed_elements`` numbers, on a cache line.
-        source, strides: the weight, strides in elements; one of them must be 1.
-        bias_x, bias_h: addresses of ``[G*H]``, 0 where absent.
+        number: which matmul of the cell.
+        packed: address of ``kernel.packed_elements[number]`` numbers, on a cache line.
+        source, strides: the weight ``[out, in]`` or ``[heads, out/heads, in/heads]``, strides in
+            elements; one of the last two must be 1.
+        bias_x, bias_h: addresses of ``[out]``, 0 where absent.
         threads: at most so many.
     """
-    if not kernel.pack:
-        return
-    table = np.array([source, *strides, bias_x, bias_h, packed], np.int64)
+    heads, rows, columns = (0, *strides)[-3:]
+    table = array("q", [source, heads, rows, columns, bias_x, bias_h, packed])
     # Below that a second thread takes longer to wake than to help.
-    parts = threads if kernel.packed_elements > 1 << 16 else 1
-    pool.parallel(kernel.pack, table.__array_interface__["data"][0], parts)
+    parts = threads if kernel.packed_elements[number] > 1 << 16 else 1
+    pool.parallel(kernel.pack[number], table.buffer_info()[0], parts)
 
 
 def hyperparameters(plan: Plan) -> np.ndarray:
@@ -113,16 +124,16 @@ def hyperparameters(plan: Plan) -> np.ndarray:
     return np.array(list(plan.cell.hyper.values()) or [0.0], plan.dtype)
 
 
-def run(kernel: Kernel, calls: Sequence[Arguments], threads: int) -> None:
+def run(kernel: Kernel, calls: Sequence[Table], threads: int) -> None:
     """Runs one call per direction, all of the same kernel, on up to ``threads`` threads."""
-    header = np.array([len(calls), *(call.address for call in calls)], np.int64)
-    pool.parallel(kernel.run, header.__array_interface__["data"][0], threads)
+    header = array("q", [len(calls), *[call.address for call in calls]])
+    pool.parallel(kernel.run, header.buffer_info()[0], threads)
 
 
 __all__ = [
     "LINE",
-    "Arguments",
     "Kernel",
+    "Table",
     "compiled",
     "hyperparameters",
     "memory",

@@ -7,9 +7,12 @@ followed by element-wise work on it:
     backward    acc = d_gates[t+1] @ W'     then its derivative: d_gates[t], gradients of the states
 
 Weights are packed per *tile*, a few vectors of units with all gates side by side, so that a
-register block of rows times one tile is the inner loop. Where the cell has row reductions, all
-tiles of a panel of rows are multiplied first and the cell's work becomes several passes over each
-row (`plan.passes`).
+register block of rows times one tile is the inner loop.
+
+Most cells are that simple, and the work on a span of units follows its tiles at once. Where a cell
+has row reductions or further matmuls, a panel of rows goes through the step together: its matmuls,
+then several passes over the units of each row (`plan.passes`). A matmul inside the step begins a
+new *stage*: all rows of the panel have gone through the passes before it.
 
 Threads split the rows of the batch, or the units with a barrier each step. Every row is computed by
 the same operations in the same order whatever the split, so the bits do not depend on it.
@@ -27,16 +30,21 @@ from dataclasses import dataclass
 from anycell.engines.cpu import isa, jit, ops
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant
 from anycell.engines.cpu.sources import fingerprint
-from anycell.lang.cell import RECURRENT, Cell
+from anycell.lang.cell import RECURRENT, Cell, Linear
 from anycell.lang.expr import Expr, is_const, topological
 from anycell.lang.grad import Gradients
 from anycell.lang.ops import is_reduction
-from anycell.plan import FREE, Plan, gradient_roots, is_narrow, passes
+from anycell.plan import FREE, MATMULS, Plan, gradient_roots, is_narrow, passes, size_of
 
 REALS = {"float32": "float", "float64": "double"}
 PANEL = 48  # rows whose matmul results are kept before the cell's work on them
 AHEAD = 8  # rows between a load and the prefetch for a later one
 SPINS = 4000  # turns at a barrier before a thread offers its core, some 100 us
+# Entries of the argument table that are numbers, as are all strides; the others are addresses.
+INTEGERS = frozenset(
+    "steps batch row_group time time_step units_split workspace_stride training seed stream "
+    "repeat".split()
+)
 L1_WEIGHTS = 32 << 10  # bytes of a block of packed weights that stays in the first-level cache
 
 
@@ -50,7 +58,7 @@ class Geometry:
     where one would wait for itself, and over whole ``span``s of tiles.
     """
 
-    units: int  # H
+    units: int
     inner: int  # length of the sum
     outputs: int
     lanes: int
@@ -98,17 +106,15 @@ class Geometry:
     def spans(self) -> int:
         return -(-self.vectors // self.span)
 
-    @property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Per register block the places of its columns, in vectors,
-        among the results of a row of a span.
+    def groups(self, stride: int) -> tuple[tuple[int, ...], ...]:
+        """Per register block the places of its columns, in vectors, among the results of a row.
 
         Columns of a tile are ordered by output, then by vector of units, as equal in number as can
-        be.
+        be; results of one output lie ``stride`` vectors from those of the next.
         """
         widest = 4 if self.registers == 32 else 3 if self.columns == 3 else 2
         count = -(-self.columns // widest) or 1
-        places = [n * self.span + v for n in range(self.outputs) for v in range(self.unroll)]
+        places = [n * stride + v for n in range(self.outputs) for v in range(self.unroll)]
         bounds = [i * self.columns // count for i in range(count + 1)]
         return tuple(tuple(places[a:b]) for a, b in itertools.pairwise(bounds))
 
@@ -136,16 +142,64 @@ class Geometry:
         return -(-self.inner // blocks)
 
 
-def geometry(plan: Plan, backward: bool, target: Target) -> Geometry:
-    """The cut of the recurrent matmul, forward or transposed."""
-    outputs = len(plan.cell.linears[0].outputs) if plan.cell.linears else 0
-    real = REALS[plan.dtype]
-    inner, results = (
-        (plan.hidden_size * outputs, min(outputs, 1)) if backward else (plan.hidden_size, outputs)
-    )
-    return Geometry(
-        plan.hidden_size, inner if outputs else 0, results, target.lanes(real), target.registers
-    )
+@dataclass(frozen=True)
+class Matmul:
+    """One matmul of a step, or in the backward pass its transpose.
+
+    Attributes:
+        linear, number: of the cell, and which of its matmuls.
+        geometry: of one head.
+        state: forward the state that is its operand, backward the one whose gradient its result
+            adds to; None for a matmul inside the step.
+        units, inner: of all heads together.
+    """
+
+    linear: Linear
+    number: int
+    geometry: Geometry
+    state: int | None
+    units: int
+    inner: int
+    backward: bool
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("",) if self.backward else self.linear.outputs
+
+    @property
+    def segments(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Parts of the sum: from where to where in the packed weights, where in the operand, and
+        how much further there for each head.
+        """
+        g, heads, outputs = self.geometry, self.linear.heads, len(self.linear.outputs)
+        if not self.backward or heads == 1:
+            return ((0, g.inner, 0, g.inner),)
+        each, all_heads = g.inner // outputs, self.inner // outputs
+        return tuple((n * each, (n + 1) * each, n * all_heads, each) for n in range(outputs))
+
+    @property
+    def tiles(self) -> int:
+        return self.geometry.tiles * self.linear.heads
+
+    @property
+    def packed_elements(self) -> int:
+        return self.tiles * self.geometry.tile_elements
+
+
+def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
+    """The matmuls of a step, in the order of the cell."""
+    lanes, found = target.lanes(REALS[plan.dtype]), []
+    for number, l in enumerate(plan.cell.linears):
+        units, inner, outputs = plan.sizes[l.out_size], plan.sizes[l.in_size], len(l.outputs)
+        if backward:
+            units, inner, outputs = inner, units * outputs, 1
+        head = units // l.heads, inner // l.heads
+        g = Geometry(*head, outputs, lanes, target.registers)
+        state = None
+        if l.operand.op == "state":
+            state = plan.cell.state_names.index(l.operand.attrs[0])
+        found.append(Matmul(l, number, g, state, units, inner, backward))
+    return tuple(found)
 
 
 def arguments(plan: Plan, backward: bool) -> tuple[str, ...]:
@@ -155,66 +209,34 @@ def arguments(plan: Plan, backward: bool) -> tuple[str, ...]:
     ``*_t`` and ``*_b`` are strides in elements per step and per batch row; those per step are
     negative where time runs backwards. Optional addresses are 0 where absent.
     """
-    names = [
-        "steps",
-        "batch",
-        "row_group",
-        "time",
-        "time_step",
-        "units_split",
-        "barrier",
-        "yield_to",
-        "workspace",
-        "workspace_stride",
-    ]
-    names += [
-        "weights",
-        "hyper",
-        "training",
-        "seed",
-        "stream",
-        "mask",
-        "mask_t",
-        "resets",
-        "resets_t",
-        "repeat",
-    ]
-    for i in range(len(plan.cell.states)):
+    names = (
+        "steps batch row_group time time_step units_split barrier yield_to workspace "
+        "workspace_stride hyper training seed stream mask mask_t resets resets_t repeat"
+    ).split()
+    cell = plan.cell
+    names += [f"weights{k}" for k in range(len(cell.linears))]
+    for i in range(len(cell.states)):
         # The state before each step. `flip`: only two slots, which take turns. `next`: from there
         # to the state after.
         names += [f"state{i}", f"state{i}_t", f"state{i}_b", f"reset{i}", f"reset{i}_b"]
         names.append(f"state{i}_next" if backward else f"state{i}_flip")
-    names += [f"param{i}" for i in range(len(plan.cell.params))]
-    names += ["static", "bias_x", "saved", "saved_t", "saved_b"]
+    names += [f"param{i}" for i in range(len(cell.params))]
+    arrays = ["saved"]
     if backward:
-        names += [
-            "dy",
-            "dy_t",
-            "dy_b",
-            "dx",
-            "dx_t",
-            "dx_b",
-            "dr",
-            "dr_t",
-            "dr_b",
-            "operand",
-            "operand_t",
-            "operand_b",
-        ]
-        names += [f"dstate{i}" for i in range(len(plan.cell.states))]
-        names += [f"dreset{i}" for i in range(len(plan.cell.states))]
+        arrays += ["dy", "dx"]
+        for k in range(len(cell.linears)):
+            arrays += [f"dr{k}", f"operand{k}"]
+        names += [f"{what}{i}" for what in ("dstate", "dreset") for i in range(len(cell.states))]
         names += ["dparam", "dstatic"]
     else:
-        names += ["x", "x_t", "x_b", "out", "out_t", "out_b"]
-    return tuple(names)
+        arrays += ["x", "out"]
+        names += ["product", "product_b"]
+    names += [f"{array}{suffix}" for array in arrays for suffix in ("", "_t", "_b")]
+    return (*names, "static", "bias_x", "bias_h")
 
 
 def _relative(places: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(place - places[0] for place in places)
-
-
-def _tag(places: tuple[int, ...]) -> str:
-    return "_".join(map(str, places))
 
 
 class Generator:
@@ -225,69 +247,149 @@ class Generator:
         self.real = REALS[plan.dtype]
         self.size = plan.itemsize
         self.module = Module(target, self.real)
-        self.geometry = geometry(plan, backward, target)
-        self.outputs = self.cell.linears[0].outputs if self.cell.linears else ()
         self.names = {name: i for i, name in enumerate(arguments(plan, backward))}
         self.states = {name: i for i, name in enumerate(self.cell.state_names)}
+        self.widths = [plan.sizes[state.size] for state in self.cell.states]
         self.params = {name: i for i, name in enumerate(self.cell.param_names)}
         self.gates = {name: i for i, name in enumerate(self.cell.gates)}
-        self.saved = {node: i for i, node in enumerate((*plan.saved, *plan.saved_rows))}
-        self.saved_width = len(plan.saved) * plan.hidden_size
-        if (
-            plan.saved_rows
-        ):  # padded to whole cache lines, or every load of the next rows would touch two
-            self.saved_width = -(-(self.saved_width + len(plan.saved_rows)) // 16) * 16
-        elif self.saved_width * self.size % 1024 == 0:  # see layer._padded
-            self.saved_width += 64 // self.size
+        self._saved()
+        self.new_states: dict[Expr, int] = {}
+        self.loaded: frozenset[Expr] = frozenset()
         if backward:
-            new_states = {
+            self.new_states = {
                 n: i for i, n in enumerate(self.cell.next) if n.op not in FREE and self._kept(i)
             }
-            self.new_states = new_states
-            self.loaded = frozenset(self.saved) | frozenset(new_states)
-            roots = gradient_roots(plan.gradients)
+            self.loaded = frozenset(self.saved) | frozenset(self.new_states)
+        self.passes = passes(self._results(), self.loaded)
+        self.matmuls = matmuls(plan, backward, target)
+        self.by_name = {m.linear.name: m for m in self.matmuls}
+        self.result_sizes = {plan.sizes[symbol] for symbol in map(self._size, self._results())}
+        self.row_wise = len(self.passes) > 1 or not self._simple()
+        self._measure(target)
+
+    def _simple(self) -> bool:
+        """Whether the work on a span of units can follow the tiles of these units at once."""
+        plain = all(m.state == 0 and m.linear.heads == 1 for m in self.matmuls)
+        return len(self.matmuls) < 2 and plain and self.result_sizes <= {self.plan.hidden_size}
+
+    def _saved(self) -> None:
+        """Where each saved value lies in its row."""
+        plan, at = self.plan, 0
+        self.saved: dict[Expr, int] = {}
+        for node in plan.saved:
+            self.saved[node] = at
+            at += plan.width(node)
+        for node in plan.saved_rows:
+            self.saved[node] = at
+            at += 1
+        if plan.saved_rows:
+            # Padded to whole cache lines, or every load of the next rows would touch two.
+            at = -(-at // 16) * 16
+        elif at * self.size % 1024 == 0:  # see layer._padded
+            at += 64 // self.size
+        self.saved_width = at
+
+    def _measure(self, target: Target) -> None:
+        """Layout of a thread's workspace: addresses of rows, matmul results of a panel of rows,
+        operands and values kept for later passes, of a panel if there are stages, else of a row.
+        """
+        lanes = target.lanes(self.real)
+        if self.row_wise:
+            vectors = -(-min(self.result_sizes, default=self.plan.hidden_size) // lanes)
+            self.width = min(2, vectors)
         else:
-            self.new_states = {}
-            self.loaded = frozenset()
-            roots = [*self.cell.next, *plan.saved, *plan.saved_rows]
-        self.passes = passes(roots, self.loaded)
-        self.row_wise = len(self.passes.reductions) > 1
-        grouped = [n for level in self.passes.reductions for n in level if n.attrs != (1,)]
-        # Per row in the workspace: kept values, then argument and result of every grouped
-        # reduction.
-        self.rows_kept = {n: i for i, n in enumerate((*self.passes.spills, *grouped))}
-        self.scratch_rows = len(self.rows_kept) + len(grouped)
-        self.grouped_argument = {n: len(self.rows_kept) + i for i, n in enumerate(grouped)}
-        g = self.geometry
-        self.vectorwise = g.spans * g.span * g.lanes  # H rounded up
-        self.acc_span = g.outputs * g.span * g.lanes
-        self.acc_row = self.acc_span * (g.spans if self.row_wise else 1)
-        self.padded = g.units % (g.width * g.lanes) != 0
+            self.width = self.geometry.width
+        step = self.width * lanes
+
+        def whole(units: int) -> int:
+            return -(-units // step) * step
+
+        self.acc_place: dict[str, int] = {}  # of each matmul's results in a row
+        self.acc_stride: dict[str, int] = {}  # from one output to the next
+        self.acc_row = 0
+        for m in self.matmuls:
+            g = m.geometry
+            last = (m.linear.heads - 1) * g.units + g.tiles * g.unroll * lanes
+            stride = whole(max(m.units, last)) if self.row_wise else g.span * lanes
+            self.acc_place[m.linear.name], self.acc_stride[m.linear.name] = self.acc_row, stride
+            self.acc_row += g.outputs * stride
+        reductions = [n for each in self.passes for n in each.reductions]
+        grouped = [n for n in reductions if n.attrs != (1,)]
+        stored = [n for each in self.passes for n in each.stores]
+        inside = [] if self.backward else [m for m in self.matmuls if m.state is None]
+        operands = [m.linear.operand for m in inside]
+        self.place: dict[tuple[str, Expr], int] = {}  # in the scratch memory of a row
+        at = 0
+        for what, nodes in (
+            ("kept", [*stored, *grouped]), ("argument", grouped), ("operand", operands)
+        ):  # fmt: skip
+            for node in dict.fromkeys(nodes):
+                self.place[what, node] = at
+                at += whole(self._units(node))
+        self.stages = [p for p, each in enumerate(self.passes) if each.matmuls or p == 0]
+        if len(self.stages) > 1:
+            for node in reductions:
+                self.place["narrow", node] = at
+                at += 1
+        self.scratch_row = whole(at)
+
+    def _size(self, node: Expr) -> str:
+        return size_of(self.cell, node) or "H"
+
+    def _units(self, node: Expr) -> int:
+        return self.plan.sizes[self._size(node)]
+
+    @property
+    def geometry(self) -> Geometry:
+        """Of the one matmul of a simple cell."""
+        if self.matmuls:
+            return self.matmuls[0].geometry
+        lanes = self.target.lanes(self.real)
+        return Geometry(self.plan.hidden_size, 0, 0, lanes, self.target.registers)
 
     def _kept(self, i: int) -> bool:
         return self.cell.states[i].name in self.plan.states
 
     # ---- sizes the caller allocates --------------------------------------------------------------
     def workspace(self, batch: int) -> int:
-        """Bytes per thread: row addresses, matmul results of a panel, kept values of one row."""
-        reals = PANEL * self.acc_row + self.scratch_rows * self.vectorwise
-        return -(-(batch * 8) // 64) * 64 + -(-(reals * self.size) // 64) * 64 + 64
+        """Bytes per thread."""
+        rows = PANEL if len(self.stages) > 1 else 1
+        reals = PANEL * self.acc_row + rows * self.scratch_row
+        addresses = self._address_bytes(batch) * len(self.matmuls)
+        return addresses + -(-(reals * self.size) // 64) * 64 + 64
+
+    def _address_bytes(self, batch: int) -> int:
+        return -(-(batch * 8) // 64) * 64
 
     # ---- the module -----------------------------------------------------------------------------
     def text(self) -> str:
-        for places in dict.fromkeys(map(_relative, self.geometry.groups)) if self.outputs else ():
-            for rows in range(1, self.geometry.block_rows(len(places)) + 1):
-                self._register_block(places, rows)
-            self._row_blocks(places)
+        for m in self.matmuls:
+            for places in dict.fromkeys(map(_relative, self._groups(m))):
+                for rows in range(1, m.geometry.block_rows(len(places)) + 1):
+                    self._register_block(m, places, rows)
+                self._row_blocks(m, places)
         self._sequence()
         self._entry()
-        if self.outputs:
-            self._pack()
+        if self.matmuls:
+            self._pack_block()
+        for m in self.matmuls:
+            self._pack(m)
         return str(self.module)
 
-    def _register_block(self, places: tuple[int, ...], rows: int) -> None:
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The functions that a caller needs."""
+        return "run", *(f"pack{m.number}" for m in self.matmuls)
+
+    def _groups(self, m: Matmul) -> tuple[tuple[int, ...], ...]:
+        return m.geometry.groups(self.acc_stride[m.linear.name] // m.geometry.lanes)
+
+    def _name(self, what: str, m: Matmul, places: tuple[int, ...]) -> str:
+        return f"{what}{m.number}_{'_'.join(map(str, places))}"
+
+    def _register_block(self, m: Matmul, places: tuple[int, ...], rows: int) -> None:
         """acc[rows, places] (+)= operand[rows, k0:k1] @ weights[k0:k1, columns]; the hot loop."""
-        name, columns = f"block_{_tag(places)}_x{rows}", len(places)
+        name, columns = f"{self._name('block', m, places)}_x{rows}", len(places)
         params = [
             ("ptr noalias", "weights"),
             ("ptr noalias", "rows"),
@@ -295,11 +397,14 @@ class Generator:
             ("i64", "k0"),
             ("i64", "k1"),
             ("i64", "fresh"),
+            ("i64", "shift"),  # of the operand against k
         ]
         b = self.module.function(name, params, internal=True, inline=False)
-        weights, pointers, acc, k0, k1, fresh = b.args
-        width, full = self.geometry.columns * b.lanes, b.lanes * self.size
-        operand = [b.load(b.gep(pointers, r, "i64"), "ptr") for r in range(rows)]
+        weights, pointers, acc, k0, k1, fresh, shift = b.args
+        width, full = m.geometry.columns * b.lanes, b.lanes * self.size
+        # Results of a head may begin anywhere.
+        whole = full if m.linear.heads == 1 or m.geometry.units % b.lanes == 0 else self.size
+        operand = [b.gep(b.load(b.gep(pointers, r, "i64"), "ptr"), shift) for r in range(rows)]
         sums = [[b.alloca(b.vec) for _ in range(columns)] for _ in range(rows)]
         with b.when(b.icmp("ne", fresh, 0)) as otherwise:
             for c in range(columns):  # the first row of a tile holds the biases
@@ -310,7 +415,7 @@ class Generator:
             for r in range(rows):
                 for c in range(columns):
                     b.store(
-                        b.load(b.gep(acc, r * self.acc_row + places[c] * b.lanes), align=full),
+                        b.load(b.gep(acc, r * self.acc_row + places[c] * b.lanes), align=whole),
                         sums[r][c],
                     )
 
@@ -328,10 +433,10 @@ class Generator:
                 b.store(
                     b.load(sums[r][c]),
                     b.gep(acc, r * self.acc_row + places[c] * b.lanes),
-                    align=full,
+                    align=whole,
                 )
 
-    def _row_blocks(self, places: tuple[int, ...]) -> None:
+    def _row_blocks(self, m: Matmul, places: tuple[int, ...]) -> None:
         """Cuts ``count`` rows into register blocks as equal as can be."""
         params = [
             ("ptr", "weights"),
@@ -341,18 +446,21 @@ class Generator:
             ("i64", "k0"),
             ("i64", "k1"),
             ("i64", "fresh"),
+            ("i64", "shift"),
         ]
-        b = self.module.function(f"rows_{_tag(places)}", params, internal=True, inline=False)
-        weights, pointers, acc, count, k0, k1, fresh = b.args
-        most = self.geometry.block_rows(len(places))
+        name = self._name("rows", m, places)
+        b = self.module.function(name, params, internal=True, inline=False)
+        weights, pointers, acc, count, k0, k1, fresh, shift = b.args
+        most = m.geometry.block_rows(len(places))
         blocks = b.sdiv(b.add(count, most - 1), most)
         with b.loop(0, blocks) as i:
             first = b.sdiv(b.mul(i, count), blocks)
             rows = b.sub(b.sdiv(b.mul(b.add(i, 1), count), blocks), first)
             here, into = b.gep(pointers, first, "i64"), b.gep(acc, b.mul(first, self.acc_row))
-            for m in range(1, most + 1):
-                with b.when(b.icmp("eq", rows, m)):
-                    b.call(f"block_{_tag(places)}_x{m}", weights, here, into, k0, k1, fresh)
+            for n in range(1, most + 1):
+                with b.when(b.icmp("eq", rows, n)):
+                    block = f"{self._name('block', m, places)}_x{n}"
+                    b.call(block, weights, here, into, k0, k1, fresh, shift)
 
     # ---- one sequence ----------------------------------------------------------------------------
     def _sequence(self) -> None:
@@ -367,30 +475,10 @@ class Generator:
         self._widen(b)
         table, part, parts = b.args
         self.arg: dict[str, Value] = {}
-        pointers = {
-            "barrier",
-            "yield_to",
-            "workspace",
-            "weights",
-            "hyper",
-            "mask",
-            "resets",
-            "static",
-            "bias_x",
-            "saved",
-            "x",
-            "out",
-        }
-        pointers |= {"dy", "dx", "dr", "operand", "dparam", "dstatic"}
         for name, i in self.names.items():
-            is_pointer = name in pointers or name.rstrip("0123456789") in (
-                "state",
-                "reset",
-                "param",
-                "dstate",
-                "dreset",
-            )
-            self.arg[name] = b.load(b.gep(table, i, "i64"), "ptr" if is_pointer else "i64")
+            stride = name.endswith(("_t", "_b", "_flip", "_next"))
+            kind = "i64" if stride or name in INTEGERS else "ptr"
+            self.arg[name] = b.load(b.gep(table, i, "i64"), kind)
         arg, g = self.arg, self.geometry
         split = b.icmp("ne", arg["units_split"], 0)
 
@@ -409,9 +497,9 @@ class Generator:
             b.select(split, share(spans, n), whole) for whole, n in ((zero, part), (spans, after))
         )
         space = b.gep(arg["workspace"], b.mul(part, arg["workspace_stride"]), "i8")
-        self.rows = space
         addresses = b.mul(b.sdiv(b.add(b.mul(arg["batch"], 8), 63), 64), 64)
-        self.acc = b.gep(space, addresses, "i8")
+        self.rows = [b.gep(space, b.mul(addresses, m.number), "i8") for m in self.matmuls]
+        self.acc = b.gep(space, b.mul(addresses, len(self.matmuls)), "i8")
         self.scratch = b.gep(self.acc, PANEL * self.acc_row)
         self.hyper = {
             n: b.splat(b.load(b.gep(arg["hyper"], i), b.real))
@@ -420,23 +508,23 @@ class Generator:
         self.has_mask = self._given("mask")
         self.has_resets = self._given("resets")
 
-        steps = b.add(
-            arg["steps"], int(self.backward)
-        )  # backward: a last round hands the matmul's result on
+        steps = arg["steps"]
+        if self.backward:
+            # A last round hands on what arrives through the first step's matmuls and resets, if
+            # the caller does not multiply himself.
+            steps = b.add(steps, b.zext(self._given("weights0"), "i64") if self.matmuls else 1)
         with b.loop(0, steps) as t:
             self.t = t
-            self._row_addresses(row0, row1)
             if self.row_wise:
                 with b.loop(row0, row1, PANEL) as first:
-                    last = b.smin(b.add(first, PANEL), row1)
-                    with b.loop(span0, span1) as span:
-                        self._matmul(span, first, last)
-                    with b.loop(first, last) as row:
-                        self._row(row, first, None)
+                    self._panel(first, b.smin(b.add(first, PANEL), row1))
             else:
+                for m in self.matmuls:
+                    self._row_addresses(m, row0, row1, zero)
                 with b.loop(span0, span1) as span, b.loop(row0, row1, PANEL) as first:
                     last = b.smin(b.add(first, PANEL), row1)
-                    self._matmul(span, first, last)
+                    for m in self.matmuls:
+                        self._matmul(m, span, first, last)
                     with b.loop(first, last) as row:
                         self._row(row, first, span)
             with b.when(split):
@@ -454,7 +542,7 @@ class Generator:
                     again(b.icmp("slt", b.atomic_load(arg["barrier"]), wanted))
 
     def _widen(self, b: Builder) -> None:
-        b.lanes = self.geometry.lanes * self.geometry.width
+        b.lanes = self.target.lanes(self.real) * self.width
         b.vec = f"<{b.lanes} x {b.real}>"
         b.ivec = f"<{b.lanes} x i{8 * self.size}>"
         b.mask = f"<{b.lanes} x i1>"
@@ -463,11 +551,11 @@ class Generator:
         return (
             self.b.icmp("ne", self.arg[name], 0)
             if self.arg[name].type == "i64"
-            else self._not_null(self.arg[name])
+            else self._not_null(self.b, self.arg[name])
         )
 
-    def _not_null(self, pointer: Value) -> Value:
-        return self.b._emit("i1", f"icmp ne {pointer}, null")
+    def _not_null(self, b: Builder, pointer: Value) -> Value:
+        return b._emit("i1", f"icmp ne {pointer}, null")
 
     def _at(self, name: str, t: Value, row: Value) -> Value:
         """Address of a row at step t of an array with strides ``name_t`` and ``name_b``."""
@@ -515,90 +603,175 @@ class Generator:
         initial = b.gep(arg[f"reset{i}"], b.mul(self.row, arg[f"reset{i}_b"]))
         return b.select(reset, initial, self._state(i))
 
-    def _row_addresses(self, row0: Value, row1: Value) -> None:
-        """The operand row of the matmul for each batch row."""
+    # ---- matmuls ---------------------------------------------------------------------------------
+    def _panel(self, first: Value, last: Value) -> None:
+        """A step of a panel of rows, stage by stage."""
         b = self.b
-        if not self.outputs:
-            return
+        for stage, begin in enumerate(self.stages):
+            inside = b.icmp("slt", self.t, self.arg["steps"])
+            with b.when(inside if stage else constant(1, "i1")):
+                for m in self.matmuls:
+                    opens = m.linear.name in self.passes[begin].matmuls
+                    if opens or (stage == 0 and m.state is not None):
+                        self._row_addresses(m, first, last, first)
+                        self._matmul(m, None, first, last)
+                with b.loop(first, last) as row:
+                    self._row(row, first, None, stage)
+
+    def _row_addresses(self, m: Matmul, row0: Value, row1: Value, first: Value) -> None:
+        """The operand row of a matmul for each batch row."""
+        b, place = self.b, self.place
         with b.loop(row0, row1) as row:
             self.row = row
             if self.backward:
-                name = "dr" if self.plan.split_gradient else "dx"
-                address = self._at(name, b.sub(self.t, 1), row)
+                # Of the step that was before, for what its state's gradient gets.
+                t = self.t if m.state is None else b.sub(self.t, 1)
+                address = self._at(self._gradient(m), t, row)
+            elif m.state is None:
+                address = b.gep(self._scratch_of(row, first), place["operand", m.linear.operand])
             else:
-                address = self._before(0, self._flagged(self.has_resets, "resets", self.t, row))
-            b.store(address, b.gep(self.rows, row, "i64"))
+                reset = self._flagged(self.has_resets, "resets", self.t, row)
+                address = self._before(m.state, reset)
+            b.store(address, b.gep(self.rows[m.number], row, "i64"))
 
-    def _matmul(self, span: Value, first: Value, last: Value) -> None:
-        """acc = operand @ W for the tiles of one span and a panel of rows,
-        block by block of the sum.
-        """
-        b, g = self.b, self.geometry
-        if not self.outputs:
-            return
-        acc = b.gep(self.acc, b.mul(span, self.acc_span)) if self.row_wise else self.acc
-        rows, count = b.gep(self.rows, first, "i64"), b.sub(last, first)
-        block = g.inner_block(self.size)
-        whole = constant(g.inner, "i64")
+    def _gradient(self, m: Matmul) -> str:
+        """The array that holds the gradient of a matmul's outputs."""
+        return "dx" if self.plan.shares_gradient(m.linear) else f"dr{m.number}"
+
+    def _matmul(self, m: Matmul, span: Value | None, first: Value, last: Value) -> None:
+        """acc = operand @ W for a panel of rows, and the tiles of one span or of all units."""
+        b, g, place = self.b, m.geometry, self.acc_place[m.linear.name]
+        acc = b.gep(self.acc, place)
+        rows, count = b.gep(self.rows[m.number], first, "i64"), b.sub(last, first)
+        tile0, tile1 = constant(0, "i64"), constant(g.tiles, "i64")
+        if span is not None:
+            per_span = g.span // g.unroll
+            tile0 = b.mul(span, per_span)
+            tile1 = b.smin(b.add(tile0, per_span), tile1)
+
+        def multiply() -> None:
+            with b.loop(0, m.linear.heads) as head, b.loop(tile0, tile1) as tile:
+                number = b.add(b.mul(head, g.tiles), tile)
+                weights = b.gep(self.arg[f"weights{m.number}"], b.mul(number, g.tile_elements))
+                unit = b.mul(b.sub(tile, tile0), g.unroll * g.lanes)
+                into = b.gep(acc, b.add(unit, b.mul(head, g.units)))
+                self._tile(m, weights, rows, into, count, head)
+
         # The first backward step has no step after it: its state gradients came with the call.
-        inner = b.select(b.icmp("eq", self.t, 0), 0, whole) if self.backward else whole
-        per_span = g.span // g.unroll
-        tile0 = b.mul(span, per_span)
-        with b.loop(tile0, b.smin(b.add(tile0, per_span), g.tiles)) as tile:
-            weights = b.gep(self.arg["weights"], b.mul(tile, g.tile_elements))
-            into = b.gep(acc, b.mul(b.sub(tile, tile0), g.unroll * g.lanes))
-            with b.loop(0, -(-g.inner // block)) as i:
-                k0 = b.smin(b.mul(i, block), inner)
-                k1 = b.smin(b.add(k0, block), inner)
-                fresh = b.zext(b.icmp("eq", i, 0), "i64")
+        if m.state is None:
+            return multiply()
+        if self.backward:
+            without = b.icmp("eq", self.t, 0)
+        elif m.number == 0:
+            without = self._given("product")
+        else:
+            return multiply()
+        with b.when(without) as otherwise:
+            self._fill(m, acc, span, first, last)
+        with otherwise:
+            multiply()
+
+    def _tile(
+        self, m: Matmul, weights: Value, rows: Value, into: Value, count: Value, head: Value
+    ) -> None:
+        """One tile, block by block of the sum."""
+        b, g = self.b, m.geometry
+        block = g.inner_block(self.size)
+        for begin, end, operand, per_head in m.segments:
+            shift = b.add(b.mul(head, per_head), operand - begin)
+            with b.loop(begin, end, block) as k0:
+                k1 = b.smin(b.add(k0, block), constant(end, "i64"))
+                fresh = b.zext(b.icmp("eq", k0, 0), "i64")
                 column = 0
-                for places in g.groups:
+                for places in self._groups(m):
                     w, at = b.gep(weights, column * g.lanes), b.gep(into, places[0] * g.lanes)
-                    b.call(f"rows_{_tag(_relative(places))}", w, rows, at, count, k0, k1, fresh)
+                    name = self._name("rows", m, _relative(places))
+                    b.call(name, w, rows, at, count, k0, k1, fresh, shift)
                     column += len(places)
 
+    def _fill(self, m: Matmul, acc: Value, span: Value | None, first: Value, last: Value) -> None:
+        """Results of a matmul that is not ours: forward those the caller brings, backward none."""
+        b, arg = self.b, self.arg
+        self.span = span
+        with b.loop(first, last) as row, self._vectors(m.units):
+            into = b.mul(b.sub(row, first), self.acc_row)
+            into = b.add(into, b.mul(b.sub(self.vector, self._origin(span)), m.geometry.lanes))
+            for n, output in enumerate(m.outputs):
+                value = constant(0.0, b.vec)
+                if not self.backward:
+                    at = m.linear.declared.index(output) * m.units
+                    brought = b.gep(arg["product"], b.mul(row, arg["product_b"]))
+                    value = self._with_bias(self._load(brought, at), "bias_h", at)
+                    if output in self.cell.fused:
+                        value = self._with_bias(value, "bias_x", at)
+                b.store(value, b.gep(acc, b.add(into, n * self.acc_stride[m.linear.name])))
+
+    def _origin(self, span: Value | None) -> Value:
+        """The first vector of units of a span."""
+        return constant(0, "i64") if span is None else self.b.mul(span, self.geometry.span)
+
+    def _span_range(self, span: Value | None, units: int) -> tuple[Value, Value]:
+        b, begin = self.b, self._origin(span)
+        end = constant(-(-units // self.target.lanes(self.real)), "i64")
+        return begin, end if span is None else b.smin(b.add(begin, self.geometry.span), end)
+
     # ---- the work on one row ---------------------------------------------------------------------
-    def _row(self, row: Value, first: Value, span: Value | None) -> None:
-        """The work on one row: on the units of one span, or on all of them."""
-        b, g = self.b, self.geometry
-        self.row = row
+    def _row(self, row: Value, first: Value, span: Value | None, stage: int = 0) -> None:
+        """The work on one row: on the units of one span, or one stage of it on all of them."""
+        b = self.b
+        self.row, self.span, last = row, span, stage == len(self.stages) - 1
         if self.backward and self.params:
             self.row_group = b.udiv(row, self.arg["row_group"])
         self.acc_at = b.gep(self.acc, b.mul(b.sub(row, first), self.acc_row))
-        start = constant(0, "i64") if span is None else b.mul(span, g.span)
-        end = constant(g.vectors, "i64")
-        self.vector_range = (start, end if span is None else b.smin(b.add(start, g.span), end))
-        if self.backward:
-            with b.when(b.icmp("sgt", self.t, 0)):
-                previous = b.sub(self.t, 1)
-                with b.when(self._flagged(self.has_resets, "resets", previous, row)):
-                    self._divert_reset()
-            with b.when(b.icmp("slt", self.t, self.arg["steps"])) as otherwise:
-                self._row_step()
-            with otherwise:
-                self._hand_on()
-        else:
-            self._row_step()
+        self.scratch_at = self._scratch_of(row, first)
+        if not self.backward or stage:
+            self._row_step(stage, last)
+            return
+        with b.when(b.icmp("sgt", self.t, 0)):
+            previous = b.sub(self.t, 1)
+            with b.when(self._flagged(self.has_resets, "resets", previous, row)):
+                self._divert_reset()
+        with b.when(b.icmp("slt", self.t, self.arg["steps"])) as otherwise:
+            self._row_step(stage, last)
+        with otherwise:
+            self._hand_on()
 
-    def _row_step(self) -> None:
+    def _scratch_of(self, row: Value, first: Value) -> Value:
+        b = self.b
+        if len(self.stages) == 1:
+            return self.scratch
+        return b.gep(self.scratch, b.mul(b.sub(row, first), self.scratch_row))
+
+    def _row_step(self, stage: int, last: bool) -> None:
         b = self.b
         self.reset = self._flagged(self.has_resets, "resets", self.t, self.row)
         held = self._flagged(self.has_mask, "mask", self.t, self.row, unequal=False)
         with b.when(held) as otherwise:
-            self._hold()
+            if last:
+                self._hold()
         with otherwise:
-            for number in range(len(self.passes.reductions)):
+            end = len(self.passes) if last else self.stages[stage + 1]
+            if stage:  # what the stages before have found out about the row
+                for each in self.passes[: self.stages[stage]]:
+                    for node in each.reductions:
+                        if node.attrs == (1,):
+                            at = b.gep(self.scratch_at, self.place["narrow", node])
+                            self.reduced[node] = b.splat(b.load(at, b.real))
+            else:
+                self.reduced: dict[Expr, Value] = {}
+                self.stored: set[Expr] = set()
+            for number in range(self.stages[stage], end):
                 self._pass(number)
 
     @contextmanager
-    def _vectors(self) -> Iterator[None]:
+    def _vectors(self, units: int) -> Iterator[None]:
         """A loop over the vectors of units at hand; sets where they start and which lanes exist."""
-        b, g = self.b, self.geometry
-        with b.loop(*self.vector_range, g.width) as vector:
-            self.vector, self.unit = vector, b.mul(vector, g.lanes)
-            self.lane_mask = (
-                b.lane_mask(b.sub(constant(g.units, "i64"), self.unit)) if self.padded else None
-            )
+        b = self.b
+        with b.loop(*self._span_range(self.span, units), self.width) as vector:
+            self.vector, self.unit = vector, b.mul(vector, self.target.lanes(self.real))
+            self.lane_mask = None
+            if units % b.lanes:
+                self.lane_mask = b.lane_mask(b.sub(constant(units, "i64"), self.unit))
             yield
 
     def _load(self, address: Value, offset: int = 0) -> Value:
@@ -628,16 +801,17 @@ class Generator:
         else:
             b.masked_store(value, at, self.lane_mask)
 
-    def _acc(self, output: int) -> Value:
-        b, g = self.b, self.geometry
-        if not self.row_wise:
-            at = b.mul(b.sub(self.vector, self.vector_range[0]), g.lanes)
-            return b.gep(self.acc_at, b.add(at, output * g.span * g.lanes))
-        span = b.udiv(self.vector, g.span)
-        at = b.add(
-            b.mul(span, self.acc_span), b.mul(b.sub(self.vector, b.mul(span, g.span)), g.lanes)
-        )
-        return b.gep(self.acc_at, b.add(at, output * g.span * g.lanes))
+    def _acc(self, m: Matmul, output: int) -> Value:
+        """The results of a matmul for the vector of units at hand."""
+        b, name = self.b, m.linear.name
+        unit = b.mul(b.sub(self.vector, self._origin(self.span)), self.target.lanes(self.real))
+        place = self.acc_place[name] + output * self.acc_stride[name]
+        return b.load(b.gep(self.acc_at, b.add(unit, place)))
+
+    def _clear(self, m: Matmul) -> None:
+        b, name = self.b, m.linear.name
+        unit = b.mul(b.sub(self.vector, self._origin(self.span)), self.target.lanes(self.real))
+        b.store(constant(0.0, b.vec), b.gep(self.acc_at, b.add(unit, self.acc_place[name])))
 
     def _row_of(self, name: str, width: int, row: Value | None = None) -> Value:
         """A row of a contiguous [B, width] array."""
@@ -647,111 +821,146 @@ class Generator:
     # ---- forward and backward where the row does not take the step -------------------------------
     def _hold(self) -> None:
         """A masked step: the states stay, and so do their gradients."""
-        b, arg, h = self.b, self.arg, self.plan.hidden_size
-        repeat = b.icmp("ne", arg["repeat"], 0)
-        with self._vectors():
-            zero = constant(0.0, b.vec)
-            if not self.backward:
-                values = [
-                    self._load(self._before(i, self.reset)) for i in range(len(self.cell.states))
-                ]
-                for i, value in enumerate(values):
-                    self._store(value, self._state(i, after=True))
-                with b.when(self._given("out")):
-                    self._store(
-                        b.select(repeat, values[0], zero), self._at("out", self.t, self.row)
-                    )
-                return
-            self._carry_into_memory()
-            with b.when(b.and_(repeat, self._given("dy"))):
-                at = self._row_of("dstate0", h)
-                self._store(
-                    b.fadd(self._load(at), self._load(self._at("dy", self.t, self.row))), at
-                )
+        b, arg = self.b, self.arg
+        repeat, zero = b.icmp("ne", arg["repeat"], 0), constant(0.0, b.vec)
+        for i, units in enumerate(self.widths):
+            with self._vectors(units):
+                if self.backward:
+                    self._carry_into_memory(i)
+                    if i == 0:
+                        with b.when(b.and_(repeat, self._given("dy"))):
+                            at = self._row_of("dstate0", units)
+                            dy = self._load(self._at("dy", self.t, self.row))
+                            self._store(b.fadd(self._load(at), dy), at)
+                    continue
+                value = self._load(self._before(i, self.reset))
+                self._store(value, self._state(i, after=True))
+                if i == 0:
+                    with b.when(self._given("out")):
+                        out = self._at("out", self.t, self.row)
+                        self._store(b.select(repeat, value, zero), out)
+        if not self.backward:
+            return
+        h = self.plan.hidden_size
+        with self._vectors(h):
             for gate in range(len(self.gates)):
                 self._store(zero, self._at("dx", self.t, self.row), gate * h)
-            if self.plan.split_gradient:
-                for output in range(len(self.outputs)):
-                    self._store(zero, self._at("dr", self.t, self.row), output * h)
-            self._keep_operand()
+        for m in self.matmuls:
+            if not self.plan.shares_gradient(m.linear):
+                units = m.inner // len(m.linear.outputs)
+                with self._vectors(units):
+                    for n in range(len(m.linear.outputs)):
+                        self._store(zero, self._at(f"dr{m.number}", self.t, self.row), n * units)
+            with self._vectors(m.units):
+                self._keep_operand(m, zero)
 
-    def _carry_into_memory(self) -> None:
-        """dstate0 += acc: the whole gradient of the state,
+    def _carry_into_memory(self, i: int) -> None:
+        """dstate += acc: the whole gradient of a state,
         where the step's own graph does not take it.
         """
         b = self.b
-        if self.outputs:
-            at = self._row_of("dstate0", self.plan.hidden_size)
-            self._store(b.fadd(self._load(at), b.load(self._acc(0))), at)
+        arriving = [self._acc(m, 0) for m in self.matmuls if m.state == i]
+        if arriving:
+            at = self._row_of(f"dstate{i}", self.widths[i])
+            self._store(functools.reduce(b.fadd, arriving, self._load(at)), at)
 
     def _hand_on(self) -> None:
-        with self._vectors():
-            self._carry_into_memory()
+        for i, units in enumerate(self.widths):
+            with self._vectors(units):
+                self._carry_into_memory(i)
 
     def _divert_reset(self) -> None:
         """The step after this one started from the reset value: its gradient goes there,
         not further back.
         """
-        b, h = self.b, self.plan.hidden_size
-        with self._vectors():
-            zero = constant(0.0, b.vec)
-            self._carry_into_memory()
-            if self.outputs:
-                b.store(zero, self._acc(0))
-            for i in range(len(self.cell.states)):
-                at, into = self._row_of(f"dstate{i}", h), self._row_of(f"dreset{i}", h)
+        b = self.b
+        for i, units in enumerate(self.widths):
+            with self._vectors(units):
+                zero = constant(0.0, b.vec)
+                self._carry_into_memory(i)
+                for m in self.matmuls:
+                    if m.state == i:
+                        self._clear(m)
+                at, into = self._row_of(f"dstate{i}", units), self._row_of(f"dreset{i}", units)
                 self._store(b.fadd(self._load(into), self._load(at)), into)
                 self._store(zero, at)
 
-    def _keep_operand(self) -> None:
-        """Where resets made them differ from the hidden states: the matmul's operand,
-        for the weight gradient.
+    def _keep_operand(self, m: Matmul, held: Value | None = None) -> None:
+        """What a matmul multiplied, for the gradient of its weight, where the caller asks for it:
+        computed inside the step, or a state which resets made differ from the one before.
         """
-        with self.b.when(self._given("operand")):
-            self._store(
-                self._load(self._before(0, self.reset)), self._at("operand", self.t, self.row)
-            )
+        name = f"operand{m.number}"
+        with self.b.when(self._given(name)):
+            if m.state is not None:
+                value = self._load(self._before(m.state, self.reset))
+            else:
+                value = held or self._value(m.linear.operand)
+            self._store(value, self._at(name, self.t, self.row))
 
     # ---- the graph -------------------------------------------------------------------------------
     def _pass(self, number: int) -> None:
         """One pass over the units of a row; the last one computes the results."""
-        b = self.b
-        reductions, last = self.passes.reductions[number], number == len(self.passes.reductions) - 1
-        if number == 0:
-            self.reduced: dict[Expr, Value] = {}
-            self.stored: set[Expr] = set()
-        roots = self._results() if last else [node.args[0] for node in reductions]
+        b, each, last = self.b, self.passes[number], number == len(self.passes) - 1
+        operands = [] if last else self._operands(self.passes[number + 1].matmuls)
+        arguments = [node.args[0] for node in each.reductions]
+        roots = [*(self._results() if last else ()), *arguments, *(node for _, node, _ in operands)]
         self.values: dict[Expr, Value] = {}
         # What all units share is computed once, before the loop.
         for node in topological(roots):
             if node in self.reduced or (is_narrow(node) and self._ready(node)):
                 self._value(node)
         shared = dict(self.values)
-        sums = {node: b.alloca(b.vec) for node in reductions if node.attrs == (1,)}
+        sums = {node: b.alloca(b.vec) for node in each.reductions if node.attrs == (1,)}
         for node, slot in sums.items():
             b.store(constant(float("-inf") if node.op == "max" else 0.0, b.vec), slot)
-        with self._vectors():
-            self.values = dict(shared)
-            for node in reductions:
-                value = self._value(node.args[0])
-                if node in sums:
-                    self._fold(node, value, sums[node])
-                else:
-                    b.store(value, self._scratch(self.grouped_argument[node]))
-            if last:
-                self._finish()
-            for node in self.passes.stores[number]:
-                b.store(self._value(node), self._scratch(self.rows_kept[node]))
-        self.stored |= set(self.passes.stores[number])
+        for size in dict.fromkeys(map(self._size, roots)):
+            with self._vectors(self.plan.sizes[size]):
+                self.values = dict(shared)
+                for node in each.reductions:
+                    if self._size(node) == size:
+                        value = self._value(node.args[0])
+                        if node in sums:
+                            self._fold(node, value, sums[node])
+                        else:
+                            b.store(value, self._scratch("argument", node))
+                for m, node, column in operands:
+                    if self._size(node) == size:
+                        self._store_operand(m, self._value(node), column)
+                if last:
+                    self._finish(size)
+                for node in each.stores:
+                    if self._size(node) == size:
+                        b.store(self._value(node), self._scratch("kept", node))
+        self.stored |= set(each.stores)
         for node, slot in sums.items():
             total = b.load(slot)
             whole = b.reduce_max(total) if node.op == "max" else b.reduce_add(total)
             if node.op == "mean":
-                whole = b.fmul(whole, 1.0 / self.plan.hidden_size)
+                whole = b.fmul(whole, 1.0 / self._units(node))
             self.reduced[node] = b.splat(whole)
-        for node in reductions:
+            if ("narrow", node) in self.place:
+                b.store(whole, b.gep(self.scratch_at, self.place["narrow", node]))
+        for node in each.reductions:
             if node not in sums:
                 self._reduce_groups(node)
+
+    def _operands(self, names: tuple[str, ...]) -> list[tuple[Matmul, Expr, int]]:
+        """What matmuls inside the step multiply, and at which column of the operand's row."""
+        found = []
+        for m in map(self.by_name.__getitem__, names):
+            if self.backward:
+                parts = self.plan.gradients.linear[m.linear.name].values()
+                width = m.inner // len(m.linear.outputs)
+                found += [(m, node, n * width) for n, node in enumerate(parts)]
+            else:
+                found.append((m, m.linear.operand, 0))
+        return found
+
+    def _store_operand(self, m: Matmul, value: Value, column: int) -> None:
+        if self.backward:
+            self._store(value, self._at(f"dr{m.number}", self.t, self.row), column)
+        else:
+            self.b.store(value, self._scratch("operand", m.linear.operand))
 
     def _ready(self, node: Expr) -> bool:
         """Whether a narrow value hangs on finished reductions only."""
@@ -770,9 +979,10 @@ class Generator:
     def _reduce_groups(self, node: Expr) -> None:
         """A reduction over equal groups of units, its result written for every unit."""
         b, (groups,) = self.b, node.attrs
-        size = self.plan.hidden_size // groups
-        source = b.gep(self.scratch, self.grouped_argument[node] * self.vectorwise)
-        target = b.gep(self.scratch, self.rows_kept[node] * self.vectorwise)
+        size = self._units(node) // groups
+        source, target = (
+            b.gep(self.scratch_at, self.place[what, node]) for what in ("argument", "kept")
+        )
         empty = float("-inf") if node.op == "max" else 0.0
         slot = b.alloca(b.vec)
         with b.loop(0, constant(groups, "i64")) as group:
@@ -796,13 +1006,13 @@ class Generator:
                 b.masked_store(result, b.gep(target, b.add(start, i)), lanes)
         self.stored.add(node)
 
-    def _scratch(self, slot: int) -> Value:
+    def _scratch(self, what: str, node: Expr) -> Value:
         b = self.b
-        return b.gep(self.scratch, b.add(self.unit, slot * self.vectorwise))
+        return b.gep(self.scratch_at, b.add(self.unit, self.place[what, node]))
 
     def _results(self) -> list[Expr]:
         if self.backward:
-            return gradient_roots(self.plan.gradients)
+            return gradient_roots(self.cell, self.plan.gradients)
         return [*self.cell.next, *self.plan.saved, *self.plan.saved_rows]
 
     def _value(self, node: Expr) -> Value:
@@ -834,7 +1044,7 @@ class Generator:
             or node in self.loaded
             or node in self.stored
             or is_reduction(node)
-            or node.op in ("linear", "preact")
+            or node.op in MATMULS
         )
 
     def _leaf(self, node: Expr) -> Value:
@@ -844,17 +1054,16 @@ class Generator:
         if node.op == "hyper":
             return self.hyper[node.attrs[0]]
         if node in self.saved and self.backward:
-            slot, wide = self.saved[node], len(self.plan.saved)
-            if slot < wide:
-                return self._stream("saved", slot * h)
+            if not is_narrow(node):
+                return self._stream("saved", self.saved[node])
             at = self._at("saved", self.t, self.row)
-            return b.splat(b.load(b.gep(at, wide * h + slot - wide), b.real))
+            return b.splat(b.load(b.gep(at, self.saved[node]), b.real))
         if node in self.new_states:
             return self._load(self._state(self.new_states[node], after=True))
         if node in self.reduced:
             return self.reduced[node]
         if node in self.stored:
-            return b.load(self._scratch(self.rows_kept[node]))
+            return b.load(self._scratch("kept", node))
         (name, *_) = node.attrs
         if node.op == "state":
             return self._load(self._before(self.states[name], self.reset))
@@ -865,35 +1074,33 @@ class Generator:
         if node.op == "grad":
             return self._upstream(self.states[name])
         if node.op == "x":
-            gate = self.gates[name]
-            value = self._stream("x", gate * h)
-            return self._with_bias(value, gate)
-        if node.op == "linear":
-            return b.load(self._acc(self.outputs.index(node.attrs[1])))
-        if node.op == "preact":
-            gate = self.gates[node.attrs[1]]
-            projected = self._stream("x", gate * h)
-            return b.fadd(projected, b.load(self._acc(self.outputs.index(node.attrs[1]))))
+            place = self.gates[name] * h
+            return self._with_bias(self._stream("x", place), "bias_x", place)
+        if node.op in MATMULS:
+            m = self.by_name[name]
+            result = self._acc(m, m.outputs.index("" if self.backward else node.attrs[1]))
+            if node.op != "preact":
+                return result
+            return b.fadd(self._stream("x", self.gates[node.attrs[1]] * h), result)
         raise NotImplementedError(f"{node.op} has no place in the CPU kernel")
 
-    def _with_bias(self, value: Value, gate: int) -> Value:
+    def _with_bias(self, value: Value, name: str, at: int) -> Value:
         b = self.b
         slot = b.alloca(b.vec)
         b.store(value, slot)
-        with b.when(self._given("bias_x")):
-            b.store(
-                b.fadd(value, self._load(self.arg["bias_x"], gate * self.plan.hidden_size)), slot
-            )
+        with b.when(self._given(name)):
+            b.store(b.fadd(value, self._load(self.arg[name], at)), slot)
         return b.load(slot)
 
     def _upstream(self, i: int) -> Value:
         """The gradient that reaches new state i: from the step after, and from the output."""
         b = self.b
-        value = self._load(self._row_of(f"dstate{i}", self.plan.hidden_size))
+        value = self._load(self._row_of(f"dstate{i}", self.widths[i]))
+        for m in self.matmuls:
+            if m.state == i:
+                value = b.fadd(value, self._acc(m, 0))
         if i:
             return value
-        if self.outputs:
-            value = b.fadd(value, b.load(self._acc(0)))
         slot = b.alloca(b.vec)
         b.store(value, slot)
         with b.when(self._given("dy")):
@@ -933,44 +1140,50 @@ class Generator:
             b.store(b.select(kept, constant(1.0, b.vec), constant(0.0, b.vec)), slot)
         return b.load(slot)
 
-    def _finish(self) -> None:
-        """Writes the results of a step for the vector of units at hand."""
+    def _finish(self, size: str) -> None:
+        """Writes those results of a step that have a size, for the vector of units at hand."""
         b, h, plan = self.b, self.plan.hidden_size, self.plan
+        states = [i for i, state in enumerate(self.cell.states) if state.size == size]
         if not self.backward:
-            values = [self._value(node) for node in self.cell.next]
-            for i, value in enumerate(values):
+            values = {i: self._value(self.cell.next[i]) for i in states}
+            for i, value in values.items():
                 self._store(value, self._state(i, after=True))
-            with b.when(self._given("out")):
-                self._store(values[0], self._at("out", self.t, self.row))
-            if self.saved:
-                kept = [self._value(node) for node in self.saved]
+            if 0 in values:
+                with b.when(self._given("out")):
+                    self._store(values[0], self._at("out", self.t, self.row))
+            kept = {node: self._value(node) for node in self.saved if self._size(node) == size}
+            if kept:
                 with b.when(self._given("saved")):
-                    at, wide = self._at("saved", self.t, self.row), len(plan.saved)
-                    for slot, value in enumerate(kept):
-                        if slot < wide:
-                            self._store(value, at, slot * h)
+                    at = self._at("saved", self.t, self.row)
+                    for node, value in kept.items():
+                        if not is_narrow(node):
+                            self._store(value, at, self.saved[node])
                         else:
-                            b.store(b.extract(value, 0), b.gep(at, wide * h + slot - wide))
+                            b.store(b.extract(value, 0), b.gep(at, self.saved[node]))
             return
         # Every value first: the gradients of the states are written over what others still read.
-        gradients = plan.gradients
-        dx = [self._value(g) for g in gradients.x.values()]
-        dr = (
-            [self._value(gradients.linear[RECURRENT][o]) for o in self.outputs]
-            if self.outputs
-            else []
-        )
-        dstate = [self._value(gradients.state[name]) for name in self.cell.state_names]
-        dparam = [self._value(g) for g in gradients.param.values()]
-        dstatic = None if gradients.static is None else self._value(gradients.static)
-        self._keep_operand()
+        gradients, own = plan.gradients, size == "H"
+        dx = [self._value(g) for g in gradients.x.values()] if own else []
+        dr = {
+            m: [self._value(g) for g in gradients.linear[m.linear.name].values()]
+            for m in self.matmuls
+            if m.state is not None and m.linear.out_size == size
+        }
+        dstate = {i: self._value(gradients.state[self.cell.state_names[i]]) for i in states}
+        dparam = [self._value(g) for g in gradients.param.values()] if own else []
+        dstatic = self._value(gradients.static) if own and gradients.static is not None else None
+        for m in self.matmuls:
+            if m.linear.in_size == size:
+                self._keep_operand(m)
         for gate, value in enumerate(dx):
             self._store(value, self._at("dx", self.t, self.row), gate * h)
-        if plan.split_gradient:
-            for output, value in enumerate(dr):
-                self._store(value, self._at("dr", self.t, self.row), output * h)
-        for i, value in enumerate(dstate):
-            self._store(value, self._row_of(f"dstate{i}", h))
+        for m, values_ in dr.items():
+            if not plan.shares_gradient(m.linear):
+                for n, value in enumerate(values_):
+                    at = self._at(f"dr{m.number}", self.t, self.row)
+                    self._store(value, at, n * plan.sizes[size])
+        for i, value in dstate.items():
+            self._store(value, self._row_of(f"dstate{i}", self.widths[i]))
         for i, value in enumerate(dparam):
             # One sum per group of rows, all of one thread: the order of additions does not depend
             # on threads.
@@ -995,47 +1208,57 @@ class Generator:
         with otherwise, b.loop(0, count) as i:
             b.call("sequence", b.load(b.gep(calls, b.add(i, 1), "i64"), "ptr"), part, parts)
 
-    def _pack(self) -> None:
-        """Weights [G*H, H] of any strides (one of them 1) into tiles; see ``Geometry``."""
-        g, h = self.geometry, self.plan.hidden_size
-        self._pack_block()
-        b = self.module.function("pack", [("ptr", "args"), ("i64", "part"), ("i64", "parts")])
+    def _pack(self, m: Matmul) -> None:
+        """A weight [out, in] or [heads, out/heads, in/heads], of any strides but for one of 1 among
+        the last two, into tiles; see ``Geometry``.
+        """
+        g, l = m.geometry, m.linear
+        name = f"pack{m.number}"
+        b = self.module.function(name, [("ptr", "args"), ("i64", "part"), ("i64", "parts")])
         table, part, parts = b.args
-        types = ("ptr", "i64", "i64", "ptr", "ptr", "ptr")
-        source, rows, columns, bias_x, bias_h, packed = (
+        types = ("ptr", "i64", "i64", "i64", "ptr", "ptr", "ptr")
+        weight, heads, rows, columns, bias_x, bias_h, packed = (
             b.load(b.gep(table, i, "i64"), t) for i, t in enumerate(types)
         )
-        tiles = constant(g.tiles, "i64")
+        width = constant(g.columns * g.lanes, "i64")
+        # Of one head and output: rows of the weight, and numbers that a row has.
+        each = m.inner // (len(l.outputs) * l.heads) if self.backward else g.units
+        tiles = constant(m.tiles, "i64")
         first, last = (b.sdiv(b.mul(tiles, n), parts) for n in (part, b.add(part, 1)))
         slot = b.alloca(b.vec)
-        with b.loop(first, last) as tile:
-            into = b.gep(packed, b.mul(tile, g.tile_elements))
+        with b.loop(first, last) as number:
+            head, tile = b.sdiv(number, g.tiles), b.srem(number, g.tiles)
+            source = b.gep(weight, b.mul(head, heads))
+            into = b.gep(packed, b.mul(number, g.tile_elements))
             for v in range(g.unroll):
                 unit = b.mul(b.add(b.mul(tile, g.unroll), v), g.lanes)
-                left = b.sub(constant(h, "i64"), unit)
+                left = b.sub(constant(g.units, "i64"), unit)
                 mask = b.lane_mask(left)
                 if self.backward:
                     column = b.gep(into, v * g.lanes)
                     b.store(constant(0.0, b.vec), column)
-                    for n, output in enumerate(self.outputs):
-                        start = b.gep(
-                            source, b.add(b.mul(rows, self.gates[output] * h), b.mul(unit, columns))
-                        )
-                        at = b.gep(column, (1 + n * h) * g.columns * g.lanes)
-                        b.call("pack_block", start, columns, rows, left, constant(h, "i64"), at)
+                    for n, output in enumerate(l.outputs):
+                        row = l.declared.index(output) * each
+                        start = b.gep(source, b.add(b.mul(rows, row), b.mul(unit, columns)))
+                        at = b.gep(column, (1 + n * each) * g.columns * g.lanes)
+                        count = constant(each, "i64")
+                        b.call("pack_block", start, columns, rows, left, count, at, width)
                     continue
-                for n, output in enumerate(self.outputs):
+                for n, output in enumerate(l.outputs):
                     column = b.gep(into, (n * g.unroll + v) * g.lanes)
-                    gate = self.gates[output]
+                    row = l.declared.index(output)
                     b.store(constant(0.0, b.vec), slot)
-                    for bias in (bias_x, bias_h) if output in self.cell.fused else (bias_h,):
-                        with b.when(b._emit("i1", f"icmp ne {bias}, null")):
-                            part_ = b.masked_load(b.gep(bias, b.add(unit, gate * h)), mask)
+                    at_bias = b.add(b.add(b.mul(head, g.units), unit), row * m.units)
+                    fused = l.name == RECURRENT and output in self.cell.fused
+                    for bias in (bias_x, bias_h) if fused else (bias_h,):
+                        with b.when(self._not_null(b, bias)):
+                            part_ = b.masked_load(b.gep(bias, at_bias), mask)
                             b.store(b.fadd(b.load(slot), part_), slot)
                     b.store(b.load(slot), column)
-                    start = b.gep(source, b.mul(b.add(unit, gate * h), rows))
+                    start = b.gep(source, b.mul(b.add(unit, row * each), rows))
                     at = b.gep(column, g.columns * g.lanes)
-                    b.call("pack_block", start, rows, columns, left, constant(h, "i64"), at)
+                    count = constant(g.inner, "i64")
+                    b.call("pack_block", start, rows, columns, left, count, at, width)
 
     def _pack_block(self) -> None:
         """A column of vectors: element k of unit u is
@@ -1048,10 +1271,10 @@ class Generator:
             ("i64", "units"),
             ("i64", "count"),
             ("ptr", "packed"),
+            ("i64", "width"),
         ]
         b = self.module.function("pack_block", params, internal=True, inline=False)
-        source, lane_stride, inner_stride, units, count, packed = b.args
-        width = self.geometry.columns * b.lanes
+        source, lane_stride, inner_stride, units, count, packed, width = b.args
         with b.when(b.icmp("eq", lane_stride, 1)) as otherwise:
             mask = b.lane_mask(units)
             with b.loop(0, count) as k:
@@ -1074,18 +1297,21 @@ class Kernel:
     """A compiled plan in one direction: addresses, and the sizes and names that a call needs."""
 
     def __init__(self, generator: Generator, library: jit.Library) -> None:
-        self.library, self.geometry = library, generator.geometry
+        self.library = library
         self.names = tuple(generator.names)
         self.index = generator.names
         self.workspace = generator.workspace
         self.saved_width = generator.saved_width
-        # A row reduction needs all units of a row in one thread.
+        # A row reduction, or a matmul inside the step, needs all units of a row in one thread.
         self.units_splittable = not generator.row_wise
-        self.packed_elements = (
-            self.geometry.tiles * self.geometry.tile_elements if generator.outputs else 0
+        self.tiles = generator.geometry.tiles
+        # Multiply-adds for a row of the batch.
+        self.work = sum(
+            m.units * m.inner * m.geometry.outputs // m.linear.heads for m in generator.matmuls
         )
+        self.packed_elements = [m.packed_elements for m in generator.matmuls]
         self.run = library.address("run")
-        self.pack = library.address("pack") if generator.outputs else 0
+        self.pack = [library.address(f"pack{m.number}") for m in generator.matmuls]
 
 
 _kernels: dict[tuple[str, Target], Kernel] = {}
@@ -1118,7 +1344,7 @@ def request(
 ) -> tuple[Callable[[], str], tuple[str, ...], Target, str | None]:
     """What ``jit`` is asked for: how to print the text, functions, target and recipe."""
     plan, backward, target = generator.plan, generator.backward, generator.target
-    symbols = ("run", "pack") if generator.outputs else ("run",)
+    symbols = generator.symbols
     sources = fingerprint()
     recipe = f"{sources}\n{target}\n{description(plan, backward)}" if sources else None
     # A generator prints once, and what it has printed need not stay in memory.
