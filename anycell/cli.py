@@ -93,6 +93,14 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], Any]:
     return parse
 
 
+def size(text: str) -> tuple[str, int]:
+    """``P=64``: a size symbol of a cell and its number."""
+    symbol, _, number = text.partition("=")
+    if not symbol.isidentifier():
+        raise argparse.ArgumentTypeError(f"expected a size such as P=64, got {text!r}")
+    return symbol, positive(int)(number)
+
+
 # -- bench -----------------------------------------------------------------------------------------
 
 
@@ -268,6 +276,7 @@ def _explain(parser: argparse.ArgumentParser) -> None:
     add("cell", help="a built-in cell, or path/to/file.py:Name")
     add("--hidden", type=positive(int), default=256, metavar="H", help="hidden size (default: 256)")
     add("--dtype", choices=("float32", "float64"), default="float32", help="(default: float32)")
+    add("--size", type=size, action="append", default=[], metavar="P=64", help="another size")
     add("--llvm", action="store_true", help="also the kernel's LLVM text")
     add("--assembly", action="store_true", help="also the machine's assembly")
     parser.set_defaults(handler=explain)
@@ -286,6 +295,7 @@ def explain(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             llvm=options.llvm,
             assembly=options.assembly,
+            **dict(options.size),
         )
     )
     return 0

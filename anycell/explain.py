@@ -35,6 +35,7 @@ def explain(
     llvm: bool = False,
     assembly: bool = False,
     engine: str | None = None,
+    **sizes: int,
 ) -> Explanation:
     """What becomes of a cell: equations, derived backward pass, what is saved, engine, kernel.
 
@@ -47,6 +48,8 @@ def explain(
         llvm: ends with the text that the kernels are compiled from.
         assembly: ends with the machine's instructions, for which the kernels are compiled.
         engine: "cpu" or "reference"; None takes what the plan chooses.
+        sizes: what other sizes of the cell stand for, as ``P=64`` for ``LSTMP``; without them the
+            page has no kernel.
 
     Returns:
         an ``Explanation``: a page that prints, with attributes ``plan``, ``llvm``, ``assembly``.
@@ -64,10 +67,15 @@ def explain(
         raise TypeError(
             f"cell: given {type(cell).__name__}, expected a cell made by @anycell.cell."
         )
-    for name, size in (("hidden_size", hidden_size), ("batch", 1 if batch is None else batch)):
+    given = {"hidden_size": hidden_size, "batch": 1 if batch is None else batch, **sizes}
+    for name, size in given.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name}: given {size!r}, expected an integer, at least 1.")
-    chosen = make_plan(cell, hidden_size, dtype, engine)
+    unknown = sizes.keys() - set(cell.sizes.values())
+    if unknown:
+        known = ", ".join(sorted(set(cell.sizes.values()) - {"H"})) or "none"
+        raise TypeError(f"given {min(unknown)}=; sizes of cell {cell.name} besides H: {known}.")
+    chosen = make_plan(cell, hidden_size, dtype, engine, sizes)
     return Explanation(chosen, batch, backward, llvm, assembly)
 
 
@@ -301,7 +309,7 @@ class _Page:
 
     def _bytes(self, sizes: Sequence[str], rows: int = 1) -> str:
         """Sizes in bytes; one that the plan does not know goes by its symbol."""
-        number = {"1": 1, "H": self.plan.hidden_size}
+        number = {"1": 1, **self.plan.sizes}
         item = self.plan.itemsize * rows
         total = item * sum(number[s] for s in sizes if s in number)
         others = {s: item * sizes.count(s) for s in sizes if s not in number}

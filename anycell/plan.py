@@ -122,11 +122,10 @@ def _plan(
     refusal = _refusal(cell, sizes)
     if engine == "cpu" and refusal:
         raise ValueError(f"engine='cpu' cannot run cell {cell.name}: {refusal}.")
-    refusal = refusal or (None if engine else _not_handed(cell))
     chosen = engine or ("reference" if refusal else "cpu")
     reason = (
         "asked for"
-        if engine
+        if engine == "reference"
         else refusal or f"fused kernel, {_count(len(cell.linears), 'matmul')} a step"
     )
     return Plan(
@@ -182,16 +181,6 @@ def size_of(cell: Cell, node: Expr) -> str | None:
             return next(l.in_size for l in cell.linears if l.name == top.attrs[0])
         stack += top.args
     return None
-
-
-def _not_handed(cell: Cell) -> str | None:
-    """Why layers do not take the fused kernel by themselves, though it carries the cell."""
-    others = [l.name for l in cell.linears if l.name != RECURRENT]
-    if others:
-        named = ", ".join(others)
-        return f"layers hand no weights of further matmuls ({named}) to the fused kernel as yet"
-    sized = [f"{s.name}:{s.size}" for s in cell.states if s.size != "H"]
-    return f"layers take states of size H alone, not {', '.join(sized)}, as yet" if sized else None
 
 
 def _count(number: int, what: str) -> str:

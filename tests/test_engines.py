@@ -404,12 +404,15 @@ def test_offsets_beyond_31_bits(rng: np.random.Generator) -> None:
 
 
 def test_the_plan_chooses(rng: np.random.Generator, ran: list[str]) -> None:
-    for kind, expected in ((cells.LSTM, "cpu"), (cells.GRU(reset_after=False), "reference")):
-        problem = random_problem(kind, (3, 2, 5), rng)
-        assert plan(kind, 5, "float64").engine == expected
-        ran.clear()
-        anycell.recurrence(kind, **problem.arguments())
-        assert ran == [expected]
+    for kind in (cells.LSTM, cells.GRU(reset_after=False)):
+        arguments = random_problem(kind, (3, 2, 5), rng).arguments()
+        masked = {**arguments, "recurrent_mask": np.ones((2, 5))}
+        assert plan(kind, 5, "float64").engine == "cpu"
+        for given, expected in ((arguments, "cpu"), (masked, "reference")):
+            ran.clear()
+            anycell.recurrence(kind, **given)
+            assert ran == [expected]
+    assert plan(cells.LSTMP, 5, "float64").engine == "reference"  # nothing tells P
 
 
 @cell(gates="a", state="h")

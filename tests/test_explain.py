@@ -117,6 +117,18 @@ def test_the_sum_is_that_of_the_plan(which: anycell.Cell) -> None:
         assert together.split()[1] == f"{page.plan.saved_bytes:,}"
 
 
+def test_sizes_besides_the_hidden_size() -> None:
+    open_ = anycell.explain(cells.LSTMP, 64)
+    assert "nothing tells the size P" in str(open_) and "4 P" in str(open_)
+    page = anycell.explain(cells.LSTMP, 64, P=32)
+    assert page.plan is plan(cells.LSTMP, 64, sizes={"P": 32})
+    assert "matmul [rows, 64] @ [64, 32]" in str(page) and "4 P" not in str(page)
+    with pytest.raises(TypeError, match="given Q=; sizes of cell LSTMP besides H: P"):
+        anycell.explain(cells.LSTMP, 64, Q=32)
+    with pytest.raises(ValueError, match="P: given 0, expected an integer, at least 1"):
+        anycell.explain(cells.LSTMP, 64, P=0)
+
+
 def test_layer_norm_reads_as_it_was_written() -> None:
     page = anycell.explain(cells.LayerNormLSTM)
     step = section(page, "forward, one step")

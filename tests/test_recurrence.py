@@ -266,7 +266,6 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (change(seed=1 << 64), ValueError, "expected an integer below 2**64"),
     (change(seed=1.5), ValueError, "seed: given 1.5, expected an integer"),
     (change(engine="gpu"), ValueError, "engine='gpu'; expected 'cpu', 'reference' or None"),
-    (resized(engine="cpu"), ValueError, "engine='cpu' cannot run cell Sized: further matmuls"),
     (resized(static=None), ValueError, "static: given none, expected one: see cell Sized"),
     (resized(training=True), ValueError, "seed: given None, expected an integer: in training cell"),
     (resized(weights={"down_bias": None}), ValueError, "weights: given no 'down_bias'"),

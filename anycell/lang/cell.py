@@ -386,13 +386,14 @@ class Cell:
                 item = parent[item]
             return item
 
-        def tie(a: Any, b: Any, why: str) -> None:
+        def tie(a: Any, b: Any, where: Expr | str) -> None:
             a, b = find(a), find(b)
             if a is b:
                 return
             if isinstance(a, str) and isinstance(b, str):
+                place = where if isinstance(where, str) else f"`{where}`"
                 raise CellError(
-                    f"Cell {self.name}: the sizes do not close: {why} joins a value of size {a} "
+                    f"Cell {self.name}: the sizes do not close: {place} joins a value of size {a} "
                     f"with one of size {b}.\n"
                     'Instead: change the size with linear(value, "name"), '
                     "or declare the state with the size it has."
@@ -412,16 +413,16 @@ class Cell:
             ):
                 numbers.add(node)
             elif node.op in ("x", "param", "static", "preact"):
-                tie(node, "H", f"{node}")
+                tie(node, "H", node)
             elif node.op == "linear":
                 name = node.attrs[0]  # all outputs of a matmul are of one size
-                tie(node, "H" if name == RECURRENT else ("linear", name), f"`{node}`")
+                tie(node, "H" if name == RECURRENT else ("linear", name), node)
             elif node.op == "state":
-                tie(node, sizes[node.attrs[0]], f"{node}")
+                tie(node, sizes[node.attrs[0]], node)
             else:
                 for arg in node.args:
                     if arg not in numbers:
-                        tie(node, arg, f"`{node}`")
+                        tie(node, arg, node)
         for state, node in zip(self.states, self.next, strict=True):
             if node not in numbers:
                 tie(node, state.size, f"the new state {state.name!r}")

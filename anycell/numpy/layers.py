@@ -119,7 +119,7 @@ class RNN(Layer):
     @property
     def plan(self) -> Plan:
         """How the layer runs: ``plan.engine``, "cpu" or "reference", and ``plan.reason``."""
-        return plan(self.cell, self.hidden_size, self.dtype.name)
+        return plan(self.cell, self.hidden_size, self.dtype.name, sizes=self.sizes)
 
     @property
     def _suffixes(self) -> list[list[str]]:

@@ -82,6 +82,7 @@ def fused(
             params=[w[name] for name in params],
             initial=states,
             static=static,
+            linears=_matmuls(plan.cell, w),
             reverse=d == 1,
         )
         for d, (w, states) in enumerate(zip(weights, initial, strict=True))
@@ -99,6 +100,7 @@ def fused(
                 "bias_ih": grad.bias_ih,
                 "bias_hh": grad.bias_hh,
                 **dict(zip(params, grad.params, strict=True)),
+                **{_name(key): value for key, value in grad.linears.items()},
             }
             named.append({name: every[name] for name in w})
         return Cotangents(

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anycell.engines import reference
-from anycell.lang.cell import Cell
+from anycell.lang.cell import RECURRENT, Cell, Linear
 
 States = tuple[Tensor, ...]
+Sizes = tuple[tuple[str, int], ...]
 
 
 class Weights(NamedTuple):
@@ -33,6 +34,12 @@ class Weights(NamedTuple):
     bias_hh: Tensor | None = None
     params: tuple[Tensor, ...] = ()
     linears: tuple[tuple[str, Tensor | None], ...] = ()
+
+
+def linear_names(cell: Cell) -> tuple[str, ...]:
+    """The names in ``Weights.linears``: of each further matmul its weight, then their biases."""
+    names = [l.name for l in cell.linears if l.name != RECURRENT]
+    return *names, *[f"{name}_bias" for name in names]
 
 
 class Options(NamedTuple):
@@ -62,12 +69,22 @@ class Inputs(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What else the call of a layer says; ``layer`` is its number."""
+    """What else the call of a layer says.
+
+    Attributes:
+        layer: its number.
+        sizes: what the other size symbols of the cell stand for, in pairs.
+    """
 
     cell: Cell
     hidden_size: int
     options: Options
     layer: int = 0
+    sizes: Sizes = ()
+
+    def shape(self, linear: Linear) -> tuple[int, ...]:
+        """Of the weight of a matmul inside a step."""
+        return linear.shape({"H": self.hidden_size, **dict(self.sizes)})
 
 
 def composite(call: Call, inputs: Inputs) -> tuple[Tensor, States]:

@@ -15,7 +15,7 @@ from anycell.engines import vendor
 from anycell.lang.cell import Cell
 from anycell.plan import Plan
 from anycell.torch import ops
-from anycell.torch.composite import States, Weights
+from anycell.torch.composite import Sizes, States, Weights
 from anycell.torch.functional import (
     Engine,
     autocast,
@@ -46,9 +46,7 @@ class DropIn(Recurrent):
     @property
     def engine(self) -> Engine:
         """What runs this layer, and why."""
-        if self.proj_size:
-            return Engine("torch", "no fused kernel for proj_size as yet")
-        plan = fused_plan(self.cell, self.hidden_size, self.weight_ih_l0)
+        plan = fused_plan(self.cell, self.hidden_size, self.weight_ih_l0, self._sizes)
         return Engine("torch", plan) if isinstance(plan, str) else Engine("cpu", plan.reason)
 
     def _ours(
@@ -97,11 +95,9 @@ class DropIn(Recurrent):
     def _fused(self, x: Tensor | PackedSequence) -> bool:
         """Whether the fused kernel can run this call."""
         data = x.data if isinstance(x, PackedSequence) else x
-        if self.proj_size:
-            return False
         if compiled():
-            return ops.known(self.cell, self.hidden_size, data) is not None
-        plan = fused_plan(self.cell, self.hidden_size, self.weight_ih_l0)
+            return ops.known(self.cell, self.hidden_size, self._sizes, data) is not None
+        plan = fused_plan(self.cell, self.hidden_size, self.weight_ih_l0, self._sizes)
         return isinstance(plan, Plan) and memory(data)
 
     def _vendor_wins(self, x: Any) -> bool:
@@ -117,7 +113,7 @@ class DropIn(Recurrent):
         for names in self._all_weights:
             # A parametrised weight is no parameter of the module, but computed by an attribute.
             own = [mine[name] if name in mine else getattr(self, name) for name in names]
-            further = (("hr", own.pop()),) if self.proj_size else ()
+            further = (("hr", own.pop()), ("hr_bias", None)) if self.proj_size else ()
             found.append(Weights(*own)._replace(linears=further))
         step = 1 + self.bidirectional
         return [found[k : k + step] for k in range(0, len(found), step)]
@@ -151,9 +147,9 @@ class LSTM(DropIn, nn.LSTM):
         resets: bool, True where zeros replace the state before the step: where an episode starts.
             Of a packed input it is packed alike, and the other two are in the input already.
 
-    Fused are float32 and float64 on the CPU. Other dtypes and devices, autocast, ``proj_size`` and
-    tracing (jit, export) are torch's own layer's; ``engine`` says which, and why. ``torch.func``,
-    second derivatives, and ``proj_size`` with one of the three arguments, run step by step.
+    Fused are float32 and float64 on the CPU. Other dtypes and devices, autocast and tracing (jit,
+    export) are torch's own layer's; ``engine`` says which, and why. ``torch.func``, and second
+    derivatives, run step by step.
 
     Raises:
         What ``torch.nn.LSTM`` raises; TypeError or ValueError for the three arguments above.
@@ -173,6 +169,10 @@ class LSTM(DropIn, nn.LSTM):
     def cell(self) -> Cell:  # type: ignore[override]
         """What a step computes."""
         return cells.LSTMP if self.proj_size else cells.LSTM
+
+    @property
+    def _sizes(self) -> Sizes:
+        return (("P", self.proj_size),) if self.proj_size else ()
 
     def forward(  # type: ignore[override]
         self,

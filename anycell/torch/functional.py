@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -12,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from anycell.lang.cell import Cell
-from anycell.plan import Plan, plan
+from anycell.plan import Plan
 from anycell.torch import fused, ops
-from anycell.torch.composite import Call, Inputs, States, Weights, composite
+from anycell.torch.composite import Call, Inputs, Sizes, States, Weights, composite
 from anycell.torch.ranges import span
 
 
@@ -59,7 +58,7 @@ def layer(call: Call, inputs: Inputs) -> tuple[Tensor, States]:
     if compiled():  # the graph breaks here
         return torch.compiler.disable(layer)(call, inputs)
     if not (traced() or transformed()):
-        plan = fused_plan(call.cell, call.hidden_size, inputs.weights[0].ih)
+        plan = fused_plan(call.cell, call.hidden_size, inputs.weights[0].ih, call.sizes)
         if isinstance(plan, Plan) and _memory(inputs):
             with span(call.cell, "forward"):
                 return fused.run(call, plan, inputs)
@@ -82,24 +81,14 @@ class Engine(NamedTuple):
     reason: str
 
 
-_DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 _ORDINARY = (Tensor, torch.nn.Parameter)
 
 
-def fused_plan(cell: Cell, hidden_size: int, weight: Tensor) -> Plan | str:
+def fused_plan(cell: Cell, hidden_size: int, weight: Tensor, sizes: Sizes = ()) -> Plan | str:
     """The plan of the fused kernel for such weights, or why there is none."""
     if not weight.is_cpu:
         return f"no fused kernel for device {weight.device.type!r} as yet"
-    return _fused_plan(cell, hidden_size, weight.dtype)
-
-
-@functools.lru_cache(maxsize=512)
-def _fused_plan(cell: Cell, hidden_size: int, dtype: torch.dtype) -> Plan | str:
-    name = _DTYPES.get(dtype)
-    if name is None:
-        return f"no fused kernel for {dtype} as yet"
-    found = plan(cell, hidden_size, name)
-    return found if found.engine == "cpu" else found.reason
+    return fused.plan_of(cell, hidden_size, weight.dtype, sizes)
 
 
 def memory(x: Tensor | None, dtype: torch.dtype | None = None) -> bool:
@@ -117,7 +106,7 @@ def _memory(inputs: Inputs) -> bool:
     """Whether all inputs are plain memory of one dtype."""
     x, static, initial, reset, weights = inputs
     rest = (static, *(initial or ()), *(reset or ()))
-    learned = (t for w in weights for t in (*w[:4], *w.params))
+    learned = (t for w in weights for t in (*w[:4], *w.params, *[t for _, t in w.linears]))
     return memory(x) and all(memory(t, x.dtype) for t in (*rest, *learned))
 
 

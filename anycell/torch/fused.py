@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,12 +11,25 @@ import torch
 from torch import Tensor
 
 from anycell import layer
-from anycell.plan import Plan
-from anycell.torch.composite import Call, Inputs, States, Weights, composite
+from anycell.lang.cell import RECURRENT, Cell
+from anycell.plan import Plan, plan
+from anycell.torch.composite import Call, Inputs, Sizes, States, Weights, composite, linear_names
 from anycell.torch.host import HOSTS
 from anycell.torch.ranges import span
 
 Flat = tuple[Tensor | None, ...]
+
+
+_DTYPES = {torch.float32: "float32", torch.float64: "float64"}
+
+
+@functools.lru_cache(maxsize=512)
+def plan_of(cell: Cell, hidden_size: int, dtype: torch.dtype, sizes: Sizes) -> Plan | str:
+    """The plan of the fused kernel on the CPU, or why there is none."""
+    if dtype not in _DTYPES:
+        return f"no fused kernel for {dtype} as yet"
+    found = plan(cell, hidden_size, _DTYPES[dtype], sizes=dict(sizes))
+    return found if found.engine == "cpu" else found.reason
 
 
 class Form(NamedTuple):
@@ -38,17 +52,30 @@ class Form(NamedTuple):
         x, static, initial, reset, weights = inputs
         flat: list[Tensor | None] = [x, static, *(initial or ()), *(reset or ())]
         for w in weights:
-            flat += (w.ih, w.hh, w.bias_ih, w.bias_hh, *w.params)
+            flat += (w.ih, w.hh, w.bias_ih, w.bias_hh, *w.params, *[t for _, t in w.linears])
         return tuple(flat)
 
     def unflatten(self, flat: Sequence[Any]) -> Inputs:
         """The inverse of ``flatten``."""
-        states, step = len(self.call.cell.states), 4 + len(self.call.cell.params)
+        cell = self.call.cell
+        states, further = len(cell.states), linear_names(cell)
+        linears = 4 + len(cell.params)
+        step = linears + len(further)
         reset = 2 + self.initial * states
         first = reset + self.reset * states
         starts = range(first, first + self.directions * step, step)
         groups = [flat[i : i + step] for i in starts]
-        weights = [Weights(w[0], w[1], w[2], w[3], tuple(w[4:])) for w in groups]
+        weights = [
+            Weights(
+                w[0],
+                w[1],
+                w[2],
+                w[3],
+                tuple(w[4:linears]),
+                tuple(zip(further, w[linears:], strict=True)),
+            )
+            for w in groups
+        ]
         given = tuple(flat[2:reset]) or None, tuple(flat[reset:first]) or None
         return Inputs(flat[0], flat[1], *given, weights)
 
@@ -126,15 +153,22 @@ def _backward(
         d_output,
         [[None if d is None else d[i] for d in d_final] for i in directions],
         need_x=need.x,
-        need_weights=any(any(w[:4]) for w in need.weights),
+        need_weights=any(any((*w[:4], *dict(w.linears).values())) for w in need.weights),
     )
     dx, found = computed
+    names = linear_names(form.call.cell)
+    learned = [
+        Weights(g.ih, g.hh, g.bias_ih, g.bias_hh, tuple(g.params))._replace(
+            linears=tuple([(name, g.linears.get(name)) for name in names])
+        )
+        for g in found
+    ]
     gradients = Inputs(
         dx,
         None if inputs.static is None else torch.stack([g.static for g in found]).sum(0),
         _states(form.initial, [g.initial for g in found]),
         _states(form.reset, [g.reset for g in found]),
-        [Weights(g.ih, g.hh, g.bias_ih, g.bias_hh, tuple(g.params)) for g in found],
+        learned,
     )
     return form.flatten(gradients)
 
@@ -163,16 +197,17 @@ def _differentiable(
 
 def _weights(call: Call, inputs: Inputs) -> list[layer.Weights]:
     """The weights as the engine takes them: checked, for it reads memory unasked."""
-    cell, size = call.cell, call.hidden_size
+    cell, size, symbol = call.cell, call.hidden_size, call.cell.states[0].size
     gates, static, weights = len(cell.gates) * size, inputs.static, []
-    declared = [s.initial for s in cell.states]
+    declared, first = [s.initial for s in cell.states], dict(call.sizes).get(symbol, size)
     for d, w in enumerate(inputs.weights):
         _expect("weight_ih", w.ih, gates, inputs.x.shape[2])
-        hh = w.hh if w.hh is None else _expect("weight_hh", w.hh, gates, size)
+        hh = w.hh if w.hh is None else _expect("weight_hh", w.hh, gates, first)
         params = [_expect(*p, size) for p in zip(cell.param_names, w.params, strict=True)]
         one = layer.Weights(
             ih=w.ih,
             hh=hh if hh is None or 1 in hh.stride() else hh.contiguous(),
+            linears=_linears(call, w) if w.linears else {},
             bias_ih=w.bias_ih if w.bias_ih is None else _expect("bias_ih", w.bias_ih, gates),
             bias_hh=w.bias_hh if w.bias_hh is None else _expect("bias_hh", w.bias_hh, gates),
             params=params,
@@ -183,6 +218,23 @@ def _weights(call: Call, inputs: Inputs) -> list[layer.Weights]:
         )
         weights.append(one)
     return weights
+
+
+def _linears(call: Call, w: Weights) -> dict[str, Tensor | None]:
+    """The weights of further matmuls."""
+    found = dict(w.linears)
+    for l in call.cell.linears:
+        if l.name == RECURRENT:
+            continue
+        given = found[l.name]
+        assert given is not None
+        weight = _expect(f"weight_{l.name}", given, *call.shape(l))
+        found[l.name] = weight if 1 in weight.stride()[-2:] else weight.contiguous()
+        bias = found[f"{l.name}_bias"]
+        if bias is not None:
+            outputs = len(l.declared) * dict(call.sizes).get(l.out_size, call.hidden_size)
+            found[f"{l.name}_bias"] = _expect(f"bias_{l.name}", bias, outputs)
+    return found
 
 
 def _options(call: Call) -> layer.Options:

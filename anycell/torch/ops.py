@@ -20,9 +20,9 @@ from torch import Tensor
 from anycell import cells, layer
 from anycell.engines import cpu
 from anycell.lang.cell import Cell
-from anycell.plan import Plan, plan
+from anycell.plan import Plan
 from anycell.torch import fused
-from anycell.torch.composite import Call, Inputs, Options, States
+from anycell.torch.composite import Call, Inputs, Options, Sizes, States
 from anycell.torch.host import HOSTS
 from anycell.torch.ranges import span
 
@@ -35,11 +35,11 @@ def register(cell: Cell) -> None:
     _CELLS.setdefault(_name(cell.name, cell.key), cell)
 
 
-def known(cell: Cell, hidden_size: int, x: Tensor) -> str | None:
+def known(cell: Cell, hidden_size: int, sizes: Sizes, x: Tensor) -> str | None:
     """The name of a registered cell that the fused engine runs on such tensors."""
     if not x.is_cpu or x.dtype not in (torch.float32, torch.float64):
         return None
-    return _known(cell.name, cell.key, hidden_size, _dtype(x))
+    return _known(cell.name, cell.key, hidden_size, _text(sizes), _dtype(x))
 
 
 def draws(cell: Cell) -> bool:
@@ -51,10 +51,10 @@ def draws(cell: Cell) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _known(name: str, key: str, hidden_size: int, dtype: str) -> str | None:
+def _known(name: str, key: str, hidden_size: int, sizes: str, dtype: str) -> str | None:
     name = _name(name, key)
     found = _CELLS.get(name)
-    return name if found and plan(found, hidden_size, dtype).engine == "cpu" else None
+    return name if found and isinstance(_plan(found, hidden_size, sizes, dtype), Plan) else None
 
 
 @torch.compiler.assume_constant_result
@@ -66,6 +66,19 @@ def _name(name: str, key: str) -> str:
     return f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
+def _text(sizes: Sizes) -> str:
+    return ",".join([f"{symbol}={size}" for symbol, size in sizes]) or "-"
+
+
+def _sizes(text: str) -> Sizes:
+    pairs = [one.split("=") for one in text.split(",")] if text != "-" else []
+    return tuple([(symbol, int(size)) for symbol, size in pairs])
+
+
+def _plan(cell: Cell, hidden_size: int, sizes: str, dtype: str) -> Plan | str:
+    return fused.plan_of(cell, hidden_size, getattr(torch, dtype), _sizes(sizes))
+
+
 def _dtype(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
@@ -75,12 +88,14 @@ class Form(NamedTuple):
 
     Attributes:
         cell: its name among those registered.
+        sizes: what the other size symbols of the cell stand for.
         given: "1" for each tensor that is in the list, "0" for each that the call does without.
         keep: whether the results are followed by what the backward pass reads.
     """
 
     cell: str
     hidden_size: int
+    sizes: str
     dtype: str
     layer: int
     directions: int
@@ -94,18 +109,19 @@ class Form(NamedTuple):
     def text(self) -> str:
         """``read`` reads it again."""
         flags = self.initial, self.reset, self.repeat, self.training, self.keep
-        numbers = self.hidden_size, self.dtype, self.layer, self.directions, *map(int, flags)
-        return " ".join([self.cell, *map(str, numbers), self.given])
+        numbers = self.layer, self.directions, *map(int, flags)
+        first = self.cell, str(self.hidden_size), self.sizes, self.dtype
+        return " ".join([*first, *map(str, numbers), self.given])
 
     @classmethod
     @functools.lru_cache(maxsize=4096)
     def read(cls, text: str) -> Form:
-        cell, hidden, dtype, *numbers, given = text.split(" ")
+        cell, hidden, sizes, dtype, *numbers, given = text.split(" ")
         layer, directions, *flags = map(int, numbers)
         initial, reset, repeat, training, keep = map(bool, flags)
         return cls(
-            cell, int(hidden), dtype, layer, directions, initial, reset, repeat, training, keep,
-            given,
+            cell, int(hidden), sizes, dtype, layer, directions, initial, reset, repeat, training,
+            keep, given,
         )  # fmt: skip
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  (of small tuples)
@@ -118,7 +134,9 @@ class Form(NamedTuple):
             )
         if tuple(cell.hyper.values()) != hyper:
             cell = cell(**dict(zip(cell.hyper, hyper, strict=True)))
-        return plan(cell, self.hidden_size, self.dtype)
+        found = _plan(cell, self.hidden_size, self.sizes, self.dtype)
+        assert isinstance(found, Plan), found
+        return found
 
     def unpack(self, tensors: Sequence[Any], plan: Plan) -> tuple[fused.Form, fused.Flat]:
         """The call that the tensors make."""
@@ -130,7 +148,8 @@ class Form(NamedTuple):
             mask, resets, "repeat" if self.repeat else "zero", self.training,
             0 if seed is None else int(seed),
         )  # fmt: skip
-        call = Call(plan.cell, self.hidden_size, options, self.layer)
+        sizes = _sizes(self.sizes)
+        call = Call(plan.cell, self.hidden_size, options, self.layer, sizes)
         form = fused.Form(call, plan, self.directions, self.initial, self.reset)
         return form, tuple(flat)
 
@@ -143,7 +162,7 @@ class Form(NamedTuple):
 def run(call: Call, inputs: Inputs) -> tuple[Tensor, States] | None:
     """A layer as an operator; None where the fused engine does not run it."""
     cell, options, x = call.cell, call.options, inputs.x
-    name = known(cell, call.hidden_size, x)
+    name = known(cell, call.hidden_size, call.sizes, x)
     if name is None:
         return None
     initial, reset = inputs.initial is not None, inputs.reset is not None
@@ -153,7 +172,7 @@ def run(call: Call, inputs: Inputs) -> tuple[Tensor, States] | None:
     tensors = [t for t in flat if t is not None]
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     form = Form(
-        name, call.hidden_size, _dtype(x), call.layer,
+        name, call.hidden_size, _text(call.sizes), _dtype(x), call.layer,
         len(inputs.weights), initial, reset, options.masked_output == "repeat", options.training,
         keep and not torch.compiler.is_exporting(),
         "".join(["0" if t is None else "1" for t in flat]),
@@ -192,16 +211,17 @@ def _forward_fake(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) 
     form = Form.read(text)
     plan = form.plan(tuple(hyper))
     x, (steps, rows, _), d = tensors[0], tensors[0].shape, form.directions
-    output = (steps, rows, d * form.hidden_size)
-    hidden = (steps + 1 + (d > 1), rows, d * form.hidden_size)
-    finals = [(d, rows, form.hidden_size) for _ in plan.cell.states]
+    widths = [plan.sizes[state.size] for state in plan.cell.states]
+    output = (steps, rows, d * widths[0])
+    hidden = (steps + 1 + (d > 1), rows, d * widths[0])
+    finals = [(d, rows, width) for width in widths]
     if not form.keep:
         out = x.new_empty(output) if form.apart else x.new_empty(hidden)[1 : 1 + steps]
         return [out, *[x.new_empty(shape) for shape in finals]]
     first = [output, *finals, hidden] if form.apart else [hidden, *finals]
     values = [(steps, rows, cpu.compiled(plan, False).saved_width) for _ in range(d)]
-    kept = [s for s in plan.cell.states[1:] if s.name in plan.states]
-    sequences = [(steps + 1, rows, form.hidden_size) for _ in range(d) for _ in kept]
+    kept = [plan.sizes[s.size] for s in plan.cell.states[1:] if s.name in plan.states]
+    sequences = [(steps + 1, rows, width) for _ in range(d) for width in kept]
     return [x.new_empty(shape) for shape in (*first, *values, *sequences)]
 
 

@@ -50,6 +50,7 @@ class Recurrent:
     dropout: float
     training: bool
     weight_ih_l0: Tensor
+    _sizes: Any = ()
 
     def _weights(self) -> list[list[Weights]]:
         """Per layer, per direction."""
@@ -138,7 +139,8 @@ class Recurrent:
             drop = None
         elif drop is None:
             drop = functools.partial(F.dropout, p=self.dropout)
-        weights, call = self._weights(), Call(self.cell, self.hidden_size, options)
+        weights = self._weights()
+        call = Call(self.cell, self.hidden_size, options, sizes=self._sizes)
         if not autocast():
             return stack(call, Inputs(x, static, state, reset_state, weights[0]), weights, drop)
         # What other layers hand on may be of 16 bits; this one keeps to its weights.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from anycell.lang.cell import RECURRENT, Cell
+from anycell.lang.cell import Cell
 from anycell.torch import ops
 from anycell.torch.arguments import (
     check_device,
@@ -18,7 +18,7 @@ from anycell.torch.arguments import (
     check_static,
     describe,
 )
-from anycell.torch.composite import States, Weights
+from anycell.torch.composite import Sizes, States, Weights, linear_names
 from anycell.torch.functional import Engine, autocast, fused_plan
 from anycell.torch.recurrent import Lengths, Recurrent, shapes
 
@@ -125,8 +125,12 @@ class RNN(Recurrent, nn.Module):
     @property
     def engine(self) -> Engine:
         """What runs this layer, and why."""
-        plan = fused_plan(self.cell, self.hidden_size, self.weight_ih_l0)
+        plan = fused_plan(self.cell, self.hidden_size, self.weight_ih_l0, self._sizes)
         return Engine("reference", plan) if isinstance(plan, str) else Engine("cpu", plan.reason)
+
+    @property
+    def _sizes(self) -> Sizes:
+        return tuple(self.sizes.items())[1:]
 
     def extra_repr(self) -> str:
         """The arguments that are not the default."""
@@ -221,6 +225,10 @@ def initialise(parameter: nn.Parameter, declared: float | None, hidden_size: int
         nn.init.constant_(parameter, declared)
 
 
+def _key(name: str) -> str:
+    return f"bias_{name[:-5]}" if name.endswith("_bias") else f"weight_{name}"
+
+
 def learned(module: Any, suffix: str = "") -> Weights:
     """The weights of a module with a ``cell`` whose names end in ``suffix``."""
     cell, mine = module.cell, module._parameters
@@ -230,13 +238,11 @@ def learned(module: Any, suffix: str = "") -> Weights:
         # A parametrised weight is no parameter of the module, but computed by an attribute.
         return mine[name] if name in mine else getattr(module, name, None)
 
-    further = [l.name for l in cell.linears if l.name != RECURRENT]
     return Weights(
         get("weight_ih"),
         get("weight_hh"),
         get("bias_ih"),
         get("bias_hh"),
         tuple([get(name) for name in cell.param_names]),
-        tuple([(name, get(f"weight_{name}")) for name in further])
-        + tuple([(f"{name}_bias", get(f"bias_{name}")) for name in further]),
+        tuple([(name, get(_key(name))) for name in linear_names(cell)]),
     )

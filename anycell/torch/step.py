@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from anycell import cells
 from anycell.lang.cell import Cell
 from anycell.torch.arguments import check_layer, check_states, check_static, check_tensor
-from anycell.torch.composite import Call, Inputs, Options, States
+from anycell.torch.composite import Call, Inputs, Options, Sizes, States
 from anycell.torch.functional import Engine, fused_plan, layer
 from anycell.torch.recurrent import draw_seed, shapes
 from anycell.torch.rnn import initialise, learned
@@ -101,8 +101,12 @@ class RNNCell(nn.Module):
     @property
     def engine(self) -> Engine:
         """What runs this cell, and why."""
-        plan = fused_plan(self.cell, self.hidden_size, self.weight_ih)
+        plan = fused_plan(self.cell, self.hidden_size, self.weight_ih, self._sizes)
         return Engine("reference", plan) if isinstance(plan, str) else Engine("cpu", plan.reason)
+
+    @property
+    def _sizes(self) -> Sizes:
+        return tuple(self.sizes.items())[1:]
 
     def extra_repr(self) -> str:
         """The arguments that are not the default."""
@@ -127,7 +131,7 @@ class RNNCell(nn.Module):
             static = None if static is None else static.unsqueeze(0)
         draws = self.training and bool(self.cell.keeps)
         options = Options(training=self.training, seed=draw_seed() if draws else 0)
-        call = Call(self.cell, self.hidden_size, options)
+        call = Call(self.cell, self.hidden_size, options, sizes=self._sizes)
         initial = states and tuple(s.unsqueeze(0) for s in states)
         _, final = layer(call, Inputs(x.unsqueeze(0), static, initial, None, [learned(self)]))
         new = tuple(s[0] if rows else s[0, 0] for s in final)
