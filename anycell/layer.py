@@ -49,6 +49,10 @@ class Host(Protocol):
         """In elements."""
         ...
 
+    def project(self, x: Array, weight: Array) -> Array:
+        """``x @ weight.T`` as a new array, for ``x [..., I]`` and ``weight [N, I]``."""
+        ...
+
     def matmul(self, a: Array, b: Array, out: Array) -> None:
         """``out = a @ b`` for matrices of any strides."""
         ...
@@ -160,6 +164,7 @@ class _Form(NamedTuple):
 
     Attributes:
         chunk: steps per chunk of the projection.
+        at_once: all of the projection is one matmul, and rows as they come will do.
         single: one step, whose recurrent matmul is the host's too: packing the weights would cost
             more than it saves.
         threads, units_split: for a kernel call, and whether they split the units, not the rows.
@@ -169,6 +174,7 @@ class _Form(NamedTuple):
 
     kernel: cpu.Kernel
     chunk: int
+    at_once: bool
     single: bool
     threads: int
     sizes: list[int]
@@ -192,6 +198,8 @@ def _form(
     # The primitive multiplies by its own kernel always: its bits do not depend on the host.
     alone = [(l.name, l.outputs) for l in cell.linears] == [(RECURRENT, cell.gates)]
     single = project and steps == 1 and alone and not resets
+    width = len(cell.gates) * plan.hidden_size
+    at_once = chunk >= steps and (single or _padded(plan, width) == width)
     work = chunk * batch * max(0 if single else kernel.work, 64 * plan.hidden_size)
     units_split = False
     if threads > 1 and work * directions >= WORTH_A_THREAD:
@@ -213,7 +221,7 @@ def _form(
         tables[-1].set(time_step=-1 if backwards else 1)
     packed = [0 if single else n * plan.itemsize for n in kernel.packed_elements]
     sizes = [workspace * threads, *packed] * directions
-    return _Form(kernel, chunk, single, threads, sizes, hyper, tables)
+    return _Form(kernel, chunk, at_once, single, threads, sizes, hyper, tables)
 
 
 def _chunk(plan: Plan, steps: int, rows: int) -> int:
@@ -249,7 +257,7 @@ class _Run:
     def __enter__(self) -> _Run:
         """Takes memory, sets what stays the same for all chunks, and packs the weights."""
         host, options, form = self.host, self.options, self.form
-        self.buffer, places = cpu.scratch.take(form.sizes)
+        self.block, places = cpu.scratch.take(form.sizes)
         blocks = len(form.sizes) // len(self.calls)
         for d, (w, call) in enumerate(zip(self.weights, self.calls, strict=True)):
             bias_x, place = self._address(w.bias_ih), d * blocks
@@ -270,7 +278,7 @@ class _Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        cpu.scratch.give_back(self.buffer)
+        cpu.scratch.give_back(self.block)
 
     def point_resets(self, values: Sequence[Sequence[Array]]) -> None:
         """Where resets find what they restore: ``[H]`` for all rows, or ``[B, H]``."""
@@ -319,15 +327,14 @@ class _Run:
         else:
             array[slot, :, column : column + h] = value
 
-    def read(self, array: Array, slot: int, column: int, h: int) -> Array:
-        """A copy of ``array[slot, :, column : column + h]``."""
-        out = self.host.empty((self.batch, h))
+    def read(self, array: Array, slot: int, column: int, out: Array, d: int) -> None:
+        """``out[d] = array[slot, :, column : column + h]``, where h is the width of ``out``."""
+        h = out.shape[2]
         if array.shape[2] == h:
-            size = self.batch * h * self.plan.itemsize
-            ctypes.memmove(self.host.pointer(out), self.host.pointer(array) + slot * size, size)
+            size, pointer = self.batch * h * self.plan.itemsize, self.host.pointer
+            ctypes.memmove(pointer(out) + d * size, pointer(array) + slot * size, size)
         else:
-            out[:] = array[slot, :, column : column + h]
-        return out
+            out[d] = array[slot, :, column : column + h]
 
     def point_flags(self, d: int, span: _Span) -> None:
         for name, array in (("mask", self.options.mask), ("resets", self.options.resets)):
@@ -346,7 +353,7 @@ class _Run:
 
 def forward(
     host: Host, plan: Plan, x: Array, weights: Sequence[Weights], options: Options, *, keep: bool
-) -> tuple[Array, list[list[Array]], Saved | None]:
+) -> tuple[Array, list[Array], Saved | None]:
     """Runs a layer.
 
     Args:
@@ -359,7 +366,7 @@ def forward(
         keep: whether to keep what ``backward`` needs.
 
     Returns:
-        outputs ``[T, B, D*H]``, per direction the final states ``[B, H]`` in declared order, and
+        outputs ``[T, B, D * size]``, the final states ``[D, B, size]`` in declared order, and
         ``Saved`` or None.
     """
     if options.mask is not None and options.resets is not None:
@@ -397,12 +404,12 @@ def forward(
     values = (
         [host.lasting((steps, batch, run.form.kernel.saved_width)) for _ in weights] if keep else []
     )
-    width = len(cell.gates) * h
-    projected = [
-        None if w.ih is None else _Rows(host, plan, run.form.chunk * batch, width) for w in weights
-    ]
+    width, project = len(cell.gates) * h, weights[0].ih is not None
+    at_once = run.form.at_once or not project
+    # The gates of all steps, or of a chunk of them.
+    whole_gates = [host.project(x, w.ih) if project else x for w in weights] if at_once else []
+    gates = [] if at_once else [_Rows(host, plan, run.form.chunk * batch, width) for _ in weights]
     products: list[Array] = []
-    rows = None if run.steps > run.form.chunk else x.reshape(steps * batch, x.shape[2])
 
     with run:
         if resets:
@@ -410,17 +417,12 @@ def forward(
         for done, count in run.chunks():
             for d, w in enumerate(weights):
                 span = run.span(d, done, count)
-                if w.ih is None:
-                    run.point(d, "x", x, span.time, span.sign)
+                if at_once:
+                    run.point(d, "x", whole_gates[d], span.time, span.sign)
                 else:
-                    part = (
-                        x[span.begin : span.end].reshape(count * batch, x.shape[2])
-                        if rows is None
-                        else rows
-                    )
-                    buffer = projected[d]
-                    assert buffer is not None
-                    host.matmul(part, w.ih.T, buffer[count * batch])
+                    rows, buffer = count * batch, gates[d]
+                    part = x[span.begin : span.end].reshape(rows, x.shape[2])
+                    host.matmul(part, w.ih.T, buffer[rows])  # type: ignore[union-attr]
                     time = span.time - span.begin
                     run.point_rows(d, "x", buffer.whole, buffer.padded, time, span.sign)
                 if run.form.single:
@@ -437,14 +439,13 @@ def forward(
                 run.calls[d].set(time=span.time)
             run.run(count)
 
-    finals = []
+    finals = [host.empty((directions, batch, size)) for size in widths]
     for d, w in enumerate(weights):
         end = (1 if w.reverse else steps) if whole else steps & 1
-        final = [run.read(hidden, end, d * first, first)]
+        run.read(hidden, end, d * first, finals[0], d)
         for i in range(1, len(cell.states)):
             end = (0 if w.reverse else steps) if kept[i] else steps & 1
-            final.append(run.read(states[d][i], end, 0, widths[i]))
-        finals.append(final)
+            run.read(states[d][i], end, 0, finals[i], d)
     saved = Saved(x, weights, options, hidden, states, values, resets) if keep else None
     return out, finals, saved
 
@@ -456,9 +457,7 @@ def _product(host: Host, operand: Array | float, weight: Array, shape: tuple[int
     if isinstance(operand, float):
         value, operand = operand, host.empty((shape[0], weight.shape[1]))
         operand[:] = value
-    product = host.empty(shape)
-    host.matmul(operand, weight.T, product)
-    return product
+    return host.project(operand, weight)
 
 
 def _point_state(
@@ -604,6 +603,8 @@ class _Rows:
         self.whole = host.empty((rows, self.padded))
 
     def __getitem__(self, rows: int) -> Array:
+        if self.whole.shape[0] == rows and self.width == self.padded:
+            return self.whole
         return self.whole[:rows, : self.width]
 
 

@@ -166,8 +166,8 @@ def _fused(plan: Plan, call: reference.Recurrence) -> tuple[Array, tuple[Array, 
         threads=cpu.pool.threads(),
     )
     host, x = NumpyHost(plan.dtype), _strided(call.gates_x)
-    outputs, (final,), _ = layer.forward(host, plan, x, [weights], options, keep=False)
-    return outputs, tuple(final)
+    outputs, finals, _ = layer.forward(host, plan, x, [weights], options, keep=False)
+    return outputs, tuple([final[0] for final in finals])
 
 
 def _dense(array: Array | None, dtype: npt.DTypeLike = None) -> Array | None:

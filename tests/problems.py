@@ -250,7 +250,8 @@ def by_cpu(
         threads=threads,
     )
     host = NumpyHost(chosen.dtype)
-    outputs, (final,), saved = layer.forward(host, chosen, x, [one], how, keep=True)
+    outputs, finals, saved = layer.forward(host, chosen, x, [one], how, keep=True)
+    final = [value[0] for value in finals]
     d_final = list(group("d_final").values())
     for _ in range(backwards):
         dx, (d,) = layer.backward(host, chosen, saved, problem["d_outputs"], [d_final])

@@ -101,9 +101,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     take = cpu.Scratch.take
 
     def poisoned_take(scratch: cpu.Scratch, sizes: Any) -> Any:
-        buffer, addresses = take(scratch, sizes)
-        buffer.fill(0xFF)
-        return buffer, addresses
+        block, addresses = take(scratch, sizes)
+        block.memory.fill(0xFF)
+        return block, addresses
 
     def empty(host: NumpyHost, shape: tuple[int, ...]) -> np.ndarray:
         return np.full(shape, np.nan, host.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,11 @@ class NumpyHost:
     def strides(self, array: Array) -> tuple[int, ...]:
         """In elements."""
         return tuple(stride // array.itemsize for stride in array.strides)
+
+    def project(self, x: Array, weight: Array) -> Array:
+        """``x @ weight.T`` as one matmul."""
+        outer, width = x.shape[:-1], x.shape[-1]
+        return (x.reshape(math.prod(outer), width) @ weight.T).reshape(*outer, len(weight))
 
     def matmul(self, a: Array, b: Array, out: Array) -> None:
         """``out = a @ b``."""

@@ -107,7 +107,7 @@ def fused(
             dx, named, [grad.initial for grad in grads], _total(grad.static for grad in grads)
         )
 
-    return output, finals, pullback
+    return output, [[s[d] for s in finals] for d in range(len(weights))], pullback
 
 
 def composite(

@@ -50,19 +50,19 @@ class DropIn(Recurrent):
         return Engine("torch", plan) if isinstance(plan, str) else Engine("cpu", plan.reason)
 
     def _ours(
-        self, x: Any, states: tuple[Any, ...] | None, **arguments: Any
+        self, x: Any, states: tuple[Any, ...] | None, mask: Any, lengths: Any, resets: Any
     ) -> tuple[Any, States] | None:
         """Output and final states; None where the parent has the answer, or the error."""
-        extra = any(value is not None for value in arguments.values())
+        extra = mask is not None or lengths is not None or resets is not None
         if not extra and self._vendor_wins(x):
             return None
         if compiled() and (isinstance(x, PackedSequence) or not ops.AVAILABLE):
-            return torch.compiler.disable(self._ours)(x, states, **arguments)
+            return torch.compiler.disable(self._ours)(x, states, mask, lengths, resets)
         if (not extra and traced()) or not self._fits(x, states):
             return None
         if not extra and not transformed() and (autocast() or not self._fused(x)):
             return None
-        return self._run(x, states, **arguments)
+        return self._run(x, states, mask=mask, lengths=lengths, resets=resets)
 
     def _fits(self, x: Any, states: Sequence[Any] | None) -> bool:
         """Whether input and states are as torch wants them."""
@@ -102,11 +102,13 @@ class DropIn(Recurrent):
 
     def _vendor_wins(self, x: Any) -> bool:
         """Whether torch's own layer is the faster."""
-        if not isinstance(x, Tensor) or x.dim() not in (2, 3):
+        if not isinstance(x, Tensor):
             return False
-        time = int(x.dim() == 3 and self.batch_first)
-        rows = x.shape[1 - time] if x.dim() == 3 else 1
-        return vendor.wins(self.cell, x.shape[time], rows) is not None
+        shape = x.shape
+        if len(shape) == 3:
+            steps, rows = (shape[1], shape[0]) if self.batch_first else (shape[0], shape[1])
+            return vendor.wins(self.cell, steps, rows) is not None
+        return len(shape) == 2 and vendor.wins(self.cell, shape[0], 1) is not None
 
     def _weights(self) -> list[list[Weights]]:
         mine, found = self._parameters, []
@@ -114,7 +116,7 @@ class DropIn(Recurrent):
             # A parametrised weight is no parameter of the module, but computed by an attribute.
             own = [mine[name] if name in mine else getattr(self, name) for name in names]
             further = (("hr", own.pop()), ("hr_bias", None)) if self.proj_size else ()
-            found.append(Weights(*own)._replace(linears=further))
+            found.append(Weights(*own)._replace(linears=further) if further else Weights(*own))
         step = 1 + self.bidirectional
         return [found[k : k + step] for k in range(0, len(found), step)]
 
@@ -185,7 +187,7 @@ class LSTM(DropIn, nn.LSTM):
     ) -> tuple[Any, States]:
         """Output and final states; see the class."""
         states = None if hx is None else tuple(hx)
-        ours = self._ours(input, states, mask=mask, lengths=lengths, resets=resets)
+        ours = self._ours(input, states, mask, lengths, resets)
         return super().forward(input, hx) if ours is None else ours
 
 
@@ -220,5 +222,5 @@ class GRU(DropIn, nn.GRU):
     ) -> tuple[Any, Tensor]:
         """Output and final state; see the class."""
         states = None if hx is None else (hx,)
-        ours = self._ours(input, states, mask=mask, lengths=lengths, resets=resets)
+        ours = self._ours(input, states, mask, lengths, resets)
         return super().forward(input, hx) if ours is None else (ours[0], *ours[1])

@@ -130,7 +130,7 @@ def _forward(
     host, weights, options = HOSTS[plan.dtype], _weights(call, inputs), _options(call)
     output, finals, saved = layer.forward(host, plan, inputs.x, weights, options, keep=keep)
     # Detached: for autograd they are no views of what is saved.
-    return output.detach(), tuple(map(_stack, zip(*finals, strict=True))), saved
+    return output.detach(), tuple(finals), saved
 
 
 def _backward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from anycell.engines import cpu
@@ -30,6 +31,9 @@ class TorchHost:
 
     def strides(self, array: Tensor) -> tuple[int, ...]:
         return array.stride()
+
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
 
     def matmul(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.mm(a, b, out=out)

@@ -56,7 +56,14 @@ class Table:
         self.set(steps=steps)
 
 
-_NOTHING = np.empty(0, np.uint8)
+class Block:
+    """Memory, and where it lies: NumPy takes longer to say it than to allocate."""
+
+    __slots__ = ("address", "memory", "size")
+
+    def __init__(self, size: int) -> None:
+        self.memory, self.size = np.empty(size, np.uint8), size
+        self.address = self.memory.__array_interface__["data"][0]
 
 
 class Scratch(threading.local):
@@ -64,29 +71,28 @@ class Scratch(threading.local):
     fresh pages cost more than the work.
     """
 
-    def __init__(self) -> None:
-        self.buffer = _NOTHING
+    block: Block | None = None
 
-    def take(self, sizes: Sequence[int]) -> tuple[np.ndarray, list[int]]:
+    def take(self, sizes: Sequence[int]) -> tuple[Block, list[int]]:
         """Addresses of blocks of these sizes in bytes, each on its own cache line,
         and what keeps them alive.
 
-        Give the buffer back for the next call; without that (an error, or a call within a call from
-        a signal handler) the next one allocates.
+        Give that back for the next call; without it (an error, or a call within a call from a
+        signal handler) the next one allocates.
         """
         total = sum(sizes) + LINE * (len(sizes) + 1)
-        buffer, self.buffer = self.buffer, _NOTHING
-        if buffer.size < total:
-            buffer = np.empty(total, np.uint8)
-        at, addresses = buffer.__array_interface__["data"][0], []
+        block, self.block = self.block, None
+        if block is None or block.size < total:
+            block = Block(total)
+        at, addresses = block.address, []
         for size in sizes:
             at += -at % LINE
             addresses.append(at)
             at += size
-        return buffer, addresses
+        return block, addresses
 
-    def give_back(self, buffer: np.ndarray) -> None:
-        self.buffer = buffer
+    def give_back(self, block: Block) -> None:
+        self.block = block
 
 
 scratch = Scratch()
