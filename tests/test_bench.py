@@ -161,7 +161,12 @@ def test_shapes() -> None:
     assert {s.name for s in select(["all"])} == set(all_shapes()) - GPU_SIZED
     assert [s.name for s in select(["sb3", "basecaller", "sb3"])] == ["sb3", "basecaller"]
     # Two layers and directions: the second layer reads both directions of the first.
-    assert SMALL.flops(gates=4) == 2 * 6 * 3 * 28 * ((5 + 7) + (14 + 7)) * 2
+    lstm = Problem(find_cell("LSTM"), SMALL)
+    assert lstm.flops("inference") == 2 * 6 * 3 * 28 * ((5 + 7) + (14 + 7)) * 2
+    assert lstm.flops("training") == 3 * lstm.flops("inference")
+    assert lstm.flops("recurrence") == 2 * 6 * 3 * 28 * 7
+    projected = Problem(find_cell("LSTMP"), SMALL)  # 7 units, projected to 3
+    assert projected.flops("inference") == 2 * 6 * 3 * 2 * (28 * (5 + 3 + 6 + 3) + 2 * 7 * 3)
     with pytest.raises(UsageError, match="did you mean deepar"):
         select(["depar"])
 
@@ -232,6 +237,15 @@ def test_a_cell_of_the_users_own(own_cell: str) -> None:
         assert gate.judge(results(name, problem, "training"), want, "float32").ok
     with pytest.raises(Unsupported, match=r"torch\.nn has no Own"):
         contenders().make("torch.nn", problem)
+
+
+@pytest.mark.parametrize("cell", ["LSTMP", "EALSTM", "MultiplicativeLSTM", "ZoneoutGRU"])
+def test_cells_of_many_matmuls_sizes_and_inputs(cell: str) -> None:
+    problem = Problem(find_cell(cell), replace(SMALL, D=1))
+    want = contenders().reference(problem, "training")
+    for name in ("anycell", "anycell.numpy"):
+        if name == "anycell" or not problem.cell.definition.keeps:
+            assert gate.judge(results(name, problem, "training"), want, "float32").ok
 
 
 def test_a_cell_beside_what_its_file_imports(own_cell: str) -> None:

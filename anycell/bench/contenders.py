@@ -64,12 +64,13 @@ def from_module(module: Any, problem: Problem, dtype: str | None = None) -> Cont
     module = module.to(kind)
     x = torch.from_numpy(problem.x).to(kind)
     dy = torch.from_numpy(problem.dy).to(kind)
+    given = {} if problem.static is None else {"static": torch.from_numpy(problem.static).to(kind)}
     leaf = x.clone().requires_grad_()
     parameters = dict(module.named_parameters())
     kept: list[Any] = [None]
 
     def forward(source: Any) -> Any:
-        output = module(source)
+        output = module(source, **given)
         return output[0] if isinstance(output, tuple) else output
 
     def infer() -> None:
@@ -139,9 +140,10 @@ def anycell_torch(problem: Problem) -> Contender:
     if problem.cell.classic and name in ("LSTM", "GRU"):
         module = getattr(frontend, name)(shape.I, shape.H, **_sizes(problem))
     else:
-        module = frontend.RNN(problem.cell.definition, shape.I, shape.H, **_sizes(problem))
+        flags = _sizes(problem) | problem.others
+        module = frontend.RNN(problem.cell.definition, shape.I, shape.H, **flags)
     contender = from_module(_load(module, problem), problem)
-    if len(problem.cell.definition.linears) == 1:
+    if [l.name for l in problem.cell.definition.linears] == ["hh"]:
         contender.tasks["recurrence"] = _recurrence(problem)
     return contender
 
@@ -233,17 +235,19 @@ def anycell_numpy(problem: Problem) -> Contender:
     cell, shape = problem.cell.definition, problem.shape
     if cell.keeps:
         raise Unsupported(f"{problem.cell.name} draws random masks, here from NumPy's generator")
+    flags = _sizes(problem) | problem.others
     layer = anycell.numpy.RNN(
-        cell, shape.I, shape.H, dtype=problem.dtype, seed=problem.seed, **_sizes(problem)
+        cell, shape.I, shape.H, dtype=problem.dtype, seed=problem.seed, **flags
     )
     layer.set_parameters(problem.weights)
+    static = problem.static
     kept: dict[str, Array] = {}
 
     def infer() -> None:
-        kept["output"], _ = layer.forward(problem.x)
+        kept["output"], _ = layer.forward(problem.x, static=static)
 
     def train() -> None:
-        kept["output"], _ = layer.forward(problem.x, training=True)
+        kept["output"], _ = layer.forward(problem.x, static=static, training=True)
         kept["x"], _ = layer.backward(problem.dy)
 
     return Contender(

@@ -45,6 +45,11 @@ class CellSpec:
     def gates(self) -> int:
         return len(self.definition.gates)
 
+    @property
+    def others(self) -> list[str]:
+        """The sizes that it declares besides H, such as that of a projection."""
+        return sorted(set(self.definition.sizes.values()) - {"H"})
+
 
 def find_cell(origin: str) -> CellSpec:
     """A built-in cell by its name, or a user's by ``path/to/file.py:Name``."""
@@ -101,6 +106,31 @@ class Problem:
     threads: int = 1
     seed: int = 0
 
+    @property
+    def others(self) -> dict[str, int]:
+        """What the cell's other sizes stand for: half of H, as a projection mostly is."""
+        return dict.fromkeys(self.cell.others, max(1, self.shape.H // 2))
+
+    @property
+    def width(self) -> int:
+        """The size of an output of one direction."""
+        return {"H": self.shape.H, **self.others}[self.cell.definition.states[0].size]
+
+    def flops(self, mode: str) -> int:
+        """Multiply-adds times two of the matmuls: of one forward pass, three times that in
+        training, or of the recurrence alone, of one layer and direction.
+        """
+        cell, shape, sizes = self.cell.definition, self.shape, {"H": self.shape.H, **self.others}
+        rows = 2 * shape.T * shape.B
+        step = sum(
+            len(l.outputs) * sizes[l.out_size] * sizes[l.in_size] // l.heads for l in cell.linears
+        )
+        if mode == "recurrence":
+            return rows * step
+        inputs = shape.I + (shape.L - 1) * shape.D * self.width
+        once = rows * shape.D * (len(cell.gates) * shape.H * inputs + shape.L * step)
+        return 3 * once if mode == "training" else once
+
     @cached_property
     def weights(self) -> dict[str, Array]:
         """Everything trainable, by ``torch.nn``'s names."""
@@ -129,7 +159,14 @@ class Problem:
     def dy(self) -> Array:
         """The loss is ``(output * dy).sum()``."""
         shape = self.shape
-        return self._normal(2, (shape.T, shape.B, shape.D * shape.H))
+        return self._normal(2, (shape.T, shape.B, shape.D * self.width))
+
+    @cached_property
+    def static(self) -> Array | None:
+        """The input per sequence, for a cell that declares one."""
+        if self.cell.definition.static is None:
+            return None
+        return self._normal(3, (self.shape.B, self.shape.H))
 
     def _normal(self, stream: int, size: tuple[int, ...]) -> Array:
         # A stream for each array, so that none depends on which was asked for first.
@@ -159,6 +196,7 @@ class Problem:
             self.shape.H,
             num_layers=self.shape.L,
             bidirectional=self.shape.D == 2,
+            **self.others,
         )
         rng = np.random.default_rng([self.seed, 0])
         params = {param.name: param for param in self.cell.definition.params}

@@ -238,12 +238,7 @@ def _rows(
 
     wanted = _References(problem, settings.modes, say)
     for mode in settings.modes:
-        flops = {
-            "inference": shape.flops(cell.gates),
-            "training": 3 * shape.flops(cell.gates),
-            "recurrence": shape.recurrence_flops(cell.gates),
-        }
-        row = Row(cell.name, mode, shape, settings.subject, flops[mode])
+        row = Row(cell.name, mode, shape, settings.subject, problem.flops(mode))
         running: dict[str, Task] = {}
         with ExitStack() as around:
             for name, contender in built.items():

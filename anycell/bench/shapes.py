@@ -29,20 +29,6 @@ class Shape:
     def __str__(self) -> str:
         return f"T{self.T} B{self.B} I{self.I} H{self.H} L{self.L} D{self.D}"
 
-    def flops(self, gates: int) -> int:
-        """Multiply-adds times two of one forward pass: input projections and recurrences.
-
-        >>> Shape("tiny", "", T=1, B=1, I=3, H=2, L=1, D=1).flops(gates=4)
-        80
-        """
-        inputs = [self.I] + [self.D * self.H] * (self.L - 1)
-        columns = sum(size + self.H for size in inputs)
-        return 2 * self.T * self.B * gates * self.H * columns * self.D
-
-    def recurrence_flops(self, gates: int) -> int:
-        """The same of the recurrence alone, of one layer and direction."""
-        return 2 * self.T * self.B * gates * self.H * self.H
-
     def asdict(self) -> dict[str, str | int]:
         return asdict(self)
 

@@ -116,7 +116,7 @@ SCANS: dict[str, Scan] = {
 }
 
 
-def any_cell(cell: Cell, seed: int | None, stream: int) -> Scan:
+def any_cell(cell: Cell, seed: int | None, stream: int, static: Tensor | None) -> Scan:
     """A scan for a cell nobody has written by hand: its graph, operation by operation, in torch."""
 
     def scan(x: Tensor, w: Weights, reverse: bool) -> Tensor:
@@ -131,6 +131,7 @@ def any_cell(cell: Cell, seed: int | None, stream: int) -> Scan:
             gates,
             {name: value for name, value in weights.items() if value is not None},
             params={name: w[name] for name in cell.param_names},
+            static=static,
             reverse=reverse,
             training=seed is not None,
             seed=seed,
@@ -160,17 +161,15 @@ class Loop(nn.Module):
             for layer in range(problem.shape.L)
         ]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, static: Tensor | None = None) -> Tensor:
         """``[T, B, I] -> [T, B, D * H]``."""
         seed = None
         if self.training and self.cell.keeps:  # drawn as the fused layer draws it: the same masks
-            seed = int(torch.empty((), dtype=torch.int64).random_())
-        stream = 0
-        for layer in self.stack:
+            seed = int(torch.randint(2**63 - 1, ()))
+        for k, layer in enumerate(self.stack):
             outputs = []
             for d, w in enumerate(layer):
-                scan = self.scan or any_cell(self.cell, seed, stream)
+                scan = self.scan or any_cell(self.cell, seed, 2 * k + d, static)
                 outputs.append(scan(x, w, d == 1))
-                stream += 1
             x = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
         return x
