@@ -379,6 +379,25 @@ def test_any_strides(cell: Cell, dtype: str, rng: np.random.Generator) -> None:
         assert_same(by_recurrence(problem.map(lambda _, a: change(a))), right)  # noqa: B023
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+@each_dtype
+def test_packing_writes_only_its_block(dtype: str, backward: bool, transposed: bool) -> None:
+    """Each tile too: another thread may have written the next one before."""
+    for units in (1, 4, 7, 33):
+        chosen = plan(cells.LSTM, units, dtype)
+        kernel = cpu.compiled(chosen, backward)
+        weight = np.ones((4 * units, units), dtype, order="F" if transposed else "C")
+        strides = tuple(s // weight.itemsize for s in weight.strides)
+        size = kernel.packed_elements[0] * weight.itemsize
+        memory = np.full(size + 8192, 0xAB, np.uint8)
+        start = -memory.ctypes.data % cpu.LINE
+        at = memory.ctypes.data + start
+        cpu.pack(kernel, 0, at, weight.ctypes.data, strides, 0, 0, 1)
+        assert not (memory[start : start + size] == 0xAB).all()
+        assert (memory[start + size :] == 0xAB).all()
+
+
 def test_offsets_beyond_31_bits(rng: np.random.Generator) -> None:
     """Steps 2**31 elements apart; of the memory between, no page is ever touched."""
     far = 2**31 + 64

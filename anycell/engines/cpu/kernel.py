@@ -127,10 +127,10 @@ class Geometry:
 
     @property
     def inner_padded(self) -> int:
-        """Rows of a packed tile after the first, which holds the biases;
-        packing writes whole vectors.
+        """Rows of a packed tile after the first, which holds the biases; packing writes whole
+        vectors, and in a backward pass those of the last output begin at any row.
         """
-        return -(-self.inner // self.lanes) * self.lanes
+        return self.inner + self.lanes - 1
 
     @property
     def tile_elements(self) -> int:
