@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -114,6 +115,9 @@ class Options:
         training: random masks are drawn (from ``seed`` and ``stream``), instead of their mean
             taken.
         threads: at most so many.
+        checkpoint: of what the backward pass needs keep the states of every so many steps, or with
+            "sqrt" of about as many as there are between two of them, and compute the rest again;
+            None keeps all of it.
     """
 
     mask: Array | None = None
@@ -123,6 +127,7 @@ class Options:
     seed: int = 0
     stream: int = 0
     threads: int = 1
+    checkpoint: str | int | None = None
 
 
 @dataclass
@@ -137,6 +142,10 @@ class Saved:
         values: per direction ``[T, B, n]``, the values that the plan saves.
         reset: per direction the values that resets restore, ``[H]`` or ``[B, H]`` each; empty
             without resets.
+
+    Of S segments, with ``Options.checkpoint``, only the states before the first step of each are
+    kept: ``hidden [S, B, D*size]`` and all other states, ``[S, B, size]``, in the order in which a
+    direction runs; ``values`` are of no steps.
     """
 
     x: Array
@@ -244,7 +253,7 @@ class _Run:
         backward: bool,
     ) -> None:
         self.host, self.plan, self.options, self.weights = host, plan, options, weights
-        self.steps, self.batch = x.shape[0], x.shape[1]
+        self.x, self.steps, self.batch = x, x.shape[0], x.shape[1]
         # The backward pass runs against each direction.
         self.reverse = tuple([w.reverse is not backward for w in weights])
         self.form = _form(
@@ -287,11 +296,18 @@ class _Run:
                 row = value.shape[1] if len(value.shape) == 2 else 0
                 call.set(**{f"reset{i}": self.host.pointer(value), f"reset{i}_b": row})
 
-    def chunks(self) -> Iterator[tuple[int, int]]:
-        """Steps done and steps to do, chunk by chunk."""
+    def chunks(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Steps done and steps to do, chunk by chunk of what lies between so many steps of the
+        forward pass. The backward pass has the same chunks, the last one first.
+        """
         chunk = self.form.chunk
-        for done in range(0, self.steps, chunk):
-            yield done, min(chunk, self.steps - done)
+        if not self.backward:
+            for done in range(begin, end, chunk):
+                yield done, min(chunk, end - done)
+            return
+        for done in reversed(range(begin, end, chunk)):
+            count = min(chunk, end - done)
+            yield self.steps - done - count, count
 
     def span(self, d: int, done: int, count: int) -> _Span:
         if self.reverse[d]:
@@ -373,81 +389,180 @@ def forward(
         # What lies under a mask never matters, a reset no more than an input.
         options = replace(options, resets=options.resets & options.mask)
     run = _Run(host, plan, weights, options, x, backward=False)
-    cell, h, steps, batch, directions = (
-        plan.cell,
-        plan.hidden_size,
-        run.steps,
-        run.batch,
-        len(weights),
-    )
+    steps, segment = run.steps, _segment(run) if keep else run.steps
+    everything = keep and segment == steps
     # Outputs zeroed under a mask are not the hidden states: these then need memory of their own,
     # all or two steps.
     apart = options.mask is not None and not options.repeat
-    whole = keep or not apart
-    widths = [plan.sizes[state.size] for state in cell.states]
-    first = widths[0]
-    hidden = host.empty(((steps + 1 + any(run.reverse)) if whole else 2, batch, directions * first))
-    out = host.empty((steps, batch, directions * first)) if apart else hidden[1 : steps + 1]
-    kept = [keep and state.name in plan.states for state in cell.states]
-    states: list[list[Array | None]] = []
-    for d, w in enumerate(weights):
-        begin = steps + 1 if whole and w.reverse else 0
-        run.write(hidden, begin, d * first, first, w.initial[0])
-        states.append([None])
-        for i in range(1, len(cell.states)):
-            shape = steps + 1 if kept[i] else 2, batch, widths[i]
-            sequence = host.lasting(shape) if kept[i] else host.empty(shape)
-            begin = steps if kept[i] and w.reverse else 0
-            run.write(sequence, begin, 0, widths[i], w.initial[i])
-            states[d].append(sequence)
+    memory = _Memory(run, steps, everything, everything or not apart)
+    memory.begin([w.initial for w in weights])
+    hidden, states, values = memory.hidden, memory.states, memory.values
+    out = host.empty((steps, *hidden.shape[1:])) if apart else hidden[1 : steps + 1]
     resets = [] if options.resets is None else [_reset_values(host, plan, w) for w in weights]
-    values = (
-        [host.lasting((steps, batch, run.form.kernel.saved_width)) for _ in weights] if keep else []
-    )
-    width, project = len(cell.gates) * h, weights[0].ih is not None
-    at_once = run.form.at_once or not project
-    # The gates of all steps, or of a chunk of them.
-    whole_gates = [host.project(x, w.ih) if project else x for w in weights] if at_once else []
-    gates = [] if at_once else [_Rows(host, plan, run.form.chunk * batch, width) for _ in weights]
-    products: list[Array] = []
-
+    if keep and not everything:
+        hidden, states, values = _borders(run, -(-steps // segment))
     with run:
         if resets:
             run.point_resets(resets)
-        for done, count in run.chunks():
-            for d, w in enumerate(weights):
-                span = run.span(d, done, count)
-                if at_once:
-                    run.point(d, "x", whole_gates[d], span.time, span.sign)
-                else:
-                    rows, buffer = count * batch, gates[d]
-                    part = x[span.begin : span.end].reshape(rows, x.shape[2])
-                    host.matmul(part, w.ih.T, buffer[rows])  # type: ignore[union-attr]
-                    time = span.time - span.begin
-                    run.point_rows(d, "x", buffer.whole, buffer.padded, time, span.sign)
-                if run.form.single:
-                    products.append(_product(host, w.initial[0], w.hh, (batch, width)))
-                    run.calls[d].set(product=host.pointer(products[d]), product_b=width)
-                _point_state(run, d, 0, hidden, whole, done, steps + 1, d * first)
-                for i in range(1, len(cell.states)):
-                    _point_state(run, d, i, states[d][i], kept[i], done, steps, 0)
-                if apart:
-                    run.point(d, "out", out, span.time, span.sign, d * first)
-                if keep:
-                    run.point(d, "saved", values[d], span.time, span.sign)
-                run.point_flags(d, span)
-                run.calls[d].set(time=span.time)
-            run.run(count)
-
-    finals = [host.empty((directions, batch, size)) for size in widths]
-    for d, w in enumerate(weights):
-        end = (1 if w.reverse else steps) if whole else steps & 1
-        run.read(hidden, end, d * first, finals[0], d)
-        for i in range(1, len(cell.states)):
-            end = (0 if w.reverse else steps) if kept[i] else steps & 1
-            run.read(states[d][i], end, 0, finals[i], d)
+        for begin in range(0, steps, max(1, segment)):
+            if keep and not everything:
+                memory.copy(begin, hidden, states, begin // segment)
+            _advance(run, memory, begin, min(begin + segment, steps), out if apart else None)
     saved = Saved(x, weights, options, hidden, states, values, resets) if keep else None
-    return out, finals, saved
+    return out, memory.after(steps), saved
+
+
+def check_checkpoint(value: Any) -> str | int | None:
+    """The value, if ``Options.checkpoint`` takes it."""
+    number = isinstance(value, int) and not isinstance(value, bool)
+    if value is None or value == "sqrt" or (number and value > 0):
+        return value
+    raise ValueError(
+        f"checkpoint: given {value!r}; expected 'sqrt', a number of steps from 1, or None to keep "
+        "all that the backward pass needs."
+    )
+
+
+def _segment(run: _Run) -> int:
+    """Steps of which the backward pass needs all at once.
+
+    They are whole chunks of the projection. So every matmul is the one that it would be without
+    checkpoints, and so are the bits; and shorter ones would save nothing beside a chunk's buffer.
+    """
+    wished, chunk = run.options.checkpoint, run.form.chunk
+    if wished is None:
+        return run.steps
+    if wished == "sqrt":
+        wished = math.isqrt(run.steps)
+    assert isinstance(wished, int), wished
+    return min(run.steps, max(1, -(-wished // chunk)) * chunk)
+
+
+class _Memory:
+    """What the steps of a run hand on, and leave for the backward pass; see ``Saved``.
+
+    States whose sequence nobody reads have two slots, which take turns.
+
+    Attributes:
+        origin, steps: of the steps of the run, in its order, those that this is of.
+    """
+
+    def __init__(self, run: _Run, steps: int, keep: bool, whole: bool) -> None:
+        host, plan, states = run.host, run.plan, run.plan.cell.states
+        self.run, self.origin, self.steps, batch = run, 0, steps, run.batch
+        self.widths = [plan.sizes[state.size] for state in states]
+        self.whole = [whole, *[keep and state.name in plan.states for state in states[1:]]]
+        slots = steps + 1 + any(run.reverse) if whole else 2
+        self.hidden = host.empty((slots, batch, len(run.weights) * self.widths[0]))
+        self.states: list[list[Array | None]] = []
+        for _ in run.weights:
+            self.states.append([None])
+            for width, all_of_it in zip(self.widths[1:], self.whole[1:], strict=True):
+                slots, new = (steps + 1, host.lasting) if all_of_it else (2, host.empty)
+                self.states[-1].append(new((slots, batch, width)))
+        saved = steps, batch, run.form.kernel.saved_width
+        self.values = [host.lasting(saved) for _ in run.weights] if keep else []
+        self.products: list[Array] = []  # of a single step; they must live as long as it runs
+        # The gates of all steps, or room for those of a chunk.
+        project = run.weights[0].ih is not None
+        self.at_once = run.form.at_once or not project
+        if self.at_once:
+            self.gates = [host.project(run.x, w.ih) if project else run.x for w in run.weights]
+        else:
+            width = len(plan.cell.gates) * plan.hidden_size
+            self.gates = [_Rows(host, plan, run.form.chunk * batch, width) for _ in run.weights]
+
+    def time(self, d: int) -> int:
+        """The first time that this is of, for one direction."""
+        end = self.origin + self.steps
+        return self.run.steps - end if self.run.reverse[d] else self.origin
+
+    def place(self, d: int, i: int, done: int) -> tuple[Array, int, int, int]:
+        """Where state i lies after so many steps: array, slot, first column and width."""
+        slot = (done - self.origin) & 1
+        if self.whole[i]:
+            slot = done - self.origin
+            if self.run.reverse[d]:
+                slot = self.steps - slot + (i == 0)
+        if i:
+            return self.states[d][i], slot, 0, self.widths[i]
+        return self.hidden, slot, d * self.widths[0], self.widths[0]
+
+    def begin(self, initial: Sequence[Sequence[Array | float]]) -> None:
+        """Writes the states before the first step, per direction."""
+        for d, own in enumerate(initial):
+            for i, value in enumerate(own):
+                self.run.write(*self.place(d, i, self.origin), value)
+
+    def after(self, done: int) -> list[Array]:
+        """Copies of the states after so many steps, ``[D, B, size]`` each."""
+        directions, found = len(self.states), []
+        for i, width in enumerate(self.widths):
+            found.append(self.run.host.empty((directions, self.run.batch, width)))
+            for d in range(directions):
+                array, slot, column, _ = self.place(d, i, done)
+                self.run.read(array, slot, column, found[i], d)
+        return found
+
+    def copy(
+        self, done: int, hidden: Array, states: Sequence[Sequence[Array | None]], slot: int
+    ) -> None:
+        """Copies the states after so many steps to a slot of arrays such as ``_borders`` makes."""
+        for i, value in enumerate(self.after(done)):
+            for d, others in enumerate(states):
+                column = 0 if i else d * self.widths[0]
+                self.run.write(others[i] if i else hidden, slot, column, self.widths[i], value[d])
+
+    def point(self, d: int, done: int) -> None:
+        """Lets the kernel begin after so many steps."""
+        for i in range(len(self.widths)):
+            array, slot, column, _ = self.place(d, i, done)
+            whole = self.whole[i]
+            back = self.run.reverse[d] if whole else slot
+            self.run.point(d, f"state{i}", array, slot, -1 if back else 1, column)
+            if not whole:
+                self.run.calls[d].set(**{f"state{i}_flip": 1})
+
+
+def _borders(run: _Run, count: int) -> tuple[Array, list[list[Array | None]], list[Array]]:
+    """``Saved.hidden``, ``states`` and ``values`` of so many segments."""
+    host, batch = run.host, run.batch
+    widths = [run.plan.sizes[state.size] for state in run.plan.cell.states]
+    hidden = host.empty((count, batch, len(run.weights) * widths[0]))
+    states: list[list[Array | None]] = [
+        [None, *[host.empty((count, batch, width)) for width in widths[1:]]] for _ in run.weights
+    ]
+    return hidden, states, [host.empty((0, batch, run.form.kernel.saved_width)) for _ in states]
+
+
+def _advance(run: _Run, memory: _Memory, begin: int, end: int, out: Array | None) -> None:
+    """Runs all directions from after ``begin`` steps to after ``end`` steps."""
+    host, x, batch = run.host, run.x, run.batch
+    for done, count in run.chunks(begin, end):
+        for d, w in enumerate(run.weights):
+            span, gates = run.span(d, done, count), memory.gates[d]
+            if memory.at_once:
+                run.point(d, "x", gates, span.time, span.sign)
+            else:
+                part = x[span.begin : span.end].reshape(count * batch, x.shape[2])
+                host.matmul(part, w.ih.T, gates[count * batch])  # type: ignore[union-attr]
+                time = span.time - span.begin
+                run.point_rows(d, "x", gates.whole, gates.padded, time, span.sign)
+            if run.form.single:
+                width = len(run.plan.cell.gates) * run.plan.hidden_size
+                product = _product(host, w.initial[0], w.hh, (batch, width))
+                memory.products.append(product)
+                run.calls[d].set(product=host.pointer(product), product_b=width)
+            memory.point(d, done)
+            if out is not None:
+                first = memory.widths[0]
+                run.point(d, "out", out, span.time, span.sign, d * first)
+            if memory.values:
+                time = span.time - memory.time(d)
+                run.point(d, "saved", memory.values[d], time, span.sign)
+            run.point_flags(d, span)
+            run.calls[d].set(time=span.time)
+        run.run(count)
 
 
 def _product(host: Host, operand: Array | float, weight: Array, shape: tuple[int, int]) -> Array:
@@ -458,22 +573,6 @@ def _product(host: Host, operand: Array | float, weight: Array, shape: tuple[int
         value, operand = operand, host.empty((shape[0], weight.shape[1]))
         operand[:] = value
     return host.project(operand, weight)
-
-
-def _point_state(
-    run: _Run, d: int, i: int, array: Array, whole: bool, done: int, last: int, column: int
-) -> None:
-    """The slot of state i before the next step: in its whole sequence,
-    or one of two that take turns.
-    """
-    if whole:
-        reverse = run.reverse[d]
-        run.point(
-            d, f"state{i}", array, last - done if reverse else done, -1 if reverse else 1, column
-        )
-    else:
-        run.point(d, f"state{i}", array, done & 1, -1 if done & 1 else 1, column)
-        run.calls[d].set(**{f"state{i}_flip": 1})
 
 
 def backward(
@@ -503,12 +602,8 @@ def backward(
     """
     x, weights, options = saved.x, saved.weights, saved.options
     run = _Run(host, plan, weights, options, x, backward=True)
-    cell, steps, batch, first = (
-        plan.cell,
-        run.steps,
-        run.batch,
-        plan.sizes[plan.cell.states[0].size],
-    )
+    cell, batch = plan.cell, run.batch
+    first = plan.sizes[cell.states[0].size]
     width, rows = len(cell.gates) * plan.hidden_size, run.form.chunk * batch
     project = weights[0].ih is not None
     dx = host.empty(tuple(x.shape)) if need_x or not project else None
@@ -543,7 +638,7 @@ def backward(
             run.point_resets(saved.reset)
         for total, call in zip(sums, run.calls, strict=True):
             total.point(call)
-        for done, count in run.chunks():
+        for done, count, part in _parts(run, saved):
             spans = [run.span(d, done, count) for d in range(len(weights))]
             for d, span in enumerate(spans):
                 local, reverse = span.time - span.begin, weights[d].reverse
@@ -555,16 +650,17 @@ def backward(
                     if buffer is not None:
                         rows = buffer.whole
                         run.point_rows(d, name, rows, buffer.padded, local, span.sign)
-                run.point(d, "saved", saved.values[d], span.time, span.sign)
+                time = span.time - part.times[d]
+                run.point(d, "saved", part.values[d], time, span.sign)
                 if dy is not None:
                     run.point(d, "dy", dy, span.time, span.sign, d * first)
                 # state[t] is read before step t and, one step of the direction on, after it.
-                on, begin = -span.sign, span.time + (2 if reverse else 0)
-                run.point(d, "state0", saved.hidden, begin, span.sign, d * first)
-                run.calls[d].set(state0_next=on * host.strides(saved.hidden)[0])
-                for i, sequence in enumerate(saved.states[d]):
-                    if sequence is not None and sequence.shape[0] == steps + 1:
-                        run.point(d, f"state{i}", sequence, span.time + reverse, span.sign)
+                on, begin = -span.sign, time + (2 if reverse else 0)
+                run.point(d, "state0", part.hidden, begin, span.sign, d * first)
+                run.calls[d].set(state0_next=on * host.strides(part.hidden)[0])
+                for i, sequence in enumerate(part.states[d]):
+                    if sequence is not None and cell.states[i].name in plan.states:
+                        run.point(d, f"state{i}", sequence, time + reverse, span.sign)
                         run.calls[d].set(**{f"state{i}_next": on * host.strides(sequence)[0]})
                 run.point_flags(d, span)
                 run.calls[d].set(time=span.time)
@@ -574,9 +670,9 @@ def backward(
                 rows = count * batch
                 dg = dx[begin:end].reshape(rows, width) if dgates[d] is None else dgates[d][rows]  # type: ignore[index]
                 if need_weights:
-                    part = _unmasked(host, x, options.mask, begin, end) if project else None
-                    shift = 2 if weights[d].reverse else 0
-                    hidden = saved.hidden[
+                    inputs = _unmasked(host, x, options.mask, begin, end) if project else None
+                    shift = (2 if weights[d].reverse else 0) - part.times[d]
+                    hidden = part.hidden[
                         begin + shift : end + shift, :, d * first : (d + 1) * first
                     ]
                     pairs = [
@@ -586,13 +682,55 @@ def backward(
                         )
                         for k in range(len(cell.linears))
                     ]
-                    sums[d].add(dg, part, pairs)
+                    sums[d].add(dg, inputs, pairs)
                 if run.form.single:
                     dh = dr[d][0][rows] if split else dg
                     host.matmul_add(dh, weights[d].hh, sums[d].states[0])
                 if project and dx is not None:
                     _project_back(host, dg, weights[d].ih, dx, begin, end, written)
     return dx, [total.result() for total in sums]
+
+
+class _Part(NamedTuple):
+    """What the backward pass reads of a part of the sequence; see ``Saved``.
+
+    ``times``: the first that it is of, per direction.
+    """
+
+    hidden: Array
+    states: list[list[Array | None]]
+    values: list[Array]
+    times: list[int]
+
+
+def _parts(run: _Run, saved: Saved) -> Iterator[tuple[int, int, _Part]]:
+    """Chunk by chunk as ``run.chunks``, with what is needed there: kept, or computed again."""
+    host, plan, weights, steps = run.host, run.plan, saved.weights, run.steps
+    segment = _segment(run)
+    if segment == steps:
+        whole = _Part(saved.hidden, saved.states, saved.values, [0] * len(weights))
+        for done, count in run.chunks(0, steps):
+            yield done, count, whole
+        return
+    again = _Run(host, plan, weights, saved.options, saved.x, backward=False)
+    memory = _Memory(again, segment, True, True)
+    first = memory.widths[0]
+    with again:
+        if saved.reset:
+            again.point_resets(saved.reset)
+        for slot in reversed(range(saved.hidden.shape[0])):
+            begin, end = slot * segment, min(slot * segment + segment, steps)
+            memory.origin, memory.steps = begin, end - begin
+            initial = []
+            for d, (_, *others) in enumerate(saved.states):
+                hidden = saved.hidden[slot, :, d * first : (d + 1) * first]
+                initial.append([hidden, *[s[slot] for s in others if s is not None]])
+            memory.begin(initial)
+            _advance(again, memory, begin, end, None)
+            times = [memory.time(d) for d in range(len(weights))]
+            part = _Part(memory.hidden, memory.states, memory.values, times)
+            for done, count in run.chunks(begin, end):
+                yield done, count, part
 
 
 class _Rows:

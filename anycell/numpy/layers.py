@@ -13,7 +13,7 @@ import numpy.typing as npt
 from anycell import cells
 from anycell.engines.cpu import pool
 from anycell.lang.cell import RECURRENT, Cell
-from anycell.layer import Options
+from anycell.layer import Options, check_checkpoint
 from anycell.numpy import check, initializers, passes
 from anycell.numpy.base import Array, Layer
 from anycell.plan import Plan, plan
@@ -48,6 +48,10 @@ class RNN(Layer):
         gate_bias: what the bias of a gate starts from, by its name; 0 for all others. A forget gate
             that starts open, ``{"f": 1.0}``, lets gradients through from the first step on.
         seed: of the initial values, of dropout and of the cell's random masks; None draws one.
+        checkpoint: less memory for more time in training: the forward pass keeps x and the states
+            of every so many steps, or of about every sqrt(T) with "sqrt", and the backward pass
+            computes the rest again, bit by bit the same. So many steps are rounded up to what
+            8 MiB of projected input hold. The reference engine takes no notice of it.
         sizes: the size of states that declare one, by its symbol: ``P=64`` for ``state="h:P c"``.
 
     Parameters, by name: ``weight_ih_l{k}`` ``[gates * H, in]``, ``weight_hh_l{k}``
@@ -84,6 +88,7 @@ class RNN(Layer):
         recurrent_initializer: str | initializers.Initializer = "orthogonal",
         gate_bias: Mapping[str, float] | None = None,
         seed: int | None = None,
+        checkpoint: str | int | None = None,
         **sizes: int,
     ) -> None:
         if not isinstance(cell, Cell):
@@ -99,6 +104,7 @@ class RNN(Layer):
         self.dropout = check.number("dropout", dropout, low=0.0, below=1.0)
         self.bidirectional = bool(bidirectional)
         self.dtype = check.real_dtype("dtype", dtype)
+        self.checkpoint = check_checkpoint(checkpoint)
         self.sizes = {"H": hidden_size, **_sizes(cell, sizes)}
         self._generator = np.random.default_rng(seed)
         self._saved: _Saved | None = None
@@ -110,7 +116,7 @@ class RNN(Layer):
         shown = [repr(self.cell), str(self.input_size), str(self.hidden_size)]
         shown += [f"{k}={v}" for k, v in self.sizes.items() if k != "H"]
         defaults = {"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0}
-        for name, default in {**defaults, "bidirectional": False}.items():
+        for name, default in {**defaults, "bidirectional": False, "checkpoint": None}.items():
             if getattr(self, name) != default:
                 shown.append(f"{name}={getattr(self, name)}")
         return f"{type(self).__name__}({', '.join(shown)}, dtype={self.dtype.name!r})"
@@ -240,6 +246,7 @@ class RNN(Layer):
             training=bool(training),
             seed=int(self._generator.integers(1 << 63)) if training and self.cell.keeps else 0,
             threads=pool.threads(),
+            checkpoint=check_checkpoint(self.checkpoint),
         )
         static = self._static(static, rows)
         states = self._states("state", state, rows)

@@ -49,6 +49,7 @@ class Options(NamedTuple):
         mask, resets: bool ``[T, B]``, contiguous.
         masked_output: "zero" or "repeat".
         training: whether random masks are drawn, from ``seed``.
+        checkpoint: of the fused engine, see ``layer.Options``.
     """
 
     mask: Tensor | None = None
@@ -56,6 +57,7 @@ class Options(NamedTuple):
     masked_output: str = "zero"
     training: bool = False
     seed: int = 0
+    checkpoint: str | int | None = None
 
 
 class Inputs(NamedTuple):

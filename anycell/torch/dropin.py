@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell import cells
 from anycell.engines import vendor
 from anycell.lang.cell import Cell
+from anycell.layer import check_checkpoint
 from anycell.plan import Plan
 from anycell.torch import ops
 from anycell.torch.composite import Sizes, States, Weights
@@ -32,7 +33,8 @@ class DropIn(Recurrent):
     """What ``LSTM`` and ``GRU`` do instead of their parent's forward.
 
     Whatever they do not take is the parent's, its errors included. They add no attribute to an
-    instance: a module turns from one class into the other by ``__class__`` alone (``accelerate``).
+    instance, but for ``checkpoint`` where it is given: a module turns from one class into the other
+    by ``__class__`` alone (``accelerate``).
     """
 
     _parent: type[nn.RNNBase]
@@ -42,6 +44,11 @@ class DropIn(Recurrent):
     num_layers: int
     proj_size: int
     bidirectional: bool
+
+    def __init__(self, *args: Any, checkpoint: str | int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if check_checkpoint(checkpoint) is not None:
+            self.checkpoint = checkpoint
 
     @property
     def engine(self) -> Engine:
@@ -120,6 +127,11 @@ class DropIn(Recurrent):
         step = 1 + self.bidirectional
         return [found[k : k + step] for k in range(0, len(found), step)]
 
+    def extra_repr(self) -> str:
+        """torch's, and ``checkpoint`` where there is one."""
+        shown = super().extra_repr()  # type: ignore[misc]
+        return shown if self.checkpoint is None else f"{shown}, checkpoint={self.checkpoint!r}"
+
     def __prepare_scriptable__(self) -> nn.Module:
         """TorchScript compiles the parent's forward, on the same parameters."""
         plain: Any = copy.copy(self)
@@ -148,6 +160,9 @@ class LSTM(DropIn, nn.LSTM):
             at each row's end.
         resets: bool, True where zeros replace the state before the step: where an episode starts.
             Of a packed input it is packed alike, and the other two are in the input already.
+
+    ``checkpoint="sqrt"``, or a number of steps, to the constructor or as an attribute: less memory
+    for more time in training, see ``RNN``.
 
     Fused are float32 and float64 on the CPU. Other dtypes and devices, autocast and tracing (jit,
     export) are torch's own layer's; ``engine`` says which, and why. ``torch.func``, and second

@@ -247,6 +247,7 @@ def _options(call: Call) -> layer.Options:
         seed=options.seed,
         stream=call.layer,
         threads=torch.get_num_threads(),
+        checkpoint=options.checkpoint,
     )
 
 

@@ -91,6 +91,9 @@ class Form(NamedTuple):
         sizes: what the other size symbols of the cell stand for.
         given: "1" for each tensor that is in the list, "0" for each that the call does without.
         keep: whether the results are followed by what the backward pass reads.
+        checkpoint: see ``layer.Options``; "-" for None. The operator then keeps nothing, for how
+            much it would keep is no simple function of the sizes, and the backward pass begins with
+            the forward pass once more.
     """
 
     cell: str
@@ -104,6 +107,7 @@ class Form(NamedTuple):
     repeat: bool
     training: bool
     keep: bool
+    checkpoint: str
     given: str
 
     def text(self) -> str:
@@ -111,17 +115,17 @@ class Form(NamedTuple):
         flags = self.initial, self.reset, self.repeat, self.training, self.keep
         numbers = self.layer, self.directions, *map(int, flags)
         first = self.cell, str(self.hidden_size), self.sizes, self.dtype
-        return " ".join([*first, *map(str, numbers), self.given])
+        return " ".join([*first, *map(str, numbers), self.checkpoint, self.given])
 
     @classmethod
     @functools.lru_cache(maxsize=4096)
     def read(cls, text: str) -> Form:
-        cell, hidden, sizes, dtype, *numbers, given = text.split(" ")
+        cell, hidden, sizes, dtype, *numbers, checkpoint, given = text.split(" ")
         layer, directions, *flags = map(int, numbers)
         initial, reset, repeat, training, keep = map(bool, flags)
         return cls(
             cell, int(hidden), sizes, dtype, layer, directions, initial, reset, repeat, training,
-            keep, given,
+            keep, checkpoint, given,
         )  # fmt: skip
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  (of small tuples)
@@ -146,12 +150,17 @@ class Form(NamedTuple):
             resets = resets & mask  # what lies under a mask never matters
         options = Options(
             mask, resets, "repeat" if self.repeat else "zero", self.training,
-            0 if seed is None else int(seed),
+            0 if seed is None else int(seed), self._checkpoint,
         )  # fmt: skip
         sizes = _sizes(self.sizes)
         call = Call(plan.cell, self.hidden_size, options, self.layer, sizes)
         form = fused.Form(call, plan, self.directions, self.initial, self.reset)
         return form, tuple(flat)
+
+    @property
+    def _checkpoint(self) -> str | int | None:
+        text = self.checkpoint
+        return None if text == "-" else int(text) if text.isdigit() else text
 
     @property
     def apart(self) -> bool:
@@ -174,7 +183,8 @@ def run(call: Call, inputs: Inputs) -> tuple[Tensor, States] | None:
     form = Form(
         name, call.hidden_size, _text(call.sizes), _dtype(x), call.layer,
         len(inputs.weights), initial, reset, options.masked_output == "repeat", options.training,
-        keep and not torch.compiler.is_exporting(),
+        keep and options.checkpoint is None and not torch.compiler.is_exporting(),
+        "-" if options.checkpoint is None else str(options.checkpoint),
         "".join(["0" if t is None else "1" for t in flat]),
     )  # fmt: skip
     results = torch.ops.anycell.forward(tensors, form.text(), list(cell.hyper.values()))
@@ -198,13 +208,16 @@ def _forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> li
     if saved is None:
         return [output, *final]
     first = [output, *final, saved.hidden] if named.apart else [saved.hidden, *final]
-    return [*first, *saved.values, *_kept(form.plan, saved.states)]
+    kept = _kept(form, named)
+    states = [own[i] for own in saved.states for i in kept]
+    return [*first, *saved.values, *[s for s in states if s is not None]]
 
 
-def _kept(plan: Plan, states: Sequence[Sequence[Any]]) -> list[Tensor]:
-    """The sequences of states that the backward pass reads."""
-    return [s for own in states for s, state in zip(own, plan.cell.states, strict=True)
-            if s is not None and state.name in plan.states]  # fmt: skip
+def _kept(form: fused.Form, named: Form) -> list[int]:
+    """Of which states besides the first the backward pass reads what is kept."""
+    states, plan = form.call.cell.states, form.plan
+    every = named.checkpoint != "-"
+    return [i for i, s in enumerate(states) if i and (every or s.name in plan.states)]
 
 
 def _forward_fake(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> list[Tensor]:
@@ -235,7 +248,7 @@ def _backward(
     needs: Sequence[bool],
 ) -> list[Tensor]:
     named = Form.read(text)
-    if not named.keep:  # as of an exported graph: the forward pass once more
+    if not named.keep:  # as of an exported graph, or with checkpoints: the forward pass once more
         text = named._replace(keep=True).text()
         results = _forward(tensors, text, hyper)
         named = Form.read(text)
@@ -244,8 +257,8 @@ def _backward(
     found = list(results)
     hidden = found.pop(1 + len(states)) if named.apart else found[0]
     values, rest = found[1 + len(states) :][:d], iter(found[1 + len(states) + d :])
-    kept = [None if i == 0 or s.name not in form.plan.states else next(rest)
-            for _ in range(d) for i, s in enumerate(states)]  # fmt: skip
+    those = _kept(form, named)
+    kept = [next(rest) if i in those else None for _ in range(d) for i in range(len(states))]
     inputs, options = form.unflatten(flat), fused._options(form.call)
     resets: list[Tensor] = []
     if options.resets is not None:

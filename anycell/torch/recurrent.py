@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import RECURRENT, Cell
+from anycell.layer import check_checkpoint
 from anycell.torch import ops
 from anycell.torch.arguments import Layout, describe
 from anycell.torch.composite import Call, Inputs, Options, States, Weights
@@ -50,6 +51,7 @@ class Recurrent:
     dropout: float
     training: bool
     weight_ih_l0: Tensor
+    checkpoint: str | int | None = None  # see RNN
     _sizes: Any = ()
 
     def _weights(self) -> list[list[Weights]]:
@@ -135,6 +137,8 @@ class Recurrent:
         cell = self.cell
         if self.training and (ops.draws(cell) if compiled() else cell.keeps):
             options = options._replace(seed=draw_seed())
+        if self.checkpoint is not None:
+            options = options._replace(checkpoint=check_checkpoint(self.checkpoint))
         if not (self.training and self.dropout):
             drop = None
         elif drop is None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import Cell
+from anycell.layer import check_checkpoint
 from anycell.torch import ops
 from anycell.torch.arguments import (
     check_device,
@@ -36,6 +37,10 @@ class RNN(Recurrent, nn.Module):
         cell: what ``@anycell.cell`` made; ``anycell.cells`` has some.
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device,
             dtype: as in ``torch.nn.LSTM``. A cell that places its own biases has no others.
+        checkpoint: less memory for more time in training: the forward pass keeps x and the states
+            of every so many steps, or of about every sqrt(T) with "sqrt", and the backward pass
+            computes the rest again, bit by bit the same. So many steps are rounded up to what
+            8 MiB of projected input hold. An attribute too; layers that run fused heed it.
         sizes: of states that declare one, by its symbol: ``P=64`` for ``state="h:P c"``.
 
     ``forward`` takes, all but the first two by name, and gives (output, final state):
@@ -89,6 +94,7 @@ class RNN(Recurrent, nn.Module):
         bidirectional: bool = False,
         device: Any = None,
         dtype: Any = None,
+        checkpoint: str | int | None = None,
         **sizes: int,
     ) -> None:
         super().__init__()
@@ -103,6 +109,7 @@ class RNN(Recurrent, nn.Module):
         self.batch_first = batch_first
         self.dropout = float(dropout)
         self.bidirectional = bidirectional
+        self.checkpoint = check_checkpoint(checkpoint)
         self.sizes = {"H": hidden_size, **sizes}
         for k, suffixes in enumerate(self._suffixes()):
             width = input_size if k == 0 else len(suffixes) * self.sizes[cell.states[0].size]
@@ -136,7 +143,7 @@ class RNN(Recurrent, nn.Module):
         """The arguments that are not the default."""
         shown = [repr(self.cell), str(self.input_size), str(self.hidden_size)]
         defaults = {"num_layers": 1, "bias": self.cell.bias, "batch_first": False, "dropout": 0.0}
-        for name, default in {**defaults, "bidirectional": False}.items():
+        for name, default in {**defaults, "bidirectional": False, "checkpoint": None}.items():
             if getattr(self, name) != default:
                 shown.append(f"{name}={getattr(self, name)}")
         return ", ".join(shown + [f"{k}={v}" for k, v in self.sizes.items() if k != "H"])

@@ -1,0 +1,256 @@
+"""Checkpoints: the bits of a run that keeps everything, in less memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import python
+
+import anycell.numpy as an
+from anycell import cells
+from anycell import layer as layers
+
+STEPS, ROWS = 11, 3
+
+
+@pytest.fixture(autouse=True)
+def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Chunks of two steps: a segment is one chunk or more."""
+    monkeypatch.setattr(layers, "_chunk", lambda *_: 2)
+    layers._form.cache_clear()
+    yield
+    layers._form.cache_clear()
+
+
+# ---- PyTorch -------------------------------------------------------------------------------------
+
+CELLS = (
+    "LSTM GRU PeepholeLSTM LayerNormLSTM ZoneoutLSTM VariationalLSTM LSTMP NAS sLSTM GRUD".split()
+)
+
+
+def arguments(cell: Any, directions: int) -> list[dict[str, Any]]:
+    """Calls of a layer with two directions' worth of everything."""
+    import torch
+
+    sizes = {"H": 5, "P": 3}
+    states = tuple(
+        torch.randn(2 * directions, ROWS, sizes[s.size], dtype=torch.float64) for s in cell.states
+    )
+    state = states if len(states) > 1 else states[0]
+    mask, resets = torch.rand(STEPS, ROWS) < 0.7, torch.rand(STEPS, ROWS) < 0.3
+    lengths = torch.tensor([STEPS, 4, 0])
+    return [
+        {},
+        {"state": state},
+        {"lengths": lengths, "masked_output": "repeat"},
+        {"mask": mask, "lengths": lengths, "state": state},
+        {"resets": resets, "reset_state": state},
+        {"resets": resets, "mask": mask, "state": state, "masked_output": "repeat"},
+    ]
+
+
+@pytest.mark.parametrize("bidirectional", [False, True], ids=["", "both"])
+@pytest.mark.parametrize("name", CELLS)
+def test_same_bits(name: str, bidirectional: bool, seed: int) -> None:
+    torch = pytest.importorskip("torch")
+    import torch_layers
+
+    import anycell.torch as at
+
+    torch.manual_seed(seed)
+    cell = getattr(cells, name)
+    sizes = {"P": 3} if name == "LSTMP" else {}
+    layer = at.RNN(cell, 4, 5, 2, bidirectional=bidirectional, dtype=torch.float64, **sizes)
+    x = torch.randn(STEPS, ROWS, 4, dtype=torch.float64)
+    for call in arguments(cell, 1 + bidirectional):
+        found = []
+        for checkpoint in (None, 1, 5, "sqrt", STEPS):
+            layer.checkpoint = checkpoint
+            torch.manual_seed(1)  # of random masks
+            found.append(torch_layers.run(layer, x, **call))
+        for other in found[1:]:
+            for what, value in other.items():
+                assert torch.equal(value, found[0][what]), (call.keys(), what)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_drop_in_layers(kind: str) -> None:
+    torch = pytest.importorskip("torch")
+    from torch_layers import LAYERS, run
+
+    layer = LAYERS[kind][0](4, 5, 2, dropout=0.5, batch_first=True, checkpoint=4)
+    assert "checkpoint=4" in repr(layer)
+    x, found = torch.randn(ROWS, STEPS, 4), []
+    for checkpoint in (4, None):
+        layer.checkpoint = checkpoint
+        torch.manual_seed(1)
+        found.append(run(layer, x))
+    assert "checkpoint" not in repr(layer)
+    for what, value in found[0].items():
+        assert torch.equal(value, found[1][what]), what
+
+
+def test_packed_sequences() -> None:
+    torch = pytest.importorskip("torch")
+    import anycell.torch as at
+
+    layer, x = at.RNN(cells.LSTM, 4, 5, bidirectional=True), torch.randn(STEPS, ROWS, 4)
+    packed = torch.nn.utils.rnn.pack_padded_sequence(x, [3, STEPS, 6], enforce_sorted=False)
+    found = []
+    for layer.checkpoint in (None, 4):
+        output, _ = layer(packed)
+        found.append(torch.autograd.grad(output.data.square().sum(), list(layer.parameters())))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_what_autograd_keeps() -> None:
+    """Besides x and the weights: the states at the borders, and neither output nor saved values."""
+    torch = pytest.importorskip("torch")
+    import anycell.torch as at
+
+    layer, x = at.RNN(cells.LSTM, 4, 5), torch.randn(STEPS, ROWS, 4)
+    own = {id(x), *map(id, layer.parameters())}
+    kept: list[Any] = []
+    for layer.checkpoint in (None, 4):
+        kept.append([])
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept[-1].append(t) or t, lambda t: t
+        ):
+            layer(x)
+    everything, borders = ([t for t in each if id(t) not in own] for each in kept)
+    assert sum(t.numel() for t in everything) >= STEPS * ROWS * 5 * 5
+    segments = -(-STEPS // 4)
+    assert sorted(t.numel() for t in borders) == [0, segments * ROWS * 5, segments * ROWS * 5]
+
+
+def test_again_and_twice() -> None:
+    """A second backward of one graph, and a second derivative."""
+    torch = pytest.importorskip("torch")
+    import anycell.torch as at
+
+    layer = at.RNN(cells.GRU, 2, 3, bidirectional=True, dtype=torch.float64, checkpoint=3)
+    x = torch.randn(5, 2, 2, dtype=torch.float64, requires_grad=True)
+    output, _ = layer(x)
+    weight = torch.randn_like(output)
+    first, second = (
+        torch.autograd.grad((output * weight).sum(), x, retain_graph=True)[0] for _ in range(2)
+    )
+    assert torch.equal(first, second)
+    assert torch.autograd.gradcheck(lambda x: layer(x)[0], (x,))
+    assert torch.autograd.gradgradcheck(lambda x: layer(x)[0], (x,))
+
+
+def test_as_an_operator() -> None:
+    """What torch.compile sees: the same bits, and shapes that the fake kernels foretell."""
+    torch = pytest.importorskip("torch")
+    import anycell.torch as at
+    from anycell.torch import ops
+    from anycell.torch.composite import Call, Inputs, Options
+
+    if not ops.AVAILABLE:
+        pytest.skip("needs PyTorch 2.4")
+    for cell, mask in itertools.product(
+        (cells.LSTM, cells.GRU), (None, torch.rand(STEPS, 2) < 0.7)
+    ):
+        layer = at.RNN(cell, 4, 5, bidirectional=True)
+        x, found = torch.randn(STEPS, 2, 4, requires_grad=True), []
+        for checkpoint in (None, 4, "sqrt"):
+            call = Call(cell, 5, Options(mask=mask, training=True, checkpoint=checkpoint))
+            output, final = ops.run(call, Inputs(x, None, None, None, layer._weights()[0]))
+            total = output.square().sum() + sum(s.square().sum() for s in final)
+            found.append([output, *final, *torch.autograd.grad(total, [x, *layer.parameters()])])
+        assert all(
+            torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)
+        )
+        weights = [w for one in layer._weights()[0] for w in one[:4]]
+        form = ops.Form(
+            ops.known(cell, 5, (), x), 5, "-", "float32", 0, 2, False, False, False, True, False,
+            "4", "10" + "1" * 8 + ("0" if mask is None else "1") + "00",
+        )  # fmt: skip
+        tensors = [x, *weights, *([] if mask is None else [mask])]
+        torch.library.opcheck(torch.ops.anycell.forward, (tensors, form.text(), []))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiled() -> None:
+    torch = pytest.importorskip("torch")
+    import anycell.torch as at
+
+    layer = at.RNN(cells.LSTM, 4, 5, checkpoint="sqrt")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for steps in (STEPS, 7, 9):
+        x = torch.randn(steps, ROWS, 4, requires_grad=True)
+        found = []
+        for run in (layer, compiled):
+            output, _ = run(x)
+            found.append([output, *torch.autograd.grad(output.sum(), [x, *layer.parameters()])])
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+PEAK = """
+import resource, torch, anycell.torch as at
+T, B, H = 8192, 8, 512
+layer = at.LSTM(H, H, checkpoint={checkpoint!r})
+x, weight = torch.randn(T, B, H), torch.randn(T, B, H)
+layer(x[:64])[0].backward(weight[:64])  # what is loaded and compiled once
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+layer(x)[0].backward(weight)
+print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+def test_peak_memory() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("resource")
+    plain, less = (
+        int(python(PEAK.format(checkpoint=c)).rpartition("peak")[2]) for c in (None, "sqrt")
+    )
+    assert less <= 0.3 * plain, (less, plain)
+
+
+# ---- NumPy ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bidirectional", [False, True], ids=["", "both"])
+@pytest.mark.parametrize("name", ["LSTM", "ZoneoutGRU"])
+def test_same_bits_in_numpy(name: str, bidirectional: bool) -> None:
+    rng, found = np.random.default_rng(0), []
+    x, lengths = rng.standard_normal((STEPS, ROWS, 4)), [STEPS, 0, 5]
+    resets = rng.random((STEPS, ROWS)) < 0.3
+    for checkpoint in (None, 1, 5, "sqrt"):
+        layer = an.RNN(
+            getattr(cells, name), 4, 5, 2, dropout=0.3, bidirectional=bidirectional, seed=0,
+            checkpoint=checkpoint,
+        )  # fmt: skip
+        assert ("checkpoint" in repr(layer)) is (checkpoint is not None)
+        output, state = layer.forward(x, lengths=lengths, resets=resets, training=True)
+        dx, dstate = layer.backward(output, state)
+        results = [output, dx, *np.atleast_1d(state), *np.atleast_1d(dstate)]
+        found.append([*results, *layer.grads.values()])
+    for other in found[1:]:
+        assert all(np.array_equal(*pair) for pair in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("given", [0, -1, True, 2.5, "all"], ids=str)
+def test_errors(given: Any) -> None:
+    message = "checkpoint: given .*; expected 'sqrt', a number of steps from 1, or None"
+    with pytest.raises(ValueError, match=message):
+        an.LSTM(4, 5, checkpoint=given)
+    torch = pytest.importorskip("torch")
+    import anycell.torch as at
+
+    with pytest.raises(ValueError, match=message):
+        at.RNN(cells.LSTM, 4, 5, checkpoint=given)
+    with pytest.raises(ValueError, match=message):
+        at.GRU(4, 5, checkpoint=given)
+    layer = at.LSTM(4, 5)
+    layer.checkpoint = given
+    with pytest.raises(ValueError, match=message):
+        layer(torch.zeros(3, 2, 4))
