@@ -26,6 +26,7 @@ from torch_layers import (  # noqa: E402
     assert_same,
     by_name,
     fused,
+    of_torchscript,
     run,
     twins,
 )
@@ -36,8 +37,6 @@ from anycell import cell, cells, tanh  # noqa: E402
 
 nn, Tensor = torch.nn, torch.Tensor
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-# torch compiles formulas of its own with TorchScript, which it has deprecated.
-of_torchscript = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 AWKWARD = [(5, 3, 1), (1, 4, 7), (9, 1, 33), (4, 5, 100), (1, 1, 1)]  # T, B, H
 
 

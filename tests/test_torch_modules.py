@@ -11,8 +11,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from tolerances import assert_close  # noqa: E402
 from torch.nn.utils import parametrizations, prune  # noqa: E402
-from torch_layers import LAYERS, assert_same, fused, run, twins  # noqa: E402
+from torch_layers import LAYERS, assert_same, fused, of_torchscript, run, twins  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
@@ -32,7 +33,7 @@ def _seed(seed: int) -> None:
 @pytest.mark.parametrize("kind", LAYERS)
 def test_attributes_of_torchs_layers(kind: str) -> None:
     ours, theirs = twins(kind, 3, 5, **FLAGS)
-    assert vars(ours).keys() == vars(theirs).keys()
+    assert isinstance(ours, type(theirs)) and vars(ours).keys() == vars(theirs).keys()
     assert ours._all_weights == theirs._all_weights
     assert ours.flatten_parameters() is None
     x = torch.randn(4, 2, 3, dtype=torch.float64)
@@ -138,6 +139,56 @@ def test_safetensors(kind: str, tmp_path: Any) -> None:
     safetensors.load_model(theirs, path)
 
 
+# -- torch.func ------------------------------------------------------------------------------------
+
+ALL = {**{kind: make for kind, (make, _) in LAYERS.items()}, "RNN": at.RNN}
+
+
+def make(kind: str, *args: Any, **kwargs: Any) -> Any:
+    cell = (cells.PeepholeLSTM,) if kind == "RNN" else ()
+    return ALL[kind](*cell, *args, **kwargs, dtype=torch.float64)
+
+
+@of_torchscript
+@pytest.mark.parametrize("kind", ALL)
+def test_ensembles_and_gradients_per_sample(kind: str) -> None:
+    """vmap over the weights of several layers, and over the rows of a gradient."""
+    layers = [make(kind, 3, 5, num_layers=2, bidirectional=True) for _ in range(3)]
+    x, weights = torch.randn(4, 2, 3, dtype=torch.float64), dict(layers[0].named_parameters())
+
+    def call(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(layers[0], weights, (x,))[0]
+
+    stacked, _ = torch.func.stack_module_state(layers)
+    together = torch.func.vmap(call, in_dims=(0, None))(stacked, x)
+    for layer, output in zip(layers, together, strict=True):
+        assert_close(output.detach(), layer(x)[0].detach(), "float64", "forward")
+
+    def loss(weights: dict[str, Tensor], row: Tensor) -> Tensor:
+        return call(weights, row).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 1))(weights, x)
+    for row in range(2):
+        alone = torch.autograd.grad(loss(weights, x[:, row]), weights.values())
+        for name, value in zip(weights, alone, strict=True):
+            assert_close(found[name][row].detach(), value, "float64", "gradient", name)
+
+
+@of_torchscript
+@pytest.mark.parametrize("kind", ALL)
+def test_jvp_of_the_weights(kind: str) -> None:
+    """The derivative along a direction is the gradient times that direction."""
+    layer, x = make(kind, 3, 5, bidirectional=True), torch.randn(4, 2, 3, dtype=torch.float64)
+    weights = {name: p.detach() for name, p in layer.named_parameters()}
+    along = {name: torch.randn_like(p) for name, p in weights.items()}
+    _, tangent = torch.func.jvp(
+        lambda w: torch.func.functional_call(layer, w, (x,))[0].square().sum(), (weights,), (along,)
+    )
+    gradients = torch.autograd.grad(layer(x)[0].square().sum(), layer.parameters())
+    total = sum((g * along[n]).sum() for g, n in zip(gradients, weights, strict=True))
+    assert_close(tangent, total, "float64", "gradient")
+
+
 # -- profiler --------------------------------------------------------------------------------------
 
 
@@ -170,6 +221,24 @@ def test_same_bits_every_time(kind: str) -> None:
             optimizer.step()
         found.append([p.detach() for p in layer.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_engine_is_what_runs(kind: str) -> None:
+    """Under autocast, and where a single step is torch's, too."""
+    layer = LAYERS[kind][0](3, 5)
+    for steps, rows in ((1, 2), (1, 5), (4, 2)):
+        for autocast in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                output, _ = layer(torch.randn(steps, rows, 3))
+                engine = layer.engine
+            single = "one step on up to 4 rows" in engine.reason and steps == 1 and rows <= 4
+            assert fused(output) is (engine.name == "cpu" and not single)
+            assert ("autocast" in engine.reason) is autocast
+    assert ("one step" in layer.engine.reason) is (kind == "GRU")
+    with torch.autocast("cpu", torch.bfloat16):
+        masked, _ = layer(torch.randn(4, 2, 3), lengths=[4, 2])
+        assert fused(masked) and "lengths" in layer.engine.reason
 
 
 @pytest.mark.parametrize("kind", LAYERS)

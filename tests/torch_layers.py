@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from tolerances import assert_close
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from anycell import cell, cells, keep, sigmoid, tanh
 
 LAYERS = {"LSTM": (at.LSTM, nn.LSTM), "GRU": (at.GRU, nn.GRU)}
 STATES = {"LSTM": 2, "GRU": 1}
+# torch compiles formulas of its own with TorchScript, which it has deprecated.
+of_torchscript = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 
 def twins(kind: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

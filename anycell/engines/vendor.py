@@ -13,12 +13,20 @@ from anycell.lang.cell import Cell
 FEW_ROWS = 4
 
 
-def wins(cell: Cell, steps: int, batch: int) -> str | None:
-    """Why torch's own layer should run this call, or None if ours should.
+def exception(cell: Cell) -> str | None:
+    """Which calls of a layer torch's own layer should run, and why; None if there are none.
 
     A fused kernel packs the recurrent weights first, which pays from the second step on. torch's
     GRU reads them where they lie; its LSTM packs as well, and slower.
     """
-    if steps == 1 and batch <= FEW_ROWS and cell == cells.GRU:
-        return "one step on few rows: reading the weights once, unpacked, is all the work"
+    if cell == cells.GRU:
+        return (
+            f"torch's own layer runs one step on up to {FEW_ROWS} rows, for it reads the weights "
+            "once, unpacked"
+        )
     return None
+
+
+def wins(cell: Cell, steps: int, batch: int) -> bool:
+    """Whether a call is such an exception."""
+    return steps == 1 and batch <= FEW_ROWS and exception(cell) is not None

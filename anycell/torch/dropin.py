@@ -52,9 +52,14 @@ class DropIn(Recurrent):
 
     @property
     def engine(self) -> Engine:
-        """What runs this layer, and why."""
+        """What runs this layer, and why; under autocast, what runs it there."""
         plan = fused_plan(self.cell, self.hidden_size, self.weight_ih_l0, self._sizes)
-        return Engine("torch", plan) if isinstance(plan, str) else Engine("cpu", plan.reason)
+        if isinstance(plan, str):
+            return Engine("torch", plan)
+        if autocast():
+            return Engine("torch", "autocast is on; with a mask, lengths or resets calls are fused")
+        but = vendor.exception(self.cell)
+        return Engine("cpu", f"{plan.reason}; {but}" if but else plan.reason)
 
     def _ours(
         self, x: Any, states: tuple[Any, ...] | None, mask: Any, lengths: Any, resets: Any
@@ -114,8 +119,8 @@ class DropIn(Recurrent):
         shape = x.shape
         if len(shape) == 3:
             steps, rows = (shape[1], shape[0]) if self.batch_first else (shape[0], shape[1])
-            return vendor.wins(self.cell, steps, rows) is not None
-        return len(shape) == 2 and vendor.wins(self.cell, shape[0], 1) is not None
+            return vendor.wins(self.cell, steps, rows)
+        return len(shape) == 2 and vendor.wins(self.cell, shape[0], 1)
 
     def _weights(self) -> list[list[Weights]]:
         mine, found = self._parameters, []
