@@ -56,6 +56,37 @@ def test_attributes_of_torchs_layers(kind: str) -> None:
         assert_same(run(ours, x), run(theirs, x), "float64")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "LSTMCell", "GRUCell"])
+def test_torchs_table_of_modules(kind: str) -> None:
+    """Every call, and every error, that PyTorch lists for its tests of the layer."""
+    pytest.importorskip("expecttest")
+    from torch.testing._internal.common_modules import module_db
+
+    (info,) = [info for info in module_db if info.module_cls is getattr(nn, kind)]
+    setting: dict[str, Any] = {"device": "cpu", "dtype": torch.float64, "training": True}
+    for entry in info.module_inputs_func(info, **setting, requires_grad=True):
+        found = []
+        for module in (getattr(at, kind), getattr(nn, kind)):
+            torch.manual_seed(0)
+            init, call = entry.constructor_input, entry.forward_input
+            layer = module(*init.args, **init.kwargs).double()
+            outputs = torch.utils._pytree.tree_leaves(layer(*call.args, **call.kwargs))
+            outputs = [t for t in outputs if t.is_floating_point()]  # of a packed one, its data
+            total = sum(t.square().sum() for t in outputs)
+            found.append([*outputs, *torch.autograd.grad(total, list(layer.parameters()))])
+        for ours, theirs in zip(*found, strict=True):
+            assert_close(ours.detach(), theirs.detach(), "float64", "gradient", entry.desc)
+    for entry in info.module_error_inputs_func(info, **setting, requires_grad=False):
+        said, bad = [], entry.module_error_input
+        for module in (getattr(at, kind), getattr(nn, kind)):
+            with pytest.raises(entry.error_type, match=entry.error_regex) as caught:
+                init, call = bad.constructor_input, bad.forward_input
+                module(*init.args, **init.kwargs)(*call.args, **call.kwargs)
+            said.append(str(caught.value))
+        assert said[0] == said[1]
+
+
 def old_weight_norm(layer: Any) -> None:
     with pytest.warns(FutureWarning, match="weight_norm"):
         nn.utils.weight_norm(layer, "weight_hh_l0")
