@@ -1,0 +1,36 @@
+"""anycell for Keras 3: recurrent layers of any cell, at fused-kernel speed.
+
+- ``LSTM``, ``GRU``, ``SimpleRNN`` replace those of ``keras.layers`` (they are subclasses): same
+  arguments, weights, results and errors.
+- ``RNN(cell, units)`` and ``RNNCell(cell, units)`` run any cell, yours included; every cell of
+  ``anycell.cells`` is a layer of its name besides, ``PeepholeLSTM(units, cell_clip=3.0)``.
+
+On the TensorFlow and torch backends the layers run on a fused kernel, forward and backward, on the
+CPU; otherwise step by step in the backend's operations. ``layer.engine`` says which, and why.
+"""
+
+from anycell.keras.cell import RNNCell
+from anycell.keras.layers import (
+    GRU,
+    LSTM,
+    RNN,
+    GRUCell,
+    LSTMCell,
+    SimpleRNN,
+    SimpleRNNCell,
+)
+from anycell.keras.named import LAYERS
+
+globals().update(LAYERS)
+
+__all__ = [
+    "GRU",
+    "LSTM",
+    "RNN",
+    "GRUCell",
+    "LSTMCell",
+    "RNNCell",
+    "SimpleRNN",
+    "SimpleRNNCell",
+    *LAYERS,
+]

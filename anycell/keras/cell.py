@@ -1,0 +1,343 @@
+"""``RNNCell(cell, units)``: the weights of any cell, and one step of it, as a layer of Keras."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+from keras import constraints, initializers, ops, regularizers
+from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell  # keras.layers.RNN looks for it
+
+from anycell import cells
+from anycell.keras.call import Call, Inputs, Tensor
+from anycell.keras.composite import composite
+from anycell.lang.cell import RECURRENT, Cell
+
+_ROLES = ("kernel", "recurrent", "bias", "param")
+
+
+@keras.saving.register_keras_serializable("anycell")
+class RNNCell(keras.layers.Layer, DropoutRNNCell):
+    """One step of any cell, as ``RNN(cell, units)`` runs it.
+
+    With the cell's function ``f`` and H = ``units``
+
+        x = inputs @ kernel + bias                       of all gates, [B, gates * H]
+        r = s @ recurrent_kernel                         s is the first state, also the output
+        new states = f(x, r, states, params)
+
+    Args:
+        cell: what ``@anycell.cell`` made; ``anycell.cells`` has some. One of your own is found
+            again in a saved model if it is registered with
+            ``@keras.saving.register_keras_serializable()`` above ``@anycell.cell(...)``.
+        units: H.
+        use_bias: whether the projections have biases. A cell that places its own has none here.
+        unit_forget_bias: whether the bias of a gate ``f``, of a cell with a state ``c``, starts at
+            1, as in ``keras.layers.LSTM``.
+        kernel_initializer, recurrent_initializer, bias_initializer, and the regularizers and
+            constraints of these: as in ``keras.layers.LSTM``.
+        param_initializer, param_regularizer, param_constraint: of the cell's parameters; where the
+            cell declares an initial value, that is it.
+        dropout: of the inputs, one mask for all steps.
+        recurrent_dropout: of the state that enters the recurrent matmul, one mask per gate for all
+            steps. In training such a layer runs step by step.
+        seed: of dropout and the cell's random masks.
+        kwargs: the sizes that states declare, by their symbol, ``P=64`` for ``state="h:P c"``, and
+            what every layer of Keras takes.
+
+    Weights, in this order: ``kernel`` ``[in, gates * H]``, ``recurrent_kernel``
+    ``[size of s, gates * H]``, ``bias`` ``[gates * H]``, or ``[2, gates * H]`` (of x and of r) for
+    a cell that uses the two apart, as GRU does; for each further matmul ``{name}_kernel``
+    ``[in, out]``, or ``[heads, in/heads, out/heads]``, and ``{name}_bias``; each parameter ``[H]``
+    by its name.
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        units: int,
+        *,
+        use_bias: bool = True,
+        kernel_initializer: Any = "glorot_uniform",
+        recurrent_initializer: Any = "orthogonal",
+        bias_initializer: Any = "zeros",
+        param_initializer: Any = "glorot_uniform",
+        unit_forget_bias: bool = True,
+        kernel_regularizer: Any = None,
+        recurrent_regularizer: Any = None,
+        bias_regularizer: Any = None,
+        param_regularizer: Any = None,
+        kernel_constraint: Any = None,
+        recurrent_constraint: Any = None,
+        bias_constraint: Any = None,
+        param_constraint: Any = None,
+        dropout: float = 0.0,
+        recurrent_dropout: float = 0.0,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = dict(locals())
+        check(cell, units)
+        self.sizes = {name: kwargs.pop(name) for name in declared_sizes(cell) if name in kwargs}
+        check_sizes(cell, self.sizes)
+        super().__init__(**kwargs)
+        self.cell, self.units = cell, units
+        self.use_bias = bool(use_bias) and cell.bias
+        self.unit_forget_bias = unit_forget_bias
+        for role in _ROLES:
+            for kind, module in (
+                ("initializer", initializers),
+                ("regularizer", regularizers),
+                ("constraint", constraints),
+            ):
+                name = f"{role}_{kind}"
+                setattr(self, name, module.get(given[name]))
+        self.dropout = min(1.0, max(0.0, dropout))
+        self.recurrent_dropout = min(1.0, max(0.0, recurrent_dropout))
+        self.seed = seed
+        self.seed_generator = keras.random.SeedGenerator(seed=seed)
+        if self.recurrent_dropout:
+            self.dropout_mask_count = len(cell.gates)
+        self._all = {"H": units, **self.sizes}
+        states = [self._all[s.size] for s in cell.states]
+        self.state_size = states if len(states) > 1 else states[0]
+        self.output_size = states[0]
+
+    def build(self, input_shape: Sequence[int | None]) -> None:
+        """Creates the weights for inputs ``[B, input_shape[-1]]``."""
+        cell, gates = self.cell, len(self.cell.gates) * self.units
+        recurrent = any(l.name == RECURRENT for l in cell.linears)
+        self.kernel = self._weight("kernel", (input_shape[-1], gates), "kernel")
+        self.recurrent_kernel = self.bias = None
+        if recurrent:
+            shape = (self._all[cell.states[0].size], gates)
+            self.recurrent_kernel = self._weight("recurrent_kernel", shape, "recurrent")
+        if self.use_bias:
+            apart = recurrent and any(gate not in cell.fused for gate in cell.gates)
+            bias = (2, gates) if apart else (gates,)
+            self.bias = self._weight("bias", bias, "bias", self._bias_initializer(apart))
+        self._linears: list[tuple[str, Any]] = []
+        for l in cell.linears:
+            if l.name == RECURRENT:
+                continue
+            *heads, out, into = l.shape(self._all)
+            turned = (*heads, into, out)
+            kernel = self._weight(f"{l.name}_kernel", turned, "recurrent", self._per_head)
+            self._linears.append((l.name, kernel))
+            if l.bias:
+                name, out = f"{l.name}_bias", len(l.declared) * self._all[l.out_size]
+                self._linears.append((name, self._weight(name, (out,), "bias")))
+        self._params = []
+        for p in cell.params:
+            first = None if p.initial is None else initializers.Constant(p.initial)
+            self._params.append(self._weight(p.name, (self.units,), "param", first))
+        self.built = True
+
+    def _weight(self, name: str, shape: Any, role: str, initializer: Any = None) -> Any:
+        return self.add_weight(
+            shape=shape,
+            name=name,
+            initializer=initializer or getattr(self, f"{role}_initializer"),
+            regularizer=getattr(self, f"{role}_regularizer"),
+            constraint=getattr(self, f"{role}_constraint"),
+        )
+
+    def _per_head(self, shape: Any, dtype: Any = None, **_: Any) -> Tensor:
+        """Each block of a block-diagonal weight starts as a matrix of its own."""
+        if len(shape) == 2:
+            return self.recurrent_initializer(shape, dtype=dtype)
+        heads = [self.recurrent_initializer(shape[1:], dtype=dtype) for _ in range(shape[0])]
+        return ops.stack(heads)
+
+    def _bias_initializer(self, apart: bool) -> Any:
+        """With ones for the forget gate of what is like an LSTM."""
+        cell, units = self.cell, self.units
+        if not (self.unit_forget_bias and "f" in cell.gates and "c" in cell.state_names):
+            return None
+
+        def rows(dtype: Any) -> Tensor:
+            one = initializers.get("ones")
+            parts = [
+                (one if g == "f" else self.bias_initializer)((units,), dtype=dtype)
+                for g in cell.gates
+            ]
+            return ops.concatenate(parts)
+
+        def initial(shape: Any, dtype: Any = None, **_: Any) -> Tensor:
+            if not apart:
+                return rows(dtype)
+            return ops.stack([rows(dtype), self.bias_initializer(shape[1:], dtype=dtype)])
+
+        return initial
+
+    @property
+    def all_sizes(self) -> tuple[tuple[str, int], ...]:
+        """What the size symbols beside H stand for."""
+        return tuple(sorted(self.sizes.items()))
+
+    # -- use -------------------------------------------------------------------------------------
+    def gather(self, x: Tensor, states: Sequence[Tensor], dtype: str, **more: Any) -> Inputs:
+        """The tensors of a run over ``x [T, B, I]``, cast to ``dtype``."""
+
+        def read(weight: Any) -> Tensor:
+            return None if weight is None else ops.cast(ops.convert_to_tensor(weight), dtype)
+
+        bias, recurrent_bias = read(self.bias), None
+        if bias is not None and len(bias.shape) == 2:
+            bias, recurrent_bias = bias[0], bias[1]
+        linears = tuple(
+            (name, w if len(w.shape) == 1 else ops.swapaxes(w, -1, -2))
+            for name, w in ((name, read(w)) for name, w in self._linears)
+        )
+        return Inputs(
+            ops.cast(x, dtype),
+            read(self.kernel),
+            read(self.recurrent_kernel),
+            bias,
+            recurrent_bias,
+            tuple(read(p) for p in self._params),
+            linears,
+            tuple(ops.cast(state, dtype) for state in states),
+            **more,
+        )
+
+    def call(self, inputs: Tensor, states: Any, training: bool = False) -> tuple[Tensor, Any]:
+        """Output ``[B, size]`` and new states from inputs ``[B, I]`` and the states before."""
+        nested = isinstance(states, (list, tuple))
+        given = list(states) if nested else [states]
+        dtype = computed(self.compute_dtype)
+        call = Call(self.cell, self.units, self.all_sizes, sequences=False, training=bool(training))
+        more = self.masks(inputs, given[0], bool(training))
+        factor = more.pop("factor", None)
+        x = inputs if factor is None else inputs * factor
+        _, new = composite(call, self.gather(ops.expand_dims(x, 0), given, dtype, **more))
+        new = tuple(ops.cast(state, self.compute_dtype) for state in new)
+        return new[0], (list(new) if nested else new[0])
+
+    def masks(self, x: Tensor, state: Tensor, training: bool) -> dict[str, Tensor]:
+        """What is drawn in training: ``factor`` ``[B, I]`` of the inputs, ``recurrent_mask``,
+        ``seed``."""
+        drawn: dict[str, Tensor] = {}
+        if not training:
+            return drawn
+        if 0.0 < self.dropout < 1.0:
+            mask = self.get_dropout_mask(x)
+            drawn["factor"] = mask[0] if isinstance(mask, list) else mask
+        if 0.0 < self.recurrent_dropout < 1.0:
+            masks = self.get_recurrent_dropout_mask(state)
+            drawn["recurrent_mask"] = ops.cast(ops.stack(masks), computed(self.compute_dtype))
+        if self.cell.keeps:
+            low, high = ops.unstack(ops.cast(self.seed_generator.next(), "int64"), 2)
+            drawn["seed"] = low + high * 2**31
+        return drawn
+
+    def get_initial_state(self, batch_size: Any = None) -> list[Tensor]:
+        """The values that the cell declares, ``[B, size]`` each."""
+        return [
+            ops.full((batch_size, self._all[s.size]), s.initial, dtype=self.compute_dtype)
+            for s in self.cell.states
+        ]
+
+    # -- saving ----------------------------------------------------------------------------------
+    def get_config(self) -> dict[str, Any]:
+        """All arguments, for ``from_config``."""
+        config = super().get_config()
+        config |= {"cell": serialize(self.cell), "units": self.units, "use_bias": self.use_bias}
+        config["unit_forget_bias"] = self.unit_forget_bias
+        for role in _ROLES:
+            config[f"{role}_initializer"] = initializers.serialize(
+                getattr(self, f"{role}_initializer")
+            )
+            config[f"{role}_regularizer"] = regularizers.serialize(
+                getattr(self, f"{role}_regularizer")
+            )
+            config[f"{role}_constraint"] = constraints.serialize(
+                getattr(self, f"{role}_constraint")
+            )
+        config |= {"dropout": self.dropout, "recurrent_dropout": self.recurrent_dropout}
+        return config | {"seed": self.seed, **self.sizes}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> RNNCell:
+        """The layer that ``get_config`` described."""
+        return cls(deserialize(config["cell"]), **{k: v for k, v in config.items() if k != "cell"})
+
+
+def computed(dtype: str) -> str:
+    """The dtype in which a layer of that compute dtype runs: 16 bits are for its neighbours."""
+    return dtype if dtype == "float64" else "float32"
+
+
+def declared_sizes(cell: Cell) -> list[str]:
+    """The size symbols of a cell beside H."""
+    symbols = {s.size for s in cell.states}
+    symbols |= {size for l in cell.linears for size in (l.in_size, l.out_size)}
+    return sorted(symbols - {"H"})
+
+
+def check(cell: Any, units: Any) -> None:
+    """The arguments that only we know."""
+    if not isinstance(cell, Cell):
+        raise TypeError(
+            f"cell: given {type(cell).__name__} {cell!r}; expected a cell. Pass one of "
+            "anycell.cells, or decorate a function of one step with @anycell.cell. A cell that is "
+            "a layer of Keras runs in keras.layers.RNN."
+        )
+    if isinstance(units, bool) or not isinstance(units, int) or units <= 0:
+        raise ValueError(
+            "Received an invalid value for argument `units`, "
+            f"expected a positive integer, got {units}."
+        )
+
+
+def check_sizes(cell: Cell, sizes: Mapping[str, Any]) -> None:
+    """All that the cell declares, each a positive integer."""
+    for name in declared_sizes(cell):
+        size = sizes.get(name)
+        if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
+            raise ValueError(
+                f"{name}: given {size!r}; expected a positive integer, a size that cell "
+                f"{cell.name} declares beside H."
+            )
+
+
+# -- cells in a saved model ------------------------------------------------------------------------
+
+
+def serialize(cell: Cell) -> dict[str, Any]:
+    """A cell as a config: its name, and the hyperparameters given."""
+    plain = Cell(cell.function, cell.gates, cell.states, cell.params, cell.static, cell.bias, {})
+    name = cell.name if _built_in(cell) else keras.saving.get_registered_name(plain)
+    return {"name": name, "given": dict(cell.given)}
+
+
+def deserialize(config: Any) -> Cell:
+    """The cell of a config: one of ``anycell.cells``, or registered with Keras.
+
+    Raises:
+        ValueError: for a name that is neither.
+    """
+    if isinstance(config, Cell):
+        return config
+    name = config["name"]
+    found = keras.saving.get_registered_object(name)
+    if found is None and name in cells.__all__:
+        found = getattr(cells, name)
+    if not isinstance(found, Cell):
+        raise ValueError(
+            f"cell: given the name {name!r}; expected one of anycell.cells, or a cell registered "
+            "before loading: put @keras.saving.register_keras_serializable() above its "
+            f"@anycell.cell(...), or pass custom_objects={{{name!r}: the_cell}}."
+        )
+    return found(**as_given(config["given"]))
+
+
+def as_given(hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters out of a config, which has lists for tuples."""
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in hyper.items()}
+
+
+def _built_in(cell: Cell) -> bool:
+    own: Any = getattr(cells, cell.name, None)
+    return isinstance(own, Cell) and own.function is cell.function

@@ -1,0 +1,121 @@
+"""A layer in the backend's own operations: Keras's loop around one step of the reference engine.
+
+Slow, and able to do what the backend can: XLA, export, any device, any order of derivative. It is
+``tf.while_loop`` on TensorFlow, ``lax.scan`` on JAX, and a Python loop on torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+from keras import ops
+from keras.src import backend  # the loop of keras.layers.RNN has no public name
+
+from anycell.engines import reference
+from anycell.keras.call import Call, Inputs, Result, Tensor
+from anycell.lang.cell import RECURRENT, Cell
+from anycell.lang.expr import Expr
+
+
+def composite(call: Call, inputs: Inputs) -> Result:
+    """Runs a layer step by step."""
+    cell, width = call.cell, len(call.cell.gates) * call.hidden_size
+    x = inputs.x
+    if inputs.mask is not None:  # NaN under a mask must not reach a gradient
+        x = ops.where(ops.expand_dims(inputs.mask, -1), x, ops.zeros_like(x))
+    # What a step reads beside the states lies side by side: Keras's loop takes one sequence.
+    parts = [project(x, inputs.kernel, inputs.bias)]
+    if inputs.resets is not None:
+        parts.append(ops.expand_dims(ops.cast(inputs.resets, x.dtype), -1))
+    drawn = call.training and bool(cell.keeps)
+    once: dict[int, Tensor] = {}
+    if drawn:
+        steps, rows = ops.shape(x)[:2]
+        draws = keras.random.SeedGenerator(0) if inputs.seed is None else None
+        for node in cell.keeps:
+            index, per = node.attrs
+            seed = draws if draws is not None else _seed(inputs.seed, index)
+            shape = (rows, call.size(cell.sizes[node]))
+            if per == "step":
+                parts.append(keras.random.uniform((steps, *shape), dtype=x.dtype, seed=seed))
+            else:
+                once[index] = keras.random.uniform(shape, dtype=x.dtype, seed=seed)
+    weights = matmuls(cell, inputs)
+
+    def step(t: Tensor, states: Any) -> tuple[Tensor, list[Tensor]]:
+        at, resets, uniform = width, None, dict(once)
+        if inputs.resets is not None:
+            resets, at = ops.expand_dims(t[:, at] > 0.5, 0), at + 1
+        for node in cell.keeps if drawn else ():
+            if node.attrs[1] == "step":
+                size = call.size(cell.sizes[node])
+                uniform[node.attrs[0]] = t[:, at : at + size]
+                at += size
+        one = _Step(
+            cell,
+            ops.expand_dims(t[:, :width], 0),
+            weights,
+            list(states),
+            dict(zip(cell.param_names, inputs.params, strict=True)),
+            static=inputs.static,
+            resets=resets,
+            recurrent_mask=inputs.recurrent_mask,
+            training=drawn,
+            seed=0,
+        )
+        one.uniform = uniform
+        _, final = one.forward()
+        return final[0], list(final)
+
+    _, outputs, final = backend.rnn(
+        step,
+        parts[0] if len(parts) == 1 else ops.concatenate(parts, axis=-1),
+        list(inputs.initial),
+        go_backwards=call.reverse,
+        mask=inputs.mask,
+        unroll=call.unroll,
+        time_major=True,
+        zero_output_for_mask=not call.repeat,
+        return_all_outputs=call.sequences,
+    )
+    if call.reverse and call.sequences:
+        outputs = ops.flip(outputs, axis=0)
+    return (outputs if call.sequences else None), tuple(final)
+
+
+def project(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
+    """``x @ kernel + bias``."""
+    gates = ops.matmul(x, kernel)
+    return gates if bias is None else gates + bias
+
+
+def matmuls(cell: Cell, inputs: Inputs) -> dict[str, Tensor]:
+    """The weights of the matmuls inside a step, as the reference engine names and shapes them."""
+    found = dict(inputs.linears)
+    if any(l.name == RECURRENT for l in cell.linears):
+        found[RECURRENT] = ops.transpose(inputs.recurrent_kernel)
+        found[f"{RECURRENT}_bias"] = inputs.recurrent_bias
+    return found
+
+
+class _Step(reference.Recurrence):
+    """One step, for any number of rows, also one that is known only when the graph runs."""
+
+    uniform: Mapping[int, Tensor]  # in [0, 1), by the number of the random mask
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.rows = ops.shape(self.gates_x)[1]
+
+    def _keep(self, node: Expr, t: int, rate: Tensor) -> Tensor:
+        if not self.training:
+            return rate
+        return self.xp.where(self.uniform[node.attrs[0]] < rate, self.one, self.zero)
+
+
+def _seed(seed: Tensor, index: int) -> Tensor:
+    """A seed of Keras's for one random mask."""
+    low = ops.cast(ops.mod(seed, 2**31 - 1), "int32")
+    return ops.stack([low, ops.full_like(low, index)])

@@ -1,0 +1,476 @@
+"""``LSTM``, ``GRU``, ``SimpleRNN`` and ``RNN(cell, units)``: Keras's layers with another loop.
+
+All are subclasses of Keras's own, which keep masks, states, configuration and weights; what they
+replace is ``inner_loop``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import keras
+from keras import activations, ops, tree
+
+from anycell.keras import cells
+from anycell.keras.call import Call, Inputs, Result, Tensor
+from anycell.keras.cell import RNNCell, computed, deserialize
+from anycell.keras.composite import composite
+from anycell.keras.rule import Engine, Facts, choose
+from anycell.lang.cell import Cell
+
+_DROPPED = "in training, recurrent dropout multiplies the state of every gate by a mask of its own"
+
+
+class Fused:
+    """What the layers share: one ``inner_loop``, on the engine that fits."""
+
+    cell: Any
+    _drop_in = True
+
+    # -- which engine ----------------------------------------------------------------------------
+    def _step(self) -> Cell | str:
+        """The cell in anycell's language, or why there is none."""
+        raise NotImplementedError
+
+    def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
+        step, cell = self._step(), self.cell
+        obstacle = step if isinstance(step, str) else None
+        if training and cell.recurrent_dropout:
+            obstacle = _DROPPED
+        elif training and self._drop_in and cell.dropout and _per_gate(cell):
+            obstacle = "in training, implementation=1 drops inputs of every gate on their own"
+        return Facts(
+            cell=None if isinstance(step, str) else step,
+            units=cell.units,
+            sizes=dict(self._sizes()),
+            dtype=cell.compute_dtype,
+            backend=keras.backend.backend(),
+            gpu=gpu,
+            cudnn=self._cudnn(),
+            drop_in=self._drop_in,
+            obstacle=obstacle,
+            traced=traced,
+        )
+
+    def _cudnn(self) -> bool:
+        return False
+
+    def _sizes(self) -> tuple[tuple[str, int], ...]:
+        """What the size symbols of the cell beside H stand for."""
+        return ()
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the layer in inference on this machine, and why."""
+        return choose(self._facts(False, gpu_visible(), None))
+
+    def explain(self, training: bool = True) -> str:
+        """What runs the layer, and why, before anything runs; see ``docs/keras.md``."""
+        name, reason = choose(self._facts(training, gpu_visible(), None))
+        what = "training" if training else "inference"
+        return f"{self.name}: {what} runs on {name} ({reason})"  # type: ignore[attr-defined]
+
+    def _settle(self) -> None:
+        """What other parts of Keras must know once the layer is made."""
+        ours = self.engine.name == "cpu"
+        if ours and keras.backend.backend() == "tensorflow":
+            # fit() would compile the model by XLA, which cannot call the kernels.
+            self.supports_jit = False
+        if ours and getattr(self, "use_cudnn", None) == "auto":
+            # Bidirectional would run two layers of cuDNN's at once, past `inner_loop`.
+            self.use_cudnn = False
+
+    # -- the loop --------------------------------------------------------------------------------
+    def inner_loop(
+        self, sequences: Tensor, initial_state: Any, mask: Any, training: bool = False
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Keras's hook: last output, all outputs in the order of processing, final states."""
+        training = bool(training)
+        facts = self._facts(training, *_place(sequences))
+        engine = choose(facts).name
+        if mask is not None:
+            mask = ops.cast(tree.flatten(mask)[0], "bool")
+            mask = ops.squeeze(mask, -1) if len(mask.shape) == 3 else mask
+        if engine in ("keras", "cudnn"):
+            if mask is not None and engine == "keras":  # NaN under a mask reaches no gradient
+                zeros = ops.zeros_like(sequences)
+                sequences = ops.where(ops.expand_dims(mask, -1), sequences, zeros)
+            return super().inner_loop(  # type: ignore[misc]
+                sequences, initial_state, mask=mask, training=training
+            )
+        states = list(initial_state) if tree.is_nested(initial_state) else [initial_state]
+        call = Call(
+            facts.cell,  # type: ignore[arg-type]
+            self.cell.units,
+            self._sizes(),
+            reverse=self.go_backwards,  # type: ignore[attr-defined]
+            repeat=not self.zero_output_for_mask,  # type: ignore[attr-defined]
+            sequences=self.return_sequences,  # type: ignore[attr-defined]
+            training=training,
+            unroll=self.unroll,  # type: ignore[attr-defined]
+        )
+        inputs = self._inputs(sequences, states, mask, training)
+        outputs, final = (
+            _RUN.get(keras.backend.backend(), composite)(call, inputs)
+            if (engine == "cpu")
+            else composite(call, inputs)
+        )
+        return self._as_keras(call, outputs, final, inputs.mask)
+
+    def _inputs(
+        self, sequences: Tensor, states: Sequence[Tensor], mask: Tensor, training: bool
+    ) -> Inputs:
+        """The tensors of a run, time-major."""
+        raise NotImplementedError
+
+    def _as_keras(
+        self, call: Call, outputs: Tensor, final: Sequence[Tensor], mask: Tensor
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Results as Keras's loop returns them: batch first, steps in the order of processing."""
+        last = final[0]
+        if mask is not None:
+            # Before a row's first step Keras repeats zeros, not the initial state.
+            seen = ops.any(mask, axis=0) if call.repeat else mask[0 if call.reverse else -1]
+            last = ops.where(ops.expand_dims(seen, -1), last, ops.zeros_like(last))
+            if outputs is not None and call.repeat:
+                ahead = ops.flip(mask, axis=0) if call.reverse else mask
+                begun = ops.cumsum(ops.cast(ahead, "int32"), axis=0) > 0
+                begun = ops.flip(begun, axis=0) if call.reverse else begun
+                begun = ops.expand_dims(begun, -1)
+                outputs = ops.where(begun, outputs, ops.zeros_like(outputs))
+        if outputs is None:
+            return last, ops.expand_dims(last, 1), list(final)
+        outputs = ops.transpose(outputs, (1, 0, 2))
+        if call.reverse:
+            outputs = ops.flip(outputs, axis=1)
+        return last, outputs, list(final)
+
+
+def _per_gate(cell: Any) -> bool:
+    return getattr(cell, "implementation", 2) == 1
+
+
+def _torch(call: Call, inputs: Inputs) -> Result:
+    from anycell.keras import torch
+
+    return torch.run(call, inputs)
+
+
+def _tensorflow(call: Call, inputs: Inputs) -> Result:
+    from anycell.keras import tensorflow
+
+    return tensorflow.run(call, inputs)
+
+
+_RUN = {"tensorflow": _tensorflow, "torch": _torch}
+
+
+def _place(x: Tensor) -> tuple[bool, str | None]:
+    """Whether ``x`` is on a GPU, and why nothing outside the graph can be called now."""
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        from anycell.keras import tensorflow
+
+        return tensorflow.on_gpu(x), tensorflow.refusal()
+    if backend == "torch":
+        return x.device.type != "cpu", None
+    return gpu_visible(), None
+
+
+def gpu_visible() -> bool:
+    """Whether Keras's backend would place a layer on a GPU here."""
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        return bool(tf.config.list_logical_devices("GPU"))
+    if backend == "torch":
+        import torch
+
+        return bool(torch.cuda.is_available())
+    if backend == "jax":
+        import jax
+
+        return bool(jax.default_backend() != "cpu")
+    return False
+
+
+class DropIn(Fused):
+    """What ``LSTM``, ``GRU`` and ``SimpleRNN`` share: Keras's weights, and Keras's loop to fall
+    back on."""
+
+    _symbolic: Cell
+
+    def _step(self) -> Cell | str:
+        named = {}
+        for argument in ("activation", "recurrent_activation"):
+            if hasattr(self.cell, argument):
+                name = _name(getattr(self.cell, argument))
+                if name is None:
+                    given = getattr(self.cell, argument)
+                    shown = getattr(given, "__name__", type(given).__name__)
+                    return f"{argument}={shown} is not in the cell language"
+                named[argument] = name
+        return self._symbolic(**named, **self._structure())
+
+    def _structure(self) -> dict[str, Any]:
+        return {}
+
+    def _linears(self, recurrent_kernel: Tensor) -> tuple[tuple[str, Tensor], ...]:
+        """The weights of further matmuls in a step."""
+        return ()
+
+    def _inputs(
+        self, sequences: Tensor, states: Sequence[Tensor], mask: Tensor, training: bool
+    ) -> Inputs:
+        cell, dtype = self.cell, computed(self.cell.compute_dtype)
+        if training and cell.dropout:  # drawn by Keras before the loop, so that seeds mean the same
+            dropped = cell.get_dropout_mask(sequences[:, 0, :])
+            sequences = sequences * ops.expand_dims(dropped, 1)
+
+        def read(weight: Any) -> Tensor:
+            return None if weight is None else ops.cast(ops.convert_to_tensor(weight), dtype)
+
+        recurrent_kernel = read(cell.recurrent_kernel)
+        bias, recurrent_bias = read(cell.bias), None
+        if bias is not None and len(bias.shape) == 2:
+            bias, recurrent_bias = bias[0], bias[1]
+        return Inputs(
+            ops.cast(ops.transpose(sequences, (1, 0, 2)), dtype),
+            read(cell.kernel),
+            recurrent_kernel,
+            bias,
+            recurrent_bias,
+            (),
+            self._linears(recurrent_kernel),
+            tuple(ops.cast(state, dtype) for state in states),
+            mask=None if mask is None else ops.transpose(mask),
+        )
+
+
+def _name(function: Any) -> str | None:
+    """The name of one of Keras's activations that the cell language can say."""
+    for name in cells.ACTIVATIONS:
+        if function is getattr(activations, name, None):
+            return name
+    return None
+
+
+@keras.saving.register_keras_serializable("anycell")
+class LSTM(DropIn, keras.layers.LSTM):
+    """``keras.layers.LSTM`` on a fused kernel: its arguments, weights, results and errors.
+
+        i, f, o = sigmoid(kernel x + recurrent_kernel h + bias)        each with its own columns
+        c' = f c + i tanh(kernel x + recurrent_kernel h + bias)
+        h' = o tanh(c')
+
+    Weights: ``kernel`` ``[in, 4 * units]``, ``recurrent_kernel`` ``[units, 4 * units]``, ``bias``
+    ``[4 * units]``, gates in the order i f c o; states ``[h, c]``. Fused on TensorFlow and torch,
+    on the CPU, in training and inference; recurrent dropout in training, and activations that
+    the cell language has no word for, run in Keras's loop. ``layer.engine`` says which, and why.
+
+    Example:
+        >>> layer = LSTM(8, return_sequences=True)
+        >>> tuple(layer(np.zeros((2, 5, 3), "float32")).shape)
+        (2, 5, 8)
+    """
+
+    _symbolic = cells.LSTM
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._settle()
+
+    def _cudnn(self) -> bool:
+        defaults = (
+            _name(self.activation) == "tanh" and _name(self.recurrent_activation) == "sigmoid"
+        )
+        return defaults and self.use_bias and not self.unroll and not self.recurrent_dropout
+
+
+@keras.saving.register_keras_serializable("anycell")
+class GRU(DropIn, keras.layers.GRU):
+    """``keras.layers.GRU`` on a fused kernel: its arguments, weights, results and errors.
+
+        z, r = sigmoid(kernel x + bias[0] + recurrent_kernel h + bias[1])
+        n = tanh(kernel x + bias[0] + r (recurrent_kernel h + bias[1]))
+        h' = z h + (1 - z) n
+
+    Weights as in Keras, gates in the order z r h. What runs fused is as for ``LSTM``; so is
+    ``reset_after=False``, which has two matmuls in a step.
+    """
+
+    _symbolic = cells.GRU
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._settle()
+
+    def _structure(self) -> dict[str, Any]:
+        return {"reset_after": self.cell.reset_after}
+
+    def _linears(self, recurrent_kernel: Tensor) -> tuple[tuple[str, Tensor], ...]:
+        if self.cell.reset_after:
+            return ()
+        return (("h", ops.transpose(recurrent_kernel[:, 2 * self.cell.units :])),)
+
+    def _cudnn(self) -> bool:
+        defaults = (
+            _name(self.activation) == "tanh" and _name(self.recurrent_activation) == "sigmoid"
+        )
+        plain = self.use_bias and not self.unroll and not self.recurrent_dropout
+        return defaults and plain and self.cell.reset_after
+
+
+@keras.saving.register_keras_serializable("anycell")
+class SimpleRNN(DropIn, keras.layers.SimpleRNN):
+    """``keras.layers.SimpleRNN`` on a fused kernel: its arguments, weights, results and errors.
+
+    h' = tanh(kernel x + recurrent_kernel h + bias)
+    """
+
+    _symbolic = cells.SimpleRNN
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._settle()
+
+
+@keras.saving.register_keras_serializable("anycell")
+class LSTMCell(keras.layers.LSTMCell):
+    """``keras.layers.LSTMCell``, one step of ``LSTM``: as Keras runs it."""
+
+
+@keras.saving.register_keras_serializable("anycell")
+class GRUCell(keras.layers.GRUCell):
+    """``keras.layers.GRUCell``, one step of ``GRU``: as Keras runs it."""
+
+
+@keras.saving.register_keras_serializable("anycell")
+class SimpleRNNCell(keras.layers.SimpleRNNCell):
+    """``keras.layers.SimpleRNNCell``, one step of ``SimpleRNN``: as Keras runs it."""
+
+
+_OF_THE_LAYER = (
+    "return_sequences",
+    "return_state",
+    "go_backwards",
+    "stateful",
+    "unroll",
+    "zero_output_for_mask",
+    "activity_regularizer",
+)
+
+
+# Past Keras's `call`, which knows nothing of them, to `inner_loop`: ``static`` and ``resets``.
+_beside: ContextVar[tuple[Tensor, Tensor]] = ContextVar("beside", default=(None, None))
+
+
+@keras.saving.register_keras_serializable("anycell")
+class RNN(Fused, keras.layers.RNN):
+    """Any cell over a sequence, as a layer of Keras, on a fused kernel.
+
+    Args:
+        cell: what ``@anycell.cell`` made; ``anycell.cells`` has some.
+        units: H.
+        return_sequences, return_state, go_backwards, stateful, unroll, zero_output_for_mask,
+            activity_regularizer: as in ``keras.layers.RNN``.
+        kwargs: all else is as in ``RNNCell``: initializers, regularizers, constraints, dropout.
+
+    Called as ``keras.layers.LSTM`` is, with ``initial_state``, ``mask`` and ``training``, on
+    ``[B, T, in]``; states come and go in the order that the cell declares. Besides, ``static``
+    ``[B, units]`` is the input that a cell like ``EALSTM`` takes once per sequence, and where
+    ``resets`` ``[B, T]`` is true the states start anew before the step, from the values that the
+    cell declares.
+
+    Example:
+        >>> from anycell import cells
+        >>> layer = RNN(cells.PeepholeLSTM, 8, return_state=True)
+        >>> output, h, c = layer(np.zeros((2, 5, 3), "float32"))
+        >>> tuple(output.shape), [w.name for w in layer.weights][3:]
+        ((2, 8), ['p_i', 'p_f', 'p_o'])
+    """
+
+    _drop_in = False
+
+    def __init__(self, cell: Cell, units: int, **kwargs: Any) -> None:
+        of_layer = {k: kwargs.pop(k) for k in _OF_THE_LAYER if k in kwargs}
+        base = {k: kwargs.pop(k) for k in ("name", "dtype", "trainable") if k in kwargs}
+        own = {k: base[k] for k in ("dtype", "trainable") if k in base}
+        step = RNNCell(cell, units, **kwargs, **own)
+        super().__init__(step, **of_layer, **base)
+        self.input_spec = keras.InputSpec(ndim=3)
+        self._settle()
+
+    @property
+    def units(self) -> int:
+        """H."""
+        return self.cell.units
+
+    def call(
+        self,
+        sequences: Tensor,
+        initial_state: Any = None,
+        mask: Any = None,
+        training: bool = False,
+        static: Tensor = None,
+        resets: Tensor = None,
+    ) -> Any:
+        """Runs the layer; see the class."""
+        declared = self.cell.cell.static
+        if (static is None) != (declared is None):
+            given = "None" if static is None else f"of shape {tuple(static.shape)}"
+            wanted = "None" if declared is None else f"[B, {self.units}], which it calls {declared}"
+            raise ValueError(
+                f"static: given {given}; expected {wanted}, for cell {self.cell.cell.name}."
+            )
+        token = _beside.set((static, resets))
+        try:
+            return super().call(sequences, initial_state, mask=mask, training=training)
+        finally:
+            _beside.reset(token)
+
+    def _step(self) -> Cell | str:
+        return self.cell.cell
+
+    def _sizes(self) -> tuple[tuple[str, int], ...]:
+        return self.cell.all_sizes
+
+    def _inputs(
+        self, sequences: Tensor, states: Sequence[Tensor], mask: Tensor, training: bool
+    ) -> Inputs:
+        drawn = self.cell.masks(sequences[:, 0, :], states[0], training)
+        factor = drawn.pop("factor", None)
+        if factor is not None:
+            sequences = sequences * ops.expand_dims(factor, 1)
+        dtype, (static, resets) = computed(self.cell.compute_dtype), _beside.get()
+        if static is not None:
+            drawn["static"] = ops.cast(static, dtype)
+        if resets is not None:
+            drawn["resets"] = ops.transpose(ops.cast(resets, "bool"))
+        mask = None if mask is None else ops.transpose(mask)
+        x = ops.transpose(sequences, (1, 0, 2))
+        return self.cell.gather(x, states, dtype, mask=mask, **drawn)
+
+    def reset_state(self) -> None:
+        """Stateful layers start anew: from the values that the cell declares."""
+        if self.states is not None:
+            for variable, s in zip(self.states, self.cell.cell.states, strict=True):
+                variable.assign(ops.full_like(variable, s.initial))
+
+    def get_config(self) -> dict[str, Any]:
+        """All arguments, for ``from_config``."""
+        config = super().get_config()
+        del config["cell"]
+        inner = self.cell.get_config()
+        for name in ("name", "dtype", "trainable"):
+            inner.pop(name)
+        return {**inner, **config}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> RNN:
+        """The layer that ``get_config`` described."""
+        cell = deserialize(config["cell"])
+        return cls(cell, **{k: v for k, v in config.items() if k != "cell"})

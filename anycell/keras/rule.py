@@ -1,0 +1,96 @@
+"""Which engine runs a layer, and why: a function of facts, asked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from anycell.lang.cell import Cell
+from anycell.plan import Plan, plan
+
+
+class Engine(NamedTuple):
+    """What runs a layer, and why.
+
+    Attributes:
+        name: "cpu" (fused kernel), "cudnn" (through Keras), "composite" (the step as the backend's
+            own operations, in a loop) or "keras" (Keras's own loop).
+        reason: in words.
+    """
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the choice depends on.
+
+    Attributes:
+        cell: the step in anycell's language; None where it cannot be said.
+        units: H.
+        sizes: of states that declare another, by their symbol.
+        dtype: that of the computation.
+        backend: "tensorflow", "torch", "jax", or another of Keras's.
+        gpu: whether the layer is placed on a GPU.
+        cudnn: whether it is one that Keras's cuDNN path takes: ``LSTM`` or ``GRU`` of default
+            activations, with bias, without recurrent dropout and unrolling.
+        drop_in: whether it is a subclass of one of Keras's layers, which has a loop of its own.
+        obstacle: why neither the kernel nor cuDNN can run it, if there is a reason: an activation,
+            recurrent dropout in training.
+        traced: why no code outside the graph can be called, if there is a reason: XLA, export.
+    """
+
+    cell: Cell | None
+    units: int
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    dtype: str = "float32"
+    backend: str = "tensorflow"
+    gpu: bool = False
+    cudnn: bool = False
+    drop_in: bool = False
+    obstacle: str | None = None
+    traced: str | None = None
+
+
+def choose(facts: Facts) -> Engine:
+    """The engine for these facts.
+
+    Example:
+        >>> from anycell.cells import PeepholeLSTM
+        >>> choose(Facts(PeepholeLSTM, 64, gpu=True)).name
+        'composite'
+    """
+    loop = "keras" if facts.drop_in else "composite"
+    if facts.obstacle is not None:
+        return Engine(loop, facts.obstacle)
+    if facts.gpu:
+        if facts.cudnn and facts.backend in ("tensorflow", "torch", "jax"):
+            return Engine("cudnn", "a layer that cuDNN knows, through Keras")
+        where = {
+            "tensorflow": "TensorFlow gives no stream for kernels of others; XLA compiles the loop",
+            "jax": "XLA compiles the loop",
+        }
+        return Engine(loop, where.get(facts.backend, "no fused kernel for a GPU as yet"))
+    if facts.traced is not None:
+        return Engine(loop, facts.traced)
+    if facts.backend == "jax":
+        return Engine(loop, "XLA compiles the loop; it is not asked to call the kernels as yet")
+    if facts.backend not in ("tensorflow", "torch"):
+        return Engine(loop, f"no way to call the kernels from Keras's backend {facts.backend!r}")
+    assert facts.cell is not None
+    # 16-bit policies compute in float32: more exact than what Keras does, and fused.
+    dtype = facts.dtype if facts.dtype == "float64" else "float32"
+    found = planned(facts.cell, facts.units, dtype, facts.sizes)
+    if isinstance(found, str):
+        return Engine(loop, found)
+    return Engine("cpu", f"fused kernel, matmuls in a step: {len(facts.cell.linears)}")
+
+
+def planned(cell: Cell, units: int, dtype: str, sizes: Mapping[str, int]) -> Plan | str:
+    """The plan of the fused kernel, or why it cannot run the cell."""
+    try:
+        return plan(cell, units, dtype, "cpu", sizes)
+    except ValueError as refusal:
+        return str(refusal)

@@ -1,0 +1,466 @@
+"""The Keras layers: against ``keras.layers`` where it has them, else against the NumPy layers.
+
+One process has one backend of Keras: run them with KERAS_BACKEND set to each.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+keras = pytest.importorskip("keras")
+
+from keras_layers import (  # noqa: E402
+    BACKEND,
+    assert_right,
+    config_of,
+    copy_weights,
+    number,
+    oracle,
+    random_inputs,
+    random_mask,
+    solve,
+)
+from tolerances import assert_close  # noqa: E402
+
+import anycell.keras as ak  # noqa: E402
+from anycell import cell, cells, sigmoid, tanh  # noqa: E402
+
+# Keras reads its variables for NumPy 1.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+FUSED = BACKEND in ("tensorflow", "torch")
+# (B, T, I, H)
+SHAPES = [(3, 5, 4, 1), (4, 1, 3, 7), (1, 9, 2, 33), (5, 4, 6, 100)]
+KERAS = ["LSTM", "GRU", "SimpleRNN"]
+FLAGS: list[dict[str, Any]] = [
+    {},
+    {"return_sequences": True},
+    {"return_sequences": True, "return_state": True},
+    {"return_state": True, "go_backwards": True},
+    {"return_sequences": True, "return_state": True, "go_backwards": True},
+    {"return_sequences": True, "zero_output_for_mask": True, "return_state": True},
+    {"zero_output_for_mask": True, "go_backwards": True},
+]
+WITHOUT_FLOAT64 = BACKEND == "jax"  # unless the whole process asks for it
+DTYPES = ["float32"] if WITHOUT_FLOAT64 else ["float32", "float64"]
+
+
+@pytest.fixture(autouse=True)
+def _seed(seed: int) -> None:
+    keras.utils.set_random_seed(seed)
+
+
+def pair(name: str, units: int, **kwargs: Any) -> tuple[Any, Any]:
+    """Keras's layer and ours."""
+    return getattr(keras.layers, name)(units, **kwargs), getattr(ak, name)(units, **kwargs)
+
+
+# -- LSTM, GRU and SimpleRNN are Keras's -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda f: " ".join(f) or "plain")
+@pytest.mark.parametrize("name", KERAS)
+def test_results_and_gradients(
+    name: str, flags: dict[str, Any], masked: bool, dtype: str, rng: np.random.Generator
+) -> None:
+    rows, steps, width, units = 4, 6, 3, 7
+    theirs, ours = pair(name, units, dtype=dtype, **flags)
+    copy_weights(theirs, ours, (rows, steps, width))
+    x = rng.normal(size=(rows, steps, width))
+    states = [rng.normal(size=(rows, units)) for _ in range(1 + (name == "LSTM"))]
+    mask = random_mask(rng, rows, steps) if masked else None
+    own = solve(theirs, x, states, mask)
+    if dtype == "float64" or WITHOUT_FLOAT64:
+        right = own
+    else:
+        exact = type(theirs)(units, dtype="float64", **flags)
+        exact.build(x.shape)
+        exact.set_weights(theirs.get_weights())
+        right = solve(exact, np.float32(x), [np.float32(s) for s in states], mask)
+    assert_right(solve(ours, x, states, mask), right, dtype, own)
+    if BACKEND == "tensorflow":
+        assert_right(solve(ours, x, states, mask, graph=True), right, dtype, own)
+        assert_right(solve(ours, x, states, mask, training=True, graph=True), right, dtype, own)
+    assert ours.engine.name == ("cpu" if FUSED else "keras")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", KERAS)
+def test_shapes(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> None:
+    rows, steps, width, units = shape
+    dtype = DTYPES[-1]
+    theirs, ours = pair(name, units, return_sequences=True, dtype=dtype)
+    copy_weights(theirs, ours, (rows, steps, width))
+    x = rng.normal(size=(rows, steps, width))
+    assert_right(solve(ours, x), solve(theirs, x), dtype, solve(theirs, x))
+
+
+@pytest.mark.skipif(WITHOUT_FLOAT64, reason="JAX computes in float32")
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"activation": "relu"},
+        {"activation": None},
+        {"activation": "softsign", "recurrent_activation": "hard_sigmoid"},
+        {"activation": "elu"},
+        {"activation": "selu"},
+        {"activation": "silu"},
+        {"activation": "mish"},
+        {"activation": "hard_silu"},
+        {"activation": "softplus", "recurrent_activation": "hard_sigmoid"},
+        {"activation": "exponential", "recurrent_activation": "relu6"},
+        {"activation": "hard_tanh", "recurrent_activation": "log_sigmoid"},
+        {"use_bias": False},
+        {"unit_forget_bias": False},
+    ],
+    ids=str,
+)
+def test_arguments_that_run_fused(kwargs: dict[str, Any], rng: np.random.Generator) -> None:
+    for name in KERAS:
+        own = {k: v for k, v in kwargs.items() if name == "LSTM" or k != "unit_forget_bias"}
+        if name == "SimpleRNN":
+            own.pop("recurrent_activation", None)
+        theirs, ours = pair(name, 5, return_sequences=True, dtype="float64", **own)
+        copy_weights(theirs, ours, (3, 4, 2))
+        x = 0.5 * rng.normal(size=(3, 4, 2))
+        assert_right(solve(ours, x), solve(theirs, x), "float64")
+        assert ours.engine.name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"activation": "gelu"}, "activation=gelu is not in the cell language"),
+        ({"activation": lambda v: v}, "activation=<lambda> is not in the cell language"),
+        ({"recurrent_dropout": 0.5}, "recurrent dropout multiplies the state"),
+        ({"dropout": 0.5, "implementation": 1}, "implementation=1"),
+    ],
+    ids=["gelu", "lambda", "recurrent_dropout", "implementation"],
+)
+def test_arguments_that_run_in_their_loop(kwargs: dict[str, Any], reason: str) -> None:
+    theirs, ours = pair("LSTM", 5, seed=4, **kwargs)
+    theirs.use_cudnn = False  # or Keras fails with implementation=1 and dropout
+    copy_weights(theirs, ours, (3, 4, 2))
+    x = np.ones((3, 4, 2), "float32")
+    for training in (False, True):
+        assert_close(
+            number(ours(x, training=training)), number(theirs(x, training=training)), "float32",
+            "forward",
+        )  # fmt: skip
+    assert reason in ours.explain(training=True)
+
+
+def test_gru_with_the_reset_before_the_matmul() -> None:
+    theirs, ours = pair("GRU", 5, reset_after=False)
+    copy_weights(theirs, ours, (3, 4, 2))
+    x = np.ones((3, 4, 2), "float32")
+    assert_close(number(ours(x)), number(theirs(x)), "float32", "forward")
+    if ours.engine.name != "cpu":
+        assert "matmul" in ours.engine.reason or BACKEND == "jax"
+
+
+@pytest.mark.parametrize("name", KERAS)
+def test_dropout_draws_what_keras_draws(name: str) -> None:
+    theirs, ours = pair(name, 5, dropout=0.5, seed=4, return_sequences=True)
+    copy_weights(theirs, ours, (3, 4, 20))
+    x = np.ones((3, 4, 20), "float32")
+    for training in (True, False, True):
+        assert_close(
+            number(ours(x, training=training)), number(theirs(x, training=training)), "float32",
+            "forward",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KERAS)
+def test_same_seed_same_initial_weights(name: str, seed: int) -> None:
+    found = []
+    for module in (keras.layers, ak):
+        keras.utils.set_random_seed(seed)
+        layer = getattr(module, name)(6, name="layer")
+        layer.build((None, None, 3))
+        found.append(layer)
+    theirs, ours = found
+    for a, b in zip(theirs.weights, ours.weights, strict=True):
+        assert a.path == b.path
+        assert np.array_equal(number(a), number(b))
+
+
+@pytest.mark.parametrize("name", KERAS)
+def test_config_and_files(name: str, tmp_path: Any) -> None:
+    theirs, ours = pair(name, 6, return_sequences=True, dropout=0.1, kernel_regularizer="l2")
+    assert config_of(theirs) == config_of(ours)
+    x = np.random.default_rng(0).normal(size=(2, 5, 3)).astype("float32")
+    models = []
+    for layer in (theirs, ours):
+        layer_in = keras.Input((None, 3))
+        models.append(keras.Model(layer_in, keras.layers.Dense(2)(layer(layer_in))))
+    first, second = models
+    first.save_weights(tmp_path / "their.weights.h5")
+    second.load_weights(tmp_path / "their.weights.h5")
+    assert_close(number(second(x)), number(first(x)), "float32", "forward")
+    second.save(tmp_path / "our.keras")
+    again = keras.models.load_model(tmp_path / "our.keras")
+    assert isinstance(again.layers[1], getattr(ak, name))
+    assert np.array_equal(number(again(x)), number(second(x)))
+    second.save_weights(tmp_path / "our.weights.h5")
+    first.set_weights([0 * w for w in first.get_weights()])
+    first.load_weights(tmp_path / "our.weights.h5")
+    assert_close(number(second(x)), number(first(x)), "float32", "forward")
+
+
+@pytest.mark.parametrize("name", KERAS)
+def test_constraints_and_regularizers(name: str) -> None:
+    layer = getattr(ak, name)(
+        4, kernel_regularizer="l2", bias_regularizer="l1", kernel_constraint="non_neg",
+        activity_regularizer=keras.regularizers.L2(0.1), bias_initializer="ones",
+    )  # fmt: skip
+    model = keras.Sequential([keras.Input((5, 3)), layer])
+    model.compile("sgd", "mse")
+    x, y = np.ones((4, 5, 3), "float32"), np.zeros((4, 4), "float32")
+    model.fit(x, y, verbose=0, epochs=2)
+    kept = 3 if name != "SimpleRNN" else 2  # Keras forgets the activity's there
+    assert BACKEND == "jax" or len(model.losses) == kept
+    assert number(layer.cell.kernel).min() >= 0.0
+
+
+@pytest.mark.parametrize("name", KERAS)
+def test_stateful(name: str, rng: np.random.Generator) -> None:
+    theirs, ours = pair(name, 4, stateful=True, return_sequences=True)
+    x = rng.normal(size=(2, 6, 3)).astype("float32")
+    copy_weights(theirs, ours, x.shape)
+    for part in (x[:, :3], x[:, 3:]):
+        assert_close(number(ours(part)), number(theirs(part)), "float32", "forward")
+    ours.reset_state()
+    assert not any(number(s).any() for s in ours.states)
+    with pytest.raises(ValueError, match="stateful"):
+        getattr(ak, name)(4, stateful=True)(keras.Input((None, 3)))
+
+
+@pytest.mark.parametrize("name", KERAS)
+@pytest.mark.parametrize("merge", ["concat", "sum", None])
+def test_bidirectional(name: str, merge: str | None, rng: np.random.Generator) -> None:
+    theirs, ours = (
+        keras.layers.Bidirectional(l, merge_mode=merge)
+        for l in pair(name, 4, return_sequences=True)
+    )
+    x = rng.normal(size=(3, 6, 2)).astype("float32")
+    copy_weights(theirs, ours, x.shape)
+    for mask in (None, random_mask(rng, 3, 6)):
+        a, b = theirs(x, mask=mask), ours(x, mask=mask)
+        pairs = zip(a, b, strict=True) if merge is None else [(a, b)]
+        for p, q in pairs:
+            assert_close(number(q), number(p), "float32", "forward")
+    if FUSED:
+        assert ours.forward_layer.use_cudnn is False if name != "SimpleRNN" else True
+    assert isinstance(ours.backward_layer, getattr(ak, name))
+
+
+def test_models_with_masks(rng: np.random.Generator) -> None:
+    words = rng.integers(0, 5, (6, 9))
+    words[:, 0] = 0  # masked on the left, in holes, and a whole row
+
+    words[2] = 0
+
+    def model(module: Any) -> Any:
+        given = keras.Input((None,), dtype="int32")
+        x = keras.layers.Embedding(5, 4, mask_zero=True)(given)
+        x = keras.layers.Bidirectional(module.GRU(3, return_sequences=True))(x)
+        x = keras.layers.Masking()(x)
+        return keras.Model(given, keras.layers.Dense(1)(module.LSTM(3)(x)))
+
+    first, second = model(keras.layers), model(ak)
+    second.set_weights(first.get_weights())
+    assert_close(
+        second.predict(words, verbose=0), first.predict(words, verbose=0), "float32", "forward"
+    )
+
+
+def test_time_distributed(rng: np.random.Generator) -> None:
+    theirs, ours = (keras.layers.TimeDistributed(l) for l in pair("LSTM", 4))
+    x = rng.normal(size=(2, 3, 5, 2)).astype("float32")
+    copy_weights(theirs, ours, x.shape)
+    assert_close(number(ours(x)), number(theirs(x)), "float32", "forward")
+
+
+def test_encoder_decoder_states_in_the_functional_api(rng: np.random.Generator) -> None:
+    def model(module: Any) -> Any:
+        source, target = keras.Input((None, 2)), keras.Input((None, 2))
+        _, *states = module.LSTM(4, return_state=True)(source)
+        return keras.Model([source, target], module.LSTM(4)(target, initial_state=states))
+
+    first, second = model(keras.layers), model(ak)
+    second.set_weights(first.get_weights())
+    x = [rng.normal(size=(3, n, 2)).astype("float32") for n in (5, 4)]
+    assert_close(second.predict(x, verbose=0), first.predict(x, verbose=0), "float32", "forward")
+
+
+@pytest.mark.parametrize("kind", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("name", KERAS)
+def test_mixed_precision(name: str, kind: str, rng: np.random.Generator) -> None:
+    theirs, ours = pair(name, 8, return_sequences=True, dtype=kind)
+    exact = getattr(keras.layers, name)(8, return_sequences=True)
+    x = rng.normal(size=(4, 6, 3)).astype("float32")
+    copy_weights(theirs, ours, x.shape)
+    exact.build(x.shape)
+    exact.set_weights(ours.get_weights())
+    right, a, b = number(exact(x)), theirs(x), ours(x)
+    assert str(a.dtype) == str(b.dtype)
+    wrong = [
+        np.linalg.norm(number(keras.ops.cast(y, "float32")) - right) / np.linalg.norm(right)
+        for y in (a, b)
+    ]
+    assert wrong[1] <= 1.5 * wrong[0]
+    model = keras.Sequential([keras.Input((6, 3)), ours, keras.layers.Dense(1, dtype="float32")])
+    model.compile("sgd", "mse")
+    history = model.fit(x, np.zeros((4, 6, 1)), epochs=2, verbose=0).history["loss"]
+    assert np.isfinite(history).all()
+
+
+def test_errors_are_keras_own() -> None:
+    with pytest.raises(ValueError, match="Received an invalid value for argument `units`"):
+        ak.LSTM(0)
+    with pytest.raises(ValueError, match="expected ndim=3"):
+        ak.LSTM(3)(np.zeros((2, 3), "float32"))
+    with pytest.raises(ValueError):
+        ak.LSTM(3, activation="no such function")
+    with pytest.raises(ValueError, match="use_cudnn"):
+        ak.LSTM(3, use_cudnn="maybe")
+
+
+def test_is_keras_own_by_isinstance() -> None:
+    for name in KERAS:
+        assert issubclass(getattr(ak, name), getattr(keras.layers, name))
+        step = f"{name}Cell"
+        assert issubclass(getattr(ak, step), getattr(keras.layers, step))
+
+
+# -- RNN(cell, units) ------------------------------------------------------------------------------
+
+
+@keras.saving.register_keras_serializable("tests")
+@cell(gates="f g", state="h m=0.5", params="a=1 b")
+def Odd(x: Any, r: Any, s: Any, p: Any, *, rate: float = 0.9, deep: bool = False) -> Any:
+    """Uses x and r apart, has a state with an initial value, and parameters."""
+    f = sigmoid(r.f + x.f * p.a)
+    m = rate * s.m + (1.0 - rate) * f * p.b
+    g = tanh(x.g + f * r.g)
+    return (1 - f) * s.h + f * g * m, tanh(m) if deep else m
+
+
+@cell(gates="z", state="h")
+def NotRegistered(x: Any, r: Any, s: Any) -> Any:
+    return tanh(x.z + r.z)
+
+
+CELLS = [getattr(cells, name) for name in cells.__all__]
+CELLS += [Odd, cells.GRU(reset_after=False), cells.sLSTM(heads=2)]
+SIZES = {"LSTMP": {"P": 3}}
+by_repr = {"ids": repr}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("step", CELLS, **by_repr)
+def test_any_cell(step: Any, masked: bool, dtype: str, rng: np.random.Generator) -> None:
+    rows, steps, width, units = 4, 6, 3, 6
+    layer = ak.RNN(
+        step, units, return_sequences=True, return_state=True, dtype=dtype,
+        **SIZES.get(step.name, {}),
+    )  # fmt: skip
+    given = random_inputs(layer, (rows, steps, width), rng, masked)
+    right = oracle(layer, **given)
+    for graph in (False, True) if BACKEND == "tensorflow" else (False,):
+        assert_right(solve(layer, **given, graph=graph), right, dtype)
+    assert layer.engine.name == ("cpu" if FUSED else "composite")
+
+
+def test_resets_and_reverse(rng: np.random.Generator) -> None:
+    layer = ak.RNN(
+        Odd, 5, return_sequences=True, return_state=True, go_backwards=True, dtype=DTYPES[-1]
+    )
+    given = random_inputs(layer, (4, 6, 3), rng, True)
+    given["resets"] = rng.random((4, 6)) < 0.3
+    found, right = solve(layer, **given), oracle(layer, **given)
+    assert_right(found, right, DTYPES[-1])
+
+
+@pytest.mark.parametrize("step", CELLS, **by_repr)
+def test_one_step_is_the_layer_of_one_step(step: Any, rng: np.random.Generator) -> None:
+    if step.static is not None:
+        return  # RNNCell has no place for it
+    layer = ak.RNN(step, 6, return_state=True, **SIZES.get(step.name, {}))
+    given = random_inputs(layer, (3, 1, 2), rng, False)
+    x, states = given["x"].astype("float32"), [s.astype("float32") for s in given["states"]]
+    wanted, *_ = layer(x, initial_state=states)
+    found, _ = layer.cell(x[:, 0], states)
+    assert_close(number(found), number(wanted), "float32", "forward")
+    loop = keras.layers.RNN(layer.cell)
+    assert_close(number(loop(x, initial_state=states)), number(wanted), "float32", "forward")
+
+
+def test_config_of_cells(tmp_path: Any) -> None:
+    layer = ak.RNN(
+        Odd(rate=0.5, deep=True), 6, return_sequences=True, dropout=0.2, kernel_regularizer="l2",
+        param_initializer="ones", seed=7, go_backwards=True,
+    )  # fmt: skip
+    again = ak.RNN.from_config(layer.get_config())
+    assert config_of(again) == config_of(layer)
+    assert again.cell.cell == layer.cell.cell
+    model = keras.Sequential([keras.Input((None, 3)), layer, ak.RNN(cells.PeepholeLSTM, 4)])
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    x = np.ones((2, 5, 3), "float32")
+    assert np.array_equal(number(loaded(x)), number(model(x)))
+    assert loaded.layers[1].cell.cell == cells.PeepholeLSTM
+    model = keras.Sequential([keras.Input((None, 3)), ak.RNN(NotRegistered, 4)])
+    model.save(tmp_path / "model.keras")
+    with pytest.raises(Exception, match="register_keras_serializable"):
+        keras.models.load_model(tmp_path / "model.keras")
+    loaded = keras.models.load_model(
+        tmp_path / "model.keras", custom_objects={"NotRegistered": NotRegistered}
+    )
+    assert np.array_equal(number(loaded(x)), number(model(x)))
+
+
+def test_forget_bias_and_declared_values() -> None:
+    layer = ak.RNN(cells.PeepholeLSTM, 2)
+    layer.build((None, None, 3))
+    assert number(layer.cell.bias).tolist() == [0, 0, 1, 1, 0, 0, 0, 0]
+    layer = ak.RNN(Odd, 2, stateful=True, return_state=True)
+    layer(np.zeros((3, 4, 1), "float32"))
+    layer.reset_state()
+    assert [number(s).tolist()[0] for s in layer.states] == [[0, 0], [0.5, 0.5]]
+    assert number(layer.cell._params[0]).tolist() == [1, 1]
+    assert tuple(layer.cell.bias.shape) == (2, 4)
+
+
+def test_refusals() -> None:
+    with pytest.raises(TypeError, match=r"cell: given .*; expected a cell"):
+        ak.RNN(keras.layers.LSTMCell(3), 4)
+    with pytest.raises(ValueError, match="units"):
+        ak.RNN(cells.LSTM, -1)
+    with pytest.raises(ValueError, match=r"P: given None; expected a positive integer, a size"):
+        ak.RNN(cells.LSTMP, 4)
+    with pytest.raises(ValueError, match="P"):
+        ak.RNN(cells.LSTM, 4, P=3)
+    with pytest.raises(ValueError, match=r"static: given None; expected \[B, 4\]"):
+        ak.RNN(cells.EALSTM, 4)(np.zeros((2, 3, 1), "float32"))
+
+
+def test_fit_learns() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 10, 2)).astype("float32")
+    y = x.cumsum(axis=1)[:, -1, :1]
+    given = keras.Input((None, 2))
+    hidden = ak.RNN(Odd, 16, return_sequences=True)(given)
+    hidden = ak.RNN(cells.LayerNormLSTM, 16, dropout=0.1)(hidden)
+    model = keras.Model(given, keras.layers.Dense(1)(hidden))
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    losses = model.fit(x, y, epochs=8, batch_size=16, verbose=0).history["loss"]
+    assert losses[-1] < 0.7 * losses[0]
