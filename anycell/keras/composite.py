@@ -69,20 +69,22 @@ def composite(call: Call, inputs: Inputs) -> Result:
         _, final = one.forward()
         return final[0], list(final)
 
+    # Batch first: of time-major input Keras 3 takes the batch for the number of steps.
+    beside = parts[0] if len(parts) == 1 else ops.concatenate(parts, axis=-1)
     _, outputs, final = backend.rnn(
         step,
-        parts[0] if len(parts) == 1 else ops.concatenate(parts, axis=-1),
+        ops.swapaxes(beside, 0, 1),
         list(inputs.initial),
         go_backwards=call.reverse,
-        mask=inputs.mask,
+        mask=None if inputs.mask is None else ops.transpose(inputs.mask),
         unroll=call.unroll,
-        time_major=True,
         zero_output_for_mask=not call.repeat,
         return_all_outputs=call.sequences,
     )
-    if call.reverse and call.sequences:
-        outputs = ops.flip(outputs, axis=0)
-    return (outputs if call.sequences else None), tuple(final)
+    if not call.sequences:
+        return None, tuple(final)
+    outputs = ops.swapaxes(outputs, 0, 1)
+    return ops.flip(outputs, axis=0) if call.reverse else outputs, tuple(final)
 
 
 def project(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:

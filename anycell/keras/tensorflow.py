@@ -27,6 +27,7 @@ from anycell.keras import blas
 from anycell.keras.call import Call, Inputs, Result, Tensor
 from anycell.keras.composite import composite
 from anycell.keras.host import LINE, AlignedHost
+from anycell.keras.rule import planned
 from anycell.plan import Plan, plan
 
 Array = npt.NDArray[Any]
@@ -58,6 +59,14 @@ def _exporting() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def recur(call: Call, inputs: Inputs) -> Result:
+    """Runs a layer on the kernels where they can be called, else step by step."""
+    cell, dtype = call.cell, inputs.x.dtype.name
+    found = planned(cell, call.hidden_size, dtype, dict(call.sizes))
+    elsewhere = isinstance(found, str) or on_gpu(inputs.x) or refusal() is not None
+    return (composite if elsewhere else run)(call, _tensors(inputs))
 
 
 @tf.autograph.experimental.do_not_convert

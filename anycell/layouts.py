@@ -1,0 +1,322 @@
+"""Weights of one layer and direction, from any framework's layout to any other's.
+
+    convert(keras_weights, "LSTM", "keras", "torch")
+
+A layout is a table entry: the order of gates, and how its arrays hold them. ``read`` turns arrays
+into ``Weights``, one matrix per gate, and ``write`` does the reverse; nothing else knows two
+layouts at once.
+
+| layout | arrays |
+|---|---|
+| torch | ``weight_ih_l0`` ``[G*H, in]``, ``weight_hh_l0`` ``[G*H, H]``, ``bias_ih_l0``, ``bias_hh_l0`` ``[G*H]`` |
+| keras | ``kernel`` ``[in, G*H]``, ``recurrent_kernel`` ``[H, G*H]``, ``bias`` ``[G*H]``, or ``[2, G*H]`` of a GRU with the reset after the matmul |
+| onnx | ``W`` ``[1, G*H, in]``, ``R`` ``[1, G*H, H]``, ``B`` ``[1, 2*G*H]``, ``P`` ``[1, 3*H]`` (i o f) |
+| tf1 | LSTM: ``kernel`` ``[in + H, 4*H]``, ``bias``, ``w_i_diag``, ``w_f_diag``, ``w_o_diag``, and 1 added to f at run time; GRU: ``gates/kernel`` ``[in + H, 2*H]``, ``gates/bias``, ``candidate/kernel``, ``candidate/bias`` |
+| block_v2 | ``BlockLSTMV2``: ``w`` ``[in + H, 4*H]``, ``b``, ``wci``, ``wcf``, ``wco`` |
+| flax | ``nnx.OptimizedLSTMCell``: ``dense_i/kernel`` ``[in, 4*H]``, ``dense_h/kernel`` ``[H, 4*H]``, ``dense_h/bias`` |
+
+Peepholes are ``p_i``, ``p_f``, ``p_o`` in the layouts that have no name for them.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Arrays = Mapping[str, npt.ArrayLike]
+GATES = {"LSTM": "i f g o", "GRU": "r z n"}
+FORGET_BIAS = 1.0  # what TensorFlow 1 adds to f by default
+
+
+@dataclass
+class Weights:
+    """One layer and direction, apart by gates: i f g o of an LSTM, r z n of a GRU.
+
+    Attributes:
+        kernel: per gate ``[H, in]``; recurrent: ``[H, H]``.
+        bias: per gate ``[H]``, of the input, or of both projections where they are only added.
+        recurrent_bias: per gate ``[H]``, empty if there are none of their own.
+        peepholes: by gate (i f o) ``[H]``, empty if there are none.
+        reset_after: of a GRU, whether the reset comes after the matmul; None for an LSTM.
+    """
+
+    kernel: dict[str, Array]
+    recurrent: dict[str, Array]
+    bias: dict[str, Array] = field(default_factory=dict)
+    recurrent_bias: dict[str, Array] = field(default_factory=dict)
+    peepholes: dict[str, Array] = field(default_factory=dict)
+    reset_after: bool | None = None
+
+    def joint_bias(self, gates: str) -> list[Array]:
+        """One bias per gate, the sum of both."""
+        if self.reset_after and "n" in self.recurrent_bias and self.recurrent_bias["n"].any():
+            raise ValueError(
+                "the candidate's recurrent bias is not zero, and multiplied by the reset; expected "
+                "a target with two biases: torch, keras or onnx."
+            )
+        nothing = np.zeros_like
+        return [
+            self.bias.get(g, nothing(self.kernel[g][:, 0]))
+            + self.recurrent_bias.get(g, nothing(self.kernel[g][:, 0]))
+            for g in gates.split()
+        ]
+
+    def two_biases(self, gates: str) -> tuple[Array, Array]:
+        """The biases of the input and of the recurrent projection, all gates in a row."""
+        nothing = np.zeros_like
+        return tuple(  # type: ignore[return-value]
+            np.concatenate([b.get(g, nothing(self.kernel[g][:, 0])) for g in gates.split()])
+            for b in (self.bias, self.recurrent_bias)
+        )
+
+
+class Layout(NamedTuple):
+    """How a framework holds a kind of layer."""
+
+    read: Callable[[Mapping[str, Array], str], Weights]
+    write: Callable[[Weights, str], dict[str, Array]]
+    gates: Mapping[str, str]  # by kind, in its order
+
+
+def convert(weights: Arrays, kind: str, source: str, target: str) -> dict[str, Array]:
+    """The arrays of one layer and direction, in another layout.
+
+    Args:
+        weights: by name, as in the table above; biases and peepholes may be absent.
+        kind: "LSTM" or "GRU".
+        source, target: names of layouts.
+
+    Returns:
+        new arrays by name, of the same dtype.
+
+    Raises:
+        ValueError: for an unknown layout or kind, missing arrays, or what the target cannot hold:
+            peepholes, or a GRU with its reset on the other side of the matmul.
+
+    Example:
+        >>> keras_weights = {"kernel": np.ones((3, 8)), "recurrent_kernel": np.ones((2, 8))}
+        >>> found = convert(keras_weights, "LSTM", "keras", "torch")
+        >>> {name: array.shape for name, array in found.items()}["weight_ih_l0"]
+        (8, 3)
+    """
+    for role, name in (("source", source), ("target", target)):
+        if name not in LAYOUTS or kind not in LAYOUTS[name].gates:
+            known = [n for n, layout in LAYOUTS.items() if kind in layout.gates]
+            raise ValueError(
+                f"{role}: given {name!r} of kind {kind!r}; expected one of "
+                f"{', '.join(known) or 'no layout: kinds are LSTM and GRU'}."
+            )
+    arrays = {name: np.asarray(value) for name, value in weights.items()}
+    read, write = LAYOUTS[source], LAYOUTS[target]
+    found = write.write(read.read(arrays, read.gates[kind]), write.gates[kind])
+    return {name: np.array(array) for name, array in found.items()}
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def _take(arrays: Mapping[str, Array], name: str) -> Array:
+    if name not in arrays:
+        raise ValueError(
+            f"weights: given {', '.join(sorted(arrays)) or 'none'}; expected {name} among them."
+        )
+    return arrays[name]
+
+
+def _rows(stacked: Array, gates: str) -> dict[str, Array]:
+    """The blocks of ``[G*H, ...]`` by gate."""
+    names = gates.split()
+    return dict(zip(names, np.split(stacked, len(names)), strict=True))
+
+
+def _stack(parts: Mapping[str, Array], gates: str) -> Array:
+    return np.concatenate([parts[g] for g in gates.split()])
+
+
+def _kind_reset(gates: str, after: bool) -> bool | None:
+    return after if "n" in gates.split() else None
+
+
+def _expect(w: Weights, after: tuple[bool | None, ...], peepholes: bool, name: str) -> None:
+    """That a layout can hold the weights."""
+    if w.reset_after not in after:
+        given = "after" if w.reset_after else "before"
+        raise ValueError(
+            f"target: given {name!r} for a GRU with the reset {given} the matmul; expected a "
+            "layout of such GRUs."
+        )
+    if w.peepholes and not peepholes:
+        raise ValueError(f"target: given {name!r} for weights with peepholes, which it has not.")
+
+
+# -- layouts ---------------------------------------------------------------------------------------
+
+
+def _read_torch(a: Mapping[str, Array], gates: str) -> Weights:
+    biases = [_rows(a[n], gates) if n in a else {} for n in ("bias_ih_l0", "bias_hh_l0")]
+    return Weights(
+        _rows(_take(a, "weight_ih_l0"), gates),
+        _rows(_take(a, "weight_hh_l0"), gates),
+        *biases,
+        peepholes={g: a[f"p_{g}_l0"] for g in "ifo" if f"p_{g}_l0" in a},
+        reset_after=_kind_reset(gates, True),
+    )
+
+
+def _write_torch(w: Weights, gates: str) -> dict[str, Array]:
+    _expect(w, (None, True), True, "torch")
+    first, second = w.two_biases(gates)
+    return {
+        "weight_ih_l0": _stack(w.kernel, gates),
+        "weight_hh_l0": _stack(w.recurrent, gates),
+        "bias_ih_l0": first,
+        "bias_hh_l0": second,
+        **{f"p_{g}_l0": p for g, p in w.peepholes.items()},
+    }
+
+
+def _read_keras(a: Mapping[str, Array], gates: str) -> Weights:
+    bias = a.get("bias")
+    two = bias is not None and bias.ndim == 2
+    pair = (None, None) if bias is None else (bias[0], bias[1]) if two else (bias, None)
+    return Weights(
+        _rows(_take(a, "kernel").T, gates),
+        _rows(_take(a, "recurrent_kernel").T, gates),
+        *({} if b is None else _rows(b, gates) for b in pair),
+        peepholes={g: a[f"p_{g}"] for g in "ifo" if f"p_{g}" in a},
+        reset_after=_kind_reset(gates, two),
+    )
+
+
+def _write_keras(w: Weights, gates: str) -> dict[str, Array]:
+    return {
+        "kernel": _stack(w.kernel, gates).T,
+        "recurrent_kernel": _stack(w.recurrent, gates).T,
+        "bias": np.stack(w.two_biases(gates))
+        if w.reset_after
+        else np.concatenate(w.joint_bias(gates)),
+        **{f"p_{g}": p for g, p in w.peepholes.items()},
+    }
+
+
+def _read_onnx(a: Mapping[str, Array], gates: str) -> Weights:
+    biases: list[dict[str, Array]] = [{}, {}]
+    if "B" in a:
+        biases = [_rows(half, gates) for half in np.split(a["B"][0], 2)]
+    after = a.get("linear_before_reset", np.ones(()))
+    return Weights(
+        _rows(_take(a, "W")[0], gates),
+        _rows(_take(a, "R")[0], gates),
+        *biases,
+        peepholes=_rows(a["P"][0], "i o f") if "P" in a else {},
+        reset_after=_kind_reset(gates, bool(after)),
+    )
+
+
+def _write_onnx(w: Weights, gates: str) -> dict[str, Array]:
+    found = {
+        "W": _stack(w.kernel, gates)[None],
+        "R": _stack(w.recurrent, gates)[None],
+        "B": np.concatenate(w.two_biases(gates))[None],
+    }
+    if w.peepholes:
+        found["P"] = _stack(w.peepholes, "i o f")[None]
+    if w.reset_after is not None:  # an attribute of the node
+        found["linear_before_reset"] = np.asarray(int(w.reset_after))
+    return found
+
+
+def _split(joint: Array, size: int) -> tuple[Array, Array]:
+    """``[in + H, G*H]`` as the transposes of its two parts."""
+    return joint[:-size].T, joint[-size:].T
+
+
+def _joint(w: Weights, gates: str) -> Array:
+    """``[in + H, G*H]``."""
+    return np.concatenate([_stack(w.kernel, gates).T, _stack(w.recurrent, gates).T])
+
+
+def _read_tf1(a: Mapping[str, Array], gates: str) -> Weights:
+    if "n" in gates.split():
+        size = _take(a, "candidate/kernel").shape[1]
+        kernel, recurrent = _split(_take(a, "gates/kernel"), size)
+        last, last_recurrent = _split(a["candidate/kernel"], size)
+        biases = np.concatenate([_take(a, "gates/bias"), _take(a, "candidate/bias")])
+        return Weights(
+            _rows(np.concatenate([kernel, last]), gates),
+            _rows(np.concatenate([recurrent, last_recurrent]), gates),
+            _rows(biases, gates),
+            reset_after=False,
+        )
+    w = _read_block(a, gates, ("kernel", "bias", "w_{}_diag"))
+    return _shifted(w, FORGET_BIAS)
+
+
+def _write_tf1(w: Weights, gates: str) -> dict[str, Array]:
+    _expect(w, (None, False), True, "tf1")
+    if w.reset_after is None:
+        return _write_block(_shifted(w, -FORGET_BIAS), gates, ("kernel", "bias", "w_{}_diag"))
+    return {
+        "gates/kernel": _joint(w, "r z"),
+        "gates/bias": np.concatenate(w.joint_bias("r z")),
+        "candidate/kernel": _joint(w, "n"),
+        "candidate/bias": w.joint_bias("n")[0],
+    }
+
+
+_V2 = ("w", "b", "wc{}")
+
+
+def _read_block(a: Mapping[str, Array], gates: str, names: tuple[str, str, str] = _V2) -> Weights:
+    kernel, bias, peephole = names
+    joint = _take(a, kernel)
+    first, second = _split(joint, joint.shape[1] // 4)
+    peepholes = {g: a[peephole.format(g)] for g in "ifo" if peephole.format(g) in a}
+    biases = _rows(a[bias], gates) if bias in a else {}
+    return Weights(_rows(first, gates), _rows(second, gates), biases, peepholes=peepholes)
+
+
+def _write_block(w: Weights, gates: str, names: tuple[str, str, str] = _V2) -> dict[str, Array]:
+    kernel, bias, peephole = names
+    found = {kernel: _joint(w, gates), bias: np.concatenate(w.joint_bias(gates))}
+    return found | {peephole.format(g): p for g, p in w.peepholes.items()}
+
+
+def _shifted(w: Weights, by: float) -> Weights:
+    """With a number added to the bias of f."""
+    gates = "i f g o"
+    biases = dict(zip(gates.split(), w.joint_bias(gates), strict=True))
+    biases["f"] = biases["f"] + biases["f"].dtype.type(by)
+    return Weights(w.kernel, w.recurrent, biases, peepholes=w.peepholes)
+
+
+def _read_flax(a: Mapping[str, Array], gates: str) -> Weights:
+    return Weights(
+        _rows(_take(a, "dense_i/kernel").T, gates),
+        _rows(_take(a, "dense_h/kernel").T, gates),
+        _rows(a["dense_h/bias"], gates) if "dense_h/bias" in a else {},
+    )
+
+
+def _write_flax(w: Weights, gates: str) -> dict[str, Array]:
+    _expect(w, (None,), False, "flax")
+    return {
+        "dense_i/kernel": _stack(w.kernel, gates).T,
+        "dense_h/kernel": _stack(w.recurrent, gates).T,
+        "dense_h/bias": np.concatenate(w.joint_bias(gates)),
+    }
+
+
+LAYOUTS = {
+    "torch": Layout(_read_torch, _write_torch, {"LSTM": "i f g o", "GRU": "r z n"}),
+    "keras": Layout(_read_keras, _write_keras, {"LSTM": "i f g o", "GRU": "z r n"}),
+    "onnx": Layout(_read_onnx, _write_onnx, {"LSTM": "i o f g", "GRU": "z r n"}),
+    "tf1": Layout(_read_tf1, _write_tf1, {"LSTM": "i g f o", "GRU": "r z n"}),
+    "block_v2": Layout(_read_block, _write_block, {"LSTM": "i f g o"}),
+    "flax": Layout(_read_flax, _write_flax, {"LSTM": "i f g o"}),
+}

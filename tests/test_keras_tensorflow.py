@@ -1,0 +1,417 @@
+"""The Keras layers where TensorFlow traces, compiles, exports, replicates and differentiates."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+keras = pytest.importorskip("keras")
+tf = pytest.importorskip("tensorflow")
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("Keras runs on another backend", allow_module_level=True)
+
+from keras_layers import assert_right, oracle, random_inputs, solve  # noqa: E402
+from tolerances import assert_close  # noqa: E402
+
+import anycell.keras as ak  # noqa: E402
+from anycell import cell, cells, keep, sigmoid, tanh  # noqa: E402
+from anycell.keras.rule import Facts, choose  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+ROOT = Path(__file__).parents[1]
+
+
+@cell(gates="f g", state="h m")
+def Leaky(x: Any, r: Any, s: Any, *, rate: float = 0.9) -> Any:
+    f, g = x + r
+    m = rate * s.m + (1.0 - rate) * sigmoid(f)
+    return m * s.h + (1.0 - m) * tanh(g), m
+
+
+@cell(gates="g", state="h")
+def Noisy(x: Any, r: Any, s: Any, *, rate: float = 0.5) -> Any:
+    kept = keep(rate)
+    return kept * tanh(x.g + r.g) + (1.0 - kept) * s.h
+
+
+@pytest.fixture(autouse=True)
+def _seed(seed: int) -> None:
+    keras.utils.set_random_seed(seed)
+
+
+def calls_python(function: Any) -> bool:
+    """Whether a concrete function, or one that it calls, leaves the graph."""
+    graph = function.graph.as_graph_def()
+    nodes = [*graph.node, *[n for f in graph.library.function for n in f.node_def]]
+    return any("PyFunc" in node.op for node in nodes)
+
+
+def data(rng: np.random.Generator, *shape: int) -> Any:
+    return tf.constant(rng.normal(size=shape).astype("float32"))
+
+
+# -- graphs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [cells.LSTM, Leaky, cells.LayerNormLSTM], ids=lambda c: c.name)
+def test_under_xla(step: Any, rng: np.random.Generator) -> None:
+    layer = ak.RNN(step, 6, return_sequences=True, return_state=True, dtype="float64")
+    given = random_inputs(layer, (3, 5, 2), rng, masked=False)
+    assert_right(solve(layer, **given, xla=True), oracle(layer, **given), "float64")
+    inner = tf.function(lambda x: layer(x)[0])
+    outer = tf.function(lambda x: inner(x), jit_compile=True)
+    plain = tf.function(lambda x: layer(x)[0])
+    x = tf.constant(given["x"])
+    assert not calls_python(outer.get_concrete_function(x))
+    assert calls_python(plain.get_concrete_function(x))
+    assert_close(outer(x).numpy(), plain(x).numpy(), "float64", "forward")
+
+
+def test_fit_takes_the_kernels(rng: np.random.Generator) -> None:
+    """By itself it would have XLA compile the model, and the kernels never run."""
+    x, y = data(rng, 8, 5, 3), data(rng, 8, 1)
+    trained = []
+    for module in (ak, keras.layers):
+        given = keras.Input((None, 3))
+        model = keras.Model(given, keras.layers.Dense(1)(module.LSTM(4)(given)))
+        model.set_weights(trained[0] if trained else model.get_weights())
+        trained.append(model.get_weights())
+        model.compile("sgd", "mse")
+        assert model.jit_compile is False
+        model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        trained.append(model.get_weights())
+    for a, b in zip(trained[1], trained[3], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    model = keras.Sequential([keras.Input((None, 3)), ak.LSTM(4)])
+    with pytest.warns(UserWarning, match="doesn't support `jit_compile=True`"):
+        model.compile("sgd", "mse", jit_compile=True)
+
+
+def test_unknown_shapes_in_one_graph(rng: np.random.Generator) -> None:
+    layer = ak.RNN(Leaky, 5, return_sequences=True)
+    layer.build((None, None, 3))
+    signature = [tf.TensorSpec([None, None, 3]), tf.TensorSpec([None, None], "bool")]
+    graph = tf.function(lambda x, mask: layer(x, mask=mask), input_signature=signature)
+    for rows, steps in ((1, 4), (3, 7), (0, 2)):
+        x, mask = data(rng, rows, steps, 3), tf.constant(rng.random((rows, steps)) < 0.7)
+        assert_close(graph(x, mask).numpy(), layer(x, mask=mask).numpy(), "float32", "forward")
+    assert graph.experimental_get_tracing_count() == 1
+
+
+def test_inside_a_while_loop_and_a_condition(rng: np.random.Generator) -> None:
+    layer, x = ak.LSTM(4), data(rng, 2, 5, 3)
+    layer(x)
+
+    @tf.function
+    def many(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = tf.constant(0.0)
+            for _ in tf.range(3):
+                total += tf.reduce_sum(layer(x, training=True))
+            if total > -1e9:
+                total = 2.0 * total
+        return total, tape.gradient(total, x)
+
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        once = 6.0 * tf.reduce_sum(layer(x))
+    total, gradient = many(x)
+    assert_close(total.numpy(), once.numpy(), "float32", "forward")
+    assert_close(gradient.numpy(), tape.gradient(once, x).numpy(), "float32", "gradient")
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_second_derivatives(graph: bool, rng: np.random.Generator) -> None:
+    ours, theirs = (m.LSTM(3, return_sequences=True, dtype="float64") for m in (ak, keras.layers))
+    x = tf.constant(rng.normal(size=(2, 4, 2)))
+    ours.build(x.shape)
+    theirs.build(x.shape)
+    theirs.set_weights(ours.get_weights())
+
+    def penalty(layer: Any, x: Any) -> Any:
+        weights = [v.value for v in layer.trainable_variables]
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = tf.reduce_sum(tf.sin(layer(x, training=True)))
+            size = tf.reduce_sum(inner.gradient(y, x) ** 2)
+        return outer.gradient(size, weights)
+
+    function = tf.function(penalty) if graph else penalty
+    for a, b in zip(function(ours, x), penalty(theirs, x), strict=True):
+        assert_close(a.numpy(), b.numpy(), "float64", "gradient")
+
+
+def test_second_derivatives_under_random_masks_are_refused(rng: np.random.Generator) -> None:
+    layer, x = ak.RNN(Noisy, 3), data(rng, 2, 4, 2)
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            y = layer(x, training=True)
+        first = inner.gradient(y, x)
+    with pytest.raises(NotImplementedError, match="training=False"):
+        outer.gradient(first, x)
+
+
+def test_a_tape_that_is_read_twice(rng: np.random.Generator) -> None:
+    layer, x = ak.GRU(4, return_sequences=True), data(rng, 3, 5, 2)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = layer(x, training=True)
+    before = y.numpy()
+    first, again = tape.gradient(y, x), tape.gradient(y, x)
+    assert np.array_equal(first, again)
+    assert np.array_equal(before, y.numpy())
+
+
+def test_random_masks_are_the_same_in_both_directions(rng: np.random.Generator) -> None:
+    """Where a unit is held in every step nothing flows to the input."""
+    layer, x = ak.RNN(Noisy, 64), data(rng, 2, 1, 3)
+
+    @tf.function
+    def run(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = layer(x, training=True)
+        return y, tape.jacobian(y, x, experimental_use_pfor=False)
+
+    y, slope = run(x)
+    held = y.numpy() == 0.0
+    assert 20 < held.sum() < 108
+    flows = np.abs(slope.numpy()).sum((2, 3, 4)) > 0
+    assert np.array_equal(held, ~flows)
+    assert not np.array_equal(y, run(x)[0])
+    assert not (layer(x).numpy() == 0.0).any()
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def test_a_train_step_of_ones_own(rng: np.random.Generator) -> None:
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrent, self.dense = ak.PeepholeLSTM(8, cell_clip=3.0), keras.layers.Dense(1)
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            return self.dense(self.recurrent(x, training=training))
+
+        def train_step(self, given: Any) -> dict[str, Any]:
+            x, y = given
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": loss}
+
+    x = data(rng, 32, 6, 2)
+    y = tf.reduce_sum(x[..., :1], axis=1)
+    model = Model()
+    model.compile(keras.optimizers.Adam(0.02))
+    before = np.mean((model.predict(x, verbose=0) - y) ** 2)
+    model.fit(x, y, batch_size=16, epochs=10, verbose=0)
+    assert np.mean((model.predict(x, verbose=0) - y) ** 2) < 0.7 * before
+
+
+def run_python(source: str, **environment: str) -> str:
+    """What a script of its own prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source)],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_mirrored_strategy_with_two_replicas() -> None:
+    """Two replicas of half a batch train as one of the whole."""
+    out = run_python(
+        """
+        import numpy as np, tensorflow as tf, keras, json
+        import anycell.keras as ak
+        from anycell import cells
+        cpus = tf.config.list_physical_devices("CPU")
+        two = [tf.config.LogicalDeviceConfiguration()] * 2
+        tf.config.set_logical_device_configuration(cpus[0], two)
+        x = np.random.default_rng(0).normal(size=(16, 5, 3)).astype("float32")
+        y = x.sum((1, 2))[:, None]
+        found = []
+        for devices in (["CPU:0"], ["CPU:0", "CPU:1"]):
+            keras.utils.set_random_seed(1)
+            strategy = tf.distribute.MirroredStrategy(devices)
+            assert strategy.num_replicas_in_sync == len(devices)
+            with strategy.scope():
+                model = keras.Sequential([
+                    keras.Input((None, 3)), ak.LSTM(4, return_sequences=True),
+                    ak.RNN(cells.LayerNormLSTM, 4), keras.layers.Dense(1),
+                ])
+                model.compile(keras.optimizers.SGD(0.1), "mse")
+            model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+            found.append([w.tolist() for w in model.get_weights()])
+        print(json.dumps(found))
+        """
+    )
+    one, two = json.loads(out.splitlines()[-1])
+    for a, b in zip(one, two, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_two_worker_processes() -> None:
+    """``MultiWorkerMirroredStrategy`` keeps the replicas' weights equal."""
+    import socket
+
+    ports = []
+    for _ in range(2):
+        with socket.socket() as s:
+            s.bind(("localhost", 0))
+            ports.append(s.getsockname()[1])
+    source = """
+        import numpy as np, tensorflow as tf, json
+        strategy = tf.distribute.MultiWorkerMirroredStrategy()
+        import keras
+        import anycell.keras as ak
+        from anycell import cells
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            layer, dense = ak.RNN(cells.PeepholeLSTM, 4), keras.layers.Dense(1)
+            layer.build((None, None, 3)); dense.build((None, 4))
+        weights = [v.value for l in (layer, dense) for v in l.trainable_variables]
+        rank = strategy.cluster_resolver.task_id
+        x = np.random.default_rng(rank).normal(size=(8, 5, 3)).astype("float32")
+
+        @tf.function
+        def train():
+            def step():
+                with tf.GradientTape() as tape:
+                    error = dense(layer(x, training=True)) - x.sum((1, 2))[:, None]
+                    loss = tf.reduce_mean(error ** 2)
+                grads = tape.gradient(loss, weights)
+                group = tf.distribute.get_replica_context()
+                grads = group.all_reduce(tf.distribute.ReduceOp.MEAN, grads)
+                for w, g in zip(weights, grads):
+                    w.assign_sub(0.1 * g)
+                return loss
+            return strategy.run(step)
+
+        losses = [float(strategy.reduce("MEAN", train(), axis=None)) for _ in range(5)]
+        total = float(sum(np.abs(w.numpy()).sum() for w in weights))
+        print(json.dumps([losses, total]))
+        """
+    cluster = {"worker": [f"localhost:{port}" for port in ports]}
+    workers = []
+    for rank in range(2):
+        config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})
+        env = {**os.environ, "PYTHONPATH": f"{ROOT}", "TF_CONFIG": config}
+        workers.append(
+            subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(source)],
+                env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+    said = [worker.communicate(timeout=300) for worker in workers]
+    assert [w.returncode for w in workers] == [0, 0], said[0][1][-2000:]
+    first, second = (json.loads(out.splitlines()[-1]) for out, _ in said)
+    assert first == second
+    assert first[0][-1] < first[0][0]
+
+
+# -- models that leave -----------------------------------------------------------------------------
+
+_LOAD = """
+import json, numpy as np, sys, tensorflow as tf
+found = tf.saved_model.load({path!r})
+x = np.load({data!r})
+call = {call}
+y = call(tf.constant(x))
+assert not any(name.startswith("anycell") for name in sys.modules)
+print(json.dumps(np.asarray(y).tolist()))
+"""
+
+
+def model_for_export() -> Any:
+    given = keras.Input((None, 3))
+    hidden = keras.layers.Bidirectional(ak.LSTM(4, return_sequences=True))(given)
+    return keras.Model(given, keras.layers.Dense(2)(ak.RNN(Leaky, 4)(hidden)))
+
+
+@pytest.mark.parametrize("way", ["export", "saved_model"])
+def test_exported_models_run_without_anycell(
+    way: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    model, x = model_for_export(), data(rng, 2, 5, 3)
+    right = model.predict(x, verbose=0)  # a graph with the kernels exists then
+    path = str(tmp_path / "model")
+    if way == "export":
+        model.export(path, verbose=False)
+    else:
+        module = tf.Module()
+        module.model = model
+        module.call = tf.function(
+            lambda x: model(x), input_signature=[tf.TensorSpec([None, None, 3])]
+        )
+        tf.saved_model.save(module, path)
+    np.save(tmp_path / "x.npy", x)
+    call = "found.serve" if way == "export" else "found.call"
+    script = _LOAD.format(path=path, data=str(tmp_path / "x.npy"), call=call)
+    found = json.loads(run_python(script).splitlines()[-1])
+    assert_close(np.float32(found), right, "float32", "forward")
+
+
+def test_a_graph_traced_before_it_is_saved(tmp_path: Path, rng: np.random.Generator) -> None:
+    layer, x = ak.LSTM(4), data(rng, 2, 5, 3)
+    module = tf.Module()
+    module.layer = layer
+    module.call = tf.function(lambda x: layer(x), input_signature=[tf.TensorSpec([None, None, 3])])
+    right = module.call(x).numpy()
+    path = str(tmp_path / "model")
+    tf.saved_model.save(module, path)
+    np.save(tmp_path / "x.npy", x)
+    script = _LOAD.format(path=path, data=str(tmp_path / "x.npy"), call="found.call")
+    found = json.loads(run_python(script).splitlines()[-1])
+    assert_close(np.float32(found), right, "float32", "forward")
+
+
+# -- which engine ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "why"),
+    [
+        ({}, "cpu", "fused kernel"),
+        ({"backend": "torch"}, "cpu", "fused kernel"),
+        ({"backend": "openvino"}, "composite", "openvino"),
+        ({"gpu": True}, "composite", "no stream"),
+        ({"gpu": True, "cudnn": True, "drop_in": True}, "cudnn", "cuDNN"),
+        ({"gpu": True, "drop_in": True}, "keras", "no stream"),
+        ({"gpu": True, "cudnn": True, "drop_in": True, "obstacle": "odd"}, "keras", "odd"),
+        ({"gpu": True, "backend": "torch"}, "composite", "no fused kernel for a GPU"),
+        ({"gpu": True, "backend": "jax"}, "composite", "XLA compiles"),
+        ({"traced": "XLA"}, "composite", "XLA"),
+        ({"dtype": "bfloat16"}, "cpu", "fused kernel"),
+        ({"cell": cells.LSTMP}, "composite", "size P"),
+        ({"cell": cells.LSTMP, "sizes": {"P": 3}}, "cpu", "2"),
+    ],
+    ids=str,
+)
+def test_the_rule(facts: dict[str, Any], name: str, why: str) -> None:
+    found = choose(Facts(**{"cell": cells.LSTM, "units": 8, **facts}))
+    assert found.name == name
+    assert why in found.reason

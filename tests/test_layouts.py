@@ -1,0 +1,201 @@
+"""Layouts: equal outputs, by each framework's own equations, out of converted weights."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tolerances import assert_close
+
+from anycell.layouts import LAYOUTS, convert
+
+WIDTH, UNITS, STEPS, ROWS = 3, 4, 5, 2
+Arrays = dict[str, np.ndarray]
+
+
+def sigmoid(a: Any) -> Any:
+    return 1 / (1 + np.exp(-a))
+
+
+def lstm(x: Any, project: Callable[[Any, Any], dict[str, Any]], p: dict[str, Any]) -> Any:
+    """Outputs, where ``project(x, h)`` is what arrives at each gate."""
+    h = c = np.zeros((ROWS, UNITS))
+    outputs = []
+    for step in x:
+        a = project(step, h)
+        i, f = a["i"] + p.get("i", 0) * c, a["f"] + p.get("f", 0) * c
+        c = sigmoid(f) * c + sigmoid(i) * np.tanh(a["g"])
+        h = sigmoid(a["o"] + p.get("o", 0) * c) * np.tanh(c)
+        outputs.append(h)
+    return np.stack(outputs)
+
+
+def gru(
+    x: Any, first: Callable[[Any], dict[str, Any]], second: Callable[[Any], dict[str, Any]], after: bool
+) -> Any:  # fmt: skip
+    """Outputs, from the two projections of each gate."""
+    h = np.zeros((ROWS, UNITS))
+    outputs = []
+    for step in x:
+        a, b = first(step), second(h)
+        r, z = sigmoid(a["r"] + b["r"]), sigmoid(a["z"] + b["z"])
+        n = np.tanh(a["n"] + (r * b["n"] if after else second(r * h)["n"]))
+        h = z * h + (1 - z) * n
+        outputs.append(h)
+    return np.stack(outputs)
+
+
+def split(a: Any, gates: str) -> dict[str, Any]:
+    return dict(zip(gates.split(), np.split(a, len(gates.split()), axis=-1), strict=True))
+
+
+def outputs(layout: str, kind: str, w: Arrays, x: np.ndarray) -> Any:
+    """By the equations in the framework's own words: names, orders, axes."""
+    if kind == "LSTM":
+        if layout == "torch":
+            both = lambda x, h: split(  # noqa: E731
+                x @ w["weight_ih_l0"].T + w["bias_ih_l0"] + h @ w["weight_hh_l0"].T
+                + w["bias_hh_l0"], "i f g o",
+            )  # fmt: skip
+            return lstm(x, both, {g: w[f"p_{g}_l0"] for g in "ifo" if f"p_{g}_l0" in w})
+        if layout == "keras":
+            both = lambda x, h: split(  # noqa: E731
+                x @ w["kernel"] + h @ w["recurrent_kernel"] + w["bias"], "i f g o"
+            )
+            return lstm(x, both, {g: w[f"p_{g}"] for g in "ifo" if f"p_{g}" in w})
+        if layout == "onnx":
+            wb, rb = np.split(w["B"][0], 2)
+            both = lambda x, h: split(  # noqa: E731
+                x @ w["W"][0].T + wb + h @ w["R"][0].T + rb, "i o f g"
+            )
+            return lstm(x, both, split(w["P"][0], "i o f") if "P" in w else {})
+        if layout in ("tf1", "block_v2"):
+            v1 = layout == "tf1"
+            kernel, bias = (w["kernel"], w["bias"]) if v1 else (w["w"], w["b"])
+
+            def joint(x: Any, h: Any) -> Any:
+                a = split(
+                    np.concatenate([x, h], -1) @ kernel + bias, "i g f o" if v1 else "i f g o"
+                )
+                return {**a, "f": a["f"] + (1.0 if v1 else 0.0)}
+
+            name = "w_{}_diag" if v1 else "wc{}"
+            return lstm(x, joint, {g: w[name.format(g)] for g in "ifo" if name.format(g) in w})
+        both = lambda x, h: split(  # noqa: E731
+            x @ w["dense_i/kernel"] + h @ w["dense_h/kernel"] + w["dense_h/bias"], "i f g o"
+        )
+        return lstm(x, both, {})
+    if layout == "torch":
+        return gru(
+            x,
+            lambda x: split(x @ w["weight_ih_l0"].T + w["bias_ih_l0"], "r z n"),
+            lambda h: split(h @ w["weight_hh_l0"].T + w["bias_hh_l0"], "r z n"), True,
+        )  # fmt: skip
+    if layout == "keras":
+        bias = w["bias"] if w["bias"].ndim == 2 else np.stack([w["bias"], 0 * w["bias"]])
+        return gru(
+            x,
+            lambda x: split(x @ w["kernel"] + bias[0], "z r n"),
+            lambda h: split(h @ w["recurrent_kernel"] + bias[1], "z r n"), w["bias"].ndim == 2,
+        )  # fmt: skip
+    if layout == "onnx":
+        wb, rb = np.split(w["B"][0], 2)
+        return gru(
+            x,
+            lambda x: split(x @ w["W"][0].T + wb, "z r n"),
+            lambda h: split(h @ w["R"][0].T + rb, "z r n"), bool(w["linear_before_reset"]),
+        )  # fmt: skip
+    h, outputs = np.zeros((ROWS, UNITS)), []
+    for step in x:
+        ru = sigmoid(np.concatenate([step, h], -1) @ w["gates/kernel"] + w["gates/bias"])
+        r, u = np.split(ru, 2, -1)
+        c = np.concatenate([step, r * h], -1) @ w["candidate/kernel"] + w["candidate/bias"]
+        h = u * h + (1 - u) * np.tanh(c)
+        outputs.append(h)
+    return np.stack(outputs)
+
+
+def made(kind: str, after: bool, peepholes: bool, rng: np.random.Generator) -> Arrays:
+    """Random weights, in Keras's layout."""
+    gates = 4 if kind == "LSTM" else 3
+    shapes: dict[str, tuple[int, ...]] = {
+        "kernel": (WIDTH, gates * UNITS), "recurrent_kernel": (UNITS, gates * UNITS),
+        "bias": (2, gates * UNITS) if after else (gates * UNITS,),
+    }  # fmt: skip
+    if peepholes:
+        shapes |= dict.fromkeys(["p_i", "p_f", "p_o"], (UNITS,))
+    return {name: rng.normal(size=shape) for name, shape in shapes.items()}
+
+
+CASES = {
+    "LSTM": ("LSTM", False, False, list(LAYOUTS)),
+    "peephole LSTM": ("LSTM", False, True, ["torch", "keras", "onnx", "tf1", "block_v2"]),
+    "GRU, reset after": ("GRU", True, False, ["torch", "keras", "onnx"]),
+    "GRU, reset before": ("GRU", False, False, ["keras", "onnx", "tf1"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal_outputs(case: str, rng: np.random.Generator) -> None:
+    kind, after, peepholes, layouts = CASES[case]
+    weights = made(kind, after, peepholes, rng)
+    x = rng.normal(size=(STEPS, ROWS, WIDTH))
+    right = outputs("keras", kind, weights, x)
+    for source, target in itertools.product(layouts, repeat=2):
+        first = convert(weights, kind, "keras", source)
+        second = convert(first, kind, source, target)
+        for layout, arrays in ((source, first), (target, second)):
+            found = outputs(layout, kind, arrays, x)
+            assert_close(found, right, "float64", "forward", f"{source} to {target}")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_there_and_back(case: str, rng: np.random.Generator) -> None:
+    kind, after, peepholes, layouts = CASES[case]
+    weights = {k: v.astype("float32") for k, v in made(kind, after, peepholes, rng).items()}
+    for layout in layouts:
+        there = convert(weights, kind, "keras", layout)
+        back = convert(there, kind, layout, "keras")
+        assert {a.dtype for n, a in there.items() if a.ndim} == {np.dtype("float32")}
+        for name, value in weights.items():
+            assert_close(back[name], value, "float32", "forward", name)
+            assert not np.shares_memory(back[name], value)
+
+
+def test_torch_and_keras_run_them(rng: np.random.Generator) -> None:
+    """The equations above are those of the frameworks."""
+    torch = pytest.importorskip("torch")
+    import anycell.numpy as an
+
+    for kind in ("LSTM", "GRU"):
+        weights = made(kind, kind == "GRU", False, rng)
+        x = rng.normal(size=(STEPS, ROWS, WIDTH))
+        layer = getattr(torch.nn, kind)(WIDTH, UNITS, dtype=torch.float64)
+        arrays = convert(weights, kind, "keras", "torch")
+        layer.load_state_dict({name: torch.from_numpy(a) for name, a in arrays.items()})
+        with torch.no_grad():
+            found = layer(torch.from_numpy(x))[0].numpy()
+        assert_close(found, outputs("keras", kind, weights, x), "float64", "forward")
+        ours = getattr(an, kind)(WIDTH, UNITS, dtype="float64")
+        ours.set_parameters(arrays)
+        assert_close(ours.forward(x)[0], found, "float64", "forward")
+
+
+def test_refusals(rng: np.random.Generator) -> None:
+    weights = made("LSTM", False, True, rng)
+    with pytest.raises(ValueError, match=r"target: given 'caffe' of kind 'LSTM'; expected one of"):
+        convert(weights, "LSTM", "keras", "caffe")
+    with pytest.raises(ValueError, match=r"source: given 'keras' of kind 'RNN'; .* LSTM and GRU"):
+        convert(weights, "RNN", "keras", "torch")
+    with pytest.raises(ValueError, match="target: given 'flax' for weights with peepholes"):
+        convert(weights, "LSTM", "keras", "flax")
+    with pytest.raises(ValueError, match=r"expected weight_ih_l0 among them"):
+        convert(weights, "LSTM", "torch", "keras")
+    before, after = made("GRU", False, False, rng), made("GRU", True, False, rng)
+    with pytest.raises(ValueError, match="reset before the matmul"):
+        convert(before, "GRU", "keras", "torch")
+    with pytest.raises(ValueError, match="reset after the matmul"):
+        convert(after, "GRU", "keras", "tf1")

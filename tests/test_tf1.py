@@ -1,0 +1,255 @@
+"""TensorFlow 1's cells: against the kernels of TensorFlow that they were made of."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+tf = pytest.importorskip("tensorflow")
+keras = pytest.importorskip("keras")
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("Keras runs on another backend", allow_module_level=True)
+
+from tolerances import assert_close  # noqa: E402
+
+import anycell.tf1 as t1  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+STEPS, ROWS, WIDTH, UNITS = 6, 4, 3, 5
+
+
+def randomize(cell: Any, rng: np.random.Generator, width: int = WIDTH) -> dict[str, Any]:
+    """Gives the variables random values, and returns these."""
+    cell.build(width)
+    for variable in cell.named.values():
+        variable.assign(0.5 * rng.normal(size=variable.shape))
+    return {name: tf.convert_to_tensor(v) for name, v in cell.named.items()}
+
+
+def random(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> Any:
+    return tf.constant(rng.normal(size=shape).astype(dtype))
+
+
+def peepholes(named: dict[str, Any]) -> list[Any]:
+    nothing = tf.zeros((UNITS,))
+    return [named.get(f"w_{gate}_diag", nothing) for gate in "ifo"]
+
+
+@pytest.mark.parametrize("use_peephole", [False, True])
+@pytest.mark.parametrize("cell_clip", [None, 0.3])
+@pytest.mark.parametrize("forget_bias", [0.0, 1.0])
+def test_fused_cell_is_block_lstm(
+    use_peephole: bool, cell_clip: float | None, forget_bias: float, rng: np.random.Generator
+) -> None:
+    cell = t1.LSTMBlockFusedCell(UNITS, forget_bias, cell_clip, use_peephole)
+    named = randomize(cell, rng)
+    x, c, h = random(rng, STEPS, ROWS, WIDTH), random(rng, ROWS, UNITS), random(rng, ROWS, UNITS)
+    weights = [named["kernel"], *peepholes(named), named["bias"]]
+    _, cs, *_, hs = tf.raw_ops.BlockLSTM(
+        seq_len_max=tf.constant(STEPS, tf.int64), x=x, cs_prev=c, h_prev=h,
+        w=weights[0], wci=weights[1], wcf=weights[2], wco=weights[3], b=weights[4],
+        forget_bias=forget_bias, cell_clip=cell_clip or -1.0, use_peephole=use_peephole,
+    )  # fmt: skip
+    outputs, state = cell(x, t1.LSTMStateTuple(c, h))
+    assert_close(outputs.numpy(), hs.numpy(), "float32", "forward")
+    assert_close(state.c.numpy(), cs[-1].numpy(), "float32", "forward")
+    assert_close(state.h.numpy(), hs[-1].numpy(), "float32", "forward")
+
+
+@pytest.mark.parametrize("use_peephole", [False, True])
+def test_gradients_are_block_lstms(use_peephole: bool, rng: np.random.Generator) -> None:
+    """Without a clip, which TensorFlow's gradient ignores."""
+    cell = t1.LSTMBlockFusedCell(UNITS, 1.0, None, use_peephole)
+    named = randomize(cell, rng)
+    x, dy = random(rng, STEPS, ROWS, WIDTH), random(rng, STEPS, ROWS, UNITS)
+    zero = tf.zeros((ROWS, UNITS))
+    with tf.GradientTape() as tape:
+        tape.watch([x, *named.values()])
+        wci, wcf, wco = peepholes(named)
+        *_, hs = tf.raw_ops.BlockLSTM(
+            seq_len_max=tf.constant(STEPS, tf.int64), x=x, cs_prev=zero, h_prev=zero,
+            w=named["kernel"], wci=wci, wcf=wcf, wco=wco, b=named["bias"],
+            forget_bias=1.0, cell_clip=-1.0, use_peephole=use_peephole,
+        )  # fmt: skip
+        total = tf.reduce_sum(hs * dy)
+    right = tape.gradient(total, [x, *named.values()])
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        total = tf.reduce_sum(cell(x)[0] * dy)
+    found = tape.gradient(total, [x, *cell.named.values()])
+    for name, a, b in zip(["x", *named], found, right, strict=True):
+        assert_close(a.numpy(), b.numpy(), "float32", "gradient", name)
+
+
+@pytest.mark.parametrize("use_peephole", [False, True])
+def test_block_lstm_v2(use_peephole: bool, rng: np.random.Generator) -> None:
+    """Its gates are in the order i f c o, and it adds nothing to f. The gradient that TensorFlow
+    registers for it is that of the other order, and so no oracle.
+    """
+    cell = t1.LSTMBlockFusedCell(UNITS, 0.0, 0.3, use_peephole)
+    named = randomize(cell, rng)
+    x, zero = random(rng, STEPS, ROWS, WIDTH), tf.zeros((ROWS, UNITS))
+
+    def reorder(w: Any) -> Any:
+        i, g, f, o = tf.split(w, 4, axis=-1)
+        return tf.concat([i, f, g, o], axis=-1)
+
+    wci, wcf, wco = peepholes(named)
+    *_, hs = tf.raw_ops.BlockLSTMV2(
+        seq_len_max=tf.constant(STEPS, tf.int64), x=x, cs_prev=zero, h_prev=zero,
+        w=reorder(named["kernel"]), wci=wci, wcf=wcf, wco=wco, b=reorder(named["bias"]),
+        cell_clip=0.3, use_peephole=use_peephole,
+    )  # fmt: skip
+    assert_close(cell(x)[0].numpy(), hs.numpy(), "float32", "forward")
+
+
+@pytest.mark.parametrize("use_peephole", [False, True])
+def test_block_cell_is_one_step(use_peephole: bool, rng: np.random.Generator) -> None:
+    cell = t1.LSTMBlockCell(UNITS, 1.0, 0.5, use_peephole)
+    named = randomize(cell, rng)
+    x, c, h = random(rng, ROWS, WIDTH), random(rng, ROWS, UNITS), random(rng, ROWS, UNITS)
+    wci, wcf, wco = peepholes(named)
+    _, cs, *_, hs = tf.raw_ops.LSTMBlockCell(
+        x=x, cs_prev=c, h_prev=h, w=named["kernel"], wci=wci, wcf=wcf, wco=wco, b=named["bias"],
+        forget_bias=1.0, cell_clip=0.5, use_peephole=use_peephole,
+    )  # fmt: skip
+    output, state = cell(x, t1.LSTMStateTuple(c, h))
+    assert_close(output.numpy(), hs.numpy(), "float32", "forward")
+    assert_close(state.c.numpy(), cs.numpy(), "float32", "forward")
+
+
+def test_gru_cell_is_gru_block_cell(rng: np.random.Generator) -> None:
+    cell = t1.GRUCell(UNITS)
+    named = randomize(cell, rng)
+    x, h = random(rng, ROWS, WIDTH), random(rng, ROWS, UNITS)
+    *_, right = tf.raw_ops.GRUBlockCell(
+        x=x, h_prev=h, w_ru=named["gates/kernel"], w_c=named["candidate/kernel"],
+        b_ru=named["gates/bias"], b_c=named["candidate/bias"],
+    )  # fmt: skip
+    output, state = cell(x, h)
+    assert_close(output.numpy(), right.numpy(), "float32", "forward")
+    assert np.array_equal(output, state)
+
+
+def loop(cell: Any, x: Any, state: Any) -> tuple[Any, Any]:
+    """The cell's equations, written out in TensorFlow."""
+    v, outputs = cell.named, []
+    c, h = state
+    zero = tf.zeros(cell.num_units, x.dtype)
+    w_i, w_f, w_o = (v.get(f"w_{gate}_diag", zero) for gate in "ifo")
+    for step in tf.unstack(x):
+        i, g, f, o = tf.split(tf.concat([step, h], 1) @ v["kernel"] + v["bias"], 4, axis=1)
+        c = tf.sigmoid(f + 1.0 + w_f * c) * c + tf.sigmoid(i + w_i * c) * tf.tanh(g)
+        c = tf.clip_by_value(c, -0.6, 0.6)
+        h = tf.sigmoid(o + w_o * c) * tf.tanh(c)
+        if "projection/kernel" in v:
+            h = tf.clip_by_value(h @ v["projection/kernel"], -0.4, 0.4)
+        outputs.append(h)
+    return tf.stack(outputs), (c, h)
+
+
+@pytest.mark.parametrize("num_proj", [None, 2])
+@pytest.mark.parametrize("use_peepholes", [False, True])
+def test_lstm_cell(num_proj: int | None, use_peepholes: bool, rng: np.random.Generator) -> None:
+    cell = t1.LSTMCell(UNITS, use_peepholes, 0.6, num_proj, 0.4, dtype="float64")
+    randomize(cell, rng)
+    x = random(rng, STEPS, ROWS, WIDTH, dtype="float64")
+    c, h = cell.zero_state(ROWS)
+    found, right = [], []
+    for run, results in ((lambda: loop(cell, x, (c, h)), right), (lambda: cell.run(x), found)):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            outputs, state = run()
+            total = tf.reduce_sum(tf.sin(outputs)) + tf.reduce_sum(state[0])
+        results += [outputs, *state]
+        results += tape.gradient(total, [x, *cell.named.values()])
+    for k, (a, b) in enumerate(zip(found, right, strict=True)):
+        assert_close(a.numpy(), b.numpy(), "float64", "forward" if k < 3 else "gradient")
+
+
+@pytest.mark.parametrize("kind", [t1.LSTMCell, t1.GRUCell])
+def test_lengths_and_both_directions(kind: Any, rng: np.random.Generator) -> None:
+    forwards, backwards = kind(UNITS), kind(UNITS)
+    randomize(forwards, rng)
+    randomize(backwards, rng)
+    x = random(rng, ROWS, STEPS, WIDTH)
+    lengths = [STEPS, 1, 0, 4]
+
+    @tf.function
+    def both(x: Any) -> Any:
+        return t1.bidirectional_dynamic_rnn(forwards, backwards, x, lengths)
+
+    (out_fw, out_bw), (state_fw, state_bw) = both(x)
+    for row, length in enumerate(lengths):
+        part = x[row : row + 1, :length]
+        for cell, out, state, way in (
+            (forwards, out_fw, state_fw, 1), (backwards, out_bw, state_bw, -1)
+        ):  # fmt: skip
+            assert not out[row, length:].numpy().any()
+            first, last = t1.dynamic_rnn(cell, part[:, ::way])
+            assert_close(
+                out[row : row + 1, :length].numpy(), first[:, ::way].numpy(), "float32", "forward"
+            )
+            pairs = zip(state, last, strict=True) if kind is t1.LSTMCell else [(state, last)]
+            for a, b in pairs:
+                assert_close(a[row : row + 1].numpy(), b.numpy(), "float32", "forward")
+    major, state = t1.dynamic_rnn(forwards, tf.transpose(x, (1, 0, 2)), lengths, time_major=True)
+    assert np.array_equal(tf.transpose(major, (1, 0, 2)), out_fw)
+
+
+def test_under_xla(rng: np.random.Generator) -> None:
+    cell = t1.LSTMBlockFusedCell(UNITS, use_peephole=True)
+    randomize(cell, rng)
+    x = random(rng, STEPS, ROWS, WIDTH)
+    compiled = tf.function(lambda x: cell(x)[0], jit_compile=True)
+    assert_close(compiled(x).numpy(), cell(x)[0].numpy(), "float32", "forward")
+
+
+def test_restores_a_checkpoint_of_version_1(tmp_path: Path, rng: np.random.Generator) -> None:
+    kernel = rng.normal(size=(WIDTH + UNITS, 4 * UNITS)).astype("float32")
+    bias = rng.normal(size=4 * UNITS).astype("float32")
+    path = str(tmp_path / "model.ckpt")
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        for name, value in (("kernel", kernel), ("bias", bias)):
+            tf.compat.v1.get_variable(f"rnn/lstm_cell/{name}", initializer=value)
+        session.run(tf.compat.v1.global_variables_initializer())
+        tf.compat.v1.train.Saver().save(session, path)
+    cell = t1.LSTMCell(UNITS)
+    cell.restore(path, "rnn/lstm_cell")
+    assert np.array_equal(cell.named["kernel"], kernel)
+    assert np.array_equal(cell.named["bias"], bias)
+    with pytest.raises(
+        ValueError, match=r"scope: given 'rnn', whose kernel .* missing; .*rnn/lstm"
+    ):
+        t1.LSTMCell(UNITS).restore(path, "rnn")
+    with pytest.raises(ValueError, match=r"w_i_diag in the checkpoint is missing"):
+        t1.LSTMCell(UNITS, use_peepholes=True).restore(path, "rnn/lstm_cell")
+
+
+def test_variables_have_the_names_and_shapes_of_version_1() -> None:
+    cell = t1.LSTMCell(UNITS, use_peepholes=True, num_proj=2, name="lstm_cell")
+    cell.build(WIDTH)
+    assert {v.name: tuple(v.shape) for v in cell.trainable_variables} == {
+        "lstm_cell/kernel:0": (5, 20), "lstm_cell/bias:0": (20,),
+        "lstm_cell/w_i_diag:0": (5,), "lstm_cell/w_f_diag:0": (5,), "lstm_cell/w_o_diag:0": (5,),
+        "lstm_cell/projection/kernel:0": (5, 2),
+    }  # fmt: skip
+    cell = t1.GRUCell(UNITS)
+    cell.build(WIDTH)
+    assert cell.named["gates/bias"].numpy().tolist() == [1.0] * 10
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="num_units: given 0; expected a positive integer"):
+        t1.LSTMCell(0)
+    with pytest.raises(ValueError, match="dtype: given float16; expected float32 or float64"):
+        t1.GRUCell(3, dtype=tf.float16)
+    with pytest.raises(ValueError, match=r"inputs: given shape \(2, 3\); expected \[T, B, width\]"):
+        t1.LSTMBlockFusedCell(3)(tf.zeros((2, 3)))
+    with pytest.raises(TypeError, match=r"cell: given LSTMCell; expected a cell of anycell.tf1"):
+        t1.dynamic_rnn(keras.layers.LSTMCell(3), tf.zeros((1, 2, 3)))
