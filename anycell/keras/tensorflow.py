@@ -236,8 +236,8 @@ class _Kernel:
         second = not whole and (flags.mask is None or options.repeat)
         host = AlignedHost(self.plan.dtype, self.threads, second)
         with blas.alone():
-            out, (final,), saved = layer.forward(host, self.plan, x, [weights], options, keep=keep)
-        return out, final, saved
+            out, finals, saved = layer.forward(host, self.plan, x, [weights], options, keep=keep)
+        return out, [final[0] for final in finals], saved
 
     def again(self, flat: Sequence[Array], flags: _Flags, kept: Sequence[Array]) -> layer.Saved:
         """What the forward pass saved, from the arrays of ``keepsake``."""

@@ -33,7 +33,12 @@ class TorchHost:
         return array.stride()
 
     def project(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight)
+        if x.dim() == 2:
+            return F.linear(x, weight)
+        # With three axes it would be one matmul or many by what asks for a gradient, and the bits
+        # would follow.
+        steps, rows, width = x.shape
+        return F.linear(x.reshape(steps * rows, width), weight).view(steps, rows, len(weight))
 
     def matmul(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.mm(a, b, out=out)
