@@ -19,13 +19,15 @@ help: ## list the targets
 demo: $(VENV)/demo.stamp ## train on a real series, in PyTorch, and draw what came out (3 minutes)
 	$(RUN) examples/demo.py
 
-test: $(VENV)/dev.stamp ## the fast tests
+test: $(VENV)/keras.stamp ## the fast tests
 	$(PYTEST) $(FAST)
 
-test-all: $(VENV)/dev.stamp ## every test but those for a GPU, under every instruction set
+test-all: $(VENV)/keras.stamp ## every test but those for a GPU, under every instruction set
 	$(PYTEST) -m "not gpu" --random-cells $(CELLS)
 	set -e; narrower=$$($(RUN) -c "$(NARROWER)"); \
 	for isa in $$narrower; do ANYCELL_ISA=$$isa $(PYTEST) $(FAST); done
+	KERAS_BACKEND=torch $(PYTEST) tests/test_keras.py
+	$(RUN) tools/run_keras_tests.py
 
 lint: $(VENV)/dev.stamp ## ruff and mypy
 	$(RUN) -m ruff check
@@ -44,6 +46,8 @@ wheel: $(VENV)/dev.stamp ## dist/anycell-*-py3-none-any.whl
 
 clean: ## remove the environment and everything generated
 	rm -rf $(VENV) dist out .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+$(VENV)/keras.stamp: requirements/dev.txt
 
 # One environment for all; a list of pins is installed once, and again when it changes.
 $(VENV)/%.stamp: requirements/%.txt requirements/demo.txt pyproject.toml | $(RUN)

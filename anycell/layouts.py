@@ -158,11 +158,12 @@ def _expect(w: Weights, after: tuple[bool | None, ...], peepholes: bool, name: s
 
 
 def _read_torch(a: Mapping[str, Array], gates: str) -> Weights:
-    biases = [_rows(a[n], gates) if n in a else {} for n in ("bias_ih_l0", "bias_hh_l0")]
+    first, second = (_rows(a[n], gates) if n in a else {} for n in ("bias_ih_l0", "bias_hh_l0"))
     return Weights(
         _rows(_take(a, "weight_ih_l0"), gates),
         _rows(_take(a, "weight_hh_l0"), gates),
-        *biases,
+        first,
+        second,
         peepholes={g: a[f"p_{g}_l0"] for g in "ifo" if f"p_{g}_l0" in a},
         reset_after=_kind_reset(gates, True),
     )
@@ -183,11 +184,14 @@ def _write_torch(w: Weights, gates: str) -> dict[str, Array]:
 def _read_keras(a: Mapping[str, Array], gates: str) -> Weights:
     bias = a.get("bias")
     two = bias is not None and bias.ndim == 2
-    pair = (None, None) if bias is None else (bias[0], bias[1]) if two else (bias, None)
+    first, second = ({}, {}) if bias is None else (_rows(bias[0] if two else bias, gates), {})
+    if bias is not None and two:
+        second = _rows(bias[1], gates)
     return Weights(
         _rows(_take(a, "kernel").T, gates),
         _rows(_take(a, "recurrent_kernel").T, gates),
-        *({} if b is None else _rows(b, gates) for b in pair),
+        first,
+        second,
         peepholes={g: a[f"p_{g}"] for g in "ifo" if f"p_{g}" in a},
         reset_after=_kind_reset(gates, two),
     )
@@ -205,14 +209,14 @@ def _write_keras(w: Weights, gates: str) -> dict[str, Array]:
 
 
 def _read_onnx(a: Mapping[str, Array], gates: str) -> Weights:
-    biases: list[dict[str, Array]] = [{}, {}]
-    if "B" in a:
-        biases = [_rows(half, gates) for half in np.split(a["B"][0], 2)]
+    halves = np.split(a["B"][0], 2) if "B" in a else ()
+    first, second = (_rows(half, gates) for half in halves) if len(halves) else ({}, {})
     after = a.get("linear_before_reset", np.ones(()))
     return Weights(
         _rows(_take(a, "W")[0], gates),
         _rows(_take(a, "R")[0], gates),
-        *biases,
+        first,
+        second,
         peepholes=_rows(a["P"][0], "i o f") if "P" in a else {},
         reset_after=_kind_reset(gates, bool(after)),
     )

@@ -33,9 +33,10 @@ def lstm(x: Any, project: Callable[[Any, Any], dict[str, Any]], p: dict[str, Any
     return np.stack(outputs)
 
 
-def gru(
-    x: Any, first: Callable[[Any], dict[str, Any]], second: Callable[[Any], dict[str, Any]], after: bool
-) -> Any:  # fmt: skip
+Projection = Callable[[Any], dict[str, Any]]
+
+
+def gru(x: Any, first: Projection, second: Projection, after: bool) -> Any:
     """Outputs, from the two projections of each gate."""
     h = np.zeros((ROWS, UNITS))
     outputs = []

@@ -1,0 +1,63 @@
+"""Runs Keras's own tests of its recurrent layers with our layers in their place.
+
+    python tools/run_keras_tests.py [arguments of pytest]
+
+The tests are those of the installed Keras, which brings them; none of their code is here. Before
+they are imported `LSTM`, `GRU`, `SimpleRNN` and their cells in Keras's modules become ours. What is
+left out, and why, stands in `EXCLUDED` and in docs/compatibility.md.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import pytest
+from keras.src import layers
+from keras.src.layers import rnn
+
+import anycell.keras
+
+OURS = ("LSTM", "GRU", "SimpleRNN", "LSTMCell", "GRUCell", "SimpleRNNCell")
+FILES = (
+    "lstm", "gru", "simple_rnn", "rnn", "bidirectional", "time_distributed", "stacked_rnn_cells",
+    "dropout_rnn_cell",
+)  # fmt: skip
+# By the end of a test's name.
+EXCLUDED: dict[str, str] = {}
+
+
+class Substitute:
+    """Puts our layers where Keras's tests look for Keras's."""
+
+    def __init__(self) -> None:
+        for name in OURS:
+            ours, theirs = getattr(anycell.keras, name), getattr(layers, name)
+            for module in (keras.layers, layers, *self._modules()):
+                if getattr(module, name, None) is theirs:
+                    setattr(module, name, ours)
+
+    def _modules(self) -> list[object]:
+        """Of Keras's tests, once imported, those that name a layer by `from ... import`."""
+        return [m for n, m in sys.modules.items() if n.startswith("keras") and n.endswith("_test")]
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            for name, reason in EXCLUDED.items():
+                if item.nodeid.endswith(name):
+                    item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def main() -> int:
+    home = Path(rnn.__file__).parent
+    files = [str(home / f"{name}_test.py") for name in FILES]
+    given = ["-p", "no:cacheprovider", "--rootdir", str(home), "-c", os.devnull, "-q", "-rs"]
+    return int(pytest.main([*given, *files, *sys.argv[1:]], plugins=[Substitute()]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
