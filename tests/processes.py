@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LIMIT = 120  # seconds that a process may take: far more than it needs on a busy machine
+LIMIT = 300  # seconds that a process may take: far more than it needs on a busy machine
 
 
 def python(code: str, **env: str) -> str:
@@ -29,7 +30,11 @@ def python(code: str, **env: str) -> str:
         try:
             out, err = process.communicate(timeout=LIMIT)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # a hanging grandchild would keep the pipes open
+            # A hanging grandchild would keep the pipes open. torchrun's are in sessions of their
+            # own, and it ends them itself when asked to.
+            os.killpg(process.pid, signal.SIGTERM)
+            time.sleep(5)
+            os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
             pytest.fail(f"still running after {LIMIT} s\n{out}\n{err}")
     assert process.returncode == 0, f"ended with {process.returncode}\n{out}\n{err}"
