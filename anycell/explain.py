@@ -34,6 +34,7 @@ def explain(
     backward: bool = True,
     llvm: bool = False,
     assembly: bool = False,
+    triton: bool = False,
     engine: str | None = None,
     **sizes: int,
 ) -> Explanation:
@@ -42,17 +43,19 @@ def explain(
     Args:
         cell: what ``@anycell.cell`` made, for instance one of ``anycell.cells``.
         hidden_size: H.
-        dtype: "float32" or "float64".
+        dtype: "float32" or "float64"; of the GPU engine "float32", "bfloat16" or "float16".
         batch: also says what a batch of so many rows needs.
         backward: whether to show the backward pass, and what is saved for it.
         llvm: ends with the text that the kernels are compiled from.
         assembly: ends with the machine's instructions, for which the kernels are compiled.
-        engine: "cpu" or "reference"; None takes what the plan chooses.
+        triton: ends with the source of the GPU engine's kernels.
+        engine: "cpu", "gpu" or "reference"; None takes what the plan chooses for the CPU.
         sizes: what other sizes of the cell stand for, as ``P=64`` for ``LSTMP``; without them the
             page has no kernel.
 
     Returns:
-        an ``Explanation``: a page that prints, with attributes ``plan``, ``llvm``, ``assembly``.
+        an ``Explanation``: a page that prints, with attributes ``plan``, ``llvm``, ``assembly``,
+        ``triton``.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what was expected.
@@ -76,7 +79,7 @@ def explain(
         known = ", ".join(sorted(set(cell.sizes.values()) - {"H"})) or "none"
         raise TypeError(f"given {min(unknown)}=; sizes of cell {cell.name} besides H: {known}.")
     chosen = make_plan(cell, hidden_size, dtype, engine, sizes)
-    return Explanation(chosen, batch, backward, llvm, assembly)
+    return Explanation(chosen, batch, backward, llvm=llvm, assembly=assembly, triton=triton)
 
 
 class Explanation:
@@ -86,13 +89,12 @@ class Explanation:
         plan: the ``anycell.plan.Plan`` that the page is about.
         llvm: the LLVM text of the kernels; None where the plan's engine has none.
         assembly: their assembly on this machine, compiled when first asked for; None likewise.
+        triton: the source of the GPU engine's kernels; None where the plan's engine is another.
     """
 
-    def __init__(
-        self, plan: Plan, batch: int | None, backward: bool, llvm: bool, assembly: bool
-    ) -> None:
+    def __init__(self, plan: Plan, batch: int | None, backward: bool, **asked: bool) -> None:
         self.plan, self.batch, self.backward = plan, batch, backward
-        self._asked = {"llvm": llvm, "assembly": assembly}
+        self._asked = asked
 
     def __str__(self) -> str:
         return self._text
@@ -115,6 +117,14 @@ class Explanation:
             (name, cpu.compiled(self.plan, name == "backward").library.assembly())
             for name, _ in self._generators
         )
+
+    @functools.cached_property
+    def triton(self) -> str | None:
+        if self.plan.engine != "gpu":
+            return None
+        from anycell.engines.gpu import sources
+
+        return "\n\n".join(sources(self.plan, self.backward))
 
     @property
     def _generators(self) -> Iterator[tuple[str, Generator]]:
@@ -348,6 +358,8 @@ class _Page:
         return lines
 
     def kernels(self, generators: Iterable[tuple[str, Generator]]) -> list[str]:
+        if self.plan.engine == "gpu":
+            return self._tiers()
         if self.plan.engine != "cpu":
             return []
         lines: list[str] = []
@@ -356,6 +368,14 @@ class _Page:
             lines += [f"{name} kernel", *_indent(self._geometry(name, generator))]
             lines += _indent(self._passes(generator))
             lines += _indent([self._code(name, generator)])
+        return lines
+
+    def _tiers(self) -> list[str]:
+        from anycell.engines.gpu import capacity
+
+        lines = ["which kernels, by a model of what fits; no card has been measured"]
+        for card, name, why in capacity.table(self.plan):
+            lines += _indent(_wrap(f"{card:8}  {name:8}  {why}"))
         return lines
 
     def _geometry(self, name: str, generator: Generator) -> Iterator[str]:

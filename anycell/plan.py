@@ -23,6 +23,8 @@ from anycell.lang.ops import is_boolean, is_reduction
 FREE = frozenset({"const", "hyper", "param", "static", "keep", "state"})
 MATMULS = frozenset({"linear", "preact", "linear_t"})
 DTYPES = ("float32", "float64")
+# What each fused engine computes in.
+ENGINE_DTYPES = {"cpu": DTYPES, "gpu": ("float32", "bfloat16", "float16")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +38,7 @@ class Plan:
         saved_rows: those of one number per step and row (results of row reductions).
         states: states whose whole sequence is kept in training.
         recomputed: forward values that the backward pass computes again.
-        engine, reason: "cpu" or "reference", and why.
+        engine, reason: "cpu", "gpu" or "reference", and why.
     """
 
     cell: Cell
@@ -53,7 +55,7 @@ class Plan:
 
     @functools.cached_property
     def itemsize(self) -> int:
-        return {"float32": 4, "float64": 8}[self.dtype]
+        return {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[self.dtype]
 
     @property
     def saved_bytes(self) -> int:
@@ -85,17 +87,18 @@ def plan(
     Args:
         cell: the cell.
         hidden_size: H.
-        dtype: "float32" or "float64".
-        engine: force "cpu" or "reference"; None chooses.
+        dtype: "float32" or "float64"; on the GPU "float32", "bfloat16" or "float16".
+        engine: force "cpu" or "reference"; None chooses between them. "gpu" for arrays on a GPU.
         sizes: what the other size symbols of the cell stand for.
 
     Raises:
         ValueError: for an unknown dtype or engine, or a forced engine that cannot run the cell.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}; expected one of {', '.join(DTYPES)}.")
-    if engine not in (None, "cpu", "reference"):
-        raise ValueError(f"engine={engine!r}; expected 'cpu', 'reference' or None.")
+    if engine not in (None, "cpu", "gpu", "reference"):
+        raise ValueError(f"engine={engine!r}; expected 'cpu', 'gpu', 'reference' or None.")
+    dtypes = ENGINE_DTYPES.get(engine or "", DTYPES)
+    if dtype not in dtypes:
+        raise ValueError(f"dtype={dtype!r}; expected one of {', '.join(dtypes)}.")
     known = {**(sizes or {}), "H": hidden_size}
     return _plan(cell, cell.key, hidden_size, dtype, engine, tuple(sorted(known.items())))
 
@@ -120,8 +123,8 @@ def _plan(
         if i == 0 or _reads(cell, gradients, state.name, new, needed)
     ]
     refusal = _refusal(cell, sizes)
-    if engine == "cpu" and refusal:
-        raise ValueError(f"engine='cpu' cannot run cell {cell.name}: {refusal}.")
+    if engine in ENGINE_DTYPES and refusal:
+        raise ValueError(f"engine={engine!r} cannot run cell {cell.name}: {refusal}.")
     chosen = engine or ("reference" if refusal else "cpu")
     reason = (
         "asked for"
@@ -199,7 +202,7 @@ def _reads(
 
 
 def _refusal(cell: Cell, sizes: Mapping[str, int]) -> str | None:
-    """Why the fused CPU kernel does not carry this cell, or None if it does."""
+    """Why no fused kernel carries this cell, or None if one does."""
     unknown = {symbol for symbol in cell.sizes.values() if symbol not in sizes}
     if unknown:
         return f"nothing tells the size {min(unknown)} of this cell"

@@ -122,7 +122,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("copy")
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "anycell", root / "anycell", ignore=ignore)
-    janet, export, _, row, function, emit = blocks("CONTRIBUTING.md")
+    janet, export, _, row, function, emit, kernel = blocks("CONTRIBUTING.md")
     (root / "anycell/cells/janet.py").unlink()
     remove(root / "anycell/cells/__init__.py", export, '    "JANET",\n')
     shutil.copytree(root / "anycell", root / "before" / "anycell")
@@ -135,6 +135,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with open(root / "anycell/lang/ops.py", "a", encoding="utf-8") as file:
         file.write(f"\n\n{function}")
     insert(root / "anycell/engines/cpu/ops.py", "    # conditions", emit)
+    insert(root / "anycell/engines/gpu/library.py", "# ---- row reductions", f"{kernel}\n\n")
     return root
 
 
@@ -177,7 +178,7 @@ def test_the_recipes_touch_the_files_that_they_list(copy: Path) -> None:
         before = copy / "before" / name
         if not before.exists() or path.read_bytes() != before.read_bytes():
             touched.append(name.as_posix())
-    assert len(touched) == 4
+    assert len(touched) == 5
     for name in touched:
         assert f"| `{name}` |" in text
 

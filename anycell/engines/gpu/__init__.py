@@ -1,0 +1,253 @@
+"""The GPU engine: plans as Triton kernels, on arrays of any framework.
+
+It takes arrays whose addresses a ``Host`` knows, shapes and a stream, and imports no framework;
+Triton is imported when the first kernel is built. ``anycell/device.py`` makes layers of it.
+
+Two tiers, chosen by ``capacity``:
+
+- tier 3 (``step``): one step per launch, between matmuls of the framework; any cell, any size;
+- tier 1 (``resident``): one launch per sequence, all weights on chip; small hidden sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from anycell.engines.gpu import capacity
+from anycell.engines.gpu.capacity import Device
+from anycell.engines.gpu.launch import Launch
+from anycell.engines.gpu.resident import print_resident
+from anycell.engines.gpu.step import Step, print_step, staged
+from anycell.engines.gpu.text import Form, Printed
+from anycell.lang.cell import Linear
+from anycell.plan import Plan
+
+Array = Any
+
+
+class Host(Protocol):
+    """What the engine asks of a framework's arrays on a device.
+
+    Arrays slice and assign as NumPy's do (``a[i:j] = b`` rounds to the dtype of ``a``), and have
+    ``shape``, ``reshape`` and ``sum(0)``. ``wide`` arrays are float32, others of the plan's dtype.
+
+    Attributes:
+        tf32: whether matmuls may round float32 operands to 19 bits.
+        limits: the device as ``capacity`` knows it; None where kernels are interpreted.
+        tier: forces one; None lets ``capacity`` choose.
+        replay: runs a call of ``replay_steps`` steps of tier 3, as ``run(call)`` would: from a
+            graph of launches that it has captured. The last argument is whether the call is the
+            first of several on the same values but those that steps change. None runs step by step.
+    """
+
+    tf32: bool
+    limits: Device | None
+    tier: int | None
+    replay: Callable[[Callable[[Call], None], Any, Call, bool], None] | None
+    replay_steps: int
+
+    def stream(self) -> int: ...
+
+    def empty(self, shape: tuple[int, ...], wide: bool = False) -> Array: ...
+
+    def zeros(self, shape: tuple[int, ...], wide: bool = False) -> Array: ...
+
+    def rounded(self, array: Array, copy: bool = False) -> Array:
+        """The array in the plan's dtype, contiguous; itself where it is, unless ``copy``."""
+        ...
+
+    def numbers(self, values: Sequence[float]) -> Array:
+        """A float32 array on the device."""
+        ...
+
+    def integers(self, values: Sequence[int]) -> Array:
+        """An int64 array on the device; values are taken modulo 2**64."""
+        ...
+
+    def pointer(self, array: Array) -> int: ...
+
+    def strides(self, array: Array) -> tuple[int, ...]:
+        """In elements."""
+        ...
+
+    def matmul(self, a: Array, b: Array, out: Array) -> None:
+        """``out = a @ b`` for (batches of) matrices of any strides; ``out`` may be wide."""
+        ...
+
+    def matmul_add(self, a: Array, b: Array, out: Array) -> None:
+        """``out += a @ b``, likewise."""
+        ...
+
+    def turned(self, array: Array) -> Array:
+        """A view with the last two axes exchanged."""
+        ...
+
+    def by_head(self, array: Array, heads: int) -> Array:
+        """``[B, outputs, heads * size]`` as ``[heads, B, outputs * size]``."""
+        ...
+
+    def masked(self, x: Array, mask: Array) -> Array:
+        """A copy of ``x [T, B, I]`` with 0 where ``mask [T, B]`` is 0, NaN or not."""
+        ...
+
+
+class Span(NamedTuple):
+    """Where a call finds an array over time: the index of its first step, and which way it goes."""
+
+    array: Array
+    first: int
+    sign: int
+    column: int = 0
+
+    def at(self, t: int, width: int) -> Array:
+        """``[B, width]`` of step t."""
+        return self.array[self.first + self.sign * t, :, self.column : self.column + width]
+
+    def values(self, name: str, host: Host) -> dict[str, Any]:
+        """What kernels take."""
+        time, row = host.strides(self.array)[:2]
+        start = self.first * time + self.column
+        found = {name: self.array, f"{name}_0": start, f"{name}_t": self.sign * time}
+        return {**found, f"{name}_b": row}
+
+
+class Call(NamedTuple):
+    """A call of a step's kernels over some steps.
+
+    Attributes:
+        host: the framework's arrays.
+        values: what kernels take beside spans.
+        spans: arrays over time, by name.
+        draws: of random masks, seed, stream, time of the first step, time per step.
+        weights: per matmul ``[outputs * out, in]`` or ``[heads, outputs * out / heads,
+            in / heads]``, of the outputs that the cell uses.
+    """
+
+    host: Host
+    plan: Plan
+    form: Form
+    values: dict[str, Any]
+    spans: Mapping[str, Span]
+    weights: Sequence[Array]
+    batch: int
+    steps: int
+    draws: tuple[int, int, int, int] | None = None
+
+    def all_values(self) -> dict[str, Any]:
+        """By name of the argument."""
+        found = dict(self.values, batch=self.batch, count=self.steps)
+        found |= {f"weight{k}": weight for k, weight in enumerate(self.weights)}
+        if self.draws is not None and "draws" not in found:
+            found["draws"] = self.host.integers(self.draws)
+        for name, span in self.spans.items():
+            found |= span.values(name, self.host)
+        return found
+
+    def part(self, begin: int, steps: int, turn: int) -> Call:
+        """The call of some of the steps, after ``turn`` turns."""
+        spans = {n: s._replace(first=s.first + s.sign * begin) for n, s in self.spans.items()}
+        draws = self.draws
+        if draws is not None:
+            draws = (*draws[:2], draws[2] + begin * draws[3], draws[3])
+        values = {**self.values, "turn": turn}
+        return self._replace(values=values, spans=spans, steps=steps, draws=draws)
+
+    def launch(self, printed: Printed, values: Mapping[str, Any]) -> Launch:
+        """A kernel, ready to start."""
+        rows, lanes = printed.tile
+        grid = -(-self.batch // rows), -(-self.plan.sizes[printed.size] // lanes)
+        return Launch(printed, values, grid, self.host.pointer, self.host.stream())
+
+
+def run(kernels: Step | Printed, call: Call) -> int:
+    """Runs a call; the turns by which buffers that take turns (``turn``) have moved on."""
+    if isinstance(kernels, Printed):
+        call.launch(kernels, call.all_values())(0)
+        return 1
+    replay, start = call.host.replay, call.values["turn"]
+    each = call.host.replay_steps if replay else call.steps
+    turn = start
+    for begin in range(0, call.steps, max(1, each)):
+        part = call.part(begin, min(each, call.steps - begin), turn)
+        if replay is not None and part.steps == each:
+            replay(functools.partial(_run_steps, kernels), kernels, part, begin == 0)
+        else:
+            _run_steps(kernels, part)
+        turn += part.steps + call.form.backward
+    return turn - start
+
+
+def _run_steps(step: Step, call: Call) -> None:
+    """Tier 3: the kernels of a step and the framework's matmuls between them, step after step."""
+    plan, values = call.plan, call.all_values()
+    stages = [
+        (stage.matmuls, [call.launch(kernel, values) for kernel in stage.kernels])
+        for stage in step.stages
+    ]
+    close = [call.launch(kernel, values) for kernel in step.close]
+    multiply = _transposed if call.form.backward else _multiply
+    behind = [
+        k for k, l in enumerate(plan.cell.linears)
+        if call.form.backward and not staged(plan, call.form, l)
+    ]  # fmt: skip
+    for t in range(call.steps):
+        for matmuls, launches in stages:
+            for k in matmuls:
+                multiply(call, k, plan.cell.linears[k], t)
+            for launch in launches:
+                launch(t)
+        for k in behind:
+            multiply(call, k, plan.cell.linears[k], t)
+    for launch in close:
+        launch(call.steps)
+
+
+def _multiply(call: Call, k: int, l: Linear, t: int) -> None:
+    """product = operand @ W.T"""
+    size = call.plan.sizes[l.in_size]
+    operand = call.values.get(f"operand{k}")
+    if operand is None:
+        i = call.plan.cell.state_names.index(l.operand.attrs[0])
+        operand = call.spans[f"state{i}"].at(t, size)
+    if l.heads > 1:
+        operand = call.host.by_head(operand.reshape(call.batch, 1, size), l.heads)
+    call.host.matmul(operand, call.host.turned(call.weights[k]), call.values[f"product{k}"])
+
+
+def _transposed(call: Call, k: int, l: Linear, t: int) -> None:
+    """back = gradients of the outputs @ W"""
+    width = len(l.outputs) * call.plan.sizes[l.out_size]
+    d = call.spans["dx" if call.plan.shares_gradient(l) else f"dr{k}"].at(t, width)
+    if l.heads > 1:
+        d = call.host.by_head(d.reshape(call.batch, len(l.outputs), -1), l.heads)
+    call.host.matmul(d, call.weights[k], call.values[f"back{k}"])
+
+
+def sources(plan: Plan, backward: bool) -> Iterator[str]:
+    """The texts of a plan's kernels, in training and without masks; for reading.
+
+    Those of tier 3, and those of tier 1 where some card has room for them.
+    """
+    cards = capacity.DEVICES
+    for passes in (False, True)[: 1 + backward]:
+        biases = tuple(l.bias and not passes for l in plan.cell.linears)
+        form = Form(passes, keep=not passes, draw=bool(plan.cell.keeps), biases=biases)
+        for stage in print_step(plan, form).stages:
+            yield from (kernel.source for kernel in stage.kernels)
+        choices = [capacity.choose(plan, card, passes) for card in cards]
+        resident = next((c for c in choices if c.tier == 1), None)
+        if resident is not None:
+            yield print_resident(plan, form, resident.warps).source
+
+
+def chunks(steps: int, step_bytes: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Steps done and steps to do, such that what so many take stays below ``limit`` bytes."""
+    count = max(1, -(-steps * step_bytes // limit))
+    each = max(1, -(-steps // count))
+    for done in range(0, steps, each):
+        yield done, min(each, steps - done)
+
+
+__all__ = ["Call", "Form", "Host", "Span", "chunks", "run", "sources"]

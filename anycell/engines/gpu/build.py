@@ -1,0 +1,125 @@
+"""From text to kernels: files, Triton, cubins.
+
+Triton reads a kernel's source from its file, so texts are written to the user's cache directory
+(``$ANYCELL_CACHE_DIR/triton``), where they can be read, and stepped through in the interpreter.
+What runs is the text printed here, never what a file happens to hold.
+
+Triton is imported here, when the first kernel is built; with ``TRITON_INTERPRET=1`` kernels run in
+its interpreter, on arrays of PyTorch on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import tempfile
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from anycell.engines.cpu.jit import cache_directory
+from anycell.engines.gpu.text import Printed
+
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A kernel compiled for one kind of device.
+
+    Attributes:
+        symbol: its name in the cubin.
+        cubin, ptx: machine code, and the text before it.
+        shared: bytes of shared memory.
+        warps: of 32 threads.
+    """
+
+    symbol: str
+    cubin: bytes
+    ptx: str
+    shared: int
+    warps: int
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@functools.lru_cache(maxsize=4096)
+def function(printed: Printed) -> Any:
+    """The Triton function of a printed kernel."""
+    path = _written(printed)
+    names: dict[str, Any] = {"__name__": f"anycell_{printed.name}", "__file__": path}
+    exec(compile(printed.source, path, "exec"), names)
+    return names[printed.name]
+
+
+def _written(printed: Printed) -> str:
+    """The file with the text."""
+    key = hashlib.sha256(printed.source.encode()).hexdigest()[:16]
+    directory = os.path.join(cache_directory(), "triton")
+    try:
+        if os.environ.get("ANYCELL_CACHE") == "0":
+            raise PermissionError("the user wants none")
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        status = os.stat(directory)
+        if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
+            directory = _private()
+    except OSError:
+        directory = _private()
+    path = os.path.join(directory, f"{printed.name}_{key}.py")
+    with _lock:
+        draft = f"{path}.{os.getpid()}"
+        with open(draft, "w", encoding="utf-8") as file:
+            file.write(printed.source)
+        os.replace(draft, path)
+    return path
+
+
+@functools.cache
+def _private() -> str:
+    """Where the cache directory cannot be used, or others can write it."""
+    return tempfile.mkdtemp(prefix="anycell-triton-")
+
+
+@functools.lru_cache(maxsize=4096)
+def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozenset()) -> Binary:
+    """Machine code, compiled without a device; Triton keeps it on disk.
+
+    Args:
+        printed: the kernel.
+        capability: of the device, 90 for an H100.
+        aligned: arguments, addresses or strides, that 16 divides.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    places = {name: k for k, name in enumerate(dict(printed.arguments))}
+    attributes = {(places[name],): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(function(printed), dict(printed.arguments), attrs=attributes)
+    options = {"num_warps": printed.warps, "num_stages": 1, "enable_fp_fusion": True}
+    options["sanitize_overflow"] = False
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    if made.metadata.global_scratch_size or made.metadata.profile_scratch_size:
+        raise NotImplementedError(f"kernel {printed.name} asks for scratch memory of Triton's")
+    return Binary(
+        made.metadata.name,
+        made.asm["cubin"],
+        made.asm["ptx"],
+        made.metadata.shared,
+        made.metadata.num_warps,
+    )
+
+
+def interpret(printed: Printed, grid: tuple[int, ...], values: Mapping[str, Any]) -> None:
+    """Runs a kernel in the interpreter."""
+    function(printed)[grid](*[values[name] for name, _ in printed.arguments])
+
+
+__all__ = ["Binary", "binary", "function", "interpret", "interpreted"]

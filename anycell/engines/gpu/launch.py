@@ -1,0 +1,154 @@
+"""Starts kernels on a device, through the CUDA driver's own interface.
+
+No framework is asked: a launch takes addresses, numbers and a stream. The driver library is loaded
+when the first kernel starts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from anycell.engines.gpu import build
+from anycell.engines.gpu.build import Binary
+from anycell.engines.gpu.capacity import Device
+from anycell.engines.gpu.text import Printed
+
+_SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_WITHOUT_ASKING = 48 << 10  # bytes of shared memory that every kernel may have
+# CU_DEVICE_ATTRIBUTE_...: COMPUTE_CAPABILITY_MAJOR, _MINOR, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+# MAX_REGISTERS_PER_MULTIPROCESSOR, MULTIPROCESSOR_COUNT
+_ATTRIBUTES = (75, 76, 97, 82, 16)
+_C_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
+
+
+class Launch:
+    """A kernel with its arguments; called once for each step.
+
+    Args:
+        printed: the kernel.
+        values: an array for each pointer and an int for each number that it takes, and more.
+        grid: programs along each axis.
+        pointer: the address of an array.
+        stream: CUDA's handle, 0 for the default stream; the arrays must outlive what runs on it.
+    """
+
+    def __init__(
+        self,
+        printed: Printed,
+        values: Mapping[str, Any],
+        grid: tuple[int, int],
+        pointer: Callable[[Any], int],
+        stream: int,
+    ) -> None:
+        self.printed, self.grid, self.stream = printed, grid, stream
+        names = [name for name, _ in printed.arguments]
+        self.place = names.index("t") if "t" in names else None
+        if build.interpreted():
+            self.function = build.function(printed)
+            self.arguments = [0 if name == "t" else values[name] for name in names]
+            self.start: Callable[[], None] = self._interpret
+            return
+        numbers = {
+            name: pointer(values[name]) if kind[0] == "*" else int(values.get(name, 0))
+            for name, kind in printed.arguments
+        }
+        self.kept = values  # arrays stay alive as long as the launch
+        kinds = [_C_TYPES.get(kind, ctypes.c_void_p) for _, kind in printed.arguments]
+        self.cells = [kind(numbers[name]) for kind, name in zip(kinds, names, strict=True)]
+        # Triton's own two arguments at the end: scratch memory, of which our kernels ask none.
+        scratch = [ctypes.c_void_p(0), ctypes.c_void_p(0)]
+        cells = [*self.cells, *scratch]
+        addresses = [ctypes.addressof(c) for c in cells]
+        self.scratch, self.parameters = scratch, (ctypes.c_void_p * len(cells))(*addresses)
+        aligned = frozenset(
+            name for name, kind in printed.arguments if kind != "i32" and numbers[name] % 16 == 0
+        )
+        self.binary, self.handle = _loaded(printed, aligned, _context())
+        self.start = self._launch
+
+    def __call__(self, t: int) -> None:
+        """Runs the kernel for step t of the call; asynchronous on a device."""
+        if self.place is not None:
+            if build.interpreted():
+                self.arguments[self.place] = t
+            else:
+                self.cells[self.place].value = t
+        self.start()
+
+    def _interpret(self) -> None:
+        self.function[self.grid](*self.arguments)
+
+    def _launch(self) -> None:
+        _check(
+            _driver().cuLaunchKernel(
+                self.handle, *self.grid, 1, 32 * self.binary.warps, 1, 1, self.binary.shared,
+                ctypes.c_void_p(self.stream), self.parameters, None,
+            ),
+            f"the launch of {self.printed.name}",
+        )  # fmt: skip
+
+
+@functools.cache
+def _driver() -> Any:
+    """The CUDA driver."""
+    for name in ("libcuda.so.1", "nvcuda.dll"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise RuntimeError(
+        "the GPU engine found no CUDA driver (libcuda.so.1); expected one with every NVIDIA GPU. "
+        "Move the layer to the CPU, or install the driver."
+    )
+
+
+def _check(result: int, what: str) -> None:
+    if result:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorName(result, ctypes.byref(text))
+        name = (text.value or b"unknown").decode()
+        raise RuntimeError(f"{what} failed: CUDA driver error {result}, {name}.")
+
+
+def _context() -> int:
+    """The context of the calling thread, which the framework has made."""
+    found = ctypes.c_void_p()
+    _check(_driver().cuCtxGetCurrent(ctypes.byref(found)), "cuCtxGetCurrent")
+    if not found.value:
+        raise RuntimeError("no CUDA context in this thread; expected the framework's to be current")
+    return found.value
+
+
+def limits() -> Device:
+    """Of the current device, as ``capacity`` knows them."""
+    device, value, found = ctypes.c_int(), ctypes.c_int(), []
+    _check(_driver().cuCtxGetDevice(ctypes.byref(device)), "cuCtxGetDevice")
+    for attribute in _ATTRIBUTES:
+        result = _driver().cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        _check(result, "cuDeviceGetAttribute")
+        found.append(value.value)
+    major, minor, *rest = found
+    return Device("this card", 10 * major + minor, *rest)
+
+
+@functools.lru_cache(maxsize=4096)
+def _loaded(
+    printed: Printed, aligned: frozenset[str], context: int
+) -> tuple[Binary, ctypes.c_void_p]:
+    """The kernel's machine code, and its handle in a context."""
+    binary = build.binary(printed, limits().capability, aligned)
+    module, handle = ctypes.c_void_p(), ctypes.c_void_p()
+    driver = _driver()
+    _check(driver.cuModuleLoadData(ctypes.byref(module), binary.cubin), "cuModuleLoadData")
+    symbol = binary.symbol.encode()
+    _check(driver.cuModuleGetFunction(ctypes.byref(handle), module, symbol), "cuModuleGetFunction")
+    if binary.shared > _WITHOUT_ASKING:
+        result = driver.cuFuncSetAttribute(handle, _SHARED_LIMIT, ctypes.c_int(binary.shared))
+        _check(result, f"asking for {binary.shared} bytes of shared memory")
+    return binary, handle
+
+
+__all__ = ["Launch", "limits"]

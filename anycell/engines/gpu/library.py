@@ -1,0 +1,210 @@
+"""The printer table of the GPU engine: one Triton function per op of ``anycell/lang/ops.py``.
+
+A printed kernel says ``sigmoid(a_f) * s_c`` and imports these names. (Arithmetic and comparisons
+are Triton's own operators, see ``OPERATORS``.) Values are float32 whatever the kernel's dtype.
+
+NVIDIA's fast exponential, 2^x, is good to 2 units in the last place; what a multiplication by
+log2(e) loses on the way to it is put right here, since it grows with x. tanh has its own branch
+near 0, where a difference of exponentials loses all digits. Infinities and NaN come out as the
+mathematics says.
+
+Only printed kernels import this module: it needs Triton.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+# Rows of the op table that need no function.
+OPERATORS = frozenset(
+    "neg add sub mul div lt le gt ge eq ne logical_and logical_or logical_not".split()
+)
+
+_LOG2E = tl.constexpr(math.log2(math.e))
+_LOG2E_LOW = tl.constexpr(1.925963033500011e-08)  # what float32 leaves out of the line above
+_LN2 = tl.constexpr(math.log(2.0))
+_INFINITY = tl.constexpr(math.inf)
+
+
+@triton.jit
+def exp(x):
+    """e^x."""
+    high = x * _LOG2E
+    low = tl.fma(x, _LOG2E, -high) + x * _LOG2E_LOW
+    y = tl.exp2(high)
+    return tl.where((y > 0.0) & (y < _INFINITY), y + y * (low * _LN2), y)
+
+
+@triton.jit
+def log(x):
+    """The natural logarithm."""
+    return tl.log(x)
+
+
+@triton.jit
+def sqrt(x):
+    """The square root, correctly rounded."""
+    return tl.sqrt_rn(x)
+
+
+@triton.jit
+def abs(x):
+    """The absolute value."""
+    return tl.abs(x)
+
+
+@triton.jit
+def sign(x):
+    """1, -1, or x itself where it is 0 or NaN."""
+    return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, x))
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + e^-x), from e^-|x|, which never overflows."""
+    small = exp(-tl.abs(x))
+    return tl.where(x < 0.0, small, 1.0) / (1.0 + small)
+
+
+@triton.jit
+def tanh(x):
+    """The hyperbolic tangent; near 0 a polynomial with a relative error of 1e-9."""
+    size = tl.abs(x)
+    z = x * x
+    near = -0.0062824669 * z + 0.021077754
+    near = near * z - 0.053853858
+    near = near * z + 0.13332602
+    near = near * z - 0.33333319
+    small = exp(-2.0 * size)
+    far = (1.0 - small) / (1.0 + small)
+    return tl.where(size < 0.55, x + x * (z * near), tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def relu(x):
+    """max(x, 0); NaN stays NaN."""
+    return tl.where(x <= 0.0, 0.0, x)
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x) for 0 <= x <= 1: the logarithm of the rounded sum, and what rounding took."""
+    total = 1.0 + x
+    return tl.log(total) - ((total - 1.0) - x) / total
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x) = max(x, 0) + log(1 + e^-|x|)."""
+    return relu(x) + _log1p(exp(-tl.abs(x)))
+
+
+@triton.jit
+def log_sigmoid(x):
+    """log(1 / (1 + e^-x)) = -softplus(-x)."""
+    return -softplus(-x)
+
+
+@triton.jit
+def hard_sigmoid(x):
+    """x/6 + 1/2 between 0 and 1; NaN stays NaN."""
+    y = x / 6.0 + 0.5
+    return tl.where(y <= 0.0, 0.0, tl.where(y >= 1.0, 1.0, y))
+
+
+@triton.jit
+def minimum(a, b):
+    """The smaller one; NaN where either is."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def maximum(a, b):
+    """The larger one; NaN where either is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def where(condition, a, b):
+    """a where the condition holds, else b."""
+    return tl.where(condition, a, b)
+
+
+@triton.jit
+def stop_gradient(x):
+    """x."""
+    return x
+
+
+# ---- row reductions: the result is given back to every unit of its group -------------------------
+
+
+@triton.jit
+def _reduce(x, largest: tl.constexpr):
+    if largest:
+        return tl.max(x, axis=1, keep_dims=True)
+    return tl.sum(x, axis=1, keep_dims=True)
+
+
+@triton.jit
+def _over_groups(x, units, inside, groups: tl.constexpr, each: tl.constexpr, largest: tl.constexpr):
+    nothing: tl.constexpr = -_INFINITY if largest else 0.0
+    if groups == 1:
+        return _reduce(tl.where(inside, x, nothing), largest)
+    result = tl.where(inside, x, nothing)
+    for group in tl.static_range(groups):
+        mine = units // each == group
+        whole = _reduce(tl.where(inside & mine, x, nothing), largest)
+        result = tl.where(mine, whole, result)
+    return result
+
+
+@triton.jit
+def sum(x, units, inside, groups: tl.constexpr, each: tl.constexpr):
+    """The sum over each group of ``each`` units; ``inside`` says which lanes hold a unit."""
+    return _over_groups(x, units, inside, groups, each, False)
+
+
+@triton.jit
+def mean(x, units, inside, groups: tl.constexpr, each: tl.constexpr):
+    """The mean, likewise."""
+    return _over_groups(x, units, inside, groups, each, False) * (1.0 / each)
+
+
+@triton.jit
+def max(x, units, inside, groups: tl.constexpr, each: tl.constexpr):
+    """The largest, likewise."""
+    return _over_groups(x, units, inside, groups, each, True)
+
+
+# ---- random numbers ------------------------------------------------------------------------------
+
+
+@triton.jit
+def keep(rate, draws, step, rows, units, index: tl.constexpr, per_step: tl.constexpr):
+    """The random mask of ``anycell.philox``: 1 with probability ``rate``, else 0.
+
+    ``draws`` is the address of four 64-bit numbers: seed, stream, time of step 0, time per step.
+    """
+    seed, stream = tl.load(draws), tl.load(draws + 1)
+    time = (tl.load(draws + 2) + step * tl.load(draws + 3)).to(tl.uint32)
+    if not per_step:
+        time = time * 0
+    zero = (rows * 0 + units * 0).to(tl.uint32)
+    word = ((stream << 8) | (index // 4)).to(tl.uint32)
+    words = tl.philox(
+        seed, zero + units.to(tl.uint32), zero + rows.to(tl.uint32), zero + time, zero + word
+    )
+    if index % 4 == 0:
+        mine = words[0]
+    elif index % 4 == 1:
+        mine = words[1]
+    elif index % 4 == 2:
+        mine = words[2]
+    else:
+        mine = words[3]
+    draw = (mine >> 8).to(tl.float32) * (2.0**-24)
+    return tl.where(draw < rate, 1.0, 0.0)

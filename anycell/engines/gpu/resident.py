@@ -1,0 +1,319 @@
+"""Tier 1: one launch per sequence. Weights stay on chip; for hidden sizes that fit.
+
+A program owns a tile of rows and all their units, and loops over the steps by itself: no barrier,
+no other program is waited for, row reductions cost nothing extra. Weights are read once, states and
+their gradients never leave the registers but to be kept.
+
+    forward     for t: r = dot(h, W.T), then the cell; h and c go from turn to turn
+    backward    for t: the derived backward pass, then d_h = dot(d_gates, W) + ...
+
+Block-diagonal weights are held as whole matrices with zeros: their heads are too narrow for the
+matrix units. The projected gates of the next step are loaded while this one is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from anycell.engines.gpu.text import Form, Printed, Text, apart, keeps, power_of_two
+from anycell.lang.cell import Linear
+from anycell.lang.expr import Expr, topological
+from anycell.plan import Plan, gradient_roots
+
+LEAST = 16  # rows and units of the smallest matrices that the matrix units take
+
+
+def print_resident(plan: Plan, form: Form, warps: int = 4) -> Printed:
+    """The kernel of a plan, for programs of so many warps."""
+    return _Loop(plan, form, warps).printed()
+
+
+class _Loop(Text):
+    def __init__(self, plan: Plan, form: Form, warps: int) -> None:
+        super().__init__(plan, form, (LEAST, LEAST), True)
+        self.warps = warps
+        self.linears = plan.cell.linears
+        self.kind = {"fp32": "tl.float32", "bf16": "tl.bfloat16", "fp16": "tl.float16"}[self.io]
+
+    def printed(self) -> Printed:
+        """The whole kernel."""
+        way = "backward" if self.form.backward else "forward"
+        self.begin()
+        self.argument("count", "i32")
+        self.argument("turn", "i32")
+        # Loops carry tiles of one shape: whatever enters one is of that.
+        for size in self._sizes():
+            self.units(size)
+            self.once(f"zero_{size}", f"tl.zeros([{self.rows}, {self.padded(size)}], tl.float32)")
+        for k, l in enumerate(self.linears):
+            for output in l.outputs:
+                self._load_weight(k, l, output)
+        (self._backward if self.form.backward else self._forward)()
+        about = f"{self.cell.name}, {way}, all steps: {self.plan.hidden_size} units, "
+        return self.finish(f"{way}_resident", f"{about}{self.plan.dtype}.")
+
+    def _sizes(self) -> list[str]:
+        sizes = [s.size for s in self.cell.states] + ["H"]
+        sizes += [size for l in self.linears for size in (l.in_size, l.out_size)]
+        return list(dict.fromkeys(sizes))
+
+    def padded(self, size: str) -> int:
+        """Units of a tile."""
+        return power_of_two(self.plan.sizes[size], LEAST)
+
+    # -- matmuls ---------------------------------------------------------------------------------
+    def _load_weight(self, k: int, l: Linear, output: str) -> None:
+        """One output's weights: ``[in, out]`` forward, ``[out, in]`` backward."""
+        out, into = self.plan.sizes[l.out_size], self.plan.sizes[l.in_size]
+        axes = ("[:, None]", "[None, :]") if self.form.backward else ("[None, :]", "[:, None]")
+        o = self.once(f"out_{l.out_size}", f"tl.arange(0, {self.padded(l.out_size)}){axes[0]}")
+        i = self.once(f"into_{l.in_size}", f"tl.arange(0, {self.padded(l.in_size)}){axes[1]}")
+        n, weight = l.outputs.index(output), self.array(f"weight{k}")
+        inside = f"({o} < {out}) & ({i} < {into})"
+        if l.heads == 1:
+            where = f"({n * out} + {o}) * {into} + {i}"
+        else:
+            rows, columns = out // l.heads, into // l.heads
+            where = f"({o} // {rows} * {len(l.outputs) * rows} + {n * rows} + {o} % {rows})"
+            where += f" * {columns} + {i} % {columns}"
+            inside += f" & ({o} // {rows} == {i} // {columns})"
+        self.once(f"w{k}_{output}", f"tl.load({weight} + {where}, mask={inside}, other=0.0)")
+
+    def _dot(self, operand: str, weight: str) -> str:
+        precision = ""
+        if self.io == "fp32":
+            precision = f", input_precision={'tf32' if self.form.tf32 else 'ieee'!r}"
+        return f"tl.dot({operand}, {weight}{precision})"
+
+    def _operand(self, name: str, value: str, size: str) -> str:
+        """The left side of a matmul; lanes beyond the units are 0, for 0 times NaN is not."""
+        full = self.plan.sizes[size] == self.padded(size)
+        text = f"zero_{size} + {value}" if full else f"tl.where(is_{size}, {value}, zero_{size})"
+        return self.once(name, f"({text}).to({self.kind})" if self.narrow else text)
+
+    def is_leaf(self, node: Expr) -> bool:
+        """Matmuls are computed here, from values like others."""
+        mine = ("linear_t",) if self.form.backward else ("linear", "preact")
+        return super().is_leaf(node) if node.op not in mine else node in self.names
+
+    def product(self, node: Expr) -> tuple[str, str]:
+        """An output of a matmul forward; backward what reaches the operand."""
+        k = self.numbers[node.attrs[0]]
+        l = self.linears[k]
+        if self.form.backward:
+            return f"d_{l.name}", self._transposed(k, l)
+        output = node.attrs[1]
+        operand = self._operand(f"operand_{k}", self._argument_of(node), l.in_size)
+        text = self._dot(operand, f"w{k}_{output}")
+        if self.form.biases[k]:
+            text += f" + b{k}_{output}"
+        if node.op == "linear":
+            return f"r_{output}" if output != l.name else output, text
+        return f"a_{output}", f"x_{output} + {text}"
+
+    def _transposed(self, k: int, l: Linear) -> str:
+        parts = []
+        for output, d in self.plan.gradients.linear[l.name].items():
+            value = self.valid(self.names[d])
+            left = self._operand(f"d{k}_{output}", value, l.out_size)
+            parts.append(self._dot(left, f"w{k}_{output}"))
+        return " + ".join(parts)
+
+    # -- forward ---------------------------------------------------------------------------------
+    def _forward(self) -> None:
+        cell, form = self.cell, self.form
+        for k, l in enumerate(self.linears):
+            for output in l.outputs if form.biases[k] else ():
+                column = l.declared.index(output) * self.plan.sizes[l.out_size]
+                self.once(f"b{k}_{output}", self.load_units(f"bias{k}", l.out_size, column))
+        self._constants(cell.next)
+        for i, s in enumerate(cell.states):
+            if i:
+                text = self.load(self._working(i, "turn"), s.size, wide=True)
+            else:
+                text = self.load(self.at(self._row_at("state0", "0"), 0, s.size), s.size)
+            self.say(f"s_{s.name} = {text}")
+        used = [g for g in cell.gates if self._uses_x(g)]
+        for gate in used:
+            self.say(f"x_{gate} = {self._projected_at(gate, '0', 'is_row')}")
+        self.say("for t in range(count):")
+        with self.indented():
+            for gate in used:
+                self.say(f"next_{gate} = {self._projected_at(gate, 't + 1', 'more')}")
+            self._flags()
+            for i, s in enumerate(cell.states):
+                if form.resets:
+                    self.say(f"s_{s.name} = tl.where(reset, {self._restored(i)}, s_{s.name})")
+                self._know(Expr("state", (), (s.name,)), f"s_{s.name}")
+            for gate in used:
+                self._know(Expr("x", (), (gate,)), f"x_{gate}")
+            self._step()
+            for gate in used:
+                self.say(f"x_{gate} = next_{gate}")
+        for i, s in enumerate(cell.states[1:], 1):
+            self.store(self._working(i, "turn + 1"), f"s_{s.name}", s.size)
+
+    def _step(self) -> None:
+        cell, form, plan = self.cell, self.form, self.plan
+        saved = [*plan.saved, *plan.saved_rows] if form.keep else []
+        states = list(zip(cell.states, cell.next, strict=True))
+        self.evaluate([*cell.next, *saved], {n: f"{s.name}_new" for s, n in states})
+        for s, node in states:  # all, before the first of them takes its new value
+            new = f"zero_{s.size} + {self.value(node)}"
+            self.once(f"{s.name}_next", self.valid(new, f"s_{s.name}"))
+        if form.apart:
+            size = cell.states[0].size
+            out = self.valid(self.value(cell.next[0]))
+            self.store(self.at(self.row("out"), 0, size), out, size)
+        self.store_saved(saved)
+        for i, s in enumerate(cell.states):
+            self.say(f"s_{s.name} = {s.name}_next")
+            if i == 0 and self.narrow:
+                self.say(f"s_{s.name} = s_{s.name}.to({self.kind}).to(tl.float32)")
+            if i == 0 or keeps(plan, form, i):
+                row = self.row(f"state{i}", "t + 1", tag="_after")
+                self.store(self.at(row, 0, s.size), f"s_{s.name}", s.size)
+
+    def _uses_x(self, gate: str) -> bool:
+        nodes = topological(self.cell.next)
+        return any(n.op in ("x", "preact") and n.attrs[-1] == gate for n in nodes)
+
+    def _projected_at(self, gate: str, step: str, rows: str) -> str:
+        """The projection of a gate at some step, if there is such a step."""
+        if rows == "more":
+            self.once("more", "is_row & (rows * 0 + t + 1 < count)")
+        column = self.cell.gates.index(gate) * self.plan.hidden_size
+        row = self._row_at("x", step)
+        text = f"tl.load({self.at(row, column, 'H')}, mask={rows} & is_H, other=0.0)"
+        text = f"{text}.to(tl.float32)" if self.narrow else text
+        bias = f" + {self.load_units('bias_x', 'H', column)}" if self.form.bias_x else ""
+        return text + bias
+
+    def _row_at(self, name: str, step: str) -> str:
+        """As ``row``, in place."""
+        self.array(name)
+        for part in "0tb":
+            self.argument(f"{name}_{part}", "i64")
+        return f"{name} + ({name}_0 + ({step}) * {name}_t + rows * {name}_b)"
+
+    def _working(self, i: int, turn: str) -> str:
+        """State i > 0 between calls: float32, two of them, which take turns."""
+        width = self.widths[i]
+        base = f"{self.array(f'work{i}', wide=True)} + (({turn}) & 1) * (batch * {width})"
+        return self.at(f"{base} + rows * {width}", 0, self.cell.states[i].size)
+
+    # -- what both passes share ------------------------------------------------------------------
+    def _flags(self) -> None:
+        if self.form.mask:
+            self.once("valid", self.flags("mask"))
+        if self.form.resets:
+            self.once("reset", self.flags("resets"))
+
+    def _restored(self, i: int) -> str:
+        """What a reset puts in the place of state i."""
+        size = self.cell.states[i].size
+        row = f"{self.array(f'reset{i}')} + rows * {self.argument(f'reset{i}_b', 'i64')}"
+        where = self.at(row, 0, size)
+        text = f"tl.load({where}, mask=in_{size} & reset, other=0.0)"
+        return f"{text}.to(tl.float32)" if self.narrow else text
+
+    def _know(self, node: Expr, name: str) -> None:
+        self.names[node] = name
+        self.taken.add(name)
+
+    def _constants(self, roots: Iterable[Expr]) -> None:
+        """Loads what no step changes."""
+        for node in topological(roots):
+            if node.op in ("param", "hyper"):
+                self.evaluate([node])
+
+    # -- backward --------------------------------------------------------------------------------
+    def _backward(self) -> None:
+        cell, form, g = self.cell, self.form, self.plan.gradients
+        roots = gradient_roots(cell, g)
+        self._constants(roots)
+        for i, s in enumerate(cell.states):
+            self.say(f"g_{s.name} = {self.load(self._gradient(i, 'turn'), s.size, wide=True)}")
+            if form.resets:
+                self.say(f"restored_{s.name} = zero_{s.size}")
+        totals = {f"sum_{name}": d for name, d in g.param.items()}
+        if g.static is not None:
+            totals["sum_static"] = g.static
+        for name in totals:
+            self.say(f"{name} = zero_H")
+        self.say("for t in range(count):")
+        with self.indented():
+            self._flags()
+            operands = [l.operand for l in self.linears if apart(self.plan, form, l)]
+            self.evaluate([*roots, *operands], self.labels())
+            self.store_gradients(set(self._sizes()), inside=True)
+            for name, d in totals.items():
+                self.say(f"{name} += {self.valid(self.value(d))}")
+            for i in range(len(cell.states)):
+                self._carry(i)
+        self._finish(totals)
+
+    def _carry(self, i: int) -> None:
+        """The gradient of state i, for the step before."""
+        s, form = self.cell.states[i], self.form
+        parts = [f"zero_{s.size} + {self.value(self.plan.gradients.state[s.name])}"]
+        for k, l in enumerate(self.linears):
+            if l.operand is Expr("state", (), (s.name,)):
+                parts.append(self._transposed(k, l))
+        held = self._upstream(0) if i == 0 and form.repeat else f"g_{s.name}"
+        self.say(f"g_{s.name} = {self.valid(' + '.join(parts), held)}")
+        if form.resets:
+            self.say(f"restored_{s.name} += tl.where(reset, g_{s.name}, 0.0)")
+            self.say(f"g_{s.name} = tl.where(reset, 0.0, g_{s.name})")
+
+    def _finish(self, totals: dict[str, Expr]) -> None:
+        """Hands on what the loop carried."""
+        h, params = self.plan.hidden_size, len(self.plan.gradients.param)
+        for i, s in enumerate(self.cell.states):
+            self.store(self._gradient(i, "turn + 1"), f"g_{s.name}", s.size)
+            if self.form.resets:
+                base = f"{self.array(f'dreset{i}', wide=True)} + rows * {self.widths[i]}"
+                self._add(self.at(base, 0, s.size), f"restored_{s.name}", f"in_{s.size}")
+        for n, name in enumerate(totals):
+            if name == "sum_static" and n == params:
+                base = f"{self.array('dstatic', wide=True)} + rows * {h}"
+                self._add(self.at(base, 0, "H"), name, "in_H")
+                continue
+            base = f"{self.array('dparam', wide=True)} + tl.program_id(0) * {h * params}"
+            whole = f"tl.sum(tl.where(is_row, {name}, 0.0), axis=0, keep_dims=True)"
+            self._add(self.at(base, n * h, "H"), whole, "is_H")
+
+    def _add(self, where: str, value: str, mask: str) -> None:
+        so_far = self.assign("so_far", f"tl.load({where}, mask={mask}, other=0.0)")
+        self.say(f"tl.store({where}, {so_far} + {value}, mask={mask})")
+
+    def _gradient(self, i: int, turn: str) -> str:
+        """What reaches state i from later calls: float32, two of them, which take turns."""
+        width, size = self.widths[i], self.cell.states[i].size
+        base = f"{self.array(f'dstate{i}', wide=True)} + (({turn}) & 1) * (batch * {width})"
+        return self.at(f"{base} + rows * {width}", 0, size)
+
+    def load_state(self, node: Expr) -> tuple[str, str]:
+        """A state before the step, in the backward pass."""
+        (name,) = node.attrs
+        i, size = self.states[name], self.cell.states[self.states[name]].size
+        text = self.load(self.at(self.row(f"state{i}"), 0, size), size)
+        if self.form.resets:
+            text = f"tl.where(reset, {self._restored(i)}, {text})"
+        return f"s_{name}", text
+
+    def _upstream(self, i: int) -> str:
+        """What reaches the new state i, its output included."""
+        name = self.cell.state_names[i]
+        if i:
+            return f"g_{name}"
+        size = self.cell.states[0].size
+        dy = self.load(self.at(self.row("dy"), 0, size), size)
+        return self.once(f"d_{name}", f"g_{name} + {self.valid(dy) if self.form.apart else dy}")
+
+    def load_grad(self, node: Expr) -> tuple[str, str]:
+        """What reaches a new state."""
+        (name,) = node.attrs
+        text = self._upstream(self.states[name])
+        self.taken.add(text)
+        return text, text

@@ -1,0 +1,387 @@
+"""Tier 3: one step per launch. Any cell, any size.
+
+Between two launches the framework multiplies: its matmul leaves float32 products in a buffer, and
+one kernel does everything else on a tile of rows times units.
+
+    forward     product = state[t] @ W.T         kernel: new states, what the backward pass needs
+    backward    kernel: d_gates[t], gradients of the states       back = d_gates[t] @ W
+
+A matmul inside the step (its operand is computed in the step) begins a new *stage*, with a kernel
+of its own. What an earlier stage computed is computed again from memory, but for operands: that
+costs less than to store and load it. A row reduction needs all units of a row in one program;
+without one, units are split over programs too. Values of different sizes never meet but in a
+matmul, so a kernel writes results of one size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from anycell.engines.gpu.text import Form, Printed, Text, Where, apart, keeps, power_of_two
+from anycell.lang.cell import Linear
+from anycell.lang.expr import Expr, topological
+from anycell.lang.ops import is_reduction
+from anycell.plan import Plan, gradient_roots
+
+ELEMENTS = 512  # of a tile: four for each of 128 threads
+
+
+class Stage(NamedTuple):
+    """A part of a step.
+
+    Attributes:
+        matmuls: those whose results it reads and no earlier stage did, by number.
+        kernels: one per size of its results.
+    """
+
+    matmuls: tuple[int, ...]
+    kernels: tuple[Printed, ...]
+
+
+class Step(NamedTuple):
+    """All kernels of a step.
+
+    Attributes:
+        stages: in order.
+        close: backward, what adds up the gradients of the states after the last step of a call, one
+            kernel per size; else empty.
+    """
+
+    stages: tuple[Stage, ...]
+    close: tuple[Printed, ...]
+
+
+def staged(plan: Plan, form: Form, linear: Linear) -> bool:
+    """Whether a matmul's operand (backward: its gradient) is computed inside the step.
+
+    A state is at hand before the step, unless a reset may replace it.
+    """
+    inside = linear.operand.op != "state"
+    return inside if form.backward else inside or form.resets
+
+
+def print_step(plan: Plan, form: Form) -> Step:
+    """The kernels of a plan."""
+    levels, roots = _levels(plan, form), _roots(plan, form)
+    depth = max((levels[root] for root in roots), default=0)
+    numbers = {l.name: k for k, l in enumerate(plan.cell.linears)}
+    level_of = {
+        numbers[node.attrs[0]]: level for node, level in levels.items() if _is_product(node, form)
+    }
+    stages = []
+    for s in range(depth + 1):
+        matmuls = tuple(k for k in sorted(level_of) if level_of[k] == s)
+        # Those whose operands this stage computes.
+        ahead = [plan.cell.linears[k] for k in sorted(level_of) if level_of[k] == s + 1]
+        last = s == depth
+        side = "out_size" if form.backward else "in_size"
+        sizes = dict.fromkeys(getattr(l, side) for l in ahead)
+        if last:
+            sizes |= dict.fromkeys(state.size for state in plan.cell.states)
+            sizes |= dict.fromkeys(["H"] if form.backward else [])
+            sizes |= dict.fromkeys(_operand_sizes(plan, form))
+            sizes |= dict.fromkeys(l.out_size for l in plan.cell.linears if form.backward)
+        kernels = [
+            _Kernel(plan, form, size, [l for l in ahead if getattr(l, side) == size], last)
+            for size in sizes
+        ]
+        where = f"stage {s + 1} of {depth + 1}" if depth else "one step"
+        printed = (kernel.printed(f"step_{s}_{kernel.of}", where) for kernel in kernels)
+        stages.append(Stage(matmuls, tuple(k for k in printed if k is not None)))
+    close = []
+    if form.backward:
+        for size in dict.fromkeys(state.size for state in plan.cell.states):
+            close.append(_Kernel(plan, form, size, [], False).closing(f"close_{size}"))
+    return Step(tuple(stages), tuple(close))
+
+
+def _is_product(node: Expr, form: Form) -> bool:
+    """Whether a matmul gives the value in this pass; the other pass's products are saved ones."""
+    return node.op == "linear_t" if form.backward else node.op in ("linear", "preact")
+
+
+def _roots(plan: Plan, form: Form) -> list[Expr]:
+    if form.backward:
+        return gradient_roots(plan.cell, plan.gradients)
+    return [*plan.cell.next, *((*plan.saved, *plan.saved_rows) if form.keep else ())]
+
+
+def _levels(plan: Plan, form: Form) -> dict[Expr, int]:
+    """For every node the stage that first can compute it."""
+    text = Text(plan, form, (1, 1), False)
+    linears = {l.name: l for l in plan.cell.linears}
+    found: dict[Expr, int] = {}
+
+    def leaf(node: Expr) -> bool:
+        if not _is_product(node, form):
+            return text.is_leaf(node)
+        return not form.backward and not staged(plan, form, linears[node.attrs[0]])
+
+    for node in topological(_roots(plan, form), Where(leaf)):
+        if leaf(node):
+            found[node] = 0
+        else:
+            below = max((found[arg] for arg in node.args), default=0)
+            found[node] = below + _is_product(node, form)
+    return found
+
+
+def _operand_sizes(plan: Plan, form: Form) -> Iterable[str]:
+    """Sizes of the operands that the backward pass writes, for the gradients of the weights."""
+    return (l.in_size for l in plan.cell.linears if form.backward and apart(plan, form, l))
+
+
+class _Kernel(Text):
+    """The kernel of one stage, for the results of one size."""
+
+    def __init__(self, plan: Plan, form: Form, of: str, ahead: list[Linear], last: bool) -> None:
+        self.of, self.ahead, self.last = of, ahead, last
+        units = plan.sizes[of]
+        nodes = topological(self._targets(plan, form))
+        whole = any(map(is_reduction, nodes))
+        width = power_of_two(units) if whole else min(128, power_of_two(units))
+        super().__init__(plan, form, (max(1, ELEMENTS // width), width), whole)
+
+    def _targets(self, plan: Plan, form: Form) -> list[Expr]:
+        """All that the kernel writes."""
+        cell, g, of = plan.cell, plan.gradients, self.of
+        sizes = {s.name: s.size for s in cell.states}
+        if not form.backward:
+            found = [l.operand for l in self.ahead]
+            if self.last:
+                found += [n for s, n in zip(cell.states, cell.next, strict=True) if s.size == of]
+                found += self.kept(plan, form)
+            return found
+        found = [d for l in self.ahead for d in g.linear[l.name].values()]
+        if self.last:
+            found += [d for name, d in g.state.items() if sizes[name] == of]
+            for l in cell.linears:
+                if l.operand.op == "state" and l.out_size == of:
+                    found += g.linear[l.name].values()
+                if apart(plan, form, l) and l.in_size == of:
+                    found.append(l.operand)
+            if of == "H":
+                found += [*g.x.values(), *g.param.values()]
+                found += [] if g.static is None else [g.static]
+        return found
+
+    def kept(self, plan: Plan, form: Form) -> list[Expr]:
+        """The values of this size that are saved for the backward pass."""
+        nodes = (*plan.saved, *plan.saved_rows) if form.keep else ()
+        return [n for n in nodes if plan.cell.sizes.get(n, "H") == self.of]
+
+    def printed(self, name: str, where: str) -> Printed | None:
+        """The kernel; None where it has nothing to write."""
+        if not self._targets(self.plan, self.form):
+            return None
+        way = "backward" if self.form.backward else "forward"
+        self._start()
+        if self.form.mask:
+            self.once("valid", self.flags("mask"))
+        if self.form.backward:
+            self._backward()
+        else:
+            self._forward()
+        of = "" if len(set(self.plan.sizes.values())) == 1 else f", results of size {self.of}"
+        about = f"{self.cell.name}, {way}, {where}{of}: {self.plan.sizes[self.of]} units, "
+        return self.finish(f"{way}_{name}", f"{about}{self.plan.dtype}.")
+
+    def _start(self) -> None:
+        self.begin()
+        self.units(self.of)
+        self.argument("t", "i32")
+
+    # -- forward ---------------------------------------------------------------------------------
+    def _forward(self) -> None:
+        cell, of = self.cell, self.of
+        states = [i for i, s in enumerate(cell.states) if s.size == of and self.last]
+        labels = {cell.next[i]: f"{cell.states[i].name}_new" for i in states}
+        self.evaluate(self._targets(self.plan, self.form), labels)
+        olds = {}
+        if self.form.mask:  # a masked row holds its states
+            for i in states:
+                old = Expr("state", (), (cell.states[i].name,))
+                self.evaluate([old])
+                olds[i] = self.value(old)
+        for l in self.ahead:
+            k = self.numbers[l.name]
+            width = self.plan.sizes[of]
+            where = f"{self.array(f'operand{k}')} + rows * {width}"
+            self.store(self.at(where, 0, of), self.value(l.operand), of)
+        for i in states:
+            new = self.valid(self.value(cell.next[i]), olds.get(i, "0.0"))
+            if i == 0:
+                self.store(self.at(self.row("state0", "t + 1", tag="_after"), 0, of), new, of)
+                if self.form.apart:
+                    out = self.valid(self.value(cell.next[i]))
+                    self.store(self.at(self.row("out"), 0, of), out, of)
+                continue
+            self.store(self._working(i, "t + 1"), new, of)
+            if keeps(self.plan, self.form, i):
+                row = self.row(f"state{i}", "t + 1", tag="_after")
+                self.store(self.at(row, 0, of), new, of)
+        if self.last:
+            self.store_saved(self.kept(self.plan, self.form))
+
+    def _working(self, i: int, step: str) -> str:
+        """State i > 0 in float32, two steps of it, which take turns."""
+        array, turn = self.array(f"work{i}", wide=True), self.argument("turn", "i32")
+        width = self.widths[i]
+        slot = f"(({step} + {turn}) & 1) * (batch * {width})".replace("t + 0", "t")
+        return self.at(f"{array} + {slot} + rows * {width}", 0, self.of)
+
+    def load_state(self, node: Expr) -> tuple[str, str]:
+        """A state before the step; where a reset precedes it, the value that this restores."""
+        (name,) = node.attrs
+        i, size = self.states[name], self.of
+        if i and not self.form.backward:
+            text = self.load(self._working(i, "t"), size, wide=True)
+        else:
+            text = self.load(self.at(self.row(f"state{i}"), 0, size), size)
+        if not self.form.resets:
+            return f"s_{name}", text
+        self.once("reset", self.flags("resets"))
+        row = f"{self.array(f'reset{i}')} + rows * {self.argument(f'reset{i}_b', 'i64')}"
+        restored = self.load(self.at(row, 0, size), size)
+        return f"s_{name}", f"tl.where(reset, {restored}, {text})"
+
+    def load_linear(self, node: Expr) -> tuple[str, str]:
+        """An output of a matmul, with its bias."""
+        name, output = node.attrs
+        k = self.numbers[name]
+        l = self.cell.linears[k]
+        text = self._product(f"product{k}", l.outputs.index(output), len(l.outputs), l.heads)
+        if self.form.biases[k]:
+            column = l.declared.index(output) * self.plan.sizes[self.of]
+            text += f" + {self.load_units(f'bias{k}', self.of, column)}"
+        return f"r_{output}" if output != name else output, text
+
+    def _product(self, array: str, output: int, outputs: int, heads: int) -> str:
+        """Float32 ``[rows, outputs * units]``; of several heads ``[heads, rows, ...]``."""
+        self.array(array, wide=True)
+        size, units = self.plan.sizes[self.of], self.units(self.of)
+        if heads == 1:
+            where = self.at(f"{array} + rows * {outputs * size}", output * size, self.of)
+        else:
+            each = size // heads
+            head = f"({units} // {each} * batch + rows) * {outputs * each}"
+            where = f"{array} + {head} + ({output * each} + {units} % {each})"
+        return self.load(where, self.of, wide=True)
+
+    def load_preact(self, node: Expr) -> tuple[str, str]:
+        """A gate's input projection and its part of the recurrent matmul."""
+        gate = node.attrs[1]
+        x, r = (
+            self.assign(*self.load_x(Expr("x", (), (gate,)))),
+            self.assign(*self.load_linear(node)),
+        )
+        return f"a_{gate}", f"{x} + {r}"
+
+    # -- backward --------------------------------------------------------------------------------
+    def _backward(self) -> None:
+        form, cell, of, g = self.form, self.cell, self.of, self.plan.gradients
+        self.evaluate(self._targets(self.plan, form), self.labels())
+        for l in self.ahead:
+            self.store_outputs(l)
+        if not self.last:
+            return
+        self.store_gradients({of}, inside=False)
+        for i, s in enumerate(cell.states):
+            if s.size == of:
+                arrived = self._arrived(i)
+                self._divert(i)
+                held = arrived
+                if i == 0 and form.mask and form.repeat:
+                    held = self._upstream(0)
+                new = self.valid(self.value(g.state[s.name]), held)
+                self.store(self._gradient(i, "t + 1"), new, of)
+        if of == "H":
+            self._sums()
+
+    def _sums(self) -> None:
+        """Gradients that add up over the steps, in memory that no other program touches."""
+        g, h = self.plan.gradients, self.plan.hidden_size
+        for n, d in enumerate(g.param.values()):
+            rows = f"tl.where(is_row, {self.valid(self.value(d))}, 0.0)"
+            width = h * len(g.param)
+            full = f"tl.sum({rows} + tl.zeros([{self.rows}, {self.lanes}], tl.float32), axis=0)"
+            array = self.array("dparam", wide=True)
+            base = f"{array} + tl.program_id(0) * {width}"
+            where = self.at(base, n * h, "H")
+            old = self.assign("so_far", f"tl.load({where}, mask=is_H, other=0.0)")
+            self.say(f"tl.store({where}, {old} + {full}[None, :], mask=is_H)")
+        if g.static is not None:
+            where = self.at(f"{self.array('dstatic', wide=True)} + rows * {h}", 0, "H")
+            old = self.assign("so_far", self.load(where, "H", wide=True))
+            self.store(where, f"{old} + {self.valid(self.value(g.static))}", "H")
+
+    def _gradient(self, i: int, step: str) -> str:
+        """What reaches state i from later steps: float32, two steps of it, which take turns."""
+        array, turn = self.array(f"dstate{i}", wide=True), self.argument("turn", "i32")
+        slot = f"(({step} + {turn}) & 1) * (batch * {self.widths[i]})"
+        return self.at(f"{array} + {slot} + rows * {self.widths[i]}", 0, self.of)
+
+    def _arrived(self, i: int) -> str:
+        """What reaches the new state i from the step after, if no reset comes between."""
+        name = f"later_{self.cell.state_names[i]}"
+        if name in self.said:
+            return name
+        parts = [self.load(self._gradient(i, "t"), self.of, wide=True)]
+        for k, l in enumerate(self.cell.linears):
+            if l.operand is Expr("state", (), (self.cell.state_names[i],)):
+                # Of the step that was run before this one, if there was one.
+                self.once("in_later", f"in_{self.of} & {self._not_first()}")
+                product = self._product(f"back{k}", 0, 1, l.heads)
+                parts.append(product.replace(f"mask=in_{self.of}", "mask=in_later"))
+        if not self.form.resets:
+            return self.once(name, " + ".join(parts))
+        self.once("diverted", self.flags("resets", "t - 1", f"is_row & {self._not_first()}"))
+        self.once(f"{name}_all", " + ".join(parts))
+        return self.once(name, f"tl.where(diverted, 0.0, {name}_all)")
+
+    def _not_first(self) -> str:
+        """Whether the call has run another step before, for each row."""
+        return self.once("later", "rows * 0 + t > 0")
+
+    def _divert(self, i: int) -> None:
+        """The step after may have begun with a reset: its gradient goes to what that restored."""
+        if self.form.resets:
+            name, rows = self.cell.state_names[i], f"rows * {self.widths[i]}"
+            where = self.at(f"{self.array(f'dreset{i}', wide=True)} + {rows}", 0, self.of)
+            old = self.assign(f"restored_{name}", self.load(where, self.of, wide=True))
+            self.store(where, f"{old} + tl.where(diverted, later_{name}_all, 0.0)", self.of)
+
+    def _upstream(self, i: int) -> str:
+        """What reaches the new state i, its output included."""
+        name, arrived = f"d_{self.cell.state_names[i]}", self._arrived(i)
+        if i or name in self.said:
+            return name if i == 0 else arrived
+        dy = self.load(self.at(self.row("dy"), 0, self.of), self.of)
+        return self.once(name, f"{arrived} + {self.valid(dy) if self.form.apart else dy}")
+
+    def load_grad(self, node: Expr) -> tuple[str, str]:
+        """What reaches a new state."""
+        (name,) = node.attrs
+        return f"up_{name}", self._upstream(self.states[name])
+
+    def load_linear_t(self, node: Expr) -> tuple[str, str]:
+        """What reaches the operand of a matmul inside the step."""
+        l = self.cell.linears[self.numbers[node.attrs[0]]]
+        return f"d_{l.name}", self._product(f"back{self.numbers[l.name]}", 0, 1, l.heads)
+
+    def load_after(self, state: str) -> str:
+        """The new value of a state."""
+        i = self.states[state]
+        step = self.argument(f"state{i}_next", "i64")
+        return self.load(self.at(f"{self.row(f'state{i}')} + {step}", 0, self.of), self.of)
+
+    def closing(self, name: str) -> Printed:
+        """After the last step of a call: what the first step's matmuls and resets still add."""
+        self._start()
+        for i, s in enumerate(self.cell.states):
+            if s.size == self.of:
+                arrived = self._arrived(i)
+                self._divert(i)
+                self.store(self._gradient(i, "t + 1"), arrived, self.of)
+        return self.finish(f"backward_{name}", f"{self.cell.name}, backward, after the last step.")

@@ -1,0 +1,467 @@
+"""Prints expressions as Triton source: what all tiers of the engine share.
+
+A kernel owns a tile, some rows of the batch times some units, and prints as it reads:
+
+    a_f = tl.load(x_at + (256 + units_H), mask=in_H, other=0.0) + ...
+    f = sigmoid(a_f)
+
+Everything that a launch does not change (sizes, tiles, which arrays there are) is a number in the
+text; addresses, strides, steps and rows are arguments.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from anycell.lang.cell import Linear
+from anycell.lang.expr import Expr, listing, show, topological
+from anycell.lang.ops import is_reduction
+from anycell.plan import FREE, MATMULS, Plan, is_narrow, size_of
+
+WIDTH = 96  # columns of a line of text
+# What Triton calls a plan's dtype.
+TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+class Form(NamedTuple):
+    """What, beside the plan, the text of a kernel follows from.
+
+    Attributes:
+        backward: the derived backward pass.
+        mask, resets: whether there are such flags.
+        repeat: outputs of masked steps repeat the held state, and their gradients count.
+        draw: random masks are drawn; otherwise their mean is taken.
+        keep: forward, whether values are saved for the backward pass.
+        bias_x: whether a bias joins the input projection here.
+        biases: for each matmul of the cell, whether it has a bias.
+        tf32: whether matmuls in a kernel may round float32 operands to 19 bits.
+    """
+
+    backward: bool = False
+    mask: bool = False
+    resets: bool = False
+    repeat: bool = False
+    draw: bool = False
+    keep: bool = False
+    bias_x: bool = False
+    biases: tuple[bool, ...] = ()
+    tf32: bool = False
+
+    @property
+    def apart(self) -> bool:
+        """Whether the outputs are not the sequence of hidden states."""
+        return self.mask and not self.repeat
+
+
+class Printed(NamedTuple):
+    """A kernel as text.
+
+    Attributes:
+        name: of its function.
+        source: the whole file.
+        arguments: name and Triton's type of each, in order.
+        tile: the rows of a program, and how many units; all, where the grid has one dimension.
+        size: the symbol of these units.
+        warps: of 32 threads each.
+    """
+
+    name: str
+    source: str
+    arguments: tuple[tuple[str, str], ...]
+    tile: tuple[int, int]
+    size: str
+    warps: int
+
+
+def power_of_two(n: int, least: int = 1) -> int:
+    """The smallest power of two that is neither below ``n`` nor below ``least``."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
+class Text:
+    """A kernel that is being printed.
+
+    Subclasses say where leaves come from (``load_<op>``) and where results go.
+    """
+
+    def __init__(self, plan: Plan, form: Form, tile: tuple[int, int], whole: bool) -> None:
+        self.plan, self.cell, self.form = plan, plan.cell, form
+        self.rows, self.width, self.whole = *tile, whole  # whole: a tile has all units of a row
+        self.io, self.narrow = TYPES[plan.dtype], plan.dtype != "float32"
+        self.states = {name: i for i, name in enumerate(self.cell.state_names)}
+        self.widths = [plan.sizes[s.size] for s in self.cell.states]
+        self.warps = 0  # as many as the tile wants
+        self.arguments: dict[str, str] = {}
+        self.lines: list[str] = []
+        self.depth = 1
+        self.names: dict[Expr, str] = {}
+        self.taken: set[str] = {*FUNCTIONS, *RESERVED}
+        self.said: dict[str, str] = {}  # lines that are printed once, by what they assign
+        # What the backward pass finds in memory.
+        self.saved: dict[Expr, tuple[int, bool]] = {}
+        column = 0
+        for node in (*plan.saved, *plan.saved_rows):
+            self.saved[node] = column, is_narrow(node)
+            column += 1 if is_narrow(node) else plan.width(node)
+        kept = zip(self.cell.states, self.cell.next, strict=True)
+        self.after = {n: s.name for s, n in kept if s.name in plan.states and n.op not in FREE}
+        self.hyper = {name: i for i, name in enumerate(self.cell.hyper)}
+        self.numbers = {l.name: k for k, l in enumerate(self.cell.linears)}
+
+    # -- lines -----------------------------------------------------------------------------------
+    def say(self, line: str = "") -> None:
+        """Adds a line."""
+        self.lines.append("    " * self.depth + line if line else "")
+
+    @contextmanager
+    def indented(self) -> Iterator[None]:
+        """Lines under the one before."""
+        self.depth += 1
+        yield
+        self.depth -= 1
+
+    def once(self, name: str, expression: str) -> str:
+        """Assigns a name where that has not been done yet."""
+        if name not in self.said:
+            self.said[name] = expression
+            self.taken.add(name)
+            self.say(f"{name} = {expression}")
+        return name
+
+    def assign(self, wanted: str, expression: str) -> str:
+        """A new variable, of that name or one like it; a name stays what it is."""
+        if expression in self.taken:
+            return expression
+        name = wanted = re.sub(r"\W", "_", wanted)
+        number = 1
+        while name in self.taken or name in self.arguments:
+            number += 1
+            name = f"{wanted}_{number}"
+        self.taken.add(name)
+        self.say(f"{name} = {expression}")
+        return name
+
+    def argument(self, name: str, kind: str) -> str:
+        """An argument of the kernel."""
+        self.arguments.setdefault(name, kind)
+        return name
+
+    def array(self, name: str, wide: bool = False) -> str:
+        """An argument that points to numbers: float32 if wide, else of the plan's dtype."""
+        return self.argument(name, "*fp32" if wide else f"*{self.io}")
+
+    # -- the tile --------------------------------------------------------------------------------
+    def units(self, size: str) -> str:
+        """The units of the tile, ``[1, units]``."""
+        name = f"units_{size}"
+        if name in self.said:
+            return name
+        width = power_of_two(self.plan.sizes[size], self.width) if self.whole else self.width
+        first = "" if self.whole else f"tl.program_id(1) * {width} + "
+        self.once(name, f"({first}tl.arange(0, {width}))[None, :]")
+        self.once(f"is_{size}", f"{name} < {self.plan.sizes[size]}")
+        self.once(f"in_{size}", f"is_row & is_{size}")
+        return name
+
+    def begin(self) -> None:
+        """The rows of the tile, ``[rows, 1]``."""
+        batch = self.argument("batch", "i64")
+        first = f"tl.program_id(0) * {self.rows} + " if self.rows > 1 else "tl.program_id(0) + "
+        self.once("rows", f"({first}tl.arange(0, {self.rows})).to(tl.int64)[:, None]")
+        self.once("is_row", f"rows < {batch}")
+
+    def row(self, name: str, step: str = "t", wide: bool = False, tag: str = "") -> str:
+        """Where the rows of the tile begin in an array over time."""
+        self.array(name, wide)
+        for part in "0tb":
+            self.argument(f"{name}_{part}", "i64")
+        where = f"{name} + ({name}_0 + ({step}) * {name}_t + rows * {name}_b)"
+        return self.once(f"{name}_at{tag}", where.replace("(t)", "t"))
+
+    def flags(self, name: str, step: str = "t", mask: str = "is_row") -> str:
+        """The flags of the rows at a step, ``[rows, 1]``, which are memory ``[T, B]``."""
+        self.argument(name, "*u8")
+        for part in "0t":
+            self.argument(f"{name}_{part}", "i64")
+        where = f"{name} + ({name}_0 + ({step}) * {name}_t + rows)".replace("(t)", "t")
+        return f"tl.load({where}, mask={mask}, other=0) != 0"
+
+    def load(self, where: str, size: str | None, wide: bool = False) -> str:
+        """Numbers of the tile, as float32; of ``[rows, 1]`` where size is None."""
+        mask = "is_row" if size is None else f"in_{size}"
+        text = f"tl.load({where}, mask={mask}, other=0.0)"
+        return text if wide or not self.narrow else f"{text}.to(tl.float32)"
+
+    def load_units(self, name: str, size: str, column: int = 0) -> str:
+        """One number per unit, the same for all rows, ``[1, units]``."""
+        units = self.units(size)
+        where = f"{self.array(name)} + {plus(column, units)}"
+        text = f"tl.load({where}, mask=is_{size}, other=0.0)"
+        return f"{text}.to(tl.float32)" if self.narrow else text
+
+    def store(self, where: str, value: str, size: str) -> None:
+        """Writes the tile."""
+        self.say(f"tl.store({where}, {value}, mask=in_{size})")
+
+    def at(self, base: str, column: int, size: str) -> str:
+        """Where the units are, in rows that begin at ``base``."""
+        return f"{base} + {plus(column, self.units(size))}"
+
+    # -- the graph -------------------------------------------------------------------------------
+    def size(self, node: Expr) -> str:
+        """The size symbol of a node."""
+        return size_of(self.cell, node) or "H"
+
+    def is_leaf(self, node: Expr) -> bool:
+        """Whether the value comes from elsewhere."""
+        if node in self.names or not node.args:
+            return True
+        if node.op == "max":
+            # Taken again in the backward pass too, from the values that are compared with it: in 16
+            # bits a saved maximum may equal none of them.
+            return False
+        if self.form.backward and (node in self.saved or node in self.after):
+            return True
+        return node.op in ("linear", "preact", "linear_t")
+
+    def evaluate(self, roots: Iterable[Expr], labels: Mapping[Expr, str] | None = None) -> None:
+        """Prints what the roots need; each then has a name in ``names``."""
+        roots, labels = list(roots), labels or {}
+        order = topological(roots, Where(self.is_leaf))
+        wanted = set(roots)
+        uses = dict.fromkeys(order, 0)
+        for node in order:
+            if not self.is_leaf(node):
+                for arg in node.args:
+                    uses[arg] += 1
+        for node in order:
+            if node in self.names:
+                continue
+            if node.op == "const":
+                self.names[node] = number(node.attrs[0])
+            elif self.is_leaf(node):
+                self.names[node] = self.assign(*self._leaf(node))
+            elif node.op == "keep":
+                self.names[node] = self._keep(node)
+            elif is_reduction(node):
+                self.names[node] = self._reduction(node)
+            elif node.op in MATMULS:
+                self.names[node] = self.assign(*self.product(node))
+            elif node in wanted or uses[node] > 1:
+                self._name(node, labels.get(node) or gate_of(node) or "v")
+
+    def value(self, node: Expr) -> str:
+        """The name of an evaluated node."""
+        return self.names[node]
+
+    def _name(self, node: Expr, wanted: str) -> None:
+        while len(show(node, self.names)) > WIDTH - 16:
+            open_ = [arg for arg in node.args if arg not in self.names]
+            longest = max(open_, key=lambda arg: len(show(arg, self.names)), default=None)
+            if longest is None:
+                break
+            self._name(longest, "v")
+        self.names[node] = self.assign(wanted, show(node, self.names))
+
+    def _argument_of(self, node: Expr) -> str:
+        (arg,) = node.args
+        return self.names.get(arg) or show(arg, self.names)
+
+    def _keep(self, node: Expr) -> str:
+        index, per = node.attrs
+        rate = self._argument_of(node)
+        if not self.form.draw:
+            return self.assign(f"keep_{index}", rate)
+        units, draws = self.units(self.size(node)), self.argument("draws", "*i64")
+        return self.assign(
+            f"keep_{index}", f"keep({rate}, {draws}, t, rows, {units}, {index}, {per == 'step'})"
+        )
+
+    def _reduction(self, node: Expr) -> str:
+        size, (groups,) = self.size(node), node.attrs
+        units, each = self.units(size), self.plan.sizes[size] // groups
+        inner = f"{self._argument_of(node)}, {units}, in_{size}, {groups}, {each}"
+        return self.assign(f"row_{node.op}", f"{node.op}({inner})")
+
+    def _leaf(self, node: Expr) -> tuple[str, str]:
+        """A name for a leaf, and where it comes from."""
+        if self.form.backward and node in self.saved:
+            column, narrow = self.saved[node]
+            row = self.row("saved")
+            name = gate_of(node) or "saved_v"
+            if narrow:
+                return name, self.load(f"{row} + {column}", None)
+            return name, self.load(self.at(row, column, self.size(node)), self.size(node))
+        if self.form.backward and node in self.after:
+            name = self.after[node]
+            return f"new_{name}", self.load_after(name)
+        return getattr(self, f"load_{node.op}")(node)
+
+    def product(self, node: Expr) -> tuple[str, str]:
+        """A name for an output of a matmul in the kernel, and the matmul."""
+        raise NotImplementedError
+
+    def load_after(self, state: str) -> str:
+        """The new value of a state, in the backward pass."""
+        i = self.states[state]
+        next_ = self.argument(f"state{i}_next", "i64")
+        where = f"{self.row(f'state{i}')} + {next_}"
+        return self.load(self.at(where, 0, self.cell.states[i].size), self.cell.states[i].size)
+
+    def load_hyper(self, node: Expr) -> tuple[str, str]:
+        """A run-time hyperparameter."""
+        array = self.array("hyper", wide=True)
+        return node.attrs[0], f"tl.load({array} + {self.hyper[node.attrs[0]]})"
+
+    def load_param(self, node: Expr) -> tuple[str, str]:
+        """A parameter of the units."""
+        (name,) = node.attrs
+        return f"p_{name}", self.load_units(f"param{self.cell.param_names.index(name)}", "H")
+
+    def load_static(self, node: Expr) -> tuple[str, str]:
+        """The input given once per sequence."""
+        row = f"{self.array('static')} + rows * {self.plan.hidden_size}"
+        return node.attrs[0], self.load(self.at(row, 0, "H"), "H")
+
+    def load_x(self, node: Expr) -> tuple[str, str]:
+        """The input projection of a gate."""
+        (gate,) = node.attrs
+        return f"x_{gate}", self.projected(gate)
+
+    def projected(self, gate: str) -> str:
+        """The input projection of a gate, with its bias."""
+        column = self.cell.gates.index(gate) * self.plan.hidden_size
+        text = self.load(self.at(self.row("x"), column, "H"), "H")
+        return f"{text} + {self.load_units('bias_x', 'H', column)}" if self.form.bias_x else text
+
+    # -- results ---------------------------------------------------------------------------------
+    def valid(self, value: str, other: str = "0.0") -> str:
+        """The value, under a mask another."""
+        return f"tl.where(valid, {value}, {other})" if self.form.mask else value
+
+    def labels(self) -> dict[Expr, str]:
+        """Names for the results of the backward pass."""
+        g = self.plan.gradients
+        found = {d: f"d_x_{gate}" for gate, d in g.x.items()}
+        return found | {d: f"d_s_{name}" for name, d in g.state.items()}
+
+    def store_saved(self, nodes: Iterable[Expr]) -> None:
+        """What the backward pass reads."""
+        for node in nodes:
+            (column, narrow), row, size = self.saved[node], self.row("saved"), self.size(node)
+            if narrow:
+                self.say(f"tl.store({row} + {column}, {self.value(node)}, mask=is_row)")
+            else:
+                self.store(self.at(row, column, size), self.value(node), size)
+
+    def store_gradients(self, sizes: Container[str], inside: bool) -> None:
+        """The gradients of the gates, and what the gradients of the weights need, of these sizes.
+
+        ``inside``: also for matmuls whose operand is computed in the step.
+        """
+        plan, cell, h = self.plan, self.cell, self.plan.hidden_size
+        for n, d in enumerate(plan.gradients.x.values() if "H" in sizes else ()):
+            self.store(self.at(self.row("dx"), n * h, "H"), self.valid(self.value(d)), "H")
+        for k, l in enumerate(cell.linears):
+            direct = l.operand.op == "state" or inside
+            if direct and l.out_size in sizes and not plan.shares_gradient(l):
+                self.store_outputs(l)
+            if apart(plan, self.form, l) and l.in_size in sizes:
+                where = self.at(self.row(f"operand{k}"), 0, l.in_size)
+                self.store(where, self.valid(self.value(l.operand)), l.in_size)
+
+    def store_outputs(self, l: Linear) -> None:
+        """The gradients of a matmul's outputs."""
+        row, size = self.row(f"dr{self.numbers[l.name]}"), self.plan.sizes[l.out_size]
+        for n, d in enumerate(self.plan.gradients.linear[l.name].values()):
+            where = self.at(row, n * size, l.out_size)
+            self.store(where, self.valid(self.value(d)), l.out_size)
+
+    # -- the file --------------------------------------------------------------------------------
+    def finish(self, name: str, about: str) -> Printed:
+        """The whole text of the kernel."""
+        body = "\n".join(self.lines)
+        used = [f for f in FUNCTIONS if re.search(rf"(?<![.\w]){f}\(", body)]
+        imports = f"from anycell.engines.gpu.library import {', '.join(used)}\n" if used else ""
+        text = (
+            f'"""{about}\n\n{self.equations()}\n"""\n\n'
+            "import triton\nimport triton.language as tl\n\n"
+            f"{imports}{chr(10) if imports else ''}\n"
+            f"@triton.jit\ndef {name}(\n"
+            + "".join(f"    {a},  # {kind}\n" for a, kind in self.arguments.items())
+            + f"):\n{body}\n"
+        )
+        size = next((n[6:] for n in self.said if n.startswith("units_")), "H")
+        tile = self.rows, self.lanes
+        warps = self.warps or (4 if self.lanes <= 4096 else 8 if self.lanes <= 16384 else 16)
+        return Printed(name, text, tuple(self.arguments.items()), tile, size, warps)
+
+    @property
+    def lanes(self) -> int:
+        """Units of the widest tile."""
+        if not self.whole:
+            return self.width
+        sizes = [n[6:] for n in self.said if n.startswith("units_")] or ["H"]
+        return max(power_of_two(self.plan.sizes[s], self.width) for s in sizes)
+
+    def equations(self) -> str:
+        """The cell's own lines, for the head of the file."""
+        named = [(f"{s}'", n) for s, n in zip(self.cell.state_names, self.cell.next, strict=True)]
+        return "\n".join(f"    {line}" for line in listing(named))
+
+
+def apart(plan: Plan, form: Form, linear: Linear) -> bool:
+    """Whether a matmul multiplied something else than the sequence of hidden states."""
+    return form.resets or linear.operand is not Expr("state", (), (plan.cell.state_names[0],))
+
+
+def keeps(plan: Plan, form: Form, i: int) -> bool:
+    """Whether a forward pass writes the whole sequence of state i > 0, in the plan's dtype.
+
+    The backward pass reads it, or a matmul multiplies it.
+    """
+    name = plan.cell.states[i].name
+    multiplied = any(l.operand is Expr("state", (), (name,)) for l in plan.cell.linears)
+    return multiplied or (form.keep and name in plan.states)
+
+
+class Where:
+    """A container of all expressions that a condition holds for."""
+
+    def __init__(self, condition: Callable[[Expr], bool]) -> None:
+        self.condition = condition
+
+    def __contains__(self, node: object) -> bool:
+        return isinstance(node, Expr) and self.condition(node)
+
+
+def gate_of(node: Expr) -> str | None:
+    """The gate whose value this is: the function of one gate's projections."""
+    if len(node.args) == 1 and node.args[0].op in ("x", "preact"):
+        return node.args[0].attrs[-1]
+    return None
+
+
+def plus(column: int, units: str) -> str:
+    """An offset of units that begin at a column."""
+    return f"({column} + {units})" if column else units
+
+
+def number(value: float) -> str:
+    """A constant of the program text."""
+    return repr(value) if math.isfinite(value) else f'float("{value}")'
+
+
+# What a printed kernel may import: the functions of ``library``, which is read and not imported.
+_library = Path(__file__).with_name("library.py").read_text(encoding="utf-8")
+FUNCTIONS = tuple(re.findall(r"^def ([a-z]\w*)\(", _library, re.MULTILINE))
+# Names of arguments and of what every kernel computes: no gate's value may take one.
+RESERVED = (
+    "batch count diverted draws dx dy float hyper is_row later mask more out reset resets rows "
+    "saved static t tl triton turn valid x"
+).split()

@@ -1,0 +1,133 @@
+"""PyTorch's tensors as the GPU engine wants them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anycell.engines.gpu import launch
+from anycell.engines.gpu.capacity import Device
+from anycell.torch.graphs import Replays, captured
+
+
+class DeviceHost:
+    """Tensors of one dtype on one device; the matmuls are torch's.
+
+    On the CPU, where kernels run in Triton's interpreter, it differs in nothing but speed.
+
+    Attributes:
+        dtype: of the plan.
+        device: where all tensors are.
+        tier: of kernels; None lets ``capacity`` choose.
+    """
+
+    tier: int | None = None
+    replay_steps = 16
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+
+    @functools.cached_property
+    def limits(self) -> Device | None:
+        """What ``capacity`` knows of the device; None on the CPU."""
+        if self.device.type != "cuda":
+            return None
+        with self.active():
+            return launch.limits()
+
+    @property
+    def tf32(self) -> bool:
+        """Whether torch's own matmuls may round to TF32."""
+        return self.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+
+    @functools.cached_property
+    def replay(self) -> Replays | None:
+        """Graphs of launches, on a card."""
+        return Replays(captured) if self.device.type == "cuda" else None
+
+    def active(self) -> AbstractContextManager[Any]:
+        """A context in which kernels run where the tensors are."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def stream(self) -> int:
+        """The current stream of the device."""
+        if self.device.type != "cuda":
+            return 0
+        return torch.cuda.current_stream(self.device).cuda_stream
+
+    def empty(self, shape: tuple[int, ...], wide: bool = False) -> Tensor:
+        """Memory that is written before it is read."""
+        return torch.empty(shape, dtype=torch.float32 if wide else self.dtype, device=self.device)
+
+    def zeros(self, shape: tuple[int, ...], wide: bool = False) -> Tensor:
+        """Zeros."""
+        return torch.zeros(shape, dtype=torch.float32 if wide else self.dtype, device=self.device)
+
+    def rounded(self, array: Tensor, copy: bool = False) -> Tensor:
+        """The array in the plan's dtype."""
+        return array.to(self.dtype, copy=copy).contiguous()
+
+    def numbers(self, values: Sequence[float]) -> Tensor:
+        """A float32 tensor."""
+        return torch.tensor(values, dtype=torch.float32, device=self.device)
+
+    def integers(self, values: Sequence[int]) -> Tensor:
+        """An int64 tensor, of numbers taken modulo 2**64."""
+        signed = [(v + (1 << 63)) % (1 << 64) - (1 << 63) for v in values]
+        return torch.tensor(signed, dtype=torch.int64, device=self.device)
+
+    def pointer(self, array: Tensor) -> int:
+        """Its address."""
+        return array.data_ptr()
+
+    def strides(self, array: Tensor) -> tuple[int, ...]:
+        """In elements."""
+        return array.stride()
+
+    def matmul(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """``out = a @ b``."""
+        if a.dtype == out.dtype:
+            torch.matmul(a, b, out=out)
+        elif a.is_cuda and _WIDE_RESULTS:
+            multiply = torch.mm if a.dim() == 2 else torch.bmm
+            multiply(a, b, out_dtype=out.dtype, out=out)
+        else:  # of two 16-bit numbers the product is exact in float32
+            torch.matmul(a.to(out.dtype), b.to(out.dtype), out=out)
+
+    def matmul_add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """``out += a @ b``."""
+        if a.dtype == out.dtype:
+            (out.addmm_ if a.dim() == 2 else out.baddbmm_)(a, b)
+            return
+        product = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        self.matmul(a, b, product)
+        out += product
+
+    def turned(self, array: Tensor) -> Tensor:
+        """The last two axes exchanged."""
+        return array.transpose(-1, -2)
+
+    def by_head(self, array: Tensor, heads: int) -> Tensor:
+        """``[B, outputs, heads * size]`` as ``[heads, B, outputs * size]``."""
+        rows, outputs, width = array.shape
+        split = array.reshape(rows, outputs, heads, width // heads).permute(2, 0, 1, 3)
+        return split.reshape(heads, rows, -1)
+
+    def masked(self, x: Tensor, mask: Tensor) -> Tensor:
+        """A copy with 0 where the mask is 0."""
+        return x.masked_fill(~mask.bool().unsqueeze(-1), 0.0)
+
+
+# Whether torch multiplies 16-bit matrices into float32 (since 2.8).
+_WIDE_RESULTS = "dtype_out" in torch.ops.aten.mm.overloads()
+
+
+@functools.lru_cache(maxsize=64)
+def host_of(dtype: torch.dtype, device: torch.device) -> DeviceHost:
+    """The host of tensors like these."""
+    return DeviceHost(dtype, device)

@@ -1,0 +1,114 @@
+"""Solving a random problem on the GPU engine: on a card, or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from problems import Arrays, Problem, _gradients, _results, width
+
+torch = pytest.importorskip("torch")
+CARD = torch.cuda.is_available()
+if not CARD:
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+from anycell import device, layer  # noqa: E402  (Triton reads the variable when it is imported)
+from anycell.lang.cell import RECURRENT  # noqa: E402
+from anycell.plan import plan  # noqa: E402
+from anycell.torch.device import DeviceHost  # noqa: E402
+
+DEVICE = torch.device("cuda" if CARD else "cpu")
+
+
+class Poisoned(DeviceHost):
+    """All memory starts as NaN, so that what is read before it is written shows."""
+
+    def empty(self, shape: tuple[int, ...], wide: bool = False) -> Any:
+        return super().empty(shape, wide).fill_(float("nan"))
+
+
+def by_gpu(
+    problem: Problem,
+    dtype: str | None = None,
+    tier: int | None = 3,
+    projected: bool = False,
+    backwards: int = 1,
+    replays: Any = None,
+) -> Arrays:
+    """By the kernels of the GPU engine.
+
+    Args:
+        dtype: of the plan; None takes that of the problem.
+        tier: of kernels.
+        projected: through an input projection whose weight is the unit matrix.
+        backwards: the backward pass runs so many times.
+        replays: runs two steps of tier 3 at a time, as graphs do.
+    """
+    cell, options, group = problem.cell, problem.options, problem.group
+    hidden = problem.arrays["gates_x"].shape[2] // len(cell.gates)
+    dtype = dtype or problem.arrays["gates_x"].dtype.name
+    sizes = {s: width(s, hidden) for s in cell.sizes.values()}
+    chosen = plan(cell, hidden, dtype, "gpu", sizes)
+    host = Poisoned(getattr(torch, dtype), DEVICE)
+    host.tier, host.replay, host.replay_steps = tier, replays, 2
+
+    def array(given: Any) -> Any:
+        if given is None or given.dtype == bool:
+            return None if given is None else torch.tensor(given.view(np.uint8), device=DEVICE)
+        return torch.tensor(given, dtype=host.dtype, device=DEVICE)
+
+    def arrays(name: str) -> list[Any]:
+        return [array(a) for a in group(name).values()]
+
+    weights = {name: array(a) for name, a in group("weights").items()}
+    hh, bias_hh = (weights.pop(name, None) for name in (RECURRENT, f"{RECURRENT}_bias"))
+    x = array(problem["gates_x"])
+    one = layer.Weights(
+        ih=torch.eye(x.shape[2], dtype=host.dtype, device=DEVICE) if projected else None,
+        hh=hh,
+        bias_hh=bias_hh,
+        params=arrays("params"),
+        initial=arrays("state"),
+        reset=arrays("reset_state") or None,
+        static=array(problem["static"]),
+        linears=weights,
+        reverse=options.get("reverse", False),
+    )
+    how = layer.Options(
+        mask=array(problem["mask"]),
+        resets=array(problem["resets"]),
+        repeat=options.get("masked_output") == "repeat",
+        training=options.get("training", False),
+        seed=options.get("seed", 0),
+    )
+    # The interpreter computes what lies outside of arrays too, with NumPy.
+    with np.errstate(all="ignore"):
+        outputs, (final,), saved = device.forward(host, chosen, x, [one], how, keep=True)
+        for _ in range(backwards):
+            dx, (d,) = device.backward(
+                host, chosen, saved, array(problem["d_outputs"]), [arrays("d_final")]
+            )
+
+    def numbers(tensor: Any) -> Any:
+        return tensor.float().cpu().numpy().astype(problem.arrays["gates_x"].dtype)
+
+    solution = _results(cell, numbers(outputs), [numbers(f) for f in final])
+    if projected:
+        solution["d weights ih"] = numbers(d.ih)
+    found = {RECURRENT: d.hh, f"{RECURRENT}_bias": d.bias_hh, **d.linears}
+    named = {
+        "weights": {name: numbers(a) for name, a in found.items() if a is not None},
+        "params": dict(zip(cell.param_names, map(numbers, d.params), strict=True)),
+        "state": dict(zip(cell.state_names, map(numbers, d.initial), strict=True)),
+    }
+    for argument, gradients in named.items():
+        solution |= _gradients(problem, argument, gradients)
+    for (name, given), total in zip(group("reset_state").items(), d.reset or (), strict=True):
+        solution[f"d reset_state {name}"] = numbers(total if given.ndim == 2 else total.sum(0))
+    solution["d gates_x"] = numbers(dx)
+    if d.static is not None:
+        solution["d static"] = numbers(d.static)
+    return solution

@@ -1,0 +1,367 @@
+"""The GPU engine against the reference.
+
+Where there is a card, kernels run on it. Elsewhere Triton's interpreter runs the same texts, and
+they are compiled ahead of time for cards that are not there.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu import by_gpu  # before anything else that may import Triton
+from numpy.testing import assert_array_equal
+from problems import (
+    AWKWARD,
+    Problem,
+    Unsolvable,
+    assert_right,
+    assert_same,
+    by_reference,
+    random_problem,
+)
+from random_cells import random_cell
+from test_engines import Masks, Sampler
+from tolerances import error
+
+import anycell
+from anycell import Cell, cells, device
+from anycell.engines import gpu
+from anycell.engines.gpu import build, capacity
+from anycell.engines.gpu.step import print_step
+from anycell.engines.gpu.text import FUNCTIONS, Form
+from anycell.lang.ops import TABLE
+from anycell.plan import plan
+from anycell.torch.graphs import Replays
+
+EVERY = [
+    cells.LSTM,
+    cells.LSTM(coupled=True, forget_bias=1.0, cell_clip=0.8),
+    cells.PeepholeLSTM,
+    cells.LSTMP,
+    cells.GRU,
+    cells.GRU(reset_after=False),
+    cells.RNN,
+    cells.RNN(nonlinearity="relu"),
+    cells.LayerNormLSTM,
+    cells.LayerNormLSTM(form="ba"),
+    cells.LayerNormGRU,
+    cells.ZoneoutLSTM,
+    cells.ZoneoutGRU,
+    cells.RecurrentDropoutLSTM,
+    cells.VariationalLSTM,
+    cells.MGU,
+    cells.JANET,
+    cells.IndRNN,
+    cells.MultiplicativeLSTM,
+    cells.NAS,
+    cells.EALSTM,
+    cells.GRUD,
+    cells.sLSTM(heads=3),
+    Sampler,
+]
+FEW = [cells.LSTM, cells.GRU(reset_after=False), Sampler]
+SITUATIONS: list[dict[str, Any]] = [
+    {},
+    {"masked": True, "resets": True, "reverse": True, "training": True, "seed": 1 << 63},
+    {"masked": True, "resets": True, "masked_output": "repeat"},
+    {"masked": True},
+    {"resets": True, "training": True, "seed": 5},
+]
+# Relative errors of 16-bit kernels; there is no layer of a framework to compare with.
+SIXTEEN = {"float16": 2e-3, "bfloat16": 1e-2}
+each_cell = pytest.mark.parametrize("cell", EVERY, ids=repr)
+each_tier = pytest.mark.parametrize("tier", [3, 1])
+some_cells = pytest.mark.parametrize("cell", FEW, ids=repr)
+
+
+def situation(cell: Cell, number: int) -> dict[str, Any]:
+    """A situation; cells without random masks draw none."""
+    drop = () if cell.keeps else ("training", "seed")
+    return {name: v for name, v in SITUATIONS[number].items() if name not in drop}
+
+
+def problem_of(cell: Cell, shape: tuple[int, int, int], rng: Any, number: int = 0) -> Problem:
+    return random_problem(cell, shape, rng, "float32", **situation(cell, number))
+
+
+def test_every_cell_is_here() -> None:
+    built_in = {c.name for c in vars(cells).values() if isinstance(c, Cell)}
+    assert built_in <= {c.name for c in EVERY}
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+@each_cell
+def test_every_cell(cell: Cell, rng: np.random.Generator) -> None:
+    """Under masks, resets, in reverse, with random masks; both tiers solve one problem."""
+    problem = problem_of(cell, (2, 3, 9), rng, 1)
+    for tier in (3, 1):
+        assert_right(by_gpu(problem, tier=tier), problem, f"tier {tier}")
+
+
+@each_tier
+def test_plainly(tier: int, rng: np.random.Generator) -> None:
+    for cell in (cells.LSTM, cells.GRU, cells.LSTMP):
+        problem = problem_of(cell, (3, 3, 9), rng)
+        assert_right(by_gpu(problem, tier=tier), problem)
+
+
+@pytest.mark.slow
+@each_tier
+@each_cell
+@pytest.mark.parametrize("number", range(len(SITUATIONS)))
+def test_every_situation(cell: Cell, number: int, tier: int, rng: np.random.Generator) -> None:
+    for shape in ((4, 5, 33), (1, 19, 21)):
+        problem = problem_of(cell, shape, rng, number)
+        assert_right(by_gpu(problem, tier=tier), problem)
+
+
+@each_tier
+@pytest.mark.parametrize("shape", AWKWARD, ids=str)
+def test_awkward_shapes(shape: tuple[int, int, int], tier: int, rng: np.random.Generator) -> None:
+    cell = cells.LayerNormGRU if shape[:2] == (4, 5) else cells.GRU
+    problem = problem_of(cell, shape, rng)
+    assert_right(by_gpu(problem, tier=tier), problem)
+
+
+@each_tier
+@some_cells
+def test_sixteen_bits(cell: Cell, tier: int, rng: np.random.Generator) -> None:
+    """float16; the interpreter multiplies bfloat16 wrongly, which tests on a card make up for."""
+    assert_sixteen(problem_of(cell, (4, 3, 33), rng, 2), "float16", tier)
+
+
+@pytest.mark.gpu
+@each_tier
+@each_cell
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_sixteen_bits_on_a_card(
+    cell: Cell, dtype: str, tier: int, rng: np.random.Generator
+) -> None:
+    for number in range(len(SITUATIONS)):
+        assert_sixteen(problem_of(cell, (5, 19, 33), rng, number), dtype, tier)
+
+
+def assert_sixteen(problem: Problem, dtype: str, tier: int) -> None:
+    """Errors against float64 of the same, rounded numbers, over whole arrays."""
+    import torch
+
+    def rounded(_: str, a: np.ndarray) -> np.ndarray:
+        if a.dtype == bool:
+            return a
+        return torch.tensor(a).to(getattr(torch, dtype)).float().numpy()
+
+    problem = problem.map(rounded)
+    for name, value in by_gpu(problem, dtype, tier).items():
+        wrong = error(value, problem.right[name], ())
+        assert wrong <= SIXTEEN[dtype], f"{name} of {problem.cell}: {wrong:.2g}"
+
+
+@pytest.mark.parametrize("seed", range(1997, 2001))
+def test_random_cells(seed: int, rng: np.random.Generator) -> None:
+    cell = random_cell(seed, 12)
+    situation = {"masked": True, "resets": True, "training": True, "seed": 3}
+    try:
+        problem = random_problem(cell, (2, 3, 12), rng, "float32", **situation)
+    except Unsolvable:
+        pytest.skip("no problem that float32 solves")
+    for tier in (3, 1):
+        assert_right(by_gpu(problem, tier=tier), problem, f"tier {tier}")
+
+
+def test_engines_draw_the_same_masks(rng: np.random.Generator) -> None:
+    """Every word of a draw, as the reference has it, from any seed."""
+    for seed in (3, (1 << 64) - 1):
+        problem = random_problem(Masks, (5, 3, 9), rng, "float32", training=True, seed=seed)
+        right = by_reference(problem)["outputs"]
+        for tier in (3, 1):
+            assert_array_equal(by_gpu(problem, tier=tier)["outputs"], right)
+
+
+@some_cells
+def test_chunks_of_time(
+    cell: Cell, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the unit matrix for a projection a layer is its recurrence, in chunks of any length."""
+    for number, tier in ((0, 3), (1, 1), (1, 3)):
+        problem = problem_of(cell, (3, 3, 9), rng, number)
+        problem["gates_x"][:] = np.nan_to_num(problem["gates_x"])
+        right = by_gpu(problem, tier=tier)
+        for steps in (1, 2) if cell is cells.LSTM else (2,):
+            width = problem["gates_x"][0].nbytes
+            monkeypatch.setattr(device, "CHUNK_BYTES", steps * width)
+            solution = by_gpu(problem, tier=tier, projected=True)
+            d_ih = solution.pop("d weights ih")
+            same = [name for name in solution if name.split()[:2] not in SUMMED]
+            assert_same(solution, right, *same)
+            assert_right(solution, problem)
+            rows = problem["gates_x"].reshape(-1, problem["gates_x"].shape[2])
+            expected = right["d gates_x"].reshape(rows.shape).T @ rows
+            np.testing.assert_allclose(d_ih, expected, rtol=0, atol=1e-4 * abs(expected).max())
+
+
+SUMMED = [["d", "weights"]]  # in another order for other chunks
+
+
+@some_cells
+def test_graphs(cell: Cell, rng: np.random.Generator) -> None:
+    """Steps that run on memory of their own, as a captured graph does, and a rest that does not."""
+    replays = Replays(lambda run: run)
+    for number in (0, 1):
+        problem = problem_of(cell, (5, 3, 7), rng, number)
+        assert_same(by_gpu(problem, replays=replays), by_gpu(problem))
+    assert replays.graphs
+
+
+@some_cells
+def test_a_second_backward_gives_the_same(cell: Cell, rng: np.random.Generator) -> None:
+    problem = problem_of(cell, (2, 4, 7), rng, 1)
+    for tier in (3, 1):
+        assert_same(by_gpu(problem, tier=tier, backwards=2), by_gpu(problem, tier=tier))
+
+
+# -- the text --------------------------------------------------------------------------------------
+
+
+def test_every_op_has_a_row() -> None:
+    """As a function of the library, or as an operator."""
+    tree = ast.parse(Path(inspect.getfile(gpu)).with_name("library.py").read_text())
+    operators = next(
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "OPERATORS"
+    )
+    names = next(n.value for n in ast.walk(operators) if isinstance(n, ast.Constant)).split()
+    assert TABLE.keys() <= set(FUNCTIONS) | set(names)
+
+
+def test_a_text_shows_the_cell() -> None:
+    step = print_step(plan(cells.PeepholeLSTM, 32, "float32", "gpu"), Form(biases=(True,)))
+    (kernel,) = step.stages[0].kernels
+    assert "h' = sigmoid(a.o + p.p_o * c') * tanh(c')" in kernel.source
+    function = build.function(kernel)
+    path = Path(function.fn.__code__.co_filename)
+    assert path.read_text() == kernel.source
+
+
+def test_stages_follow_the_matmuls() -> None:
+    def kernels(cell: Cell, **form: Any) -> list[tuple[int, ...]]:
+        sizes = {"P": 20}
+        form["biases"] = (False,) * 3
+        made = print_step(plan(cell, 32, "float32", "gpu", sizes), Form(**form))
+        return [stage.matmuls for stage in made.stages]
+
+    assert kernels(cells.LSTM) == [(0,)]
+    assert kernels(cells.LSTM, resets=True) == [(), (0,)]
+    assert kernels(cells.LSTM, backward=True) == [()]
+    assert kernels(cells.GRU(reset_after=False)) == [(0,), (1,)]
+    assert kernels(cells.GRU(reset_after=False), backward=True) == [(), (1,)]
+    assert kernels(cells.GRUD) == [(), (0,), (1,)]
+
+
+def test_the_plan_of_a_gpu() -> None:
+    assert plan(cells.LSTM, 8, "bfloat16", "gpu").itemsize == 2
+    with pytest.raises(ValueError, match="expected one of float32, bfloat16, float16"):
+        plan(cells.LSTM, 8, "float64", "gpu")
+    with pytest.raises(ValueError, match="cannot run cell LSTMP: nothing tells the size P"):
+        plan(cells.LSTMP, 8, "float32", "gpu")
+    with pytest.raises(ValueError, match="expected one of float32, float64"):
+        plan(cells.LSTM, 8, "bfloat16")
+
+
+# -- which tier ------------------------------------------------------------------------------------
+
+
+def tier(cell: Cell, hidden: int, dtype: str, card: str, backward: bool = False) -> int:
+    card_ = next(device for device in capacity.DEVICES if device.name == card)
+    return capacity.choose(plan(cell, hidden, dtype, "gpu"), card_, backward).tier
+
+
+def test_tiers_of_the_lstm() -> None:
+    """All weights on chip where shared memory holds them: 128 KB in 16 bits with 128 units."""
+    for card in ("A100", "H100", "H200", "B200"):
+        for backward in (False, True):
+            assert tier(cells.LSTM, 128, "bfloat16", card, backward) == 1
+            assert tier(cells.LSTM, 192, "bfloat16", card, backward) == 3
+            assert tier(cells.LSTM, 64, "float32", card, backward) == 1
+            assert tier(cells.LSTM, 128, "float32", card, backward) == 3
+    assert tier(cells.LSTM, 128, "bfloat16", "RTX 4090") == 3
+    assert tier(cells.LSTM, 96, "bfloat16", "H100") == tier(cells.LSTM, 128, "bfloat16", "H100")
+
+
+def test_the_tier_follows_the_cell() -> None:
+    assert tier(cells.RNN, 256, "bfloat16", "H100") == 1  # one gate's weights
+    assert tier(cells.NAS, 128, "bfloat16", "H100") == 3  # eight gates' weights
+    assert tier(cells.IndRNN, 256, "float32", "H100") == 1  # none at all
+    assert tier(cells.IndRNN, 1 << 16, "float32", "H100") == 3  # more than registers hold
+
+
+def test_a_choice_says_why() -> None:
+    wide, narrow = (plan(cells.LSTM, h, "bfloat16", "gpu") for h in (1024, 64))
+    assert {name for name, _, _ in capacity.table(wide)} == {d.name for d in capacity.DEVICES}
+    for _, _, why in capacity.table(wide):
+        assert "tier 3: the weights of a step take 8,4" in why
+    for _, _, why in capacity.table(narrow):
+        assert "tier 1: all weights on chip" in why
+    assert capacity.choose(narrow, None).tier == 3
+    assert capacity.choose(narrow, None, tier=1).reason == "asked for"
+    with pytest.raises(ValueError, match="tier=2; expected 1, 3 or None"):
+        capacity.choose(narrow, None, tier=2)
+
+
+def test_explain_shows_the_choice_and_the_text() -> None:
+    page = anycell.explain(cells.PeepholeLSTM, 64, "bfloat16", engine="gpu", triton=True)
+    text = str(page)
+    assert "H100      forward   tier 1: all weights on chip" in text
+    assert "no card has been measured" in text
+    for name in ("forward_step_0_H", "backward_step_0_H", "forward_resident", "backward_resident"):
+        assert f"def {name}(" in text
+    assert page.llvm is None and anycell.explain(cells.LSTM, 64).triton is None
+
+
+# -- compiled ahead of time ------------------------------------------------------------------------
+
+
+def compiled(*arguments: str) -> list[dict[str, Any]]:
+    """What the compiler says of kernels, in a process that does not interpret them."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[1]
+    command = [sys.executable, str(root / "tools" / "gpu_compile.py"), "--json", *arguments]
+    said = subprocess.run(
+        command, capture_output=True, text=True, env={**environment, "PYTHONPATH": str(root)}
+    )
+    assert said.returncode == 0, said.stderr
+    return [json.loads(line) for line in said.stdout.splitlines()]
+
+
+def assert_fits(reports: list[dict[str, Any]]) -> None:
+    assert reports
+    for report in reports:
+        assert report["shared"] <= report["limit"], report
+        assert report["spilled"] == 0, report
+
+
+def test_kernels_compile_without_a_card() -> None:
+    found = compiled("--cells", "LSTM", "--dtypes", "bfloat16", "--capabilities", "90")
+    assert_fits(found)
+    assert {report["tier"] for report in found} == {1, 3}
+    assert all(report["matrices"] != "-" for report in found if report["tier"] == 1)
+    resident = [report["hidden"] for report in found if report["tier"] == 1]
+    assert resident == [128, 128]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", sorted({c.name for c in EVERY} - {"Sampler"}))
+def test_every_cell_compiles(cell: str) -> None:
+    """For three kinds of cards and two dtypes, in both tiers, where the model allows tier 1."""
+    assert_fits(compiled("--cells", cell))

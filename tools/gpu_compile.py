@@ -1,0 +1,137 @@
+"""Compiles the GPU engine's kernels ahead of time, for cards that need not be there, and reports
+what the compiler says: registers, spills, shared memory, matrix instructions.
+
+    python tools/gpu_compile.py                          every cell, tier, dtype and capability
+    python tools/gpu_compile.py --cells LSTM --tiers 1   some of them
+    python tools/gpu_compile.py --json                   a line of JSON for each kernel
+
+Kernels of tier 1 are compiled at the largest of the hidden sizes that the capacity model allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from anycell import Cell, cells
+from anycell.engines.gpu import build, capacity
+from anycell.engines.gpu.resident import print_resident
+from anycell.engines.gpu.step import print_step
+from anycell.engines.gpu.text import Form, Printed
+from anycell.plan import Plan, plan
+
+EVERY = {c.name: c for c in vars(cells).values() if isinstance(c, Cell)}
+# The smallest of each kind: what fits there fits its siblings.
+CARDS = {80: "A100", 90: "H100", 100: "B200"}
+SIZES = {1: (128, 64, 32, 16), 3: (512, 100)}
+
+
+class Report(NamedTuple):
+    """What the compiler says of a kernel."""
+
+    cell: str
+    tier: int
+    hidden: int
+    dtype: str
+    capability: int
+    kernel: str
+    warps: int
+    registers: int
+    spilled: int  # bytes of each thread's local memory
+    shared: int
+    limit: int  # of shared memory
+    matrices: str  # which matrix instructions
+
+
+def main() -> None:
+    """The report as a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cells", nargs="+", default=list(EVERY), choices=list(EVERY))
+    parser.add_argument("--tiers", nargs="+", type=int, default=[1, 3])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--capabilities", nargs="+", type=int, default=list(CARDS))
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    if not args.json:
+        print(*(f"{name:>10}" for name in Report._fields))
+    for name in args.cells:
+        for tier in args.tiers:
+            for dtype in args.dtypes:
+                for capability in args.capabilities:
+                    for report in reports(EVERY[name], tier, dtype, capability):
+                        if args.json:
+                            print(json.dumps(report._asdict()), flush=True)
+                        else:
+                            print(*(f"{value!s:>10}" for value in report), flush=True)
+
+
+def reports(cell: Cell, tier: int, dtype: str, capability: int) -> Iterator[Report]:
+    """Of all kernels of a cell, of both passes."""
+    device = next(d for d in capacity.DEVICES if d.name == CARDS[capability])
+    for backward in (False, True):
+        for hidden in SIZES[tier]:
+            sizes = {s: hidden // 2 for s in cell.sizes.values() if s != "H"}
+            one = plan(cell, hidden, dtype, "gpu", sizes)
+            if tier == 1 and capacity.choose(one, device, backward).tier != 1:
+                continue
+            for kernel in kernels(one, tier, backward, device):
+                yield compiled(one, kernel, tier, device)
+            if tier == 1:
+                break
+
+
+def kernels(one: Plan, tier: int, backward: bool, device: capacity.Device) -> Iterator[Printed]:
+    """The kernels of a plan in training, with a bias, masks drawn."""
+    form = Form(
+        backward,
+        draw=bool(one.cell.keeps),
+        keep=not backward,
+        bias_x=not backward,
+        biases=tuple(l.bias and not backward for l in one.cell.linears),
+    )
+    if tier == 1:
+        yield print_resident(one, form, capacity.choose(one, device, backward).warps)
+        return
+    step = print_step(one, form)
+    for stage in step.stages:
+        yield from stage.kernels
+    yield from step.close
+
+
+def compiled(one: Plan, kernel: Printed, tier: int, device: capacity.Device) -> Report:
+    """The report on a kernel whose arguments are aligned, as they are in a large layer."""
+    aligned = frozenset(name for name, kind in kernel.arguments if kind != "i32")
+    binary = build.binary(kernel, device.capability, aligned)
+    used = usage(binary.cubin)
+    found = [name for name in ("wgmma", "tcgen05.mma", "mma.sync") if name in binary.ptx]
+    return Report(
+        one.cell.name, tier, one.hidden_size, one.dtype, device.capability, kernel.name,
+        kernel.warps, used["REG"], used["LOCAL"] + used["STACK"], binary.shared, device.shared,
+        found[0] if found else "-",
+    )  # fmt: skip
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """Registers, and bytes of memory, of the one kernel in a cubin."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    kernel: Any = said.rpartition("Function")[2]
+    return {name: int(n) for name, n in re.findall(r"\b([A-Z]+):(\d+)", kernel)}
+
+
+if __name__ == "__main__":
+    main()
