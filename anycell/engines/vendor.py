@@ -1,8 +1,8 @@
 """When the host framework's own layer is the faster one. The rule only;
 the frontend supplies the call.
 
-Measured on the CPU, see ``docs/performance.md``. The rule speaks of cells that the vendor's library
-knows, with none of our own arguments.
+Measured on the CPU, see ``docs/performance.md``; on a GPU nothing has been measured. The rule
+speaks of cells that the vendor's library knows, with none of our own arguments.
 """
 
 from __future__ import annotations
@@ -30,3 +30,13 @@ def exception(cell: Cell) -> str | None:
 def wins(cell: Cell, steps: int, batch: int) -> bool:
     """Whether a call is such an exception."""
     return steps == 1 and batch <= FEW_ROWS and exception(cell) is not None
+
+
+def wins_on_gpu(cell: Cell) -> str | None:
+    """Why torch's own layer, which is cuDNN's, should run this cell on a GPU, or None.
+
+    Of the cells that it knows, and in calls with none of our own arguments.
+    """
+    if cell in (cells.LSTM, cells.LSTMP, cells.GRU):
+        return "cuDNN's layer; our kernels have not been measured against it"
+    return None

@@ -58,8 +58,11 @@ class DropIn(Recurrent):
             return Engine("torch", plan)
         if autocast():
             return Engine("torch", "autocast is on; with a mask, lengths or resets calls are fused")
+        if plan.engine == "gpu":
+            vendors = vendor.wins_on_gpu(self.cell)
+            return Engine("torch", vendors) if vendors else Engine("gpu", plan.reason)
         but = vendor.exception(self.cell)
-        return Engine("cpu", f"{plan.reason}; {but}" if but else plan.reason)
+        return Engine(plan.engine, f"{plan.reason}; {but}" if but else plan.reason)
 
     def _ours(
         self, x: Any, states: tuple[Any, ...] | None, mask: Any, lengths: Any, resets: Any
@@ -114,6 +117,8 @@ class DropIn(Recurrent):
 
     def _vendor_wins(self, x: Any) -> bool:
         """Whether torch's own layer is the faster."""
+        if self.weight_ih_l0.is_cuda:
+            return vendor.wins_on_gpu(self.cell) is not None
         if not isinstance(x, Tensor):
             return False
         shape = x.shape

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -73,7 +75,7 @@ class Engine(NamedTuple):
     """What runs a layer, and why.
 
     Attributes:
-        name: "cpu" (fused kernel), "reference" (step by step) or "torch" (its own layer).
+        name: "cpu" or "gpu" (fused kernel), "reference" (step by step) or "torch" (its own layer).
         reason: in words.
     """
 
@@ -86,16 +88,28 @@ _ORDINARY = (Tensor, torch.nn.Parameter)
 
 def fused_plan(cell: Cell, hidden_size: int, weight: Tensor, sizes: Sizes = ()) -> Plan | str:
     """The plan of the fused kernel for such weights, or why there is none."""
-    if not weight.is_cpu:
+    engine = _ENGINES.get(weight.device.type)
+    if engine is None:
         return f"no fused kernel for device {weight.device.type!r} as yet"
-    return fused.plan_of(cell, hidden_size, weight.dtype, sizes)
+    if engine == "gpu" and not _triton():
+        return "the GPU engine needs Triton, which is not installed; pip install triton"
+    return fused.plan_of(cell, hidden_size, weight.dtype, sizes, engine)
+
+
+# Which engine has the kernels, by the type of the device.
+_ENGINES = {"cpu": "cpu", "cuda": "gpu"}
+
+
+@functools.cache
+def _triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def memory(x: Tensor | None, dtype: torch.dtype | None = None) -> bool:
-    """Whether ``x``, if any, is plain memory on the CPU; a FakeTensor, for one, is not."""
+    """Whether ``x``, if any, is plain memory on a device with kernels; a FakeTensor is not."""
     return x is None or (
         type(x) in _ORDINARY
-        and x.is_cpu
+        and x.device.type in _ENGINES
         and x.layout is torch.strided
         and not x.is_neg()
         and (dtype is None or x.dtype is dtype)
@@ -107,7 +121,9 @@ def _memory(inputs: Inputs) -> bool:
     x, static, initial, reset, weights = inputs
     rest = (static, *(initial or ()), *(reset or ()))
     learned = (t for w in weights for t in (*w[:4], *w.params, *[t for _, t in w.linears]))
-    return memory(x) and all(memory(t, x.dtype) for t in (*rest, *learned))
+    return memory(x) and all(
+        memory(t, x.dtype) and (t is None or t.device == x.device) for t in (*rest, *learned)
+    )
 
 
 def compiled() -> bool:

@@ -10,26 +10,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anycell import layer
+from anycell import device, layer
 from anycell.lang.cell import RECURRENT, Cell
-from anycell.plan import Plan, plan
+from anycell.plan import ENGINE_DTYPES, Plan, plan
 from anycell.torch.composite import Call, Inputs, Sizes, States, Weights, composite, linear_names
-from anycell.torch.host import HOSTS
+from anycell.torch.device import DeviceHost, host_of
+from anycell.torch.host import HOSTS, TorchHost
 from anycell.torch.ranges import span
 
 Flat = tuple[Tensor | None, ...]
 
 
-_DTYPES = {torch.float32: "float32", torch.float64: "float64"}
-
-
 @functools.lru_cache(maxsize=512)
-def plan_of(cell: Cell, hidden_size: int, dtype: torch.dtype, sizes: Sizes) -> Plan | str:
-    """The plan of the fused kernel on the CPU, or why there is none."""
-    if dtype not in _DTYPES:
-        return f"no fused kernel for {dtype} as yet"
-    found = plan(cell, hidden_size, _DTYPES[dtype], sizes=dict(sizes))
-    return found if found.engine == "cpu" else found.reason
+def plan_of(
+    cell: Cell, hidden_size: int, dtype: torch.dtype, sizes: Sizes, engine: str = "cpu"
+) -> Plan | str:
+    """The plan of the fused kernel on the CPU or, with engine "gpu", on a GPU; or why there is
+    none.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in ENGINE_DTYPES[engine]:
+        return f"no fused kernel for {dtype} on the {engine.upper()} as yet"
+    found = plan(cell, hidden_size, name if engine == "cpu" else "float32", sizes=dict(sizes))
+    if found.engine == "reference" or engine == "cpu":
+        return found if found.engine == engine else found.reason
+    return plan(cell, hidden_size, name, engine, dict(sizes))
 
 
 class Form(NamedTuple):
@@ -127,8 +132,10 @@ def _batched(gradient: Tensor | None) -> bool:
 def _forward(
     call: Call, plan: Plan, inputs: Inputs, keep: bool
 ) -> tuple[Tensor, States, layer.Saved | None]:
-    host, weights, options = HOSTS[plan.dtype], _weights(call, inputs), _options(call)
-    output, finals, saved = layer.forward(host, plan, inputs.x, weights, options, keep=keep)
+    weights, options = _weights(call, inputs), _options(call)
+    engine, host = _engine(plan, inputs.x)
+    with host.active():
+        output, finals, saved = engine.forward(host, plan, inputs.x, weights, options, keep=keep)
     # Detached: for autograd they are no views of what is saved.
     return output.detach(), tuple(finals), saved
 
@@ -146,15 +153,17 @@ def _backward(
     d_output, *d_final = arriving
     if d_output is not None and d_output.stride(2) != 1:
         d_output = d_output.contiguous()
-    computed: Any = layer.backward(
-        HOSTS[form.plan.dtype],
-        form.plan,
-        layer.Saved(inputs.x, weights, options, hidden, sequences, values, resets),
-        d_output,
-        [[None if d is None else d[i] for d in d_final] for i in directions],
-        need_x=need.x,
-        need_weights=any(any((*w[:4], *dict(w.linears).values())) for w in need.weights),
-    )
+    engine, host = _engine(form.plan, inputs.x)
+    with host.active():
+        computed: Any = engine.backward(
+            host,
+            form.plan,
+            layer.Saved(inputs.x, weights, options, hidden, sequences, values, resets),
+            d_output,
+            [[None if d is None else d[i] for d in d_final] for i in directions],
+            need_x=need.x,
+            need_weights=any(any((*w[:4], *dict(w.linears).values())) for w in need.weights),
+        )
     dx, found = computed
     names = linear_names(form.call.cell)
     learned = [
@@ -193,6 +202,13 @@ def _differentiable(
 
 
 # -- between torch and the engine ------------------------------------------------------------------
+
+
+def _engine(plan: Plan, x: Tensor) -> tuple[Any, TorchHost | DeviceHost]:
+    """The module that runs the plan's layers, and torch's arrays as it wants them."""
+    if plan.engine == "gpu":
+        return device, host_of(x.dtype, x.device)
+    return layer, HOSTS[plan.dtype]
 
 
 def _weights(call: Call, inputs: Inputs) -> list[layer.Weights]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from anycell.engines import cpu
 
+_HERE: AbstractContextManager[Any] = nullcontext()
 _CPU = torch.device("cpu")  # said each time: torch.set_default_device must not move our buffers
 
 
@@ -16,6 +20,10 @@ class TorchHost:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+
+    def active(self) -> AbstractContextManager[Any]:
+        """A context in which kernels run where the tensors are."""
+        return _HERE
 
     def empty(self, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=_CPU)

@@ -133,7 +133,9 @@ class RNN(Recurrent, nn.Module):
     def engine(self) -> Engine:
         """What runs this layer, and why."""
         plan = fused_plan(self.cell, self.hidden_size, self.weight_ih_l0, self._sizes)
-        return Engine("reference", plan) if isinstance(plan, str) else Engine("cpu", plan.reason)
+        if isinstance(plan, str):
+            return Engine("reference", plan)
+        return Engine(plan.engine, plan.reason)
 
     @property
     def _sizes(self) -> Sizes:

@@ -102,7 +102,9 @@ class RNNCell(nn.Module):
     def engine(self) -> Engine:
         """What runs this cell, and why."""
         plan = fused_plan(self.cell, self.hidden_size, self.weight_ih, self._sizes)
-        return Engine("reference", plan) if isinstance(plan, str) else Engine("cpu", plan.reason)
+        if isinstance(plan, str):
+            return Engine("reference", plan)
+        return Engine(plan.engine, plan.reason)
 
     @property
     def _sizes(self) -> Sizes:

@@ -1,0 +1,129 @@
+"""``anycell.torch`` layers on the GPU engine: which engine they choose, and that it is right.
+
+Without a card the kernels run in Triton's interpreter, on tensors of the CPU.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu import DEVICE, torch  # before anything else that may import Triton
+
+import anycell
+from anycell import cells
+from anycell.engines import vendor
+from anycell.plan import Plan
+from anycell.torch import functional, fused
+
+
+def weight(device: str, dtype: Any) -> Any:
+    """What the choice of an engine asks of a tensor."""
+    return SimpleNamespace(device=SimpleNamespace(type=device), dtype=dtype)
+
+
+def test_the_device_chooses_the_engine() -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        found = functional.fused_plan(cells.PeepholeLSTM, 8, weight("cuda", dtype))
+        assert isinstance(found, Plan)
+        assert (found.engine, found.dtype) == ("gpu", str(dtype).removeprefix("torch."))
+    assert functional.fused_plan(cells.LSTM, 8, weight("cpu", torch.float32)).engine == "cpu"
+    for device, dtype, why in (
+        ("cuda", torch.float64, "no fused kernel for torch.float64 on the GPU as yet"),
+        ("cpu", torch.bfloat16, "no fused kernel for torch.bfloat16 on the CPU as yet"),
+        ("mps", torch.float32, "no fused kernel for device 'mps' as yet"),
+    ):
+        assert functional.fused_plan(cells.LSTM, 8, weight(device, dtype)) == why
+    refused = functional.fused_plan(cells.LSTMP, 8, weight("cuda", torch.float32))
+    assert refused == "nothing tells the size P of this cell"
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "_triton", lambda: False)
+    found = functional.fused_plan(cells.LSTM, 8, weight("cuda", torch.float32))
+    assert "needs Triton, which is not installed" in found
+
+
+def test_cudnn_runs_what_it_knows() -> None:
+    for cell in (cells.LSTM, cells.GRU, cells.LSTMP):
+        assert "cuDNN" in vendor.wins_on_gpu(cell)
+    for cell in (cells.PeepholeLSTM, cells.GRU(reset_after=False), cells.LSTM(coupled=True)):
+        assert vendor.wins_on_gpu(cell) is None
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Layers choose the GPU engine, wherever their tensors are; the passes that it has run."""
+    calls: list[str] = []
+
+    def chosen(cell: Any, hidden: int, weight: Any, sizes: Any = ()) -> Plan | str:
+        return fused.plan_of(cell, hidden, weight.dtype, sizes, "gpu")
+
+    def recorded(name: str) -> Any:
+        function = getattr(fused.device, name)
+
+        def run(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            with np.errstate(all="ignore"):
+                return function(*args, **options)
+
+        return run
+
+    monkeypatch.setattr(functional, "fused_plan", chosen)
+    engine = SimpleNamespace(forward=recorded("forward"), backward=recorded("backward"))
+    monkeypatch.setattr(fused, "device", engine)
+    return calls
+
+
+CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+    (cells.PeepholeLSTM, {"bidirectional": True, "num_layers": 2}, {}),
+    (cells.ZoneoutGRU, {"batch_first": True}, {"lengths": [4, 0, 2]}),
+    (cells.LSTMP, {"P": 5}, {"mask": True, "resets": True, "masked_output": "repeat"}),
+]
+
+
+@pytest.mark.parametrize(("cell", "options", "arguments"), CASES, ids=["plain", "lengths", "flags"])
+def test_layers(cell: Any, options: Any, arguments: Any, ran: list[str], seed: int) -> None:
+    """Outputs and all gradients against the layer's own composite, in float32."""
+    torch.manual_seed(seed)
+    layer = anycell.torch.RNN(cell, 3, 6, device=DEVICE, **options)
+    shape = (3, 4) if options.get("batch_first") else (4, 3)
+    given = dict(arguments)
+    for name in ("mask", "resets"):
+        if name in given:
+            given[name] = torch.rand(shape, device=DEVICE) < 0.6
+    x = torch.randn(*shape, 3, device=DEVICE, requires_grad=True)
+    expected = results(layer, x, given, seed, fused=False)
+    assert not ran
+    for mine, right in zip(results(layer, x, given, seed, fused=True), expected, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
+    assert set(ran) == {"forward", "backward"}
+
+
+def results(layer: Any, x: Any, given: Any, seed: int, fused: bool) -> list[Any]:
+    """Output, final states, and gradients of everything."""
+    torch.manual_seed(seed)  # of the random masks
+    chosen = functional.fused_plan
+    if not fused:
+        functional.fused_plan = lambda *_: "asked for"
+    try:
+        output, final = layer(x, **given)
+        states = final if isinstance(final, tuple) else (final,)
+        total = sum((t * torch.linspace(-1, 1, t.numel()).view(t.shape).to(t)).sum()
+                    for t in (output, *states))  # fmt: skip
+        gradients = torch.autograd.grad(total, [x, *layer.parameters()])
+    finally:
+        functional.fused_plan = chosen
+    return [output, *states, *gradients]
+
+
+def test_a_gradient_of_a_gradient(ran: list[str], seed: int) -> None:
+    """The fused backward pass is differentiated by the composite."""
+    torch.manual_seed(seed)
+    layer = anycell.torch.RNN(cells.PeepholeLSTM, 2, 3, device=DEVICE)
+    x = torch.randn(2, 2, 2, device=DEVICE, requires_grad=True)
+    (first,) = torch.autograd.grad(layer(x)[0].square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert "forward" in ran and torch.isfinite(second).all() and second.abs().sum() > 0
