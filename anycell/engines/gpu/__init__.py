@@ -109,8 +109,8 @@ class Span(NamedTuple):
         """What kernels take."""
         time, row = host.strides(self.array)[:2]
         start = self.first * time + self.column
-        found = {name: self.array, f"{name}_0": start, f"{name}_t": self.sign * time}
-        return {**found, f"{name}_b": row}
+        found = {name: self.array, f"{name}__0": start, f"{name}__t": self.sign * time}
+        return {**found, f"{name}__b": row}
 
 
 class Call(NamedTuple):

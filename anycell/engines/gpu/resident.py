@@ -193,8 +193,8 @@ class _Loop(Text):
         """As ``row``, in place."""
         self.array(name)
         for part in "0tb":
-            self.argument(f"{name}_{part}", "i64")
-        return f"{name} + ({name}_0 + ({step}) * {name}_t + rows * {name}_b)"
+            self.argument(f"{name}__{part}", "i64")
+        return f"{name} + ({name}__0 + ({step}) * {name}__t + rows * {name}__b)"
 
     def _working(self, i: int, turn: str) -> str:
         """State i > 0 between calls: float32, two of them, which take turns."""
@@ -212,7 +212,7 @@ class _Loop(Text):
     def _restored(self, i: int) -> str:
         """What a reset puts in the place of state i."""
         size = self.cell.states[i].size
-        row = f"{self.array(f'reset{i}')} + rows * {self.argument(f'reset{i}_b', 'i64')}"
+        row = f"{self.array(f'reset{i}')} + rows * {self.argument(f'reset{i}__b', 'i64')}"
         where = self.at(row, 0, size)
         text = f"tl.load({where}, mask=in_{size} & reset, other=0.0)"
         return f"{text}.to(tl.float32)" if self.narrow else text

@@ -242,7 +242,7 @@ class _Kernel(Text):
         if not self.form.resets:
             return f"s_{name}", text
         self.once("reset", self.flags("resets"))
-        row = f"{self.array(f'reset{i}')} + rows * {self.argument(f'reset{i}_b', 'i64')}"
+        row = f"{self.array(f'reset{i}')} + rows * {self.argument(f'reset{i}__b', 'i64')}"
         restored = self.load(self.at(row, 0, size), size)
         return f"s_{name}", f"tl.where(reset, {restored}, {text})"
 
@@ -369,12 +369,6 @@ class _Kernel(Text):
         """What reaches the operand of a matmul inside the step."""
         l = self.cell.linears[self.numbers[node.attrs[0]]]
         return f"d_{l.name}", self._product(f"back{self.numbers[l.name]}", 0, 1, l.heads)
-
-    def load_after(self, state: str) -> str:
-        """The new value of a state."""
-        i = self.states[state]
-        step = self.argument(f"state{i}_next", "i64")
-        return self.load(self.at(f"{self.row(f'state{i}')} + {step}", 0, self.of), self.of)
 
     def closing(self, name: str) -> Printed:
         """After the last step of a call: what the first step's matmuls and resets still add."""

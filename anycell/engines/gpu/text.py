@@ -178,17 +178,18 @@ class Text:
     def row(self, name: str, step: str = "t", wide: bool = False, tag: str = "") -> str:
         """Where the rows of the tile begin in an array over time."""
         self.array(name, wide)
+        # Two underscores: no value of a gate, as x_b, is named so.
         for part in "0tb":
-            self.argument(f"{name}_{part}", "i64")
-        where = f"{name} + ({name}_0 + ({step}) * {name}_t + rows * {name}_b)"
+            self.argument(f"{name}__{part}", "i64")
+        where = f"{name} + ({name}__0 + ({step}) * {name}__t + rows * {name}__b)"
         return self.once(f"{name}_at{tag}", where.replace("(t)", "t"))
 
     def flags(self, name: str, step: str = "t", mask: str = "is_row") -> str:
         """The flags of the rows at a step, ``[rows, 1]``, which are memory ``[T, B]``."""
         self.argument(name, "*u8")
         for part in "0t":
-            self.argument(f"{name}_{part}", "i64")
-        where = f"{name} + ({name}_0 + ({step}) * {name}_t + rows)".replace("(t)", "t")
+            self.argument(f"{name}__{part}", "i64")
+        where = f"{name} + ({name}__0 + ({step}) * {name}__t + rows)".replace("(t)", "t")
         return f"tl.load({where}, mask={mask}, other=0) != 0"
 
     def load(self, where: str, size: str | None, wide: bool = False) -> str:
@@ -309,7 +310,7 @@ class Text:
     def load_after(self, state: str) -> str:
         """The new value of a state, in the backward pass."""
         i = self.states[state]
-        next_ = self.argument(f"state{i}_next", "i64")
+        next_ = self.argument(f"state{i}__next", "i64")
         where = f"{self.row(f'state{i}')} + {next_}"
         return self.load(self.at(where, 0, self.cell.states[i].size), self.cell.states[i].size)
 
