@@ -24,7 +24,7 @@ class Found:
     Attributes:
         name: its path in the model, "" for the model itself.
         kind: its class, and whose.
-        engine: what runs it, "cpu", "reference" or "torch".
+        engine: what runs it, "cpu", "gpu", "reference" or "torch".
         reason: why.
     """
 

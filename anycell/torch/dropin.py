@@ -174,8 +174,9 @@ class LSTM(DropIn, nn.LSTM):
     ``checkpoint="sqrt"``, or a number of steps, to the constructor or as an attribute: less memory
     for more time in training, see ``RNN``.
 
-    Fused are float32 and float64 on the CPU. Other dtypes and devices, autocast and tracing (jit,
-    export) are torch's own layer's; ``engine`` says which, and why. ``torch.func``, and second
+    Fused are float32 and float64 on the CPU, and on a GPU calls with one of these three arguments.
+    Other dtypes and devices, autocast and tracing (jit, export) are torch's own layer's, and so are
+    all other calls on a GPU; ``engine`` says which, and why. ``torch.func``, and second
     derivatives, run step by step.
 
     Raises:
