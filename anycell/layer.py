@@ -44,6 +44,10 @@ class Host(Protocol):
         """As ``empty``, for what is kept until the backward pass; see ``engines.cpu.memory``."""
         ...
 
+    def like(self, array: Array) -> Array:
+        """As ``empty``, of the shape of a contiguous array."""
+        ...
+
     def pointer(self, array: Array) -> int: ...
 
     def strides(self, array: Array) -> tuple[int, ...]:
@@ -210,13 +214,7 @@ def _form(
     width = len(cell.gates) * plan.hidden_size
     at_once = chunk >= steps and (single or _padded(plan, width) == width)
     work = chunk * batch * max(0 if single else kernel.work, 64 * plan.hidden_size)
-    units_split = False
-    if threads > 1 and work * directions >= WORTH_A_THREAD:
-        each = threads // directions if threads % directions == 0 else threads
-        few = 1 < each <= kernel.tiles and batch < FEW_ROWS * each
-        units_split = kernel.units_splittable and few
-    else:
-        threads = 1
+    threads, units_split = share(kernel, work, batch, directions, threads)
     workspace, hyper = kernel.workspace(batch), cpu.hyperparameters(plan)
     common = cpu.Table(kernel.index)
     common.set(
@@ -231,6 +229,17 @@ def _form(
     packed = [0 if single else n * plan.itemsize for n in kernel.packed_elements]
     sizes = [workspace * threads, *packed] * directions
     return _Form(kernel, chunk, at_once, single, threads, sizes, hyper, tables)
+
+
+def share(
+    kernel: cpu.Kernel, work: int, rows: int, directions: int, threads: int
+) -> tuple[int, bool]:
+    """How many threads a call of so much work is worth, and whether they split the units."""
+    if threads == 1 or work * directions < WORTH_A_THREAD:
+        return 1, False
+    each = threads // directions if threads % directions == 0 else threads
+    few = 1 < each <= kernel.tiles and rows < FEW_ROWS * each
+    return threads, kernel.units_splittable and few
 
 
 def _chunk(plan: Plan, steps: int, rows: int) -> int:

@@ -20,7 +20,7 @@ from anycell.lang.ops import is_boolean, is_reduction
 
 # Known without saving: constants, learned values, counter-based masks, and the state sequences,
 # which the layer keeps anyway (the hidden states are its output).
-FREE = frozenset({"const", "hyper", "param", "static", "keep", "state"})
+FREE = frozenset({"const", "hyper", "param", "static", "keep", "state", "input"})
 MATMULS = frozenset({"linear", "preact", "linear_t"})
 DTYPES = ("float32", "float64")
 # What each fused engine computes in.
@@ -399,7 +399,7 @@ def _is_staged(node: Expr) -> bool:
     """Whether a value is the result of a matmul inside the step, not of one that begins it."""
     if node.op == "linear_t":
         return True
-    return node.op in MATMULS and node.args[0].op != "state"
+    return node.op in MATMULS and node.args[0].op not in ("state", "input")
 
 
 def _light(node: Expr, loaded: frozenset[Expr], kept: set[Expr]) -> bool:
@@ -410,7 +410,7 @@ def _light(node: Expr, loaded: frozenset[Expr], kept: set[Expr]) -> bool:
 
 
 def _until(roots: Iterable[Expr], stop: frozenset[Expr]) -> list[Expr]:
-    """Topological order that looks beneath neither ``stop`` nor operands that are states."""
+    """Topological order that looks beneath neither ``stop`` nor what a step begins with."""
     order: dict[Expr, None] = {}
     stack = [(root, False) for root in roots]
     while stack:

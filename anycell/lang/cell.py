@@ -29,6 +29,7 @@ from anycell.lang.expr import (
 from anycell.lang.ops import TABLE, is_boolean
 
 RECURRENT = "hh"  # the matmul behind `r`
+PROJECTION = "ih"  # that behind `x`, where it is one of the step's; see `with_projection`
 
 
 @dataclass(frozen=True)
@@ -414,6 +415,8 @@ class Cell:
                 numbers.add(node)
             elif node.op in ("x", "param", "static", "preact"):
                 tie(node, "H", node)
+            elif node.op == "input":
+                tie(node, "input", node)
             elif node.op == "linear":
                 name = node.attrs[0]  # all outputs of a matmul are of one size
                 tie(node, "H" if name == RECURRENT else ("linear", name), node)
@@ -437,6 +440,38 @@ class Cell:
             replace(l, in_size=size(l.operand), out_size=size(outputs[l.name]))
             for l in self.linears
         )
+
+
+def with_projection(cell: Cell) -> Cell:
+    """The cell whose step begins with the input projection, as one more matmul, the last.
+
+    Its operand is a leaf ``input`` of the size "input". It is for engines alone: nothing is derived
+    of it, and it cannot be pickled.
+    """
+    raw = Expr("input")
+
+    def rule(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
+        if node.op == "x":
+            return Expr("linear", (raw,), (PROJECTION, *node.attrs))
+        if node.op == "preact":
+            enters = Expr("linear", (raw,), (PROJECTION, node.attrs[1]))
+            return apply("add", enters, Expr("linear", args, node.attrs))
+        return None
+
+    new = object.__new__(Cell)
+    new.__dict__ |= cell.__dict__
+    new.next = tuple(rewrite(cell.next, rule))
+    operands = {n.attrs[0]: n.args[0] for n in topological(new.next) if n.op == "linear"}
+    linears = [replace(l, operand=operands[l.name]) for l in cell.linears]
+    used = {n.attrs for n in topological(new.next) if n.op == "linear"}
+    entering = tuple(gate for gate in cell.gates if (PROJECTION, gate) in used)
+    if entering:
+        last = Linear(PROJECTION, raw, entering, 1, True, "input", "H", cell.gates)
+        linears.append(last)
+    new.linears, new.fused = tuple(linears), frozenset()
+    new._sizes()
+    new.key = _canonical(new)
+    return new
 
 
 def _fuse(results: tuple[Expr, ...]) -> tuple[Expr, ...]:

@@ -28,6 +28,8 @@ class Layer:
     def __init__(self, parameters: dict[str, Array]) -> None:
         self._parameters = parameters
         self._grads: dict[str, Array] = {}
+        self._writes = 0  # to the parameters, all that go through a method of ours
+        self._prepared: Any = None
 
     @property
     def parameters(self) -> Mapping[str, Array]:
@@ -41,7 +43,7 @@ class Layer:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, and a pickle, is of the layer, not of a pass that is under way.
-        return {**self.__dict__, "_grads": {}, "_saved": None}
+        return {**self.__dict__, "_grads": {}, "_saved": None, "_prepared": None}
 
     def set_parameters(self, values: Mapping[str, npt.ArrayLike]) -> None:
         """Copies ``values`` into the parameters; all of them, or on any mismatch none.
@@ -71,6 +73,7 @@ class Layer:
                 raise ValueError(f"{name}: given shape {given.shape}, expected {parameter.shape}.")
             if given.dtype.kind not in "fiu":
                 raise TypeError(f"{name}: given dtype {given.dtype}, expected real numbers.")
+        self._writes += 1
         for name, parameter in self._parameters.items():
             parameter[...] = arrays[name]
 

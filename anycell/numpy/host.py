@@ -31,6 +31,10 @@ class NumpyHost:
         """Memory as it comes, kept for the next call when its last array is gone."""
         return cpu.memory.empty(shape, str(self.dtype))
 
+    def like(self, array: Array) -> Array:
+        """Memory as it comes, of the shape of an array."""
+        return np.empty_like(array)
+
     def pointer(self, array: Array) -> int:
         """Address of the first element."""
         return int(array.__array_interface__["data"][0])

@@ -16,7 +16,9 @@ from anycell.lang.cell import RECURRENT, Cell
 from anycell.layer import Options, check_checkpoint
 from anycell.numpy import check, initializers, passes
 from anycell.numpy.base import Array, Layer
+from anycell.numpy.host import NumpyHost
 from anycell.plan import Plan, plan
+from anycell.stream import Stream
 
 State = Array | tuple[Array, ...]  # the array alone where a cell has one state
 Flags = npt.NDArray[np.uint8]
@@ -316,10 +318,32 @@ class RNN(Layer):
             d = np.ascontiguousarray(d.swapaxes(0, 1))
         return d, self._returned(initial)
 
+    def prepare(self) -> RNN:
+        """Packs the weights for ``step``, once for all steps to come; gives the layer itself.
+
+        ``step`` packs them anew after ``set_parameters``, ``load`` and an optimizer's step. What is
+        written into ``parameters`` by other means goes unnoticed: call this again.
+
+        Raises:
+            ValueError: for a bidirectional layer, which needs the end before the start.
+        """
+        self._one_direction("prepare")
+        stream, chosen = None, self.plan
+        if chosen.engine == "cpu":
+            weights = passes.directions(
+                chosen.cell, [self._named(s) for (s,) in self._suffixes], [[]] * self.num_layers
+            )
+            host, threads = NumpyHost(self.dtype), pool.threads()
+            stream = Stream(host, chosen.cell, self.sizes, chosen.dtype, weights, threads)
+        self._prepared = self._writes, stream
+        return self
+
     def step(
         self, x: npt.ArrayLike, state: State | None = None, *, static: npt.ArrayLike | None = None
     ) -> tuple[Array, State]:
         """One step, as they arrive: ``forward`` of a sequence of length 1, in evaluation.
+
+        After ``prepare()`` it is one native call per layer on packed weights.
 
         Args:
             x: ``[B, input_size]``.
@@ -330,14 +354,29 @@ class RNN(Layer):
 
         Raises:
             ValueError: for a bidirectional layer, which needs the end before the start.
+            ValueError, TypeError: naming the argument, what was given and what was expected.
         """
-        if self.bidirectional:
-            raise ValueError("step: given bidirectional=True, expected a layer of one direction.")
+        self._one_direction("step")
         x = check.array("x", x, ("B", self.input_size), self.dtype)
+        if self._prepared is not None:
+            if self._prepared[0] != self._writes:
+                self.prepare()
+            stream = self._prepared[1]
+            if stream is not None:
+                states = None if state is None else self._states("state", state, len(x))
+                static = self._static(static, len(x))
+                output, new = stream.step(len(x), x, states, static, pool.threads())
+                return output, tuple(new) if len(new) > 1 else new[0]
         pending, axis = self._saved, 1 if self.batch_first else 0
         output, state = self.forward(np.expand_dims(x, axis), state, static=static)
         self._saved = pending
         return output.squeeze(axis), state
+
+    def _one_direction(self, method: str) -> None:
+        if self.bidirectional:
+            raise ValueError(
+                f"{method}: given bidirectional=True, expected a layer of one direction."
+            )
 
     # -- arguments -------------------------------------------------------------------------------
     @property

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from anycell.numpy.base import Layer
 from anycell.numpy.check import number
 
 Array = npt.NDArray[np.floating]
@@ -143,6 +144,9 @@ class Adam:
         """
         pairs = list(_pairs(self.layers))
         self.steps += 1
+        for layer in self.layers:
+            if isinstance(layer, Layer):
+                layer._writes += 1
         beta1, beta2 = self.betas
         size = self.lr / (1.0 - beta1**self.steps)
         root = (1.0 - beta2**self.steps) ** 0.5

@@ -73,21 +73,8 @@ def fused(
 ) -> Result:
     """``run`` on the compiled kernel."""
     host, params = NumpyHost(plan.dtype), plan.cell.param_names
-    directions = [
-        layer.Weights(
-            ih=w["weight_ih"],
-            hh=w.get("weight_hh"),
-            bias_ih=w.get("bias_ih"),
-            bias_hh=w.get("bias_hh"),
-            params=[w[name] for name in params],
-            initial=states,
-            static=static,
-            linears=_matmuls(plan.cell, w),
-            reverse=d == 1,
-        )
-        for d, (w, states) in enumerate(zip(weights, initial, strict=True))
-    ]
-    output, finals, saved = layer.forward(host, plan, x, directions, options, keep=options.training)
+    both = directions(plan.cell, weights, initial, static)
+    output, finals, saved = layer.forward(host, plan, x, both, options, keep=options.training)
 
     def pullback(d_output: Array, d_finals: Sequence[States]) -> Cotangents:
         assert saved is not None, "only in training"
@@ -108,6 +95,29 @@ def fused(
         )
 
     return output, [[s[d] for s in finals] for d in range(len(weights))], pullback
+
+
+def directions(
+    cell: Cell,
+    weights: Sequence[Named],
+    initial: Sequence[States],
+    static: Array | None = None,
+) -> list[layer.Weights]:
+    """The weights of each direction as the engine takes them."""
+    return [
+        layer.Weights(
+            ih=w["weight_ih"],
+            hh=w.get("weight_hh"),
+            bias_ih=w.get("bias_ih"),
+            bias_hh=w.get("bias_hh"),
+            params=[w[name] for name in cell.param_names],
+            initial=states,
+            static=static,
+            linears=_matmuls(cell, w),
+            reverse=d == 1,
+        )
+        for d, (w, states) in enumerate(zip(weights, initial, strict=True))
+    ]
 
 
 def composite(

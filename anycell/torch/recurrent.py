@@ -14,10 +14,11 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell.lang.cell import RECURRENT, Cell
 from anycell.layer import check_checkpoint
 from anycell.torch import ops
-from anycell.torch.arguments import Layout, describe
+from anycell.torch.arguments import Layout, check_tensor, describe
 from anycell.torch.composite import Call, Inputs, Options, States, Weights
 from anycell.torch.functional import autocast, compiled, exporting, stack
 from anycell.torch.packed import Packing
+from anycell.torch.streaming import Prepared
 
 Lengths = Tensor | Sequence[int]
 _EVALUATION, _TRAINING = Options(), Options(training=True)
@@ -46,7 +47,10 @@ class Recurrent:
     """Mixin of the modules that run whole sequences. It adds no attribute to an instance."""
 
     cell: Cell
+    input_size: int
     hidden_size: int
+    num_layers: int
+    bidirectional: bool
     batch_first: bool
     dropout: float
     training: bool
@@ -57,6 +61,74 @@ class Recurrent:
     def _weights(self) -> list[list[Weights]]:
         """Per layer, per direction."""
         raise NotImplementedError
+
+    def prepare(self) -> Any:
+        """Packs the weights for ``step``, once for all steps to come; gives the module itself.
+
+        ``step`` packs them anew by itself when a weight has been replaced, or written to in any way
+        that autograd notices: by an optimizer, ``load_state_dict``, ``copy_``. A write in place
+        through ``.data``, or to a weight made in inference mode, goes unnoticed: call this again.
+
+        Raises:
+            ValueError: for a bidirectional layer, which needs the end before the start.
+        """
+        self._one_direction("prepare")
+        object.__setattr__(self, "_prepared", Prepared(self))
+        return self
+
+    def step(
+        self, x: Tensor, state: Tensor | States | None = None, *, static: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """One step, as they arrive: what a call gives for a sequence of one step.
+
+        After ``prepare()``, and where no gradient is wanted (under ``torch.no_grad()`` or
+        ``torch.inference_mode()``), it is one native call per layer on packed weights. That is for
+        float32 and float64 on the CPU; all else is an ordinary call.
+
+        Args:
+            x: ``[B, input_size]``, or with no batch ``[input_size]``.
+            state: ``[num_layers, B, size]`` per state, as a call takes and gives it; without a
+                batch ``[num_layers, size]``. None for what a call begins with.
+            static: as a call takes it.
+
+        Returns:
+            output ``[B, size]``, and the new state; never arrays that were given.
+
+        Raises:
+            ValueError: for a bidirectional layer, which needs the end before the start.
+            TypeError, ValueError: for arguments of another kind, shape or dtype.
+
+        Example:
+            >>> layer = anycell.torch.LSTM(3, 8).prepare()
+            >>> with torch.no_grad():
+            ...     output, state = layer.step(torch.zeros(1, 3))
+            ...     output, state = layer.step(torch.zeros(1, 3), state)
+            >>> output.shape
+            torch.Size([1, 8])
+        """
+        prepared = self.__dict__.get("_prepared")
+        draws = self.training and (self.dropout or self.cell.keeps)
+        if prepared is not None and not draws:
+            if prepared.stale:
+                prepared = self.prepare()._prepared
+            found = prepared.step(x, state, static)
+            if found is not None:
+                return found
+        self._one_direction("step")
+        rows = tuple(x.shape[:-1]) if isinstance(x, Tensor) and x.dim() == 2 else ()
+        axes = "one step of the input"
+        check_tensor("x", x, (*rows, self.input_size), axes, self.weight_ih_l0)
+        time = 1 if rows and self.batch_first else 0
+        given: dict[str, Any] = {} if static is None else {"static": static}
+        output, new = self(x.unsqueeze(time), state, **given)  # type: ignore[operator]
+        return output.squeeze(time), new
+
+    def _one_direction(self, method: str) -> None:
+        if self.bidirectional:
+            raise ValueError(
+                f"{method}: given bidirectional=True; expected a layer of one direction. The other "
+                "one begins at the end of the sequence: call the layer on all of it."
+            )
 
     def _run(
         self,

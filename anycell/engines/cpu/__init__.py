@@ -138,7 +138,9 @@ def run(kernel: Kernel, calls: Sequence[Table], threads: int) -> None:
 
 __all__ = [
     "LINE",
+    "Block",
     "Kernel",
+    "Scratch",
     "Table",
     "compiled",
     "hyperparameters",

@@ -45,6 +45,7 @@ INTEGERS = frozenset(
     "steps batch row_group time time_step units_split workspace_stride training seed stream "
     "repeat".split()
 )
+INPUT = -1  # in place of the number of a state
 L1_WEIGHTS = 32 << 10  # bytes of a block of packed weights that stays in the first-level cache
 
 
@@ -150,7 +151,7 @@ class Matmul:
         linear, number: of the cell, and which of its matmuls.
         geometry: of one head.
         state: forward the state that is its operand, backward the one whose gradient its result
-            adds to; None for a matmul inside the step.
+            adds to; INPUT for that of the input, None for a matmul inside the step.
         units, inner: of all heads together.
     """
 
@@ -198,6 +199,8 @@ def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
         state = None
         if l.operand.op == "state":
             state = plan.cell.state_names.index(l.operand.attrs[0])
+        elif l.operand.op == "input":
+            state = INPUT
         found.append(Matmul(l, number, g, state, units, inner, backward))
     return tuple(found)
 
@@ -269,8 +272,10 @@ class Generator:
 
     def _simple(self) -> bool:
         """Whether the work on a span of units can follow the tiles of these units at once."""
-        plain = all(m.state == 0 and m.linear.heads == 1 for m in self.matmuls)
-        return len(self.matmuls) < 2 and plain and self.result_sizes <= {self.plan.hidden_size}
+        plain = all(m.state in (0, INPUT) and m.linear.heads == 1 for m in self.matmuls)
+        alike = {(m.units, m.geometry.outputs) for m in self.matmuls}
+        one_size = self.result_sizes <= {self.plan.hidden_size}
+        return plain and len(alike) < 2 and one_size
 
     def _saved(self) -> None:
         """Where each saved value lies in its row."""
@@ -341,7 +346,7 @@ class Generator:
 
     @property
     def geometry(self) -> Geometry:
-        """Of the one matmul of a simple cell."""
+        """Of the matmuls of a simple cell: the one, or two of one shape."""
         if self.matmuls:
             return self.matmuls[0].geometry
         lanes = self.target.lanes(self.real)
@@ -629,6 +634,8 @@ class Generator:
                 address = self._at(self._gradient(m), t, row)
             elif m.state is None:
                 address = b.gep(self._scratch_of(row, first), place["operand", m.linear.operand])
+            elif m.state == INPUT:
+                address = self._at("x", self.t, row)
             else:
                 reset = self._flagged(self.has_resets, "resets", self.t, row)
                 address = self._before(m.state, reset)

@@ -29,6 +29,7 @@ import platform
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -564,3 +565,10 @@ def parallel(address: int, args: int, parts: int) -> int:
         _kernel(address)(args, 0, 1)
         return 1
     return _current().run(address, args, parts)
+
+
+def entry(address: int, parts: int) -> Callable[[int, int, int], object]:
+    """``parallel`` of one kernel, ``f(args, 0, parts)``, for calls that last microseconds."""
+    if parts <= 1:
+        return _kernel(address)
+    return lambda args, _, parts: _current().run(address, args, parts)

@@ -1,0 +1,125 @@
+"""``prepare()`` and ``step()``: one step at a time, on weights packed once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anycell.plan import Plan
+from anycell.stream import Stream
+from anycell.torch import fused
+from anycell.torch.composite import Call, Inputs, Options, Weights
+from anycell.torch.functional import autocast, compiled, fused_plan, memory, traced, transformed
+from anycell.torch.host import HOSTS
+
+
+class Prepared:
+    """The packed weights of a module, and what they were packed from.
+
+    A copy of a module, and a pickle, has them not, and packs its own at the first step.
+    """
+
+    def __init__(self, module: Any = None) -> None:
+        self.stream: Stream | None = None
+        self.stamps: list[tuple[dict[str, Any], str, Tensor, int | None, int]] = []
+        if module is None:
+            return
+        for owner in module.modules():  # of a parametrised weight the originals lie in a child
+            for name, tensor in owner._parameters.items():
+                if tensor is not None:
+                    stamp = tensor, _version(tensor), tensor.data_ptr()
+                    self.stamps.append((owner._parameters, name, *stamp))
+        weight = module.weight_ih_l0
+        self.dtype: torch.dtype = weight.dtype
+        plan = fused_plan(module.cell, module.hidden_size, weight, module._sizes)
+        if isinstance(plan, Plan):
+            with torch.no_grad():
+                self.stream = self._pack(module, plan)
+
+    def _pack(self, module: Any, plan: Plan) -> Stream | None:
+        weights: list[Any] = []
+        call = Call(module.cell, module.hidden_size, Options(), sizes=module._sizes)
+        for (w,) in module._weights():
+            if not all(memory(t, self.dtype) for t in _tensors(w)):
+                return None
+            # What the fused engine checks and makes contiguous, without its input.
+            like = w.ih.new_empty(1, 0, w.ih.shape[1])
+            weights += fused._weights(call, Inputs(like, None, None, None, [_detached(w)]))
+        for w in weights:
+            w.ih = w.ih if 1 in w.ih.stride() else w.ih.contiguous()
+        host, sizes = HOSTS[plan.dtype], dict(plan.sizes)
+        return Stream(host, plan.cell, sizes, plan.dtype, weights, torch.get_num_threads())
+
+    @property
+    def stale(self) -> bool:
+        """Whether the weights are others by now, as far as torch can tell."""
+        for owner, name, tensor, version, address in self.stamps:
+            if owner[name] is not tensor or tensor.data_ptr() != address:
+                return True
+            if version is not None and tensor._version != version:
+                return True
+        return not self.stamps
+
+    def step(
+        self, x: Any, state: Any, static: Any
+    ) -> tuple[Tensor, tuple[Tensor, ...] | Tensor] | None:
+        """One step, if it is for the packed weights; None for all that wants a second look."""
+        stream, dtype = self.stream, self.dtype
+        if stream is None or type(x) is not Tensor or _elsewhere():
+            return None
+        rows, given = x.size(0) if x.dim() else 0, state if type(state) is tuple else (state,)
+        if not _plain(x, dtype, (rows, stream.width)):
+            return None
+        if (static is None) is not (stream.static is None):
+            return None
+        if static is not None and not _plain(static, dtype, (rows, stream.hidden)):
+            return None
+        if state is None:
+            given = ()
+        elif len(given) != len(stream.shape):
+            return None
+        for s, (layers, width) in zip(given, stream.shape, strict=False):
+            if not _plain(s, dtype, (layers, rows, width)):
+                return None
+        output, new = stream.step(rows, x, given, static, torch.get_num_threads())
+        return output, tuple(new) if len(new) > 1 else new[0]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Prepared, ()
+
+
+def _plain(x: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    """Whether a pointer says all about ``x``."""
+    return (
+        type(x) is Tensor
+        and x.shape == shape
+        and x.dtype is dtype
+        and x.is_contiguous()
+        and x.is_cpu
+        and (shape[-1] > 1 or not x.is_neg())  # such a view of more numbers is not contiguous
+    )
+
+
+def _elsewhere() -> bool:
+    """Whether gradients are wanted, or something looks on that pointers tell nothing."""
+    return torch.is_grad_enabled() or transformed() or traced() or compiled() or autocast()
+
+
+def _version(tensor: Tensor) -> int | None:
+    """The number of writes that autograd has seen; None for what it does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _tensors(w: Weights) -> list[Tensor | None]:
+    return [*w[:4], *w.params, *[t for _, t in w.linears]]
+
+
+def _detached(w: Weights) -> Weights:
+    def each(t: Any) -> Any:
+        return None if t is None else t.detach()
+
+    further = tuple([(name, each(t)) for name, t in w.linears])
+    ih, hh, bias_ih, bias_hh = map(each, w[:4])
+    return Weights(ih, hh, bias_ih, bias_hh, tuple(map(each, w.params)), further)
