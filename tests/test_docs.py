@@ -21,6 +21,9 @@ DOCUMENTS = [
 ]
 
 
+EXAMPLES = ["README.md", "docs/cells.md", "docs/sequences.md", "docs/your-own-cell.md"]
+
+
 def blocks(document: str, language: str = "python") -> list[str]:
     """The blocks of a document in a language."""
     text = (ROOT / document).read_text(encoding="utf-8")
@@ -34,7 +37,7 @@ def run(script: Path, *paths: Path) -> str:
     return subprocess.check_output(call, cwd=script.parent, env=env, text=True)
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/cells.md", "docs/your-own-cell.md"])
+@pytest.mark.parametrize("document", EXAMPLES)
 def test_the_examples_run(document: str, tmp_path: Path) -> None:
     """And print what the document says that they print."""
     pytest.importorskip("torch")

@@ -34,7 +34,7 @@ class Prepared:
         weight = module.weight_ih_l0
         self.dtype: torch.dtype = weight.dtype
         plan = fused_plan(module.cell, module.hidden_size, weight, module._sizes)
-        if isinstance(plan, Plan):
+        if isinstance(plan, Plan) and plan.engine == "cpu":
             with torch.no_grad():
                 self.stream = self._pack(module, plan)
 
