@@ -40,7 +40,7 @@ class RNN(Recurrent, nn.Module):
         checkpoint: less memory for more time in training: the forward pass keeps x and the states
             of every so many steps, or of about every sqrt(T) with "sqrt", and the backward pass
             computes the rest again, bit by bit the same. So many steps are rounded up to what
-            8 MiB of projected input hold. An attribute too. Layers that run fused on the CPU heed it.
+            8 MiB of projected input hold. An attribute too. Layers fused on the CPU heed it.
         sizes: of states that declare one, by its symbol: ``P=64`` for ``state="h:P c"``.
 
     ``forward`` takes, all but the first two by name, and gives (output, final state):
