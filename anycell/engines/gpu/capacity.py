@@ -63,7 +63,7 @@ class Choice(NamedTuple):
 WARPS = (4, 8, 16)
 # Numbers of tiles that a thread can hold beside addresses and temporaries. Dots of float32, which
 # the matrix units do not do, take registers for their operands.
-NUMBERS = {"float32": 64, "bfloat16": 128, "float16": 128}
+NUMBERS = {"float32": 64, "bfloat16": 160, "float16": 160}
 
 
 def choose(
@@ -81,7 +81,9 @@ def choose(
     if tier not in (None, 1, 3):
         raise ValueError(f"tier={tier!r}; expected 1, 3 or None.")
     room, count = NUMBERS[plan.dtype], tiles(plan, backward)
-    warps = next((w for w in WARPS if count * _each(plan, w) <= room), 0)
+    # A warp's part of a dot is eight units wide: more warps than that would all do the same.
+    most = max(WARPS[0], _widest(plan) // 8)
+    warps = next((w for w in WARPS if w <= most and count * _each(plan, w) <= room), 0)
     if tier is not None:
         return Choice(tier, warps or WARPS[-1], "asked for")
     if device is None:
@@ -113,13 +115,18 @@ def tiles(plan: Plan, backward: bool) -> int:
     if backward:
         sums = len(cell.params) + (cell.static is not None)
         return len(cell.gates) + len(plan.saved) + sums + states + 4
-    return 2 * len(cell.gates) + states + 4
+    apart = len(cell.gates) - len(cell.fused)  # gates whose two projections are two values
+    return 2 * len(cell.gates) + apart + len(cell.params) + states + 4
 
 
 def _each(plan: Plan, warps: int) -> int:
     """Units of a tile for each thread."""
-    widest = max(power_of_two(size, LEAST) for size in plan.sizes.values())
-    return -(-LEAST * widest // (32 * warps))
+    return -(-LEAST * _widest(plan) // (32 * warps))
+
+
+def _widest(plan: Plan) -> int:
+    """Units of the widest tile."""
+    return max(power_of_two(size, LEAST) for size in plan.sizes.values())
 
 
 def table(plan: Plan) -> list[tuple[str, str, str]]:

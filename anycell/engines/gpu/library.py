@@ -144,21 +144,20 @@ def stop_gradient(x):
 
 @triton.jit
 def _reduce(x, largest: tl.constexpr):
-    if largest:
-        return tl.max(x, axis=1, keep_dims=True)
-    return tl.sum(x, axis=1, keep_dims=True)
+    return tl.max(x, axis=1, keep_dims=True) if largest else tl.sum(x, axis=1, keep_dims=True)
 
 
 @triton.jit
 def _over_groups(x, units, inside, groups: tl.constexpr, each: tl.constexpr, largest: tl.constexpr):
     nothing: tl.constexpr = -_INFINITY if largest else 0.0
-    if groups == 1:
-        return _reduce(tl.where(inside, x, nothing), largest)
     result = tl.where(inside, x, nothing)
-    for group in tl.static_range(groups):
-        mine = units // each == group
-        whole = _reduce(tl.where(inside & mine, x, nothing), largest)
-        result = tl.where(mine, whole, result)
+    if groups == 1:
+        result = _reduce(result, largest)
+    else:
+        for group in tl.static_range(groups):
+            mine = units // each == group
+            whole = _reduce(tl.where(inside & mine, x, nothing), largest)
+            result = tl.where(mine, whole, result)
     return result
 
 

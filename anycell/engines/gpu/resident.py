@@ -235,12 +235,13 @@ class _Loop(Text):
         for i, s in enumerate(cell.states):
             self.say(f"g_{s.name} = {self.load(self._gradient(i, 'turn'), s.size, wide=True)}")
             if form.resets:
-                self.say(f"restored_{s.name} = zero_{s.size}")
-        totals = {f"sum_{name}": d for name, d in g.param.items()}
+                self.say(f"restored_{s.name} = {self.load(self._reset_sum(i), s.size, wide=True)}")
+        totals = {f"sum_p_{name}": d for name, d in g.param.items()}
         if g.static is not None:
             totals["sum_static"] = g.static
         for name in totals:
-            self.say(f"{name} = zero_H")
+            start = "zero_H" if name != "sum_static" else None
+            self.say(f"{name} = {start or self.load(self._static_sum(), 'H', wide=True)}")
         self.say("for t in range(count):")
         with self.indented():
             self._flags()
@@ -251,7 +252,7 @@ class _Loop(Text):
                 self.say(f"{name} += {self.valid(self.value(d))}")
             for i in range(len(cell.states)):
                 self._carry(i)
-        self._finish(totals)
+        self._hand_on(totals)
 
     def _carry(self, i: int) -> None:
         """The gradient of state i, for the step before."""
@@ -266,22 +267,30 @@ class _Loop(Text):
             self.say(f"restored_{s.name} += tl.where(reset, g_{s.name}, 0.0)")
             self.say(f"g_{s.name} = tl.where(reset, 0.0, g_{s.name})")
 
-    def _finish(self, totals: dict[str, Expr]) -> None:
+    def _hand_on(self, totals: dict[str, Expr]) -> None:
         """Hands on what the loop carried."""
         h, params = self.plan.hidden_size, len(self.plan.gradients.param)
         for i, s in enumerate(self.cell.states):
             self.store(self._gradient(i, "turn + 1"), f"g_{s.name}", s.size)
             if self.form.resets:
-                base = f"{self.array(f'dreset{i}', wide=True)} + rows * {self.widths[i]}"
-                self._add(self.at(base, 0, s.size), f"restored_{s.name}", f"in_{s.size}")
+                self.store(self._reset_sum(i), f"restored_{s.name}", s.size)
         for n, name in enumerate(totals):
-            if name == "sum_static" and n == params:
-                base = f"{self.array('dstatic', wide=True)} + rows * {h}"
-                self._add(self.at(base, 0, "H"), name, "in_H")
+            if name == "sum_static":
+                self.store(self._static_sum(), name, "H")
                 continue
             base = f"{self.array('dparam', wide=True)} + tl.program_id(0) * {h * params}"
             whole = f"tl.sum(tl.where(is_row, {name}, 0.0), axis=0, keep_dims=True)"
             self._add(self.at(base, n * h, "H"), whole, "is_H")
+
+    def _reset_sum(self, i: int) -> str:
+        """The gradient of what resets restore, of each row."""
+        base = f"{self.array(f'dreset{i}', wide=True)} + rows * {self.widths[i]}"
+        return self.at(base, 0, self.cell.states[i].size)
+
+    def _static_sum(self) -> str:
+        """The gradient of the static input."""
+        array = self.array("dstatic", wide=True)
+        return self.at(f"{array} + rows * {self.plan.hidden_size}", 0, "H")
 
     def _add(self, where: str, value: str, mask: str) -> None:
         so_far = self.assign("so_far", f"tl.load({where}, mask={mask}, other=0.0)")
