@@ -41,24 +41,25 @@ def _kernels(host: Host, plan: Plan, form: Form) -> Kernels:
 
 def forward(
     host: Host, plan: Plan, x: Array, weights: Sequence[Weights], options: Options, *, keep: bool
-) -> tuple[Array, list[list[Array]], Saved | None]:
+) -> tuple[Array, list[Array], Saved | None]:
     """Runs a layer; arguments and results are those of ``anycell.layer.forward``.
 
     The plan is one for engine "gpu", and all arrays are on the device, of the plan's dtype.
     """
     if options.mask is not None and options.resets is not None:
         options = replace(options, resets=options.resets & options.mask)
-    steps, batch, states = x.shape[0], x.shape[1], plan.cell.states
-    widths = [plan.sizes[s.size] for s in states]
+    steps, batch = x.shape[0], x.shape[1]
+    widths = [plan.sizes[s.size] for s in plan.cell.states]
     first, directions = widths[0], len(weights)
     zeroed = options.mask is not None and not options.repeat
     slots = steps + 1 + any(w.reverse for w in weights)
     hidden = host.empty((slots, batch, directions * first))
     out = host.empty((steps, batch, directions * first)) if zeroed else hidden[1 : steps + 1]
     saved = Saved(x, weights, options, hidden, [], [], [])
-    finals = []
+    finals = [host.empty((directions, batch, width)) for width in widths]
     for d in range(directions):
-        finals.append(_forward(host, plan, saved, d, out, keep))
+        for states, final in zip(finals, _forward(host, plan, saved, d, out, keep), strict=True):
+            states[d] = final
     return out, finals, saved if keep else None
 
 

@@ -86,7 +86,8 @@ def by_gpu(
     )
     # The interpreter computes what lies outside of arrays too, with NumPy.
     with np.errstate(all="ignore"):
-        outputs, (final,), saved = device.forward(host, chosen, x, [one], how, keep=True)
+        outputs, finals, saved = device.forward(host, chosen, x, [one], how, keep=True)
+        final = [value[0] for value in finals]
         for _ in range(backwards):
             dx, (d,) = device.backward(
                 host, chosen, saved, array(problem["d_outputs"]), [arrays("d_final")]
