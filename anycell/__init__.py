@@ -38,6 +38,9 @@ _LAZY = {
     "explain": "anycell.explain",
     "recurrence": "anycell.recurrence",
     "torch": "anycell.torch",
+    "keras": "anycell.keras",
+    "tf1": "anycell.tf1",
+    "layouts": "anycell.layouts",
     "numpy": "anycell.numpy",
 }
 
@@ -52,7 +55,9 @@ __all__ = [
     "explain",
     "hard_sigmoid",
     "keep",
+    "keras",
     "layer_norm",
+    "layouts",
     "linear",
     "log",
     "log_sigmoid",
@@ -69,6 +74,7 @@ __all__ = [
     "stop_gradient",
     "sum",
     "tanh",
+    "tf1",
     "torch",
     "where",
 ]
