@@ -14,14 +14,14 @@ def run(call: Call, inputs: Inputs) -> Result:
     x, mask, resets = inputs.x, inputs.mask, inputs.resets
     if call.reverse:  # there, only the second of two directions runs backwards
         x, mask, resets = (t if t is None else t.flip(0) for t in (x, mask, resets))
-    hh = inputs.recurrent_kernel
+    hh, linears = inputs.recurrent_kernel, dict(inputs.linears)
     weights = steps.Weights(
         inputs.kernel.T,
         None if hh is None else hh.T,
         inputs.bias,
         inputs.recurrent_bias,
         inputs.params,
-        inputs.linears,
+        tuple([(name, linears.get(name)) for name in steps.linear_names(call.cell)]),
     )
     options = steps.Options(
         mask=None if mask is None else mask.contiguous(),
@@ -33,7 +33,8 @@ def run(call: Call, inputs: Inputs) -> Result:
     initial = tuple(state.unsqueeze(0) for state in inputs.initial)
     given = steps.Inputs(x, inputs.static, initial, None, [weights])
     with torch.autocast(x.device.type, enabled=False):
-        outputs, final = functional.layer(steps.Call(call.cell, call.hidden_size, options), given)
+        own = steps.Call(call.cell, call.hidden_size, options, sizes=call.sizes)
+        outputs, final = functional.layer(own, given)
     if not call.sequences:
         return None, tuple(state[0] for state in final)
     return outputs.flip(0) if call.reverse else outputs, tuple(state[0] for state in final)
