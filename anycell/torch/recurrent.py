@@ -18,7 +18,7 @@ from anycell.torch.arguments import Layout, check_tensor, describe
 from anycell.torch.composite import Call, Inputs, Options, States, Weights
 from anycell.torch.functional import autocast, compiled, exporting, stack
 from anycell.torch.packed import Packing
-from anycell.torch.streaming import Prepared
+from anycell.torch.streaming import Prepared, elsewhere
 
 Lengths = Tensor | Sequence[int]
 _EVALUATION, _TRAINING = Options(), Options(training=True)
@@ -107,13 +107,13 @@ class Recurrent:
             torch.Size([1, 8])
         """
         prepared = self.__dict__.get("_prepared")
-        draws = self.training and (self.dropout or self.cell.keeps)
-        if prepared is not None and not draws:
+        if prepared is not None and not elsewhere():
             if prepared.stale:
                 prepared = self.prepare()._prepared
-            found = prepared.step(x, state, static)
-            if found is not None:
-                return found
+            if not (self.training and (self.dropout or prepared.keeps)):
+                found = prepared.step(x, state, static)
+                if found is not None:
+                    return found
         self._one_direction("step")
         rows = tuple(x.shape[:-1]) if isinstance(x, Tensor) and x.dim() == 2 else ()
         axes = "one step of the input"

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from anycell.plan import Plan
 from anycell.stream import Stream
 from anycell.torch import fused
 from anycell.torch.composite import Call, Inputs, Options, Weights
-from anycell.torch.functional import autocast, compiled, fused_plan, memory, traced, transformed
+from anycell.torch.functional import autocast, fused_plan, memory
 from anycell.torch.host import HOSTS
 
 
@@ -23,6 +24,7 @@ class Prepared:
 
     def __init__(self, module: Any = None) -> None:
         self.stream: Stream | None = None
+        self.keeps = False
         self.stamps: list[tuple[dict[str, Any], str, Tensor, int | None, int]] = []
         if module is None:
             return
@@ -33,6 +35,7 @@ class Prepared:
                     self.stamps.append((owner._parameters, name, *stamp))
         weight = module.weight_ih_l0
         self.dtype: torch.dtype = weight.dtype
+        self.keeps = bool(module.cell.keeps)
         plan = fused_plan(module.cell, module.hidden_size, weight, module._sizes)
         if isinstance(plan, Plan) and plan.engine == "cpu":
             with torch.no_grad():
@@ -67,9 +70,9 @@ class Prepared:
     ) -> tuple[Tensor, tuple[Tensor, ...] | Tensor] | None:
         """One step, if it is for the packed weights; None for all that wants a second look."""
         stream, dtype = self.stream, self.dtype
-        if stream is None or type(x) is not Tensor or _elsewhere():
+        if stream is None or type(x) is not Tensor or x.dim() != 2:
             return None
-        rows, given = x.size(0) if x.dim() else 0, state if type(state) is tuple else (state,)
+        rows, given = x.size(0), state if type(state) is tuple else (state,)
         if not _plain(x, dtype, (rows, stream.width)):
             return None
         if (static is None) is not (stream.static is None):
@@ -102,9 +105,16 @@ def _plain(x: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _elsewhere() -> bool:
+def elsewhere() -> bool:
     """Whether gradients are wanted, or something looks on that pointers tell nothing."""
-    return torch.is_grad_enabled() or transformed() or traced() or compiled() or autocast()
+    return (
+        torch.compiler.is_dynamo_compiling()
+        or torch.is_grad_enabled()
+        or autocast()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def _version(tensor: Tensor) -> int | None:
