@@ -3,7 +3,7 @@
 Arrays belong to the framework and come through a small ``Host``; kernels see their addresses. The
 input projection and the weight gradients are large matmuls and go to the framework's own library,
 in chunks of time, so that the buffer between them and the recurrence stays in the cache and never
-becomes as long as the sequence.
+becomes as long as the sequence. An input projection that is small the kernel does (``_inputs``).
 
 Time-major throughout: ``x [T, B, I]``, outputs ``[T, B, D*H]`` with D directions side by side.
 """
@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from anycell.engines import cpu
 from anycell.lang.cell import RECURRENT, Linear
 from anycell.plan import Plan
@@ -24,8 +26,11 @@ from anycell.plan import Plan
 Array = Any
 # Of projected gates, for all directions together: they should stay in the cache.
 CHUNK_BYTES = 8 << 20
+WORTH_PACKING = 256  # rows of all steps from which packing the weight of the input may pay
 WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay
 FEW_ROWS = 16  # rows per thread below which threads share the rows and split the units
+# Of packed weights, of the input and of the state together: they should stay in a core's own cache.
+NEAR_BYTES = 896 << 10
 
 
 class Host(Protocol):
@@ -41,7 +46,7 @@ class Host(Protocol):
     def zeros(self, shape: tuple[int, ...]) -> Array: ...
 
     def lasting(self, shape: tuple[int, ...]) -> Array:
-        """As ``empty``, for what is kept until the backward pass; see ``engines.cpu.memory``."""
+        """As ``empty``, for what is of every step; see ``engines.cpu.memory``."""
         ...
 
     def like(self, array: Array) -> Array:
@@ -177,21 +182,24 @@ class _Form(NamedTuple):
 
     Attributes:
         chunk: steps per chunk of the projection.
+        inputs: how many of them the kernel multiplies itself; 0 where the host does.
         at_once: all of the projection is one matmul, and rows as they come will do.
         single: one step, whose recurrent matmul is the host's too: packing the weights would cost
             more than it saves.
         threads, units_split: for a kernel call, and whether they split the units, not the rows.
         sizes: bytes of scratch memory, workspace and packed weights of each direction.
+        constants: what tables point at: hyperparameters, and projected gates that are all 0.
         tables: an argument table per direction, with all that does not change.
     """
 
     kernel: cpu.Kernel
     chunk: int
+    inputs: int
     at_once: bool
     single: bool
     threads: int
     sizes: list[int]
-    hyper: Array
+    constants: tuple[Array, ...]
     tables: list[cpu.Table]
 
 
@@ -202,20 +210,22 @@ def _form(
     steps: int,
     batch: int,
     reverse: tuple[bool, ...],
-    project: bool,
+    entering: int | None,
     resets: bool,
     threads: int,
 ) -> _Form:
-    cell, directions = plan.cell, len(reverse)
+    cell, directions, project = plan.cell, len(reverse), entering is not None
     chunk = _chunk(plan, steps, batch * directions) if project else max(1, steps)
     # The primitive multiplies by its own kernel always: its bits do not depend on the host.
     alone = [(l.name, l.outputs) for l in cell.linears] == [(RECURRENT, cell.gates)]
     single = project and steps == 1 and alone and not resets
     width = len(cell.gates) * plan.hidden_size
     at_once = chunk >= steps and (single or _padded(plan, width) == width)
-    work = chunk * batch * max(0 if single else kernel.work, 64 * plan.hidden_size)
+    inputs = 0 if single or not entering else _inputs(kernel, plan, steps * batch, entering)
+    work = chunk * batch * max(0 if single else kernel.work + width * inputs, 64 * plan.hidden_size)
     threads, units_split = share(kernel, work, batch, directions, threads)
-    workspace, hyper = kernel.workspace(batch), cpu.hyperparameters(plan)
+    workspace = kernel.workspace(batch)
+    hyper, zeros = cpu.hyperparameters(plan), np.zeros(width if inputs else 0, plan.dtype)
     common = cpu.Table(kernel.index)
     common.set(
         batch=batch, row_group=_row_group(batch), workspace_stride=workspace,
@@ -227,8 +237,31 @@ def _form(
         tables.append(common.copy())
         tables[-1].set(time_step=-1 if backwards else 1)
     packed = [0 if single else n * plan.itemsize for n in kernel.packed_elements]
+    if inputs:
+        entry = kernel.projection(inputs)
+        packed.append(entry.packed_elements * plan.itemsize)
+        block, (at, _) = (
+            entry.geometry.inner_block(plan.itemsize),
+            zeros.__array_interface__["data"],
+        )
+        for table in tables:
+            table.set(inputs=inputs, input_block=block, x=at)
     sizes = [workspace * threads, *packed] * directions
-    return _Form(kernel, chunk, at_once, single, threads, sizes, hyper, tables)
+    constants = hyper, zeros
+    return _Form(kernel, chunk, inputs, at_once, single, threads, sizes, constants, tables)
+
+
+def _inputs(kernel: cpu.Kernel, plan: Plan, rows: int, inputs: int) -> int:
+    """How many inputs the kernel multiplies itself: all or none of them.
+
+    The projection of all steps at once reads its weight once, but writes the gates to memory and
+    has the kernel read them there. Where both weights stay in a core's own cache, the kernel had
+    better multiply the input too; if there is the work to make up for packing one more weight.
+    """
+    if kernel.projecting is None or rows < WORTH_PACKING:
+        return 0
+    both = len(plan.cell.gates) * plan.hidden_size * (inputs + kernel.projecting.inner)
+    return inputs if both * plan.itemsize <= NEAR_BYTES else 0
 
 
 def share(
@@ -267,7 +300,8 @@ class _Run:
         self.reverse = tuple([w.reverse is not backward for w in weights])
         self.form = _form(
             cpu.compiled(plan, backward), plan, self.steps, self.batch, self.reverse,
-            weights[0].ih is not None, options.resets is not None, options.threads,
+            None if weights[0].ih is None else x.shape[2], options.resets is not None,
+            options.threads,
         )  # fmt: skip
         self.calls = [table.copy() for table in self.form.tables]
         self.backward = backward
@@ -293,7 +327,17 @@ class _Run:
                 source = host.pointer(weight)
                 cpu.pack(form.kernel, k, packed, source, strides, *biases, options.threads)
                 call.set(**{f"weights{k}": packed})
+            if form.inputs:
+                self._pack_input(call, places[place + blocks - 1], w)
         return self
+
+    def _pack_input(self, call: cpu.Table, packed: int, w: Weights) -> None:
+        """Packs the weight of the input for a kernel that multiplies it itself."""
+        form, source, strides = self.form, self.host.pointer(w.ih), self.host.strides(w.ih)
+        number, threads = form.kernel.projection(form.inputs).number, self.options.threads
+        biases = self._address(w.bias_ih), self._address(w.bias_hh)
+        cpu.pack(form.kernel, number, packed, source, strides, *biases, threads, form.inputs)
+        call.set(weights_x=packed)
 
     def __exit__(self, *_: object) -> None:
         cpu.scratch.give_back(self.block)
@@ -332,13 +376,13 @@ class _Run:
         """
         time, row = self.host.strides(array)[:2]
         address = self.host.pointer(array) + (index * time + column) * self.plan.itemsize
-        self.calls[d].set(**{name: address, f"{name}_t": sign * time, f"{name}_b": row})
+        self.calls[d].point(name, address, sign * time, row)
 
     def point_rows(self, d: int, name: str, array: Array, width: int, time: int, sign: int) -> None:
         """The same for a matrix ``[time * batch, width]``."""
         row = self.batch * width
         address = self.host.pointer(array) + time * row * self.plan.itemsize
-        self.calls[d].set(**{name: address, f"{name}_t": sign * row, f"{name}_b": width})
+        self.calls[d].point(name, address, sign * row, width)
 
     def write(self, array: Array, slot: int, column: int, h: int, value: Array | float) -> None:
         """``array[slot, :, column : column + h] = value``, which is ``[B, h]`` or a number."""
@@ -461,8 +505,8 @@ class _Memory:
         self.run, self.origin, self.steps, batch = run, 0, steps, run.batch
         self.widths = [plan.sizes[state.size] for state in states]
         self.whole = [whole, *[keep and state.name in plan.states for state in states[1:]]]
-        slots = steps + 1 + any(run.reverse) if whole else 2
-        self.hidden = host.empty((slots, batch, len(run.weights) * self.widths[0]))
+        slots, new = (steps + 1 + any(run.reverse), host.lasting) if whole else (2, host.empty)
+        self.hidden = new((slots, batch, len(run.weights) * self.widths[0]))
         self.states: list[list[Array | None]] = []
         for _ in run.weights:
             self.states.append([None])
@@ -472,9 +516,12 @@ class _Memory:
         saved = steps, batch, run.form.kernel.saved_width
         self.values = [host.lasting(saved) for _ in run.weights] if keep else []
         self.products: list[Array] = []  # of a single step; they must live as long as it runs
-        # The gates of all steps, or room for those of a chunk.
+        # The gates of all steps, or room for those of a chunk, or none.
         project = run.weights[0].ih is not None
         self.at_once = run.form.at_once or not project
+        self.gates: list[Any] = []
+        if run.form.inputs:
+            return
         if self.at_once:
             self.gates = [host.project(run.x, w.ih) if project else run.x for w in run.weights]
         else:
@@ -549,10 +596,13 @@ def _advance(run: _Run, memory: _Memory, begin: int, end: int, out: Array | None
     host, x, batch = run.host, run.x, run.batch
     for done, count in run.chunks(begin, end):
         for d, w in enumerate(run.weights):
-            span, gates = run.span(d, done, count), memory.gates[d]
-            if memory.at_once:
-                run.point(d, "x", gates, span.time, span.sign)
+            span = run.span(d, done, count)
+            if run.form.inputs:
+                run.point(d, "input", x, span.time, span.sign)
+            elif memory.at_once:
+                run.point(d, "x", memory.gates[d], span.time, span.sign)
             else:
+                gates = memory.gates[d]
                 part = x[span.begin : span.end].reshape(count * batch, x.shape[2])
                 host.matmul(part, w.ih.T, gates[count * batch])  # type: ignore[union-attr]
                 time = span.time - span.begin

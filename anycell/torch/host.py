@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -32,6 +33,8 @@ class TorchHost:
         return torch.zeros(shape, dtype=self.dtype, device=_CPU)
 
     def lasting(self, shape: tuple[int, ...]) -> Tensor:
+        if math.prod(shape) * self.dtype.itemsize < cpu.memory.SMALL:
+            return self.empty(shape)
         return torch.from_numpy(cpu.memory.empty(shape, str(self.dtype).removeprefix("torch.")))
 
     # Without a function of Python's between: they are called for everything.

@@ -50,6 +50,11 @@ class Table:
         for name, value in values.items():
             entries[index[name]] = value
 
+    def point(self, name: str, address: int, time: int, row: int) -> None:
+        """Sets an address and its strides in elements, per step and per row of the batch."""
+        entries, at = self.entries, self.index[name]  # the strides follow the address
+        entries[at], entries[at + 1], entries[at + 2] = address, time, row
+
     def start(self, steps: int) -> None:
         """Makes the table ready for a call over so many steps."""
         self.entries[self._barrier] = 0
@@ -107,6 +112,7 @@ def pack(
     bias_x: int,
     bias_h: int,
     threads: int,
+    inputs: int = 0,
 ) -> None:
     """Packs the weight of a matmul, and its biases, for ``kernel``.
 
@@ -117,9 +123,12 @@ def pack(
             elements; one of the last two must be 1.
         bias_x, bias_h: addresses of ``[out]``, 0 where absent.
         threads: at most so many.
+        inputs: if not 0 it is the weight of the input, ``[out, inputs]``, that is packed, and
+            ``packed`` has place for ``kernel.projection(inputs).packed_elements``.
     """
     heads, rows, columns = (0, *strides)[-3:]
-    table = array("q", [source, heads, rows, columns, bias_x, bias_h, packed])
+    inner = inputs or kernel.inner[number]
+    table = array("q", [source, heads, rows, columns, bias_x, bias_h, packed, inner])
     # Below that a second thread takes longer to wake than to help.
     parts = threads if kernel.packed_elements[number] > 1 << 16 else 1
     pool.parallel(kernel.pack[number], table.buffer_info()[0], parts)

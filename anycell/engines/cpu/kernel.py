@@ -43,7 +43,7 @@ SPINS = 4000  # turns at a barrier before a thread offers its core, some 100 us
 # Entries of the argument table that are numbers, as are all strides; the others are addresses.
 INTEGERS = frozenset(
     "steps batch row_group time time_step units_split workspace_stride training seed stream "
-    "repeat".split()
+    "repeat inputs input_block".split()
 )
 INPUT = -1  # in place of the number of a state
 L1_WEIGHTS = 32 << 10  # bytes of a block of packed weights that stays in the first-level cache
@@ -186,6 +186,12 @@ class Matmul:
     def packed_elements(self) -> int:
         return self.tiles * self.geometry.tile_elements
 
+    def projection(self, inputs: int) -> Matmul:
+        """The same of so many inputs: the input projection, whose results these are added to."""
+        return dataclasses.replace(
+            self, geometry=dataclasses.replace(self.geometry, inner=inputs), inner=inputs
+        )
+
 
 def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
     """The matmuls of a step, in the order of the cell."""
@@ -203,6 +209,17 @@ def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
             state = INPUT
         found.append(Matmul(l, number, g, state, units, inner, backward))
     return tuple(found)
+
+
+def projecting(matmuls: tuple[Matmul, ...], cell: Cell) -> Matmul | None:
+    """The matmul to whose sums a forward kernel can add the input projection, if there is one:
+    every gate is the sum of both, and nothing else needs either.
+    """
+    for m in matmuls:
+        plain = m.state is not None and m.state != INPUT and m.linear.heads == 1
+        if plain and not m.backward and m.linear.name == RECURRENT:
+            return m if m.outputs == cell.gates and set(cell.gates) == cell.fused else None
+    return None
 
 
 def arguments(plan: Plan, backward: bool) -> tuple[str, ...]:
@@ -233,7 +250,9 @@ def arguments(plan: Plan, backward: bool) -> tuple[str, ...]:
         names += ["dparam", "dstatic"]
     else:
         arrays += ["x", "out"]
-        names += ["product", "product_b"]
+        # Of the kernel that multiplies the input itself; `x` is then a row of zeros.
+        names += ["product", "product_b", "inputs", "input_block", "weights_x"]
+        arrays += ["input"]
     names += [f"{array}{suffix}" for array in arrays for suffix in ("", "_t", "_b")]
     return (*names, "static", "bias_x", "bias_h")
 
@@ -266,6 +285,7 @@ class Generator:
         self.passes = passes(self._results(), self.loaded)
         self.matmuls = matmuls(plan, backward, target)
         self.by_name = {m.linear.name: m for m in self.matmuls}
+        self.projecting = projecting(self.matmuls, self.cell)
         self.result_sizes = {plan.sizes[symbol] for symbol in map(self._size, self._results())}
         self.row_wise = len(self.passes) > 1 or not self._simple()
         self._measure(target)
@@ -360,8 +380,12 @@ class Generator:
         """Bytes per thread."""
         rows = PANEL if len(self.stages) > 1 else 1
         reals = PANEL * self.acc_row + rows * self.scratch_row
-        addresses = self._address_bytes(batch) * len(self.matmuls)
+        addresses = self._address_bytes(batch) * self._operands_with_rows
         return addresses + -(-(reals * self.size) // 64) * 64 + 64
+
+    @property
+    def _operands_with_rows(self) -> int:
+        return len(self.matmuls) + (self.projecting is not None)
 
     def _address_bytes(self, batch: int) -> int:
         return -(-(batch * 8) // 64) * 64
@@ -504,7 +528,8 @@ class Generator:
         space = b.gep(arg["workspace"], b.mul(part, arg["workspace_stride"]), "i8")
         addresses = b.mul(b.sdiv(b.add(b.mul(arg["batch"], 8), 63), 64), 64)
         self.rows = [b.gep(space, b.mul(addresses, m.number), "i8") for m in self.matmuls]
-        self.acc = b.gep(space, b.mul(addresses, len(self.matmuls)), "i8")
+        self.input_rows = b.gep(space, b.mul(addresses, len(self.matmuls)), "i8")
+        self.acc = b.gep(space, b.mul(addresses, self._operands_with_rows), "i8")
         self.scratch = b.gep(self.acc, PANEL * self.acc_row)
         self.hyper = {
             n: b.splat(b.load(b.gep(arg["hyper"], i), b.real))
@@ -640,6 +665,8 @@ class Generator:
                 reset = self._flagged(self.has_resets, "resets", self.t, row)
                 address = self._before(m.state, reset)
             b.store(address, b.gep(self.rows[m.number], row, "i64"))
+            if m is self.projecting:
+                b.store(self._at("input", self.t, row), b.gep(self.input_rows, row, "i64"))
 
     def _gradient(self, m: Matmul) -> str:
         """The array that holds the gradient of a matmul's outputs."""
@@ -649,7 +676,7 @@ class Generator:
         """acc = operand @ W for a panel of rows, and the tiles of one span or of all units."""
         b, g, place = self.b, m.geometry, self.acc_place[m.linear.name]
         acc = b.gep(self.acc, place)
-        rows, count = b.gep(self.rows[m.number], first, "i64"), b.sub(last, first)
+        count = b.sub(last, first)
         tile0, tile1 = constant(0, "i64"), constant(g.tiles, "i64")
         if span is not None:
             per_span = g.span // g.unroll
@@ -659,10 +686,9 @@ class Generator:
         def multiply() -> None:
             with b.loop(0, m.linear.heads) as head, b.loop(tile0, tile1) as tile:
                 number = b.add(b.mul(head, g.tiles), tile)
-                weights = b.gep(self.arg[f"weights{m.number}"], b.mul(number, g.tile_elements))
                 unit = b.mul(b.sub(tile, tile0), g.unroll * g.lanes)
                 into = b.gep(acc, b.add(unit, b.mul(head, g.units)))
-                self._tile(m, weights, rows, into, count, head)
+                self._tile(m, number, first, into, count, head)
 
         # The first backward step has no step after it: its state gradients came with the call.
         if m.state is None:
@@ -679,22 +705,51 @@ class Generator:
             multiply()
 
     def _tile(
-        self, m: Matmul, weights: Value, rows: Value, into: Value, count: Value, head: Value
+        self, m: Matmul, number: Value, first: Value, into: Value, count: Value, head: Value
     ) -> None:
         """One tile, block by block of the sum."""
-        b, g = self.b, m.geometry
+        b, g, arg = self.b, m.geometry, self.arg
         block = g.inner_block(self.size)
+        begins = constant(1, "i1")  # whether the sum begins here, with the biases
+        if m is self.projecting:
+            projects = self._given("input")
+            begins = b.not_(projects)
+            with b.when(projects), b.loop(0, arg["inputs"], arg["input_block"]) as k0:
+                k1 = b.smin(b.add(k0, arg["input_block"]), arg["inputs"])
+                rows = b.gep(self.input_rows, first, "i64")
+                elements = b.mul(b.add(arg["inputs"], g.lanes), g.columns * g.lanes)
+                weights = b.gep(arg["weights_x"], b.mul(number, elements))
+                fresh, shift = b.icmp("eq", k0, 0), constant(0, "i64")
+                self._tile_block(m, weights, rows, into, count, k0, k1, fresh, shift)
+        rows = b.gep(self.rows[m.number], first, "i64")
+        weights = b.gep(arg[f"weights{m.number}"], b.mul(number, g.tile_elements))
         for begin, end, operand, per_head in m.segments:
             shift = b.add(b.mul(head, per_head), operand - begin)
             with b.loop(begin, end, block) as k0:
                 k1 = b.smin(b.add(k0, block), constant(end, "i64"))
-                fresh = b.zext(b.icmp("eq", k0, 0), "i64")
-                column = 0
-                for places in self._groups(m):
-                    w, at = b.gep(weights, column * g.lanes), b.gep(into, places[0] * g.lanes)
-                    name = self._name("rows", m, _relative(places))
-                    b.call(name, w, rows, at, count, k0, k1, fresh, shift)
-                    column += len(places)
+                fresh = b.and_(b.icmp("eq", k0, 0), begins)
+                self._tile_block(m, weights, rows, into, count, k0, k1, fresh, shift)
+
+    def _tile_block(
+        self,
+        m: Matmul,
+        weights: Value,
+        rows: Value,
+        into: Value,
+        count: Value,
+        k0: Value,
+        k1: Value,
+        fresh: Value,
+        shift: Value,
+    ) -> None:
+        """All columns of a tile, for one block of the sum."""
+        b, g, column = self.b, m.geometry, 0
+        fresh = b.zext(fresh, "i64")
+        for places in self._groups(m):
+            w, at = b.gep(weights, column * g.lanes), b.gep(into, places[0] * g.lanes)
+            name = self._name("rows", m, _relative(places))
+            b.call(name, w, rows, at, count, k0, k1, fresh, shift)
+            column += len(places)
 
     def _fill(self, m: Matmul, acc: Value, span: Value | None, first: Value, last: Value) -> None:
         """Results of a matmul that is not ours: forward those the caller brings, backward none."""
@@ -1223,10 +1278,13 @@ class Generator:
         name = f"pack{m.number}"
         b = self.module.function(name, [("ptr", "args"), ("i64", "part"), ("i64", "parts")])
         table, part, parts = b.args
-        types = ("ptr", "i64", "i64", "i64", "ptr", "ptr", "ptr")
-        weight, heads, rows, columns, bias_x, bias_h, packed = (
+        types = ("ptr", "i64", "i64", "i64", "ptr", "ptr", "ptr", "i64")
+        weight, heads, rows, columns, bias_x, bias_h, packed, inner = (
             b.load(b.gep(table, i, "i64"), t) for i, t in enumerate(types)
         )
+        elements = constant(g.tile_elements, "i64")
+        if m is self.projecting:  # the weight of the input is packed the same way
+            elements = b.mul(b.add(inner, g.lanes), g.columns * g.lanes)
         width = constant(g.columns * g.lanes, "i64")
         # Of one head and output: rows of the weight, and numbers that a row has.
         each = m.inner // (len(l.outputs) * l.heads) if self.backward else g.units
@@ -1236,7 +1294,7 @@ class Generator:
         with b.loop(first, last) as number:
             head, tile = b.sdiv(number, g.tiles), b.srem(number, g.tiles)
             source = b.gep(weight, b.mul(head, heads))
-            into = b.gep(packed, b.mul(number, g.tile_elements))
+            into = b.gep(packed, b.mul(number, elements))
             for v in range(g.unroll):
                 unit = b.mul(b.add(b.mul(tile, g.unroll), v), g.lanes)
                 left = b.sub(constant(g.units, "i64"), unit)
@@ -1264,8 +1322,7 @@ class Generator:
                     b.store(b.load(slot), column)
                     start = b.gep(source, b.mul(b.add(unit, row * each), rows))
                     at = b.gep(column, g.columns * g.lanes)
-                    count = constant(g.inner, "i64")
-                    b.call("pack_block", start, rows, columns, left, count, at, width)
+                    b.call("pack_block", start, rows, columns, left, inner, at, width)
 
     def _pack_block(self) -> None:
         """A column of vectors: element k of unit u is
@@ -1317,8 +1374,15 @@ class Kernel:
             m.units * m.inner * m.geometry.outputs // m.linear.heads for m in generator.matmuls
         )
         self.packed_elements = [m.packed_elements for m in generator.matmuls]
+        self.inner = [m.geometry.inner for m in generator.matmuls]
+        self.projecting = generator.projecting
         self.run = library.address("run")
         self.pack = [library.address(f"pack{m.number}") for m in generator.matmuls]
+
+    def projection(self, inputs: int) -> Matmul:
+        """The input projection of a kernel that can do it."""
+        assert self.projecting is not None
+        return self.projecting.projection(inputs)
 
 
 _kernels: dict[tuple[str, Target], Kernel] = {}

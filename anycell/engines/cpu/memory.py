@@ -1,8 +1,7 @@
-"""Memory for what the forward pass keeps: large, written once, read once,
-the same size every step of training.
+"""Memory for what a layer writes of every step: large, and of the same size call after call.
 
 A fresh block costs a page fault every 4 KiB, more than the kernel that fills it. So blocks come
-back here when their last array is gone, and the next forward pass takes them warm.
+back here when their last array is gone, and the next call takes them warm.
 """
 
 from __future__ import annotations

@@ -1,0 +1,133 @@
+"""The input projection, by the framework's matmul or by the kernel: who does it must not show."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch_layers import assert_same, run  # noqa: E402
+
+import anycell.torch as at  # noqa: E402
+from anycell import cells  # noqa: E402
+from anycell import layer as layers  # noqa: E402
+from anycell.engines import cpu  # noqa: E402
+from anycell.plan import plan  # noqa: E402
+
+SIZES = {"LSTMP": {"P": 3}}
+NAMES = [
+    name
+    for name in cells.__all__
+    if cpu.compiled(plan(getattr(cells, name), 5, sizes=SIZES.get(name, {}))).projecting
+]
+
+
+@pytest.fixture
+def by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Callable[[], Any]], Any]]:
+    """Calls a function with the projection "by the kernel" or "by the host"."""
+
+    def call(who: str, function: Callable[[], Any]) -> Any:
+        asked = []
+
+        def inputs(kernel: Any, plan: Any, rows: int, inputs: int) -> int:
+            asked.append(who)
+            return inputs if who == "kernel" and kernel.projecting else 0
+
+        monkeypatch.setattr(layers, "_inputs", inputs)
+        layers._form.cache_clear()
+        found = function()
+        assert asked, "no layer has run on the kernels"
+        return found
+
+    yield call
+    layers._form.cache_clear()
+
+
+def test_which_cells() -> None:
+    """Those that need nothing of the projection but its sum with the recurrent one."""
+    assert {"LSTM", "PeepholeLSTM", "RNN", "JANET", "ZoneoutLSTM"} <= set(NAMES)
+    assert not {"GRU", "LayerNormLSTM", "IndRNN", "sLSTM"} & set(NAMES)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", NAMES)
+def test_same_results(name: str, dtype: str, by: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    kind = getattr(torch, dtype)
+    many = 300 if dtype == "float64" else 40  # more than a block of the sum
+    for steps, rows, inputs, units in ((5, 3, 7, 1), (2, 1, 1, 33), (4, 9, many, 20)):
+        layer = at.RNN(
+            getattr(cells, name), inputs, units, 2, bidirectional=True, dtype=kind,
+            **SIZES.get(name, {}),
+        ).eval()  # fmt: skip
+        x = torch.randn(steps, rows, inputs, dtype=kind)
+        static = torch.randn(rows, units, dtype=kind) if layer.cell.static else None
+        exact = copy.deepcopy(layer).double()
+        mask, resets = torch.rand(steps, rows) < 0.7, torch.rand(steps, rows) < 0.3
+        for call in ({}, {"mask": mask}, {"mask": mask, "resets": resets}):
+            given = x.clone()
+            if "mask" in call:
+                given[~mask] = float("nan")
+            if static is not None:
+                call = {**call, "static": static}
+            ours = by("kernel", lambda: run(layer, given, **call))  # noqa: B023
+            if static is not None:
+                call["static"] = static.double()
+            host = by("host", lambda: run(exact, given.double(), **call))  # noqa: B023
+            if "mask" in call:  # the gradient of x under a mask is 0 in both
+                assert not ours["d x"][~mask].any()
+            assert_same(ours, host, dtype)
+
+
+def test_same_bits(by: Any, seed: int) -> None:
+    """For any number of threads, slice of the batch, and lie of the input in memory."""
+    torch.manual_seed(seed)
+    layer, x = at.LSTM(20, 40, batch_first=True), torch.randn(70, 9, 20)
+
+    def solve() -> None:
+        right, _ = layer(x)
+        threads = torch.get_num_threads()
+        try:
+            for count in (1, 2, 3):
+                torch.set_num_threads(count)
+                assert torch.equal(layer(x)[0], right)
+        finally:
+            torch.set_num_threads(threads)
+        for part in (slice(0, 1), slice(5, 40), slice(69, 70)):
+            assert torch.equal(layer(x[part])[0], right[part])
+        wide = torch.full((9, 70, 50), float("nan"))
+        wide[:, :, 20:40] = x.transpose(0, 1)
+        assert torch.equal(layer(wide[:, :, 20:40].transpose(0, 1))[0], right)
+
+    by("kernel", solve)
+
+
+def test_who_projects() -> None:
+    """The kernel, if both weights stay in a core's own cache and there is work for packing one."""
+    chosen = plan(cells.LSTM, 128)
+    kernel = cpu.compiled(chosen)
+    assert layers._inputs(kernel, chosen, 96 * 128, 128) == 128
+    assert layers._inputs(kernel, chosen, 96 * 128, 1024) == 0
+    assert layers._inputs(kernel, chosen, 20, 128) == 0
+    chosen = plan(cells.GRU, 128)
+    assert layers._inputs(cpu.compiled(chosen), chosen, 96 * 128, 128) == 0
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_packing_writes_only_its_block(transposed: bool) -> None:
+    np = pytest.importorskip("numpy")
+    for units, inputs in ((1, 1), (7, 5), (33, 40)):
+        kernel = cpu.compiled(plan(cells.LSTM, units))
+        weight = np.ones((4 * units, inputs), np.float32, order="F" if transposed else "C")
+        strides = tuple(s // weight.itemsize for s in weight.strides)
+        size = kernel.projection(inputs).packed_elements * weight.itemsize
+        memory = np.full(size + 8192, 0xAB, np.uint8)
+        start = -memory.ctypes.data % cpu.LINE
+        at_ = memory.ctypes.data + start
+        cpu.pack(kernel, 0, at_, weight.ctypes.data, strides, 0, 0, 1, inputs)
+        assert not (memory[start : start + size] == 0xAB).all()
+        assert (memory[start + size :] == 0xAB).all()
