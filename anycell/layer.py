@@ -89,6 +89,7 @@ class Weights:
         initial: one ``[B, size]`` per state, in declared order, or the number that fills it.
         reset: the values that resets restore, one ``[size]`` or ``[B, size]`` per state.
         static: ``[B, H]``, the input given once per sequence.
+        recurrent_mask: ``[B, size]`` or ``[G, B, size]``, for a cell ``with_recurrent_mask``.
         linears: of further matmuls inside a step, by name; the biases as ``<name>_bias``. Strides
             as of ``hh``.
         reverse: whether the direction runs from the last step to the first.
@@ -102,14 +103,16 @@ class Weights:
     initial: Sequence[Array] = ()
     reset: Sequence[Array] | None = None
     static: Array | None = None
+    recurrent_mask: Array | None = None
     linears: Mapping[str, Array | None] = field(default_factory=dict)
     reverse: bool = False
 
     def matmul(self, linear: Linear) -> tuple[Array, Array | None]:
         """Weight and bias of one matmul inside a step."""
-        if linear.name == RECURRENT:
+        name = linear.weight
+        if name == RECURRENT:
             return self.hh, self.bias_hh
-        return self.linears[linear.name], self.linears.get(f"{linear.name}_bias")
+        return self.linears[name], self.linears.get(f"{name}_bias")
 
 
 @dataclass
@@ -218,6 +221,7 @@ def _form(
     chunk = _chunk(plan, steps, batch * directions) if project else max(1, steps)
     # The primitive multiplies by its own kernel always: its bits do not depend on the host.
     alone = [(l.name, l.outputs) for l in cell.linears] == [(RECURRENT, cell.gates)]
+    alone = alone and cell.linears[0].operand.op == "state"
     single = project and steps == 1 and alone and not resets
     width = len(cell.gates) * plan.hidden_size
     at_once = chunk >= steps and (single or _padded(plan, width) == width)
@@ -318,6 +322,8 @@ class _Run:
                 stream=2 * options.stream + d, repeat=options.repeat,
                 static=self._address(w.static), bias_x=bias_x, bias_h=self._address(w.bias_hh),
             )  # fmt: skip
+            if w.recurrent_mask is not None:
+                call.set(recurrent_mask=host.pointer(w.recurrent_mask))
             for i, param in enumerate(w.params):
                 call.set(**{f"param{i}": host.pointer(param)})
             for k, linear in enumerate(() if form.single else self.plan.cell.linears):
@@ -861,9 +867,9 @@ class _Sums:
         self.bias_ih = (
             host.zeros((len(cell.gates) * h,)) if need and w.bias_ih is not None else None
         )
-        self.matmuls = [
-            _MatmulSum(host, plan, l, *w.matmul(l), steps) for l in cell.linears if need
-        ]
+        self.matmuls = {
+            l.weight: _MatmulSum(host, plan, l, *w.matmul(l), steps) for l in cell.linears if need
+        }
 
     def point(self, call: cpu.Table) -> None:
         for i, total in enumerate(self.states):
@@ -885,16 +891,15 @@ class _Sums:
         if self.bias_ih is not None:
             total = dg.sum(0)
             self.bias_ih += total
-        for matmul, (d, operand) in zip(self.matmuls, pairs, strict=True):
-            matmul.add(d, operand, total if d is dg else None, fresh)
+        for l, (d, operand) in zip(self.plan.cell.linears, pairs, strict=True):
+            self.matmuls[l.weight].add(l, d, operand, total if d is dg else None, fresh)
 
     def result(self) -> Weights:
         h, params = self.plan.hidden_size, self.plan.cell.params
         total = None if self.params is None else self.params.sum(0)
         found: dict[str, Array | None] = {}
-        for matmul in self.matmuls:
-            found[matmul.linear.name] = matmul.weight
-            found[f"{matmul.linear.name}_bias"] = matmul.bias
+        for name, matmul in self.matmuls.items():
+            found[name], found[f"{name}_bias"] = matmul.weight, matmul.bias
         return Weights(
             ih=self.ih,
             hh=found.pop(RECURRENT, None),
@@ -909,7 +914,7 @@ class _Sums:
 
 
 class _MatmulSum:
-    """The gradients of a matmul's weight and bias.
+    """The gradients of a weight and a bias, of one matmul or of several that share them.
 
     Both have rows for every declared output; one that the cell does not use has gradient 0.
     """
@@ -917,15 +922,15 @@ class _MatmulSum:
     def __init__(
         self, host: Host, plan: Plan, linear: Linear, weight: Array, bias: Array | None, steps: int
     ) -> None:
-        self.host, self.linear = host, linear
+        self.host = host
         self.whole = linear.heads == 1 and linear.outputs == linear.declared
         self.weight = (host.empty if self.whole and steps else host.zeros)(tuple(weight.shape))
         self.bias = None if bias is None else host.zeros(tuple(bias.shape))
         self.size = plan.sizes[linear.out_size]
 
-    def add(self, d: Array, operand: Array, total: Array | None, fresh: bool) -> None:
-        """Adds a chunk; ``total`` is the sum of the rows of ``d``, where that is known."""
-        l, size = self.linear, self.size
+    def add(self, l: Linear, d: Array, operand: Array, total: Array | None, fresh: bool) -> None:
+        """Adds a chunk of one matmul; ``total`` is the sum of the rows of ``d``, where known."""
+        size = self.size
         if self.bias is not None and total is None:
             total = d.sum(0)
         if self.whole:

@@ -20,7 +20,7 @@ from anycell.lang.ops import is_boolean, is_reduction
 
 # Known without saving: constants, learned values, counter-based masks, and the state sequences,
 # which the layer keeps anyway (the hidden states are its output).
-FREE = frozenset({"const", "hyper", "param", "static", "keep", "state", "input"})
+FREE = frozenset({"const", "hyper", "param", "static", "keep", "state", "input", "recurrent_mask"})
 MATMULS = frozenset({"linear", "preact", "linear_t"})
 DTYPES = ("float32", "float64")
 # What each fused engine computes in.

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from anycell import layer
 from anycell.engines import cpu, reference
-from anycell.lang.cell import RECURRENT, Cell
+from anycell.lang.cell import RECURRENT, Cell, with_recurrent_mask
 from anycell.numpy import check
 from anycell.numpy.host import NumpyHost
 from anycell.plan import DTYPES, Plan, plan
@@ -122,7 +122,10 @@ def recurrence(
         raise ValueError(
             "engine='gpu'; expected 'cpu', 'reference' or None, for NumPy arrays are on the CPU."
         )
-    chosen = plan(cell, hidden, dtype.name, engine, size)
+    runs = cell
+    if recurrent_mask is not None:
+        runs = with_recurrent_mask(cell, recurrent_mask.ndim == 3)
+    chosen = plan(runs, hidden, dtype.name, engine, size)
 
     call = reference.Recurrence(
         cell,
@@ -140,12 +143,7 @@ def recurrence(
         training=_choice("training", training, False, True),
         seed=_seed(cell, training, seed),
     )
-    if recurrent_mask is not None and engine == "cpu":
-        raise ValueError(
-            "engine: given 'cpu', which takes no recurrent_mask as yet; expected None."
-        )
-    fused = chosen.engine == "cpu" and recurrent_mask is None
-    return _fused(chosen, call) if fused else call.forward()
+    return _fused(chosen, call) if chosen.engine == "cpu" else call.forward()
 
 
 def _fused(plan: Plan, call: reference.Recurrence) -> tuple[Array, tuple[Array, ...]]:
@@ -158,6 +156,7 @@ def _fused(plan: Plan, call: reference.Recurrence) -> tuple[Array, tuple[Array, 
         initial=[_dense(value) for value in call.initial(call.state)],
         reset=[_dense(value) for value in call.initial(call.reset_state)],
         static=_dense(call.static),
+        recurrent_mask=_dense(call.recurrent_mask),
         linears={name: _strided(weight) for name, weight in call.weights.items()},
         reverse=call.reverse,
     )

@@ -14,7 +14,7 @@ from tolerances import LIMITS, assert_close, error
 import anycell
 from anycell import Cell, layer
 from anycell.engines import reference
-from anycell.lang.cell import RECURRENT, State
+from anycell.lang.cell import RECURRENT, State, with_recurrent_mask
 from anycell.numpy.host import NumpyHost
 from anycell.plan import plan
 
@@ -27,6 +27,7 @@ AWKWARD = [(5, 3, 1), (1, 4, 7), (9, 1, 33), (4, 5, 100), (6, 0, 7), (1, 1, 1), 
 # Where the rows of the batch are, by the first word of an array's name.
 ROWS = {"gates_x": 1, "mask": 1, "resets": 1, "d_outputs": 1, "outputs": 1}
 ROWS |= {"state": 0, "static": 0, "reset_state": 0, "d_final": 0, "final": 0}
+ROWS |= {"recurrent_mask": 0}  # or 1, if there is one per gate
 
 
 # States that the cells divide by.
@@ -93,12 +94,15 @@ class Problem:
             "mask": self["mask"],
             "resets": self["resets"],
             "reset_state": reset_state or None,
+            "recurrent_mask": self["recurrent_mask"],
             **self.options,
         }
 
 
 def _rows(name: str, array: Array, part: slice) -> tuple[slice, ...]:
     axis = ROWS.get(name.split()[0])
+    if name == "recurrent_mask":
+        axis = array.ndim - 2
     if axis is None or (name.startswith("reset_state") and array.ndim == 1):
         return ()
     return (slice(None),) * axis + (part,)
@@ -116,6 +120,7 @@ def random_problem(
     *,
     masked: bool = False,
     resets: bool = False,
+    dropped: str | None = None,
     **options: Any,
 ) -> Problem:
     """A problem that can be solved in its dtype.
@@ -127,10 +132,11 @@ def random_problem(
         shape: (T, B, H).
         masked: with rows of random lengths, 0 among them, and holes; NaN lies beneath.
         resets: with random resets, to values of every row or the same for all.
+        dropped: with a recurrent mask, for "all" gates or for "each".
         options: of ``recurrence``.
     """
     for _ in range(30):
-        problem = _random_problem(cell, shape, rng, masked, resets, options).astype(dtype)
+        problem = _random_problem(cell, shape, rng, masked, resets, dropped, options).astype(dtype)
         if dtype == "float64":
             return problem
         if worst(by_reference(problem, dtype), problem.right, dtype) <= 0.25:
@@ -144,6 +150,7 @@ def _random_problem(
     rng: np.random.Generator,
     masked: bool,
     resets: bool,
+    dropped: str | None,
     options: dict[str, Any],
 ) -> Problem:
     steps, rows, hidden = shape
@@ -181,6 +188,10 @@ def _random_problem(
         arrays["resets"] = rng.random((steps, rows)) < 0.3
         for i, s in enumerate(cell.states):
             arrays[f"reset_state {s.name}"] = state(s) if i else state(s, rows)
+    if dropped:
+        lead = (gates,) if dropped == "each" else ()
+        factor = rng.random((*lead, rows, width(cell.states[0].size, hidden)))
+        arrays["recurrent_mask"] = np.where(factor < 0.5, 0.0, 2.0 * factor)
     return Problem(cell, arrays, options)
 
 
@@ -225,7 +236,10 @@ def by_cpu(
     hidden = problem.arrays["gates_x"].shape[2] // len(cell.gates)
     x, reset = problem.arrays["gates_x"], list(group("reset_state").values())
     sizes = {s: width(s, hidden) for s in cell.sizes.values()}
-    chosen = plan(cell, hidden, x.dtype.name, "cpu", sizes)
+    mask, runs = problem["recurrent_mask"], cell
+    if mask is not None:
+        runs = with_recurrent_mask(cell, mask.ndim == 3)
+    chosen = plan(runs, hidden, x.dtype.name, "cpu", sizes)
     weights = group("weights")
     hh, bias_hh = (weights.pop(name, None) for name in (RECURRENT, f"{RECURRENT}_bias"))
     one = layer.Weights(
@@ -236,6 +250,7 @@ def by_cpu(
         initial=list(group("state").values()),
         reset=reset or None,
         static=problem["static"],
+        recurrent_mask=mask,
         linears=weights,
         reverse=options.get("reverse", False),
     )

@@ -62,6 +62,7 @@ class Linear:
     Each output is a node ``linear(operand)`` with attributes ``(name, output)``; a matmul without
     ``gates`` has one, of its own name. Weight and bias have rows for each of ``declared``, used or
     not, in that order: for each head a block per output, in the bias for each output its heads.
+    Matmuls may share a weight, each with outputs of its own: "hh.i" and "hh.f" have the weight "hh".
     """
 
     name: str
@@ -72,6 +73,11 @@ class Linear:
     in_size: str
     out_size: str
     declared: tuple[str, ...]
+
+    @property
+    def weight(self) -> str:
+        """The name of its weight."""
+        return self.name.partition(".")[0]
 
     def shape(self, size: Mapping[str, int]) -> tuple[int, ...]:
         """Of the weight: ``[out, in]`` or ``[heads, out/heads, in/heads]``, out of all outputs."""
@@ -417,9 +423,11 @@ class Cell:
                 tie(node, "H", node)
             elif node.op == "input":
                 tie(node, "input", node)
+            elif node.op == "recurrent_mask":
+                tie(node, self.states[0].size, node)
             elif node.op == "linear":
                 name = node.attrs[0]  # all outputs of a matmul are of one size
-                tie(node, "H" if name == RECURRENT else ("linear", name), node)
+                tie(node, "H" if _is_recurrent(node) else ("linear", name), node)
             elif node.op == "state":
                 tie(node, sizes[node.attrs[0]], node)
             else:
@@ -458,10 +466,8 @@ def with_projection(cell: Cell) -> Cell:
             return apply("add", enters, Expr("linear", args, node.attrs))
         return None
 
-    new = object.__new__(Cell)
-    new.__dict__ |= cell.__dict__
-    new.next = tuple(rewrite(cell.next, rule))
-    operands = {n.attrs[0]: n.args[0] for n in topological(new.next) if n.op == "linear"}
+    new = _rewritten(cell, rule)
+    operands = _operands(new)
     linears = [replace(l, operand=operands[l.name]) for l in cell.linears]
     used = {n.attrs for n in topological(new.next) if n.op == "linear"}
     entering = tuple(gate for gate in cell.gates if (PROJECTION, gate) in used)
@@ -469,9 +475,59 @@ def with_projection(cell: Cell) -> Cell:
         last = Linear(PROJECTION, raw, entering, 1, True, "input", "H", cell.gates)
         linears.append(last)
     new.linears, new.fused = tuple(linears), frozenset()
-    new._sizes()
-    new.key = _canonical(new)
+    return _finished(new)
+
+
+@functools.lru_cache(maxsize=64)
+def with_recurrent_mask(cell: Cell, per_gate: bool) -> Cell:
+    """The cell whose recurrent matmul multiplies the first state times a mask, given per sequence.
+
+    The mask is a leaf ``recurrent_mask`` of the first state's size. One ``per_gate`` makes a matmul
+    per gate, each on its own rows of the one weight. For engines alone, as ``with_projection``.
+    """
+
+    def rule(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
+        if not _is_recurrent(node):
+            return None
+        (state,), (name, gate) = args, node.attrs
+        index = cell.gates.index(gate) if per_gate else 0
+        masked = apply("mul", state, Expr("recurrent_mask", (), (index,)))
+        return Expr(node.op, (masked,), (f"{name}.{gate}" if per_gate else name, gate))
+
+    new = _rewritten(cell, rule)
+    operands = _operands(new)
+    linears: list[Linear] = []
+    for l in cell.linears:
+        each = [l]
+        if per_gate and l.name == RECURRENT:
+            each = [replace(l, name=f"{l.name}.{gate}", outputs=(gate,)) for gate in l.outputs]
+        linears += [replace(one, operand=operands[one.name]) for one in each]
+    new.linears = tuple(linears)
+    return _finished(new)
+
+
+def _is_recurrent(node: Expr) -> bool:
+    """Whether a node is an output of the matmul behind `r`."""
+    return node.op in ("linear", "preact") and node.attrs[0].partition(".")[0] == RECURRENT
+
+
+def _rewritten(cell: Cell, rule: Callable[[Expr, tuple[Expr, ...]], Expr | None]) -> Cell:
+    new = object.__new__(Cell)
+    new.__dict__ |= cell.__dict__
+    new.next = tuple(rewrite(cell.next, rule))
     return new
+
+
+def _operands(cell: Cell) -> dict[str, Expr]:
+    matmuls = (n for n in topological(cell.next) if n.op in ("linear", "preact"))
+    return {n.attrs[0]: n.args[0] for n in matmuls}
+
+
+def _finished(cell: Cell) -> Cell:
+    cell._sizes()
+    cell.key = _canonical(cell)
+    cell.__dict__.pop("keeps", None)  # a cached property of the cell before
+    return cell
 
 
 def _fuse(results: tuple[Expr, ...]) -> tuple[Expr, ...]:

@@ -254,7 +254,7 @@ def arguments(plan: Plan, backward: bool) -> tuple[str, ...]:
         names += ["product", "product_b", "inputs", "input_block", "weights_x"]
         arrays += ["input"]
     names += [f"{array}{suffix}" for array in arrays for suffix in ("", "_t", "_b")]
-    return (*names, "static", "bias_x", "bias_h")
+    return (*names, "static", "recurrent_mask", "bias_x", "bias_h")
 
 
 def _relative(places: tuple[int, ...]) -> tuple[int, ...]:
@@ -952,11 +952,10 @@ class Generator:
         computed inside the step, or a state which resets made differ from the one before.
         """
         name = f"operand{m.number}"
+        if m.state is None:  # not within the branch: other matmuls may read the same values
+            held = held or self._value(m.linear.operand)
         with self.b.when(self._given(name)):
-            if m.state is not None:
-                value = self._load(self._before(m.state, self.reset))
-            else:
-                value = held or self._value(m.linear.operand)
+            value = held or self._load(self._before(m.state, self.reset))
             self._store(value, self._at(name, self.t, self.row))
 
     # ---- the graph -------------------------------------------------------------------------------
@@ -1020,7 +1019,7 @@ class Generator:
 
     def _store_operand(self, m: Matmul, value: Value, column: int) -> None:
         if self.backward:
-            self._store(value, self._at(f"dr{m.number}", self.t, self.row), column)
+            self._store(value, self._at(self._gradient(m), self.t, self.row), column)
         else:
             self.b.store(value, self._scratch("operand", m.linear.operand))
 
@@ -1133,6 +1132,9 @@ class Generator:
             return self._load(arg[f"param{self.params[name]}"])
         if node.op == "static":
             return self._load(self._row_of("static", h))
+        if node.op == "recurrent_mask":
+            row = b.add(self.row, b.mul(arg["batch"], node.attrs[0]))
+            return self._load(self._row_of("recurrent_mask", self._units(node), row))
         if node.op == "grad":
             return self._upstream(self.states[name])
         if node.op == "x":
@@ -1314,7 +1316,7 @@ class Generator:
                     row = l.declared.index(output)
                     b.store(constant(0.0, b.vec), slot)
                     at_bias = b.add(b.add(b.mul(head, g.units), unit), row * m.units)
-                    fused = l.name == RECURRENT and output in self.cell.fused
+                    fused = l.weight == RECURRENT and output in self.cell.fused
                     for bias in (bias_x, bias_h) if fused else (bias_h,):
                         with b.when(self._not_null(b, bias)):
                             part_ = b.masked_load(b.gep(bias, at_bias), mask)
