@@ -62,7 +62,7 @@ class Linear:
     Each output is a node ``linear(operand)`` with attributes ``(name, output)``; a matmul without
     ``gates`` has one, of its own name. Weight and bias have rows for each of ``declared``, used or
     not, in that order: for each head a block per output, in the bias for each output its heads.
-    Matmuls may share a weight, each with outputs of its own: "hh.i" and "hh.f" have the weight "hh".
+    Matmuls may share a weight, with outputs of their own: "hh.i" and "hh.f" have the weight "hh".
     """
 
     name: str

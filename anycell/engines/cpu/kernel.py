@@ -315,8 +315,9 @@ class Generator:
         self.saved_width = at
 
     def _measure(self, target: Target) -> None:
-        """Layout of a thread's workspace: addresses of rows, matmul results of a panel of rows,
-        operands and values kept for later passes, of a panel if there are stages, else of a row.
+        """Layout of a thread's workspace: addresses of rows, the rows that take the step, matmul
+        results of a panel of rows, operands and values kept for later passes, of a panel if there
+        are stages, else of a row.
         """
         lanes = target.lanes(self.real)
         if self.row_wise:
@@ -380,12 +381,8 @@ class Generator:
         """Bytes per thread."""
         rows = PANEL if len(self.stages) > 1 else 1
         reals = PANEL * self.acc_row + rows * self.scratch_row
-        addresses = self._address_bytes(batch) * self._operands_with_rows
+        addresses = self._address_bytes(batch) * (len(self.matmuls) + 2)
         return addresses + -(-(reals * self.size) // 64) * 64 + 64
-
-    @property
-    def _operands_with_rows(self) -> int:
-        return len(self.matmuls) + (self.projecting is not None)
 
     def _address_bytes(self, batch: int) -> int:
         return -(-(batch * 8) // 64) * 64
@@ -515,29 +512,31 @@ class Generator:
             return b.sdiv(b.mul(total, number), parts)
 
         spans, zero, after = constant(g.spans, "i64"), constant(0, "i64"), b.add(part, 1)
-        group = arg["row_group"]
-        groups = b.sdiv(b.sub(b.add(arg["batch"], group), 1), group)
-        bounds = (b.smin(b.mul(share(groups, n), group), arg["batch"]) for n in (part, after))
-        row0, row1 = (
-            b.select(split, whole, row)
-            for whole, row in zip((zero, arg["batch"]), bounds, strict=True)
-        )
+        groups = b.sdiv(b.sub(b.add(arg["batch"], arg["row_group"]), 1), arg["row_group"])
+        self.has_mask = self._given("mask")
+        self.has_resets = self._given("resets")
+        # Under a mask groups are dealt out in turn: often long rows come first.
+        one, first_group, last_group = constant(1, "i64"), share(groups, part), share(groups, after)
+        self.groups = [
+            b.select(split, all_, b.select(self.has_mask, turn, block))
+            for all_, turn, block in (
+                (zero, part, first_group), (groups, groups, last_group), (one, parts, one)
+            )
+        ]  # fmt: skip
         span0, span1 = (
             b.select(split, share(spans, n), whole) for whole, n in ((zero, part), (spans, after))
         )
         space = b.gep(arg["workspace"], b.mul(part, arg["workspace_stride"]), "i8")
         addresses = b.mul(b.sdiv(b.add(b.mul(arg["batch"], 8), 63), 64), 64)
         self.rows = [b.gep(space, b.mul(addresses, m.number), "i8") for m in self.matmuls]
-        self.input_rows = b.gep(space, b.mul(addresses, len(self.matmuls)), "i8")
-        self.acc = b.gep(space, b.mul(addresses, self._operands_with_rows), "i8")
+        self.taken_rows = b.gep(space, b.mul(addresses, len(self.matmuls)), "i8")
+        self.input_rows = b.gep(self.taken_rows, addresses, "i8")
+        self.acc = b.gep(self.input_rows, addresses, "i8")
         self.scratch = b.gep(self.acc, PANEL * self.acc_row)
         self.hyper = {
             n: b.splat(b.load(b.gep(arg["hyper"], i), b.real))
             for i, n in enumerate(self.cell.hyper)
         }
-        self.has_mask = self._given("mask")
-        self.has_resets = self._given("resets")
-
         steps = arg["steps"]
         if self.backward:
             # A last round hands on what arrives through the first step's matmuls and resets, if
@@ -545,18 +544,19 @@ class Generator:
             steps = b.add(steps, b.zext(self._given("weights0"), "i64") if self.matmuls else 1)
         with b.loop(0, steps) as t:
             self.t = t
+            count = self._take_rows(span0, span1)
             if self.row_wise:
-                with b.loop(row0, row1, PANEL) as first:
-                    self._panel(first, b.smin(b.add(first, PANEL), row1))
+                with b.loop(0, count, PANEL) as first:
+                    self._panel(first, b.smin(b.add(first, PANEL), count))
             else:
                 for m in self.matmuls:
-                    self._row_addresses(m, row0, row1, zero)
-                with b.loop(span0, span1) as span, b.loop(row0, row1, PANEL) as first:
-                    last = b.smin(b.add(first, PANEL), row1)
+                    self._row_addresses(m, zero, count, zero)
+                with b.loop(span0, span1) as span, b.loop(0, count, PANEL) as first:
+                    last = b.smin(b.add(first, PANEL), count)
                     for m in self.matmuls:
                         self._matmul(m, span, first, last)
-                    with b.loop(first, last) as row:
-                        self._row(row, first, span)
+                    with b.loop(first, last) as place:
+                        self._row(place, first, span)
             with b.when(split):
                 # Nobody starts step t + 1 before everybody has written step t.
                 b.atomic_add(arg["barrier"], 1)
@@ -633,7 +633,42 @@ class Generator:
         initial = b.gep(arg[f"reset{i}"], b.mul(self.row, arg[f"reset{i}_b"]))
         return b.select(reset, initial, self._state(i))
 
-    # ---- matmuls ---------------------------------------------------------------------------------
+    def _take_rows(self, span0: Value, span1: Value) -> Value:
+        """Lists the rows of this thread that take step t, and gives their number: forward those
+        under no mask, as the states of the others hold at once; backward all.
+        """
+        b, group = self.b, self.arg["row_group"]
+        count = b.alloca("i64")
+        b.store(constant(0, "i64"), count)
+
+        def take(row: Value) -> None:
+            place = b.load(count, "i64")
+            b.store(row, b.gep(self.taken_rows, place, "i64"))
+            b.store(b.add(place, 1), count)
+
+        def take_or_hold(row: Value) -> None:
+            held = self._flagged(self.has_mask, "mask", self.t, row, unequal=False)
+            with b.when(held) as otherwise:
+                self.row, self.span = row, None
+                if self.row_wise:
+                    self._hold()
+                else:
+                    with b.loop(span0, span1) as self.span:
+                        self._hold()
+            with otherwise:
+                take(row)
+
+        with b.loop(*self.groups) as n:
+            begin = b.mul(n, group)
+            with b.loop(begin, b.smin(b.add(begin, group), self.arg["batch"])) as row:
+                (take if self.backward else take_or_hold)(row)
+        return b.load(count, "i64")
+
+    def _row_at(self, place: Value) -> Value:
+        """The row at a place of that list."""
+        return self.b.load(self.b.gep(self.taken_rows, place, "i64"), "i64")
+
+    # ---- matmuls: of the rows from one place to another in that list -----------------------------
     def _panel(self, first: Value, last: Value) -> None:
         """A step of a panel of rows, stage by stage."""
         b = self.b
@@ -645,28 +680,29 @@ class Generator:
                     if opens or (stage == 0 and m.state is not None):
                         self._row_addresses(m, first, last, first)
                         self._matmul(m, None, first, last)
-                with b.loop(first, last) as row:
-                    self._row(row, first, None, stage)
+                with b.loop(first, last) as place:
+                    self._row(place, first, None, stage)
 
-    def _row_addresses(self, m: Matmul, row0: Value, row1: Value, first: Value) -> None:
-        """The operand row of a matmul for each batch row."""
-        b, place = self.b, self.place
-        with b.loop(row0, row1) as row:
-            self.row = row
+    def _row_addresses(self, m: Matmul, begin: Value, end: Value, first: Value) -> None:
+        """The operand row of a matmul for each row."""
+        b = self.b
+        with b.loop(begin, end) as place:
+            self.row = row = self._row_at(place)
             if self.backward:
                 # Of the step that was before, for what its state's gradient gets.
                 t = self.t if m.state is None else b.sub(self.t, 1)
                 address = self._at(self._gradient(m), t, row)
             elif m.state is None:
-                address = b.gep(self._scratch_of(row, first), place["operand", m.linear.operand])
+                operand = self.place["operand", m.linear.operand]
+                address = b.gep(self._scratch_of(place, first), operand)
             elif m.state == INPUT:
                 address = self._at("x", self.t, row)
             else:
                 reset = self._flagged(self.has_resets, "resets", self.t, row)
                 address = self._before(m.state, reset)
-            b.store(address, b.gep(self.rows[m.number], row, "i64"))
+            b.store(address, b.gep(self.rows[m.number], place, "i64"))
             if m is self.projecting:
-                b.store(self._at("input", self.t, row), b.gep(self.input_rows, row, "i64"))
+                b.store(self._at("input", self.t, row), b.gep(self.input_rows, place, "i64"))
 
     def _gradient(self, m: Matmul) -> str:
         """The array that holds the gradient of a matmul's outputs."""
@@ -755,14 +791,15 @@ class Generator:
         """Results of a matmul that is not ours: forward those the caller brings, backward none."""
         b, arg = self.b, self.arg
         self.span = span
-        with b.loop(first, last) as row, self._vectors(m.units):
-            into = b.mul(b.sub(row, first), self.acc_row)
+        with b.loop(first, last) as place, self._vectors(m.units):
+            into = b.mul(b.sub(place, first), self.acc_row)
             into = b.add(into, b.mul(b.sub(self.vector, self._origin(span)), m.geometry.lanes))
             for n, output in enumerate(m.outputs):
                 value = constant(0.0, b.vec)
                 if not self.backward:
                     at = m.linear.declared.index(output) * m.units
-                    brought = b.gep(arg["product"], b.mul(row, arg["product_b"]))
+                    row = b.mul(self._row_at(place), arg["product_b"])
+                    brought = b.gep(arg["product"], row)
                     value = self._with_bias(self._load(brought, at), "bias_h", at)
                     if output in self.cell.fused:
                         value = self._with_bias(value, "bias_x", at)
@@ -778,52 +815,60 @@ class Generator:
         return begin, end if span is None else b.smin(b.add(begin, self.geometry.span), end)
 
     # ---- the work on one row ---------------------------------------------------------------------
-    def _row(self, row: Value, first: Value, span: Value | None, stage: int = 0) -> None:
+    def _row(self, place: Value, first: Value, span: Value | None, stage: int = 0) -> None:
         """The work on one row: on the units of one span, or one stage of it on all of them."""
         b = self.b
-        self.row, self.span, last = row, span, stage == len(self.stages) - 1
+        self.row, self.span, last = self._row_at(place), span, stage == len(self.stages) - 1
         if self.backward and self.params:
-            self.row_group = b.udiv(row, self.arg["row_group"])
-        self.acc_at = b.gep(self.acc, b.mul(b.sub(row, first), self.acc_row))
-        self.scratch_at = self._scratch_of(row, first)
+            self.row_group = b.udiv(self.row, self.arg["row_group"])
+        self.acc_at = b.gep(self.acc, b.mul(b.sub(place, first), self.acc_row))
+        self.scratch_at = self._scratch_of(place, first)
         if not self.backward or stage:
             self._row_step(stage, last)
             return
         with b.when(b.icmp("sgt", self.t, 0)):
             previous = b.sub(self.t, 1)
-            with b.when(self._flagged(self.has_resets, "resets", previous, row)):
+            with b.when(self._flagged(self.has_resets, "resets", previous, self.row)):
                 self._divert_reset()
         with b.when(b.icmp("slt", self.t, self.arg["steps"])) as otherwise:
             self._row_step(stage, last)
         with otherwise:
             self._hand_on()
 
-    def _scratch_of(self, row: Value, first: Value) -> Value:
+    def _scratch_of(self, place: Value, first: Value) -> Value:
         b = self.b
         if len(self.stages) == 1:
             return self.scratch
-        return b.gep(self.scratch, b.mul(b.sub(row, first), self.scratch_row))
+        return b.gep(self.scratch, b.mul(b.sub(place, first), self.scratch_row))
 
     def _row_step(self, stage: int, last: bool) -> None:
         b = self.b
         self.reset = self._flagged(self.has_resets, "resets", self.t, self.row)
+        if not self.backward:
+            self._stage(stage, last)
+            return
+        # A masked step only hands gradients on.
         held = self._flagged(self.has_mask, "mask", self.t, self.row, unequal=False)
         with b.when(held) as otherwise:
             if last:
                 self._hold()
         with otherwise:
-            end = len(self.passes) if last else self.stages[stage + 1]
-            if stage:  # what the stages before have found out about the row
-                for each in self.passes[: self.stages[stage]]:
-                    for node in each.reductions:
-                        if node.attrs == (1,):
-                            at = b.gep(self.scratch_at, self.place["narrow", node])
-                            self.reduced[node] = b.splat(b.load(at, b.real))
-            else:
-                self.reduced: dict[Expr, Value] = {}
-                self.stored: set[Expr] = set()
-            for number in range(self.stages[stage], end):
-                self._pass(number)
+            self._stage(stage, last)
+
+    def _stage(self, stage: int, last: bool) -> None:
+        b = self.b
+        end = len(self.passes) if last else self.stages[stage + 1]
+        if stage:  # what the stages before have found out about the row
+            for each in self.passes[: self.stages[stage]]:
+                for node in each.reductions:
+                    if node.attrs == (1,):
+                        at = b.gep(self.scratch_at, self.place["narrow", node])
+                        self.reduced[node] = b.splat(b.load(at, b.real))
+        else:
+            self.reduced: dict[Expr, Value] = {}
+            self.stored: set[Expr] = set()
+        for number in range(self.stages[stage], end):
+            self._pass(number)
 
     @contextmanager
     def _vectors(self, units: int) -> Iterator[None]:
@@ -895,7 +940,7 @@ class Generator:
                             dy = self._load(self._at("dy", self.t, self.row))
                             self._store(b.fadd(self._load(at), dy), at)
                     continue
-                value = self._load(self._before(i, self.reset))
+                value = self._load(self._state(i))
                 self._store(value, self._state(i, after=True))
                 if i == 0:
                     with b.when(self._given("out")):
@@ -953,9 +998,10 @@ class Generator:
         """
         name = f"operand{m.number}"
         if m.state is None:  # not within the branch: other matmuls may read the same values
-            held = held or self._value(m.linear.operand)
+            value = held or self._value(m.linear.operand)
         with self.b.when(self._given(name)):
-            value = held or self._load(self._before(m.state, self.reset))
+            if m.state is not None:
+                value = self._load(self._before(m.state, self.reset))
             self._store(value, self._at(name, self.t, self.row))
 
     # ---- the graph -------------------------------------------------------------------------------

@@ -1,0 +1,220 @@
+"""The figures of docs/performance.md that are not a line of ``anycell bench``, measured again.
+
+    python tools/figures.py packed [SHAPE...]      packed batches against torch.nn.LSTM's
+    python tools/figures.py checkpoint [T]         memory and time of checkpoint="sqrt"
+    python tools/figures.py step [H...]            one step from Python, against torch.nn.LSTMCell
+    python tools/figures.py loops [CELL...]        training, against the loop, plain and compiled
+
+Contenders take turns, in one process and on the same threads; ratios are medians over the turns.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import anycell.torch
+from anycell.bench import contenders, memory
+from anycell.bench.problem import Problem, find_cell
+from anycell.bench.shapes import Shape, select
+from anycell.bench.stats import geometric_mean, median, paired_ratio
+from anycell.bench.timing import interleave
+
+Call = Callable[[], object]
+THREADS = 2
+
+
+def compare(calls: Mapping[str, Call | contenders.Task], seconds: float) -> dict[str, list[float]]:
+    """Samples by name, in seconds."""
+    tasks = {
+        name: contenders.Task(call, dict) if callable(call) else call
+        for name, call in calls.items()
+    }
+    return interleave(tasks, seconds)
+
+
+def line(what: str, samples: dict[str, list[float]], ours: str = "anycell") -> None:
+    """Prints the medians, and how many times longer each peer takes than we do."""
+    text = [f"{name} {median(s) * 1e3:.4g} ms" for name, s in samples.items()]
+    peers = {name: s for name, s in samples.items() if name != ours}
+    text += [f"/{name} {paired_ratio(s, samples[ours]):.2f}" for name, s in peers.items()]
+    print(f"{what}: {', '.join(text)}", flush=True)
+
+
+# -- packed batches --------------------------------------------------------------------------------
+
+
+def packed(names: list[str]) -> None:
+    """Lengths uniform in [1, T]."""
+    torch.set_num_threads(THREADS)
+    for shape in select(names or ["deepar", "forecast", "sb3"]):
+        torch.manual_seed(0)
+        lengths = torch.randint(1, shape.T + 1, (shape.B,))
+        sizes = {"num_layers": shape.L, "bidirectional": shape.D == 2}
+        theirs = nn.LSTM(shape.I, shape.H, **sizes)
+        ours = anycell.torch.LSTM(shape.I, shape.H, **sizes)
+        ours.load_state_dict(theirs.state_dict())
+        x = torch.randn(int(lengths.max()), shape.B, shape.I)
+        given = pack_padded_sequence(x, lengths, enforce_sorted=False)
+        dy = torch.randn(len(given.data), shape.D * shape.H)
+        leaf = given.data.clone().requires_grad_()
+
+        def infer(layer: Any, given: Any = given) -> Call:
+            def call() -> Any:
+                with torch.inference_mode():
+                    return layer(given)[0].data
+
+            return call
+
+        def train(layer: Any, given: Any = given, leaf: Any = leaf, dy: Any = dy) -> Call:
+            def call() -> None:
+                layer.zero_grad()
+                leaf.grad = None
+                layer(given._replace(data=leaf))[0].data.backward(dy)
+
+            return call
+
+        torch.testing.assert_close(infer(ours)(), infer(theirs)(), rtol=1e-4, atol=1e-5)
+        for mode, how in (("inference", infer), ("training", train)):
+            samples = compare({"anycell": how(ours), "torch.nn": how(theirs)}, 4)
+            line(f"packed {shape.name} {shape} {mode}", samples)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def checkpoint(arguments: list[str]) -> None:
+    """A training step of one long sequence, in a fresh process each."""
+    steps = int(arguments[0]) if arguments else 8192
+    runs: dict[str, list[dict[str, Any]]] = {"None": [], "sqrt": []}
+    for _ in range(3):
+        for kind, found in runs.items():
+            command = [sys.executable, __file__, "_checkpoint", kind, str(steps)]
+            out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            found.append(json.loads(out))
+    plain, sqrt = runs.values()
+    assert {run["hash"] for run in plain} == {run["hash"] for run in sqrt}
+    for kind, found in runs.items():
+        best = min(run["seconds"] for run in found)
+        print(f"checkpoint={kind}: {max(r['growth'] for r in found) >> 20} MiB, {best:.2f} s")
+    growth = median([a["growth"] / b["growth"] for a, b in zip(sqrt, plain, strict=True)])
+    times = median([a["seconds"] / b["seconds"] for a, b in zip(sqrt, plain, strict=True)])
+    print(f"T{steps} B8 I512 H512: memory {growth:.2f}, time {times:.2f}, the same bits")
+
+
+def one_checkpoint(kind: str, steps: int) -> None:
+    """In its own process: growth and time of a training step, and a hash of all its gradients."""
+    torch.set_num_threads(THREADS)
+    torch.manual_seed(0)
+    layer = anycell.torch.LSTM(512, 512, checkpoint=None if kind == "None" else kind)
+    x = torch.randn(steps, 8, 512)
+    dy = torch.randn(steps, 8, 512)
+
+    def step(x: Any = x, dy: Any = dy) -> None:
+        layer.zero_grad()
+        layer(x)[0].backward(dy)
+
+    step(x[:64].clone(), dy[:64].clone())  # libraries, threads, kernels
+    growth = memory.growth(step)
+    start = time.perf_counter()
+    step()
+    seconds = time.perf_counter() - start
+    grads = b"".join([p.grad.numpy().tobytes() for p in layer.parameters()])
+    print(json.dumps({"growth": growth, "seconds": seconds, "hash": hash_of(grads)}))
+
+
+def hash_of(data: bytes) -> str:
+    import hashlib
+
+    return hashlib.sha256(data).hexdigest()
+
+
+# -- a step ----------------------------------------------------------------------------------------
+
+
+def step(arguments: list[str]) -> None:
+    """B = 1, one thread; the native call alone too, and a sum of as many numbers as weights."""
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        for h in map(int, arguments or ["64", "256"]):
+            line(f"step H={h}", compare(_steps(h), 3))
+
+
+def _steps(h: int) -> dict[str, Call | contenders.Task]:
+    torch.manual_seed(0)
+    layer, cell = anycell.torch.LSTM(h, h).prepare(), nn.LSTMCell(h, h)
+    x, state = torch.randn(1, h), (torch.zeros(1, 1, h), torch.zeros(1, 1, h))
+    theirs, weights = (state[0][0], state[1][0]), torch.empty(8 * h * h)
+    layer.step(x, state)
+    stream = layer._prepared.stream
+    (form,) = stream._forms.values()
+    (native,) = form.calls()
+    memory_ = [torch.zeros(2, h), torch.zeros(2, h), torch.empty(1, h), x]
+    for place, s in zip(stream._state, memory_, strict=False):
+        native.entries[place], native.entries[place + 1] = s.data_ptr(), h
+    native.entries[stream._x], native.entries[stream._out] = x.data_ptr(), memory_[2].data_ptr()
+
+    def run(alive: Any = memory_) -> None:
+        native.run(native.address, 0, 1)
+
+    return {
+        "anycell": lambda: layer.step(x, state),
+        "torch.nn.LSTMCell": lambda: cell(x, theirs),
+        "native": run,
+        "sum of the weights": weights.sum,
+    }
+
+
+# -- loops -----------------------------------------------------------------------------------------
+
+
+def loops(arguments: list[str]) -> None:
+    """T = 32: torch.compile unrolls the loop, and takes minutes over a longer one."""
+    names = arguments or ["PeepholeLSTM", "LayerNormLSTM", "GRU", "RNN", "MGU", "LSTMP"]
+    plain: list[float] = []
+    compiled: list[float] = []
+    for name in names:
+        for shape in (Shape("", "", 32, 16, 128, 128, 1, 1), Shape("", "", 32, 64, 256, 256, 1, 1)):
+            problem = Problem(find_cell(name), shape, threads=THREADS)
+            torch.set_num_threads(THREADS)
+            tasks, first = {}, {}
+            for who in ("anycell", "torch-loop", "torch-compile"):
+                tasks[who] = contenders.make(who, problem).task("training")
+                tasks[who].prepare()
+                start = time.perf_counter()
+                tasks[who].call()
+                first[who] = time.perf_counter() - start
+            samples = compare(tasks, 3)
+            line(f"{name} {shape} training", samples)
+            plain.append(paired_ratio(samples["torch-loop"], samples["anycell"]))
+            compiled.append(paired_ratio(samples["torch-compile"], samples["anycell"]))
+            print("   first call:", ", ".join([f"{k} {v:.3g} s" for k, v in first.items()]))
+    print(f"geometric means: loop {geometric_mean(plain):.2f}, "
+          f"under torch.compile {geometric_mean(compiled):.2f}")  # fmt: skip
+
+
+COMMANDS = {"packed": packed, "checkpoint": checkpoint, "step": step, "loops": loops}
+
+
+def main(arguments: list[str]) -> int:
+    """The command line."""
+    if arguments[:1] == ["_checkpoint"]:
+        one_checkpoint(arguments[1], int(arguments[2]))
+    elif arguments and arguments[0] in COMMANDS:
+        COMMANDS[arguments[0]](arguments[1:])
+    else:
+        print(__doc__)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
