@@ -14,7 +14,8 @@ from anycell.bench.errors import UsageError, did_you_mean
 
 Handler = Callable[[argparse.Namespace], int]
 PEERS = (  # written out, because listing the contenders imports what they need
-    "torch.nn torch-loop torch-compile numpy-loop onnxruntime anycell.numpy anycell-LSTM".split()
+    "torch.nn torch-loop torch-compile numpy-loop onnxruntime anycell.numpy anycell-LSTM "
+    "anycell.keras keras keras-xla keras-loop tf-block".split()
 )
 
 
@@ -139,7 +140,8 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         "--peers",
         type=names,
         metavar="A,B",
-        help=f"all, or some of {', '.join(PEERS)} (default: the first two)",
+        help=f"all of the subject's framework, or some of {', '.join(PEERS)} "
+        "(default: the first two)",
     )
     add(
         "--subject",
@@ -180,19 +182,24 @@ def bench(options: argparse.Namespace) -> int:
             "bench compares with PyTorch, which is not installed: pip install 'anycell[bench]'"
         )
     from anycell.bench import chart, report, runner, shapes
-    from anycell.bench.contenders import CONTENDERS, DEFAULT_PEERS, PACKAGES
+    from anycell.bench.contenders import CONTENDERS, DEFAULT_PEERS, ON_TENSORFLOW, PACKAGES
     from anycell.bench.problem import find_cell
 
     peers = options.peers or list(DEFAULT_PEERS)
     if peers == ["all"]:
-        peers = [name for name in CONTENDERS if name != options.subject]
+        # Of the subject's framework: with both at work, each would wait for the other's threads.
+        there = options.subject in ON_TENSORFLOW
+        known = [name for name in CONTENDERS if (name in ON_TENSORFLOW) is there]
+        peers = [name for name in known if name != options.subject]
     for option, name in [("--subject", options.subject), *(("--peers", peer) for peer in peers)]:
         if name not in CONTENDERS:
             raise UsageError(f"{option}: unknown {name!r}{did_you_mean(name, list(CONTENDERS))}")
         for package in PACKAGES.get(name, ()):
             if importlib.util.find_spec(package) is None:
+                extra = "tensorflow" if name in ON_TENSORFLOW else "bench"
                 raise UsageError(
-                    f"{name} needs {package}, which is not installed: pip install 'anycell[bench]'"
+                    f"{name} needs {package}, which is not installed: "
+                    f"pip install 'anycell[{extra}]'"
                 )
     built_in = options.cells or ([] if options.cell else ["LSTM", "GRU"])
     settings = runner.Settings(

@@ -640,6 +640,20 @@ def _product(host: Host, operand: Array | float, weight: Array, shape: tuple[int
     return host.project(operand, weight)
 
 
+class Factors(NamedTuple):
+    """The gradient of the weight of a matmul inside the steps is ``outputs.T @ operand``.
+
+    Attributes:
+        outputs: gradients of the matmul's outputs, ``[T * B, out]``; None where they are those of
+            the projected gates.
+        operand: what it multiplied, ``[T * B, in]``; None where that is the first state before
+            each step, as it was without resets.
+    """
+
+    outputs: Array | None
+    operand: Array | None
+
+
 def backward(
     host: Host,
     plan: Plan,
@@ -649,6 +663,7 @@ def backward(
     *,
     need_x: bool = True,
     need_weights: bool = True,
+    factors: list[list[Factors]] | None = None,
 ) -> tuple[Array | None, list[Weights]]:
     """The gradients of a layer.
 
@@ -659,6 +674,9 @@ def backward(
         dfinal: per direction the gradients of the final states ``[B, H]``, None where there is
             none.
         need_x, need_weights: whether those gradients are wanted.
+        factors: gets per direction, for each matmul inside a step, what its weight's gradient is
+            the product of, for hosts that multiply themselves. Without checkpoints, and where the
+            input comes projected: then they are of all steps.
 
     Returns:
         the gradient of ``x`` (of the projected gates where ``Weights.ih`` is None) or None, and per
@@ -685,17 +703,23 @@ def backward(
         for k, l in enumerate(cell.linears)
         if saved.reset or l.operand.op != "state" or l.operand.attrs[0] != cell.state_names[0]
     }
+    later = factors is not None
     dr = [
         {
-            k: _Rows(host, plan, rows, len(l.outputs) * plan.sizes[l.out_size])
+            k: _Rows(host, plan, rows, len(l.outputs) * plan.sizes[l.out_size], later)
             for k, l in split.items()
         }
         for _ in weights
     ]
     operands = [
-        {k: _Rows(host, plan, rows, plan.sizes[l.in_size]) for k, l in apart.items()}
+        {k: _Rows(host, plan, rows, plan.sizes[l.in_size], later) for k, l in apart.items()}
         for _ in weights
     ]
+    if factors is not None:
+        need_weights = False
+        for own_dr, own_operands in zip(dr, operands, strict=True):
+            pairs = [(own_dr.get(k), own_operands.get(k)) for k in range(len(cell.linears))]
+            factors.append([Factors(*[p if p is None else p.whole for p in q]) for q in pairs])
     written: set[int] = set()
 
     with run:
@@ -799,10 +823,12 @@ def _parts(run: _Run, saved: Saved) -> Iterator[tuple[int, int, _Part]]:
 
 
 class _Rows:
-    """A buffer for the rows of a chunk, ``[rows, width]``."""
+    """A buffer for the rows of a chunk, ``[rows, width]``; ``dense`` if others read it whole."""
 
-    def __init__(self, host: Host, plan: Plan, rows: int, width: int) -> None:
-        self.width, self.padded = width, _padded(plan, width)
+    def __init__(
+        self, host: Host, plan: Plan, rows: int, width: int, dense: bool = False
+    ) -> None:
+        self.width, self.padded = width, width if dense else _padded(plan, width)
         self.whole = host.empty((rows, self.padded))
 
     def __getitem__(self, rows: int) -> Array:

@@ -200,6 +200,21 @@ def _loop_module(problem: Problem) -> Any:
     return Loop(problem)
 
 
+# -- contenders on TensorFlow's tensors ------------------------------------------------------------
+
+
+def _of_keras(name: str) -> Callable[[Problem], Contender]:
+    """A contender of ``keras_layers``, which imports TensorFlow."""
+
+    def make(problem: Problem) -> Contender:
+        module: Any = importlib.import_module("anycell.bench.keras_layers")
+        module.set_threads(problem.threads)
+        contender: Contender = getattr(module, name)(problem)
+        return contender
+
+    return make
+
+
 # -- contenders on NumPy arrays --------------------------------------------------------------------
 
 
@@ -305,9 +320,18 @@ CONTENDERS: dict[str, Callable[[Problem], Contender]] = {
     "torch-compile": torch_compile,
     "numpy-loop": numpy_loop,
     "onnxruntime": onnxruntime,
+    "anycell.keras": _of_keras("ours"),
+    "keras": _of_keras("theirs"),
+    "keras-xla": _of_keras("xla"),
+    "keras-loop": _of_keras("loop"),
+    "tf-block": _of_keras("block"),
 }
 DEFAULT_PEERS = ("torch.nn", "torch-loop")
-PACKAGES = {"onnxruntime": ("onnx", "onnxruntime")}  # beyond NumPy and PyTorch
+ON_TENSORFLOW = ("anycell.keras", "keras", "keras-xla", "keras-loop", "tf-block")
+# Beyond NumPy and PyTorch.
+PACKAGES = {"onnxruntime": ("onnx", "onnxruntime")} | dict.fromkeys(
+    ON_TENSORFLOW, ("keras", "tensorflow")
+)
 
 
 def make(name: str, problem: Problem) -> Contender:

@@ -13,7 +13,9 @@ from typing import Any
 from anycell.bench.stats import median
 from anycell.bench.timing import once
 
-PACKAGES = ("anycell", "numpy", "llvmlite", "torch", "onnxruntime")
+PACKAGES = (
+    "anycell", "numpy", "llvmlite", "torch", "onnxruntime", "keras", "tensorflow", "tensorflow-cpu",
+)  # fmt: skip
 SIMD = ("neon", "asimd", "sve", "avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8")
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
     """The tensors of a run, of one dtype, float32 or float64; None where absent.
 
     Attributes:
-        x: ``[T, B, I]``.
+        x: ``[T, B, I]``, or the projected gates ``[T, B, G*H]`` where there is no ``kernel``.
         kernel: ``[I, G*H]``.
         recurrent_kernel: ``[H, G*H]``.
         bias, recurrent_bias: ``[G*H]``.

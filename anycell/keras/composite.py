@@ -88,8 +88,8 @@ def composite(call: Call, inputs: Inputs) -> Result:
 
 
 def project(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
-    """``x @ kernel + bias``."""
-    gates = ops.matmul(x, kernel)
+    """``x @ kernel + bias``; without a kernel ``x`` is projected already."""
+    gates = x if kernel is None else ops.matmul(x, kernel)
     return gates if bias is None else gates + bias
 
 

@@ -1,17 +1,18 @@
-"""A layer on TensorFlow: the fused kernels on the memory of its tensors, under one gradient.
+"""A layer on TensorFlow: its own matmuls around the fused kernels, which see its tensors' memory.
 
-In eager mode the kernels are called at once. In a graph they stand behind ``tf.numpy_function``,
-which is public, runs wherever TensorFlow does, and hands memory over in both directions without a
-copy where it begins on a cache line; ours always does. What the backward pass reads are outputs of
-that operation, so that loops, replicas and pruning treat it like any other tensor.
+The input projection and the weight gradients are operations of TensorFlow's; it leaves out those
+that nobody asks for. The recurrence between them is one operation of ours with a gradient. In eager
+mode its kernels are called at once. In a graph they stand behind ``tf.numpy_function``, which is
+public, runs wherever TensorFlow does, and hands memory over in both directions without a copy where
+it begins on a cache line; ours always does. What the backward pass reads are outputs of that
+operation, so that loops, replicas and pruning treat it like any other tensor.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +24,12 @@ from tensorflow.python.saved_model import save_context
 
 from anycell import layer
 from anycell.engines import cpu
-from anycell.keras import blas
 from anycell.keras.call import Call, Inputs, Result, Tensor
 from anycell.keras.composite import composite
 from anycell.keras.host import LINE, AlignedHost
 from anycell.keras.rule import planned
-from anycell.plan import Plan, plan
+from anycell.lang.cell import RECURRENT, Linear
+from anycell.plan import plan
 
 Array = npt.NDArray[Any]
 
@@ -72,27 +73,33 @@ def recur(call: Call, inputs: Inputs) -> Result:
 @tf.autograph.experimental.do_not_convert
 def run(call: Call, inputs: Inputs) -> Result:
     """Runs a layer on the fused kernels, differentiable as often as wanted."""
-    chosen = plan(call.cell, call.hidden_size, inputs.x.dtype.name, "cpu", dict(call.sizes))
     inputs = _tensors(inputs)
-    given, spread = _flatten(inputs)
-    kernel = _Kernel(call, chosen, spread, [name for name, _ in inputs.linears])
-    mask, resets = [
-        None if f is None else tf.cast(f, tf.uint8) for f in (inputs.mask, inputs.resets)
-    ]
-    flags = _Flags(mask, resets, inputs.seed)
+    x, mask, resets = inputs.x, inputs.mask, inputs.resets
+    if mask is not None:  # NaN under a mask must not reach a gradient
+        x = tf.where(tf.expand_dims(mask, -1), x, tf.zeros((), x.dtype))
+    steps, rows = x.shape[:2]
+    gates = _matmul(x, inputs.kernel)
+    gates = tf.reshape(gates, [*tf.unstack(tf.shape(x)[:2]), gates.shape[-1]])
+    gates.set_shape([steps, rows, None])
+    flags = (
+        None if mask is None else tf.cast(mask, tf.uint8),
+        None if resets is None else tf.cast(resets, tf.uint8),
+        inputs.seed,
+    )
+    projected = inputs._replace(x=gates, kernel=None)
+    given, spread = _flatten(projected)
+    recurrence = _Recurrence(call, spread, projected, flags)
     # Whether anyone will ask for a gradient is not known; without a tape in sight it is unlikely,
     # and the backward pass then runs the forward pass again.
     keep = call.training or record.could_possibly_record()
-    need_x = not record.could_possibly_record() or record.should_record_backprop([inputs.x])
-    steps, rows = inputs.x.shape[:2]
-    step = _Eager(kernel, flags) if tf.executing_eagerly() else _Graph(kernel, flags, steps, rows)
 
     @tf.custom_gradient
     def fused(*flat: Tensor) -> Any:
-        results, saved = step.forward(flat, keep)
+        outputs, final, kept = recurrence.forward(flat, keep)
+        results = (outputs, *final) if call.sequences else tuple(final)
 
         def gradient(*arriving: Tensor) -> Any:
-            return _gradient(step, inputs, flat, arriving, saved, need_x)
+            return _gradient(recurrence, flat, arriving, kept)
 
         return results, gradient
 
@@ -106,6 +113,15 @@ def _tensors(inputs: Inputs) -> Inputs:
     return tf.nest.map_structure(
         lambda t: t if t is None or isinstance(t, str) else tf.convert_to_tensor(t), inputs
     )
+
+
+def _rows(x: Tensor) -> Tensor:
+    """All rows of all steps as a matrix."""
+    return tf.reshape(x, [-1, x.shape[-1]])
+
+
+def _matmul(x: Tensor, weight: Tensor) -> Tensor:
+    return tf.matmul(_rows(x), weight)
 
 
 Spread = Callable[[Sequence[Any]], Inputs]
@@ -135,25 +151,22 @@ def _flatten(inputs: Inputs) -> tuple[list[Tensor], Spread]:
 
 
 def _gradient(
-    step: _Eager | _Graph,
-    inputs: Inputs,
+    recurrence: _Recurrence,
     flat: Sequence[Tensor],
     arriving: Sequence[Tensor],
-    saved: Any,
-    need_x: bool,
+    kept: Sequence[Tensor],
 ) -> Any:
     """The gradients of ``flat``, which can be differentiated again: through the composite."""
-    if isinstance(step, _Eager) and not record.could_possibly_record():
-        return step.backward(flat, arriving, saved, need_x)
+    if tf.executing_eagerly() and not record.could_possibly_record():
+        return recurrence.backward(flat, arriving, kept)
     count = len(flat)
-    need_x = need_x or isinstance(step, _Eager)  # an open tape may want it now
 
     @tf.custom_gradient
     def once(*args: Tensor) -> Any:
-        found = step.backward(args[:count], args[count:], saved, need_x)
+        found = recurrence.backward(args[:count], args[count:], kept)
 
         def twice(*seconds: Tensor) -> Any:
-            return _second(step.kernel, inputs, args, count, seconds)
+            return _second(recurrence, args, count, seconds)
 
         return found, twice
 
@@ -161,9 +174,9 @@ def _gradient(
 
 
 def _second(
-    kernel: _Kernel, inputs: Inputs, args: Sequence[Tensor], count: int, seconds: Sequence[Tensor]
+    recurrence: _Recurrence, args: Sequence[Tensor], count: int, seconds: Sequence[Tensor]
 ) -> Any:
-    call = kernel.call
+    call, inputs = recurrence.call, recurrence.inputs
     if call.training and call.cell.keeps:
         raise NotImplementedError(
             f"second derivatives of {call.cell.name} in training: its random masks are drawn by "
@@ -174,238 +187,210 @@ def _second(
         outer.watch(args)
         with tf.GradientTape() as inner:
             inner.watch(args[:count])
-            outputs, final = composite(call, kernel.spread(args[:count])._replace(**flags))
+            outputs, final = composite(call, recurrence.spread(args[:count])._replace(**flags))
             ends = (outputs, *final) if call.sequences else final
         first = inner.gradient(ends, args[:count], args[count:], tf.UnconnectedGradients.ZERO)
     return outer.gradient(first, args, seconds, tf.UnconnectedGradients.ZERO)
 
 
-# -- the two ways to call a kernel -----------------------------------------------------------------
+class _Recurrence:
+    """The steps of a layer whose input is projected: kernels on NumPy's views of tensors."""
 
-
-class _Flags(NamedTuple):
-    mask: Tensor
-    resets: Tensor
-    seed: Tensor
-
-
-class _Kernel:
-    """A layer as functions of NumPy arrays, which are views of TensorFlow's memory."""
-
-    def __init__(self, call: Call, chosen: Plan, spread: Spread, linears: Sequence[str]) -> None:
-        self.call, self.plan, self.spread, self.linears = call, chosen, spread, linears
+    def __init__(self, call: Call, spread: Spread, inputs: Inputs, flags: Sequence[Tensor]) -> None:
+        self.call, self.spread, self.inputs = call, spread, inputs
+        cell, dtype = call.cell, inputs.x.dtype.name
+        self.plan = plan(cell, call.hidden_size, dtype, "cpu", dict(call.sizes))
+        self.flags = [flag for flag in flags if flag is not None]
+        self.given = [flag is not None for flag in flags]
         self.threads = tf.config.threading.get_intra_op_parallelism_threads() or cpu.pool.threads()
+        # Outputs that are zero under a mask are not the hidden states.
+        self.apart = call.sequences and inputs.mask is not None and not call.repeat
+        # States, besides the first, of whose sequence the backward pass reads.
+        self.others = [name for name in cell.state_names[1:] if name in self.plan.states]
 
-    def _weights(self, flat: Sequence[Array], resets: bool) -> layer.Weights:
-        given, cell = self.spread(flat), self.call.cell
-        initial = [np.full(self.call.size(s.size), s.initial, self.plan.dtype) for s in cell.states]
-        hh = given.recurrent_kernel
-        return layer.Weights(
-            ih=given.kernel.T,
+    # -- on tensors --------------------------------------------------------------------------------
+
+    def forward(
+        self, flat: Sequence[Tensor], keep: bool
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Outputs, final states, and what the backward pass reads."""
+        call, states = self.call, self.call.cell.states
+
+        def compute(*args: Array) -> list[Array]:
+            return self._forward(args[: len(flat)], args[len(flat) :], keep)
+
+        own = call.sequences and (self.apart or not keep)  # outputs that the kernel hands on
+        count = own + len(states) + (2 + len(self.others)) * keep
+        found = self._call(compute, [*flat, *self.flags], count)
+        outputs = found.pop(0) if own else None
+        final, kept = found[: len(states)], found[len(states) :]
+        if call.sequences and not own:
+            # A view, made by TensorFlow: it then knows the memory shared.
+            outputs = kept[0][1 : tf.shape(kept[0])[0] - call.reverse]
+        steps, rows = self.inputs.x.shape[:2]
+        if outputs is not None:
+            outputs.set_shape([steps, rows, call.size(states[0].size)])
+        for state, declared in zip(final, states, strict=True):
+            state.set_shape([rows, call.size(declared.size)])
+        return outputs, final, kept
+
+    def backward(
+        self, flat: Sequence[Tensor], arriving: Sequence[Tensor], kept: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The gradient of each of ``flat``."""
+        kept = kept or self.forward(flat, True)[2]
+        first, last = len(flat), len(flat) + len(self.flags)
+
+        def compute(*args: Array) -> list[Array]:
+            ends, own = args[last : last + len(arriving)], args[last + len(arriving) :]
+            return self._backward(args[:first], args[first:last], ends, own)
+
+        cell, given = self.call.cell, self.inputs
+        factors = [self._factors(linear) for linear in cell.linears]
+        count = 1 + len(cell.params) + len(cell.states) + (given.static is not None)
+        count += sum(outputs + operand for outputs, operand in factors)
+        found = iter(self._call(compute, [*flat, *self.flags, *arriving, *kept], count))
+        dgates = next(found)
+        dgates.set_shape(given.x.shape)
+        params = tuple([next(found) for _ in cell.params])
+        initial = tuple([next(found) for _ in cell.states])
+        static = None if given.static is None else next(found)
+        rows, weights = _rows(dgates), dict[str, Tensor]()
+        for linear, (outputs, operand) in zip(cell.linears, factors, strict=True):
+            d = next(found) if outputs else rows
+            before = next(found) if operand else self._before(kept[0])
+            weights |= self._products(linear, d, before)
+        grads = Inputs(
+            dgates,
+            None,
+            weights.get(RECURRENT),
+            None if given.bias is None else tf.reduce_sum(rows, axis=0),
+            weights.get(f"{RECURRENT}_bias"),
+            params,
+            tuple([(name, weights[name]) for name, _ in given.linears]),
+            initial,
+            static,
+        )
+        wanted = _flatten(grads)[0]
+        for grad, like in zip(wanted, flat, strict=True):
+            grad.set_shape(like.shape)
+        return wanted
+
+    def _factors(self, linear: Linear) -> tuple[bool, bool]:
+        """Which factors of a weight's gradient the kernel writes; see ``layer.Factors``."""
+        operand = linear.operand
+        first = operand.op == "state" and operand.attrs[0] == self.call.cell.state_names[0]
+        return not self.plan.shares_gradient(linear), not first or self.inputs.resets is not None
+
+    def _before(self, hidden: Tensor) -> Tensor:
+        """The first state before each step, from its sequence."""
+        before = hidden[2:] if self.call.reverse else hidden[:-1]
+        return tf.reshape(before, [-1, self.call.size(self.call.cell.states[0].size)])
+
+    def _products(self, linear: Linear, d: Tensor, operand: Tensor) -> dict[str, Tensor]:
+        """The gradients of a matmul's weight and bias, as ``Inputs`` has them."""
+        outputs, size = len(linear.outputs), self.call.size(linear.out_size)
+        d.set_shape([None, outputs * size])
+        found = {}
+        biases = {f"{RECURRENT}_bias": self.inputs.recurrent_bias, **dict(self.inputs.linears)}
+        if biases.get(f"{linear.name}_bias") is not None:
+            total = tf.split(tf.reduce_sum(d, axis=0), outputs)
+            found[f"{linear.name}_bias"] = _declared(linear, total, 0)
+        if linear.heads > 1:
+            d = tf.reshape(d, [-1, outputs, linear.heads, size // linear.heads])
+            into = self.call.size(linear.in_size) // linear.heads
+            operand = tf.reshape(operand, [-1, linear.heads, into])
+            parts = tf.unstack(tf.einsum("rnho,rhi->nhoi", d, operand))
+            found[linear.name] = _declared(linear, parts, 1)
+        elif linear.name == RECURRENT:  # Keras's own: [in, out]
+            parts = tf.split(tf.matmul(operand, d, transpose_a=True), outputs, axis=1)
+            found[linear.name] = _declared(linear, parts, 1)
+        else:
+            parts = tf.split(tf.matmul(d, operand, transpose_a=True), outputs)
+            found[linear.name] = _declared(linear, parts, 0)
+        return found
+
+    def _call(
+        self, compute: Callable[..., list[Array]], tensors: Sequence[Tensor], count: int
+    ) -> list[Tensor]:
+        """``compute`` on the memory of tensors: now, or where the graph runs."""
+        if tf.executing_eagerly():
+            return [_tensor(array) for array in compute(*map(np.asarray, tensors))]
+        kinds = [self.plan.dtype] * count
+        return list(tf.numpy_function(compute, tensors, kinds, stateful=False))
+
+    # -- on arrays ---------------------------------------------------------------------------------
+
+    def _forward(self, flat: Sequence[Array], flags: Sequence[Array], keep: bool) -> list[Array]:
+        gates, weights, options = self._arguments(flat, flags)
+        host = AlignedHost(self.plan.dtype)
+        out, final, saved = layer.forward(host, self.plan, gates, [weights], options, keep=keep)
+        found = [out] if self.call.sequences and (self.apart or not keep) else []
+        found += [state[0] for state in final]
+        if saved is not None:
+            found += [saved.hidden, saved.values[0]]
+            names = self.call.cell.state_names
+            states = dict(zip(names, saved.states[0], strict=True))
+            found += [states[name] for name in self.others]
+        return found
+
+    def _backward(
+        self,
+        flat: Sequence[Array],
+        flags: Sequence[Array],
+        arriving: Sequence[Array],
+        kept: Sequence[Array],
+    ) -> list[Array]:
+        gates, weights, options = self._arguments(flat, flags)
+        hidden, values, *others = kept
+        sequences = dict(zip(self.others, others, strict=True))
+        states = [sequences.get(name) for name in self.call.cell.state_names]
+        reset = [] if weights.reset is None else [list(weights.reset)]
+        saved = layer.Saved(gates, [weights], options, hidden, [states], [values], reset)
+        dy, final = (arriving[0], arriving[1:]) if self.call.sequences else (None, arriving)
+        host, factors = AlignedHost(self.plan.dtype), list[list[layer.Factors]]()
+        dgates, (g,) = layer.backward(host, self.plan, saved, dy, [final], factors=factors)
+        found = [dgates, *g.params, *g.initial, *([] if g.static is None else [g.static])]
+        return found + [factor for pair in factors[0] for factor in pair if factor is not None]
+
+    def _arguments(
+        self, flat: Sequence[Array], flags: Sequence[Array]
+    ) -> tuple[Array, layer.Weights, layer.Options]:
+        given, call, later = self.spread(flat), self.call, iter(flags)
+        mask, resets, seed = [next(later) if there else None for there in self.given]
+        hh, reset = given.recurrent_kernel, None
+        if resets is not None:
+            resets = resets if mask is None else resets & mask
+            states, dtype = call.cell.states, self.plan.dtype
+            reset = [np.full(call.size(s.size), s.initial, dtype) for s in states]
+        weights = layer.Weights(
+            ih=None,
             hh=None if hh is None else hh.T,
             bias_ih=given.bias,
             bias_hh=given.recurrent_bias,
             params=given.params,
             initial=given.initial,
-            reset=initial if resets else None,
+            reset=reset,
             static=given.static,
             linears=dict(given.linears),
-            reverse=self.call.reverse,
+            reverse=call.reverse,
         )
-
-    def _options(self, flags: _Flags) -> layer.Options:
-        return layer.Options(
-            mask=flags.mask,
-            resets=flags.resets,
-            repeat=self.call.repeat,
-            training=self.call.training,
-            seed=0 if flags.seed is None else int(flags.seed),
+        options = layer.Options(
+            mask=mask,
+            resets=resets,
+            repeat=call.repeat,
+            training=call.training,
+            seed=0 if seed is None else int(seed),
             threads=self.threads,
         )
-
-    def forward(
-        self, flat: Sequence[Array], flags: _Flags, keep: bool, whole: bool = False
-    ) -> tuple[Array, list[Array], layer.Saved | None]:
-        """Outputs, final states, and what the backward pass needs.
-
-        What is handed on without a copy are the outputs or, if ``whole``, all hidden states.
-        """
-        weights = self._weights(flat, flags.resets is not None)
-        x = self.spread(flat).x
-        options = self._options(flags)
-        second = not whole and (flags.mask is None or options.repeat)
-        host = AlignedHost(self.plan.dtype, self.threads, second)
-        with blas.alone():
-            out, finals, saved = layer.forward(host, self.plan, x, [weights], options, keep=keep)
-        return out, [final[0] for final in finals], saved
-
-    def again(self, flat: Sequence[Array], flags: _Flags, kept: Sequence[Array]) -> layer.Saved:
-        """What the forward pass saved, from the arrays of ``keepsake``."""
-        weights = self._weights(flat, flags.resets is not None)
-        hidden, values, *rest = kept
-        later = iter(rest)
-        states = [
-            next(later) if i and state.name in self.plan.states else None
-            for i, state in enumerate(self.call.cell.states)
-        ]
-        options = self._options(flags)
-        if flags.mask is not None and flags.resets is not None:
-            options = replace(options, resets=flags.resets & flags.mask)
-        reset = [] if flags.resets is None else [list(weights.reset or ())]
-        x = self.spread(flat).x
-        return layer.Saved(x, [weights], options, hidden, [states], [values], reset)
-
-    def keepsake(self, saved: layer.Saved) -> list[Array]:
-        """The arrays that a graph carries to the backward pass."""
-        names = self.call.cell.state_names
-        kept = [s for s, n in zip(saved.states[0], names, strict=True) if n in self.plan.states]
-        return [saved.hidden, saved.values[0], *[s for s in kept[1:] if s is not None]]
-
-    def backward(
-        self, saved: layer.Saved, dy: Array | None, d_final: Sequence[Array], need_x: bool
-    ) -> Inputs:
-        """The gradients; those of matrices are transposed."""
-        host = AlignedHost(self.plan.dtype, self.threads)
-        with blas.alone():
-            dx, (g,) = layer.backward(host, self.plan, saved, dy, [d_final], need_x=need_x)
-        biases, states = (g.bias_ih, g.bias_hh), tuple(g.initial)
-        linears = tuple((name, g.linears[name]) for name in self.linears)
-        return Inputs(dx, g.ih, g.hh, *biases, tuple(g.params), linears, states, g.static)
-
-    def split(self, arriving: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-        """The gradient of the outputs, if there are any, and those of the final states."""
-        return (arriving[0], arriving[1:]) if self.call.sequences else (None, arriving)
+        return given.x, weights, options
 
 
-class _Eager:
-    """At once."""
-
-    def __init__(self, kernel: _Kernel, flags: _Flags) -> None:
-        self.kernel = kernel
-        self.flags = _Flags(*(None if f is None else np.asarray(f) for f in flags))
-
-    def forward(self, flat: Sequence[Tensor], keep: bool) -> tuple[Any, Any]:
-        """The results as tensors, and what was saved."""
-        arrays = [np.asarray(t) for t in flat]
-        out, final, saved = self.kernel.forward(arrays, self.flags, keep)
-        results = [out, *final] if self.kernel.call.sequences else final
-        return tuple(map(_tensor, results)), saved
-
-    def backward(
-        self, flat: Sequence[Tensor], arriving: Sequence[Tensor], saved: Any, need_x: bool
-    ) -> list[Tensor]:
-        """The gradient of each of ``flat``."""
-        kernel = self.kernel
-        if saved is None:
-            _, _, saved = kernel.forward([np.asarray(t) for t in flat], self.flags, True)
-        dy, d_final = kernel.split([np.asarray(d) for d in arriving])
-        grads = _flatten(kernel.backward(saved, dy, d_final, need_x))[0]
-        shaped = [_tensor(g) for g in grads] if need_x else [None, *map(_tensor, grads)]
-        found = _flatten(_keras_layout(kernel.spread(shaped)))[0]
-        return found if need_x else [None, *found]
-
-
-class _Graph:
-    """Behind an operation of the graph."""
-
-    def __init__(self, kernel: _Kernel, flags: _Flags, steps: int | None, rows: int | None) -> None:
-        self.kernel, self.steps, self.rows = kernel, steps, rows
-        self.flags = [f for f in flags if f is not None]
-        self.there = [f is not None for f in flags]
-
-    def _arrays(self, args: Sequence[Array]) -> tuple[Sequence[Array], _Flags]:
-        """The arguments of an operation, apart."""
-        count = len(self.flags)
-        flags = iter(args[len(args) - count :])
-        flat = args[: len(args) - count]
-        return flat, _Flags(*(next(flags) if there else None for there in self.there))
-
-    def forward(self, flat: Sequence[Tensor], keep: bool) -> tuple[Any, Any]:
-        """The results, and the tensors that the backward pass reads."""
-        kernel, call = self.kernel, self.kernel.call
-        apart = self.there[0] and not call.repeat  # the outputs are not the hidden states
-
-        def compute(*args: Array) -> list[Array]:
-            arrays, flags = self._arrays(args)
-            out, final, saved = kernel.forward(arrays, flags, keep, whole=keep and not apart)
-            if not keep:
-                return [out, *final] if call.sequences else final
-            assert saved is not None
-            own = [out] if apart and call.sequences else []
-            return [*own, *final, *kernel.keepsake(saved)]
-
-        states = len(call.cell.states)
-        own = call.sequences and (apart or not keep)
-        count = own + states + (1 + len(kernel.plan.states) if keep else 0)
-        found = tf.numpy_function(
-            compute, [*flat, *self.flags], [kernel.plan.dtype] * count, stateful=False
-        )
-        found = list(found) if isinstance(found, (list, tuple)) else [found]
-        final, kept = found[own : own + states], found[own + states :]
-        sizes = [call.size(s.size) for s in call.cell.states]
-        for state, size in zip(final, sizes, strict=True):
-            state.set_shape([self.rows, size])
-        if not call.sequences:
-            return tuple(final), kept or None
-        # Where kept, a view of the hidden states, made by TensorFlow: it then knows them shared.
-        out = found[0] if own else kept[0][1 : tf.shape(flat[0])[0] + 1]
-        out.set_shape([self.steps, self.rows, sizes[0]])
-        return (out, *final), kept or None
-
-    def backward(
-        self, flat: Sequence[Tensor], arriving: Sequence[Tensor], saved: Any, need_x: bool
-    ) -> list[Tensor]:
-        """The gradient of each of ``flat``."""
-        rest = self._backward(flat, arriving, saved, need_x, not need_x)
-        if need_x:
-            return rest
-        # Nobody seems to want it. If someone does after all, it is an operation of its own, which
-        # the graph drops where it leads nowhere.
-        return [self._backward(flat, arriving, saved, True, False)[0], *rest]
-
-    def _backward(
-        self,
-        flat: Sequence[Tensor],
-        arriving: Sequence[Tensor],
-        saved: Any,
-        need_x: bool,
-        without: bool,
-    ) -> list[Tensor]:
-        kernel, kept, final = self.kernel, saved or (), len(arriving)
-
-        def compute(*args: Array) -> list[Array]:
-            given, ends, own = args[:first], args[first : first + final], args[first + final :]
-            arrays, flags = self._arrays(given)
-            if own:
-                state = kernel.again(arrays, flags, own)
-            else:
-                _, _, state = kernel.forward(arrays, flags, True)  # type: ignore[assignment]
-            dy, d_final = kernel.split(ends)
-            grads, _ = _flatten(kernel.backward(state, dy, d_final, need_x))
-            return grads
-
-        first = len(flat) + len(self.flags)
-        count = len(flat) - without
-        found = tf.numpy_function(
-            compute,
-            [*flat, *self.flags, *arriving, *kept],
-            [kernel.plan.dtype] * count,
-            stateful=False,
-        )
-        found = list(found) if isinstance(found, (list, tuple)) else [found]
-        shaped = [None, *found] if without else found
-        grads, _ = _flatten(_keras_layout(kernel.spread(shaped)))
-        for grad, like in zip(grads, flat[without:], strict=True):
-            grad.set_shape(like.shape)
-        return grads
-
-
-def _keras_layout(grads: Inputs) -> Inputs:
-    """Matrices as Keras has them, ``[in, out]``."""
-    hh = grads.recurrent_kernel
-    return grads._replace(
-        kernel=tf.transpose(grads.kernel), recurrent_kernel=None if hh is None else tf.transpose(hh)
-    )
+def _declared(linear: Linear, parts: Sequence[Tensor], axis: int) -> Tensor:
+    """Gradients of a matmul's outputs side by side, zero for those that the step does not use."""
+    used = dict(zip(linear.outputs, parts, strict=True))
+    zero = tf.zeros_like(parts[0])
+    return tf.concat([used.get(name, zero) for name in linear.declared], axis)
 
 
 def _tensor(array: Array) -> Tensor:
