@@ -206,9 +206,7 @@ def _keras(problem: Problem, module: Any, compiled: bool = False) -> Contender:
     def make() -> Any:
         if named:
             return getattr(module, named)(shape.H, return_sequences=True)
-        return module.RNN(
-            problem.cell.definition, shape.H, return_sequences=True, **problem.others
-        )
+        return module.RNN(problem.cell.definition, shape.H, return_sequences=True, **problem.others)
 
     return _contender(problem, _stack(problem, make), compiled)
 
@@ -284,9 +282,7 @@ def _contender(
     engine = getattr(stack[0][0], "engine", None)
     return Contender(
         {
-            "inference": Task(
-                lambda: call(infer, x), lambda: {"output": output(kept[0])}, prepare
-            ),
+            "inference": Task(lambda: call(infer, x), lambda: {"output": output(kept[0])}, prepare),
             "training": Task(lambda: call(train, x, dy), gradients, prepare),
         },
         _alone,

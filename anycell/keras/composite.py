@@ -43,6 +43,9 @@ def composite(call: Call, inputs: Inputs) -> Result:
             else:
                 once[index] = keras.random.uniform(shape, dtype=x.dtype, seed=seed)
     weights = matmuls(cell, inputs)
+    kernels = {name: ops.swapaxes(w, -1, -2) for name, w in inputs.linears if len(w.shape) == 2}
+    if inputs.recurrent_mask is None:  # which has a mask for each gate
+        kernels[RECURRENT] = inputs.recurrent_kernel
 
     def step(t: Tensor, states: Any) -> tuple[Tensor, list[Tensor]]:
         at, resets, uniform = width, None, dict(once)
@@ -65,12 +68,20 @@ def composite(call: Call, inputs: Inputs) -> Result:
             training=drawn,
             seed=0,
         )
-        one.uniform = uniform
+        one.uniform, one.kernels, one.products = uniform, kernels, {}
         _, final = one.forward()
         return final[0], list(final)
 
-    # Batch first: of time-major input Keras 3 takes the batch for the number of steps.
     beside = parts[0] if len(parts) == 1 else ops.concatenate(parts, axis=-1)
+    if x.shape[0] == 1:  # no loop
+        output, final = step(beside[0], inputs.initial)
+        if inputs.mask is not None:
+            there = ops.expand_dims(inputs.mask[0], -1)
+            pairs = zip(final, inputs.initial, strict=True)
+            final = [ops.where(there, new, old) for new, old in pairs]
+            output = final[0] if call.repeat else ops.where(there, output, ops.zeros_like(output))
+        return ops.expand_dims(output, 0) if call.sequences else None, tuple(final)
+    # Batch first: of time-major input Keras 3 takes the batch for the number of steps.
     _, outputs, final = backend.rnn(
         step,
         ops.swapaxes(beside, 0, 1),
@@ -106,10 +117,27 @@ class _Step(reference.Recurrence):
     """One step, for any number of rows, also one that is known only when the graph runs."""
 
     uniform: Mapping[int, Tensor]  # in [0, 1), by the number of the random mask
+    kernels: Mapping[str, Tensor]  # of the matmuls that can be done for all outputs at once
+    products: dict[str, Tensor]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.rows = ops.shape(self.gates_x)[1]
+
+    def _linear(self, node: Expr, t: int, values: Any) -> Tensor:
+        """One matmul for all of its outputs, where the oracle has one for each."""
+        name, output = node.attrs
+        if name not in self.kernels:
+            return super()._linear(node, t, values)
+        linear = self._matmul(name)
+        if name not in self.products:
+            operand = self._rows(values[linear.operand], linear.in_size)
+            product, bias = (
+                ops.matmul(operand, self.kernels[name]),
+                self.weights.get(f"{name}_bias"),
+            )
+            self.products[name] = product if bias is None else product + bias
+        return self.products[name][:, self._span(linear, output)]
 
     def _keep(self, node: Expr, t: int, rate: Tensor) -> Tensor:
         if not self.training:

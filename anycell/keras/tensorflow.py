@@ -75,6 +75,9 @@ def run(call: Call, inputs: Inputs) -> Result:
     """Runs a layer on the fused kernels, differentiable as often as wanted."""
     inputs = _tensors(inputs)
     x, mask, resets = inputs.x, inputs.mask, inputs.resets
+    if x.shape[0] == 1 and not tf.executing_eagerly() and not (call.training and call.cell.keeps):
+        # Nothing to fuse over time, and less to do than to call a kernel takes.
+        return composite(call, inputs)
     if mask is not None:  # NaN under a mask must not reach a gradient
         x = tf.where(tf.expand_dims(mask, -1), x, tf.zeros((), x.dtype))
     steps, rows = x.shape[:2]
