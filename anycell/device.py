@@ -14,7 +14,6 @@ from typing import Any
 
 from anycell.engines import gpu
 from anycell.engines.gpu import Call, Form, Host, Span, capacity
-from anycell.engines.gpu.resident import print_resident
 from anycell.engines.gpu.step import Step, print_step, staged
 from anycell.engines.gpu.text import Printed, apart, keeps
 from anycell.lang.cell import RECURRENT, Linear
@@ -29,14 +28,37 @@ Kernels = Step | Printed
 
 
 @functools.lru_cache(maxsize=256)
-def _printed(plan: Plan, form: Form, tier: int, warps: int) -> Kernels:
-    return print_resident(plan, form, warps) if tier == 1 else print_step(plan, form)
+def _printed(plan: Plan, form: Form, choice: capacity.Choice) -> Kernels:
+    return print_step(plan, form) if choice.tier == 3 else gpu.print_whole(plan, form, choice)
 
 
-def _kernels(host: Host, plan: Plan, form: Form) -> Kernels:
+def _kernels(host: Host, plan: Plan, form: Form, batch: int) -> Kernels:
     """The kernels of the tier that fits."""
-    choice = capacity.choose(plan, host.limits, form.backward, host.tier)
-    return _printed(plan, form, choice.tier, choice.warps)
+    choice = capacity.choose(plan, host.limits, form.backward, host.tier, batch)
+    return _printed(plan, form, choice)
+
+
+def _exchange(host: Host, plan: Plan, kernels: Kernels, batch: int) -> dict[str, Any]:
+    """What programs that wait for one another need; first, whether those before waited in vain."""
+    if not isinstance(kernels, Printed) or not kernels.cooperative:
+        return {}
+    if int(host.trouble[0]):
+        host.trouble[0] = 0
+        raise RuntimeError(
+            "GPU kernels of an earlier call (tier 2) gave up: their programs, which must all run "
+            f"at once, waited for one another for {host.patience / 1e9:g} s. The results of that "
+            "call are NaN. Is the device shared, or a debugger attached? "
+            "anycell.torch.device.DeviceHost.tier = 3 does without such kernels."
+        )
+    groups, programs = gpu.grid(kernels, plan, batch)
+    return {
+        "flags": host.flags(2 * groups * programs),
+        "trouble": host.trouble,
+        "patience": host.patience,
+        "done": 0,
+        "behind": 0,
+        "close": 1,
+    }
 
 
 def forward(
@@ -88,7 +110,8 @@ def _forward(host: Host, plan: Plan, saved: Saved, d: int, out: Array, keep: boo
     width = len(cell.gates) * plan.hidden_size
     matrices = [_used(host, plan, l, w.matmul(l)[0]) for l in cell.linears]
 
-    kernels, turn = _kernels(host, plan, form), 0
+    kernels, turn = _kernels(host, plan, form, batch), 0
+    values |= _exchange(host, plan, kernels, batch)
     projected: Array | None = None
     limit = CHUNK_BYTES if w.ih is not None else 1 << 62
     for done, count in gpu.chunks(steps, batch * width * plan.itemsize, limit):
@@ -112,6 +135,8 @@ def _forward(host: Host, plan: Plan, saved: Saved, d: int, out: Array, keep: boo
             spans["saved"] = Span(kept, time, sign)
         spans |= _flags(options, time, sign)
         values["turn"] = turn
+        if "done" in values:
+            values["done"] = done
         call = Call(
                 host, plan, form, values, spans, matrices, batch, count,
                 _draws(options, d, time, sign, form),
@@ -165,11 +190,11 @@ def _backward(
     x, w, options, cell = saved.x, saved.weights[d], saved.options, plan.cell
     steps, batch, reverse = x.shape[0], x.shape[1], w.reverse
     form = _form(host, plan, w, options, backward=True)
-    kernels = _kernels(host, plan, form)
+    kernels = _kernels(host, plan, form, batch)
     widths = [plan.sizes[s.size] for s in cell.states]
     column, sign = d * widths[0], 1 if reverse else -1  # against the direction
     width, project = len(cell.gates) * plan.hidden_size, w.ih is not None
-    values = _constants(host, plan, w, options, d)
+    values = _constants(host, plan, w, options, d) | _exchange(host, plan, kernels, batch)
     if saved.reset:
         _point_resets(values, saved.reset[d])
     for i, (size, given) in enumerate(zip(widths, dfinal, strict=True)):
@@ -222,6 +247,8 @@ def _backward(
                 spans[f"state{i}"] = Span(sequence, time + reverse, sign)
         spans |= _flags(options, time, sign)
         values["turn"] = turn
+        if "done" in values:
+            values["done"] = done
         if batch:
             call = Call(
                 host, plan, form, values, spans, matrices, batch, count,

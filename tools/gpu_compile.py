@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,6 +52,7 @@ class Report(NamedTuple):
     shared: int
     limit: int  # of shared memory
     matrices: str  # which matrix instructions
+    seconds: float  # that compiling took; next to none where Triton's cache had it
 
 
 def main() -> None:
@@ -111,13 +113,15 @@ def kernels(one: Plan, tier: int, backward: bool, device: capacity.Device) -> It
 def compiled(one: Plan, kernel: Printed, tier: int, device: capacity.Device) -> Report:
     """The report on a kernel whose arguments are aligned, as they are in a large layer."""
     aligned = frozenset(name for name, kind in kernel.arguments if kind != "i32")
+    begin = time.perf_counter()
     binary = build.binary(kernel, device.capability, aligned)
+    seconds = round(time.perf_counter() - begin, 1)
     used = usage(binary.cubin)
     found = [name for name in ("wgmma", "tcgen05.mma", "mma.sync") if name in binary.ptx]
     return Report(
         one.cell.name, tier, one.hidden_size, one.dtype, device.capability, kernel.name,
         kernel.warps, used["REG"], used["LOCAL"] + used["STACK"], binary.shared, device.shared,
-        found[0] if found else "-",
+        found[0] if found else "-", seconds,
     )  # fmt: skip
 
 

@@ -24,10 +24,12 @@ class DeviceHost:
         dtype: of the plan.
         device: where all tensors are.
         tier: of kernels; None lets ``capacity`` choose.
+        patience: nanoseconds that programs of a kernel wait for one another.
     """
 
     tier: int | None = None
     replay_steps = 16
+    patience = 10_000_000_000
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -80,6 +82,15 @@ class DeviceHost:
         """An int64 tensor, of numbers taken modulo 2**64."""
         signed = [(v + (1 << 63)) % (1 << 64) - (1 << 63) for v in values]
         return torch.tensor(signed, dtype=torch.int64, device=self.device)
+
+    def flags(self, count: int) -> Tensor:
+        """So many int32 zeros."""
+        return torch.zeros(count, dtype=torch.int32, device=self.device)
+
+    @functools.cached_property
+    def trouble(self) -> Tensor:
+        """An int32 that kernels write while the host reads it: pinned memory, on a card."""
+        return torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
 
     def pointer(self, array: Tensor) -> int:
         """Its address."""

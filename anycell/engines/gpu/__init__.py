@@ -3,10 +3,12 @@
 It takes arrays whose addresses a ``Host`` knows, shapes and a stream, and imports no framework;
 Triton is imported when the first kernel is built. ``anycell/device.py`` makes layers of it.
 
-Two tiers, chosen by ``capacity``:
+Three tiers, chosen by ``capacity``:
 
 - tier 3 (``step``): one step per launch, between matmuls of the framework; any cell, any size;
-- tier 1 (``resident``): one launch per sequence, all weights on chip; small hidden sizes.
+- tier 1 (``resident``): one launch per sequence, all weights on chip; small hidden sizes;
+- tier 2 (``cooperative``): one launch per sequence, the weights on chip of many programs, which
+  exchange h every step; large hidden sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from anycell.engines.gpu import capacity
-from anycell.engines.gpu.capacity import Device
+from anycell.engines.gpu.capacity import Choice, Device
+from anycell.engines.gpu.cooperative import print_cooperative
 from anycell.engines.gpu.launch import Launch
 from anycell.engines.gpu.resident import print_resident
 from anycell.engines.gpu.step import Step, print_step, staged
@@ -40,6 +43,9 @@ class Host(Protocol):
         replay: runs a call of ``replay_steps`` steps of tier 3, as ``run(call)`` would: from a
             graph of launches that it has captured. The last argument is whether the call is the
             first of several on the same values but those that steps change. None runs step by step.
+        trouble: an int32 in memory that host and device both reach; kernels of tier 2 set it when
+            their programs have waited for one another in vain.
+        patience: nanoseconds that they wait.
     """
 
     tf32: bool
@@ -47,6 +53,8 @@ class Host(Protocol):
     tier: int | None
     replay: Callable[[Callable[[Call], None], Any, Call, bool], None] | None
     replay_steps: int
+    trouble: Array
+    patience: int
 
     def stream(self) -> int: ...
 
@@ -64,6 +72,10 @@ class Host(Protocol):
 
     def integers(self, values: Sequence[int]) -> Array:
         """An int64 array on the device; values are taken modulo 2**64."""
+        ...
+
+    def flags(self, count: int) -> Array:
+        """So many int32 zeros."""
         ...
 
     def pointer(self, array: Array) -> int: ...
@@ -152,18 +164,27 @@ class Call(NamedTuple):
         if draws is not None:
             draws = (*draws[:2], draws[2] + begin * draws[3], draws[3])
         values = {**self.values, "turn": turn}
+        if "done" in values:
+            values["done"] += begin
         return self._replace(values=values, spans=spans, steps=steps, draws=draws)
 
     def launch(self, printed: Printed, values: Mapping[str, Any]) -> Launch:
         """A kernel, ready to start."""
-        rows, lanes = printed.tile
-        grid = -(-self.batch // rows), -(-self.plan.sizes[printed.size] // lanes)
-        return Launch(printed, values, grid, self.host.pointer, self.host.stream())
+        shape = grid(printed, self.plan, self.batch)
+        return Launch(printed, values, shape, self.host.pointer, self.host.stream())
+
+
+def grid(printed: Printed, plan: Plan, batch: int) -> tuple[int, int]:
+    """Programs of a kernel: tiles of the rows, tiles of the units."""
+    rows, lanes = printed.tile
+    return -(-batch // rows), -(-plan.sizes[printed.size] // lanes)
 
 
 def run(kernels: Step | Printed, call: Call) -> int:
     """Runs a call; the turns by which buffers that take turns (``turn``) have moved on."""
     if isinstance(kernels, Printed):
+        if kernels.cooperative and call.host.limits is None:
+            return _run_interpreted(kernels, call)
         call.launch(kernels, call.all_values())(0)
         return 1
     replay, start = call.host.replay, call.values["turn"]
@@ -177,6 +198,17 @@ def run(kernels: Step | Printed, call: Call) -> int:
             _run_steps(kernels, part)
         turn += part.steps + call.form.backward
     return turn - start
+
+
+def _run_interpreted(kernel: Printed, call: Call) -> int:
+    """Tier 2, one step per launch: the interpreter runs one program after the other, and none may
+    wait for a later one. The last launch collects what the last step owes.
+    """
+    for t in range(call.steps + call.form.backward):
+        part = call.part(t, int(t < call.steps), call.values["turn"] + t)
+        part.values.update(behind=int(t > 0), close=int(t == call.steps))
+        part.launch(kernel, part.all_values())(0)
+    return call.steps + call.form.backward
 
 
 def _run_steps(step: Step, call: Call) -> None:
@@ -228,7 +260,7 @@ def _transposed(call: Call, k: int, l: Linear, t: int) -> None:
 def sources(plan: Plan, backward: bool) -> Iterator[str]:
     """The texts of a plan's kernels, in training and without masks; for reading.
 
-    Those of tier 3, and those of tier 1 where some card has room for them.
+    Those of tier 3, and those of the other tiers where some card has room for them.
     """
     cards = capacity.DEVICES
     for passes in (False, True)[: 1 + backward]:
@@ -237,9 +269,17 @@ def sources(plan: Plan, backward: bool) -> Iterator[str]:
         for stage in print_step(plan, form).stages:
             yield from (kernel.source for kernel in stage.kernels)
         choices = [capacity.choose(plan, card, passes) for card in cards]
-        resident = next((c for c in choices if c.tier == 1), None)
-        if resident is not None:
-            yield print_resident(plan, form, resident.warps).source
+        for tier in (1, 2):
+            choice = next((c for c in choices if c.tier == tier), None)
+            if choice is not None:
+                yield print_whole(plan, form, choice).source
+
+
+def print_whole(plan: Plan, form: Form, choice: Choice) -> Printed:
+    """The kernel of all steps, in tier 1 or 2."""
+    if choice.part is not None:
+        return print_cooperative(plan, form, choice.part)
+    return print_resident(plan, form, choice.warps)
 
 
 def chunks(steps: int, step_bytes: int, limit: int) -> Iterator[tuple[int, int]]:
@@ -250,4 +290,4 @@ def chunks(steps: int, step_bytes: int, limit: int) -> Iterator[tuple[int, int]]
         yield done, min(each, steps - done)
 
 
-__all__ = ["Call", "Form", "Host", "Span", "chunks", "run", "sources"]
+__all__ = ["Call", "Form", "Host", "Span", "chunks", "grid", "print_whole", "run", "sources"]

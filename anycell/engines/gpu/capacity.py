@@ -6,6 +6,12 @@ states, gates and their gradients in registers. So it is chosen where
 - the weights, as padded tiles, and the operands of the matmuls fit in shared memory, and
 - the float32 tiles that are alive at once fit in the registers of the threads.
 
+Tier 2 shares the weights out over programs that all run at once, so it is chosen where
+
+- the cell has one stage and no row reduction, and
+- there is a tile, of rows and units, whose weights fit in shared memory, and with which a program
+  for each tile finds a multiprocessor of its own.
+
 Everything else runs on tier 3. The constants come from what the compiler reports for kernels
 compiled ahead of time, and ``tests/test_gpu.py`` holds the model against it: they say that a kernel
 fits, not that it is fast. No choice has been timed yet.
@@ -15,6 +21,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from anycell.engines.gpu.cooperative import Slice, refusal
 from anycell.engines.gpu.resident import LEAST
 from anycell.engines.gpu.text import power_of_two
 from anycell.plan import Plan
@@ -50,14 +57,16 @@ class Choice(NamedTuple):
     """What runs, and why.
 
     Attributes:
-        tier: 1 or 3.
-        warps: of a program of tier 1, of 32 threads each.
+        tier: 1, 2 or 3.
         reason: in words.
+        warps: of a program of tier 1, of 32 threads each.
+        part: what a program of tier 2 owns.
     """
 
     tier: int
-    warps: int
     reason: str
+    warps: int = 0
+    part: Slice | None = None
 
 
 WARPS = (4, 8, 16)
@@ -66,35 +75,120 @@ WARPS = (4, 8, 16)
 NUMBERS = {"float32": 64, "bfloat16": 160, "float16": 160}
 
 
+# Multiply-adds of a thread in the dots of float32, which are unrolled: with more of them the compiler
+# takes minutes, and spills.
+UNROLLED = 1024
+# Of tier 2: rows and units of the tiles, the best first; units of h that are multiplied at once.
+ROWS = UNITS = (16, 32, 64)
+CHUNK = {"float32": 32, "bfloat16": 128, "float16": 128}
+BATCH = 16  # of explanations
+
+
 def choose(
-    plan: Plan, device: Device | None, backward: bool = False, tier: int | None = None
+    plan: Plan,
+    device: Device | None,
+    backward: bool = False,
+    tier: int | None = None,
+    batch: int = BATCH,
 ) -> Choice:
     """The tier for a plan; the two passes choose each for itself.
 
     Args:
         device: None, where kernels are interpreted, takes tier 3.
-        tier: forces 1 or 3.
+        tier: forces 1, 2 or 3.
+        batch: rows.
 
     Raises:
         ValueError: for a tier that is not there.
     """
-    if tier not in (None, 1, 3):
-        raise ValueError(f"tier={tier!r}; expected 1, 3 or None.")
+    if tier not in (None, 1, 2, 3):
+        raise ValueError(f"tier={tier!r}; expected 1, 2, 3 or None.")
+    if tier == 3 or (device is None and tier is None):
+        return Choice(3, "asked for" if tier else "no card")
+    if tier in (None, 1):
+        found = _resident(plan, device, backward, tier is not None)
+        if isinstance(found, Choice):
+            return found
+    if tier != 1:
+        shared = _cooperative(plan, device, backward, batch)
+        if isinstance(shared, Choice):
+            return shared
+        if tier == 2:
+            raise ValueError(f"tier=2 cannot run cell {plan.cell.name}: {shared}.")
+        found = f"{found}; {shared}"
+    return Choice(3, found)
+
+
+def _resident(plan: Plan, device: Device | None, backward: bool, forced: bool) -> Choice | str:
+    """Tier 1, or why not."""
     room, count = NUMBERS[plan.dtype], tiles(plan, backward)
     # A warp's part of a dot is eight units wide: more warps than that would all do the same.
     most = max(WARPS[0], _widest(plan) // 8)
-    warps = next((w for w in WARPS if w <= most and count * _each(plan, w) <= room), 0)
-    if tier is not None:
-        return Choice(tier, warps or WARPS[-1], "asked for")
-    if device is None:
-        return Choice(3, 0, "no card")
+    warps = next(
+        (
+            w
+            for w in WARPS
+            if w <= most and count * _each(plan, w) <= room and _unrolled(plan, w) <= UNROLLED
+        ),
+        0,
+    )
+    if forced or device is None:
+        return Choice(1, "asked for", warps or WARPS[-1])
     needed = shared_bytes(plan, backward)
     if needed > device.shared:
-        reason = f"the weights of a step take {needed:,} bytes of {device.shared:,} on chip"
-        return Choice(3, 0, reason)
+        return f"the weights of a step take {needed:,} bytes of {device.shared:,} on chip"
     if not warps:
-        return Choice(3, 0, f"{count} tiles of a step do not fit in registers")
-    return Choice(1, warps, f"all weights on chip: {needed:,} of {device.shared:,} bytes")
+        return f"{count} tiles of a step do not fit in registers"
+    return Choice(1, f"all weights on chip: {needed:,} of {device.shared:,} bytes", warps)
+
+
+def _cooperative(
+    plan: Plan, device: Device | None, backward: bool, batch: int
+) -> Choice | str:
+    """Tier 2, or why not: of the tiles that fit, that of fewest rows, and then of fewest units."""
+    why = refusal(plan)
+    if why is not None:
+        return why
+    if device is None:
+        return Choice(2, "asked for", part=Slice(LEAST, LEAST, LEAST, WARPS[0]))
+    least = 0
+    for rows in ROWS:
+        for units in UNITS:
+            groups, programs = -(-batch // rows), -(-plan.hidden_size // units)
+            part = _part(plan, rows, units, backward)
+            if part is None:
+                continue
+            needed = slice_bytes(plan, part, backward)
+            if needed > device.shared:
+                break
+            if groups * programs <= device.processors:
+                reason = (
+                    f"{groups} x {programs} programs, of {rows} rows and {units} units each; "
+                    f"weights on chip: {needed:,} of {device.shared:,} bytes"
+                )
+                return Choice(2, reason, part=part)
+            least = min(least or groups * programs, groups * programs)
+    if not least:
+        return "nor is there room for those of a few units"
+    return f"{batch} rows take {least} programs, of which {device.processors} run at once"
+
+
+def _part(plan: Plan, rows: int, units: int, backward: bool) -> Slice | None:
+    """A tile, with as many warps as its numbers need."""
+    outputs = max(len(l.outputs) for l in plan.cell.linears)
+    count = tiles(plan, backward) + outputs
+    for warps in WARPS[:2]:
+        if count * -(-rows * units // (32 * warps)) <= NUMBERS[plan.dtype]:
+            return Slice(rows, units, CHUNK[plan.dtype], warps)
+    return None
+
+
+def slice_bytes(plan: Plan, part: Slice, backward: bool) -> int:
+    """Shared memory of a program of tier 2: weights, and chunks on their way to the dots."""
+    size = plan.itemsize
+    units = -(-plan.hidden_size // part.chunk) * part.chunk
+    weights = sum(len(l.outputs) for l in plan.cell.linears) * part.units * units * size
+    return weights + 2 * part.rows * part.chunk * size
 
 
 def shared_bytes(plan: Plan, backward: bool) -> int:
@@ -119,6 +213,17 @@ def tiles(plan: Plan, backward: bool) -> int:
     return 2 * len(cell.gates) + apart + len(cell.params) + states + 4
 
 
+def _unrolled(plan: Plan, warps: int) -> int:
+    """Multiply-adds of a thread for dots of float32."""
+    if plan.dtype != "float32":
+        return 0
+    total = 0
+    for l in plan.cell.linears:
+        out, into = (power_of_two(plan.sizes[s], LEAST) for s in (l.out_size, l.in_size))
+        total += len(l.outputs) * LEAST * out * into
+    return -(-total // (32 * warps))
+
+
 def _each(plan: Plan, warps: int) -> int:
     """Units of a tile for each thread."""
     return -(-LEAST * _widest(plan) // (32 * warps))
@@ -129,14 +234,24 @@ def _widest(plan: Plan) -> int:
     return max(power_of_two(size, LEAST) for size in plan.sizes.values())
 
 
-def table(plan: Plan) -> list[tuple[str, str, str]]:
+def table(plan: Plan, batch: int = BATCH) -> list[tuple[str, str, str]]:
     """Per device, and for both passes, the tier and why."""
     return [
         (device.name, "backward" if backward else "forward", f"tier {c.tier}: {c.reason}")
         for device in DEVICES
         for backward in (False, True)
-        for c in [choose(plan, device, backward)]
+        for c in [choose(plan, device, backward, batch=batch)]
     ]
 
 
-__all__ = ["DEVICES", "Choice", "Device", "choose", "shared_bytes", "table", "tiles"]
+__all__ = [
+    "BATCH",
+    "DEVICES",
+    "Choice",
+    "Device",
+    "choose",
+    "shared_bytes",
+    "slice_bytes",
+    "table",
+    "tiles",
+]

@@ -82,13 +82,13 @@ class Launch:
         self.function[self.grid](*self.arguments)
 
     def _launch(self) -> None:
-        _check(
-            _driver().cuLaunchKernel(
-                self.handle, *self.grid, 1, 32 * self.binary.warps, 1, 1, self.binary.shared,
-                ctypes.c_void_p(self.stream), self.parameters, None,
-            ),
-            f"the launch of {self.printed.name}",
-        )  # fmt: skip
+        shape = *self.grid, 1, 32 * self.binary.warps, 1, 1, self.binary.shared
+        stream, parameters = ctypes.c_void_p(self.stream), self.parameters
+        if self.printed.cooperative:  # refused, unless all programs can run at once
+            result = _driver().cuLaunchCooperativeKernel(self.handle, *shape, stream, parameters)
+        else:
+            result = _driver().cuLaunchKernel(self.handle, *shape, stream, parameters, None)
+        _check(result, f"the launch of {self.printed.name}")
 
 
 @functools.cache

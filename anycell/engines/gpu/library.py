@@ -179,6 +179,72 @@ def max(x, units, inside, groups: tl.constexpr, each: tl.constexpr):
     return _over_groups(x, units, inside, groups, each, True)
 
 
+# ---- programs that wait for one another ----------------------------------------------------------
+
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+# Each thread looks at a flag until it holds the value, or until the time is over. The load is an
+# acquire: what its program had written before it set the flag is seen by all loads that follow.
+_SPIN = tl.constexpr("""{
+    .reg .pred there, early;
+    .reg .b32 seen;
+    .reg .b64 begin, now;
+    mov.u64 begin, %globaltimer;
+again:
+    ld.acquire.gpu.global.b32 seen, [$1];
+    setp.eq.b32 there, seen, $2;
+    @there bra done;
+    mov.u64 now, %globaltimer;
+    sub.u64 now, now, begin;
+    setp.lt.u64 early, now, $3;
+    @early bra again;
+done:
+    selp.b32 $0, 1, 0, there;
+}""")
+
+
+@triton.jit
+def _spin(flags, value, patience):
+    """In the interpreter, which takes more than 10 microseconds for a look."""
+    seen = tl.load(flags, volatile=True) == value
+    looks = 0
+    while (tl.sum((~seen).to(tl.int32), axis=0) > 0) & (looks * 10_000 < patience):
+        seen = tl.load(flags, volatile=True) == value
+        looks += 1
+    return seen.to(tl.int32)
+
+
+@triton.jit
+def wait(flags, value, patience):
+    """1 when all flags have come to hold the value, 0 if ``patience`` nanoseconds were not enough.
+
+    The sum is a barrier too: no thread goes on before all of them have seen their flags. So what
+    one thread has acquired, the loads of all others see.
+    """
+    if _INTERPRETED:
+        seen = _spin(flags, value, patience)
+    else:
+        seen = tl.inline_asm_elementwise(
+            _SPIN,
+            "=r,l,r,l",
+            [flags.to(tl.int64), value, patience],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    return (tl.sum(1 - seen, axis=0) == 0).to(tl.int32)
+
+
+@triton.jit
+def publish(flag, value):
+    """Sets a flag, after all that this program has written until now.
+
+    The barrier puts the writes of all threads before the one thread that sets the flag, and its
+    store, a release, puts them before the flag for whoever acquires that.
+    """
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, value, sem="release", scope="gpu")
+
+
 # ---- random numbers ------------------------------------------------------------------------------
 
 

@@ -25,12 +25,25 @@ LEAST = 16  # rows and units of the smallest matrices that the matrix units take
 
 def print_resident(plan: Plan, form: Form, warps: int = 4) -> Printed:
     """The kernel of a plan, for programs of so many warps."""
-    return _Loop(plan, form, warps).printed()
+    return Loop(plan, form, warps).printed()
 
 
-class _Loop(Text):
-    def __init__(self, plan: Plan, form: Form, warps: int) -> None:
-        super().__init__(plan, form, (LEAST, LEAST), True)
+class Loop(Text):
+    """A kernel that loops over time. Tier 2 is another: what it does differently has a method."""
+
+    name = "resident"
+    shared = False  # whether other programs do a part of the step
+    turns = "count"  # of the loop, backward
+
+    def __init__(
+        self,
+        plan: Plan,
+        form: Form,
+        warps: int,
+        tile: tuple[int, int] = (LEAST, LEAST),
+        whole: bool = True,
+    ) -> None:
+        super().__init__(plan, form, tile, whole)
         self.warps = warps
         self.linears = plan.cell.linears
         self.kind = {"fp32": "tl.float32", "bf16": "tl.bfloat16", "fp16": "tl.float16"}[self.io]
@@ -45,12 +58,10 @@ class _Loop(Text):
         for size in self._sizes():
             self.units(size)
             self.once(f"zero_{size}", f"tl.zeros([{self.rows}, {self.padded(size)}], tl.float32)")
-        for k, l in enumerate(self.linears):
-            for output in l.outputs:
-                self._load_weight(k, l, output)
+        self.load_weights()
         (self._backward if self.form.backward else self._forward)()
         about = f"{self.cell.name}, {way}, all steps: {self.plan.hidden_size} units, "
-        return self.finish(f"{way}_resident", f"{about}{self.plan.dtype}.")
+        return self.finish(f"{way}_{self.name}", f"{about}{self.plan.dtype}.")
 
     def _sizes(self) -> list[str]:
         sizes = [s.size for s in self.cell.states] + ["H"]
@@ -62,6 +73,12 @@ class _Loop(Text):
         return power_of_two(self.plan.sizes[size], LEAST)
 
     # -- matmuls ---------------------------------------------------------------------------------
+    def load_weights(self) -> None:
+        """Brings all weights on chip."""
+        for k, l in enumerate(self.linears):
+            for output in l.outputs:
+                self._load_weight(k, l, output)
+
     def _load_weight(self, k: int, l: Linear, output: str) -> None:
         """One output's weights: ``[in, out]`` forward, ``[out, in]`` backward."""
         out, into = self.plan.sizes[l.out_size], self.plan.sizes[l.in_size]
@@ -103,13 +120,17 @@ class _Loop(Text):
         if self.form.backward:
             return f"d_{l.name}", self._transposed(k, l)
         output = node.attrs[1]
-        operand = self._operand(f"operand_{k}", self._argument_of(node), l.in_size)
-        text = self._dot(operand, f"w{k}_{output}")
+        text = self.multiply(k, l, output, node)
         if self.form.biases[k]:
             text += f" + b{k}_{output}"
         if node.op == "linear":
             return f"r_{output}" if output != l.name else output, text
         return f"a_{output}", f"x_{output} + {text}"
+
+    def multiply(self, k: int, l: Linear, output: str, node: Expr) -> str:
+        """One output of a matmul, without its bias."""
+        operand = self._operand(f"operand_{k}", self._argument_of(node), l.in_size)
+        return self._dot(operand, f"w{k}_{output}")
 
     def _transposed(self, k: int, l: Linear) -> str:
         parts = []
@@ -147,11 +168,13 @@ class _Loop(Text):
                 self._know(Expr("state", (), (s.name,)), f"s_{s.name}")
             for gate in used:
                 self._know(Expr("x", (), (gate,)), f"x_{gate}")
+            self.wait()
             self._step()
             for gate in used:
                 self.say(f"x_{gate} = next_{gate}")
         for i, s in enumerate(cell.states[1:], 1):
             self.store(self._working(i, "turn + 1"), f"s_{s.name}", s.size)
+        self.end()
 
     def _step(self) -> None:
         cell, form, plan = self.cell, self.form, self.plan
@@ -161,18 +184,52 @@ class _Loop(Text):
         for s, node in states:  # all, before the first of them takes its new value
             new = f"zero_{s.size} + {self.value(node)}"
             self.once(f"{s.name}_next", self.valid(new, f"s_{s.name}"))
+        h = cell.states[0]
+        self.hand_over(f"{h.name}_next")
+        if self.narrow:
+            self.say(f"{h.name}_next = {h.name}_next.to({self.kind}).to(tl.float32)")
+        self._store_state(0)
+        self.publish()
         if form.apart:
-            size = cell.states[0].size
             out = self.valid(self.value(cell.next[0]))
-            self.store(self.at(self.row("out"), 0, size), out, size)
+            self.store(self.at(self.row("out"), 0, h.size), out, h.size)
         self.store_saved(saved)
         for i, s in enumerate(cell.states):
             self.say(f"s_{s.name} = {s.name}_next")
-            if i == 0 and self.narrow:
-                self.say(f"s_{s.name} = s_{s.name}.to({self.kind}).to(tl.float32)")
-            if i == 0 or keeps(plan, form, i):
-                row = self.row(f"state{i}", "t + 1", tag="_after")
-                self.store(self.at(row, 0, s.size), f"s_{s.name}", s.size)
+            if i and keeps(plan, form, i):
+                self._store_state(i)
+
+    def _store_state(self, i: int) -> None:
+        """The new value of a state, into its sequence."""
+        s, row = self.cell.states[i], self.row(f"state{i}", "t + 1", tag="_after")
+        self.store(self.at(row, 0, s.size), f"{s.name}_next", s.size)
+
+    # Tier 1 needs nobody else's results, nor does anybody need its own before the end.
+
+    def wait(self) -> None:
+        """Before a step: until what it reads has been written."""
+
+    def wait_backward(self, roots: list[Expr]) -> None:
+        """Likewise, before the step that computes these."""
+
+    def hand_over(self, value: str) -> None:
+        """Before the result of a step, of that name, is stored."""
+
+    def publish(self) -> None:
+        """After the results of a step have been stored."""
+
+    def begin_step(self) -> None:
+        """At the beginning of a turn of the loop, backward."""
+
+    def live(self, value: str, other: str) -> str:
+        """What such a turn leaves behind."""
+        return value
+
+    def after_steps(self) -> None:
+        """After the loop, backward."""
+
+    def end(self) -> None:
+        """At the end of the kernel."""
 
     def _uses_x(self, gate: str) -> bool:
         nodes = topological(self.cell.next)
@@ -242,27 +299,33 @@ class _Loop(Text):
         for name in totals:
             start = "zero_H" if name != "sum_static" else None
             self.say(f"{name} = {start or self.load(self._static_sum(), 'H', wide=True)}")
-        self.say("for t in range(count):")
+        self.say(f"for t in range({self.turns}):")
         with self.indented():
+            self.begin_step()
             self._flags()
             operands = [l.operand for l in self.linears if apart(self.plan, form, l)]
+            self.wait_backward([*roots, *operands])
             self.evaluate([*roots, *operands], self.labels())
             self.store_gradients(set(self._sizes()), inside=True)
+            self.publish()
             for name, d in totals.items():
-                self.say(f"{name} += {self.valid(self.value(d))}")
+                self.say(f"{name} += {self.live(self.valid(self.value(d)), '0.0')}")
             for i in range(len(cell.states)):
                 self._carry(i)
+        self.after_steps()
         self._hand_on(totals)
+        self.end()
 
     def _carry(self, i: int) -> None:
         """The gradient of state i, for the step before."""
         s, form = self.cell.states[i], self.form
         parts = [f"zero_{s.size} + {self.value(self.plan.gradients.state[s.name])}"]
         for k, l in enumerate(self.linears):
-            if l.operand is Expr("state", (), (s.name,)):
+            if l.operand is Expr("state", (), (s.name,)) and not self.shared:
                 parts.append(self._transposed(k, l))
         held = self._upstream(0) if i == 0 and form.repeat else f"g_{s.name}"
-        self.say(f"g_{s.name} = {self.valid(' + '.join(parts), held)}")
+        new = self.live(self.valid(" + ".join(parts), held), f"g_{s.name}")
+        self.say(f"g_{s.name} = {new}")
         if form.resets:
             self.say(f"restored_{s.name} += tl.where(reset, g_{s.name}, 0.0)")
             self.say(f"g_{s.name} = tl.where(reset, 0.0, g_{s.name})")

@@ -68,6 +68,7 @@ class Printed(NamedTuple):
         tile: the rows of a program, and how many units; all, where the grid has one dimension.
         size: the symbol of these units.
         warps: of 32 threads each.
+        cooperative: whether its programs wait for one another, and so must all run at once.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Printed(NamedTuple):
     tile: tuple[int, int]
     size: str
     warps: int
+    cooperative: bool = False
 
 
 def power_of_two(n: int, least: int = 1) -> int:
@@ -463,6 +465,6 @@ _library = Path(__file__).with_name("library.py").read_text(encoding="utf-8")
 FUNCTIONS = tuple(re.findall(r"^def ([a-z]\w*)\(", _library, re.MULTILINE))
 # Names of arguments and of what every kernel computes: no gate's value may take one.
 RESERVED = (
-    "batch count diverted draws dx dy float hyper is_row later mask more out reset resets rows "
-    "saved static t tl triton turn valid x"
+    "alive batch behind close count diverted done draws dx dy flags float gathered hyper is_row "
+    "lanes later mask more out patience reset resets rows saved static t tl triton trouble turn valid x"
 ).split()
