@@ -825,9 +825,7 @@ def _parts(run: _Run, saved: Saved) -> Iterator[tuple[int, int, _Part]]:
 class _Rows:
     """A buffer for the rows of a chunk, ``[rows, width]``; ``dense`` if others read it whole."""
 
-    def __init__(
-        self, host: Host, plan: Plan, rows: int, width: int, dense: bool = False
-    ) -> None:
+    def __init__(self, host: Host, plan: Plan, rows: int, width: int, dense: bool = False) -> None:
         self.width, self.padded = width, width if dense else _padded(plan, width)
         self.whole = host.empty((rows, self.padded))
 

@@ -601,6 +601,36 @@ def test_cells(name: str) -> None:
         assert raised[0] == raised[1]
 
 
+@pytest.mark.parametrize("rows", [0, 1, 4])
+@pytest.mark.parametrize("form", range(4))
+def test_a_step_that_torch_takes(form: int, rows: int) -> None:
+    """One step of a GRU on few rows: torch's bits, with its layer's options."""
+    options: Any = [
+        {},
+        {"bias": False, "batch_first": True},
+        {"num_layers": 2, "bidirectional": True, "dropout": 0.5},
+        {"num_layers": 2, "batch_first": True, "dtype": torch.float64},
+    ][form]
+    ours, theirs = twins("GRU", 3, 5, **options)
+    x = torch.randn(rows, 1, 3) if "batch_first" in options else torch.randn(1, rows, 3)
+    x, layers = x.to(options.get("dtype")), options.get("num_layers", 1)
+    h = torch.randn(layers * (1 + ("bidirectional" in options)), rows, 5).to(x)
+    for state in (None, h):
+        found = []
+        for layer in (ours, theirs):
+            torch.manual_seed(0)  # of dropout
+            found.append(run(layer, x, state))
+        for name, value in found[1].items():
+            assert torch.equal(found[0][name], value), name
+    for bad in (x[..., :2], x.half(), x[0, 0, 0] if rows else x[..., :1]):
+        raised = []
+        for layer in (ours, theirs):
+            with pytest.raises(Exception) as caught:
+                layer(bad)
+            raised.append((type(caught.value), str(caught.value)))
+        assert raised[0] == raised[1]
+
+
 @pytest.mark.parametrize("kind", CELLS, **by_name)
 def test_rnn_cell(kind: Any) -> None:
     step, whole = (

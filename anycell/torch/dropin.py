@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,7 +71,7 @@ class DropIn(Recurrent):
         """Output and final states; None where the parent has the answer, or the error."""
         extra = mask is not None or lengths is not None or resets is not None
         if not extra and self._vendor_wins(x):
-            return None
+            return self._by_vendor(x, states)
         if compiled() and (isinstance(x, PackedSequence) or not ops.AVAILABLE):
             return torch.compiler.disable(self._ours)(x, states, mask, lengths, resets)
         if (not extra and traced()) or not self._fits(x, states):
@@ -126,6 +127,10 @@ class DropIn(Recurrent):
             steps, rows = (shape[1], shape[0]) if self.batch_first else (shape[0], shape[1])
             return vendor.wins(self.cell, steps, rows)
         return len(shape) == 2 and vendor.wins(self.cell, shape[0], 1)
+
+    def _by_vendor(self, x: Any, states: tuple[Any, ...] | None) -> tuple[Any, States] | None:
+        """As ``_ours``, where torch's own layer is the faster: its parent calls it."""
+        return None
 
     def _weights(self) -> list[list[Weights]]:
         mine, found = self._parameters, []
@@ -250,3 +255,15 @@ class GRU(DropIn, nn.GRU):
         states = None if hx is None else (hx,)
         ours = self._ours(input, states, mask, lengths, resets)
         return super().forward(input, hx) if ours is None else (ours[0], *ours[1])
+
+    def _by_vendor(self, x: Any, states: tuple[Any, ...] | None) -> tuple[Any, States] | None:
+        # The parent's way to the same call takes half as long as a step on one row.
+        if x.dim() != 3 or x.is_cuda or compiled() or autocast() or not self._fits(x, states):
+            return None
+        layers, rows = self.num_layers * (1 + self.bidirectional), x.shape[not self.batch_first]
+        h = x.new_zeros(layers, rows, self.hidden_size) if states is None else states[0]
+        mine, names = self._parameters, itertools.chain.from_iterable(self._all_weights)
+        flat = [mine[name] if name in mine else getattr(self, name) for name in names]
+        options = self.num_layers, self.dropout, self.training, self.bidirectional
+        output, final = torch.gru(x, h, flat, self.bias, *options, self.batch_first)
+        return output, (final,)

@@ -142,9 +142,7 @@ def _resident(plan: Plan, device: Device | None, backward: bool, forced: bool) -
     return Choice(1, f"all weights on chip: {needed:,} of {device.shared:,} bytes", warps)
 
 
-def _cooperative(
-    plan: Plan, device: Device | None, backward: bool, batch: int
-) -> Choice | str:
+def _cooperative(plan: Plan, device: Device | None, backward: bool, batch: int) -> Choice | str:
     """Tier 2, or why not: of the tiles that fit, that of fewest rows, and then of fewest units."""
     why = refusal(plan)
     if why is not None:
