@@ -30,11 +30,16 @@ def table(report: dict[str, Any]) -> str:
                 b / a for a, b in zip(ours["samples_ms"], theirs["samples_ms"], strict=True)
             )
             ratios[column].append(ratio)
-            times = f"{theirs['median_ms']:.3g} / {ours['median_ms']:.3g}"
+            times = f"{_digits(theirs['median_ms'])} / {_digits(ours['median_ms'])}"
             cells.append(f"{times} = **{ratio:.2f}**")
         lines.append("| " + " | ".join(cells) + " |")
     means = [f"**{statistics.geometric_mean(ratios[column]):.2f}**" for column in COLUMNS]
     return "\n".join([*lines, "| geometric mean | " + " | ".join(means) + " |"])
+
+
+def _digits(milliseconds: float) -> str:
+    """Three of them, without an exponent."""
+    return f"{milliseconds:.3g}" if milliseconds < 1000 else f"{milliseconds:.0f}"
 
 
 if __name__ == "__main__":
