@@ -66,6 +66,7 @@ class _Form:
         output, states: arrays of the shapes of the results.
         start: the states that the cell declares.
         bytes: of a layer, per state.
+        slots: per state an array of its shape, its entry in the tables, and those bytes.
         free: sets of tables that are not in use.
     """
 
@@ -80,6 +81,7 @@ class _Form:
             array_[:] = state.initial
         self.output = host.empty((rows, self.widths[0]))
         self.bytes = [rows * width * layers[0].plan.itemsize for width in self.widths]
+        self.slots = list(zip(self.states, stream.places, self.bytes, strict=True))
         self.free = [self.calls()]
 
     def calls(self) -> list[_Call]:
@@ -133,7 +135,8 @@ class Stream:
         index = self.layers[0].kernel.index
         self._x, self._out, self._static = index["x"], index["out"], index["static"]
         self._barrier = len(index) + cpu.LINE // 8
-        self._state = [index[f"state{i}"] for i in range(len(cell.states))]  # then its stride
+        # Of each state the entry of its address; that of its stride follows.
+        self.places = [index[f"state{i}"] for i in range(len(cell.states))]
         self._forms: dict[tuple[int, int], _Form] = {}
 
     def step(
@@ -164,16 +167,15 @@ class Stream:
             calls = form.free.pop()
         except IndexError:
             calls = form.calls()
-        new, output = [], like(form.output)
-        for template, before, place, size in zip(
-            form.states, states or form.start, self._state, form.bytes, strict=True
-        ):
+        new, output, itemsize = [], like(form.output), self.itemsize
+        for before, (template, place, size) in zip(states or form.start, form.slots):  # noqa: B905
             after = like(template)
             new.append(after)
             here = pointer(before)
             # From the state before to the one after is one step of the kernel.
-            stride = (pointer(after) - here) // self.itemsize
-            for entries, _, _, _, _ in calls:
+            stride = (pointer(after) - here) // itemsize
+            for call in calls:
+                entries = call[0]
                 entries[place], entries[place + 1] = here, stride
                 here += size
         at, below, out = pointer(x), pointer(new[0]), pointer(output)

@@ -323,19 +323,19 @@ def test_several_matmuls_in_a_step(cell: Cell, rng: np.random.Generator) -> None
 
 
 MASKED = [
-    cells.LSTM,
-    cells.GRU,
-    cells.RNN,
-    cells.LayerNormLSTM,
-    Sampler,
-    cells.LSTMP,
-    cells.GRU(reset_after=False),
+    (cells.LSTM, "float32"),
+    (cells.LSTM, "float64"),
+    (cells.GRU, "float64"),
+    (cells.RNN, "float64"),
+    (cells.LayerNormLSTM, "float64"),
+    (Sampler, "float64"),
+    (cells.LSTMP, "float32"),
+    (cells.GRU(reset_after=False), "float64"),
 ]
 
 
-@each_dtype
 @pytest.mark.parametrize("dropped", ["all", "each"])
-@pytest.mark.parametrize("cell", MASKED, ids=repr)
+@pytest.mark.parametrize(("cell", "dtype"), MASKED, ids=repr)
 def test_recurrent_masks(
     cell: Cell, dropped: str, dtype: str, rng: np.random.Generator, ran: list[str]
 ) -> None:
@@ -351,9 +351,10 @@ def test_recurrent_masks(
         assert set(alone) == set(problem.right)
         assert_same(by_cpu(problem, threads=2), alone)
         assert_same(alone, by_recurrence(problem))
-        some = by_cpu(problem.rows(slice(1, 3)))
-        assert_array_equal(some["outputs"], alone["outputs"][:, 1:3])
-        assert_array_equal(some["d gates_x"], alone["d gates_x"][:, 1:3])
+        if not (cell.keeps and problem.options.get("training")):  # other rows draw other masks
+            some = by_cpu(problem.rows(slice(1, 3)))
+            assert_array_equal(some["outputs"], alone["outputs"][:, 1:3])
+            assert_array_equal(some["d gates_x"], alone["d gates_x"][:, 1:3])
 
 
 @pytest.mark.parametrize("dropped", ["all", "each"])

@@ -152,13 +152,13 @@ def _steps(h: int) -> dict[str, Call | contenders.Task]:
     torch.manual_seed(0)
     layer, cell = anycell.torch.LSTM(h, h).prepare(), nn.LSTMCell(h, h)
     x, state = torch.randn(1, h), (torch.zeros(1, 1, h), torch.zeros(1, 1, h))
-    theirs, weights = (state[0][0], state[1][0]), torch.empty(8 * h * h)
+    theirs, weights = (state[0][0], state[1][0]), torch.ones(8 * h * h)
     layer.step(x, state)
     stream = layer._prepared.stream
     (form,) = stream._forms.values()
     (native,) = form.calls()
     memory_ = [torch.zeros(2, h), torch.zeros(2, h), torch.empty(1, h), x]
-    for place, s in zip(stream._state, memory_, strict=False):
+    for place, s in zip(stream.places, memory_, strict=False):
         native.entries[place], native.entries[place + 1] = s.data_ptr(), h
     native.entries[stream._x], native.entries[stream._out] = x.data_ptr(), memory_[2].data_ptr()
 
