@@ -28,6 +28,7 @@ Array = Any
 CHUNK_BYTES = 8 << 20
 WORTH_PACKING = 256  # rows of all steps from which packing the weight of the input may pay
 WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay
+FILLED = 0.7  # part of a mask below which to leave out the rest makes up for smaller matmuls
 FEW_ROWS = 16  # rows per thread below which threads share the rows and split the units
 # Of packed weights, of the input and of the state together: they should stay in a core's own cache.
 NEAR_BYTES = 896 << 10
@@ -215,6 +216,7 @@ def _form(
     reverse: tuple[bool, ...],
     entering: int | None,
     resets: bool,
+    sparse: bool,
     threads: int,
 ) -> _Form:
     cell, directions, project = plan.cell, len(reverse), entering is not None
@@ -225,9 +227,13 @@ def _form(
     single = project and steps == 1 and alone and not resets
     width = len(cell.gates) * plan.hidden_size
     at_once = chunk >= steps and (single or _padded(plan, width) == width)
-    inputs = 0 if single or not entering else _inputs(kernel, plan, steps * batch, entering)
+    inputs = 0
+    if entering and not single:
+        inputs = _inputs(kernel, plan, steps * batch, entering, sparse)
     work = chunk * batch * max(0 if single else kernel.work + width * inputs, 64 * plan.hidden_size)
-    threads, units_split = share(kernel, work, batch, directions, threads)
+    # Of a mask with many holes the typical step has few rows, and many steps fewer still.
+    rows = batch // 4 if sparse else batch
+    threads, units_split = share(kernel, work, rows, directions, threads)
     workspace = kernel.workspace(batch)
     hyper, zeros = cpu.hyperparameters(plan), np.zeros(width if inputs else 0, plan.dtype)
     common = cpu.Table(kernel.index)
@@ -255,17 +261,23 @@ def _form(
     return _Form(kernel, chunk, inputs, at_once, single, threads, sizes, constants, tables)
 
 
-def _inputs(kernel: cpu.Kernel, plan: Plan, rows: int, inputs: int) -> int:
+def _inputs(kernel: cpu.Kernel, plan: Plan, rows: int, inputs: int, sparse: bool) -> int:
     """How many inputs the kernel multiplies itself: all or none of them.
 
     The projection of all steps at once reads its weight once, but writes the gates to memory and
     has the kernel read them there. Where both weights stay in a core's own cache, the kernel had
     better multiply the input too; if there is the work to make up for packing one more weight.
+    And so it had where a mask has many holes, which the projection of all steps cannot leave out.
     """
     if kernel.projecting is None or rows < WORTH_PACKING:
         return 0
     both = len(plan.cell.gates) * plan.hidden_size * (inputs + kernel.projecting.inner)
-    return inputs if both * plan.itemsize <= NEAR_BYTES else 0
+    return inputs if sparse or both * plan.itemsize <= NEAR_BYTES else 0
+
+
+def _sparse(mask: Array | None) -> bool:
+    """Whether a mask lets so few rows of steps pass that it pays to go without the others."""
+    return mask is not None and int(mask.sum()) < FILLED * mask.shape[0] * mask.shape[1]
 
 
 def share(
@@ -305,7 +317,7 @@ class _Run:
         self.form = _form(
             cpu.compiled(plan, backward), plan, self.steps, self.batch, self.reverse,
             None if weights[0].ih is None else x.shape[2], options.resets is not None,
-            options.threads,
+            _sparse(options.mask), options.threads,
         )  # fmt: skip
         self.calls = [table.copy() for table in self.form.tables]
         self.backward = backward

@@ -33,7 +33,7 @@ def by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Callable[[], 
     def call(who: str, function: Callable[[], Any]) -> Any:
         asked = []
 
-        def inputs(kernel: Any, plan: Any, rows: int, inputs: int) -> int:
+        def inputs(kernel: Any, plan: Any, rows: int, inputs: int, sparse: bool) -> int:
             asked.append(who)
             return inputs if who == "kernel" and kernel.projecting else 0
 

@@ -40,10 +40,10 @@ class Packing(NamedTuple):
         return cls(steps, rows, mask.to(data.device), places.to(data.device), order, back)
 
     def pad(self, data: Tensor) -> Tensor:
-        """``[N, ...]`` to ``[T, B, ...]``, zero elsewhere."""
+        """``[N, ...]`` to ``[T, B, ...]``, anything elsewhere: it lies under the mask."""
         count = self.steps * self.rows
         if self.places is not None:
-            data = _Spread.apply(data, self.places, count)
+            data = _Spread.apply(data, self.places, count, False)
         return data.unflatten(0, (self.steps, self.rows))
 
     def pack(self, padded: Tensor) -> Tensor:
@@ -79,13 +79,14 @@ class _Spread(torch.autograd.Function):
     """Rows to their places among ``count``."""
 
     @staticmethod
-    def forward(ctx: Any, data: Tensor, places: Tensor, count: int) -> Tensor:
+    def forward(ctx: Any, data: Tensor, places: Tensor, count: int, zero: bool) -> Tensor:
         ctx.save_for_backward(places)
-        return data.new_zeros(count, *data.shape[1:]).index_copy_(0, places, data)
+        new = data.new_zeros if zero else data.new_empty
+        return new(count, *data.shape[1:]).index_copy_(0, places, data)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _Gather.apply(gradient, *ctx.saved_tensors, len(gradient)), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Gather.apply(gradient, *ctx.saved_tensors, len(gradient)), None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -99,4 +100,4 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _Spread.apply(gradient, *ctx.saved_tensors, ctx.count), None, None
+        return _Spread.apply(gradient, *ctx.saved_tensors, ctx.count, True), None, None
