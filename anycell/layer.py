@@ -28,10 +28,13 @@ Array = Any
 CHUNK_BYTES = 8 << 20
 WORTH_PACKING = 256  # rows of all steps from which packing the weight of the input may pay
 WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay
+NEAR_CACHE = 5 << 18  # bytes of a core's own cache
 FILLED = 0.7  # part of a mask below which to leave out the rest makes up for smaller matmuls
-FEW_ROWS = 16  # rows per thread below which threads share the rows and split the units
-# Of packed weights, of the input and of the state together: they should stay in a core's own cache.
-NEAR_BYTES = 896 << 10
+# Threads share the rows and split the units where each would have fewer rows than that, and a core's
+# own cache holds a part of the weights but not all; with hardly any rows always. Else the barrier
+# of each step costs more than it saves.
+FEW_ROWS = 16
+HARDLY_ANY_ROWS = 4
 
 
 class Host(Protocol):
@@ -272,7 +275,8 @@ def _inputs(kernel: cpu.Kernel, plan: Plan, rows: int, inputs: int, sparse: bool
     if kernel.projecting is None or rows < WORTH_PACKING:
         return 0
     both = len(plan.cell.gates) * plan.hidden_size * (inputs + kernel.projecting.inner)
-    return inputs if sparse or both * plan.itemsize <= NEAR_BYTES else 0
+    # The rows need room there too.
+    return inputs if sparse or both * plan.itemsize <= 0.7 * NEAR_CACHE else 0
 
 
 def _sparse(mask: Array | None) -> bool:
@@ -287,8 +291,9 @@ def share(
     if threads == 1 or work * directions < WORTH_A_THREAD:
         return 1, False
     each = threads // directions if threads % directions == 0 else threads
-    few = 1 < each <= kernel.tiles and rows < FEW_ROWS * each
-    return threads, kernel.units_splittable and few
+    near = kernel.packed_bytes <= NEAR_CACHE
+    few = rows < (HARDLY_ANY_ROWS if near else FEW_ROWS) * each
+    return threads, kernel.units_splittable and few and 1 < each <= kernel.tiles
 
 
 def _chunk(plan: Plan, steps: int, rows: int) -> int:

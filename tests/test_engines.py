@@ -194,7 +194,8 @@ def test_threads(
     cell: Cell, dtype: str, split: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers, "WORTH_A_THREAD", 0)
-    monkeypatch.setattr(layers, "FEW_ROWS", 0 if split == "rows" else 1 << 30)
+    for name in ("FEW_ROWS", "HARDLY_ANY_ROWS"):
+        monkeypatch.setattr(layers, name, 0 if split == "rows" else 1 << 30)
     for shape in ((3, 2, 100), (4, 19, 33), (1, 1, 7), (5, 40, 70)):
         for situation in SITUATIONS:
             problem = random_problem(cell, shape, rng, **situation).astype(dtype)

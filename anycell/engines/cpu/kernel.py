@@ -1424,6 +1424,7 @@ class Kernel:
         self.packed_elements = [m.packed_elements for m in generator.matmuls]
         self.inner = [m.geometry.inner for m in generator.matmuls]
         self.projecting = generator.projecting
+        self.packed_bytes = sum(self.packed_elements) * generator.plan.itemsize
         self.run = library.address("run")
         self.pack = [library.address(f"pack{m.number}") for m in generator.matmuls]
 
