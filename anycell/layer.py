@@ -30,9 +30,9 @@ WORTH_PACKING = 256  # rows of all steps from which packing the weight of the in
 WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay
 NEAR_CACHE = 5 << 18  # bytes of a core's own cache
 FILLED = 0.7  # part of a mask below which to leave out the rest makes up for smaller matmuls
-# Threads share the rows and split the units where each would have fewer rows than that, and a core's
-# own cache holds a part of the weights but not all; with hardly any rows always. Else the barrier
-# of each step costs more than it saves.
+# Threads share the rows and split the units where each would have fewer rows than that, and a
+# core's own cache holds a part of the weights but not all; with hardly any rows always. Else the
+# barrier of each step costs more than it saves.
 FEW_ROWS = 16
 HARDLY_ANY_ROWS = 4
 
