@@ -37,6 +37,7 @@ def by_gpu(
     projected: bool = False,
     backwards: int = 1,
     replays: Any = None,
+    host_class: type[DeviceHost] = Poisoned,
 ) -> Arrays:
     """By the kernels of the GPU engine.
 
@@ -46,13 +47,14 @@ def by_gpu(
         projected: through an input projection whose weight is the unit matrix.
         backwards: the backward pass runs so many times.
         replays: runs two steps of tier 3 at a time, as graphs do.
+        host_class: where arrays come from.
     """
     cell, options, group = problem.cell, problem.options, problem.group
     hidden = problem.arrays["gates_x"].shape[2] // len(cell.gates)
     dtype = dtype or problem.arrays["gates_x"].dtype.name
     sizes = {s: width(s, hidden) for s in cell.sizes.values()}
     chosen = plan(cell, hidden, dtype, "gpu", sizes)
-    host = Poisoned(getattr(torch, dtype), DEVICE)
+    host = host_class(getattr(torch, dtype), DEVICE)
     host.tier, host.replay, host.replay_steps = tier, replays, 2
 
     def array(given: Any) -> Any:

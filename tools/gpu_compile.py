@@ -5,7 +5,8 @@ what the compiler says: registers, spills, shared memory, matrix instructions.
     python tools/gpu_compile.py --cells LSTM --tiers 1   some of them
     python tools/gpu_compile.py --json                   a line of JSON for each kernel
 
-Kernels of tier 1 are compiled at the largest of the hidden sizes that the capacity model allows.
+Kernels of tiers 1 and 2 are compiled at the largest of some hidden sizes that the capacity model
+allows, those of tier 2 for 16 rows and for 128.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from anycell import Cell, cells
-from anycell.engines.gpu import build, capacity
-from anycell.engines.gpu.resident import print_resident
+from anycell.engines.gpu import build, capacity, print_whole
 from anycell.engines.gpu.step import print_step
 from anycell.engines.gpu.text import Form, Printed
 from anycell.plan import Plan, plan
@@ -34,7 +34,8 @@ from anycell.plan import Plan, plan
 EVERY = {c.name: c for c in vars(cells).values() if isinstance(c, Cell)}
 # The smallest of each kind: what fits there fits its siblings.
 CARDS = {80: "A100", 90: "H100", 100: "B200"}
-SIZES = {1: (128, 64, 32, 16), 3: (500,)}
+SIZES = {1: (128, 64, 32, 16), 2: (2048, 1664, 1024, 768, 512, 256), 3: (500,)}
+BATCHES = {1: (16,), 2: (16, 128), 3: (16,)}
 
 
 class Report(NamedTuple):
@@ -43,6 +44,7 @@ class Report(NamedTuple):
     cell: str
     tier: int
     hidden: int
+    batch: int
     dtype: str
     capability: int
     kernel: str
@@ -59,7 +61,7 @@ def main() -> None:
     """The report as a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cells", nargs="+", default=list(EVERY), choices=list(EVERY))
-    parser.add_argument("--tiers", nargs="+", type=int, default=[1, 3])
+    parser.add_argument("--tiers", nargs="+", type=int, default=list(SIZES))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--capabilities", nargs="+", type=int, default=list(CARDS))
     parser.add_argument("--json", action="store_true")
@@ -81,18 +83,18 @@ def reports(cell: Cell, tier: int, dtype: str, capability: int) -> Iterator[Repo
     """Of all kernels of a cell, of both passes."""
     device = next(d for d in capacity.DEVICES if d.name == CARDS[capability])
     for backward in (False, True):
-        for hidden in SIZES[tier]:
-            sizes = {s: hidden // 2 for s in cell.sizes.values() if s != "H"}
-            one = plan(cell, hidden, dtype, "gpu", sizes)
-            if tier == 1 and capacity.choose(one, device, backward).tier != 1:
-                continue
-            for kernel in kernels(one, tier, backward, device):
-                yield compiled(one, kernel, tier, device)
-            if tier == 1:
-                break
+        for batch in BATCHES[tier]:
+            for hidden in SIZES[tier]:
+                sizes = {s: hidden // 2 for s in cell.sizes.values() if s != "H"}
+                one = plan(cell, hidden, dtype, "gpu", sizes)
+                choice = capacity.choose(one, device, backward, 3 if tier == 3 else None, batch)
+                if choice.tier == tier:
+                    for kernel in kernels(one, choice, backward):
+                        yield compiled(one, kernel, choice, device, batch)
+                    break
 
 
-def kernels(one: Plan, tier: int, backward: bool, device: capacity.Device) -> Iterator[Printed]:
+def kernels(one: Plan, choice: capacity.Choice, backward: bool) -> Iterator[Printed]:
     """The kernels of a plan in training, with a bias, masks drawn."""
     form = Form(
         backward,
@@ -101,8 +103,8 @@ def kernels(one: Plan, tier: int, backward: bool, device: capacity.Device) -> It
         bias_x=not backward,
         biases=tuple(l.bias and not backward for l in one.cell.linears),
     )
-    if tier == 1:
-        yield print_resident(one, form, capacity.choose(one, device, backward).warps)
+    if choice.tier != 3:
+        yield print_whole(one, form, choice)
         return
     step = print_step(one, form)
     for stage in step.stages:
@@ -110,7 +112,9 @@ def kernels(one: Plan, tier: int, backward: bool, device: capacity.Device) -> It
     yield from step.close
 
 
-def compiled(one: Plan, kernel: Printed, tier: int, device: capacity.Device) -> Report:
+def compiled(
+    one: Plan, kernel: Printed, choice: capacity.Choice, device: capacity.Device, batch: int
+) -> Report:
     """The report on a kernel whose arguments are aligned, as they are in a large layer."""
     aligned = frozenset(name for name, kind in kernel.arguments if kind != "i32")
     begin = time.perf_counter()
@@ -119,7 +123,7 @@ def compiled(one: Plan, kernel: Printed, tier: int, device: capacity.Device) -> 
     used = usage(binary.cubin)
     found = [name for name in ("wgmma", "tcgen05.mma", "mma.sync") if name in binary.ptx]
     return Report(
-        one.cell.name, tier, one.hidden_size, one.dtype, device.capability, kernel.name,
+        one.cell.name, choice.tier, one.hidden_size, batch, one.dtype, device.capability, kernel.name,
         kernel.warps, used["REG"], used["LOCAL"] + used["STACK"], binary.shared, device.shared,
         found[0] if found else "-", seconds,
     )  # fmt: skip

@@ -19,6 +19,7 @@ fits, not that it is fast. No choice has been timed yet.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from anycell.engines.gpu.cooperative import Slice, refusal
@@ -78,12 +79,15 @@ NUMBERS = {"float32": 64, "bfloat16": 160, "float16": 160}
 # Multiply-adds of a thread in the dots of float32, which are unrolled: with more of them the compiler
 # takes minutes, and spills.
 UNROLLED = 1024
-# Of tier 2: rows and units of the tiles, the best first; units of h that are multiplied at once.
+# Of tier 2: rows and units of the tiles, the best first, and units of the others that are multiplied
+# at once; bytes of these that a thread can hold.
 ROWS = UNITS = (16, 32, 64)
-CHUNK = {"float32": 32, "bfloat16": 128, "float16": 128}
+CHUNKS = {"float32": (32,), "bfloat16": (128, 64, 32), "float16": (128, 64, 32)}
+HELD = 256
 BATCH = 16  # of explanations
 
 
+@functools.lru_cache(maxsize=1024)
 def choose(
     plan: Plan,
     device: Device | None,
@@ -148,45 +152,54 @@ def _cooperative(plan: Plan, device: Device | None, backward: bool, batch: int) 
     if why is not None:
         return why
     if device is None:
-        return Choice(2, "asked for", part=Slice(LEAST, LEAST, LEAST, WARPS[0]))
+        return Choice(2, "asked for", part=Slice(LEAST, LEAST, LEAST, 2, WARPS[0]))
     least = 0
     for rows in ROWS:
         for units in UNITS:
             groups, programs = -(-batch // rows), -(-plan.hidden_size // units)
-            part = _part(plan, rows, units, backward)
+            part = _part(plan, device, rows, units, backward)
             if part is None:
-                continue
-            needed = slice_bytes(plan, part, backward)
-            if needed > device.shared:
                 break
             if groups * programs <= device.processors:
                 reason = (
                     f"{groups} x {programs} programs, of {rows} rows and {units} units each; "
-                    f"weights on chip: {needed:,} of {device.shared:,} bytes"
+                    f"on chip: {slice_bytes(plan, part, backward):,} of {device.shared:,} bytes"
                 )
                 return Choice(2, reason, part=part)
             least = min(least or groups * programs, groups * programs)
     if not least:
-        return "nor is there room for those of a few units"
+        return "nor do those of a few units fit"
     return f"{batch} rows take {least} programs, of which {device.processors} run at once"
 
 
-def _part(plan: Plan, rows: int, units: int, backward: bool) -> Slice | None:
-    """A tile, with as many warps as its numbers need."""
+def _part(plan: Plan, device: Device, rows: int, units: int, backward: bool) -> Slice | None:
+    """A tile that fits, with as many chunks on their way, and as few warps, as may be."""
     outputs = max(len(l.outputs) for l in plan.cell.linears)
-    count = tiles(plan, backward) + outputs
-    for warps in WARPS[:2]:
-        if count * -(-rows * units // (32 * warps)) <= NUMBERS[plan.dtype]:
-            return Slice(rows, units, CHUNK[plan.dtype], warps)
+    for chunk in CHUNKS[plan.dtype]:
+        arriving = rows * chunk * plan.itemsize * (outputs if backward else 1)
+        for warps in WARPS[:2]:
+            threads = 32 * warps
+            most = max(1, HELD * threads // arriving)
+            for ahead in range(min(most, -(-plan.hidden_size // chunk)), 0, -1):
+                part = Slice(rows, units, chunk, ahead, warps)
+                numbers = (tiles(plan, backward) + outputs) * -(-rows * units // threads)
+                numbers += ahead * arriving // (4 * threads)
+                fits = slice_bytes(plan, part, backward) <= device.shared
+                if fits and numbers <= NUMBERS[plan.dtype]:
+                    return part
     return None
 
 
 def slice_bytes(plan: Plan, part: Slice, backward: bool) -> int:
-    """Shared memory of a program of tier 2: weights, and chunks on their way to the dots."""
-    size = plan.itemsize
+    """Shared memory of a program of tier 2: weights, and either chunks on their way to the dots or
+    sums on their way to the gates.
+    """
+    outputs = max(len(l.outputs) for l in plan.cell.linears)
     units = -(-plan.hidden_size // part.chunk) * part.chunk
-    weights = sum(len(l.outputs) for l in plan.cell.linears) * part.units * units * size
-    return weights + 2 * part.rows * part.chunk * size
+    weights = sum(len(l.outputs) for l in plan.cell.linears) * part.units * units * plan.itemsize
+    chunk = part.rows * part.chunk * plan.itemsize * (outputs if backward else 1)
+    sums = 3 * part.rows * part.units * outputs * 4
+    return weights + max(part.ahead * chunk, sums)
 
 
 def shared_bytes(plan: Plan, backward: bool) -> int:

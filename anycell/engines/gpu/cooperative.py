@@ -54,17 +54,18 @@ class Slice(NamedTuple):
 
     Attributes:
         rows, units: of its tile.
-        chunk: units of h that it multiplies at once.
+        chunk: units of the others that it multiplies at once.
+        ahead: chunks that are on their way at the same time.
         warps: of 32 threads.
     """
 
     rows: int
     units: int
     chunk: int
+    ahead: int
     warps: int
 
 
-AHEAD = 256  # bytes of h for each thread that are on their way while others are multiplied
 _ARRIVING = frozenset({"grad", "linear_t"})  # what hangs on the step after
 
 
@@ -95,10 +96,8 @@ class _Slice(Loop):
 
     def __init__(self, plan: Plan, form: Form, part: Slice) -> None:
         super().__init__(plan, form, part.warps, (part.rows, part.units), False)
-        self.chunk = part.chunk
+        self.chunk, self.ahead = part.chunk, part.ahead
         self.programs = -(-plan.hidden_size // part.units)  # of a group
-        each = -(-part.rows * part.chunk * plan.itemsize // (32 * part.warps))
-        self.ahead = max(1, AHEAD // each)
 
     @property
     def turns(self) -> str:
@@ -208,7 +207,7 @@ class _Slice(Loop):
             bundles = self.bundles(l)
             parts = [(*bundle, start) for start in self.chunks for bundle in bundles]
             for n, (first, _, start) in enumerate(parts):
-                for part in parts[n:][: max(1, self.ahead // len(l.outputs))]:
+                for part in parts[n:][: self.ahead * len(bundles)]:
                     self._load_gates(k, l, *part)
                 more = f", back{k}_{first}" if start else ""
                 dot = self._dot(f"d{k}_{first}_{start}", f"w{k}_{first}_{start}{more}")
