@@ -110,11 +110,12 @@ def test_who_projects() -> None:
     """The kernel, if both weights stay in a core's own cache and there is work for packing one."""
     chosen = plan(cells.LSTM, 128)
     kernel = cpu.compiled(chosen)
-    assert layers._inputs(kernel, chosen, 96 * 128, 128) == 128
-    assert layers._inputs(kernel, chosen, 96 * 128, 1024) == 0
-    assert layers._inputs(kernel, chosen, 20, 128) == 0
+    assert layers._inputs(kernel, chosen, 96 * 128, 128, sparse=False) == 128
+    assert layers._inputs(kernel, chosen, 96 * 128, 1024, sparse=False) == 0
+    assert layers._inputs(kernel, chosen, 96 * 128, 1024, sparse=True) == 1024
+    assert layers._inputs(kernel, chosen, 20, 128, sparse=True) == 0
     chosen = plan(cells.GRU, 128)
-    assert layers._inputs(cpu.compiled(chosen), chosen, 96 * 128, 128) == 0
+    assert layers._inputs(cpu.compiled(chosen), chosen, 96 * 128, 128, sparse=True) == 0
 
 
 @pytest.mark.parametrize("transposed", [False, True])
