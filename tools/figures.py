@@ -4,12 +4,14 @@
     python tools/figures.py checkpoint [T]         memory and time of checkpoint="sqrt"
     python tools/figures.py step [H...]            one step from Python, against torch.nn.LSTMCell
     python tools/figures.py loops [CELL...]        training, against the loop, plain and compiled
+    python tools/figures.py cells [T B I H]        every cell against our LSTM, by multiply-adds
 
 Contenders take turns, in one process and on the same threads; ratios are medians over the turns.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import anycell.torch
+from anycell import cells
 from anycell.bench import contenders, memory
 from anycell.bench.problem import Problem, find_cell
 from anycell.bench.shapes import Shape, select
@@ -128,13 +131,8 @@ def one_checkpoint(kind: str, steps: int) -> None:
     step()
     seconds = time.perf_counter() - start
     grads = b"".join([p.grad.numpy().tobytes() for p in layer.parameters()])
-    print(json.dumps({"growth": growth, "seconds": seconds, "hash": hash_of(grads)}))
-
-
-def hash_of(data: bytes) -> str:
-    import hashlib
-
-    return hashlib.sha256(data).hexdigest()
+    digest = hashlib.sha256(grads).hexdigest()
+    print(json.dumps({"growth": growth, "seconds": seconds, "hash": digest}))
 
 
 # -- a step ----------------------------------------------------------------------------------------
@@ -178,7 +176,7 @@ def _steps(h: int) -> dict[str, Call | contenders.Task]:
 
 def loops(arguments: list[str]) -> None:
     """T = 32: torch.compile unrolls the loop, and takes minutes over a longer one."""
-    names = arguments or ["PeepholeLSTM", "LayerNormLSTM", "GRU", "RNN", "MGU", "LSTMP"]
+    names = arguments or ["PeepholeLSTM", "LayerNormLSTM", "GRU", "RNN"]
     plain: list[float] = []
     compiled: list[float] = []
     for name in names:
@@ -201,7 +199,35 @@ def loops(arguments: list[str]) -> None:
           f"under torch.compile {geometric_mean(compiled):.2f}")  # fmt: skip
 
 
-COMMANDS = {"packed": packed, "checkpoint": checkpoint, "step": step, "loops": loops}
+# -- cells -----------------------------------------------------------------------------------------
+
+
+def every_cell(arguments: list[str]) -> None:
+    """Time over our LSTM's, divided by multiply-adds over its multiply-adds."""
+    torch.set_num_threads(THREADS)
+    t, b, i, h = map(int, arguments or ("40", "64", "256", "256"))
+    shape = Shape("", "", t, b, i, h, 1, 1)
+    lstm = Problem(find_cell("LSTM"), shape, threads=THREADS)
+    tasks = {"LSTM": contenders.make("anycell", lstm)}
+    for name in (name for name in cells.__all__ if name != "LSTM"):
+        problem = Problem(find_cell(name), shape, threads=THREADS)
+        tasks[name] = contenders.make("anycell", problem)
+        found = []
+        for mode in ("inference", "training"):
+            pair = {who: tasks[who].task(mode) for who in ("LSTM", name)}
+            samples = compare(pair, 0.5)
+            part = problem.flops(mode) / lstm.flops(mode)
+            found.append(f"{paired_ratio(samples[name], samples['LSTM']) / part:.2f}")
+        print(f"{name} {shape}: {' / '.join(found)}", flush=True)
+
+
+COMMANDS = {
+    "packed": packed,
+    "checkpoint": checkpoint,
+    "step": step,
+    "loops": loops,
+    "cells": every_cell,
+}
 
 
 def main(arguments: list[str]) -> int:

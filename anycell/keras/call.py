@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
         initial: the states, ``[B, size]`` each.
         static: ``[B, H]``.
         mask, resets: bool ``[T, B]``.
-        recurrent_mask: ``[G, B, H]``.
+        recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate.
         seed: int64, of the random masks.
     """
 

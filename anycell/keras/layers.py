@@ -18,9 +18,9 @@ from anycell.keras.call import Call, Inputs, Result, Tensor
 from anycell.keras.cell import RNNCell, computed, deserialize
 from anycell.keras.composite import composite
 from anycell.keras.rule import Engine, Facts, choose
-from anycell.lang.cell import Cell
+from anycell.lang.cell import RECURRENT, Cell
 
-_DROPPED = "in training, recurrent dropout multiplies the state of every gate by a mask of its own"
+_DROPPED = "in training, recurrent dropout multiplies the state on its way into every gate"
 
 
 class Fused:
@@ -37,7 +37,7 @@ class Fused:
     def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
         step, cell = self._step(), self.cell
         obstacle = step if isinstance(step, str) else None
-        if training and cell.recurrent_dropout:
+        if training and cell.recurrent_dropout and not self._dropped_by_kernel(step):
             obstacle = _DROPPED
         elif training and self._drop_in and cell.dropout and _per_gate(cell):
             obstacle = "in training, implementation=1 drops inputs of every gate on their own"
@@ -53,6 +53,13 @@ class Fused:
             obstacle=obstacle,
             traced=traced,
         )
+
+    def _dropped_by_kernel(self, step: Cell | str) -> bool:
+        """Whether the kernel can take the masks of recurrent dropout: those of ``hh``."""
+        if isinstance(step, str) or keras.backend.backend() != "tensorflow":
+            return False
+        masked = [l.outputs for l in step.linears if l.name == RECURRENT]
+        return not self._drop_in or masked == [step.gates]
 
     def _cudnn(self) -> bool:
         return False
@@ -230,6 +237,11 @@ class DropIn(Fused):
             dropped = cell.get_dropout_mask(sequences[:, 0, :])
             sequences = sequences * ops.expand_dims(dropped, 1)
 
+        recurrent_mask = None
+        if training and 0.0 < cell.recurrent_dropout < 1.0:
+            masks = cell.get_recurrent_dropout_mask(states[0])  # one, or a list of one per gate
+            recurrent_mask = ops.cast(ops.stack(masks) if isinstance(masks, list) else masks, dtype)
+
         def read(weight: Any) -> Tensor:
             return None if weight is None else ops.cast(ops.convert_to_tensor(weight), dtype)
 
@@ -247,6 +259,7 @@ class DropIn(Fused):
             self._linears(recurrent_kernel),
             tuple(ops.cast(state, dtype) for state in states),
             mask=None if mask is None else ops.transpose(mask),
+            recurrent_mask=recurrent_mask,
         )
 
 

@@ -28,7 +28,7 @@ from anycell.keras.call import Call, Inputs, Result, Tensor
 from anycell.keras.composite import composite
 from anycell.keras.host import LINE, AlignedHost
 from anycell.keras.rule import planned
-from anycell.lang.cell import RECURRENT, Linear
+from anycell.lang.cell import RECURRENT, Linear, with_recurrent_mask
 from anycell.plan import plan
 
 Array = npt.NDArray[Any]
@@ -88,6 +88,7 @@ def run(call: Call, inputs: Inputs) -> Result:
         None if mask is None else tf.cast(mask, tf.uint8),
         None if resets is None else tf.cast(resets, tf.uint8),
         inputs.seed,
+        inputs.recurrent_mask,
     )
     projected = inputs._replace(x=gates, kernel=None)
     given, spread = _flatten(projected)
@@ -185,7 +186,7 @@ def _second(
             f"second derivatives of {call.cell.name} in training: its random masks are drawn by "
             "the kernels. Take them with training=False."
         )
-    flags = {"mask": inputs.mask, "resets": inputs.resets}
+    flags = {name: getattr(inputs, name) for name in ("mask", "resets", "recurrent_mask")}
     with tf.GradientTape() as outer:
         outer.watch(args)
         with tf.GradientTape() as inner:
@@ -202,6 +203,8 @@ class _Recurrence:
     def __init__(self, call: Call, spread: Spread, inputs: Inputs, flags: Sequence[Tensor]) -> None:
         self.call, self.spread, self.inputs = call, spread, inputs
         cell, dtype = call.cell, inputs.x.dtype.name
+        if inputs.recurrent_mask is not None:
+            cell = with_recurrent_mask(cell, len(inputs.recurrent_mask.shape) == 3)
         self.plan = plan(cell, call.hidden_size, dtype, "cpu", dict(call.sizes))
         self.flags = [flag for flag in flags if flag is not None]
         self.given = [flag is not None for flag in flags]
@@ -248,7 +251,7 @@ class _Recurrence:
             ends, own = args[last : last + len(arriving)], args[last + len(arriving) :]
             return self._backward(args[:first], args[first:last], ends, own)
 
-        cell, given = self.call.cell, self.inputs
+        cell, given = self.plan.cell, self.inputs
         factors = [self._factors(linear) for linear in cell.linears]
         count = 1 + len(cell.params) + len(cell.states) + (given.static is not None)
         count += sum(outputs + operand for outputs, operand in factors)
@@ -258,11 +261,18 @@ class _Recurrence:
         params = tuple([next(found) for _ in cell.params])
         initial = tuple([next(found) for _ in cell.states])
         static = None if given.static is None else next(found)
-        rows, weights = _rows(dgates), dict[str, Tensor]()
+        rows, parts = _rows(dgates), dict[str, dict[str, Tensor]]()
         for linear, (outputs, operand) in zip(cell.linears, factors, strict=True):
             d = next(found) if outputs else rows
             before = next(found) if operand else self._before(kept[0])
-            weights |= self._products(linear, d, before)
+            for name, own in self._products(linear, d, before).items():
+                parts.setdefault(name, {}).update(own)
+        declared = {l.weight: l.declared for l in cell.linears}
+        columns = {l.weight for l in cell.linears if l.heads > 1} | {RECURRENT}
+        weights = {
+            name: _declared(declared[name.removesuffix("_bias")], own, int(name in columns))
+            for name, own in parts.items()
+        }
         grads = Inputs(
             dgates,
             None,
@@ -290,28 +300,24 @@ class _Recurrence:
         before = hidden[2:] if self.call.reverse else hidden[:-1]
         return tf.reshape(before, [-1, self.call.size(self.call.cell.states[0].size)])
 
-    def _products(self, linear: Linear, d: Tensor, operand: Tensor) -> dict[str, Tensor]:
-        """The gradients of a matmul's weight and bias, as ``Inputs`` has them."""
+    def _products(self, linear: Linear, d: Tensor, operand: Tensor) -> dict[str, dict[str, Tensor]]:
+        """The gradients of a matmul's weight and bias, by the matmul's outputs."""
         outputs, size = len(linear.outputs), self.call.size(linear.out_size)
         d.set_shape([None, outputs * size])
-        found = {}
+        found, name = {}, linear.weight
         biases = {f"{RECURRENT}_bias": self.inputs.recurrent_bias, **dict(self.inputs.linears)}
-        if biases.get(f"{linear.name}_bias") is not None:
-            total = tf.split(tf.reduce_sum(d, axis=0), outputs)
-            found[f"{linear.name}_bias"] = _declared(linear, total, 0)
+        if biases.get(f"{name}_bias") is not None:
+            found[f"{name}_bias"] = tf.split(tf.reduce_sum(d, axis=0), outputs)
         if linear.heads > 1:
             d = tf.reshape(d, [-1, outputs, linear.heads, size // linear.heads])
             into = self.call.size(linear.in_size) // linear.heads
             operand = tf.reshape(operand, [-1, linear.heads, into])
-            parts = tf.unstack(tf.einsum("rnho,rhi->nhoi", d, operand))
-            found[linear.name] = _declared(linear, parts, 1)
-        elif linear.name == RECURRENT:  # Keras's own: [in, out]
-            parts = tf.split(tf.matmul(operand, d, transpose_a=True), outputs, axis=1)
-            found[linear.name] = _declared(linear, parts, 1)
+            found[name] = tf.unstack(tf.einsum("rnho,rhi->nhoi", d, operand))
+        elif name == RECURRENT:  # Keras's own: [in, out]
+            found[name] = tf.split(tf.matmul(operand, d, transpose_a=True), outputs, axis=1)
         else:
-            parts = tf.split(tf.matmul(d, operand, transpose_a=True), outputs)
-            found[linear.name] = _declared(linear, parts, 0)
-        return found
+            found[name] = tf.split(tf.matmul(d, operand, transpose_a=True), outputs)
+        return {k: dict(zip(linear.outputs, own, strict=True)) for k, own in found.items()}
 
     def _call(
         self, compute: Callable[..., list[Array]], tensors: Sequence[Tensor], count: int
@@ -360,7 +366,7 @@ class _Recurrence:
         self, flat: Sequence[Array], flags: Sequence[Array]
     ) -> tuple[Array, layer.Weights, layer.Options]:
         given, call, later = self.spread(flat), self.call, iter(flags)
-        mask, resets, seed = [next(later) if there else None for there in self.given]
+        mask, resets, seed, dropped = [next(later) if there else None for there in self.given]
         hh, reset = given.recurrent_kernel, None
         if resets is not None:
             resets = resets if mask is None else resets & mask
@@ -375,6 +381,7 @@ class _Recurrence:
             initial=given.initial,
             reset=reset,
             static=given.static,
+            recurrent_mask=dropped,
             linears=dict(given.linears),
             reverse=call.reverse,
         )
@@ -389,11 +396,10 @@ class _Recurrence:
         return given.x, weights, options
 
 
-def _declared(linear: Linear, parts: Sequence[Tensor], axis: int) -> Tensor:
-    """Gradients of a matmul's outputs side by side, zero for those that the step does not use."""
-    used = dict(zip(linear.outputs, parts, strict=True))
-    zero = tf.zeros_like(parts[0])
-    return tf.concat([used.get(name, zero) for name in linear.declared], axis)
+def _declared(declared: Sequence[str], used: dict[str, Tensor], axis: int) -> Tensor:
+    """Gradients of a weight's outputs side by side, zero for those that the step does not use."""
+    zero = tf.zeros_like(next(iter(used.values())))
+    return tf.concat([used.get(name, zero) for name in declared], axis)
 
 
 def _tensor(array: Array) -> Tensor:
