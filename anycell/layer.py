@@ -236,7 +236,8 @@ def _form(
     work = chunk * batch * max(0 if single else kernel.work + width * inputs, 64 * plan.hidden_size)
     # Of a mask with many holes the typical step has few rows, and many steps fewer still.
     rows = batch // 4 if sparse else batch
-    threads, units_split = share(kernel, work, rows, directions, threads)
+    input_bytes = width * inputs * plan.itemsize
+    threads, units_split = share(kernel, work, rows, directions, threads, input_bytes)
     workspace = kernel.workspace(batch)
     hyper, zeros = cpu.hyperparameters(plan), np.zeros(width if inputs else 0, plan.dtype)
     common = cpu.Table(kernel.index)
@@ -285,13 +286,15 @@ def _sparse(mask: Array | None) -> bool:
 
 
 def share(
-    kernel: cpu.Kernel, work: int, rows: int, directions: int, threads: int
+    kernel: cpu.Kernel, work: int, rows: int, directions: int, threads: int, input_bytes: int = 0
 ) -> tuple[int, bool]:
-    """How many threads a call of so much work is worth, and whether they split the units."""
+    """How many threads a call of so much work is worth, and whether they split the units;
+    ``input_bytes`` are those of the input's weight, where the kernel multiplies it.
+    """
     if threads == 1 or work * directions < WORTH_A_THREAD:
         return 1, False
     each = threads // directions if threads % directions == 0 else threads
-    near = kernel.packed_bytes <= NEAR_CACHE
+    near = kernel.packed_bytes + input_bytes <= NEAR_CACHE
     few = rows < (HARDLY_ANY_ROWS if near else FEW_ROWS) * each
     return threads, kernel.units_splittable and few and 1 < each <= kernel.tiles
 
