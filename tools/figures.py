@@ -3,7 +3,8 @@
     python tools/figures.py packed [SHAPE...]      packed batches against torch.nn.LSTM's
     python tools/figures.py checkpoint [T]         memory and time of checkpoint="sqrt"
     python tools/figures.py step [H...]            one step from Python, against torch.nn.LSTMCell
-    python tools/figures.py loops [CELL...]        training, against the loop, plain and compiled
+    python tools/figures.py loops [CELL... H...]   training, against a Python loop
+    python tools/figures.py compiled [CELL... H...]  and against the loop under torch.compile
     python tools/figures.py cells [T B I H]        every cell against our LSTM, by multiply-adds
 
 Contenders take turns, in one process and on the same threads; ratios are medians over the turns.
@@ -174,29 +175,36 @@ def _steps(h: int) -> dict[str, Call | contenders.Task]:
 # -- loops -----------------------------------------------------------------------------------------
 
 
-def loops(arguments: list[str]) -> None:
-    """T = 32: torch.compile unrolls the loop, and takes minutes over a longer one."""
-    names = arguments or ["PeepholeLSTM", "LayerNormLSTM", "GRU", "RNN"]
-    plain: list[float] = []
-    compiled: list[float] = []
-    for name in names:
-        for shape in (Shape("", "", 32, 16, 128, 128, 1, 1), Shape("", "", 32, 64, 256, 256, 1, 1)):
+def loops(arguments: list[str], *peers: str) -> None:
+    """Training, T = 32, B = 16, by cell and hidden size."""
+    torch.set_num_threads(THREADS)
+    peers = peers or ("torch-loop",)
+    named = [name for name in arguments if not name.isdigit()]
+    sizes = [int(h) for h in arguments if h.isdigit()] or [32, 64, 128, 256]
+    faster: dict[str, list[float]] = {peer: [] for peer in peers}
+    for name in named or ["PeepholeLSTM", "LayerNormLSTM", "GRU", "RNN", "MGU", "LSTMP"]:
+        for h in sizes:
+            shape = Shape("", "", 32, 16, h, h, 1, 1)
             problem = Problem(find_cell(name), shape, threads=THREADS)
-            torch.set_num_threads(THREADS)
             tasks, first = {}, {}
-            for who in ("anycell", "torch-loop", "torch-compile"):
+            for who in ("anycell", *peers):
                 tasks[who] = contenders.make(who, problem).task("training")
                 tasks[who].prepare()
                 start = time.perf_counter()
                 tasks[who].call()
                 first[who] = time.perf_counter() - start
-            samples = compare(tasks, 3)
+            samples = compare(tasks, 1)
             line(f"{name} {shape} training", samples)
-            plain.append(paired_ratio(samples["torch-loop"], samples["anycell"]))
-            compiled.append(paired_ratio(samples["torch-compile"], samples["anycell"]))
+            for peer in peers:
+                faster[peer].append(paired_ratio(samples[peer], samples["anycell"]))
             print("   first call:", ", ".join([f"{k} {v:.3g} s" for k, v in first.items()]))
-    print(f"geometric means: loop {geometric_mean(plain):.2f}, "
-          f"under torch.compile {geometric_mean(compiled):.2f}")  # fmt: skip
+    for peer, ratios in faster.items():
+        print(f"{peer}: geometric mean {geometric_mean(ratios):.2f}")
+
+
+def compiled(arguments: list[str]) -> None:
+    """The same loops under torch.compile, which unrolls them: a minute a cell and size."""
+    loops(arguments, "torch-loop", "torch-compile")
 
 
 # -- cells -----------------------------------------------------------------------------------------
@@ -226,6 +234,7 @@ COMMANDS = {
     "checkpoint": checkpoint,
     "step": step,
     "loops": loops,
+    "compiled": compiled,
     "cells": every_cell,
 }
 
