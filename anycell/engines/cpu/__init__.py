@@ -5,7 +5,6 @@ It takes addresses, shapes and strides, never a framework's arrays.
 
 from __future__ import annotations
 
-import threading
 from array import array
 from collections.abc import Sequence
 
@@ -71,23 +70,28 @@ class Block:
         self.address = self.memory.__array_interface__["data"][0]
 
 
-class Scratch(threading.local):
-    """Memory of a thread that calls kernels, kept from call to call:
-    fresh pages cost more than the work.
+class Scratch:
+    """Memory for calls of kernels, kept from call to call: fresh pages cost more than the work.
+
+    Threads share it, since those of a framework may come to Python for one call only; there are as
+    many blocks as there were calls at a time. Both methods are one operation of a list's: atomic.
     """
 
-    block: Block | None = None
+    def __init__(self) -> None:
+        self.idle: list[Block] = []
 
     def take(self, sizes: Sequence[int]) -> tuple[Block, list[int]]:
         """Addresses of blocks of these sizes in bytes, each on its own cache line,
         and what keeps them alive.
 
-        Give that back for the next call; without it (an error, or a call within a call from a
-        signal handler) the next one allocates.
+        Give that back for the next call; without it (an error) a later one allocates.
         """
         total = sum(sizes) + LINE * (len(sizes) + 1)
-        block, self.block = self.block, None
-        if block is None or block.size < total:
+        try:
+            block = self.idle.pop()
+        except IndexError:
+            block = Block(total)
+        if block.size < total:
             block = Block(total)
         at, addresses = block.address, []
         for size in sizes:
@@ -97,7 +101,8 @@ class Scratch(threading.local):
         return block, addresses
 
     def give_back(self, block: Block) -> None:
-        self.block = block
+        """Keeps it for the next call."""
+        self.idle.append(block)
 
 
 scratch = Scratch()
