@@ -355,8 +355,16 @@ def test_the_tier_follows_the_cell() -> None:
 
 @pytest.mark.parametrize(
     ("card", "batch", "largest"),
-    [("A100", 16, 1024), ("H100", 16, 1664), ("H200", 16, 1664), ("B200", 16, 1664)]
-    + [("RTX 4090", 16, 512), ("H100", 64, 1024), ("A100", 64, 768)],
+    [
+        ("A100", 16, 1024),
+        ("A100", 64, 768),
+        ("H100", 16, 1664),
+        ("H100", 64, 1024),
+        ("H100", 128, 1024),
+        ("H200", 16, 1664),
+        ("B200", 16, 1664),
+        ("RTX 4090", 16, 512),
+    ],
 )
 def test_tier_2_of_the_lstm(card: str, batch: int, largest: int) -> None:
     """As long as a slice of the weights fits, and all programs run at once."""
@@ -388,7 +396,7 @@ def test_a_choice_says_why() -> None:
     for _, _, why in capacity.table(wide):
         assert "tier 3: the weights of a step take 33," in why
         assert why.endswith("of a few units fit") or "programs, of which" in why
-    assert ("H100", "forward") == capacity.table(middle)[4][:2]
+    assert capacity.table(middle)[4][:2] == ("H100", "forward")
     assert "tier 2: 1 x 48 programs, of 16 rows and 16 units each" in capacity.table(middle)[4][2]
     assert "tier 2: 4 x 24 programs" in capacity.table(middle, batch=64)[4][2]
     assert "512 rows take" in capacity.table(middle, batch=512)[4][2]

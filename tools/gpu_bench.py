@@ -1,120 +1,200 @@
-"""Times layers on a CUDA card: ours, torch.nn's (cuDNN), and the step-by-step composite.
+"""Times layers on a CUDA card: ours, torch.nn's (cuDNN), and the loops that people write.
 
-    python tools/gpu_bench.py --json out/gpu/bench.jsonl     the whole grid, about five minutes
-    python tools/gpu_bench.py --quick                        a few shapes
+    python tools/gpu_bench.py --out out/gpu --seconds 300    what fits in five minutes
+    python tools/gpu_bench.py --plan                         what it would run, in which order
+    python tools/gpu_bench.py --out out/gpu --draw           the picture of earlier results
 
-A line of JSON per cell, shape, dtype, pass and contender: microseconds per step (the median of
-interleaved runs, by CUDA events), the quartiles, and the peak of allocated memory. Contenders must
-agree before they are timed: an error beyond the tolerance is written in the place of a time.
+Writes ``bench.jsonl`` and ``bench.png``. A line per cell, shape, dtype, pass and contender:
+microseconds per step (the median of interleaved runs, by CUDA events), the quartiles, the peak of
+allocated memory, and of torch's own layer the kernel that takes the most time, which tells the
+algorithm that cuDNN's heuristics picked. Contenders must agree before they are timed: an error
+beyond the tolerance is written in the place of a time. What time does not allow is written too.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import anycell
 from anycell import cells
-from anycell.torch import functional
+from anycell.bench import torch_loops
+from anycell.bench.shapes import all_shapes
 
-STEPS, RUNS = 1024, 9
+RUNS = 9
 HIDDEN = (64, 128, 256, 512, 768, 1024, 1536, 2048)
 BATCH = (1, 16, 64, 128, 256)
 DTYPES = ("bfloat16", "float16", "float32")
+CELLS = {c.name: c for c in (cells.LSTM, cells.GRU, cells.PeepholeLSTM, cells.LayerNormLSTM)}
+LOOPS = {
+    "LSTM": torch_loops.lstm,
+    "GRU": torch_loops.gru,
+    "PeepholeLSTM": torch_loops.peephole_lstm,
+}
+LOOP_STEPS = 128  # of the loops, whose time per step does not hang on how many there are
 # How far contenders may be apart, relative to the first one's outputs.
 AGREE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 5e-2}
+# Microseconds per step, forward and forward+backward: H100, T = 1024, B = 16, H = 768. From
+# FlashRNN (Poeppel, Beck & Hochreiter, 2024, arXiv 2412.07752); cuDNN's includes the input
+# projection.
+PUBLISHED = {
+    "cuDNN, persistent, float16": (1.96, 5.07),
+    "FlashRNN, fused": (4.76, 13.3),
+    "FlashRNN, alternating": (10.5, 25.9),
+    "Haste, float32": (18.0, 43.0),
+    "loop in PyTorch": (144.0, 473.0),
+}
 
 
-def main() -> None:
+class Case(NamedTuple):
+    """A layer that is timed; ``name`` of a shape of ``shapes.json``, or "grid"."""
+
+    name: str
+    cell: str
+    dtype: str
+    T: int
+    B: int
+    I: int
+    H: int
+    L: int = 1
+    D: int = 1
+
+
+def cases() -> list[Case]:
+    """All of them, those that matter most first."""
+    first = [Case("target", c, "bfloat16", 1024, 16, 768, 768) for c in CELLS]
+    first += [Case("target", c, "bfloat16", 1024, 16, 1536, 1536) for c in ("LSTM", "GRU")]
+    shapes = [
+        Case(s.name, cell, dtype, s.T, s.B, s.I, s.H, s.L, s.D)
+        for dtype in DTYPES
+        for s in all_shapes().values()
+        for cell in ("LSTM", "GRU")
+    ]
+    grid = [
+        Case("grid", cell, dtype, 1024, b, h, h)
+        for dtype, b, h in itertools.product(DTYPES, BATCH, HIDDEN)
+        for cell in ("LSTM", "GRU")
+    ]
+    # Shapes and grid take turns, so that a short time sees both.
+    mixed = itertools.chain(*itertools.zip_longest(grid, shapes))
+    return first + [case for case in mixed if case is not None]
+
+
+def main(arguments: list[str] | None = None) -> None:
     """Prints, and writes, one line per measurement."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("gpu_bench: no CUDA card here.")
-    hidden, batch = ((128, 768), (16,)) if args.quick else (HIDDEN, BATCH)
-    dtypes = DTYPES[:1] if args.quick else DTYPES
-    card = torch.cuda.get_device_name()
-    lines = (
-        {"card": card, **line}
-        for cell in (cells.LSTM, cells.GRU, cells.PeepholeLSTM, cells.LayerNormLSTM)
-        for h in hidden
-        for b in batch
-        for dtype in dtypes
-        for line in measured(cell, h, b, dtype)
-    )
-    with open(args.json or "/dev/null", "w", encoding="utf-8") as file:
-        for line in lines:
-            print(json.dumps(line), flush=True)
-            print(json.dumps(line), file=file, flush=True)
+    parser.add_argument("--out", type=Path, default=Path("out/gpu"))
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--plan", action="store_true")
+    parser.add_argument("--draw", action="store_true")
+    args = parser.parse_args(arguments)
+    if args.plan:
+        for case in cases():
+            print(json.dumps(case._asdict()))
+        return
+    results = args.out / "bench.jsonl"
+    if not args.draw:
+        if not torch.cuda.is_available():
+            sys.exit("gpu_bench: no CUDA card here.")
+        args.out.mkdir(parents=True, exist_ok=True)
+        with results.open("w", encoding="utf-8") as file:
+            for line in within(args.seconds, cases(), measured):
+                print(json.dumps(line), flush=True)
+                print(json.dumps(line), file=file, flush=True)
+    lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    draw(lines, args.out / "bench.png")
 
 
-def measured(cell: Any, h: int, b: int, dtype: str) -> Iterator[dict[str, Any]]:
+def within(
+    seconds: float, todo: list[Case], measure: Callable[[Case], Iterator[dict[str, Any]]]
+) -> Iterator[dict[str, Any]]:
+    """Lines of the cases that are begun before the time is over, and the names of the others."""
+    end = time.monotonic() + seconds
+    for case in todo:
+        if time.monotonic() >= end:
+            yield {**case._asdict(), "skipped": f"{seconds:g} seconds were over"}
+            continue
+        try:
+            for line in measure(case):
+                yield {**case._asdict(), **line}
+        except torch.OutOfMemoryError:
+            yield {**case._asdict(), "skipped": "out of memory"}
+            torch.cuda.empty_cache()
+
+
+def measured(case: Case) -> Iterator[dict[str, Any]]:
     """Both passes of all contenders at one shape."""
-    made = contenders(cell, h, dtype)
-    x = torch.randn(STEPS, b, h, device="cuda", dtype=getattr(torch, dtype))
-    shape = {"cell": cell.name, "T": STEPS, "B": b, "H": h, "dtype": dtype}
+    card = torch.cuda.get_device_name()
+    made = contenders(case)
+    x = torch.randn(case.T, case.B, case.I, device="cuda", dtype=getattr(torch, case.dtype))
     right = None
     agreeing = {}
     for name, layer in made.items():
         with torch.no_grad():
-            out = layer(x)[0].float()
+            out = layer(x[:LOOP_STEPS])[0].float()
         right = out if right is None else right
         wrong = float((out - right).norm() / right.norm())
-        if wrong <= AGREE[dtype]:
+        if wrong <= AGREE[case.dtype]:
             agreeing[name] = layer
         else:
-            yield {**shape, "contender": name, "error": wrong}
+            yield {"card": card, "contender": name, "error": wrong}
     for train in (False, True):
-        runs = {name: call(layer, x, train) for name, layer in agreeing.items()}
+        steps = {name: LOOP_STEPS if "loop" in name else case.T for name in agreeing}
+        steps = {name: min(n, case.T) for name, n in steps.items()}
+        runs = {name: call(layer, x[: steps[name]], train) for name, layer in agreeing.items()}
+        for name, run in list(runs.items()):
+            if name == "loop, graph":
+                runs[name] = graphed(run)
         for name, (times, peak) in timed(runs).items():
-            first, median, last = statistics.quantiles(times, n=4)
-            yield {
-                **shape,
+            quartiles = [1e3 * t / steps[name] for t in statistics.quantiles(times, n=4)]
+            line = {
+                "card": card,
                 "contender": name,
                 "pass": "forward+backward" if train else "forward",
-                "us_per_step": 1e3 * median / STEPS,
-                "quartiles": [1e3 * first / STEPS, 1e3 * last / STEPS],
+                "us_per_step": quartiles[1],
+                "quartiles": [quartiles[0], quartiles[2]],
                 "peak_bytes": peak,
             }
+            if name == "torch":
+                line["kernel"] = longest_kernel(runs[name])
+            yield line
 
 
-def contenders(cell: Any, h: int, dtype: str) -> dict[str, Any]:
+def contenders(case: Case) -> dict[str, Any]:
     """Layers of the same weights by name, the simplest first."""
-    options = {"device": "cuda", "dtype": getattr(torch, dtype)}
-    ours = anycell.torch.RNN(cell, h, h, **options)
+    options: dict[str, Any] = {"device": "cuda", "dtype": getattr(torch, case.dtype)}
+    options |= {"num_layers": case.L, "bidirectional": case.D == 2}
+    ours = anycell.torch.RNN(CELLS[case.cell], case.I, case.H, **options)
     found = {"anycell": ours}
-    vendor = {"LSTM": torch.nn.LSTM, "GRU": torch.nn.GRU}.get(cell.name)
+    vendor = {"LSTM": torch.nn.LSTM, "GRU": torch.nn.GRU}.get(case.cell)
     if vendor is not None:
-        theirs = vendor(h, h, **options)
+        theirs = vendor(case.I, case.H, **options)
         theirs.load_state_dict(ours.state_dict())
         found = {"torch": theirs, **found}
-    if h <= 256:
-        found["composite"] = Composite(ours)
+    if case.cell in LOOPS and case.L == case.D == 1 and case.B in (1, 16):
+        found["loop"] = found["loop, graph"] = Loop(LOOPS[case.cell], ours)
     return found
 
 
-class Composite:
-    """Our layer, step by step with torch's operations."""
+class Loop:
+    """A loop over time, on the weights of a layer."""
 
-    def __init__(self, layer: Any) -> None:
-        self.layer, self.parameters = layer, layer.parameters
+    def __init__(self, scan: torch_loops.Scan, layer: Any) -> None:
+        self.scan, self.parameters = scan, layer.parameters
+        self.weights = {n.removesuffix("_l0"): p for n, p in layer.named_parameters()}
 
-    def __call__(self, x: torch.Tensor) -> Any:
-        kept, functional.fused_plan = functional.fused_plan, lambda *_: "asked for"
-        try:
-            return self.layer(x)
-        finally:
-            functional.fused_plan = kept
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.scan(x, self.weights, False),)
 
 
 def call(layer: Any, x: torch.Tensor, train: bool) -> Callable[[], None]:
@@ -130,6 +210,20 @@ def call(layer: Any, x: torch.Tensor, train: bool) -> Callable[[], None]:
         layer(x)[0].sum().backward()
 
     return both if train else forward
+
+
+def graphed(run: Callable[[], None]) -> Callable[[], None]:
+    """The run as a CUDA graph, replayed."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
 
 
 def timed(runs: dict[str, Callable[[], None]]) -> dict[str, tuple[list[float], int]]:
@@ -151,6 +245,63 @@ def timed(runs: dict[str, Callable[[], None]]) -> dict[str, tuple[list[float], i
             torch.cuda.synchronize()
             found[name][0].append(begin.elapsed_time(end))
     return found
+
+
+def longest_kernel(run: Callable[[], None]) -> str:
+    """Of one run, by time on the card."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    events = profile.key_averages()
+    longest = max(events, key=lambda event: event.self_device_time_total, default=None)
+    return "none seen" if longest is None else longest.key
+
+
+def draw(lines: list[dict[str, Any]], path: Path) -> None:
+    """Microseconds per step by hidden size, a panel per cell and pass: 16 rows, bfloat16."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shown = [
+        line
+        for line in lines
+        if "us_per_step" in line and (line["B"], line["dtype"]) == (16, "bfloat16")
+        and line["name"] in ("grid", "target") and line["H"] == line["I"]
+    ]  # fmt: skip
+    panels = sorted({(line["cell"], line["pass"]) for line in shown})
+    if not panels:
+        print("gpu_bench: nothing to draw")
+        return
+    rows = -(-len(panels) // 2)
+    figure, axes = plt.subplots(
+        rows, min(2, len(panels)), figsize=(10, 3.6 * rows), squeeze=False, layout="constrained"
+    )
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for (cell, way), axis in zip(panels, axes.flat, strict=False):
+        of_panel = [line for line in shown if (line["cell"], line["pass"]) == (cell, way)]
+        for name in dict.fromkeys(line["contender"] for line in of_panel):
+            points = {n["H"]: n["us_per_step"] for n in of_panel if n["contender"] == name}
+            axis.plot(*zip(*sorted(points.items()), strict=True), marker="o", ms=4, label=name)
+        if cell == "LSTM":
+            for name, times in PUBLISHED.items():
+                us = times[way != "forward"]
+                axis.plot([768], [us], marker="x", ls="", color="0.5")
+                axis.annotate(name, (768, us), fontsize=6, color="0.4", xytext=(4, 0),
+                              textcoords="offset points")  # fmt: skip
+        axis.set(title=f"{cell}, {way}", xlabel="hidden units", xscale="log", yscale="log")
+        axis.set_xticks(HIDDEN, [str(h) for h in HIDDEN])
+        axis.minorticks_off()
+        axis.set_ylabel("microseconds per step")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    skipped = sum("skipped" in line for line in lines)
+    title = f"{shown[0]['card']}: 16 rows, bfloat16. Crosses: published, see the script."
+    figure.suptitle(f"{title} {skipped} shapes had no time." if skipped else title, fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -123,8 +123,8 @@ def compiled(
     used = usage(binary.cubin)
     found = [name for name in ("wgmma", "tcgen05.mma", "mma.sync") if name in binary.ptx]
     return Report(
-        one.cell.name, choice.tier, one.hidden_size, batch, one.dtype, device.capability, kernel.name,
-        kernel.warps, used["REG"], used["LOCAL"] + used["STACK"], binary.shared, device.shared,
+        one.cell.name, choice.tier, one.hidden_size, batch, one.dtype, device.capability,
+        kernel.name, kernel.warps, used["REG"], used["LOCAL"] + used["STACK"], binary.shared, device.shared,
         found[0] if found else "-", seconds,
     )  # fmt: skip
 

@@ -76,14 +76,15 @@ WARPS = (4, 8, 16)
 NUMBERS = {"float32": 64, "bfloat16": 160, "float16": 160}
 
 
-# Multiply-adds of a thread in the dots of float32, which are unrolled: with more of them the compiler
-# takes minutes, and spills.
+# Multiply-adds of a thread in the dots of float32, which are unrolled: with more of them the
+# compiler takes minutes, and spills.
 UNROLLED = 1024
-# Of tier 2: rows and units of the tiles, the best first, and units of the others that are multiplied
-# at once; bytes of these that a thread can hold.
-ROWS = UNITS = (16, 32, 64)
+# Of tier 2: rows and units of the tiles, the best first, and units of the others that are
+# multiplied at once; bytes of these that a thread can hold; numbers, of these and of tiles.
+ROWS, UNITS = (16, 32, 64), (16, 32)
 CHUNKS = {"float32": (32,), "bfloat16": (128, 64, 32), "float16": (128, 64, 32)}
 HELD = 256
+SLICE_NUMBERS = 104
 BATCH = 16  # of explanations
 
 
@@ -185,7 +186,7 @@ def _part(plan: Plan, device: Device, rows: int, units: int, backward: bool) -> 
                 numbers = (tiles(plan, backward) + outputs) * -(-rows * units // threads)
                 numbers += ahead * arriving // (4 * threads)
                 fits = slice_bytes(plan, part, backward) <= device.shared
-                if fits and numbers <= NUMBERS[plan.dtype]:
+                if fits and numbers <= SLICE_NUMBERS:
                     return part
     return None
 

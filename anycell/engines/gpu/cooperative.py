@@ -17,8 +17,9 @@ gradients of all gates of all units, which are stored anyway, for the gradient o
 
 The programs of some rows are a group. Groups share nothing, so few programs meet in one.
 
-**The exchange.** h goes through the sequence of hidden states, gradients through those of the gates:
-a step reads the slot that the one before has written, and no slot is written twice in a launch.
+**The exchange.** h goes through the sequence of hidden states, gradients through those of the
+gates: a step reads the slot that the one before has written, and no slot is written twice in a
+launch.
 Each program has two flags, for steps by turns; it sets one to the number of steps that it has done.
 Two are enough: to set a flag again, a program must have seen all others finish the step between,
 and whoever finished that had seen the flag. They count on from launch to launch of a call.
@@ -30,9 +31,9 @@ cache, dearer than what an early start with some chunks would save. What does no
 is loaded before the wait, and stored after the flag is set.
 
 **No hang.** All programs must run at once, so the launch is cooperative: the driver refuses what
-does not fit. A wait that takes longer than ``patience`` nanoseconds gives up. The program then waits
-for nobody any more, its results become NaN, it says so in ``trouble``, and the others, which find
-its flags set, come to an end too.
+does not fit. A wait that takes longer than ``patience`` nanoseconds gives up. The program then
+waits for nobody any more, its results become NaN, it says so in ``trouble``, and the others, which
+find its flags set, come to an end too.
 
 Cells of one stage only: every matmul multiplies h, and no row reduction needs other units.
 """

@@ -466,5 +466,6 @@ FUNCTIONS = tuple(re.findall(r"^def ([a-z]\w*)\(", _library, re.MULTILINE))
 # Names of arguments and of what every kernel computes: no gate's value may take one.
 RESERVED = (
     "alive batch behind close count diverted done draws dx dy flags float gathered hyper is_row "
-    "lanes later mask more out patience reset resets rows saved static t tl triton trouble turn valid x"
+    "lanes later mask more out patience reset resets rows saved static t tl triton trouble turn "
+    "valid x"
 ).split()
