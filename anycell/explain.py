@@ -373,7 +373,10 @@ class _Page:
     def _tiers(self) -> list[str]:
         from anycell.engines.gpu import capacity
 
-        lines = ["which kernels, by a model of what fits; no card has been measured"]
+        rows = capacity.BATCH
+        lines = [
+            f"which kernels for {rows} rows, by a model of what fits; no card has been measured"
+        ]
         for card, name, why in capacity.table(self.plan):
             lines += _indent(_wrap(f"{card:8}  {name:8}  {why}"))
         return lines

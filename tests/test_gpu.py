@@ -143,7 +143,7 @@ def test_plainly(tier: int, rng: np.random.Generator) -> None:
 )
 @pytest.mark.parametrize("number", range(len(SITUATIONS)))
 def test_every_situation(cell: Cell, number: int, tier: int, rng: np.random.Generator) -> None:
-    for shape in ((4, 5, 33), (1, 19, 21)):
+    for shape in ((4, 5, 33), (1, 19, 21))[: 1 + (number < 2)]:
         problem = problem_of(cell, shape, rng, number)
         assert_right(by_gpu(problem, tier=tier), problem)
 
@@ -339,7 +339,7 @@ def test_tiers_of_the_lstm() -> None:
             assert tier(cells.LSTM, 128, "bfloat16", card, backward) == 1
             assert tier(cells.LSTM, 192, "bfloat16", card, backward) == 2
             assert tier(cells.LSTM, 64, "float32", card, backward) == 1
-            assert tier(cells.LSTM, 128, "float32", card, backward) == 2
+            assert tier(cells.LSTM, 128, "float32", card, backward) == 3
     assert tier(cells.LSTM, 128, "bfloat16", "RTX 4090") == 2
     assert tier(cells.LSTM, 96, "bfloat16", "H100") == tier(cells.LSTM, 128, "bfloat16", "H100")
 
@@ -453,10 +453,11 @@ def assert_fits(reports: list[dict[str, Any]]) -> None:
 
 
 def test_kernels_compile_without_a_card() -> None:
-    found = compiled("--cells", "LSTM", "--dtypes", "bfloat16", "--capabilities", "90")
+    one = ("--cells", "LSTM", "--dtypes", "bfloat16", "--capabilities", "90", "--largest", "256")
+    found = compiled(*one)
     assert_fits(found)
-    assert {report["tier"] for report in found} == {1, 3}
-    assert all(report["matrices"] != "-" for report in found if report["tier"] == 1)
+    assert {report["tier"] for report in found} == {1, 2, 3}
+    assert all(report["matrices"] != "-" for report in found if report["tier"] < 3)
     resident = [report["hidden"] for report in found if report["tier"] == 1]
     assert resident == [128, 128]
     # Row reductions and random masks, which the interpreter takes more easily than the compiler.
@@ -469,5 +470,10 @@ def test_kernels_compile_without_a_card() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", sorted({c.name for c in EVERY} - {"Sampler"}))
 def test_every_cell_compiles(cell: str) -> None:
-    """For three kinds of cards and two dtypes, in both tiers, where the model allows tier 1."""
-    assert_fits(compiled("--cells", cell))
+    """In all tiers that the model allows; ``tools/gpu_compile.py`` has the whole grid of cards, dtypes
+    and sizes, which takes hours.
+    """
+    largest = ("--largest", "512")
+    assert_fits(compiled("--cells", cell, "--dtypes", "bfloat16", "--capabilities", "90", *largest))
+    thirty_two = ("--dtypes", "float32", "--capabilities", "80", "--tiers", "3")
+    assert_fits(compiled("--cells", cell, *thirty_two))

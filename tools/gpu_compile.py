@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--tiers", nargs="+", type=int, default=list(SIZES))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--capabilities", nargs="+", type=int, default=list(CARDS))
+    parser.add_argument("--largest", type=int, default=1 << 20, help="hidden size of tiers 1 and 2")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if not args.json:
@@ -72,19 +73,21 @@ def main() -> None:
         for tier in args.tiers:
             for dtype in args.dtypes:
                 for capability in args.capabilities:
-                    for report in reports(EVERY[name], tier, dtype, capability):
+                    for report in reports(EVERY[name], tier, dtype, capability, args.largest):
                         if args.json:
                             print(json.dumps(report._asdict()), flush=True)
                         else:
                             print(*(f"{value!s:>10}" for value in report), flush=True)
 
 
-def reports(cell: Cell, tier: int, dtype: str, capability: int) -> Iterator[Report]:
+def reports(cell: Cell, tier: int, dtype: str, capability: int, largest: int) -> Iterator[Report]:
     """Of all kernels of a cell, of both passes."""
     device = next(d for d in capacity.DEVICES if d.name == CARDS[capability])
     for backward in (False, True):
         for batch in BATCHES[tier]:
             for hidden in SIZES[tier]:
+                if tier != 3 and hidden > largest:
+                    continue
                 sizes = {s: hidden // 2 for s in cell.sizes.values() if s != "H"}
                 one = plan(cell, hidden, dtype, "gpu", sizes)
                 choice = capacity.choose(one, device, backward, 3 if tier == 3 else None, batch)
@@ -124,8 +127,8 @@ def compiled(
     found = [name for name in ("wgmma", "tcgen05.mma", "mma.sync") if name in binary.ptx]
     return Report(
         one.cell.name, choice.tier, one.hidden_size, batch, one.dtype, device.capability,
-        kernel.name, kernel.warps, used["REG"], used["LOCAL"] + used["STACK"], binary.shared, device.shared,
-        found[0] if found else "-", seconds,
+        kernel.name, kernel.warps, used["REG"], used["LOCAL"] + used["STACK"], binary.shared,
+        device.shared, found[0] if found else "-", seconds,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ states, gates and their gradients in registers. So it is chosen where
 
 Tier 2 shares the weights out over programs that all run at once, so it is chosen where
 
-- the cell has one stage and no row reduction, and
+- the cell has one stage and no row reduction, its dtype has 16 bits, and
 - there is a tile, of rows and units, whose weights fit in shared memory, and with which a program
   for each tile finds a multiprocessor of its own.
 
@@ -82,7 +82,7 @@ UNROLLED = 1024
 # Of tier 2: rows and units of the tiles, the best first, and units of the others that are
 # multiplied at once; bytes of these that a thread can hold; numbers, of these and of tiles.
 ROWS, UNITS = (16, 32, 64), (16, 32)
-CHUNKS = {"float32": (32,), "bfloat16": (128, 64, 32), "float16": (128, 64, 32)}
+CHUNKS = (128, 64, 32)
 HELD = 256
 SLICE_NUMBERS = 104
 BATCH = 16  # of explanations
@@ -154,6 +154,8 @@ def _cooperative(plan: Plan, device: Device | None, backward: bool, batch: int) 
         return why
     if device is None:
         return Choice(2, "asked for", part=Slice(LEAST, LEAST, LEAST, 2, WARPS[0]))
+    if plan.dtype == "float32":
+        return "float32 is multiplied outside the matrix units"
     least = 0
     for rows in ROWS:
         for units in UNITS:
@@ -176,7 +178,7 @@ def _cooperative(plan: Plan, device: Device | None, backward: bool, batch: int) 
 def _part(plan: Plan, device: Device, rows: int, units: int, backward: bool) -> Slice | None:
     """A tile that fits, with as many chunks on their way, and as few warps, as may be."""
     outputs = max(len(l.outputs) for l in plan.cell.linears)
-    for chunk in CHUNKS[plan.dtype]:
+    for chunk in CHUNKS:
         arriving = rows * chunk * plan.itemsize * (outputs if backward else 1)
         for warps in WARPS[:2]:
             threads = 32 * warps
