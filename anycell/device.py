@@ -17,7 +17,7 @@ from anycell.engines.gpu import Call, Form, Host, Span, capacity
 from anycell.engines.gpu.step import Step, print_step, staged
 from anycell.engines.gpu.text import Printed, apart, keeps
 from anycell.lang.cell import RECURRENT, Linear
-from anycell.layer import Options, Saved, Weights
+from anycell.layer import Options, Saved, Weights, reset_values
 from anycell.plan import Plan, is_narrow
 
 Array = Any
@@ -103,7 +103,7 @@ def _forward(host: Host, plan: Plan, saved: Saved, d: int, out: Array, keep: boo
             sequence[steps if reverse else 0] = w.initial[i]
         sequences.append(sequence)
     if options.resets is not None:
-        saved.reset.append(_reset_values(host, plan, w))
+        saved.reset.append(reset_values(host.empty, plan, w))
         _point_resets(values, saved.reset[-1])
     kept = host.empty((steps, batch, _saved_width(plan))) if keep else None
     values |= _products(host, plan, form, batch)
@@ -349,18 +349,6 @@ def _used(host: Host, plan: Plan, l: Linear, weight: Array) -> Array:
         rows = slice(k * each, (k + 1) * each)
         used[..., n * each : (n + 1) * each, :] = weight[..., rows, :]
     return used
-
-
-def _reset_values(host: Host, plan: Plan, w: Weights) -> list[Array]:
-    """What resets restore: as given, else the declared initial values."""
-    if w.reset is not None:
-        return list(w.reset)
-    values = []
-    for state in plan.cell.states:
-        value = host.empty((plan.sizes[state.size],))
-        value[:] = state.initial
-        values.append(value)
-    return values
 
 
 def _point_resets(values: dict[str, Any], restored: Sequence[Array]) -> None:

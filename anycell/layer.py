@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -477,7 +477,7 @@ def forward(
     memory.begin([w.initial for w in weights])
     hidden, states, values = memory.hidden, memory.states, memory.values
     out = host.empty((steps, *hidden.shape[1:])) if apart else hidden[1 : steps + 1]
-    resets = [] if options.resets is None else [_reset_values(host, plan, w) for w in weights]
+    resets = [] if options.resets is None else [reset_values(host.empty, plan, w) for w in weights]
     if keep and not everything:
         hidden, states, values = _borders(run, -(-steps // segment))
     with run:
@@ -995,13 +995,13 @@ class _MatmulSum:
                 self.host.matmul_add(d[:, column : column + out].T, part, block)
 
 
-def _reset_values(host: Host, plan: Plan, w: Weights) -> list[Array]:
+def reset_values(empty: Callable[[tuple[int, ...]], Array], plan: Plan, w: Weights) -> list[Array]:
     """What resets restore: as given, else the declared initial values."""
     if w.reset is not None:
         return list(w.reset)
     values = []
     for state in plan.cell.states:
-        value = host.empty((plan.sizes[state.size],))
+        value = empty((plan.sizes[state.size],))
         value[:] = state.initial
         values.append(value)
     return values

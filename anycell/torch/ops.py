@@ -263,7 +263,7 @@ def _backward(
     resets: list[Tensor] = []
     if options.resets is not None:
         for w in fused._weights(form.call, inputs):
-            resets += layer._reset_values(HOSTS[named.dtype], form.plan, w)
+            resets += layer.reset_values(HOSTS[named.dtype].empty, form.plan, w)
     present = iter(arriving)
     gradients = [next(present) if one else None for one in given]
     again: list[Any] = [hidden, *values, *kept, *resets]
