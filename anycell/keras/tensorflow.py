@@ -80,10 +80,8 @@ def run(call: Call, inputs: Inputs) -> Result:
         return composite(call, inputs)
     if mask is not None:  # NaN under a mask must not reach a gradient
         x = tf.where(tf.expand_dims(mask, -1), x, tf.zeros((), x.dtype))
-    steps, rows = x.shape[:2]
-    gates = _matmul(x, inputs.kernel)
-    gates = tf.reshape(gates, [*tf.unstack(tf.shape(x)[:2]), gates.shape[-1]])
-    gates.set_shape([steps, rows, None])
+    gates = tf.matmul(_rows(x), inputs.kernel)
+    gates = tf.reshape(gates, [*_sizes(x, 2), gates.shape[-1]])
     flags = (
         None if mask is None else tf.cast(mask, tf.uint8),
         None if resets is None else tf.cast(resets, tf.uint8),
@@ -124,8 +122,9 @@ def _rows(x: Tensor) -> Tensor:
     return tf.reshape(x, [-1, x.shape[-1]])
 
 
-def _matmul(x: Tensor, weight: Tensor) -> Tensor:
-    return tf.matmul(_rows(x), weight)
+def _sizes(x: Tensor, axes: int) -> list[Any]:
+    """The first sizes of a tensor: numbers, where they are known before the graph runs."""
+    return [tf.shape(x)[i] if n is None else n for i, n in enumerate(x.shape[:axes])]
 
 
 Spread = Callable[[Sequence[Any]], Inputs]
@@ -232,7 +231,7 @@ class _Recurrence:
         final, kept = found[: len(states)], found[len(states) :]
         if call.sequences and not own:
             # A view, made by TensorFlow: it then knows the memory shared.
-            outputs = kept[0][1 : tf.shape(kept[0])[0] - call.reverse]
+            outputs = kept[0][1 : _sizes(flat[0], 1)[0] + 1]
         steps, rows = self.inputs.x.shape[:2]
         if outputs is not None:
             outputs.set_shape([steps, rows, call.size(states[0].size)])
