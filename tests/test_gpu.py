@@ -470,8 +470,8 @@ def test_kernels_compile_without_a_card() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", sorted({c.name for c in EVERY} - {"Sampler"}))
 def test_every_cell_compiles(cell: str) -> None:
-    """In all tiers that the model allows; ``tools/gpu_compile.py`` has the whole grid of cards, dtypes
-    and sizes, which takes hours.
+    """In all tiers that the model allows; ``tools/gpu_compile.py`` has the whole grid of cards,
+    dtypes and sizes, which takes hours.
     """
     largest = ("--largest", "512")
     assert_fits(compiled("--cells", cell, "--dtypes", "bfloat16", "--capabilities", "90", *largest))
