@@ -4,6 +4,7 @@ what the compiler says: registers, spills, shared memory, matrix instructions.
     python tools/gpu_compile.py                          every cell, tier, dtype and capability
     python tools/gpu_compile.py --cells LSTM --tiers 1   some of them
     python tools/gpu_compile.py --json                   a line of JSON for each kernel
+    python tools/gpu_compile.py --read FILE              such lines as a table of Markdown
 
 Kernels of tiers 1 and 2 are compiled at the largest of some hidden sizes that the capacity model
 allows, those of tier 2 for 16 rows and for 128.
@@ -66,7 +67,11 @@ def main() -> None:
     parser.add_argument("--capabilities", nargs="+", type=int, default=list(CARDS))
     parser.add_argument("--largest", type=int, default=1 << 20, help="hidden size of tiers 1 and 2")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--read", type=Path)
     args = parser.parse_args()
+    if args.read:
+        print("\n".join(markdown(args.read)))
+        return
     if not args.json:
         print(*(f"{name:>10}" for name in Report._fields))
     for name in args.cells:
@@ -78,6 +83,16 @@ def main() -> None:
                             print(json.dumps(report._asdict()), flush=True)
                         else:
                             print(*(f"{value!s:>10}" for value in report), flush=True)
+
+
+def markdown(path: Path) -> Iterator[str]:
+    """The table of lines of JSON, without what compiling took."""
+    names = Report._fields[:-1]
+    yield f"| {' | '.join(names)} |"
+    yield "|---" * len(names) + "|"
+    for line in path.read_text(encoding="utf-8").splitlines():
+        found = json.loads(line)
+        yield f"| {' | '.join(str(found[name]) for name in names)} |"
 
 
 def reports(cell: Cell, tier: int, dtype: str, capability: int, largest: int) -> Iterator[Report]:
