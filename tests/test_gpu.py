@@ -349,7 +349,7 @@ def test_the_tier_follows_the_cell() -> None:
     assert tier(cells.NAS, 128, "bfloat16", "H100") == 2  # eight gates' weights
     assert tier(cells.LayerNormLSTM, 256, "bfloat16", "H100") == 3  # programs cannot share a row
     assert tier(cells.GRU(reset_after=False), 256, "bfloat16", "H100") == 3  # two stages
-    assert tier(cells.IndRNN, 128, "float32", "H100") == 1  # none at all
+    assert tier(cells.IndRNN, 64, "float32", "H100") == 1  # none at all
     assert tier(cells.IndRNN, 1 << 16, "float32", "H100") == 3  # more than registers hold
 
 

@@ -126,14 +126,19 @@ def choose(
 
 def _resident(plan: Plan, device: Device | None, backward: bool, forced: bool) -> Choice | str:
     """Tier 1, or why not."""
-    room, count = NUMBERS[plan.dtype], tiles(plan, backward)
+    count = tiles(plan, backward)
+    registers = device.registers if device else DEVICES[0].registers
+
+    def room(warps: int) -> int:  # 16 warps share out what leaves each thread half
+        return NUMBERS[plan.dtype] * min(256, registers // (32 * warps)) // 256
+
     # A warp's part of a dot is eight units wide: more warps than that would all do the same.
     most = max(WARPS[0], _widest(plan) // 8)
     warps = next(
         (
             w
             for w in WARPS
-            if w <= most and count * _each(plan, w) <= room and _unrolled(plan, w) <= UNROLLED
+            if w <= most and count * _each(plan, w) <= room(w) and _unrolled(plan, w) <= UNROLLED
         ),
         0,
     )
