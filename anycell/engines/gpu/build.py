@@ -22,6 +22,8 @@ from typing import Any
 from anycell.engines.cpu.jit import cache_directory
 from anycell.engines.gpu.text import Printed
 
+# Arguments that Triton adds at the end of each kernel: scratch memory, and that of its profiler.
+TRITONS_OWN = 2
 _lock = threading.Lock()
 
 
@@ -108,6 +110,13 @@ def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozense
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     if made.metadata.global_scratch_size or made.metadata.profile_scratch_size:
         raise NotImplementedError(f"kernel {printed.name} asks for scratch memory of Triton's")
+    declared = made.asm["ptx"].split(".entry", 1)[1].split(")", 1)[0].count(".param")
+    if declared != len(printed.arguments) + TRITONS_OWN:
+        raise NotImplementedError(
+            f"kernel {printed.name} takes {declared} arguments; expected "
+            f"{len(printed.arguments)} and {TRITONS_OWN} of Triton's own, as in Triton 3.7 to 3.9. "
+            f"This is Triton {triton.__version__}."
+        )
     return Binary(
         made.metadata.name,
         made.asm["cubin"],
