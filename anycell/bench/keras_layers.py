@@ -51,6 +51,7 @@ def xla(problem: Problem) -> Contender:
 def loop(problem: Problem) -> Contender:
     """``keras.layers.RNN`` over a cell class: by hand for peepholes, else one step of ours."""
     cell, shape = problem.cell.definition, problem.shape
+    sizes: dict[str, Any] = problem.others
     if problem.static is not None:
         raise Unsupported("keras.layers.RNN has no input once per sequence")
 
@@ -58,7 +59,7 @@ def loop(problem: Problem) -> Contender:
         if problem.cell.origin == "PeepholeLSTM":
             step: Any = PeepholeCell(shape.H)
         else:
-            step = anycell.keras.RNNCell(cell, shape.H, **problem.others)
+            step = anycell.keras.RNNCell(cell, shape.H, **sizes)
         return keras.layers.RNN(step, return_sequences=True)
 
     return _contender(problem, _stack(problem, make))
@@ -100,7 +101,7 @@ def block(problem: Problem) -> Contender:
 
     stack: list[Parts] = []
     for number in range(shape.L):
-        own = [
+        own: list[Direction] = [
             {k: tf.Variable(v) for k, v in _weights(problem, number, d).items()}
             for d in range(shape.D)
         ]
@@ -112,7 +113,7 @@ def block(problem: Problem) -> Contender:
     return _contender(problem, stack, time_major=True)
 
 
-class PeepholeCell(keras.layers.Layer):  # type: ignore[misc]
+class PeepholeCell(keras.layers.Layer):
     """An LSTM whose gates see the cell state, as people write it for ``keras.layers.RNN``."""
 
     def __init__(self, units: int) -> None:
@@ -226,7 +227,7 @@ def _stack(problem: Problem, make: Callable[[], Any]) -> list[Parts]:
             assert set(values) == set(variables), (set(values), set(variables))
             for name, variable in variables.items():
                 variable.assign(values[name])
-        directions = [{name: v.value for name, v in d.items()} for d in named]
+        directions: list[Direction] = [{name: v.value for name, v in d.items()} for d in named]
         stack.append((layer, directions))
     return stack
 

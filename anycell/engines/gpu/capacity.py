@@ -110,18 +110,20 @@ def choose(
         raise ValueError(f"tier={tier!r}; expected 1, 2, 3 or None.")
     if tier == 3 or (device is None and tier is None):
         return Choice(3, "asked for" if tier else "no card")
+    reasons = []
     if tier in (None, 1):
-        found = _resident(plan, device, backward, tier is not None)
-        if isinstance(found, Choice):
-            return found
+        resident = _resident(plan, device, backward, tier is not None)
+        if isinstance(resident, Choice):
+            return resident
+        reasons.append(resident)
     if tier != 1:
         shared = _cooperative(plan, device, backward, batch)
         if isinstance(shared, Choice):
             return shared
         if tier == 2:
             raise ValueError(f"tier=2 cannot run cell {plan.cell.name}: {shared}.")
-        found = f"{found}; {shared}"
-    return Choice(3, found)
+        reasons.append(shared)
+    return Choice(3, "; ".join(reasons))
 
 
 def _resident(plan: Plan, device: Device | None, backward: bool, forced: bool) -> Choice | str:
