@@ -229,6 +229,29 @@ def test_onnx_graph_has_torchs_gates() -> None:
         results("onnxruntime", Problem(find_cell("LayerNormLSTM"), SMALL), "inference")
 
 
+@pytest.mark.parametrize(
+    ("cell", "names"),
+    [
+        ("LSTM", ["anycell.keras", "keras", "tf-block"]),
+        ("GRU", ["anycell.keras", "keras"]),
+        ("PeepholeLSTM", ["anycell.keras", "keras-loop", "tf-block"]),
+        ("LSTMP", ["anycell.keras", "keras-loop"]),
+    ],
+)
+def test_everybody_on_tensorflow(
+    cell: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorflow")
+    layers = importlib.import_module("anycell.bench.keras_layers")
+    monkeypatch.setattr(layers, "set_threads", lambda _: None)  # another test may have started it
+    problem = Problem(find_cell(cell), replace(SMALL, L=1) if cell == "LSTMP" else SMALL)
+    want = contenders().reference(problem, "training")
+    for name in names:
+        assert gate.judge(results(name, problem, "training"), want, "float32", gate.PEERS).ok, name
+    with pytest.raises(Unsupported, match="float64"):
+        contenders().make("anycell.keras", replace(problem, dtype="float64"))
+
+
 def test_a_cell_of_the_users_own(own_cell: str) -> None:
     problem = Problem(find_cell(own_cell), SMALL)
     want = contenders().reference(problem, "training")

@@ -28,7 +28,7 @@ from anycell.engines import cpu
 Array = npt.NDArray[np.floating]
 Tensor = Any
 Direction = Mapping[str, Any]  # weights of one direction of one layer, by Keras's names
-Parts = tuple[Callable[..., Tensor], list[Direction]]  # a layer, and the weights of its directions
+Parts = tuple[Callable[..., Tensor], Sequence[Direction]]  # a layer, the weights of its directions
 
 
 def ours(problem: Problem) -> Contender:
@@ -51,7 +51,6 @@ def xla(problem: Problem) -> Contender:
 def loop(problem: Problem) -> Contender:
     """``keras.layers.RNN`` over a cell class: by hand for peepholes, else one step of ours."""
     cell, shape = problem.cell.definition, problem.shape
-    sizes: dict[str, Any] = problem.others
     if problem.static is not None:
         raise Unsupported("keras.layers.RNN has no input once per sequence")
 
@@ -59,6 +58,7 @@ def loop(problem: Problem) -> Contender:
         if problem.cell.origin == "PeepholeLSTM":
             step: Any = PeepholeCell(shape.H)
         else:
+            sizes: dict[str, Any] = problem.others  # type: ignore[assignment]
             step = anycell.keras.RNNCell(cell, shape.H, **sizes)
         return keras.layers.RNN(step, return_sequences=True)
 
@@ -101,7 +101,7 @@ def block(problem: Problem) -> Contender:
 
     stack: list[Parts] = []
     for number in range(shape.L):
-        own: list[Direction] = [
+        own = [
             {k: tf.Variable(v) for k, v in _weights(problem, number, d).items()}
             for d in range(shape.D)
         ]
@@ -113,11 +113,12 @@ def block(problem: Problem) -> Contender:
     return _contender(problem, stack, time_major=True)
 
 
+@keras.saving.register_keras_serializable("anycell")
 class PeepholeCell(keras.layers.Layer):
     """An LSTM whose gates see the cell state, as people write it for ``keras.layers.RNN``."""
 
-    def __init__(self, units: int) -> None:
-        super().__init__()
+    def __init__(self, units: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.units, self.state_size, self.output_size = units, [units, units], units
 
     def build(self, input_shape: Sequence[int]) -> None:
@@ -227,7 +228,7 @@ def _stack(problem: Problem, make: Callable[[], Any]) -> list[Parts]:
             assert set(values) == set(variables), (set(values), set(variables))
             for name, variable in variables.items():
                 variable.assign(values[name])
-        directions: list[Direction] = [{name: v.value for name, v in d.items()} for d in named]
+        directions = [{name: v.value for name, v in d.items()} for d in named]
         stack.append((layer, directions))
     return stack
 
