@@ -58,7 +58,7 @@ def loop(problem: Problem) -> Contender:
         if problem.cell.origin == "PeepholeLSTM":
             step: Any = PeepholeCell(shape.H)
         else:
-            sizes: dict[str, Any] = problem.others  # type: ignore[assignment]
+            sizes: dict[str, Any] = {**problem.others}
             step = anycell.keras.RNNCell(cell, shape.H, **sizes)
         return keras.layers.RNN(step, return_sequences=True)
 
