@@ -14,6 +14,7 @@ from random_cells import random_cell, source
 
 from anycell.engines import cpu, reference
 from anycell.engines.cpu import isa
+from anycell.lang.cell import RECURRENT
 from anycell.lang.expr import topological
 from anycell.lang.ops import TABLE, is_reduction
 
@@ -53,6 +54,8 @@ def test_random_cell(cell_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     steps, rows, hidden = (int(rng.choice(n)) for n in ([1, 2, 5], [1, 3, 7], [6, 9, 18, 33]))
     cell = random_cell(cell_seed, hidden)
     options = situation(rng)
+    if any(l.name == RECURRENT for l in cell.linears):
+        options["dropped"] = rng.choice(np.array([None, None, "all", "each"], object))
     ran: list[Any] = []
     run = cpu.run
     monkeypatch.setattr(cpu, "run", lambda *call: (ran.append(call), run(*call)))
@@ -63,7 +66,8 @@ def test_random_cell(cell_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
             assert dtype == "float32"
             continue
         with isa.force(str(rng.choice(isa.available()))) as target:
-            told = f"{problem.options}, {target.name}, {source(cell)}"
+            dropped = f"dropped: {options.get('dropped')}"
+            told = f"{problem.options}, {dropped}, {target.name}, {source(cell)}"
             ran.clear()
             solution = by_cpu(problem)
             assert len(ran) == 2, "forward and backward, on the CPU engine"
