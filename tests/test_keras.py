@@ -160,7 +160,8 @@ def test_arguments_that_run_in_their_loop(kwargs: dict[str, Any], reason: str) -
             number(ours(x, training=training)), number(theirs(x, training=training)), "float32",
             "forward",
         )  # fmt: skip
-    assert reason in ours.explain(training=True)
+    fused = BACKEND == "tensorflow" and reason == "implementation=1"
+    assert ("runs on cpu" if fused else reason) in ours.explain(training=True)
 
 
 def test_gru_with_the_reset_before_the_matmul() -> None:
@@ -184,12 +185,14 @@ def test_dropout_draws_what_keras_draws(name: str) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", KERAS)
-def test_recurrent_dropout_draws_what_keras_draws(name: str, masked: bool) -> None:
+def test_recurrent_dropout_draws_what_keras_draws(name: str, masked: bool, dropout: float) -> None:
     theirs, ours = pair(
-        name, 5, recurrent_dropout=0.4, seed=4, return_sequences=True, dtype="float64"
-    )
+        name, 5, recurrent_dropout=0.4, dropout=dropout, seed=4, return_sequences=True,
+        dtype="float64",
+    )  # fmt: skip
     copy_weights(theirs, ours, (3, 4, 2))
     x = np.random.default_rng(0).normal(size=(3, 4, 2))
     mask = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 1]], bool) if masked else None

@@ -39,7 +39,7 @@ class Fused:
         obstacle = step if isinstance(step, str) else None
         if training and cell.recurrent_dropout and not self._dropped_by_kernel(step):
             obstacle = _DROPPED
-        elif training and self._drop_in and cell.dropout and _per_gate(cell):
+        elif training and self._drop_in and cell.dropout and _per_gate(cell) and not _projects():
             obstacle = "in training, implementation=1 drops inputs of every gate on their own"
         return Facts(
             cell=None if isinstance(step, str) else step,
@@ -155,6 +155,11 @@ class Fused:
         return last, outputs, list(final)
 
 
+def _projects() -> bool:
+    """Whether the backend's run takes an input that is projected already."""
+    return keras.backend.backend() == "tensorflow"
+
+
 def _per_gate(cell: Any) -> bool:
     return getattr(cell, "implementation", 2) == 1
 
@@ -233,25 +238,31 @@ class DropIn(Fused):
         self, sequences: Tensor, states: Sequence[Tensor], mask: Tensor, training: bool
     ) -> Inputs:
         cell, dtype = self.cell, computed(self.cell.compute_dtype)
-        if training and cell.dropout:  # drawn by Keras before the loop, so that seeds mean the same
-            dropped = cell.get_dropout_mask(sequences[:, 0, :])
-            sequences = sequences * ops.expand_dims(dropped, 1)
-
-        recurrent_mask = None
-        if training and 0.0 < cell.recurrent_dropout < 1.0:
-            masks = cell.get_recurrent_dropout_mask(states[0])  # one, or a list of one per gate
-            recurrent_mask = ops.cast(ops.stack(masks) if isinstance(masks, list) else masks, dtype)
 
         def read(weight: Any) -> Tensor:
             return None if weight is None else ops.cast(ops.convert_to_tensor(weight), dtype)
 
+        # Masks are drawn by Keras, before the loop, so that seeds mean the same: one for all gates,
+        # or a list of one per gate.
+        kernel, recurrent_mask = read(cell.kernel), None
+        if training and cell.dropout:
+            masks = cell.get_dropout_mask(sequences[:, 0, :])
+            if isinstance(masks, list):  # each gate has its own input, and so its own projection
+                parts = zip(masks, ops.split(kernel, len(masks), axis=1), strict=True)
+                gates = [ops.matmul(sequences * ops.expand_dims(m, 1), k) for m, k in parts]
+                sequences, kernel = ops.concatenate(gates, axis=-1), None
+            else:
+                sequences = sequences * ops.expand_dims(masks, 1)
+        if training and 0.0 < cell.recurrent_dropout < 1.0:
+            masks = cell.get_recurrent_dropout_mask(states[0])
+            recurrent_mask = ops.cast(ops.stack(masks) if isinstance(masks, list) else masks, dtype)
         recurrent_kernel = read(cell.recurrent_kernel)
         bias, recurrent_bias = read(cell.bias), None
         if bias is not None and len(bias.shape) == 2:
             bias, recurrent_bias = bias[0], bias[1]
         return Inputs(
             ops.cast(ops.transpose(sequences, (1, 0, 2)), dtype),
-            read(cell.kernel),
+            kernel,
             recurrent_kernel,
             bias,
             recurrent_bias,

@@ -80,8 +80,10 @@ def run(call: Call, inputs: Inputs) -> Result:
         return composite(call, inputs)
     if mask is not None:  # NaN under a mask must not reach a gradient
         x = tf.where(tf.expand_dims(mask, -1), x, tf.zeros((), x.dtype))
-    gates = tf.matmul(_rows(x), inputs.kernel)
-    gates = tf.reshape(gates, [*_sizes(x, 2), gates.shape[-1]])
+    gates = x
+    if inputs.kernel is not None:
+        gates = tf.matmul(_rows(x), inputs.kernel)
+        gates = tf.reshape(gates, [*_sizes(x, 2), gates.shape[-1]])
     flags = (
         None if mask is None else tf.cast(mask, tf.uint8),
         None if resets is None else tf.cast(resets, tf.uint8),
