@@ -292,8 +292,9 @@ class LSTM(DropIn, keras.layers.LSTM):
 
     Weights: ``kernel`` ``[in, 4 * units]``, ``recurrent_kernel`` ``[units, 4 * units]``, ``bias``
     ``[4 * units]``, gates in the order i f c o; states ``[h, c]``. Fused on TensorFlow and torch,
-    on the CPU, in training and inference; recurrent dropout in training, and activations that
-    the cell language has no word for, run in Keras's loop. ``layer.engine`` says which, and why.
+    on the CPU, in training and inference; activations that the cell language has no word for and,
+    on torch, recurrent dropout in training run in Keras's loop. ``layer.engine`` says which, and
+    why.
 
     Example:
         >>> layer = LSTM(8, return_sequences=True)
