@@ -229,7 +229,8 @@ def tiles(plan: Plan, backward: bool) -> int:
     cell, states = plan.cell, 2 * len(plan.cell.states)
     if backward:
         sums = len(cell.params) + (cell.static is not None)
-        return len(cell.gates) + len(plan.saved) + sums + states + 4
+        saved = len(plan.saved) + len(plan.saved_rows) // 2
+        return len(cell.gates) + saved + sums + states + 4
     apart = len(cell.gates) - len(cell.fused)  # gates whose two projections are two values
     return 2 * len(cell.gates) + apart + len(cell.params) + states + 4
 
