@@ -92,10 +92,10 @@ def together(problem: Problem) -> Arrays:
 
 
 def main() -> None:
-    """Two groups of two programs; then one of them never comes."""
+    """Two programs, and so two processes; then one of them never comes."""
     options = {"masked": True, "resets": True}
     rng = np.random.default_rng(5)
-    problem = random_problem(cells.PeepholeLSTM, (5, 17, 18), rng, "float32", **options)
+    problem = random_problem(cells.PeepholeLSTM, (5, 4, 18), rng, "float32", **options)
     solution = together(problem)
     assert_right(solution, problem)
     one_by_one = by_gpu(problem, tier=2)  # which adds gradients of parameters in another order
@@ -108,8 +108,8 @@ def main() -> None:
     except RuntimeError as error:
         found["error"] = str(error)
     hidden = Shared.made[0]  # [T + 1, B, H]
-    found["finite"] = bool(hidden[1, :16, :16].isfinite().all() and hidden[:, 16:].isfinite().all())
-    found["lost"] = bool(hidden[2:, :16, :16].isnan().all())
+    found["finite"] = bool(hidden[1, :, :16].isfinite().all())
+    found["lost"] = bool(hidden[2:, :, :16].isnan().all())
     print(json.dumps(found))
 
 
