@@ -71,11 +71,9 @@ class Choice(NamedTuple):
 
 
 WARPS = (4, 8, 16)
-# Numbers of tiles that a thread can hold beside addresses and temporaries. Dots of float32, which
-# the matrix units do not do, take registers for their operands.
-NUMBERS = {"float32": 64, "bfloat16": 160, "float16": 160}
-
-
+# Numbers of tiles that a thread can hold beside addresses and temporaries, forward and backward.
+# Dots of float32, which the matrix units do not do, take registers for their operands.
+NUMBERS = {"float32": (64, 64), "bfloat16": (144, 160), "float16": (144, 160)}
 # Multiply-adds of a thread in the dots of float32, which are unrolled: with more of them the
 # compiler takes minutes, and spills.
 UNROLLED = 1024
@@ -132,7 +130,7 @@ def _resident(plan: Plan, device: Device | None, backward: bool, forced: bool) -
     registers = device.registers if device else DEVICES[0].registers
 
     def room(warps: int) -> int:  # 16 warps share out what leaves each thread half
-        return NUMBERS[plan.dtype] * min(256, registers // (32 * warps)) // 256
+        return NUMBERS[plan.dtype][backward] * min(256, registers // (32 * warps)) // 256
 
     # A warp's part of a dot is eight units wide: more warps than that would all do the same.
     most = max(WARPS[0], _widest(plan) // 8)
