@@ -109,19 +109,17 @@ def choose(
     if tier == 3 or (device is None and tier is None):
         return Choice(3, "asked for" if tier else "no card")
     reasons = []
-    if tier in (None, 1):
-        resident = _resident(plan, device, backward, tier is not None)
+    if tier != 2:
+        resident = _resident(plan, device, backward, forced=tier == 1)
         if isinstance(resident, Choice):
             return resident
         reasons.append(resident)
-    if tier != 1:
-        shared = _cooperative(plan, device, backward, batch)
-        if isinstance(shared, Choice):
-            return shared
-        if tier == 2:
-            raise ValueError(f"tier=2 cannot run cell {plan.cell.name}: {shared}.")
-        reasons.append(shared)
-    return Choice(3, "; ".join(reasons))
+    cooperative = _cooperative(plan, device, backward, batch)
+    if isinstance(cooperative, Choice):
+        return cooperative
+    if tier == 2:
+        raise ValueError(f"tier=2 cannot run cell {plan.cell.name}: {cooperative}.")
+    return Choice(3, "; ".join([*reasons, cooperative]))
 
 
 def _resident(plan: Plan, device: Device | None, backward: bool, forced: bool) -> Choice | str:

@@ -100,7 +100,9 @@ class _Slice(Loop):
         self.chunk, self.ahead = part.chunk, part.ahead
         self.programs = -(-plan.hidden_size // part.units)  # of a group
 
+    @property
     def turns(self) -> str:
+        """Of the loop, backward."""
         return f"count + {self.argument('close', 'i32')}" if self.form.backward else "count"
 
     def padded(self, size: str) -> int:

@@ -71,6 +71,11 @@ class Loop(Text):
         sizes += [size for l in self.linears for size in (l.in_size, l.out_size)]
         return list(dict.fromkeys(sizes))
 
+    @property
+    def turns(self) -> str:
+        """Of the loop, backward."""
+        return "count"
+
     def padded(self, size: str) -> int:
         """Units of a tile."""
         return power_of_two(self.plan.sizes[size], LEAST)
