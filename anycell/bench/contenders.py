@@ -207,8 +207,8 @@ def _of_keras(name: str) -> Callable[[Problem], Contender]:
     """A contender of ``keras_layers``, which imports TensorFlow."""
 
     def make(problem: Problem) -> Contender:
-        # Those of some cells are PyTorch's, which may load Triton. It must be before TensorFlow: both
-        # bring an LLVM, and Triton's aborts when it comes second.
+        # Those of some cells are PyTorch's, which may load Triton. It must be before TensorFlow:
+        # both bring an LLVM, and Triton's aborts when it comes second.
         _ = problem.weights
         module: Any = importlib.import_module("anycell.bench.keras_layers")
         module.set_threads(problem.threads)

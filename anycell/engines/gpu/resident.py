@@ -47,10 +47,6 @@ class Loop(Text):
         self.linears = plan.cell.linears
         self.kind = {"fp32": "tl.float32", "bf16": "tl.bfloat16", "fp16": "tl.float16"}[self.io]
 
-    def turns(self) -> str:
-        """How often the loop runs."""
-        return "count"
-
     def printed(self) -> Printed:
         """The whole kernel."""
         way = "backward" if self.form.backward else "forward"
@@ -307,7 +303,7 @@ class Loop(Text):
         for name in totals:
             start = "zero_H" if name != "sum_static" else None
             self.say(f"{name} = {start or self.load(self._static_sum(), 'H', wide=True)}")
-        self.say(f"for t in range({self.turns()}):")
+        self.say(f"for t in range({self.turns}):")
         with self.indented():
             self.begin_step()
             self._flags()
