@@ -186,7 +186,7 @@ def test_sixteen_bits_on_a_card(cell: Cell, dtype: str, rng: np.random.Generator
 def test_many_programs_on_a_card(hidden: int, rng: np.random.Generator) -> None:
     """Tier 2 over many steps, against tier 3: what is exchanged is what was written."""
     for cell in (cells.LSTM, cells.GRU):
-        problem = problem_of(cell, (300, 40, hidden), rng, 1)
+        problem = random_problem(cell, (100, 40, hidden), rng, **situation(cell, 1))
         right = by_gpu(problem, "bfloat16", 3)
         for name, value in by_gpu(problem, "bfloat16", 2).items():
             assert error(value, right[name], ()) <= 2 * SIXTEEN["bfloat16"], name
