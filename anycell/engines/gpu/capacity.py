@@ -181,11 +181,15 @@ def _cooperative(plan: Plan, device: Device | None, backward: bool, batch: int) 
 def _part(plan: Plan, device: Device, rows: int, units: int, backward: bool) -> Slice | None:
     """A tile that fits, with as many chunks on their way, and as few warps, as may be."""
     outputs = max(len(l.outputs) for l in plan.cell.linears)
+    # Matmuls of 64 rows are a warp group's, whose operands take registers: room for one at a time.
+    alone = rows == ROWS[-1]
+    if alone and outputs & (outputs - 1):
+        return None
     for chunk in CHUNKS:
         arriving = rows * chunk * plan.itemsize * (outputs if backward else 1)
         for warps in WARPS[:2]:
             threads = 32 * warps
-            most = max(1, HELD * threads // arriving)
+            most = 1 if alone else max(1, HELD * threads // arriving)
             for ahead in range(min(most, -(-plan.hidden_size // chunk)), 0, -1):
                 part = Slice(rows, units, chunk, ahead, warps)
                 numbers = (tiles(plan, backward) + outputs) * -(-rows * units // threads)
