@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import tempfile
@@ -11,8 +12,11 @@ import numpy as np
 import pytest
 
 if not os.path.exists("/dev/nvidiactl"):
-    # Triton reads it when it is imported, which may be by torch: before any test file.
     os.environ["TRITON_INTERPRET"] = "1"
+# Triton reads that now; and it must come before TensorFlow: both bring an LLVM, and Triton's aborts
+# the process when it is the second.
+with contextlib.suppress(ImportError):
+    import triton  # noqa: F401
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
