@@ -247,8 +247,8 @@ def _unrolled(plan: Plan, warps: int) -> int:
 
 
 def _each(plan: Plan, warps: int) -> int:
-    """Units of a tile for each thread."""
-    return -(-LEAST * _widest(plan) // (32 * warps))
+    """Units of a tile for each thread. Warps beyond the widths of a dot hold what others hold."""
+    return -(-LEAST * _widest(plan) // (32 * min(warps, _widest(plan) // 8)))
 
 
 def _widest(plan: Plan) -> int:
