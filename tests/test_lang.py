@@ -382,11 +382,30 @@ def test_structural_hyperparameters_make_another_graph() -> None:
         ({"rate": math.nan}, "rate is NaN; expected a number"),
         ({"speed": 1.0}, "no hyperparameter 'speed'; it has: rate, bound, deep"),
         ({"rate": np.ones(2)}, "rate is a ndarray; expected a float"),
+        ({"rate": "half"}, "rate is the str 'half'; expected a number"),
+        ({"rate": True}, "rate is the bool True; expected a number"),
     ],
 )
 def test_hyperparameters_are_checked(given: Any, message: str) -> None:
     with pytest.raises(CellError) as error:
         Tuned(**given)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: cells.ZoneoutLSTM(zoneout_h=1.5), "zoneout_h=1.5, zoneout_c=0.5, the probability"),
+        (lambda: cells.ZoneoutGRU(zoneout=-0.1), "1 - zoneout, is 1.1; expected one in [0, 1]"),
+        (lambda: cells.VariationalLSTM(dropout=2), "is -1; expected one in [0, 1]"),
+        (lambda: cells.VariationalLSTM(dropout=1), "divided by 1 - dropout, which is 0"),
+        (lambda: Tuned(bound=-1.0), "clipped to between 1 and -1; expected a lower bound"),
+        (lambda: cells.PeepholeLSTM(cell_clip=-2), "clipped to between 2 and -2"),
+    ],
+)
+def test_values_of_hyperparameters_are_checked(make: Any, message: str) -> None:
+    with pytest.raises(CellError) as error:
+        make()
     assert message in str(error.value)
 
 

@@ -354,7 +354,32 @@ class Cell:
         used = topological(self.next)
         self.fused = frozenset(node.attrs[1] for node in used if node.op == "preact")
         self._sizes()
+        self._check_numbers()
         self.key = _canonical(self)
+
+    def _check_numbers(self) -> None:
+        """Probabilities, bounds and divisors that follow from hyperparameters must be some."""
+        given = ", ".join(f"{name}={value:g}" for name, value in self.hyper.items()) or "no others"
+        for node in topological(self.next):
+            rate = _known(node.args[0], self.hyper) if node.op == "keep" else None
+            if rate is not None and not 0.0 <= rate <= 1.0:
+                raise CellError(
+                    f"Cell {self.name}: given {given}, the probability of keeping, "
+                    f"{node.args[0]}, is {rate:g}; expected one in [0, 1]."
+                )
+            if node.op == "div" and _known(node.args[1], self.hyper) == 0.0:
+                raise CellError(
+                    f"Cell {self.name}: given {given}, a value is divided by {node.args[1]}, which "
+                    "is 0; expected another number."
+                )
+            if node.op == "minimum" and node.args[0].op == "maximum":  # clip
+                bounds = node.args[0].args[1], node.args[1]
+                low, high = (_known(bound, self.hyper) for bound in bounds)
+                if low is not None and high is not None and low > high:
+                    raise CellError(
+                        f"Cell {self.name}: given {given}, a value is clipped to between {low:g} "
+                        f"and {high:g}; expected a lower bound that is not above the upper one."
+                    )
 
     def _check_result(self, result: Any) -> tuple[Expr, ...]:
         names = " ".join(self.state_names)
@@ -572,6 +597,21 @@ def _linears(
     return tuple(out)
 
 
+def _known(node: Expr, hyper: Mapping[str, float]) -> float | None:
+    """The value of a number that follows from hyperparameters by plain arithmetic."""
+    if node.op == "const":
+        return float(node.attrs[0])
+    if node.op == "hyper":
+        return hyper[node.attrs[0]]
+    if node.op not in ("neg", "add", "sub", "mul", "div"):
+        return None
+    values = [_known(arg, hyper) for arg in node.args]
+    if None in values or (node.op == "div" and values[1] == 0.0):
+        return None
+    found: float = TABLE[node.op].meaning(None, *values)
+    return found
+
+
 def _canonical(cell: Cell) -> str:
     """The cell as text: equal for equal computations, whatever the names of function and file."""
     order = topological(cell.next)
@@ -605,9 +645,15 @@ def _sort_hyperparameters(
             raise CellError(
                 f"Cell {function.__name__}: hyperparameter {name!r} needs a default value."
             )
-        declared_float = "float" in str(parameter.annotation) or isinstance(
-            parameter.default, float
-        )
+        annotated = str(parameter.annotation)
+        declared_float = "float" in annotated or isinstance(parameter.default, float)
+        if declared_float and isinstance(value, (str, bool)):
+            kind = type(value).__name__
+            if kind not in annotated:
+                raise CellError(
+                    f"Cell {function.__name__}: hyperparameter {name} is the {kind} {value!r}; "
+                    "expected a number."
+                )
         if isinstance(value, float) or (
             declared_float and isinstance(value, int) and not isinstance(value, bool)
         ):
