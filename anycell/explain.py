@@ -16,7 +16,7 @@ from anycell.plan import FREE, HEAVY, Plan, gradient_roots, is_narrow
 from anycell.plan import plan as make_plan
 
 if TYPE_CHECKING:
-    from anycell.engines.cpu.kernel import Generator
+    from anycell.engines.cpu.generator import Generator
 
 Names = dict[Expr, str]
 
@@ -129,7 +129,7 @@ class Explanation:
     @property
     def _generators(self) -> Iterator[tuple[str, Generator]]:
         from anycell.engines.cpu import isa
-        from anycell.engines.cpu.kernel import Generator
+        from anycell.engines.cpu.generator import Generator
 
         for name in ("forward", "backward")[: 1 + self.backward]:
             yield name, Generator(self.plan, name == "backward", isa.current())

@@ -1,0 +1,1023 @@
+"""Prints a plan as LLVM text: one function that runs a whole sequence, forward or backward.
+
+The two directions are one generator. A step is a matmul whose result never leaves the cache,
+followed by element-wise work on it:
+
+    forward     acc = state[t] @ W          then the cell: new states, what the backward pass needs
+    backward    acc = d_gates[t+1] @ W'     then its derivative: d_gates[t], gradients of the states
+
+Weights are packed per *tile*, a few vectors of units with all gates side by side, so that a
+register block of rows times one tile is the inner loop.
+
+Most cells are that simple, and the work on a span of units follows its tiles at once. Where a cell
+has row reductions or further matmuls, a panel of rows goes through the step together: its matmuls,
+then several passes over the units of each row (`plan.passes`). A matmul inside the step begins a
+new *stage*: all rows of the panel have gone through the passes before it.
+
+Threads split the rows of the batch, or the units with a barrier each step. Every row is computed by
+the same operations in the same order whatever the split, so the bits do not depend on it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from anycell.engines.cpu import ops
+from anycell.engines.cpu.geometry import INPUT, REALS, Geometry, Matmul, matmuls, projecting
+from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant
+from anycell.engines.cpu.matmul import Blocks, print_packing
+from anycell.lang.expr import Expr, is_const, topological
+from anycell.lang.ops import is_reduction
+from anycell.plan import FREE, MATMULS, Plan, gradient_roots, is_narrow, passes, size_of
+
+PANEL = 48  # rows whose matmul results are kept before the cell's work on them
+AHEAD = 8  # rows between a load and the prefetch for a later one
+SPINS = 4000  # turns at a barrier before a thread offers its core, some 100 us
+# Entries of the argument table that are numbers, as are all strides; the others are addresses.
+INTEGERS = frozenset(
+    "steps batch row_group time time_step units_split workspace_stride training seed stream "
+    "repeat inputs input_block".split()
+)
+
+
+def arguments(plan: Plan, backward: bool) -> tuple[str, ...]:
+    """Names of the entries of a kernel's argument table, in order. All are 64 bits:
+    an integer or an address.
+
+    ``*_t`` and ``*_b`` are strides in elements per step and per batch row; those per step are
+    negative where time runs backwards. Optional addresses are 0 where absent.
+    """
+    names = (
+        "steps batch row_group time time_step units_split barrier yield_to workspace "
+        "workspace_stride hyper training seed stream mask mask_t resets resets_t repeat"
+    ).split()
+    cell = plan.cell
+    names += [f"weights{k}" for k in range(len(cell.linears))]
+    for i in range(len(cell.states)):
+        # The state before each step. `flip`: only two slots, which take turns. `next`: from there
+        # to the state after.
+        names += [f"state{i}", f"state{i}_t", f"state{i}_b", f"reset{i}", f"reset{i}_b"]
+        names.append(f"state{i}_next" if backward else f"state{i}_flip")
+    names += [f"param{i}" for i in range(len(cell.params))]
+    arrays = ["saved"]
+    if backward:
+        arrays += ["dy", "dx"]
+        for k in range(len(cell.linears)):
+            arrays += [f"dr{k}", f"operand{k}"]
+        names += [f"{what}{i}" for what in ("dstate", "dreset") for i in range(len(cell.states))]
+        names += ["dparam", "dstatic"]
+    else:
+        arrays += ["x", "out"]
+        # Of the kernel that multiplies the input itself; `x` is then a row of zeros.
+        names += ["product", "product_b", "inputs", "input_block", "weights_x"]
+        arrays += ["input"]
+    names += [f"{array}{suffix}" for array in arrays for suffix in ("", "_t", "_b")]
+    return (*names, "static", "recurrent_mask", "bias_x", "bias_h")
+
+
+class Generator:
+    """Writes the module of one plan, direction and target."""
+
+    def __init__(self, plan: Plan, backward: bool, target: Target) -> None:
+        self.plan, self.cell, self.backward, self.target = plan, plan.cell, backward, target
+        self.real = REALS[plan.dtype]
+        self.size = plan.itemsize
+        self.module = Module(target, self.real)
+        self.names = {name: i for i, name in enumerate(arguments(plan, backward))}
+        self.states = {name: i for i, name in enumerate(self.cell.state_names)}
+        self.widths = [plan.sizes[state.size] for state in self.cell.states]
+        self.params = {name: i for i, name in enumerate(self.cell.param_names)}
+        self.gates = {name: i for i, name in enumerate(self.cell.gates)}
+        self._saved()
+        self.new_states: dict[Expr, int] = {}
+        self.loaded: frozenset[Expr] = frozenset()
+        if backward:
+            self.new_states = {
+                n: i for i, n in enumerate(self.cell.next) if n.op not in FREE and self._kept(i)
+            }
+            self.loaded = frozenset(self.saved) | frozenset(self.new_states)
+        self.passes = passes(self._results(), self.loaded)
+        self.matmuls = matmuls(plan, backward, target)
+        self.by_name = {m.linear.name: m for m in self.matmuls}
+        self.projecting = projecting(self.matmuls, self.cell)
+        self.result_sizes = {plan.sizes[symbol] for symbol in map(self._size, self._results())}
+        self.row_wise = len(self.passes) > 1 or not self._simple()
+        self._measure(target)
+        self.blocks = [
+            Blocks(m, self.acc_row, self.acc_stride[m.linear.name], self.size) for m in self.matmuls
+        ]
+
+    def _simple(self) -> bool:
+        """Whether the work on a span of units can follow the tiles of these units at once."""
+        plain = all(m.state in (0, INPUT) and m.linear.heads == 1 for m in self.matmuls)
+        alike = {(m.units, m.geometry.outputs) for m in self.matmuls}
+        one_size = self.result_sizes <= {self.plan.hidden_size}
+        return plain and len(alike) < 2 and one_size
+
+    def _saved(self) -> None:
+        """Where each saved value lies in its row."""
+        plan, at = self.plan, 0
+        self.saved: dict[Expr, int] = {}
+        for node in plan.saved:
+            self.saved[node] = at
+            at += plan.width(node)
+        for node in plan.saved_rows:
+            self.saved[node] = at
+            at += 1
+        if plan.saved_rows:
+            # Padded to whole cache lines, or every load of the next rows would touch two.
+            at = -(-at // 16) * 16
+        elif at * self.size % 1024 == 0:  # see layer._padded
+            at += 64 // self.size
+        self.saved_width = at
+
+    def _measure(self, target: Target) -> None:
+        """Layout of a thread's workspace: addresses of rows, the rows that take the step, matmul
+        results of a panel of rows, operands and values kept for later passes, of a panel if there
+        are stages, else of a row.
+        """
+        lanes = target.lanes(self.real)
+        if self.row_wise:
+            vectors = -(-min(self.result_sizes, default=self.plan.hidden_size) // lanes)
+            self.width = min(2, vectors)
+        else:
+            self.width = self.geometry.width
+        step = self.width * lanes
+
+        def whole(units: int) -> int:
+            return -(-units // step) * step
+
+        self.acc_place: dict[str, int] = {}  # of each matmul's results in a row
+        self.acc_stride: dict[str, int] = {}  # from one output to the next
+        self.acc_row = 0
+        for m in self.matmuls:
+            g = m.geometry
+            last = (m.linear.heads - 1) * g.units + g.tiles * g.unroll * lanes
+            stride = whole(max(m.units, last)) if self.row_wise else g.span * lanes
+            self.acc_place[m.linear.name], self.acc_stride[m.linear.name] = self.acc_row, stride
+            self.acc_row += g.outputs * stride
+        reductions = [n for each in self.passes for n in each.reductions]
+        grouped = [n for n in reductions if n.attrs != (1,)]
+        stored = [n for each in self.passes for n in each.stores]
+        inside = [] if self.backward else [m for m in self.matmuls if m.state is None]
+        operands = [m.linear.operand for m in inside]
+        self.place: dict[tuple[str, Expr], int] = {}  # in the scratch memory of a row
+        at = 0
+        for what, nodes in (
+            ("kept", [*stored, *grouped]), ("argument", grouped), ("operand", operands)
+        ):  # fmt: skip
+            for node in dict.fromkeys(nodes):
+                self.place[what, node] = at
+                at += whole(self._units(node))
+        self.stages = [p for p, each in enumerate(self.passes) if each.matmuls or p == 0]
+        if len(self.stages) > 1:
+            for node in reductions:
+                self.place["narrow", node] = at
+                at += 1
+        self.scratch_row = whole(at)
+
+    def _size(self, node: Expr) -> str:
+        return size_of(self.cell, node) or "H"
+
+    def _units(self, node: Expr) -> int:
+        return self.plan.sizes[self._size(node)]
+
+    @property
+    def geometry(self) -> Geometry:
+        """Of the matmuls of a simple cell: the one, or two of one shape."""
+        if self.matmuls:
+            return self.matmuls[0].geometry
+        lanes = self.target.lanes(self.real)
+        return Geometry(self.plan.hidden_size, 0, 0, lanes, self.target.registers)
+
+    def _kept(self, i: int) -> bool:
+        return self.cell.states[i].name in self.plan.states
+
+    # ---- sizes the caller allocates --------------------------------------------------------------
+    def workspace(self, batch: int) -> int:
+        """Bytes per thread."""
+        rows = PANEL if len(self.stages) > 1 else 1
+        reals = PANEL * self.acc_row + rows * self.scratch_row
+        addresses = self._address_bytes(batch) * (len(self.matmuls) + 2)
+        return addresses + -(-(reals * self.size) // 64) * 64 + 64
+
+    def _address_bytes(self, batch: int) -> int:
+        return -(-(batch * 8) // 64) * 64
+
+    # ---- the module -----------------------------------------------------------------------------
+    def text(self) -> str:
+        for blocks in self.blocks:
+            blocks.print(self.module)
+        self._sequence()
+        self._entry()
+        print_packing(self.module, self.matmuls, self.projecting, self.cell.fused)
+        return str(self.module)
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The functions that a caller needs."""
+        return "run", *(f"pack{m.number}" for m in self.matmuls)
+
+    # ---- one sequence ----------------------------------------------------------------------------
+    def _sequence(self) -> None:
+        b = self.module.function(
+            "sequence",
+            [("ptr", "args"), ("i64", "part"), ("i64", "parts")],
+            internal=True,
+            inline=False,
+        )
+        self.b = b
+        # From here on a vector is what the element-wise work takes at once.
+        self._widen(b)
+        table, part, parts = b.args
+        self.arg: dict[str, Value] = {}
+        for name, i in self.names.items():
+            stride = name.endswith(("_t", "_b", "_flip", "_next"))
+            kind = "i64" if stride or name in INTEGERS else "ptr"
+            self.arg[name] = b.load(b.gep(table, i, "i64"), kind)
+        arg, g = self.arg, self.geometry
+        split = b.icmp("ne", arg["units_split"], 0)
+
+        def share(total: Value, number: Value) -> Value:
+            return b.sdiv(b.mul(total, number), parts)
+
+        spans, zero, after = constant(g.spans, "i64"), constant(0, "i64"), b.add(part, 1)
+        groups = b.sdiv(b.sub(b.add(arg["batch"], arg["row_group"]), 1), arg["row_group"])
+        self.has_mask = self._given("mask")
+        self.has_resets = self._given("resets")
+        # Under a mask groups are dealt out in turn: often long rows come first.
+        one, first_group, last_group = constant(1, "i64"), share(groups, part), share(groups, after)
+        self.groups = [
+            b.select(split, all_, b.select(self.has_mask, turn, block))
+            for all_, turn, block in (
+                (zero, part, first_group), (groups, groups, last_group), (one, parts, one)
+            )
+        ]  # fmt: skip
+        span0, span1 = (
+            b.select(split, share(spans, n), whole) for whole, n in ((zero, part), (spans, after))
+        )
+        space = b.gep(arg["workspace"], b.mul(part, arg["workspace_stride"]), "i8")
+        addresses = b.mul(b.sdiv(b.add(b.mul(arg["batch"], 8), 63), 64), 64)
+        self.rows = [b.gep(space, b.mul(addresses, m.number), "i8") for m in self.matmuls]
+        self.taken_rows = b.gep(space, b.mul(addresses, len(self.matmuls)), "i8")
+        self.input_rows = b.gep(self.taken_rows, addresses, "i8")
+        self.acc = b.gep(self.input_rows, addresses, "i8")
+        self.scratch = b.gep(self.acc, PANEL * self.acc_row)
+        self.hyper = {
+            n: b.splat(b.load(b.gep(arg["hyper"], i), b.real))
+            for i, n in enumerate(self.cell.hyper)
+        }
+        steps = arg["steps"]
+        if self.backward:
+            # A last round hands on what arrives through the first step's matmuls and resets, if
+            # the caller does not multiply himself.
+            steps = b.add(steps, b.zext(self._given("weights0"), "i64") if self.matmuls else 1)
+        with b.loop(0, steps) as t:
+            self.t = t
+            count = self._take_rows(span0, span1)
+            if self.row_wise:
+                with b.loop(0, count, PANEL) as first:
+                    self._panel(first, b.smin(b.add(first, PANEL), count))
+            else:
+                for m in self.matmuls:
+                    self._row_addresses(m, zero, count, zero)
+                with b.loop(span0, span1) as span, b.loop(0, count, PANEL) as first:
+                    last = b.smin(b.add(first, PANEL), count)
+                    for m in self.matmuls:
+                        self._matmul(m, span, first, last)
+                    with b.loop(first, last) as place:
+                        self._row(place, first, span)
+            with b.when(split):
+                # Nobody starts step t + 1 before everybody has written step t.
+                b.atomic_add(arg["barrier"], 1)
+                wanted, turns = b.mul(parts, b.add(t, 1)), b.alloca("i64")
+                b.store(constant(0, "i64"), turns)
+                with b.repeat() as again:
+                    b.pause()
+                    turn = b.add(b.load(turns, "i64"), 1)
+                    b.store(turn, turns)
+                    # More threads than cores: let the others have this one.
+                    with b.when(b.icmp("sgt", turn, SPINS)):
+                        b.call(arg["yield_to"], returns="i32")
+                    again(b.icmp("slt", b.atomic_load(arg["barrier"]), wanted))
+
+    def _widen(self, b: Builder) -> None:
+        b.lanes = self.target.lanes(self.real) * self.width
+        b.vec = f"<{b.lanes} x {b.real}>"
+        b.ivec = f"<{b.lanes} x i{8 * self.size}>"
+        b.mask = f"<{b.lanes} x i1>"
+
+    def _given(self, name: str) -> Value:
+        """Whether an optional argument is there."""
+        return self.b.icmp("ne", self.arg[name], 0)
+
+    def _at(self, name: str, t: Value, row: Value) -> Value:
+        """Address of a row at step t of an array with strides ``name_t`` and ``name_b``."""
+        b = self.b
+        offset = b.add(b.mul(t, self.arg[f"{name}_t"]), b.mul(row, self.arg[f"{name}_b"]))
+        return b.gep(self.arg[name], offset)
+
+    def _flag(self, name: str, t: Value, row: Value) -> Value:
+        b = self.b
+        return b.load(
+            b.gep(self.arg[name], b.add(b.mul(t, self.arg[f"{name}_t"]), row), "i8"), "i8"
+        )
+
+    def _state(self, i: int, after: bool = False) -> Value:
+        """Address of this row of state i before, or after, step t."""
+        b, arg, t = self.b, self.arg, self.t
+        if self.backward:
+            offset = b.add(b.mul(t, arg[f"state{i}_t"]), b.mul(self.row, arg[f"state{i}_b"]))
+            return b.gep(
+                arg[f"state{i}"], b.add(offset, arg[f"state{i}_next"]) if after else offset
+            )
+        t = b.add(t, 1) if after else t
+        slot = b.select(b.icmp("ne", arg[f"state{i}_flip"], 0), b.and_(t, 1), t)
+        return b.gep(
+            arg[f"state{i}"],
+            b.add(b.mul(slot, arg[f"state{i}_t"]), b.mul(self.row, arg[f"state{i}_b"])),
+        )
+
+    def _flagged(
+        self, given: Value, name: str, t: Value, row: Value, unequal: bool = True
+    ) -> Value:
+        """Whether the optional flags ``name`` are given and set
+        (or, with ``unequal`` False, not set).
+        """
+        b = self.b
+        slot = b.alloca("i1")
+        b.store(constant(0, "i1"), slot)
+        with b.when(given):
+            b.store(b.icmp("ne" if unequal else "eq", self._flag(name, t, row), 0), slot)
+        return b.load(slot, "i1")
+
+    def _before(self, i: int, reset: Value) -> Value:
+        """Address of state i as step t sees it: a reset puts the initial value in its place."""
+        b, arg = self.b, self.arg
+        initial = b.gep(arg[f"reset{i}"], b.mul(self.row, arg[f"reset{i}_b"]))
+        return b.select(reset, initial, self._state(i))
+
+    def _take_rows(self, span0: Value, span1: Value) -> Value:
+        """Lists the rows of this thread that take step t, and gives their number: forward those
+        under no mask, as the states of the others hold at once; backward all.
+        """
+        b, group = self.b, self.arg["row_group"]
+        count = b.alloca("i64")
+        b.store(constant(0, "i64"), count)
+
+        def take(row: Value) -> None:
+            place = b.load(count, "i64")
+            b.store(row, b.gep(self.taken_rows, place, "i64"))
+            b.store(b.add(place, 1), count)
+
+        def take_or_hold(row: Value) -> None:
+            held = self._flagged(self.has_mask, "mask", self.t, row, unequal=False)
+            with b.when(held) as otherwise:
+                self.row, self.span = row, None
+                if self.row_wise:
+                    self._hold()
+                else:
+                    with b.loop(span0, span1) as self.span:
+                        self._hold()
+            with otherwise:
+                take(row)
+
+        with b.loop(*self.groups) as n:
+            begin = b.mul(n, group)
+            with b.loop(begin, b.smin(b.add(begin, group), self.arg["batch"])) as row:
+                (take if self.backward else take_or_hold)(row)
+        return b.load(count, "i64")
+
+    def _row_at(self, place: Value) -> Value:
+        """The row at a place of that list."""
+        return self.b.load(self.b.gep(self.taken_rows, place, "i64"), "i64")
+
+    # ---- matmuls: of the rows from one place to another in that list -----------------------------
+    def _panel(self, first: Value, last: Value) -> None:
+        """A step of a panel of rows, stage by stage."""
+        b = self.b
+        for stage, begin in enumerate(self.stages):
+            inside = b.icmp("slt", self.t, self.arg["steps"])
+            with b.when(inside if stage else constant(1, "i1")):
+                for m in self.matmuls:
+                    opens = m.linear.name in self.passes[begin].matmuls
+                    if opens or (stage == 0 and m.state is not None):
+                        self._row_addresses(m, first, last, first)
+                        self._matmul(m, None, first, last)
+                with b.loop(first, last) as place:
+                    self._row(place, first, None, stage)
+
+    def _row_addresses(self, m: Matmul, begin: Value, end: Value, first: Value) -> None:
+        """The operand row of a matmul for each row."""
+        b = self.b
+        with b.loop(begin, end) as place:
+            self.row = row = self._row_at(place)
+            if self.backward:
+                # Of the step that was before, for what its state's gradient gets.
+                t = self.t if m.state is None else b.sub(self.t, 1)
+                address = self._at(self._gradient(m), t, row)
+            elif m.state is None:
+                operand = self.place["operand", m.linear.operand]
+                address = b.gep(self._scratch_of(place, first), operand)
+            elif m.state == INPUT:
+                address = self._at("x", self.t, row)
+            else:
+                reset = self._flagged(self.has_resets, "resets", self.t, row)
+                address = self._before(m.state, reset)
+            b.store(address, b.gep(self.rows[m.number], place, "i64"))
+            if m is self.projecting:
+                b.store(self._at("input", self.t, row), b.gep(self.input_rows, place, "i64"))
+
+    def _gradient(self, m: Matmul) -> str:
+        """The array that holds the gradient of a matmul's outputs."""
+        return "dx" if self.plan.shares_gradient(m.linear) else f"dr{m.number}"
+
+    def _matmul(self, m: Matmul, span: Value | None, first: Value, last: Value) -> None:
+        """acc = operand @ W for a panel of rows, and the tiles of one span or of all units."""
+        b, g, place = self.b, m.geometry, self.acc_place[m.linear.name]
+        acc = b.gep(self.acc, place)
+        count = b.sub(last, first)
+        tile0, tile1 = constant(0, "i64"), constant(g.tiles, "i64")
+        if span is not None:
+            per_span = g.span // g.unroll
+            tile0 = b.mul(span, per_span)
+            tile1 = b.smin(b.add(tile0, per_span), tile1)
+
+        def multiply() -> None:
+            with b.loop(0, m.linear.heads) as head, b.loop(tile0, tile1) as tile:
+                number = b.add(b.mul(head, g.tiles), tile)
+                unit = b.mul(b.sub(tile, tile0), g.unroll * g.lanes)
+                into = b.gep(acc, b.add(unit, b.mul(head, g.units)))
+                self._tile(m, number, first, into, count, head)
+
+        # The first backward step has no step after it: its state gradients came with the call.
+        if m.state is None:
+            return multiply()
+        if self.backward:
+            without = b.icmp("eq", self.t, 0)
+        elif m.number == 0:
+            without = self._given("product")
+        else:
+            return multiply()
+        with b.when(without) as otherwise:
+            self._fill(m, acc, span, first, last)
+        with otherwise:
+            multiply()
+
+    def _tile(
+        self, m: Matmul, number: Value, first: Value, into: Value, count: Value, head: Value
+    ) -> None:
+        """One tile, block by block of the sum."""
+        b, g, arg, blocks = self.b, m.geometry, self.arg, self.blocks[m.number]
+        block = g.inner_block(self.size)
+        begins = constant(1, "i1")  # whether the sum begins here, with the biases
+        if m is self.projecting:
+            projects = self._given("input")
+            begins = b.not_(projects)
+            with b.when(projects), b.loop(0, arg["inputs"], arg["input_block"]) as k0:
+                k1 = b.smin(b.add(k0, arg["input_block"]), arg["inputs"])
+                rows = b.gep(self.input_rows, first, "i64")
+                elements = b.mul(b.add(arg["inputs"], g.lanes), g.columns * g.lanes)
+                weights = b.gep(arg["weights_x"], b.mul(number, elements))
+                fresh, shift = b.zext(b.icmp("eq", k0, 0), "i64"), constant(0, "i64")
+                blocks.call(b, weights, rows, into, count, k0, k1, fresh, shift)
+        rows = b.gep(self.rows[m.number], first, "i64")
+        weights = b.gep(arg[f"weights{m.number}"], b.mul(number, g.tile_elements))
+        for begin, end, operand, per_head in m.segments:
+            shift = b.add(b.mul(head, per_head), operand - begin)
+            with b.loop(begin, end, block) as k0:
+                k1 = b.smin(b.add(k0, block), constant(end, "i64"))
+                fresh = b.zext(b.and_(b.icmp("eq", k0, 0), begins), "i64")
+                blocks.call(b, weights, rows, into, count, k0, k1, fresh, shift)
+
+    def _fill(self, m: Matmul, acc: Value, span: Value | None, first: Value, last: Value) -> None:
+        """Results of a matmul that is not ours: forward those the caller brings, backward none."""
+        b, arg = self.b, self.arg
+        self.span = span
+        with b.loop(first, last) as place, self._vectors(m.units):
+            into = b.mul(b.sub(place, first), self.acc_row)
+            into = b.add(into, b.mul(b.sub(self.vector, self._origin(span)), m.geometry.lanes))
+            for n, output in enumerate(m.outputs):
+                value = constant(0.0, b.vec)
+                if not self.backward:
+                    at = m.linear.declared.index(output) * m.units
+                    row = b.mul(self._row_at(place), arg["product_b"])
+                    brought = b.gep(arg["product"], row)
+                    value = self._with_bias(self._load(brought, at), "bias_h", at)
+                    if output in self.cell.fused:
+                        value = self._with_bias(value, "bias_x", at)
+                b.store(value, b.gep(acc, b.add(into, n * self.acc_stride[m.linear.name])))
+
+    def _origin(self, span: Value | None) -> Value:
+        """The first vector of units of a span."""
+        return constant(0, "i64") if span is None else self.b.mul(span, self.geometry.span)
+
+    def _span_range(self, span: Value | None, units: int) -> tuple[Value, Value]:
+        b, begin = self.b, self._origin(span)
+        end = constant(-(-units // self.target.lanes(self.real)), "i64")
+        return begin, end if span is None else b.smin(b.add(begin, self.geometry.span), end)
+
+    # ---- the work on one row ---------------------------------------------------------------------
+    def _row(self, place: Value, first: Value, span: Value | None, stage: int = 0) -> None:
+        """The work on one row: on the units of one span, or one stage of it on all of them."""
+        b = self.b
+        self.row, self.span, last = self._row_at(place), span, stage == len(self.stages) - 1
+        if self.backward and self.params:
+            self.row_group = b.udiv(self.row, self.arg["row_group"])
+        self.acc_at = b.gep(self.acc, b.mul(b.sub(place, first), self.acc_row))
+        self.scratch_at = self._scratch_of(place, first)
+        if not self.backward or stage:
+            self._row_step(stage, last)
+            return
+        with b.when(b.icmp("sgt", self.t, 0)):
+            previous = b.sub(self.t, 1)
+            with b.when(self._flagged(self.has_resets, "resets", previous, self.row)):
+                self._divert_reset()
+        with b.when(b.icmp("slt", self.t, self.arg["steps"])) as otherwise:
+            self._row_step(stage, last)
+        with otherwise:
+            self._hand_on()
+
+    def _scratch_of(self, place: Value, first: Value) -> Value:
+        b = self.b
+        if len(self.stages) == 1:
+            return self.scratch
+        return b.gep(self.scratch, b.mul(b.sub(place, first), self.scratch_row))
+
+    def _row_step(self, stage: int, last: bool) -> None:
+        b = self.b
+        self.reset = self._flagged(self.has_resets, "resets", self.t, self.row)
+        if not self.backward:
+            self._stage(stage, last)
+            return
+        # A masked step only hands gradients on.
+        held = self._flagged(self.has_mask, "mask", self.t, self.row, unequal=False)
+        with b.when(held) as otherwise:
+            if last:
+                self._hold()
+        with otherwise:
+            self._stage(stage, last)
+
+    def _stage(self, stage: int, last: bool) -> None:
+        b = self.b
+        end = len(self.passes) if last else self.stages[stage + 1]
+        if stage:  # what the stages before have found out about the row
+            for each in self.passes[: self.stages[stage]]:
+                for node in each.reductions:
+                    if node.attrs == (1,):
+                        at = b.gep(self.scratch_at, self.place["narrow", node])
+                        self.reduced[node] = b.splat(b.load(at, b.real))
+        else:
+            self.reduced: dict[Expr, Value] = {}
+            self.stored: set[Expr] = set()
+        for number in range(self.stages[stage], end):
+            self._pass(number)
+
+    @contextmanager
+    def _vectors(self, units: int) -> Iterator[None]:
+        """A loop over the vectors of units at hand; sets where they start and which lanes exist."""
+        b = self.b
+        with b.loop(*self._span_range(self.span, units), self.width) as vector:
+            self.vector, self.unit = vector, b.mul(vector, self.target.lanes(self.real))
+            self.lane_mask = None
+            if units % b.lanes:
+                self.lane_mask = b.lane_mask(b.sub(constant(units, "i64"), self.unit))
+            yield
+
+    def _load(self, address: Value, offset: int = 0) -> Value:
+        """The vector of units at hand from a row of an array in user layout (no padding)."""
+        b = self.b
+        at = b.gep(address, b.add(self.unit, offset))
+        return b.load(at) if self.lane_mask is None else b.masked_load(at, self.lane_mask)
+
+    def _stream(self, name: str, offset: int = 0) -> Value:
+        """The vector of units at hand from an array over time,
+        which is too large for the near caches.
+
+        Rows lie pages apart, where the hardware does not look ahead by itself.
+        """
+        b, g = self.b, self.geometry
+        address = self._at(name, self.t, self.row)
+        ahead = b.gep(address, b.add(b.add(self.unit, offset), b.mul(self.arg[f"{name}_b"], AHEAD)))
+        for i in range(g.width):
+            b.prefetch(b.gep(ahead, i * g.lanes))
+        return self._load(address, offset)
+
+    def _store(self, value: Value, address: Value, offset: int = 0) -> None:
+        b = self.b
+        at = b.gep(address, b.add(self.unit, offset))
+        if self.lane_mask is None:
+            b.store(value, at)
+        else:
+            b.masked_store(value, at, self.lane_mask)
+
+    def _acc(self, m: Matmul, output: int) -> Value:
+        """The results of a matmul for the vector of units at hand."""
+        b, name = self.b, m.linear.name
+        unit = b.mul(b.sub(self.vector, self._origin(self.span)), self.target.lanes(self.real))
+        place = self.acc_place[name] + output * self.acc_stride[name]
+        return b.load(b.gep(self.acc_at, b.add(unit, place)))
+
+    def _clear(self, m: Matmul) -> None:
+        b, name = self.b, m.linear.name
+        unit = b.mul(b.sub(self.vector, self._origin(self.span)), self.target.lanes(self.real))
+        b.store(constant(0.0, b.vec), b.gep(self.acc_at, b.add(unit, self.acc_place[name])))
+
+    def _row_of(self, name: str, width: int, row: Value | None = None) -> Value:
+        """A row of a contiguous [B, width] array."""
+        b = self.b
+        return b.gep(self.arg[name], b.mul(self.row if row is None else row, width))
+
+    # ---- forward and backward where the row does not take the step -------------------------------
+    def _hold(self) -> None:
+        """A masked step: the states stay, and so do their gradients."""
+        b, arg = self.b, self.arg
+        repeat, zero = b.icmp("ne", arg["repeat"], 0), constant(0.0, b.vec)
+        for i, units in enumerate(self.widths):
+            with self._vectors(units):
+                if self.backward:
+                    self._carry_into_memory(i)
+                    if i == 0:
+                        with b.when(b.and_(repeat, self._given("dy"))):
+                            at = self._row_of("dstate0", units)
+                            dy = self._load(self._at("dy", self.t, self.row))
+                            self._store(b.fadd(self._load(at), dy), at)
+                    continue
+                value = self._load(self._state(i))
+                self._store(value, self._state(i, after=True))
+                if i == 0:
+                    with b.when(self._given("out")):
+                        out = self._at("out", self.t, self.row)
+                        self._store(b.select(repeat, value, zero), out)
+        if not self.backward:
+            return
+        h = self.plan.hidden_size
+        with self._vectors(h):
+            for gate in range(len(self.gates)):
+                self._store(zero, self._at("dx", self.t, self.row), gate * h)
+        for m in self.matmuls:
+            if not self.plan.shares_gradient(m.linear):
+                units = m.inner // len(m.linear.outputs)
+                with self._vectors(units):
+                    for n in range(len(m.linear.outputs)):
+                        self._store(zero, self._at(f"dr{m.number}", self.t, self.row), n * units)
+            with self._vectors(m.units):
+                self._keep_operand(m, zero)
+
+    def _carry_into_memory(self, i: int) -> None:
+        """dstate += acc: the whole gradient of a state,
+        where the step's own graph does not take it.
+        """
+        b = self.b
+        arriving = [self._acc(m, 0) for m in self.matmuls if m.state == i]
+        if arriving:
+            at = self._row_of(f"dstate{i}", self.widths[i])
+            self._store(functools.reduce(b.fadd, arriving, self._load(at)), at)
+
+    def _hand_on(self) -> None:
+        for i, units in enumerate(self.widths):
+            with self._vectors(units):
+                self._carry_into_memory(i)
+
+    def _divert_reset(self) -> None:
+        """The step after this one started from the reset value: its gradient goes there,
+        not further back.
+        """
+        b = self.b
+        for i, units in enumerate(self.widths):
+            with self._vectors(units):
+                zero = constant(0.0, b.vec)
+                self._carry_into_memory(i)
+                for m in self.matmuls:
+                    if m.state == i:
+                        self._clear(m)
+                at, into = self._row_of(f"dstate{i}", units), self._row_of(f"dreset{i}", units)
+                self._store(b.fadd(self._load(into), self._load(at)), into)
+                self._store(zero, at)
+
+    def _keep_operand(self, m: Matmul, held: Value | None = None) -> None:
+        """What a matmul multiplied, for the gradient of its weight, where the caller asks for it:
+        computed inside the step, or a state which resets made differ from the one before.
+        """
+        name = f"operand{m.number}"
+        if m.state is None:  # not within the branch: other matmuls may read the same values
+            value = held or self._value(m.linear.operand)
+        with self.b.when(self._given(name)):
+            if m.state is not None:
+                value = self._load(self._before(m.state, self.reset))
+            self._store(value, self._at(name, self.t, self.row))
+
+    # ---- the graph -------------------------------------------------------------------------------
+    def _pass(self, number: int) -> None:
+        """One pass over the units of a row; the last one computes the results."""
+        b, each, last = self.b, self.passes[number], number == len(self.passes) - 1
+        operands = [] if last else self._operands(self.passes[number + 1].matmuls)
+        arguments = [node.args[0] for node in each.reductions]
+        roots = [*(self._results() if last else ()), *arguments, *(node for _, node, _ in operands)]
+        self.values: dict[Expr, Value] = {}
+        # What all units share is computed once, before the loop.
+        for node in topological(roots):
+            if node in self.reduced or (is_narrow(node) and self._ready(node)):
+                self._value(node)
+        shared = dict(self.values)
+        sums = {node: b.alloca(b.vec) for node in each.reductions if node.attrs == (1,)}
+        for node, slot in sums.items():
+            b.store(constant(float("-inf") if node.op == "max" else 0.0, b.vec), slot)
+        for size in dict.fromkeys(map(self._size, roots)):
+            with self._vectors(self.plan.sizes[size]):
+                self.values = dict(shared)
+                for node in each.reductions:
+                    if self._size(node) == size:
+                        value = self._value(node.args[0])
+                        if node in sums:
+                            self._fold(node, value, sums[node])
+                        else:
+                            b.store(value, self._scratch("argument", node))
+                for m, node, column in operands:
+                    if self._size(node) == size:
+                        self._store_operand(m, self._value(node), column)
+                if last:
+                    self._finish(size)
+                for node in each.stores:
+                    if self._size(node) == size:
+                        b.store(self._value(node), self._scratch("kept", node))
+        self.stored |= set(each.stores)
+        for node, slot in sums.items():
+            total = b.load(slot)
+            whole = b.reduce_max(total) if node.op == "max" else b.reduce_add(total)
+            if node.op == "mean":
+                whole = b.fmul(whole, 1.0 / self._units(node))
+            self.reduced[node] = b.splat(whole)
+            if ("narrow", node) in self.place:
+                b.store(whole, b.gep(self.scratch_at, self.place["narrow", node]))
+        for node in each.reductions:
+            if node not in sums:
+                self._reduce_groups(node)
+
+    def _operands(self, names: tuple[str, ...]) -> list[tuple[Matmul, Expr, int]]:
+        """What matmuls inside the step multiply, and at which column of the operand's row."""
+        found = []
+        for m in map(self.by_name.__getitem__, names):
+            if self.backward:
+                parts = self.plan.gradients.linear[m.linear.name].values()
+                width = m.inner // len(m.linear.outputs)
+                found += [(m, node, n * width) for n, node in enumerate(parts)]
+            else:
+                found.append((m, m.linear.operand, 0))
+        return found
+
+    def _store_operand(self, m: Matmul, value: Value, column: int) -> None:
+        if self.backward:
+            self._store(value, self._at(self._gradient(m), self.t, self.row), column)
+        else:
+            self.b.store(value, self._scratch("operand", m.linear.operand))
+
+    def _ready(self, node: Expr) -> bool:
+        """Whether a narrow value hangs on finished reductions only."""
+        if node in self.new_states:
+            return False  # its memory holds every unit
+        if node in self.reduced or node in self.loaded:
+            return True
+        return not is_reduction(node) and all(map(self._ready, node.args))
+
+    def _fold(self, node: Expr, value: Value, slot: Value) -> None:
+        b, total = self.b, self.b.load(slot)
+        folded = ops.EMIT["maximum"](b, total, value) if node.op == "max" else b.fadd(total, value)
+        # Lanes beyond H hold no unit.
+        b.store(folded if self.lane_mask is None else b.select(self.lane_mask, folded, total), slot)
+
+    def _reduce_groups(self, node: Expr) -> None:
+        """A reduction over equal groups of units, its result written for every unit."""
+        b, (groups,) = self.b, node.attrs
+        size = self._units(node) // groups
+        source, target = (
+            b.gep(self.scratch_at, self.place[what, node]) for what in ("argument", "kept")
+        )
+        empty = float("-inf") if node.op == "max" else 0.0
+        slot = b.alloca(b.vec)
+        with b.loop(0, constant(groups, "i64")) as group:
+            start = b.mul(group, size)
+            b.store(constant(empty, b.vec), slot)
+            with b.loop(0, constant(size, "i64"), b.lanes) as i:
+                lanes = b.lane_mask(b.sub(constant(size, "i64"), i))
+                part = b.masked_load(b.gep(source, b.add(start, i)), lanes, empty)
+                total = b.load(slot)
+                b.store(
+                    ops.EMIT["maximum"](b, total, part)
+                    if node.op == "max"
+                    else b.fadd(total, part),
+                    slot,
+                )
+            total = b.load(slot)
+            whole = b.reduce_max(total) if node.op == "max" else b.reduce_add(total)
+            result = b.splat(b.fmul(whole, 1.0 / size) if node.op == "mean" else whole)
+            with b.loop(0, constant(size, "i64"), b.lanes) as i:
+                lanes = b.lane_mask(b.sub(constant(size, "i64"), i))
+                b.masked_store(result, b.gep(target, b.add(start, i)), lanes)
+        self.stored.add(node)
+
+    def _scratch(self, what: str, node: Expr) -> Value:
+        b = self.b
+        return b.gep(self.scratch_at, b.add(self.unit, self.place[what, node]))
+
+    def _results(self) -> list[Expr]:
+        if self.backward:
+            return gradient_roots(self.cell, self.plan.gradients)
+        return [*self.cell.next, *self.plan.saved, *self.plan.saved_rows]
+
+    def _value(self, node: Expr) -> Value:
+        """The value of a node for the vector of units at hand."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            if top in self.values:
+                stack.pop()
+                continue
+            if self._is_leaf(top):
+                self.values[top] = self._leaf(top)
+                stack.pop()
+                continue
+            missing = [arg for arg in top.args if arg not in self.values]
+            if missing:
+                stack.extend(missing)
+                continue
+            args = [self.values[arg] for arg in top.args]
+            self.values[top] = (
+                self._keep(top, *args) if top.op == "keep" else ops.EMIT[top.op](self.b, *args)
+            )
+            stack.pop()
+        return self.values[node]
+
+    def _is_leaf(self, node: Expr) -> bool:
+        return (
+            not node.args
+            or node in self.loaded
+            or node in self.stored
+            or is_reduction(node)
+            or node.op in MATMULS
+        )
+
+    def _leaf(self, node: Expr) -> Value:
+        b, arg, h = self.b, self.arg, self.plan.hidden_size
+        if is_const(node):
+            return constant(node.attrs[0], b.vec)
+        if node.op == "hyper":
+            return self.hyper[node.attrs[0]]
+        if node in self.saved and self.backward:
+            if not is_narrow(node):
+                return self._stream("saved", self.saved[node])
+            at = self._at("saved", self.t, self.row)
+            return b.splat(b.load(b.gep(at, self.saved[node]), b.real))
+        if node in self.new_states:
+            return self._load(self._state(self.new_states[node], after=True))
+        if node in self.reduced:
+            return self.reduced[node]
+        if node in self.stored:
+            return b.load(self._scratch("kept", node))
+        (name, *_) = node.attrs
+        if node.op == "state":
+            return self._load(self._before(self.states[name], self.reset))
+        if node.op == "param":
+            return self._load(arg[f"param{self.params[name]}"])
+        if node.op == "static":
+            return self._load(self._row_of("static", h))
+        if node.op == "recurrent_mask":
+            row = b.add(self.row, b.mul(arg["batch"], node.attrs[0]))
+            return self._load(self._row_of("recurrent_mask", self._units(node), row))
+        if node.op == "grad":
+            return self._upstream(self.states[name])
+        if node.op == "x":
+            place = self.gates[name] * h
+            return self._with_bias(self._stream("x", place), "bias_x", place)
+        if node.op in MATMULS:
+            m = self.by_name[name]
+            result = self._acc(m, m.outputs.index("" if self.backward else node.attrs[1]))
+            if node.op != "preact":
+                return result
+            return b.fadd(self._stream("x", self.gates[node.attrs[1]] * h), result)
+        raise NotImplementedError(f"{node.op} has no place in the CPU kernel")
+
+    def _with_bias(self, value: Value, name: str, at: int) -> Value:
+        b = self.b
+        slot = b.alloca(b.vec)
+        b.store(value, slot)
+        with b.when(self._given(name)):
+            b.store(b.fadd(value, self._load(self.arg[name], at)), slot)
+        return b.load(slot)
+
+    def _upstream(self, i: int) -> Value:
+        """The gradient that reaches new state i: from the step after, and from the output."""
+        b = self.b
+        value = self._load(self._row_of(f"dstate{i}", self.widths[i]))
+        for m in self.matmuls:
+            if m.state == i:
+                value = b.fadd(value, self._acc(m, 0))
+        if i:
+            return value
+        slot = b.alloca(b.vec)
+        b.store(value, slot)
+        with b.when(self._given("dy")):
+            b.store(b.fadd(value, self._stream("dy")), slot)
+        return b.load(slot)
+
+    def _keep(self, node: Expr, rate: Value) -> Value:
+        """A random mask: drawn from counters in training, its rate in evaluation.
+
+        See ``anycell.philox``.
+        """
+        b, (index, per) = self.b, node.attrs
+        slot = b.alloca(b.vec)
+        b.store(rate, slot)
+        with b.when(b.icmp("ne", self.arg["training"], 0)):
+            low = {
+                name: b.trunc(self.arg[name], "i32")
+                for name in ("seed", "stream", "time", "time_step")
+            }
+            high = b.trunc(b.lshr(self.arg["seed"], 32), "i32")
+            step = b.add(low["time"], b.mul(low["time_step"], b.trunc(self.t, "i32")))
+            unit = b.add(b.iota(f"<{b.lanes} x i32>"), b.splat(b.trunc(self.unit, "i32")))
+            stream = b.or_(b.shl(low["stream"], 8), index // 4)
+            row = b.trunc(self.row, "i32")
+            words = ops.philox(
+                b,
+                unit,
+                b.splat(row),
+                b.splat(step if per == "step" else constant(0, "i32")),
+                b.splat(stream),
+                b.splat(low["seed"]),
+                b.splat(high),
+            )
+            # Compared in float32 whatever the dtype, so that all engines keep the same units.
+            draw = b.fmul(b.uitofp(b.lshr(words[index % 4], 8), "float"), 2.0**-24)
+            kept = b.fcmp("olt", draw, b.fptrunc(rate, "float") if b.real == "double" else rate)
+            b.store(b.select(kept, constant(1.0, b.vec), constant(0.0, b.vec)), slot)
+        return b.load(slot)
+
+    def _finish(self, size: str) -> None:
+        """Writes those results of a step that have a size, for the vector of units at hand."""
+        b, h, plan = self.b, self.plan.hidden_size, self.plan
+        states = [i for i, state in enumerate(self.cell.states) if state.size == size]
+        if not self.backward:
+            values = {i: self._value(self.cell.next[i]) for i in states}
+            for i, value in values.items():
+                self._store(value, self._state(i, after=True))
+            if 0 in values:
+                with b.when(self._given("out")):
+                    self._store(values[0], self._at("out", self.t, self.row))
+            kept = {node: self._value(node) for node in self.saved if self._size(node) == size}
+            if kept:
+                with b.when(self._given("saved")):
+                    at = self._at("saved", self.t, self.row)
+                    for node, value in kept.items():
+                        if not is_narrow(node):
+                            self._store(value, at, self.saved[node])
+                        else:
+                            b.store(b.extract(value, 0), b.gep(at, self.saved[node]))
+            return
+        # Every value first: the gradients of the states are written over what others still read.
+        gradients, own = plan.gradients, size == "H"
+        dx = [self._value(g) for g in gradients.x.values()] if own else []
+        dr = {
+            m: [self._value(g) for g in gradients.linear[m.linear.name].values()]
+            for m in self.matmuls
+            if m.state is not None and m.linear.out_size == size
+        }
+        dstate = {i: self._value(gradients.state[self.cell.state_names[i]]) for i in states}
+        dparam = [self._value(g) for g in gradients.param.values()] if own else []
+        dstatic = self._value(gradients.static) if own and gradients.static is not None else None
+        for m in self.matmuls:
+            if m.linear.in_size == size:
+                self._keep_operand(m)
+        for gate, value in enumerate(dx):
+            self._store(value, self._at("dx", self.t, self.row), gate * h)
+        for m, values_ in dr.items():
+            if not plan.shares_gradient(m.linear):
+                for n, value in enumerate(values_):
+                    at = self._at(f"dr{m.number}", self.t, self.row)
+                    self._store(value, at, n * plan.sizes[size])
+        for i, value in dstate.items():
+            self._store(value, self._row_of(f"dstate{i}", self.widths[i]))
+        for i, value in enumerate(dparam):
+            # One sum per group of rows, all of one thread: the order of additions does not depend
+            # on threads.
+            at = self._row_of("dparam", h * len(dparam), self.row_group)
+            self._store(b.fadd(self._load(at, i * h), value), at, i * h)
+        if dstatic is not None:
+            at = self._row_of("dstatic", h)
+            self._store(b.fadd(self._load(at), dstatic), at)
+
+    def _entry(self) -> None:
+        """Runs several sequences (directions): side by side where there are threads for it,
+        else in turn.
+        """
+        b = self.module.function("run", [("ptr", "calls"), ("i64", "part"), ("i64", "parts")])
+        calls, part, parts = b.args
+        count = b.load(calls, "i64")
+        whole = b.icmp("eq", b.srem(parts, count), 0)
+        with b.when(whole) as otherwise:
+            call = b.load(b.gep(calls, b.add(b.srem(part, count), 1), "i64"), "ptr")
+            b.call("sequence", call, b.sdiv(part, count), b.sdiv(parts, count))
+        with otherwise, b.loop(0, count) as i:
+            b.call("sequence", b.load(b.gep(calls, b.add(i, 1), "i64"), "ptr"), part, parts)

@@ -1,0 +1,189 @@
+"""How the matmuls of a step are cut into tiles and register blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from dataclasses import dataclass
+
+from anycell.engines.cpu.ir import Target
+from anycell.lang.cell import RECURRENT, Cell, Linear
+from anycell.plan import Plan
+
+REALS = {"float32": "float", "float64": "double"}
+INPUT = -1  # in place of the number of a state
+L1_WEIGHTS = 32 << 10  # bytes of a block of packed weights that stays in the first-level cache
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a matmul with ``outputs`` results per unit is cut, and the element-wise work after it.
+
+    A tile has ``unroll`` vectors of units, each with all its outputs: ``columns`` vectors. The
+    register block takes ``groups`` of columns in turn, with as many rows as the registers hold. The
+    element-wise work goes over ``width`` vectors at once, two independent chains of operations
+    where one would wait for itself, and over whole ``span``s of tiles.
+    """
+
+    units: int
+    inner: int  # length of the sum
+    outputs: int
+    lanes: int
+    registers: int
+
+    @property
+    def vectors(self) -> int:
+        return -(-self.units // self.lanes)
+
+    @functools.cached_property
+    def unroll(self) -> int:
+        if self.outputs == 0 or self.outputs >= 3:
+            return 1
+
+        def cost(unroll: int) -> float:
+            rows, n = self.block_rows(unroll * self.outputs), unroll * self.outputs
+            padded = -(-self.vectors // unroll) * unroll
+            # Per register block and step of the sum: multiply-adds against loads, two of each a
+            # cycle.
+            return padded / unroll * max(n * rows, n + rows) / rows
+
+        widest = 4 // max(self.outputs, 1) if self.registers == 32 else 2
+        return min(range(max(widest, 1), 0, -1), key=cost)
+
+    @property
+    def columns(self) -> int:
+        return self.unroll * self.outputs
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.vectors // self.unroll)
+
+    @property
+    def width(self) -> int:
+        return min(2, self.vectors)
+
+    @property
+    def span(self) -> int:
+        """Vectors of units whose matmul results are complete before
+        the element-wise work on them.
+        """
+        return self.unroll * (1 if self.unroll % self.width == 0 else self.width)
+
+    @property
+    def spans(self) -> int:
+        return -(-self.vectors // self.span)
+
+    def groups(self, stride: int) -> tuple[tuple[int, ...], ...]:
+        """Per register block the places of its columns, in vectors, among the results of a row.
+
+        Columns of a tile are ordered by output, then by vector of units, as equal in number as can
+        be; results of one output lie ``stride`` vectors from those of the next.
+        """
+        widest = 4 if self.registers == 32 else 3 if self.columns == 3 else 2
+        count = -(-self.columns // widest) or 1
+        places = [n * stride + v for n in range(self.outputs) for v in range(self.unroll)]
+        bounds = [i * self.columns // count for i in range(count + 1)]
+        return tuple(tuple(places[a:b]) for a, b in itertools.pairwise(bounds))
+
+    def block_rows(self, columns: int) -> int:
+        """Rows of a register block: all registers but those of the weights
+        and one for the operand.
+        """
+        most = 10 if columns == 1 else 7  # more would hide no more latency, and compile longer
+        return max(1, min(most, (self.registers - columns - 1) // columns))
+
+    @property
+    def inner_padded(self) -> int:
+        """Rows of a packed tile after the first, which holds the biases; packing writes whole
+        vectors, and in a backward pass those of the last output begin at any row.
+        """
+        return self.inner + self.lanes - 1
+
+    @property
+    def tile_elements(self) -> int:
+        return (1 + self.inner_padded) * self.columns * self.lanes
+
+    def inner_block(self, itemsize: int) -> int:
+        rows = L1_WEIGHTS // (max(self.columns, 1) * self.lanes * itemsize)
+        blocks = max(1, round(self.inner / rows))
+        return -(-self.inner // blocks)
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """One matmul of a step, or in the backward pass its transpose.
+
+    Attributes:
+        linear, number: of the cell, and which of its matmuls.
+        geometry: of one head.
+        state: forward the state that is its operand, backward the one whose gradient its result
+            adds to; INPUT for that of the input, None for a matmul inside the step.
+        units, inner: of all heads together.
+    """
+
+    linear: Linear
+    number: int
+    geometry: Geometry
+    state: int | None
+    units: int
+    inner: int
+    backward: bool
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("",) if self.backward else self.linear.outputs
+
+    @property
+    def segments(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Parts of the sum: from where to where in the packed weights, where in the operand, and
+        how much further there for each head.
+        """
+        g, heads, outputs = self.geometry, self.linear.heads, len(self.linear.outputs)
+        if not self.backward or heads == 1:
+            return ((0, g.inner, 0, g.inner),)
+        each, all_heads = g.inner // outputs, self.inner // outputs
+        return tuple((n * each, (n + 1) * each, n * all_heads, each) for n in range(outputs))
+
+    @property
+    def tiles(self) -> int:
+        return self.geometry.tiles * self.linear.heads
+
+    @property
+    def packed_elements(self) -> int:
+        return self.tiles * self.geometry.tile_elements
+
+    def projection(self, inputs: int) -> Matmul:
+        """The same of so many inputs: the input projection, whose results these are added to."""
+        return dataclasses.replace(
+            self, geometry=dataclasses.replace(self.geometry, inner=inputs), inner=inputs
+        )
+
+
+def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
+    """The matmuls of a step, in the order of the cell."""
+    lanes, found = target.lanes(REALS[plan.dtype]), []
+    for number, l in enumerate(plan.cell.linears):
+        units, inner, outputs = plan.sizes[l.out_size], plan.sizes[l.in_size], len(l.outputs)
+        if backward:
+            units, inner, outputs = inner, units * outputs, 1
+        head = units // l.heads, inner // l.heads
+        g = Geometry(*head, outputs, lanes, target.registers)
+        state = None
+        if l.operand.op == "state":
+            state = plan.cell.state_names.index(l.operand.attrs[0])
+        elif l.operand.op == "input":
+            state = INPUT
+        found.append(Matmul(l, number, g, state, units, inner, backward))
+    return tuple(found)
+
+
+def projecting(matmuls: tuple[Matmul, ...], cell: Cell) -> Matmul | None:
+    """The matmul to whose sums a forward kernel can add the input projection, if there is one:
+    every gate is the sum of both, and nothing else needs either.
+    """
+    for m in matmuls:
+        plain = m.state is not None and m.state != INPUT and m.linear.heads == 1
+        if plain and not m.backward and m.linear.name == RECURRENT:
+            return m if m.outputs == cell.gates and set(cell.gates) == cell.fused else None
+    return None

@@ -1,0 +1,220 @@
+"""Prints the matmuls of a step: the register blocks of one, and the packing of its weights.
+
+Weights are packed per tile (see ``Geometry``), so that a register block of rows times one tile is
+the inner loop of all that a kernel does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from anycell.engines.cpu.geometry import Matmul
+from anycell.engines.cpu.ir import Builder, Module, Value, constant
+from anycell.lang.cell import RECURRENT
+
+Places = tuple[int, ...]
+# Arguments of a block of rows, however many: k0 and k1 bound the sum, a fresh one begins with the
+# biases, and shift is that of the operand against k.
+OPERANDS = [("ptr", "weights"), ("ptr", "rows"), ("ptr", "acc")]
+BOUNDS = [("i64", "k0"), ("i64", "k1"), ("i64", "fresh"), ("i64", "shift")]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """acc[rows, columns] (+)= operand[rows, k0:k1] @ weights[k0:k1, columns], as functions.
+
+    Attributes:
+        matmul: which.
+        row: elements from the results of a row to those of the next.
+        output: from those of one output to those of the next.
+        itemsize: bytes of an element.
+    """
+
+    matmul: Matmul
+    row: int
+    output: int
+    itemsize: int
+
+    @functools.cached_property
+    def groups(self) -> tuple[Places, ...]:
+        """Places of the columns of each register block of a tile."""
+        g = self.matmul.geometry
+        return g.groups(self.output // g.lanes)
+
+    def print(self, module: Module) -> None:
+        """Adds the functions that ``call`` calls."""
+        for places in dict.fromkeys(map(_relative, self.groups)):
+            for rows in range(1, self.matmul.geometry.block_rows(len(places)) + 1):
+                self._register_block(module, places, rows)
+            self._row_blocks(module, places)
+
+    def call(self, b: Builder, weights: Value, rows: Value, acc: Value, *rest: Value) -> None:
+        """All columns of a tile; ``rest``: how many rows, and ``BOUNDS``."""
+        lanes, column = self.matmul.geometry.lanes, 0
+        for places in self.groups:
+            w, at = b.gep(weights, column * lanes), b.gep(acc, places[0] * lanes)
+            b.call(self._name("rows", _relative(places)), w, rows, at, *rest)
+            column += len(places)
+
+    def _name(self, what: str, places: Places) -> str:
+        return f"{what}{self.matmul.number}_{'_'.join(map(str, places))}"
+
+    def _register_block(self, module: Module, places: Places, rows: int) -> None:
+        """So many rows, and the columns at these places; the hot loop."""
+        m, columns = self.matmul, len(places)
+        params = [(f"{kind} noalias", name) for kind, name in OPERANDS] + BOUNDS
+        name = f"{self._name('block', places)}_x{rows}"
+        b = module.function(name, params, internal=True, inline=False)
+        weights, pointers, acc, k0, k1, fresh, shift = b.args
+        width, full = m.geometry.columns * b.lanes, b.lanes * self.itemsize
+        # Results of a head may begin anywhere.
+        whole = full if m.linear.heads == 1 or m.geometry.units % b.lanes == 0 else self.itemsize
+        operand = [b.gep(b.load(b.gep(pointers, r, "i64"), "ptr"), shift) for r in range(rows)]
+        sums = [[b.alloca(b.vec) for _ in range(columns)] for _ in range(rows)]
+
+        def result(r: int, c: int) -> Value:
+            return b.gep(acc, r * self.row + places[c] * b.lanes)
+
+        with b.when(b.icmp("ne", fresh, 0)) as otherwise:
+            for c in range(columns):  # the first row of a tile holds the biases
+                bias = b.load(b.gep(weights, c * b.lanes), align=full)
+                for r in range(rows):
+                    b.store(bias, sums[r][c])
+        with otherwise:
+            for r in range(rows):
+                for c in range(columns):
+                    b.store(b.load(result(r, c), align=whole), sums[r][c])
+
+        # Not unrolled: the loop's own instructions fit beside the multiply-adds, and twice the code
+        # compiles twice as long.
+        with b.loop(k0, k1) as k:
+            base = b.gep(weights, b.mul(b.add(k, 1), width))
+            w = [b.load(b.gep(base, c * b.lanes), align=full) for c in range(columns)]
+            for r in range(rows):
+                value = b.splat(b.load(b.gep(operand[r], k), b.real))
+                for c in range(columns):
+                    b.store(b.fma(value, w[c], b.load(sums[r][c])), sums[r][c])
+        for r in range(rows):
+            for c in range(columns):
+                b.store(b.load(sums[r][c]), result(r, c), align=whole)
+
+    def _row_blocks(self, module: Module, places: Places) -> None:
+        """Cuts ``count`` rows into register blocks as equal as can be."""
+        params = [*OPERANDS, ("i64", "count"), *BOUNDS]
+        b = module.function(self._name("rows", places), params, internal=True, inline=False)
+        weights, pointers, acc, count, *bounds = b.args
+        most = self.matmul.geometry.block_rows(len(places))
+        blocks = b.sdiv(b.add(count, most - 1), most)
+        with b.loop(0, blocks) as i:
+            first = b.sdiv(b.mul(i, count), blocks)
+            rows = b.sub(b.sdiv(b.mul(b.add(i, 1), count), blocks), first)
+            here, into = b.gep(pointers, first, "i64"), b.gep(acc, b.mul(first, self.row))
+            for n in range(1, most + 1):
+                with b.when(b.icmp("eq", rows, n)):
+                    b.call(f"{self._name('block', places)}_x{n}", weights, here, into, *bounds)
+
+
+def _relative(places: Places) -> Places:
+    return tuple(place - places[0] for place in places)
+
+
+def print_packing(
+    module: Module, matmuls: Sequence[Matmul], projecting: Matmul | None, biased: frozenset[str]
+) -> None:
+    """Adds ``pack0``, ``pack1`` ..., which pack the weights of these matmuls.
+
+    ``biased`` are the outputs that take the bias of the input's projection too.
+    """
+    if matmuls:
+        _print_pack_block(module)
+    for m in matmuls:
+        _print_pack(module, m, m is projecting, biased)
+
+
+def _print_pack(module: Module, m: Matmul, projecting: bool, biased: frozenset[str]) -> None:
+    """A weight [out, in] or [heads, out/heads, in/heads], of any strides but for one of 1 among the
+    last two, into tiles.
+    """
+    g, l, name = m.geometry, m.linear, f"pack{m.number}"
+    b = module.function(name, [("ptr", "args"), ("i64", "part"), ("i64", "parts")])
+    table, part, parts = b.args
+    types = ("ptr", "i64", "i64", "i64", "ptr", "ptr", "ptr", "i64")
+    weight, heads, rows, columns, bias_x, bias_h, packed, inner = (
+        b.load(b.gep(table, i, "i64"), t) for i, t in enumerate(types)
+    )
+    elements = constant(g.tile_elements, "i64")
+    if projecting:  # the weight of the input is packed the same way
+        elements = b.mul(b.add(inner, g.lanes), g.columns * g.lanes)
+    width = constant(g.columns * g.lanes, "i64")
+    # Of one head and output: rows of the weight, and numbers that a row has.
+    each = m.inner // (len(l.outputs) * l.heads) if m.backward else g.units
+    tiles = constant(m.tiles, "i64")
+    first, last = (b.sdiv(b.mul(tiles, n), parts) for n in (part, b.add(part, 1)))
+    slot = b.alloca(b.vec)
+    with b.loop(first, last) as number:
+        head, tile = b.sdiv(number, g.tiles), b.srem(number, g.tiles)
+        source = b.gep(weight, b.mul(head, heads))
+        into = b.gep(packed, b.mul(number, elements))
+        for v in range(g.unroll):
+            unit = b.mul(b.add(b.mul(tile, g.unroll), v), g.lanes)
+            left = b.sub(constant(g.units, "i64"), unit)
+            if m.backward:
+                column = b.gep(into, v * g.lanes)
+                b.store(constant(0.0, b.vec), column)
+                for n, output in enumerate(l.outputs):
+                    row = l.declared.index(output) * each
+                    start = b.gep(source, b.add(b.mul(rows, row), b.mul(unit, columns)))
+                    at = b.gep(column, (1 + n * each) * g.columns * g.lanes)
+                    count = constant(each, "i64")
+                    b.call("pack_block", start, columns, rows, left, count, at, width)
+                continue
+            mask = b.lane_mask(left)
+            for n, output in enumerate(l.outputs):
+                column = b.gep(into, (n * g.unroll + v) * g.lanes)
+                row = l.declared.index(output)
+                b.store(constant(0.0, b.vec), slot)
+                at_bias = b.add(b.add(b.mul(head, g.units), unit), row * m.units)
+                both = l.weight == RECURRENT and output in biased
+                for bias in (bias_x, bias_h) if both else (bias_h,):
+                    with b.when(b.icmp("ne", bias, 0)):
+                        part_ = b.masked_load(b.gep(bias, at_bias), mask)
+                        b.store(b.fadd(b.load(slot), part_), slot)
+                b.store(b.load(slot), column)
+                start = b.gep(source, b.mul(b.add(unit, row * each), rows))
+                at = b.gep(column, g.columns * g.lanes)
+                b.call("pack_block", start, rows, columns, left, inner, at, width)
+
+
+def _print_pack_block(module: Module) -> None:
+    """A column of vectors: element k of unit u is
+    source[u * lane_stride + k * inner_stride].
+    """
+    params = [
+        ("ptr", "source"),
+        ("i64", "lane_stride"),
+        ("i64", "inner_stride"),
+        ("i64", "units"),
+        ("i64", "count"),
+        ("ptr", "packed"),
+        ("i64", "width"),
+    ]
+    b = module.function("pack_block", params, internal=True, inline=False)
+    source, lane_stride, inner_stride, units, count, packed, width = b.args
+    with b.when(b.icmp("eq", lane_stride, 1)) as otherwise:
+        mask = b.lane_mask(units)
+        with b.loop(0, count) as k:
+            b.store(
+                b.masked_load(b.gep(source, b.mul(k, inner_stride)), mask),
+                b.gep(packed, b.mul(k, width)),
+            )
+    with otherwise, b.loop(0, count, b.lanes) as k:
+        inside = b.lane_mask(b.sub(count, k))
+        rows = []
+        for lane in range(b.lanes):
+            exists = b.splat(b.icmp("slt", constant(lane, "i64"), units))
+            at = b.gep(source, b.add(b.mul(lane_stride, lane), k))
+            rows.append(b.masked_load(at, b.and_(inside, exists)))
+        for i, vector in enumerate(b.transpose(rows)):
+            b.store(vector, b.gep(packed, b.mul(b.add(k, i), width)))
