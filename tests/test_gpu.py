@@ -448,9 +448,9 @@ def assert_fits(reports: list[dict[str, Any]]) -> None:
     assert reports
     for report in reports:
         assert report["shared"] <= report["limit"], report
-        # With registers to spare the assembler may still put a few words aside, at its discretion.
-        # What the model answers for is that there are enough.
-        assert report["spilled"] <= (16 if report["registers"] <= 128 else 0), report
+        # With registers to spare the assembler may still put a few words aside, at its discretion,
+        # most of all to stay at 128. What the model answers for is that there are enough.
+        assert report["spilled"] <= (32 if report["registers"] <= 128 else 0), report
 
 
 def test_kernels_compile_without_a_card() -> None:

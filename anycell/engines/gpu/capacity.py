@@ -232,7 +232,8 @@ def tiles(plan: Plan, backward: bool) -> int:
         saved = len(plan.saved) + len(plan.saved_rows) // 2
         return len(cell.gates) + saved + sums + states + 4
     apart = len(cell.gates) - len(cell.fused)  # gates whose two projections are two values
-    return 2 * len(cell.gates) + apart + len(cell.params) + states + 4
+    words = 4 * bool(cell.keeps)  # of random bits, which are drawn at once
+    return 2 * len(cell.gates) + apart + len(cell.params) + states + words + 4
 
 
 def _unrolled(plan: Plan, warps: int) -> int:
