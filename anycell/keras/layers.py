@@ -39,8 +39,6 @@ class Fused:
         obstacle = step if isinstance(step, str) else None
         if training and cell.recurrent_dropout and not self._dropped_by_kernel(step):
             obstacle = _DROPPED
-        elif training and self._drop_in and cell.dropout and _per_gate(cell) and not _projects():
-            obstacle = "in training, implementation=1 drops inputs of every gate on their own"
         return Facts(
             cell=None if isinstance(step, str) else step,
             units=cell.units,
@@ -56,7 +54,7 @@ class Fused:
 
     def _dropped_by_kernel(self, step: Cell | str) -> bool:
         """Whether the kernel can take the masks of recurrent dropout: those of ``hh``."""
-        if isinstance(step, str) or keras.backend.backend() != "tensorflow":
+        if isinstance(step, str) or keras.backend.backend() not in _RUN:
             return False
         masked = [l.outputs for l in step.linears if l.name == RECURRENT]
         return not self._drop_in or masked == [step.gates]
@@ -153,15 +151,6 @@ class Fused:
         if call.reverse:
             outputs = ops.flip(outputs, axis=1)
         return last, outputs, list(final)
-
-
-def _projects() -> bool:
-    """Whether the backend's run takes an input that is projected already."""
-    return keras.backend.backend() == "tensorflow"
-
-
-def _per_gate(cell: Any) -> bool:
-    return getattr(cell, "implementation", 2) == 1
 
 
 def _torch(call: Call, inputs: Inputs) -> Result:
@@ -292,9 +281,8 @@ class LSTM(DropIn, keras.layers.LSTM):
 
     Weights: ``kernel`` ``[in, 4 * units]``, ``recurrent_kernel`` ``[units, 4 * units]``, ``bias``
     ``[4 * units]``, gates in the order i f c o; states ``[h, c]``. Fused on TensorFlow and torch,
-    on the CPU, in training and inference; activations that the cell language has no word for and,
-    on torch, recurrent dropout in training run in Keras's loop. ``layer.engine`` says which, and
-    why.
+    on the CPU, in training and inference; activations that the cell language has no word for run in
+    Keras's loop. ``layer.engine`` says which, and why.
 
     Example:
         >>> layer = LSTM(8, return_sequences=True)

@@ -14,9 +14,9 @@ def run(call: Call, inputs: Inputs) -> Result:
     x, mask, resets = inputs.x, inputs.mask, inputs.resets
     if call.reverse:  # there, only the second of two directions runs backwards
         x, mask, resets = (t if t is None else t.flip(0) for t in (x, mask, resets))
-    hh, linears = inputs.recurrent_kernel, dict(inputs.linears)
+    hh, linears, dropped = inputs.recurrent_kernel, dict(inputs.linears), inputs.recurrent_mask
     weights = steps.Weights(
-        inputs.kernel.T,
+        None if inputs.kernel is None else inputs.kernel.T,
         None if hh is None else hh.T,
         inputs.bias,
         inputs.recurrent_bias,
@@ -29,6 +29,7 @@ def run(call: Call, inputs: Inputs) -> Result:
         masked_output="repeat" if call.repeat else "zero",
         training=call.training,
         seed=0 if inputs.seed is None else int(inputs.seed),
+        recurrent_mask=None if dropped is None else dropped.contiguous(),
     )
     initial = tuple(state.unsqueeze(0) for state in inputs.initial)
     given = steps.Inputs(x, inputs.static, initial, None, [weights])

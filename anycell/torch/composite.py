@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anycell.engines import reference
-from anycell.lang.cell import RECURRENT, Cell, Linear
+from anycell.lang.cell import RECURRENT, Cell, Linear, with_recurrent_mask
 
 States = tuple[Tensor, ...]
 Sizes = tuple[tuple[str, int], ...]
@@ -24,11 +24,12 @@ class Weights(NamedTuple):
     """What one direction of one layer learns.
 
     Attributes:
+        ih: None where the input comes projected.
         params: the cell's, in its order.
         linears: of further matmuls inside a step, by the names that the reference engine reads.
     """
 
-    ih: Tensor
+    ih: Tensor | None
     hh: Tensor | None = None
     bias_ih: Tensor | None = None
     bias_hh: Tensor | None = None
@@ -50,6 +51,8 @@ class Options(NamedTuple):
         masked_output: "zero" or "repeat".
         training: whether random masks are drawn, from ``seed``.
         checkpoint: of the fused engine, see ``layer.Options``.
+        recurrent_mask: ``[B, size]`` or ``[G, B, size]``, multiplies what enters the recurrent
+            matmul, in all directions; no gradient flows to it.
     """
 
     mask: Tensor | None = None
@@ -58,6 +61,7 @@ class Options(NamedTuple):
     training: bool = False
     seed: int = 0
     checkpoint: str | int | None = None
+    recurrent_mask: Tensor | None = None
 
 
 class Inputs(NamedTuple):
@@ -84,6 +88,12 @@ class Call(NamedTuple):
     layer: int = 0
     sizes: Sizes = ()
 
+    @property
+    def stepped(self) -> Cell:
+        """The cell that a kernel runs: with a recurrent mask, one that multiplies by it."""
+        mask = self.options.recurrent_mask
+        return self.cell if mask is None else with_recurrent_mask(self.cell, mask.dim() == 3)
+
     def shape(self, linear: Linear) -> tuple[int, ...]:
         """Of the weight of a matmul inside a step."""
         return linear.shape({"H": self.hidden_size, **dict(self.sizes)})
@@ -96,9 +106,13 @@ def composite(call: Call, inputs: Inputs) -> tuple[Tensor, States]:
         x = torch.where(options.mask.unsqueeze(-1), x, torch.zeros_like(x))
     outputs, finals = [], []
     for d, w in enumerate(inputs.weights):
+        if w.ih is not None:
+            gates = F.linear(x, w.ih, w.bias_ih)
+        else:
+            gates = x if w.bias_ih is None else x + w.bias_ih
         output, final = reference.run(
             cell,
-            F.linear(x, w.ih, w.bias_ih),
+            gates,
             {"hh": w.hh, "hh_bias": w.bias_hh, **dict(w.linears)},
             inputs.initial and [s[d] for s in inputs.initial],
             dict(zip(cell.param_names, w.params, strict=True)),
@@ -107,6 +121,7 @@ def composite(call: Call, inputs: Inputs) -> tuple[Tensor, States]:
             resets=options.resets,
             reset_state=inputs.reset and [s[d] for s in inputs.reset],
             masked_output=options.masked_output,
+            recurrent_mask=options.recurrent_mask,
             reverse=d == 1,
             training=options.training,
             seed=options.seed,

@@ -60,7 +60,7 @@ def layer(call: Call, inputs: Inputs) -> tuple[Tensor, States]:
     if compiled():  # the graph breaks here
         return torch.compiler.disable(layer)(call, inputs)
     if not (traced() or transformed()):
-        plan = fused_plan(call.cell, call.hidden_size, inputs.weights[0].ih, call.sizes)
+        plan = fused_plan(call.stepped, call.hidden_size, inputs.x, call.sizes)
         if isinstance(plan, Plan) and _memory(inputs):
             with span(call.cell, "forward"):
                 return fused.run(call, plan, inputs)

@@ -217,7 +217,8 @@ def _weights(call: Call, inputs: Inputs) -> list[layer.Weights]:
     gates, static, weights = len(cell.gates) * size, inputs.static, []
     declared, first = [s.initial for s in cell.states], dict(call.sizes).get(symbol, size)
     for d, w in enumerate(inputs.weights):
-        _expect("weight_ih", w.ih, gates, inputs.x.shape[2])
+        if w.ih is not None:
+            _expect("weight_ih", w.ih, gates, inputs.x.shape[2])
         hh = w.hh if w.hh is None else _expect("weight_hh", w.hh, gates, first)
         params = [_expect(*p, size) for p in zip(cell.param_names, w.params, strict=True)]
         one = layer.Weights(
@@ -230,6 +231,7 @@ def _weights(call: Call, inputs: Inputs) -> list[layer.Weights]:
             initial=declared if inputs.initial is None else [s[d] for s in inputs.initial],
             reset=None if inputs.reset is None else [s[d].contiguous() for s in inputs.reset],
             static=static if static is None else static.contiguous(),
+            recurrent_mask=call.options.recurrent_mask,
             reverse=d == 1,
         )
         weights.append(one)

@@ -172,7 +172,7 @@ def run(call: Call, inputs: Inputs) -> tuple[Tensor, States] | None:
     """A layer as an operator; None where the fused engine does not run it."""
     cell, options, x = call.cell, call.options, inputs.x
     name = known(cell, call.hidden_size, call.sizes, x)
-    if name is None:
+    if name is None or options.recurrent_mask is not None:
         return None
     initial, reset = inputs.initial is not None, inputs.reset is not None
     layout = fused.Form(call, None, len(inputs.weights), initial, reset)  # type: ignore[arg-type]
