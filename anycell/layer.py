@@ -85,7 +85,7 @@ class Weights:
     """One direction of one layer; None where absent. Also what ``backward`` returns.
 
     Attributes:
-        ih: ``[G*H, I]``; None where the input comes projected.
+        ih: ``[G*H, I]``; None where the input comes projected, in one direction.
         hh: ``[G*H, size of the first state]``, of any strides if one of them is 1; None for a cell
             without a recurrent matmul.
         bias_ih, bias_hh: ``[G*H]``.

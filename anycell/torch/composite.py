@@ -24,7 +24,7 @@ class Weights(NamedTuple):
     """What one direction of one layer learns.
 
     Attributes:
-        ih: None where the input comes projected.
+        ih: None where the input comes projected, in one direction.
         params: the cell's, in its order.
         linears: of further matmuls inside a step, by the names that the reference engine reads.
     """
