@@ -3,7 +3,7 @@
 Arrays belong to the framework and come through a small ``Host``; kernels see their addresses. The
 input projection and the weight gradients are large matmuls and go to the framework's own library,
 in chunks of time, so that the buffer between them and the recurrence stays in the cache and never
-becomes as long as the sequence. An input projection that is small the kernel does (``_inputs``).
+becomes as long as the sequence. An input projection that is small the kernel does (``projects``).
 
 Time-major throughout: ``x [T, B, I]``, outputs ``[T, B, D*H]`` with D directions side by side.
 """
@@ -230,9 +230,10 @@ def _form(
     single = project and steps == 1 and alone and not resets
     width = len(cell.gates) * plan.hidden_size
     at_once = chunk >= steps and (single or _padded(plan, width) == width)
+    forward = kernel.projecting is not None
     inputs = 0
-    if entering and not single:
-        inputs = _inputs(kernel, plan, steps * batch, entering, sparse)
+    if entering and forward and not single and projects(plan, steps * batch, entering, sparse):
+        inputs = entering
     work = chunk * batch * max(0 if single else kernel.work + width * inputs, 64 * plan.hidden_size)
     # Of a mask with many holes the typical step has few rows, and many steps fewer still.
     rows = batch // 4 if sparse else batch
@@ -265,19 +266,21 @@ def _form(
     return _Form(kernel, chunk, inputs, at_once, single, threads, sizes, constants, tables)
 
 
-def _inputs(kernel: cpu.Kernel, plan: Plan, rows: int, inputs: int, sparse: bool) -> int:
-    """How many inputs the kernel multiplies itself: all or none of them.
+def projects(plan: Plan, rows: int | None, inputs: int, sparse: bool = False) -> bool:
+    """Whether the forward kernel had better multiply so many inputs itself, for so many rows of all
+    steps (None: not known yet).
 
     The projection of all steps at once reads its weight once, but writes the gates to memory and
     has the kernel read them there. Where both weights stay in a core's own cache, the kernel had
     better multiply the input too; if there is the work to make up for packing one more weight.
     And so it had where a mask has many holes, which the projection of all steps cannot leave out.
     """
-    if kernel.projecting is None or rows < WORTH_PACKING:
-        return 0
-    both = len(plan.cell.gates) * plan.hidden_size * (inputs + kernel.projecting.inner)
+    recurrent = cpu.compiled(plan).projecting
+    if recurrent is None or (rows is not None and rows < WORTH_PACKING):
+        return False
+    both = len(plan.cell.gates) * plan.hidden_size * (inputs + recurrent.inner)
     # The rows need room there too.
-    return inputs if sparse or both * plan.itemsize <= 0.7 * NEAR_CACHE else 0
+    return sparse or both * plan.itemsize <= 0.7 * NEAR_CACHE
 
 
 def _sparse(mask: Array | None) -> bool:

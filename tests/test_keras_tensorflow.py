@@ -107,6 +107,51 @@ def test_unknown_shapes_in_one_graph(rng: np.random.Generator) -> None:
     assert graph.experimental_get_tracing_count() == 1
 
 
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", ["LSTM", "PeepholeLSTM", "ZoneoutLSTM", "RNN"])
+def test_an_input_that_the_kernel_projects(
+    name: str, graph: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does where there is more to do than in a test."""
+    from anycell import layer as layers
+
+    asked = []
+    monkeypatch.setattr(layers, "projects", lambda *_: asked.append(1) or True)
+    layers._form.cache_clear()
+    for go_backwards in (False, True):
+        layer = ak.RNN(
+            getattr(cells, name), 6, return_sequences=True, return_state=True,
+            go_backwards=go_backwards, dtype="float64",
+        )  # fmt: skip
+        given = random_inputs(layer, (3, 5, 2), rng, masked=True)
+        assert_right(solve(layer, **given, graph=graph), oracle(layer, **given), "float64")
+    assert asked
+    layers._form.cache_clear()
+
+
+def test_second_derivatives_through_a_projection_in_the_kernel(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from anycell import layer as layers
+
+    layer, x = ak.LSTM(4, dtype="float64"), tf.constant(rng.normal(size=(2, 5, 3)))
+    found = []
+    for inside in (False, True):
+        monkeypatch.setattr(layers, "projects", lambda *_, inside=inside: inside)
+        layers._form.cache_clear()
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                total = tf.reduce_sum(layer(x) ** 2)
+            first = inner.gradient(total, [x, layer.cell.kernel])
+            size = sum(tf.reduce_sum(g**2) for g in first)
+        found.append(outer.gradient(size, [x, layer.cell.kernel, layer.cell.recurrent_kernel]))
+    layers._form.cache_clear()
+    for ours, right in zip(*found, strict=True):
+        assert_close(ours.numpy(), right.numpy(), "float64", "gradient")
+
+
 def test_inside_a_while_loop_and_a_condition(rng: np.random.Generator) -> None:
     layer, x = ak.LSTM(4), data(rng, 2, 5, 3)
     layer(x)

@@ -33,11 +33,11 @@ def by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Callable[[], 
     def call(who: str, function: Callable[[], Any]) -> Any:
         asked = []
 
-        def inputs(kernel: Any, plan: Any, rows: int, inputs: int, sparse: bool) -> int:
+        def projects(*_: Any) -> bool:
             asked.append(who)
-            return inputs if who == "kernel" and kernel.projecting else 0
+            return who == "kernel"
 
-        monkeypatch.setattr(layers, "_inputs", inputs)
+        monkeypatch.setattr(layers, "projects", projects)
         layers._form.cache_clear()
         found = function()
         assert asked, "no layer has run on the kernels"
@@ -109,13 +109,12 @@ def test_same_bits(by: Any, seed: int) -> None:
 def test_who_projects() -> None:
     """The kernel, if both weights stay in a core's own cache and there is work for packing one."""
     chosen = plan(cells.LSTM, 128)
-    kernel = cpu.compiled(chosen)
-    assert layers._inputs(kernel, chosen, 96 * 128, 128, sparse=False) == 128
-    assert layers._inputs(kernel, chosen, 96 * 128, 1024, sparse=False) == 0
-    assert layers._inputs(kernel, chosen, 96 * 128, 1024, sparse=True) == 1024
-    assert layers._inputs(kernel, chosen, 20, 128, sparse=True) == 0
-    chosen = plan(cells.GRU, 128)
-    assert layers._inputs(cpu.compiled(chosen), chosen, 96 * 128, 128, sparse=True) == 0
+    assert layers.projects(chosen, 96 * 128, 128)
+    assert layers.projects(chosen, None, 128)
+    assert not layers.projects(chosen, 96 * 128, 1024)
+    assert layers.projects(chosen, 96 * 128, 1024, sparse=True)
+    assert not layers.projects(chosen, 20, 128, sparse=True)
+    assert not layers.projects(plan(cells.GRU, 128), 96 * 128, 128, sparse=True)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

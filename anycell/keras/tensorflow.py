@@ -1,11 +1,12 @@
 """A layer on TensorFlow: its own matmuls around the fused kernels, which see its tensors' memory.
 
-The input projection and the weight gradients are operations of TensorFlow's; it leaves out those
-that nobody asks for. The recurrence between them is one operation of ours with a gradient. In eager
-mode its kernels are called at once. In a graph they stand behind ``tf.numpy_function``, which is
-public, runs wherever TensorFlow does, and hands memory over in both directions without a copy where
-it begins on a cache line; ours always does. What the backward pass reads are outputs of that
-operation, so that loops, replicas and pruning treat it like any other tensor.
+The input projection, where it is not so small that the kernel does it, and the gradients of input
+and weights are operations of TensorFlow's; it leaves out those that nobody asks for. The recurrence
+between them is one operation of ours with a gradient. In eager mode its kernels are called at once.
+In a graph they stand behind ``tf.numpy_function``, which is public, runs wherever TensorFlow does,
+and hands memory over in both directions without a copy where it begins on a cache line; ours always
+does. What the backward pass reads are outputs of that operation, so that loops, replicas and
+pruning treat it like any other tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from anycell.keras.composite import composite
 from anycell.keras.host import LINE, AlignedHost
 from anycell.keras.rule import planned
 from anycell.lang.cell import RECURRENT, Linear, with_recurrent_mask
-from anycell.plan import plan
+from anycell.plan import Plan, plan
 
 Array = npt.NDArray[Any]
 
@@ -80,19 +81,19 @@ def run(call: Call, inputs: Inputs) -> Result:
         return composite(call, inputs)
     if mask is not None:  # NaN under a mask must not reach a gradient
         x = tf.where(tf.expand_dims(mask, -1), x, tf.zeros((), x.dtype))
-    gates = x
-    if inputs.kernel is not None:
-        gates = tf.matmul(_rows(x), inputs.kernel)
-        gates = tf.reshape(gates, [*_sizes(x, 2), gates.shape[-1]])
+    kernel, own = inputs.kernel, _plan(call, inputs)
+    if kernel is not None and not layer.projects(own, _count(x), x.shape[-1]):
+        gates = tf.matmul(_rows(x), kernel)
+        x, kernel = tf.reshape(gates, [*_sizes(x, 2), gates.shape[-1]]), None
     flags = (
         None if mask is None else tf.cast(mask, tf.uint8),
         None if resets is None else tf.cast(resets, tf.uint8),
         inputs.seed,
         inputs.recurrent_mask,
     )
-    projected = inputs._replace(x=gates, kernel=None)
-    given, spread = _flatten(projected)
-    recurrence = _Recurrence(call, spread, projected, flags)
+    entering = inputs._replace(x=x, kernel=kernel)
+    given, spread = _flatten(entering)
+    recurrence = _Recurrence(call, own, spread, entering, flags)
     # Whether anyone will ask for a gradient is not known; without a tape in sight it is unlikely,
     # and the backward pass then runs the forward pass again.
     keep = call.training or record.could_possibly_record()
@@ -117,6 +118,20 @@ def _tensors(inputs: Inputs) -> Inputs:
     return tf.nest.map_structure(
         lambda t: t if t is None or isinstance(t, str) else tf.convert_to_tensor(t), inputs
     )
+
+
+def _plan(call: Call, inputs: Inputs) -> Plan:
+    """Of the cell that the kernel runs: with masks on what recurs, one that multiplies by them."""
+    cell, masks = call.cell, inputs.recurrent_mask
+    if masks is not None:
+        cell = with_recurrent_mask(cell, len(masks.shape) == 3)
+    return plan(cell, call.hidden_size, inputs.x.dtype.name, "cpu", dict(call.sizes))
+
+
+def _count(x: Tensor) -> int | None:
+    """Rows of all steps, if they are known before the graph runs."""
+    steps, rows = x.shape[:2]
+    return None if steps is None or rows is None else steps * rows
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -199,21 +214,21 @@ def _second(
 
 
 class _Recurrence:
-    """The steps of a layer whose input is projected: kernels on NumPy's views of tensors."""
+    """The steps of a layer, and the input projection if it is the kernel's: on NumPy's views of
+    tensors.
+    """
 
-    def __init__(self, call: Call, spread: Spread, inputs: Inputs, flags: Sequence[Tensor]) -> None:
-        self.call, self.spread, self.inputs = call, spread, inputs
-        cell, dtype = call.cell, inputs.x.dtype.name
-        if inputs.recurrent_mask is not None:
-            cell = with_recurrent_mask(cell, len(inputs.recurrent_mask.shape) == 3)
-        self.plan = plan(cell, call.hidden_size, dtype, "cpu", dict(call.sizes))
+    def __init__(
+        self, call: Call, own: Plan, spread: Spread, inputs: Inputs, flags: Sequence[Tensor]
+    ) -> None:
+        self.call, self.plan, self.spread, self.inputs = call, own, spread, inputs
         self.flags = [flag for flag in flags if flag is not None]
         self.given = [flag is not None for flag in flags]
         self.threads = tf.config.threading.get_intra_op_parallelism_threads() or cpu.pool.threads()
         # Outputs that are zero under a mask are not the hidden states.
         self.apart = call.sequences and inputs.mask is not None and not call.repeat
         # States, besides the first, of whose sequence the backward pass reads.
-        self.others = [name for name in cell.state_names[1:] if name in self.plan.states]
+        self.others = [name for name in call.cell.state_names[1:] if name in own.states]
 
     # -- on tensors --------------------------------------------------------------------------------
 
@@ -252,13 +267,13 @@ class _Recurrence:
             ends, own = args[last : last + len(arriving)], args[last + len(arriving) :]
             return self._backward(args[:first], args[first:last], ends, own)
 
-        cell, given = self.plan.cell, self.inputs
+        call, cell, given = self.call, self.plan.cell, self.inputs
         factors = [self._factors(linear) for linear in cell.linears]
         count = 1 + len(cell.params) + len(cell.states) + (given.static is not None)
         count += sum(outputs + operand for outputs, operand in factors)
         found = iter(self._call(compute, [*flat, *self.flags, *arriving, *kept], count))
         dgates = next(found)
-        dgates.set_shape(given.x.shape)
+        dgates.set_shape([*given.x.shape[:2], len(cell.gates) * call.hidden_size])
         params = tuple([next(found) for _ in cell.params])
         initial = tuple([next(found) for _ in cell.states])
         static = None if given.static is None else next(found)
@@ -274,9 +289,14 @@ class _Recurrence:
             name: _declared(declared[name.removesuffix("_bias")], own, int(name in columns))
             for name, own in parts.items()
         }
+        dx, dkernel = dgates, None
+        if given.kernel is not None:
+            x, kernel = flat[:2]
+            dx = tf.reshape(tf.matmul(rows, kernel, transpose_b=True), tf.shape(x))
+            dkernel = tf.matmul(_rows(x), rows, transpose_a=True)
         grads = Inputs(
-            dgates,
-            None,
+            dx,
+            dkernel,
             weights.get(RECURRENT),
             None if given.bias is None else tf.reduce_sum(rows, axis=0),
             weights.get(f"{RECURRENT}_bias"),
@@ -351,7 +371,10 @@ class _Recurrence:
         arriving: Sequence[Array],
         kept: Sequence[Array],
     ) -> list[Array]:
-        gates, weights, options = self._arguments(flat, flags)
+        x, weights, options = self._arguments(flat, flags)
+        # The gradient of the gates is asked for, as if they had been projected outside.
+        weights.ih, width = None, len(self.call.cell.gates) * self.call.hidden_size
+        gates = np.broadcast_to(x[:, :, :1], (*x.shape[:2], width))
         hidden, values, *others = kept
         sequences = dict(zip(self.others, others, strict=True))
         states = [sequences.get(name) for name in self.call.cell.state_names]
@@ -368,13 +391,13 @@ class _Recurrence:
     ) -> tuple[Array, layer.Weights, layer.Options]:
         given, call, later = self.spread(flat), self.call, iter(flags)
         mask, resets, seed, dropped = [next(later) if there else None for there in self.given]
-        hh, reset = given.recurrent_kernel, None
+        ih, hh, reset = given.kernel, given.recurrent_kernel, None
         if resets is not None:
             resets = resets if mask is None else resets & mask
             states, dtype = call.cell.states, self.plan.dtype
             reset = [np.full(call.size(s.size), s.initial, dtype) for s in states]
         weights = layer.Weights(
-            ih=None,
+            ih=None if ih is None else ih.T,
             hh=None if hh is None else hh.T,
             bias_ih=given.bias,
             bias_hh=given.recurrent_bias,
