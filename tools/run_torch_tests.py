@@ -5,7 +5,7 @@
 PYTORCH is a checkout of pytorch/pytorch, best of the installed version; their tests need `pip
 install expecttest hypothesis`. Nothing is fetched, and nothing of theirs is kept here: their files
 are collected where they lie, after ``torch.nn.LSTM`` and its like have been replaced. Half an hour
-of one core goes into second derivatives; `-k "not grad"` leaves out most of it.
+of one core goes into second derivatives of LSTM; `-k "not gradgrad_nn_LSTM"` leaves that out.
 
 Of their tests those count that speak of recurrent layers or packed sequences, by name or in their
 text. None of them is left out; what they skip themselves, for want of a GPU, is listed at the end.
