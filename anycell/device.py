@@ -2,22 +2,31 @@
 
 Arrays come through the ``Host`` of ``anycell.engines.gpu``. Directions run one after the other, in
 chunks of time: the input projection of a chunk, its steps; backward its steps, then the matmuls for
-the gradients of weights and input. Gradients that add up over chunks are float32 in any dtype.
+the gradients of weights and input. Gradients that add up over chunks are float32 in any dtype. With
+checkpoints both passes go segment by segment, and all segments of a direction share their memory.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from anycell.engines import gpu
 from anycell.engines.gpu import Call, Form, Host, Span, capacity
 from anycell.engines.gpu.step import Step, print_step, staged
 from anycell.engines.gpu.text import Printed, apart, keeps
 from anycell.lang.cell import RECURRENT, Linear
-from anycell.layer import Options, Saved, Weights, reset_values
+from anycell.layer import (
+    Chunk,
+    Options,
+    Saved,
+    Weights,
+    chunk_steps,
+    reset_values,
+    segment_steps,
+)
 from anycell.plan import Plan, is_narrow
 
 Array = Any
@@ -66,91 +75,48 @@ def forward(
 ) -> tuple[Array, list[Array], Saved | None]:
     """Runs a layer; arguments and results are those of ``anycell.layer.forward``.
 
-    The plan is one for engine "gpu", and all arrays are on the device, of the plan's dtype.
+    The plan is one for engine "gpu", and all arrays are on the device, of the plan's dtype. Of
+    what is kept at the borders of segments all states but the first are float32, as they are
+    between two steps.
     """
     if options.mask is not None and options.resets is not None:
         options = replace(options, resets=options.resets & options.mask)
     steps, batch = x.shape[0], x.shape[1]
     widths = [plan.sizes[s.size] for s in plan.cell.states]
-    first, directions = widths[0], len(weights)
+    directions, both = len(weights), len(weights) * widths[0]
+    segment = _segment(plan, x, options) if keep else steps
+    borders, count = segment < steps, -(-steps // max(1, segment))
+    # Outputs zeroed under a mask are not the hidden states: these then need memory of their own.
     zeroed = options.mask is not None and not options.repeat
-    slots = steps + 1 + any(w.reverse for w in weights)
-    hidden = host.empty((slots, batch, directions * first))
-    out = host.empty((steps, batch, directions * first)) if zeroed else hidden[1 : steps + 1]
-    saved = Saved(x, weights, options, hidden, [], [], [])
+    hidden = out = None
+    if not (zeroed and borders):
+        hidden = host.empty((steps + 1 + any(w.reverse for w in weights), batch, both))
+        out = hidden[1 : steps + 1]
+    if zeroed:
+        out = host.empty((steps, batch, both))
     finals = [host.empty((directions, batch, width)) for width in widths]
-    for d in range(directions):
-        for states, final in zip(finals, _forward(host, plan, saved, d, out, keep), strict=True):
-            states[d] = final
-    return out, finals, saved if keep else None
-
-
-def _forward(host: Host, plan: Plan, saved: Saved, d: int, out: Array, keep: bool) -> list[Array]:
-    """One direction; adds to ``saved`` what is kept of it, and returns the final states."""
-    x, w, options, cell = saved.x, saved.weights[d], saved.options, plan.cell
-    steps, batch, reverse = x.shape[0], x.shape[1], w.reverse
-    form = _form(host, plan, w, options, backward=False, keep=keep)
-    widths = [plan.sizes[s.size] for s in cell.states]
-    column, sign = d * widths[0], -1 if reverse else 1
-    values = _constants(host, plan, w, options, d)
-    saved.hidden[steps + 1 if reverse else 0, :, column : column + widths[0]] = w.initial[0]
-    sequences: list[Array | None] = [None]
-    for i, width in enumerate(widths[1:], 1):
-        work = values[f"work{i}"] = host.empty((2, batch, width), wide=True)
-        work[0] = w.initial[i]
-        sequence = host.empty((steps + 1, batch, width)) if keeps(plan, form, i) else None
-        if sequence is not None:
-            sequence[steps if reverse else 0] = w.initial[i]
-        sequences.append(sequence)
+    saved = Saved(x, weights, options, hidden, [], [], [])
+    if borders:
+        saved.hidden = host.empty((count, batch, both))
     if options.resets is not None:
-        saved.reset.append(reset_values(host.empty, plan, w))
-        _point_resets(values, saved.reset[-1])
-    kept = host.empty((steps, batch, _saved_width(plan))) if keep else None
-    values |= _products(host, plan, form, batch)
-    width = len(cell.gates) * plan.hidden_size
-    matrices = [_used(host, plan, l, w.matmul(l)[0]) for l in cell.linears]
-
-    kernels, turn = _kernels(host, plan, form, batch), 0
-    values |= _exchange(host, plan, kernels, batch)
-    projected: Array | None = None
-    limit = CHUNK_BYTES if w.ih is not None else 1 << 62
-    for done, count in gpu.chunks(steps, batch * width * plan.itemsize, limit):
-        begin = steps - done - count if reverse else done
-        time = begin + count - 1 if reverse else begin
-        spans = {"state0": Span(saved.hidden, steps + 1 - done if reverse else done, sign, column)}
-        for i, sequence in enumerate(sequences):
-            if sequence is not None:
-                spans[f"state{i}"] = Span(sequence, steps - done if reverse else done, sign)
-        spans["x"] = Span(x, time, sign)
-        if w.ih is not None:
-            if projected is None:
-                projected = host.empty((count, batch, width))
-            rows = x[begin : begin + count].reshape(count * batch, x.shape[2])
-            into = projected[:count].reshape(count * batch, width)
-            host.matmul(rows, host.turned(w.ih), into)
-            spans["x"] = Span(projected, time - begin, sign)
-        if form.apart:
-            spans["out"] = Span(out, time, sign, column)
-        if kept is not None:
-            spans["saved"] = Span(kept, time, sign)
-        spans |= _flags(options, time, sign)
-        values["turn"] = turn
-        if "done" in values:
-            values["done"] = done
-        call = Call(
-                host, plan, form, values, spans, matrices, batch, count,
-                _draws(options, d, time, sign, form),
-            )  # fmt: skip
-        if batch:
-            turn += gpu.run(kernels, call)
-    if keep:
+        saved.reset += [reset_values(host.empty, plan, w) for w in weights]
+    for d, w in enumerate(weights):
+        run = _Forward(host, plan, saved, d, segment, keep, hidden)
+        sequences, values = run.states, run.kept
+        if borders:
+            wide = [host.empty((count, batch, width), wide=True) for width in widths[1:]]
+            sequences, values = [None, *wide], host.empty((0, batch, saved_width(plan)))
         saved.states.append(sequences)
-        saved.values.append(kept)
-    end = 1 if reverse else steps
-    final = [host.rounded(saved.hidden[end, :, column : column + widths[0]], copy=True)]
-    return final + [
-        host.rounded(values[f"work{i}"][turn & 1], copy=True) for i in range(1, len(widths))
-    ]
+        saved.values.append(values)
+        states: Sequence[Array | float] = w.initial
+        for slot, begin in enumerate(range(0, max(1, steps), max(1, segment))):
+            if borders:
+                for array, value in zip(_border(saved, d, slot, widths[0]), states, strict=True):
+                    array[:] = value
+            states = run.advance(begin, min(begin + segment, steps), states, out)
+        for final, state in zip(finals, states, strict=True):
+            final[d] = state
+    return out, finals, saved if keep else None
 
 
 def backward(
@@ -169,118 +135,293 @@ def backward(
     dx = host.empty(tuple(x.shape)) if need_x or not project else None
     if dy is None:
         dy = host.zeros((1, x.shape[1], saved.hidden.shape[2]))
-    found = [
-        _backward(host, plan, saved, d, dy, dfinal[d], dx, need_weights)
-        for d in range(len(weights))
-    ]
+    found = []
+    for d in range(len(weights)):
+        run = _Backward(host, plan, saved, d, dfinal[d], need_weights)
+        for begin, end, memory in run.parts():
+            run.advance(begin, end, memory, dy, dx)
+        found.append(run.result())
     return dx, found
 
 
-def _backward(
-    host: Host,
-    plan: Plan,
-    saved: Saved,
-    d: int,
-    dy: Array,
-    dfinal: Sequence[Array | None],
-    dx: Array | None,
-    need_weights: bool,
-) -> Weights:
-    """One direction. Its part of ``dx`` overwrites that, or adds to what the first one left."""
-    x, w, options, cell = saved.x, saved.weights[d], saved.options, plan.cell
-    steps, batch, reverse = x.shape[0], x.shape[1], w.reverse
-    form = _form(host, plan, w, options, backward=True)
-    kernels = _kernels(host, plan, form, batch)
-    widths = [plan.sizes[s.size] for s in cell.states]
-    column, sign = d * widths[0], 1 if reverse else -1  # against the direction
-    width, project = len(cell.gates) * plan.hidden_size, w.ih is not None
-    values = _constants(host, plan, w, options, d) | _exchange(host, plan, kernels, batch)
-    if saved.reset:
-        _point_resets(values, saved.reset[d])
-    for i, (size, given) in enumerate(zip(widths, dfinal, strict=True)):
-        values[f"dstate{i}"] = host.zeros((2, batch, size), wide=True)
-        if given is not None:
-            values[f"dstate{i}"][0] = given
-        if saved.reset:
-            values[f"dreset{i}"] = host.zeros((batch, size), wide=True)
-    if cell.params:
-        values["dparam"] = host.zeros(
-            (_row_blocks(kernels, batch), len(cell.params) * plan.hidden_size), wide=True
-        )
-    if cell.static is not None:
-        values["dstatic"] = host.zeros((batch, plan.hidden_size), wide=True)
-    values |= _products(host, plan, form, batch)
-    sums = _Sums(host, plan, w, need_weights)
-    matrices = [_used(host, plan, l, w.matmul(l)[0]) for l in cell.linears]
-    for i, sequence in enumerate(saved.states[d]):
-        if sequence is not None:
-            values[f"state{i}__next"] = -sign * host.strides(sequence)[0]
-    values["state0__next"] = -sign * host.strides(saved.hidden)[0]
+class _Memory(NamedTuple):
+    """Where the steps of a direction find its states, and leave what the backward pass reads.
 
-    shared = {k: plan.shares_gradient(l) for k, l in enumerate(cell.linears)}
-    own = {k: apart(plan, form, l) for k, l in enumerate(cell.linears)}
-    buffers: dict[str, Array] = {}
-    turn = 0
-    for done, count in gpu.chunks(steps, batch * width * plan.itemsize, CHUNK_BYTES):
-        begin = done if reverse else steps - done - count
-        end = begin + count
-        time = begin if reverse else end - 1
-        if not buffers:
-            if project:
-                buffers["dx"] = host.empty((count, batch, width))
-            for k, l in enumerate(cell.linears):
-                if not shared[k]:
-                    size = len(l.outputs) * plan.sizes[l.out_size]
-                    buffers[f"dr{k}"] = host.empty((count, batch, size))
-                if own[k]:
-                    size = plan.sizes[l.in_size]
-                    buffers[f"operand{k}"] = host.empty((count, batch, size))
-        spans = {name: Span(buffer, time - begin, sign) for name, buffer in buffers.items()}
-        if not project:
-            spans["dx"] = Span(dx, time, sign)
-        spans["saved"] = Span(saved.values[d], time, sign)
-        spans["dy"] = Span(dy, *((time, sign) if dy.shape[0] == steps else (0, 0)), column)
-        # The slot of a state before a step, and next to it, where the direction goes, after it.
-        spans["state0"] = Span(saved.hidden, time + 2 * reverse, sign, column)
-        for i, sequence in enumerate(saved.states[d]):
+    Attributes:
+        hidden: the first state, from ``column`` on: the other direction's may be beside it.
+        states, values: of one direction, as in ``Saved``.
+        first: the earliest time that all these are of.
+        steps: of the whole sequence.
+    """
+
+    hidden: Array
+    column: int
+    states: list[Array | None]
+    values: Array | None
+    first: int
+    steps: int
+    reverse: bool
+
+    def slot(self, i: int, done: int) -> int:
+        """Of state i after so many steps."""
+        return (self.steps + (i == 0) - done if self.reverse else done) - self.first
+
+    def spans(self, chunk: Chunk) -> dict[str, Span]:
+        """The states before each step of a chunk, and what is saved of the step."""
+        done = self.steps - 1 - chunk.time if self.reverse else chunk.time
+        found = {"state0": Span(self.hidden, self.slot(0, done), chunk.sign, self.column)}
+        for i, sequence in enumerate(self.states):
             if sequence is not None:
-                spans[f"state{i}"] = Span(sequence, time + reverse, sign)
-        spans |= _flags(options, time, sign)
-        values["turn"] = turn
-        if "done" in values:
-            values["done"] = done
-        if batch:
-            call = Call(
-                host, plan, form, values, spans, matrices, batch, count,
-                _draws(options, d, time, sign, form),
-            )  # fmt: skip
-            turn += gpu.run(kernels, call)
+                found[f"state{i}"] = Span(sequence, self.slot(i, done), chunk.sign)
+        if self.values is not None:
+            found["saved"] = Span(self.values, chunk.time - self.first, chunk.sign)
+        return found
 
-        rows = count * batch
-        dg: Any = (buffers["dx"][:count] if project else dx[begin:end]).reshape(rows, width)  # type: ignore[index]
-        if need_weights:
-            part = None
-            if project:
-                part = x[begin:end]
-                if options.mask is not None:
-                    part = host.masked(part, options.mask[begin:end])
-                part = part.reshape(rows, x.shape[2])
-            shift = 2 * reverse
-            hidden = saved.hidden[begin + shift : end + shift, :, column : column + widths[0]]
-            pairs = []
-            for k, l in enumerate(cell.linears):
-                size = len(l.outputs) * plan.sizes[l.out_size]
-                dr = dg if shared[k] else buffers[f"dr{k}"][:count].reshape(rows, size)
-                operand = buffers[f"operand{k}"][:count] if own[k] else hidden
-                pairs.append((dr, operand.reshape(rows, plan.sizes[l.in_size])))
-            sums.add(dg, part, pairs)
-        if project and dx is not None:
-            into = dx[begin:end].reshape(rows, x.shape[2])
-            (host.matmul_add if d else host.matmul)(dg, w.ih, into)
-    return sums.result(values, turn & 1)
+
+def _border(saved: Saved, d: int, slot: int, first: int) -> list[Array]:
+    """The states of a direction before a segment, kept with checkpoints."""
+    others = [sequence[slot] for sequence in saved.states[d] if sequence is not None]
+    return [saved.hidden[slot, :, d * first : (d + 1) * first], *others]
+
+
+class _Run:
+    """One direction in one pass: its kernels, and what they take in all chunks of time."""
+
+    def __init__(self, host: Host, plan: Plan, saved: Saved, d: int, form: Form) -> None:
+        self.host, self.plan, self.saved, self.d, self.form = host, plan, saved, d, form
+        self.w, self.cell, self.options = saved.weights[d], plan.cell, saved.options
+        self.x, (self.steps, self.batch) = saved.x, saved.x.shape[:2]
+        self.widths = [plan.sizes[s.size] for s in plan.cell.states]
+        self.width = len(plan.cell.gates) * plan.hidden_size
+        self.chunk = chunk_steps(plan, self.steps, self.batch, CHUNK_BYTES)
+        self.kernels = _kernels(host, plan, form, self.batch)
+        self.matrices = [_used(host, plan, l, self.w.matmul(l)[0]) for l in plan.cell.linears]
+        self.values = _constants(host, plan, self.w)
+        self.values |= _exchange(host, plan, self.kernels, self.batch)
+        self.values |= _products(host, plan, form, self.batch)
+        if saved.reset:
+            _point_resets(self.values, saved.reset[d])
+        self.turn = 0  # of buffers that take turns
+        self.done = 0  # steps by which programs that wait for one another have counted
+
+    def chunks(self, begin: int, end: int) -> Iterator[Chunk]:
+        """What lies between so many steps of the direction. The backward pass has the chunks of the
+        forward pass, the last one first, with or without checkpoints: so sums have the same bits.
+        """
+        backward, starts = self.form.backward, range(begin, end, self.chunk)
+        for done in reversed(starts) if backward else starts:
+            count = min(self.chunk, end - done)
+            before = self.steps - done - count if backward else done
+            yield Chunk.of(self.w.reverse is not backward, self.steps, before, count)
+
+    def over(self, array: Array, chunk: Chunk) -> Span:
+        """This direction's columns of an array of all times, or of one for all of them."""
+        time, sign = chunk.time, chunk.sign
+        if array.shape[0] != self.steps:
+            time = sign = 0
+        return Span(array, time, sign, self.d * self.widths[0])
+
+    def run(self, chunk: Chunk, spans: dict[str, Span]) -> None:
+        """The kernels, over the steps of a chunk."""
+        time, sign, options = chunk.time, chunk.sign, self.options
+        flags = {"mask": options.mask, "resets": options.resets}
+        spans |= {name: Span(a, time, sign) for name, a in flags.items() if a is not None}
+        # What random masks count from.
+        draws = (options.seed, 2 * options.stream + self.d, time, sign) if self.form.draw else None
+        self.values["turn"] = self.turn
+        if "done" in self.values:
+            self.values["done"] = self.done
+        call = Call(
+            self.host, self.plan, self.form, self.values, spans, self.matrices, self.batch,
+            chunk.end - chunk.begin, draws,
+        )  # fmt: skip
+        if self.batch:
+            self.turn += gpu.run(self.kernels, call)
+            self.done += call.steps
+
+
+class _Forward(_Run):
+    """The forward pass, for the first time or, from a border on, once more: by the same kernels.
+
+    Args:
+        segment: steps of which it keeps all at once, if it keeps any.
+        hidden: ``Saved.hidden`` of all steps; None for memory of the segment's.
+    """
+
+    def __init__(
+        self, host: Host, plan: Plan, saved: Saved, d: int, segment: int, keep: bool, hidden: Any
+    ) -> None:
+        w = saved.weights[d]
+        super().__init__(host, plan, saved, d, _form(host, plan, w, saved.options, False, keep))
+        batch = self.batch
+        self.whole = hidden is not None
+        if not self.whole:
+            hidden = host.empty((segment + 1 + w.reverse, batch, self.widths[0]))
+        self.hidden = hidden
+        self.states = [
+            host.empty((segment + 1, batch, width)) if i and keeps(plan, self.form, i) else None
+            for i, width in enumerate(self.widths)
+        ]
+        self.kept = host.empty((segment, batch, saved_width(plan))) if keep else None
+        for i, width in enumerate(self.widths[1:], 1):
+            self.values[f"work{i}"] = host.empty((2, batch, width), wide=True)
+        self.projected: Array | None = None
+        if w.ih is not None:
+            self.projected = host.empty((self.chunk, batch, self.width))
+
+    def memory(self, begin: int, end: int) -> _Memory:
+        """For the steps of a segment."""
+        first = self.steps - end if self.w.reverse else begin
+        hidden = self.hidden[first:] if self.whole else self.hidden
+        column = self.d * self.widths[0] if self.whole else 0
+        return _Memory(hidden, column, self.states, self.kept, first, self.steps, self.w.reverse)
+
+    def advance(
+        self, begin: int, end: int, states: Sequence[Array | float], out: Array
+    ) -> list[Array]:
+        """Runs a segment, from the states before it; gives those after it."""
+        memory, host = self.memory(begin, end), self.host
+        self._hidden(memory, begin)[:] = states[0]
+        for i, state in enumerate(states[1:], 1):
+            self.values[f"work{i}"][self.turn & 1] = state
+            sequence = memory.states[i]
+            if sequence is not None:
+                sequence[memory.slot(i, begin)] = state
+        for chunk in self.chunks(begin, end):
+            spans = memory.spans(chunk)
+            spans["x"] = Span(self.x, chunk.time, chunk.sign)
+            if self.projected is not None:
+                count = chunk.end - chunk.begin
+                rows = self.x[chunk.begin : chunk.end].reshape(count * self.batch, self.x.shape[2])
+                into = self.projected[:count].reshape(count * self.batch, self.width)
+                host.matmul(rows, host.turned(self.w.ih), into)
+                spans["x"] = Span(self.projected, chunk.time - chunk.begin, chunk.sign)
+            if self.form.apart:
+                spans["out"] = self.over(out, chunk)
+            self.run(chunk, spans)
+        work = [self.values[f"work{i}"][self.turn & 1] for i in range(1, len(self.widths))]
+        return [self._hidden(memory, end), *work]
+
+    def _hidden(self, memory: _Memory, done: int) -> Array:
+        """The first state after so many steps."""
+        columns = slice(memory.column, memory.column + self.widths[0])
+        return memory.hidden[memory.slot(0, done), :, columns]
+
+
+class _Backward(_Run):
+    """The backward pass, segment by segment from the last."""
+
+    def __init__(
+        self,
+        host: Host,
+        plan: Plan,
+        saved: Saved,
+        d: int,
+        dfinal: Sequence[Array | None],
+        need_weights: bool,
+    ) -> None:
+        w, cell = saved.weights[d], plan.cell
+        super().__init__(host, plan, saved, d, _form(host, plan, w, saved.options, backward=True))
+        values, batch = self.values, self.batch
+        for i, (size, given) in enumerate(zip(self.widths, dfinal, strict=True)):
+            values[f"dstate{i}"] = host.zeros((2, batch, size), wide=True)
+            if given is not None:
+                values[f"dstate{i}"][0] = given
+            if saved.reset:
+                values[f"dreset{i}"] = host.zeros((batch, size), wide=True)
+        if cell.params:
+            rows = _row_blocks(self.kernels, batch)
+            values["dparam"] = host.zeros((rows, len(cell.params) * plan.hidden_size), wide=True)
+        if cell.static is not None:
+            values["dstatic"] = host.zeros((batch, plan.hidden_size), wide=True)
+        self.sums = _Sums(host, plan, w, need_weights)
+        # Of a chunk: gradients of the projected gates, then for each matmul those of its outputs
+        # and what it multiplied, where they are not at hand.
+        sizes = {"dx": self.width} if w.ih is not None else {}
+        for k, l in enumerate(cell.linears):
+            if not plan.shares_gradient(l):
+                sizes[f"dr{k}"] = len(l.outputs) * plan.sizes[l.out_size]
+            if apart(plan, self.form, l):
+                sizes[f"operand{k}"] = plan.sizes[l.in_size]
+        self.buffers = {name: host.empty((self.chunk, batch, n)) for name, n in sizes.items()}
+
+    def parts(self) -> Iterator[tuple[int, int, _Memory]]:
+        """Segment by segment, the last one first: how many steps of the direction are done before
+        and after it, and what the backward pass reads of it, kept or computed again.
+        """
+        saved, d, first, steps = self.saved, self.d, self.widths[0], self.steps
+        segment = _segment(self.plan, self.x, self.options)
+        if segment == steps:
+            kept = saved.hidden, d * first, saved.states[d], saved.values[d]
+            yield 0, steps, _Memory(*kept, 0, steps, self.w.reverse)
+            return
+        again = _Forward(self.host, self.plan, saved, d, segment, True, None)
+        nowhere = self.host.empty((1, *saved.hidden.shape[1:]))
+        for slot in reversed(range(saved.hidden.shape[0])):
+            begin, end = slot * segment, min(slot * segment + segment, steps)
+            again.advance(begin, end, _border(saved, d, slot, first), nowhere)
+            yield begin, end, again.memory(begin, end)
+
+    def advance(self, begin: int, end: int, memory: _Memory, dy: Array, dx: Array) -> None:
+        """Runs a segment. Its part of ``dx`` overwrites that, or adds to what the first direction
+        left.
+        """
+        host = self.host
+        for chunk in self.chunks(begin, end):
+            spans = memory.spans(chunk)
+            for name in set(spans) - {"saved"}:  # from a state before a step to that after it
+                self.values[f"{name}__next"] = -chunk.sign * host.strides(spans[name].array)[0]
+            time = chunk.time - chunk.begin
+            spans |= {name: Span(b, time, chunk.sign) for name, b in self.buffers.items()}
+            if self.w.ih is None:
+                spans["dx"] = Span(dx, chunk.time, chunk.sign)
+            spans["dy"] = self.over(dy, chunk)
+            self.run(chunk, spans)
+            rows = (chunk.end - chunk.begin) * self.batch
+            dg = self._dense("dx", rows) if self.w.ih is not None else dx[chunk.begin : chunk.end]
+            dg = dg.reshape(rows, self.width)
+            if self.sums.need:
+                self._add(chunk, memory, dg)
+            if self.w.ih is not None and dx is not None:
+                into = dx[chunk.begin : chunk.end].reshape(rows, dx.shape[2])
+                (host.matmul_add if self.d else host.matmul)(dg, self.w.ih, into)
+
+    def _dense(self, name: str, rows: int) -> Array:
+        """Those rows of a buffer that a chunk has filled."""
+        buffer = self.buffers[name]
+        return buffer.reshape(self.chunk * self.batch, buffer.shape[2])[:rows]
+
+    def _add(self, chunk: Chunk, memory: _Memory, dg: Array) -> None:
+        """A chunk's part of the gradients of weights."""
+        rows, part = dg.shape[0], None
+        if self.w.ih is not None:
+            part = self.x[chunk.begin : chunk.end]
+            if self.options.mask is not None:
+                part = self.host.masked(part, self.options.mask[chunk.begin : chunk.end])
+            part = part.reshape(rows, part.shape[2])
+        # The first state before each step.
+        begin = chunk.begin - memory.first + 2 * memory.reverse
+        columns = slice(memory.column, memory.column + self.widths[0])
+        hidden = memory.hidden[begin : begin + chunk.end - chunk.begin, :, columns]
+        pairs = []
+        for k in range(len(self.cell.linears)):
+            dr = self._dense(f"dr{k}", rows) if f"dr{k}" in self.buffers else dg
+            own = f"operand{k}" in self.buffers
+            operand = self._dense(f"operand{k}", rows) if own else hidden
+            pairs.append((dr, operand.reshape(rows, operand.shape[-1])))
+        self.sums.add(dg, part, pairs)
+
+    def result(self) -> Weights:
+        """All gradients, after the last segment."""
+        return self.sums.result(self.values, self.turn & 1)
 
 
 # -- what both passes share ------------------------------------------------------------------------
+
+
+def _segment(plan: Plan, x: Array, options: Options) -> int:
+    steps, batch = x.shape[0], x.shape[1]
+    return segment_steps(options.checkpoint, steps, chunk_steps(plan, steps, batch, CHUNK_BYTES))
 
 
 def _form(
@@ -300,7 +441,7 @@ def _form(
     )
 
 
-def _constants(host: Host, plan: Plan, w: Weights, options: Options, d: int) -> dict[str, Any]:
+def _constants(host: Host, plan: Plan, w: Weights) -> dict[str, Any]:
     """Arguments that are the same for all chunks."""
     cell = plan.cell
     values: dict[str, Any] = {f"param{i}": p for i, p in enumerate(w.params)}
@@ -309,18 +450,6 @@ def _constants(host: Host, plan: Plan, w: Weights, options: Options, d: int) -> 
     if cell.hyper:
         values["hyper"] = host.numbers(list(cell.hyper.values()))
     return values
-
-
-def _draws(
-    options: Options, d: int, time: int, sign: int, form: Form
-) -> tuple[int, int, int, int] | None:
-    """What random masks count from."""
-    return (options.seed, 2 * options.stream + d, time, sign) if form.draw else None
-
-
-def _flags(options: Options, time: int, sign: int) -> dict[str, Span]:
-    found = {"mask": options.mask, "resets": options.resets}
-    return {name: Span(a, time, sign) for name, a in found.items() if a is not None}
 
 
 def _products(host: Host, plan: Plan, form: Form, batch: int) -> dict[str, Array]:
@@ -357,9 +486,15 @@ def _point_resets(values: dict[str, Any], restored: Sequence[Array]) -> None:
         values |= {f"reset{i}": value, f"reset{i}__b": row}
 
 
-def _saved_width(plan: Plan) -> int:
+def saved_width(plan: Plan) -> int:
+    """Values that the forward pass saves of a step and row, see ``Saved``."""
     nodes = (*plan.saved, *plan.saved_rows)
     return sum(1 if is_narrow(node) else plan.width(node) for node in nodes)
+
+
+def keeps_state(plan: Plan, i: int) -> bool:
+    """Whether it keeps the sequence of state i > 0, without checkpoints."""
+    return keeps(plan, Form(keep=True), i)
 
 
 def _row_blocks(kernels: Kernels, batch: int) -> int:
@@ -435,4 +570,4 @@ class _Sums:
         )
 
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "keeps_state", "saved_width"]

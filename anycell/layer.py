@@ -173,7 +173,7 @@ class Saved:
     reset: list[list[Array]]
 
 
-class _Span(NamedTuple):
+class Chunk(NamedTuple):
     """Where a chunk lies for one direction: times [begin,
     end), its first step to run, and which way it goes.
     """
@@ -182,6 +182,14 @@ class _Span(NamedTuple):
     end: int
     time: int
     sign: int
+
+    @classmethod
+    def of(cls, reverse: bool, steps: int, done: int, count: int) -> Chunk:
+        """The next so many of all steps, after those that are done."""
+        if reverse:
+            end = steps - done
+            return cls(end - count, end, end - 1, -1)
+        return cls(done, done + count, done, 1)
 
 
 class _Form(NamedTuple):
@@ -223,7 +231,9 @@ def _form(
     threads: int,
 ) -> _Form:
     cell, directions, project = plan.cell, len(reverse), entering is not None
-    chunk = _chunk(plan, steps, batch * directions) if project else max(1, steps)
+    chunk = max(1, steps)
+    if project:
+        chunk = chunk_steps(plan, steps, batch * directions, CHUNK_BYTES)
     # The primitive multiplies by its own kernel always: its bits do not depend on the host.
     alone = [(l.name, l.outputs) for l in cell.linears] == [(RECURRENT, cell.gates)]
     alone = alone and cell.linears[0].operand.op == "state"
@@ -302,10 +312,10 @@ def share(
     return threads, kernel.units_splittable and few and 1 < each <= kernel.tiles
 
 
-def _chunk(plan: Plan, steps: int, rows: int) -> int:
-    """Steps per chunk of the projection."""
+def chunk_steps(plan: Plan, steps: int, rows: int, limit: int) -> int:
+    """Steps per chunk of the projection, such that its gates take about ``limit`` bytes at most."""
     width = len(plan.cell.gates) * plan.hidden_size * plan.itemsize
-    count = max(1, -(-steps * rows * width // CHUNK_BYTES))
+    count = max(1, -(-steps * rows * width // limit))
     return max(1, -(-steps // count))
 
 
@@ -391,11 +401,8 @@ class _Run:
             count = min(chunk, end - done)
             yield self.steps - done - count, count
 
-    def span(self, d: int, done: int, count: int) -> _Span:
-        if self.reverse[d]:
-            end = self.steps - done
-            return _Span(end - count, end, end - 1, -1)
-        return _Span(done, done + count, done, 1)
+    def span(self, d: int, done: int, count: int) -> Chunk:
+        return Chunk.of(self.reverse[d], self.steps, done, count)
 
     def point(
         self, d: int, name: str, array: Array, index: int, sign: int, column: int = 0
@@ -434,7 +441,7 @@ class _Run:
         else:
             out[d] = array[slot, :, column : column + h]
 
-    def point_flags(self, d: int, span: _Span) -> None:
+    def point_flags(self, d: int, span: Chunk) -> None:
         for name, array in (("mask", self.options.mask), ("resets", self.options.resets)):
             if array is not None:
                 address = self.host.pointer(array) + span.time * self.batch
@@ -505,19 +512,22 @@ def check_checkpoint(value: Any) -> str | int | None:
     )
 
 
-def _segment(run: _Run) -> int:
-    """Steps of which the backward pass needs all at once.
+def segment_steps(wished: str | int | None, steps: int, chunk: int) -> int:
+    """Steps of which the backward pass needs all at once, with ``Options.checkpoint``.
 
     They are whole chunks of the projection. So every matmul is the one that it would be without
     checkpoints, and so are the bits; and shorter ones would save nothing beside a chunk's buffer.
     """
-    wished, chunk = run.options.checkpoint, run.form.chunk
     if wished is None:
-        return run.steps
+        return steps
     if wished == "sqrt":
-        wished = math.isqrt(run.steps)
+        wished = math.isqrt(steps)
     assert isinstance(wished, int), wished
-    return min(run.steps, max(1, -(-wished // chunk)) * chunk)
+    return min(steps, max(1, -(-wished // chunk)) * chunk)
+
+
+def _segment(run: _Run) -> int:
+    return segment_steps(run.options.checkpoint, run.steps, run.form.chunk)
 
 
 class _Memory:
@@ -996,6 +1006,16 @@ class _MatmulSum:
                 block = blocks[head, k * out : (k + 1) * out]
                 part = operand[:, head * into : (head + 1) * into]
                 self.host.matmul_add(d[:, column : column + out].T, part, block)
+
+
+def saved_width(plan: Plan) -> int:
+    """Values that the forward pass saves of a step and row, see ``Saved``."""
+    return cpu.compiled(plan, False).saved_width
+
+
+def keeps_state(plan: Plan, i: int) -> bool:
+    """Whether it keeps the sequence of state i > 0, without checkpoints."""
+    return plan.cell.states[i].name in plan.states
 
 
 def reset_values(empty: Callable[[tuple[int, ...]], Array], plan: Plan, w: Weights) -> list[Array]:

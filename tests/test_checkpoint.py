@@ -20,7 +20,7 @@ STEPS, ROWS = 11, 3
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Chunks of two steps: a segment is one chunk or more."""
-    monkeypatch.setattr(layers, "_chunk", lambda *_: 2)
+    monkeypatch.setattr(layers, "chunk_steps", lambda *_: 2)
     layers._form.cache_clear()
     yield
     layers._form.cache_clear()

@@ -289,7 +289,7 @@ def test_chunks_of_time(
         problem["gates_x"][:] = np.nan_to_num(problem["gates_x"])
         right = by_cpu(problem)
         for steps in (1, 2, 3, 7):
-            monkeypatch.setattr(layers, "_chunk", lambda *_, steps=steps: steps)
+            monkeypatch.setattr(layers, "chunk_steps", lambda *_, steps=steps: steps)
             layers._form.cache_clear()
             solution = by_cpu(problem, projected=True)
             d_ih = solution.pop("d weights ih")

@@ -5,6 +5,7 @@ Without a card the kernels run in Triton's interpreter, on tensors of the CPU.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +14,16 @@ import pytest
 from gpu import DEVICE, torch  # before anything else that may import Triton
 
 import anycell
-from anycell import cells
+from anycell import cells, device
 from anycell.engines import vendor
 from anycell.plan import Plan
-from anycell.torch import functional, fused
+from anycell.torch import functional, fused, ops
+from anycell.torch.device import DeviceHost
 
 
-def weight(device: str, dtype: Any) -> Any:
-    """What the choice of an engine asks of a tensor."""
-    return SimpleNamespace(device=SimpleNamespace(type=device), dtype=dtype)
+def weight(kind: str, dtype: Any) -> Any:
+    """What the choice of an engine asks of a tensor on a device of that kind."""
+    return SimpleNamespace(device=SimpleNamespace(type=kind), dtype=dtype)
 
 
 def test_the_device_chooses_the_engine() -> None:
@@ -30,18 +32,18 @@ def test_the_device_chooses_the_engine() -> None:
         assert isinstance(found, Plan)
         assert (found.engine, found.dtype) == ("gpu", str(dtype).removeprefix("torch."))
     assert functional.fused_plan(cells.LSTM, 8, weight("cpu", torch.float32)).engine == "cpu"
-    for device, dtype, why in (
+    for kind, dtype, why in (
         ("cuda", torch.float64, "no fused kernel for torch.float64 on the GPU as yet"),
         ("cpu", torch.bfloat16, "no fused kernel for torch.bfloat16 on the CPU as yet"),
         ("mps", torch.float32, "no fused kernel for device 'mps' as yet"),
     ):
-        assert functional.fused_plan(cells.LSTM, 8, weight(device, dtype)) == why
+        assert functional.fused_plan(cells.LSTM, 8, weight(kind, dtype)) == why
     refused = functional.fused_plan(cells.LSTMP, 8, weight("cuda", torch.float32))
     assert refused == "nothing tells the size P of this cell"
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "_triton", lambda: False)
+    monkeypatch.setattr(fused, "_triton", lambda: False)
     found = functional.fused_plan(cells.LSTM, 8, weight("cuda", torch.float32))
     assert "needs Triton, which is not installed" in found
 
@@ -54,12 +56,9 @@ def test_cudnn_runs_what_it_knows() -> None:
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Layers choose the GPU engine, wherever their tensors are; the passes that it has run."""
     calls: list[str] = []
-
-    def chosen(cell: Any, hidden: int, weight: Any, sizes: Any = ()) -> Plan | str:
-        return fused.plan_of(cell, hidden, weight.dtype, sizes, "gpu")
 
     def recorded(name: str) -> Any:
         function = getattr(fused.device, name)
@@ -71,10 +70,12 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    monkeypatch.setattr(functional, "fused_plan", chosen)
-    engine = SimpleNamespace(forward=recorded("forward"), backward=recorded("backward"))
-    monkeypatch.setattr(fused, "device", engine)
-    return calls
+    monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
+    passes = {name: recorded(name) for name in ("forward", "backward")}
+    monkeypatch.setattr(fused, "device", SimpleNamespace(**{**vars(device), **passes}))
+    ops.Form.plan.cache_clear()
+    yield calls
+    ops.Form.plan.cache_clear()
 
 
 CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
@@ -127,3 +128,60 @@ def test_a_gradient_of_a_gradient(ran: list[str], seed: int) -> None:
     (first,) = torch.autograd.grad(layer(x)[0].square().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     assert "forward" in ran and torch.isfinite(second).all() and second.abs().sum() > 0
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of two steps: a segment is one chunk or more."""
+    monkeypatch.setattr(device, "chunk_steps", lambda *_: 2)
+
+
+HALF = {"dtype": torch.float16}
+CHECKPOINTED: list[tuple[int, Any, dict[str, Any], dict[str, Any]]] = [
+    (3, cells.PeepholeLSTM, {"bidirectional": True, **HALF}, {}),  # c is float32 between steps
+    (3, cells.LSTMP, {"P": 5}, {"resets": True}),
+    (1, cells.ZoneoutLSTM, {"bidirectional": True}, {"mask": True, "resets": True}),
+    (2, cells.LSTM, HALF, {"mask": True, "masked_output": "repeat"}),
+]
+
+
+@pytest.mark.parametrize(("tier", "cell", "options", "arguments"), CHECKPOINTED, ids=str)
+def test_checkpoints(
+    tier: int,
+    cell: Any,
+    options: Any,
+    arguments: Any,
+    ran: list[str],
+    short_chunks: None,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bits of a run that keeps everything."""
+    monkeypatch.setattr(DeviceHost, "tier", tier)
+    torch.manual_seed(seed)
+    layer = anycell.torch.RNN(cell, 3, 18, device=DEVICE, **options)
+    given = dict(arguments)
+    for name in {"mask", "resets"} & given.keys():
+        given[name] = torch.rand(5, 3, device=DEVICE) < 0.6
+    x = torch.randn(5, 3, 3, device=DEVICE, dtype=options.get("dtype"), requires_grad=True)
+    right = results(layer, x, given, seed, fused=True)
+    for layer.checkpoint in (1, 4):
+        for mine, other in zip(results(layer, x, given, seed, fused=True), right, strict=True):
+            assert torch.equal(mine, other)
+
+
+def test_what_checkpoints_keep(ran: list[str], short_chunks: None) -> None:
+    """Besides x and the weights: the states at the borders, and neither output nor saved values."""
+    layer, x = anycell.torch.RNN(cells.LSTM, 3, 5, device=DEVICE), torch.randn(7, 2, 3)
+    own, kept = {id(x), *map(id, layer.parameters())}, []
+    for layer.checkpoint in (None, 4):
+        seen: list[Any] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):  # noqa: B023
+            layer(x.to(DEVICE))
+        kept.append(sorted(t.numel() for t in seen if id(t) not in own))
+    everything, borders = kept
+    assert sum(everything) >= 7 * 2 * 5 * 5
+    assert borders == [0, 2 * 2 * 5, 2 * 2 * 5]

@@ -76,12 +76,21 @@ class DeviceHost:
 
     def numbers(self, values: Sequence[float]) -> Tensor:
         """A float32 tensor."""
-        return torch.tensor(values, dtype=torch.float32, device=self.device)
+        return self._filled(values, torch.float32)
 
     def integers(self, values: Sequence[int]) -> Tensor:
         """An int64 tensor, of numbers taken modulo 2**64."""
         signed = [(v + (1 << 63)) % (1 << 64) - (1 << 63) for v in values]
-        return torch.tensor(signed, dtype=torch.int64, device=self.device)
+        return self._filled(signed, torch.int64)
+
+    def _filled(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """Number by number: a copy from the host would wait for all that is on the stream, and
+        none may be captured in a CUDA graph.
+        """
+        found = torch.empty(len(values), dtype=dtype, device=self.device)
+        for place, value in zip(found, values, strict=True):
+            place.fill_(value)
+        return found
 
     def flags(self, count: int) -> Tensor:
         """So many int32 zeros."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -88,28 +86,14 @@ _ORDINARY = (Tensor, torch.nn.Parameter)
 
 def fused_plan(cell: Cell, hidden_size: int, weight: Tensor, sizes: Sizes = ()) -> Plan | str:
     """The plan of the fused kernel for such weights, or why there is none."""
-    engine = _ENGINES.get(weight.device.type)
-    if engine is None:
-        return f"no fused kernel for device {weight.device.type!r} as yet"
-    if engine == "gpu" and not _triton():
-        return "the GPU engine needs Triton, which is not installed; pip install triton"
-    return fused.plan_of(cell, hidden_size, weight.dtype, sizes, engine)
-
-
-# Which engine has the kernels, by the type of the device.
-_ENGINES = {"cpu": "cpu", "cuda": "gpu"}
-
-
-@functools.cache
-def _triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return fused.plan_on(weight.device.type, cell, hidden_size, weight.dtype, sizes)
 
 
 def memory(x: Tensor | None, dtype: torch.dtype | None = None) -> bool:
     """Whether ``x``, if any, is plain memory on a device with kernels; a FakeTensor is not."""
     return x is None or (
         type(x) in _ORDINARY
-        and x.device.type in _ENGINES
+        and x.device.type in fused.ENGINES
         and x.layout is torch.strided
         and not x.is_neg()
         and (dtype is None or x.dtype is dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,27 @@ from anycell.torch.host import HOSTS, TorchHost
 from anycell.torch.ranges import span
 
 Flat = tuple[Tensor | None, ...]
+
+
+# Which engine has the kernels, by the type of the device.
+ENGINES = {"cpu": "cpu", "cuda": "gpu"}
+
+
+def plan_on(
+    device: str, cell: Cell, hidden_size: int, dtype: torch.dtype, sizes: Sizes = ()
+) -> Plan | str:
+    """The plan of the fused kernel on devices of a type, or why there is none."""
+    engine = ENGINES.get(device)
+    if engine is None:
+        return f"no fused kernel for device {device!r} as yet"
+    if engine == "gpu" and not _triton():
+        return "the GPU engine needs Triton, which is not installed; pip install triton"
+    return plan_of(cell, hidden_size, dtype, sizes, engine)
+
+
+@functools.cache
+def _triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @functools.lru_cache(maxsize=512)
@@ -133,7 +155,7 @@ def _forward(
     call: Call, plan: Plan, inputs: Inputs, keep: bool
 ) -> tuple[Tensor, States, layer.Saved | None]:
     weights, options = _weights(call, inputs), _options(call)
-    engine, host = _engine(plan, inputs.x)
+    engine, host = engine_of(plan, inputs.x)
     with host.active():
         output, finals, saved = engine.forward(host, plan, inputs.x, weights, options, keep=keep)
     # Detached: for autograd they are no views of what is saved.
@@ -153,7 +175,7 @@ def _backward(
     d_output, *d_final = arriving
     if d_output is not None and d_output.stride(2) != 1:
         d_output = d_output.contiguous()
-    engine, host = _engine(form.plan, inputs.x)
+    engine, host = engine_of(form.plan, inputs.x)
     with host.active():
         computed: Any = engine.backward(
             host,
@@ -204,7 +226,7 @@ def _differentiable(
 # -- between torch and the engine ------------------------------------------------------------------
 
 
-def _engine(plan: Plan, x: Tensor) -> tuple[Any, TorchHost | DeviceHost]:
+def engine_of(plan: Plan, x: Tensor) -> tuple[Any, TorchHost | DeviceHost]:
     """The module that runs the plan's layers, and torch's arrays as it wants them."""
     if plan.engine == "gpu":
         return device, host_of(x.dtype, x.device)

@@ -3,7 +3,7 @@
 ``anycell::forward`` and ``anycell::backward`` take lists of tensors, and a text that says which
 cell, and what lies where in the list. A text, because a graph holds no Python objects, and outlives
 the process: cells are found again by a name made of what they compute. Run-time hyperparameters
-come beside it, so that a schedule gives no new graph.
+come beside it, so that a schedule gives no new graph. Which engine runs a call its device decides.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ import torch
 from torch import Tensor
 
 from anycell import cells, layer
-from anycell.engines import cpu
 from anycell.lang.cell import Cell
 from anycell.plan import Plan
 from anycell.torch import fused
 from anycell.torch.composite import Call, Inputs, Options, Sizes, States
-from anycell.torch.host import HOSTS
 from anycell.torch.ranges import span
 
 AVAILABLE = hasattr(torch.library, "register_autograd")  # since PyTorch 2.4
+# Inductor's CUDA graphs (mode="reduce-overhead") must leave our operators out: these replay graphs
+# of their own, whose memory lasts, and look at what kernels have reported. Recent PyTorch has a tag
+# that says so.
+_NO_GRAPHS = getattr(torch.Tag, "cudagraph_unsafe", None)
 _CELLS: dict[str, Cell] = {}
 
 
@@ -37,9 +39,9 @@ def register(cell: Cell) -> None:
 
 def known(cell: Cell, hidden_size: int, sizes: Sizes, x: Tensor) -> str | None:
     """The name of a registered cell that the fused engine runs on such tensors."""
-    if not x.is_cpu or x.dtype not in (torch.float32, torch.float64):
+    if x.is_cuda and _NO_GRAPHS is None:
         return None
-    return _known(cell.name, cell.key, hidden_size, _text(sizes), _dtype(x))
+    return _known(cell.name, cell.key, hidden_size, _text(sizes), _dtype(x), x.device.type)
 
 
 def draws(cell: Cell) -> bool:
@@ -51,10 +53,13 @@ def draws(cell: Cell) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _known(name: str, key: str, hidden_size: int, sizes: str, dtype: str) -> str | None:
+def _known(
+    name: str, key: str, hidden_size: int, sizes: str, dtype: str, device: str
+) -> str | None:
     name = _name(name, key)
     found = _CELLS.get(name)
-    return name if found and isinstance(_plan(found, hidden_size, sizes, dtype), Plan) else None
+    plan = _plan(found, hidden_size, sizes, dtype, device) if found else None
+    return name if isinstance(plan, Plan) else None
 
 
 @torch.compiler.assume_constant_result
@@ -75,8 +80,8 @@ def _sizes(text: str) -> Sizes:
     return tuple([(symbol, int(size)) for symbol, size in pairs])
 
 
-def _plan(cell: Cell, hidden_size: int, sizes: str, dtype: str) -> Plan | str:
-    return fused.plan_of(cell, hidden_size, getattr(torch, dtype), _sizes(sizes))
+def _plan(cell: Cell, hidden_size: int, sizes: str, dtype: str, device: str) -> Plan | str:
+    return fused.plan_on(device, cell, hidden_size, getattr(torch, dtype), _sizes(sizes))
 
 
 def _dtype(x: Tensor) -> str:
@@ -129,7 +134,8 @@ class Form(NamedTuple):
         )  # fmt: skip
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  (of small tuples)
-    def plan(self, hyper: tuple[float, ...]) -> Plan:
+    def plan(self, hyper: tuple[float, ...], device: str) -> Plan:
+        """Of the cell with these hyperparameters, on devices of a type."""
         cell = _CELLS.get(self.cell)
         if cell is None:
             raise RuntimeError(
@@ -138,7 +144,7 @@ class Form(NamedTuple):
             )
         if tuple(cell.hyper.values()) != hyper:
             cell = cell(**dict(zip(cell.hyper, hyper, strict=True)))
-        found = _plan(cell, self.hidden_size, self.sizes, self.dtype)
+        found = _plan(cell, self.hidden_size, self.sizes, self.dtype, device)
         assert isinstance(found, Plan), found
         return found
 
@@ -201,29 +207,29 @@ def run(call: Call, inputs: Inputs) -> tuple[Tensor, States] | None:
 
 def _forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> list[Tensor]:
     named = Form.read(text)
-    form, flat = named.unpack(tensors, named.plan(tuple(hyper)))
+    form, flat = named.unpack(tensors, named.plan(tuple(hyper), tensors[0].device.type))
     with span(form.call.cell, "forward"):
         inputs = form.unflatten(flat)
         output, final, saved = fused._forward(form.call, form.plan, inputs, named.keep)
     if saved is None:
         return [output, *final]
     first = [output, *final, saved.hidden] if named.apart else [saved.hidden, *final]
-    kept = _kept(form, named)
+    kept = _kept(named, form.plan, inputs.x)
     states = [own[i] for own in saved.states for i in kept]
     return [*first, *saved.values, *[s for s in states if s is not None]]
 
 
-def _kept(form: fused.Form, named: Form) -> list[int]:
-    """Of which states besides the first the backward pass reads what is kept."""
-    states, plan = form.call.cell.states, form.plan
-    every = named.checkpoint != "-"
-    return [i for i, s in enumerate(states) if i and (every or s.name in plan.states)]
+def _kept(named: Form, plan: Plan, x: Tensor) -> list[int]:
+    """Which states besides the first are kept: with checkpoints all, at the borders."""
+    engine, _ = fused.engine_of(plan, x)
+    every, states = named.checkpoint != "-", range(1, len(plan.cell.states))
+    return [i for i in states if every or engine.keeps_state(plan, i)]
 
 
 def _forward_fake(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> list[Tensor]:
-    form = Form.read(text)
-    plan = form.plan(tuple(hyper))
-    x, (steps, rows, _), d = tensors[0], tensors[0].shape, form.directions
+    form, x = Form.read(text), tensors[0]
+    plan = form.plan(tuple(hyper), x.device.type)
+    (steps, rows, _), d = x.shape, form.directions
     widths = [plan.sizes[state.size] for state in plan.cell.states]
     output = (steps, rows, d * widths[0])
     hidden = (steps + 1 + (d > 1), rows, d * widths[0])
@@ -232,8 +238,9 @@ def _forward_fake(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) 
         out = x.new_empty(output) if form.apart else x.new_empty(hidden)[1 : 1 + steps]
         return [out, *[x.new_empty(shape) for shape in finals]]
     first = [output, *finals, hidden] if form.apart else [hidden, *finals]
-    values = [(steps, rows, cpu.compiled(plan, False).saved_width) for _ in range(d)]
-    kept = [plan.sizes[s.size] for s in plan.cell.states[1:] if s.name in plan.states]
+    engine, _ = fused.engine_of(plan, x)
+    values = [(steps, rows, engine.saved_width(plan)) for _ in range(d)]
+    kept = [widths[i] for i in _kept(form, plan, x)]
     sequences = [(steps + 1, rows, width) for _ in range(d) for width in kept]
     return [x.new_empty(shape) for shape in (*first, *values, *sequences)]
 
@@ -252,18 +259,19 @@ def _backward(
         text = named._replace(keep=True).text()
         results = _forward(tensors, text, hyper)
         named = Form.read(text)
-    form, flat = named.unpack(tensors, named.plan(tuple(hyper)))
+    form, flat = named.unpack(tensors, named.plan(tuple(hyper), tensors[0].device.type))
     states, d = form.call.cell.states, form.directions
     found = list(results)
     hidden = found.pop(1 + len(states)) if named.apart else found[0]
     values, rest = found[1 + len(states) :][:d], iter(found[1 + len(states) + d :])
-    those = _kept(form, named)
+    those = _kept(named, form.plan, tensors[0])
     kept = [next(rest) if i in those else None for _ in range(d) for i in range(len(states))]
     inputs, options = form.unflatten(flat), fused._options(form.call)
     resets: list[Tensor] = []
     if options.resets is not None:
+        _, host = fused.engine_of(form.plan, inputs.x)
         for w in fused._weights(form.call, inputs):
-            resets += layer.reset_values(HOSTS[named.dtype].empty, form.plan, w)
+            resets += layer.reset_values(host.empty, form.plan, w)
     present = iter(arriving)
     gradients = [next(present) if one else None for one in given]
     again: list[Any] = [hidden, *values, *kept, *resets]
@@ -302,7 +310,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _gradient(ctx: Any, arriving: Sequence[Tensor | None]) -> tuple[Any, None, Any]:
     tensors, results = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
     form = Form.read(ctx.text)
-    states = len(form.plan(tuple(ctx.hyper)).cell.states)
+    states = len(form.plan(tuple(ctx.hyper), tensors[0].device.type).cell.states)
     gradients = list(arriving[: 1 + states])
     if gradients[0] is not None and form.keep and not form.apart:
         gradients[0] = gradients[0][1 : 1 + tensors[0].shape[0]]
@@ -315,13 +323,16 @@ def _gradient(ctx: Any, arriving: Sequence[Tensor | None]) -> tuple[Any, None, A
 
 if AVAILABLE:
     _library = torch.library.Library("anycell", "DEF")
-    _library.define("forward(Tensor[] tensors, str form, float[] hyper) -> Tensor[]")
+    _tags = () if _NO_GRAPHS is None else (_NO_GRAPHS,)
+    _library.define("forward(Tensor[] tensors, str form, float[] hyper) -> Tensor[]", tags=_tags)
     _library.define(
         "backward(Tensor[] tensors, Tensor[] results, Tensor[] arriving, str form, float[] hyper, "
-        "bool[] given, bool[] needs) -> Tensor[]"
+        "bool[] given, bool[] needs) -> Tensor[]",
+        tags=_tags,
     )
-    _library.impl("forward", _forward, "CPU")
-    _library.impl("backward", _backward, "CPU")
+    for _key in ("CPU", "CUDA"):
+        _library.impl("forward", _forward, _key)
+        _library.impl("backward", _backward, _key)
     torch.library.register_fake("anycell::forward", _forward_fake, lib=_library)
     torch.library.register_fake("anycell::backward", _backward_fake, lib=_library)
     torch.library.register_autograd(

@@ -282,12 +282,4 @@ def print_whole(plan: Plan, form: Form, choice: Choice) -> Printed:
     return print_resident(plan, form, choice.warps)
 
 
-def chunks(steps: int, step_bytes: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Steps done and steps to do, such that what so many take stays below ``limit`` bytes."""
-    count = max(1, -(-steps * step_bytes // limit))
-    each = max(1, -(-steps // count))
-    for done in range(0, steps, each):
-        yield done, min(each, steps - done)
-
-
-__all__ = ["Call", "Form", "Host", "Span", "chunks", "grid", "print_whole", "run", "sources"]
+__all__ = ["Call", "Form", "Host", "Span", "grid", "print_whole", "run", "sources"]
