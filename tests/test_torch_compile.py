@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from tolerances import assert_close
 
 torch = pytest.importorskip("torch")
 
-from torch_layers import CELLS, Gated, Zoned, by_name, run  # noqa: E402
+from torch_layers import CELLS, Gated, Zoned, by_name, given_to_forward, run  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
 from anycell import cell, cells, sigmoid, tanh  # noqa: E402
@@ -190,14 +189,7 @@ def arguments(kind: Any, **options: Any) -> tuple[Any, ...]:
     x = torch.randn(4, 2, 3, **DOUBLE, requires_grad=True)
     inputs = Inputs(x, None, None, None, layer._weights()[0])
     seed = torch.tensor(7) if kind.keeps else 0
-    call = Call(kind, 5, Options(seed=seed, training=True, **options))
-    with pytest.MonkeyPatch.context() as patch:
-        seen: list[tuple[Any, ...]] = []
-        forward = torch.ops.anycell.forward
-        spy = SimpleNamespace(forward=lambda *args: seen.append(args) or forward(*args))
-        patch.setattr(ops.torch, "ops", SimpleNamespace(anycell=spy))
-        ops.run(call, inputs)
-    return seen[0]
+    return given_to_forward(Call(kind, 5, Options(seed=seed, training=True, **options)), inputs)
 
 
 @pytest.mark.parametrize("kind", [cells.LSTM, cells.GRU, cells.LayerNormLSTM, Zoned], **by_name)

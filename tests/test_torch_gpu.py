@@ -11,14 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu import DEVICE, torch  # before anything else that may import Triton
+from gpu import CARD, DEVICE, torch  # before anything else that may import Triton
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch_layers import given_to_forward
 
 import anycell
 from anycell import cells, device
 from anycell.engines import vendor
 from anycell.plan import Plan
-from anycell.torch import functional, fused, ops
+from anycell.torch import functional, fused, ops, recurrent
+from anycell.torch.composite import Call, Inputs, Options
 from anycell.torch.device import DeviceHost
+from anycell.torch.dropin import DropIn
 
 
 def weight(kind: str, dtype: Any) -> Any:
@@ -130,6 +134,48 @@ def test_a_gradient_of_a_gradient(ran: list[str], seed: int) -> None:
     assert "forward" in ran and torch.isfinite(second).all() and second.abs().sum() > 0
 
 
+def test_autocast(ran: list[str], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card as ``torch.nn``'s layers: 16 bits inside and out, gradients as the weights are."""
+    torch.manual_seed(seed)
+    layer = anycell.torch.RNN(cells.LSTMP, 3, 6, P=5, device=DEVICE)
+    x = torch.randn(4, 2, 3, device=DEVICE, requires_grad=True)
+    expected = layer(x)[0].detach()
+    if not CARD:  # where autocast keeps to the weights
+        monkeypatch.setattr(recurrent, "autocast_dtype", lambda _: torch.float16)
+    with torch.autocast(DEVICE.type, torch.float16 if CARD else torch.bfloat16):
+        output, final = layer(x)
+    for state in (output, *final):
+        assert state.dtype == torch.float16
+    torch.testing.assert_close(output.float(), expected, rtol=0, atol=5e-3)
+    output.float().sum().backward()
+    for leaf in (x, *layer.parameters()):
+        assert leaf.grad.dtype == torch.float32 and leaf.grad.isfinite().all()
+
+
+@pytest.mark.skipif(not hasattr(torch, "get_autocast_dtype"), reason="PyTorch is too old")
+def test_dtypes_under_autocast() -> None:
+    def found(kind: str, dtype: Any) -> Any:
+        return functional.autocast_dtype(SimpleNamespace(is_cuda=kind == "cuda", dtype=dtype))
+
+    assert found("cuda", torch.float32) == torch.float32
+    torch.set_autocast_enabled("cuda", True)  # torch.autocast needs a card for it
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            assert found("cuda", dtype) == torch.get_autocast_dtype("cuda")
+        assert found("cuda", torch.float64) == torch.float64
+        assert found("cpu", torch.float32) == torch.float32
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+def test_drop_ins_with_checkpoints_are_ours() -> None:
+    """cuDNN keeps what it keeps."""
+    for checkpoint, wins in ((None, True), (4, False)):
+        weight = SimpleNamespace(is_cuda=True)
+        layer = SimpleNamespace(cell=cells.LSTM, weight_ih_l0=weight, checkpoint=checkpoint)
+        assert DropIn._vendor_wins(layer, None) is wins
+
+
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
@@ -148,7 +194,11 @@ CHECKPOINTED: list[tuple[int, Any, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("tier", "cell", "options", "arguments"), CHECKPOINTED, ids=str)
+@pytest.mark.parametrize(
+    ("tier", "cell", "options", "arguments"),
+    CHECKPOINTED,
+    ids=["half", "projected", "resident", "shared"],
+)
 def test_checkpoints(
     tier: int,
     cell: Any,
@@ -185,3 +235,66 @@ def test_what_checkpoints_keep(ran: list[str], short_chunks: None) -> None:
     everything, borders = kept
     assert sum(everything) >= 7 * 2 * 5 * 5
     assert borders == [0, 2 * 2 * 5, 2 * 2 * 5]
+
+
+# -- torch.compile ---------------------------------------------------------------------------------
+
+operators = pytest.mark.skipif(
+    not ops.AVAILABLE or (CARD and ops._NO_GRAPHS is None), reason="PyTorch is too old"
+)
+
+
+@operators
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
+@pytest.mark.parametrize("checkpoint", [None, 2])
+def test_one_graph(checkpoint: Any, ran: list[str], short_chunks: None, seed: int) -> None:
+    """The layer is one operator, with random masks and flags; the bits of a plain call."""
+    torch._dynamo.reset()
+    torch.manual_seed(seed)
+    layer = anycell.torch.RNN(cells.ZoneoutLSTM, 3, 5, checkpoint=checkpoint, **HALF).to(DEVICE)
+    x = torch.randn(4, 2, 3, device=DEVICE, requires_grad=True, **HALF)
+    given = {"lengths": torch.tensor([4, 2], device=DEVICE), "resets": x[:, :, 0] > 0.5}
+    found = []
+    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(seed)  # of the random masks
+        output, final = run(x, **given)
+        total = sum((t * torch.linspace(-1, 1, t.numel()).view(t.shape).to(t)).sum()
+                    for t in (output, *final))  # fmt: skip
+        found.append([output, *final, *torch.autograd.grad(total, [x, *layer.parameters()])])
+        assert {"forward", "backward"} <= set(ran)
+        ran.clear()
+    for mine, right in zip(*found, strict=True):
+        assert torch.equal(mine, right)
+    torch._dynamo.reset()
+
+
+@operators
+@pytest.mark.parametrize("cell", [cells.LSTM, cells.LSTMP, cells.GRU(reset_after=False)], ids=repr)
+def test_shapes_foretold(cell: Any, ran: list[str]) -> None:
+    """What the operator keeps for the backward pass, where nothing runs yet."""
+    sizes = {"P": 3} if cell is cells.LSTMP else {}
+    layer = anycell.torch.RNN(cell, 3, 5, bidirectional=True, device=DEVICE, **sizes)
+    x, mask = torch.randn(4, 2, 3, device=DEVICE), torch.ones(4, 2, dtype=bool, device=DEVICE)
+    for options in (Options(training=True), Options(mask, training=True)):
+        call = Call(cell, 5, options, sizes=tuple(sizes.items()))
+        arguments = given_to_forward(call, Inputs(x, None, None, None, layer._weights()[0]))
+        torch.library.opcheck(
+            torch.ops.anycell.forward, arguments, test_utils=("test_schema", "test_faketensor")
+        )
+
+
+@operators
+def test_a_card_that_is_not_there() -> None:
+    """Of tensors on a card the operator foretells what the GPU engine makes."""
+    layer = anycell.torch.RNN(cells.PeepholeLSTM, 3, 5)
+    x, mode = torch.randn(4, 2, 3), FakeTensorMode()
+    call = Call(cells.PeepholeLSTM, 5, Options(training=True))
+    tensors, text, hyper = given_to_forward(call, Inputs(x, None, None, None, layer._weights()[0]))
+    fake = [FakeTensor(mode, t.detach().to("meta", torch.bfloat16), "cuda:0") for t in tensors]
+    text = ops.Form.read(text)._replace(dtype="bfloat16").text()  # which the CPU has no kernel for
+    with mode, torch.no_grad():
+        hidden, h, c, values, *states = torch.ops.anycell.forward(fake, text, hyper)
+    for found in (hidden, h, c, values, *states):
+        assert found.device.type == "cuda" and found.dtype == torch.bfloat16
+    assert hidden.shape == (5, 2, 5) and h.shape == c.shape == (1, 2, 5)
+    assert values.shape[:2] == (4, 2) and [s.shape for s in states] == [(5, 2, 5)]

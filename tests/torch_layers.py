@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 import anycell.torch as at
 from anycell import cell, cells, keep, sigmoid, tanh
+from anycell.torch import ops
+from anycell.torch.composite import Call, Inputs
 
 LAYERS = {"LSTM": (at.LSTM, nn.LSTM), "GRU": (at.GRU, nn.GRU)}
 STATES = {"LSTM": 2, "GRU": 1}
@@ -94,3 +97,14 @@ def Gated(x: Any, r: Any, s: Any, e: Any) -> Any:
 
 CELLS = [cells.LSTM, cells.GRU, cells.PeepholeLSTM, cells.LayerNormLSTM, Odd]
 by_name = {"ids": lambda c: c.name}
+
+
+def given_to_forward(call: Call, inputs: Inputs) -> tuple[Any, ...]:
+    """What ``ops.run`` gives to the operator."""
+    with pytest.MonkeyPatch.context() as patch:
+        seen: list[tuple[Any, ...]] = []
+        forward = torch.ops.anycell.forward
+        spy = SimpleNamespace(forward=lambda *args: seen.append(args) or forward(*args))
+        patch.setattr(ops.torch, "ops", SimpleNamespace(anycell=spy))
+        ops.run(call, inputs)
+    return seen[0]

@@ -6,8 +6,8 @@ and tracing, and the cells, dtypes and devices that no fused kernel carries.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,16 @@ class Weights(NamedTuple):
     bias_hh: Tensor | None = None
     params: tuple[Tensor, ...] = ()
     linears: tuple[tuple[str, Tensor | None], ...] = ()
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Weights:
+        """``change(tensor)`` of all that are there."""
+
+        def each(t: Any) -> Any:
+            return None if t is None else change(t)
+
+        ih, hh, bias_ih, bias_hh = map(each, self[:4])
+        further = tuple([(name, each(t)) for name, t in self.linears])
+        return Weights(ih, hh, bias_ih, bias_hh, tuple(map(each, self.params)), further)
 
 
 def linear_names(cell: Cell) -> tuple[str, ...]:

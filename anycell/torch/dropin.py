@@ -61,7 +61,9 @@ class DropIn(Recurrent):
             return Engine("torch", "autocast is on; with a mask, lengths or resets calls are fused")
         if plan.engine == "gpu":
             vendors = vendor.wins_on_gpu(self.cell)
-            return Engine("torch", vendors) if vendors else Engine("gpu", plan.reason)
+            if vendors and self.checkpoint is None:
+                return Engine("torch", vendors)
+            return Engine("gpu", plan.reason)
         but = vendor.exception(self.cell)
         return Engine(plan.engine, f"{plan.reason}; {but}" if but else plan.reason)
 
@@ -119,7 +121,7 @@ class DropIn(Recurrent):
     def _vendor_wins(self, x: Any) -> bool:
         """Whether torch's own layer is the faster."""
         if self.weight_ih_l0.is_cuda:
-            return vendor.wins_on_gpu(self.cell) is not None
+            return self.checkpoint is None and vendor.wins_on_gpu(self.cell) is not None
         if not isinstance(x, Tensor):
             return False
         shape = x.shape
@@ -179,10 +181,10 @@ class LSTM(DropIn, nn.LSTM):
     ``checkpoint="sqrt"``, or a number of steps, to the constructor or as an attribute: less memory
     for more time in training, see ``RNN``.
 
-    Fused are float32 and float64 on the CPU, and on a GPU calls with one of these three arguments.
-    Other dtypes and devices, autocast and tracing (jit, export) are torch's own layer's, and so are
-    all other calls on a GPU; ``engine`` says which, and why. ``torch.func``, and second
-    derivatives, run step by step.
+    Fused are float32 and float64 on the CPU, and on a GPU calls with one of these three arguments,
+    or all with ``checkpoint``. Other dtypes and devices, autocast and tracing (jit, export) are
+    torch's own layer's, and so are all other calls on a GPU; ``engine`` says which, and why.
+    ``torch.func``, and second derivatives, run step by step.
 
     Raises:
         What ``torch.nn.LSTM`` raises; TypeError or ValueError for the three arguments above.

@@ -135,6 +135,19 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def autocast_dtype(weight: Tensor) -> torch.dtype:
+    """What a layer of such weights computes in under autocast.
+
+    On a card what its own layers would, that is autocast's dtype; on the CPU, where no kernel has
+    16 bits, that of the weights.
+    """
+    if weight.is_cuda and torch.is_autocast_enabled() and weight.dtype is not torch.float64:
+        if hasattr(torch, "get_autocast_dtype"):  # since PyTorch 2.4
+            return torch.get_autocast_dtype("cuda")
+        return torch.get_autocast_gpu_dtype()
+    return weight.dtype
+
+
 exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 autocast: Callable[[], bool] = getattr(
     torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled

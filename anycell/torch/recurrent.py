@@ -16,7 +16,7 @@ from anycell.layer import check_checkpoint
 from anycell.torch import ops
 from anycell.torch.arguments import Layout, check_tensor, describe
 from anycell.torch.composite import Call, Inputs, Options, States, Weights
-from anycell.torch.functional import autocast, compiled, exporting, stack
+from anycell.torch.functional import autocast, autocast_dtype, compiled, exporting, stack
 from anycell.torch.packed import Packing
 from anycell.torch.streaming import Prepared, elsewhere
 
@@ -219,8 +219,10 @@ class Recurrent:
         call = Call(self.cell, self.hidden_size, options, sizes=self._sizes)
         if not autocast():
             return stack(call, Inputs(x, static, state, reset_state, weights[0]), weights, drop)
-        # What other layers hand on may be of 16 bits; this one keeps to its weights.
-        dtype = self.weight_ih_l0.dtype
+        # What other layers hand on may be of 16 bits, whatever the dtype of this one.
+        dtype = autocast_dtype(self.weight_ih_l0)
+        if dtype is not self.weight_ih_l0.dtype:
+            weights = [[w.map(lambda t: t.to(dtype)) for w in each] for each in weights]
         with torch.autocast(x.device.type, enabled=False):
             state, reset_state = (_each(s, lambda t: t.to(dtype)) for s in (state, reset_state))
             static = None if static is None else static.to(dtype)

@@ -40,7 +40,7 @@ class RNN(Recurrent, nn.Module):
         checkpoint: less memory for more time in training: the forward pass keeps x and the states
             of every so many steps, or of about every sqrt(T) with "sqrt", and the backward pass
             computes the rest again, bit by bit the same. So many steps are rounded up to what
-            8 MiB of projected input hold. An attribute too. Layers fused on the CPU heed it.
+            8 MiB of projected input hold, on a GPU 64. An attribute too. Fused layers heed it.
         sizes: of states that declare one, by its symbol: ``P=64`` for ``state="h:P c"``.
 
     ``forward`` takes, all but the first two by name, and gives (output, final state):
@@ -68,9 +68,10 @@ class RNN(Recurrent, nn.Module):
     the other way round, and so for GRU. Initial values: those that the cell declares, else
     U(-1/sqrt(H), 1/sqrt(H)), drawn in torch's order.
 
-    All tensors have dtype and device of the weights. float32 and float64 on the CPU run fused,
-    others step by step; ``engine`` says which, and why. The cell's random masks (``keep``) take one
-    seed per call from torch's default generator.
+    All tensors have dtype and device of the weights. float32 and float64 on the CPU run fused, and
+    float32, bfloat16 and float16 on a GPU with Triton, others step by step; ``engine`` says which,
+    and why. Under ``torch.autocast("cuda")`` a layer on a GPU takes its dtype, as torch's own do.
+    The cell's random masks (``keep``) take one seed per call from torch's default generator.
 
     Raises:
         TypeError, ValueError: with the argument, what was given, what is expected, and what to do.

@@ -49,7 +49,7 @@ class Prepared:
                 return None
             # What the fused engine checks and makes contiguous, without its input.
             like = w.ih.new_empty(1, 0, w.ih.shape[1])
-            weights += fused._weights(call, Inputs(like, None, None, None, [_detached(w)]))
+            weights += fused._weights(call, Inputs(like, None, None, None, [w.map(Tensor.detach)]))
         for w in weights:
             w.ih = w.ih if 1 in w.ih.stride() else w.ih.contiguous()
         host, sizes = HOSTS[plan.dtype], dict(plan.sizes)
@@ -124,12 +124,3 @@ def _version(tensor: Tensor) -> int | None:
 
 def _tensors(w: Weights) -> list[Tensor | None]:
     return [*w[:4], *w.params, *[t for _, t in w.linears]]
-
-
-def _detached(w: Weights) -> Weights:
-    def each(t: Any) -> Any:
-        return None if t is None else t.detach()
-
-    further = tuple([(name, each(t)) for name, t in w.linears])
-    ih, hh, bias_ih, bias_hh = map(each, w[:4])
-    return Weights(ih, hh, bias_ih, bias_hh, tuple(map(each, w.params)), further)
