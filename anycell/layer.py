@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from anycell.engines import cpu
-from anycell.lang.cell import RECURRENT, Linear
+from anycell.lang.cell import RECURRENT, Cell, Linear
 from anycell.plan import Plan
 
 Array = Any
@@ -174,8 +174,8 @@ class Saved:
 
 
 class Chunk(NamedTuple):
-    """Where a chunk lies for one direction: times [begin,
-    end), its first step to run, and which way it goes.
+    """Where a chunk lies for one direction: from which time to before which, its first step to run,
+    and which way it goes.
     """
 
     begin: int
@@ -407,8 +407,8 @@ class _Run:
     def point(
         self, d: int, name: str, array: Array, index: int, sign: int, column: int = 0
     ) -> None:
-        """Lets ``name`` start at ``array[index, :,
-        column:]`` and step ``sign`` through its first axis.
+        """Lets ``name`` start at ``array[index, :, column:]`` and step ``sign`` through its first
+        axis.
         """
         time, row = self.host.strides(array)[:2]
         address = self.host.pointer(array) + (index * time + column) * self.plan.itemsize
@@ -1006,6 +1006,25 @@ class _MatmulSum:
                 block = blocks[head, k * out : (k + 1) * out]
                 part = operand[:, head * into : (head + 1) * into]
                 self.host.matmul_add(d[:, column : column + out].T, part, block)
+
+
+def shapes(cell: Cell, sizes: dict[str, int], width: int, bias: bool) -> dict[str, tuple[int, ...]]:
+    """Name and shape of what one direction of one layer learns, in the order of creation."""
+    gates = len(cell.gates) * sizes["H"]
+    recurrent = any(l.name == RECURRENT for l in cell.linears)
+    found: dict[str, tuple[int, ...]] = {"weight_ih": (gates, width)}
+    if recurrent:
+        found["weight_hh"] = (gates, sizes[cell.states[0].size])
+    if bias:
+        found["bias_ih"] = (gates,)
+        if recurrent:
+            found["bias_hh"] = (gates,)
+    for l in cell.linears:
+        if l.name != RECURRENT:
+            found[f"weight_{l.name}"] = l.shape(sizes)
+            if l.bias:
+                found[f"bias_{l.name}"] = (len(l.declared) * sizes[l.out_size],)
+    return found | dict.fromkeys(cell.param_names, (sizes["H"],))
 
 
 def saved_width(plan: Plan) -> int:

@@ -92,7 +92,7 @@ def test_recurrent_mask_twice_differentiable() -> None:
 def test_recurrent_mask_with_checkpoints(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from anycell import layer as layers
 
-    monkeypatch.setattr(layers, "_chunk", lambda *_: 1)
+    monkeypatch.setattr(layers, "chunk_steps", lambda *_: 1)
     layers._form.cache_clear()
     call, inputs = problem(cells.LSTM, True, False)
     plain = solve(functional.layer, call, inputs)

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from anycell import cells
 from anycell.engines.cpu import pool
-from anycell.lang.cell import RECURRENT, Cell
-from anycell.layer import Options, check_checkpoint
+from anycell.lang.cell import Cell
+from anycell.layer import Options, check_checkpoint, shapes
 from anycell.numpy import check, initializers, passes
 from anycell.numpy.base import Array, Layer
 from anycell.numpy.host import NumpyHost
@@ -137,22 +137,7 @@ class RNN(Layer):
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         """Name and shape of all parameters of a direction whose input has that width."""
-        cell, sizes = self.cell, self.sizes
-        gates = len(cell.gates) * sizes["H"]
-        recurrent = any(l.name == RECURRENT for l in cell.linears)
-        found: dict[str, tuple[int, ...]] = {"weight_ih": (gates, width)}
-        if recurrent:
-            found["weight_hh"] = (gates, sizes[cell.states[0].size])
-        if self.bias:
-            found["bias_ih"] = (gates,)
-        if self.bias and recurrent:
-            found["bias_hh"] = (gates,)
-        for l in cell.linears:
-            if l.name != RECURRENT:
-                found[f"weight_{l.name}"] = l.shape(sizes)
-                if l.bias:
-                    found[f"bias_{l.name}"] = (len(l.declared) * sizes[l.out_size],)
-        return found | dict.fromkeys(cell.param_names, (sizes["H"],))
+        return shapes(self.cell, self.sizes, width, self.bias)
 
     def _initial(
         self,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from anycell.lang.cell import RECURRENT, Cell
+from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint
 from anycell.torch import ops
 from anycell.torch.arguments import Layout, check_tensor, describe
@@ -22,25 +22,6 @@ from anycell.torch.streaming import Prepared, elsewhere
 
 Lengths = Tensor | Sequence[int]
 _EVALUATION, _TRAINING = Options(), Options(training=True)
-
-
-def shapes(cell: Cell, sizes: dict[str, int], width: int, bias: bool) -> dict[str, tuple[int, ...]]:
-    """Name and shape of what one direction of one layer learns, in the order of creation."""
-    gates = len(cell.gates) * sizes["H"]
-    recurrent = any(l.name == RECURRENT for l in cell.linears)
-    found: dict[str, tuple[int, ...]] = {"weight_ih": (gates, width)}
-    if recurrent:
-        found["weight_hh"] = (gates, sizes[cell.states[0].size])
-    if bias:
-        found["bias_ih"] = (gates,)
-        if recurrent:
-            found["bias_hh"] = (gates,)
-    for l in cell.linears:
-        if l.name != RECURRENT:
-            found[f"weight_{l.name}"] = l.shape(sizes)
-            if l.bias:
-                found[f"bias_{l.name}"] = (len(l.declared) * sizes[l.out_size],)
-    return found | dict.fromkeys(cell.param_names, (sizes["H"],))
 
 
 class Recurrent:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import Cell
-from anycell.layer import check_checkpoint
+from anycell.layer import check_checkpoint, shapes
 from anycell.torch import ops
 from anycell.torch.arguments import (
     check_device,
@@ -21,7 +21,7 @@ from anycell.torch.arguments import (
 )
 from anycell.torch.composite import Sizes, States, Weights, linear_names
 from anycell.torch.functional import Engine, autocast, fused_plan
-from anycell.torch.recurrent import Lengths, Recurrent, shapes
+from anycell.torch.recurrent import Lengths, Recurrent
 
 
 class RNN(Recurrent, nn.Module):

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from anycell import cells
 from anycell.lang.cell import Cell
+from anycell.layer import shapes
 from anycell.torch.arguments import check_layer, check_states, check_static, check_tensor
 from anycell.torch.composite import Call, Inputs, Options, Sizes, States
 from anycell.torch.functional import Engine, fused_plan, layer
-from anycell.torch.recurrent import draw_seed, shapes
+from anycell.torch.recurrent import draw_seed
 from anycell.torch.rnn import initialise, learned
 
 _ONE_STEP = Engine("torch", "a single step reads the weights once: packing them first does not pay")
