@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,84 @@ def test_under_xla(rng: np.random.Generator) -> None:
     x = random(rng, STEPS, ROWS, WIDTH)
     compiled = tf.function(lambda x: cell(x)[0], jit_compile=True)
     assert_close(compiled(x).numpy(), cell(x)[0].numpy(), "float32", "forward")
+
+
+# Cells of version 1 itself: a copy that TensorFlow keeps, and the one of tf_keras, once public.
+LEGACY = [
+    "tensorflow.python.keras.layers.legacy_rnn.rnn_cell_impl",
+    "tf_keras.src.layers.rnn.legacy_cells",
+]
+BOUNDED = {"use_peepholes": True, "cell_clip": 0.6, "num_proj": 2, "proj_clip": 0.4}
+# Its name, its scope in a checkpoint, our class, arguments
+OF_VERSION_1 = [
+    ("BasicLSTMCell", "basic_lstm_cell", t1.LSTMCell, {"forget_bias": 0.5}),
+    ("LSTMCell", "lstm_cell", t1.LSTMCell, {}),
+    ("LSTMCell", "lstm_cell", t1.LSTMCell, {"use_peepholes": True}),
+    ("LSTMCell", "lstm_cell", t1.LSTMCell, BOUNDED),
+    ("GRUCell", "gru_cell", t1.GRUCell, {}),
+]
+
+
+@pytest.fixture(params=LEGACY, ids=lambda name: name.partition(".")[0])
+def legacy(request: pytest.FixtureRequest) -> Iterator[Any]:
+    module = pytest.importorskip(request.param)
+    tf.compat.v1.experimental.output_all_intermediates(True)  # or no session differentiates a loop
+    yield module
+    tf.compat.v1.experimental.output_all_intermediates(None)
+
+
+@pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:UserWarning")
+@pytest.mark.parametrize(
+    ("loop", "scopes"),
+    [
+        ("dynamic_rnn", ["rnn"]),
+        ("bidirectional_dynamic_rnn", ["bidirectional_rnn/fw", "bidirectional_rnn/bw"]),
+    ],
+)
+@pytest.mark.parametrize(("name", "scope", "kind", "given"), OF_VERSION_1)
+def test_cells_and_loops_of_version_1(
+    legacy: Any, name: str, scope: str, kind: Any, given: Any, loop: str, scopes: list[str],
+    tmp_path: Path, rng: np.random.Generator,
+) -> None:  # fmt: skip
+    """Outputs, states and gradients, from the variables of a checkpoint of version 1."""
+    lengths, path = [STEPS, 1, 0, 4], str(tmp_path / "model.ckpt")
+    x = rng.normal(size=(ROWS, STEPS, WIDTH))
+    sizes = [UNITS] if kind is t1.GRUCell else [UNITS, given.get("num_proj", UNITS)]
+    draws = [0.3 * rng.normal(size=(ROWS, size)) for _ in scopes for size in sizes]
+
+    def run(module: Any, cells: list[Any], begin: list[Any]) -> tuple[list[Any], Any]:
+        """All results, and one number that depends on each of them."""
+        like = [cell.zero_state(ROWS, "float64") for cell in cells]
+        states = tf.nest.pack_sequence_as(like, begin[1:])
+        results = tf.nest.flatten(getattr(module, loop)(*cells, begin[0], lengths, *states))
+        return results, sum(tf.reduce_sum(part + tf.sin(part)) for part in results)
+
+    v1 = tf.compat.v1
+    with tf.Graph().as_default(), v1.Session() as session:
+        begin = [tf.constant(array) for array in (x, *draws)]
+        theirs = [getattr(legacy, name)(UNITS, dtype="float64", **given) for _ in scopes]
+        results, total = run(v1.nn, theirs, begin)
+        variables = v1.trainable_variables()
+        names = [variable.op.name for variable in variables]
+        session.run(v1.global_variables_initializer())
+        for variable in variables:
+            variable.load(0.5 * rng.normal(size=variable.shape), session)
+        right = session.run([*results, *v1.gradients(total, [*begin, *variables])])
+        v1.train.Saver().save(session, path)
+
+    ours = [kind(UNITS, dtype="float64", **given) for _ in scopes]
+    named = {}
+    for cell, above in zip(ours, scopes, strict=True):
+        cell.restore(path, f"{above}/{scope}")
+        named |= {f"{above}/{scope}/{key}": variable for key, variable in cell.named.items()}
+    assert sorted(named) == sorted(names)
+    begin = [tf.constant(array) for array in (x, *draws)]
+    with tf.GradientTape() as tape:
+        tape.watch(begin)
+        results, total = run(t1, ours, begin)
+    found = [*results, *tape.gradient(total, [*begin, *(named[name] for name in names)])]
+    for k, (a, b) in enumerate(zip(found, right, strict=True)):
+        assert_close(a.numpy(), b, "float64", "forward" if k < len(results) else "gradient")
 
 
 def test_restores_a_checkpoint_of_version_1(tmp_path: Path, rng: np.random.Generator) -> None:
