@@ -52,7 +52,7 @@ class Inputs(NamedTuple):
         static: ``[B, H]``.
         mask, resets: bool ``[T, B]``.
         recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate.
-        seed: int64, of the random masks.
+        seed: ``[2]`` integers, as ``keras.random.SeedGenerator`` draws them, of the random masks.
     """
 
     x: Tensor
@@ -68,6 +68,12 @@ class Inputs(NamedTuple):
     resets: Tensor = None
     recurrent_mask: Tensor = None
     seed: Tensor = None
+
+
+def number(seed: Any) -> int:
+    """One number, as the kernels take it, for the two of a seed of Keras's."""
+    low, high = (int(part) for part in seed)
+    return low + high * 2**31
 
 
 Result = tuple[Tensor, tuple[Tensor, ...]]  # outputs ``[T, B, H]`` or None, and the final states

@@ -226,10 +226,10 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
             drawn["factor"] = mask[0] if isinstance(mask, list) else mask
         if 0.0 < self.recurrent_dropout < 1.0:
             masks = self.get_recurrent_dropout_mask(state)
-            drawn["recurrent_mask"] = ops.cast(ops.stack(masks), computed(self.compute_dtype))
+            masks = ops.stack(masks) if isinstance(masks, list) else masks  # before Keras 3.5
+            drawn["recurrent_mask"] = ops.cast(masks, computed(self.compute_dtype))
         if self.cell.keeps:
-            low, high = ops.unstack(ops.cast(self.seed_generator.next(), "int64"), 2)
-            drawn["seed"] = low + high * 2**31
+            drawn["seed"] = self.seed_generator.next()
         return drawn
 
     def get_initial_state(self, batch_size: Any = None) -> list[Tensor]:

@@ -33,10 +33,9 @@ def composite(call: Call, inputs: Inputs) -> Result:
     once: dict[int, Tensor] = {}
     if drawn:
         steps, rows = ops.shape(x)[:2]
-        draws = keras.random.SeedGenerator(0) if inputs.seed is None else None
-        for node in cell.keeps:
+        for k, node in enumerate(cell.keeps):
             index, per = node.attrs
-            seed = draws if draws is not None else _seed(inputs.seed, index)
+            seed = _Seed(inputs.seed, k, len(cell.keeps))
             shape = (rows, call.size(cell.sizes[node]))
             if per == "step":
                 parts.append(keras.random.uniform((steps, *shape), dtype=x.dtype, seed=seed))
@@ -145,7 +144,13 @@ class _Step(reference.Recurrence):
         return self.xp.where(self.uniform[node.attrs[0]] < rate, self.one, self.zero)
 
 
-def _seed(seed: Tensor, index: int) -> Tensor:
-    """A seed of Keras's for one random mask."""
-    low = ops.cast(ops.mod(seed, 2**31 - 1), "int32")
-    return ops.stack([low, ops.full_like(low, index)])
+class _Seed(keras.random.SeedGenerator):
+    """The seed of the k-th of ``count`` random masks: Keras takes no tensor for one, but this."""
+
+    def __init__(self, drawn: Tensor, k: int, count: int) -> None:
+        # A generator counts its draws in the second number: no mask has the seed of another.
+        scale, shift = (ops.convert_to_tensor(pair, drawn.dtype) for pair in ([1, count], [0, k]))
+        self.drawn = drawn * scale + shift
+
+    def next(self, ordered: bool = True) -> Tensor:
+        return self.drawn

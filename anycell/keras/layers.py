@@ -324,6 +324,10 @@ class GRU(DropIn, keras.layers.GRU):
     def _structure(self) -> dict[str, Any]:
         return {"reset_after": self.cell.reset_after}
 
+    def _dropped_by_kernel(self, step: Cell | str) -> bool:
+        # Before Keras 3.8 there is one mask, and it falls on the state that z keeps as well.
+        return hasattr(self.cell, "dropout_mask_count") and super()._dropped_by_kernel(step)
+
     def _linears(self, recurrent_kernel: Tensor) -> tuple[tuple[str, Tensor], ...]:
         if self.cell.reset_after:
             return ()

@@ -25,7 +25,7 @@ from tensorflow.python.saved_model import save_context
 
 from anycell import layer
 from anycell.engines import cpu
-from anycell.keras.call import Call, Inputs, Result, Tensor
+from anycell.keras.call import Call, Inputs, Result, Tensor, number
 from anycell.keras.composite import composite
 from anycell.keras.host import LINE, AlignedHost
 from anycell.keras.rule import planned
@@ -414,7 +414,7 @@ class _Recurrence:
             resets=resets,
             repeat=call.repeat,
             training=call.training,
-            seed=0 if seed is None else int(seed),
+            seed=0 if seed is None else number(seed),
             threads=self.threads,
         )
         return given.x, weights, options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from anycell.keras.call import Call, Inputs, Result
+from anycell.keras.call import Call, Inputs, Result, number
 from anycell.torch import composite as steps
 from anycell.torch import functional
 
@@ -28,7 +28,7 @@ def run(call: Call, inputs: Inputs) -> Result:
         resets=None if resets is None else resets.contiguous(),
         masked_output="repeat" if call.repeat else "zero",
         training=call.training,
-        seed=0 if inputs.seed is None else int(inputs.seed),
+        seed=0 if inputs.seed is None else number(inputs.seed),
         recurrent_mask=None if dropped is None else dropped.contiguous(),
     )
     initial = tuple(state.unsqueeze(0) for state in inputs.initial)

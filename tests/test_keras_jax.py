@@ -1,0 +1,80 @@
+"""The Keras layers where JAX traces them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+keras = pytest.importorskip("keras")
+if keras.backend.backend() != "jax":
+    pytest.skip("Keras runs on another backend", allow_module_level=True)
+
+import jax  # noqa: E402
+from tolerances import assert_close  # noqa: E402
+
+import anycell.keras as ak  # noqa: E402
+from anycell import cells  # noqa: E402
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All of a jaxpr, those inside of others too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for part in value if isinstance(value, (list, tuple)) else [value]:
+                inner = getattr(part, "jaxpr", part)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: ak.LSTM(5, return_sequences=True),
+        lambda: ak.GRU(5, reset_after=False),
+        lambda: ak.RNN(cells.LayerNormLSTM, 5, go_backwards=True),
+    ],
+    ids=["LSTM", "GRU", "LayerNormLSTM"],
+)
+def test_a_layer_is_one_scan(layer: Any, masked: bool) -> None:
+    """One over time, of one step, and a second one backwards: not a step per step."""
+    layer = layer()
+    layer.build((3, None, 2))
+
+    def total(x: Any, mask: Any) -> Any:
+        return keras.ops.sum(layer(x, mask=mask if masked else None))
+
+    for function, scans in ((total, 1), (jax.grad(total), 2)):
+        found = []
+        for steps in (4, 9):
+            given = np.ones((3, steps, 2), "float32"), np.ones((3, steps), bool)
+            own = list(equations(jax.make_jaxpr(function)(*given).jaxpr))
+            loops = [e for e in own if e.primitive.name in ("scan", "while")]
+            assert [e.params["length"] for e in loops] == [steps] * scans
+            found.append(Counter(e.primitive.name for e in own))
+        assert found[0] == found[1]
+
+
+def test_transformations_of_jax(rng: np.random.Generator) -> None:
+    """What keeps the layers off the kernels: jit, vmap, and derivatives of any order."""
+    layer = ak.RNN(cells.PeepholeLSTM, 4)
+    layer.build((3, None, 2))
+    x = rng.normal(size=(5, 3, 6, 2)).astype("float32")
+    one_by_one = np.stack([layer(part) for part in x])
+    assert_close(np.array(jax.vmap(layer)(x)), one_by_one, "float32", "forward")
+    assert_close(np.array(jax.jit(layer)(x[0])), one_by_one[0], "float32", "forward")
+
+    def total(x: Any) -> Any:
+        return jax.numpy.sin(layer(x)).sum()
+
+    v, w = rng.normal(size=(2, *x[0].shape)).astype("float32")
+    slope = jax.jvp(total, (x[0],), (v,))[1]
+    assert_close(np.array(slope), np.vdot(jax.grad(total)(x[0]), v), "float32", "gradient")
+    bend = jax.jvp(jax.grad(total), (x[0],), (v,))[1]
+    other = jax.jvp(jax.grad(total), (x[0],), (w,))[1]
+    assert_close(np.vdot(bend, w), np.vdot(other, v), "float32", "gradient")  # symmetric
