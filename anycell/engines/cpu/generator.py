@@ -717,6 +717,7 @@ class Generator:
         arguments = [node.args[0] for node in each.reductions]
         roots = [*(self._results() if last else ()), *arguments, *(node for _, node, _ in operands)]
         self.values: dict[Expr, Value] = {}
+        self.words: dict[tuple[int, str], list[Value]] = {}  # of random masks
         # What all units share is computed once, before the loop.
         for node in topological(roots):
             if node in self.reduced or (is_narrow(node) and self._ready(node)):
@@ -727,7 +728,7 @@ class Generator:
             b.store(constant(float("-inf") if node.op == "max" else 0.0, b.vec), slot)
         for size in dict.fromkeys(map(self._size, roots)):
             with self._vectors(self.plan.sizes[size]):
-                self.values = dict(shared)
+                self.values, self.words = dict(shared), {}
                 for node in each.reductions:
                     if self._size(node) == size:
                         value = self._value(node.args[0])
@@ -928,9 +929,26 @@ class Generator:
         See ``anycell.philox``.
         """
         b, (index, per) = self.b, node.attrs
+        training = b.icmp("ne", self.arg["training"], 0)
+        # Four masks share the words of one draw.
+        words = self.words.get((index // 4, per))
+        if words is None:
+            words = self.words[index // 4, per] = self._draw(training, index // 4, per)
         slot = b.alloca(b.vec)
         b.store(rate, slot)
-        with b.when(b.icmp("ne", self.arg["training"], 0)):
+        with b.when(training):
+            word = b.load(words[index % 4], f"<{b.lanes} x i32>")
+            # Compared in float32 whatever the dtype, so that all engines keep the same units.
+            draw = b.fmul(b.uitofp(b.lshr(word, 8), "float"), 2.0**-24)
+            kept = b.fcmp("olt", draw, b.fptrunc(rate, "float") if b.real == "double" else rate)
+            b.store(b.select(kept, constant(1.0, b.vec), constant(0.0, b.vec)), slot)
+        return b.load(slot)
+
+    def _draw(self, training: Value, block: int, per: str) -> list[Value]:
+        """Where the four random words of a block of masks are, in training."""
+        b = self.b
+        slots = [b.alloca(f"<{b.lanes} x i32>") for _ in range(4)]
+        with b.when(training):
             low = {
                 name: b.trunc(self.arg[name], "i32")
                 for name in ("seed", "stream", "time", "time_step")
@@ -938,22 +956,19 @@ class Generator:
             high = b.trunc(b.lshr(self.arg["seed"], 32), "i32")
             step = b.add(low["time"], b.mul(low["time_step"], b.trunc(self.t, "i32")))
             unit = b.add(b.iota(f"<{b.lanes} x i32>"), b.splat(b.trunc(self.unit, "i32")))
-            stream = b.or_(b.shl(low["stream"], 8), index // 4)
-            row = b.trunc(self.row, "i32")
+            stream = b.or_(b.shl(low["stream"], 8), block)
             words = ops.philox(
                 b,
                 unit,
-                b.splat(row),
+                b.splat(b.trunc(self.row, "i32")),
                 b.splat(step if per == "step" else constant(0, "i32")),
                 b.splat(stream),
                 b.splat(low["seed"]),
                 b.splat(high),
             )
-            # Compared in float32 whatever the dtype, so that all engines keep the same units.
-            draw = b.fmul(b.uitofp(b.lshr(words[index % 4], 8), "float"), 2.0**-24)
-            kept = b.fcmp("olt", draw, b.fptrunc(rate, "float") if b.real == "double" else rate)
-            b.store(b.select(kept, constant(1.0, b.vec), constant(0.0, b.vec)), slot)
-        return b.load(slot)
+            for word, slot in zip(words, slots, strict=True):
+                b.store(word, slot)
+        return slots
 
     def _finish(self, size: str) -> None:
         """Writes those results of a step that have a size, for the vector of units at hand."""
