@@ -27,8 +27,9 @@ from anycell.torch.ranges import span
 AVAILABLE = hasattr(torch.library, "register_autograd")  # since PyTorch 2.4
 # Inductor's CUDA graphs (mode="reduce-overhead") must leave our operators out: these replay graphs
 # of their own, whose memory lasts, and look at what kernels have reported. Recent PyTorch has a tag
-# that says so.
-_NO_GRAPHS = getattr(torch.Tag, "cudagraph_unsafe", None)
+# that says so; without it layers on a card are no operators.
+_TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
+ON_CARDS = bool(_TAGS)
 _CELLS: dict[str, Cell] = {}
 
 
@@ -39,7 +40,7 @@ def register(cell: Cell) -> None:
 
 def known(cell: Cell, hidden_size: int, sizes: Sizes, x: Tensor) -> str | None:
     """The name of a registered cell that the fused engine runs on such tensors."""
-    if x.is_cuda and _NO_GRAPHS is None:
+    if x.is_cuda and not ON_CARDS:
         return None
     return _known(cell.name, cell.key, hidden_size, _text(sizes), _dtype(x), x.device.type)
 
@@ -323,12 +324,11 @@ def _gradient(ctx: Any, arriving: Sequence[Tensor | None]) -> tuple[Any, None, A
 
 if AVAILABLE:
     _library = torch.library.Library("anycell", "DEF")
-    _tags = () if _NO_GRAPHS is None else (_NO_GRAPHS,)
-    _library.define("forward(Tensor[] tensors, str form, float[] hyper) -> Tensor[]", tags=_tags)
+    _library.define("forward(Tensor[] tensors, str form, float[] hyper) -> Tensor[]", tags=_TAGS)
     _library.define(
         "backward(Tensor[] tensors, Tensor[] results, Tensor[] arriving, str form, float[] hyper, "
         "bool[] given, bool[] needs) -> Tensor[]",
-        tags=_tags,
+        tags=_TAGS,
     )
     for _key in ("CPU", "CUDA"):
         _library.impl("forward", _forward, _key)
