@@ -132,7 +132,7 @@ def _jax(layer: Any, call: Any, loss: Any, given: Any, graph: bool, xla: bool) -
         return loss(results), results
 
     tensors = [jax.numpy.asarray(a) for a in given]
-    derived = jax.grad(run, argnums=(0, 1), has_aux=True)
+    derived = jax.jit(jax.grad(run, argnums=(0, 1), has_aux=True))
     (d_tensors, d_weights), results = derived(tensors, trainable)
     return results, [*d_tensors, *d_weights]
 

@@ -73,6 +73,8 @@ def _float64(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def pair(name: str, units: int, **kwargs: Any) -> tuple[Any, Any]:
     """Keras's layer and ours."""
+    if BACKEND == "jax" and name == "SimpleRNN" and kwargs.get("dtype") == "float64":
+        pytest.skip("Keras's own fails: its step returns float32")
     return getattr(keras.layers, name)(units, **kwargs), getattr(ak, name)(units, **kwargs)
 
 

@@ -17,6 +17,7 @@ import jax  # noqa: E402
 from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
+import anycell.keras.jax  # noqa: E402
 from anycell import cells  # noqa: E402
 
 
@@ -58,6 +59,18 @@ def test_a_layer_is_one_scan(layer: Any, masked: bool) -> None:
             assert [e.params["length"] for e in loops] == [steps] * scans
             found.append(Counter(e.primitive.name for e in own))
         assert found[0] == found[1]
+
+
+def test_eager_calls_compile_once(rng: np.random.Generator) -> None:
+    layer = ak.RNN(cells.LayerNormLSTM, 4)
+    x = rng.normal(size=(3, 6, 2)).astype("float32")
+    traced = []
+    with pytest.MonkeyPatch.context() as patch:
+        own = anycell.keras.jax.composite
+        patch.setattr(anycell.keras.jax, "composite", lambda *args: traced.append(1) or own(*args))
+        for part in (x, 2 * x, x[:2], x[:2]):
+            layer(part)
+    assert len(traced) == 2  # one for each shape
 
 
 def test_transformations_of_jax(rng: np.random.Generator) -> None:

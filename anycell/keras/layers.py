@@ -117,11 +117,8 @@ class Fused:
             unroll=self.unroll,  # type: ignore[attr-defined]
         )
         inputs = self._inputs(sequences, states, mask, training)
-        outputs, final = (
-            _RUN.get(keras.backend.backend(), composite)(call, inputs)
-            if (engine == "cpu")
-            else composite(call, inputs)
-        )
+        run = (_FUSED if engine == "cpu" else _STEPS).get(keras.backend.backend(), composite)
+        outputs, final = run(call, inputs)
         return self._as_keras(call, outputs, final, inputs.mask)
 
     def _inputs(
@@ -165,7 +162,14 @@ def _tensorflow(call: Call, inputs: Inputs) -> Result:
     return tensorflow.run(call, inputs)
 
 
-_RUN = {"tensorflow": _tensorflow, "torch": _torch}
+def _jax(call: Call, inputs: Inputs) -> Result:
+    from anycell.keras import jax
+
+    return jax.run(call, inputs)
+
+
+_FUSED = {"tensorflow": _tensorflow, "torch": _torch}
+_STEPS = {"jax": _jax}
 
 
 def _place(x: Tensor) -> tuple[bool, str | None]:
