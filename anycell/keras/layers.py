@@ -54,7 +54,7 @@ class Fused:
 
     def _dropped_by_kernel(self, step: Cell | str) -> bool:
         """Whether the kernel can take the masks of recurrent dropout: those of ``hh``."""
-        if isinstance(step, str) or keras.backend.backend() not in _RUN:
+        if isinstance(step, str) or keras.backend.backend() not in _FUSED:
             return False
         masked = [l.outputs for l in step.linears if l.name == RECURRENT]
         return not self._drop_in or masked == [step.gates]
