@@ -6,6 +6,7 @@ JOBS   ?= 2
 CELLS  ?= 300
 
 VENV   := .venv
+OLDEST := .venv-oldest
 RUN    := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest -n $(JOBS) --dist worksteal
 FAST   := -m "not slow and not gpu"
@@ -22,12 +23,17 @@ demo: $(VENV)/demo.stamp ## train on a real series, in PyTorch, and draw what ca
 test: $(VENV)/keras.stamp ## the fast tests
 	$(PYTEST) $(FAST)
 
-test-all: $(VENV)/keras.stamp ## every test but those for a GPU, under every instruction set
+test-all: $(VENV)/tf_keras.stamp ## every test but those for a GPU, under every instruction set
 	$(PYTEST) -m "not gpu" --random-cells $(CELLS)
 	set -e; narrower=$$($(RUN) -c "$(NARROWER)"); \
 	for isa in $$narrower; do ANYCELL_ISA=$$isa $(PYTEST) $(FAST); done
 	KERAS_BACKEND=torch $(PYTEST) tests/test_keras.py
+	KERAS_BACKEND=jax $(PYTEST) tests/test_keras.py tests/test_keras_jax.py
 	$(RUN) tools/run_keras_tests.py
+
+test-oldest: $(OLDEST)/stamp ## those of Keras and TensorFlow, on their oldest versions (Python 3.10 to 3.12)
+	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist worksteal $(FAST) \
+		tests/test_keras.py tests/test_keras_tensorflow.py tests/test_tf1.py
 
 lint: $(VENV)/dev.stamp ## ruff and mypy
 	$(RUN) -m ruff check
@@ -45,7 +51,7 @@ wheel: $(VENV)/dev.stamp ## dist/anycell-*-py3-none-any.whl
 	$(RUN) -m pip wheel . --no-deps --no-build-isolation --wheel-dir dist
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) dist out .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) dist out .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 $(VENV)/keras.stamp: requirements/dev.txt
 
@@ -54,9 +60,18 @@ $(VENV)/%.stamp: requirements/%.txt requirements/demo.txt pyproject.toml | $(RUN
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
+$(VENV)/tf_keras.stamp: requirements/tf_keras.txt $(VENV)/keras.stamp
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+$(OLDEST)/stamp: requirements/oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
 $(RUN):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "anycell needs Python 3.10 or newer")'
 	$(PYTHON) -m venv $(VENV)
 
-.PHONY: help demo test test-all lint format bench wheel clean
+.PHONY: help demo test test-all test-oldest lint format bench wheel clean
 .DELETE_ON_ERROR:

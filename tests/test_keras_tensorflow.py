@@ -405,7 +405,7 @@ def test_exported_models_run_without_anycell(
     right = model.predict(x, verbose=0)  # a graph with the kernels exists then
     path = str(tmp_path / "model")
     if way == "export":
-        model.export(path, verbose=False)
+        model.export(path)
     else:
         module = tf.Module()
         module.model = model
