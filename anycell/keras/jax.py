@@ -17,7 +17,7 @@ def run(call: Call, inputs: Inputs) -> Result:
     Outside of ``jax.jit`` a scan is otherwise compiled anew each time.
     """
     names, linears = zip(*inputs.linears, strict=True) if inputs.linears else ((), ())
-    return _run(call, names, inputs._replace(linears=linears))  # type: ignore[no-any-return]
+    return _run(call, names, inputs._replace(linears=linears))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
