@@ -81,6 +81,7 @@ def _sizes(text: str) -> Sizes:
     return tuple([(symbol, int(size)) for symbol, size in pairs])
 
 
+@torch.compiler.disable  # around a broken graph it would look here, and warn of the cache
 def _plan(cell: Cell, hidden_size: int, sizes: str, dtype: str, device: str) -> Plan | str:
     return fused.plan_on(device, cell, hidden_size, getattr(torch, dtype), _sizes(sizes))
 
