@@ -32,6 +32,12 @@ def test_import_brings_no_framework() -> None:
     assert not set(OPTIONAL) & set(imported)
 
 
+def test_torch_layers_do_not_import_the_compiler() -> None:
+    """It takes as long as the rest of torch, and most programs never call it."""
+    pytest.importorskip("torch")
+    assert "torch._dynamo" not in python("import sys, anycell.torch; print(*sys.modules)").split()
+
+
 def test_import_time() -> None:
     code = """if True:
         from time import perf_counter

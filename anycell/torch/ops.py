@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable, at the first call
 
 from anycell import cells, layer
 from anycell.lang.cell import Cell
@@ -53,7 +54,15 @@ def draws(cell: Cell) -> bool:
 # A compiler cannot trace these, and sees of a cell only its texts.
 
 
-@torch.compiler.assume_constant_result
+def _constant(function: Callable[..., Any]) -> Any:
+    """``torch.compiler.assume_constant_result``, without its import of all of Dynamo: that takes as
+    long as torch itself.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant
 def _known(
     name: str, key: str, hidden_size: int, sizes: str, dtype: str, device: str
 ) -> str | None:
@@ -63,7 +72,7 @@ def _known(
     return name if isinstance(plan, Plan) else None
 
 
-@torch.compiler.assume_constant_result
+@_constant
 def _draws(name: str, key: str) -> bool:
     return bool(_CELLS[_name(name, key)].keeps)
 
@@ -81,7 +90,7 @@ def _sizes(text: str) -> Sizes:
     return tuple([(symbol, int(size)) for symbol, size in pairs])
 
 
-@torch.compiler.disable  # around a broken graph it would look here, and warn of the cache
+@_disable_dynamo  # around a broken graph it would look here, and warn of the cache
 def _plan(cell: Cell, hidden_size: int, sizes: str, dtype: str, device: str) -> Plan | str:
     return fused.plan_on(device, cell, hidden_size, getattr(torch, dtype), _sizes(sizes))
 
