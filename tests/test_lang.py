@@ -392,6 +392,31 @@ def test_hyperparameters_are_checked(given: Any, message: str) -> None:
     assert message in str(error.value)
 
 
+def test_names_for_all_gates() -> None:
+    def few(x, r, s):
+        i, f, g = x + r
+        return i * f * g
+
+    def many(x, r, s):
+        i, f, g, o, p = r
+        return i * f * g * o * p
+
+    for function, said in ((few, "too many"), (many, "not enough")):
+        with pytest.raises(CellError) as error:
+            cell(gates="i f g o", state="h")(function)
+        message = str(error.value)
+        assert f"in cell {function.__name__}" in message and said in message
+        assert "in the declared order: gates i f g o; states h." in message
+        assert " = x + r" in message or " = r" in message
+
+    def other(x, r, s):
+        raise ValueError("of one's own")
+
+    with pytest.raises(ValueError, match="of one's own") as own:
+        cell(gates="i", state="h")(other)
+    assert not isinstance(own.value, CellError)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -22,6 +22,7 @@ from anycell.lang.expr import (
     apply,
     as_expr,
     fail,
+    line_of,
     rewrite,
     topological,
     tracing,
@@ -346,6 +347,10 @@ class Cell:
         code, current = tracing.set(self.function.__code__), _current.set(trace)
         try:
             result = self.function(*args, **keywords)
+        except ValueError as error:
+            if isinstance(error, CellError) or "to unpack" not in str(error):
+                raise
+            raise CellError(self._unpacked(error)) from None
         finally:
             tracing.reset(code)
             _current.reset(current)
@@ -356,6 +361,17 @@ class Cell:
         self._sizes()
         self._check_numbers()
         self.key = _canonical(self)
+
+    def _unpacked(self, error: ValueError) -> str:
+        """Python's error about the number of names, with those that there are."""
+        where, trace = "", error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code is self.function.__code__:
+                where = line_of(trace.tb_frame.f_code, trace.tb_lineno)
+            trace = trace.tb_next
+        declared = {"gates": self.gates, "states": self.state_names, "params": self.param_names}
+        shown = "; ".join(f"{what} {' '.join(names)}" for what, names in declared.items() if names)
+        return f"{where}{error}.\nInstead: unpack all of them, in the declared order: {shown}."
 
     def _check_numbers(self) -> None:
         """Probabilities, bounds and divisors that follow from hyperparameters must be some."""

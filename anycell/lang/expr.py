@@ -39,11 +39,16 @@ def fail(problem: str, instead: str) -> NoReturn:
     code = tracing.get()
     while frame is not None and code is not None:
         if frame.f_code is code:
-            line = linecache.getline(code.co_filename, frame.f_lineno).strip()
-            where = f"{code.co_filename}:{frame.f_lineno}: in cell {code.co_name}\n    {line}\n"
+            where = line_of(code, frame.f_lineno)
             break
         frame = frame.f_back  # type: ignore[assignment]
     raise CellError(f"{where}{problem}\nInstead: {instead}")
+
+
+def line_of(code: Any, number: int) -> str:
+    """A line of a cell function, as errors show it."""
+    line = linecache.getline(code.co_filename, number).strip()
+    return f"{code.co_filename}:{number}: in cell {code.co_name}\n    {line}\n"
 
 
 # What a NumPy number on the left of an operator asks of the right side.
