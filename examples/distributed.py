@@ -44,8 +44,10 @@ def train(way: str | None = None, steps: int = 5) -> list[float]:
     if way == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     elif way == "fsdp":
+        from torch.distributed.fsdp import fully_shard  # since PyTorch 2.6
+
         for layer in (model.rnn, model.lstm, model):  # each is gathered when its turn comes
-            torch.distributed.fsdp.fully_shard(layer)
+            fully_shard(layer)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     if way == "accelerate":
         from accelerate import Accelerator
