@@ -479,7 +479,7 @@ class RNN(Fused, keras.layers.RNN):
         """Stateful layers start anew: from the values that the cell declares."""
         if self.states is not None:
             for variable, s in zip(self.states, self.cell.cell.states, strict=True):
-                variable.assign(ops.full_like(variable, s.initial))
+                variable.assign(ops.full(variable.shape, s.initial, variable.dtype))
 
     def get_config(self) -> dict[str, Any]:
         """All arguments, for ``from_config``."""
