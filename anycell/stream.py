@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from anycell.engines import cpu
 from anycell.lang.cell import PROJECTION, Cell, with_projection
-from anycell.layer import Array, Host, Weights, share
+from anycell.layer import Array, Host, Weights, row_group, share
 from anycell.plan import plan
 
 
@@ -93,7 +93,7 @@ class _Form:
         threads, units = share(kernel, kernel.work * self.rows, self.rows, 1, self.threads)
         workspace = cpu.Block(kernel.workspace(self.rows) * threads + cpu.LINE)
         table.set(
-            batch=self.rows, row_group=max(1, self.rows // 32), units_split=units,
+            batch=self.rows, row_group=row_group(self.rows), units_split=units,
             workspace=workspace.address + -workspace.address % cpu.LINE,
             workspace_stride=kernel.workspace(self.rows), x_b=layer.plan.sizes["input"],
             out_b=self.widths[0] if last else 0,

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -62,6 +62,30 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         first = metafunc.config.getoption("seed")
         count = metafunc.config.getoption("random_cells")
         metafunc.parametrize("cell_seed", range(first, first + count))
+
+
+# -- layers -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def set_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Has layers on the CPU decide otherwise: ``set_layer(chunk_steps=lambda *_: 2)``.
+
+    Every module of the package that knows a name gets the new value.
+    """
+    from anycell import layer
+
+    modules = layer, layer.form
+
+    def change(**values: object) -> None:
+        for name, value in values.items():
+            for module in modules:
+                if hasattr(module, name):
+                    monkeypatch.setattr(module, name, value)
+        layer.form.form_of.cache_clear()
+
+    yield change
+    layer.form.form_of.cache_clear()
 
 
 # -- guards --------------------------------------------------------------------------------------

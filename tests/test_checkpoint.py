@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,18 +12,14 @@ from processes import python
 
 import anycell.numpy as an
 from anycell import cells
-from anycell import layer as layers
 
 STEPS, ROWS = 11, 3
 
 
 @pytest.fixture(autouse=True)
-def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _short_chunks(set_layer: Callable[..., None]) -> None:
     """Chunks of two steps: a segment is one chunk or more."""
-    monkeypatch.setattr(layers, "chunk_steps", lambda *_: 2)
-    layers._form.cache_clear()
-    yield
-    layers._form.cache_clear()
+    set_layer(chunk_steps=lambda *_: 2)
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,6 @@ from anycell import (
     tanh,
     where,
 )
-from anycell import layer as layers
 from anycell.engines import cpu, reference
 from anycell.engines.cpu import isa
 from anycell.numpy.host import NumpyHost
@@ -191,11 +190,10 @@ def test_optional_arrays_may_be_absent(cell: Cell, rng: np.random.Generator) -> 
 @each_dtype
 @some_cells
 def test_threads(
-    cell: Cell, dtype: str, split: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    cell: Cell, dtype: str, split: str, rng: np.random.Generator, set_layer: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(layers, "WORTH_A_THREAD", 0)
-    for name in ("FEW_ROWS", "HARDLY_ANY_ROWS"):
-        monkeypatch.setattr(layers, name, 0 if split == "rows" else 1 << 30)
+    few = 0 if split == "rows" else 1 << 30
+    set_layer(WORTH_A_THREAD=0, FEW_ROWS=few, HARDLY_ANY_ROWS=few)
     for shape in ((3, 2, 100), (4, 19, 33), (1, 1, 7), (5, 40, 70)):
         for situation in SITUATIONS:
             problem = random_problem(cell, shape, rng, **situation).astype(dtype)
@@ -281,7 +279,7 @@ def test_resets_equal_separate_calls(
 @each_dtype
 @some_cells
 def test_chunks_of_time(
-    cell: Cell, dtype: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    cell: Cell, dtype: str, rng: np.random.Generator, set_layer: Callable[..., None]
 ) -> None:
     """With the unit matrix for a projection a layer is its recurrence, in chunks of any length."""
     for situation in ({}, {"reverse": True, "masked": True, "resets": True}):
@@ -289,8 +287,7 @@ def test_chunks_of_time(
         problem["gates_x"][:] = np.nan_to_num(problem["gates_x"])
         right = by_cpu(problem)
         for steps in (1, 2, 3, 7):
-            monkeypatch.setattr(layers, "chunk_steps", lambda *_, steps=steps: steps)
-            layers._form.cache_clear()
+            set_layer(chunk_steps=lambda *_, steps=steps: steps)
             solution = by_cpu(problem, projected=True)
             d_ih = solution.pop("d weights ih")
             same = [name for name in solution if not name.startswith("d weights")]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,14 +111,11 @@ def test_unknown_shapes_in_one_graph(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("name", ["LSTM", "PeepholeLSTM", "ZoneoutLSTM", "RNN"])
 def test_an_input_that_the_kernel_projects(
-    name: str, graph: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    name: str, graph: bool, rng: np.random.Generator, set_layer: Callable[..., None]
 ) -> None:
     """As it does where there is more to do than in a test."""
-    from anycell import layer as layers
-
     asked = []
-    monkeypatch.setattr(layers, "projects", lambda *_: asked.append(1) or True)
-    layers._form.cache_clear()
+    set_layer(projects=lambda *_: asked.append(1) or True)
     for go_backwards in (False, True):
         layer = ak.RNN(
             getattr(cells, name), 6, return_sequences=True, return_state=True,
@@ -126,19 +124,15 @@ def test_an_input_that_the_kernel_projects(
         given = random_inputs(layer, (3, 5, 2), rng, masked=True)
         assert_right(solve(layer, **given, graph=graph), oracle(layer, **given), "float64")
     assert asked
-    layers._form.cache_clear()
 
 
 def test_second_derivatives_through_a_projection_in_the_kernel(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    rng: np.random.Generator, set_layer: Callable[..., None]
 ) -> None:
-    from anycell import layer as layers
-
     layer, x = ak.LSTM(4, dtype="float64"), tf.constant(rng.normal(size=(2, 5, 3)))
     found = []
     for inside in (False, True):
-        monkeypatch.setattr(layers, "projects", lambda *_, inside=inside: inside)
-        layers._form.cache_clear()
+        set_layer(projects=lambda *_, inside=inside: inside)
         with tf.GradientTape() as outer:
             outer.watch(x)
             with tf.GradientTape() as inner:
@@ -147,7 +141,6 @@ def test_second_derivatives_through_a_projection_in_the_kernel(
             first = inner.gradient(total, [x, layer.cell.kernel])
             size = sum(tf.reduce_sum(g**2) for g in first)
         found.append(outer.gradient(size, [x, layer.cell.kernel, layer.cell.recurrent_kernel]))
-    layers._form.cache_clear()
     for ours, right in zip(*found, strict=True):
         assert_close(ours.numpy(), right.numpy(), "float64", "gradient")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ NAMES = [
 
 
 @pytest.fixture
-def by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Callable[[], Any]], Any]]:
+def by(set_layer: Callable[..., None]) -> Callable[[str, Callable[[], Any]], Any]:
     """Calls a function with the projection "by the kernel" or "by the host"."""
 
     def call(who: str, function: Callable[[], Any]) -> Any:
@@ -37,14 +37,12 @@ def by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Callable[[], 
             asked.append(who)
             return who == "kernel"
 
-        monkeypatch.setattr(layers, "projects", projects)
-        layers._form.cache_clear()
+        set_layer(projects=projects)
         found = function()
         assert asked, "no layer has run on the kernels"
         return found
 
-    yield call
-    layers._form.cache_clear()
+    return call
 
 
 def test_which_cells() -> None:

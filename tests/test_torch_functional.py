@@ -4,6 +4,7 @@ connections, and input that is projected already. Keras's layers on torch call i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -89,14 +90,10 @@ def test_recurrent_mask_twice_differentiable() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", [2, "sqrt"])
-def test_recurrent_mask_with_checkpoints(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from anycell import layer as layers
-
-    monkeypatch.setattr(layers, "chunk_steps", lambda *_: 1)
-    layers._form.cache_clear()
+def test_recurrent_mask_with_checkpoints(checkpoint: Any, set_layer: Callable[..., None]) -> None:
+    set_layer(chunk_steps=lambda *_: 1)
     call, inputs = problem(cells.LSTM, True, False)
     plain = solve(functional.layer, call, inputs)
     options = call.options._replace(checkpoint=checkpoint)
     again = solve(functional.layer, call._replace(options=options), inputs)
-    layers._form.cache_clear()
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))

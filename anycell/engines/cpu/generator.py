@@ -129,7 +129,7 @@ class Generator:
         if plan.saved_rows:
             # Padded to whole cache lines, or every load of the next rows would touch two.
             at = -(-at // 16) * 16
-        elif at * self.size % 1024 == 0:  # see layer._padded
+        elif at * self.size % 1024 == 0:  # see layer.form.padded
             at += 64 // self.size
         self.saved_width = at
 

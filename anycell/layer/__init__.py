@@ -1,0 +1,55 @@
+"""One layer of any cell, for every framework: input projection, recurrence, weight gradients.
+
+Arrays belong to the framework and come through a small ``Host``; kernels see their addresses. The
+input projection and the weight gradients are large matmuls and go to the framework's own library,
+in chunks of time, so that the buffer between them and the recurrence stays in the cache and never
+becomes as long as the sequence. An input projection that is small the kernel does (``projects``).
+
+Time-major throughout: ``x [T, B, I]``, outputs ``[T, B, D*H]`` with D directions side by side.
+
+    arguments.py    what a layer is given, on a CPU or a GPU, and what its backward pass needs
+    form.py         what calls of one form share: chunks, threads, memory, who does which matmul
+    run.py          a pass: the kernel, over chunks of time
+    forward.py, backward.py, gradients.py   the two passes, and what adds up over time
+"""
+
+from anycell.layer.arguments import (
+    Array,
+    Chunk,
+    Factors,
+    Host,
+    Options,
+    Saved,
+    Weights,
+    check_checkpoint,
+    chunk_steps,
+    reset_values,
+    segment_steps,
+    shapes,
+)
+from anycell.layer.backward import backward
+from anycell.layer.form import projects, row_group, share
+from anycell.layer.forward import forward
+from anycell.layer.run import keeps_state, saved_width
+
+__all__ = [
+    "Array",
+    "Chunk",
+    "Factors",
+    "Host",
+    "Options",
+    "Saved",
+    "Weights",
+    "backward",
+    "check_checkpoint",
+    "chunk_steps",
+    "forward",
+    "keeps_state",
+    "projects",
+    "reset_values",
+    "row_group",
+    "saved_width",
+    "segment_steps",
+    "shapes",
+    "share",
+]

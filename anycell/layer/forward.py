@@ -1,0 +1,220 @@
+"""The forward pass of a layer."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from anycell.layer.arguments import Array, Host, Options, Saved, Weights, reset_values
+from anycell.layer.run import Rows, Run
+from anycell.plan import Plan
+
+
+def forward(
+    host: Host, plan: Plan, x: Array, weights: Sequence[Weights], options: Options, *, keep: bool
+) -> tuple[Array, list[Array], Saved | None]:
+    """Runs a layer.
+
+    Args:
+        host: array operations of the framework.
+        plan: of the cell, for the CPU engine.
+        x: ``[T, B, I]``, or gates ``[T, B, G*H]`` where ``Weights.ih`` is None. Last axis
+            contiguous.
+        weights: one per direction.
+        options: masks, resets, seeds, threads.
+        keep: whether to keep what ``backward`` needs.
+
+    Returns:
+        outputs ``[T, B, D * size]``, the final states ``[D, B, size]`` in declared order, and
+        ``Saved`` or None.
+    """
+    if options.mask is not None and options.resets is not None:
+        # What lies under a mask never matters, a reset no more than an input.
+        options = replace(options, resets=options.resets & options.mask)
+    run = Run(host, plan, weights, options, x, backward=False)
+    steps, segment = run.steps, run.segment if keep else run.steps
+    everything = keep and segment == steps
+    # Outputs zeroed under a mask are not the hidden states: these then need memory of their own,
+    # all or two steps.
+    apart = options.mask is not None and not options.repeat
+    memory = Memory(run, steps, everything, everything or not apart)
+    memory.begin([w.initial for w in weights])
+    hidden, states, values = memory.hidden, memory.states, memory.values
+    out = host.empty((steps, *hidden.shape[1:])) if apart else hidden[1 : steps + 1]
+    resets = [] if options.resets is None else [reset_values(host.empty, plan, w) for w in weights]
+    if keep and not everything:
+        hidden, states, values = _borders(run, -(-steps // segment))
+    with run:
+        if resets:
+            run.point_resets(resets)
+        for begin in range(0, steps, max(1, segment)):
+            if keep and not everything:
+                memory.copy(begin, hidden, states, begin // segment)
+            advance(run, memory, begin, min(begin + segment, steps), out if apart else None)
+    saved = Saved(x, weights, options, hidden, states, values, resets) if keep else None
+    return out, memory.after(steps), saved
+
+
+class Memory:
+    """What the steps of a run hand on, and leave for the backward pass; see ``Saved``.
+
+    States whose sequence nobody reads have two slots, which take turns.
+
+    Attributes:
+        origin, steps: of the steps of the run, in its order, those that this is of.
+    """
+
+    def __init__(self, run: Run, steps: int, keep: bool, whole: bool) -> None:
+        host, plan, states = run.host, run.plan, run.plan.cell.states
+        self.run, self.origin, self.steps, batch = run, 0, steps, run.batch
+        self.widths = [plan.sizes[state.size] for state in states]
+        self.whole = [whole, *[keep and state.name in plan.states for state in states[1:]]]
+        slots, new = (steps + 1 + any(run.reverse), host.lasting) if whole else (2, host.empty)
+        self.hidden = new((slots, batch, len(run.weights) * self.widths[0]))
+        self.states: list[list[Array | None]] = []
+        for _ in run.weights:
+            self.states.append([None])
+            for width, all_of_it in zip(self.widths[1:], self.whole[1:], strict=True):
+                slots, new = (steps + 1, host.lasting) if all_of_it else (2, host.empty)
+                self.states[-1].append(new((slots, batch, width)))
+        saved = steps, batch, run.form.kernel.saved_width
+        self.values = [host.lasting(saved) for _ in run.weights] if keep else []
+        self.products: list[Array] = []  # of a single step; they must live as long as it runs
+        # The gates of all steps, or room for those of a chunk, or none.
+        project = run.weights[0].ih is not None
+        self.at_once = run.form.at_once or not project
+        self.gates: list[Any] = []
+        if run.form.inputs:
+            return
+        if self.at_once:
+            self.gates = [host.project(run.x, w.ih) if project else run.x for w in run.weights]
+        else:
+            width = len(plan.cell.gates) * plan.hidden_size
+            self.gates = [Rows(host, plan, run.form.chunk * batch, width) for _ in run.weights]
+
+    def time(self, d: int) -> int:
+        """The first time that this is of, for one direction."""
+        end = self.origin + self.steps
+        return self.run.steps - end if self.run.reverse[d] else self.origin
+
+    def place(self, d: int, i: int, done: int) -> tuple[Array, int, int, int]:
+        """Where state i lies after so many steps: array, slot, first column and width."""
+        slot = (done - self.origin) & 1
+        if self.whole[i]:
+            slot = done - self.origin
+            if self.run.reverse[d]:
+                slot = self.steps - slot + (i == 0)
+        if i:
+            return self.states[d][i], slot, 0, self.widths[i]
+        return self.hidden, slot, d * self.widths[0], self.widths[0]
+
+    def begin(self, initial: Sequence[Sequence[Array | float]]) -> None:
+        """Writes the states before the first step, per direction."""
+        for d, own in enumerate(initial):
+            for i, value in enumerate(own):
+                self._write(*self.place(d, i, self.origin), value)
+
+    def after(self, done: int) -> list[Array]:
+        """Copies of the states after so many steps, ``[D, B, size]`` each."""
+        directions, found = len(self.states), []
+        for i, width in enumerate(self.widths):
+            found.append(self.run.host.empty((directions, self.run.batch, width)))
+            for d in range(directions):
+                array, slot, column, _ = self.place(d, i, done)
+                self._read(array, slot, column, found[i], d)
+        return found
+
+    def copy(
+        self, done: int, hidden: Array, states: Sequence[Sequence[Array | None]], slot: int
+    ) -> None:
+        """Copies the states after so many steps to a slot of arrays such as ``_borders`` makes."""
+        for i, value in enumerate(self.after(done)):
+            for d, others in enumerate(states):
+                column = 0 if i else d * self.widths[0]
+                self._write(others[i] if i else hidden, slot, column, self.widths[i], value[d])
+
+    def point(self, d: int, done: int) -> None:
+        """Lets the kernel begin after so many steps."""
+        for i in range(len(self.widths)):
+            array, slot, column, _ = self.place(d, i, done)
+            whole = self.whole[i]
+            back = self.run.reverse[d] if whole else slot
+            self.run.point(d, f"state{i}", array, slot, -1 if back else 1, column)
+            if not whole:
+                self.run.calls[d].set(**{f"state{i}_flip": 1})
+
+    def _write(self, array: Array, slot: int, column: int, h: int, value: Array | float) -> None:
+        """``array[slot, :, column : column + h] = value``, which is ``[B, h]`` or a number."""
+        host, size = self.run.host, self.run.batch * h * self.run.plan.itemsize
+        whole, number = array.shape[2] == h, isinstance(value, float)
+        # One move of memory where it can be: a framework's assignment takes several microseconds.
+        if whole and number and value == 0.0:
+            ctypes.memset(host.pointer(array) + slot * size, 0, size)
+        elif whole and not number and host.strides(value) == (h, 1):
+            ctypes.memmove(host.pointer(array) + slot * size, host.pointer(value), size)
+        else:
+            array[slot, :, column : column + h] = value
+
+    def _read(self, array: Array, slot: int, column: int, out: Array, d: int) -> None:
+        """``out[d] = array[slot, :, column : column + h]``, where h is the width of ``out``."""
+        host, h = self.run.host, out.shape[2]
+        if array.shape[2] == h:
+            size = self.run.batch * h * self.run.plan.itemsize
+            ctypes.memmove(host.pointer(out) + d * size, host.pointer(array) + slot * size, size)
+        else:
+            out[d] = array[slot, :, column : column + h]
+
+
+def _borders(run: Run, count: int) -> tuple[Array, list[list[Array | None]], list[Array]]:
+    """``Saved.hidden``, ``states`` and ``values`` of so many segments."""
+    host, batch = run.host, run.batch
+    widths = [run.plan.sizes[state.size] for state in run.plan.cell.states]
+    hidden = host.empty((count, batch, len(run.weights) * widths[0]))
+    states: list[list[Array | None]] = [
+        [None, *[host.empty((count, batch, width)) for width in widths[1:]]] for _ in run.weights
+    ]
+    return hidden, states, [host.empty((0, batch, run.form.kernel.saved_width)) for _ in states]
+
+
+def advance(run: Run, memory: Memory, begin: int, end: int, out: Array | None) -> None:
+    """Runs all directions from after ``begin`` steps to after ``end`` steps."""
+    host, x, batch = run.host, run.x, run.batch
+    for done, count in run.chunks(begin, end):
+        for d, w in enumerate(run.weights):
+            span = run.span(d, done, count)
+            if run.form.inputs:
+                run.point(d, "input", x, span.time, span.sign)
+            elif memory.at_once:
+                run.point(d, "x", memory.gates[d], span.time, span.sign)
+            else:
+                gates = memory.gates[d]
+                part = x[span.begin : span.end].reshape(count * batch, x.shape[2])
+                host.matmul(part, w.ih.T, gates[count * batch])  # type: ignore[union-attr]
+                run.point_rows(d, "x", gates, span)
+            if run.form.single:
+                width = len(run.plan.cell.gates) * run.plan.hidden_size
+                product = _product(host, w.initial[0], w.hh, (batch, width))
+                memory.products.append(product)
+                run.calls[d].set(product=host.pointer(product), product_b=width)
+            memory.point(d, done)
+            if out is not None:
+                first = memory.widths[0]
+                run.point(d, "out", out, span.time, span.sign, d * first)
+            if memory.values:
+                time = span.time - memory.time(d)
+                run.point(d, "saved", memory.values[d], time, span.sign)
+            run.point_flags(d, span)
+            run.calls[d].set(time=span.time)
+        run.run(count)
+
+
+def _product(host: Host, operand: Array | float, weight: Array, shape: tuple[int, int]) -> Array:
+    """The recurrent matmul of a single step."""
+    if isinstance(operand, float) and operand == 0.0:
+        return host.zeros(shape)
+    if isinstance(operand, float):
+        value, operand = operand, host.empty((shape[0], weight.shape[1]))
+        operand[:] = value
+    return host.project(operand, weight)

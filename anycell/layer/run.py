@@ -1,0 +1,161 @@
+"""A pass over a layer: its kernel, over chunks of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from anycell.engines import cpu
+from anycell.layer.arguments import Array, Chunk, Host, Options, Weights, segment_steps
+from anycell.layer.form import form_of, padded, sparse
+from anycell.plan import Plan
+
+
+class Run:
+    """A kernel that runs over chunks of time, with one argument table per direction."""
+
+    def __init__(
+        self,
+        host: Host,
+        plan: Plan,
+        weights: Sequence[Weights],
+        options: Options,
+        x: Array,
+        backward: bool,
+    ) -> None:
+        self.host, self.plan, self.options, self.weights = host, plan, options, weights
+        self.x, self.steps, self.batch = x, x.shape[0], x.shape[1]
+        # The backward pass runs against each direction.
+        self.reverse = tuple([w.reverse is not backward for w in weights])
+        self.form = form_of(
+            cpu.compiled(plan, backward), plan, self.steps, self.batch, self.reverse,
+            None if weights[0].ih is None else x.shape[2], options.resets is not None,
+            sparse(options.mask), options.threads,
+        )  # fmt: skip
+        self.calls = [table.copy() for table in self.form.tables]
+        self.backward = backward
+
+    def __enter__(self) -> Run:
+        """Takes memory, sets what stays the same for all chunks, and packs the weights."""
+        host, options, form = self.host, self.options, self.form
+        self.block, places = cpu.scratch.take(form.sizes)
+        blocks = len(form.sizes) // len(self.calls)
+        for d, (w, call) in enumerate(zip(self.weights, self.calls, strict=True)):
+            bias_x, place = self._address(w.bias_ih), d * blocks
+            call.set(
+                workspace=places[place], training=options.training, seed=_signed(options.seed),
+                stream=2 * options.stream + d, repeat=options.repeat,
+                static=self._address(w.static), bias_x=bias_x, bias_h=self._address(w.bias_hh),
+            )  # fmt: skip
+            if w.recurrent_mask is not None:
+                call.set(recurrent_mask=host.pointer(w.recurrent_mask))
+            for i, param in enumerate(w.params):
+                call.set(**{f"param{i}": host.pointer(param)})
+            for k, linear in enumerate(() if form.single else self.plan.cell.linears):
+                weight, bias = w.matmul(linear)
+                biases = (0, 0) if self.backward else (bias_x, self._address(bias))
+                packed, strides = places[place + 1 + k], host.strides(weight)
+                source = host.pointer(weight)
+                cpu.pack(form.kernel, k, packed, source, strides, *biases, options.threads)
+                call.set(**{f"weights{k}": packed})
+            if form.inputs:
+                self._pack_input(call, places[place + blocks - 1], w)
+        return self
+
+    def _pack_input(self, call: cpu.Table, packed: int, w: Weights) -> None:
+        """Packs the weight of the input for a kernel that multiplies it itself."""
+        form, source, strides = self.form, self.host.pointer(w.ih), self.host.strides(w.ih)
+        number, threads = form.kernel.projection(form.inputs).number, self.options.threads
+        biases = self._address(w.bias_ih), self._address(w.bias_hh)
+        cpu.pack(form.kernel, number, packed, source, strides, *biases, threads, form.inputs)
+        call.set(weights_x=packed)
+
+    def __exit__(self, *_: object) -> None:
+        cpu.scratch.give_back(self.block)
+
+    def point_resets(self, values: Sequence[Sequence[Array]]) -> None:
+        """Where resets find what they restore: ``[H]`` for all rows, or ``[B, H]``."""
+        for call, own in zip(self.calls, values, strict=True):
+            for i, value in enumerate(own):
+                row = value.shape[1] if len(value.shape) == 2 else 0
+                call.set(**{f"reset{i}": self.host.pointer(value), f"reset{i}_b": row})
+
+    def chunks(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Steps done and steps to do, chunk by chunk of what lies between so many steps of the
+        forward pass. The backward pass has the same chunks, the last one first.
+        """
+        chunk = self.form.chunk
+        if not self.backward:
+            for done in range(begin, end, chunk):
+                yield done, min(chunk, end - done)
+            return
+        for done in reversed(range(begin, end, chunk)):
+            count = min(chunk, end - done)
+            yield self.steps - done - count, count
+
+    def span(self, d: int, done: int, count: int) -> Chunk:
+        return Chunk.of(self.reverse[d], self.steps, done, count)
+
+    @property
+    def segment(self) -> int:
+        """Steps of which the backward pass needs all at once."""
+        return segment_steps(self.options.checkpoint, self.steps, self.form.chunk)
+
+    def point(
+        self, d: int, name: str, array: Array, index: int, sign: int, column: int = 0
+    ) -> None:
+        """Lets ``name`` start at ``array[index, :, column:]`` and step ``sign`` through its first
+        axis.
+        """
+        time, row = self.host.strides(array)[:2]
+        address = self.host.pointer(array) + (index * time + column) * self.plan.itemsize
+        self.calls[d].point(name, address, sign * time, row)
+
+    def point_rows(self, d: int, name: str, rows: Rows, chunk: Chunk) -> None:
+        """The same for a buffer of the rows of a chunk."""
+        width = rows.padded
+        row, time = self.batch * width, chunk.time - chunk.begin
+        address = self.host.pointer(rows.whole) + time * row * self.plan.itemsize
+        self.calls[d].point(name, address, chunk.sign * row, width)
+
+    def point_flags(self, d: int, span: Chunk) -> None:
+        for name, array in (("mask", self.options.mask), ("resets", self.options.resets)):
+            if array is not None:
+                address = self.host.pointer(array) + span.time * self.batch
+                self.calls[d].set(**{name: address, f"{name}_t": span.sign * self.batch})
+
+    def run(self, count: int) -> None:
+        for call in self.calls:
+            call.start(count)
+        cpu.run(self.form.kernel, self.calls, self.form.threads)
+
+    def _address(self, array: Array | None) -> int:
+        return 0 if array is None else self.host.pointer(array)
+
+
+class Rows:
+    """A buffer for the rows of a chunk, ``[rows, width]``; ``dense`` if others read it whole."""
+
+    def __init__(self, host: Host, plan: Plan, rows: int, width: int, dense: bool = False) -> None:
+        self.width, self.padded = width, width if dense else padded(plan, width)
+        self.whole = host.empty((rows, self.padded))
+
+    def __getitem__(self, rows: int) -> Array:
+        if self.whole.shape[0] == rows and self.width == self.padded:
+            return self.whole
+        return self.whole[:rows, : self.width]
+
+
+def saved_width(plan: Plan) -> int:
+    """Values that the forward pass saves of a step and row, see ``Saved``."""
+    return cpu.compiled(plan, False).saved_width
+
+
+def keeps_state(plan: Plan, i: int) -> bool:
+    """Whether it keeps the sequence of state i > 0, without checkpoints."""
+    return plan.cell.states[i].name in plan.states
+
+
+def _signed(seed: int) -> int:
+    """A seed of 64 bits as the signed number that the argument table holds."""
+    seed &= (1 << 64) - 1
+    return seed - (1 << 64) if seed >> 63 else seed
