@@ -3,7 +3,7 @@ what the compiler says: registers, spills, shared memory, matrix instructions.
 
     python tools/gpu_compile.py                          every cell, tier, dtype and capability
     python tools/gpu_compile.py --cells LSTM --tiers 1   some of them
-    python tools/gpu_compile.py --json                   a line of JSON for each kernel
+    python tools/gpu_compile.py --json --jobs 2          a line of JSON for each kernel
     python tools/gpu_compile.py --read FILE              such lines as a table of Markdown
 
 Kernels of tiers 1 and 2 are compiled at the largest of some hidden sizes that the capacity model
@@ -13,6 +13,7 @@ allows, those of tier 2 for 16 rows and for 128.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +68,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--capabilities", nargs="+", type=int, default=list(CARDS))
     parser.add_argument("--largest", type=int, default=1 << 20, help="hidden size of tiers 1 and 2")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--read", type=Path)
     args = parser.parse_args()
@@ -74,15 +77,18 @@ def main() -> None:
         return
     if not args.json:
         print(*(f"{name:>10}" for name in Report._fields))
-    for name in args.cells:
-        for tier in args.tiers:
-            for dtype in args.dtypes:
-                for capability in args.capabilities:
-                    for report in reports(EVERY[name], tier, dtype, capability, args.largest):
-                        if args.json:
-                            print(json.dumps(report._asdict()), flush=True)
-                        else:
-                            print(*(f"{value!s:>10}" for value in report), flush=True)
+    # What is quickest first, by tier, for every cell: a run that is cut short has seen something of
+    # each.
+    grid = itertools.product(
+        sorted(args.tiers, reverse=True), args.capabilities, args.dtypes, args.cells
+    )
+    with ProcessPoolExecutor(args.jobs) as pool:
+        runs = [pool.submit(reports, *point, args.largest) for point in grid]
+        for report in itertools.chain.from_iterable(run.result() for run in as_completed(runs)):
+            if args.json:
+                print(json.dumps(report._asdict()), flush=True)
+            else:
+                print(*(f"{value!s:>10}" for value in report), flush=True)
 
 
 def markdown(path: Path) -> Iterator[str]:
@@ -90,13 +96,14 @@ def markdown(path: Path) -> Iterator[str]:
     names = Report._fields[:-1]
     yield f"| {' | '.join(names)} |"
     yield "|---" * len(names) + "|"
-    for line in path.read_text(encoding="utf-8").splitlines():
-        found = json.loads(line)
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for found in sorted(lines, key=lambda line: [str(line[name]) for name in names[:6]]):
         yield f"| {' | '.join(str(found[name]) for name in names)} |"
 
 
-def reports(cell: Cell, tier: int, dtype: str, capability: int, largest: int) -> Iterator[Report]:
+def reports(tier: int, capability: int, dtype: str, name: str, largest: int) -> list[Report]:
     """Of all kernels of a cell, of both passes."""
+    cell, found = EVERY[name], list[Report]()
     device = next(d for d in capacity.DEVICES if d.name == CARDS[capability])
     for backward in (False, True):
         for batch in BATCHES[tier]:
@@ -107,9 +114,12 @@ def reports(cell: Cell, tier: int, dtype: str, capability: int, largest: int) ->
                 one = plan(cell, hidden, dtype, "gpu", sizes)
                 choice = capacity.choose(one, device, backward, 3 if tier == 3 else None, batch)
                 if choice.tier == tier:
-                    for kernel in kernels(one, choice, backward):
-                        yield compiled(one, kernel, choice, device, batch)
+                    found += [
+                        compiled(one, kernel, choice, device, batch)
+                        for kernel in kernels(one, choice, backward)
+                    ]
                     break
+    return found
 
 
 def kernels(one: Plan, choice: capacity.Choice, backward: bool) -> Iterator[Printed]:
