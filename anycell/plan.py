@@ -147,19 +147,8 @@ def _plan(
 
 
 def is_narrow(node: Expr) -> bool:
-    """Whether all units of a row share the value: a reduction over one group,
-    or a function of such.
-    """
-    if is_reduction(node):
-        return node.attrs == (1,)
-    if node.op in ("const", "hyper"):
-        return True
-    return (
-        node.op not in FREE
-        and node.op not in MATMULS
-        and bool(node.args)
-        and all(map(is_narrow, node.args))
-    )
+    """Whether all units of a row share the value; see ``Expr``."""
+    return node.narrow
 
 
 def gradient_roots(cell: Cell, gradients: Gradients) -> list[Expr]:
@@ -259,14 +248,18 @@ def _least_memory(cell: Cell, gradients: Gradients) -> tuple[list[Expr], list[Ex
         n for n in forward if n not in free and (n, 1) in beyond and (n, 0) not in beyond
     )
 
+    # Values of one number per row, not per unit: narrow ones that hang on a reduction.
+    rows: set[Expr] = set()
+    for node in forward:
+        if is_narrow(node) and (is_reduction(node) or any(arg in rows for arg in node.args)):
+            rows.add(node)
     again: dict[Expr, None] = {}
     stack = [node for node in read if node not in saved]
     while stack:
         node = stack.pop()
         if node in again or node in free or node in saved:
             continue
-        reduced = is_narrow(node) and any(map(is_reduction, topological([node])))
-        if reduced and not is_boolean(node):
+        if node in rows and not is_boolean(node):
             # One number per row against another pass over its units.
             saved[node] = None
             continue
@@ -404,9 +397,16 @@ def _is_staged(node: Expr) -> bool:
 
 def _light(node: Expr, loaded: frozenset[Expr], kept: set[Expr]) -> bool:
     """Whether the value costs little more than loads, given what is in memory."""
-    if node in loaded or node in kept or is_narrow(node) or node.op in MATMULS:
-        return True
-    return node.op not in HEAVY and all(_light(arg, loaded, kept) for arg in node.args)
+    stack, seen = [node], set()
+    while stack:
+        top = stack.pop()
+        if top in seen or top in loaded or top in kept or is_narrow(top) or top.op in MATMULS:
+            continue
+        if top.op in HEAVY:
+            return False
+        seen.add(top)
+        stack.extend(top.args)
+    return True
 
 
 def _until(roots: Iterable[Expr], stop: frozenset[Expr]) -> list[Expr]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from anycell.engines import cpu
-from anycell.lang.cell import PROJECTION, Cell, with_projection
+from anycell.lang.cell import INPUT, PROJECTION, Cell, with_projection
 from anycell.layer import Array, Host, Weights, row_group, share
 from anycell.plan import plan
 
@@ -25,7 +25,7 @@ class _Layer:
     ) -> None:
         assert w.ih is not None
         self.plan = plan(
-            with_projection(cell), sizes["H"], dtype, sizes={**sizes, "input": w.ih.shape[1]}
+            with_projection(cell), sizes["H"], dtype, sizes={**sizes, INPUT: w.ih.shape[1]}
         )
         self.kernel = kernel = cpu.compiled(self.plan)
         self.hyper = cpu.hyperparameters(self.plan)
@@ -95,7 +95,7 @@ class _Form:
         table.set(
             batch=self.rows, row_group=row_group(self.rows), units_split=units,
             workspace=workspace.address + -workspace.address % cpu.LINE,
-            workspace_stride=kernel.workspace(self.rows), x_b=layer.plan.sizes["input"],
+            workspace_stride=kernel.workspace(self.rows), x_b=layer.plan.sizes[INPUT],
             out_b=self.widths[0] if last else 0,
         )  # fmt: skip
         for i, width in enumerate(self.widths):

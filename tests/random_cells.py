@@ -16,7 +16,7 @@ import numpy as np
 
 from anycell import Cell, cell, clip, keep, layer_norm, sigmoid, tanh, where
 from anycell.lang.cell import Gates
-from anycell.lang.expr import CONDITIONS, Expr, apply, listing
+from anycell.lang.expr import CONDITIONS, REDUCTIONS, Expr, apply, listing
 from anycell.lang.ops import TABLE, is_reduction
 from anycell.namespaces import namespace
 
@@ -148,9 +148,9 @@ class Garden:
         name = ROWS[self.rng.integers(len(ROWS))]
         op = TABLE[name]
         args = [self.fit(self.pick(), domain) for domain in op.domain]
-        if op.reduction and args[0].node in self.norms:
+        if name in REDUCTIONS and args[0].node in self.norms:
             return  # the mean of normed values is 0, and its derivative nothing but rounding
-        attrs = (int(self.rng.choice(self.groups)),) if op.reduction else ()
+        attrs = (int(self.rng.choice(self.groups)),) if name in REDUCTIONS else ()
         samples = [self.rng.uniform(*arg.range, (100, self.hidden)) for arg in args]
         found = op.meaning(namespace(samples[0]), *samples, *attrs)
         node = apply(name, *(arg.node for arg in args), attrs=attrs)

@@ -14,7 +14,7 @@ from tolerances import assert_close
 import anycell.numpy as an
 from anycell import cells, stream
 from anycell.engines.cpu import pool
-from anycell.lang.cell import PROJECTION, with_projection
+from anycell.lang.cell import INPUT, PROJECTION, with_projection
 
 EVERY = [getattr(cells, name) for name in cells.__all__]
 every_cell = pytest.mark.parametrize("case", EVERY, ids=lambda c: c.name)
@@ -51,7 +51,7 @@ def test_the_projection_inside_the_step(case: Any) -> None:
     assert [l.name for l in inside.linears if l.name != PROJECTION] == [
         l.name for l in case.linears
     ]
-    assert inside.linears[-1].name == PROJECTION and inside.linears[-1].in_size == "input"
+    assert inside.linears[-1].name == PROJECTION and inside.linears[-1].in_size == INPUT
     assert inside.key != case.key and inside.hyper == case.hyper
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 from anycell.lang.expr import (
+    ALL_AT_ONCE,
+    REDUCTIONS,
     CellError,
     Expr,
     Number,
@@ -22,7 +24,12 @@ from anycell.lang.expr import (
     apply,
     as_expr,
     fail,
+    is_const,
     line_of,
+    operand,
+    plain,
+    positive,
+    refused,
     rewrite,
     topological,
     tracing,
@@ -31,6 +38,19 @@ from anycell.lang.ops import TABLE, is_boolean
 
 RECURRENT = "hh"  # the matmul behind `r`
 PROJECTION = "ih"  # that behind `x`, where it is one of the step's; see `with_projection`
+INPUT = "(input)"  # the size of its operand: a symbol that no cell can declare
+
+# Keyword arguments of the layers of every frontend, which take sizes by keyword as well: names that
+# no size can have.
+RESERVED = frozenset(
+    "cell input_size hidden_size num_layers units bias use_bias batch_first dropout "
+    "recurrent_dropout bidirectional device dtype checkpoint seed initializer gate_bias "
+    "unit_forget_bias kernel_initializer recurrent_initializer bias_initializer param_initializer "
+    "kernel_regularizer recurrent_regularizer bias_regularizer param_regularizer "
+    "kernel_constraint recurrent_constraint bias_constraint param_constraint "
+    "activity_regularizer return_sequences return_state go_backwards stateful unroll "
+    "zero_output_for_mask name trainable autocast self".split()
+)
 
 
 @dataclass(frozen=True)
@@ -97,8 +117,6 @@ class Gates(Traced):
     adds element by element.
     """
 
-    is_gates = True
-
     def __init__(self, what: str, values: dict[str, Expr]) -> None:
         self._what, self._values = what, values
 
@@ -137,6 +155,13 @@ class Gates(Traced):
     def __sub__(self, other: Any) -> Gates:
         return self._combine("sub", self, other)
 
+    __neg__ = __pos__ = __abs__ = __bool__ = __rsub__ = __truediv__ = __rtruediv__ = refused(
+        *ALL_AT_ONCE
+    )
+    __pow__ = __rpow__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = refused(*ALL_AT_ONCE)
+    __lt__ = __le__ = __gt__ = __ge__ = __matmul__ = __rmatmul__ = refused(*ALL_AT_ONCE)
+    __getitem__ = __float__ = __int__ = refused(*ALL_AT_ONCE)
+
     def __mul__(self, other: Any) -> Gates:
         return self._combine("mul", self, other)
 
@@ -146,7 +171,7 @@ class Gates(Traced):
 
 @dataclass
 class _Trace:
-    cell_name: str
+    given: set[Expr]  # the leaves, matmuls and masks that the function was handed
     keeps: int = 0
     linears: dict[str, tuple[tuple[str, ...], int, bool]] = field(default_factory=dict)
 
@@ -195,16 +220,18 @@ def linear(
     The output size follows from its use: a state's declared size, or the hidden size.
     """
     trace = _trace("linear")
-    operand = as_expr(value)
+    node = operand("linear", value)
     if not isinstance(name, str) or not name.isidentifier():
         fail(f"linear(..., {name!r}): the weight needs a name.", 'linear(value, "name").')
-    if name in trace.linears or name == RECURRENT:
+    if name in trace.linears or name in (RECURRENT, PROJECTION) or name.endswith("_bias"):
         fail(
-            f"linear(..., {name!r}): this name is taken.",
+            f"linear(..., {name!r}): this name is taken, by another matmul, the layer's own "
+            f"({PROJECTION}, {RECURRENT}) or a bias (..._bias).",
             "each matmul has its own weight: choose another name.",
         )
-    if not isinstance(heads, int) or heads < 1:
-        fail(f"linear(..., heads={heads!r}).", "give a positive integer that divides the sizes.")
+    heads = positive(heads, f"linear(..., heads={heads!r}).", "the sizes")
+    if gates is not None and not isinstance(gates, str):
+        fail(f"linear(..., gates={gates!r}).", 'name the outputs in one string: gates="r z".')
     declared = (name,) if gates is None else tuple(gates.split())
     named = all(output.isidentifier() for output in declared)
     if not declared or len(set(declared)) < len(declared) or not named:
@@ -213,7 +240,8 @@ def linear(
             'name each output once, with blanks between: gates="r z".',
         )
     trace.linears[name] = (declared, heads, bool(bias))
-    outputs = {output: Expr("linear", (operand,), (name, output)) for output in declared}
+    outputs = {output: Expr("linear", (node,), (name, output)) for output in declared}
+    trace.given.update(outputs.values())
     return outputs[name] if gates is None else Gates("output", outputs)
 
 
@@ -229,12 +257,14 @@ def keep(rate: Expr | Number, per: str = "step") -> Expr:
     trace = _trace("keep")
     if per not in ("step", "sequence"):
         fail(f"keep(..., per={per!r}).", 'per="step" or per="sequence".')
-    if not isinstance(rate, Expr) and not 0.0 <= rate <= 1.0:
+    probability = operand("keep", rate)
+    if is_const(probability) and not 0.0 <= probability.attrs[0] <= 1.0:
         fail(
             f"keep({rate!r}): the probability of keeping is outside [0, 1].",
             "give a rate in [0, 1].",
         )
-    node = Expr("keep", (as_expr(rate),), (trace.keeps, per))
+    node = Expr("keep", (probability,), (trace.keeps, per))
+    trace.given.add(node)
     trace.keeps += 1
     return node
 
@@ -276,13 +306,19 @@ class Cell:
             function.__module__,
         )
         self.__doc__ = function.__doc__
-        self.given = given
+        self.given = given = {name: plain(value) for name, value in given.items()}
         self.hyper, self.structure = _sort_hyperparameters(function, given)
         self._trace()
 
     # -- use -------------------------------------------------------------------------------------
-    def __call__(self, **hyper: Any) -> Cell:
+    def __call__(self, *args: Any, **hyper: Any) -> Cell:
         """The same cell with other hyperparameters; see the signature of its function."""
+        if args:
+            fail(
+                f"Cell {self.name} was called with {len(args)} positional argument(s); "
+                "it takes its hyperparameters, by name.",
+                f"name={args[0]!r}, or inside another cell {self.name}.function(x, r, s).",
+            )
         if not hyper:
             return self
         given = {**self.given, **hyper}
@@ -327,7 +363,6 @@ class Cell:
 
     # -- tracing ---------------------------------------------------------------------------------
     def _trace(self) -> None:
-        trace = _Trace(self.name)
         states = {s.name: Expr("state", (), (s.name,)) for s in self.states}
         first = states[self.states[0].name]
         x = {g: Expr("x", (), (g,)) for g in self.gates}
@@ -343,10 +378,14 @@ class Cell:
             )
         if self.static is not None:
             args.append(Expr("static", (), (self.static,)))
-        keywords = {**self.structure, **{name: Expr("hyper", (), (name,)) for name in self.hyper}}
+        hyper = {name: Expr("hyper", (), (name,)) for name in self.hyper}
+        keywords = {**self.structure, **hyper}
+        values = [value for arg in args for value in (arg if isinstance(arg, Gates) else (arg,))]
+        trace = _Trace({*values, *hyper.values()})
         code, current = tracing.set(self.function.__code__), _current.set(trace)
         try:
             result = self.function(*args, **keywords)
+            self._finish(self._check_result(result, trace.given), trace)
         except ValueError as error:
             if isinstance(error, CellError) or "to unpack" not in str(error):
                 raise
@@ -354,13 +393,38 @@ class Cell:
         finally:
             tracing.reset(code)
             _current.reset(current)
-        self.next = _fuse(self._check_result(result))
+
+    def _finish(self, results: tuple[Expr, ...], trace: _Trace) -> None:
+        self.next = _fuse(results)
         self.linears = _linears(self.next, trace, self.gates)
         used = topological(self.next)
         self.fused = frozenset(node.attrs[1] for node in used if node.op == "preact")
+        self._check_names()
         self._sizes()
         self._check_numbers()
         self.key = _canonical(self)
+
+    def _check_names(self) -> None:
+        """All that a layer learns must have names of their own; see ``layer.shapes``."""
+        learned = [
+            (f"{kind}_{name}", f"the {kind} of the projection of the {what}")
+            for name, what in ((PROJECTION, "input"), (RECURRENT, "first state"))
+            for kind in ("weight", "bias")
+        ]
+        for l in self.linears:
+            if l.name != RECURRENT:
+                kinds = ("weight", "bias") if l.bias else ("weight",)
+                learned += [(f"{k}_{l.name}", f"the {k} of linear(..., {l.name!r})") for k in kinds]
+        learned += [(name, f"the parameter {name!r}") for name in self.param_names]
+        taken: dict[str, str] = {}
+        for name, what in learned:
+            if name in taken:
+                fail(
+                    f"Cell {self.name}: a layer learns {taken[name]} and {what}, both by the name "
+                    f"{name}.",
+                    "rename one of them.",
+                )
+            taken[name] = what
 
     def _unpacked(self, error: ValueError) -> str:
         """Python's error about the number of names, with those that there are."""
@@ -376,52 +440,65 @@ class Cell:
     def _check_numbers(self) -> None:
         """Probabilities, bounds and divisors that follow from hyperparameters must be some."""
         given = ", ".join(f"{name}={value:g}" for name, value in self.hyper.items()) or "no others"
+        known: dict[Expr, float | None] = {}
         for node in topological(self.next):
-            rate = _known(node.args[0], self.hyper) if node.op == "keep" else None
+            known[node] = _known(node, [known[arg] for arg in node.args], self.hyper)
+            rate = known[node.args[0]] if node.op == "keep" else None
             if rate is not None and not 0.0 <= rate <= 1.0:
-                raise CellError(
+                fail(
                     f"Cell {self.name}: given {given}, the probability of keeping, "
-                    f"{node.args[0]}, is {rate:g}; expected one in [0, 1]."
+                    f"{node.args[0]}, is {rate:g}; expected one in [0, 1].",
+                    "change the hyperparameter, or the expression.",
                 )
-            if node.op == "div" and _known(node.args[1], self.hyper) == 0.0:
-                raise CellError(
-                    f"Cell {self.name}: given {given}, a value is divided by {node.args[1]}, which "
-                    "is 0; expected another number."
+            if node.op == "div" and known[divisor := node.args[1]] == 0.0:
+                shown = "0" if is_const(divisor) else f"{divisor}, which is 0"
+                fail(
+                    f"Cell {self.name}: given {given}, a value is divided by {shown}; "
+                    "expected another number.",
+                    "change the hyperparameter, or the expression.",
                 )
             if node.op == "minimum" and node.args[0].op == "maximum":  # clip
-                bounds = node.args[0].args[1], node.args[1]
-                low, high = (_known(bound, self.hyper) for bound in bounds)
+                low, high = known[node.args[0].args[1]], known[node.args[1]]
                 if low is not None and high is not None and low > high:
-                    raise CellError(
+                    fail(
                         f"Cell {self.name}: given {given}, a value is clipped to between {low:g} "
-                        f"and {high:g}; expected a lower bound that is not above the upper one."
+                        f"and {high:g}; expected a lower bound that is not above the upper one.",
+                        "change the hyperparameter, or the bounds.",
                     )
 
-    def _check_result(self, result: Any) -> tuple[Expr, ...]:
+    def _check_result(self, result: Any, given: set[Expr]) -> tuple[Expr, ...]:
+        """One node per state, made of what the function was ``given``."""
         names = " ".join(self.state_names)
         results = result if isinstance(result, (tuple, list)) else (result,)
         if isinstance(result, Gates) or len(results) != len(self.states):
-            raise CellError(
-                f"Cell {self.name} returned {len(results)} value(s), "
-                f"its states are {len(self.states)}: {names}.\n"
-                "Instead: return the new states in the declared order, "
-                f"`return {', '.join(self.state_names)}`."
+            found = "several at once" if isinstance(result, Gates) else f"{len(results)} value(s)"
+            fail(
+                f"Cell {self.name} returned {found}, its states are {len(self.states)}: {names}.",
+                "return the new states in the declared order, "
+                f"`return {', '.join(self.state_names)}`.",
             )
         out = []
         for state, value in zip(self.states, results, strict=True):
             if not isinstance(value, (Expr, int, float)):
-                raise CellError(
+                fail(
                     f"Cell {self.name} returned {type(value).__name__} "
-                    f"for the new state {state.name!r}.\n"
-                    "Instead: return a traced value."
+                    f"for the new state {state.name!r}.",
+                    "return a traced value.",
                 )
             node = as_expr(value)
             if is_boolean(node):
-                raise CellError(
-                    f"Cell {self.name} returned a condition for the new state {state.name!r}.\n"
-                    "Instead: where(condition, 1.0, 0.0)."
+                fail(
+                    f"Cell {self.name} returned a condition for the new state {state.name!r}.",
+                    "where(condition, 1.0, 0.0).",
                 )
             out.append(node)
+        for node in topological(out):
+            if node.op not in TABLE and node.op != "const" and node not in given:
+                fail(
+                    f"Cell {self.name} returned a value made of `{node}`, which belongs to another "
+                    "cell.",
+                    "use only what the function is given, and what it computes from that.",
+                )
         return tuple(out)
 
     def _sizes(self) -> None:
@@ -440,11 +517,11 @@ class Cell:
                 return
             if isinstance(a, str) and isinstance(b, str):
                 place = where if isinstance(where, str) else f"`{where}`"
-                raise CellError(
+                fail(
                     f"Cell {self.name}: the sizes do not close: {place} joins a value of size {a} "
-                    f"with one of size {b}.\n"
-                    'Instead: change the size with linear(value, "name"), '
-                    "or declare the state with the size it has."
+                    f"with one of size {b}.",
+                    'change the size with linear(value, "name"), '
+                    "or declare the state with the size it has.",
                 )
             if isinstance(a, str):
                 a, b = b, a
@@ -456,14 +533,14 @@ class Cell:
         for node in order:
             if node.op in ("const", "hyper") or (
                 node.op in TABLE
-                and not TABLE[node.op].reduction
+                and node.op not in REDUCTIONS
                 and all(arg in numbers for arg in node.args)
             ):
                 numbers.add(node)
             elif node.op in ("x", "param", "static", "preact"):
                 tie(node, "H", node)
             elif node.op == "input":
-                tie(node, "input", node)
+                tie(node, INPUT, node)
             elif node.op == "recurrent_mask":
                 tie(node, self.states[0].size, node)
             elif node.op == "linear":
@@ -494,8 +571,8 @@ class Cell:
 def with_projection(cell: Cell) -> Cell:
     """The cell whose step begins with the input projection, as one more matmul, the last.
 
-    Its operand is a leaf ``input`` of the size "input". It is for engines alone: nothing is derived
-    of it, and it cannot be pickled.
+    Its operand is a leaf ``input`` of the size ``INPUT``. It is for engines alone: nothing is
+    derived of it, and it cannot be pickled.
     """
     raw = Expr("input")
 
@@ -513,7 +590,7 @@ def with_projection(cell: Cell) -> Cell:
     used = {n.attrs for n in topological(new.next) if n.op == "linear"}
     entering = tuple(gate for gate in cell.gates if (PROJECTION, gate) in used)
     if entering:
-        last = Linear(PROJECTION, raw, entering, 1, True, "input", "H", cell.gates)
+        last = Linear(PROJECTION, raw, entering, 1, True, INPUT, "H", cell.gates)
         linears.append(last)
     new.linears, new.fused = tuple(linears), frozenset()
     return _finished(new)
@@ -606,22 +683,23 @@ def _linears(
             name, output = node.attrs
             found.setdefault(name, (node.args[0], set()))[1].add(output)
     out = []
-    for name, (operand, used) in found.items():
+    for name, (value, used) in found.items():
         declared, heads, bias = trace.linears.get(name, (gates, 1, True))
         outputs = tuple(output for output in declared if output in used)
-        out.append(Linear(name, operand, outputs, heads, bias, "H", "H", declared))
+        out.append(Linear(name, value, outputs, heads, bias, "H", "H", declared))
     return tuple(out)
 
 
-def _known(node: Expr, hyper: Mapping[str, float]) -> float | None:
-    """The value of a number that follows from hyperparameters by plain arithmetic."""
+def _known(node: Expr, values: Sequence[float | None], hyper: Mapping[str, float]) -> float | None:
+    """The value of a number that follows from hyperparameters by plain arithmetic, and so from the
+    ``values`` of its arguments.
+    """
     if node.op == "const":
         return float(node.attrs[0])
     if node.op == "hyper":
         return hyper[node.attrs[0]]
     if node.op not in ("neg", "add", "sub", "mul", "div"):
         return None
-    values = [_known(arg, hyper) for arg in node.args]
     if None in values or (node.op == "div" and values[1] == 0.0):
         return None
     found: float = TABLE[node.op].meaning(None, *values)
@@ -656,13 +734,13 @@ def _sort_hyperparameters(
     hyper: dict[str, float] = {}
     structure: dict[str, Any] = {}
     for name, parameter in keyword.items():
-        value = given.get(name, parameter.default)
+        value = plain(given.get(name, parameter.default))
         if value is parameter.empty:
             raise CellError(
                 f"Cell {function.__name__}: hyperparameter {name!r} needs a default value."
             )
         annotated = str(parameter.annotation)
-        declared_float = "float" in annotated or isinstance(parameter.default, float)
+        declared_float = "float" in annotated or isinstance(plain(parameter.default), float)
         if declared_float and isinstance(value, (str, bool)):
             kind = type(value).__name__
             if kind not in annotated:
@@ -701,15 +779,37 @@ def _restore(module: str, qualname: str, given: dict[str, Any]) -> Cell:
     return found(**given)
 
 
+# What a word of a declaration may say.
+_FORMS = {
+    "gates": "name",
+    "state": "name, name:size or name=value",
+    "params": "name or name=value",
+    "static": "name",
+}
+
+
 def _words(text: str, what: str) -> list[tuple[str, str | None, str | None]]:
     """Splits ``"h:P c m=-inf"`` into (name, size, value)."""
+    if not isinstance(text, str):
+        raise CellError(
+            f"@cell({what}={text!r}): expected one string, with blanks between: {_FORMS[what]}."
+        )
     out: list[tuple[str, str | None, str | None]] = []
     for word in text.split():
         match = re.fullmatch(r"([A-Za-z]\w*)(?::([A-Za-z]\w*))?(?:=(\S+))?", word)
-        if match is None:
+        if (
+            match is None
+            or (match[2] and "size" not in _FORMS[what])
+            or (match[3] and "value" not in _FORMS[what])
+        ):
             raise CellError(
-                f"@cell({what}={text!r}): cannot read {word!r}; "
-                "expected name, name:size or name=value."
+                f"@cell({what}={text!r}): cannot read {word!r}; expected {_FORMS[what]}."
+            )
+        if match[2] in RESERVED:
+            raise CellError(
+                f"@cell({what}={text!r}): a size cannot be named {match[2]!r}: layers take sizes "
+                "by keyword, and have an argument of that name.\nInstead: choose another symbol, "
+                "such as P."
             )
         out.append((match[1], match[2], match[3]))
     names = [name for name, _, _ in out]
@@ -731,7 +831,14 @@ def _number(text: str | None, what: str) -> float | None:
 
 
 def cell(
-    *, gates: str, state: str = "h", params: str = "", static: str | None = None, bias: bool = True
+    function: None = None,
+    /,
+    *,
+    gates: str = "",
+    state: str = "h",
+    params: str = "",
+    static: str | None = None,
+    bias: bool = True,
 ) -> Callable[[Callable[..., Any]], Cell]:
     """Makes a recurrent cell out of a function ``f(x, r, s[, p][, e])`` of one time step.
 
@@ -754,6 +861,11 @@ def cell(
         ...     f = sigmoid(r.f)
         ...     return (1 - f) * s.h + f * tanh(x.g + r.g)
     """
+    if function is not None:
+        raise CellError(
+            f"@cell was given {function!r} in place of a declaration.\n"
+            'Instead: @cell(gates="i f g o", state="h c") above the function.'
+        )
     gate_names = tuple(name for name, _, _ in _words(gates, "gates"))
     states = tuple(
         State(n, z or "H", _number(v, "state") or 0.0) for n, z, v in _words(state, "state")
@@ -767,14 +879,26 @@ def cell(
         raise CellError(
             "@cell(state=''): a cell needs at least one state; the first is its output."
         )
+    if static is not None and len(_words(static, "static")) != 1:
+        raise CellError(f"@cell(static={static!r}): expected one name, or None.")
     expected = ["x", "r", "s"] + ["p"] * bool(parameters) + ["e"] * (static is not None)
 
     def decorate(function: Callable[..., Any]) -> Cell:
+        if not (inspect.isfunction(function) or inspect.ismethod(function)):
+            raise CellError(
+                f"@cell(...) was given {function!r}.\n"
+                "Instead: decorate a function, written with def or lambda."
+            )
         kinds = inspect.Parameter
+        arguments = inspect.signature(function).parameters.values()
+        for p in arguments:
+            if p.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD):
+                raise CellError(
+                    f"Cell {function.__name__} takes {p}, to which nothing is ever given.\n"
+                    "Instead: name each hyperparameter, as a keyword-only argument with a default."
+                )
         positional = [
-            p
-            for p in inspect.signature(function).parameters.values()
-            if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+            p for p in arguments if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
         ]
         if len(positional) != len(expected):
             raise CellError(

@@ -10,10 +10,13 @@ from __future__ import annotations
 import contextvars
 import linecache
 import math
+import operator
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, NoReturn
 from weakref import WeakValueDictionary
+
+import numpy as np
 
 Attrs = tuple[Any, ...]
 Number = int | float
@@ -28,21 +31,36 @@ CONDITIONS = frozenset(
     {"lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_or", "logical_not"}
 )
 
+# The ops that combine the units of a row (attrs: number of groups).
+REDUCTIONS = frozenset({"sum", "mean", "max"})
+# Those whose result is another in each unit, even of arguments that are not.
+_PER_UNIT = frozenset({"keep", "linear", "preact", "linear_t"})
+
 # The code object of the cell function being traced, so that an error can name its line.
 tracing: contextvars.ContextVar[Any] = contextvars.ContextVar("anycell_tracing", default=None)
 
 
 def fail(problem: str, instead: str) -> NoReturn:
-    """Raises ``CellError`` with the line of the cell function that is being traced."""
-    where = ""
-    frame = sys._getframe(1)
+    """Raises ``CellError`` with the line of the cell function that is being traced,
+    its first one if it has returned.
+    """
     code = tracing.get()
-    while frame is not None and code is not None:
-        if frame.f_code is code:
-            where = line_of(code, frame.f_lineno)
-            break
+    if code is None:
+        raise CellError(f"{problem}\nInstead: {instead}")
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
         frame = frame.f_back  # type: ignore[assignment]
-    raise CellError(f"{where}{problem}\nInstead: {instead}")
+    number = code.co_firstlineno if frame is None else frame.f_lineno
+    raise CellError(f"{line_of(code, number)}{problem}\nInstead: {instead}")
+
+
+def refused(problem: str, instead: str) -> Callable[..., NoReturn]:
+    """A method that fails so."""
+
+    def refuse(self: Any, *args: Any) -> NoReturn:
+        fail(problem, instead)
+
+    return refuse
 
 
 def line_of(code: Any, number: int) -> str:
@@ -88,16 +106,27 @@ def _foreign(function: str) -> NoReturn:
     )
 
 
+# What is said of gates, states or parameters that were to be unpacked.
+ALL_AT_ONCE = (
+    "All gates at once where one value was expected.",
+    "unpack them first: `i, f, g, o = x + r`, or use x.i.",
+)
+
+
 class Expr(Traced):
     """One node: ``op`` names a row of the op table or a leaf,
     ``attrs`` hold what is not an expression.
+
+    It is ``narrow`` if all units of a row share the value: a number, a reduction over one group, or
+    a function of such.
     """
 
-    __slots__ = ("__weakref__", "args", "attrs", "op")
+    __slots__ = ("__weakref__", "args", "attrs", "narrow", "op")
 
     op: str
     args: tuple[Expr, ...]
     attrs: Attrs
+    narrow: bool
 
     _interned: ClassVar[WeakValueDictionary[tuple[Any, ...], Expr]] = WeakValueDictionary()
 
@@ -108,6 +137,12 @@ class Expr(Traced):
         if node is None:
             node = object.__new__(cls)
             node.op, node.args, node.attrs = op, args, attrs
+            if op in REDUCTIONS:
+                node.narrow = attrs == (1,)
+            elif args:
+                node.narrow = op not in _PER_UNIT and all(arg.narrow for arg in args)
+            else:
+                node.narrow = op in ("const", "hyper")
             node = cls._interned.setdefault(key, node)
         return node
 
@@ -152,16 +187,19 @@ class Expr(Traced):
     def __rtruediv__(self, other: Number) -> Expr:
         return apply("div", other, self)
 
-    def __pow__(self, power: Number) -> Expr:
-        if isinstance(power, Expr) or power != int(power) or not 1 <= abs(power) <= 16:
+    def __pow__(self, power: Number, modulo: object = None) -> Expr:
+        given = plain(power)
+        number = float(given) if isinstance(given, (int, float)) and modulo is None else math.nan
+        if not number.is_integer() or not 1 <= abs(number) <= 16:
+            shown = f"x ** {power!r}" if modulo is None else f"pow(x, {power!r}, {modulo!r})"
             fail(
-                f"x ** {power!r} is outside the cell language.",
+                f"{shown} is outside the cell language.",
                 "use exp(y * log(x)), sqrt(x) or products.",
             )
         result = self
-        for _ in range(int(abs(power)) - 1):
+        for _ in range(int(abs(number)) - 1):
             result = result * self
-        return result if power > 0 else 1.0 / result
+        return result if number > 0 else 1.0 / result
 
     # -- comparisons, for where() -----------------------------------------------------------------
     def __lt__(self, other: Expr | Number) -> Expr:
@@ -185,8 +223,14 @@ class Expr(Traced):
     def __and__(self, other: Expr) -> Expr:
         return apply("logical_and", self, other)
 
+    def __rand__(self, other: Expr) -> Expr:
+        return apply("logical_and", other, self)
+
     def __or__(self, other: Expr) -> Expr:
         return apply("logical_or", self, other)
+
+    def __ror__(self, other: Expr) -> Expr:
+        return apply("logical_or", other, self)
 
     def __invert__(self) -> Expr:
         return apply("logical_not", self)
@@ -195,7 +239,8 @@ class Expr(Traced):
     def __bool__(self) -> NoReturn:
         fail(
             "Control flow on a traced value: a cell is traced once, before there are numbers.",
-            "use where(condition, a, b); make structural choices with a bool keyword argument.",
+            "use where(condition, a, b), maximum(a, b) or minimum(a, b); "
+            "make structural choices with a bool keyword argument.",
         )
 
     def __float__(self) -> NoReturn:
@@ -232,6 +277,27 @@ class Expr(Traced):
 
     __rmatmul__ = __matmul__
 
+    __xor__ = __rxor__ = refused(
+        "The operator ^ is outside the cell language.",
+        "for conditions write (a & ~b) | (~a & b).",
+    )
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = refused(
+        "Division with remainder (//, %, divmod) is outside the cell language.",
+        "use a / b, or comparisons and where(condition, a, b).",
+    )
+    __round__ = __trunc__ = __floor__ = __ceil__ = refused(
+        "Rounding is outside the cell language: its derivative is 0.",
+        "use comparisons and where(condition, a, b).",
+    )
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            fail(
+                f"Formatting a traced value with {spec!r}: it has no digits yet.",
+                'print its expression, f"{value}".',
+            )
+        return str(self)
+
     def __rpow__(self, base: Number) -> NoReturn:
         fail(f"{base!r} ** x is outside the cell language.", "use exp(x * log(base)).")
 
@@ -249,19 +315,35 @@ def const(value: Number) -> Expr:
     return Expr("const", (), (float(value),))
 
 
+def plain(value: Any) -> Any:
+    """A NumPy number, or array without dimensions, as Python's number; all else as it is."""
+    numpys = isinstance(value, (np.generic, np.ndarray)) and value.shape == ()
+    return value.item() if numpys else value
+
+
+def positive(value: Any, shown: str, instead: str) -> int:
+    """The value as a positive integer; else a ``CellError``."""
+    try:
+        number = 0 if isinstance(value, Traced) else operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        fail(shown, f"give a positive integer that divides {instead}.")
+    return number
+
+
 def as_expr(value: Any) -> Expr:
     """The value as a node: traced values stay, numbers become constants; else a ``CellError``."""
     if isinstance(value, Expr):
         return value
-    if isinstance(value, (int, float)):
-        return const(value)
-    if getattr(value, "is_gates", False):
-        fail(
-            "All gates at once where one value was expected.",
-            "unpack them first: `i, f, g, o = x + r`, or use x.i.",
-        )
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        return const(value.item())
+    if isinstance(value, Traced):
+        fail(*ALL_AT_ONCE)
+    number = plain(value)
+    if isinstance(number, (int, float)):
+        try:
+            return const(number)
+        except OverflowError:
+            fail("An integer beyond the range of a double, 1.8e308.", 'write float("inf").')
     fail(
         f"{type(value).__name__} {value!r} inside a cell: only traced values and numbers combine.",
         'declare a per-unit parameter with params="name", or a keyword-only hyperparameter.',
@@ -275,11 +357,10 @@ def is_const(node: Expr, value: float | None = None) -> bool:
 
 def apply(op: str, *args: Expr | Number, attrs: Attrs = ()) -> Expr:
     """The node ``op(*args)``, with the identities that keep derived graphs readable."""
-    nodes = [as_expr(arg) for arg in args]
-    for position, node in enumerate(nodes):
-        wanted = op.startswith("logical_") or (op == "where" and position == 0)
-        if (node.op in CONDITIONS) is not wanted:
-            _wrong_kind(op, node, wanted)
+    nodes = [
+        operand(op, arg, op.startswith("logical_") or (op == "where" and position == 0))
+        for position, arg in enumerate(args)
+    ]
     if op == "add":
         a, b = nodes
         if is_const(a, 0.0):
@@ -323,8 +404,12 @@ def apply(op: str, *args: Expr | Number, attrs: Attrs = ()) -> Expr:
     return Expr(op, nodes, attrs)
 
 
-def _wrong_kind(op: str, node: Expr, wanted: bool) -> NoReturn:
-    if wanted:
+def operand(op: str, value: Any, condition: bool = False) -> Expr:
+    """The value as a node that ``op`` takes: a number, or a condition; else a ``CellError``."""
+    node = as_expr(value)
+    if (node.op in CONDITIONS) is condition:
+        return node
+    if condition:
         instead = "write where(a > b, yes, no), and combine comparisons with &, | and ~."
         fail(f"{op}() got `{node}`, a number, where it takes a condition.", instead)
     instead = "where(condition, 1.0, 0.0) makes a number of it."

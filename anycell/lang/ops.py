@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from anycell.lang.expr import CONDITIONS, Expr, Number, apply, fail
+from anycell.lang.expr import CONDITIONS, REDUCTIONS, Expr, Number, apply, positive
 
 Value = Expr | Number
 Interval = tuple[float, float]
@@ -29,7 +29,6 @@ class Op:
     meaning: Callable[..., Any]
     derivative: Callable[..., tuple[Expr | None, ...]]
     domain: tuple[Interval, ...]
-    reduction: bool = False  # combines the units of a row (attrs: number of groups)
 
 
 # Where the derivative jumps, the meaning is written with where(), so that a framework's autograd
@@ -135,19 +134,16 @@ TABLE: dict[str, Op] = {
         _row(lambda xp, a: xp.sum(a, axis=-1, keepdims=True)),
         lambda g, y, a, groups: (apply("sum", g, attrs=(groups,)),),
         (_ANY,),
-        reduction=True,
     ),
     "mean": Op(
         _row(lambda xp, a: xp.mean(a, axis=-1, keepdims=True)),
         lambda g, y, a, groups: (apply("mean", g, attrs=(groups,)),),
         (_ANY,),
-        reduction=True,
     ),
     "max": Op(
         _row(lambda xp, a: xp.amax(a, axis=-1, keepdims=True)),
         _max_derivative,
         (_ANY,),
-        reduction=True,
     ),
 }
 
@@ -159,7 +155,7 @@ def is_boolean(node: Expr) -> bool:
 
 def is_reduction(node: Expr) -> bool:
     """Whether the node combines the units of a row."""
-    return node.op in TABLE and TABLE[node.op].reduction
+    return node.op in REDUCTIONS
 
 
 # ---- what users write ----------------------------------------------------------------------------
@@ -243,12 +239,7 @@ def stop_gradient(value: Value) -> Expr:
 
 
 def _groups(groups: int) -> tuple[int]:
-    if isinstance(groups, Expr) or not isinstance(groups, int) or groups < 1:
-        fail(
-            f"groups={groups!r} of a row reduction.",
-            "give a positive integer that divides the hidden size.",
-        )
-    return (groups,)
+    return (positive(groups, f"groups={groups!r} of a row reduction.", "the hidden size"),)
 
 
 def sum(value: Value, groups: int = 1) -> Expr:
