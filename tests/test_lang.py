@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import importlib
+import inspect
 import itertools
 import math
 import pickle
@@ -27,9 +30,11 @@ from anycell import (
     tanh,
     where,
 )
+from anycell.lang.cell import INPUT, RESERVED, with_projection
 from anycell.lang.expr import CONDITIONS, REDUCTIONS, Expr, apply, listing, show, topological
 from anycell.lang.ops import TABLE
 from anycell.namespaces import namespace
+from anycell.plan import gradient_roots, is_narrow, passes, plan
 
 Function = Callable[..., Any]
 
@@ -105,6 +110,13 @@ def test_numpy_numbers_are_numbers() -> None:
         assert number - a is 2.0 - a
         assert a / number is a / 2.0
         assert (number < a) is (a > 2.0)
+
+
+def test_numpy_integers_count() -> None:
+    node = traced(lambda x, r, s: anycell.mean(linear(x.a, "u", heads=np.int32(2)), np.int64(2)))
+    assert node.next[0].attrs == (2,) and type(node.next[0].attrs[0]) is int
+    assert node.linears[0].heads == 2
+    assert leaf("a") ** np.int64(2) is leaf("a") * leaf("a")
 
 
 def test_gates_have_order_and_names() -> None:
@@ -231,11 +243,30 @@ def loop(x, r, s):
     return sum(gate for gate in x.a)  # HERE
 
 
+leaked: dict[str, Expr] = {}
+
+
+@cell(gates="q", state="h")
+def Leaking(x, r, s):
+    leaked.update(gate=x.q, matmul=linear(s.h, "zz"), mask=keep(0.25))
+    return leaked["gate"]
+
+
 LINES: list[tuple[Function, str, str]] = [
     (branch, "Control flow on a traced value", "where(condition, a, b)"),
     (lambda x, r, s: x.a if x.a == 0 else x.b, "Control flow", "where(condition, a, b)"),
     (lambda x, r, s: x.a and x.b, "Control flow", "where(condition, a, b)"),
-    (lambda x, r, s: max(x.a, x.b), "Control flow", "where(condition, a, b)"),
+    (lambda x, r, s: max(x.a, x.b), "Control flow", "maximum(a, b) or minimum(a, b)"),
+    (lambda x, r, s: x.a // 2, "with remainder (//, %, divmod)", "use a / b"),
+    (lambda x, r, s: 2 % x.a, "with remainder (//, %, divmod)", "use a / b"),
+    (lambda x, r, s: divmod(x.a, 2), "with remainder (//, %, divmod)", "use a / b"),
+    (lambda x, r, s: round(x.a), "Rounding", "comparisons and where(condition, a, b)"),
+    (lambda x, r, s: math.floor(x.a), "Rounding", "comparisons and where(condition, a, b)"),
+    (lambda x, r, s: (x.a > 0) ^ (x.b > 0), "operators ^, <<", "(a & ~b) | (~a & b)"),
+    (lambda x, r, s: where(True & (x.a > 0), 1, 0), "got `1`, a number", "where(a > b, yes, no)"),
+    (lambda x, r, s: where(True | (x.a > 0), 1, 0), "got `1`, a number", "where(a > b, yes, no)"),
+    (lambda x, r, s: f"{x.a:.2f}", "formatted with '.2f'", 'f"{value}"'),
+    (lambda x, r, s: f"{x:.2f}", "formatted with '.2f'", 'f"{value}"'),
     (loop, "cannot be unpacked", "name the gate"),
     (lambda x, r, s: x.a[0], "Indexing a traced value with [0]", "declare another gate or state"),
     (lambda x, r, s: s.h[:, 1:], "Indexing", "mean, sum, max and layer_norm"),
@@ -256,6 +287,28 @@ LINES: list[tuple[Function, str, str]] = [
     (lambda x, r, s: tanh(x + r), "All gates at once", "unpack them first"),
     (lambda x, r, s: x.a**0.5, "** 0.5 is outside", "sqrt(x)"),
     (lambda x, r, s: x.a**x.b, "is outside the cell language", "exp(y * log(x))"),
+    (lambda x, r, s: x.a**None, "** None is outside", "sqrt(x)"),
+    (lambda x, r, s: x.a**math.nan, "** nan is outside", "sqrt(x)"),
+    (lambda x, r, s: x.a**math.inf, "** inf is outside", "sqrt(x)"),
+    (lambda x, r, s: x.a**10**400, "is outside the cell language", "sqrt(x)"),
+    (lambda x, r, s: pow(x.a, 2, 3), "pow(x, 2, 3) is outside", "sqrt(x)"),
+    (lambda x, r, s: x.a + 10**400, "beyond the range of a double", 'float("inf")'),
+    (lambda x, r, s: x.a + np.array(1j), "ndarray array(0.+1.j)", "hyperparameter"),
+    (lambda x, r, s: -x, "All gates at once", "unpack them first"),
+    (lambda x, r, s: x / 2, "All gates at once", "unpack them first"),
+    (lambda x, r, s: 1 - x, "All gates at once", "unpack them first"),
+    (lambda x, r, s: np.float32(1) - x, "All gates at once", "unpack them first"),
+    (lambda x, r, s: x**2, "All gates at once", "unpack them first"),
+    (lambda x, r, s: x["a"], "All gates at once", "or use x.i"),
+    (lambda x, r, s: x[0], "All gates at once", "or use x.i"),
+    (lambda x, r, s: x > 0, "All gates at once", "or use x.i"),
+    (lambda x, r, s: x and r, "All gates at once", "or use x.i"),
+    (
+        lambda x, r, s: cells.RNN(x, r, s),
+        "RNN was called with 3 positional",
+        "RNN.function(x, r, s)",
+    ),
+    (lambda x, r, s: x.a + cells.RNN, "Cell RNN() inside a cell", "hyperparameter"),
     (lambda x, r, s: 2**x.a, "2 ** x is outside", "exp(x * log(base))"),
     (lambda x, r, s: x.c, "No gate is named 'c'; this cell declares: a b", "use one of: a b"),
     (lambda x, r, s: s.c, "No state is named 'c'; this cell declares: h", "use one of: h"),
@@ -266,16 +319,37 @@ LINES: list[tuple[Function, str, str]] = [
     (lambda x, r, s: where((x.a > 0) & x.b, 1, 0), "got `x.b`, a number", "&, | and ~"),
     (lambda x, r, s: keep(1.5), "outside [0, 1]", "a rate in [0, 1]"),
     (lambda x, r, s: keep(math.nan), "outside [0, 1]", "a rate in [0, 1]"),
+    (lambda x, r, s: keep("a"), "str 'a' inside a cell", "hyperparameter"),
+    (lambda x, r, s: keep(None), "NoneType None inside a cell", "hyperparameter"),
+    (lambda x, r, s: keep(x), "All gates at once", "unpack them first"),
+    (lambda x, r, s: keep(s.h > 0), "keep() got `s.h > 0`, a condition", "1.0, 0.0)"),
+    (lambda x, r, s: linear(s.h > 0, "u"), "linear() got `s.h > 0`, a condition", "1.0, 0.0)"),
     (lambda x, r, s: keep(0.5, per="batch"), "per='batch'", 'per="sequence"'),
     (lambda x, r, s: linear(s.h, "w") + linear(x.a, "w"), "this name is taken", "another name"),
     (lambda x, r, s: linear(s.h, "hh"), "this name is taken", "another name"),
+    (lambda x, r, s: linear(s.h, "ih"), "this name is taken", "another name"),
+    (lambda x, r, s: linear(s.h, "u") + linear(s.h, "u_bias"), "(..._bias)", "another name"),
+    (lambda x, r, s: linear(s.h, "hh_bias"), "(..._bias)", "another name"),
+    (lambda x, r, s: linear(s.h, "w", heads="2"), "heads='2'", "a positive integer"),
+    (lambda x, r, s: linear(s.h, "w", gates=["a"]).a, "gates=['a']", 'one string: gates="r z"'),
     (lambda x, r, s: linear(s.h, ""), "needs a name", 'linear(value, "name")'),
     (lambda x, r, s: linear(s.h, "w", heads=0), "heads=0", "a positive integer"),
     (lambda x, r, s: linear(s.h, "w", gates="a a").a, "gates='a a'", 'gates="r z"'),
     (lambda x, r, s: linear(s.h, "w", gates="").a, "gates=''", 'gates="r z"'),
     (lambda x, r, s: linear(s.h, "w", gates="a b").c, "No output is named 'c'", "use one of: a b"),
     (lambda x, r, s: anycell.mean(x.a, groups=0), "groups=0", "a positive integer"),
+    (lambda x, r, s: anycell.mean(x.a, groups=2.0), "groups=2.0", "a positive integer"),
     (lambda x, r, s: layer_norm(x.a, groups=x.b), "groups=", "a positive integer"),
+    # Found when the function has returned: they name where it begins.
+    (lambda x, r, s: x, "returned all gates at once, its states are 1: h", "`return h`"),
+    (lambda x, r, s: (x.a, x.b), "returned 2 value(s), its states are 1: h", "`return h`"),
+    (lambda x, r, s: None, "returned NoneType for the new state 'h'", "a traced value"),
+    (lambda x, r, s: x.a > 0, "returned a condition", "where(condition, 1.0, 0.0)"),
+    (lambda x, r, s: x.a / 0, "a value is divided by 0; expected another", "the expression"),
+    (lambda x, r, s: clip(x.a, 1, 0), "clipped to between 1 and 0", "the bounds"),
+    (lambda x, r, s: x.a + leaked["gate"], "made of `x.q`, which belongs to another", "is given"),
+    (lambda x, r, s: leaked["matmul"], "made of `linear(s.h, 'zz')`, which", "is given"),
+    (lambda x, r, s: leaked["mask"] * x.a, "made of `keep_0(0.25)`, which", "is given"),
 ]
 
 
@@ -323,6 +397,19 @@ def test_torch_functions_are_refused() -> None:
         (lambda x, r, s: x.a, {"state": "h h"}, "a name appears twice"),
         (lambda x, r, s, p: x.a, {"params": "p p"}, "a name appears twice"),
         (lambda x, r, s: x.a, {"gates": "a 2b"}, "cannot read '2b'"),
+        (lambda x, r, s: x.a, {"gates": "a=3 b"}, "cannot read 'a=3'; expected name."),
+        (lambda x, r, s: x.a, {"gates": "a b:Q"}, "cannot read 'b:Q'; expected name."),
+        (lambda x, r, s, p: x.a, {"params": "w:P"}, "'w:P'; expected name or name=value."),
+        (lambda x, r, s, e: x.a, {"static": "e f"}, "static='e f'): expected one name"),
+        (lambda x, r, s, e: x.a, {"static": ""}, "static=''): expected one name"),
+        (lambda x, r, s, e: x.a, {"static": True}, "static=True): expected one string"),
+        (lambda x, r, s: x.a, {"gates": ["a", "b"]}, "gates=['a', 'b']): expected one string"),
+        (lambda x, r, s: x.a, {"state": ("h",)}, "state=('h',)): expected one string"),
+        (lambda x, r, s: x.a, {"state": "h:dropout c"}, "named 'dropout': layers take sizes"),
+        (lambda x, r, s, **k: x.a, {}, "takes **k, to which nothing is ever given"),
+        (lambda x, r, s, *k: x.a, {}, "takes *k, to which nothing is ever given"),
+        (functools.partial(lambda x, r, s: x.a), {}, "was given functools.partial("),
+        (cells.LSTM, {}, "was given LSTM()"),
         (lambda x, r, s: x.a, {"state": "h=nan"}, "'nan' is not a number"),
         (lambda x, r, s: x.a, {"state": "h=zero"}, "'zero' is not a number"),
         (lambda x, r, s, *, k: x.a, {}, "'k' needs a default value"),
@@ -332,6 +419,66 @@ def test_torch_functions_are_refused() -> None:
 )
 def test_declarations_are_checked(function: Function, declaration: Any, message: str) -> None:
     assert message in refused(function, **declaration)
+
+
+@pytest.mark.parametrize(
+    ("function", "params", "message"),
+    [
+        (lambda u: u, "bias_hh", "the bias of the projection of the first state and the parameter"),
+        (lambda u: u, "weight_ih", "the parameter 'weight_ih', both by the name weight_ih"),
+        (lambda u: linear(u, "u"), "weight_u", "the weight of linear(..., 'u') and the parameter"),
+        (lambda u: linear(u, "u", bias=True), "bias_u", "both by the name bias_u"),
+    ],
+)
+def test_what_a_layer_learns_has_a_name_of_its_own(
+    function: Function, params: str, message: str
+) -> None:
+    def named(x, r, s, p):
+        return function(x.a)
+
+    said = refused(named, params=params)
+    assert message in said and "rename one of them" in said
+    assert f"{__file__}:{named.__code__.co_firstlineno}: in cell named" in said
+
+
+def test_a_bias_that_is_not_there_takes_no_name() -> None:
+    assert traced(lambda x, r, s, p: linear(x.a, "u") * p.bias_u, params="bias_u").linears
+
+
+def test_any_name_is_a_gate_s() -> None:
+    assert show(traced(lambda x, r, s: x.is_gates, gates="is_gates").next[0]) == "x.is_gates"
+
+
+@pytest.mark.parametrize("frontend", ["torch", "numpy"])
+def test_no_size_is_named_as_an_argument_of_a_layer(frontend: str) -> None:
+    pytest.importorskip(frontend)
+    layer = importlib.import_module(f"anycell.{frontend}").RNN
+    named = {
+        p.name for p in inspect.signature(layer).parameters.values() if p.kind != p.VAR_KEYWORD
+    }
+    assert named and named <= RESERVED
+
+
+def test_a_size_may_have_any_other_name() -> None:
+    sized = traced(lambda x, r, s: (linear(x.a, "w"), x.b + r.b), state="h:input c")
+    (w, hh) = sorted(with_projection(sized).linears[:2], key=lambda l: l.name != "w")
+    assert (w.out_size, hh.in_size) == ("input", "input")
+    assert with_projection(sized).linears[-1].in_size == INPUT != "input"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: cells.LSTM(1, 2), "LSTM was called with 2 positional argument(s)"),
+        (lambda: cell(lambda x, r, s: x.a), "in place of a declaration"),
+        (lambda: cell("a b"), "was given 'a b' in place of a declaration"),
+        (lambda: cell(), "a cell needs at least one gate"),
+    ],
+)
+def test_calls_are_checked(make: Function, message: str) -> None:
+    with pytest.raises(CellError) as error:
+        make()
+    assert message in str(error.value)
 
 
 def test_functions_of_a_step_need_a_cell() -> None:
@@ -376,9 +523,18 @@ def test_structural_hyperparameters_make_another_graph() -> None:
     assert Tuned(deep=True)(rate=0.1).key == Tuned(deep=True).key
 
 
+def test_numpy_numbers_are_hyperparameters() -> None:
+    for number in (np.float32(2), np.float64(2), np.int64(2), np.array(2.0)):
+        assert Tuned(rate=number).hyper == {"rate": 2.0}
+    assert Tuned(deep=np.bool_(True)).structure == {"bound": None, "deep": True}
+    assert repr(Tuned(rate=np.float32(2))) == "Tuned(rate=2.0)"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"rate": np.bool_(True)}, "rate is the bool True; expected a number"),
+        ({"rate": np.str_("half")}, "rate is the str 'half'; expected a number"),
         ({"rate": math.nan}, "rate is NaN; expected a number"),
         ({"speed": 1.0}, "no hyperparameter 'speed'; it has: rate, bound, deep"),
         ({"rate": np.ones(2)}, "rate is a ndarray; expected a float"),
@@ -458,6 +614,64 @@ def test_equal_computations_are_equal_whatever_their_names() -> None:
     assert one != traced(lambda x, r, s: tanh(x.b + r.b) * s.h)
     assert one != traced(lambda x, r, s: tanh(x.a + r.a) * s.h, state="h=1")
     assert one != "a cell"
+
+
+# -- long and shared -----------------------------------------------------------------------------
+
+
+def repeated(times: int, update: Function, start: Function) -> Function:
+    def long(x, r, s):
+        value = start(x)
+        for _ in range(times):
+            value = update(value)
+        return x.b * value
+
+    return long
+
+
+@pytest.mark.parametrize(
+    ("times", "update", "start", "narrow"),
+    [
+        (3000, lambda v: 0.9 * v + 0.1, lambda x: x.a, False),
+        (3000, tanh, lambda x: x.a, False),
+        (3000, tanh, lambda x: anycell.mean(x.a), True),
+        (60, lambda v: v * v * v + v, lambda x: anycell.mean(x.a), True),  # 4**60 paths
+        (60, lambda v: 0.5 * (v + 2.0 / v), lambda x: x.a, False),
+    ],
+)
+def test_long_and_shared_computations(
+    times: int, update: Function, start: Function, narrow: bool
+) -> None:
+    """Traced, differentiated, planned and split into passes, without recursion over the graph."""
+    long = traced(repeated(times, update, start))
+    assert is_narrow(long.next[0].args[1]) is narrow
+    found = plan(long, 8)
+    assert found.engine == "cpu"
+    assert len(topological(gradient_roots(long, found.gradients))) > times
+    assert len(passes(long.next)) == 1 + narrow
+    assert passes(gradient_roots(long, found.gradients))
+
+
+def test_numbers_are_known_without_trying_every_path() -> None:
+    def newton(x, r, s, *, k: float = 4.0):
+        root = k
+        for _ in range(60):
+            root = 0.5 * (root + k / root)
+        return x.a / (root - 2.0)
+
+    with pytest.raises(CellError, match="k=4, a value is divided by"):
+        traced(newton)
+
+
+def test_light_values_are_found_without_trying_every_path() -> None:
+    def shared(x, r, s):
+        value = x.a
+        for _ in range(60):
+            value = value * value + value
+        return value * anycell.mean(value)
+
+    first, _ = passes(traced(shared).next)
+    assert not first.stores, "products cost no more than a load"
 
 
 # -- printing ------------------------------------------------------------------------------------

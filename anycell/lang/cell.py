@@ -155,18 +155,19 @@ class Gates(Traced):
     def __sub__(self, other: Any) -> Gates:
         return self._combine("sub", self, other)
 
-    __neg__ = __pos__ = __abs__ = __bool__ = __rsub__ = __truediv__ = __rtruediv__ = refused(
-        *ALL_AT_ONCE
-    )
-    __pow__ = __rpow__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = refused(*ALL_AT_ONCE)
-    __lt__ = __le__ = __gt__ = __ge__ = __matmul__ = __rmatmul__ = refused(*ALL_AT_ONCE)
-    __getitem__ = __float__ = __int__ = refused(*ALL_AT_ONCE)
-
     def __mul__(self, other: Any) -> Gates:
         return self._combine("mul", self, other)
 
     def __rmul__(self, other: Any) -> Gates:
         return self._combine("mul", other, self)
+
+
+for _operator in (
+    "neg pos abs invert bool int float index round trunc floor ceil getitem setitem lt le gt ge "
+    "rsub truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow rpow matmul rmatmul "
+    "and rand or ror xor rxor lshift rlshift rshift rrshift"
+).split():
+    setattr(Gates, f"__{_operator}__", refused(*ALL_AT_ONCE))
 
 
 @dataclass
@@ -317,7 +318,7 @@ class Cell:
             fail(
                 f"Cell {self.name} was called with {len(args)} positional argument(s); "
                 "it takes its hyperparameters, by name.",
-                f"name={args[0]!r}, or inside another cell {self.name}.function(x, r, s).",
+                f"give them by name; inside a cell, call {self.name}.function(x, r, s).",
             )
         if not hyper:
             return self
@@ -439,29 +440,29 @@ class Cell:
 
     def _check_numbers(self) -> None:
         """Probabilities, bounds and divisors that follow from hyperparameters must be some."""
-        given = ", ".join(f"{name}={value:g}" for name, value in self.hyper.items()) or "no others"
+        values = ", ".join(f"{name}={value:g}" for name, value in self.hyper.items())
+        given = f"Cell {self.name}: " + (f"given {values}, " if values else "")
         known: dict[Expr, float | None] = {}
         for node in topological(self.next):
             known[node] = _known(node, [known[arg] for arg in node.args], self.hyper)
             rate = known[node.args[0]] if node.op == "keep" else None
             if rate is not None and not 0.0 <= rate <= 1.0:
                 fail(
-                    f"Cell {self.name}: given {given}, the probability of keeping, "
+                    f"{given}the probability of keeping, "
                     f"{node.args[0]}, is {rate:g}; expected one in [0, 1].",
                     "change the hyperparameter, or the expression.",
                 )
             if node.op == "div" and known[divisor := node.args[1]] == 0.0:
                 shown = "0" if is_const(divisor) else f"{divisor}, which is 0"
                 fail(
-                    f"Cell {self.name}: given {given}, a value is divided by {shown}; "
-                    "expected another number.",
+                    f"{given}a value is divided by {shown}; expected another number.",
                     "change the hyperparameter, or the expression.",
                 )
             if node.op == "minimum" and node.args[0].op == "maximum":  # clip
                 low, high = known[node.args[0].args[1]], known[node.args[1]]
                 if low is not None and high is not None and low > high:
                     fail(
-                        f"Cell {self.name}: given {given}, a value is clipped to between {low:g} "
+                        f"{given}a value is clipped to between {low:g} "
                         f"and {high:g}; expected a lower bound that is not above the upper one.",
                         "change the hyperparameter, or the bounds.",
                     )
@@ -471,7 +472,8 @@ class Cell:
         names = " ".join(self.state_names)
         results = result if isinstance(result, (tuple, list)) else (result,)
         if isinstance(result, Gates) or len(results) != len(self.states):
-            found = "several at once" if isinstance(result, Gates) else f"{len(results)} value(s)"
+            several = isinstance(result, Gates)
+            found = f"all {result._what}s at once" if several else f"{len(results)} value(s)"
             fail(
                 f"Cell {self.name} returned {found}, its states are {len(self.states)}: {names}.",
                 "return the new states in the declared order, "

@@ -94,6 +94,14 @@ class Traced:
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         _foreign("numpy.array")
 
+    def __format__(self, spec: str) -> str:
+        if spec:
+            fail(
+                f"A traced value was formatted with {spec!r}: it has no digits yet.",
+                'print its expression, f"{value}".',
+            )
+        return str(self)
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, *args: Any) -> NoReturn:
         _foreign(f"torch.{function.__name__}")
@@ -188,9 +196,12 @@ class Expr(Traced):
         return apply("div", other, self)
 
     def __pow__(self, power: Number, modulo: object = None) -> Expr:
-        given = plain(power)
-        number = float(given) if isinstance(given, (int, float)) and modulo is None else math.nan
-        if not number.is_integer() or not 1 <= abs(number) <= 16:
+        number = plain(power) if modulo is None else None
+        if (
+            not isinstance(number, (int, float))
+            or not 1 <= abs(number) <= 16
+            or number != int(number)
+        ):
             shown = f"x ** {power!r}" if modulo is None else f"pow(x, {power!r}, {modulo!r})"
             fail(
                 f"{shown} is outside the cell language.",
@@ -277,9 +288,9 @@ class Expr(Traced):
 
     __rmatmul__ = __matmul__
 
-    __xor__ = __rxor__ = refused(
-        "The operator ^ is outside the cell language.",
-        "for conditions write (a & ~b) | (~a & b).",
+    __xor__ = __rxor__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = refused(
+        "The operators ^, << and >> are outside the cell language.",
+        "combine conditions with &, | and ~: a ^ b is (a & ~b) | (~a & b).",
     )
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = refused(
         "Division with remainder (//, %, divmod) is outside the cell language.",
@@ -289,14 +300,6 @@ class Expr(Traced):
         "Rounding is outside the cell language: its derivative is 0.",
         "use comparisons and where(condition, a, b).",
     )
-
-    def __format__(self, spec: str) -> str:
-        if spec:
-            fail(
-                f"Formatting a traced value with {spec!r}: it has no digits yet.",
-                'print its expression, f"{value}".',
-            )
-        return str(self)
 
     def __rpow__(self, base: Number) -> NoReturn:
         fail(f"{base!r} ** x is outside the cell language.", "use exp(x * log(base)).")
