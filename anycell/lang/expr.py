@@ -324,14 +324,14 @@ def plain(value: Any) -> Any:
     return value.item() if numpys else value
 
 
-def positive(value: Any, shown: str, instead: str) -> int:
-    """The value as a positive integer; else a ``CellError``."""
+def positive(value: Any, shown: str, total: str) -> int:
+    """The value, NumPy's too, as a positive integer that divides ``total``; else a ``CellError``."""
     try:
-        number = 0 if isinstance(value, Traced) else operator.index(value)
+        number = 0 if isinstance(value, Traced) else int(operator.index(value))
     except TypeError:
         number = 0
     if number < 1:
-        fail(shown, f"give a positive integer that divides {instead}.")
+        fail(shown, f"give a positive integer that divides {total}.")
     return number
 
 
