@@ -325,7 +325,7 @@ def plain(value: Any) -> Any:
 
 
 def positive(value: Any, shown: str, total: str) -> int:
-    """The value, NumPy's too, as a positive integer that divides ``total``; else a ``CellError``."""
+    """The value, NumPy's too, as a positive integer; else a ``CellError``."""
     try:
         number = 0 if isinstance(value, Traced) else int(operator.index(value))
     except TypeError:
