@@ -74,6 +74,14 @@ class Plan:
         """Whether a matmul's gradient is the input projection's, and needs no memory of its own."""
         return linear.name == RECURRENT and all(g in self.cell.fused for g in self.cell.gates)
 
+    @functools.cached_property
+    def carried_back(self) -> frozenset[str]:
+        """Matmuls by whose weight a step of the backward pass multiplies before it is done: those
+        of an operand computed in the step, unless nothing behind that wants a gradient.
+        """
+        nodes = topological(gradient_roots(self.cell, self.gradients))
+        return frozenset(n.attrs[0] for n in nodes if n.op == "linear_t")
+
 
 def plan(
     cell: Cell,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from anycell import Cell, cell, clip, keep, layer_norm, sigmoid, tanh, where
+from anycell import Cell, cell, clip, keep, layer_norm, linear, sigmoid, tanh, where
 from anycell.lang.cell import Gates
 from anycell.lang.expr import CONDITIONS, REDUCTIONS, Expr, apply, listing
 from anycell.lang.ops import TABLE, is_reduction
@@ -37,8 +37,8 @@ class Value(NamedTuple):
 def random_cell(seed: int, hidden: int) -> Cell:
     """The random cell of that number, for ``hidden`` units.
 
-    It has 1 to 4 gates, 1 to 3 states, 0 to 3 parameters, a static input or none, and the
-    hyperparameters ``rate`` and ``bound``.
+    It has 1 to 4 gates, 1 to 3 states, 0 to 3 parameters, up to 3 matmuls beside the recurrent one,
+    a static input or none, and the hyperparameters ``rate`` and ``bound``.
     """
     rng = np.random.default_rng([seed, hidden])
     gates = ["a", "b", "c", "d"][: rng.integers(1, 5)]
@@ -100,8 +100,9 @@ class Garden:
         self.values = [Value(rate, (0.0, 1.0)), Value(bound, (0.5, 2.0))]
         self.picked: set[int] = set()
         self.norms: set[Expr] = set()
+        self.matmuls = 0
         self.turns: list[Callable[[], None]] = [
-            *[self.row] * 8, self.branch, self.bounds, self.norm, self.mask,
+            *[self.row] * 8, self.branch, self.bounds, self.norm, self.mask, self.matmul,
         ]  # fmt: skip
 
     def plant(self, nodes: Any, interval: Interval) -> None:
@@ -176,6 +177,17 @@ class Garden:
             normed = layer_norm(value, 0.1, groups)
             self.norms.add(normed)
             self.values.append(Value(normed, (-3.0, 3.0)))
+
+    def matmul(self) -> None:
+        """A further matmul of any value, gradients behind it or not: at most three of them."""
+        if self.matmuls == 3:
+            return
+        self.matmuls += 1
+        operand, name = self.fit(self.pick(), (-2.0, 2.0)).node, f"u{self.matmuls}"
+        heads, bias = int(self.rng.choice(self.groups)), bool(self.rng.random() < 0.5)
+        gates = "k l" if self.rng.random() < 0.3 else None
+        found = linear(operand, name, heads=heads, bias=bias, gates=gates)
+        self.plant(found if isinstance(found, Gates) else [found], (-2.5, 2.5))
 
     def mask(self) -> None:
         per = "step" if self.rng.random() < 0.7 else "sequence"

@@ -27,10 +27,12 @@ from anycell import (
     cells,
     keep,
     layer_norm,
+    linear,
     log,
     maximum,
     sigmoid,
     softplus,
+    stop_gradient,
     tanh,
     where,
 )
@@ -52,6 +54,15 @@ def Sampler(x, r, s, p, e, *, rate: float = 0.25, floor: float = -0.5):
     return tanh(h + layer_norm(c + n)), c, n
 
 
+@cell(gates="a", state="h", params="p=1")
+def Detached(x, r, s, p, *, half: float = 0.5):
+    """Matmuls of what wants no gradient, next to one of what does."""
+    still = linear(stop_gradient(tanh(s.h)), "still", bias=True)
+    drawn, branch = linear(keep(0.7), "drawn"), linear(where(s.h > 0, 1.0, 0.0), "branch")
+    even, alive = linear(half, "even"), linear(p.p * s.h, "alive")
+    return tanh(x.a + still + drawn * branch + even + alive)
+
+
 CELLS = [
     cells.LSTM,
     cells.GRU,
@@ -61,6 +72,7 @@ CELLS = [
     cells.PeepholeLSTM(coupled=True, forget_bias=1.0, cell_clip=0.8),
     cells.LayerNormLSTM,
     Sampler,
+    Detached,
 ]
 FEW = [cells.LSTM, Sampler]  # where all of them would say nothing new
 SITUATIONS: list[dict[str, Any]] = [

@@ -93,6 +93,9 @@ def test_random_cells_are_varied(seed: int) -> None:
     assert {len(cell.states) for cell in cells} == {1, 2, 3}
     assert {len(cell.params) for cell in cells} == {0, 1, 2, 3}
     assert {cell.static for cell in cells} == {None, "e"}
+    more = [[l for l in cell.linears if l.name != RECURRENT] for cell in cells]
+    assert {len(linears) for linears in more} >= {0, 1, 2}
+    assert {l.heads for linears in more for l in linears} == {1, 2, 3}
     assert any(cell.fused for cell in cells)
     assert any(set(cell.gates) - cell.fused for cell in cells)
 

@@ -997,7 +997,7 @@ class Generator:
         dr = {
             m: [self._value(g) for g in gradients.linear[m.linear.name].values()]
             for m in self.matmuls
-            if m.state is not None and m.linear.out_size == size
+            if m.linear.out_size == size and m.linear.name not in plan.carried_back
         }
         dstate = {i: self._value(gradients.state[self.cell.state_names[i]]) for i in states}
         dparam = [self._value(g) for g in gradients.param.values()] if own else []

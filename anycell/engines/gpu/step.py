@@ -157,7 +157,7 @@ class _Kernel(Text):
         if self.last:
             found += [d for name, d in g.state.items() if sizes[name] == of]
             for l in cell.linears:
-                if l.operand.op == "state" and l.out_size == of:
+                if l.name not in plan.carried_back and l.out_size == of:
                     found += g.linear[l.name].values()
                 if apart(plan, form, l) and l.in_size == of:
                     found.append(l.operand)

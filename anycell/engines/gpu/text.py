@@ -365,13 +365,13 @@ class Text:
     def store_gradients(self, sizes: Container[str], inside: bool) -> None:
         """The gradients of the gates, and what the gradients of the weights need, of these sizes.
 
-        ``inside``: also for matmuls whose operand is computed in the step.
+        ``inside``: also of matmuls that come before the step is done.
         """
         plan, cell, h = self.plan, self.cell, self.plan.hidden_size
         for n, d in enumerate(plan.gradients.x.values() if "H" in sizes else ()):
             self.store(self.at(self.row("dx"), n * h, "H"), self.valid(self.value(d)), "H")
         for k, l in enumerate(cell.linears):
-            direct = l.operand.op == "state" or inside
+            direct = inside or l.name not in plan.carried_back
             if direct and l.out_size in sizes and not plan.shares_gradient(l):
                 self.store_outputs(l)
             if apart(plan, self.form, l) and l.in_size in sizes:
