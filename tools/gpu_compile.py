@@ -92,13 +92,31 @@ def main() -> None:
 
 
 def markdown(path: Path) -> Iterator[str]:
-    """The table of lines of JSON, without what compiling took."""
-    names = Report._fields[:-1]
-    yield f"| {' | '.join(names)} |"
-    yield "|---" * len(names) + "|"
+    """Lines of JSON as a table: a row for each cell, tier and pass, a column for each card and
+    dtype, with hidden size, registers, bytes spilled, shared memory and matrix instructions; of
+    several kernels, as in tier 3, the most of each number.
+    """
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    for found in sorted(lines, key=lambda line: [str(line[name]) for name in names[:6]]):
-        yield f"| {' | '.join(str(found[name]) for name in names)} |"
+    columns = sorted({(line["dtype"], line["capability"]) for line in lines})
+    found: dict[tuple[Any, ...], dict[tuple[str, int], list[dict[str, Any]]]] = {}
+    for line in lines:
+        way = line["kernel"].partition("_")[0]
+        row = found.setdefault((line["tier"], line["batch"], way, line["cell"]), {})
+        row.setdefault((line["dtype"], line["capability"]), []).append(line)
+    yield f"| tier | rows | pass | cell | {' | '.join(f'{d}, sm_{c}' for d, c in columns)} |"
+    yield "|---" * (4 + len(columns)) + "|"
+    for key in sorted(found):
+        cells_ = []
+        for column in columns:
+            kernels_ = found[key].get(column)
+            if kernels_ is None:
+                cells_.append("-")
+                continue
+            hidden, matrices = kernels_[0]["hidden"], kernels_[0]["matrices"]
+            most = [max(k[name] for k in kernels_) for name in ("registers", "spilled", "shared")]
+            text = f"H={hidden}: {most[0]}, {most[1]}, {most[2] >> 10} KiB"
+            cells_.append(text + f", {matrices}" * (matrices != "-"))
+        yield f"| {' | '.join(map(str, key))} | {' | '.join(cells_)} |"
 
 
 def reports(tier: int, capability: int, dtype: str, name: str, largest: int) -> list[Report]:

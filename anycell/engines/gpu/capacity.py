@@ -75,8 +75,9 @@ WARPS = (4, 8, 16)
 # Dots of float32, which the matrix units do not do, take registers for their operands.
 NUMBERS = {"float32": (64, 64), "bfloat16": (144, 160), "float16": (144, 160)}
 # Multiply-adds of a thread in the dots of float32, which are unrolled: with more of them the
-# compiler takes minutes, and spills.
+# compiler takes minutes, and spills. Units of such a dot's operand: with more they spill at once.
 UNROLLED = 1024
+UNROLLED_UNITS = 64
 # Of tier 2: rows and units of the tiles, the best first, and units of the others that are
 # multiplied at once; bytes of these that a thread can hold; numbers, of these and of tiles.
 ROWS, UNITS = (16, 32, 64), (16, 32)
@@ -136,7 +137,7 @@ def _resident(plan: Plan, device: Device | None, backward: bool, forced: bool) -
         (
             w
             for w in WARPS
-            if w <= most and count * _each(plan, w) <= room(w) and _unrolled(plan, w) <= UNROLLED
+            if w <= most and count * _each(plan, w) <= room(w) and _unrollable(plan, w)
         ),
         0,
     )
@@ -181,9 +182,13 @@ def _cooperative(plan: Plan, device: Device | None, backward: bool, batch: int) 
 def _part(plan: Plan, device: Device, rows: int, units: int, backward: bool) -> Slice | None:
     """A tile that fits, with as many chunks on their way, and as few warps, as may be."""
     outputs = max(len(l.outputs) for l in plan.cell.linears)
-    # Matmuls of 64 rows are a warp group's, whose operands take registers: room for one at a time.
+    bundles = outputs & (outputs - 1)  # whether more than one, whose sums do not lie side by side
+    if bundles and not backward and rows * units > LEAST * UNITS[-1]:
+        return None
+    # Matmuls of 64 rows are a warp group's, whose operands take registers: room for one at a time,
+    # and for that in each of two groups only if they share out enough columns.
     alone = rows == ROWS[-1]
-    if alone and outputs & (outputs - 1):
+    if alone and (bundles or outputs * units < 64):
         return None
     for chunk in CHUNKS:
         arriving = rows * chunk * plan.itemsize * (outputs if backward else 1)
@@ -236,15 +241,15 @@ def tiles(plan: Plan, backward: bool) -> int:
     return 2 * len(cell.gates) + apart + len(cell.params) + states + words + 4
 
 
-def _unrolled(plan: Plan, warps: int) -> int:
-    """Multiply-adds of a thread for dots of float32."""
+def _unrollable(plan: Plan, warps: int) -> bool:
+    """Whether the dots of float32, if any, are short enough."""
     if plan.dtype != "float32":
-        return 0
-    total = 0
+        return True
+    total = most = 0
     for l in plan.cell.linears:
         out, into = (power_of_two(plan.sizes[s], LEAST) for s in (l.out_size, l.in_size))
-        total += len(l.outputs) * LEAST * out * into
-    return -(-total // (32 * warps))
+        total, most = total + len(l.outputs) * LEAST * out * into, max(most, out, into)
+    return -(-total // (32 * warps)) <= UNROLLED and most <= UNROLLED_UNITS
 
 
 def _each(plan: Plan, warps: int) -> int:
