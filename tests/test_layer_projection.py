@@ -110,9 +110,9 @@ def test_who_projects() -> None:
     assert layers.projects(chosen, 96 * 128, 128)
     assert layers.projects(chosen, None, 128)
     assert not layers.projects(chosen, 96 * 128, 1024)
-    assert layers.projects(chosen, 96 * 128, 1024, sparse=True)
-    assert not layers.projects(chosen, 20, 128, sparse=True)
-    assert not layers.projects(plan(cells.GRU, 128), 96 * 128, 128, sparse=True)
+    assert layers.projects(chosen, 96 * 128, 1024, holes=True)
+    assert not layers.projects(chosen, 20, 128, holes=True)
+    assert not layers.projects(plan(cells.GRU, 128), 96 * 128, 128, holes=True)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

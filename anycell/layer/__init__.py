@@ -5,12 +5,13 @@ input projection and the weight gradients are large matmuls and go to the framew
 in chunks of time, so that the buffer between them and the recurrence stays in the cache and never
 becomes as long as the sequence. An input projection that is small the kernel does (``projects``).
 
-Time-major throughout: ``x [T, B, I]``, outputs ``[T, B, D*H]`` with D directions side by side.
+Time-major throughout: ``x [T, B, I]``, outputs ``[T, B, D*size]`` with D directions side
+by side, size that of the first state.
 
     arguments.py    what a layer is given, on a CPU or a GPU, and what its backward pass needs
     form.py         what calls of one form share: chunks, threads, memory, who does which matmul
     run.py          a pass: the kernel, over chunks of time
-    forward.py, backward.py, gradients.py   the two passes, and what adds up over time
+    forward.py, backward.py, sums.py   the two passes, and what adds up over time
 """
 
 from anycell.layer.arguments import (

@@ -14,8 +14,8 @@ Array = Any
 
 
 class Host(Protocol):
-    """What this module asks of a framework's arrays.
-    They live on the CPU and have the dtype of the plan.
+    """What a layer on the CPU asks of a framework's arrays, which have the dtype of the plan.
+    On a GPU it asks for ``anycell.engines.gpu.Host``.
 
     Besides these, arrays must slice, assign (``a[i:j] = b``), ``reshape``, transpose (``.T``) and
     ``sum(0)`` as NumPy's do.
@@ -132,7 +132,7 @@ class Saved:
         states: per direction, the sequences ``[T+1, B, size]`` of the other states that the plan
             keeps.
         values: per direction ``[T, B, n]``, the values that the plan saves.
-        reset: per direction the values that resets restore, ``[H]`` or ``[B, H]`` each; empty
+        reset: per direction the values that resets restore, ``[size]`` or ``[B, size]`` each; empty
             without resets.
 
     Of S segments, with ``Options.checkpoint``, only the states before the first step of each are

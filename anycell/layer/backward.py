@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from anycell.layer.arguments import Array, Chunk, Factors, Host, Saved, Weights
 from anycell.layer.forward import Memory, advance
-from anycell.layer.gradients import Gradients
 from anycell.layer.run import Rows, Run, keeps_state
+from anycell.layer.sums import Sums
 from anycell.plan import Plan
 
 
@@ -28,8 +28,8 @@ def backward(
     Args:
         host, plan: as given to ``forward``.
         saved: from ``forward``; may be used again.
-        dy: gradient of the outputs ``[T, B, D*H]``, last axis contiguous, or None.
-        dfinal: per direction the gradients of the final states ``[B, H]``, None where there is
+        dy: gradient of the outputs ``[T, B, D*size]``, last axis contiguous, or None.
+        dfinal: per direction the gradients of the final states ``[B, size]``, None where there is
             none.
         need_x, need_weights: whether those gradients are wanted.
         factors: gets per direction, for each matmul inside a step, what its weight's gradient is
@@ -38,8 +38,8 @@ def backward(
 
     Returns:
         the gradient of ``x`` (of the projected gates where ``Weights.ih`` is None) or None, and per
-        direction a ``Weights`` of gradients; ``initial``, ``static`` and, with resets, ``reset``
-        are ``[B, H]``.
+        direction a ``Weights`` of gradients; ``static`` is ``[B, H]``,
+        ``initial`` and, with resets, ``reset`` are ``[B, size]``.
     """
     run = Run(host, plan, saved.weights, saved.options, saved.x, backward=True)
     project = run.weights[0].ih is not None
@@ -56,7 +56,7 @@ def backward(
         if saved.reset:
             run.point_resets(saved.reset)
         for own, call in zip(directions, run.calls, strict=True):
-            own.gradients.point(call)
+            own.sums.point(call)
         for done, count, part in _parts(run, saved):
             chunks = [run.span(d, done, count) for d in range(len(directions))]
             for own, chunk in zip(directions, chunks, strict=True):
@@ -70,7 +70,7 @@ def backward(
                     own.add_product(dgates)
                 if project and dx is not None:
                     unreached.project(host, dgates, own.w.ih, dx, chunk)
-    return dx, [own.gradients.result() for own in directions]
+    return dx, [own.sums.result() for own in directions]
 
 
 class _Direction:
@@ -97,9 +97,7 @@ class _Direction:
         self.run, self.d, self.first = run, d, plan.sizes[cell.states[0].size]
         self.width = len(cell.gates) * plan.hidden_size
         resets = bool(saved.reset)
-        self.gradients = Gradients(
-            host, plan, (run.steps, run.batch), self.w, need_weights, dfinal, resets
-        )
+        self.sums = Sums(host, plan, (run.steps, run.batch), self.w, need_weights, dfinal, resets)
         self.buffers: dict[str, Rows] = {}
         if self.w.ih is not None:
             self.buffers["dx"] = Rows(host, plan, rows, self.width)
@@ -116,6 +114,7 @@ class _Direction:
             self.pairs.append((outputs, operand))
 
     def factors(self) -> list[Factors]:
+        """What the weights' gradients are products of, for hosts that multiply themselves."""
         return [
             Factors(*[None if rows is None else rows.whole for rows in pair]) for pair in self.pairs
         ]
@@ -170,7 +169,7 @@ class _Direction:
             )
             for outputs, operand in self.pairs
         ]
-        self.gradients.add(dgates, inputs, pairs)
+        self.sums.add(dgates, inputs, pairs)
 
     def add_product(self, dgates: Array) -> None:
         """What the recurrent matmul of a single step, the host's, adds to the gradient of the first
@@ -178,7 +177,7 @@ class _Direction:
         """
         outputs, _ = self.pairs[0]
         d = dgates if outputs is None else outputs[dgates.shape[0]]
-        self.run.host.matmul_add(d, self.w.hh, self.gradients.states[0])
+        self.run.host.matmul_add(d, self.w.hh, self.sums.states[0])
 
 
 class _Unreached:

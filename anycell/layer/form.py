@@ -17,6 +17,7 @@ CHUNK_BYTES = 8 << 20
 WORTH_PACKING = 256  # rows of all steps from which packing the weight of the input may pay
 WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay
 NEAR_CACHE = 5 << 18  # bytes of a core's own cache
+WEIGHTS_SHARE = 0.7  # of it for both weights of a step: the rows need room there too
 FILLED = 0.7  # part of a mask below which to leave out the rest makes up for smaller matmuls
 # Threads share the rows and split the units where each would have fewer rows than that, and a
 # core's own cache holds a part of the weights but not all; with hardly any rows always. Else the
@@ -31,7 +32,7 @@ class Form(NamedTuple):
     Attributes:
         chunk: steps per chunk of the projection.
         inputs: how many of them the kernel multiplies itself; 0 where the host does.
-        at_once: all of the projection is one matmul, and rows as they come will do.
+        at_once: the projection is one matmul, or the caller's, and rows as they come will do.
         single: one step, whose recurrent matmul is the host's too: packing the weights would cost
             more than it saves.
         threads, units_split: for a kernel call, and whether they split the units, not the rows.
@@ -60,7 +61,7 @@ def form_of(
     reverse: tuple[bool, ...],
     entering: int | None,
     resets: bool,
-    sparse: bool,
+    holes: bool,
     threads: int,
 ) -> Form:
     """What calls of so many steps and rows share.
@@ -71,7 +72,7 @@ def form_of(
         reverse: which way the pass goes, per direction.
         entering: the width of an input to project; None for one that is projected.
         resets: whether there are any.
-        sparse: as of the mask, see ``sparse``.
+        holes: whether a mask has many, see ``sparse``.
         threads: at most so many.
     """
     cell, directions, project = plan.cell, len(reverse), entering is not None
@@ -83,14 +84,14 @@ def form_of(
     alone = alone and cell.linears[0].operand.op == "state"
     single = project and steps == 1 and alone and not resets
     width = len(cell.gates) * plan.hidden_size
-    at_once = chunk >= steps and (single or padded(plan, width) == width)
-    forward = kernel.projecting is not None
+    at_once = not project or (chunk >= steps and (single or padded(plan, width) == width))
+    able = kernel.projecting is not None  # of the forward pass
     inputs = 0
-    if entering and forward and not single and projects(plan, steps * batch, entering, sparse):
+    if entering and able and not single and projects(plan, steps * batch, entering, holes):
         inputs = entering
     work = chunk * batch * max(0 if single else kernel.work + width * inputs, 64 * plan.hidden_size)
     # Of a mask with many holes the typical step has few rows, and many steps fewer still.
-    rows = batch // 4 if sparse else batch
+    rows = batch // 4 if holes else batch
     input_bytes = width * inputs * plan.itemsize
     threads, units_split = share(kernel, work, rows, directions, threads, input_bytes)
     workspace = kernel.workspace(batch)
@@ -117,7 +118,7 @@ def form_of(
     return Form(kernel, chunk, inputs, at_once, single, threads, sizes, constants, tables)
 
 
-def projects(plan: Plan, rows: int | None, inputs: int, sparse: bool = False) -> bool:
+def projects(plan: Plan, rows: int | None, inputs: int, holes: bool = False) -> bool:
     """Whether the forward kernel had better multiply so many inputs itself, for so many rows of all
     steps (None: not known yet).
 
@@ -130,8 +131,7 @@ def projects(plan: Plan, rows: int | None, inputs: int, sparse: bool = False) ->
     if recurrent is None or (rows is not None and rows < WORTH_PACKING):
         return False
     both = len(plan.cell.gates) * plan.hidden_size * (inputs + recurrent.inner)
-    # The rows need room there too.
-    return sparse or both * plan.itemsize <= 0.7 * NEAR_CACHE
+    return holes or both * plan.itemsize <= WEIGHTS_SHARE * NEAR_CACHE
 
 
 def sparse(mask: Array | None) -> bool:

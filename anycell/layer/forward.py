@@ -38,11 +38,11 @@ def forward(
     everything = keep and segment == steps
     # Outputs zeroed under a mask are not the hidden states: these then need memory of their own,
     # all or two steps.
-    apart = options.mask is not None and not options.repeat
-    memory = Memory(run, steps, everything, everything or not apart)
+    zeroed = options.mask is not None and not options.repeat
+    memory = Memory(run, steps, everything, everything or not zeroed)
     memory.begin([w.initial for w in weights])
     hidden, states, values = memory.hidden, memory.states, memory.values
-    out = host.empty((steps, *hidden.shape[1:])) if apart else hidden[1 : steps + 1]
+    out = host.empty((steps, *hidden.shape[1:])) if zeroed else hidden[1 : steps + 1]
     resets = [] if options.resets is None else [reset_values(host.empty, plan, w) for w in weights]
     if keep and not everything:
         hidden, states, values = _borders(run, -(-steps // segment))
@@ -52,7 +52,7 @@ def forward(
         for begin in range(0, steps, max(1, segment)):
             if keep and not everything:
                 memory.copy(begin, hidden, states, begin // segment)
-            advance(run, memory, begin, min(begin + segment, steps), out if apart else None)
+            advance(run, memory, begin, min(begin + segment, steps), out if zeroed else None)
     saved = Saved(x, weights, options, hidden, states, values, resets) if keep else None
     return out, memory.after(steps), saved
 
@@ -83,13 +83,11 @@ class Memory:
         self.values = [host.lasting(saved) for _ in run.weights] if keep else []
         self.products: list[Array] = []  # of a single step; they must live as long as it runs
         # The gates of all steps, or room for those of a chunk, or none.
-        project = run.weights[0].ih is not None
-        self.at_once = run.form.at_once or not project
         self.gates: list[Any] = []
         if run.form.inputs:
             return
-        if self.at_once:
-            self.gates = [host.project(run.x, w.ih) if project else run.x for w in run.weights]
+        if run.form.at_once:
+            self.gates = [run.x if w.ih is None else host.project(run.x, w.ih) for w in run.weights]
         else:
             width = len(plan.cell.gates) * plan.hidden_size
             self.gates = [Rows(host, plan, run.form.chunk * batch, width) for _ in run.weights]
@@ -186,7 +184,7 @@ def advance(run: Run, memory: Memory, begin: int, end: int, out: Array | None) -
             span = run.span(d, done, count)
             if run.form.inputs:
                 run.point(d, "input", x, span.time, span.sign)
-            elif memory.at_once:
+            elif run.form.at_once:
                 run.point(d, "x", memory.gates[d], span.time, span.sign)
             else:
                 gates = memory.gates[d]

@@ -73,7 +73,7 @@ class Run:
         cpu.scratch.give_back(self.block)
 
     def point_resets(self, values: Sequence[Sequence[Array]]) -> None:
-        """Where resets find what they restore: ``[H]`` for all rows, or ``[B, H]``."""
+        """Where resets find what they restore: ``[size]`` for all rows, or ``[B, size]``."""
         for call, own in zip(self.calls, values, strict=True):
             for i, value in enumerate(own):
                 row = value.shape[1] if len(value.shape) == 2 else 0
@@ -93,6 +93,7 @@ class Run:
             yield self.steps - done - count, count
 
     def span(self, d: int, done: int, count: int) -> Chunk:
+        """Where so many steps of a direction lie, after those that are done."""
         return Chunk.of(self.reverse[d], self.steps, done, count)
 
     @property
@@ -118,12 +119,14 @@ class Run:
         self.calls[d].point(name, address, chunk.sign * row, width)
 
     def point_flags(self, d: int, span: Chunk) -> None:
+        """Masks and resets of a chunk."""
         for name, array in (("mask", self.options.mask), ("resets", self.options.resets)):
             if array is not None:
                 address = self.host.pointer(array) + span.time * self.batch
                 self.calls[d].set(**{name: address, f"{name}_t": span.sign * self.batch})
 
     def run(self, count: int) -> None:
+        """So many steps of all directions."""
         for call in self.calls:
             call.start(count)
         cpu.run(self.form.kernel, self.calls, self.form.threads)

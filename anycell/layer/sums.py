@@ -11,7 +11,7 @@ from anycell.layer.form import row_group
 from anycell.plan import Plan
 
 
-class Gradients:
+class Sums:
     """Gradients of one direction that add up over time."""
 
     def __init__(
@@ -45,6 +45,7 @@ class Gradients:
         }
 
     def point(self, call: cpu.Table) -> None:
+        """Those that the kernel itself adds to."""
         for i, total in enumerate(self.states):
             call.set(**{f"dstate{i}": self.host.pointer(total)})
         for i, total in enumerate(self.resets or ()):
@@ -68,6 +69,7 @@ class Gradients:
             self.matmuls[l.weight].add(l, d, operand, total if d is dg else None, fresh)
 
     def result(self) -> Weights:
+        """All of them, after the last chunk."""
         h, params = self.plan.hidden_size, self.plan.cell.params
         total = None if self.params is None else self.params.sum(0)
         found: dict[str, Array | None] = {}
