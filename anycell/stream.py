@@ -16,6 +16,8 @@ from anycell.lang.cell import INPUT, PROJECTION, Cell, with_projection
 from anycell.layer import Array, Host, Weights, row_group, share
 from anycell.plan import plan
 
+FORMS = 16  # numbers of rows whose tables and memory are kept
+
 
 class _Layer:
     """A layer: its kernel, and its weights as that reads them."""
@@ -160,6 +162,8 @@ class Stream:
         """
         form = self._forms.get((rows, threads))
         if form is None:
+            if len(self._forms) == FORMS:
+                self._forms.clear()
             form = self._forms[rows, threads] = _Form(self, rows, threads)
         like, pointer = self._like, self._pointer
         # A set of tables belongs to one step at a time, of all threads that step this layer.

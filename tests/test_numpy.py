@@ -645,6 +645,28 @@ def test_a_load_that_fails_changes_nothing(tmp_path: Path) -> None:
         refused(ValueError, "layer.npz", "written by GRU.save()")
 
 
+def test_save_is_as_any_file(tmp_path: Path) -> None:
+    """Its permissions are those of a new file, and a link stays one."""
+    layer = an.Dense(2, 1)
+    plain, link = tmp_path / "plain", tmp_path / "link"
+    plain.touch()
+    mode = plain.stat().st_mode
+    link.symlink_to(plain)
+    layer.save(link)
+    assert plain.stat().st_mode == mode
+    assert link.is_symlink()
+    layer.load(plain)
+    assert sorted(tmp_path.iterdir()) == [link, plain]
+    with pytest.raises(FileNotFoundError, match=r"path: given '.*nowhere.*folder that exists"):
+        layer.save(tmp_path / "nowhere" / "x.npz")
+
+
+def test_mse_of_integers() -> None:
+    loss, grad = an.mse([1, 2], [1.5, 2.5])
+    assert loss == 0.25
+    assert grad.tolist() == [-0.5, -0.5]
+
+
 def test_a_save_that_fails_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -256,10 +256,60 @@ def test_torch_weights_that_change(taken: list[int]) -> None:
     with torch.no_grad():
         layer.parametrizations.weight_hh_l0.original0.mul_(2)
     assert right()
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight_ih_l0", _halved())
+    layer.prepare()
+    assert right()
+    layer.train(not layer.training)
+    assert right()
     layer.bias_ih_l0.data.add_(1)  # goes unnoticed, as documented
     assert not right()
     layer.prepare()
     assert right()
+
+
+def _halved() -> Any:
+    torch = pytest.importorskip("torch")
+
+    class Halved(torch.nn.Module):
+        """In training another, as weight dropout is."""
+
+        def forward(self, weight: Any) -> Any:
+            return weight * 0.5 if self.training else weight
+
+    return Halved()
+
+
+def test_other_than_parameters(taken: list[int]) -> None:
+    """A cell with other hyperparameters, weights that are buffers or attributes, and hooks."""
+    torch = pytest.importorskip("torch")
+    import anycell.torch as at
+
+    layer = at.RNN(cells.LSTM(cell_clip=0.5), 3, 5, dtype=torch.float64).prepare()
+    x = torch.randn(2, 3).double()
+
+    def right(steps: int = 1) -> bool:
+        taken.clear()
+        with torch.no_grad():
+            output, ref = layer.step(x)[0], layer(x[None])[0][0]
+        return bool(torch.allclose(output, ref, rtol=1e-12, atol=0)) and len(taken) == steps
+
+    assert right()
+    layer.cell = layer.cell(cell_clip=0.01)
+    assert right()
+    for name, hold in (("bias_ih_l0", layer.register_buffer), ("bias_hh_l0", layer.__setattr__)):
+        value = getattr(layer, name).detach().clone()
+        delattr(layer, name)
+        hold(name, value)
+        assert right()
+        value.mul_(3)
+        assert right()
+    seen: list[int] = []
+    layer.register_forward_hook(lambda *_: seen.append(1))
+    assert right(0)
+    assert len(seen) == 2
+    plain = an.RNN(cells.LSTM(cell_clip=0.5), 3, 5).prepare()
+    plain.cell = plain.cell(cell_clip=0.01)
+    assert np.allclose(plain.step(x.numpy())[0], plain.forward(x.numpy()[None])[0][0])
 
 
 def test_copies_of_a_prepared_module(taken: list[int]) -> None:

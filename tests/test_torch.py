@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import doctest
+import functools
 import io
 import pickle
 import threading
@@ -349,8 +350,20 @@ def test_saved_tensor_hooks() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.numpy().copy(), torch.from_numpy):
         hooked = run(layer, x)
     assert all(torch.equal(value, hooked[name]) for name, value in plain.items())
-    remade = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)[0]
-    assert torch.equal(remade, layer(x)[0])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", [at.LSTM, at.GRU], ids=["LSTM", "GRU"])
+def test_activation_checkpoints(kind: Any, reentrant: bool) -> None:
+    """PyTorch's own: they answer each look at a saved tensor once."""
+    layer, found = kind(3, 5, 2), []
+    checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=reentrant)
+    for call in (layer, functools.partial(checkpoint, layer)):
+        x = torch.linspace(-1, 1, 24).reshape(4, 2, 3).requires_grad_()
+        layer.zero_grad()
+        call(x)[0].square().sum().backward()
+        found.append([x.grad, *[p.grad.clone() for p in layer.parameters()]])
+    assert all(map(torch.equal, *found))
 
 
 # -- masks, lengths, resets ------------------------------------------------------------------------
@@ -938,6 +951,9 @@ def test_bad_layers(arguments: dict[str, Any], kind: type[Exception], message: s
 def test_other_errors() -> None:
     with pytest.warns(UserWarning, match="num_layers=1"):
         at.RNN(cells.LSTM, 3, 5, dropout=0.5)
+    engine = anycell.cell(gates="a", state="h", params="engine")(lambda x, r, s, p: x.a * p.engine)
+    with pytest.raises(ValueError, match=r"has a parameter named 'engine'.*another name"):
+        at.RNNCell(engine, 3, 5)
     with pytest.raises(ValueError, match=r"x: given torch.float32 \[2, 4\]; expected .*\[2, 3\]"):
         at.RNNCell(cells.LSTM, 3, 5)(torch.zeros(2, 4))
     with pytest.raises(TypeError, match=r"static: given NoneType None; expected torch.float32"):

@@ -77,6 +77,14 @@ def test_packed_is_torchs(kind: str, with_state: bool, lengths: list[int]) -> No
         assert fused(ours(packed)[0].data)
 
 
+def test_lengths_of_any_integers() -> None:
+    layer, x = at.LSTM(3, 5, **DOUBLE), torch.randn(4, 2, 3, **DOUBLE)
+    wanted, _ = layer(x, lengths=[3, 1])
+    for dtype in (torch.uint8, torch.int16, torch.int32, torch.uint16, torch.uint32):
+        output, _ = layer(x, lengths=torch.tensor([3, 1]).to(dtype))
+        assert torch.equal(output, wanted)
+
+
 @pytest.mark.parametrize("kind", CELLS, **by_name)
 def test_packed_is_lengths(kind: Any) -> None:
     layer = at.RNN(kind, 3, 7, num_layers=2, bidirectional=True, **DOUBLE)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from types import MappingProxyType
 from typing import Any
 
@@ -81,17 +81,23 @@ class Layer:
         """Writes the parameters to ``path`` as an ``.npz`` archive, without pickle.
 
         The file appears complete or not at all; the name is taken as it is given.
+
+        Raises:
+            FileNotFoundError: where there is no such folder.
         """
-        target = Path(path)
-        with NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-            try:
+        target = Path(os.path.realpath(path))  # what a link points at
+        if not target.parent.is_dir():
+            given = f"path: given {os.fspath(path)!r}"
+            raise FileNotFoundError(f"{given}; expected one in a folder that exists.")
+        # Beside the target, and with the permissions of any new file, as tempfile's has not.
+        beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        try:
+            with open(beside, "xb") as file:
                 np.savez(file, **self._parameters)  # type: ignore[arg-type]
-                file.close()
-                os.replace(file.name, target)
-            except BaseException:
-                file.close()
-                os.unlink(file.name)
-                raise
+            os.replace(beside, target)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Reads parameters that ``save`` wrote; on any mismatch the layer stays as it is.

@@ -80,13 +80,16 @@ def mse(prediction: npt.ArrayLike, target: npt.ArrayLike) -> tuple[float, Array]
     """The mean squared error, and its gradient with respect to ``prediction``.
 
     Args:
-        prediction, target: of one shape, not empty; the gradient has the dtype of ``prediction``.
+        prediction, target: of one shape, not empty; the gradient has the dtype of ``prediction``,
+            float64 where that is of integers.
 
     Example:
         >>> mse(np.array([1.0, 2.0]), np.array([1.0, 4.0]))
         (2.0, array([ 0., -2.]))
     """
     prediction = np.asarray(prediction)
+    if prediction.dtype.kind != "f":  # or the target would be cut to whole numbers
+        prediction = prediction.astype(np.float64)
     target = check.array("target", target, prediction.shape, prediction.dtype)
     if not prediction.size:
         raise ValueError("prediction: given an empty array, expected at least one number.")

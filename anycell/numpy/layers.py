@@ -306,7 +306,8 @@ class RNN(Layer):
     def prepare(self) -> RNN:
         """Packs the weights for ``step``, once for all steps to come; gives the layer itself.
 
-        ``step`` packs them anew after ``set_parameters``, ``load`` and an optimizer's step. What is
+        ``step`` packs them anew after ``set_parameters``, ``load`` and an optimizer's step, and for
+        another ``cell``, as one with other hyperparameters. What is
         written into ``parameters`` by other means goes unnoticed: call this again.
 
         Raises:
@@ -320,7 +321,7 @@ class RNN(Layer):
             )
             host, threads = NumpyHost(self.dtype), pool.threads()
             stream = Stream(host, chosen.cell, self.sizes, chosen.dtype, weights, threads)
-        self._prepared = self._writes, stream
+        self._prepared = self._writes, self.cell, stream
         return self
 
     def step(
@@ -344,9 +345,10 @@ class RNN(Layer):
         self._one_direction("step")
         x = check.array("x", x, ("B", self.input_size), self.dtype)
         if self._prepared is not None:
-            if self._prepared[0] != self._writes:
+            writes, cell, _ = self._prepared
+            if writes != self._writes or cell is not self.cell:
                 self.prepare()
-            stream = self._prepared[1]
+            stream = self._prepared[2]
             if stream is not None:
                 states = None if state is None else self._states("state", state, len(x))
                 static = self._static(static, len(x))

@@ -187,6 +187,7 @@ class Layout:
         if inexact and given.numel():  # of no rows, [] is a list of integers too
             hint = "Cast them: lengths.long()."
             raise TypeError(f"lengths: given {describe(given)}; {wanted}. {hint}")
+        given = given.long()  # unsigned ones know no minimum
         if given.shape != shape:
             hint = "One length per row of the input."
             raise ValueError(f"lengths: given {describe(given)}; {wanted}. {hint}")

@@ -115,14 +115,14 @@ def run(call: Call, plan: Plan, inputs: Inputs) -> tuple[Tensor, States]:
         if any(t is not None and t.requires_grad for t in flat):
             output, *final = _Fused.apply(form, *flat)
             return output, tuple(final)
-    output, final, _ = _forward(call, plan, inputs, keep=False)
+    output, final, _ = run_forward(call, plan, inputs, keep=False)
     return output, final
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, form: Form, *flat: Tensor | None) -> tuple[Tensor, ...]:
-        output, final, saved = _forward(form.call, form.plan, form.unflatten(flat), keep=True)
+        output, final, saved = run_forward(form.call, form.plan, form.unflatten(flat), keep=True)
         assert saved is not None
         # As autograd's saved tensors they are guarded against edits, and reach the user's hooks.
         kept = itertools.chain(*saved.states, *saved.reset)
@@ -136,11 +136,13 @@ class _Fused(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         if all(gradient is None for gradient in arriving):
             return None, *[None for _ in needs]
-        flat, kept = ctx.saved_tensors[: len(needs)], ctx.saved_tensors[len(needs) :]
+        # Once: hooks on saved tensors, as those of activation checkpoints, answer each look.
+        tensors = ctx.saved_tensors
+        flat, kept = tensors[: len(needs)], tensors[len(needs) :]
         with span(ctx.form.call.cell, "backward"):
             if torch.is_grad_enabled() or any(map(_batched, arriving)):
                 return None, *_differentiable(ctx.form, flat, needs, arriving)
-            return None, *_backward(ctx, flat, iter(kept), arriving)
+            return None, *run_backward(ctx, flat, iter(kept), arriving)
 
 
 def _batched(gradient: Tensor | None) -> bool:
@@ -151,10 +153,11 @@ def _batched(gradient: Tensor | None) -> bool:
     )
 
 
-def _forward(
+def run_forward(
     call: Call, plan: Plan, inputs: Inputs, keep: bool
 ) -> tuple[Tensor, States, layer.Saved | None]:
-    weights, options = _weights(call, inputs), _options(call)
+    """Output, final states, and what the backward pass reads, of one layer."""
+    weights, options = layer_weights(call, inputs), layer_options(call)
     engine, host = engine_of(plan, inputs.x)
     with host.active():
         output, finals, saved = engine.forward(host, plan, inputs.x, weights, options, keep=keep)
@@ -162,12 +165,13 @@ def _forward(
     return output.detach(), tuple(finals), saved
 
 
-def _backward(
+def run_backward(
     ctx: Any, flat: Flat, kept: Iterator[Tensor], arriving: Sequence[Tensor | None]
 ) -> Flat:
+    """The gradients of a layer's tensors, in their order."""
     form, options = ctx.form, ctx.options
     inputs, need = form.unflatten(flat), form.unflatten(ctx.needs_input_grad[1:])
-    weights = _weights(form.call, inputs)
+    weights = layer_weights(form.call, inputs)
     directions, states = range(form.directions), form.call.cell.states
     hidden, values = next(kept), [next(kept) for _ in directions]
     sequences: list[list[Tensor | None]] = [[next(kept) for _ in states] for _ in directions]
@@ -233,7 +237,7 @@ def engine_of(plan: Plan, x: Tensor) -> tuple[Any, TorchHost | DeviceHost]:
     return layer, HOSTS[plan.dtype]
 
 
-def _weights(call: Call, inputs: Inputs) -> list[layer.Weights]:
+def layer_weights(call: Call, inputs: Inputs) -> list[layer.Weights]:
     """The weights as the engine takes them: checked, for it reads memory unasked."""
     cell, size, symbol = call.cell, call.hidden_size, call.cell.states[0].size
     gates, static, weights = len(cell.gates) * size, inputs.static, []
@@ -277,7 +281,8 @@ def _linears(call: Call, w: Weights) -> dict[str, Tensor | None]:
     return found
 
 
-def _options(call: Call) -> layer.Options:
+def layer_options(call: Call) -> layer.Options:
+    """What a call says beside its tensors, as ``anycell.layer`` takes it."""
     options, mask, resets = call.options, call.options.mask, call.options.resets
     return layer.Options(
         mask=mask if mask is None else mask.view(torch.uint8),

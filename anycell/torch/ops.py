@@ -221,7 +221,7 @@ def _forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> li
     form, flat = named.unpack(tensors, named.plan(tuple(hyper), tensors[0].device.type))
     with span(form.call.cell, "forward"):
         inputs = form.unflatten(flat)
-        output, final, saved = fused._forward(form.call, form.plan, inputs, named.keep)
+        output, final, saved = fused.run_forward(form.call, form.plan, inputs, named.keep)
     if saved is None:
         return [output, *final]
     first = [output, *final, saved.hidden] if named.apart else [saved.hidden, *final]
@@ -277,11 +277,11 @@ def _backward(
     values, rest = found[1 + len(states) :][:d], iter(found[1 + len(states) + d :])
     those = _kept(named, form.plan, tensors[0])
     kept = [next(rest) if i in those else None for _ in range(d) for i in range(len(states))]
-    inputs, options = form.unflatten(flat), fused._options(form.call)
+    inputs, options = form.unflatten(flat), fused.layer_options(form.call)
     resets: list[Tensor] = []
     if options.resets is not None:
         _, host = fused.engine_of(form.plan, inputs.x)
-        for w in fused._weights(form.call, inputs):
+        for w in fused.layer_weights(form.call, inputs):
             resets += layer.reset_values(host.empty, form.plan, w)
     present = iter(arriving)
     gradients = [next(present) if one else None for one in given]
@@ -290,7 +290,7 @@ def _backward(
     needed = [next(wanted) if c == "1" else False for c in named.given][:-3]
     ctx = SimpleNamespace(form=form, options=options, needs_input_grad=(False, *needed))
     with span(form.call.cell, "backward"):
-        computed = fused._backward(ctx, flat, iter(again), gradients)
+        computed = fused.run_backward(ctx, flat, iter(again), gradients)
     # Copies: parameters' gradients are parts of one tensor.
     pairs = zip(flat, computed, needed, strict=True)
     return [
@@ -319,7 +319,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _gradient(ctx: Any, arriving: Sequence[Tensor | None]) -> tuple[Any, None, Any]:
-    tensors, results = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
+    saved = list(ctx.saved_tensors)
+    tensors, results = saved[: ctx.count], saved[ctx.count :]
     form = Form.read(ctx.text)
     states = len(form.plan(tuple(ctx.hyper), tensors[0].device.type).cell.states)
     gradients = list(arriving[: 1 + states])

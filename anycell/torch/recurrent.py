@@ -37,6 +37,8 @@ class Recurrent:
     training: bool
     weight_ih_l0: Tensor
     checkpoint: str | int | None = None  # see RNN
+    _forward_pre_hooks: dict[int, Any]
+    _forward_hooks: dict[int, Any]
     _sizes: Any = ()
 
     def _weights(self) -> list[list[Weights]]:
@@ -47,8 +49,10 @@ class Recurrent:
         """Packs the weights for ``step``, once for all steps to come; gives the module itself.
 
         ``step`` packs them anew by itself when a weight has been replaced, or written to in any way
-        that autograd notices: by an optimizer, ``load_state_dict``, ``copy_``. A write in place
-        through ``.data``, or to a weight made in inference mode, goes unnoticed: call this again.
+        that autograd notices: by an optimizer, ``load_state_dict``, ``copy_``; and for another
+        ``cell``. A write in place through ``.data``, or to a weight made in inference mode, goes
+        unnoticed: call this again. Where the module has forward hooks, as of ``weight_norm`` in its
+        older form, a step is an ordinary call.
 
         Raises:
             ValueError: for a bidirectional layer, which needs the end before the start.
@@ -88,8 +92,9 @@ class Recurrent:
             torch.Size([1, 8])
         """
         prepared = self.__dict__.get("_prepared")
-        if prepared is not None and not elsewhere():
-            if prepared.stale:
+        hooks = self._forward_pre_hooks or self._forward_hooks  # what forward() would run
+        if prepared is not None and not hooks and not elsewhere():
+            if prepared.stale(self):
                 prepared = self.prepare()._prepared
             if not (self.training and (self.dropout or prepared.keeps)):
                 found = prepared.step(x, state, static)

@@ -88,6 +88,12 @@ class RNNCell(nn.Module):
         self.hidden_size = hidden_size
         self.bias = bool(bias) and cell.bias
         self.sizes = {"H": hidden_size, **sizes}
+        taken = [name for name in cell.param_names if name in dir(self)]
+        if taken:
+            raise ValueError(
+                f"RNNCell: cell {cell.name} has a parameter named {taken[0]!r}, which is an "
+                "attribute of the module itself; give it another name in the cell."
+            )
         for name, shape in shapes(cell, self.sizes, input_size, self.bias).items():
             empty = torch.empty(shape, device=device, dtype=dtype)
             self.register_parameter(name, nn.Parameter(empty))

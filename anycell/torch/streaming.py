@@ -28,11 +28,15 @@ class Prepared:
         self.stamps: list[tuple[dict[str, Any], str, Tensor, int | None, int]] = []
         if module is None:
             return
-        for owner in module.modules():  # of a parametrised weight the originals lie in a child
-            for name, tensor in owner._parameters.items():
-                if tensor is not None:
-                    stamp = tensor, _version(tensor), tensor.data_ptr()
-                    self.stamps.append((owner._parameters, name, *stamp))
+        owners = list(module.modules())  # of a parametrised weight the originals lie in a child
+        places = [d for owner in owners for d in (owner._parameters, owner._buffers)]
+        for place in [*places, module.__dict__]:  # in the last, weights that are not parameters
+            for name, tensor in place.items():
+                if isinstance(tensor, Tensor):
+                    self.stamps.append((place, name, tensor, _version(tensor), tensor.data_ptr()))
+        self.cell = module.cell
+        # A parametrisation may be another in training.
+        self.mode: bool | None = module.training if len(owners) > 1 else None
         weight = module.weight_ih_l0
         self.dtype: torch.dtype = weight.dtype
         self.keeps = bool(module.cell.keeps)
@@ -49,21 +53,26 @@ class Prepared:
                 return None
             # What the fused engine checks and makes contiguous, without its input.
             like = w.ih.new_empty(1, 0, w.ih.shape[1])
-            weights += fused._weights(call, Inputs(like, None, None, None, [w.map(Tensor.detach)]))
+            weights += fused.layer_weights(
+                call, Inputs(like, None, None, None, [w.map(Tensor.detach)])
+            )
         for w in weights:
             w.ih = w.ih if 1 in w.ih.stride() else w.ih.contiguous()
         host, sizes = HOSTS[plan.dtype], dict(plan.sizes)
         return Stream(host, plan.cell, sizes, plan.dtype, weights, torch.get_num_threads())
 
-    @property
-    def stale(self) -> bool:
-        """Whether the weights are others by now, as far as torch can tell."""
+    def stale(self, module: Any) -> bool:
+        """Whether cell or weights of the module are others by now, as far as torch can tell."""
+        if not self.stamps or module.cell is not self.cell:
+            return True
+        if self.mode is not None and self.mode is not module.training:
+            return True
         for owner, name, tensor, version, address in self.stamps:
-            if owner[name] is not tensor or tensor.data_ptr() != address:
+            if owner.get(name) is not tensor or tensor.data_ptr() != address:
                 return True
             if version is not None and tensor._version != version:
                 return True
-        return not self.stamps
+        return False
 
     def step(
         self, x: Any, state: Any, static: Any
