@@ -44,6 +44,7 @@ _LAZY = {
     "numpy": "anycell.numpy",
 }
 
+# Frontends are not among them: a star would import every framework.
 __all__ = [
     "Cell",
     "CellError",
@@ -55,7 +56,6 @@ __all__ = [
     "explain",
     "hard_sigmoid",
     "keep",
-    "keras",
     "layer_norm",
     "layouts",
     "linear",
@@ -65,7 +65,6 @@ __all__ = [
     "maximum",
     "mean",
     "minimum",
-    "numpy",
     "recurrence",
     "relu",
     "sigmoid",
@@ -74,8 +73,6 @@ __all__ = [
     "stop_gradient",
     "sum",
     "tanh",
-    "tf1",
-    "torch",
     "where",
 ]
 
@@ -91,4 +88,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *_LAZY})

@@ -602,6 +602,12 @@ def test_cells_pickle_by_name() -> None:
     assert pickle.loads(pickle.dumps(cells.LSTM)) is cells.LSTM
 
 
+def test_a_cell_that_no_module_holds_is_refused_when_it_is_pickled() -> None:
+    with pytest.raises(pickle.PicklingError, match=r"no such cell at its top level") as error:
+        pickle.dumps(traced(lambda x, r, s: x.a))
+    assert "Instead: define the cell at the top level" in str(error.value)
+
+
 def test_copies_of_a_cell_are_the_cell() -> None:
     local = traced(lambda x, r, s: x.a)
     assert copy.copy(local) is local

@@ -32,6 +32,11 @@ def test_import_brings_no_framework() -> None:
     assert not set(OPTIONAL) & set(imported)
 
 
+def test_a_star_brings_no_framework() -> None:
+    code = "from anycell import *; import sys; print(cell, linear, *sys.modules)"
+    assert not set(OPTIONAL) & set(python(code).split())
+
+
 def test_torch_layers_do_not_import_the_compiler() -> None:
     """It takes as long as the rest of torch, and most programs never call it."""
     pytest.importorskip("torch")

@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 import math
+import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -347,7 +348,15 @@ class Cell:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (self.function.__module__, self.function.__qualname__, self.given)
+        where = self.function.__module__, self.function.__qualname__
+        try:
+            _find(*where)
+        except (CellError, ImportError) as error:  # now, not when the file is read
+            raise pickle.PicklingError(
+                f"{error}\nInstead: define the cell at the top level of a module, by its own name; "
+                "or save what the layer has learned, its state_dict() or parameters."
+            ) from None
+        return _restore, (*where, self.given)
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -769,7 +778,7 @@ def _sort_hyperparameters(
     return hyper, structure
 
 
-def _restore(module: str, qualname: str, given: dict[str, Any]) -> Cell:
+def _find(module: str, qualname: str) -> Cell:
     found: Any = importlib.import_module(module)
     for part in qualname.split("."):
         found = getattr(found, part, None)
@@ -778,7 +787,11 @@ def _restore(module: str, qualname: str, given: dict[str, Any]) -> Cell:
             f"Cannot restore cell {qualname!r}: "
             f"module {module!r} has no such cell at its top level."
         )
-    return found(**given)
+    return found
+
+
+def _restore(module: str, qualname: str, given: dict[str, Any]) -> Cell:
+    return _find(module, qualname)(**given)
 
 
 # What a word of a declaration may say.
