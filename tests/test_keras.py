@@ -396,6 +396,69 @@ def test_is_keras_own_by_isinstance() -> None:
         assert issubclass(getattr(ak, step), getattr(keras.layers, step))
 
 
+# -- shapes ----------------------------------------------------------------------------------------
+
+X, H, FLAG = np.ones((2, 5, 3), "float32"), np.ones((2, 4), "float32"), np.ones((2, 5), bool)
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"initial_state": [H]}, r"given 1 tensor\(s\); expected 2"),
+        ({"initial_state": H}, r"given 1 tensor\(s\); expected 2"),
+        ({"initial_state": [H, H, H]}, r"given 3 tensor\(s\); expected 2"),
+        ({"initial_state": [H, np.ones((3, 4))]}, r"c: given shape \(3, 4\); expected \(2, 4\)"),
+        ({"initial_state": [H[:, :3], H]}, r"h: given shape \(2, 3\); expected \(2, 4\)"),
+        ({"initial_state": [H[None], H[None]]}, r"h: given shape \(1, 2, 4\); expected \(2, 4\)"),
+        ({"mask": FLAG[:, :1]}, r"mask: given shape \(2, 1\); expected \(2, 5\)"),
+        ({"mask": FLAG[:, 1:]}, r"mask: given shape \(2, 4\); expected \(2, 5\)"),
+        ({"mask": FLAG.T}, r"mask: given shape \(5, 2\); expected \(2, 5\)"),
+        ({"resets": FLAG[:1]}, r"resets: given shape \(1, 5\); expected \(2, 5\)"),
+        ({"resets": FLAG[:, :1]}, r"resets: given shape \(2, 1\); expected \(2, 5\)"),
+        ({"resets": FLAG[:, 1:]}, r"resets: given shape \(2, 4\); expected \(2, 5\)"),
+        ({"resets": FLAG[:, 0]}, r"resets: given shape \(2,\); expected \(2, 5\)"),
+        ({"resets": FLAG.T}, r"resets: given shape \(5, 2\); expected \(2, 5\)"),
+        ({"resets": FLAG[..., None]}, r"resets: given shape \(2, 5, 1\); expected \(2, 5\)"),
+        ({"static": H[:, :3]}, r"static: given shape \(2, 3\); expected \(2, 4\)"),
+        ({"static": H[:1]}, r"static: given shape \(1, 4\); expected \(2, 4\)"),
+        ({"static": np.ones((3, 4))}, r"static: given shape \(3, 4\); expected \(2, 4\)"),
+        ({"static": np.ones((2, 8))}, r"static: given shape \(2, 8\); expected \(2, 4\)"),
+        ({"static": np.ones((2, 5, 4))}, r"static: given shape \(2, 5, 4\); expected \(2, 4\)"),
+    ],
+    ids=lambda v: "" if isinstance(v, str) else next(iter(v)),
+)
+def test_shapes_that_do_not_fit_are_refused(given: dict[str, Any], what: str) -> None:
+    """The kernels find their way through memory by them."""
+    layer = ak.RNN(cells.EALSTM if "static" in given else cells.LSTM, 4)
+    convert = keras.ops.convert_to_tensor
+    with pytest.raises(ValueError, match=what):
+        layer(X, **keras.tree.map_structure(convert, given))
+    if FUSED and "resets" not in given and "static" not in given:
+        with pytest.raises(ValueError, match=what):
+            ak.LSTM(4)(X, **keras.tree.map_structure(convert, given))
+
+
+def test_features_that_do_not_fit_are_refused() -> None:
+    layer = ak.RNN(cells.LSTM, 4)
+    layer.build((None, None, 2))
+    with pytest.raises(ValueError, match=r"given shape \(2, 5, 3\); expected \(2, 5, 2\)"):
+        layer(X)
+
+
+@pytest.mark.parametrize("step", [cells.LSTM, cells.GRU], ids=lambda c: c.name)
+def test_one_row_of_states_or_mask_stands_for_all(step: Any, rng: np.random.Generator) -> None:
+    layer, x = ak.RNN(step, 4), keras.ops.convert_to_tensor(rng.normal(size=(3, 5, 2)), "float32")
+    states = [rng.normal(size=(1, 4)).astype("float32") for _ in step.states]
+    mask = np.array([[True, False, True, True, False]])
+    for more in ({"initial_state": states}, {"mask": mask}):
+        all_rows = keras.tree.map_structure(lambda a: np.repeat(a, 3, axis=0), more)
+        one, every = (
+            layer(x, **keras.tree.map_structure(keras.ops.convert_to_tensor, given))
+            for given in (more, all_rows)
+        )
+        assert np.array_equal(number(one), number(every))
+
+
 # -- RNN(cell, units) ------------------------------------------------------------------------------
 
 

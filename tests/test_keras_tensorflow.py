@@ -108,6 +108,44 @@ def test_unknown_shapes_in_one_graph(rng: np.random.Generator) -> None:
     assert graph.experimental_get_tracing_count() == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "what"),
+    [
+        ("initial_state", (3, 4), r"initial_state, h: given shape \(3, 4\); expected \(2, 4\)"),
+        ("initial_state", (1, 4), r"initial_state, h: given shape \(1, 4\); expected \(2, 4\)"),
+        ("mask", (2, 1), r"mask: given shape \(2, 1\); expected \(2, 5\)"),
+        ("resets", (2, 4), r"resets: given shape \(2, 4\); expected \(2, 5\)"),
+        ("static", (2, 3), r"static: given shape \(2, 3\); expected \(2, 4\)"),
+    ],
+)
+def test_shapes_known_only_when_the_graph_runs(
+    name: str, shape: tuple[int, ...], what: str, rng: np.random.Generator
+) -> None:
+    layer = ak.RNN(cells.EALSTM, 4)
+    layer.build((None, None, 3))
+    flag = name in ("mask", "resets")
+
+    def call(x: Any, static: Any, given: Any) -> Any:
+        if name == "static":
+            return layer(x, static=given)
+        return layer(x, static=static, **{name: [given, given] if name[0] == "i" else given})
+
+    kinds = [tf.TensorSpec([None] * n, t) for n, t in ((3, "float32"), (2, "float32"))]
+    kinds += [tf.TensorSpec([None, None], "bool" if flag else "float32")]
+    graph = tf.function(call, input_signature=kinds)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=what):
+        graph(data(rng, 2, 5, 3), data(rng, 2, 4), tf.ones(shape, "bool" if flag else "float32"))
+
+
+def test_a_mask_does_not_lengthen_sequences_of_one_step(rng: np.random.Generator) -> None:
+    layer = ak.LSTM(4, return_sequences=True)
+    layer.build((None, None, 3))
+    signature = [tf.TensorSpec([None, None, 3]), tf.TensorSpec([None, None], "bool")]
+    graph = tf.function(lambda x, mask: layer(x, mask=mask), input_signature=signature)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        graph(data(rng, 2, 1, 3), tf.ones((2, 6), "bool"))
+
+
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("name", ["LSTM", "PeepholeLSTM", "ZoneoutLSTM", "RNN"])
 def test_an_input_that_the_kernel_projects(

@@ -70,6 +70,47 @@ class Inputs(NamedTuple):
     seed: Tensor = None
 
 
+def check(call: Call, inputs: Inputs) -> None:
+    """Refuses inputs, states, a mask, resets or a static input of another shape than ``Inputs``'s.
+
+    Kernels find their way through memory by these shapes. Sizes that are not known as yet (None,
+    in a graph) pass: they are checked again where they are known.
+
+    Raises:
+        ValueError: with the argument's name and the shapes given and expected, batch first.
+    """
+    steps, rows = inputs.x.shape[:2]
+    states = call.cell.states
+    if inputs.kernel is not None:
+        width, meaning = inputs.kernel.shape[0], "rows, steps, features of the kernel"
+        _expect("sequences", (rows, steps, inputs.x.shape[2]), (rows, steps, width), meaning)
+    if len(inputs.initial) != len(states):
+        raise ValueError(
+            f"initial_state: given {len(inputs.initial)} tensor(s); expected {len(states)}. Pass "
+            f"a list of the states of {call.cell.name}: {', '.join(call.cell.state_names)}."
+        )
+    for state, given in zip(states, inputs.initial, strict=True):
+        size = call.size(state.size)
+        _expect(f"initial_state, {state.name}", given.shape, (rows, size), "rows, size of state")
+    if inputs.static is not None:
+        _expect("static", inputs.static.shape, (rows, call.hidden_size), "rows, units")
+    for name, flags in (("mask", inputs.mask), ("resets", inputs.resets)):
+        if flags is not None:
+            _expect(name, flags.shape[::-1], (rows, steps), "rows, steps")
+
+
+def _expect(name: str, given: Any, expected: tuple[int | None, ...], meaning: str) -> None:
+    if getattr(given, "rank", 0) is None:  # TensorFlow knows nothing of it as yet
+        return
+    sizes = tuple(given)
+    pairs = zip(sizes, expected, strict=False)
+    if len(sizes) != len(expected) or any(None not in (g, e) and g != e for g, e in pairs):
+        raise ValueError(
+            f"{name}: given shape {sizes}; expected {expected}, that is [{meaning}] of this call. "
+            "Pass a tensor of that shape."
+        )
+
+
 def number(seed: Any) -> int:
     """One number, as the kernels take it, for the two of a seed of Keras's."""
     low, high = (int(part) for part in seed)

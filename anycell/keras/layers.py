@@ -14,7 +14,7 @@ import keras
 from keras import activations, ops, tree
 
 from anycell.keras import cells
-from anycell.keras.call import Call, Inputs, Result, Tensor
+from anycell.keras.call import Call, Inputs, Result, Tensor, check
 from anycell.keras.cell import RNNCell, computed, deserialize
 from anycell.keras.composite import composite
 from anycell.keras.rule import Engine, Facts, choose
@@ -106,6 +106,8 @@ class Fused:
                 sequences, initial_state, mask=mask, training=training
             )
         states = list(initial_state) if tree.is_nested(initial_state) else [initial_state]
+        states = [_for_all(state, sequences) for state in states]
+        mask = None if mask is None else _for_all(mask, sequences)
         call = Call(
             facts.cell,  # type: ignore[arg-type]
             self.cell.units,
@@ -117,6 +119,7 @@ class Fused:
             unroll=self.unroll,  # type: ignore[attr-defined]
         )
         inputs = self._inputs(sequences, states, mask, training)
+        check(call, inputs)
         run = (_FUSED if engine == "cpu" else _STEPS).get(keras.backend.backend(), composite)
         outputs, final = run(call, inputs)
         return self._as_keras(call, outputs, final, inputs.mask)
@@ -148,6 +151,13 @@ class Fused:
         if call.reverse:
             outputs = ops.flip(outputs, axis=1)
         return last, outputs, list(final)
+
+
+def _for_all(given: Tensor, sequences: Tensor) -> Tensor:
+    """One row stands for all, as in Keras's loop."""
+    if given.shape[:1] != (1,) or len(given.shape) != 2 or sequences.shape[0] == 1:
+        return given
+    return ops.broadcast_to(given, (ops.shape(sequences)[0], ops.shape(given)[1]))
 
 
 def _torch(call: Call, inputs: Inputs) -> Result:

@@ -25,7 +25,7 @@ from tensorflow.python.saved_model import save_context
 
 from anycell import layer
 from anycell.engines import cpu
-from anycell.keras.call import Call, Inputs, Result, Tensor, number
+from anycell.keras.call import Call, Inputs, Result, Tensor, check, number
 from anycell.keras.composite import composite
 from anycell.keras.host import LINE, AlignedHost
 from anycell.keras.rule import planned
@@ -68,20 +68,27 @@ def recur(call: Call, inputs: Inputs) -> Result:
     cell, dtype = call.cell, inputs.x.dtype.name
     found = planned(cell, call.hidden_size, dtype, dict(call.sizes))
     elsewhere = isinstance(found, str) or on_gpu(inputs.x) or refusal() is not None
-    return (composite if elsewhere else run)(call, _tensors(inputs))
+    inputs = _tensors(inputs)
+    check(call, inputs)
+    return (composite if elsewhere else run)(call, inputs)
 
 
 @tf.autograph.experimental.do_not_convert
 def run(call: Call, inputs: Inputs) -> Result:
     """Runs a layer on the fused kernels, differentiable as often as wanted."""
     inputs = _tensors(inputs)
-    x, mask, resets = inputs.x, inputs.mask, inputs.resets
+    x, mask, resets, kernel = inputs.x, inputs.mask, inputs.resets, inputs.kernel
+    if kernel is not None and x.shape[-1] is None:
+        x = tf.ensure_shape(x, [None, None, kernel.shape[0]])
     if x.shape[0] == 1 and not tf.executing_eagerly() and not (call.training and call.cell.keeps):
         # Nothing to fuse over time, and less to do than to call a kernel takes.
         return composite(call, inputs)
     if mask is not None:  # NaN under a mask must not reach a gradient
-        x = tf.where(tf.expand_dims(mask, -1), x, tf.zeros((), x.dtype))
-    kernel, own = inputs.kernel, _plan(call, inputs)
+        kept = tf.where(tf.expand_dims(mask, -1), x, tf.zeros((), x.dtype))
+        if not (x.shape + mask.shape).is_fully_defined():  # one step or row must not become many
+            kept = tf.reshape(kept, tf.shape(x))
+        x = kept
+    own = _plan(call, inputs)
     if kernel is not None and not layer.projects(own, _count(x), x.shape[-1]):
         gates = tf.matmul(_rows(x), kernel)
         x, kernel = tf.reshape(gates, [*_sizes(x, 2), gates.shape[-1]]), None
@@ -391,6 +398,7 @@ class _Recurrence:
     ) -> tuple[Array, layer.Weights, layer.Options]:
         given, call, later = self.spread(flat), self.call, iter(flags)
         mask, resets, seed, dropped = [next(later) if there else None for there in self.given]
+        check(call, given._replace(mask=mask, resets=resets))  # of sizes that no graph knows
         ih, hh, reset = given.kernel, given.recurrent_kernel, None
         if resets is not None:
             resets = resets if mask is None else resets & mask
