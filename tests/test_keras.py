@@ -459,6 +459,25 @@ def test_one_row_of_states_or_mask_stands_for_all(step: Any, rng: np.random.Gene
         assert np.array_equal(number(one), number(every))
 
 
+@pytest.mark.parametrize("what", ["static", "resets"])
+def test_an_automatic_mask_beside_another_tensor(what: str, rng: np.random.Generator) -> None:
+    """Keras hands a mask on only to a call with one tensor."""
+    convert = keras.ops.convert_to_tensor
+    ids = np.array([[1, 2, 0, 0], [3, 4, 5, 6]])
+    embed = keras.layers.Embedding(10, 3, mask_zero=True)
+    if what == "static":
+        layer, given = ak.EALSTM(4), rng.normal(size=(2, 4)).astype("float32")
+    else:
+        layer, given = ak.PeepholeLSTM(4), np.eye(2, 4, 1, "bool")
+    more = {what: convert(given)}
+    right = number(layer(embed(ids), mask=convert(ids != 0), **more))
+    assert not np.allclose(right, number(layer(convert(number(embed(ids))), **more)))
+    assert np.array_equal(number(layer(embed(ids), **more)), right)
+    inputs = keras.Input((4,)), keras.Input((4,), dtype=given.dtype.name)
+    model = keras.Model(inputs, layer(embed(inputs[0]), **{what: inputs[1]}))
+    assert_close(model.predict([ids, given], verbose=0), right, "float32", "forward")
+
+
 # -- RNN(cell, units) ------------------------------------------------------------------------------
 
 

@@ -231,6 +231,35 @@ def test_second_derivatives(graph: bool, rng: np.random.Generator) -> None:
         assert_close(a.numpy(), b.numpy(), "float64", "gradient")
 
 
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("watched", ["input", "weight", "loss"])
+@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+def test_forward_mode(name: str, watched: str, graph: bool, rng: np.random.Generator) -> None:
+    """Jacobians and Hessians times a vector, forwards and forwards over reverse: as in Keras."""
+    ours, theirs = (getattr(m, name)(3, dtype="float64") for m in (ak, keras.layers))
+    x, scale = tf.constant(rng.normal(size=(2, 5, 4))), tf.constant(rng.normal(size=(2, 3)))
+    ours.build(x.shape)
+    theirs.build(x.shape)
+    theirs.set_weights(ours.get_weights())
+
+    def products(layer: Any) -> Any:
+        weight = layer.cell.recurrent_kernel.value
+        about = {"input": x, "weight": weight, "loss": scale}[watched]
+        with tf.autodiff.ForwardAccumulator(about, tf.ones_like(about)) as forward:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = layer(x)
+                total = tf.reduce_sum(scale * y)
+            gradient = tape.gradient(total, x)
+        return [forward.jvp(r, tf.UnconnectedGradients.ZERO) for r in (y, gradient)]
+
+    run = tf.function(products) if graph else products
+    found, right = run(ours), products(theirs)
+    assert np.abs(right[1].numpy()).max() > 1e-3
+    for a, b in zip(found, right, strict=True):
+        assert_close(a.numpy(), b.numpy(), "float64", "gradient")
+
+
 def test_second_derivatives_under_random_masks_are_refused(rng: np.random.Generator) -> None:
     layer, x = ak.RNN(Noisy, 3), data(rng, 2, 4, 2)
     with tf.GradientTape() as outer:

@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 from keras import activations, ops, tree
+from keras.src import backend  # the mask of a tensor has no public name
 
 from anycell.keras import cells
 from anycell.keras.call import Call, Inputs, Result, Tensor, check
@@ -151,6 +152,13 @@ class Fused:
         if call.reverse:
             outputs = ops.flip(outputs, axis=1)
         return last, outputs, list(final)
+
+
+def _attached_mask(x: Tensor) -> Tensor:
+    """The mask that a layer before, such as ``Embedding(mask_zero=True)``, left on ``x``."""
+    if hasattr(backend, "get_keras_mask"):  # since Keras 3.6
+        return backend.get_keras_mask(x)
+    return getattr(x, "_keras_mask", None)
 
 
 def _for_all(given: Tensor, sequences: Tensor) -> Tensor:
@@ -457,6 +465,8 @@ class RNN(Fused, keras.layers.RNN):
             raise ValueError(
                 f"static: given {given}; expected {wanted}, for cell {self.cell.cell.name}."
             )
+        if mask is None:  # Keras looks for one only where sequences are the only tensor
+            mask = _attached_mask(sequences)
         token = _beside.set((static, resets))
         try:
             return super().call(sequences, initial_state, mask=mask, training=training)

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
-from tensorflow.python.eager import record  # which tapes are open has no public name
+from tensorflow.python.eager import forwardprop_util, record  # open tapes have no public name
 from tensorflow.python.framework import ops as graphs
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.saved_model import save_context
@@ -80,6 +81,8 @@ def run(call: Call, inputs: Inputs) -> Result:
     x, mask, resets, kernel = inputs.x, inputs.mask, inputs.resets, inputs.kernel
     if kernel is not None and x.shape[-1] is None:
         x = tf.ensure_shape(x, [None, None, kernel.shape[0]])
+    if _carries_tangents(tf.nest.flatten(inputs)):  # a gradient of ours knows no forward mode
+        return composite(_unlooped(call, x), inputs)
     if x.shape[0] == 1 and not tf.executing_eagerly() and not (call.training and call.cell.keeps):
         # Nothing to fuse over time, and less to do than to call a kernel takes.
         return composite(call, inputs)
@@ -118,6 +121,18 @@ def run(call: Call, inputs: Inputs) -> Result:
     results = fused(*given)
     outputs = results[0] if call.sequences else None
     return outputs, tuple(results[1:] if call.sequences else results)
+
+
+def _carries_tangents(tensors: Sequence[Any]) -> bool:
+    """Whether a ``tf.autodiff.ForwardAccumulator`` watches one of the tensors."""
+    given = [t for t in tensors if isinstance(t, tf.Tensor)]
+    return bool(forwardprop_util.pack_tangents(given).tangents)
+
+
+def _unlooped(call: Call, x: Tensor) -> Call:
+    """The same call for forward mode: TensorFlow's loops in a graph have none."""
+    known = x.shape[0] is not None and not tf.executing_eagerly()
+    return replace(call, unroll=call.unroll or known)
 
 
 def _tensors(inputs: Inputs) -> Inputs:
@@ -184,6 +199,8 @@ def _gradient(
     kept: Sequence[Tensor],
 ) -> Any:
     """The gradients of ``flat``, which can be differentiated again: through the composite."""
+    if _carries_tangents(arriving):
+        return _first(recurrence, [*flat, *arriving], len(flat))
     if tf.executing_eagerly() and not record.could_possibly_record():
         return recurrence.backward(flat, arriving, kept)
     count = len(flat)
@@ -203,21 +220,28 @@ def _gradient(
 def _second(
     recurrence: _Recurrence, args: Sequence[Tensor], count: int, seconds: Sequence[Tensor]
 ) -> Any:
+    with tf.GradientTape() as outer:
+        outer.watch(args)
+        first = _first(recurrence, args, count)
+    return outer.gradient(first, args, seconds, tf.UnconnectedGradients.ZERO)
+
+
+def _first(recurrence: _Recurrence, args: Sequence[Tensor], count: int) -> Any:
+    """The gradients by the composite: of the first ``count`` of ``args``, for the others."""
     call, inputs = recurrence.call, recurrence.inputs
     if call.training and call.cell.keeps:
         raise NotImplementedError(
             f"second derivatives of {call.cell.name} in training: its random masks are drawn by "
             "the kernels. Take them with training=False."
         )
+    if _carries_tangents(args):
+        call = _unlooped(call, args[0])
     flags = {name: getattr(inputs, name) for name in ("mask", "resets", "recurrent_mask")}
-    with tf.GradientTape() as outer:
-        outer.watch(args)
-        with tf.GradientTape() as inner:
-            inner.watch(args[:count])
-            outputs, final = composite(call, recurrence.spread(args[:count])._replace(**flags))
-            ends = (outputs, *final) if call.sequences else final
-        first = inner.gradient(ends, args[:count], args[count:], tf.UnconnectedGradients.ZERO)
-    return outer.gradient(first, args, seconds, tf.UnconnectedGradients.ZERO)
+    with tf.GradientTape() as inner:
+        inner.watch(args[:count])
+        outputs, final = composite(call, recurrence.spread(args[:count])._replace(**flags))
+        ends = (outputs, *final) if call.sequences else final
+    return inner.gradient(ends, args[:count], args[count:], tf.UnconnectedGradients.ZERO)
 
 
 class _Recurrence:
