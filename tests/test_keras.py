@@ -478,6 +478,37 @@ def test_an_automatic_mask_beside_another_tensor(what: str, rng: np.random.Gener
     assert_close(model.predict([ids, given], verbose=0), right, "float32", "forward")
 
 
+@pytest.mark.parametrize("name", KERAS)
+def test_dropout_of_all_is_none(name: str, rng: np.random.Generator) -> None:
+    theirs, ours = pair(name, 4, dropout=1.0)
+    copy_weights(theirs, ours, X.shape)
+    right = number(theirs(X, training=True))
+    assert_close(number(ours(X, training=True)), right, "float32", "forward")
+
+
+@pytest.mark.parametrize("name", [*KERAS, "PeepholeLSTM"])
+def test_stateful_layers_train(name: str, rng: np.random.Generator) -> None:
+    x = rng.normal(size=(4, 5, 3)).astype("float32")
+    given = keras.Input(batch_shape=(2, 5, 3))
+    model = keras.Model(given, getattr(ak, name)(4, stateful=True)(given))
+    model.compile("sgd", "mse")
+    before = model.get_weights()
+    model.fit(x, np.ones((4, 4), "float32"), batch_size=2, shuffle=False, verbose=0)
+    assert not np.array_equal(before[0], model.get_weights()[0])
+
+
+def test_step_by_step_is_asked_for(rng: np.random.Generator) -> None:
+    for layer, loop in ((ak.GRU(4), "keras"), (ak.PeepholeLSTM(4), "composite")):
+        right = number(layer(X))
+        with ak.step_by_step():
+            assert layer.engine.name == loop
+            assert "step_by_step" in layer.explain()
+            assert_close(number(layer(X)), right, "float32", "forward")
+            made_within = type(layer)(4)
+        assert layer.engine.name == ("cpu" if FUSED else loop)
+        assert made_within.supports_jit == layer.supports_jit
+
+
 # -- RNN(cell, units) ------------------------------------------------------------------------------
 
 
@@ -635,3 +666,44 @@ def test_fit_learns() -> None:
     model.compile(keras.optimizers.Adam(0.01), "mse")
     losses = model.fit(x, y, epochs=8, batch_size=16, verbose=0).history["loss"]
     assert losses[-1] < 0.7 * losses[0]
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Do not pass an `input_shape`:UserWarning")
+def test_arguments_of_the_layer_reach_it() -> None:
+    layer = ak.RNN(cells.PeepholeLSTM, 4, input_shape=(5, 3), autocast=False)
+    model = keras.Sequential([layer])
+    assert model.built
+    assert model.input_shape == (None, 5, 3)
+    assert not layer.autocast
+    assert not layer.cell.autocast
+
+
+def test_integers_of_numpy() -> None:
+    layer = ak.LSTMP(np.int64(4), P=np.int32(2), seed=np.int64(1))
+    assert layer(X).shape == (2, 2)
+    config = layer.get_config()
+    assert (type(config["units"]), type(config["P"])) == (int, int)
+
+
+def test_custom_objects_of_a_config() -> None:
+    @cell(gates="g", state="h")
+    def Unregistered(x: Any, r: Any, s: Any, *, scale: float = 1.0) -> Any:
+        return tanh(scale * (x.g + r.g))
+
+    config = ak.RNN(Unregistered(scale=2.0), 4).get_config()
+    with pytest.raises(ValueError, match="custom_objects"):
+        ak.RNN.from_config(config)
+    found = ak.RNN.from_config(config, custom_objects={"Unregistered": Unregistered})
+    assert found.get_config() == config
+    named = ak.PeepholeLSTM(4)
+    assert type(named).from_config(named.get_config(), custom_objects={}).units == 4
+
+
+def test_unknown_arguments_say_where_they_go() -> None:
+    with pytest.raises(ValueError, match=r"RNN: .*'cell_clip'.* write PeepholeLSTM\(cell_clip=3"):
+        ak.RNN(cells.PeepholeLSTM, 4, cell_clip=3.0)
+    with pytest.raises(ValueError, match=r"JANET: .*'kernel_initialiser'"):
+        ak.JANET(4, kernel_initialiser="zeros")

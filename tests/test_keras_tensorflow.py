@@ -498,6 +498,24 @@ def test_a_graph_traced_before_it_is_saved(tmp_path: Path, rng: np.random.Genera
     assert_close(np.float32(found), right, "float32", "forward")
 
 
+def test_a_signature_traced_before_it_is_saved(tmp_path: Path, rng: np.random.Generator) -> None:
+    module, x, path = tf.Module(), data(rng, 2, 5, 3), str(tmp_path / "model")
+    module.layer = layer = ak.PeepholeLSTM(4)
+    right = layer(x).numpy()
+    module.weights = [w.value for w in layer.weights]
+    with ak.step_by_step():
+        traced = tf.function(lambda x: layer(x)).get_concrete_function(
+            tf.TensorSpec([None, 5, 3], name="x")
+        )
+    assert not calls_python(traced)
+    tf.saved_model.save(module, path, signatures=traced)
+    np.save(tmp_path / "x.npy", x)
+    call = "lambda x: found.signatures['serving_default'](x=x)['output_0']"
+    script = _LOAD.format(path=path, data=str(tmp_path / "x.npy"), call=call)
+    found = json.loads(run_python(script).splitlines()[-1])
+    assert_close(np.float32(found), right, "float32", "forward")
+
+
 # -- which engine ----------------------------------------------------------------------------------
 
 

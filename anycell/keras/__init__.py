@@ -20,6 +20,7 @@ from anycell.keras.layers import (
     SimpleRNNCell,
 )
 from anycell.keras.named import LAYERS
+from anycell.keras.rule import step_by_step
 
 globals().update(LAYERS)
 
@@ -32,5 +33,6 @@ __all__ = [
     "RNNCell",
     "SimpleRNN",
     "SimpleRNNCell",
+    "step_by_step",
     *LAYERS,
 ]

@@ -6,19 +6,21 @@ replace is ``inner_loop``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import keras
+import numpy as np
 from keras import activations, ops, tree
 from keras.src import backend  # the mask of a tensor has no public name
 
 from anycell.keras import cells
 from anycell.keras.call import Call, Inputs, Result, Tensor, check
-from anycell.keras.cell import RNNCell, computed, deserialize
+from anycell.keras.cell import RNNCell, computed, declared_sizes, deserialize
 from anycell.keras.composite import composite
-from anycell.keras.rule import Engine, Facts, choose
+from anycell.keras.rule import Engine, Facts, asked, choose
 from anycell.lang.cell import RECURRENT, Cell
 
 _DROPPED = "in training, recurrent dropout multiplies the state on its way into every gate"
@@ -70,17 +72,17 @@ class Fused:
     @property
     def engine(self) -> Engine:
         """What runs the layer in inference on this machine, and why."""
-        return choose(self._facts(False, gpu_visible(), None))
+        return choose(self._facts(False, gpu_visible(), asked()))
 
     def explain(self, training: bool = True) -> str:
         """What runs the layer, and why, before anything runs; see ``docs/keras.md``."""
-        name, reason = choose(self._facts(training, gpu_visible(), None))
+        name, reason = choose(self._facts(training, gpu_visible(), asked()))
         what = "training" if training else "inference"
         return f"{self.name}: {what} runs on {name} ({reason})"  # type: ignore[attr-defined]
 
     def _settle(self) -> None:
         """What other parts of Keras must know once the layer is made."""
-        ours = self.engine.name == "cpu"
+        ours = choose(self._facts(False, gpu_visible(), None)).name == "cpu"
         if ours and keras.backend.backend() == "tensorflow":
             # fit() would compile the model by XLA, which cannot call the kernels.
             self.supports_jit = False
@@ -108,6 +110,8 @@ class Fused:
             )
         states = list(initial_state) if tree.is_nested(initial_state) else [initial_state]
         states = [_for_all(state, sequences) for state in states]
+        if self.stateful and keras.backend.backend() == "torch":  # type: ignore[attr-defined]
+            states = [ops.copy(state) for state in states]  # Keras overwrites what gradients read
         mask = None if mask is None else _for_all(mask, sequences)
         call = Call(
             facts.cell,  # type: ignore[arg-type]
@@ -198,8 +202,8 @@ def _place(x: Tensor) -> tuple[bool, str | None]:
 
         return tensorflow.on_gpu(x), tensorflow.refusal()
     if backend == "torch":
-        return x.device.type != "cpu", None
-    return gpu_visible(), None
+        return x.device.type != "cpu", asked()
+    return gpu_visible(), asked()
 
 
 def gpu_visible() -> bool:
@@ -256,7 +260,7 @@ class DropIn(Fused):
         # Masks are drawn by Keras, before the loop, so that seeds mean the same: one for all gates,
         # or a list of one per gate.
         kernel, recurrent_mask = read(cell.kernel), None
-        if training and cell.dropout:
+        if training and 0.0 < cell.dropout < 1.0:  # at 1 Keras draws none
             masks = cell.get_dropout_mask(sequences[:, 0, :])
             if isinstance(masks, list):  # each gate has its own input, and so its own projection
                 parts = zip(masks, ops.split(kernel, len(masks), axis=1), strict=True)
@@ -400,11 +404,19 @@ _OF_THE_LAYER = (
     "unroll",
     "zero_output_for_mask",
     "activity_regularizer",
+    "name",
+    "input_shape",
+    "input_dim",
 )
+_OF_BOTH = ("dtype", "trainable", "autocast")
 
 
 # Past Keras's `call`, which knows nothing of them, to `inner_loop`: ``static`` and ``resets``.
 _beside: ContextVar[tuple[Tensor, Tensor]] = ContextVar("beside", default=(None, None))
+
+
+def _plain(value: Any) -> Any:
+    return int(value) if isinstance(value, np.integer) else value
 
 
 @keras.saving.register_keras_serializable("anycell")
@@ -435,13 +447,25 @@ class RNN(Fused, keras.layers.RNN):
     _drop_in = False
 
     def __init__(self, cell: Cell, units: int, **kwargs: Any) -> None:
+        # A config is JSON, which knows no integers of NumPy's.
+        units, kwargs = _plain(units), {k: _plain(v) for k, v in kwargs.items()}
         of_layer = {k: kwargs.pop(k) for k in _OF_THE_LAYER if k in kwargs}
-        base = {k: kwargs.pop(k) for k in ("name", "dtype", "trainable") if k in kwargs}
-        own = {k: base[k] for k in ("dtype", "trainable") if k in base}
-        step = RNNCell(cell, units, **kwargs, **own)
-        super().__init__(step, **of_layer, **base)
+        of_both = {k: kwargs.pop(k) for k in _OF_BOTH if k in kwargs}
+        if isinstance(cell, Cell):
+            self._refuse_unknown(cell, kwargs)
+        super().__init__(RNNCell(cell, units, **kwargs, **of_both), **of_layer, **of_both)
         self.input_spec = keras.InputSpec(ndim=3)
         self._settle()
+
+    def _refuse_unknown(self, cell: Cell, given: Mapping[str, Any]) -> None:
+        known = {*inspect.signature(RNNCell).parameters, *declared_sizes(cell)}
+        for name in sorted(given.keys() - known):
+            remedy = f"Arguments are those of {type(self).__name__} and RNNCell."
+            if name in (*cell.hyper, *cell.structure):
+                remedy = f"It is one of the cell: write {cell.name}({name}={given[name]!r})."
+            raise ValueError(
+                f"{type(self).__name__}: given an unknown keyword argument {name!r}. {remedy}"
+            )
 
     @property
     def units(self) -> int:
@@ -506,12 +530,15 @@ class RNN(Fused, keras.layers.RNN):
         config = super().get_config()
         del config["cell"]
         inner = self.cell.get_config()
-        for name in ("name", "dtype", "trainable"):
-            inner.pop(name)
+        for name in ("name", *_OF_BOTH):
+            inner.pop(name, None)
         return {**inner, **config}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> RNN:
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: Mapping[str, Any] | None = None
+    ) -> RNN:
         """The layer that ``get_config`` described."""
-        cell = deserialize(config["cell"])
+        with keras.saving.custom_object_scope(custom_objects or {}):
+            cell = deserialize(config["cell"])
         return cls(cell, **{k: v for k, v in config.items() if k != "cell"})

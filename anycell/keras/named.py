@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -36,7 +37,9 @@ class Named(RNN):
         return {**config.pop("cell")["given"], **config}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Named:
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: Mapping[str, Any] | None = None
+    ) -> Named:
         """The layer that ``get_config`` described."""
         return cls(**config)
 

@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from anycell.lang.cell import Cell
 from anycell.plan import Plan, plan
+
+_asked: ContextVar[bool] = ContextVar("asked", default=False)
+
+
+@contextmanager
+def step_by_step() -> Iterator[None]:
+    """Within it, in this thread, layers run in operations of the backend, on every backend.
+
+    For a graph that is to run where anycell is not installed, and that nobody can know for one:
+    a concrete function traced before it is saved, or frozen.
+
+    Example:
+        >>> import anycell.keras
+        >>> layer = anycell.keras.LSTM(4)
+        >>> with anycell.keras.step_by_step():
+        ...     layer.engine.name
+        'keras'
+    """
+    token = _asked.set(True)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def asked() -> str | None:
+    """The reason that ``step_by_step`` gives, or None outside it."""
+    return "anycell.keras.step_by_step() asks for it" if _asked.get() else None
 
 
 class Engine(NamedTuple):
@@ -39,7 +69,8 @@ class Facts:
         drop_in: whether it is a subclass of one of Keras's layers, which has a loop of its own.
         obstacle: why neither the kernel nor cuDNN can run it, if there is a reason: an activation,
             recurrent dropout in training.
-        traced: why no code outside the graph can be called, if there is a reason: XLA, export.
+        traced: why no code outside the graph can be called, if there is a reason: XLA, export,
+            ``step_by_step``.
     """
 
     cell: Cell | None

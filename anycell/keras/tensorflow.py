@@ -29,7 +29,7 @@ from anycell.engines import cpu
 from anycell.keras.call import Call, Inputs, Result, Tensor, check, number
 from anycell.keras.composite import composite
 from anycell.keras.host import LINE, AlignedHost
-from anycell.keras.rule import planned
+from anycell.keras.rule import asked, planned
 from anycell.lang.cell import RECURRENT, Linear, with_recurrent_mask
 from anycell.plan import Plan, plan
 
@@ -45,8 +45,8 @@ def on_gpu(x: Tensor) -> bool:
 
 def refusal() -> str | None:
     """Why the kernels cannot be called here and now, or None: looks at what is being traced."""
-    if tf.executing_eagerly():
-        return None
+    if asked() is not None or tf.executing_eagerly():
+        return asked()
     if control_flow_util.GraphOrParentsInXlaContext(graphs.get_default_graph()):
         return "XLA (jit_compile=True) compiles the whole graph and calls nothing outside it"
     if save_context.in_save_context() or _exporting():
