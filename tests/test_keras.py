@@ -478,9 +478,11 @@ def test_an_automatic_mask_beside_another_tensor(what: str, rng: np.random.Gener
     assert_close(model.predict([ids, given], verbose=0), right, "float32", "forward")
 
 
+@pytest.mark.parametrize("what", ["dropout", "recurrent_dropout"])
 @pytest.mark.parametrize("name", KERAS)
-def test_dropout_of_all_is_none(name: str, rng: np.random.Generator) -> None:
-    theirs, ours = pair(name, 4, dropout=1.0)
+def test_a_dropout_rate_of_one(name: str, what: str) -> None:
+    """In Keras it is none for ``LSTM`` and ``GRU``, and all for ``SimpleRNN``."""
+    theirs, ours = pair(name, 4, **{what: 1.0})
     copy_weights(theirs, ours, X.shape)
     right = number(theirs(X, training=True))
     assert_close(number(ours(X, training=True)), right, "float32", "forward")

@@ -245,6 +245,10 @@ class DropIn(Fused):
     def _structure(self) -> dict[str, Any]:
         return {}
 
+    def _drops(self, rate: float) -> bool:
+        """Whether Keras draws masks: its gated cells take a rate of 1 for none."""
+        return 0.0 < rate < 1.0
+
     def _linears(self, recurrent_kernel: Tensor) -> tuple[tuple[str, Tensor], ...]:
         """The weights of further matmuls in a step."""
         return ()
@@ -260,7 +264,7 @@ class DropIn(Fused):
         # Masks are drawn by Keras, before the loop, so that seeds mean the same: one for all gates,
         # or a list of one per gate.
         kernel, recurrent_mask = read(cell.kernel), None
-        if training and 0.0 < cell.dropout < 1.0:  # at 1 Keras draws none
+        if training and self._drops(cell.dropout):
             masks = cell.get_dropout_mask(sequences[:, 0, :])
             if isinstance(masks, list):  # each gate has its own input, and so its own projection
                 parts = zip(masks, ops.split(kernel, len(masks), axis=1), strict=True)
@@ -268,7 +272,7 @@ class DropIn(Fused):
                 sequences, kernel = ops.concatenate(gates, axis=-1), None
             else:
                 sequences = sequences * ops.expand_dims(masks, 1)
-        if training and 0.0 < cell.recurrent_dropout < 1.0:
+        if training and self._drops(cell.recurrent_dropout):
             masks = cell.get_recurrent_dropout_mask(states[0])
             recurrent_mask = ops.cast(ops.stack(masks) if isinstance(masks, list) else masks, dtype)
         recurrent_kernel = read(cell.recurrent_kernel)
@@ -379,6 +383,9 @@ class SimpleRNN(DropIn, keras.layers.SimpleRNN):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._settle()
+
+    def _drops(self, rate: float) -> bool:
+        return rate > 0.0
 
 
 @keras.saving.register_keras_serializable("anycell")
