@@ -529,6 +529,17 @@ def NotRegistered(x: Any, r: Any, s: Any) -> Any:
     return tanh(x.z + r.z)
 
 
+def namesake() -> Any:
+    """A cell with the name of a built-in one, and another step."""
+
+    @cell(gates="z", state="h")
+    def PeepholeLSTM(x: Any, r: Any, s: Any, *, scales: Any = (1.0, (2.0, 3.0))) -> Any:
+        outer, (inner, beyond) = scales
+        return outer * tanh(inner * x.z + beyond * r.z)
+
+    return PeepholeLSTM
+
+
 CELLS = [getattr(cells, name) for name in cells.__all__]
 CELLS += [Odd, cells.GRU(reset_after=False), cells.sLSTM(heads=2)]
 SIZES = {"LSTMP": {"P": 3}}
@@ -630,6 +641,31 @@ def test_config_of_cells(tmp_path: Any) -> None:
         tmp_path / "model.keras", custom_objects={"NotRegistered": NotRegistered}
     )
     assert np.array_equal(number(loaded(x)), number(model(x)))
+
+
+def test_no_cell_is_taken_for_a_built_in_one(tmp_path: Any) -> None:
+    """By its name; also where nothing is loaded. And hyperparameters stay nested tuples."""
+    mine, path = namesake()(scales=(0.5, (2.0, 3.0))), tmp_path / "model.keras"
+    model = keras.Sequential([keras.Input((None, 3)), ak.RNN(mine, 4)])
+    model.save(path)
+    readers = {
+        "load_model": lambda: keras.models.load_model(path).layers[0],
+        "clone_model": lambda: keras.models.clone_model(model).layers[0],
+        "Bidirectional": lambda: keras.layers.Bidirectional(ak.RNN(mine, 4)).backward_layer,
+        "keras.layers.RNN": lambda: keras.layers.RNN.from_config(
+            keras.layers.RNN(ak.RNNCell(mine, 4)).get_config()
+        ),
+    }
+    for read in readers.values():
+        with pytest.raises(Exception, match=r"given the name 'PeepholeLSTM' in a config"):
+            read()
+    with keras.saving.custom_object_scope({"PeepholeLSTM": namesake()}):
+        found = {name: read().cell for name, read in readers.items()}
+    for name, step in found.items():
+        assert step.cell == mine, name
+        assert step.cell.given == mine.given, name
+    built_in = keras.layers.Bidirectional(ak.RNN(cells.PeepholeLSTM(cell_clip=3.0), 4))
+    assert built_in.backward_layer.cell.cell == cells.PeepholeLSTM(cell_clip=3.0)
 
 
 def test_forget_bias_and_declared_values() -> None:

@@ -29,8 +29,9 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
 
     Args:
         cell: what ``@anycell.cell`` made; ``anycell.cells`` has some. One of your own is found
-            again in a saved model if it is registered with
-            ``@keras.saving.register_keras_serializable()`` above ``@anycell.cell(...)``.
+            again in a saved model, and by ``clone_model`` and ``Bidirectional``, if it is
+            registered with ``@keras.saving.register_keras_serializable()`` above
+            ``@anycell.cell(...)``.
         units: H.
         use_bias: whether the projections have biases. A cell that places its own has none here.
         unit_forget_bias: whether the bias of a gate ``f``, of a cell with a state ``c``, starts at
@@ -302,13 +303,17 @@ def check_sizes(cell: Cell, sizes: Mapping[str, Any]) -> None:
             )
 
 
-# -- cells in a saved model ------------------------------------------------------------------------
+# -- cells in a config ----------------------------------------------------------------------------
+
+_BUILT_IN = "anycell.cells."  # no cell of a user has such a name, nor does Keras register one
 
 
 def serialize(cell: Cell) -> dict[str, Any]:
     """A cell as a config: its name, and the hyperparameters given."""
     plain = Cell(cell.function, cell.gates, cell.states, cell.params, cell.static, cell.bias, {})
-    name = cell.name if _built_in(cell) else keras.saving.get_registered_name(plain)
+    own: Any = getattr(cells, cell.name, None)
+    built_in = isinstance(own, Cell) and own.function is cell.function
+    name = _BUILT_IN + cell.name if built_in else keras.saving.get_registered_name(plain)
     return {"name": name, "given": dict(cell.given)}
 
 
@@ -321,23 +326,24 @@ def deserialize(config: Any) -> Cell:
     if isinstance(config, Cell):
         return config
     name = config["name"]
-    found = keras.saving.get_registered_object(name)
-    if found is None and name in cells.__all__:
-        found = getattr(cells, name)
+    if name.startswith(_BUILT_IN):
+        found = getattr(cells, name.removeprefix(_BUILT_IN), None)
+    else:
+        found = keras.saving.get_registered_object(name)
     if not isinstance(found, Cell):
         raise ValueError(
-            f"cell: given the name {name!r}; expected one of anycell.cells, or a cell registered "
-            "before loading: put @keras.saving.register_keras_serializable() above its "
-            f"@anycell.cell(...), or pass custom_objects={{{name!r}: the_cell}}."
+            f"cell: given the name {name!r} in a config; expected one of anycell.cells, or a cell "
+            "that Keras can find by its name, as saved models, clone_model and Bidirectional need: "
+            "put @keras.saving.register_keras_serializable() above its @anycell.cell(...), or "
+            f"load with custom_objects={{{name!r}: the_cell}}."
         )
     return found(**as_given(config["given"]))
 
 
 def as_given(hyper: Mapping[str, Any]) -> dict[str, Any]:
     """Hyperparameters out of a config, which has lists for tuples."""
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in hyper.items()}
+    return {k: _as_tuples(v) for k, v in hyper.items()}
 
 
-def _built_in(cell: Cell) -> bool:
-    own: Any = getattr(cells, cell.name, None)
-    return isinstance(own, Cell) and own.function is cell.function
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
