@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,7 +159,7 @@ def loop(cell: Any, x: Any, state: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("num_proj", [None, 2])
 @pytest.mark.parametrize("use_peepholes", [False, True])
 def test_lstm_cell(num_proj: int | None, use_peepholes: bool, rng: np.random.Generator) -> None:
-    cell = t1.LSTMCell(UNITS, use_peepholes, 0.6, num_proj, 0.4, dtype="float64")
+    cell = t1.LSTMCell(UNITS, use_peepholes, 0.6, None, num_proj, 0.4, dtype="float64")
     randomize(cell, rng)
     x = random(rng, STEPS, ROWS, WIDTH, dtype="float64")
     c, h = cell.zero_state(ROWS)
@@ -323,6 +325,53 @@ def test_variables_have_the_names_and_shapes_of_version_1() -> None:
     assert cell.named["gates/bias"].numpy().tolist() == [1.0] * 10
 
 
+SIGNATURES = ["GRUCell", "LSTMCell", "dynamic_rnn", "bidirectional_dynamic_rnn"]
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_are_those_of_version_1(name: str) -> None:
+    """In its order: the copy that TensorFlow keeps has these."""
+    where = LEGACY[0] if name.endswith("Cell") else "tensorflow.python.ops.rnn"
+    theirs = inspect.signature(getattr(importlib.import_module(where), name))
+    right = [p for p in theirs.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    found = inspect.signature(getattr(t1, name)).parameters.values()
+    assert [p.name for p in found] == [p.name for p in right]
+    assert all(
+        a.name == "name" or a.default == b.default for a, b in zip(found, right, strict=True)
+    )
+
+
+def test_arguments_that_change_nothing(rng: np.random.Generator) -> None:
+    cell = t1.LSTMCell(np.int64(UNITS), state_is_tuple=True, activation=tf.tanh, reuse=False)
+    randomize(cell, rng)
+    x = random(rng, ROWS, STEPS, WIDTH)
+    right = t1.dynamic_rnn(cell, x)[0]
+    found = t1.dynamic_rnn(cell, x, None, None, tf.float32, 32, True, False, "scope")[0]
+    assert np.array_equal(found, right)
+    both = t1.bidirectional_dynamic_rnn(cell, cell, x, None, None, None, tf.float32, scope="s")[0]
+    assert np.array_equal(both[0], right)
+    fused = t1.LSTMBlockFusedCell(UNITS, reuse=None, dtype=tf.float32)
+    randomize(fused, rng)
+    major = tf.transpose(x, (1, 0, 2))
+    assert not fused(major, None, tf.float32, [1] * ROWS)[0][1:].numpy().any()
+
+
+def test_initializers() -> None:
+    one = tf.compat.v1.constant_initializer(0.5)
+    cell = t1.LSTMCell(UNITS, True, None, one, 2)
+    cell.build(WIDTH)
+    for name, variable in cell.named.items():
+        assert np.all(variable.numpy() == (0.0 if name == "bias" else 0.5)), name
+    cell = t1.GRUCell(UNITS, None, None, "zeros", one)
+    cell.build(WIDTH)
+    for name, variable in cell.named.items():
+        assert np.all(variable.numpy() == (0.5 if name.endswith("bias") else 0.0)), name
+    for initializer in (None, "normal", keras.initializers.RandomNormal()):
+        cell = t1.LSTMCell(UNITS, True, initializer=initializer)
+        cell.build(WIDTH)
+        assert not np.array_equal(cell.named["w_i_diag"], cell.named["w_f_diag"])
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="num_units: given 0; expected a positive integer"):
         t1.LSTMCell(0)
@@ -332,3 +381,59 @@ def test_refusals() -> None:
         t1.LSTMBlockFusedCell(3)(tf.zeros((2, 3)))
     with pytest.raises(TypeError, match=r"cell: given LSTMCell; expected a cell of anycell.tf1"):
         t1.dynamic_rnn(keras.layers.LSTMCell(3), tf.zeros((1, 2, 3)))
+    with pytest.raises(ValueError, match="num_proj: given 0; expected a positive integer"):
+        t1.LSTMCell(3, num_proj=0)
+    with pytest.raises(ValueError, match=r"activation: given .*relu.*; expected None or tanh"):
+        t1.GRUCell(3, tf.nn.relu)
+    with pytest.raises(ValueError, match="state_is_tuple: given False; expected True"):
+        t1.LSTMCell(3, state_is_tuple=False)
+    with pytest.raises(ValueError, match="reuse: given True; expected None"):
+        t1.LSTMBlockCell(3, reuse=True)
+    with pytest.raises(
+        ValueError, match="dtype: given float64; expected float32, that of the cell"
+    ):
+        t1.dynamic_rnn(t1.GRUCell(3), tf.zeros((2, 4, 3)), dtype=tf.float64)
+
+
+@pytest.mark.parametrize("kind", [t1.LSTMCell, t1.GRUCell])
+def test_refuses_what_does_not_fit(kind: Any) -> None:
+    """Kernels would read memory past its end."""
+    cell, x = kind(4), tf.zeros((2, 5, 3))
+    t1.dynamic_rnn(cell, x)
+    for lengths in ([5], [5, 3, 2], [[5], [3]], 5):
+        with pytest.raises(ValueError, match=r"sequence_length: given shape .*; expected \(2,\)"):
+            t1.dynamic_rnn(cell, x, lengths)
+    for rows in (1, 3):
+        with pytest.raises(ValueError, match=rf"given shapes \({rows}, 4\).*expected \(2, 4\)"):
+            t1.dynamic_rnn(cell, x, initial_state=cell.zero_state(rows, tf.float32))
+    with pytest.raises(ValueError, match="state: given shapes"):
+        t1.dynamic_rnn(cell, x, initial_state=tf.zeros((2, 8)))
+    with pytest.raises(ValueError, match="state: given shapes"):
+        t1.dynamic_rnn(cell, x, initial_state=(tf.zeros((2, 4)),) * 3)
+    with pytest.raises(ValueError, match="inputs: given width 2; expected 3"):
+        t1.dynamic_rnn(cell, x[..., :2])
+    with pytest.raises(ValueError, match=r"inputs: given shape \(2, 5, 3\); expected \[B, width"):
+        cell(x, cell.zero_state(2))
+
+
+def test_refuses_in_a_graph_what_does_not_fit() -> None:
+    cell = t1.LSTMCell(4)
+
+    @tf.function(input_signature=[tf.TensorSpec(None)])
+    def unknown(x: Any) -> Any:
+        return t1.dynamic_rnn(cell, x)[0]
+
+    with pytest.raises(
+        ValueError, match=r"inputs: given shape <unknown>; expected \[B, T, width\]"
+    ):
+        unknown(tf.zeros((2, 5, 3)))
+
+    @tf.function(input_signature=[tf.TensorSpec((None, None, 3)), tf.TensorSpec(None, tf.int32)])
+    def run(x: Any, lengths: Any) -> Any:
+        return t1.dynamic_rnn(cell, x, lengths)[0]
+
+    x = tf.ones((2, 5, 3))
+    assert np.array_equal(run(x, [5, 2]), t1.dynamic_rnn(cell, x, [5, 2])[0])
+    for lengths in ([5], [5, 3, 2], 5):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="a length for each row"):
+            run(x, lengths)

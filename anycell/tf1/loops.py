@@ -15,7 +15,11 @@ def dynamic_rnn(
     inputs: Tensor,
     sequence_length: Tensor = None,
     initial_state: Any = None,
+    dtype: Any = None,
+    parallel_iterations: int | None = None,
+    swap_memory: bool = False,
     time_major: bool = False,
+    scope: Any = None,
 ) -> tuple[Tensor, Any]:
     """Runs a cell over sequences.
 
@@ -24,11 +28,14 @@ def dynamic_rnn(
         inputs: ``[B, T, width]``, or ``[T, B, width]`` if ``time_major``.
         sequence_length: integers ``[B]``: past it outputs are zero and the state is held.
         initial_state: as the cell has it; None is zero.
+        dtype: that of the cell, or None.
+        parallel_iterations, swap_memory, scope: change nothing; variables are the cell's.
 
     Returns:
         outputs, laid out as the inputs, and the final state.
     """
-    return _direction(cell, inputs, sequence_length, initial_state, time_major, False)
+    given = inputs, dtype, time_major, sequence_length
+    return _direction(cell, *given, initial_state, False)
 
 
 def bidirectional_dynamic_rnn(
@@ -38,25 +45,30 @@ def bidirectional_dynamic_rnn(
     sequence_length: Tensor = None,
     initial_state_fw: Any = None,
     initial_state_bw: Any = None,
+    dtype: Any = None,
+    parallel_iterations: int | None = None,
+    swap_memory: bool = False,
     time_major: bool = False,
+    scope: Any = None,
 ) -> tuple[tuple[Tensor, Tensor], tuple[Any, Any]]:
     """Runs one cell forwards, and another backwards from each row's end.
 
     Returns:
         the pair of outputs, and the pair of final states; all else is as in ``dynamic_rnn``.
     """
-    given = inputs, sequence_length
-    forwards = _direction(cell_fw, *given, initial_state_fw, time_major, False)
-    backwards = _direction(cell_bw, *given, initial_state_bw, time_major, True)
+    given = inputs, dtype, time_major, sequence_length
+    forwards = _direction(cell_fw, *given, initial_state_fw, False)
+    backwards = _direction(cell_bw, *given, initial_state_bw, True)
     return (forwards[0], backwards[0]), (forwards[1], backwards[1])
 
 
 def _direction(
     cell: RNNCell,
     inputs: Tensor,
+    dtype: Any,
+    time_major: bool,
     sequence_length: Tensor,
     initial_state: Any,
-    time_major: bool,
     reverse: bool,
 ) -> tuple[Tensor, Any]:
     if not isinstance(cell, RNNCell):
@@ -64,7 +76,7 @@ def _direction(
             f"cell: given {type(cell).__name__}; expected a cell of anycell.tf1: LSTMCell, "
             "LSTMBlockCell, GRUCell."
         )
-    x = tf.convert_to_tensor(inputs, cell.dtype)
+    x = cell.read(inputs, "[T, B, width]" if time_major else "[B, T, width]", dtype)
     x = x if time_major else tf.transpose(x, (1, 0, 2))
     outputs, final = cell.run(x, initial_state, sequence_length, reverse)
     return (outputs if time_major else tf.transpose(outputs, (1, 0, 2))), final

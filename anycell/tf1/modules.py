@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from anycell.keras.call import Call, Inputs, Tensor
@@ -21,22 +23,54 @@ class LSTMStateTuple(NamedTuple):
     h: Tensor
 
 
+def _positive(name: str, given: Any) -> int:
+    """A size; NumPy's integers are integers."""
+    try:
+        size = 0 if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        size = 0
+    if size <= 0:
+        raise ValueError(f"{name}: given {given!r}; expected a positive integer.")
+    return size
+
+
 class RNNCell(tf.Module):
     """What the cells share: variables made at the first call, and one run over a sequence.
 
     Attributes:
         num_units: H.
         output_size: of the output.
+        state_size: of the state, or a tuple of sizes.
     """
 
-    def __init__(self, num_units: int, dtype: Any, name: str | None) -> None:
+    def __init__(
+        self,
+        num_units: int,
+        dtype: Any,
+        name: str | None,
+        activation: Any = None,
+        reuse: Any = None,
+        kernel_initializer: Any = None,
+        bias_initializer: Any = None,
+    ) -> None:
         super().__init__(name=name)
-        if isinstance(num_units, bool) or not isinstance(num_units, int) or num_units <= 0:
-            raise ValueError(f"num_units: given {num_units!r}; expected a positive integer.")
         self.dtype = tf.as_dtype(dtype or tf.float32)
         if self.dtype not in (tf.float32, tf.float64):
             raise ValueError(f"dtype: given {self.dtype.name}; expected float32 or float64.")
-        self.num_units = self.output_size = num_units
+        if activation not in (None, "tanh", tf.tanh, keras.activations.tanh):
+            raise ValueError(
+                f"activation: given {activation!r}; expected None or tanh. Write a cell of your "
+                "own with @anycell.cell for another."
+            )
+        if reuse is True:
+            raise ValueError(
+                "reuse: given True; expected None, False or AUTO_REUSE, which change nothing: "
+                "variables belong to the cell. Call the same cell again to share them."
+            )
+        self.num_units = self.output_size = _positive("num_units", num_units)
+        self.state_size: Any = self.num_units
+        self.kernel_initializer = kernel_initializer or "glorot_uniform"
+        self.bias_initializer = bias_initializer
         self.named: dict[str, tf.Variable] = {}  # as in a checkpoint, below the cell's scope
 
     # -- of each cell ----------------------------------------------------------------------------
@@ -48,32 +82,43 @@ class RNNCell(tf.Module):
         """The cell that runs."""
         raise NotImplementedError
 
-    def _inputs(self, x: Tensor, state: Any) -> Inputs:
-        """The variables and states as a run takes them."""
+    def _inputs(self, x: Tensor, state: Sequence[Tensor]) -> Inputs:
+        """The variables and the parts of the state as a run takes them."""
         raise NotImplementedError
 
     def _state(self, final: Sequence[Tensor]) -> Any:
         """Final states as TensorFlow 1 has them."""
         raise NotImplementedError
 
+    # -- use -------------------------------------------------------------------------------------
     def zero_state(self, batch_size: Any, dtype: Any = None) -> Any:
         """The state to begin with, all zeros."""
-        raise NotImplementedError
+        kind = dtype or self.dtype
+        return tf.nest.map_structure(
+            lambda size: tf.zeros((batch_size, size), kind), self.state_size
+        )
 
-    # -- use -------------------------------------------------------------------------------------
     def build(self, width: int) -> None:
-        """Makes the variables for inputs ``[..., width]``: kernels glorot, biases as in TF 1."""
+        """Makes the variables for inputs ``[..., width]``: unless initializers were given, kernels
+        glorot, biases as in TF 1."""
         if self.named:
+            made = next(iter(self.named.values())).shape[0] - self._recurrent_size
+            if width != made:
+                raise ValueError(
+                    f"inputs: given width {width}; expected {made}, for which the variables are."
+                )
             return
         with tf.init_scope(), self.name_scope:
             for name, shape in self._shapes(width).items():
                 self.named[name] = tf.Variable(self._initial(name, shape), name=name)
 
     def _initial(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name.endswith("bias"):
-            # The gates of a GRU start open; what an LSTM adds to f is no part of its bias.
-            return (tf.ones if name.startswith("gates") else tf.zeros)(shape, self.dtype)
-        return tf.initializers.GlorotUniform()(shape, self.dtype)
+        # The gates of a GRU start open; what an LSTM adds to f is no part of its bias.
+        bias = self.bias_initializer or ("ones" if name.startswith("gates") else "zeros")
+        found = keras.initializers.get(bias if name.endswith("bias") else self.kernel_initializer)
+        if isinstance(found, keras.initializers.Initializer):
+            found = found.clone()  # else each variable of one shape would get the same numbers
+        return found(shape, self.dtype)
 
     def restore(self, checkpoint: str, scope: str) -> None:
         """Reads the variables of a checkpoint of TensorFlow 1.
@@ -120,36 +165,94 @@ class RNNCell(tf.Module):
         Past a row's ``sequence_length`` outputs are zero and the state is held; ``reverse`` starts
         there.
         """
-        x = tf.convert_to_tensor(inputs, self.dtype)
-        if x.shape.rank != 3:
-            raise ValueError(f"inputs: given shape {x.shape}; expected [T, B, width].")
+        x = self.read(inputs, "[T, B, width]")
         self.build(x.shape[2])
         steps, rows = tf.unstack(tf.shape(x)[:2])
         state = self.zero_state(rows) if initial_state is None else initial_state
-        given = self._inputs(x, state)
+        given = self._inputs(x, self._parts(state, x.shape[1]))
         if sequence_length is not None:
-            lengths = tf.cast(sequence_length, tf.int32)
+            lengths = _lengths(sequence_length, x.shape[1], rows)
             given = given._replace(mask=tf.range(steps)[:, None] < lengths[None])
         outputs, final = recur(replace(self._call(), reverse=reverse), given)
         return outputs, self._state(final)
 
-    def __call__(self, inputs: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def __call__(self, inputs: Tensor, state: Any, scope: Any = None) -> tuple[Tensor, Any]:
         """One step: the output ``[B, output_size]`` and the new state from ``[B, width]``."""
-        outputs, final = self.run(tf.convert_to_tensor(inputs, self.dtype)[None], state)
+        outputs, final = self.run(self.read(inputs, "[B, width]")[None], state)
         return outputs[0], final
+
+    # -- what is given ---------------------------------------------------------------------------
+    def read(self, inputs: Any, layout: str, dtype: Any = None) -> Tensor:
+        """Inputs of that layout as a tensor; ``dtype`` is what a loop was told, if anything."""
+        if dtype is not None and tf.as_dtype(dtype) != self.dtype:
+            raise ValueError(
+                f"dtype: given {tf.as_dtype(dtype).name}; expected {self.dtype.name}, that of the "
+                "cell: give the cell another by its own dtype."
+            )
+        x = tf.convert_to_tensor(inputs, self.dtype)
+        if x.shape.rank != layout.count(",") + 1 or x.shape[-1] is None:
+            raise ValueError(
+                f"inputs: given shape {x.shape}; expected {layout}, of which rank and width are "
+                "known when a graph is made: inputs.set_shape says them."
+            )
+        return x
+
+    def _parts(self, state: Any, rows: int | None) -> list[Tensor]:
+        """The tensors of a state, ``[B, size]`` each."""
+        sizes = tf.nest.flatten(self.state_size)
+        several = isinstance(state, (tuple, list)) and isinstance(self.state_size, tuple)
+        parts = [tf.convert_to_tensor(part, self.dtype) for part in (state if several else [state])]
+        expected = [tf.TensorShape((rows, size)) for size in sizes]
+        if len(parts) != len(sizes) or not all(
+            part.shape.is_compatible_with(shape)
+            for part, shape in zip(parts, expected, strict=True)
+        ):
+            shown = [", ".join(str(shape) for shape in shapes) for shapes in (
+                [part.shape for part in parts], expected
+            )]  # fmt: skip
+            raise ValueError(
+                f"state: given shapes {shown[0]}; expected {shown[1]}, as cell.zero_state makes it."
+            )
+        return parts
+
+
+def _lengths(given: Any, rows: int | None, there: Tensor) -> Tensor:
+    """A length for each row; ``there`` is the number of rows when a graph runs."""
+    lengths = tf.cast(given, tf.int32)
+    if not lengths.shape.is_compatible_with((rows,)):
+        raise ValueError(
+            f"sequence_length: given shape {lengths.shape}; expected ({rows},), a length for each "
+            "row of the batch."
+        )
+    if rows is not None and lengths.shape.is_fully_defined():
+        return lengths
+    same = tf.debugging.assert_equal(
+        tf.shape(lengths), there[None], "sequence_length: expected a length for each row."
+    )
+    with tf.control_dependencies([same]):
+        lengths = tf.identity(lengths)
+    lengths.set_shape((rows,))
+    return lengths
 
 
 class LSTMCell(RNNCell):
-    """``tf.compat.v1.nn.rnn_cell.LSTMCell``, and ``BasicLSTMCell``.
+    """``tf.compat.v1.nn.rnn_cell.LSTMCell``; ``BasicLSTMCell(n, b)`` is ``LSTMCell(n,
+    forget_bias=b)``.
 
     Args:
         num_units: H.
         use_peepholes: whether gates see the cell state.
         cell_clip: a bound for c, or None.
+        initializer: of kernels and peepholes, None is glorot.
         num_proj: the size of a projected output, or None.
         proj_clip: a bound for that.
+        num_unit_shards, num_proj_shards: change nothing.
         forget_bias: added to f in every step.
-        dtype: float32 or float64.
+        state_is_tuple: True.
+        activation: None or tanh.
+        reuse: not True: variables belong to the cell.
+        name: of the module.
+        dtype: float32 or float64, None is float32.
 
     Variables: ``kernel`` ``[width + output_size, 4 * H]`` with gates i c f o, ``bias``
     ``[4 * H]``, ``w_i_diag``, ``w_f_diag``, ``w_o_diag`` ``[H]``, ``projection/kernel``
@@ -161,15 +264,28 @@ class LSTMCell(RNNCell):
         num_units: int,
         use_peepholes: bool = False,
         cell_clip: float | None = None,
+        initializer: Any = None,
         num_proj: int | None = None,
         proj_clip: float | None = None,
+        num_unit_shards: int | None = None,
+        num_proj_shards: int | None = None,
         forget_bias: float = 1.0,
-        dtype: Any = None,
+        state_is_tuple: bool = True,
+        activation: Any = None,
+        reuse: Any = None,
         name: str | None = "lstm_cell",
+        dtype: Any = None,
     ) -> None:
-        super().__init__(num_units, dtype, name)
+        super().__init__(num_units, dtype, name, activation, reuse, initializer)
+        if not state_is_tuple:
+            raise ValueError(
+                f"state_is_tuple: given {state_is_tuple!r}; expected True. The state is "
+                "LSTMStateTuple(c, h): c, h = tf.split(state, [num_units, output_size], axis=1)."
+            )
+        if num_proj is not None:
+            num_proj = self.output_size = _positive("num_proj", num_proj)
         self.use_peepholes, self.num_proj = use_peepholes, num_proj
-        self.output_size = num_proj or num_units
+        self.state_size = LSTMStateTuple(self.num_units, self.output_size)
         given: dict[str, Any] = {"forget_bias": float(forget_bias)}
         if cell_clip is not None:
             given["cell_clip"] = float(cell_clip)
@@ -195,7 +311,7 @@ class LSTMCell(RNNCell):
         sizes = (("P", self.num_proj),) if self.num_proj else ()
         return Call(self.cell, self.num_units, sizes, repeat=False)
 
-    def _inputs(self, x: Tensor, state: Any) -> Inputs:
+    def _inputs(self, x: Tensor, state: Sequence[Tensor]) -> Inputs:
         c, h = state
         kernel, width = self.named["kernel"], x.shape[2]
         projection = self.named.get("projection/kernel")
@@ -207,17 +323,11 @@ class LSTMCell(RNNCell):
             None,
             tuple(tf.convert_to_tensor(self.named[name]) for name in self.cell.param_names),
             () if projection is None else (("projection", tf.transpose(projection)),),
-            (tf.convert_to_tensor(h, self.dtype), tf.convert_to_tensor(c, self.dtype)),
+            (h, c),
         )
 
     def _state(self, final: Sequence[Tensor]) -> LSTMStateTuple:
         return LSTMStateTuple(final[1], final[0])
-
-    def zero_state(self, batch_size: Any, dtype: Any = None) -> LSTMStateTuple:
-        """The state to begin with, all zeros."""
-        kind = dtype or self.dtype
-        c = tf.zeros((batch_size, self.num_units), kind)
-        return LSTMStateTuple(c, tf.zeros((batch_size, self.output_size), kind))
 
 
 class LSTMBlockCell(LSTMCell):
@@ -230,20 +340,22 @@ class LSTMBlockCell(LSTMCell):
         cell_clip: float | None = None,
         use_peephole: bool = False,
         dtype: Any = None,
+        reuse: Any = None,
         name: str | None = "lstm_cell",
     ) -> None:
         # TensorFlow 1 spelt "no bound" as -1 too.
         bound = None if cell_clip is None or cell_clip <= 0 else cell_clip
         super().__init__(
-            num_units, use_peephole, bound, forget_bias=forget_bias, dtype=dtype, name=name
-        )
+            num_units, use_peephole, bound,
+            forget_bias=forget_bias, dtype=dtype, reuse=reuse, name=name,
+        )  # fmt: skip
 
 
 class LSTMBlockFusedCell(LSTMBlockCell):
     """``tf.contrib.rnn.LSTMBlockFusedCell``: over whole sequences, time first.
 
-    ``cell(inputs [T, B, width], initial_state=None, sequence_length=None)`` returns outputs
-    ``[T, B, H]``, zero past a row's length, and ``LSTMStateTuple(c, h)`` at its end.
+    ``cell(inputs [T, B, width], initial_state=None, dtype=None, sequence_length=None)`` returns
+    outputs ``[T, B, H]``, zero past a row's length, and ``LSTMStateTuple(c, h)`` at its end.
     """
 
     def __init__(
@@ -252,27 +364,54 @@ class LSTMBlockFusedCell(LSTMBlockCell):
         forget_bias: float = 1.0,
         cell_clip: float | None = None,
         use_peephole: bool = False,
+        reuse: Any = None,
         dtype: Any = None,
         name: str | None = "lstm_fused_cell",
     ) -> None:
-        super().__init__(num_units, forget_bias, cell_clip, use_peephole, dtype, name)
+        super().__init__(num_units, forget_bias, cell_clip, use_peephole, dtype, reuse, name)
 
-    def __call__(
-        self, inputs: Tensor, initial_state: Any = None, sequence_length: Tensor = None
+    def __call__(  # type: ignore[override]
+        self,
+        inputs: Tensor,
+        initial_state: Any = None,
+        dtype: Any = None,
+        sequence_length: Tensor = None,
+        scope: Any = None,
     ) -> tuple[Tensor, LSTMStateTuple]:
         """Runs whole sequences."""
-        return self.run(inputs, initial_state, sequence_length)
+        x = self.read(inputs, "[T, B, width]", dtype)
+        return self.run(x, initial_state, sequence_length)
 
 
 class GRUCell(RNNCell):
     """``tf.compat.v1.nn.rnn_cell.GRUCell``, and ``GRUBlockCell``: the reset before the matmul.
 
+    Args:
+        num_units: H.
+        activation: None or tanh.
+        reuse: not True: variables belong to the cell.
+        kernel_initializer: None is glorot.
+        bias_initializer: None is 1 for the gates, 0 for the candidate.
+        name: of the module.
+        dtype: float32 or float64, None is float32.
+
     Variables: ``gates/kernel`` ``[width + H, 2 * H]`` with r u, ``gates/bias`` ``[2 * H]``,
     ``candidate/kernel`` ``[width + H, H]``, ``candidate/bias`` ``[H]``. The state is h.
     """
 
-    def __init__(self, num_units: int, dtype: Any = None, name: str | None = "gru_cell") -> None:
-        super().__init__(num_units, dtype, name)
+    def __init__(
+        self,
+        num_units: int,
+        activation: Any = None,
+        reuse: Any = None,
+        kernel_initializer: Any = None,
+        bias_initializer: Any = None,
+        name: str | None = "gru_cell",
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(
+            num_units, dtype, name, activation, reuse, kernel_initializer, bias_initializer
+        )
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         h = self.num_units
@@ -285,7 +424,7 @@ class GRUCell(RNNCell):
     def _call(self) -> Call:
         return Call(cells.GRU, self.num_units, repeat=False)
 
-    def _inputs(self, x: Tensor, state: Any) -> Inputs:
+    def _inputs(self, x: Tensor, state: Sequence[Tensor]) -> Inputs:
         width = x.shape[2]
         gates, candidate = self.named["gates/kernel"], self.named["candidate/kernel"]
         biases = [self.named["gates/bias"], self.named["candidate/bias"]]
@@ -300,12 +439,8 @@ class GRUCell(RNNCell):
                 ("gates", tf.transpose(gates[width:])),
                 ("candidate", tf.transpose(candidate[width:])),
             ),
-            (tf.convert_to_tensor(state, self.dtype),),
+            tuple(state),
         )
 
     def _state(self, final: Sequence[Tensor]) -> Tensor:
         return final[0]
-
-    def zero_state(self, batch_size: Any, dtype: Any = None) -> Tensor:
-        """The state to begin with, all zeros."""
-        return tf.zeros((batch_size, self.num_units), dtype or self.dtype)
