@@ -30,6 +30,7 @@ from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
 from anycell import cell, cells, keep, sigmoid, tanh  # noqa: E402
+from anycell.keras.cells import ACTIVATIONS  # noqa: E402
 from anycell.keras.rule import Engine  # noqa: E402
 
 # Keras reads its variables for NumPy 1.
@@ -162,6 +163,29 @@ def test_arguments_that_the_cell_language_knows(
         x = 0.5 * rng.normal(size=(3, 4, 2))
         assert_right(solve(ours, x), solve(theirs, x), dtype)
         assert ours.engine.name == ("cpu" if FUSED else "keras")
+
+
+# Where functions have kinks, or exp overflows.
+EDGES = np.array([0, 1, -1, 3, -3, 6, -6, 100, -100, 1e30, -1e30, np.nan], "float32")
+# Where torch's derivative is not TensorFlow's.
+APART = {"selu": [0.0], "hard_tanh": [1.0, -1.0]} if BACKEND == "torch" else {}
+
+
+@pytest.mark.parametrize("function", ACTIVATIONS)
+def test_activations_at_their_edges(function: str) -> None:
+    if not hasattr(keras.activations, function):
+        pytest.skip(f"Keras {keras.__version__} has no such function")
+    rows = EDGES[~np.isin(EDGES, APART.get(function, []))]
+    x = np.stack([np.full_like(rows, 0.5), rows], axis=1)[..., None]
+    found, right = (
+        solve(layer, x)
+        for layer in pair(
+            "SimpleRNN", 1, activation=function, return_sequences=True,
+            kernel_initializer="ones", recurrent_initializer="zeros",
+        )[::-1]
+    )  # fmt: skip
+    for name, there in (("result 0", slice(None)), ("d x", ~np.isnan(rows))):
+        np.testing.assert_allclose(found[name][there], right[name][there], 1e-5, 1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from anycell.lang.ops import (
     exp,
     hard_sigmoid,
     log_sigmoid,
+    minimum,
     relu,
     sigmoid,
     softplus,
@@ -24,20 +25,27 @@ from anycell.lang.ops import (
 
 _SELU = (1.0507009873554805, 1.6732632423543772)  # scale and alpha, Klambauer et al., 2017
 
-# By the name of Keras's function, what is the same in the cell language.
+
+def _elu(v: Expr, above: Expr, alpha: float = 1.0) -> Expr:
+    # The branch not taken is differentiated too: it must not overflow.
+    return where(above, v, alpha * (exp(minimum(v, 0.0)) - 1.0))
+
+
+# By the name of Keras's function, what is the same in the cell language, also where it has no
+# derivative; there Keras's backends differ, and TensorFlow's is what counts.
 ACTIVATIONS: dict[str, Callable[[Expr], Expr]] = {
-    "elu": lambda v: where(v > 0.0, v, exp(v) - 1.0),
+    "elu": lambda v: _elu(v, v > 0.0),
     "exponential": exp,
     "hard_sigmoid": hard_sigmoid,
     "hard_silu": lambda v: v * hard_sigmoid(v),
     "hard_tanh": lambda v: clip(v, -1.0, 1.0),
-    "leaky_relu": lambda v: where(v >= 0.0, v, 0.2 * v),
+    "leaky_relu": lambda v: where(v > 0.0, v, 0.2 * v),
     "linear": lambda v: v,
     "log_sigmoid": log_sigmoid,
     "mish": lambda v: v * tanh(softplus(v)),
     "relu": relu,
-    "relu6": lambda v: clip(v, 0.0, 6.0),
-    "selu": lambda v: _SELU[0] * where(v > 0.0, v, _SELU[1] * (exp(v) - 1.0)),
+    "relu6": lambda v: where(v >= 6.0, 6.0, relu(v)),  # the derivative is 0 at both bounds
+    "selu": lambda v: _SELU[0] * _elu(v, v >= 0.0, _SELU[1]),
     "sigmoid": sigmoid,
     "silu": lambda v: v * sigmoid(v),
     "softplus": softplus,
