@@ -227,12 +227,10 @@ def _lengths(given: Any, rows: int | None, there: Tensor) -> Tensor:
     if rows is not None and lengths.shape.is_fully_defined():
         return lengths
     same = tf.debugging.assert_equal(
-        tf.shape(lengths), there[None], "sequence_length: expected a length for each row."
+        tf.size(lengths), there, "sequence_length: expected a length for each row."
     )
     with tf.control_dependencies([same]):
-        lengths = tf.identity(lengths)
-    lengths.set_shape((rows,))
-    return lengths
+        return tf.reshape(lengths, (-1,))
 
 
 class LSTMCell(RNNCell):
