@@ -586,6 +586,45 @@ def test_any_cell(step: Any, masked: bool, dtype: str, rng: np.random.Generator)
     assert layer.engine.name == ("cpu" if FUSED else "composite")
 
 
+@cell(gates="g", state="h")
+def Mixed(x: Any, r: Any, s: Any) -> Any:
+    return keep(0.5) * keep(0.5, per="sequence") * tanh(x.g + r.g)
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="refused there")
+def test_random_masks_of_single_steps() -> None:
+    """In ``keras.layers.RNN``: once per sequence, or at every step, as the cell says."""
+
+    @cell(gates="g", state="h total")
+    def Count(x: Any, r: Any, s: Any, *, per: str = "step") -> Any:
+        kept = keep(0.5, per=per)
+        return 0.0 * x.g + kept, s.total + kept
+
+    steps, x = 16, np.ones((3, 16, 2), "float32")
+    totals = {}
+    for per in ("step", "sequence"):
+        layer = keras.layers.RNN(ak.RNNCell(Count(per=per), 8, seed=1), return_state=True)
+        totals[per] = [number(layer(x, training=True)[2]) for _ in range(2)]
+        assert not np.array_equal(*totals[per]), "each sequence has its own masks"
+    for total in totals["sequence"]:
+        assert set(np.unique(total)) == {0, steps}
+    for total in totals["step"]:
+        assert np.all((total > 0) & (total < steps))
+
+
+def test_refuses_random_masks_of_single_steps() -> None:
+    x = np.ones((2, 4, 3), "float32")
+    refused = [ak.RNNCell(Mixed, 4)]
+    if BACKEND == "jax":
+        refused += [ak.RNNCell(cells.ZoneoutLSTM, 4), ak.RNNCell(cells.LSTM, 4, dropout=0.5)]
+    for step in refused:
+        layer = keras.layers.RNN(step)
+        layer(x)
+        with pytest.raises(NotImplementedError, match=r"Use anycell\.keras\.RNN"):
+            layer(x, training=True)
+    ak.RNN(Mixed, 4)(x, training=True)
+
+
 @pytest.mark.parametrize("dtype", ["float64"])
 def test_resets_and_reverse(dtype: str, rng: np.random.Generator) -> None:
     layer = ak.RNN(Odd, 5, return_sequences=True, return_state=True, go_backwards=True, dtype=dtype)

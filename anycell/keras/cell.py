@@ -98,6 +98,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         self.recurrent_dropout = min(1.0, max(0.0, recurrent_dropout))
         self.seed = seed
         self.seed_generator = keras.random.SeedGenerator(seed=seed)
+        self._seed: Tensor = None  # of the masks that the steps of one sequence share
         if self.recurrent_dropout:
             self.dropout_mask_count = len(cell.gates)
         self._all = {"H": units, **self.sizes}
@@ -209,6 +210,8 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         given = list(states) if nested else [states]
         dtype = computed(self.compute_dtype)
         call = Call(self.cell, self.units, self.all_sizes, sequences=False, training=bool(training))
+        if training:
+            self._check_masks(inputs)
         more = self.masks(inputs, given[0], bool(training))
         factor = more.pop("factor", None)
         x = inputs if factor is None else inputs * factor
@@ -230,8 +233,34 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
             masks = ops.stack(masks) if isinstance(masks, list) else masks  # before Keras 3.5
             drawn["recurrent_mask"] = ops.cast(masks, computed(self.compute_dtype))
         if self.cell.keeps:
-            drawn["seed"] = self.seed_generator.next()
+            if self._seed is None:
+                self._seed = self.seed_generator.next()
+            drawn["seed"] = self._seed
+            if any(node.attrs[1] == "step" for node in self.cell.keeps):
+                self._seed = None
         return drawn
+
+    def reset_dropout_mask(self) -> None:
+        """What one sequence shares is drawn anew; ``keras.layers.RNN`` calls this after each."""
+        super().reset_dropout_mask()
+        self._seed = None
+
+    def _check_masks(self, inputs: Tensor) -> None:
+        """Whether random masks can be drawn within a loop around single steps."""
+        obstacle = None
+        if len({node.attrs[1] for node in self.cell.keeps}) > 1:
+            obstacle = 'masks per="step" and per="sequence" in one cell'
+        elif keras.backend.backend() == "jax":
+            import jax
+
+            drops = any(0.0 < rate < 1.0 for rate in (self.dropout, self.recurrent_dropout))
+            if isinstance(inputs, jax.core.Tracer) and (drops or self.cell.keeps):
+                obstacle = "random masks within a compiled loop of JAX, which lets out no seed"
+        if obstacle is not None:
+            raise NotImplementedError(
+                f"{self.name}: given {obstacle}; expected none in training one step at a time, as "
+                "in keras.layers.RNN. Use anycell.keras.RNN, which draws before its loop."
+            )
 
     def get_initial_state(self, batch_size: Any = None) -> list[Tensor]:
         """The values that the cell declares, ``[B, size]`` each."""
