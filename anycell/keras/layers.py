@@ -288,7 +288,7 @@ class DropIn(Fused):
             (),
             self._linears(recurrent_kernel),
             tuple(ops.cast(state, dtype) for state in states),
-            mask=None if mask is None else ops.transpose(mask),
+            mask=None if mask is None else ops.swapaxes(mask, 0, -1),
             recurrent_mask=recurrent_mask,
         )
 
@@ -521,8 +521,8 @@ class RNN(Fused, keras.layers.RNN):
         if static is not None:
             drawn["static"] = ops.cast(static, dtype)
         if resets is not None:
-            drawn["resets"] = ops.transpose(ops.cast(resets, "bool"))
-        mask = None if mask is None else ops.transpose(mask)
+            drawn["resets"] = ops.swapaxes(ops.cast(resets, "bool"), 0, -1)
+        mask = None if mask is None else ops.swapaxes(mask, 0, -1)
         x = ops.transpose(sequences, (1, 0, 2))
         return self.cell.gather(x, states, dtype, mask=mask, **drawn)
 
