@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -546,6 +547,10 @@ class RNN(Fused, keras.layers.RNN):
         cls, config: dict[str, Any], custom_objects: Mapping[str, Any] | None = None
     ) -> RNN:
         """The layer that ``get_config`` described."""
-        with keras.saving.custom_object_scope(custom_objects or {}):
+        # A scope hides the one around it, so there must be none for nothing.
+        scope = (
+            keras.saving.custom_object_scope(custom_objects) if custom_objects else nullcontext()
+        )
+        with scope:
             cell = deserialize(config["cell"])
         return cls(cell, **{k: v for k, v in config.items() if k != "cell"})
