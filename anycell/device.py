@@ -446,7 +446,7 @@ def _constants(host: Host, plan: Plan, w: Weights) -> dict[str, Any]:
     cell = plan.cell
     values: dict[str, Any] = {f"param{i}": p for i, p in enumerate(w.params)}
     values |= {f"bias{k}": w.matmul(l)[1] for k, l in enumerate(cell.linears)}
-    values |= {"bias_x": w.bias_ih, "static": w.static}
+    values |= {"bias_x": w.bias_ih, "static": w.static, "recurrent_mask": w.recurrent_mask}
     if cell.hyper:
         values["hyper"] = host.numbers(list(cell.hyper.values()))
     return values
@@ -512,11 +512,14 @@ class _Sums:
         wide = functools.partial(host.zeros, wide=True)
         self.ih = wide(tuple(w.ih.shape)) if need and w.ih is not None else None
         self.bias_ih = wide(tuple(w.bias_ih.shape)) if need and w.bias_ih is not None else None
-        self.weights, self.biases = [], []
+        self.matmuls: dict[str, tuple[Array, Array | None]] = {}
         for l in plan.cell.linears if need else ():
             weight, bias = w.matmul(l)
-            self.weights.append(wide(tuple(weight.shape)))
-            self.biases.append(None if bias is None else wide(tuple(bias.shape)))
+            if l.weight not in self.matmuls:
+                self.matmuls[l.weight] = (
+                    wide(tuple(weight.shape)),
+                    None if bias is None else wide(tuple(bias.shape)),
+                )
 
     def add(self, dg: Array, x: Array | None, pairs: Sequence[tuple[Array, Array]]) -> None:
         """Adds a chunk: gradients of the projected gates, what was projected, and for each matmul
@@ -527,8 +530,8 @@ class _Sums:
             host.matmul_add(host.turned(dg), x, self.ih)
         if self.bias_ih is not None:
             self.bias_ih += dg.sum(0)
-        for k, (l, (d, operand)) in enumerate(zip(self.plan.cell.linears, pairs, strict=True)):
-            weight, bias = self.weights[k], self.biases[k]
+        for l, (d, operand) in zip(self.plan.cell.linears, pairs, strict=True):
+            weight, bias = self.matmuls[l.weight]
             size = self.plan.sizes[l.out_size]
             out, into = size // l.heads, operand.shape[1] // l.heads
             total: Any = None if bias is None else d.sum(0)
@@ -551,10 +554,9 @@ class _Sums:
         """All gradients, in the plan's dtype."""
         rounded, cell = self.host.rounded, self.plan.cell
         found: dict[str, Array | None] = {}
-        for k, l in enumerate(cell.linears if self.need else ()):
-            bias = self.biases[k]
-            found[l.name] = rounded(self.weights[k])
-            found[f"{l.name}_bias"] = None if bias is None else rounded(bias)
+        for name, (weight, bias) in self.matmuls.items():
+            found[name] = rounded(weight)
+            found[f"{name}_bias"] = None if bias is None else rounded(bias)
         h, states = self.plan.hidden_size, range(len(cell.states))
         total: Any = values["dparam"].sum(0) if cell.params else None
         return Weights(

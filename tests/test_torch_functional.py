@@ -19,14 +19,21 @@ STEPS, ROWS, SIZE, ENTERING = 6, 3, 5, 4
 CELLS = [cells.LSTM, cells.GRU, cells.GRU(reset_after=False), cells.PeepholeLSTM, cells.LSTMP]
 
 
-def problem(cell: Any, per_gate: bool, projected: bool, **options: Any) -> tuple[Call, Inputs]:
+def problem(
+    cell: Any,
+    per_gate: bool,
+    projected: bool,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    **options: Any,
+) -> tuple[Call, Inputs]:
     """A layer of two directions, or of one, whose tensors all want gradients."""
     directions = 1 if projected else 2
     sizes = {"H": SIZE, "P": 3}
     width, first = len(cell.gates) * SIZE, sizes[cell.states[0].size]
 
     def make(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        return torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
 
     weights = []
     for _ in range(directions):
@@ -39,7 +46,7 @@ def problem(cell: Any, per_gate: bool, projected: bool, **options: Any) -> tuple
         params = tuple([make(SIZE) for _ in cell.params])
         weights.append(Weights(ih, hh, bias, make(width), params, tuple(linears)))
     shape = (len(cell.gates), ROWS, first) if per_gate else (ROWS, first)
-    mask = torch.bernoulli(torch.full(shape, 0.6, dtype=torch.float64)) / 0.6
+    mask = torch.bernoulli(torch.full(shape, 0.6, dtype=dtype, device=device)) / 0.6
     x = make(STEPS, ROWS, width if projected else ENTERING)
     call = Call(cell, SIZE, Options(recurrent_mask=mask, **options), sizes=(("P", 3),))
     initial = tuple(make(directions, ROWS, sizes[s.size]) for s in cell.states)

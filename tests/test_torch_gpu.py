@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu import CARD, DEVICE, torch  # before anything else that may import Triton
+from test_torch_functional import problem, solve
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch_layers import given_to_forward
 
@@ -20,7 +21,7 @@ from anycell import cells, device
 from anycell.engines import vendor
 from anycell.plan import Plan
 from anycell.torch import functional, fused, ops, recurrent
-from anycell.torch.composite import Call, Inputs, Options
+from anycell.torch.composite import Call, Inputs, Options, composite
 from anycell.torch.device import DeviceHost
 from anycell.torch.dropin import DropIn
 
@@ -235,6 +236,29 @@ def test_what_checkpoints_keep(ran: list[str], short_chunks: None) -> None:
     everything, borders = kept
     assert sum(everything) >= 7 * 2 * 5 * 5
     assert borders == [0, 2 * 2 * 5, 2 * 2 * 5]
+
+
+@pytest.mark.parametrize("tier", [3, 1])
+@pytest.mark.parametrize("per_gate", [False, True], ids=["one", "per gate"])
+@pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU(reset_after=False), cells.LSTMP], ids=repr)
+def test_recurrent_mask(
+    cell: Any,
+    per_gate: bool,
+    tier: int,
+    ran: list[str],
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Keras's ``recurrent_dropout`` gives it to the layer function."""
+    monkeypatch.setattr(DeviceHost, "tier", tier)
+    torch.manual_seed(seed)
+    valid, resets = (torch.rand(2, 6, 3, device=DEVICE) < 0.8).unbind()
+    flags = {"mask": valid, "resets": ~resets}
+    call, inputs = problem(cell, per_gate, False, torch.float32, DEVICE, **flags)
+    ours = solve(functional.layer, call, inputs)
+    assert ran == ["forward", "backward"]
+    for found, right in zip(ours, solve(composite, call, inputs), strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
 
 
 # -- torch.compile ---------------------------------------------------------------------------------

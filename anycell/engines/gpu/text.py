@@ -331,6 +331,13 @@ class Text:
         row = f"{self.array('static')} + rows * {self.plan.hidden_size}"
         return node.attrs[0], self.load(self.at(row, 0, "H"), "H")
 
+    def load_recurrent_mask(self, node: Expr) -> tuple[str, str]:
+        """What multiplies the first state on its way to a recurrent matmul, all of them or one."""
+        (gate,), size = node.attrs, self.cell.states[0].size
+        row = f"({gate} * batch + rows) * {self.widths[0]}" if gate else f"rows * {self.widths[0]}"
+        where = self.at(f"{self.array('recurrent_mask')} + {row}", 0, size)
+        return f"dropped_{gate}", self.load(where, size)
+
     def load_x(self, node: Expr) -> tuple[str, str]:
         """The input projection of a gate."""
         (gate,) = node.attrs
@@ -380,7 +387,9 @@ class Text:
 
     def store_outputs(self, l: Linear) -> None:
         """The gradients of a matmul's outputs."""
-        row, size = self.row(f"dr{self.numbers[l.name]}"), self.plan.sizes[l.out_size]
+        shared = self.plan.shares_gradient(l)
+        row = self.row("dx" if shared else f"dr{self.numbers[l.name]}")
+        size = self.plan.sizes[l.out_size]
         for n, d in enumerate(self.plan.gradients.linear[l.name].values()):
             where = self.at(row, n * size, l.out_size)
             self.store(where, self.valid(self.value(d)), l.out_size)
