@@ -30,7 +30,7 @@ from problems import (
     random_problem,
 )
 from random_cells import random_cell
-from test_engines import Detached, Masks, Sampler
+from test_engines import Detached, Masks, Namesakes, Sampler
 from tolerances import error
 
 import anycell
@@ -70,6 +70,7 @@ EVERY = [
     cells.sLSTM(heads=3),
     Sampler,
     Detached,
+    Namesakes,
 ]
 BUILT_IN = {c.name for c in vars(cells).values() if isinstance(c, Cell)}
 FEW = [cells.LSTM, cells.GRU(reset_after=False), Sampler]

@@ -187,11 +187,11 @@ class Loop(Text):
         self.evaluate([*cell.next, *saved], {n: f"{s.name}_new" for s, n in states})
         for s, node in states:  # all, before the first of them takes its new value
             new = f"zero_{s.size} + {self.value(node)}"
-            self.once(f"{s.name}_next", self.valid(new, f"s_{s.name}"))
+            self.once(f"after_{s.name}", self.valid(new, f"s_{s.name}"))
         h = cell.states[0]
-        self.hand_over(f"{h.name}_next")
+        self.hand_over(f"after_{h.name}")
         if self.narrow:
-            self.say(f"{h.name}_next = {h.name}_next.to({self.kind}).to(tl.float32)")
+            self.say(f"after_{h.name} = after_{h.name}.to({self.kind}).to(tl.float32)")
         self._store_state(0)
         self.publish()
         if form.apart:
@@ -199,14 +199,14 @@ class Loop(Text):
             self.store(self.at(self.row("out"), 0, h.size), out, h.size)
         self.store_saved(saved)
         for i, s in enumerate(cell.states):
-            self.say(f"s_{s.name} = {s.name}_next")
+            self.say(f"s_{s.name} = after_{s.name}")
             if i and keeps(plan, form, i):
                 self._store_state(i)
 
     def _store_state(self, i: int) -> None:
         """The new value of a state, into its sequence."""
         s, row = self.cell.states[i], self.row(f"state{i}", "t + 1", tag="_after")
-        self.store(self.at(row, 0, s.size), f"{s.name}_next", s.size)
+        self.store(self.at(row, 0, s.size), f"after_{s.name}", s.size)
 
     # Tier 1 needs nobody else's results, nor does anybody need its own before the end.
 

@@ -337,8 +337,8 @@ class _Kernel(Text):
         if not self.form.resets:
             return self.once(name, " + ".join(parts))
         self.once("diverted", self.flags("resets", "t - 1", f"is_row & {self._not_first()}"))
-        self.once(f"{name}_all", " + ".join(parts))
-        return self.once(name, f"tl.where(diverted, 0.0, {name}_all)")
+        every = self.once(f"all_{name}", " + ".join(parts))
+        return self.once(name, f"tl.where(diverted, 0.0, {every})")
 
     def _not_first(self) -> str:
         """Whether the call has run another step before, for each row."""
@@ -350,7 +350,7 @@ class _Kernel(Text):
             name, rows = self.cell.state_names[i], f"rows * {self.widths[i]}"
             where = self.at(f"{self.array(f'dreset{i}', wide=True)} + {rows}", 0, self.of)
             old = self.assign(f"restored_{name}", self.load(where, self.of, wide=True))
-            self.store(where, f"{old} + tl.where(diverted, later_{name}_all, 0.0)", self.of)
+            self.store(where, f"{old} + tl.where(diverted, all_later_{name}, 0.0)", self.of)
 
     def _upstream(self, i: int) -> str:
         """What reaches the new state i, its output included."""

@@ -11,6 +11,7 @@ text; addresses, strides, steps and rows are arguments.
 
 from __future__ import annotations
 
+import keyword
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -102,7 +103,8 @@ class Text:
         self.lines: list[str] = []
         self.depth = 1
         self.names: dict[Expr, str] = {}
-        self.taken: set[str] = {*FUNCTIONS, *RESERVED}
+        self.variables: list[str] = []  # by number: how ``assign`` would name them
+        self.taken: set[str] = set()  # names that mean one value
         self.said: dict[str, str] = {}  # lines that are printed once, by what they assign
         # What the backward pass finds in memory.
         self.saved: dict[Expr, tuple[int, bool]] = {}
@@ -136,14 +138,16 @@ class Text:
         return name
 
     def assign(self, wanted: str, expression: str) -> str:
-        """A new variable, of that name or one like it; a name stays what it is."""
+        """A new variable, of that name or one like it; a name stays what it is.
+
+        Gates, states and matmuls may be called anything, ``rows`` or ``d_h`` too. So which names
+        are free is decided at the end, when all others are known: until then it is ``wanted@n``.
+        """
         if expression in self.taken:
             return expression
-        name = wanted = re.sub(r"\W", "_", wanted)
-        number = 1
-        while name in self.taken or name in self.arguments:
-            number += 1
-            name = f"{wanted}_{number}"
+        wanted = re.sub(r"\W", "_", wanted)
+        name = f"{wanted}@{len(self.variables)}"
+        self.variables.append(wanted)
         self.taken.add(name)
         self.say(f"{name} = {expression}")
         return name
@@ -397,7 +401,7 @@ class Text:
     # -- the file --------------------------------------------------------------------------------
     def finish(self, name: str, about: str) -> Printed:
         """The whole text of the kernel."""
-        body = "\n".join(self.lines)
+        body = self._named("\n".join(self.lines))
         used = [f for f in FUNCTIONS if re.search(rf"(?<![.\w]){f}\(", body)]
         imports = f"from anycell.engines.gpu.library import {', '.join(used)}\n" if used else ""
         text = (
@@ -412,6 +416,20 @@ class Text:
         tile = self.rows, self.lanes
         warps = self.warps or (4 if self.lanes <= 4096 else 8 if self.lanes <= 16384 else 16)
         return Printed(name, text, tuple(self.arguments.items()), tile, size, warps)
+
+    def _named(self, body: str) -> str:
+        """The text with names for its variables."""
+        used = {*keyword.kwlist, *FUNCTIONS, *self.arguments, "tl", "triton"}
+        used.update(re.findall(r"\b[A-Za-z_]\w*\b(?!@)", body))
+        names = []
+        for wanted in self.variables:
+            name, number = wanted, 1
+            while name in used:
+                number += 1
+                name = f"{wanted}_{number}"
+            used.add(name)
+            names.append(name)
+        return re.sub(r"\w+@(\d+)", lambda found: names[int(found[1])], body)
 
     @property
     def lanes(self) -> int:
@@ -472,9 +490,3 @@ def number(value: float) -> str:
 # What a printed kernel may import: the functions of ``library``, which is read and not imported.
 _library = Path(__file__).with_name("library.py").read_text(encoding="utf-8")
 FUNCTIONS = tuple(re.findall(r"^def ([a-z]\w*)\(", _library, re.MULTILINE))
-# Names of arguments and of what every kernel computes: no gate's value may take one.
-RESERVED = (
-    "alive batch behind close count diverted done draws dx dy flags float gathered hyper is_row "
-    "lanes later mask more out patience reset resets rows saved static t tl triton trouble turn "
-    "valid x"
-).split()
