@@ -15,17 +15,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from anycell import Cell, cells
@@ -52,6 +47,7 @@ class Report(NamedTuple):
     capability: int
     kernel: str
     warps: int
+    rows: int  # of a program's tile
     registers: int
     spilled: int  # bytes of each thread's local memory
     shared: int
@@ -166,25 +162,13 @@ def compiled(
     begin = time.perf_counter()
     binary = build.binary(kernel, device.capability, aligned)
     seconds = round(time.perf_counter() - begin, 1)
-    used = usage(binary.cubin)
+    used = build.usage(binary.cubin)
     found = [name for name in ("wgmma", "tcgen05.mma", "mma.sync") if name in binary.ptx]
     return Report(
         one.cell.name, choice.tier, one.hidden_size, batch, one.dtype, device.capability,
-        kernel.name, kernel.warps, used["REG"], used["LOCAL"] + used["STACK"], binary.shared,
-        device.shared, found[0] if found else "-", seconds,
+        kernel.name, kernel.warps, kernel.tile[0], used["REG"], build.spilled(binary.cubin),
+        binary.shared, device.shared, found[0] if found else "-", seconds,
     )  # fmt: skip
-
-
-def usage(cubin: bytes) -> dict[str, int]:
-    """Registers, and bytes of memory, of the one kernel in a cubin."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    kernel: Any = said.rpartition("Function")[2]
-    return {name: int(n) for name, n in re.findall(r"\b([A-Z]+):(\d+)", kernel)}
 
 
 if __name__ == "__main__":

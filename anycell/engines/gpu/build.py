@@ -13,10 +13,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
+import subprocess
 import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from anycell.engines.cpu.jit import cache_directory
@@ -24,6 +27,7 @@ from anycell.engines.gpu.text import Printed
 
 # Arguments that Triton adds at the end of each kernel: scratch memory, and that of its profiler.
 TRITONS_OWN = 2
+REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of a multiprocessor, of a thread
 _lock = threading.Lock()
 
 
@@ -98,6 +102,25 @@ def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozense
         capability: of the device, 90 for an H100.
         aligned: arguments, addresses or strides, that 16 divides.
     """
+    made = _made(printed, capability, aligned, None)
+    if printed.alone and spilled(made.asm["cubin"]):
+        # The assembler spills a little so that two programs fit on a multiprocessor: it does not
+        # know how much shared memory one takes. If told of all registers it may still spill, for it
+        # then keeps weights in them; but hardly ever the same kernel.
+        most = min(MOST_REGISTERS, REGISTERS // (32 * printed.warps))
+        again = _made(printed, capability, aligned, most)
+        made = min(made, again, key=lambda each: spilled(each.asm["cubin"]))
+    return Binary(
+        made.metadata.name,
+        made.asm["cubin"],
+        made.asm["ptx"],
+        made.metadata.shared,
+        made.metadata.num_warps,
+    )
+
+
+def _made(printed: Printed, capability: int, aligned: frozenset[str], registers: int | None) -> Any:
+    """What Triton makes of a kernel, whose threads may have so many registers."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -105,8 +128,8 @@ def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozense
     places = {name: k for k, name in enumerate(dict(printed.arguments))}
     attributes = {(places[name],): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(function(printed), dict(printed.arguments), attrs=attributes)
-    options = {"num_warps": printed.warps, "num_stages": 1, "enable_fp_fusion": True}
-    options["sanitize_overflow"] = False
+    options: dict[str, Any] = {"num_warps": printed.warps, "num_stages": 1}
+    options |= {"enable_fp_fusion": True, "sanitize_overflow": False, "maxnreg": registers}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     if made.metadata.global_scratch_size or made.metadata.profile_scratch_size:
         raise NotImplementedError(f"kernel {printed.name} asks for scratch memory of Triton's")
@@ -117,13 +140,31 @@ def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozense
             f"{len(printed.arguments)} and {TRITONS_OWN} of Triton's own, as in Triton 3.7 to 3.9. "
             f"This is Triton {triton.__version__}."
         )
-    return Binary(
-        made.metadata.name,
-        made.asm["cubin"],
-        made.asm["ptx"],
-        made.metadata.shared,
-        made.metadata.num_warps,
-    )
+    return made
+
+
+def spilled(cubin: bytes) -> int:
+    """Bytes that a thread keeps in memory for want of registers."""
+    used = usage(cubin)
+    return used.get("LOCAL", 0) + used.get("STACK", 0)
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """Registers, and bytes of memory, of the one kernel in a cubin; nothing, where the tool that
+    comes with Triton is missing.
+    """
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not os.access(tool, os.X_OK):
+        return {}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    kernel = said.rpartition("Function")[2]
+    return {name: int(n) for name, n in re.findall(r"\b([A-Z]+):(\d+)", kernel)}
 
 
 def interpret(printed: Printed, grid: tuple[int, ...], values: Mapping[str, Any]) -> None:
@@ -131,4 +172,4 @@ def interpret(printed: Printed, grid: tuple[int, ...], values: Mapping[str, Any]
     function(printed)[grid](*[values[name] for name, _ in printed.arguments])
 
 
-__all__ = ["Binary", "binary", "function", "interpret", "interpreted"]
+__all__ = ["Binary", "binary", "function", "interpret", "interpreted", "spilled", "usage"]

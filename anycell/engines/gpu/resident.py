@@ -60,7 +60,8 @@ class Loop(Text):
         self.load_weights()
         (self._backward if self.form.backward else self._forward)()
         about = f"{self.cell.name}, {way}, all steps: {self.plan.hidden_size} units, "
-        return self.finish(f"{way}_{self.name}", f"{about}{self.plan.dtype}.")
+        kernel = self.finish(f"{way}_{self.name}", f"{about}{self.plan.dtype}.")
+        return kernel._replace(alone=True)
 
     def _sizes(self) -> list[str]:
         sizes = [s.size for s in self.cell.states] + ["H"]

@@ -70,6 +70,7 @@ class Printed(NamedTuple):
         size: the symbol of these units.
         warps: of 32 threads each.
         cooperative: whether its programs wait for one another, and so must all run at once.
+        alone: whether a program takes the better part of a multiprocessor.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Printed(NamedTuple):
     size: str
     warps: int
     cooperative: bool = False
+    alone: bool = False
 
 
 def power_of_two(n: int, least: int = 1) -> int:
