@@ -238,6 +238,17 @@ def test_what_checkpoints_keep(ran: list[str], short_chunks: None) -> None:
     assert borders == [0, 2 * 2 * 5, 2 * 2 * 5]
 
 
+@pytest.mark.parametrize("cell", [cells.GRU(reset_after=False), cells.sLSTM(heads=2)], ids=repr)
+def test_no_rows(cell: Any, ran: list[str]) -> None:
+    """The recurrent matmul of the first cell has an unused output, that of the second has heads."""
+    layer = anycell.torch.RNN(cell, 3, 4, device=DEVICE)
+    x = torch.randn(2, 0, 3, device=DEVICE, requires_grad=True)
+    output, _ = layer(x)
+    gradients = torch.autograd.grad(output.sum(), [x, *layer.parameters()])
+    assert ran == ["forward", "backward"] and output.shape == (2, 0, 4)
+    assert not any(g.any() for g in gradients)
+
+
 @pytest.mark.parametrize("tier", [3, 1])
 @pytest.mark.parametrize("per_gate", [False, True], ids=["one", "per gate"])
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU(reset_after=False), cells.LSTMP], ids=repr)

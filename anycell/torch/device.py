@@ -136,7 +136,7 @@ class DeviceHost:
         """``[B, outputs, heads * size]`` as ``[heads, B, outputs * size]``."""
         rows, outputs, width = array.shape
         split = array.reshape(rows, outputs, heads, width // heads).permute(2, 0, 1, 3)
-        return split.reshape(heads, rows, -1)
+        return split.reshape(heads, rows, outputs * (width // heads))  # of no rows, too
 
     def masked(self, x: Tensor, mask: Tensor) -> Tensor:
         """A copy with 0 where the mask is 0."""
