@@ -166,7 +166,13 @@ def test_awkward_shapes(shape: tuple[int, int, int], tier: int, rng: np.random.G
 
 
 @pytest.mark.parametrize(
-    ("cell", "tier"), [(cell, tier) for cell in FEW for tier in (3, 1)] + [(cells.LSTM, 2)], ids=str
+    ("cell", "tier"),
+    [
+        pytest.param(cell, tier, marks=[] if cell in FEW else pytest.mark.slow)
+        for tier, every in ((3, EVERY), (1, EVERY), (2, SHARED))
+        for cell in every
+    ],
+    ids=str,
 )
 def test_sixteen_bits(cell: Cell, tier: int, rng: np.random.Generator) -> None:
     """float16; the interpreter multiplies bfloat16 wrongly, which tests on a card make up for."""

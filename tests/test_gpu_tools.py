@@ -29,14 +29,14 @@ def test_the_plan_of_the_runs(bench: Any, capsys: pytest.CaptureFixture[str]) ->
     """The targets first; then all of the grid and of the shapes, each once."""
     bench.main(["--plan"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["name"] for line in lines[:6]] == ["target"] * 6
+    assert [line["name"] for line in lines[:7]] == ["target"] * 7
     assert (lines[0]["cell"], lines[0]["H"], lines[0]["B"]) == ("LSTM", 768, 16)
     grid = [line for line in lines if line["name"] == "grid"]
     assert len(grid) == 8 * 5 * 3 * 2 and all(line["T"] == 1024 for line in grid)
     assert len({tuple(line.values()) for line in lines}) == len(lines)
     shapes = {line["name"] for line in lines} - {"grid", "target"}
     assert {"deepar", "ocr", "basecaller"} <= shapes
-    assert {"grid", "deepar"} <= {line["name"] for line in lines[6:12]}
+    assert {"grid", "deepar"} <= {line["name"] for line in lines[7:13]}
 
 
 def test_what_time_does_not_allow_is_said(bench: Any) -> None:

@@ -1,4 +1,5 @@
-"""Times layers on a CUDA card: ours, torch.nn's (cuDNN), and the loops that people write.
+"""Times layers on a CUDA card: ours, torch.nn's (cuDNN), the drop-ins, which may choose that, and
+the loops that people write.
 
     python tools/gpu_bench.py --out out/gpu --seconds 300    what fits in five minutes
     python tools/gpu_bench.py --plan                         what it would run, in which order
@@ -27,19 +28,31 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import anycell
-from anycell import cells
+from anycell import cells, sigmoid, tanh
 from anycell.bench import torch_loops
 from anycell.bench.shapes import all_shapes
+
+
+@anycell.cell(gates="i f g o", state="h c")
+def Own(x, r, s):  # type: ignore[no-untyped-def]
+    """A cell of the user's own: it takes in what it has forgotten, as far as i lets it."""
+    i, f, g, o = x + r
+    f = sigmoid(f)
+    c = f * s.c + (1 - f) * sigmoid(i) * tanh(g)
+    return sigmoid(o) * tanh(c), c
+
 
 RUNS = 9
 HIDDEN = (64, 128, 256, 512, 768, 1024, 1536, 2048)
 BATCH = (1, 16, 64, 128, 256)
 DTYPES = ("bfloat16", "float16", "float32")
-CELLS = {c.name: c for c in (cells.LSTM, cells.GRU, cells.PeepholeLSTM, cells.LayerNormLSTM)}
+CELLS = {c.name: c for c in (cells.LSTM, cells.GRU, cells.PeepholeLSTM, Own, cells.LayerNormLSTM)}
 LOOPS = {
     "LSTM": torch_loops.lstm,
     "GRU": torch_loops.gru,
     "PeepholeLSTM": torch_loops.peephole_lstm,
+    "Own": torch_loops.any_cell(Own, None, 0, None),
+    "LayerNormLSTM": torch_loops.layer_norm_lstm,
 }
 LOOP_STEPS = 128  # of the loops, whose time per step does not hang on how many there are
 # How far contenders may be apart, relative to the first one's outputs.
@@ -176,11 +189,12 @@ def contenders(case: Case) -> dict[str, Any]:
     options |= {"num_layers": case.L, "bidirectional": case.D == 2}
     ours = anycell.torch.RNN(CELLS[case.cell], case.I, case.H, **options)
     found = {"anycell": ours}
-    vendor = {"LSTM": torch.nn.LSTM, "GRU": torch.nn.GRU}.get(case.cell)
-    if vendor is not None:
-        theirs = vendor(case.I, case.H, **options)
-        theirs.load_state_dict(ours.state_dict())
-        found = {"torch": theirs, **found}
+    if hasattr(torch.nn, case.cell):
+        theirs = getattr(torch.nn, case.cell)(case.I, case.H, **options)
+        drop_in = getattr(anycell.torch, case.cell)(case.I, case.H, **options)
+        for layer in (theirs, drop_in):
+            layer.load_state_dict(ours.state_dict())
+        found = {"torch": theirs, **found, "drop-in": drop_in}
     if case.cell in LOOPS and case.L == case.D == 1 and case.B in (1, 16):
         found["loop"] = found["loop, graph"] = Loop(LOOPS[case.cell], ours)
     return found
