@@ -510,7 +510,10 @@ def test_a_dropout_rate_of_one(name: str, what: str) -> None:
         pytest.skip("Keras's path through torch's own layers takes it for all")
     theirs, ours = pair(name, 4, **{what: 1.0})
     copy_weights(theirs, ours, X.shape)
-    right = number(theirs(X, training=True))
+    try:
+        right = number(theirs(X, training=True))
+    except ValueError as error:  # as TensorFlow 2.16's dropout
+        pytest.skip(f"this Keras refuses it: {error}")
     assert_close(number(ours(X, training=True)), right, "float32", "forward")
 
 
