@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from anycell.engines import cpu
 from anycell.lang.cell import INPUT, PROJECTION, Cell, with_projection
-from anycell.layer import Array, Host, Weights, row_group, share
+from anycell.layer import Array, Host, Weights, contract, row_group, share
 from anycell.plan import plan
 
 FORMS = 16  # numbers of rows whose tables and memory are kept
@@ -130,7 +131,13 @@ class Stream:
     ) -> None:
         self.host, self.states, self.static = host, cell.states, cell.static
         self._like, self._pointer = host.like, host.pointer
-        self.layers = [_Layer(host, cell, sizes, dtype, w, threads) for w in weights]
+        self._dense = host.dense
+        whole = plan(cell, sizes["H"], dtype, sizes=sizes)
+        self.layers = []
+        for w in weights:
+            assert w.ih is not None
+            fit = replace(w, **contract.learned(host, whole, w, w.ih.shape[1]))
+            self.layers.append(_Layer(host, cell, sizes, dtype, fit, threads))
         self.itemsize = self.layers[0].plan.itemsize
         self.hidden, self.width = sizes["H"], weights[0].ih.shape[1]  # type: ignore[union-attr]
         self.shape = [(len(weights), sizes[state.size]) for state in cell.states]
@@ -152,7 +159,7 @@ class Stream:
         """One step.
 
         Args:
-            x: ``[rows, I]``, contiguous, as all else.
+            x: ``[rows, I]``, contiguous, as all else, but not necessarily aligned.
             states: ``[layers, rows, size]`` each; None for what the cell declares.
             static: ``[rows, H]``, for a cell that declares it.
             threads: at most so many.
@@ -172,17 +179,28 @@ class Stream:
         except IndexError:
             calls = form.calls()
         new, output, itemsize = [], like(form.output), self.itemsize
+        copies: list[Array] = []  # they must live as long as the kernels run
         for before, (template, place, size) in zip(states or form.start, form.slots):  # noqa: B905
             after = like(template)
             new.append(after)
             here = pointer(before)
             # From the state before to the one after is one step of the kernel.
-            stride = (pointer(after) - here) // itemsize
+            distance = pointer(after) - here
+            if distance % itemsize:  # what comes from a file or a packed record may lie anywhere
+                copies.append(self._dense(before))
+                here = pointer(copies[-1])
+                distance = pointer(after) - here
+            stride = distance // itemsize
             for call in calls:
                 entries = call[0]
                 entries[place], entries[place + 1] = here, stride
                 here += size
         at, below, out = pointer(x), pointer(new[0]), pointer(output)
+        if at % itemsize:
+            x = self._dense(x)
+            at = pointer(x)
+        if static is not None:
+            static = self._dense(static)
         for entries, run, address, parts, _ in calls:
             entries[self._x], entries[self._out], entries[self._barrier] = at, out, 0
             if static is not None:

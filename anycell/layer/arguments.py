@@ -13,7 +13,35 @@ from anycell.plan import Plan
 Array = Any
 
 
-class Host(Protocol):
+class Arrays(Protocol):
+    """What ``contract`` asks of a framework's arrays; they have ``shape`` and ``dtype``."""
+
+    dtype: Any
+
+    def holds(self, array: Array, wide: bool = False) -> bool:
+        """Whether an array is plain memory of this dtype, or of that of ``wide`` ones, on the
+        device.
+        """
+        ...
+
+    def aligned(self, array: Array) -> bool:
+        """Whether address and strides are whole elements."""
+        ...
+
+    def dense(self, array: Array) -> Array:
+        """The array, or an aligned copy, contiguous."""
+        ...
+
+    def as_flags(self, array: Array) -> Array | None:
+        """Flags, bool or uint8, as contiguous uint8; None for all else, and on other devices."""
+        ...
+
+    def strides(self, array: Array) -> tuple[int, ...]:
+        """In elements, of an array that is aligned."""
+        ...
+
+
+class Host(Arrays, Protocol):
     """What a layer on the CPU asks of a framework's arrays, which have the dtype of the plan.
     On a GPU it asks for ``anycell.engines.gpu.Host``.
 
@@ -35,10 +63,6 @@ class Host(Protocol):
 
     def pointer(self, array: Array) -> int: ...
 
-    def strides(self, array: Array) -> tuple[int, ...]:
-        """In elements."""
-        ...
-
     def project(self, x: Array, weight: Array) -> Array:
         """``x @ weight.T`` as a new array, for ``x [..., I]`` and ``weight [N, I]``."""
         ...
@@ -58,20 +82,19 @@ class Host(Protocol):
 
 @dataclass
 class Weights:
-    """One direction of one layer; None where absent. Also what ``backward`` returns.
+    """One direction of one layer; None where absent. Also what ``backward`` returns. Strides and
+    dtypes: see ``contract``.
 
     Attributes:
         ih: ``[G*H, I]``; None where the input comes projected, in one direction.
-        hh: ``[G*H, size of the first state]``, of any strides if one of them is 1; None for a cell
-            without a recurrent matmul.
+        hh: ``[G*H, size of the first state]``; None for a cell without a recurrent matmul.
         bias_ih, bias_hh: ``[G*H]``.
         params: one ``[H]`` per parameter of the cell, in declared order.
         initial: one ``[B, size]`` per state, in declared order, or the number that fills it.
         reset: the values that resets restore, one ``[size]`` or ``[B, size]`` per state.
         static: ``[B, H]``, the input given once per sequence.
         recurrent_mask: ``[B, size]`` or ``[G, B, size]``, for a cell ``with_recurrent_mask``.
-        linears: of further matmuls inside a step, by name; the biases as ``<name>_bias``. Strides
-            as of ``hh``.
+        linears: of further matmuls inside a step, by name; the biases as ``<name>_bias``.
         reverse: whether the direction runs from the last step to the first.
     """
 
@@ -100,9 +123,8 @@ class Options:
     """What a call says beside its arrays.
 
     Attributes:
-        mask: ``uint8 [T, B]``, 0 where the states hold; contiguous.
-        resets: ``uint8 [T, B]``, 1 where the states start anew before the step; contiguous. Ignored
-            under a mask.
+        mask: ``[T, B]``, 0 where the states hold.
+        resets: ``[T, B]``, 1 where the states start anew before the step. Ignored under a mask.
         repeat: outputs of masked steps repeat the held state; otherwise they are 0.
         training: random masks are drawn (from ``seed`` and ``stream``), instead of their mean
             taken.

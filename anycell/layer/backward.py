@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+from anycell.layer import contract
 from anycell.layer.arguments import Array, Chunk, Factors, Host, Saved, Weights
 from anycell.layer.forward import Memory, advance
-from anycell.layer.run import Rows, Run, keeps_state
+from anycell.layer.run import Rows, Run, keeps_state, saved_width
 from anycell.layer.sums import Sums
 from anycell.plan import Plan
 
@@ -28,7 +30,7 @@ def backward(
     Args:
         host, plan: as given to ``forward``.
         saved: from ``forward``; may be used again.
-        dy: gradient of the outputs ``[T, B, D*size]``, last axis contiguous, or None.
+        dy: gradient of the outputs ``[T, B, D*size]``, or None.
         dfinal: per direction the gradients of the final states ``[B, size]``, None where there is
             none.
         need_x, need_weights: whether those gradients are wanted.
@@ -40,8 +42,20 @@ def backward(
         the gradient of ``x`` (of the projected gates where ``Weights.ih`` is None) or None, and per
         direction a ``Weights`` of gradients; ``static`` is ``[B, H]``,
         ``initial`` and, with resets, ``reset`` are ``[B, size]``.
+
+    Raises:
+        ValueError, TypeError: for an array that breaks the ``contract``.
     """
-    run = Run(host, plan, saved.weights, saved.options, saved.x, backward=True)
+    again = saved.options.checkpoint is not None  # the forward pass, which may read x
+    x, weights, options = contract.entering(
+        host, plan, saved.x, saved.weights, saved.options, read=again
+    )
+    run = Run(host, plan, weights, options, x, backward=True)
+    saved = replace(saved, x=x, weights=weights, options=options)
+    saved, dy, dfinal = contract.arriving(
+        host, plan, saved, dy, dfinal,
+        segment=run.segment, width=saved_width(plan), keeps=keeps_state,
+    )  # fmt: skip
     project = run.weights[0].ih is not None
     dx = host.empty(tuple(saved.x.shape)) if need_x or not project else None
     need_weights = need_weights and factors is None

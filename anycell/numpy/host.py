@@ -35,12 +35,31 @@ class NumpyHost:
         """Memory as it comes, of the shape of an array."""
         return np.empty_like(array)
 
+    def holds(self, array: Array, wide: bool = False) -> bool:
+        """Whether the array has the host's dtype."""
+        return array.dtype == self.dtype
+
+    def aligned(self, array: Array) -> bool:
+        """Whether address and strides are whole elements."""
+        return array.flags.aligned
+
+    def dense(self, array: Array) -> Array:
+        """The array, or an aligned copy, contiguous."""
+        flags = array.flags
+        return array if flags.c_contiguous and flags.aligned else array.copy()
+
+    def as_flags(self, array: Array) -> Array | None:
+        """Flags as contiguous uint8."""
+        if array.dtype not in (np.bool_, np.uint8):
+            return None
+        return np.ascontiguousarray(array).view(np.uint8)
+
     def pointer(self, array: Array) -> int:
         """Address of the first element."""
         return int(array.__array_interface__["data"][0])
 
     def strides(self, array: Array) -> tuple[int, ...]:
-        """In elements."""
+        """In elements, of an array that is aligned."""
         return tuple(stride // array.itemsize for stride in array.strides)
 
     def project(self, x: Array, weight: Array) -> Array:

@@ -101,6 +101,26 @@ class DeviceHost:
         """An int32 that kernels write while the host reads it: pinned memory, on a card."""
         return torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
 
+    def holds(self, array: Tensor, wide: bool = False) -> bool:
+        """Whether a tensor has the host's dtype, or that of its wide ones, on the device."""
+        kinds = (self.dtype, torch.float32) if wide else (self.dtype,)
+        return array.dtype in kinds and array.device == self.device
+
+    def aligned(self, array: Tensor) -> bool:
+        """Whether its address is a whole element."""
+        return array.data_ptr() % array.element_size() == 0
+
+    def dense(self, array: Tensor) -> Tensor:
+        """The tensor, or an aligned copy, contiguous."""
+        array = array.contiguous()
+        return array if self.aligned(array) else array.clone()
+
+    def as_flags(self, array: Tensor) -> Tensor | None:
+        """Flags as contiguous uint8."""
+        if array.dtype not in (torch.bool, torch.uint8) or array.device != self.device:
+            return None
+        return array.contiguous().view(torch.uint8)
+
     def pointer(self, array: Tensor) -> int:
         """Its address."""
         return array.data_ptr()

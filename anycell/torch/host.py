@@ -37,6 +37,21 @@ class TorchHost:
             return self.empty(shape)
         return torch.from_numpy(cpu.memory.empty(shape, str(self.dtype).removeprefix("torch.")))
 
+    def holds(self, array: Tensor, wide: bool = False) -> bool:
+        return array.dtype is self.dtype and array.is_cpu
+
+    def aligned(self, array: Tensor) -> bool:
+        return array.data_ptr() % self.dtype.itemsize == 0
+
+    def dense(self, array: Tensor) -> Tensor:
+        array = array.contiguous()
+        return array if self.aligned(array) else array.clone()
+
+    def as_flags(self, array: Tensor) -> Tensor | None:
+        if array.dtype not in (torch.bool, torch.uint8) or not array.is_cpu:
+            return None
+        return array.contiguous().view(torch.uint8)
+
     # Without a function of Python's between: they are called for everything.
     like = staticmethod(torch.empty_like)
     pointer = staticmethod(Tensor.data_ptr)
