@@ -7,6 +7,7 @@ units it takes longer than the kernel.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import NamedTuple
 from anycell.engines import cpu
 from anycell.lang.cell import INPUT, PROJECTION, Cell, with_projection
 from anycell.layer import Array, Host, Weights, contract, row_group, share
+from anycell.layer.run import extent
 from anycell.plan import plan
 
 FORMS = 16  # numbers of rows whose tables and memory are kept
@@ -48,7 +50,8 @@ class _Layer:
             weight, bias = (w.ih, w.bias_ih) if linear.name == PROJECTION else w.matmul(linear)
             source, strides = host.pointer(weight), host.strides(weight)
             given = 0 if bias is None else host.pointer(bias)
-            cpu.pack(kernel, k, places[k], source, strides, 0, given, threads)
+            bounds = extent(host, weight) if cpu.check.ON else None
+            cpu.pack(kernel, k, places[k], source, strides, 0, given, threads, bounds=bounds)
             self.table.set(**{f"weights{k}": places[k]})
 
 
@@ -179,18 +182,17 @@ class Stream:
         except IndexError:
             calls = form.calls()
         new, output, itemsize = [], like(form.output), self.itemsize
-        copies: list[Array] = []  # they must live as long as the kernels run
+        alive = []  # the states before, as long as the kernels run
         for before, (template, place, size) in zip(states or form.start, form.slots):  # noqa: B905
             after = like(template)
             new.append(after)
             here = pointer(before)
+            if here % itemsize:  # what comes from a file or a packed record may lie anywhere
+                before = self._dense(before)
+                here = pointer(before)
+            alive.append(before)
             # From the state before to the one after is one step of the kernel.
-            distance = pointer(after) - here
-            if distance % itemsize:  # what comes from a file or a packed record may lie anywhere
-                copies.append(self._dense(before))
-                here = pointer(copies[-1])
-                distance = pointer(after) - here
-            stride = distance // itemsize
+            stride = (pointer(after) - here) // itemsize
             for call in calls:
                 entries = call[0]
                 entries[place], entries[place + 1] = here, stride
@@ -201,6 +203,8 @@ class Stream:
             at = pointer(x)
         if static is not None:
             static = self._dense(static)
+        if cpu.check.ON:
+            self._check(rows, x, alive, static, [*new, output])
         for entries, run, address, parts, _ in calls:
             entries[self._x], entries[self._out], entries[self._barrier] = at, out, 0
             if static is not None:
@@ -209,3 +213,23 @@ class Stream:
             at, below = below, below + form.bytes[0]
         form.free.append(calls)
         return output, new
+
+    def _check(
+        self,
+        rows: int,
+        x: Array,
+        states: Sequence[Array],
+        static: Array | None,
+        results: Sequence[Array],
+    ) -> None:
+        """That kernels find as many numbers as they touch, all of them one after the other."""
+        shapes = [(layers, rows, width) for layers, width in self.shape]
+        wanted = [(rows, self.width), *shapes, *shapes, (rows, shapes[0][2])]
+        arrays = [x, *states, *results]
+        if static is not None:
+            arrays, wanted = [*arrays, static], [*wanted, (rows, self.hidden)]
+        for array_, shape in zip(arrays, wanted, strict=True):
+            first, last = extent(self.host, array_)
+            size = math.prod(shape) * self.itemsize
+            span = cpu.check.Span("an array of a step", first, first + size, self.itemsize)
+            cpu.check.inside(span, (first, last))

@@ -69,8 +69,9 @@ def backward(
     with run:
         if saved.reset:
             run.point_resets(saved.reset)
-        for own, call in zip(directions, run.calls, strict=True):
-            own.sums.point(call)
+        for d, own in enumerate(directions):
+            for name, array in own.sums.accumulators().items():
+                run.place(d, name, array)
         for done, count, part in _parts(run, saved):
             chunks = [run.span(d, done, count) for d in range(len(directions))]
             for own, chunk in zip(directions, chunks, strict=True):

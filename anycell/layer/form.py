@@ -113,6 +113,7 @@ def form_of(
         block, at = entry.geometry.inner_block(plan.itemsize), zeros.__array_interface__["data"][0]
         for table in tables:
             table.set(inputs=inputs, input_block=block, x=at)
+            table.bounds["x"] = at, at + zeros.nbytes
     sizes = [workspace * threads, *packed] * directions
     constants = hyper, zeros
     return Form(kernel, chunk, inputs, at_once, single, threads, sizes, constants, tables)

@@ -199,7 +199,8 @@ def advance(run: Run, memory: Memory, begin: int, end: int, out: Array | None) -
                 width = len(run.plan.cell.gates) * run.plan.hidden_size
                 product = _product(host, w.initial[0], w.hh, (batch, width))
                 memory.products.append(product)
-                run.calls[d].set(product=host.pointer(product), product_b=width)
+                run.place(d, "product", product)
+                run.calls[d].set(product_b=width)
             memory.point(d, done)
             if out is not None:
                 first = memory.widths[0]
