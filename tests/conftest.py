@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+os.environ.setdefault("ANYCELL_CHECK", "1")  # every native call is held against its arrays
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"
 # Triton reads that now; and it must come before TensorFlow: both bring an LLVM, and Triton's aborts

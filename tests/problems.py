@@ -223,7 +223,11 @@ def by_reference(problem: Problem, dtype: npt.DTypeLike = "float64") -> Arrays:
 
 
 def by_cpu(
-    problem: Problem, threads: int = 1, projected: bool = False, backwards: int = 1
+    problem: Problem,
+    threads: int = 1,
+    projected: bool = False,
+    backwards: int = 1,
+    host: NumpyHost | None = None,
 ) -> Arrays:
     """By the fused kernels of the CPU engine.
 
@@ -231,6 +235,7 @@ def by_cpu(
         threads: at most so many.
         projected: through an input projection whose weight is the unit matrix.
         backwards: the backward pass runs so many times.
+        host: of the arrays.
     """
     cell, options, group = problem.cell, problem.options, problem.group
     hidden = problem.arrays["gates_x"].shape[2] // len(cell.gates)
@@ -264,7 +269,7 @@ def by_cpu(
         seed=options.get("seed", 0),
         threads=threads,
     )
-    host = NumpyHost(chosen.dtype)
+    host = host or NumpyHost(chosen.dtype)
     outputs, finals, saved = layer.forward(host, chosen, x, [one], how, keep=True)
     final = [value[0] for value in finals]
     d_final = list(group("d_final").values())

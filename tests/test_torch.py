@@ -960,7 +960,9 @@ def test_other_errors() -> None:
         at.RNN(Gated, 3, 5)(torch.zeros(X))
     for layer in (at.LSTM(3, 5), at.RNN(cells.LSTM, 3, 5)):
         layer.weight_hh_l0 = nn.Parameter(torch.zeros(20, 4))
-        with pytest.raises(ValueError, match=r"weight_hh: given shape \(20, 4\); expected \(20, 5\)"):
+        with pytest.raises(
+            ValueError, match=r"weight_hh: given shape \(20, 4\); expected \(20, 5\)"
+        ):
             layer(torch.zeros(X))
 
 

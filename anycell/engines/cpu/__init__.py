@@ -16,6 +16,7 @@ from anycell.engines.cpu.kernel import Kernel
 from anycell.plan import Plan
 
 LINE = 64  # bytes of a cache line: weights and scratch start on one
+WORTH_SPREADING = 1 << 16  # numbers to pack below which another thread takes longer to wake
 
 
 def compiled(plan: Plan, backward: bool = False) -> Kernel:
@@ -147,8 +148,7 @@ def pack(
         for span in check.reach("weight", source, kernel.itemsize, 1, axes):
             check.inside(span, bounds)
     table = array("q", [source, heads, rows, columns, bias_x, bias_h, packed, inner])
-    # Below that a second thread takes longer to wake than to help.
-    parts = threads if kernel.packed_elements[number] > 1 << 16 else 1
+    parts = threads if kernel.packed_elements[number] > WORTH_SPREADING else 1
     pool.parallel(kernel.pack[number], table.buffer_info()[0], parts)
 
 
