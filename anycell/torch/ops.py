@@ -181,21 +181,28 @@ class Form(NamedTuple):
         That there are as many as the text says, and of which kind are those that are no arrays of
         the layer, is checked here; the rest by ``anycell.layer.contract``.
         """
-        cell, states = plan.cell, len(plan.cell.states)
+        cell, count = plan.cell, len(plan.cell.states)
         learned = 4 + len(cell.params) + len(linear_names(cell))
-        count = 5 + states * (self.initial + self.reset) + self.directions * learned
+        count = 5 + count * (self.initial + self.reset) + self.directions * learned
         _expect("form, places of tensors", len(self.given), count)
         _expect("tensors", len(tensors), self.given.count("1"))
         rest = iter(tensors)
         *flat, mask, resets, seed = [next(rest) if c == "1" else None for c in self.given]
+        x = flat[0]
+        _expect("x, axes", None if x is None else x.dim(), 3)
+        assert x is not None
         for name, flags in (("mask", mask), ("resets", resets)):
-            _expect(name, torch.bool if flags is None else flags.dtype, torch.bool)
+            if flags is not None:
+                kind = torch.bool, tuple(x.shape[:2])
+                _expect(name, (flags.dtype, tuple(flags.shape)), kind)
+        names = [f"state {name!r}" for name in cell.state_names] * self.initial
+        names += [f"reset_state {name!r}" for name in cell.state_names] * self.reset
+        for name, states in zip(names, flat[2:], strict=False):
+            lead = None if states is None or states.dim() == 0 else states.shape[0]
+            _expect(f"{name}, directions", lead, self.directions)
         if seed is not None:
             _expect("seed", (seed.dtype, seed.dim()), (torch.int64, 0))
-        if flat[0] is None or flat[0].dim() != 3:
-            _expect("x, axes", None if flat[0] is None else flat[0].dim(), 3)
         if mask is not None and resets is not None:
-            _expect("resets", tuple(resets.shape), tuple(mask.shape))
             resets = resets & mask  # what lies under a mask never matters
         options = Options(
             mask, resets, "repeat" if self.repeat else "zero", self.training,
