@@ -30,7 +30,7 @@ from problems import (
     random_problem,
 )
 from random_cells import random_cell
-from test_engines import Detached, Masks, Namesakes, Sampler
+from test_engines import Detached, LowRank, Masks, Namesakes, Sampler, Small
 from tolerances import error
 
 import anycell
@@ -71,6 +71,8 @@ EVERY = [
     Sampler,
     Detached,
     Namesakes,
+    LowRank,
+    Small,
 ]
 BUILT_IN = {c.name for c in vars(cells).values() if isinstance(c, Cell)}
 FEW = [cells.LSTM, cells.GRU(reset_after=False), Sampler]
