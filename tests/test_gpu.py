@@ -222,7 +222,7 @@ def test_random_cells(seed: int, rng: np.random.Generator) -> None:
     cell = random_cell(seed, 12)
     situation = {"masked": True, "resets": True, "training": True, "seed": 3}
     try:
-        problem = random_problem(cell, (2, 3, 12), rng, "float32", **situation)
+        problem = random_problem(cell, (2, 3, 12), rng, "float32", nearby=3, **situation)
     except Unsolvable:
         pytest.skip("no problem that float32 solves")
     for tier in (3, 1):
