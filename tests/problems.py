@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -112,12 +113,16 @@ class Unsolvable(Exception):
     """No problem was found that the reference engine solves well within the tolerances."""
 
 
+MARGIN = 0.25  # the part of a limit that the reference engine may use up
+
+
 def random_problem(
     cell: Cell,
     shape: tuple[int, int, int],
     rng: np.random.Generator,
     dtype: str = "float64",
     *,
+    nearby: int = 0,
     masked: bool = False,
     resets: bool = False,
     dropped: str | None = None,
@@ -130,6 +135,8 @@ def random_problem(
 
     Args:
         shape: (T, B, H).
+        nearby: the reference engine must solve so many problems next to it as well. Random cells
+            need that: where roundings happen to cancel, those of another engine do not.
         masked: with rows of random lengths, 0 among them, and holes; NaN lies beneath.
         resets: with random resets, to values of every row or the same for all.
         dropped: with a recurrent mask, for "all" gates or for "each".
@@ -139,9 +146,22 @@ def random_problem(
         problem = _random_problem(cell, shape, rng, masked, resets, dropped, options).astype(dtype)
         if dtype == "float64":
             return problem
-        if worst(by_reference(problem, dtype), problem.right, dtype) <= 0.25:
+        if solvable(problem, dtype, nearby):
             return problem
     raise Unsolvable(f"{cell} of shape {shape} in {dtype}")
+
+
+def solvable(problem: Problem, dtype: str, nearby: int) -> bool:
+    """Whether the dtype suffices for a problem, and for so many of almost the same numbers."""
+    rng = np.random.default_rng(0)
+    ulp = np.finfo(dtype).eps
+
+    def nudged(_: str, a: Array) -> Array:
+        """Every number moved by about its last bit; zeros stay."""
+        return a if a.dtype == bool else a * (1 + ulp * rng.choice([-1, 1], a.shape)).astype(dtype)
+
+    near = itertools.chain([problem], (problem.map(nudged) for _ in range(nearby)))
+    return all(worst(by_reference(p, dtype), p.right, dtype) <= MARGIN for p in near)
 
 
 def _random_problem(

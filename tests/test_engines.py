@@ -72,6 +72,20 @@ def Namesakes(x, r, s, p, batch, *, reset: float = 0.5):
     return rows * s.h + (1 - rows) * h, reset * s.tl + h * later_h + batch
 
 
+@cell(gates="i f g", state="h c")
+def LowRank(x, r, s):
+    """A recurrent weight of low rank, and a bottleneck: values of a size that no state has."""
+    u = linear(linear(s.h, "down", size="P"), "up", gates="i f g", bias=True)
+    c = sigmoid(x.f + u.f) * s.c + sigmoid(x.i + u.i) * tanh(x.g + u.g)
+    return tanh(c + linear(tanh(linear(c, "narrow", size="P")), "wide")), c
+
+
+@cell(gates="a", state="h:P")
+def Small(x, r, s):
+    """Its one state is smaller than its gates: what is saved has a size that no state has."""
+    return linear(tanh(x.a + r.a), "out")
+
+
 CELLS = [
     cells.LSTM,
     cells.GRU,
@@ -327,6 +341,8 @@ SEVERAL = [
     cells.GRUD,
     cells.VariationalLSTM,
     cells.sLSTM(heads=3),
+    LowRank,
+    Small,
 ]
 
 

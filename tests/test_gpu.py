@@ -30,7 +30,7 @@ from problems import (
     random_problem,
 )
 from random_cells import random_cell
-from test_engines import Detached, Masks, Namesakes, Sampler
+from test_engines import Detached, LowRank, Masks, Namesakes, Sampler, Small
 from tolerances import error
 
 import anycell
@@ -71,6 +71,8 @@ EVERY = [
     Sampler,
     Detached,
     Namesakes,
+    LowRank,
+    Small,
 ]
 BUILT_IN = {c.name for c in vars(cells).values() if isinstance(c, Cell)}
 FEW = [cells.LSTM, cells.GRU(reset_after=False), Sampler]
@@ -220,7 +222,7 @@ def test_random_cells(seed: int, rng: np.random.Generator) -> None:
     cell = random_cell(seed, 12)
     situation = {"masked": True, "resets": True, "training": True, "seed": 3}
     try:
-        problem = random_problem(cell, (2, 3, 12), rng, "float32", **situation)
+        problem = random_problem(cell, (2, 3, 12), rng, "float32", nearby=3, **situation)
     except Unsolvable:
         pytest.skip("no problem that float32 solves")
     for tier in (3, 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import inspect
 import os
 import re
 import subprocess
@@ -34,6 +35,61 @@ def test_import_brings_no_framework() -> None:
 def test_a_star_brings_no_framework() -> None:
     code = "from anycell import *; import sys; print(cell, linear, *sys.modules)"
     assert not set(OPTIONAL) & set(python(code).split())
+
+
+def test_names_that_are_not_there() -> None:
+    for name, hint in [("sin", "In a cell there are abs, clip, "), ("sigmiod", "Close to it: sig")]:
+        with pytest.raises(AttributeError, match=rf"'anycell' has no attribute '{name}'\. {hint}"):
+            getattr(anycell, name)
+    with pytest.raises(AttributeError, match=r"besides them Cell, .*keras, .*tf1, torch\.$"):
+        anycell.jaxx  # noqa: B018
+    with pytest.raises(AttributeError, match=r"^module 'anycell' has no attribute '__wrapped__'$"):
+        anycell.__wrapped__  # noqa: B018
+    assert not hasattr(anycell, "sin")
+
+
+def test_the_language_has_one_list_of_names() -> None:
+    """Whatever takes traced values: functions of the op table, and those that the tracer knows."""
+    from anycell import lang
+    from anycell.lang import ops
+
+    written = [
+        f for f in vars(ops).values() if inspect.isfunction(f) and f.__module__ == ops.__name__
+    ]
+    public = {f.__name__ for f in written if not f.__name__.startswith("_")} - {"<lambda>"}
+    helpers = {"is_boolean", "is_reduction"}
+    assert public - helpers | {"keep", "linear"} == set(lang.VOCABULARY)
+    assert set(lang.__all__) <= set(anycell.__all__)
+    assert {name for name in dir(anycell) if name in vars(lang)} >= set(lang.VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("frontend", "missing", "said"),
+    [
+        ("torch", "torch", "anycell.torch needs torch, which is not installed.\n"),
+        ("torch", "torch", "Instead: pip install 'anycell[torch]'."),
+        ("keras", "keras", "Instead: pip install 'anycell[keras]'."),
+        ("keras", "tensorflow", "anycell.keras needs keras, and keras needs tensorflow, which is"),
+        ("keras", "tensorflow", "pip install tensorflow, or choose another backend by KERAS_BACK"),
+        ("tf1", "tensorflow", "Instead: pip install 'anycell[tensorflow]'."),
+    ],
+)
+def test_a_frontend_says_what_to_install(frontend: str, missing: str, said: str) -> None:
+    if frontend == "keras" != missing:
+        pytest.importorskip("keras")
+    code = f"""if True:
+        import importlib, os, sys
+        os.environ["KERAS_BACKEND"] = "tensorflow"
+        sys.modules[{missing!r}] = None  # as if it were not installed
+        import anycell
+        name = "anycell.{frontend}"
+        for find in (lambda: anycell.{frontend}, lambda: importlib.import_module(name)):
+            try:
+                find()
+            except ModuleNotFoundError as error:
+                print(error)
+    """
+    assert python(code).count(said) == 2
 
 
 def test_torch_layers_do_not_import_the_compiler() -> None:

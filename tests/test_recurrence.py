@@ -279,7 +279,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (
         resized(gates_x=ones((T, B, 6)), weights={"hh": ones((6, 6))}),
         ValueError,
-        "linear(..., 'mix', heads=2) maps 3 units to 3; expected sizes that 2 divides",
+        "given H=3 (the hidden size); expected a multiple of 2, because `linear(e, 'mix', heads=2)",
     ),
     (resized(state=(ones((B, 7)), None)), ValueError, "'hh']: given shape (8, 6), expected (8, 7)"),
 ]
@@ -303,7 +303,9 @@ def test_groups_must_divide() -> None:
     def Grouped(x, r, s):
         return anycell.mean(x.a + r.a, groups=3)
 
-    with pytest.raises(ValueError, match=r"groups=3.* does not divide the size 4"):
+    with pytest.raises(
+        ValueError, match=r"given H=4 .* a multiple of 3, .*groups=3.*Choose 3 or 6"
+    ):
         anycell.recurrence(**arguments(Grouped))
 
 

@@ -238,27 +238,34 @@ def stop_gradient(value: Value) -> Expr:
     return apply("stop_gradient", value)
 
 
-def _groups(groups: int) -> tuple[int]:
-    return (positive(groups, f"groups={groups!r} of a row reduction.", "the hidden size"),)
+_OF_TWO = {"sum": "a + b", "mean": "(a + b) / 2", "max": "maximum(a, b)"}
+
+
+def _reduced(op: str, value: Value, groups: int) -> Expr:
+    problem = f"{op}(value, groups={groups!r}): it combines the units of the row of one value."
+    instead = (
+        f"{_OF_TWO[op]} of two values; as groups a positive integer that divides the hidden size."
+    )
+    return apply(op, value, attrs=(positive(groups, problem, instead),))
 
 
 def sum(value: Value, groups: int = 1) -> Expr:
     """Sum over the units of the row (of each of ``groups`` equal groups),
     given back to every unit.
     """
-    return apply("sum", value, attrs=_groups(groups))
+    return _reduced("sum", value, groups)
 
 
 def mean(value: Value, groups: int = 1) -> Expr:
     """Mean over the units of the row (of each of ``groups`` equal groups),
     given back to every unit.
     """
-    return apply("mean", value, attrs=_groups(groups))
+    return _reduced("mean", value, groups)
 
 
 def max(value: Value, groups: int = 1) -> Expr:
     """Largest value among the units of the row (of each group); ties share the gradient."""
-    return apply("max", value, attrs=_groups(groups))
+    return _reduced("max", value, groups)
 
 
 def layer_norm(value: Value, eps: Value = 1e-5, groups: int = 1) -> Expr:

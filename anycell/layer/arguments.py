@@ -237,7 +237,12 @@ def segment_steps(wished: str | int | None, steps: int, chunk: int) -> int:
 
 
 def shapes(cell: Cell, sizes: dict[str, int], width: int, bias: bool) -> dict[str, tuple[int, ...]]:
-    """Name and shape of what one direction of one layer learns, in the order of creation."""
+    """Name and shape of what one direction of one layer learns, in the order of creation.
+
+    Raises:
+        ValueError: for sizes that heads or groups of the cell do not divide.
+    """
+    cell.check_sizes(sizes)
     gates = len(cell.gates) * sizes["H"]
     recurrent = any(l.name == RECURRENT for l in cell.linears)
     found: dict[str, tuple[int, ...]] = {"weight_ih": (gates, width)}

@@ -10,6 +10,11 @@ Example:
     (5, 2, 8)
 """
 
+from anycell.requirement import require
+
+require("tensorflow", "anycell.tf1", extra="tensorflow")
+require("keras", "anycell.tf1", extra="tensorflow")
+
 from anycell.tf1.loops import bidirectional_dynamic_rnn, dynamic_rnn
 from anycell.tf1.modules import (
     GRUCell,
