@@ -1,9 +1,11 @@
 # Every target builds the environment it needs: Python 3.10 or newer and make are enough.
 
-# To be set by the caller: the interpreter, test processes, random cells in the test of test-all.
+# To be set by the caller: the interpreter, test processes, and of test-all how many random cells it
+# builds and over how many days it spreads the largest grids of cases.
 PYTHON ?= python3
 JOBS   ?= 2
 CELLS  ?= 300
+DAYS   ?= 7
 
 VENV   := .venv
 OLDEST := .venv-oldest
@@ -23,8 +25,11 @@ demo: $(VENV)/demo.stamp ## train on a real series, in PyTorch, and draw what ca
 test: $(VENV)/keras.stamp ## the fast tests
 	$(PYTEST) $(FAST)
 
+# Its runs share one cache, which is empty at first: a kernel is compiled once.
+test-all: export ANYCELL_CACHE_DIR := $(CURDIR)/out/test-kernels
 test-all: $(VENV)/tf_keras.stamp ## every test but those for a GPU, under every instruction set
-	$(PYTEST) -m "not gpu" --random-cells $(CELLS)
+	rm -rf $(ANYCELL_CACHE_DIR)
+	$(PYTEST) -m "not gpu" --random-cells $(CELLS) --days $(DAYS)
 	set -e; narrower=$$($(RUN) -c "$(NARROWER)"); \
 	for isa in $$narrower; do ANYCELL_ISA=$$isa $(PYTEST) $(FAST); done
 	KERAS_BACKEND=torch $(PYTEST) tests/test_keras.py

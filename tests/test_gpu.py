@@ -138,6 +138,7 @@ def test_plainly(tier: int, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("cell", "tier"),
     [(cell, tier) for cell in EVERY for tier in (3, 1)] + [(cell, 2) for cell in SHARED],
@@ -267,7 +268,8 @@ def test_graphs(cell: Cell, rng: np.random.Generator) -> None:
     replays = Replays(lambda run: run)
     for number in (0, 1):
         problem = problem_of(cell, (5, 3, 7), rng, number)
-        assert_same(by_gpu(problem, replays=replays), by_gpu(problem))
+        # Not the same bits: those of the host's matmul may follow where its arrays lie.
+        assert_right(by_gpu(problem, replays=replays), problem)
     assert replays.graphs
 
 
@@ -475,18 +477,21 @@ def test_kernels_compile_without_a_card() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.grid
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("cell", sorted(BUILT_IN))
-def test_every_cell_compiles(cell: str) -> None:
-    """For every card and dtype, in all tiers that the model allows, with the card's own matrix
-    instructions where a tile has the rows for them.
+def test_every_cell_compiles(cell: str, capability: int, dtype: str) -> None:
+    """In all tiers that the model allows, with the card's own matrix instructions where a tile has
+    the rows for them.
     """
-    reports = compiled("--cells", cell)
+    reports = compiled("--cells", cell, "--capabilities", str(capability), "--dtypes", dtype)
     assert_fits(reports)
-    found = {(report["capability"], report["dtype"], report["tier"]) for report in reports}
-    assert found >= set(itertools.product((80, 90, 100), ("float32", "bfloat16"), (3,)))
+    assert {(report["capability"], report["dtype"]) for report in reports} == {(capability, dtype)}
+    assert 3 in {report["tier"] for report in reports}
     of_groups = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
     for report in reports:
-        if report["tier"] < 3 and report["dtype"] == "bfloat16" and getattr(cells, cell).linears:
+        if report["tier"] < 3 and dtype == "bfloat16" and getattr(cells, cell).linears:
             few = report["rows"] < 64
-            expected = "mma.sync" if few else of_groups[report["capability"]]
+            expected = "mma.sync" if few else of_groups[capability]
             assert report["matrices"] == expected, report
