@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tolerances import LIMITS
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 pytest.importorskip("keras")
@@ -37,4 +38,4 @@ def test_translation_without_a_teacher() -> None:
 
 
 def test_chunks_are_the_stream() -> None:
-    assert run("keras_stream") < 1e-5
+    assert run("keras_stream") <= LIMITS["float32", "forward"]
