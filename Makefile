@@ -12,6 +12,7 @@ OLDEST := .venv-oldest
 RUN    := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest -n $(JOBS) --dist worksteal
 FAST   := -m "not slow and not gpu"
+NARROW := -m "not slow and not gpu and not fixed_isa"
 
 # Prints every instruction set of this machine but the widest, which is the default.
 NARROWER := from anycell.engines.cpu.isa import available; print(*available()[:-1])
@@ -22,6 +23,10 @@ help: ## list the targets
 demo: $(VENV)/demo.stamp ## train on a real series, in PyTorch, and draw what came out (3 minutes)
 	$(RUN) examples/demo.py
 
+# One thread for each test process, or they wait for each other; tests of threads ask for more.
+test test-all test-oldest: export OMP_NUM_THREADS ?= 1
+test test-all test-oldest: export TF_NUM_INTRAOP_THREADS ?= 1
+
 test: $(VENV)/keras.stamp ## the fast tests
 	$(PYTEST) $(FAST)
 
@@ -31,7 +36,7 @@ test-all: $(VENV)/tf_keras.stamp ## every test but those for a GPU, under every 
 	rm -rf $(ANYCELL_CACHE_DIR)
 	$(PYTEST) -m "not gpu" --random-cells $(CELLS) --days $(DAYS)
 	set -e; narrower=$$($(RUN) -c "$(NARROWER)"); \
-	for isa in $$narrower; do ANYCELL_ISA=$$isa $(PYTEST) $(FAST); done
+	for isa in $$narrower; do ANYCELL_ISA=$$isa $(PYTEST) $(NARROW); done
 	KERAS_BACKEND=torch $(PYTEST) tests/test_keras.py
 	KERAS_BACKEND=jax $(PYTEST) tests/test_keras.py tests/test_keras_jax.py
 	$(RUN) tools/run_keras_tests.py

@@ -63,8 +63,25 @@ def day_of(item: str, days: int) -> int:
     return zlib.crc32(item.encode()) % days
 
 
+# Files that one instruction set is enough for. Any other file runs under each.
+FIXED_ISA = {
+    # They choose it themselves, and try all.
+    *("test_cpu_math.py", "test_properties.py"),
+    # They reach no kernel of the CPU engine.
+    *("test_gpu.py", "test_gpu_tools.py", "test_lang.py", "test_layouts.py", "test_package.py"),
+    *("test_reference.py", "test_selection.py", "test_tolerances.py", "test_torch_gpu.py"),
+    # They look at what is around a kernel, which is the same one on both sides.
+    *("test_bench.py", "test_demo.py", "test_docs.py", "test_keras_examples.py"),
+    *("test_torch_compile.py", "test_torch_distributed.py"),
+}
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the cases of grids that belong to other days."""
+    """Marks the tests of those files, and leaves out the cases of grids that other days run."""
+    for item in items:
+        if item.path.name in FIXED_ISA:
+            item.add_marker("fixed_isa")
     day, days = map(config.getoption, ("day", "days"))
 
     def due(item: pytest.Item) -> bool:

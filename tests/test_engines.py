@@ -159,6 +159,7 @@ def reduces(cell: Cell) -> bool:
 # -- right ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.fixed_isa
 @each_dtype
 @each_instruction_set()
 def test_forward_and_every_gradient(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,11 @@ NAMES = [f"test_every_cell_compiles[{k}]" for k in range(200)]
 def chosen(grid: bool, **options: int) -> list[str]:
     """The names of the cases that a run with these options keeps."""
     items: Any = [
-        SimpleNamespace(name=name, get_closest_marker=lambda mark: mark == "grid" and grid)
+        SimpleNamespace(
+            name=name,
+            path=Path("test_new.py"),
+            get_closest_marker=lambda mark: mark == "grid" and grid,
+        )
         for name in NAMES
     ]
     left_out: list[Any] = []
@@ -24,6 +29,26 @@ def chosen(grid: bool, **options: int) -> list[str]:
     conftest.pytest_collection_modifyitems(config, items)
     assert {item.name for item in (*items, *left_out)} == set(NAMES)
     return [item.name for item in items]
+
+
+def test_new_files_run_under_every_instruction_set() -> None:
+    """What does not is listed, and is there."""
+    files = {path.name for path in Path(__file__).parent.glob("test_*.py")}
+    assert files > conftest.FIXED_ISA
+    marks: list[tuple[str, str]] = []
+    items: Any = [
+        SimpleNamespace(
+            path=Path(name),
+            add_marker=lambda mark, name=name: marks.append((name, mark)),
+            get_closest_marker=lambda mark: None,
+        )
+        for name in (*files, "test_new.py")
+    ]
+    config: Any = SimpleNamespace(
+        getoption=lambda name: 1, hook=SimpleNamespace(pytest_deselected=lambda items: None)
+    )
+    conftest.pytest_collection_modifyitems(config, items)
+    assert set(marks) == {(name, "fixed_isa") for name in conftest.FIXED_ISA}
 
 
 @pytest.mark.parametrize("days", [1, 2, 7])
