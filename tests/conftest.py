@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--random-cells",
         type=int,
-        default=25,
+        default=15,
         metavar="N",
         help="how many random cells the property test builds (default: %(default)s)",
     )

@@ -235,12 +235,7 @@ from anycell.bench.problem import Problem, find_cell
 from anycell.bench.shapes import Shape
 
 shape = Shape("small", "this test", T=6, B=3, I=5, H=7, L=2, D=2)
-for cell, names in (
-    ("LSTMP", ["anycell.keras", "keras-loop"]),
-    ("LSTM", ["anycell.keras", "keras", "tf-block"]),
-    ("GRU", ["anycell.keras", "keras"]),
-    ("PeepholeLSTM", ["anycell.keras", "keras-loop", "tf-block"]),
-):
+for cell, names in CONTENDERS.items():
     problem = Problem(find_cell(cell), shape)
     want = contenders.reference(problem, "training")
     for name in names:
@@ -253,15 +248,31 @@ for cell, names in (
 """
 
 
-def test_everybody_on_tensorflow() -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"LSTM": ["anycell.keras", "keras", "tf-block"]},
+        pytest.param(
+            {
+                "LSTMP": ["anycell.keras", "keras-loop"],
+                "GRU": ["anycell.keras", "keras"],
+                "PeepholeLSTM": ["anycell.keras", "keras-loop", "tf-block"],
+            },
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=" ".join,
+)
+def test_everybody_on_tensorflow(names: dict[str, list[str]]) -> None:
     """In a process of its own: TensorFlow and Triton need a certain order."""
     pytest.importorskip("torch")
     pytest.importorskip("tensorflow")
-    command = [sys.executable, "-W", "ignore", "-c", ON_TENSORFLOW]
+    code = f"CONTENDERS = {names}\n{ON_TENSORFLOW}"
+    command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 10
+    assert len(lines) == sum(map(len, names.values()))
     assert [line for line in lines if not line.endswith(" right")] == []
 
 

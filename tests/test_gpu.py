@@ -106,12 +106,19 @@ def test_every_cell_is_here() -> None:
 # -- results ---------------------------------------------------------------------------------------
 
 
-@each_cell
-def test_every_cell(cell: Cell, rng: np.random.Generator) -> None:
-    """Under masks, resets, in reverse, with random masks; both tiers solve one problem."""
+@pytest.mark.parametrize(
+    ("cell", "tier"),
+    [
+        pytest.param(cell, tier, marks=[] if tier == (3, 1)[k % 2] else pytest.mark.slow)
+        for k, cell in enumerate(EVERY)
+        for tier in (3, 1)
+    ],
+    ids=str,
+)
+def test_every_cell(cell: Cell, tier: int, rng: np.random.Generator) -> None:
+    """Under masks, resets, in reverse, with random masks."""
     problem = problem_of(cell, (2, 3, 9), rng, 1)
-    for tier in (3, 1):
-        assert_right(by_gpu(problem, tier=tier), problem, f"tier {tier}")
+    assert_right(by_gpu(problem, tier=tier), problem)
 
 
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.ZoneoutGRU, cells.sLSTM(heads=3)], ids=repr)

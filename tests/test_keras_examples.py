@@ -33,6 +33,7 @@ def test_text_is_told_apart() -> None:
     assert run("keras_text") > 0.08
 
 
+@pytest.mark.slow
 def test_translation_without_a_teacher() -> None:
     assert run("keras_translate") > 0.5
 

@@ -63,7 +63,11 @@ def data(rng: np.random.Generator, *shape: int) -> Any:
 # -- graphs ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [cells.LSTM, Leaky, cells.LayerNormLSTM], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "step",
+    [cells.LSTM, Leaky, pytest.param(cells.LayerNormLSTM, marks=pytest.mark.slow)],
+    ids=lambda c: c.name,
+)
 def test_under_xla(step: Any, rng: np.random.Generator) -> None:
     layer = ak.RNN(step, 6, return_sequences=True, return_state=True, dtype="float64")
     given = random_inputs(layer, (3, 5, 2), rng, masked=False)

@@ -59,7 +59,14 @@ class Compiled(nn.Module):
         return self.layer.named_parameters(*args, **kwargs)
 
 
-@pytest.mark.parametrize("kind", CELLS, **by_name)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind.name in ("GRU", "Odd") else pytest.mark.slow)
+        for kind in CELLS
+    ],
+    **by_name,
+)
 def test_one_graph(kind: Any) -> None:
     """Training and inference, with everything a call takes: the bits of the plain call."""
     layer = at.RNN(kind, 3, 5, num_layers=2, bidirectional=True, batch_first=True)

@@ -200,11 +200,16 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 HALF = {"dtype": torch.float16}
-CHECKPOINTED: list[tuple[int, Any, dict[str, Any], dict[str, Any]]] = [
+CHECKPOINTED: list[Any] = [
     (3, cells.PeepholeLSTM, {"bidirectional": True, **HALF}, {}),  # c is float32 between steps
     (3, cells.LSTMP, {"P": 5}, {"resets": True}),
-    (1, cells.ZoneoutLSTM, {"bidirectional": True}, {"mask": True, "resets": True}),
-    (2, cells.LSTM, HALF, {"mask": True, "masked_output": "repeat"}),
+    pytest.param(
+        *(1, cells.ZoneoutLSTM, {"bidirectional": True}, {"mask": True, "resets": True}),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        *(2, cells.LSTM, HALF, {"mask": True, "masked_output": "repeat"}), marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -262,7 +267,7 @@ def test_no_rows(cell: Any, ran: list[str]) -> None:
     assert not any(g.any() for g in gradients)
 
 
-@pytest.mark.parametrize("tier", [3, 1])
+@pytest.mark.parametrize("tier", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("per_gate", [False, True], ids=["one", "per gate"])
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU(reset_after=False), cells.LSTMP], ids=repr)
 def test_recurrent_mask(
