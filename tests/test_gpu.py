@@ -83,7 +83,6 @@ SITUATIONS: list[dict[str, Any]] = [
     {"resets": True, "training": True, "seed": 5},
 ]
 each_cell = pytest.mark.parametrize("cell", EVERY, ids=repr)
-each_tier = pytest.mark.parametrize("tier", [3, 1])
 # Tier 2 shares the units of these out.
 SHARED = [c for c in EVERY if cooperative.refusal(plan(c, 18, "float32", "gpu", {"P": 9})) is None]
 some_cells = pytest.mark.parametrize("cell", FEW, ids=repr)
