@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu import by_gpu  # before anything else that may import Triton
+from gpu import SLOW, by_gpu  # before anything else that may import Triton
 from numpy.testing import assert_array_equal
 from problems import (
     AWKWARD,
@@ -108,7 +108,7 @@ def test_every_cell_is_here() -> None:
 @pytest.mark.parametrize(
     ("cell", "tier"),
     [
-        pytest.param(cell, tier, marks=[] if tier == (3, 1)[k % 2] else pytest.mark.slow)
+        pytest.param(cell, tier, marks=[] if tier == (3, 1)[k % 2] else SLOW)
         for k, cell in enumerate(EVERY)
         for tier in (3, 1)
     ],

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu import CARD, DEVICE, torch  # before anything else that may import Triton
+from gpu import CARD, DEVICE, SLOW, torch  # before anything else that may import Triton
 from test_torch_functional import problem, solve
 from tolerances import assert_close
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -205,11 +205,9 @@ CHECKPOINTED: list[Any] = [
     (3, cells.LSTMP, {"P": 5}, {"resets": True}),
     pytest.param(
         *(1, cells.ZoneoutLSTM, {"bidirectional": True}, {"mask": True, "resets": True}),
-        marks=pytest.mark.slow,
+        marks=SLOW,
     ),
-    pytest.param(
-        *(2, cells.LSTM, HALF, {"mask": True, "masked_output": "repeat"}), marks=pytest.mark.slow
-    ),
+    pytest.param(*(2, cells.LSTM, HALF, {"mask": True, "masked_output": "repeat"}), marks=SLOW),
 ]
 
 
@@ -267,7 +265,7 @@ def test_no_rows(cell: Any, ran: list[str]) -> None:
     assert not any(g.any() for g in gradients)
 
 
-@pytest.mark.parametrize("tier", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tier", [3, pytest.param(1, marks=SLOW)])
 @pytest.mark.parametrize("per_gate", [False, True], ids=["one", "per gate"])
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU(reset_after=False), cells.LSTMP], ids=repr)
 def test_recurrent_mask(
