@@ -11,8 +11,8 @@ VENV   := .venv
 OLDEST := .venv-oldest
 RUN    := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest -n $(JOBS) --dist worksteal
-FAST   := -m "not slow and not gpu"
-NARROW := -m "not slow and not gpu and not fixed_isa"
+FAST   := -m "not slow and not more and not gpu"
+NARROW := -m "not slow and not fixed_isa and not gpu"
 
 # Prints every instruction set of this machine but the widest, which is the default.
 NARROWER := from anycell.engines.cpu.isa import available; print(*available()[:-1])

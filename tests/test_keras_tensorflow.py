@@ -237,7 +237,7 @@ def test_second_derivatives(graph: bool, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("watched", ["input", "weight", "loss"])
-@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+@pytest.mark.parametrize("name", ["LSTM", pytest.param("GRU", marks=pytest.mark.more)])
 def test_forward_mode(name: str, watched: str, graph: bool, rng: np.random.Generator) -> None:
     """Jacobians and Hessians times a vector, forwards and forwards over reverse: as in Keras."""
     ours, theirs = (getattr(m, name)(3, dtype="float64") for m in (ak, keras.layers))

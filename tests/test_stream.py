@@ -18,6 +18,20 @@ from anycell.lang.cell import INPUT, PROJECTION, with_projection
 
 EVERY = [getattr(cells, name) for name in cells.__all__]
 every_cell = pytest.mark.parametrize("case", EVERY, ids=lambda c: c.name)
+IN_BOTH = [cells.LSTM, cells.GRU, cells.LayerNormLSTM, cells.sLSTM]  # dtypes, in the fast run too
+every_cell_and_dtype = pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(
+            case,
+            dtype,
+            id=f"{case.name}-{dtype}",
+            marks=[] if dtype == "float64" or case in IN_BOTH else pytest.mark.more,
+        )
+        for case in EVERY
+        for dtype in ("float32", "float64")
+    ],
+)
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
@@ -58,9 +72,8 @@ def test_the_projection_inside_the_step(case: Any) -> None:
 # ---- NumPy ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("rows", [1, 3])
-@every_cell
+@every_cell_and_dtype
 def test_numpy_steps_are_the_sequence(
     case: Any, rows: int, dtype: str, rng: np.random.Generator, taken: list[int]
 ) -> None:
@@ -157,8 +170,7 @@ def test_numpy_errors(rng: np.random.Generator) -> None:
 # ---- PyTorch -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@every_cell
+@every_cell_and_dtype
 def test_torch_steps_are_the_sequence(case: Any, dtype: str, seed: int, taken: list[int]) -> None:
     torch = pytest.importorskip("torch")
     import anycell.torch as at
