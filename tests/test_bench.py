@@ -229,51 +229,26 @@ def test_onnx_graph_has_torchs_gates() -> None:
         results("onnxruntime", Problem(find_cell("LayerNormLSTM"), SMALL), "inference")
 
 
-ON_TENSORFLOW = """
-from anycell.bench import contenders, gate
-from anycell.bench.problem import Problem, find_cell
-from anycell.bench.shapes import Shape
-
-shape = Shape("small", "this test", T=6, B=3, I=5, H=7, L=2, D=2)
-for cell, names in CONTENDERS.items():
-    problem = Problem(find_cell(cell), shape)
-    want = contenders.reference(problem, "training")
-    for name in names:
-        contender = contenders.make(name, problem)
-        task = contender.task("training")
-        with contender.around():
-            task.call()
-            verdict = gate.judge(task.results(), want, "float32", gate.PEERS)
-        print(cell, name, verdict.problem or "right")
-"""
-
-
+@pytest.mark.filterwarnings("ignore")  # those of TensorFlow and Keras
 @pytest.mark.parametrize(
-    "names",
+    ("cell", "names"),
     [
-        {"LSTM": ["anycell.keras", "keras", "tf-block"]},
+        ("LSTM", ["anycell.keras", "keras", "tf-block"]),
+        pytest.param("LSTMP", ["anycell.keras", "keras-loop"], marks=pytest.mark.slow),
+        pytest.param("GRU", ["anycell.keras", "keras"], marks=pytest.mark.slow),
         pytest.param(
-            {
-                "LSTMP": ["anycell.keras", "keras-loop"],
-                "GRU": ["anycell.keras", "keras"],
-                "PeepholeLSTM": ["anycell.keras", "keras-loop", "tf-block"],
-            },
-            marks=pytest.mark.slow,
+            "PeepholeLSTM", ["anycell.keras", "keras-loop", "tf-block"], marks=pytest.mark.slow
         ),
     ],
-    ids=" ".join,
 )
-def test_everybody_on_tensorflow(names: dict[str, list[str]]) -> None:
-    """In a process of its own: TensorFlow and Triton need a certain order."""
+def test_everybody_on_tensorflow(cell: str, names: list[str]) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("tensorflow")
-    code = f"CONTENDERS = {names}\n{ON_TENSORFLOW}"
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
-    assert len(lines) == sum(map(len, names.values()))
-    assert [line for line in lines if not line.endswith(" right")] == []
+    problem = Problem(find_cell(cell), SMALL)
+    want = contenders().reference(problem, "training")
+    for name in names:
+        got = results(name, problem, "training")
+        assert gate.judge(got, want, "float32", gate.PEERS).problem is None, name
 
 
 def test_a_cell_of_the_users_own(own_cell: str) -> None:
