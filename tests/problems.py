@@ -335,18 +335,18 @@ def assert_right(solution: Arrays, problem: Problem, told: str = "") -> None:
     for name, value in solution.items():
         assert value.dtype == dtype, name
         said = f"{name} {told}".strip()
-        assert_close(value, problem.right[name], dtype, _kind(name), said, _axes(name, value))
+        assert_close(value, problem.right[name], dtype, kind_of(name), said, _axes(name, value))
 
 
 def worst(solution: Arrays, right: Arrays, dtype: str) -> float:
     """The largest error, as a part of its limit."""
     return max(
-        error(value, right[name], _axes(name, value)) / LIMITS[dtype, _kind(name)]
+        error(value, right[name], _axes(name, value)) / LIMITS[dtype, kind_of(name)]
         for name, value in solution.items()
     )
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
     return "gradient" if name.startswith("d ") else "forward"
 
 

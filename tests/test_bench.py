@@ -184,7 +184,7 @@ def test_a_pause_lasts_as_long_as_threads_spin(clock: Clock) -> None:
 
 
 def test_limits_are_those_of_the_test_suite() -> None:
-    assert gate.LIMITS == tolerances.LIMITS
+    assert gate.LIMITS.items() <= tolerances.LIMITS.items()
 
 
 def test_relative_error() -> None:
@@ -311,40 +311,26 @@ def test_onnxruntime_runs_as_its_users_run_it(monkeypatch: pytest.MonkeyPatch) -
     assert [(o.intra_op_num_threads, o.inter_op_num_threads) for o in chosen] == [(3, 1)] * 2
 
 
-ON_TENSORFLOW = """
-from anycell.bench import contenders, gate
-from anycell.bench.problem import Problem, find_cell
-from anycell.bench.shapes import Shape
-
-shape = Shape("small", "this test", T=6, B=3, I=5, H=7, L=2, D=2)
-for cell, names in (
-    ("LSTMP", ["anycell.keras", "keras-loop"]),
-    ("LSTM", ["anycell.keras", "keras", "tf-block"]),
-    ("GRU", ["anycell.keras", "keras"]),
-    ("PeepholeLSTM", ["anycell.keras", "keras-loop", "tf-block"]),
-):
-    problem = Problem(find_cell(cell), shape)
-    want = contenders.reference(problem, "training")
-    for name in names:
-        contender = contenders.make(name, problem)
-        task = contender.task("training")
-        with contender.around():
-            task.call()
-            verdict = gate.judge(task.results(), want, "float32", gate.PEERS)
-        print(cell, name, verdict.problem or "right")
-"""
-
-
-def test_everybody_on_tensorflow() -> None:
-    """In a process of its own: TensorFlow and Triton need a certain order."""
+@pytest.mark.filterwarnings("ignore")  # those of TensorFlow and Keras
+@pytest.mark.parametrize(
+    ("cell", "names"),
+    [
+        ("LSTM", ["anycell.keras", "keras", "tf-block"]),
+        pytest.param("LSTMP", ["anycell.keras", "keras-loop"], marks=pytest.mark.slow),
+        pytest.param("GRU", ["anycell.keras", "keras"], marks=pytest.mark.slow),
+        pytest.param(
+            "PeepholeLSTM", ["anycell.keras", "keras-loop", "tf-block"], marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_everybody_on_tensorflow(cell: str, names: list[str]) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("tensorflow")
-    command = [sys.executable, "-W", "ignore", "-c", ON_TENSORFLOW]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
-    assert len(lines) == 10
-    assert [line for line in lines if not line.endswith(" right")] == []
+    problem = Problem(find_cell(cell), SMALL)
+    want = contenders().reference(problem, "training")
+    for name in names:
+        got = results(name, problem, "training")
+        assert gate.judge(got, want, "float32", gate.PEERS).problem is None, name
 
 
 def test_a_cell_of_the_users_own(own_cell: str) -> None:

@@ -192,7 +192,10 @@ def test_llvm_and_assembly_on_request() -> None:
     assert "backward, one step" not in str(page) and "backward kernel" not in str(page)
 
 
-def test_it_says_whether_the_kernel_is_compiled() -> None:
+def test_it_says_whether_the_kernel_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANYCELL_CACHE_DIR", str(tmp_path / "cache"))
     before = section(anycell.explain(NoMatmul, hidden_size=24), "forward kernel")
     assert before[-1].startswith("not compiled yet; LLVM text of")
     cpu.compiled(plan(NoMatmul, 24))

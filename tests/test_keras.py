@@ -575,8 +575,15 @@ SIZES = {"LSTMP": {"P": 3}}
 by_repr = {"ids": repr}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("masked", "dtype"),
+    [
+        (True, "float64"),
+        pytest.param(True, "float32", marks=pytest.mark.more),
+        pytest.param(False, "float64", marks=pytest.mark.more),
+        (False, "float32"),
+    ],
+)
 @pytest.mark.parametrize("step", CELLS, **by_repr)
 def test_any_cell(step: Any, masked: bool, dtype: str, rng: np.random.Generator) -> None:
     rows, steps, width, units = 4, 6, 3, 6

@@ -63,7 +63,11 @@ def data(rng: np.random.Generator, *shape: int) -> Any:
 # -- graphs ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [cells.LSTM, Leaky, cells.LayerNormLSTM], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "step",
+    [cells.LSTM, Leaky, pytest.param(cells.LayerNormLSTM, marks=pytest.mark.slow)],
+    ids=lambda c: c.name,
+)
 def test_under_xla(step: Any, rng: np.random.Generator) -> None:
     layer = ak.RNN(step, 6, return_sequences=True, return_state=True, dtype="float64")
     given = random_inputs(layer, (3, 5, 2), rng, masked=False)
@@ -233,7 +237,7 @@ def test_second_derivatives(graph: bool, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("watched", ["input", "weight", "loss"])
-@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+@pytest.mark.parametrize("name", ["LSTM", pytest.param("GRU", marks=pytest.mark.more)])
 def test_forward_mode(name: str, watched: str, graph: bool, rng: np.random.Generator) -> None:
     """Jacobians and Hessians times a vector, forwards and forwards over reverse: as in Keras."""
     ours, theirs = (getattr(m, name)(3, dtype="float64") for m in (ak, keras.layers))

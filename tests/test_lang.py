@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tolerances import assert_close, is_slope
 
 import anycell
 from anycell import (
@@ -885,7 +886,7 @@ def test_derivatives(name: str, groups: int, rng: np.random.Generator) -> None:
             assert arg.op in CONDITIONS or np.all(change == 0)
         else:
             found = np.sum(evaluate(part, values) * direction)
-            np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-8)
+            assert is_slope(found, expected, "op")
 
 
 @pytest.mark.parametrize("name", SMOOTH)
@@ -913,7 +914,7 @@ def test_derivatives_are_those_of_torch(name: str, rng: np.random.Generator) -> 
             continue
         expected = np.zeros(len(points)) if tensor.grad is None else tensor.grad.numpy()
         found = np.zeros(len(points)) if part is None else evaluate(part, values)
-        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+        assert_close(found, expected, "float64", "forward")
 
 
 def _inside(name: str, i: int, value: float) -> bool:

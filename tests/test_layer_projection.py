@@ -51,7 +51,7 @@ def test_which_cells() -> None:
     assert not {"GRU", "LayerNormLSTM", "IndRNN", "sLSTM"} & set(NAMES)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.more), "float64"])
 @pytest.mark.parametrize("name", NAMES)
 def test_same_results(name: str, dtype: str, by: Any, seed: int) -> None:
     torch.manual_seed(seed)

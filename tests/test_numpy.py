@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tolerances import LIMITS, NO_WORSE_THAN, assert_close, error
+from tolerances import LIMITS, NO_WORSE_THAN, assert_close, close, error, is_slope
 
 import anycell.numpy as an
 from anycell import cell, cells, keep, linear, sigmoid, tanh
@@ -282,7 +282,7 @@ def test_gradients_are_slopes(case: Any, rng: np.random.Generator) -> None:
                 array += sign * 1e-5 * direction
                 slope += sign * objective() / 2e-5
                 array -= sign * 1e-5 * direction
-            assert np.vdot(gradient, direction) == pytest.approx(slope, rel=1e-6, abs=1e-7), name
+            assert is_slope(np.vdot(gradient, direction), slope, "layer"), name
 
 
 # -- masks, resets, steps --------------------------------------------------------------------------
@@ -388,7 +388,7 @@ def test_static_input(engine: str, rng: np.random.Generator) -> None:
     layer = an.RNN(Gated, 3, 4, dtype="float64", seed=1)
     x, state, d = problem(layer, 5, 2, rng)
     found = [solve(layer, x, state, d, static=np.full((2, 4), e))["output"] for e in (-9.0, 9.0)]
-    assert not np.allclose(*found)
+    assert not close(*found, "float32", "forward")
     assert layer.grad_static.shape == (2, 4)
 
 
@@ -406,7 +406,7 @@ def test_dropout_between_layers() -> None:
     assert not np.array_equal(first, one.forward(x, training=True)[0])
     (dropped,) = one._saved.dropped
     assert set(np.unique(dropped)) == {np.float32(0.0), np.float32(4 / 3)}
-    assert (dropped == 0.0).mean() == pytest.approx(0.25, abs=0.01)
+    assert 0.24 < (dropped == 0.0).mean() < 0.26
 
 
 def test_random_masks_of_a_cell() -> None:
@@ -426,7 +426,7 @@ def test_initial_values() -> None:
     assert {p.dtype for p in layer.parameters.values()} == {np.dtype("float32")}
     for k, width in ((0, 30), (1, 20)):
         for gate in np.split(layer.parameters[f"weight_hh_l{k}"], 4):
-            assert np.allclose(gate @ gate.T, np.eye(20), atol=1e-6)
+            assert_close(gate @ gate.T, np.eye(20), "float32", "forward")
         bound = np.sqrt(6 / (width + 20))
         entering = np.abs(layer.parameters[f"weight_ih_l{k}"])
         assert 0.98 * bound < entering.max() <= bound
@@ -466,18 +466,18 @@ def test_orthogonal(shape: tuple[int, int], rng: np.random.Generator) -> None:
     w = initializers.orthogonal(shape, rng)
     product = w @ w.T if shape[0] <= shape[1] else w.T @ w
     assert w.shape == shape
-    assert np.allclose(product, np.eye(min(shape)), rtol=0, atol=1e-14)
+    assert_close(product, np.eye(min(shape)), "float64", "forward")
 
 
 def test_orthogonal_is_uniform(rng: np.random.Generator) -> None:
     """Without the fix of signs, QR has a preference for one sign on its diagonal."""
     corners = [initializers.orthogonal((2, 2), rng)[0, 0] for _ in range(4000)]
-    assert abs(np.mean(corners)) < 0.05 and np.mean(np.square(corners)) == pytest.approx(0.5, 0.05)
+    assert abs(np.mean(corners)) < 0.05 and 0.475 < np.mean(np.square(corners)) < 0.525
 
 
 def test_glorot(rng: np.random.Generator) -> None:
     for draw in (initializers.glorot_uniform, initializers.glorot_normal):
-        assert draw((300, 200), rng).var() == pytest.approx(2 / 500, rel=0.02)
+        assert 0.98 < draw((300, 200), rng).var() * 500 / 2 < 1.02
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -527,7 +527,8 @@ def test_clipping_is_torchs(limit: float, rng: np.random.Generator) -> None:
     gradients = pair_of_gradients(rng)
     mine, theirs = next(gradients)
     norm = an.clip_by_global_norm(mine, limit)
-    assert norm == pytest.approx(torch.nn.utils.clip_grad_norm_(theirs, limit).item(), rel=1e-14)
+    right = torch.nn.utils.clip_grad_norm_(theirs, limit).item()
+    assert_close(norm, right, "float64", "forward")
     for grad, p in zip(mine.grads.values(), theirs, strict=True):
         assert_close(grad, p.grad.numpy(), "float64", "forward")
     mine, theirs = next(gradients)
@@ -558,7 +559,7 @@ def test_dense_is_torchs(rng: np.random.Generator) -> None:
         given = torch.tensor(x, requires_grad=True)
         ref = torch.nn.functional.mse_loss(theirs(given), torch.tensor(y))
         ref.backward()
-        assert loss == pytest.approx(ref.item(), rel=1e-14)
+        assert_close(loss, ref.item(), "float64", "forward")
         assert_close(ours.backward(grad), given.grad.numpy(), "float64", "gradient")
         for name, p in theirs.named_parameters():
             assert_close(ours.grads[name], p.grad.numpy(), "float64", "gradient", name)
