@@ -43,7 +43,8 @@ test-all: $(VENV)/tf_keras.stamp ## every test but those for a GPU, under every 
 
 test-oldest: $(OLDEST)/stamp ## those of Keras and TensorFlow, on their oldest versions (Python 3.10 to 3.12)
 	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist worksteal $(FAST) \
-		tests/test_keras.py tests/test_keras_tensorflow.py tests/test_tf1.py
+		tests/test_keras.py tests/test_keras_tensorflow.py tests/test_tf1.py \
+		tests/test_tf1_programs.py
 
 lint: $(VENV)/dev.stamp ## ruff and mypy
 	$(RUN) -m ruff check
