@@ -781,6 +781,93 @@ def test_fit_learns() -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
+# -- cells that are not as they were made ----------------------------------------------------------
+
+
+def halving(call: Any) -> Any:
+    """The call of a cell that halves the first state, which is the output too."""
+
+    def half(self: Any, inputs: Any, states: Any, training: bool = False) -> Any:
+        _, new = call(self, inputs, states, training=training)
+        new = list(new) if isinstance(new, (list, tuple)) else [new]
+        return 0.5 * new[0], [0.5 * new[0], *new[1:]]
+
+    return half
+
+
+@pytest.mark.parametrize("way", ["replaced", "instance", "class"])
+@pytest.mark.parametrize("name", [*KERAS, "PeepholeLSTM"])
+def test_a_changed_cell_is_honoured(
+    name: str, way: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    made = getattr(ak, name)
+    kind = ak.RNNCell if name == "PeepholeLSTM" else getattr(keras.layers, f"{name}Cell")
+    given = (cells.PeepholeLSTM, 4) if name == "PeepholeLSTM" else (4,)
+    half = type("Half", (kind,), {"call": halving(kind.call)})
+
+    class Replaced(made):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.cell = half(*given)
+
+    x = rng.normal(size=(3, 5, 2)).astype("float32")
+    plain = made(4, return_sequences=True)
+    theirs = keras.layers.RNN(half(*given), return_sequences=True)
+    copy_weights(plain, theirs, x.shape)
+    right = number(theirs(x))
+    ours = (Replaced if way == "replaced" else made)(4, return_sequences=True)
+    ours.build(x.shape)
+    ours.set_weights(theirs.get_weights())
+    if way == "instance":
+        ours.cell.call = half.call.__get__(ours.cell)
+    elif way == "class":
+        monkeypatch.setattr(kind, "call", half.call)
+    assert ours.engine.name == "keras"
+    assert ("of class Half" if way == "replaced" else "call of the") in ours.engine.reason
+    assert ours.engine.reason in ours.explain()
+    assert_close(number(ours(x)), right, "float32", "forward")
+    assert_close(number(ours(x, training=True)), right, "float32", "forward")
+    monkeypatch.undo()
+    assert not np.allclose(number(plain(x)), right)
+    assert plain.engine.name == ("cpu" if FUSED else "composite" if kind is ak.RNNCell else "keras")
+
+
+def test_a_layer_of_another_cell_of_keras() -> None:
+    """It is the cell that decides."""
+
+    class Mine(ak.LSTM):
+        def __init__(self, units: int, **kwargs: Any) -> None:
+            super().__init__(units, **kwargs)
+            self.cell = keras.layers.SimpleRNNCell(units)
+            self.state_size, self.single_state = [units], True
+
+    theirs, ours = keras.layers.SimpleRNN(4), Mine(4)
+    copy_weights(theirs, ours, X.shape)
+    assert_close(number(ours(X)), number(theirs(X)), "float32", "forward")
+    assert ours.engine.name == ("cpu" if FUSED else "keras")
+
+
+def test_attributes_of_a_cell_that_are_set_later() -> None:
+    theirs, ours = pair("LSTM", 4)
+    copy_weights(theirs, ours, X.shape)
+    before = number(ours(X))
+    for layer in (theirs, ours):
+        layer.use_cudnn = False
+        layer.cell.activation = keras.activations.relu
+    assert_close(number(ours(X)), number(theirs(X)), "float32", "forward")
+    assert not np.allclose(number(ours(X)), before)
+    assert ours.engine.name == ("cpu" if FUSED else "keras")
+
+
+@pytest.mark.parametrize("what", ["static", "resets"])
+def test_a_changed_cell_takes_nothing_beside_the_sequence(what: str) -> None:
+    layer = ak.EALSTM(4) if what == "static" else ak.PeepholeLSTM(4)
+    layer.cell.call = lambda inputs, states, training=False: (states[0], states)
+    given = keras.ops.convert_to_tensor(H if what == "static" else FLAG)
+    with pytest.raises(ValueError, match=rf"{what}: .*Keras's loop.* call of the RNNCell has been"):
+        layer(X, **{what: given})
+
+
 # -- arguments -------------------------------------------------------------------------------------
 
 

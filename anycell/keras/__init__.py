@@ -4,6 +4,8 @@
   arguments, weights, results and errors.
 - ``RNN(cell, units)`` and ``RNNCell(cell, units)`` run any cell, yours included; every cell of
   ``anycell.cells`` is a layer of its name besides, ``PeepholeLSTM(units, cell_clip=3.0)``.
+- ``accelerate(model)`` turns Keras's layers inside a model into these; ``recurrent_layers(model)``
+  says what runs each of its layers.
 
 On the TensorFlow and torch backends the layers run on a fused kernel, forward and backward, on the
 CPU; otherwise step by step in the backend's operations. ``layer.engine`` says which, and why.
@@ -13,6 +15,7 @@ from anycell.requirement import require
 
 require("keras", "anycell.keras", "keras", ", or choose another backend by KERAS_BACKEND")
 
+from anycell.keras.accelerate import accelerate, recurrent_layers
 from anycell.keras.cell import RNNCell
 from anycell.keras.layers import (
     GRU,
@@ -37,6 +40,8 @@ __all__ = [
     "RNNCell",
     "SimpleRNN",
     "SimpleRNNCell",
+    "accelerate",
+    "recurrent_layers",
     "step_by_step",
     *LAYERS,
 ]

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -27,6 +28,42 @@ from anycell.lang.cell import RECURRENT, Cell
 _DROPPED = "in training, recurrent dropout multiplies the state on its way into every gate"
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A cell of Keras's whose step is known.
+
+    Attributes:
+        symbolic: the step in anycell's language.
+        layer: the layer of Keras's that is made of such a cell, and has a loop of its own for it.
+    """
+
+    symbolic: Cell
+    layer: type[keras.layers.RNN]
+
+
+# The cell of a layer decides what is run, for it can be another than the layer was made with.
+_KINDS = {
+    keras.layers.LSTMCell: Kind(cells.LSTM, keras.layers.LSTM),
+    keras.layers.GRUCell: Kind(cells.GRU, keras.layers.GRU),
+    keras.layers.SimpleRNNCell: Kind(cells.SimpleRNN, keras.layers.SimpleRNN),
+}
+_CALLS = {kind: kind.call for kind in (*_KINDS, RNNCell)}  # before anyone could replace them
+_WRAPPED = {"build", "quantize"}  # by Keras, in every layer
+
+
+def changed(cell: Any) -> str | None:
+    """Why a step of ``cell`` is not what one of Keras's or ours does, if it is not."""
+    kind = type(cell)
+    if kind not in _CALLS:
+        return f"the cell is of class {kind.__name__}, whose step only Keras's loop can run"
+    replaced = {n for n in vars(cell) if callable(getattr(kind, n, None))} - _WRAPPED
+    if kind.call is not _CALLS[kind]:
+        replaced.add("call")
+    if replaced:
+        return f"{', '.join(sorted(replaced))} of the {kind.__name__} has been replaced"
+    return None
+
+
 class Fused:
     """What the layers share: one ``inner_loop``, on the engine that fits."""
 
@@ -39,29 +76,26 @@ class Fused:
         raise NotImplementedError
 
     def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
-        step, cell = self._step(), self.cell
-        obstacle = step if isinstance(step, str) else None
-        if training and cell.recurrent_dropout and not self._dropped_by_kernel(step):
-            obstacle = _DROPPED
+        step, cell, backend = self._step(), self.cell, keras.backend.backend()
+        if isinstance(step, str):
+            return Facts(None, 0, backend=backend, gpu=gpu, obstacle=step, traced=traced)
+        dropped = training and cell.recurrent_dropout and not self._dropped_by_kernel(step)
         return Facts(
-            cell=None if isinstance(step, str) else step,
+            cell=step,
             units=cell.units,
             sizes=dict(self._sizes()),
             dtype=cell.compute_dtype,
-            backend=keras.backend.backend(),
+            backend=backend,
             gpu=gpu,
             cudnn=self._cudnn(),
             drop_in=self._drop_in,
-            obstacle=obstacle,
+            obstacle=_DROPPED if dropped else None,
             traced=traced,
         )
 
-    def _dropped_by_kernel(self, step: Cell | str) -> bool:
+    def _dropped_by_kernel(self, step: Cell) -> bool:
         """Whether the kernel can take the masks of recurrent dropout: those of ``hh``."""
-        if isinstance(step, str) or keras.backend.backend() not in _FUSED:
-            return False
-        masked = [l.outputs for l in step.linears if l.name == RECURRENT]
-        return not self._drop_in or masked == [step.gates]
+        return keras.backend.backend() in _FUSED
 
     def _cudnn(self) -> bool:
         return False
@@ -72,24 +106,26 @@ class Fused:
 
     @property
     def engine(self) -> Engine:
-        """What runs the layer in inference on this machine, and why."""
-        return choose(self._facts(False, gpu_visible(), asked()))
+        """What runs the layer in inference, here and now, and why."""
+        return choose(self._facts(False, gpu_visible(), refusal()))
 
     def explain(self, training: bool = True) -> str:
         """What runs the layer, and why, before anything runs; see ``docs/keras.md``."""
-        name, reason = choose(self._facts(training, gpu_visible(), asked()))
+        name, reason = choose(self._facts(training, gpu_visible(), refusal()))
         what = "training" if training else "inference"
         return f"{self.name}: {what} runs on {name} ({reason})"  # type: ignore[attr-defined]
 
-    def _settle(self) -> None:
-        """What other parts of Keras must know once the layer is made."""
-        ours = choose(self._facts(False, gpu_visible(), None)).name == "cpu"
-        if ours and keras.backend.backend() == "tensorflow":
-            # fit() would compile the model by XLA, which cannot call the kernels.
-            self.supports_jit = False
-        if ours and getattr(self, "use_cudnn", None) == "auto":
-            # Bidirectional would run two layers of cuDNN's at once, past `inner_loop`.
-            self.use_cudnn = False
+    @property
+    def supports_jit(self) -> bool:
+        """Whether XLA may compile a model with this layer: Keras asks, and it calls no kernels."""
+        ours = choose(self._facts(False, gpu_visible(), asked())).name == "cpu"
+        return vars(self).get("supports_jit", True) and not (
+            ours and keras.backend.backend() == "tensorflow"
+        )
+
+    @supports_jit.setter
+    def supports_jit(self, value: bool) -> None:
+        vars(self)["supports_jit"] = value
 
     # -- the loop --------------------------------------------------------------------------------
     def inner_loop(
@@ -106,9 +142,7 @@ class Fused:
             if mask is not None and engine == "keras":  # NaN under a mask reaches no gradient
                 zeros = ops.zeros_like(sequences)
                 sequences = ops.where(ops.expand_dims(mask, -1), sequences, zeros)
-            return super().inner_loop(  # type: ignore[misc]
-                sequences, initial_state, mask=mask, training=training
-            )
+            return self._loop_of_keras()(sequences, initial_state, mask=mask, training=training)
         states = list(initial_state) if tree.is_nested(initial_state) else [initial_state]
         states = [_for_all(state, sequences) for state in states]
         if self.stateful and keras.backend.backend() == "torch":  # type: ignore[attr-defined]
@@ -129,6 +163,10 @@ class Fused:
         run = (_FUSED if engine == "cpu" else _STEPS).get(keras.backend.backend(), composite)
         outputs, final = run(call, inputs)
         return self._as_keras(call, outputs, final, inputs.mask)
+
+    def _loop_of_keras(self) -> Any:
+        """Its loop around calls of the cell."""
+        return keras.layers.RNN.inner_loop.__get__(self)
 
     def _inputs(
         self, sequences: Tensor, states: Sequence[Tensor], mask: Tensor, training: bool
@@ -195,16 +233,25 @@ _FUSED = {"tensorflow": _tensorflow, "torch": _torch}
 _STEPS = {"jax": _jax}
 
 
+def refusal() -> str | None:
+    """Why nothing outside the graph can be called now, or None."""
+    if keras.backend.backend() == "tensorflow":
+        from anycell.keras import tensorflow
+
+        return tensorflow.refusal()
+    return asked()
+
+
 def _place(x: Tensor) -> tuple[bool, str | None]:
     """Whether ``x`` is on a GPU, and why nothing outside the graph can be called now."""
     backend = keras.backend.backend()
     if backend == "tensorflow":
         from anycell.keras import tensorflow
 
-        return tensorflow.on_gpu(x), tensorflow.refusal()
+        return tensorflow.on_gpu(x), refusal()
     if backend == "torch":
-        return x.device.type != "cpu", asked()
-    return gpu_visible(), asked()
+        return x.device.type != "cpu", refusal()
+    return gpu_visible(), refusal()
 
 
 def gpu_visible() -> bool:
@@ -229,9 +276,10 @@ class DropIn(Fused):
     """What ``LSTM``, ``GRU`` and ``SimpleRNN`` share: Keras's weights, and Keras's loop to fall
     back on."""
 
-    _symbolic: Cell
-
     def _step(self) -> Cell | str:
+        obstacle, kind = changed(self.cell), _KINDS.get(type(self.cell))
+        if obstacle is not None or kind is None:
+            return obstacle or "a cell of anycell runs in anycell.keras.RNN(cell, units)"
         named = {}
         for argument in ("activation", "recurrent_activation"):
             if hasattr(self.cell, argument):
@@ -241,18 +289,58 @@ class DropIn(Fused):
                     shown = getattr(given, "__name__", type(given).__name__)
                     return f"{argument}={shown} is not in the cell language"
                 named[argument] = name
-        return self._symbolic(**named, **self._structure())
+        structure = {n: getattr(self.cell, n) for n in kind.symbolic.structure if n not in named}
+        return kind.symbolic(**named, **structure)
 
-    def _structure(self) -> dict[str, Any]:
-        return {}
+    def _loop_of_keras(self) -> Any:
+        # That of LSTM and GRU may go past the cell.
+        kind = _KINDS.get(type(self.cell))
+        if kind is not None and changed(self.cell) is None and isinstance(self, kind.layer):
+            return kind.layer.inner_loop.__get__(self)
+        return super()._loop_of_keras()
+
+    def _dropped_by_kernel(self, step: Cell) -> bool:
+        if isinstance(self.cell, keras.layers.GRUCell) and not hasattr(
+            self.cell, "dropout_mask_count"
+        ):
+            return False  # before Keras 3.8 the mask falls on the state that z keeps as well
+        masked = [l.outputs for l in step.linears if l.name == RECURRENT]
+        return masked == [step.gates] and super()._dropped_by_kernel(step)
+
+    def _cudnn(self) -> bool:
+        cell = self.cell
+        return (
+            isinstance(self, (keras.layers.LSTM, keras.layers.GRU))
+            and isinstance(self, _KINDS[type(cell)].layer)
+            and (_name(cell.activation), _name(cell.recurrent_activation)) == ("tanh", "sigmoid")
+            and cell.use_bias
+            and not self.unroll
+            and not cell.recurrent_dropout
+            and getattr(cell, "reset_after", True)
+        )
+
+    @property
+    def use_cudnn(self) -> bool | str:
+        """As given; for "auto" False where not cuDNN runs the layer: then ``Bidirectional`` does
+        not run two layers of cuDNN's at once, past ``inner_loop``."""
+        given: bool | str = vars(self).get("use_cudnn", "auto")
+        facts = self._facts(False, gpu_visible(), None)
+        past = facts.cell is None or choose(facts).name == "cpu"
+        return False if given == "auto" and past else given
+
+    @use_cudnn.setter
+    def use_cudnn(self, value: bool | str) -> None:
+        vars(self)["use_cudnn"] = value
 
     def _drops(self, rate: float) -> bool:
         """Whether Keras draws masks: its gated cells take a rate of 1 for none."""
-        return 0.0 < rate < 1.0
+        return 0.0 < rate < 1.0 or (rate == 1.0 and type(self.cell) in _PLAIN)
 
     def _linears(self, recurrent_kernel: Tensor) -> tuple[tuple[str, Tensor], ...]:
         """The weights of further matmuls in a step."""
-        return ()
+        if getattr(self.cell, "reset_after", True):
+            return ()
+        return (("h", ops.transpose(recurrent_kernel[:, 2 * self.cell.units :])),)
 
     def _inputs(
         self, sequences: Tensor, states: Sequence[Tensor], mask: Tensor, training: bool
@@ -321,18 +409,6 @@ class LSTM(DropIn, keras.layers.LSTM):
         (2, 5, 8)
     """
 
-    _symbolic = cells.LSTM
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._settle()
-
-    def _cudnn(self) -> bool:
-        defaults = (
-            _name(self.activation) == "tanh" and _name(self.recurrent_activation) == "sigmoid"
-        )
-        return defaults and self.use_bias and not self.unroll and not self.recurrent_dropout
-
 
 @keras.saving.register_keras_serializable("anycell")
 class GRU(DropIn, keras.layers.GRU):
@@ -346,31 +422,6 @@ class GRU(DropIn, keras.layers.GRU):
     ``reset_after=False``, which has two matmuls in a step.
     """
 
-    _symbolic = cells.GRU
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._settle()
-
-    def _structure(self) -> dict[str, Any]:
-        return {"reset_after": self.cell.reset_after}
-
-    def _dropped_by_kernel(self, step: Cell | str) -> bool:
-        # Before Keras 3.8 there is one mask, and it falls on the state that z keeps as well.
-        return hasattr(self.cell, "dropout_mask_count") and super()._dropped_by_kernel(step)
-
-    def _linears(self, recurrent_kernel: Tensor) -> tuple[tuple[str, Tensor], ...]:
-        if self.cell.reset_after:
-            return ()
-        return (("h", ops.transpose(recurrent_kernel[:, 2 * self.cell.units :])),)
-
-    def _cudnn(self) -> bool:
-        defaults = (
-            _name(self.activation) == "tanh" and _name(self.recurrent_activation) == "sigmoid"
-        )
-        plain = self.use_bias and not self.unroll and not self.recurrent_dropout
-        return defaults and plain and self.cell.reset_after
-
 
 @keras.saving.register_keras_serializable("anycell")
 class SimpleRNN(DropIn, keras.layers.SimpleRNN):
@@ -378,15 +429,6 @@ class SimpleRNN(DropIn, keras.layers.SimpleRNN):
 
     h' = tanh(kernel x + recurrent_kernel h + bias)
     """
-
-    _symbolic = cells.SimpleRNN
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._settle()
-
-    def _drops(self, rate: float) -> bool:
-        return rate > 0.0
 
 
 @keras.saving.register_keras_serializable("anycell")
@@ -402,6 +444,19 @@ class GRUCell(keras.layers.GRUCell):
 @keras.saving.register_keras_serializable("anycell")
 class SimpleRNNCell(keras.layers.SimpleRNNCell):
     """``keras.layers.SimpleRNNCell``, one step of ``SimpleRNN``: as Keras runs it."""
+
+
+for _ours in (LSTMCell, GRUCell, SimpleRNNCell):
+    _KINDS[_ours], _CALLS[_ours] = _KINDS[_ours.__base__], _ours.call
+_PLAIN = (keras.layers.SimpleRNNCell, SimpleRNNCell)
+
+
+@keras.saving.register_keras_serializable("anycell", "RNN of a cell of Keras")
+class OfCell(DropIn, keras.layers.RNN):
+    """``keras.layers.RNN(LSTMCell(units))``, as ``accelerate`` leaves it."""
+
+
+OfCell.__name__ = "RNN"  # which Keras's files of weights go by
 
 
 _OF_THE_LAYER = (
@@ -463,7 +518,6 @@ class RNN(Fused, keras.layers.RNN):
             self._refuse_unknown(cell, kwargs)
         super().__init__(RNNCell(cell, units, **kwargs, **of_both), **of_layer, **of_both)
         self.input_spec = keras.InputSpec(ndim=3)
-        self._settle()
 
     def _refuse_unknown(self, cell: Cell, given: Mapping[str, Any]) -> None:
         known = {*inspect.signature(RNNCell).parameters, *declared_sizes(cell)}
@@ -490,12 +544,17 @@ class RNN(Fused, keras.layers.RNN):
         resets: Tensor = None,
     ) -> Any:
         """Runs the layer; see the class."""
-        declared = self.cell.cell.static
-        if (static is None) != (declared is None):
-            given = "None" if static is None else f"of shape {tuple(static.shape)}"
-            wanted = "None" if declared is None else f"[B, {self.units}], which it calls {declared}"
+        step = self._step()
+        if isinstance(step, Cell):
+            if (static is None) != (step.static is None):
+                given = "None" if static is None else f"of shape {tuple(static.shape)}"
+                own = f"[B, {self.units}], which it calls {step.static}" if step.static else "None"
+                raise ValueError(f"static: given {given}; expected {own}, for cell {step.name}.")
+        elif static is not None or resets is not None:
+            name = "resets" if static is None else "static"
             raise ValueError(
-                f"static: given {given}; expected {wanted}, for cell {self.cell.cell.name}."
+                f"{name}: given a tensor; expected None, for Keras's loop, which has no place for "
+                f"it, runs the layer: {step}. Run an anycell cell that is as it was made."
             )
         if mask is None:  # Keras looks for one only where sequences are the only tensor
             mask = _attached_mask(sequences)
@@ -506,7 +565,9 @@ class RNN(Fused, keras.layers.RNN):
             _beside.reset(token)
 
     def _step(self) -> Cell | str:
-        return self.cell.cell
+        if isinstance(self.cell, RNNCell):
+            return changed(self.cell) or self.cell.cell
+        return changed(self.cell) or "a cell of Keras, in a layer for cells of anycell"
 
     def _sizes(self) -> tuple[tuple[str, int], ...]:
         return self.cell.all_sizes
@@ -529,7 +590,9 @@ class RNN(Fused, keras.layers.RNN):
 
     def reset_state(self) -> None:
         """Stateful layers start anew: from the values that the cell declares."""
-        if self.states is not None:
+        if not isinstance(self.cell, RNNCell):
+            super().reset_state()
+        elif self.states is not None:
             for variable, s in zip(self.states, self.cell.cell.states, strict=True):
                 variable.assign(ops.full(variable.shape, s.initial, variable.dtype))
 

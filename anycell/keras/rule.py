@@ -93,7 +93,7 @@ def choose(facts: Facts) -> Engine:
         >>> choose(Facts(PeepholeLSTM, 64, gpu=True)).name
         'composite'
     """
-    loop = "keras" if facts.drop_in else "composite"
+    loop = "keras" if facts.drop_in or facts.cell is None else "composite"
     if facts.obstacle is not None:
         return Engine(loop, facts.obstacle)
     if facts.gpu:

@@ -3,17 +3,24 @@
 The input projection, where it is not so small that the kernel does it, and the gradients of input
 and weights are operations of TensorFlow's; it leaves out those that nobody asks for. The recurrence
 between them is one operation of ours with a gradient. In eager mode its kernels are called at once.
-In a graph they stand behind ``tf.numpy_function``, which is public, runs wherever TensorFlow does,
-and hands memory over in both directions without a copy where it begins on a cache line; ours always
-does. What the backward pass reads are outputs of that operation, so that loops, replicas and
-pruning treat it like any other tensor.
+In a graph they stand behind the callback of a ``tf.numpy_function``, which is public, runs wherever
+TensorFlow does, and hands memory over in both directions without a copy where it begins on a cache
+line; ours always does. What the backward pass reads are outputs of that operation, so that loops,
+replicas and pruning treat it like any other tensor.
+
+TensorFlow keeps callbacks and registered gradients for ever. So there is one callback and one
+gradient for each direction, for all layers; what they do for an operation they look up by a number
+in it, and the entry goes with the last graph that has that number.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +28,9 @@ import numpy.typing as npt
 import tensorflow as tf
 from tensorflow.python.eager import forwardprop_util, record  # open tapes have no public name
 from tensorflow.python.framework import ops as graphs
+from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow_graphs
 from tensorflow.python.saved_model import save_context
 
 from anycell import layer
@@ -101,26 +110,29 @@ def run(call: Call, inputs: Inputs) -> Result:
         inputs.seed,
         inputs.recurrent_mask,
     )
-    entering = inputs._replace(x=x, kernel=kernel)
-    given, spread = _flatten(entering)
-    recurrence = _Recurrence(call, own, spread, entering, flags)
+    parts = _parts(inputs._replace(x=x, kernel=kernel))
     # Whether anyone will ask for a gradient is not known; without a tape in sight it is unlikely,
     # and the backward pass then runs the forward pass again.
     keep = call.training or record.could_possibly_record()
+    recurrence = _Recurrence(
+        call,
+        own,
+        parts=tuple([part is not None for part in parts]),
+        linears=tuple([name for name, _ in inputs.linears]),
+        flags=tuple([flag is not None for flag in flags]),
+        keep=keep,
+        threads=tf.config.threading.get_intra_op_parallelism_threads() or cpu.pool.threads(),
+    )
+    flat = [part for part in parts if part is not None]
+    given = [flag for flag in flags if flag is not None]
+    outputs, final, kept = recurrence.forward(flat, given)
 
-    @tf.custom_gradient
-    def fused(*flat: Tensor) -> Any:
-        outputs, final, kept = recurrence.forward(flat, keep)
-        results = (outputs, *final) if call.sequences else tuple(final)
+    def gradient(*arriving: Tensor) -> Any:
+        return _gradient(recurrence, flat, given, arriving, kept)
 
-        def gradient(*arriving: Tensor) -> Any:
-            return _gradient(recurrence, flat, arriving, kept)
-
-        return results, gradient
-
-    results = fused(*given)
-    outputs = results[0] if call.sequences else None
-    return outputs, tuple(results[1:] if call.sequences else results)
+    ends = [outputs, *final] if call.sequences else final
+    ends = _differentiable(FORWARD, ends, flat, gradient)
+    return (ends[0], tuple(ends[1:])) if call.sequences else (None, tuple(ends))
 
 
 def _carries_tangents(tensors: Sequence[Any]) -> bool:
@@ -166,70 +178,108 @@ def _sizes(x: Tensor, axes: int) -> list[Any]:
     return [tf.shape(x)[i] if n is None else n for i, n in enumerate(x.shape.as_list()[:axes])]
 
 
-Spread = Callable[[Sequence[Any]], Inputs]
-
-
-def _flatten(inputs: Inputs) -> tuple[list[Tensor], Spread]:
-    """What gradients flow to, without what is absent, and the way back."""
-    names = [name for name, _ in inputs.linears]
+def _parts(inputs: Inputs) -> list[Tensor]:
+    """What gradients flow to, in the order of ``Inputs``; None where absent."""
     linears = [weight for _, weight in inputs.linears]
-    parts: list[Tensor] = [*inputs[:5], *inputs.params, *linears, *inputs.initial, inputs.static]
-    there = [i for i, part in enumerate(parts) if part is not None]
-    params = 5 + len(inputs.params)
-    states = params + len(names)
+    return [*inputs[:5], *inputs.params, *linears, *inputs.initial, inputs.static]
 
-    def spread(flat: Sequence[Any]) -> Inputs:
-        full: list[Any] = [None] * len(parts)
-        for i, value in zip(there, flat, strict=True):
-            full[i] = value
-        linears = tuple(zip(names, full[params:states], strict=True))
-        own, initial = tuple(full[5:params]), tuple(full[states:-1])
-        x, kernel, recurrent_kernel, bias, recurrent_bias = full[:5]
-        return Inputs(
-            x, kernel, recurrent_kernel, bias, recurrent_bias, own, linears, initial, full[-1]
-        )
 
-    return [parts[i] for i in there], spread
+# -- derivatives -----------------------------------------------------------------------------------
+
+FORWARD, BACKWARD = "AnycellRecurrence", "AnycellRecurrenceGradient"
+
+
+def _differentiable(
+    name: str, results: Sequence[Tensor], args: Sequence[Tensor], gradient: Callable[..., Any]
+) -> list[Tensor]:
+    """``results``, whose gradient for ``args`` is ``gradient``.
+
+    As ``tf.custom_gradient`` does it, but that registers a function for every graph, which keeps
+    the graph for ever. Ours are registered once, by ``name``, and find all they need from the
+    operation.
+    """
+    if tf.executing_eagerly():
+        outputs = [tf.identity(result) for result in results]
+        record.record_operation(name, outputs, [*args], gradient)
+        return outputs
+    inputs, count = [*results, *args], len(results)
+    with graphs.get_default_graph().gradient_override_map({"IdentityN": name}):
+        outputs = list(tf.identity_n(inputs))
+
+    def recorded(*arriving: Tensor) -> list[Tensor]:
+        return [None] * count + list(gradient(*arriving[:count]))
+
+    record.record_operation(name, outputs, inputs, recorded)
+    return outputs[:count]
+
+
+def _kernels(op: Any) -> tuple[_Recurrence, list[Tensor], list[Tensor]]:
+    """The kernels behind an operation of ``_differentiable``, their inputs and outputs."""
+    source = next(t.op for t in op.inputs if t.op.type == "PyFuncStateless")  # results come first
+    number, *inputs = source.inputs
+    return _work[int(tf.get_static_value(number))].__self__, inputs, list(source.outputs)
+
+
+@tf.RegisterGradient(FORWARD)
+def _of_forward(op: Any, *arriving: Tensor) -> list[Tensor]:
+    recurrence, inputs, outputs = _kernels(op)
+    flat, flags, _ = recurrence.sort(inputs)
+    count = len(op.inputs) - len(flat)
+    kept = outputs[len(outputs) - recurrence.kept :]
+    return [None] * count + list(_gradient(recurrence, flat, flags, arriving[:count], kept))
+
+
+@tf.RegisterGradient(BACKWARD)
+def _of_backward(op: Any, *seconds: Tensor) -> list[Tensor]:
+    recurrence, inputs, _ = _kernels(op)
+    flat, flags, rest = recurrence.sort(inputs)
+    count = len(flat)
+    arriving = rest[: len(op.inputs) - 2 * count]
+    return [None] * count + list(
+        _second(recurrence, flags, [*flat, *arriving], count, seconds[:count])
+    )
 
 
 def _gradient(
     recurrence: _Recurrence,
     flat: Sequence[Tensor],
+    flags: Sequence[Tensor],
     arriving: Sequence[Tensor],
     kept: Sequence[Tensor],
 ) -> Any:
     """The gradients of ``flat``, which can be differentiated again: through the composite."""
     arriving = [tf.convert_to_tensor(part) for part in arriving]  # behind a gather they are slices
+    args = [*flat, *arriving]
     if _carries_tangents(arriving):
-        return _first(recurrence, [*flat, *arriving], len(flat))
+        return _first(recurrence, flags, args, len(flat))
+    found = recurrence.backward(flat, flags, arriving, kept)
     if tf.executing_eagerly() and not record.could_possibly_record():
-        return recurrence.backward(flat, arriving, kept)
-    count = len(flat)
+        return found
 
-    @tf.custom_gradient
-    def once(*args: Tensor) -> Any:
-        found = recurrence.backward(args[:count], args[count:], kept)
+    def twice(*seconds: Tensor) -> Any:
+        return _second(recurrence, flags, args, len(flat), seconds)
 
-        def twice(*seconds: Tensor) -> Any:
-            return _second(recurrence, args, count, seconds)
-
-        return found, twice
-
-    return once(*flat, *arriving)
+    return _differentiable(BACKWARD, found, args, twice)
 
 
 def _second(
-    recurrence: _Recurrence, args: Sequence[Tensor], count: int, seconds: Sequence[Tensor]
+    recurrence: _Recurrence,
+    flags: Sequence[Tensor],
+    args: Sequence[Tensor],
+    count: int,
+    seconds: Sequence[Tensor],
 ) -> Any:
     with tf.GradientTape() as outer:
         outer.watch(args)
-        first = _first(recurrence, args, count)
+        first = _first(recurrence, flags, args, count)
     return outer.gradient(first, args, seconds, tf.UnconnectedGradients.ZERO)
 
 
-def _first(recurrence: _Recurrence, args: Sequence[Tensor], count: int) -> Any:
+def _first(
+    recurrence: _Recurrence, flags: Sequence[Tensor], args: Sequence[Tensor], count: int
+) -> Any:
     """The gradients by the composite: of the first ``count`` of ``args``, for the others."""
-    call, inputs = recurrence.call, recurrence.inputs
+    call = recurrence.call
     if call.training and call.cell.keeps:
         raise NotImplementedError(
             f"second derivatives of {call.cell.name} in training: its random masks are drawn by "
@@ -237,51 +287,150 @@ def _first(recurrence: _Recurrence, args: Sequence[Tensor], count: int) -> Any:
         )
     if _carries_tangents(args):
         call = _unlooped(call, args[0])
-    flags = {name: getattr(inputs, name) for name in ("mask", "resets", "recurrent_mask")}
+    mask, resets, _, dropped = recurrence.by_flag(flags)
+    mask, resets = (t if t is None else tf.cast(t, "bool") for t in (mask, resets))
     with tf.GradientTape() as inner:
         inner.watch(args[:count])
-        outputs, final = composite(call, recurrence.spread(args[:count])._replace(**flags))
+        inputs = recurrence.spread(args[:count])
+        inputs = inputs._replace(mask=mask, resets=resets, recurrent_mask=dropped)
+        outputs, final = composite(call, inputs)
         ends = (outputs, *final) if call.sequences else final
     return inner.gradient(ends, args[:count], args[count:], tf.UnconnectedGradients.ZERO)
 
 
+# -- the way out of a graph ------------------------------------------------------------------------
+
+# What the numbers in operations stand for.
+_work: dict[int, Any] = {}
+_numbers = itertools.count()
+# Names of nodes appear in the errors of XLA, TensorFlow Lite and TensorFlow Serving.
+_NODE = "anycell.keras.step_by_step_traces_it_without"
+_REFUSAL = (
+    "anycell: this function calls fused kernels, which only this process has. To save it, trace it "
+    "within anycell.keras.step_by_step()"
+)
+
+
+def _out_of_graph(
+    compute: Callable[..., list[Array]], tensors: Sequence[Tensor], kinds: Sequence[Any]
+) -> list[Tensor]:
+    """``compute``, a method on arrays, as an operation of the graph that is being traced."""
+    number, graph = next(_numbers), graphs.get_default_graph()
+    _work[number] = compute
+    while isinstance(graph, control_flow_graphs.ControlFlowFuncGraph):
+        graph = graph.outer_graph  # a loop or branch has no life of its own, but its function
+    if isinstance(graph, FuncGraph):  # not one of TensorFlow 1, which keeps its callbacks for ever
+        with tf.init_scope(), tf.device("CPU:0"):
+            # No variable is behind it. It is there to live as long as a graph that captures it, and
+            # TensorFlow refuses to save a function that does, in words that contain its name.
+            handle = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=[], shared_name=_REFUSAL)
+        weakref.finalize(handle, _work.pop, number).atexit = False
+        graph.capture(handle, name=_NODE)
+    return list(
+        tf.raw_ops.PyFuncStateless(
+            input=[tf.constant(number, tf.int64), *tensors],
+            token=_callback()[0],
+            Tout=kinds,
+            name=_NODE,
+        )
+    )
+
+
+@functools.cache
+def _callback() -> tuple[bytes, Any]:
+    """The token of the one callback, and the graph with which TensorFlow would forget it."""
+    graph = tf.Graph()
+    with graph.as_default():
+        (output,) = tf.numpy_function(_called, [0], [tf.float32], stateful=False)
+    return output.op.get_attr("token"), graph
+
+
+def _called(number: Array, *arrays: Array) -> list[Array]:
+    return list(_work[int(number)](*arrays))
+
+
+@dataclass(frozen=True)
 class _Recurrence:
     """The steps of a layer, and the input projection if it is the kernel's: on NumPy's views of
-    tensors.
+    tensors. It holds none of them itself, for it outlives what it is used on.
+
+    Attributes:
+        call: what is run.
+        plan: of its kernels.
+        parts: which of ``_parts`` are given; these are ``flat`` below.
+        linears: the names of further matmuls' weights.
+        flags: which are given of mask, resets, seed and recurrent mask.
+        keep: whether the forward pass keeps what the backward pass reads.
+        threads: at most so many.
     """
 
-    def __init__(
-        self, call: Call, own: Plan, spread: Spread, inputs: Inputs, flags: Sequence[Tensor]
-    ) -> None:
-        self.call, self.plan, self.spread, self.inputs = call, own, spread, inputs
-        self.flags = [flag for flag in flags if flag is not None]
-        self.given = [flag is not None for flag in flags]
-        self.threads = tf.config.threading.get_intra_op_parallelism_threads() or cpu.pool.threads()
-        # Outputs that are zero under a mask are not the hidden states.
-        self.apart = call.sequences and inputs.mask is not None and not call.repeat
-        # States, besides the first, of whose sequence the backward pass reads.
-        self.others = [name for name in call.cell.state_names[1:] if name in own.states]
+    call: Call
+    plan: Plan
+    parts: tuple[bool, ...]
+    linears: tuple[str, ...]
+    flags: tuple[bool, ...]
+    keep: bool
+    threads: int
+
+    @property
+    def apart(self) -> bool:
+        """Whether outputs, zero under a mask, are not the hidden states."""
+        return self.call.sequences and self.flags[0] and not self.call.repeat
+
+    @property
+    def others(self) -> list[str]:
+        """States, besides the first, of whose sequence the backward pass reads."""
+        return [name for name in self.call.cell.state_names[1:] if name in self.plan.states]
+
+    @property
+    def kept(self) -> int:
+        """How many of the forward pass's last outputs the backward pass reads."""
+        return (2 + len(self.others)) * self.keep
+
+    def sort(self, tensors: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """``flat``, flags and what follows them."""
+        first, last = sum(self.parts), sum(self.parts) + sum(self.flags)
+        return list(tensors[:first]), list(tensors[first:last]), list(tensors[last:])
+
+    def spread(self, flat: Sequence[Any]) -> Inputs:
+        """``flat`` by name, with None for what is absent."""
+        there = iter(flat)
+        full = [next(there) if given else None for given in self.parts]
+        params = 5 + len(self.call.cell.params)
+        states = params + len(self.linears)
+        x, kernel, recurrent_kernel, bias, recurrent_bias = full[:5]
+        return Inputs(
+            x,
+            kernel,
+            recurrent_kernel,
+            bias,
+            recurrent_bias,
+            tuple(full[5:params]),
+            tuple(zip(self.linears, full[params:states], strict=True)),
+            tuple(full[states:-1]),
+            full[-1],
+        )
+
+    def by_flag(self, flags: Sequence[Any]) -> list[Any]:
+        """Mask, resets, seed and recurrent mask, with None for what is absent."""
+        there = iter(flags)
+        return [next(there) if given else None for given in self.flags]
 
     # -- on tensors --------------------------------------------------------------------------------
 
     def forward(
-        self, flat: Sequence[Tensor], keep: bool
+        self, flat: Sequence[Tensor], flags: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Outputs, final states, and what the backward pass reads."""
         call, states = self.call, self.call.cell.states
-
-        def compute(*args: Array) -> list[Array]:
-            return self._forward(args[: len(flat)], args[len(flat) :], keep)
-
-        own = call.sequences and (self.apart or not keep)  # outputs that the kernel hands on
-        count = own + len(states) + (2 + len(self.others)) * keep
-        found = self._call(compute, [*flat, *self.flags], count)
+        own = call.sequences and (self.apart or not self.keep)  # outputs that the kernel hands on
+        found = self._run(self._forward, [*flat, *flags], own + len(states) + self.kept)
         outputs = found.pop(0) if own else None
         final, kept = found[: len(states)], found[len(states) :]
         if call.sequences and not own:
             # A view, made by TensorFlow: it then knows the memory shared.
             outputs = kept[0][1 : _sizes(flat[0], 1)[0] + 1]
-        steps, rows = self.inputs.x.shape[:2]
+        steps, rows = flat[0].shape[:2]
         if outputs is not None:
             outputs.set_shape([steps, rows, call.size(states[0].size)])
         for state, declared in zip(final, states, strict=True):
@@ -289,21 +438,19 @@ class _Recurrence:
         return outputs, final, kept
 
     def backward(
-        self, flat: Sequence[Tensor], arriving: Sequence[Tensor], kept: Sequence[Tensor]
+        self,
+        flat: Sequence[Tensor],
+        flags: Sequence[Tensor],
+        arriving: Sequence[Tensor],
+        kept: Sequence[Tensor],
     ) -> list[Tensor]:
         """The gradient of each of ``flat``."""
-        kept = kept or self.forward(flat, True)[2]
-        first, last = len(flat), len(flat) + len(self.flags)
-
-        def compute(*args: Array) -> list[Array]:
-            ends, own = args[last : last + len(arriving)], args[last + len(arriving) :]
-            return self._backward(args[:first], args[first:last], ends, own)
-
-        call, cell, given = self.call, self.plan.cell, self.inputs
+        kept = kept or replace(self, keep=True).forward(flat, flags)[2]
+        call, cell, given = self.call, self.plan.cell, self.spread(flat)
         factors = [self._factors(linear) for linear in cell.linears]
         count = 1 + len(cell.params) + len(cell.states) + (given.static is not None)
         count += sum(outputs + operand for outputs, operand in factors)
-        found = iter(self._call(compute, [*flat, *self.flags, *arriving, *kept], count))
+        found = iter(self._run(self._backward, [*flat, *flags, *arriving, *kept], count))
         dgates = next(found)
         dgates.set_shape([*given.x.shape[:2], len(cell.gates) * call.hidden_size])
         params = tuple([next(found) for _ in cell.params])
@@ -313,7 +460,7 @@ class _Recurrence:
         for linear, (outputs, operand) in zip(cell.linears, factors, strict=True):
             d = next(found) if outputs else rows
             before = next(found) if operand else self._before(kept[0])
-            for name, own in self._products(linear, d, before).items():
+            for name, own in self._products(given, linear, d, before).items():
                 parts.setdefault(name, {}).update(own)
         declared = {l.weight: l.declared for l in cell.linears}
         columns = {l.weight for l in cell.linears if l.heads > 1} | {RECURRENT}
@@ -337,7 +484,7 @@ class _Recurrence:
             initial,
             static,
         )
-        wanted = _flatten(grads)[0]
+        wanted = [grad for grad in _parts(grads) if grad is not None]
         for grad, like in zip(wanted, flat, strict=True):
             grad.set_shape(like.shape)
         return wanted
@@ -346,19 +493,21 @@ class _Recurrence:
         """Which factors of a weight's gradient the kernel writes; see ``layer.Factors``."""
         operand = linear.operand
         first = operand.op == "state" and operand.attrs[0] == self.call.cell.state_names[0]
-        return not self.plan.shares_gradient(linear), not first or self.inputs.resets is not None
+        return not self.plan.shares_gradient(linear), not first or self.flags[1]
 
     def _before(self, hidden: Tensor) -> Tensor:
         """The first state before each step, from its sequence."""
         before = hidden[2:] if self.call.reverse else hidden[:-1]
         return tf.reshape(before, [-1, self.call.size(self.call.cell.states[0].size)])
 
-    def _products(self, linear: Linear, d: Tensor, operand: Tensor) -> dict[str, dict[str, Tensor]]:
+    def _products(
+        self, given: Inputs, linear: Linear, d: Tensor, operand: Tensor
+    ) -> dict[str, dict[str, Tensor]]:
         """The gradients of a matmul's weight and bias, by the matmul's outputs."""
         outputs, size = len(linear.outputs), self.call.size(linear.out_size)
         d.set_shape([None, outputs * size])
         found, name = {}, linear.weight
-        biases = {f"{RECURRENT}_bias": self.inputs.recurrent_bias, **dict(self.inputs.linears)}
+        biases = {f"{RECURRENT}_bias": given.recurrent_bias, **dict(given.linears)}
         if biases.get(f"{name}_bias") is not None:
             found[f"{name}_bias"] = tf.split(tf.reduce_sum(d, axis=0), outputs)
         if linear.heads > 1:
@@ -372,20 +521,20 @@ class _Recurrence:
             found[name] = tf.split(tf.matmul(d, operand, transpose_a=True), outputs)
         return {k: dict(zip(linear.outputs, own, strict=True)) for k, own in found.items()}
 
-    def _call(
+    def _run(
         self, compute: Callable[..., list[Array]], tensors: Sequence[Tensor], count: int
     ) -> list[Tensor]:
         """``compute`` on the memory of tensors: now, or where the graph runs."""
         if tf.executing_eagerly():
             return [_tensor(array) for array in compute(*map(np.asarray, tensors))]
-        kinds = [self.plan.dtype] * count
-        return list(tf.numpy_function(compute, tensors, kinds, stateful=False))
+        return _out_of_graph(compute, tensors, [tf.as_dtype(self.plan.dtype)] * count)
 
     # -- on arrays ---------------------------------------------------------------------------------
 
-    def _forward(self, flat: Sequence[Array], flags: Sequence[Array], keep: bool) -> list[Array]:
+    def _forward(self, *arrays: Array) -> list[Array]:
+        flat, flags, _ = self.sort(arrays)
         gates, weights, options = self._arguments(flat, flags)
-        host = AlignedHost(self.plan.dtype)
+        host, keep = AlignedHost(self.plan.dtype), self.keep
         out, final, saved = layer.forward(host, self.plan, gates, [weights], options, keep=keep)
         found = [out] if self.call.sequences and (self.apart or not keep) else []
         found += [state[0] for state in final]
@@ -396,13 +545,10 @@ class _Recurrence:
             found += [states[name] for name in self.others]
         return found
 
-    def _backward(
-        self,
-        flat: Sequence[Array],
-        flags: Sequence[Array],
-        arriving: Sequence[Array],
-        kept: Sequence[Array],
-    ) -> list[Array]:
+    def _backward(self, *arrays: Array) -> list[Array]:
+        flat, flags, rest = self.sort(arrays)
+        ends = len(self.call.cell.states) + self.call.sequences
+        arriving, kept = rest[:ends], rest[ends:]
         x, weights, options = self._arguments(flat, flags)
         # The gradient of the gates is asked for, as if they had been projected outside.
         weights.ih, width = None, len(self.call.cell.gates) * self.call.hidden_size
@@ -421,8 +567,8 @@ class _Recurrence:
     def _arguments(
         self, flat: Sequence[Array], flags: Sequence[Array]
     ) -> tuple[Array, layer.Weights, layer.Options]:
-        given, call, later = self.spread(flat), self.call, iter(flags)
-        mask, resets, seed, dropped = [next(later) if there else None for there in self.given]
+        given, call = self.spread(flat), self.call
+        mask, resets, seed, dropped = self.by_flag(flags)
         check(call, given._replace(mask=mask, resets=resets))  # of sizes that no graph knows
         ih, hh, reset = given.kernel, given.recurrent_kernel, None
         if resets is not None:

@@ -1,0 +1,235 @@
+"""``accelerate`` and ``recurrent_layers`` of the Keras layers, on any backend."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+keras = pytest.importorskip("keras")
+
+from keras_layers import BACKEND, number  # noqa: E402
+from tolerances import assert_close  # noqa: E402
+
+import anycell.keras as ak  # noqa: E402
+from anycell import cells  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+layers = keras.layers
+RUNS = "keras" if BACKEND == "jax" else "cpu"
+
+
+class OfMine(layers.LSTM):
+    """A subclass, whose step may be anything."""
+
+
+class CellOfMine(layers.LSTMCell):
+    """A cell that keeps half of what an LSTM makes."""
+
+    def call(self, inputs: Any, states: Any, training: bool = False) -> Any:
+        h, states = super().call(inputs, states, training=training)
+        return 0.5 * h, states
+
+
+@keras.saving.register_keras_serializable("tests")
+class Nested(keras.Model):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.inside = keras.Sequential([layers.Bidirectional(layers.GRU(3), name="both")])
+        self.dense = layers.Dense(2)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(self.inside(x))
+
+
+def sequential() -> Any:
+    return keras.Sequential(
+        [
+            layers.LSTM(4, return_sequences=True),
+            layers.GRU(3, reset_after=False, go_backwards=True, return_sequences=True),
+            layers.SimpleRNN(4, activation="relu"),
+            layers.Dense(2),
+        ]
+    )
+
+
+def functional() -> Any:
+    """Of masks, wrappers, a layer that is called twice, and a cell in a layer."""
+    words = keras.Input((None,), dtype="int32")
+    x = layers.Embedding(5, 3, mask_zero=True)(words)
+    x = layers.Bidirectional(layers.LSTM(2, return_sequences=True), merge_mode="sum")(x)
+    shared = layers.GRU(2, return_sequences=True)
+    x = shared(shared(x))
+    x = layers.RNN(layers.LSTMCell(3), return_sequences=True)(x)
+    x = layers.RNN(ak.RNNCell(cells.PeepholeLSTM, 3))(x)
+    return keras.Model(words, layers.Dense(2)(x))
+
+
+def distributed() -> Any:
+    given = keras.Input((3, 5, 3))
+    x = layers.TimeDistributed(layers.LSTM(4))(given)
+    return keras.Model(given, layers.Dense(2)(layers.GRU(3, trainable=False)(x)))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "sequential": sequential,
+    "functional": functional,
+    "distributed": distributed,
+    "subclassed": Nested,
+}
+
+
+def data(name: str) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shape = {"functional": (8, 5), "distributed": (8, 3, 5, 3)}.get(name, (8, 5, 3))
+    x = rng.integers(0, 5, shape) if len(shape) == 2 else rng.normal(size=shape).astype("float32")
+    return x, rng.normal(size=(8, 2)).astype("float32")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_accelerated_model_is_the_same_model(name: str, tmp_path: Any) -> None:
+    """In what it predicts, how it goes on training, and in its files."""
+    if BACKEND == "torch" and name == "functional":
+        pytest.skip("keras.layers on torch takes no mask that starts with a masked step")
+    x, y = data(name)
+    given = {} if name != "sequential" else {"clipnorm": 1.0}
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(1)
+        model = MODELS[name]()
+        model.compile(keras.optimizers.Adam(0.01, **given), "mse")
+        model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+        models.append(model)
+    plain, ours = models
+    kept = [id(w) for w in ours.weights], [id(v) for v in ours.optimizer.variables]
+    before = ours.predict(x, verbose=0)
+    assert ak.accelerate(ours) is ours
+    assert kept == ([id(w) for w in ours.weights], [id(v) for v in ours.optimizer.variables])
+    assert {found.engine for found in ak.recurrent_layers(ours)} <= {RUNS, "composite"}
+    assert_close(ours.predict(x, verbose=0), before, "float32", "forward")
+
+    steps = [number(plain(x)), number(ours(x))]
+    assert_close(steps[1], steps[0], "float32", "forward")
+    weights = ours.get_weights()
+    for model in models:
+        model.compile("sgd", "mse")  # whose step is the gradient, and no sign of it
+        model.fit(x, y, batch_size=8, verbose=0)
+    for a, b, start in zip(ours.get_weights(), plain.get_weights(), weights, strict=True):
+        assert_close(a, b, "float32", "gradient")
+        assert start.dtype != np.float32 or name == "distributed" or not np.array_equal(a, start)
+
+    right = ours.predict(x, verbose=0)
+    ours.save_weights(tmp_path / "our.weights.h5")
+    plain.load_weights(tmp_path / "our.weights.h5")
+    assert_close(plain.predict(x, verbose=0), right, "float32", "forward")
+    ours.save(tmp_path / "our.keras")
+    again = keras.models.load_model(tmp_path / "our.keras")
+    assert_close(again.predict(x, verbose=0), right, "float32", "forward")
+    if name != "subclassed":  # which makes layers of Keras when it is loaded, too
+        assert list(map(str, ak.recurrent_layers(again))) == list(
+            map(str, ak.recurrent_layers(ours))
+        )
+
+
+def test_a_compiled_model_leaves_its_old_graph() -> None:
+    """And XLA with it, which would keep the kernels out; what it counted stays."""
+    x, y = data("sequential")
+    model = sequential()
+    model.compile("adam", "mse")
+    model.fit(x, y, verbose=0)
+    model.evaluate(x, y, verbose=0)
+    model.predict(x, verbose=0)
+    run, count = [], int(model.optimizer.iterations)
+    ak.accelerate(model)
+    assert int(model.optimizer.iterations) == count
+    if BACKEND == "tensorflow":
+        assert model.jit_compile is False
+    for layer in model.layers[:3]:
+        inner, name = layer.inner_loop, layer.name
+        layer.inner_loop = lambda *a, inner=inner, name=name, **k: (
+            run.append(name) or inner(*a, **k)
+        )
+    for use in (model.fit, model.evaluate):
+        run.clear()
+        use(x, y, verbose=0)
+        assert {layer.name for layer in model.layers[:3]} <= set(run)
+    run.clear()
+    model.predict(x, verbose=0)
+    assert {layer.name for layer in model.layers[:3]} <= set(run)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "mixed_bfloat16"])
+def test_what_a_layer_was_told_stays(dtype: str) -> None:
+    if BACKEND == "jax" and dtype == "float64":
+        pytest.skip("JAX has float64 only if asked for it")
+    layer = layers.LSTM(4, stateful=True, dropout=0.3, seed=3, dtype=dtype, name="memory")
+    x = np.random.default_rng(0).normal(size=(2, 5, 3))
+    layer(x)
+    states, config = [number(s) for s in layer.states], layer.get_config()
+    model = keras.Sequential([keras.Input(batch_shape=(2, 5, 3)), layer])
+    layer.trainable = False
+    ak.accelerate(model)
+    assert type(layer) is ak.LSTM
+    assert not layer.trainable
+    assert layer.get_config() == {**config, "trainable": False}
+    for before, after in zip(states, layer.states, strict=True):
+        assert np.array_equal(before, number(after))
+
+
+def test_what_is_left_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mine, self.patched = OfMine(4, name="mine"), layers.GRU(4, name="patched")
+            self.patched.cell.call = lambda x, states, training=False: (states[0], states)
+            self.called = layers.LSTM(4, name="called")
+            self.called.call = lambda x, **_: x
+            self.cell = layers.RNN(CellOfMine(4), name="changed")
+            self.stack = layers.RNN([layers.LSTMCell(4), layers.GRUCell(4)], name="stack")
+            self.images = layers.ConvLSTM1D(2, 3, name="images")
+            self.step = layers.GRUCell(4, name="step")
+            self.taken = layers.SimpleRNN(4, name="taken")
+
+    model = Model()
+    with caplog.at_level(logging.INFO, logger="anycell"):
+        ak.accelerate(model)
+    found = {layer.name: layer for layer in ak.recurrent_layers(model)}
+    assert [record.message for record in caplog.records] == list(map(str, found.values()))
+    for name, (kind, reason) in {
+        "mine": ("OfMine", "derive it from anycell.keras.LSTM"),
+        "patched": ("GRU", "call of the GRUCell has been replaced"),
+        "called": ("LSTM", "its call has been replaced"),
+        "changed": ("RNN", "of class CellOfMine"),
+        "stack": ("RNN", "of class StackedRNNCells"),
+        "images": ("ConvLSTM1D", "only LSTM, GRU, SimpleRNN"),
+        "step": ("GRUCell", "one step"),
+    }.items():
+        assert found.pop(name).engine == "keras", name
+        assert reason in str(ak.recurrent_layers(getattr(model, model_attribute(model, name)))[0])
+        assert type(getattr(model, model_attribute(model, name))).__name__ == kind
+    assert [(name, layer.kind, layer.engine) for name, layer in found.items()] == [
+        ("taken", "SimpleRNN of anycell", RUNS)
+    ]
+
+
+def model_attribute(model: Any, name: str) -> str:
+    return next(k for k, v in vars(model).items() if getattr(v, "name", None) == name)
+
+
+def test_paths_and_what_has_not_been_accelerated() -> None:
+    model = keras.Sequential([Nested(name="nested"), layers.Dense(1)])
+    first, second = ak.recurrent_layers(model)
+    assert first.name.startswith("nested/sequential")
+    assert (first.name.split("/")[-2], second.name.split("/")[-2]) == ("both", "both")
+    assert "GRU of keras runs on keras (accelerate(model) has not been called)" in str(first)
+    layer = ak.accelerate(layers.LSTM(3))
+    assert type(layer) is ak.LSTM
+    assert str(ak.recurrent_layers(layer)[0]).startswith("the model: LSTM of anycell runs on")
+    for given, hint in ((keras.Sequential, "Call it first"), (3, "Pass a model")):
+        with pytest.raises(TypeError, match=rf"model: given .*; expected a model .* {hint}"):
+            ak.accelerate(given)
