@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -288,6 +289,47 @@ def test_every_guise_of_every_array(
     if "step" in entry.__name__ and case.steps > 1:
         case = case._replace(steps=1)
     assert check_variants(entry(case, kind), case, torchs, seed) > 10
+
+
+# What else an error may be about: another input is another call, in which all that comes per row or
+# step is wrong instead; and sizes follow from states and weights alike.
+ANY = "x:|gates_x|state|mask|resets|lengths|static|weights|params"
+CALLED = {"x": ANY, "gates_x": ANY, "state": "state|weights", "d": "grad_"}
+
+
+@entries
+def test_every_array_that_is_another_one(
+    entry: Callable[[Case, str], Entry], kind: str, seed: int
+) -> None:
+    """Of another shape, number of axes or dtype: refused, and the error says of which argument."""
+    case, count = Case(40, 9, 6, 8, "step" not in entry.__name__), 0
+    one, numpy = entry(case, kind), not entry.__name__.startswith("torch")
+    arrays = draw(case, one.shapes, seed)
+    for name, array in arrays.items():
+        if not numpy and re.search(r"_l\d", name):
+            continue  # parameters, which nobody passes to a call
+        if not numpy and name.startswith("d "):
+            continue  # autograd looks after these
+        word = name.split()[0]
+        others = [array[None], array.astype(np.complex64), array.astype(np.int16)]
+        if numpy:
+            others += [np.full(array.shape, "a"), np.full(array.shape, None)]
+        for axis in range(array.ndim):
+            others += [array.take(range(1, array.shape[axis]), axis), array.take(0, axis)]
+            others += [np.concatenate([array, array], axis), array.take([], axis)]
+        for other in others:
+            if other.dtype == np.int16 and (numpy or word == "lengths"):
+                continue  # NumPy's layers convert numbers, and lengths are integers
+            if word == "reset_state" and other.ndim == 1:
+                continue  # one value for all rows
+            with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+                one.call({**arrays, name: np.asarray(other)})
+            said = str(caught.value)
+            if entry is not torch_module or kind == "RNN":  # drop-ins have torch's own errors
+                assert "expected" in said, (name, other.shape, said)
+                assert re.search(CALLED.get(word, word), said), (name, other.shape, said)
+            count += 1
+    assert count > 10
 
 
 # -- roads -----------------------------------------------------------------------------------------

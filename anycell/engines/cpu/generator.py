@@ -28,7 +28,7 @@ from anycell.engines.cpu import ops
 from anycell.engines.cpu.geometry import INPUT, REALS, Geometry, Matmul, matmuls, projecting
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant
 from anycell.engines.cpu.matmul import Blocks, print_packing
-from anycell.lang import cell as lang_cell
+from anycell.lang.cell import INPUT as INPUT_SIZE
 from anycell.lang.expr import Expr, is_const, topological
 from anycell.lang.ops import is_reduction
 from anycell.plan import FREE, MATMULS, Plan, gradient_roots, is_narrow, passes, size_of
@@ -99,7 +99,7 @@ def extents(plan: Plan, backward: bool, saved_width: int) -> dict[str, tuple[str
     if not backward:
         # Of a cell that multiplies the input in its step, x is that input.
         projects = any(l.operand.op == "input" for l in cell.linears)
-        entering = plan.sizes[lang_cell.INPUT] if projects else gates
+        entering = plan.sizes[INPUT_SIZE] if projects else gates
         arrays |= {"x": ("steps", entering), "input": ("steps", 0), "out": ("steps", widths[0])}
         arrays["product"] = "rows", gates
         return arrays
