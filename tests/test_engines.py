@@ -39,6 +39,7 @@ from anycell import (
 )
 from anycell.engines import cpu, reference
 from anycell.engines.cpu import isa
+from anycell.layer.run import extent
 from anycell.numpy.host import NumpyHost
 from anycell.plan import plan
 
@@ -484,7 +485,8 @@ def test_packing_writes_only_its_block(dtype: str, backward: bool, transposed: b
         memory = np.full(size + 8192, 0xAB, np.uint8)
         start = -memory.ctypes.data % cpu.LINE
         at = memory.ctypes.data + start
-        cpu.pack(kernel, 0, at, weight.ctypes.data, strides, 0, 0, 1)
+        bounds = extent(NumpyHost(dtype), weight)
+        cpu.pack(kernel, 0, at, weight.ctypes.data, strides, 0, 0, 1, bounds=bounds)
         assert not (memory[start : start + size] == 0xAB).all()
         assert (memory[start + size :] == 0xAB).all()
 

@@ -288,7 +288,7 @@ def test_every_guise_of_every_array(
     torchs = entry.__name__.startswith("torch")
     if "step" in entry.__name__ and case.steps > 1:
         case = case._replace(steps=1)
-    assert check_variants(entry(case, kind), case, torchs, seed) > 10
+    assert check_variants(entry(case, kind), case, torchs, seed) > (10 if case.rows else 5)
 
 
 # What else an error may be about: another input is another call, in which all that comes per row or
