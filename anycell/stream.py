@@ -16,6 +16,7 @@ from typing import NamedTuple
 from anycell.engines import cpu
 from anycell.lang.cell import INPUT, PROJECTION, Cell, with_projection
 from anycell.layer import Array, Host, Weights, contract, row_group, share
+from anycell.layer.arguments import DENSE
 from anycell.layer.run import extent
 from anycell.plan import plan
 
@@ -134,7 +135,7 @@ class Stream:
     ) -> None:
         self.host, self.states, self.static = host, cell.states, cell.static
         self._like, self._pointer = host.like, host.pointer
-        self._dense = host.dense
+        self._fit = host.fit
         whole = plan(cell, sizes["H"], dtype, sizes=sizes)
         self.layers = []
         for w in weights:
@@ -188,7 +189,7 @@ class Stream:
             new.append(after)
             here = pointer(before)
             if here % itemsize:  # what comes from a file or a packed record may lie anywhere
-                before = self._dense(before)
+                before = self._fit(before, DENSE)
                 here = pointer(before)
             alive.append(before)
             # From the state before to the one after is one step of the kernel.
@@ -199,10 +200,10 @@ class Stream:
                 here += size
         at, below, out = pointer(x), pointer(new[0]), pointer(output)
         if at % itemsize:
-            x = self._dense(x)
+            x = self._fit(x, DENSE)
             at = pointer(x)
         if static is not None:
-            static = self._dense(static)
+            static = self._fit(static, DENSE)
         if cpu.check.ON:
             self._check(rows, x, alive, static, [*new, output])
         for entries, run, address, parts, _ in calls:

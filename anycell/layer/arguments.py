@@ -13,31 +13,25 @@ from anycell.plan import Plan
 Array = Any
 
 
+# Layouts that ``contract`` asks for: any strides, a dense last axis, dense rows or columns, or
+# contiguous as a whole.
+ANY, ROWS, MATRIX, DENSE = range(4)
+
+
 class Arrays(Protocol):
-    """What ``contract`` asks of a framework's arrays; they have ``shape`` and ``dtype``."""
+    """What ``contract`` asks of a framework's arrays, which have ``shape`` and ``dtype``."""
 
     dtype: Any
 
-    def holds(self, array: Array, wide: bool = False) -> bool:
-        """Whether an array is plain memory of this dtype, or of that of ``wide`` ones, on the
-        device.
+    def fit(self, array: Array, layout: int, wide: bool = False) -> Array | None:
+        """The array, or a contiguous copy where it does not lie so, or where its address or its
+        strides are no whole elements; None for another dtype than this one (or that of ``wide``
+        ones), and on other devices.
         """
-        ...
-
-    def aligned(self, array: Array) -> bool:
-        """Whether address and strides are whole elements."""
-        ...
-
-    def dense(self, array: Array) -> Array:
-        """The array, or an aligned copy, contiguous."""
         ...
 
     def as_flags(self, array: Array) -> Array | None:
         """Flags, bool or uint8, as contiguous uint8; None for all else, and on other devices."""
-        ...
-
-    def strides(self, array: Array) -> tuple[int, ...]:
-        """In elements, of an array that is aligned."""
         ...
 
 
@@ -62,6 +56,10 @@ class Host(Arrays, Protocol):
         ...
 
     def pointer(self, array: Array) -> int: ...
+
+    def strides(self, array: Array) -> tuple[int, ...]:
+        """In elements, of an array that fits."""
+        ...
 
     def project(self, x: Array, weight: Array) -> Array:
         """``x @ weight.T`` as a new array, for ``x [..., I]`` and ``weight [N, I]``."""

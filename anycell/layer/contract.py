@@ -31,32 +31,52 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from anycell.lang.cell import RECURRENT
-from anycell.layer.arguments import Array, Arrays, Options, Saved, Weights
+from anycell.layer.arguments import (
+    ANY,
+    DENSE,
+    MATRIX,
+    ROWS,
+    Array,
+    Arrays,
+    Options,
+    Saved,
+    Weights,
+)
 from anycell.plan import Plan
 
 Shape = tuple[int, ...]
 
 
+class _State(NamedTuple):
+    """A state: its size, and what its arrays are called in errors."""
+
+    size: int
+    initial: str
+    reset: str
+    gradient: str
+    kept: str
+
+
 class _Shapes(NamedTuple):
-    """Shapes that follow from the plan alone.
+    """What follows from the plan alone.
 
     Attributes:
         gates: G*H.
-        hh: of the recurrent weight; None where there is none.
-        linears: name, shape of the weight and of the bias of each further matmul.
-        states: name and size of each state.
+        hh: shape of the recurrent weight; None where there is none.
+        linears: of each further matmul the name, and the shapes of weight and bias.
     """
 
     gates: int
     hh: Shape | None
     linears: tuple[tuple[str, Shape, Shape], ...]
-    states: tuple[tuple[str, int], ...]
+    states: tuple[_State, ...]
 
 
 @functools.lru_cache(maxsize=512)
 def _shapes(plan: Plan) -> _Shapes:
     cell, size = plan.cell, plan.sizes
     gates, weights = len(cell.gates) * plan.hidden_size, {l.weight: l for l in cell.linears}
+    words = "state", "reset_state", "d_state", "kept state"
     return _Shapes(
         gates,
         (gates, size[cell.states[0].size]) if weights.pop(RECURRENT, None) else None,
@@ -64,7 +84,7 @@ def _shapes(plan: Plan) -> _Shapes:
             (name, l.shape(size), (len(l.declared) * size[l.out_size],))
             for name, l in weights.items()
         ),
-        tuple((s.name, size[s.size]) for s in cell.states),
+        tuple(_State(size[s.size], *[f"{word} {s.name!r}" for word in words]) for s in cell.states),
     )
 
 
@@ -87,12 +107,11 @@ def entering(
     Raises:
         ValueError, TypeError: naming the array, what was given and what was expected.
     """
-    shapes, shape = _shapes(plan), tuple(x.shape)
-    projected = weights[0].ih is None
-    if len(shape) != 3 or (projected and shape[2] != shapes.gates):
-        last = f"{shapes.gates} projected gates" if projected else "input size"
-        raise ValueError(f"x: given shape {shape}; expected [steps, rows, {last}].")
-    x = (_rows if read else _whole)(host, "x", x, shape)
+    shape, projected = x.shape, weights[0].ih is None
+    if len(shape) != 3 or (projected and shape[2] != _shapes(plan).gates):
+        last = f"{_shapes(plan).gates} projected gates" if projected else "input size"
+        raise ValueError(f"x: given shape {tuple(shape)}; expected [steps, rows, {last}].")
+    x = _fit(host, "x", x, shape, ROWS if read else ANY)
     steps, batch, inputs = shape
     fitted = [_direction(host, plan, w, inputs, batch) for w in weights]
     mask, resets = options.mask, options.resets
@@ -126,45 +145,47 @@ def arriving(
         ValueError, TypeError: as ``entering``.
     """
     weights, (steps, batch, _), states = saved.weights, saved.x.shape, _shapes(plan).states
-    output, borders = len(weights) * states[0][1], segment < steps
-    hidden, sequence, values = steps + 1 + any(w.reverse for w in weights), steps + 1, steps
+    output, borders = len(weights) * states[0].size, segment < steps
+    hidden, others, values = steps + 1 + any(w.reverse for w in weights), steps + 1, steps
     if borders:
-        hidden, sequence, values = -(-steps // segment), -(-steps // segment), 0
+        hidden = others = -(-steps // segment)
+        values = 0
     kept = [i > 0 and (borders or keeps(plan, i)) for i in range(len(states))]
+    sequences = [
+        [
+            _fit(host, s.kept, array, (others, batch, s.size), DENSE, wide=borders)
+            if keep
+            else None
+            for keep, (array, s) in zip(kept, _pairs("kept states", arrays, states), strict=True)
+        ]
+        for arrays, _ in _pairs("kept states", saved.states, weights)
+    ]
     restoring = () if saved.options.resets is None else weights
-    saved = replace(
-        saved,
-        hidden=_dense(host, "hidden states", saved.hidden, (hidden, batch, output)),
-        states=[
-            [
-                _dense(host, f"states {name!r}", array, (sequence, batch, size), wide=borders)
-                if keep
-                else None
-                for keep, (array, (name, size)) in zip(
-                    kept, _pairs("states", sequences, states), strict=True
-                )
-            ]
-            for sequences, _ in _pairs("states", saved.states, weights)
-        ],
-        values=[
-            _dense(host, "saved values", array, (values, batch, width))
+    fitted = Saved(
+        saved.x,
+        weights,
+        saved.options,
+        _fit(host, "hidden states", saved.hidden, (hidden, batch, output), DENSE),
+        sequences,
+        [
+            _fit(host, "saved values", array, (values, batch, width), DENSE)
             for array, _ in _pairs("saved values", saved.values, weights)
         ],
-        reset=[
+        [
             _restored(host, plan, arrays, batch)
             for arrays, _ in _pairs("reset_state", saved.reset, restoring)
         ],
     )
     if dy is not None:
-        dy = _rows(host, "d_output", dy, (steps, batch, output))
+        dy = _fit(host, "d_output", dy, (steps, batch, output), ROWS)
     final = [
         [
-            None if d is None else _whole(host, f"d_state {name!r}", d, (batch, size))
-            for d, (name, size) in _pairs("d_state", gradients, states)
+            None if d is None else _fit(host, s.gradient, d, (batch, s.size), ANY)
+            for d, s in _pairs("d_state", gradients, states)
         ]
         for gradients, _ in _pairs("d_state", dfinal, weights)
     ]
-    return saved, dy, final
+    return fitted, dy, final
 
 
 def learned(host: Arrays, plan: Plan, w: Weights, inputs: int) -> dict[str, Any]:
@@ -176,27 +197,33 @@ def learned(host: Arrays, plan: Plan, w: Weights, inputs: int) -> dict[str, Any]
     Raises:
         ValueError, TypeError: as ``entering``.
     """
-    shapes, names = _shapes(plan), plan.cell.param_names
-    end, unit, gates = "_reverse" if w.reverse else "", (plan.hidden_size,), (shapes.gates,)
+    shapes, names, end = _shapes(plan), plan.cell.param_names, "_reverse" if w.reverse else ""
+    ih, hh, bias_ih, bias_hh, gates = w.ih, None, w.bias_ih, w.bias_hh, (shapes.gates,)
+    if ih is not None:
+        ih = _fit(host, "weight_ih", ih, (shapes.gates, inputs), MATRIX, end)
+    if shapes.hh is not None:
+        hh = _fit(host, "weight_hh", w.hh, shapes.hh, MATRIX, end)
+    if bias_ih is not None:
+        bias_ih = _fit(host, "bias_ih", bias_ih, gates, DENSE, end)
+    if bias_hh is not None:
+        bias_hh = _fit(host, "bias_hh", bias_hh, gates, DENSE, end)
     linears: dict[str, Array | None] = {}
     for name, shape, length in shapes.linears:
-        weight, bias = w.linears.get(name), w.linears.get(f"{name}_bias")
-        linears[name] = _matrix(host, f"weight_{name}{end}", weight, shape)
-        linears[f"{name}_bias"] = _optional(host, f"bias_{name}{end}", bias, length)
-    ih, hh = w.ih, None
-    if ih is not None:
-        ih = _matrix(host, f"weight_ih{end}", ih, (shapes.gates, inputs))
-    if shapes.hh is not None:
-        hh = _matrix(host, f"weight_hh{end}", w.hh, shapes.hh)
+        bias = w.linears.get(f"{name}_bias")
+        linears[name] = _fit(host, f"weight_{name}", w.linears.get(name), shape, MATRIX, end)
+        if bias is not None:
+            bias = _fit(host, f"bias_{name}", bias, length, DENSE, end)
+        linears[f"{name}_bias"] = bias
+    params = [
+        _fit(host, name, value, (plan.hidden_size,), DENSE, end)
+        for value, name in _pairs("parameters", w.params, names)
+    ]
     return {
         "ih": ih,
         "hh": hh,
-        "bias_ih": _optional(host, f"bias_ih{end}", w.bias_ih, gates),
-        "bias_hh": _optional(host, f"bias_hh{end}", w.bias_hh, gates),
-        "params": [
-            _dense(host, f"{name}{end}", value, unit)
-            for value, name in _pairs("parameters", w.params, names)
-        ],
+        "bias_ih": bias_ih,
+        "bias_hh": bias_hh,
+        "params": params,
         "linears": linears,
     }
 
@@ -207,18 +234,18 @@ def _direction(host: Arrays, plan: Plan, w: Weights, inputs: int, batch: int) ->
     static, mask, reset = w.static, w.recurrent_mask, w.reset
     if cell.static is not None or static is not None:
         shape = () if cell.static is None else (batch, plan.hidden_size)
-        static = _dense(host, "static", static, shape)
+        static = _fit(host, "static", static, shape, DENSE)
     if mask is not None:
-        rows = batch, states[0][1]
-        mask = _dense(host, "recurrent_mask", mask, rows, (len(cell.gates), *rows))
+        rows = batch, states[0].size
+        whole = rows if len(mask.shape) == 2 else (len(cell.gates), *rows)
+        mask = _fit(host, "recurrent_mask", mask, whole, DENSE)
+    initial = [
+        value if isinstance(value, float) else _fit(host, s.initial, value, (batch, s.size), ANY)
+        for value, s in _pairs("state", w.initial, states)
+    ]
     return Weights(
         **learned(host, plan, w, inputs),
-        initial=[
-            value
-            if isinstance(value, float)
-            else _whole(host, f"state {name!r}", value, (batch, size))
-            for value, (name, size) in _pairs("state", w.initial, states)
-        ],
+        initial=initial,
         reset=None if reset is None else _restored(host, plan, reset, batch),
         static=static,
         recurrent_mask=mask,
@@ -227,63 +254,45 @@ def _direction(host: Arrays, plan: Plan, w: Weights, inputs: int, batch: int) ->
 
 
 def _restored(host: Arrays, plan: Plan, values: Sequence[Array], batch: int) -> list[Array]:
-    """What resets restore."""
+    """What resets restore: of every row, or one for all."""
     return [
-        _dense(host, f"reset_state {name!r}", value, (size,), (batch, size))
-        for value, (name, size) in _pairs("reset_state", values, _shapes(plan).states)
+        _fit(host, s.reset, value, (s.size,) if len(value.shape) == 1 else (batch, s.size), DENSE)
+        for value, s in _pairs("reset_state", values, _shapes(plan).states)
     ]
 
 
-# -- one array: checked, and copied where its strides or its alignment do not fit ------------------
+# -- one array -------------------------------------------------------------------------------------
 
 
-def _whole(
-    host: Arrays, name: str, array: Array | None, *shapes: Shape, wide: bool = False
+def _fit(
+    host: Arrays,
+    name: str,
+    array: Array | None,
+    shape: Shape,
+    layout: int,
+    end: str = "",
+    wide: bool = False,
 ) -> Array:
-    """Strides do not matter, because the host reads it."""
-    if array is None or tuple(array.shape) not in shapes:
-        expected = " or ".join(map(str, shapes))
+    """The array, or a copy where strides or alignment do not fit; ``end`` is part of its name."""
+    if array is None or array.shape != shape:
         raise ValueError(
-            f"{name}: given {'nothing' if array is None else f'shape {tuple(array.shape)}'}; "
-            f"expected {expected}, from the sizes of the layer and the input. "
+            f"{name}{end}: given {'nothing' if array is None else f'shape {tuple(array.shape)}'}; "
+            f"expected {tuple(shape)}, from the sizes of the layer and the input. "
             "Pass an array of that shape."
         )
-    if not host.holds(array, wide):
+    fitted = host.fit(array, layout, wide)
+    if fitted is None:
         raise TypeError(
-            f"{name}: given {_kind(array)}; expected {host.dtype}, as the plan of the layer, and "
-            "on its device. Convert the array."
+            f"{name}{end}: given {_kind(array)}; expected {host.dtype}, as the plan of the layer, "
+            "and on its device. Convert the array."
         )
-    return array if host.aligned(array) else host.dense(array)
-
-
-def _rows(host: Arrays, name: str, array: Array | None, shape: Shape) -> Array:
-    """The last axis is dense."""
-    array = _whole(host, name, array, shape)
-    return array if shape[-1] < 2 or host.strides(array)[-1] == 1 else host.dense(array)
-
-
-def _matrix(host: Arrays, name: str, array: Array | None, shape: Shape) -> Array:
-    """One of the last two axes is dense."""
-    array = _whole(host, name, array, shape)
-    return array if 1 in host.strides(array)[-2:] else host.dense(array)
-
-
-def _dense(
-    host: Arrays, name: str, array: Array | None, *shapes: Shape, wide: bool = False
-) -> Array:
-    """All of it is contiguous."""
-    return host.dense(_whole(host, name, array, *shapes, wide=wide))
-
-
-def _optional(host: Arrays, name: str, array: Array | None, shape: Shape) -> Array | None:
-    """Contiguous, or not there."""
-    return None if array is None else _dense(host, name, array, shape)
+    return fitted
 
 
 def _flags(host: Arrays, name: str, array: Array, shape: Shape) -> Array:
     """Flags as bytes."""
     flags = host.as_flags(array)
-    if flags is None or tuple(flags.shape) != shape:
+    if flags is None or flags.shape != shape:
         raise (TypeError if flags is None else ValueError)(
             f"{name}: given {_kind(array)} of shape {tuple(array.shape)}; expected bool or uint8 "
             f"of shape {shape}, one flag per step and row, where the input is."

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell.engines import cpu
+from anycell.layer.arguments import ANY, MATRIX, ROWS
 
 Array = npt.NDArray[Any]
 
@@ -35,18 +36,18 @@ class NumpyHost:
         """Memory as it comes, of the shape of an array."""
         return np.empty_like(array)
 
-    def holds(self, array: Array, wide: bool = False) -> bool:
-        """Whether the array has the host's dtype."""
-        return array.dtype == self.dtype
-
-    def aligned(self, array: Array) -> bool:
-        """Whether address and strides are whole elements."""
-        return array.flags.aligned
-
-    def dense(self, array: Array) -> Array:
-        """The array, or an aligned copy, contiguous."""
+    def fit(self, array: Array, layout: int, wide: bool = False) -> Array | None:
+        """The array, or a contiguous copy; None for another dtype."""
         flags = array.flags
-        return array if flags.c_contiguous and flags.aligned else array.copy()
+        if array.dtype != self.dtype:
+            return None
+        if not flags.aligned:  # in its address, or in its strides
+            return array.copy()
+        if layout == ANY or flags.c_contiguous:
+            return array
+        size, strides = array.itemsize, array.strides
+        rows = layout == ROWS and (strides[-1] == size or array.shape[-1] < 2)
+        return array if rows or (layout == MATRIX and size in strides[-2:]) else array.copy()
 
     def as_flags(self, array: Array) -> Array | None:
         """Flags as contiguous uint8."""
@@ -59,7 +60,7 @@ class NumpyHost:
         return int(array.__array_interface__["data"][0])
 
     def strides(self, array: Array) -> tuple[int, ...]:
-        """In elements, of an array that is aligned."""
+        """In elements, of an array that fits."""
         return tuple(stride // array.itemsize for stride in array.strides)
 
     def project(self, x: Array, weight: Array) -> Array:

@@ -13,6 +13,7 @@ from torch import Tensor
 from anycell.engines.gpu import launch
 from anycell.engines.gpu.capacity import Device
 from anycell.torch.graphs import Replays, captured
+from anycell.torch.host import as_flags, fit
 
 
 class DeviceHost:
@@ -101,25 +102,14 @@ class DeviceHost:
         """An int32 that kernels write while the host reads it: pinned memory, on a card."""
         return torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
 
-    def holds(self, array: Tensor, wide: bool = False) -> bool:
-        """Whether a tensor has the host's dtype, or that of its wide ones, on the device."""
-        kinds = (self.dtype, torch.float32) if wide else (self.dtype,)
-        return array.dtype in kinds and array.device == self.device
-
-    def aligned(self, array: Tensor) -> bool:
-        """Whether its address is a whole element."""
-        return array.data_ptr() % array.element_size() == 0
-
-    def dense(self, array: Tensor) -> Tensor:
-        """The tensor, or an aligned copy, contiguous."""
-        array = array.contiguous()
-        return array if self.aligned(array) else array.clone()
+    def fit(self, array: Tensor, layout: int, wide: bool = False) -> Tensor | None:
+        """The tensor, or a contiguous copy; None for another dtype or device."""
+        known = array.dtype is self.dtype or (wide and array.dtype is torch.float32)
+        return fit(array, layout) if known and array.device == self.device else None
 
     def as_flags(self, array: Tensor) -> Tensor | None:
-        """Flags as contiguous uint8."""
-        if array.dtype not in (torch.bool, torch.uint8) or array.device != self.device:
-            return None
-        return array.contiguous().view(torch.uint8)
+        """Flags as contiguous uint8; None for another dtype or device."""
+        return as_flags(array) if array.device == self.device else None
 
     def pointer(self, array: Tensor) -> int:
         """Its address."""
