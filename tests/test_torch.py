@@ -615,28 +615,35 @@ def test_cells(name: str) -> None:
         assert raised[0] == raised[1]
 
 
-@pytest.mark.parametrize("rows", [0, 1, 4])
+@pytest.mark.parametrize("rows", [None, 0, 1, 4, 33])
 @pytest.mark.parametrize("form", range(4))
-def test_a_step_that_torch_takes(form: int, rows: int) -> None:
-    """One step of a GRU on few rows: torch's bits, with its layer's options."""
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_step_that_torch_takes(kind: str, form: int, rows: int | None) -> None:
+    """One step, with or without a batch: torch's answers, and of a GRU its bits, with the layer's
+    options.
+    """
     options: Any = [
         {},
         {"bias": False, "batch_first": True},
         {"num_layers": 2, "bidirectional": True, "dropout": 0.5},
         {"num_layers": 2, "batch_first": True, "dtype": torch.float64},
     ][form]
-    ours, theirs = twins("GRU", 3, 5, **options)
-    x = torch.randn(rows, 1, 3) if "batch_first" in options else torch.randn(1, rows, 3)
-    x, layers = x.to(options.get("dtype")), options.get("num_layers", 1)
-    h = torch.randn(layers * (1 + ("bidirectional" in options)), rows, 5).to(x)
-    for state in (None, h):
+    ours, theirs = twins(kind, 3, 5, **options)
+    batch = () if rows is None else (rows,)
+    shape = (*batch, 1, 3) if "batch_first" in options else (1, *batch, 3)
+    x, layers = torch.randn(shape, dtype=options.get("dtype")), options.get("num_layers", 1)
+    first = layers * (1 + ("bidirectional" in options))
+    states = tuple(torch.randn(first, *batch, 5).to(x) for _ in range(STATES[kind]))
+    for state in (None, states if len(states) > 1 else states[0]):
         found = []
         for layer in (ours, theirs):
             torch.manual_seed(0)  # of dropout
             found.append(run(layer, x, state))
+        assert not fused(ours(x, state)[0])
+        assert_same(*found, str(x.dtype).removeprefix("torch."))
         for name, value in found[1].items():
-            assert torch.equal(found[0][name], value), name
-    for bad in (x[..., :2], x.half(), x[0, 0, 0] if rows else x[..., :1]):
+            assert kind == "LSTM" or torch.equal(found[0][name], value), name
+    for bad in (x[..., :2], x.half(), x.flatten()[0] if rows else x[..., :1]):
         raised = []
         for layer in (ours, theirs):
             with pytest.raises(Exception) as caught:
@@ -842,7 +849,7 @@ def test_accelerate(caplog: pytest.LogCaptureFixture) -> None:
     assert {name: found.engine for name, found in layers.items()} == {
         "encoder": "cpu", "tail.a": "cpu", "tail.b": "torch", "own": "torch"
     }  # fmt: skip
-    assert "subclass" in layers["own"].reason and "nn.LSTM" in layers["tail.b"].reason
+    assert "forward of its own" in layers["own"].reason and "nn.LSTM" in layers["tail.b"].reason
     assert [record.getMessage() for record in caplog.records] == [str(f) for f in layers.values()]
     assert type(at.accelerate(model).encoder) is at.LSTM  # again is the same
     assert type(at.accelerate(nn.GRU(3, 4))) is at.GRU  # the model itself

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import Cell
@@ -22,6 +23,7 @@ from anycell.torch.arguments import (
 from anycell.torch.composite import Sizes, States, Weights, linear_names
 from anycell.torch.functional import Engine, autocast, fused_plan
 from anycell.torch.recurrent import Lengths, Recurrent
+from anycell.torch.symbolic import leaf, refuse_script
 
 
 class RNN(Recurrent, nn.Module):
@@ -155,7 +157,6 @@ class RNN(Recurrent, nn.Module):
         self,
         x: Tensor | PackedSequence,
         state: Tensor | States | None = None,
-        *,
         mask: Tensor | None = None,
         lengths: Lengths | None = None,
         resets: Tensor | PackedSequence | None = None,
@@ -164,6 +165,19 @@ class RNN(Recurrent, nn.Module):
         masked_output: str = "zero",
     ) -> tuple[Any, Tensor | States]:
         """Output and final state; see the class."""
+        # No argument is for names alone: torch.onnx's older exporter passes all by position.
+        if isinstance(x, Proxy):
+            return leaf(
+                self,
+                x,
+                state,
+                mask=mask,
+                lengths=lengths,
+                resets=resets,
+                reset_state=reset_state,
+                static=static,
+                masked_output=masked_output,
+            )
         rows = self._check_input(x)
         like = x.data if isinstance(x, PackedSequence) else x
         static = check_static(self.cell, static, (*rows, self.hidden_size), like)
@@ -186,6 +200,9 @@ class RNN(Recurrent, nn.Module):
             masked_output=masked_output,
         )
         return output, final if len(final) > 1 else final[0]
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_script(self)
 
     def _check_input(self, x: Any) -> tuple[int, ...]:
         """The batch axis of what else comes per row: ``(B,)``, or none."""
