@@ -465,7 +465,7 @@ def model_for_export() -> Any:
     return keras.Model(given, keras.layers.Dense(2)(ak.RNN(Leaky, 4)(hidden)))
 
 
-@pytest.mark.parametrize("way", ["export", "saved_model"])
+@pytest.mark.parametrize("way", ["export", pytest.param("saved_model", marks=pytest.mark.slow)])
 def test_exported_models_run_without_anycell(
     way: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
