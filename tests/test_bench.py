@@ -323,9 +323,13 @@ def test_onnxruntime_runs_as_its_users_run_it(monkeypatch: pytest.MonkeyPatch) -
         ),
     ],
 )
-def test_everybody_on_tensorflow(cell: str, names: list[str]) -> None:
+def test_everybody_on_tensorflow(
+    cell: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("tensorflow")
+    # TensorFlow takes that once in a process, before it runs anything.
+    monkeypatch.setattr("anycell.bench.keras_layers.set_threads", lambda count: None)
     problem = Problem(find_cell(cell), SMALL)
     want = contenders().reference(problem, "training")
     for name in names:
