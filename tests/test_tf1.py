@@ -437,6 +437,20 @@ def test_arguments_that_change_nothing(rng: np.random.Generator) -> None:
     assert not fused(major, None, tf.float32, [1] * ROWS)[0][1:].numpy().any()
 
 
+def test_what_cells_of_version_1_have_besides() -> None:
+    cell = t1.LSTMCell(UNITS, name="not an identifier", trainable=False)
+    cell.build((None, WIDTH))
+    assert [v.shape for v in cell.variables] == [(20,), (8, 20)]
+    assert cell.trainable_variables == ()
+    state = cell.get_initial_state(tf.zeros((3, WIDTH), tf.float64))
+    assert state.dtype == tf.float64
+    assert state.c.shape == (3, UNITS)
+    with pytest.raises(TypeError, match=r"given .*float32.* for c and .*float64.* for h"):
+        _ = state._replace(c=tf.zeros((3, UNITS))).dtype
+    with pytest.raises(TypeError, match="unexpected keyword argument 'forget'"):
+        t1.GRUCell(3, forget=1.0)
+
+
 def test_initializers() -> None:
     one = tf.compat.v1.constant_initializer(0.5)
     cell = t1.LSTMCell(UNITS, True, None, one, 2)
