@@ -291,6 +291,33 @@ def test_cells_and_loops_of_version_1(
         assert_close(a.numpy(), b, "float64", "forward" if k < len(results) else "gradient")
 
 
+ACTIVATIONS = [
+    *("elu", "exponential", "linear", "relu", "selu", "sigmoid", "softplus", "softsign", "swish"),
+    # tf.nn.leaky_relu has its slope in float32.
+    *(tf.nn.elu, tf.exp, tf.identity, tf.math.log_sigmoid, tf.nn.relu),
+    *(tf.nn.relu6, tf.nn.selu, tf.nn.sigmoid, tf.nn.silu, tf.nn.softplus, tf.nn.softsign, tf.tanh),
+    *(keras.activations.hard_sigmoid, keras.activations.hard_silu, keras.activations.mish),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:UserWarning")
+@pytest.mark.parametrize("legacy", LEGACY[:1], indirect=True)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda f: getattr(f, "__name__", f))
+def test_activations(legacy: Any, activation: Any, rng: np.random.Generator) -> None:
+    x = tf.constant(2.0 * rng.normal(size=(ROWS, WIDTH)))
+    state = tf.constant(rng.normal(size=(ROWS, UNITS)))
+    results = []
+    for rnn in (legacy, t1):
+        cell = rnn.GRUCell(UNITS, activation, dtype="float64", kernel_initializer="ones")
+        with tf.GradientTape() as tape:
+            tape.watch([x, state])
+            output, _ = cell(x, state)
+        results.append([output, *tape.gradient(output, [x, state])])
+    for k, (right, found) in enumerate(zip(*results, strict=True)):
+        assert_close(found, right, "float64", "gradient" if k else "forward")
+
+
 HALF = [
     ("BasicLSTMCell", {}, "float16"),
     ("BasicLSTMCell", {}, "bfloat16"),
@@ -437,6 +464,20 @@ def test_arguments_that_change_nothing(rng: np.random.Generator) -> None:
     assert not fused(major, None, tf.float32, [1] * ROWS)[0][1:].numpy().any()
 
 
+def test_what_cells_of_version_1_have_besides() -> None:
+    cell = t1.LSTMCell(UNITS, name="not an identifier", trainable=False)
+    cell.build((None, WIDTH))
+    assert [v.shape for v in cell.variables] == [(20,), (8, 20)]
+    assert cell.trainable_variables == ()
+    state = cell.get_initial_state(tf.zeros((3, WIDTH), tf.float64))
+    assert state.dtype == tf.float64
+    assert state.c.shape == (3, UNITS)
+    with pytest.raises(TypeError, match=r"given .*float32.* for c and .*float64.* for h"):
+        _ = state._replace(c=tf.zeros((3, UNITS))).dtype
+    with pytest.raises(TypeError, match="unexpected keyword argument 'forget'"):
+        t1.GRUCell(3, forget=1.0)
+
+
 def test_initializers() -> None:
     one = tf.compat.v1.constant_initializer(0.5)
     cell = t1.LSTMCell(UNITS, True, None, one, 2)
@@ -468,6 +509,8 @@ def test_refusals() -> None:
         ValueError, match=r"activation: given .*abs.*; expected None or tanh, .*elu"
     ):
         t1.GRUCell(3, tf.abs)
+    with pytest.raises(ValueError, match="activation: given 'hard_sigmoid'; expected None or"):
+        t1.GRUCell(3, "hard_sigmoid")  # which was another function in TensorFlow 1
     with pytest.raises(ValueError, match="reuse: given True; expected None"):
         t1.LSTMBlockCell(3, reuse=True)
     with pytest.raises(

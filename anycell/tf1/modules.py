@@ -38,22 +38,25 @@ def positive(name: str, given: Any) -> int:
     return size
 
 
-# Where TensorFlow and Keras have functions by the names of activations, and two other names.
-_PLACES = (tf.nn, tf.math, tf, keras.activations)
-_SYNONYMS = {"exponential": ["exp"], "linear": ["identity"], "silu": ["swish"]}
+# The names that TensorFlow 1 knew: of others Keras has changed the meaning since.
+_NAMES = "elu exponential linear relu selu sigmoid softplus softsign swish tanh".split()
+# What a name of the language of cells is among TensorFlow's functions, where it is another.
+_SYNONYMS = {"exponential": "exp", "linear": "identity", "silu": "swish"}
 
 
 def _activation(given: Any) -> str:
     """The name of an activation in the language of cells."""
     for name in ACTIVATIONS:
-        names = [name, *_SYNONYMS.get(name, [])]
-        places = [getattr(place, key, None) for key in names for place in _PLACES]
-        if given in names or any(given is function for function in places if function):
+        names = name, _SYNONYMS.get(name, name)
+        if isinstance(given, str) and given in names and given in _NAMES:
+            return name
+        places = (getattr(place, n, None) for n in names for place in (tf.nn, tf.math, tf))
+        if callable(given) and given in (*places, getattr(keras.activations, name, None)):
             return name
     raise ValueError(
-        f"activation: given {given!r}; expected None or tanh, one of {', '.join(ACTIVATIONS)}, or "
-        "TensorFlow's function of such a name. Write a cell of your own with @anycell.cell for "
-        "another."
+        f"activation: given {given!r}; expected None or tanh, one of {', '.join(_NAMES)}, or a "
+        f"function of TensorFlow's or Keras's by a name of {', '.join(ACTIVATIONS)}. Write a cell "
+        "of your own with @anycell.cell for another."
     )
 
 
@@ -430,7 +433,7 @@ class LSTMBlockFusedCell(LSTMBlockCell):
     ) -> tuple[Tensor, LSTMStateTuple]:
         """Runs whole sequences."""
         x = read(self, inputs, "[T, B, width]", dtype)
-        with v1.variable_scope(v1.get_variable_scope() if scope is None else scope):
+        with self._scoped(scope):
             return run(self, x, initial_state, sequence_length)
 
 
