@@ -47,6 +47,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=datetime.date.today().toordinal(),
         help="which day's share of them to run (default: today's, %(default)s)",
     )
+    group.addoption(
+        "--mutations",
+        type=int,
+        default=100,
+        metavar="N",
+        help="how many damaged files of a kind are tried, and 10 times as many where slow tests "
+        "run (default: %(default)s)",
+    )
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -104,6 +112,14 @@ def seed(request: pytest.FixtureRequest) -> int:
 def rng(seed: int) -> np.random.Generator:
     """Each test draws from the start of the same stream, whatever ran before it."""
     return np.random.default_rng(seed)
+
+
+@pytest.fixture(params=[1, pytest.param(10, marks=pytest.mark.slow)], ids=["sample", "all"])
+def mutation_seeds(request: pytest.FixtureRequest, seed: int) -> range:
+    """One for each damaged file, so that the one of seed 2005 is seen again, alone, with `--seed
+    2005 --mutations 1`.
+    """
+    return range(seed, seed + request.config.getoption("mutations") * request.param)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

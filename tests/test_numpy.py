@@ -646,6 +646,41 @@ def test_a_load_that_fails_changes_nothing(tmp_path: Path) -> None:
         refused(ValueError, "layer.npz", "written by GRU.save()")
 
 
+def test_parameters_of_the_layer_itself() -> None:
+    """What is set may be what is written to."""
+    layer = an.LSTM(3, 5, initializer="torch", seed=1)
+    before = {name: p.copy() for name, p in layer.parameters.items()}
+    other = {"bias_ih_l0": "bias_hh_l0", "bias_hh_l0": "bias_ih_l0"}
+    layer.set_parameters({name: layer.parameters[other.get(name, name)] for name in before})
+    for name, parameter in layer.parameters.items():
+        assert np.array_equal(parameter, before[other.get(name, name)])
+
+
+@pytest.mark.parametrize("name", ["float32", "float64"])
+def test_the_order_of_bytes_is_the_machines(name: str) -> None:
+    """Kernels know no other."""
+    x, other = np.ones((4, 2, 3)), np.dtype(name).newbyteorder()
+    layer, ref = (an.LSTM(3, 5, dtype=dtype, seed=1) for dtype in (other, name))
+    assert layer.dtype == np.dtype(name)
+    assert np.array_equal(layer.forward(x.astype(other))[0], ref.forward(x)[0])
+
+
+def test_an_optimizer_step_that_is_refused_changes_nothing() -> None:
+    layer = an.Dense(3, 2, seed=1)
+    layer.backward(np.ones_like(layer.forward(np.ones((4, 3)), training=True)))
+    before = {name: p.copy() for name, p in layer.parameters.items()}
+    optimizer = an.Adam(layer)
+    optimizer.lr = "fast"  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="lr: given 'fast'"):
+        optimizer.step()
+    optimizer.lr = 0.1
+    layer._grads["bias"] = np.zeros(3)
+    with pytest.raises(ValueError, match=r"grads\['bias'\]: given shape \(3,\), expected \(2,\)"):
+        optimizer.step()
+    assert optimizer.steps == 0
+    assert all(np.array_equal(p, before[name]) for name, p in layer.parameters.items())
+
+
 def test_save_is_as_any_file(tmp_path: Path) -> None:
     """Its permissions are those of a new file, and a link stays one."""
     layer = an.Dense(2, 1)
@@ -758,7 +793,8 @@ def lstm(**options: Any) -> an.LSTM:
     return an.LSTM(3, 4, seed=1, **options)
 
 
-X = np.zeros((5, 2, 3))
+X, LAYER = np.zeros((5, 2, 3)), an.Dense(3, 2)
+MASKED = np.ma.masked_array(X, mask=np.arange(30).reshape(X.shape) == 7)
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     # constructors
     (lambda: an.RNN("LSTM", 3, 4), TypeError, r"cell: given 'LSTM', expected what @anycell.cell"),
@@ -773,6 +809,23 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: lstm(initializer="he"), ValueError, r"initializer: given 'he', expected 'glorot_uni"),
     (lambda: lstm(gate_bias={"z": 1}), ValueError, r"gate_bias: .*'z', expected i, f, g, o"),
     (lambda: lstm(bias=False, forget_bias=1.0), ValueError, r"gate_bias: .* there is no bias"),
+    (lambda: lstm(gate_bias="f"), TypeError, r"gate_bias: given str, expected a dict, .* by gate"),
+    (lambda: lstm(forget_bias="1"), ValueError, r"forget_bias: given '1', expected a number"),
+    (lambda: lstm(dropout=10**400), ValueError, r"dropout: given 10+, expected a number"),
+    (lambda: lstm(initializer=3), TypeError, r"initializer: given 3, expected 'glorot_uniform'"),
+    (
+        lambda: lstm(initializer=lambda shape, rng: np.zeros(shape[::-1])),
+        ValueError,
+        r"initializer\(shape, generator\): given shape \(3, 4\), expected \(4, 3\)",
+    ),
+    (lambda: an.LSTM(3, 4, seed=-1), ValueError, r"seed: given -1 .*, expected an integer from 0"),
+    (lambda: an.LSTM(3, 4, bias="no"), TypeError, r"bias: given 'no', expected True or False"),
+    (lambda: an.LSTM(1 << 31, 4), ValueError, r"input_size: given 2147483648, .* at most"),
+    (
+        lambda: an.RNN(cells.LSTMP, 3, 4, P=10**30),
+        ValueError,
+        r"P: given 10+, .* at most 2147",
+    ),
     (lambda: lstm(dropuot=0.1), TypeError, r"given dropuot=; sizes that cell LSTM .*: none"),
     (lambda: an.RNN(Projected, 3, 4), TypeError, r"missing P=; sizes that cell Projected .*: P"),
     (lambda: initializers.orthogonal((3,), None), ValueError, r"shape: given \(3,\), expected"),
@@ -781,6 +834,12 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: lstm().forward(X[..., :2]), ValueError, r"x: given shape \(5, 2, 2\), expected"),
     (lambda: lstm(batch_first=True).forward(X[0]), ValueError, r"expected \(B, T, 3\)"),
     (lambda: lstm().forward(X.astype(str)), TypeError, r"x: given .* expected an array of real"),
+    (lambda: lstm().forward([[1], [1, 2]]), TypeError, r"x: given list, which is no array"),
+    (
+        lambda: lstm().forward(MASKED),
+        ValueError,
+        r"x: given a masked array, expected one without",
+    ),
     (lambda: lstm().forward(X + 1j), TypeError, r"x: given .*complex128, expected"),
     (lambda: lstm().forward(X, X), ValueError, r"state: given 1 array\(s\), expected 2: h, c"),
     (
@@ -812,11 +871,22 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: an.mse(X, X[0]), ValueError, r"target: given shape \(2, 3\), expected \(5, 2, 3\)"),
     (lambda: an.mse(X[:0], X[:0]), ValueError, r"prediction: given an empty array"),
     (lambda: an.Adam([]), ValueError, r"layers: given none, expected at least one"),
+    (lambda: an.Adam([3]), TypeError, r"layers: given 3, expected a layer, or several"),
+    (lambda: an.Adam("lstm"), TypeError, r"layers: given 'l', expected a layer"),
+    (lambda: an.Adam(np.zeros(())), TypeError, r"layers: given array\(0.\), expected a layer"),
+    (lambda: an.clip_by_global_norm([None], 1.0), TypeError, r"layers: given None, expected a"),
+    (lambda: an.Adam([LAYER, LAYER]), ValueError, r"layers: given one layer twice"),
+    (lambda: an.Adam(lstm(), betas=0.9), TypeError, r"betas: given 0.9, expected two numbers"),
+    (lambda: an.Adam(lstm(), betas=(0.9,)), TypeError, r"betas: given \(0.9,\), expected two"),
     (lambda: an.Adam(lstm(), lr=-1.0), ValueError, r"lr: given -1.0, expected a number in \[0.0"),
     (lambda: an.Adam(lstm(), betas=(0.9, 1.0)), ValueError, r"betas: given 1.0, expected"),
     (lambda: an.Adam(lstm()).step(), RuntimeError, r"LSTM has no gradient for 'weight_ih_l0' yet"),
     (lambda: an.clip_by_global_norm(lstm(), 1.0), RuntimeError, r"LSTM has no gradient"),
     (lambda: an.clip_by_value(lstm(), np.nan), ValueError, r"limit: given nan, expected a number"),
+    (lambda: lstm().set_parameters([1]), TypeError, r"values: given list, expected a dict"),
+    (lambda: lstm().set_parameters({1: 2, "a": 3}), KeyError, r"unknown 1, a; expected weight_ih"),
+    (lambda: an.mse(["a"], [1.0]), TypeError, r"prediction: given list of dtype <U1"),
+    (lambda: an.mse([1j], [1.0]), TypeError, r"prediction: given list of dtype complex128"),
     (lambda: lstm().set_parameters({}), KeyError, r"missing bias_hh_l0, .* expected weight_ih_l0"),
 ]
 

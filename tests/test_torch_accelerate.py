@@ -24,7 +24,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import conv_models  # noqa: E402
-import numpy as np  # noqa: E402
 from tolerances import LIMITS, NO_WORSE_THAN, assert_close, error  # noqa: E402
 from torch_layers import assert_same, fused, of_torchscript, run  # noqa: E402
 
