@@ -644,7 +644,7 @@ def fixed(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("cell", "step"),
     [(ONLSTM, on_lstm), (MatrixLSTM, matrix_lstm), (MassLSTM, mass_lstm)],
-    ids=repr,
+    ids=["ONLSTM", "MatrixLSTM", "MassLSTM"],
 )
 def test_cells_of_fixed_matrices(cell: Cell, step: Equations, seed: int) -> None:
     torch.manual_seed(seed)

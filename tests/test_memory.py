@@ -54,6 +54,7 @@ CASES = [
     Case(40, 3, 6, 64),  # threads split the units
     Case(40, 40, 6, 33, True),  # threads split the rows; a mask with holes
     Case(1, 3, 6, 8),  # a single step, whose recurrent matmul is the host's
+    Case(1, 40, 6, 8),  # which torch runs, of its own layers, by another operator for many rows
     Case(1, 40, 6, 33, True),
     Case(20, 16, 300, 160),  # weights too large for the kernel to project; packed by two threads
     Case(300, 24, 6, 64),  # several chunks, on warm memory
@@ -347,13 +348,14 @@ THRESHOLDS = {
         "FEW_ROWS": "threads split the units",
         "HARDLY_ANY_ROWS": "threads split the units",
     },
-    "engines/vendor.py": {"FEW_ROWS": "torch's own layer"},
+    "torch/dropin.py": {"_FEW_ROWS": "torch's cells in place of its layer"},
     "engines/cpu/__init__.py": {"LINE": None, "WORTH_SPREADING": "threads pack the weights"},
     "engines/cpu/memory.py": {"SMALL": "warm memory", "GRAIN": None, "LIMIT": None},
     "engines/cpu/generator.py": {"PANEL": "several panels of rows", "AHEAD": None, "SPINS": None},
     "engines/cpu/pool.py": {"SPIN": None, "MOST": None, "PATIENCE": None},
     "stream.py": {"FORMS": None},
     "keras/host.py": {"LINE": None},
+    "numpy/check.py": {"MOST": None},  # a size beyond which it is a mistake
 }
 
 
@@ -412,12 +414,14 @@ def test_both_sides_of_every_road(
     spy(layer.run, "sparse", lambda sparse, _: taken.add(("a mask with holes", sparse)))
     spy(cpu, "pack", look_at_packing)
     spy(cpu.memory, "empty", lambda a, *_: taken.add(("warm memory", a.base is not None)))
+    cells_of_torch = "torch's cells in place of its layer"
     spy(dropin.vendor, "wins", lambda wins, *_: taken.add(("torch's own layer", wins)))
-    for entry, kind in [(numpy_layer, "LSTM"), (torch_module, "GRU")]:
+    spy(dropin.LSTM, "_by_vendor", lambda ours, *_: taken.add((cells_of_torch, ours is not None)))
+    for entry, kind in [(numpy_layer, "LSTM"), (torch_module, "GRU"), (torch_module, "LSTM")]:
         for case in CASES:
             one = entry(case, kind)
             one.call(draw(case, one.shapes, seed))
-    roads = {*layer.form.ROADS, "groups of several rows"}
+    roads = {*layer.form.ROADS, "groups of several rows", "torch's own layer"}
     roads |= {road for table in THRESHOLDS.values() for road in table.values() if road}
     assert taken == set(itertools.product(roads, (True, False)))
 

@@ -157,7 +157,9 @@ def saved(layer: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, saved, *range(pickle.HIGHEST_PROTOCOL + 1)], ids=str
+    "copied",
+    [copy.copy, copy.deepcopy, saved, *range(pickle.HIGHEST_PROTOCOL + 1)],
+    ids=lambda how: getattr(how, "__name__", f"protocol {how}"),
 )
 @pytest.mark.parametrize("make", [lambda: nn.LSTM(1, 4, batch_first=True), lambda: Amp(4, "a")])
 def test_copies_and_files_of_what_was_swapped(make: Callable[[], Any], copied: Any) -> None:
