@@ -281,10 +281,7 @@ def _seed(cell: Cell, training: bool, seed: Any) -> int | None:
                 f"seed: given None, expected an integer: in training cell {cell.name} draws masks."
             )
         return None
-    seed = check.integer("seed", seed, 0)
-    if seed >> 64:
-        raise ValueError(f"seed: given {seed}, expected an integer below 2**64.")
-    return seed
+    return check.integer("seed", seed, 0, (1 << 64) - 1)
 
 
 def _choice(name: str, given: Any, *expected: Any) -> Any:

@@ -16,6 +16,8 @@ import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
 from anycell import layer as layers  # noqa: E402
 from anycell.engines import cpu  # noqa: E402
+from anycell.layer.run import extent  # noqa: E402
+from anycell.numpy.host import NumpyHost  # noqa: E402
 from anycell.plan import plan  # noqa: E402
 
 SIZES = {"LSTMP": {"P": 3}}
@@ -126,6 +128,7 @@ def test_packing_writes_only_its_block(transposed: bool) -> None:
         memory = np.full(size + 8192, 0xAB, np.uint8)
         start = -memory.ctypes.data % cpu.LINE
         at_ = memory.ctypes.data + start
-        cpu.pack(kernel, 0, at_, weight.ctypes.data, strides, 0, 0, 1, inputs)
+        bounds = extent(NumpyHost("float32"), weight)
+        cpu.pack(kernel, 0, at_, weight.ctypes.data, strides, 0, 0, 1, inputs, bounds)
         assert not (memory[start : start + size] == 0xAB).all()
         assert (memory[start + size :] == 0xAB).all()

@@ -263,7 +263,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (change(reverse="yes"), ValueError, "reverse: given 'yes', expected False or True"),
     (change(training=1), ValueError, "training: given 1, expected False or True"),
     (change(seed=-1), ValueError, "seed: given -1, expected an integer of at least 0"),
-    (change(seed=1 << 64), ValueError, "expected an integer below 2**64"),
+    (change(seed=1 << 64), ValueError, f"expected an integer of at most {(1 << 64) - 1}"),
     (change(seed=1.5), ValueError, "seed: given 1.5, expected an integer"),
     (change(engine="gpu"), ValueError, "engine='gpu'; expected 'cpu', 'reference' or None"),
     (resized(static=None), ValueError, "static: given none, expected one: see cell Sized"),

@@ -14,12 +14,12 @@ Array = npt.NDArray[np.floating]
 MOST = (1 << 31) - 1  # of a size: NumPy has its own words for products that are too large
 
 
-def integer(name: str, value: Any, low: int = 1) -> int:
-    """``value`` as an int of at least ``low``."""
+def integer(name: str, value: Any, low: int = 1, high: int = MOST) -> int:
+    """``value`` as an int from ``low`` to ``high``."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
         raise ValueError(f"{name}: given {value!r}, expected an integer of at least {low}.")
-    if value > MOST:
-        raise ValueError(f"{name}: given {value!r}, expected an integer of at most {MOST}.")
+    if value > high:
+        raise ValueError(f"{name}: given {value!r}, expected an integer of at most {high}.")
     return int(value)
 
 

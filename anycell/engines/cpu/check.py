@@ -66,7 +66,8 @@ def inside(span: Span, bounds: Bounds | None) -> None:
         f"{name}: the kernel would touch bytes {first - low} to {last - low} of an array of "
         f"{high - low}"
     )
-    assert first % size == 0, f"{name}: address {first:#x} is no multiple of {size} bytes"
+    whole = first == last or first % size == 0
+    assert whole, f"{name}: address {first:#x} is no multiple of {size} bytes"
 
 
 def reach(
