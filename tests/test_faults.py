@@ -6,8 +6,8 @@ import ctypes
 import errno
 import gc
 import hashlib
-import itertools
 import os
+import shutil
 import sys
 import threading
 import time
@@ -224,23 +224,22 @@ def test_a_crash_at_every_file_call_of_the_cache(cache: Path, starts: str) -> No
 
 @posix
 @pytest.mark.slow
-@pytest.mark.parametrize("error", ERRORS)
 def test_every_file_call_of_a_layer(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, error: str
+    cache: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
     """From a plan to the bits of its results, the sources' fingerprint included."""
-    gates, weight = rng.standard_normal((5, 3, 32)), rng.standard_normal((32, 8))
+    gates, weight = rng.standard_normal((5, 3, 4)), rng.standard_normal((4, 4))
 
     def solve() -> Any:
         monkeypatch.setattr(kernel, "_kernels", {})
         sources.fingerprint.cache_clear()
         jit._toolchain.cache_clear()
-        outputs, _ = recurrence(cells.LSTM, gates, {"hh": weight}, engine="cpu")
+        outputs, _ = recurrence(cells.RNN, gates, {"hh": weight}, engine="cpu")
         return outputs
 
     ref = solve()
     for start in ("cold", "warm"):
-        for fault in until_it_succeeds(ERRORS[error]):
+        for fault in until_it_succeeds(ERRORS["EIO"]):
             if start == "cold" and cache.exists():
                 for path in cache.iterdir():
                     path.unlink()
@@ -256,24 +255,29 @@ def test_every_file_call_of_a_layer(
 @posix
 @pytest.mark.parametrize("error", ERRORS | PASSED_ON)
 def test_every_file_call_of_save_and_load(tmp_path: Path, error: str) -> None:
-    """The old file or the new one; the old parameters or the new ones."""
-    old, new, layer = (an.Dense(3, 2, seed=seed) for seed in range(3))
-    path = tmp_path / "layer.npz"
-    raised = (ERRORS | PASSED_ON)[error]
-    for action, fault in itertools.product(("save", "load"), until_it_succeeds(raised)):
-        old.save(path)
-        layer.load(path)
-        with fault.of_files(base):
-            try:
-                new.save(path) if action == "save" else new.load(path)
-            except (OSError, ValueError):
-                assert error in ERRORS
-            except (MemoryError, KeyboardInterrupt):
-                assert error in PASSED_ON
-        layer.load(path)
-        expected = {tuple(dense.parameters["weight"].flat) for dense in (old, new)}
-        assert tuple(layer.parameters["weight"].flat) in expected
-        assert len(list(tmp_path.iterdir())) == 1, "a draft was left behind"
+    """What fails says so, and leaves the old file, or the old parameters, and nothing else."""
+    old, new = (flat(dict(an.Dense(3, 2, seed=seed).parameters)) for seed in range(2))
+    path, raised = tmp_path / "layer.npz", (ERRORS | PASSED_ON)[error]
+    an.Dense(3, 2, seed=0).save(tmp_path / "old.npz")
+    an.Dense(3, 2, seed=1).save(tmp_path / "new.npz")
+    for action in ("save", "load"):
+        for fault in until_it_succeeds(raised):
+            layer, failed = an.Dense(3, 2, seed=int(action == "save")), False
+            shutil.copy(tmp_path / ("old.npz" if action == "save" else "new.npz"), path)
+            with fault.of_files(base):
+                try:
+                    getattr(layer, action)(path)
+                except (type(raised()), ValueError):  # zipfile does not tell the two apart
+                    failed = True
+                fault.active = False
+            if action == "save":
+                layer.load(path)
+            for array, expected in zip(
+                flat(dict(layer.parameters)), old if failed else new, strict=True
+            ):
+                assert np.array_equal(array, expected)
+            assert len(list(tmp_path.iterdir())) == 3, "a draft was left behind"
+        assert fault.calls >= 5
 
 
 # -- memory --------------------------------------------------------------------------------------

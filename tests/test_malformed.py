@@ -260,7 +260,7 @@ def test_save_replaces_nothing_but_files(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("fifo")
     for name in ("fifo", "folder", "link"):
-        with pytest.raises(FileExistsError, match=f"path: given .*{name}', which is not a file"):
+        with pytest.raises(FileExistsError, match=f"path: given .*{name}', which is no file"):
             an.Dense(2, 2).save(tmp_path / name)
     assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
     assert sorted(os.listdir(tmp_path)) == ["fifo", "folder", "link"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -103,8 +105,9 @@ class Layer:
         given = f"path: given {os.fspath(path)!r}"
         if not target.parent.is_dir():
             raise FileNotFoundError(f"{given}; expected one in a folder that exists.")
-        if target.exists() and not target.is_file():  # a folder, a device
-            raise FileExistsError(f"{given}, which is not a file; expected a file, or a new name.")
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(target.stat().st_mode):  # a folder, a device
+                raise FileExistsError(f"{given}, which is no file; expected one, or a new name.")
         # Beside the target, and with the permissions of any new file, as tempfile's has not.
         beside = target.with_name(f".anycell-{secrets.token_hex(8)}")
         try:
