@@ -221,7 +221,7 @@ LEGACY = [
 BOUNDED = {"use_peepholes": True, "cell_clip": 0.6, "num_proj": 2, "proj_clip": 0.4}
 # Its name, its scope in a checkpoint, our class, arguments
 OF_VERSION_1 = [
-    ("BasicLSTMCell", "basic_lstm_cell", t1.LSTMCell, {"forget_bias": 0.5}),
+    ("BasicLSTMCell", "basic_lstm_cell", t1.BasicLSTMCell, {"forget_bias": 0.5}),
     ("LSTMCell", "lstm_cell", t1.LSTMCell, {}),
     ("LSTMCell", "lstm_cell", t1.LSTMCell, {"use_peepholes": True}),
     ("LSTMCell", "lstm_cell", t1.LSTMCell, BOUNDED),
