@@ -8,14 +8,15 @@ The tests run under it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+
+from anycell import environment
 
 if TYPE_CHECKING:
     from anycell.engines.cpu.kernel import Kernel
 
-ON = os.environ.get("ANYCELL_CHECK", "0") not in ("", "0")
+ON = environment.switch("ANYCELL_CHECK", False)
 
 Bounds = tuple[int, int]  # the address of the first byte, and that behind the last
 
