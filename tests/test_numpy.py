@@ -859,6 +859,9 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: lstm().forward(X, lengths=[5]), ValueError, r"lengths: given shape \(1,\), .*\(2,\)"),
     (lambda: lstm().forward(X, lengths=[1.0, 2.0]), TypeError, r"lengths: given dtype float64"),
     (lambda: lstm().forward(X, masked_output="no"), ValueError, r"masked_output: given 'no'"),
+    (lambda: lstm().forward(X, masked_output=X), ValueError, r"masked_output: given array"),
+    (lambda: lstm().forward(X, training=X), TypeError, r"training: given array"),
+    (lambda: lstm(checkpoint=X), ValueError, r"checkpoint: given array"),
     (lambda: lstm().forward(X, static=X), ValueError, r"static: given an array, expected none"),
     (lambda: an.RNN(Gated, 3, 4).forward(X), ValueError, r"static: given none, .*\[2, 4\] \(e\)"),
     # backward and step

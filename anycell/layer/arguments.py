@@ -211,8 +211,9 @@ def chunk_steps(plan: Plan, steps: int, rows: int, limit: int) -> int:
 
 def check_checkpoint(value: Any) -> str | int | None:
     """The value, if ``Options.checkpoint`` takes it."""
-    number = isinstance(value, int) and not isinstance(value, bool)
-    if value is None or value == "sqrt" or (number and value > 0):
+    word = isinstance(value, str) and value == "sqrt"
+    number = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    if value is None or word or number:
         return value
     raise ValueError(
         f"checkpoint: given {value!r}; expected 'sqrt', a number of steps from 1, or None to keep "

@@ -222,7 +222,8 @@ class RNN(Layer):
         given = check.array("x", x, self._layout("T", "B", self.input_size), self.dtype)
         x = given.swapaxes(0, 1) if self.batch_first else given
         steps, rows = x.shape[:2]
-        if masked_output not in ("zero", "repeat"):
+        training = check.boolean("training", training)
+        if not isinstance(masked_output, str) or masked_output not in ("zero", "repeat"):
             raise ValueError(
                 f"masked_output: given {masked_output!r}, expected 'zero' or 'repeat'."
             )
@@ -230,7 +231,7 @@ class RNN(Layer):
             mask=self._valid(mask, lengths, steps, rows),
             resets=None if resets is None else self._flags("resets", resets, steps, rows),
             repeat=masked_output == "repeat",
-            training=bool(training),
+            training=training,
             seed=int(self._generator.integers(1 << 63)) if training and self.cell.keeps else 0,
             threads=pool.threads(),
             checkpoint=check_checkpoint(self.checkpoint),

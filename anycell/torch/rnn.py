@@ -181,7 +181,7 @@ class RNN(Recurrent, nn.Module):
         rows = self._check_input(x)
         like = x.data if isinstance(x, PackedSequence) else x
         static = check_static(self.cell, static, (*rows, self.hidden_size), like)
-        if masked_output not in ("zero", "repeat"):
+        if not isinstance(masked_output, str) or masked_output not in ("zero", "repeat"):
             raise ValueError(
                 f"masked_output: given {masked_output!r}; expected 'zero' or 'repeat'. "
                 "Leave it out for zeros."
