@@ -158,6 +158,9 @@ def test_hyperparameters_may_change() -> None:
     assert not torch.equal(seen[0], seen[1])
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "allow_rnn"), reason="Dynamo has no such setting as yet"
+)
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_drop_ins(kind: str) -> None:
     """Dynamo breaks its graph at any nn.LSTM, unless told otherwise; ours runs fused then too."""
@@ -165,6 +168,11 @@ def test_drop_ins(kind: str) -> None:
     ref = run(layer, x)
     with torch._dynamo.config.patch(allow_rnn=True):
         same_bits(run(Compiled(layer), x), ref)
+        one = compiled(layer)(x[:1])[0]
+        assert_close(one.detach(), layer(x[:1])[0].detach(), "float32", "forward")
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(layer)(x)
     torch._dynamo.reset()
     broken = torch.compile(layer, backend="aot_eager")
     assert torch.equal(broken(x)[0], ref["output"])
