@@ -183,7 +183,7 @@ class LSTM(DropIn, nn.LSTM):
         c' = f c + i g
         h' = o tanh(c')
 
-    ``forward(input, hx=None, *, mask=None, lengths=None, resets=None)`` gives ``(output, (h, c))``
+    ``forward(input, hx=None, mask=None, lengths=None, resets=None)`` gives ``(output, (h, c))``
     as torch's does, packed for a ``PackedSequence``. Of what torch's does not have, masks and
     resets are laid out as the input, ``[T, B]``, or ``[B, T]`` if ``batch_first``:
         mask: bool, False where a step does nothing: the state is held, the output is zero, and
@@ -277,7 +277,7 @@ class GRU(DropIn, nn.GRU):
         n = tanh(W_i x_t + b_i + r (W_h h + b_h))
         h' = (1 - z) n + z h
 
-    ``forward(input, hx=None, *, mask=None, lengths=None, resets=None)`` gives ``(output, h)`` as
+    ``forward(input, hx=None, mask=None, lengths=None, resets=None)`` gives ``(output, h)`` as
     torch's does. The further arguments, what runs fused, and the errors are as for ``LSTM``.
 
     Example:

@@ -45,7 +45,7 @@ class RNN(Recurrent, nn.Module):
             8 MiB of projected input hold, on a GPU 64. An attribute too. Fused layers heed it.
         sizes: of states that declare one, by its symbol: ``P=64`` for ``state="h:P c"``.
 
-    ``forward`` takes, all but the first two by name, and gives (output, final state):
+    ``forward`` takes (pass all but the first two by name), and gives (output, final state):
         x: ``[T, B, input_size]``, ``[B, T, input_size]`` if ``batch_first``, or, with no batch,
             ``[T, input_size]``; or a ``PackedSequence``, and then the output is one.
         state: a tuple in the cell's order, ``[num_layers * D, B, H]`` each, D = 2 if bidirectional

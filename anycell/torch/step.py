@@ -59,7 +59,7 @@ class RNNCell(nn.Module):
     Args:
         cell, input_size, hidden_size, bias, device, dtype, sizes: as for ``RNN``.
 
-    ``forward(x, state=None, *, static=None)`` takes ``[B, input_size]`` or, with no batch,
+    ``forward(x, state=None, static=None)`` takes ``[B, input_size]`` or, with no batch,
     ``[input_size]``, the state as a tuple in the cell's order, ``[B, H]`` each (of one state the
     tensor itself; default: what the cell declares), and the cell's static input ``[B, H]``; it
     gives the new state in the same form.
