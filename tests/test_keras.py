@@ -185,7 +185,12 @@ def test_activations_at_their_edges(function: str) -> None:
         )[::-1]
     )  # fmt: skip
     for name, there in (("result 0", slice(None)), ("d x", ~np.isnan(rows))):
-        np.testing.assert_allclose(found[name][there], right[name][there], 1e-5, 1e-6, err_msg=name)
+        ours, theirs = found[name][there, :, 0], right[name][there, :, 0]
+        unknown = np.isnan(theirs)
+        assert np.array_equal(np.isnan(ours), unknown)
+        kind = "gradient" if name == "d x" else "forward"
+        ours, theirs = (np.where(unknown, 0.0, a) for a in (ours, theirs))
+        assert_close(ours, theirs, "float32", kind, name, axes=(0,))
 
 
 @pytest.mark.parametrize(

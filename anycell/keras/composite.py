@@ -123,6 +123,15 @@ class _Step(reference.Recurrence):
         super().__post_init__()
         self.rows = ops.shape(self.gates_x)[1]
 
+    def _rows(self, value: Tensor, size: str) -> Tensor:
+        """Added to zeros where the oracle broadcasts to a shape: of a shape that only the graph
+        knows XLA has no gradient."""
+        if len(value.shape) == 2 and (value.shape[0] != 1 or self.gates_x.shape[1] == 1):
+            return value
+        states = zip(self.cell.states, self.state or (), strict=True)
+        full = next((s for declared, s in states if declared.size == size), self.gates_x[0])
+        return value + self.xp.zeros_like(full[:, : self.size[size]])
+
     def _linear(self, node: Expr, t: int, values: Any) -> Tensor:
         """One matmul for all of its outputs, where the oracle has one for each."""
         name, output = node.attrs
