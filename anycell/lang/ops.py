@@ -52,8 +52,8 @@ def _row(reduce: Callable[..., Any]) -> Callable[..., Any]:
     """A reduction over each group of units, given back to every unit of the group."""
 
     def meaning(xp: Any, a: Any, groups: int) -> Any:
-        # Rows are counted by nobody: in a graph of TensorFlow their number may not be known.
-        rows = a.shape[:-1] if len(a.shape) < 2 else (-1,)
+        # Nobody counts the rows: a graph of TensorFlow may not know their number.
+        rows = (-1,) if len(a.shape) == 2 else a.shape[:-1]
         split = xp.reshape(a, (*rows, groups, a.shape[-1] // groups))
         return xp.reshape(reduce(xp, split) + xp.zeros_like(split), (*rows, a.shape[-1]))
 
