@@ -81,8 +81,6 @@ LITERALS = re.compile(
 )
 ELSEWHERE = {
     "test_tolerances.py": "names what it looks for",
-    "test_keras.py": "holds what a mask leaves against Keras's own float32 layer",
-    "test_keras_tensorflow.py": "holds results against Keras's own float32 layer",
 }
 
 
