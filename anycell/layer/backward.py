@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Chunk, Factors, Host, Saved, Weights
 from anycell.layer.forward import Memory, advance
-from anycell.layer.run import Rows, Run, keeps_state, saved_width
+from anycell.layer.run import Rows, Run, keeps_state
 from anycell.layer.sums import Sums
 from anycell.plan import Plan
 
@@ -51,10 +50,10 @@ def backward(
         host, plan, saved.x, saved.weights, saved.options, read=again
     )
     run = Run(host, plan, weights, options, x, backward=True)
-    saved = replace(saved, x=x, weights=weights, options=options)
+    rest = saved.hidden, saved.states, saved.values, saved.reset
     saved, dy, dfinal = contract.arriving(
-        host, plan, saved, dy, dfinal,
-        segment=run.segment, width=saved_width(plan), keeps=keeps_state,
+        host, plan, Saved(x, weights, options, *rest), dy, dfinal,
+        segment=run.segment, width=run.form.kernel.saved_width, keeps=keeps_state,
     )  # fmt: skip
     project = run.weights[0].ih is not None
     dx = host.empty(tuple(saved.x.shape)) if need_x or not project else None

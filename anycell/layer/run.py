@@ -52,12 +52,14 @@ class Run:
                 workspace=places[place], training=options.training, seed=_signed(options.seed),
                 stream=2 * options.stream + d, repeat=options.repeat,
             )  # fmt: skip
-            arrays = {"static": w.static, "recurrent_mask": w.recurrent_mask}
-            arrays |= {"bias_x": w.bias_ih, "bias_h": w.bias_hh}
-            arrays |= {f"param{i}": param for i, param in enumerate(w.params)}
-            for name, array in arrays.items():
+            for name, array in (
+                ("static", w.static), ("recurrent_mask", w.recurrent_mask),
+                ("bias_x", w.bias_ih), ("bias_h", w.bias_hh),
+            ):  # fmt: skip
                 if array is not None:
                     self.place(d, name, array)
+            for i, param in enumerate(w.params):
+                self.place(d, f"param{i}", param)
             for k, linear in enumerate(() if form.single else self.plan.cell.linears):
                 weight, bias = w.matmul(linear)
                 biases = (0, 0) if self.backward else (bias_x, self._address(bias))

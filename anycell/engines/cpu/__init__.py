@@ -34,7 +34,8 @@ class Table:
     __slots__ = ("address", "bounds", "entries", "index")
 
     def __init__(self, index: dict[str, int], entries: array[int] | None = None) -> None:
-        self.index, self.bounds = index, dict[str, check.Bounds]()
+        self.index = index
+        self.bounds: dict[str, check.Bounds] = {}
         # Behind the entries, on a cache line of its own, the counter of the threads' barrier.
         self.entries = entries or array("q", bytes(8 * (len(index) + 2 * LINE // 8)))
         self.address, _ = self.entries.buffer_info()
@@ -47,7 +48,8 @@ class Table:
     def copy(self) -> Table:
         """A table of its own with the same entries."""
         table = Table(self.index, self.entries[:])
-        table.bounds.update(self.bounds)
+        if check.ON:
+            table.bounds.update(self.bounds)
         return table
 
     def set(self, **values: int) -> None:
