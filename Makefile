@@ -1,15 +1,18 @@
 # Every target builds the environment it needs: Python 3.10 or newer and make are enough.
 
-# To be set by the caller: the interpreter, test processes, random cells in the test of test-all.
+# To be set by the caller: the interpreter, test processes, and of test-all how many random cells it
+# builds and over how many days it spreads the largest grids of cases.
 PYTHON ?= python3
 JOBS   ?= 2
 CELLS  ?= 300
+DAYS   ?= 7
 
 VENV   := .venv
 OLDEST := .venv-oldest
 RUN    := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest -n $(JOBS) --dist worksteal
-FAST   := -m "not slow and not gpu"
+FAST   := -m "not slow and not more and not gpu"
+NARROW := -m "not slow and not fixed_isa and not gpu"
 
 # Prints every instruction set of this machine but the widest, which is the default.
 NARROWER := from anycell.engines.cpu.isa import available; print(*available()[:-1])
@@ -20,20 +23,28 @@ help: ## list the targets
 demo: $(VENV)/demo.stamp ## train on a real series, in PyTorch, and draw what came out (3 minutes)
 	$(RUN) examples/demo.py
 
+# One thread for each test process, or they wait for each other; tests of threads ask for more.
+test test-all test-oldest: export OMP_NUM_THREADS ?= 1
+test test-all test-oldest: export TF_NUM_INTRAOP_THREADS ?= 1
+
 test: $(VENV)/keras.stamp ## the fast tests
 	$(PYTEST) $(FAST)
 
+# Its runs share one cache, which is empty at first: a kernel is compiled once.
+test-all: export ANYCELL_CACHE_DIR := $(CURDIR)/out/test-kernels
 test-all: $(VENV)/tf_keras.stamp ## every test but those for a GPU, under every instruction set
-	$(PYTEST) -m "not gpu" --random-cells $(CELLS)
+	rm -rf $(ANYCELL_CACHE_DIR)
+	$(PYTEST) -m "not gpu" --random-cells $(CELLS) --days $(DAYS)
 	set -e; narrower=$$($(RUN) -c "$(NARROWER)"); \
-	for isa in $$narrower; do ANYCELL_ISA=$$isa $(PYTEST) $(FAST); done
+	for isa in $$narrower; do ANYCELL_ISA=$$isa $(PYTEST) $(NARROW); done
 	KERAS_BACKEND=torch $(PYTEST) tests/test_keras.py
 	KERAS_BACKEND=jax $(PYTEST) tests/test_keras.py tests/test_keras_jax.py
 	$(RUN) tools/run_keras_tests.py
 
 test-oldest: $(OLDEST)/stamp ## those of Keras and TensorFlow, on their oldest versions (Python 3.10 to 3.12)
 	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist worksteal $(FAST) \
-		tests/test_keras.py tests/test_keras_tensorflow.py tests/test_tf1.py
+		tests/test_keras.py tests/test_keras_tensorflow.py tests/test_tf1.py \
+		tests/test_tf1_programs.py
 
 lint: $(VENV)/dev.stamp ## ruff and mypy
 	$(RUN) -m ruff check

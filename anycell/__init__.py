@@ -5,86 +5,42 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from anycell import cells
-from anycell.lang.cell import Cell, cell, keep, linear
-from anycell.lang.expr import CellError
-from anycell.lang.ops import (
-    abs,
-    clip,
-    exp,
-    hard_sigmoid,
-    layer_norm,
-    log,
-    log_sigmoid,
-    max,
-    maximum,
-    mean,
-    minimum,
-    relu,
-    sigmoid,
-    softplus,
-    sqrt,
-    stop_gradient,
-    sum,
-    tanh,
-    where,
-)
+from anycell import cells, lang
+from anycell.lang import *  # noqa: F403
 
 __version__ = "0.1.0"
 
 # Frontends and engines load when first used: importing anycell imports no framework and no
 # compiler.
-_LAZY = {
-    "explain": "anycell.explain",
-    "recurrence": "anycell.recurrence",
-    "torch": "anycell.torch",
-    "keras": "anycell.keras",
-    "tf1": "anycell.tf1",
-    "layouts": "anycell.layouts",
-    "numpy": "anycell.numpy",
-}
+_LAZY = ("explain", "keras", "layouts", "numpy", "recurrence", "tf1", "torch")
 
 # Frontends are not among them: a star would import every framework.
-__all__ = [
-    "Cell",
-    "CellError",
-    "abs",
-    "cell",
-    "cells",
-    "clip",
-    "exp",
-    "explain",
-    "hard_sigmoid",
-    "keep",
-    "layer_norm",
-    "layouts",
-    "linear",
-    "log",
-    "log_sigmoid",
-    "max",
-    "maximum",
-    "mean",
-    "minimum",
-    "recurrence",
-    "relu",
-    "sigmoid",
-    "softplus",
-    "sqrt",
-    "stop_gradient",
-    "sum",
-    "tanh",
-    "where",
-]
+__all__ = ["cells", "explain", "layouts", "recurrence"]  # noqa: F405
+__all__ += lang.__all__
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module 'anycell' has no attribute {name!r}")
-    module = importlib.import_module(_LAZY[name])
+        raise AttributeError(_unknown(name), name=name)
+    module = importlib.import_module(f"anycell.{name}")
     # A module that is named after the one function it holds stands for that function.
     value = getattr(module, name, module)
     globals()[name] = value
     return value
+
+
+def _unknown(name: str) -> str:
+    problem = f"module 'anycell' has no attribute {name!r}"
+    if name.startswith("_"):  # asked for by Python's own machinery
+        return problem
+    import difflib
+
+    close = difflib.get_close_matches(name, __dir__(), cutoff=0.7)
+    hint = f" Close to it: {', '.join(close)}." if close else ""
+    return (
+        f"{problem}.{hint} In a cell there are {', '.join(lang.VOCABULARY)}; besides them "
+        f"{', '.join(sorted({*__dir__()} - {*lang.VOCABULARY}))}."
+    )
 
 
 def __dir__() -> list[str]:

@@ -168,6 +168,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         help="give up a torch.compile after so many seconds (default: 120)",
     )
     add("--memory", action="store_true", help="also measure the memory of a training step (Linux)")
+    add("--no-alone", action="store_true", help="do not time each also alone, in a fresh process")
     add("--no-first-call", action="store_true", help="do not time first calls in fresh processes")
     add(
         "--out",
@@ -216,6 +217,7 @@ def bench(options: argparse.Namespace) -> int:
         peers=peers,
         seconds=options.seconds,
         compile_limit=options.compile_limit,
+        alone=not options.no_alone,
         first_call=not options.no_first_call,
         memory=options.memory,
     )

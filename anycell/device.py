@@ -24,6 +24,7 @@ from anycell.layer import (
     Saved,
     Weights,
     chunk_steps,
+    contract,
     reset_values,
     segment_steps,
 )
@@ -79,6 +80,7 @@ def forward(
     what is kept at the borders of segments all states but the first are float32, as they are
     between two steps.
     """
+    x, weights, options = contract.entering(host, plan, x, weights, options)
     if options.mask is not None and options.resets is not None:
         options = replace(options, resets=options.resets & options.mask)
     steps, batch = x.shape[0], x.shape[1]
@@ -130,7 +132,15 @@ def backward(
     need_weights: bool = True,
 ) -> tuple[Array | None, list[Weights]]:
     """The gradients of a layer; arguments and results are those of ``anycell.layer.backward``."""
-    x, weights = saved.x, saved.weights
+    again = saved.options.checkpoint is not None  # the forward pass, which may read x
+    x, weights, options = contract.entering(
+        host, plan, saved.x, saved.weights, saved.options, read=again
+    )
+    saved = replace(saved, x=x, weights=weights, options=options)
+    saved, dy, dfinal = contract.arriving(
+        host, plan, saved, dy, dfinal,
+        segment=_segment(plan, x, options), width=saved_width(plan), keeps=keeps_state,
+    )  # fmt: skip
     project = weights[0].ih is not None
     dx = host.empty(tuple(x.shape)) if need_x or not project else None
     if dy is None:

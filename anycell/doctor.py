@@ -105,7 +105,7 @@ def _environment() -> Iterator[Finding]:
 def _cache() -> Iterator[Finding]:
     from anycell.engines.cpu import isa, jit
 
-    if os.environ.get("ANYCELL_CACHE") == "0":
+    if not jit.enabled():
         yield "note", "switched off by ANYCELL_CACHE=0: every process compiles its kernels"
         return
     path = jit.cache_directory()
@@ -117,8 +117,7 @@ def _cache() -> Iterator[Finding]:
     yield from (("note", str(warning.message)) for warning in caught)
     if caught:
         return
-    with os.scandir(path) as entries:
-        sizes = [entry.stat().st_size for entry in entries if entry.is_file()]
+    sizes = jit.kept()
     mode = stat.S_IMODE(os.stat(path).st_mode)
     yield "ok", f"{path} (mode {mode:04o}): {len(sizes)} kernels, {sum(sizes) / 1e6:.1f} MB"
     if first.cached or not again.cached:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from anycell.lang.cell import RECURRENT, Cell
+from anycell.lang.cell import RECURRENT, Cell, Linear
 from anycell.lang.expr import Expr, is_const, label, listing, rewrite, show, topological
 from anycell.lang.grad import upstream
 from anycell.lang.ops import is_reduction
@@ -190,6 +190,7 @@ class _Page:
             rows.append(("r.k", f"gate k's part of s.{first} @ W_hh.T{b.format('hh')}"))
         if "preact" in ops:
             rows.append(("a.k", "x.k + r.k: the matmul adds onto the input projection"))
+        rows += [(f"W_{l.name}", self._weight(l)) for l in cell.linears if l.name != RECURRENT]
         rows.append(("s.k, k'", f"state k before and after the step{self._initial()}"))
         if "param" in ops:
             rows.append(("p.k", "per-unit parameter k"))
@@ -200,6 +201,15 @@ class _Page:
             rows.append(("keep_n(q)", "in training 1 with probability q, else 0; in evaluation q"))
         column = max(len(name) for name, _ in rows)
         yield from (f"{name:{column}}  {meaning}" for name, meaning in rows)
+
+    def _weight(self, l: Linear) -> str:
+        """The shape of a weight, in symbols and in numbers."""
+        outputs = f"{len(l.declared)} {l.out_size}" if len(l.declared) > 1 else l.out_size
+        shown = f"the weight of linear(..., {l.name!r}), [{outputs}, {l.in_size}]"
+        if l.heads > 1:
+            shown += f" of {l.heads} blocks along its diagonal"
+        known = {l.in_size, l.out_size} <= self.plan.sizes.keys()
+        return f"{shown}: {list(l.shape(self.plan.sizes))}" if known else shown
 
     def _initial(self) -> str:
         declared = [f"{s.name}: {s.initial:g}" for s in self.cell.states if s.initial]

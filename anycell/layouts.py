@@ -10,7 +10,7 @@ layouts at once.
 |---|---|
 | torch | ``weight_ih_l0`` ``[G*H, in]``, ``weight_hh_l0`` ``[G*H, H]``, ``bias_ih_l0``, ``bias_hh_l0`` ``[G*H]`` |
 | keras | ``kernel`` ``[in, G*H]``, ``recurrent_kernel`` ``[H, G*H]``, ``bias`` ``[G*H]``, or ``[2, G*H]`` of a GRU with the reset after the matmul |
-| onnx | ``W`` ``[1, G*H, in]``, ``R`` ``[1, G*H, H]``, ``B`` ``[1, 2*G*H]``, ``P`` ``[1, 3*H]`` (i o f) |
+| onnx | ``W`` ``[1, G*H, in]``, ``R`` ``[1, G*H, H]``, ``B`` ``[1, 2*G*H]``; LSTM: ``P`` ``[1, 3*H]`` (i o f); GRU: ``linear_before_reset``, the node's attribute, 0 or 1 |
 | tf1 | LSTM: ``kernel`` ``[in + H, 4*H]``, ``bias``, ``w_i_diag``, ``w_f_diag``, ``w_o_diag``, and 1 added to f at run time; GRU: ``gates/kernel`` ``[in + H, 2*H]``, ``gates/bias``, ``candidate/kernel``, ``candidate/bias`` |
 | block_v2 | ``BlockLSTMV2``: ``w`` ``[in + H, 4*H]``, ``b``, ``wci``, ``wcf``, ``wco`` |
 | flax | ``nnx.OptimizedLSTMCell``: ``dense_i/kernel`` ``[in, 4*H]``, ``dense_h/kernel`` ``[H, 4*H]``, ``dense_h/bias`` |
@@ -75,12 +75,24 @@ class Weights:
         )
 
 
+class Kind(NamedTuple):
+    """What a layout has of an LSTM or a GRU.
+
+    Attributes:
+        gates: in its order.
+        shapes: by array; alternatives are apart by "|". The first array says what H and in are.
+    """
+
+    gates: str
+    shapes: Mapping[str, str]
+
+
 class Layout(NamedTuple):
     """How a framework holds a kind of layer."""
 
     read: Callable[[Mapping[str, Array], str], Weights]
     write: Callable[[Weights, str], dict[str, Array]]
-    gates: Mapping[str, str]  # by kind, in its order
+    kinds: Mapping[str, Kind]
 
 
 def convert(weights: Arrays, kind: str, source: str, target: str) -> dict[str, Array]:
@@ -95,8 +107,10 @@ def convert(weights: Arrays, kind: str, source: str, target: str) -> dict[str, A
         new arrays by name, of the same dtype.
 
     Raises:
-        ValueError: for an unknown layout or kind, missing arrays, or what the target cannot hold:
-            peepholes, or a GRU with its reset on the other side of the matmul.
+        ValueError: for an unknown layout or kind; for arrays that are missing, that the source has
+            not, or whose shapes do not fit; for what the target cannot hold: peepholes, or a GRU
+            with its reset on the other side of the matmul.
+        TypeError: for what is no mapping, or no array of real numbers.
 
     Example:
         >>> keras_weights = {"kernel": np.ones((3, 8)), "recurrent_kernel": np.ones((2, 8))}
@@ -105,16 +119,88 @@ def convert(weights: Arrays, kind: str, source: str, target: str) -> dict[str, A
         (8, 3)
     """
     for role, name in (("source", source), ("target", target)):
-        if name not in LAYOUTS or kind not in LAYOUTS[name].gates:
-            known = [n for n, layout in LAYOUTS.items() if kind in layout.gates]
+        known = [
+            n for n, layout in LAYOUTS.items() if isinstance(kind, str) and kind in layout.kinds
+        ]
+        if not isinstance(name, str) or name not in known:
             raise ValueError(
                 f"{role}: given {name!r} of kind {kind!r}; expected one of "
                 f"{', '.join(known) or 'no layout: kinds are LSTM and GRU'}."
             )
-    arrays = {name: np.asarray(value) for name, value in weights.items()}
+    if not isinstance(weights, Mapping):
+        raise TypeError(
+            f"weights: given {type(weights).__name__}; expected a dict, or another mapping, of "
+            "arrays by name."
+        )
+    arrays = {name: _numbers(name, value) for name, value in weights.items()}
     read, write = LAYOUTS[source], LAYOUTS[target]
-    found = write.write(read.read(arrays, read.gates[kind]), write.gates[kind])
+    _check_shapes(arrays, read.kinds[kind].shapes)
+    found = write.write(read.read(arrays, read.kinds[kind].gates), write.kinds[kind].gates)
     return {name: np.array(array) for name, array in found.items()}
+
+
+# -- what is given ---------------------------------------------------------------------------------
+
+
+def _numbers(name: str, value: npt.ArrayLike) -> Array:
+    try:
+        array = np.asarray(value)
+    except MemoryError:
+        raise
+    except Exception as error:  # rows of unequal lengths; a framework's tensor says no
+        raise TypeError(
+            f"weights: given {name!r} as {type(value).__name__}, which is no array ({error}); "
+            "expected an array of real numbers."
+        ) from error
+    # Numbers of 16 bits that NumPy does not know itself are "V" to it, as records are.
+    if array.dtype.kind not in "fiu" and not (
+        array.dtype.kind == "V" and not issubclass(array.dtype.type, np.void)
+    ):
+        raise TypeError(
+            f"weights: given {name!r} of dtype {array.dtype}; expected an array of real numbers."
+        )
+    return array
+
+
+def _check_shapes(arrays: Mapping[str, Array], shapes: Mapping[str, str]) -> None:
+    """That the arrays are those of a layout, and of one layer."""
+    first = next(iter(shapes))
+    shape, sides = _take(arrays, first).shape, shapes[first].split()
+    if unknown := [str(name) for name in arrays if name not in shapes]:
+        raise ValueError(
+            f"weights: given {', '.join(unknown)}; expected none but {', '.join(shapes)}, of one "
+            "layer and direction."
+        )
+    units = inputs = 0
+    if len(shape) == len(sides):
+        parts = [(size, *_parts(side)) for size, side in zip(shape, sides, strict=True)]
+        units = next(size // h for size, h, i, _ in parts if h and not i)
+        inputs = next(size - h * units for size, h, i, _ in parts if i)
+    for name in (name for name in shapes if name in arrays):
+        alternatives, shape = [s.split() for s in shapes[name].split("|")], arrays[name].shape
+        fitting = [
+            tuple(h * units + i * inputs + more for h, i, more in map(_parts, alternative))
+            for alternative in alternatives
+        ]
+        if shape not in fitting or units < 1 or inputs < 1:
+            expected = " or ".join(f"({', '.join(alternative)})" for alternative in alternatives)
+            sizes = f" with H = {units}, in = {inputs}, as in {first}" if name != first else ""
+            raise ValueError(
+                f"weights: given {name!r} of shape {shape}; expected {expected}{sizes}."
+            )
+
+
+def _parts(side: str) -> tuple[int, int, int]:
+    """How often a side of a shape, as "in+4H", has H, in and 1."""
+    units = inputs = more = 0
+    for term in side.split("+"):
+        if term == "in":
+            inputs += 1
+        elif term.endswith("H"):
+            units += int(term[:-1] or 1)
+        else:
+            more += int(term)
+    return units, inputs, more
 
 
 # -- parts -----------------------------------------------------------------------------------------
@@ -122,9 +208,8 @@ def convert(weights: Arrays, kind: str, source: str, target: str) -> dict[str, A
 
 def _take(arrays: Mapping[str, Array], name: str) -> Array:
     if name not in arrays:
-        raise ValueError(
-            f"weights: given {', '.join(sorted(arrays)) or 'none'}; expected {name} among them."
-        )
+        given = ", ".join(sorted(map(str, arrays))) or "none"
+        raise ValueError(f"weights: given {given}; expected {name} among them.")
     return arrays[name]
 
 
@@ -211,14 +296,20 @@ def _write_keras(w: Weights, gates: str) -> dict[str, Array]:
 def _read_onnx(a: Mapping[str, Array], gates: str) -> Weights:
     halves = np.split(a["B"][0], 2) if "B" in a else ()
     first, second = (_rows(half, gates) for half in halves) if len(halves) else ({}, {})
-    after = a.get("linear_before_reset", np.ones(()))
+    after = None
+    if "n" in gates.split():
+        after = bool(_take(a, "linear_before_reset"))
+        if a["linear_before_reset"] not in (0, 1):
+            raise ValueError(
+                f"weights: given linear_before_reset = {a['linear_before_reset']}; expected 0 or 1."
+            )
     return Weights(
         _rows(_take(a, "W")[0], gates),
         _rows(_take(a, "R")[0], gates),
         first,
         second,
         peepholes=_rows(a["P"][0], "i o f") if "P" in a else {},
-        reset_after=_kind_reset(gates, bool(after)),
+        reset_after=after,
     )
 
 
@@ -229,7 +320,8 @@ def _write_onnx(w: Weights, gates: str) -> dict[str, Array]:
         "B": np.concatenate(w.two_biases(gates))[None],
     }
     if w.peepholes:
-        found["P"] = _stack(w.peepholes, "i o f")[None]
+        none = np.zeros_like(next(iter(w.peepholes.values())))
+        found["P"] = _stack({g: w.peepholes.get(g, none) for g in "iof"}, "i o f")[None]
     if w.reset_after is not None:  # an attribute of the node
         found["linear_before_reset"] = np.asarray(int(w.reset_after))
     return found
@@ -316,11 +408,51 @@ def _write_flax(w: Weights, gates: str) -> dict[str, Array]:
     }
 
 
+def _kinds(shapes: Mapping[str, str], peepholes: str = "", **gates: str) -> dict[str, Kind]:
+    """Per kind. In shapes G stands for the number of gates, in ``peepholes`` {} for a gate."""
+    kinds = {}
+    for kind, order in gates.items():
+        count = str(len(order.split()))
+        every = {name: shape.replace("G", count) for name, shape in shapes.items()}
+        if peepholes and kind == "LSTM":
+            every |= {peepholes.format(gate): "H" for gate in "ifo"}
+        kinds[kind] = Kind(order, every)
+    return kinds
+
+
+_ONNX = {"W": "1 GH in", "R": "1 GH H", "B": "1 GH+GH"}
+_TORCH = {"weight_ih_l0": "GH in", "weight_hh_l0": "GH H", "bias_ih_l0": "GH", "bias_hh_l0": "GH"}
+_TF1_GRU = {
+    "gates/kernel": "in+H 2H", "gates/bias": "2H",
+    "candidate/kernel": "in+H H", "candidate/bias": "H",
+}  # fmt: skip
+_FLAX = {"dense_i/kernel": "in GH", "dense_h/kernel": "H GH", "dense_h/bias": "GH"}
+_KERAS = {"kernel": "in GH", "recurrent_kernel": "H GH"}
+
 LAYOUTS = {
-    "torch": Layout(_read_torch, _write_torch, {"LSTM": "i f g o", "GRU": "r z n"}),
-    "keras": Layout(_read_keras, _write_keras, {"LSTM": "i f g o", "GRU": "z r n"}),
-    "onnx": Layout(_read_onnx, _write_onnx, {"LSTM": "i o f g", "GRU": "z r n"}),
-    "tf1": Layout(_read_tf1, _write_tf1, {"LSTM": "i g f o", "GRU": "r z n"}),
-    "block_v2": Layout(_read_block, _write_block, {"LSTM": "i f g o"}),
-    "flax": Layout(_read_flax, _write_flax, {"LSTM": "i f g o"}),
+    "torch": Layout(
+        _read_torch, _write_torch, _kinds(_TORCH, "p_{}_l0", LSTM="i f g o", GRU="r z n")
+    ),
+    "keras": Layout(
+        _read_keras,
+        _write_keras,
+        _kinds({**_KERAS, "bias": "GH"}, "p_{}", LSTM="i f g o")
+        | _kinds({**_KERAS, "bias": "GH|2 GH"}, GRU="z r n"),
+    ),
+    "onnx": Layout(
+        _read_onnx,
+        _write_onnx,
+        _kinds({**_ONNX, "P": "1 3H"}, LSTM="i o f g")
+        | _kinds({**_ONNX, "linear_before_reset": ""}, GRU="z r n"),
+    ),
+    "tf1": Layout(
+        _read_tf1,
+        _write_tf1,
+        _kinds({"kernel": "in+H GH", "bias": "GH"}, "w_{}_diag", LSTM="i g f o")
+        | _kinds(_TF1_GRU, GRU="r z n"),
+    ),
+    "block_v2": Layout(
+        _read_block, _write_block, _kinds({"w": "in+H GH", "b": "GH"}, "wc{}", LSTM="i f g o")
+    ),
+    "flax": Layout(_read_flax, _write_flax, _kinds(_FLAX, LSTM="i f g o")),
 }

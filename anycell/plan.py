@@ -100,7 +100,8 @@ def plan(
         sizes: what the other size symbols of the cell stand for.
 
     Raises:
-        ValueError: for an unknown dtype or engine, or a forced engine that cannot run the cell.
+        ValueError: for an unknown dtype or engine, a forced engine that cannot run the cell, or
+            sizes that its heads or groups do not divide.
     """
     if engine not in (None, "cpu", "gpu", "reference"):
         raise ValueError(f"engine={engine!r}; expected 'cpu', 'gpu', 'reference' or None.")
@@ -123,6 +124,7 @@ def _plan(
     known: tuple[tuple[str, int], ...],
 ) -> Plan:
     gradients, sizes = backward(cell), dict(known)
+    cell.check_sizes(sizes)
     cut, recomputed = _least_memory(cell, gradients)
     needed = set(cut) | set(recomputed)
     kept = [
@@ -203,14 +205,6 @@ def _refusal(cell: Cell, sizes: Mapping[str, int]) -> str | None:
     unknown = {symbol for symbol in cell.sizes.values() if symbol not in sizes}
     if unknown:
         return f"nothing tells the size {min(unknown)} of this cell"
-    for l in cell.linears:
-        for symbol in (l.in_size, l.out_size):
-            if sizes[symbol] % l.heads:
-                return f"heads={l.heads} does not divide the size {sizes[symbol]}"
-    for node in topological(cell.next):
-        if is_reduction(node) and sizes[cell.sizes.get(node, "H")] % node.attrs[0]:
-            size = sizes[cell.sizes.get(node, "H")]
-            return f"groups={node.attrs[0]} does not divide the size {size}"
     return None
 
 

@@ -150,40 +150,27 @@ def _fused(plan: Plan, call: reference.Recurrence) -> tuple[Array, tuple[Array, 
     """The call on the CPU engine."""
     weights = layer.Weights(
         ih=None,
-        hh=_strided(call.weights.get(RECURRENT)),
-        bias_hh=_dense(call.weights.get(f"{RECURRENT}_bias")),
-        params=[_dense(call.params[name]) for name in plan.cell.param_names],
-        initial=[_dense(value) for value in call.initial(call.state)],
-        reset=[_dense(value) for value in call.initial(call.reset_state)],
-        static=_dense(call.static),
-        recurrent_mask=_dense(call.recurrent_mask),
-        linears={name: _strided(weight) for name, weight in call.weights.items()},
+        hh=call.weights.get(RECURRENT),
+        bias_hh=call.weights.get(f"{RECURRENT}_bias"),
+        params=[call.params[name] for name in plan.cell.param_names],
+        initial=call.initial(call.state),
+        reset=call.initial(call.reset_state),
+        static=call.static,
+        recurrent_mask=call.recurrent_mask,
+        linears=call.weights,
         reverse=call.reverse,
     )
     options = layer.Options(
-        mask=_dense(call.mask, np.uint8),
-        resets=_dense(call.resets, np.uint8),
+        mask=call.mask,
+        resets=call.resets,
         repeat=call.masked_output == "repeat",
         training=call.training,
         seed=call.seed or 0,
         threads=cpu.pool.threads(),
     )
-    host, x = NumpyHost(plan.dtype), _strided(call.gates_x)
-    outputs, finals, _ = layer.forward(host, plan, x, [weights], options, keep=False)
+    host = NumpyHost(plan.dtype)
+    outputs, finals, _ = layer.forward(host, plan, call.gates_x, [weights], options, keep=False)
     return outputs, tuple([final[0] for final in finals])
-
-
-def _dense(array: Array | None, dtype: npt.DTypeLike = None) -> Array | None:
-    return None if array is None else np.require(array, dtype, ["C", "ALIGNED"])
-
-
-def _strided(array: Array | None) -> Array | None:
-    """The array, copied if its last axis is not contiguous or its strides are no whole elements."""
-    if array is None:
-        return None
-    whole = all(stride % array.itemsize == 0 for stride in array.strides)
-    fits = whole and array.flags.aligned and array.strides[-1] == array.itemsize
-    return array if fits else _dense(array)
 
 
 # ---- arguments -----------------------------------------------------------------------------------
@@ -195,6 +182,8 @@ def _problem(cell: Cell, gates_x: Array) -> tuple[int, int, int]:
         raise TypeError(
             f"cell: given {type(cell).__name__}, expected a cell made by @anycell.cell."
         )
+    if gates_x is None:
+        raise TypeError("gates_x: given None, expected a NumPy array of shape (T, B, gates * H).")
     _check("gates_x", gates_x, None)
     gates = len(cell.gates)
     if gates_x.ndim != 3 or gates_x.shape[2] % gates or not gates_x.shape[2]:
@@ -292,10 +281,7 @@ def _seed(cell: Cell, training: bool, seed: Any) -> int | None:
                 f"seed: given None, expected an integer: in training cell {cell.name} draws masks."
             )
         return None
-    seed = check.integer("seed", seed, 0)
-    if seed >> 64:
-        raise ValueError(f"seed: given {seed}, expected an integer below 2**64.")
-    return seed
+    return check.integer("seed", seed, 0, (1 << 64) - 1)
 
 
 def _choice(name: str, given: Any, *expected: Any) -> Any:

@@ -7,13 +7,17 @@ units it takes longer than the kernel.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from anycell.engines import cpu
 from anycell.lang.cell import INPUT, PROJECTION, Cell, with_projection
-from anycell.layer import Array, Host, Weights, row_group, share
+from anycell.layer import Array, Host, Weights, contract, row_group, share
+from anycell.layer.arguments import DENSE
+from anycell.layer.run import extent
 from anycell.plan import plan
 
 FORMS = 16  # numbers of rows whose tables and memory are kept
@@ -47,7 +51,8 @@ class _Layer:
             weight, bias = (w.ih, w.bias_ih) if linear.name == PROJECTION else w.matmul(linear)
             source, strides = host.pointer(weight), host.strides(weight)
             given = 0 if bias is None else host.pointer(bias)
-            cpu.pack(kernel, k, places[k], source, strides, 0, given, threads)
+            bounds = extent(host, weight) if cpu.check.ON else None
+            cpu.pack(kernel, k, places[k], source, strides, 0, given, threads, bounds=bounds)
             self.table.set(**{f"weights{k}": places[k]})
 
 
@@ -130,7 +135,13 @@ class Stream:
     ) -> None:
         self.host, self.states, self.static = host, cell.states, cell.static
         self._like, self._pointer = host.like, host.pointer
-        self.layers = [_Layer(host, cell, sizes, dtype, w, threads) for w in weights]
+        self._fit = host.fit
+        whole = plan(cell, sizes["H"], dtype, sizes=sizes)
+        self.layers = []
+        for w in weights:
+            assert w.ih is not None
+            fit = replace(w, **contract.learned(host, whole, w, w.ih.shape[1]))
+            self.layers.append(_Layer(host, cell, sizes, dtype, fit, threads))
         self.itemsize = self.layers[0].plan.itemsize
         self.hidden, self.width = sizes["H"], weights[0].ih.shape[1]  # type: ignore[union-attr]
         self.shape = [(len(weights), sizes[state.size]) for state in cell.states]
@@ -152,7 +163,7 @@ class Stream:
         """One step.
 
         Args:
-            x: ``[rows, I]``, contiguous, as all else.
+            x: ``[rows, I]``, contiguous, as all else, but not necessarily aligned.
             states: ``[layers, rows, size]`` each; None for what the cell declares.
             static: ``[rows, H]``, for a cell that declares it.
             threads: at most so many.
@@ -172,10 +183,15 @@ class Stream:
         except IndexError:
             calls = form.calls()
         new, output, itemsize = [], like(form.output), self.itemsize
+        alive = []  # the states before, as long as the kernels run
         for before, (template, place, size) in zip(states or form.start, form.slots):  # noqa: B905
             after = like(template)
             new.append(after)
             here = pointer(before)
+            if here % itemsize:  # what comes from a file or a packed record may lie anywhere
+                before = self._fit(before, DENSE)
+                here = pointer(before)
+            alive.append(before)
             # From the state before to the one after is one step of the kernel.
             stride = (pointer(after) - here) // itemsize
             for call in calls:
@@ -183,6 +199,13 @@ class Stream:
                 entries[place], entries[place + 1] = here, stride
                 here += size
         at, below, out = pointer(x), pointer(new[0]), pointer(output)
+        if at % itemsize:
+            x = self._fit(x, DENSE)
+            at = pointer(x)
+        if static is not None:
+            static = self._fit(static, DENSE)
+        if cpu.check.ON:
+            self._check(rows, x, alive, static, [*new, output])
         for entries, run, address, parts, _ in calls:
             entries[self._x], entries[self._out], entries[self._barrier] = at, out, 0
             if static is not None:
@@ -191,3 +214,23 @@ class Stream:
             at, below = below, below + form.bytes[0]
         form.free.append(calls)
         return output, new
+
+    def _check(
+        self,
+        rows: int,
+        x: Array,
+        states: Sequence[Array],
+        static: Array | None,
+        results: Sequence[Array],
+    ) -> None:
+        """That kernels find as many numbers as they touch, all of them one after the other."""
+        shapes = [(layers, rows, width) for layers, width in self.shape]
+        wanted = [(rows, self.width), *shapes, *shapes, (rows, shapes[0][2])]
+        arrays = [x, *states, *results]
+        if static is not None:
+            arrays, wanted = [*arrays, static], [*wanted, (rows, self.hidden)]
+        for array_, shape in zip(arrays, wanted, strict=True):
+            first, last = extent(self.host, array_)
+            size = math.prod(shape) * self.itemsize
+            span = cpu.check.Span("an array of a step", first, first + size, self.itemsize)
+            cpu.check.inside(span, (first, last))

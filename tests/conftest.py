@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import os
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
+os.environ.setdefault("ANYCELL_CHECK", "1")  # every native call is held against its arrays
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"
 # Triton reads that now; and it must come before TensorFlow: both bring an LLVM, and Triton's aborts
@@ -27,16 +30,74 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--random-cells",
         type=int,
-        default=25,
+        default=15,
         metavar="N",
         help="how many random cells the property test builds (default: %(default)s)",
+    )
+    group.addoption(
+        "--days",
+        type=int,
+        default=1,
+        metavar="N",
+        help="spread the tests marked 'grid' over N days (default: %(default)s, run all now)",
+    )
+    group.addoption(
+        "--day",
+        type=int,
+        default=datetime.date.today().toordinal(),
+        help="which day's share of them to run (default: today's, %(default)s)",
+    )
+    group.addoption(
+        "--mutations",
+        type=int,
+        default=100,
+        metavar="N",
+        help="how many damaged files of a kind are tried, and 10 times as many where slow tests "
+        "run (default: %(default)s)",
     )
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     isa = os.environ.get("ANYCELL_ISA", "widest")
-    cells = config.getoption("random_cells")
-    return f"anycell: seed {config.getoption('seed')}, {cells} random cells, instruction set: {isa}"
+    seed, cells, day, days = map(config.getoption, ("seed", "random_cells", "day", "days"))
+    share = f"day {day} of every {days}" if days > 1 else "all of every grid"
+    return f"anycell: seed {seed}, {cells} random cells, {share}, instruction set: {isa}"
+
+
+# -- selection -----------------------------------------------------------------------------------
+
+
+def day_of(item: str, days: int) -> int:
+    """On which of ``days`` a case of a grid runs, by its name: so many days in a row run all."""
+    return zlib.crc32(item.encode()) % days
+
+
+# Files that one instruction set is enough for. Any other file runs under each.
+FIXED_ISA = {
+    # They choose it themselves, and try all.
+    *("test_cpu_math.py", "test_properties.py"),
+    # They reach no kernel of the CPU engine.
+    *("test_gpu.py", "test_gpu_tools.py", "test_lang.py", "test_layouts.py", "test_package.py"),
+    *("test_reference.py", "test_selection.py", "test_tolerances.py", "test_torch_gpu.py"),
+    # They look at what is around a kernel, which is the same one on both sides.
+    *("test_bench.py", "test_demo.py", "test_docs.py", "test_keras_examples.py"),
+    *("test_torch_compile.py", "test_torch_distributed.py"),
+}
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the tests of those files, and leaves out the cases of grids that other days run."""
+    for item in items:
+        if item.path.name in FIXED_ISA:
+            item.add_marker("fixed_isa")
+    day, days = map(config.getoption, ("day", "days"))
+
+    def due(item: pytest.Item) -> bool:
+        return not item.get_closest_marker("grid") or day_of(item.name, days) == day % days
+
+    config.hook.pytest_deselected(items=[item for item in items if not due(item)])
+    items[:] = [item for item in items if due(item)]
 
 
 # -- randomness ----------------------------------------------------------------------------------
@@ -51,6 +112,14 @@ def seed(request: pytest.FixtureRequest) -> int:
 def rng(seed: int) -> np.random.Generator:
     """Each test draws from the start of the same stream, whatever ran before it."""
     return np.random.default_rng(seed)
+
+
+@pytest.fixture(params=[1, pytest.param(10, marks=pytest.mark.slow)], ids=["sample", "all"])
+def mutation_seeds(request: pytest.FixtureRequest, seed: int) -> range:
+    """One for each damaged file, so that the one of seed 2005 is seen again, alone, with `--seed
+    2005 --mutations 1`.
+    """
+    return range(seed, seed + request.config.getoption("mutations") * request.param)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -21,6 +21,7 @@ from anycell.plan import plan  # noqa: E402
 from anycell.torch.device import DeviceHost  # noqa: E402
 
 DEVICE = torch.device("cuda" if CARD else "cpu")
+SLOW = [] if CARD else [pytest.mark.slow]  # marks of what is slow in the interpreter alone
 
 
 class Poisoned(DeviceHost):

@@ -12,7 +12,7 @@ from problems import Arrays, Problem, assert_right, by_cpu, random_problem
 from tolerances import assert_close
 
 import anycell
-from anycell import Cell, cells, philox
+from anycell import Cell, cells, linear, philox
 from anycell.engines import reference
 from anycell.plan import plan
 
@@ -473,7 +473,8 @@ def test_the_stabiliser_at_its_limits(forget: str, rng: np.random.Generator) -> 
     again, _ = reference.run(cell, tensor, {"r": torch.tensor(weights["r"])}, **given)
     (again * torch.tensor(d_outputs)).sum().backward()
     assert_close(again.detach(), outputs, "float64", "forward")
-    assert torch.isfinite(tensor.grad).all()
+    grads = reference.backward(cell, gates_x, weights, **options, d_outputs=d_outputs)
+    assert_close(tensor.grad, grads.gates_x, "float64", "gradient")
 
 
 # ---- gains of a norm -----------------------------------------------------------------------------
@@ -537,7 +538,7 @@ def test_forms_of_the_norm_are_named() -> None:
         cells.sLSTM(forget="relu")
     with pytest.raises(ValueError, match="nonlinearity='sin'; expected one of relu, tanh"):
         cells.IndRNN(nonlinearity="sin")
-    with pytest.raises(ValueError, match=r"heads=4.* maps 6 units to 6"):
+    with pytest.raises(ValueError, match=r"given H=6 .* a multiple of 4, .*heads=4"):
         anycell.numpy.RNN(cells.sLSTM(heads=4), 3, 6)
 
 
@@ -547,3 +548,125 @@ def test_zoneout_keeps_old_values_exactly() -> None:
     outputs, (h, c) = reference.run(cell, gates_x, {"hh": np.ones((12, 3))}, state)
     assert (outputs == 0.5).all()
     assert_array_equal((h, c), state)
+
+
+# ---- cells that need matrices that nobody learns -------------------------------------------------
+# docs/cells.md says that they can be written: a fixed matrix is the weight of a matmul, set and not
+# trained.
+
+
+def share(v: Any) -> Any:
+    """The softmax over the units of a row."""
+    e = anycell.exp(v - anycell.max(v))
+    return e / anycell.sum(e)
+
+
+@anycell.cell(gates="i f g o mi mf", state="h c")
+def ONLSTM(x, r, s):
+    """Shen et al., *Ordered Neurons*, 2019."""
+    i, f, g, o, mi, mf = x + r
+    mf, mi = linear(share(mf), "sum_f"), 1 - linear(share(mi), "sum_i")
+    both = mf * mi
+    f, i = anycell.sigmoid(f) * both + mf - both, anycell.sigmoid(i) * both + mi - both
+    c = f * s.c + i * anycell.tanh(g)
+    return anycell.sigmoid(o) * anycell.tanh(c), c
+
+
+@anycell.cell(gates="q k v i f o", state="h C:M n")
+def MatrixLSTM(x, r, s):
+    """mLSTM of Beck et al., *xLSTM*, 2024: its matrix C, H x H, is a state of M = H * H units."""
+    i, f = anycell.exp(anycell.mean(x.i)), anycell.sigmoid(anycell.mean(x.f))
+    new = linear(i * x.v, "rows", size="M") * linear(x.k, "columns", size="M")
+    C, n = linear(f, "everywhere", size="M") * s.C + new, f * s.n + i * x.k
+    read = linear(C * linear(x.q, "columns_q", size="M"), "over_columns")
+    return anycell.sigmoid(x.o) * read / anycell.maximum(abs(anycell.sum(n * x.q)), 1.0), C, n
+
+
+H = 5  # the units of these cells
+
+
+@anycell.cell(gates=" ".join(["m i o", *(f"r{k}" for k in range(H))]), state="h c")
+def MassLSTM(x, r, s):
+    """MC-LSTM of Hoedt et al., 2021, with a gate per column of its matrix, and x.m the mass."""
+    shares = [f"r{k}" for k in range(H)]
+    u = linear(s.c / anycell.sum(abs(s.c)), "u", gates=" ".join(["i", "o", *shares]))
+    old = linear(s.c, "each", gates=" ".join(shares))
+    mass = share(x.i + u.i) * x.m
+    for k in shares:
+        mass = mass + share(getattr(x, k) + getattr(u, k)) * getattr(old, k)
+    o = anycell.sigmoid(x.o + u.o)
+    return o * mass, (1 - o) * mass
+
+
+def on_lstm(a: Any, s: Any, w: Given) -> Any:
+    i, f, g, o, mi, mf = (a + F.linear(s[0], w["weight_hh"], w["bias_hh"])).chunk(6, -1)
+    mf, mi = mf.softmax(-1).cumsum(-1), 1 - mi.softmax(-1).cumsum(-1)
+    both = mf * mi
+    c = (sigmoid(f) * both + mf - both) * s[1] + (sigmoid(i) * both + mi - both) * tanh(g)
+    return sigmoid(o) * tanh(c), c
+
+
+def matrix_lstm(a: Any, s: Any, w: Given) -> Any:
+    (q, k, v, i, f, o), (_, C, n) = a.chunk(6, -1), s
+    i, f = exp(i.mean(-1, keepdim=True)), sigmoid(f.mean(-1, keepdim=True))
+    C = f[..., None] * C.reshape(-1, H, H) + (i * v)[..., None] * k[:, None]
+    n = f * n + i * k
+    read = (C @ q[..., None])[..., 0] / (n * q).sum(-1, keepdim=True).abs().clamp(min=1)
+    return sigmoid(o) * read, C.flatten(1), n
+
+
+def mass_lstm(a: Any, s: Any, w: Given) -> Any:
+    c, (m, ai, ao, *_) = s[1], a.chunk(3 + H, -1)
+    ui, uo, *_ = u = F.linear(c / c.abs().sum(-1, keepdim=True), w["weight_u"]).chunk(2 + H, -1)
+    columns = torch.stack([b + d for b, d in zip(a.chunk(3 + H, -1)[3:], u[2:], strict=True)], -1)
+    mass = (columns.softmax(1) @ c[..., None])[..., 0] + (ai + ui).softmax(-1) * m
+    o = sigmoid(ao + uo)
+    return o * mass, (1 - o) * mass
+
+
+def fixed(name: str) -> dict[str, Any]:
+    """The matrices of a cell that nobody learns."""
+    one, ones = torch.eye(H), torch.ones(H, 1)
+    if name == "ONLSTM":
+        return dict.fromkeys(("sum_f", "sum_i"), torch.ones(H, H).tril())
+    if name == "MassLSTM":
+        return {"each": torch.kron(one, ones)}
+    rows, columns = torch.kron(one, ones), torch.kron(ones, one)
+    return {
+        "rows": rows,
+        "columns": columns,
+        "columns_q": columns,
+        "over_columns": rows.T,
+        "everywhere": torch.ones(H * H, H, dtype=torch.float64) / H,
+    }
+
+
+@pytest.mark.parametrize(
+    ("cell", "step"),
+    [(ONLSTM, on_lstm), (MatrixLSTM, matrix_lstm), (MassLSTM, mass_lstm)],
+    ids=["ONLSTM", "MatrixLSTM", "MassLSTM"],
+)
+def test_cells_of_fixed_matrices(cell: Cell, step: Equations, seed: int) -> None:
+    torch.manual_seed(seed)
+    sizes = {s.size: H * H for s in cell.states if s.size != "H"}
+    layer = anycell.torch.RNN(cell, 3, H, dtype=torch.float64, **sizes)
+    for name, matrix in fixed(cell.name).items():
+        getattr(layer, f"weight_{name}_l0").requires_grad_(False).copy_(matrix)
+    assert layer.engine.name == "cpu"
+    x = torch.randn(6, 4, 3, dtype=torch.float64, requires_grad=True)
+    widths = {"H": H, **sizes}
+    state = tuple(torch.rand(1, 4, widths[s.size], dtype=torch.float64) for s in cell.states)
+    output, _ = layer(x, state)
+    w = {name.removesuffix("_l0"): p for name, p in layer.named_parameters()}
+    states, steps = [s[0] for s in state], []
+    for part in F.linear(x, w["weight_ih"], w["bias_ih"]):
+        states = step(part, states, w)
+        steps.append(states[0])
+    right = torch.stack(steps)
+    assert_close(output.detach(), right.detach(), "float64", "forward")
+    learned = [x, *(p for p in layer.parameters() if p.requires_grad)]
+    d = torch.randn_like(right)
+    for ours, theirs in zip(
+        *(torch.autograd.grad(out, learned, d) for out in (output, right)), strict=True
+    ):
+        assert_close(ours, theirs, "float64", "gradient")

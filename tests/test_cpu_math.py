@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from tolerances import limit
 
 from anycell import philox
 from anycell.engines.cpu import isa, jit, ops
@@ -116,8 +117,11 @@ def test_special_values(target, real):
     }
     results = apply_all(target, real, {name: ops.EMIT[name] for name in expected}, x)
     for name, values in expected.items():
-        wanted = np.array(values, REALS[real])
-        np.testing.assert_allclose(results[name], wanted, rtol=1e-6, err_msg=name)
+        wanted, result = np.array(values, REALS[real]), results[name]
+        assert (np.isnan(result) == np.isnan(wanted)).all(), name
+        with np.errstate(invalid="ignore"):
+            near = abs(result - wanted) <= limit(REALS[real], "forward") * abs(wanted)
+        assert (near | (result == wanted) | np.isnan(wanted)).all(), name
     assert np.signbit(results["tanh"]).tolist() == [
         *(False, True, False, True, np.signbit(x[4]), False, False, True, True)
     ]
@@ -135,7 +139,7 @@ def test_hard_sigmoid_is_that_of_keras(target, real):
     x = np.linspace(-5, 5, 1001, dtype=REALS[real])
     y = apply(target, real, ops.EMIT["hard_sigmoid"], x)
     eps = np.finfo(REALS[real]).eps
-    np.testing.assert_allclose(y, np.clip(x / 6 + 0.5, 0, 1), rtol=0, atol=eps)
+    assert abs(y - np.clip(x / 6 + 0.5, 0, 1)).max() <= eps
 
 
 def test_wider_registers_give_the_same_bits():

@@ -13,10 +13,12 @@ import inspect
 import os
 import re
 import shutil
+import socket
 import stat
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ import numpy as np
 import pytest
 from processes import LIMIT, ROOT, python
 from random_cells import random_cell
+from tolerances import assert_close
 
 import anycell
-from anycell import Cell, cell, cells, tanh
+from anycell import Cell, cell, cells, environment, tanh
 from anycell.engines.cpu import image, ir, isa, jit, kernel, pool, sources
 from anycell.plan import plan
 
@@ -365,15 +368,130 @@ def test_an_entry_that_others_could_have_written_is_not_taken(cache: Path) -> No
     entry.chmod(0o620)
     assert not build().cached
     assert stat.S_IMODE(only(cache).stat().st_mode) == 0o600
-    elsewhere = cache.parent / "elsewhere"
-    entry.rename(elsewhere)
-    entry.symlink_to(elsewhere)
-    assert not build().cached
-    assert not entry.is_symlink()
     if os.geteuid() == 0:
         os.chown(entry, 12345, -1)
         assert not build().cached
         assert entry.stat().st_uid == 0
+
+
+def strange(kind: str, path: Path) -> None:
+    """Puts something there that is not a file."""
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    elif kind == "a directory":
+        (path / "inside").mkdir(parents=True)
+    elif kind == "a link to an entry":
+        path.symlink_to(path.with_name("elsewhere"))
+    elif kind == "a link to nowhere":
+        path.symlink_to(path.with_name("nowhere"))
+    elif kind == "a device":
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero never ends
+        except PermissionError:
+            pytest.skip("only root can make a device")
+    else:
+        with socket.socket(socket.AF_UNIX) as server, pytest.MonkeyPatch.context() as patch:
+            patch.chdir(path.parent)
+            server.bind(path.name)  # a path of its length would be refused
+
+
+STRANGE = [
+    "a FIFO",
+    "a directory",
+    "a link to an entry",
+    "a link to nowhere",
+    "a device",
+    "a socket",
+]
+
+
+@posix
+@pytest.mark.parametrize("kind", STRANGE)
+def test_what_is_no_file_is_no_entry(cache: Path, kind: str) -> None:
+    """It is neither waited for nor followed nor replaced; under no name that might be ours."""
+    build()
+    entry = only(cache)
+    code = entry.read_bytes()
+    entry.rename(cache / "elsewhere")
+    draft = cache / f"{'0' * 64}.{'0' * 16}"
+    strange(kind, entry)
+    strange(kind, draft)
+    before = [path.lstat() for path in (entry, draft)]
+    with pytest.warns(jit.CacheWarning, match="is there, and is not a file") as seen:
+        assert not build().cached
+    assert len(seen) == 1
+    assert not build().cached
+    build("another")  # which looks through the directory
+    assert [path.lstat() for path in (entry, draft)] == before
+    assert (cache / "elsewhere").read_bytes() == code
+    assert len(list(cache.iterdir())) == 4
+
+
+def strangers(directory: Path) -> dict[str, bytes]:
+    """Files of others, old and large, some of which are named nearly as ours, or quite so."""
+    mark = b"anycell\0"
+    files = {
+        "thesis.tar": b"years of work",
+        "b" * 64: b"a blob of a registry",
+        "B" * 64: mark,
+        "c" * 63: mark,
+        "d" * 65: mark,
+        "e" * 64 + ".tmp": mark,
+        "e" * 64 + "." + "e" * 15: mark,
+        "f" * 64 + "." + "f" * 16: b"not what ours begin with",
+        "a" * 64: b"anycells",
+        ".hidden": b"",
+    }
+    directory.mkdir(mode=0o700, exist_ok=True)
+    for name, content in files.items():
+        (directory / name).write_bytes(content + bytes(5000) if content else b"")
+        os.utime(directory / name, (1, 1))
+    return {name: (directory / name).read_bytes() for name in files}
+
+
+def test_files_of_others_stay_and_do_not_count(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = strangers(cache)
+    build("0")
+    (entry,) = {path for path in cache.iterdir() if path.name not in theirs}
+    size = entry.stat().st_size
+    monkeypatch.setattr(jit, "LIMIT", 2 * size)
+    os.utime(entry, (1, 1))
+    build("1")
+    assert build("0").cached, "what others keep there counted"
+    assert jit.kept() == [size] * 2
+    build("2")
+    assert jit.kept() == [size] * 2
+    assert not entry.exists()
+    assert {name: (cache / name).read_bytes() for name in theirs} == theirs
+
+
+def test_drafts_that_a_crash_left_are_removed(cache: Path) -> None:
+    """Whatever of them was written; but not those that somebody is just writing."""
+    build("0")
+    entry = only(cache)
+    name, content = entry.name, entry.read_bytes()
+    for number, size in enumerate([0, 3, 8, 100, len(content)]):
+        for age in (0, 7200):
+            draft = cache / f"{name}.{age + number:016x}"
+            draft.write_bytes(content[:size])
+            os.utime(draft, (time.time() - age,) * 2)
+    build("1")
+    drafts = [path.name for path in cache.iterdir() if "." in path.name]
+    assert sorted(drafts) == [f"{name}.{number:016x}" for number in range(5)]
+
+
+def test_a_relative_directory_where_there_is_none(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = cache.parent / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    monkeypatch.setenv("ANYCELL_CACHE_DIR", "cache")
+    gone.rmdir()
+    with pytest.warns(jit.CacheWarning, match="'cache'"):
+        assert not build().cached
 
 
 def hostile(kind: str, path: Path) -> None:
@@ -595,7 +713,7 @@ def test_hyperparameters_are_read_by_their_place() -> None:
     x, weights = np.full((1, 1, 8), 0.5), {"hh": np.zeros((8, 8))}
     for declared in ({"u": 1.0, "v": 2.0}, {"v": 2.0}, {"v": 2.0, "u": 1.0}):
         found, _ = anycell.recurrence(scaled(declared, "v"), x, weights)
-        np.testing.assert_allclose(found, np.tanh(1.0))
+        assert_close(found, np.full_like(found, np.tanh(1.0)), "float64", "forward")
 
 
 def copied(tmp_path: Path) -> Path:
@@ -696,7 +814,7 @@ def test_drafts_of_another_process_vanish(cache: Path, monkeypatch: pytest.Monke
     scandir = os.scandir
 
     def before_the_rename(path: str) -> Any:
-        draft = cache / "draft"
+        draft = cache / f"{'0' * 64}.{'0' * 16}"
         draft.touch()
         found = list(scandir(path))
         draft.unlink()
@@ -754,16 +872,34 @@ def test_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.set_threads(7)
     assert pool.threads() == 7
     pool.set_threads(None)
-    for bad in ("0", "-1", "two", "1.5"):
+    for bad in ("0", "-1", "+1", "two", "1.5", " ", "1025", "9" * 30, "9" * 5000, "²", "٣"):
         monkeypatch.setenv("ANYCELL_NUM_THREADS", bad)
-        with pytest.raises(ValueError, match=f"ANYCELL_NUM_THREADS='{bad}'"):
+        with pytest.raises(ValueError, match=r"ANYCELL_NUM_THREADS='.*from 1 to 1024.*unset") as e:
             pool.threads()
-    for number in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match=f"got {number}"):
-            pool.set_threads(number)
+        assert repr(bad) in str(e.value)
+    for number in (0, -1, 1.5, True, "2", 10**30, float("nan"), float("inf"), [1]):
+        with pytest.raises(ValueError, match=re.escape(f"threads: given {number!r}; expected")):
+            pool.set_threads(number)  # type: ignore[arg-type]
+    for good, count in ((" 3 ", 3), ("007", 7), ("1024", 1024)):
+        monkeypatch.setenv("ANYCELL_NUM_THREADS", good)
+        assert pool.threads() == count
     monkeypatch.delenv("ANYCELL_NUM_THREADS")
-    monkeypatch.setenv("OMP_NUM_THREADS", "nonsense")
-    assert 1 <= pool.threads() <= (os.cpu_count() or 1)
+    for nonsense in ("nonsense", "9" * 30, "9" * 5000, "0", "², 3"):
+        monkeypatch.setenv("OMP_NUM_THREADS", nonsense)
+        assert 1 <= pool.threads() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize("name", ["ANYCELL_CACHE", "ANYCELL_DEBUG"])
+def test_switches_are_0_or_1(cache: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for value in ("off", "false", "no", "2", " 0", "00", "yes"):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match=f"{name}='{value}': expected 0 or 1.*unset"):
+            build()
+    assert not cache.exists()
+    for value, on in (("", name == "ANYCELL_CACHE"), ("0", False), ("1", True)):
+        monkeypatch.setenv(name, value)
+        assert environment.switch(name, default=name == "ANYCELL_CACHE") == on
+        build()
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")

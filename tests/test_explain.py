@@ -129,6 +129,23 @@ def test_sizes_besides_the_hidden_size() -> None:
         anycell.explain(cells.LSTMP, 64, P=0)
 
 
+def test_it_says_the_shape_of_each_weight() -> None:
+    @cell(gates="a", state="h")
+    def Narrow(x, r, s, *, size: str | None = None):
+        return tanh(x.a + linear(tanh(linear(s.h, "down", size=size)), "up"))
+
+    for page, down, up in [
+        (anycell.explain(Narrow, 12), "[H, H]: [12, 12]", "[H, H]: [12, 12]"),
+        (anycell.explain(Narrow(size="R"), 12, R=3), "[R, H]: [3, 12]", "[H, R]: [12, 3]"),
+        (anycell.explain(Narrow(size="R"), 12), "[R, H]", "[H, R]"),
+    ]:
+        step = section(page, "forward, one step")
+        assert f"W_down   the weight of linear(..., 'down'), {down}" in step
+        assert f"W_up     the weight of linear(..., 'up'), {up}" in step
+    blocks = str(anycell.explain(cells.sLSTM(heads=4), 12))
+    assert "linear(..., 'r'), [4 H, H] of 4 blocks along its diagonal: [4, 12, 3]" in blocks
+
+
 def test_layer_norm_reads_as_it_was_written() -> None:
     page = anycell.explain(cells.LayerNormLSTM)
     step = section(page, "forward, one step")
@@ -175,7 +192,10 @@ def test_llvm_and_assembly_on_request() -> None:
     assert "backward, one step" not in str(page) and "backward kernel" not in str(page)
 
 
-def test_it_says_whether_the_kernel_is_compiled() -> None:
+def test_it_says_whether_the_kernel_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANYCELL_CACHE_DIR", str(tmp_path / "cache"))
     before = section(anycell.explain(NoMatmul, hidden_size=24), "forward kernel")
     assert before[-1].startswith("not compiled yet; LLVM text of")
     cpu.compiled(plan(NoMatmul, 24))

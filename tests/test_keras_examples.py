@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tolerances import LIMITS
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 pytest.importorskip("keras")
@@ -32,9 +33,10 @@ def test_text_is_told_apart() -> None:
     assert run("keras_text") > 0.08
 
 
+@pytest.mark.slow
 def test_translation_without_a_teacher() -> None:
     assert run("keras_translate") > 0.5
 
 
 def test_chunks_are_the_stream() -> None:
-    assert run("keras_stream") < 1e-5
+    assert run("keras_stream") <= LIMITS["float32", "forward"]

@@ -66,7 +66,11 @@ def data(rng: np.random.Generator, *shape: int) -> Any:
 # -- graphs ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [cells.LSTM, Leaky, cells.LayerNormLSTM], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "step",
+    [cells.LSTM, Leaky, pytest.param(cells.LayerNormLSTM, marks=pytest.mark.slow)],
+    ids=lambda c: c.name,
+)
 def test_under_xla(step: Any, rng: np.random.Generator) -> None:
     layer = ak.RNN(step, 6, return_sequences=True, return_state=True, dtype="float64")
     given = random_inputs(layer, (3, 5, 2), rng, masked=False)
@@ -286,9 +290,20 @@ def test_second_derivatives(graph: bool, rng: np.random.Generator) -> None:
         assert_close(a.numpy(), b.numpy(), "float64", "gradient")
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("watched", ["input", "weight", "loss"])
-@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+@pytest.mark.parametrize(
+    ("watched", "graph"),
+    [
+        pytest.param(
+            watched,
+            graph,
+            id=f"{watched}-{'graph' if graph else 'eager'}",
+            marks=[] if graph is (watched != "weight") else pytest.mark.more,
+        )
+        for watched in ("input", "weight", "loss")
+        for graph in (False, True)
+    ],
+)
+@pytest.mark.parametrize("name", ["LSTM", pytest.param("GRU", marks=pytest.mark.more)])
 def test_forward_mode(name: str, watched: str, graph: bool, rng: np.random.Generator) -> None:
     """Jacobians and Hessians times a vector, forwards and forwards over reverse: as in Keras."""
     ours, theirs = (getattr(m, name)(3, dtype="float64") for m in (ak, keras.layers))
@@ -586,7 +601,7 @@ def model_for_export() -> Any:
     return keras.Model(given, keras.layers.Dense(2)(ak.RNN(Leaky, 4)(hidden)))
 
 
-@pytest.mark.parametrize("way", ["export", "saved_model"])
+@pytest.mark.parametrize("way", ["export", pytest.param("saved_model", marks=pytest.mark.slow)])
 def test_exported_models_run_without_anycell(
     way: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tolerances import assert_close, is_slope
 
 import anycell
 from anycell import (
@@ -214,6 +215,70 @@ def test_sizes_follow_from_use() -> None:
     assert (hr.in_size, hr.out_size) == ("H", "P")
 
 
+def test_a_matmul_may_name_its_size() -> None:
+    def narrow(x, r, s, *, size: str | None = "R"):
+        return tanh(x.a + linear(tanh(linear(s.h, "down", size=size)), "up", gates="k l").l)
+
+    bottleneck = traced(narrow)
+    assert [(l.name, l.in_size, l.out_size) for l in bottleneck.linears] == [
+        ("down", "H", "R"),
+        ("up", "R", "H"),
+    ]
+    assert [l.shape({"H": 100, "R": 8}) for l in bottleneck.linears] == [(8, 100), (200, 8)]
+    wide = bottleneck(size=None)
+    assert {(l.in_size, l.out_size) for l in wide.linears} == {("H", "H")}
+    assert wide.key != bottleneck.key == bottleneck(size="R").key != bottleneck(size="P").key
+    assert [l.out_size for l in with_projection(bottleneck).linears[:2]] == ["R", "H"]
+    stated = traced(lambda x, r, s: (linear(x.a, "w", size="P"), x.b + r.b), state="h:P c")
+    assert {l.name: l.out_size for l in stated.linears}["w"] == "P"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"H": 12}, None),
+        ({"H": 9}, "given H=9 (the hidden size); expected a multiple of 4, because `mean(x.a, "),
+        ({"H": 9}, "groups=4)` splits the units into 4 equal parts. Choose 8 or 12, or other"),
+        ({"H": 3}, "Choose 4, or other heads or groups"),
+        ({"H": 12, "R": 9}, None),
+        ({"H": 12, "R": 8}, "given R=8; expected a multiple of 3, because `linear("),
+        ({"H": 8, "R": 9}, "given H=8 (the hidden size); expected a multiple of 3, because"),
+        ({"R": 9}, None),
+    ],
+)
+def test_parts_divide_sizes(sizes: dict[str, int], message: str | None) -> None:
+    def split(x, r, s):
+        return linear(linear(s.h, "down", heads=3, size="R"), "up") + anycell.mean(x.a, groups=4)
+
+    refusal = None
+    try:
+        traced(split).check_sizes(sizes)
+    except ValueError as error:
+        refusal = str(error)
+    assert (message or "Cell split") in (refusal or "Cell split")
+    assert (message is None) is (refusal is None)
+
+
+SPLIT = cells.sLSTM(heads=4)
+
+
+@pytest.mark.parametrize(
+    ("framework", "make"),
+    [
+        ("numpy", lambda: anycell.numpy.RNN(SPLIT, 12, 10)),
+        ("torch", lambda: anycell.torch.RNN(SPLIT, 12, 10)),
+        ("torch", lambda: anycell.torch.RNNCell(SPLIT, 12, 10)),
+        ("numpy", lambda: anycell.explain(SPLIT, 10)),
+        ("numpy", lambda: plan(SPLIT, 10)),
+    ],
+)
+def test_a_layer_is_refused_when_it_is_made(framework: str, make: Function) -> None:
+    """Those of Keras are in test_keras.py."""
+    pytest.importorskip(framework)
+    with pytest.raises(ValueError, match=r"Cell sLSTM: given H=10 .*`linear\(s.h, 'r', heads=4\)`"):
+        make()
+
+
 def test_numbers_fit_any_size() -> None:
     @cell(gates="a", state="h:P c")
     def Scaled(x, r, s, *, scale: float = 2.0):
@@ -256,7 +321,15 @@ LINES: list[tuple[Function, str, str]] = [
     (branch, "Control flow on a traced value", "where(condition, a, b)"),
     (lambda x, r, s: x.a if x.a == 0 else x.b, "Control flow", "where(condition, a, b)"),
     (lambda x, r, s: x.a and x.b, "Control flow", "where(condition, a, b)"),
-    (lambda x, r, s: max(x.a, x.b), "Control flow", "maximum(a, b) or minimum(a, b)"),
+    (lambda x, r, s: max(x.a, x.b), "Control flow", "maximum(a, b) for Python's max(a, b)"),
+    (lambda x, r, s: min(x.a, 0), "Control flow", "minimum(a, b) for its min(a, b)"),
+    (lambda x, r, s: where(0 < x.a < 1, 1, 0), "Control flow", "(0 < a) & (a < 1) for 0 < a < 1"),
+    (lambda x, r, s: sorted([x.a, x.b])[0], "Control flow", "where(condition, a, b)"),
+    (lambda x, r, s: anycell.max(x.a, x.b), "max(value, groups=x.b)", "maximum(a, b) of two"),
+    (lambda x, r, s: anycell.max(x.a, 0), "max(value, groups=0)", "maximum(a, b) of two"),
+    (lambda x, r, s: anycell.sum(x.a, x.b), "sum(value, groups=x.b)", "a + b of two values"),
+    (lambda x, r, s: anycell.mean(x.a, x.b), "mean(value, groups=x.b)", "(a + b) / 2 of two"),
+    (lambda x, r, s: anycell.max([x.a, x.b]), "list [x.a, x.b]", "a + b, maximum(a, b)"),
     (lambda x, r, s: x.a // 2, "with remainder (//, %, divmod)", "use a / b"),
     (lambda x, r, s: 2 % x.a, "with remainder (//, %, divmod)", "use a / b"),
     (lambda x, r, s: divmod(x.a, 2), "with remainder (//, %, divmod)", "use a / b"),
@@ -268,19 +341,37 @@ LINES: list[tuple[Function, str, str]] = [
     (lambda x, r, s: f"{x.a:.2f}", "formatted with '.2f'", 'f"{value}"'),
     (lambda x, r, s: f"{x:.2f}", "formatted with '.2f'", 'f"{value}"'),
     (loop, "cannot be unpacked", "name the gate"),
+    (lambda x, r, s: max(x.a), "cannot be unpacked", "anycell's sum, mean and max"),
+    (lambda x, r, s: len(x.a), "cannot be unpacked", "anycell's sum, mean and max"),
+    (lambda x, r, s: reversed(x.a), "cannot be unpacked", "anycell's sum, mean and max"),
+    (lambda x, r, s: 0 in x.a, "cannot be unpacked", "anycell's sum, mean and max"),
     (lambda x, r, s: x.a[0], "Indexing a traced value with [0]", "declare another gate or state"),
     (lambda x, r, s: s.h[:, 1:], "Indexing", "mean, sum, max and layer_norm"),
     (lambda x, r, s: x.a.__setitem__(0, 1.0), "In-place edit", "compute a new value"),
+    (lambda x, r, s: x.a.__delitem__(0), "In-place edit", "compute a new value"),
+    (lambda x, r, s: setattr(s, "h", x.a), "In-place edit of the state 'h'", "its own: h = ..."),
     (lambda x, r, s: x.a @ s.h, "operator @", 'linear(value, "name")'),
-    (lambda x, r, s: np.eye(3) @ s.h, "matmul", "functions of anycell"),
-    (lambda x, r, s: np.tanh(x.a), "numpy.tanh()", "functions of anycell"),
-    (lambda x, r, s: np.tanh(x + r), "numpy.tanh()", "functions of anycell"),
-    (lambda x, r, s: np.mean(x.a), "numpy.mean()", "functions of anycell"),
-    (lambda x, r, s: np.where(x.a > 0, x.a, 0), "numpy.where()", "functions of anycell"),
-    (lambda x, r, s: np.asarray(x.a), "numpy.array()", "functions of anycell"),
-    (lambda x, r, s: math.exp(x.a), "turned into a number", "sigmoid, exp, log"),
+    (lambda x, r, s: np.eye(3) @ s.h, "numpy.matmul()", 'linear(value, "name")'),
+    (lambda x, r, s: s.h @ np.eye(3), "operator @", 'linear(value, "name")'),
+    (lambda x, r, s: np.dot(np.eye(3), s.h), "numpy.dot()", 'linear(value, "name")'),
+    (lambda x, r, s: np.einsum("i,i", x.a, s.h), "numpy.einsum()", 'linear(value, "name")'),
+    (lambda x, r, s: np.eye(3) @ s, "numpy.matmul()", 'linear(value, "name")'),
+    (lambda x, r, s: np.tanh(x.a), "numpy.tanh()", "use anycell.tanh."),
+    (lambda x, r, s: np.tanh(x + r), "numpy.tanh()", "use anycell.tanh."),
+    (lambda x, r, s: np.mean(x.a), "numpy.mean()", "use anycell.mean."),
+    (lambda x, r, s: np.where(x.a > 0, x.a, 0), "numpy.where()", "use anycell.where."),
+    (lambda x, r, s: np.abs(x.a), "numpy.absolute()", "write abs(v)"),
+    (lambda x, r, s: np.square(x.a), "numpy.square()", "write v * v"),
+    (lambda x, r, s: np.power(x.a, 2), "numpy.power()", "write v ** 2"),
+    (lambda x, r, s: np.float64(2) ** x.a, "** x is outside", "exp(x * log(base))"),
+    (lambda x, r, s: np.sin(x.a), "numpy.sin()", "functions of anycell: abs, clip, exp, "),
+    (lambda x, r, s: np.asarray(x.a), "numpy.array()", "functions of anycell: abs, clip, exp, "),
+    (lambda x, r, s: math.exp(x.a), "turned into a number", "of anycell: abs, clip, exp, "),
+    (lambda x, r, s: complex(x.a), "turned into a number", "of anycell: abs, clip, exp, "),
     (lambda x, r, s: float(x.a), "turned into a number", "functions of anycell"),
-    (lambda x, r, s: x.a.sigmoid(), "no attribute 'sigmoid'", "functions of anycell"),
+    (lambda x, r, s: x.a.sigmoid(), "no attribute 'sigmoid'", "use anycell.sigmoid."),
+    (lambda x, r, s: x.a.clamp(0, 1), "no attribute 'clamp'", "write clip(v, low, high)"),
+    (lambda x, r, s: x.a.shape, "no attribute 'shape'", "functions of anycell: abs, clip"),
     (lambda x, r, s: x.a * np.ones(3), "ndarray array([1., 1., 1.])", "per-unit parameter"),
     (lambda x, r, s: np.ones(3) * x.a, "ndarray array([1., 1., 1.])", "per-unit parameter"),
     (lambda x, r, s: x.a * "2", "str '2' inside a cell", "hyperparameter"),
@@ -325,7 +416,16 @@ LINES: list[tuple[Function, str, str]] = [
     (lambda x, r, s: keep(s.h > 0), "keep() got `s.h > 0`, a condition", "1.0, 0.0)"),
     (lambda x, r, s: linear(s.h > 0, "u"), "linear() got `s.h > 0`, a condition", "1.0, 0.0)"),
     (lambda x, r, s: keep(0.5, per="batch"), "per='batch'", 'per="sequence"'),
-    (lambda x, r, s: linear(s.h, "w") + linear(x.a, "w"), "this name is taken", "another name"),
+    (
+        lambda x, r, s: linear(s.h, "w") + linear(x.a, "w"),
+        "two matmuls cannot share one",
+        "Another name is another weight, learned apart",
+    ),
+    (lambda x, r, s: linear("w", s.h), "linear(..., s.h): the weight needs", 'linear(value, "na'),
+    (lambda x, r, s: linear(s.h, "w", bias="no"), "bias='no'): expected True or", "bias=True"),
+    (lambda x, r, s: linear(s.h, "w", size=8), "size=8): expected a symbol", "RNN(cell, 12, 100,"),
+    (lambda x, r, s: linear(s.h, "w", size="P=8"), "'P=8'): expected a symbol", 'size="R"'),
+    (lambda x, r, s: linear(s.h, "w", size="dropout"), "cannot be named 'dropout'", "such as P"),
     (lambda x, r, s: linear(s.h, "hh"), "this name is taken", "another name"),
     (lambda x, r, s: linear(s.h, "ih"), "this name is taken", "another name"),
     (lambda x, r, s: linear(s.h, "u") + linear(s.h, "u_bias"), "(..._bias)", "another name"),
@@ -371,9 +471,30 @@ def test_refusals_name_line_and_remedy(function: Function, problem: str, instead
 
 def test_torch_functions_are_refused() -> None:
     torch = pytest.importorskip("torch")
-    for function in (lambda x, r, s: torch.tanh(x.a), lambda x, r, s: torch.sigmoid(x + r)):
-        assert "torch." in refused(function)
-    assert "functions of anycell" in refused(lambda x, r, s: torch.where(x.a > 0, x.a, 0))
+    weight = torch.ones(3, 3)
+    for function, instead in [
+        (lambda x, r, s: torch.tanh(x.a), "use anycell.tanh."),
+        (lambda x, r, s: torch.sigmoid(x + r), "use anycell.sigmoid."),
+        (lambda x, r, s: torch.nn.ReLU()(x.a), "use anycell.relu."),
+        (lambda x, r, s: torch.where(x.a > 0, x.a, 0), "use anycell.where."),
+        (lambda x, r, s: torch.clamp(x.a, 0, 1), "write clip(v, low, high)"),
+        (lambda x, r, s: torch.softmax(x.a, -1), "exp(v - max(v)) / sum(exp(v - max(v)))"),
+        (lambda x, r, s: torch.cat([x.a, x.b]), "functions of anycell: abs, clip, "),
+        (lambda x, r, s: weight @ s.h, 'linear(value, "name")'),
+        (lambda x, r, s: torch.nn.Linear(3, 3)(s.h), 'linear(value, "name")'),
+    ]:
+        said = refused(function)
+        assert "torch." in said and instead in said.partition("Instead: ")[2]
+    for function in (lambda x, r, s: weight * s.h, lambda x, r, s: s.h - weight):
+        assert "params=" in refused(function)
+
+
+def test_functions_of_other_libraries_are_refused() -> None:
+    """Which ask a value for what it is before they say what they want."""
+    jnp = pytest.importorskip("jax.numpy")
+    for function in (lambda x, r, s: jnp.tanh(x.a), lambda x, r, s: jnp.ones(3) * x.a):
+        assert "\nInstead: " in refused(function)
+    assert 'linear(value, "name")' in refused(lambda x, r, s: jnp.ones((3, 3)) @ s.h)
 
 
 @pytest.mark.parametrize(
@@ -399,8 +520,17 @@ def test_torch_functions_are_refused() -> None:
         (lambda x, r, s: x.a, {"gates": "a 2b"}, "cannot read '2b'"),
         (lambda x, r, s: x.a, {"gates": "a=3 b"}, "cannot read 'a=3'; expected name."),
         (lambda x, r, s: x.a, {"gates": "a b:Q"}, "cannot read 'b:Q'; expected name."),
+        (lambda x, r, s: x.a, {"gates": "a b:Q"}, "Instead: write 'b': it has H units."),
+        (lambda x, r, s: x.a, {"gates": "a b=1"}, "Instead: write 'b'. Initial values have"),
         (lambda x, r, s, p: x.a, {"params": "w:P"}, "'w:P'; expected name or name=value."),
+        (lambda x, r, s, p: x.a, {"params": "w:P"}, "Instead: write 'w': it has H units."),
         (lambda x, r, s, e: x.a, {"static": "e f"}, "static='e f'): expected one name"),
+        (lambda x, r, s, e: x.a, {"static": "e f"}, 'Instead: name one, static="e"'),
+        (lambda x, r, s: x.a, {"bias": "no"}, "bias='no'): expected True or False"),
+        (lambda x, r, s: x.a, {"bias": 1}, "bias=1): expected True or False"),
+        (lambda x, r, s: x.a, {"bias": None}, "bias=None): expected True or False"),
+        (lambda x, r, s: (linear(x.a, "w", size="P"), x.b), {"state": "h:Q c"}, "do not close"),
+        (lambda x, r, s: linear(x.a, "w", size="P") * x.b, {}, "do not close"),
         (lambda x, r, s, e: x.a, {"static": ""}, "static=''): expected one name"),
         (lambda x, r, s, e: x.a, {"static": True}, "static=True): expected one string"),
         (lambda x, r, s: x.a, {"gates": ["a", "b"]}, "gates=['a', 'b']): expected one string"),
@@ -412,13 +542,15 @@ def test_torch_functions_are_refused() -> None:
         (cells.LSTM, {}, "was given LSTM()"),
         (lambda x, r, s: x.a, {"state": "h=nan"}, "'nan' is not a number"),
         (lambda x, r, s: x.a, {"state": "h=zero"}, "'zero' is not a number"),
-        (lambda x, r, s, *, k: x.a, {}, "'k' needs a default value"),
+        (lambda x, r, s, *, k: x.a, {}, "hyperparameter k has no default value"),
         (lambda x, r, s, *, k=math.nan: x.a, {}, "hyperparameter k is NaN"),
         (lambda x, r, s, *, k=b"": x.a, {}, "hyperparameter k is a bytes"),
     ],
 )
 def test_declarations_are_checked(function: Function, declaration: Any, message: str) -> None:
-    assert message in refused(function, **declaration)
+    said = refused(function, **declaration)
+    assert message in said
+    assert "\nInstead: " in said
 
 
 @pytest.mark.parametrize(
@@ -754,7 +886,7 @@ def test_derivatives(name: str, groups: int, rng: np.random.Generator) -> None:
             assert arg.op in CONDITIONS or np.all(change == 0)
         else:
             found = np.sum(evaluate(part, values) * direction)
-            np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-8)
+            assert is_slope(found, expected, "op")
 
 
 @pytest.mark.parametrize("name", SMOOTH)
@@ -782,7 +914,7 @@ def test_derivatives_are_those_of_torch(name: str, rng: np.random.Generator) -> 
             continue
         expected = np.zeros(len(points)) if tensor.grad is None else tensor.grad.numpy()
         found = np.zeros(len(points)) if part is None else evaluate(part, values)
-        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+        assert_close(found, expected, "float64", "forward")
 
 
 def _inside(name: str, i: int, value: float) -> bool:

@@ -16,6 +16,8 @@ import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
 from anycell import layer as layers  # noqa: E402
 from anycell.engines import cpu  # noqa: E402
+from anycell.layer.run import extent  # noqa: E402
+from anycell.numpy.host import NumpyHost  # noqa: E402
 from anycell.plan import plan  # noqa: E402
 
 SIZES = {"LSTMP": {"P": 3}}
@@ -51,7 +53,7 @@ def test_which_cells() -> None:
     assert not {"GRU", "LayerNormLSTM", "IndRNN", "sLSTM"} & set(NAMES)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.more), "float64"])
 @pytest.mark.parametrize("name", NAMES)
 def test_same_results(name: str, dtype: str, by: Any, seed: int) -> None:
     torch.manual_seed(seed)
@@ -126,6 +128,7 @@ def test_packing_writes_only_its_block(transposed: bool) -> None:
         memory = np.full(size + 8192, 0xAB, np.uint8)
         start = -memory.ctypes.data % cpu.LINE
         at_ = memory.ctypes.data + start
-        cpu.pack(kernel, 0, at_, weight.ctypes.data, strides, 0, 0, 1, inputs)
+        bounds = extent(NumpyHost("float32"), weight)
+        cpu.pack(kernel, 0, at_, weight.ctypes.data, strides, 0, 0, 1, inputs, bounds)
         assert not (memory[start : start + size] == 0xAB).all()
         assert (memory[start + size :] == 0xAB).all()

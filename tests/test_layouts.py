@@ -200,3 +200,96 @@ def test_refusals(rng: np.random.Generator) -> None:
         convert(before, "GRU", "keras", "torch")
     with pytest.raises(ValueError, match="reset after the matmul"):
         convert(after, "GRU", "keras", "tf1")
+
+
+K = {"kernel": np.ones((3, 8)), "recurrent_kernel": np.ones((2, 8)), "bias": np.ones(8)}
+T = {"weight_ih_l0": np.ones((8, 3)), "weight_hh_l0": np.ones((8, 2))}
+O = {"W": np.ones((1, 6, 3)), "R": np.ones((1, 6, 2))}
+F = {"gates/kernel": np.ones((5, 4)), "gates/bias": np.ones(4)}
+REFUSED: list[tuple[Any, str, type[Exception], str]] = [
+    ([1], "LSTM torch", TypeError, "given list; expected a dict"),
+    (None, "LSTM torch", TypeError, "weights: given NoneType; expected a dict"),
+    (
+        {**K, "kernel": np.float64(3)},
+        "LSTM keras",
+        ValueError,
+        r"'kernel' of shape \(\); .*in, 4H",
+    ),
+    (
+        {**K, "bias": np.float64(3)},
+        "LSTM keras",
+        ValueError,
+        r"shape \(\); expected \(4H",
+    ),
+    (
+        {**K, "bias": "x"},
+        "LSTM keras",
+        TypeError,
+        "given 'bias' of dtype <U1; expected",
+    ),
+    ({**K, "bias": None}, "LSTM keras", TypeError, "given 'bias' of dtype object; expected"),
+    ({**K, "bias": [[1], [1, 2]]}, "LSTM keras", TypeError, "'bias' as list, which is no array"),
+    ({**K, "bais": K["bias"]}, "LSTM keras", ValueError, "given bais; expected none but kernel"),
+    (
+        {**K, "bias": np.ones((2, 8))},
+        "LSTM keras",
+        ValueError,
+        r"shape \(2, 8\); expected \(4H\)",
+    ),
+    (
+        {**K, "kernel": np.ones((3, 7))},
+        "LSTM keras",
+        ValueError,
+        r"\(3, 7\); expected \(in, 4H\)",
+    ),
+    (
+        {**K, "kernel": np.ones((0, 8))},
+        "LSTM keras",
+        ValueError,
+        r"\(0, 8\); expected \(in, 4H\)",
+    ),
+    (
+        {**T, "weight_hh_l0": np.ones((0, 2))},
+        "LSTM torch",
+        ValueError,
+        r"'weight_hh_l0' of shape \(0, 2\); expected \(4H, H\) with H = 2, in = 3, as in",
+    ),
+    (
+        {name: np.ones((0, 3)) for name in T},
+        "LSTM torch",
+        ValueError,
+        r"'weight_ih_l0' of shape \(0, 3\); expected \(4H, in\)",
+    ),
+    (
+        {**T, "weight_ih_l1": 1},
+        "LSTM torch",
+        ValueError,
+        "given weight_ih_l1; .* of one",
+    ),
+    (O, "GRU onnx", ValueError, "expected linear_before_reset among them"),
+    ({**O, "linear_before_reset": 2}, "GRU onnx", ValueError, "reset = 2; expected 0 or 1"),
+    (F, "GRU tf1", ValueError, "expected candidate/kernel among them"),
+]
+
+
+@pytest.mark.parametrize("weights, source, error, message", REFUSED)
+def test_refused_weights(weights: Any, source: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        convert(weights, *source.split(), "keras")
+
+
+def test_refused_words() -> None:
+    for word in ([], {}, None, np.zeros(2)):
+        with pytest.raises(ValueError, match="source: given"):
+            convert(K, "LSTM", word, "torch")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="source: given 'keras' of kind"):
+            convert(K, word, "keras", "torch")  # type: ignore[arg-type]
+
+
+def test_some_peepholes(rng: np.random.Generator) -> None:
+    """One that is absent adds nothing."""
+    weights = made("LSTM", False, True, rng)
+    del weights["p_f"]
+    found = convert(weights, "LSTM", "keras", "onnx")["P"]
+    expected = [weights["p_i"], weights["p_o"], np.zeros(UNITS)]
+    assert np.array_equal(found, np.concatenate(expected)[None])

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tolerances import LIMITS, NO_WORSE_THAN, assert_close, error
+from tolerances import LIMITS, NO_WORSE_THAN, assert_close, close, error, is_slope
 
 import anycell.numpy as an
 from anycell import cell, cells, keep, linear, sigmoid, tanh
@@ -282,7 +282,7 @@ def test_gradients_are_slopes(case: Any, rng: np.random.Generator) -> None:
                 array += sign * 1e-5 * direction
                 slope += sign * objective() / 2e-5
                 array -= sign * 1e-5 * direction
-            assert np.vdot(gradient, direction) == pytest.approx(slope, rel=1e-6, abs=1e-7), name
+            assert is_slope(np.vdot(gradient, direction), slope, "layer"), name
 
 
 # -- masks, resets, steps --------------------------------------------------------------------------
@@ -388,7 +388,7 @@ def test_static_input(engine: str, rng: np.random.Generator) -> None:
     layer = an.RNN(Gated, 3, 4, dtype="float64", seed=1)
     x, state, d = problem(layer, 5, 2, rng)
     found = [solve(layer, x, state, d, static=np.full((2, 4), e))["output"] for e in (-9.0, 9.0)]
-    assert not np.allclose(*found)
+    assert not close(*found, "float32", "forward")
     assert layer.grad_static.shape == (2, 4)
 
 
@@ -406,7 +406,7 @@ def test_dropout_between_layers() -> None:
     assert not np.array_equal(first, one.forward(x, training=True)[0])
     (dropped,) = one._saved.dropped
     assert set(np.unique(dropped)) == {np.float32(0.0), np.float32(4 / 3)}
-    assert (dropped == 0.0).mean() == pytest.approx(0.25, abs=0.01)
+    assert 0.24 < (dropped == 0.0).mean() < 0.26
 
 
 def test_random_masks_of_a_cell() -> None:
@@ -426,7 +426,7 @@ def test_initial_values() -> None:
     assert {p.dtype for p in layer.parameters.values()} == {np.dtype("float32")}
     for k, width in ((0, 30), (1, 20)):
         for gate in np.split(layer.parameters[f"weight_hh_l{k}"], 4):
-            assert np.allclose(gate @ gate.T, np.eye(20), atol=1e-6)
+            assert_close(gate @ gate.T, np.eye(20), "float32", "forward")
         bound = np.sqrt(6 / (width + 20))
         entering = np.abs(layer.parameters[f"weight_ih_l{k}"])
         assert 0.98 * bound < entering.max() <= bound
@@ -466,18 +466,18 @@ def test_orthogonal(shape: tuple[int, int], rng: np.random.Generator) -> None:
     w = initializers.orthogonal(shape, rng)
     product = w @ w.T if shape[0] <= shape[1] else w.T @ w
     assert w.shape == shape
-    assert np.allclose(product, np.eye(min(shape)), rtol=0, atol=1e-14)
+    assert_close(product, np.eye(min(shape)), "float64", "forward")
 
 
 def test_orthogonal_is_uniform(rng: np.random.Generator) -> None:
     """Without the fix of signs, QR has a preference for one sign on its diagonal."""
     corners = [initializers.orthogonal((2, 2), rng)[0, 0] for _ in range(4000)]
-    assert abs(np.mean(corners)) < 0.05 and np.mean(np.square(corners)) == pytest.approx(0.5, 0.05)
+    assert abs(np.mean(corners)) < 0.05 and 0.475 < np.mean(np.square(corners)) < 0.525
 
 
 def test_glorot(rng: np.random.Generator) -> None:
     for draw in (initializers.glorot_uniform, initializers.glorot_normal):
-        assert draw((300, 200), rng).var() == pytest.approx(2 / 500, rel=0.02)
+        assert 0.98 < draw((300, 200), rng).var() * 500 / 2 < 1.02
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -527,7 +527,8 @@ def test_clipping_is_torchs(limit: float, rng: np.random.Generator) -> None:
     gradients = pair_of_gradients(rng)
     mine, theirs = next(gradients)
     norm = an.clip_by_global_norm(mine, limit)
-    assert norm == pytest.approx(torch.nn.utils.clip_grad_norm_(theirs, limit).item(), rel=1e-14)
+    right = torch.nn.utils.clip_grad_norm_(theirs, limit).item()
+    assert_close(norm, right, "float64", "forward")
     for grad, p in zip(mine.grads.values(), theirs, strict=True):
         assert_close(grad, p.grad.numpy(), "float64", "forward")
     mine, theirs = next(gradients)
@@ -558,7 +559,7 @@ def test_dense_is_torchs(rng: np.random.Generator) -> None:
         given = torch.tensor(x, requires_grad=True)
         ref = torch.nn.functional.mse_loss(theirs(given), torch.tensor(y))
         ref.backward()
-        assert loss == pytest.approx(ref.item(), rel=1e-14)
+        assert_close(loss, ref.item(), "float64", "forward")
         assert_close(ours.backward(grad), given.grad.numpy(), "float64", "gradient")
         for name, p in theirs.named_parameters():
             assert_close(ours.grads[name], p.grad.numpy(), "float64", "gradient", name)
@@ -643,6 +644,41 @@ def test_a_load_that_fails_changes_nothing(tmp_path: Path) -> None:
     for content in (b"", b"no archive", path.read_bytes()[:500]):
         path.write_bytes(content)
         refused(ValueError, "layer.npz", "written by GRU.save()")
+
+
+def test_parameters_of_the_layer_itself() -> None:
+    """What is set may be what is written to."""
+    layer = an.LSTM(3, 5, initializer="torch", seed=1)
+    before = {name: p.copy() for name, p in layer.parameters.items()}
+    other = {"bias_ih_l0": "bias_hh_l0", "bias_hh_l0": "bias_ih_l0"}
+    layer.set_parameters({name: layer.parameters[other.get(name, name)] for name in before})
+    for name, parameter in layer.parameters.items():
+        assert np.array_equal(parameter, before[other.get(name, name)])
+
+
+@pytest.mark.parametrize("name", ["float32", "float64"])
+def test_the_order_of_bytes_is_the_machines(name: str) -> None:
+    """Kernels know no other."""
+    x, other = np.ones((4, 2, 3)), np.dtype(name).newbyteorder()
+    layer, ref = (an.LSTM(3, 5, dtype=dtype, seed=1) for dtype in (other, name))
+    assert layer.dtype == np.dtype(name)
+    assert np.array_equal(layer.forward(x.astype(other))[0], ref.forward(x)[0])
+
+
+def test_an_optimizer_step_that_is_refused_changes_nothing() -> None:
+    layer = an.Dense(3, 2, seed=1)
+    layer.backward(np.ones_like(layer.forward(np.ones((4, 3)), training=True)))
+    before = {name: p.copy() for name, p in layer.parameters.items()}
+    optimizer = an.Adam(layer)
+    optimizer.lr = "fast"  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="lr: given 'fast'"):
+        optimizer.step()
+    optimizer.lr = 0.1
+    layer._grads["bias"] = np.zeros(3)
+    with pytest.raises(ValueError, match=r"grads\['bias'\]: given shape \(3,\), expected \(2,\)"):
+        optimizer.step()
+    assert optimizer.steps == 0
+    assert all(np.array_equal(p, before[name]) for name, p in layer.parameters.items())
 
 
 def test_save_is_as_any_file(tmp_path: Path) -> None:
@@ -757,7 +793,8 @@ def lstm(**options: Any) -> an.LSTM:
     return an.LSTM(3, 4, seed=1, **options)
 
 
-X = np.zeros((5, 2, 3))
+X, LAYER = np.zeros((5, 2, 3)), an.Dense(3, 2)
+MASKED = np.ma.masked_array(X, mask=np.arange(30).reshape(X.shape) == 7)
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     # constructors
     (lambda: an.RNN("LSTM", 3, 4), TypeError, r"cell: given 'LSTM', expected what @anycell.cell"),
@@ -772,6 +809,23 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: lstm(initializer="he"), ValueError, r"initializer: given 'he', expected 'glorot_uni"),
     (lambda: lstm(gate_bias={"z": 1}), ValueError, r"gate_bias: .*'z', expected i, f, g, o"),
     (lambda: lstm(bias=False, forget_bias=1.0), ValueError, r"gate_bias: .* there is no bias"),
+    (lambda: lstm(gate_bias="f"), TypeError, r"gate_bias: given str, expected a dict, .* by gate"),
+    (lambda: lstm(forget_bias="1"), ValueError, r"forget_bias: given '1', expected a number"),
+    (lambda: lstm(dropout=10**400), ValueError, r"dropout: given 10+, expected a number"),
+    (lambda: lstm(initializer=3), TypeError, r"initializer: given 3, expected 'glorot_uniform'"),
+    (
+        lambda: lstm(initializer=lambda shape, rng: np.zeros(shape[::-1])),
+        ValueError,
+        r"initializer\(shape, generator\): given shape \(3, 4\), expected \(4, 3\)",
+    ),
+    (lambda: an.LSTM(3, 4, seed=-1), ValueError, r"seed: given -1 .*, expected an integer from 0"),
+    (lambda: an.LSTM(3, 4, bias="no"), TypeError, r"bias: given 'no', expected True or False"),
+    (lambda: an.LSTM(1 << 31, 4), ValueError, r"input_size: given 2147483648, .* at most"),
+    (
+        lambda: an.RNN(cells.LSTMP, 3, 4, P=10**30),
+        ValueError,
+        r"P: given 10+, .* at most 2147",
+    ),
     (lambda: lstm(dropuot=0.1), TypeError, r"given dropuot=; sizes that cell LSTM .*: none"),
     (lambda: an.RNN(Projected, 3, 4), TypeError, r"missing P=; sizes that cell Projected .*: P"),
     (lambda: initializers.orthogonal((3,), None), ValueError, r"shape: given \(3,\), expected"),
@@ -780,6 +834,12 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: lstm().forward(X[..., :2]), ValueError, r"x: given shape \(5, 2, 2\), expected"),
     (lambda: lstm(batch_first=True).forward(X[0]), ValueError, r"expected \(B, T, 3\)"),
     (lambda: lstm().forward(X.astype(str)), TypeError, r"x: given .* expected an array of real"),
+    (lambda: lstm().forward([[1], [1, 2]]), TypeError, r"x: given list, which is no array"),
+    (
+        lambda: lstm().forward(MASKED),
+        ValueError,
+        r"x: given a masked array, expected one without",
+    ),
     (lambda: lstm().forward(X + 1j), TypeError, r"x: given .*complex128, expected"),
     (lambda: lstm().forward(X, X), ValueError, r"state: given 1 array\(s\), expected 2: h, c"),
     (
@@ -799,6 +859,9 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: lstm().forward(X, lengths=[5]), ValueError, r"lengths: given shape \(1,\), .*\(2,\)"),
     (lambda: lstm().forward(X, lengths=[1.0, 2.0]), TypeError, r"lengths: given dtype float64"),
     (lambda: lstm().forward(X, masked_output="no"), ValueError, r"masked_output: given 'no'"),
+    (lambda: lstm().forward(X, masked_output=X), ValueError, r"masked_output: given array"),
+    (lambda: lstm().forward(X, training=X), TypeError, r"training: given array"),
+    (lambda: lstm(checkpoint=X), ValueError, r"checkpoint: given array"),
     (lambda: lstm().forward(X, static=X), ValueError, r"static: given an array, expected none"),
     (lambda: an.RNN(Gated, 3, 4).forward(X), ValueError, r"static: given none, .*\[2, 4\] \(e\)"),
     # backward and step
@@ -811,11 +874,22 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: an.mse(X, X[0]), ValueError, r"target: given shape \(2, 3\), expected \(5, 2, 3\)"),
     (lambda: an.mse(X[:0], X[:0]), ValueError, r"prediction: given an empty array"),
     (lambda: an.Adam([]), ValueError, r"layers: given none, expected at least one"),
+    (lambda: an.Adam([3]), TypeError, r"layers: given 3, expected a layer, or several"),
+    (lambda: an.Adam("lstm"), TypeError, r"layers: given 'l', expected a layer"),
+    (lambda: an.Adam(np.zeros(())), TypeError, r"layers: given array\(0.\), expected a layer"),
+    (lambda: an.clip_by_global_norm([None], 1.0), TypeError, r"layers: given None, expected a"),
+    (lambda: an.Adam([LAYER, LAYER]), ValueError, r"layers: given one layer twice"),
+    (lambda: an.Adam(lstm(), betas=0.9), TypeError, r"betas: given 0.9, expected two numbers"),
+    (lambda: an.Adam(lstm(), betas=(0.9,)), TypeError, r"betas: given \(0.9,\), expected two"),
     (lambda: an.Adam(lstm(), lr=-1.0), ValueError, r"lr: given -1.0, expected a number in \[0.0"),
     (lambda: an.Adam(lstm(), betas=(0.9, 1.0)), ValueError, r"betas: given 1.0, expected"),
     (lambda: an.Adam(lstm()).step(), RuntimeError, r"LSTM has no gradient for 'weight_ih_l0' yet"),
     (lambda: an.clip_by_global_norm(lstm(), 1.0), RuntimeError, r"LSTM has no gradient"),
     (lambda: an.clip_by_value(lstm(), np.nan), ValueError, r"limit: given nan, expected a number"),
+    (lambda: lstm().set_parameters([1]), TypeError, r"values: given list, expected a dict"),
+    (lambda: lstm().set_parameters({1: 2, "a": 3}), KeyError, r"unknown 1, a; expected weight_ih"),
+    (lambda: an.mse(["a"], [1.0]), TypeError, r"prediction: given list of dtype <U1"),
+    (lambda: an.mse([1j], [1.0]), TypeError, r"prediction: given list of dtype complex128"),
     (lambda: lstm().set_parameters({}), KeyError, r"missing bias_hh_l0, .* expected weight_ih_l0"),
 ]
 

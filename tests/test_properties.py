@@ -9,8 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from problems import Problem, Unsolvable, assert_right, by_cpu, by_recurrence, random_problem
+from problems import (
+    Problem,
+    Unsolvable,
+    assert_right,
+    by_cpu,
+    by_recurrence,
+    by_reference,
+    random_problem,
+)
 from random_cells import random_cell, source
+from tolerances import NO_WORSE_THAN, ONE_ULP, error, is_slope
 
 from anycell.engines import cpu, reference
 from anycell.engines.cpu import isa
@@ -61,7 +70,7 @@ def test_random_cell(cell_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "run", lambda *call: (ran.append(call), run(*call)))
     for dtype in ("float64", "float32"):
         try:
-            problem = random_problem(cell, (steps, rows, hidden), rng, dtype, **options)
+            problem = random_problem(cell, (steps, rows, hidden), rng, dtype, nearby=3, **options)
         except Unsolvable:
             assert dtype == "float32"
             continue
@@ -78,9 +87,50 @@ def test_random_cell(cell_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         if dtype == "float64":
             # A step may cross the edge of a where(): then another direction, and a smaller one.
             tries = [slope(problem, step, rng) for step in (1e-5, 1e-6, 1e-7)]
-            assert any(
-                found == pytest.approx(right, rel=1e-5, abs=1e-6) for found, right in tries
-            ), f"{tries}, {told}"
+            assert any(is_slope(*pair, "random cell") for pair in tries), f"{tries}, {told}"
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("draw", [pytest.param(90, marks=SLOW), pytest.param(221, marks=SLOW), 285])
+def test_lucky_roundings_do_not_make_a_problem(draw: int) -> None:
+    """Cell 880080 feels each rounding of its forward pass some 60 times over in its gradients.
+
+    Of these draws the reference engine happens to find gradients four times better than the limit;
+    our kernels, whose roundings differ, as any others would, find them beyond it.
+    """
+    rng = np.random.default_rng(draw)
+    options = situation(rng)
+    try:
+        problem = random_problem(
+            random_cell(880080, 6), (11, 5, 6), rng, "float32", nearby=3, **options
+        )
+    except Unsolvable:
+        return
+    assert_right(by_cpu(problem), problem)
+
+
+@pytest.mark.parametrize("number", [880080, 880171, 880221, 880245, 880261])
+def test_kernels_round_as_well_as_the_reference(number: int) -> None:
+    """Whatever the problem: float32 gradients of cells that feel each rounding.
+
+    One draw of them says nothing, for the one or other engine is lucky; so many together do.
+    """
+    cell, ratios = random_cell(number, 6), []
+    for draw in range(8):
+        rng = np.random.default_rng(draw)
+        problem = random_problem(cell, (11, 5, 6), rng, "float64").astype("float32")
+        ours, theirs = (
+            {name: error(value, problem.right[name], ()) for name, value in solution.items()}
+            for solution in (by_cpu(problem), by_reference(problem, "float32"))
+        )
+        ratios += [
+            max(wrong, ONE_ULP) / max(theirs[name], ONE_ULP)
+            for name, wrong in ours.items()
+            if name.startswith("d ")
+        ]
+    assert np.exp(np.mean(np.log(ratios))) <= NO_WORSE_THAN
 
 
 def test_random_cells_are_varied(seed: int) -> None:

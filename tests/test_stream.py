@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tolerances import assert_close
+from tolerances import assert_close, close
 
 import anycell.numpy as an
 from anycell import cells, stream
@@ -18,6 +18,20 @@ from anycell.lang.cell import INPUT, PROJECTION, with_projection
 
 EVERY = [getattr(cells, name) for name in cells.__all__]
 every_cell = pytest.mark.parametrize("case", EVERY, ids=lambda c: c.name)
+IN_BOTH = [cells.LSTM, cells.GRU, cells.LayerNormLSTM, cells.sLSTM]  # dtypes, in the fast run too
+every_cell_and_dtype = pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(
+            case,
+            dtype,
+            id=f"{case.name}-{dtype}",
+            marks=[] if dtype == "float64" or case in IN_BOTH else pytest.mark.more,
+        )
+        for case in EVERY
+        for dtype in ("float32", "float64")
+    ],
+)
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
@@ -58,9 +72,8 @@ def test_the_projection_inside_the_step(case: Any) -> None:
 # ---- NumPy ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("rows", [1, 3])
-@every_cell
+@every_cell_and_dtype
 def test_numpy_steps_are_the_sequence(
     case: Any, rows: int, dtype: str, rng: np.random.Generator, taken: list[int]
 ) -> None:
@@ -87,7 +100,7 @@ def test_numpy_weights_that_change(rng: np.random.Generator, taken: list[int]) -
     x = rng.standard_normal((2, 3))
 
     def right() -> bool:
-        return np.allclose(layer.step(x)[0], layer.forward(x[None])[0][0], rtol=1e-12, atol=0)
+        return close(layer.step(x)[0], layer.forward(x[None])[0][0], "float64", "forward")
 
     layer.forward(x[None], training=True)
     layer.backward(np.ones((1, 2, 5)))
@@ -101,7 +114,7 @@ def test_numpy_weights_that_change(rng: np.random.Generator, taken: list[int]) -
     layer.prepare()
     assert right()
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert np.allclose(other.step(x)[0], layer.step(x)[0], rtol=1e-12, atol=0)
+        assert_close(other.step(x)[0], layer.step(x)[0], "float64", "forward")
 
 
 def test_numpy_threads_step_one_layer(rng: np.random.Generator) -> None:
@@ -157,8 +170,7 @@ def test_numpy_errors(rng: np.random.Generator) -> None:
 # ---- PyTorch -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@every_cell
+@every_cell_and_dtype
 def test_torch_steps_are_the_sequence(case: Any, dtype: str, seed: int, taken: list[int]) -> None:
     torch = pytest.importorskip("torch")
     import anycell.torch as at
@@ -231,7 +243,7 @@ def test_torch_weights_that_change(taken: list[int]) -> None:
         taken.clear()
         with torch.no_grad():
             output, ref = layer.step(x)[0], layer(x[None])[0][0]
-        return bool(torch.allclose(output, ref, rtol=1e-12, atol=0)) and taken == [2]
+        return close(output, ref, "float64", "forward") and taken == [2]
 
     layer.prepare()
     layer(x[None])[0].sum().backward()
@@ -248,7 +260,8 @@ def test_torch_weights_that_change(taken: list[int]) -> None:
         x = x.to(layer.weight_ih_l0.dtype)
         taken.clear()
         with torch.no_grad():
-            assert torch.allclose(layer.step(x)[0], layer(x[None])[0][0], rtol=1e-5)
+            dtype = str(x.dtype).removeprefix("torch.")
+            assert_close(layer.step(x)[0], layer(x[None])[0][0], dtype, "forward")
         assert taken == [2]
     torch.nn.utils.parametrizations.weight_norm(layer, "weight_hh_l0")
     layer.prepare()
@@ -291,7 +304,7 @@ def test_other_than_parameters(taken: list[int]) -> None:
         taken.clear()
         with torch.no_grad():
             output, ref = layer.step(x)[0], layer(x[None])[0][0]
-        return bool(torch.allclose(output, ref, rtol=1e-12, atol=0)) and len(taken) == steps
+        return close(output, ref, "float64", "forward") and len(taken) == steps
 
     assert right()
     layer.cell = layer.cell(cell_clip=0.01)
@@ -309,7 +322,8 @@ def test_other_than_parameters(taken: list[int]) -> None:
     assert len(seen) == 2
     plain = an.RNN(cells.LSTM(cell_clip=0.5), 3, 5).prepare()
     plain.cell = plain.cell(cell_clip=0.01)
-    assert np.allclose(plain.step(x.numpy())[0], plain.forward(x.numpy()[None])[0][0])
+    given = x.float().numpy()
+    assert_close(plain.step(given)[0], plain.forward(given[None])[0][0], "float32", "forward")
 
 
 def test_copies_of_a_prepared_module(taken: list[int]) -> None:
@@ -321,8 +335,8 @@ def test_copies_of_a_prepared_module(taken: list[int]) -> None:
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         with torch.no_grad():
             other.weight_ih_l0.zero_()
-            assert torch.allclose(other.step(x)[0], other(x[None])[0][0])
-            assert torch.allclose(layer.step(x)[0], layer(x[None])[0][0])
+            assert_close(other.step(x)[0], other(x[None])[0][0], "float32", "forward")
+            assert_close(layer.step(x)[0], layer(x[None])[0][0], "float32", "forward")
     assert taken == [2] * 4
 
 
@@ -332,7 +346,7 @@ def test_inference_mode_and_other_dtypes(taken: list[int]) -> None:
 
     with torch.inference_mode():
         layer, x = at.LSTM(3, 5).prepare(), torch.randn(2, 3)
-        assert torch.allclose(layer.step(x)[0], layer(x[None])[0][0]) and taken == [2]
+        assert close(layer.step(x)[0], layer(x[None])[0][0], "float32", "forward") and taken == [2]
         half = at.RNN(cells.LSTM, 3, 5, dtype=torch.bfloat16).prepare()
         assert torch.equal(half.step(x.bfloat16())[0], half(x.bfloat16()[None])[0][0])
         with torch.autocast("cpu", torch.bfloat16):

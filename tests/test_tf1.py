@@ -18,7 +18,7 @@ keras = pytest.importorskip("keras")
 if keras.backend.backend() != "tensorflow":
     pytest.skip("Keras runs on another backend", allow_module_level=True)
 
-from tolerances import assert_close  # noqa: E402
+from tolerances import NO_WORSE_THAN_16, assert_close, error  # noqa: E402
 
 import anycell.tf1 as t1  # noqa: E402
 
@@ -221,7 +221,7 @@ LEGACY = [
 BOUNDED = {"use_peepholes": True, "cell_clip": 0.6, "num_proj": 2, "proj_clip": 0.4}
 # Its name, its scope in a checkpoint, our class, arguments
 OF_VERSION_1 = [
-    ("BasicLSTMCell", "basic_lstm_cell", t1.LSTMCell, {"forget_bias": 0.5}),
+    ("BasicLSTMCell", "basic_lstm_cell", t1.BasicLSTMCell, {"forget_bias": 0.5}),
     ("LSTMCell", "lstm_cell", t1.LSTMCell, {}),
     ("LSTMCell", "lstm_cell", t1.LSTMCell, {"use_peepholes": True}),
     ("LSTMCell", "lstm_cell", t1.LSTMCell, BOUNDED),
@@ -291,6 +291,88 @@ def test_cells_and_loops_of_version_1(
         assert_close(a.numpy(), b, "float64", "forward" if k < len(results) else "gradient")
 
 
+ACTIVATIONS = [
+    *("elu", "exponential", "linear", "relu", "selu", "sigmoid", "softplus", "softsign", "swish"),
+    # tf.nn.leaky_relu has its slope in float32.
+    *(tf.nn.elu, tf.exp, tf.identity, tf.math.log_sigmoid, tf.nn.relu),
+    *(tf.nn.relu6, tf.nn.selu, tf.nn.sigmoid, tf.nn.silu, tf.nn.softplus, tf.nn.softsign, tf.tanh),
+    *(keras.activations.hard_sigmoid, keras.activations.hard_silu, keras.activations.mish),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:UserWarning")
+@pytest.mark.parametrize("legacy", LEGACY[:1], indirect=True)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda f: getattr(f, "__name__", f))
+def test_activations(legacy: Any, activation: Any, rng: np.random.Generator) -> None:
+    x = tf.constant(2.0 * rng.normal(size=(ROWS, WIDTH)))
+    state = tf.constant(rng.normal(size=(ROWS, UNITS)))
+    results = []
+    for rnn in (legacy, t1):
+        cell = rnn.GRUCell(UNITS, activation, dtype="float64", kernel_initializer="ones")
+        with tf.GradientTape() as tape:
+            tape.watch([x, state])
+            output, _ = cell(x, state)
+        results.append([output, *tape.gradient(output, [x, state])])
+    for k, (right, found) in enumerate(zip(*results, strict=True)):
+        assert_close(found, right, "float64", "gradient" if k else "forward")
+
+
+HALF = [
+    ("BasicLSTMCell", {}, "float16"),
+    ("BasicLSTMCell", {}, "bfloat16"),
+    ("LSTMCell", BOUNDED, "bfloat16"),
+    ("BasicRNNCell", {"activation": "relu"}, "float16"),
+    ("BasicRNNCell", {"activation": "relu"}, "bfloat16"),
+    ("GRUCell", {}, "float16"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:UserWarning")
+@pytest.mark.parametrize(
+    ("name", "given", "dtype"),
+    [
+        ("GRUCell", {}, "bfloat16"),
+        ("LSTMCell", BOUNDED, "float16"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in HALF),
+    ],
+)
+@pytest.mark.parametrize("legacy", LEGACY[:1], indirect=True)
+def test_half_precision(
+    legacy: Any, name: str, given: Any, dtype: str, rng: np.random.Generator
+) -> None:
+    """In both directions, as documents have it; no worse than TensorFlow's own cells, against the
+    same numbers in float64.
+    """
+    steps, rows, units, v1 = 12, 6, 33, tf.compat.v1
+    lengths = [steps, 1, 0, steps, 7, 5]
+    x = rng.normal(size=(rows, steps, 7)).astype(tf.as_dtype(dtype).as_numpy_dtype)
+    weights: dict[str, Any] = {}
+
+    def run(rnn: Any, loops: Any, dtype: str) -> tuple[list[Any], list[str]]:
+        with tf.Graph().as_default(), v1.Session() as session:
+            inputs = tf.constant(x.astype(tf.as_dtype(dtype).as_numpy_dtype))
+            cells = [getattr(rnn, name)(units, **given) for _ in range(2)]
+            results = loops.bidirectional_dynamic_rnn(*cells, inputs, lengths, dtype=dtype)
+            flat, variables = tf.nest.flatten(results), v1.trainable_variables()
+            total = sum(tf.reduce_sum(tf.cast(part, tf.float64)) for part in flat)
+            grads = v1.gradients(total, [inputs, *variables])
+            assert {part.dtype for part in [*flat, *variables, *grads]} == {tf.as_dtype(dtype)}
+            for variable in variables:
+                number = rng.normal(size=variable.shape) / np.sqrt(units)
+                value = weights.setdefault(variable.op.name, number.astype(x.dtype))
+                session.run(variable.assign(value.astype(variable.dtype.as_numpy_dtype)))
+            kinds = ["forward"] * len(flat) + ["gradient"] * len(grads)
+            return session.run([*flat, *grads]), kinds
+
+    theirs, _ = run(legacy, v1.nn, dtype)
+    ours, kinds = run(t1, t1, dtype)
+    right, _ = run(t1, t1, "float64")
+    for k, (kind, a, b, ref) in enumerate(zip(kinds, ours, theirs, right, strict=True)):
+        assert error(a, ref) <= NO_WORSE_THAN_16 * error(b, ref), f"{name}: {kind} {k}"
+        assert_close(a, ref, dtype, kind, f"{name}: {kind} {k}")
+
+
 def test_restores_a_checkpoint_of_version_1(tmp_path: Path, rng: np.random.Generator) -> None:
     kernel = rng.normal(size=(WIDTH + UNITS, 4 * UNITS)).astype("float32")
     bias = rng.normal(size=4 * UNITS).astype("float32")
@@ -312,33 +394,59 @@ def test_restores_a_checkpoint_of_version_1(tmp_path: Path, rng: np.random.Gener
         t1.LSTMCell(UNITS, use_peepholes=True).restore(path, "rnn/lstm_cell")
 
 
+def test_checkpoints_of_a_stack(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Of eager mode: written under the names of version 1, and read."""
+
+    def stack() -> Any:
+        inner = t1.MultiRNNCell([t1.ResidualWrapper(t1.BasicRNNCell(UNITS))])
+        return t1.MultiRNNCell([t1.DropoutWrapper(t1.BasicLSTMCell(UNITS, name="a-b")), inner])
+
+    x, scope, path = random(rng, ROWS, STEPS, WIDTH), "rnn/multi_rnn_cell", str(tmp_path / "model")
+    cells, others = stack(), stack()
+    right = t1.dynamic_rnn(cells, x)[0]
+    names = [f"cell_0/a-b/{name}" for name in ("kernel", "bias")]
+    names += [f"cell_1/multi_rnn_cell/cell_0/basic_rnn_cell/{name}" for name in ("kernel", "bias")]
+    assert list(cells.named) == names
+    assert {v.name for v in cells.trainable_variables} == {f"{scope}/{name}:0" for name in names}
+    saved = {f"{scope}/{name}": variable for name, variable in cells.named.items()}
+    tf.compat.v1.train.Saver(saved).save(None, path)
+    others.restore(path, scope)
+    assert np.array_equal(t1.dynamic_rnn(others, x)[0], right)
+    with tf.Graph().as_default(), pytest.raises(RuntimeError, match=r"restore: .*train\.Saver"):
+        others.restore(path, scope)
+
+
 def test_variables_have_the_names_and_shapes_of_version_1() -> None:
-    cell = t1.LSTMCell(UNITS, use_peepholes=True, num_proj=2, name="lstm_cell")
-    cell.build(WIDTH)
+    cell = t1.LSTMCell(UNITS, use_peepholes=True, num_proj=2)
+    with tf.compat.v1.variable_scope("rnn"):
+        cell.build(WIDTH)
     assert {v.name: tuple(v.shape) for v in cell.trainable_variables} == {
-        "lstm_cell/kernel:0": (5, 20), "lstm_cell/bias:0": (20,),
-        "lstm_cell/w_i_diag:0": (5,), "lstm_cell/w_f_diag:0": (5,), "lstm_cell/w_o_diag:0": (5,),
-        "lstm_cell/projection/kernel:0": (5, 2),
+        f"rnn/lstm_cell/{name}:0": shape for name, shape in {
+            "kernel": (5, 20), "bias": (20,), "w_i_diag": (5,), "w_f_diag": (5,), "w_o_diag": (5,),
+            "projection/kernel": (5, 2),
+        }.items()
     }  # fmt: skip
     cell = t1.GRUCell(UNITS)
     cell.build(WIDTH)
     assert cell.named["gates/bias"].numpy().tolist() == [1.0] * 10
 
 
-SIGNATURES = ["GRUCell", "LSTMCell", "dynamic_rnn", "bidirectional_dynamic_rnn"]
+CELLS = "BasicLSTMCell BasicRNNCell GRUCell LSTMCell".split()
+WRAPPERS = "DeviceWrapper DropoutWrapper MultiRNNCell ResidualWrapper".split()
+LOOPS = "bidirectional_dynamic_rnn dynamic_rnn static_bidirectional_rnn static_rnn".split()
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
+@pytest.mark.parametrize("name", [*CELLS, *WRAPPERS, *LOOPS])
 def test_arguments_are_those_of_version_1(name: str) -> None:
     """In its order: the copy that TensorFlow keeps has these."""
-    where = LEGACY[0] if name.endswith("Cell") else "tensorflow.python.ops.rnn"
-    theirs = inspect.signature(getattr(importlib.import_module(where), name))
+    where, theirs = "tensorflow.python.ops.rnn" if name in LOOPS else LEGACY[0], name
+    if name.endswith("Wrapper"):
+        where, theirs = where.replace("cell_impl", "cell_wrapper_impl"), f"{name}Base"
+    theirs = inspect.signature(getattr(importlib.import_module(where), theirs))
     right = [p for p in theirs.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    found = inspect.signature(getattr(t1, name)).parameters.values()
-    assert [p.name for p in found] == [p.name for p in right]
-    assert all(
-        a.name == "name" or a.default == b.default for a, b in zip(found, right, strict=True)
-    )
+    ours = inspect.signature(getattr(t1, name))
+    found = [p for p in ours.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    assert [(p.name, p.default) for p in found] == [(p.name, p.default) for p in right]
 
 
 def test_arguments_that_change_nothing(rng: np.random.Generator) -> None:
@@ -354,6 +462,20 @@ def test_arguments_that_change_nothing(rng: np.random.Generator) -> None:
     randomize(fused, rng)
     major = tf.transpose(x, (1, 0, 2))
     assert not fused(major, None, tf.float32, [1] * ROWS)[0][1:].numpy().any()
+
+
+def test_what_cells_of_version_1_have_besides() -> None:
+    cell = t1.LSTMCell(UNITS, name="not an identifier", trainable=False)
+    cell.build((None, WIDTH))
+    assert [v.shape for v in cell.variables] == [(20,), (8, 20)]
+    assert cell.trainable_variables == ()
+    state = cell.get_initial_state(tf.zeros((3, WIDTH), tf.float64))
+    assert state.dtype == tf.float64
+    assert state.c.shape == (3, UNITS)
+    with pytest.raises(TypeError, match=r"given .*float32.* for c and .*float64.* for h"):
+        _ = state._replace(c=tf.zeros((3, UNITS))).dtype
+    with pytest.raises(TypeError, match="unexpected keyword argument 'forget'"):
+        t1.GRUCell(3, forget=1.0)
 
 
 def test_initializers() -> None:
@@ -375,24 +497,32 @@ def test_initializers() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="num_units: given 0; expected a positive integer"):
         t1.LSTMCell(0)
-    with pytest.raises(ValueError, match="dtype: given float16; expected float32 or float64"):
-        t1.GRUCell(3, dtype=tf.float16)
+    with pytest.raises(ValueError, match="dtype: given int32; expected float16, bfloat16, float32"):
+        t1.GRUCell(3, dtype=tf.int32)
     with pytest.raises(ValueError, match=r"inputs: given shape \(2, 3\); expected \[T, B, width\]"):
         t1.LSTMBlockFusedCell(3)(tf.zeros((2, 3)))
     with pytest.raises(TypeError, match=r"cell: given LSTMCell; expected a cell of anycell.tf1"):
         t1.dynamic_rnn(keras.layers.LSTMCell(3), tf.zeros((1, 2, 3)))
     with pytest.raises(ValueError, match="num_proj: given 0; expected a positive integer"):
         t1.LSTMCell(3, num_proj=0)
-    with pytest.raises(ValueError, match=r"activation: given .*relu.*; expected None or tanh"):
-        t1.GRUCell(3, tf.nn.relu)
-    with pytest.raises(ValueError, match="state_is_tuple: given False; expected True"):
-        t1.LSTMCell(3, state_is_tuple=False)
+    with pytest.raises(
+        ValueError, match=r"activation: given .*abs.*; expected None or tanh, .*elu"
+    ):
+        t1.GRUCell(3, tf.abs)
+    with pytest.raises(ValueError, match="activation: given 'hard_sigmoid'; expected None or"):
+        t1.GRUCell(3, "hard_sigmoid")  # which was another function in TensorFlow 1
     with pytest.raises(ValueError, match="reuse: given True; expected None"):
         t1.LSTMBlockCell(3, reuse=True)
     with pytest.raises(
         ValueError, match="dtype: given float64; expected float32, that of the cell"
     ):
+        t1.dynamic_rnn(t1.GRUCell(3, dtype=tf.float32), tf.zeros((2, 4, 3)), dtype=tf.float64)
+    with pytest.raises(ValueError, match=r"inputs: given float32; expected float64\. Cast it"):
         t1.dynamic_rnn(t1.GRUCell(3), tf.zeros((2, 4, 3)), dtype=tf.float64)
+    with pytest.raises(ValueError, match="dtype: given int64; expected float16"):
+        t1.dynamic_rnn(t1.GRUCell(3), tf.zeros((2, 4, 3), tf.int64))
+    with pytest.raises(TypeError, match="cell: given the class LSTMCell; expected a cell"):
+        t1.dynamic_rnn(t1.LSTMCell, tf.zeros((2, 4, 3)))
 
 
 @pytest.mark.parametrize("kind", [t1.LSTMCell, t1.GRUCell])
@@ -410,6 +540,10 @@ def test_refuses_what_does_not_fit(kind: Any) -> None:
         t1.dynamic_rnn(cell, x, initial_state=tf.zeros((2, 8)))
     with pytest.raises(ValueError, match="state: given shapes"):
         t1.dynamic_rnn(cell, x, initial_state=(tf.zeros((2, 4)),) * 3)
+    with pytest.raises(ValueError, match=r"state: given float64; expected float32\. Cast it"):
+        t1.dynamic_rnn(cell, x, initial_state=cell.zero_state(2, tf.float64))
+    with pytest.raises(ValueError, match="sequence_length: given float32; expected integers"):
+        t1.dynamic_rnn(cell, x, tf.constant([5.0, 3.0]))
     with pytest.raises(ValueError, match="inputs: given width 2; expected 3"):
         t1.dynamic_rnn(cell, x[..., :2])
     with pytest.raises(ValueError, match=r"inputs: given shape \(2, 5, 3\); expected \[B, width"):
@@ -437,3 +571,256 @@ def test_refuses_in_a_graph_what_does_not_fit() -> None:
     for lengths in ([5], [5, 3, 2], 5):
         with pytest.raises(tf.errors.InvalidArgumentError, match="a length for each row"):
             run(x, lengths)
+
+
+# ---- stacks, wrappers and what runs them ---------------------------------------------------------
+
+
+def sequences(rng: np.random.Generator) -> Any:
+    return random(rng, ROWS, STEPS, UNITS)
+
+
+def test_engines(rng: np.random.Generator) -> None:
+    """What runs a cell is said, and is so: kernels have one operation for all steps."""
+
+    class Patched(t1.GRUCell):
+        def call(self, inputs: Any, state: Any) -> Any:
+            return super().call(inputs, state)
+
+    fused = t1.MultiRNNCell(
+        [t1.DropoutWrapper(t1.ResidualWrapper(t1.GRUCell(UNITS)), 0.5, 0.5) for _ in range(2)]
+    )
+    states = t1.DropoutWrapper(t1.GRUCell(UNITS), state_keep_prob=0.5)
+    x = sequences(rng)
+    for cell, name, reason in (
+        (fused, "cpu", "layer by layer; fused kernel"),
+        (states, "composite", "state_keep_prob"),
+        (Patched(UNITS), "composite", "Patched.call is not anycell's"),
+        (t1.MultiRNNCell([fused, states]), "composite", "run on cpu, composite; of cell_1: state"),
+        (t1.GRUCell(UNITS, dtype=tf.float16), "cpu", "float16 computes in float32"),
+    ):
+        assert cell.engine.name == name
+        assert reason in cell.engine.reason
+        inputs = tf.cast(x, cell.dtype or tf.float32)
+        traced = tf.function(lambda x, cell=cell: t1.dynamic_rnn(cell, x)[0])
+        graph = traced.get_concrete_function(inputs).graph.as_graph_def()
+        kinds = {node.op for node in graph.node}
+        assert any("While" in kind for kind in kinds) is (name == "composite")
+    with keras_step_by_step():
+        assert fused.engine.name == "composite"
+
+
+def keras_step_by_step() -> Any:
+    from anycell.keras import step_by_step
+
+    return step_by_step()
+
+
+def test_a_patched_cell_is_honoured(rng: np.random.Generator) -> None:
+    cell, x = t1.GRUCell(UNITS), sequences(rng)
+    right = t1.dynamic_rnn(cell, x)[0]
+    call = cell.call
+    cell.call = lambda inputs, state: (2.0 * call(inputs, state)[0], call(inputs, state)[1])
+    for whole in (cell, t1.MultiRNNCell([t1.DropoutWrapper(cell)])):
+        assert_close(t1.dynamic_rnn(whole, x)[0], 2.0 * right, "float32", "forward")
+        assert whole.engine.name == "composite"
+
+
+@pytest.mark.parametrize("xla", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_stacks_in_every_mode(xla: bool, rng: np.random.Generator) -> None:
+    """Eager, in a graph, under XLA and step by step; and no NaN that lies past a length."""
+    cells = t1.MultiRNNCell([
+        t1.ResidualWrapper(t1.LSTMCell(UNITS), lambda i, o: i * o),
+        t1.ResidualWrapper(t1.DropoutWrapper(t1.GRUCell(UNITS))),
+    ])  # fmt: skip
+    lengths = np.array([STEPS, 2, 0, 4])
+    x = sequences(rng)
+    x = tf.where(tf.range(STEPS)[:, None] < lengths[:, None, None], x, np.nan)
+
+    def run(x: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            results = tf.nest.flatten(t1.dynamic_rnn(cells, x, lengths))
+            total = sum(tf.reduce_sum(tf.sin(part)) for part in results)
+        return [*results, *tape.gradient(total, [x, *cells.trainable_variables])]
+
+    right = run(x)
+    assert len(right) == 4 + 1 + 6
+    for k, (a, b) in enumerate(zip(tf.function(run, jit_compile=xla)(x), right, strict=True)):
+        assert_close(a, b, "float32", "forward" if k < 4 else "gradient")
+    state, outputs = cells.zero_state(ROWS), []
+    for step in tf.unstack(tf.where(tf.math.is_nan(x), 0.0, x), axis=1):
+        output, state = cells(step, state)
+        outputs.append(output)
+    assert_close(outputs[0][0], right[0][0, 0], "float32", "forward")
+    assert_close(tf.stack(outputs, 1)[0], right[0][0], "float32", "forward")
+
+
+def dropped(cell: Any, x: Any, length: int | None = None) -> Any:
+    """Of ones that pass through a cell which hands its inputs on: the factors of the dropout."""
+    inner = cell.cell
+    inner.build(UNITS)
+    inner.named["kernel"].assign(np.vstack([np.eye(UNITS), np.zeros((UNITS, UNITS))]))
+    lengths = None if length is None else [length] * x.shape[0]
+    return t1.dynamic_rnn(cell, x, lengths)[0].numpy()
+
+
+@pytest.mark.parametrize("role", ["input", "output"])
+@pytest.mark.parametrize("variational", [False, True])
+def test_dropout(role: str, variational: bool) -> None:
+    """A new mask in each step and row, or one for a whole run; what is kept, is divided."""
+    tf.random.set_seed(3)
+    cell = t1.DropoutWrapper(
+        t1.BasicRNNCell(UNITS, tf.identity), **{f"{role}_keep_prob": 0.8},
+        variational_recurrent=variational, dtype=tf.float32, input_size=UNITS,
+    )  # fmt: skip
+    assert cell.engine.name == "cpu"
+    ones = tf.ones((50, 40, UNITS))
+    runs = np.stack([dropped(cell, ones) for _ in range(20)])
+    kept = runs != 0
+    assert_close(runs[kept], np.full(kept.sum(), 1.25), "float32", "forward")
+    if variational:
+        assert np.array_equal(kept, np.broadcast_to(kept[:, :1, :1], kept.shape))
+        kept = kept[:, 0, 0]
+        assert not np.array_equal(kept[0], kept[1]) or not np.array_equal(kept[0], kept[2])
+    else:
+        for axis in range(kept.ndim):  # nothing is drawn once for all
+            assert not np.array_equal(*np.take(kept, [0, 1], axis=axis).swapaxes(0, axis))
+    spread = 5 * np.sqrt(0.8 * 0.2 / kept.size)
+    assert abs(kept.mean() - 0.8) < spread
+    assert not dropped(cell, ones, 7)[:, 7:].any()
+
+
+def test_dropout_of_states(rng: np.random.Generator) -> None:
+    """Of h, not of c, and of none under a filter that says so."""
+    x = sequences(rng)
+    state = t1.LSTMStateTuple(*(random(rng, ROWS, UNITS) for _ in "ch"))
+
+    def final(visitor: Any = None, kind: Any = t1.LSTMCell) -> Any:
+        cell = t1.DropoutWrapper(
+            kind(UNITS), state_keep_prob=0.5, dropout_state_filter_visitor=visitor
+        )
+        begin = state if kind is t1.LSTMCell else state.h
+        return t1.dynamic_rnn(cell, x, initial_state=begin)[1]
+
+    c, h = (part.numpy() == 0 for part in final())
+    assert 0 < h.mean() < 1
+    assert not c.any()
+    assert 0 < (final(kind=t1.GRUCell).numpy() == 0).mean() < 1
+    c, h = (part.numpy() == 0 for part in final(lambda part: not isinstance(part, tuple)))
+    assert not c.any()
+    assert not h.any()
+
+
+def test_probabilities_that_change(rng: np.random.Generator) -> None:
+    """A variable, and a tensor that is fed."""
+    x, keep = sequences(rng), tf.Variable(1.0)
+    cell = t1.DropoutWrapper(t1.GRUCell(UNITS), output_keep_prob=keep)
+    assert t1.dynamic_rnn(cell, x)[0].numpy().all()
+    keep.assign(0.3)
+    assert not t1.dynamic_rnn(cell, x)[0].numpy().all()
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        fed = tf.compat.v1.placeholder_with_default(1.0, ())
+        cell = t1.DropoutWrapper(t1.GRUCell(UNITS), fed, fed)
+        outputs = t1.dynamic_rnn(cell, tf.ones((ROWS, STEPS, UNITS), tf.float16))[0]
+        session.run(tf.compat.v1.global_variables_initializer())
+        assert session.run(outputs).all()
+        assert not session.run(outputs, {fed: 0.3}).all()
+
+
+def test_behind_a_gather(rng: np.random.Generator) -> None:
+    """Its gradient is one of slices."""
+    cell, x = t1.GRUCell(UNITS), tf.transpose(sequences(rng), (1, 0, 2))
+
+    @tf.function
+    def grads(gather: bool) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            outputs = t1.dynamic_rnn(cell, x, time_major=True)[0]
+            total = tf.reduce_sum(tf.gather(outputs, STEPS - 2) if gather else outputs[STEPS - 2])
+        return tape.gradient(total, x)
+
+    assert_close(grads(True), grads(False), "float32", "gradient")
+
+
+def test_no_steps_and_no_rows(rng: np.random.Generator) -> None:
+    x = sequences(rng)
+    for cell in (
+        t1.MultiRNNCell([t1.LSTMCell(UNITS), t1.GRUCell(UNITS)]),
+        t1.ResidualWrapper(t1.GRUCell(UNITS), lambda i, o: i + o),
+        t1.DropoutWrapper(t1.BasicRNNCell(UNITS), 0.5, 0.5),
+    ):
+        assert t1.dynamic_rnn(cell, x[:, :0])[0].shape == (ROWS, 0, UNITS)
+        assert t1.dynamic_rnn(cell, x[:0])[0].shape == (0, STEPS, UNITS)
+
+
+def test_lengths_beyond_the_steps(rng: np.random.Generator) -> None:
+    cell, x = t1.GRUCell(UNITS), sequences(rng)
+    for lengths in (tf.constant([2**33 + 1, -3, 3, 9], tf.int64), np.array([9, 0, 3, 7], "uint8")):
+        found = t1.bidirectional_dynamic_rnn(cell, cell, x, lengths)[0]
+        right = t1.bidirectional_dynamic_rnn(cell, cell, x, [STEPS, 0, 3, STEPS])[0]
+        assert np.array_equal(found, right)
+
+
+def test_refusals_of_wrappers(rng: np.random.Generator) -> None:
+    x, gru = sequences(rng), t1.GRUCell(UNITS)
+    cases: list[tuple[type[Exception], str, Any]] = [
+        (ValueError, "cells: given none", lambda: t1.MultiRNNCell([])),
+        (TypeError, "cells: given GRUCell; expected a list", lambda: t1.MultiRNNCell(gru)),
+        (
+            TypeError, r"cells\[1\]: given LSTMCell; .*keras.layers.RNN",
+            lambda: t1.MultiRNNCell([gru, keras.layers.LSTMCell(3)]),
+        ),
+        (
+            ValueError, "state_is_tuple: given False, with cells whose states are of sizes",
+            lambda: t1.MultiRNNCell([t1.LSTMCell(3)], state_is_tuple=False),
+        ),
+        (
+            ValueError, "state: given one tensor; expected a tuple of 1",
+            lambda: t1.dynamic_rnn(t1.MultiRNNCell([gru]), x, initial_state=x[:, 0]),
+        ),
+        (
+            ValueError, r"inputs: given width 7; expected 5, .*Make a cell for each layer",
+            lambda: t1.dynamic_rnn(t1.MultiRNNCell([t1.GRUCell(7)] * 2), x),
+        ),
+        (
+            ValueError, "input_keep_prob: given 1.5; expected a number above 0, and at most 1",
+            lambda: t1.DropoutWrapper(gru, 1.5),
+        ),
+        (ValueError, "output_keep_prob: given 0", lambda: t1.DropoutWrapper(gru, 1.0, 0)),
+        (ValueError, "state_keep_prob: given None", lambda: t1.DropoutWrapper(gru, 1.0, 1.0, None)),
+        (
+            ValueError, "dtype: given None; expected that of the inputs",
+            lambda: t1.DropoutWrapper(gru, 0.5, variational_recurrent=True),
+        ),
+        (
+            ValueError, "input_size: given None; expected the width",
+            lambda: t1.DropoutWrapper(gru, 0.5, variational_recurrent=True, dtype=tf.float32),
+        ),
+        (
+            TypeError, "dropout_state_filter_visitor: given True",
+            lambda: t1.DropoutWrapper(gru, dropout_state_filter_visitor=True),  # type: ignore
+        ),
+        (TypeError, "residual_fn: given 3", lambda: t1.ResidualWrapper(gru, 3)),  # type: ignore
+        (
+            ValueError, r"inputs: given shape \(6, 4, 5\); expected \(6, 4, 7\), that of the out",
+            lambda: t1.dynamic_rnn(t1.ResidualWrapper(t1.GRUCell(7)), x),
+        ),
+        (TypeError, "inputs: given EagerTensor; expected a list", lambda: t1.static_rnn(gru, x)),
+        (ValueError, "inputs: given no steps", lambda: t1.static_rnn(gru, [])),
+        (
+            ValueError, "cells_fw: given tuple; expected a list of cells",
+            lambda: t1.stack_bidirectional_dynamic_rnn((gru,), [gru], x),  # type: ignore
+        ),
+        (
+            ValueError, "cells_bw: given a list of 2; expected 1 cells",
+            lambda: t1.stack_bidirectional_dynamic_rnn([gru], [gru, gru], x),
+        ),
+        (
+            ValueError, "initial_states_bw: given EagerTensor; expected a list of 1",
+            lambda: t1.stack_bidirectional_dynamic_rnn([gru], [gru], x, None, x),  # type: ignore
+        ),
+    ]  # fmt: skip
+    for kind, text, attempt in cases:
+        with pytest.raises(kind, match=text):
+            attempt()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
-from tolerances import LIMITS, assert_close, error
+from tolerances import LIMITS, SLOPES, assert_close, close, error, is_slope
 
 REF = np.arange(1.0, 25.0).reshape(2, 3, 4)
 
@@ -12,6 +15,8 @@ REF = np.arange(1.0, 25.0).reshape(2, 3, 4)
 def test_equal_is_right() -> None:
     for dtype, kind in LIMITS:
         assert_close(REF, REF, dtype, kind)
+        assert close(REF * (1 + 0.9 * LIMITS[dtype, kind]), REF, dtype, kind)
+        assert not close(REF * (1 + 1.1 * LIMITS[dtype, kind]), REF, dtype, kind)
     assert error(np.zeros((2, 0, 4)), np.zeros((2, 0, 4))) == 0
 
 
@@ -56,3 +61,47 @@ def test_infinity_must_be_the_same() -> None:
 def test_shapes_must_be_the_same() -> None:
     with pytest.raises(AssertionError, match="shape"):
         error(REF[0], REF)
+
+
+def test_slopes() -> None:
+    for of, most in SLOPES.items():
+        for slope in (3.0, -0.01):
+            off = most * max(abs(slope), 0.1)
+            assert is_slope(slope + 0.9 * off, slope, of)
+            assert not is_slope(slope + 1.1 * off, slope, of)
+            assert not is_slope(np.nan, slope, of)
+
+
+# -- and nothing looser anywhere else --------------------------------------------------------------
+
+# A bound of one's own, or that of a library which is told none.
+LITERALS = re.compile(
+    r"\b[ar]tol\b|(?<!not )\b(np|torch)\.allclose\(|assert_allclose|testing\.assert_close"
+    r"|approx\((\([^()]*\)|[^()])*,\s*(rel|abs|nan_ok|[\d.])"
+)
+ELSEWHERE = {
+    "test_tolerances.py": "names what it looks for",
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("np.testing.assert_allclose(a, b)", True),
+        ("assert torch.allclose(a, b)", True),
+        ("assert not np.allclose(a, b)", False),
+        ("gradcheck(f, x, atol=1e-3)", True),
+        ("assert a == pytest.approx(f(b), rel=1e-2)", True),
+        ("assert a == pytest.approx(f(b, c), 0.02)", True),
+        ("assert a == pytest.approx(f(b, c))", False),
+        ('assert_close(a, b, "float32", "forward")', False),
+    ],
+)
+def test_what_a_tolerance_looks_like(line: str, found: bool) -> None:
+    assert bool(LITERALS.search(line)) is found
+
+
+def test_no_other_file_has_tolerances() -> None:
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        found = LITERALS.search(path.read_text(encoding="utf-8"))
+        assert not found or path.name in ELSEWHERE, f"{path.name}: {found[0]}"

@@ -1,22 +1,37 @@
-"""Models of real projects, accelerated, and the examples that show it."""
+"""``accelerate``: what it swaps, what it leaves and says, and models of real projects with it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import abc
+import contextlib
+import copy
+import gc
+import io
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-import numpy as np  # noqa: E402
-from tolerances import LIMITS  # noqa: E402
+import conv_models  # noqa: E402
+from tolerances import LIMITS, NO_WORSE_THAN, assert_close, error  # noqa: E402
+from torch_layers import assert_same, fused, of_torchscript, run  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
+from anycell import cells  # noqa: E402
 from anycell.bench.shapes import all_shapes  # noqa: E402
 
+nn, Tensor, DOUBLE = torch.nn, torch.Tensor, torch.float64
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = ["deepar", "amp-model", "pyannote", "hydrology", "denoise", "unmix"]
 
@@ -38,7 +53,8 @@ def test_models_of_real_projects(example: Any, name: str) -> None:
     shape = replace(full, T=12, B=3, I=max(1, full.I // 8), H=max(4, full.H // 8))
     found = example.compare(name, shape, steps=4, dtype=torch.float64)
     assert found.error <= LIMITS["float64", "forward"]
-    np.testing.assert_allclose(found.ours, found.theirs, rtol=1e-10)
+    for ours, theirs in zip(found.ours, found.theirs, strict=True):
+        assert_close(ours, theirs, "float64", "training")
     assert found.ours[-1] < found.ours[0]
     layers = at.recurrent_layers(at.accelerate(example.MODELS[name](shape)))
     assert [layer.engine for layer in layers] == ["cpu"]
@@ -52,3 +68,413 @@ def test_the_table_it_prints(example: Any, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         example.main(["deeper"])
     assert "model 'deeper': expected one of deepar, amp-model" in capsys.readouterr().err
+
+
+# -- behind convolutions ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("size", ["few rows", "many rows"])
+@pytest.mark.parametrize("name", conv_models.MODELS)
+def test_behind_convolutions(name: str, size: str, dtype: torch.dtype) -> None:
+    """Outputs and all gradients of a model whose layers read a view of what a convolution wrote."""
+    make, loss, shapes = conv_models.MODELS[name]
+    torch.manual_seed(0)
+    theirs = make()
+    x = torch.randn(shapes[size == "many rows"])
+    ours, exact = at.accelerate(copy.deepcopy(theirs)), copy.deepcopy(theirs).double()
+    found = at.recurrent_layers(ours)
+    assert found and all(layer.engine == "cpu" for layer in found)
+    seen: list[Tensor] = []
+    for module in ours.modules():
+        if isinstance(module, nn.RNNBase):
+            module.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    mine, own, ref = (
+        outcome(model, x.to(kind), loss)
+        for model, kind in ((ours.to(dtype), dtype), (theirs.to(dtype), dtype), (exact, DOUBLE))
+    )
+    assert all((t.shape[0] * t.shape[1] >= 256) is (size == "many rows") for t in seen)
+    assert seen[0].stride(-1) != 1
+    for what, value in ref.items():
+        kind = "forward" if what == "output" else "gradient"
+        # What convolutions lose in float32 is torch's, not ours.
+        theirs_off = error(own[what], value, axes=()) if dtype is torch.float32 else 0.0
+        limit = max(LIMITS[str(dtype).removeprefix("torch."), kind], NO_WORSE_THAN * theirs_off)
+        assert error(mine[what], value, axes=()) <= limit, what
+
+
+def outcome(model: nn.Module, x: Tensor, loss: conv_models.Loss) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    output = model(x)
+    loss(output).backward()
+    found = {"output": output.detach(), "d x": x.grad}
+    return found | {f"d {name}": p.grad for name, p in model.named_parameters()}
+
+
+# -- subclasses ------------------------------------------------------------------------------------
+
+
+class Amp(nn.LSTM):
+    """As in amp modelers: a constructor and methods of its own, no forward."""
+
+    def __init__(self, hidden: int, note: str = "") -> None:
+        super().__init__(1, hidden, batch_first=True)
+        self.note = note
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, note={self.note}"
+
+    def play(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
+
+
+class Further(Amp, abc.ABC):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Amp, Further])
+def test_a_subclass_is_swapped(kind: type[Amp]) -> None:
+    theirs, x = kind(4, "clean").double(), torch.randn(2, 7, 1, dtype=DOUBLE)
+    ours = at.accelerate(copy.deepcopy(theirs))
+    assert isinstance(ours, kind) and isinstance(ours, at.LSTM) and type(theirs) is kind
+    assert repr(ours) == repr(theirs) and vars(ours).keys() == vars(theirs).keys()
+    assert_same(run(ours, x), run(theirs, x), "float64")
+    assert fused(ours(x)[0]) and fused(ours.play(x)) and torch.equal(ours.play(x), ours(x)[0])
+    [layer] = at.recurrent_layers(ours)
+    assert (layer.kind, layer.engine) == (f"{kind.__name__} (LSTM of anycell)", "cpu")
+    assert type(at.accelerate(kind(5))) is type(at.accelerate(ours)) is type(ours)
+    theirs.load_state_dict(ours.state_dict())
+    with torch.no_grad():
+        output, _ = ours.prepare().step(x[:, 0])
+        assert_close(output, ours(x[:, :1])[0][:, 0], "float64", "forward")
+
+
+def saved(layer: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, saved, *range(pickle.HIGHEST_PROTOCOL + 1)],
+    ids=lambda how: getattr(how, "__name__", f"protocol {how}"),
+)
+@pytest.mark.parametrize("make", [lambda: nn.LSTM(1, 4, batch_first=True), lambda: Amp(4, "a")])
+def test_copies_and_files_of_what_was_swapped(make: Callable[[], Any], copied: Any) -> None:
+    ours, x = at.accelerate(nn.ModuleList([make()])), torch.randn(2, 7, 1)
+    ref = ours[0](x)[0]
+    if isinstance(copied, int):
+        again = pickle.loads(pickle.dumps(ours, copied))[0]
+    else:
+        again = copied(ours)[0]
+    assert type(again) is type(ours[0]) and vars(again).keys() == vars(ours[0]).keys()
+    assert torch.equal(again(x)[0], ref) and fused(again(x)[0])
+
+
+@pytest.mark.slow
+def test_a_file_in_another_process(tmp_path: Path) -> None:
+    """Only the user's module is named in it, and anycell."""
+    (tmp_path / "amps.py").write_text("from torch import nn\n\n\nclass Amp(nn.GRU):\n    pass\n")
+    script = """
+        import sys, torch, amps, anycell.torch as at
+        if sys.argv[1] == "save":
+            torch.manual_seed(0)
+            torch.save(at.accelerate(amps.Amp(3, 4)), "model.pt")
+        else:
+            model = torch.load("model.pt", weights_only=False)
+            assert isinstance(model, amps.Amp) and model.engine.name == "cpu", type(model)
+            print(float(model(torch.ones(2, 2, 3))[0].sum().detach()))
+    """
+    root = str(Path(at.__file__).parents[2])
+    path = os.pathsep.join([str(tmp_path), root])
+    printed = ""
+    for what in ("save", "load"):
+        command = [sys.executable, "-c", textwrap.dedent(script), what]
+        environment = {**os.environ, "PYTHONPATH": path}
+        printed = subprocess.run(
+            command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+        ).stdout
+    torch.manual_seed(0)
+    assert float(printed) == pytest.approx(
+        nn.GRU(3, 4)(torch.ones(2, 2, 3))[0].sum().item(), rel=1e-5
+    )
+
+
+def test_parametrised_and_back() -> None:
+    layer, x = at.accelerate(Amp(4)), torch.randn(2, 7, 1)
+    kind, ref = type(layer), layer(x)[0]
+    nn.utils.parametrizations.weight_norm(layer, "weight_hh_l0")
+    assert at.recurrent_layers(layer)[0].engine == "cpu" and isinstance(layer, Amp)
+    assert_close(layer(x)[0].detach(), ref.detach(), "float32", "forward")
+    copy.deepcopy(layer)
+    with pytest.raises(RuntimeError, match="only supported through state_dict"):
+        pickle.dumps(layer)
+    nn.utils.parametrize.remove_parametrizations(layer, "weight_hh_l0")
+    assert type(layer) is kind
+
+
+def test_classes_do_not_outlive_their_modules() -> None:
+    class Short(nn.LSTM):
+        pass
+
+    kind = weakref.ref(type(at.accelerate(Short(2, 2))))
+    gc.collect()
+    assert kind() is None
+
+
+# -- what is left, and why -------------------------------------------------------------------------
+
+
+class Forward(nn.LSTM):
+    def forward(self, *args: Any) -> Any:
+        return super().forward(*args)
+
+
+class Checks(nn.GRU):
+    def check_forward_args(self, *args: Any) -> None:
+        pass
+
+
+class Calls(nn.GRU):
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(2 * x)
+
+
+class Rewrites(nn.GRU):
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name)
+
+
+class Reduces(nn.LSTM):
+    def __reduce__(self) -> Any:
+        return Reduces, (2, 2)
+
+
+class Steps(nn.LSTM):
+    def step(self) -> str:
+        return "mine"
+
+
+class Registry(type):
+    pass
+
+
+class Registered(nn.LSTM, metaclass=Registry):
+    pass
+
+
+class Listed(nn.LSTM):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        raise AssertionError("a subclass")
+
+
+class OfTheBase(nn.RNNBase):
+    def __init__(self) -> None:
+        super().__init__("LSTM", 2, 2)
+
+
+def with_attribute(layer: nn.Module, **attributes: Any) -> nn.Module:
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    return layer
+
+
+of_quantization = pytest.mark.filterwarnings(
+    "ignore:torch.ao.quantization is deprecated:DeprecationWarning",
+    "ignore:torch.quantize_per_tensor:UserWarning",
+)
+
+
+def quantized(layer: nn.Module) -> nn.Module:
+    kinds = {nn.LSTM, nn.GRUCell}
+    [changed] = torch.ao.quantization.quantize_dynamic(nn.Sequential(layer), kinds)
+    return changed
+
+
+LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "forward": (lambda: Forward(2, 2), "Forward (LSTM of torch)", "Forward has a forward of its"),
+    "checks": (lambda: Checks(2, 2), "Checks (GRU of torch)", "has a check_forward_args of its"),
+    "calls": (lambda: Calls(2, 2), "Calls (GRU of torch)", "Calls has a __call__ of its own"),
+    "getattr": (lambda: Rewrites(2, 2), "Rewrites (GRU of torch)", "has a __getattr__ of its own"),
+    "reduce": (lambda: Reduces(2, 2), "Reduces (LSTM of torch)", "has a __reduce__ of its own"),
+    "name": (lambda: Steps(2, 2), "Steps (LSTM of torch)", "'step', which in anycell's LSTM"),
+    "metaclass": (lambda: Registered(2, 2), "Registered (LSTM of torch)", "metaclass, Registry"),
+    "registry": (lambda: Listed(2, 2), "Listed (LSTM of torch)", "has a __init_subclass__ of"),
+    "base": (OfTheBase, "OfTheBase (RNNBase of torch)", "only nn.LSTM and nn.GRU are swapped"),
+    "nn.RNN": (lambda: nn.RNN(2, 2), "RNN of torch", "anycell.torch.RNN with anycell.cells.RNN"),
+    "attribute": (
+        lambda: with_attribute(nn.GRU(2, 2), cell="a"),
+        "GRU of torch",
+        "'cell', which in anycell's GRU is another",
+    ),
+    "replaced": (
+        lambda: with_attribute(nn.GRU(2, 2), forward=lambda x: x),
+        "GRU of torch",
+        "its forward has been replaced on the instance",
+    ),
+    "parametrised": (
+        lambda: nn.utils.parametrizations.weight_norm(nn.LSTM(2, 2), "weight_hh_l0"),
+        "ParametrizedLSTM (LSTM of torch)",
+        "torch.nn.utils.parametrize has changed its class: accelerate the model before",
+    ),
+    "LSTMCell": (lambda: nn.LSTMCell(2, 2), "LSTMCell of torch", "call anycell.torch.LSTM once"),
+    "GRUCell": (lambda: nn.GRUCell(2, 2), "GRUCell of torch", "call anycell.torch.GRU once"),
+    "RNNCell": (lambda: nn.RNNCell(2, 2), "RNNCell of torch", "with anycell.cells.RNN once"),
+    "scripted": (
+        lambda: torch.jit.script(nn.LSTM(2, 2)),
+        "LSTM of TorchScript",
+        "TorchScript has compiled torch's own layer",
+    ),
+    "traced": (
+        lambda: torch.jit.trace(nn.GRU(2, 2), (torch.zeros(2, 2, 2),)),
+        "GRU of TorchScript",
+        "TorchScript has compiled torch's own layer",
+    ),
+    "quantized": (lambda: quantized(nn.LSTM(2, 2)), "LSTM of torch", "torch has quantized it"),
+    "quantized cell": (
+        lambda: quantized(nn.GRUCell(2, 2)),
+        "GRUCell of torch",
+        "torch has quantized it",
+    ),
+}
+
+
+@of_torchscript
+@of_quantization
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("what", LEFT)
+def test_what_is_left_is_listed_with_the_reason(what: str) -> None:
+    make, kind, reason = LEFT[what]
+    model = nn.ModuleDict({"rnn": make()})
+    before = type(model["rnn"])
+    layers = [layer for layer in at.recurrent_layers(at.accelerate(model)) if layer.name == "rnn"]
+    assert type(model["rnn"]) is before
+    assert [(layer.kind, layer.engine) for layer in layers] == [(kind, "torch")]
+    assert reason in layers[0].reason and str(layers[0]).startswith(f"rnn: {kind} runs on torch (")
+
+
+def test_steps_of_ours_are_listed() -> None:
+    steps = [at.LSTMCell(2, 2), at.GRUCell(2, 2), at.RNNCell(cells.PeepholeLSTM, 2, 2)]
+    layers = at.recurrent_layers(at.accelerate(nn.ModuleList(steps)))
+    assert [layer.kind.split()[0] for layer in layers] == ["LSTMCell", "GRUCell", "RNNCell"]
+    assert [layer.engine for layer in layers] == ["torch", "torch", "cpu"]
+    assert all(layer.kind.endswith("of anycell") for layer in layers)
+
+
+class Loops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(3, 4)
+        self.layer = nn.GRU(4, 4, batch_first=True)
+        self.whole = nn.LSTM(4, 4)
+        self.windows = nn.LSTM(4, 4)
+        self.idle = nn.GRU(4, 4)
+
+    def forward(self, x: Tensor, *, twice: bool = False) -> Tensor:
+        state = hidden = None
+        outputs = []
+        for now in x:
+            state = self.cell(now, state)
+            output, hidden = self.layer(state[0].unsqueeze(1), hidden)
+            outputs.append(output[:, 0])
+        output, _ = self.whole(nn.utils.rnn.pack_sequence(torch.stack(outputs).unbind(1)))
+        padded, _ = nn.utils.rnn.pad_packed_sequence(output)
+        for size in (2, 3) if twice else (2,):
+            padded, _ = self.windows(hx=None, input=padded[:size])
+        return padded
+
+
+def test_how_often_one_call_of_the_model_calls() -> None:
+    model, x = at.accelerate(Loops()), torch.randn(5, 2, 3)
+    assert all(layer.calls is None for layer in at.recurrent_layers(model))
+    layers = {layer.name: layer for layer in at.recurrent_layers(model, x, twice=True)}
+    calls = {name: layer.calls for name, layer in layers.items()}
+    assert calls == {"cell": 5, "layer": 5, "whole": 1, "windows": 2, "idle": 0}
+    assert layers["cell"].reason.endswith("; called 5 times, 1 step each")
+    assert "called 5 times, 1 step each: call it once with all steps" in layers["layer"].reason
+    assert "called" not in layers["whole"].reason
+    assert layers["windows"].reason.endswith("; called 2 times, 2 steps each")
+    assert layers["idle"].reason.endswith("; not called")
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    with pytest.raises(RuntimeError):
+        at.recurrent_layers(model, x[..., :2])
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+# -- what goes by a module's class -----------------------------------------------------------------
+
+
+@pytest.fixture
+def opacus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Opacus's validator; where Opacus is not installed, what of it anycell goes by."""
+    with contextlib.suppress(ImportError):
+        from opacus.validators import ModuleValidator
+
+        return ModuleValidator
+
+    class Validator:
+        VALIDATORS: ClassVar[dict[type, Any]] = {
+            nn.LSTM: lambda m: ["LSTM"],
+            nn.GRU: lambda m: ["GRU"],
+        }
+        FIXERS: ClassVar[dict[type, Any]] = {nn.LSTM: lambda m: nn.Identity()}
+
+        @classmethod
+        def is_valid(cls, model: nn.Module) -> bool:
+            errors: list[str] = []
+            for module in model.modules():
+                if any(p.requires_grad for p in module.parameters(recurse=False)):
+                    errors += cls.VALIDATORS.get(type(module), lambda m: [])(module)
+            return not errors
+
+        @classmethod
+        def fix(cls, model: nn.Module) -> nn.Module:
+            for name, module in list(model.named_children()):
+                if any(p.requires_grad for p in module.parameters(recurse=False)):
+                    setattr(model, name, cls.FIXERS.get(type(module), lambda m: m)(module))
+            return model
+
+    module = SimpleNamespace(ModuleValidator=Validator)
+    monkeypatch.setitem(sys.modules, "opacus.validators.module_validator", module)  # type: ignore[arg-type]
+    return Validator
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LSTM(2, 2), lambda: nn.GRU(2, 2), lambda: Amp(2)])
+def test_opacus_refuses_ours_as_it_does_torchs(opacus: Any, make: Callable[[], Any]) -> None:
+    """It refuses layers whose gradients it cannot take apart by samples. Of subclasses it knows
+    nothing, accelerated or not.
+    """
+    valid = type(make()) is Amp
+    assert opacus.is_valid(nn.Sequential(make())) is valid
+    assert opacus.is_valid(nn.Sequential(at.accelerate(make()))) is valid
+    assert not opacus.is_valid(nn.Sequential(at.LSTM(2, 2)))
+    assert not opacus.is_valid(nn.Sequential(at.GRU(2, 2)))
+    assert not isinstance(opacus.fix(nn.Sequential(at.LSTM(2, 2)))[0], nn.LSTM)
+
+
+@pytest.mark.filterwarnings("ignore:.*DDP.*:UserWarning")
+def test_wrapped_models() -> None:
+    """DataParallel and DistributedDataParallel, around what is swapped and the other way round."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        theirs = nn.Sequential(Amp(4)).double()
+        x = torch.randn(2, 7, 1, dtype=DOUBLE)
+        theirs(x)[0].sum().backward()
+        for wrap in (nn.DataParallel, nn.parallel.DistributedDataParallel):
+            for ours in (
+                wrap(at.accelerate(copy.deepcopy(theirs))),
+                at.accelerate(wrap(copy.deepcopy(theirs))),
+            ):
+                ours.zero_grad()
+                output = ours(x)[0]
+                output.sum().backward()
+                assert fused(output)
+                pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+                for a, b in pairs:
+                    assert_close(a.grad, b.grad, "float64", "gradient")
+    finally:
+        torch.distributed.destroy_process_group()

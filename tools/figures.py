@@ -6,6 +6,7 @@
     python tools/figures.py loops [CELL... H...]   training, against a Python loop
     python tools/figures.py compiled [CELL... H...]  and against the loop under torch.compile
     python tools/figures.py cells [T B I H]        every cell against our LSTM, by multiply-adds
+    python tools/figures.py spinning [SHAPE...]    what threads do after a call; ONNX Runtime's
 
 Contenders take turns, in one process and on the same threads; ratios are medians over the turns.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -30,18 +32,16 @@ from anycell.bench import contenders, memory
 from anycell.bench.problem import Problem, find_cell
 from anycell.bench.shapes import Shape, select
 from anycell.bench.stats import geometric_mean, median, paired_ratio
-from anycell.bench.timing import interleave
+from anycell.bench.tasks import Task
+from anycell.bench.timing import interleave, once
 
 Call = Callable[[], object]
 THREADS = 2
 
 
-def compare(calls: Mapping[str, Call | contenders.Task], seconds: float) -> dict[str, list[float]]:
+def compare(calls: Mapping[str, Call | Task], seconds: float) -> dict[str, list[float]]:
     """Samples by name, in seconds."""
-    tasks = {
-        name: contenders.Task(call, dict) if callable(call) else call
-        for name, call in calls.items()
-    }
+    tasks = {name: Task(call, dict) if callable(call) else call for name, call in calls.items()}
     return interleave(tasks, seconds)
 
 
@@ -147,7 +147,7 @@ def step(arguments: list[str]) -> None:
             line(f"step H={h}", compare(_steps(h), 3))
 
 
-def _steps(h: int) -> dict[str, Call | contenders.Task]:
+def _steps(h: int) -> dict[str, Call | Task]:
     torch.manual_seed(0)
     layer, cell = anycell.torch.LSTM(h, h).prepare(), nn.LSTMCell(h, h)
     x, state = torch.randn(1, h), (torch.zeros(1, 1, h), torch.zeros(1, 1, h))
@@ -229,6 +229,47 @@ def every_cell(arguments: list[str]) -> None:
         print(f"{name} {shape}: {' / '.join(found)}", flush=True)
 
 
+# -- threads that spin -----------------------------------------------------------------------------
+
+POOLS = "anycell torch.nn anycell.numpy numpy-loop onnxruntime anycell.keras keras keras-xla"
+ONNX_RUNTIME = {
+    "as it is": {},
+    "no spinning": {"session.intra_op.allow_spinning": "0"},
+    "stopped after a run": {"session.force_spinning_stop": "1"},
+}
+
+
+def spinning(names: list[str]) -> None:
+    """Processor time after a call, and what ONNX Runtime takes where its threads do not spin."""
+    for who in POOLS.split():
+        command = [sys.executable, "-W", "ignore", __file__, "_spinning", who]
+        print(subprocess.run(command, check=True, capture_output=True, text=True).stdout, end="")
+    for shape in select(names or ["stream", "deepar", "rl-policy", "sb3", "codec"]):
+        problem = Problem(find_cell("LSTM"), shape, threads=THREADS)
+        peers = {
+            name: contenders.onnxruntime(problem, settings).task("inference")
+            for name, settings in ONNX_RUNTIME.items()
+        }
+        line(f"onnxruntime {shape.name} {shape}", compare(peers, 5), "as it is")
+
+
+def one_spinning(who: str) -> None:
+    """In its own process: processor time of 0.4 s of sleep after a call."""
+    os.environ["ANYCELL_NUM_THREADS"] = str(THREADS)
+    problem = Problem(find_cell("LSTM"), Shape("", "", 64, 32, 128, 128, 1, 1), threads=THREADS)
+    contender, spent = contenders.make(who, problem), []
+    if who in ("anycell", "torch.nn"):
+        torch.set_num_threads(THREADS)
+    task = contender.task("inference")
+    with contender.around():
+        for _ in range(20):
+            once(task)
+            start = time.process_time()
+            time.sleep(0.4)
+            spent.append(1e3 * (time.process_time() - start))
+    print(f"{who}: {median(spent[5:]):.1f} ms of processor time after a call")
+
+
 COMMANDS = {
     "packed": packed,
     "checkpoint": checkpoint,
@@ -236,6 +277,7 @@ COMMANDS = {
     "loops": loops,
     "compiled": compiled,
     "cells": every_cell,
+    "spinning": spinning,
 }
 
 
@@ -243,6 +285,8 @@ def main(arguments: list[str]) -> int:
     """The command line."""
     if arguments[:1] == ["_checkpoint"]:
         one_checkpoint(arguments[1], int(arguments[2]))
+    elif arguments[:1] == ["_spinning"]:
+        one_spinning(arguments[1])
     elif arguments and arguments[0] in COMMANDS:
         COMMANDS[arguments[0]](arguments[1:])
     else:

@@ -1,9 +1,9 @@
 """The benchmark behind ``python -m anycell bench``.
 
 Read it in this order: ``shapes`` (what is measured), ``problem`` (the same numbers for everybody),
-``contenders`` (who runs), ``gate`` (nobody is timed who is wrong), ``timing`` (interleaved runs),
-``machine`` (the matmul bound), ``probe`` (what only a fresh process can tell), ``runner`` (which
-puts them together), ``report`` and ``chart`` (what you see).
+``tasks`` and ``contenders`` (who runs), ``gate`` (nobody is timed who is wrong), ``timing``
+(interleaved runs), ``machine`` (the matmul bound), ``probe`` (what only a fresh process can tell),
+``runner`` (which puts them together), ``report`` and ``chart`` (what you see).
 
 Nothing here is imported by ``import anycell``; PyTorch is imported only when a benchmark runs.
 """

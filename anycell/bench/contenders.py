@@ -8,50 +8,17 @@ gate).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from anycell.bench.errors import Unsupported, need
 from anycell.bench.problem import Problem, find_cell
+from anycell.bench.tasks import Array, Contender, Mode, Task
 from anycell.engines import reference as engine
-
-Array = npt.NDArray[np.floating]
-Mode = Literal["inference", "training", "recurrence"]
-
-
-@dataclass
-class Task:
-    """Something to run: unprepared by default."""
-
-    call: Callable[[], object]
-    results: Callable[[], dict[str, Array]]
-    prepare: Callable[[], object] = lambda: None
-
-
-@dataclass
-class Contender:
-    """A layer that is ready to run.
-
-    Attributes:
-        tasks: what it can do.
-        around: holds the settings that its calls need, such as threads.
-        engine: what runs it, where that is a choice, and why.
-    """
-
-    tasks: dict[Mode, Task]
-    around: Callable[[], AbstractContextManager[object]] = nullcontext
-    engine: tuple[str, str] | None = None
-
-    def task(self, mode: Mode) -> Task:
-        if mode not in self.tasks:
-            raise Unsupported(f"no {mode}")
-        return self.tasks[mode]
-
 
 # -- contenders on torch tensors -------------------------------------------------------------------
 
@@ -278,8 +245,13 @@ def anycell_numpy(problem: Problem) -> Contender:
     )
 
 
-def onnxruntime(problem: Problem) -> Contender:
-    """The same weights as an ONNX graph; inference in float32 is all that ONNX Runtime has."""
+def onnxruntime(problem: Problem, settings: Mapping[str, str] | None = None) -> Contender:
+    """The same weights as an ONNX graph; inference in float32 is all that ONNX Runtime has.
+
+    The weights are constants of the graph, which a session packs once. `settings` are entries of
+    its configuration; by default all are ONNX Runtime's own, so that its threads spin while it runs
+    as they do for its users.
+    """
     if problem.dtype != "float32":
         raise Unsupported(f"ONNX Runtime has no {problem.dtype} recurrent layers")
     from anycell.bench.onnx_graph import build
@@ -289,6 +261,8 @@ def onnxruntime(problem: Problem) -> Contender:
     options = runtime.SessionOptions()
     options.intra_op_num_threads = problem.threads
     options.inter_op_num_threads = 1
+    for key, value in (settings or {}).items():
+        options.add_session_config_entry(key, value)
     session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     feed, kept = {"x": problem.x}, [np.empty(0)]
 

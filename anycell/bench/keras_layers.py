@@ -15,17 +15,15 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 from keras import ops
 
 import anycell.keras
-from anycell.bench.contenders import Contender, Task
 from anycell.bench.errors import Unsupported
 from anycell.bench.problem import Problem
+from anycell.bench.tasks import Array, Contender, Task
 from anycell.engines import cpu
 
-Array = npt.NDArray[np.floating]
 Tensor = Any
 Direction = Mapping[str, Any]  # weights of one direction of one layer, by Keras's names
 Parts = tuple[Callable[..., Tensor], Sequence[Direction]]  # a layer, the weights of its directions

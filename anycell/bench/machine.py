@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from anycell.bench.stats import median
-from anycell.bench.timing import once
+from anycell.bench.timing import once, settle
 
 PACKAGES = (
     "anycell", "numpy", "llvmlite", "torch", "onnxruntime", "keras", "tensorflow", "tensorflow-cpu",
@@ -122,6 +122,7 @@ class Matmul:
 
     def sample(self, times: int = 3) -> list[float]:
         """GFLOP/s of a few runs, also kept in ``samples``."""
+        settle()
         rates = [2e-9 * self.SIZE**3 / once(self) for _ in range(times)]
         self.samples += rates
         return rates

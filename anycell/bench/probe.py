@@ -1,4 +1,4 @@
-"""What only a fresh process can tell: the time of a first call, and the memory of one step.
+"""What only a fresh process can tell: a first call, memory of a step, time of a call alone.
 
 ``python -m anycell.bench.probe '{"what": "first_call", ...}'`` prints one line of JSON.
 """
@@ -15,12 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 from anycell.bench import memory
-from anycell.bench.contenders import Mode, make
+from anycell.bench.contenders import make
 from anycell.bench.machine import ROOT
 from anycell.bench.problem import Problem, find_cell
 from anycell.bench.shapes import Shape
 from anycell.bench.stats import median
-from anycell.bench.timing import once
+from anycell.bench.tasks import Mode
+from anycell.bench.timing import interleave, once
 
 TIMEOUT_S = 300
 
@@ -54,8 +55,19 @@ def step_memory(contender: str, problem: Problem) -> int:
     return int(answer["peak_bytes"])
 
 
+def alone(contender: str, problem: Problem, mode: Mode, seconds: float) -> list[float]:
+    """Samples in milliseconds per call, taken as in turns, but with nobody to take turns with."""
+    answer = _ask("alone", contender, problem, mode, {}, seconds)
+    return [1e3 * sample for sample in answer["samples"]]
+
+
 def _ask(
-    what: str, contender: str, problem: Problem, mode: Mode, environment: dict[str, str]
+    what: str,
+    contender: str,
+    problem: Problem,
+    mode: Mode,
+    environment: dict[str, str],
+    seconds: float = 0.0,
 ) -> dict[str, Any]:
     request = {
         "what": what,
@@ -66,6 +78,7 @@ def _ask(
         "threads": problem.threads,
         "seed": problem.seed,
         "mode": mode,
+        "seconds": seconds,
     }
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     try:
@@ -114,15 +127,17 @@ def _memory(contender: str, problem: Problem) -> dict[str, int]:
     return {"peak_bytes": grown}
 
 
+def _alone(contender: str, problem: Problem, mode: Mode, seconds: float) -> dict[str, list[float]]:
+    ready = make(contender, problem)
+    if "torch" in sys.modules:  # who needs no torch runs without its threads and libraries
+        sys.modules["torch"].set_num_threads(problem.threads)
+    with ready.around():
+        samples = interleave({contender: ready.task(mode)}, seconds)
+    return {"samples": samples[contender]}
+
+
 def main(request: dict[str, Any]) -> dict[str, Any]:
     """Answer one request."""
-    import torch
-
-    torch.set_num_threads(request["threads"])
-    # What the framework starts and loads at its first use is not the layer's: threads, a library,
-    # and for a gradient that is given, its symbolic algebra.
-    weight = torch.ones(256, 256, requires_grad=True)
-    (weight @ weight).backward(weight.detach())
     problem = Problem(
         find_cell(request["cell"]),
         Shape(**request["shape"]),
@@ -130,6 +145,15 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         request["threads"],
         request["seed"],
     )
+    if request["what"] == "alone":
+        return _alone(request["contender"], problem, request["mode"], request["seconds"])
+    import torch
+
+    torch.set_num_threads(request["threads"])
+    # What the framework starts and loads at its first use is not the layer's: threads, a library,
+    # and for a gradient that is given, its symbolic algebra.
+    weight = torch.ones(256, 256, requires_grad=True)
+    (weight @ weight).backward(weight.detach())
     if request["what"] == "memory":
         return _memory(request["contender"], problem)
     return _first_call(request["contender"], problem, request["mode"])

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from anycell.bench.runner import Entry, Report, Row
+from anycell.bench.runner import APART, Entry, Report, Row
 
 SCHEMA = 1
 MiB = 1 << 20
+MARK = "!"  # beside a time that is another one alone
 
 
 # -- JSON ------------------------------------------------------------------------------------------
@@ -41,14 +42,19 @@ def as_json(report: Report) -> dict[str, Any]:
         },
         "rows": [_row_json(row) for row in report.rows],
         "geometric_means": [
-            {"cell": cell, "mode": mode, "ratios": _means(report, rows)}
+            {
+                "cell": cell,
+                "mode": mode,
+                "ratios": _means(report, rows),
+                "ratios_alone": _means(report, rows, alone=True),
+            }
             for cell, mode, rows in report.tables()
         ],
     }
 
 
-def _means(report: Report, rows: list[Row]) -> dict[str, float]:
-    means = {peer: report.geometric_mean(rows, peer) for peer in report.settings.peers}
+def _means(report: Report, rows: list[Row], alone: bool = False) -> dict[str, float]:
+    means = {peer: report.geometric_mean(rows, peer, alone) for peer in report.settings.peers}
     return {peer: mean for peer, mean in means.items() if mean is not None}
 
 
@@ -76,12 +82,15 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
         "engine": entry.engine and dict(zip(("name", "reason"), entry.engine, strict=True)),
         "median_ms": entry.median_ms if entry.timed else None,
         "iqr_ms": entry.iqr_ms if entry.timed else None,
+        "alone_ms": entry.alone_ms,
+        "disagrees": entry.disagrees,
         "first_call_ms": entry.first_call_ms,
         "fresh_process_extra_ms": entry.fresh_process_ms,
         "training_peak_bytes": entry.peak_bytes,
         "remarks": entry.remarks,
         "errors": {name: _number(error) for name, error in entry.errors.items()},
         "samples_ms": entry.samples_ms,
+        "alone_samples_ms": entry.alone_samples_ms,
     }
 
 
@@ -153,10 +162,13 @@ def _table(report: Report, title: str, rows: list[Row]) -> Table:
 
     over = [row.over_bound for row in rows if row.over_bound is not None]
     mean = math.prod(over) ** (1 / len(over)) if over else None
-    last = ["geometric mean", "", "", "", "" if mean is None else f"{mean:.2f}"]
-    for peer in peers:
-        last += ["", _times(report.geometric_mean(rows, peer))]
-    body.append(last + [""] * (len(headers) - len(last)))
+    lasts = [["geometric mean", "", "", "", "" if mean is None else f"{mean:.2f}"]]
+    if settings.alone:
+        lasts.append(["the same, alone", "", "", "", ""])
+    for alone, last in enumerate(lasts):
+        for peer in peers:
+            last += ["", _times(report.geometric_mean(rows, peer, bool(alone)))]
+        body.append(last + [""] * (len(headers) - len(last)))
     threads = f"{settings.threads} thread{'s' * (settings.threads > 1)}"
     return f"{title}, {settings.dtype}, {threads}", headers, body
 
@@ -168,7 +180,8 @@ def _ms(value: float) -> str:
 def _spread(entry: Entry) -> str:
     """Median and half the distance of the quartiles in percent of it, or why there is none."""
     if entry.timed:
-        return f"{_ms(entry.median_ms)} ±{50 * entry.iqr_ms / entry.median_ms:.0f}%"
+        mark = MARK * bool(entry.disagrees)
+        return f"{_ms(entry.median_ms)}{mark} ±{50 * entry.iqr_ms / entry.median_ms:.0f}%"
     words = {"wrong": "REFUSED", "failed": "FAILED", "skipped": "skipped", "unsupported": "-"}
     return words.get(entry.status, "")
 
@@ -200,6 +213,9 @@ def notes(report: Report) -> list[str]:
         where = f"{row.cell} {row.mode}, {row.shape.name}"
         for name, entry in row.entries.items():
             found += [f"{where}: {remark}" for remark in entry.remarks]
+            if entry.disagrees and entry.alone_ms is not None:
+                times = f"{_ms(entry.median_ms)} ms in turns, {_ms(entry.alone_ms)} ms alone"
+                found.append(f"{where}, {name}: {times}")
             if entry.status in words:
                 found.append(f"{where}, {name}: {words[entry.status]}: {entry.reason}")
             elif name == row.subject and entry.engine and entry.engine[0] != "cpu":
@@ -211,7 +227,8 @@ def notes(report: Report) -> list[str]:
 LEGEND = (
     "ms: median ± half the interquartile range of interleaved runs. ratio: peer's time over ours, "
     "median of the ratios within rounds; above 1 ours is faster. bound: the matmuls alone at the "
-    "rate of a large one. first call: what it takes longer than a later one, in a fresh process, "
+    f"rate of a large one. {MARK}: alone in a process of its own it takes another time, by over "
+    f"{APART - 1:.0%}. first call: what it takes longer than a later one, in a fresh process, "
     "kernel cache empty / filled."
 )
 
@@ -246,8 +263,8 @@ def _rich(table: Table) -> Any:
     for k, header in enumerate(headers):
         grid.add_column(header, justify="left" if k < 2 else "right", no_wrap=k < 2)
     for number, line in enumerate(body):
-        last = number == len(body) - 1
-        if last:
+        last = not line[1]  # of all shapes
+        if last and body[number - 1][1]:
             grid.add_section()
         texts = [Text(t, style=_style(h, t)) for h, t in zip(headers, line, strict=True)]
         grid.add_row(*texts, style="bold" if last else "")

@@ -18,9 +18,6 @@ from anycell.bench import gate, machine, memory, probe
 from anycell.bench.contenders import (
     DEFAULT_PEERS,
     SUBJECT,
-    Contender,
-    Mode,
-    Task,
     blas_threads,
     make,
     posed,
@@ -30,10 +27,13 @@ from anycell.bench.errors import Unsupported
 from anycell.bench.problem import CellSpec, Problem
 from anycell.bench.shapes import Shape
 from anycell.bench.stats import geometric_mean, iqr, median, paired_ratio
+from anycell.bench.tasks import Contender, Mode, Task
 from anycell.bench.timing import interleave, once
 
 MODES: tuple[Mode, ...] = ("inference", "training")
 OUR_THREADS = "ANYCELL_NUM_THREADS"
+APART = 1.1  # times in turns and alone that differ by more than this factor do not agree
+ALONE_S = 1.0  # for the runs of a contender alone, where there is no other to be compared with
 Status = Literal["ok", "wrong", "unsupported", "failed", "skipped"]
 
 
@@ -50,6 +50,7 @@ class Settings:
     peers: Sequence[str] = DEFAULT_PEERS
     seconds: float = 5.0
     compile_limit: float = 120.0
+    alone: bool = True
     first_call: bool = True
     memory: bool = False
     seed: int = 0
@@ -72,6 +73,7 @@ class Entry:
     remarks: list[str] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     samples_ms: list[float] = field(default_factory=list)
+    alone_samples_ms: list[float] = field(default_factory=list)  # in a process of its own
 
     @property
     def timed(self) -> bool:
@@ -84,6 +86,17 @@ class Entry:
     @property
     def iqr_ms(self) -> float:
         return iqr(self.samples_ms)
+
+    @property
+    def alone_ms(self) -> float | None:
+        return median(self.alone_samples_ms) if self.alone_samples_ms else None
+
+    @property
+    def disagrees(self) -> bool | None:
+        """Whether it takes another time in turns than alone; nothing without both."""
+        if not self.timed or self.alone_ms is None:
+            return None
+        return max(self.median_ms / self.alone_ms, self.alone_ms / self.median_ms) > APART
 
     def refuse(self, status: Status, reason: str) -> None:
         """No speed for this one: whatever was timed is dropped."""
@@ -114,11 +127,15 @@ class Row:
         ours = self.entries[self.subject]
         return ours.median_ms / self.bound_ms if ours.timed else None
 
-    def ratio(self, peer: str) -> float | None:
+    def ratio(self, peer: str, alone: bool = False) -> float | None:
         """The peer's time over ours: above 1 we are faster. Nothing without two valid timings."""
         ours, theirs = self.entries[self.subject], self.entries.get(peer)
         if theirs is None or not (ours.timed and theirs.timed):
             return None
+        if alone:
+            if theirs.alone_ms is None or ours.alone_ms is None:
+                return None
+            return theirs.alone_ms / ours.alone_ms
         return paired_ratio(theirs.samples_ms, ours.samples_ms)
 
 
@@ -150,8 +167,8 @@ class Report:
                 )
 
     @staticmethod
-    def geometric_mean(rows: Sequence[Row], peer: str) -> float | None:
-        ratios = [ratio for row in rows if (ratio := row.ratio(peer)) is not None]
+    def geometric_mean(rows: Sequence[Row], peer: str, alone: bool = False) -> float | None:
+        ratios = [ratio for row in rows if (ratio := row.ratio(peer, alone)) is not None]
         return geometric_mean(ratios) if ratios else None
 
 
@@ -333,14 +350,20 @@ def _probe(row: Row, problem: Problem, settings: Settings, say: Say) -> None:
             subject.fresh_process_ms = probe.first_call(settings.subject, problem, row.mode)
         except probe.ProbeError as error:
             subject.remarks.append(str(error))
-    if settings.memory and row.mode == "training" and memory.supported():
-        for name, entry in row.entries.items():
-            if entry.status == "ok" and name != "torch-compile":  # which would compile for minutes
+    weighed = settings.memory and row.mode == "training" and memory.supported()
+    for name, entry in row.entries.items():
+        if entry.status != "ok" or name == "torch-compile":  # which would compile for minutes
+            continue
+        try:
+            if settings.alone:
+                say(f"{title}: {name} alone")
+                seconds = min(settings.seconds, ALONE_S)
+                entry.alone_samples_ms = probe.alone(name, problem, row.mode, seconds)
+            if weighed:
                 say(f"{title}: memory of {name}")
-                try:
-                    entry.peak_bytes = probe.step_memory(name, problem)
-                except probe.ProbeError as error:
-                    entry.remarks.append(str(error))
+                entry.peak_bytes = probe.step_memory(name, problem)
+        except probe.ProbeError as error:
+            entry.remarks.append(str(error))
 
 
 def _brief(error: BaseException) -> str:

@@ -1,1 +1,1 @@
-"""What runs a plan: the fused CPU engine, the reference, and the rule when a vendor's own wins."""
+"""What runs a plan: the fused engines, the reference, and the rule when a vendor's own wins."""

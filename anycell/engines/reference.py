@@ -414,7 +414,7 @@ def sizes(
     """What each size symbol of a cell stands for, from the shapes of states and weights.
 
     Raises:
-        ValueError: where nothing tells the size of a state, or groups of units do not divide one.
+        ValueError: where nothing tells the size of a state, or heads or groups do not divide one.
     """
     found = {"H": hidden}
     for declared, value in zip(cell.states, state or (), strict=bool(state)):
@@ -430,12 +430,7 @@ def sizes(
                 f"cell {cell.name}: nothing tells the size {declared.size} of state "
                 f"{declared.name!r}; give an initial state."
             )
-    for node, size in cell.sizes.items():
-        if is_reduction(node) and found[size] % node.attrs[0]:
-            raise ValueError(
-                f"cell {cell.name}: groups={node.attrs[0]} in `{node}` does not divide the size "
-                f"{found[size]}."
-            )
+    cell.check_sizes(found)
     return found
 
 

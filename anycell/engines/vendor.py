@@ -10,26 +10,21 @@ from __future__ import annotations
 from anycell import cells
 from anycell.lang.cell import Cell
 
-FEW_ROWS = 4
-
 
 def exception(cell: Cell) -> str | None:
-    """Which calls of a layer torch's own layer should run, and why; None if there are none.
+    """Which calls of a layer torch's own operators should run, and why; None if there are none.
 
-    A fused kernel packs the recurrent weights first, which pays from the second step on. torch's
-    GRU reads them where they lie; its LSTM packs as well, and slower.
+    A fused kernel packs the recurrent weights first, which pays from the second step on; torch's
+    cells read them where they lie.
     """
-    if cell == cells.GRU:
-        return (
-            f"torch's own layer runs one step on up to {FEW_ROWS} rows, for it reads the weights "
-            "once, unpacked"
-        )
+    if cell in (cells.LSTM, cells.GRU):
+        return "a single step is torch's own"
     return None
 
 
-def wins(cell: Cell, steps: int, batch: int) -> bool:
+def wins(cell: Cell, steps: int) -> bool:
     """Whether a call is such an exception."""
-    return steps == 1 and batch <= FEW_ROWS and cell == cells.GRU
+    return steps == 1 and cell in (cells.LSTM, cells.GRU)
 
 
 def wins_on_gpu(cell: Cell) -> str | None:

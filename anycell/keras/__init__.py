@@ -11,6 +11,10 @@ On the TensorFlow and torch backends the layers run on a fused kernel, forward a
 CPU; otherwise step by step in the backend's operations. ``layer.engine`` says which, and why.
 """
 
+from anycell.requirement import require
+
+require("keras", "anycell.keras", "keras", ", or choose another backend by KERAS_BACKEND")
+
 from anycell.keras.accelerate import accelerate, recurrent_layers
 from anycell.keras.cell import RNNCell
 from anycell.keras.layers import (

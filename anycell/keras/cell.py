@@ -81,7 +81,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         given = dict(locals())
         check(cell, units)
         self.sizes = {name: kwargs.pop(name) for name in declared_sizes(cell) if name in kwargs}
-        check_sizes(cell, self.sizes)
+        check_sizes(cell, units, self.sizes)
         super().__init__(**kwargs)
         self.cell, self.units = cell, units
         self.use_bias = bool(use_bias) and cell.bias
@@ -321,8 +321,8 @@ def check(cell: Any, units: Any) -> None:
         )
 
 
-def check_sizes(cell: Cell, sizes: Mapping[str, Any]) -> None:
-    """All that the cell declares, each a positive integer."""
+def check_sizes(cell: Cell, units: int, sizes: Mapping[str, Any]) -> None:
+    """All that the cell declares, each a positive integer that its heads and groups divide."""
     for name in declared_sizes(cell):
         size = sizes.get(name)
         if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
@@ -330,6 +330,7 @@ def check_sizes(cell: Cell, sizes: Mapping[str, Any]) -> None:
                 f"{name}: given {size!r}; expected a positive integer, a size that cell "
                 f"{cell.name} declares beside H."
             )
+    cell.check_sizes({"H": units, **sizes})
 
 
 # -- cells in a config ----------------------------------------------------------------------------

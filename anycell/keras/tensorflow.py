@@ -101,7 +101,7 @@ def run(call: Call, inputs: Inputs) -> Result:
             kept = tf.reshape(kept, tf.shape(x))
         x = kept
     own = _plan(call, inputs)
-    if kernel is not None and not layer.projects(own, _count(x), x.shape[-1]):
+    if kernel is not None and not layer.projects(own, _count(x), x.shape.as_list()[-1]):
         gates = tf.matmul(_rows(x), kernel)
         x, kernel = tf.reshape(gates, [*_sizes(x, 2), gates.shape[-1]]), None
     flags = (
@@ -143,7 +143,7 @@ def _carries_tangents(tensors: Sequence[Any]) -> bool:
 
 def _unlooped(call: Call, x: Tensor) -> Call:
     """The same call for forward mode: TensorFlow's loops in a graph have none."""
-    known = x.shape[0] is not None and not tf.executing_eagerly()
+    known = x.shape.as_list()[0] is not None and not tf.executing_eagerly()
     return replace(call, unroll=call.unroll or known)
 
 
@@ -164,7 +164,7 @@ def _plan(call: Call, inputs: Inputs) -> Plan:
 
 def _count(x: Tensor) -> int | None:
     """Rows of all steps, if they are known before the graph runs."""
-    steps, rows = x.shape[:2]
+    steps, rows = x.shape.as_list()[:2]  # in a graph of TensorFlow 1 a shape has no plain numbers
     return None if steps is None or rows is None else steps * rows
 
 
@@ -175,7 +175,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _sizes(x: Tensor, axes: int) -> list[Any]:
     """The first sizes of a tensor: numbers, where they are known before the graph runs."""
-    return [tf.shape(x)[i] if n is None else n for i, n in enumerate(x.shape[:axes])]
+    return [tf.shape(x)[i] if n is None else n for i, n in enumerate(x.shape.as_list()[:axes])]
 
 
 def _parts(inputs: Inputs) -> list[Tensor]:
@@ -248,6 +248,7 @@ def _gradient(
     kept: Sequence[Tensor],
 ) -> Any:
     """The gradients of ``flat``, which can be differentiated again: through the composite."""
+    arriving = [tf.convert_to_tensor(part) for part in arriving]  # behind a gather they are slices
     args = [*flat, *arriving]
     if _carries_tangents(arriving):
         return _first(recurrence, flags, args, len(flat))

@@ -13,7 +13,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from typing import Any, NamedTuple, NoReturn, overload
 
 from anycell.lang.expr import (
     ALL_AT_ONCE,
@@ -24,6 +24,8 @@ from anycell.lang.expr import (
     Traced,
     apply,
     as_expr,
+    boolean,
+    brief,
     fail,
     is_const,
     line_of,
@@ -101,14 +103,16 @@ class Linear:
         """The name of its weight."""
         return self.name.partition(".")[0]
 
+    def __str__(self) -> str:
+        heads = f", heads={self.heads}" * (self.heads > 1)
+        return f"linear({self.operand!r}, {self.name!r}{heads})"
+
     def shape(self, size: Mapping[str, int]) -> tuple[int, ...]:
-        """Of the weight: ``[out, in]`` or ``[heads, out/heads, in/heads]``, out of all outputs."""
+        """Of the weight: ``[out, in]`` or ``[heads, out/heads, in/heads]``, out of all outputs.
+
+        Heads divide both; see ``Cell.check_sizes``.
+        """
         out, into = size[self.out_size], size[self.in_size]
-        if out % self.heads or into % self.heads:
-            raise ValueError(
-                f"linear(..., {self.name!r}, heads={self.heads}) maps {into} units to {out}; "
-                f"expected sizes that {self.heads} divides."
-            )
         rows, columns = len(self.declared) * out // self.heads, into // self.heads
         return (rows, columns) if self.heads == 1 else (self.heads, rows, columns)
 
@@ -118,8 +122,11 @@ class Gates(Traced):
     adds element by element.
     """
 
+    _what: str
+    _values: dict[str, Expr]
+
     def __init__(self, what: str, values: dict[str, Expr]) -> None:
-        self._what, self._values = what, values
+        self.__dict__.update(_what=what, _values=values)
 
     def __iter__(self) -> Iterator[Expr]:
         return iter(self._values.values())
@@ -138,6 +145,12 @@ class Gates(Traced):
                 f"No {self._what} is named {name!r}; this cell declares: {given}.",
                 f"declare it, or use one of: {given}.",
             )
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        fail(
+            f"In-place edit of the {self._what} {name!r}.",
+            f"compute a new value with a name of its own: {name} = ...",
+        )
 
     def _combine(self, op: str, left: Any, right: Any) -> Gates:
         def pick(side: Any, name: str) -> Any:
@@ -166,7 +179,7 @@ class Gates(Traced):
 for _operator in (
     "neg pos abs invert bool int float index round trunc floor ceil getitem setitem lt le gt ge "
     "rsub truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow rpow matmul rmatmul "
-    "and rand or ror xor rxor lshift rlshift rshift rrshift"
+    "and rand or ror xor rxor lshift rlshift rshift rrshift complex delitem contains"
 ).split():
     setattr(Gates, f"__{_operator}__", refused(*ALL_AT_ONCE))
 
@@ -175,7 +188,16 @@ for _operator in (
 class _Trace:
     given: set[Expr]  # the leaves, matmuls and masks that the function was handed
     keeps: int = 0
-    linears: dict[str, tuple[tuple[str, ...], int, bool]] = field(default_factory=dict)
+    linears: dict[str, _Declared] = field(default_factory=dict)
+
+
+class _Declared(NamedTuple):
+    """What ``linear`` was told of a matmul."""
+
+    outputs: tuple[str, ...]
+    heads: int
+    bias: bool
+    size: str | None  # of each output, where it was named
 
 
 _current: contextvars.ContextVar[_Trace | None] = contextvars.ContextVar(
@@ -186,20 +208,32 @@ _current: contextvars.ContextVar[_Trace | None] = contextvars.ContextVar(
 def _trace(function: str) -> _Trace:
     trace = _current.get()
     if trace is None:
-        raise CellError(
-            f"{function}() was called outside a cell. "
-            "It has a meaning only in a function under @cell."
+        fail(
+            f"{function}() was called outside a cell.",
+            "call it in a function under @cell, where it has a meaning.",
         )
     return trace
 
 
 @overload
 def linear(
-    value: Expr | Number, name: str, *, gates: None = None, heads: int = 1, bias: bool = False
+    value: Expr | Number,
+    name: str,
+    *,
+    gates: None = None,
+    heads: int = 1,
+    bias: bool = False,
+    size: str | None = None,
 ) -> Expr: ...
 @overload
 def linear(
-    value: Expr | Number, name: str, *, gates: str, heads: int = 1, bias: bool = False
+    value: Expr | Number,
+    name: str,
+    *,
+    gates: str,
+    heads: int = 1,
+    bias: bool = False,
+    size: str | None = None,
 ) -> Gates: ...
 def linear(
     value: Expr | Number,
@@ -208,43 +242,73 @@ def linear(
     gates: str | None = None,
     heads: int = 1,
     bias: bool = False,
+    size: str | None = None,
 ) -> Expr | Gates:
     """A further matmul inside the step: ``value @ W_name.T`` with a learned weight.
 
     Args:
         value: the operand, ``[B, in]``.
-        name: names the weight; each name is used once in a cell.
+        name: names the weight. A name stands for one weight, and one matmul has it: two matmuls
+            cannot share a weight.
         gates: names the outputs of a matmul that has several, all of one size; they come together,
             as ``r`` does: ``r, z = linear(v, "rz", gates="r z")``.
         heads: block-diagonal weight with that many equal blocks.
         bias: whether the matmul has a learned bias.
+        size: a symbol for the size of the result (of each output), which layers then take by
+            keyword. ``linear(tanh(linear(s.h, "down", size="R")), "up")`` is a bottleneck of R
+            units: ``RNN(cell, 12, 100, R=8)``.
 
-    The output size follows from its use: a state's declared size, or the hidden size.
+    Without ``size`` the result is as wide as what it is combined with: of H units, the hidden size,
+    or of a state's declared size. So ``linear(tanh(linear(s.h, "down")), "up")`` is twice a weight
+    ``[H, H]``. ``explain`` says the shape of every weight.
+
+    Raises:
+        CellError: for a name that is taken, and for arguments of other kinds.
     """
     trace = _trace("linear")
-    node = operand("linear", value)
     if not isinstance(name, str) or not name.isidentifier():
-        fail(f"linear(..., {name!r}): the weight needs a name.", 'linear(value, "name").')
-    if name in trace.linears or name in (RECURRENT, PROJECTION) or name.endswith("_bias"):
+        fail(f"linear(..., {brief(name)}): the weight needs a name.", 'linear(value, "name").')
+    node = operand("linear", value)
+    if name in trace.linears:
         fail(
-            f"linear(..., {name!r}): this name is taken, by another matmul, the layer's own "
-            f"({PROJECTION}, {RECURRENT}) or a bias (..._bias).",
-            "each matmul has its own weight: choose another name.",
+            f"linear(..., {name!r}): this cell has a matmul of that name, and each has a weight of "
+            "its own: two matmuls cannot share one.",
+            "where two products are added, multiply once: linear(a + b, ...) is the sum of both "
+            "with one weight; where both are of one value, use the first result again. Another "
+            "name is another weight, learned apart from this one.",
         )
-    heads = positive(heads, f"linear(..., heads={heads!r}).", "the sizes")
+    if name in (RECURRENT, PROJECTION) or name.endswith("_bias"):
+        fail(
+            f"linear(..., {name!r}): this name is taken, by the layer's own matmuls "
+            f"({PROJECTION}, {RECURRENT}) or a bias (..._bias).",
+            "choose another name.",
+        )
+    heads = positive(
+        heads,
+        f"linear(..., heads={brief(heads)}).",
+        "give a positive integer that divides the sizes.",
+    )
+    bias = boolean(bias, f"linear(..., {name!r}, bias={brief(bias)})")
     if gates is not None and not isinstance(gates, str):
         fail(f"linear(..., gates={gates!r}).", 'name the outputs in one string: gates="r z".')
-    declared = (name,) if gates is None else tuple(gates.split())
-    named = all(output.isidentifier() for output in declared)
-    if not declared or len(set(declared)) < len(declared) or not named:
+    outputs = (name,) if gates is None else tuple(gates.split())
+    named = all(output.isidentifier() for output in outputs)
+    if not outputs or len(set(outputs)) < len(outputs) or not named:
         fail(
             f"linear(..., {name!r}, gates={gates!r}).",
             'name each output once, with blanks between: gates="r z".',
         )
-    trace.linears[name] = (declared, heads, bool(bias))
-    outputs = {output: Expr("linear", (node,), (name, output)) for output in declared}
-    trace.given.update(outputs.values())
-    return outputs[name] if gates is None else Gates("output", outputs)
+    if size is not None:
+        if not isinstance(size, str) or not _SYMBOL.fullmatch(size):
+            fail(
+                f"linear(..., {name!r}, size={brief(size)}): expected a symbol.",
+                'size="R", and the number where a layer is made: RNN(cell, 12, 100, R=8).',
+            )
+        _check_symbol(size, f"linear(..., {name!r}, size={size!r})")
+    trace.linears[name] = _Declared(outputs, heads, bias, size)
+    nodes = {output: Expr("linear", (node,), (name, output)) for output in outputs}
+    trace.given.update(nodes.values())
+    return nodes[name] if gates is None else Gates("output", nodes)
 
 
 def keep(rate: Expr | Number, per: str = "step") -> Expr:
@@ -512,6 +576,31 @@ class Cell:
                 )
         return tuple(out)
 
+    def check_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Refuses sizes that heads of a matmul, or groups of a reduction, do not divide.
+
+        Args:
+            sizes: what the size symbols stand for, those that are known.
+
+        Raises:
+            ValueError: naming the size, what splits it, and sizes to choose.
+        """
+        parts: list[tuple[str, int, object]] = []
+        for l in self.linears:
+            parts += [(l.in_size, l.heads, l), (l.out_size, l.heads, l)]
+        parts += [(s, n.attrs[0], n) for n, s in self.sizes.items() if n.op in REDUCTIONS]
+        for symbol, count, what in parts:
+            size = sizes.get(symbol, 0)
+            if size % count:
+                below = size - size % count
+                choice = f"{below} or {below + count}" if below else f"{count}"
+                raise ValueError(
+                    f"Cell {self.name}: given {symbol}={size}"
+                    f"{' (the hidden size)' * (symbol == 'H')}; expected a multiple of {count}, "
+                    f"because `{what}` splits the units into {count} equal parts. Choose {choice}, "
+                    "or other heads or groups in the cell."
+                )
+
     def _sizes(self) -> None:
         """Every value has one size: element-wise ops tie sizes together, matmuls change them."""
         parent: dict[Any, Any] = {}
@@ -539,6 +628,7 @@ class Cell:
             parent[a] = b
 
         sizes = {state.name: state.size for state in self.states}
+        named = {l.name: l.out_size for l in self.linears if l.out_size}
         order = topological(self.next)
         numbers: set[Expr] = set()  # and what is computed from numbers alone: they fit any size
         for node in order:
@@ -557,6 +647,8 @@ class Cell:
             elif node.op == "linear":
                 name = node.attrs[0]  # all outputs of a matmul are of one size
                 tie(node, "H" if _is_recurrent(node) else ("linear", name), node)
+                if name in named:
+                    tie(node, named[name], node)
             elif node.op == "state":
                 tie(node, sizes[node.attrs[0]], node)
             else:
@@ -695,9 +787,9 @@ def _linears(
             found.setdefault(name, (node.args[0], set()))[1].add(output)
     out = []
     for name, (value, used) in found.items():
-        declared, heads, bias = trace.linears.get(name, (gates, 1, True))
+        declared, heads, bias, out_size = trace.linears.get(name, (gates, 1, True, None))
         outputs = tuple(output for output in declared if output in used)
-        out.append(Linear(name, value, outputs, heads, bias, "H", "H", declared))
+        out.append(Linear(name, value, outputs, heads, bias, "", out_size or "", declared))
     return tuple(out)
 
 
@@ -737,43 +829,37 @@ def _sort_hyperparameters(
     keyword = {p.name: p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
     for name in given:
         if name not in keyword:
-            raise CellError(
+            fail(
                 f"Cell {function.__name__} has no hyperparameter {name!r}; "
-                f"it has: {', '.join(keyword) or 'none'}.\n"
-                "Instead: add a keyword-only argument to its function."
+                f"it has: {', '.join(keyword) or 'none'}.",
+                "add a keyword-only argument to its function.",
             )
     hyper: dict[str, float] = {}
     structure: dict[str, Any] = {}
     for name, parameter in keyword.items():
         value = plain(given.get(name, parameter.default))
+        said = f"Cell {function.__name__}: hyperparameter {name}"
         if value is parameter.empty:
-            raise CellError(
-                f"Cell {function.__name__}: hyperparameter {name!r} needs a default value."
-            )
+            fail(f"{said} has no default value.", f"write one where it is declared: {name}=0.5.")
         annotated = str(parameter.annotation)
         declared_float = "float" in annotated or isinstance(plain(parameter.default), float)
         if declared_float and isinstance(value, (str, bool)):
             kind = type(value).__name__
             if kind not in annotated:
-                raise CellError(
-                    f"Cell {function.__name__}: hyperparameter {name} is the {kind} {value!r}; "
-                    "expected a number."
-                )
+                fail(f"{said} is the {kind} {value!r}; expected a number.", f"{name}=0.5.")
         if isinstance(value, float) or (
             declared_float and isinstance(value, int) and not isinstance(value, bool)
         ):
             if math.isnan(value):
-                raise CellError(
-                    f"Cell {function.__name__}: hyperparameter {name} is NaN; expected a number."
-                )
+                fail(f"{said} is NaN; expected a number.", f"{name}=0.5.")
             hyper[name] = float(value)
         elif value is None or isinstance(value, (bool, int, str, tuple)):
             structure[name] = value
         else:
-            raise CellError(
-                f"Cell {function.__name__}: hyperparameter {name} is a {type(value).__name__}; "
-                "expected a float (a run-time value), or a bool, int, str, tuple or None "
-                "(which select the graph)."
+            fail(
+                f"{said} is a {type(value).__name__}; expected a float (a run-time value), or a "
+                "bool, int, str, tuple or None (which select the graph).",
+                "give one of these; an array is a per-unit parameter, params=.",
             )
     return hyper, structure
 
@@ -783,9 +869,10 @@ def _find(module: str, qualname: str) -> Cell:
     for part in qualname.split("."):
         found = getattr(found, part, None)
     if not isinstance(found, Cell):
-        raise CellError(
+        fail(
             f"Cannot restore cell {qualname!r}: "
-            f"module {module!r} has no such cell at its top level."
+            f"module {module!r} has no such cell at its top level.",
+            "define it there, by its own name.",
         )
     return found
 
@@ -794,43 +881,57 @@ def _restore(module: str, qualname: str, given: dict[str, Any]) -> Cell:
     return _find(module, qualname)(**given)
 
 
-# What a word of a declaration may say.
+# What a word of a declaration may say, and an example.
 _FORMS = {
-    "gates": "name",
-    "state": "name, name:size or name=value",
-    "params": "name or name=value",
-    "static": "name",
+    "gates": ("name", "i f g o"),
+    "state": ("name, name:size or name=value", "h:P c m=-inf"),
+    "params": ("name or name=value", "p_i gain=1"),
+    "static": ("name", "e"),
 }
+_SYMBOL = re.compile(r"[A-Za-z]\w*")
 
 
 def _words(text: str, what: str) -> list[tuple[str, str | None, str | None]]:
     """Splits ``"h:P c m=-inf"`` into (name, size, value)."""
+    declared = f"@cell({what}={brief(text)})"
+    form, example = _FORMS[what]
+    example = f'{what}="{example}"'
     if not isinstance(text, str):
-        raise CellError(
-            f"@cell({what}={text!r}): expected one string, with blanks between: {_FORMS[what]}."
-        )
+        fail(f"{declared}: expected one string.", f"write {example}, with blanks between.")
     out: list[tuple[str, str | None, str | None]] = []
     for word in text.split():
-        match = re.fullmatch(r"([A-Za-z]\w*)(?::([A-Za-z]\w*))?(?:=(\S+))?", word)
-        if (
-            match is None
-            or (match[2] and "size" not in _FORMS[what])
-            or (match[3] and "value" not in _FORMS[what])
-        ):
-            raise CellError(
-                f"@cell({what}={text!r}): cannot read {word!r}; expected {_FORMS[what]}."
+        match = re.fullmatch(rf"({_SYMBOL.pattern})(?::({_SYMBOL.pattern}))?(?:=(\S+))?", word)
+        if match is None:
+            fail(f"{declared}: cannot read {word!r}; expected {form}.", f"write {example}.")
+        name, size, value = match.groups()
+        if size and "size" not in form:
+            fail(
+                f"{declared}: cannot read {word!r}; expected {form}.",
+                f'write {name!r}: it has H units. Of another size are states, state="h:P c", and '
+                'results of linear(value, "name", size="P").',
             )
-        if match[2] in RESERVED:
-            raise CellError(
-                f"@cell({what}={text!r}): a size cannot be named {match[2]!r}: layers take sizes "
-                "by keyword, and have an argument of that name.\nInstead: choose another symbol, "
-                "such as P."
+        if value and "value" not in form:
+            fail(
+                f"{declared}: cannot read {word!r}; expected {form}.",
+                f'write {name!r}. Initial values have states, state="h c=1", and params="p=1".',
             )
-        out.append((match[1], match[2], match[3]))
+        if size:
+            _check_symbol(size, declared)
+        out.append((name, size, value))
     names = [name for name, _, _ in out]
     if len(set(names)) != len(names):
-        raise CellError(f"@cell({what}={text!r}): a name appears twice.")
+        fail(f"{declared}: a name appears twice.", "give each a name of its own.")
     return out
+
+
+def _check_symbol(size: str, shown: str) -> None:
+    """Layers take sizes by keyword."""
+    if size in RESERVED:
+        fail(
+            f"{shown}: a size cannot be named {size!r}: layers take sizes by keyword, and have an "
+            "argument of that name.",
+            "choose another symbol, such as P.",
+        )
 
 
 def _number(text: str | None, what: str) -> float | None:
@@ -841,7 +942,10 @@ def _number(text: str | None, what: str) -> float | None:
     except ValueError:
         value = math.nan
     if math.isnan(value):
-        raise CellError(f"@cell({what}): initial value {text!r} is not a number.")
+        fail(
+            f"@cell({what}): initial value {text!r} is not a number.",
+            "write digits, or inf: name=0.5, name=-inf.",
+        )
     return value
 
 
@@ -877,9 +981,9 @@ def cell(
         ...     return (1 - f) * s.h + f * tanh(x.g + r.g)
     """
     if function is not None:
-        raise CellError(
-            f"@cell was given {function!r} in place of a declaration.\n"
-            'Instead: @cell(gates="i f g o", state="h c") above the function.'
+        fail(
+            f"@cell was given {function!r} in place of a declaration.",
+            '@cell(gates="i f g o", state="h c") above the function.',
         )
     gate_names = tuple(name for name, _, _ in _words(gates, "gates"))
     states = tuple(
@@ -887,44 +991,48 @@ def cell(
     )
     parameters = tuple(Param(n, _number(v, "params")) for n, _, v in _words(params, "params"))
     if not gate_names:
-        raise CellError(
-            "@cell(gates=''): a cell needs at least one gate, or the input never enters it."
+        fail(
+            "@cell(gates=''): a cell needs at least one gate, or the input never enters it.",
+            'name one: gates="a".',
         )
     if not states:
-        raise CellError(
-            "@cell(state=''): a cell needs at least one state; the first is its output."
+        fail(
+            "@cell(state=''): a cell needs at least one state; the first is its output.",
+            'name one: state="h".',
         )
     if static is not None and len(_words(static, "static")) != 1:
-        raise CellError(f"@cell(static={static!r}): expected one name, or None.")
+        fail(
+            f"@cell(static={static!r}): expected one name, or None.",
+            'name one, static="e", [B, H]; where it stands for several, compute them from it with '
+            'linear(e, "name", gates="i f").',
+        )
+    bias = boolean(bias, f"@cell(bias={brief(bias)})")
     expected = ["x", "r", "s"] + ["p"] * bool(parameters) + ["e"] * (static is not None)
 
     def decorate(function: Callable[..., Any]) -> Cell:
         if not (inspect.isfunction(function) or inspect.ismethod(function)):
-            raise CellError(
-                f"@cell(...) was given {function!r}.\n"
-                "Instead: decorate a function, written with def or lambda."
+            fail(
+                f"@cell(...) was given {function!r}.",
+                "decorate a function, written with def or lambda.",
             )
         kinds = inspect.Parameter
         arguments = inspect.signature(function).parameters.values()
         for p in arguments:
             if p.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD):
-                raise CellError(
-                    f"Cell {function.__name__} takes {p}, to which nothing is ever given.\n"
-                    "Instead: name each hyperparameter, as a keyword-only argument with a default."
+                fail(
+                    f"Cell {function.__name__} takes {p}, to which nothing is ever given.",
+                    "name each hyperparameter, as a keyword-only argument with a default.",
                 )
         positional = [
             p for p in arguments if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
         ]
         if len(positional) != len(expected):
-            raise CellError(
+            fail(
                 f"Cell {function.__name__} takes {len(positional)} positional arguments; "
-                f"with this declaration it must take {len(expected)}: ({', '.join(expected)})."
+                f"with this declaration it must take {len(expected)}: ({', '.join(expected)}).",
+                f"write def {function.__name__}({', '.join(expected)}), hyperparameters behind a *,"
+                " and declare what is missing: gates=, state=, params=, static=.",
             )
         return Cell(function, gate_names, states, parameters, static, bias, {})
 
     return decorate
-
-
-def names(items: Sequence[State] | Sequence[Param]) -> tuple[str, ...]:
-    """Names of states or parameters, in declared order."""
-    return tuple(item.name for item in items)

@@ -73,8 +73,41 @@ def line_of(code: Any, number: int) -> str:
 _REFLECTED = {
     "add": "__radd__", "subtract": "__rsub__", "multiply": "__rmul__", "divide": "__rtruediv__",
     "less": "__gt__", "less_equal": "__ge__", "greater": "__lt__", "greater_equal": "__le__",
-    "equal": "__eq__", "not_equal": "__ne__",
+    "equal": "__eq__", "not_equal": "__ne__", "power": "__rpow__",
 }  # fmt: skip
+# What other libraries call arithmetic, and multiplying by a matrix.
+_ARITHMETIC = frozenset("add sub mul div true_divide rsub".split())
+_MATMULS = frozenset(
+    "matmul rmatmul dot inner vdot tensordot einsum linear mm mv bmm addmm baddbmm".split()
+)
+# What to write for functions of theirs that have another name here, or none.
+_RENAMED = {
+    "absolute": "abs(v)", "fabs": "abs(v)", "amax": "max(v)", "amin": "-max(-v)", "min": "-max(-v)",
+    "fmax": "maximum(a, b)", "fmin": "minimum(a, b)", "clamp": "clip(v, low, high)",
+    "expit": "sigmoid(v)", "logsigmoid": "log_sigmoid(v)", "hardsigmoid": "hard_sigmoid(v)",
+    "square": "v * v", "reciprocal": "1 / v", "negative": "-v", "detach": "stop_gradient(v)",
+    "pow": "v ** 2, or exp(y * log(v))", "power": "v ** 2, or exp(y * log(v))",
+    "softmax": "exp(v - max(v)) / sum(exp(v - max(v)))", "silu": "v * sigmoid(v)",
+}  # fmt: skip
+
+LINEAR = (
+    'use linear(value, "name"), a matmul with a learned weight of that name; '
+    "a fixed matrix is a weight that you set and do not train."
+)
+
+
+def instead_of(name: str) -> str:
+    """What to write in a cell for what another library calls ``name``."""
+    from anycell.lang import VOCABULARY
+
+    name = name.strip("_")
+    if name in _MATMULS:
+        return LINEAR
+    if name in VOCABULARY:
+        return f"use anycell.{name}."
+    if name in _RENAMED:
+        return f"write {_RENAMED[name]}, with the functions of anycell."
+    return f"use the functions of anycell: {', '.join(VOCABULARY)}."
 
 
 class Traced:
@@ -103,14 +136,17 @@ class Traced:
         return str(self)
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, *args: Any) -> NoReturn:
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), *_: Any) -> NoReturn:
+        if function.__name__ in _ARITHMETIC:
+            for arg in args:
+                as_expr(arg)  # refuses the tensor
         _foreign(f"torch.{function.__name__}")
 
 
 def _foreign(function: str) -> NoReturn:
     fail(
         f"{function}() was called with a traced value: a cell is traced before there are numbers.",
-        "use the functions of anycell: tanh, sigmoid, exp, log, where, minimum, mean, ...",
+        instead_of(function.rpartition(".")[2]),
     )
 
 
@@ -250,23 +286,31 @@ class Expr(Traced):
     def __bool__(self) -> NoReturn:
         fail(
             "Control flow on a traced value: a cell is traced once, before there are numbers.",
-            "use where(condition, a, b), maximum(a, b) or minimum(a, b); "
-            "make structural choices with a bool keyword argument.",
+            "use where(condition, a, b); maximum(a, b) for Python's max(a, b), minimum(a, b) for "
+            "its min(a, b); (0 < a) & (a < 1) for 0 < a < 1; &, | and ~ for and, or and not. "
+            "Make structural choices with a bool keyword argument.",
         )
 
     def __float__(self) -> NoReturn:
         fail(
             "A traced value was turned into a number (math.tanh, float(), a NumPy function?).",
-            "use the functions of anycell: tanh, sigmoid, exp, log, where, ...",
+            instead_of(""),
         )
 
-    __int__ = __index__ = __float__
+    __int__ = __index__ = __complex__ = __float__
 
     def __iter__(self) -> NoReturn:
         fail(
-            "A traced value cannot be unpacked: it is one gate, state or parameter.",
-            "unpack `x + r`, or name the gate.",
+            "A traced value cannot be unpacked, or gone through: it is one gate, state or "
+            "parameter.",
+            "unpack `x + r`, or name the gate; over the units of a row there are anycell's sum, "
+            "mean and max.",
         )
+
+    __len__ = __reversed__ = __iter__
+
+    def __contains__(self, item: object) -> NoReturn:
+        self.__iter__()
 
     def __getitem__(self, key: object) -> NoReturn:
         fail(
@@ -280,10 +324,13 @@ class Expr(Traced):
             "compute a new value, for instance where(condition, new, old).",
         )
 
+    def __delitem__(self, key: object) -> NoReturn:
+        self.__setitem__(key, None)
+
     def __matmul__(self, other: object) -> NoReturn:
         fail(
             "The operator @ inside a cell: a state-dependent matrix is outside the language.",
-            'use linear(value, "name"), a matmul with a learned weight of that name.',
+            LINEAR,
         )
 
     __rmatmul__ = __matmul__
@@ -308,8 +355,9 @@ class Expr(Traced):
         if name.startswith("__"):
             raise AttributeError(name)
         fail(
-            f"A traced value has no attribute {name!r}.",
-            "use the functions of anycell, such as tanh(v) or abs(v).",
+            f"A traced value has no attribute {name!r}, for which this line asks, or a function of "
+            "another library.",
+            instead_of(name),
         )
 
 
@@ -324,15 +372,29 @@ def plain(value: Any) -> Any:
     return value.item() if numpys else value
 
 
-def positive(value: Any, shown: str, total: str) -> int:
+def positive(value: Any, problem: str, instead: str) -> int:
     """The value, NumPy's too, as a positive integer; else a ``CellError``."""
     try:
         number = 0 if isinstance(value, Traced) else int(operator.index(value))
     except TypeError:
         number = 0
     if number < 1:
-        fail(shown, f"give a positive integer that divides {total}.")
+        fail(problem, instead)
     return number
+
+
+def boolean(value: Any, shown: str) -> bool:
+    """The value, NumPy's too, as True or False; else a ``CellError``."""
+    flag = plain(value)
+    if not isinstance(flag, bool):
+        fail(f"{shown}: expected True or False.", "bias=True or bias=False.")
+    return flag
+
+
+def brief(value: Any) -> str:
+    """What was given, on one short line."""
+    shown = " ".join(repr(value).split())
+    return shown if len(shown) < 60 else f"{shown[:56]} ..."
 
 
 def as_expr(value: Any) -> Expr:
@@ -347,10 +409,11 @@ def as_expr(value: Any) -> Expr:
             return const(number)
         except OverflowError:
             fail("An integer beyond the range of a double, 1.8e308.", 'write float("inf").')
-    fail(
-        f"{type(value).__name__} {value!r} inside a cell: only traced values and numbers combine.",
-        'declare a per-unit parameter with params="name", or a keyword-only hyperparameter.',
-    )
+    instead = 'declare a per-unit parameter with params="name", or a keyword-only hyperparameter.'
+    if isinstance(value, (list, tuple)):
+        instead = "combine its elements one by one: a + b, maximum(a, b)."
+    given = f"{type(value).__name__} {brief(value)}"
+    fail(f"{given} inside a cell: only traced values and numbers combine.", instead)
 
 
 def is_const(node: Expr, value: float | None = None) -> bool:

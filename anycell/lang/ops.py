@@ -52,8 +52,8 @@ def _row(reduce: Callable[..., Any]) -> Callable[..., Any]:
     """A reduction over each group of units, given back to every unit of the group."""
 
     def meaning(xp: Any, a: Any, groups: int) -> Any:
-        # Rows are counted by nobody: in a graph of TensorFlow their number may not be known.
-        rows = a.shape[:-1] if len(a.shape) < 2 else (-1,)
+        # Nobody counts the rows: a graph of TensorFlow may not know their number.
+        rows = (-1,) if len(a.shape) == 2 else a.shape[:-1]
         split = xp.reshape(a, (*rows, groups, a.shape[-1] // groups))
         return xp.reshape(reduce(xp, split) + xp.zeros_like(split), (*rows, a.shape[-1]))
 
@@ -240,27 +240,34 @@ def stop_gradient(value: Value) -> Expr:
     return apply("stop_gradient", value)
 
 
-def _groups(groups: int) -> tuple[int]:
-    return (positive(groups, f"groups={groups!r} of a row reduction.", "the hidden size"),)
+_OF_TWO = {"sum": "a + b", "mean": "(a + b) / 2", "max": "maximum(a, b)"}
+
+
+def _reduced(op: str, value: Value, groups: int) -> Expr:
+    problem = f"{op}(value, groups={groups!r}): it combines the units of the row of one value."
+    instead = (
+        f"{_OF_TWO[op]} of two values; as groups a positive integer that divides the hidden size."
+    )
+    return apply(op, value, attrs=(positive(groups, problem, instead),))
 
 
 def sum(value: Value, groups: int = 1) -> Expr:
     """Sum over the units of the row (of each of ``groups`` equal groups),
     given back to every unit.
     """
-    return apply("sum", value, attrs=_groups(groups))
+    return _reduced("sum", value, groups)
 
 
 def mean(value: Value, groups: int = 1) -> Expr:
     """Mean over the units of the row (of each of ``groups`` equal groups),
     given back to every unit.
     """
-    return apply("mean", value, attrs=_groups(groups))
+    return _reduced("mean", value, groups)
 
 
 def max(value: Value, groups: int = 1) -> Expr:
     """Largest value among the units of the row (of each group); ties share the gradient."""
-    return apply("max", value, attrs=_groups(groups))
+    return _reduced("max", value, groups)
 
 
 def layer_norm(value: Value, eps: Value = 1e-5, groups: int = 1) -> Expr:

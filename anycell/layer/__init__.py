@@ -9,13 +9,16 @@ Time-major throughout: ``x [T, B, I]``, outputs ``[T, B, D*size]`` with D direct
 by side, size that of the first state.
 
     arguments.py    what a layer is given, on a CPU or a GPU, and what its backward pass needs
+    contract.py     what every array must be before a kernel gets its address
     form.py         what calls of one form share: chunks, threads, memory, who does which matmul
     run.py          a pass: the kernel, over chunks of time
     forward.py, backward.py, sums.py   the two passes, and what adds up over time
 """
 
+from anycell.layer import contract
 from anycell.layer.arguments import (
     Array,
+    Arrays,
     Chunk,
     Factors,
     Host,
@@ -35,6 +38,7 @@ from anycell.layer.run import keeps_state, saved_width
 
 __all__ = [
     "Array",
+    "Arrays",
     "Chunk",
     "Factors",
     "Host",
@@ -44,6 +48,7 @@ __all__ = [
     "backward",
     "check_checkpoint",
     "chunk_steps",
+    "contract",
     "forward",
     "keeps_state",
     "projects",

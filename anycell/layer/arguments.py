@@ -13,7 +13,29 @@ from anycell.plan import Plan
 Array = Any
 
 
-class Host(Protocol):
+# Layouts that ``contract`` asks for: any strides, a dense last axis, dense rows or columns, or
+# contiguous as a whole.
+ANY, ROWS, MATRIX, DENSE = range(4)
+
+
+class Arrays(Protocol):
+    """What ``contract`` asks of a framework's arrays, which have ``shape`` and ``dtype``."""
+
+    dtype: Any
+
+    def fit(self, array: Array, layout: int, wide: bool = False) -> Array | None:
+        """The array, or a contiguous copy where it does not lie so, or where its address or its
+        strides are no whole elements; None for another dtype than this one (or that of ``wide``
+        ones), and on other devices.
+        """
+        ...
+
+    def as_flags(self, array: Array) -> Array | None:
+        """Flags, bool or uint8, as contiguous uint8; None for all else, and on other devices."""
+        ...
+
+
+class Host(Arrays, Protocol):
     """What a layer on the CPU asks of a framework's arrays, which have the dtype of the plan.
     On a GPU it asks for ``anycell.engines.gpu.Host``.
 
@@ -36,7 +58,7 @@ class Host(Protocol):
     def pointer(self, array: Array) -> int: ...
 
     def strides(self, array: Array) -> tuple[int, ...]:
-        """In elements."""
+        """In elements, of an array that fits."""
         ...
 
     def project(self, x: Array, weight: Array) -> Array:
@@ -58,20 +80,19 @@ class Host(Protocol):
 
 @dataclass
 class Weights:
-    """One direction of one layer; None where absent. Also what ``backward`` returns.
+    """One direction of one layer; None where absent. Also what ``backward`` returns. Strides and
+    dtypes: see ``contract``.
 
     Attributes:
         ih: ``[G*H, I]``; None where the input comes projected, in one direction.
-        hh: ``[G*H, size of the first state]``, of any strides if one of them is 1; None for a cell
-            without a recurrent matmul.
+        hh: ``[G*H, size of the first state]``; None for a cell without a recurrent matmul.
         bias_ih, bias_hh: ``[G*H]``.
         params: one ``[H]`` per parameter of the cell, in declared order.
         initial: one ``[B, size]`` per state, in declared order, or the number that fills it.
         reset: the values that resets restore, one ``[size]`` or ``[B, size]`` per state.
         static: ``[B, H]``, the input given once per sequence.
         recurrent_mask: ``[B, size]`` or ``[G, B, size]``, for a cell ``with_recurrent_mask``.
-        linears: of further matmuls inside a step, by name; the biases as ``<name>_bias``. Strides
-            as of ``hh``.
+        linears: of further matmuls inside a step, by name; the biases as ``<name>_bias``.
         reverse: whether the direction runs from the last step to the first.
     """
 
@@ -100,9 +121,8 @@ class Options:
     """What a call says beside its arrays.
 
     Attributes:
-        mask: ``uint8 [T, B]``, 0 where the states hold; contiguous.
-        resets: ``uint8 [T, B]``, 1 where the states start anew before the step; contiguous. Ignored
-            under a mask.
+        mask: ``[T, B]``, 0 where the states hold.
+        resets: ``[T, B]``, 1 where the states start anew before the step. Ignored under a mask.
         repeat: outputs of masked steps repeat the held state; otherwise they are 0.
         training: random masks are drawn (from ``seed`` and ``stream``), instead of their mean
             taken.
@@ -191,8 +211,9 @@ def chunk_steps(plan: Plan, steps: int, rows: int, limit: int) -> int:
 
 def check_checkpoint(value: Any) -> str | int | None:
     """The value, if ``Options.checkpoint`` takes it."""
-    number = isinstance(value, int) and not isinstance(value, bool)
-    if value is None or value == "sqrt" or (number and value > 0):
+    word = isinstance(value, str) and value == "sqrt"
+    number = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    if value is None or word or number:
         return value
     raise ValueError(
         f"checkpoint: given {value!r}; expected 'sqrt', a number of steps from 1, or None to keep "
@@ -215,7 +236,12 @@ def segment_steps(wished: str | int | None, steps: int, chunk: int) -> int:
 
 
 def shapes(cell: Cell, sizes: dict[str, int], width: int, bias: bool) -> dict[str, tuple[int, ...]]:
-    """Name and shape of what one direction of one layer learns, in the order of creation."""
+    """Name and shape of what one direction of one layer learns, in the order of creation.
+
+    Raises:
+        ValueError: for sizes that heads or groups of the cell do not divide.
+    """
+    cell.check_sizes(sizes)
     gates = len(cell.gates) * sizes["H"]
     recurrent = any(l.name == RECURRENT for l in cell.linears)
     found: dict[str, tuple[int, ...]] = {"weight_ih": (gates, width)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from anycell.layer import contract
 from anycell.layer.arguments import Array, Chunk, Factors, Host, Saved, Weights
 from anycell.layer.forward import Memory, advance
 from anycell.layer.run import Rows, Run, keeps_state
@@ -28,7 +29,7 @@ def backward(
     Args:
         host, plan: as given to ``forward``.
         saved: from ``forward``; may be used again.
-        dy: gradient of the outputs ``[T, B, D*size]``, last axis contiguous, or None.
+        dy: gradient of the outputs ``[T, B, D*size]``, or None.
         dfinal: per direction the gradients of the final states ``[B, size]``, None where there is
             none.
         need_x, need_weights: whether those gradients are wanted.
@@ -40,8 +41,20 @@ def backward(
         the gradient of ``x`` (of the projected gates where ``Weights.ih`` is None) or None, and per
         direction a ``Weights`` of gradients; ``static`` is ``[B, H]``,
         ``initial`` and, with resets, ``reset`` are ``[B, size]``.
+
+    Raises:
+        ValueError, TypeError: for an array that breaks the ``contract``.
     """
-    run = Run(host, plan, saved.weights, saved.options, saved.x, backward=True)
+    again = saved.options.checkpoint is not None  # the forward pass, which may read x
+    x, weights, options = contract.entering(
+        host, plan, saved.x, saved.weights, saved.options, read=again
+    )
+    run = Run(host, plan, weights, options, x, backward=True)
+    rest = saved.hidden, saved.states, saved.values, saved.reset
+    saved, dy, dfinal = contract.arriving(
+        host, plan, Saved(x, weights, options, *rest), dy, dfinal,
+        segment=run.segment, width=run.form.kernel.saved_width, keeps=keeps_state,
+    )  # fmt: skip
     project = run.weights[0].ih is not None
     dx = host.empty(tuple(saved.x.shape)) if need_x or not project else None
     need_weights = need_weights and factors is None
@@ -55,8 +68,9 @@ def backward(
     with run:
         if saved.reset:
             run.point_resets(saved.reset)
-        for own, call in zip(directions, run.calls, strict=True):
-            own.sums.point(call)
+        for d, own in enumerate(directions):
+            for name, array in own.sums.accumulators().items():
+                run.place(d, name, array)
         for done, count, part in _parts(run, saved):
             chunks = [run.span(d, done, count) for d in range(len(directions))]
             for own, chunk in zip(directions, chunks, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ class Form(NamedTuple):
     """What calls of one form share: they differ in addresses, and in what ``Options`` says.
 
     Attributes:
-        chunk: steps per chunk of the projection.
+        steps, chunk: all of them, and those per chunk of the projection.
         inputs: how many of them the kernel multiplies itself; 0 where the host does.
         at_once: the projection is one matmul, or the caller's, and rows as they come will do.
         single: one step, whose recurrent matmul is the host's too: packing the weights would cost
@@ -42,11 +43,13 @@ class Form(NamedTuple):
     """
 
     kernel: cpu.Kernel
+    steps: int
     chunk: int
     inputs: int
     at_once: bool
     single: bool
     threads: int
+    units_split: bool
     sizes: list[int]
     constants: tuple[Array, ...]
     tables: list[cpu.Table]
@@ -113,9 +116,24 @@ def form_of(
         block, at = entry.geometry.inner_block(plan.itemsize), zeros.__array_interface__["data"][0]
         for table in tables:
             table.set(inputs=inputs, input_block=block, x=at)
+            table.bounds["x"] = at, at + zeros.nbytes
     sizes = [workspace * threads, *packed] * directions
     constants = hyper, zeros
-    return Form(kernel, chunk, inputs, at_once, single, threads, sizes, constants, tables)
+    return Form(
+        kernel, steps, chunk, inputs, at_once, single, threads, units_split, sizes, constants,
+        tables,
+    )  # fmt: skip
+
+
+# Where the roads of calls divide that lead to the same numbers: tests take both sides of each.
+ROADS: dict[str, Callable[[Form], bool]] = {
+    "the kernel multiplies the input": lambda form: form.inputs > 0,
+    "all steps are projected at once": lambda form: form.at_once,
+    "a single step": lambda form: form.single,
+    "several chunks": lambda form: form.chunk < form.steps,
+    "several threads": lambda form: form.threads > 1,
+    "threads split the units": lambda form: form.units_split,
+}
 
 
 def projects(plan: Plan, rows: int | None, inputs: int, holes: bool = False) -> bool:

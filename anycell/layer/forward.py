@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from anycell.layer import contract
 from anycell.layer.arguments import Array, Host, Options, Saved, Weights, reset_values
 from anycell.layer.run import Rows, Run
 from anycell.plan import Plan
@@ -20,8 +21,7 @@ def forward(
     Args:
         host: array operations of the framework.
         plan: of the cell, for the CPU engine.
-        x: ``[T, B, I]``, or gates ``[T, B, G*H]`` where ``Weights.ih`` is None. Last axis
-            contiguous.
+        x: ``[T, B, I]``, or gates ``[T, B, G*H]`` where ``Weights.ih`` is None.
         weights: one per direction.
         options: masks, resets, seeds, threads.
         keep: whether to keep what ``backward`` needs.
@@ -29,7 +29,11 @@ def forward(
     Returns:
         outputs ``[T, B, D * size]``, the final states ``[D, B, size]`` in declared order, and
         ``Saved`` or None.
+
+    Raises:
+        ValueError, TypeError: for an array that breaks the ``contract``.
     """
+    x, weights, options = contract.entering(host, plan, x, weights, options)
     if options.mask is not None and options.resets is not None:
         # What lies under a mask never matters, a reset no more than an input.
         options = replace(options, resets=options.resets & options.mask)
@@ -195,7 +199,8 @@ def advance(run: Run, memory: Memory, begin: int, end: int, out: Array | None) -
                 width = len(run.plan.cell.gates) * run.plan.hidden_size
                 product = _product(host, w.initial[0], w.hh, (batch, width))
                 memory.products.append(product)
-                run.calls[d].set(product=host.pointer(product), product_b=width)
+                run.place(d, "product", product)
+                run.calls[d].set(product_b=width)
             memory.point(d, done)
             if out is not None:
                 first = memory.widths[0]

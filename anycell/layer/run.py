@@ -39,23 +39,36 @@ class Run:
         host, options, form = self.host, self.options, self.form
         self.block, places = cpu.scratch.take(form.sizes)
         blocks = len(form.sizes) // len(self.calls)
+        if cpu.check.ON:
+            for d, call in enumerate(self.calls):
+                names = ["workspace", *[f"weights{k}" for k in range(blocks - 1)]]
+                if form.inputs:
+                    names[-1] = "weights_x"
+                here = zip(names, places[d * blocks :], form.sizes[d * blocks :], strict=False)
+                call.bounds.update({name: (at, at + size) for name, at, size in here})
         for d, (w, call) in enumerate(zip(self.weights, self.calls, strict=True)):
             bias_x, place = self._address(w.bias_ih), d * blocks
             call.set(
                 workspace=places[place], training=options.training, seed=_signed(options.seed),
                 stream=2 * options.stream + d, repeat=options.repeat,
-                static=self._address(w.static), bias_x=bias_x, bias_h=self._address(w.bias_hh),
             )  # fmt: skip
-            if w.recurrent_mask is not None:
-                call.set(recurrent_mask=host.pointer(w.recurrent_mask))
+            for name, array in (
+                ("static", w.static), ("recurrent_mask", w.recurrent_mask),
+                ("bias_x", w.bias_ih), ("bias_h", w.bias_hh),
+            ):  # fmt: skip
+                if array is not None:
+                    self.place(d, name, array)
             for i, param in enumerate(w.params):
-                call.set(**{f"param{i}": host.pointer(param)})
+                self.place(d, f"param{i}", param)
             for k, linear in enumerate(() if form.single else self.plan.cell.linears):
                 weight, bias = w.matmul(linear)
                 biases = (0, 0) if self.backward else (bias_x, self._address(bias))
                 packed, strides = places[place + 1 + k], host.strides(weight)
                 source = host.pointer(weight)
-                cpu.pack(form.kernel, k, packed, source, strides, *biases, options.threads)
+                cpu.pack(
+                    form.kernel, k, packed, source, strides, *biases, options.threads,
+                    bounds=self._bounds(weight),
+                )  # fmt: skip
                 call.set(**{f"weights{k}": packed})
             if form.inputs:
                 self._pack_input(call, places[place + blocks - 1], w)
@@ -66,7 +79,10 @@ class Run:
         form, source, strides = self.form, self.host.pointer(w.ih), self.host.strides(w.ih)
         number, threads = form.kernel.projection(form.inputs).number, self.options.threads
         biases = self._address(w.bias_ih), self._address(w.bias_hh)
-        cpu.pack(form.kernel, number, packed, source, strides, *biases, threads, form.inputs)
+        cpu.pack(
+            form.kernel, number, packed, source, strides, *biases, threads, form.inputs,
+            self._bounds(w.ih),
+        )  # fmt: skip
         call.set(weights_x=packed)
 
     def __exit__(self, *_: object) -> None:
@@ -74,10 +90,11 @@ class Run:
 
     def point_resets(self, values: Sequence[Sequence[Array]]) -> None:
         """Where resets find what they restore: ``[size]`` for all rows, or ``[B, size]``."""
-        for call, own in zip(self.calls, values, strict=True):
+        for d, (call, own) in enumerate(zip(self.calls, values, strict=True)):
             for i, value in enumerate(own):
                 row = value.shape[1] if len(value.shape) == 2 else 0
-                call.set(**{f"reset{i}": self.host.pointer(value), f"reset{i}_b": row})
+                self.place(d, f"reset{i}", value)
+                call.set(**{f"reset{i}_b": row})
 
     def chunks(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """Steps done and steps to do, chunk by chunk of what lies between so many steps of the
@@ -101,6 +118,13 @@ class Run:
         """Steps of which the backward pass needs all at once."""
         return segment_steps(self.options.checkpoint, self.steps, self.form.chunk)
 
+    def place(self, d: int, name: str, array: Array, offset: int = 0) -> None:
+        """Sets the address of an array, so many bytes from its start."""
+        call = self.calls[d]
+        call.entries[call.index[name]] = self.host.pointer(array) + offset
+        if cpu.check.ON:
+            call.bounds[name] = extent(self.host, array)
+
     def point(
         self, d: int, name: str, array: Array, index: int, sign: int, column: int = 0
     ) -> None:
@@ -108,22 +132,22 @@ class Run:
         axis.
         """
         time, row = self.host.strides(array)[:2]
-        address = self.host.pointer(array) + (index * time + column) * self.plan.itemsize
-        self.calls[d].point(name, address, sign * time, row)
+        self.place(d, name, array, (index * time + column) * self.plan.itemsize)
+        self.calls[d].step(name, sign * time, row)
 
     def point_rows(self, d: int, name: str, rows: Rows, chunk: Chunk) -> None:
         """The same for a buffer of the rows of a chunk."""
         width = rows.padded
         row, time = self.batch * width, chunk.time - chunk.begin
-        address = self.host.pointer(rows.whole) + time * row * self.plan.itemsize
-        self.calls[d].point(name, address, chunk.sign * row, width)
+        self.place(d, name, rows.whole, time * row * self.plan.itemsize)
+        self.calls[d].step(name, chunk.sign * row, width)
 
     def point_flags(self, d: int, span: Chunk) -> None:
         """Masks and resets of a chunk."""
         for name, array in (("mask", self.options.mask), ("resets", self.options.resets)):
             if array is not None:
-                address = self.host.pointer(array) + span.time * self.batch
-                self.calls[d].set(**{name: address, f"{name}_t": span.sign * self.batch})
+                self.place(d, name, array, span.time * self.batch)
+                self.calls[d].set(**{f"{name}_t": span.sign * self.batch})
 
     def run(self, count: int) -> None:
         """So many steps of all directions."""
@@ -133,6 +157,19 @@ class Run:
 
     def _address(self, array: Array | None) -> int:
         return 0 if array is None else self.host.pointer(array)
+
+    def _bounds(self, array: Array) -> cpu.check.Bounds | None:
+        return extent(self.host, array) if cpu.check.ON else None
+
+
+def extent(host: Host, array: Array) -> cpu.check.Bounds:
+    """The first byte of an array and that behind its last."""
+    address, size = host.pointer(array), array.dtype.itemsize
+    if 0 in array.shape:
+        return address, address
+    reach = [(n - 1) * s * size for n, s in zip(array.shape, host.strides(array), strict=True)]
+    first, last = sum(min(0, r) for r in reach), sum(max(0, r) for r in reach)
+    return address + first, address + last + size
 
 
 class Rows:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from anycell.engines import cpu
 from anycell.lang.cell import RECURRENT, Linear
 from anycell.layer.arguments import Array, Host, Weights
 from anycell.layer.form import row_group
@@ -44,15 +43,12 @@ class Sums:
             l.weight: _MatmulSum(host, plan, l, *w.matmul(l), steps) for l in cell.linears if need
         }
 
-    def point(self, call: cpu.Table) -> None:
-        """Those that the kernel itself adds to."""
-        for i, total in enumerate(self.states):
-            call.set(**{f"dstate{i}": self.host.pointer(total)})
-        for i, total in enumerate(self.resets or ()):
-            call.set(**{f"dreset{i}": self.host.pointer(total)})
-        for name, array in (("dparam", self.params), ("dstatic", self.static)):
-            if array is not None:
-                call.set(**{name: self.host.pointer(array)})
+    def accumulators(self) -> dict[str, Array]:
+        """Those that the kernel itself adds to, by argument."""
+        arrays = {f"dstate{i}": total for i, total in enumerate(self.states)}
+        arrays |= {f"dreset{i}": total for i, total in enumerate(self.resets or ())}
+        arrays |= {"dparam": self.params, "dstatic": self.static}
+        return {name: array for name, array in arrays.items() if array is not None}
 
     def add(self, dg: Array, x: Array | None, pairs: Sequence[tuple[Array, Array]]) -> None:
         """Adds a chunk: gradients of the projected gates, what was projected, and for each matmul

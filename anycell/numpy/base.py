@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-import zipfile
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from anycell.numpy import archive, check
 
 Array = npt.NDArray[np.floating]
 
@@ -49,33 +52,43 @@ class Layer:
         """Copies ``values`` into the parameters; all of them, or on any mismatch none.
 
         Args:
-            values: an array for every parameter, by name; converted to the layer's dtype.
+            values: an array for every parameter, by name; converted to the layer's dtype. They may
+                be parameters of this very layer.
 
         Raises:
             KeyError: for names that are missing or unknown.
-            ValueError, TypeError: for an array of another shape, or not of real numbers.
+            ValueError, TypeError: for what is no mapping, an array of another shape, or not of real
+                numbers.
 
         From a PyTorch layer::
 
             layer.set_parameters({k: v.numpy() for k, v in module.state_dict().items()})
         """
-        missing = self._parameters.keys() - values.keys()
-        unknown = values.keys() - self._parameters.keys()
-        if missing or unknown:
-            found = [f"missing {', '.join(sorted(missing))}"] * bool(missing)
-            found += [f"unknown {', '.join(sorted(unknown))}"] * bool(unknown)
-            expected = ", ".join(self._parameters)
-            raise KeyError(f"parameters: given {'; '.join(found)}; expected {expected}.")
-        arrays = {name: np.asarray(values[name]) for name in self._parameters}
-        for name, parameter in self._parameters.items():
-            given = arrays[name]
-            if given.shape != parameter.shape:
-                raise ValueError(f"{name}: given shape {given.shape}, expected {parameter.shape}.")
-            if given.dtype.kind not in "fiu":
-                raise TypeError(f"{name}: given dtype {given.dtype}, expected real numbers.")
+        self._check_names(check.mapping("values", values, "arrays by the names of parameters"))
+        arrays = {name: check.numbers(name, values[name]) for name in self._parameters}
+        for name, array in arrays.items():
+            self._check_array(name, array)
+        # Copies, all of them before the first is written: a value may be another parameter.
+        copies = {name: np.array(array, self.dtype) for name, array in arrays.items()}
         self._writes += 1
         for name, parameter in self._parameters.items():
-            parameter[...] = arrays[name]
+            parameter[...] = copies[name]
+
+    def _check_names(self, given: Mapping[str, object]) -> None:
+        missing = self._parameters.keys() - given.keys()
+        unknown = given.keys() - self._parameters.keys()
+        if missing or unknown:
+            found = [f"missing {', '.join(sorted(missing))}"] * bool(missing)
+            found += [f"unknown {', '.join(sorted(map(str, unknown)))}"] * bool(unknown)
+            expected = ", ".join(self._parameters)
+            raise KeyError(f"parameters: given {'; '.join(found)}; expected {expected}.")
+
+    def _check_array(self, name: str, given: Array | archive.Header) -> None:
+        expected = self._parameters[name].shape
+        if given.shape != expected:
+            raise ValueError(f"{name}: given shape {given.shape}, expected {expected}.")
+        if given.dtype.kind not in "fiu":
+            raise TypeError(f"{name}: given dtype {given.dtype}, expected real numbers.")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the parameters to ``path`` as an ``.npz`` archive, without pickle.
@@ -84,13 +97,19 @@ class Layer:
 
         Raises:
             FileNotFoundError: where there is no such folder.
+            FileExistsError: where something else than a file has that name.
+            TypeError, ValueError: for what is no path.
+            OSError: where it cannot be written; the file that was there stays.
         """
-        target = Path(os.path.realpath(path))  # what a link points at
+        target = Path(os.path.realpath(check.path(path)))  # what a link points at
+        given = f"path: given {os.fspath(path)!r}"
         if not target.parent.is_dir():
-            given = f"path: given {os.fspath(path)!r}"
             raise FileNotFoundError(f"{given}; expected one in a folder that exists.")
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(target.stat().st_mode):  # a folder, a device
+                raise FileExistsError(f"{given}, which is no file; expected one, or a new name.")
         # Beside the target, and with the permissions of any new file, as tempfile's has not.
-        beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        beside = target.with_name(f".anycell-{secrets.token_hex(8)}")
         try:
             with open(beside, "xb") as file:
                 np.savez(file, **self._parameters)  # type: ignore[arg-type]
@@ -105,15 +124,22 @@ class Layer:
         Nothing in the file is executed: archives that hold pickled objects are refused.
 
         Raises:
-            FileNotFoundError: where there is no such file.
-            KeyError, ValueError: naming the parameter, what was given and what was expected.
+            OSError: where there is no such file, or it cannot be read.
+            ValueError: for a file that is no such archive, or was damaged.
+            KeyError, ValueError, TypeError: naming the parameter, what was given and what was
+                expected.
         """
         try:
-            with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
-                values = {name: archive[name] for name in archive.files}
-        except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+            with open(check.path(path), "rb") as file:
+                values = archive.read(file, self._check_headers)
+        except archive.Damaged as error:
             raise ValueError(
                 f"path: given {os.fspath(path)!r}, which is no .npz archive of plain arrays "
                 f"({error}); expected a file written by {type(self).__name__}.save()."
             ) from error
         self.set_parameters(values)
+
+    def _check_headers(self, headers: Mapping[str, archive.Header]) -> None:
+        self._check_names(headers)
+        for name, header in headers.items():
+            self._check_array(name, header)

@@ -3,39 +3,104 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.floating]
+MOST = (1 << 31) - 1  # of a size: NumPy has its own words for products that are too large
 
 
-def integer(name: str, value: Any, low: int = 1) -> int:
-    """``value`` as an int of at least ``low``."""
+def integer(name: str, value: Any, low: int = 1, high: int = MOST) -> int:
+    """``value`` as an int from ``low`` to ``high``."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
         raise ValueError(f"{name}: given {value!r}, expected an integer of at least {low}.")
+    if value > high:
+        raise ValueError(f"{name}: given {value!r}, expected an integer of at most {high}.")
     return int(value)
+
+
+def boolean(name: str, value: Any) -> bool:
+    """``value`` as a bool; 0 and 1 count."""
+    if not isinstance(value, (bool, int, np.bool_, np.integer)) or value not in (0, 1):
+        raise TypeError(f"{name}: given {value!r}, expected True or False.")
+    return bool(value)
+
+
+def mapping(name: str, value: Any, expected: str) -> Mapping[Any, Any]:
+    """``value``, if it is a mapping, of ``expected``."""
+    if not isinstance(value, Mapping):
+        given = f"{name}: given {type(value).__name__}"
+        raise TypeError(f"{given}, expected a dict, or another mapping, of {expected}.")
+    return value
+
+
+def path(value: Any) -> str:
+    """``value`` as the path of a file."""
+    try:
+        text = os.fsdecode(value)
+    except TypeError:  # a number would be taken for an open file
+        raise TypeError(f"path: given {value!r}, expected a str or a pathlib.Path.") from None
+    if "\0" in text:
+        raise ValueError(f"path: given {value!r}, expected one without a NUL character.")
+    return text
+
+
+def generator(name: str, seed: Any) -> np.random.Generator:
+    """What draws from ``seed``."""
+    try:
+        return np.random.default_rng(seed)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"{name}: given {seed!r} ({error}), expected an integer from 0 on, or None to draw one."
+        ) from None
 
 
 def number(name: str, value: Any, low: float = -math.inf, below: float = math.inf) -> float:
     """``value`` as a float in ``[low, below)``; NaN never is."""
     real = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not real or not low <= value < below:
+    try:
+        number = float(value) if real else math.nan
+    except OverflowError:
+        number = math.inf
+    if not low <= number < below:
         raise ValueError(f"{name}: given {value!r}, expected a number in [{low}, {below}).")
-    return float(value)
+    return number
 
 
 def real_dtype(name: str, value: Any) -> np.dtype[Any]:
-    """float32 or float64."""
+    """float32 or float64, in this machine's order of bytes."""
     try:
-        dtype = np.dtype(value)
-    except TypeError:
-        dtype = np.dtype(object)
-    if value is None or dtype.name not in ("float32", "float64"):
+        found = np.dtype(value).name if isinstance(value, (str, type, np.dtype)) else ""
+    except Exception:  # NumPy raises what its parser of such texts does
+        found = ""
+    if found not in ("float32", "float64"):
         raise ValueError(f"{name}: given {value!r}, expected 'float32' or 'float64'.")
-    return dtype
+    return np.dtype(found)
+
+
+def numbers(name: str, value: Any) -> npt.NDArray[Any]:
+    """``value`` as an array of real numbers or booleans, not copied where it is one."""
+    try:
+        array = np.asarray(value)
+    except MemoryError:
+        raise
+    except Exception as error:  # rows of unequal lengths; another library's array says no
+        raise TypeError(
+            f"{name}: given {type(value).__name__}, which is no array ({error}); "
+            "expected an array of real numbers."
+        ) from error
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):  # of which nothing is left
+        raise ValueError(f"{name}: given a masked array, expected one without: see `filled`.")
+    if array.dtype.kind not in "fiub":
+        raise TypeError(
+            f"{name}: given {type(value).__name__} of dtype {array.dtype}, "
+            f"expected an array of real numbers."
+        )
+    return array
 
 
 def array(name: str, value: Any, shape: Sequence[int | str], dtype: npt.DTypeLike) -> Array:
@@ -44,12 +109,7 @@ def array(name: str, value: Any, shape: Sequence[int | str], dtype: npt.DTypeLik
     Real numbers of any dtype are converted; the user's own array is never written to, so it is not
     copied where it already fits.
     """
-    given = np.asarray(value)
-    if given.dtype.kind not in "fiub":
-        raise TypeError(
-            f"{name}: given {type(value).__name__} of dtype {given.dtype}, "
-            f"expected an array of real numbers."
-        )
+    given = numbers(name, value)
     fits = given.ndim == len(shape) and all(
         isinstance(want, str) or have == want for have, want in zip(given.shape, shape, strict=True)
     )
@@ -61,7 +121,7 @@ def array(name: str, value: Any, shape: Sequence[int | str], dtype: npt.DTypeLik
 
 def flags(name: str, value: Any, shape: Sequence[int | str]) -> npt.NDArray[np.bool_]:
     """``value`` as booleans; numbers count if each is 0 or 1."""
-    given = array(name, value, shape, np.asarray(value).dtype)
+    given = array(name, value, shape, numbers(name, value).dtype)
     flags = given.astype(bool)
     if not np.array_equal(flags, given):
         raise ValueError(f"{name}: given numbers other than 0 and 1, expected booleans.")
@@ -70,7 +130,7 @@ def flags(name: str, value: Any, shape: Sequence[int | str]) -> npt.NDArray[np.b
 
 def lengths(name: str, value: Any, rows: int, steps: int) -> npt.NDArray[np.int64]:
     """One length in 0 .. ``steps`` per row."""
-    given = np.asarray(value)
+    given = numbers(name, value)
     if given.dtype.kind not in "iu" and given.size:
         raise TypeError(f"{name}: given dtype {given.dtype}, expected integers.")
     if given.shape != (rows,):

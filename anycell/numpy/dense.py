@@ -40,10 +40,10 @@ class Dense(Layer):
         self.output_size = check.integer("output_size", output_size)
         self.dtype = check.real_dtype("dtype", dtype)
         draw = initializers.find(initializer, "initializer")
-        weight = draw((output_size, input_size), np.random.default_rng(seed))
+        weight = draw((self.output_size, self.input_size), check.generator("seed", seed))
         parameters = {"weight": weight.astype(self.dtype)}
-        if bias:
-            parameters["bias"] = np.zeros(output_size, self.dtype)
+        if check.boolean("bias", bias):
+            parameters["bias"] = np.zeros(self.output_size, self.dtype)
         super().__init__(parameters)
         self._saved: Array | None = None
 
@@ -52,9 +52,10 @@ class Dense(Layer):
 
     def forward(self, x: npt.ArrayLike, *, training: bool = False) -> Array:
         """``[..., input_size]`` to ``[..., output_size]``; ``training`` keeps x for backward."""
-        shape = [f"axis {i}" for i in range(max(np.ndim(x) - 1, 0))]
+        x = check.numbers("x", x)
+        shape = [f"axis {i}" for i in range(max(x.ndim - 1, 0))]
         x = check.array("x", x, [*shape, self.input_size], self.dtype)
-        self._saved = x if training else None
+        self._saved = x if check.boolean("training", training) else None
         y = x @ self._parameters["weight"].T
         return y + self._parameters["bias"] if "bias" in self._parameters else y
 
@@ -69,11 +70,13 @@ class Dense(Layer):
         x = self._saved
         shape = (*x.shape[:-1], self.output_size)
         grad = check.array("grad_output", grad_output, shape, self.dtype)
-        flat = grad.reshape(-1, self.output_size)
-        self._grads = {"weight": flat.T @ x.reshape(-1, self.input_size)}
+        flat, rows = grad.reshape(-1, self.output_size), x.reshape(-1, self.input_size)
+        grads: dict[str, Array] = {"weight": flat.T @ rows}
         if "bias" in self._parameters:
-            self._grads["bias"] = flat.sum(0)
-        return grad @ self._parameters["weight"]
+            grads["bias"] = flat.sum(0)
+        d = grad @ self._parameters["weight"]
+        self._grads = grads
+        return d
 
 
 def mse(prediction: npt.ArrayLike, target: npt.ArrayLike) -> tuple[float, Array]:
@@ -87,7 +90,7 @@ def mse(prediction: npt.ArrayLike, target: npt.ArrayLike) -> tuple[float, Array]
         >>> mse(np.array([1.0, 2.0]), np.array([1.0, 4.0]))
         (2.0, array([ 0., -2.]))
     """
-    prediction = np.asarray(prediction)
+    prediction = check.numbers("prediction", prediction)
     if prediction.dtype.kind != "f":  # or the target would be cut to whole numbers
         prediction = prediction.astype(np.float64)
     target = check.array("target", target, prediction.shape, prediction.dtype)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell.engines import cpu
+from anycell.layer.arguments import ANY, MATRIX, ROWS
 
 Array = npt.NDArray[Any]
 
@@ -35,12 +36,31 @@ class NumpyHost:
         """Memory as it comes, of the shape of an array."""
         return np.empty_like(array)
 
+    def fit(self, array: Array, layout: int, wide: bool = False) -> Array | None:
+        """The array, or a contiguous copy; None for another dtype."""
+        flags = array.flags
+        if array.dtype != self.dtype:
+            return None
+        if not flags.aligned:  # in its address, or in its strides
+            return array.copy()
+        if layout == ANY or flags.c_contiguous:
+            return array
+        size, strides = array.itemsize, array.strides
+        rows = layout == ROWS and (strides[-1] == size or array.shape[-1] < 2)
+        return array if rows or (layout == MATRIX and size in strides[-2:]) else array.copy()
+
+    def as_flags(self, array: Array) -> Array | None:
+        """Flags as contiguous uint8."""
+        if array.dtype not in (np.bool_, np.uint8):
+            return None
+        return np.ascontiguousarray(array).view(np.uint8)
+
     def pointer(self, array: Array) -> int:
         """Address of the first element."""
         return int(array.__array_interface__["data"][0])
 
     def strides(self, array: Array) -> tuple[int, ...]:
-        """In elements."""
+        """In elements, of an array that fits."""
         return tuple(stride // array.itemsize for stride in array.strides)
 
     def project(self, x: Array, weight: Array) -> Array:

@@ -7,14 +7,18 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from anycell.numpy import check
+
 Array = npt.NDArray[np.floating]
 Initializer = Callable[[tuple[int, ...], np.random.Generator], Array]
 
 
-def _fans(shape: tuple[int, ...]) -> tuple[int, int]:
-    if len(shape) != 2 or 0 in shape:
-        raise ValueError(f"shape: given {shape}, expected (out, in) with both at least 1.")
-    return shape[0], shape[1]
+def _fans(shape: tuple[int, ...], rng: np.random.Generator) -> tuple[int, int]:
+    if not isinstance(shape, (tuple, list)) or len(shape) != 2:
+        raise ValueError(f"shape: given {shape!r}, expected (out, in) with both at least 1.")
+    if not isinstance(rng, (np.random.Generator, np.random.RandomState)):
+        raise TypeError(f"rng: given {rng!r}, expected what numpy.random.default_rng() makes.")
+    return check.integer("shape", shape[0]), check.integer("shape", shape[1])
 
 
 def glorot_uniform(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
@@ -23,13 +27,14 @@ def glorot_uniform(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
     Source: Glorot & Bengio, *Understanding the Difficulty of Training Deep Feedforward Neural
     Networks*, 2010.
     """
-    bound = np.sqrt(6.0 / sum(_fans(shape)))
+    bound = np.sqrt(6.0 / sum(_fans(shape, rng)))
     return rng.uniform(-bound, bound, shape)
 
 
 def glorot_normal(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
     """N(0, 2 / (in + out)); source as for ``glorot_uniform``."""
-    return rng.normal(0.0, np.sqrt(2.0 / sum(_fans(shape))), shape)
+    deviation = np.sqrt(2.0 / sum(_fans(shape, rng)))
+    return rng.normal(0.0, deviation, shape)
 
 
 def orthogonal(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
@@ -43,7 +48,7 @@ def orthogonal(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
     Deep Linear Networks*, 2014; Mezzadri, *How to Generate Random Matrices from the Classical
     Compact Groups*, 2007.
     """
-    rows, columns = _fans(shape)
+    rows, columns = _fans(shape, rng)
     q, r = np.linalg.qr(rng.normal(size=(max(rows, columns), min(rows, columns))))
     q *= np.where(np.diagonal(r) < 0.0, -1.0, 1.0)
     return q if rows >= columns else np.ascontiguousarray(q.T)
@@ -51,12 +56,15 @@ def orthogonal(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
 
 def uniform(bound: float) -> Initializer:
     """U(-bound, bound); ``torch.nn`` draws every parameter of a layer with ``1 / sqrt(hidden)``."""
-    return lambda shape, rng: rng.uniform(-bound, bound, shape)
+    limit = check.number("bound", bound, low=0.0)
+    return lambda shape, rng: rng.uniform(-limit, limit, shape)
 
 
 def zeros(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
     """All zeros."""
-    return np.zeros(shape)
+    if not isinstance(shape, (tuple, list)):
+        raise TypeError(f"shape: given {shape!r}, expected a tuple of sizes.")
+    return np.zeros([check.integer("shape", size) for size in shape])
 
 
 NAMED: dict[str, Initializer] = {
@@ -69,11 +77,22 @@ NAMED: dict[str, Initializer] = {
 
 def find(initializer: str | Initializer, argument: str) -> Initializer:
     """The function behind a name; a function stands for itself."""
-    if callable(initializer):
-        return initializer
+    if not isinstance(initializer, str):
+        if not callable(initializer):
+            raise TypeError(_unknown(initializer, argument))
+        function = initializer
+
+        def draw(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+            return check.array(f"{argument}(shape, generator)", function(shape, rng), shape, float)
+
+        return draw
     if initializer not in NAMED:
-        raise ValueError(
-            f"{argument}: given {initializer!r}, expected {', '.join(map(repr, NAMED))}, or a "
-            "function (shape, generator) -> array."
-        )
+        raise ValueError(_unknown(initializer, argument))
     return NAMED[initializer]
+
+
+def _unknown(initializer: object, argument: str) -> str:
+    return (
+        f"{argument}: given {initializer!r}, expected {', '.join(map(repr, NAMED))}, or a "
+        "function (shape, generator) -> array."
+    )

@@ -101,18 +101,18 @@ class RNN(Layer):
         self.input_size = check.integer("input_size", input_size)
         self.hidden_size = check.integer("hidden_size", hidden_size)
         self.num_layers = check.integer("num_layers", num_layers)
-        self.bias = bool(bias) and cell.bias
-        self.batch_first = bool(batch_first)
+        self.bias = check.boolean("bias", bias) and cell.bias
+        self.batch_first = check.boolean("batch_first", batch_first)
         self.dropout = check.number("dropout", dropout, low=0.0, below=1.0)
-        self.bidirectional = bool(bidirectional)
+        self.bidirectional = check.boolean("bidirectional", bidirectional)
         self.dtype = check.real_dtype("dtype", dtype)
         self.checkpoint = check_checkpoint(checkpoint)
-        self.sizes = {"H": hidden_size, **_sizes(cell, sizes)}
-        self._generator = np.random.default_rng(seed)
+        self.sizes = {"H": self.hidden_size, **_sizes(cell, sizes)}
+        self._generator = check.generator("seed", seed)
         self._saved: _Saved | None = None
         self.grad_static: Array | None = None
-        gate_bias = _gate_bias(cell, self.bias, gate_bias or {})
-        super().__init__(self._initial(initializer, recurrent_initializer, gate_bias))
+        starts = _gate_bias(cell, self.bias, gate_bias)
+        super().__init__(self._initial(initializer, recurrent_initializer, starts))
 
     def __repr__(self) -> str:
         shown = [repr(self.cell), str(self.input_size), str(self.hidden_size)]
@@ -146,7 +146,7 @@ class RNN(Layer):
         gate_bias: Mapping[str, float],
     ) -> dict[str, Array]:
         cell, h, rng = self.cell, self.hidden_size, self._generator
-        if initializer == "torch":
+        if isinstance(initializer, str) and initializer == "torch":
             other = enter = recur = initializers.uniform(h**-0.5)
         else:
             other = initializers.zeros
@@ -222,7 +222,8 @@ class RNN(Layer):
         given = check.array("x", x, self._layout("T", "B", self.input_size), self.dtype)
         x = given.swapaxes(0, 1) if self.batch_first else given
         steps, rows = x.shape[:2]
-        if masked_output not in ("zero", "repeat"):
+        training = check.boolean("training", training)
+        if not isinstance(masked_output, str) or masked_output not in ("zero", "repeat"):
             raise ValueError(
                 f"masked_output: given {masked_output!r}, expected 'zero' or 'repeat'."
             )
@@ -230,7 +231,7 @@ class RNN(Layer):
             mask=self._valid(mask, lengths, steps, rows),
             resets=None if resets is None else self._flags("resets", resets, steps, rows),
             repeat=masked_output == "repeat",
-            training=bool(training),
+            training=training,
             seed=int(self._generator.integers(1 << 63)) if training and self.cell.keeps else 0,
             threads=pool.threads(),
             checkpoint=check_checkpoint(self.checkpoint),
@@ -448,7 +449,8 @@ def _sizes(cell: Cell, given: dict[str, int]) -> dict[str, int]:
     return {name: check.integer(name, value) for name, value in given.items()}
 
 
-def _gate_bias(cell: Cell, bias: bool, given: Mapping[str, float]) -> dict[str, float]:
+def _gate_bias(cell: Cell, bias: bool, given: Mapping[str, float] | None) -> dict[str, float]:
+    given = check.mapping("gate_bias", {} if given is None else given, "numbers by gate")
     for name in given:
         if name not in cell.gates or not bias:
             expected = ", ".join(cell.gates) if bias else "none, there is no bias"
@@ -486,7 +488,9 @@ class LSTM(RNN):
         if forget_bias is None and bias and options.get("initializer") != "torch":
             forget_bias = 1.0
         if forget_bias is not None:
-            options["gate_bias"] = {"f": forget_bias, **(options.get("gate_bias") or {})}
+            others = options.get("gate_bias")
+            others = check.mapping("gate_bias", {} if others is None else others, "numbers by gate")
+            options["gate_bias"] = {"f": check.number("forget_bias", forget_bias), **others}
         super().__init__(cells.LSTM, input_size, hidden_size, num_layers, bias, **options)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +28,19 @@ Layers = Trainable | Iterable[Trainable]
 
 
 def _layers(layers: Layers) -> list[Trainable]:
-    found = list(layers) if isinstance(layers, Iterable) else [layers]
+    several = isinstance(layers, Iterable) and not isinstance(layers, np.ndarray)
+    found: list[Any] = list(layers) if several else [layers]  # type: ignore[arg-type]
     if not found:
         raise ValueError("layers: given none, expected at least one layer.")
+    for layer in found:
+        arrays = getattr(layer, "parameters", None), getattr(layer, "grads", None)
+        if not all(isinstance(named, Mapping) for named in arrays):
+            raise TypeError(
+                f"layers: given {layer!r}, expected a layer, or several: objects whose "
+                "`parameters` and `grads` are arrays by name."
+            )
+    if len({id(layer) for layer in found}) < len(found):
+        raise ValueError("layers: given one layer twice, expected each once.")
     return found
 
 
@@ -43,7 +53,19 @@ def _pairs(layers: list[Trainable]) -> Iterator[tuple[Array, Array]]:
                     f"{type(layer).__name__} has no gradient for {name!r} yet: "
                     "run forward(..., training=True), then backward(...), first."
                 )
-            yield parameter, layer.grads[name]
+            grad = layer.grads[name]
+            if np.shape(grad) != np.shape(parameter):
+                raise ValueError(
+                    f"grads[{name!r}]: given shape {np.shape(grad)}, expected "
+                    f"{np.shape(parameter)}."
+                )
+            yield _floats(f"parameters[{name!r}]", parameter), _floats(f"grads[{name!r}]", grad)
+
+
+def _floats(name: str, array: Array) -> Array:
+    if not isinstance(array, np.ndarray) or array.dtype.kind != "f":
+        raise TypeError(f"{name}: given {array!r}, expected a NumPy array of floats.")
+    return array
 
 
 def clip_by_value(layers: Layers, limit: float) -> None:
@@ -56,7 +78,7 @@ def clip_by_value(layers: Layers, limit: float) -> None:
     Source: Mikolov, *Statistical Language Models Based on Neural Networks*, 2012.
     """
     number("limit", limit, low=0.0)
-    for _, grad in _pairs(_layers(layers)):
+    for _, grad in list(_pairs(_layers(layers))):  # all are there before the first is clipped
         np.clip(grad, -limit, limit, out=grad)
 
 
@@ -107,7 +129,8 @@ class Adam:
         weight_decay: not negative; L2 regularisation.
 
     Raises:
-        ValueError: for a number out of its range.
+        ValueError: for a number out of its range, or a layer given twice.
+        TypeError: for what is no layer.
 
     Example:
         >>> layer = Dense(3, 1)
@@ -129,31 +152,52 @@ class Adam:
     ) -> None:
         self.layers = _layers(layers)
         self.lr = number("lr", lr, low=0.0)
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise TypeError(f"betas: given {betas!r}, expected two numbers.")
         self.betas = tuple(number("betas", beta, low=0.0, below=1.0) for beta in betas)
         self.eps = number("eps", eps, low=0.0)
         self.weight_decay = number("weight_decay", weight_decay, low=0.0)
         self.steps = 0
-        parameters = [p for layer in self.layers for p in layer.parameters.values()]
+        parameters = [
+            _floats(f"parameters[{name!r}]", p)
+            for layer in self.layers
+            for name, p in layer.parameters.items()
+        ]
         self._moments = [(np.zeros_like(p), np.zeros_like(p)) for p in parameters]
 
     def step(self) -> None:
         """Takes one step along the gradients of the last ``backward`` of every layer.
 
         Raises:
-            RuntimeError: when a layer has no gradients yet; nothing is changed then.
+            RuntimeError: when a layer has no gradients yet.
+            ValueError, TypeError: when a gradient does not fit its parameter.
+            MemoryError: when there is none left. Nothing is changed by a step that fails.
         """
         pairs = list(_pairs(self.layers))
-        self.steps += 1
+        if [p.shape for p, _ in pairs] != [m.shape for m, _ in self._moments]:
+            raise ValueError("layers: parameters were added, removed or reshaped since the start.")
+        lr = number("lr", self.lr, low=0.0)
+        (beta1, beta2), steps = self.betas, self.steps + 1
+        size = lr / (1.0 - beta1**steps)
+        root = (1.0 - beta2**steps) ** 0.5
+        # All the memory that the step takes, before it changes anything: even for numbers.
+        values = self.weight_decay, 1.0 - beta1, beta2, 1.0 - beta2, root, self.eps, size
+        scalars = {p.dtype: [np.array(value, p.dtype) for value in values] for p, _ in pairs}
+        rooms = [np.empty(max([p.nbytes for p, _ in pairs], default=0), np.uint8) for _ in range(2)]
+        self.steps = steps
         for layer in self.layers:
             if isinstance(layer, Layer):
                 layer._writes += 1
-        beta1, beta2 = self.betas
-        size = self.lr / (1.0 - beta1**self.steps)
-        root = (1.0 - beta2**self.steps) ** 0.5
         for (parameter, grad), (m, v) in zip(pairs, self._moments, strict=True):
+            decay, of_grad, kept, of_square, by, eps, rate = scalars[parameter.dtype]
+            a, b = (
+                room[: parameter.nbytes].view(parameter.dtype).reshape(parameter.shape)
+                for room in rooms
+            )
             if self.weight_decay:
-                grad = grad + self.weight_decay * parameter
-            m += (1.0 - beta1) * (grad - m)
-            v *= beta2
-            v += (1.0 - beta2) * np.square(grad)
-            parameter -= size * m / (np.sqrt(v) / root + self.eps)
+                grad = np.add(np.multiply(parameter, decay, out=b), grad, out=b)
+            m += np.multiply(np.subtract(grad, m, out=a), of_grad, out=a)
+            v *= kept
+            v += np.multiply(np.square(grad, out=a), of_square, out=a)
+            np.add(np.divide(np.sqrt(v, out=b), by, out=b), eps, out=b)
+            parameter -= np.divide(np.multiply(m, rate, out=a), b, out=a)

@@ -1,17 +1,19 @@
-"""``dynamic_rnn`` and ``bidirectional_dynamic_rnn``, as TensorFlow 1 had them."""
+"""The loops of TensorFlow 1: over tensors and lists of steps, in one and in both directions."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from anycell.keras.call import Tensor
-from anycell.tf1.modules import RNNCell
+from anycell.tf1.base import like_cell, read, run, v1
 
 
 def dynamic_rnn(
-    cell: RNNCell,
+    cell: Any,
     inputs: Tensor,
     sequence_length: Tensor = None,
     initial_state: Any = None,
@@ -24,23 +26,25 @@ def dynamic_rnn(
     """Runs a cell over sequences.
 
     Args:
-        cell: one of this package.
+        cell: one of this package, or another of TensorFlow 1, which runs step by step.
         inputs: ``[B, T, width]``, or ``[T, B, width]`` if ``time_major``.
         sequence_length: integers ``[B]``: past it outputs are zero and the state is held.
         initial_state: as the cell has it; None is zero.
-        dtype: that of the cell, or None.
-        parallel_iterations, swap_memory, scope: change nothing; variables are the cell's.
+        dtype: of inputs and states; None is that of the cell, or of the inputs.
+        parallel_iterations, swap_memory: change nothing.
+        scope: of variables; None is ``"rnn"``.
 
     Returns:
         outputs, laid out as the inputs, and the final state.
     """
-    given = inputs, dtype, time_major, sequence_length
-    return _direction(cell, *given, initial_state, False)
+    given = like_cell("cell", cell), inputs, dtype, time_major, sequence_length
+    with v1.variable_scope(scope or "rnn"):
+        return _direction(*given, initial_state, False)
 
 
 def bidirectional_dynamic_rnn(
-    cell_fw: RNNCell,
-    cell_bw: RNNCell,
+    cell_fw: Any,
+    cell_bw: Any,
     inputs: Tensor,
     sequence_length: Tensor = None,
     initial_state_fw: Any = None,
@@ -54,16 +58,141 @@ def bidirectional_dynamic_rnn(
     """Runs one cell forwards, and another backwards from each row's end.
 
     Returns:
-        the pair of outputs, and the pair of final states; all else is as in ``dynamic_rnn``.
+        the pair of outputs, and the pair of final states; all else is as in ``dynamic_rnn``, but
+        for the scope, which is ``"bidirectional_rnn"``, and within it ``fw`` and ``bw``.
     """
+    like_cell("cell_fw", cell_fw), like_cell("cell_bw", cell_bw)
     given = inputs, dtype, time_major, sequence_length
-    forwards = _direction(cell_fw, *given, initial_state_fw, False)
-    backwards = _direction(cell_bw, *given, initial_state_bw, True)
+    with v1.variable_scope(scope or "bidirectional_rnn"):
+        with v1.variable_scope("fw"):
+            forwards = _direction(cell_fw, *given, initial_state_fw, False)
+        with v1.variable_scope("bw"):
+            backwards = _direction(cell_bw, *given, initial_state_bw, True)
     return (forwards[0], backwards[0]), (forwards[1], backwards[1])
 
 
+def stack_bidirectional_dynamic_rnn(
+    cells_fw: list[Any],
+    cells_bw: list[Any],
+    inputs: Tensor,
+    initial_states_fw: list[Any] | None = None,
+    initial_states_bw: list[Any] | None = None,
+    dtype: Any = None,
+    sequence_length: Tensor = None,
+    parallel_iterations: int | None = None,
+    time_major: bool = False,
+    scope: Any = None,
+    swap_memory: bool = False,
+) -> tuple[Tensor, tuple[Any, ...], tuple[Any, ...]]:
+    """``tf.contrib.rnn.stack_bidirectional_dynamic_rnn``: each layer reads both directions of the
+    one before.
+
+    Args:
+        cells_fw, cells_bw: lists of cells, one of each for a layer.
+        initial_states_fw, initial_states_bw: lists of states, one for a layer; None is zero.
+        scope: of variables; None is ``"stack_bidirectional_rnn"``, and within it a layer is
+            ``cell_0/bidirectional_rnn``.
+
+    Returns:
+        outputs of the last layer, forwards and backwards side by side, and for each direction the
+        tuple of the layers' final states; all else is as in ``dynamic_rnn``.
+    """
+    for name, cells in (("cells_fw", cells_fw), ("cells_bw", cells_bw)):
+        if not isinstance(cells, list) or not cells:
+            raise ValueError(
+                f"{name}: given {_shown(cells)}; expected a list of cells, one per layer."
+            )
+    depth = len(cells_fw)
+    if len(cells_bw) != depth:
+        raise ValueError(
+            f"cells_bw: given {_shown(cells_bw)}; expected {depth} cells, as in cells_fw."
+        )
+    for name, states in (
+        ("initial_states_fw", initial_states_fw), ("initial_states_bw", initial_states_bw)
+    ):  # fmt: skip
+        if states is not None and not (isinstance(states, list) and len(states) == depth):
+            raise ValueError(
+                f"{name}: given {_shown(states)}; expected a list of {depth} states, one per layer."
+            )
+    none = [None] * depth
+    begin = initial_states_fw or none, initial_states_bw or none
+    layers = zip(cells_fw, cells_bw, *begin, strict=True)
+    final = []
+    with v1.variable_scope(scope or "stack_bidirectional_rnn"):
+        for k, (forwards, backwards, state_fw, state_bw) in enumerate(layers):
+            with v1.variable_scope(f"cell_{k}"):
+                outputs, pair = bidirectional_dynamic_rnn(
+                    forwards, backwards, inputs, sequence_length, state_fw, state_bw, dtype,
+                    time_major=time_major,
+                )  # fmt: skip
+            inputs = tf.concat(outputs, 2)
+            final.append(pair)
+    states_fw, states_bw = zip(*final, strict=True)
+    return inputs, states_fw, states_bw
+
+
+def static_rnn(
+    cell: Any,
+    inputs: Sequence[Tensor],
+    initial_state: Any = None,
+    dtype: Any = None,
+    sequence_length: Tensor = None,
+    scope: Any = None,
+) -> tuple[list[Tensor], Any]:
+    """Runs a cell over a list of steps, ``[B, width]`` each.
+
+    Returns:
+        the list of outputs, and the final state; all else is as in ``dynamic_rnn``.
+    """
+    x = _stacked(inputs)
+    outputs, final = dynamic_rnn(
+        cell, x, sequence_length, initial_state, dtype, time_major=True, scope=scope
+    )
+    return tf.unstack(outputs, len(inputs)), final
+
+
+def static_bidirectional_rnn(
+    cell_fw: Any,
+    cell_bw: Any,
+    inputs: Sequence[Tensor],
+    initial_state_fw: Any = None,
+    initial_state_bw: Any = None,
+    dtype: Any = None,
+    sequence_length: Tensor = None,
+    scope: Any = None,
+) -> tuple[list[Tensor], Any, Any]:
+    """Runs two cells over a list of steps, ``[B, width]`` each, in both directions.
+
+    Returns:
+        the list of outputs, forwards and backwards side by side, and the two final states; all else
+        is as in ``bidirectional_dynamic_rnn``.
+    """
+    outputs, (final_fw, final_bw) = bidirectional_dynamic_rnn(
+        cell_fw, cell_bw, _stacked(inputs), sequence_length, initial_state_fw, initial_state_bw,
+        dtype, time_major=True, scope=scope,
+    )  # fmt: skip
+    return tf.unstack(tf.concat(outputs, 2), len(inputs)), final_fw, final_bw
+
+
+def _shown(given: Any) -> str:
+    return f"a list of {len(given)}" if isinstance(given, list) else type(given).__name__
+
+
+def _stacked(inputs: Sequence[Tensor]) -> Tensor:
+    """A list of steps as one tensor; NumPy's arrays stay such, and take the dtype of the cell."""
+    if not isinstance(inputs, (list, tuple)):
+        raise TypeError(
+            f"inputs: given {type(inputs).__name__}; expected a list of steps, [B, width] each: "
+            "tf.unstack(inputs, axis=1) makes one. dynamic_rnn takes a tensor."
+        )
+    if not inputs:
+        raise ValueError("inputs: given no steps; expected a list of one or more.")
+    stack = tf.stack if any(tf.is_tensor(one) for one in inputs) else np.stack
+    return stack(inputs)
+
+
 def _direction(
-    cell: RNNCell,
+    cell: Any,
     inputs: Tensor,
     dtype: Any,
     time_major: bool,
@@ -71,12 +200,14 @@ def _direction(
     initial_state: Any,
     reverse: bool,
 ) -> tuple[Tensor, Any]:
-    if not isinstance(cell, RNNCell):
-        raise TypeError(
-            f"cell: given {type(cell).__name__}; expected a cell of anycell.tf1: LSTMCell, "
-            "LSTMBlockCell, GRUCell."
-        )
-    x = cell.read(inputs, "[T, B, width]" if time_major else "[B, T, width]", dtype)
-    x = x if time_major else tf.transpose(x, (1, 0, 2))
-    outputs, final = cell.run(x, initial_state, sequence_length, reverse)
-    return (outputs if time_major else tf.transpose(outputs, (1, 0, 2))), final
+    x = read(cell, inputs, "[T, B, width]" if time_major else "[B, T, width]", dtype)
+    x = x if time_major else _swapped(x)
+    outputs, final = run(cell, x, initial_state, sequence_length, reverse)
+    if not time_major:  # the outputs of a foreign cell may be several
+        outputs = tf.nest.map_structure(_swapped, outputs)
+    return outputs, final
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """The first two axes in the other order."""
+    return tf.transpose(x, (1, 0, *range(2, x.shape.rank)))

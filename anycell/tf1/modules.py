@@ -1,29 +1,33 @@
-"""The recurrent cells of TensorFlow 1 as modules of TensorFlow 2, with their variables' names."""
+"""The recurrent cells of TensorFlow 1 that run on a fused kernel."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from anycell.keras.call import Call, Inputs, Tensor
-from anycell.keras.tensorflow import recur
+from anycell.keras.cells import ACTIVATIONS
+from anycell.keras.rule import Engine, Facts, choose
+from anycell.keras.tensorflow import recur, refusal
 from anycell.lang.cell import Cell
 from anycell.tf1 import cells
+from anycell.tf1.base import (
+    LSTMStateTuple,
+    RNNCell,
+    mask,
+    read,
+    run,
+    tensor,
+    v1,
+)
 
 
-class LSTMStateTuple(NamedTuple):
-    """The state of an LSTM, ``[B, units]`` and ``[B, size of the output]``: c comes first."""
-
-    c: Tensor
-    h: Tensor
-
-
-def _positive(name: str, given: Any) -> int:
+def positive(name: str, given: Any) -> int:
     """A size; NumPy's integers are integers."""
     try:
         size = 0 if isinstance(given, bool) else operator.index(given)
@@ -34,14 +38,30 @@ def _positive(name: str, given: Any) -> int:
     return size
 
 
-class RNNCell(tf.Module):
-    """What the cells share: variables made at the first call, and one run over a sequence.
+# The names that TensorFlow 1 knew: of others Keras has changed the meaning since.
+_NAMES = "elu exponential linear relu selu sigmoid softplus softsign swish tanh".split()
+# What a name of the language of cells is among TensorFlow's functions, where it is another.
+_SYNONYMS = {"exponential": "exp", "linear": "identity", "silu": "swish"}
 
-    Attributes:
-        num_units: H.
-        output_size: of the output.
-        state_size: of the state, or a tuple of sizes.
-    """
+
+def _activation(given: Any) -> str:
+    """The name of an activation in the language of cells."""
+    for name in ACTIVATIONS:
+        names = name, _SYNONYMS.get(name, name)
+        if isinstance(given, str) and given in names and given in _NAMES:
+            return name
+        places = (getattr(place, n, None) for n in names for place in (tf.nn, tf.math, tf))
+        if callable(given) and given in (*places, getattr(keras.activations, name, None)):
+            return name
+    raise ValueError(
+        f"activation: given {given!r}; expected None or tanh, one of {', '.join(_NAMES)}, or a "
+        f"function of TensorFlow's or Keras's by a name of {', '.join(ACTIVATIONS)}. Write a cell "
+        "of your own with @anycell.cell for another."
+    )
+
+
+class KernelCell(RNNCell):
+    """What the cells with a kernel share: variables made at the first call, and one run."""
 
     def __init__(
         self,
@@ -52,26 +72,20 @@ class RNNCell(tf.Module):
         reuse: Any = None,
         kernel_initializer: Any = None,
         bias_initializer: Any = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(name=name)
-        self.dtype = tf.as_dtype(dtype or tf.float32)
-        if self.dtype not in (tf.float32, tf.float64):
-            raise ValueError(f"dtype: given {self.dtype.name}; expected float32 or float64.")
-        if activation not in (None, "tanh", tf.tanh, keras.activations.tanh):
+        super().__init__(name=name, dtype=dtype, **{"_reuse": reuse, **kwargs})
+        if self._reuse is True and v1.executing_eagerly_outside_functions():
             raise ValueError(
-                f"activation: given {activation!r}; expected None or tanh. Write a cell of your "
-                "own with @anycell.cell for another."
+                "reuse: given True; expected None, False or AUTO_REUSE outside a graph of "
+                "TensorFlow 1: there variables belong to the cell. Call the same cell again to "
+                "share them."
             )
-        if reuse is True:
-            raise ValueError(
-                "reuse: given True; expected None, False or AUTO_REUSE, which change nothing: "
-                "variables belong to the cell. Call the same cell again to share them."
-            )
-        self.num_units = self.output_size = _positive("num_units", num_units)
+        self.activation = "tanh" if activation is None else _activation(activation)
+        self.num_units = self.output_size = positive("num_units", num_units)
         self.state_size: Any = self.num_units
-        self.kernel_initializer = kernel_initializer or "glorot_uniform"
-        self.bias_initializer = bias_initializer
-        self.named: dict[str, tf.Variable] = {}  # as in a checkpoint, below the cell's scope
+        self.kernel_initializer, self.bias_initializer = kernel_initializer, bias_initializer
+        self._weights: dict[str, tf.Variable] = {}
 
     # -- of each cell ----------------------------------------------------------------------------
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
@@ -88,55 +102,61 @@ class RNNCell(tf.Module):
 
     def _state(self, final: Sequence[Tensor]) -> Any:
         """Final states as TensorFlow 1 has them."""
-        raise NotImplementedError
+        return final[0]
 
-    # -- use -------------------------------------------------------------------------------------
-    def zero_state(self, batch_size: Any, dtype: Any = None) -> Any:
-        """The state to begin with, all zeros."""
-        kind = dtype or self.dtype
-        return tf.nest.map_structure(
-            lambda size: tf.zeros((batch_size, size), kind), self.state_size
-        )
+    # -- variables -------------------------------------------------------------------------------
+    @property
+    def named(self) -> dict[str, tf.Variable]:
+        """Its variables, by their names in a checkpoint below the cell's scope."""
+        return dict(self._weights)
 
-    def build(self, width: int) -> None:
-        """Makes the variables for inputs ``[..., width]``: unless initializers were given, kernels
-        glorot, biases as in TF 1."""
-        if self.named:
-            made = next(iter(self.named.values())).shape[0] - self._recurrent_size
+    def build(self, inputs_shape: Any) -> None:
+        """Makes the variables for inputs of that shape, or of that width: unless initializers were
+        given, kernels as the scope of variables has it or glorot, biases as in TF 1."""
+        whole = inputs_shape if isinstance(inputs_shape, int) else inputs_shape[-1]
+        width = positive("inputs_shape", getattr(whole, "value", whole))
+        with self._scoped():
+            self._build(width, tf.float32)
+
+    def _build(self, width: int, dtype: Any) -> None:
+        if self._weights:
+            made = next(iter(self._weights.values())).shape[0] - self._recurrent_size
             if width != made:
                 raise ValueError(
-                    f"inputs: given width {width}; expected {made}, for which the variables are."
+                    f"inputs: given width {width}; expected {made}, for which the variables are. "
+                    "Make a cell for each layer."
                 )
             return
-        with tf.init_scope(), self.name_scope:
+        self.dtype = self.dtype or dtype
+        with tf.init_scope():
             for name, shape in self._shapes(width).items():
-                self.named[name] = tf.Variable(self._initial(name, shape), name=name)
+                self._weights[name] = v1.get_variable(
+                    name, shape, self.dtype, self._initial(name), trainable=self.trainable
+                )
 
-    def _initial(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _initial(self, name: str) -> Any:
         # The gates of a GRU start open; what an LSTM adds to f is no part of its bias.
         bias = self.bias_initializer or ("ones" if name.startswith("gates") else "zeros")
-        found = keras.initializers.get(bias if name.endswith("bias") else self.kernel_initializer)
+        wanted = bias if name.endswith("bias") else self.kernel_initializer
+        found = None if wanted is None else keras.initializers.get(wanted)
         if isinstance(found, keras.initializers.Initializer):
             found = found.clone()  # else each variable of one shape would get the same numbers
-        return found(shape, self.dtype)
+        return found
+
+    def _read(self, name: str) -> Tensor:
+        """A variable's value in the dtype of the computation."""
+        return tf.cast(tf.convert_to_tensor(self._weights[name]), self._computed)
 
     def restore(self, checkpoint: str, scope: str) -> None:
-        """Reads the variables of a checkpoint of TensorFlow 1.
-
-        Args:
-            checkpoint: its path, without ``.index``.
-            scope: of the cell in it, as ``"rnn/lstm_cell"``; ``tf.train.list_variables`` lists.
-
-        Raises:
-            ValueError: if it has not all of them, or in other shapes.
-        """
+        super().restore(checkpoint, scope)
         reader = tf.train.load_checkpoint(checkpoint)
         shapes = reader.get_variable_to_shape_map()
         kernel = next(iter(self._shapes(0)))
         there = shapes.get(f"{scope}/{kernel}")
-        if there is not None:
-            self.build(there[0] - self._recurrent_size)
-        wanted = self._shapes(0 if there is None else there[0] - self._recurrent_size)
+        width = 0 if there is None else there[0] - self._recurrent_size
+        if width > 0:
+            self.build(width)
+        wanted = self._shapes(width)
         for name, shape in wanted.items():
             found = shapes.get(f"{scope}/{name}")
             if found is None or tuple(found) != shape:
@@ -147,61 +167,51 @@ class RNNCell(tf.Module):
                     f"{', '.join(sorted(shapes))}."
                 )
         for name in wanted:
-            self.named[name].assign(reader.get_tensor(f"{scope}/{name}"))
+            self._weights[name].assign(reader.get_tensor(f"{scope}/{name}"))
 
     @property
     def _recurrent_size(self) -> int:
         return self.output_size
 
-    def run(
-        self,
-        inputs: Tensor,
-        initial_state: Any = None,
-        sequence_length: Tensor = None,
-        reverse: bool = False,
-    ) -> tuple[Tensor, Any]:
-        """Outputs ``[T, B, output_size]`` and the final state, over inputs ``[T, B, width]``.
+    # -- runs ------------------------------------------------------------------------------------
+    @property
+    def _computed(self) -> Any:
+        """The dtype of the computation: 16 bits are for inputs, variables and results."""
+        return tf.float64 if self.dtype == tf.float64 else tf.float32
 
-        Past a row's ``sequence_length`` outputs are zero and the state is held; ``reverse`` starts
-        there.
-        """
-        x = self.read(inputs, "[T, B, width]")
-        self.build(x.shape[2])
-        steps, rows = tf.unstack(tf.shape(x)[:2])
-        state = self.zero_state(rows) if initial_state is None else initial_state
-        given = self._inputs(x, self._parts(state, x.shape[1]))
-        if sequence_length is not None:
-            lengths = _lengths(sequence_length, x.shape[1], rows)
-            given = given._replace(mask=tf.range(steps)[:, None] < lengths[None])
-        outputs, final = recur(replace(self._call(), reverse=reverse), given)
-        return outputs, self._state(final)
+    def _engine(self) -> Engine:
+        call, dtype = self._call(), tf.as_dtype(self.dtype or tf.float32)
+        gpu = bool(tf.config.list_logical_devices("GPU"))
+        name, reason = choose(Facts(
+            call.cell, call.hidden_size, dict(call.sizes), dtype.name, gpu=gpu, traced=refusal()
+        ))  # fmt: skip
+        wider = f"; {dtype.name} computes in float32, for there is no kernel of 16 bits"
+        return Engine(name, reason + wider * (dtype.size == 2))
 
-    def __call__(self, inputs: Tensor, state: Any, scope: Any = None) -> tuple[Tensor, Any]:
-        """One step: the output ``[B, output_size]`` and the new state from ``[B, width]``."""
-        outputs, final = self.run(self.read(inputs, "[B, width]")[None], state)
+    def call(self, inputs: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """One step."""
+        x = read(self, inputs, "[B, width]")[None]
+        outputs, final = self._sequence(x, state, None, False)
         return outputs[0], final
 
-    # -- what is given ---------------------------------------------------------------------------
-    def read(self, inputs: Any, layout: str, dtype: Any = None) -> Tensor:
-        """Inputs of that layout as a tensor; ``dtype`` is what a loop was told, if anything."""
-        if dtype is not None and tf.as_dtype(dtype) != self.dtype:
-            raise ValueError(
-                f"dtype: given {tf.as_dtype(dtype).name}; expected {self.dtype.name}, that of the "
-                "cell: give the cell another by its own dtype."
-            )
-        x = tf.convert_to_tensor(inputs, self.dtype)
-        if x.shape.rank != layout.count(",") + 1 or x.shape[-1] is None:
-            raise ValueError(
-                f"inputs: given shape {x.shape}; expected {layout}, of which rank and width are "
-                "known when a graph is made: inputs.set_shape says them."
-            )
-        return x
+    def _sequence(
+        self, x: Tensor, state: Any, lengths: Tensor, reverse: bool
+    ) -> tuple[Tensor, Any]:
+        x = read(self, x)
+        rows, width = x.shape.as_list()[1:]
+        self._build(width, x.dtype)
+        parts = [tf.cast(part, self._computed) for part in self._parts(state, rows)]
+        given = self._inputs(tf.cast(x, self._computed), parts)
+        if lengths is not None:
+            given = given._replace(mask=mask(x, lengths))
+        outputs, final = recur(replace(self._call(), reverse=reverse), given)
+        return tf.cast(outputs, x.dtype), self._state([tf.cast(part, x.dtype) for part in final])
 
     def _parts(self, state: Any, rows: int | None) -> list[Tensor]:
         """The tensors of a state, ``[B, size]`` each."""
         sizes = tf.nest.flatten(self.state_size)
         several = isinstance(state, (tuple, list)) and isinstance(self.state_size, tuple)
-        parts = [tf.convert_to_tensor(part, self.dtype) for part in (state if several else [state])]
+        parts = [tensor("state", part, self.dtype) for part in (state if several else [state])]
         expected = [tf.TensorShape((rows, size)) for size in sizes]
         if len(parts) != len(sizes) or not all(
             part.shape.is_compatible_with(shape)
@@ -216,45 +226,63 @@ class RNNCell(tf.Module):
         return parts
 
 
-def _lengths(given: Any, rows: int | None, there: Tensor) -> Tensor:
-    """A length for each row; ``there`` is the number of rows when a graph runs."""
-    lengths = tf.cast(given, tf.int32)
-    if not lengths.shape.is_compatible_with((rows,)):
-        raise ValueError(
-            f"sequence_length: given shape {lengths.shape}; expected ({rows},), a length for each "
-            "row of the batch."
-        )
-    if rows is not None and lengths.shape.is_fully_defined():
-        return lengths
-    same = tf.debugging.assert_equal(
-        tf.size(lengths), there, "sequence_length: expected a length for each row."
-    )
-    with tf.control_dependencies([same]):
-        return tf.reshape(lengths, (-1,))
+class BasicRNNCell(KernelCell):
+    """``tf.compat.v1.nn.rnn_cell.BasicRNNCell``: h' = activation(W [x, h] + b).
+
+    Args:
+        num_units: H.
+        activation: None is tanh; a function of TensorFlow's or its name.
+        reuse: whether variables exist already, in a graph of TensorFlow 1; elsewhere not True, for
+            variables belong to the cell.
+        name: of its scope of variables; None is ``"basic_rnn_cell"``.
+        dtype: float16, bfloat16, float32 or float64; None is that of the first inputs.
+        kwargs: ``trainable``.
+
+    Variables: ``kernel`` ``[width + H, H]``, ``bias`` ``[H]``. The state is h.
+    """
+
+    def __init__(
+        self,
+        num_units: int,
+        activation: Any = None,
+        reuse: Any = None,
+        name: str | None = None,
+        dtype: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(num_units, dtype, name, activation, reuse, **kwargs)
+
+    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        return {"kernel": (width + self.num_units, self.num_units), "bias": (self.num_units,)}
+
+    def _call(self) -> Call:
+        return Call(cells.RNN(activation=self.activation), self.num_units, repeat=False)
+
+    def _inputs(self, x: Tensor, state: Sequence[Tensor]) -> Inputs:
+        kernel, width = self._read("kernel"), x.shape.as_list()[2]
+        own = kernel[:width], kernel[width:], self._read("bias"), None
+        return Inputs(x, *own, (), (), tuple(state))
 
 
-class LSTMCell(RNNCell):
-    """``tf.compat.v1.nn.rnn_cell.LSTMCell``; ``BasicLSTMCell(n, b)`` is ``LSTMCell(n,
-    forget_bias=b)``.
+class LSTMCell(KernelCell):
+    """``tf.compat.v1.nn.rnn_cell.LSTMCell``.
 
     Args:
         num_units: H.
         use_peepholes: whether gates see the cell state.
         cell_clip: a bound for c, or None.
-        initializer: of kernels and peepholes, None is glorot.
+        initializer: of kernels and peepholes; None is that of the scope of variables, or glorot.
         num_proj: the size of a projected output, or None.
         proj_clip: a bound for that.
         num_unit_shards, num_proj_shards: change nothing.
         forget_bias: added to f in every step.
-        state_is_tuple: True.
-        activation: None or tanh.
-        reuse: not True: variables belong to the cell.
-        name: of the module.
-        dtype: float32 or float64, None is float32.
+        state_is_tuple: whether the state is ``LSTMStateTuple(c, h)``, and not the two side by side
+            in one tensor.
+        activation, reuse, name, dtype, kwargs: as in ``BasicRNNCell``.
 
     Variables: ``kernel`` ``[width + output_size, 4 * H]`` with gates i c f o, ``bias``
     ``[4 * H]``, ``w_i_diag``, ``w_f_diag``, ``w_o_diag`` ``[H]``, ``projection/kernel``
-    ``[H, num_proj]``. The state is ``LSTMStateTuple(c, h)``.
+    ``[H, num_proj]``.
     """
 
     def __init__(
@@ -271,20 +299,18 @@ class LSTMCell(RNNCell):
         state_is_tuple: bool = True,
         activation: Any = None,
         reuse: Any = None,
-        name: str | None = "lstm_cell",
+        name: str | None = None,
         dtype: Any = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(num_units, dtype, name, activation, reuse, initializer)
-        if not state_is_tuple:
-            raise ValueError(
-                f"state_is_tuple: given {state_is_tuple!r}; expected True. The state is "
-                "LSTMStateTuple(c, h): c, h = tf.split(state, [num_units, output_size], axis=1)."
-            )
+        super().__init__(num_units, dtype, name, activation, reuse, initializer, **kwargs)
         if num_proj is not None:
-            num_proj = self.output_size = _positive("num_proj", num_proj)
+            num_proj = self.output_size = positive("num_proj", num_proj)
         self.use_peepholes, self.num_proj = use_peepholes, num_proj
-        self.state_size = LSTMStateTuple(self.num_units, self.output_size)
-        given: dict[str, Any] = {"forget_bias": float(forget_bias)}
+        self.state_is_tuple = state_is_tuple
+        sizes = LSTMStateTuple(self.num_units, self.output_size)
+        self.state_size = sizes if state_is_tuple else sum(sizes)
+        given: dict[str, Any] = {"forget_bias": float(forget_bias), "activation": self.activation}
         if cell_clip is not None:
             given["cell_clip"] = float(cell_clip)
         if num_proj is not None and proj_clip is not None:
@@ -310,22 +336,51 @@ class LSTMCell(RNNCell):
         return Call(self.cell, self.num_units, sizes, repeat=False)
 
     def _inputs(self, x: Tensor, state: Sequence[Tensor]) -> Inputs:
-        c, h = state
-        kernel, width = self.named["kernel"], x.shape[2]
-        projection = self.named.get("projection/kernel")
+        # One tensor is checked as one, and then split.
+        c, h = state if self.state_is_tuple else tf.split(state[0], self._sizes, axis=1)
+        kernel, width = self._read("kernel"), x.shape.as_list()[2]
         return Inputs(
             x,
             kernel[:width],
             kernel[width:],
-            tf.convert_to_tensor(self.named["bias"]),
+            self._read("bias"),
             None,
-            tuple(tf.convert_to_tensor(self.named[name]) for name in self.cell.param_names),
-            () if projection is None else (("projection", tf.transpose(projection)),),
+            tuple(self._read(name) for name in self.cell.param_names),
+            tuple(
+                (name.partition("/")[0], tf.transpose(self._read(name)))
+                for name in self._weights
+                if name.startswith("projection")
+            ),
             (h, c),
         )
 
-    def _state(self, final: Sequence[Tensor]) -> LSTMStateTuple:
-        return LSTMStateTuple(final[1], final[0])
+    @property
+    def _sizes(self) -> list[int]:
+        return [self.num_units, self.output_size]
+
+    def _state(self, final: Sequence[Tensor]) -> Any:
+        h, c = final
+        return LSTMStateTuple(c, h) if self.state_is_tuple else tf.concat([c, h], axis=1)
+
+
+class BasicLSTMCell(LSTMCell):
+    """``tf.compat.v1.nn.rnn_cell.BasicLSTMCell``: without peepholes, bounds and projection."""
+
+    def __init__(
+        self,
+        num_units: int,
+        forget_bias: float = 1.0,
+        state_is_tuple: bool = True,
+        activation: Any = None,
+        reuse: Any = None,
+        name: str | None = None,
+        dtype: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            num_units, forget_bias=forget_bias, state_is_tuple=state_is_tuple,
+            activation=activation, reuse=reuse, name=name, dtype=dtype, **kwargs,
+        )  # fmt: skip
 
 
 class LSTMBlockCell(LSTMCell):
@@ -377,21 +432,20 @@ class LSTMBlockFusedCell(LSTMBlockCell):
         scope: Any = None,
     ) -> tuple[Tensor, LSTMStateTuple]:
         """Runs whole sequences."""
-        x = self.read(inputs, "[T, B, width]", dtype)
-        return self.run(x, initial_state, sequence_length)
+        x = read(self, inputs, "[T, B, width]", dtype)
+        with self._scoped(scope):
+            return run(self, x, initial_state, sequence_length)
 
 
-class GRUCell(RNNCell):
+class GRUCell(KernelCell):
     """``tf.compat.v1.nn.rnn_cell.GRUCell``, and ``GRUBlockCell``: the reset before the matmul.
 
     Args:
         num_units: H.
-        activation: None or tanh.
-        reuse: not True: variables belong to the cell.
-        kernel_initializer: None is glorot.
+        activation: of the candidate.
+        kernel_initializer: None is that of the scope of variables, or glorot.
         bias_initializer: None is 1 for the gates, 0 for the candidate.
-        name: of the module.
-        dtype: float32 or float64, None is float32.
+        reuse, name, dtype, kwargs: as in ``BasicRNNCell``.
 
     Variables: ``gates/kernel`` ``[width + H, 2 * H]`` with r u, ``gates/bias`` ``[2 * H]``,
     ``candidate/kernel`` ``[width + H, H]``, ``candidate/bias`` ``[H]``. The state is h.
@@ -404,12 +458,14 @@ class GRUCell(RNNCell):
         reuse: Any = None,
         kernel_initializer: Any = None,
         bias_initializer: Any = None,
-        name: str | None = "gru_cell",
+        name: str | None = None,
         dtype: Any = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(
-            num_units, dtype, name, activation, reuse, kernel_initializer, bias_initializer
-        )
+            num_units, dtype, name, activation, reuse, kernel_initializer, bias_initializer,
+            **kwargs,
+        )  # fmt: skip
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         h = self.num_units
@@ -420,17 +476,16 @@ class GRUCell(RNNCell):
         }  # fmt: skip
 
     def _call(self) -> Call:
-        return Call(cells.GRU, self.num_units, repeat=False)
+        return Call(cells.GRU(activation=self.activation), self.num_units, repeat=False)
 
     def _inputs(self, x: Tensor, state: Sequence[Tensor]) -> Inputs:
-        width = x.shape[2]
-        gates, candidate = self.named["gates/kernel"], self.named["candidate/kernel"]
-        biases = [self.named["gates/bias"], self.named["candidate/bias"]]
+        width = x.shape.as_list()[2]
+        gates, candidate = self._read("gates/kernel"), self._read("candidate/kernel")
         return Inputs(
             x,
             tf.concat([gates[:width], candidate[:width]], axis=1),
             None,
-            tf.concat(biases, axis=0),
+            tf.concat([self._read("gates/bias"), self._read("candidate/bias")], axis=0),
             None,
             (),
             (
@@ -439,6 +494,3 @@ class GRUCell(RNNCell):
             ),
             tuple(state),
         )
-
-    def _state(self, final: Sequence[Tensor]) -> Tensor:
-        return final[0]

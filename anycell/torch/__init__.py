@@ -11,6 +11,10 @@ torch's own layer or step by step; ``layer.engine`` says which, and why. Second 
 ``torch.func``, deepcopy, pickle, hooks and parametrisations work as with ``torch.nn``.
 """
 
+from anycell.requirement import require
+
+require("torch", "anycell.torch", extra="torch")
+
 from anycell.torch.accelerate import accelerate, recurrent_layers
 from anycell.torch.dropin import GRU, LSTM
 from anycell.torch.functional import Engine

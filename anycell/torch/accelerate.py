@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
+from anycell.torch import swap
 from anycell.torch.arguments import describe
-from anycell.torch.dropin import GRU, LSTM, DropIn
+from anycell.torch.dropin import DropIn
 from anycell.torch.rnn import RNN
+from anycell.torch.step import GRUCell, LSTMCell, RNNCell
 
 Model = TypeVar("Model", bound=nn.Module)
-_SWAPS: dict[type[nn.Module], type[DropIn]] = {nn.LSTM: LSTM, nn.GRU: GRU}
+_OURS = DropIn, RNN, LSTMCell, GRUCell, RNNCell
+_STEPS = nn.RNNCellBase, RNNCell
+_NAMES = "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell", "RNNBase", "RNNCellBase"
+_IN_PLACE_OF_A_LOOP = {
+    nn.LSTMCell: "anycell.torch.LSTM",
+    nn.GRUCell: "anycell.torch.GRU",
+    nn.RNNCell: "anycell.torch.RNN with anycell.cells.RNN",
+}
 logger = logging.getLogger("anycell")
 
 
 @dataclass(frozen=True)
 class Found:
-    """A recurrent layer of a model.
+    """A recurrent layer or cell of a model.
 
     Attributes:
         name: its path in the model, "" for the model itself.
         kind: its class, and whose.
         engine: what runs it, "cpu", "gpu", "reference" or "torch".
         reason: why.
+        calls: how many times one call of the model called it; None where none was watched.
     """
 
     name: str
     kind: str
     engine: str
     reason: str
+    calls: int | None = None
 
     def __str__(self) -> str:
         return f"{self.name or 'the model'}: {self.kind} runs on {self.engine} ({self.reason})"
@@ -42,8 +57,10 @@ def accelerate(model: Model) -> Model:
 
     The modules stay the same objects and change only their class. So parameters, hooks, training
     flag, dtype, device, optimizers and all references to them stay, and checkpoints fit as before.
-    What has a forward of its own is left alone. Each layer is logged under "anycell" at level INFO;
-    ``recurrent_layers`` gives the same list.
+    Modules of a subclass get a class that derives from that and from anycell's. What has a
+    ``forward`` of its own, or anything else that its parent's goes by, is left alone. Each layer is
+    logged under "anycell" at level INFO; ``recurrent_layers`` gives the same list, which says of
+    each layer that is left why it is.
 
     Args:
         model: any module, also one that is an ``nn.LSTM`` itself.
@@ -57,48 +74,151 @@ def accelerate(model: Model) -> Model:
     Example:
         >>> model = nn.Sequential(nn.Flatten(2), nn.LSTM(3, 8))
         >>> print(*recurrent_layers(accelerate(model)))
-        1: LSTM of anycell runs on cpu (fused kernel, 1 matmul a step)
+        1: LSTM of anycell runs on cpu (fused kernel, 1 matmul a step; a single step is torch's own)
     """
     _check(model)
     for module in model.modules():
-        if type(module) in _SWAPS and _refusal(module) is None:
-            module.__class__ = _SWAPS[type(module)]  # type: ignore[assignment]
+        if swap.refusal(module) is None:
+            swap.swap(module)
     for found in recurrent_layers(model):
         logger.info("%s", found)
     return model
 
 
-def recurrent_layers(model: nn.Module) -> list[Found]:
-    """Every recurrent layer of ``model``, what runs it, and why.
+def recurrent_layers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Found]:
+    """Every recurrent layer and cell of ``model``, what runs it, and why.
+
+    The list of a model's modules does not show which of them its code calls in a loop. With further
+    arguments ``model(*args, **kwargs)`` is called once, without gradients and in the mode that it
+    is in, and each entry also says how often its module was called, and with how many steps.
+
+    Args:
+        model: any module.
+        args, kwargs: what a call of the model takes.
+
+    Raises:
+        TypeError: if ``model`` is not a module.
 
     Example:
         >>> print(*recurrent_layers(nn.ModuleDict({"rnn": nn.GRU(3, 8)})))
         rnn: GRU of torch runs on torch (accelerate(model) has not been called)
+        >>> [layer] = recurrent_layers(nn.GRU(3, 8), torch.zeros(5, 2, 3))
+        >>> layer.calls
+        1
     """
     _check(model)
-    found = []
-    for name, module in model.named_modules():
-        if isinstance(module, (DropIn, RNN)):
-            engine = module.engine
-            found.append(Found(name, f"{type(module).__name__} of anycell", *engine))
-        elif isinstance(module, nn.RNNBase):
-            reason = _refusal(module) or "accelerate(model) has not been called"
-            found.append(Found(name, f"{type(module).__name__} of torch", "torch", reason))
-    return found
-
-
-def _refusal(module: nn.Module) -> str | None:
-    """Why a layer of torch is left as it is."""
-    if type(module) not in _SWAPS:
-        if isinstance(module, (nn.LSTM, nn.GRU)):
-            return "a subclass, which may have a forward of its own"
-        return "only nn.LSTM and nn.GRU are swapped"
-    if "forward" in vars(module):
-        return "its forward has been replaced on the instance"
-    return None
+    modules = {name: module for name, module in model.named_modules() if _recurrent(module)}
+    calls = _watch(model, modules, args, kwargs) if args or kwargs else {}
+    layers = []
+    for name, module in modules.items():
+        engine, reason = _engine(module)
+        steps = calls.get(name)
+        if steps is not None:
+            reason += _often(module, steps)
+        count = None if steps is None else len(steps)
+        layers.append(Found(name, _kind(module), engine, reason, count))
+    return layers
 
 
 def _check(model: object) -> None:
     if not isinstance(model, nn.Module):
         hint = "Call it first: accelerate(Model())." if isinstance(model, type) else "Pass a model."
         raise TypeError(f"model: given {describe(model)}; expected a torch.nn.Module. {hint}")
+
+
+# -- what there is ---------------------------------------------------------------------------------
+
+
+def _recurrent(module: nn.Module) -> bool:
+    known = isinstance(module, (nn.RNNBase, nn.RNNCellBase, *_OURS))
+    return known or _compiled(module) or _quantized(module)
+
+
+def _compiled(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule) and module.original_name in _NAMES
+
+
+def _quantized(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__module__.startswith("torch.ao.nn.") and kind.__name__ in _NAMES
+
+
+def _kind(module: nn.Module) -> str:
+    """Its class, and whose; of a subclass also what it derives from."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return f"{module.original_name} of TorchScript"
+    kind = type(module)
+    derived = [base for base in kind.__mro__ if base.__name__ in _NAMES and _public(base)]
+    whose = "anycell" if isinstance(module, _OURS) else "torch"
+    known = f"{derived[0].__name__} of {whose}"
+    return known if kind is derived[0] else f"{kind.__name__} ({known})"
+
+
+def _public(kind: type) -> bool:
+    return kind.__module__.startswith(("anycell.torch.", "torch."))
+
+
+def _engine(module: Any) -> tuple[str, str]:
+    """What runs a module, and why."""
+    if isinstance(module, _OURS):
+        return module.engine
+    if _compiled(module):
+        return "torch", "TorchScript has compiled torch's own layer"
+    if _quantized(module):
+        return "torch", "torch has quantized it"
+    if isinstance(module, nn.RNNBase):
+        return "torch", swap.refusal(module) or "accelerate(model) has not been called"
+    one = [name for kind, name in _IN_PLACE_OF_A_LOOP.items() if isinstance(module, kind)]
+    call = f"call {one[0]} once, or " if one else ""
+    return "torch", (
+        "one step, called by the model's own code and as fast as ours; in place of a loop over "
+        f"time {call}write the loop's body as a cell for anycell.torch.RNN"
+    )
+
+
+# -- what one call of the model does ---------------------------------------------------------------
+
+
+def _watch(
+    model: nn.Module, modules: Mapping[str, nn.Module], args: Any, kwargs: Any
+) -> dict[str, list[int]]:
+    """For each module, the steps of each of its calls in one call of the model."""
+    calls: dict[str, list[int]] = {}
+    hooks = []
+    for name, module in modules.items():
+        if not _compiled(module):
+            calls[name] = []
+            note = functools.partial(_note, calls[name])
+            hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _note(calls: list[int], module: Any, args: Any, kwargs: Any) -> None:
+    x = args[0] if args else kwargs.get("input", kwargs.get("x"))
+    if isinstance(module, _STEPS):
+        calls.append(1)
+    elif isinstance(x, PackedSequence):
+        calls.append(len(x.batch_sizes))
+    else:
+        calls.append(x.shape[1 if x.dim() == 3 and module.batch_first else 0])
+
+
+def _often(module: nn.Module, calls: Sequence[int]) -> str:
+    """What the calls add to the reason."""
+    if len(calls) < 2:
+        return "" if calls else "; not called"
+    low, high = min(calls), max(calls)
+    steps = "1 step" if high == 1 else f"{low} steps" if low == high else f"{low} to {high} steps"
+    often = f"; called {len(calls)} times, {steps} each"
+    if high > 1 or isinstance(module, _STEPS):
+        return often
+    return (
+        f"{often}: call it once with all steps, or, where a step needs the output before, write "
+        "the loop's body as a cell for anycell.torch.RNN"
+    )

@@ -114,6 +114,9 @@ def composite(call: Call, inputs: Inputs) -> tuple[Tensor, States]:
     cell, options, x = call.cell, call.options, inputs.x
     if options.mask is not None:  # NaN under a mask must not reach the weights' gradient
         x = torch.where(options.mask.unsqueeze(-1), x, torch.zeros_like(x))
+    if torch._C._get_tracing_state() is not None:
+        # The loop over the steps becomes part of the trace. There it must not run on more of them.
+        x = torch.stack(x.unbind())
     outputs, finals = [], []
     for d, w in enumerate(inputs.weights):
         if w.ih is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from anycell.engines.gpu import launch
 from anycell.engines.gpu.capacity import Device
 from anycell.torch.graphs import Replays, captured
+from anycell.torch.host import as_flags, fit
 
 
 class DeviceHost:
@@ -100,6 +101,15 @@ class DeviceHost:
     def trouble(self) -> Tensor:
         """An int32 that kernels write while the host reads it: pinned memory, on a card."""
         return torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+
+    def fit(self, array: Tensor, layout: int, wide: bool = False) -> Tensor | None:
+        """The tensor, or a contiguous copy; None for another dtype or device."""
+        known = array.dtype is self.dtype or (wide and array.dtype is torch.float32)
+        return fit(array, layout) if known and array.device == self.device else None
+
+    def as_flags(self, array: Tensor) -> Tensor | None:
+        """Flags as contiguous uint8; None for another dtype or device."""
+        return as_flags(array) if array.device == self.device else None
 
     def pointer(self, array: Tensor) -> int:
         """Its address."""

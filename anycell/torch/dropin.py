@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell import cells
@@ -28,6 +31,9 @@ from anycell.torch.functional import (
     transformed,
 )
 from anycell.torch.recurrent import Lengths, Recurrent
+from anycell.torch.symbolic import leaf
+
+_FEW_ROWS = 32
 
 
 class DropIn(Recurrent):
@@ -72,7 +78,7 @@ class DropIn(Recurrent):
     ) -> tuple[Any, States] | None:
         """Output and final states; None where the parent has the answer, or the error."""
         extra = mask is not None or lengths is not None or resets is not None
-        if not extra and self._vendor_wins(x):
+        if not extra and not transformed() and self._vendor_wins(x):
             return self._by_vendor(x, states)
         if compiled() and (isinstance(x, PackedSequence) or not ops.AVAILABLE):
             return torch.compiler.disable(self._ours)(x, states, mask, lengths, resets)
@@ -124,11 +130,9 @@ class DropIn(Recurrent):
             return self.checkpoint is None and vendor.wins_on_gpu(self.cell) is not None
         if not isinstance(x, Tensor):
             return False
-        shape = x.shape
-        if len(shape) == 3:
-            steps, rows = (shape[1], shape[0]) if self.batch_first else (shape[0], shape[1])
-            return vendor.wins(self.cell, steps, rows)
-        return len(shape) == 2 and vendor.wins(self.cell, shape[0], 1)
+        if x.dim() not in (2, 3):
+            return False
+        return vendor.wins(self.cell, x.shape[int(self.batch_first and x.dim() == 3)])
 
     def _by_vendor(self, x: Any, states: tuple[Any, ...] | None) -> tuple[Any, States] | None:
         """As ``_ours``, where torch's own layer is the faster: its parent calls it."""
@@ -143,6 +147,17 @@ class DropIn(Recurrent):
             found.append(Weights(*own)._replace(linears=further) if further else Weights(*own))
         step = 1 + self.bidirectional
         return [found[k : k + step] for k in range(0, len(found), step)]
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As of torch's layer."""
+        # Opacus asks each module for them, and then looks up its very class among those that it
+        # refuses, or replaces. What it says of torch's class must hold for ours.
+        opacus = sys.modules.get("opacus.validators.module_validator")
+        if opacus is not None:
+            for table in (opacus.ModuleValidator.VALIDATORS, opacus.ModuleValidator.FIXERS):
+                if self._parent in table:
+                    table.setdefault(type(self), table[self._parent])
+        return super().parameters(recurse)  # type: ignore[misc]
 
     def extra_repr(self) -> str:
         """torch's, and ``checkpoint`` where there is one."""
@@ -168,7 +183,7 @@ class LSTM(DropIn, nn.LSTM):
         c' = f c + i g
         h' = o tanh(c')
 
-    ``forward(input, hx=None, *, mask=None, lengths=None, resets=None)`` gives ``(output, (h, c))``
+    ``forward(input, hx=None, mask=None, lengths=None, resets=None)`` gives ``(output, (h, c))``
     as torch's does, packed for a ``PackedSequence``. Of what torch's does not have, masks and
     resets are laid out as the input, ``[T, B]``, or ``[B, T]`` if ``batch_first``:
         mask: bool, False where a step does nothing: the state is held, the output is zero, and
@@ -213,15 +228,46 @@ class LSTM(DropIn, nn.LSTM):
         self,
         input: Tensor | PackedSequence,
         hx: tuple[Tensor, Tensor] | None = None,
-        *,
         mask: Tensor | None = None,
         lengths: Lengths | None = None,
         resets: Tensor | PackedSequence | None = None,
     ) -> tuple[Any, States]:
         """Output and final states; see the class."""
+        # No argument is for names alone: torch.onnx's older exporter passes all by position.
+        if isinstance(input, Proxy):
+            return leaf(self, input, hx, mask=mask, lengths=lengths, resets=resets)
         states = None if hx is None else tuple(hx)
         ours = self._ours(input, states, mask, lengths, resets)
         return super().forward(input, hx) if ours is None else ours
+
+    def _by_vendor(self, x: Any, states: tuple[Any, ...] | None) -> tuple[Any, States] | None:
+        # Few rows: the parent packs the weights. A trace must not take one step for all.
+        batched = x.dim() == 3
+        rows = x.shape[not self.batch_first] if batched else 1
+        if rows > _FEW_ROWS or traced() or autocast() or not self._fits(x, states):
+            return None
+        if not self._fused(x):  # as in dtypes of which torch's cell rounds more often
+            return None
+        part, whole = (Tensor.unbind, torch.stack) if batched else (_rows, torch.cat)
+        before: Iterator[Any]
+        if states is None:
+            zeros = x.new_zeros(rows, self.hidden_size)
+            before = itertools.repeat((zeros, zeros))
+        else:
+            before = zip(*map(part, states), strict=True)
+        output, after = x.select(int(self.batch_first), 0) if batched else x, []
+        for k, directions in enumerate(self._weights()):
+            if k and self.dropout:
+                output = F.dropout(output, self.dropout, self.training)
+            tensors: list[Any] = [w[:4] for w in directions]
+            after += [torch.lstm_cell(output, next(before), *w) for w in tensors]
+            output = torch.cat([h for h, _ in after[-len(directions) :]], -1)
+        h, c = map(whole, zip(*after, strict=True))
+        return output.unsqueeze(int(self.batch_first)) if batched else output, (h, c)
+
+
+def _rows(states: Tensor) -> tuple[Tensor, ...]:
+    return states.split(1)
 
 
 class GRU(DropIn, nn.GRU):
@@ -231,7 +277,7 @@ class GRU(DropIn, nn.GRU):
         n = tanh(W_i x_t + b_i + r (W_h h + b_h))
         h' = (1 - z) n + z h
 
-    ``forward(input, hx=None, *, mask=None, lengths=None, resets=None)`` gives ``(output, h)`` as
+    ``forward(input, hx=None, mask=None, lengths=None, resets=None)`` gives ``(output, h)`` as
     torch's does. The further arguments, what runs fused, and the errors are as for ``LSTM``.
 
     Example:
@@ -248,12 +294,13 @@ class GRU(DropIn, nn.GRU):
         self,
         input: Tensor | PackedSequence,
         hx: Tensor | None = None,
-        *,
         mask: Tensor | None = None,
         lengths: Lengths | None = None,
         resets: Tensor | PackedSequence | None = None,
     ) -> tuple[Any, Tensor]:
         """Output and final state; see the class."""
+        if isinstance(input, Proxy):
+            return leaf(self, input, hx, mask=mask, lengths=lengths, resets=resets)
         states = None if hx is None else (hx,)
         ours = self._ours(input, states, mask, lengths, resets)
         return super().forward(input, hx) if ours is None else (ours[0], *ours[1])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from anycell import device, layer
-from anycell.lang.cell import RECURRENT, Cell
+from anycell.lang.cell import Cell
 from anycell.plan import ENGINE_DTYPES, Plan, plan
 from anycell.torch.composite import Call, Inputs, Sizes, States, Weights, composite, linear_names
 from anycell.torch.device import DeviceHost, host_of
@@ -177,8 +177,6 @@ def run_backward(
     sequences: list[list[Tensor | None]] = [[next(kept) for _ in states] for _ in directions]
     resets = [] if options.resets is None else [[next(kept) for _ in states] for _ in directions]
     d_output, *d_final = arriving
-    if d_output is not None and d_output.stride(2) != 1:
-        d_output = d_output.contiguous()
     engine, host = engine_of(form.plan, inputs.x)
     with host.active():
         computed: Any = engine.backward(
@@ -233,60 +231,37 @@ def _differentiable(
 def engine_of(plan: Plan, x: Tensor) -> tuple[Any, TorchHost | DeviceHost]:
     """The module that runs the plan's layers, and torch's arrays as it wants them."""
     if plan.engine == "gpu":
-        return device, host_of(x.dtype, x.device)
+        return device, host_of(getattr(torch, plan.dtype), x.device)
     return layer, HOSTS[plan.dtype]
 
 
 def layer_weights(call: Call, inputs: Inputs) -> list[layer.Weights]:
-    """The weights as the engine takes them: checked, for it reads memory unasked."""
-    cell, size, symbol = call.cell, call.hidden_size, call.cell.states[0].size
-    gates, static, weights = len(cell.gates) * size, inputs.static, []
-    declared, first = [s.initial for s in cell.states], dict(call.sizes).get(symbol, size)
-    for d, w in enumerate(inputs.weights):
-        if w.ih is not None:
-            _expect("weight_ih", w.ih, gates, inputs.x.shape[2])
-        hh = w.hh if w.hh is None else _expect("weight_hh", w.hh, gates, first)
-        params = [_expect(*p, size) for p in zip(cell.param_names, w.params, strict=True)]
-        one = layer.Weights(
+    """The weights as the engine takes them."""
+    declared = [s.initial for s in call.cell.states]
+    return [
+        layer.Weights(
             ih=w.ih,
-            hh=hh if hh is None or 1 in hh.stride() else hh.contiguous(),
-            linears=_linears(call, w) if w.linears else {},
-            bias_ih=w.bias_ih if w.bias_ih is None else _expect("bias_ih", w.bias_ih, gates),
-            bias_hh=w.bias_hh if w.bias_hh is None else _expect("bias_hh", w.bias_hh, gates),
-            params=params,
+            hh=w.hh,
+            bias_ih=w.bias_ih,
+            bias_hh=w.bias_hh,
+            params=w.params,
             initial=declared if inputs.initial is None else [s[d] for s in inputs.initial],
-            reset=None if inputs.reset is None else [s[d].contiguous() for s in inputs.reset],
-            static=static if static is None else static.contiguous(),
+            reset=None if inputs.reset is None else [s[d] for s in inputs.reset],
+            static=inputs.static,
             recurrent_mask=call.options.recurrent_mask,
+            linears=dict(w.linears),
             reverse=d == 1,
         )
-        weights.append(one)
-    return weights
-
-
-def _linears(call: Call, w: Weights) -> dict[str, Tensor | None]:
-    """The weights of further matmuls."""
-    found = dict(w.linears)
-    for l in call.cell.linears:
-        if l.name == RECURRENT:
-            continue
-        given = found[l.name]
-        assert given is not None
-        weight = _expect(f"weight_{l.name}", given, *call.shape(l))
-        found[l.name] = weight if 1 in weight.stride()[-2:] else weight.contiguous()
-        bias = found[f"{l.name}_bias"]
-        if bias is not None:
-            outputs = len(l.declared) * dict(call.sizes).get(l.out_size, call.hidden_size)
-            found[f"{l.name}_bias"] = _expect(f"bias_{l.name}", bias, outputs)
-    return found
+        for d, w in enumerate(inputs.weights)
+    ]
 
 
 def layer_options(call: Call) -> layer.Options:
     """What a call says beside its tensors, as ``anycell.layer`` takes it."""
-    options, mask, resets = call.options, call.options.mask, call.options.resets
+    options = call.options
     return layer.Options(
-        mask=mask if mask is None else mask.view(torch.uint8),
-        resets=resets if resets is None else resets.view(torch.uint8),
+        mask=options.mask,
+        resets=options.resets,
         repeat=options.masked_output == "repeat",
         training=options.training,
         seed=options.seed,
@@ -294,15 +269,6 @@ def layer_options(call: Call) -> layer.Options:
         threads=torch.get_num_threads(),
         checkpoint=options.checkpoint,
     )
-
-
-def _expect(name: str, weight: Tensor, *shape: int) -> Tensor:
-    if weight.shape != shape:
-        raise RuntimeError(
-            f"{name}: given {list(weight.shape)}; expected {list(shape)}, from the layer's sizes. "
-            "Make a layer of the sizes of the weight."
-        )
-    return weight if weight.dim() > 1 else weight.contiguous()
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:

@@ -11,9 +11,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anycell.engines import cpu
+from anycell.layer.arguments import ANY, MATRIX, ROWS
 
 _HERE: AbstractContextManager[Any] = nullcontext()
 _CPU = torch.device("cpu")  # said each time: torch.set_default_device must not move our buffers
+
+
+def fit(array: Tensor, layout: int) -> Tensor:
+    """The tensor, or a contiguous copy where it is not of that layout, or not aligned."""
+    if array.data_ptr() % array.element_size():
+        return array.clone(memory_format=torch.contiguous_format)
+    if layout == ANY or array.is_contiguous():
+        return array
+    strides = array.stride()
+    rows = layout == ROWS and (strides[-1] == 1 or array.shape[-1] < 2)
+    return array if rows or (layout == MATRIX and 1 in strides[-2:]) else array.contiguous()
+
+
+def as_flags(array: Tensor) -> Tensor | None:
+    """Flags as contiguous uint8."""
+    if array.dtype not in (torch.bool, torch.uint8):
+        return None
+    return array.contiguous().view(torch.uint8)
 
 
 class TorchHost:
@@ -36,6 +55,12 @@ class TorchHost:
         if math.prod(shape) * self.dtype.itemsize < cpu.memory.SMALL:
             return self.empty(shape)
         return torch.from_numpy(cpu.memory.empty(shape, str(self.dtype).removeprefix("torch.")))
+
+    def fit(self, array: Tensor, layout: int, wide: bool = False) -> Tensor | None:
+        return fit(array, layout) if array.dtype is self.dtype and array.is_cpu else None
+
+    def as_flags(self, array: Tensor) -> Tensor | None:
+        return as_flags(array) if array.is_cpu else None
 
     # Without a function of Python's between: they are called for everything.
     like = staticmethod(torch.empty_like)

@@ -20,9 +20,10 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable, at the fir
 
 from anycell import cells, layer
 from anycell.lang.cell import Cell
+from anycell.layer import check_checkpoint
 from anycell.plan import Plan
 from anycell.torch import fused
-from anycell.torch.composite import Call, Inputs, Options, Sizes, States
+from anycell.torch.composite import Call, Inputs, Options, Sizes, States, linear_names
 from anycell.torch.ranges import span
 
 AVAILABLE = hasattr(torch.library, "register_autograd")  # since PyTorch 2.4
@@ -31,6 +32,7 @@ AVAILABLE = hasattr(torch.library, "register_autograd")  # since PyTorch 2.4
 # that says so; without it layers on a card are no operators.
 _TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
 ON_CARDS = bool(_TAGS)
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
 _CELLS: dict[str, Cell] = {}
 
 
@@ -136,13 +138,25 @@ class Form(NamedTuple):
     @classmethod
     @functools.lru_cache(maxsize=4096)
     def read(cls, text: str) -> Form:
-        cell, hidden, sizes, dtype, *numbers, checkpoint, given = text.split(" ")
-        layer, directions, *flags = map(int, numbers)
-        initial, reset, repeat, training, keep = map(bool, flags)
-        return cls(
-            cell, int(hidden), sizes, dtype, layer, directions, initial, reset, repeat, training,
-            keep, checkpoint, given,
-        )  # fmt: skip
+        try:
+            cell, hidden, sizes, dtype, *numbers, checkpoint, given = text.split(" ")
+            layer, directions, *flags = map(int, numbers)
+            initial, reset, repeat, training, keep = map(bool, flags)
+            form = cls(
+                cell, int(hidden), sizes, dtype, layer, directions, initial, reset, repeat,
+                training, keep, checkpoint, given,
+            )  # fmt: skip
+            known = directions in (1, 2) and form.hidden_size > 0 and dtype in _DTYPES
+            if form.text() != text or not known or not set(given) <= {"0", "1"}:
+                raise ValueError
+            _sizes(sizes)
+            check_checkpoint(form._checkpoint)
+        except ValueError:
+            raise ValueError(
+                f"form: given {text!r}; expected a text that anycell.torch has written for this "
+                "operator. Export or trace the layer again."
+            ) from None
+        return form
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  (of small tuples)
     def plan(self, hyper: tuple[float, ...], device: str) -> Plan:
@@ -154,15 +168,40 @@ class Form(NamedTuple):
                 "Import the module that defines it, and make a layer of it, before the graph runs."
             )
         if tuple(cell.hyper.values()) != hyper:
+            _expect("hyper", len(hyper), len(cell.hyper))
             cell = cell(**dict(zip(cell.hyper, hyper, strict=True)))
-        found = _plan(cell, self.hidden_size, self.sizes, self.dtype, device)
-        assert isinstance(found, Plan), found
-        return found
+        plan = _plan(cell, self.hidden_size, self.sizes, self.dtype, device)
+        if isinstance(plan, str):
+            raise RuntimeError(f"anycell: the cell {self.cell} of this graph: {plan}.")
+        return plan
 
     def unpack(self, tensors: Sequence[Any], plan: Plan) -> tuple[fused.Form, fused.Flat]:
-        """The call that the tensors make."""
+        """The call that the tensors make.
+
+        That there are as many as the text says, and of which kind are those that are no arrays of
+        the layer, is checked here; the rest by ``anycell.layer.contract``.
+        """
+        cell, count = plan.cell, len(plan.cell.states)
+        learned = 4 + len(cell.params) + len(linear_names(cell))
+        count = 5 + count * (self.initial + self.reset) + self.directions * learned
+        _expect("form, places of tensors", len(self.given), count)
+        _expect("tensors", len(tensors), self.given.count("1"))
         rest = iter(tensors)
         *flat, mask, resets, seed = [next(rest) if c == "1" else None for c in self.given]
+        x = flat[0]
+        _expect("x, axes", None if x is None else x.dim(), 3)
+        assert x is not None
+        for name, flags in (("mask", mask), ("resets", resets)):
+            if flags is not None:
+                kind = torch.bool, tuple(x.shape[:2])
+                _expect(name, (flags.dtype, tuple(flags.shape)), kind)
+        names = [f"state {name!r}" for name in cell.state_names] * self.initial
+        names += [f"reset_state {name!r}" for name in cell.state_names] * self.reset
+        for name, states in zip(names, flat[2:], strict=False):
+            lead = None if states is None or states.dim() == 0 else states.shape[0]
+            _expect(f"{name}, directions", lead, self.directions)
+        if seed is not None:
+            _expect("seed", (seed.dtype, seed.dim()), (torch.int64, 0))
         if mask is not None and resets is not None:
             resets = resets & mask  # what lies under a mask never matters
         options = Options(
@@ -183,6 +222,15 @@ class Form(NamedTuple):
     def apart(self) -> bool:
         """Whether the output is not the sequence of hidden states."""
         return self.given[-3] == "1" and not self.repeat
+
+
+def _expect(name: str, given: Any, expected: Any) -> None:
+    """What an operator is called with must be what its text says: a graph may come from a file."""
+    if given != expected:
+        raise ValueError(
+            f"anycell operator, {name}: given {given}; expected {expected}, from the form and the "
+            "cell. Export or trace the layer again."
+        )
 
 
 def run(call: Call, inputs: Inputs) -> tuple[Tensor, States] | None:
@@ -218,7 +266,7 @@ def run(call: Call, inputs: Inputs) -> tuple[Tensor, States] | None:
 
 def _forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> list[Tensor]:
     named = Form.read(text)
-    form, flat = named.unpack(tensors, named.plan(tuple(hyper), tensors[0].device.type))
+    form, flat = named.unpack(tensors, named.plan(tuple(hyper), _device(tensors)))
     with span(form.call.cell, "forward"):
         inputs = form.unflatten(flat)
         output, final, saved = fused.run_forward(form.call, form.plan, inputs, named.keep)
@@ -230,6 +278,13 @@ def _forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> li
     return [*first, *saved.values, *[s for s in states if s is not None]]
 
 
+def _device(tensors: Sequence[Tensor]) -> str:
+    """The type of the device of x, the first tensor."""
+    if not tensors:
+        _expect("tensors", 0, "x first")
+    return tensors[0].device.type
+
+
 def _kept(named: Form, plan: Plan, x: Tensor) -> list[int]:
     """Which states besides the first are kept: with checkpoints all, at the borders."""
     engine, _ = fused.engine_of(plan, x)
@@ -238,8 +293,9 @@ def _kept(named: Form, plan: Plan, x: Tensor) -> list[int]:
 
 
 def _forward_fake(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> list[Tensor]:
-    form, x = Form.read(text), tensors[0]
-    plan = form.plan(tuple(hyper), x.device.type)
+    form = Form.read(text)
+    plan = form.plan(tuple(hyper), _device(tensors))
+    x = tensors[0]
     (steps, rows, _), d = x.shape, form.directions
     widths = [plan.sizes[state.size] for state in plan.cell.states]
     output = (steps, rows, d * widths[0])
@@ -270,12 +326,16 @@ def _backward(
         text = named._replace(keep=True).text()
         results = _forward(tensors, text, hyper)
         named = Form.read(text)
-    form, flat = named.unpack(tensors, named.plan(tuple(hyper), tensors[0].device.type))
+    form, flat = named.unpack(tensors, named.plan(tuple(hyper), _device(tensors)))
     states, d = form.call.cell.states, form.directions
+    those = _kept(named, form.plan, tensors[0])
+    _expect("results", len(results), 1 + len(states) + named.apart + d * (1 + len(those)))
+    _expect("given", len(given), 1 + len(states))
+    _expect("arriving", len(arriving), sum(given))
+    _expect("needs", len(needs), len(tensors))
     found = list(results)
     hidden = found.pop(1 + len(states)) if named.apart else found[0]
     values, rest = found[1 + len(states) :][:d], iter(found[1 + len(states) + d :])
-    those = _kept(named, form.plan, tensors[0])
     kept = [next(rest) if i in those else None for _ in range(d) for i in range(len(states))]
     inputs, options = form.unflatten(flat), fused.layer_options(form.call)
     resets: list[Tensor] = []

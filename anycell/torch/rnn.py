@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import Cell
@@ -22,6 +23,7 @@ from anycell.torch.arguments import (
 from anycell.torch.composite import Sizes, States, Weights, linear_names
 from anycell.torch.functional import Engine, autocast, fused_plan
 from anycell.torch.recurrent import Lengths, Recurrent
+from anycell.torch.symbolic import leaf, refuse_script
 
 
 class RNN(Recurrent, nn.Module):
@@ -43,7 +45,7 @@ class RNN(Recurrent, nn.Module):
             8 MiB of projected input hold, on a GPU 64. An attribute too. Fused layers heed it.
         sizes: of states that declare one, by its symbol: ``P=64`` for ``state="h:P c"``.
 
-    ``forward`` takes, all but the first two by name, and gives (output, final state):
+    ``forward`` takes (pass all but the first two by name), and gives (output, final state):
         x: ``[T, B, input_size]``, ``[B, T, input_size]`` if ``batch_first``, or, with no batch,
             ``[T, input_size]``; or a ``PackedSequence``, and then the output is one.
         state: a tuple in the cell's order, ``[num_layers * D, B, H]`` each, D = 2 if bidirectional
@@ -155,7 +157,6 @@ class RNN(Recurrent, nn.Module):
         self,
         x: Tensor | PackedSequence,
         state: Tensor | States | None = None,
-        *,
         mask: Tensor | None = None,
         lengths: Lengths | None = None,
         resets: Tensor | PackedSequence | None = None,
@@ -164,10 +165,23 @@ class RNN(Recurrent, nn.Module):
         masked_output: str = "zero",
     ) -> tuple[Any, Tensor | States]:
         """Output and final state; see the class."""
+        # No argument is for names alone: torch.onnx's older exporter passes all by position.
+        if isinstance(x, Proxy):
+            return leaf(
+                self,
+                x,
+                state,
+                mask=mask,
+                lengths=lengths,
+                resets=resets,
+                reset_state=reset_state,
+                static=static,
+                masked_output=masked_output,
+            )
         rows = self._check_input(x)
         like = x.data if isinstance(x, PackedSequence) else x
         static = check_static(self.cell, static, (*rows, self.hidden_size), like)
-        if masked_output not in ("zero", "repeat"):
+        if not isinstance(masked_output, str) or masked_output not in ("zero", "repeat"):
             raise ValueError(
                 f"masked_output: given {masked_output!r}; expected 'zero' or 'repeat'. "
                 "Leave it out for zeros."
@@ -186,6 +200,9 @@ class RNN(Recurrent, nn.Module):
             masked_output=masked_output,
         )
         return output, final if len(final) > 1 else final[0]
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_script(self)
 
     def _check_input(self, x: Any) -> tuple[int, ...]:
         """The batch axis of what else comes per row: ``(B,)``, or none."""

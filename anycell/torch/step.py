@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from anycell import cells
 from anycell.lang.cell import Cell
 from anycell.layer import shapes
 from anycell.torch.arguments import check_layer, check_states, check_static, check_tensor
 from anycell.torch.composite import Call, Inputs, Options, Sizes, States
-from anycell.torch.functional import Engine, fused_plan, layer
+from anycell.torch.functional import Engine, autocast, fused_plan, layer
 from anycell.torch.recurrent import draw_seed
 from anycell.torch.rnn import initialise, learned
+from anycell.torch.symbolic import leaf, refuse_script
 
 _ONE_STEP = Engine("torch", "a single step reads the weights once: packing them first does not pay")
+_OPERATORS: dict[Cell, Any] = {
+    cells.LSTM: torch.lstm_cell,
+    cells.GRU: torch.gru_cell,
+    cells.RNN: torch.rnn_tanh_cell,
+    cells.RNN(nonlinearity="relu"): torch.rnn_relu_cell,
+}
 
 
 class LSTMCell(nn.LSTMCell):
@@ -51,7 +59,7 @@ class RNNCell(nn.Module):
     Args:
         cell, input_size, hidden_size, bias, device, dtype, sizes: as for ``RNN``.
 
-    ``forward(x, state=None, *, static=None)`` takes ``[B, input_size]`` or, with no batch,
+    ``forward(x, state=None, static=None)`` takes ``[B, input_size]`` or, with no batch,
     ``[input_size]``, the state as a tuple in the cell's order, ``[B, H]`` each (of one state the
     tensor itself; default: what the cell declares), and the cell's static input ``[B, H]``; it
     gives the new state in the same form.
@@ -108,6 +116,8 @@ class RNNCell(nn.Module):
     @property
     def engine(self) -> Engine:
         """What runs this cell, and why."""
+        if self.cell in _OPERATORS and not autocast():
+            return _ONE_STEP
         plan = fused_plan(self.cell, self.hidden_size, self.weight_ih, self._sizes)
         if isinstance(plan, str):
             return Engine("reference", plan)
@@ -122,14 +132,18 @@ class RNNCell(nn.Module):
         shown = f"{self.cell!r}, {self.input_size}, {self.hidden_size}"
         return shown if self.bias == self.cell.bias else f"{shown}, bias={self.bias}"
 
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_script(self)
+
     def forward(
         self,
         x: Tensor,
         state: Tensor | States | None = None,
-        *,
         static: Tensor | None = None,
     ) -> Tensor | States:
         """The new state; see the class."""
+        if isinstance(x, Proxy):
+            return leaf(self, x, state, static=static)
         rows = tuple(x.shape[:-1]) if isinstance(x, Tensor) and x.dim() == 2 else ()
         check_tensor("x", x, (*rows, self.input_size), "one step of the input", self.weight_ih)
         states = check_states("state", state, self.cell, self.sizes, rows, x)
@@ -138,10 +152,27 @@ class RNNCell(nn.Module):
             x = x.unsqueeze(0)
             states = states and tuple(s.unsqueeze(0) for s in states)
             static = None if static is None else static.unsqueeze(0)
+        new = self._vendors(x, states) or self._ours(x, states, static)
+        if not rows:
+            new = tuple(s.squeeze(0) for s in new)
+        return new if len(new) > 1 else new[0]
+
+    def _vendors(self, x: Tensor, states: States | None) -> States | None:
+        """torch's own operator, of the cells that it has one for."""
+        operator = _OPERATORS.get(self.cell)
+        if operator is None or autocast():
+            return None
+        if states is None:
+            states = (x.new_zeros(len(x), self.hidden_size),) * len(self.cell.states)
+        w = learned(self)
+        new = operator(x, states if len(states) > 1 else states[0], *w[:4])
+        return new if len(states) > 1 else (new,)
+
+    def _ours(self, x: Tensor, states: States | None, static: Tensor | None) -> States:
+        """A sequence of one step."""
         draws = self.training and bool(self.cell.keeps)
         options = Options(training=self.training, seed=draw_seed() if draws else 0)
         call = Call(self.cell, self.hidden_size, options, sizes=self._sizes)
         initial = states and tuple(s.unsqueeze(0) for s in states)
         _, final = layer(call, Inputs(x.unsqueeze(0), static, initial, None, [learned(self)]))
-        new = tuple(s[0] if rows else s[0, 0] for s in final)
-        return new if len(new) > 1 else new[0]
+        return tuple(s.squeeze(0) for s in final)

@@ -51,13 +51,8 @@ class Prepared:
         for (w,) in module._weights():
             if not all(memory(t, self.dtype) for t in _tensors(w)):
                 return None
-            # What the fused engine checks and makes contiguous, without its input.
-            like = w.ih.new_empty(1, 0, w.ih.shape[1])
-            weights += fused.layer_weights(
-                call, Inputs(like, None, None, None, [w.map(Tensor.detach)])
-            )
-        for w in weights:
-            w.ih = w.ih if 1 in w.ih.stride() else w.ih.contiguous()
+            detached = Inputs(w.ih, None, None, None, [w.map(Tensor.detach)])
+            weights += fused.layer_weights(call, detached)
         host, sizes = HOSTS[plan.dtype], dict(plan.sizes)
         return Stream(host, plan.cell, sizes, plan.dtype, weights, torch.get_num_threads())
 

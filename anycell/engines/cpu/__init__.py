@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from anycell.engines.cpu import check, memory, pool
 from anycell.engines.cpu import kernel as _kernel
-from anycell.engines.cpu import memory, pool
 from anycell.engines.cpu.kernel import Kernel
 from anycell.plan import Plan
 
 LINE = 64  # bytes of a cache line: weights and scratch start on one
+WORTH_SPREADING = 1 << 16  # numbers to pack below which another thread takes longer to wake
 
 
 def compiled(plan: Plan, backward: bool = False) -> Kernel:
@@ -24,12 +25,17 @@ def compiled(plan: Plan, backward: bool = False) -> Kernel:
 
 
 class Table:
-    """The argument table of one kernel call: 64-bit integers and addresses by name, 0 until set."""
+    """The argument table of one kernel call: 64-bit integers and addresses by name, 0 until set.
 
-    __slots__ = ("address", "entries", "index")
+    Attributes:
+        bounds: of the arrays that addresses point into, for ``check``; empty if it is off.
+    """
+
+    __slots__ = ("address", "bounds", "entries", "index")
 
     def __init__(self, index: dict[str, int], entries: array[int] | None = None) -> None:
         self.index = index
+        self.bounds: dict[str, check.Bounds] = {}
         # Behind the entries, on a cache line of its own, the counter of the threads' barrier.
         self.entries = entries or array("q", bytes(8 * (len(index) + 2 * LINE // 8)))
         self.address, _ = self.entries.buffer_info()
@@ -41,7 +47,10 @@ class Table:
 
     def copy(self) -> Table:
         """A table of its own with the same entries."""
-        return Table(self.index, self.entries[:])
+        table = Table(self.index, self.entries[:])
+        if check.ON:
+            table.bounds.update(self.bounds)
+        return table
 
     def set(self, **values: int) -> None:
         """Sets entries; each must exist in this kernel."""
@@ -49,10 +58,10 @@ class Table:
         for name, value in values.items():
             entries[index[name]] = value
 
-    def point(self, name: str, address: int, time: int, row: int) -> None:
-        """Sets an address and its strides in elements, per step and per row of the batch."""
-        entries, at = self.entries, self.index[name]  # the strides follow the address
-        entries[at], entries[at + 1], entries[at + 2] = address, time, row
+    def step(self, name: str, time: int, row: int) -> None:
+        """Sets the strides of an array, in elements, per step and per row of the batch."""
+        entries, at = self.entries, self.index[name]  # they follow the address
+        entries[at + 1], entries[at + 2] = time, row
 
     def start(self, steps: int) -> None:
         """Makes the table ready for a call over so many steps."""
@@ -118,6 +127,7 @@ def pack(
     bias_h: int,
     threads: int,
     inputs: int = 0,
+    bounds: check.Bounds | None = None,
 ) -> None:
     """Packs the weight of a matmul, and its biases, for ``kernel``.
 
@@ -130,12 +140,17 @@ def pack(
         threads: at most so many.
         inputs: if not 0 it is the weight of the input, ``[out, inputs]``, that is packed, and
             ``packed`` has place for ``kernel.projection(inputs).packed_elements``.
+        bounds: of the weight's array, for ``check``.
     """
     heads, rows, columns = (0, *strides)[-3:]
     inner = inputs or kernel.inner[number]
+    if check.ON:
+        shape = kernel.sources[number] if not inputs else (1, kernel.sources[number][1], inputs)
+        axes = tuple(zip(shape, (heads, rows, columns), strict=True))
+        for span in check.reach("weight", source, kernel.itemsize, 1, axes):
+            check.inside(span, bounds)
     table = array("q", [source, heads, rows, columns, bias_x, bias_h, packed, inner])
-    # Below that a second thread takes longer to wake than to help.
-    parts = threads if kernel.packed_elements[number] > 1 << 16 else 1
+    parts = threads if kernel.packed_elements[number] > WORTH_SPREADING else 1
     pool.parallel(kernel.pack[number], table.buffer_info()[0], parts)
 
 
@@ -146,6 +161,9 @@ def hyperparameters(plan: Plan) -> np.ndarray:
 
 def run(kernel: Kernel, calls: Sequence[Table], threads: int) -> None:
     """Runs one call per direction, all of the same kernel, on up to ``threads`` threads."""
+    if check.ON:
+        for call in calls:
+            check.check(kernel, call.index, call.entries, call.bounds, threads)
     header = array("q", [len(calls), *[call.address for call in calls]])
     pool.parallel(kernel.run, header.buffer_info()[0], threads)
 
@@ -156,6 +174,7 @@ __all__ = [
     "Kernel",
     "Scratch",
     "Table",
+    "check",
     "compiled",
     "hyperparameters",
     "memory",

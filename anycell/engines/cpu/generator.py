@@ -28,6 +28,7 @@ from anycell.engines.cpu import ops
 from anycell.engines.cpu.geometry import INPUT, REALS, Geometry, Matmul, matmuls, projecting
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant
 from anycell.engines.cpu.matmul import Blocks, print_packing
+from anycell.lang.cell import INPUT as INPUT_SIZE
 from anycell.lang.expr import Expr, is_const, topological
 from anycell.lang.ops import is_reduction
 from anycell.plan import FREE, MATMULS, Plan, gradient_roots, is_narrow, passes, size_of
@@ -75,6 +76,39 @@ def arguments(plan: Plan, backward: bool) -> tuple[str, ...]:
         arrays += ["input"]
     names += [f"{array}{suffix}" for array in arrays for suffix in ("", "_t", "_b")]
     return (*names, "static", "recurrent_mask", "bias_x", "bias_h")
+
+
+def extents(plan: Plan, backward: bool, saved_width: int) -> dict[str, tuple[str, int]]:
+    """What the arrays of that table have: along which axes, and how many numbers in a row.
+
+    Axes are "steps" (of rows, by strides), "rows" (by a stride or one after the other), "groups" of
+    rows, and "once". The input of a kernel that multiplies it itself has ``inputs`` numbers.
+    """
+    cell, h, widths = plan.cell, plan.hidden_size, [plan.sizes[s.size] for s in plan.cell.states]
+    gates = len(cell.gates) * h
+    masks = [n.attrs[0] for n in topological(cell.next) if n.op == "recurrent_mask"]
+    arrays = {"saved": ("steps", saved_width), "static": ("rows", h)}
+    for i, width in enumerate(widths):
+        arrays |= {f"state{i}": ("steps", width), f"reset{i}": ("rows", width)}
+        if backward:
+            arrays |= {f"dstate{i}": ("rows", width), f"dreset{i}": ("rows", width)}
+    arrays |= {f"param{i}": ("once", h) for i in range(len(cell.params))}
+    arrays |= {"bias_x": ("once", gates), "bias_h": ("once", gates)}
+    # One mask, or one for each gate: [B, width] or [G, B, width].
+    arrays["recurrent_mask"] = "rows", (1 + max(masks, default=0)) * widths[0]
+    if not backward:
+        # Of a cell that multiplies the input in its step, x is that input.
+        projects = any(l.operand.op == "input" for l in cell.linears)
+        entering = plan.sizes[INPUT_SIZE] if projects else gates
+        arrays |= {"x": ("steps", entering), "input": ("steps", 0), "out": ("steps", widths[0])}
+        arrays["product"] = "rows", gates
+        return arrays
+    arrays |= {"dy": ("steps", widths[0]), "dx": ("steps", gates), "dstatic": ("rows", h)}
+    arrays["dparam"] = ("groups", len(cell.params) * h)
+    for k, l in enumerate(cell.linears):
+        arrays[f"dr{k}"] = ("steps", len(l.outputs) * plan.sizes[l.out_size])
+        arrays[f"operand{k}"] = ("steps", plan.sizes[l.in_size])
+    return arrays
 
 
 class Generator:

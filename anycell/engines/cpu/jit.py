@@ -14,6 +14,10 @@ The cache holds machine code that will be executed, hence the care: a directory 
 nobody else can write, entries named by everything that went into them, sealed by a checksum and put
 in place by a rename. Whatever is wrong with an entry, it is compiled again; whatever is wrong with
 the directory, there is one warning and no cache.
+
+The directory may hold files of others, whose owner named it without knowing what we do there. So
+what is not a file of our name with our mark is neither followed, read nor deleted, and does not
+count.
 """
 
 from __future__ import annotations
@@ -22,13 +26,17 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 import stat
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
+
+from anycell.environment import switch
 
 from . import image, isa
 from .ir import Target
@@ -38,10 +46,12 @@ FORMAT = 2  # raise it when the way from text to machine code changes, so that n
 # computes twice, shorter forms of an instruction. All of level 2 takes twice as long to compile,
 # and what comes out is no faster.
 PASSES = ("sroa", "simplify_cfg", "new_gvn", "instruction_combine")
-LIMIT = 256 << 20  # bytes of the cache directory beyond which the oldest entries go
+LIMIT = 256 << 20  # bytes of all entries together beyond which the oldest go
+ABANDONED = 3600  # seconds after which a draft is of a process that died: it takes one a moment
 
 _MAGIC = b"anycell\0"
 _SEAL = len(_MAGIC) + hashlib.sha256().digest_size
+_NAME = re.compile(r"[0-9a-f]{64}(?P<draft>\.[0-9a-f]{16})?")
 
 Text = str | Callable[[], str]  # or what prints it
 
@@ -98,7 +108,7 @@ def compile(
         symbols: the functions whose addresses will be asked for.
         recipe: all that the text follows from; the cache then goes by it, and not by the text.
     """
-    if os.environ.get("ANYCELL_DEBUG", "0") not in ("", "0"):
+    if switch("ANYCELL_DEBUG", default=False):
         print(_printed(text), file=sys.stderr)
     with lock:
         name = _key(text, symbols, target, recipe)
@@ -111,13 +121,28 @@ def stored(
     text: Text, symbols: Sequence[str], target: Target, recipe: str | None = None
 ) -> bytes | None:
     """The object file that `compile` would find in the cache; None where there is none."""
-    if os.environ.get("ANYCELL_CACHE") == "0":
+    if not enabled():
         return None
     try:
         with lock, _Cache(cache_directory(), create=False) as cache:
             return cache.read(_key(text, symbols, target, recipe))
     except OSError:
         return None
+
+
+def enabled() -> bool:
+    """Whether kernels are kept on disk: unless `ANYCELL_CACHE` is 0."""
+    return switch("ANYCELL_CACHE", default=True)
+
+
+def kept() -> list[int]:
+    """The bytes of each entry of the cache.
+
+    Raises:
+        OSError: where the cache cannot be used.
+    """
+    with _Cache(cache_directory(), create=False) as cache:
+        return [file.size for file in cache.files() if not file.draft and cache.is_ours(file)]
 
 
 def _printed(text: Text) -> str:
@@ -240,7 +265,10 @@ def _key(text: Text, symbols: Sequence[str], target: Target, recipe: str | None 
 def cache_directory() -> str:
     """Where compiled kernels are kept: `$ANYCELL_CACHE_DIR`, else the user's cache directory."""
     if chosen := os.environ.get("ANYCELL_CACHE_DIR"):
-        return os.path.abspath(os.path.expanduser(chosen))
+        path = os.path.expanduser(chosen)
+        with contextlib.suppress(OSError):  # a relative path, and the working directory is gone
+            path = os.path.abspath(path)
+        return path
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # the XDG specification says to ignore a relative one
         base = os.path.join(os.path.expanduser("~"), ".cache")
@@ -264,6 +292,15 @@ def _check_private(status: os.stat_result) -> None:
         )
 
 
+class _File(NamedTuple):
+    """What may be an entry or a draft by its name and kind."""
+
+    written: float
+    size: int
+    name: str
+    draft: bool
+
+
 class _Cache:
     """An open cache directory.
 
@@ -278,19 +315,23 @@ class _Cache:
                 os.mkdir(path, 0o700)
         self.path = path
         self._fd: int | None = None
-        if {os.open, os.rename, os.unlink} <= os.supports_dir_fd and os.scandir in os.supports_fd:
+        if {os.open, os.rename, os.unlink, os.stat} <= os.supports_dir_fd and (
+            os.scandir in os.supports_fd
+        ):
             self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            _check_private(os.stat(path if self._fd is None else self._fd))
-            if not os.path.isdir(path):
+            status = os.stat(path if self._fd is None else self._fd)
+            _check_private(status)
+            if not stat.S_ISDIR(status.st_mode):
                 raise NotADirectoryError("it is not a directory")
-        except OSError:
+        except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         if self._fd is not None:
-            os.close(self._fd)
+            with contextlib.suppress(OSError):  # nothing was written by way of this descriptor
+                os.close(self._fd)
 
     def __enter__(self) -> _Cache:
         return self
@@ -298,20 +339,29 @@ class _Cache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self, name: str, flags: int) -> int:
-        for extra in ("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY"):  # those of them that the system has
+    def _open(self, path: str, flags: int) -> int:
+        # Those of them that the system has. What only looks like a file of ours is not followed,
+        # not waited for (a FIFO), and no terminal of ours.
+        for extra in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"):
             flags |= getattr(os, extra, 0)
-        return os.open(self._name(name), flags, 0o600, dir_fd=self._fd)
+        return os.open(path, flags, 0o600, dir_fd=self._fd)
 
     def _name(self, name: str) -> str:
         return name if self._fd is not None else os.path.join(self.path, name)
 
+    def _contents(self, name: str, most: int = -1) -> bytes:
+        """The bytes of a file, the first so many; OSError where it is none, or not ours alone."""
+        with open(self._name(name), "rb", opener=self._open) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > LIMIT:
+                raise OSError("it is no entry")
+            _check_private(status)
+            return file.read(most)
+
     def read(self, name: str) -> bytes | None:
         """The code stored under `name`; None where there is none that can be trusted."""
         try:
-            with open(self._open(name, os.O_RDONLY), "rb") as file:
-                _check_private(os.fstat(file.fileno()))
-                entry = file.read()
+            entry = self._contents(name)
         except OSError:
             return None
         code = entry[_SEAL:]
@@ -319,34 +369,66 @@ class _Cache:
 
     def write(self, name: str, code: bytes) -> None:
         """Put an entry in place, whole or not at all."""
+        with contextlib.suppress(FileNotFoundError):
+            mode = os.stat(self._name(name), dir_fd=self._fd, follow_symlinks=False).st_mode
+            if not stat.S_ISREG(mode):
+                raise FileExistsError(f"{name} is there, and is not a file")
         draft = f"{name}.{os.urandom(8).hex()}"
-        fd = self._open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            with open(fd, "wb") as file:
+            with open(self._name(draft), "xb", opener=self._open) as file:
                 file.write(_sealed(name, code))
             os.replace(
                 self._name(draft), self._name(name), src_dir_fd=self._fd, dst_dir_fd=self._fd
             )
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(self._name(draft), dir_fd=self._fd)
+        except FileExistsError:  # the draft's name is somebody's
             raise
-        self._prune()
+        except BaseException:
+            self._unlink(draft)
+            raise
+        with contextlib.suppress(OSError):  # the entry is in place; the next one makes room
+            self._prune()
+
+    def files(self) -> list[_File]:
+        """The files that have names as we give them."""
+        files = []
+        with os.scandir(self.path if self._fd is None else self._fd) as listing:
+            for item in listing:
+                name = _NAME.fullmatch(item.name)
+                with contextlib.suppress(OSError):  # another process put its draft in place
+                    status = item.stat(follow_symlinks=False) if name else None
+                    if name and status and stat.S_ISREG(status.st_mode):
+                        draft = name["draft"] is not None
+                        files.append(_File(status.st_mtime, status.st_size, item.name, draft))
+        return files
+
+    def is_ours(self, file: _File) -> bool:
+        """Whether it bears our mark; of a draft as much as was written."""
+        try:
+            mark = self._contents(file.name, len(_MAGIC))
+        except OSError:
+            return False
+        return _MAGIC.startswith(mark) if file.draft else mark == _MAGIC
 
     def _prune(self) -> None:
-        """Drop the oldest entries once all of them together are over the limit."""
-        found = []
-        with os.scandir(self.path if self._fd is None else self._fd) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):  # another process put its draft in place
-                    found.append((entry.stat(follow_symlinks=False), entry.name))
-        excess = sum(status.st_size for status, _ in found) - LIMIT
-        for status, name in sorted(found, key=lambda item: item[0].st_mtime):
+        """Drop what a crash left of drafts, and the oldest entries once all are over the limit."""
+        files, forgotten = self.files(), time.time() - ABANDONED
+        for file in files:
+            if file.draft and file.written < forgotten and self.is_ours(file):
+                self._unlink(file.name)
+        entries = [file for file in files if not file.draft]
+        if sum(file.size for file in entries) <= LIMIT:  # to look into each would take longer
+            return
+        entries = [file for file in entries if self.is_ours(file)]
+        excess = sum(file.size for file in entries) - LIMIT
+        for file in sorted(entries):
             if excess <= 0:
                 break
-            with contextlib.suppress(OSError):  # another process was faster
-                os.unlink(self._name(name), dir_fd=self._fd)
-            excess -= status.st_size
+            self._unlink(file.name)
+            excess -= file.size
+
+    def _unlink(self, name: str) -> None:
+        with contextlib.suppress(OSError):  # another process was faster
+            os.unlink(self._name(name), dir_fd=self._fd)
 
 
 _warned: set[str] = set()
@@ -368,7 +450,7 @@ def _warn(error: OSError) -> None:
 
 def _cached(name: str, build: Callable[[], bytes]) -> tuple[bytes, bool]:
     """The code of `name`, and whether it was in the cache; if it was not, it now is."""
-    if os.environ.get("ANYCELL_CACHE") == "0":
+    if not enabled():
         return build(), False
     try:
         cache = _Cache(cache_directory())

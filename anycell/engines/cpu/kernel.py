@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 
 from anycell.engines.cpu import isa, jit
-from anycell.engines.cpu.generator import Generator
+from anycell.engines.cpu.generator import Generator, extents
 from anycell.engines.cpu.geometry import Matmul
 from anycell.engines.cpu.ir import Target
 from anycell.engines.cpu.sources import fingerprint
@@ -26,6 +26,8 @@ class Kernel:
         self.index = generator.names
         self.workspace = generator.workspace
         self.saved_width = generator.saved_width
+        self.itemsize = generator.plan.itemsize
+        self.extents = extents(generator.plan, generator.backward, generator.saved_width)
         # A row reduction, or a matmul inside the step, needs all units of a row in one thread.
         self.units_splittable = not generator.row_wise
         self.tiles = generator.geometry.tiles
@@ -35,6 +37,9 @@ class Kernel:
         )
         self.packed_elements = [m.packed_elements for m in generator.matmuls]
         self.inner = [m.geometry.inner for m in generator.matmuls]
+        # Heads, rows and columns of the weights that are packed.
+        sizes = generator.plan.sizes
+        self.sources = [(1, *m.linear.shape(sizes))[-3:] for m in generator.matmuls]
         self.projecting = generator.projecting
         self.packed_bytes = sum(self.packed_elements) * generator.plan.itemsize
         self.run = library.address("run")

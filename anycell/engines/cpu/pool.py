@@ -35,6 +35,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from anycell import environment
+
 from . import ir, isa, jit
 
 SPIN = 8000  # turns a thread spins before it sleeps: 0.1 to 0.4 ms, a layer's way to the next call
@@ -52,27 +54,35 @@ def threads() -> int:
 
     What `set_threads` said, else `ANYCELL_NUM_THREADS`, else `OMP_NUM_THREADS`, else the CPUs that
     this process may use, all looked at anew each time.
+
+    Raises:
+        ValueError: for an `ANYCELL_NUM_THREADS` that is no whole number from 1 to `MOST`.
     """
     if _chosen is not None:
         return _chosen
-    if given := os.environ.get("ANYCELL_NUM_THREADS"):
-        if not given.strip().isdecimal() or int(given) < 1:
-            raise ValueError(f"ANYCELL_NUM_THREADS={given!r}: expected a whole number, at least 1")
-        return int(given)
+    if count := environment.whole_number("ANYCELL_NUM_THREADS", MOST):
+        return count
     # OpenMP allows a list, one number per nesting level, and ignores what it cannot read.
-    outer = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if outer.isdecimal() and int(outer) > 0:
-        return int(outer)
+    outer = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if count := environment.number(outer, MOST):
+        return count
     if hasattr(os, "sched_getaffinity"):
         return max(1, min(len(os.sched_getaffinity(0)), _quota()))
     return os.cpu_count() or 1
 
 
 def set_threads(count: int | None) -> None:
-    """Fix what `threads()` says; None goes back to the environment and the machine."""
+    """Fix what `threads()` says; None goes back to the environment and the machine.
+
+    Raises:
+        ValueError: for what is no whole number from 1 to `MOST`.
+    """
     global _chosen
-    if count is not None and (isinstance(count, bool) or int(count) != count or count < 1):
-        raise ValueError(f"threads: expected a whole number, at least 1, got {count!r}")
+    whole = isinstance(count, (int, np.integer)) and not isinstance(count, bool)
+    if count is not None and not (whole and 1 <= count <= MOST):
+        raise ValueError(
+            f"threads: given {count!r}; expected a whole number from 1 to {MOST}, or None."
+        )
     _chosen = None if count is None else int(count)
 
 

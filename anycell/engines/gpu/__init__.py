@@ -37,6 +37,7 @@ class Host(Protocol):
     ``shape``, ``reshape`` and ``sum(0)``. ``wide`` arrays are float32, others of the plan's dtype.
 
     Attributes:
+        dtype: of the plan, as the framework has it.
         tf32: whether matmuls may round float32 operands to 19 bits.
         limits: the device as ``capacity`` knows it; None where kernels are interpreted.
         tier: forces one; None lets ``capacity`` choose.
@@ -48,6 +49,7 @@ class Host(Protocol):
         patience: nanoseconds that they wait.
     """
 
+    dtype: Any
     tf32: bool
     limits: Device | None
     tier: int | None
@@ -77,6 +79,12 @@ class Host(Protocol):
     def flags(self, count: int) -> Array:
         """So many int32 zeros."""
         ...
+
+    # What ``anycell.layer.contract`` asks: see ``anycell.layer.Arrays``.
+
+    def fit(self, array: Array, layout: int, wide: bool = False) -> Array | None: ...
+
+    def as_flags(self, array: Array) -> Array | None: ...
 
     def pointer(self, array: Array) -> int: ...
 

@@ -10,25 +10,26 @@ its interpreter, on arrays of PyTorch on the CPU.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import re
+import secrets
+import stat
 import subprocess
 import tempfile
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anycell.engines.cpu.jit import cache_directory
+from anycell.engines.cpu.jit import cache_directory, enabled
 from anycell.engines.gpu.text import Printed
 
 # Arguments that Triton adds at the end of each kernel: scratch memory, and that of its profiler.
 TRITONS_OWN = 2
 REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of a multiprocessor, of a thread
-_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -67,23 +68,34 @@ def function(printed: Printed) -> Any:
 
 def _written(printed: Printed) -> str:
     """The file with the text."""
-    key = hashlib.sha256(printed.source.encode()).hexdigest()[:16]
     directory = os.path.join(cache_directory(), "triton")
     try:
-        if os.environ.get("ANYCELL_CACHE") == "0":
+        if not enabled():
             raise PermissionError("the user wants none")
         os.makedirs(directory, mode=0o700, exist_ok=True)
         status = os.stat(directory)
         if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
-            directory = _private()
+            raise PermissionError("others can write it")
+        return _put(directory, printed)
     except OSError:
-        directory = _private()
+        return _put(_private(), printed)
+
+
+def _put(directory: str, printed: Printed) -> str:
+    """Writes the text to a file of this directory, whole or not at all."""
+    key = hashlib.sha256(printed.source.encode()).hexdigest()[:16]
     path = os.path.join(directory, f"{printed.name}_{key}.py")
-    with _lock:
-        draft = f"{path}.{os.getpid()}"
-        with open(draft, "w", encoding="utf-8") as file:
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        raise FileExistsError(f"{path} is not a file of ours")
+    draft = f"{path}.{secrets.token_hex(8)}"
+    try:
+        with open(draft, "x", encoding="utf-8") as file:
             file.write(printed.source)
         os.replace(draft, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise
     return path
 
 

@@ -79,6 +79,7 @@ def print_step(plan: Plan, form: Form) -> Step:
         sizes = dict.fromkeys(getattr(l, side) for l in ahead)
         if last:
             sizes |= dict.fromkeys(state.size for state in plan.cell.states)
+            sizes |= dict.fromkeys(size for size, _ in _kept(plan, form))
             sizes |= dict.fromkeys(["H"] if form.backward else [])
             sizes |= dict.fromkeys(_operand_sizes(plan, form))
             sizes |= dict.fromkeys(l.out_size for l in plan.cell.linears if form.backward)
@@ -132,6 +133,12 @@ def _operand_sizes(plan: Plan, form: Form) -> Iterable[str]:
     return (l.in_size for l in plan.cell.linears if form.backward and apart(plan, form, l))
 
 
+def _kept(plan: Plan, form: Form) -> list[tuple[str, Expr]]:
+    """What the forward pass saves for the backward pass, and its size."""
+    nodes = (*plan.saved, *plan.saved_rows) if form.keep and not form.backward else ()
+    return [(plan.cell.sizes.get(node, "H"), node) for node in nodes]
+
+
 class _Kernel(Text):
     """The kernel of one stage, for the results of one size."""
 
@@ -151,7 +158,7 @@ class _Kernel(Text):
             found = [l.operand for l in self.ahead]
             if self.last:
                 found += [n for s, n in zip(cell.states, cell.next, strict=True) if s.size == of]
-                found += self.kept(plan, form)
+                found += [node for size, node in _kept(plan, form) if size == of]
             return found
         found = [d for l in self.ahead for d in g.linear[l.name].values()]
         if self.last:
@@ -165,11 +172,6 @@ class _Kernel(Text):
                 found += [*g.x.values(), *g.param.values()]
                 found += [] if g.static is None else [g.static]
         return found
-
-    def kept(self, plan: Plan, form: Form) -> list[Expr]:
-        """The values of this size that are saved for the backward pass."""
-        nodes = (*plan.saved, *plan.saved_rows) if form.keep else ()
-        return [n for n in nodes if plan.cell.sizes.get(n, "H") == self.of]
 
     def printed(self, name: str, where: str) -> Printed | None:
         """The kernel; None where it has nothing to write."""
@@ -222,7 +224,7 @@ class _Kernel(Text):
                 row = self.row(f"state{i}", "t + 1", tag="_after")
                 self.store(self.at(row, 0, of), new, of)
         if self.last:
-            self.store_saved(self.kept(self.plan, self.form))
+            self.store_saved([n for size, n in _kept(self.plan, self.form) if size == of])
 
     def _working(self, i: int, step: str) -> str:
         """State i > 0 in float32, two steps of it, which take turns."""

@@ -1,0 +1,45 @@
+"""What a contender is: a layer that is ready to run, and what it can be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from anycell.bench.errors import Unsupported
+
+Array = npt.NDArray[np.floating]
+Mode = Literal["inference", "training", "recurrence"]
+
+
+@dataclass
+class Task:
+    """Something to run: unprepared by default."""
+
+    call: Callable[[], object]
+    results: Callable[[], dict[str, Array]]
+    prepare: Callable[[], object] = lambda: None
+
+
+@dataclass
+class Contender:
+    """A layer that is ready to run.
+
+    Attributes:
+        tasks: what it can do.
+        around: holds the settings that its calls need, such as threads.
+        engine: what runs it, where that is a choice, and why.
+    """
+
+    tasks: dict[Mode, Task]
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    engine: tuple[str, str] | None = None
+
+    def task(self, mode: Mode) -> Task:
+        if mode not in self.tasks:
+            raise Unsupported(f"no {mode}")
+        return self.tasks[mode]

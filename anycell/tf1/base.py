@@ -1,0 +1,351 @@
+"""What every cell of TensorFlow 1 is: one step, in a scope of variables; and a run of many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from anycell.keras.call import Tensor
+from anycell.keras.rule import Engine
+
+v1 = tf.compat.v1
+DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+
+
+class LSTMStateTuple(NamedTuple):
+    """The state of an LSTM, ``[B, units]`` and ``[B, size of the output]``: c comes first."""
+
+    c: Tensor
+    h: Tensor
+
+    @property
+    def dtype(self) -> Any:
+        """That of both."""
+        if self.c.dtype != self.h.dtype:
+            raise TypeError(f"state: given {self.c.dtype} for c and {self.h.dtype} for h.")
+        return self.c.dtype
+
+
+class RNNCell(tf.Module):
+    """``tf.compat.v1.nn.rnn_cell.RNNCell``: ``cell(inputs, state)`` is one step.
+
+    A subclass of yours has ``call(inputs, state)``, which returns the output and the new state, and
+    ``state_size`` and ``output_size``. TensorFlow's own loop runs it, step by step.
+
+    Args:
+        trainable: whether optimizers train its variables.
+        name: of its scope of variables; None is that of the class, ``MyCell`` being ``my_cell``.
+        dtype: of inputs, states and variables; None is that of the first inputs.
+
+    Attributes:
+        state_size: of the state, or sizes in the structure that the state has.
+        output_size: of the output.
+        engine: what runs it on this machine, and why: "cpu" is a fused kernel, "composite" a loop
+            of TensorFlow's over the steps.
+    """
+
+    state_size: Any
+    output_size: Any
+    # Subclasses of TensorFlow 1's need not have called __init__.
+    dtype: Any = None
+    trainable = True
+    _reuse: Any = None
+    _base_name: str | None = None
+    _scope: Any = None
+    _called = False
+
+    def __init__(
+        self, trainable: bool = True, name: str | None = None, dtype: Any = None, _reuse: Any = None
+    ) -> None:
+        super().__init__()
+        self.trainable, self._base_name, self._reuse = trainable, name, _reuse
+        if dtype is not None:
+            self.dtype = _floating(dtype)
+
+    @property
+    def name(self) -> str:
+        """That of its scope of variables, which need not be one of Python's."""
+        return self._base_name or super().name
+
+    # -- of each cell ----------------------------------------------------------------------------
+    def call(self, inputs: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """One step."""
+        raise NotImplementedError(f"{type(self).__name__}.call(inputs, state)")
+
+    def _sequence(
+        self, x: Tensor, state: Any, lengths: Tensor, reverse: bool
+    ) -> tuple[Tensor, Any]:
+        """All steps of ``x`` ``[T, B, width]`` at once."""
+        raise NotImplementedError
+
+    def _obstacle(self) -> str | None:
+        """Why only a loop over the steps can run it, if there is a reason."""
+        return None
+
+    def _engine(self) -> Engine:
+        """What runs it where nothing stands in the way."""
+        raise NotImplementedError
+
+    def _begin(self) -> RNNCell:
+        """The cell for one run."""
+        return self
+
+    def _within(self) -> list[tuple[str, Any]]:
+        """The cells that it is made of, by their scopes below its own."""
+        return []
+
+    # -- use -------------------------------------------------------------------------------------
+    def __call__(self, inputs: Tensor, state: Any, scope: Any = None) -> tuple[Tensor, Any]:
+        """One step: the output ``[B, output_size]`` and the new state from ``[B, width]``."""
+        with self._scoped(scope):
+            return self.call(inputs, state)
+
+    def run(
+        self,
+        inputs: Tensor,
+        initial_state: Any = None,
+        sequence_length: Tensor = None,
+        reverse: bool = False,
+    ) -> tuple[Tensor, Any]:
+        """Outputs ``[T, B, output_size]`` and the final state, over inputs ``[T, B, width]``.
+
+        Past a row's ``sequence_length`` outputs are zero and the state is held; ``reverse`` starts
+        there.
+        """
+        return run(self, read(self, inputs), initial_state, sequence_length, reverse)
+
+    def zero_state(self, batch_size: Any, dtype: Any = None) -> Any:
+        """The state to begin with, all zeros."""
+        kind = dtype or self.dtype or tf.float32
+
+        return tf.nest.map_structure(
+            lambda size: tf.zeros([batch_size, *tf.TensorShape(size).as_list()], kind),
+            self.state_size,
+        )
+
+    def get_initial_state(
+        self, inputs: Any = None, batch_size: Any = None, dtype: Any = None
+    ) -> Any:
+        """``zero_state`` for so many rows, or for as many as ``inputs`` ``[B, ...]`` have."""
+        if inputs is not None:
+            x = tf.convert_to_tensor(inputs)
+            batch_size, dtype = x.shape.as_list()[0] or tf.shape(x)[0], x.dtype
+        return self.zero_state(batch_size, dtype)
+
+    @property
+    def engine(self) -> Engine:
+        """What runs it on this machine, and why."""
+        return engine(self)
+
+    @property
+    def named(self) -> dict[str, tf.Variable]:
+        """Its variables, by their names in a checkpoint below the cell's scope."""
+        found = {}
+        for scope, cell in self._within():
+            for name, variable in getattr(cell, "named", {}).items():
+                found[f"{scope}/{name}" if scope else name] = variable
+        return found
+
+    def restore(self, checkpoint: str, scope: str) -> None:
+        """Reads the variables of a checkpoint of TensorFlow 1.
+
+        Args:
+            checkpoint: its path, without ``.index``.
+            scope: of the cell in it, as ``"rnn/lstm_cell"``; ``tf.train.list_variables`` lists.
+
+        Raises:
+            ValueError: if it has not all of them, or in other shapes.
+            RuntimeError: in a graph of TensorFlow 1, where ``tf.compat.v1.train.Saver`` does it.
+        """
+        if not v1.executing_eagerly_outside_functions():
+            raise RuntimeError(
+                "restore: given a graph of TensorFlow 1; expected eager mode. In a graph variables "
+                "have their names of TensorFlow 1: tf.compat.v1.train.Saver().restore(session, "
+                "path)."
+            )
+        for below, cell in self._within():
+            if not isinstance(cell, RNNCell):
+                raise ValueError(
+                    f"restore: given a {type(cell).__name__} within; expected cells of "
+                    "anycell.tf1, whose variables are known. Restore each cell alone."
+                )
+            cell.restore(checkpoint, f"{scope}/{below}" if below else scope)
+
+    @contextmanager
+    def _scoped(self, scope: Any = None) -> Iterator[None]:
+        """Its scope of variables, which the first use decides, as in TensorFlow 1."""
+        if self._scope is None:
+            place = self.name if self._reuse and scope is None else scope
+            with v1.variable_scope(place, default_name=self.name) as self._scope:
+                pass
+            if not tf.executing_eagerly():  # TensorFlow's loop sets one, and eager mode refuses it
+                self._scope.set_caching_device(None)
+        reuse = True if self._called else self._reuse
+        with v1.variable_scope(self._scope, reuse=reuse, auxiliary_name_scope=False):
+            yield
+        self._called = True
+
+
+# -- runs ------------------------------------------------------------------------------------------
+def run(
+    cell: Any, x: Tensor, state: Any = None, sequence_length: Any = None, reverse: bool = False
+) -> tuple[Tensor, Any]:
+    """Outputs and final state of any cell over ``x`` ``[T, B, width]``."""
+    steps, rows = _sizes(x)
+    state = cell.zero_state(rows, x.dtype) if state is None else state
+    lengths = None
+    if sequence_length is not None:
+        lengths = _lengths(sequence_length, x.shape.as_list()[1], rows, steps)
+    return sequence(cell, x, state, lengths, reverse)
+
+
+def sequence(
+    cell: Any, x: Tensor, state: Any, lengths: Tensor, reverse: bool
+) -> tuple[Tensor, Any]:
+    """What ``run`` gives: all steps at once where the cell can do it, else step by step."""
+    if obstacle(cell) is not None:
+        return _step_by_step(cell, x, state, lengths, reverse)
+    with cell._scoped():
+        return cell._begin()._sequence(x, state, lengths, reverse)
+
+
+def _step_by_step(
+    cell: Any, x: Tensor, state: Any, lengths: Tensor, reverse: bool
+) -> tuple[Tensor, Any]:
+    def flip(steps: Tensor) -> Tensor:
+        if not reverse:
+            return steps
+        if lengths is None:
+            return tf.reverse(steps, [0])
+        return tf.reverse_sequence(steps, lengths, seq_axis=0, batch_axis=1)
+
+    one = cell._begin() if isinstance(cell, RNNCell) else cell
+    outputs, final = v1.nn.dynamic_rnn(
+        one, flip(masked(x, lengths)), lengths, state, x.dtype, time_major=True,
+        scope=v1.get_variable_scope(),
+    )  # fmt: skip
+    return tf.nest.map_structure(flip, outputs), final
+
+
+def step(cell: Any, inputs: Tensor, state: Any, scope: Any = None) -> tuple[Tensor, Any]:
+    """One step of any cell."""
+    return cell(inputs, state) if scope is None else cell(inputs, state, scope)
+
+
+def engine(cell: Any) -> Engine:
+    """What runs any cell, and why."""
+    reason = obstacle(cell)
+    return cell._engine() if reason is None else Engine("composite", reason)
+
+
+def obstacle(cell: Any) -> str | None:
+    """Why a cell runs step by step, if there is a reason."""
+    kind = type(cell).__name__
+    if not isinstance(cell, RNNCell):
+        return f"{kind} is no cell of anycell.tf1"
+    for name in ("__call__", "call"):
+        if not str(getattr(getattr(cell, name), "__module__", "")).startswith(__package__ + "."):
+            return f"{kind}.{name} is not anycell's"
+    return cell._obstacle()
+
+
+# -- what is given ---------------------------------------------------------------------------------
+def like_cell(name: str, cell: Any) -> Any:
+    """The cell, if it is one.
+
+    Raises:
+        TypeError: if it is not.
+    """
+    wanted = ("state_size", "output_size", "zero_state")
+    missing = [part for part in wanted if not hasattr(cell, part)]
+    if isinstance(cell, type) or not callable(cell) or missing:
+        given = f"the class {cell.__name__}" if isinstance(cell, type) else type(cell).__name__
+        raise TypeError(
+            f"{name}: given {given}; expected a cell of anycell.tf1, or another of TensorFlow 1, "
+            f"which has {', '.join(wanted)} and is called with inputs and a state. Make one, as "
+            "LSTMCell(128); a cell of Keras runs in keras.layers.RNN."
+        )
+    return cell
+
+
+def read(cell: Any, inputs: Any, layout: str = "[T, B, width]", dtype: Any = None) -> Tensor:
+    """Inputs of that layout as a tensor; ``dtype`` is what a loop was told, if anything."""
+    own = getattr(cell, "dtype", None)
+    if None not in (dtype, own) and tf.as_dtype(dtype) != own:
+        raise ValueError(
+            f"dtype: given {tf.as_dtype(dtype).name}; expected {tf.as_dtype(own).name}, that of "
+            "the cell: give the cell another by its own dtype."
+        )
+    wanted = dtype or own
+    x = tensor("inputs", inputs, wanted or (None if tf.is_tensor(inputs) else tf.float32))
+    _floating(x.dtype)
+    if x.shape.rank != layout.count(",") + 1 or x.shape.as_list()[-1] is None:
+        raise ValueError(
+            f"inputs: given shape {x.shape}; expected {layout}, of which rank and width are "
+            "known when a graph is made: inputs.set_shape says them."
+        )
+    return x
+
+
+def tensor(name: str, given: Any, dtype: Any) -> Tensor:
+    """A tensor of that dtype; what is no tensor as yet is converted."""
+    if tf.is_tensor(given) and dtype is not None and given.dtype.base_dtype != dtype:
+        raise ValueError(
+            f"{name}: given {given.dtype.name}; expected {tf.as_dtype(dtype).name}. Cast it: "
+            f"tf.cast({name}, tf.{tf.as_dtype(dtype).name})."
+        )
+    return tf.convert_to_tensor(given, dtype)
+
+
+def masked(x: Tensor, lengths: Tensor) -> Tensor:
+    """``x`` ``[T, B, ...]``, zero past the lengths."""
+    if lengths is None:
+        return x
+    return tf.where(mask(x, lengths)[..., None], x, tf.zeros((), x.dtype))
+
+
+def mask(x: Tensor, lengths: Tensor) -> Tensor:
+    """Which steps of ``x`` ``[T, B, ...]`` are within the lengths: ``[T, B]``."""
+    return tf.range(tf.shape(x)[0])[:, None] < lengths[None]
+
+
+def _floating(dtype: Any) -> Any:
+    if (found := tf.as_dtype(dtype).base_dtype) not in DTYPES:
+        names = ", ".join(kind.name for kind in DTYPES[:-1])
+        raise ValueError(
+            f"dtype: given {found.name}; expected {names} or {DTYPES[-1].name}. Cast the inputs."
+        )
+    return found
+
+
+def _sizes(x: Tensor) -> list[Any]:
+    """Steps and rows: numbers, where they are known before a graph runs."""
+    return [tf.shape(x)[k] if n is None else n for k, n in enumerate(x.shape.as_list()[:2])]
+
+
+def _lengths(given: Any, known: int | None, rows: Any, steps: Any) -> Tensor:
+    """A length for each row; ``rows`` is their number, ``known`` if it is before a graph runs."""
+    lengths = tf.convert_to_tensor(given)
+    if not lengths.dtype.is_integer:
+        raise ValueError(
+            f"sequence_length: given {lengths.dtype.name}; expected integers. Cast them: "
+            "tf.cast(sequence_length, tf.int32)."
+        )
+    if not lengths.shape.is_compatible_with((known,)):
+        raise ValueError(
+            f"sequence_length: given shape {lengths.shape}; expected ({known},), a length for each "
+            "row of the batch."
+        )
+    # Those beyond the last step are cut before int32 would wrap them.
+    lengths = tf.clip_by_value(tf.cast(lengths, tf.int64), 0, tf.cast(steps, tf.int64))
+    lengths = tf.cast(lengths, tf.int32)
+    if known is not None and lengths.shape.is_fully_defined():
+        return lengths
+    same = v1.assert_equal(
+        tf.size(lengths), rows, message="sequence_length: expected a length for each row."
+    )
+    with tf.control_dependencies([same]):
+        return tf.reshape(lengths, (-1,))

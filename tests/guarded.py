@@ -1,0 +1,155 @@
+"""Arrays between forbidden pages: a kernel that reads or writes beyond one ends the process.
+
+They stand in for a sanitizer, which machine code of our own making does not have. ``main`` runs
+problems on such memory, every one of them twice: each array ends at a forbidden page, then each
+begins behind one. It is for a process of its own, and says what it is about to do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+from problems import Problem, by_cpu, random_problem
+from tolerances import assert_close
+
+from anycell import Cell, cell, cells, layer, linear, mean, sigmoid, tanh
+from anycell.engines import cpu
+from anycell.numpy.host import NumpyHost
+
+Array = npt.NDArray[Any]
+PAGE = mmap.PAGESIZE
+FORBIDDEN, READ_AND_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def guarded(shape: tuple[int, ...], dtype: npt.DTypeLike, end: bool, align: int = 1) -> Array:
+    """Memory full of NaN (of ones, where it holds bytes) whose last byte, or first, lies beside a
+    forbidden page; nearly, where it is to begin at a multiple of ``align`` bytes.
+    """
+    kind = np.dtype(dtype)
+    size = math.prod(shape) * kind.itemsize
+    middle = max(1, -(-size // PAGE)) * PAGE
+    memory = mmap.mmap(-1, middle + 2 * PAGE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for page in (start, start + PAGE + middle):
+        assert _libc.mprotect(page, PAGE, FORBIDDEN) == 0, ctypes.get_errno()
+    offset = PAGE + (middle - size) // align * align * end
+    array = np.frombuffer(memory, kind, math.prod(shape), offset).reshape(shape)
+    array.fill(np.nan if kind.kind == "f" else 1)
+    return array
+
+
+class GuardedHost(NumpyHost):
+    """A host whose arrays all lie beside forbidden pages."""
+
+    def __init__(self, dtype: npt.DTypeLike, end: bool) -> None:
+        super().__init__(dtype)
+        self.end = end
+
+    def empty(self, shape: tuple[int, ...]) -> Array:
+        return guarded(shape, self.dtype, self.end)
+
+    def copy(self, array: Array) -> Array:
+        """The same numbers on such memory."""
+        copy = guarded(array.shape, array.dtype, self.end)
+        copy[...] = array
+        return copy
+
+    def zeros(self, shape: tuple[int, ...]) -> Array:
+        return self.copy(np.zeros(shape, self.dtype))
+
+    def lasting(self, shape: tuple[int, ...]) -> Array:
+        return self.empty(shape)
+
+    def like(self, array: Array) -> Array:
+        return self.empty(array.shape)
+
+    def project(self, x: Array, weight: Array) -> Array:
+        return self.copy(super().project(x, weight))
+
+    def masked(self, x: Array, mask: Array) -> Array:
+        return self.copy(super().masked(x, mask))
+
+
+def scratch(end: bool) -> Callable[..., Any]:
+    """``cpu.Scratch.take`` of such memory, one piece for each block."""
+
+    def take(_: cpu.Scratch, sizes: list[int]) -> tuple[Any, list[int]]:
+        pieces = [guarded((size,), "uint8", end, cpu.LINE) for size in sizes]
+        block = cpu.Block(0)
+        block.memory = pieces  # what keeps them
+        return block, [piece.__array_interface__["data"][0] for piece in pieces]
+
+    return take
+
+
+# -- problems --------------------------------------------------------------------------------------
+
+
+@cell(gates="a b", state="h:P m", params="w", static="e")
+def Everything(x: Any, r: Any, s: Any, p: Any, e: Any) -> Any:
+    """Every kind of argument: a second size, a parameter, a static input, a matmul inside the step,
+    a reduction."""
+    m = sigmoid(x.a + r.a) * s.m + tanh(x.b - p.w * r.b) * e
+    return tanh(linear(m - mean(m), "down", bias=True)), m
+
+
+BUILT_IN = [getattr(cells, name) for name in cells.__all__]
+SIZES = 1, 7, 33
+# Further shapes (T, B) than those of a problem: on both sides of a panel of rows and of a vector of
+# groups of rows, of the road where the kernel multiplies the input, and nothing at all.
+SHAPES = [(3, 5), (1, 1), (2, 49), (6, 43), (0, 3), (4, 0)]
+
+
+def problems(
+    which: list[Cell], sizes: tuple[int, ...], every: int, seed: int
+) -> Iterator[tuple[str, Problem, dict[str, Any]]]:
+    """Names, problems, and how to solve each; one of so many."""
+    count, rng = itertools.count(seed), np.random.default_rng(seed)
+    for one, hidden, dtype in itertools.product(which, sizes, ("float32", "float64")):
+        if dtype == "float64" and one is not cells.LSTM and one is not Everything:
+            continue
+        roads = itertools.product(SHAPES, (False, True), (1, 2, 3), (False, True))
+        for shape, masked, threads, projected in roads:
+            if next(count) % every:
+                continue
+            options: dict[str, Any] = {"masked": masked, "resets": masked}
+            if masked:
+                options |= {"masked_output": "repeat" if threads == 2 else "zero"}
+                options |= {"reverse": threads == 3}
+            if one is cells.LSTM and threads > 1:
+                options["dropped"] = "each" if threads == 2 else "all"
+            problem = random_problem(one, (*shape, hidden), rng, "float64", **options)
+            how = {"threads": threads, "projected": projected}
+            name = f"{one} H={hidden} {dtype} T={shape[0]} B={shape[1]} {options} {how}"
+            yield name, problem.astype(dtype), how
+
+
+def main(which: list[Cell], sizes: tuple[int, ...], every: int = 1, seed: int = 0) -> None:
+    """Solves them, on ordinary memory and between forbidden pages."""
+    count, layer.form.WORTH_A_THREAD = 0, 0  # as many threads as are asked for
+    for name, problem, how in problems(which, sizes, every, seed):
+        wanted = by_cpu(problem, **how)
+        for end in (True, False):
+            print(name, "end" if end else "begin", flush=True)
+            host = GuardedHost(problem.arrays["gates_x"].dtype, end)
+            with ExitStack() as stack:
+                stack.enter_context(mock.patch.object(cpu.Scratch, "take", scratch(end)))
+                stack.enter_context(mock.patch.object(cpu.scratch, "give_back", lambda _: None))
+                copies = {name: host.copy(array) for name, array in problem.arrays.items()}
+                solution = by_cpu(problem.but(copies), **how, host=host)
+            for key, value in wanted.items():
+                kind = "gradient" if key.startswith("d ") else "forward"
+                assert_close(solution[key], value, value.dtype, kind, key)
+            count += 1
+    print(f"{count} cases", flush=True)

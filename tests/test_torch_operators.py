@@ -1,0 +1,232 @@
+"""The operators ``anycell::forward`` and ``anycell::backward``, which exported programs call: they
+refuse every tensor that their text does not describe, and every text that nobody has written.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from tolerances import assert_close
+from variants import variants
+
+torch = pytest.importorskip("torch")
+
+from torch_layers import Zoned, by_name, given_to_forward  # noqa: E402
+
+import anycell.torch as at  # noqa: E402
+from anycell import cells  # noqa: E402
+from anycell.torch import fused, ops  # noqa: E402
+from anycell.torch.composite import Call, Inputs, Options, linear_names  # noqa: E402
+
+Tensor = torch.Tensor
+STEPS, ROWS = 40, 9  # so many that the kernel reads the input itself
+
+pytestmark = pytest.mark.skipif(
+    not ops.AVAILABLE, reason="torch.library has no register_autograd as yet"
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+def arguments(
+    kind: Any, steps: int = 4, rows: int = 2, states: bool = False, **options: Any
+) -> tuple[Any, ...]:
+    """What a call gives to the operator ``anycell::forward``."""
+    sizes = {"P": 4} if kind is cells.LSTMP else {}
+    layer = at.RNN(kind, 3, 5, bidirectional=True, dtype=torch.float64, **sizes)
+    x = torch.randn(steps, rows, 3, dtype=torch.float64, requires_grad=True)
+    initial = None
+    if states:
+        widths = [sizes.get(state.size, 5) for state in kind.states]
+        initial = tuple(torch.randn(2, rows, n, dtype=torch.float64) for n in widths)
+    static = torch.randn(rows, 5, dtype=torch.float64) if kind.static else None
+    inputs = Inputs(x, static, initial, initial, layer._weights()[0])
+    seed = torch.tensor(7) if kind.keeps else 0
+    call = Call(kind, 5, Options(seed=seed, training=True, **options), sizes=layer._sizes)
+    return given_to_forward(call, inputs)
+
+
+def flags(steps: int, rows: int) -> dict[str, Tensor]:
+    return {"mask": torch.rand(steps, rows) < 0.4, "resets": torch.rand(steps, rows) < 0.3}
+
+
+def names(kind: Any, text: str) -> list[str]:
+    """What the tensors of a call are called in errors."""
+    states, form = kind.state_names, ops.Form.read(text)
+    every = ["x", "static"]
+    every += [f"state '{name}'" for name in states] * form.initial
+    every += [f"reset_state '{name}'" for name in states] * form.reset
+    for end in ("", "_reverse"):
+        further = [
+            f"bias_{n.removesuffix('_bias')}" if n.endswith("_bias") else f"weight_{n}"
+            for n in linear_names(kind)
+        ]
+        first = ["weight_ih", "weight_hh", "bias_ih", "bias_hh"]
+        every += [f"{n}{end}" for n in (*first, *kind.param_names, *further)]
+    every += ["mask", "resets", "seed"]
+    return [name for name, c in zip(every, form.given, strict=True) if c == "1"]
+
+
+@pytest.mark.parametrize("kind", [cells.LSTM, cells.GRU, cells.LayerNormLSTM, Zoned], **by_name)
+def test_opcheck(kind: Any) -> None:
+    for call in ({}, flags(4, 2)):
+        tensors, text, hyper = arguments(kind, **call)
+        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+        form = ops.Form.read(text)
+        forward, light = torch.ops.anycell.forward.default, form._replace(keep=False).text()
+        torch.library.opcheck(forward, (leaves, light, hyper))
+        # What is kept has corners that nothing writes or reads: there numbers cannot be compared.
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(forward, (leaves, text, hyper), test_utils=tests)
+        backward = torch.ops.anycell.backward.default
+        torch.library.opcheck(backward, backward_arguments(tensors, text, hyper))
+
+
+def backward_arguments(tensors: list[Tensor], text: str, hyper: list[float]) -> tuple[Any, ...]:
+    """What autograd would give to the operator ``anycell::backward``."""
+    form, plain = ops.Form.read(text), [t.detach() for t in tensors]
+    states = form.plan(tuple(hyper), "cpu").cell.states
+    results = torch.ops.anycell.forward(plain, text, hyper)
+    arriving = [torch.randn_like(r) for r in results[: 1 + len(states)]]
+    if form.keep and not form.apart:
+        arriving[0] = arriving[0][1 : 1 + len(tensors[0])]
+    needs = [t.is_floating_point() for t in plain]
+    return plain, results, arriving, text, hyper, [True] * len(arriving), needs
+
+
+def test_a_cell_that_is_not_known() -> None:
+    tensors, text, hyper = arguments(cells.GRU)
+    with pytest.raises(RuntimeError, match=r"cell Other-0 of this graph is not known.*Import"):
+        torch.ops.anycell.forward(tensors, text.replace(text.split()[0], "Other-0"), hyper)
+
+
+KINDS = [cells.LSTMP, cells.EALSTM, cells.PeepholeLSTM, Zoned]
+
+
+@pytest.mark.parametrize("kind", KINDS, **by_name)
+def test_every_tensor_in_every_guise(kind: Any) -> None:
+    """Whatever the strides and the alignment, results and gradients are those of a plain copy."""
+    tensors, text, hyper = arguments(kind, STEPS, ROWS, states=True, **flags(STEPS, ROWS))
+    for i, name in enumerate(names(kind, text)):
+        if name == "seed":
+            continue
+        for guise, variant in variants(tensors[i].detach().numpy(), torch=True):
+            results = []
+            for array in (variant, variant.copy()):
+                given = [*tensors[:i], torch.from_numpy(array), *tensors[i + 1 :]]
+                torch.manual_seed(0)
+                call = backward_arguments(given, text, hyper)
+                count, kept = 1 + len(kind.states), call[1]
+                results.append([*kept[:count], *torch.ops.anycell.backward(*call)])
+            pairs = zip(*results, strict=True)
+            for k, (ours, plain) in enumerate(pairs):
+                said = f"{name}, {guise}: result {k}"
+                at_all_steps = slice(1, STEPS + 1) if k == 0 and len(ours) > STEPS else slice(None)
+                ours, plain = ours[at_all_steps].detach(), plain[at_all_steps].detach()
+                assert_close(ours.numpy(), plain.numpy(), "float64", "gradient", said, ())
+
+
+@pytest.mark.parametrize("kind", KINDS, **by_name)
+def test_every_tensor_that_is_another_one(kind: Any) -> None:
+    """Of another shape, dtype or number of axes: refused by name, forward and backward."""
+    tensors, text, hyper = arguments(kind, STEPS, ROWS, states=True, **flags(STEPS, ROWS))
+    backward = backward_arguments(tensors, text, hyper)
+    for i, name in enumerate(names(kind, text)):
+        whole = tensors[i].detach()
+        others = [whole.unsqueeze(0), whole.to(torch.float16), whole.to(torch.complex64)]
+        for axis in range(whole.dim()):
+            others += [whole.narrow(axis, 0, whole.shape[axis] - 1), torch.cat([whole] * 2, axis)]
+            others.append(whole.narrow(axis, 0, 0))
+            if not (name.startswith("reset_state") and axis == 1):  # one value for all rows will do
+                others.append(whole.select(axis, 0))
+        for other in others:
+            if name == "seed" and other.dtype is torch.float16:
+                continue
+            given = [*tensors[:i], other, *tensors[i + 1 :]]
+            # A longer or shorter x is another call, in which all that comes per step or row is
+            # wrong instead.
+            wanted = re.escape(name) if name != "x" else r"(x|state|weight|mask|resets|static)"
+            for operator, call in (
+                (torch.ops.anycell.forward, (given, text, hyper)),
+                (torch.ops.anycell.backward, (given, *backward[1:])),
+            ):
+                with pytest.raises((ValueError, TypeError), match=rf"{wanted}.*given.*expected"):
+                    operator(*call)
+
+
+@pytest.mark.parametrize("kind", [cells.LSTM, cells.LSTMP], **by_name)
+@pytest.mark.parametrize("masked", [False, True])
+def test_backward_refuses_what_forward_did_not_keep(kind: Any, masked: bool) -> None:
+    tensors, text, hyper = arguments(kind, **(flags(4, 2) if masked else {}))
+    plain, results, arriving, *rest = backward_arguments(tensors, text, hyper)
+    backward = torch.ops.anycell.backward
+    backward(plain, results, arriving, *rest)
+    for i, result in enumerate(results):
+        states = 1 <= i <= len(kind.states)  # final ones, which nobody reads
+        for other in (result[:-1], result.float(), torch.cat([result, result], 1)):
+            call = plain, [*results[:i], other, *results[i + 1 :]], arriving, *rest
+            if states or (masked and i == 0):
+                continue
+            with pytest.raises((ValueError, TypeError), match=r"given .*expected"):
+                backward(*call)
+    for i, gradient in enumerate(arriving):
+        for other in (gradient[:-1], gradient.float(), gradient[..., :-1], gradient[None]):
+            call = plain, results, [*arriving[:i], other, *arriving[i + 1 :]], *rest
+            with pytest.raises((ValueError, TypeError, IndexError), match=r"d_|given|index"):
+                backward(*call)
+    for wrong in (
+        (plain[:-1], results, arriving, *rest),
+        (plain, results[:-1], arriving, *rest),
+        (plain, results, arriving[:-1], *rest),
+        (plain, results, arriving, *rest[:2], [True], rest[-1]),
+        (plain, results, arriving, *rest[:3], rest[-1][:-1]),
+        ([], results, arriving, *rest),
+    ):
+        with pytest.raises(ValueError, match=r"anycell operator, .*given .*expected"):
+            backward(*wrong)
+
+
+def test_texts_that_nobody_has_written(seed: int) -> None:
+    """Mutations of a text: refused, or the call that they describe."""
+    rng, letters = np.random.default_rng(seed), "0123456789 -=,.PHxfloat_\n\0é"
+    counts = {"refused": 0, "run": 0}
+    for kind in (cells.LSTM, cells.LSTMP, cells.ZoneoutLSTM):
+        tensors, text, hyper = arguments(kind, **flags(4, 2))
+        plain = [t.detach() for t in tensors]
+        for _ in range(200):
+            mutant = list(text)
+            for _ in range(rng.integers(1, 4)):
+                place = int(rng.integers(len(mutant) + 1))
+                new = list(rng.choice(list(letters), int(rng.integers(0, 3))))
+                mutant[place : place + int(rng.integers(0, 3))] = new
+            try:
+                results = torch.ops.anycell.forward(plain, "".join(mutant), hyper)
+            except (ValueError, TypeError, RuntimeError) as error:
+                assert "given" in str(error) or "not known" in str(error), mutant
+                counts["refused"] += 1
+            else:
+                widths = {results[0].shape[-1], tensors[0].shape[1]}
+                assert widths == {2 * kind_width(kind), 2}, mutant
+                counts["run"] += 1
+    assert counts["refused"] > 500 and counts["run"], counts
+    tensors, text, hyper = arguments(cells.ZoneoutLSTM)
+    with pytest.raises(ValueError, match=r"hyper: given 3; expected 2"):
+        torch.ops.anycell.forward([t.detach() for t in tensors], text, [*hyper, 0.5])
+
+
+def kind_width(kind: Any) -> int:
+    return 4 if kind is cells.LSTMP else 5
+
+
+def test_a_layer_and_its_operator_take_the_same_road() -> None:
+    """The check of an operator is that of the engine, and costs no second walk."""
+    tensors, text, hyper = arguments(cells.LSTM)
+    form, flat = ops.Form.read(text).unpack(tensors, ops.Form.read(text).plan(tuple(hyper), "cpu"))
+    output, *_ = fused.run_forward(form.call, form.plan, form.unflatten(flat), keep=False)
+    assert torch.equal(output, torch.ops.anycell.forward(tensors, text, hyper)[0][1:5])

@@ -1,0 +1,211 @@
+"""torch.onnx, torch.jit and torch.fx: layers on their own, and inside models."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from tolerances import LIMITS, NO_WORSE_THAN, assert_close, error
+
+torch = pytest.importorskip("torch")
+
+from torch_layers import Gated, of_torchscript  # noqa: E402
+
+import anycell.torch as at  # noqa: E402
+from anycell import cells  # noqa: E402
+
+nn, Tensor = torch.nn, torch.Tensor
+
+LAYERS: dict[str, Any] = {
+    "LSTM": lambda: at.LSTM(3, 5),
+    "LSTM, all options": lambda: at.LSTM(3, 5, 2, batch_first=True, bidirectional=True),
+    "LSTM, no bias": lambda: at.LSTM(3, 5, bias=False),
+    "GRU": lambda: at.GRU(3, 5),
+    "GRU, all options": lambda: at.GRU(3, 5, 2, batch_first=True, bidirectional=True),
+    "RNN(PeepholeLSTM)": lambda: at.RNN(cells.PeepholeLSTM, 3, 5),
+    "RNN(GRU)": lambda: at.RNN(cells.GRU, 3, 5, 2, batch_first=True, bidirectional=True),
+    "RNN(LayerNormLSTM)": lambda: at.RNN(cells.LayerNormLSTM, 3, 5),
+    "LSTMCell": lambda: at.LSTMCell(3, 5),
+    "GRUCell": lambda: at.GRUCell(3, 5),
+    "RNNCell(GRU)": lambda: at.RNNCell(cells.GRU, 3, 5),
+    "RNNCell(PeepholeLSTM)": lambda: at.RNNCell(cells.PeepholeLSTM, 3, 5),
+}
+of_onnx = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::torch.jit.TracerWarning",
+    "ignore:Exporting a model to ONNX with a batch_size:UserWarning",
+)
+
+
+@pytest.fixture(autouse=True)
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+class Model(nn.Module):
+    """A layer among others."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.before, self.layer, self.after = nn.Linear(3, 3), layer, nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, _ = self.layer(self.before(x).tanh())
+        return self.after(output)
+
+
+def given_to(layer: nn.Module) -> Tensor:
+    steps = isinstance(layer, (nn.RNNCellBase, at.RNNCell))
+    return torch.randn(2, 3) if steps else torch.randn(3, 2, 3)
+
+
+def leaves(found: Any) -> list[Any]:
+    return [t.detach().numpy() for t in torch.utils._pytree.tree_leaves(found)]
+
+
+# -- ONNX ------------------------------------------------------------------------------------------
+
+
+def session(layer: nn.Module, x: Tensor, **options: Any) -> Any:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    file = io.BytesIO()
+    torch.onnx.export(layer, (x,), file, input_names=["x"], verbose=False, **options)
+    return onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
+
+
+def assert_onnx(layer: nn.Module, **options: Any) -> None:
+    """What ONNX Runtime computes is right."""
+    x = given_to(layer)
+    found = session(layer.eval(), x, **options).run(None, {"x": x.numpy()})
+    own, ref = leaves(layer(x)), leaves(layer.double()(x.double()))
+    for one, mine, exact in zip(found, own, ref, strict=True):
+        limit = max(LIMITS["float32", "forward"], NO_WORSE_THAN * error(mine, exact))
+        assert error(one, exact) <= limit
+
+
+@of_onnx
+@pytest.mark.parametrize("name", LAYERS)
+def test_onnx_by_torchscript(name: str) -> None:
+    """The older exporter passes all arguments of a bare layer by position."""
+    pytest.importorskip("onnx")
+    assert_onnx(LAYERS[name](), dynamo=False)
+
+
+@of_onnx
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch's exporter
+@pytest.mark.parametrize("name", ["LSTM, all options", "GRU", "RNN(PeepholeLSTM)", "RNNCell(GRU)"])
+def test_onnx_by_export(name: str) -> None:
+    pytest.importorskip("onnxscript")
+    assert_onnx(LAYERS[name](), dynamo=True)
+
+
+@of_onnx
+@pytest.mark.parametrize("kind", ["LSTM", "RNN"])
+def test_onnx_of_other_lengths(kind: str) -> None:
+    """A drop-in is one node, of any number of steps; a loop refuses all but its own."""
+    pytest.importorskip("onnx")
+    layer = at.LSTM(3, 5) if kind == "LSTM" else at.RNN(cells.PeepholeLSTM, 3, 5)
+    model = Model(layer).eval()
+    axes = {"x": {0: "steps", 1: "rows"}}
+    run = session(model, torch.randn(3, 2, 3), dynamo=False, dynamic_axes=axes).run
+    for steps in (3, 1, 2, 4):
+        x = torch.randn(steps, 3, 3)
+        if kind == "RNN" and steps != 3:
+            with pytest.raises(Exception, match="Split"):
+                run(None, {"x": x.numpy()})
+        else:
+            (output,) = run(None, {"x": x.numpy()})
+            assert_close(output, model(x).detach(), "float32", "forward")
+
+
+# -- TorchScript -----------------------------------------------------------------------------------
+
+
+@of_torchscript
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", LAYERS)
+def test_trace(name: str) -> None:
+    layer = LAYERS[name]().double().eval()
+    x = given_to(layer).double()
+    traced = torch.jit.trace(layer, (x,))
+    for one, ref in zip(leaves(traced(x)), leaves(layer(x)), strict=True):
+        assert_close(one, ref, "float64", "forward")
+    if isinstance(layer, at.RNN):
+        for steps in (1, 4) if not layer.batch_first else (1, 3):
+            other = torch.randn(3, steps, 3) if layer.batch_first else torch.randn(steps, 2, 3)
+            with pytest.raises(RuntimeError, match=f"found {steps}"):
+                traced(other.double())
+    elif x.dim() == 3:
+        other = torch.randn(9, 4, 3, dtype=torch.float64)
+        assert_close(leaves(traced(other))[0], leaves(layer(other))[0], "float64", "forward")
+
+
+@of_torchscript
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_a_trace_of_one_step_is_of_any(kind: str) -> None:
+    layer = getattr(at, kind)(3, 5, dtype=torch.float64)
+    traced = torch.jit.trace(layer, (torch.randn(1, 2, 3, dtype=torch.float64),))
+    x = torch.randn(4, 2, 3, dtype=torch.float64)
+    assert_close(leaves(traced(x))[0], leaves(layer(x))[0], "float64", "forward")
+
+
+@of_torchscript
+@pytest.mark.parametrize("name", ["LSTM", "LSTM, all options", "GRU", "GRU, all options"])
+def test_script(name: str) -> None:
+    layer = LAYERS[name]().double()
+    x = given_to(layer).double()
+    scripted = torch.jit.script(nn.Sequential(layer))  # a bare nn.LSTM has no forward there
+    for one, ref in zip(leaves(scripted(x)), leaves(layer(x)), strict=True):
+        assert_close(one, ref, "float64", "forward")
+
+
+@of_torchscript
+@pytest.mark.parametrize("name", ["RNN(GRU)", "RNNCell(GRU)"])
+def test_script_is_refused(name: str) -> None:
+    for module in (LAYERS[name](), nn.Sequential(nn.Linear(3, 3), LAYERS[name]())):
+        with pytest.raises(
+            TypeError, match=r"torch.jit.script: given anycell's RNN.*Use torch.com"
+        ):
+            torch.jit.script(module)
+
+
+# -- torch.fx --------------------------------------------------------------------------------------
+
+
+class Everything(nn.Module):
+    """What a call takes beside its input, as names too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru = at.LSTM(3, 5), at.GRU(5, 5)
+        self.rnn, self.step = at.RNN(Gated, 5, 5), at.RNNCell(cells.LSTM, 5, 5)
+
+    def forward(self, x: Tensor, h: Tensor, lengths: Tensor) -> Any:
+        output, (final, _) = self.lstm(x, (h, h), lengths=lengths)
+        output, last = self.gru(output, final)
+        output, _ = self.rnn(output, static=last[0])
+        return self.step(output[-1])
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_symbolic_trace(kind: str) -> None:
+    """An accelerated layer is a node of the graph, as it was before."""
+    model, x = Model(getattr(nn, kind)(3, 5)), torch.randn(6, 2, 3)
+    before = torch.fx.symbolic_trace(model)
+    after = torch.fx.symbolic_trace(at.accelerate(model))
+    assert [str(node) for node in after.graph.nodes] == [str(node) for node in before.graph.nodes]
+    assert torch.equal(after(x), model(x))
+
+
+def test_symbolic_trace_of_every_argument() -> None:
+    model = Everything()
+    x, h, lengths = torch.randn(6, 2, 3), torch.randn(1, 2, 5), torch.tensor([6, 3])
+    graph = torch.fx.symbolic_trace(model)
+    calls = [node.target for node in graph.graph.nodes if node.op == "call_module"]
+    assert calls == ["lstm", "gru", "rnn", "step"]
+    for one, ref in zip(graph(x, h, lengths), model(x, h, lengths), strict=True):
+        assert np.array_equal(one.detach(), ref.detach())
