@@ -873,6 +873,75 @@ def test_a_changed_cell_takes_nothing_beside_the_sequence(what: str) -> None:
         layer(X, **{what: given})
 
 
+@pytest.mark.skipif(BACKEND != "torch", reason="of torch")
+@pytest.mark.parametrize("name", ["LSTM", "PeepholeLSTM"])
+def test_torch_compile_takes_a_layer_as_it_is(name: str) -> None:
+    """And does not compile the plan and the printer of its kernels, of which torch would warn."""
+    import torch
+
+    layer, x = getattr(ak, name)(4), torch.ones(X.shape)
+    layer.build(X.shape)
+    compiled = torch.compile(lambda x: layer(x), backend="eager")
+    with torch.no_grad():  # Dynamo asks for gradients of what is no leaf, and warns of that itself
+        assert_close(number(compiled(x)), number(layer(x)), "float32", "forward")
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def misaligned(a: np.ndarray) -> np.ndarray:
+    """The same numbers, two bytes off."""
+    block = np.frombuffer(b"__" + a.tobytes(), np.uint8)
+    return block[2:].view(a.dtype).reshape(a.shape)
+
+
+VIEWS: dict[str, Any] = {
+    "transposed": lambda a: np.ascontiguousarray(a.T).T,
+    "batch last": lambda a: np.ascontiguousarray(np.moveaxis(a, 0, -1)).transpose(
+        -1, *range(a.ndim - 1)
+    ),
+    "step 2": lambda a: np.repeat(a, 2, axis=-1)[..., ::2],
+    "rows of step 2": lambda a: np.repeat(a, 2, axis=0)[::2],
+    "reversed": lambda a: np.ascontiguousarray(np.flip(a)).__getitem__(
+        (slice(None, None, -1),) * a.ndim
+    ),
+    "sliced": lambda a: np.concatenate([a, a, a], axis=-1)[..., a.shape[-1] : 2 * a.shape[-1]],
+    "misaligned": misaligned,
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("rows", [3, 40])
+def test_memory_of_any_kind(view: str, rows: int, rng: np.random.Generator) -> None:
+    """Of the input, states, mask and weights; below and above where the kernel projects."""
+    if BACKEND == "torch" and view == "reversed":
+        pytest.skip("torch itself refuses it")
+    turn, shape = VIEWS[view], (rows, 8, 16)
+    x, h = rng.normal(size=shape).astype("float32"), rng.normal(size=(rows, 12)).astype("float32")
+    for made, count in ((ak.LSTM, 2), (ak.MultiplicativeLSTM, 2)):
+        layer, other = (made(12, return_sequences=True, return_state=True) for _ in range(2))
+        copy_weights(layer, layer, shape)
+        other.build(shape)
+        other.set_weights([turn(w) for w in layer.get_weights()])
+        mask = rng.random(shape[:2]) < 0.8
+        for there in (None, mask):
+            right = solve(layer, x, [h] * count, there)
+            found = solve(other, turn(x), [turn(h)] * count, None if there is None else turn(there))
+            for name, value in found.items():
+                assert np.array_equal(value, right[name]), name
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 3), (2, 0, 3), (0, 0, 3)], ids=str)
+def test_no_rows_and_no_steps(shape: tuple[int, ...]) -> None:
+    if BACKEND == "jax" or shape[1] == 0:
+        pytest.skip("Keras's own layers take no sequence without steps")
+    for name in (*KERAS, "PeepholeLSTM"):
+        layer = getattr(ak, name)(4, return_sequences=True, return_state=True)
+        found = solve(layer, np.zeros(shape, "float32"))
+        assert found["result 0"].shape == (*shape[:2], 4)
+        assert not any(value.any() for value in found.values())
+
+
 # -- arguments -------------------------------------------------------------------------------------
 
 

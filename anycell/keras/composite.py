@@ -21,12 +21,13 @@ from anycell.lang.expr import Expr
 
 def composite(call: Call, inputs: Inputs) -> Result:
     """Runs a layer step by step."""
-    cell, width = call.cell, len(call.cell.gates) * call.hidden_size
-    x = inputs.x
+    cell, x = call.cell, inputs.x
     if inputs.mask is not None:  # NaN under a mask must not reach a gradient
         x = ops.where(ops.expand_dims(inputs.mask, -1), x, ops.zeros_like(x))
     # What a step reads beside the states lies side by side: Keras's loop takes one sequence.
-    parts = [project(x, inputs.kernel, inputs.bias)]
+    within = keras.backend.backend() == "jax"
+    parts = [x if within else project(x, inputs.kernel, inputs.bias)]
+    width = parts[0].shape[-1]
     if inputs.resets is not None:
         parts.append(ops.expand_dims(ops.cast(inputs.resets, x.dtype), -1))
     drawn = call.training and bool(cell.keeps)
@@ -55,9 +56,11 @@ def composite(call: Call, inputs: Inputs) -> Result:
                 size = call.size(cell.sizes[node])
                 uniform[node.attrs[0]] = t[:, at : at + size]
                 at += size
+        gates = t[:, :width]
+        gates = project(gates, inputs.kernel, inputs.bias) if within else gates
         one = _Step(
             cell,
-            ops.expand_dims(t[:, :width], 0),
+            ops.expand_dims(gates, 0),
             weights,
             list(states),
             dict(zip(cell.param_names, inputs.params, strict=True)),

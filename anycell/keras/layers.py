@@ -28,6 +28,15 @@ from anycell.lang.cell import RECURRENT, Cell
 _DROPPED = "in training, recurrent dropout multiplies the state on its way into every gate"
 
 
+def _uncompiled(function: Any) -> Any:
+    """``torch.compile`` calls it as it is; else it compiles cell, plan and printer, for minutes."""
+    if keras.backend.backend() != "torch":
+        return function
+    import torch
+
+    return torch.compiler.disable(function)
+
+
 @dataclass(frozen=True)
 class Kind:
     """A cell of Keras's whose step is known.
@@ -128,6 +137,7 @@ class Fused:
         vars(self)["supports_jit"] = value
 
     # -- the loop --------------------------------------------------------------------------------
+    @_uncompiled
     def inner_loop(
         self, sequences: Tensor, initial_state: Any, mask: Any, training: bool = False
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -534,6 +544,7 @@ class RNN(Fused, keras.layers.RNN):
         """H."""
         return self.cell.units
 
+    @_uncompiled
     def call(
         self,
         sequences: Tensor,
