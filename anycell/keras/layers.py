@@ -32,9 +32,9 @@ def _uncompiled(function: Any) -> Any:
     """``torch.compile`` calls it as it is; else it compiles cell, plan and printer, for minutes."""
     if keras.backend.backend() != "torch":
         return function
-    import torch
+    from torch._compile import _disable_dynamo  # torch.compiler.disable imports all of Dynamo
 
-    return torch.compiler.disable(function)
+    return _disable_dynamo(function)
 
 
 @dataclass(frozen=True)
