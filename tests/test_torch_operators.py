@@ -160,6 +160,20 @@ def test_every_tensor_that_is_another_one(kind: Any) -> None:
                     operator(*call)
 
 
+@pytest.mark.parametrize("kind", KINDS, **by_name)
+def test_a_tensor_without_numbers(kind: Any) -> None:
+    """On "meta", as where one weight of a program was not loaded: else results would be garbage."""
+    tensors, text, hyper = arguments(kind, states=True, **flags(4, 2))
+    plain = [t.detach() for t in tensors]
+    backward = backward_arguments(tensors, text, hyper)
+    for i in range(1, len(names(kind, text)) - ("seed" in names(kind, text))):
+        given = [*plain[:i], plain[i].to("meta"), *plain[i + 1 :]]
+        with pytest.raises(ValueError, match=r"device of a tensor: given meta; expected cpu"):
+            torch.ops.anycell.forward(given, text, hyper)
+        with pytest.raises(ValueError, match=r"device of a tensor: given meta; expected cpu"):
+            torch.ops.anycell.backward(given, *backward[1:])
+
+
 @pytest.mark.parametrize("kind", [cells.LSTM, cells.LSTMP], **by_name)
 @pytest.mark.parametrize("masked", [False, True])
 def test_backward_refuses_what_forward_did_not_keep(kind: Any, masked: bool) -> None:

@@ -278,7 +278,8 @@ class RNN(Layer):
         """
         if self._saved is None:
             raise RuntimeError(
-                f"{type(self).__name__}.backward() needs a forward(x, training=True) before it."
+                f"{type(self).__name__}.backward() needs a forward(x, training=True) before it, "
+                "and no other call of forward between the two."
             )
         saved = self._saved
         d = check.array("grad_output", grad_output, saved.output_shape, self.dtype)

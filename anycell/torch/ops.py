@@ -285,6 +285,12 @@ def _device(tensors: Sequence[Tensor]) -> str:
     return tensors[0].device.type
 
 
+def _expect_one_device(form: Form, tensors: Sequence[Tensor]) -> None:
+    """That no tensor is elsewhere than x: one on "meta" would make all results shapes alone."""
+    for tensor in tensors[: len(tensors) - int(form.given[-1])]:  # a seed is on the CPU always
+        _expect("device of a tensor", str(tensor.device), str(tensors[0].device))
+
+
 def _kept(named: Form, plan: Plan, x: Tensor) -> list[int]:
     """Which states besides the first are kept: with checkpoints all, at the borders."""
     engine, _ = fused.engine_of(plan, x)
@@ -295,6 +301,7 @@ def _kept(named: Form, plan: Plan, x: Tensor) -> list[int]:
 def _forward_fake(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> list[Tensor]:
     form = Form.read(text)
     plan = form.plan(tuple(hyper), _device(tensors))
+    _expect_one_device(form, tensors)
     x = tensors[0]
     (steps, rows, _), d = x.shape, form.directions
     widths = [plan.sizes[state.size] for state in plan.cell.states]
@@ -367,6 +374,7 @@ def _backward_fake(
     given: Sequence[bool],
     needs: Sequence[bool],
 ) -> list[Tensor]:
+    _expect_one_device(Form.read(text), tensors)
     return [t.new_empty(t.shape) for t, need in zip(tensors, needs, strict=True) if need]
 
 
