@@ -25,7 +25,18 @@ RUNS = "keras" if BACKEND == "jax" else "cpu"
 
 
 class OfMine(layers.LSTM):
-    """A subclass, whose step may be anything."""
+    """A subclass whose loop is another."""
+
+    def inner_loop(self, *args: Any, **kwargs: Any) -> Any:
+        return super().inner_loop(*args, **kwargs)
+
+
+@keras.saving.register_keras_serializable("tests")
+class Short(layers.GRU):
+    """A subclass that only spares its users arguments."""
+
+    def __init__(self, units: int = 3, **kwargs: Any) -> None:
+        super().__init__(units, **kwargs)
 
 
 class CellOfMine(layers.LSTMCell):
@@ -91,7 +102,10 @@ def data(name: str) -> tuple[np.ndarray, np.ndarray]:
     return x, rng.normal(size=(8, 2)).astype("float32")
 
 
-@pytest.mark.parametrize("name", MODELS)
+SLOW = {name: pytest.mark.slow for name in MODELS if name != "subclassed"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, ())) for n in MODELS])
 def test_an_accelerated_model_is_the_same_model(name: str, tmp_path: Any) -> None:
     """In what it predicts, how it goes on training, and in its files."""
     if BACKEND == "torch" and name == "functional":
@@ -102,7 +116,7 @@ def test_an_accelerated_model_is_the_same_model(name: str, tmp_path: Any) -> Non
     for _ in range(2):
         keras.utils.set_random_seed(1)
         model = MODELS[name]()
-        model.compile(keras.optimizers.Adam(0.01, **given), "mse")
+        model.compile(keras.optimizers.Adam(0.01, **given), "mse", jit_compile=False)
         model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
         models.append(model)
     plain, ours = models
@@ -117,7 +131,9 @@ def test_an_accelerated_model_is_the_same_model(name: str, tmp_path: Any) -> Non
     assert_close(steps[1], steps[0], "float32", "forward")
     weights = ours.get_weights()
     for model in models:
-        model.compile("sgd", "mse")  # whose step is the gradient, and no sign of it
+        model.compile(
+            "sgd", "mse", jit_compile=False
+        )  # whose step is the gradient, and no sign of it
         model.fit(x, y, batch_size=8, verbose=0)
     for a, b, start in zip(ours.get_weights(), plain.get_weights(), weights, strict=True):
         assert_close(a, b, "float32", "gradient")
@@ -201,7 +217,7 @@ def test_what_is_left_and_why(caplog: pytest.LogCaptureFixture) -> None:
     found = {layer.name: layer for layer in ak.recurrent_layers(model)}
     assert [record.message for record in caplog.records] == list(map(str, found.values()))
     for name, (kind, reason) in {
-        "mine": ("OfMine", "derive it from anycell.keras.LSTM"),
+        "mine": ("OfMine", "inner_loop of its own"),
         "patched": ("GRU", "call of the GRUCell has been replaced"),
         "called": ("LSTM", "its call has been replaced"),
         "changed": ("RNN", "of class CellOfMine"),
@@ -216,6 +232,22 @@ def test_what_is_left_and_why(caplog: pytest.LogCaptureFixture) -> None:
     assert [(name, layer.kind, layer.engine) for name, layer in found.items()] == [
         ("taken", "SimpleRNN of anycell", RUNS)
     ]
+
+
+def test_a_subclass_without_a_call_of_its_own(tmp_path: Any) -> None:
+    """Is swapped, and stays what it is, in files too."""
+    model = keras.Sequential([keras.Input((5, 3)), Short(name="short")])
+    x = data("sequential")[0]
+    right = number(model(x))
+    (found,) = ak.recurrent_layers(ak.accelerate(model))
+    assert (found.kind, found.engine) == ("Short (GRU of anycell)", RUNS)
+    assert isinstance(model.layers[0], Short)
+    assert_close(number(model(x)), right, "float32", "forward")
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    assert type(again.layers[0]) is Short
+    assert_close(number(again(x)), right, "float32", "forward")
+    assert type(keras.layers.Bidirectional(model.layers[0]).backward_layer) is Short
 
 
 def test_paths_and_what_has_not_been_accelerated() -> None:

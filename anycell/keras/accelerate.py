@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import keras
+from keras.src.saving import object_registration  # the name of a class has no public setter
 
 from anycell.keras.cell import RNNCell
 from anycell.keras.layers import GRU, LSTM, RNN, Fused, OfCell, SimpleRNN, changed
@@ -26,6 +28,9 @@ _CELLS = (
     keras.layers.StackedRNNCells,
     RNNCell,
 )
+# What a subclass may have of its own, and yet be run as its parent is.
+_HARMLESS = {"__init__", "get_config", "from_config", "__doc__", "__module__", "__qualname__"}
+_HARMLESS |= {"__annotations__", "__firstlineno__", "__static_attributes__"}
 logger = logging.getLogger("anycell")
 
 
@@ -58,8 +63,9 @@ def accelerate(model: Model) -> Model:
     ``trainable``, dtype policies and all references to them stay, and files of weights fit as
     before. A compiled model stays compiled, and traces its steps anew; a ``tf.function`` of yours
     that has called the model keeps the graph that it has. Where XLA was to compile the steps, it
-    is turned off: it calls no kernels. Subclasses, and cells that have been changed, are left
-    alone.
+    is turned off: it calls no kernels. A layer of a subclass gets a class that derives from that
+    and from anycell's, and is saved as one of the subclass. Left alone is what has a ``call`` or
+    anything else of its own, and a cell that has been changed.
 
     Each layer is logged under "anycell" at level INFO; ``recurrent_layers`` gives the same list.
 
@@ -81,8 +87,8 @@ def accelerate(model: Model) -> Model:
     _check(model)
     for _, layer in _walk(model):
         if isinstance(layer, keras.layers.RNN) and _refusal(layer) is None:
-            kind = RNN if isinstance(layer.cell, RNNCell) else _SWAPS[type(layer)]
-            layer.__class__ = kind
+            kind: Any = type(layer)
+            layer.__class__ = _swapped(kind, isinstance(layer.cell, RNNCell))
     for _, layer in _walk(model):
         _trace_anew(layer)
     for found in recurrent_layers(model):
@@ -100,15 +106,14 @@ def recurrent_layers(model: keras.layers.Layer) -> list[Found]:
     _check(model)
     found = []
     for name, layer in _walk(model):
-        kind = type(layer).__name__
         if isinstance(layer, Fused):
-            found.append(Found(name, f"{kind} of anycell", *layer.engine))
+            found.append(Found(name, _kind(layer), *layer.engine))
         elif isinstance(layer, keras.layers.RNN):
             reason = _refusal(layer) or "accelerate(model) has not been called"
-            found.append(Found(name, f"{kind} of {_whose(layer)}", "keras", reason))
+            found.append(Found(name, _kind(layer), "keras", reason))
         elif isinstance(layer, _CELLS):
             reason = "one step, in a loop of the model's own; keras.layers.RNN(cell) can be swapped"
-            found.append(Found(name, f"{kind} of {_whose(layer)}", "keras", reason))
+            found.append(Found(name, _kind(layer), "keras", reason))
     return found
 
 
@@ -125,19 +130,36 @@ def _walk(layer: Any, name: str = "", seen: set[int] | None = None) -> Iterator[
         yield from _walk(inner, f"{name}/{inner.name}".lstrip("/"), seen)
 
 
+@functools.cache
+def _swapped(kind: type[keras.layers.RNN], of_anycell: bool) -> type[Fused]:
+    """The class for layers of ``kind``, whose cells are anycell's or Keras's."""
+    base = _base(kind)
+    ours = RNN if of_anycell else _SWAPS[base]
+    if kind is base:
+        return ours
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    derived: type[Fused] = type(kind.__name__, (ours, kind), names)
+    # Files hold a layer of the subclass, so that its name leads to it when they are read.
+    object_registration.GLOBAL_CUSTOM_NAMES[derived] = keras.saving.get_registered_name(kind)
+    return derived
+
+
+def _base(kind: type[keras.layers.RNN]) -> type[keras.layers.RNN]:
+    """The first class of Keras's that can be swapped, of those that ``kind`` derives from."""
+    return next(base for base in kind.__mro__ if base in _SWAPS)
+
+
 def _refusal(layer: keras.layers.RNN) -> str | None:
     """Why a layer of Keras is left as it is."""
     kind = type(layer)
     if isinstance(layer, Fused):
         return "it is anycell's"
-    if kind not in _SWAPS:
-        base = next(base for base in kind.__mro__ if base in _SWAPS)
-        if kind.__module__.startswith("keras."):
-            return "only LSTM, GRU, SimpleRNN and RNN of one of their cells are swapped"
-        return (
-            f"a subclass of keras.layers.{base.__name__}, which may have a call of its own; "
-            f"derive it from anycell.keras.{base.__name__}"
-        )
+    if kind not in _SWAPS and kind.__module__.startswith("keras."):
+        return "only LSTM, GRU, SimpleRNN and RNN of one of their cells are swapped"
+    parents = kind.__mro__[: kind.__mro__.index(_base(kind))]
+    own = {name for parent in parents for name in vars(parent)} - _HARMLESS
+    if own:
+        return f"a subclass with {', '.join(sorted(own))} of its own"
     replaced = {n for n in ("call", "inner_loop") if n in vars(layer)}
     if replaced:
         return f"its {' and '.join(sorted(replaced))} has been replaced on the instance"
@@ -157,8 +179,13 @@ def _trace_anew(layer: keras.layers.Layer) -> None:
         layer.jit_compile = False
 
 
-def _whose(layer: keras.layers.Layer) -> str:
-    return type(layer).__module__.partition(".")[0]
+def _kind(layer: keras.layers.Layer) -> str:
+    """Its class, and whose; of a subclass also what it derives from."""
+    kind = type(layer)
+    whose = ("anycell.", "anycell") if isinstance(layer, Fused) else ("keras.", "keras")
+    known = next((k for k in kind.__mro__ if k.__module__.startswith(whose[0])), kind)
+    name = f"{known.__name__} of {whose[1]}"
+    return name if known.__name__ == kind.__name__ else f"{kind.__name__} ({name})"
 
 
 def _check(model: object) -> None:

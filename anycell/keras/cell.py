@@ -42,7 +42,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
             cell declares an initial value, that is it.
         dropout: of the inputs, one mask for all steps.
         recurrent_dropout: of the state that enters the recurrent matmul, one mask per gate for all
-            steps. In training such a layer runs step by step.
+            steps.
         seed: of dropout and the cell's random masks.
         kwargs: the sizes that states declare, by their symbol, ``P=64`` for ``state="h:P c"``, and
             what every layer of Keras takes.
