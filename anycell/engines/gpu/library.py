@@ -18,6 +18,8 @@ import math
 import triton
 import triton.language as tl
 
+from anycell.engines.gpu.build import interpreted
+
 # Rows of the op table that need no function.
 OPERATORS = frozenset(
     "neg add sub mul div lt le gt ge eq ne logical_and logical_or logical_not".split()
@@ -181,7 +183,7 @@ def max(x, units, inside, groups: tl.constexpr, each: tl.constexpr):
 
 # ---- programs that wait for one another ----------------------------------------------------------
 
-_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+_INTERPRETED = tl.constexpr(interpreted())
 # Each thread looks at a flag until it holds the value, or until the time is over. The load is an
 # acquire: what its program had written before it set the flag is seen by all loads that follow.
 _SPIN = tl.constexpr("""{
