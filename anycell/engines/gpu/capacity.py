@@ -71,6 +71,15 @@ class Choice(NamedTuple):
     warps: int = 0
     part: Slice | None = None
 
+    def __str__(self) -> str:
+        if self.part is not None:
+            p = self.part
+            return (
+                f"tier 2 of {p.rows} rows x {p.units} units, {p.ahead} of chunks of {p.chunk} at "
+                f"once, {p.warps} warps"
+            )
+        return f"tier {self.tier}" + f" of {self.warps} warps" * bool(self.warps)
+
 
 WARPS = (4, 8, 16)
 # Numbers of tiles that a thread can hold beside addresses and temporaries, forward and backward.
@@ -172,7 +181,7 @@ def _resident(
 def _cooperative(
     plan: Plan, device: Device | None, backward: bool, batch: int
 ) -> list[Choice] | str:
-    """Tier 2, or why not: of the tiles that fit, those of fewest rows first, and of fewest units."""
+    """Tier 2, or why not: the tiles that fit, of fewest rows first, and then of fewest units."""
     why = refusal(plan)
     if why is not None:
         return why
