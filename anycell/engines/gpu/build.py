@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from anycell.engines.cpu.jit import cache_directory, enabled
+from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.text import Form, Printed
 
 OLDEST = (3, 3)  # release of Triton; PyTorch 2.7 brings it
@@ -33,6 +34,7 @@ OLDEST = (3, 3)  # release of Triton; PyTorch 2.7 brings it
 MOST_HIDDEN = 2
 PROBED = 90  # the compute capability that the first kernel is compiled for
 REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of a multiprocessor, of a thread
+MOST_SPILLED = 64  # bytes of a thread, of a kernel that loops over time: each step pays for them
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Binary:
         shared: bytes of shared memory.
         warps: of 32 threads.
         hidden: how many pointers Triton takes after our arguments.
+        spilled: bytes that a thread keeps in memory for want of registers.
     """
 
     symbol: str
@@ -53,6 +56,15 @@ class Binary:
     shared: int
     warps: int
     hidden: int
+    spilled: int
+
+    def misfit(self, shared: int) -> str | None:
+        """Why the kernel does not fit on a device with so many bytes of shared memory."""
+        if self.shared > shared:
+            return f"it takes {self.shared:,} bytes of shared memory, of which there are {shared:,}"
+        if self.spilled > MOST_SPILLED:
+            return f"registers do not suffice: each thread keeps {self.spilled:,} bytes in memory"
+        return None
 
 
 @functools.cache
@@ -160,15 +172,21 @@ def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozense
         printed: the kernel.
         capability: of the device, 90 for an H100.
         aligned: arguments, addresses or strides, that 16 divides.
+
+    Raises:
+        Refused: where Triton does not compile it.
     """
     made = _made(printed, capability, aligned, None)
-    if printed.alone and spilled(made.asm["cubin"]):
+    spills = spilled(made.asm["cubin"]) if printed.alone else 0
+    if spills:
         # The assembler spills a little so that two programs fit on a multiprocessor: it does not
         # know how much shared memory one takes. If told of all registers it may still spill, for it
         # then keeps weights in them; but hardly ever the same kernel.
         most = min(MOST_REGISTERS, REGISTERS // (32 * printed.warps))
         again = _made(printed, capability, aligned, most)
-        made = min(made, again, key=lambda each: spilled(each.asm["cubin"]))
+        spills_again = spilled(again.asm["cubin"])
+        if spills_again < spills:
+            made, spills = again, spills_again
     return Binary(
         made.metadata.name,
         made.asm["cubin"],
@@ -176,6 +194,7 @@ def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozense
         made.metadata.shared,
         made.metadata.num_warps,
         _declared(made) - len(printed.arguments),
+        spills,
     )
 
 
@@ -190,16 +209,21 @@ def _made(printed: Printed, capability: int, aligned: frozenset[str], registers:
     source = ASTSource(function(printed), dict(printed.arguments), attrs=attributes)
     options: dict[str, Any] = {"num_warps": printed.warps, "num_stages": 1}
     options |= {"enable_fp_fusion": True, "sanitize_overflow": False, "maxnreg": registers}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    try:
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    except Exception as error:  # its own, the assembler's, LLVM's: there is no common class
+        said = (str(error) or type(error).__name__).strip().splitlines()[-1]
+        why = f"Triton {triton.__version__} does not compile it for sm_{capability}: {said}"
+        raise Refused(printed, why) from error
     scratch = made.metadata.global_scratch_size, getattr(made.metadata, "profile_scratch_size", 0)
     if any(scratch):
-        raise NotImplementedError(f"kernel {printed.name} asks for scratch memory of Triton's")
-    hidden = _declared(made) - len(printed.arguments)
-    if not 0 <= hidden <= MOST_HIDDEN:
-        raise NotImplementedError(
-            f"kernel {printed.name} takes {len(printed.arguments) + hidden} arguments; expected "
-            f"{len(printed.arguments)} and at most {MOST_HIDDEN} of Triton's own. This is Triton "
-            f"{triton.__version__}."
+        raise Refused(printed, f"Triton {triton.__version__} wants scratch memory for it")
+    ours, declared = len(printed.arguments), _declared(made)
+    if not ours <= declared <= ours + MOST_HIDDEN:
+        raise Refused(
+            printed,
+            f"as Triton {triton.__version__} compiles it it takes {declared} arguments; expected "
+            f"its {ours} and at most {MOST_HIDDEN} of Triton's own",
         )
     return made
 
