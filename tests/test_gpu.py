@@ -446,11 +446,13 @@ def script(folder: str, name: str, *arguments: str) -> str:
     """What a script says, in a process of its own, where Triton is told anew what to do."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = Path(__file__).parents[1]
+    # After the checkout, what this process found too: it may be another Triton.
+    paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     said = subprocess.run(
         [sys.executable, str(root / folder / name), *arguments],
         capture_output=True,
         text=True,
-        env={**environment, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        env={**environment, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
     )
     assert said.returncode == 0, said.stderr
     return said.stdout

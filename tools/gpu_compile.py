@@ -8,8 +8,9 @@ what the compiler says: registers, spills, shared memory, matrix instructions.
     python tools/gpu_compile.py --read FILE ...          such lines as Markdown
 
 The Triton that Python finds compiles: PYTHONPATH chooses another one (see tools/gpu_tritons.py).
-Kernels of tiers 1 and 2 are compiled at the largest hidden size that the capacity model allows, for
-the smallest card of each kind; those of tier 2 for 16 rows and for 128.
+Kernels of tiers 1 and 2 are compiled at the largest hidden size that the capacity model allows (in
+tier 2, of the multiples of 128), for the smallest card of each kind; those of tier 2 for 16 rows
+and for 128. Where a kernel does not fit, the model's next choice is compiled, as the engine would.
 """
 
 from __future__ import annotations
@@ -46,7 +47,6 @@ CARDS = {
 GRID = {75: FEW, 80: list(EVERY), 90: list(EVERY), 100: list(EVERY), 120: FEW}
 SIZES = {1: (512, 256, 128, 64, 32, 16), 2: (*range(2048, 0, -128), 64), 3: (500,)}
 BATCHES = {1: (16,), 2: (16, 128), 3: (16,)}
-SPILLED = 64  # bytes of a thread that do no harm
 
 
 class Report(NamedTuple):
@@ -63,6 +63,7 @@ class Report(NamedTuple):
     warps: int
     rows: int  # of a program's tile
     limit: int  # of shared memory
+    choice: int  # of those that the capacity model has, the best is 0
     text: str  # a digest
     registers: int | None = None
     spilled: int | None = None  # bytes of each thread's local memory
@@ -70,12 +71,12 @@ class Report(NamedTuple):
     hidden_arguments: int | None = None  # of Triton's own
     matrices: str = "-"  # which matrix instructions
     seconds: float = 0.0  # that compiling took; next to none where Triton's cache had it
-    fits: bool = False  # in shared memory, and spills no more than SPILLED
+    fits: bool = False  # what ``build.Binary.misfit`` allows
     error: str = ""
 
 
 def main() -> int:
-    """The report as a table; 1 if a kernel does not fit."""
+    """The report, a line for each kernel; 1 if some kernel finds no form that fits."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cells", nargs="+", choices=list(EVERY))
     parser.add_argument("--tiers", nargs="+", type=int, default=list(SIZES))
@@ -101,9 +102,9 @@ def main() -> int:
     ]
     file = None if args.json in (None, "-") else Path(args.json)
     begun = time.perf_counter()
-    total = unfit = 0
-    for report in run(points, args.largest, args.jobs, lines([file]) if file else ()):
-        total, unfit = total + 1, unfit + (not report.fits)
+    reports = []
+    for report in run(points, args.largest, args.jobs, lines([file]) if file else []):
+        reports.append(report._asdict())
         if file:
             with file.open("a", encoding="utf-8") as out:
                 print(json.dumps(report._asdict()), file=out)
@@ -112,8 +113,13 @@ def main() -> int:
         else:
             print(sentence(report), flush=True)
     seconds = time.perf_counter() - begun
-    print(f"{total} kernels in {seconds:.0f} s; {unfit} do not fit", file=sys.stderr)
-    return int(unfit > 0)
+    unfit = [line for line in taken(reports) if not line["fits"]]
+    print(f"{len(reports)} kernels in {seconds:.0f} s; {len(unfit)} do not fit", file=sys.stderr)
+    return int(bool(unfit))
+
+
+# What tells a kernel from the others, whatever its text.
+KEY = "triton cell tier batch dtype capability kernel".split()
 
 
 def lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
@@ -122,33 +128,41 @@ def lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
     for path in paths:
         for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
             line = json.loads(text)
-            names = "triton", "cell", "tier", "batch", "dtype", "capability", "kernel"
-            latest[tuple(line[name] for name in names)] = line
+            latest[tuple(line[name] for name in (*KEY, "choice"))] = line
     return list(latest.values())
+
+
+def taken(every: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each kernel the first choice that fits; if there is none, the best."""
+    chosen: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in sorted(every, key=lambda line: (not line["fits"], line["choice"])):
+        chosen.setdefault(tuple(line[name] for name in KEY), line)
+    return list(chosen.values())
 
 
 def run(
     points: Iterable[tuple[int, int, str, str]],
     largest: int,
     jobs: int,
-    before: Iterable[dict[str, Any]],
+    before: list[dict[str, Any]],
 ) -> Iterator[Report]:
     """Reports on all kernels of these points that are not among those before."""
-    had = {tuple(line[name] for name in Report._fields[:12]) for line in before}
+    known = {(line["triton"], line["capability"], line["text"]): line["fits"] for line in before}
     with ProcessPoolExecutor(jobs) as pool:
-        version = pool.submit(triton_version).result()
-        runs = []
+        version, runs = pool.submit(triton_version).result(), []
         for tier, capability, dtype, name in points:
-            for kernel, choice, hidden, batch in kernels(tier, capability, dtype, name, largest):
-                card = CARDS[capability]
-                report = Report(
-                    version, name, choice.tier, hidden, batch, dtype, capability, kernel.name,
-                    kernel.warps, kernel.tile[0], card.shared, digest(kernel),
-                )  # fmt: skip
-                if report[:12] not in had:
-                    runs.append(pool.submit(compiled, kernel, report))
+            for forms in kernels(tier, capability, dtype, name, largest):
+                todo = []
+                for kernel, report in forms:
+                    fits = known.get((version, capability, report.text))
+                    if fits:
+                        break
+                    if fits is None:
+                        todo.append((kernel, report._replace(triton=version)))
+                if todo:
+                    runs.append(pool.submit(first_that_fits, todo))
         for one in as_completed(runs):
-            yield one.result()
+            yield from one.result()
 
 
 def triton_version() -> str:
@@ -165,8 +179,10 @@ def digest(kernel: Printed) -> str:
 
 def kernels(
     tier: int, capability: int, dtype: str, name: str, largest: int
-) -> Iterator[tuple[Printed, capacity.Choice, int, int]]:
-    """All kernels of a cell, of both passes, with hidden size and batch size."""
+) -> Iterator[list[tuple[Printed, Report]]]:
+    """All kernels of a cell, of both passes; each in the forms that the model chooses, the best
+    first.
+    """
     cell, card = EVERY[name], CARDS[capability]
     for backward, batch in itertools.product((False, True), BATCHES[tier]):
         for hidden in SIZES[tier]:
@@ -174,14 +190,21 @@ def kernels(
                 continue
             sizes = {s: hidden // 2 for s in cell.sizes.values() if s != "H"}
             one = plan(cell, hidden, dtype, "gpu", sizes)
-            choice = capacity.choose(one, card, backward, 3 if tier == 3 else None, batch)
-            if choice.tier == tier:
-                for kernel in printed(one, choice, backward):
-                    yield kernel, choice, hidden, batch
+            choices = capacity.choices(one, card, backward, 3 if tier == 3 else None, batch)
+            if choices[0].tier == tier:
+                forms = [printed(one, c, backward) for c in choices if c.tier == tier]
+                for same in zip(*forms, strict=True):
+                    yield [
+                        (kernel, Report(
+                            "", name, tier, hidden, batch, dtype, capability, kernel.name,
+                            kernel.warps, kernel.tile[0], card.shared, choice, digest(kernel),
+                        ))
+                        for choice, kernel in enumerate(same)
+                    ]  # fmt: skip
                 break
 
 
-def printed(one: Plan, choice: capacity.Choice, backward: bool) -> Iterator[Printed]:
+def printed(one: Plan, choice: capacity.Choice, backward: bool) -> list[Printed]:
     """The kernels of a plan in training, with a bias, masks drawn."""
     form = Form(
         backward,
@@ -191,12 +214,19 @@ def printed(one: Plan, choice: capacity.Choice, backward: bool) -> Iterator[Prin
         biases=tuple(l.bias and not backward for l in one.cell.linears),
     )
     if choice.tier != 3:
-        yield print_whole(one, form, choice)
-        return
+        return [print_whole(one, form, choice)]
     step = print_step(one, form)
-    for stage in step.stages:
-        yield from stage.kernels
-    yield from step.close
+    return [*itertools.chain.from_iterable(stage.kernels for stage in step.stages), *step.close]
+
+
+def first_that_fits(forms: list[tuple[Printed, Report]]) -> list[Report]:
+    """The reports on a kernel's forms, up to the first that fits."""
+    reports = []
+    for kernel, report in forms:
+        reports.append(compiled(kernel, report))
+        if reports[-1].fits:
+            break
+    return reports
 
 
 def compiled(kernel: Printed, report: Report) -> Report:
@@ -217,7 +247,7 @@ def compiled(kernel: Printed, report: Report) -> Report:
         hidden_arguments=binary.hidden,
         matrices=matrices[0] if matrices else "-",
         seconds=seconds,
-        fits=binary.shared <= report.limit and spilled <= SPILLED,
+        fits=binary.misfit(report.limit) is None and spilled <= build.MOST_SPILLED,
     )
 
 
@@ -227,18 +257,20 @@ def compiled(kernel: Printed, report: Report) -> Report:
 def sentence(report: Report) -> str:
     """A kernel, and what the compiler says of it."""
     what = f"sm_{report.capability} {report.dtype} {report.cell} H={report.hidden}"
-    what = f"{what} B={report.batch} {report.kernel}"
+    what = f"{what} B={report.batch} {report.kernel}, choice {report.choice}"
     if report.error:
         return f"{what}: FAILS, {report.error}"
-    said = f"{report.registers} registers, {report.spilled} of {SPILLED} bytes spilled, shared "
-    said += f"{report.shared:,} of {report.limit:,}, {report.matrices}, {report.seconds} s"
+    said = f"{report.registers} registers, {report.spilled} of {build.MOST_SPILLED} bytes spilled, "
+    said += f"shared {report.shared:,} of {report.limit:,}, {report.matrices}, {report.seconds} s"
     return f"{what}: {said}{'' if report.fits else ', DOES NOT FIT'}"
 
 
 def markdown(every: list[dict[str, Any]]) -> Iterator[str]:
-    """Tables: how many kernels there are and fit; which do not; and all of them, for each card a
-    row for each cell, tier and pass, a column for each dtype and Triton.
+    """Tables: how many kernels there are; what does not fit, and what takes its place; and all that
+    fit, for each card a row for each cell, tier and pass, a column for each dtype and Triton.
     """
+    refused = [line for line in every if not line["fits"]]
+    every = taken(every)
     tritons = sorted({line["triton"] for line in every}, key=release)
     yield "| Triton | card | kernels | fail | beyond shared memory | spill | spill most |"
     yield "|---|---|---|---|---|---|---|"
@@ -248,16 +280,17 @@ def markdown(every: list[dict[str, Any]]) -> Iterator[str]:
             beyond = sum((line["shared"] or 0) > line["limit"] for line in mine)
             most = f"{max(spilled)} bytes" if any(spilled) else "-"
             counts = len(mine), sum(bool(line["error"]) for line in mine), beyond
-            spills = f"{sum(map(bool, spilled))}, {sum(n > SPILLED for n in spilled)} too much"
-            row = triton, f"sm_{capability}", *counts, spills, most
+            row = triton, f"sm_{capability}", *counts, sum(map(bool, spilled)), most
             yield f"| {' | '.join(map(str, row))} |"
-    unfit = [line for line in every if not line["fits"]]
-    if unfit:
-        yield "\nWhat does not fit:\n"
-        for line in sorted(unfit, key=lambda line: release(line["triton"])):
-            yield f"- Triton {line['triton']}, {sentence(Report(**line))}"
-    yield "\nOf each kernel: hidden size, registers of a thread, bytes spilled, shared memory, matrix"
-    yield "instructions; of several kernels, as in tier 3, the most of each number."
+    if refused:
+        yield "\nWhat does not fit, and which of the next choices takes its place:\n"
+        places = {tuple(line[name] for name in KEY): line for line in every}
+        for line in sorted(refused, key=lambda line: (release(line["triton"]), *line.values())):
+            place = places[tuple(line[name] for name in KEY)]
+            instead = f"choice {place['choice']}" if place["fits"] else "no other"
+            yield f"- Triton {line['triton']}, {sentence(Report(**line))}: {instead}"
+    yield "\nOf each kernel: hidden size, registers of a thread, bytes spilled, shared memory and"
+    yield "matrix instructions; of several kernels, as in tier 3, the most of each number."
     for capability, some in grouped(every, "capability"):
         limit = some[0]["limit"] >> 10
         yield f"\n## sm_{capability}, {limit} KiB\n"
@@ -288,8 +321,8 @@ def entry(some: list[dict[str, Any]]) -> str:
     """The kernels of a cell, tier and pass."""
     if not some:
         return "-"
-    if any(line["error"] for line in some):
-        return "fails"
+    if not all(line["fits"] for line in some):
+        return "does not fit"
     registers, spilled, shared = (
         max(line[name] for line in some) for name in ("registers", "spilled", "shared")
     )

@@ -262,4 +262,13 @@ def interpret(printed: Printed, grid: tuple[int, ...], values: Mapping[str, Any]
     function(printed)[grid](*[values[name] for name, _ in printed.arguments])
 
 
-__all__ = ["Binary", "binary", "function", "interpret", "interpreted", "spilled", "unusable", "usage"]
+__all__ = [
+    "Binary",
+    "binary",
+    "function",
+    "interpret",
+    "interpreted",
+    "spilled",
+    "unusable",
+    "usage",
+]
