@@ -100,11 +100,12 @@ def _in_words(error: Exception) -> str:
 def _probe() -> Printed:
     """A small kernel that asks of Triton what others do: matrices, random numbers, flags."""
     from anycell import cells
-    from anycell.engines.gpu.cooperative import Slice, print_cooperative
+    from anycell.engines import gpu
     from anycell.plan import plan
 
     zoneout = plan(cells.ZoneoutLSTM, 16, "float16", "gpu")
-    return print_cooperative(zoneout, Form(draw=True, biases=(True,)), Slice(16, 16, 16, 1, 4))
+    choice = gpu.capacity.choose(zoneout, None, tier=2)
+    return gpu.print_whole(zoneout, Form(draw=True, biases=(True,)), choice)
 
 
 def interpreted() -> bool:

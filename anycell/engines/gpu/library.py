@@ -207,12 +207,12 @@ done:
 @triton.jit
 def _spin(flags, value, patience):
     """In the interpreter, which takes more than 10 microseconds for a look."""
-    seen = tl.load(flags, volatile=True) == value
+    unseen = (tl.load(flags, volatile=True) != value).to(tl.int32)  # Triton 3.3 interprets no ~
     looks = 0
-    while (tl.sum((~seen).to(tl.int32), axis=0) > 0) & (looks * 10_000 < patience):
-        seen = tl.load(flags, volatile=True) == value
+    while (tl.sum(unseen, axis=0) > 0) & (looks * 10_000 < patience):
+        unseen = (tl.load(flags, volatile=True) != value).to(tl.int32)
         looks += 1
-    return seen.to(tl.int32)
+    return 1 - unseen
 
 
 @triton.jit
