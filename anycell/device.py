@@ -45,7 +45,8 @@ def _printed(plan: Plan, form: Form, choice: capacity.Choice) -> Kernels:
 
 def _kernels(host: Host, plan: Plan, form: Form, batch: int) -> tuple[capacity.Choice, Kernels]:
     """The best choice that the device has not refused, and its kernels."""
-    for choice in capacity.choices(plan, host.limits, form.backward, host.tier, batch):
+    rounding = plan.dtype == "float32" and host.tf32
+    for choice in capacity.choices(plan, host.limits, form.backward, host.tier, batch, rounding):
         kernels = _printed(plan, form, choice)
         if not isinstance(kernels, Printed):
             return choice, kernels
@@ -490,7 +491,6 @@ def _form(
         keep=keep,
         bias_x=w.bias_ih is not None and not backward,
         biases=tuple(w.matmul(l)[1] is not None and not backward for l in cell.linears),
-        tf32=host.tf32 and plan.dtype == "float32",
     )
 
 

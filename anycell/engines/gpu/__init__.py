@@ -287,8 +287,8 @@ def sources(plan: Plan, backward: bool) -> Iterator[str]:
 def print_whole(plan: Plan, form: Form, choice: Choice) -> Printed:
     """The kernel of all steps, in tier 1 or 2."""
     if choice.part is not None:
-        return print_cooperative(plan, form, choice.part)
-    return print_resident(plan, form, choice.warps)
+        return print_cooperative(plan, form, choice.part, choice.precision)
+    return print_resident(plan, form, choice.warps, choice.precision)
 
 
 __all__ = ["Call", "Form", "Host", "Refused", "Span", "grid", "print_whole", "run", "sources"]

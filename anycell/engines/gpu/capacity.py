@@ -64,12 +64,14 @@ class Choice(NamedTuple):
         reason: in words.
         warps: of a program of tier 1, of 32 threads each.
         part: what a program of tier 2 owns.
+        precision: how its dots multiply float32, see ``WEIGHT``.
     """
 
     tier: int
     reason: str
     warps: int = 0
     part: Slice | None = None
+    precision: str = "ieee"
 
     def __str__(self) -> str:
         if self.part is not None:
@@ -82,6 +84,13 @@ class Choice(NamedTuple):
 
 
 WARPS = (4, 8, 16)
+# Bytes that a float32 weight takes on chip, by how dots multiply it, in Triton's words:
+# "ieee" by the threads, without the matrix units;
+# "tf32" by these, from operands that are rounded to 19 bits: where the framework allows as much;
+# "bf16x6" by these, from three bfloat16 that add up to each operand, and the six products of them
+# that float32 can tell from zero: as exact as a sum in float32.
+WEIGHT = {"ieee": 4, "tf32": 4, "bf16x6": 6}
+MATRICES = 80  # capability from which the matrix units take such operands
 # Numbers of tiles that a thread can hold beside addresses and temporaries, forward and backward.
 # Dots of float32, which the matrix units do not do, take registers for their operands.
 NUMBERS = {"float32": (64, 64), "bfloat16": (144, 160), "float16": (144, 160)}

@@ -70,9 +70,11 @@ class Slice(NamedTuple):
 _ARRIVING = frozenset({"grad", "linear_t"})  # what hangs on the step after
 
 
-def print_cooperative(plan: Plan, form: Form, part: Slice) -> Printed:
-    """The kernel of a plan, for programs that own such slices."""
-    return _Slice(plan, form, part).printed()._replace(cooperative=True)
+def print_cooperative(plan: Plan, form: Form, part: Slice, precision: str = "ieee") -> Printed:
+    """The kernel of a plan, for programs that own such slices, whose dots of float32 multiply like
+    that.
+    """
+    return _Slice(plan, form, part, precision).printed()._replace(cooperative=True)
 
 
 def refusal(plan: Plan) -> str | None:
@@ -95,8 +97,8 @@ def refusal(plan: Plan) -> str | None:
 class _Slice(Loop):
     name, shared = "cooperative", True
 
-    def __init__(self, plan: Plan, form: Form, part: Slice) -> None:
-        super().__init__(plan, form, part.warps, (part.rows, part.units), False)
+    def __init__(self, plan: Plan, form: Form, part: Slice, precision: str) -> None:
+        super().__init__(plan, form, part.warps, precision, (part.rows, part.units), False)
         self.chunk, self.ahead = part.chunk, part.ahead
         self.programs = -(-plan.hidden_size // part.units)  # of a group
 

@@ -23,9 +23,11 @@ from anycell.plan import Plan, gradient_roots
 LEAST = 16  # rows and units of the smallest matrices that the matrix units take
 
 
-def print_resident(plan: Plan, form: Form, warps: int = 4) -> Printed:
-    """The kernel of a plan, for programs of so many warps."""
-    return Loop(plan, form, warps).printed()
+def print_resident(plan: Plan, form: Form, warps: int = 4, precision: str = "ieee") -> Printed:
+    """The kernel of a plan, for programs of so many warps, whose dots of float32 multiply like
+    that.
+    """
+    return Loop(plan, form, warps, precision).printed()
 
 
 class Loop(Text):
@@ -39,11 +41,12 @@ class Loop(Text):
         plan: Plan,
         form: Form,
         warps: int,
+        precision: str,
         tile: tuple[int, int] = (LEAST, LEAST),
         whole: bool = True,
     ) -> None:
         super().__init__(plan, form, tile, whole)
-        self.warps = warps
+        self.warps, self.precision = warps, precision
         self.linears = plan.cell.linears
         self.kind = {"fp32": "tl.float32", "bf16": "tl.bfloat16", "fp16": "tl.float16"}[self.io]
 
@@ -104,7 +107,7 @@ class Loop(Text):
     def _dot(self, operand: str, weight: str) -> str:
         precision = ""
         if self.io == "fp32":
-            precision = f", input_precision={'tf32' if self.form.tf32 else 'ieee'!r}"
+            precision = f", input_precision={self.precision!r}"
         return f"tl.dot({operand}, {weight}{precision})"
 
     def _operand(self, name: str, value: str, size: str) -> str:

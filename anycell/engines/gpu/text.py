@@ -40,7 +40,6 @@ class Form(NamedTuple):
         keep: forward, whether values are saved for the backward pass.
         bias_x: whether a bias joins the input projection here.
         biases: for each matmul of the cell, whether it has a bias.
-        tf32: whether matmuls in a kernel may round float32 operands to 19 bits.
     """
 
     backward: bool = False
@@ -51,7 +50,6 @@ class Form(NamedTuple):
     keep: bool = False
     bias_x: bool = False
     biases: tuple[bool, ...] = ()
-    tf32: bool = False
 
     @property
     def apart(self) -> bool:
