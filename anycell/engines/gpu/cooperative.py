@@ -239,10 +239,10 @@ class _Slice(Loop):
     def wait(self) -> None:
         """Until the step before is done everywhere.
 
-        Lanes beyond the programs look at this program's own flag.
+        Every thread has a lane of its own: lanes beyond the programs look at this program's flag.
         """
         done, patience = self.argument("done", "i32"), self.argument("patience", "i64")
-        lanes = f"tl.arange(0, {power_of_two(self.programs)})"
+        lanes = f"tl.arange(0, {power_of_two(self.programs, 32 * self.warps)})"
         peers = f"tl.where({lanes} < {self.programs}, {lanes}, tl.program_id(1))"
         self.say(f"if ({done} + t > 0) & (alive > 0):")
         with self.indented():

@@ -182,21 +182,30 @@ def max(x, units, inside, groups: tl.constexpr, each: tl.constexpr):
 # ---- programs that wait for one another ----------------------------------------------------------
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-# Each thread looks at a flag until it holds the value, or until the time is over. The load is an
-# acquire: what its program had written before it set the flag is seen by all loads that follow.
+_LOOKS = tl.constexpr(64)  # looks between two readings of the clock
+# Each thread looks at a flag until it holds the value or more, or until the time is over: that
+# begins with the first reading of the clock. The load is an acquire: what its program had written
+# before it set the flag is seen by all loads that follow.
 _SPIN = tl.constexpr("""{
-    .reg .pred there, early;
-    .reg .b32 seen;
+    .reg .pred there, again, first;
+    .reg .b32 seen, looks, rest;
     .reg .b64 begin, now;
-    mov.u64 begin, %globaltimer;
-again:
+    mov.b32 looks, 0;
+    mov.b64 begin, 0;
+look:
     ld.acquire.gpu.global.b32 seen, [$1];
-    setp.eq.b32 there, seen, $2;
+    setp.ge.s32 there, seen, $2;
     @there bra done;
+    add.u32 looks, looks, 1;
+    and.b32 rest, looks, 63;
+    setp.ne.u32 again, rest, 0;
+    @again bra look;
     mov.u64 now, %globaltimer;
+    setp.eq.u64 first, begin, 0;
+    @first mov.b64 begin, now;
     sub.u64 now, now, begin;
-    setp.lt.u64 early, now, $3;
-    @early bra again;
+    setp.lt.u64 again, now, $3;
+    @again bra look;
 done:
     selp.b32 $0, 1, 0, there;
 }""")
@@ -205,20 +214,22 @@ done:
 @triton.jit
 def _spin(flags, value, patience):
     """In the interpreter, which takes more than 10 microseconds for a look."""
-    seen = tl.load(flags, volatile=True) == value
+    seen = tl.load(flags, volatile=True) >= value
     looks = 0
     while (tl.sum((~seen).to(tl.int32), axis=0) > 0) & (looks * 10_000 < patience):
-        seen = tl.load(flags, volatile=True) == value
+        seen = tl.load(flags, volatile=True) >= value
         looks += 1
     return seen.to(tl.int32)
 
 
 @triton.jit
 def wait(flags, value, patience):
-    """1 when all flags have come to hold the value, 0 if ``patience`` nanoseconds were not enough.
+    """1 when all flags have come to hold the value or more, 0 if ``patience`` nanoseconds were not
+    enough.
 
-    The sum is a barrier too: no thread goes on before all of them have seen their flags. So what
-    one thread has acquired, the loads of all others see.
+    A flag for each thread at least: so the threads add up what they saw across all warps, and all
+    of them get the same answer. The barrier puts every look of theirs before whatever any of them
+    loads afterwards. So what one thread has acquired, the loads of all others see.
     """
     if _INTERPRETED:
         seen = _spin(flags, value, patience)
@@ -231,7 +242,9 @@ def wait(flags, value, patience):
             is_pure=False,
             pack=1,
         )
-    return (tl.sum(1 - seen, axis=0) == 0).to(tl.int32)
+    arrived = (tl.sum(1 - seen, axis=0) == 0).to(tl.int32)
+    tl.debug_barrier()
+    return arrived
 
 
 @triton.jit
