@@ -235,6 +235,8 @@ class _Run:
         self.chunk = chunk_steps(plan, self.steps, self.batch, CHUNK_BYTES)
         self.choice, self.kernels = _kernels(host, plan, form, self.batch)
         self.matrices = [_used(host, plan, l, self.w.matmul(l)[0]) for l in plan.cell.linears]
+        if form.backward and isinstance(self.kernels, Printed) and self.kernels.cooperative:
+            self.matrices = [host.rounded(host.turned(matrix)) for matrix in self.matrices]
         self.values = _constants(host, plan, self.w)
         self.values |= _exchange(host, plan, self.kernels, self.batch)
         self.values |= _products(host, plan, form, self.batch)
