@@ -179,6 +179,67 @@ def max(x, units, inside, groups: tl.constexpr, each: tl.constexpr):
     return _over_groups(x, units, inside, groups, each, True)
 
 
+# ---- matmuls whose k is shared out over warps ----------------------------------------------------
+
+
+@triton.jit
+def left(values, warps: tl.constexpr, pair: tl.constexpr):
+    """The left operand ``[warps, rows, k]`` of a batch of matmuls, one for each warp, from values
+    ``[rows / 8 * warps * 8, k]`` just as threads load them: a warp's share of eight rows at a time.
+
+    A matrix instruction wants ``pair`` neighbours of each of a row's four threads, which lie apart
+    in memory, and then the next ones; but a thread loads 16 bytes that lie together. Since the
+    order of k is no matter as long as both operands have the same, k is taken in the order in which
+    the instruction gets at it, and no value has to go to another thread.
+    """
+    rows: tl.constexpr = values.shape[0] // warps
+    k: tl.constexpr = values.shape[1]
+    apart = tl.reshape(values, [rows // 8, warps, 8, 4, k // (4 * pair), pair])
+    return tl.reshape(tl.permute(apart, (1, 0, 2, 4, 3, 5)), [warps, rows, k])
+
+
+@triton.jit
+def right(values, warps: tl.constexpr, pair: tl.constexpr):
+    """The right operand ``[warps, k, columns]``, which threads then hold, from values ``[columns /
+    8 * warps * 8, k]``, likewise."""
+    return tl.permute(left(values, warps, pair), (0, 2, 1))
+
+
+@triton.jit
+def right_shared(values, warps: tl.constexpr, pair: tl.constexpr):
+    """The right operand ``[warps, k, columns]``, which shared memory then holds, from values
+    ``[warps * columns, k]``: with k in the same order."""
+    columns: tl.constexpr = values.shape[0] // warps
+    k: tl.constexpr = values.shape[1]
+    apart = tl.reshape(values, [warps, columns, 4, k // (4 * pair), pair])
+    return tl.reshape(tl.permute(apart, (0, 3, 2, 4, 1)), [warps, k, columns])
+
+
+@triton.jit
+def total(parts, outputs: tl.constexpr):
+    """The sum over the warps of ``[warps, rows, units * outputs]``, in pairs: halves of what
+    remains, until a thread has the sums of its units, with all outputs.
+    """
+    warps: tl.constexpr = parts.shape[0]
+    rows: tl.constexpr = parts.shape[1]
+    columns: tl.constexpr = parts.shape[2]
+    units: tl.constexpr = columns // outputs
+    sums = tl.permute(tl.reshape(parts, [warps, rows, units, outputs]), (1, 2, 3, 0))
+    if warps >= 16:
+        even, odd = tl.split(tl.reshape(sums, [rows, units, outputs, 8, 2]))
+        sums = even + odd
+    if warps >= 8:
+        even, odd = tl.split(tl.reshape(sums, [rows, units, outputs, 4, 2]))
+        sums = even + odd
+    if warps >= 4:
+        even, odd = tl.split(tl.reshape(sums, [rows, units, outputs, 2, 2]))
+        sums = even + odd
+    if warps >= 2:
+        even, odd = tl.split(tl.reshape(sums, [rows, units, outputs, 1, 2]))
+        sums = even + odd
+    return tl.reshape(sums, [rows, columns])
+
+
 # ---- programs that wait for one another ----------------------------------------------------------
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
