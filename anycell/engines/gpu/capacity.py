@@ -186,7 +186,7 @@ def _cooperative(
     if why is not None:
         return why
     if device is None:
-        return [Choice(2, "asked for", part=Slice(LEAST, LEAST, LEAST, 2, WARPS[0]))]
+        return [Choice(2, "asked for", part=Slice(LEAST, LEAST, 2 * LEAST, 1, 2, 1))]
     if plan.dtype == "float32":
         return "float32 is multiplied outside the matrix units"
     least, found = 0, list[Choice]()
