@@ -47,7 +47,7 @@ def by_gpu(
         tier: of kernels.
         projected: through an input projection whose weight is the unit matrix.
         backwards: the backward pass runs so many times.
-        replays: runs two steps of tier 3 at a time, as graphs do.
+        replays: graphs of tier 3, as ``interpreted_graphs`` makes them.
         host_class: where arrays come from.
     """
     cell, options, group = problem.cell, problem.options, problem.group
@@ -56,7 +56,7 @@ def by_gpu(
     sizes = {s: width(s, hidden) for s in cell.sizes.values()}
     chosen = plan(cell, hidden, dtype, "gpu", sizes)
     host = host_class(getattr(torch, dtype), DEVICE)
-    host.tier, host.replay, host.replay_steps = tier, replays, 2
+    host.tier, host.replay = tier, replays
 
     def array(given: Any) -> Any:
         if given is None or given.dtype == bool:
