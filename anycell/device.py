@@ -503,9 +503,10 @@ def keeps_state(plan: Plan, i: int) -> bool:
 
 def _row_blocks(kernels: Kernels, batch: int) -> int:
     """How many programs share out the rows, where the gradients of parameters are summed."""
-    last = [] if isinstance(kernels, Printed) else kernels.stages[-1].kernels
-    one = next(k for k in last if k.size == "H") if last else kernels
-    return -(-batch // one.tile[0])
+    last = (kernels,) if isinstance(kernels, Printed) else kernels.stages[-1].kernels
+    # Of several kernels, the one that writes results of that size.
+    rows = next(k.tile[0] for k in last if k.size == "H" or len(last) == 1)
+    return -(-batch // rows)
 
 
 class _Sums:
@@ -538,7 +539,7 @@ class _Sums:
             weight, bias = self.matmuls[l.weight]
             size = self.plan.sizes[l.out_size]
             out, into = size // l.heads, operand.shape[1] // l.heads
-            total = None if bias is None else host.summed(d)
+            total: Any = None if bias is None else host.summed(d)
             if l.outputs == l.declared and l.heads == 1:
                 host.matmul_add(host.turned(d), operand, weight)
                 if bias is not None:
@@ -562,7 +563,7 @@ class _Sums:
             found[name] = rounded(weight)
             found[f"{name}_bias"] = None if bias is None else rounded(bias)
         h, states = self.plan.hidden_size, range(len(cell.states))
-        total = self.host.summed(values["dparam"]) if cell.params else None
+        total: Any = self.host.summed(values["dparam"]) if cell.params else None
         return Weights(
             ih=None if self.ih is None else rounded(self.ih),
             hh=found.pop(RECURRENT, None),

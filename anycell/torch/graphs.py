@@ -1,13 +1,13 @@
 """CUDA graphs of the GPU engine's tier 3: some steps captured once, and replayed for any T.
 
 A step of tier 3 is a matmul and a kernel or two, each of some microseconds: started one by one from
-Python, the launches would take longer than the work. A graph starts those of ``BLOCKS`` many steps
-at once. It serves all layers of one form: what differs from call to call is in a table that kernels
-read, weights excepted, which are copied once a call into memory of the form's own.
+Python, the launches would take longer than the work. A graph starts many steps at once. It serves
+all layers of one form: what differs from call to call is in a table that kernels read, but for
+weights, which are copied once a call into memory of the graph's own.
 
-A new form, as each new number of rows is one, is launched step by step at first: a capture waits for
-all that the device does, and takes as long as many launches. And only what has run may be captured,
-for by then kernels are loaded and the matmul library is set up.
+A new form (a new number of rows is one) is launched step by step at first: a capture waits for all
+that the device does, and takes as long as so many launches. Besides, only what has run once can be
+captured: by then kernels are loaded, those of the matmul library too.
 """
 
 from __future__ import annotations
@@ -89,13 +89,14 @@ class Replays:
                 _put(self.calls, key, (before + 1, kernels), COUNTED)
                 return None
             memory = functools.partial(self._made, stream)
-            _put(self.graphs, key, _Graphs(self, kernels, Steps(kernels, call, numbers, memory)), KEPT)
+            steps = Steps(kernels, call, numbers, memory)
+            _put(self.graphs, key, _Graphs(self, kernels, steps), KEPT)
         self.graphs.move_to_end(key)
         return self.graphs[key]
 
     def _made(self, stream: int, name: str, make: Callable[..., Tensor], *shape: Any) -> Tensor:
-        """Memory of that name and shape. Calls under ``inference_mode`` and others both write it, so
-        it must not come from there.
+        """Memory of that name and shape. It must not come from ``inference_mode``: calls outside of
+        that write it too.
         """
         key = stream, name, shape
         tensor = self.memory.get(key)

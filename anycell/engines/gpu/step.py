@@ -12,10 +12,10 @@ costs less than to store and load it. A row reduction needs all units of a row i
 without one, units are split over programs too. Values of different sizes never meet but in a
 matmul, so a kernel writes results of one size.
 
-A launch that a CUDA graph holds has the same arguments each time. So what changes from call to call,
-the addresses of the arrays above all, kernels read from a *table* in device memory (``steps`` fills
-it), and how many steps are done too. Only what matmuls read and write stays where it is: a kernel
-leaves their left sides in memory of their own, beside the sequences.
+A launch that a CUDA graph holds has the same arguments each time. So kernels read what changes from
+call to call, addresses above all, from a *table* in device memory, and how many steps are done too:
+``steps`` fills it. Only what matmuls read and write stays where it is: kernels leave their left
+sides in memory of their own, beside the sequences.
 """
 
 from __future__ import annotations

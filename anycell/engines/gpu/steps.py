@@ -1,9 +1,9 @@
 """Tier 3, running: step after step the kernels, and the framework's matmuls between them.
 
 All that launches and matmuls name is here: the table that kernels read (see ``step``), weights, and
-what matmuls read and write. To run a call is to load these: a few launches fill the table, and
-weights and what the first step multiplies are copied. A step copies nothing, in a CUDA graph or not,
-so a graph of some steps serves all calls of a form, whatever their arrays and their length.
+what matmuls read and write. A call begins by loading these: a few launches fill the table, and what
+the first step multiplies is copied, for graphs the weights too. Steps copy nothing. So a graph of
+some steps serves all calls of a form, whatever their arrays and their length.
 """
 
 from __future__ import annotations
@@ -101,9 +101,8 @@ class Steps:
             if form.backward:
                 names, widths = (f"outputs{k}", f"back{k}"), (out, into)
             for name, width, wide in zip(names, widths, (False, True), strict=True):
-                shape = (call.batch, width)
-                if l.heads > 1:
-                    shape = (l.heads, call.batch, width // l.heads)
+                heads = () if l.heads == 1 else (l.heads,)
+                shape = (*heads, call.batch, width // l.heads)
                 values[name] = memory(name, host.empty, shape, wide)
             left, result = (values[name] for name in names)
             weight = call.weights[k]
