@@ -9,12 +9,13 @@ checkpoints both passes go segment by segment, and all segments of a direction s
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from anycell.engines import gpu
-from anycell.engines.gpu import Call, Form, Host, Span, capacity
+from anycell.engines.gpu import Call, Form, Host, Span, capacity, refusals
 from anycell.engines.gpu.step import Step, print_step
 from anycell.engines.gpu.steps import BLOCKS
 from anycell.engines.gpu.text import Printed, apart, keeps
@@ -43,10 +44,36 @@ def _printed(plan: Plan, form: Form, choice: capacity.Choice) -> Kernels:
     return print_step(plan, form) if choice.tier == 3 else gpu.print_whole(plan, form, choice)
 
 
-def _kernels(host: Host, plan: Plan, form: Form, batch: int) -> Kernels:
-    """The kernels of the tier that fits."""
-    choice = capacity.choose(plan, host.limits, form.backward, host.tier, batch)
-    return _printed(plan, form, choice)
+def _kernels(host: Host, plan: Plan, form: Form, batch: int) -> tuple[capacity.Choice, Kernels]:
+    """The best choice that the device has not refused, and its kernels."""
+    for choice in capacity.choices(plan, host.limits, form.backward, host.tier, batch):
+        kernels = _printed(plan, form, choice)
+        if not isinstance(kernels, Printed):
+            return choice, kernels
+        if not refusals.refuses(host.limits, kernels, math.prod(gpu.grid(kernels, plan, batch))):
+            return choice, kernels
+    refused = "; ".join(map(str, refusals.of_plan(plan)))
+    raise RuntimeError(f"tier={host.tier} cannot run cell {plan.cell.name} here: {refused}.")
+
+
+class _Again(Exception):
+    """The device has refused a kernel: the next choice takes its place."""
+
+
+def _until_it_runs(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A pass that begins anew where the device refuses its kernel. It changes no argument, so that
+    nothing of the attempt before is left.
+    """
+
+    @functools.wraps(run)
+    def repeated(*args: Any, **options: Any) -> Any:
+        while True:
+            try:
+                return run(*args, **options)
+            except _Again:
+                continue
+
+    return repeated
 
 
 def _exchange(host: Host, plan: Plan, kernels: Kernels, batch: int) -> dict[str, Any]:
@@ -72,6 +99,7 @@ def _exchange(host: Host, plan: Plan, kernels: Kernels, batch: int) -> dict[str,
     }
 
 
+@_until_it_runs
 def forward(
     host: Host, plan: Plan, x: Array, weights: Sequence[Weights], options: Options, *, keep: bool
 ) -> tuple[Array, list[Array], Saved | None]:
@@ -122,6 +150,7 @@ def forward(
     return out, finals, saved if keep else None
 
 
+@_until_it_runs
 def backward(
     host: Host,
     plan: Plan,
@@ -205,7 +234,7 @@ class _Run:
         self.widths = [plan.sizes[s.size] for s in plan.cell.states]
         self.width = len(plan.cell.gates) * plan.hidden_size
         self.chunk = _chunk(plan, self.steps, self.batch)
-        self.kernels = _kernels(host, plan, form, self.batch)
+        self.choice, self.kernels = _kernels(host, plan, form, self.batch)
         self.matrices = [_used(host, plan, l, self.w.matmul(l)[0]) for l in plan.cell.linears]
         self.values = _constants(host, plan, self.w)
         self.values |= _exchange(host, plan, self.kernels, self.batch)
@@ -246,8 +275,22 @@ class _Run:
             chunk.end - chunk.begin, draws,
         )  # fmt: skip
         if self.batch:
-            self.turn += gpu.run(self.kernels, call)
+            try:
+                self.turn += gpu.run(self.kernels, call)
+            except gpu.Refused as refused:
+                self._remember(refused)
+                raise _Again from refused
             self.done += call.steps
+
+    def _remember(self, refused: gpu.Refused) -> None:
+        """For the next attempt; tier 3 has no next one."""
+        limits = self.host.limits
+        if limits is None or not isinstance(self.kernels, Printed):
+            raise refused
+        about = self.plan, self.form, self.choice
+        refusals.remember(
+            self.kernels, refusals.Refusal(limits, *about, refused.why, refused.programs)
+        )
 
 
 class _Forward(_Run):

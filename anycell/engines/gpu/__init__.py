@@ -21,6 +21,7 @@ from anycell.engines.gpu import capacity
 from anycell.engines.gpu.capacity import Choice, Device
 from anycell.engines.gpu.cooperative import print_cooperative
 from anycell.engines.gpu.launch import Launch
+from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.resident import print_resident
 from anycell.engines.gpu.step import Step, print_step
 from anycell.engines.gpu.steps import run_plainly
@@ -241,4 +242,4 @@ def print_whole(plan: Plan, form: Form, choice: Choice) -> Printed:
     return print_resident(plan, form, choice.warps)
 
 
-__all__ = ["Call", "Form", "Host", "Span", "grid", "print_whole", "run", "sources"]
+__all__ = ["Call", "Form", "Host", "Refused", "Span", "grid", "print_whole", "run", "sources"]

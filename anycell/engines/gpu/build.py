@@ -25,11 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from anycell.engines.cpu.jit import cache_directory, enabled
+from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.text import Printed
 
 # Arguments that Triton adds at the end of each kernel: scratch memory, and that of its profiler.
 TRITONS_OWN = 2
 REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of a multiprocessor, of a thread
+MOST_SPILLED = 64  # bytes of a thread, of a kernel that loops over time: each step pays for them
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Binary:
         cubin, ptx: machine code, and the text before it.
         shared: bytes of shared memory.
         warps: of 32 threads.
+        spilled: bytes that a thread keeps in memory for want of registers.
     """
 
     symbol: str
@@ -48,6 +51,15 @@ class Binary:
     ptx: str
     shared: int
     warps: int
+    spilled: int
+
+    def misfit(self, shared: int) -> str | None:
+        """Why the kernel does not fit on a device with so many bytes of shared memory."""
+        if self.shared > shared:
+            return f"it takes {self.shared:,} bytes of shared memory, of which there are {shared:,}"
+        if self.spilled > MOST_SPILLED:
+            return f"registers do not suffice: each thread keeps {self.spilled:,} bytes in memory"
+        return None
 
 
 def interpreted() -> bool:
@@ -113,21 +125,28 @@ def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozense
         printed: the kernel.
         capability: of the device, 90 for an H100.
         aligned: arguments, addresses or strides, that 16 divides.
+
+    Raises:
+        Refused: where Triton does not compile it.
     """
     made = _made(printed, capability, aligned, None)
-    if printed.alone and spilled(made.asm["cubin"]):
+    spills = spilled(made.asm["cubin"]) if printed.alone else 0
+    if spills:
         # The assembler spills a little so that two programs fit on a multiprocessor: it does not
         # know how much shared memory one takes. If told of all registers it may still spill, for it
         # then keeps weights in them; but hardly ever the same kernel.
         most = min(MOST_REGISTERS, REGISTERS // (32 * printed.warps))
         again = _made(printed, capability, aligned, most)
-        made = min(made, again, key=lambda each: spilled(each.asm["cubin"]))
+        spills_again = spilled(again.asm["cubin"])
+        if spills_again < spills:
+            made, spills = again, spills_again
     return Binary(
         made.metadata.name,
         made.asm["cubin"],
         made.asm["ptx"],
         made.metadata.shared,
         made.metadata.num_warps,
+        spills,
     )
 
 
@@ -142,7 +161,12 @@ def _made(printed: Printed, capability: int, aligned: frozenset[str], registers:
     source = ASTSource(function(printed), dict(printed.arguments), attrs=attributes)
     options: dict[str, Any] = {"num_warps": printed.warps, "num_stages": 1}
     options |= {"enable_fp_fusion": True, "sanitize_overflow": False, "maxnreg": registers}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    try:
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    except Exception as error:  # its own, the assembler's, LLVM's: there is no common class
+        said = (str(error) or type(error).__name__).strip().splitlines()[-1]
+        why = f"Triton {triton.__version__} does not compile it for sm_{capability}: {said}"
+        raise Refused(printed, why) from error
     if made.metadata.global_scratch_size or made.metadata.profile_scratch_size:
         raise NotImplementedError(f"kernel {printed.name} asks for scratch memory of Triton's")
     declared = made.asm["ptx"].split(".entry", 1)[1].split(")", 1)[0].count(".param")

@@ -20,6 +20,8 @@ fits, not that it is fast. No choice has been timed yet.
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from anycell.engines.gpu.cooperative import Slice, refusal
@@ -69,6 +71,15 @@ class Choice(NamedTuple):
     warps: int = 0
     part: Slice | None = None
 
+    def __str__(self) -> str:
+        if self.part is not None:
+            p = self.part
+            return (
+                f"tier 2 of {p.rows} rows x {p.units} units, {p.ahead} of chunks of {p.chunk} at "
+                f"once, {p.warps} warps"
+            )
+        return f"tier {self.tier}" + f" of {self.warps} warps" * bool(self.warps)
+
 
 WARPS = (4, 8, 16)
 # Numbers of tiles that a thread can hold beside addresses and temporaries, forward and backward.
@@ -84,18 +95,20 @@ ROWS, UNITS = (16, 32, 64), (16, 32)
 CHUNKS = (128, 64, 32)
 HELD = 256
 SLICE_NUMBERS = 104
+TRIED = 3  # slices of a tile, one after the other, where a device refuses the one before
 BATCH = 16  # of explanations
 
 
 @functools.lru_cache(maxsize=1024)
-def choose(
+def choices(
     plan: Plan,
     device: Device | None,
     backward: bool = False,
     tier: int | None = None,
     batch: int = BATCH,
-) -> Choice:
-    """The tier for a plan; the two passes choose each for itself.
+) -> tuple[Choice, ...]:
+    """What may run a plan, the best first, and at last tier 3, which runs every plan: where the
+    device refuses one, the next takes its place. The two passes choose each for itself.
 
     Args:
         device: None, where kernels are interpreted, takes tier 3.
@@ -108,23 +121,41 @@ def choose(
     if tier not in (None, 1, 2, 3):
         raise ValueError(f"tier={tier!r}; expected 1, 2, 3 or None.")
     if tier == 3 or (device is None and tier is None):
-        return Choice(3, "asked for" if tier else "no card")
-    reasons = []
-    if tier != 2:
-        resident = _resident(plan, device, backward, forced=tier == 1)
-        if isinstance(resident, Choice):
-            return resident
-        reasons.append(resident)
-    cooperative = _cooperative(plan, device, backward, batch)
-    if isinstance(cooperative, Choice):
-        return cooperative
-    if tier == 2:
-        raise ValueError(f"tier=2 cannot run cell {plan.cell.name}: {cooperative}.")
-    return Choice(3, "; ".join([*reasons, cooperative]))
+        return (Choice(3, "asked for" if tier else "no card"),)
+    found, reasons = list[Choice](), list[str]()
+    tiers = {
+        1: functools.partial(_resident, plan, device, backward, forced=tier == 1),
+        2: functools.partial(_cooperative, plan, device, backward, batch),
+    }
+    for number, some in tiers.items():
+        if tier in (None, number):
+            fitting = some()
+            if isinstance(fitting, str):
+                reasons.append(fitting)
+            else:
+                found += fitting
+    if tier is not None:
+        if not found:
+            raise ValueError(f"tier={tier} cannot run cell {plan.cell.name}: {reasons[0]}.")
+        return tuple(found)
+    return *found, Choice(3, "; ".join(reasons) or "any cell, any size")
 
 
-def _resident(plan: Plan, device: Device | None, backward: bool, forced: bool) -> Choice | str:
-    """Tier 1, or why not."""
+def choose(
+    plan: Plan,
+    device: Device | None,
+    backward: bool = False,
+    tier: int | None = None,
+    batch: int = BATCH,
+) -> Choice:
+    """The best of ``choices``."""
+    return choices(plan, device, backward, tier, batch)[0]
+
+
+def _resident(
+    plan: Plan, device: Device | None, backward: bool, forced: bool
+) -> list[Choice] | str:
+    """Tier 1 with as few warps as may be, and with more; or why not."""
     count = tiles(plan, backward)
     registers = device.registers if device else DEVICES[0].registers
 
@@ -133,63 +164,65 @@ def _resident(plan: Plan, device: Device | None, backward: bool, forced: bool) -
 
     # A warp's part of a dot is eight units wide: more warps than that would all do the same.
     most = max(WARPS[0], _widest(plan) // 8)
-    warps = next(
-        (
-            w
-            for w in WARPS
-            if w <= most and count * _each(plan, w) <= room(w) and _unrollable(plan, w)
-        ),
-        0,
-    )
+    fitting = [
+        w for w in WARPS if w <= most and count * _each(plan, w) <= room(w) and _unrollable(plan, w)
+    ]
     if forced or device is None:
-        return Choice(1, "asked for", warps or WARPS[-1])
+        return [Choice(1, "asked for", w) for w in fitting or WARPS[-1:]]
     needed = shared_bytes(plan, backward)
     if needed > device.shared:
         return f"the weights of a step take {needed:,} bytes of {device.shared:,} on chip"
-    if not warps:
+    if not fitting:
         return f"{count} tiles of a step do not fit in registers"
-    return Choice(1, f"all weights on chip: {needed:,} of {device.shared:,} bytes", warps)
+    reason = f"all weights on chip: {needed:,} of {device.shared:,} bytes"
+    return [Choice(1, reason, w) for w in fitting]
 
 
-def _cooperative(plan: Plan, device: Device | None, backward: bool, batch: int) -> Choice | str:
-    """Tier 2, or why not: of the tiles that fit, that of fewest rows, and then of fewest units."""
+def _cooperative(
+    plan: Plan, device: Device | None, backward: bool, batch: int
+) -> list[Choice] | str:
+    """Tier 2, or why not: the tiles that fit, of fewest rows first, and then of fewest units."""
     why = refusal(plan)
     if why is not None:
         return why
     if device is None:
-        return Choice(2, "asked for", part=Slice(LEAST, LEAST, LEAST, 2, WARPS[0]))
+        return [Choice(2, "asked for", part=Slice(LEAST, LEAST, LEAST, 2, WARPS[0]))]
     if plan.dtype == "float32":
         return "float32 is multiplied outside the matrix units"
-    least = 0
+    least, found = 0, list[Choice]()
     for rows in ROWS[: 3 - backward]:  # 64 rows of all gates' gradients spill
         for units in UNITS:
             groups, programs = -(-batch // rows), -(-plan.hidden_size // units)
-            part = _part(plan, device, rows, units, backward)
-            if part is None:
+            parts = list(itertools.islice(_parts(plan, device, rows, units, backward), TRIED))
+            if not parts:
                 break
-            if groups * programs <= device.processors:
+            least = min(least or groups * programs, groups * programs)
+            if groups * programs > device.processors:
+                continue
+            for part in parts:
                 reason = (
                     f"{groups} x {programs} programs, of {rows} rows and {units} units each; "
                     f"on chip: {slice_bytes(plan, part, backward):,} of {device.shared:,} bytes"
                 )
-                return Choice(2, reason, part=part)
-            least = min(least or groups * programs, groups * programs)
+                found.append(Choice(2, reason, part=part))
+    if found:
+        return found
     if not least:
         return "nor do those of a few units fit"
     return f"{batch} rows take {least} programs, of which {device.processors} run at once"
 
 
-def _part(plan: Plan, device: Device, rows: int, units: int, backward: bool) -> Slice | None:
-    """A tile that fits, with as many chunks on their way, and as few warps, as may be."""
+def _parts(plan: Plan, device: Device, rows: int, units: int, backward: bool) -> Iterator[Slice]:
+    """Tiles that fit, with as many chunks on their way, and as few warps, as may be."""
     outputs = max(len(l.outputs) for l in plan.cell.linears)
     bundles = outputs & (outputs - 1)  # whether more than one, whose sums do not lie side by side
     if bundles and not backward and rows * units > LEAST * UNITS[-1]:
-        return None
+        return
     # Matmuls of 64 rows are a warp group's, whose operands take registers: room for one at a time,
     # and for that in each of two groups only if they share out enough columns.
     alone = rows == ROWS[-1]
     if alone and (bundles or outputs * units < 64):
-        return None
+        return
     for chunk in CHUNKS:
         arriving = rows * chunk * plan.itemsize * (outputs if backward else 1)
         for warps in WARPS[:2]:
@@ -201,8 +234,8 @@ def _part(plan: Plan, device: Device, rows: int, units: int, backward: bool) -> 
                 numbers += ahead * arriving // (4 * threads)
                 fits = slice_bytes(plan, part, backward) <= device.shared
                 if fits and numbers <= SLICE_NUMBERS:
-                    return part
-    return None
+                    yield part
+                    break  # fewer on their way would not be the next best
 
 
 def slice_bytes(plan: Plan, part: Slice, backward: bool) -> int:
@@ -277,6 +310,7 @@ __all__ = [
     "DEVICES",
     "Choice",
     "Device",
+    "choices",
     "choose",
     "shared_bytes",
     "slice_bytes",
