@@ -275,7 +275,7 @@ SUMMED = [["d", "weights"], ["d", "params"]]  # in another order for other chunk
 @some_cells
 def test_graphs(cell: Cell, rng: np.random.Generator) -> None:
     """Steps that run on memory of their own, as a captured graph does, and a rest that does not."""
-    replays = Replays(lambda run: run)
+    replays = Replays(lambda run: run, (2,), 0)
     for number in (0, 1):
         problem = problem_of(cell, (5, 3, 7), rng, number)
         # Not the same bits: those of the host's matmul may follow where its arrays lie.

@@ -242,6 +242,22 @@ def total(parts, outputs: tl.constexpr):
     return tl.reshape(sums, [rows, columns])
 
 
+# ---- arrays whose addresses are in memory --------------------------------------------------------
+
+
+@triton.jit
+def address(table, place: tl.constexpr, odd, kind: tl.constexpr):
+    """The address of numbers of this kind that a table holds.
+
+    ``odd`` is 0 where 16 divides all such addresses, else 1. The compiler knows neither, but of 0
+    that 16 divides it: so it takes several numbers in one access.
+    """
+    number = tl.load(table + place)
+    rest = number % 16
+    start = tl.multiple_of((number - rest).to(tl.pointer_type(kind)), 16)
+    return start + rest // (kind.primitive_bitwidth // 8) * odd
+
+
 # ---- programs that wait for one another ----------------------------------------------------------
 
 _INTERPRETED = tl.constexpr(interpreted())
