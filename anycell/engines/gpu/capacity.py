@@ -195,7 +195,7 @@ def _cooperative(
     if why is not None:
         return why
     if device is None:
-        return [Choice(2, "asked for", part=Slice(LEAST, LEAST, LEAST, 2, WARPS[0]))]
+        return [Choice(2, "asked for", part=Slice(LEAST, LEAST, 2 * LEAST, 1, 2, 1))]
     if plan.dtype == "float32":
         return "float32 is multiplied outside the matrix units"
     least, found = 0, list[Choice]()
@@ -238,7 +238,7 @@ def _parts(plan: Plan, device: Device, rows: int, units: int, backward: bool) ->
             threads = 32 * warps
             most = 1 if alone else max(1, HELD * threads // arriving)
             for ahead in range(min(most, -(-plan.hidden_size // chunk)), 0, -1):
-                part = Slice(rows, units, chunk, ahead, warps)
+                part = Slice(rows, units, chunk, ahead, warps, 0)
                 numbers = (tiles(plan, backward) + outputs) * -(-rows * units // threads)
                 numbers += ahead * arriving // (4 * threads)
                 fits = slice_bytes(plan, part, backward) <= device.shared
