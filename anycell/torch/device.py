@@ -26,11 +26,12 @@ class DeviceHost:
         device: where all tensors are.
         tier: of kernels; None lets ``capacity`` choose.
         patience: nanoseconds that programs of a kernel wait for one another.
+        exchange: how they tell each other what is there, by ``"flags"`` or by the ``"data"``.
     """
 
     tier: int | None = None
-    replay_steps = 16
     patience = 10_000_000_000
+    exchange = "flags"  # until a card has compared them
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -97,10 +98,22 @@ class DeviceHost:
         """So many int32 zeros."""
         return torch.zeros(count, dtype=torch.int32, device=self.device)
 
+    def blank(self, array: Tensor) -> None:
+        """Sets all bits."""
+        array.view(torch.int32 if array.itemsize == 4 else torch.int16).fill_(-1)
+
+    def table(self, count: int) -> Tensor:
+        """So many int64."""
+        return torch.empty(count, dtype=torch.int64, device=self.device)
+
     @functools.cached_property
     def trouble(self) -> Tensor:
         """An int32 that kernels write while the host reads it: pinned memory, on a card."""
-        return torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        # Of the host's, whatever torch.set_default_device says; and to write it later, under
+        # inference_mode or not, it must come from neither.
+        with torch.inference_mode(False):
+            pinned = self.device.type == "cuda"
+            return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=pinned)
 
     def fit(self, array: Tensor, layout: int, wide: bool = False) -> Tensor | None:
         """The tensor, or a contiguous copy; None for another dtype or device."""
@@ -137,6 +150,10 @@ class DeviceHost:
         product = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         self.matmul(a, b, product)
         out += product
+
+    def summed(self, array: Tensor) -> Tensor:
+        """The sum of the rows, in float32."""
+        return array.sum(0, dtype=torch.float32)
 
     def turned(self, array: Tensor) -> Tensor:
         """The last two axes exchanged."""

@@ -64,12 +64,14 @@ class Choice(NamedTuple):
         reason: in words.
         warps: of a program of tier 1, of 32 threads each.
         part: what a program of tier 2 owns.
+        precision: how its dots multiply float32, see ``WEIGHT``.
     """
 
     tier: int
     reason: str
     warps: int = 0
     part: Slice | None = None
+    precision: str = "ieee"
 
     def __str__(self) -> str:
         if self.part is not None:
@@ -82,6 +84,13 @@ class Choice(NamedTuple):
 
 
 WARPS = (4, 8, 16)
+# Bytes that a float32 weight takes on chip, by how dots multiply it, in Triton's words:
+# "ieee" by the threads, without the matrix units;
+# "tf32" by these, from operands that are rounded to 19 bits: where the framework allows as much;
+# "bf16x6" by these, from three bfloat16 that add up to each operand, and the six products of them
+# that float32 can tell from zero: as exact as a sum in float32.
+WEIGHT = {"ieee": 4, "tf32": 4, "bf16x6": 6}
+MATRICES = 80  # capability from which the matrix units take such operands
 # Numbers of tiles that a thread can hold beside addresses and temporaries, forward and backward.
 # Dots of float32, which the matrix units do not do, take registers for their operands.
 NUMBERS = {"float32": (64, 64), "bfloat16": (144, 160), "float16": (144, 160)}
@@ -186,7 +195,7 @@ def _cooperative(
     if why is not None:
         return why
     if device is None:
-        return [Choice(2, "asked for", part=Slice(LEAST, LEAST, LEAST, 2, WARPS[0]))]
+        return [Choice(2, "asked for", part=Slice(LEAST, LEAST, 2 * LEAST, 1, 2, 1))]
     if plan.dtype == "float32":
         return "float32 is multiplied outside the matrix units"
     least, found = 0, list[Choice]()
@@ -229,7 +238,7 @@ def _parts(plan: Plan, device: Device, rows: int, units: int, backward: bool) ->
             threads = 32 * warps
             most = 1 if alone else max(1, HELD * threads // arriving)
             for ahead in range(min(most, -(-plan.hidden_size // chunk)), 0, -1):
-                part = Slice(rows, units, chunk, ahead, warps)
+                part = Slice(rows, units, chunk, ahead, warps, 0)
                 numbers = (tiles(plan, backward) + outputs) * -(-rows * units // threads)
                 numbers += ahead * arriving // (4 * threads)
                 fits = slice_bytes(plan, part, backward) <= device.shared
