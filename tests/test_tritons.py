@@ -117,6 +117,41 @@ def test_a_launch_passes_them(
     assert passed == [own + [0] * hidden]
 
 
+# -- registers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("registers", "spills", "alone", "asked"),
+    [
+        (128, 24, True, [None, 255]),  # room for two programs: told that there is one
+        (255, 584, True, [None]),  # no other result to come
+        (128, 0, True, [None]),
+        (128, 24, False, [None]),
+    ],
+)
+def test_when_a_kernel_is_compiled_once_more(
+    kernel: Printed,
+    compile_as: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    registers: int,
+    spills: int,
+    alone: bool,
+    asked: list[int | None],
+) -> None:
+    """Where it spills though registers are left."""
+    compile_as(2)
+    made, limits = build._made, list[int | None]()
+
+    def recorded(printed: Any, capability: int, aligned: Any, limit: int | None) -> Any:
+        limits.append(limit)
+        return made(printed, capability, aligned, limit)
+
+    monkeypatch.setattr(build, "_made", recorded)
+    monkeypatch.setattr(build, "usage", lambda cubin: {"REG": registers, "STACK": spills})
+    binary = build.binary(kernel._replace(alone=alone), 90)
+    assert limits == asked and binary.spilled == spills * alone
+
+
 # -- the interpreter -------------------------------------------------------------------------------
 
 
