@@ -129,7 +129,9 @@ def print_fill() -> Printed:
     """
     names = [f"value{n}" for n in range(FILLED)]
     lines = [f"tl.store(table + first + {n}, {name})" for n, name in enumerate(names)]
-    arguments = {"table": "*i64", "first": "i32", **dict.fromkeys(names, "i64")}
+    # Of numbers of 64 bits with a sign, the compiler is told whether 16 divides them: not of these,
+    # or there would be a kernel for each pattern.
+    arguments = {"table": "*i64", "first": "i32", **dict.fromkeys(names, "u64")}
     return _small("fill", "Fills a part of a table.", arguments, lines)
 
 
