@@ -46,7 +46,8 @@ def _printed(plan: Plan, form: Form, choice: capacity.Choice) -> Kernels:
 
 def _kernels(host: Host, plan: Plan, form: Form, batch: int) -> tuple[capacity.Choice, Kernels]:
     """The best choice that the device has not refused, and its kernels."""
-    for choice in capacity.choices(plan, host.limits, form.backward, host.tier, batch):
+    rounding = plan.dtype == "float32" and host.tf32
+    for choice in capacity.choices(plan, host.limits, form.backward, host.tier, batch, rounding):
         kernels = _printed(plan, form, choice)
         if not isinstance(kernels, Printed):
             return choice, kernels
@@ -88,15 +89,11 @@ def _exchange(host: Host, plan: Plan, kernels: Kernels, batch: int) -> dict[str,
             "call are NaN. Is the device shared, or a debugger attached? "
             "anycell.torch.device.DeviceHost.tier = 3 does without such kernels."
         )
-    groups, programs = gpu.grid(kernels, plan, batch)
-    return {
-        "flags": host.flags(2 * groups * programs),
-        "trouble": host.trouble,
-        "patience": host.patience,
-        "done": 0,
-        "behind": 0,
-        "close": 1,
-    }
+    values = {"trouble": host.trouble, "patience": host.patience, "behind": 0, "close": 1}
+    if host.exchange == "flags":
+        groups, programs = gpu.grid(kernels, plan, batch)
+        values |= {"flags": host.flags(2 * groups * programs), "done": 0}
+    return values
 
 
 @_until_it_runs
@@ -236,6 +233,8 @@ class _Run:
         self.chunk = _chunk(plan, self.steps, self.batch)
         self.choice, self.kernels = _kernels(host, plan, form, self.batch)
         self.matrices = [_used(host, plan, l, self.w.matmul(l)[0]) for l in plan.cell.linears]
+        if form.backward and isinstance(self.kernels, Printed) and self.kernels.cooperative:
+            self.matrices = [host.rounded(host.turned(matrix)) for matrix in self.matrices]
         self.values = _constants(host, plan, self.w)
         self.values |= _exchange(host, plan, self.kernels, self.batch)
         if saved.reset:
@@ -497,7 +496,7 @@ def _form(
         keep=keep,
         bias_x=w.bias_ih is not None and not backward,
         biases=tuple(w.matmul(l)[1] is not None and not backward for l in cell.linears),
-        tf32=host.tf32 and plan.dtype == "float32",
+        by_data=host.exchange == "data",
     )
 
 

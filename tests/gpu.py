@@ -39,6 +39,8 @@ def by_gpu(
     backwards: int = 1,
     replays: Any = None,
     host_class: type[DeviceHost] = Poisoned,
+    exchange: str = "flags",
+    checkpoint: int | None = None,
 ) -> Arrays:
     """By the kernels of the GPU engine.
 
@@ -49,6 +51,8 @@ def by_gpu(
         backwards: the backward pass runs so many times.
         replays: graphs of tier 3, as ``interpreted_graphs`` makes them.
         host_class: where arrays come from.
+        exchange: of the programs of tier 2.
+        checkpoint: steps of a segment.
     """
     cell, options, group = problem.cell, problem.options, problem.group
     hidden = problem.arrays["gates_x"].shape[2] // len(cell.gates)
@@ -57,6 +61,7 @@ def by_gpu(
     chosen = plan(cell, hidden, dtype, "gpu", sizes)
     host = host_class(getattr(torch, dtype), DEVICE)
     host.tier, host.replay = tier, replays
+    host.exchange = exchange
 
     def array(given: Any) -> Any:
         if given is None or given.dtype == bool:
@@ -86,6 +91,7 @@ def by_gpu(
         repeat=options.get("masked_output") == "repeat",
         training=options.get("training", False),
         seed=options.get("seed", 0),
+        checkpoint=checkpoint,
     )
     # The interpreter computes what lies outside of arrays too, with NumPy.
     with np.errstate(all="ignore"):

@@ -40,10 +40,12 @@ Cells of one stage only: every matmul multiplies h, and no row reduction needs o
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
-from anycell.engines.gpu.resident import Loop
-from anycell.engines.gpu.text import Form, Printed, Where, power_of_two
+from anycell.engines.gpu.resident import NEXT, LEAST, Loop
+from anycell.engines.gpu.text import Form, Printed, Where, plus, power_of_two
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
 from anycell.lang.ops import is_reduction
@@ -55,9 +57,10 @@ class Slice(NamedTuple):
 
     Attributes:
         rows, units: of its tile.
-        chunk: units of the others that it multiplies at once.
+        chunk: of k that its warps multiply at once, each a share of them.
         ahead: chunks that are on their way at the same time.
         warps: of 32 threads.
+        held: chunks whose weights threads hold; those of the others are in shared memory.
     """
 
     rows: int
@@ -65,14 +68,29 @@ class Slice(NamedTuple):
     chunk: int
     ahead: int
     warps: int
+    held: int
 
 
-_ARRIVING = frozenset({"grad", "linear_t"})  # what hangs on the step after
+CHAINS = 8  # of matrix instructions that a warp works on by turns
 
 
-def print_cooperative(plan: Plan, form: Form, part: Slice) -> Printed:
-    """The kernel of a plan, for programs that own such slices."""
-    return _Slice(plan, form, part).printed()._replace(cooperative=True)
+def print_cooperative(plan: Plan, form: Form, part: Slice, precision: str = "ieee") -> Printed:
+    """The kernel of a plan, for programs that own such slices, whose dots of float32 multiply like
+    that.
+    """
+    return _Slice(plan, form, part, precision).printed()._replace(cooperative=True)
+
+
+def exchanged(plan: Plan, backward: bool) -> dict[str, int]:
+    """The arrays over time by which programs tell each other a step, and the width of each."""
+    h = plan.hidden_size
+    if not backward:
+        return {"state0": h}
+    widths = {}
+    for k, l in enumerate(plan.cell.linears):
+        shared = plan.shares_gradient(l)
+        widths["dx" if shared else f"dr{k}"] = h * len(plan.cell.gates if shared else l.outputs)
+    return widths
 
 
 def refusal(plan: Plan) -> str | None:
@@ -95,10 +113,15 @@ def refusal(plan: Plan) -> str | None:
 class _Slice(Loop):
     name, shared = "cooperative", True
 
-    def __init__(self, plan: Plan, form: Form, part: Slice) -> None:
-        super().__init__(plan, form, part.warps, (part.rows, part.units), False)
-        self.chunk, self.ahead = part.chunk, part.ahead
+    def __init__(self, plan: Plan, form: Form, part: Slice, precision: str) -> None:
+        super().__init__(plan, form, part.warps, precision, (part.rows, part.units), False)
+        self.chunk, self.ahead, self.held = part.chunk, part.ahead, part.held
+        self.pair = max(1, 4 // plan.itemsize)  # numbers of a thread's register
         self.programs = -(-plan.hidden_size // part.units)  # of a group
+        # Where data are flags: numbers of a word, what Triton calls it, and how to look at words.
+        self.in_word = 2 if form.by_data and self.narrow and plan.hidden_size % 2 == 0 else 1
+        self.word = "tl.uint16" if self.narrow and self.in_word == 1 else "tl.uint32"
+        self.looks: dict[str, str] = {}
 
     @property
     def turns(self) -> str:
@@ -110,16 +133,12 @@ class _Slice(Loop):
         return self.width
 
     # -- matmuls ---------------------------------------------------------------------------------
-    @property
-    def chunks(self) -> range:
-        """The first units of the chunks."""
-        return range(0, self.plan.hidden_size, self.chunk)
-
-    def bundles(self, l: Linear) -> list[tuple[int, int]]:
-        """First output and number of those that are multiplied at once: 6 of them as 4 and 2.
-
-        Side by side they make a matrix wide enough to keep all warps busy.
+    def outputs(self, l: Linear) -> list[tuple[int, int]]:
+        """First output and number of those that are multiplied at once. Forward, these lie side by
+        side in a matrix, 6 of them as 4 and 2; backward their units are one k.
         """
+        if self.form.backward:
+            return [(0, len(l.outputs))]
         found, first = [], 0
         for bit in reversed(range(len(l.outputs).bit_length())):
             if len(l.outputs) >> bit & 1:
@@ -127,67 +146,118 @@ class _Slice(Loop):
                 first += 1 << bit
         return found
 
-    def load_weights(self) -> None:
-        """What belongs to this slice: of a bundle ``[k, units * outputs]``, backward, where each
-        output multiplies something else, ``[outputs, k, units]``.
-        """
-        for k, l in enumerate(self.linears):
-            for first, count in self.bundles(l):
-                for start in self.chunks:
-                    self._load_part(k, l, first, count, start)
+    def chunks(self, l: Linear) -> range:
+        """The first k of the chunks."""
+        outputs = len(l.outputs) if self.form.backward else 1
+        return range(0, outputs * self.plan.hidden_size, self.chunk)
 
-    def _load_part(self, k: int, l: Linear, first: int, count: int, start: int) -> None:
-        h, wide = self.plan.hidden_size, self.width * count
-        lanes = f"{start} + tl.arange(0, {self.chunk})"
+    def columns(self, count: int) -> int:
+        """Of a matmul of so many outputs."""
+        return self.width if self.form.backward else self.width * count
+
+    def load_weights(self) -> None:
+        """What belongs to this slice, for each chunk ``[warps, k, columns]``."""
+        for k, l in enumerate(self.linears):
+            for first, count in self.outputs(l):
+                for n, start in enumerate(self.chunks(l)):
+                    self._load_part(k, l, first, count, start, n < self.held)
+        self._their_rows()
+
+    def _spread(self, rows: int, held: bool = True, words: bool = False) -> tuple[str, str]:
+        """How a program loads so many rows, or columns, of a chunk: which of them, and which k.
+
+        ``held``: as ``left`` and ``right`` want it, otherwise as ``right_shared``. ``words``: not
+        which k, but which words of the exchange.
+        """
+        warps, name = self.warps, f"{rows}" if held else f"{rows}_shared"
+        all_ = self.once(f"all_{rows}", f"tl.arange(0, {rows * warps})[:, None]")
+        row = f"{all_} // {8 * warps} * 8 + {all_} % 8" if held else f"{all_} % {rows}"
+        warp = f"{all_} // 8 % {warps}" if held else f"{all_} // {rows}"
+        share = self.chunk // warps // (self.in_word if words else 1)
+        name += "_words" * words
+        lanes = f"{warp} * {share} + tl.arange(0, {share})[None, :]"
+        return self.once(f"of_{rows}{'' if held else '_shared'}", row), self.once(
+            f"lanes_{name}", lanes
+        )
+
+    def _load_part(self, k: int, l: Linear, first: int, count: int, start: int, held: bool) -> None:
+        h, columns, outputs = self.plan.hidden_size, self.columns(count), len(l.outputs)
+        column, lanes = self._spread(columns, held)
+        i, size = f"({plus(start, lanes)})", h * (outputs if self.form.backward else 1)
+        each = h // l.heads
         if self.form.backward:
-            outputs = f"({first} + tl.arange(0, {count}))[:, None, None]"
-            g = self.once(f"output_{first}_{count}", outputs)
-            o = self.once(f"k_{start}", f"({lanes})[None, :, None]")
-            i = self.once("unit", "units_H[None, :, :]")
+            # From the transposed weight: units of h, and k over all units of all outputs.
+            o = f"(tl.program_id(1) * {self.width} + {column})"
+            inside, where = f"({o} < {h})", f"{o} * {outputs * each} + {i}"
+            if l.heads > 1:
+                where = f"{o} * {outputs * each} + {i} // {h} * {each} + {i} % {each}"
+                inside += f" & ({o} // {each} == {i} % {h} // {each})"
         else:
-            column = self.once(f"column_{wide}", f"tl.arange(0, {wide})[None, :]")
-            o = self.once(f"unit_{count}", f"tl.program_id(1) * {self.width} + {column} // {count}")
-            g = self.once(f"output_{first}_{count}", f"{first} + {column} % {count}")
-            i = self.once(f"k_{start}", f"({lanes})[:, None]")
-        inside, each = f"({o} < {h}) & ({i} < {h})", h // l.heads
-        if l.heads == 1:
-            where = f"({g} * {h} + {o}) * {h} + {i}"
-        else:
-            row = f"{o} // {each} * {len(l.outputs) * each} + {g} * {each} + {o} % {each}"
-            where = f"({row}) * {each} + {i} % {each}"
-            inside += f" & ({o} // {each} == {i} // {each})"
-        where = f"{self.array(f'weight{k}')} + {where}"
-        self.once(f"w{k}_{first}_{start}", f"tl.load({where}, mask={inside}, other=0.0)")
+            o, g = f"(tl.program_id(1) * {self.width} + {column} // {count})", f"{column} % {count}"
+            inside, where = f"({o} < {h})", f"(({first} + {g}) * {h} + {o}) * {h} + {i}"
+            if l.heads > 1:
+                row = f"{o} // {each} * {outputs * each} + ({first} + {g}) * {each} + {o} % {each}"
+                where = f"({row}) * {each} + {i} % {each}"
+                inside += f" & ({o} // {each} == {i} // {each})"
+        if start + self.chunk > size:
+            inside += f" & ({i} < {size})"
+        loaded = f"tl.load({self.array(f'weight{k}')} + {where}, mask={inside}, other=0.0)"
+        lay = "right" if held else "right_shared"
+        self.once(f"w{k}_{first}_{start}", f"{lay}({loaded}, {self.warps}, {self.pair})")
+
+    def _sums(self, k: int, l: Linear, operand: str, load: Callable[[int], None]) -> list[str]:
+        """The matmuls with all chunks: for each bundle of outputs what warps have summed."""
+        starts, sums = self.chunks(l), list[str]()
+        for n, start in enumerate(starts):
+            for ahead in starts[n:][: self.ahead]:
+                load(ahead)
+            if n == 0:
+                self.after_exchange()
+            value = self._arrived(
+                f"{operand}_{start}", [f"{operand}_{s}" for s in starts[: self.ahead]]
+            )
+            if not self.form.backward and self.form.resets:
+                value = self.once(f"{value}_kept", f"tl.where(their_reset, {value}_reset, {value})")
+            self.once(f"{operand}_{start}_left", f"left({value}, {self.warps}, {self.pair})")
+            for first, count in self.outputs(l):
+                # A matrix instruction waits for the one before it with the same sums.
+                chains = self.columns(count) // 8 * (self.rows // LEAST)
+                sum_ = f"sum{k}_{first}_{n % max(1, CHAINS // chains)}"
+                more = f", {sum_}" if sum_ in sums else ""
+                dot = self._dot(f"{operand}_{start}_left", f"w{k}_{first}_{start}{more}")
+                self.say(f"{sum_} = {dot}")
+                sums += [sum_] * (sum_ not in sums)
+        return [
+            " + ".join(s for s in sums if s.startswith(f"sum{k}_{first}_"))
+            for first, _ in self.outputs(l)
+        ]
 
     def multiply(self, k: int, l: Linear, output: str, node: Expr) -> str:
         """One output of a matmul; the first one brings all others."""
         if f"r{k}_{output}" not in self.said:
-            bundles = self.bundles(l)
-            for start in self.chunks:
-                self._load_h(start)
-                for first, _ in bundles:
-                    more = f", r{k}_{first}" if start else ""
-                    dot = self._dot(f"h_{start}", f"w{k}_{first}_{start}{more}")
-                    self.say(f"r{k}_{first} = {dot}")
-            for first, count in bundles:
+            sums = self._sums(k, l, "h", self._load_h)
+            for (first, count), parts in zip(self.outputs(l), sums, strict=True):
+                self.say(f"r{k}_{first} = total({parts}, {count})")
                 self._split(f"r{k}_{first}", [f"r{k}_{o}" for o in l.outputs[first:][:count]])
         return f"r{k}_{output}"
 
+    def _their_rows(self) -> tuple[str, str]:
+        """The rows of a chunk, and which of these there are."""
+        of, _ = self._spread(self.rows)
+        rows = self.once("their_rows", f"(tl.program_id(0) * {self.rows} + {of}).to(tl.int64)")
+        return rows, self.once("are_rows", f"{rows} < batch")
+
     def _load_h(self, start: int) -> None:
-        """A chunk of h, and those after it ahead of time."""
-        for ahead in self.chunks[start // self.chunk :][: self.ahead]:
-            where, inside = f"({ahead} + lanes)", "is_row"
-            if ahead + self.chunk > self.plan.hidden_size:
-                inside += f" & ({where} < {self.plan.hidden_size})"
-            self.once("lanes", f"tl.arange(0, {self.chunk})[None, :]")
-            mask = f"mask={inside}, other=0.0"
-            text = f'tl.load({self.row("state0")} + {where}, {mask}, cache_modifier=".cg")'
-            name = self.once(f"h_{ahead}", text)
-            if self.form.resets and f"{name}_reset" not in self.said:
-                at = f"reset0 + rows * reset0__b + {where}"
-                restored = f"tl.load({at}, {mask.replace('is_row', 'is_row & reset')})"
-                self.once(f"{name}_reset", restored)
-                self.say(f"{name} = tl.where(reset, {name}_reset, {name})")
+        """A chunk of h, and of what resets put in its place."""
+        rows, there = self._their_rows()
+        self._fetch(f"h_{start}", "state0", "t", there, start, self.plan.hidden_size)
+        if self.form.resets:
+            _, lanes = self._spread(self.rows)
+            reset = self.once("their_reset", self.flags("resets", rows=rows, mask="are_rows"))
+            inside = f"{there} & {reset} & ({plus(start, lanes)} < {self.plan.hidden_size})"
+            at = f"{self.array('reset0')} + {rows} * {self.argument('reset0__b', 'i64')}"
+            at = f"tl.load({at} + ({plus(start, lanes)}), mask={inside}, other=0.0)"
+            self.once(f"h_{start}_reset", at)
 
     def _split(self, value: str, names: list[str]) -> None:
         """``[rows, units * outputs]`` into a tile for each output."""
@@ -205,44 +275,143 @@ class _Slice(Loop):
         """What reaches h from the gates of all units in the step before, ``[rows, units]``."""
         terms = []
         for k, l in enumerate(self.linears):
-            bundles = self.bundles(l)
-            parts = [(*bundle, start) for start in self.chunks for bundle in bundles]
-            for n, (first, _, start) in enumerate(parts):
-                for part in parts[n:][: self.ahead * len(bundles)]:
-                    self._load_gates(k, l, *part)
-                more = f", back{k}_{first}" if start else ""
-                dot = self._dot(f"d{k}_{first}_{start}", f"w{k}_{first}_{start}{more}")
-                self.say(f"back{k}_{first} = {dot}")
-            terms += [f"tl.sum(back{k}_{first}, axis=0)" for first, _ in bundles]
-        return " + ".join(terms)
+            load = functools.partial(self._load_gates, k, l)
+            terms += self._sums(k, l, f"d{k}", load)
+        return f"total({' + '.join(terms)}, 1)"
 
-    def _load_gates(self, k: int, l: Linear, first: int, count: int, start: int) -> None:
-        """The gradients of some outputs, ``[outputs, rows, k]``."""
-        h = self.plan.hidden_size
-        row = self.row("dx" if self.plan.shares_gradient(l) else f"dr{k}", "t - 1", tag="_before")
-        inside = "is_before[None, :, :]"
-        if start + self.chunk > h:
-            inside += f" & (k_{start} < {h})"
-        o = self.once(f"lanes_{start}", f"({start} + tl.arange(0, {self.chunk}))[None, None, :]")
-        inside = inside.replace(f"k_{start}", o)
-        where = f"({row})[None, :, :] + (output_{first}_{count} * {h} + {o})"
-        text = f'tl.load({where}, mask={inside}, other=0.0, cache_modifier=".cg")'
-        self.once(f"d{k}_{first}_{start}", text)
+    def _load_gates(self, k: int, l: Linear, start: int) -> None:
+        """A chunk of the gradients of all outputs."""
+        rows, there = self._their_rows()
+        behind = self.argument("behind", "i32")
+        were = self.once("were_rows", f"{there} & ({rows} * 0 + t + {behind} > 0)")
+        name = "dx" if self.plan.shares_gradient(l) else f"dr{k}"
+        size = len(l.outputs) * self.plan.hidden_size
+        self._fetch(f"d{k}_{start}", name, "t - 1", were, start, size)
 
     # -- the exchange ----------------------------------------------------------------------------
+    def _words(self, place: str) -> str:
+        """Where the words are that rows begin with."""
+        return f"({place}).to(tl.pointer_type({self.word}))" if self.form.by_data else place
+
+    def _fetch(self, name: str, array: str, step: str, inside: str, start: int, size: int) -> None:
+        """Loads a chunk of what the programs have computed in a step; where data are flags, as far
+        as it is there.
+        """
+        rows, _ = self._their_rows()
+        _, lanes = self._spread(self.rows, words=True)
+        lanes = plus(start // self.in_word, lanes)
+        if start + self.chunk > size:
+            inside += f" & ({lanes} < {size // self.in_word})"
+        where = f"{self._words(self.place(array, step, rows))} + ({lanes})"
+        if self.form.by_data:
+            self.looks[name] = f"look({where}, {inside})"
+            self.once(f"{name}_words", self.looks[name])
+        else:
+            text = f'tl.load({where}, mask={inside}, other=0.0, cache_modifier=".cg")'
+            self.once(name, text)
+
+    def _arrived(self, name: str, together: list[str]) -> str:
+        """What has been fetched; where data are flags, looks again until it is there, and what was
+        fetched together with it.
+        """
+        if name in self.said:
+            return name
+        names = together if name in together else [name]
+        words = [f"{n}_words" for n in names]
+        while len(words) > 1:  # in pairs
+            words = [
+                f"tl.maximum({', '.join(two)})" for two in zip(words[::2], words[1::2])
+            ] + words[len(words) & ~1 :]
+        sent, patience = "(t > 0) & (alive > 0)", self.argument("patience", "i64")
+        ask = f"looks, begin, waiting = again({words[0]}, {sent}, looks, begin, {patience})"
+        self.say("looks, begin = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)")
+        self.say(ask)
+        self.say("while waiting == 1:")
+        with self.indented():
+            for n in names:
+                self.say(f"{n}_words = {self.looks[n]}")
+            self.say(ask)
+        self.say("alive = tl.where(waiting == 2, 0, alive)")
+        for n in names:
+            self.once(n, f"numbers({n}_words, {self.kind})")
+        return name
+
+    def _send(self, array: str, step: str, tag: str, column: int, value: str) -> None:
+        """Stores a part of what the programs exchange."""
+        width = self.width // self.in_word
+        words = f"(tl.program_id(1) * {width} + tl.arange(0, {width}))[None, :]"
+        words = self.once("words", words)
+        where = (
+            f"{self._words(self.row(array, step, tag=tag))} + {plus(column // self.in_word, words)}"
+        )
+        inside = f"is_row & ({words} < {self.plan.hidden_size // self.in_word})"
+        value = f"tl.where(in_H, {value}, 0.0)"
+        self.say(f"send({where}, {value}, {inside}, {self.kind}, {self.in_word == 2})")
+
+    def store_gradient(self, name: str, column: int, value: str, size: str) -> None:
+        """As all kernels, or for the other programs."""
+        if self.form.by_data and name in exchanged(self.plan, True):
+            self._send(name, "t", "", column, self.valid(value))
+        else:
+            super().store_gradient(name, column, value, size)
+
+    def store_state(self, i: int) -> None:
+        """As all kernels, or for the other programs."""
+        if self.form.by_data and i == 0:
+            self._send("state0", "t + 1", "_after", 0, f"after_{self.cell.states[0].name}")
+        else:
+            super().store_state(i)
+
     def _flag(self, step: str, program: str) -> str:
         """The flags of a step."""
         self.argument("flags", "*i32")
         group = f"(({step}) & 1) * tl.num_programs(0) + tl.program_id(0)"
         return f"flags + ({group}) * {self.programs} + {program}"
 
-    def wait(self) -> None:
-        """Until the step before is done everywhere.
+    @property
+    def early(self) -> frozenset[str]:
+        """Backward, too: what a step reads, but for what the step after it has written."""
+        if not self.form.backward:
+            return super().early
+        states = {f"state{i}" for i in range(len(self.cell.states))}
+        return frozenset({"mask", "resets", "dy", "saved", "x"}) | states
 
-        Lanes beyond the programs look at this program's own flag.
+    def after_exchange(self) -> None:
+        """When the loads of what the others have written are on their way."""
+        if NEXT not in self.said:
+            self.said[NEXT] = ""
+            self.say(NEXT)
+
+    def _before(self, roots: list[Expr], arriving: Callable[[Expr], bool]) -> None:
+        """Computes all that hangs on nothing which is yet to arrive from other programs."""
+        order = topological(roots, Where(self.is_leaf))
+        late = set[Expr]()
+        for node in order:
+            if arriving(node) or (not self.is_leaf(node) and not late.isdisjoint(node.args)):
+                late.add(node)
+        wanted = dict.fromkeys(n for n in roots if n not in late)
+        for node in order:
+            if node in late and not self.is_leaf(node):
+                wanted |= dict.fromkeys(arg for arg in node.args if arg not in late)
+        self.evaluate([n for n in wanted if n.op != "const"], self.labels())
+
+    def before_wait(self) -> None:
+        """What hangs on nobody is computed while others do the step before."""
+        roots = [*self.cell.next, *self.kept]
+        self._before(roots, lambda node: node.op in ("linear", "preact"))
+        for node in topological(roots):
+            if node.op == "preact":
+                self.before(node)
+
+    def wait(self) -> None:
+        """Until the step before is done everywhere, as far as flags say so.
+
+        Every thread has a lane of its own: lanes beyond the programs look at this program's flag.
         """
+        if self.form.by_data:
+            return
         done, patience = self.argument("done", "i32"), self.argument("patience", "i64")
-        lanes = f"tl.arange(0, {power_of_two(self.programs)})"
+        lanes = f"tl.arange(0, {power_of_two(self.programs, 32 * self.warps)})"
         peers = f"tl.where({lanes} < {self.programs}, {lanes}, tl.program_id(1))"
         self.say(f"if ({done} + t > 0) & (alive > 0):")
         with self.indented():
@@ -251,11 +420,10 @@ class _Slice(Loop):
 
     def wait_backward(self, roots: list[Expr]) -> None:
         """Likewise; then adds what the step before still owes."""
-        leaves = Where(self.is_leaf)
-        early = [n for n in topological(roots, leaves) if n in leaves and n.op not in _ARRIVING]
-        self.evaluate(early)
+        h = self.cell.states[0].name
+        self._before(roots, lambda n: n.op == "linear_t" or (n.op == "grad" and n.attrs[0] == h))
         self.wait()
-        behind, h = self.argument("behind", "i32"), self.cell.states[0].name
+        behind = self.argument("behind", "i32")
         self.once("is_before", f"(rows < batch) & (rows * 0 + t + {behind} > 0)")
         self.once("gathered", self._gather())
         self.hand_over("gathered")
@@ -271,7 +439,9 @@ class _Slice(Loop):
         self.say(f'{value} = tl.where(alive > 0, {value}, float("nan"))')
 
     def publish(self) -> None:
-        """For the other programs of these rows."""
+        """For the other programs of these rows, as far as flags are needed."""
+        if self.form.by_data:
+            return
         text = f"publish({self._flag('done + t', 'tl.program_id(1)')}, done + t + 1)"
         if not self.form.backward:
             self.say(text)

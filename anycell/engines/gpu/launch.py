@@ -75,17 +75,17 @@ class Launch:
         self.kept = values  # arrays stay alive as long as the launch
         kinds = [_C_TYPES.get(kind, ctypes.c_void_p) for _, kind in printed.arguments]
         self.cells = [kind(numbers[name]) for kind, name in zip(kinds, names, strict=True)]
-        # Triton's own arguments at the end: scratch memory, of which our kernels ask none.
-        scratch = [ctypes.c_void_p(0) for _ in range(build.TRITONS_OWN)]
-        cells = [*self.cells, *scratch]
-        addresses = [ctypes.addressof(c) for c in cells]
-        self.scratch, self.parameters = scratch, (ctypes.c_void_p * len(cells))(*addresses)
         aligned = frozenset(
             name
             for name, kind in printed.arguments
             if (kind == "i64" or kind[0] == "*") and numbers[name] % 16 == 0
         )
         self.binary, self.handle = _loaded(printed, aligned, _context())
+        # Triton's own arguments at the end: scratch memory, of which our kernels ask none.
+        scratch = [ctypes.c_void_p(0) for _ in range(self.binary.hidden)]
+        cells = [*self.cells, *scratch]
+        addresses = [ctypes.addressof(c) for c in cells]
+        self.scratch, self.parameters = scratch, (ctypes.c_void_p * len(cells))(*addresses)
         self.start = self._launch
 
     def __call__(self, t: int) -> None:
