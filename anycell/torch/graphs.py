@@ -35,13 +35,20 @@ Run = Callable[[], None]
 
 def captured(run: Run) -> Run:
     """A graph of what ``run`` launches; calling it replays that. Nothing runs yet."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        torch.cuda.current_blas_handle()  # this thread's, on this stream: a capture may make none
+    torch.cuda.current_blas_handle()  # of this thread: none can be made during a capture
+    side = _side(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         run()
     return graph.replay
+
+
+@functools.lru_cache(maxsize=64)
+def _side(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """Where graphs for that stream are captured. All of them name the work space that the matmul
+    library has for one stream: so one is enough, and those that may run at once have two.
+    """
+    return torch.cuda.Stream(stream.device)
 
 
 class Replays:

@@ -8,7 +8,8 @@ states, gates and their gradients in registers. So it is chosen where
 
 Tier 2 shares the weights out over programs that all run at once, so it is chosen where
 
-- the cell has one stage and no row reduction, its dtype has 16 bits, and
+- the cell has one stage and no row reduction, and the matrix units multiply its dtype, float32 as
+  TF32 where the framework allows that, otherwise as three bfloat16, and
 - there is a tile, of rows and units, whose weights fit in shared memory, and with which a program
   for each tile finds a multiprocessor of its own.
 
@@ -48,11 +49,13 @@ class Device(NamedTuple):
 
 
 DEVICES = (
+    Device("T4", 75, 64 << 10, 1 << 16, 40),
     Device("A100", 80, 163 << 10, 1 << 16, 108),
     Device("RTX 4090", 89, 99 << 10, 1 << 16, 128),
     Device("H100", 90, 227 << 10, 1 << 16, 132),
     Device("H200", 90, 227 << 10, 1 << 16, 132),
     Device("B200", 100, 227 << 10, 1 << 16, 148),
+    Device("RTX 5090", 120, 99 << 10, 1 << 16, 170),
 )
 
 
@@ -91,9 +94,9 @@ WARPS = (4, 8, 16)
 # that float32 can tell from zero: as exact as a sum in float32.
 WEIGHT = {"ieee": 4, "tf32": 4, "bf16x6": 6}
 MATRICES = 80  # capability from which the matrix units take such operands
-# Numbers of tiles that a thread can hold beside addresses and temporaries, forward and backward.
-# Dots of float32, which the matrix units do not do, take registers for their operands.
-NUMBERS = {"float32": (64, 64), "bfloat16": (144, 160), "float16": (144, 160)}
+# Numbers of tiles that a thread can hold beside addresses and temporaries, forward and backward,
+# of 16 bits or by how dots multiply float32, which takes registers for their operands.
+NUMBERS = {"16": (144, 160), "ieee": (64, 64), "tf32": (112, 128), "bf16x6": (80, 80)}
 # Multiply-adds of a thread in the dots of float32, which are unrolled: with more of them the
 # compiler takes minutes, and spills. Units of such a dot's operand: with more they spill at once.
 UNROLLED = 1024
@@ -115,6 +118,7 @@ def choices(
     backward: bool = False,
     tier: int | None = None,
     batch: int = BATCH,
+    tf32: bool = False,
 ) -> tuple[Choice, ...]:
     """What may run a plan, the best first, and at last tier 3, which runs every plan: where the
     device refuses one, the next takes its place. The two passes choose each for itself.
@@ -123,6 +127,7 @@ def choices(
         device: None, where kernels are interpreted, takes tier 3.
         tier: forces 1, 2 or 3.
         batch: rows.
+        tf32: whether dots may round float32 operands to 19 bits.
 
     Raises:
         ValueError: for a tier that is not there.
@@ -133,8 +138,8 @@ def choices(
         return (Choice(3, "asked for" if tier else "no card"),)
     found, reasons = list[Choice](), list[str]()
     tiers = {
-        1: functools.partial(_resident, plan, device, backward, forced=tier == 1),
-        2: functools.partial(_cooperative, plan, device, backward, batch),
+        1: functools.partial(_resident, plan, device, backward, tf32, forced=tier == 1),
+        2: functools.partial(_cooperative, plan, device, backward, tf32, batch),
     }
     for number, some in tiers.items():
         if tier in (None, number):
@@ -156,39 +161,63 @@ def choose(
     backward: bool = False,
     tier: int | None = None,
     batch: int = BATCH,
+    tf32: bool = False,
 ) -> Choice:
     """The best of ``choices``."""
-    return choices(plan, device, backward, tier, batch)[0]
+    return choices(plan, device, backward, tier, batch, tf32)[0]
+
+
+def precisions(plan: Plan, device: Device | None, tf32: bool) -> list[str]:
+    """How dots may multiply, the best first; of 16 bits nothing is said."""
+    if plan.dtype != "float32" or device is None or device.capability < MATRICES:
+        return ["ieee"]
+    return ["tf32"] if tf32 else ["ieee", "bf16x6"]
 
 
 def _resident(
-    plan: Plan, device: Device | None, backward: bool, forced: bool
+    plan: Plan, device: Device | None, backward: bool, tf32: bool, forced: bool
 ) -> list[Choice] | str:
     """Tier 1 with as few warps as may be, and with more; or why not."""
     count = tiles(plan, backward)
     registers = device.registers if device else DEVICES[0].registers
-
-    def room(warps: int) -> int:  # 16 warps share out what leaves each thread half
-        return NUMBERS[plan.dtype][backward] * min(256, registers // (32 * warps)) // 256
-
     # A warp's part of a dot is eight units wide: more warps than that would all do the same.
     most = max(WARPS[0], _widest(plan) // 8)
-    fitting = [
-        w for w in WARPS if w <= most and count * _each(plan, w) <= room(w) and _unrollable(plan, w)
-    ]
+
+    def fitting(precision: str) -> list[int]:
+        kind = precision if plan.dtype == "float32" else "16"
+        matrices = kind in ("tf32", "bf16x6")  # whose parts of float32 take more registers
+        least = min(WARPS[1], most) if matrices else WARPS[0]
+
+        def room(warps: int) -> int:  # 16 warps share out what leaves each thread half
+            return NUMBERS[kind][backward] * min(256, registers // (32 * warps)) // 256
+
+        return [
+            w
+            for w in WARPS
+            if least <= w <= most
+            and count * _each(plan, w) <= room(w)
+            and (kind != "ieee" or _unrollable(plan, w))
+        ]
+
     if forced or device is None:
-        return [Choice(1, "asked for", w) for w in fitting or WARPS[-1:]]
-    needed = shared_bytes(plan, backward)
-    if needed > device.shared:
-        return f"the weights of a step take {needed:,} bytes of {device.shared:,} on chip"
-    if not fitting:
-        return f"{count} tiles of a step do not fit in registers"
-    reason = f"all weights on chip: {needed:,} of {device.shared:,} bytes"
-    return [Choice(1, reason, w) for w in fitting]
+        (precision, *_) = ways = precisions(plan, device, tf32)
+        any_ = [(p, w) for p in ways for w in fitting(p)] or [(precision, WARPS[-1])]
+        return [Choice(1, "asked for", w, precision=p) for p, w in any_]
+    found, reason = list[Choice](), ""
+    for precision in precisions(plan, device, tf32):
+        needed, warps = shared_bytes(plan, backward, precision), fitting(precision)
+        if needed > device.shared:
+            reason = f"the weights of a step take {needed:,} bytes of {device.shared:,} on chip"
+        elif not warps:
+            reason = reason or f"{count} tiles of a step do not fit in registers"
+        else:
+            why = f"all weights on chip: {needed:,} of {device.shared:,} bytes"
+            found += [Choice(1, why, w, precision=precision) for w in warps]
+    return found or reason
 
 
 def _cooperative(
-    plan: Plan, device: Device | None, backward: bool, batch: int
+    plan: Plan, device: Device | None, backward: bool, tf32: bool, batch: int
 ) -> list[Choice] | str:
     """Tier 2, or why not: the tiles that fit, of fewest rows first, and then of fewest units."""
     why = refusal(plan)
@@ -196,24 +225,27 @@ def _cooperative(
         return why
     if device is None:
         return [Choice(2, "asked for", part=Slice(LEAST, LEAST, 2 * LEAST, 1, 2, 1))]
-    if plan.dtype == "float32":
+    precision = precisions(plan, device, tf32)[-1]
+    if plan.dtype == "float32" and precision == "ieee":
         return "float32 is multiplied outside the matrix units"
     least, found = 0, list[Choice]()
     for rows in ROWS[: 3 - backward]:  # 64 rows of all gates' gradients spill
         for units in UNITS:
             groups, programs = -(-batch // rows), -(-plan.hidden_size // units)
-            parts = list(itertools.islice(_parts(plan, device, rows, units, backward), TRIED))
+            every = _parts(plan, device, rows, units, backward, precision)
+            parts = list(itertools.islice(every, TRIED))
             if not parts:
                 break
             least = min(least or groups * programs, groups * programs)
             if groups * programs > device.processors:
                 continue
             for part in parts:
+                taken = slice_bytes(plan, part, backward, precision)
                 reason = (
                     f"{groups} x {programs} programs, of {rows} rows and {units} units each; "
-                    f"on chip: {slice_bytes(plan, part, backward):,} of {device.shared:,} bytes"
+                    f"on chip: {taken:,} of {device.shared:,} bytes"
                 )
-                found.append(Choice(2, reason, part=part))
+                found.append(Choice(2, reason, part=part, precision=precision))
     if found:
         return found
     if not least:
@@ -221,8 +253,13 @@ def _cooperative(
     return f"{batch} rows take {least} programs, of which {device.processors} run at once"
 
 
-def _parts(plan: Plan, device: Device, rows: int, units: int, backward: bool) -> Iterator[Slice]:
+def _parts(
+    plan: Plan, device: Device, rows: int, units: int, backward: bool, precision: str
+) -> Iterator[Slice]:
     """Tiles that fit, with as many chunks on their way, and as few warps, as may be."""
+    if plan.dtype == "float32":
+        yield from _wide_parts(plan, device, rows, units, backward, precision)
+        return
     outputs = max(len(l.outputs) for l in plan.cell.linears)
     bundles = outputs & (outputs - 1)  # whether more than one, whose sums do not lie side by side
     if bundles and not backward and rows * units > LEAST * UNITS[-1]:
@@ -247,11 +284,31 @@ def _parts(plan: Plan, device: Device, rows: int, units: int, backward: bool) ->
                     break  # fewer on their way would not be the next best
 
 
-def slice_bytes(plan: Plan, part: Slice, backward: bool) -> int:
+def _wide_parts(
+    plan: Plan, device: Device, rows: int, units: int, backward: bool, precision: str
+) -> Iterator[Slice]:
+    """Of float32: 16 rows, one chunk at a time, and all weights in shared memory; as three
+    bfloat16 with eight warps, since with four they spill.
+    """
+    for chunk, warps in ((64, 4), (128, 8)):
+        part = Slice(rows, units, chunk, 1, warps, 0)
+        allowed = rows == LEAST and (precision == "tf32" or warps == WARPS[1])
+        if allowed and slice_bytes(plan, part, backward, precision) <= device.shared:
+            yield part
+
+
+def slice_bytes(plan: Plan, part: Slice, backward: bool, precision: str = "ieee") -> int:
     """Shared memory of a program of tier 2: weights, and either chunks on their way to the dots or
     sums on their way to the gates.
     """
     outputs = max(len(l.outputs) for l in plan.cell.linears)
+    if plan.dtype == "float32":  # chunks stay in registers; the sums of all warps meet
+        together = [len(l.outputs) if backward else 1 for l in plan.cell.linears]
+        ks = [-(-n * plan.hidden_size // part.chunk) * part.chunk for n in together]
+        columns = [1 if backward else len(l.outputs) for l in plan.cell.linears]
+        weights = sum(k * n for k, n in zip(ks, columns, strict=True)) * part.units
+        sums = part.warps * part.rows * part.units * max(columns) * 4
+        return weights * _weight_bytes(plan, precision) + sums
     units = -(-plan.hidden_size // part.chunk) * part.chunk
     weights = sum(len(l.outputs) for l in plan.cell.linears) * part.units * units * plan.itemsize
     chunk = part.rows * part.chunk * plan.itemsize * (outputs if backward else 1)
@@ -259,9 +316,9 @@ def slice_bytes(plan: Plan, part: Slice, backward: bool) -> int:
     return weights + max(part.ahead * chunk, sums)
 
 
-def shared_bytes(plan: Plan, backward: bool) -> int:
+def shared_bytes(plan: Plan, backward: bool, precision: str = "ieee") -> int:
     """Shared memory of a program of tier 1: weights, and operands on their way to the dots."""
-    size = 4 if plan.dtype == "float32" else 2
+    size = _weight_bytes(plan, precision)
     total = operands = 0
     for l in plan.cell.linears:
         out, into = (power_of_two(plan.sizes[s], LEAST) for s in (l.out_size, l.in_size))
@@ -269,6 +326,11 @@ def shared_bytes(plan: Plan, backward: bool) -> int:
         passing = len(l.outputs) * out if backward else into
         operands = max(operands, LEAST * max(passing, 2 * into) * size)
     return total + operands
+
+
+def _weight_bytes(plan: Plan, precision: str) -> int:
+    """Of one weight on chip."""
+    return WEIGHT[precision] if plan.dtype == "float32" else plan.itemsize
 
 
 def tiles(plan: Plan, backward: bool) -> int:
@@ -284,9 +346,7 @@ def tiles(plan: Plan, backward: bool) -> int:
 
 
 def _unrollable(plan: Plan, warps: int) -> bool:
-    """Whether the dots of float32, if any, are short enough."""
-    if plan.dtype != "float32":
-        return True
+    """Whether the dots of float32 by the threads are short enough."""
     total = most = 0
     for l in plan.cell.linears:
         out, into = (power_of_two(plan.sizes[s], LEAST) for s in (l.out_size, l.in_size))

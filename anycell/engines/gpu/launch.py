@@ -36,7 +36,7 @@ _NOT_FOR_THIS_DEVICE = {
     218: "CUDA_ERROR_INVALID_PTX",
     222: "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
 }
-_C_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
+_C_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64}
 
 
 class Launch:
@@ -76,7 +76,9 @@ class Launch:
         kinds = [_C_TYPES.get(kind, ctypes.c_void_p) for _, kind in printed.arguments]
         self.cells = [kind(numbers[name]) for kind, name in zip(kinds, names, strict=True)]
         aligned = frozenset(
-            name for name, kind in printed.arguments if kind != "i32" and numbers[name] % 16 == 0
+            name
+            for name, kind in printed.arguments
+            if (kind == "i64" or kind[0] == "*") and numbers[name] % 16 == 0
         )
         self.binary, self.handle = _loaded(printed, aligned, _context())
         # Triton's own arguments at the end: scratch memory, of which our kernels ask none.
@@ -124,6 +126,15 @@ def _driver() -> Any:
         "the GPU engine found no CUDA driver (libcuda.so.1); expected one with every NVIDIA GPU. "
         "Move the layer to the CPU, or install the driver."
     )
+
+
+def missing() -> str | None:
+    """Why there is no CUDA driver; None if there is one."""
+    try:
+        _driver()
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 def _check(result: int, what: str) -> None:
@@ -184,4 +195,4 @@ def _loaded(
     return binary, handle
 
 
-__all__ = ["Launch", "limits"]
+__all__ = ["Launch", "limits", "missing"]

@@ -129,7 +129,9 @@ def print_fill() -> Printed:
     """
     names = [f"value{n}" for n in range(FILLED)]
     lines = [f"tl.store(table + first + {n}, {name})" for n, name in enumerate(names)]
-    arguments = {"table": "*i64", "first": "i32", **dict.fromkeys(names, "i64")}
+    # Of numbers of 64 bits with a sign, the compiler is told whether 16 divides them: not of these,
+    # or there would be a kernel for each pattern.
+    arguments = {"table": "*i64", "first": "i32", **dict.fromkeys(names, "u64")}
     return _small("fill", "Fills a part of a table.", arguments, lines)
 
 
@@ -204,7 +206,7 @@ class _Kernel(Text):
         table: dict[str, str],
     ) -> None:
         self.of, self.ahead, self.last, self.table = of, ahead, last, table
-        self.read: dict[str, str] = {}  # what comes from the table, by name
+        self.tabled: dict[str, str] = {}  # what comes from the table, by name
         units = plan.sizes[of]
         nodes = topological(self._targets(plan, form))
         whole = any(map(is_reduction, nodes))
@@ -261,24 +263,24 @@ class _Kernel(Text):
         """Numbers of the form are arguments, and what matmuls read and write; the rest comes from
         the table.
         """
-        if name in self.read:
+        if name in self.tabled:
             return name
         if name == "draws":  # four numbers
-            first, *_ = [self._place(f"draws{n}", "i64") for n in range(4)]
-            self.read[name] = f"table + {first}"
+            first, *_ = [self._entry(f"draws{n}", "i64") for n in range(4)]
+            self.tabled[name] = f"table + {first}"
         elif name == "turn":
-            self.read[name] = f"tl.load(table + {self._place(name, 'i64')})"
+            self.tabled[name] = f"tl.load(table + {self._entry(name, 'i64')})"
         elif kind == "*u8":
-            number = f"tl.load(table + {self._place(name, kind)})"
-            self.read[name] = f"{number}.to(tl.pointer_type(tl.uint8))"
+            number = f"tl.load(table + {self._entry(name, kind)})"
+            self.tabled[name] = f"{number}.to(tl.pointer_type(tl.uint8))"
         elif kind[0] == "*" and name not in self._own():
-            odd, place = super().argument("odd", "i64"), self._place(name, kind)
-            self.read[name] = f"address(table, {place}, {odd}, {_TYPES[kind[1:]]})"
+            odd, place = super().argument("odd", "i64"), self._entry(name, kind)
+            self.tabled[name] = f"address(table, {place}, {odd}, {_TYPES[kind[1:]]})"
         else:
             return super().argument(name, kind)
         return name
 
-    def _place(self, name: str, kind: str) -> int:
+    def _entry(self, name: str, kind: str) -> int:
         """Where the table holds it."""
         self.table.setdefault(name, kind)
         return list(self.table).index(name)
@@ -288,24 +290,23 @@ class _Kernel(Text):
         stems = ("outputs", "back") if self.form.backward else ("operand", "product")
         return {f"{stem}{k}" for stem in stems for k in self.numbers.values()}
 
-    def row(self, name: str, step: str = "t", wide: bool = False, tag: str = "") -> str:
-        """Where the rows of the tile begin in an array over time, whose address is that of the
-        call's first step.
-        """
+    # Of arrays over time the table holds the address of the call's first step.
+
+    def place(self, name: str, step: str, rows: str = "rows", wide: bool = False) -> str:
+        """Where rows begin in an array over time."""
         array = self.array(name, wide)
         time, row = (self.argument(f"{name}__{part}", "i64") for part in "tb")
-        where = f"{array} + (({step}) * {time} + rows * {row})"
-        return self.once(f"{name}_at{tag}", where.replace("(t)", "t"))
+        return f"{array} + (({step}) * {time} + {rows} * {row})".replace("(t)", "t")
 
-    def flags(self, name: str, step: str = "t", mask: str = "is_row") -> str:
+    def flags(self, name: str, step: str = "t", mask: str = "is_row", rows: str = "rows") -> str:
         """The flags of the rows at a step."""
         array, time = self.argument(name, "*u8"), self.argument(f"{name}__t", "i64")
-        where = f"{array} + (({step}) * {time} + rows)".replace("(t)", "t")
+        where = f"{array} + (({step}) * {time} + {rows})".replace("(t)", "t")
         return f"tl.load({where}, mask={mask}, other=0) != 0"
 
     def finish(self, name: str, about: str) -> Printed:
         """The whole text: the table is read first."""
-        read = {"t": f"tl.load(table + {self._place(DONE, 'i64')}) + t", **self.read}
+        read = {"t": f"tl.load(table + {self._entry(DONE, 'i64')}) + t", **self.tabled}
         self.lines[:0] = [f"    {variable} = {value}" for variable, value in read.items()]
         return super().finish(name, about)
 
