@@ -309,23 +309,49 @@ def test_the_next_choice_where_one_does_not_fit(
     assert gpu_compile.taken(lines[:1]) == [lines[0]]  # none fits: what the best one lacks is said
 
 
+def test_no_more_choices_than_asked_for(gpu_compile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of those only what a run before has not seen: it may have refused the first of them."""
+    tasks = []
+    monkeypatch.setattr(gpu_compile, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(gpu_compile, "as_completed", list)
+    monkeypatch.setattr(gpu_compile, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(gpu_compile, "first_that_fits", lambda forms: tasks.append(forms) or [])
+
+    def todo(choices: int, before: list[dict[str, Any]]) -> list[tuple[str, int]]:
+        tasks.clear()
+        assert not [*gpu_compile.run([(2, 90, "bfloat16", "LSTM")], 512, choices, 1, before)]
+        return [(report.kernel, report.choice) for forms in tasks for _, report in forms]
+
+    (first, *_) = gpu_compile.kernels(2, 90, "bfloat16", "LSTM", 512)
+    assert len(first) >= 2 and first[0][1].text != first[1][1].text
+    assert {choice for _, choice in todo(1, [])} == {0}
+    two = todo(2, [])
+    assert two[:2] == [(first[0][1].kernel, 0), (first[0][1].kernel, 1)]
+    refused = first[0][1]._replace(triton="3.6.0")._asdict()
+    taken = first[1][1]._replace(triton="3.6.0", fits=True)._asdict()
+    assert todo(2, [refused]) == two[1:]
+    assert todo(2, [refused, taken]) == two[2:]
+
+
+class Pool:
+    """Instead of processes: what is submitted is done at once."""
+
+    def __init__(self, jobs: int) -> None: ...
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def submit(self, function: Any, *arguments: Any) -> Any:
+        value = function(*arguments)
+        return SimpleNamespace(result=lambda: value)
+
+
 def test_what_is_done_is_not_done_again(
     gpu_compile: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that was cut short goes on; another Triton, or another text, begins anew."""
-
-    class Pool:
-        def __init__(self, jobs: int) -> None: ...
-
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *_: Any) -> None: ...
-
-        def submit(self, function: Any, *arguments: Any) -> Any:
-            value = function(*arguments)
-            return SimpleNamespace(result=lambda: value)
-
     compiled: list[str] = []
 
     def fake(kernel: Any, report: Any) -> Any:
