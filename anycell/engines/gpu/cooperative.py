@@ -143,7 +143,7 @@ class _Slice(Loop):
             for first, count in self.outputs(l):
                 for n, start in enumerate(self.chunks(l)):
                     self._load_part(k, l, first, count, start, n < self.held)
-        self._their_rows()
+        self.once("is_theirs", f"{self._their_rows()} < batch")
 
     def _spread(self, rows: int, held: bool = True) -> tuple[str, str]:
         """How a program loads so many rows, or columns, of a chunk: which of them, and which k.
@@ -189,8 +189,6 @@ class _Slice(Loop):
         for n, start in enumerate(starts):
             for ahead in starts[n:][: self.ahead]:
                 load(ahead)
-            if n == 0:
-                self.after_exchange()
             self.once(
                 f"{operand}_{start}_left", f"left({operand}_{start}, {self.warps}, {self.pair})"
             )
@@ -202,6 +200,7 @@ class _Slice(Loop):
                 dot = self._dot(f"{operand}_{start}_left", f"w{k}_{first}_{start}{more}")
                 self.say(f"{sum_} = {dot}")
                 sums += [sum_] * (sum_ not in sums)
+        self.after_exchange()
         return [
             " + ".join(s for s in sums if s.startswith(f"sum{k}_{first}_"))
             for first, _ in self.outputs(l)
@@ -216,27 +215,48 @@ class _Slice(Loop):
                 self._split(f"r{k}_{first}", [f"r{k}_{o}" for o in l.outputs[first:][:count]])
         return f"r{k}_{output}"
 
-    def _their_rows(self) -> tuple[str, str]:
-        """The rows of a chunk, and which of these there are."""
+    def _their_rows(self) -> str:
+        """The rows of a chunk. Those beyond the batch are its last one again: what comes of them
+        nobody reads, and loads without a mask need no zeros.
+        """
         of, _ = self._spread(self.rows)
-        rows = self.once("their_rows", f"(tl.program_id(0) * {self.rows} + {of}).to(tl.int64)")
-        return rows, self.once("are_rows", f"{rows} < batch")
+        rows = f"(tl.program_id(0) * {self.rows} + {of}).to(tl.int64)"
+        return self.once("their_rows", f"tl.minimum({rows}, batch - 1)")
+
+    def _place_h(self) -> str:
+        """Where the first chunk of h is."""
+        return self._place_theirs("h_at", "state0", "t")
+
+    def _place_gates(self, k: int, l: Linear) -> str:
+        """Where that of the gates' gradients is. Before the first step there are none: what is read
+        then, nobody takes.
+        """
+        name = "dx" if self.plan.shares_gradient(l) else f"dr{k}"
+        step = f"tl.maximum(t - 1, -{self.argument('behind', 'i32')})"
+        return self._place_theirs(f"d{k}_at", name, step)
+
+    def _place_theirs(self, at: str, name: str, step: str) -> str:
+        _, lanes = self._spread(self.rows)
+        return self.once(at, f"{self.place(name, step, self._their_rows())} + {lanes}")
+
+    def _from_others(self, at: str, start: int, size: int) -> str:
+        """A load of a chunk that others have written, past the first-level cache."""
+        _, lanes = self._spread(self.rows)
+        inside = f", mask={start} + {lanes} < {size}, other=0.0" * (start + self.chunk > size)
+        return f'tl.load({plus(start, at)}{inside}, cache_modifier=".cg")'
 
     def _load_h(self, start: int) -> None:
         """A chunk of h."""
         if f"h_{start}" in self.said:
             return
-        rows, inside = self._their_rows()
-        _, lanes = self._spread(self.rows)
-        if start + self.chunk > self.plan.hidden_size:
-            inside += f" & ({plus(start, lanes)} < {self.plan.hidden_size})"
-        place = self.place("state0", "t", rows)
-        where = f"{place} + ({plus(start, lanes)})"
-        self.once(f"h_{start}", f'tl.load({where}, mask={inside}, other=0.0, cache_modifier=".cg")')
+        h = self.plan.hidden_size
+        self.once(f"h_{start}", self._from_others(self._place_h(), start, h))
         if self.form.resets:
-            reset = self.once("their_reset", self.flags("resets", rows=rows, mask="are_rows"))
+            rows, (_, lanes) = self._their_rows(), self._spread(self.rows)
+            reset = self.once("their_reset", self.flags("resets", rows=rows, mask="is_theirs"))
             at = f"{self.array('reset0')} + {rows} * {self.argument('reset0__b', 'i64')}"
-            at = f"tl.load({at} + ({plus(start, lanes)}), mask={inside} & {reset}, other=0.0)"
+            inside = f"{reset} & ({start} + {lanes} < {h})"
+            at = f"tl.load({at} + ({plus(start, lanes)}), mask={inside}, other=0.0)"
             self.once(f"h_{start}_reset", at)
             self.say(f"h_{start} = tl.where({reset}, h_{start}_reset, h_{start})")
 
@@ -262,17 +282,8 @@ class _Slice(Loop):
 
     def _load_gates(self, k: int, l: Linear, start: int) -> None:
         """A chunk of the gradients of all outputs."""
-        rows, _ = self._their_rows()
-        _, lanes = self._spread(self.rows)
         size = len(l.outputs) * self.plan.hidden_size
-        name = "dx" if self.plan.shares_gradient(l) else f"dr{k}"
-        inside = self.once(
-            "were_rows", f"are_rows & ({rows} * 0 + t + {self.argument('behind', 'i32')} > 0)"
-        )
-        if start + self.chunk > size:
-            inside += f" & ({plus(start, lanes)} < {size})"
-        where = f"{self.place(name, 't - 1', rows)} + ({plus(start, lanes)})"
-        text = f'tl.load({where}, mask={inside}, other=0.0, cache_modifier=".cg")'
+        text = self._from_others(self._place_gates(k, l), start, size)
         self.once(f"d{k}_{start}", text)
 
     # -- the exchange ----------------------------------------------------------------------------
@@ -291,7 +302,9 @@ class _Slice(Loop):
         return frozenset({"mask", "resets", "dy", "saved", "x"}) | states
 
     def after_exchange(self) -> None:
-        """When the loads of what the others have written are on their way."""
+        """When what the others have written has come: only now loads of the next step cannot hold it
+        up, nor take registers that it is loaded to.
+        """
         if NEXT not in self.said:
             self.said[NEXT] = ""
             self.say(NEXT)
@@ -316,6 +329,7 @@ class _Slice(Loop):
         for node in topological(roots):
             if node.op == "preact":
                 self.before(node)
+        self._place_h()
 
     def wait(self) -> None:
         """Until the step before is done everywhere.
@@ -334,10 +348,13 @@ class _Slice(Loop):
         """Likewise; then adds what the step before still owes."""
         h = self.cell.states[0].name
         self._before(roots, lambda n: n.op == "linear_t" or (n.op == "grad" and n.attrs[0] == h))
+        for k, l in enumerate(self.linears):
+            self._place_gates(k, l)
         self.wait()
         behind = self.argument("behind", "i32")
         self.once("is_before", f"(rows < batch) & (rows * 0 + t + {behind} > 0)")
         self.once("gathered", self._gather())
+        self.say("gathered = tl.where(is_before, gathered, 0.0)")
         self.hand_over("gathered")
         if self.form.resets:
             # The step before may have begun with a reset: then it goes to what that restored.

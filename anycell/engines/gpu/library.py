@@ -29,6 +29,23 @@ _LN2 = tl.constexpr(math.log(2.0))
 _INFINITY = tl.constexpr(math.inf)
 
 
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def _reciprocal(x):
+    """1 / x for 1 <= x <= 2, to a unit in the last place: one instruction, where a division would
+    look after numbers of all sizes. NaN stays NaN.
+    """
+    if _INTERPRETED:
+        y = 1.0 / x
+    else:
+        y = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
+
+
 @triton.jit
 def exp(x):
     """e^x."""
@@ -66,7 +83,7 @@ def sign(x):
 def sigmoid(x):
     """1 / (1 + e^-x), from e^-|x|, which never overflows."""
     small = exp(-tl.abs(x))
-    return tl.where(x < 0.0, small, 1.0) / (1.0 + small)
+    return tl.where(x < 0.0, small, 1.0) * _reciprocal(1.0 + small)
 
 
 @triton.jit
@@ -79,8 +96,43 @@ def tanh(x):
     near = near * z + 0.13332602
     near = near * z - 0.33333319
     small = exp(-2.0 * size)
-    far = (1.0 - small) / (1.0 + small)
+    far = (1.0 - small) * _reciprocal(1.0 + small)
     return tl.where(size < 0.55, x + x * (z * near), tl.where(x < 0.0, -far, far))
+
+
+# For kernels of 16-bit dtypes, which round what they save and exchange to 11 bits or less: 2^x of a
+# rounded product, whose relative error grows to 2^-18 while e^-x falls to the smallest number that
+# there is, and near 0 fewer terms.
+
+
+@triton.jit
+def sigmoid_16(x):
+    """1 / (1 + e^-x), to some 2^-18."""
+    small = _exp2(tl.abs(x) * -_LOG2E)
+    return tl.where(x < 0.0, small, 1.0) * _reciprocal(1.0 + small)
+
+
+@triton.jit
+def tanh_16(x):
+    """The hyperbolic tangent, to some 2^-18."""
+    size = tl.abs(x)
+    z = x * x
+    near = 0.12877158 * z - 0.33324609
+    small = _exp2(size * (-2.0 * _LOG2E))
+    far = (1.0 - small) * _reciprocal(1.0 + small)
+    return tl.where(size < 0.25, x + x * (z * near), tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def _exp2(x):
+    """2^x; what is smaller than a normal number is 0."""
+    if _INTERPRETED:
+        y = tl.exp2(x)
+    else:
+        y = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
 
 
 @triton.jit
@@ -242,7 +294,6 @@ def total(parts, outputs: tl.constexpr):
 
 # ---- programs that wait for one another ----------------------------------------------------------
 
-_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 # Each thread looks at a flag until it holds the value, or until the time is over. The load is an
 # acquire: what its program had written before it set the flag is seen by all loads that follow.
 _SPIN = tl.constexpr("""{
