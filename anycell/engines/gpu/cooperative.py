@@ -44,7 +44,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from anycell.engines.gpu.resident import NEXT, LEAST, Loop
+from anycell.engines.gpu.resident import LEAST, NEXT, Loop
 from anycell.engines.gpu.text import Form, Printed, Where, plus, power_of_two
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
@@ -138,7 +138,7 @@ class _Slice(Loop):
         return self.width if self.form.backward else self.width * count
 
     def load_weights(self) -> None:
-        """What belongs to this slice, for each chunk ``[warps, k, columns]``."""
+        """What belongs to this slice, for each chunk ``[warps, columns, k]``."""
         for k, l in enumerate(self.linears):
             for first, count in self.outputs(l):
                 for n, start in enumerate(self.chunks(l)):
@@ -148,7 +148,7 @@ class _Slice(Loop):
     def _spread(self, rows: int, held: bool = True) -> tuple[str, str]:
         """How a program loads so many rows, or columns, of a chunk: which of them, and which k.
 
-        ``held``: as ``left`` and ``right`` want it, otherwise as ``right_shared``.
+        ``held``: as ``left`` and ``right`` want it, otherwise as ``left_shared``.
         """
         warps, name = self.warps, f"{rows}" if held else f"{rows}_shared"
         all_ = self.once(f"all_{rows}", f"tl.arange(0, {rows * warps})[:, None]")
@@ -180,7 +180,7 @@ class _Slice(Loop):
         if start + self.chunk > size:
             inside += f" & ({i} < {size})"
         loaded = f"tl.load({self.array(f'weight{k}')} + {where}, mask={inside}, other=0.0)"
-        lay = "right" if held else "right_shared"
+        lay = "left" if held else "left_shared"
         self.once(f"w{k}_{first}_{start}", f"{lay}({loaded}, {self.warps}, {self.pair})")
 
     def _sums(self, k: int, l: Linear, operand: str, load: Callable[[int], None]) -> list[str]:
@@ -189,15 +189,18 @@ class _Slice(Loop):
         for n, start in enumerate(starts):
             for ahead in starts[n:][: self.ahead]:
                 load(ahead)
-            self.once(
-                f"{operand}_{start}_left", f"left({operand}_{start}, {self.warps}, {self.pair})"
-            )
+            if n == 0:
+                # The assembler would issue some of them after the first matmuls, to save registers,
+                # and each of these would wait for another trip to the second-level cache.
+                self.say("tl.debug_barrier()")
+            right = f"{operand}_{start}_right"
+            self.once(right, f"right({operand}_{start}, {self.warps}, {self.pair})")
             for first, count in self.outputs(l):
                 # A matrix instruction waits for the one before it with the same sums.
-                chains = self.columns(count) // 8 * (self.rows // LEAST)
+                chains = self.columns(count) // LEAST * (self.rows // 8)
                 sum_ = f"sum{k}_{first}_{n % max(1, CHAINS // chains)}"
                 more = f", {sum_}" if sum_ in sums else ""
-                dot = self._dot(f"{operand}_{start}_left", f"w{k}_{first}_{start}{more}")
+                dot = self._dot(f"w{k}_{first}_{start}", f"{right}{more}")
                 self.say(f"{sum_} = {dot}")
                 sums += [sum_] * (sum_ not in sums)
         self.after_exchange()
@@ -302,8 +305,8 @@ class _Slice(Loop):
         return frozenset({"mask", "resets", "dy", "saved", "x"}) | states
 
     def after_exchange(self) -> None:
-        """When what the others have written has come: only now loads of the next step cannot hold it
-        up, nor take registers that it is loaded to.
+        """When what the others have written has come: only now loads of the next step cannot hold
+        that up, nor take its registers.
         """
         if NEXT not in self.said:
             self.said[NEXT] = ""

@@ -251,32 +251,32 @@ def left(values, warps: tl.constexpr, pair: tl.constexpr):
 
 
 @triton.jit
+def left_shared(values, warps: tl.constexpr, pair: tl.constexpr):
+    """The same from values ``[warps * rows, k]``, whose rows go to other threads: through shared
+    memory, where they stay.
+    """
+    rows: tl.constexpr = values.shape[0] // warps
+    k: tl.constexpr = values.shape[1]
+    apart = tl.reshape(values, [warps, rows, 4, k // (4 * pair), pair])
+    return tl.reshape(tl.permute(apart, (0, 1, 3, 2, 4)), [warps, rows, k])
+
+
+@triton.jit
 def right(values, warps: tl.constexpr, pair: tl.constexpr):
-    """The right operand ``[warps, k, columns]``, which threads then hold, from values ``[columns /
-    8 * warps * 8, k]``, likewise."""
+    """The right operand ``[warps, k, columns]``, from values as those of ``left``."""
     return tl.permute(left(values, warps, pair), (0, 2, 1))
 
 
 @triton.jit
-def right_shared(values, warps: tl.constexpr, pair: tl.constexpr):
-    """The right operand ``[warps, k, columns]``, which shared memory then holds, from values
-    ``[warps * columns, k]``: with k in the same order."""
-    columns: tl.constexpr = values.shape[0] // warps
-    k: tl.constexpr = values.shape[1]
-    apart = tl.reshape(values, [warps, columns, 4, k // (4 * pair), pair])
-    return tl.reshape(tl.permute(apart, (0, 3, 2, 4, 1)), [warps, k, columns])
-
-
-@triton.jit
 def total(parts, outputs: tl.constexpr):
-    """The sum over the warps of ``[warps, rows, units * outputs]``, in pairs: halves of what
-    remains, until a thread has the sums of its units, with all outputs.
+    """The sum over the warps of ``[warps, units * outputs, rows]``, as ``[rows, units * outputs]``:
+    in pairs, halves of what remains, by a thread that has all outputs of its units.
     """
     warps: tl.constexpr = parts.shape[0]
-    rows: tl.constexpr = parts.shape[1]
-    columns: tl.constexpr = parts.shape[2]
+    rows: tl.constexpr = parts.shape[2]
+    columns: tl.constexpr = parts.shape[1]
     units: tl.constexpr = columns // outputs
-    sums = tl.permute(tl.reshape(parts, [warps, rows, units, outputs]), (1, 2, 3, 0))
+    sums = tl.permute(tl.reshape(parts, [warps, units, outputs, rows]), (3, 1, 2, 0))
     if warps >= 16:
         even, odd = tl.split(tl.reshape(sums, [rows, units, outputs, 8, 2]))
         sums = even + odd
