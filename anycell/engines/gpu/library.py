@@ -294,16 +294,10 @@ def total(parts, outputs: tl.constexpr):
 
 # ---- programs that wait for one another ----------------------------------------------------------
 
-<<<<<<< HEAD
-_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _LOOKS = tl.constexpr(64)  # looks between two readings of the clock
 # Each thread looks at a flag until it holds the value or more, or until the time is over: that
 # begins with the first reading of the clock. The load is an acquire: what its program had written
 # before it set the flag is seen by all loads that follow.
-=======
-# Each thread looks at a flag until it holds the value, or until the time is over. The load is an
-# acquire: what its program had written before it set the flag is seen by all loads that follow.
->>>>>>> w-kernels
 _SPIN = tl.constexpr("""{
     .reg .pred there, again, first;
     .reg .b32 seen, looks, rest;
