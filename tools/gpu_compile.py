@@ -197,12 +197,16 @@ def kernels(
             if choices[0].tier == tier:
                 forms = [printed(one, c, backward) for c in choices if c.tier == tier]
                 for same in zip(*forms, strict=True):
+                    # Of choices that come to the same text the first is enough.
+                    texts = dict[str, int]()
+                    for choice, kernel in enumerate(same):
+                        texts.setdefault(digest(kernel), choice)
                     yield [
-                        (kernel, Report(
-                            "", name, tier, hidden, batch, dtype, capability, kernel.name,
-                            kernel.warps, kernel.tile[0], card.shared, choice, digest(kernel),
+                        (same[choice], Report(
+                            "", name, tier, hidden, batch, dtype, capability, same[choice].name,
+                            same[choice].warps, same[choice].tile[0], card.shared, choice, text,
                         ))
-                        for choice, kernel in enumerate(same)
+                        for text, choice in texts.items()
                     ]  # fmt: skip
                 break
 
