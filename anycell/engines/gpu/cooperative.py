@@ -89,7 +89,7 @@ class Slice(NamedTuple):
     held: int
 
 
-CHAINS = 8  # of matrix instructions that a warp works on by turns
+CHAINS = 4  # of matrix instructions that a warp works on by turns
 
 
 def print_cooperative(plan: Plan, form: Form, part: Slice) -> Printed:
