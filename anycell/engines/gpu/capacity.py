@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from anycell.engines.gpu.cooperative import CHAINS, Slice, refusal
@@ -77,13 +78,16 @@ class Choice(NamedTuple):
     precision: str = "ieee"
 
     def __str__(self) -> str:
+        if self.tier == 3:
+            return "tier 3"
+        how = f", float32 as {self.precision}" * (self.precision != "ieee")
         if self.part is not None:
             p = self.part
             return (
-                f"tier 2 of {p.rows} rows x {p.units} units, {p.warps} warps, {p.held} chunks of "
-                f"{p.chunk} in registers, {p.ahead} at once"
+                f"tier 2 of {p.rows} rows x {p.units} units, {p.warps} warps; chunks of {p.chunk}, "
+                f"{p.held} of them in registers, {p.ahead} at once{how}"
             )
-        return f"tier {self.tier}" + f" of {self.warps} warps" * bool(self.warps)
+        return f"tier 1 of {self.warps} warps{how}"
 
 
 WARPS = (4, 8, 16)
@@ -93,7 +97,7 @@ WARPS = (4, 8, 16)
 # "bf16x6" by these, from three bfloat16 that add up to each operand, and the six products of them
 # that float32 can tell from zero: as exact as a sum in float32.
 WEIGHT = {"ieee": 4, "tf32": 4, "bf16x6": 6}
-MATRICES = 80  # capability from which the matrix units take such operands
+MATRICES = 80  # capability from which Triton uses the matrix units
 # Numbers of tiles that a thread can hold beside addresses and temporaries, forward and backward,
 # of 16 bits or by how dots multiply float32, which takes registers for their operands.
 NUMBERS = {"16": (144, 160), "ieee": (64, 64), "tf32": (112, 128), "bf16x6": (80, 80)}
@@ -113,6 +117,7 @@ LEFT = (0, 32, 64)
 # multiply-adds of 16 bits. Cycles that a load from the second-level cache takes.
 SECOND_LEVEL, TOGETHER, SHARED, MULTIPLIED = 64, 3000, 128, 1024
 TRIP = 500
+TRIED = 2  # slices of a tile, one after the other, where a device refuses the one before
 BATCH = 16  # of explanations
 
 
@@ -141,6 +146,9 @@ def choices(
         raise ValueError(f"tier={tier!r}; expected 1, 2, 3 or None.")
     if tier == 3 or (device is None and tier is None):
         return (Choice(3, "asked for" if tier else "no card"),)
+    if plan.dtype != "float32" and device and device.capability < MATRICES and tier is None:
+        why = f"Triton has no matrix instructions of 16 bits before sm_{MATRICES}"
+        return (Choice(3, f"{why}, the framework's matmuls may have"),)
     found, reasons = list[Choice](), list[str]()
     tiers = {
         1: functools.partial(_resident, plan, device, backward, tf32, forced=tier == 1),
@@ -252,10 +260,22 @@ def _cooperative(
             cost = cycles(plan, part, groups * programs, backward)
             found.append((cost, Choice(2, reason, part=part, precision=precision)))
     if found:
-        return [choice for _, choice in sorted(found, key=lambda pair: pair[0])]
+        ordered = dict.fromkeys(choice for _, choice in sorted(found, key=lambda pair: pair[0]))
+        return _few(ordered)
     if not least:
         return "nor do those of a few units fit"
     return f"{batch} rows take {least} programs, of which {device.processors} run at once"
+
+
+def _few(ordered: Iterable[Choice]) -> list[Choice]:
+    """Of each tile the best: where these are refused, others of it hardly fit."""
+    tried = Counter[tuple[int, int]]()
+    few = list[Choice]()
+    for choice in ordered:
+        if choice.part is not None and tried[choice.part[:2]] < TRIED:
+            tried[choice.part[:2]] += 1
+            few.append(choice)
+    return few
 
 
 def _parts(
