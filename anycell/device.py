@@ -44,10 +44,13 @@ def _printed(plan: Plan, form: Form, choice: capacity.Choice) -> Kernels:
     return print_step(plan, form) if choice.tier == 3 else gpu.print_whole(plan, form, choice)
 
 
+def _choices(host: Host, plan: Plan, form: Form, batch: int) -> tuple[capacity.Choice, ...]:
+    return capacity.choices(plan, host.limits, form.backward, host.tier, batch, host.tf32)
+
+
 def _kernels(host: Host, plan: Plan, form: Form, batch: int) -> tuple[capacity.Choice, Kernels]:
     """The best choice that the device has not refused, and its kernels."""
-    rounding = plan.dtype == "float32" and host.tf32
-    for choice in capacity.choices(plan, host.limits, form.backward, host.tier, batch, rounding):
+    for choice in _choices(host, plan, form, batch):
         kernels = _printed(plan, form, choice)
         if not isinstance(kernels, Printed):
             return choice, kernels
@@ -286,7 +289,9 @@ class _Run:
         limits = self.host.limits
         if limits is None or not isinstance(self.kernels, Printed):
             raise refused
-        about = self.plan, self.form, self.choice
+        choices = _choices(self.host, self.plan, self.form, self.batch)
+        rest = choices[choices.index(self.choice) + 1 :]
+        about = self.plan, self.form, self.choice, rest[0] if rest else None
         refusals.remember(
             self.kernels, refusals.Refusal(limits, *about, refused.why, refused.programs)
         )

@@ -46,8 +46,15 @@ class DeviceHost:
 
     @property
     def tf32(self) -> bool:
-        """Whether torch's own matmuls may round to TF32."""
-        return self.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+        """Whether torch's own matmuls may round float32 to TF32. Of torch's two settings the older
+        one is an error to read once a program has made use of the newer one.
+        """
+        if self.device.type != "cuda" or self.dtype is not torch.float32:
+            return False
+        matmul = torch.backends.cuda.matmul
+        if hasattr(matmul, "fp32_precision"):  # since PyTorch 2.9
+            return matmul.fp32_precision == "tf32"
+        return matmul.allow_tf32
 
     @functools.cached_property
     def replay(self) -> Replays | None:

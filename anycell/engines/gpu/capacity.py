@@ -25,7 +25,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from anycell.engines.gpu.cooperative import Slice, refusal
+from anycell.engines.gpu.cooperative import CHAINS, Slice, refusal
 from anycell.engines.gpu.resident import LEAST
 from anycell.engines.gpu.text import power_of_two
 from anycell.plan import Plan
@@ -80,8 +80,8 @@ class Choice(NamedTuple):
         if self.part is not None:
             p = self.part
             return (
-                f"tier 2 of {p.rows} rows x {p.units} units, {p.ahead} of chunks of {p.chunk} at "
-                f"once, {p.warps} warps"
+                f"tier 2 of {p.rows} rows x {p.units} units, {p.warps} warps, {p.held} chunks of "
+                f"{p.chunk} in registers, {p.ahead} at once"
             )
         return f"tier {self.tier}" + f" of {self.warps} warps" * bool(self.warps)
 
@@ -101,13 +101,18 @@ NUMBERS = {"16": (144, 160), "ieee": (64, 64), "tf32": (112, 128), "bf16x6": (80
 # compiler takes minutes, and spills. Units of such a dot's operand: with more they spill at once.
 UNROLLED = 1024
 UNROLLED_UNITS = 64
-# Of tier 2: rows and units of the tiles, the best first, and units of the others that are
-# multiplied at once; bytes of these that a thread can hold; numbers, of these and of tiles.
+# Of tier 2: rows and units of the tiles; bytes of a thread's share of a chunk's row, as it loads
+# them; numbers of a thread, of which some spill; how many of these are left to the compiler, by
+# turns, where a device refuses what needs more.
 ROWS, UNITS = (16, 32, 64), (16, 32)
-CHUNKS = (128, 64, 32)
-HELD = 256
-SLICE_NUMBERS = 104
-TRIED = 3  # slices of a tile, one after the other, where a device refuses the one before
+LOADED = 16
+SLICE_NUMBERS = 224
+LEFT = (0, 32, 64)
+# What a multiprocessor does in a cycle, by data sheets and by what others have measured on an H100:
+# bytes from the second-level cache, of all multiprocessors together, bytes of shared memory,
+# multiply-adds of 16 bits. Cycles that a load from the second-level cache takes.
+SECOND_LEVEL, TOGETHER, SHARED, MULTIPLIED = 64, 3000, 128, 1024
+TRIP = 500
 BATCH = 16  # of explanations
 
 
@@ -219,7 +224,7 @@ def _resident(
 def _cooperative(
     plan: Plan, device: Device | None, backward: bool, tf32: bool, batch: int
 ) -> list[Choice] | str:
-    """Tier 2, or why not: the tiles that fit, of fewest rows first, and then of fewest units."""
+    """Tier 2, or why not: the tiles that fit, what should be quickest first."""
     why = refusal(plan)
     if why is not None:
         return why
@@ -228,92 +233,118 @@ def _cooperative(
     precision = precisions(plan, device, tf32)[-1]
     if plan.dtype == "float32" and precision == "ieee":
         return "float32 is multiplied outside the matrix units"
-    least, found = 0, list[Choice]()
-    for rows in ROWS[: 3 - backward]:  # 64 rows of all gates' gradients spill
-        for units in UNITS:
-            groups, programs = -(-batch // rows), -(-plan.hidden_size // units)
-            every = _parts(plan, device, rows, units, backward, precision)
-            parts = list(itertools.islice(every, TRIED))
-            if not parts:
-                break
-            least = min(least or groups * programs, groups * programs)
-            if groups * programs > device.processors:
-                continue
-            for part in parts:
-                taken = slice_bytes(plan, part, backward, precision)
-                reason = (
-                    f"{groups} x {programs} programs, of {rows} rows and {units} units each; "
-                    f"on chip: {taken:,} of {device.shared:,} bytes"
-                )
-                found.append(Choice(2, reason, part=part, precision=precision))
+    least, found = 0, list[tuple[float, Choice]]()
+    for rows, units in itertools.product(ROWS[: 3 - backward], UNITS):
+        groups, programs = -(-batch // rows), -(-plan.hidden_size // units)
+        count = groups * programs
+        parts = list(_parts(plan, device, rows, units, count, backward, precision))
+        if not parts:
+            continue
+        least = min(least or groups * programs, groups * programs)
+        if groups * programs > device.processors:
+            continue
+        for part in parts:
+            reason = (
+                f"{groups} x {programs} programs, of {rows} rows and {units} units each; "
+                f"on chip: {slice_bytes(plan, part, backward, precision):,} of "
+                f"{device.shared:,} bytes"
+            )
+            cost = cycles(plan, part, groups * programs, backward)
+            found.append((cost, Choice(2, reason, part=part, precision=precision)))
     if found:
-        return found
+        return [choice for _, choice in sorted(found, key=lambda pair: pair[0])]
     if not least:
         return "nor do those of a few units fit"
     return f"{batch} rows take {least} programs, of which {device.processors} run at once"
 
 
 def _parts(
-    plan: Plan, device: Device, rows: int, units: int, backward: bool, precision: str
+    plan: Plan, device: Device, rows: int, units: int, programs: int, backward: bool, precision: str
 ) -> Iterator[Slice]:
-    """Tiles that fit, with as many chunks on their way, and as few warps, as may be."""
-    if plan.dtype == "float32":
-        yield from _wide_parts(plan, device, rows, units, backward, precision)
-        return
-    outputs = max(len(l.outputs) for l in plan.cell.linears)
-    bundles = outputs & (outputs - 1)  # whether more than one, whose sums do not lie side by side
-    if bundles and not backward and rows * units > LEAST * UNITS[-1]:
-        return
-    # Matmuls of 64 rows are a warp group's, whose operands take registers: room for one at a time,
-    # and for that in each of two groups only if they share out enough columns.
-    alone = rows == ROWS[-1]
-    if alone and (bundles or outputs * units < 64):
-        return
-    for chunk in CHUNKS:
-        arriving = rows * chunk * plan.itemsize * (outputs if backward else 1)
-        for warps in WARPS[:2]:
-            threads = 32 * warps
-            most = 1 if alone else max(1, HELD * threads // arriving)
-            for ahead in range(min(most, -(-plan.hidden_size // chunk)), 0, -1):
-                part = Slice(rows, units, chunk, ahead, warps, 0)
-                numbers = (tiles(plan, backward) + outputs) * -(-rows * units // threads)
-                numbers += ahead * arriving // (4 * threads)
-                fits = slice_bytes(plan, part, backward) <= device.shared
-                if fits and numbers <= SLICE_NUMBERS:
-                    yield part
-                    break  # fewer on their way would not be the next best
+    """Of a tile, for each number of warps, what is quickest by ``cycles``, with all registers and
+    with fewer.
 
-
-def _wide_parts(
-    plan: Plan, device: Device, rows: int, units: int, backward: bool, precision: str
-) -> Iterator[Slice]:
-    """Of float32: 16 rows, one chunk at a time, and all weights in shared memory; as three
-    bfloat16 with eight warps, since with four they spill.
+    Of three bfloat16 only 16 rows, eight warps, one chunk at a time and no weight in registers:
+    what is more spills.
     """
-    for chunk, warps in ((64, 4), (128, 8)):
-        part = Slice(rows, units, chunk, 1, warps, 0)
-        allowed = rows == LEAST and (precision == "tf32" or warps == WARPS[1])
-        if allowed and slice_bytes(plan, part, backward, precision) <= device.shared:
-            yield part
+    parted = precision == "bf16x6"
+    if plan.dtype == "float32" and rows > (ROWS[0] if parted else ROWS[1]):
+        return
+    for warps, left in itertools.product(WARPS[1::-1], LEFT):
+        if parted and (warps, left) != (WARPS[1], LEFT[0]):
+            continue
+        chunk = warps * 4 * LOADED // plan.itemsize
+        chunks = -(-_depth(plan, backward) // chunk)
+        parts = (
+            Slice(rows, units, chunk, ahead, warps, held)
+            for ahead in range(1, 2 if parted else chunks + 1)
+            for held in range(1 if parted else chunks + 1)
+        )
+        fitting = [
+            part
+            for part in parts
+            if slice_numbers(plan, part, backward) <= SLICE_NUMBERS - left
+            and slice_bytes(plan, part, backward, precision) <= device.shared
+        ]
+        if fitting:
+            yield min(fitting, key=lambda part: cycles(plan, part, programs, backward))
+
+
+def _depth(plan: Plan, backward: bool) -> int:
+    """The longest k of a matmul."""
+    outputs = max(len(l.outputs) for l in plan.cell.linears) if backward else 1
+    return outputs * plan.hidden_size
+
+
+def _columns(plan: Plan, part: Slice, backward: bool) -> int:
+    """Columns of all matmuls with one operand."""
+    return part.units * (1 if backward else sum(len(l.outputs) for l in plan.cell.linears))
+
+
+def cycles(plan: Plan, part: Slice, programs: int, backward: bool) -> float:
+    """An estimate of what a step takes a multiprocessor, but for what all slices have in common:
+    to order slices by.
+    """
+    depth, columns = _depth(plan, backward), _columns(plan, part, backward)
+    chunks = -(-depth // part.chunk)
+    arriving = part.rows * depth * plan.itemsize
+    weights = (chunks - part.held) * part.chunk * columns * plan.itemsize
+    sums = 2 * part.warps * part.rows * columns * 4
+    return (
+        -(-chunks // part.ahead) * TRIP
+        + max(arriving / SECOND_LEVEL, programs * arriving / TOGETHER)
+        + (weights + sums) / SHARED
+        + part.rows * columns * depth * plan.itemsize / 2 / MULTIPLIED
+    )
+
+
+def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
+    """Registers of a thread of tier 2, but for addresses and temporaries: weights; what arrives and
+    the sums, or else the tiles of the cell.
+    """
+    columns, share = _columns(plan, part, backward), LOADED * 4  # bytes of a row of a chunk
+    chains = max(1, columns // LEAST * (part.rows // 8))
+    sums = part.rows * columns // 32 * max(1, CHAINS // chains)
+    held = part.held * columns * share // 128
+    arriving = part.ahead * part.rows * share // 128
+    tiles_ = tiles(plan, backward) * -(-part.rows * part.units // (32 * part.warps))
+    return held + max(sums + arriving, tiles_)
 
 
 def slice_bytes(plan: Plan, part: Slice, backward: bool, precision: str = "ieee") -> int:
-    """Shared memory of a program of tier 2: weights, and either chunks on their way to the dots or
-    sums on their way to the gates.
+    """Shared memory of a program of tier 2: weights that threads do not hold, and sums on their way
+    to the gates.
     """
-    outputs = max(len(l.outputs) for l in plan.cell.linears)
-    if plan.dtype == "float32":  # chunks stay in registers; the sums of all warps meet
-        together = [len(l.outputs) if backward else 1 for l in plan.cell.linears]
-        ks = [-(-n * plan.hidden_size // part.chunk) * part.chunk for n in together]
-        columns = [1 if backward else len(l.outputs) for l in plan.cell.linears]
-        weights = sum(k * n for k, n in zip(ks, columns, strict=True)) * part.units
-        sums = part.warps * part.rows * part.units * max(columns) * 4
-        return weights * _weight_bytes(plan, precision) + sums
-    units = -(-plan.hidden_size // part.chunk) * part.chunk
-    weights = sum(len(l.outputs) for l in plan.cell.linears) * part.units * units * plan.itemsize
-    chunk = part.rows * part.chunk * plan.itemsize * (outputs if backward else 1)
-    sums = 3 * part.rows * part.units * outputs * 4
-    return weights + max(part.ahead * chunk, sums)
+    weights = 0
+    for l in plan.cell.linears:
+        depth = (len(l.outputs) if backward else 1) * plan.hidden_size
+        chunks = max(0, -(-depth // part.chunk) - part.held)
+        columns = part.units * (1 if backward else len(l.outputs))
+        weights += chunks * part.chunk * columns * _weight_bytes(plan, precision)
+    outputs = (
+        1 if backward else 1 << max(len(l.outputs) for l in plan.cell.linears).bit_length() - 1
+    )
+    return weights + part.warps * part.rows * part.units * outputs * 4
 
 
 def shared_bytes(plan: Plan, backward: bool, precision: str = "ieee") -> int:

@@ -44,7 +44,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from anycell.engines.gpu.resident import NEXT, LEAST, Loop
+from anycell.engines.gpu.resident import LEAST, NEXT, Loop
 from anycell.engines.gpu.text import Form, Printed, Where, plus, power_of_two
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
@@ -156,29 +156,25 @@ class _Slice(Loop):
         return self.width if self.form.backward else self.width * count
 
     def load_weights(self) -> None:
-        """What belongs to this slice, for each chunk ``[warps, k, columns]``."""
+        """What belongs to this slice, for each chunk ``[warps, columns, k]``."""
         for k, l in enumerate(self.linears):
             for first, count in self.outputs(l):
                 for n, start in enumerate(self.chunks(l)):
                     self._load_part(k, l, first, count, start, n < self.held)
-        self._their_rows()
+        self.once("is_theirs", f"{self._their_rows()} < batch")
 
-    def _spread(self, rows: int, held: bool = True, words: bool = False) -> tuple[str, str]:
+    def _spread(self, rows: int, held: bool = True) -> tuple[str, str]:
         """How a program loads so many rows, or columns, of a chunk: which of them, and which k.
 
-        ``held``: as ``left`` and ``right`` want it, otherwise as ``right_shared``. ``words``: not
-        which k, but which words of the exchange.
+        ``held``: as ``left`` and ``right`` want it, otherwise as ``left_shared``.
         """
         warps, name = self.warps, f"{rows}" if held else f"{rows}_shared"
         all_ = self.once(f"all_{rows}", f"tl.arange(0, {rows * warps})[:, None]")
         row = f"{all_} // {8 * warps} * 8 + {all_} % 8" if held else f"{all_} % {rows}"
         warp = f"{all_} // 8 % {warps}" if held else f"{all_} // {rows}"
-        share = self.chunk // warps // (self.in_word if words else 1)
-        name += "_words" * words
+        share = self.chunk // warps
         lanes = f"{warp} * {share} + tl.arange(0, {share})[None, :]"
-        return self.once(f"of_{rows}{'' if held else '_shared'}", row), self.once(
-            f"lanes_{name}", lanes
-        )
+        return self.once(f"of_{name}", row), self.once(f"lanes_{name}", lanes)
 
     def _load_part(self, k: int, l: Linear, first: int, count: int, start: int, held: bool) -> None:
         h, columns, outputs = self.plan.hidden_size, self.columns(count), len(l.outputs)
@@ -202,7 +198,7 @@ class _Slice(Loop):
         if start + self.chunk > size:
             inside += f" & ({i} < {size})"
         loaded = f"tl.load({self.array(f'weight{k}')} + {where}, mask={inside}, other=0.0)"
-        lay = "right" if held else "right_shared"
+        lay = "left" if held else "left_shared"
         self.once(f"w{k}_{first}_{start}", f"{lay}({loaded}, {self.warps}, {self.pair})")
 
     def _sums(self, k: int, l: Linear, operand: str, load: Callable[[int], None]) -> list[str]:
@@ -211,22 +207,24 @@ class _Slice(Loop):
         for n, start in enumerate(starts):
             for ahead in starts[n:][: self.ahead]:
                 load(ahead)
-            if n == 0:
-                self.after_exchange()
             value = self._arrived(
                 f"{operand}_{start}", [f"{operand}_{s}" for s in starts[: self.ahead]]
             )
-            if not self.form.backward and self.form.resets:
-                value = self.once(f"{value}_kept", f"tl.where(their_reset, {value}_reset, {value})")
-            self.once(f"{operand}_{start}_left", f"left({value}, {self.warps}, {self.pair})")
+            if n == 0 and not self.form.by_data:
+                # The assembler would issue some of them after the first matmuls, to save registers,
+                # and each of these would wait for another trip to the second-level cache.
+                self.say("tl.debug_barrier()")
+            right = f"{operand}_{start}_right"
+            self.once(right, f"right({value}, {self.warps}, {self.pair})")
             for first, count in self.outputs(l):
                 # A matrix instruction waits for the one before it with the same sums.
-                chains = self.columns(count) // 8 * (self.rows // LEAST)
+                chains = self.columns(count) // LEAST * (self.rows // 8)
                 sum_ = f"sum{k}_{first}_{n % max(1, CHAINS // chains)}"
                 more = f", {sum_}" if sum_ in sums else ""
-                dot = self._dot(f"{operand}_{start}_left", f"w{k}_{first}_{start}{more}")
+                dot = self._dot(f"w{k}_{first}_{start}", f"{right}{more}")
                 self.say(f"{sum_} = {dot}")
                 sums += [sum_] * (sum_ not in sums)
+        self.after_exchange()
         return [
             " + ".join(s for s in sums if s.startswith(f"sum{k}_{first}_"))
             for first, _ in self.outputs(l)
@@ -241,21 +239,61 @@ class _Slice(Loop):
                 self._split(f"r{k}_{first}", [f"r{k}_{o}" for o in l.outputs[first:][:count]])
         return f"r{k}_{output}"
 
-    def _their_rows(self) -> tuple[str, str]:
-        """The rows of a chunk, and which of these there are."""
+    def _their_rows(self) -> str:
+        """The rows of a chunk. Those beyond the batch are its last one again: what comes of them
+        nobody reads, and loads without a mask need no zeros.
+        """
         of, _ = self._spread(self.rows)
-        rows = self.once("their_rows", f"(tl.program_id(0) * {self.rows} + {of}).to(tl.int64)")
-        return rows, self.once("are_rows", f"{rows} < batch")
+        rows = f"(tl.program_id(0) * {self.rows} + {of}).to(tl.int64)"
+        return self.once("their_rows", f"tl.minimum({rows}, batch - 1)")
+
+    def _place_h(self) -> str:
+        """Where the first chunk of h is."""
+        return self._place_theirs("h_at", "state0", "t")
+
+    def _place_gates(self, k: int, l: Linear) -> str:
+        """Where that of the gates' gradients is. Before the first step there are none: what is read
+        then, nobody takes.
+        """
+        name = "dx" if self.plan.shares_gradient(l) else f"dr{k}"
+        step = f"tl.maximum(t - 1, -{self.argument('behind', 'i32')})"
+        return self._place_theirs(f"d{k}_at", name, step)
+
+    def _place_theirs(self, at: str, name: str, step: str) -> str:
+        place = self._words(self.place(name, step, self._their_rows()))
+        return self.once(at, f"{place} + {self._their_lanes()}")
+
+    def _their_lanes(self) -> str:
+        """Which numbers of a chunk, or which words of it, where data are flags."""
+        _, lanes = self._spread(self.rows)
+        if self.in_word > 1:
+            share = self.chunk // self.warps // self.in_word
+            warp = f"all_{self.rows} // 8 % {self.warps}"
+            lanes = self.once("their_words", f"{warp} * {share} + tl.arange(0, {share})[None, :]")
+        return lanes
+
+    def _fetch(self, name: str, at: str, start: int, size: int) -> None:
+        """Loads a chunk that others have written, past the first-level cache; or, where data are
+        flags, looks at what is there.
+        """
+        first, all_ = start // self.in_word, size // self.in_word
+        inside = f"{first} + {self._their_lanes()} < {all_}" if start + self.chunk > size else ""
+        if self.form.by_data:
+            self.looks[name] = f"look({plus(first, at)}, {inside or None})"
+            self.once(f"{name}_words", self.looks[name])
+        else:
+            mask = f", mask={inside}, other=0.0" if inside else ""
+            self.once(name, f'tl.load({plus(start, at)}{mask}, cache_modifier=".cg")')
 
     def _load_h(self, start: int) -> None:
-        """A chunk of h, and of what resets put in its place."""
-        rows, there = self._their_rows()
-        self._fetch(f"h_{start}", "state0", "t", there, start, self.plan.hidden_size)
+        """A chunk of h, and what resets put in its place."""
+        h = self.plan.hidden_size
+        self._fetch(f"h_{start}", self._place_h(), start, h)
         if self.form.resets:
-            _, lanes = self._spread(self.rows)
-            reset = self.once("their_reset", self.flags("resets", rows=rows, mask="are_rows"))
-            inside = f"{there} & {reset} & ({plus(start, lanes)} < {self.plan.hidden_size})"
+            rows, (_, lanes) = self._their_rows(), self._spread(self.rows)
+            reset = self.once("their_reset", self.flags("resets", rows=rows, mask="is_theirs"))
             at = f"{self.array('reset0')} + {rows} * {self.argument('reset0__b', 'i64')}"
+            inside = f"{reset} & ({start} + {lanes} < {h})"
             at = f"tl.load({at} + ({plus(start, lanes)}), mask={inside}, other=0.0)"
             self.once(f"h_{start}_reset", at)
 
@@ -281,82 +319,63 @@ class _Slice(Loop):
 
     def _load_gates(self, k: int, l: Linear, start: int) -> None:
         """A chunk of the gradients of all outputs."""
-        rows, there = self._their_rows()
-        behind = self.argument("behind", "i32")
-        were = self.once("were_rows", f"{there} & ({rows} * 0 + t + {behind} > 0)")
-        name = "dx" if self.plan.shares_gradient(l) else f"dr{k}"
         size = len(l.outputs) * self.plan.hidden_size
-        self._fetch(f"d{k}_{start}", name, "t - 1", were, start, size)
+        self._fetch(f"d{k}_{start}", self._place_gates(k, l), start, size)
 
     # -- the exchange ----------------------------------------------------------------------------
     def _words(self, place: str) -> str:
-        """Where the words are that rows begin with."""
+        """Where words are, if data are flags."""
         return f"({place}).to(tl.pointer_type({self.word}))" if self.form.by_data else place
 
-    def _fetch(self, name: str, array: str, step: str, inside: str, start: int, size: int) -> None:
-        """Loads a chunk of what the programs have computed in a step; where data are flags, as far
-        as it is there.
-        """
-        rows, _ = self._their_rows()
-        _, lanes = self._spread(self.rows, words=True)
-        lanes = plus(start // self.in_word, lanes)
-        if start + self.chunk > size:
-            inside += f" & ({lanes} < {size // self.in_word})"
-        where = f"{self._words(self.place(array, step, rows))} + ({lanes})"
-        if self.form.by_data:
-            self.looks[name] = f"look({where}, {inside})"
-            self.once(f"{name}_words", self.looks[name])
-        else:
-            text = f'tl.load({where}, mask={inside}, other=0.0, cache_modifier=".cg")'
-            self.once(name, text)
-
     def _arrived(self, name: str, together: list[str]) -> str:
-        """What has been fetched; where data are flags, looks again until it is there, and what was
-        fetched together with it.
+        """A chunk that has been fetched, with resets; where data are flags, the program looks again
+        until all of it is there, and of those that were fetched together with it.
         """
-        if name in self.said:
+        if name not in self.said:
+            names = together if name in together else [name]
+            self._wait_for(names)
+            for n in names:
+                self.once(n, f"numbers({n}_words, {self.kind})")
+        if f"{name}_reset" not in self.said:
             return name
-        names = together if name in together else [name]
-        words = [f"{n}_words" for n in names]
-        while len(words) > 1:  # in pairs
-            words = [
-                f"tl.maximum({', '.join(two)})" for two in zip(words[::2], words[1::2])
-            ] + words[len(words) & ~1 :]
+        return self.once(f"{name}_kept", f"tl.where(their_reset, {name}_reset, {name})")
+
+    def _wait_for(self, names: list[str]) -> None:
+        """Until all words of chunks are there."""
+        words = [f"{name}_words" for name in names]
+        while len(words) > 1:
+            pairs = zip(words[::2], words[1::2], strict=False)
+            words = [f"tl.maximum({a}, {b})" for a, b in pairs] + words[len(words) & ~1 :]
         sent, patience = "(t > 0) & (alive > 0)", self.argument("patience", "i64")
         ask = f"looks, begin, waiting = again({words[0]}, {sent}, looks, begin, {patience})"
         self.say("looks, begin = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)")
         self.say(ask)
         self.say("while waiting == 1:")
         with self.indented():
-            for n in names:
-                self.say(f"{n}_words = {self.looks[n]}")
+            for name in names:
+                self.say(f"{name}_words = {self.looks[name]}")
             self.say(ask)
         self.say("alive = tl.where(waiting == 2, 0, alive)")
-        for n in names:
-            self.once(n, f"numbers({n}_words, {self.kind})")
-        return name
 
     def _send(self, array: str, step: str, tag: str, column: int, value: str) -> None:
-        """Stores a part of what the programs exchange."""
-        width = self.width // self.in_word
+        """Stores a part of what the programs exchange, where data are flags."""
+        width, size = self.width // self.in_word, self.plan.hidden_size // self.in_word
         words = f"(tl.program_id(1) * {width} + tl.arange(0, {width}))[None, :]"
         words = self.once("words", words)
-        where = (
-            f"{self._words(self.row(array, step, tag=tag))} + {plus(column // self.in_word, words)}"
-        )
-        inside = f"is_row & ({words} < {self.plan.hidden_size // self.in_word})"
-        value = f"tl.where(in_H, {value}, 0.0)"
+        row = self._words(self.row(array, step, tag=tag))
+        where = f"{row} + {plus(column // self.in_word, words)}"
+        value, inside = f"tl.where(in_H, {value}, 0.0)", f"is_row & ({words} < {size})"
         self.say(f"send({where}, {value}, {inside}, {self.kind}, {self.in_word == 2})")
 
     def store_gradient(self, name: str, column: int, value: str, size: str) -> None:
-        """As all kernels, or for the other programs."""
+        """As in all kernels, or for the other programs."""
         if self.form.by_data and name in exchanged(self.plan, True):
             self._send(name, "t", "", column, self.valid(value))
         else:
             super().store_gradient(name, column, value, size)
 
     def store_state(self, i: int) -> None:
-        """As all kernels, or for the other programs."""
+        """As in all kernels, or for the other programs."""
         if self.form.by_data and i == 0:
             self._send("state0", "t + 1", "_after", 0, f"after_{self.cell.states[0].name}")
         else:
@@ -377,7 +396,9 @@ class _Slice(Loop):
         return frozenset({"mask", "resets", "dy", "saved", "x"}) | states
 
     def after_exchange(self) -> None:
-        """When the loads of what the others have written are on their way."""
+        """When what the others have written has come: only now loads of the next step cannot hold
+        that up, nor take its registers.
+        """
         if NEXT not in self.said:
             self.said[NEXT] = ""
             self.say(NEXT)
@@ -402,9 +423,10 @@ class _Slice(Loop):
         for node in topological(roots):
             if node.op == "preact":
                 self.before(node)
+        self._place_h()
 
     def wait(self) -> None:
-        """Until the step before is done everywhere, as far as flags say so.
+        """Until the step before is done everywhere, if flags say so.
 
         Every thread has a lane of its own: lanes beyond the programs look at this program's flag.
         """
@@ -422,10 +444,13 @@ class _Slice(Loop):
         """Likewise; then adds what the step before still owes."""
         h = self.cell.states[0].name
         self._before(roots, lambda n: n.op == "linear_t" or (n.op == "grad" and n.attrs[0] == h))
+        for k, l in enumerate(self.linears):
+            self._place_gates(k, l)
         self.wait()
         behind = self.argument("behind", "i32")
         self.once("is_before", f"(rows < batch) & (rows * 0 + t + {behind} > 0)")
         self.once("gathered", self._gather())
+        self.say("gathered = tl.where(is_before, gathered, 0.0)")
         self.hand_over("gathered")
         if self.form.resets:
             # The step before may have begun with a reset: then it goes to what that restored.
@@ -439,7 +464,7 @@ class _Slice(Loop):
         self.say(f'{value} = tl.where(alive > 0, {value}, float("nan"))')
 
     def publish(self) -> None:
-        """For the other programs of these rows, as far as flags are needed."""
+        """For the other programs of these rows, if flags say so."""
         if self.form.by_data:
             return
         text = f"publish({self._flag('done + t', 'tl.program_id(1)')}, done + t + 1)"

@@ -128,6 +128,15 @@ def _driver() -> Any:
     )
 
 
+def missing() -> str | None:
+    """Why there is no CUDA driver; None if there is one."""
+    try:
+        _driver()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
 def _check(result: int, what: str) -> None:
     if result:
         text = ctypes.c_char_p()
@@ -186,4 +195,4 @@ def _loaded(
     return binary, handle
 
 
-__all__ = ["Launch", "limits"]
+__all__ = ["Launch", "limits", "missing"]

@@ -35,6 +35,7 @@ class Refusal(NamedTuple):
     Attributes:
         device: which one has refused.
         plan, form, choice: what the kernel is of.
+        instead: the choice that takes its place.
         why, programs: as in ``Refused``.
     """
 
@@ -42,12 +43,14 @@ class Refusal(NamedTuple):
     plan: Plan
     form: Form
     choice: Choice
+    instead: Choice | None
     why: str
     programs: int
 
     def __str__(self) -> str:
         way = "backward" if self.form.backward else "forward"
-        return f"{self.device.name} refused {self.choice}, {way}: {self.why}"
+        said = f"{self.device.name} refused {self.choice}, {way}: {self.why}"
+        return said if self.instead is None else f"{said}; next comes {self.instead}"
 
 
 _remembered: dict[tuple[Device, Printed], Refusal] = {}

@@ -119,11 +119,11 @@ class Loop(Text):
         def lines(name: str, step: str) -> list[str]:
             def there(found: re.Match[str]) -> str:
                 size, rows = found["size"], found["rows"] or "is_row"
-                of = "their_rows" if rows == "are_rows" else "rows"
+                of = "their_rows" if rows == "is_theirs" else "rows"
                 text = f"mask={rows} & ({of} * 0 + {step} < count)"
                 return f"{text} & is_{size}" if size else text
 
-            mask = re.compile(r"mask=(?:in_(?P<size>\w+)|(?P<rows>is_row|are_rows))")
+            mask = re.compile(r"mask=(?:in_(?P<size>\w+)|(?P<rows>is_row|is_theirs))")
             return [
                 f"{name}_{n} = {mask.sub(there, load.replace(STEP, step))}"
                 for n, load in enumerate(self.loads)

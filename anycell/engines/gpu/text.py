@@ -416,7 +416,8 @@ class Text:
         """The whole text of the kernel."""
         body = self._named("\n".join(self.lines))
         used = [f for f in FUNCTIONS if re.search(rf"(?<![.\w]){f}\(", body)]
-        imports = f"from anycell.engines.gpu.library import {', '.join(used)}\n" if used else ""
+        short = [f"{f}_16 as {f}" if self.narrow and f"{f}_16" in FUNCTIONS else f for f in used]
+        imports = f"from anycell.engines.gpu.library import {', '.join(short)}\n" if used else ""
         text = (
             f'"""{about}\n\n{self.equations()}\n"""\n\n'
             "import triton\nimport triton.language as tl\n\n"
