@@ -620,23 +620,6 @@ def test_captured_graphs_on_a_card(cell: Cell, dtype: str, rng: np.random.Genera
     assert [sorted(graphs.captured) for graphs in replays.graphs.values()] == [[16], [16]]
 
 
-@pytest.mark.gpu
-def test_a_capture_of_the_user_s_on_a_card() -> None:
-    """A graph around a layer of tier 3 reads the input anew with each replay."""
-    layer = anycell.torch.RNN(cells.LayerNormLSTM, 32, 200, device="cuda")
-    x = torch.randn(20, 3, 32, device="cuda")
-    with torch.no_grad():
-        layer(x)  # loads the kernels
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output, _ = layer(x)
-        for _ in range(2):
-            x.normal_()
-            graph.replay()
-            assert torch.equal(output, layer(x)[0])
-
-
 @pytest.mark.parametrize("cell", FEW[:2], ids=repr)
 def test_a_second_backward_gives_the_same(cell: Cell, rng: np.random.Generator) -> None:
     problem = problem_of(cell, (2, 4, 7), rng, 1)
