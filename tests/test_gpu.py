@@ -11,6 +11,7 @@ import gc
 import inspect
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,10 +44,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import anycell
 from anycell import Cell, cells, device, layer
 from anycell.engines import gpu
-from anycell.engines.gpu import build, capacity, cooperative
+from anycell.engines.gpu import build, capacity, cooperative, launch
 from anycell.engines.gpu.cooperative import Slice
 from anycell.engines.gpu.launch import Launch
-from anycell.engines.gpu.step import print_step
+from anycell.engines.gpu.step import print_fill, print_step
 from anycell.engines.gpu.text import FUNCTIONS, Form
 from anycell.lang.ops import TABLE
 from anycell.plan import plan
@@ -450,6 +452,52 @@ def test_threads_take_turns(rng: np.random.Generator) -> None:
     assert most == 1
 
 
+def test_what_the_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether 16 divides strides and addresses, but of what fills a table nothing: there would be a
+    kernel for each pattern.
+    """
+    told = []
+
+    def loaded(printed: Any, aligned: frozenset[str], _: int) -> Any:
+        told.append(aligned)
+        return SimpleNamespace(hidden=0), None
+
+    monkeypatch.setattr(build, "interpreted", lambda: False)
+    monkeypatch.setattr(launch, "_context", lambda: 1)
+    monkeypatch.setattr(launch, "_loaded", loaded)
+    for unit in (1, 16):
+        numbers = {f"value{n}": unit * n - 16 for n in range(32)}
+        made = Launch(print_fill(), {"table": 512, "first": 16, **numbers}, (1, 1), int, 0)
+        cells_ = dict(zip((name for name, _ in print_fill().arguments), made.cells, strict=True))
+        assert cells_["value0"].value == 2**64 - 16 and cells_["value31"].value == unit * 31 - 16
+        (step,) = print_step(plan(cells.RNN, 8, "float32", "gpu"), Form(biases=(True,))).all
+        numbers = {name: 3 * unit for name, kind in step.arguments}
+        Launch(step, {**numbers, "odd": 0}, (1, 1), int, 0)
+    fill, few, again, every = told
+    assert fill == again == {"table"}
+    assert few == {"odd"} and {"odd", "table", "x__t", "x__b", "batch"} <= every
+
+
+def test_odd_addresses(rng: np.random.Generator) -> None:
+    """Only where all addresses are multiples of 16 does the compiler know it."""
+
+    class Odd(Poisoned):
+        """All that the engine makes begins four bytes later."""
+
+        def empty(self, shape: tuple[int, ...], wide: bool = False) -> Any:
+            count = 1 + math.prod(shape)
+            return super().empty((count,), wide)[1:].reshape(shape)
+
+    for host_class, odd in ((Poisoned, 0), (Odd, 1)):
+        graphs = Graphs()
+        problem = random_problem(cells.PeepholeLSTM, (3, 2, 16), rng, "float32")
+        assert_right(by_gpu(problem, replays=graphs, host_class=host_class), problem)
+        every = [form.steps.launches[0] for form in graphs.graphs.values()]
+        names = [[name for name, _ in kernel.printed.arguments].index("odd") for kernel in every]
+        found = {kernel.arguments[n] for kernel, n in zip(every, names, strict=True)}
+        assert found == {odd}
+
+
 def test_streams_have_graphs_of_their_own(rng: np.random.Generator) -> None:
     """What one stream reads another one may be writing: no table, no buffer is shared."""
 
@@ -570,23 +618,6 @@ def test_captured_graphs_on_a_card(cell: Cell, dtype: str, rng: np.random.Genera
         for _ in range(4):  # the third call captures
             assert_same(by_gpu(problem, dtype, replays=replays), right)
     assert [sorted(graphs.captured) for graphs in replays.graphs.values()] == [[16], [16]]
-
-
-@pytest.mark.gpu
-def test_a_capture_of_the_user_s_on_a_card() -> None:
-    """A graph around a layer of tier 3 reads the input anew with each replay."""
-    layer = anycell.torch.RNN(cells.LayerNormLSTM, 32, 200, device="cuda")
-    x = torch.randn(20, 3, 32, device="cuda")
-    with torch.no_grad():
-        layer(x)  # loads the kernels
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output, _ = layer(x)
-        for _ in range(2):
-            x.normal_()
-            graph.replay()
-            assert torch.equal(output, layer(x)[0])
 
 
 @pytest.mark.parametrize("cell", FEW[:2], ids=repr)
