@@ -805,10 +805,16 @@ def compiled(*arguments: str) -> list[dict[str, Any]]:
 
 
 def assert_fits(reports: list[dict[str, Any]]) -> None:
+    """Each kernel, in one of the forms that the model chooses first."""
     assert reports
+    names = "cell tier batch dtype capability kernel".split()
+    fitting = {tuple(report[name] for name in names) for report in reports if report["fits"]}
+    assert fitting == {tuple(report[name] for name in names) for report in reports}
     for report in reports:
-        assert report["shared"] <= report["limit"], report
-        assert report["spilled"] == 0, report
+        assert not report["error"], report
+        if report["fits"]:
+            assert report["shared"] <= report["limit"], report
+            assert report["spilled"] <= build.MOST_SPILLED, report
 
 
 def test_kernels_compile_without_a_card() -> None:

@@ -100,11 +100,12 @@ def _in_words(error: Exception) -> str:
 def _probe() -> Printed:
     """A small kernel that asks of Triton what others do: matrices, random numbers, flags."""
     from anycell import cells
-    from anycell.engines.gpu.cooperative import Slice, print_cooperative
+    from anycell.engines import gpu
     from anycell.plan import plan
 
     zoneout = plan(cells.ZoneoutLSTM, 16, "float16", "gpu")
-    return print_cooperative(zoneout, Form(draw=True, biases=(True,)), Slice(16, 16, 32, 1, 2, 1))
+    choice = gpu.capacity.choose(zoneout, None, tier=2)
+    return gpu.print_whole(zoneout, Form(draw=True, biases=(True,)), choice)
 
 
 def interpreted() -> bool:
@@ -178,11 +179,12 @@ def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozense
     """
     made = _made(printed, capability, aligned, None)
     spills = spilled(made.asm["cubin"]) if printed.alone else 0
-    if spills:
+    most = min(MOST_REGISTERS, REGISTERS // (32 * printed.warps))
+    if spills and usage(made.asm["cubin"])["REG"] < most:
         # The assembler spills a little so that two programs fit on a multiprocessor: it does not
         # know how much shared memory one takes. If told of all registers it may still spill, for it
-        # then keeps weights in them; but hardly ever the same kernel.
-        most = min(MOST_REGISTERS, REGISTERS // (32 * printed.warps))
+        # then keeps weights in them; but hardly ever the same kernel. Where it has taken all of its
+        # own accord, the result is the same again.
         again = _made(printed, capability, aligned, most)
         spills_again = spilled(again.asm["cubin"])
         if spills_again < spills:
