@@ -93,7 +93,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Driver]]:
         monkeypatch.setattr(build, "binary", lambda *_: binary)
         launch._loaded.cache_clear()
         numbers = {name: 0 for name, _ in kernel.arguments}
-        Launch(kernel, numbers, (2, 3), int, 0)(0)
+        Launch(kernel, numbers, (2, 3), int, 0, 0)(0)
         return driver
 
     yield start

@@ -177,15 +177,19 @@ def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozense
     Raises:
         Refused: where Triton does not compile it.
     """
-    made = _made(printed, capability, aligned, None)
-    spills = spilled(made.asm["cubin"]) if printed.alone else 0
+    # The assembler saves registers so that two programs fit on a multiprocessor: it does not know how
+    # much shared memory one takes. A cooperative kernel is told of all registers at once, for others
+    # wait while it saves some: it would load what it could one after the other.
     most = min(MOST_REGISTERS, REGISTERS // (32 * printed.warps))
-    if spills and usage(made.asm["cubin"])["REG"] < most:
-        # The assembler spills a little so that two programs fit on a multiprocessor: it does not
-        # know how much shared memory one takes. If told of all registers it may still spill, for it
-        # then keeps weights in them; but hardly ever the same kernel. Where it has taken all of its
-        # own accord, the result is the same again.
-        again = _made(printed, capability, aligned, most)
+    limits = (most, None) if printed.cooperative else (None, most)
+    made = _made(printed, capability, aligned, limits[0])
+    spills = spilled(made.asm["cubin"]) if printed.alone else 0
+    told = limits[0] is not None
+    if spills and (told or usage(made.asm["cubin"])["REG"] < most):
+        # The one spills a little to save registers, the other since it keeps weights in them; but
+        # hardly ever both. Where the assembler has taken all of its own accord, the result is the
+        # same again.
+        again = _made(printed, capability, aligned, limits[1])
         spills_again = spilled(again.asm["cubin"])
         if spills_again < spills:
             made, spills = again, spills_again

@@ -110,7 +110,7 @@ UNROLLED_UNITS = 64
 # turns, where a device refuses what needs more.
 ROWS, UNITS = (16, 32, 64), (16, 32)
 LOADED = 16
-SLICE_NUMBERS = 224
+SLICE_NUMBERS = 216
 LEFT = (0, 32, 64)
 # What a multiprocessor does in a cycle, by data sheets and by what others have measured on an H100:
 # bytes from the second-level cache, of all multiprocessors together, bytes of shared memory,
@@ -339,16 +339,20 @@ def cycles(plan: Plan, part: Slice, programs: int, backward: bool) -> float:
 
 
 def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
-    """Registers of a thread of tier 2, but for addresses and temporaries: weights; what arrives and
-    the sums, or else the tiles of the cell.
+    """Registers of a thread of tier 2, but for addresses and temporaries: weights; what arrives, the
+    sums and what is carried, or else the tiles of the cell.
     """
     columns, share = _columns(plan, part, backward), LOADED * 4  # bytes of a row of a chunk
     chains = max(1, columns // LEAST * (part.rows // 8))
     sums = part.rows * columns // 32 * max(1, CHAINS // chains)
     held = part.held * columns * share // 128
     arriving = part.ahead * part.rows * share // 128
-    tiles_ = tiles(plan, backward) * -(-part.rows * part.units // (32 * part.warps))
-    return held + max(sums + arriving, tiles_)
+    # What is carried from step to step, that of the next step already loaded.
+    cell = plan.cell
+    carried = len(plan.saved) + len(cell.states) if backward else len(cell.gates)
+    each = -(-part.rows * part.units // (32 * part.warps))
+    carried = (carried + len(cell.states)) * each
+    return held + max(sums + arriving + carried, tiles(plan, backward) * each)
 
 
 def slice_bytes(plan: Plan, part: Slice, backward: bool, precision: str = "ieee") -> int:
