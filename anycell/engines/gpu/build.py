@@ -178,16 +178,17 @@ def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozense
         Refused: where Triton does not compile it.
     """
     # The assembler saves registers so that two programs fit on a multiprocessor: it does not know
-    # how much shared memory one takes. A cooperative kernel is told of all registers at once, for
-    # others wait while it saves some: it would load what it could one after the other.
+    # how much shared memory one takes. A cooperative kernel is told of all registers at once: to
+    # save some it would load what others have written a part at a time, and wait for each.
     most = min(MOST_REGISTERS, REGISTERS // (32 * printed.warps))
     limits = (most, None) if printed.cooperative else (None, most)
     made = _made(printed, capability, aligned, limits[0])
     spills = spilled(made.asm["cubin"]) if printed.alone else 0
-    if spills and (limits[0] or usage(made.asm["cubin"])["REG"] < most):
+    told = limits[0] is not None
+    if spills and (told or usage(made.asm["cubin"])["REG"] < most):
         # The one spills a little to save registers, the other since it keeps weights in them; but
-        # hardly ever both. An assembler that has taken all registers of its own accord would say
-        # the same again.
+        # hardly ever both. Where the assembler has taken all of its own accord, the result is the
+        # same again.
         again = _made(printed, capability, aligned, limits[1])
         spills_again = spilled(again.asm["cubin"])
         if spills_again < spills:
