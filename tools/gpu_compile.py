@@ -278,7 +278,6 @@ def markdown(every: list[dict[str, Any]]) -> Iterator[str]:
     """
     refused = [line for line in every if not line["fits"]]
     every = taken(every)
-    tritons = sorted({line["triton"] for line in every}, key=release)
     yield "| Triton | card | kernels | fail | beyond shared memory | spill | spill most |"
     yield "|---|---|---|---|---|---|---|"
     for triton, some in grouped(every, "triton", key=release):
@@ -301,8 +300,10 @@ def markdown(every: list[dict[str, Any]]) -> Iterator[str]:
     for capability, some in grouped(every, "capability"):
         limit = some[0]["limit"] >> 10
         yield f"\n## sm_{capability}, {limit} KiB\n"
-        dtypes = sorted({line["dtype"] for line in some})
-        columns = list(itertools.product(dtypes, tritons))
+        columns = sorted(
+            {(line["dtype"], line["triton"]) for line in some},
+            key=lambda column: (column[0], release(column[1])),
+        )
         heads = [f"{dtype}, {triton}" for dtype, triton in columns]
         yield f"| tier | rows | pass | cell | {' | '.join(heads)} |"
         yield "|---" * (4 + len(columns)) + "|"
