@@ -118,6 +118,26 @@ def test_a_launch_passes_them(
     assert passed == [own + [0] * hidden]
 
 
+def test_a_refusal_says_what_is_wrong(kernel: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cause, and not the mark under the place where it is."""
+    import triton
+
+    def fails(*_: Any, **__: Any) -> Any:
+        try:
+            raise ValueError("at 10:28:\n    f(x)\n      ^\nthere is no f\n  ^\n")
+        except ValueError as error:
+            raise RuntimeError("at 1:2:\n    g(x)\n    ^") from error
+
+    def silent(*_: Any, **__: Any) -> Any:
+        raise AssertionError
+
+    build.binary.cache_clear()
+    for compile_, said in ((fails, "there is no f"), (silent, "AssertionError")):
+        monkeypatch.setattr(triton, "compile", compile_)
+        with pytest.raises(Refused, match=f"does not compile it for sm_90: {said}"):
+            build.binary(kernel, 90)
+
+
 # -- registers -------------------------------------------------------------------------------------
 
 

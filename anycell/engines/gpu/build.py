@@ -218,7 +218,11 @@ def _made(printed: Printed, capability: int, aligned: frozenset[str], registers:
     try:
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     except Exception as error:  # its own, the assembler's, LLVM's: there is no common class
-        said = (str(error) or type(error).__name__).strip().splitlines()[-1]
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # of a place in a text, what is wrong there
+            cause = cause.__cause__
+        lines = [line.strip() for line in str(cause).splitlines() if line.strip(" ^")]
+        said = lines[-1] if lines else type(cause).__name__
         why = f"Triton {triton.__version__} does not compile it for sm_{capability}: {said}"
         raise Refused(printed, why) from error
     scratch = made.metadata.global_scratch_size, getattr(made.metadata, "profile_scratch_size", 0)

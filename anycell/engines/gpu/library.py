@@ -307,7 +307,9 @@ def address(table, place: tl.constexpr, odd, kind: tl.constexpr):
     number = tl.load(table + place)
     rest = number % 16
     start = tl.multiple_of((number - rest).to(tl.pointer_type(kind)), 16)
-    return start + rest // (kind.primitive_bitwidth // 8) * odd
+    # Of a number: Triton 3.3 asks no argument for its attributes.
+    bits: tl.constexpr = tl.full([], 0, kind).dtype.primitive_bitwidth
+    return start + rest // (bits // 8) * odd
 
 
 # ---- programs that wait for one another ----------------------------------------------------------
@@ -416,8 +418,9 @@ def send(words, value, inside, kind: tl.constexpr, pairs: tl.constexpr):
         inside: which words are stored.
         kind: of the numbers in memory.
     """
-    whole: tl.constexpr = tl.uint16 if kind.primitive_bitwidth == 16 else tl.uint32
-    bits = value.to(kind).to(whole, bitcast=True)
+    number = value.to(kind)
+    whole: tl.constexpr = tl.uint16 if number.dtype.primitive_bitwidth == 16 else tl.uint32
+    bits = number.to(whole, bitcast=True)
     bits = tl.where(bits == _blank(bits), bits >> 1, bits)  # another NaN
     if pairs:
         # As a sum: the neighbour is another thread's, and this way takes no shared memory.
@@ -484,7 +487,7 @@ def again(words, sent, looks, begin, patience):
 @triton.jit
 def numbers(words, kind: tl.constexpr):
     """The numbers of words, one or two of each."""
-    if words.dtype.primitive_bitwidth > kind.primitive_bitwidth:
+    if words.dtype.primitive_bitwidth > tl.full([], 0, kind).dtype.primitive_bitwidth:
         both = tl.join(words.to(tl.uint16), (words >> 16).to(tl.uint16))
         if len(words.shape) == 3:
             words = tl.reshape(both, [words.shape[0], words.shape[1], 2 * words.shape[2]])
