@@ -418,9 +418,9 @@ def send(words, value, inside, kind: tl.constexpr, pairs: tl.constexpr):
         inside: which words are stored.
         kind: of the numbers in memory.
     """
-    number = value.to(kind)
-    whole: tl.constexpr = tl.uint16 if number.dtype.primitive_bitwidth == 16 else tl.uint32
-    bits = number.to(whole, bitcast=True)
+    width: tl.constexpr = tl.full([], 0, kind).dtype.primitive_bitwidth
+    whole: tl.constexpr = tl.uint16 if width == 16 else tl.uint32
+    bits = value.to(kind).to(whole, bitcast=True)
     bits = tl.where(bits == _blank(bits), bits >> 1, bits)  # another NaN
     if pairs:
         # As a sum: the neighbour is another thread's, and this way takes no shared memory.
@@ -430,7 +430,8 @@ def send(words, value, inside, kind: tl.constexpr, pairs: tl.constexpr):
     if _INTERPRETED:
         tl.store(words, bits, mask=inside)
     else:
-        text: tl.constexpr = _SEND if bits.dtype.primitive_bitwidth == 32 else _SEND_HALF
+        sent: tl.constexpr = 32 if pairs else width
+        text: tl.constexpr = _SEND if sent == 32 else _SEND_HALF
         tl.inline_asm_elementwise(
             text,
             "=r,l,r,r",
@@ -487,7 +488,9 @@ def again(words, sent, looks, begin, patience):
 @triton.jit
 def numbers(words, kind: tl.constexpr):
     """The numbers of words, one or two of each."""
-    if words.dtype.primitive_bitwidth > tl.full([], 0, kind).dtype.primitive_bitwidth:
+    word: tl.constexpr = words.dtype.primitive_bitwidth
+    bits: tl.constexpr = tl.full([], 0, kind).dtype.primitive_bitwidth
+    if word > bits:
         both = tl.join(words.to(tl.uint16), (words >> 16).to(tl.uint16))
         if len(words.shape) == 3:
             words = tl.reshape(both, [words.shape[0], words.shape[1], 2 * words.shape[2]])
