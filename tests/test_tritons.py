@@ -107,13 +107,13 @@ def test_a_launch_passes_them(
 
     binary = build.Binary(kernel.name, b"", "", 0, 4, hidden, 0)
     monkeypatch.setattr(build, "interpreted", lambda: False)
-    monkeypatch.setattr(launch, "_context", lambda: 1)
+    monkeypatch.setattr(launch, "_context", lambda device: 1)
     monkeypatch.setattr(launch, "_loaded", lambda *_: (binary, ctypes.c_void_p(1)))
     monkeypatch.setattr(launch, "_driver", lambda: SimpleNamespace(cuLaunchKernel=launched))
     numbers = {name: n << 40 for n, (name, kind) in enumerate(kernel.arguments) if kind != "i32"}
     wide = [name for name, kind in kernel.arguments[-3:] if kind != "i32"]
     assert len(wide) == 3  # all of 64 bits, so that they can be read back alike
-    launch.Launch(kernel, numbers, (1, 1), lambda address: address, 0)(0)
+    launch.Launch(kernel, numbers, (1, 1), lambda address: address, 0, 0)(0)
     own = [numbers[name] for name in wide[hidden:]]
     assert passed == [own + [0] * hidden]
 
@@ -122,12 +122,14 @@ def test_a_launch_passes_them(
 
 
 @pytest.mark.parametrize(
-    ("registers", "spills", "alone", "asked"),
+    ("registers", "spills", "form", "asked"),
     [
-        (128, 24, True, [None, 255]),  # room for two programs: told that there is one
-        (255, 584, True, [None]),  # no other result to come
-        (128, 0, True, [None]),
-        (128, 24, False, [None]),
+        (128, 24, {"alone": True}, [None, 255]),  # room for two programs: told that there is one
+        (255, 584, {"alone": True}, [None]),  # no other result to come
+        (128, 0, {"alone": True}, [None]),
+        (128, 24, {}, [None]),
+        (255, 24, {"alone": True, "cooperative": True}, [255, None]),
+        (255, 0, {"alone": True, "cooperative": True}, [255]),
     ],
 )
 def test_when_a_kernel_is_compiled_once_more(
@@ -136,7 +138,7 @@ def test_when_a_kernel_is_compiled_once_more(
     monkeypatch: pytest.MonkeyPatch,
     registers: int,
     spills: int,
-    alone: bool,
+    form: dict[str, bool],
     asked: list[int | None],
 ) -> None:
     """Where it spills though registers are left."""
@@ -149,8 +151,8 @@ def test_when_a_kernel_is_compiled_once_more(
 
     monkeypatch.setattr(build, "_made", recorded)
     monkeypatch.setattr(build, "usage", lambda cubin: {"REG": registers, "STACK": spills})
-    binary = build.binary(kernel._replace(alone=alone), 90)
-    assert limits == asked and binary.spilled == spills * alone
+    binary = build.binary(kernel._replace(**form), 90)
+    assert limits == asked and binary.spilled == spills * form.get("alone", False)
 
 
 # -- the interpreter -------------------------------------------------------------------------------
@@ -283,14 +285,14 @@ def test_the_grid_is_for_cards_that_the_model_knows(gpu_compile: Any) -> None:
     assert set(gpu_compile.GRID) == {75, 80, 90, 100, 120}
     for capability, card in gpu_compile.CARDS.items():
         assert card.capability == capability
-        forms = list(gpu_compile.kernels(3, capability, "float32", "LSTM", 1))
+        forms = list(gpu_compile.kernels(3, capability, "float32", "LSTM", 1, 1))
         assert {form[0][1].kernel for form in forms} >= {"forward_step_0_H", "backward_step_0_H"}
         assert {form[0][1].limit for form in forms} == {card.shared}
 
 
 def test_the_largest_size_that_the_model_allows(gpu_compile: Any) -> None:
     def sizes(tier: int, largest: int) -> set[int]:
-        forms = gpu_compile.kernels(tier, 90, "bfloat16", "LSTM", largest)
+        forms = gpu_compile.kernels(tier, 90, "bfloat16", "LSTM", largest, 1)
         return {form[0][1].hidden for form in forms}
 
     assert sizes(1, 1 << 20) == {128} and sizes(1, 64) == {64}
@@ -300,8 +302,8 @@ def test_the_largest_size_that_the_model_allows(gpu_compile: Any) -> None:
 def test_the_next_choice_where_one_does_not_fit(
     gpu_compile: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (forms, *_) = gpu_compile.kernels(2, 90, "bfloat16", "LSTM", 512)
-    assert len(forms) > 1
+    forms = next(gpu_compile.kernels(2, 90, "bfloat16", "LSTM", 512, 3))
+    assert len(forms) == 3
     seen = []
 
     def compiled(kernel: Any, report: Any) -> Any:
@@ -319,25 +321,27 @@ def test_the_next_choice_where_one_does_not_fit(
 def test_no_more_choices_than_asked_for(gpu_compile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """And of those only what a run before has not seen: it may have refused the first of them."""
     tasks = []
+    forms = next(gpu_compile.kernels(2, 90, "bfloat16", "LSTM", 512, 3))
+    assert len(forms) == 3 == len({report.text for _, report in forms})
+    assert len(next(gpu_compile.kernels(2, 90, "bfloat16", "LSTM", 512, 1))) == 1
+    monkeypatch.setattr(gpu_compile, "kernels", lambda *arguments: [forms[: arguments[-1]]])
     monkeypatch.setattr(gpu_compile, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(gpu_compile, "as_completed", list)
     monkeypatch.setattr(gpu_compile, "triton_version", lambda: "3.6.0")
     monkeypatch.setattr(gpu_compile, "first_that_fits", lambda forms: tasks.append(forms) or [])
 
-    def todo(choices: int, before: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    def todo(choices: int, before: list[dict[str, Any]]) -> list[int]:
         tasks.clear()
         assert not [*gpu_compile.run([(2, 90, "bfloat16", "LSTM")], 512, choices, 1, before)]
-        return [(report.kernel, report.choice) for forms in tasks for _, report in forms]
+        return [report.choice for task in tasks for _, report in task]
 
-    (first, *_) = gpu_compile.kernels(2, 90, "bfloat16", "LSTM", 512)
-    assert len(first) >= 2 and len({report.text for _, report in first}) == len(first)
-    assert {choice for _, choice in todo(1, [])} == {0}
-    two = todo(2, [])
-    assert two[:2] == [(report.kernel, report.choice) for _, report in first[:2]]
-    refused = first[0][1]._replace(triton="3.6.0")._asdict()
-    taken = first[1][1]._replace(triton="3.6.0", fits=True)._asdict()
-    assert todo(2, [refused]) == two[1:]
-    assert todo(2, [refused, taken]) == two[2:]
+    first, second, third = (report._replace(triton="3.6.0") for _, report in forms)
+    refused, taken = first._asdict(), second._replace(fits=True)._asdict()
+    assert todo(1, []) == [first.choice] == [0]
+    assert todo(2, []) == [first.choice, second.choice]
+    assert todo(3, [refused]) == [second.choice, third.choice]
+    assert todo(3, [refused, taken]) == []
+    assert todo(3, [{**refused, "triton": "3.9.0"}]) == [f.choice for f in (first, second, third)]
 
 
 class Pool:
@@ -392,7 +396,7 @@ def test_what_is_done_is_not_done_again(
 
 def test_a_kernel_that_fails_is_reported(gpu_compile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the others; the table says what fails, and what is beyond the limits."""
-    ((kernel, report), *_), *_ = gpu_compile.kernels(3, 90, "float32", "LSTM", 1)
+    ((kernel, report), *_), *_ = gpu_compile.kernels(3, 90, "float32", "LSTM", 1, 1)
     report = report._replace(triton="3.6.0")
 
     def fails(*_: Any) -> Any:

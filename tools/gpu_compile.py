@@ -154,9 +154,9 @@ def run(
     with ProcessPoolExecutor(jobs) as pool:
         version, runs = pool.submit(triton_version).result(), []
         for tier, capability, dtype, name in points:
-            for forms in kernels(tier, capability, dtype, name, largest):
+            for forms in kernels(tier, capability, dtype, name, largest, choices):
                 todo = []
-                for kernel, report in forms[:choices]:
+                for kernel, report in forms:
                     fits = known.get((version, capability, report.text))
                     if fits:
                         break
@@ -181,10 +181,10 @@ def digest(kernel: Printed) -> str:
 
 
 def kernels(
-    tier: int, capability: int, dtype: str, name: str, largest: int
+    tier: int, capability: int, dtype: str, name: str, largest: int, most: int
 ) -> Iterator[list[tuple[Printed, Report]]]:
-    """All kernels of a cell, of both passes; each in the forms that the model chooses, the best
-    first.
+    """All kernels of a cell, of both passes; each in so many forms at most that the model chooses,
+    the best first.
     """
     cell, card = EVERY[name], CARDS[capability]
     for backward, batch in itertools.product((False, True), BATCHES[tier]):
@@ -197,23 +197,23 @@ def kernels(
             wanted = 3 if tier == 3 else None
             choices = capacity.choices(one, card, backward, wanted, batch, tf32)
             if choices[0].tier == tier:
-                forms = [printed(one, c, backward) for c in choices if c.tier == tier]
+                forms = dict[tuple[Printed, ...], int]()
+                for number, choice in enumerate(choices):
+                    if choice.tier == tier and len(forms) < most:
+                        # Of choices that come to the same text the first is enough.
+                        forms.setdefault(printed(one, choice, backward), number)
                 for same in zip(*forms, strict=True):
-                    # Of choices that come to the same text the first is enough.
-                    texts = dict[str, int]()
-                    for choice, kernel in enumerate(same):
-                        texts.setdefault(digest(kernel), choice)
                     yield [
-                        (same[choice], Report(
-                            "", name, tier, hidden, batch, dtype, capability, same[choice].name,
-                            same[choice].warps, same[choice].tile[0], card.shared, choice, text,
+                        (kernel, Report(
+                            "", name, tier, hidden, batch, dtype, capability, kernel.name,
+                            kernel.warps, kernel.tile[0], card.shared, number, digest(kernel),
                         ))
-                        for text, choice in texts.items()
+                        for kernel, number in zip(same, forms.values(), strict=True)
                     ]  # fmt: skip
                 break
 
 
-def printed(one: Plan, choice: capacity.Choice, backward: bool) -> list[Printed]:
+def printed(one: Plan, choice: capacity.Choice, backward: bool) -> tuple[Printed, ...]:
     """The kernels of a plan in training, with a bias, masks drawn."""
     form = Form(
         backward,
@@ -223,9 +223,9 @@ def printed(one: Plan, choice: capacity.Choice, backward: bool) -> list[Printed]
         biases=tuple(l.bias and not backward for l in one.cell.linears),
     )
     if choice.tier != 3:
-        return [print_whole(one, form, choice)]
+        return (print_whole(one, form, choice),)
     step = print_step(one, form)
-    return [*itertools.chain.from_iterable(stage.kernels for stage in step.stages), *step.close]
+    return (*itertools.chain.from_iterable(stage.kernels for stage in step.stages), *step.close)
 
 
 def first_that_fits(forms: list[tuple[Printed, Report]]) -> list[Report]:
@@ -280,7 +280,6 @@ def markdown(every: list[dict[str, Any]]) -> Iterator[str]:
     """
     refused = [line for line in every if not line["fits"]]
     every = taken(every)
-    tritons = sorted({line["triton"] for line in every}, key=release)
     yield "| Triton | card | kernels | fail | beyond shared memory | spill | spill most |"
     yield "|---|---|---|---|---|---|---|"
     for triton, some in grouped(every, "triton", key=release):
@@ -303,8 +302,10 @@ def markdown(every: list[dict[str, Any]]) -> Iterator[str]:
     for capability, some in grouped(every, "capability"):
         limit = some[0]["limit"] >> 10
         yield f"\n## sm_{capability}, {limit} KiB\n"
-        dtypes = sorted({line["dtype"] for line in some})
-        columns = list(itertools.product(dtypes, tritons))
+        columns = sorted(
+            {(line["dtype"], line["triton"]) for line in some},
+            key=lambda column: (column[0], release(column[1])),
+        )
         heads = [f"{dtype}, {triton}" for dtype, triton in columns]
         yield f"| tier | rows | pass | cell | {' | '.join(heads)} |"
         yield "|---" * (4 + len(columns)) + "|"

@@ -26,7 +26,7 @@ INSTALLED = ROOT / ".venv-tritons"
 # In the interpreter: results of all tiers, programs that wait for one another, random masks.
 # Until 3.6 it takes a number from an array of one as NumPy 2 would rather not.
 WARNING = "ignore:Conversion of an array with ndim:DeprecationWarning"
-TESTS = "test_plainly or test_programs_wait or test_engines_draw or test_interpreted"
+TESTS = "test_plainly or test_programs_wait or test_engines_draw"
 
 
 def main() -> int:
