@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
+import cards
 import numpy as np
 import pytest
 from problems import Arrays, Problem, _gradients, _results, width
 
 torch = pytest.importorskip("torch")
-CARD = torch.cuda.is_available()
-if not CARD:
-    os.environ["TRITON_INTERPRET"] = "1"
+CARD = cards.is_there()
+cards.choose_interpreter()
 pytest.importorskip("triton")
 
 from anycell import device, layer  # noqa: E402  (Triton reads the variable when it is imported)
