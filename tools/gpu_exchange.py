@@ -27,7 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import anycell
-from anycell import cells, device
+from anycell import cells
 from anycell.engines.gpu import cooperative
 from anycell.engines.gpu.launch import Launch
 from anycell.engines.gpu.text import Printed, power_of_two
