@@ -60,15 +60,11 @@ def _exchange(host: Host, plan: Plan, kernels: Kernels, batch: int) -> dict[str,
             "call are NaN. Is the device shared, or a debugger attached? "
             "anycell.torch.device.DeviceHost.tier = 3 does without such kernels."
         )
-    groups, programs = gpu.grid(kernels, plan, batch)
-    return {
-        "flags": host.flags(2 * groups * programs),
-        "trouble": host.trouble,
-        "patience": host.patience,
-        "done": 0,
-        "behind": 0,
-        "close": 1,
-    }
+    values = {"trouble": host.trouble, "patience": host.patience, "behind": 0, "close": 1}
+    if host.exchange == "flags":
+        groups, programs = gpu.grid(kernels, plan, batch)
+        values |= {"flags": host.flags(2 * groups * programs), "done": 0}
+    return values
 
 
 def forward(
@@ -448,6 +444,7 @@ def _form(
         bias_x=w.bias_ih is not None and not backward,
         biases=tuple(w.matmul(l)[1] is not None and not backward for l in cell.linears),
         tf32=host.tf32 and plan.dtype == "float32",
+        by_data=host.exchange == "data",
     )
 
 

@@ -38,6 +38,8 @@ def by_gpu(
     backwards: int = 1,
     replays: Any = None,
     host_class: type[DeviceHost] = Poisoned,
+    exchange: str = "flags",
+    checkpoint: int | None = None,
 ) -> Arrays:
     """By the kernels of the GPU engine.
 
@@ -48,6 +50,8 @@ def by_gpu(
         backwards: the backward pass runs so many times.
         replays: runs two steps of tier 3 at a time, as graphs do.
         host_class: where arrays come from.
+        exchange: of the programs of tier 2.
+        checkpoint: steps of a segment.
     """
     cell, options, group = problem.cell, problem.options, problem.group
     hidden = problem.arrays["gates_x"].shape[2] // len(cell.gates)
@@ -56,6 +60,7 @@ def by_gpu(
     chosen = plan(cell, hidden, dtype, "gpu", sizes)
     host = host_class(getattr(torch, dtype), DEVICE)
     host.tier, host.replay, host.replay_steps = tier, replays, 2
+    host.exchange = exchange
 
     def array(given: Any) -> Any:
         if given is None or given.dtype == bool:
@@ -85,6 +90,7 @@ def by_gpu(
         repeat=options.get("masked_output") == "repeat",
         training=options.get("training", False),
         seed=options.get("seed", 0),
+        checkpoint=checkpoint,
     )
     # The interpreter computes what lies outside of arrays too, with NumPy.
     with np.errstate(all="ignore"):

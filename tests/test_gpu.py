@@ -84,6 +84,7 @@ SITUATIONS: list[dict[str, Any]] = [
     {"masked": True},
     {"resets": True, "training": True, "seed": 5},
 ]
+EXCHANGES = ["flags", "data"]  # of tier 2
 each_cell = pytest.mark.parametrize("cell", EVERY, ids=repr)
 # Tier 2 shares the units of these out.
 SHARED = [c for c in EVERY if cooperative.refusal(plan(c, 18, "float32", "gpu", {"P": 9})) is None]
@@ -122,11 +123,12 @@ def test_every_cell(cell: Cell, tier: int, rng: np.random.Generator) -> None:
     assert_right(by_gpu(problem, tier=tier), problem)
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.ZoneoutGRU, cells.sLSTM(heads=3)], ids=repr)
-def test_shared(cell: Cell, rng: np.random.Generator) -> None:
+def test_shared(cell: Cell, exchange: str, rng: np.random.Generator) -> None:
     """Tier 2, one step per launch: programs of two groups, each with a part of the units."""
     problem = problem_of(cell, (3, 17, 18), rng, 1)
-    assert_right(by_gpu(problem, tier=2), problem)
+    assert_right(by_gpu(problem, tier=2, exchange=exchange), problem)
 
 
 def test_programs_wait_for_one_another() -> None:

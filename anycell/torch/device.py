@@ -26,11 +26,13 @@ class DeviceHost:
         device: where all tensors are.
         tier: of kernels; None lets ``capacity`` choose.
         patience: nanoseconds that programs of a kernel wait for one another.
+        exchange: how they tell each other what is there, by ``"flags"`` or by the ``"data"``.
     """
 
     tier: int | None = None
     replay_steps = 16
     patience = 10_000_000_000
+    exchange = "flags"  # until a card has compared them
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -96,6 +98,10 @@ class DeviceHost:
     def flags(self, count: int) -> Tensor:
         """So many int32 zeros."""
         return torch.zeros(count, dtype=torch.int32, device=self.device)
+
+    def blank(self, array: Tensor) -> None:
+        """Sets all bits."""
+        array.view(torch.int32 if array.itemsize == 4 else torch.int16).fill_(-1)
 
     @functools.cached_property
     def trouble(self) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from anycell.engines.gpu import capacity
 from anycell.engines.gpu.capacity import Choice, Device
-from anycell.engines.gpu.cooperative import print_cooperative
+from anycell.engines.gpu.cooperative import exchanged, print_cooperative
 from anycell.engines.gpu.launch import Launch
 from anycell.engines.gpu.resident import print_resident
 from anycell.engines.gpu.step import Step, print_step, staged
@@ -47,6 +47,8 @@ class Host(Protocol):
         trouble: an int32 in memory that host and device both reach; kernels of tier 2 set it when
             their programs have waited for one another in vain.
         patience: nanoseconds that they wait.
+        exchange: how these programs tell each other what is there, ``"flags"`` or ``"data"``: see
+            ``cooperative``.
     """
 
     dtype: Any
@@ -57,6 +59,7 @@ class Host(Protocol):
     replay_steps: int
     trouble: Array
     patience: int
+    exchange: str
 
     def stream(self) -> int: ...
 
@@ -78,6 +81,10 @@ class Host(Protocol):
 
     def flags(self, count: int) -> Array:
         """So many int32 zeros."""
+        ...
+
+    def blank(self, array: Array) -> None:
+        """Sets all bits of an array, of any strides: it is NaN then."""
         ...
 
     # What ``anycell.layer.contract`` asks: see ``anycell.layer.Arrays``.
@@ -124,6 +131,12 @@ class Span(NamedTuple):
     def at(self, t: int, width: int) -> Array:
         """``[B, width]`` of step t."""
         return self.array[self.first + self.sign * t, :, self.column : self.column + width]
+
+    def over(self, begin: int, steps: int, width: int) -> Array:
+        """``[steps, B, width]`` from step ``begin`` on, in order of the array."""
+        first = self.first + self.sign * begin
+        first = min(first, first + self.sign * (steps - 1))
+        return self.array[first : first + steps, :, self.column : self.column + width]
 
     def values(self, name: str, host: Host) -> dict[str, Any]:
         """What kernels take."""
@@ -191,6 +204,8 @@ def grid(printed: Printed, plan: Plan, batch: int) -> tuple[int, int]:
 def run(kernels: Step | Printed, call: Call) -> int:
     """Runs a call; the turns by which buffers that take turns (``turn``) have moved on."""
     if isinstance(kernels, Printed):
+        if kernels.cooperative and call.form.by_data:
+            _blank(call)
         if kernels.cooperative and call.host.limits is None:
             return _run_interpreted(kernels, call)
         call.launch(kernels, call.all_values())(0)
@@ -206,6 +221,14 @@ def run(kernels: Step | Printed, call: Call) -> int:
             _run_steps(kernels, part)
         turn += part.steps + call.form.backward
     return turn - start
+
+
+def _blank(call: Call) -> None:
+    """Makes what programs will tell each other look as if it were not there yet."""
+    backward = call.form.backward
+    for name, width in exchanged(call.plan, backward).items():
+        # A step forward writes the state after it, which is that before the next one.
+        call.host.blank(call.spans[name].over(0 if backward else 1, call.steps, width))
 
 
 def _run_interpreted(kernel: Printed, call: Call) -> int:

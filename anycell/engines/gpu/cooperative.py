@@ -40,10 +40,11 @@ Cells of one stage only: every matmul multiplies h, and no row reduction needs o
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from anycell.engines.gpu.resident import Loop
-from anycell.engines.gpu.text import Form, Printed, Where, power_of_two
+from anycell.engines.gpu.text import Form, Printed, Where, plus, power_of_two
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
 from anycell.lang.ops import is_reduction
@@ -75,6 +76,18 @@ def print_cooperative(plan: Plan, form: Form, part: Slice) -> Printed:
     return _Slice(plan, form, part).printed()._replace(cooperative=True)
 
 
+def exchanged(plan: Plan, backward: bool) -> dict[str, int]:
+    """The arrays over time by which programs tell each other a step, and the width of each."""
+    h = plan.hidden_size
+    if not backward:
+        return {"state0": h}
+    widths = {}
+    for k, l in enumerate(plan.cell.linears):
+        shared = plan.shares_gradient(l)
+        widths["dx" if shared else f"dr{k}"] = h * len(plan.cell.gates if shared else l.outputs)
+    return widths
+
+
 def refusal(plan: Plan) -> str | None:
     """Why programs cannot share a step of this cell; None if they can."""
     cell = plan.cell
@@ -99,6 +112,10 @@ class _Slice(Loop):
         super().__init__(plan, form, part.warps, (part.rows, part.units), False)
         self.chunk, self.ahead = part.chunk, part.ahead
         self.programs = -(-plan.hidden_size // part.units)  # of a group
+        # Where data are flags: the numbers of a word, and what Triton calls it.
+        self.pair = 2 if form.by_data and self.narrow and plan.hidden_size % 2 == 0 else 1
+        self.word = "tl.uint16" if self.narrow and self.pair == 1 else "tl.uint32"
+        self.looks: dict[str, str] = {}  # at words, by the name of what they will be
 
     @property
     def turns(self) -> str:
@@ -164,30 +181,33 @@ class _Slice(Loop):
         if f"r{k}_{output}" not in self.said:
             bundles = self.bundles(l)
             for start in self.chunks:
-                self._load_h(start)
+                operand = self._load_h(start)
                 for first, _ in bundles:
                     more = f", r{k}_{first}" if start else ""
-                    dot = self._dot(f"h_{start}", f"w{k}_{first}_{start}{more}")
+                    dot = self._dot(operand, f"w{k}_{first}_{start}{more}")
                     self.say(f"r{k}_{first} = {dot}")
             for first, count in bundles:
                 self._split(f"r{k}_{first}", [f"r{k}_{o}" for o in l.outputs[first:][:count]])
         return f"r{k}_{output}"
 
-    def _load_h(self, start: int) -> None:
+    def _load_h(self, start: int) -> str:
         """A chunk of h, and those after it ahead of time."""
+        h, pair = self.plan.hidden_size, self.pair
         for ahead in self.chunks[start // self.chunk :][: self.ahead]:
-            where, inside = f"({ahead} + lanes)", "is_row"
-            if ahead + self.chunk > self.plan.hidden_size:
-                inside += f" & ({where} < {self.plan.hidden_size})"
-            self.once("lanes", f"tl.arange(0, {self.chunk})[None, :]")
-            mask = f"mask={inside}, other=0.0"
-            text = f'tl.load({self.row("state0")} + {where}, {mask}, cache_modifier=".cg")'
-            name = self.once(f"h_{ahead}", text)
-            if self.form.resets and f"{name}_reset" not in self.said:
-                at = f"reset0 + rows * reset0__b + {where}"
-                restored = f"tl.load({at}, {mask.replace('is_row', 'is_row & reset')})"
-                self.once(f"{name}_reset", restored)
-                self.say(f"{name} = tl.where(reset, {name}_reset, {name})")
+            lanes = self.once("lanes", f"tl.arange(0, {self.chunk // pair})[None, :]")
+            where, inside = f"({ahead // pair} + {lanes})", "is_row"
+            if ahead + self.chunk > h:
+                inside += f" & ({where} < {h // pair})"
+            self._fetch(f"h_{ahead}", f"{self._sent('state0', 't')} + {where}", inside)
+            if self.form.resets:
+                units = self.once("units", f"tl.arange(0, {self.chunk})[None, :]")
+                inside = f"is_row & reset & ({ahead} + {units} < {h})"
+                at = f"reset0 + rows * reset0__b + ({ahead} + {units})"
+                self.once(f"reset_{ahead}", f"tl.load({at}, mask={inside}, other=0.0)")
+        self._arrive(f"h_{start}", [f"h_{first}" for first in self.chunks[: self.ahead]])
+        if not self.form.resets:
+            return f"h_{start}"
+        return self.once(f"h_{start}_reset", f"tl.where(reset, reset_{start}, h_{start})")
 
     def _split(self, value: str, names: list[str]) -> None:
         """``[rows, units * outputs]`` into a tile for each output."""
@@ -210,6 +230,8 @@ class _Slice(Loop):
             for n, (first, _, start) in enumerate(parts):
                 for part in parts[n:][: self.ahead * len(bundles)]:
                     self._load_gates(k, l, *part)
+                together = [f"d{k}_{first}_{s}" for s in self.chunks[: self.ahead]]
+                self._arrive(f"d{k}_{first}_{start}", together)
                 more = f", back{k}_{first}" if start else ""
                 dot = self._dot(f"d{k}_{first}_{start}", f"w{k}_{first}_{start}{more}")
                 self.say(f"back{k}_{first} = {dot}")
@@ -218,16 +240,15 @@ class _Slice(Loop):
 
     def _load_gates(self, k: int, l: Linear, first: int, count: int, start: int) -> None:
         """The gradients of some outputs, ``[outputs, rows, k]``."""
-        h = self.plan.hidden_size
-        row = self.row("dx" if self.plan.shares_gradient(l) else f"dr{k}", "t - 1", tag="_before")
-        inside = "is_before[None, :, :]"
+        h, pair = self.plan.hidden_size, self.pair
+        name = "dx" if self.plan.shares_gradient(l) else f"dr{k}"
+        lanes = f"({start // pair} + tl.arange(0, {self.chunk // pair}))[None, None, :]"
+        o, inside = self.once(f"lanes_{start}", lanes), "is_before[None, :, :]"
         if start + self.chunk > h:
-            inside += f" & (k_{start} < {h})"
-        o = self.once(f"lanes_{start}", f"({start} + tl.arange(0, {self.chunk}))[None, None, :]")
-        inside = inside.replace(f"k_{start}", o)
-        where = f"({row})[None, :, :] + (output_{first}_{count} * {h} + {o})"
-        text = f'tl.load({where}, mask={inside}, other=0.0, cache_modifier=".cg")'
-        self.once(f"d{k}_{first}_{start}", text)
+            inside += f" & ({o} < {h // pair})"
+        row = self._sent(name, "t - 1", "_before")
+        where = f"({row})[None, :, :] + (output_{first}_{count} * {h // pair} + {o})"
+        self._fetch(f"d{k}_{first}_{start}", where, inside)
 
     # -- the exchange ----------------------------------------------------------------------------
     def _flag(self, step: str, program: str) -> str:
@@ -237,12 +258,14 @@ class _Slice(Loop):
         return f"flags + ({group}) * {self.programs} + {program}"
 
     def wait(self) -> None:
-        """Until the step before is done everywhere.
+        """Until the step before is done everywhere, if flags say so.
 
-        Lanes beyond the programs look at this program's own flag.
+        Every thread has a lane of its own: lanes beyond the programs look at this program's flag.
         """
+        if self.form.by_data:
+            return
         done, patience = self.argument("done", "i32"), self.argument("patience", "i64")
-        lanes = f"tl.arange(0, {power_of_two(self.programs)})"
+        lanes = f"tl.arange(0, {power_of_two(self.programs, 32 * self.warps)})"
         peers = f"tl.where({lanes} < {self.programs}, {lanes}, tl.program_id(1))"
         self.say(f"if ({done} + t > 0) & (alive > 0):")
         with self.indented():
@@ -266,12 +289,74 @@ class _Slice(Loop):
             self.say("gathered = tl.where(diverted, 0.0, gathered)")
         self.say(f"g_{h} += gathered")
 
+    def _sent(self, name: str, step: str, tag: str = "") -> str:
+        """Where the rows of the tile begin in what programs exchange."""
+        row = self.row(name, step, tag=tag)
+        if not self.form.by_data:
+            return row
+        return self.once(f"{row}_words", f"{row}.to(tl.pointer_type({self.word}))")
+
+    def _fetch(self, name: str, where: str, inside: str) -> None:
+        """Loads what the others have computed, or looks whether they have."""
+        if self.form.by_data:
+            self.looks[name] = f"look({where}, {inside})"
+            self.once(f"{name}_words", self.looks[name])
+        else:
+            text = f'tl.load({where}, mask={inside}, other=0.0, cache_modifier=".cg")'
+            self.once(name, text)
+
+    def _arrive(self, name: str, together: list[str]) -> None:
+        """Looks again and again until this is there, and what is fetched together with it."""
+        if not self.form.by_data or name in self.said:
+            return
+        names = together if name in together else [name]
+        patience = self.argument("patience", "i64")
+        latest = functools.reduce(lambda a, b: f"tl.maximum({a}, {b})", [f"{n}_words" for n in names])
+        call = f"again({latest}, (t > 0) & (alive > 0), looks, begin, {patience})"
+        self.say("looks, begin = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)")
+        self.say(f"looks, begin, waiting = {call}")
+        self.say("while waiting == 1:")
+        with self.indented():
+            for n in names:
+                self.say(f"{n}_words = {self.looks[n]}")
+            self.say(f"looks, begin, waiting = {call}")
+        self.say("alive = tl.where(waiting == 2, 0, alive)")
+        for n in names:
+            self.once(n, f"numbers({n}_words, {self.kind})")
+
+    def _send(self, name: str, step: str, tag: str, column: int, value: str) -> None:
+        """Stores a part of what programs exchange."""
+        where = self._sent(name, step, tag)
+        lanes = f"tl.program_id(1) * {self.width // self.pair} + tl.arange(0, {self.width // self.pair})"
+        words = self.once("words", f"({lanes})[None, :]")
+        inside = f"is_row & ({words} < {self.plan.hidden_size // self.pair})"
+        value = f"tl.where(in_H, {value}, 0.0)"
+        text = f"{where} + {plus(column // self.pair, words)}, {value}, {inside}"
+        self.say(f"send({text}, {self.kind}, {self.pair == 2})")
+
+    def store_gradient(self, name: str, column: int, value: str, size: str) -> None:
+        """The other programs may need it."""
+        if self.form.by_data and name in exchanged(self.plan, True):
+            self.units(size)
+            self._send(name, "t", "", column, self.valid(value))
+        else:
+            super().store_gradient(name, column, value, size)
+
+    def store_state(self, i: int) -> None:
+        """The other programs need the first one."""
+        if self.form.by_data and i == 0:
+            self._send("state0", "t + 1", "_after", 0, f"after_{self.cell.states[0].name}")
+        else:
+            super().store_state(i)
+
     def hand_over(self, value: str) -> None:
         """Nobody takes a result for right that rests on h as it was before."""
         self.say(f'{value} = tl.where(alive > 0, {value}, float("nan"))')
 
     def publish(self) -> None:
-        """For the other programs of these rows."""
+        """For the other programs of these rows, if flags say so."""
+        if self.form.by_data:
+            return
         text = f"publish({self._flag('done + t', 'tl.program_id(1)')}, done + t + 1)"
         if not self.form.backward:
             self.say(text)

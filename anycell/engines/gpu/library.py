@@ -182,21 +182,30 @@ def max(x, units, inside, groups: tl.constexpr, each: tl.constexpr):
 # ---- programs that wait for one another ----------------------------------------------------------
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-# Each thread looks at a flag until it holds the value, or until the time is over. The load is an
-# acquire: what its program had written before it set the flag is seen by all loads that follow.
+_LOOKS = tl.constexpr(64)  # looks between two readings of the clock
+# Each thread looks at a flag until it holds the value or more, or until the time is over: that
+# begins with the first reading of the clock. The load is an acquire: what its program had written
+# before it set the flag is seen by all loads that follow.
 _SPIN = tl.constexpr("""{
-    .reg .pred there, early;
-    .reg .b32 seen;
+    .reg .pred there, again, first;
+    .reg .b32 seen, looks, rest;
     .reg .b64 begin, now;
-    mov.u64 begin, %globaltimer;
-again:
+    mov.b32 looks, 0;
+    mov.b64 begin, 0;
+look:
     ld.acquire.gpu.global.b32 seen, [$1];
-    setp.eq.b32 there, seen, $2;
+    setp.ge.s32 there, seen, $2;
     @there bra done;
+    add.u32 looks, looks, 1;
+    and.b32 rest, looks, 63;
+    setp.ne.u32 again, rest, 0;
+    @again bra look;
     mov.u64 now, %globaltimer;
+    setp.eq.u64 first, begin, 0;
+    @first mov.b64 begin, now;
     sub.u64 now, now, begin;
-    setp.lt.u64 early, now, $3;
-    @early bra again;
+    setp.lt.u64 again, now, $3;
+    @again bra look;
 done:
     selp.b32 $0, 1, 0, there;
 }""")
@@ -205,20 +214,22 @@ done:
 @triton.jit
 def _spin(flags, value, patience):
     """In the interpreter, which takes more than 10 microseconds for a look."""
-    seen = tl.load(flags, volatile=True) == value
+    seen = tl.load(flags, volatile=True) >= value
     looks = 0
     while (tl.sum((~seen).to(tl.int32), axis=0) > 0) & (looks * 10_000 < patience):
-        seen = tl.load(flags, volatile=True) == value
+        seen = tl.load(flags, volatile=True) >= value
         looks += 1
     return seen.to(tl.int32)
 
 
 @triton.jit
 def wait(flags, value, patience):
-    """1 when all flags have come to hold the value, 0 if ``patience`` nanoseconds were not enough.
+    """1 when all flags have come to hold the value or more, 0 if ``patience`` nanoseconds were not
+    enough.
 
-    The sum is a barrier too: no thread goes on before all of them have seen their flags. So what
-    one thread has acquired, the loads of all others see.
+    A flag for each thread at least: so the threads add up what they saw across all warps, and all
+    of them get the same answer. The barrier puts every look of theirs before whatever any of them
+    loads afterwards. So what one thread has acquired, the loads of all others see.
     """
     if _INTERPRETED:
         seen = _spin(flags, value, patience)
@@ -231,7 +242,9 @@ def wait(flags, value, patience):
             is_pure=False,
             pack=1,
         )
-    return (tl.sum(1 - seen, axis=0) == 0).to(tl.int32)
+    arrived = (tl.sum(1 - seen, axis=0) == 0).to(tl.int32)
+    tl.debug_barrier()
+    return arrived
 
 
 @triton.jit
@@ -243,6 +256,104 @@ def publish(flag, value):
     """
     tl.debug_barrier()
     tl.atomic_xchg(flag, value, sem="release", scope="gpu")
+
+
+# The other way: each number tells by itself whether it is there. ``cooperative`` says why words.
+
+# A store which all programs come to see, each word of it whole, as 32 bits or as 16.
+_SEND = tl.constexpr("""{
+    .reg .pred inside;
+    setp.ne.s32 inside, $3, 0;
+    @inside st.relaxed.gpu.global.b32 [$1], $2;
+    mov.b32 $0, 0;
+}""")
+_SEND_HALF = tl.constexpr(_SEND.value.replace("b32 [$1]", "b16 [$1]"))
+
+
+@triton.jit
+def _blank(words):
+    """What a word holds until it is written: all bits are ones, which is a NaN."""
+    return (1 << words.dtype.primitive_bitwidth) - 1
+
+
+@triton.jit
+def send(words, value, inside, kind: tl.constexpr, pairs: tl.constexpr):
+    """Stores numbers where the other programs look for them.
+
+    Args:
+        words: where; of each number, or of each two that are side by side.
+        value: ``[rows, units]``.
+        inside: which words are stored.
+        kind: of the numbers in memory.
+    """
+    bits = value.to(kind).to(tl.uint16 if kind.primitive_bitwidth == 16 else tl.uint32, bitcast=True)
+    bits = tl.where(bits == _blank(bits), bits >> 1, bits)  # another NaN
+    if pairs:
+        low, high = tl.split(tl.reshape(bits, [bits.shape[0], bits.shape[1] // 2, 2]))
+        bits = low.to(tl.uint32) | (high.to(tl.uint32) << 16)
+    if _INTERPRETED:
+        tl.store(words, bits, mask=inside)
+    else:
+        text: tl.constexpr = _SEND if bits.dtype.primitive_bitwidth == 32 else _SEND_HALF
+        tl.inline_asm_elementwise(
+            text,
+            "=r,l,r,r",
+            [words.to(tl.int64), bits.to(tl.uint32), inside.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def look(words, inside):
+    """What is there of the words that other programs send."""
+    return tl.load(words, mask=inside, other=0, volatile=True)
+
+
+@triton.jit
+def _clock(looks):
+    """Nanoseconds; in the interpreter a look takes more than 10 microseconds."""
+    if _INTERPRETED:
+        now = looks.to(tl.int64) * 10_000
+    else:
+        now = tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+    return now
+
+
+@triton.jit
+def again(words, sent, looks, begin, patience):
+    """After a look: how many there were, when the clock was first read, and whether the program has
+    to look again: 0 when all words are there or were not ``sent`` in this launch, 1 when one is
+    missing, 2 when it is and ``patience`` nanoseconds are over.
+
+    Args:
+        words: the largest, of several.
+
+    All threads get the same answers, as maxima over all of them: their clocks may differ.
+    """
+    looks += 1
+    waiting = ((tl.max(words, axis=None) == _blank(words)) & sent).to(tl.int32)
+    if (waiting > 0) & (looks % _LOOKS == 0):
+        now = _clock(looks)
+        begin = tl.where(begin == 0, now, begin)
+        waited = tl.where(words == _blank(words), now - begin, 0)
+        waiting = tl.where(tl.max(waited, axis=None) >= patience, 2, 1)
+    return looks, begin, waiting
+
+
+@triton.jit
+def numbers(words, kind: tl.constexpr):
+    """The numbers of words, one or two of each."""
+    if words.dtype.primitive_bitwidth > kind.primitive_bitwidth:
+        both = tl.join(words.to(tl.uint16), (words >> 16).to(tl.uint16))
+        if len(words.shape) == 3:
+            words = tl.reshape(both, [words.shape[0], words.shape[1], 2 * words.shape[2]])
+        else:
+            words = tl.reshape(both, [words.shape[0], 2 * words.shape[1]])
+    return words.to(kind, bitcast=True)
 
 
 # ---- random numbers ------------------------------------------------------------------------------

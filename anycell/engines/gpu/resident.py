@@ -193,7 +193,7 @@ class Loop(Text):
         self.hand_over(f"after_{h.name}")
         if self.narrow:
             self.say(f"after_{h.name} = after_{h.name}.to({self.kind}).to(tl.float32)")
-        self._store_state(0)
+        self.store_state(0)
         self.publish()
         if form.apart:
             out = self.valid(self.value(cell.next[0]))
@@ -202,9 +202,9 @@ class Loop(Text):
         for i, s in enumerate(cell.states):
             self.say(f"s_{s.name} = after_{s.name}")
             if i and keeps(plan, form, i):
-                self._store_state(i)
+                self.store_state(i)
 
-    def _store_state(self, i: int) -> None:
+    def store_state(self, i: int) -> None:
         """The new value of a state, into its sequence."""
         s, row = self.cell.states[i], self.row(f"state{i}", "t + 1", tag="_after")
         self.store(self.at(row, 0, s.size), f"after_{s.name}", s.size)

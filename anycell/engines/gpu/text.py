@@ -41,6 +41,7 @@ class Form(NamedTuple):
         bias_x: whether a bias joins the input projection here.
         biases: for each matmul of the cell, whether it has a bias.
         tf32: whether matmuls in a kernel may round float32 operands to 19 bits.
+        by_data: whether programs of tier 2 wait for the numbers themselves, not for flags.
     """
 
     backward: bool = False
@@ -52,6 +53,7 @@ class Form(NamedTuple):
     bias_x: bool = False
     biases: tuple[bool, ...] = ()
     tf32: bool = False
+    by_data: bool = False
 
     @property
     def apart(self) -> bool:
@@ -382,7 +384,7 @@ class Text:
         """
         plan, cell, h = self.plan, self.cell, self.plan.hidden_size
         for n, d in enumerate(plan.gradients.x.values() if "H" in sizes else ()):
-            self.store(self.at(self.row("dx"), n * h, "H"), self.valid(self.value(d)), "H")
+            self.store_gradient("dx", n * h, self.value(d), "H")
         for k, l in enumerate(cell.linears):
             direct = inside or l.name not in plan.carried_back
             if direct and l.out_size in sizes and not plan.shares_gradient(l):
@@ -394,11 +396,14 @@ class Text:
     def store_outputs(self, l: Linear) -> None:
         """The gradients of a matmul's outputs."""
         shared = self.plan.shares_gradient(l)
-        row = self.row("dx" if shared else f"dr{self.numbers[l.name]}")
+        name = "dx" if shared else f"dr{self.numbers[l.name]}"
         size = self.plan.sizes[l.out_size]
         for n, d in enumerate(self.plan.gradients.linear[l.name].values()):
-            where = self.at(row, n * size, l.out_size)
-            self.store(where, self.valid(self.value(d)), l.out_size)
+            self.store_gradient(name, n * size, self.value(d), l.out_size)
+
+    def store_gradient(self, name: str, column: int, value: str, size: str) -> None:
+        """That of a gate or of an output, from some column of an array on."""
+        self.store(self.at(self.row(name), column, size), self.valid(value), size)
 
     # -- the file --------------------------------------------------------------------------------
     def finish(self, name: str, about: str) -> Printed:
