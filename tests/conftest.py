@@ -81,7 +81,8 @@ FIXED_ISA = {
     # They choose it themselves, and try all.
     *("test_cpu_math.py", "test_properties.py"),
     # They reach no kernel of the CPU engine.
-    *("test_cards.py", "test_gpu.py", "test_gpu_tools.py", "test_lang.py", "test_layouts.py", "test_package.py"),
+    *("test_cards.py", "test_gpu.py", "test_gpu_tools.py", "test_lang.py", "test_layouts.py"),
+    "test_package.py",
     *("test_reference.py", "test_selection.py", "test_tolerances.py", "test_torch_gpu.py"),
     # They look at what is around a kernel, which is the same one on both sides.
     *("test_bench.py", "test_demo.py", "test_docs.py", "test_keras_examples.py"),

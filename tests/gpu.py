@@ -21,6 +21,7 @@ from anycell.torch.device import DeviceHost  # noqa: E402
 
 DEVICE = torch.device("cuda" if CARD else "cpu")
 SLOW = [] if CARD else [pytest.mark.slow]  # marks of what is slow in the interpreter alone
+without_a_card = pytest.mark.skipif(CARD, reason="a card shows more")
 
 
 class Poisoned(DeviceHost):

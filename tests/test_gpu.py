@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu import SLOW, by_gpu  # before anything else that may import Triton
+from gpu import SLOW, by_gpu, without_a_card  # before anything else that may import Triton
 from numpy.testing import assert_array_equal
 from problems import (
     AWKWARD,
@@ -85,7 +85,6 @@ SITUATIONS: list[dict[str, Any]] = [
     {"resets": True, "training": True, "seed": 5},
 ]
 EXCHANGES = ["flags", "data"]  # of tier 2
-each_cell = pytest.mark.parametrize("cell", EVERY, ids=repr)
 # Tier 2 shares the units of these out.
 SHARED = [c for c in EVERY if cooperative.refusal(plan(c, 18, "float32", "gpu", {"P": 9})) is None]
 some_cells = pytest.mark.parametrize("cell", FEW, ids=repr)
@@ -131,6 +130,7 @@ def test_shared(cell: Cell, exchange: str, rng: np.random.Generator) -> None:
     assert_right(by_gpu(problem, tier=2, exchange=exchange), problem)
 
 
+@without_a_card
 def test_programs_wait_for_one_another() -> None:
     """Tier 2 as it runs on a card, all programs at once; and what happens if one never comes."""
     found = script("tests", "exchange.py")
@@ -190,13 +190,18 @@ def test_sixteen_bits(cell: Cell, tier: int, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.gpu
-@each_cell
+@pytest.mark.grid
+@pytest.mark.parametrize("number", range(len(SITUATIONS)))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_sixteen_bits_on_a_card(cell: Cell, dtype: str, rng: np.random.Generator) -> None:
-    shared = any(cell is one for one in SHARED)
-    for number in range(len(SITUATIONS)):
-        for tier in (3, 1, 2)[: 2 + shared]:
-            assert_sixteen(problem_of(cell, (5, 19, 33), rng, number), dtype, tier)
+@pytest.mark.parametrize(
+    ("cell", "tier"),
+    [(cell, tier) for cell in EVERY for tier in (3, 1)] + [(cell, 2) for cell in SHARED],
+    ids=str,
+)
+def test_sixteen_bits_on_a_card(
+    cell: Cell, tier: int, dtype: str, number: int, rng: np.random.Generator
+) -> None:
+    assert_sixteen(problem_of(cell, (5, 19, 33), rng, number), dtype, tier)
 
 
 @pytest.mark.gpu
@@ -471,6 +476,7 @@ def assert_fits(reports: list[dict[str, Any]]) -> None:
         assert report["spilled"] == 0, report
 
 
+@without_a_card
 def test_kernels_compile_without_a_card() -> None:
     one = ("--cells", "LSTM", "--dtypes", "bfloat16", "--capabilities", "90", "--largest", "256")
     found = compiled(*one)

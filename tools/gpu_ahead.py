@@ -5,12 +5,13 @@ Triton's cache.
 
 Which kernels these are, the tools' own lists say: a layer runs as there, on tensors of the CPU, and
 a stand-in for the CUDA driver starts nothing. It needs no card if it is told of one, as
-``anycell.engines.gpu.capacity`` knows it. Prints a line of JSON for each layer.
+``anycell.engines.gpu.capacity`` knows it. Prints a line of JSON for each pass of a layer.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +34,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--device", help="name, capability, shared, registers, processors")
-    parser.add_argument("--only", type=int, help="so many layers")
+    parser.add_argument("--only", type=int, help="so many passes of layers")
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -53,33 +54,49 @@ def main() -> None:
     os._exit(0)  # without waiting for those
 
 
-def jobs() -> list[tuple[Any, ...]]:
-    """Cell, dtype, T, B, I, H, layers, directions of each layer that is timed or stressed, once."""
+class Job(NamedTuple):
+    """A pass of a contender of ``gpu_bench``."""
+
+    cell: str
+    dtype: str
+    T: int
+    B: int
+    I: int
+    H: int
+    L: int
+    D: int
+    contender: str
+    train: bool
+
+
+def jobs() -> list[Job]:
+    """Of each layer that is timed or stressed, once."""
     import gpu_bench
     import gpu_stress
 
-    every = [tuple(case)[1:] for case in gpu_bench.chosen("targets")]
-    every[1:1] = [
+    shapes = [tuple(case)[1:] for case in gpu_bench.chosen("targets")]
+    shapes[1:1] = [
         ("LSTM", "bfloat16", s.steps, gpu_stress.BATCH, s.hidden, s.hidden, 1, 1)
         for s in gpu_stress.STRAINS
     ]
-    return list(dict.fromkeys(every))
+    kinds = itertools.product(("anycell", "anycell, data"), (True, False))
+    return [Job(*shape, *kind) for kind in kinds for shape in dict.fromkeys(shapes)]
 
 
-def compiled(job: tuple[Any, ...], device: str) -> dict[str, Any]:
-    """Runs both passes of a layer, without a card."""
+def compiled(job: Job, device: str) -> dict[str, Any]:
+    """Runs the kernels of a job, without a card."""
     import gpu_bench
     import torch
 
     torch.set_num_threads(1)
-    case, begin = gpu_bench.Case("ahead", *job), time.monotonic()
-    line = {**case._asdict()}
+    case, begin = gpu_bench.Case("target", *job[:-2]), time.monotonic()
+    line = dict(job._asdict())
     try:
         with without_a_card(device, case.dtype == "tf32"):
-            layer = gpu_bench.contenders(case, "cpu")["anycell"]
+            layer = gpu_bench.contenders(case, "cpu").get(job.contender)
             x = torch.empty(case.T, case.B, case.I, dtype=gpu_bench.dtype_of(case))
-            for train in (False, True):
-                gpu_bench.call(layer, x, train)()
+            if layer is not None:
+                gpu_bench.call(layer, x, job.train)()
     except Exception as error:
         line["error"] = gpu_bench.told(error)
     return {**line, "seconds": round(time.monotonic() - begin, 1)}

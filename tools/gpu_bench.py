@@ -8,7 +8,8 @@ the loops that people write.
 Prints JSON: a line per cell, shape, dtype, pass and contender, with microseconds per step (the
 median of interleaved runs, by CUDA events), the quartiles, the peak of allocated memory, and of
 torch's own layer the kernel that takes the most time, which tells the algorithm that cuDNN's
-heuristics picked. "tf32" is float32 whose matmuls may round to TF32, ours and torch's.
+heuristics picked. "tf32" is float32 whose matmuls may round to TF32, ours and torch's; "anycell,
+data" is ours, whose programs tell by the numbers themselves that these are there.
 
 Contenders must agree before they are timed: an error beyond the tolerance is written in the place
 of a time. So is whatever a case or a contender raises, and what time does not allow. Only a card
@@ -18,6 +19,7 @@ that no longer answers ends the run, with status 70; ``--after`` goes on behind 
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
 import statistics
@@ -36,7 +38,7 @@ from anycell.bench import torch_loops
 from anycell.bench.shapes import all_shapes
 from anycell.engines.gpu import capacity
 from anycell.plan import plan
-from anycell.torch.device import host_of
+from anycell.torch.device import DeviceHost, host_of
 
 
 @anycell.cell(gates="i f g o", state="h c")
@@ -200,8 +202,7 @@ def measured(case: Case) -> Iterator[dict[str, Any]]:
     agreeing, right = {}, None
     for name, layer in contenders(case).items():
         try:
-            with torch.no_grad():
-                out = layer(x[:LOOP_STEPS])[0].float()
+            out = once(layer, x[:LOOP_STEPS])
             torch.cuda.synchronize()
         except Exception as error:
             yield {**card, "contender": name, "error": told(error)}
@@ -234,11 +235,19 @@ def measured(case: Case) -> Iterator[dict[str, Any]]:
                 "quartiles": [quartiles[0], quartiles[2]],
                 "peak_bytes": peaks[name],
             }
-            if name == "anycell":
+            if name.startswith("anycell"):
                 line["tier"] = tier(case, bool(train))
+                line["engine"] = str(agreeing[name].engine)
             if name == "torch":
                 line["kernel"] = longest_kernel(runs[name])
             yield line
+
+
+def once(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Its outputs, without gradients, in float32."""
+    DeviceHost.exchange = getattr(layer, "exchange", "flags")
+    with torch.no_grad():
+        return layer(x)[0].float()
 
 
 def dtype_of(case: Case) -> torch.dtype:
@@ -260,6 +269,9 @@ def contenders(case: Case, device: str = "cuda") -> dict[str, Any]:
     options |= {"num_layers": case.L, "bidirectional": case.D == 2}
     ours = anycell.torch.RNN(CELLS[case.cell], case.I, case.H, **options)
     found = {"anycell": ours}
+    if case.name == "target" and dtype_of(case) is torch.bfloat16:
+        found["anycell, data"] = copy.copy(ours)  # the same weights
+        found["anycell, data"].exchange = "data"
     if hasattr(torch.nn, case.cell):
         theirs = getattr(torch.nn, case.cell)(case.I, case.H, **options)
         drop_in = getattr(anycell.torch, case.cell)(case.I, case.H, **options)
@@ -286,10 +298,12 @@ def call(layer: Any, x: torch.Tensor, train: bool) -> Callable[[], None]:
     """What is timed."""
 
     def forward() -> None:
+        DeviceHost.exchange = getattr(layer, "exchange", "flags")
         with torch.no_grad():
             layer(x)
 
     def both() -> None:
+        DeviceHost.exchange = getattr(layer, "exchange", "flags")
         for parameter in layer.parameters():
             parameter.grad = None
         layer(x)[0].sum().backward()

@@ -87,11 +87,14 @@ def tool(name: str, *words: str) -> tuple[str, ...]:
 def plan() -> list[Part]:
     """What matters most first. On a card, with 16 cores, at most 540 seconds."""
     jobs = str(cores())
-    smoke = itertools.product(("bfloat16", "float32"), "213", ("forward", "backward"))
-    checks = [
-        Command(f"smoke-{tier}-{passes}-{dtype}", tool("gpu_smoke", tier, passes, dtype))
-        for dtype, tier, passes in smoke
+    smoke = [
+        (tier, passes, dtype, exchange)
+        for dtype in ("bfloat16", "float32")
+        for tier, exchange in (("2", "flags"), ("2", "data"), ("1", "flags"), ("3", "flags"))
+        for passes in ("forward", "backward")
+        if (dtype, exchange) != ("float32", "data")
     ]
+    checks = [Command("-".join(("smoke", *words)), tool("gpu_smoke", *words)) for words in smoke]
     sanitized = [
         Command(
             f"sanitizer-{tier}",
@@ -525,7 +528,7 @@ def of_smoke(results: Results) -> Iterator[str]:
             lines = results.lines(name)
             told = [f"{line['cell']} {smoke(line)}" for line in lines if "cell" in line]
             rows.append((*name.split("-")[1:], "; ".join(told) or "nothing was said"))
-    yield from table(("tier", "pass", "dtype", "error / limit"), rows)
+    yield from table(("tier", "pass", "dtype", "exchange", "error / limit"), rows)
 
 
 def smoke(line: dict[str, Any]) -> str:
@@ -552,7 +555,7 @@ def of_exchange(results: Results) -> Iterator[str]:
 
 
 def of_timings(results: Results) -> Iterator[str]:
-    names = ("torch", "anycell", "drop-in", "loop", "loop, graph")
+    names = ("torch", "anycell", "anycell, data", "drop-in", "loop", "loop, graph")
     passes = ("forward", "forward+backward")
     rows: dict[tuple[str, ...], dict[tuple[str, str], str]] = {}
     said = []
@@ -712,16 +715,16 @@ def dry_plan() -> list[Part]:
     return [
         Part("card", 4, 4, (stand_in("card", says(*card), essential=True),)),
         Part("smoke", 5, 8, (
-            stand_in("smoke-2-forward-bfloat16",
+            stand_in("smoke-2-forward-bfloat16-flags",
                      says({**smoke, "worst": 0.31, "of": "output", "seconds": 1.0})),
-            stand_in("smoke-2-backward-bfloat16",
+            stand_in("smoke-2-backward-bfloat16-flags",
                      says({**smoke, "worst": 31.0, "of": "d x", "seconds": 1.0}, status=1)),
-            stand_in("smoke-1-forward-bfloat16", "print('begins')\nraise ValueError('no')"),
-            stand_in("smoke-1-backward-bfloat16", HANGS),
-            stand_in("smoke-3-forward-bfloat16", DEAF),
-            stand_in("smoke-3-backward-bfloat16", DEAFER),
-            stand_in("smoke-3-forward-float32", DIES),
-            stand_in("smoke-2-forward-float32", says({**smoke, "refused": "no such kernels"})),
+            stand_in("smoke-1-forward-bfloat16-flags", "print('begins')\nraise ValueError('no')"),
+            stand_in("smoke-1-backward-bfloat16-flags", HANGS),
+            stand_in("smoke-3-forward-bfloat16-flags", DEAF),
+            stand_in("smoke-3-backward-bfloat16-flags", DEAFER),
+            stand_in("smoke-3-forward-float32-flags", DIES),
+            stand_in("smoke-2-forward-float32-flags", says({**smoke, "refused": "no kernels"})),
         ), each=1.0),
         Part("ahead", 3, 5, (stand_in("ahead", LEAVES),)),
         Part("exchange", 3, 5, (stand_in("exchange", says(

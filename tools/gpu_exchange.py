@@ -7,8 +7,8 @@ once they are there. "barrier" writes and reads no numbers. Prints a line of JSO
 programs: microseconds per step, from the difference of a long and a short launch, the median of
 several; and whether every step saw what the step before had written.
 
-"step" is a layer of the least cell there is, one gate, in each way of exchange that
-``cooperative`` has: the exchange, and a matmul of 16 columns.
+"step" is a layer of the least cell there is, one gate, by flags and by data: the exchange, and a
+matmul of 16 columns.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import anycell
 from anycell import cells
-from anycell.engines.gpu import cooperative
 from anycell.engines.gpu.launch import Launch
 from anycell.engines.gpu.text import Printed, power_of_two
 from anycell.torch.device import DeviceHost, host_of
 
 PROGRAMS = (8, 16, 24, 32, 48, 64, 96, 128)
 SHORT, LONG, RUNS = 256, 2304, 7
-ROWS, UNITS, CHUNK = 16, 16, 128  # of a program, and what it reads at once
+ROWS, UNITS, CHUNK, WARPS = 16, 16, 128, 4  # of a program, and what it reads at once
+WAYS = ("flags", "data")  # of ``DeviceHost.exchange``
 
 KERNEL = '''"""The exchange alone, of {programs} programs{kind}."""
 
@@ -80,7 +80,7 @@ def printed(programs: int, numbers: bool) -> Printed:
     """The kernel of so many programs, which exchange numbers or only meet."""
     sizes = {
         "programs": programs, "rows": ROWS, "units": UNITS, "chunk": CHUNK,
-        "width": programs * UNITS, "lanes": power_of_two(programs),
+        "width": programs * UNITS, "lanes": power_of_two(programs, 32 * WARPS),
         "share": 1.0 / (programs * UNITS),
     }  # fmt: skip
     body = BODY.format(**sizes) if numbers else ""
@@ -90,7 +90,7 @@ def printed(programs: int, numbers: bool) -> Printed:
         ("count", "i32"),
     )  # fmt: skip
     source = KERNEL.format(**sizes, body=body, kind=kind)
-    return Printed("exchange", source, arguments, (ROWS, UNITS), "H", 4, cooperative=True)
+    return Printed("exchange", source, arguments, (ROWS, UNITS), "H", WARPS, cooperative=True)
 
 
 def main() -> None:
@@ -104,7 +104,7 @@ def main() -> None:
     card = torch.device("cuda", torch.cuda.current_device())
     host = host_of(torch.bfloat16, card)
     assert host.limits is not None
-    kinds = ("barrier", "numbers", *(f"step, {way}" for way in ways()))
+    kinds = ("barrier", "numbers", *(f"step, {way}" for way in WAYS))
     for kind, programs in itertools.product(kinds, PROGRAMS):
         line: dict[str, Any] = {"kind": kind, "programs": programs}
         if programs > host.limits.processors:
@@ -121,11 +121,6 @@ def main() -> None:
         if "error" in line:
             torch.cuda.synchronize()  # a lost card ends the run here
     sys.exit(not good)
-
-
-def ways() -> tuple[str, ...]:
-    """The ways of exchange that tier 2 knows."""
-    return getattr(cooperative, "WAYS", ("flags",))
 
 
 def timed(kind: str, programs: int, host: DeviceHost) -> dict[str, Any]:
@@ -175,15 +170,15 @@ def least(programs: int, steps: int, way: str) -> Any:
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     layer = anycell.torch.RNN(cells.RNN, 16, width, **options)
     x = torch.randn(steps, ROWS, 16, **options)
+    before = DeviceHost.tier, DeviceHost.exchange
 
     def run() -> None:
-        with torch.no_grad():
-            before, DeviceHost.tier = DeviceHost.tier, 2
-            try:
-                with set_way(way):
-                    layer(x)
-            finally:
-                DeviceHost.tier = before
+        DeviceHost.tier, DeviceHost.exchange = 2, way
+        try:
+            with torch.no_grad():
+                layer(x)
+        finally:
+            DeviceHost.tier, DeviceHost.exchange = before
 
     return run
 
