@@ -203,6 +203,7 @@ def test_smoke(passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     smoke = load("gpu_smoke")
     monkeypatch.setattr(smoke, "STEPS", 3)
     monkeypatch.setattr(smoke, "BATCH", 3)
+    monkeypatch.setattr(smoke, "CALLS", 2)
     monkeypatch.setattr(smoke, "HIDDEN", {1: 9, 2: 18, 3: 9})
     monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
     case = smoke.Case(3, passes, "float32", "flags")

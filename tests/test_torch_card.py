@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from gpu import CARD, DEVICE, SLOW, torch  # before anything else that may import Triton
 from test_torch_gpu import results
-from tolerances import NO_WORSE_THAN_16, assert_close, error
+from tolerances import assert_close
 
 import anycell
 from anycell import cells
@@ -235,9 +235,10 @@ def test_the_default_device(tier: int, seed: int) -> None:
 
 
 @gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch's own
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_layers(tier: int, mode: str, seed: int) -> None:
-    """By Inductor, with something around the layer; the bits of the plain call."""
+    """By Inductor, with something around the layer."""
     if not ops.AVAILABLE or not ops.ON_CARDS:
         pytest.skip("PyTorch is too old")
     torch._dynamo.reset()
@@ -290,28 +291,23 @@ def test_a_graph_of_the_user_s(tier: int) -> None:
 @pytest.mark.parametrize("name", ["LSTM", "GRU"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_drop_ins(name: str, dtype: str, seed: int) -> None:
-    """Without a mask cuDNN runs them, and the results are torch's own; with one, our kernels do,
-    and are as close to float64 as cuDNN is without.
-    """
+    """Without a mask cuDNN runs them, with one our kernels do."""
     options: dict[str, Any] = {"device": "cuda", "dtype": getattr(torch, dtype)}
-    theirs = getattr(torch.nn, name)(8, 64, 2, bidirectional=True, **options)
-    ours = getattr(anycell.torch, name)(8, 64, 2, bidirectional=True, **options)
+    theirs = getattr(torch.nn, name)(8, 64, bidirectional=True, **options)
+    ours = getattr(anycell.torch, name)(8, 64, bidirectional=True, **options)
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(40, 20, 8, **options)
     allowed = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     try:
-        right, wanted = theirs(x)[0], theirs.double()(x.double())[0].detach().cpu()
+        same, right = ours(x)[0], theirs(x)[0]
     finally:
         torch.backends.cudnn.allow_tf32 = allowed
-    assert_close(ours(x)[0].detach().double().cpu(), right.detach().double().cpu(), dtype,
-                 "forward")  # fmt: skip
+    assert torch.equal(same, right)
     masked, _ = ours(x, mask=torch.ones(40, 20, dtype=torch.bool, device="cuda"))
-    if dtype == "float32":
-        assert_close(masked.detach().cpu(), wanted, dtype, "forward")
-    else:
-        least = error(right.detach().double().cpu(), wanted, ())
-        assert error(masked.detach().double().cpu(), wanted, ()) <= NO_WORSE_THAN_16 * least
+    wanted = theirs.double()(x.double())[0]
+    for found in (same, masked):
+        assert_close(found.detach().double().cpu(), wanted.detach().cpu(), dtype, "forward")
 
 
 @gpu

@@ -32,6 +32,7 @@ CELLS = (cells.LSTM, cells.GRU)
 STEPS, INPUTS = 20, 24  # more steps than a graph of tier 3 has
 HIDDEN = {1: 64, 2: 256, 3: 100}
 BATCH = 20  # more rows than a program has
+CALLS = 4  # of which the later ones are graphs, in tier 3
 
 
 class Case(NamedTuple):
@@ -74,7 +75,7 @@ def tried(cell: Any, case: Case, device: str) -> dict[str, Any]:
     before = DeviceHost.tier, DeviceHost.exchange
     DeviceHost.tier, DeviceHost.exchange = case.tier, case.exchange
     try:
-        found = results(layer, x, training)
+        calls = [results(layer, x, training) for _ in range(CALLS)]
     except Exception as raised:
         if "cannot run" in str(raised):  # a tier that has no such kernels
             return {"refused": str(raised)}
@@ -82,8 +83,8 @@ def tried(cell: Any, case: Case, device: str) -> dict[str, Any]:
     finally:
         DeviceHost.tier, DeviceHost.exchange = before
     parts = {
-        name: error(value, right[name], ()) / limit(case.dtype, kind_of(name))
-        for name, value in found.items()
+        name: max(error(call[name], value, ()) for call in calls) / limit(case.dtype, kind_of(name))
+        for name, value in right.items()
     }
     worst = max(parts, key=lambda name: parts[name])
     seconds = round(time.monotonic() - begin, 1)
