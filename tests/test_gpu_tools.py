@@ -187,7 +187,10 @@ TOOLS_OF_A_CARD = {
 }
 
 
-@pytest.mark.parametrize("tool", TOOLS_OF_A_CARD)
+@pytest.mark.parametrize(
+    "tool",
+    [pytest.param(t, marks=[pytest.mark.slow] * (n > 0)) for n, t in enumerate(TOOLS_OF_A_CARD)],
+)
 @without_a_card
 def test_without_a_card(tool: str, tmp_path: Path) -> None:
     """They say so, and fail."""
@@ -226,6 +229,57 @@ def test_smoke(passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fused, "device", SimpleNamespace(**{**vars(device), "forward": broken}))
     assert smoke.tried(cells.LSTM, case, DEVICE.type) == {"error": "RuntimeError: CUDA error"}
+
+
+def test_stress_counts_wrong_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, with launches that are made up: the fourth one gives another bit."""
+    import torch
+
+    stress = load("gpu_stress")
+    calls: list[int] = []
+
+    def launcher(_: Any) -> Any:
+        def run() -> list[Any]:
+            calls.append(1)
+            return [torch.ones(3), torch.full((2,), float(len(calls) == 4))]
+
+        return run
+
+    class Stream:
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: Any) -> None: ...
+
+    host = SimpleNamespace(limits=None, trouble=torch.zeros(1))
+    tiers: list[int] = [2]
+    monkeypatch.setattr(stress, "host_of", lambda *_: host)
+    monkeypatch.setattr(stress, "launcher", launcher)
+    monkeypatch.setattr(
+        stress.capacity, "choose",
+        lambda *_, **__: SimpleNamespace(tier=tiers[-1], reason="too large"),
+    )  # fmt: skip
+    for name in ("zeros", "randn"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(
+            torch, name,
+            lambda *s, make=make, **o: make(*s, **{**o, "device": "cpu"}),
+        )  # fmt: skip
+    monkeypatch.setattr(torch, "mm", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    line = stress.strained(stress.Strain(512, 50, True, 1.0), 8, 60.0)
+    assert (line["launches"], line["wrong"], line["gave_up"]) == (8, 1, 0)
+    assert line["why_fewer"] is None
+    line = stress.strained(stress.Strain(512, 50, False, 1.0), 8, 0.0)
+    assert (line["launches"], line["why_fewer"]) == (0, "0 seconds were over")
+    tiers.append(3)
+    line = stress.strained(stress.STRAINS[0], 8, 60.0)
+    assert line == {"refused": "this card runs tier 3: too large"}
+    assert sum(strain.share for strain in stress.STRAINS) == pytest.approx(1.0)
+    assert {(strain.hidden, strain.train) for strain in stress.STRAINS} == {
+        (hidden, train) for hidden in (512, 768) for train in (False, True)
+    }
 
 
 @pytest.mark.parametrize("numbers", [False, True])
@@ -293,11 +347,15 @@ assert len(set(every)) == len(every) and every[0].H == 768 and every[1].H == 512
 """
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_ahead() -> None:
     """Those that a layer would start on a card of which only the numbers are known."""
     made, wrong = outside("-c", AHEAD).splitlines()
     assert made == str([(f"{way}_cooperative", 90) for way in ("forward", "backward")])
     assert wrong.startswith("KeyError")
+    card = ("--device", "a card,90,232448,65536,132", "--jobs", "1")
+    late = outside(str(TOOLS / "gpu_ahead.py"), *card, "--only", "2", "--seconds", "0")
+    assert json.loads(late) == {"skipped": 2, "why": "0 seconds were over"}
 
 
 # -- the whole run ---------------------------------------------------------------------------------

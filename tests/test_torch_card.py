@@ -389,7 +389,7 @@ for mine, right in zip(*found):
     "where", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=gpu)]
 )
 def test_keras_on_torch(where: str) -> None:
-    """A Keras layer on the card, against itself on the CPU."""
+    """A Keras layer on the card, step by step as yet, against itself on the CPU."""
     pytest.importorskip("keras")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"KERAS_BACKEND": "torch", "PYTHONPATH": str(Path(__file__).parents[1])}
@@ -399,6 +399,6 @@ def test_keras_on_torch(where: str) -> None:
                           capture_output=True, text=True)  # fmt: skip
     assert said.returncode == 0, said.stderr
     engine, *errors = said.stdout.splitlines()
-    assert f"name='{'gpu' if where == 'cuda' else 'cpu'}'" in engine
+    assert f"name='{'composite' if where == 'cuda' else 'cpu'}'" in engine
     for found, kind in zip(errors, ("forward", "gradient"), strict=True):
         assert_close(1 + float(found), 1.0, "float32", kind)

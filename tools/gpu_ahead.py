@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, TimeoutError, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,16 +42,20 @@ def main() -> None:
     todo = jobs()[: args.only]
     pool = ProcessPoolExecutor(args.jobs, initializer=os.nice, initargs=(5,))
     runs = [pool.submit(compiled, job, device) for job in todo]
+    good = True
     try:
         for run in as_completed(runs, timeout=max(0.0, end - time.monotonic())):
-            print(json.dumps(run.result()), flush=True)
+            died = run.exception()  # of the process: what a job raises is in its line
+            line = run.result() if died is None else {"error": f"{type(died).__name__}: {died}"}
+            print(json.dumps(line), flush=True)
+            good &= "error" not in line
     except TimeoutError:
         left = sum(not run.done() for run in runs)
         print(json.dumps({"skipped": left, "why": f"{args.seconds:g} seconds were over"}))
     sys.stdout.flush()
     for process in list((pool._processes or {}).values()):
         process.kill()
-    os._exit(0)  # without waiting for those
+    os._exit(not good)  # without waiting for those
 
 
 class Job(NamedTuple):

@@ -193,8 +193,9 @@ GRACE = (10.0, 3.0)  # seconds after an interrupt, after an abort
 
 def environment() -> dict[str, str]:
     """Of all processes: one cache of kernels, and no interpreter."""
-    settings = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "PYTHONPATH": str(ROOT)}
-    found = {**os.environ, **settings}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    found = {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(paths)}
     found.pop("TRITON_INTERPRET", None)
     return found
 
@@ -648,11 +649,13 @@ def of_tests(results: Results) -> Iterator[str]:
 
 
 def of_failures(results: Results) -> Iterator[str]:
-    """The last words of each process that failed, beside JSON, which the tables have."""
+    """The last words of each process that failed. Of JSON, which the tables have, only errors."""
     last = {record["name"]: record["result"] for record in results.records if failed(record)}
     for name, outcome in last.items():
-        lines = results.texts.get(name, "").strip().splitlines()
-        tail = [line for line in lines if not line.startswith("{")][-6:]
+        text = results.texts.get(name, "")
+        errors = [str(line["error"]) for line in lines_of(text) if "error" in line]
+        plain = [line for line in text.strip().splitlines() if not line.startswith("{")]
+        tail = [*dict.fromkeys(errors), *plain][-6:]
         if tail:
             yield f"{name}: {outcome}"
             yield from [f"    {line[:160]}" for line in tail]

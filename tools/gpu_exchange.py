@@ -8,7 +8,8 @@ programs: microseconds per step, from the difference of a long and a short launc
 several; and whether every step saw what the step before had written.
 
 "step" is a layer of the least cell there is, one gate, by flags and by data: the exchange, and a
-matmul of 16 columns.
+matmul of 16 columns. "programs" is then what there are with 16 units each; "choice" says how many
+there were.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import anycell
 from anycell import cells
+from anycell.engines.gpu import capacity
 from anycell.engines.gpu.launch import Launch
 from anycell.engines.gpu.text import Printed, power_of_two
+from anycell.plan import plan
 from anycell.torch.device import DeviceHost, host_of
 
 PROGRAMS = (8, 16, 24, 32, 48, 64, 96, 128)
@@ -125,9 +128,12 @@ def main() -> None:
 
 def timed(kind: str, programs: int, host: DeviceHost) -> dict[str, Any]:
     """Microseconds per step, and whether the numbers are right."""
+    line: dict[str, Any] = {}
     if kind.startswith("step"):
         runs = [least(programs, steps, kind.partition(", ")[2]) for steps in (SHORT, LONG)]
-        right = True
+        one = plan(cells.RNN, programs * UNITS, "bfloat16", "gpu")
+        choice = capacity.choose(one, host.limits, tier=2, batch=ROWS)
+        line["choice"], right = choice.reason, True  # which may be of fewer programs
     else:
         values = {
             "data": torch.zeros(LONG + 1, ROWS, programs * UNITS, device=host.device),
@@ -148,7 +154,7 @@ def timed(kind: str, programs: int, host: DeviceHost) -> dict[str, Any]:
     for _ in range(RUNS):
         short, long = map(milliseconds, runs)
         slopes.append(1e3 * (long - short) / (LONG - SHORT))
-    return {"us_per_step": round(statistics.median(slopes), 3), "right": bool(right)}
+    return {**line, "us_per_step": round(statistics.median(slopes), 3), "right": bool(right)}
 
 
 def alone(kind: str, programs: int, steps: int, host: DeviceHost, values: dict[str, Any]) -> Any:
