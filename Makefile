@@ -9,16 +9,20 @@ DAYS   ?= 7
 
 VENV   := .venv
 OLDEST := .venv-oldest
+TRITON := .venv-tritons
 RUN    := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest -n $(JOBS) --dist worksteal
 FAST   := -m "not slow and not more and not gpu"
 NARROW := -m "not slow and not fixed_isa and not gpu"
 
+# The Tritons that PyTorch brings, beside the environment's own.
+TRITONS := $(shell sed -n 's/^triton==//p' requirements/tritons.txt)
+
 # Prints every instruction set of this machine but the widest, which is the default.
 NARROWER := from anycell.engines.cpu.isa import available; print(*available()[:-1])
 
 help: ## list the targets
-	@sed -En 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -En 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 21
 
 demo: $(VENV)/demo.stamp ## train on a real series, in PyTorch, and draw what came out (3 minutes)
 	$(RUN) examples/demo.py
@@ -46,6 +50,9 @@ test-oldest: $(OLDEST)/stamp ## those of Keras and TensorFlow, on their oldest v
 		tests/test_keras.py tests/test_keras_tensorflow.py tests/test_keras_accelerate.py tests/test_tf1.py \
 		tests/test_tf1_programs.py
 
+test-tritons: $(TRITONS:%=$(TRITON)/%/stamp) $(VENV)/dev.stamp ## kernels and the interpreter, under every Triton (4 GB)
+	$(RUN) tools/gpu_tritons.py --jobs $(JOBS)
+
 lint: $(VENV)/dev.stamp ## ruff and mypy
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
@@ -62,7 +69,7 @@ wheel: $(VENV)/dev.stamp ## dist/anycell-*-py3-none-any.whl
 	$(RUN) -m pip wheel . --no-deps --no-build-isolation --wheel-dir dist
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) $(OLDEST) dist out .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(TRITON) dist out .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 $(VENV)/keras.stamp: requirements/dev.txt
 
@@ -80,9 +87,15 @@ $(OLDEST)/stamp: requirements/oldest.txt
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
+# In a directory of its own, which goes in front of the environment's packages.
+$(TRITON)/%/stamp: | $(RUN)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target $(@D) triton==$*
+	@touch $@
+
 $(RUN):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "anycell needs Python 3.10 or newer")'
 	$(PYTHON) -m venv $(VENV)
 
-.PHONY: help demo test test-all test-oldest lint format bench wheel clean
+.PHONY: help demo test test-all test-oldest test-tritons lint format bench wheel clean
 .DELETE_ON_ERROR:

@@ -9,13 +9,15 @@ checkpoints both passes go segment by segment, and all segments of a direction s
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from anycell.engines import gpu
-from anycell.engines.gpu import Call, Form, Host, Span, capacity
-from anycell.engines.gpu.step import Step, print_step, staged
+from anycell.engines.gpu import Call, Form, Host, Span, capacity, refusals
+from anycell.engines.gpu.step import Step, print_step
+from anycell.engines.gpu.steps import BLOCKS
 from anycell.engines.gpu.text import Printed, apart, keeps
 from anycell.lang.cell import RECURRENT, Linear
 from anycell.layer import (
@@ -42,10 +44,40 @@ def _printed(plan: Plan, form: Form, choice: capacity.Choice) -> Kernels:
     return print_step(plan, form) if choice.tier == 3 else gpu.print_whole(plan, form, choice)
 
 
-def _kernels(host: Host, plan: Plan, form: Form, batch: int) -> Kernels:
-    """The kernels of the tier that fits."""
-    choice = capacity.choose(plan, host.limits, form.backward, host.tier, batch)
-    return _printed(plan, form, choice)
+def _choices(host: Host, plan: Plan, form: Form, batch: int) -> tuple[capacity.Choice, ...]:
+    return capacity.choices(plan, host.limits, form.backward, host.tier, batch, host.tf32)
+
+
+def _kernels(host: Host, plan: Plan, form: Form, batch: int) -> tuple[capacity.Choice, Kernels]:
+    """The best choice that the device has not refused, and its kernels."""
+    for choice in _choices(host, plan, form, batch):
+        kernels = _printed(plan, form, choice)
+        if not isinstance(kernels, Printed):
+            return choice, kernels
+        if not refusals.refuses(host.limits, kernels, math.prod(gpu.grid(kernels, plan, batch))):
+            return choice, kernels
+    refused = "; ".join(map(str, refusals.of_plan(plan)))
+    raise RuntimeError(f"tier={host.tier} cannot run cell {plan.cell.name} here: {refused}.")
+
+
+class _Again(Exception):
+    """The device has refused a kernel: the next choice takes its place."""
+
+
+def _until_it_runs(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A pass that begins anew where the device refuses its kernel. It changes no argument, so that
+    nothing of the attempt before is left.
+    """
+
+    @functools.wraps(run)
+    def repeated(*args: Any, **options: Any) -> Any:
+        while True:
+            try:
+                return run(*args, **options)
+            except _Again:
+                continue
+
+    return repeated
 
 
 def _exchange(host: Host, plan: Plan, kernels: Kernels, batch: int) -> dict[str, Any]:
@@ -67,6 +99,7 @@ def _exchange(host: Host, plan: Plan, kernels: Kernels, batch: int) -> dict[str,
     return values
 
 
+@_until_it_runs
 def forward(
     host: Host, plan: Plan, x: Array, weights: Sequence[Weights], options: Options, *, keep: bool
 ) -> tuple[Array, list[Array], Saved | None]:
@@ -117,6 +150,7 @@ def forward(
     return out, finals, saved if keep else None
 
 
+@_until_it_runs
 def backward(
     host: Host,
     plan: Plan,
@@ -199,12 +233,13 @@ class _Run:
         self.x, (self.steps, self.batch) = saved.x, saved.x.shape[:2]
         self.widths = [plan.sizes[s.size] for s in plan.cell.states]
         self.width = len(plan.cell.gates) * plan.hidden_size
-        self.chunk = chunk_steps(plan, self.steps, self.batch, CHUNK_BYTES)
-        self.kernels = _kernels(host, plan, form, self.batch)
+        self.chunk = _chunk(plan, self.steps, self.batch)
+        self.choice, self.kernels = _kernels(host, plan, form, self.batch)
         self.matrices = [_used(host, plan, l, self.w.matmul(l)[0]) for l in plan.cell.linears]
+        if form.backward and isinstance(self.kernels, Printed) and self.kernels.cooperative:
+            self.matrices = [host.rounded(host.turned(matrix)) for matrix in self.matrices]
         self.values = _constants(host, plan, self.w)
         self.values |= _exchange(host, plan, self.kernels, self.batch)
-        self.values |= _products(host, plan, form, self.batch)
         if saved.reset:
             _point_resets(self.values, saved.reset[d])
         self.turn = 0  # of buffers that take turns
@@ -242,8 +277,24 @@ class _Run:
             chunk.end - chunk.begin, draws,
         )  # fmt: skip
         if self.batch:
-            self.turn += gpu.run(self.kernels, call)
+            try:
+                self.turn += gpu.run(self.kernels, call)
+            except gpu.Refused as refused:
+                self._remember(refused)
+                raise _Again from refused
             self.done += call.steps
+
+    def _remember(self, refused: gpu.Refused) -> None:
+        """For the next attempt; tier 3 has no next one."""
+        limits = self.host.limits
+        if limits is None or not isinstance(self.kernels, Printed):
+            raise refused
+        choices = _choices(self.host, self.plan, self.form, self.batch)
+        rest = choices[choices.index(self.choice) + 1 :]
+        about = self.plan, self.form, self.choice, rest[0] if rest else None
+        refusals.remember(
+            self.kernels, refusals.Refusal(limits, *about, refused.why, refused.programs)
+        )
 
 
 class _Forward(_Run):
@@ -427,7 +478,14 @@ class _Backward(_Run):
 
 def _segment(plan: Plan, x: Array, options: Options) -> int:
     steps, batch = x.shape[0], x.shape[1]
-    return segment_steps(options.checkpoint, steps, chunk_steps(plan, steps, batch, CHUNK_BYTES))
+    return segment_steps(options.checkpoint, steps, _chunk(plan, steps, batch))
+
+
+def _chunk(plan: Plan, steps: int, batch: int) -> int:
+    """Steps of a chunk: all of them, or whole graphs, one at least, however much that takes."""
+    count = chunk_steps(plan, steps, batch, CHUNK_BYTES)
+    block = next((block for block in BLOCKS if block <= count), BLOCKS[-1])
+    return min(max(1, steps), -(-count // block) * block)
 
 
 def _form(
@@ -443,7 +501,6 @@ def _form(
         keep=keep,
         bias_x=w.bias_ih is not None and not backward,
         biases=tuple(w.matmul(l)[1] is not None and not backward for l in cell.linears),
-        tf32=host.tf32 and plan.dtype == "float32",
         by_data=host.exchange == "data",
     )
 
@@ -457,19 +514,6 @@ def _constants(host: Host, plan: Plan, w: Weights) -> dict[str, Any]:
     if cell.hyper:
         values["hyper"] = host.numbers(list(cell.hyper.values()))
     return values
-
-
-def _products(host: Host, plan: Plan, form: Form, batch: int) -> dict[str, Array]:
-    """Buffers between matmuls and kernels: float32 results, and operands computed in the step."""
-    found = {}
-    for k, l in enumerate(plan.cell.linears):
-        out, into = len(l.outputs) * plan.sizes[l.out_size], plan.sizes[l.in_size]
-        width, name = (into, f"back{k}") if form.backward else (out, f"product{k}")
-        shape = (batch, width) if l.heads == 1 else (l.heads, batch, width // l.heads)
-        found[name] = host.empty(shape, wide=True)
-        if not form.backward and staged(plan, form, l):
-            found[f"operand{k}"] = host.empty((batch, into))
-    return found
 
 
 def _used(host: Host, plan: Plan, l: Linear, weight: Array) -> Array:
@@ -506,8 +550,9 @@ def keeps_state(plan: Plan, i: int) -> bool:
 
 def _row_blocks(kernels: Kernels, batch: int) -> int:
     """How many programs share out the rows, where the gradients of parameters are summed."""
-    every = [kernels] if isinstance(kernels, Printed) else kernels.stages[-1].kernels
-    rows = next(k.tile[0] for k in every if "dparam" in dict(k.arguments))
+    last = (kernels,) if isinstance(kernels, Printed) else kernels.stages[-1].kernels
+    # Of several kernels, the one that writes results of that size.
+    rows = next(k.tile[0] for k in last if k.size == "H" or len(last) == 1)
     return -(-batch // rows)
 
 
@@ -536,12 +581,12 @@ class _Sums:
         if self.ih is not None:
             host.matmul_add(host.turned(dg), x, self.ih)
         if self.bias_ih is not None:
-            self.bias_ih += dg.sum(0)
+            self.bias_ih += host.summed(dg)
         for l, (d, operand) in zip(self.plan.cell.linears, pairs, strict=True):
             weight, bias = self.matmuls[l.weight]
             size = self.plan.sizes[l.out_size]
             out, into = size // l.heads, operand.shape[1] // l.heads
-            total: Any = None if bias is None else d.sum(0)
+            total: Any = None if bias is None else host.summed(d)
             if l.outputs == l.declared and l.heads == 1:
                 host.matmul_add(host.turned(d), operand, weight)
                 if bias is not None:
@@ -565,7 +610,7 @@ class _Sums:
             found[name] = rounded(weight)
             found[f"{name}_bias"] = None if bias is None else rounded(bias)
         h, states = self.plan.hidden_size, range(len(cell.states))
-        total: Any = values["dparam"].sum(0) if cell.params else None
+        total: Any = self.host.summed(values["dparam"]) if cell.params else None
         return Weights(
             ih=None if self.ih is None else rounded(self.ih),
             hh=found.pop(RECURRENT, None),

@@ -381,7 +381,7 @@ class _Page:
         return lines
 
     def _tiers(self) -> list[str]:
-        from anycell.engines.gpu import capacity
+        from anycell.engines.gpu import capacity, refusals
 
         rows = capacity.BATCH
         lines = [
@@ -389,6 +389,8 @@ class _Page:
         ]
         for card, name, why in capacity.table(self.plan):
             lines += _indent(_wrap(f"{card:8}  {name:8}  {why}"))
+        for refusal in refusals.of_plan(self.plan):
+            lines += _indent(_wrap(str(refusal)))
         return lines
 
     def _geometry(self, name: str, generator: Generator) -> Iterator[str]:

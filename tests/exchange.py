@@ -1,11 +1,13 @@
 """Runs the programs of a cooperative kernel (tier 2) all at once, in Triton's interpreter.
 
-    python tests/exchange.py            prints what came out, as JSON
+    python tests/exchange.py data       or flags; prints what came out, as JSON
 
 The interpreter runs one program after the other, which could only wait for each other forever. Here
 each program of a launch is a process of its own, all on shared memory: they exchange h, and the
 gradients of the gates, through the same loads, stores and flags as on a card. A script, because a
 process with threads, as a test runner's is, had better not fork.
+
+It fails where the programs at once compute anything else than one after the other.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import functools
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from gpu import Poisoned, by_gpu  # before anything else that may import Triton
 from problems import Arrays, Problem, assert_right, assert_same, random_problem
 from triton.runtime import interpreter
 
-from anycell import cells
+from anycell import Cell, cells, device
 from anycell.engines import gpu
 from anycell.engines.gpu import Call, Printed
 from anycell.torch.device import DeviceHost
@@ -32,7 +35,7 @@ from anycell.torch.device import DeviceHost
 class Shared(Poisoned):
     """Its arrays are the same memory in all processes."""
 
-    absent: tuple[tuple[int, int], ...] = ()  # programs that never run
+    absent: tuple[int, int, bool] | None = None  # a program that never runs, and in which pass
     made: list[Any]
 
     def empty(self, *args: Any, **options: Any) -> Any:
@@ -58,11 +61,12 @@ def run_at_once(kernel: Printed, call: Call) -> int:
     children = []
     for group in range(groups):
         for program in range(programs):
-            if (group, program) in call.host.absent:  # type: ignore[attr-defined]
+            if (group, program, call.form.backward) == call.host.absent:  # type: ignore[attr-defined]
                 continue
             child = os.fork()
             if child == 0:
                 pretend((group, program, 0), (groups, programs, 1))
+                time.sleep(0.02 * program)  # the others have to wait
                 launch(0)
                 os._exit(0)
             children.append(child)
@@ -81,37 +85,83 @@ def pretend(place: tuple[int, int, int], shape: tuple[int, int, int]) -> None:
     interpreter.GridExecutor._restore_args_dev = lambda *_: None
 
 
-def together(problem: Problem) -> Arrays:
+def together(problem: Problem, exchange: str, **options: Any) -> Arrays:
     """The problem, solved by all programs at once."""
     Shared.made = []
     one_by_one, gpu._run_interpreted = gpu._run_interpreted, run_at_once
     try:
-        return by_gpu(problem, tier=2, host_class=Shared)
+        return by_gpu(problem, tier=2, exchange=exchange, host_class=Shared, **options)
     finally:
         gpu._run_interpreted = one_by_one
 
 
-def main() -> None:
-    """Two programs, and so two processes; then one of them never comes."""
-    options = {"masked": True, "resets": True}
-    rng = np.random.default_rng(5)
-    problem = random_problem(cells.PeepholeLSTM, (5, 4, 18), rng, "float32", **options)
-    solution = together(problem)
-    assert_right(solution, problem)
-    one_by_one = by_gpu(problem, tier=2)  # which adds gradients of parameters in another order
-    assert_same(solution, one_by_one, *[n for n in solution if not n.startswith("d params")])
+def make(cell: Cell, shape: tuple[int, int, int], dtype: str = "float32", **options: Any) -> Problem:
+    """A problem; in 16 bits, of numbers that have so many."""
+    problem = random_problem(cell, shape, np.random.default_rng(5), "float32", **options)
+    if dtype == "float32":
+        return problem
+    return problem.map(lambda _, a: a if a.dtype == bool else a.astype(dtype).astype("float32"))
 
+
+def compare(problem: Problem, exchange: str, **options: Any) -> Arrays:
+    """At once the same bits as one by one, but for sums over time in another order."""
+    solution = together(problem, exchange, **options)
+    one_by_one = by_gpu(problem, tier=2, exchange=exchange, **options)
+    assert_same(solution, one_by_one, *[n for n in solution if not n.startswith("d params")])
+    return solution
+
+
+def right(exchange: str) -> None:
+    """Two programs or three, in several cells, dtypes, chunks of time and segments."""
+    hard = {"masked": True, "resets": True}
+    problem = make(cells.PeepholeLSTM, (5, 4, 18), **hard)
+    assert_right(compare(problem, exchange), problem)
+    # Memory that one launch after the other uses: of gradients that of chunks, of h of segments.
+    problem = make(cells.LSTM, (5, 3, 18), reverse=True, masked=True)
+    problem["gates_x"][:] = np.nan_to_num(problem["gates_x"])
+    whole, device.CHUNK_BYTES = device.CHUNK_BYTES, 2 * problem["gates_x"][0].nbytes
+    solution = compare(problem, exchange, projected=True, checkpoint=3)
+    device.CHUNK_BYTES = whole
+    del solution["d weights ih"]  # which the problem has not
+    assert_right(solution, problem)
+    for units in (34, 17):  # words of two numbers, and of one
+        compare(make(cells.GRU, (4, 17, units), "float16", **hard), exchange, dtype="float16")
+
+
+def blank(exchange: str) -> bool:
+    """Whether NaN of all bits, which data as flags reserve, comes and goes like any other."""
+    problem = make(cells.LSTM, (4, 3, 18))
+    for name in ("state h", "gates_x"):
+        problem[name].view("uint32")[..., 1, :] = 0xFFFFFFFF  # of row 1
+    solution = together(problem, exchange)
+    return bool(np.isnan(solution["outputs"][:, 1]).all() and np.isfinite(solution["outputs"][:, ::2]).all())
+
+
+def absent(exchange: str, backward: bool) -> dict[str, Any]:
+    """What happens if a program never comes."""
+    problem = make(cells.PeepholeLSTM, (5, 4, 18))
+    Shared.absent, Shared.patience = (0, 1, backward), 20_000_000
     found: dict[str, Any] = {}
-    Shared.absent, Shared.patience = ((0, 1),), 20_000_000
     try:
-        together(problem)
+        together(problem, exchange, backwards=2)
     except RuntimeError as error:
         found["error"] = str(error)
     hidden = Shared.made[0]  # [T + 1, B, H]
-    found["finite"] = bool(hidden[1, :, :16].isfinite().all())
-    found["lost"] = bool(hidden[2:, :, :16].isnan().all())
+    found["h"] = [bool(h.isfinite().all()) for h in hidden[:, :, :16]]
+    if backward:  # that of the gates, which is the first array of this pass
+        dx = next(a for a in Shared.made if a.shape == (5, 4, 72))
+        found["dx"] = [bool(d.isfinite().all()) for d in dx[:, :, :16]]
+    Shared.absent = None
+    return found
+
+
+def main(exchange: str) -> None:
+    """All of it."""
+    right(exchange)
+    found = {"blank": blank(exchange)}
+    found |= {way: absent(exchange, way == "backward") for way in ("forward", "backward")}
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

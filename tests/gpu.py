@@ -49,7 +49,7 @@ def by_gpu(
         tier: of kernels.
         projected: through an input projection whose weight is the unit matrix.
         backwards: the backward pass runs so many times.
-        replays: runs two steps of tier 3 at a time, as graphs do.
+        replays: graphs of tier 3, as ``interpreted_graphs`` makes them.
         host_class: where arrays come from.
         exchange: of the programs of tier 2.
         checkpoint: steps of a segment.
@@ -60,7 +60,7 @@ def by_gpu(
     sizes = {s: width(s, hidden) for s in cell.sizes.values()}
     chosen = plan(cell, hidden, dtype, "gpu", sizes)
     host = host_class(getattr(torch, dtype), DEVICE)
-    host.tier, host.replay, host.replay_steps = tier, replays, 2
+    host.tier, host.replay = tier, replays
     host.exchange = exchange
 
     def array(given: Any) -> Any:

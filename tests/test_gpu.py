@@ -7,18 +7,29 @@ they are compiled ahead of time for cards that are not there.
 from __future__ import annotations
 
 import ast
+import gc
 import inspect
 import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from gpu import SLOW, by_gpu, without_a_card  # before anything else that may import Triton
+from gpu import (  # before anything else that may import Triton
+    DEVICE,
+    SLOW,
+    Poisoned,
+    by_gpu,
+    torch,
+    without_a_card,
+)
 from numpy.testing import assert_array_equal
 from problems import (
     AWKWARD,
@@ -33,17 +44,20 @@ from problems import (
 from random_cells import random_cell
 from test_engines import Detached, LowRank, Masks, Namesakes, Sampler, Small
 from tolerances import assert_close, error, limit
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import anycell
-from anycell import Cell, cells, device
+from anycell import Cell, cells, device, layer
 from anycell.engines import gpu
 from anycell.engines.gpu import build, capacity, cooperative
 from anycell.engines.gpu.cooperative import Slice
+from anycell.engines.gpu.launch import Launch
 from anycell.engines.gpu.step import print_step
 from anycell.engines.gpu.text import FUNCTIONS, Form
 from anycell.lang.ops import TABLE
 from anycell.plan import plan
-from anycell.torch.graphs import Replays
+from anycell.torch.device import DeviceHost
+from anycell.torch.graphs import Replays, captured
 
 EVERY = [
     cells.LSTM,
@@ -264,6 +278,7 @@ def test_chunks_of_time(
         for steps in (1, 2) if cell is cells.LSTM else (2,):
             width = problem["gates_x"][0].nbytes
             monkeypatch.setattr(device, "CHUNK_BYTES", steps * width)
+            monkeypatch.setattr(device, "BLOCKS", (1,))
             solution = by_gpu(problem, tier=tier, projected=True)
             d_ih = solution.pop("d weights ih")
             same = [name for name in solution if name.split()[:2] not in SUMMED]
@@ -277,15 +292,313 @@ def test_chunks_of_time(
 SUMMED = [["d", "weights"], ["d", "params"]]  # in another order for other chunks
 
 
-@some_cells
+# -- graphs of launches ----------------------------------------------------------------------------
+
+
+class Graphs(Replays):
+    """Where no card is: what a graph would replay runs again. Counts the captures."""
+
+    def __init__(self, blocks: tuple[int, ...] = (2,), plain: int = 0) -> None:
+        super().__init__(self.capture_nothing, blocks, plain)
+        self.captures = 0
+
+    def capture_nothing(self, run: Any) -> Any:
+        self.captures += 1
+        return run
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(c, marks=[] if k % 4 == 0 or c in FEW else SLOW) for k, c in enumerate(EVERY)],
+    ids=repr,
+)
 def test_graphs(cell: Cell, rng: np.random.Generator) -> None:
-    """Steps that run on memory of their own, as a captured graph does, and a rest that does not."""
-    replays = Replays(lambda run: run)
+    """Graphs of four steps and of two, and a rest that is in none: plainly, and with masks, resets,
+    in reverse, with random masks.
+    """
+    graphs = Graphs((4, 2))
     for number in (0, 1):
-        problem = problem_of(cell, (5, 3, 7), rng, number)
-        # Not the same bits: those of the host's matmul may follow where its arrays lie.
-        assert_right(by_gpu(problem, replays=replays), problem)
-    assert replays.graphs
+        problem = problem_of(cell, (7, 2, 9), rng, number)
+        assert_right(by_gpu(problem, replays=graphs), problem)
+    assert graphs.captures == 8  # two lengths, two passes, two situations
+
+
+def test_a_graph_serves_all_calls_of_a_form(rng: np.random.Generator) -> None:
+    """Other weights, other memory, other lengths."""
+    graphs, elsewhere = Graphs(), []
+    for steps in (4, 5, 2):
+        problem = random_problem(cells.PeepholeLSTM, (steps, 2, 4), rng, "float32")
+        assert_right(by_gpu(problem, replays=graphs), problem)
+        elsewhere.append(torch.empty(1 + 100 * steps, device=DEVICE))
+    assert graphs.captures == 2
+
+
+def test_chunks_of_graphs(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States in float32 and their gradients take turns, steps of random masks go on counting."""
+    monkeypatch.setattr(device, "BLOCKS", (1,))
+    for number, steps in ((1, 3), (4, 2)):
+        problem = problem_of(cells.ZoneoutLSTM, (5, 2, 5), rng, number)
+        problem["gates_x"][:] = np.nan_to_num(problem["gates_x"])
+        monkeypatch.setattr(device, "CHUNK_BYTES", steps * problem["gates_x"][0].nbytes)
+        solution = by_gpu(problem, replays=Graphs(), projected=True)
+        del solution["d weights ih"]  # which the problem knows nothing of
+        assert_right(solution, problem)
+
+
+class Copies(TorchDispatchMode):
+    """Counts what would start a copy on a device: all that torch does between launches, but for
+    matmuls and views.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.count, self.launches, start = 0, 0, Launch.__call__
+
+        def launched(launch: Launch, t: int) -> None:
+            self.launches += 1
+            with _disable_current_modes():  # the interpreter's own
+                start(launch, t)
+
+        monkeypatch.setattr(Launch, "__call__", launched)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        view = any(
+            a.alias_info is not None and not a.alias_info.is_write
+            for a in function._schema.arguments
+        )
+        self.count += not view and function.overloadpacket.__name__ not in ("mm", "bmm", "empty")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cell", [cells.GRU(reset_after=False), cells.sLSTM(heads=3)], ids=repr)
+def test_steps_copy_nothing(
+    cell: Cell, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for replays in (Graphs((4,)), None):
+        counts = []
+        for steps in (4, 9):
+            problem = random_problem(cell, (steps, 2, 6), rng, "float32", reverse=True)
+            with monkeypatch.context() as patch, Copies(patch) as copies:
+                by_gpu(problem, replays=replays, host_class=DeviceHost)
+            counts.append((copies.count, copies.launches))
+        assert counts[0][0] == counts[1][0] > 0
+        assert counts[0][1] < counts[1][1]
+
+
+def test_a_new_form_gets_no_graph_at_once(rng: np.random.Generator) -> None:
+    """As batches of ragged sizes are, each another form; nor do sequences that are too short."""
+
+    def run(rows: int, steps: int = 4) -> int:
+        problem = random_problem(cells.RNN, (steps, rows, 3), rng, "float32")
+        assert_right(by_gpu(problem, replays=graphs), problem)
+        return graphs.captures
+
+    graphs = Graphs(plain=2)
+    assert not any(map(run, (1, 2, 3, 4, 5)))
+    assert run(2) == 0
+    assert run(2) == run(2) == 2  # both passes, the third time
+    assert [run(3, steps=1) for _ in range(3)] == [2] * 3
+    assert run(3, steps=3) == 2
+
+
+def test_graphs_that_are_not_used_go(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And their memory; it is shared where the shapes are the same."""
+    monkeypatch.setattr("anycell.torch.graphs.KEPT", 2)
+    monkeypatch.setattr("anycell.torch.graphs.COUNTED", 3)
+    graphs, plain = Graphs(), Graphs(plain=1)
+    for rows in (1, 2, 3):
+        problem = random_problem(cells.LSTM, (2, rows, 3), rng, "float32")
+        for replays in (graphs, plain):
+            assert_right(by_gpu(problem, replays=replays), problem)
+        assert len(graphs.graphs) == 2  # the passes of one form
+        gc.collect()  # what would be captured refers to its graphs
+        rows_held = {shape[0] for _, name, (shape, *_) in graphs.memory if name == "product0"}
+        assert rows_held == {rows}
+    assert len([name for _, name, _ in graphs.memory if name == "weight0"]) == 1
+    assert len(plain.calls) == 3 and not plain.graphs
+
+
+@pytest.mark.parametrize("first", ["inference", "training"])
+def test_graphs_under_inference_mode(first: str, rng: np.random.Generator) -> None:
+    """Their memory serves calls in any mode, whichever comes first."""
+    graphs = Graphs()
+    problem = random_problem(cells.LSTM, (5, 3, 7), rng, "float32")
+    modes = [torch.inference_mode, torch.no_grad, torch.enable_grad]
+    for mode in modes if first == "inference" else reversed(modes):
+        with mode():
+            assert_right(by_gpu(problem, replays=graphs), problem)
+    assert graphs.captures == 2
+
+
+def test_threads_take_turns(rng: np.random.Generator) -> None:
+    """Two threads on one stream have the same form, and so the same table: neither may fill it
+    before the last launch of the other.
+    """
+    problems = [random_problem(cells.LSTM, (4, 3, 7), rng, "float32") for _ in range(2)]
+    inside, most, lock = 0, 0, threading.Lock()
+
+    def capture(run: Any) -> Any:
+        def replay() -> None:
+            nonlocal inside, most
+            with lock:
+                inside += 1
+                most = max(most, inside)
+            time.sleep(0.05)  # for the other one, which would come now
+            run()
+            with lock:
+                inside -= 1
+
+        return replay
+
+    replays = Replays(capture, (2,), 0)
+    with ThreadPoolExecutor(2) as pool:
+        solutions = pool.map(lambda problem: by_gpu(problem, replays=replays), problems)
+        for problem, solution in zip(problems, solutions, strict=True):
+            assert_right(solution, problem)
+    assert most == 1
+
+
+def test_streams_have_graphs_of_their_own(rng: np.random.Generator) -> None:
+    """What one stream reads another one may be writing: no table, no buffer is shared."""
+
+    class Elsewhere(Poisoned):
+        def stream(self) -> int:
+            return number
+
+    graphs = Graphs()
+    problem = random_problem(cells.LSTM, (4, 3, 7), rng, "float32")
+    for number in (1, 2, 1):  # noqa: B007 (a stream's)
+        assert_right(by_gpu(problem, replays=graphs, host_class=Elsewhere), problem)
+    assert graphs.captures == 4
+    memory: dict[int, set[int]] = {}
+    for (stream, *_), tensor in graphs.memory.items():
+        memory.setdefault(stream, set()).add(tensor.data_ptr())
+    assert len(memory) == 2 and not memory[1] & memory[2]
+
+
+def test_a_capture_of_the_user_s_takes_launches(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    graphs = Graphs()
+    problem = random_problem(cells.LSTM, (4, 3, 7), rng, "float32")
+    assert_right(by_gpu(problem, replays=graphs), problem)
+    assert not graphs.graphs and not graphs.captures
+
+
+def test_chunks_are_whole_graphs() -> None:
+    """As long as memory allows, but no shorter than the shortest graph."""
+
+    def chunk(hidden: int, rows: int, steps: int) -> int:
+        return device._chunk(plan(cells.LSTM, hidden, "bfloat16", "gpu"), steps, rows)
+
+    assert chunk(1024, 1024, 512) == 16  # 8 would be 64 MB
+    assert chunk(1024, 128, 512) == 64
+    assert chunk(768, 16, 1000) == 512  # 500 twice would be no whole graphs
+    assert chunk(768, 16, 300) == 300  # the whole sequence
+    assert chunk(1024, 1024, 5) == 5
+    assert chunk(1024, 300, 1000) == 32
+    assert chunk(8, 1, 0) == 1
+
+
+def test_sums_of_chunks_are_not_rounded(rng: np.random.Generator) -> None:
+    """In 16 bits the gradient of a bias is no sum of rounded sums; one may not even be finite."""
+    host = DeviceHost(torch.float16, DEVICE)
+    for cell in (cells.LSTM, cells.GRU(reset_after=False)):
+        one = plan(cell, 4, "float16", "gpu")
+        width = 4 * len(cell.gates)
+        weights = layer.Weights(
+            ih=host.zeros((width, 3)),
+            hh=host.zeros((width, 4)),
+            bias_ih=host.zeros((width,)),
+            bias_hh=host.zeros((width,)),
+            linears={"hn": host.zeros((4, 4)), "hn_bias": None},
+        )
+        sums = device._Sums(host, one, weights, True)
+        widths = [4 * len(l.outputs) for l in cell.linears]
+        chunks = rng.uniform(0.0, 1.0, (100, 64, width)).astype("float16")
+        chunks[:2] = [[[2000.0]], [[-2000.0]]]  # which sum up to more than there is in float16
+        for chunk in chunks:
+            dg = torch.tensor(chunk, device=DEVICE)
+            pairs = [(dg[:, :n], host.zeros((64, 4))) for n in widths]
+            sums.add(dg, host.zeros((64, 3)), pairs)
+        right = chunks.astype("float64").sum((0, 1))
+        assert_close(sums.bias_ih.cpu(), right, "float32", "gradient")
+        _, bias = sums.matmuls["hh"]
+        assert_close(bias.cpu()[: widths[0]], right[: widths[0]], "float32", "gradient")
+
+
+def test_the_default_device_moves_nothing() -> None:
+    """Neither what kernels report by, which the host reads, nor lengths that are a list."""
+    torch.set_default_device("meta")
+    try:
+        host = DeviceHost(torch.float32, DEVICE)
+        assert host.trouble.device.type == "cpu" and int(host.trouble[0]) == 0
+        layer = anycell.torch.RNN(cells.LSTM, 2, 3, device=DEVICE)
+        x = torch.ones(4, 2, 2, device=DEVICE)
+        output, _ = layer(x, lengths=[4, 2])
+        assert output.device.type == DEVICE.type and not output[2:, 1].any()
+    finally:
+        torch.set_default_device(None)
+
+
+def test_what_kernels_report_outlives_inference_mode() -> None:
+    host = DeviceHost(torch.float32, DEVICE)
+    with torch.inference_mode():
+        assert not host.trouble.is_inference()
+    host.trouble[0] = 1
+
+
+@pytest.mark.gpu
+def test_the_default_device_on_a_card() -> None:
+    """Tier 2, which has memory that host and device share."""
+    torch.set_default_device("cuda")
+    try:
+        host = DeviceHost(torch.bfloat16, DEVICE)
+        assert host.trouble.is_pinned() and host.trouble.device.type == "cpu"
+        layer = anycell.torch.RNN(cells.PeepholeLSTM, 32, 512, dtype=torch.bfloat16)
+        output, _ = layer(torch.ones(4, 2, 32, dtype=torch.bfloat16), lengths=[4, 2])
+        assert output.is_cuda and not output[2:, 1].any() and output.isfinite().all()
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "cell", [cells.LSTM, cells.GRU(reset_after=False), cells.LayerNormLSTM], ids=repr
+)
+def test_captured_graphs_on_a_card(cell: Cell, dtype: str, rng: np.random.Generator) -> None:
+    """Forty steps, two graphs and a rest: the bits of launches one by one, other weights too."""
+    replays = Replays(captured)
+    for _ in range(2):
+        problem = random_problem(cell, (40, 19, 64), rng, "float32")
+        right = by_gpu(problem, dtype)
+        for _ in range(4):  # the third call captures
+            assert_same(by_gpu(problem, dtype, replays=replays), right)
+    assert [sorted(graphs.captured) for graphs in replays.graphs.values()] == [[16], [16]]
+
+
+@pytest.mark.gpu
+def test_a_capture_of_the_user_s_on_a_card() -> None:
+    """A graph around a layer of tier 3 reads the input anew with each replay."""
+    layer = anycell.torch.RNN(cells.LayerNormLSTM, 32, 200, device="cuda")
+    x = torch.randn(20, 3, 32, device="cuda")
+    with torch.no_grad():
+        layer(x)  # loads the kernels
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output, _ = layer(x)
+        for _ in range(2):
+            x.normal_()
+            graph.replay()
+            assert torch.equal(output, layer(x)[0])
 
 
 @pytest.mark.parametrize("cell", FEW[:2], ids=repr)
@@ -453,11 +766,13 @@ def script(folder: str, name: str, *arguments: str) -> str:
     """What a script says, in a process of its own, where Triton is told anew what to do."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = Path(__file__).parents[1]
+    # After the checkout, what this process found too: it may be another Triton.
+    paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     said = subprocess.run(
         [sys.executable, str(root / folder / name), *arguments],
         capture_output=True,
         text=True,
-        env={**environment, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        env={**environment, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
     )
     assert said.returncode == 0, said.stderr
     return said.stdout

@@ -197,6 +197,7 @@ def test_drop_ins_with_checkpoints_are_ours() -> None:
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of two steps: a segment is one chunk or more."""
     monkeypatch.setattr(device, "chunk_steps", lambda *_: 2)
+    monkeypatch.setattr(device, "BLOCKS", (1,))
 
 
 HALF = {"dtype": torch.float16}

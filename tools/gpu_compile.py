@@ -1,23 +1,28 @@
 """Compiles the GPU engine's kernels ahead of time, for cards that need not be there, and reports
 what the compiler says: registers, spills, shared memory, matrix instructions.
 
-    python tools/gpu_compile.py                          every cell, tier, dtype and capability
-    python tools/gpu_compile.py --cells LSTM --tiers 1   some of them
-    python tools/gpu_compile.py --json --jobs 2          a line of JSON for each kernel
-    python tools/gpu_compile.py --read FILE              such lines as a table of Markdown
+    python tools/gpu_compile.py                          the whole grid: cells, tiers, dtypes, cards
+    python tools/gpu_compile.py --cells LSTM --tiers 1   some of it
+    python tools/gpu_compile.py --json FILE --jobs 2     a line of JSON for each kernel, added to
+                                                         the file; what it has is not done again
+    python tools/gpu_compile.py --read FILE ...          such lines as Markdown
 
-Kernels of tiers 1 and 2 are compiled at the largest of some hidden sizes that the capacity model
-allows, those of tier 2 for 16 rows and for 128.
+The Triton that Python finds compiles: PYTHONPATH chooses another one (see tools/gpu_tritons.py).
+Kernels of tiers 1 and 2 are compiled at the largest hidden size that the capacity model allows (in
+tier 2, of the multiples of 128), for the smallest card of each kind; those of tier 2 for 16 rows
+and for 128. Where a kernel does not fit, the model's next choice is compiled, as the engine would.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,15 +35,24 @@ from anycell.engines.gpu.text import Form, Printed
 from anycell.plan import Plan, plan
 
 EVERY = {c.name: c for c in vars(cells).values() if isinstance(c, Cell)}
-# The smallest of each kind: what fits there fits its siblings.
-CARDS = {80: "A100", 90: "H100", 100: "B200"}
-SIZES = {1: (128, 64, 32, 16), 2: (2048, 1664, 1024, 768, 512, 256), 3: (500,)}
+# One of each kind: four gates, a bundle of three, row reductions, heads, two matmuls in a row.
+FEW = "LSTM GRU LayerNormLSTM sLSTM MultiplicativeLSTM".split()
+# The smallest card of each capability: what fits there fits its siblings. Of the outer ones, few.
+CARDS = {
+    capability: min(
+        (d for d in capacity.DEVICES if d.capability == capability), key=lambda d: d.processors
+    )
+    for capability in sorted({d.capability for d in capacity.DEVICES})
+}
+GRID = {75: FEW, 80: list(EVERY), 90: list(EVERY), 100: list(EVERY), 120: FEW}
+SIZES = {1: (512, 256, 128, 64, 32, 16), 2: (*range(2048, 0, -128), 64), 3: (500,)}
 BATCHES = {1: (16,), 2: (16, 128), 3: (16,)}
 
 
 class Report(NamedTuple):
-    """What the compiler says of a kernel."""
+    """What the compiler says of a kernel; None where it failed."""
 
+    triton: str
     cell: str
     tier: int
     hidden: int
@@ -48,95 +62,149 @@ class Report(NamedTuple):
     kernel: str
     warps: int
     rows: int  # of a program's tile
-    registers: int
-    spilled: int  # bytes of each thread's local memory
-    shared: int
     limit: int  # of shared memory
-    matrices: str  # which matrix instructions
-    seconds: float  # that compiling took; next to none where Triton's cache had it
+    choice: int  # of those that the capacity model has, the best is 0
+    text: str  # a digest
+    registers: int | None = None
+    spilled: int | None = None  # bytes of each thread's local memory
+    shared: int | None = None
+    hidden_arguments: int | None = None  # of Triton's own
+    matrices: str = "-"  # which matrix instructions
+    seconds: float = 0.0  # that compiling took; next to none where Triton's cache had it
+    fits: bool = False  # what ``build.Binary.misfit`` allows
+    error: str = ""
 
 
-def main() -> None:
-    """The report as a table."""
+def main() -> int:
+    """The report, a line for each kernel; 1 if some kernel finds no form that fits."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cells", nargs="+", default=list(EVERY), choices=list(EVERY))
+    parser.add_argument("--cells", nargs="+", choices=list(EVERY))
     parser.add_argument("--tiers", nargs="+", type=int, default=list(SIZES))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--capabilities", nargs="+", type=int, default=list(CARDS))
+    parser.add_argument("--capabilities", nargs="+", type=int, choices=list(CARDS))
     parser.add_argument("--largest", type=int, default=1 << 20, help="hidden size of tiers 1 and 2")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--read", type=Path)
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE")
+    parser.add_argument("--read", nargs="+", type=Path, metavar="FILE")
     args = parser.parse_args()
     if args.read:
-        print("\n".join(markdown(args.read)))
-        return
-    if not args.json:
-        print(*(f"{name:>10}" for name in Report._fields))
-    # What is quickest first, by tier, for every cell: a run that is cut short has seen something of
-    # each.
-    grid = itertools.product(
-        sorted(args.tiers, reverse=True), args.capabilities, args.dtypes, args.cells
-    )
-    with ProcessPoolExecutor(args.jobs) as pool:
-        runs = [pool.submit(reports, *point, args.largest) for point in grid]
-        for report in itertools.chain.from_iterable(run.result() for run in as_completed(runs)):
-            if args.json:
-                print(json.dumps(report._asdict()), flush=True)
-            else:
-                print(*(f"{value!s:>10}" for value in report), flush=True)
+        print("\n".join(markdown(lines(args.read))))
+        return 0
+    grid = {c: args.cells or GRID[c] for c in args.capabilities or GRID if c in CARDS}
+    points = [
+        (tier, capability, dtype, cell)
+        # What is quickest first, by tier, for every cell: a run that is cut short has seen
+        # something of each.
+        for tier in sorted(args.tiers, reverse=True)
+        for capability, names in grid.items()
+        for dtype in args.dtypes
+        for cell in names
+    ]
+    file = None if args.json in (None, "-") else Path(args.json)
+    begun = time.perf_counter()
+    reports = []
+    for report in run(points, args.largest, args.jobs, lines([file]) if file else []):
+        reports.append(report._asdict())
+        if file:
+            with file.open("a", encoding="utf-8") as out:
+                print(json.dumps(report._asdict()), file=out)
+        if args.json == "-":
+            print(json.dumps(report._asdict()), flush=True)
+        else:
+            print(sentence(report), flush=True)
+    seconds = time.perf_counter() - begun
+    unfit = [line for line in taken(reports) if not line["fits"]]
+    print(f"{len(reports)} kernels in {seconds:.0f} s; {len(unfit)} do not fit", file=sys.stderr)
+    return int(bool(unfit))
 
 
-def markdown(path: Path) -> Iterator[str]:
-    """Lines of JSON as a table: a row for each cell, tier and pass, a column for each card and
-    dtype, with hidden size, registers, bytes spilled, shared memory and matrix instructions; of
-    several kernels, as in tier 3, the most of each number.
+# What tells a kernel from the others, whatever its text.
+KEY = "triton cell tier batch dtype capability kernel".split()
+
+
+def lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """What files say; of what they say twice, the last."""
+    latest = {}
+    for path in paths:
+        for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            line = json.loads(text)
+            latest[tuple(line[name] for name in (*KEY, "choice"))] = line
+    return list(latest.values())
+
+
+def taken(every: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each kernel the first choice that fits; if there is none, the best."""
+    chosen: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in sorted(every, key=lambda line: (not line["fits"], line["choice"])):
+        chosen.setdefault(tuple(line[name] for name in KEY), line)
+    return list(chosen.values())
+
+
+def run(
+    points: Iterable[tuple[int, int, str, str]],
+    largest: int,
+    jobs: int,
+    before: list[dict[str, Any]],
+) -> Iterator[Report]:
+    """Reports on all kernels of these points that are not among those before."""
+    known = {(line["triton"], line["capability"], line["text"]): line["fits"] for line in before}
+    with ProcessPoolExecutor(jobs) as pool:
+        version, runs = pool.submit(triton_version).result(), []
+        for tier, capability, dtype, name in points:
+            for forms in kernels(tier, capability, dtype, name, largest):
+                todo = []
+                for kernel, report in forms:
+                    fits = known.get((version, capability, report.text))
+                    if fits:
+                        break
+                    if fits is None:
+                        todo.append((kernel, report._replace(triton=version)))
+                if todo:
+                    runs.append(pool.submit(first_that_fits, todo))
+        for one in as_completed(runs):
+            yield from one.result()
+
+
+def triton_version() -> str:
+    """In a process of its own: this one prints texts and needs none."""
+    import triton
+
+    return triton.__version__
+
+
+def digest(kernel: Printed) -> str:
+    """Of all that a compiler is told of a kernel."""
+    return hashlib.sha256(repr(kernel).encode()).hexdigest()[:12]
+
+
+def kernels(
+    tier: int, capability: int, dtype: str, name: str, largest: int
+) -> Iterator[list[tuple[Printed, Report]]]:
+    """All kernels of a cell, of both passes; each in the forms that the model chooses, the best
+    first.
     """
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    columns = sorted({(line["dtype"], line["capability"]) for line in lines})
-    found: dict[tuple[Any, ...], dict[tuple[str, int], list[dict[str, Any]]]] = {}
-    for line in lines:
-        way = line["kernel"].partition("_")[0]
-        row = found.setdefault((line["tier"], line["batch"], way, line["cell"]), {})
-        row.setdefault((line["dtype"], line["capability"]), []).append(line)
-    yield f"| tier | rows | pass | cell | {' | '.join(f'{d}, sm_{c}' for d, c in columns)} |"
-    yield "|---" * (4 + len(columns)) + "|"
-    for key in sorted(found):
-        cells_ = []
-        for column in columns:
-            kernels_ = found[key].get(column)
-            if kernels_ is None:
-                cells_.append("-")
+    cell, card = EVERY[name], CARDS[capability]
+    for backward, batch in itertools.product((False, True), BATCHES[tier]):
+        for hidden in SIZES[tier]:
+            if tier != 3 and hidden > largest:
                 continue
-            hidden, matrices = kernels_[0]["hidden"], kernels_[0]["matrices"]
-            most = [max(k[name] for k in kernels_) for name in ("registers", "spilled", "shared")]
-            text = f"H={hidden}: {most[0]}, {most[1]}, {most[2] >> 10} KiB"
-            cells_.append(text + f", {matrices}" * (matrices != "-"))
-        yield f"| {' | '.join(map(str, key))} | {' | '.join(cells_)} |"
+            sizes = {s: hidden // 2 for s in cell.sizes.values() if s != "H"}
+            one = plan(cell, hidden, dtype, "gpu", sizes)
+            choices = capacity.choices(one, card, backward, 3 if tier == 3 else None, batch)
+            if choices[0].tier == tier:
+                forms = [printed(one, c, backward) for c in choices if c.tier == tier]
+                for same in zip(*forms, strict=True):
+                    yield [
+                        (kernel, Report(
+                            "", name, tier, hidden, batch, dtype, capability, kernel.name,
+                            kernel.warps, kernel.tile[0], card.shared, choice, digest(kernel),
+                        ))
+                        for choice, kernel in enumerate(same)
+                    ]  # fmt: skip
+                break
 
 
-def reports(tier: int, capability: int, dtype: str, name: str, largest: int) -> list[Report]:
-    """Of all kernels of a cell, of both passes."""
-    cell, found = EVERY[name], list[Report]()
-    device = next(d for d in capacity.DEVICES if d.name == CARDS[capability])
-    for backward in (False, True):
-        for batch in BATCHES[tier]:
-            for hidden in SIZES[tier]:
-                if tier != 3 and hidden > largest:
-                    continue
-                sizes = {s: hidden // 2 for s in cell.sizes.values() if s != "H"}
-                one = plan(cell, hidden, dtype, "gpu", sizes)
-                choice = capacity.choose(one, device, backward, 3 if tier == 3 else None, batch)
-                if choice.tier == tier:
-                    found += [
-                        compiled(one, kernel, choice, device, batch)
-                        for kernel in kernels(one, choice, backward)
-                    ]
-                    break
-    return found
-
-
-def kernels(one: Plan, choice: capacity.Choice, backward: bool) -> Iterator[Printed]:
+def printed(one: Plan, choice: capacity.Choice, backward: bool) -> list[Printed]:
     """The kernels of a plan in training, with a bias, masks drawn."""
     form = Form(
         backward,
@@ -146,30 +214,126 @@ def kernels(one: Plan, choice: capacity.Choice, backward: bool) -> Iterator[Prin
         biases=tuple(l.bias and not backward for l in one.cell.linears),
     )
     if choice.tier != 3:
-        yield print_whole(one, form, choice)
-        return
+        return [print_whole(one, form, choice)]
     step = print_step(one, form)
-    for stage in step.stages:
-        yield from stage.kernels
-    yield from step.close
+    return [*itertools.chain.from_iterable(stage.kernels for stage in step.stages), *step.close]
 
 
-def compiled(
-    one: Plan, kernel: Printed, choice: capacity.Choice, device: capacity.Device, batch: int
-) -> Report:
+def first_that_fits(forms: list[tuple[Printed, Report]]) -> list[Report]:
+    """The reports on a kernel's forms, up to the first that fits."""
+    reports = []
+    for kernel, report in forms:
+        reports.append(compiled(kernel, report))
+        if reports[-1].fits:
+            break
+    return reports
+
+
+def compiled(kernel: Printed, report: Report) -> Report:
     """The report on a kernel whose arguments are aligned, as they are in a large layer."""
     aligned = frozenset(name for name, kind in kernel.arguments if kind != "i32")
     begin = time.perf_counter()
-    binary = build.binary(kernel, device.capability, aligned)
+    try:
+        binary = build.binary(kernel, report.capability, aligned)
+    except Exception as error:  # the others are worth seeing
+        return report._replace(error=" ".join(f"{type(error).__name__}: {error}".split()))
     seconds = round(time.perf_counter() - begin, 1)
-    used = build.usage(binary.cubin)
-    found = [name for name in ("wgmma", "tcgen05.mma", "mma.sync") if name in binary.ptx]
-    return Report(
-        one.cell.name, choice.tier, one.hidden_size, batch, one.dtype, device.capability,
-        kernel.name, kernel.warps, kernel.tile[0], used["REG"], build.spilled(binary.cubin),
-        binary.shared, device.shared, found[0] if found else "-", seconds,
-    )  # fmt: skip
+    spilled = build.spilled(binary.cubin)
+    matrices = [name for name in ("wgmma", "tcgen05.mma", "mma.sync") if name in binary.ptx]
+    return report._replace(
+        registers=build.usage(binary.cubin)["REG"],
+        spilled=spilled,
+        shared=binary.shared,
+        hidden_arguments=binary.hidden,
+        matrices=matrices[0] if matrices else "-",
+        seconds=seconds,
+        fits=binary.misfit(report.limit) is None and spilled <= build.MOST_SPILLED,
+    )
+
+
+# -- for reading -----------------------------------------------------------------------------------
+
+
+def sentence(report: Report) -> str:
+    """A kernel, and what the compiler says of it."""
+    what = f"sm_{report.capability} {report.dtype} {report.cell} H={report.hidden}"
+    what = f"{what} B={report.batch} {report.kernel}, choice {report.choice}"
+    if report.error:
+        return f"{what}: FAILS, {report.error}"
+    said = f"{report.registers} registers, {report.spilled} of {build.MOST_SPILLED} bytes spilled, "
+    said += f"shared {report.shared:,} of {report.limit:,}, {report.matrices}, {report.seconds} s"
+    return f"{what}: {said}{'' if report.fits else ', DOES NOT FIT'}"
+
+
+def markdown(every: list[dict[str, Any]]) -> Iterator[str]:
+    """Tables: how many kernels there are; what does not fit, and what takes its place; and all that
+    fit, for each card a row for each cell, tier and pass, a column for each dtype and Triton.
+    """
+    refused = [line for line in every if not line["fits"]]
+    every = taken(every)
+    tritons = sorted({line["triton"] for line in every}, key=release)
+    yield "| Triton | card | kernels | fail | beyond shared memory | spill | spill most |"
+    yield "|---|---|---|---|---|---|---|"
+    for triton, some in grouped(every, "triton", key=release):
+        for capability, mine in grouped(some, "capability"):
+            spilled = [line["spilled"] or 0 for line in mine]
+            beyond = sum((line["shared"] or 0) > line["limit"] for line in mine)
+            most = f"{max(spilled)} bytes" if any(spilled) else "-"
+            counts = len(mine), sum(bool(line["error"]) for line in mine), beyond
+            row = triton, f"sm_{capability}", *counts, sum(map(bool, spilled)), most
+            yield f"| {' | '.join(map(str, row))} |"
+    if refused:
+        yield "\nWhat does not fit, and which of the next choices takes its place:\n"
+        places = {tuple(line[name] for name in KEY): line for line in every}
+        for line in sorted(refused, key=lambda line: (release(line["triton"]), *line.values())):
+            place = places[tuple(line[name] for name in KEY)]
+            instead = f"choice {place['choice']}" if place["fits"] else "no other"
+            yield f"- Triton {line['triton']}, {sentence(Report(**line))}: {instead}"
+    yield "\nOf each kernel: hidden size, registers of a thread, bytes spilled, shared memory and"
+    yield "matrix instructions; of several kernels, as in tier 3, the most of each number."
+    for capability, some in grouped(every, "capability"):
+        limit = some[0]["limit"] >> 10
+        yield f"\n## sm_{capability}, {limit} KiB\n"
+        dtypes = sorted({line["dtype"] for line in some})
+        columns = list(itertools.product(dtypes, tritons))
+        heads = [f"{dtype}, {triton}" for dtype, triton in columns]
+        yield f"| tier | rows | pass | cell | {' | '.join(heads)} |"
+        yield "|---" * (4 + len(columns)) + "|"
+        rows = defaultdict[tuple[Any, ...], dict[tuple[str, str], list[dict[str, Any]]]](dict)
+        for line in some:
+            way = line["kernel"].partition("_")[0]
+            row = rows[line["tier"], line["batch"], way, line["cell"]]
+            row.setdefault((line["dtype"], line["triton"]), []).append(line)
+        for key in sorted(rows):
+            entries = [entry(rows[key].get(column, [])) for column in columns]
+            yield f"| {' | '.join(map(str, key))} | {' | '.join(entries)} |"
+
+
+def grouped(
+    every: list[dict[str, Any]], name: str, key: Any = None
+) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
+    """Lines by one of their values, in its order."""
+    for value in sorted({line[name] for line in every}, key=key):
+        yield value, [line for line in every if line[name] == value]
+
+
+def entry(some: list[dict[str, Any]]) -> str:
+    """The kernels of a cell, tier and pass."""
+    if not some:
+        return "-"
+    if not all(line["fits"] for line in some):
+        return "does not fit"
+    registers, spilled, shared = (
+        max(line[name] for line in some) for name in ("registers", "spilled", "shared")
+    )
+    text = f"H={some[0]['hidden']}: {registers}, {spilled}, {shared >> 10} KiB"
+    return text + f", {some[0]['matrices']}" * (some[0]["matrices"] != "-")
+
+
+def release(version: str) -> tuple[int, ...]:
+    """3.10.0 comes after 3.9.0."""
+    return tuple(map(int, version.split("+")[0].split(".")))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

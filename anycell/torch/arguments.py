@@ -179,7 +179,10 @@ class Layout:
         shape = (self.rows,) if self.batched else ()
         wanted = f"expected integers {list(shape)}, the number of steps of each row"
         try:
-            given = torch.as_tensor(lengths)
+            # Of a list on the CPU, whatever torch.set_default_device says.
+            given = (
+                lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths, device="cpu")
+            )
         except (TypeError, ValueError, RuntimeError):
             hint = "Pass a list of int, or a tensor."
             raise TypeError(f"lengths: given {describe(lengths)}; {wanted}. {hint}") from None

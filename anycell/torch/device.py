@@ -30,7 +30,6 @@ class DeviceHost:
     """
 
     tier: int | None = None
-    replay_steps = 16
     patience = 10_000_000_000
     exchange = "flags"  # until a card has compared them
 
@@ -47,8 +46,15 @@ class DeviceHost:
 
     @property
     def tf32(self) -> bool:
-        """Whether torch's own matmuls may round to TF32."""
-        return self.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+        """Whether torch's own matmuls may round float32 to TF32. Of torch's two settings the older
+        one is an error to read once a program has made use of the newer one.
+        """
+        if self.device.type != "cuda" or self.dtype is not torch.float32:
+            return False
+        matmul = torch.backends.cuda.matmul
+        if hasattr(matmul, "fp32_precision"):  # since PyTorch 2.9
+            return matmul.fp32_precision == "tf32"
+        return matmul.allow_tf32
 
     @functools.cached_property
     def replay(self) -> Replays | None:
@@ -103,10 +109,18 @@ class DeviceHost:
         """Sets all bits."""
         array.view(torch.int32 if array.itemsize == 4 else torch.int16).fill_(-1)
 
+    def table(self, count: int) -> Tensor:
+        """So many int64."""
+        return torch.empty(count, dtype=torch.int64, device=self.device)
+
     @functools.cached_property
     def trouble(self) -> Tensor:
         """An int32 that kernels write while the host reads it: pinned memory, on a card."""
-        return torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        # Of the host's, whatever torch.set_default_device says; and to write it later, under
+        # inference_mode or not, it must come from neither.
+        with torch.inference_mode(False):
+            pinned = self.device.type == "cuda"
+            return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=pinned)
 
     def fit(self, array: Tensor, layout: int, wide: bool = False) -> Tensor | None:
         """The tensor, or a contiguous copy; None for another dtype or device."""
@@ -143,6 +157,10 @@ class DeviceHost:
         product = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         self.matmul(a, b, product)
         out += product
+
+    def summed(self, array: Tensor) -> Tensor:
+        """The sum of the rows, in float32."""
+        return array.sum(0, dtype=torch.float32)
 
     def turned(self, array: Tensor) -> Tensor:
         """The last two axes exchanged."""

@@ -27,6 +27,7 @@ from anycell.torch.functional import (
     compiled,
     fused_plan,
     memory,
+    reason,
     traced,
     transformed,
 )
@@ -69,7 +70,7 @@ class DropIn(Recurrent):
             vendors = vendor.wins_on_gpu(self.cell)
             if vendors and self.checkpoint is None:
                 return Engine("torch", vendors)
-            return Engine("gpu", plan.reason)
+            return Engine("gpu", reason(plan))
         but = vendor.exception(self.cell)
         return Engine(plan.engine, f"{plan.reason}; {but}" if but else plan.reason)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
+from anycell.engines.gpu import refusals
 from anycell.lang.cell import Cell
 from anycell.plan import Plan
 from anycell.torch import fused, ops
@@ -87,6 +88,11 @@ _ORDINARY = (Tensor, torch.nn.Parameter)
 def fused_plan(cell: Cell, hidden_size: int, weight: Tensor, sizes: Sizes = ()) -> Plan | str:
     """The plan of the fused kernel for such weights, or why there is none."""
     return fused.plan_on(weight.device.type, cell, hidden_size, weight.dtype, sizes)
+
+
+def reason(plan: Plan) -> str:
+    """Why this engine, and what devices have refused of the plan."""
+    return "; ".join([plan.reason, *map(str, refusals.of_plan(plan))])
 
 
 def memory(x: Tensor | None, dtype: torch.dtype | None = None) -> bool:

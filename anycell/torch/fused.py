@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from anycell import device, layer
+from anycell.engines.gpu import build, launch
 from anycell.lang.cell import Cell
 from anycell.plan import ENGINE_DTYPES, Plan, plan
 from anycell.torch.composite import Call, Inputs, Sizes, States, Weights, composite, linear_names
@@ -33,14 +33,16 @@ def plan_on(
     engine = ENGINES.get(device)
     if engine is None:
         return f"no fused kernel for device {device!r} as yet"
-    if engine == "gpu" and not _triton():
-        return "the GPU engine needs Triton, which is not installed; pip install triton"
-    return plan_of(cell, hidden_size, dtype, sizes, engine)
+    why = (_foreign() or build.unusable()) if engine == "gpu" else None
+    return why or plan_of(cell, hidden_size, dtype, sizes, engine)
 
 
 @functools.cache
-def _triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _foreign() -> str | None:
+    """Why tensors of torch's "cuda" are not on a card that the GPU engine can use."""
+    if torch.version.hip is not None:
+        return "PyTorch is built for ROCm; the GPU engine has kernels for NVIDIA's cards only"
+    return launch.missing() if torch.cuda.is_available() else None
 
 
 @functools.lru_cache(maxsize=512)

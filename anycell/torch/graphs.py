@@ -1,155 +1,156 @@
-"""CUDA graphs of the GPU engine's tier 3: a few steps captured once, and replayed for any T.
+"""CUDA graphs of the GPU engine's tier 3: some steps captured once, and replayed for any T.
 
 A step of tier 3 is a matmul and a kernel or two, each of some microseconds: started one by one from
-Python, the launches would take longer than the work. A graph starts them all at once, but always
-with the arguments that it was captured with. So each graph has memory of its own, the same for all
-layers of one form. Before a replay the inputs of its steps are copied there, and after it their
-results from there, a small part of what the steps themselves move.
+Python, the launches would take longer than the work. A graph starts many steps at once. It serves
+all layers of one form: what differs from call to call is in a table that kernels read, but for
+weights, which are copied once a call into memory of the graph's own.
+
+A new form (a new number of rows is one) is launched step by step at first: a capture waits for all
+that the device does, and takes as long as so many launches. Besides, only what has run once can be
+captured: by then kernels are loaded, those of the matmul library too.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from anycell.engines.gpu import Call, Span
+from anycell.engines.gpu import Call
+from anycell.engines.gpu.step import Step
+from anycell.engines.gpu.steps import BLOCKS, Steps, arguments, run_plainly
 
-Run = Callable[[Call], None]
-KEPT = 32  # graphs of a device and dtype; the one that was not used for longest goes
+PLAIN = 2  # calls of a form that are launched step by step, before it gets graphs
+KEPT = 32  # forms with graphs, of a device and dtype; the one that was not used for longest goes
+COUNTED = 256  # forms without, whose calls are counted
 
-# What the steps write, by the name without its number. Scratch is written before it is read.
-_RESULTS = {
-    False: frozenset({"state", "out", "saved"}),
-    True: frozenset({"dx", "dr", "operand"}),
-}
-_CARRIED = frozenset({"work", "dstate", "dreset", "dparam", "dstatic"})
-_SCRATCH = frozenset({"product", "back", "operand"})
+Run = Callable[[], None]
 
 
-def captured(run: Callable[[], None]) -> Callable[[], None]:
-    """A graph of what ``run`` launches; calling it replays that."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()  # loads the kernels, which a capture must not
-    torch.cuda.current_stream().wait_stream(side)
+def captured(run: Run) -> Run:
+    """A graph of what ``run`` launches; calling it replays that. Nothing runs yet."""
+    torch.cuda.current_blas_handle()  # of this thread: none can be made during a capture
+    side = _side(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         run()
     return graph.replay
 
 
+@functools.lru_cache(maxsize=64)
+def _side(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """Where graphs for that stream are captured. All of them name the work space that the matmul
+    library has for one stream: so one is enough, and those that may run at once have two.
+    """
+    return torch.cuda.Stream(stream.device)
+
+
 class Replays:
-    """The graphs of one device and dtype.
+    """The graphs of one device and dtype. Threads may share it: its calls go one by one.
 
     Args:
         capture: makes something to replay of a function; ``captured`` on a card.
+        blocks: steps of graphs, the longest first.
+        plain: calls of a form before it gets graphs.
     """
 
-    def __init__(self, capture: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
-        self.capture = capture
-        self.graphs: OrderedDict[Any, _Graph] = OrderedDict()
+    def __init__(
+        self,
+        capture: Callable[[Run], Run],
+        blocks: tuple[int, ...] = BLOCKS,
+        plain: int = PLAIN,
+    ) -> None:
+        self.capture, self.blocks, self.plain = capture, blocks, plain
+        # From filling the table to the last launch: on one stream, calls of a form share it.
+        self.lock = threading.Lock()
+        self.graphs: OrderedDict[Any, _Graphs] = OrderedDict()
+        self.calls: OrderedDict[Any, tuple[int, Step]] = OrderedDict()
+        # Memory by stream, name and shape, shared by the forms that use it.
+        self.memory: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
 
-    def __call__(self, run: Run, kernels: Any, call: Call, first: bool) -> None:
-        """Runs the call; ``first`` of several with the same weights and other constants."""
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return run(call)  # into the graph that the user captures
-        key = _key(kernels, call)
-        graph = self.graphs.get(key)
-        if graph is None:
-            graph, first = _Graph(kernels, call), True
-            graph.replay = self.capture(functools.partial(run, graph.call))
-            self.graphs[key] = graph
-            if len(self.graphs) > KEPT:
-                self.graphs.popitem(last=False)
+    def __call__(self, kernels: Step, call: Call) -> None:
+        """Runs a call."""
+        # What a user captures is launches, not a graph of ours whose memory may go.
+        if call.steps < self.blocks[-1] or _capturing():
+            return run_plainly(kernels, call)
+        numbers, table = arguments(kernels, call)
+        with self.lock:
+            graphs = self._graphs(kernels, call, numbers)
+            if graphs is not None:
+                return graphs.run(call, table)
+        return run_plainly(kernels, call)
+
+    def _graphs(self, kernels: Step, call: Call, numbers: dict[str, int]) -> _Graphs | None:
+        """Those of the call's form; None, as long as it was not called often enough."""
+        stream = call.host.stream()
+        key = id(kernels), stream, *numbers.values()  # the kernels live as long as the key
+        if key not in self.graphs:
+            before, _ = self.calls.pop(key, (0, kernels))
+            if before < self.plain:
+                _put(self.calls, key, (before + 1, kernels), COUNTED)
+                return None
+            memory = functools.partial(self._made, stream)
+            steps = Steps(kernels, call, numbers, memory)
+            _put(self.graphs, key, _Graphs(self, kernels, steps), KEPT)
         self.graphs.move_to_end(key)
-        graph.load(call, first)
-        graph.replay()
-        graph.store(call)
+        return self.graphs[key]
+
+    def _made(self, stream: int, name: str, make: Callable[..., Tensor], *shape: Any) -> Tensor:
+        """Memory of that name and shape. It must not come from ``inference_mode``: calls outside of
+        that write it too.
+        """
+        key = stream, name, shape
+        tensor = self.memory.get(key)
+        if tensor is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self.memory[key] = tensor = make(*shape)
+        return tensor
 
 
-def _key(kernels: Any, call: Call) -> Any:
-    """What graphs hang on beside numbers in memory."""
-    arrays = {n: v for n, v in call.values.items() if isinstance(v, Tensor)}
-    shapes = tuple((n, tuple(a.shape)) for n, a in sorted(arrays.items()))
-    numbers = tuple(
-        (n, v & 1 if n == "turn" else v)
-        for n, v in sorted(call.values.items())
-        if isinstance(v, int)
-    )
-    spans = tuple((n, s.sign, s.column, tuple(s.array.shape[1:])) for n, s in call.spans.items())
-    weights = tuple(tuple(w.shape) for w in call.weights)
-    return id(kernels), call.host.stream(), call.batch, shapes, numbers, spans, weights
+class _Graphs:
+    """The graphs of one form, one of each length."""
+
+    def __init__(self, replays: Replays, kernels: Step, steps: Steps) -> None:
+        self.replays, self.kernels, self.steps = replays, kernels, steps
+        self.captured: dict[int, Run] = {}
+
+    def run(self, call: Call, table: list[int]) -> None:
+        """Runs a call: the longest graphs that fit, then what is left step by step."""
+        with torch.no_grad():
+            self.steps.load(call, table)
+            left = call.steps
+            for block in self.replays.blocks:
+                for _ in range(left // block):
+                    self._replay(block)
+                left %= block
+            self.steps.run(left)
+            self.steps.close(left)
+
+    def _replay(self, block: int) -> None:
+        if block not in self.captured:
+            self.steps.advance(0)  # loads this kernel too
+            self.captured[block] = self.replays.capture(functools.partial(self._block, block))
+        self.captured[block]()
+
+    def _block(self, block: int) -> None:
+        self.steps.run(block)
+        self.steps.advance(block)
 
 
-class _Graph:
-    """Memory of a graph, and the call that it was captured with."""
-
-    replay: Callable[[], None]
-
-    def __init__(self, kernels: Any, call: Call) -> None:
-        self.kernels = kernels  # its id is part of the key
-        spans, values = {}, dict(call.values)
-        for name, span in call.spans.items():
-            begin, end = _window(span, call.steps)
-            own = span.array.new_zeros((end - begin, *span.array.shape[1:]))
-            spans[name] = span._replace(array=own, first=span.first - begin)
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                values[name] = torch.zeros_like(value, memory_format=torch.contiguous_format)
-        if call.draws is not None:
-            values["draws"] = call.host.integers(call.draws)
-        weights = [torch.zeros_like(w) for w in call.weights]
-        self.call = call._replace(values=values, spans=spans, weights=weights)
-
-    def load(self, call: Call, first: bool) -> None:
-        """Copies what the steps read."""
-        mine = self.call
-        for name, span in call.spans.items():
-            if _stem(name) not in _RESULTS[call.form.backward] or _stem(name) == "state":
-                start, end = _window(span, call.steps)
-                begin, end = max(0, start), min(span.array.shape[0], end)
-                mine.spans[name].array[begin - start : end - start] = span.array[begin:end]
-        for name, value in call.values.items():
-            stem = _stem(name)
-            if isinstance(value, Tensor) and stem not in _SCRATCH and (first or stem in _CARRIED):
-                mine.values[name].copy_(value)
-        if call.draws is not None:
-            mine.values["draws"].copy_(call.host.integers(call.draws))
-        for own, weight in zip(mine.weights, call.weights if first else (), strict=first):
-            own.copy_(weight)
-
-    def store(self, call: Call) -> None:
-        """Copies what the steps have written to where it belongs."""
-        for name, span in call.spans.items():
-            if _stem(name) in _RESULTS[call.form.backward]:
-                shift = span.sign * (_stem(name) == "state")  # the state after each step
-                ends = span.first + shift, span.first + shift + span.sign * (call.steps - 1)
-                begin, end = min(ends), max(ends) + 1
-                own = self.call.spans[name]
-                offset = own.first - span.first
-                columns = slice(None)
-                if name in ("state0", "out"):  # which the directions of a layer share
-                    columns = slice(
-                        span.column, span.column + call.plan.sizes[call.plan.cell.states[0].size]
-                    )
-                part = own.array[begin + offset : end + offset, :, columns]
-                span.array[begin:end, :, columns].copy_(part)
-        for name, value in call.values.items():
-            if _stem(name) in _CARRIED:
-                value.copy_(self.call.values[name])
+def _capturing() -> bool:
+    """Whether the user captures a graph of what runs now."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _stem(name: str) -> str:
-    return name.rstrip("0123456789")
-
-
-def _window(span: Span, steps: int) -> tuple[int, int]:
-    """The times that steps may touch: their own and one more on either side, there or not."""
-    ends = span.first, span.first + span.sign * (steps - 1)
-    return min(ends) - 1, max(ends) + 2
+def _put(kept: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
+    """Keeps a value, and not more than so many: the one that was not used for longest goes."""
+    kept[key] = value
+    kept.move_to_end(key)
+    if len(kept) > most:
+        kept.popitem(last=False)

@@ -21,7 +21,7 @@ from anycell.torch.arguments import (
     describe,
 )
 from anycell.torch.composite import Sizes, States, Weights, linear_names
-from anycell.torch.functional import Engine, autocast, fused_plan
+from anycell.torch.functional import Engine, autocast, fused_plan, reason
 from anycell.torch.recurrent import Lengths, Recurrent
 from anycell.torch.symbolic import leaf, refuse_script
 
@@ -138,7 +138,7 @@ class RNN(Recurrent, nn.Module):
         plan = fused_plan(self.cell, self.hidden_size, self.weight_ih_l0, self._sizes)
         if isinstance(plan, str):
             return Engine("reference", plan)
-        return Engine(plan.engine, plan.reason)
+        return Engine(plan.engine, reason(plan))
 
     @property
     def _sizes(self) -> Sizes:

@@ -13,7 +13,7 @@ from anycell.lang.cell import Cell
 from anycell.layer import shapes
 from anycell.torch.arguments import check_layer, check_states, check_static, check_tensor
 from anycell.torch.composite import Call, Inputs, Options, Sizes, States
-from anycell.torch.functional import Engine, autocast, fused_plan, layer
+from anycell.torch.functional import Engine, autocast, fused_plan, layer, reason
 from anycell.torch.recurrent import draw_seed
 from anycell.torch.rnn import initialise, learned
 from anycell.torch.symbolic import leaf, refuse_script
@@ -121,7 +121,7 @@ class RNNCell(nn.Module):
         plan = fused_plan(self.cell, self.hidden_size, self.weight_ih, self._sizes)
         if isinstance(plan, str):
             return Engine("reference", plan)
-        return Engine(plan.engine, plan.reason)
+        return Engine(plan.engine, reason(plan))
 
     @property
     def _sizes(self) -> Sizes:

@@ -5,7 +5,8 @@ Triton is imported when the first kernel is built. ``anycell/device.py`` makes l
 
 Three tiers, chosen by ``capacity``:
 
-- tier 3 (``step``): one step per launch, between matmuls of the framework; any cell, any size;
+- tier 3 (``step``, ``steps``): one step per launch, between matmuls of the framework; any cell, any
+  size;
 - tier 1 (``resident``): one launch per sequence, all weights on chip; small hidden sizes;
 - tier 2 (``cooperative``): one launch per sequence, the weights on chip of many programs, which
   exchange h every step; large hidden sizes.
@@ -13,7 +14,6 @@ Three tiers, chosen by ``capacity``:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -21,10 +21,11 @@ from anycell.engines.gpu import capacity
 from anycell.engines.gpu.capacity import Choice, Device
 from anycell.engines.gpu.cooperative import exchanged, print_cooperative
 from anycell.engines.gpu.launch import Launch
+from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.resident import print_resident
-from anycell.engines.gpu.step import Step, print_step, staged
+from anycell.engines.gpu.step import Step, print_step
+from anycell.engines.gpu.steps import run_plainly
 from anycell.engines.gpu.text import Form, Printed
-from anycell.lang.cell import Linear
 from anycell.plan import Plan
 
 Array = Any
@@ -34,16 +35,15 @@ class Host(Protocol):
     """What the engine asks of a framework's arrays on a device.
 
     Arrays slice and assign as NumPy's do (``a[i:j] = b`` rounds to the dtype of ``a``), and have
-    ``shape``, ``reshape`` and ``sum(0)``. ``wide`` arrays are float32, others of the plan's dtype.
+    ``shape`` and ``reshape``. ``wide`` arrays are float32, others of the plan's dtype.
 
     Attributes:
         dtype: of the plan, as the framework has it.
         tf32: whether matmuls may round float32 operands to 19 bits.
         limits: the device as ``capacity`` knows it; None where kernels are interpreted.
         tier: forces one; None lets ``capacity`` choose.
-        replay: runs a call of ``replay_steps`` steps of tier 3, as ``run(call)`` would: from a
-            graph of launches that it has captured. The last argument is whether the call is the
-            first of several on the same values but those that steps change. None runs step by step.
+        replay: runs a call of tier 3, as ``steps.run_plainly`` does, from graphs of launches that
+            it has captured. None launches step by step.
         trouble: an int32 in memory that host and device both reach; kernels of tier 2 set it when
             their programs have waited for one another in vain.
         patience: nanoseconds that they wait.
@@ -55,8 +55,7 @@ class Host(Protocol):
     tf32: bool
     limits: Device | None
     tier: int | None
-    replay: Callable[[Callable[[Call], None], Any, Call, bool], None] | None
-    replay_steps: int
+    replay: Callable[[Step, Call], None] | None
     trouble: Array
     patience: int
     exchange: str
@@ -87,6 +86,10 @@ class Host(Protocol):
         """Sets all bits of an array, of any strides: it is NaN then."""
         ...
 
+    def table(self, count: int) -> Array:
+        """So many int64, written before they are read."""
+        ...
+
     # What ``anycell.layer.contract`` asks: see ``anycell.layer.Arrays``.
 
     def fit(self, array: Array, layout: int, wide: bool = False) -> Array | None: ...
@@ -105,6 +108,10 @@ class Host(Protocol):
 
     def matmul_add(self, a: Array, b: Array, out: Array) -> None:
         """``out += a @ b``, likewise."""
+        ...
+
+    def summed(self, array: Array) -> Array:
+        """The sum of the rows of a matrix: wide, and never rounded on the way."""
         ...
 
     def turned(self, array: Array) -> Array:
@@ -210,17 +217,8 @@ def run(kernels: Step | Printed, call: Call) -> int:
             return _run_interpreted(kernels, call)
         call.launch(kernels, call.all_values())(0)
         return 1
-    replay, start = call.host.replay, call.values["turn"]
-    each = call.host.replay_steps if replay else call.steps
-    turn = start
-    for begin in range(0, call.steps, max(1, each)):
-        part = call.part(begin, min(each, call.steps - begin), turn)
-        if replay is not None and part.steps == each:
-            replay(functools.partial(_run_steps, kernels), kernels, part, begin == 0)
-        else:
-            _run_steps(kernels, part)
-        turn += part.steps + call.form.backward
-    return turn - start
+    (call.host.replay or run_plainly)(kernels, call)
+    return call.steps + call.form.backward
 
 
 def _blank(call: Call) -> None:
@@ -240,52 +238,6 @@ def _run_interpreted(kernel: Printed, call: Call) -> int:
         part.values.update(behind=int(t > 0), close=int(t == call.steps))
         part.launch(kernel, part.all_values())(0)
     return call.steps + call.form.backward
-
-
-def _run_steps(step: Step, call: Call) -> None:
-    """Tier 3: the kernels of a step and the framework's matmuls between them, step after step."""
-    plan, values = call.plan, call.all_values()
-    stages = [
-        (stage.matmuls, [call.launch(kernel, values) for kernel in stage.kernels])
-        for stage in step.stages
-    ]
-    close = [call.launch(kernel, values) for kernel in step.close]
-    multiply = _transposed if call.form.backward else _multiply
-    behind = [
-        k for k, l in enumerate(plan.cell.linears)
-        if call.form.backward and not staged(plan, call.form, l)
-    ]  # fmt: skip
-    for t in range(call.steps):
-        for matmuls, launches in stages:
-            for k in matmuls:
-                multiply(call, k, plan.cell.linears[k], t)
-            for launch in launches:
-                launch(t)
-        for k in behind:
-            multiply(call, k, plan.cell.linears[k], t)
-    for launch in close:
-        launch(call.steps)
-
-
-def _multiply(call: Call, k: int, l: Linear, t: int) -> None:
-    """product = operand @ W.T"""
-    size = call.plan.sizes[l.in_size]
-    operand = call.values.get(f"operand{k}")
-    if operand is None:
-        i = call.plan.cell.state_names.index(l.operand.attrs[0])
-        operand = call.spans[f"state{i}"].at(t, size)
-    if l.heads > 1:
-        operand = call.host.by_head(operand.reshape(call.batch, 1, size), l.heads)
-    call.host.matmul(operand, call.host.turned(call.weights[k]), call.values[f"product{k}"])
-
-
-def _transposed(call: Call, k: int, l: Linear, t: int) -> None:
-    """back = gradients of the outputs @ W"""
-    width = len(l.outputs) * call.plan.sizes[l.out_size]
-    d = call.spans["dx" if call.plan.shares_gradient(l) else f"dr{k}"].at(t, width)
-    if l.heads > 1:
-        d = call.host.by_head(d.reshape(call.batch, len(l.outputs), -1), l.heads)
-    call.host.matmul(d, call.weights[k], call.values[f"back{k}"])
 
 
 def sources(plan: Plan, backward: bool) -> Iterator[str]:
@@ -309,8 +261,8 @@ def sources(plan: Plan, backward: bool) -> Iterator[str]:
 def print_whole(plan: Plan, form: Form, choice: Choice) -> Printed:
     """The kernel of all steps, in tier 1 or 2."""
     if choice.part is not None:
-        return print_cooperative(plan, form, choice.part)
-    return print_resident(plan, form, choice.warps)
+        return print_cooperative(plan, form, choice.part, choice.precision)
+    return print_resident(plan, form, choice.warps, choice.precision)
 
 
-__all__ = ["Call", "Form", "Host", "Span", "grid", "print_whole", "run", "sources"]
+__all__ = ["Call", "Form", "Host", "Refused", "Span", "grid", "print_whole", "run", "sources"]

@@ -4,8 +4,8 @@ Triton reads a kernel's source from its file, so texts are written to the user's
 (``$ANYCELL_CACHE_DIR/triton``), where they can be read, and stepped through in the interpreter.
 What runs is the text printed here, never what a file happens to hold.
 
-Triton is imported here, when the first kernel is built; with ``TRITON_INTERPRET=1`` kernels run in
-its interpreter, on arrays of PyTorch on the CPU.
+Triton is imported here, when a layer asks whether it is usable or the first kernel is built; with
+``TRITON_INTERPRET=1`` kernels run in its interpreter, on arrays of PyTorch on the CPU.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import os
 import re
 import secrets
@@ -25,11 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from anycell.engines.cpu.jit import cache_directory, enabled
-from anycell.engines.gpu.text import Printed
+from anycell.engines.gpu.refusals import Refused
+from anycell.engines.gpu.text import Form, Printed
 
-# Arguments that Triton adds at the end of each kernel: scratch memory, and that of its profiler.
-TRITONS_OWN = 2
+OLDEST = (3, 3)  # release of Triton; PyTorch 2.7 brings it
+# Arguments that Triton may add at the end of a kernel: scratch memory, and that of its profiler.
+MOST_HIDDEN = 2
+PROBED = 90  # the compute capability that the first kernel is compiled for
 REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of a multiprocessor, of a thread
+MOST_SPILLED = 64  # bytes of a thread, of a kernel that loops over time: each step pays for them
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,8 @@ class Binary:
         cubin, ptx: machine code, and the text before it.
         shared: bytes of shared memory.
         warps: of 32 threads.
+        hidden: how many pointers Triton takes after our arguments.
+        spilled: bytes that a thread keeps in memory for want of registers.
     """
 
     symbol: str
@@ -48,13 +55,65 @@ class Binary:
     ptx: str
     shared: int
     warps: int
+    hidden: int
+    spilled: int
+
+    def misfit(self, shared: int) -> str | None:
+        """Why the kernel does not fit on a device with so many bytes of shared memory."""
+        if self.shared > shared:
+            return f"it takes {self.shared:,} bytes of shared memory, of which there are {shared:,}"
+        if self.spilled > MOST_SPILLED:
+            return f"registers do not suffice: each thread keeps {self.spilled:,} bytes in memory"
+        return None
+
+
+@functools.cache
+def unusable() -> str | None:
+    """Why no kernel can be made here, in words; None if one can, which a small one has shown.
+
+    Imports Triton. The small kernel takes a second or two to compile; then Triton has it on disk.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "the GPU engine needs Triton, which is not installed; pip install triton"
+    try:
+        import triton
+
+        said = f"this is Triton {triton.__version__}"
+        if tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < OLDEST:
+            oldest = ".".join(map(str, OLDEST))
+            return f"the GPU engine needs Triton {oldest} or newer; {said}"
+    except Exception as error:
+        return f"the GPU engine needs Triton, whose import fails: {_in_words(error)}"
+    try:
+        if not interpreted():
+            _made(_probe(), PROBED, frozenset(), None)
+    except Exception as error:
+        return f"Triton compiles no kernel of the GPU engine: {_in_words(error)}; {said}"
+    return None
+
+
+def _in_words(error: Exception) -> str:
+    """The error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _probe() -> Printed:
+    """A small kernel that asks of Triton what others do: matrices, random numbers, flags."""
+    from anycell import cells
+    from anycell.engines.gpu.cooperative import Slice, print_cooperative
+    from anycell.plan import plan
+
+    zoneout = plan(cells.ZoneoutLSTM, 16, "float16", "gpu")
+    return print_cooperative(zoneout, Form(draw=True, biases=(True,)), Slice(16, 16, 32, 1, 2, 1))
 
 
 def interpreted() -> bool:
     """Whether Triton's interpreter runs the kernels."""
     import triton
 
-    return bool(triton.knobs.runtime.interpret)
+    if hasattr(triton, "knobs"):
+        return bool(triton.knobs.runtime.interpret)
+    return os.environ.get("TRITON_INTERPRET") == "1"  # as Triton 3.3 reads it
 
 
 @functools.lru_cache(maxsize=4096)
@@ -113,21 +172,29 @@ def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozense
         printed: the kernel.
         capability: of the device, 90 for an H100.
         aligned: arguments, addresses or strides, that 16 divides.
+
+    Raises:
+        Refused: where Triton does not compile it.
     """
     made = _made(printed, capability, aligned, None)
-    if printed.alone and spilled(made.asm["cubin"]):
+    spills = spilled(made.asm["cubin"]) if printed.alone else 0
+    if spills:
         # The assembler spills a little so that two programs fit on a multiprocessor: it does not
         # know how much shared memory one takes. If told of all registers it may still spill, for it
         # then keeps weights in them; but hardly ever the same kernel.
         most = min(MOST_REGISTERS, REGISTERS // (32 * printed.warps))
         again = _made(printed, capability, aligned, most)
-        made = min(made, again, key=lambda each: spilled(each.asm["cubin"]))
+        spills_again = spilled(again.asm["cubin"])
+        if spills_again < spills:
+            made, spills = again, spills_again
     return Binary(
         made.metadata.name,
         made.asm["cubin"],
         made.asm["ptx"],
         made.metadata.shared,
         made.metadata.num_warps,
+        _declared(made) - len(printed.arguments),
+        spills,
     )
 
 
@@ -142,17 +209,28 @@ def _made(printed: Printed, capability: int, aligned: frozenset[str], registers:
     source = ASTSource(function(printed), dict(printed.arguments), attrs=attributes)
     options: dict[str, Any] = {"num_warps": printed.warps, "num_stages": 1}
     options |= {"enable_fp_fusion": True, "sanitize_overflow": False, "maxnreg": registers}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    if made.metadata.global_scratch_size or made.metadata.profile_scratch_size:
-        raise NotImplementedError(f"kernel {printed.name} asks for scratch memory of Triton's")
-    declared = made.asm["ptx"].split(".entry", 1)[1].split(")", 1)[0].count(".param")
-    if declared != len(printed.arguments) + TRITONS_OWN:
-        raise NotImplementedError(
-            f"kernel {printed.name} takes {declared} arguments; expected "
-            f"{len(printed.arguments)} and {TRITONS_OWN} of Triton's own, as in Triton 3.7 to 3.9. "
-            f"This is Triton {triton.__version__}."
+    try:
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    except Exception as error:  # its own, the assembler's, LLVM's: there is no common class
+        said = (str(error) or type(error).__name__).strip().splitlines()[-1]
+        why = f"Triton {triton.__version__} does not compile it for sm_{capability}: {said}"
+        raise Refused(printed, why) from error
+    scratch = made.metadata.global_scratch_size, getattr(made.metadata, "profile_scratch_size", 0)
+    if any(scratch):
+        raise Refused(printed, f"Triton {triton.__version__} wants scratch memory for it")
+    ours, declared = len(printed.arguments), _declared(made)
+    if not ours <= declared <= ours + MOST_HIDDEN:
+        raise Refused(
+            printed,
+            f"as Triton {triton.__version__} compiles it it takes {declared} arguments; expected "
+            f"its {ours} and at most {MOST_HIDDEN} of Triton's own",
         )
     return made
+
+
+def _declared(made: Any) -> int:
+    """How many arguments a kernel takes."""
+    return made.asm["ptx"].split(".entry", 1)[1].split(")", 1)[0].count(".param")
 
 
 def spilled(cubin: bytes) -> int:
@@ -184,4 +262,13 @@ def interpret(printed: Printed, grid: tuple[int, ...], values: Mapping[str, Any]
     function(printed)[grid](*[values[name] for name, _ in printed.arguments])
 
 
-__all__ = ["Binary", "binary", "function", "interpret", "interpreted", "spilled", "usage"]
+__all__ = [
+    "Binary",
+    "binary",
+    "function",
+    "interpret",
+    "interpreted",
+    "spilled",
+    "unusable",
+    "usage",
+]

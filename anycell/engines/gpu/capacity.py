@@ -8,7 +8,8 @@ states, gates and their gradients in registers. So it is chosen where
 
 Tier 2 shares the weights out over programs that all run at once, so it is chosen where
 
-- the cell has one stage and no row reduction, its dtype has 16 bits, and
+- the cell has one stage and no row reduction, and the matrix units multiply its dtype, float32 as
+  TF32 where the framework allows that, otherwise as three bfloat16, and
 - there is a tile, of rows and units, whose weights fit in shared memory, and with which a program
   for each tile finds a multiprocessor of its own.
 
@@ -20,9 +21,11 @@ fits, not that it is fast. No choice has been timed yet.
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from anycell.engines.gpu.cooperative import Slice, refusal
+from anycell.engines.gpu.cooperative import CHAINS, Slice, refusal
 from anycell.engines.gpu.resident import LEAST
 from anycell.engines.gpu.text import power_of_two
 from anycell.plan import Plan
@@ -46,11 +49,13 @@ class Device(NamedTuple):
 
 
 DEVICES = (
+    Device("T4", 75, 64 << 10, 1 << 16, 40),
     Device("A100", 80, 163 << 10, 1 << 16, 108),
     Device("RTX 4090", 89, 99 << 10, 1 << 16, 128),
     Device("H100", 90, 227 << 10, 1 << 16, 132),
     Device("H200", 90, 227 << 10, 1 << 16, 132),
     Device("B200", 100, 227 << 10, 1 << 16, 148),
+    Device("RTX 5090", 120, 99 << 10, 1 << 16, 170),
 )
 
 
@@ -62,45 +67,72 @@ class Choice(NamedTuple):
         reason: in words.
         warps: of a program of tier 1, of 32 threads each.
         part: what a program of tier 2 owns.
+        precision: how its dots multiply float32, see ``WEIGHT``.
     """
 
     tier: int
     reason: str
     warps: int = 0
     part: Slice | None = None
+    precision: str = "ieee"
+
+    def __str__(self) -> str:
+        if self.part is not None:
+            p = self.part
+            return (
+                f"tier 2 of {p.rows} rows x {p.units} units, {p.warps} warps, {p.held} chunks of "
+                f"{p.chunk} in registers, {p.ahead} at once"
+            )
+        return f"tier {self.tier}" + f" of {self.warps} warps" * bool(self.warps)
 
 
 WARPS = (4, 8, 16)
-# Numbers of tiles that a thread can hold beside addresses and temporaries, forward and backward.
-# Dots of float32, which the matrix units do not do, take registers for their operands.
-NUMBERS = {"float32": (64, 64), "bfloat16": (144, 160), "float16": (144, 160)}
+# Bytes that a float32 weight takes on chip, by how dots multiply it, in Triton's words:
+# "ieee" by the threads, without the matrix units;
+# "tf32" by these, from operands that are rounded to 19 bits: where the framework allows as much;
+# "bf16x6" by these, from three bfloat16 that add up to each operand, and the six products of them
+# that float32 can tell from zero: as exact as a sum in float32.
+WEIGHT = {"ieee": 4, "tf32": 4, "bf16x6": 6}
+MATRICES = 80  # capability from which the matrix units take such operands
+# Numbers of tiles that a thread can hold beside addresses and temporaries, forward and backward,
+# of 16 bits or by how dots multiply float32, which takes registers for their operands.
+NUMBERS = {"16": (144, 160), "ieee": (64, 64), "tf32": (112, 128), "bf16x6": (80, 80)}
 # Multiply-adds of a thread in the dots of float32, which are unrolled: with more of them the
 # compiler takes minutes, and spills. Units of such a dot's operand: with more they spill at once.
 UNROLLED = 1024
 UNROLLED_UNITS = 64
-# Of tier 2: rows and units of the tiles, the best first, and units of the others that are
-# multiplied at once; bytes of these that a thread can hold; numbers, of these and of tiles.
+# Of tier 2: rows and units of the tiles; bytes of a thread's share of a chunk's row, as it loads
+# them; numbers of a thread, of which some spill; how many of these are left to the compiler, by
+# turns, where a device refuses what needs more.
 ROWS, UNITS = (16, 32, 64), (16, 32)
-CHUNKS = (128, 64, 32)
-HELD = 256
-SLICE_NUMBERS = 104
+LOADED = 16
+SLICE_NUMBERS = 224
+LEFT = (0, 32, 64)
+# What a multiprocessor does in a cycle, by data sheets and by what others have measured on an H100:
+# bytes from the second-level cache, of all multiprocessors together, bytes of shared memory,
+# multiply-adds of 16 bits. Cycles that a load from the second-level cache takes.
+SECOND_LEVEL, TOGETHER, SHARED, MULTIPLIED = 64, 3000, 128, 1024
+TRIP = 500
 BATCH = 16  # of explanations
 
 
 @functools.lru_cache(maxsize=1024)
-def choose(
+def choices(
     plan: Plan,
     device: Device | None,
     backward: bool = False,
     tier: int | None = None,
     batch: int = BATCH,
-) -> Choice:
-    """The tier for a plan; the two passes choose each for itself.
+    tf32: bool = False,
+) -> tuple[Choice, ...]:
+    """What may run a plan, the best first, and at last tier 3, which runs every plan: where the
+    device refuses one, the next takes its place. The two passes choose each for itself.
 
     Args:
         device: None, where kernels are interpreted, takes tier 3.
         tier: forces 1, 2 or 3.
         batch: rows.
+        tf32: whether dots may round float32 operands to 19 bits.
 
     Raises:
         ValueError: for a tier that is not there.
@@ -108,118 +140,216 @@ def choose(
     if tier not in (None, 1, 2, 3):
         raise ValueError(f"tier={tier!r}; expected 1, 2, 3 or None.")
     if tier == 3 or (device is None and tier is None):
-        return Choice(3, "asked for" if tier else "no card")
-    reasons = []
-    if tier != 2:
-        resident = _resident(plan, device, backward, forced=tier == 1)
-        if isinstance(resident, Choice):
-            return resident
-        reasons.append(resident)
-    cooperative = _cooperative(plan, device, backward, batch)
-    if isinstance(cooperative, Choice):
-        return cooperative
-    if tier == 2:
-        raise ValueError(f"tier=2 cannot run cell {plan.cell.name}: {cooperative}.")
-    return Choice(3, "; ".join([*reasons, cooperative]))
+        return (Choice(3, "asked for" if tier else "no card"),)
+    found, reasons = list[Choice](), list[str]()
+    tiers = {
+        1: functools.partial(_resident, plan, device, backward, tf32, forced=tier == 1),
+        2: functools.partial(_cooperative, plan, device, backward, tf32, batch),
+    }
+    for number, some in tiers.items():
+        if tier in (None, number):
+            fitting = some()
+            if isinstance(fitting, str):
+                reasons.append(fitting)
+            else:
+                found += fitting
+    if tier is not None:
+        if not found:
+            raise ValueError(f"tier={tier} cannot run cell {plan.cell.name}: {reasons[0]}.")
+        return tuple(found)
+    return *found, Choice(3, "; ".join(reasons) or "any cell, any size")
 
 
-def _resident(plan: Plan, device: Device | None, backward: bool, forced: bool) -> Choice | str:
-    """Tier 1, or why not."""
+def choose(
+    plan: Plan,
+    device: Device | None,
+    backward: bool = False,
+    tier: int | None = None,
+    batch: int = BATCH,
+    tf32: bool = False,
+) -> Choice:
+    """The best of ``choices``."""
+    return choices(plan, device, backward, tier, batch, tf32)[0]
+
+
+def precisions(plan: Plan, device: Device | None, tf32: bool) -> list[str]:
+    """How dots may multiply, the best first; of 16 bits nothing is said."""
+    if plan.dtype != "float32" or device is None or device.capability < MATRICES:
+        return ["ieee"]
+    return ["tf32"] if tf32 else ["ieee", "bf16x6"]
+
+
+def _resident(
+    plan: Plan, device: Device | None, backward: bool, tf32: bool, forced: bool
+) -> list[Choice] | str:
+    """Tier 1 with as few warps as may be, and with more; or why not."""
     count = tiles(plan, backward)
     registers = device.registers if device else DEVICES[0].registers
-
-    def room(warps: int) -> int:  # 16 warps share out what leaves each thread half
-        return NUMBERS[plan.dtype][backward] * min(256, registers // (32 * warps)) // 256
-
     # A warp's part of a dot is eight units wide: more warps than that would all do the same.
     most = max(WARPS[0], _widest(plan) // 8)
-    warps = next(
-        (
+
+    def fitting(precision: str) -> list[int]:
+        kind = precision if plan.dtype == "float32" else "16"
+        matrices = kind in ("tf32", "bf16x6")  # whose parts of float32 take more registers
+        least = min(WARPS[1], most) if matrices else WARPS[0]
+
+        def room(warps: int) -> int:  # 16 warps share out what leaves each thread half
+            return NUMBERS[kind][backward] * min(256, registers // (32 * warps)) // 256
+
+        return [
             w
             for w in WARPS
-            if w <= most and count * _each(plan, w) <= room(w) and _unrollable(plan, w)
-        ),
-        0,
-    )
+            if least <= w <= most
+            and count * _each(plan, w) <= room(w)
+            and (kind != "ieee" or _unrollable(plan, w))
+        ]
+
     if forced or device is None:
-        return Choice(1, "asked for", warps or WARPS[-1])
-    needed = shared_bytes(plan, backward)
-    if needed > device.shared:
-        return f"the weights of a step take {needed:,} bytes of {device.shared:,} on chip"
-    if not warps:
-        return f"{count} tiles of a step do not fit in registers"
-    return Choice(1, f"all weights on chip: {needed:,} of {device.shared:,} bytes", warps)
+        (precision, *_) = ways = precisions(plan, device, tf32)
+        any_ = [(p, w) for p in ways for w in fitting(p)] or [(precision, WARPS[-1])]
+        return [Choice(1, "asked for", w, precision=p) for p, w in any_]
+    found, reason = list[Choice](), ""
+    for precision in precisions(plan, device, tf32):
+        needed, warps = shared_bytes(plan, backward, precision), fitting(precision)
+        if needed > device.shared:
+            reason = f"the weights of a step take {needed:,} bytes of {device.shared:,} on chip"
+        elif not warps:
+            reason = reason or f"{count} tiles of a step do not fit in registers"
+        else:
+            why = f"all weights on chip: {needed:,} of {device.shared:,} bytes"
+            found += [Choice(1, why, w, precision=precision) for w in warps]
+    return found or reason
 
 
-def _cooperative(plan: Plan, device: Device | None, backward: bool, batch: int) -> Choice | str:
-    """Tier 2, or why not: of the tiles that fit, that of fewest rows, and then of fewest units."""
+def _cooperative(
+    plan: Plan, device: Device | None, backward: bool, tf32: bool, batch: int
+) -> list[Choice] | str:
+    """Tier 2, or why not: the tiles that fit, what should be quickest first."""
     why = refusal(plan)
     if why is not None:
         return why
     if device is None:
-        return Choice(2, "asked for", part=Slice(LEAST, LEAST, LEAST, 2, WARPS[0]))
-    if plan.dtype == "float32":
+        return [Choice(2, "asked for", part=Slice(LEAST, LEAST, 2 * LEAST, 1, 2, 1))]
+    precision = precisions(plan, device, tf32)[-1]
+    if plan.dtype == "float32" and precision == "ieee":
         return "float32 is multiplied outside the matrix units"
-    least = 0
-    for rows in ROWS[: 3 - backward]:  # 64 rows of all gates' gradients spill
-        for units in UNITS:
-            groups, programs = -(-batch // rows), -(-plan.hidden_size // units)
-            part = _part(plan, device, rows, units, backward)
-            if part is None:
-                break
-            if groups * programs <= device.processors:
-                reason = (
-                    f"{groups} x {programs} programs, of {rows} rows and {units} units each; "
-                    f"on chip: {slice_bytes(plan, part, backward):,} of {device.shared:,} bytes"
-                )
-                return Choice(2, reason, part=part)
-            least = min(least or groups * programs, groups * programs)
+    least, found = 0, list[tuple[float, Choice]]()
+    for rows, units in itertools.product(ROWS[: 3 - backward], UNITS):
+        groups, programs = -(-batch // rows), -(-plan.hidden_size // units)
+        count = groups * programs
+        parts = list(_parts(plan, device, rows, units, count, backward, precision))
+        if not parts:
+            continue
+        least = min(least or groups * programs, groups * programs)
+        if groups * programs > device.processors:
+            continue
+        for part in parts:
+            reason = (
+                f"{groups} x {programs} programs, of {rows} rows and {units} units each; "
+                f"on chip: {slice_bytes(plan, part, backward, precision):,} of "
+                f"{device.shared:,} bytes"
+            )
+            cost = cycles(plan, part, groups * programs, backward)
+            found.append((cost, Choice(2, reason, part=part, precision=precision)))
+    if found:
+        return [choice for _, choice in sorted(found, key=lambda pair: pair[0])]
     if not least:
         return "nor do those of a few units fit"
     return f"{batch} rows take {least} programs, of which {device.processors} run at once"
 
 
-def _part(plan: Plan, device: Device, rows: int, units: int, backward: bool) -> Slice | None:
-    """A tile that fits, with as many chunks on their way, and as few warps, as may be."""
-    outputs = max(len(l.outputs) for l in plan.cell.linears)
-    bundles = outputs & (outputs - 1)  # whether more than one, whose sums do not lie side by side
-    if bundles and not backward and rows * units > LEAST * UNITS[-1]:
-        return None
-    # Matmuls of 64 rows are a warp group's, whose operands take registers: room for one at a time,
-    # and for that in each of two groups only if they share out enough columns.
-    alone = rows == ROWS[-1]
-    if alone and (bundles or outputs * units < 64):
-        return None
-    for chunk in CHUNKS:
-        arriving = rows * chunk * plan.itemsize * (outputs if backward else 1)
-        for warps in WARPS[:2]:
-            threads = 32 * warps
-            most = 1 if alone else max(1, HELD * threads // arriving)
-            for ahead in range(min(most, -(-plan.hidden_size // chunk)), 0, -1):
-                part = Slice(rows, units, chunk, ahead, warps)
-                numbers = (tiles(plan, backward) + outputs) * -(-rows * units // threads)
-                numbers += ahead * arriving // (4 * threads)
-                fits = slice_bytes(plan, part, backward) <= device.shared
-                if fits and numbers <= SLICE_NUMBERS:
-                    return part
-    return None
+def _parts(
+    plan: Plan, device: Device, rows: int, units: int, programs: int, backward: bool, precision: str
+) -> Iterator[Slice]:
+    """Of a tile, for each number of warps, what is quickest by ``cycles``, with all registers and
+    with fewer.
 
-
-def slice_bytes(plan: Plan, part: Slice, backward: bool) -> int:
-    """Shared memory of a program of tier 2: weights, and either chunks on their way to the dots or
-    sums on their way to the gates.
+    Of three bfloat16 only 16 rows, eight warps, one chunk at a time and no weight in registers:
+    what is more spills.
     """
-    outputs = max(len(l.outputs) for l in plan.cell.linears)
-    units = -(-plan.hidden_size // part.chunk) * part.chunk
-    weights = sum(len(l.outputs) for l in plan.cell.linears) * part.units * units * plan.itemsize
-    chunk = part.rows * part.chunk * plan.itemsize * (outputs if backward else 1)
-    sums = 3 * part.rows * part.units * outputs * 4
-    return weights + max(part.ahead * chunk, sums)
+    parted = precision == "bf16x6"
+    if plan.dtype == "float32" and rows > (ROWS[0] if parted else ROWS[1]):
+        return
+    for warps, left in itertools.product(WARPS[1::-1], LEFT):
+        if parted and (warps, left) != (WARPS[1], LEFT[0]):
+            continue
+        chunk = warps * 4 * LOADED // plan.itemsize
+        chunks = -(-_depth(plan, backward) // chunk)
+        parts = (
+            Slice(rows, units, chunk, ahead, warps, held)
+            for ahead in range(1, 2 if parted else chunks + 1)
+            for held in range(1 if parted else chunks + 1)
+        )
+        fitting = [
+            part
+            for part in parts
+            if slice_numbers(plan, part, backward) <= SLICE_NUMBERS - left
+            and slice_bytes(plan, part, backward, precision) <= device.shared
+        ]
+        if fitting:
+            yield min(fitting, key=lambda part: cycles(plan, part, programs, backward))
 
 
-def shared_bytes(plan: Plan, backward: bool) -> int:
+def _depth(plan: Plan, backward: bool) -> int:
+    """The longest k of a matmul."""
+    outputs = max(len(l.outputs) for l in plan.cell.linears) if backward else 1
+    return outputs * plan.hidden_size
+
+
+def _columns(plan: Plan, part: Slice, backward: bool) -> int:
+    """Columns of all matmuls with one operand."""
+    return part.units * (1 if backward else sum(len(l.outputs) for l in plan.cell.linears))
+
+
+def cycles(plan: Plan, part: Slice, programs: int, backward: bool) -> float:
+    """An estimate of what a step takes a multiprocessor, but for what all slices have in common:
+    to order slices by.
+    """
+    depth, columns = _depth(plan, backward), _columns(plan, part, backward)
+    chunks = -(-depth // part.chunk)
+    arriving = part.rows * depth * plan.itemsize
+    weights = (chunks - part.held) * part.chunk * columns * plan.itemsize
+    sums = 2 * part.warps * part.rows * columns * 4
+    return (
+        -(-chunks // part.ahead) * TRIP
+        + max(arriving / SECOND_LEVEL, programs * arriving / TOGETHER)
+        + (weights + sums) / SHARED
+        + part.rows * columns * depth * plan.itemsize / 2 / MULTIPLIED
+    )
+
+
+def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
+    """Registers of a thread of tier 2, but for addresses and temporaries: weights; what arrives and
+    the sums, or else the tiles of the cell.
+    """
+    columns, share = _columns(plan, part, backward), LOADED * 4  # bytes of a row of a chunk
+    chains = max(1, columns // LEAST * (part.rows // 8))
+    sums = part.rows * columns // 32 * max(1, CHAINS // chains)
+    held = part.held * columns * share // 128
+    arriving = part.ahead * part.rows * share // 128
+    tiles_ = tiles(plan, backward) * -(-part.rows * part.units // (32 * part.warps))
+    return held + max(sums + arriving, tiles_)
+
+
+def slice_bytes(plan: Plan, part: Slice, backward: bool, precision: str = "ieee") -> int:
+    """Shared memory of a program of tier 2: weights that threads do not hold, and sums on their way
+    to the gates.
+    """
+    weights = 0
+    for l in plan.cell.linears:
+        depth = (len(l.outputs) if backward else 1) * plan.hidden_size
+        chunks = max(0, -(-depth // part.chunk) - part.held)
+        columns = part.units * (1 if backward else len(l.outputs))
+        weights += chunks * part.chunk * columns * _weight_bytes(plan, precision)
+    outputs = (
+        1 if backward else 1 << max(len(l.outputs) for l in plan.cell.linears).bit_length() - 1
+    )
+    return weights + part.warps * part.rows * part.units * outputs * 4
+
+
+def shared_bytes(plan: Plan, backward: bool, precision: str = "ieee") -> int:
     """Shared memory of a program of tier 1: weights, and operands on their way to the dots."""
-    size = 4 if plan.dtype == "float32" else 2
+    size = _weight_bytes(plan, precision)
     total = operands = 0
     for l in plan.cell.linears:
         out, into = (power_of_two(plan.sizes[s], LEAST) for s in (l.out_size, l.in_size))
@@ -227,6 +357,11 @@ def shared_bytes(plan: Plan, backward: bool) -> int:
         passing = len(l.outputs) * out if backward else into
         operands = max(operands, LEAST * max(passing, 2 * into) * size)
     return total + operands
+
+
+def _weight_bytes(plan: Plan, precision: str) -> int:
+    """Of one weight on chip."""
+    return WEIGHT[precision] if plan.dtype == "float32" else plan.itemsize
 
 
 def tiles(plan: Plan, backward: bool) -> int:
@@ -242,9 +377,7 @@ def tiles(plan: Plan, backward: bool) -> int:
 
 
 def _unrollable(plan: Plan, warps: int) -> bool:
-    """Whether the dots of float32, if any, are short enough."""
-    if plan.dtype != "float32":
-        return True
+    """Whether the dots of float32 by the threads are short enough."""
     total = most = 0
     for l in plan.cell.linears:
         out, into = (power_of_two(plan.sizes[s], LEAST) for s in (l.out_size, l.in_size))
@@ -277,6 +410,7 @@ __all__ = [
     "DEVICES",
     "Choice",
     "Device",
+    "choices",
     "choose",
     "shared_bytes",
     "slice_bytes",

@@ -41,9 +41,10 @@ Cells of one stage only: every matmul multiplies h, and no row reduction needs o
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
-from anycell.engines.gpu.resident import Loop
+from anycell.engines.gpu.resident import LEAST, NEXT, Loop
 from anycell.engines.gpu.text import Form, Printed, Where, plus, power_of_two
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
@@ -56,9 +57,10 @@ class Slice(NamedTuple):
 
     Attributes:
         rows, units: of its tile.
-        chunk: units of the others that it multiplies at once.
+        chunk: of k that its warps multiply at once, each a share of them.
         ahead: chunks that are on their way at the same time.
         warps: of 32 threads.
+        held: chunks whose weights threads hold; those of the others are in shared memory.
     """
 
     rows: int
@@ -66,14 +68,17 @@ class Slice(NamedTuple):
     chunk: int
     ahead: int
     warps: int
+    held: int
 
 
-_ARRIVING = frozenset({"grad", "linear_t"})  # what hangs on the step after
+CHAINS = 8  # of matrix instructions that a warp works on by turns
 
 
-def print_cooperative(plan: Plan, form: Form, part: Slice) -> Printed:
-    """The kernel of a plan, for programs that own such slices."""
-    return _Slice(plan, form, part).printed()._replace(cooperative=True)
+def print_cooperative(plan: Plan, form: Form, part: Slice, precision: str = "ieee") -> Printed:
+    """The kernel of a plan, for programs that own such slices, whose dots of float32 multiply like
+    that.
+    """
+    return _Slice(plan, form, part, precision).printed()._replace(cooperative=True)
 
 
 def exchanged(plan: Plan, backward: bool) -> dict[str, int]:
@@ -108,14 +113,15 @@ def refusal(plan: Plan) -> str | None:
 class _Slice(Loop):
     name, shared = "cooperative", True
 
-    def __init__(self, plan: Plan, form: Form, part: Slice) -> None:
-        super().__init__(plan, form, part.warps, (part.rows, part.units), False)
-        self.chunk, self.ahead = part.chunk, part.ahead
+    def __init__(self, plan: Plan, form: Form, part: Slice, precision: str) -> None:
+        super().__init__(plan, form, part.warps, precision, (part.rows, part.units), False)
+        self.chunk, self.ahead, self.held = part.chunk, part.ahead, part.held
+        self.pair = max(1, 4 // plan.itemsize)  # numbers of a thread's register
         self.programs = -(-plan.hidden_size // part.units)  # of a group
-        # Where data are flags: the numbers of a word, and what Triton calls it.
-        self.pair = 2 if form.by_data and self.narrow and plan.hidden_size % 2 == 0 else 1
-        self.word = "tl.uint16" if self.narrow and self.pair == 1 else "tl.uint32"
-        self.looks: dict[str, str] = {}  # at words, by the name of what they will be
+        # Where data are flags: numbers of a word, what Triton calls it, and how to look at words.
+        self.in_word = 2 if form.by_data and self.narrow and plan.hidden_size % 2 == 0 else 1
+        self.word = "tl.uint16" if self.narrow and self.in_word == 1 else "tl.uint32"
+        self.looks: dict[str, str] = {}
 
     @property
     def turns(self) -> str:
@@ -127,16 +133,12 @@ class _Slice(Loop):
         return self.width
 
     # -- matmuls ---------------------------------------------------------------------------------
-    @property
-    def chunks(self) -> range:
-        """The first units of the chunks."""
-        return range(0, self.plan.hidden_size, self.chunk)
-
-    def bundles(self, l: Linear) -> list[tuple[int, int]]:
-        """First output and number of those that are multiplied at once: 6 of them as 4 and 2.
-
-        Side by side they make a matrix wide enough to keep all warps busy.
+    def outputs(self, l: Linear) -> list[tuple[int, int]]:
+        """First output and number of those that are multiplied at once. Forward, these lie side by
+        side in a matrix, 6 of them as 4 and 2; backward their units are one k.
         """
+        if self.form.backward:
+            return [(0, len(l.outputs))]
         found, first = [], 0
         for bit in reversed(range(len(l.outputs).bit_length())):
             if len(l.outputs) >> bit & 1:
@@ -144,70 +146,156 @@ class _Slice(Loop):
                 first += 1 << bit
         return found
 
-    def load_weights(self) -> None:
-        """What belongs to this slice: of a bundle ``[k, units * outputs]``, backward, where each
-        output multiplies something else, ``[outputs, k, units]``.
-        """
-        for k, l in enumerate(self.linears):
-            for first, count in self.bundles(l):
-                for start in self.chunks:
-                    self._load_part(k, l, first, count, start)
+    def chunks(self, l: Linear) -> range:
+        """The first k of the chunks."""
+        outputs = len(l.outputs) if self.form.backward else 1
+        return range(0, outputs * self.plan.hidden_size, self.chunk)
 
-    def _load_part(self, k: int, l: Linear, first: int, count: int, start: int) -> None:
-        h, wide = self.plan.hidden_size, self.width * count
-        lanes = f"{start} + tl.arange(0, {self.chunk})"
+    def columns(self, count: int) -> int:
+        """Of a matmul of so many outputs."""
+        return self.width if self.form.backward else self.width * count
+
+    def load_weights(self) -> None:
+        """What belongs to this slice, for each chunk ``[warps, columns, k]``."""
+        for k, l in enumerate(self.linears):
+            for first, count in self.outputs(l):
+                for n, start in enumerate(self.chunks(l)):
+                    self._load_part(k, l, first, count, start, n < self.held)
+        self.once("is_theirs", f"{self._their_rows()} < batch")
+
+    def _spread(self, rows: int, held: bool = True) -> tuple[str, str]:
+        """How a program loads so many rows, or columns, of a chunk: which of them, and which k.
+
+        ``held``: as ``left`` and ``right`` want it, otherwise as ``left_shared``.
+        """
+        warps, name = self.warps, f"{rows}" if held else f"{rows}_shared"
+        all_ = self.once(f"all_{rows}", f"tl.arange(0, {rows * warps})[:, None]")
+        row = f"{all_} // {8 * warps} * 8 + {all_} % 8" if held else f"{all_} % {rows}"
+        warp = f"{all_} // 8 % {warps}" if held else f"{all_} // {rows}"
+        share = self.chunk // warps
+        lanes = f"{warp} * {share} + tl.arange(0, {share})[None, :]"
+        return self.once(f"of_{name}", row), self.once(f"lanes_{name}", lanes)
+
+    def _load_part(self, k: int, l: Linear, first: int, count: int, start: int, held: bool) -> None:
+        h, columns, outputs = self.plan.hidden_size, self.columns(count), len(l.outputs)
+        column, lanes = self._spread(columns, held)
+        i, size = f"({plus(start, lanes)})", h * (outputs if self.form.backward else 1)
+        each = h // l.heads
         if self.form.backward:
-            outputs = f"({first} + tl.arange(0, {count}))[:, None, None]"
-            g = self.once(f"output_{first}_{count}", outputs)
-            o = self.once(f"k_{start}", f"({lanes})[None, :, None]")
-            i = self.once("unit", "units_H[None, :, :]")
+            # From the transposed weight: units of h, and k over all units of all outputs.
+            o = f"(tl.program_id(1) * {self.width} + {column})"
+            inside, where = f"({o} < {h})", f"{o} * {outputs * each} + {i}"
+            if l.heads > 1:
+                where = f"{o} * {outputs * each} + {i} // {h} * {each} + {i} % {each}"
+                inside += f" & ({o} // {each} == {i} % {h} // {each})"
         else:
-            column = self.once(f"column_{wide}", f"tl.arange(0, {wide})[None, :]")
-            o = self.once(f"unit_{count}", f"tl.program_id(1) * {self.width} + {column} // {count}")
-            g = self.once(f"output_{first}_{count}", f"{first} + {column} % {count}")
-            i = self.once(f"k_{start}", f"({lanes})[:, None]")
-        inside, each = f"({o} < {h}) & ({i} < {h})", h // l.heads
-        if l.heads == 1:
-            where = f"({g} * {h} + {o}) * {h} + {i}"
-        else:
-            row = f"{o} // {each} * {len(l.outputs) * each} + {g} * {each} + {o} % {each}"
-            where = f"({row}) * {each} + {i} % {each}"
-            inside += f" & ({o} // {each} == {i} // {each})"
-        where = f"{self.array(f'weight{k}')} + {where}"
-        self.once(f"w{k}_{first}_{start}", f"tl.load({where}, mask={inside}, other=0.0)")
+            o, g = f"(tl.program_id(1) * {self.width} + {column} // {count})", f"{column} % {count}"
+            inside, where = f"({o} < {h})", f"(({first} + {g}) * {h} + {o}) * {h} + {i}"
+            if l.heads > 1:
+                row = f"{o} // {each} * {outputs * each} + ({first} + {g}) * {each} + {o} % {each}"
+                where = f"({row}) * {each} + {i} % {each}"
+                inside += f" & ({o} // {each} == {i} // {each})"
+        if start + self.chunk > size:
+            inside += f" & ({i} < {size})"
+        loaded = f"tl.load({self.array(f'weight{k}')} + {where}, mask={inside}, other=0.0)"
+        lay = "left" if held else "left_shared"
+        self.once(f"w{k}_{first}_{start}", f"{lay}({loaded}, {self.warps}, {self.pair})")
+
+    def _sums(self, k: int, l: Linear, operand: str, load: Callable[[int], None]) -> list[str]:
+        """The matmuls with all chunks: for each bundle of outputs what warps have summed."""
+        starts, sums = self.chunks(l), list[str]()
+        for n, start in enumerate(starts):
+            for ahead in starts[n:][: self.ahead]:
+                load(ahead)
+            value = self._arrived(
+                f"{operand}_{start}", [f"{operand}_{s}" for s in starts[: self.ahead]]
+            )
+            if n == 0 and not self.form.by_data:
+                # The assembler would issue some of them after the first matmuls, to save registers,
+                # and each of these would wait for another trip to the second-level cache.
+                self.say("tl.debug_barrier()")
+            right = f"{operand}_{start}_right"
+            self.once(right, f"right({value}, {self.warps}, {self.pair})")
+            for first, count in self.outputs(l):
+                # A matrix instruction waits for the one before it with the same sums.
+                chains = self.columns(count) // LEAST * (self.rows // 8)
+                sum_ = f"sum{k}_{first}_{n % max(1, CHAINS // chains)}"
+                more = f", {sum_}" if sum_ in sums else ""
+                dot = self._dot(f"w{k}_{first}_{start}", f"{right}{more}")
+                self.say(f"{sum_} = {dot}")
+                sums += [sum_] * (sum_ not in sums)
+        self.after_exchange()
+        return [
+            " + ".join(s for s in sums if s.startswith(f"sum{k}_{first}_"))
+            for first, _ in self.outputs(l)
+        ]
 
     def multiply(self, k: int, l: Linear, output: str, node: Expr) -> str:
         """One output of a matmul; the first one brings all others."""
         if f"r{k}_{output}" not in self.said:
-            bundles = self.bundles(l)
-            for start in self.chunks:
-                operand = self._load_h(start)
-                for first, _ in bundles:
-                    more = f", r{k}_{first}" if start else ""
-                    dot = self._dot(operand, f"w{k}_{first}_{start}{more}")
-                    self.say(f"r{k}_{first} = {dot}")
-            for first, count in bundles:
+            sums = self._sums(k, l, "h", self._load_h)
+            for (first, count), parts in zip(self.outputs(l), sums, strict=True):
+                self.say(f"r{k}_{first} = total({parts}, {count})")
                 self._split(f"r{k}_{first}", [f"r{k}_{o}" for o in l.outputs[first:][:count]])
         return f"r{k}_{output}"
 
-    def _load_h(self, start: int) -> str:
-        """A chunk of h, and those after it ahead of time."""
-        h, pair = self.plan.hidden_size, self.pair
-        for ahead in self.chunks[start // self.chunk :][: self.ahead]:
-            lanes = self.once("lanes", f"tl.arange(0, {self.chunk // pair})[None, :]")
-            where, inside = f"({ahead // pair} + {lanes})", "is_row"
-            if ahead + self.chunk > h:
-                inside += f" & ({where} < {h // pair})"
-            self._fetch(f"h_{ahead}", f"{self._sent('state0', 't')} + {where}", inside)
-            if self.form.resets:
-                units = self.once("units", f"tl.arange(0, {self.chunk})[None, :]")
-                inside = f"is_row & reset & ({ahead} + {units} < {h})"
-                at = f"reset0 + rows * reset0__b + ({ahead} + {units})"
-                self.once(f"reset_{ahead}", f"tl.load({at}, mask={inside}, other=0.0)")
-        self._arrive(f"h_{start}", [f"h_{first}" for first in self.chunks[: self.ahead]])
-        if not self.form.resets:
-            return f"h_{start}"
-        return self.once(f"h_{start}_reset", f"tl.where(reset, reset_{start}, h_{start})")
+    def _their_rows(self) -> str:
+        """The rows of a chunk. Those beyond the batch are its last one again: what comes of them
+        nobody reads, and loads without a mask need no zeros.
+        """
+        of, _ = self._spread(self.rows)
+        rows = f"(tl.program_id(0) * {self.rows} + {of}).to(tl.int64)"
+        return self.once("their_rows", f"tl.minimum({rows}, batch - 1)")
+
+    def _place_h(self) -> str:
+        """Where the first chunk of h is."""
+        return self._place_theirs("h_at", "state0", "t")
+
+    def _place_gates(self, k: int, l: Linear) -> str:
+        """Where that of the gates' gradients is. Before the first step there are none: what is read
+        then, nobody takes.
+        """
+        name = "dx" if self.plan.shares_gradient(l) else f"dr{k}"
+        step = f"tl.maximum(t - 1, -{self.argument('behind', 'i32')})"
+        return self._place_theirs(f"d{k}_at", name, step)
+
+    def _place_theirs(self, at: str, name: str, step: str) -> str:
+        place = self._words(self.place(name, step, self._their_rows()))
+        return self.once(at, f"{place} + {self._their_lanes()}")
+
+    def _their_lanes(self) -> str:
+        """Which numbers of a chunk, or which words of it, where data are flags."""
+        _, lanes = self._spread(self.rows)
+        if self.in_word > 1:
+            share = self.chunk // self.warps // self.in_word
+            warp = f"all_{self.rows} // 8 % {self.warps}"
+            lanes = self.once("their_words", f"{warp} * {share} + tl.arange(0, {share})[None, :]")
+        return lanes
+
+    def _fetch(self, name: str, at: str, start: int, size: int) -> None:
+        """Loads a chunk that others have written, past the first-level cache; or, where data are
+        flags, looks at what is there.
+        """
+        first, all_ = start // self.in_word, size // self.in_word
+        inside = f"{first} + {self._their_lanes()} < {all_}" if start + self.chunk > size else ""
+        if self.form.by_data:
+            self.looks[name] = f"look({plus(first, at)}, {inside or None})"
+            self.once(f"{name}_words", self.looks[name])
+        else:
+            mask = f", mask={inside}, other=0.0" if inside else ""
+            self.once(name, f'tl.load({plus(start, at)}{mask}, cache_modifier=".cg")')
+
+    def _load_h(self, start: int) -> None:
+        """A chunk of h, and what resets put in its place."""
+        h = self.plan.hidden_size
+        self._fetch(f"h_{start}", self._place_h(), start, h)
+        if self.form.resets:
+            rows, (_, lanes) = self._their_rows(), self._spread(self.rows)
+            reset = self.once("their_reset", self.flags("resets", rows=rows, mask="is_theirs"))
+            at = f"{self.array('reset0')} + {rows} * {self.argument('reset0__b', 'i64')}"
+            inside = f"{reset} & ({start} + {lanes} < {h})"
+            at = f"tl.load({at} + ({plus(start, lanes)}), mask={inside}, other=0.0)"
+            self.once(f"h_{start}_reset", at)
 
     def _split(self, value: str, names: list[str]) -> None:
         """``[rows, units * outputs]`` into a tile for each output."""
@@ -225,37 +313,117 @@ class _Slice(Loop):
         """What reaches h from the gates of all units in the step before, ``[rows, units]``."""
         terms = []
         for k, l in enumerate(self.linears):
-            bundles = self.bundles(l)
-            parts = [(*bundle, start) for start in self.chunks for bundle in bundles]
-            for n, (first, _, start) in enumerate(parts):
-                for part in parts[n:][: self.ahead * len(bundles)]:
-                    self._load_gates(k, l, *part)
-                together = [f"d{k}_{first}_{s}" for s in self.chunks[: self.ahead]]
-                self._arrive(f"d{k}_{first}_{start}", together)
-                more = f", back{k}_{first}" if start else ""
-                dot = self._dot(f"d{k}_{first}_{start}", f"w{k}_{first}_{start}{more}")
-                self.say(f"back{k}_{first} = {dot}")
-            terms += [f"tl.sum(back{k}_{first}, axis=0)" for first, _ in bundles]
-        return " + ".join(terms)
+            load = functools.partial(self._load_gates, k, l)
+            terms += self._sums(k, l, f"d{k}", load)
+        return f"total({' + '.join(terms)}, 1)"
 
-    def _load_gates(self, k: int, l: Linear, first: int, count: int, start: int) -> None:
-        """The gradients of some outputs, ``[outputs, rows, k]``."""
-        h, pair = self.plan.hidden_size, self.pair
-        name = "dx" if self.plan.shares_gradient(l) else f"dr{k}"
-        lanes = f"({start // pair} + tl.arange(0, {self.chunk // pair}))[None, None, :]"
-        o, inside = self.once(f"lanes_{start}", lanes), "is_before[None, :, :]"
-        if start + self.chunk > h:
-            inside += f" & ({o} < {h // pair})"
-        row = self._sent(name, "t - 1", "_before")
-        where = f"({row})[None, :, :] + (output_{first}_{count} * {h // pair} + {o})"
-        self._fetch(f"d{k}_{first}_{start}", where, inside)
+    def _load_gates(self, k: int, l: Linear, start: int) -> None:
+        """A chunk of the gradients of all outputs."""
+        size = len(l.outputs) * self.plan.hidden_size
+        self._fetch(f"d{k}_{start}", self._place_gates(k, l), start, size)
 
     # -- the exchange ----------------------------------------------------------------------------
+    def _words(self, place: str) -> str:
+        """Where words are, if data are flags."""
+        return f"({place}).to(tl.pointer_type({self.word}))" if self.form.by_data else place
+
+    def _arrived(self, name: str, together: list[str]) -> str:
+        """A chunk that has been fetched, with resets; where data are flags, the program looks again
+        until all of it is there, and of those that were fetched together with it.
+        """
+        if name not in self.said:
+            names = together if name in together else [name]
+            self._wait_for(names)
+            for n in names:
+                self.once(n, f"numbers({n}_words, {self.kind})")
+        if f"{name}_reset" not in self.said:
+            return name
+        return self.once(f"{name}_kept", f"tl.where(their_reset, {name}_reset, {name})")
+
+    def _wait_for(self, names: list[str]) -> None:
+        """Until all words of chunks are there."""
+        words = [f"{name}_words" for name in names]
+        while len(words) > 1:
+            pairs = zip(words[::2], words[1::2], strict=False)
+            words = [f"tl.maximum({a}, {b})" for a, b in pairs] + words[len(words) & ~1 :]
+        sent, patience = "(t > 0) & (alive > 0)", self.argument("patience", "i64")
+        ask = f"looks, begin, waiting = again({words[0]}, {sent}, looks, begin, {patience})"
+        self.say("looks, begin = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)")
+        self.say(ask)
+        self.say("while waiting == 1:")
+        with self.indented():
+            for name in names:
+                self.say(f"{name}_words = {self.looks[name]}")
+            self.say(ask)
+        self.say("alive = tl.where(waiting == 2, 0, alive)")
+
+    def _send(self, array: str, step: str, tag: str, column: int, value: str) -> None:
+        """Stores a part of what the programs exchange, where data are flags."""
+        width, size = self.width // self.in_word, self.plan.hidden_size // self.in_word
+        words = f"(tl.program_id(1) * {width} + tl.arange(0, {width}))[None, :]"
+        words = self.once("words", words)
+        row = self._words(self.row(array, step, tag=tag))
+        where = f"{row} + {plus(column // self.in_word, words)}"
+        value, inside = f"tl.where(in_H, {value}, 0.0)", f"is_row & ({words} < {size})"
+        self.say(f"send({where}, {value}, {inside}, {self.kind}, {self.in_word == 2})")
+
+    def store_gradient(self, name: str, column: int, value: str, size: str) -> None:
+        """As in all kernels, or for the other programs."""
+        if self.form.by_data and name in exchanged(self.plan, True):
+            self._send(name, "t", "", column, self.valid(value))
+        else:
+            super().store_gradient(name, column, value, size)
+
+    def store_state(self, i: int) -> None:
+        """As in all kernels, or for the other programs."""
+        if self.form.by_data and i == 0:
+            self._send("state0", "t + 1", "_after", 0, f"after_{self.cell.states[0].name}")
+        else:
+            super().store_state(i)
+
     def _flag(self, step: str, program: str) -> str:
         """The flags of a step."""
         self.argument("flags", "*i32")
         group = f"(({step}) & 1) * tl.num_programs(0) + tl.program_id(0)"
         return f"flags + ({group}) * {self.programs} + {program}"
+
+    @property
+    def early(self) -> frozenset[str]:
+        """Backward, too: what a step reads, but for what the step after it has written."""
+        if not self.form.backward:
+            return super().early
+        states = {f"state{i}" for i in range(len(self.cell.states))}
+        return frozenset({"mask", "resets", "dy", "saved", "x"}) | states
+
+    def after_exchange(self) -> None:
+        """When what the others have written has come: only now loads of the next step cannot hold
+        that up, nor take its registers.
+        """
+        if NEXT not in self.said:
+            self.said[NEXT] = ""
+            self.say(NEXT)
+
+    def _before(self, roots: list[Expr], arriving: Callable[[Expr], bool]) -> None:
+        """Computes all that hangs on nothing which is yet to arrive from other programs."""
+        order = topological(roots, Where(self.is_leaf))
+        late = set[Expr]()
+        for node in order:
+            if arriving(node) or (not self.is_leaf(node) and not late.isdisjoint(node.args)):
+                late.add(node)
+        wanted = dict.fromkeys(n for n in roots if n not in late)
+        for node in order:
+            if node in late and not self.is_leaf(node):
+                wanted |= dict.fromkeys(arg for arg in node.args if arg not in late)
+        self.evaluate([n for n in wanted if n.op != "const"], self.labels())
+
+    def before_wait(self) -> None:
+        """What hangs on nobody is computed while others do the step before."""
+        roots = [*self.cell.next, *self.kept]
+        self._before(roots, lambda node: node.op in ("linear", "preact"))
+        for node in topological(roots):
+            if node.op == "preact":
+                self.before(node)
+        self._place_h()
 
     def wait(self) -> None:
         """Until the step before is done everywhere, if flags say so.
@@ -274,13 +442,15 @@ class _Slice(Loop):
 
     def wait_backward(self, roots: list[Expr]) -> None:
         """Likewise; then adds what the step before still owes."""
-        leaves = Where(self.is_leaf)
-        early = [n for n in topological(roots, leaves) if n in leaves and n.op not in _ARRIVING]
-        self.evaluate(early)
+        h = self.cell.states[0].name
+        self._before(roots, lambda n: n.op == "linear_t" or (n.op == "grad" and n.attrs[0] == h))
+        for k, l in enumerate(self.linears):
+            self._place_gates(k, l)
         self.wait()
-        behind, h = self.argument("behind", "i32"), self.cell.states[0].name
+        behind = self.argument("behind", "i32")
         self.once("is_before", f"(rows < batch) & (rows * 0 + t + {behind} > 0)")
         self.once("gathered", self._gather())
+        self.say("gathered = tl.where(is_before, gathered, 0.0)")
         self.hand_over("gathered")
         if self.form.resets:
             # The step before may have begun with a reset: then it goes to what that restored.
@@ -288,66 +458,6 @@ class _Slice(Loop):
             self.say(f"restored_{h} += tl.where(diverted, gathered, 0.0)")
             self.say("gathered = tl.where(diverted, 0.0, gathered)")
         self.say(f"g_{h} += gathered")
-
-    def _sent(self, name: str, step: str, tag: str = "") -> str:
-        """Where the rows of the tile begin in what programs exchange."""
-        row = self.row(name, step, tag=tag)
-        if not self.form.by_data:
-            return row
-        return self.once(f"{row}_words", f"{row}.to(tl.pointer_type({self.word}))")
-
-    def _fetch(self, name: str, where: str, inside: str) -> None:
-        """Loads what the others have computed, or looks whether they have."""
-        if self.form.by_data:
-            self.looks[name] = f"look({where}, {inside})"
-            self.once(f"{name}_words", self.looks[name])
-        else:
-            text = f'tl.load({where}, mask={inside}, other=0.0, cache_modifier=".cg")'
-            self.once(name, text)
-
-    def _arrive(self, name: str, together: list[str]) -> None:
-        """Looks again and again until this is there, and what is fetched together with it."""
-        if not self.form.by_data or name in self.said:
-            return
-        names = together if name in together else [name]
-        patience = self.argument("patience", "i64")
-        latest = functools.reduce(lambda a, b: f"tl.maximum({a}, {b})", [f"{n}_words" for n in names])
-        call = f"again({latest}, (t > 0) & (alive > 0), looks, begin, {patience})"
-        self.say("looks, begin = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)")
-        self.say(f"looks, begin, waiting = {call}")
-        self.say("while waiting == 1:")
-        with self.indented():
-            for n in names:
-                self.say(f"{n}_words = {self.looks[n]}")
-            self.say(f"looks, begin, waiting = {call}")
-        self.say("alive = tl.where(waiting == 2, 0, alive)")
-        for n in names:
-            self.once(n, f"numbers({n}_words, {self.kind})")
-
-    def _send(self, name: str, step: str, tag: str, column: int, value: str) -> None:
-        """Stores a part of what programs exchange."""
-        where = self._sent(name, step, tag)
-        lanes = f"tl.program_id(1) * {self.width // self.pair} + tl.arange(0, {self.width // self.pair})"
-        words = self.once("words", f"({lanes})[None, :]")
-        inside = f"is_row & ({words} < {self.plan.hidden_size // self.pair})"
-        value = f"tl.where(in_H, {value}, 0.0)"
-        text = f"{where} + {plus(column // self.pair, words)}, {value}, {inside}"
-        self.say(f"send({text}, {self.kind}, {self.pair == 2})")
-
-    def store_gradient(self, name: str, column: int, value: str, size: str) -> None:
-        """The other programs may need it."""
-        if self.form.by_data and name in exchanged(self.plan, True):
-            self.units(size)
-            self._send(name, "t", "", column, self.valid(value))
-        else:
-            super().store_gradient(name, column, value, size)
-
-    def store_state(self, i: int) -> None:
-        """The other programs need the first one."""
-        if self.form.by_data and i == 0:
-            self._send("state0", "t + 1", "_after", 0, f"after_{self.cell.states[0].name}")
-        else:
-            super().store_state(i)
 
     def hand_over(self, value: str) -> None:
         """Nobody takes a result for right that rests on h as it was before."""

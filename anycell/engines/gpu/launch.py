@@ -14,6 +14,7 @@ from typing import Any
 from anycell.engines.gpu import build
 from anycell.engines.gpu.build import Binary
 from anycell.engines.gpu.capacity import Device
+from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.text import Printed
 
 _SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -21,11 +22,27 @@ _WITHOUT_ASKING = 48 << 10  # bytes of shared memory that every kernel may have
 # CU_DEVICE_ATTRIBUTE_...: COMPUTE_CAPABILITY_MAJOR, _MINOR, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
 # MAX_REGISTERS_PER_MULTIPROCESSOR, MULTIPROCESSOR_COUNT
 _ATTRIBUTES = (75, 76, 97, 82, 16)
-_C_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
+# Errors of the driver that say that a kernel does not fit, and leave the context as it was. All
+# others are raised as they are: after some, as an illegal address, nothing runs any more.
+_INVALID_VALUE = 1
+_NO_ROOM = {
+    701: "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES",
+    720: "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE",
+    801: "CUDA_ERROR_NOT_SUPPORTED",
+}
+_NOT_FOR_THIS_DEVICE = {
+    200: "CUDA_ERROR_INVALID_IMAGE",
+    209: "CUDA_ERROR_NO_BINARY_FOR_GPU",
+    218: "CUDA_ERROR_INVALID_PTX",
+    222: "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
+}
+_C_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64}
 
 
 class Launch:
     """A kernel with its arguments; called once for each step.
+
+    Making one, and calling it, raises ``Refused`` where the kernel does not fit on the device.
 
     Args:
         printed: the kernel.
@@ -58,15 +75,17 @@ class Launch:
         self.kept = values  # arrays stay alive as long as the launch
         kinds = [_C_TYPES.get(kind, ctypes.c_void_p) for _, kind in printed.arguments]
         self.cells = [kind(numbers[name]) for kind, name in zip(kinds, names, strict=True)]
+        aligned = frozenset(
+            name
+            for name, kind in printed.arguments
+            if (kind == "i64" or kind[0] == "*") and numbers[name] % 16 == 0
+        )
+        self.binary, self.handle = _loaded(printed, aligned, _context())
         # Triton's own arguments at the end: scratch memory, of which our kernels ask none.
-        scratch = [ctypes.c_void_p(0) for _ in range(build.TRITONS_OWN)]
+        scratch = [ctypes.c_void_p(0) for _ in range(self.binary.hidden)]
         cells = [*self.cells, *scratch]
         addresses = [ctypes.addressof(c) for c in cells]
         self.scratch, self.parameters = scratch, (ctypes.c_void_p * len(cells))(*addresses)
-        aligned = frozenset(
-            name for name, kind in printed.arguments if kind != "i32" and numbers[name] % 16 == 0
-        )
-        self.binary, self.handle = _loaded(printed, aligned, _context())
         self.start = self._launch
 
     def __call__(self, t: int) -> None:
@@ -88,6 +107,10 @@ class Launch:
             result = _driver().cuLaunchCooperativeKernel(self.handle, *shape, stream, parameters)
         else:
             result = _driver().cuLaunchKernel(self.handle, *shape, stream, parameters, None)
+        if result in _NO_ROOM:
+            why = f"the driver does not launch {' x '.join(map(str, self.grid))} programs at once"
+            programs = self.grid[0] * self.grid[1] if self.printed.cooperative else 0
+            raise Refused(self.printed, f"{why} ({_NO_ROOM[result]})", programs)
         _check(result, f"the launch of {self.printed.name}")
 
 
@@ -103,6 +126,15 @@ def _driver() -> Any:
         "the GPU engine found no CUDA driver (libcuda.so.1); expected one with every NVIDIA GPU. "
         "Move the layer to the CPU, or install the driver."
     )
+
+
+def missing() -> str | None:
+    """Why there is no CUDA driver; None if there is one."""
+    try:
+        _driver()
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 def _check(result: int, what: str) -> None:
@@ -131,7 +163,9 @@ def limits() -> Device:
         _check(result, "cuDeviceGetAttribute")
         found.append(value.value)
     major, minor, *rest = found
-    return Device("this card", 10 * major + minor, *rest)
+    name = ctypes.create_string_buffer(100)
+    _check(_driver().cuDeviceGetName(name, len(name), device), "cuDeviceGetName")
+    return Device(name.value.decode(), 10 * major + minor, *rest)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -139,16 +173,26 @@ def _loaded(
     printed: Printed, aligned: frozenset[str], context: int
 ) -> tuple[Binary, ctypes.c_void_p]:
     """The kernel's machine code, and its handle in a context."""
-    binary = build.binary(printed, limits().capability, aligned)
+    device = limits()
+    binary = build.binary(printed, device.capability, aligned)
+    misfit = binary.misfit(device.shared)
+    if misfit is not None:
+        raise Refused(printed, misfit)
     module, handle = ctypes.c_void_p(), ctypes.c_void_p()
     driver = _driver()
-    _check(driver.cuModuleLoadData(ctypes.byref(module), binary.cubin), "cuModuleLoadData")
+    result = driver.cuModuleLoadData(ctypes.byref(module), binary.cubin)
+    if result in _NOT_FOR_THIS_DEVICE:
+        raise Refused(printed, f"the driver does not load it ({_NOT_FOR_THIS_DEVICE[result]})")
+    _check(result, "cuModuleLoadData")
     symbol = binary.symbol.encode()
     _check(driver.cuModuleGetFunction(ctypes.byref(handle), module, symbol), "cuModuleGetFunction")
     if binary.shared > _WITHOUT_ASKING:
         result = driver.cuFuncSetAttribute(handle, _SHARED_LIMIT, ctypes.c_int(binary.shared))
-        _check(result, f"asking for {binary.shared} bytes of shared memory")
+        what = f"asking for {binary.shared:,} bytes of shared memory"
+        if result == _INVALID_VALUE:
+            raise Refused(printed, f"{what} failed (CUDA_ERROR_INVALID_VALUE)")
+        _check(result, what)
     return binary, handle
 
 
-__all__ = ["Launch", "limits"]
+__all__ = ["Launch", "limits", "missing"]

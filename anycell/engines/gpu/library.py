@@ -18,6 +18,8 @@ import math
 import triton
 import triton.language as tl
 
+from anycell.engines.gpu.build import interpreted
+
 # Rows of the op table that need no function.
 OPERATORS = frozenset(
     "neg add sub mul div lt le gt ge eq ne logical_and logical_or logical_not".split()
@@ -27,6 +29,23 @@ _LOG2E = tl.constexpr(math.log2(math.e))
 _LOG2E_LOW = tl.constexpr(1.925963033500011e-08)  # what float32 leaves out of the line above
 _LN2 = tl.constexpr(math.log(2.0))
 _INFINITY = tl.constexpr(math.inf)
+
+
+_INTERPRETED = tl.constexpr(interpreted())
+
+
+@triton.jit
+def _reciprocal(x):
+    """1 / x for 1 <= x <= 2, to a unit in the last place: one instruction, where a division would
+    look after numbers of all sizes. NaN stays NaN.
+    """
+    if _INTERPRETED:
+        y = 1.0 / x
+    else:
+        y = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
 
 
 @triton.jit
@@ -66,7 +85,7 @@ def sign(x):
 def sigmoid(x):
     """1 / (1 + e^-x), from e^-|x|, which never overflows."""
     small = exp(-tl.abs(x))
-    return tl.where(x < 0.0, small, 1.0) / (1.0 + small)
+    return tl.where(x < 0.0, small, 1.0) * _reciprocal(1.0 + small)
 
 
 @triton.jit
@@ -79,8 +98,43 @@ def tanh(x):
     near = near * z + 0.13332602
     near = near * z - 0.33333319
     small = exp(-2.0 * size)
-    far = (1.0 - small) / (1.0 + small)
+    far = (1.0 - small) * _reciprocal(1.0 + small)
     return tl.where(size < 0.55, x + x * (z * near), tl.where(x < 0.0, -far, far))
+
+
+# For kernels of 16-bit dtypes, which round what they save and exchange to 11 bits or less: 2^x of a
+# rounded product, whose relative error grows to 2^-18 while e^-x falls to the smallest number that
+# there is, and near 0 fewer terms.
+
+
+@triton.jit
+def sigmoid_16(x):
+    """1 / (1 + e^-x), to some 2^-18."""
+    small = _exp2(tl.abs(x) * -_LOG2E)
+    return tl.where(x < 0.0, small, 1.0) * _reciprocal(1.0 + small)
+
+
+@triton.jit
+def tanh_16(x):
+    """The hyperbolic tangent, to some 2^-18."""
+    size = tl.abs(x)
+    z = x * x
+    near = 0.12877158 * z - 0.33324609
+    small = _exp2(size * (-2.0 * _LOG2E))
+    far = (1.0 - small) * _reciprocal(1.0 + small)
+    return tl.where(size < 0.25, x + x * (z * near), tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def _exp2(x):
+    """2^x; what is smaller than a normal number is 0."""
+    if _INTERPRETED:
+        y = tl.exp2(x)
+    else:
+        y = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
 
 
 @triton.jit
@@ -179,9 +233,85 @@ def max(x, units, inside, groups: tl.constexpr, each: tl.constexpr):
     return _over_groups(x, units, inside, groups, each, True)
 
 
+# ---- matmuls whose k is shared out over warps ----------------------------------------------------
+
+
+@triton.jit
+def left(values, warps: tl.constexpr, pair: tl.constexpr):
+    """The left operand ``[warps, rows, k]`` of a batch of matmuls, one for each warp, from values
+    ``[rows / 8 * warps * 8, k]`` just as threads load them: a warp's share of eight rows at a time.
+
+    A matrix instruction wants ``pair`` neighbours of each of a row's four threads, which lie apart
+    in memory, and then the next ones; but a thread loads 16 bytes that lie together. Since the
+    order of k is no matter as long as both operands have the same, k is taken in the order in which
+    the instruction gets at it, and no value has to go to another thread.
+    """
+    rows: tl.constexpr = values.shape[0] // warps
+    k: tl.constexpr = values.shape[1]
+    apart = tl.reshape(values, [rows // 8, warps, 8, 4, k // (4 * pair), pair])
+    return tl.reshape(tl.permute(apart, (1, 0, 2, 4, 3, 5)), [warps, rows, k])
+
+
+@triton.jit
+def left_shared(values, warps: tl.constexpr, pair: tl.constexpr):
+    """The same from values ``[warps * rows, k]``, whose rows go to other threads: through shared
+    memory, where they stay.
+    """
+    rows: tl.constexpr = values.shape[0] // warps
+    k: tl.constexpr = values.shape[1]
+    apart = tl.reshape(values, [warps, rows, 4, k // (4 * pair), pair])
+    return tl.reshape(tl.permute(apart, (0, 1, 3, 2, 4)), [warps, rows, k])
+
+
+@triton.jit
+def right(values, warps: tl.constexpr, pair: tl.constexpr):
+    """The right operand ``[warps, k, columns]``, from values as those of ``left``."""
+    return tl.permute(left(values, warps, pair), (0, 2, 1))
+
+
+@triton.jit
+def total(parts, outputs: tl.constexpr):
+    """The sum over the warps of ``[warps, units * outputs, rows]``, as ``[rows, units * outputs]``:
+    in pairs, halves of what remains, by a thread that has all outputs of its units.
+    """
+    warps: tl.constexpr = parts.shape[0]
+    rows: tl.constexpr = parts.shape[2]
+    columns: tl.constexpr = parts.shape[1]
+    units: tl.constexpr = columns // outputs
+    sums = tl.permute(tl.reshape(parts, [warps, units, outputs, rows]), (3, 1, 2, 0))
+    if warps >= 16:
+        even, odd = tl.split(tl.reshape(sums, [rows, units, outputs, 8, 2]))
+        sums = even + odd
+    if warps >= 8:
+        even, odd = tl.split(tl.reshape(sums, [rows, units, outputs, 4, 2]))
+        sums = even + odd
+    if warps >= 4:
+        even, odd = tl.split(tl.reshape(sums, [rows, units, outputs, 2, 2]))
+        sums = even + odd
+    if warps >= 2:
+        even, odd = tl.split(tl.reshape(sums, [rows, units, outputs, 1, 2]))
+        sums = even + odd
+    return tl.reshape(sums, [rows, columns])
+
+
+# ---- arrays whose addresses are in memory --------------------------------------------------------
+
+
+@triton.jit
+def address(table, place: tl.constexpr, odd, kind: tl.constexpr):
+    """The address of numbers of this kind that a table holds.
+
+    ``odd`` is 0 where 16 divides all such addresses, else 1. The compiler knows neither, but of 0
+    that 16 divides it: so it takes several numbers in one access.
+    """
+    number = tl.load(table + place)
+    rest = number % 16
+    start = tl.multiple_of((number - rest).to(tl.pointer_type(kind)), 16)
+    return start + rest // (kind.primitive_bitwidth // 8) * odd
+
+
 # ---- programs that wait for one another ----------------------------------------------------------
 
-_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _LOOKS = tl.constexpr(64)  # looks between two readings of the clock
 # Each thread looks at a flag until it holds the value or more, or until the time is over: that
 # begins with the first reading of the clock. The load is an acquire: what its program had written
@@ -214,12 +344,12 @@ done:
 @triton.jit
 def _spin(flags, value, patience):
     """In the interpreter, which takes more than 10 microseconds for a look."""
-    seen = tl.load(flags, volatile=True) >= value
+    unseen = (tl.load(flags, volatile=True) < value).to(tl.int32)  # Triton 3.3 interprets no ~
     looks = 0
-    while (tl.sum((~seen).to(tl.int32), axis=0) > 0) & (looks * 10_000 < patience):
-        seen = tl.load(flags, volatile=True) >= value
+    while (tl.sum(unseen, axis=0) > 0) & (looks * 10_000 < patience):
+        unseen = (tl.load(flags, volatile=True) < value).to(tl.int32)
         looks += 1
-    return seen.to(tl.int32)
+    return 1 - unseen
 
 
 @triton.jit
@@ -286,11 +416,14 @@ def send(words, value, inside, kind: tl.constexpr, pairs: tl.constexpr):
         inside: which words are stored.
         kind: of the numbers in memory.
     """
-    bits = value.to(kind).to(tl.uint16 if kind.primitive_bitwidth == 16 else tl.uint32, bitcast=True)
+    word = tl.uint16 if kind.primitive_bitwidth == 16 else tl.uint32
+    bits = value.to(kind).to(word, bitcast=True)
     bits = tl.where(bits == _blank(bits), bits >> 1, bits)  # another NaN
     if pairs:
-        low, high = tl.split(tl.reshape(bits, [bits.shape[0], bits.shape[1] // 2, 2]))
-        bits = low.to(tl.uint32) | (high.to(tl.uint32) << 16)
+        # As a sum: the neighbour is another thread's, and this way takes no shared memory.
+        places = tl.arange(0, bits.shape[1])[None, :] % 2 * 16
+        bits = bits.to(tl.uint32) << places.to(tl.uint32)
+        bits = tl.sum(tl.reshape(bits, [bits.shape[0], bits.shape[1] // 2, 2]), axis=2)
     if _INTERPRETED:
         tl.store(words, bits, mask=inside)
     else:
@@ -307,8 +440,12 @@ def send(words, value, inside, kind: tl.constexpr, pairs: tl.constexpr):
 
 @triton.jit
 def look(words, inside):
-    """What is there of the words that other programs send."""
-    return tl.load(words, mask=inside, other=0, volatile=True)
+    """What is there of the words that other programs send, of those ``inside`` or of all."""
+    if inside is None:
+        found = tl.load(words, volatile=True)
+    else:
+        found = tl.load(words, mask=inside, other=0, volatile=True)
+    return found
 
 
 @triton.jit

@@ -13,6 +13,7 @@ matrix units. The projected gates of the next step are loaded while this one is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from anycell.engines.gpu.text import Form, Printed, Text, apart, keeps, power_of_two
@@ -20,12 +21,17 @@ from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
 from anycell.plan import Plan, gradient_roots
 
+# What stands for a step in the text of a load, and where such loads go: before the loop, into it,
+# and at its end.
+STEP, FIRST, NEXT, TURN = "{t}", "@first", "@next", "@turn"
 LEAST = 16  # rows and units of the smallest matrices that the matrix units take
 
 
-def print_resident(plan: Plan, form: Form, warps: int = 4) -> Printed:
-    """The kernel of a plan, for programs of so many warps."""
-    return Loop(plan, form, warps).printed()
+def print_resident(plan: Plan, form: Form, warps: int = 4, precision: str = "ieee") -> Printed:
+    """The kernel of a plan, for programs of so many warps, whose dots of float32 multiply like
+    that.
+    """
+    return Loop(plan, form, warps, precision).printed()
 
 
 class Loop(Text):
@@ -39,12 +45,16 @@ class Loop(Text):
         plan: Plan,
         form: Form,
         warps: int,
+        precision: str,
         tile: tuple[int, int] = (LEAST, LEAST),
         whole: bool = True,
     ) -> None:
         super().__init__(plan, form, tile, whole)
-        self.warps = warps
+        self.warps, self.precision = warps, precision
         self.linears = plan.cell.linears
+        self.loads: dict[str, str] = {}  # a step early, and what they are called then
+        keep = form.keep and not form.backward
+        self.kept = [*plan.saved, *plan.saved_rows] if keep else []
         self.kind = {"fp32": "tl.float32", "bf16": "tl.bfloat16", "fp16": "tl.float16"}[self.io]
 
     def printed(self) -> Printed:
@@ -59,6 +69,7 @@ class Loop(Text):
             self.once(f"zero_{size}", f"tl.zeros([{self.rows}, {self.padded(size)}], tl.float32)")
         self.load_weights()
         (self._backward if self.form.backward else self._forward)()
+        self._say_early()
         about = f"{self.cell.name}, {way}, all steps: {self.plan.hidden_size} units, "
         kernel = self.finish(f"{way}_{self.name}", f"{about}{self.plan.dtype}.")
         return kernel._replace(alone=True)
@@ -76,6 +87,59 @@ class Loop(Text):
     def padded(self, size: str) -> int:
         """Units of a tile."""
         return power_of_two(self.plan.sizes[size], LEAST)
+
+    # -- loads a step early ----------------------------------------------------------------------
+    @property
+    def early(self) -> frozenset[str]:
+        """Arrays whose numbers of the next step are loaded during this one."""
+        return frozenset() if self.form.backward else frozenset({"x", "mask", "resets"})
+
+    def row(self, name: str, step: str = "t", wide: bool = False, tag: str = "") -> str:
+        """Where the rows of the tile begin in an array over time."""
+        if name in self.early and step == "t":
+            return self.place(name, STEP, wide=wide)
+        return super().row(name, step, wide, tag)
+
+    def flags(self, name: str, step: str = "t", mask: str = "is_row", rows: str = "rows") -> str:
+        """The flags of the rows at a step."""
+        step = STEP if name in self.early and step == "t" else step
+        return super().flags(name, step, mask, rows)
+
+    def read(self, load: str) -> str:
+        """A load in the step that needs it, or what has been loaded in the step before, just as it
+        came: whatever is done with it would wait for it.
+        """
+        if STEP not in load:
+            return load
+        return self.loads.setdefault(load, f"now_{len(self.loads)}")
+
+    def _say_early(self) -> None:
+        """Puts the loads of the first step before the loop, those of the next one into it."""
+
+        def lines(name: str, step: str) -> list[str]:
+            def there(found: re.Match[str]) -> str:
+                size, rows = found["size"], found["rows"] or "is_row"
+                of = "their_rows" if rows == "is_theirs" else "rows"
+                text = f"mask={rows} & ({of} * 0 + {step} < count)"
+                return f"{text} & is_{size}" if size else text
+
+            mask = re.compile(r"mask=(?:in_(?P<size>\w+)|(?P<rows>is_row|is_theirs))")
+            return [
+                f"{name}_{n} = {mask.sub(there, load.replace(STEP, step))}"
+                for n, load in enumerate(self.loads)
+            ]
+
+        parts = {
+            FIRST: lines("now", "0"),
+            NEXT: lines("next", "t + 1"),
+            TURN: [f"now_{n} = next_{n}" for n in range(len(self.loads))],
+        }
+        found = []
+        for line in self.lines:
+            part = parts.get(line.strip())
+            indent = line[: len(line) - len(line.lstrip())]
+            found += [line] if part is None else [indent + each for each in part]
+        self.lines = found
 
     # -- matmuls ---------------------------------------------------------------------------------
     def load_weights(self) -> None:
@@ -104,7 +168,7 @@ class Loop(Text):
     def _dot(self, operand: str, weight: str) -> str:
         precision = ""
         if self.io == "fp32":
-            precision = f", input_precision={'tf32' if self.form.tf32 else 'ieee'!r}"
+            precision = f", input_precision={self.precision!r}"
         return f"tl.dot({operand}, {weight}{precision})"
 
     def _operand(self, name: str, value: str, size: str) -> str:
@@ -126,11 +190,43 @@ class Loop(Text):
             return f"d_{l.name}", self._transposed(k, l)
         output = node.attrs[1]
         text = self.multiply(k, l, output, node)
+        if node.op == "preact":
+            return f"a_{output}", f"{self.before(node)} + {text}"
         if self.form.biases[k]:
             text += f" + b{k}_{output}"
-        if node.op == "linear":
-            return f"r_{output}" if output != l.name else output, text
-        return f"a_{output}", f"x_{output} + {text}"
+        return f"r_{output}" if output != l.name else output, text
+
+    def before(self, node: Expr) -> str:
+        """What a gate sums beside its matmul, the biases of both included."""
+        k, gate = self.numbers[node.attrs[0]], node.attrs[1]
+        column = self.cell.gates.index(gate) * self.plan.hidden_size
+        x = self.load(self.at(self.row("x"), column, "H"), "H")
+        bias = f" + bias_{gate}" if self.form.bias_x or self.form.biases[k] else ""
+        return self.once(f"x_{gate}", x + bias)
+
+    def projected(self, gate: str) -> str:
+        """The input projection of a gate, with its bias."""
+        column = self.cell.gates.index(gate) * self.plan.hidden_size
+        text = self.load(self.at(self.row("x"), column, "H"), "H")
+        return f"{text} + bias_x_{gate}" if self.form.bias_x else text
+
+    def _load_biases(self) -> None:
+        """Brings all biases on chip, for a gate that sums two of them as one."""
+        form, nodes = self.form, topological(self.cell.next)
+        gates = dict.fromkeys(n.attrs[-1] for n in nodes if n.op in ("x", "preact"))
+        for gate in gates if form.bias_x else ():
+            column = self.cell.gates.index(gate) * self.plan.hidden_size
+            self.once(f"bias_x_{gate}", self.load_units("bias_x", "H", column))
+        for k, l in enumerate(self.linears):
+            for output in l.outputs if form.biases[k] else ():
+                column = l.declared.index(output) * self.plan.sizes[l.out_size]
+                self.once(f"b{k}_{output}", self.load_units(f"bias{k}", l.out_size, column))
+        for node in nodes:
+            if node.op == "preact":
+                k, gate = self.numbers[node.attrs[0]], node.attrs[1]
+                terms = [f"bias_x_{gate}"] * form.bias_x + [f"b{k}_{gate}"] * form.biases[k]
+                if terms:
+                    self.once(f"bias_{gate}", " + ".join(terms))
 
     def multiply(self, k: int, l: Linear, output: str, node: Expr) -> str:
         """One output of a matmul, without its bias."""
@@ -148,42 +244,33 @@ class Loop(Text):
     # -- forward ---------------------------------------------------------------------------------
     def _forward(self) -> None:
         cell, form = self.cell, self.form
-        for k, l in enumerate(self.linears):
-            for output in l.outputs if form.biases[k] else ():
-                column = l.declared.index(output) * self.plan.sizes[l.out_size]
-                self.once(f"b{k}_{output}", self.load_units(f"bias{k}", l.out_size, column))
+        self._load_biases()
         self._constants(cell.next)
         for i, s in enumerate(cell.states):
             if i:
                 text = self.load(self._working(i, "turn"), s.size, wide=True)
             else:
-                text = self.load(self.at(self._row_at("state0", "0"), 0, s.size), s.size)
+                text = self.load(self.at(self.place("state0", "0"), 0, s.size), s.size)
             self.say(f"s_{s.name} = {text}")
-        used = [g for g in cell.gates if self._uses_x(g)]
-        for gate in used:
-            self.say(f"x_{gate} = {self._projected_at(gate, '0', 'is_row')}")
+        self.say(FIRST)
         self.say("for t in range(count):")
         with self.indented():
-            for gate in used:
-                self.say(f"next_{gate} = {self._projected_at(gate, 't + 1', 'more')}")
             self._flags()
             for i, s in enumerate(cell.states):
                 if form.resets:
                     self.say(f"s_{s.name} = tl.where(reset, {self._restored(i)}, s_{s.name})")
                 self._know(Expr("state", (), (s.name,)), f"s_{s.name}")
-            for gate in used:
-                self._know(Expr("x", (), (gate,)), f"x_{gate}")
+            self.before_wait()
             self.wait()
             self._step()
-            for gate in used:
-                self.say(f"x_{gate} = next_{gate}")
+            self.say(TURN)
         for i, s in enumerate(cell.states[1:], 1):
             self.store(self._working(i, "turn + 1"), f"s_{s.name}", s.size)
         self.end()
 
     def _step(self) -> None:
         cell, form, plan = self.cell, self.form, self.plan
-        saved = [*plan.saved, *plan.saved_rows] if form.keep else []
+        saved = self.kept
         states = list(zip(cell.states, cell.next, strict=True))
         self.evaluate([*cell.next, *saved], {n: f"{s.name}_new" for s, n in states})
         for s, node in states:  # all, before the first of them takes its new value
@@ -211,11 +298,16 @@ class Loop(Text):
 
     # Tier 1 needs nobody else's results, nor does anybody need its own before the end.
 
+    def before_wait(self) -> None:
+        """What a step computes before it waits."""
+        self.say(NEXT)
+
     def wait(self) -> None:
         """Before a step: until what it reads has been written."""
 
     def wait_backward(self, roots: list[Expr]) -> None:
         """Likewise, before the step that computes these."""
+        self.say(NEXT)
 
     def hand_over(self, value: str) -> None:
         """Before the result of a step, of that name, is stored."""
@@ -235,28 +327,6 @@ class Loop(Text):
 
     def end(self) -> None:
         """At the end of the kernel."""
-
-    def _uses_x(self, gate: str) -> bool:
-        nodes = topological(self.cell.next)
-        return any(n.op in ("x", "preact") and n.attrs[-1] == gate for n in nodes)
-
-    def _projected_at(self, gate: str, step: str, rows: str) -> str:
-        """The projection of a gate at some step, if there is such a step."""
-        if rows == "more":
-            self.once("more", "is_row & (rows * 0 + t + 1 < count)")
-        column = self.cell.gates.index(gate) * self.plan.hidden_size
-        row = self._row_at("x", step)
-        text = f"tl.load({self.at(row, column, 'H')}, mask={rows} & is_H, other=0.0)"
-        text = f"{text}.to(tl.float32)" if self.narrow else text
-        bias = f" + {self.load_units('bias_x', 'H', column)}" if self.form.bias_x else ""
-        return text + bias
-
-    def _row_at(self, name: str, step: str) -> str:
-        """As ``row``, in place."""
-        self.array(name)
-        for part in "0tb":
-            self.argument(f"{name}__{part}", "i64")
-        return f"{name} + ({name}__0 + ({step}) * {name}__t + rows * {name}__b)"
 
     def _working(self, i: int, turn: str) -> str:
         """State i > 0 between calls: float32, two of them, which take turns."""
@@ -285,8 +355,9 @@ class Loop(Text):
 
     def _constants(self, roots: Iterable[Expr]) -> None:
         """Loads what no step changes."""
+        constant = ("param", "hyper", "static") if self.shared else ("param", "hyper")
         for node in topological(roots):
-            if node.op in ("param", "hyper"):
+            if node.op in constant:
                 self.evaluate([node])
 
     # -- backward --------------------------------------------------------------------------------
@@ -304,6 +375,7 @@ class Loop(Text):
         for name in totals:
             start = "zero_H" if name != "sum_static" else None
             self.say(f"{name} = {start or self.load(self._static_sum(), 'H', wide=True)}")
+        self.say(FIRST)
         self.say(f"for t in range({self.turns}):")
         with self.indented():
             self.begin_step()
@@ -317,6 +389,7 @@ class Loop(Text):
                 self.say(f"{name} += {self.live(self.valid(self.value(d)), '0.0')}")
             for i in range(len(cell.states)):
                 self._carry(i)
+            self.say(TURN)
         self.after_steps()
         self._hand_on(totals)
         self.end()

@@ -11,11 +11,17 @@ of its own. What an earlier stage computed is computed again from memory, but fo
 costs less than to store and load it. A row reduction needs all units of a row in one program;
 without one, units are split over programs too. Values of different sizes never meet but in a
 matmul, so a kernel writes results of one size.
+
+A launch that a CUDA graph holds has the same arguments each time. So kernels read what changes from
+call to call, addresses above all, from a *table* in device memory, and how many steps are done too:
+``steps`` fills it. Only what matmuls read and write stays where it is: kernels leave their left
+sides in memory of their own, beside the sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from anycell.engines.gpu.text import Form, Printed, Text, Where, apart, keeps, power_of_two
@@ -25,6 +31,10 @@ from anycell.lang.ops import is_reduction
 from anycell.plan import Plan, gradient_roots
 
 ELEMENTS = 512  # of a tile: four for each of 128 threads
+FILLED = 32  # places of a table that one launch fills
+DONE = "done"  # what a table holds first: how many steps of the call are done
+# Of Triton's types, those of the language.
+_TYPES = {"fp32": "tl.float32", "bf16": "tl.bfloat16", "fp16": "tl.float16"}
 
 
 class Stage(NamedTuple):
@@ -46,10 +56,17 @@ class Step(NamedTuple):
         stages: in order.
         close: backward, what adds up the gradients of the states after the last step of a call, one
             kernel per size; else empty.
+        table: what the table holds, by place: a name, and Triton's type of it.
     """
 
     stages: tuple[Stage, ...]
     close: tuple[Printed, ...]
+    table: tuple[tuple[str, str], ...]
+
+    @property
+    def all(self) -> tuple[Printed, ...]:
+        """Every kernel."""
+        return (*(kernel for stage in self.stages for kernel in stage.kernels), *self.close)
 
 
 def staged(plan: Plan, form: Form, linear: Linear) -> bool:
@@ -61,8 +78,16 @@ def staged(plan: Plan, form: Form, linear: Linear) -> bool:
     return inside if form.backward else inside or form.resets
 
 
+def multiplied(plan: Plan, form: Form, linear: Linear) -> bool:
+    """Whether a pass has this matmul. The backward pass has none where nothing behind the operand
+    wants a gradient.
+    """
+    return not (form.backward and staged(plan, form, linear)) or linear.name in plan.carried_back
+
+
 def print_step(plan: Plan, form: Form) -> Step:
     """The kernels of a plan."""
+    table = {DONE: "i64"}
     levels, roots = _levels(plan, form), _roots(plan, form)
     depth = max((levels[root] for root in roots), default=0)
     numbers = {l.name: k for k, l in enumerate(plan.cell.linears)}
@@ -84,7 +109,7 @@ def print_step(plan: Plan, form: Form) -> Step:
             sizes |= dict.fromkeys(_operand_sizes(plan, form))
             sizes |= dict.fromkeys(l.out_size for l in plan.cell.linears if form.backward)
         kernels = [
-            _Kernel(plan, form, size, [l for l in ahead if getattr(l, side) == size], last)
+            _Kernel(plan, form, size, [l for l in ahead if getattr(l, side) == size], last, table)
             for size in sizes
         ]
         where = f"stage {s + 1} of {depth + 1}" if depth else "one step"
@@ -93,8 +118,37 @@ def print_step(plan: Plan, form: Form) -> Step:
     close = []
     if form.backward:
         for size in dict.fromkeys(state.size for state in plan.cell.states):
-            close.append(_Kernel(plan, form, size, [], False).closing(f"close_{size}"))
-    return Step(tuple(stages), tuple(close))
+            close.append(_Kernel(plan, form, size, [], False, table).closing(f"close_{size}"))
+    return Step(tuple(stages), tuple(close), tuple(table.items()))
+
+
+@functools.cache
+def print_fill() -> Printed:
+    """The kernel that fills a part of a table with numbers: they are arguments, so a CUDA graph
+    that a user captures holds them, and no memory of the host must wait for it.
+    """
+    names = [f"value{n}" for n in range(FILLED)]
+    lines = [f"tl.store(table + first + {n}, {name})" for n, name in enumerate(names)]
+    # Of numbers of 64 bits with a sign, the compiler is told whether 16 divides them: not of these,
+    # or there would be a kernel for each pattern.
+    arguments = {"table": "*i64", "first": "i32", **dict.fromkeys(names, "u64")}
+    return _small("fill", "Fills a part of a table.", arguments, lines)
+
+
+@functools.cache
+def print_advance() -> Printed:
+    """The kernel that counts t steps as done."""
+    lines = ["tl.store(table, tl.load(table) + t)"]
+    return _small("advance", "Counts steps as done.", {"table": "*i64", "t": "i32"}, lines)
+
+
+def _small(name: str, about: str, arguments: dict[str, str], lines: list[str]) -> Printed:
+    """A kernel of one program."""
+    head = "".join(f"    {a},  # {kind}\n" for a, kind in arguments.items())
+    body = "".join(f"    {line}\n" for line in lines)
+    text = f'"""{about}"""\n\nimport triton\nimport triton.language as tl\n\n\n'
+    text += f"@triton.jit\ndef {name}(\n{head}):\n{body}"
+    return Printed(name, text, tuple(arguments.items()), (1, 1), "", 1)
 
 
 def _is_product(node: Expr, form: Form) -> bool:
@@ -142,8 +196,17 @@ def _kept(plan: Plan, form: Form) -> list[tuple[str, Expr]]:
 class _Kernel(Text):
     """The kernel of one stage, for the results of one size."""
 
-    def __init__(self, plan: Plan, form: Form, of: str, ahead: list[Linear], last: bool) -> None:
-        self.of, self.ahead, self.last = of, ahead, last
+    def __init__(
+        self,
+        plan: Plan,
+        form: Form,
+        of: str,
+        ahead: list[Linear],
+        last: bool,
+        table: dict[str, str],
+    ) -> None:
+        self.of, self.ahead, self.last, self.table = of, ahead, last, table
+        self.tabled: dict[str, str] = {}  # what comes from the table, by name
         units = plan.sizes[of]
         nodes = topological(self._targets(plan, form))
         whole = any(map(is_reduction, nodes))
@@ -190,9 +253,73 @@ class _Kernel(Text):
         return self.finish(f"{way}_{name}", f"{about}{self.plan.dtype}.")
 
     def _start(self) -> None:
+        super().argument("table", "*i64")
+        super().argument("t", "i32")
         self.begin()
         self.units(self.of)
-        self.argument("t", "i32")
+
+    # -- the table -------------------------------------------------------------------------------
+    def argument(self, name: str, kind: str) -> str:
+        """Numbers of the form are arguments, and what matmuls read and write; the rest comes from
+        the table.
+        """
+        if name in self.tabled:
+            return name
+        if name == "draws":  # four numbers
+            first, *_ = [self._entry(f"draws{n}", "i64") for n in range(4)]
+            self.tabled[name] = f"table + {first}"
+        elif name == "turn":
+            self.tabled[name] = f"tl.load(table + {self._entry(name, 'i64')})"
+        elif kind == "*u8":
+            number = f"tl.load(table + {self._entry(name, kind)})"
+            self.tabled[name] = f"{number}.to(tl.pointer_type(tl.uint8))"
+        elif kind[0] == "*" and name not in self._own():
+            odd, place = super().argument("odd", "i64"), self._entry(name, kind)
+            self.tabled[name] = f"address(table, {place}, {odd}, {_TYPES[kind[1:]]})"
+        else:
+            return super().argument(name, kind)
+        return name
+
+    def _entry(self, name: str, kind: str) -> int:
+        """Where the table holds it."""
+        self.table.setdefault(name, kind)
+        return list(self.table).index(name)
+
+    def _own(self) -> Container[str]:
+        """What matmuls read and write."""
+        stems = ("outputs", "back") if self.form.backward else ("operand", "product")
+        return {f"{stem}{k}" for stem in stems for k in self.numbers.values()}
+
+    # Of arrays over time the table holds the address of the call's first step.
+
+    def place(self, name: str, step: str, rows: str = "rows", wide: bool = False) -> str:
+        """Where rows begin in an array over time."""
+        array = self.array(name, wide)
+        time, row = (self.argument(f"{name}__{part}", "i64") for part in "tb")
+        return f"{array} + (({step}) * {time} + {rows} * {row})".replace("(t)", "t")
+
+    def flags(self, name: str, step: str = "t", mask: str = "is_row", rows: str = "rows") -> str:
+        """The flags of the rows at a step."""
+        array, time = self.argument(name, "*u8"), self.argument(f"{name}__t", "i64")
+        where = f"{array} + (({step}) * {time} + {rows})".replace("(t)", "t")
+        return f"tl.load({where}, mask={mask}, other=0) != 0"
+
+    def finish(self, name: str, about: str) -> Printed:
+        """The whole text: the table is read first."""
+        read = {"t": f"tl.load(table + {self._entry(DONE, 'i64')}) + t", **self.tabled}
+        self.lines[:0] = [f"    {variable} = {value}" for variable, value in read.items()]
+        return super().finish(name, about)
+
+    def _beside(self, array: str, output: int, outputs: int, heads: int) -> str:
+        """Where the units are in what matmuls read and write: ``[rows, outputs * units]``; of
+        several heads ``[heads, rows, ...]``.
+        """
+        size, units = self.plan.sizes[self.of], self.units(self.of)
+        if heads == 1:
+            return self.at(f"{array} + rows * {outputs * size}", output * size, self.of)
+        each = size // heads
+        head = f"({units} // {each} * batch + rows) * {outputs * each}"
+        return f"{array} + {head} + ({output * each} + {units} % {each})"
 
     # -- forward ---------------------------------------------------------------------------------
     def _forward(self) -> None:
@@ -207,12 +334,13 @@ class _Kernel(Text):
                 self.evaluate([old])
                 olds[i] = self.value(old)
         for l in self.ahead:
-            k = self.numbers[l.name]
-            width = self.plan.sizes[of]
-            where = f"{self.array(f'operand{k}')} + rows * {width}"
-            self.store(self.at(where, 0, of), self.value(l.operand), of)
+            self._store_operand(l, self.value(l.operand))
         for i in states:
             new = self.valid(self.value(cell.next[i]), olds.get(i, "0.0"))
+            for l in cell.linears:  # that the next step begins with
+                begins = not staged(self.plan, self.form, l)
+                if begins and l.operand.attrs == (cell.states[i].name,):
+                    self._store_operand(l, new)
             if i == 0:
                 self.store(self.at(self.row("state0", "t + 1", tag="_after"), 0, of), new, of)
                 if self.form.apart:
@@ -225,6 +353,11 @@ class _Kernel(Text):
                 self.store(self.at(row, 0, of), new, of)
         if self.last:
             self.store_saved([n for size, n in _kept(self.plan, self.form) if size == of])
+
+    def _store_operand(self, l: Linear, value: str) -> None:
+        """What a matmul multiplies next."""
+        array = self.array(f"operand{self.numbers[l.name]}")
+        self.store(self._beside(array, 0, 1, l.heads), value, self.of)
 
     def _working(self, i: int, step: str) -> str:
         """State i > 0 in float32, two steps of it, which take turns."""
@@ -260,15 +393,8 @@ class _Kernel(Text):
         return f"r_{output}" if output != name else output, text
 
     def _product(self, array: str, output: int, outputs: int, heads: int) -> str:
-        """Float32 ``[rows, outputs * units]``; of several heads ``[heads, rows, ...]``."""
-        self.array(array, wide=True)
-        size, units = self.plan.sizes[self.of], self.units(self.of)
-        if heads == 1:
-            where = self.at(f"{array} + rows * {outputs * size}", output * size, self.of)
-        else:
-            each = size // heads
-            head = f"({units} // {each} * batch + rows) * {outputs * each}"
-            where = f"{array} + {head} + ({output * each} + {units} % {each})"
+        """An output of a matmul, in float32."""
+        where = self._beside(self.array(array, wide=True), output, outputs, heads)
         return self.load(where, self.of, wide=True)
 
     def load_preact(self, node: Expr) -> tuple[str, str]:
@@ -286,9 +412,13 @@ class _Kernel(Text):
         self.evaluate(self._targets(self.plan, form), self.labels())
         for l in self.ahead:
             self.store_outputs(l)
+            self._store_outputs_beside(l)
         if not self.last:
             return
         self.store_gradients({of}, inside=False)
+        for l in cell.linears:
+            if l.out_size == of and l.name not in self.plan.carried_back:
+                self._store_outputs_beside(l)
         for i, s in enumerate(cell.states):
             if s.size == of:
                 arrived = self._arrived(i)
@@ -300,6 +430,14 @@ class _Kernel(Text):
                 self.store(self._gradient(i, "t + 1"), new, of)
         if of == "H":
             self._sums()
+
+    def _store_outputs_beside(self, l: Linear) -> None:
+        """The gradients of a matmul's outputs, for the matmul that carries them back."""
+        if multiplied(self.plan, self.form, l):
+            array = self.array(f"outputs{self.numbers[l.name]}")
+            for n, d in enumerate(self.plan.gradients.linear[l.name].values()):
+                where = self._beside(array, n, len(l.outputs), l.heads)
+                self.store(where, self.valid(self.value(d)), self.of)
 
     def _sums(self) -> None:
         """Gradients that add up over the steps, in memory that no other program touches."""

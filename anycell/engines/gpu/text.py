@@ -40,7 +40,6 @@ class Form(NamedTuple):
         keep: forward, whether values are saved for the backward pass.
         bias_x: whether a bias joins the input projection here.
         biases: for each matmul of the cell, whether it has a bias.
-        tf32: whether matmuls in a kernel may round float32 operands to 19 bits.
         by_data: whether programs of tier 2 wait for the numbers themselves, not for flags.
     """
 
@@ -52,7 +51,6 @@ class Form(NamedTuple):
     keep: bool = False
     bias_x: bool = False
     biases: tuple[bool, ...] = ()
-    tf32: bool = False
     by_data: bool = False
 
     @property
@@ -185,27 +183,35 @@ class Text:
         self.once("rows", f"({first}tl.arange(0, {self.rows})).to(tl.int64)[:, None]")
         self.once("is_row", f"rows < {batch}")
 
-    def row(self, name: str, step: str = "t", wide: bool = False, tag: str = "") -> str:
-        """Where the rows of the tile begin in an array over time."""
+    def place(self, name: str, step: str, rows: str = "rows", wide: bool = False) -> str:
+        """Where rows begin in an array over time."""
         self.array(name, wide)
         # Two underscores: no value of a gate, as x_b, is named so.
         for part in "0tb":
             self.argument(f"{name}__{part}", "i64")
-        where = f"{name} + ({name}__0 + ({step}) * {name}__t + rows * {name}__b)"
-        return self.once(f"{name}_at{tag}", where.replace("(t)", "t"))
+        where = f"{name} + ({name}__0 + ({step}) * {name}__t + {rows} * {name}__b)"
+        return where.replace("(t)", "t")
 
-    def flags(self, name: str, step: str = "t", mask: str = "is_row") -> str:
+    def row(self, name: str, step: str = "t", wide: bool = False, tag: str = "") -> str:
+        """Where the rows of the tile begin in an array over time."""
+        return self.once(f"{name}_at{tag}", self.place(name, step, wide=wide))
+
+    def flags(self, name: str, step: str = "t", mask: str = "is_row", rows: str = "rows") -> str:
         """The flags of the rows at a step, ``[rows, 1]``, which are memory ``[T, B]``."""
         self.argument(name, "*u8")
         for part in "0t":
             self.argument(f"{name}__{part}", "i64")
-        where = f"{name} + ({name}__0 + ({step}) * {name}__t + rows)".replace("(t)", "t")
-        return f"tl.load({where}, mask={mask}, other=0) != 0"
+        where = f"{name} + ({name}__0 + ({step}) * {name}__t + {rows})".replace("(t)", "t")
+        return f"{self.read(f'tl.load({where}, mask={mask}, other=0)')} != 0"
+
+    def read(self, load: str) -> str:
+        """A load in the step that needs it. Loops may issue it a step earlier."""
+        return load
 
     def load(self, where: str, size: str | None, wide: bool = False) -> str:
         """Numbers of the tile, as float32; of ``[rows, 1]`` where size is None."""
         mask = "is_row" if size is None else f"in_{size}"
-        text = f"tl.load({where}, mask={mask}, other=0.0)"
+        text = self.read(f"tl.load({where}, mask={mask}, other=0.0)")
         return text if wide or not self.narrow else f"{text}.to(tl.float32)"
 
     def load_units(self, name: str, size: str, column: int = 0) -> str:
@@ -410,7 +416,8 @@ class Text:
         """The whole text of the kernel."""
         body = self._named("\n".join(self.lines))
         used = [f for f in FUNCTIONS if re.search(rf"(?<![.\w]){f}\(", body)]
-        imports = f"from anycell.engines.gpu.library import {', '.join(used)}\n" if used else ""
+        short = [f"{f}_16 as {f}" if self.narrow and f"{f}_16" in FUNCTIONS else f for f in used]
+        imports = f"from anycell.engines.gpu.library import {', '.join(short)}\n" if used else ""
         text = (
             f'"""{about}\n\n{self.equations()}\n"""\n\n'
             "import triton\nimport triton.language as tl\n\n"

@@ -1,0 +1,82 @@
+"""What devices have refused, so that each is asked once.
+
+``capacity`` says what ought to fit. The compiler and the driver know better: a kernel spills, takes
+more shared memory than there is, or has more programs than run at once where other processes hold a
+part of the device. Then its launch raises ``Refused``, before anything of it has run; what has
+refused is remembered here, and the pass begins anew with the next choice. A pass changes none of
+its arguments, so that nothing of the first attempt is left.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from anycell.engines.gpu.capacity import Choice, Device
+from anycell.engines.gpu.text import Form, Printed
+from anycell.plan import Plan
+
+
+class Refused(RuntimeError):
+    """A kernel cannot run on this device; nothing of it has run.
+
+    Attributes:
+        why: in words.
+        programs: the least number of programs for which this holds; 0 for any.
+    """
+
+    def __init__(self, kernel: Printed, why: str, programs: int = 0) -> None:
+        super().__init__(f"kernel {kernel.name} cannot run on this device: {why}.")
+        self.why, self.programs = why, programs
+
+
+class Refusal(NamedTuple):
+    """What is remembered of it.
+
+    Attributes:
+        device: which one has refused.
+        plan, form, choice: what the kernel is of.
+        instead: the choice that takes its place.
+        why, programs: as in ``Refused``.
+    """
+
+    device: Device
+    plan: Plan
+    form: Form
+    choice: Choice
+    instead: Choice | None
+    why: str
+    programs: int
+
+    def __str__(self) -> str:
+        way = "backward" if self.form.backward else "forward"
+        said = f"{self.device.name} refused {self.choice}, {way}: {self.why}"
+        return said if self.instead is None else f"{said}; next comes {self.instead}"
+
+
+_remembered: dict[tuple[Device, Printed], Refusal] = {}
+
+
+def remember(kernel: Printed, refusal: Refusal) -> None:
+    """Of all numbers of programs that were refused the least counts."""
+    before = _remembered.get((refusal.device, kernel))
+    if before is None or refusal.programs < before.programs:
+        _remembered[refusal.device, kernel] = refusal
+
+
+def refuses(device: Device | None, kernel: Printed, programs: int) -> bool:
+    """Whether a device has refused to run so many programs of a kernel, or fewer."""
+    refusal = _remembered.get((device, kernel)) if device and _remembered else None
+    return refusal is not None and refusal.programs <= programs
+
+
+def of_plan(plan: Plan) -> list[Refusal]:
+    """What was refused of a plan, in the order in which it was tried."""
+    return [refusal for refusal in _remembered.values() if refusal.plan == plan]
+
+
+def forget() -> None:
+    """Devices are asked again."""
+    _remembered.clear()
+
+
+__all__ = ["Refusal", "Refused", "forget", "of_plan", "refuses", "remember"]

@@ -1,0 +1,185 @@
+"""Tier 3, running: step after step the kernels, and the framework's matmuls between them.
+
+All that launches and matmuls name is here: the table that kernels read (see ``step``), weights, and
+what matmuls read and write. A call begins by loading these: a few launches fill the table, and what
+the first step multiplies is copied, for graphs the weights too. Steps copy nothing. So a graph of
+some steps serves all calls of a form, whatever their arrays and their length.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from anycell.engines.gpu.launch import Launch
+from anycell.engines.gpu.step import (
+    DONE,
+    FILLED,
+    Step,
+    multiplied,
+    print_advance,
+    print_fill,
+    staged,
+)
+from anycell.engines.gpu.text import Printed
+from anycell.lang.cell import Linear
+
+if TYPE_CHECKING:
+    from anycell.engines.gpu import Call, Host
+
+Array = Any
+# Steps of the graphs that a framework may capture, the longest first; chunks of time are made of
+# such. What is left over is launched step by step.
+BLOCKS = (64, 16)
+
+
+class Arguments(NamedTuple):
+    """A call as launches see it.
+
+    Attributes:
+        numbers: what they take; calls that differ in these need launches of their own.
+        table: what the table holds, by place.
+    """
+
+    numbers: dict[str, int]
+    table: list[int]
+
+
+def arguments(kernels: Step, call: Call) -> Arguments:
+    """Of a call."""
+    values = call._replace(draws=None).all_values()  # the table has a place for each of these
+    values |= {DONE: 0} | {f"draws{n}": number for n, number in enumerate(call.draws or ())}
+    table, odd = [], 0
+    for name, kind in kernels.table:
+        number = values[name]
+        if kind[0] == "*":
+            size = {"*u8": 1, "*fp32": 4}.get(kind, 2)
+            number = call.host.pointer(number) + values.get(f"{name}__0", 0) * size
+            odd |= kind != "*u8" and number % 16 > 0
+        table.append((number + (1 << 63)) % (1 << 64) - (1 << 63))
+    values["odd"] = int(odd)
+    names = {name for kernel in kernels.all for name, kind in kernel.arguments if kind == "i64"}
+    return Arguments({name: values[name] for name in sorted(names)}, table)
+
+
+def anew(_: str, make: Callable[..., Array], *shape: Any) -> Array:
+    """Memory for one call."""
+    return make(*shape)
+
+
+class Steps:
+    """The steps of calls of one form on one stream: of the same kernels and ``numbers``.
+
+    Args:
+        call: one of them, of whose arrays the weights are kept, if ``memory`` is ``anew``.
+        memory: makes arrays, of a name, a function and its arguments. Several forms may share them:
+            no call needs what another one has left there.
+    """
+
+    def __init__(
+        self,
+        kernels: Step,
+        call: Call,
+        numbers: Mapping[str, int],
+        memory: Callable[..., Array] = anew,
+    ) -> None:
+        host, plan, form = call.host, call.plan, call.form
+        self.host, self.form = host, form
+        places = -(-len(kernels.table) // FILLED) * FILLED
+        self.table = memory("table", host.table, places)
+        values: dict[str, Any] = {**numbers, "table": self.table}
+        self.weights: list[tuple[int, Array]] = []  # copies
+        # Operands of the first step: the matmul, and where it finds them.
+        self.begins: list[tuple[Linear, Array]] = []
+        multiply: dict[int, Callable[[], None]] = {}
+        for k, l in enumerate(plan.cell.linears):
+            if not multiplied(plan, form, l):
+                continue
+            into, out = plan.sizes[l.in_size], len(l.outputs) * plan.sizes[l.out_size]
+            names, widths = (f"operand{k}", f"product{k}"), (into, out)
+            if form.backward:
+                names, widths = (f"outputs{k}", f"back{k}"), (out, into)
+            for name, width, wide in zip(names, widths, (False, True), strict=True):
+                heads = () if l.heads == 1 else (l.heads,)
+                shape = (*heads, call.batch, width // l.heads)
+                values[name] = memory(name, host.empty, shape, wide)
+            left, result = (values[name] for name in names)
+            weight = call.weights[k]
+            if memory is not anew:
+                weight = memory(f"weight{k}", host.empty, tuple(weight.shape), False)
+                self.weights.append((k, weight))
+            right = weight if form.backward else host.turned(weight)
+            multiply[k] = functools.partial(host.matmul, left, right, result)
+            if not form.backward and not staged(plan, form, l):
+                self.begins.append((l, left))
+        every = {kernel: call.launch(kernel, values) for kernel in kernels.all}
+        self.step: list[Callable[[int], None]] = []
+        for stage in kernels.stages:
+            self.step += [_at_any_step(multiply.pop(k)) for k in stage.matmuls]
+            self.step += [every[kernel] for kernel in stage.kernels]
+        self.step += map(_at_any_step, multiply.values())  # of what the step before has left
+        self.last = [every[kernel] for kernel in kernels.close]
+        self.count = _small(host, print_advance(), values)
+        self.launches = [*every.values(), self.count]
+
+    def load(self, call: Call, table: Sequence[int]) -> None:
+        """Begins a call: the table, the weights, what the first step multiplies."""
+        for first in range(0, len(table), FILLED):
+            part = [*table[first : first + FILLED], *[0] * FILLED][:FILLED]
+            values = {f"value{n}": number for n, number in enumerate(part)}
+            values |= {"table": self.table, "first": first}
+            _small(self.host, print_fill(), values)(0)
+        for k, weight in self.weights:
+            weight[:] = call.weights[k]
+        for l, left in self.begins:
+            i, size = call.plan.cell.state_names.index(l.operand.attrs[0]), left.shape[-1] * l.heads
+            state = call.spans[f"state{i}"].at(0, size)
+            if l.heads > 1:
+                state = self.host.by_head(state.reshape(call.batch, 1, size), l.heads)
+            left[:] = state
+
+    def run(self, count: int) -> None:
+        """The next steps; the table does not count them yet."""
+        self._here()
+        for t in range(count):
+            for part in self.step:
+                part(t)
+
+    def advance(self, count: int) -> None:
+        """Counts so many steps as done."""
+        self._here()
+        self.count(count)
+
+    def close(self, count: int) -> None:
+        """Ends a call, so many steps after those that the table counts."""
+        self._here()
+        for launch in self.last:
+            launch(count)
+
+    def _here(self) -> None:
+        """Launches go to the current stream, which is another one while a graph is captured."""
+        stream = self.host.stream()
+        for launch in self.launches:
+            launch.stream = stream
+
+
+def _at_any_step(run: Callable[[], None]) -> Callable[[int], None]:
+    return lambda _: run()
+
+
+def _small(host: Host, printed: Printed, values: Mapping[str, Any]) -> Launch:
+    """A kernel of one program."""
+    return Launch(printed, values, (1, 1), host.pointer, host.stream())
+
+
+def run_plainly(kernels: Step, call: Call) -> None:
+    """Runs a call, launch by launch."""
+    numbers, table = arguments(kernels, call)
+    steps = Steps(kernels, call, numbers)
+    steps.load(call, table)
+    steps.run(call.steps)
+    steps.close(call.steps)
+
+
+__all__ = ["BLOCKS", "Arguments", "Steps", "arguments", "run_plainly"]

@@ -1,0 +1,72 @@
+"""The GPU engine under every Triton: some kernels of every sort compiled, some tests interpreted.
+
+    make test-tritons                      installs them, and runs this
+    python tools/gpu_tritons.py            those that are installed, and the environment's own
+    python tools/gpu_tritons.py 3.6.0      some of them
+
+Each is a directory of ``.venv-tritons``, named after its version, which goes in front of the
+environment's packages. What the compiler says is added to ``out/gpu/tritons.jsonl``; what that has
+is not compiled again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import gpu_compile
+
+ROOT = Path(__file__).parents[1]
+INSTALLED = ROOT / ".venv-tritons"
+# In the interpreter: results of all tiers, programs that wait for one another, random masks.
+# Until 3.6 it takes a number from an array of one as NumPy 2 would rather not.
+WARNING = "ignore:Conversion of an array with ndim:DeprecationWarning"
+TESTS = "test_plainly or test_programs_wait or test_engines_draw or test_interpreted"
+
+
+def main() -> int:
+    """Prints the tables; 1 if a kernel fails or fits nowhere, or a test fails."""
+    here = sorted((path.name for path in INSTALLED.glob("*.*")), key=gpu_compile.release)
+    own = metadata.version("triton")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("versions", nargs="*", default=[*here, own], metavar="VERSION")
+    parser.add_argument("--capabilities", nargs="+", default=["80", "90"])
+    parser.add_argument("--cells", nargs="+", default=gpu_compile.FEW)
+    parser.add_argument("--jobs", default="2")
+    parser.add_argument("--json", type=Path, default=ROOT / "out" / "gpu" / "tritons.jsonl")
+    args = parser.parse_args()
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for version in args.versions:
+        if version not in (*here, own):
+            parser.error(f"Triton {version} is not in {INSTALLED}; make test-tritons installs it")
+        kernels = [
+            "tools/gpu_compile.py", "--json", str(args.json), "--jobs", args.jobs,
+            "--cells", *args.cells, "--capabilities", *args.capabilities,
+        ]  # fmt: skip
+        tests = ["-m", "pytest", "-q", "-n", "0", "-W", WARNING, "tests/test_gpu.py", "-k", TESTS]
+        for what, command in (("kernels", kernels), ("tests", tests)):
+            print(f"== Triton {version}: {what}", flush=True)
+            environment = under(version, interpreted=what == "tests")
+            if subprocess.run([sys.executable, *command], cwd=ROOT, env=environment).returncode:
+                failed.append(f"Triton {version}: {what}")
+    print("\n".join(gpu_compile.markdown(gpu_compile.lines([args.json]))))
+    for what in failed:
+        print(f"failed: {what}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def under(version: str, interpreted: bool = False) -> dict[str, str]:
+    """The environment of a process that finds this Triton; the own one where it is not there."""
+    values = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    values["PYTHONPATH"] = os.pathsep.join([str(INSTALLED / version), str(ROOT)])
+    return values | ({"TRITON_INTERPRET": "1"} if interpreted else {})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
