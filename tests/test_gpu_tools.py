@@ -444,7 +444,7 @@ def test_whatever_happens_the_results_are_kept(check: Any, tmp_path: Path) -> No
         "| numbers | 1.50, wrong | error |",
         "| 512 | 4 | forward | 9 | 1 | 0 |",
         "lost the card: RuntimeError: CUDA error",
-        "engine: 1 failed, 1 passed, 1 skipped",
+        "engine: 1 failed, 1 passed, 1 skipped\n- not finished: tests/test_a.py::test_d\n- FAILED",
         "ValueError: no",
     ):
         assert text in summary, text

@@ -260,7 +260,7 @@ def tier(case: Case, backward: bool) -> int:
     cell, dtype = CELLS[case.cell], dtype_of(case)
     host = host_of(dtype, torch.device("cuda", torch.cuda.current_device()))
     one = plan(cell, case.H, str(dtype).removeprefix("torch."), "gpu")
-    return capacity.choose(one, host.limits, backward, batch=case.B).tier
+    return capacity.choose(one, host.limits, backward, batch=case.B, tf32=host.tf32).tier
 
 
 def contenders(case: Case, device: str = "cuda") -> dict[str, Any]:

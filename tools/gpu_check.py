@@ -135,6 +135,7 @@ def pytest(name: str, marks: str, *files: str) -> tuple[str, ...]:
     """Tests, some a day of those that are many alike; workers where there are any."""
     words = [sys.executable, "-m", "pytest", *files, "-m", marks, "--days", "4", "-v", "-rfE"]
     words += ["--tb=short", "-W", "default", "-p", "no:cacheprovider", "--durations=10"]
+    words += ["-o", "faulthandler_timeout=45"]  # then a test says where it is
     words += [f"--junitxml={{folder}}/{name}.xml"]
     if importlib.util.find_spec("xdist") is not None:
         words += ["-n", str(cores()), "--dist", "worksteal", "--max-worker-restart", "100"]
@@ -628,7 +629,8 @@ def of_stress(results: Results) -> Iterator[str]:
     yield from table(("H", "T", "", "launches", "wrong", "gave up", ""), rows)
 
 
-# As pytest says a result, with workers and without.
+# As pytest says with workers that a test begins, and a result, with workers and without.
+BEGUN = re.compile(r"^\S+\.py::.* $")
 SAID = re.compile(r"^\[gw\d+\] \[ *\d+%\] ([A-Z]+) (\S.*)$|^(\S+::.*?) ([A-Z]{5,})\b")
 
 
@@ -638,12 +640,15 @@ def of_tests(results: Results) -> Iterator[str]:
         if text is None:
             continue
         counts: dict[str, int] = {}
+        begun = dict.fromkeys(line.strip() for line in text.splitlines() if BEGUN.match(line))
         for match in map(SAID.match, text.splitlines()):
             if match:
                 outcome = match[1] or match[4]
                 counts[outcome] = counts.get(outcome, 0) + 1
+                begun.pop((match[2] or match[3]).strip(), None)
         told = ", ".join(f"{n} {outcome.lower()}" for outcome, n in sorted(counts.items()))
         yield f"{name}: {told or 'none ran'}"
+        yield from [f"- not finished: {test[:180]}" for test in begun]
         yield from [f"- {line[:200]}" for line in text.splitlines()
                     if line.startswith(("FAILED ", "ERROR ")) and "::" in line]  # fmt: skip
 
@@ -705,7 +710,8 @@ def dry_plan() -> list[Part]:
     ]
     smoke = {"tier": 2, "passes": "forward", "dtype": "bfloat16", "cell": "LSTM"}
     verbose = (
-        "print('[gw0] [ 33%] PASSED tests/test_a.py::test_a[x y]')\n"
+        "print('tests/test_a.py::test_a[x y] ')\nprint('tests/test_a.py::test_d ')\n"
+        "print('[gw0] [ 33%] PASSED tests/test_a.py::test_a[x y] ')\n"
         "print('tests/test_a.py::test_b FAILED   [ 66%]')\n"
         "print('[gw1] [100%] SKIPPED tests/test_a.py::test_c')\n"
         "print('FAILED tests/test_a.py::test_b - AssertionError: no')\nraise SystemExit(1)"
