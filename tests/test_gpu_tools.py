@@ -375,6 +375,7 @@ def test_the_plan_of_the_check(check: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert parts[0].seconds >= 120 and all(part.most >= part.seconds for part in parts)
     commands = [command for part in parts for command in part.commands]
     assert len({command.name for command in commands}) == len(commands)
+    assert check.of_a_card()[:2] == ["tests/test_torch_card.py", "tests/test_gpu.py"]
     smoke = [command.name for command in parts[1].commands]
     assert len(smoke) == 3 * 2 * 2 + 2 and smoke[0] == "smoke-2-forward-bfloat16-flags"
     for command in commands:

@@ -104,7 +104,7 @@ def plan() -> list[Part]:
         )
         for tier in "123"
     ]  # fmt: skip
-    cards = ("tests/test_gpu.py", "tests/test_torch_gpu.py", "tests/test_torch_card.py")
+    engine = ("tests/test_gpu.py", "tests/test_torch_gpu.py")
     bench = ("--seconds", "{seconds}")
     return [
         # name, seconds, most
@@ -117,13 +117,20 @@ def plan() -> list[Part]:
             "targets", tool("gpu_bench", "--cases", "targets", *bench), goes_on=True),)),
         Part("stress", 45, 60, (Command("stress", tool("gpu_stress", *bench)),)),
         Part("tests", 90, 170, (Command(
-            "tests", pytest("tests", "gpu and not slow", *cards), needs=("pytest",)),)),
+            "tests", pytest("tests", "gpu and not slow", *of_a_card()), needs=("pytest",)),)),
         Part("engine", 35, 90, (Command(
-            "engine", pytest("engine", "not gpu and not slow", *cards[:2]), needs=("pytest",)),)),
+            "engine", pytest("engine", "not gpu and not slow", *engine), needs=("pytest",)),)),
         Part("sanitizer", 20, 60, tuple(sanitized)),
         Part("rest", 20, 540, (Command(
             "rest", tool("gpu_bench", "--cases", "rest", *bench), goes_on=True),)),
     ]  # fmt: skip
+
+
+def of_a_card() -> list[str]:
+    """The files with tests that are marked so, what programs do to layers first."""
+    paths = (ROOT / "tests").glob("test_*.py")
+    marked = [str(p.relative_to(ROOT)) for p in paths if "@pytest.mark.gpu\n" in p.read_text()]
+    return ["tests/test_torch_card.py", *sorted({*marked} - {"tests/test_torch_card.py"})]
 
 
 def cores() -> int:
