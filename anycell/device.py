@@ -92,6 +92,8 @@ def _exchange(host: Host, plan: Plan, kernels: Kernels, batch: int) -> dict[str,
             "call are NaN. Is the device shared, or a debugger attached? "
             "anycell.torch.device.DeviceHost.tier = 3 does without such kernels."
         )
+    if host.exchange not in ("flags", "data"):
+        raise ValueError(f"exchange={host.exchange!r}; expected 'flags' or 'data'.")
     values = {"trouble": host.trouble, "patience": host.patience, "behind": 0, "close": 1}
     if host.exchange == "flags":
         groups, programs = gpu.grid(kernels, plan, batch)

@@ -95,7 +95,9 @@ def together(problem: Problem, exchange: str, **options: Any) -> Arrays:
         gpu._run_interpreted = one_by_one
 
 
-def make(cell: Cell, shape: tuple[int, int, int], dtype: str = "float32", **options: Any) -> Problem:
+def make(
+    cell: Cell, shape: tuple[int, int, int], dtype: str = "float32", **options: Any
+) -> Problem:
     """A problem; in 16 bits, of numbers that have so many."""
     problem = random_problem(cell, shape, np.random.default_rng(5), "float32", **options)
     if dtype == "float32":
@@ -133,8 +135,8 @@ def blank(exchange: str) -> bool:
     problem = make(cells.LSTM, (4, 3, 18))
     for name in ("state h", "gates_x"):
         problem[name].view("uint32")[..., 1, :] = 0xFFFFFFFF  # of row 1
-    solution = together(problem, exchange)
-    return bool(np.isnan(solution["outputs"][:, 1]).all() and np.isfinite(solution["outputs"][:, ::2]).all())
+    output = together(problem, exchange)["outputs"]
+    return bool(np.isnan(output[:, 1]).all() and np.isfinite(output[:, ::2]).all())
 
 
 def absent(exchange: str, backward: bool) -> dict[str, Any]:
@@ -148,8 +150,8 @@ def absent(exchange: str, backward: bool) -> dict[str, Any]:
         found["error"] = str(error)
     hidden = Shared.made[0]  # [T + 1, B, H]
     found["h"] = [bool(h.isfinite().all()) for h in hidden[:, :, :16]]
-    if backward:  # that of the gates, which is the first array of this pass
-        dx = next(a for a in Shared.made if a.shape == (5, 4, 72))
+    if backward:  # of the gates, the gradients; what the forward pass has saved is as large
+        _, dx, *_ = [a for a in Shared.made if a.shape == (5, 4, 72)]
         found["dx"] = [bool(d.isfinite().all()) for d in dx[:, :, :16]]
     Shared.absent = None
     return found

@@ -11,6 +11,7 @@ import gc
 import inspect
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -49,10 +51,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import anycell
 from anycell import Cell, cells, device, layer
 from anycell.engines import gpu
-from anycell.engines.gpu import build, capacity, cooperative
+from anycell.engines.gpu import build, capacity, cooperative, launch
 from anycell.engines.gpu.cooperative import Slice
 from anycell.engines.gpu.launch import Launch
-from anycell.engines.gpu.step import print_step
+from anycell.engines.gpu.step import print_fill, print_step
 from anycell.engines.gpu.text import FUNCTIONS, Form
 from anycell.lang.ops import TABLE
 from anycell.plan import plan
@@ -145,19 +147,27 @@ def test_shared(cell: Cell, exchange: str, rng: np.random.Generator) -> None:
 
 
 @without_a_card
-def test_programs_wait_for_one_another() -> None:
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_programs_wait_for_one_another(exchange: str) -> None:
     """Tier 2 as it runs on a card, all programs at once; and what happens if one never comes."""
-    found = script("tests", "exchange.py")
-    (found,) = map(json.loads, found.splitlines())
-    assert found["finite"] and found["lost"]
-    assert "waited for one another for 0.02 s. The results of that call are NaN." in found["error"]
+    (found,) = map(json.loads, script("tests", "exchange.py", exchange).splitlines())
+    assert found["blank"]
+    for way in ("forward", "backward"):
+        error = "waited for one another for 0.02 s. The results of that call are NaN."
+        assert error in found[way]["error"]
+    # What hangs on nobody is there: the first step, of the backward pass the last.
+    assert found["forward"]["h"] == [True] * 2 + [False] * 4
+    assert found["backward"]["h"] == [True] * 6
+    assert found["backward"]["dx"] == [False] * 4 + [True]
 
 
-@pytest.mark.parametrize("tier", [3, 2, 1])
-def test_plainly(tier: int, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(
+    ("tier", "exchange"), [(3, "flags"), (2, "flags"), (2, "data"), (1, "flags")]
+)
+def test_plainly(tier: int, exchange: str, rng: np.random.Generator) -> None:
     for cell in (cells.LSTM, cells.GRU, cells.LSTMP if tier != 2 else cells.RNN):
         problem = problem_of(cell, (3, 3, 9), rng)
-        assert_right(by_gpu(problem, tier=tier), problem)
+        assert_right(by_gpu(problem, tier=tier, exchange=exchange), problem)
 
 
 @pytest.mark.slow
@@ -171,7 +181,8 @@ def test_plainly(tier: int, rng: np.random.Generator) -> None:
 def test_every_situation(cell: Cell, number: int, tier: int, rng: np.random.Generator) -> None:
     for shape in ((4, 5, 33), (1, 19, 21))[: 1 + (number < 2)]:
         problem = problem_of(cell, shape, rng, number)
-        assert_right(by_gpu(problem, tier=tier), problem)
+        exchange = EXCHANGES[number % 2] if shape[0] > 1 else EXCHANGES[1 - number % 2]
+        assert_right(by_gpu(problem, tier=tier, exchange=exchange), problem)
 
 
 @pytest.mark.parametrize(
@@ -190,17 +201,24 @@ def test_awkward_shapes(shape: tuple[int, int, int], tier: int, rng: np.random.G
 
 
 @pytest.mark.parametrize(
-    ("cell", "tier"),
+    ("cell", "tier", "hidden", "exchange"),
     [
-        pytest.param(cell, tier, marks=[] if cell in FEW else pytest.mark.slow)
-        for tier, every in ((3, EVERY), (1, EVERY), (2, SHARED))
+        pytest.param(cell, tier, hidden, exchange, marks=[] if cell in FEW else pytest.mark.slow)
+        for tier, every, exchanges in (
+            (3, EVERY, [(33, "flags")]),
+            (1, EVERY, [(33, "flags")]),
+            (2, SHARED, [(33, "flags"), (33, "data"), (36, "data")]),  # words of one number, of two
+        )
         for cell in every
+        for hidden, exchange in exchanges
     ],
     ids=str,
 )
-def test_sixteen_bits(cell: Cell, tier: int, rng: np.random.Generator) -> None:
+def test_sixteen_bits(
+    cell: Cell, tier: int, hidden: int, exchange: str, rng: np.random.Generator
+) -> None:
     """float16; the interpreter multiplies bfloat16 wrongly, which tests on a card make up for."""
-    assert_sixteen(problem_of(cell, (4, 3, 33), rng, 2), "float16", tier)
+    assert_sixteen(problem_of(cell, (4, 3, hidden), rng, 2), "float16", tier, exchange)
 
 
 @pytest.mark.gpu
@@ -208,14 +226,21 @@ def test_sixteen_bits(cell: Cell, tier: int, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("number", range(len(SITUATIONS)))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
-    ("cell", "tier"),
-    [(cell, tier) for cell in EVERY for tier in (3, 1)] + [(cell, 2) for cell in SHARED],
+    ("cell", "tier", "exchange", "hidden"),
+    [(cell, tier, "flags", 33) for cell in EVERY for tier in (3, 1)]
+    + [(cell, 2, exchange, h) for cell in SHARED for exchange in EXCHANGES for h in (33, 36)],
     ids=str,
 )
 def test_sixteen_bits_on_a_card(
-    cell: Cell, tier: int, dtype: str, number: int, rng: np.random.Generator
+    cell: Cell,
+    tier: int,
+    exchange: str,
+    hidden: int,
+    dtype: str,
+    number: int,
+    rng: np.random.Generator,
 ) -> None:
-    assert_sixteen(problem_of(cell, (5, 19, 33), rng, number), dtype, tier)
+    assert_sixteen(problem_of(cell, (5, 19, hidden), rng, number), dtype, tier, exchange)
 
 
 @pytest.mark.gpu
@@ -225,12 +250,13 @@ def test_many_programs_on_a_card(hidden: int, rng: np.random.Generator) -> None:
     for cell in (cells.LSTM, cells.GRU):
         problem = random_problem(cell, (100, 40, hidden), rng, **situation(cell, 1))
         right = by_gpu(problem, "bfloat16", 3)
-        for name, value in by_gpu(problem, "bfloat16", 2).items():
-            # Both are off by as much as the limit allows.
-            assert error(value, right[name], ()) <= 2 * limit("bfloat16", kind_of(name)), name
+        for exchange in EXCHANGES:
+            for name, value in by_gpu(problem, "bfloat16", 2, exchange=exchange).items():
+                # Both are off by as much as the limit allows.
+                assert error(value, right[name], ()) <= 2 * limit("bfloat16", kind_of(name)), name
 
 
-def assert_sixteen(problem: Problem, dtype: str, tier: int) -> None:
+def assert_sixteen(problem: Problem, dtype: str, tier: int, exchange: str = "flags") -> None:
     """Errors against float64 of the same, rounded numbers, over whole arrays."""
     import torch
 
@@ -240,7 +266,7 @@ def assert_sixteen(problem: Problem, dtype: str, tier: int) -> None:
         return torch.tensor(a).to(getattr(torch, dtype)).float().numpy()
 
     problem = problem.map(rounded)
-    for name, value in by_gpu(problem, dtype, tier).items():
+    for name, value in by_gpu(problem, dtype, tier, exchange=exchange).items():
         said = f"{name} of {problem.cell}"
         assert_close(value, problem.right[name], dtype, kind_of(name), said, ())
 
@@ -462,6 +488,52 @@ def test_threads_take_turns(rng: np.random.Generator) -> None:
     assert most == 1
 
 
+def test_what_the_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether 16 divides strides and addresses, but of what fills a table nothing: there would be a
+    kernel for each pattern.
+    """
+    told = []
+
+    def loaded(printed: Any, aligned: frozenset[str], _: int) -> Any:
+        told.append(aligned)
+        return SimpleNamespace(hidden=0), None
+
+    monkeypatch.setattr(build, "interpreted", lambda: False)
+    monkeypatch.setattr(launch, "_context", lambda: 1)
+    monkeypatch.setattr(launch, "_loaded", loaded)
+    for unit in (1, 16):
+        numbers = {f"value{n}": unit * n - 16 for n in range(32)}
+        made = Launch(print_fill(), {"table": 512, "first": 16, **numbers}, (1, 1), int, 0)
+        cells_ = dict(zip((name for name, _ in print_fill().arguments), made.cells, strict=True))
+        assert cells_["value0"].value == 2**64 - 16 and cells_["value31"].value == unit * 31 - 16
+        (step,) = print_step(plan(cells.RNN, 8, "float32", "gpu"), Form(biases=(True,))).all
+        numbers = {name: 3 * unit for name, kind in step.arguments}
+        Launch(step, {**numbers, "odd": 0}, (1, 1), int, 0)
+    fill, few, again, every = told
+    assert fill == again == {"table"}
+    assert few == {"odd"} and {"odd", "table", "x__t", "x__b", "batch"} <= every
+
+
+def test_odd_addresses(rng: np.random.Generator) -> None:
+    """Only where all addresses are multiples of 16 does the compiler know it."""
+
+    class Odd(Poisoned):
+        """All that the engine makes begins four bytes later."""
+
+        def empty(self, shape: tuple[int, ...], wide: bool = False) -> Any:
+            count = 1 + math.prod(shape)
+            return super().empty((count,), wide)[1:].reshape(shape)
+
+    for host_class, odd in ((Poisoned, 0), (Odd, 1)):
+        graphs = Graphs()
+        problem = random_problem(cells.PeepholeLSTM, (3, 2, 16), rng, "float32")
+        assert_right(by_gpu(problem, replays=graphs, host_class=host_class), problem)
+        every = [form.steps.launches[0] for form in graphs.graphs.values()]
+        names = [[name for name, _ in kernel.printed.arguments].index("odd") for kernel in every]
+        found = {kernel.arguments[n] for kernel, n in zip(every, names, strict=True)}
+        assert found == {odd}
+
+
 def test_streams_have_graphs_of_their_own(rng: np.random.Generator) -> None:
     """What one stream reads another one may be writing: no table, no buffer is shared."""
 
@@ -584,23 +656,6 @@ def test_captured_graphs_on_a_card(cell: Cell, dtype: str, rng: np.random.Genera
     assert [sorted(graphs.captured) for graphs in replays.graphs.values()] == [[16], [16]]
 
 
-@pytest.mark.gpu
-def test_a_capture_of_the_user_s_on_a_card() -> None:
-    """A graph around a layer of tier 3 reads the input anew with each replay."""
-    layer = anycell.torch.RNN(cells.LayerNormLSTM, 32, 200, device="cuda")
-    x = torch.randn(20, 3, 32, device="cuda")
-    with torch.no_grad():
-        layer(x)  # loads the kernels
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output, _ = layer(x)
-        for _ in range(2):
-            x.normal_()
-            graph.replay()
-            assert torch.equal(output, layer(x)[0])
-
-
 @pytest.mark.parametrize("cell", FEW[:2], ids=repr)
 def test_a_second_backward_gives_the_same(cell: Cell, rng: np.random.Generator) -> None:
     problem = problem_of(cell, (2, 4, 7), rng, 1)
@@ -677,7 +732,8 @@ def test_tiers_of_the_lstm() -> None:
             assert tier(cells.LSTM, 128, "bfloat16", card, backward) == 1
             assert tier(cells.LSTM, 192, "bfloat16", card, backward) == 2
             assert tier(cells.LSTM, 64, "float32", card, backward) == 1
-            assert tier(cells.LSTM, 128, "float32", card, backward) == 3
+            assert tier(cells.LSTM, 128, "float32", card, backward) == 2
+            assert tier(cells.LSTM, 1024, "float32", card, backward) == 3
     assert tier(cells.LSTM, 128, "bfloat16", "RTX 4090") == 2
     assert tier(cells.LSTM, 96, "bfloat16", "H100") == tier(cells.LSTM, 128, "bfloat16", "H100")
 
@@ -694,22 +750,42 @@ def test_the_tier_follows_the_cell() -> None:
 @pytest.mark.parametrize(
     ("card", "batch", "largest"),
     [
-        ("A100", 16, 1024),
-        ("A100", 64, 768),
-        ("H100", 16, 1664),
-        ("H100", 64, 1024),
-        ("H200", 16, 1664),
-        ("B200", 16, 1664),
-        ("RTX 4090", 16, 512),
+        ("A100", 16, (1664, 1664)),
+        ("A100", 64, (768, 1024)),
+        ("H100", 16, (2048, 2048)),
+        ("H100", 64, (1024, 1024)),
+        ("H200", 16, (2048, 2048)),
+        ("B200", 16, (2048, 2048)),
+        ("RTX 4090", 16, (1664, 2048)),
     ],
 )
-def test_tier_2_of_the_lstm(card: str, batch: int, largest: int) -> None:
-    """As long as a slice of the weights fits, and all programs run at once."""
+def test_tier_2_of_the_lstm(card: str, batch: int, largest: tuple[int, int]) -> None:
+    """As long as registers and shared memory hold a slice of the weights, and all programs run at
+    once.
+    """
     for backward in (False, True):
-        for hidden in (256, 512, 768, 1024, 1536, 1664, 2048):
-            expected = 2 if hidden <= largest else 3
+        for hidden in (256, 512, 768, 1024, 1536, 1664, 2048, 3072):
+            expected = 2 if hidden <= largest[backward] else 3
             found = tier(cells.LSTM, hidden, "bfloat16", card, backward, batch)
             assert found == expected, (hidden, backward)
+
+
+def test_a_slice_waits_once() -> None:
+    """All that a program needs from the others is on its way at the same time, where registers hold
+    it: a chunk after the other would be a trip to the second-level cache each.
+    """
+    for hidden, batch in ((768, 16), (1024, 16), (1024, 64)):
+        one = plan(cells.LSTM, hidden, "bfloat16", "gpu")
+        part = capacity.choose(one, CARDS["H100"], batch=batch).part
+        assert part is not None and part.ahead * part.chunk >= hidden
+    # Where they do not, fewer.
+    part = capacity.choose(one, CARDS["H100"], True, batch=64).part
+    assert part is not None and part.ahead * part.chunk < 4 * hidden
+    # Weights stay in registers as far as there are some, the others in shared memory.
+    for hidden, whole in ((768, True), (2048, False)):
+        one = plan(cells.LSTM, hidden, "bfloat16", "gpu")
+        part = capacity.choose(one, CARDS["H100"]).part
+        assert part is not None and (part.held * part.chunk >= hidden) is whole
 
 
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU, cells.RNN], ids=repr)
@@ -723,15 +799,15 @@ def test_programs_of_tier_2_run_at_once(cell: Cell) -> None:
                 programs = -(-batch // part.rows) * -(-hidden // part.units)
                 assert programs <= card.processors
                 assert capacity.slice_bytes(one, part, backward) <= card.shared
-    kernel = cooperative.print_cooperative(one, Form(biases=(False,)), Slice(32, 16, 64, 1, 4))
+    kernel = cooperative.print_cooperative(one, Form(biases=(False,)), Slice(32, 16, 128, 1, 4, 1))
     assert kernel.cooperative and gpu.grid(kernel, one, 40) == (2, 94)
 
 
 def test_a_choice_says_why() -> None:
-    wide, middle, narrow = (plan(cells.LSTM, h, "bfloat16", "gpu") for h in (2048, 768, 64))
+    wide, middle, narrow = (plan(cells.LSTM, h, "bfloat16", "gpu") for h in (4096, 768, 64))
     assert {name for name, _, _ in capacity.table(wide)} == {d.name for d in capacity.DEVICES}
     for _, _, why in capacity.table(wide):
-        assert "tier 3: the weights of a step take 33," in why
+        assert "tier 3: the weights of a step take 134," in why
         assert why.endswith("of a few units fit") or "programs, of which" in why
     assert capacity.table(middle)[4][:2] == ("H100", "forward")
     assert "tier 2: 1 x 48 programs, of 16 rows and 16 units each" in capacity.table(middle)[4][2]
@@ -785,10 +861,16 @@ def compiled(*arguments: str) -> list[dict[str, Any]]:
 
 
 def assert_fits(reports: list[dict[str, Any]]) -> None:
+    """Each kernel, in one of the forms that the model chooses first."""
     assert reports
+    names = "cell tier batch dtype capability kernel".split()
+    fitting = {tuple(report[name] for name in names) for report in reports if report["fits"]}
+    assert fitting == {tuple(report[name] for name in names) for report in reports}
     for report in reports:
-        assert report["shared"] <= report["limit"], report
-        assert report["spilled"] == 0, report
+        assert not report["error"], report
+        if report["fits"]:
+            assert report["shared"] <= report["limit"], report
+            assert report["spilled"] <= build.MOST_SPILLED, report
 
 
 @without_a_card
@@ -813,16 +895,84 @@ def test_kernels_compile_without_a_card() -> None:
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("cell", sorted(BUILT_IN))
 def test_every_cell_compiles(cell: str, capability: int, dtype: str) -> None:
-    """In all tiers that the model allows, with the card's own matrix instructions where a tile has
-    the rows for them.
-    """
+    """In all tiers that the model allows, with matrix instructions."""
     reports = compiled("--cells", cell, "--capabilities", str(capability), "--dtypes", dtype)
     assert_fits(reports)
     assert {(report["capability"], report["dtype"]) for report in reports} == {(capability, dtype)}
     assert 3 in {report["tier"] for report in reports}
-    of_groups = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
     for report in reports:
         if report["tier"] < 3 and dtype == "bfloat16" and getattr(cells, cell).linears:
-            few = report["rows"] < 64
-            expected = "mma.sync" if few else of_groups[capability]
-            assert report["matrices"] == expected, report
+            assert report["matrices"] == "mma.sync", report
+
+
+# -- the machine code of a step --------------------------------------------------------------------
+
+
+def assert_swift(facts: dict[str, Any]) -> None:
+    """What the engine relies on the compiler for, in tier 2."""
+    assert facts["chains"] >= cooperative.CHAINS
+    assert facts["longest"] * facts["chains"] == facts["matrices"]
+    # h comes from memory as matrix instructions take it, and weights stay in registers.
+    assert facts["ldsm"] == 0
+    # Nothing is loaded, and so nothing waited for, before the programs have waited for one another;
+    # then all that comes from the others is on its way before the first matrix instruction.
+    assert facts["before"] == facts["early_uses"] == facts["late"] == 0
+    assert facts["after"] > 0 and facts["membar"] == 1
+    assert facts["spilled"] <= build.MOST_SPILLED
+
+
+def test_the_machine_code_of_a_step() -> None:
+    arguments = ("--json", "--passes", "forward")
+    (facts,) = map(json.loads, script("tools", "gpu_sass.py", *arguments).splitlines())
+    assert_swift(facts)
+
+
+@pytest.mark.slow
+def test_the_machine_code_of_both_passes() -> None:
+    for line in script("tools", "gpu_sass.py", "--json").splitlines():
+        assert_swift(json.loads(line))
+
+
+def test_what_a_text_loads_before_it_waits() -> None:
+    """Nothing: what a step needs beside other programs' results the step before has loaded."""
+    for cell in SHARED:
+        one = plan(cell, 264, "bfloat16", "gpu", {"P": 132})
+        for backward in (False, True):
+            biases = tuple(l.bias and not backward for l in cell.linears)
+            form = Form(backward, keep=not backward, bias_x=not backward, biases=biases)
+            part = Slice(16, 16, 128, 2, 4, 1)
+            text = cooperative.print_cooperative(one, form, part).source
+            step = text.partition("    for t in range(")[2]
+            before, _, after = step.partition("alive = wait(")
+            assert "tl.load(" not in before, cell
+            assert "tl.load(" in after and "bias" not in "".join(
+                line for line in after.splitlines() if "tl.load(" in line
+            )
+
+
+def test_functions_of_16_bits(rng: np.random.Generator) -> None:
+    """What they lose, with exact exponentials and divisions: next to nothing of what rounding to 16
+    bits takes. Those of a card add 2 units in the last place of a float32, and 1.
+    """
+    import torch
+    import triton
+    from gpu import DEVICE, functions_of_16_bits
+
+    x = torch.cat(
+        [
+            torch.linspace(-86.0, 86.0, 50_001),
+            torch.linspace(-1.0, 1.0, 50_001),
+            torch.logspace(-30, 0, 1000),
+            torch.tensor([0.0, -0.0, 1e30, -1e30, float("inf"), -float("inf"), float("nan")]),
+        ]
+    ).to(DEVICE)
+    found = torch.empty((4, len(x)), device=DEVICE)
+    with np.errstate(all="ignore"):
+        functions_of_16_bits[(triton.cdiv(len(x), 1024),)](x, found, len(x))
+    exact = x.double().cpu()
+    rights = [torch.sigmoid(exact), torch.tanh(exact)] * 2
+    for n, (y, right) in enumerate(zip(found.double().cpu(), rights, strict=True)):
+        assert torch.equal(y.isnan(), right.isnan())
+        real = ~right.isnan() & (right.abs() > 2.0**-126)
+        wrong = ((y - right).abs() / right.abs())[real].max()
+        assert wrong < (2.0**-17 if n < 2 else 2.0**-22)

@@ -135,7 +135,7 @@ def of_a_card() -> list[str]:
 
 def cores() -> int:
     """Processes that run at once."""
-    return max(1, min(12, (os.cpu_count() or 1) - 2))
+    return max(2, min(12, (os.cpu_count() or 1) - 2))
 
 
 def pytest(name: str, marks: str, *files: str) -> tuple[str, ...]:

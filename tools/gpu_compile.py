@@ -83,6 +83,7 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--capabilities", nargs="+", type=int, choices=list(CARDS))
     parser.add_argument("--largest", type=int, default=1 << 20, help="hidden size of tiers 1 and 2")
+    parser.add_argument("--choices", type=int, default=4, help="how many are tried of a kernel")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE")
     parser.add_argument("--read", nargs="+", type=Path, metavar="FILE")
@@ -103,7 +104,8 @@ def main() -> int:
     file = None if args.json in (None, "-") else Path(args.json)
     begun = time.perf_counter()
     reports = []
-    for report in run(points, args.largest, args.jobs, lines([file]) if file else []):
+    before = lines([file]) if file else []
+    for report in run(points, args.largest, args.choices, args.jobs, before):
         reports.append(report._asdict())
         if file:
             with file.open("a", encoding="utf-8") as out:
@@ -143,6 +145,7 @@ def taken(every: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def run(
     points: Iterable[tuple[int, int, str, str]],
     largest: int,
+    choices: int,
     jobs: int,
     before: list[dict[str, Any]],
 ) -> Iterator[Report]:
@@ -153,7 +156,7 @@ def run(
         for tier, capability, dtype, name in points:
             for forms in kernels(tier, capability, dtype, name, largest):
                 todo = []
-                for kernel, report in forms:
+                for kernel, report in forms[:choices]:
                     fits = known.get((version, capability, report.text))
                     if fits:
                         break
@@ -194,12 +197,16 @@ def kernels(
             if choices[0].tier == tier:
                 forms = [printed(one, c, backward) for c in choices if c.tier == tier]
                 for same in zip(*forms, strict=True):
+                    # Of choices that come to the same text the first is enough.
+                    texts = dict[str, int]()
+                    for choice, kernel in enumerate(same):
+                        texts.setdefault(digest(kernel), choice)
                     yield [
-                        (kernel, Report(
-                            "", name, tier, hidden, batch, dtype, capability, kernel.name,
-                            kernel.warps, kernel.tile[0], card.shared, choice, digest(kernel),
+                        (same[choice], Report(
+                            "", name, tier, hidden, batch, dtype, capability, same[choice].name,
+                            same[choice].warps, same[choice].tile[0], card.shared, choice, text,
                         ))
-                        for choice, kernel in enumerate(same)
+                        for text, choice in texts.items()
                     ]  # fmt: skip
                 break
 

@@ -41,8 +41,15 @@ class DeviceHost:
         """What ``capacity`` knows of the device; None on the CPU."""
         if self.device.type != "cuda":
             return None
-        with self.active():
-            return launch.limits()
+        return launch.limits(self.ordinal)
+
+    @functools.cached_property
+    def ordinal(self) -> int:
+        """Of the device, as CUDA counts; 0 on the CPU."""
+        if self.device.type != "cuda":
+            return 0
+        index = self.device.index
+        return torch.cuda.current_device() if index is None else index
 
     @property
     def tf32(self) -> bool:

@@ -39,6 +39,7 @@ class Host(Protocol):
 
     Attributes:
         dtype: of the plan, as the framework has it.
+        ordinal: of the device, as CUDA counts.
         tf32: whether matmuls may round float32 operands to 19 bits.
         limits: the device as ``capacity`` knows it; None where kernels are interpreted.
         tier: forces one; None lets ``capacity`` choose.
@@ -52,6 +53,7 @@ class Host(Protocol):
     """
 
     dtype: Any
+    ordinal: int
     tf32: bool
     limits: Device | None
     tier: int | None
@@ -199,7 +201,8 @@ class Call(NamedTuple):
     def launch(self, printed: Printed, values: Mapping[str, Any]) -> Launch:
         """A kernel, ready to start."""
         shape = grid(printed, self.plan, self.batch)
-        return Launch(printed, values, shape, self.host.pointer, self.host.stream())
+        host = self.host
+        return Launch(printed, values, shape, host.pointer, host.stream(), host.ordinal)
 
 
 def grid(printed: Printed, plan: Plan, batch: int) -> tuple[int, int]:

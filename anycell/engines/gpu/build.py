@@ -100,11 +100,12 @@ def _in_words(error: Exception) -> str:
 def _probe() -> Printed:
     """A small kernel that asks of Triton what others do: matrices, random numbers, flags."""
     from anycell import cells
-    from anycell.engines.gpu.cooperative import Slice, print_cooperative
+    from anycell.engines import gpu
     from anycell.plan import plan
 
     zoneout = plan(cells.ZoneoutLSTM, 16, "float16", "gpu")
-    return print_cooperative(zoneout, Form(draw=True, biases=(True,)), Slice(16, 16, 32, 1, 2, 1))
+    choice = gpu.capacity.choose(zoneout, None, tier=2)
+    return gpu.print_whole(zoneout, Form(draw=True, biases=(True,)), choice)
 
 
 def interpreted() -> bool:
@@ -176,14 +177,19 @@ def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozense
     Raises:
         Refused: where Triton does not compile it.
     """
-    made = _made(printed, capability, aligned, None)
+    # The assembler saves registers so that two programs fit on a multiprocessor: it does not know
+    # how much shared memory one takes. A cooperative kernel is told of all registers at once: to
+    # save some it would load what others have written a part at a time, and wait for each.
+    most = min(MOST_REGISTERS, REGISTERS // (32 * printed.warps))
+    limits = (most, None) if printed.cooperative else (None, most)
+    made = _made(printed, capability, aligned, limits[0])
     spills = spilled(made.asm["cubin"]) if printed.alone else 0
-    if spills:
-        # The assembler spills a little so that two programs fit on a multiprocessor: it does not
-        # know how much shared memory one takes. If told of all registers it may still spill, for it
-        # then keeps weights in them; but hardly ever the same kernel.
-        most = min(MOST_REGISTERS, REGISTERS // (32 * printed.warps))
-        again = _made(printed, capability, aligned, most)
+    told = limits[0] is not None
+    if spills and (told or usage(made.asm["cubin"])["REG"] < most):
+        # The one spills a little to save registers, the other since it keeps weights in them; but
+        # hardly ever both. Where the assembler has taken all of its own accord, the result is the
+        # same again.
+        again = _made(printed, capability, aligned, limits[1])
         spills_again = spilled(again.asm["cubin"])
         if spills_again < spills:
             made, spills = again, spills_again

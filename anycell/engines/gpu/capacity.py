@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from anycell.engines.gpu.cooperative import CHAINS, Slice, refusal
@@ -77,13 +78,16 @@ class Choice(NamedTuple):
     precision: str = "ieee"
 
     def __str__(self) -> str:
+        if self.tier == 3:
+            return "tier 3"
+        how = f", float32 as {self.precision}" * (self.precision != "ieee")
         if self.part is not None:
             p = self.part
             return (
-                f"tier 2 of {p.rows} rows x {p.units} units, {p.warps} warps, {p.held} chunks of "
-                f"{p.chunk} in registers, {p.ahead} at once"
+                f"tier 2 of {p.rows} rows x {p.units} units, {p.warps} warps; chunks of {p.chunk}, "
+                f"{p.held} of them in registers, {p.ahead} at once{how}"
             )
-        return f"tier {self.tier}" + f" of {self.warps} warps" * bool(self.warps)
+        return f"tier 1 of {self.warps} warps{how}"
 
 
 WARPS = (4, 8, 16)
@@ -93,7 +97,7 @@ WARPS = (4, 8, 16)
 # "bf16x6" by these, from three bfloat16 that add up to each operand, and the six products of them
 # that float32 can tell from zero: as exact as a sum in float32.
 WEIGHT = {"ieee": 4, "tf32": 4, "bf16x6": 6}
-MATRICES = 80  # capability from which the matrix units take such operands
+MATRICES = 80  # capability from which Triton uses the matrix units
 # Numbers of tiles that a thread can hold beside addresses and temporaries, forward and backward,
 # of 16 bits or by how dots multiply float32, which takes registers for their operands.
 NUMBERS = {"16": (144, 160), "ieee": (64, 64), "tf32": (112, 128), "bf16x6": (80, 80)}
@@ -104,15 +108,16 @@ UNROLLED_UNITS = 64
 # Of tier 2: rows and units of the tiles; bytes of a thread's share of a chunk's row, as it loads
 # them; numbers of a thread, of which some spill; how many of these are left to the compiler, by
 # turns, where a device refuses what needs more.
-ROWS, UNITS = (16, 32, 64), (16, 32)
+ROWS, UNITS = (16, 32), (16, 32)
 LOADED = 16
-SLICE_NUMBERS = 224
+SLICE_NUMBERS = 216
 LEFT = (0, 32, 64)
 # What a multiprocessor does in a cycle, by data sheets and by what others have measured on an H100:
 # bytes from the second-level cache, of all multiprocessors together, bytes of shared memory,
 # multiply-adds of 16 bits. Cycles that a load from the second-level cache takes.
 SECOND_LEVEL, TOGETHER, SHARED, MULTIPLIED = 64, 3000, 128, 1024
 TRIP = 500
+TRIED = 2  # slices of a tile, one after the other, where a device refuses the one before
 BATCH = 16  # of explanations
 
 
@@ -141,6 +146,9 @@ def choices(
         raise ValueError(f"tier={tier!r}; expected 1, 2, 3 or None.")
     if tier == 3 or (device is None and tier is None):
         return (Choice(3, "asked for" if tier else "no card"),)
+    if plan.dtype != "float32" and device and device.capability < MATRICES and tier is None:
+        why = f"Triton has no matrix instructions of 16 bits before sm_{MATRICES}"
+        return (Choice(3, f"{why}, the framework's matmuls may have"),)
     found, reasons = list[Choice](), list[str]()
     tiers = {
         1: functools.partial(_resident, plan, device, backward, tf32, forced=tier == 1),
@@ -234,7 +242,7 @@ def _cooperative(
     if plan.dtype == "float32" and precision == "ieee":
         return "float32 is multiplied outside the matrix units"
     least, found = 0, list[tuple[float, Choice]]()
-    for rows, units in itertools.product(ROWS[: 3 - backward], UNITS):
+    for rows, units in itertools.product(ROWS, UNITS):
         groups, programs = -(-batch // rows), -(-plan.hidden_size // units)
         count = groups * programs
         parts = list(_parts(plan, device, rows, units, count, backward, precision))
@@ -252,10 +260,22 @@ def _cooperative(
             cost = cycles(plan, part, groups * programs, backward)
             found.append((cost, Choice(2, reason, part=part, precision=precision)))
     if found:
-        return [choice for _, choice in sorted(found, key=lambda pair: pair[0])]
+        ordered = dict.fromkeys(choice for _, choice in sorted(found, key=lambda pair: pair[0]))
+        return _few(ordered)
     if not least:
         return "nor do those of a few units fit"
     return f"{batch} rows take {least} programs, of which {device.processors} run at once"
+
+
+def _few(ordered: Iterable[Choice]) -> list[Choice]:
+    """Of each tile the best: where these are refused, others of it hardly fit."""
+    tried = Counter[tuple[int, int]]()
+    few = list[Choice]()
+    for choice in ordered:
+        if choice.part is not None and tried[choice.part[:2]] < TRIED:
+            tried[choice.part[:2]] += 1
+            few.append(choice)
+    return few
 
 
 def _parts(
@@ -275,17 +295,15 @@ def _parts(
             continue
         chunk = warps * 4 * LOADED // plan.itemsize
         chunks = -(-_depth(plan, backward) // chunk)
-        parts = (
-            Slice(rows, units, chunk, ahead, warps, held)
-            for ahead in range(1, 2 if parted else chunks + 1)
-            for held in range(1 if parted else chunks + 1)
-        )
-        fitting = [
-            part
-            for part in parts
-            if slice_numbers(plan, part, backward) <= SLICE_NUMBERS - left
-            and slice_bytes(plan, part, backward, precision) <= device.shared
-        ]
+        fitting = list[Slice]()
+        for ahead in range(1, 2 if parted else chunks + 1):
+            # What more registers hold, shared memory need not: the most that there is room for.
+            part = Slice(rows, units, chunk, ahead, warps, 0)
+            room = SLICE_NUMBERS - left - slice_numbers(plan, part, backward)
+            of_one = _columns(plan, part, backward) * LOADED * 4 // 128
+            part = part._replace(held=0 if parted else min(chunks, room // of_one))
+            if room >= 0 and slice_bytes(plan, part, backward, precision) <= device.shared:
+                fitting.append(part)
         if fitting:
             yield min(fitting, key=lambda part: cycles(plan, part, programs, backward))
 
@@ -319,16 +337,20 @@ def cycles(plan: Plan, part: Slice, programs: int, backward: bool) -> float:
 
 
 def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
-    """Registers of a thread of tier 2, but for addresses and temporaries: weights; what arrives and
-    the sums, or else the tiles of the cell.
+    """Registers of a thread of tier 2, but for addresses and temporaries: weights; what arrives,
+    the sums and what is carried, or else the tiles of the cell.
     """
     columns, share = _columns(plan, part, backward), LOADED * 4  # bytes of a row of a chunk
     chains = max(1, columns // LEAST * (part.rows // 8))
     sums = part.rows * columns // 32 * max(1, CHAINS // chains)
     held = part.held * columns * share // 128
     arriving = part.ahead * part.rows * share // 128
-    tiles_ = tiles(plan, backward) * -(-part.rows * part.units // (32 * part.warps))
-    return held + max(sums + arriving, tiles_)
+    # What is carried from step to step, that of the next step already loaded.
+    cell = plan.cell
+    carried = len(plan.saved) + len(cell.states) if backward else len(cell.gates)
+    each = -(-part.rows * part.units // (32 * part.warps))
+    carried = (carried + len(cell.states)) * each
+    return held + max(sums + arriving + carried, tiles(plan, backward) * each)
 
 
 def slice_bytes(plan: Plan, part: Slice, backward: bool, precision: str = "ieee") -> int:

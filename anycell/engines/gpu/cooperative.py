@@ -19,21 +19,39 @@ The programs of some rows are a group. Groups share nothing, so few programs mee
 
 **The exchange.** h goes through the sequence of hidden states, gradients through those of the
 gates: a step reads the slot that the one before has written, and no slot is written twice in a
-launch.
-Each program has two flags, for steps by turns; it sets one to the number of steps that it has done.
-Two are enough: to set a flag again, a program must have seen all others finish the step between,
-and whoever finished that had seen the flag. They count on from launch to launch of a call.
+launch. The loads bypass the first-level cache, which has nothing to gain from what is read once.
+There are two ways to know that a slot is there, ``Host.exchange``:
+
+*Flags.* Each program has two flags, for steps by turns; it sets one to the number of steps that it
+has done. Two are enough: to set a flag again, a program must have seen all others finish the step
+between, and whoever finished that had seen the flag. They count on from launch to launch of a
+``_Run``, which has flags of its own: no two kernels share any, nor do two streams.
 
 A release orders the slice before the flag, an acquire the flag before the loads (``publish`` and
-``wait`` in ``library``). The loads bypass the first-level cache, which has nothing to gain from
-what is read once. All flags are seen before the first load: each wait is a trip to the second-level
-cache, dearer than what an early start with some chunks would save. What does not hang on the others
-is loaded before the wait, and stored after the flag is set.
+``wait`` in ``library``). One thread acquires a flag for all: the barrier at the end of ``wait``
+carries that over to the others. All flags are seen before the first load: each wait is a trip to
+the second-level cache, dearer than what an early start with some chunks would save. What does not
+hang on the others is loaded before the wait, and stored after the flag is set.
+
+*Data as flags.* The host sets all bits of the slots before the launch. That is a NaN which no
+program stores: in the place of such a result it stores another NaN. So every number tells by itself
+whether it is there; a program looks at what it needs until nothing is blank, and multiplies what it
+has looked at. There is no fence, no flag and no second trip to memory. Slot 0, which is there before
+the launch and may hold any NaN, is not waited for.
+
+That is right by PTX's memory model, with nothing assumed of the order of two stores. A *word* is 32
+bits, or 16 where a row has an odd number of 16-bit numbers. Stores (relaxed) and looks (volatile,
+which is relaxed) are of whole words at the same addresses, also where an instruction moves four of
+them: the model splits that into its words. Each is strong, and so no race; it happens at once, not
+half of it; and between the blank, which the end of an earlier kernel puts before all of the launch,
+and the word that is stored once, there is no third value to be seen. Nothing is concluded from one
+word about another. And a word of two numbers, neither of which is blank, is not blank.
 
 **No hang.** All programs must run at once, so the launch is cooperative: the driver refuses what
-does not fit. A wait that takes longer than ``patience`` nanoseconds gives up. The program then
-waits for nobody any more, its results become NaN, it says so in ``trouble``, and the others, which
-find its flags set, come to an end too.
+does not fit. A wait that takes longer than ``patience`` nanoseconds gives up; all threads of the
+program agree on that. It then waits for nobody any more, its results become NaN, it says so in
+``trouble``, and the others, which find its flags set or its data there, come to an end too. Of one
+that never began they find nothing, and each gives up once.
 
 Cells of one stage only: every matmul multiplies h, and no row reduction needs other units.
 """
@@ -71,7 +89,7 @@ class Slice(NamedTuple):
     held: int
 
 
-CHAINS = 8  # of matrix instructions that a warp works on by turns
+CHAINS = 4  # of matrix instructions that a warp works on by turns
 
 
 def print_cooperative(plan: Plan, form: Form, part: Slice, precision: str = "ieee") -> Printed:

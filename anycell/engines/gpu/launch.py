@@ -50,6 +50,7 @@ class Launch:
         grid: programs along each axis.
         pointer: the address of an array.
         stream: CUDA's handle, 0 for the default stream; the arrays must outlive what runs on it.
+        device: where the arrays are, as CUDA counts.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Launch:
         grid: tuple[int, int],
         pointer: Callable[[Any], int],
         stream: int,
+        device: int,
     ) -> None:
         self.printed, self.grid, self.stream = printed, grid, stream
         names = [name for name, _ in printed.arguments]
@@ -80,7 +82,7 @@ class Launch:
             for name, kind in printed.arguments
             if (kind == "i64" or kind[0] == "*") and numbers[name] % 16 == 0
         )
-        self.binary, self.handle = _loaded(printed, aligned, _context())
+        self.binary, self.handle = _loaded(printed, aligned, device, _context(device))
         # Triton's own arguments at the end: scratch memory, of which our kernels ask none.
         scratch = [ctypes.c_void_p(0) for _ in range(self.binary.hidden)]
         cells = [*self.cells, *scratch]
@@ -145,37 +147,57 @@ def _check(result: int, what: str) -> None:
         raise RuntimeError(f"{what} failed: CUDA driver error {result}, {name}.")
 
 
-def _context() -> int:
-    """The context of the calling thread, which the framework has made."""
-    found = ctypes.c_void_p()
-    _check(_driver().cuCtxGetCurrent(ctypes.byref(found)), "cuCtxGetCurrent")
-    if not found.value:
-        raise RuntimeError("no CUDA context in this thread; expected the framework's to be current")
-    return found.value
+def _context(device: int) -> int:
+    """The context of the calling thread. A new thread, as one of PyTorch's autograd, may have none:
+    it gets that of the device, which frameworks share.
+    """
+    current = ctypes.c_void_p()
+    _check(_driver().cuCtxGetCurrent(ctypes.byref(current)), "cuCtxGetCurrent")
+    if current.value:
+        return current.value
+    context = _primary(device)
+    _check(_driver().cuCtxSetCurrent(ctypes.c_void_p(context)), "cuCtxSetCurrent")
+    return context
 
 
-def limits() -> Device:
-    """Of the current device, as ``capacity`` knows them."""
-    device, value, found = ctypes.c_int(), ctypes.c_int(), []
-    _check(_driver().cuCtxGetDevice(ctypes.byref(device)), "cuCtxGetDevice")
+@functools.cache
+def _primary(device: int) -> int:
+    """The primary context of a device, which is kept from now on."""
+    context = ctypes.c_void_p()
+    result = _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), _handle(device))
+    _check(result, "cuDevicePrimaryCtxRetain")
+    return int(context.value or 0)
+
+
+def _handle(device: int) -> ctypes.c_int:
+    """What the driver calls a device."""
+    handle = ctypes.c_int()
+    _check(_driver().cuInit(0), "cuInit")
+    _check(_driver().cuDeviceGet(ctypes.byref(handle), device), "cuDeviceGet")
+    return handle
+
+
+def limits(device: int) -> Device:
+    """Of a device, as ``capacity`` knows them."""
+    handle, value, found = _handle(device), ctypes.c_int(), []
     for attribute in _ATTRIBUTES:
-        result = _driver().cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        result = _driver().cuDeviceGetAttribute(ctypes.byref(value), attribute, handle)
         _check(result, "cuDeviceGetAttribute")
         found.append(value.value)
     major, minor, *rest = found
     name = ctypes.create_string_buffer(100)
-    _check(_driver().cuDeviceGetName(name, len(name), device), "cuDeviceGetName")
+    _check(_driver().cuDeviceGetName(name, len(name), handle), "cuDeviceGetName")
     return Device(name.value.decode(), 10 * major + minor, *rest)
 
 
 @functools.lru_cache(maxsize=4096)
 def _loaded(
-    printed: Printed, aligned: frozenset[str], context: int
+    printed: Printed, aligned: frozenset[str], device: int, context: int
 ) -> tuple[Binary, ctypes.c_void_p]:
     """The kernel's machine code, and its handle in a context."""
-    device = limits()
-    binary = build.binary(printed, device.capability, aligned)
-    misfit = binary.misfit(device.shared)
+    card = limits(device)
+    binary = build.binary(printed, card.capability, aligned)
+    misfit = binary.misfit(card.shared)
     if misfit is not None:
         raise Refused(printed, misfit)
     module, handle = ctypes.c_void_p(), ctypes.c_void_p()

@@ -416,8 +416,8 @@ def send(words, value, inside, kind: tl.constexpr, pairs: tl.constexpr):
         inside: which words are stored.
         kind: of the numbers in memory.
     """
-    word = tl.uint16 if kind.primitive_bitwidth == 16 else tl.uint32
-    bits = value.to(kind).to(word, bitcast=True)
+    whole: tl.constexpr = tl.uint16 if kind.primitive_bitwidth == 16 else tl.uint32
+    bits = value.to(kind).to(whole, bitcast=True)
     bits = tl.where(bits == _blank(bits), bits >> 1, bits)  # another NaN
     if pairs:
         # As a sum: the neighbour is another thread's, and this way takes no shared memory.

@@ -212,6 +212,8 @@ class _Kernel(Text):
         whole = any(map(is_reduction, nodes))
         width = power_of_two(units) if whole else min(128, power_of_two(units))
         super().__init__(plan, form, (max(1, ELEMENTS // width), width), whole)
+        if ELEMENTS < width <= 16 * ELEMENTS:
+            self.warps = 8  # a row of many units has more values than 128 threads have registers
 
     def _targets(self, plan: Plan, form: Form) -> list[Expr]:
         """All that the kernel writes."""

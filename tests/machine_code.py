@@ -1,0 +1,44 @@
+"""Prints machine code of tier 2's kernels for an H100 as JSON; compiles them, and needs no card.
+
+    python tests/machine_code.py 256 forward flags 768 backward data
+
+A script, because tests of the GPU engine have told Triton to interpret.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+
+from anycell import cells
+from anycell.engines.gpu import build, capacity, print_whole
+from anycell.engines.gpu.text import Form
+from anycell.plan import plan
+
+
+def code(hidden: int, way: str, exchange: str) -> str:
+    """Of the LSTM with 16 rows in bfloat16."""
+    one = plan(cells.LSTM, hidden, "bfloat16", "gpu")
+    card = next(d for d in capacity.DEVICES if d.name == "H100")
+    backward = way == "backward"
+    choice = capacity.choose(one, card, backward)
+    assert choice.tier == 2
+    form = Form(backward, keep=not backward, biases=(False,), by_data=exchange == "data")
+    kernel = print_whole(one, form, choice)
+    numbers = frozenset(name for name, kind in kernel.arguments if kind != "i32")
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(build.binary(kernel, card.capability, numbers).cubin)
+        file.flush()
+        command = [str(tool), "--dump-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    kernels = zip(sys.argv[1::3], sys.argv[2::3], sys.argv[3::3], strict=True)
+    print(json.dumps([code(int(hidden), *rest) for hidden, *rest in kernels]))

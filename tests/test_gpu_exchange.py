@@ -1,0 +1,285 @@
+"""How programs of tier 2 tell each other a step: the text, the machine code, and what surrounds it.
+
+That they compute the right thing together is in ``tests/exchange.py`` and ``tests/test_gpu.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu import DEVICE, Poisoned, by_gpu, torch  # before anything else that may import Triton
+from problems import random_problem
+from test_gpu import script
+
+import anycell
+from anycell import cells
+from anycell.engines.gpu import Form, Span, launch
+from anycell.engines.gpu.cooperative import Slice, exchanged, print_cooperative
+from anycell.plan import plan
+from anycell.torch.device import DeviceHost
+
+# -- machine code ----------------------------------------------------------------------------------
+
+KERNELS = [
+    (256, "forward", "flags"),  # 16 programs: fewer flags than a warp has threads
+    (512, "forward", "flags"),
+    (512, "backward", "flags"),
+    (512, "forward", "data"),
+    (512, "backward", "data"),
+]
+
+
+class Instruction:
+    """A line of machine code."""
+
+    def __init__(self, line: str) -> None:
+        address, text = re.fullmatch(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);.*", line).groups()  # type: ignore[union-attr]
+        self.address, self.text = int(address, 16), text.strip()
+        self.guarded = self.text.startswith("@")
+        self.name = re.sub(r"^@\S+\s+", "", self.text).split()[0]
+
+
+class Code:
+    """A kernel, and which instructions follow which."""
+
+    def __init__(self, text: str) -> None:
+        lines = [line for line in text.splitlines() if re.match(r"\s+/\*[0-9a-f]{4,}\*/\s", line)]
+        self.lines = [Instruction(line) for line in lines]
+        self.places = {line.address: n for n, line in enumerate(self.lines)}
+
+    def next(self, n: int) -> Iterator[int]:
+        """The places of those that may follow."""
+        line = self.lines[n]
+        if line.name == "BRA":
+            yield self.places[int(re.findall(r"0x([0-9a-f]+)", line.text)[-1], 16)]
+        if line.guarded or line.name not in ("BRA", "EXIT"):
+            yield from [n + 1] * (n + 1 < len(self.lines))
+
+    def without(self, start: int, stop: str) -> set[int]:
+        """What can follow an instruction before one of that name runs."""
+        found, todo = set[int](), list(self.next(start))
+        while todo:
+            n = todo.pop()
+            if n not in found and not self.lines[n].name.startswith(stop):
+                found.add(n)
+                todo += self.next(n)
+        return found
+
+    def named(self, pattern: str) -> list[int]:
+        """The places of all instructions like that."""
+        return [n for n, line in enumerate(self.lines) if re.match(pattern, line.name)]
+
+    def poll(self) -> int:
+        """The place of the load that looks at flags: an acquire, which forgets the first cache."""
+        forgotten = self.named("CCTL.IVALL")
+        (place,) = [n for n in self.named(r"LDG\.E\.STRONG\.GPU") if n + 1 in forgotten]
+        return place
+
+
+@pytest.fixture(scope="module")
+def codes() -> dict[tuple[int, str, str], Code]:
+    found = json.loads(script("tests", "machine_code.py", *[str(w) for k in KERNELS for w in k]))
+    return dict(zip(KERNELS, map(Code, found), strict=True))
+
+
+@pytest.mark.parametrize("kernel", KERNELS[:3], ids=str)
+def test_a_barrier_stands_between_flags_and_what_they_are_for(
+    kernel: Any, codes: dict[Any, Code]
+) -> None:
+    """Flags that one thread has seen are seen for all, however few programs there are."""
+    code = codes[kernel]
+    poll = code.poll()
+    arriving = set(code.named(r"LDG\.E\.128\.STRONG\.GPU"))
+    assert arriving and not arriving & code.without(poll, "BAR")
+    # Warps tell each other what they have seen: or one of them might give up alone.
+    assert not arriving & code.without(poll, "STS")
+
+
+@pytest.mark.parametrize("kernel", KERNELS[1:], ids=str)
+def test_what_lies_between_the_matmuls_and_the_others(kernel: Any, codes: dict[Any, Code]) -> None:
+    """Flags cost a fence and an exchange in memory. Data are stored, and that is all; whoever waits
+    for them multiplies what it has looked at.
+    """
+    code = codes[kernel]
+    fences, exchanges = code.named("MEMBAR"), code.named("ATOM")
+    sent, looked_at = code.named(r"STG\.\S*STRONG"), code.named(r"LDG\.E\.128\.STRONG\.SYS")
+    if kernel[2] == "flags":
+        assert fences and len(exchanges) == 1 and not sent and not looked_at
+        return
+    assert not fences and not exchanges and not code.named(r"CCTL") and looked_at
+    assert len(sent) == (4 if kernel[1] == "backward" else 1)  # for each gate
+    assert not code.named(r"LDG\S*STRONG\.GPU")  # nothing is loaded after it has been waited for
+    after = code.without(max(code.named("HMMA")), r"STG.E.STRONG")
+    assert not after & {*fences, *exchanges}
+
+
+def test_the_clock_is_read_now_and_then(codes: dict[Any, Code]) -> None:
+    """A look at a flag that is not there yet is followed by the next one, 63 of 64 times."""
+    code = codes[KERNELS[0]]
+    (clock,) = [n for n, line in enumerate(code.lines) if "GLOBALTIMER" in line.text]
+    poll = code.poll()
+    assert any(code.lines[n].name == "BRA" and poll in code.next(n) for n in range(poll, clock))
+
+
+# -- the context of a thread -----------------------------------------------------------------------
+
+
+class Driver:
+    """A CUDA driver for two devices, of which a thread has no context at first."""
+
+    def __init__(self, current: int = 0) -> None:
+        self.current, self.kept = current, list[int]()
+
+    def cuInit(self, _: int) -> int:
+        return 0
+
+    def cuCtxGetCurrent(self, context: Any) -> int:
+        context._obj.value = self.current or None
+        return 0
+
+    def cuDeviceGet(self, handle: Any, ordinal: int) -> int:
+        handle._obj.value = 100 + ordinal
+        return 0 if ordinal < 2 else 101
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, handle: Any) -> int:
+        self.kept.append(handle.value)
+        context._obj.value = 1000 + handle.value
+        return 0
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        self.current = context.value
+        return 0
+
+    def cuGetErrorName(self, _: int, name: Any) -> int:
+        name._obj.value = b"CUDA_ERROR_INVALID_DEVICE"
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    one = Driver()
+    monkeypatch.setattr(launch, "_driver", lambda: one)
+    launch._primary.cache_clear()
+    yield one
+    launch._primary.cache_clear()
+
+
+def test_a_thread_without_a_context_gets_that_of_the_device(driver: Driver) -> None:
+    assert launch._context(1) == driver.current == 1101
+    driver.current = 0  # another thread
+    assert launch._context(1) == driver.current == 1101
+    assert driver.kept == [101]  # once for all threads
+
+
+def test_the_context_of_a_thread_stays(driver: Driver) -> None:
+    driver.current = 7
+    assert launch._context(1) == driver.current == 7
+    assert not driver.kept
+
+
+def test_a_device_that_is_not_there(driver: Driver) -> None:
+    with pytest.raises(RuntimeError, match=r"cuDeviceGet failed: .* 101, CUDA_ERROR_INVALID_DEV"):
+        launch._context(2)
+
+
+@pytest.mark.gpu
+def test_a_new_thread_on_a_card() -> None:
+    """It has no context until its first kernel, which may be ours."""
+    layer = anycell.torch.RNN(cells.LSTM, 8, 8, device=DEVICE)
+    x, found = torch.randn(3, 2, 8, device=DEVICE), list[Any]()
+
+    def run() -> None:
+        host = DeviceHost(torch.float32, DEVICE)
+        found.append(launch.limits(host.ordinal))
+        assert launch._context(host.ordinal)
+        with torch.no_grad():
+            found.append(layer(x)[0].cpu())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    limits, output = found
+    assert limits.processors and torch.equal(output, layer(x)[0].detach().cpu())
+
+
+# -- trouble ---------------------------------------------------------------------------------------
+
+
+def test_trouble_is_told_whoever_calls_next() -> None:
+    """Threads and streams share a host: each of them hears of what went wrong before it called."""
+    problem = random_problem(cells.LSTM, (1, 2, 5), np.random.default_rng(0), "float32")
+    told = list[str]()
+
+    class Troubled(Poisoned):
+        @property
+        def trouble(self) -> Any:  # type: ignore[override]
+            return flag
+
+    def call() -> None:
+        try:
+            by_gpu(problem, tier=2, host_class=Troubled)
+        except RuntimeError as error:
+            told.append(str(error))
+
+    flag = torch.ones(1, dtype=torch.int32)
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert told and "results of that call are NaN" in told[0]
+    assert not int(flag[0])
+    told.clear()
+    call()
+    assert not told
+
+
+# -- what is blank ---------------------------------------------------------------------------------
+
+
+def test_blank() -> None:
+    """All bits of numbers of any size, in views of any strides, and of no others."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        array = torch.zeros(4, 3, 6, dtype=dtype, device=DEVICE)
+        DeviceHost(dtype, DEVICE).blank(array[1:3, :, 2:4])
+        bits = array.view(torch.int32 if array.itemsize == 4 else torch.int16)
+        assert (bits[1:3, :, 2:4] == -1).all() and int((bits == -1).sum()) == 2 * 3 * 2
+        assert array[1:3, :, 2:4].isnan().all()
+
+
+def test_a_span_over_time() -> None:
+    array = np.arange(7)[:, None, None] + np.zeros((1, 1, 4))
+    for sign, first, right in ((1, 2, [3, 4, 5]), (-1, 5, [2, 3, 4])):
+        span = Span(array, first, sign, column=1)
+        assert span.over(1, 3, 2)[:, 0, 0].tolist() == right
+        assert span.over(1, 3, 2).shape == (3, 1, 2)
+        assert span.over(1, 0, 2).shape[0] == 0
+
+
+@pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU, cells.RNN], ids=repr)
+def test_what_programs_exchange_is_what_they_gather(cell: Any) -> None:
+    """In both directions: every array that a kernel looks at is one that it sends, and the host
+    blanks it.
+    """
+    one = plan(cell, 18, "float16", "gpu")
+    part = Slice(16, 16, 32, 1, 2, 1)
+    for backward in (False, True):
+        form = Form(backward, biases=(False,) * len(one.cell.linears), by_data=True)
+        source = print_cooperative(one, form, part).source
+        sent = set(re.findall(r"send\(\(?(\w+?)_at", source))
+        assert sent == set(exchanged(one, backward)), source
+        for name in sent:
+            assert re.search(rf"_at = \({name} \+ .*pointer_type\(tl.uint32\)", source)
+        assert "flags" not in source and "wait(" not in source
+
+
+def test_an_exchange_is_one_of_two() -> None:
+    problem = random_problem(cells.LSTM, (1, 2, 5), np.random.default_rng(0), "float32")
+    with pytest.raises(ValueError, match=r"exchange='flag'; expected 'flags' or 'data'"):
+        by_gpu(problem, tier=2, exchange="flag")

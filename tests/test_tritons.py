@@ -1,0 +1,496 @@
+"""What differs between the Tritons that PyTorch brings, as far as one of them can show it; whether
+one is usable, in words; and the tools that compile kernels with all of them (`make test-tritons`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from gpu import CARD  # before anything else that may import Triton
+
+import anycell
+from anycell import cells
+from anycell.engines.gpu import build, launch
+from anycell.engines.gpu.refusals import Refused
+from anycell.engines.gpu.step import print_step
+from anycell.engines.gpu.text import Form, Printed
+from anycell.plan import Plan, plan
+from anycell.torch import functional, fused
+
+ROOT = Path(__file__).parents[1]
+TOOLS = ROOT / "tools"
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Printed:
+    """Of tier 3."""
+    step = print_step(plan(cells.LSTM, 8, "float32", "gpu"), Form(biases=(True,)))
+    return step.stages[0].kernels[0]
+
+
+# -- arguments that Triton adds --------------------------------------------------------------------
+
+
+def compiler(kernel: Printed, more: int, **metadata: int) -> Any:
+    """What stands in for ``triton.compile``: a kernel that takes so many arguments more."""
+    count = len(kernel.arguments) + more
+    parameters = ",\n".join(f"\t.param .u64 .ptr .global .align 1 p_{n}" for n in range(count))
+    text = f".visible .entry {kernel.name}(\n{parameters}\n)\n{{\n ld.param.b64 %rd1, [p_0];\n}}"
+    sizes = {"name": kernel.name, "shared": 0, "num_warps": 4, "global_scratch_size": 0}
+    made = SimpleNamespace(
+        metadata=SimpleNamespace(**sizes | metadata), asm={"ptx": text, "cubin": b"code"}
+    )
+    return lambda *_, **__: made
+
+
+@pytest.fixture
+def compile_as(kernel: Printed, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Has Triton compile as another version does."""
+    import triton
+
+    def change(more: int, **metadata: int) -> None:
+        monkeypatch.setattr(triton, "compile", compiler(kernel, more, **metadata))
+        build.binary.cache_clear()
+
+    yield change
+    build.binary.cache_clear()
+
+
+@pytest.mark.parametrize("hidden", [0, 1, 2])
+def test_hidden_arguments_are_counted(kernel: Printed, compile_as: Any, hidden: int) -> None:
+    """Triton 3.3 and 3.4 add one and know no memory of a profiler; later ones add two."""
+    compile_as(hidden)
+    assert build.binary(kernel, 90).hidden == hidden
+    compile_as(hidden, profile_scratch_size=0)
+    assert build.binary(kernel, 90).hidden == hidden
+
+
+@pytest.mark.parametrize("hidden", [-1, 3])
+def test_other_hidden_arguments_are_refused(kernel: Printed, compile_as: Any, hidden: int) -> None:
+    compile_as(hidden)
+    ours = len(kernel.arguments)
+    expected = f"takes {ours + hidden} arguments; expected its {ours} and at most 2 of Triton's own"
+    with pytest.raises(Refused, match=expected):
+        build.binary(kernel, 90)
+
+
+@pytest.mark.parametrize("name", ["global_scratch_size", "profile_scratch_size"])
+def test_scratch_memory_is_refused(kernel: Printed, compile_as: Any, name: str) -> None:
+    compile_as(2, **{name: 128})
+    with pytest.raises(Refused, match="wants scratch memory"):
+        build.binary(kernel, 90)
+
+
+@pytest.mark.parametrize("hidden", [0, 1, 2])
+def test_a_launch_passes_them(
+    kernel: Printed, monkeypatch: pytest.MonkeyPatch, hidden: int
+) -> None:
+    """Null pointers, after the kernel's own arguments."""
+    passed: list[list[int]] = []
+
+    def launched(*arguments: Any) -> int:
+        parameters = arguments[-2]
+        passed.append([ctypes.c_int64.from_address(p).value for p in parameters[-3:]])
+        assert len(parameters) == len(kernel.arguments) + hidden
+        return 0
+
+    binary = build.Binary(kernel.name, b"", "", 0, 4, hidden, 0)
+    monkeypatch.setattr(build, "interpreted", lambda: False)
+    monkeypatch.setattr(launch, "_context", lambda: 1)
+    monkeypatch.setattr(launch, "_loaded", lambda *_: (binary, ctypes.c_void_p(1)))
+    monkeypatch.setattr(launch, "_driver", lambda: SimpleNamespace(cuLaunchKernel=launched))
+    numbers = {name: n << 40 for n, (name, kind) in enumerate(kernel.arguments) if kind != "i32"}
+    wide = [name for name, kind in kernel.arguments[-3:] if kind != "i32"]
+    assert len(wide) == 3  # all of 64 bits, so that they can be read back alike
+    launch.Launch(kernel, numbers, (1, 1), lambda address: address, 0)(0)
+    own = [numbers[name] for name in wide[hidden:]]
+    assert passed == [own + [0] * hidden]
+
+
+# -- registers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("registers", "spills", "alone", "asked"),
+    [
+        (128, 24, True, [None, 255]),  # room for two programs: told that there is one
+        (255, 584, True, [None]),  # no other result to come
+        (128, 0, True, [None]),
+        (128, 24, False, [None]),
+    ],
+)
+def test_when_a_kernel_is_compiled_once_more(
+    kernel: Printed,
+    compile_as: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    registers: int,
+    spills: int,
+    alone: bool,
+    asked: list[int | None],
+) -> None:
+    """Where it spills though registers are left."""
+    compile_as(2)
+    made, limits = build._made, list[int | None]()
+
+    def recorded(printed: Any, capability: int, aligned: Any, limit: int | None) -> Any:
+        limits.append(limit)
+        return made(printed, capability, aligned, limit)
+
+    monkeypatch.setattr(build, "_made", recorded)
+    monkeypatch.setattr(build, "usage", lambda cubin: {"REG": registers, "STACK": spills})
+    binary = build.binary(kernel._replace(alone=alone), 90)
+    assert limits == asked and binary.spilled == spills * alone
+
+
+# -- the interpreter -------------------------------------------------------------------------------
+
+
+def test_who_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own answer; that of 3.3, which has none, is in the variable."""
+    import triton
+
+    assert build.interpreted() is not CARD
+    for value in (True, False):
+        monkeypatch.setattr(
+            triton, "knobs", SimpleNamespace(runtime=SimpleNamespace(interpret=value))
+        )
+        assert build.interpreted() is value
+    monkeypatch.delattr(triton, "knobs")
+    for value in ("1", "0"):
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+        assert build.interpreted() is (value == "1")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert not build.interpreted()
+
+
+# -- whether Triton is usable ----------------------------------------------------------------------
+
+
+def python(code: str, *arguments: str, paths: Sequence[Path] = ()) -> str:
+    """What a program prints, in which these directories come before all packages, and in which no
+    kernel is interpreted.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join(map(str, (*paths, ROOT))), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *arguments]
+    said = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert said.returncode == 0, said.stdout + said.stderr
+    return said.stdout.strip()
+
+
+def compiled(*arguments: str, paths: Sequence[Path] = ()) -> str:
+    """What tools/gpu_compile.py prints; that it ends with 0 says that all kernels fit."""
+    code = f"import sys; sys.path.insert(0, {str(TOOLS)!r}); import gpu_compile as tool; "
+    return python(code + "sys.exit(tool.main())", *arguments, paths=paths)
+
+
+UNUSABLE = "from anycell.engines.gpu import build; print(build.unusable())"
+
+
+@pytest.mark.parametrize(
+    ("package", "expected"),
+    [
+        (None, "the GPU engine needs Triton, which is not installed; pip install triton"),
+        ("__version__ = '3.2.0'", "the GPU engine needs Triton 3.3 or newer; this is Triton 3.2.0"),
+        ("__version__ = '2.3.1+git'", "needs Triton 3.3 or newer; this is Triton 2.3.1+git"),
+        ("import triton.missing", "whose import fails: ModuleNotFoundError: No module named"),
+        ("", "whose import fails: AttributeError: module 'triton' has no attribute '__version__'"),
+        ("__version__ = '4.0.0'", "Triton compiles no kernel of the GPU engine: "),
+        ("__version__ = '3.10.0'", "; this is Triton 3.10.0"),
+    ],
+)
+def test_another_triton(package: str | None, expected: str, tmp_path: Path) -> None:
+    """A reason, whatever is wrong with it, and never an exception."""
+    code = UNUSABLE
+    if package is None:
+        code = f"import sys; sys.modules['triton'] = None; {code}"
+    else:
+        (tmp_path / "triton").mkdir()
+        (tmp_path / "triton" / "__init__.py").write_text(package + "\n")
+    said = python(code, paths=[tmp_path])
+    assert expected in said and "\n" not in said
+
+
+def test_triton_is_imported_when_a_layer_on_a_card_asks() -> None:
+    """And this one is usable, which a kernel shows."""
+    code = """if True:
+        import sys
+        from types import SimpleNamespace
+        import torch, anycell
+        from anycell.torch import functional
+        layer = anycell.torch.RNN(anycell.cells.PeepholeLSTM, 2, 3)
+        layer(torch.zeros(2, 1, 2))
+        print(layer.engine.name, "triton" in sys.modules)
+        card = SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=torch.float32)
+        plan = functional.fused_plan(anycell.cells.PeepholeLSTM, 3, card)
+        print(getattr(plan, "engine", plan), "triton" in sys.modules)
+    """
+    assert python(code).splitlines() == ["cpu False", "gpu True"]
+
+
+def test_a_layer_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step by step, and the reason; asked again, the kernels."""
+    import torch
+
+    weight = SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=torch.float32)
+    monkeypatch.setattr(build, "unusable", lambda: "there is none")
+    assert functional.fused_plan(cells.LSTM, 8, weight) == "there is none"
+    assert isinstance(functional.fused_plan(cells.LSTM, 8, torch.zeros(1)), Plan)  # on the CPU
+    monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
+    layer = anycell.torch.RNN(cells.PeepholeLSTM, 2, 3)
+    assert layer.engine == ("reference", "there is none")
+    y, _ = layer(torch.zeros(2, 1, 2))
+    assert y.shape == (2, 1, 3)
+    monkeypatch.setattr(build, "unusable", lambda: None)
+    assert layer.engine.name == "gpu"
+
+
+# -- the tools -------------------------------------------------------------------------------------
+
+
+def tool(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def gpu_compile() -> Any:
+    return tool("gpu_compile")
+
+
+@pytest.fixture(scope="module")
+def gpu_tritons(gpu_compile: Any) -> Any:
+    return tool("gpu_tritons")
+
+
+def test_the_grid_is_for_cards_that_the_model_knows(gpu_compile: Any) -> None:
+    """The smallest of each capability; every point of the grid has kernels of tier 3."""
+    assert set(gpu_compile.GRID) == {75, 80, 90, 100, 120}
+    for capability, card in gpu_compile.CARDS.items():
+        assert card.capability == capability
+        forms = list(gpu_compile.kernels(3, capability, "float32", "LSTM", 1))
+        assert {form[0][1].kernel for form in forms} >= {"forward_step_0_H", "backward_step_0_H"}
+        assert {form[0][1].limit for form in forms} == {card.shared}
+
+
+def test_the_largest_size_that_the_model_allows(gpu_compile: Any) -> None:
+    def sizes(tier: int, largest: int) -> set[int]:
+        forms = gpu_compile.kernels(tier, 90, "bfloat16", "LSTM", largest)
+        return {form[0][1].hidden for form in forms}
+
+    assert sizes(1, 1 << 20) == {128} and sizes(1, 64) == {64}
+    assert max(sizes(2, 1 << 20)) > 1024 and sizes(2, 512) <= {512, 384, 256}
+
+
+def test_the_next_choice_where_one_does_not_fit(
+    gpu_compile: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (forms, *_) = gpu_compile.kernels(2, 90, "bfloat16", "LSTM", 512)
+    assert len(forms) > 1
+    seen = []
+
+    def compiled(kernel: Any, report: Any) -> Any:
+        seen.append(report.choice)
+        return report._replace(fits=report.choice == forms[1][1].choice)
+
+    monkeypatch.setattr(gpu_compile, "compiled", compiled)
+    reports = gpu_compile.first_that_fits(forms)
+    assert seen == [0, forms[1][1].choice] and [r.fits for r in reports] == [False, True]
+    lines = [r._asdict() for r in reports]
+    assert gpu_compile.taken(lines) == [lines[1]]
+    assert gpu_compile.taken(lines[:1]) == [lines[0]]  # none fits: what the best one lacks is said
+
+
+def test_no_more_choices_than_asked_for(gpu_compile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of those only what a run before has not seen: it may have refused the first of them."""
+    tasks = []
+    monkeypatch.setattr(gpu_compile, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(gpu_compile, "as_completed", list)
+    monkeypatch.setattr(gpu_compile, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(gpu_compile, "first_that_fits", lambda forms: tasks.append(forms) or [])
+
+    def todo(choices: int, before: list[dict[str, Any]]) -> list[tuple[str, int]]:
+        tasks.clear()
+        assert not [*gpu_compile.run([(2, 90, "bfloat16", "LSTM")], 512, choices, 1, before)]
+        return [(report.kernel, report.choice) for forms in tasks for _, report in forms]
+
+    (first, *_) = gpu_compile.kernels(2, 90, "bfloat16", "LSTM", 512)
+    assert len(first) >= 2 and len({report.text for _, report in first}) == len(first)
+    assert {choice for _, choice in todo(1, [])} == {0}
+    two = todo(2, [])
+    assert two[:2] == [(report.kernel, report.choice) for _, report in first[:2]]
+    refused = first[0][1]._replace(triton="3.6.0")._asdict()
+    taken = first[1][1]._replace(triton="3.6.0", fits=True)._asdict()
+    assert todo(2, [refused]) == two[1:]
+    assert todo(2, [refused, taken]) == two[2:]
+
+
+class Pool:
+    """Instead of processes: what is submitted is done at once."""
+
+    def __init__(self, jobs: int) -> None: ...
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def submit(self, function: Any, *arguments: Any) -> Any:
+        value = function(*arguments)
+        return SimpleNamespace(result=lambda: value)
+
+
+def test_what_is_done_is_not_done_again(
+    gpu_compile: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was cut short goes on; another Triton, or another text, begins anew."""
+    compiled: list[str] = []
+
+    def fake(kernel: Any, report: Any) -> Any:
+        compiled.append(report.kernel)
+        return report._replace(registers=32, spilled=0, shared=0, fits=True)
+
+    monkeypatch.setattr(gpu_compile, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(gpu_compile, "as_completed", list)
+    monkeypatch.setattr(gpu_compile, "compiled", fake)
+    monkeypatch.setattr(gpu_compile, "triton_version", lambda: "3.6.0")
+    file = tmp_path / "kernels.jsonl"
+    arguments = ["--cells", "LSTM", "GRU", "--tiers", "3", "--dtypes", "float32"]
+    arguments += ["--capabilities", "90", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["gpu_compile.py", *arguments])
+    assert gpu_compile.main() == 0
+    lines = file.read_text().splitlines()
+    assert len(compiled) == len(lines) > 3
+    file.write_text("\n".join(lines[:2]) + "\n")
+    assert gpu_compile.main() == 0
+    assert len(file.read_text().splitlines()) == len(lines)
+    assert len(compiled) == 2 * len(lines) - 2
+    assert gpu_compile.main() == 0 and len(compiled) == 2 * len(lines) - 2
+    monkeypatch.setattr(gpu_compile, "digest", lambda kernel: "another")
+    assert gpu_compile.main() == 0 and len(compiled) == 3 * len(lines) - 2
+    monkeypatch.setattr(gpu_compile, "triton_version", lambda: "3.9.0")
+    assert gpu_compile.main() == 0 and len(compiled) == 4 * len(lines) - 2
+    table = "\n".join(gpu_compile.markdown(gpu_compile.lines([file])))
+    assert "float32, 3.6.0 | float32, 3.9.0 |" in table
+    assert f"| 3.6.0 | sm_90 | {len(lines)} | 0 | 0 | 0 | - |" in table
+
+
+def test_a_kernel_that_fails_is_reported(gpu_compile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the others; the table says what fails, and what is beyond the limits."""
+    ((kernel, report), *_), *_ = gpu_compile.kernels(3, 90, "float32", "LSTM", 1)
+    report = report._replace(triton="3.6.0")
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("out of\nluck")
+
+    def spills(*_: Any) -> Any:
+        return build.Binary("k", b"", "wgmma", 1 << 20, 4, 2, 0)
+
+    monkeypatch.setattr(build, "usage", lambda cubin: {"REG": 255, "STACK": 72})
+    monkeypatch.setattr(build, "binary", fails)
+    failed = gpu_compile.compiled(kernel, report)
+    assert failed.error == "RuntimeError: out of luck" and not failed.fits
+    monkeypatch.setattr(build, "binary", spills)
+    large = gpu_compile.compiled(kernel, report)._replace(cell="GRU")
+    assert (large.registers, large.spilled, large.matrices, large.fits) == (255, 72, "wgmma", False)
+    table = "\n".join(gpu_compile.markdown([failed._asdict(), large._asdict()]))
+    assert "| 3.6.0 | sm_90 | 2 | 1 | 1 | 1 | 72 bytes |" in table
+    assert "FAILS, RuntimeError: out of luck: no other" in table
+    assert "72 of 64 bytes spilled, shared 1,048,576 of 232,448" in table
+    assert table.count("| does not fit |") == 2
+
+
+def test_a_kernel_under_this_triton() -> None:
+    """For real, in a process of its own."""
+    arguments = ["--cells", "RNN", "--tiers", "3", "--dtypes", "float32", "--capabilities", "80"]
+    reports = [json.loads(line) for line in compiled(*arguments, "--json").splitlines()]
+    assert {r["kernel"].partition("_")[0] for r in reports} == {"forward", "backward"}
+    for r in reports:
+        assert (
+            r["fits"] and 0 < r["registers"] < 255 and r["hidden_arguments"] == 2 and not r["error"]
+        )
+
+
+def pins(file: str) -> list[tuple[int, ...]]:
+    text = (ROOT / "requirements" / file).read_text()
+    return [tuple(map(int, v.split("."))) for v in re.findall(r"^triton==([\d.]+)", text, re.M)]
+
+
+def test_every_triton_is_pinned(gpu_tritons: Any) -> None:
+    """One of each release from the oldest to that of the environment; each is another directory."""
+    both = pins("tritons.txt") + pins("dev.txt")
+    assert [v[:2] for v in both] == [(3, minor) for minor in range(3, 10)]
+    assert both[0][:2] == build.OLDEST
+    environment = gpu_tritons.under("3.6.0")
+    first, second = environment["PYTHONPATH"].split(os.pathsep)
+    assert first == str(ROOT / ".venv-tritons" / "3.6.0") and second == str(ROOT)
+    assert "TRITON_INTERPRET" not in environment
+    assert gpu_tritons.under("3.6.0", interpreted=True)["TRITON_INTERPRET"] == "1"
+
+
+def test_the_tools_run_under_each(
+    gpu_tritons: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Kernels and tests under every one; a failure is said, and the others still run."""
+    ran = []
+
+    def run(command: list[str], env: dict[str, str], **_: Any) -> Any:
+        ran.append((env["PYTHONPATH"].split(os.pathsep)[0].rpartition("/")[2], "pytest" in command))
+        return SimpleNamespace(returncode=int(ran[-1] == ("3.3.1", True)))
+
+    for version in ("3.10.0", "3.3.1"):
+        (tmp_path / version).mkdir()
+    monkeypatch.setattr(gpu_tritons, "INSTALLED", tmp_path)
+    monkeypatch.setattr(gpu_tritons.subprocess, "run", run)
+    monkeypatch.setattr(gpu_tritons.metadata, "version", lambda name: "3.9.0")
+    monkeypatch.setattr(sys, "argv", ["x", "--json", str(tmp_path / "out" / "a.jsonl")])
+    assert gpu_tritons.main() == 1
+    assert ran == [(v, t) for v in ("3.3.1", "3.10.0", "3.9.0") for t in (False, True)]
+    assert capsys.readouterr().err.strip() == "failed: Triton 3.3.1: tests"
+    monkeypatch.setattr(sys, "argv", ["x", "3.9.0", "--json", str(tmp_path / "a.jsonl")])
+    assert gpu_tritons.main() == 0
+    monkeypatch.setattr(sys, "argv", ["x", "3.5.1"])
+    with pytest.raises(SystemExit):
+        gpu_tritons.main()
+    assert "Triton 3.5.1 is not in" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.grid
+@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+@pytest.mark.parametrize("capability", [75, 120])
+def test_older_and_newer_cards(capability: int, cell: str) -> None:
+    """64 KiB and 99 KiB of shared memory suffice for what the model chooses there."""
+    said = compiled("--cells", cell, "--capabilities", str(capability), "--json")
+    reports = [json.loads(line) for line in said.splitlines()]
+    assert {r["dtype"] for r in reports} == {"float32", "bfloat16"}
+    assert {r["limit"] for r in reports} == {{75: 64 << 10, 120: 99 << 10}[capability]}
+    assert {1, 3} <= {r["tier"] for r in reports if r["fits"] and r["shared"] <= r["limit"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.6.0", "3.3.1"])
+def test_another_triton_compiles(version: str) -> None:
+    """That of the first card to be met, and the oldest, where they are installed."""
+    directory = ROOT / ".venv-tritons" / version
+    if not (directory / "triton").is_dir():
+        pytest.skip(f"no Triton {version} in {directory}; make test-tritons installs it")
+    code = f"import triton; print(triton.__version__); {UNUSABLE}"
+    assert python(code, paths=[directory]).splitlines() == [version, "None"]
+    sample = ["--cells", "LSTM", "--dtypes", "bfloat16", "--capabilities", "90"]
+    assert "forward_cooperative" in compiled(*sample, "--largest", "512", paths=[directory])
