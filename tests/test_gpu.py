@@ -57,7 +57,7 @@ from anycell.engines.gpu.launch import Launch
 from anycell.engines.gpu.step import print_fill, print_step
 from anycell.engines.gpu.text import FUNCTIONS, Form
 from anycell.lang.ops import TABLE
-from anycell.plan import plan
+from anycell.plan import Plan, plan
 from anycell.torch.device import DeviceHost
 from anycell.torch.graphs import Replays, captured
 
@@ -803,18 +803,55 @@ def test_programs_of_tier_2_run_at_once(cell: Cell) -> None:
     assert kernel.cooperative and gpu.grid(kernel, one, 40) == (2, 94)
 
 
+def largest(dtype: str, card: str, number: int, batch: int = 16, tf32: bool = False) -> str:
+    """Units of the largest LSTM, of multiples of 32, that both passes run in a tier."""
+
+    def highest(units: int) -> int:
+        one = plan(cells.LSTM, units, dtype, "gpu")
+        passes = (False, True)
+        return max(capacity.choose(one, CARDS[card], b, None, batch, tf32).tier for b in passes)
+
+    fits, beyond = 0, 4096 // 32
+    while beyond - fits > 1:
+        middle = (fits + beyond) // 2
+        fits, beyond = (middle, beyond) if highest(32 * middle) <= number else (fits, middle)
+    return str(32 * fits) if fits and highest(32 * fits) == number else "-"
+
+
+def test_the_table_of_the_docs() -> None:
+    """Of docs/gpu.md, where the largest LSTM of each tier stands."""
+    rows = {
+        "tier 1, bfloat16, float16": ("float16", 1),
+        "tier 1, float32": ("float32", 1),
+        "tier 2, bfloat16, float16, up to 16 rows": ("float16", 2),
+        "the same, 64 rows": ("float16", 2, 64),
+        "tier 2, float32, up to 16 rows": ("float32", 2),
+        "the same, where TF32 is allowed": ("float32", 2, 16, True),
+    }
+    cards = ("T4", "RTX 5090", "A100", "H100", "B200")
+    text = (Path(__file__).parents[1] / "docs" / "gpu.md").read_text(encoding="utf-8")
+    for name, (dtype, *rest) in rows.items():
+        line = f"| {name} | {' | '.join(largest(dtype, card, *rest) for card in cards)} |"
+        assert line in text.splitlines(), line
+
+
 def test_a_choice_says_why() -> None:
     wide, middle, narrow = (plan(cells.LSTM, h, "bfloat16", "gpu") for h in (4096, 768, 64))
     assert {name for name, _, _ in capacity.table(wide)} == {d.name for d in capacity.DEVICES}
-    for _, _, why in capacity.table(wide):
+    for card, _, why in capacity.table(wide):
+        if card == "T4":
+            assert "tier 3: Triton has no matrix instructions of 16 bits before sm_80" in why
+            continue
         assert "tier 3: the weights of a step take 134," in why
         assert why.endswith("of a few units fit") or "programs, of which" in why
-    assert capacity.table(middle)[4][:2] == ("H100", "forward")
-    assert "tier 2: 1 x 48 programs, of 16 rows and 16 units each" in capacity.table(middle)[4][2]
-    assert "tier 2: 4 x 24 programs" in capacity.table(middle, batch=64)[4][2]
-    assert "512 rows take" in capacity.table(middle, batch=512)[4][2]
-    for _, _, why in capacity.table(narrow):
-        assert "tier 1: all weights on chip" in why
+
+    def on_h100(one: Plan, batch: int = 16) -> str:
+        return {row[:2]: row[2] for row in capacity.table(one, batch)}["H100", "forward"]
+
+    assert "tier 2: 1 x 48 programs, of 16 rows and 16 units each" in on_h100(middle)
+    assert "tier 2: 4 x 24 programs" in on_h100(middle, batch=64)
+    assert "512 rows take" in on_h100(middle, batch=512)
+    assert "tier 1: all weights on chip" in on_h100(narrow)
     assert capacity.choose(narrow, None).tier == 3
     for forced in (1, 2):
         assert capacity.choose(narrow, None, tier=forced).reason == "asked for"

@@ -170,7 +170,7 @@ def _at_any_step(run: Callable[[], None]) -> Callable[[int], None]:
 
 def _small(host: Host, printed: Printed, values: Mapping[str, Any]) -> Launch:
     """A kernel of one program."""
-    return Launch(printed, values, (1, 1), host.pointer, host.stream())
+    return Launch(printed, values, (1, 1), host.pointer, host.stream(), host.ordinal)
 
 
 def run_plainly(kernels: Step, call: Call) -> None:
