@@ -161,7 +161,8 @@ def alone(kind: str, programs: int, steps: int, host: DeviceHost, values: dict[s
     """One launch of the kernel; its flags begin at zero."""
     kernel = printed(programs, kind == "numbers")
     values = {**values, "count": steps}
-    launch = Launch(kernel, values, (1, programs), host.pointer, host.stream())
+    grid, stream = (1, programs), host.stream()
+    launch = Launch(kernel, values, grid, host.pointer, stream, host.ordinal)
 
     def run() -> None:
         values["flags"].zero_()
