@@ -36,6 +36,7 @@ class Shared(Poisoned):
     """Its arrays are the same memory in all processes."""
 
     absent: tuple[int, int, bool] | None = None  # a program that never runs, and in which pass
+    patience = 200_000_000  # some ten seconds: a look takes longer than it counts for
     made: list[Any]
 
     def empty(self, *args: Any, **options: Any) -> Any:
