@@ -347,6 +347,7 @@ def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
     # What is carried from step to step, that of the next step already loaded.
     cell = plan.cell
     carried = len(plan.saved) + len(cell.states) if backward else len(cell.gates)
+    carried += cell.static is not None
     each = -(-part.rows * part.units // (32 * part.warps))
     carried = (carried + len(cell.states)) * each
     return held + max(sums + arriving + carried, tiles(plan, backward) * each)
