@@ -143,7 +143,7 @@ def blank(exchange: str) -> bool:
 def absent(exchange: str, backward: bool) -> dict[str, Any]:
     """What happens if a program never comes."""
     problem = make(cells.PeepholeLSTM, (5, 4, 18))
-    Shared.absent, Shared.patience = (0, 1, backward), 100_000_000
+    Shared.absent, Shared.patience = (0, 1, backward), 40_000_000
     found: dict[str, Any] = {}
     try:
         together(problem, exchange, backwards=2)
