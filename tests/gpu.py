@@ -15,7 +15,11 @@ if not CARD:
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
 from anycell import device, layer  # noqa: E402  (Triton reads the variable when it is imported)
+from anycell.engines.gpu import library  # noqa: E402
 from anycell.lang.cell import RECURRENT  # noqa: E402
 from anycell.plan import plan  # noqa: E402
 from anycell.torch.device import DeviceHost  # noqa: E402
@@ -122,3 +126,15 @@ def by_gpu(
     if d.static is not None:
         solution["d static"] = numbers(d.static)
     return solution
+
+
+@triton.jit
+def functions_of_16_bits(x, y, count):
+    """Both that have a form for 16 bits, in that and in the exact one."""
+    place = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    inside = place < count
+    values = tl.load(x + place, mask=inside, other=0.0)
+    tl.store(y + place, library.sigmoid_16(values), mask=inside)
+    tl.store(y + count + place, library.tanh_16(values), mask=inside)
+    tl.store(y + 2 * count + place, library.sigmoid(values), mask=inside)
+    tl.store(y + 3 * count + place, library.tanh(values), mask=inside)

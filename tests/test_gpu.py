@@ -397,22 +397,42 @@ def test_the_tier_follows_the_cell() -> None:
 @pytest.mark.parametrize(
     ("card", "batch", "largest"),
     [
-        ("A100", 16, 1024),
-        ("A100", 64, 768),
-        ("H100", 16, 1664),
-        ("H100", 64, 1024),
-        ("H200", 16, 1664),
-        ("B200", 16, 1664),
-        ("RTX 4090", 16, 512),
+        ("A100", 16, (1664, 1664)),
+        ("A100", 64, (768, 1024)),
+        ("H100", 16, (2048, 2048)),
+        ("H100", 64, (1024, 1024)),
+        ("H200", 16, (2048, 2048)),
+        ("B200", 16, (2048, 2048)),
+        ("RTX 4090", 16, (1664, 2048)),
     ],
 )
-def test_tier_2_of_the_lstm(card: str, batch: int, largest: int) -> None:
-    """As long as a slice of the weights fits, and all programs run at once."""
+def test_tier_2_of_the_lstm(card: str, batch: int, largest: tuple[int, int]) -> None:
+    """As long as registers and shared memory hold a slice of the weights, and all programs run at
+    once.
+    """
     for backward in (False, True):
-        for hidden in (256, 512, 768, 1024, 1536, 1664, 2048):
-            expected = 2 if hidden <= largest else 3
+        for hidden in (256, 512, 768, 1024, 1536, 1664, 2048, 3072):
+            expected = 2 if hidden <= largest[backward] else 3
             found = tier(cells.LSTM, hidden, "bfloat16", card, backward, batch)
             assert found == expected, (hidden, backward)
+
+
+def test_a_slice_waits_once() -> None:
+    """All that a program needs from the others is on its way at the same time, where registers hold
+    it: a chunk after the other would be a trip to the second-level cache each.
+    """
+    for hidden, batch in ((768, 16), (1024, 16), (1024, 64)):
+        one = plan(cells.LSTM, hidden, "bfloat16", "gpu")
+        part = capacity.choose(one, CARDS["H100"], batch=batch).part
+        assert part is not None and part.ahead * part.chunk >= hidden
+    # Where they do not, fewer.
+    part = capacity.choose(one, CARDS["H100"], True, batch=64).part
+    assert part is not None and part.ahead * part.chunk < 4 * hidden
+    # Weights stay in registers as far as there are some, the others in shared memory.
+    for hidden, whole in ((768, True), (2048, False)):
+        one = plan(cells.LSTM, hidden, "bfloat16", "gpu")
+        part = capacity.choose(one, CARDS["H100"]).part
+        assert part is not None and (part.held * part.chunk >= hidden) is whole
 
 
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU, cells.RNN], ids=repr)
@@ -426,15 +446,15 @@ def test_programs_of_tier_2_run_at_once(cell: Cell) -> None:
                 programs = -(-batch // part.rows) * -(-hidden // part.units)
                 assert programs <= card.processors
                 assert capacity.slice_bytes(one, part, backward) <= card.shared
-    kernel = cooperative.print_cooperative(one, Form(biases=(False,)), Slice(32, 16, 64, 1, 4))
+    kernel = cooperative.print_cooperative(one, Form(biases=(False,)), Slice(32, 16, 128, 1, 4, 1))
     assert kernel.cooperative and gpu.grid(kernel, one, 40) == (2, 94)
 
 
 def test_a_choice_says_why() -> None:
-    wide, middle, narrow = (plan(cells.LSTM, h, "bfloat16", "gpu") for h in (2048, 768, 64))
+    wide, middle, narrow = (plan(cells.LSTM, h, "bfloat16", "gpu") for h in (4096, 768, 64))
     assert {name for name, _, _ in capacity.table(wide)} == {d.name for d in capacity.DEVICES}
     for _, _, why in capacity.table(wide):
-        assert "tier 3: the weights of a step take 33," in why
+        assert "tier 3: the weights of a step take 134," in why
         assert why.endswith("of a few units fit") or "programs, of which" in why
     assert capacity.table(middle)[4][:2] == ("H100", "forward")
     assert "tier 2: 1 x 48 programs, of 16 rows and 16 units each" in capacity.table(middle)[4][2]
@@ -489,7 +509,7 @@ def assert_fits(reports: list[dict[str, Any]]) -> None:
     assert reports
     for report in reports:
         assert report["shared"] <= report["limit"], report
-        assert report["spilled"] == 0, report
+        assert report["spilled"] <= build.MOST_SPILLED, report
 
 
 def test_kernels_compile_without_a_card() -> None:
@@ -513,16 +533,84 @@ def test_kernels_compile_without_a_card() -> None:
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("cell", sorted(BUILT_IN))
 def test_every_cell_compiles(cell: str, capability: int, dtype: str) -> None:
-    """In all tiers that the model allows, with the card's own matrix instructions where a tile has
-    the rows for them.
-    """
+    """In all tiers that the model allows, with matrix instructions."""
     reports = compiled("--cells", cell, "--capabilities", str(capability), "--dtypes", dtype)
     assert_fits(reports)
     assert {(report["capability"], report["dtype"]) for report in reports} == {(capability, dtype)}
     assert 3 in {report["tier"] for report in reports}
-    of_groups = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
     for report in reports:
         if report["tier"] < 3 and dtype == "bfloat16" and getattr(cells, cell).linears:
-            few = report["rows"] < 64
-            expected = "mma.sync" if few else of_groups[capability]
-            assert report["matrices"] == expected, report
+            assert report["matrices"] == "mma.sync", report
+
+
+# -- the machine code of a step --------------------------------------------------------------------
+
+
+def assert_swift(facts: dict[str, Any]) -> None:
+    """What the engine relies on the compiler for, in tier 2."""
+    assert facts["chains"] >= cooperative.CHAINS
+    assert facts["longest"] * facts["chains"] == facts["matrices"]
+    # h comes from memory as matrix instructions take it, and weights stay in registers.
+    assert facts["ldsm"] == 0
+    # Nothing is loaded, and so nothing waited for, before the programs have waited for one another;
+    # then all that comes from the others is on its way before the first matrix instruction.
+    assert facts["before"] == facts["early_uses"] == facts["late"] == 0
+    assert facts["after"] > 0 and facts["membar"] == 1
+    assert facts["spilled"] <= build.MOST_SPILLED
+
+
+def test_the_machine_code_of_a_step() -> None:
+    arguments = ("--json", "--passes", "forward")
+    (facts,) = map(json.loads, script("tools", "gpu_sass.py", *arguments).splitlines())
+    assert_swift(facts)
+
+
+@pytest.mark.slow
+def test_the_machine_code_of_both_passes() -> None:
+    for line in script("tools", "gpu_sass.py", "--json").splitlines():
+        assert_swift(json.loads(line))
+
+
+def test_what_a_text_loads_before_it_waits() -> None:
+    """Nothing: what a step needs beside other programs' results the step before has loaded."""
+    for cell in SHARED:
+        one = plan(cell, 264, "bfloat16", "gpu", {"P": 132})
+        for backward in (False, True):
+            biases = tuple(l.bias and not backward for l in cell.linears)
+            form = Form(backward, keep=not backward, bias_x=not backward, biases=biases)
+            part = Slice(16, 16, 128, 2, 4, 1)
+            text = cooperative.print_cooperative(one, form, part).source
+            step = text.partition("    for t in range(")[2]
+            before, _, after = step.partition("alive = wait(")
+            assert "tl.load(" not in before, cell
+            assert "tl.load(" in after and "bias" not in "".join(
+                line for line in after.splitlines() if "tl.load(" in line
+            )
+
+
+def test_functions_of_16_bits(rng: np.random.Generator) -> None:
+    """What they lose, with exact exponentials and divisions: next to nothing of what rounding to 16
+    bits takes. Those of a card add 2 units in the last place of a float32, and 1.
+    """
+    import torch
+    import triton
+    from gpu import DEVICE, functions_of_16_bits
+
+    x = torch.cat(
+        [
+            torch.linspace(-86.0, 86.0, 50_001),
+            torch.linspace(-1.0, 1.0, 50_001),
+            torch.logspace(-30, 0, 1000),
+            torch.tensor([0.0, -0.0, 1e30, -1e30, float("inf"), -float("inf"), float("nan")]),
+        ]
+    ).to(DEVICE)
+    found = torch.empty((4, len(x)), device=DEVICE)
+    with np.errstate(all="ignore"):
+        functions_of_16_bits[(triton.cdiv(len(x), 1024),)](x, found, len(x))
+    exact = x.double().cpu()
+    rights = [torch.sigmoid(exact), torch.tanh(exact)] * 2
+    for n, (y, right) in enumerate(zip(found.double().cpu(), rights, strict=True)):
+        assert torch.equal(y.isnan(), right.isnan())
+        real = ~right.isnan() & (right.abs() > 2.0**-126)
+        wrong = ((y - right).abs() / right.abs())[real].max()
+        assert wrong < (2.0**-17 if n < 2 else 2.0**-22)

@@ -34,7 +34,8 @@ class Model(NamedTuple):
     Attributes:
         clock: cycles in a microsecond.
         trip: microseconds of a trip to the second-level cache, under load.
-        trips: of an exchange: the release of a flag, its sight, what it stands for.
+        trips: of an exchange: the release of a flag, its sight, what it stands for; one more where
+            loads are used before the wait, and where some follow matrix instructions.
         latency: cycles until a matrix instruction's sums may enter the next one.
         matrix: cycles that a scheduler needs for one (of 16 x 8 x 16).
         instruction: cycles from one instruction of a warp to the next, where each needs the one
@@ -166,11 +167,13 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--capability", type=int, default=90, choices=list(CARDS))
+    parser.add_argument("--passes", nargs="+", default=["forward", "backward"])
     parser.add_argument("--listing", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    for backward in (False, True):
-        facts, steps = examined(args.cell, args.hidden, args.batch, args.capability, backward)
+    for way in args.passes:
+        about = args.cell, args.hidden, args.batch, args.capability, way == "backward"
+        facts, steps = examined(*about)
         if args.json:
             print(json.dumps(facts._asdict()), flush=True)
             continue
@@ -272,13 +275,14 @@ def counted(steps: Sequence[Instruction], warps: int, model: Model) -> dict[str,
     each = max(model.instruction, shares)  # cycles for an instruction of all warps
     from_shared = sum(s.numbers for s in steps if s.name == "LDSM") * 4 * 32 * warps / model.shared
     others = sum(s.numbers for s in steps if s.name in ("LDS", "STS")) * 4 * 32 * warps
+    trips = model.trips + (found["early_uses"] > 0) + (found["late"] > 0)
     cycles = (
         found["arriving"] / model.second_level
         + max(longest * model.latency, len(matrices) * shares * model.matrix, from_shared)
         + others / model.shared
         + (found["tail"] + matrices[0] - end) * each
     )
-    found["microseconds"] = round(cycles / model.clock + model.trips * model.trip, 2)
+    found["microseconds"] = round(cycles / model.clock + trips * model.trip, 2)
     return found
 
 

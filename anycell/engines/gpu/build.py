@@ -129,9 +129,9 @@ def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozense
     Raises:
         Refused: where Triton does not compile it.
     """
-    # The assembler saves registers so that two programs fit on a multiprocessor: it does not know how
-    # much shared memory one takes. A cooperative kernel is told of all registers at once, for others
-    # wait while it saves some: it would load what it could one after the other.
+    # The assembler saves registers so that two programs fit on a multiprocessor: it does not know
+    # how much shared memory one takes. A cooperative kernel is told of all registers at once: to
+    # save some it would load what others have written a part at a time, and wait for each.
     most = min(MOST_REGISTERS, REGISTERS // (32 * printed.warps))
     limits = (most, None) if printed.cooperative else (None, most)
     made = _made(printed, capability, aligned, limits[0])

@@ -75,8 +75,8 @@ class Choice(NamedTuple):
         if self.part is not None:
             p = self.part
             return (
-                f"tier 2 of {p.rows} rows x {p.units} units, {p.warps} warps, {p.held} of its chunks "
-                f"of {p.chunk} in registers, {p.ahead} at once"
+                f"tier 2 of {p.rows} rows x {p.units} units, {p.warps} warps; chunks of {p.chunk}, "
+                f"{p.held} of them in registers, {p.ahead} at once"
             )
         return f"tier {self.tier}" + f" of {self.warps} warps" * bool(self.warps)
 
@@ -92,7 +92,7 @@ UNROLLED_UNITS = 64
 # Of tier 2: rows and units of the tiles; bytes of a thread's share of a chunk's row, as it loads
 # them; numbers of a thread, of which some spill; how many of these are left to the compiler, by
 # turns, where a device refuses what needs more.
-ROWS, UNITS = (16, 32, 64), (16, 32)
+ROWS, UNITS = (16, 32), (16, 32)
 LOADED = 16
 SLICE_NUMBERS = 216
 LEFT = (0, 32, 64)
@@ -195,7 +195,7 @@ def _cooperative(
     if plan.dtype == "float32":
         return "float32 is multiplied outside the matrix units"
     least, found = 0, list[tuple[float, Choice]]()
-    for rows, units in itertools.product(ROWS[: 3 - backward], UNITS):
+    for rows, units in itertools.product(ROWS, UNITS):
         groups, programs = -(-batch // rows), -(-plan.hidden_size // units)
         parts = list(_parts(plan, device, rows, units, groups * programs, backward))
         if not parts:
@@ -226,17 +226,15 @@ def _parts(
     for warps, left in itertools.product(WARPS[1::-1], LEFT):
         chunk = warps * 4 * LOADED // plan.itemsize
         chunks = -(-_depth(plan, backward) // chunk)
-        parts = (
-            Slice(rows, units, chunk, ahead, warps, held)
-            for ahead in range(1, chunks + 1)
-            for held in range(chunks + 1)
-        )
-        fitting = [
-            part
-            for part in parts
-            if slice_numbers(plan, part, backward) <= SLICE_NUMBERS - left
-            and slice_bytes(plan, part, backward) <= device.shared
-        ]
+        fitting = list[Slice]()
+        for ahead in range(1, chunks + 1):
+            # What more registers hold, shared memory need not: the most that there is room for.
+            part = Slice(rows, units, chunk, ahead, warps, 0)
+            room = SLICE_NUMBERS - left - slice_numbers(plan, part, backward)
+            of_one = _columns(plan, part, backward) * LOADED * 4 // 128
+            part = part._replace(held=min(chunks, room // of_one))
+            if room >= 0 and slice_bytes(plan, part, backward) <= device.shared:
+                fitting.append(part)
         if fitting:
             yield min(fitting, key=lambda part: cycles(plan, part, programs, backward))
 
@@ -270,8 +268,8 @@ def cycles(plan: Plan, part: Slice, programs: int, backward: bool) -> float:
 
 
 def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
-    """Registers of a thread of tier 2, but for addresses and temporaries: weights; what arrives, the
-    sums and what is carried, or else the tiles of the cell.
+    """Registers of a thread of tier 2, but for addresses and temporaries: weights; what arrives,
+    the sums and what is carried, or else the tiles of the cell.
     """
     columns, share = _columns(plan, part, backward), LOADED * 4  # bytes of a row of a chunk
     chains = max(1, columns // LEAST * (part.rows // 8))
@@ -281,6 +279,7 @@ def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
     # What is carried from step to step, that of the next step already loaded.
     cell = plan.cell
     carried = len(plan.saved) + len(cell.states) if backward else len(cell.gates)
+    carried += cell.static is not None
     each = -(-part.rows * part.units // (32 * part.warps))
     carried = (carried + len(cell.states)) * each
     return held + max(sums + arriving + carried, tiles(plan, backward) * each)
