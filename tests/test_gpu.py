@@ -153,7 +153,7 @@ def test_programs_wait_for_one_another(exchange: str) -> None:
     (found,) = map(json.loads, script("tests", "exchange.py", exchange).splitlines())
     assert found["blank"]
     for way in ("forward", "backward"):
-        error = "waited for one another for 0.02 s. The results of that call are NaN."
+        error = "waited for one another for 0.04 s. The results of that call are NaN."
         assert error in found[way]["error"]
     # What hangs on nobody is there: the first step, of the backward pass the last.
     assert found["forward"]["h"] == [True] * 2 + [False] * 4

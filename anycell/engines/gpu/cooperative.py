@@ -37,8 +37,8 @@ flag is set.
 *Data as flags.* The host sets all bits of the slots before the launch. That is a NaN which no
 program stores: in the place of such a result it stores another NaN. So every number tells by itself
 whether it is there; a program looks at what it needs until nothing is blank, and multiplies what it
-has looked at. There is no fence, no flag and no second trip to memory. Slot 0, which is there before
-the launch and may hold any NaN, is not waited for.
+has looked at. There is no fence, no flag and no second trip to memory. Slot 0, which is there
+before the launch and may hold any NaN, is not waited for.
 
 That is right by PTX's memory model, with nothing assumed of the order of two stores. A *word* is 32
 bits, or 16 where a row has an odd number of 16-bit numbers. Stores (relaxed) and looks (volatile,
