@@ -365,7 +365,7 @@ class _Slice(Loop):
         while len(words) > 1:
             pairs = zip(words[::2], words[1::2], strict=False)
             words = [f"tl.maximum({a}, {b})" for a, b in pairs] + words[len(words) & ~1 :]
-        sent, patience = "(t > 0) & (alive > 0)", self.argument("patience", "i64")
+        sent, patience = "t * alive > 0", self.argument("patience", "i64")
         ask = f"looks, begin, waiting = again({words[0]}, {sent}, looks, begin, {patience})"
         self.say("looks, begin = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)")
         self.say(ask)
