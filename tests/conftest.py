@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 
+import cards
 import numpy as np
 import pytest
+from cards import (  # noqa: F401 (hooks)
+    pytest_runtest_makereport,
+    pytest_runtest_protocol,
+    pytest_runtest_setup,
+)
 
 os.environ.setdefault("ANYCELL_CHECK", "1")  # every native call is held against its arrays
-if not os.path.exists("/dev/nvidiactl"):
-    os.environ["TRITON_INTERPRET"] = "1"
+cards.choose_interpreter()
 # Triton reads that now; and it must come before TensorFlow: both bring an LLVM, and Triton's aborts
 # the process when it is the second.
 with contextlib.suppress(ImportError):
@@ -77,7 +81,8 @@ FIXED_ISA = {
     # They choose it themselves, and try all.
     *("test_cpu_math.py", "test_properties.py"),
     # They reach no kernel of the CPU engine.
-    *("test_gpu.py", "test_gpu_tools.py", "test_lang.py", "test_layouts.py", "test_package.py"),
+    *("test_cards.py", "test_gpu.py", "test_gpu_tools.py", "test_lang.py", "test_layouts.py"),
+    "test_package.py",
     *("test_reference.py", "test_selection.py", "test_tolerances.py", "test_torch_gpu.py"),
     # They look at what is around a kernel, which is the same one on both sides.
     *("test_bench.py", "test_demo.py", "test_docs.py", "test_keras_examples.py"),
@@ -170,17 +175,6 @@ def pytest_cmdline_main(config: pytest.Config) -> Iterator[None]:
         if "ANYCELL_CACHE_DIR" not in os.environ:
             patch.setenv("ANYCELL_CACHE_DIR", empty)
         return (yield)
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not _cuda():
-        pytest.skip("no CUDA device")
-
-
-@functools.cache
-def _cuda() -> bool:
-    torch = pytest.importorskip("torch")
-    return torch.cuda.is_available()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

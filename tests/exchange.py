@@ -36,6 +36,7 @@ class Shared(Poisoned):
     """Its arrays are the same memory in all processes."""
 
     absent: tuple[int, int, bool] | None = None  # a program that never runs, and in which pass
+    patience = 200_000_000  # some ten seconds: a look takes longer than it counts for
     made: list[Any]
 
     def empty(self, *args: Any, **options: Any) -> Any:
@@ -66,7 +67,7 @@ def run_at_once(kernel: Printed, call: Call) -> int:
             child = os.fork()
             if child == 0:
                 pretend((group, program, 0), (groups, programs, 1))
-                time.sleep(0.02 * program)  # the others have to wait
+                time.sleep(0.2 * program)  # the others have to wait
                 launch(0)
                 os._exit(0)
             children.append(child)
@@ -142,7 +143,7 @@ def blank(exchange: str) -> bool:
 def absent(exchange: str, backward: bool) -> dict[str, Any]:
     """What happens if a program never comes."""
     problem = make(cells.PeepholeLSTM, (5, 4, 18))
-    Shared.absent, Shared.patience = (0, 1, backward), 20_000_000
+    Shared.absent, Shared.patience = (0, 1, backward), 40_000_000
     found: dict[str, Any] = {}
     try:
         together(problem, exchange, backwards=2)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
+import cards
 import numpy as np
 import pytest
 from problems import Arrays, Problem, _gradients, _results, width
 
 torch = pytest.importorskip("torch")
-CARD = torch.cuda.is_available()
-if not CARD:
-    os.environ["TRITON_INTERPRET"] = "1"
+CARD = cards.is_there()
+cards.choose_interpreter()
 pytest.importorskip("triton")
 
 import triton  # noqa: E402
@@ -26,6 +25,7 @@ from anycell.torch.device import DeviceHost  # noqa: E402
 
 DEVICE = torch.device("cuda" if CARD else "cpu")
 SLOW = [] if CARD else [pytest.mark.slow]  # marks of what is slow in the interpreter alone
+without_a_card = pytest.mark.skipif(CARD, reason="a card shows more")
 
 
 class Poisoned(DeviceHost):

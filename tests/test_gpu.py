@@ -24,7 +24,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu import DEVICE, SLOW, Poisoned, by_gpu, torch  # before anything else that may import Triton
+from gpu import (  # before anything else that may import Triton
+    DEVICE,
+    SLOW,
+    Poisoned,
+    by_gpu,
+    torch,
+    without_a_card,
+)
 from numpy.testing import assert_array_equal
 from problems import (
     AWKWARD,
@@ -94,7 +101,6 @@ SITUATIONS: list[dict[str, Any]] = [
     {"resets": True, "training": True, "seed": 5},
 ]
 EXCHANGES = ["flags", "data"]  # of tier 2
-each_cell = pytest.mark.parametrize("cell", EVERY, ids=repr)
 # Tier 2 shares the units of these out.
 SHARED = [c for c in EVERY if cooperative.refusal(plan(c, 18, "float32", "gpu", {"P": 9})) is None]
 some_cells = pytest.mark.parametrize("cell", FEW, ids=repr)
@@ -140,13 +146,14 @@ def test_shared(cell: Cell, exchange: str, rng: np.random.Generator) -> None:
     assert_right(by_gpu(problem, tier=2, exchange=exchange), problem)
 
 
+@without_a_card
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_programs_wait_for_one_another(exchange: str) -> None:
     """Tier 2 as it runs on a card, all programs at once; and what happens if one never comes."""
     (found,) = map(json.loads, script("tests", "exchange.py", exchange).splitlines())
     assert found["blank"]
     for way in ("forward", "backward"):
-        error = "waited for one another for 0.02 s. The results of that call are NaN."
+        error = "waited for one another for 0.04 s. The results of that call are NaN."
         assert error in found[way]["error"]
     # What hangs on nobody is there: the first step, of the backward pass the last.
     assert found["forward"]["h"] == [True] * 2 + [False] * 4
@@ -215,17 +222,25 @@ def test_sixteen_bits(
 
 
 @pytest.mark.gpu
-@each_cell
+@pytest.mark.grid
+@pytest.mark.parametrize("number", range(len(SITUATIONS)))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_sixteen_bits_on_a_card(cell: Cell, dtype: str, rng: np.random.Generator) -> None:
-    shared = any(cell is one for one in SHARED)
-    for number in range(len(SITUATIONS)):
-        for tier in (3, 1):
-            assert_sixteen(problem_of(cell, (5, 19, 33), rng, number), dtype, tier)
-        for exchange in EXCHANGES if shared else ():
-            for hidden in (33, 36):
-                problem = problem_of(cell, (5, 19, hidden), rng, number)
-                assert_sixteen(problem, dtype, 2, exchange)
+@pytest.mark.parametrize(
+    ("cell", "tier", "exchange", "hidden"),
+    [(cell, tier, "flags", 33) for cell in EVERY for tier in (3, 1)]
+    + [(cell, 2, exchange, h) for cell in SHARED for exchange in EXCHANGES for h in (33, 36)],
+    ids=str,
+)
+def test_sixteen_bits_on_a_card(
+    cell: Cell,
+    tier: int,
+    exchange: str,
+    hidden: int,
+    dtype: str,
+    number: int,
+    rng: np.random.Generator,
+) -> None:
+    assert_sixteen(problem_of(cell, (5, 19, hidden), rng, number), dtype, tier, exchange)
 
 
 @pytest.mark.gpu
@@ -895,6 +910,7 @@ def assert_fits(reports: list[dict[str, Any]]) -> None:
             assert report["spilled"] <= build.MOST_SPILLED, report
 
 
+@without_a_card
 def test_kernels_compile_without_a_card() -> None:
     one = ("--cells", "LSTM", "--dtypes", "bfloat16", "--capabilities", "90", "--largest", "256")
     found = compiled(*one)

@@ -440,6 +440,17 @@ def gpu_text(choice: capacity.Choice) -> str:
     return print_whole(one, Form(biases=(False,)), choice).source
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [40, 128, 384])
+def test_float32_on_a_card(hidden: int, rng: np.random.Generator) -> None:
+    """With the accuracy of float32, however the tier that the card chooses multiplies: only a card
+    shows that of three bfloat16.
+    """
+    for cell in (cells.LSTM, cells.GRU):
+        problem = random_problem(cell, (20, 16, hidden), rng, "float32")
+        assert_right(by_gpu(problem, tier=None), problem)
+
+
 def test_three_bfloat16_are_a_float32(rng: np.random.Generator) -> None:
     """The arithmetic of "bf16x6", as matrix units may do it at worst: 16 products and the sum so
     far, of which each loses what lies 24 bits below the largest; chunks are added as float32.

@@ -1,43 +1,65 @@
-"""What ``tools/gpu_check.sh`` runs on a card, as far as it goes without one."""
+"""``tools/gpu_check.py`` and what it runs on a card, as far as they go without one."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from gpu import DEVICE, without_a_card  # before anything else that may import Triton
 from tolerances import assert_close
 
-pytest.importorskip("torch")
+from anycell import cells, device
+from anycell.torch import fused
+from anycell.torch.device import DeviceHost
+
 TOOLS = Path(__file__).parents[1] / "tools"
 
 
-@pytest.fixture(scope="module")
-def bench() -> Any:
-    spec = importlib.util.spec_from_file_location("gpu_bench", TOOLS / "gpu_bench.py")
+def load(name: str) -> Any:
+    """A tool as a module."""
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    return load("gpu_bench")
+
+
+# -- what is timed ---------------------------------------------------------------------------------
+
+
 def test_the_plan_of_the_runs(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """The targets first; then all of the grid and of the shapes, each once."""
     bench.main(["--plan"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["name"] for line in lines[:7]] == ["target"] * 7
-    assert (lines[0]["cell"], lines[0]["H"], lines[0]["B"]) == ("LSTM", 768, 16)
+    targets = bench.chosen("targets")
+    assert [line["name"] for line in lines[: len(targets)]] == ["target"] * len(targets)
+    first = [(line["cell"], line["dtype"], line["H"], line["B"]) for line in lines[:3]]
+    assert first == [(cell, "bfloat16", 768, 16) for cell in ("LSTM", "PeepholeLSTM", "Own")]
+    assert {case.dtype for case in targets} == {"bfloat16", "float32", "tf32"}
+    assert [tuple(line.values()) for line in lines] == [*targets, *bench.chosen("rest")]
     grid = [line for line in lines if line["name"] == "grid"]
-    assert len(grid) == 8 * 5 * 3 * 2 and all(line["T"] == 1024 for line in grid)
+    assert len(grid) == 8 * 5 * 4 * 2 and all(line["T"] == 1024 for line in grid)
     assert len({tuple(line.values()) for line in lines}) == len(lines)
     shapes = {line["name"] for line in lines} - {"grid", "target"}
     assert {"deepar", "ocr", "basecaller"} <= shapes
-    assert {"grid", "deepar"} <= {line["name"] for line in lines[7:13]}
+    assert {"grid", "deepar"} <= {line["name"] for line in lines[len(targets) :][:6]}
+    bench.main(["--plan", "--cases", "targets", "--after", "2"])
+    later = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert later == lines[2 : len(targets)]
 
 
 def test_what_time_does_not_allow_is_said(bench: Any) -> None:
@@ -47,23 +69,96 @@ def test_what_time_does_not_allow_is_said(bench: Any) -> None:
     todo = bench.cases()[:3]
     lines = list(bench.within(60.0, todo, measured))
     assert [line["us_per_step"] for line in lines] == [1.0] * 3
-    for line, case in zip(bench.within(0.0, todo, measured), todo, strict=True):
-        assert line == {**case._asdict(), "skipped": "0 seconds were over"}
+    assert list(bench.within(0.0, todo, measured)) == [{"skipped": 3, "why": "0 seconds were over"}]
+
+
+def test_errors_are_lines(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a contender and of a whole case; only a card that is lost ends the run."""
+    import torch
+
+    def measured(case: Any) -> Iterator[dict[str, Any]]:
+        yield {"contender": "loop", "error": "ValueError: no"}
+        yield {"contender": "anycell", "us_per_step": 1.0}
+        if case == todo[1]:
+            raise torch.OutOfMemoryError("no memory")
+
+    def synchronize() -> None:
+        if lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    emptied: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    todo, lost = bench.cases()[:3], False
+    lines = list(bench.within(60.0, todo, measured))
+    said = [line.get("error", line.get("us_per_step")) for line in lines]
+    fine = ["ValueError: no", 1.0]
+    assert said == [*fine, *fine, "OutOfMemoryError: no memory", *fine] and len(emptied) == 4
+    lost = True
+    error, last = bench.within(60.0, todo, measured)
+    assert error["error"] == "ValueError: no" and last["done"] == 1
+    assert last["lost"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
+
+
+def test_contenders_are_timed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, with a clock that is made up: each that agrees has both passes, and what one
+    raises, or computes wrongly, takes no other one along.
+    """
+    import torch
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+        def record(self) -> None: ...
+        def elapsed_time(self, _: Any) -> float:
+            return 2.0
+
+    case = bench.Case("target", "LSTM", "float32", 20, 1, 3, 5)
+    contenders = bench.contenders
+
+    def some(case: Any) -> dict[str, Any]:
+        layers = contenders(case, "cpu")
+        wrong = torch.nn.LSTM(3, 5)
+        return {**layers, "wrong": wrong, "refuses": torch.nn.LSTM(4, 5)}
+
+    def graphed(run: Any) -> Any:
+        raise RuntimeError("no graphs")
+
+    monkeypatch.setattr(bench, "contenders", some)
+    monkeypatch.setattr(bench, "graphed", graphed)
+    monkeypatch.setattr(bench, "tier", lambda *_: 2)
+    monkeypatch.setattr(bench, "longest_kernel", lambda _: "a kernel")
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a stand-in")
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *s, **o: randn(*s, **{**o, "device": "cpu"}))
+    lines = list(bench.within(60.0, [case], bench.measured))
+    times = {(n["contender"], n["pass"]): n["us_per_step"] for n in lines if "us_per_step" in n}
+    names = ("torch", "anycell", "drop-in", "loop")
+    assert times == {(name, p): 100.0 for name in names for p in bench.PASSES}
+    (wrong,) = [line for line in lines if "wrong" in line]
+    assert wrong["contender"] == "wrong" and wrong["wrong"] > bench.AGREE["float32"]
+    errors = {(line["contender"], line.get("pass")) for line in lines if "error" in line}
+    assert errors == {("refuses", None), *[("loop, graph", p) for p in bench.PASSES]}
+    assert {n.get("tier") for n in lines if n["contender"] == "anycell"} == {2}
 
 
 def test_the_picture(bench: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    lines = [{**bench.cases()[0]._asdict(), "skipped": "0 seconds were over"}]
+    lines = [{"skipped": 3, "why": "0 seconds were over"}]
     for case in bench.cases():
-        for n, way in enumerate(("forward", "forward+backward"), 1):
+        for n, way in enumerate(bench.PASSES, 1):
             for m, name in enumerate(("torch", "anycell", "loop"), 1):
                 us = 0.001 * n * m * case.H
                 lines.append(
                     {**case._asdict(), "card": "made up", "contender": name, "pass": way,
                      "us_per_step": us, "quartiles": [us, us], "peak_bytes": 1}
                 )  # fmt: skip
-    (tmp_path / "bench.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    bench.main(["--out", str(tmp_path), "--draw"])
+    (tmp_path / "bench.txt").write_text("\n".join(map(json.dumps, lines)))
+    bench.main(["--draw", str(tmp_path / "bench.txt")])
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -80,17 +175,320 @@ def test_a_loop_computes_what_the_layer_does(bench: Any) -> None:
         assert_close(loop(x)[0].detach(), layer(x)[0].detach(), "float32", "forward")
 
 
-@pytest.mark.parametrize("tool", ["gpu_bench.py", "gpu_stress.py"])
+# -- what else runs on a card ----------------------------------------------------------------------
+
+
+TOOLS_OF_A_CARD = {
+    "gpu_bench": (),
+    "gpu_exchange": (),
+    "gpu_stress": (),
+    "gpu_card": (),
+    "gpu_smoke": ("2", "forward", "bfloat16"),
+}
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [pytest.param(t, marks=[pytest.mark.slow] * (n > 0)) for n, t in enumerate(TOOLS_OF_A_CARD)],
+)
+@without_a_card
 def test_without_a_card(tool: str, tmp_path: Path) -> None:
     """They say so, and fail."""
+    command = [sys.executable, str(TOOLS / f"{tool}.py"), *TOOLS_OF_A_CARD[tool]]
+    said = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert said.returncode == (3 if tool == "gpu_card" else 1)
+    assert f"{tool}: no CUDA card here" in said.stdout + said.stderr
+
+
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+def test_smoke(passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter: right, then made wrong, then refused, then broken."""
+    smoke = load("gpu_smoke")
+    monkeypatch.setattr(smoke, "STEPS", 3)
+    monkeypatch.setattr(smoke, "BATCH", 3)
+    monkeypatch.setattr(smoke, "CALLS", 2)
+    monkeypatch.setattr(smoke, "HIDDEN", {1: 9, 2: 18, 3: 9})
+    monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
+    case = smoke.Case(3, passes, "float32", "flags")
+    line = smoke.tried(cells.LSTM, case, DEVICE.type)
+    assert 0 < line["worst"] <= 1.0
+    assert smoke.tried(cells.LSTM, case._replace(tier=1), DEVICE.type)["worst"] <= 1.0
+    refused = smoke.tried(cells.LayerNormLSTM, case._replace(tier=2), DEVICE.type)
+    assert "tier=2 cannot run cell LayerNormLSTM" in refused["refused"]
+    forward = fused.device.forward
+
+    def doubled(*args: Any, **options: Any) -> Any:
+        out, *rest = forward(*args, **options)
+        return out * 2, *rest
+
+    monkeypatch.setattr(fused, "device", SimpleNamespace(**{**vars(device), "forward": doubled}))
+    assert smoke.tried(cells.LSTM, case, DEVICE.type)["worst"] > 1.0
+
+    def broken(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(fused, "device", SimpleNamespace(**{**vars(device), "forward": broken}))
+    assert smoke.tried(cells.LSTM, case, DEVICE.type) == {"error": "RuntimeError: CUDA error"}
+
+
+def test_stress_counts_wrong_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, with launches that are made up: the fourth one gives another bit."""
     import torch
 
-    if torch.cuda.is_available():
-        pytest.skip("there is a card")
-    command = [sys.executable, str(TOOLS / tool)]
-    said = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert said.returncode == 1 and "no CUDA card here" in said.stderr
+    stress = load("gpu_stress")
+    calls: list[int] = []
+
+    def launcher(_: Any) -> Any:
+        def run() -> list[Any]:
+            calls.append(1)
+            return [torch.ones(3), torch.full((2,), float(len(calls) == 4))]
+
+        return run
+
+    class Stream:
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: Any) -> None: ...
+
+    host = SimpleNamespace(limits=None, trouble=torch.zeros(1))
+    tiers: list[int] = [2]
+    monkeypatch.setattr(stress, "host_of", lambda *_: host)
+    monkeypatch.setattr(stress, "launcher", launcher)
+    monkeypatch.setattr(
+        stress.capacity, "choose",
+        lambda *_, **__: SimpleNamespace(tier=tiers[-1], reason="too large"),
+    )  # fmt: skip
+    for name in ("zeros", "randn"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(
+            torch, name,
+            lambda *s, make=make, **o: make(*s, **{**o, "device": "cpu"}),
+        )  # fmt: skip
+    monkeypatch.setattr(torch, "mm", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    line = stress.strained(stress.Strain(512, 50, True, 1.0), 8, 60.0)
+    assert (line["launches"], line["wrong"], line["gave_up"]) == (8, 1, 0)
+    assert line["why_fewer"] is None
+    line = stress.strained(stress.Strain(512, 50, False, 1.0), 8, 0.0)
+    assert (line["launches"], line["why_fewer"]) == (0, "0 seconds were over")
+    tiers.append(3)
+    line = stress.strained(stress.STRAINS[0], 8, 60.0)
+    assert line == {"refused": "this card runs tier 3: too large"}
+    assert sum(strain.share for strain in stress.STRAINS) == pytest.approx(1.0)
+    assert {(strain.hidden, strain.train) for strain in stress.STRAINS} == {
+        (hidden, train) for hidden in (512, 768) for train in (False, True)
+    }
 
 
-def test_the_script_is_a_script() -> None:
-    subprocess.run(["sh", "-n", str(TOOLS / "gpu_check.sh")], check=True)
+@pytest.mark.parametrize("numbers", [False, True])
+@without_a_card
+def test_the_exchange_alone(numbers: bool) -> None:
+    """One program, which hears from itself: each step reads what the step before has written."""
+    import torch
+
+    exchange, host = load("gpu_exchange"), DeviceHost(torch.float32, DEVICE)
+    values = {
+        "data": torch.zeros(5, exchange.ROWS, exchange.UNITS),
+        "flags": host.flags(2),
+        "trouble": host.trouble,
+        "patience": 20_000_000,
+    }
+    exchange.alone("numbers" if numbers else "barrier", 1, 4, host, values)()
+    assert values["data"][:, 0, 0].tolist() == ([0, 1, 2, 3, 4] if numbers else [0] * 5)
+    assert values["flags"].tolist() == [3, 4] and not host.trouble
+
+
+COMPILES = """
+import sys
+sys.path.insert(0, "tools")
+import gpu_exchange
+from anycell.engines.gpu import build
+for numbers in (False, True):
+    made = build.binary(gpu_exchange.printed(48, numbers), 90)
+    print(made.ptx.count("ld.acquire.gpu"), made.shared < 48 << 10)
+"""
+
+
+def test_the_exchange_compiles() -> None:
+    assert outside("-c", COMPILES).split() == ["1", "True"] * 2
+
+
+def outside(*arguments: str) -> str:
+    """What Python prints in a process of its own, where Triton compiles."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    said = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=TOOLS.parent,
+        env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TOOLS.parent)},
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    return said.stdout
+
+
+AHEAD = """
+import sys
+sys.path.insert(0, "tools")
+import gpu_ahead
+from anycell.engines.gpu import build
+job = gpu_ahead.Job("LSTM", "bfloat16", 9, 16, 256, 256, 1, 1, "anycell", True)
+made, binary = [], build.binary
+def noted(printed, capability, aligned=frozenset()):
+    made.append((printed.name, capability))
+    return binary(printed, capability, aligned)
+build.binary = noted
+line = gpu_ahead.compiled(job, "a card,90,232448,65536,132")
+assert "error" not in line, line
+print(made)
+wrong = gpu_ahead.compiled(job._replace(cell="NoSuchCell"), "a card,90,232448,65536,132")
+print(wrong["error"])
+every = gpu_ahead.jobs()
+assert len(set(every)) == len(every) and every[0].H == 768 and every[1].H == 512
+"""
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_ahead() -> None:
+    """Those that a layer would start on a card of which only the numbers are known."""
+    made, wrong = outside("-c", AHEAD).splitlines()
+    assert made == str([(f"{way}_cooperative", 90) for way in ("forward", "backward")])
+    assert wrong.startswith("KeyError")
+    card = ("--device", "a card,90,232448,65536,132", "--jobs", "1")
+    late = outside(str(TOOLS / "gpu_ahead.py"), *card, "--only", "2", "--seconds", "0")
+    assert json.loads(late) == {"skipped": 2, "why": "0 seconds were over"}
+
+
+# -- the whole run ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def check() -> Any:
+    return load("gpu_check")
+
+
+def test_the_plan_of_the_check(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes nine minutes at most, in the order of what matters; its programs are there."""
+    parts = check.plan()
+    order = "card smoke ahead exchange targets stress tests engine sanitizer rest"
+    assert [part.name for part in parts] == order.split()
+    assert sum(part.seconds for part in parts) <= 540
+    assert parts[0].seconds >= 120 and all(part.most >= part.seconds for part in parts)
+    commands = [command for part in parts for command in part.commands]
+    assert len({command.name for command in commands}) == len(commands)
+    assert check.of_a_card()[:2] == ["tests/test_torch_card.py", "tests/test_gpu.py"]
+    smoke = [command.name for command in parts[1].commands]
+    assert len(smoke) == 3 * 2 * 2 + 2 and smoke[0] == "smoke-2-forward-bfloat16-flags"
+    for command in commands:
+        for word in command.words:
+            assert not word.endswith((".py", ".sh")) or (TOOLS.parent / word).exists(), word
+    find = importlib.util.find_spec
+    for there in (True, False):
+        module = object() if there else None
+        monkeypatch.setattr(
+            check.importlib.util, "find_spec", lambda n, m=module: m if n == "xdist" else find(n)
+        )
+        (tests,) = [c for part in check.plan() for c in part.commands if c.name == "tests"]
+        assert ("--max-worker-restart" in tests.words) is there
+
+
+RESULTS = {
+    "smoke-2-forward-bfloat16-flags": "passed",
+    "smoke-2-backward-bfloat16-flags": "failed, status 1",
+    "smoke-1-forward-bfloat16-flags": "failed, status 1",
+    "smoke-1-backward-bfloat16-flags": "out of time",
+    "smoke-3-forward-bfloat16-flags": "out of time",
+    "smoke-3-backward-bfloat16-flags": "out of time",
+    "smoke-3-forward-float32-flags": "killed by SIGKILL",
+    "smoke-2-forward-float32-flags": "passed",
+    "ahead": "passed",
+    "exchange": "failed, status 1",
+    "targets": "passed",
+    "stress": "failed, status 1",
+    "tests": "missing",
+    "engine": "failed, status 1",
+    "sanitizer-1": "missing",
+    "sanitizer-2": "refused",
+    "sanitizer-3": "failed, status 9",
+    "none": "no time left",
+    "rest": "out of time",
+    "card": "passed",
+}
+
+
+def test_whatever_happens_the_results_are_kept(check: Any, tmp_path: Path) -> None:
+    """Processes that fail, hang, are deaf to signals, die, are missing, lose the card; no time."""
+    command = [sys.executable, str(TOOLS / "gpu_check.py"), "--dry-run", str(tmp_path)]
+    said = subprocess.run(command, capture_output=True, text=True)
+    assert said.returncode == 1 and not said.stderr
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["results.tar.gz", "summary.txt"]
+    results = check.Results.read(tmp_path / "results.tar.gz")
+    assert {record["name"]: record["result"] for record in results.records} == RESULTS
+    assert sum(record["result"] == "lost the card" for record in results.records) == 2
+    # The third time it was told to leave out two cases; a deaf process has said where it was.
+    assert sum(line.get("done", 0) for line in results.lines("targets")) == 2
+    assert "Own" in {line["cell"] for line in results.lines("targets")}
+    assert "KeyboardInterrupt" in results.texts["smoke-1-backward-bfloat16-flags"]
+    assert "Fatal Python error: Aborted" in results.texts["smoke-3-forward-bfloat16-flags"]
+    assert "begins" in results.texts["smoke-3-backward-bfloat16-flags"]
+    # No process of a part outlives it.
+    (child,) = results.lines("ahead")
+    with pytest.raises(ProcessLookupError):
+        os.kill(child["child"], 0)
+    summary = (tmp_path / "summary.txt").read_text()
+    assert said.stdout.endswith(f"\n{summary}\n") and len(summary) <= check.TOLD
+    for text in (
+        "a stand-in, sm_90, 132 multiprocessors",
+        "torch 2.11.0, Triton 3.6.0",
+        "| smoke | 2 of 8 passed |",
+        "| 2 | backward | bfloat16 | flags | LSTM 31 (d x) |",
+        "| LSTM, forward: microseconds | 1.25 | <= 1.5 | met |",
+        "| numbers | 1.50, wrong | error |",
+        "| 512 | 4 | forward | 9 | 1 | 0 |",
+        "lost the card: RuntimeError: CUDA error",
+        "engine: 1 failed, 1 passed, 1 skipped\n- not finished: tests/test_a.py::test_d\n- FAILED",
+        "ValueError: no",
+    ):
+        assert text in summary, text
+    read = [sys.executable, str(TOOLS / "gpu_check.py"), "--read", str(tmp_path / "results.tar.gz")]
+    page = subprocess.run(read, capture_output=True, text=True, check=True).stdout
+    assert "| LSTM | bfloat16 | 1024x16x768x768 | 2.00 / 4.00 | 1.25 (t2) / 2.50 (t2) |" in page
+
+
+def test_a_signal_ends_it_with_all_that_it_has(check: Any, tmp_path: Path) -> None:
+    command = [sys.executable, "-u", str(TOOLS / "gpu_check.py"), "--dry-run", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            if line.startswith("== smoke"):
+                run.send_signal(signal.SIGTERM)
+                break
+        said = run.stdout.read()
+    assert run.returncode == 1 and "rest: stopped by SIGTERM" in said
+    results = check.Results.read(tmp_path / "results.tar.gz")
+    assert results.card["card"] == "a stand-in"
+    assert results.records[-1]["result"] == "stopped by SIGTERM"
+    assert (tmp_path / "summary.txt").read_text() in said
+
+
+def test_a_long_story_is_cut(check: Any) -> None:
+    """Each section has its share of the summary, and what others have left over."""
+    lines = [{"part": "smoke", "name": f"smoke-{n}", "result": "failed, status 1", "seconds": 1}
+             for n in range(400)]  # fmt: skip
+    texts = {f"smoke-{n}": "Traceback\n" + "x" * 500 for n in range(400)}
+    texts["parts"] = "\n".join(map(json.dumps, lines))
+    texts["stress"] = '{"hidden": 512}'
+    summary = check.summary(check.Results(texts))
+    assert len(summary) <= check.TOLD and "more lines: --read" in summary
+    assert "unreadable: KeyError: 'train'" in summary and "## What failed" in summary
+
+
+@without_a_card
+def test_no_card_ends_the_check(check: Any, tmp_path: Path) -> None:
+    script = [str(TOOLS / "gpu_check.sh"), str(tmp_path)]
+    said = subprocess.run(["sh", *script], capture_output=True, text=True,
+                          env={**os.environ, "PYTHON": sys.executable})  # fmt: skip
+    assert said.returncode == 1, said.stderr
+    results = check.Results.read(tmp_path / "results.tar.gz")
+    first, *others = results.records
+    assert first["result"] == "failed, status 3" and "no CUDA card" in results.texts["card"]
+    assert {record["result"] for record in others} == {"no card"} and len(others) > 20

@@ -1,20 +1,25 @@
 """Times layers on a CUDA card: ours, torch.nn's (cuDNN), the drop-ins, which may choose that, and
 the loops that people write.
 
-    python tools/gpu_bench.py --out out/gpu --seconds 300    what fits in five minutes
-    python tools/gpu_bench.py --plan                         what it would run, in which order
-    python tools/gpu_bench.py --out out/gpu --draw           the picture of earlier results
+    python tools/gpu_bench.py --seconds 300     what fits in five minutes
+    python tools/gpu_bench.py --plan            what it would run, in which order
+    python tools/gpu_bench.py --draw FILE       the picture of such lines: bench.png beside them
 
-Writes ``bench.jsonl`` and ``bench.png``. A line per cell, shape, dtype, pass and contender:
-microseconds per step (the median of interleaved runs, by CUDA events), the quartiles, the peak of
-allocated memory, and of torch's own layer the kernel that takes the most time, which tells the
-algorithm that cuDNN's heuristics picked. Contenders must agree before they are timed: an error
-beyond the tolerance is written in the place of a time. What time does not allow is written too.
+Prints JSON: a line per cell, shape, dtype, pass and contender, with microseconds per step (the
+median of interleaved runs, by CUDA events), the quartiles, the peak of allocated memory, and of
+torch's own layer the kernel that takes the most time, which tells the algorithm that cuDNN's
+heuristics picked. "tf32" is float32 whose matmuls may round to TF32, ours and torch's; "anycell,
+data" is ours, whose programs tell by the numbers themselves that these are there.
+
+Contenders must agree before they are timed: an error beyond the tolerance is written in the place
+of a time. So is whatever a case or a contender raises, and what time does not allow. Only a card
+that no longer answers ends the run, with status 70; ``--after`` goes on behind so many cases.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
 import statistics
@@ -31,6 +36,9 @@ import anycell
 from anycell import cells, sigmoid, tanh
 from anycell.bench import torch_loops
 from anycell.bench.shapes import all_shapes
+from anycell.engines.gpu import capacity
+from anycell.plan import plan
+from anycell.torch.device import DeviceHost, host_of
 
 
 @anycell.cell(gates="i f g o", state="h c")
@@ -43,10 +51,12 @@ def Own(x, r, s):  # type: ignore[no-untyped-def]
 
 
 RUNS = 9
+PASSES = ("forward", "forward+backward")
 HIDDEN = (64, 128, 256, 512, 768, 1024, 1536, 2048)
 BATCH = (1, 16, 64, 128, 256)
-DTYPES = ("bfloat16", "float16", "float32")
-CELLS = {c.name: c for c in (cells.LSTM, cells.GRU, cells.PeepholeLSTM, Own, cells.LayerNormLSTM)}
+DTYPES = ("bfloat16", "float16", "float32", "tf32")
+LOST = 70  # exit status: the card no longer answers
+CELLS = {c.name: c for c in (cells.LSTM, cells.PeepholeLSTM, Own, cells.GRU, cells.LayerNormLSTM)}
 LOOPS = {
     "LSTM": torch_loops.lstm,
     "GRU": torch_loops.gru,
@@ -56,7 +66,7 @@ LOOPS = {
 }
 LOOP_STEPS = 128  # of the loops, whose time per step does not hang on how many there are
 # How far contenders may be apart, relative to the first one's outputs.
-AGREE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 5e-2}
+AGREE = {"float32": 1e-3, "tf32": 2e-2, "float16": 2e-2, "bfloat16": 5e-2}
 # Microseconds per step, forward and forward+backward: H100, T = 1024, B = 16, H = 768. From
 # FlashRNN (Poeppel, Beck & Hochreiter, 2024, arXiv 2412.07752); cuDNN's includes the input
 # projection.
@@ -85,7 +95,12 @@ class Case(NamedTuple):
 
 def cases() -> list[Case]:
     """All of them, those that matter most first."""
-    first = [Case("target", c, "bfloat16", 1024, 16, 768, 768) for c in CELLS]
+    first = [
+        Case("target", cell, dtype, 1024, 16, 768, 768)
+        for dtypes in (DTYPES[:1], DTYPES[2:])
+        for cell in CELLS
+        for dtype in dtypes
+    ]
     first += [Case("target", c, "bfloat16", 1024, 16, 1536, 1536) for c in ("LSTM", "GRU")]
     shapes = [
         Case(s.name, cell, dtype, s.T, s.B, s.I, s.H, s.L, s.D)
@@ -103,92 +118,160 @@ def cases() -> list[Case]:
     return first + [case for case in mixed if case is not None]
 
 
+def chosen(which: str) -> list[Case]:
+    """All, the targets or the rest."""
+    return [c for c in cases() if which == "all" or (c.name == "target") is (which == "targets")]
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Prints, and writes, one line per measurement."""
+    """Prints one line per measurement."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("out/gpu"))
     parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--cases", choices=["all", "targets", "rest"], default="all")
+    parser.add_argument("--after", type=int, default=0, help="leave out so many cases")
     parser.add_argument("--plan", action="store_true")
-    parser.add_argument("--draw", action="store_true")
+    parser.add_argument("--draw", type=Path)
     args = parser.parse_args(arguments)
+    todo = chosen(args.cases)[args.after :]
     if args.plan:
-        for case in cases():
+        for case in todo:
             print(json.dumps(case._asdict()))
-        return
-    results = args.out / "bench.jsonl"
-    if not args.draw:
-        if not torch.cuda.is_available():
-            sys.exit("gpu_bench: no CUDA card here.")
-        args.out.mkdir(parents=True, exist_ok=True)
-        with results.open("w", encoding="utf-8") as file:
-            for line in within(args.seconds, cases(), measured):
-                print(json.dumps(line), flush=True)
-                print(json.dumps(line), file=file, flush=True)
-    lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
-    draw(lines, args.out / "bench.png")
+    elif args.draw:
+        lines = args.draw.read_text(encoding="utf-8").splitlines()
+        draw([json.loads(line) for line in lines], args.draw.with_name("bench.png"))
+    elif not torch.cuda.is_available():
+        sys.exit("gpu_bench: no CUDA card here.")
+    else:
+        for line in within(args.seconds, todo, measured):
+            print(json.dumps(line), flush=True)
+            if "lost" in line:
+                sys.exit(LOST)
 
 
 def within(
     seconds: float, todo: list[Case], measure: Callable[[Case], Iterator[dict[str, Any]]]
 ) -> Iterator[dict[str, Any]]:
-    """Lines of the cases that are begun before the time is over, and the names of the others."""
+    """Lines of the cases that are begun before the time is over; the last one counts the others,
+    or says that the card no longer answers, and after how many cases.
+    """
     end = time.monotonic() + seconds
-    for case in todo:
+    for done, case in enumerate(todo):
         if time.monotonic() >= end:
-            yield {**case._asdict(), "skipped": f"{seconds:g} seconds were over"}
-            continue
-        try:
-            for line in measure(case):
-                yield {**case._asdict(), **line}
-        except torch.OutOfMemoryError:
-            yield {**case._asdict(), "skipped": "out of memory"}
-            torch.cuda.empty_cache()
+            yield {"skipped": len(todo) - done, "why": f"{seconds:g} seconds were over"}
+            return
+        lines = measure(case)
+        while (line := _next(lines)) is not None:
+            yield {**case._asdict(), **line}
+            lost = lost_to(line)
+            if lost is not None:
+                yield {**case._asdict(), "lost": lost, "done": done + 1}
+                return
+
+
+def _next(lines: Iterator[dict[str, Any]]) -> dict[str, Any] | None:
+    """The next line, which may be an error; None after the last."""
+    try:
+        return next(lines, None)
+    except Exception as error:
+        return {"error": told(error)}
+
+
+def told(error: Exception) -> str:
+    """The kind of an error, and how it begins."""
+    return f"{type(error).__name__}: {error}"[:400]
+
+
+def lost_to(line: dict[str, Any]) -> str | None:
+    """What the card says if it no longer works, after a line with an error."""
+    if "error" not in line or not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        return told(error)
+    return None
 
 
 def measured(case: Case) -> Iterator[dict[str, Any]]:
     """Both passes of all contenders at one shape."""
-    card = torch.cuda.get_device_name()
-    made = contenders(case)
-    x = torch.randn(case.T, case.B, case.I, device="cuda", dtype=getattr(torch, case.dtype))
-    right = None
-    agreeing = {}
-    for name, layer in made.items():
-        with torch.no_grad():
-            out = layer(x[:LOOP_STEPS])[0].float()
+    tf32 = case.dtype == "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    card = {"card": torch.cuda.get_device_name()}
+    x = torch.randn(case.T, case.B, case.I, device="cuda", dtype=dtype_of(case))
+    agreeing, right = {}, None
+    for name, layer in contenders(case).items():
+        try:
+            out = once(layer, x[:LOOP_STEPS])
+            torch.cuda.synchronize()
+        except Exception as error:
+            yield {**card, "contender": name, "error": told(error)}
+            continue
         right = out if right is None else right
         wrong = float((out - right).norm() / right.norm())
         if wrong <= AGREE[case.dtype]:
             agreeing[name] = layer
         else:
-            yield {"card": card, "contender": name, "error": wrong}
-    for train in (False, True):
-        steps = {name: LOOP_STEPS if "loop" in name else case.T for name in agreeing}
-        steps = {name: min(n, case.T) for name, n in steps.items()}
-        runs = {name: call(layer, x[: steps[name]], train) for name, layer in agreeing.items()}
-        for name, run in list(runs.items()):
-            if name == "loop, graph":
-                runs[name] = graphed(run)
-        for name, (times, peak) in timed(runs).items():
+            yield {**card, "contender": name, "wrong": wrong}
+    for train, passes in enumerate(PASSES):
+        runs: dict[str, Callable[[], None]] = {}
+        peaks, steps = {}, {}
+        for name, layer in agreeing.items():
+            steps[name] = min(case.T, LOOP_STEPS) if "loop" in name else case.T
+            run = call(layer, x[: steps[name]], bool(train))
+            try:
+                run = graphed(run) if name == "loop, graph" else run
+                peaks[name] = warmed(run)
+                runs[name] = run
+            except Exception as error:
+                yield {**card, "contender": name, "pass": passes, "error": told(error)}
+        for name, times in timed(runs).items():
             quartiles = [1e3 * t / steps[name] for t in statistics.quantiles(times, n=4)]
             line = {
-                "card": card,
+                **card,
                 "contender": name,
-                "pass": "forward+backward" if train else "forward",
+                "pass": passes,
                 "us_per_step": quartiles[1],
                 "quartiles": [quartiles[0], quartiles[2]],
-                "peak_bytes": peak,
+                "peak_bytes": peaks[name],
             }
+            if name.startswith("anycell"):
+                line["tier"] = tier(case, bool(train))
+                line["engine"] = str(agreeing[name].engine)
             if name == "torch":
                 line["kernel"] = longest_kernel(runs[name])
             yield line
 
 
-def contenders(case: Case) -> dict[str, Any]:
+def once(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Its outputs, without gradients, in float32."""
+    DeviceHost.exchange = getattr(layer, "exchange", "flags")
+    with torch.no_grad():
+        return layer(x)[0].float()
+
+
+def dtype_of(case: Case) -> torch.dtype:
+    """Of its tensors."""
+    return getattr(torch, "float32" if case.dtype == "tf32" else case.dtype)
+
+
+def tier(case: Case, backward: bool) -> int:
+    """Which one the model of what fits chooses for our kernels."""
+    cell, dtype = CELLS[case.cell], dtype_of(case)
+    host = host_of(dtype, torch.device("cuda", torch.cuda.current_device()))
+    one = plan(cell, case.H, str(dtype).removeprefix("torch."), "gpu")
+    return capacity.choose(one, host.limits, backward, batch=case.B, tf32=host.tf32).tier
+
+
+def contenders(case: Case, device: str = "cuda") -> dict[str, Any]:
     """Layers of the same weights by name, the simplest first."""
-    options: dict[str, Any] = {"device": "cuda", "dtype": getattr(torch, case.dtype)}
+    options: dict[str, Any] = {"device": device, "dtype": dtype_of(case)}
     options |= {"num_layers": case.L, "bidirectional": case.D == 2}
     ours = anycell.torch.RNN(CELLS[case.cell], case.I, case.H, **options)
     found = {"anycell": ours}
+    if case.name == "target" and dtype_of(case) is torch.bfloat16:
+        found["anycell, data"] = copy.copy(ours)  # the same weights
+        found["anycell, data"].exchange = "data"
     if hasattr(torch.nn, case.cell):
         theirs = getattr(torch.nn, case.cell)(case.I, case.H, **options)
         drop_in = getattr(anycell.torch, case.cell)(case.I, case.H, **options)
@@ -215,10 +298,12 @@ def call(layer: Any, x: torch.Tensor, train: bool) -> Callable[[], None]:
     """What is timed."""
 
     def forward() -> None:
+        DeviceHost.exchange = getattr(layer, "exchange", "flags")
         with torch.no_grad():
             layer(x)
 
     def both() -> None:
+        DeviceHost.exchange = getattr(layer, "exchange", "flags")
         for parameter in layer.parameters():
             parameter.grad = None
         layer(x)[0].sum().backward()
@@ -240,16 +325,19 @@ def graphed(run: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def timed(runs: dict[str, Callable[[], None]]) -> dict[str, tuple[list[float], int]]:
-    """Milliseconds of each run, interleaved, and the peak of memory."""
-    found: dict[str, tuple[list[float], int]] = {}
-    for name, run in runs.items():
-        for _ in range(2):
-            run()
-        torch.cuda.reset_peak_memory_stats()
+def warmed(run: Callable[[], None]) -> int:
+    """The peak of memory in a run that is not the first."""
+    for _ in range(2):
         run()
-        torch.cuda.synchronize()
-        found[name] = [], torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def timed(runs: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
+    """Milliseconds of each run, interleaved."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(RUNS):
         for name, run in runs.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -257,17 +345,20 @@ def timed(runs: dict[str, Callable[[], None]]) -> dict[str, tuple[list[float], i
             run()
             end.record()
             torch.cuda.synchronize()
-            found[name][0].append(begin.elapsed_time(end))
-    return found
+            times[name].append(begin.elapsed_time(end))
+    return times
 
 
 def longest_kernel(run: Callable[[], None]) -> str:
     """Of one run, by time on the card."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    events = profile.key_averages()
-    longest = max(events, key=lambda event: event.self_device_time_total, default=None)
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run()
+            torch.cuda.synchronize()
+        events = profile.key_averages()
+        longest = max(events, key=lambda event: event.self_device_time_total, default=None)
+    except Exception as error:  # a card may refuse its counters
+        return told(error)
     return "none seen" if longest is None else longest.key
 
 
@@ -311,7 +402,7 @@ def draw(lines: list[dict[str, Any]], path: Path) -> None:
         axis.set_ylabel("microseconds per step")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
-    skipped = sum("skipped" in line for line in lines)
+    skipped = sum(line.get("skipped", 0) for line in lines)
     title = f"{shown[0]['card']}: 16 rows, bfloat16. Crosses: published, see the script."
     figure.suptitle(f"{title} {skipped} shapes had no time." if skipped else title, fontsize=10)
     figure.savefig(path, dpi=130)

@@ -192,8 +192,10 @@ def kernels(
             if tier != 3 and hidden > largest:
                 continue
             sizes = {s: hidden // 2 for s in cell.sizes.values() if s != "H"}
-            one = plan(cell, hidden, dtype, "gpu", sizes)
-            choices = capacity.choices(one, card, backward, 3 if tier == 3 else None, batch)
+            tf32 = dtype == "tf32"  # float32, where that is allowed
+            one = plan(cell, hidden, "float32" if tf32 else dtype, "gpu", sizes)
+            wanted = 3 if tier == 3 else None
+            choices = capacity.choices(one, card, backward, wanted, batch, tf32)
             if choices[0].tier == tier:
                 forms = dict[tuple[Printed, ...], int]()
                 for number, choice in enumerate(choices):

@@ -3,7 +3,7 @@
     python tools/gpu_stress.py --launches 100000 --seconds 60
 
 Programs of tier 2 wait for one another, so all of them must run at once: this looks for a hang and
-for a wrong bit. Prints a line of JSON; the exit status is 1 if there was either.
+for a wrong bit. Prints a line of JSON for each strain; the exit status is 1 if there was either.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import anycell
@@ -23,45 +26,101 @@ from anycell.engines.gpu import capacity
 from anycell.plan import plan
 from anycell.torch.device import host_of
 
-HIDDEN, BATCH, STEPS = 768, 16, 4
+BATCH = 16
+
+
+class Strain(NamedTuple):
+    """What is launched: both passes or one, and its share of launches and time."""
+
+    hidden: int
+    steps: int
+    train: bool
+    share: float
+
+
+# 32 programs and fewer wait in one warp, more in two. Short sequences make many launches; in long
+# ones programs drift apart.
+STRAINS = (
+    Strain(512, 4, False, 0.4),
+    Strain(768, 4, False, 0.3),
+    Strain(512, 4, True, 0.1),
+    Strain(768, 4, True, 0.1),
+    Strain(512, 256, True, 0.05),
+    Strain(768, 256, True, 0.05),
+)
 
 
 def main() -> None:
-    """Runs until there were so many launches, or the time is over."""
+    """Runs all strains, each until it has its launches or its time is over."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--launches", type=int, default=100_000)
     parser.add_argument("--seconds", type=float, default=60.0)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu_stress: no CUDA card here.")
+    end, left, good = time.monotonic() + args.seconds, 1.0, True
+    for strain in STRAINS:
+        seconds = (end - time.monotonic()) * strain.share / left
+        left -= strain.share
+        try:
+            line = strained(strain, int(args.launches * strain.share), seconds)
+        except Exception as error:
+            line = {"error": f"{type(error).__name__}: {error}"[:400]}
+        print(json.dumps({**strain._asdict(), **line}), flush=True)
+        good &= not (line.get("wrong") or line.get("gave_up") or "error" in line)
+        if "error" in line:
+            torch.cuda.synchronize()  # a lost card ends the run here
+    sys.exit(not good)
+
+
+def strained(strain: Strain, launches: int, seconds: float) -> dict[str, Any]:
+    """Launches of one layer, all on the same numbers, and how many gave other bits than the
+    first.
+    """
     host = host_of(torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))
-    choice = capacity.choose(plan(cells.LSTM, HIDDEN, "bfloat16", "gpu"), host.limits, batch=BATCH)
-    if choice.tier != 2:
-        sys.exit(f"gpu_stress: this card runs tier {choice.tier}: {choice.reason}")
-    layer = anycell.torch.RNN(cells.LSTM, HIDDEN, HIDDEN, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(STEPS, BATCH, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    one = plan(cells.LSTM, strain.hidden, "bfloat16", "gpu")
+    for backward in (False, True)[: 1 + strain.train]:
+        choice = capacity.choose(one, host.limits, backward, batch=BATCH)
+        if choice.tier != 2:
+            return {"refused": f"this card runs tier {choice.tier}: {choice.reason}"}
+    run, per_call = launcher(strain), 1 + strain.train
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     side, busy = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
+    right = [t.clone() for t in run()]
+    torch.cuda.synchronize()
     done, begin = 0, time.monotonic()
-    with torch.no_grad():
-        right = layer(x)[0].clone()
+    while done < launches and time.monotonic() - begin < seconds:
+        with torch.cuda.stream(side):  # some milliseconds on all multiprocessors
+            torch.mm(busy, busy)
+        for _ in range(max(1, 100 // strain.steps)):
+            for mine, same in zip(run(), right, strict=True):
+                wrong += (mine != same).any()
+            done += per_call
         torch.cuda.synchronize()
-        while done < args.launches and time.monotonic() - begin < args.seconds:
-            with torch.cuda.stream(side):  # some milliseconds on all multiprocessors
-                torch.mm(busy, busy)
-            for _ in range(100):
-                wrong += (layer(x)[0] != right).any()
-                done += 1
-            torch.cuda.synchronize()
-    result = {
+    return {
         "launches": done,
         "wrong": int(wrong),
         "gave_up": int(host.trouble[0]),
         "seconds": round(time.monotonic() - begin, 1),
-        "why_fewer": None if done >= args.launches else f"{args.seconds:g} seconds were over",
+        "why_fewer": None if done >= launches else f"{seconds:.0f} seconds were over",
     }
-    print(json.dumps(result))
-    sys.exit(bool(result["wrong"] or result["gave_up"]))
+
+
+def launcher(strain: Strain) -> Callable[[], list[Tensor]]:
+    """One call: what it computes, of which the bits must always be the same."""
+    torch.manual_seed(1997)
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    layer = anycell.torch.RNN(cells.LSTM, strain.hidden, strain.hidden, **options)
+    x = torch.randn(strain.steps, BATCH, strain.hidden, **options, requires_grad=strain.train)
+
+    def run() -> list[Tensor]:
+        with torch.set_grad_enabled(strain.train):
+            output, _ = layer(x)
+            if not strain.train:
+                return [output]
+            return [output, *torch.autograd.grad(output, x, output)]
+
+    return run
 
 
 if __name__ == "__main__":

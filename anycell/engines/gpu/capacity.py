@@ -284,15 +284,14 @@ def _parts(
     """Of a tile, for each number of warps, what is quickest by ``cycles``, with all registers and
     with fewer.
 
-    Of three bfloat16 only 16 rows, eight warps, one chunk at a time and no weight in registers:
-    what is more spills.
+    Of three bfloat16 only 16 rows, eight warps or more, one chunk at a time and no weight in
+    registers: otherwise they spill.
     """
     parted = precision == "bf16x6"
     if plan.dtype == "float32" and rows > (ROWS[0] if parted else ROWS[1]):
         return
-    for warps, left in itertools.product(WARPS[1::-1], LEFT):
-        if parted and (warps, left) != (WARPS[1], LEFT[0]):
-            continue
+    ways = itertools.product(WARPS[1:] if parted else WARPS[1::-1], LEFT[:1] if parted else LEFT)
+    for warps, left in ways:
         chunk = warps * 4 * LOADED // plan.itemsize
         chunks = -(-_depth(plan, backward) // chunk)
         fitting = list[Slice]()
@@ -348,6 +347,7 @@ def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
     # What is carried from step to step, that of the next step already loaded.
     cell = plan.cell
     carried = len(plan.saved) + len(cell.states) if backward else len(cell.gates)
+    carried += cell.static is not None
     each = -(-part.rows * part.units // (32 * part.warps))
     carried = (carried + len(cell.states)) * each
     return held + max(sums + arriving + carried, tiles(plan, backward) * each)

@@ -1,18 +1,18 @@
 """Tier 2: one launch per sequence, by programs that exchange h every step.
 
 A program owns a tile of rows and a slice of units with all their gates. Its weights, the rows of W
-that belong to these units, stay on chip for the whole sequence, and so do its other states. What it
-needs from the others is h, all of it, once a step:
+that belong to these units, stay on chip for the whole sequence, in registers as far as these have
+room, and so do its other states. What it needs from the others is h, all of it, once a step:
 
     for t:  wait until every program of these rows has published h[t]
-            r = dot(h[t], W.T), in chunks of k;  the cell;  h[t + 1] = ...
+            r = dot(W, h[t].T), k shared out over warps;  the cell;  h[t + 1] = ...
             store its slice of h[t + 1], publish it;  store what the backward pass needs
 
 The backward pass gathers. A program holds the columns of W that belong to its units, and needs the
 gradients of all gates of all units, which are stored anyway, for the gradient of W:
 
     for t:  wait until every program has published d_gates[t + 1]
-            d_h = dot(d_gates[t + 1], W), in chunks of k;  the derived backward pass
+            d_h = dot(W.T, d_gates[t + 1].T), likewise;  the derived backward pass
             store its slice of d_gates[t], publish it
 
 The programs of some rows are a group. Groups share nothing, so few programs meet in one.
@@ -31,13 +31,14 @@ A release orders the slice before the flag, an acquire the flag before the loads
 ``wait`` in ``library``). One thread acquires a flag for all: the barrier at the end of ``wait``
 carries that over to the others. All flags are seen before the first load: each wait is a trip to
 the second-level cache, dearer than what an early start with some chunks would save. What does not
-hang on the others is loaded before the wait, and stored after the flag is set.
+hang on the others is loaded in the step before and computed before the wait, and stored after the
+flag is set.
 
 *Data as flags.* The host sets all bits of the slots before the launch. That is a NaN which no
 program stores: in the place of such a result it stores another NaN. So every number tells by itself
 whether it is there; a program looks at what it needs until nothing is blank, and multiplies what it
-has looked at. There is no fence, no flag and no second trip to memory. Slot 0, which is there before
-the launch and may hold any NaN, is not waited for.
+has looked at. There is no fence, no flag and no second trip to memory. Slot 0, which is there
+before the launch and may hold any NaN, is not waited for.
 
 That is right by PTX's memory model, with nothing assumed of the order of two stores. A *word* is 32
 bits, or 16 where a row has an odd number of 16-bit numbers. Stores (relaxed) and looks (volatile,

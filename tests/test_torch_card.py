@@ -1,0 +1,404 @@
+"""What programs do to layers on a card: threads, streams, graphs, odd batches, long sequences.
+
+Where a test says something without a card too, its body also runs in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from gpu import CARD, DEVICE, SLOW, torch  # before anything else that may import Triton
+from test_torch_gpu import results
+from tolerances import assert_close
+
+import anycell
+from anycell import cells
+from anycell.torch import fused, ops
+from anycell.torch.device import DeviceHost
+
+gpu = pytest.mark.gpu
+TIERS = (pytest.param(2, marks=SLOW), 1, 3)
+
+
+class Place(NamedTuple):
+    """Where a test runs, and on how much."""
+
+    name: str
+    dtype: Any
+    hidden: int
+    batch: int
+    steps: int
+
+    def layer(self, cell: Any = cells.PeepholeLSTM, **options: Any) -> Any:
+        """A layer of 8 inputs."""
+        return anycell.torch.RNN(
+            cell, 8, self.hidden, device=DEVICE, **{"dtype": self.dtype, **options}
+        )
+
+    def input(self, *shape: int, grad: bool = True) -> Any:
+        """Random numbers, ``[steps, batch, 8]`` by default."""
+        shape = shape or (self.steps, self.batch, 8)
+        return torch.randn(shape, device=DEVICE, dtype=self.dtype).requires_grad_(grad)
+
+    @property
+    def told(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+@pytest.fixture(params=["interpreter", pytest.param("card", marks=gpu)])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A card, with tiers of many programs and graphs of tier 3; elsewhere the interpreter."""
+    torch.manual_seed(request.getfixturevalue("seed"))
+    if request.param == "card":
+        yield Place("card", torch.bfloat16, 64, 20, 40)
+        return
+    if CARD:
+        pytest.skip("there is a card")
+    monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
+    ops.Form.plan.cache_clear()
+    with np.errstate(all="ignore"):
+        yield Place("interpreter", torch.float32, 18, 3, 3)
+    ops.Form.plan.cache_clear()
+
+
+@pytest.fixture(params=TIERS)
+def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(DeviceHost, "tier", request.param)
+    return request.param
+
+
+def in_a_thread(run: Any) -> Any:
+    """What it returns, or raises, in a thread that is new to CUDA."""
+    found: list[Any] = []
+
+    def body() -> None:
+        try:
+            with np.errstate(all="ignore"):
+                found.append(run())
+        except BaseException as raised:
+            found.append(raised)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+def same(mine: dict[str, Any], right: dict[str, Any]) -> None:
+    for name, value in right.items():
+        assert torch.equal(mine[name], value), name
+
+
+def assert_right(layer: Any, x: Any, given: dict[str, Any], place: Place, seed: int) -> None:
+    """Outputs and gradients, against the layer's own composite in float64."""
+    expected = results(layer, x, given, seed, fused=False)
+    for name, value in results(layer, x, given, seed, fused=True).items():
+        kind = "gradient" if name.startswith("d ") else "forward"
+        assert_close(value.double(), expected[name], place.told, kind, name, ())
+
+
+# -- in both places --------------------------------------------------------------------------------
+
+
+def test_threads_that_are_new_to_cuda(place: Place, tier: int, seed: int) -> None:
+    """Both passes, and the backward pass alone of a graph that another thread has made."""
+    layer, x = place.layer(), place.input()
+    right = results(layer, x, {}, seed, fused=True)
+    same(in_a_thread(lambda: results(layer, x, {}, seed, fused=True)), right)
+    output, _ = layer(x)
+    (dx,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
+    (again,) = in_a_thread(lambda: torch.autograd.grad(output.sum(), x))
+    assert torch.equal(again, dx)
+
+
+def test_inference_mode_comes_first(place: Place, tier: int) -> None:
+    """What a layer keeps for later calls is not of the mode in which it was made."""
+    layer, x = place.layer(), place.input(grad=False)
+    found = []
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        for _ in range(4):  # graphs of tier 3 are not made at once
+            with mode():
+                found.append(layer(x)[0].detach().clone())
+    for output in found:
+        assert torch.equal(output, found[0])
+
+
+def test_batches_of_any_size(place: Place, tier: int, seed: int) -> None:
+    """Rows that fill no tile, one after the other, as the batches of a sampler are."""
+    layer = place.layer(cells.GRU)
+    for batch in (1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 64) if place.name == "card" else (1, 17):
+        x = place.input(place.steps, batch, 8)
+        lengths = torch.arange(batch) % (place.steps + 1)
+        assert_right(layer, x, {"lengths": lengths.tolist()}, place, seed)
+
+
+def test_nan_lies_under_masks(place: Place, tier: int, seed: int) -> None:
+    layer, x = place.layer(cells.LSTM), place.input()
+    mask = torch.rand(x.shape[:2], device=DEVICE) < 0.6
+    clean = results(layer, x, {"mask": mask}, seed, fused=True)
+    with torch.no_grad():
+        x[~mask] = float("nan")
+    found = results(layer, x, {"mask": mask}, seed, fused=True)
+    same(found, clean)
+    assert not found["d x"][~mask.cpu()].any()
+
+
+def test_calls_leave_nothing_behind(place: Place, tier: int, seed: int) -> None:
+    """The bits of a call do not hang on the calls before it, of other lengths and weights."""
+    layer, other = place.layer(), place.layer()
+    x = place.input()
+    right = results(layer, x, {}, seed, fused=True)
+    for steps in (place.steps, place.steps + 1, 2):
+        results(other, place.input(steps, place.batch, 8), {}, seed, fused=True)
+        same(results(layer, x, {}, seed, fused=True), right)
+
+
+# -- on a card -------------------------------------------------------------------------------------
+
+
+ON_A_CARD = Place("card", torch.bfloat16, 64, 20, 40)
+
+
+@gpu
+def test_streams(tier: int, seed: int) -> None:
+    """Two at once, each with a layer's calls; and calls of one layer on both."""
+    place = ON_A_CARD
+    layers = [place.layer() for _ in range(2)]
+    x = place.input(grad=False)
+    with torch.no_grad():
+        right = [layer(x)[0] for layer in layers]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    found: list[list[Any]] = [[], []]
+    for _ in range(10):
+        for k, stream in enumerate(streams):
+            with torch.cuda.stream(stream), torch.no_grad():
+                found[0].append((0, layers[0](x)[0]))
+                found[k].append((k, layers[k](x)[0]))
+    torch.cuda.synchronize()
+    for k, output in [*found[0], *found[1]]:
+        assert torch.equal(output, right[k])
+
+
+@gpu
+@pytest.mark.parametrize("own", [False, True], ids=["one stream", "a stream each"])
+def test_threads_at_once(tier: int, own: bool, seed: int) -> None:
+    place = ON_A_CARD
+    layer, x = place.layer(), place.input()
+    right = results(layer, x, {}, seed, fused=True)
+    wrong: list[str] = []
+    start = threading.Barrier(4)
+
+    def run() -> None:
+        stream = torch.cuda.Stream() if own else torch.cuda.current_stream()
+        start.wait()
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(10):
+                    output, _ = layer(x)
+                    (dx,) = torch.autograd.grad(output, x, torch.ones_like(output))
+                    assert torch.equal(output.cpu(), right["output"])
+                    assert torch.equal(dx, expected)
+        except BaseException as raised:
+            wrong.append(repr(raised))
+
+    output, _ = layer(x)
+    (expected,) = torch.autograd.grad(output, x, torch.ones_like(output))
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@gpu
+def test_the_default_device(tier: int, seed: int) -> None:
+    torch.set_default_device("cuda")
+    try:
+        layer = anycell.torch.RNN(cells.PeepholeLSTM, 8, 64, dtype=torch.bfloat16)
+        x = torch.randn(40, 20, 8, dtype=torch.bfloat16, requires_grad=True)
+        assert_right(layer, x, {"lengths": [20] * 20}, ON_A_CARD, seed)
+    finally:
+        torch.set_default_device(None)
+
+
+@gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch's own
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_layers(tier: int, mode: str, seed: int) -> None:
+    """By Inductor, with something around the layer."""
+    if not ops.AVAILABLE or not ops.ON_CARDS:
+        pytest.skip("PyTorch is too old")
+    torch._dynamo.reset()
+    layer, x = ON_A_CARD.layer(), ON_A_CARD.input()
+
+    def run(x: Any) -> Any:
+        return layer(x * 2)[0] + 1
+
+    compiled = torch.compile(run, mode=mode)
+    right = run(x)
+    (dx,) = torch.autograd.grad(right.float().square().sum(), x)
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        output = compiled(x)
+        (mine,) = torch.autograd.grad(output.float().square().sum(), x)
+        assert_close(output.detach().double().cpu(), right.detach().double().cpu(), "bfloat16",
+                     "forward")  # fmt: skip
+        assert_close(mine.double().cpu(), dx.double().cpu(), "bfloat16", "gradient")
+    torch._dynamo.reset()
+
+
+@gpu
+def test_a_graph_of_the_user_s(tier: int) -> None:
+    """Of both passes, as a training step is captured: replayed on other numbers."""
+    layer, x = ON_A_CARD.layer(), ON_A_CARD.input()
+
+    def run() -> tuple[Any, Any]:
+        output, _ = layer(x)
+        (dx,) = torch.autograd.grad(output, x, torch.ones_like(output))
+        return output, dx
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(4):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output, dx = run()
+    for _ in range(3):
+        with torch.no_grad():
+            x.normal_()
+        graph.replay()
+        for mine, right in zip((output, dx), run(), strict=True):
+            assert torch.equal(mine, right)
+
+
+@gpu
+@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_drop_ins(name: str, dtype: str, seed: int) -> None:
+    """Without a mask cuDNN runs them, with one our kernels do."""
+    options: dict[str, Any] = {"device": "cuda", "dtype": getattr(torch, dtype)}
+    theirs = getattr(torch.nn, name)(8, 64, bidirectional=True, **options)
+    ours = getattr(anycell.torch, name)(8, 64, bidirectional=True, **options)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(40, 20, 8, **options)
+    allowed = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        same, right = ours(x)[0], theirs(x)[0]
+    finally:
+        torch.backends.cudnn.allow_tf32 = allowed
+    assert torch.equal(same, right)
+    masked, _ = ours(x, mask=torch.ones(40, 20, dtype=torch.bool, device="cuda"))
+    wanted = theirs.double()(x.double())[0]
+    for found in (same, masked):
+        assert_close(found.detach().double().cpu(), wanted.detach().cpu(), dtype, "forward")
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_training_under_autocast(dtype: str, tier: int, seed: int) -> None:
+    """The loss of some steps falls as it does without."""
+    torch.manual_seed(seed)
+    x, wanted = torch.randn(40, 20, 8, device="cuda"), torch.randn(40, 20, 64, device="cuda")
+    first = anycell.torch.RNN(cells.PeepholeLSTM, 8, 64, device="cuda").state_dict()
+    losses = []
+    for enabled in (False, True):
+        layer = anycell.torch.RNN(cells.PeepholeLSTM, 8, 64, device="cuda")
+        layer.load_state_dict(first)
+        optimiser = torch.optim.SGD(layer.parameters(), lr=1.0)
+        losses.append([])
+        for _ in range(5):
+            with torch.autocast("cuda", getattr(torch, dtype), enabled=enabled):
+                output, _ = layer(x)
+            loss = (output.float() - wanted).square().mean()
+            losses[-1].append(loss.item())
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+    plain, mixed = map(np.array, losses)
+    assert plain[-1] < plain[0]
+    assert_close(mixed, plain, dtype, "gradient", "losses", ())
+
+
+@gpu
+def test_more_than_32_bits_count() -> None:
+    """What is saved of a sequence has more than 2^31 numbers: its end is that of a short sequence
+    which begins with the states at that time.
+    """
+    steps, batch, hidden, tail = 8400, 64, 1024, 64
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    layer = anycell.torch.RNN(cells.LSTM, 16, hidden, **options)
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("a small card, or a full one")
+    assert steps * batch * 4 * hidden > 1 << 31
+    x = torch.randn(steps, batch, 16, **options)
+    with torch.no_grad():
+        _, middle = layer(x[:-tail])
+    found = []
+    for given, state in ((x, None), (x[-tail:], middle)):
+        leaf = given.clone().requires_grad_()
+        output, _ = layer(leaf, state)
+        (dx,) = torch.autograd.grad(output[-tail:].float().sum(), leaf)
+        found.append((output[-tail:].detach().double().cpu(), dx[-tail:].double().cpu()))
+        assert dx.isfinite().all()
+    for mine, right, kind in zip(*found, ("forward", "gradient"), strict=True):
+        assert_close(mine, right, "bfloat16", kind, kind, ())
+
+
+KERAS = """
+import sys
+import keras, torch, numpy as np
+import anycell.keras as ak
+device = sys.argv[1]
+rng = np.random.default_rng(0)
+x = rng.standard_normal((5, 12, 8)).astype("float32")
+found = []
+for one in ("cpu", device):
+    keras.utils.set_random_seed(1)
+    with keras.device(one):
+        layer, theirs = ak.PeepholeLSTM(32, return_sequences=True), keras.layers.Dense(1)
+        inputs = torch.tensor(x, device=one, requires_grad=True)
+        output = layer(inputs)
+        assert output.device.type == torch.device(one).type
+        loss = theirs(output).square().sum()
+        (dx,) = torch.autograd.grad(loss, inputs)
+        found.append((output.detach().cpu().numpy(), dx.cpu().numpy()))
+print(layer.engine)
+for mine, right in zip(*found):
+    print(np.linalg.norm(mine - right) / np.linalg.norm(right))
+"""
+
+
+@pytest.mark.parametrize(
+    "where", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=gpu)]
+)
+def test_keras_on_torch(where: str) -> None:
+    """A Keras layer on the card, step by step as yet, against itself on the CPU."""
+    pytest.importorskip("keras")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"KERAS_BACKEND": "torch", "PYTHONPATH": str(Path(__file__).parents[1])}
+    if where == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    said = subprocess.run([sys.executable, "-W", "ignore", "-c", KERAS, where], env=environment,
+                          capture_output=True, text=True)  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    engine, *errors = said.stdout.splitlines()
+    assert f"name='{'composite' if where == 'cuda' else 'cpu'}'" in engine
+    for found, kind in zip(errors, ("forward", "gradient"), strict=True):
+        assert_close(1 + float(found), 1.0, "float32", kind)

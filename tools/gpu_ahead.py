@@ -1,0 +1,163 @@
+"""Compiles the kernels that other tools will start, in many processes, so that they find them in
+Triton's cache.
+
+    python tools/gpu_ahead.py --seconds 60 --jobs 12 [--device "NAME,90,232448,65536,132"]
+
+Which kernels these are, the tools' own lists say: a layer runs as there, on tensors of the CPU, and
+a stand-in for the CUDA driver starts nothing. It needs no card if it is told of one, as
+``anycell.engines.gpu.capacity`` knows it. Prints a line of JSON for each pass of a layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, TimeoutError, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT))
+
+
+def main() -> None:
+    """Compiles until all is done, or the time is over."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--device", help="name, capability, shared, registers, processors")
+    parser.add_argument("--only", type=int, help="so many passes of layers")
+    args = parser.parse_args()
+    end = time.monotonic() + args.seconds
+    os.environ["OMP_NUM_THREADS"] = "1"
+    device = args.device or asked()
+    todo = jobs()[: args.only]
+    pool = ProcessPoolExecutor(args.jobs, initializer=os.nice, initargs=(5,))
+    runs = [pool.submit(compiled, job, device) for job in todo]
+    good = True
+    try:
+        for run in as_completed(runs, timeout=max(0.0, end - time.monotonic())):
+            died = run.exception()  # of the process: what a job raises is in its line
+            line = run.result() if died is None else {"error": f"{type(died).__name__}: {died}"}
+            print(json.dumps(line), flush=True)
+            good &= "error" not in line
+    except TimeoutError:
+        left = sum(not run.done() for run in runs)
+        print(json.dumps({"skipped": left, "why": f"{args.seconds:g} seconds were over"}))
+    sys.stdout.flush()
+    for process in list((pool._processes or {}).values()):
+        process.kill()
+    os._exit(not good)  # without waiting for those
+
+
+class Job(NamedTuple):
+    """A pass of a contender of ``gpu_bench``."""
+
+    cell: str
+    dtype: str
+    T: int
+    B: int
+    I: int
+    H: int
+    L: int
+    D: int
+    contender: str
+    train: bool
+
+
+def jobs() -> list[Job]:
+    """Of each layer that is timed or stressed, once."""
+    import gpu_bench
+    import gpu_stress
+
+    shapes = [tuple(case)[1:] for case in gpu_bench.chosen("targets")]
+    shapes[1:1] = [
+        ("LSTM", "bfloat16", s.steps, gpu_stress.BATCH, s.hidden, s.hidden, 1, 1)
+        for s in gpu_stress.STRAINS
+    ]
+    kinds = itertools.product(("anycell", "anycell, data"), (True, False))
+    return [Job(*shape, *kind) for kind in kinds for shape in dict.fromkeys(shapes)]
+
+
+def compiled(job: Job, device: str) -> dict[str, Any]:
+    """Runs the kernels of a job, without a card."""
+    import gpu_bench
+    import torch
+
+    torch.set_num_threads(1)
+    case, begin = gpu_bench.Case("target", *job[:-2]), time.monotonic()
+    line = dict(job._asdict())
+    try:
+        with without_a_card(device, case.dtype == "tf32"):
+            layer = gpu_bench.contenders(case, "cpu").get(job.contender)
+            x = torch.empty(case.T, case.B, case.I, dtype=gpu_bench.dtype_of(case))
+            if layer is not None:
+                gpu_bench.call(layer, x, job.train)()
+    except Exception as error:
+        line["error"] = gpu_bench.told(error)
+    return {**line, "seconds": round(time.monotonic() - begin, 1)}
+
+
+def asked() -> str:
+    """What the driver says of its first card."""
+    import torch
+
+    from anycell.torch.device import host_of
+
+    limits = host_of(torch.bfloat16, torch.device("cuda", 0)).limits
+    return ",".join(map(str, limits))
+
+
+class Driver:
+    """In the place of the CUDA driver: it finds every function, starts nothing, never fails."""
+
+    def __init__(self, device: Any) -> None:
+        # CU_DEVICE_ATTRIBUTE_..., as in ``launch``
+        major, minor = divmod(device.capability, 10)
+        self.attributes = {75: major, 76: minor, 97: device.shared, 82: device.registers}
+        self.attributes[16] = device.processors
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: Any, _: Any) -> int:
+        value._obj.value = self.attributes.get(getattr(attribute, "value", attribute), 0)
+        return 0
+
+    def cuCtxGetCurrent(self, context: Any) -> int:
+        context._obj.value = 1
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: 0
+
+
+@contextmanager
+def without_a_card(device: str, tf32: bool) -> Iterator[None]:
+    """Layers on the CPU take the GPU engine, whose kernels are compiled and not started."""
+    from anycell.engines.gpu import launch
+    from anycell.engines.gpu.capacity import Device
+    from anycell.torch import fused
+    from anycell.torch.device import DeviceHost
+
+    name, *numbers = device.rsplit(",", 4)
+    card = Device(name, *map(int, numbers))
+    nothing = mock.Mock(return_value=None)
+    with (
+        mock.patch.dict(fused.ENGINES, {"cpu": "gpu"}),
+        mock.patch.object(launch, "_driver", lambda: Driver(card)),
+        mock.patch.object(DeviceHost, "limits", card),
+        mock.patch.object(DeviceHost, "tf32", tf32),
+        mock.patch.object(DeviceHost, "matmul", nothing),
+        mock.patch.object(DeviceHost, "matmul_add", nothing),
+    ):
+        yield
+
+
+if __name__ == "__main__":
+    main()

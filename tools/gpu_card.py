@@ -1,0 +1,96 @@
+"""What card there is, and what is around it: lines of JSON, one as soon as it is known.
+
+    python tools/gpu_card.py
+
+The exit status is 3 if PyTorch sees no card, and 1 if the card does not multiply two matrices.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+ASKED = (
+    "name,driver_version,compute_mode,mig.mode.current,ecc.mode.current,persistence_mode,"
+    "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,temperature.gpu,power.draw,power.limit,"
+    "memory.total,memory.used"
+)
+PACKAGES = ("numpy", "pytest", "pytest-xdist", "matplotlib", "keras", "llvmlite", "hypothesis")
+NO_CARD = 3
+
+
+def main() -> None:
+    """Says what there is, what is quickly known first."""
+    say({"python": platform.python_version(), "machine": platform.machine(),
+         "cores": os.cpu_count(), "kernel": platform.release(),
+         "packages": {name: version(name) for name in PACKAGES}})  # fmt: skip
+    say({"nvidia_smi": nvidia_smi(), "mps": mps(), "sanitizer": shutil.which("compute-sanitizer")})
+    begin = time.monotonic()
+    import torch
+
+    seconds = round(time.monotonic() - begin, 1)
+    say({"torch": torch.__version__, "cuda": torch.version.cuda, "import_seconds": seconds,
+         "triton": version("triton") or version("pytorch-triton")})  # fmt: skip
+    if not torch.cuda.is_available():
+        print("gpu_card: no CUDA card here.")
+        sys.exit(NO_CARD)
+    card = torch.cuda.get_device_properties(0)
+    say({"card": card.name, "capability": 10 * card.major + card.minor,
+         "processors": card.multi_processor_count, "memory": card.total_memory,
+         "cudnn": torch.backends.cudnn.version()})  # fmt: skip
+    a = torch.full((256, 256), 2.0, device="cuda", dtype=torch.bfloat16)
+    say({"multiplies": bool(((a @ a) == 1024).all())})
+    from anycell.torch.device import host_of
+
+    limits = host_of(torch.bfloat16, torch.device("cuda", 0)).limits
+    say({"device": ",".join(map(str, limits or ()))})
+    begin = time.monotonic()
+    b = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for _ in range(50):
+        b @ b
+    torch.cuda.synchronize()
+    say({"busy": nvidia_smi(), "matmul_seconds": round(time.monotonic() - begin, 2)})
+
+
+def say(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def version(package: str) -> str | None:
+    """Of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def nvidia_smi() -> dict[str, str] | str:
+    """What the driver's tool says, or why it says nothing."""
+    command = ["nvidia-smi", f"--query-gpu={ASKED}", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    values = said.stdout.partition("\n")[0].split(", ")
+    names = ASKED.split(",")
+    return dict(zip(names, values, strict=True)) if len(values) == len(names) else said.stdout
+
+
+def mps() -> str:
+    """Whether cards are shared through CUDA's Multi-Process Service."""
+    pipe = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    return f"a pipe at {pipe}" if os.path.exists(pipe) else "none"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Times the exchange of tier 2 alone: what programs pay a step to hear from one another.
+
+    python tools/gpu_exchange.py --seconds 30
+
+A step of this kernel: each program writes 16 rows of 16 numbers, and reads those of all programs
+once they are there. "barrier" writes and reads no numbers. Prints a line of JSON for each number of
+programs: microseconds per step, from the difference of a long and a short launch, the median of
+several; and whether every step saw what the step before had written.
+
+"step" is a layer of the least cell there is, one gate, by flags and by data: the exchange, and a
+matmul of 16 columns. "programs" is then what there are with 16 units each; "choice" says how many
+there were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import anycell
+from anycell import cells
+from anycell.engines.gpu import capacity
+from anycell.engines.gpu.launch import Launch
+from anycell.engines.gpu.text import Printed, power_of_two
+from anycell.plan import plan
+from anycell.torch.device import DeviceHost, host_of
+
+PROGRAMS = (8, 16, 24, 32, 48, 64, 96, 128)
+SHORT, LONG, RUNS = 256, 2304, 7
+ROWS, UNITS, CHUNK, WARPS = 16, 16, 128, 4  # of a program, and what it reads at once
+WAYS = ("flags", "data")  # of ``DeviceHost.exchange``
+
+KERNEL = '''"""The exchange alone, of {programs} programs{kind}."""
+
+import triton
+import triton.language as tl
+
+from anycell.engines.gpu.library import publish, wait
+
+
+@triton.jit
+def exchange(data, flags, trouble, patience, count):
+    program = tl.program_id(1)
+    rows = tl.arange(0, {rows})[:, None]
+    units = tl.arange(0, {units})[None, :]
+    lanes = tl.arange(0, {chunk})[None, :]
+    peers = tl.arange(0, {lanes})
+    peers = tl.where(peers < {programs}, peers, program)
+    alive = tl.full([], 1, tl.int32)
+    for t in range(0, count):
+        if (t > 0) & (alive > 0):
+            alive = wait(flags + ((t - 1) & 1) * {programs} + peers, t, patience)
+{body}
+        publish(flags + (t & 1) * {programs} + program, t + 1)
+    if alive == 0:
+        tl.store(trouble, 1)
+'''
+# Every program adds up what all have written, and writes the mean and 1: the step's number.
+BODY = """
+        before = data + t * {rows} * {width} + rows * {width}
+        after = before + {rows} * {width}
+        total = tl.zeros([{rows}], tl.float32)
+        for first in tl.static_range(0, {width}, {chunk}):
+            inside = first + lanes < {width}
+            part = tl.load(before + first + lanes, mask=inside, other=0.0, cache_modifier=".cg")
+            total += tl.sum(part, axis=1)
+        mean = total[:, None] * {share} + 1.0 + units * 0.0
+        tl.store(after + program * {units} + units, mean)""".lstrip("\n")
+
+
+@functools.cache
+def printed(programs: int, numbers: bool) -> Printed:
+    """The kernel of so many programs, which exchange numbers or only meet."""
+    sizes = {
+        "programs": programs, "rows": ROWS, "units": UNITS, "chunk": CHUNK,
+        "width": programs * UNITS, "lanes": power_of_two(programs, 32 * WARPS),
+        "share": 1.0 / (programs * UNITS),
+    }  # fmt: skip
+    body = BODY.format(**sizes) if numbers else ""
+    kind = ", with numbers" if numbers else ""
+    arguments = (
+        ("data", "*fp32"), ("flags", "*i32"), ("trouble", "*i32"), ("patience", "i64"),
+        ("count", "i32"),
+    )  # fmt: skip
+    source = KERNEL.format(**sizes, body=body, kind=kind)
+    return Printed("exchange", source, arguments, (ROWS, UNITS), "H", WARPS, cooperative=True)
+
+
+def main() -> None:
+    """All numbers of programs that run at once."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=30.0)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("gpu_exchange: no CUDA card here.")
+    end, good = time.monotonic() + args.seconds, True
+    card = torch.device("cuda", torch.cuda.current_device())
+    host = host_of(torch.bfloat16, card)
+    assert host.limits is not None
+    kinds = ("barrier", "numbers", *(f"step, {way}" for way in WAYS))
+    for kind, programs in itertools.product(kinds, PROGRAMS):
+        line: dict[str, Any] = {"kind": kind, "programs": programs}
+        if programs > host.limits.processors:
+            line["skipped"] = f"{host.limits.processors} multiprocessors"
+        elif time.monotonic() > end:
+            line["skipped"] = f"{args.seconds:g} seconds were over"
+        else:
+            try:
+                line |= timed(kind, programs, host)
+            except Exception as error:
+                line["error"] = f"{type(error).__name__}: {error}"[:400]
+        print(json.dumps(line), flush=True)
+        good &= "error" not in line and line.get("right", True)
+        if "error" in line:
+            torch.cuda.synchronize()  # a lost card ends the run here
+    sys.exit(not good)
+
+
+def timed(kind: str, programs: int, host: DeviceHost) -> dict[str, Any]:
+    """Microseconds per step, and whether the numbers are right."""
+    line: dict[str, Any] = {}
+    if kind.startswith("step"):
+        runs = [least(programs, steps, kind.partition(", ")[2]) for steps in (SHORT, LONG)]
+        one = plan(cells.RNN, programs * UNITS, "bfloat16", "gpu")
+        choice = capacity.choose(one, host.limits, tier=2, batch=ROWS)
+        line["choice"], right = choice.reason, True  # which may be of fewer programs
+    else:
+        values = {
+            "data": torch.zeros(LONG + 1, ROWS, programs * UNITS, device=host.device),
+            "flags": host.flags(2 * programs),
+            "trouble": host.trouble,
+            "patience": host.patience,
+        }
+        runs = [alone(kind, programs, steps, host, values) for steps in (SHORT, LONG)]
+        runs[1]()
+        torch.cuda.synchronize()
+        seen = values["data"][:, 0, 0]
+        right = not int(host.trouble[0])
+        if kind == "numbers":
+            right &= torch.equal(seen, torch.arange(LONG + 1.0, device=host.device))
+    slopes = []
+    for run in runs:
+        run()
+    for _ in range(RUNS):
+        short, long = map(milliseconds, runs)
+        slopes.append(1e3 * (long - short) / (LONG - SHORT))
+    return {**line, "us_per_step": round(statistics.median(slopes), 3), "right": bool(right)}
+
+
+def alone(kind: str, programs: int, steps: int, host: DeviceHost, values: dict[str, Any]) -> Any:
+    """One launch of the kernel; its flags begin at zero."""
+    kernel = printed(programs, kind == "numbers")
+    values = {**values, "count": steps}
+    grid, stream = (1, programs), host.stream()
+    launch = Launch(kernel, values, grid, host.pointer, stream, host.ordinal)
+
+    def run() -> None:
+        values["flags"].zero_()
+        launch(0)
+
+    return run
+
+
+def least(programs: int, steps: int, way: str) -> Any:
+    """A layer of one gate, whose programs own 16 units each, forward."""
+    width = programs * UNITS
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    layer = anycell.torch.RNN(cells.RNN, 16, width, **options)
+    x = torch.randn(steps, ROWS, 16, **options)
+    before = DeviceHost.tier, DeviceHost.exchange
+
+    def run() -> None:
+        DeviceHost.tier, DeviceHost.exchange = 2, way
+        try:
+            with torch.no_grad():
+                layer(x)
+        finally:
+            DeviceHost.tier, DeviceHost.exchange = before
+
+    return run
+
+
+def milliseconds(run: Any) -> float:
+    """Of one run, on the card."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+if __name__ == "__main__":
+    main()

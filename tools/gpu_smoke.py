@@ -1,0 +1,117 @@
+"""One tier of the GPU engine, one pass, one dtype, on very little data: does it run, is it right?
+
+    python tools/gpu_smoke.py 2 backward bfloat16
+    python tools/gpu_smoke.py 2 backward bfloat16 data      whose programs exchange by data
+
+Prints a line of JSON for each cell: the largest error of the results or gradients against the same
+layer step by step in float64, and the limit of ``tests/tolerances.py``. The exit status is 1 if one
+is wrong. In a process of its own each, so that a lost card takes nothing else along.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tolerances import error, limit
+
+import anycell
+from anycell import cells
+from anycell.torch.device import DeviceHost
+
+CELLS = (cells.LSTM, cells.GRU)
+STEPS, INPUTS = 20, 24  # more steps than a graph of tier 3 has
+HIDDEN = {1: 64, 2: 256, 3: 100}
+BATCH = 20  # more rows than a program has
+CALLS = 4  # of which the later ones are graphs, in tier 3
+
+
+class Case(NamedTuple):
+    """What one process tries."""
+
+    tier: int
+    passes: str
+    dtype: str
+    exchange: str
+
+
+def main() -> None:
+    """Runs one case."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tier", type=int, choices=[1, 2, 3])
+    parser.add_argument("passes", choices=["forward", "backward"], metavar="pass")
+    parser.add_argument("dtype", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("exchange", choices=["flags", "data"], nargs="?", default="flags")
+    case = Case(**vars(parser.parse_args()))
+    if not torch.cuda.is_available():
+        sys.exit("gpu_smoke: no CUDA card here.")
+    right = True
+    for cell in CELLS:
+        line = tried(cell, case, "cuda")
+        print(json.dumps({**case._asdict(), "cell": cell.name, **line}), flush=True)
+        # Only float32 may have no kernels of a tier.
+        right &= case.dtype == "float32" if "refused" in line else line.get("worst", 2.0) <= 1.0
+    sys.exit(not right)
+
+
+def tried(cell: Any, case: Case, device: str) -> dict[str, Any]:
+    """The errors of one cell, as parts of their limits; or that it refuses."""
+    begin, training = time.monotonic(), case.passes == "backward"
+    torch.manual_seed(1997)
+    dtype = getattr(torch, case.dtype)
+    layer = anycell.torch.RNN(cell, INPUTS, HIDDEN[case.tier], device=device, dtype=dtype)
+    x = torch.randn(STEPS, BATCH, INPUTS, device=device, dtype=dtype)
+    # Step by step, as no engine has float64 on a card; first, for kernels may lose it.
+    right = results(copy.deepcopy(layer).double(), x.double(), training)
+    before = DeviceHost.tier, DeviceHost.exchange
+    DeviceHost.tier, DeviceHost.exchange = case.tier, case.exchange
+    try:
+        calls = [results(layer, x, training) for _ in range(CALLS)]
+    except Exception as raised:
+        if "cannot run" in str(raised):  # a tier that has no such kernels
+            return {"refused": str(raised)}
+        return {"error": f"{type(raised).__name__}: {raised}"[:400]}
+    finally:
+        DeviceHost.tier, DeviceHost.exchange = before
+    parts = {
+        name: max(error(call[name], value, ()) for call in calls) / limit(case.dtype, kind_of(name))
+        for name, value in right.items()
+    }
+    worst = max(parts, key=lambda name: parts[name])
+    seconds = round(time.monotonic() - begin, 1)
+    return {"worst": round(parts[worst], 3), "of": worst, "seconds": seconds}
+
+
+def results(layer: Any, x: torch.Tensor, training: bool) -> dict[str, Any]:
+    """Output and final states, or with them all gradients, as arrays."""
+    x = x.detach().requires_grad_(training)
+    with torch.set_grad_enabled(training):
+        output, final = layer(x)
+    named = {"output": output} | {
+        f"final {i}": s for i, s in enumerate(final if isinstance(final, tuple) else (final,))
+    }
+    if training:
+        weights = [torch.linspace(-1, 1, t.numel(), device=t.device) for t in named.values()]
+        pairs = zip(named.values(), weights, strict=True)
+        total = sum((t * w.view(t.shape).to(t)).sum() for t, w in pairs)
+        leaves = {"d x": x, **{f"d {name}": p for name, p in layer.named_parameters()}}
+        named |= zip(leaves, torch.autograd.grad(total, leaves.values()), strict=True)
+    return {name: value.detach().double().cpu().numpy() for name, value in named.items()}
+
+
+def kind_of(name: str) -> str:
+    """As the table of tolerances has it."""
+    return "gradient" if name.startswith("d ") else "forward"
+
+
+if __name__ == "__main__":
+    main()
