@@ -49,12 +49,6 @@ def test_the_device_chooses_the_engine() -> None:
     assert refused == "nothing tells the size P of this cell"
 
 
-def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_triton", lambda: False)
-    found = functional.fused_plan(cells.LSTM, 8, weight("cuda", torch.float32))
-    assert "needs Triton, which is not installed" in found
-
-
 def test_cudnn_runs_what_it_knows() -> None:
     for cell in (cells.LSTM, cells.GRU, cells.LSTMP):
         assert "cuDNN" in vendor.wins_on_gpu(cell)

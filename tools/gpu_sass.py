@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from gpu_compile import CARDS, EVERY, kernels
+from gpu_compile import CARDS, EVERY, printed
 
 from anycell.engines.gpu import build, capacity
 from anycell.plan import plan
@@ -189,10 +189,10 @@ def examined(
     import triton
 
     cell = EVERY[name]
-    device = next(d for d in capacity.DEVICES if d.name == CARDS[capability])
+    device = CARDS[capability]
     one = plan(cell, hidden, "bfloat16", "gpu", {})
     choice = capacity.choose(one, device, backward, 2, batch)
-    (kernel,) = kernels(one, choice, backward)
+    (kernel,) = printed(one, choice, backward)
     aligned = frozenset(name for name, kind in kernel.arguments if kind != "i32")
     binary = build.binary(kernel, capability, aligned)
     steps = loop(instructions(binary.cubin))
