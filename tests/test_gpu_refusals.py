@@ -5,6 +5,7 @@ in Triton's interpreter, with launches that are refused.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -401,6 +402,16 @@ def test_tf32_follows_torch(name: str, value: Any, expected: bool, precision: No
     assert DeviceHost(torch.float32, torch.device("cuda")).tf32 is expected
     assert not DeviceHost(torch.bfloat16, torch.device("cuda")).tf32
     assert not DeviceHost(torch.float32, torch.device("cpu")).tf32
+
+
+def test_few_are_tried() -> None:
+    """A first call must not compile for minutes where a device refuses one choice after another."""
+    for cell, hidden, batch in itertools.product((cells.LSTM, cells.GRU), (64, 512), (16, 128)):
+        for dtype in ("float32", "bfloat16"):
+            one = plan(cell, hidden, dtype, "gpu")
+            tiers = [choice.tier for choice in capacity.choices(one, CARDS["H100"], batch=batch)]
+            assert tiers == sorted(tiers) and tiers.count(3) == 1
+            assert max(map(tiers.count, tiers)) <= capacity.TRIES
 
 
 def test_how_float32_is_multiplied() -> None:

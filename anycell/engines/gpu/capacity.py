@@ -118,6 +118,7 @@ LEFT = (0, 32, 64)
 SECOND_LEVEL, TOGETHER, SHARED, MULTIPLIED = 64, 3000, 128, 1024
 TRIP = 500
 TRIED = 2  # slices of a tile, one after the other, where a device refuses the one before
+TRIES = 4  # choices of a tier: each that a device refuses has cost a compilation
 BATCH = 16  # of explanations
 
 
@@ -160,7 +161,7 @@ def choices(
             if isinstance(fitting, str):
                 reasons.append(fitting)
             else:
-                found += fitting
+                found += fitting[:TRIES]
     if tier is not None:
         if not found:
             raise ValueError(f"tier={tier} cannot run cell {plan.cell.name}: {reasons[0]}.")
