@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anycell.engines import gpu
@@ -19,17 +18,21 @@ from anycell.engines.gpu import Call, Form, Host, Span, capacity, refusals
 from anycell.engines.gpu.step import Step, print_step
 from anycell.engines.gpu.steps import BLOCKS
 from anycell.engines.gpu.text import Printed, apart, keeps
-from anycell.lang.cell import RECURRENT, Linear
+from anycell.lang.cell import Linear
 from anycell.layer import (
     Chunk,
+    Direction,
+    Entering,
+    Kept,
     Options,
-    Saved,
-    Weights,
     chunk_steps,
     contract,
+    initial,
+    of_a_matmul,
     reset_values,
     segment_steps,
 )
+from anycell.layer.sums import leaving
 from anycell.plan import Plan, is_narrow
 
 Array = Any
@@ -103,87 +106,85 @@ def _exchange(host: Host, plan: Plan, kernels: Kernels, batch: int) -> dict[str,
 
 @_until_it_runs
 def forward(
-    host: Host, plan: Plan, x: Array, weights: Sequence[Weights], options: Options, *, keep: bool
-) -> tuple[Array, list[Array], Saved | None]:
+    host: Host, plan: Plan, arrays: Mapping[str, Array], options: Options, *, keep: bool
+) -> tuple[Array, list[Array], Kept | None]:
     """Runs a layer; arguments and results are those of ``anycell.layer.forward``.
 
     The plan is one for engine "gpu", and all arrays are on the device, of the plan's dtype. Of
     what is kept at the borders of segments all states but the first are float32, as they are
     between two steps.
     """
-    x, weights, options = contract.entering(host, plan, x, weights, options)
-    if options.mask is not None and options.resets is not None:
-        options = replace(options, resets=options.resets & options.mask)
-    steps, batch = x.shape[0], x.shape[1]
+    given = contract.entering(host, plan, arrays, options)
+    steps, batch = given.x.shape[:2]
     widths = [plan.sizes[s.size] for s in plan.cell.states]
-    directions, both = len(weights), len(weights) * widths[0]
-    segment = _segment(plan, x, options) if keep else steps
+    directions, both = len(given.directions), len(given.directions) * widths[0]
+    segment = _segment(plan, given.x, options) if keep else steps
     borders, count = segment < steps, -(-steps // max(1, segment))
     # Outputs zeroed under a mask are not the hidden states: these then need memory of their own.
-    zeroed = options.mask is not None and not options.repeat
+    zeroed = given.mask is not None and not options.repeat
     hidden = out = None
     if not (zeroed and borders):
-        hidden = host.empty((steps + 1 + any(w.reverse for w in weights), batch, both))
+        hidden = host.empty((steps + 1 + any(options.reverse), batch, both))
         out = hidden[1 : steps + 1]
     if zeroed:
         out = host.empty((steps, batch, both))
     finals = [host.empty((directions, batch, width)) for width in widths]
-    saved = Saved(x, weights, options, hidden, [], [], [])
-    if borders:
-        saved.hidden = host.empty((count, batch, both))
-    if options.resets is not None:
-        saved.reset += [reset_values(host.empty, plan, w) for w in weights]
-    for d, w in enumerate(weights):
-        run = _Forward(host, plan, saved, d, segment, keep, hidden)
+    first = host.empty((count, batch, both)) if borders else hidden
+    kept_states, kept_values = list[list[Array | None]](), list[Array]()
+    kept = Kept(first, kept_states, kept_values)
+    for d, w in enumerate(given.directions):
+        run = _Forward(host, plan, given, options, d, segment, keep, hidden)
         sequences, values = run.states, run.kept
         if borders:
             wide = [host.empty((count, batch, width), wide=True) for width in widths[1:]]
             sequences, values = [None, *wide], host.empty((0, batch, saved_width(plan)))
-        saved.states.append(sequences)
-        saved.values.append(values)
-        states: Sequence[Array | float] = w.initial
+        kept_states.append(sequences)
+        kept_values.append(values)
+        states: Sequence[Array | float] = initial(plan, w)
         for slot, begin in enumerate(range(0, max(1, steps), max(1, segment))):
             if borders:
-                for array, value in zip(_border(saved, d, slot, widths[0]), states, strict=True):
+                for array, value in zip(_border(kept, d, slot, widths[0]), states, strict=True):
                     array[:] = value
             states = run.advance(begin, min(begin + segment, steps), states, out)
         for final, state in zip(finals, states, strict=True):
             final[d] = state
-    return out, finals, saved if keep else None
+    return out, finals, kept if keep else None
 
 
 @_until_it_runs
 def backward(
     host: Host,
     plan: Plan,
-    saved: Saved,
-    dy: Array | None,
-    dfinal: Sequence[Sequence[Array | None]],
+    arrays: Mapping[str, Array],
+    options: Options,
+    kept: Kept,
+    d_output: Array | None,
+    d_final: Sequence[Array | None],
     *,
-    need_x: bool = True,
-    need_weights: bool = True,
-) -> tuple[Array | None, list[Weights]]:
+    wanted: Collection[str] | None = None,
+) -> dict[str, Array]:
     """The gradients of a layer; arguments and results are those of ``anycell.layer.backward``."""
-    again = saved.options.checkpoint is not None  # the forward pass, which may read x
-    x, weights, options = contract.entering(
-        host, plan, saved.x, saved.weights, saved.options, read=again
-    )
-    saved = replace(saved, x=x, weights=weights, options=options)
-    saved, dy, dfinal = contract.arriving(
-        host, plan, saved, dy, dfinal,
+    again = options.checkpoint is not None  # the forward pass, which may read x
+    given = contract.entering(host, plan, arrays, options, read=again)
+    x = given.x
+    kept, dy, d_final = contract.arriving(
+        host, plan, x.shape, options.reverse, kept, d_output, d_final,
         segment=_segment(plan, x, options), width=saved_width(plan), keeps=keeps_state,
     )  # fmt: skip
-    project = weights[0].ih is not None
-    dx = host.empty(tuple(x.shape)) if need_x or not project else None
+    dx = None
+    if wanted is None or "x" in wanted or not given.projects:
+        dx = host.empty(tuple(x.shape))
+    need = wanted is None or any(map(of_a_matmul, wanted))
     if dy is None:
-        dy = host.zeros((1, x.shape[1], saved.hidden.shape[2]))
-    found = []
-    for d in range(len(weights)):
-        run = _Backward(host, plan, saved, d, dfinal[d], need_weights)
+        dy = host.zeros((1, x.shape[1], kept.hidden.shape[2]))
+    gradients = []
+    for d in range(len(given.directions)):
+        final = [None if a is None else a[d] for a in d_final]
+        run = _Backward(host, plan, given, options, d, kept, final, need)
         for begin, end, memory in run.parts():
             run.advance(begin, end, memory, dy, dx)
-        found.append(run.result())
-    return dx, found
+        gradients.append(run.result())
+    return leaving(host, given, dx, gradients)
 
 
 class _Memory(NamedTuple):
@@ -191,14 +192,14 @@ class _Memory(NamedTuple):
 
     Attributes:
         hidden: the first state, from ``column`` on: the other direction's may be beside it.
-        states, values: of one direction, as in ``Saved``.
+        states, values: of one direction, as in ``Kept``.
         first: the earliest time that all these are of.
         steps: of the whole sequence.
     """
 
     hidden: Array
     column: int
-    states: list[Array | None]
+    states: Sequence[Array | None]
     values: Array | None
     first: int
     steps: int
@@ -220,30 +221,33 @@ class _Memory(NamedTuple):
         return found
 
 
-def _border(saved: Saved, d: int, slot: int, first: int) -> list[Array]:
+def _border(kept: Kept, d: int, slot: int, first: int) -> list[Array]:
     """The states of a direction before a segment, kept with checkpoints."""
-    others = [sequence[slot] for sequence in saved.states[d] if sequence is not None]
-    return [saved.hidden[slot, :, d * first : (d + 1) * first], *others]
+    others = [sequence[slot] for sequence in kept.states[d] if sequence is not None]
+    return [kept.hidden[slot, :, d * first : (d + 1) * first], *others]
 
 
 class _Run:
     """One direction in one pass: its kernels, and what they take in all chunks of time."""
 
-    def __init__(self, host: Host, plan: Plan, saved: Saved, d: int, form: Form) -> None:
-        self.host, self.plan, self.saved, self.d, self.form = host, plan, saved, d, form
-        self.w, self.cell, self.options = saved.weights[d], plan.cell, saved.options
-        self.x, (self.steps, self.batch) = saved.x, saved.x.shape[:2]
+    def __init__(
+        self, host: Host, plan: Plan, given: Entering, options: Options, d: int, form: Form
+    ) -> None:
+        self.host, self.plan, self.given, self.d, self.form = host, plan, given, d, form
+        self.w, self.cell, self.options = given.directions[d], plan.cell, options
+        self.x, (self.steps, self.batch) = given.x, given.x.shape[:2]
+        self.reverse = options.reverse[d]
         self.widths = [plan.sizes[s.size] for s in plan.cell.states]
         self.width = len(plan.cell.gates) * plan.hidden_size
         self.chunk = _chunk(plan, self.steps, self.batch)
         self.choice, self.kernels = _kernels(host, plan, form, self.batch)
-        self.matrices = [_used(host, plan, l, self.w.matmul(l)[0]) for l in plan.cell.linears]
+        self.matrices = [_used(host, plan, l, self.w[l.weight]) for l in plan.cell.linears]
         if form.backward and isinstance(self.kernels, Printed) and self.kernels.cooperative:
             self.matrices = [host.rounded(host.turned(matrix)) for matrix in self.matrices]
         self.values = _constants(host, plan, self.w)
         self.values |= _exchange(host, plan, self.kernels, self.batch)
-        if saved.reset:
-            _point_resets(self.values, saved.reset[d])
+        if given.resets is not None:
+            _point_resets(self.values, reset_values(host.empty, plan, self.w))
         self.turn = 0  # of buffers that take turns
         self.done = 0  # steps by which programs that wait for one another have counted
 
@@ -255,7 +259,7 @@ class _Run:
         for done in reversed(starts) if backward else starts:
             count = min(self.chunk, end - done)
             before = self.steps - done - count if backward else done
-            yield Chunk.of(self.w.reverse is not backward, self.steps, before, count)
+            yield Chunk.of(self.reverse is not backward, self.steps, before, count)
 
     def over(self, array: Array, chunk: Chunk) -> Span:
         """This direction's columns of an array of all times, or of one for all of them."""
@@ -267,7 +271,7 @@ class _Run:
     def run(self, chunk: Chunk, spans: dict[str, Span]) -> None:
         """The kernels, over the steps of a chunk."""
         time, sign, options = chunk.time, chunk.sign, self.options
-        flags = {"mask": options.mask, "resets": options.resets}
+        flags = {"mask": self.given.mask, "resets": self.given.resets}
         spans |= {name: Span(a, time, sign) for name, a in flags.items() if a is not None}
         # What random masks count from.
         draws = (options.seed, 2 * options.stream + self.d, time, sign) if self.form.draw else None
@@ -304,18 +308,26 @@ class _Forward(_Run):
 
     Args:
         segment: steps of which it keeps all at once, if it keeps any.
-        hidden: ``Saved.hidden`` of all steps; None for memory of the segment's.
+        hidden: ``Kept.hidden`` of all steps; None for memory of the segment's.
     """
 
     def __init__(
-        self, host: Host, plan: Plan, saved: Saved, d: int, segment: int, keep: bool, hidden: Any
+        self,
+        host: Host,
+        plan: Plan,
+        given: Entering,
+        options: Options,
+        d: int,
+        segment: int,
+        keep: bool,
+        hidden: Any,
     ) -> None:
-        w = saved.weights[d]
-        super().__init__(host, plan, saved, d, _form(host, plan, w, saved.options, False, keep))
+        form = _form(host, plan, given, options, d, False, keep)
+        super().__init__(host, plan, given, options, d, form)
         batch = self.batch
         self.whole = hidden is not None
         if not self.whole:
-            hidden = host.empty((segment + 1 + w.reverse, batch, self.widths[0]))
+            hidden = host.empty((segment + 1 + self.reverse, batch, self.widths[0]))
         self.hidden = hidden
         self.states = [
             host.empty((segment + 1, batch, width)) if i and keeps(plan, self.form, i) else None
@@ -325,15 +337,15 @@ class _Forward(_Run):
         for i, width in enumerate(self.widths[1:], 1):
             self.values[f"work{i}"] = host.empty((2, batch, width), wide=True)
         self.projected: Array | None = None
-        if w.ih is not None:
+        if given.projects:
             self.projected = host.empty((self.chunk, batch, self.width))
 
     def memory(self, begin: int, end: int) -> _Memory:
         """For the steps of a segment."""
-        first = self.steps - end if self.w.reverse else begin
+        first = self.steps - end if self.reverse else begin
         hidden = self.hidden[first:] if self.whole else self.hidden
         column = self.d * self.widths[0] if self.whole else 0
-        return _Memory(hidden, column, self.states, self.kept, first, self.steps, self.w.reverse)
+        return _Memory(hidden, column, self.states, self.kept, first, self.steps, self.reverse)
 
     def advance(
         self, begin: int, end: int, states: Sequence[Array | float], out: Array
@@ -353,7 +365,7 @@ class _Forward(_Run):
                 count = chunk.end - chunk.begin
                 rows = self.x[chunk.begin : chunk.end].reshape(count * self.batch, self.x.shape[2])
                 into = self.projected[:count].reshape(count * self.batch, self.width)
-                host.matmul(rows, host.turned(self.w.ih), into)
+                host.matmul(rows, host.turned(self.w["weight_ih"]), into)
                 spans["x"] = Span(self.projected, chunk.time - chunk.begin, chunk.sign)
             if self.form.apart:
                 spans["out"] = self.over(out, chunk)
@@ -374,29 +386,32 @@ class _Backward(_Run):
         self,
         host: Host,
         plan: Plan,
-        saved: Saved,
+        given: Entering,
+        options: Options,
         d: int,
-        dfinal: Sequence[Array | None],
-        need_weights: bool,
+        kept: Kept,
+        d_final: Sequence[Array | None],
+        need: bool,
     ) -> None:
-        w, cell = saved.weights[d], plan.cell
-        super().__init__(host, plan, saved, d, _form(host, plan, w, saved.options, backward=True))
+        cell, self.kept = plan.cell, kept
+        form = _form(host, plan, given, options, d, backward=True)
+        super().__init__(host, plan, given, options, d, form)
         values, batch = self.values, self.batch
-        for i, (size, given) in enumerate(zip(self.widths, dfinal, strict=True)):
+        for i, (size, arriving) in enumerate(zip(self.widths, d_final, strict=True)):
             values[f"dstate{i}"] = host.zeros((2, batch, size), wide=True)
-            if given is not None:
-                values[f"dstate{i}"][0] = given
-            if saved.reset:
+            if arriving is not None:
+                values[f"dstate{i}"][0] = arriving
+            if given.resets is not None:
                 values[f"dreset{i}"] = host.zeros((batch, size), wide=True)
         if cell.params:
             rows = _row_blocks(self.kernels, batch)
             values["dparam"] = host.zeros((rows, len(cell.params) * plan.hidden_size), wide=True)
         if cell.static is not None:
             values["dstatic"] = host.zeros((batch, plan.hidden_size), wide=True)
-        self.sums = _Sums(host, plan, w, need_weights)
+        self.sums = _Sums(host, plan, self.w, need)
         # Of a chunk: gradients of the projected gates, then for each matmul those of its outputs
         # and what it multiplied, where they are not at hand.
-        sizes = {"dx": self.width} if w.ih is not None else {}
+        sizes = {"dx": self.width} if given.projects else {}
         for k, l in enumerate(cell.linears):
             if not plan.shares_gradient(l):
                 sizes[f"dr{k}"] = len(l.outputs) * plan.sizes[l.out_size]
@@ -408,17 +423,17 @@ class _Backward(_Run):
         """Segment by segment, the last one first: how many steps of the direction are done before
         and after it, and what the backward pass reads of it, kept or computed again.
         """
-        saved, d, first, steps = self.saved, self.d, self.widths[0], self.steps
+        kept, d, first, steps = self.kept, self.d, self.widths[0], self.steps
         segment = _segment(self.plan, self.x, self.options)
         if segment == steps:
-            kept = saved.hidden, d * first, saved.states[d], saved.values[d]
-            yield 0, steps, _Memory(*kept, 0, steps, self.w.reverse)
+            sequences = kept.hidden, d * first, kept.states[d], kept.values[d]
+            yield 0, steps, _Memory(*sequences, 0, steps, self.reverse)
             return
-        again = _Forward(self.host, self.plan, saved, d, segment, True, None)
-        nowhere = self.host.empty((1, *saved.hidden.shape[1:]))
-        for slot in reversed(range(saved.hidden.shape[0])):
+        again = _Forward(self.host, self.plan, self.given, self.options, d, segment, True, None)
+        nowhere = self.host.empty((1, *kept.hidden.shape[1:]))
+        for slot in reversed(range(kept.hidden.shape[0])):
             begin, end = slot * segment, min(slot * segment + segment, steps)
-            again.advance(begin, end, _border(saved, d, slot, first), nowhere)
+            again.advance(begin, end, _border(kept, d, slot, first), nowhere)
             yield begin, end, again.memory(begin, end)
 
     def advance(self, begin: int, end: int, memory: _Memory, dy: Array, dx: Array) -> None:
@@ -432,18 +447,18 @@ class _Backward(_Run):
                 self.values[f"{name}__next"] = -chunk.sign * host.strides(spans[name].array)[0]
             time = chunk.time - chunk.begin
             spans |= {name: Span(b, time, chunk.sign) for name, b in self.buffers.items()}
-            if self.w.ih is None:
+            if not self.given.projects:
                 spans["dx"] = Span(dx, chunk.time, chunk.sign)
             spans["dy"] = self.over(dy, chunk)
             self.run(chunk, spans)
             rows = (chunk.end - chunk.begin) * self.batch
-            dg = self._dense("dx", rows) if self.w.ih is not None else dx[chunk.begin : chunk.end]
+            dg = self._dense("dx", rows) if self.given.projects else dx[chunk.begin : chunk.end]
             dg = dg.reshape(rows, self.width)
             if self.sums.need:
                 self._add(chunk, memory, dg)
-            if self.w.ih is not None and dx is not None:
+            if self.given.projects and dx is not None:
                 into = dx[chunk.begin : chunk.end].reshape(rows, dx.shape[2])
-                (host.matmul_add if self.d else host.matmul)(dg, self.w.ih, into)
+                (host.matmul_add if self.d else host.matmul)(dg, self.w["weight_ih"], into)
 
     def _dense(self, name: str, rows: int) -> Array:
         """Those rows of a buffer that a chunk has filled."""
@@ -453,10 +468,10 @@ class _Backward(_Run):
     def _add(self, chunk: Chunk, memory: _Memory, dg: Array) -> None:
         """A chunk's part of the gradients of weights."""
         rows, part = dg.shape[0], None
-        if self.w.ih is not None:
+        if self.given.projects:
             part = self.x[chunk.begin : chunk.end]
-            if self.options.mask is not None:
-                part = self.host.masked(part, self.options.mask[chunk.begin : chunk.end])
+            if self.given.mask is not None:
+                part = self.host.masked(part, self.given.mask[chunk.begin : chunk.end])
             part = part.reshape(rows, part.shape[2])
         # The first state before each step.
         begin = chunk.begin - memory.first + 2 * memory.reverse
@@ -470,7 +485,7 @@ class _Backward(_Run):
             pairs.append((dr, operand.reshape(rows, operand.shape[-1])))
         self.sums.add(dg, part, pairs)
 
-    def result(self) -> Weights:
+    def result(self) -> Direction:
         """All gradients, after the last segment."""
         return self.sums.result(self.values, self.turn & 1)
 
@@ -491,28 +506,35 @@ def _chunk(plan: Plan, steps: int, batch: int) -> int:
 
 
 def _form(
-    host: Host, plan: Plan, w: Weights, options: Options, backward: bool, keep: bool = False
+    host: Host,
+    plan: Plan,
+    given: Entering,
+    options: Options,
+    d: int,
+    backward: bool,
+    keep: bool = False,
 ) -> Form:
-    cell = plan.cell
+    cell, w = plan.cell, given.directions[d]
     return Form(
         backward=backward,
-        mask=options.mask is not None,
-        resets=options.resets is not None,
-        repeat=options.mask is not None and options.repeat,
+        mask=given.mask is not None,
+        resets=given.resets is not None,
+        repeat=given.mask is not None and options.repeat,
         draw=options.training and bool(cell.keeps),
         keep=keep,
-        bias_x=w.bias_ih is not None and not backward,
-        biases=tuple(w.matmul(l)[1] is not None and not backward for l in cell.linears),
+        bias_x="bias_ih" in w and not backward,
+        biases=tuple(l.bias_name in w and not backward for l in cell.linears),
         by_data=host.exchange == "data",
     )
 
 
-def _constants(host: Host, plan: Plan, w: Weights) -> dict[str, Any]:
+def _constants(host: Host, plan: Plan, w: Direction) -> dict[str, Any]:
     """Arguments that are the same for all chunks."""
     cell = plan.cell
-    values: dict[str, Any] = {f"param{i}": p for i, p in enumerate(w.params)}
-    values |= {f"bias{k}": w.matmul(l)[1] for k, l in enumerate(cell.linears)}
-    values |= {"bias_x": w.bias_ih, "static": w.static, "recurrent_mask": w.recurrent_mask}
+    values: dict[str, Any] = {f"param{i}": w[name] for i, name in enumerate(cell.param_names)}
+    values |= {f"bias{k}": w.get(l.bias_name) for k, l in enumerate(cell.linears)}
+    values["bias_x"] = w.get("bias_ih")
+    values |= {name: w.get(name) for name in ("static", "recurrent_mask")}
     if cell.hyper:
         values["hyper"] = host.numbers(list(cell.hyper.values()))
     return values
@@ -540,7 +562,7 @@ def _point_resets(values: dict[str, Any], restored: Sequence[Array]) -> None:
 
 
 def saved_width(plan: Plan) -> int:
-    """Values that the forward pass saves of a step and row, see ``Saved``."""
+    """Values that the forward pass saves of a step and row, see ``Kept``."""
     nodes = (*plan.saved, *plan.saved_rows)
     return sum(1 if is_narrow(node) else plan.width(node) for node in nodes)
 
@@ -561,14 +583,16 @@ def _row_blocks(kernels: Kernels, batch: int) -> int:
 class _Sums:
     """Gradients of one direction that add up over time."""
 
-    def __init__(self, host: Host, plan: Plan, w: Weights, need: bool) -> None:
+    def __init__(self, host: Host, plan: Plan, w: Direction, need: bool) -> None:
         self.host, self.plan, self.w, self.need = host, plan, w, need
         wide = functools.partial(host.zeros, wide=True)
-        self.ih = wide(tuple(w.ih.shape)) if need and w.ih is not None else None
-        self.bias_ih = wide(tuple(w.bias_ih.shape)) if need and w.bias_ih is not None else None
+        self.ih, self.bias_ih = (
+            wide(tuple(w[name].shape)) if need and name in w else None
+            for name in ("weight_ih", "bias_ih")
+        )
         self.matmuls: dict[str, tuple[Array, Array | None]] = {}
         for l in plan.cell.linears if need else ():
-            weight, bias = w.matmul(l)
+            weight, bias = w[l.weight], w.get(l.bias_name)
             if l.weight not in self.matmuls:
                 self.matmuls[l.weight] = (
                     wide(tuple(weight.shape)),
@@ -604,26 +628,20 @@ class _Sums:
                 part = blocks[:, row * out : (row + 1) * out]
                 host.matmul_add(host.turned(one), parts, part)
 
-    def result(self, values: dict[str, Any], turn: int) -> Weights:
+    def result(self, values: dict[str, Any], turn: int) -> Direction:
         """All gradients, in the plan's dtype."""
-        rounded, cell = self.host.rounded, self.plan.cell
-        found: dict[str, Array | None] = {}
-        for name, (weight, bias) in self.matmuls.items():
-            found[name] = rounded(weight)
-            found[f"{name}_bias"] = None if bias is None else rounded(bias)
-        h, states = self.plan.hidden_size, range(len(cell.states))
+        cell, h = self.plan.cell, self.plan.hidden_size
+        named: dict[str, Array | None] = {"weight_ih": self.ih, "bias_ih": self.bias_ih}
+        for l in cell.linears if self.need else ():
+            named[l.weight], named[l.bias_name] = self.matmuls[l.weight]
         total: Any = self.host.summed(values["dparam"]) if cell.params else None
-        return Weights(
-            ih=None if self.ih is None else rounded(self.ih),
-            hh=found.pop(RECURRENT, None),
-            bias_ih=None if self.bias_ih is None else rounded(self.bias_ih),
-            bias_hh=found.pop(f"{RECURRENT}_bias", None),
-            params=[rounded(total[i * h : (i + 1) * h]) for i in range(len(cell.params))],
-            initial=[rounded(values[f"dstate{i}"][turn]) for i in states],
-            reset=[rounded(values[f"dreset{i}"]) for i in states] if "dreset0" in values else None,
-            static=rounded(values["dstatic"]) if cell.static is not None else None,
-            linears=found,
-        )
+        for i, name in enumerate(cell.param_names):
+            named[name] = total[i * h : (i + 1) * h]
+        for i, name in enumerate(cell.state_names):
+            named[f"state {name}"] = values[f"dstate{i}"][turn]
+            named[f"reset_state {name}"] = values.get(f"dreset{i}")
+        named["static"] = values.get("dstatic")
+        return {n: self.host.rounded(array) for n, array in named.items() if array is not None}
 
 
 __all__ = ["backward", "forward", "keeps_state", "saved_width"]

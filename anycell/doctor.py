@@ -132,12 +132,14 @@ def _self_check() -> Iterator[Finding]:
     hidden = 33
     gates_x = rng.standard_normal((20, 5, 4 * hidden))
     weight = rng.standard_normal((4 * hidden, hidden)) / hidden
-    exact, _ = anycell.recurrence(anycell.cells.LSTM, gates_x, {"hh": weight}, engine="reference")
+    exact, _ = anycell.recurrence(
+        anycell.cells.LSTM, gates_x, {"weight_hh": weight}, engine="reference"
+    )
     start = time.perf_counter()
     fused, _ = anycell.recurrence(
         anycell.cells.LSTM,
         gates_x.astype(np.float32),
-        {"hh": weight.astype(np.float32)},
+        {"weight_hh": weight.astype(np.float32)},
         engine="cpu",
     )
     took = 1e3 * (time.perf_counter() - start)

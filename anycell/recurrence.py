@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from anycell import layer
 from anycell.engines import cpu, reference
-from anycell.lang.cell import RECURRENT, Cell, with_recurrent_mask
+from anycell.lang.cell import Cell
 from anycell.numpy import check
 from anycell.numpy.host import NumpyHost
 from anycell.plan import DTYPES, Plan, plan
@@ -51,9 +51,10 @@ def recurrence(
     Args:
         cell: a cell of G gates; its hidden size H follows from ``gates_x``.
         gates_x: ``[T, B, G*H]``, the input projection of each gate, in the declared order.
-        weights: of the matmuls inside a step, by name. ``"hh"`` is ``[G*H, H]``, for all gates;
-            any other ``[out, in]`` or ``[heads, out/heads, in/heads]``, where out counts all
-            outputs of the matmul, one after the other. Biases: ``"hh_bias"``.
+        weights: of the matmuls inside a step, by name. ``weight_hh`` is ``[G*H, H]``, for all
+            gates; any other ``weight_<name>`` ``[out, in]`` or ``[heads, out/heads, in/heads]``,
+            where out counts all outputs of the matmul, one after the other. Biases, where there
+            are any: ``bias_hh``, ``bias_<name>``.
         state: ``[B, size]`` per state (for one state one array will do); None, for all or for one
             of them, starts from the declared initial value.
         params: the cell's per-unit parameters by name, ``[H]``.
@@ -82,7 +83,8 @@ def recurrence(
     Example:
         >>> from anycell.cells import GRU
         >>> rng = np.random.default_rng(0)
-        >>> gates_x, weights = rng.normal(size=(10, 2, 3 * 8)), {"hh": rng.normal(size=(3 * 8, 8))}
+        >>> gates_x = rng.normal(size=(10, 2, 3 * 8))
+        >>> weights = {"weight_hh": rng.normal(size=(3 * 8, 8))}
         >>> outputs, (h,) = recurrence(GRU, gates_x, weights, lengths=[10, 4])
         >>> outputs.shape, np.array_equal(h[1], outputs[3, 1])
         ((10, 2, 8), True)
@@ -96,8 +98,8 @@ def recurrence(
 
     for l in cell.linears:
         bias = (len(l.declared) * size[l.out_size],)
-        _check(f"weights[{l.name!r}]", matmuls[l.name], dtype, l.shape(size))
-        _check(f"weights['{l.name}_bias']", matmuls.get(f"{l.name}_bias"), dtype, bias)
+        _check(f"weights[{l.weight!r}]", matmuls[l.weight], dtype, l.shape(size))
+        _check(f"weights[{l.bias_name!r}]", matmuls.get(l.bias_name), dtype, bias)
     for s, value, reset in zip(cell.states, states, restored, strict=True):
         _check(f"state {s.name!r}", value, dtype, (rows, size[s.size]))
         _check(f"reset_state {s.name!r}", reset, dtype, (rows, size[s.size]), (size[s.size],))
@@ -111,7 +113,7 @@ def recurrence(
         )
     _check("static", static, dtype, (rows, hidden))
     into = size[cell.states[0].size]
-    if recurrent_mask is not None and RECURRENT not in matmuls:
+    if recurrent_mask is not None and "weight_hh" not in matmuls:
         named = ", ".join(l.name for l in cell.linears) or "none"
         raise ValueError(
             f"recurrent_mask: given for cell {cell.name}, which has no matmul behind `r` to mask "
@@ -122,10 +124,7 @@ def recurrence(
         raise ValueError(
             "engine='gpu'; expected 'cpu', 'reference' or None, for NumPy arrays are on the CPU."
         )
-    runs = cell
-    if recurrent_mask is not None:
-        runs = with_recurrent_mask(cell, recurrent_mask.ndim == 3)
-    chosen = plan(runs, hidden, dtype.name, engine, size)
+    chosen = plan(layer.stepped(cell, recurrent_mask), hidden, dtype.name, engine, size)
 
     call = reference.Recurrence(
         cell,
@@ -148,28 +147,27 @@ def recurrence(
 
 def _fused(plan: Plan, call: reference.Recurrence) -> tuple[Array, tuple[Array, ...]]:
     """The call on the CPU engine."""
-    weights = layer.Weights(
-        ih=None,
-        hh=call.weights.get(RECURRENT),
-        bias_hh=call.weights.get(f"{RECURRENT}_bias"),
-        params=[call.params[name] for name in plan.cell.param_names],
-        initial=call.initial(call.state),
-        reset=call.initial(call.reset_state),
-        static=call.static,
-        recurrent_mask=call.recurrent_mask,
-        linears=call.weights,
-        reverse=call.reverse,
-    )
+    arrays = {
+        "x": call.gates_x,
+        "static": call.static,
+        "mask": call.mask,
+        "resets": call.resets,
+        "recurrent_mask": call.recurrent_mask,
+        **call.weights,
+        **call.params,
+    }
+    for kind, values in (("state", call.state), ("reset_state", call.reset_state)):
+        for state, value in zip(plan.cell.states, values or (), strict=bool(values)):
+            arrays[f"{kind} {state.name}"] = None if value is None else value[None]
     options = layer.Options(
-        mask=call.mask,
-        resets=call.resets,
+        reverse=(call.reverse,),
         repeat=call.masked_output == "repeat",
         training=call.training,
         seed=call.seed or 0,
         threads=cpu.pool.threads(),
     )
     host = NumpyHost(plan.dtype)
-    outputs, finals, _ = layer.forward(host, plan, call.gates_x, [weights], options, keep=False)
+    outputs, finals, _ = layer.forward(host, plan, arrays, options, keep=False)
     return outputs, tuple([final[0] for final in finals])
 
 
@@ -227,17 +225,17 @@ def _names(what: str, given: Any, required: Sequence[str], optional: Sequence[st
 
 
 def _matmuls(cell: Cell, weights: Any) -> Mapping[str, Array | None]:
-    names = [l.name for l in cell.linears]
-    biases = [f"{l.name}_bias" for l in cell.linears if l.bias]
+    names = [l.weight for l in cell.linears]
+    biases = [l.bias_name for l in cell.linears if l.bias]
     # A gate's bias may be part of its input projection; the bias of linear() is nowhere else.
-    own = [name for name in biases if name != f"{RECURRENT}_bias"]
-    _names("weights", weights, [*names, *own], biases)
+    required = [l.bias_name for l in cell.linears if l.bias and not l.recurrent]
+    _names("weights", weights, [*names, *required], biases)
     for l in cell.linears:
-        weight, axes = weights[l.name], 2 if l.heads == 1 else 3
-        _check(f"weights[{l.name!r}]", weight, None)
+        weight, axes = weights[l.weight], 2 if l.heads == 1 else 3
+        _check(f"weights[{l.weight!r}]", weight, None)
         if weight.ndim != axes:
             raise ValueError(
-                f"weights[{l.name!r}]: given shape {weight.shape}, expected {axes} axes: "
+                f"weights[{l.weight!r}]: given shape {weight.shape}, expected {axes} axes: "
                 f"{'(out, in)' if l.heads == 1 else '(heads, out/heads, in/heads)'}."
             )
     return weights

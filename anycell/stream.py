@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from anycell.engines import cpu
-from anycell.lang.cell import INPUT, PROJECTION, Cell, with_projection
-from anycell.layer import Array, Host, Weights, contract, row_group, share
-from anycell.layer.arguments import DENSE
+from anycell.lang.cell import INPUT, Cell, with_projection
+from anycell.layer import Array, Direction, Host, contract, row_group, share
 from anycell.layer.run import extent
+from anycell.layer.signature import DENSE
 from anycell.plan import plan
 
 FORMS = 16  # numbers of rows whose tables and memory are kept
@@ -27,11 +26,13 @@ class _Layer:
     """A layer: its kernel, and its weights as that reads them."""
 
     def __init__(
-        self, host: Host, cell: Cell, sizes: dict[str, int], dtype: str, w: Weights, threads: int
+        self, host: Host, cell: Cell, sizes: dict[str, int], dtype: str, w: Direction, threads: int
     ) -> None:
-        assert w.ih is not None
         self.plan = plan(
-            with_projection(cell), sizes["H"], dtype, sizes={**sizes, INPUT: w.ih.shape[1]}
+            with_projection(cell),
+            sizes["H"],
+            dtype,
+            sizes={**sizes, INPUT: w["weight_ih"].shape[1]},
         )
         self.kernel = kernel = cpu.compiled(self.plan)
         self.hyper = cpu.hyperparameters(self.plan)
@@ -45,14 +46,14 @@ class _Layer:
             yield_to=cpu.pool.yield_address(),
             hyper=self.hyper.__array_interface__["data"][0],
         )
-        for i, param in enumerate(w.params):
-            self.table.set(**{f"param{i}": host.pointer(param)})
+        for i, name in enumerate(cell.param_names):
+            self.table.set(**{f"param{i}": host.pointer(w[name])})
         for k, linear in enumerate(self.plan.cell.linears):
-            weight, bias = (w.ih, w.bias_ih) if linear.name == PROJECTION else w.matmul(linear)
+            weight, bias = w[linear.weight], w.get(linear.bias_name)
             source, strides = host.pointer(weight), host.strides(weight)
-            given = 0 if bias is None else host.pointer(bias)
+            address = 0 if bias is None else host.pointer(bias)
             bounds = extent(host, weight) if cpu.check.ON else None
-            cpu.pack(kernel, k, places[k], source, strides, 0, given, threads, bounds=bounds)
+            cpu.pack(kernel, k, places[k], source, strides, 0, address, threads, bounds=bounds)
             self.table.set(**{f"weights{k}": places[k]})
 
 
@@ -120,7 +121,8 @@ class Stream:
         cell: one that the CPU engine runs.
         sizes: what its size symbols stand for.
         dtype: "float32" or "float64".
-        weights: one per layer; they are copied as they are now, all but ``params``.
+        weights: what each layer learns, by name; they are copied as they are now, all but the
+            parameters of the cell.
         threads: for packing.
     """
 
@@ -130,7 +132,7 @@ class Stream:
         cell: Cell,
         sizes: dict[str, int],
         dtype: str,
-        weights: Sequence[Weights],
+        weights: Sequence[Mapping[str, Array]],
         threads: int,
     ) -> None:
         self.host, self.states, self.static = host, cell.states, cell.static
@@ -139,11 +141,10 @@ class Stream:
         whole = plan(cell, sizes["H"], dtype, sizes=sizes)
         self.layers = []
         for w in weights:
-            assert w.ih is not None
-            fit = replace(w, **contract.learned(host, whole, w, w.ih.shape[1]))
+            fit = contract.weights(host, whole, w, w["weight_ih"].shape[1])
             self.layers.append(_Layer(host, cell, sizes, dtype, fit, threads))
         self.itemsize = self.layers[0].plan.itemsize
-        self.hidden, self.width = sizes["H"], weights[0].ih.shape[1]  # type: ignore[union-attr]
+        self.hidden, self.width = sizes["H"], weights[0]["weight_ih"].shape[1]
         self.shape = [(len(weights), sizes[state.size]) for state in cell.states]
         index = self.layers[0].kernel.index
         self._x, self._out, self._static = index["x"], index["out"], index["static"]

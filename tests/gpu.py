@@ -7,7 +7,15 @@ from typing import Any
 import cards
 import numpy as np
 import pytest
-from problems import Arrays, Problem, _gradients, _results, width
+from problems import (
+    Arrays,
+    Problem,
+    _results,
+    from_layer,
+    layer_options,
+    to_layer,
+    width,
+)
 
 torch = pytest.importorskip("torch")
 CARD = cards.is_there()
@@ -17,9 +25,8 @@ pytest.importorskip("triton")
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from anycell import device, layer  # noqa: E402  (Triton reads the variable when it is imported)
+from anycell import device  # noqa: E402  (Triton reads the variable when it is imported)
 from anycell.engines.gpu import library  # noqa: E402
-from anycell.lang.cell import RECURRENT  # noqa: E402
 from anycell.plan import plan  # noqa: E402
 from anycell.torch.device import DeviceHost  # noqa: E402
 
@@ -58,7 +65,7 @@ def by_gpu(
         exchange: of the programs of tier 2.
         checkpoint: steps of a segment.
     """
-    cell, options, group = problem.cell, problem.options, problem.group
+    cell, group = problem.cell, problem.group
     hidden = problem.arrays["gates_x"].shape[2] // len(cell.gates)
     dtype = dtype or problem.arrays["gates_x"].dtype.name
     sizes = {s: width(s, hidden) for s in cell.sizes.values()}
@@ -72,60 +79,22 @@ def by_gpu(
             return None if given is None else torch.tensor(given.view(np.uint8), device=DEVICE)
         return torch.tensor(given, dtype=host.dtype, device=DEVICE)
 
-    def arrays(name: str) -> list[Any]:
-        return [array(a) for a in group(name).values()]
-
-    weights = {name: array(a) for name, a in group("weights").items()}
-    hh, bias_hh = (weights.pop(name, None) for name in (RECURRENT, f"{RECURRENT}_bias"))
-    x = array(problem["gates_x"])
-    one = layer.Weights(
-        ih=torch.eye(x.shape[2], dtype=host.dtype, device=DEVICE) if projected else None,
-        hh=hh,
-        bias_hh=bias_hh,
-        params=arrays("params"),
-        initial=arrays("state"),
-        reset=arrays("reset_state") or None,
-        static=array(problem["static"]),
-        linears=weights,
-        reverse=options.get("reverse", False),
-    )
-    how = layer.Options(
-        mask=array(problem["mask"]),
-        resets=array(problem["resets"]),
-        repeat=options.get("masked_output") == "repeat",
-        training=options.get("training", False),
-        seed=options.get("seed", 0),
-        checkpoint=checkpoint,
-    )
+    arrays = {name: array(a) for name, a in to_layer(problem, projected).items()}
+    d_final = [array(d[None]) for d in group("d_final").values()]
+    how = layer_options(problem)._replace(checkpoint=checkpoint)
     # The interpreter computes what lies outside of arrays too, with NumPy.
     with np.errstate(all="ignore"):
-        outputs, finals, saved = device.forward(host, chosen, x, [one], how, keep=True)
+        outputs, finals, kept = device.forward(host, chosen, arrays, how, keep=True)
         final = [value[0] for value in finals]
         for _ in range(backwards):
-            dx, (d,) = device.backward(
-                host, chosen, saved, array(problem["d_outputs"]), [arrays("d_final")]
-            )
+            d_outputs = array(problem["d_outputs"])
+            d = device.backward(host, chosen, arrays, how, kept, d_outputs, d_final)
 
     def numbers(tensor: Any) -> Any:
         return tensor.float().cpu().numpy().astype(problem.arrays["gates_x"].dtype)
 
     solution = _results(cell, numbers(outputs), [numbers(f) for f in final])
-    if projected:
-        solution["d weights ih"] = numbers(d.ih)
-    found = {RECURRENT: d.hh, f"{RECURRENT}_bias": d.bias_hh, **d.linears}
-    named = {
-        "weights": {name: numbers(a) for name, a in found.items() if a is not None},
-        "params": dict(zip(cell.param_names, map(numbers, d.params), strict=True)),
-        "state": dict(zip(cell.state_names, map(numbers, d.initial), strict=True)),
-    }
-    for argument, gradients in named.items():
-        solution |= _gradients(problem, argument, gradients)
-    for (name, given), total in zip(group("reset_state").items(), d.reset or (), strict=True):
-        solution[f"d reset_state {name}"] = numbers(total if given.ndim == 2 else total.sum(0))
-    solution["d gates_x"] = numbers(dx)
-    if d.static is not None:
-        solution["d static"] = numbers(d.static)
-    return solution
+    return solution | from_layer(problem, {name: numbers(t) for name, t in d.items()})
 
 
 @triton.jit

@@ -177,10 +177,10 @@ def oracle(
     kernel, bias = named["kernel"], named.get("bias")
     pair = bias if bias is not None and bias.ndim == 2 else (bias, None)
     turned = {n: w.swapaxes(-1, -2) if w.ndim > 1 else w for n, w in named.items()}
-    weights = {l.name: turned.get(f"{l.name}_kernel") for l in step.linears}
-    weights |= {f"{l.name}_bias": turned.get(f"{l.name}_bias") for l in step.linears}
+    weights = {l.weight: turned.get(f"{l.name}_kernel") for l in step.linears}
+    weights |= {l.bias_name: turned.get(f"{l.name}_bias") for l in step.linears}
     if "recurrent_kernel" in named:
-        weights |= {"hh": turned["recurrent_kernel"], "hh_bias": pair[1]}
+        weights |= {"weight_hh": turned["recurrent_kernel"], "bias_hh": pair[1]}
     x = x if mask is None else np.where(mask[..., None], x, 0.0)
     x = x.swapaxes(0, 1).astype("float64")
     gates = x @ kernel + (0.0 if pair[0] is None else pair[0])
@@ -210,16 +210,16 @@ def oracle(
         if name == "kernel":
             value = np.einsum("tbi,tbg->ig", x, g.gates_x)
         elif name == "recurrent_kernel":
-            value = g.weights["hh"].T
+            value = g.weights["weight_hh"].T
         elif name == "bias":
             first = g.gates_x.sum((0, 1))
-            value = first if pair[1] is None else np.stack([first, g.weights["hh_bias"]])
+            value = first if pair[1] is None else np.stack([first, g.weights["bias_hh"]])
         elif name in step.param_names:
             value = g.params[name]
         elif name.endswith("_kernel"):
-            value = g.weights[name.removesuffix("_kernel")].swapaxes(-1, -2)
+            value = g.weights["weight_" + name.removesuffix("_kernel")].swapaxes(-1, -2)
         else:
-            value = g.weights[name]
+            value = g.weights["bias_" + name.removesuffix("_bias")]
         found[f"d {name}"] = value
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from tolerances import LIMITS, assert_close, error
 import anycell
 from anycell import Cell, layer
 from anycell.engines import reference
-from anycell.lang.cell import RECURRENT, State, with_recurrent_mask
+from anycell.lang.cell import State
 from anycell.numpy.host import NumpyHost
 from anycell.plan import plan
 
@@ -44,8 +44,9 @@ def width(size: str, hidden: int) -> int:
 class Problem:
     """A recurrence and the gradients that arrive at its results.
 
-    ``arrays`` go by their place, as in "gates_x", "weights hh", "state h", "params p_i", "static",
-    "mask", "reset_state c", "d_outputs", "d_final h"; ``options`` are those of ``recurrence``.
+    ``arrays`` go by their place, as in "gates_x", "weights weight_hh", "state h", "params p_i",
+    "static", "mask", "reset_state c", "d_outputs", "d_final h"; ``options`` are those of
+    ``recurrence``.
     """
 
     cell: Cell
@@ -186,10 +187,10 @@ def _random_problem(
     arrays = {"gates_x": normal(steps, rows, gates * hidden)}
     for l in cell.linears:
         shape = l.shape({s: width(s, hidden) for s in (l.in_size, l.out_size)})
-        arrays[f"weights {l.name}"] = normal(*shape) * 0.5 * shape[-1] ** -0.5
-        if l.bias and (cell.bias or l.name != RECURRENT):
+        arrays[f"weights {l.weight}"] = normal(*shape) * 0.5 * shape[-1] ** -0.5
+        if l.bias and (cell.bias or not l.recurrent):
             size = len(l.declared) * width(l.out_size, hidden)
-            arrays[f"weights {l.name}_bias"] = 0.3 * normal(size)
+            arrays[f"weights {l.bias_name}"] = 0.3 * normal(size)
     for s in cell.states:
         arrays[f"state {s.name}"] = state(s, rows)
         arrays[f"d_final {s.name}"] = normal(rows, width(s.size, hidden))
@@ -216,7 +217,7 @@ def _random_problem(
 
 
 # -- solutions -----------------------------------------------------------------------------------
-# By name: "outputs", "final h", and for each array that has a gradient "d gates_x", "d weights hh".
+# By name: "outputs", "final h", and for each array that has a gradient "d gates_x", "d state h".
 
 
 def by_reference(problem: Problem, dtype: npt.DTypeLike = "float64") -> Arrays:
@@ -257,57 +258,58 @@ def by_cpu(
         backwards: the backward pass runs so many times.
         host: of the arrays.
     """
-    cell, options, group = problem.cell, problem.options, problem.group
-    hidden = problem.arrays["gates_x"].shape[2] // len(cell.gates)
-    x, reset = problem.arrays["gates_x"], list(group("reset_state").values())
+    cell, group, x = problem.cell, problem.group, problem.arrays["gates_x"]
+    hidden = x.shape[2] // len(cell.gates)
     sizes = {s: width(s, hidden) for s in cell.sizes.values()}
-    mask, runs = problem["recurrent_mask"], cell
-    if mask is not None:
-        runs = with_recurrent_mask(cell, mask.ndim == 3)
+    runs = layer.stepped(cell, problem["recurrent_mask"])
     chosen = plan(runs, hidden, x.dtype.name, "cpu", sizes)
-    weights = group("weights")
-    hh, bias_hh = (weights.pop(name, None) for name in (RECURRENT, f"{RECURRENT}_bias"))
-    one = layer.Weights(
-        ih=np.eye(x.shape[2], dtype=x.dtype) if projected else None,
-        hh=hh,
-        bias_hh=bias_hh,
-        params=list(group("params").values()),
-        initial=list(group("state").values()),
-        reset=reset or None,
-        static=problem["static"],
-        recurrent_mask=mask,
-        linears=weights,
-        reverse=options.get("reverse", False),
-    )
-    flags = {
-        k: None if problem[k] is None else problem[k].view(np.uint8) for k in ("mask", "resets")
-    }
-    how = layer.Options(
-        **flags,
+    arrays = to_layer(problem, projected)
+    host = host or NumpyHost(chosen.dtype)
+    how = layer_options(problem, threads)
+    outputs, finals, kept = layer.forward(host, chosen, arrays, how, keep=True)
+    final = [value[0] for value in finals]
+    d_final = [d[None] for d in group("d_final").values()]
+    for _ in range(backwards):
+        d = layer.backward(host, chosen, arrays, how, kept, problem["d_outputs"], d_final)
+    return _results(cell, outputs, final) | from_layer(problem, d)
+
+
+def to_layer(problem: Problem, projected: bool = False) -> dict[str, Any]:
+    """The arrays of a problem, as ``anycell.layer`` names them."""
+    x, group = problem.arrays["gates_x"], problem.group
+    arrays = {"x": x, **group("weights"), **group("params")}
+    arrays |= {n: problem[n] for n in ("static", "mask", "resets", "recurrent_mask")}
+    for kind in ("state", "reset_state"):
+        arrays |= {f"{kind} {name}": value[None] for name, value in group(kind).items()}
+    if projected:
+        arrays["weight_ih"] = np.eye(x.shape[2], dtype=x.dtype)
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def layer_options(problem: Problem, threads: int = 1) -> layer.Options:
+    """The options of a problem, likewise."""
+    options = problem.options
+    return layer.Options(
+        reverse=(options.get("reverse", False),),
         repeat=options.get("masked_output") == "repeat",
         training=options.get("training", False),
         seed=options.get("seed", 0),
         threads=threads,
     )
-    host = host or NumpyHost(chosen.dtype)
-    outputs, finals, saved = layer.forward(host, chosen, x, [one], how, keep=True)
-    final = [value[0] for value in finals]
-    d_final = list(group("d_final").values())
-    for _ in range(backwards):
-        dx, (d,) = layer.backward(host, chosen, saved, problem["d_outputs"], [d_final])
-    solution = _results(cell, outputs, final)
-    if projected:
-        solution["d weights ih"] = d.ih
-    d_weights = {RECURRENT: d.hh, f"{RECURRENT}_bias": d.bias_hh, **d.linears}
-    solution |= _gradients(problem, "weights", d_weights)
-    solution |= _gradients(problem, "params", dict(zip(cell.param_names, d.params, strict=True)))
-    solution |= _gradients(problem, "state", dict(zip(cell.state_names, d.initial, strict=True)))
-    for (name, given), total in zip(group("reset_state").items(), d.reset or (), strict=True):
-        solution[f"d reset_state {name}"] = total if given.ndim == 2 else total.sum(0)
-    solution["d gates_x"] = dx
-    if d.static is not None:
-        solution["d static"] = d.static
-    return solution
+
+
+def from_layer(problem: Problem, d: Mapping[str, Array]) -> Arrays:
+    """The gradients that ``anycell.layer`` returns, by the names of a problem."""
+    solution = _gradients(problem, "weights", d) | _gradients(problem, "params", d)
+    for kind in ("state", "reset_state"):
+        for name in problem.group(kind):
+            if f"{kind} {name}" in d:
+                solution[f"d {kind} {name}"] = d[f"{kind} {name}"][0]
+    if "weight_ih" in d:
+        solution["d weights ih"] = d["weight_ih"]
+    if "static" in d:
+        solution["d static"] = d["static"]
+    return solution | {"d gates_x": d["x"]}
 
 
 def by_recurrence(problem: Problem, engine: str = "cpu") -> Arrays:
@@ -322,7 +324,7 @@ def _results(cell: Cell, outputs: Array, final: Any) -> Arrays:
     }
 
 
-def _gradients(problem: Problem, argument: str, found: Arrays) -> Arrays:
+def _gradients(problem: Problem, argument: str, found: Mapping[str, Array]) -> Arrays:
     return {f"d {argument} {name}": found[name] for name in problem.group(argument)}
 
 

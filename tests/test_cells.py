@@ -31,8 +31,8 @@ Equations = Callable[[Any, Any, Given], Any]
 
 def recur(h: Any, given: Given, name: str = "hh", parts: int = 1) -> Any:
     """All blocks of a matmul, each [B, .]."""
-    bias = given["W"].get(f"{name}_bias")
-    return F.linear(h, given["W"][name], bias).chunk(parts, 1)
+    bias = given["W"].get(f"bias_{name}")
+    return F.linear(h, given["W"][f"weight_{name}"], bias).chunk(parts, 1)
 
 
 def lstm(
@@ -67,7 +67,7 @@ def gru_reset_before(x: Any, s: Any, given: Given) -> Any:
     (h,) = s
     rr, rz, _ = recur(h, given, parts=3)
     r, z = sigmoid(x[0] + rr), sigmoid(x[1] + rz)
-    n = tanh(x[2] + (r * h) @ given["W"]["hn"].T)
+    n = tanh(x[2] + (r * h) @ given["W"]["weight_hn"].T)
     return ((1 - z) * n + z * h,)
 
 
@@ -83,7 +83,7 @@ def lstmp(cell_clip: float = np.inf, proj_clip: float = np.inf) -> Equations:
     def step(x: Any, s: Any, given: Given) -> Any:
         i, f, g, o = (a + b for a, b in zip(x, recur(s[0], given, parts=4), strict=True))
         c = (sigmoid(f) * s[1] + sigmoid(i) * tanh(g)).clamp(-cell_clip, cell_clip)
-        return ((sigmoid(o) * tanh(c)) @ given["W"]["hr"].T).clamp(-proj_clip, proj_clip), c
+        return ((sigmoid(o) * tanh(c)) @ given["W"]["weight_hr"].T).clamp(-proj_clip, proj_clip), c
 
     return step
 
@@ -212,7 +212,7 @@ def slstm(heads: int, forget: Any) -> Equations:
 
     def step(x: Any, s: Any, given: Given) -> Any:
         h, c, n, m = s
-        weight = given["W"]["r"].reshape(heads, -1, h.shape[1] // heads)
+        weight = given["W"]["weight_r"].reshape(heads, -1, h.shape[1] // heads)
         parts = [a @ w.T for a, w in zip(h.chunk(heads, 1), weight, strict=True)]
         r = [torch.cat(gate, 1) for gate in zip(*(p.chunk(4, 1) for p in parts), strict=True)]
         i, f, z, o = (a + b for a, b in zip(x, r, strict=True))
@@ -435,12 +435,12 @@ def test_the_stabiliser_changes_nothing(rng: np.random.Generator) -> None:
         outputs.append(h)
     expected = torch.stack(outputs)
     expected.backward(torch.tensor(d_outputs))
-    arguments = (cell, gates_x.detach().numpy(), {"r": weight.detach().numpy()})
+    arguments = (cell, gates_x.detach().numpy(), {"weight_r": weight.detach().numpy()})
     found, final = reference.run(*arguments, resets=resets)
     grads = reference.backward(*arguments, resets=resets, d_outputs=d_outputs)
     assert_close(found, expected.detach(), "float64", "forward")
     assert_close(grads.gates_x, gates_x.grad, "float64", "gradient")
-    assert_close(grads.weights["r"], weight.grad, "float64", "gradient")
+    assert_close(grads.weights["weight_r"], weight.grad, "float64", "gradient")
     assert all(np.isfinite(s).all() for s in final)
 
 
@@ -456,7 +456,7 @@ def test_the_stabiliser_at_its_limits(forget: str, rng: np.random.Generator) -> 
     mask, resets = np.ones((6, 5), bool), np.zeros((6, 5), bool)
     mask[:, 3] = False  # m stays where it was
     resets[3, 4] = resets[0, 0] = True
-    weights = {"r": rng.standard_normal((3, 8, 2))}
+    weights = {"weight_r": rng.standard_normal((3, 8, 2))}
     d_outputs, d_final = rng.standard_normal((6, 5, 6)), list(rng.standard_normal((4, 5, 6)))
     options = {"mask": mask, "resets": resets}
     for state in (None, [None, None, None, np.full((5, 6), -np.inf)]):
@@ -470,7 +470,7 @@ def test_the_stabiliser_at_its_limits(forget: str, rng: np.random.Generator) -> 
             assert np.isfinite(found).all()
     tensor = torch.tensor(gates_x, requires_grad=True)
     given = {name: torch.tensor(a) for name, a in options.items()}
-    again, _ = reference.run(cell, tensor, {"r": torch.tensor(weights["r"])}, **given)
+    again, _ = reference.run(cell, tensor, {"weight_r": torch.tensor(weights["weight_r"])}, **given)
     (again * torch.tensor(d_outputs)).sum().backward()
     assert_close(again.detach(), outputs, "float64", "forward")
     grads = reference.backward(cell, gates_x, weights, **options, d_outputs=d_outputs)
@@ -519,8 +519,8 @@ def test_masks_of_evaluation_and_of_rate_zero(cell: Cell, rng: np.random.Generat
     arguments = problem.arguments()
     weights = arguments.pop("weights")
     if cell is cells.VariationalLSTM:
-        arguments["gates_x"] = arguments["gates_x"] + weights["hh_bias"]
-        weights = {"r": weights["hh"]}
+        arguments["gates_x"] = arguments["gates_x"] + weights["bias_hh"]
+        weights = {"weight_r": weights["weight_hh"]}
     zero = dict.fromkeys(cell.hyper, 0.0)
     evaluation = {} if cell.name.startswith("Zoneout") else {"seed": 3}
     for same, options in ((cell(**zero), {"training": True, "seed": 3}), (cell, evaluation)):
@@ -545,7 +545,7 @@ def test_forms_of_the_norm_are_named() -> None:
 def test_zoneout_keeps_old_values_exactly() -> None:
     cell = cells.ZoneoutLSTM(zoneout_c=1.0, zoneout_h=1.0)
     gates_x, state = np.ones((4, 2, 12)), [np.full((2, 3), 0.5), np.full((2, 3), -0.5)]
-    outputs, (h, c) = reference.run(cell, gates_x, {"hh": np.ones((12, 3))}, state)
+    outputs, (h, c) = reference.run(cell, gates_x, {"weight_hh": np.ones((12, 3))}, state)
     assert (outputs == 0.5).all()
     assert_array_equal((h, c), state)
 

@@ -144,32 +144,34 @@ def test_again_and_twice() -> None:
 def test_as_an_operator() -> None:
     """What torch.compile sees: the same bits, and shapes that the fake kernels foretell."""
     torch = pytest.importorskip("torch")
+    from torch_layers import given_to_forward
+
     import anycell.torch as at
+    from anycell.layer import Options
     from anycell.torch import ops
-    from anycell.torch.composite import Call, Inputs, Options
+    from anycell.torch.composite import Call
 
     if not ops.AVAILABLE:
         pytest.skip("needs PyTorch 2.4")
     for cell, mask in itertools.product(
-        (cells.LSTM, cells.GRU), (None, torch.rand(STEPS, 2) < 0.7)
+        (cells.LSTM, cells.GRU), ({}, {"mask": torch.rand(STEPS, 2) < 0.7})
     ):
         layer = at.RNN(cell, 4, 5, bidirectional=True)
         x, found = torch.randn(STEPS, 2, 4, requires_grad=True), []
         for checkpoint in (None, 4, "sqrt"):
-            call = Call(cell, 5, Options(mask=mask, training=True, checkpoint=checkpoint))
-            output, final = ops.run(call, Inputs(x, None, None, None, layer._weights()[0]))
+            options = Options((False, True), training=True, checkpoint=checkpoint)
+            arrays = {"x": x, **mask, **layer._weights()[0]}
+            output, final = ops.run(Call(cell, 5, options), arrays)
             total = output.square().sum() + sum(s.square().sum() for s in final)
             found.append([output, *final, *torch.autograd.grad(total, [x, *layer.parameters()])])
         assert all(
             torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)
         )
-        weights = [w for one in layer._weights()[0] for w in one[:4]]
-        form = ops.Form(
-            ops.known(cell, 5, (), x), 5, "-", "float32", 0, 2, False, False, False, True, False,
-            "4", "10" + "1" * 8 + ("0" if mask is None else "1") + "00",
-        )  # fmt: skip
-        tensors = [x, *weights, *([] if mask is None else [mask])]
-        torch.library.opcheck(torch.ops.anycell.forward, (tensors, form.text(), []))
+        options = Options((False, True), training=True, checkpoint=4)
+        arrays = {"x": x, **mask, **layer._weights()[0]}
+        call = given_to_forward(Call(cell, 5, options), arrays)
+        assert ops.Form.read(call[1]).checkpoint == "4"
+        torch.library.opcheck(torch.ops.anycell.forward, call)
 
 
 @pytest.mark.slow

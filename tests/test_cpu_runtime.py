@@ -710,7 +710,7 @@ def test_a_name_has_a_place_for_all_of_a_plan() -> None:
 
 def test_hyperparameters_are_read_by_their_place() -> None:
     """Cells of one graph, that declare others beside the one that they use."""
-    x, weights = np.full((1, 1, 8), 0.5), {"hh": np.zeros((8, 8))}
+    x, weights = np.full((1, 1, 8), 0.5), {"weight_hh": np.zeros((8, 8))}
     for declared in ({"u": 1.0, "v": 2.0}, {"v": 2.0}, {"v": 2.0, "u": 1.0}):
         found, _ = anycell.recurrence(scaled(declared, "v"), x, weights)
         assert_close(found, np.full_like(found, np.tanh(1.0)), "float64", "forward")

@@ -116,7 +116,7 @@ def test_the_pendulum_swings(demo: Any) -> None:
     gates = np.full((52, 1, 3), [-1e3, 0.0, 1e3])  # the input gate shut, the output gate open
     start = [np.zeros((1, 1)), np.ones((1, 1)), np.zeros((1, 1))]
     params = {"a": np.ones(1), "b": np.full(1, 0.12), "decay": np.full(1, 4.0)}
-    _, (_, u, v) = recurrence(demo.Pendulum, gates, {"hh": np.zeros((3, 1))}, start, params)
+    _, (_, u, v) = recurrence(demo.Pendulum, gates, {"weight_hh": np.zeros((3, 1))}, start, params)
     turned = np.angle(u + 1j * v).item()
     assert abs(turned) < 0.1
     assert np.abs(u + 1j * v).item() == pytest.approx((1 / (1 + np.exp(-4.0))) ** 52)

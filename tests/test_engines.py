@@ -215,7 +215,7 @@ def test_every_situation_at_every_size(cell: Cell, dtype: str, rng: np.random.Ge
 @some_cells
 def test_optional_arrays_may_be_absent(cell: Cell, rng: np.random.Generator) -> None:
     problem = random_problem(cell, (4, 3, 7), rng, resets=True)
-    absent = ("weights hh_bias", "state", "reset_state")
+    absent = ("weights bias_hh", "state", "reset_state")
     left = {name: a for name, a in problem.arrays.items() if not name.startswith(absent)}
     without = Problem(cell, left, {})
     arguments = without.arguments()

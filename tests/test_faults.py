@@ -234,7 +234,7 @@ def test_every_file_call_of_a_layer(
         monkeypatch.setattr(kernel, "_kernels", {})
         sources.fingerprint.cache_clear()
         jit._toolchain.cache_clear()
-        outputs, _ = recurrence(cells.RNN, gates, {"hh": weight}, engine="cpu")
+        outputs, _ = recurrence(cells.RNN, gates, {"weight_hh": weight}, engine="cpu")
         return outputs
 
     ref = solve()
@@ -476,7 +476,9 @@ def test_memory_for_code(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
 
     def solve() -> Any:
         return flat(
-            recurrence(cells.GRU, np.ones((3, 2, 12)), {"hh": np.ones((12, 4))}, engine="cpu")
+            recurrence(
+                cells.GRU, np.ones((3, 2, 12)), {"weight_hh": np.ones((12, 4))}, engine="cpu"
+            )
         )
 
     ref, libc = solve(), image._libc()

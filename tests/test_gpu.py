@@ -49,7 +49,8 @@ from tolerances import assert_close, error, limit
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import anycell
-from anycell import Cell, cells, device, layer
+from anycell import Cell, cells, device
+from anycell import layer as layers
 from anycell.engines import gpu
 from anycell.engines.gpu import build, capacity, cooperative, launch
 from anycell.engines.gpu.cooperative import Slice
@@ -584,13 +585,9 @@ def test_sums_of_chunks_are_not_rounded(rng: np.random.Generator) -> None:
     for cell in (cells.LSTM, cells.GRU(reset_after=False)):
         one = plan(cell, 4, "float16", "gpu")
         width = 4 * len(cell.gates)
-        weights = layer.Weights(
-            ih=host.zeros((width, 3)),
-            hh=host.zeros((width, 4)),
-            bias_ih=host.zeros((width,)),
-            bias_hh=host.zeros((width,)),
-            linears={"hn": host.zeros((4, 4)), "hn_bias": None},
-        )
+        weights = {
+            name: host.zeros(s) for name, s in layers.shapes(cell, {"H": 4}, 3, True).items()
+        }
         sums = device._Sums(host, one, weights, True)
         widths = [4 * len(l.outputs) for l in cell.linears]
         chunks = rng.uniform(0.0, 1.0, (100, 64, width)).astype("float16")
@@ -601,7 +598,7 @@ def test_sums_of_chunks_are_not_rounded(rng: np.random.Generator) -> None:
             sums.add(dg, host.zeros((64, 3)), pairs)
         right = chunks.astype("float64").sum((0, 1))
         assert_close(sums.bias_ih.cpu(), right, "float32", "gradient")
-        _, bias = sums.matmuls["hh"]
+        _, bias = sums.matmuls["weight_hh"]
         assert_close(bias.cpu()[: widths[0]], right[: widths[0]], "float32", "gradient")
 
 

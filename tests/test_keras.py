@@ -757,7 +757,7 @@ def test_forget_bias_and_declared_values() -> None:
     layer(np.zeros((3, 4, 1), "float32"))
     layer.reset_state()
     assert [number(s).tolist()[0] for s in layer.states] == [[0, 0], [0.5, 0.5]]
-    assert number(layer.cell._params[0]).tolist() == [1, 1]
+    assert number(layer.cell._further["a"]).tolist() == [1, 1]
     assert tuple(layer.cell.bias.shape) == (2, 4)
 
 

@@ -31,9 +31,10 @@ from anycell import (
     tanh,
     where,
 )
-from anycell.lang.cell import INPUT, RESERVED, with_projection
+from anycell.lang.cell import INPUT, RESERVED, with_projection, with_recurrent_mask
 from anycell.lang.expr import CONDITIONS, REDUCTIONS, Expr, apply, listing, show, topological
 from anycell.lang.ops import TABLE
+from anycell.layer import names, shapes
 from anycell.namespaces import namespace
 from anycell.plan import gradient_roots, is_narrow, passes, plan
 
@@ -575,6 +576,28 @@ def test_what_a_layer_learns_has_a_name_of_its_own(
 
 def test_a_bias_that_is_not_there_takes_no_name() -> None:
     assert traced(lambda x, r, s, p: linear(x.a, "u") * p.bias_u, params="bias_u").linears
+
+
+def test_names_of_the_reverse_direction() -> None:
+    """What the second direction learns has them, so nothing else may."""
+    message = r"names that end in '_reverse' are those of the reverse direction(.|\n)*rename it"
+    with pytest.raises(CellError, match=message):
+        traced(lambda x, r, s: linear(s.h, "u_reverse"))
+    with pytest.raises(CellError, match=message):
+        traced(lambda x, r, s, p: s.h * p.p_reverse, params="p_reverse")
+
+
+def test_names_of_all_that_a_layer_learns() -> None:
+    for one in (cells.LSTM, cells.IndRNN, cells.GRUD, cells.LSTMP, cells.sLSTM(heads=2)):
+        sizes = dict.fromkeys([*one.sizes.values(), "H"], 4)
+        for masked in (one, with_recurrent_mask(one, True)):
+            assert set(masked.learned) == set(shapes(masked, sizes, 3, True))
+    assert names(cells.GRU(reset_after=False), 2) == (
+        *("x", "static", "mask", "resets", "recurrent_mask", "state h", "reset_state h"),
+        *("weight_ih", "bias_ih", "weight_hh", "bias_hh", "weight_hn"),
+        *(f"{kind}_reverse" for kind in ("weight_ih", "bias_ih", "weight_hh", "bias_hh")),
+        "weight_hn_reverse",
+    )
 
 
 def test_any_name_is_a_gate_s() -> None:

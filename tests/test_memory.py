@@ -6,7 +6,6 @@ import ast
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -210,8 +209,8 @@ def recurrence(case: Case, kind: str) -> Entry:
     shapes: dict[str, tuple[int, ...]] = {"gates_x": (case.steps, case.rows, gates * h)}
     for l in one.linears:
         sizes = {"H": h, "P": size}
-        shapes[f"weights {l.name}"] = l.shape(sizes)
-        shapes[f"weights {l.name}_bias"] = (len(l.declared) * sizes[l.out_size],)
+        shapes[f"weights {l.weight}"] = l.shape(sizes)
+        shapes[f"weights {l.bias_name}"] = (len(l.declared) * sizes[l.out_size],)
     shapes |= {f"params {name}": (h,) for name in one.param_names}
     shapes |= {f"state {i}": (case.rows, n) for i, n in enumerate(widths)}
     shapes |= flags_of(case, (case.steps, case.rows))
@@ -468,17 +467,18 @@ def test_native_calls_are_held_against_their_arrays(monkeypatch: pytest.MonkeyPa
     assert cpu.check.ON, "tests run under ANYCELL_CHECK=1"
     host, one = NumpyHost("float32"), plan(cells.LSTM, 8, "float32")
     x, w = np.zeros((40, 9, 6), "float32"), np.zeros((32, 8), "float32")
-    h = np.zeros((9, 8), "float32")
-    weights = [layer.Weights(np.zeros((32, 6), "float32"), w, initial=[h, h])]
+    named = {"weight_ih": np.zeros((32, 6), "float32"), "weight_hh": w}
+    named |= {f"state {name}": np.zeros((9, 8), "float32") for name in "hc"}
 
-    def forward(x: Array = x, weights: Any = weights) -> None:
-        layer.forward(host, one, x, weights, layer.Options(), keep=True)
+    def forward(x: Array = x, **others: Array) -> None:
+        given = layer.Entering(x, None, None, [{**named, **others}])
+        monkeypatch.setattr(layer.contract, "entering", lambda *_: given)
+        layer.forward(host, one, {}, layer.Options(), keep=True)
 
     forward()
-    monkeypatch.setattr(layer.contract, "entering", lambda _, __, *rest: rest)
     with pytest.raises(AssertionError, match="input: the kernel would touch"):
         forward(np.zeros((40, 6, 9), "float32").transpose(0, 2, 1)[:, :, ::-1])
     with pytest.raises(AssertionError, match="weight: the kernel would touch"):
-        forward(weights=[replace(weights[0], hh=w[:, :7])])
+        forward(weight_hh=w[:, :7])
     with pytest.raises(AssertionError, match="no multiple of 4 bytes"):
         forward(dict(variants(x))["1 bytes past an element"])

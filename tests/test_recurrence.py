@@ -36,10 +36,10 @@ def arguments(cell: Cell = cells.LSTM, dtype: str = "float64") -> dict[str, Any]
 
 def sized() -> dict[str, Any]:
     weights = {
-        "hh": np.ones((2 * H, 6)),
-        "down": np.ones((6, H)),
-        "down_bias": np.ones(6),
-        "mix": np.ones((2, H // 2, H // 2)),
+        "weight_hh": np.ones((2 * H, 6)),
+        "weight_down": np.ones((6, H)),
+        "bias_down": np.ones(6),
+        "weight_mix": np.ones((2, H // 2, H // 2)),
     }
     return {
         "cell": Sized,
@@ -176,24 +176,36 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     ),
     (change(gates_x=ones((T, B, 0))), ValueError, "given shape (5, 3, 0), expected (T, B, 4 * H)"),
     (change(weights=None), TypeError, "weights: given NoneType, expected a dictionary"),
-    (change(weights={}), ValueError, "weights: given no 'hh'; expected 'hh', 'hh_bias'"),
+    (
+        change(weights={}),
+        ValueError,
+        "weights: given no 'weight_hh'; expected 'weight_hh', 'bias_hh'",
+    ),
     (
         change(weights=("W", ones(3))),
         ValueError,
-        "weights: given unknown 'W'; expected 'hh', 'hh_bias'",
+        "weights: given unknown 'W'; expected 'weight_hh', 'bias_hh'",
     ),
-    (change(weights=("hh", None)), ValueError, "weights: given no 'hh'"),
-    (change(weights=("hh", ones((4, 16)))), ValueError, "given shape (4, 16), expected (16, 4)"),
-    (change(weights=("hh", ones(16))), ValueError, "given shape (16,), expected 2 axes: (out, in)"),
+    (change(weights=("weight_hh", None)), ValueError, "weights: given no 'weight_hh'"),
     (
-        change(weights=("hh", ones((16, 4), "f4"))),
+        change(weights=("weight_hh", ones((4, 16)))),
+        ValueError,
+        "given shape (4, 16), expected (16, 4)",
+    ),
+    (
+        change(weights=("weight_hh", ones(16))),
+        ValueError,
+        "given shape (16,), expected 2 axes: (out, in)",
+    ),
+    (
+        change(weights=("weight_hh", ones((16, 4), "f4"))),
         TypeError,
         "given dtype float32, expected float64",
     ),
     (
-        change(weights=("hh_bias", ones(4))),
+        change(weights=("bias_hh", ones(4))),
         ValueError,
-        "'hh_bias']: given shape (4,), expected (16,)",
+        "'bias_hh']: given shape (4,), expected (16,)",
     ),
     (
         change(state=ones((B, H))),
@@ -268,20 +280,32 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (change(engine="gpu"), ValueError, "engine='gpu'; expected 'cpu', 'reference' or None"),
     (resized(static=None), ValueError, "static: given none, expected one: see cell Sized"),
     (resized(training=True), ValueError, "seed: given None, expected an integer: in training cell"),
-    (resized(weights={"down_bias": None}), ValueError, "weights: given no 'down_bias'"),
-    (resized(weights={"down": ones((6, 5))}), ValueError, "given shape (6, 5), expected (6, 4)"),
+    (resized(weights={"bias_down": None}), ValueError, "weights: given no 'bias_down'"),
     (
-        resized(weights={"hh": ones((2 * H, 5))}),
+        resized(weights={"weight_down": ones((6, 5))}),
         ValueError,
-        "'down']: given shape (6, 4), expected",
+        "given shape (6, 5), expected (6, 4)",
     ),
-    (resized(weights={"mix": ones((4, 4))}), ValueError, "3 axes: (heads, out/heads, in/heads)"),
     (
-        resized(gates_x=ones((T, B, 6)), weights={"hh": ones((6, 6))}),
+        resized(weights={"weight_hh": ones((2 * H, 5))}),
+        ValueError,
+        "'weight_down']: given shape (6, 4), expected",
+    ),
+    (
+        resized(weights={"weight_mix": ones((4, 4))}),
+        ValueError,
+        "3 axes: (heads, out/heads, in/heads)",
+    ),
+    (
+        resized(gates_x=ones((T, B, 6)), weights={"weight_hh": ones((6, 6))}),
         ValueError,
         "given H=3 (the hidden size); expected a multiple of 2, because `linear(e, 'mix', heads=2)",
     ),
-    (resized(state=(ones((B, 7)), None)), ValueError, "'hh']: given shape (8, 6), expected (8, 7)"),
+    (
+        resized(state=(ones((B, 7)), None)),
+        ValueError,
+        "'weight_hh']: given shape (8, 6), expected (8, 7)",
+    ),
 ]
 
 
@@ -293,7 +317,7 @@ def test_refusals(given: dict[str, Any], error: type[Exception], message: str) -
 
 
 def test_a_recurrent_mask_needs_something_to_mask() -> None:
-    gates_x, weights = np.ones((2, 3, 4 * H)), {"r": np.ones((4 * H, H))}
+    gates_x, weights = np.ones((2, 3, 4 * H)), {"weight_r": np.ones((4 * H, H))}
     with pytest.raises(ValueError, match=r"cell sLSTM, which has no matmul behind `r` .*: r\)"):
         anycell.recurrence(anycell.cells.sLSTM, gates_x, weights, recurrent_mask=np.ones((3, H)))
 

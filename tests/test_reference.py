@@ -196,7 +196,7 @@ def test_equals_the_layers_of_torch(
     expected, last = module(x.flip(0) if reverse else x, given if len(given) > 1 else given[0])
     expected = expected.flip(0) if reverse else expected
     gates_x = torch.nn.functional.linear(x, module.weight_ih_l0, module.bias_ih_l0)
-    weights = {"hh": module.weight_hh_l0, "hh_bias": module.bias_hh_l0}
+    weights = {"weight_hh": module.weight_hh_l0, "bias_hh": module.bias_hh_l0}
     outputs, final = reference.run(cell, gates_x, weights, state, reverse=reverse)
     assert_close(outputs.detach(), expected.detach(), "float64", "forward")
     for own, its in zip(final, last if isinstance(last, tuple) else (last,), strict=True):
@@ -295,7 +295,7 @@ def test_states_start_and_reset_as_declared(rng: np.random.Generator) -> None:
     def Declared(x, r, s):
         return tanh(x.a + r.a) + where(s.m < -1e30, 1.0, 0.0) + 0 * s.h, tanh(x.a)
 
-    gates_x, weights = rng.standard_normal((3, 2, 4)), {"hh": np.zeros((4, 4))}
+    gates_x, weights = rng.standard_normal((3, 2, 4)), {"weight_hh": np.zeros((4, 4))}
     resets = np.array([[0, 0], [0, 1], [0, 0]], bool)
     outputs, (h, m) = reference.run(Declared, gates_x, weights, resets=resets)
     first = np.array([[1, 1], [0, 1], [0, 0]])[:, :, None]
@@ -403,7 +403,7 @@ def test_second_derivatives(rng: np.random.Generator) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_transforms_of_torch(rng: np.random.Generator) -> None:
     gates_x = torch.tensor(rng.standard_normal((3, 5, 2, 4 * 6)))  # [T, copies, B, G*H]
-    weights = {"hh": torch.tensor(rng.standard_normal((24, 6)))}
+    weights = {"weight_hh": torch.tensor(rng.standard_normal((24, 6)))}
 
     def outputs(gates: Any) -> Any:
         return reference.run(cells.LSTM, gates, weights)[0]
@@ -419,7 +419,7 @@ def test_transforms_of_torch(rng: np.random.Generator) -> None:
 
 def test_half_precision(rng: np.random.Generator) -> None:
     gates_x = torch.tensor(rng.standard_normal((5, 2, 4 * 6)), dtype=torch.bfloat16)
-    weights = {"hh": torch.tensor(rng.standard_normal((24, 6)), dtype=torch.bfloat16)}
+    weights = {"weight_hh": torch.tensor(rng.standard_normal((24, 6)), dtype=torch.bfloat16)}
     outputs, final = reference.run(cells.LSTM, gates_x, weights)
     assert outputs.dtype == final[1].dtype == torch.bfloat16
 

@@ -12,8 +12,9 @@ import torch
 from tolerances import assert_close
 
 from anycell import cells
+from anycell.layer import ENDS, Options, shapes
 from anycell.torch import functional
-from anycell.torch.composite import Call, Inputs, Options, Weights, composite
+from anycell.torch.composite import Call, composite
 
 STEPS, ROWS, SIZE, ENTERING = 6, 3, 5, 4
 CELLS = [cells.LSTM, cells.GRU, cells.GRU(reset_after=False), cells.PeepholeLSTM, cells.LSTMP]
@@ -25,8 +26,8 @@ def problem(
     projected: bool,
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
-    **options: Any,
-) -> tuple[Call, Inputs]:
+    **flags: torch.Tensor,
+) -> tuple[Call, dict[str, torch.Tensor]]:
     """A layer of two directions, or of one, whose tensors all want gradients."""
     directions = 1 if projected else 2
     sizes = {"H": SIZE, "P": 3}
@@ -35,32 +36,23 @@ def problem(
     def make(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
 
-    weights = []
-    for _ in range(directions):
-        linears = []
-        for l in cell.linears:
-            if l.name != "hh":
-                linears += [(l.name, make(*l.shape(sizes))), (f"{l.name}_bias", None)]
-        ih = None if projected else make(width, ENTERING)
-        hh, bias = make(width, first), make(width)
-        params = tuple([make(SIZE) for _ in cell.params])
-        weights.append(Weights(ih, hh, bias, make(width), params, tuple(linears)))
+    arrays = {"x": make(STEPS, ROWS, width if projected else ENTERING), **flags}
+    for end in ENDS[:directions]:
+        learned = shapes(cell, sizes, ENTERING, True)
+        if projected:
+            del learned["weight_ih"]
+        arrays |= {name + end: make(*shape) for name, shape in learned.items()}
+    arrays |= {f"state {s.name}": make(directions, ROWS, sizes[s.size]) for s in cell.states}
     shape = (len(cell.gates), ROWS, first) if per_gate else (ROWS, first)
     mask = torch.bernoulli(torch.full(shape, 0.6, dtype=dtype, device=device)) / 0.6
-    x = make(STEPS, ROWS, width if projected else ENTERING)
-    call = Call(cell, SIZE, Options(recurrent_mask=mask, **options), sizes=(("P", 3),))
-    initial = tuple(make(directions, ROWS, sizes[s.size]) for s in cell.states)
-    return call, Inputs(x, None, initial, None, weights)
+    options = Options(reverse=(False, True)[:directions])
+    return Call(cell, SIZE, options, (("P", 3),)), arrays | {"recurrent_mask": mask}
 
 
-def solve(run: Any, call: Call, inputs: Inputs) -> list[torch.Tensor]:
+def solve(run: Any, call: Call, arrays: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Results and gradients."""
-    output, final = run(call, inputs)
-    assert inputs.initial is not None
-    wanted = [inputs.x, *inputs.initial]
-    for w in inputs.weights:
-        every = (*w[:4], *w.params, *[t for _, t in w.linears])
-        wanted += [t for t in every if t is not None]
+    output, final = run(call, arrays)
+    wanted = [t for t in arrays.values() if t.requires_grad]
     loss = (output * output.detach().cos()).sum() + sum((f**2).sum() for f in final)
     return [output, *final, *torch.autograd.grad(loss, wanted)]
 
@@ -71,26 +63,26 @@ def solve(run: Any, call: Call, inputs: Inputs) -> list[torch.Tensor]:
 def test_recurrent_mask(cell: Any, per_gate: bool, projected: bool, seed: int) -> None:
     torch.manual_seed(seed)
     valid = torch.rand(STEPS, ROWS) < 0.8
-    call, inputs = problem(
+    call, arrays = problem(
         cell, per_gate, projected, mask=valid, resets=torch.rand(valid.shape) < 0.2
     )
     ran = []
     with pytest.MonkeyPatch.context() as patch:
         fused = functional.fused.run
         patch.setattr(functional.fused, "run", lambda *a: ran.append(a[1].engine) or fused(*a))
-        ours = solve(functional.layer, call, inputs)
+        ours = solve(functional.layer, call, arrays)
     assert ran == ["cpu"]
-    for found, right in zip(ours, solve(composite, call, inputs), strict=True):
+    for found, right in zip(ours, solve(composite, call, arrays), strict=True):
         assert_close(found.detach().numpy(), right.detach().numpy(), "float64", "gradient")
 
 
 def test_recurrent_mask_twice_differentiable() -> None:
     torch.manual_seed(0)
-    call, inputs = problem(cells.LSTM, True, False)
-    x = inputs.x.detach()[:2].requires_grad_()
+    call, arrays = problem(cells.LSTM, True, False)
+    x = arrays["x"].detach()[:2].requires_grad_()
 
     def output(x: torch.Tensor) -> torch.Tensor:
-        return functional.layer(call, inputs._replace(x=x))[0]
+        return functional.layer(call, arrays | {"x": x})[0]
 
     assert torch.autograd.gradcheck(output, (x,))
     assert torch.autograd.gradgradcheck(output, (x,))
@@ -99,8 +91,8 @@ def test_recurrent_mask_twice_differentiable() -> None:
 @pytest.mark.parametrize("checkpoint", [2, "sqrt"])
 def test_recurrent_mask_with_checkpoints(checkpoint: Any, set_layer: Callable[..., None]) -> None:
     set_layer(chunk_steps=lambda *_: 1)
-    call, inputs = problem(cells.LSTM, True, False)
-    plain = solve(functional.layer, call, inputs)
+    call, arrays = problem(cells.LSTM, True, False)
+    plain = solve(functional.layer, call, arrays)
     options = call.options._replace(checkpoint=checkpoint)
-    again = solve(functional.layer, call._replace(options=options), inputs)
+    again = solve(functional.layer, call._replace(options=options), arrays)
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))

@@ -21,9 +21,10 @@ from torch_layers import assert_same, given_to_forward
 import anycell
 from anycell import cells, device
 from anycell.engines import vendor
+from anycell.layer import Options
 from anycell.plan import Plan
 from anycell.torch import functional, fused, ops, recurrent
-from anycell.torch.composite import Call, Inputs, Options, composite
+from anycell.torch.composite import Call, composite
 from anycell.torch.device import DeviceHost
 from anycell.torch.dropin import DropIn
 
@@ -276,10 +277,10 @@ def test_recurrent_mask(
     torch.manual_seed(seed)
     valid, resets = (torch.rand(2, 6, 3, device=DEVICE) < 0.8).unbind()
     flags = {"mask": valid, "resets": ~resets}
-    call, inputs = problem(cell, per_gate, False, torch.float32, DEVICE, **flags)
-    ours = solve(functional.layer, call, inputs)
+    call, arrays = problem(cell, per_gate, False, torch.float32, DEVICE, **flags)
+    ours = solve(functional.layer, call, arrays)
     assert ran == ["forward", "backward"]
-    for found, right in zip(ours, solve(composite, *in_float64(call, inputs)), strict=True):
+    for found, right in zip(ours, solve(composite, *in_float64(call, arrays)), strict=True):
         assert_close(found.detach().cpu(), right.detach().cpu(), "float32", "gradient")
 
 
@@ -331,9 +332,9 @@ def test_shapes_foretold(cell: Any, ran: list[str]) -> None:
     sizes = {"P": 3} if cell is cells.LSTMP else {}
     layer = anycell.torch.RNN(cell, 3, 5, bidirectional=True, device=DEVICE, **sizes)
     x, mask = torch.randn(4, 2, 3, device=DEVICE), torch.ones(4, 2, dtype=bool, device=DEVICE)
-    for options in (Options(training=True), Options(mask, training=True)):
-        call = Call(cell, 5, options, sizes=tuple(sizes.items()))
-        arguments = given_to_forward(call, Inputs(x, None, None, None, layer._weights()[0]))
+    call = Call(cell, 5, Options((False, True), training=True), tuple(sizes.items()))
+    for flags in ({}, {"mask": mask}):
+        arguments = given_to_forward(call, {"x": x, **flags, **layer._weights()[0]})
         torch.library.opcheck(
             torch.ops.anycell.forward, arguments, test_utils=("test_schema", "test_faketensor")
         )
@@ -345,7 +346,7 @@ def test_a_card_that_is_not_there() -> None:
     layer = anycell.torch.RNN(cells.PeepholeLSTM, 3, 5)
     x, mode = torch.randn(4, 2, 3), FakeTensorMode()
     call = Call(cells.PeepholeLSTM, 5, Options(training=True))
-    tensors, text, hyper = given_to_forward(call, Inputs(x, None, None, None, layer._weights()[0]))
+    tensors, text, hyper = given_to_forward(call, {"x": x, **layer._weights()[0]})
     fake = [FakeTensor(mode, t.detach().to("meta", torch.bfloat16), "cuda:0") for t in tensors]
     text = ops.Form.read(text)._replace(dtype="bfloat16").text()  # which the CPU has no kernel for
     with mode, torch.no_grad():

@@ -18,8 +18,10 @@ from torch_layers import Zoned, by_name, given_to_forward  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
+from anycell.layer import Options  # noqa: E402
+from anycell.layer import names as layer_names  # noqa: E402
 from anycell.torch import fused, ops  # noqa: E402
-from anycell.torch.composite import Call, Inputs, Options, linear_names  # noqa: E402
+from anycell.torch.composite import Call  # noqa: E402
 
 Tensor = torch.Tensor
 STEPS, ROWS = 40, 9  # so many that the kernel reads the input itself
@@ -35,21 +37,22 @@ def _fresh(seed: int) -> None:
 
 
 def arguments(
-    kind: Any, steps: int = 4, rows: int = 2, states: bool = False, **options: Any
+    kind: Any, steps: int = 4, rows: int = 2, states: bool = False, **flags: Tensor
 ) -> tuple[Any, ...]:
     """What a call gives to the operator ``anycell::forward``."""
     sizes = {"P": 4} if kind is cells.LSTMP else {}
     layer = at.RNN(kind, 3, 5, bidirectional=True, dtype=torch.float64, **sizes)
     x = torch.randn(steps, rows, 3, dtype=torch.float64, requires_grad=True)
-    initial = None
-    if states:
-        widths = [sizes.get(state.size, 5) for state in kind.states]
-        initial = tuple(torch.randn(2, rows, n, dtype=torch.float64) for n in widths)
-    static = torch.randn(rows, 5, dtype=torch.float64) if kind.static else None
-    inputs = Inputs(x, static, initial, initial, layer._weights()[0])
+    arrays = {"x": x, **flags, **layer._weights()[0]}
+    for state in kind.states if states else ():
+        for what in ("state", "reset_state"):
+            shape = 2, rows, sizes.get(state.size, 5)
+            arrays[f"{what} {state.name}"] = torch.randn(shape, dtype=torch.float64)
+    if kind.static:
+        arrays["static"] = torch.randn(rows, 5, dtype=torch.float64)
     seed = torch.tensor(7) if kind.keeps else 0
-    call = Call(kind, 5, Options(seed=seed, training=True, **options), sizes=layer._sizes)
-    return given_to_forward(call, inputs)
+    options = Options((False, True), seed=seed, training=True)  # type: ignore[arg-type]
+    return given_to_forward(Call(kind, 5, options, layer._sizes), arrays)
 
 
 def flags(steps: int, rows: int) -> dict[str, Tensor]:
@@ -58,19 +61,9 @@ def flags(steps: int, rows: int) -> dict[str, Tensor]:
 
 def names(kind: Any, text: str) -> list[str]:
     """What the tensors of a call are called in errors."""
-    states, form = kind.state_names, ops.Form.read(text)
-    every = ["x", "static"]
-    every += [f"state '{name}'" for name in states] * form.initial
-    every += [f"reset_state '{name}'" for name in states] * form.reset
-    for end in ("", "_reverse"):
-        further = [
-            f"bias_{n.removesuffix('_bias')}" if n.endswith("_bias") else f"weight_{n}"
-            for n in linear_names(kind)
-        ]
-        first = ["weight_ih", "weight_hh", "bias_ih", "bias_hh"]
-        every += [f"{n}{end}" for n in (*first, *kind.param_names, *further)]
-    every += ["mask", "resets", "seed"]
-    return [name for name, c in zip(every, form.given, strict=True) if c == "1"]
+    every = [*layer_names(kind, 2), "seed"]
+    given = [n for n, c in zip(every, ops.Form.read(text).given, strict=True) if c == "1"]
+    return [re.sub(r"state (\w+)", r"state '\1'", name) for name in given]
 
 
 @pytest.mark.parametrize("kind", [cells.LSTM, cells.GRU, cells.LayerNormLSTM, Zoned], **by_name)
@@ -241,6 +234,12 @@ def kind_width(kind: Any) -> int:
 def test_a_layer_and_its_operator_take_the_same_road() -> None:
     """The check of an operator is that of the engine, and costs no second walk."""
     tensors, text, hyper = arguments(cells.LSTM)
-    form, flat = ops.Form.read(text).unpack(tensors, ops.Form.read(text).plan(tuple(hyper), "cpu"))
-    output, *_ = fused.run_forward(form.call, form.plan, form.unflatten(flat), keep=False)
+    form = ops.Form.read(text)
+    plan = form.plan(tuple(hyper), "cpu")
+    output, *_ = fused.run_forward(*_with(plan, form.unpack(tensors, plan)), keep=False)
     assert torch.equal(output, torch.ops.anycell.forward(tensors, text, hyper)[0][1:5])
+
+
+def _with(plan: Any, unpacked: tuple[Any, Any]) -> tuple[Any, ...]:
+    call, arrays = unpacked
+    return call, plan, arrays

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import anycell.torch as at
 from anycell import cell, cells, keep, sigmoid, tanh
 from anycell.torch import ops
-from anycell.torch.composite import Call, Inputs
+from anycell.torch.composite import Arrays, Call
 
 LAYERS = {"LSTM": (at.LSTM, nn.LSTM), "GRU": (at.GRU, nn.GRU)}
 STATES = {"LSTM": 2, "GRU": 1}
@@ -98,7 +98,7 @@ CELLS = [cells.LSTM, cells.GRU, cells.PeepholeLSTM, cells.LayerNormLSTM, Odd]
 by_name = {"ids": lambda c: c.name}
 
 
-def given_to_forward(call: Call, inputs: Inputs) -> tuple[Any, ...]:
+def given_to_forward(call: Call, arrays: Arrays) -> tuple[Any, ...]:
     """What ``ops.run`` gives to the operator."""
     with pytest.MonkeyPatch.context() as patch:
         seen: list[tuple[Any, ...]] = []
@@ -106,5 +106,5 @@ def given_to_forward(call: Call, inputs: Inputs) -> tuple[Any, ...]:
         patch.setattr(
             torch.ops.anycell, "forward", lambda *args: seen.append(args) or forward(*args)
         )
-        ops.run(call, inputs)
+        ops.run(call, arrays)
     return seen[0]

@@ -138,9 +138,7 @@ def recurrence_arguments(problem: Problem, dtype: str | None = None) -> tuple[An
     cell = problem.cell.definition
     x = problem.x.astype(dtype or problem.dtype)
     gates = x @ w["weight_ih"].T + w.get("bias_ih", x.dtype.type(0))
-    weights = {"hh": w["weight_hh"]}
-    if "bias_hh" in w:
-        weights["hh_bias"] = w["bias_hh"]
+    weights = {name: w[name] for name in ("weight_hh", "bias_hh") if name in w}
     return cell, gates, weights, None, {name: w[name] for name in cell.param_names}
 
 

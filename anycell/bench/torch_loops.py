@@ -121,15 +121,10 @@ def any_cell(cell: Cell, seed: int | None, stream: int, static: Tensor | None) -
 
     def scan(x: Tensor, w: Weights, reverse: bool) -> Tensor:
         gates = F.linear(x, w["weight_ih"], w.get("bias_ih"))
-        weights = {"hh": w.get("weight_hh"), "hh_bias": w.get("bias_hh")}
-        for linear in cell.linears:
-            if linear.name != "hh":
-                weights[linear.name] = w[f"weight_{linear.name}"]
-                weights[f"{linear.name}_bias"] = w.get(f"bias_{linear.name}")
         output, _ = reference.run(
             cell,
             gates,
-            {name: value for name, value in weights.items() if value is not None},
+            {n: w.get(n) for linear in cell.linears for n in (linear.weight, linear.bias_name)},
             params={name: w[name] for name in cell.param_names},
             static=static,
             reverse=reverse,

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from anycell import philox
 from anycell.lang import grad
-from anycell.lang.cell import RECURRENT, Cell, Linear
+from anycell.lang.cell import Cell, Linear
 from anycell.lang.expr import Expr, topological
 from anycell.lang.ops import TABLE, is_reduction
 from anycell.namespaces import Array, namespace
@@ -58,7 +58,7 @@ def run(
     Example:
         >>> import numpy as np
         >>> from anycell.cells import RNN
-        >>> gates_x, weights = np.zeros((5, 2, 3)), {"hh": np.eye(3)}
+        >>> gates_x, weights = np.zeros((5, 2, 3)), {"weight_hh": np.eye(3)}
         >>> outputs, (h,) = run(RNN, gates_x, weights, [np.ones((2, 3))])
         >>> outputs.shape, h.shape
         ((5, 2, 3), (2, 3))
@@ -94,9 +94,9 @@ class Recurrence:
     Attributes:
         cell: a cell of G gates and hidden size H.
         gates_x: ``[T, B, G*H]``, the input projection of each gate, in the declared order.
-        weights: by the name of the matmul. ``"hh"`` is ``[G*H, H]``, all declared gates; any other
-            ``[out, in]``, or ``[heads, out/heads, in/heads]``, where out counts all its outputs,
-            one after the other. Biases: ``"hh_bias"`` ``[G*H]``.
+        weights: by name. ``weight_hh`` is ``[G*H, H]``, for all declared gates; any other
+            ``weight_<name>`` ``[out, in]``, or ``[heads, out/heads, in/heads]``, where out counts
+            all its outputs, one after the other. Biases: ``bias_hh`` ``[G*H]``, ``bias_<name>``.
         state: ``[B, size]`` per state; None starts from the declared initial value.
         params: the cell's per-unit parameters, ``[H]``.
         static: the cell's input per sequence, ``[B, H]``.
@@ -293,7 +293,7 @@ class Recurrence:
         l = self._matmul(name)
         weight = self.xp.swapaxes(self._block(l, output), -1, -2)
         product = self._per_head(self._operand(l, output, t, values), weight)
-        bias = self.weights.get(f"{name}_bias")
+        bias = self.weights.get(l.bias_name)
         return product if bias is None else product + bias[self._span(l, output)]
 
     def _operand(self, l: Linear, output: str, t: int, values: Values) -> Array:
@@ -312,13 +312,13 @@ class Recurrence:
     def _recurrent(self, l: Linear, output: str) -> Array:
         """The factor on the way into the recurrent matmul."""
         mask = self.recurrent_mask
-        if mask is None or l.name != RECURRENT:
+        if mask is None or not l.recurrent:
             return self.one
         return mask[self.cell.gates.index(output)] if len(mask.shape) == 3 else mask
 
     def _block(self, l: Linear, output: str) -> Array:
         """The weight behind one output, ``[heads, out/heads, in/heads]``."""
-        weight = self.weights[l.name]
+        weight = self.weights[l.weight]
         if l.heads == 1:
             return self.xp.reshape(weight[self._span(l, output)], (1, -1, weight.shape[-1]))
         return weight[:, self._span(l, output, l.heads)]
@@ -354,9 +354,9 @@ class Recurrence:
                 blocks.append(self.xp.einsum("nho,nhi->hoi", d_split, split))
                 sums.append(self.xp.sum(d, axis=(0, 1)))
             weight = self.xp.concatenate(blocks, axis=1)
-            out[l.name] = self.xp.reshape(weight, self.weights[l.name].shape)
-            if self.weights.get(f"{l.name}_bias") is not None:
-                out[f"{l.name}_bias"] = self.xp.concatenate(sums, axis=0)
+            out[l.weight] = self.xp.reshape(weight, self.weights[l.weight].shape)
+            if self.weights.get(l.bias_name) is not None:
+                out[l.bias_name] = self.xp.concatenate(sums, axis=0)
         return out
 
     # -- arrays ----------------------------------------------------------------------------------
@@ -421,7 +421,7 @@ def sizes(
         if value is not None:
             found.setdefault(declared.size, value.shape[-1])
     for l in cell.linears:
-        *_, outer, inner = weights[l.name].shape
+        *_, outer, inner = weights[l.weight].shape
         found.setdefault(l.in_size, inner * l.heads)
         found.setdefault(l.out_size, outer * l.heads // len(l.declared))
     for declared in cell.states:

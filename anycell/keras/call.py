@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from anycell.lang.cell import Cell
 
@@ -38,40 +39,18 @@ class Call:
         return self.hidden_size if symbol == "H" else dict(self.sizes)[symbol]
 
 
-class Inputs(NamedTuple):
-    """The tensors of a run, of one dtype, float32 or float64; None where absent.
-
-    Attributes:
-        x: ``[T, B, I]``, or the projected gates ``[T, B, G*H]`` where there is no ``kernel``.
-        kernel: ``[I, G*H]``.
-        recurrent_kernel: ``[H, G*H]``.
-        bias, recurrent_bias: ``[G*H]``.
-        params: the cell's, ``[H]`` each, in its order.
-        linears: of further matmuls inside a step, as ``engines.reference`` names and shapes them.
-        initial: the states, ``[B, size]`` each.
-        static: ``[B, H]``.
-        mask, resets: bool ``[T, B]``.
-        recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate.
-        seed: ``[2]`` integers, as ``keras.random.SeedGenerator`` draws them, of the random masks.
-    """
-
-    x: Tensor
-    kernel: Tensor
-    recurrent_kernel: Tensor
-    bias: Tensor
-    recurrent_bias: Tensor
-    params: tuple[Tensor, ...]
-    linears: tuple[tuple[str, Tensor], ...]
-    initial: tuple[Tensor, ...]
-    static: Tensor = None
-    mask: Tensor = None
-    resets: Tensor = None
-    recurrent_mask: Tensor = None
-    seed: Tensor = None
+# The tensors of a run by name, of one dtype, float32 or float64; what is absent is not there.
+#
+#     x                  [T, B, I], or the projected gates [T, B, G*H] where there is no kernel
+#     kernel             [I, G*H], and recurrent_kernel [H, G*H]: as Keras lays them out
+#     all others         as ``anycell.layer.signature`` names and shapes them, for one direction;
+#                        but states [B, size], and mask and resets are bool
+#     seed               [2] integers, as ``keras.random.SeedGenerator`` draws them
+Arrays = Mapping[str, Tensor]
 
 
-def check(call: Call, inputs: Inputs) -> None:
-    """Refuses inputs, states, a mask, resets or a static input of another shape than ``Inputs``'s.
+def check(call: Call, arrays: Arrays) -> None:
+    """Refuses x, states, a mask, resets or a static input of another shape than ``Arrays`` says.
 
     Kernels find their way through memory by these shapes. Sizes that are not known as yet (None,
     in a graph) pass: they are checked again where they are known.
@@ -79,24 +58,34 @@ def check(call: Call, inputs: Inputs) -> None:
     Raises:
         ValueError: with the argument's name and the shapes given and expected, batch first.
     """
-    steps, rows = inputs.x.shape[:2]
-    states = call.cell.states
-    if inputs.kernel is not None:
-        width, meaning = inputs.kernel.shape[0], "rows, steps, features of the kernel"
-        _expect("sequences", (rows, steps, inputs.x.shape[2]), (rows, steps, width), meaning)
-    if len(inputs.initial) != len(states):
-        raise ValueError(
-            f"initial_state: given {len(inputs.initial)} tensor(s); expected {len(states)}. Pass "
-            f"a list of the states of {call.cell.name}: {', '.join(call.cell.state_names)}."
-        )
-    for state, given in zip(states, inputs.initial, strict=True):
+    x, kernel = arrays["x"], arrays.get("kernel")
+    steps, rows = x.shape[:2]
+    if kernel is not None:
+        width, meaning = kernel.shape[0], "rows, steps, features of the kernel"
+        _expect("sequences", (rows, steps, x.shape[2]), (rows, steps, width), meaning)
+    for state in call.cell.states:
         size = call.size(state.size)
-        _expect(f"initial_state, {state.name}", given.shape, (rows, size), "rows, size of state")
-    if inputs.static is not None:
-        _expect("static", inputs.static.shape, (rows, call.hidden_size), "rows, units")
-    for name, flags in (("mask", inputs.mask), ("resets", inputs.resets)):
-        if flags is not None:
-            _expect(name, flags.shape[::-1], (rows, steps), "rows, steps")
+        given = arrays[f"state {state.name}"].shape
+        _expect(f"initial_state, {state.name}", given, (rows, size), "rows, size of state")
+    if "static" in arrays:
+        _expect("static", arrays["static"].shape, (rows, call.hidden_size), "rows, units")
+    for name in ("mask", "resets"):
+        if name in arrays:
+            _expect(name, arrays[name].shape[::-1], (rows, steps), "rows, steps")
+
+
+def named_states(cell: Cell, states: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Initial states by name.
+
+    Raises:
+        ValueError: for another number of them.
+    """
+    if len(states) != len(cell.states):
+        raise ValueError(
+            f"initial_state: given {len(states)} tensor(s); expected {len(cell.states)}. Pass "
+            f"a list of the states of {cell.name}: {', '.join(cell.state_names)}."
+        )
+    return {f"state {name}": s for name, s in zip(cell.state_names, states, strict=True)}
 
 
 def _expect(name: str, given: Any, expected: tuple[int | None, ...], meaning: str) -> None:

@@ -10,9 +10,9 @@ from keras import constraints, initializers, ops, regularizers
 from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell  # keras.layers.RNN looks for it
 
 from anycell import cells
-from anycell.keras.call import Call, Inputs, Tensor
+from anycell.keras.call import Arrays, Call, Tensor, named_states
 from anycell.keras.composite import composite
-from anycell.lang.cell import RECURRENT, Cell
+from anycell.lang.cell import Cell
 
 _ROLES = ("kernel", "recurrent", "bias", "param")
 
@@ -109,7 +109,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
     def build(self, input_shape: Sequence[int | None]) -> None:
         """Creates the weights for inputs ``[B, input_shape[-1]]``."""
         cell, gates = self.cell, len(self.cell.gates) * self.units
-        recurrent = any(l.name == RECURRENT for l in cell.linears)
+        recurrent = any(l.recurrent for l in cell.linears)
         self.kernel = self._weight("kernel", (input_shape[-1], gates), "kernel")
         self.recurrent_kernel = self.bias = None
         if recurrent:
@@ -119,21 +119,20 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
             apart = recurrent and any(gate not in cell.fused for gate in cell.gates)
             bias = (2, gates) if apart else (gates,)
             self.bias = self._weight("bias", bias, "bias", self._bias_initializer(apart))
-        self._linears: list[tuple[str, Any]] = []
+        self._further: dict[str, Any] = {}  # what else is learned, by the names of ``Arrays``
         for l in cell.linears:
-            if l.name == RECURRENT:
+            if l.recurrent:
                 continue
             *heads, out, into = l.shape(self._all)
             turned = (*heads, into, out)
             kernel = self._weight(f"{l.name}_kernel", turned, "recurrent", self._per_head)
-            self._linears.append((l.name, kernel))
+            self._further[l.weight] = kernel
             if l.bias:
-                name, out = f"{l.name}_bias", len(l.declared) * self._all[l.out_size]
-                self._linears.append((name, self._weight(name, (out,), "bias")))
-        self._params = []
+                rows = (len(l.declared) * self._all[l.out_size],)
+                self._further[l.bias_name] = self._weight(f"{l.name}_bias", rows, "bias")
         for p in cell.params:
             first = None if p.initial is None else initializers.Constant(p.initial)
-            self._params.append(self._weight(p.name, (self.units,), "param", first))
+            self._further[p.name] = self._weight(p.name, (self.units,), "param", first)
         self.built = True
 
     def _weight(self, name: str, shape: Any, role: str, initializer: Any = None) -> Any:
@@ -179,30 +178,23 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         return tuple(sorted(self.sizes.items()))
 
     # -- use -------------------------------------------------------------------------------------
-    def gather(self, x: Tensor, states: Sequence[Tensor], dtype: str, **more: Any) -> Inputs:
+    def gather(self, x: Tensor, states: Sequence[Tensor], dtype: str, **more: Any) -> Arrays:
         """The tensors of a run over ``x [T, B, I]``, cast to ``dtype``."""
-
-        def read(weight: Any) -> Tensor:
-            return None if weight is None else ops.cast(ops.convert_to_tensor(weight), dtype)
-
-        bias, recurrent_bias = read(self.bias), None
+        bias, recurrent_bias = self.bias, None
         if bias is not None and len(bias.shape) == 2:
             bias, recurrent_bias = bias[0], bias[1]
-        linears = tuple(
-            (name, w if len(w.shape) == 1 else ops.swapaxes(w, -1, -2))
-            for name, w in ((name, read(w)) for name, w in self._linears)
-        )
-        return Inputs(
-            ops.cast(x, dtype),
-            read(self.kernel),
-            read(self.recurrent_kernel),
-            bias,
-            recurrent_bias,
-            tuple(read(p) for p in self._params),
-            linears,
-            tuple(ops.cast(state, dtype) for state in states),
-            **more,
-        )
+        arrays = {"x": x, "kernel": self.kernel, "recurrent_kernel": self.recurrent_kernel}
+        arrays |= {"bias_ih": bias, "bias_hh": recurrent_bias, **self._further}
+        arrays |= named_states(self.cell, states)
+        cast = {
+            name: ops.cast(ops.convert_to_tensor(array), dtype)
+            for name, array in arrays.items()
+            if array is not None
+        }
+        for l in self.cell.linears:
+            if not l.recurrent:
+                cast[l.weight] = ops.swapaxes(cast[l.weight], -1, -2)
+        return cast | {name: array for name, array in more.items() if array is not None}
 
     def call(self, inputs: Tensor, states: Any, training: bool = False) -> tuple[Tensor, Any]:
         """Output ``[B, size]`` and new states from inputs ``[B, I]`` and the states before."""

@@ -14,42 +14,47 @@ from keras import ops
 from keras.src import backend  # the loop of keras.layers.RNN has no public name
 
 from anycell.engines import reference
-from anycell.keras.call import Call, Inputs, Result, Tensor
-from anycell.lang.cell import RECURRENT, Cell
+from anycell.keras.call import Arrays, Call, Result, Tensor
+from anycell.lang.cell import RECURRENT
 from anycell.lang.expr import Expr
 
 
-def composite(call: Call, inputs: Inputs) -> Result:
+def composite(call: Call, arrays: Arrays) -> Result:
     """Runs a layer step by step."""
-    cell, x = call.cell, inputs.x
-    if inputs.mask is not None:  # NaN under a mask must not reach a gradient
-        x = ops.where(ops.expand_dims(inputs.mask, -1), x, ops.zeros_like(x))
+    cell, x, get = call.cell, arrays["x"], arrays.get
+    mask, resets_, kernel, bias = map(get, ("mask", "resets", "kernel", "bias_ih"))
+    initial = [arrays[f"state {name}"] for name in cell.state_names]
+    if mask is not None:  # NaN under a mask must not reach a gradient
+        x = ops.where(ops.expand_dims(mask, -1), x, ops.zeros_like(x))
     # What a step reads beside the states lies side by side: Keras's loop takes one sequence.
     within = keras.backend.backend() == "jax"
-    parts = [x if within else project(x, inputs.kernel, inputs.bias)]
+    parts = [x if within else project(x, kernel, bias)]
     width = parts[0].shape[-1]
-    if inputs.resets is not None:
-        parts.append(ops.expand_dims(ops.cast(inputs.resets, x.dtype), -1))
+    if resets_ is not None:
+        parts.append(ops.expand_dims(ops.cast(resets_, x.dtype), -1))
     drawn = call.training and bool(cell.keeps)
     once: dict[int, Tensor] = {}
     if drawn:
         steps, rows = ops.shape(x)[:2]
         for k, node in enumerate(cell.keeps):
             index, per = node.attrs
-            seed = _Seed(inputs.seed, k, len(cell.keeps))
+            seed = _Seed(arrays["seed"], k, len(cell.keeps))
             shape = (rows, call.size(cell.sizes[node]))
             if per == "step":
                 parts.append(keras.random.uniform((steps, *shape), dtype=x.dtype, seed=seed))
             else:
                 once[index] = keras.random.uniform(shape, dtype=x.dtype, seed=seed)
-    weights = matmuls(cell, inputs)
-    kernels = {name: ops.swapaxes(w, -1, -2) for name, w in inputs.linears if len(w.shape) == 2}
-    if inputs.recurrent_mask is None:  # which has a mask for each gate
-        kernels[RECURRENT] = inputs.recurrent_kernel
+    weights = {n: get(n) for l in cell.linears for n in (l.weight, l.bias_name)}
+    turned = {l.name: w for l in cell.linears if (w := get(l.weight)) is not None and l.heads == 1}
+    kernels = {name: ops.swapaxes(w, -1, -2) for name, w in turned.items()}
+    if "recurrent_kernel" in arrays:
+        weights["weight_hh"] = ops.transpose(arrays["recurrent_kernel"])
+        if "recurrent_mask" not in arrays:  # which has a mask for each gate
+            kernels[RECURRENT] = arrays["recurrent_kernel"]
 
     def step(t: Tensor, states: Any) -> tuple[Tensor, list[Tensor]]:
         at, resets, uniform = width, None, dict(once)
-        if inputs.resets is not None:
+        if resets_ is not None:
             resets, at = ops.expand_dims(t[:, at] > 0.5, 0), at + 1
         for node in cell.keeps if drawn else ():
             if node.attrs[1] == "step":
@@ -57,16 +62,16 @@ def composite(call: Call, inputs: Inputs) -> Result:
                 uniform[node.attrs[0]] = t[:, at : at + size]
                 at += size
         gates = t[:, :width]
-        gates = project(gates, inputs.kernel, inputs.bias) if within else gates
+        gates = project(gates, kernel, bias) if within else gates
         one = _Step(
             cell,
             ops.expand_dims(gates, 0),
             weights,
             list(states),
-            dict(zip(cell.param_names, inputs.params, strict=True)),
-            static=inputs.static,
+            {name: arrays[name] for name in cell.param_names},
+            static=get("static"),
             resets=resets,
-            recurrent_mask=inputs.recurrent_mask,
+            recurrent_mask=get("recurrent_mask"),
             training=drawn,
             seed=0,
         )
@@ -76,10 +81,10 @@ def composite(call: Call, inputs: Inputs) -> Result:
 
     beside = parts[0] if len(parts) == 1 else ops.concatenate(parts, axis=-1)
     if x.shape[0] == 1:  # no loop
-        output, final = step(beside[0], inputs.initial)
-        if inputs.mask is not None:
-            there = ops.expand_dims(inputs.mask[0], -1)
-            pairs = zip(final, inputs.initial, strict=True)
+        output, final = step(beside[0], initial)
+        if mask is not None:
+            there = ops.expand_dims(mask[0], -1)
+            pairs = zip(final, initial, strict=True)
             final = [ops.where(there, new, old) for new, old in pairs]
             output = final[0] if call.repeat else ops.where(there, output, ops.zeros_like(output))
         return ops.expand_dims(output, 0) if call.sequences else None, tuple(final)
@@ -87,9 +92,9 @@ def composite(call: Call, inputs: Inputs) -> Result:
     _, outputs, final = backend.rnn(
         step,
         ops.swapaxes(beside, 0, 1),
-        list(inputs.initial),
+        list(initial),
         go_backwards=call.reverse,
-        mask=None if inputs.mask is None else ops.transpose(inputs.mask),
+        mask=None if mask is None else ops.transpose(mask),
         unroll=call.unroll,
         zero_output_for_mask=not call.repeat,
         return_all_outputs=call.sequences,
@@ -104,15 +109,6 @@ def project(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
     """``x @ kernel + bias``; without a kernel ``x`` is projected already."""
     gates = x if kernel is None else ops.matmul(x, kernel)
     return gates if bias is None else gates + bias
-
-
-def matmuls(cell: Cell, inputs: Inputs) -> dict[str, Tensor]:
-    """The weights of the matmuls inside a step, as the reference engine names and shapes them."""
-    found = dict(inputs.linears)
-    if any(l.name == RECURRENT for l in cell.linears):
-        found[RECURRENT] = ops.transpose(inputs.recurrent_kernel)
-        found[f"{RECURRENT}_bias"] = inputs.recurrent_bias
-    return found
 
 
 class _Step(reference.Recurrence):
@@ -145,7 +141,7 @@ class _Step(reference.Recurrence):
             operand = self._rows(values[linear.operand], linear.in_size)
             product, bias = (
                 ops.matmul(operand, self.kernels[name]),
-                self.weights.get(f"{name}_bias"),
+                self.weights.get(linear.bias_name),
             )
             self.products[name] = product if bias is None else product + bias
         return self.products[name][:, self._span(linear, output)]

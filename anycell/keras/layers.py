@@ -19,11 +19,11 @@ from keras import activations, ops, tree
 from keras.src import backend  # the mask of a tensor has no public name
 
 from anycell.keras import cells
-from anycell.keras.call import Call, Inputs, Result, Tensor, check
+from anycell.keras.call import Arrays, Call, Result, Tensor, check, named_states
 from anycell.keras.cell import RNNCell, computed, declared_sizes, deserialize
 from anycell.keras.composite import composite
 from anycell.keras.rule import Engine, Facts, asked, choose
-from anycell.lang.cell import RECURRENT, Cell
+from anycell.lang.cell import Cell
 
 _DROPPED = "in training, recurrent dropout multiplies the state on its way into every gate"
 
@@ -168,19 +168,19 @@ class Fused:
             training=training,
             unroll=self.unroll,  # type: ignore[attr-defined]
         )
-        inputs = self._inputs(sequences, states, mask, training)
-        check(call, inputs)
+        arrays = self._arrays(sequences, states, mask, training)
+        check(call, arrays)
         run = (_FUSED if engine == "cpu" else _STEPS).get(keras.backend.backend(), composite)
-        outputs, final = run(call, inputs)
-        return self._as_keras(call, outputs, final, inputs.mask)
+        outputs, final = run(call, arrays)
+        return self._as_keras(call, outputs, final, arrays.get("mask"))
 
     def _loop_of_keras(self) -> Any:
         """Its loop around calls of the cell."""
         return keras.layers.RNN.inner_loop.__get__(self)
 
-    def _inputs(
+    def _arrays(
         self, sequences: Tensor, states: Sequence[Tensor], mask: Tensor, training: bool
-    ) -> Inputs:
+    ) -> Arrays:
         """The tensors of a run, time-major."""
         raise NotImplementedError
 
@@ -221,22 +221,22 @@ def _for_all(given: Tensor, sequences: Tensor) -> Tensor:
     return ops.broadcast_to(given, (ops.shape(sequences)[0], ops.shape(given)[1]))
 
 
-def _torch(call: Call, inputs: Inputs) -> Result:
+def _torch(call: Call, arrays: Arrays) -> Result:
     from anycell.keras import torch
 
-    return torch.run(call, inputs)
+    return torch.run(call, arrays)
 
 
-def _tensorflow(call: Call, inputs: Inputs) -> Result:
+def _tensorflow(call: Call, arrays: Arrays) -> Result:
     from anycell.keras import tensorflow
 
-    return tensorflow.run(call, inputs)
+    return tensorflow.run(call, arrays)
 
 
-def _jax(call: Call, inputs: Inputs) -> Result:
+def _jax(call: Call, arrays: Arrays) -> Result:
     from anycell.keras import jax
 
-    return jax.run(call, inputs)
+    return jax.run(call, arrays)
 
 
 _FUSED = {"tensorflow": _tensorflow, "torch": _torch}
@@ -314,7 +314,7 @@ class DropIn(Fused):
             self.cell, "dropout_mask_count"
         ):
             return False  # before Keras 3.8 the mask falls on the state that z keeps as well
-        masked = [l.outputs for l in step.linears if l.name == RECURRENT]
+        masked = [l.outputs for l in step.linears if l.recurrent]
         return masked == [step.gates] and super()._dropped_by_kernel(step)
 
     def _cudnn(self) -> bool:
@@ -346,15 +346,15 @@ class DropIn(Fused):
         """Whether Keras draws masks: its gated cells take a rate of 1 for none."""
         return 0.0 < rate < 1.0 or (rate == 1.0 and type(self.cell) in _PLAIN)
 
-    def _linears(self, recurrent_kernel: Tensor) -> tuple[tuple[str, Tensor], ...]:
+    def _further(self, recurrent_kernel: Tensor) -> dict[str, Tensor]:
         """The weights of further matmuls in a step."""
         if getattr(self.cell, "reset_after", True):
-            return ()
-        return (("h", ops.transpose(recurrent_kernel[:, 2 * self.cell.units :])),)
+            return {}
+        return {"weight_h": ops.transpose(recurrent_kernel[:, 2 * self.cell.units :])}
 
-    def _inputs(
+    def _arrays(
         self, sequences: Tensor, states: Sequence[Tensor], mask: Tensor, training: bool
-    ) -> Inputs:
+    ) -> Arrays:
         cell, dtype = self.cell, computed(self.cell.compute_dtype)
 
         def read(weight: Any) -> Tensor:
@@ -378,18 +378,20 @@ class DropIn(Fused):
         bias, recurrent_bias = read(cell.bias), None
         if bias is not None and len(bias.shape) == 2:
             bias, recurrent_bias = bias[0], bias[1]
-        return Inputs(
-            ops.cast(ops.transpose(sequences, (1, 0, 2)), dtype),
-            kernel,
-            recurrent_kernel,
-            bias,
-            recurrent_bias,
-            (),
-            self._linears(recurrent_kernel),
-            tuple(ops.cast(state, dtype) for state in states),
-            mask=None if mask is None else ops.swapaxes(mask, 0, -1),
-            recurrent_mask=recurrent_mask,
-        )
+        step = self._step()
+        assert isinstance(step, Cell)
+        arrays = {
+            "x": ops.cast(ops.transpose(sequences, (1, 0, 2)), dtype),
+            "kernel": kernel,
+            "recurrent_kernel": recurrent_kernel,
+            "bias_ih": bias,
+            "bias_hh": recurrent_bias,
+            **self._further(recurrent_kernel),
+            **named_states(step, [ops.cast(state, dtype) for state in states]),
+            "mask": None if mask is None else ops.swapaxes(mask, 0, -1),
+            "recurrent_mask": recurrent_mask,
+        }
+        return {name: array for name, array in arrays.items() if array is not None}
 
 
 def _name(function: Any) -> str | None:
@@ -583,9 +585,9 @@ class RNN(Fused, keras.layers.RNN):
     def _sizes(self) -> tuple[tuple[str, int], ...]:
         return self.cell.all_sizes
 
-    def _inputs(
+    def _arrays(
         self, sequences: Tensor, states: Sequence[Tensor], mask: Tensor, training: bool
-    ) -> Inputs:
+    ) -> Arrays:
         drawn = self.cell.masks(sequences[:, 0, :], states[0], training)
         factor = drawn.pop("factor", None)
         if factor is not None:

@@ -35,11 +35,11 @@ from tensorflow.python.saved_model import save_context
 
 from anycell import layer
 from anycell.engines import cpu
-from anycell.keras.call import Call, Inputs, Result, Tensor, check, number
+from anycell.keras.call import Arrays, Call, Result, Tensor, check, number
 from anycell.keras.composite import composite
 from anycell.keras.host import LINE, AlignedHost
 from anycell.keras.rule import asked, planned
-from anycell.lang.cell import RECURRENT, Linear, with_recurrent_mask
+from anycell.lang.cell import Linear
 from anycell.plan import Plan, plan
 
 Array = npt.NDArray[Any]
@@ -73,58 +73,54 @@ def _exporting() -> bool:
     return False
 
 
-def recur(call: Call, inputs: Inputs) -> Result:
+def recur(call: Call, arrays: Arrays) -> Result:
     """Runs a layer on the kernels where they can be called, else step by step."""
-    cell, dtype = call.cell, inputs.x.dtype.name
+    cell, dtype = call.cell, arrays["x"].dtype.name
     found = planned(cell, call.hidden_size, dtype, dict(call.sizes))
-    elsewhere = isinstance(found, str) or on_gpu(inputs.x) or refusal() is not None
-    inputs = _tensors(inputs)
-    check(call, inputs)
-    return (composite if elsewhere else run)(call, inputs)
+    elsewhere = isinstance(found, str) or on_gpu(arrays["x"]) or refusal() is not None
+    arrays = _tensors(arrays)
+    check(call, arrays)
+    return (composite if elsewhere else run)(call, arrays)
 
 
 @tf.autograph.experimental.do_not_convert
-def run(call: Call, inputs: Inputs) -> Result:
+def run(call: Call, arrays: Arrays) -> Result:
     """Runs a layer on the fused kernels, differentiable as often as wanted."""
-    inputs = _tensors(inputs)
-    x, mask, resets, kernel = inputs.x, inputs.mask, inputs.resets, inputs.kernel
+    arrays = _tensors(arrays)
+    x, mask, kernel = arrays["x"], arrays.get("mask"), arrays.get("kernel")
     if kernel is not None and x.shape[-1] is None:
         x = tf.ensure_shape(x, [None, None, kernel.shape[0]])
-    if _carries_tangents(tf.nest.flatten(inputs)):  # a gradient of ours knows no forward mode
-        return composite(_unlooped(call, x), inputs)
+    if _carries_tangents(tf.nest.flatten(arrays)):  # a gradient of ours knows no forward mode
+        return composite(_unlooped(call, x), arrays)
     if x.shape[0] == 1 and not tf.executing_eagerly() and not (call.training and call.cell.keeps):
         # Nothing to fuse over time, and less to do than to call a kernel takes.
-        return composite(call, inputs)
+        return composite(call, arrays)
     if mask is not None:  # NaN under a mask must not reach a gradient
         kept = tf.where(tf.expand_dims(mask, -1), x, tf.zeros((), x.dtype))
         if not (x.shape + mask.shape).is_fully_defined():  # one step or row must not become many
             kept = tf.reshape(kept, tf.shape(x))
         x = kept
-    own = _plan(call, inputs)
-    if kernel is not None and not layer.projects(own, _count(x), x.shape.as_list()[-1]):
+    cell = layer.stepped(call.cell, arrays.get("recurrent_mask"))
+    own = plan(cell, call.hidden_size, x.dtype.name, "cpu", dict(call.sizes))
+    projects = kernel is not None
+    if projects and not layer.projects(own, _count(x), x.shape.as_list()[-1]):
         gates = tf.matmul(_rows(x), kernel)
-        x, kernel = tf.reshape(gates, [*_sizes(x, 2), gates.shape[-1]]), None
-    flags = (
-        None if mask is None else tf.cast(mask, tf.uint8),
-        None if resets is None else tf.cast(resets, tf.uint8),
-        inputs.seed,
-        inputs.recurrent_mask,
-    )
-    parts = _parts(inputs._replace(x=x, kernel=kernel))
+        x, projects = tf.reshape(gates, [*_sizes(x, 2), gates.shape[-1]]), False
+    parts = {n: t for n, t in arrays.items() if n not in _FLAGS and (projects or n != "kernel")}
+    flags = {n: arrays[n] for n in _FLAGS if n in arrays}
+    flags |= {n: tf.cast(t, tf.uint8) for n, t in flags.items() if n in ("mask", "resets")}
     # Whether anyone will ask for a gradient is not known; without a tape in sight it is unlikely,
     # and the backward pass then runs the forward pass again.
     keep = call.training or record.could_possibly_record()
     recurrence = _Recurrence(
         call,
         own,
-        parts=tuple([part is not None for part in parts]),
-        linears=tuple([name for name, _ in inputs.linears]),
-        flags=tuple([flag is not None for flag in flags]),
+        parts=tuple(parts),
+        flags=tuple(flags),
         keep=keep,
         threads=tf.config.threading.get_intra_op_parallelism_threads() or cpu.pool.threads(),
     )
-    flat = [part for part in parts if part is not None]
-    given = [flag for flag in flags if flag is not None]
+    flat, given = list((parts | {"x": x}).values()), list(flags.values())
     outputs, final, kept = recurrence.forward(flat, given)
 
     def gradient(*arriving: Tensor) -> Any:
@@ -133,6 +129,10 @@ def run(call: Call, inputs: Inputs) -> Result:
     ends = [outputs, *final] if call.sequences else final
     ends = _differentiable(FORWARD, ends, flat, gradient)
     return (ends[0], tuple(ends[1:])) if call.sequences else (None, tuple(ends))
+
+
+# Of the tensors of a run those that no gradient flows to.
+_FLAGS = ("mask", "resets", "seed", "recurrent_mask")
 
 
 def _carries_tangents(tensors: Sequence[Any]) -> bool:
@@ -147,19 +147,9 @@ def _unlooped(call: Call, x: Tensor) -> Call:
     return replace(call, unroll=call.unroll or known)
 
 
-def _tensors(inputs: Inputs) -> Inputs:
+def _tensors(arrays: Arrays) -> Arrays:
     """All of them plain tensors: variables are read here, outside the gradient."""
-    return tf.nest.map_structure(
-        lambda t: t if t is None or isinstance(t, str) else tf.convert_to_tensor(t), inputs
-    )
-
-
-def _plan(call: Call, inputs: Inputs) -> Plan:
-    """Of the cell that the kernel runs: with masks on what recurs, one that multiplies by them."""
-    cell, masks = call.cell, inputs.recurrent_mask
-    if masks is not None:
-        cell = with_recurrent_mask(cell, len(masks.shape) == 3)
-    return plan(cell, call.hidden_size, inputs.x.dtype.name, "cpu", dict(call.sizes))
+    return {name: tf.convert_to_tensor(array) for name, array in arrays.items()}
 
 
 def _count(x: Tensor) -> int | None:
@@ -176,12 +166,6 @@ def _rows(x: Tensor) -> Tensor:
 def _sizes(x: Tensor, axes: int) -> list[Any]:
     """The first sizes of a tensor: numbers, where they are known before the graph runs."""
     return [tf.shape(x)[i] if n is None else n for i, n in enumerate(x.shape.as_list()[:axes])]
-
-
-def _parts(inputs: Inputs) -> list[Tensor]:
-    """What gradients flow to, in the order of ``Inputs``; None where absent."""
-    linears = [weight for _, weight in inputs.linears]
-    return [*inputs[:5], *inputs.params, *linears, *inputs.initial, inputs.static]
 
 
 # -- derivatives -----------------------------------------------------------------------------------
@@ -287,13 +271,12 @@ def _first(
         )
     if _carries_tangents(args):
         call = _unlooped(call, args[0])
-    mask, resets, _, dropped = recurrence.by_flag(flags)
-    mask, resets = (t if t is None else tf.cast(t, "bool") for t in (mask, resets))
+    given = dict(zip(recurrence.flags, flags, strict=True))
+    given |= {n: tf.cast(t, "bool") for n, t in given.items() if n in ("mask", "resets")}
     with tf.GradientTape() as inner:
         inner.watch(args[:count])
-        inputs = recurrence.spread(args[:count])
-        inputs = inputs._replace(mask=mask, resets=resets, recurrent_mask=dropped)
-        outputs, final = composite(call, inputs)
+        parts = dict(zip(recurrence.parts, args[:count], strict=True))
+        outputs, final = composite(call, parts | given)
         ends = (outputs, *final) if call.sequences else final
     return inner.gradient(ends, args[:count], args[count:], tf.UnconnectedGradients.ZERO)
 
@@ -357,25 +340,23 @@ class _Recurrence:
     Attributes:
         call: what is run.
         plan: of its kernels.
-        parts: which of ``_parts`` are given; these are ``flat`` below.
-        linears: the names of further matmuls' weights.
-        flags: which are given of mask, resets, seed and recurrent mask.
+        parts: the names of what gradients flow to; the tensors are ``flat`` below, x the first.
+        flags: the names of the others, of ``_FLAGS``.
         keep: whether the forward pass keeps what the backward pass reads.
         threads: at most so many.
     """
 
     call: Call
     plan: Plan
-    parts: tuple[bool, ...]
-    linears: tuple[str, ...]
-    flags: tuple[bool, ...]
+    parts: tuple[str, ...]
+    flags: tuple[str, ...]
     keep: bool
     threads: int
 
     @property
     def apart(self) -> bool:
         """Whether outputs, zero under a mask, are not the hidden states."""
-        return self.call.sequences and self.flags[0] and not self.call.repeat
+        return self.call.sequences and "mask" in self.flags and not self.call.repeat
 
     @property
     def others(self) -> list[str]:
@@ -389,32 +370,8 @@ class _Recurrence:
 
     def sort(self, tensors: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """``flat``, flags and what follows them."""
-        first, last = sum(self.parts), sum(self.parts) + sum(self.flags)
+        first, last = len(self.parts), len(self.parts) + len(self.flags)
         return list(tensors[:first]), list(tensors[first:last]), list(tensors[last:])
-
-    def spread(self, flat: Sequence[Any]) -> Inputs:
-        """``flat`` by name, with None for what is absent."""
-        there = iter(flat)
-        full = [next(there) if given else None for given in self.parts]
-        params = 5 + len(self.call.cell.params)
-        states = params + len(self.linears)
-        x, kernel, recurrent_kernel, bias, recurrent_bias = full[:5]
-        return Inputs(
-            x,
-            kernel,
-            recurrent_kernel,
-            bias,
-            recurrent_bias,
-            tuple(full[5:params]),
-            tuple(zip(self.linears, full[params:states], strict=True)),
-            tuple(full[states:-1]),
-            full[-1],
-        )
-
-    def by_flag(self, flags: Sequence[Any]) -> list[Any]:
-        """Mask, resets, seed and recurrent mask, with None for what is absent."""
-        there = iter(flags)
-        return [next(there) if given else None for given in self.flags]
 
     # -- on tensors --------------------------------------------------------------------------------
 
@@ -446,54 +403,53 @@ class _Recurrence:
     ) -> list[Tensor]:
         """The gradient of each of ``flat``."""
         kept = kept or replace(self, keep=True).forward(flat, flags)[2]
-        call, cell, given = self.call, self.plan.cell, self.spread(flat)
+        call, cell = self.call, self.plan.cell
+        given = dict(zip(self.parts, flat, strict=True))
         factors = [self._factors(linear) for linear in cell.linears]
-        count = 1 + len(cell.params) + len(cell.states) + (given.static is not None)
-        count += sum(outputs + operand for outputs, operand in factors)
+        direct = self._direct
+        count = 1 + len(direct) + sum(outputs + operand for outputs, operand in factors)
         found = iter(self._run(self._backward, [*flat, *flags, *arriving, *kept], count))
         dgates = next(found)
-        dgates.set_shape([*given.x.shape[:2], len(cell.gates) * call.hidden_size])
-        params = tuple([next(found) for _ in cell.params])
-        initial = tuple([next(found) for _ in cell.states])
-        static = None if given.static is None else next(found)
+        dgates.set_shape([*given["x"].shape[:2], len(cell.gates) * call.hidden_size])
+        grads = {name: next(found) for name in direct}
         rows, parts = _rows(dgates), dict[str, dict[str, Tensor]]()
         for linear, (outputs, operand) in zip(cell.linears, factors, strict=True):
             d = next(found) if outputs else rows
             before = next(found) if operand else self._before(kept[0])
             for name, own in self._products(given, linear, d, before).items():
                 parts.setdefault(name, {}).update(own)
-        declared = {l.weight: l.declared for l in cell.linears}
-        columns = {l.weight for l in cell.linears if l.heads > 1} | {RECURRENT}
-        weights = {
-            name: _declared(declared[name.removesuffix("_bias")], own, int(name in columns))
-            for name, own in parts.items()
-        }
-        dx, dkernel = dgates, None
-        if given.kernel is not None:
-            x, kernel = flat[:2]
-            dx = tf.reshape(tf.matmul(rows, kernel, transpose_b=True), tf.shape(x))
-            dkernel = tf.matmul(_rows(x), rows, transpose_a=True)
-        grads = Inputs(
-            dx,
-            dkernel,
-            weights.get(RECURRENT),
-            None if given.bias is None else tf.reduce_sum(rows, axis=0),
-            weights.get(f"{RECURRENT}_bias"),
-            params,
-            tuple([(name, weights[name]) for name, _ in given.linears]),
-            initial,
-            static,
-        )
-        wanted = [grad for grad in _parts(grads) if grad is not None]
-        for grad, like in zip(wanted, flat, strict=True):
-            grad.set_shape(like.shape)
-        return wanted
+        for linear in {l.weight: l for l in cell.linears}.values():
+            weight = "recurrent_kernel" if linear.recurrent else linear.weight
+            columns = int(linear.recurrent or linear.heads > 1)
+            for name, axis in ((weight, columns), (linear.bias_name, 0)):
+                if name in parts:
+                    grads[name] = _declared(linear.declared, parts[name], axis)
+        grads["x"] = dgates
+        if "kernel" in given:
+            x, kernel = given["x"], given["kernel"]
+            grads["x"] = tf.reshape(tf.matmul(rows, kernel, transpose_b=True), tf.shape(x))
+            grads["kernel"] = tf.matmul(_rows(x), rows, transpose_a=True)
+        if "bias_ih" in given:
+            grads["bias_ih"] = tf.reduce_sum(rows, axis=0)
+        for name, like in given.items():
+            if name not in grads:  # of a matmul that the step does not use
+                grads[name] = tf.zeros_like(like)
+            grads[name].set_shape(like.shape)
+        return [grads[name] for name in self.parts]
+
+    @property
+    def _direct(self) -> list[str]:
+        """Whose gradients the kernel adds up itself: parameters, states, the static input."""
+        cell = self.plan.cell
+        states = [f"state {name}" for name in cell.state_names]
+        names = [*cell.param_names, *states, "static"]
+        return [name for name in names if name in self.parts]
 
     def _factors(self, linear: Linear) -> tuple[bool, bool]:
         """Which factors of a weight's gradient the kernel writes; see ``layer.Factors``."""
         operand = linear.operand
         first = operand.op == "state" and operand.attrs[0] == self.call.cell.state_names[0]
-        return not self.plan.shares_gradient(linear), not first or self.flags[1]
+        return not self.plan.shares_gradient(linear), not first or "resets" in self.flags
 
     def _before(self, hidden: Tensor) -> Tensor:
         """The first state before each step, from its sequence."""
@@ -501,24 +457,24 @@ class _Recurrence:
         return tf.reshape(before, [-1, self.call.size(self.call.cell.states[0].size)])
 
     def _products(
-        self, given: Inputs, linear: Linear, d: Tensor, operand: Tensor
+        self, given: Arrays, linear: Linear, d: Tensor, operand: Tensor
     ) -> dict[str, dict[str, Tensor]]:
         """The gradients of a matmul's weight and bias, by the matmul's outputs."""
         outputs, size = len(linear.outputs), self.call.size(linear.out_size)
         d.set_shape([None, outputs * size])
-        found, name = {}, linear.weight
-        biases = {f"{RECURRENT}_bias": given.recurrent_bias, **dict(given.linears)}
-        if biases.get(f"{name}_bias") is not None:
-            found[f"{name}_bias"] = tf.split(tf.reduce_sum(d, axis=0), outputs)
+        found = {}
+        if linear.bias_name in given:
+            found[linear.bias_name] = tf.split(tf.reduce_sum(d, axis=0), outputs)
         if linear.heads > 1:
             d = tf.reshape(d, [-1, outputs, linear.heads, size // linear.heads])
             into = self.call.size(linear.in_size) // linear.heads
             operand = tf.reshape(operand, [-1, linear.heads, into])
-            found[name] = tf.unstack(tf.einsum("rnho,rhi->nhoi", d, operand))
-        elif name == RECURRENT:  # Keras's own: [in, out]
-            found[name] = tf.split(tf.matmul(operand, d, transpose_a=True), outputs, axis=1)
+            found[linear.weight] = tf.unstack(tf.einsum("rnho,rhi->nhoi", d, operand))
+        elif linear.recurrent:  # Keras's own: [in, out]
+            product = tf.matmul(operand, d, transpose_a=True)
+            found["recurrent_kernel"] = tf.split(product, outputs, axis=1)
         else:
-            found[name] = tf.split(tf.matmul(d, operand, transpose_a=True), outputs)
+            found[linear.weight] = tf.split(tf.matmul(d, operand, transpose_a=True), outputs)
         return {k: dict(zip(linear.outputs, own, strict=True)) for k, own in found.items()}
 
     def _run(
@@ -531,72 +487,56 @@ class _Recurrence:
 
     # -- on arrays ---------------------------------------------------------------------------------
 
-    def _forward(self, *arrays: Array) -> list[Array]:
-        flat, flags, _ = self.sort(arrays)
-        gates, weights, options = self._arguments(flat, flags)
+    def _forward(self, *tensors: Array) -> list[Array]:
+        flat, flags, _ = self.sort(tensors)
+        arrays, options = self._arguments(flat, flags)
         host, keep = AlignedHost(self.plan.dtype), self.keep
-        out, final, saved = layer.forward(host, self.plan, gates, [weights], options, keep=keep)
+        out, final, kept = layer.forward(host, self.plan, arrays, options, keep=keep)
         found = [out] if self.call.sequences and (self.apart or not keep) else []
         found += [state[0] for state in final]
-        if saved is not None:
-            found += [saved.hidden, saved.values[0]]
-            names = self.call.cell.state_names
-            states = dict(zip(names, saved.states[0], strict=True))
-            found += [states[name] for name in self.others]
-        return found
+        return found if kept is None else [*found, *kept.flat()]
 
-    def _backward(self, *arrays: Array) -> list[Array]:
-        flat, flags, rest = self.sort(arrays)
-        ends = len(self.call.cell.states) + self.call.sequences
+    def _backward(self, *tensors: Array) -> list[Array]:
+        flat, flags, rest = self.sort(tensors)
+        ends, names = len(self.call.cell.states) + self.call.sequences, self.call.cell.state_names
         arriving, kept = rest[:ends], rest[ends:]
-        x, weights, options = self._arguments(flat, flags)
+        arrays, options = self._arguments(flat, flags)
         # The gradient of the gates is asked for, as if they had been projected outside.
-        weights.ih, width = None, len(self.call.cell.gates) * self.call.hidden_size
-        gates = np.broadcast_to(x[:, :, :1], (*x.shape[:2], width))
-        hidden, values, *others = kept
-        sequences = dict(zip(self.others, others, strict=True))
-        states = [sequences.get(name) for name in self.call.cell.state_names]
-        reset = [] if weights.reset is None else [list(weights.reset)]
-        saved = layer.Saved(gates, [weights], options, hidden, [states], [values], reset)
+        if arrays.pop("weight_ih", None) is not None:
+            x, width = arrays["x"], len(self.call.cell.gates) * self.call.hidden_size
+            arrays["x"] = np.broadcast_to(x[:, :, :1], (*x.shape[:2], width))
         dy, final = (arriving[0], arriving[1:]) if self.call.sequences else (None, arriving)
         host, factors = AlignedHost(self.plan.dtype), list[list[layer.Factors]]()
-        dgates, (g,) = layer.backward(host, self.plan, saved, dy, [final], factors=factors)
-        found = [dgates, *g.params, *g.initial, *([] if g.static is None else [g.static])]
+        grads = layer.backward(
+            host, self.plan, arrays, options,
+            layer.Kept.of(kept, [name in self.others for name in names], 1),
+            dy, [d[None] for d in final], factors=factors,
+        )  # fmt: skip
+        states = [f"state {name}" for name in names]
+        found = [grads["x"], *[grads[n][0] if n in states else grads[n] for n in self._direct]]
         return found + [factor for pair in factors[0] for factor in pair if factor is not None]
 
     def _arguments(
         self, flat: Sequence[Array], flags: Sequence[Array]
-    ) -> tuple[Array, layer.Weights, layer.Options]:
-        given, call = self.spread(flat), self.call
-        mask, resets, seed, dropped = self.by_flag(flags)
-        check(call, given._replace(mask=mask, resets=resets))  # of sizes that no graph knows
-        ih, hh, reset = given.kernel, given.recurrent_kernel, None
-        if resets is not None:
-            resets = resets if mask is None else resets & mask
-            states, dtype = call.cell.states, self.plan.dtype
-            reset = [np.full(call.size(s.size), s.initial, dtype) for s in states]
-        weights = layer.Weights(
-            ih=None if ih is None else ih.T,
-            hh=None if hh is None else hh.T,
-            bias_ih=given.bias,
-            bias_hh=given.recurrent_bias,
-            params=given.params,
-            initial=given.initial,
-            reset=reset,
-            static=given.static,
-            recurrent_mask=dropped,
-            linears=dict(given.linears),
-            reverse=call.reverse,
-        )
+    ) -> tuple[dict[str, Array], layer.Options]:
+        """What ``anycell.layer`` takes, which knows no kernels of Keras's."""
+        call, arrays = self.call, dict(zip(self.parts, flat, strict=True))
+        arrays |= dict(zip(self.flags, flags, strict=True))
+        check(call, arrays)  # of sizes that no graph knows
+        for theirs, ours in (("kernel", "weight_ih"), ("recurrent_kernel", "weight_hh")):
+            if theirs in arrays:
+                arrays[ours] = arrays.pop(theirs).T
+        seed = arrays.pop("seed", None)
+        for name in call.cell.state_names:
+            arrays[f"state {name}"] = arrays[f"state {name}"][None]
         options = layer.Options(
-            mask=mask,
-            resets=resets,
+            reverse=(call.reverse,),
             repeat=call.repeat,
             training=call.training,
             seed=0 if seed is None else number(seed),
             threads=self.threads,
         )
-        return given.x, weights, options
+        return arrays, options
 
 
 def _declared(declared: Sequence[str], used: dict[str, Tensor], axis: int) -> Tensor:

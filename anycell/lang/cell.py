@@ -86,7 +86,7 @@ class Linear:
     Each output is a node ``linear(operand)`` with attributes ``(name, output)``; a matmul without
     ``gates`` has one, of its own name. Weight and bias have rows for each of ``declared``, used or
     not, in that order: for each head a block per output, in the bias for each output its heads.
-    Matmuls may share a weight, with outputs of their own: "hh.i" and "hh.f" have the weight "hh".
+    Matmuls may share a weight, with outputs of their own: "hh.i" and "hh.f" have "weight_hh".
     """
 
     name: str
@@ -98,10 +98,20 @@ class Linear:
     out_size: str
     declared: tuple[str, ...]
 
-    @property
+    @functools.cached_property
     def weight(self) -> str:
-        """The name of its weight."""
-        return self.name.partition(".")[0]
+        """The public name of its weight: of "hh" it is "weight_hh"."""
+        return "weight_" + self.name.partition(".")[0]
+
+    @functools.cached_property
+    def bias_name(self) -> str:
+        """The public name of its bias."""
+        return "bias_" + self.name.partition(".")[0]
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether it is the matmul behind `r`, or one of those that share its weight."""
+        return self.name.partition(".")[0] == RECURRENT
 
     def __str__(self) -> str:
         heads = f", heads={self.heads}" * (self.heads > 1)
@@ -349,6 +359,7 @@ class Cell:
         bias: whether the projections of the layer carry biases.
         next: one expression per state, the new states.
         linears: every matmul of a step, in order of evaluation.
+        learned: the public names of all that one direction of a layer may learn.
         fused: gates whose input and recurrent projection are only ever added.
         sizes: the size symbol of each node of the graph, of all but plain numbers.
     """
@@ -474,6 +485,7 @@ class Cell:
         used = topological(self.next)
         self.fused = frozenset(node.attrs[1] for node in used if node.op == "preact")
         self._check_names()
+        self.learned = _learned(self)
         self._sizes()
         self._check_numbers()
         self.key = _canonical(self)
@@ -492,6 +504,12 @@ class Cell:
         learned += [(name, f"the parameter {name!r}") for name in self.param_names]
         taken: dict[str, str] = {}
         for name, what in learned:
+            if name.endswith("_reverse"):
+                fail(
+                    f"Cell {self.name}: a layer learns {what}; names that end in '_reverse' are "
+                    "those of the reverse direction.",
+                    "rename it.",
+                )
             if name in taken:
                 fail(
                     f"Cell {self.name}: a layer learns {taken[name]} and {what}, both by the name "
@@ -725,6 +743,17 @@ def with_recurrent_mask(cell: Cell, per_gate: bool) -> Cell:
         linears += [replace(one, operand=operands[one.name]) for one in each]
     new.linears = tuple(linears)
     return _finished(new)
+
+
+def _learned(cell: Cell) -> tuple[str, ...]:
+    """Public names of all that one direction of a layer may learn."""
+    recurrent = any(l.recurrent for l in cell.linears)
+    names = [f"{kind}_ih" for kind in ("weight", "bias")]
+    names += [f"{kind}_hh" for kind in ("weight", "bias") if recurrent]
+    for l in cell.linears:
+        if not l.recurrent:
+            names += [l.weight, l.bias_name] if l.bias else [l.weight]
+    return (*names, *cell.param_names)
 
 
 def _is_recurrent(node: Expr) -> bool:

@@ -8,6 +8,7 @@ becomes as long as the sequence. An input projection that is small the kernel do
 Time-major throughout: ``x [T, B, I]``, outputs ``[T, B, D*size]`` with D directions side
 by side, size that of the first state.
 
+    signature.py    the names and shapes of a layer's arrays
     arguments.py    what a layer is given, on a CPU or a GPU, and what its backward pass needs
     contract.py     what every array must be before a kernel gets its address
     form.py         what calls of one form share: chunks, threads, memory, who does which matmul
@@ -20,37 +21,44 @@ from anycell.layer.arguments import (
     Array,
     Arrays,
     Chunk,
+    Direction,
+    Entering,
     Factors,
     Host,
+    Kept,
     Options,
-    Saved,
-    Weights,
     check_checkpoint,
     chunk_steps,
+    initial,
     reset_values,
     segment_steps,
-    shapes,
 )
 from anycell.layer.backward import backward
 from anycell.layer.form import projects, row_group, share
 from anycell.layer.forward import forward
 from anycell.layer.run import keeps_state, saved_width
+from anycell.layer.signature import ENDS, names, of_a_matmul, shapes, stepped
 
 __all__ = [
+    "ENDS",
     "Array",
     "Arrays",
     "Chunk",
+    "Direction",
+    "Entering",
     "Factors",
     "Host",
+    "Kept",
     "Options",
-    "Saved",
-    "Weights",
     "backward",
     "check_checkpoint",
     "chunk_steps",
     "contract",
     "forward",
+    "initial",
     "keeps_state",
+    "names",
+    "of_a_matmul",
     "projects",
     "reset_values",
     "row_group",
@@ -58,4 +66,5 @@ __all__ = [
     "segment_steps",
     "shapes",
     "share",
+    "stepped",
 ]

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from anycell.lang.cell import RECURRENT, Cell, Linear
 from anycell.plan import Plan
 
 Array = Any
-
-
-# Layouts that ``contract`` asks for: any strides, a dense last axis, dense rows or columns, or
-# contiguous as a whole.
-ANY, ROWS, MATRIX, DENSE = range(4)
 
 
 class Arrays(Protocol):
@@ -78,51 +71,11 @@ class Host(Arrays, Protocol):
         ...
 
 
-@dataclass
-class Weights:
-    """One direction of one layer; None where absent. Also what ``backward`` returns. Strides and
-    dtypes: see ``contract``.
+class Options(NamedTuple):
+    """What a call says besides its arrays.
 
     Attributes:
-        ih: ``[G*H, I]``; None where the input comes projected, in one direction.
-        hh: ``[G*H, size of the first state]``; None for a cell without a recurrent matmul.
-        bias_ih, bias_hh: ``[G*H]``.
-        params: one ``[H]`` per parameter of the cell, in declared order.
-        initial: one ``[B, size]`` per state, in declared order, or the number that fills it.
-        reset: the values that resets restore, one ``[size]`` or ``[B, size]`` per state.
-        static: ``[B, H]``, the input given once per sequence.
-        recurrent_mask: ``[B, size]`` or ``[G, B, size]``, for a cell ``with_recurrent_mask``.
-        linears: of further matmuls inside a step, by name; the biases as ``<name>_bias``.
-        reverse: whether the direction runs from the last step to the first.
-    """
-
-    ih: Array | None
-    hh: Array | None
-    bias_ih: Array | None = None
-    bias_hh: Array | None = None
-    params: Sequence[Array] = ()
-    initial: Sequence[Array] = ()
-    reset: Sequence[Array] | None = None
-    static: Array | None = None
-    recurrent_mask: Array | None = None
-    linears: Mapping[str, Array | None] = field(default_factory=dict)
-    reverse: bool = False
-
-    def matmul(self, linear: Linear) -> tuple[Array, Array | None]:
-        """Weight and bias of one matmul inside a step."""
-        name = linear.weight
-        if name == RECURRENT:
-            return self.hh, self.bias_hh
-        return self.linears[name], self.linears.get(f"{name}_bias")
-
-
-@dataclass
-class Options:
-    """What a call says beside its arrays.
-
-    Attributes:
-        mask: ``[T, B]``, 0 where the states hold.
-        resets: ``[T, B]``, 1 where the states start anew before the step. Ignored under a mask.
+        reverse: per direction, whether it runs from the last step to the first.
         repeat: outputs of masked steps repeat the held state; otherwise they are 0.
         training: random masks are drawn (from ``seed`` and ``stream``), instead of their mean
             taken.
@@ -132,8 +85,7 @@ class Options:
             None keeps all of it.
     """
 
-    mask: Array | None = None
-    resets: Array | None = None
+    reverse: tuple[bool, ...] = (False,)
     repeat: bool = False
     training: bool = False
     seed: int = 0
@@ -142,31 +94,69 @@ class Options:
     checkpoint: str | int | None = None
 
 
-@dataclass
-class Saved:
-    """What the forward pass keeps for the backward pass; read, never written, by it.
+# The arrays of one direction, by the names of ``signature`` without ``_reverse``; its states and
+# what resets restore without the axis of directions. What was not given is not there.
+Direction = dict[str, Array]
+
+
+class Entering(NamedTuple):
+    """The arrays of a call, fit for a kernel.
+
+    Attributes:
+        x: ``[T, B, I]`` or ``[T, B, G*H]``.
+        mask, resets: uint8 ``[T, B]``; no reset is under a mask.
+        directions: what each of them learns and starts from, and what they share besides.
+    """
+
+    x: Array
+    mask: Array | None
+    resets: Array | None
+    directions: list[Direction]
+
+    @property
+    def projects(self) -> bool:
+        """Whether x is to be projected."""
+        return "weight_ih" in self.directions[0]
+
+
+class Kept(NamedTuple):
+    """What the forward pass keeps for the backward pass, which reads it and never writes it.
 
     Attributes:
         hidden: ``[T+1 or T+2, B, D*size]``: the first state; initial values in the first slot, or
             the last where a direction is reversed.
         states: per direction, the sequences ``[T+1, B, size]`` of the other states that the plan
-            keeps.
+            keeps; None for the others.
         values: per direction ``[T, B, n]``, the values that the plan saves.
-        reset: per direction the values that resets restore, ``[size]`` or ``[B, size]`` each; empty
-            without resets.
 
     Of S segments, with ``Options.checkpoint``, only the states before the first step of each are
     kept: ``hidden [S, B, D*size]`` and all other states, ``[S, B, size]``, in the order in which a
     direction runs; ``values`` are of no steps.
     """
 
-    x: Array
-    weights: Sequence[Weights]
-    options: Options
     hidden: Array
-    states: list[list[Array | None]]
-    values: list[Array]
-    reset: list[list[Array]]
+    states: Sequence[Sequence[Array | None]]
+    values: Sequence[Array]
+
+    def flat(self) -> list[Array]:
+        """All arrays in a row."""
+        states = [array for sequences in self.states for array in sequences if array is not None]
+        return [self.hidden, *self.values, *states]
+
+    @classmethod
+    def of(cls, arrays: Sequence[Array], states: Sequence[bool], directions: int) -> Kept:
+        """The inverse of ``flat``; ``states`` says which of them are kept.
+
+        Raises:
+            ValueError: for another number of arrays.
+        """
+        expected = 1 + directions * (1 + sum(states))
+        if len(arrays) != expected:
+            raise ValueError(f"kept arrays: given {len(arrays)}; expected {expected}.")
+        hidden, *values = arrays[: 1 + directions]
+        rest = iter(arrays[1 + directions :])
+        sequences = [[next(rest) if kept else None for kept in states] for _ in range(directions)]
+        return cls(hidden, sequences, values)
 
 
 class Factors(NamedTuple):
@@ -235,37 +225,20 @@ def segment_steps(wished: str | int | None, steps: int, chunk: int) -> int:
     return min(steps, max(1, -(-wished // chunk)) * chunk)
 
 
-def shapes(cell: Cell, sizes: dict[str, int], width: int, bias: bool) -> dict[str, tuple[int, ...]]:
-    """Name and shape of what one direction of one layer learns, in the order of creation.
-
-    Raises:
-        ValueError: for sizes that heads or groups of the cell do not divide.
-    """
-    cell.check_sizes(sizes)
-    gates = len(cell.gates) * sizes["H"]
-    recurrent = any(l.name == RECURRENT for l in cell.linears)
-    found: dict[str, tuple[int, ...]] = {"weight_ih": (gates, width)}
-    if recurrent:
-        found["weight_hh"] = (gates, sizes[cell.states[0].size])
-    if bias:
-        found["bias_ih"] = (gates,)
-        if recurrent:
-            found["bias_hh"] = (gates,)
-    for l in cell.linears:
-        if l.name != RECURRENT:
-            found[f"weight_{l.name}"] = l.shape(sizes)
-            if l.bias:
-                found[f"bias_{l.name}"] = (len(l.declared) * sizes[l.out_size],)
-    return found | dict.fromkeys(cell.param_names, (sizes["H"],))
+def initial(plan: Plan, w: Direction) -> list[Array | float]:
+    """The states before the first step: as given, else what the cell declares."""
+    return [w.get(f"state {s.name}", s.initial) for s in plan.cell.states]
 
 
-def reset_values(empty: Callable[[tuple[int, ...]], Array], plan: Plan, w: Weights) -> list[Array]:
-    """What resets restore: as given, else the declared initial values."""
-    if w.reset is not None:
-        return list(w.reset)
+def reset_values(
+    empty: Callable[[tuple[int, ...]], Array], plan: Plan, w: Direction
+) -> list[Array]:
+    """What resets restore, ``[size]`` or ``[B, size]`` per state: as given, else as declared."""
     values = []
     for state in plan.cell.states:
-        value = empty((plan.sizes[state.size],))
-        value[:] = state.initial
+        value = w.get(f"reset_state {state.name}")
+        if value is None:
+            value = empty((plan.sizes[state.size],))
+            value[:] = state.initial
         values.append(value)
     return values

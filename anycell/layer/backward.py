@@ -2,89 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from anycell.layer import contract
-from anycell.layer.arguments import Array, Chunk, Factors, Host, Saved, Weights
+from anycell.layer.arguments import Array, Chunk, Factors, Host, Kept, Options
 from anycell.layer.forward import Memory, advance
 from anycell.layer.run import Rows, Run, keeps_state
-from anycell.layer.sums import Sums
+from anycell.layer.signature import of_a_matmul
+from anycell.layer.sums import Sums, leaving
 from anycell.plan import Plan
 
 
 def backward(
     host: Host,
     plan: Plan,
-    saved: Saved,
-    dy: Array | None,
-    dfinal: Sequence[Sequence[Array | None]],
+    arrays: Mapping[str, Array],
+    options: Options,
+    kept: Kept,
+    d_output: Array | None,
+    d_final: Sequence[Array | None],
     *,
-    need_x: bool = True,
-    need_weights: bool = True,
+    wanted: Collection[str] | None = None,
     factors: list[list[Factors]] | None = None,
-) -> tuple[Array | None, list[Weights]]:
+) -> dict[str, Array]:
     """The gradients of a layer.
 
     Args:
-        host, plan: as given to ``forward``.
-        saved: from ``forward``; may be used again.
-        dy: gradient of the outputs ``[T, B, D*size]``, or None.
-        dfinal: per direction the gradients of the final states ``[B, size]``, None where there is
-            none.
-        need_x, need_weights: whether those gradients are wanted.
+        host, plan, arrays, options: as given to ``forward``.
+        kept: from ``forward``; may be used again.
+        d_output: gradient of the outputs ``[T, B, D*size]``, or None.
+        d_final: gradients of the final states ``[D, B, size]``, None where there is none.
+        wanted: names of the arrays whose gradients are wanted; None for all. There may be more.
         factors: gets per direction, for each matmul inside a step, what its weight's gradient is
             the product of, for hosts that multiply themselves. Without checkpoints, and where the
             input comes projected: then they are of all steps.
 
     Returns:
-        the gradient of ``x`` (of the projected gates where ``Weights.ih`` is None) or None, and per
-        direction a ``Weights`` of gradients; ``static`` is ``[B, H]``,
-        ``initial`` and, with resets, ``reset`` are ``[B, size]``.
+        the gradients, by the names of the arrays: of all that were given but masks. That of x is
+        of the projected gates where there is no ``weight_ih``.
 
     Raises:
         ValueError, TypeError: for an array that breaks the ``contract``.
     """
-    again = saved.options.checkpoint is not None  # the forward pass, which may read x
-    x, weights, options = contract.entering(
-        host, plan, saved.x, saved.weights, saved.options, read=again
-    )
-    run = Run(host, plan, weights, options, x, backward=True)
-    rest = saved.hidden, saved.states, saved.values, saved.reset
-    saved, dy, dfinal = contract.arriving(
-        host, plan, Saved(x, weights, options, *rest), dy, dfinal,
+    again = options.checkpoint is not None  # the forward pass, which may read x
+    given = contract.entering(host, plan, arrays, options, read=again)
+    run = Run(host, plan, given, options, backward=True)
+    kept, d_output, d_final = contract.arriving(
+        host, plan, given.x.shape, options.reverse, kept, d_output, d_final,
         segment=run.segment, width=run.form.kernel.saved_width, keeps=keeps_state,
     )  # fmt: skip
-    project = run.weights[0].ih is not None
-    dx = host.empty(tuple(saved.x.shape)) if need_x or not project else None
-    need_weights = need_weights and factors is None
+    dx = None
+    if wanted is None or "x" in wanted or not given.projects:
+        dx = host.empty(tuple(given.x.shape))
+    need = factors is None and (wanted is None or any(map(of_a_matmul, wanted)))
+    dense = factors is not None
     directions = [
-        _Direction(run, saved, d, own, need_weights, factors is not None)
-        for d, own in enumerate(dfinal)
+        _Direction(run, d, [None if a is None else a[d] for a in d_final], need, dense)
+        for d in range(len(given.directions))
     ]
     if factors is not None:
-        factors += [own.factors() for own in directions]
+        factors += [direction.factors() for direction in directions]
     unreached = _Unreached(run.steps)
     with run:
-        if saved.reset:
-            run.point_resets(saved.reset)
-        for d, own in enumerate(directions):
-            for name, array in own.sums.accumulators().items():
+        if given.resets is not None:
+            run.point_resets()
+        for d, direction in enumerate(directions):
+            for name, array in direction.sums.accumulators().items():
                 run.place(d, name, array)
-        for done, count, part in _parts(run, saved):
+        for done, count, part in _parts(run, kept):
             chunks = [run.span(d, done, count) for d in range(len(directions))]
-            for own, chunk in zip(directions, chunks, strict=True):
-                own.point(chunk, part, dy, dx)
+            for direction, chunk in zip(directions, chunks, strict=True):
+                direction.point(chunk, part, d_output, dx)
             run.run(count)
-            for own, chunk in zip(directions, chunks, strict=True):
-                dgates = own.dgates(chunk, dx)
-                if need_weights:
-                    own.add(chunk, part, dgates)
+            for direction, chunk in zip(directions, chunks, strict=True):
+                dgates = direction.dgates(chunk, dx)
+                if need:
+                    direction.add(chunk, part, dgates)
                 if run.form.single:
-                    own.add_product(dgates)
-                if project and dx is not None:
-                    unreached.project(host, dgates, own.w.ih, dx, chunk)
-    return dx, [own.sums.result() for own in directions]
+                    direction.add_product(dgates)
+                if given.projects and dx is not None:
+                    unreached.project(host, dgates, direction.w["weight_ih"], dx, chunk)
+    return leaving(host, given, dx, [direction.sums.result() for direction in directions])
 
 
 class _Direction:
@@ -98,22 +97,17 @@ class _Direction:
     """
 
     def __init__(
-        self,
-        run: Run,
-        saved: Saved,
-        d: int,
-        dfinal: Sequence[Array | None],
-        need_weights: bool,
-        dense: bool,
+        self, run: Run, d: int, d_final: Sequence[Array | None], need: bool, dense: bool
     ) -> None:
-        host, plan, self.w = run.host, run.plan, saved.weights[d]
+        host, plan, self.w = run.host, run.plan, run.directions[d]
         cell, rows = plan.cell, run.form.chunk * run.batch
         self.run, self.d, self.first = run, d, plan.sizes[cell.states[0].size]
+        self.backwards = run.options.reverse[d]
         self.width = len(cell.gates) * plan.hidden_size
-        resets = bool(saved.reset)
-        self.sums = Sums(host, plan, (run.steps, run.batch), self.w, need_weights, dfinal, resets)
+        resets = run.given.resets is not None
+        self.sums = Sums(host, plan, (run.steps, run.batch), self.w, d_final, resets, need)
         self.buffers: dict[str, Rows] = {}
-        if self.w.ih is not None:
+        if self.run.given.projects:
             self.buffers["dx"] = Rows(host, plan, rows, self.width)
         self.pairs: list[tuple[Rows | None, Rows | None]] = []
         for k, l in enumerate(cell.linears):
@@ -136,7 +130,7 @@ class _Direction:
     def point(self, chunk: Chunk, part: _Part, dy: Array | None, dx: Array | None) -> None:
         """Lets the kernel run over a chunk."""
         run, d, call, strides = self.run, self.d, self.run.calls[self.d], self.run.host.strides
-        if self.w.ih is None:
+        if not self.run.given.projects:
             run.point(d, "dx", dx, chunk.time, chunk.sign)
         for name, rows in self.buffers.items():
             run.point_rows(d, name, rows, chunk)
@@ -145,7 +139,7 @@ class _Direction:
         if dy is not None:
             run.point(d, "dy", dy, chunk.time, chunk.sign, d * self.first)
         # state[t] is read before step t and, one step of the direction on, after it.
-        on, reverse = -chunk.sign, self.w.reverse
+        on, reverse = -chunk.sign, self.backwards
         run.point(d, "state0", part.hidden, time + 2 * reverse, chunk.sign, d * self.first)
         call.set(state0_next=on * strides(part.hidden)[0])
         for i, sequence in enumerate(part.states[d]):
@@ -158,7 +152,7 @@ class _Direction:
     def dgates(self, chunk: Chunk, dx: Array | None) -> Array:
         """Gradients of the projected gates, ``[rows, G*H]``."""
         rows = (chunk.end - chunk.begin) * self.run.batch
-        if self.w.ih is not None:
+        if self.run.given.projects:
             return self.buffers["dx"][rows]
         return dx[chunk.begin : chunk.end].reshape(rows, self.width)  # type: ignore[index]
 
@@ -167,14 +161,14 @@ class _Direction:
         run, d, first, (begin, end, _, _) = self.run, self.d, self.first, chunk
         rows = dgates.shape[0]
         inputs = None
-        if self.w.ih is not None:
+        if self.run.given.projects:
             inputs = run.x[begin:end]
-            if run.options.mask is not None:
+            if run.given.mask is not None:
                 # What lies under a mask may be NaN, and NaN times a zero gradient is NaN.
-                inputs = run.host.masked(inputs, run.options.mask[begin:end])
+                inputs = run.host.masked(inputs, run.given.mask[begin:end])
             inputs = inputs.reshape(rows, inputs.shape[2])
         # The first state before each step.
-        shift = 2 * self.w.reverse - part.times[d]
+        shift = 2 * self.backwards - part.times[d]
         hidden = part.hidden[begin + shift : end + shift, :, d * first : (d + 1) * first]
         pairs = [
             (
@@ -191,7 +185,7 @@ class _Direction:
         """
         outputs, _ = self.pairs[0]
         d = dgates if outputs is None else outputs[dgates.shape[0]]
-        self.run.host.matmul_add(d, self.w.hh, self.sums.states[0])
+        self.run.host.matmul_add(d, self.w["weight_hh"], self.sums.states[0])
 
 
 class _Unreached:
@@ -222,42 +216,42 @@ class _Unreached:
 
 
 class _Part(NamedTuple):
-    """What the backward pass reads of a part of the sequence; see ``Saved``.
+    """What the backward pass reads of a part of the sequence; see ``Kept``.
 
     ``times``: the first that it is of, per direction.
     """
 
     hidden: Array
-    states: list[list[Array | None]]
-    values: list[Array]
+    states: Sequence[Sequence[Array | None]]
+    values: Sequence[Array]
     times: list[int]
 
 
-def _parts(run: Run, saved: Saved) -> Iterator[tuple[int, int, _Part]]:
+def _parts(run: Run, kept: Kept) -> Iterator[tuple[int, int, _Part]]:
     """Chunk by chunk as ``run.chunks``, with what is needed there: kept, or computed again."""
-    host, plan, weights, steps = run.host, run.plan, saved.weights, run.steps
+    host, plan, steps, count = run.host, run.plan, run.steps, len(run.directions)
     segment = run.segment
     if segment == steps:
-        whole = _Part(saved.hidden, saved.states, saved.values, [0] * len(weights))
-        for done, count in run.chunks(0, steps):
-            yield done, count, whole
+        whole = _Part(*kept, [0] * count)
+        for done, todo in run.chunks(0, steps):
+            yield done, todo, whole
         return
-    again = Run(host, plan, weights, saved.options, saved.x, backward=False)
+    again = Run(host, plan, run.given, run.options, backward=False)
     memory = Memory(again, segment, True, True)
     first = memory.widths[0]
     with again:
-        if saved.reset:
-            again.point_resets(saved.reset)
-        for slot in reversed(range(saved.hidden.shape[0])):
+        if run.given.resets is not None:
+            again.point_resets()
+        for slot in reversed(range(kept.hidden.shape[0])):
             begin, end = slot * segment, min(slot * segment + segment, steps)
             memory.origin, memory.steps = begin, end - begin
-            initial = []
-            for d, (_, *others) in enumerate(saved.states):
-                hidden = saved.hidden[slot, :, d * first : (d + 1) * first]
-                initial.append([hidden, *[s[slot] for s in others if s is not None]])
-            memory.begin(initial)
+            states = []
+            for d, (_, *others) in enumerate(kept.states):
+                hidden = kept.hidden[slot, :, d * first : (d + 1) * first]
+                states.append([hidden, *[s[slot] for s in others if s is not None]])
+            memory.begin(states)
             advance(again, memory, begin, end, None)
-            times = [memory.time(d) for d in range(len(weights))]
+            times = [memory.time(d) for d in range(count)]
             part = _Part(memory.hidden, memory.states, memory.values, times)
-            for done, count in run.chunks(begin, end):
-                yield done, count, part
+            for done, todo in run.chunks(begin, end):
+                yield done, todo, part

@@ -1,18 +1,16 @@
 """The contract of memory: what an array of a call must be before a kernel gets its address.
 
 Kernels do no bounds checks. So every array of every call passes here once, whichever frontend it
-comes from, and nothing below asks again:
+comes from, and nothing below asks again. Shapes are those of ``signature``; strides:
 
-    array                                      shape                        strides
-    x                                          [T, B, I], gates [T, B, G*H] last axis dense
-    weight_ih, weight_hh, weight_<name>        of the layer                 dense rows or columns
-    bias_ih, bias_hh, bias_<name>, parameters  [G*H], ..., [H]              dense
-    state, d_state                             [B, size]                    any: the host copies it
-    reset_state                                [size] or [B, size]          contiguous
-    static, recurrent_mask                     [B, H], [B or G, B, size]    contiguous
-    mask, resets                               [T, B], bool or uint8        contiguous
-    d_output                                   [T, B, D*size]               last axis dense
-    what the forward pass kept                 see ``Saved``                contiguous
+    array                                        strides
+    x, d_output                                  last axis dense
+    weights of matmuls                           dense rows or columns
+    biases, parameters                           dense
+    state, d_state                               any: the host copies it
+    reset_state, static, recurrent_mask          contiguous
+    mask, resets                                 contiguous, bool or uint8
+    what the forward pass kept, see ``Kept``     contiguous
 
 All but masks and resets have the dtype of the plan. All lie on the host's device, begin at a
 multiple of an element's size, and have strides of whole elements, which may be 0 or negative. An
@@ -26,239 +24,201 @@ call; see ``anycell/engines/cpu/check.py``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from anycell.lang.cell import RECURRENT
-from anycell.layer.arguments import (
+from anycell.lang.expr import topological
+from anycell.layer.arguments import Array, Arrays, Direction, Entering, Kept, Options
+from anycell.layer.signature import (
     ANY,
     DENSE,
+    ENDS,
     MATRIX,
     ROWS,
-    Array,
-    Arrays,
-    Options,
-    Saved,
-    Weights,
+    Shape,
+    learned,
+    states,
 )
 from anycell.plan import Plan
-
-Shape = tuple[int, ...]
-
-
-class _State(NamedTuple):
-    """A state: its size, and what its arrays are called in errors."""
-
-    size: int
-    initial: str
-    reset: str
-    gradient: str
-    kept: str
-
-
-class _Shapes(NamedTuple):
-    """What follows from the plan alone.
-
-    Attributes:
-        gates: G*H.
-        hh: shape of the recurrent weight; None where there is none.
-        linears: of each further matmul the name, and the shapes of weight and bias.
-    """
-
-    gates: int
-    hh: Shape | None
-    linears: tuple[tuple[str, Shape, Shape], ...]
-    states: tuple[_State, ...]
-
-
-@functools.lru_cache(maxsize=512)
-def _shapes(plan: Plan) -> _Shapes:
-    cell, size = plan.cell, plan.sizes
-    gates, weights = len(cell.gates) * plan.hidden_size, {l.weight: l for l in cell.linears}
-    words = "state", "reset_state", "d_state", "kept state"
-    return _Shapes(
-        gates,
-        (gates, size[cell.states[0].size]) if weights.pop(RECURRENT, None) else None,
-        tuple(
-            (name, l.shape(size), (len(l.declared) * size[l.out_size],))
-            for name, l in weights.items()
-        ),
-        tuple(_State(size[s.size], *[f"{word} {s.name!r}" for word in words]) for s in cell.states),
-    )
-
 
 # -- the calls -------------------------------------------------------------------------------------
 
 
 def entering(
-    host: Arrays,
-    plan: Plan,
-    x: Array,
-    weights: Sequence[Weights],
-    options: Options,
-    read: bool = True,
-) -> tuple[Array, list[Weights], Options]:
+    host: Arrays, plan: Plan, arrays: Mapping[str, Array], options: Options, read: bool = True
+) -> Entering:
     """What a pass takes, fit for its kernel.
 
     Args:
+        arrays: by the names of ``signature``; None stands for one that was not given.
         read: whether a kernel may read x.
 
     Raises:
         ValueError, TypeError: naming the array, what was given and what was expected.
     """
-    shape, projected = x.shape, weights[0].ih is None
-    if len(shape) != 3 or (projected and shape[2] != _shapes(plan).gates):
-        last = f"{_shapes(plan).gates} projected gates" if projected else "input size"
+    cell, ends = plan.cell, ENDS[: len(options.reverse)]
+    x, gates = arrays["x"], len(cell.gates) * plan.hidden_size
+    shape, projects = x.shape, arrays.get("weight_ih") is not None
+    if len(shape) != 3 or not (projects or shape[2] == gates):
+        last = "input size" if projects else f"{gates} projected gates"
         raise ValueError(f"x: given shape {tuple(shape)}; expected [steps, rows, {last}].")
     x = _fit(host, "x", x, shape, ROWS if read else ANY)
     steps, batch, inputs = shape
-    fitted = [_direction(host, plan, w, inputs, batch) for w in weights]
-    mask, resets = options.mask, options.resets
-    if mask is not None:
-        options = replace(options, mask=_flags(host, "mask", mask, (steps, batch)))
-    if resets is not None:
-        options = replace(options, resets=_flags(host, "resets", resets, (steps, batch)))
-    return x, fitted, options
+    directions = [weights(host, plan, arrays, inputs, end) for end in ends]
+    static, mask = arrays.get("static"), arrays.get("recurrent_mask")
+    if cell.static is not None or static is not None:
+        once: Shape = () if cell.static is None else (batch, plan.hidden_size)
+        static = _fit(host, "static", static, once, DENSE)
+        for w in directions:
+            w["static"] = static
+    masks = _masks(plan)
+    if mask is not None or masks:
+        rows = batch, states(plan)[0][1]
+        each = masks > 1 or (mask is not None and len(mask.shape) == 3)
+        wanted: Shape = () if not masks else (len(cell.gates), *rows) if each else rows
+        mask = _fit(host, "recurrent_mask", mask, wanted, DENSE)
+        for w in directions:
+            w["recurrent_mask"] = mask
+    for name, size in states(plan):
+        state, reset = arrays.get(f"state {name}"), arrays.get(f"reset_state {name}")
+        if state is not None:
+            whole: Shape = len(ends), batch, size
+            state = _fit(host, f"state {name!r}", state, whole, ANY)
+            for d, w in enumerate(directions):
+                w[f"state {name}"] = state[d]
+        if reset is not None:
+            whole = (len(ends), batch, size) if len(reset.shape) == 3 else (len(ends), size)
+            reset = _fit(host, f"reset_state {name!r}", reset, whole, DENSE)
+            for d, w in enumerate(directions):
+                w[f"reset_state {name}"] = reset[d]
+    flags = arrays.get("mask"), arrays.get("resets")
+    valid, resets = (
+        None if array is None else _flags(host, name, array, (steps, batch))
+        for name, array in zip(("mask", "resets"), flags, strict=True)
+    )
+    if valid is not None and resets is not None:
+        # What lies under a mask never matters, a reset no more than an input.
+        resets = resets & valid
+    return Entering(x, valid, resets, directions)
+
+
+def weights(
+    host: Arrays, plan: Plan, arrays: Mapping[str, Array], inputs: int, end: str = ""
+) -> Direction:
+    """What one direction learns, fit for a kernel.
+
+    Args:
+        inputs: the last axis of x.
+        end: of the names in ``arrays``.
+
+    Raises:
+        ValueError, TypeError: as ``entering``.
+    """
+    direction: Direction = {}
+    weight = arrays.get(f"weight_ih{end}")
+    if weight is not None:
+        gates = len(plan.cell.gates) * plan.hidden_size
+        direction["weight_ih"] = _fit(host, "weight_ih", weight, (gates, inputs), MATRIX, end)
+    for name, shape, layout, optional in learned(plan):
+        array = arrays.get(name + end)
+        if array is not None or not optional:
+            direction[name] = _fit(host, name, array, shape, layout, end)
+    return direction
 
 
 def arriving(
     host: Arrays,
     plan: Plan,
-    saved: Saved,
-    dy: Array | None,
-    dfinal: Sequence[Sequence[Array | None]],
+    shape: Shape,
+    reverse: Sequence[bool],
+    kept: Kept,
+    d_output: Array | None,
+    d_final: Sequence[Array | None],
     *,
     segment: int,
     width: int,
     keeps: Callable[[Plan, int], bool],
-) -> tuple[Saved, Array | None, Sequence[Sequence[Array | None]]]:
+) -> tuple[Kept, Array | None, list[Array | None]]:
     """What a backward pass takes besides, fit for its kernel.
 
     Args:
-        saved: its x, weights and options are fit already.
+        shape: of x.
         segment: steps of which it needs all at once; fewer than all where it has checkpoints.
-        width: of a row of ``Saved.values``.
+        width: of a row of ``Kept.values``.
         keeps: whether the forward pass keeps the sequence of a state, without checkpoints.
 
     Raises:
         ValueError, TypeError: as ``entering``.
     """
-    weights, (steps, batch, _), states = saved.weights, saved.x.shape, _shapes(plan).states
-    output, borders = len(weights) * states[0].size, segment < steps
-    hidden, others, values = steps + 1 + any(w.reverse for w in weights), steps + 1, steps
-    if borders:
-        hidden = others = -(-steps // segment)
-        values = 0
-    kept = [i > 0 and (borders or keeps(plan, i)) for i in range(len(states))]
+    steps, batch, _ = shape
+    sizes, borders = states(plan), segment < steps
+    there = [i > 0 and (borders or keeps(plan, i)) for i in range(len(sizes))]
+    slots = -(-steps // segment) if borders else None
+    expected = kept_shapes(plan, steps, batch, reverse, width, there, slots)
+    output = steps, batch, expected.hidden[2]
     sequences = [
         [
-            _fit(host, s.kept, array, (others, batch, s.size), DENSE, wide=borders)
-            if keep
-            else None
-            for keep, (array, s) in zip(kept, _pairs("kept states", arrays, states), strict=True)
+            _fit(host, f"kept state {name!r}", array, shape, DENSE, wide=borders) if shape else None
+            for array, shape, (name, _) in zip(
+                _all("kept states", arrays, sizes), shapes, sizes, strict=True
+            )
         ]
-        for arrays, _ in _pairs("kept states", saved.states, weights)
+        for arrays, shapes in zip(
+            _all("kept states", kept.states, reverse), expected.states, strict=True
+        )
     ]
-    restoring = () if saved.options.resets is None else weights
-    fitted = Saved(
-        saved.x,
-        weights,
-        saved.options,
-        _fit(host, "hidden states", saved.hidden, (hidden, batch, output), DENSE),
+    values = _all("saved values", kept.values, reverse)
+    kept = Kept(
+        _fit(host, "hidden states", kept.hidden, expected.hidden, DENSE),
         sequences,
         [
-            _fit(host, "saved values", array, (values, batch, width), DENSE)
-            for array, _ in _pairs("saved values", saved.values, weights)
-        ],
-        [
-            _restored(host, plan, arrays, batch)
-            for arrays, _ in _pairs("reset_state", saved.reset, restoring)
+            _fit(host, "saved values", array, shape, DENSE)
+            for array, shape in zip(values, expected.values, strict=True)
         ],
     )
-    if dy is not None:
-        dy = _fit(host, "d_output", dy, (steps, batch, output), ROWS)
+    if d_output is not None:
+        d_output = _fit(host, "d_output", d_output, output, ROWS)
     final = [
-        [
-            None if d is None else _fit(host, s.gradient, d, (batch, s.size), ANY)
-            for d, s in _pairs("d_state", gradients, states)
-        ]
-        for gradients, _ in _pairs("d_state", dfinal, weights)
+        None if d is None else _fit(host, f"d_state {name!r}", d, (len(reverse), batch, size), ANY)
+        for d, (name, size) in zip(_all("d_state", d_final, sizes), sizes, strict=True)
     ]
-    return fitted, dy, final
+    return kept, d_output, final
 
 
-def learned(host: Arrays, plan: Plan, w: Weights, inputs: int) -> dict[str, Any]:
-    """What one direction learns, fit for a kernel, by the names of ``Weights``.
+def kept_shapes(
+    plan: Plan,
+    steps: int,
+    batch: int,
+    reverse: Sequence[bool],
+    width: int,
+    there: Sequence[bool],
+    borders: int | None = None,
+) -> Kept:
+    """The shapes of what a forward pass keeps.
 
     Args:
-        inputs: the last axis of x.
-
-    Raises:
-        ValueError, TypeError: as ``entering``.
+        width: of a row of ``Kept.values``.
+        there: which states are kept, besides the first.
+        borders: with checkpoints, the number of segments.
     """
-    shapes, names, end = _shapes(plan), plan.cell.param_names, "_reverse" if w.reverse else ""
-    ih, hh, bias_ih, bias_hh, gates = w.ih, None, w.bias_ih, w.bias_hh, (shapes.gates,)
-    if ih is not None:
-        ih = _fit(host, "weight_ih", ih, (shapes.gates, inputs), MATRIX, end)
-    if shapes.hh is not None:
-        hh = _fit(host, "weight_hh", w.hh, shapes.hh, MATRIX, end)
-    if bias_ih is not None:
-        bias_ih = _fit(host, "bias_ih", bias_ih, gates, DENSE, end)
-    if bias_hh is not None:
-        bias_hh = _fit(host, "bias_hh", bias_hh, gates, DENSE, end)
-    linears: dict[str, Array | None] = {}
-    for name, shape, length in shapes.linears:
-        bias = w.linears.get(f"{name}_bias")
-        linears[name] = _fit(host, f"weight_{name}", w.linears.get(name), shape, MATRIX, end)
-        if bias is not None:
-            bias = _fit(host, f"bias_{name}", bias, length, DENSE, end)
-        linears[f"{name}_bias"] = bias
-    params = [
-        _fit(host, name, value, (plan.hidden_size,), DENSE, end)
-        for value, name in _pairs("parameters", w.params, names)
-    ]
-    return {
-        "ih": ih,
-        "hh": hh,
-        "bias_ih": bias_ih,
-        "bias_hh": bias_hh,
-        "params": params,
-        "linears": linears,
-    }
+    sizes, directions = [size for _, size in states(plan)], len(reverse)
+    hidden, others, values = steps + 1 + any(reverse), steps + 1, steps
+    if borders is not None:
+        hidden = others = borders
+        values = 0
+    pairs = list(zip(sizes, there, strict=True))
+    one = [(others, batch, size) if kept else None for size, kept in pairs]
+    return Kept(
+        (hidden, batch, directions * sizes[0]), [one] * directions,
+        [(values, batch, width)] * directions,
+    )  # fmt: skip
 
 
-def _direction(host: Arrays, plan: Plan, w: Weights, inputs: int, batch: int) -> Weights:
-    """All arrays of one direction, for so many rows."""
-    states, cell = _shapes(plan).states, plan.cell
-    static, mask, reset = w.static, w.recurrent_mask, w.reset
-    if cell.static is not None or static is not None:
-        shape = () if cell.static is None else (batch, plan.hidden_size)
-        static = _fit(host, "static", static, shape, DENSE)
-    if mask is not None:
-        rows = batch, states[0].size
-        whole = rows if len(mask.shape) == 2 else (len(cell.gates), *rows)
-        mask = _fit(host, "recurrent_mask", mask, whole, DENSE)
-    initial = [
-        value if isinstance(value, float) else _fit(host, s.initial, value, (batch, s.size), ANY)
-        for value, s in _pairs("state", w.initial, states)
-    ]
-    return Weights(
-        **learned(host, plan, w, inputs),
-        initial=initial,
-        reset=None if reset is None else _restored(host, plan, reset, batch),
-        static=static,
-        recurrent_mask=mask,
-        reverse=w.reverse,
-    )
-
-
-def _restored(host: Arrays, plan: Plan, values: Sequence[Array], batch: int) -> list[Array]:
-    """What resets restore: of every row, or one for all."""
-    return [
-        _fit(host, s.reset, value, (s.size,) if len(value.shape) == 1 else (batch, s.size), DENSE)
-        for value, s in _pairs("reset_state", values, _shapes(plan).states)
-    ]
+@functools.lru_cache(maxsize=512)
+def _masks(plan: Plan) -> int:
+    """How many masks the cell multiplies its first state by: none, one, or one per gate."""
+    masks = [n.attrs[0] for n in topological(plan.cell.next) if n.op == "recurrent_mask"]
+    return 0 if not masks else 1 + max(masks)
 
 
 # -- one array -------------------------------------------------------------------------------------
@@ -306,8 +266,8 @@ def _kind(array: Array) -> str:
     return f"{array.dtype}" if device == "cpu" else f"{array.dtype} on {device}"
 
 
-def _pairs(name: str, values: Sequence[Any], declared: Sequence[Any]) -> Any:
-    """``values`` beside what the cell declares, if there are as many."""
+def _all(name: str, values: Sequence[Any], declared: Sequence[Any]) -> Sequence[Any]:
+    """``values``, if there are as many as the cell declares."""
     if len(values) != len(declared):
         raise ValueError(f"{name}: given {len(values)}; expected {len(declared)}, as the cell has.")
-    return zip(values, declared, strict=True)
+    return values

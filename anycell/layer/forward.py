@@ -3,66 +3,59 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from anycell.layer import contract
-from anycell.layer.arguments import Array, Host, Options, Saved, Weights, reset_values
+from anycell.layer.arguments import Array, Host, Kept, Options, initial
 from anycell.layer.run import Rows, Run
 from anycell.plan import Plan
 
 
 def forward(
-    host: Host, plan: Plan, x: Array, weights: Sequence[Weights], options: Options, *, keep: bool
-) -> tuple[Array, list[Array], Saved | None]:
+    host: Host, plan: Plan, arrays: Mapping[str, Array], options: Options, *, keep: bool
+) -> tuple[Array, list[Array], Kept | None]:
     """Runs a layer.
 
     Args:
         host: array operations of the framework.
         plan: of the cell, for the CPU engine.
-        x: ``[T, B, I]``, or gates ``[T, B, G*H]`` where ``Weights.ih`` is None.
-        weights: one per direction.
-        options: masks, resets, seeds, threads.
+        arrays: by the names of ``signature``; None stands for one that is not given.
+        options: directions, seeds, threads.
         keep: whether to keep what ``backward`` needs.
 
     Returns:
         outputs ``[T, B, D * size]``, the final states ``[D, B, size]`` in declared order, and
-        ``Saved`` or None.
+        ``Kept`` or None.
 
     Raises:
         ValueError, TypeError: for an array that breaks the ``contract``.
     """
-    x, weights, options = contract.entering(host, plan, x, weights, options)
-    if options.mask is not None and options.resets is not None:
-        # What lies under a mask never matters, a reset no more than an input.
-        options = replace(options, resets=options.resets & options.mask)
-    run = Run(host, plan, weights, options, x, backward=False)
+    given = contract.entering(host, plan, arrays, options)
+    run = Run(host, plan, given, options, backward=False)
     steps, segment = run.steps, run.segment if keep else run.steps
     everything = keep and segment == steps
     # Outputs zeroed under a mask are not the hidden states: these then need memory of their own,
     # all or two steps.
-    zeroed = options.mask is not None and not options.repeat
+    zeroed = given.mask is not None and not options.repeat
     memory = Memory(run, steps, everything, everything or not zeroed)
-    memory.begin([w.initial for w in weights])
-    hidden, states, values = memory.hidden, memory.states, memory.values
-    out = host.empty((steps, *hidden.shape[1:])) if zeroed else hidden[1 : steps + 1]
-    resets = [] if options.resets is None else [reset_values(host.empty, plan, w) for w in weights]
+    memory.begin([initial(plan, w) for w in given.directions])
+    kept = Kept(memory.hidden, memory.states, memory.values)
+    out = host.empty((steps, *kept.hidden.shape[1:])) if zeroed else kept.hidden[1 : steps + 1]
     if keep and not everything:
-        hidden, states, values = _borders(run, -(-steps // segment))
+        kept = _borders(run, -(-steps // segment))
     with run:
-        if resets:
-            run.point_resets(resets)
+        if given.resets is not None:
+            run.point_resets()
         for begin in range(0, steps, max(1, segment)):
             if keep and not everything:
-                memory.copy(begin, hidden, states, begin // segment)
+                memory.copy(begin, kept, begin // segment)
             advance(run, memory, begin, min(begin + segment, steps), out if zeroed else None)
-    saved = Saved(x, weights, options, hidden, states, values, resets) if keep else None
-    return out, memory.after(steps), saved
+    return out, memory.after(steps), kept if keep else None
 
 
 class Memory:
-    """What the steps of a run hand on, and leave for the backward pass; see ``Saved``.
+    """What the steps of a run hand on, and leave for the backward pass; see ``Kept``.
 
     States whose sequence nobody reads have two slots, which take turns.
 
@@ -76,25 +69,28 @@ class Memory:
         self.widths = [plan.sizes[state.size] for state in states]
         self.whole = [whole, *[keep and state.name in plan.states for state in states[1:]]]
         slots, new = (steps + 1 + any(run.reverse), host.lasting) if whole else (2, host.empty)
-        self.hidden = new((slots, batch, len(run.weights) * self.widths[0]))
+        self.hidden = new((slots, batch, len(run.directions) * self.widths[0]))
         self.states: list[list[Array | None]] = []
-        for _ in run.weights:
+        for _ in run.directions:
             self.states.append([None])
             for width, all_of_it in zip(self.widths[1:], self.whole[1:], strict=True):
                 slots, new = (steps + 1, host.lasting) if all_of_it else (2, host.empty)
                 self.states[-1].append(new((slots, batch, width)))
         saved = steps, batch, run.form.kernel.saved_width
-        self.values = [host.lasting(saved) for _ in run.weights] if keep else []
+        self.values = [host.lasting(saved) for _ in run.directions] if keep else []
         self.products: list[Array] = []  # of a single step; they must live as long as it runs
         # The gates of all steps, or room for those of a chunk, or none.
         self.gates: list[Any] = []
         if run.form.inputs:
             return
         if run.form.at_once:
-            self.gates = [run.x if w.ih is None else host.project(run.x, w.ih) for w in run.weights]
+            projects = run.given.projects
+            self.gates = [
+                host.project(run.x, w["weight_ih"]) if projects else run.x for w in run.directions
+            ]
         else:
             width = len(plan.cell.gates) * plan.hidden_size
-            self.gates = [Rows(host, plan, run.form.chunk * batch, width) for _ in run.weights]
+            self.gates = [Rows(host, plan, run.form.chunk * batch, width) for _ in run.directions]
 
     def time(self, d: int) -> int:
         """The first time that this is of, for one direction."""
@@ -112,10 +108,10 @@ class Memory:
             return self.states[d][i], slot, 0, self.widths[i]
         return self.hidden, slot, d * self.widths[0], self.widths[0]
 
-    def begin(self, initial: Sequence[Sequence[Array | float]]) -> None:
+    def begin(self, states: Sequence[Sequence[Array | float]]) -> None:
         """Writes the states before the first step, per direction."""
-        for d, own in enumerate(initial):
-            for i, value in enumerate(own):
+        for d, values in enumerate(states):
+            for i, value in enumerate(values):
                 self._write(*self.place(d, i, self.origin), value)
 
     def after(self, done: int) -> list[Array]:
@@ -128,14 +124,12 @@ class Memory:
                 self._read(array, slot, column, found[i], d)
         return found
 
-    def copy(
-        self, done: int, hidden: Array, states: Sequence[Sequence[Array | None]], slot: int
-    ) -> None:
-        """Copies the states after so many steps to a slot of arrays such as ``_borders`` makes."""
+    def copy(self, done: int, borders: Kept, slot: int) -> None:
+        """Copies the states after so many steps to a slot of what ``_borders`` makes."""
         for i, value in enumerate(self.after(done)):
-            for d, others in enumerate(states):
-                column = 0 if i else d * self.widths[0]
-                self._write(others[i] if i else hidden, slot, column, self.widths[i], value[d])
+            for d, others in enumerate(borders.states):
+                column, array = (0, others[i]) if i else (d * self.widths[0], borders.hidden)
+                self._write(array, slot, column, self.widths[i], value[d])
 
     def point(self, d: int, done: int) -> None:
         """Lets the kernel begin after so many steps."""
@@ -169,22 +163,24 @@ class Memory:
             out[d] = array[slot, :, column : column + h]
 
 
-def _borders(run: Run, count: int) -> tuple[Array, list[list[Array | None]], list[Array]]:
-    """``Saved.hidden``, ``states`` and ``values`` of so many segments."""
+def _borders(run: Run, count: int) -> Kept:
+    """What is kept of so many segments."""
     host, batch = run.host, run.batch
     widths = [run.plan.sizes[state.size] for state in run.plan.cell.states]
-    hidden = host.empty((count, batch, len(run.weights) * widths[0]))
-    states: list[list[Array | None]] = [
-        [None, *[host.empty((count, batch, width)) for width in widths[1:]]] for _ in run.weights
+    hidden = host.empty((count, batch, len(run.directions) * widths[0]))
+    states = [
+        [None, *[host.empty((count, batch, width)) for width in widths[1:]]] for _ in run.directions
     ]
-    return hidden, states, [host.empty((0, batch, run.form.kernel.saved_width)) for _ in states]
+    return Kept(
+        hidden, states, [host.empty((0, batch, run.form.kernel.saved_width)) for _ in states]
+    )
 
 
 def advance(run: Run, memory: Memory, begin: int, end: int, out: Array | None) -> None:
     """Runs all directions from after ``begin`` steps to after ``end`` steps."""
     host, x, batch = run.host, run.x, run.batch
     for done, count in run.chunks(begin, end):
-        for d, w in enumerate(run.weights):
+        for d, w in enumerate(run.directions):
             span = run.span(d, done, count)
             if run.form.inputs:
                 run.point(d, "input", x, span.time, span.sign)
@@ -193,18 +189,18 @@ def advance(run: Run, memory: Memory, begin: int, end: int, out: Array | None) -
             else:
                 gates = memory.gates[d]
                 part = x[span.begin : span.end].reshape(count * batch, x.shape[2])
-                host.matmul(part, w.ih.T, gates[count * batch])  # type: ignore[union-attr]
+                host.matmul(part, w["weight_ih"].T, gates[count * batch])
                 run.point_rows(d, "x", gates, span)
             if run.form.single:
                 width = len(run.plan.cell.gates) * run.plan.hidden_size
-                product = _product(host, w.initial[0], w.hh, (batch, width))
+                first = initial(run.plan, w)[0]
+                product = _product(host, first, w["weight_hh"], (batch, width))
                 memory.products.append(product)
                 run.place(d, "product", product)
                 run.calls[d].set(product_b=width)
             memory.point(d, done)
             if out is not None:
-                first = memory.widths[0]
-                run.point(d, "out", out, span.time, span.sign, d * first)
+                run.point(d, "out", out, span.time, span.sign, d * memory.widths[0])
             if memory.values:
                 time = span.time - memory.time(d)
                 run.point(d, "saved", memory.values[d], time, span.sign)

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from anycell.engines import cpu
-from anycell.layer.arguments import Array, Chunk, Host, Options, Weights, segment_steps
+from anycell.layer.arguments import (
+    Array,
+    Chunk,
+    Direction,
+    Entering,
+    Host,
+    Options,
+    reset_values,
+    segment_steps,
+)
 from anycell.layer.form import form_of, padded, sparse
 from anycell.plan import Plan
+
+# Entries of argument tables that point at arrays of a direction, and the names of these.
+_PLACED = (
+    ("static", "static"),
+    ("recurrent_mask", "recurrent_mask"),
+    ("bias_x", "bias_ih"),
+    ("bias_h", "bias_hh"),
+)
 
 
 class Run:
@@ -17,26 +34,26 @@ class Run:
         self,
         host: Host,
         plan: Plan,
-        weights: Sequence[Weights],
+        given: Entering,
         options: Options,
-        x: Array,
         backward: bool,
     ) -> None:
-        self.host, self.plan, self.options, self.weights = host, plan, options, weights
-        self.x, self.steps, self.batch = x, x.shape[0], x.shape[1]
+        self.host, self.plan, self.options, self.given = host, plan, options, given
+        self.x, self.directions = given.x, given.directions
+        self.steps, self.batch, width = given.x.shape
         # The backward pass runs against each direction.
-        self.reverse = tuple([w.reverse is not backward for w in weights])
+        self.reverse = tuple([reverse is not backward for reverse in options.reverse])
         self.form = form_of(
             cpu.compiled(plan, backward), plan, self.steps, self.batch, self.reverse,
-            None if weights[0].ih is None else x.shape[2], options.resets is not None,
-            sparse(options.mask), options.threads,
+            width if given.projects else None, given.resets is not None,
+            sparse(given.mask), options.threads,
         )  # fmt: skip
         self.calls = [table.copy() for table in self.form.tables]
         self.backward = backward
 
     def __enter__(self) -> Run:
         """Takes memory, sets what stays the same for all chunks, and packs the weights."""
-        host, options, form = self.host, self.options, self.form
+        options, form = self.options, self.form
         self.block, places = cpu.scratch.take(form.sizes)
         blocks = len(form.sizes) // len(self.calls)
         if cpu.check.ON:
@@ -46,52 +63,54 @@ class Run:
                     names[-1] = "weights_x"
                 here = zip(names, places[d * blocks :], form.sizes[d * blocks :], strict=False)
                 call.bounds.update({name: (at, at + size) for name, at, size in here})
-        for d, (w, call) in enumerate(zip(self.weights, self.calls, strict=True)):
-            bias_x, place = self._address(w.bias_ih), d * blocks
+        cell = self.plan.cell
+        for d, (w, call) in enumerate(zip(self.directions, self.calls, strict=True)):
+            place = d * blocks
             call.set(
                 workspace=places[place], training=options.training, seed=_signed(options.seed),
                 stream=2 * options.stream + d, repeat=options.repeat,
             )  # fmt: skip
-            for name, array in (
-                ("static", w.static), ("recurrent_mask", w.recurrent_mask),
-                ("bias_x", w.bias_ih), ("bias_h", w.bias_hh),
-            ):  # fmt: skip
-                if array is not None:
-                    self.place(d, name, array)
-            for i, param in enumerate(w.params):
-                self.place(d, f"param{i}", param)
-            for k, linear in enumerate(() if form.single else self.plan.cell.linears):
-                weight, bias = w.matmul(linear)
-                biases = (0, 0) if self.backward else (bias_x, self._address(bias))
-                packed, strides = places[place + 1 + k], host.strides(weight)
-                source = host.pointer(weight)
-                cpu.pack(
-                    form.kernel, k, packed, source, strides, *biases, options.threads,
-                    bounds=self._bounds(weight),
-                )  # fmt: skip
+            for entry, name in _PLACED:
+                if name in w:
+                    self.place(d, entry, w[name])
+            for i, name in enumerate(cell.param_names):
+                self.place(d, f"param{i}", w[name])
+            bias_x, bias_h = (self._address(w, name) for name in ("bias_ih", "bias_hh"))
+            for k, linear in enumerate(() if form.single else cell.linears):
+                packed, biases = places[place + 1 + k], (0, 0)
+                if not self.backward:
+                    biases = bias_x, self._address(w, linear.bias_name)
+                self._pack(k, packed, w[linear.weight], biases)
                 call.set(**{f"weights{k}": packed})
             if form.inputs:
-                self._pack_input(call, places[place + blocks - 1], w)
+                number = form.kernel.projection(form.inputs).number
+                packed = places[place + blocks - 1]
+                self._pack(number, packed, w["weight_ih"], (bias_x, bias_h), form.inputs)
+                call.set(weights_x=packed)
         return self
 
-    def _pack_input(self, call: cpu.Table, packed: int, w: Weights) -> None:
-        """Packs the weight of the input for a kernel that multiplies it itself."""
-        form, source, strides = self.form, self.host.pointer(w.ih), self.host.strides(w.ih)
-        number, threads = form.kernel.projection(form.inputs).number, self.options.threads
-        biases = self._address(w.bias_ih), self._address(w.bias_hh)
+    def _address(self, w: Direction, name: str) -> int:
+        return self.host.pointer(w[name]) if name in w else 0
+
+    def _pack(
+        self, number: int, packed: int, weight: Array, biases: tuple[int, int], inputs: int = 0
+    ) -> None:
+        """Packs a weight for the kernel's matmul of that number."""
+        host = self.host
+        bounds = extent(host, weight) if cpu.check.ON else None
         cpu.pack(
-            form.kernel, number, packed, source, strides, *biases, threads, form.inputs,
-            self._bounds(w.ih),
+            self.form.kernel, number, packed, host.pointer(weight), host.strides(weight), *biases,
+            self.options.threads, inputs, bounds,
         )  # fmt: skip
-        call.set(weights_x=packed)
 
     def __exit__(self, *_: object) -> None:
         cpu.scratch.give_back(self.block)
 
-    def point_resets(self, values: Sequence[Sequence[Array]]) -> None:
+    def point_resets(self) -> None:
         """Where resets find what they restore: ``[size]`` for all rows, or ``[B, size]``."""
-        for d, (call, own) in enumerate(zip(self.calls, values, strict=True)):
-            for i, value in enumerate(own):
+        self.restored = [reset_values(self.host.empty, self.plan, w) for w in self.directions]
+        for d, (call, values) in enumerate(zip(self.calls, self.restored, strict=True)):
+            for i, value in enumerate(values):
                 row = value.shape[1] if len(value.shape) == 2 else 0
                 self.place(d, f"reset{i}", value)
                 call.set(**{f"reset{i}_b": row})
@@ -144,7 +163,7 @@ class Run:
 
     def point_flags(self, d: int, span: Chunk) -> None:
         """Masks and resets of a chunk."""
-        for name, array in (("mask", self.options.mask), ("resets", self.options.resets)):
+        for name, array in (("mask", self.given.mask), ("resets", self.given.resets)):
             if array is not None:
                 self.place(d, name, array, span.time * self.batch)
                 self.calls[d].set(**{f"{name}_t": span.sign * self.batch})
@@ -154,12 +173,6 @@ class Run:
         for call in self.calls:
             call.start(count)
         cpu.run(self.form.kernel, self.calls, self.form.threads)
-
-    def _address(self, array: Array | None) -> int:
-        return 0 if array is None else self.host.pointer(array)
-
-    def _bounds(self, array: Array) -> cpu.check.Bounds | None:
-        return extent(self.host, array) if cpu.check.ON else None
 
 
 def extent(host: Host, array: Array) -> cpu.check.Bounds:
@@ -186,7 +199,7 @@ class Rows:
 
 
 def saved_width(plan: Plan) -> int:
-    """Values that the forward pass saves of a step and row, see ``Saved``."""
+    """Values that the forward pass saves of a step and row, see ``Kept``."""
     return cpu.compiled(plan, False).saved_width
 
 

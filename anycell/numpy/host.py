@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell.engines import cpu
-from anycell.layer.arguments import ANY, MATRIX, ROWS
+from anycell.layer.signature import ANY, MATRIX, ROWS
 
 Array = npt.NDArray[Any]
 

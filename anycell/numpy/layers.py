@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy.typing as npt
 from anycell import cells
 from anycell.engines.cpu import pool
 from anycell.lang.cell import Cell
-from anycell.layer import Options, check_checkpoint, shapes
+from anycell.layer import ENDS, Options, check_checkpoint, shapes
 from anycell.numpy import check, initializers, passes
 from anycell.numpy.base import Array, Layer
 from anycell.numpy.host import NumpyHost
@@ -132,8 +131,8 @@ class RNN(Layer):
     @property
     def _suffixes(self) -> list[list[str]]:
         """Per layer, per direction."""
-        directions = ("", "_reverse") if self.bidirectional else ("",)
-        return [[f"_l{k}{d}" for d in directions] for k in range(self.num_layers)]
+        ends = ENDS[: 1 + self.bidirectional]
+        return [[f"_l{k}{end}" for end in ends] for k in range(self.num_layers)]
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         """Name and shape of all parameters of a direction whose input has that width."""
@@ -180,9 +179,14 @@ class RNN(Layer):
                     parameters[name + suffix] = draw(name, shape)
         return parameters
 
-    def _named(self, suffix: str) -> passes.Named:
-        """The parameters of one direction of one layer."""
-        return {name: self._parameters[name + suffix] for name in self._shapes(0)}
+    def _learned(self, k: int) -> dict[str, Array]:
+        """The parameters of a layer, by the names of ``anycell.layer.signature``."""
+        ends = ENDS[: len(self._suffixes[k])]
+        return {
+            name + end: self._parameters[f"{name}_l{k}{end}"]
+            for end in ends
+            for name in self._shapes(0)
+        }
 
     # -- use -------------------------------------------------------------------------------------
     def forward(
@@ -228,30 +232,32 @@ class RNN(Layer):
                 f"masked_output: given {masked_output!r}, expected 'zero' or 'repeat'."
             )
         options = Options(
-            mask=self._valid(mask, lengths, steps, rows),
-            resets=None if resets is None else self._flags("resets", resets, steps, rows),
+            reverse=(False, True)[: 1 + self.bidirectional],
             repeat=masked_output == "repeat",
             training=training,
             seed=int(self._generator.integers(1 << 63)) if training and self.cell.keeps else 0,
             threads=pool.threads(),
             checkpoint=check_checkpoint(self.checkpoint),
         )
-        static = self._static(static, rows)
+        shared = {
+            "mask": self._valid(mask, lengths, steps, rows),
+            "resets": None if resets is None else self._flags("resets", resets, steps, rows),
+            "static": self._static(static, rows),
+        }
         states = self._states("state", state, rows)
         chosen, saved = self.plan, _Saved(self._layout(steps, rows, self._width))
         finals: list[passes.States] = []
-        for k, suffixes in enumerate(self._suffixes):
+        for k in range(self.num_layers):
             if k and training and self.dropout:
                 kept = self._generator.random(x.shape, np.float32) >= self.dropout
                 saved.dropped.append(kept * self.dtype.type(1.0 / (1.0 - self.dropout)))
                 x = x * saved.dropped[-1]
-            first = k * len(suffixes)
-            initial = [[s[first + d] for s in states] for d in range(len(suffixes))]
-            weights = [self._named(suffix) for suffix in suffixes]
-            here = replace(options, stream=k)
-            x, final, pullback = passes.run(chosen, x, weights, initial, static, here)
+            arrays = {"x": x, **shared, **self._learned(k)}
+            pairs = zip(self.cell.state_names, states, strict=True)
+            arrays |= {f"state {name}": s[self._directions(k)] for name, s in pairs}
+            x, final, pullback = passes.run(chosen, arrays, options._replace(stream=k))
             saved.pullbacks.append(pullback)
-            finals += final
+            finals.append(final)
         self._saved = saved if training else None
         output = x.swapaxes(0, 1) if self.batch_first else x
         if training or not output.flags.c_contiguous:
@@ -289,17 +295,14 @@ class RNN(Layer):
         initial: list[passes.States] = []
         self.grad_static = None
         for k in reversed(range(self.num_layers)):
-            suffixes = self._suffixes[k]
-            first = k * len(suffixes)
-            d_finals = [[s[first + n] for s in d_states] for n in range(len(suffixes))]
-            result = saved.pullbacks[k](d, d_finals)
-            d = result.x * saved.dropped[k - 1] if k and saved.dropped else result.x
-            initial = [*result.initial, *initial]
-            if result.static is not None:
+            result = saved.pullbacks[k](d, [s[self._directions(k)] for s in d_states])
+            d = result["x"] * saved.dropped[k - 1] if k and saved.dropped else result["x"]
+            initial = [[result[f"state {name}"] for name in self.cell.state_names], *initial]
+            if "static" in result:
                 below = 0 if self.grad_static is None else self.grad_static
-                self.grad_static = result.static + below
-            for suffix, named in zip(suffixes, result.weights, strict=True):
-                grads |= {name + suffix: value for name, value in named.items()}
+                self.grad_static = result["static"] + below
+            for end, suffix in zip(ENDS, self._suffixes[k], strict=False):
+                grads |= {name + suffix: result[name + end] for name in self._shapes(0)}
         self._grads = {name: grads[name] for name in self._parameters}
         if self.batch_first:
             d = np.ascontiguousarray(d.swapaxes(0, 1))
@@ -318,9 +321,7 @@ class RNN(Layer):
         self._one_direction("prepare")
         stream, chosen = None, self.plan
         if chosen.engine == "cpu":
-            weights = passes.directions(
-                chosen.cell, [self._named(s) for (s,) in self._suffixes], [[]] * self.num_layers
-            )
+            weights = [self._learned(k) for k in range(self.num_layers)]
             host, threads = NumpyHost(self.dtype), pool.threads()
             stream = Stream(host, chosen.cell, self.sizes, chosen.dtype, weights, threads)
         self._prepared = self._writes, self.cell, stream
@@ -424,9 +425,14 @@ class RNN(Layer):
             return None
         return check.array("static", static, (rows, self.hidden_size), self.dtype)
 
-    def _returned(self, per_direction: Sequence[passes.States]) -> State:
+    def _directions(self, k: int) -> slice:
+        """Where the directions of a layer lie among those of all layers."""
+        count = 1 + self.bidirectional
+        return slice(k * count, (k + 1) * count)
+
+    def _returned(self, per_layer: Sequence[passes.States]) -> State:
         """Per state, what all directions of all layers have of it."""
-        states = tuple(np.stack(arrays) for arrays in zip(*per_direction, strict=True))
+        states = tuple(np.concatenate(arrays) for arrays in zip(*per_layer, strict=True))
         return states if len(states) > 1 else states[0]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from anycell.keras.call import Call, Inputs, Tensor
+from anycell.keras.call import Arrays, Call, Tensor, named_states
 from anycell.keras.cells import ACTIVATIONS
 from anycell.keras.rule import Engine, Facts, choose
 from anycell.keras.tensorflow import recur, refusal
@@ -96,9 +96,19 @@ class KernelCell(RNNCell):
         """The cell that runs."""
         raise NotImplementedError
 
-    def _inputs(self, x: Tensor, state: Sequence[Tensor]) -> Inputs:
+    def _arrays(self, x: Tensor, state: Sequence[Tensor]) -> Arrays:
         """The variables and the parts of the state as a run takes them."""
         raise NotImplementedError
+
+    def _read_kernel(self, x: Tensor) -> dict[str, Tensor]:
+        """The input, and what TensorFlow 1 has in one kernel: of the input and of the state."""
+        kernel, width = self._read("kernel"), x.shape.as_list()[2]
+        return {
+            "x": x,
+            "kernel": kernel[:width],
+            "recurrent_kernel": kernel[width:],
+            "bias_ih": self._read("bias"),
+        }
 
     def _state(self, final: Sequence[Tensor]) -> Any:
         """Final states as TensorFlow 1 has them."""
@@ -201,10 +211,10 @@ class KernelCell(RNNCell):
         rows, width = x.shape.as_list()[1:]
         self._build(width, x.dtype)
         parts = [tf.cast(part, self._computed) for part in self._parts(state, rows)]
-        given = self._inputs(tf.cast(x, self._computed), parts)
+        arrays = dict(self._arrays(tf.cast(x, self._computed), parts))
         if lengths is not None:
-            given = given._replace(mask=mask(x, lengths))
-        outputs, final = recur(replace(self._call(), reverse=reverse), given)
+            arrays["mask"] = mask(x, lengths)
+        outputs, final = recur(replace(self._call(), reverse=reverse), arrays)
         return tf.cast(outputs, x.dtype), self._state([tf.cast(part, x.dtype) for part in final])
 
     def _parts(self, state: Any, rows: int | None) -> list[Tensor]:
@@ -258,10 +268,8 @@ class BasicRNNCell(KernelCell):
     def _call(self) -> Call:
         return Call(cells.RNN(activation=self.activation), self.num_units, repeat=False)
 
-    def _inputs(self, x: Tensor, state: Sequence[Tensor]) -> Inputs:
-        kernel, width = self._read("kernel"), x.shape.as_list()[2]
-        own = kernel[:width], kernel[width:], self._read("bias"), None
-        return Inputs(x, *own, (), (), tuple(state))
+    def _arrays(self, x: Tensor, state: Sequence[Tensor]) -> Arrays:
+        return self._read_kernel(x) | named_states(self._call().cell, state)
 
 
 class LSTMCell(KernelCell):
@@ -335,24 +343,14 @@ class LSTMCell(KernelCell):
         sizes = (("P", self.num_proj),) if self.num_proj else ()
         return Call(self.cell, self.num_units, sizes, repeat=False)
 
-    def _inputs(self, x: Tensor, state: Sequence[Tensor]) -> Inputs:
+    def _arrays(self, x: Tensor, state: Sequence[Tensor]) -> Arrays:
         # One tensor is checked as one, and then split.
         c, h = state if self.state_is_tuple else tf.split(state[0], self._sizes, axis=1)
-        kernel, width = self._read("kernel"), x.shape.as_list()[2]
-        return Inputs(
-            x,
-            kernel[:width],
-            kernel[width:],
-            self._read("bias"),
-            None,
-            tuple(self._read(name) for name in self.cell.param_names),
-            tuple(
-                (name.partition("/")[0], tf.transpose(self._read(name)))
-                for name in self._weights
-                if name.startswith("projection")
-            ),
-            (h, c),
-        )
+        arrays = self._read_kernel(x) | named_states(self.cell, (h, c))
+        arrays |= {name: self._read(name) for name in self.cell.param_names}
+        if self.num_proj:
+            arrays["weight_projection"] = tf.transpose(self._read("projection/kernel"))
+        return arrays
 
     @property
     def _sizes(self) -> list[int]:
@@ -478,19 +476,15 @@ class GRUCell(KernelCell):
     def _call(self) -> Call:
         return Call(cells.GRU(activation=self.activation), self.num_units, repeat=False)
 
-    def _inputs(self, x: Tensor, state: Sequence[Tensor]) -> Inputs:
+    def _arrays(self, x: Tensor, state: Sequence[Tensor]) -> Arrays:
         width = x.shape.as_list()[2]
         gates, candidate = self._read("gates/kernel"), self._read("candidate/kernel")
-        return Inputs(
-            x,
-            tf.concat([gates[:width], candidate[:width]], axis=1),
-            None,
-            tf.concat([self._read("gates/bias"), self._read("candidate/bias")], axis=0),
-            None,
-            (),
-            (
-                ("gates", tf.transpose(gates[width:])),
-                ("candidate", tf.transpose(candidate[width:])),
-            ),
-            tuple(state),
-        )
+        biases = [self._read("gates/bias"), self._read("candidate/bias")]
+        return {
+            "x": x,
+            "kernel": tf.concat([gates[:width], candidate[:width]], axis=1),
+            "bias_ih": tf.concat(biases, axis=0),
+            "weight_gates": tf.transpose(gates[width:]),
+            "weight_candidate": tf.transpose(candidate[width:]),
+            **named_states(self._call().cell, state),
+        }

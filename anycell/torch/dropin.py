@@ -17,10 +17,10 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell import cells
 from anycell.engines import vendor
 from anycell.lang.cell import Cell
-from anycell.layer import check_checkpoint
+from anycell.layer import ENDS, check_checkpoint
 from anycell.plan import Plan
 from anycell.torch import ops
-from anycell.torch.composite import Sizes, States, Weights
+from anycell.torch.composite import Arrays, Sizes, States
 from anycell.torch.functional import (
     Engine,
     autocast,
@@ -139,15 +139,19 @@ class DropIn(Recurrent):
         """As ``_ours``, where torch's own layer is the faster: its parent calls it."""
         return None
 
-    def _weights(self) -> list[list[Weights]]:
-        mine, found = self._parameters, []
-        for names in self._all_weights:
-            # A parametrised weight is no parameter of the module, but computed by an attribute.
-            own = [mine[name] if name in mine else getattr(self, name) for name in names]
-            further = (("hr", own.pop()), ("hr_bias", None)) if self.proj_size else ()
-            found.append(Weights(*own)._replace(linears=further) if further else Weights(*own))
-        step = 1 + self.bidirectional
-        return [found[k : k + step] for k in range(0, len(found), step)]
+    def _weights(self) -> list[Arrays]:
+        mine, step = self._parameters, 1 + self.bidirectional
+        layers: list[Arrays] = []
+        for k in range(self.num_layers):
+            arrays: dict[str, Tensor] = {}
+            for names in self._all_weights[k * step : (k + 1) * step]:
+                for name in names:
+                    # A parametrised weight is no parameter of the module, but computed by an
+                    # attribute.
+                    tensor = mine[name] if name in mine else getattr(self, name)
+                    arrays[name.replace(f"_l{k}", "")] = tensor
+            layers.append(arrays)
+        return layers
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """As of torch's layer."""
@@ -257,14 +261,20 @@ class LSTM(DropIn, nn.LSTM):
         else:
             before = zip(*map(part, states), strict=True)
         output, after = x.select(int(self.batch_first), 0) if batched else x, []
-        for k, directions in enumerate(self._weights()):
+        for k, weights in enumerate(self._weights()):
             if k and self.dropout:
                 output = F.dropout(output, self.dropout, self.training)
-            tensors: list[Any] = [w[:4] for w in directions]
-            after += [torch.lstm_cell(output, next(before), *w) for w in tensors]
-            output = torch.cat([h for h, _ in after[-len(directions) :]], -1)
+            for end in ENDS[: 1 + self.bidirectional]:
+                tensors = vendors(weights, end)
+                after.append(torch.lstm_cell(output, next(before), *tensors))
+            output = torch.cat([h for h, _ in after[-1 - self.bidirectional :]], -1)
         h, c = map(whole, zip(*after, strict=True))
         return output.unsqueeze(int(self.batch_first)) if batched else output, (h, c)
+
+
+def vendors(weights: Arrays, end: str = "") -> list[Any]:
+    """What torch's operators of one step take: weights, and biases or None."""
+    return [weights.get(name + end) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
 
 
 def _rows(states: Tensor) -> tuple[Tensor, ...]:

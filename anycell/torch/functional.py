@@ -12,59 +12,66 @@ from torch.autograd import forward_ad
 
 from anycell.engines.gpu import refusals
 from anycell.lang.cell import Cell
+from anycell.layer import stepped
 from anycell.plan import Plan
 from anycell.torch import fused, ops
-from anycell.torch.composite import Call, Inputs, Sizes, States, Weights, composite
+from anycell.torch.composite import Arrays, Call, Sizes, States, composite
 from anycell.torch.ranges import span
 
 
 def stack(
     call: Call,
-    inputs: Inputs,
-    weights: Sequence[Sequence[Weights]],
+    arrays: Arrays,
+    weights: Sequence[Arrays],
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, States]:
     """Layers on top of each other.
 
     Args:
         call: of the first layer.
-        inputs: of the first layer, but with the states of all, ``[layers * directions, B, size]``.
-        weights: per layer, per direction.
+        arrays: the input of the first layer and what all share; the states are those of all
+            layers, ``[layers * directions, B, size]``.
+        weights: what each layer learns.
         drop: the dropout between layers, if any.
 
     Returns:
         the output ``[T, B, directions * size]`` and the final states of all layers.
     """
     if len(weights) == 1:
-        return layer(call, inputs)
-    x, finals = inputs.x, []
-    for k, directions in enumerate(weights):
+        return layer(call, {**arrays, **weights[0]})
+    x, finals, count = arrays["x"], [], len(call.options.reverse)
+    for k, learned in enumerate(weights):
         if k and drop is not None:
             x = drop(x)
-        mine = slice(k * len(directions), (k + 1) * len(directions))
-        initial = inputs.initial and tuple(s[mine] for s in inputs.initial)
-        reset = inputs.reset and tuple(s[mine] for s in inputs.reset)
-        one = Inputs(x, inputs.static, initial, reset, directions)
-        x, final = layer(call._replace(layer=k), one)
+        directions = slice(k * count, (k + 1) * count)
+        one = {n: t[directions] if _is_state(n) else t for n, t in arrays.items()}
+        options = call.options._replace(stream=k)
+        x, final = layer(call._replace(options=options), {**one, "x": x, **learned})
         finals.append(final)
     return x, tuple(map(torch.cat, zip(*finals, strict=True)))
 
 
-def layer(call: Call, inputs: Inputs) -> tuple[Tensor, States]:
+def _is_state(name: str) -> bool:
+    return name.startswith(("state ", "reset_state "))
+
+
+def layer(call: Call, arrays: Arrays) -> tuple[Tensor, States]:
     """One layer of one or two directions, on the engine that fits."""
-    if compiled() or faked(inputs.x):
-        found = ops.run(call, inputs) if ops.AVAILABLE and not for_onnx() else None
-        if found is not None:
-            return found
+    x = arrays["x"]
+    if compiled() or faked(x):
+        results = ops.run(call, arrays) if ops.AVAILABLE and not for_onnx() else None
+        if results is not None:
+            return results
     if compiled():  # the graph breaks here
-        return torch.compiler.disable(layer)(call, inputs)
+        return torch.compiler.disable(layer)(call, arrays)
     if not (traced() or transformed()):
-        plan = fused_plan(call.stepped, call.hidden_size, inputs.x, call.sizes)
-        if isinstance(plan, Plan) and _memory(inputs):
+        cell = stepped(call.cell, arrays.get("recurrent_mask"))
+        plan = fused_plan(cell, call.hidden_size, x, call.sizes)
+        if isinstance(plan, Plan) and _memory(arrays):
             with span(call.cell, "forward"):
-                return fused.run(call, plan, inputs)
+                return fused.run(call, plan, arrays)
     with span(call.cell, "step by step"):
-        return composite(call, inputs)
+        return composite(call, arrays)
 
 
 # -- which engine ----------------------------------------------------------------------------------
@@ -106,13 +113,12 @@ def memory(x: Tensor | None, dtype: torch.dtype | None = None) -> bool:
     )
 
 
-def _memory(inputs: Inputs) -> bool:
-    """Whether all inputs are plain memory of one dtype."""
-    x, static, initial, reset, weights = inputs
-    rest = (static, *(initial or ()), *(reset or ()))
-    learned = (t for w in weights for t in (*w[:4], *w.params, *[t for _, t in w.linears]))
-    return memory(x) and all(
-        memory(t, x.dtype) and (t is None or t.device == x.device) for t in (*rest, *learned)
+def _memory(arrays: Arrays) -> bool:
+    """Whether all arrays are plain memory, and all but flags of one dtype."""
+    x = arrays["x"]
+    return all(
+        memory(t, None if name in ("mask", "resets") else x.dtype) and t.device == x.device
+        for name, t in arrays.items()
     )
 
 

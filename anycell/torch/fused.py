@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +13,10 @@ from anycell import device, layer
 from anycell.engines.gpu import build, launch
 from anycell.lang.cell import Cell
 from anycell.plan import ENGINE_DTYPES, Plan, plan
-from anycell.torch.composite import Call, Inputs, Sizes, States, Weights, composite, linear_names
+from anycell.torch.composite import Arrays, Call, Sizes, States, composite
 from anycell.torch.device import DeviceHost, host_of
 from anycell.torch.host import HOSTS, TorchHost
 from anycell.torch.ranges import span
-
-Flat = tuple[Tensor | None, ...]
-
 
 # Which engine has the kernels, by the type of the device.
 ENGINES = {"cpu": "cpu", "cuda": "gpu"}
@@ -61,90 +57,49 @@ def plan_of(
     return plan(cell, hidden_size, name, engine, dict(sizes))
 
 
-class Form(NamedTuple):
-    """How a layer's inputs lie in the flat tuple that autograd wants."""
-
-    call: Call
-    plan: Plan
-    directions: int
-    initial: bool  # whether they are given
-    reset: bool
-
-    @classmethod
-    def of(cls, call: Call, plan: Plan, inputs: Inputs) -> Form:
-        """The form of these inputs."""
-        given = inputs.initial is not None, inputs.reset is not None
-        return cls(call, plan, len(inputs.weights), *given)
-
-    def flatten(self, inputs: Inputs) -> Flat:
-        """All tensors in a row."""
-        x, static, initial, reset, weights = inputs
-        flat: list[Tensor | None] = [x, static, *(initial or ()), *(reset or ())]
-        for w in weights:
-            flat += (w.ih, w.hh, w.bias_ih, w.bias_hh, *w.params, *[t for _, t in w.linears])
-        return tuple(flat)
-
-    def unflatten(self, flat: Sequence[Any]) -> Inputs:
-        """The inverse of ``flatten``."""
-        cell = self.call.cell
-        states, further = len(cell.states), linear_names(cell)
-        linears = 4 + len(cell.params)
-        step = linears + len(further)
-        reset = 2 + self.initial * states
-        first = reset + self.reset * states
-        starts = range(first, first + self.directions * step, step)
-        groups = [flat[i : i + step] for i in starts]
-        weights = [
-            Weights(
-                w[0],
-                w[1],
-                w[2],
-                w[3],
-                tuple(w[4:linears]),
-                tuple(zip(further, w[linears:], strict=True)),
-            )
-            for w in groups
-        ]
-        given = tuple(flat[2:reset]) or None, tuple(flat[reset:first]) or None
-        return Inputs(flat[0], flat[1], *given, weights)
-
-
-def run(call: Call, plan: Plan, inputs: Inputs) -> tuple[Tensor, States]:
-    """Output and final states, as ``composite`` gives them."""
-    if torch.is_grad_enabled():
-        form = Form.of(call, plan, inputs)
-        flat = form.flatten(inputs)
-        if any(t is not None and t.requires_grad for t in flat):
-            output, *final = _Fused.apply(form, *flat)
-            return output, tuple(final)
-    output, final, _ = run_forward(call, plan, inputs, keep=False)
+def run(call: Call, plan: Plan, arrays: Arrays) -> tuple[Tensor, States]:
+    """Output and final states, as ``composite`` returns them."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in arrays.values()):
+        output, *final = _Fused.apply(call, plan, tuple(arrays), *arrays.values())
+        return output, tuple(final)
+    output, final, _ = run_forward(call, plan, arrays, keep=False)
     return output, final
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, form: Form, *flat: Tensor | None) -> tuple[Tensor, ...]:
-        output, final, saved = run_forward(form.call, form.plan, form.unflatten(flat), keep=True)
-        assert saved is not None
+    def forward(
+        ctx: Any, call: Call, plan: Plan, names: tuple[str, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        arrays = dict(zip(names, tensors, strict=True))
+        output, final, kept = run_forward(call, plan, arrays, keep=True)
+        assert kept is not None
         # As autograd's saved tensors they are guarded against edits, and reach the user's hooks.
-        kept = itertools.chain(*saved.states, *saved.reset)
-        ctx.save_for_backward(*flat, saved.hidden, *saved.values, *kept)
+        ctx.save_for_backward(*tensors, *kept.flat())
         ctx.set_materialize_grads(False)
-        ctx.form, ctx.options = form, saved.options
+        ctx.call, ctx.plan, ctx.names = call, plan, names
+        ctx.states = [array is not None for array in kept.states[0]]
         return output, *final
 
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:
-        needs = ctx.needs_input_grad[1:]
+        call, names, needs = ctx.call, ctx.names, ctx.needs_input_grad[3:]
         if all(gradient is None for gradient in arriving):
-            return None, *[None for _ in needs]
+            return None, None, None, *[None for _ in needs]
         # Once: hooks on saved tensors, as those of activation checkpoints, answer each look.
         tensors = ctx.saved_tensors
-        flat, kept = tensors[: len(needs)], tensors[len(needs) :]
-        with span(ctx.form.call.cell, "backward"):
+        arrays = dict(zip(names, tensors, strict=False))
+        wanted = {name for name, need in zip(names, needs, strict=True) if need}
+        with span(call.cell, "backward"):
             if torch.is_grad_enabled() or any(map(_batched, arriving)):
-                return None, *_differentiable(ctx.form, flat, needs, arriving)
-            return None, *run_backward(ctx, flat, iter(kept), arriving)
+                gradients: Mapping[str, Tensor | None] = _differentiable(
+                    call, arrays, wanted, arriving
+                )
+            else:
+                kept = layer.Kept.of(tensors[len(names) :], ctx.states, len(call.options.reverse))
+                gradients = run_backward(call, ctx.plan, arrays, kept, arriving, wanted)
+        found = [gradients.get(name) if name in wanted else None for name in names]
+        return None, None, None, *found
 
 
 def _batched(gradient: Tensor | None) -> bool:
@@ -156,75 +111,50 @@ def _batched(gradient: Tensor | None) -> bool:
 
 
 def run_forward(
-    call: Call, plan: Plan, inputs: Inputs, keep: bool
-) -> tuple[Tensor, States, layer.Saved | None]:
+    call: Call, plan: Plan, arrays: Arrays, keep: bool
+) -> tuple[Tensor, States, layer.Kept | None]:
     """Output, final states, and what the backward pass reads, of one layer."""
-    weights, options = layer_weights(call, inputs), layer_options(call)
-    engine, host = engine_of(plan, inputs.x)
+    engine, host = engine_of(plan, arrays["x"])
     with host.active():
-        output, finals, saved = engine.forward(host, plan, inputs.x, weights, options, keep=keep)
-    # Detached: for autograd they are no views of what is saved.
-    return output.detach(), tuple(finals), saved
+        output, finals, kept = engine.forward(host, plan, arrays, _here(call), keep=keep)
+    # Detached: for autograd they are no views of what is kept.
+    return output.detach(), tuple(finals), kept
 
 
 def run_backward(
-    ctx: Any, flat: Flat, kept: Iterator[Tensor], arriving: Sequence[Tensor | None]
-) -> Flat:
-    """The gradients of a layer's tensors, in their order."""
-    form, options = ctx.form, ctx.options
-    inputs, need = form.unflatten(flat), form.unflatten(ctx.needs_input_grad[1:])
-    weights = layer_weights(form.call, inputs)
-    directions, states = range(form.directions), form.call.cell.states
-    hidden, values = next(kept), [next(kept) for _ in directions]
-    sequences: list[list[Tensor | None]] = [[next(kept) for _ in states] for _ in directions]
-    resets = [] if options.resets is None else [[next(kept) for _ in states] for _ in directions]
+    call: Call,
+    plan: Plan,
+    arrays: Arrays,
+    kept: layer.Kept,
+    arriving: Sequence[Tensor | None],
+    wanted: set[str],
+) -> dict[str, Tensor]:
+    """The gradients of a layer's tensors, by name."""
     d_output, *d_final = arriving
-    engine, host = engine_of(form.plan, inputs.x)
+    engine, host = engine_of(plan, arrays["x"])
     with host.active():
-        computed: Any = engine.backward(
-            host,
-            form.plan,
-            layer.Saved(inputs.x, weights, options, hidden, sequences, values, resets),
-            d_output,
-            [[None if d is None else d[i] for d in d_final] for i in directions],
-            need_x=need.x,
-            need_weights=any(any((*w[:4], *dict(w.linears).values())) for w in need.weights),
+        gradients: dict[str, Tensor] = engine.backward(
+            host, plan, arrays, _here(call), kept, d_output, d_final, wanted=wanted
         )
-    dx, found = computed
-    names = linear_names(form.call.cell)
-    learned = [
-        Weights(g.ih, g.hh, g.bias_ih, g.bias_hh, tuple(g.params))._replace(
-            linears=tuple([(name, g.linears.get(name)) for name in names])
-        )
-        for g in found
-    ]
-    gradients = Inputs(
-        dx,
-        None if inputs.static is None else torch.stack([g.static for g in found]).sum(0),
-        _states(form.initial, [g.initial for g in found]),
-        _states(form.reset, [g.reset for g in found]),
-        learned,
-    )
-    return form.flatten(gradients)
+    return gradients
 
 
 def _differentiable(
-    form: Form, flat: Flat, needs: Sequence[bool], arriving: Sequence[Tensor | None]
-) -> Flat:
+    call: Call, arrays: Arrays, wanted: set[str], arriving: Sequence[Tensor | None]
+) -> dict[str, Tensor | None]:
     """The gradients as something to differentiate again: by autograd, through the composite."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # A view stands for each input at this place of the graph: one input may hang on another.
-        pairs = zip(flat, needs, strict=True)
-        places = [t.view_as(t) if t is not None and need else t for t, need in pairs]
-        output, final = composite(form.call, form.unflatten(places))
+        places = {n: t.view_as(t) if n in wanted else t for n, t in arrays.items()}
+        output, final = composite(call, places)
         ends = zip((output, *final), arriving, strict=True)
         outputs, gradients = zip(*[(o, g) for o, g in ends if g is not None], strict=True)
-        wanted = [t for t, need in zip(places, needs, strict=True) if t is not None and need]
-        found = iter(
-            torch.autograd.grad(outputs, wanted, gradients, create_graph=again, allow_unused=True)
+        inputs = {name: t for name, t in places.items() if name in wanted}
+        found = torch.autograd.grad(
+            outputs, list(inputs.values()), gradients, create_graph=again, allow_unused=True
         )
-    return tuple(next(found) if need else None for need in needs)
+    return dict(zip(inputs, found, strict=True))
 
 
 # -- between torch and the engine ------------------------------------------------------------------
@@ -237,48 +167,6 @@ def engine_of(plan: Plan, x: Tensor) -> tuple[Any, TorchHost | DeviceHost]:
     return layer, HOSTS[plan.dtype]
 
 
-def layer_weights(call: Call, inputs: Inputs) -> list[layer.Weights]:
-    """The weights as the engine takes them."""
-    declared = [s.initial for s in call.cell.states]
-    return [
-        layer.Weights(
-            ih=w.ih,
-            hh=w.hh,
-            bias_ih=w.bias_ih,
-            bias_hh=w.bias_hh,
-            params=w.params,
-            initial=declared if inputs.initial is None else [s[d] for s in inputs.initial],
-            reset=None if inputs.reset is None else [s[d] for s in inputs.reset],
-            static=inputs.static,
-            recurrent_mask=call.options.recurrent_mask,
-            linears=dict(w.linears),
-            reverse=d == 1,
-        )
-        for d, w in enumerate(inputs.weights)
-    ]
-
-
-def layer_options(call: Call) -> layer.Options:
-    """What a call says beside its tensors, as ``anycell.layer`` takes it."""
-    options = call.options
-    return layer.Options(
-        mask=options.mask,
-        resets=options.resets,
-        repeat=options.masked_output == "repeat",
-        training=options.training,
-        seed=options.seed,
-        stream=call.layer,
-        threads=torch.get_num_threads(),
-        checkpoint=options.checkpoint,
-    )
-
-
-def _stack(parts: Sequence[Tensor]) -> Tensor:
-    """What each direction has, along a new first axis."""
-    return parts[0].unsqueeze_(0) if len(parts) == 1 else torch.stack(tuple(parts))
-
-
-def _states(given: bool, parts: Sequence[Sequence[Tensor] | None]) -> States | None:
-    if not given or parts[0] is None:
-        return None
-    return tuple(map(_stack, zip(*parts, strict=True)))
+def _here(call: Call) -> layer.Options:
+    """The options of a call, on the threads of now."""
+    return call.options._replace(threads=torch.get_num_threads())

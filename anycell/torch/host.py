@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anycell.engines import cpu
-from anycell.layer.arguments import ANY, MATRIX, ROWS
+from anycell.layer.signature import ANY, MATRIX, ROWS
 
 _HERE: AbstractContextManager[Any] = nullcontext()
 _CPU = torch.device("cpu")  # said each time: torch.set_default_device must not move our buffers

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +19,10 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable, at the fir
 
 from anycell import cells, layer
 from anycell.lang.cell import Cell
-from anycell.layer import check_checkpoint
+from anycell.layer import Options, check_checkpoint
 from anycell.plan import Plan
 from anycell.torch import fused
-from anycell.torch.composite import Call, Inputs, Options, Sizes, States, linear_names
+from anycell.torch.composite import Arrays, Call, Sizes, States
 from anycell.torch.ranges import span
 
 AVAILABLE = hasattr(torch.library, "register_autograd")  # since PyTorch 2.4
@@ -107,21 +106,22 @@ class Form(NamedTuple):
     Attributes:
         cell: its name among those registered.
         sizes: what the other size symbols of the cell stand for.
-        given: "1" for each tensor that is in the list, "0" for each that the call does without.
+        stream: of random masks, the number of the layer.
+        reverse: "1" for each direction that runs backwards, "0" for each that does not.
         keep: whether the results are followed by what the backward pass reads.
         checkpoint: see ``layer.Options``; "-" for None. The operator then keeps nothing, for how
             much it would keep is no simple function of the sizes, and the backward pass begins with
             the forward pass once more.
+        given: "1" for each array of ``layer.names``, and for a seed, that is in the list; "0" for
+            each that the call does without.
     """
 
     cell: str
     hidden_size: int
     sizes: str
     dtype: str
-    layer: int
-    directions: int
-    initial: bool
-    reset: bool
+    stream: int
+    reverse: str
     repeat: bool
     training: bool
     keep: bool
@@ -130,24 +130,22 @@ class Form(NamedTuple):
 
     def text(self) -> str:
         """``read`` reads it again."""
-        flags = self.initial, self.reset, self.repeat, self.training, self.keep
-        numbers = self.layer, self.directions, *map(int, flags)
-        first = self.cell, str(self.hidden_size), self.sizes, self.dtype
-        return " ".join([*first, *map(str, numbers), self.checkpoint, self.given])
+        numbers = [str(int(n)) for n in (self.repeat, self.training, self.keep)]
+        first = self.cell, str(self.hidden_size), self.sizes, self.dtype, str(self.stream)
+        return " ".join([*first, self.reverse, *numbers, self.checkpoint, self.given])
 
     @classmethod
     @functools.lru_cache(maxsize=4096)
     def read(cls, text: str) -> Form:
         try:
-            cell, hidden, sizes, dtype, *numbers, checkpoint, given = text.split(" ")
-            layer, directions, *flags = map(int, numbers)
-            initial, reset, repeat, training, keep = map(bool, flags)
+            cell, hidden, sizes, dtype, stream, reverse, *flags, checkpoint, given = text.split(" ")
+            repeat, training, keep = (bool(int(flag)) for flag in flags)
             form = cls(
-                cell, int(hidden), sizes, dtype, layer, directions, initial, reset, repeat,
-                training, keep, checkpoint, given,
+                cell, int(hidden), sizes, dtype, int(stream), reverse, repeat, training, keep,
+                checkpoint, given,
             )  # fmt: skip
-            known = directions in (1, 2) and form.hidden_size > 0 and dtype in _DTYPES
-            if form.text() != text or not known or not set(given) <= {"0", "1"}:
+            known = len(reverse) in (1, 2) and form.hidden_size > 0 and dtype in _DTYPES
+            if form.text() != text or not known or not set(reverse + given) <= {"0", "1"}:
                 raise ValueError
             _sizes(sizes)
             check_checkpoint(form._checkpoint)
@@ -175,43 +173,35 @@ class Form(NamedTuple):
             raise RuntimeError(f"anycell: the cell {self.cell} of this graph: {plan}.")
         return plan
 
-    def unpack(self, tensors: Sequence[Any], plan: Plan) -> tuple[fused.Form, fused.Flat]:
+    def unpack(self, tensors: Sequence[Tensor], plan: Plan) -> tuple[Call, dict[str, Tensor]]:
         """The call that the tensors make.
 
         That there are as many as the text says, and of which kind are those that are no arrays of
         the layer, is checked here; the rest by ``anycell.layer.contract``.
         """
-        cell, count = plan.cell, len(plan.cell.states)
-        learned = 4 + len(cell.params) + len(linear_names(cell))
-        count = 5 + count * (self.initial + self.reset) + self.directions * learned
-        _expect("form, places of tensors", len(self.given), count)
+        names = (*layer.names(plan.cell, len(self.reverse)), "seed")
+        _expect("form, places of tensors", len(self.given), len(names))
         _expect("tensors", len(tensors), self.given.count("1"))
-        rest = iter(tensors)
-        *flat, mask, resets, seed = [next(rest) if c == "1" else None for c in self.given]
-        x = flat[0]
+        there = [name for name, one in zip(names, self.given, strict=True) if one == "1"]
+        arrays = dict(zip(there, tensors, strict=True))
+        x, seed = arrays.get("x"), arrays.pop("seed", None)
         _expect("x, axes", None if x is None else x.dim(), 3)
         assert x is not None
-        for name, flags in (("mask", mask), ("resets", resets)):
-            if flags is not None:
+        for name in ("mask", "resets"):
+            if name in arrays:
                 kind = torch.bool, tuple(x.shape[:2])
-                _expect(name, (flags.dtype, tuple(flags.shape)), kind)
-        names = [f"state {name!r}" for name in cell.state_names] * self.initial
-        names += [f"reset_state {name!r}" for name in cell.state_names] * self.reset
-        for name, states in zip(names, flat[2:], strict=False):
-            lead = None if states is None or states.dim() == 0 else states.shape[0]
-            _expect(f"{name}, directions", lead, self.directions)
+                _expect(name, (arrays[name].dtype, tuple(arrays[name].shape)), kind)
         if seed is not None:
             _expect("seed", (seed.dtype, seed.dim()), (torch.int64, 0))
-        if mask is not None and resets is not None:
-            resets = resets & mask  # what lies under a mask never matters
         options = Options(
-            mask, resets, "repeat" if self.repeat else "zero", self.training,
-            0 if seed is None else int(seed), self._checkpoint,
+            self._reverse, self.repeat, self.training, 0 if seed is None else int(seed),
+            self.stream, checkpoint=self._checkpoint,
         )  # fmt: skip
-        sizes = _sizes(self.sizes)
-        call = Call(plan.cell, self.hidden_size, options, self.layer, sizes)
-        form = fused.Form(call, plan, self.directions, self.initial, self.reset)
-        return form, tuple(flat)
+        return Call(plan.cell, self.hidden_size, options, _sizes(self.sizes)), arrays
+
+    @property
+    def _reverse(self) -> tuple[bool, ...]:
+        return tuple([one == "1" for one in self.reverse])
 
     @property
     def _checkpoint(self) -> str | int | None:
@@ -221,7 +211,8 @@ class Form(NamedTuple):
     @property
     def apart(self) -> bool:
         """Whether the output is not the sequence of hidden states."""
-        return self.given[-3] == "1" and not self.repeat
+        masked = self.given[2] == "1"  # its place in ``layer.names``
+        return masked and not self.repeat
 
 
 def _expect(name: str, given: Any, expected: Any) -> None:
@@ -233,24 +224,23 @@ def _expect(name: str, given: Any, expected: Any) -> None:
         )
 
 
-def run(call: Call, inputs: Inputs) -> tuple[Tensor, States] | None:
+def run(call: Call, arrays: Arrays) -> tuple[Tensor, States] | None:
     """A layer as an operator; None where the fused engine does not run it."""
-    cell, options, x = call.cell, call.options, inputs.x
+    cell, options, x = call.cell, call.options, arrays["x"]
     name = known(cell, call.hidden_size, call.sizes, x)
-    if name is None or options.recurrent_mask is not None:
+    if name is None or "recurrent_mask" in arrays:
         return None
-    initial, reset = inputs.initial is not None, inputs.reset is not None
-    layout = fused.Form(call, None, len(inputs.weights), initial, reset)  # type: ignore[arg-type]
-    seed = options.seed if isinstance(options.seed, Tensor) else None
-    flat = (*layout.flatten(inputs), options.mask, options.resets, seed)
-    tensors = [t for t in flat if t is not None]
+    seed: list[Tensor] = [options.seed] if isinstance(options.seed, Tensor) else []
+    names = layer.names(cell, len(options.reverse))
+    tensors = [*[arrays[name] for name in names if name in arrays], *seed]
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     form = Form(
-        name, call.hidden_size, _text(call.sizes), _dtype(x), call.layer,
-        len(inputs.weights), initial, reset, options.masked_output == "repeat", options.training,
+        name, call.hidden_size, _text(call.sizes), _dtype(x), options.stream,
+        "".join(["1" if reverse else "0" for reverse in options.reverse]),
+        options.repeat, options.training,
         keep and options.checkpoint is None and not torch.compiler.is_exporting(),
         "-" if options.checkpoint is None else str(options.checkpoint),
-        "".join(["0" if t is None else "1" for t in flat]),
+        "".join(["1" if name in arrays else "0" for name in names]) + ("1" if seed else "0"),
     )  # fmt: skip
     results = torch.ops.anycell.forward(tensors, form.text(), list(cell.hyper.values()))
     output, final = results[0], results[1 : 1 + len(cell.states)]
@@ -265,17 +255,15 @@ def run(call: Call, inputs: Inputs) -> tuple[Tensor, States] | None:
 
 
 def _forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> list[Tensor]:
-    named = Form.read(text)
-    form, flat = named.unpack(tensors, named.plan(tuple(hyper), _device(tensors)))
-    with span(form.call.cell, "forward"):
-        inputs = form.unflatten(flat)
-        output, final, saved = fused.run_forward(form.call, form.plan, inputs, named.keep)
-    if saved is None:
+    form = Form.read(text)
+    plan = form.plan(tuple(hyper), _device(tensors))
+    call, arrays = form.unpack(tensors, plan)
+    with span(call.cell, "forward"):
+        output, final, kept = fused.run_forward(call, plan, arrays, form.keep)
+    if kept is None:
         return [output, *final]
-    first = [output, *final, saved.hidden] if named.apart else [saved.hidden, *final]
-    kept = _kept(named, form.plan, inputs.x)
-    states = [own[i] for own in saved.states for i in kept]
-    return [*first, *saved.values, *[s for s in states if s is not None]]
+    hidden, *rest = kept.flat()
+    return [output, *final, hidden, *rest] if form.apart else [hidden, *final, *rest]
 
 
 def _device(tensors: Sequence[Tensor]) -> str:
@@ -291,32 +279,31 @@ def _expect_one_device(form: Form, tensors: Sequence[Tensor]) -> None:
         _expect("device of a tensor", str(tensor.device), str(tensors[0].device))
 
 
-def _kept(named: Form, plan: Plan, x: Tensor) -> list[int]:
+def _kept(form: Form, plan: Plan, x: Tensor) -> list[bool]:
     """Which states besides the first are kept: with checkpoints all, at the borders."""
     engine, _ = fused.engine_of(plan, x)
-    every, states = named.checkpoint != "-", range(1, len(plan.cell.states))
-    return [i for i in states if every or engine.keeps_state(plan, i)]
+    every, states = form.checkpoint != "-", range(len(plan.cell.states))
+    return [i > 0 and (every or engine.keeps_state(plan, i)) for i in states]
 
 
 def _forward_fake(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> list[Tensor]:
     form = Form.read(text)
     plan = form.plan(tuple(hyper), _device(tensors))
     _expect_one_device(form, tensors)
-    x = tensors[0]
-    (steps, rows, _), d = x.shape, form.directions
-    widths = [plan.sizes[state.size] for state in plan.cell.states]
-    output = (steps, rows, d * widths[0])
-    hidden = (steps + 1 + (d > 1), rows, d * widths[0])
-    finals = [(d, rows, width) for width in widths]
+    x, directions = tensors[0], len(form.reverse)
+    steps, rows, _ = x.shape
+    engine, _ = fused.engine_of(plan, x)
+    kept = layer.contract.kept_shapes(
+        plan, steps, rows, form._reverse, engine.saved_width(plan), _kept(form, plan, x)
+    )
+    hidden, *rest = kept.flat()
+    output = steps, rows, hidden[2]
+    finals = [(directions, rows, plan.sizes[state.size]) for state in plan.cell.states]
     if not form.keep:
         out = x.new_empty(output) if form.apart else x.new_empty(hidden)[1 : 1 + steps]
         return [out, *[x.new_empty(shape) for shape in finals]]
-    first = [output, *finals, hidden] if form.apart else [hidden, *finals]
-    engine, _ = fused.engine_of(plan, x)
-    values = [(steps, rows, engine.saved_width(plan)) for _ in range(d)]
-    kept = [widths[i] for i in _kept(form, plan, x)]
-    sequences = [(steps + 1, rows, width) for _ in range(d) for width in kept]
-    return [x.new_empty(shape) for shape in (*first, *values, *sequences)]
+    shapes = [output, *finals, hidden, *rest] if form.apart else [hidden, *finals, *rest]
+    return [x.new_empty(shape) for shape in shapes]
 
 
 def _backward(
@@ -328,40 +315,32 @@ def _backward(
     given: Sequence[bool],
     needs: Sequence[bool],
 ) -> list[Tensor]:
-    named = Form.read(text)
-    if not named.keep:  # as of an exported graph, or with checkpoints: the forward pass once more
-        text = named._replace(keep=True).text()
+    form = Form.read(text)
+    if not form.keep:  # as of an exported graph, or with checkpoints: the forward pass once more
+        text = form._replace(keep=True).text()
         results = _forward(tensors, text, hyper)
-        named = Form.read(text)
-    form, flat = named.unpack(tensors, named.plan(tuple(hyper), _device(tensors)))
-    states, d = form.call.cell.states, form.directions
-    those = _kept(named, form.plan, tensors[0])
-    _expect("results", len(results), 1 + len(states) + named.apart + d * (1 + len(those)))
-    _expect("given", len(given), 1 + len(states))
+        form = Form.read(text)
+    plan = form.plan(tuple(hyper), _device(tensors))
+    call, arrays = form.unpack(tensors, plan)
+    states, kept = 1 + len(plan.cell.states), _kept(form, plan, tensors[0])
+    _expect("results", len(results), states + form.apart + len(form.reverse) * (1 + sum(kept)))
+    _expect("given", len(given), states)
     _expect("arriving", len(arriving), sum(given))
     _expect("needs", len(needs), len(tensors))
-    found = list(results)
-    hidden = found.pop(1 + len(states)) if named.apart else found[0]
-    values, rest = found[1 + len(states) :][:d], iter(found[1 + len(states) + d :])
-    kept = [next(rest) if i in those else None for _ in range(d) for i in range(len(states))]
-    inputs, options = form.unflatten(flat), fused.layer_options(form.call)
-    resets: list[Tensor] = []
-    if options.resets is not None:
-        _, host = fused.engine_of(form.plan, inputs.x)
-        for w in fused.layer_weights(form.call, inputs):
-            resets += layer.reset_values(host.empty, form.plan, w)
+    first = results[states:] if form.apart else [results[0], *results[states:]]
     present = iter(arriving)
     gradients = [next(present) if one else None for one in given]
-    again: list[Any] = [hidden, *values, *kept, *resets]
-    wanted = iter(needs)
-    needed = [next(wanted) if c == "1" else False for c in named.given][:-3]
-    ctx = SimpleNamespace(form=form, options=options, needs_input_grad=(False, *needed))
-    with span(form.call.cell, "backward"):
-        computed = fused.run_backward(ctx, flat, iter(again), gradients)
+    wanted = {name for name, need in zip(arrays, needs, strict=False) if need}
+    with span(call.cell, "backward"):
+        named = fused.run_backward(
+            call, plan, arrays, layer.Kept.of(first, kept, len(form.reverse)), gradients, wanted
+        )
     # Copies: parameters' gradients are parts of one tensor.
-    pairs = zip(flat, computed, needed, strict=True)
+    pairs = zip(arrays, tensors, strict=False)
     return [
-        torch.zeros_like(t) if g is None else g.clone() for t, g, n in pairs if n and t is not None
+        named[name].clone() if name in named else torch.zeros_like(t)
+        for name, t in pairs
+        if name in wanted
     ]
 
 

@@ -12,16 +12,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import Cell
-from anycell.layer import check_checkpoint
+from anycell.layer import Options, check_checkpoint
 from anycell.torch import ops
 from anycell.torch.arguments import Layout, check_tensor, describe
-from anycell.torch.composite import Call, Inputs, Options, States, Weights
+from anycell.torch.composite import Arrays, Call, States
 from anycell.torch.functional import autocast, autocast_dtype, compiled, exporting, stack
 from anycell.torch.packed import Packing
 from anycell.torch.streaming import Prepared, elsewhere
 
 Lengths = Tensor | Sequence[int]
-_EVALUATION, _TRAINING = Options(), Options(training=True)
+_DIRECTIONS = (False,), (False, True)  # which of them run backwards
 
 
 class Recurrent:
@@ -41,8 +41,8 @@ class Recurrent:
     _forward_hooks: dict[int, Any]
     _sizes: Any = ()
 
-    def _weights(self) -> list[list[Weights]]:
-        """Per layer, per direction."""
+    def _weights(self) -> list[Arrays]:
+        """What each layer learns, by the names of ``anycell.layer.signature``."""
         raise NotImplementedError
 
     def prepare(self) -> Any:
@@ -139,15 +139,15 @@ class Recurrent:
             state, reset_state = (_each(s, lambda t: t.unsqueeze(1)) for s in (state, reset_state))
         elif self.batch_first:
             x = x.transpose(0, 1)
-        options = _TRAINING if self.training else _EVALUATION
+        flags = {}
         if mask is not None or lengths is not None or resets is not None:
             layout = Layout(x.shape[0], x.shape[1], self.batch_first, batched, x.device)
-            options = options._replace(
-                mask=layout.valid(mask, lengths),
-                resets=None if resets is None else layout.flags("resets", resets),
-                masked_output=masked_output,
-            )
-        output, final = self._layers(x, state, reset_state, static, options)
+            flags = {
+                "mask": layout.valid(mask, lengths),
+                "resets": None if resets is None else layout.flags("resets", resets),
+            }
+        arrays = {"x": x, "static": static, **flags}
+        output, final = self._layers(arrays, state, reset_state, masked_output == "repeat")
         if not batched:
             return output.squeeze(1), tuple(s.squeeze(1) for s in final)
         return (output.transpose(0, 1) if self.batch_first else output), final
@@ -166,17 +166,17 @@ class Recurrent:
         def rows(given: Tensor, order: Tensor | None, axis: int) -> Tensor:
             return given if order is None else given.index_select(axis, order)
 
-        options = (_TRAINING if self.training else _EVALUATION)._replace(
-            mask=packing.mask,
-            resets=None if resets is None else packing.alike("resets", resets, x),
-            masked_output="repeat",  # not read, and this one takes no memory of its own
-        )
+        arrays = {
+            "x": packing.pad(x.data),
+            "static": None if static is None else rows(static, packing.order, 0),
+            "mask": packing.mask,
+            "resets": None if resets is None else packing.alike("resets", resets, x),
+        }
         output, final = self._layers(
-            packing.pad(x.data),
+            arrays,
             _each(state, lambda s: rows(s, packing.order, 1)),
             _each(reset_state, lambda s: rows(s, packing.order, 1)),
-            None if static is None else rows(static, packing.order, 0),
-            options,
+            True,  # outputs of masked steps are not read, and these take no memory of their own
             lambda t: packing.pad(F.dropout(packing.pack(t), self.dropout)),
         )
         final = tuple(rows(s, packing.back, 1) for s in final)
@@ -184,36 +184,43 @@ class Recurrent:
 
     def _layers(
         self,
-        x: Tensor,
+        arrays: dict[str, Tensor | None],
         state: States | None,
         reset_state: States | None,
-        static: Tensor | None,
-        options: Options,
+        repeat: bool,
         drop: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, States]:
         """From and to ``[T, B, ...]``; ``drop`` between layers is torch's own by default."""
         cell = self.cell
+        options = Options(
+            reverse=_DIRECTIONS[self.bidirectional],
+            repeat=repeat,
+            training=self.training,
+            checkpoint=check_checkpoint(self.checkpoint),
+        )
         if self.training and (ops.draws(cell) if compiled() else cell.keeps):
             options = options._replace(seed=draw_seed())
-        if self.checkpoint is not None:
-            options = options._replace(checkpoint=check_checkpoint(self.checkpoint))
         if not (self.training and self.dropout):
             drop = None
         elif drop is None:
             drop = functools.partial(F.dropout, p=self.dropout)
+        tensors = {name: t for name, t in arrays.items() if t is not None}
+        for kind, states in (("state", state), ("reset_state", reset_state)):
+            if states is not None:
+                names = [f"{kind} {name}" for name in cell.state_names]
+                tensors.update(zip(names, states, strict=True))
         weights = self._weights()
-        call = Call(self.cell, self.hidden_size, options, sizes=self._sizes)
+        call = Call(cell, self.hidden_size, options, self._sizes)
         if not autocast():
-            return stack(call, Inputs(x, static, state, reset_state, weights[0]), weights, drop)
+            return stack(call, tensors, weights, drop)
         # What other layers hand on may be of 16 bits, whatever the dtype of this one.
         dtype = autocast_dtype(self.weight_ih_l0)
         if dtype is not self.weight_ih_l0.dtype:
-            weights = [[w.map(lambda t: t.to(dtype)) for w in each] for each in weights]
-        with torch.autocast(x.device.type, enabled=False):
-            state, reset_state = (_each(s, lambda t: t.to(dtype)) for s in (state, reset_state))
-            static = None if static is None else static.to(dtype)
-            inputs = Inputs(x.to(dtype), static, state, reset_state, weights[0])
-            return stack(call, inputs, weights, drop)
+            weights = [{n: t.to(dtype) for n, t in learned.items()} for learned in weights]
+        with torch.autocast(tensors["x"].device.type, enabled=False):
+            flags = "mask", "resets"
+            tensors = {n: t if n in flags else t.to(dtype) for n, t in tensors.items()}
+            return stack(call, tensors, weights, drop)
 
 
 def refuse_beside_packed(**arguments: Any) -> None:

@@ -11,7 +11,7 @@ from torch.fx import Proxy
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import Cell
-from anycell.layer import check_checkpoint, shapes
+from anycell.layer import ENDS, check_checkpoint, shapes
 from anycell.torch import ops
 from anycell.torch.arguments import (
     check_device,
@@ -20,7 +20,7 @@ from anycell.torch.arguments import (
     check_static,
     describe,
 )
-from anycell.torch.composite import Sizes, States, Weights, linear_names
+from anycell.torch.composite import Arrays, Sizes, States
 from anycell.torch.functional import Engine, autocast, fused_plan, reason
 from anycell.torch.recurrent import Lengths, Recurrent
 from anycell.torch.symbolic import leaf, refuse_script
@@ -236,11 +236,11 @@ class RNN(Recurrent, nn.Module):
 
     def _suffixes(self) -> list[list[str]]:
         """What the names of parameters end in, per layer and direction."""
-        directions = ("", "_reverse") if self.bidirectional else ("",)
-        return [[f"_l{k}{d}" for d in directions] for k in range(self.num_layers)]
+        ends = ENDS[: 1 + self.bidirectional]
+        return [[f"_l{k}{end}" for end in ends] for k in range(self.num_layers)]
 
-    def _weights(self) -> list[list[Weights]]:
-        return [[learned(self, suffix) for suffix in layer] for layer in self._suffixes()]
+    def _weights(self) -> list[Arrays]:
+        return [learned(self, f"_l{k}", 1 + self.bidirectional) for k in range(self.num_layers)]
 
 
 def initialise(parameter: nn.Parameter, declared: float | None, hidden_size: int) -> None:
@@ -252,24 +252,14 @@ def initialise(parameter: nn.Parameter, declared: float | None, hidden_size: int
         nn.init.constant_(parameter, declared)
 
 
-def _key(name: str) -> str:
-    return f"bias_{name[:-5]}" if name.endswith("_bias") else f"weight_{name}"
-
-
-def learned(module: Any, suffix: str = "") -> Weights:
-    """The weights of a module with a ``cell`` whose names end in ``suffix``."""
-    cell, mine = module.cell, module._parameters
-
-    def get(name: str) -> Any:
-        name += suffix
-        # A parametrised weight is no parameter of the module, but computed by an attribute.
-        return mine[name] if name in mine else getattr(module, name, None)
-
-    return Weights(
-        get("weight_ih"),
-        get("weight_hh"),
-        get("bias_ih"),
-        get("bias_hh"),
-        tuple([get(name) for name in cell.param_names]),
-        tuple([(name, get(_key(name))) for name in linear_names(cell)]),
-    )
+def learned(module: Any, layer: str = "", directions: int = 1) -> Arrays:
+    """What a layer of a module with a ``cell`` learns; ``layer`` stands behind its names."""
+    mine, arrays = module._parameters, {}
+    for end in ENDS[:directions]:
+        for name in module.cell.learned:
+            place = name + layer + end
+            # A parametrised weight is no parameter of the module, but computed by an attribute.
+            tensor = mine[place] if place in mine else getattr(module, place, None)
+            if tensor is not None:
+                arrays[name + end] = tensor
+    return arrays

@@ -10,9 +10,10 @@ from torch.fx import Proxy
 
 from anycell import cells
 from anycell.lang.cell import Cell
-from anycell.layer import shapes
+from anycell.layer import Options, shapes
 from anycell.torch.arguments import check_layer, check_states, check_static, check_tensor
-from anycell.torch.composite import Call, Inputs, Options, Sizes, States
+from anycell.torch.composite import Call, Sizes, States
+from anycell.torch.dropin import vendors
 from anycell.torch.functional import Engine, autocast, fused_plan, layer, reason
 from anycell.torch.recurrent import draw_seed
 from anycell.torch.rnn import initialise, learned
@@ -164,15 +165,17 @@ class RNNCell(nn.Module):
             return None
         if states is None:
             states = (x.new_zeros(len(x), self.hidden_size),) * len(self.cell.states)
-        w = learned(self)
-        new = operator(x, states if len(states) > 1 else states[0], *w[:4])
+        new = operator(x, states if len(states) > 1 else states[0], *vendors(learned(self)))
         return new if len(states) > 1 else (new,)
 
     def _ours(self, x: Tensor, states: States | None, static: Tensor | None) -> States:
         """A sequence of one step."""
         draws = self.training and bool(self.cell.keeps)
         options = Options(training=self.training, seed=draw_seed() if draws else 0)
-        call = Call(self.cell, self.hidden_size, options, sizes=self._sizes)
-        initial = states and tuple(s.unsqueeze(0) for s in states)
-        _, final = layer(call, Inputs(x.unsqueeze(0), static, initial, None, [learned(self)]))
+        arrays = {"x": x.unsqueeze(0), **learned(self)}
+        if static is not None:
+            arrays["static"] = static
+        for name, state in zip(self.cell.state_names, states or (), strict=states is not None):
+            arrays[f"state {name}"] = state.unsqueeze(0)
+        _, final = layer(Call(self.cell, self.hidden_size, options, self._sizes), arrays)
         return tuple(s.squeeze(0) for s in final)

@@ -10,8 +10,6 @@ from torch.autograd import forward_ad
 
 from anycell.plan import Plan
 from anycell.stream import Stream
-from anycell.torch import fused
-from anycell.torch.composite import Call, Inputs, Options, Weights
 from anycell.torch.functional import autocast, fused_plan, memory
 from anycell.torch.host import HOSTS
 
@@ -46,15 +44,12 @@ class Prepared:
                 self.stream = self._pack(module, plan)
 
     def _pack(self, module: Any, plan: Plan) -> Stream | None:
-        weights: list[Any] = []
-        call = Call(module.cell, module.hidden_size, Options(), sizes=module._sizes)
-        for (w,) in module._weights():
-            if not all(memory(t, self.dtype) for t in _tensors(w)):
-                return None
-            detached = Inputs(w.ih, None, None, None, [w.map(Tensor.detach)])
-            weights += fused.layer_weights(call, detached)
+        weights = module._weights()
+        if not all(memory(t, self.dtype) for learned in weights for t in learned.values()):
+            return None
+        detached = [{name: t.detach() for name, t in learned.items()} for learned in weights]
         host, sizes = HOSTS[plan.dtype], dict(plan.sizes)
-        return Stream(host, plan.cell, sizes, plan.dtype, weights, torch.get_num_threads())
+        return Stream(host, plan.cell, sizes, plan.dtype, detached, torch.get_num_threads())
 
     def stale(self, module: Any) -> bool:
         """Whether cell or weights of the module are others by now, as far as torch can tell."""
@@ -124,7 +119,3 @@ def elsewhere() -> bool:
 def _version(tensor: Tensor) -> int | None:
     """The number of writes that autograd has seen; None for what it does not count."""
     return None if tensor.is_inference() else tensor._version
-
-
-def _tensors(w: Weights) -> list[Tensor | None]:
-    return [*w[:4], *w.params, *[t for _, t in w.linears]]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from anycell.engines.cpu.geometry import Matmul
 from anycell.engines.cpu.ir import Builder, Module, Value, constant
-from anycell.lang.cell import RECURRENT
 
 Places = tuple[int, ...]
 # Arguments of a block of rows, however many: k0 and k1 bound the sum, a fresh one begins with the
@@ -176,7 +175,7 @@ def _print_pack(module: Module, m: Matmul, projecting: bool, biased: frozenset[s
                 row = l.declared.index(output)
                 b.store(constant(0.0, b.vec), slot)
                 at_bias = b.add(b.add(b.mul(head, g.units), unit), row * m.units)
-                both = l.weight == RECURRENT and output in biased
+                both = l.recurrent and output in biased
                 for bias in (bias_x, bias_h) if both else (bias_h,):
                     with b.when(b.icmp("ne", bias, 0)):
                         part_ = b.masked_load(b.gep(bias, at_bias), mask)

@@ -1,0 +1,132 @@
+"""The signature of a layer: the names and shapes of its arrays.
+
+One vocabulary serves every frontend. The arrays of a call go in one dict, by these names:
+
+    x                            [T, B, I], or projected gates [T, B, G*H] where no weight_ih is
+    mask, resets                 [T, B]
+    static                       [B, H]
+    recurrent_mask               [B, size], or [G, B, size] for one per gate
+    state <name>                 [D, B, size], before the first step
+    reset_state <name>           [D, B, size] or [D, size], what resets restore
+    weight_ih, weight_hh         [G*H, I], [G*H, size of the first state]
+    weight_<name>                of a further matmul, see ``Linear.shape``
+    bias_ih, bias_hh, bias_<name>, and each parameter of the cell by its own name
+
+What the second direction learns has ``_reverse`` behind its name. Gradients go by the name of what
+they are the gradient of. Within a pass each direction has a dict of its own, a ``Direction``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from anycell.lang.cell import RECURRENT, Cell, with_recurrent_mask
+from anycell.plan import Plan
+
+Shape = tuple[int, ...]
+ENDS = ("", "_reverse")  # of the names of what each direction learns
+
+# Layouts that the contract asks for: any strides, a dense last axis, dense rows or columns, or
+# contiguous as a whole.
+ANY, ROWS, MATRIX, DENSE = range(4)
+
+
+class Learned(NamedTuple):
+    """An array that a direction learns; ``optional`` if a layer may do without."""
+
+    name: str
+    shape: Shape
+    layout: int
+    optional: bool
+
+
+def shapes(cell: Cell, sizes: dict[str, int], width: int, bias: bool) -> dict[str, Shape]:
+    """Name and shape of what one direction of one layer learns, in the order of creation.
+
+    Args:
+        sizes: what the size symbols of the cell stand for.
+        width: the last axis of x.
+        bias: whether the projections of x and of the first state have biases.
+
+    Raises:
+        ValueError: for sizes that heads or groups of the cell do not divide.
+    """
+    cell.check_sizes(sizes)
+    gates = len(cell.gates) * sizes["H"]
+    recurrent = any(l.recurrent for l in cell.linears)
+    named: dict[str, Shape] = {"weight_ih": (gates, width)}
+    if recurrent:
+        named["weight_hh"] = (gates, sizes[cell.states[0].size])
+    if bias:
+        named["bias_ih"] = (gates,)
+        if recurrent:
+            named["bias_hh"] = (gates,)
+    for l in cell.linears:
+        if not l.recurrent:
+            named[l.weight] = l.shape(sizes)
+            if l.bias:
+                named[l.bias_name] = (len(l.declared) * sizes[l.out_size],)
+    return named | dict.fromkeys(cell.param_names, (sizes["H"],))
+
+
+@functools.lru_cache(maxsize=512)
+def learned(plan: Plan) -> tuple[Learned, ...]:
+    """What one direction of a layer learns besides ``weight_ih``, whose width is that of x."""
+    named = shapes(plan.cell, dict(plan.sizes), 0, True)
+    del named["weight_ih"]
+    return tuple(
+        Learned(
+            name,
+            shape,
+            MATRIX if len(shape) > 1 else DENSE,
+            len(shape) == 1 and name not in plan.cell.param_names,
+        )
+        for name, shape in named.items()
+    )
+
+
+@functools.lru_cache(maxsize=512)
+def states(plan: Plan) -> tuple[tuple[str, int], ...]:
+    """Name and size of each state."""
+    return tuple((s.name, plan.sizes[s.size]) for s in plan.cell.states)
+
+
+def names(cell: Cell, directions: int) -> tuple[str, ...]:
+    """All names that the arrays of a call may go by, in one order."""
+    return (
+        *("x", "static", "mask", "resets", "recurrent_mask"),
+        *(f"state {name}" for name in cell.state_names),
+        *(f"reset_state {name}" for name in cell.state_names),
+        *(name + end for end in ENDS[:directions] for name in cell.learned),
+    )
+
+
+def of_a_matmul(name: str) -> bool:
+    """Whether it names a weight or a bias, whose gradients are matmuls and sums of the host's."""
+    return name.startswith(("weight_", "bias_"))
+
+
+def stepped(cell: Cell, recurrent_mask: object) -> Cell:
+    """The cell that a kernel runs: where a mask multiplies the first state, one that does so."""
+    if recurrent_mask is None:
+        return cell
+    return with_recurrent_mask(cell, len(recurrent_mask.shape) == 3)  # type: ignore[attr-defined]
+
+
+__all__ = [
+    "ANY",
+    "DENSE",
+    "ENDS",
+    "MATRIX",
+    "RECURRENT",
+    "ROWS",
+    "Learned",
+    "Shape",
+    "learned",
+    "names",
+    "of_a_matmul",
+    "shapes",
+    "states",
+    "stepped",
+]
