@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from anycell.lang.cell import RECURRENT, Cell, with_recurrent_mask
+from anycell.lang.cell import Cell, with_recurrent_mask
 from anycell.plan import Plan
 
 Shape = tuple[int, ...]
@@ -119,7 +119,6 @@ __all__ = [
     "DENSE",
     "ENDS",
     "MATRIX",
-    "RECURRENT",
     "ROWS",
     "Learned",
     "Shape",
