@@ -147,6 +147,7 @@ def test_shared(cell: Cell, exchange: str, rng: np.random.Generator) -> None:
     assert_right(by_gpu(problem, tier=2, exchange=exchange), problem)
 
 
+@pytest.mark.more
 @without_a_card
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_programs_wait_for_one_another(exchange: str) -> None:
