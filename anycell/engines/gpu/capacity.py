@@ -111,6 +111,7 @@ UNROLLED_UNITS = 64
 ROWS, UNITS = (16, 32), (16, 32)
 LOADED = 16
 SLICE_NUMBERS = 216
+SUMS = 96  # numbers of a thread, of a warp's share of k: with more all Tritons spill
 LEFT = (0, 32, 64)
 # What a multiprocessor does in a cycle, by data sheets and by what others have measured on an H100:
 # bytes from the second-level cache, of all multiprocessors together, bytes of shared memory,
@@ -291,6 +292,8 @@ def _parts(
     parted = precision == "bf16x6"
     if plan.dtype == "float32" and rows > (ROWS[0] if parted else ROWS[1]):
         return
+    if rows * _columns(plan, units, backward) > 32 * SUMS:
+        return
     ways = itertools.product(WARPS[1:] if parted else WARPS[1::-1], LEFT[:1] if parted else LEFT)
     for warps, left in ways:
         chunk = warps * 4 * LOADED // plan.itemsize
@@ -300,7 +303,7 @@ def _parts(
             # What more registers hold, shared memory need not: the most that there is room for.
             part = Slice(rows, units, chunk, ahead, warps, 0)
             room = SLICE_NUMBERS - left - slice_numbers(plan, part, backward)
-            of_one = _columns(plan, part, backward) * LOADED * 4 // 128
+            of_one = _columns(plan, part.units, backward) * LOADED * 4 // 128
             part = part._replace(held=0 if parted else min(chunks, room // of_one))
             if room >= 0 and slice_bytes(plan, part, backward, precision) <= device.shared:
                 fitting.append(part)
@@ -314,16 +317,16 @@ def _depth(plan: Plan, backward: bool) -> int:
     return outputs * plan.hidden_size
 
 
-def _columns(plan: Plan, part: Slice, backward: bool) -> int:
+def _columns(plan: Plan, units: int, backward: bool) -> int:
     """Columns of all matmuls with one operand."""
-    return part.units * (1 if backward else sum(len(l.outputs) for l in plan.cell.linears))
+    return units * (1 if backward else sum(len(l.outputs) for l in plan.cell.linears))
 
 
 def cycles(plan: Plan, part: Slice, programs: int, backward: bool) -> float:
     """An estimate of what a step takes a multiprocessor, but for what all slices have in common:
     to order slices by.
     """
-    depth, columns = _depth(plan, backward), _columns(plan, part, backward)
+    depth, columns = _depth(plan, backward), _columns(plan, part.units, backward)
     chunks = -(-depth // part.chunk)
     arriving = part.rows * depth * plan.itemsize
     weights = (chunks - part.held) * part.chunk * columns * plan.itemsize
@@ -340,7 +343,7 @@ def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
     """Registers of a thread of tier 2, but for addresses and temporaries: weights; what arrives,
     the sums and what is carried, or else the tiles of the cell.
     """
-    columns, share = _columns(plan, part, backward), LOADED * 4  # bytes of a row of a chunk
+    columns, share = _columns(plan, part.units, backward), LOADED * 4  # bytes of a row of a chunk
     chains = max(1, columns // LEAST * (part.rows // 8))
     sums = part.rows * columns // 32 * max(1, CHAINS // chains)
     held = part.held * columns * share // 128
