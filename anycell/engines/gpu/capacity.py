@@ -111,6 +111,7 @@ UNROLLED_UNITS = 64
 ROWS, UNITS = (16, 32), (16, 32)
 LOADED = 16
 SLICE_NUMBERS = 216
+SURE = 206  # with more most slices spill: a tier that has only those is not offered
 SUMS = 96  # numbers of a thread, of a warp's share of k: with more all Tritons spill
 LEFT = (0, 32, 64)
 # What a multiprocessor does in a cycle, by data sheets and by what others have measured on an H100:
@@ -263,7 +264,12 @@ def _cooperative(
             found.append((cost, Choice(2, reason, part=part, precision=precision)))
     if found:
         ordered = dict.fromkeys(choice for _, choice in sorted(found, key=lambda pair: pair[0]))
-        return _few(ordered)
+        few = _few(ordered)[:TRIES]
+        parts = [choice.part for choice in few if choice.part]
+        numbers = min(slice_numbers(plan, part, backward) for part in parts)
+        if numbers <= SURE:
+            return few
+        return f"each thread of a program would hold {numbers} numbers, and spill"
     if not least:
         return "nor do those of a few units fit"
     return f"{batch} rows take {least} programs, of which {device.processors} run at once"
@@ -352,8 +358,9 @@ def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
     cell = plan.cell
     carried = len(plan.saved) + len(cell.states) if backward else len(cell.gates)
     carried += cell.static is not None
+    carried += len(cell.states) + 4 * bool(cell.keeps)  # words of random bits
     each = -(-part.rows * part.units // (32 * part.warps))
-    carried = (carried + len(cell.states)) * each
+    carried *= each
     return held + max(sums + arriving + carried, tiles(plan, backward) * each)
 
 
