@@ -1,4 +1,4 @@
-"""One step at a time: the weights packed once, then a kernel call per layer and step.
+"""One step at a time: the weights packed once, then a call of the door per layer and step.
 
 The kernel is that of the cell with the input projection inside (``with_projection``), so that a
 step is one call, and reads every weight once. What lies around that call is to be as short: at 64
@@ -7,15 +7,14 @@ units it takes longer than the kernel.
 
 from __future__ import annotations
 
-import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from anycell.engines import cpu
 from anycell.lang.cell import INPUT, Cell, with_projection
-from anycell.layer import Array, Direction, Host, contract, row_group, share
-from anycell.layer.run import extent
+from anycell.layer import Array, Direction, Host, contract, form, row_group
+from anycell.layer.run import extent, place_one
 from anycell.layer.signature import DENSE
 from anycell.plan import plan
 
@@ -28,59 +27,64 @@ class _Layer:
     def __init__(
         self, host: Host, cell: Cell, sizes: dict[str, int], dtype: str, w: Direction, threads: int
     ) -> None:
+        self.inputs = w["weight_ih"].shape[1]
         self.plan = plan(
-            with_projection(cell),
-            sizes["H"],
-            dtype,
-            sizes={**sizes, INPUT: w["weight_ih"].shape[1]},
+            with_projection(cell), sizes["H"], dtype, sizes={**sizes, INPUT: self.inputs}
         )
         self.kernel = kernel = cpu.compiled(self.plan)
-        self.hyper = cpu.hyperparameters(self.plan)
-        self.keeps_alive = w
-        itemsize = self.plan.itemsize
-        counts = [n * itemsize for n in kernel.packed_elements]
-        self.block, places = cpu.Scratch().take(counts)
-        self.table = cpu.Table(kernel.index)
-        self.table.set(
-            steps=1,
-            yield_to=cpu.pool.yield_address(),
-            hyper=self.hyper.__array_interface__["data"][0],
-        )
-        for i, name in enumerate(cell.param_names):
-            self.table.set(**{f"param{i}": host.pointer(w[name])})
-        for k, linear in enumerate(self.plan.cell.linears):
-            weight, bias = w[linear.weight], w.get(linear.bias_name)
-            source, strides = host.pointer(weight), host.strides(weight)
-            address = 0 if bias is None else host.pointer(bias)
-            bounds = extent(host, weight) if cpu.check.ON else None
-            cpu.pack(kernel, k, places[k], source, strides, 0, address, threads, bounds=bounds)
-            self.table.set(**{f"weights{k}": places[k]})
+        self.hyper, self.learned = cpu.hyperparameters(self.plan), w
+        self.entries = array("q", bytes(8 * kernel.first(1)))
+        self.set(
+            self.entries, directions=1, steps=1, span=1, pack=1, packed=1, row_group=1,
+            threads=min(threads, cpu.pool.MOST), gang=cpu.pool.gang(threads),
+            least_work=form.WORTH_A_THREAD, hyper=self.hyper.__array_interface__["data"][0],
+        )  # fmt: skip
+        kernel.needs(self.entries.buffer_info()[0])
+        at = kernel.shared
+        self.packed = cpu.Block(self.entries[at["packed_bytes"]])
+        self.bounds = {"packed": (self.packed.address, self.packed.address + self.packed.size)}
+        self.learned_bounds = {}
+        for name, weight in w.items():
+            place_one(host, kernel, self.entries, kernel.first(0), name, weight)
+            if cpu.check.ON:
+                self.learned_bounds[name] = extent(host, weight)
+        # A call of no rows and no steps, behind the first, packs and does nothing else.
+        scratch = cpu.Block(self.entries[at["scratch_bytes"]])
+        self.set(self.entries, begin=1, scratch=scratch.address, packed=self.packed.address)
+        self.bounds["scratch"] = scratch.address, scratch.address + scratch.size
+        cpu.run(kernel, self.entries, (self.bounds, [self.learned_bounds]))
+        self.set(self.entries, begin=0, count=1, pack=0)
+
+    def set(self, entries: array[int], **values: int) -> None:
+        """Sets entries of the whole call."""
+        for name, value in values.items():
+            entries[self.kernel.shared[name]] = value
 
 
 class _Call(NamedTuple):
     """What a step of one layer needs, for so many rows."""
 
     entries: array[int]
-    run: Callable[[int, int, int], object]  # of the header's address, 0, and the number of threads
     address: int
     threads: int
     alive: tuple[object, ...]
+    bounds: dict[str, cpu.check.Bounds]
 
 
 class _Form:
-    """What steps on so many rows share, and their argument tables: a set for each caller at a time.
+    """What steps on so many rows share, and their tables: a set for each caller at a time.
 
     Attributes:
         output, states: arrays of the shapes of the results.
         start: the states that the cell declares.
-        bytes: of a layer, per state.
-        slots: per state an array of its shape, its entry in the tables, and those bytes.
+        slots: per state an array of its shape, its entries in the tables, before and after the
+            step, and the bytes of a layer.
         free: sets of tables that are not in use.
     """
 
     def __init__(self, stream: Stream, rows: int, threads: int) -> None:
         host, layers = stream.host, stream.layers
-        sizes = layers[0].plan.sizes
+        sizes, itemsize = layers[0].plan.sizes, layers[0].plan.itemsize
         self.stream, self.rows, self.threads = stream, rows, threads
         self.widths = [sizes[state.size] for state in stream.states]
         self.states = [host.empty((len(layers), rows, width)) for width in self.widths]
@@ -88,29 +92,37 @@ class _Form:
         for array_, state in zip(self.start, stream.states, strict=True):
             array_[:] = state.initial
         self.output = host.empty((rows, self.widths[0]))
-        self.bytes = [rows * width * layers[0].plan.itemsize for width in self.widths]
-        self.slots = list(zip(self.states, stream.places, self.bytes, strict=True))
+        self.bytes = [rows * width * itemsize for width in self.widths]
+        self.slots = list(zip(self.states, stream.before, stream.after, self.bytes, strict=True))
         self.free = [self.calls()]
 
     def calls(self) -> list[_Call]:
         """Tables for a step; they go to ``free`` after it."""
-        return [self._call(layer, layer is self.stream.layers[-1]) for layer in self.stream.layers]
+        return [self._call(layer) for layer in self.stream.layers]
 
-    def _call(self, layer: _Layer, last: bool) -> _Call:
-        table, kernel = layer.table.copy(), layer.kernel
-        threads, units = share(kernel, kernel.work * self.rows, self.rows, 1, self.threads)
-        workspace = cpu.Block(kernel.workspace(self.rows) * threads + cpu.LINE)
-        table.set(
-            batch=self.rows, row_group=row_group(self.rows), units_split=units,
-            workspace=workspace.address + -workspace.address % cpu.LINE,
-            workspace_stride=kernel.workspace(self.rows), x_b=layer.plan.sizes[INPUT],
-            out_b=self.widths[0] if last else 0,
-        )  # fmt: skip
-        for i, width in enumerate(self.widths):
-            table.set(**{f"state{i}_b": width})
-        header = array("q", [1, table.address])
-        run, alive = cpu.pool.entry(kernel.run, threads), (table, header, workspace)
-        return _Call(table.entries, run, header.buffer_info()[0], threads, alive)
+    def _call(self, layer: _Layer) -> _Call:
+        entries, kernel, host = layer.entries[:], layer.kernel, self.stream.host
+        threads = min(self.threads, cpu.pool.MOST)
+        layer.set(entries, batch=self.rows, threads=threads, row_group=row_group(self.rows))
+        kernel.needs(entries.buffer_info()[0])
+        threads = entries[kernel.shared["parts"]]
+        # The states before and after the step: two slots that take turns.
+        slots = [host.empty((2, self.rows, width)) for width in self.widths]
+        block = cpu.Block(entries[kernel.shared["scratch_bytes"]])
+        layer.set(
+            entries, threads=threads, gang=0, scratch=block.address, hidden=host.pointer(slots[0])
+        )
+        entries[kernel.first(0) + kernel.each["gates rows"]] = layer.inputs
+        bounds = {"scratch": (block.address, block.address + block.size)}
+        for name, slot in zip(self.stream.names, slots, strict=True):
+            for what in ("state", "final"):  # addresses come with each step, strides stay
+                place_one(host, kernel, entries, kernel.first(0), f"{what} {name}", slot[0])
+            place_one(host, kernel, entries, kernel.first(0), f"sequence {name}", slot)
+            if cpu.check.ON:
+                bounds[f"sequence {name}"] = extent(host, slot)
+        if cpu.check.ON:
+            bounds["hidden"] = extent(host, slots[0])
+        return _Call(entries, entries.buffer_info()[0], threads, (block, slots), bounds)
 
 
 class Stream:
@@ -136,8 +148,8 @@ class Stream:
         threads: int,
     ) -> None:
         self.host, self.states, self.static = host, cell.states, cell.static
-        self._like, self._pointer = host.like, host.pointer
-        self._fit = host.fit
+        self.names = cell.state_names
+        self._like, self._pointer, self._fit = host.like, host.pointer, host.fit
         whole = plan(cell, sizes["H"], dtype, sizes=sizes)
         self.layers = []
         for w in weights:
@@ -146,11 +158,13 @@ class Stream:
         self.itemsize = self.layers[0].plan.itemsize
         self.hidden, self.width = sizes["H"], weights[0]["weight_ih"].shape[1]
         self.shape = [(len(weights), sizes[state.size]) for state in cell.states]
-        index = self.layers[0].kernel.index
-        self._x, self._out, self._static = index["x"], index["out"], index["static"]
-        self._barrier = len(index) + cpu.LINE // 8
-        # Of each state the entry of its address; that of its stride follows.
-        self.places = [index[f"state{i}"] for i in range(len(cell.states))]
+        # Layers differ in the size of their input, and their tables in nothing but numbers.
+        kernel = self.layers[0].kernel
+        first, each = kernel.first(0), kernel.each
+        self._x, self._static = first + each["gates"], first + each["static"]
+        self._out, self._gang = kernel.shared["out"], kernel.shared["gang"]
+        self.before = [first + each[f"state {name}"] for name in self.names]
+        self.after = [first + each[f"final {name}"] for name in self.names]
         self._forms: dict[tuple[int, int], _Form] = {}
 
     def step(
@@ -185,53 +199,57 @@ class Stream:
             calls = form.calls()
         new, output, itemsize = [], like(form.output), self.itemsize
         alive = []  # the states before, as long as the kernels run
-        for before, (template, place, size) in zip(states or form.start, form.slots):  # noqa: B905
-            after = like(template)
-            new.append(after)
-            here = pointer(before)
+        for state, (template, before, after, size) in zip(states or form.start, form.slots):  # noqa: B905
+            result = like(template)
+            new.append(result)
+            here, there = pointer(state), pointer(result)
             if here % itemsize:  # what comes from a file or a packed record may lie anywhere
-                before = self._fit(before, DENSE)
-                here = pointer(before)
-            alive.append(before)
-            # From the state before to the one after is one step of the kernel.
-            stride = (pointer(after) - here) // itemsize
+                state = self._fit(state, DENSE)
+                here = pointer(state)
+            alive.append(state)
             for call in calls:
                 entries = call[0]
-                entries[place], entries[place + 1] = here, stride
-                here += size
-        at, below, out = pointer(x), pointer(new[0]), pointer(output)
+                entries[before], entries[after] = here, there
+                here, there = here + size, there + size
+        at, below = pointer(x), pointer(new[0])
         if at % itemsize:
             x = self._fit(x, DENSE)
             at = pointer(x)
         if static is not None:
             static = self._fit(static, DENSE)
-        if cpu.check.ON:
-            self._check(rows, x, alive, static, [*new, output])
-        for entries, run, address, parts, _ in calls:
-            entries[self._x], entries[self._out], entries[self._barrier] = at, out, 0
-            if static is not None:
-                entries[self._static] = pointer(static)
-            run(address, 0, parts)
+            for call in calls:
+                call[0][self._static] = pointer(static)
+        calls[-1][0][self._out] = pointer(output)
+        for layer, (entries, address, parts, _, _) in zip(self.layers, calls):  # noqa: B905
+            entries[self._x] = at
+            if parts > 1:
+                entries[self._gang] = cpu.pool.gang(parts)
+            if cpu.check.ON:
+                self._check(layer, calls, entries, x, alive, static, [*new, output])
+            layer.kernel.door(address)
             at, below = below, below + form.bytes[0]
         form.free.append(calls)
         return output, new
 
     def _check(
         self,
-        rows: int,
+        layer: _Layer,
+        calls: Sequence[_Call],
+        entries: array[int],
         x: Array,
         states: Sequence[Array],
         static: Array | None,
         results: Sequence[Array],
     ) -> None:
-        """That kernels find as many numbers as they touch, all of them one after the other."""
-        shapes = [(layers, rows, width) for layers, width in self.shape]
-        wanted = [(rows, self.width), *shapes, *shapes, (rows, shapes[0][2])]
-        arrays = [x, *states, *results]
+        """That kernels find as many numbers as they touch."""
+        number = self.layers.index(layer)
+        *new, output = results
+        shared = {**layer.bounds, **calls[number].bounds, "out": extent(self.host, output)}
+        each = {**layer.learned_bounds, **calls[number].bounds}
+        each["gates"] = extent(self.host, x if number == 0 else new[0])
         if static is not None:
-            arrays, wanted = [*arrays, static], [*wanted, (rows, self.hidden)]
-        for array_, shape in zip(arrays, wanted, strict=True):
-            first, last = extent(self.host, array_)
-            size = math.prod(shape) * self.itemsize
-            span = cpu.check.Span("an array of a step", first, first + size, self.itemsize)
-            cpu.check.inside(span, (first, last))
+            each["static"] = extent(self.host, static)
+        for name, before, after in zip(self.names, states, new, strict=True):
+            each[f"state {name}"] = extent(self.host, before)
+            each[f"final {name}"] = extent(self.host, after)
+        cpu.check.check(layer.kernel, entries, (shared, [each]))

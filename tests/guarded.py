@@ -82,13 +82,13 @@ class GuardedHost(NumpyHost):
 
 
 def scratch(end: bool) -> Callable[..., Any]:
-    """``cpu.Scratch.take`` of such memory, one piece for each block."""
+    """``cpu.Scratch.take`` of such memory."""
 
-    def take(_: cpu.Scratch, sizes: list[int]) -> tuple[Any, list[int]]:
-        pieces = [guarded((size,), "uint8", end, cpu.LINE) for size in sizes]
+    def take(_: cpu.Scratch, size: int) -> cpu.Block:
         block = cpu.Block(0)
-        block.memory = pieces  # what keeps them
-        return block, [piece.__array_interface__["data"][0] for piece in pieces]
+        block.memory = guarded((size,), "uint8", end, cpu.LINE)
+        block.size, block.address = size, block.memory.__array_interface__["data"][0]
+        return block
 
     return take
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from doors import packed
 from numpy.testing import assert_array_equal
 from problems import (
     AWKWARD,
@@ -39,7 +40,6 @@ from anycell import (
 )
 from anycell.engines import cpu, reference
 from anycell.engines.cpu import isa
-from anycell.layer.run import extent
 from anycell.numpy.host import NumpyHost
 from anycell.plan import plan
 
@@ -141,10 +141,10 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """All memory starts as NaN, so that what is read before it is written shows."""
     take = cpu.Scratch.take
 
-    def poisoned_take(scratch: cpu.Scratch, sizes: Any) -> Any:
-        block, addresses = take(scratch, sizes)
+    def poisoned_take(scratch: cpu.Scratch, size: int) -> cpu.Block:
+        block = take(scratch, size)
         block.memory.fill(0xFF)
-        return block, addresses
+        return block
 
     def empty(host: NumpyHost, shape: tuple[int, ...]) -> np.ndarray:
         return np.full(shape, np.nan, host.dtype)
@@ -480,15 +480,9 @@ def test_packing_writes_only_its_block(dtype: str, backward: bool, transposed: b
         chosen = plan(cells.LSTM, units, dtype)
         kernel = cpu.compiled(chosen, backward)
         weight = np.ones((4 * units, units), dtype, order="F" if transposed else "C")
-        strides = tuple(s // weight.itemsize for s in weight.strides)
-        size = kernel.packed_elements[0] * weight.itemsize
-        memory = np.full(size + 8192, 0xAB, np.uint8)
-        start = -memory.ctypes.data % cpu.LINE
-        at = memory.ctypes.data + start
-        bounds = extent(NumpyHost(dtype), weight)
-        cpu.pack(kernel, 0, at, weight.ctypes.data, strides, 0, 0, 1, bounds=bounds)
-        assert not (memory[start : start + size] == 0xAB).all()
-        assert (memory[start + size :] == 0xAB).all()
+        memory, size = packed(kernel, {"weight_hh": weight})
+        assert not (memory[:size] == 0xAB).all()
+        assert (memory[size:] == 0xAB).all()
 
 
 def test_offsets_beyond_31_bits(rng: np.random.Generator) -> None:

@@ -10,14 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from doors import packed  # noqa: E402
 from torch_layers import assert_same, run  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
 from anycell import layer as layers  # noqa: E402
 from anycell.engines import cpu  # noqa: E402
-from anycell.layer.run import extent  # noqa: E402
-from anycell.numpy.host import NumpyHost  # noqa: E402
 from anycell.plan import plan  # noqa: E402
 
 SIZES = {"LSTMP": {"P": 3}}
@@ -123,12 +122,7 @@ def test_packing_writes_only_its_block(transposed: bool) -> None:
     for units, inputs in ((1, 1), (7, 5), (33, 40)):
         kernel = cpu.compiled(plan(cells.LSTM, units))
         weight = np.ones((4 * units, inputs), np.float32, order="F" if transposed else "C")
-        strides = tuple(s // weight.itemsize for s in weight.strides)
-        size = kernel.projection(inputs).packed_elements * weight.itemsize
-        memory = np.full(size + 8192, 0xAB, np.uint8)
-        start = -memory.ctypes.data % cpu.LINE
-        at_ = memory.ctypes.data + start
-        bounds = extent(NumpyHost("float32"), weight)
-        cpu.pack(kernel, 0, at_, weight.ctypes.data, strides, 0, 0, 1, inputs, bounds)
-        assert not (memory[start : start + size] == 0xAB).all()
-        assert (memory[start + size :] == 0xAB).all()
+        weights = {"weight_hh": np.ones((4 * units, units), np.float32), "weight_ih": weight}
+        memory, size = packed(kernel, weights, inputs)
+        assert not (memory[:size] == 0xAB).all()
+        assert (memory[size:] == 0xAB).all()

@@ -340,15 +340,18 @@ THRESHOLDS = {
     "layer/form.py": {
         "CHUNK_BYTES": "several chunks",
         "WORTH_PACKING": "the kernel multiplies the input",
-        "NEAR_CACHE": "the kernel multiplies the input",
         "WEIGHTS_SHARE": "the kernel multiplies the input",
         "FILLED": "a mask with holes",
         "WORTH_A_THREAD": "several threads",
+    },
+    "torch/dropin.py": {"_FEW_ROWS": "torch's cells in place of its layer"},
+    "engines/cpu/door.py": {
+        "LINE": None,
+        "WORTH_SPREADING": "threads pack the weights",
+        "NEAR_CACHE": "threads split the units",
         "FEW_ROWS": "threads split the units",
         "HARDLY_ANY_ROWS": "threads split the units",
     },
-    "torch/dropin.py": {"_FEW_ROWS": "torch's cells in place of its layer"},
-    "engines/cpu/__init__.py": {"LINE": None, "WORTH_SPREADING": "threads pack the weights"},
     "engines/cpu/memory.py": {"SMALL": "warm memory", "GRAIN": None, "LIMIT": None},
     "engines/cpu/generator.py": {"PANEL": "several panels of rows", "AHEAD": None, "SPINS": None},
     "engines/cpu/pool.py": {"SPIN": None, "MOST": None, "PATIENCE": None},
@@ -364,7 +367,9 @@ def test_no_threshold_is_forgotten() -> None:
     files = [*package.glob("*.py"), *package.glob("layer/*.py"), *package.glob("torch/*.py")]
     files += [*package.glob("keras/*.py"), *package.glob("numpy/*.py")]
     files += [package / "engines/vendor.py"]
-    files += [package / f"engines/cpu/{n}.py" for n in ("__init__", "memory", "generator", "pool")]
+    files += [
+        package / f"engines/cpu/{n}.py" for n in ("__init__", "door", "memory", "generator", "pool")
+    ]
     elsewhere = {"device.py", "doctor.py", "explain.py", "philox.py", "layouts.py", "cli.py"}
     numbers: dict[str, set[str]] = {}
     for file in files:
@@ -402,16 +407,11 @@ def test_both_sides_of_every_road(
 
     def look_at_form(form: Any, *args: Any) -> None:
         taken.update((road, bool(on(form))) for road, on in layer.form.ROADS.items())
-        taken.add(("several panels of rows", args[3] > 48))
-        taken.add(("groups of several rows", layer.row_group(args[3]) > 1))
-
-    def look_at_packing(_: None, kernel: Any, number: int, *args: Any) -> None:
-        many = kernel.packed_elements[number] > cpu.WORTH_SPREADING
-        taken.add(("threads pack the weights", many))
+        taken.add(("a mask with holes", args[8]))
+        taken.add(("several panels of rows", args[4] > 48))
+        taken.add(("groups of several rows", layer.row_group(args[4]) > 1))
 
     spy(layer.run, "form_of", look_at_form)
-    spy(layer.run, "sparse", lambda sparse, _: taken.add(("a mask with holes", sparse)))
-    spy(cpu, "pack", look_at_packing)
     spy(cpu.memory, "empty", lambda a, *_: taken.add(("warm memory", a.base is not None)))
     cells_of_torch = "torch's cells in place of its layer"
     spy(dropin.vendor, "wins", lambda wins, *_: taken.add(("torch's own layer", wins)))
@@ -478,7 +478,7 @@ def test_native_calls_are_held_against_their_arrays(monkeypatch: pytest.MonkeyPa
     forward()
     with pytest.raises(AssertionError, match="input: the kernel would touch"):
         forward(np.zeros((40, 6, 9), "float32").transpose(0, 2, 1)[:, :, ::-1])
-    with pytest.raises(AssertionError, match="weight: the kernel would touch"):
+    with pytest.raises(AssertionError, match="weight_hh: the kernel would touch"):
         forward(weight_hh=w[:, :7])
     with pytest.raises(AssertionError, match="no multiple of 4 bytes"):
         forward(dict(variants(x))["1 bytes past an element"])

@@ -11,8 +11,8 @@ by side, size that of the first state.
     signature.py    the names and shapes of a layer's arrays
     arguments.py    what a layer is given, on a CPU or a GPU, and what its backward pass needs
     contract.py     what every array must be before a kernel gets its address
-    form.py         what calls of one form share: chunks, threads, memory, who does which matmul
-    run.py          a pass: the kernel, over chunks of time
+    form.py         what calls of one form share: chunks, who does which matmul
+    run.py          a pass: the table of the door, over chunks of time
     forward.py, backward.py, sums.py   the two passes, and what adds up over time
 """
 
@@ -34,7 +34,7 @@ from anycell.layer.arguments import (
     segment_steps,
 )
 from anycell.layer.backward import backward
-from anycell.layer.form import projects, row_group, share
+from anycell.layer.form import projects, row_group
 from anycell.layer.forward import forward
 from anycell.layer.run import keeps_state, saved_width
 from anycell.layer.signature import ENDS, names, of_a_matmul, shapes, stepped
@@ -65,6 +65,5 @@ __all__ = [
     "saved_width",
     "segment_steps",
     "shapes",
-    "share",
     "stepped",
 ]

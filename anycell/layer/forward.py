@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Host, Kept, Options, initial
-from anycell.layer.run import Rows, Run
+from anycell.layer.run import Rows, Run, keeps_state
 from anycell.plan import Plan
 
 
@@ -38,175 +37,114 @@ def forward(
     # Outputs zeroed under a mask are not the hidden states: these then need memory of their own,
     # all or two steps.
     zeroed = given.mask is not None and not options.repeat
-    memory = Memory(run, steps, everything, everything or not zeroed)
-    memory.begin([initial(plan, w) for w in given.directions])
-    kept = Kept(memory.hidden, memory.states, memory.values)
-    out = host.empty((steps, *kept.hidden.shape[1:])) if zeroed else kept.hidden[1 : steps + 1]
+    kept = remember(run, steps, everything, everything or not zeroed)
+    directions, (_, batch, width) = len(run.directions), kept.hidden.shape
+    out = kept.hidden[1 : steps + 1]
+    if zeroed:
+        out = host.empty((steps, batch, width))
+        run.place("out", out)
+    sizes = [plan.sizes[state.size] for state in plan.cell.states]
+    finals = [host.empty((directions, batch, size)) for size in sizes]
+    for name, final in zip(plan.cell.state_names, finals, strict=True):
+        for d in range(directions):
+            run.place_of(d, f"final {name}", final[d])
+    gates = project(run)
     if keep and not everything:
         kept = _borders(run, -(-steps // segment))
-    with run:
-        if given.resets is not None:
-            run.point_resets()
-        for begin in range(0, steps, max(1, segment)):
-            if keep and not everything:
-                memory.copy(begin, kept, begin // segment)
-            advance(run, memory, begin, min(begin + segment, steps), out if zeroed else None)
-    return out, memory.after(steps), kept if keep else None
+    for begin in range(0, max(1, steps), max(1, segment)):
+        if keep and not everything:
+            run.run(begin, 0)  # the final states of no step are those before the segment
+            _copy(finals, kept, begin // segment)
+        advance(run, gates, begin, min(begin + segment, steps))
+    run.close()
+    return out, finals, kept if keep else None
 
 
-class Memory:
-    """What the steps of a run hand on, and leave for the backward pass; see ``Kept``.
+def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
+    """Memory for what so many steps of a pass hand on, and leave for the backward pass.
 
-    States whose sequence nobody reads have two slots, which take turns.
-
-    Attributes:
-        origin, steps: of the steps of the run, in its order, those that this is of.
+    Args:
+        everything: the backward pass will need all of it. States whose sequence nobody reads have
+            two slots, which take turns.
+        whole: the first state has all steps.
     """
+    host, plan, batch, directions = run.host, run.plan, run.batch, len(run.directions)
+    (_, first), *others = [(s.name, plan.sizes[s.size]) for s in plan.cell.states]
+    slots, new = (steps + 1 + any(run.options.reverse), host.lasting) if whole else (2, host.empty)
+    hidden, bits = new((slots, batch, directions * first)), int(whole)
+    sequences: list[list[Array | None]] = [[None] for _ in run.directions]
+    for i, (_, size) in enumerate(others, 1):
+        all_of_it = everything and keeps_state(plan, i)
+        slots, new = (steps + 1, host.lasting) if all_of_it else (2, host.empty)
+        bits |= all_of_it << i
+        for sequence in sequences:
+            sequence.append(new((slots, batch, size)))
+    saved = steps, batch, run.kernel.saved_width
+    values = [host.lasting(saved) for _ in run.directions] if everything else []
+    kept = Kept(hidden, sequences, values)
+    run.place_kept(kept)
+    run.set(whole=bits)
+    return kept
 
-    def __init__(self, run: Run, steps: int, keep: bool, whole: bool) -> None:
-        host, plan, states = run.host, run.plan, run.plan.cell.states
-        self.run, self.origin, self.steps, batch = run, 0, steps, run.batch
-        self.widths = [plan.sizes[state.size] for state in states]
-        self.whole = [whole, *[keep and state.name in plan.states for state in states[1:]]]
-        slots, new = (steps + 1 + any(run.reverse), host.lasting) if whole else (2, host.empty)
-        self.hidden = new((slots, batch, len(run.directions) * self.widths[0]))
-        self.states: list[list[Array | None]] = []
-        for _ in run.directions:
-            self.states.append([None])
-            for width, all_of_it in zip(self.widths[1:], self.whole[1:], strict=True):
-                slots, new = (steps + 1, host.lasting) if all_of_it else (2, host.empty)
-                self.states[-1].append(new((slots, batch, width)))
-        saved = steps, batch, run.form.kernel.saved_width
-        self.values = [host.lasting(saved) for _ in run.directions] if keep else []
-        self.products: list[Array] = []  # of a single step; they must live as long as it runs
-        # The gates of all steps, or room for those of a chunk, or none.
-        self.gates: list[Any] = []
-        if run.form.inputs:
-            return
-        if run.form.at_once:
-            projects = run.given.projects
-            self.gates = [
-                host.project(run.x, w["weight_ih"]) if projects else run.x for w in run.directions
-            ]
+
+def project(run: Run) -> list[Any]:
+    """The projected gates of all steps, or room for those of a chunk, per direction; none where the
+    kernel multiplies the input.
+    """
+    host, plan, x, form = run.host, run.plan, run.x, run.form
+    if form.inputs:
+        run.place("input", x, axes=2)
+        return []
+    gates: list[Any] = []
+    width = len(plan.cell.gates) * plan.hidden_size
+    for d, w in enumerate(run.directions):
+        if form.at_once:
+            gates.append(host.project(x, w["weight_ih"]) if run.given.projects else x)
+            run.place_steps(d, "gates", gates[-1], *host.strides(gates[-1])[:2])
         else:
-            width = len(plan.cell.gates) * plan.hidden_size
-            self.gates = [Rows(host, plan, run.form.chunk * batch, width) for _ in run.directions]
+            gates.append(Rows(host, plan, form.chunk * run.batch, width))
+            run.place_rows(d, "gates", gates[-1])
+        if form.single:
+            first = initial(plan, w)[0]
+            product = _product(host, first, w["weight_hh"], (run.batch, width))
+            run.alive.append(product)
+            run.place_of(d, "product", product)
+    return gates
 
-    def time(self, d: int) -> int:
-        """The first time that this is of, for one direction."""
-        end = self.origin + self.steps
-        return self.run.steps - end if self.run.reverse[d] else self.origin
 
-    def place(self, d: int, i: int, done: int) -> tuple[Array, int, int, int]:
-        """Where state i lies after so many steps: array, slot, first column and width."""
-        slot = (done - self.origin) & 1
-        if self.whole[i]:
-            slot = done - self.origin
-            if self.run.reverse[d]:
-                slot = self.steps - slot + (i == 0)
-        if i:
-            return self.states[d][i], slot, 0, self.widths[i]
-        return self.hidden, slot, d * self.widths[0], self.widths[0]
-
-    def begin(self, states: Sequence[Sequence[Array | float]]) -> None:
-        """Writes the states before the first step, per direction."""
-        for d, values in enumerate(states):
-            for i, value in enumerate(values):
-                self._write(*self.place(d, i, self.origin), value)
-
-    def after(self, done: int) -> list[Array]:
-        """Copies of the states after so many steps, ``[D, B, size]`` each."""
-        directions, found = len(self.states), []
-        for i, width in enumerate(self.widths):
-            found.append(self.run.host.empty((directions, self.run.batch, width)))
-            for d in range(directions):
-                array, slot, column, _ = self.place(d, i, done)
-                self._read(array, slot, column, found[i], d)
-        return found
-
-    def copy(self, done: int, borders: Kept, slot: int) -> None:
-        """Copies the states after so many steps to a slot of what ``_borders`` makes."""
-        for i, value in enumerate(self.after(done)):
-            for d, others in enumerate(borders.states):
-                column, array = (0, others[i]) if i else (d * self.widths[0], borders.hidden)
-                self._write(array, slot, column, self.widths[i], value[d])
-
-    def point(self, d: int, done: int) -> None:
-        """Lets the kernel begin after so many steps."""
-        for i in range(len(self.widths)):
-            array, slot, column, _ = self.place(d, i, done)
-            whole = self.whole[i]
-            back = self.run.reverse[d] if whole else slot
-            self.run.point(d, f"state{i}", array, slot, -1 if back else 1, column)
-            if not whole:
-                self.run.calls[d].set(**{f"state{i}_flip": 1})
-
-    def _write(self, array: Array, slot: int, column: int, h: int, value: Array | float) -> None:
-        """``array[slot, :, column : column + h] = value``, which is ``[B, h]`` or a number."""
-        host, size = self.run.host, self.run.batch * h * self.run.plan.itemsize
-        whole, number = array.shape[2] == h, isinstance(value, float)
-        # One move of memory where it can be: a framework's assignment takes several microseconds.
-        if whole and number and value == 0.0:
-            ctypes.memset(host.pointer(array) + slot * size, 0, size)
-        elif whole and not number and host.strides(value) == (h, 1):
-            ctypes.memmove(host.pointer(array) + slot * size, host.pointer(value), size)
-        else:
-            array[slot, :, column : column + h] = value
-
-    def _read(self, array: Array, slot: int, column: int, out: Array, d: int) -> None:
-        """``out[d] = array[slot, :, column : column + h]``, where h is the width of ``out``."""
-        host, h = self.run.host, out.shape[2]
-        if array.shape[2] == h:
-            size = self.run.batch * h * self.run.plan.itemsize
-            ctypes.memmove(host.pointer(out) + d * size, host.pointer(array) + slot * size, size)
-        else:
-            out[d] = array[slot, :, column : column + h]
+def advance(run: Run, gates: list[Any], begin: int, end: int) -> None:
+    """Runs all directions from after ``begin`` steps to after ``end`` steps."""
+    host, x, batch = run.host, run.x, run.batch
+    if begin == end:
+        run.run(begin, 0)
+    for done, count in run.chunks(begin, end):
+        if gates and not run.form.at_once:
+            for d, w in enumerate(run.directions):
+                span = run.span(d, done, count)
+                part = x[span.begin : span.end].reshape(count * batch, x.shape[2])
+                host.matmul(part, w["weight_ih"].T, gates[d][count * batch])
+        run.run(done, count)
 
 
 def _borders(run: Run, count: int) -> Kept:
     """What is kept of so many segments."""
-    host, batch = run.host, run.batch
-    widths = [run.plan.sizes[state.size] for state in run.plan.cell.states]
-    hidden = host.empty((count, batch, len(run.directions) * widths[0]))
+    host, plan, batch, directions = run.host, run.plan, run.batch, len(run.directions)
+    first, *others = [plan.sizes[state.size] for state in plan.cell.states]
     states = [
-        [None, *[host.empty((count, batch, width)) for width in widths[1:]]] for _ in run.directions
+        [None, *[host.empty((count, batch, size)) for size in others]] for _ in run.directions
     ]
-    return Kept(
-        hidden, states, [host.empty((0, batch, run.form.kernel.saved_width)) for _ in states]
-    )
+    values = [host.empty((0, batch, run.kernel.saved_width)) for _ in run.directions]
+    return Kept(host.empty((count, batch, directions * first)), states, values)
 
 
-def advance(run: Run, memory: Memory, begin: int, end: int, out: Array | None) -> None:
-    """Runs all directions from after ``begin`` steps to after ``end`` steps."""
-    host, x, batch = run.host, run.x, run.batch
-    for done, count in run.chunks(begin, end):
-        for d, w in enumerate(run.directions):
-            span = run.span(d, done, count)
-            if run.form.inputs:
-                run.point(d, "input", x, span.time, span.sign)
-            elif run.form.at_once:
-                run.point(d, "x", memory.gates[d], span.time, span.sign)
-            else:
-                gates = memory.gates[d]
-                part = x[span.begin : span.end].reshape(count * batch, x.shape[2])
-                host.matmul(part, w["weight_ih"].T, gates[count * batch])
-                run.point_rows(d, "x", gates, span)
-            if run.form.single:
-                width = len(run.plan.cell.gates) * run.plan.hidden_size
-                first = initial(run.plan, w)[0]
-                product = _product(host, first, w["weight_hh"], (batch, width))
-                memory.products.append(product)
-                run.place(d, "product", product)
-                run.calls[d].set(product_b=width)
-            memory.point(d, done)
-            if out is not None:
-                run.point(d, "out", out, span.time, span.sign, d * memory.widths[0])
-            if memory.values:
-                time = span.time - memory.time(d)
-                run.point(d, "saved", memory.values[d], time, span.sign)
-            run.point_flags(d, span)
-            run.calls[d].set(time=span.time)
-        run.run(count)
+def _copy(states: list[Array], borders: Kept, slot: int) -> None:
+    """Copies the states before a segment to its slot."""
+    width = states[0].shape[2]
+    for d, sequences in enumerate(borders.states):
+        borders.hidden[slot, :, d * width : (d + 1) * width] = states[0][d]
+        for state, sequence in zip(states, sequences, strict=True):
+            if sequence is not None:
+                sequence[slot] = state[d]
 
 
 def _product(host: Host, operand: Array | float, weight: Array, shape: tuple[int, int]) -> Array:

@@ -1,16 +1,17 @@
-"""A pass over a layer: its kernel, over chunks of time."""
+"""A pass: the table of its kernel's door, and the calls of it, chunk by chunk of time."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 
 from anycell.engines import cpu
 from anycell.layer.arguments import (
     Array,
     Chunk,
-    Direction,
     Entering,
     Host,
+    Kept,
     Options,
     reset_values,
     segment_steps,
@@ -18,102 +19,100 @@ from anycell.layer.arguments import (
 from anycell.layer.form import form_of, padded, sparse
 from anycell.plan import Plan
 
-# Entries of argument tables that point at arrays of a direction, and the names of these.
-_PLACED = (
-    ("static", "static"),
-    ("recurrent_mask", "recurrent_mask"),
-    ("bias_x", "bias_ih"),
-    ("bias_h", "bias_hh"),
-)
+_SIGN, _WORD = 1 << 63, (1 << 64) - 1  # a seed is 64 bits, an entry a signed number
 
 
 class Run:
-    """A kernel that runs over chunks of time, with one argument table per direction."""
+    """A pass of a layer: what its door is called with."""
 
     def __init__(
-        self,
-        host: Host,
-        plan: Plan,
-        given: Entering,
-        options: Options,
-        backward: bool,
+        self, host: Host, plan: Plan, given: Entering, options: Options, backward: bool
     ) -> None:
         self.host, self.plan, self.options, self.given = host, plan, options, given
-        self.x, self.directions = given.x, given.directions
+        self.x, self.directions, self.backward = given.x, given.directions, backward
         self.steps, self.batch, width = given.x.shape
-        # The backward pass runs against each direction.
-        self.reverse = tuple([reverse is not backward for reverse in options.reverse])
-        self.form = form_of(
-            cpu.compiled(plan, backward), plan, self.steps, self.batch, self.reverse,
-            width if given.projects else None, given.resets is not None,
-            sparse(given.mask), options.threads,
+        self.form = form = form_of(
+            plan, backward, cpu.isa.current(), self.steps, self.batch, options.reverse,
+            width if "weight_ih" in self.directions[0] else None, given.resets is not None,
+            given.mask is not None and sparse(given.mask), options.threads,
         )  # fmt: skip
-        self.calls = [table.copy() for table in self.form.tables]
-        self.backward = backward
-
-    def __enter__(self) -> Run:
-        """Takes memory, sets what stays the same for all chunks, and packs the weights."""
-        options, form = self.options, self.form
-        self.block, places = cpu.scratch.take(form.sizes)
-        blocks = len(form.sizes) // len(self.calls)
+        self.kernel, self.entries = form.kernel, form.entries[:]
+        self.block = cpu.scratch.take(form.scratch + form.packed)
+        self.alive: list[Array] = []  # what the table points at and nobody else holds
+        entries, at, scratch = self.entries, self.kernel.shared, self.block.address
+        # Of the arrays of the whole call, and of each direction; for ``check``.
+        self.bounds: cpu.check.CallBounds = {}, [{} for _ in self.directions]
         if cpu.check.ON:
-            for d, call in enumerate(self.calls):
-                names = ["workspace", *[f"weights{k}" for k in range(blocks - 1)]]
-                if form.inputs:
-                    names[-1] = "weights_x"
-                here = zip(names, places[d * blocks :], form.sizes[d * blocks :], strict=False)
-                call.bounds.update({name: (at, at + size) for name, at, size in here})
-        cell = self.plan.cell
-        for d, (w, call) in enumerate(zip(self.directions, self.calls, strict=True)):
-            place = d * blocks
-            call.set(
-                workspace=places[place], training=options.training, seed=_signed(options.seed),
-                stream=2 * options.stream + d, repeat=options.repeat,
-            )  # fmt: skip
-            for entry, name in _PLACED:
-                if name in w:
-                    self.place(d, entry, w[name])
-            for i, name in enumerate(cell.param_names):
-                self.place(d, f"param{i}", w[name])
-            bias_x, bias_h = (self._address(w, name) for name in ("bias_ih", "bias_hh"))
-            for k, linear in enumerate(() if form.single else cell.linears):
-                packed, biases = places[place + 1 + k], (0, 0)
-                if not self.backward:
-                    biases = bias_x, self._address(w, linear.bias_name)
-                self._pack(k, packed, w[linear.weight], biases)
-                call.set(**{f"weights{k}": packed})
-            if form.inputs:
-                number = form.kernel.projection(form.inputs).number
-                packed = places[place + blocks - 1]
-                self._pack(number, packed, w["weight_ih"], (bias_x, bias_h), form.inputs)
-                call.set(weights_x=packed)
-        return self
+            packed = scratch + form.scratch
+            self.bounds[0].update(scratch=(scratch, packed), packed=(packed, packed + form.packed))
+        entries[at["scratch"]] = scratch
+        if form.packed:
+            entries[at["packed"]] = scratch + form.scratch
+        if options.threads > 1:
+            entries[at["gang"]] = cpu.pool.gang(options.threads)
+        entries[at["training"]], entries[at["repeat"]] = options.training, options.repeat
+        entries[at["seed"]] = ((options.seed + _SIGN) & _WORD) - _SIGN
+        entries[at["stream"]] = options.stream
+        if given.mask is not None:
+            self.place("mask", given.mask)
+        if given.resets is not None:
+            self.place("resets", given.resets)
+        each = self.kernel.each
+        for d, arrays in enumerate(self.directions):
+            for name, value in arrays.items():
+                if name in each:
+                    self.place_of(d, name, value)
+            if given.resets is not None:
+                self._restore(d)
 
-    def _address(self, w: Direction, name: str) -> int:
-        return self.host.pointer(w[name]) if name in w else 0
+    def _restore(self, d: int) -> None:
+        """Places what resets restore, as given or as declared."""
+        values = reset_values(self.host.empty, self.plan, self.directions[d])
+        self.alive += values
+        for name, value in zip(self.plan.cell.state_names, values, strict=True):
+            self.place_of(d, f"reset_state {name}", value)
 
-    def _pack(
-        self, number: int, packed: int, weight: Array, biases: tuple[int, int], inputs: int = 0
-    ) -> None:
-        """Packs a weight for the kernel's matmul of that number."""
-        host = self.host
-        bounds = extent(host, weight) if cpu.check.ON else None
-        cpu.pack(
-            self.form.kernel, number, packed, host.pointer(weight), host.strides(weight), *biases,
-            self.options.threads, inputs, bounds,
-        )  # fmt: skip
+    def place(self, name: str, value: Array, axes: int = 0) -> None:
+        """Sets the address of an array of the whole call, and strides of so many first axes."""
+        at = self.kernel.shared[name]
+        self.entries[at] = self.host.pointer(value)
+        if axes:
+            self.entries[at + 1], self.entries[at + 2] = self.host.strides(value)[:axes]
+        if cpu.check.ON:
+            self.bounds[0][name] = extent(self.host, value)
 
-    def __exit__(self, *_: object) -> None:
-        cpu.scratch.give_back(self.block)
+    def place_of(self, d: int, name: str, value: Array) -> None:
+        """Sets the address of an array of one direction, and those strides that its name has."""
+        place_one(self.host, self.kernel, self.entries, self.kernel.first(d), name, value)
+        if cpu.check.ON:
+            self.bounds[1][d][name] = extent(self.host, value)
 
-    def point_resets(self) -> None:
-        """Where resets find what they restore: ``[size]`` for all rows, or ``[B, size]``."""
-        self.restored = [reset_values(self.host.empty, self.plan, w) for w in self.directions]
-        for d, (call, values) in enumerate(zip(self.calls, self.restored, strict=True)):
-            for i, value in enumerate(values):
-                row = value.shape[1] if len(value.shape) == 2 else 0
-                self.place(d, f"reset{i}", value)
-                call.set(**{f"reset{i}_b": row})
+    def place_steps(self, d: int, name: str, value: Array, steps: int, rows: int) -> None:
+        """The same for an array of every step, with its strides from step to step and from row to
+        row.
+        """
+        self.place_of(d, name, value)
+        at = self.kernel.first(d) + self.kernel.each[name]
+        self.entries[at + 1], self.entries[at + 2] = steps, rows
+
+    def place_rows(self, d: int, name: str, rows: Rows) -> None:
+        """The same for a buffer of the rows of a chunk."""
+        self.place_steps(d, name, rows.whole, self.batch * rows.padded, rows.padded)
+
+    def place_kept(self, kept: Kept) -> None:
+        """Says where the sequences of states lie, and the values that are saved."""
+        self.place("hidden", kept.hidden)
+        for d, states in enumerate(kept.states):
+            for name, sequence in zip(self.plan.cell.state_names, states, strict=True):
+                if sequence is not None:
+                    self.place_of(d, f"sequence {name}", sequence)
+        for d, values in enumerate(kept.values):
+            self.place_of(d, "saved", values)
+
+    def set(self, **values: int) -> None:
+        """Sets entries of the whole call."""
+        for name, value in values.items():
+            self.entries[self.kernel.shared[name]] = value
 
     def chunks(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """Steps done and steps to do, chunk by chunk of what lies between so many steps of the
@@ -130,49 +129,39 @@ class Run:
 
     def span(self, d: int, done: int, count: int) -> Chunk:
         """Where so many steps of a direction lie, after those that are done."""
-        return Chunk.of(self.reverse[d], self.steps, done, count)
+        return Chunk.of(self.options.reverse[d] is not self.backward, self.steps, done, count)
 
     @property
     def segment(self) -> int:
         """Steps of which the backward pass needs all at once."""
         return segment_steps(self.options.checkpoint, self.steps, self.form.chunk)
 
-    def place(self, d: int, name: str, array: Array, offset: int = 0) -> None:
-        """Sets the address of an array, so many bytes from its start."""
-        call = self.calls[d]
-        call.entries[call.index[name]] = self.host.pointer(array) + offset
-        if cpu.check.ON:
-            call.bounds[name] = extent(self.host, array)
+    def run(self, done: int, count: int) -> None:
+        """So many steps of all directions, after those that are done."""
+        at, entries = self.kernel.shared, self.entries
+        entries[at["begin"]], entries[at["count"]] = done, count
+        cpu.run(self.kernel, entries, self.bounds)
+        entries[at["pack"]] = 0
 
-    def point(
-        self, d: int, name: str, array: Array, index: int, sign: int, column: int = 0
-    ) -> None:
-        """Lets ``name`` start at ``array[index, :, column:]`` and step ``sign`` through its first
-        axis.
-        """
-        time, row = self.host.strides(array)[:2]
-        self.place(d, name, array, (index * time + column) * self.plan.itemsize)
-        self.calls[d].step(name, sign * time, row)
+    def close(self) -> None:
+        """Gives memory back, after the last call."""
+        cpu.scratch.give_back(self.block)
 
-    def point_rows(self, d: int, name: str, rows: Rows, chunk: Chunk) -> None:
-        """The same for a buffer of the rows of a chunk."""
-        width = rows.padded
-        row, time = self.batch * width, chunk.time - chunk.begin
-        self.place(d, name, rows.whole, time * row * self.plan.itemsize)
-        self.calls[d].step(name, chunk.sign * row, width)
 
-    def point_flags(self, d: int, span: Chunk) -> None:
-        """Masks and resets of a chunk."""
-        for name, array in (("mask", self.given.mask), ("resets", self.given.resets)):
-            if array is not None:
-                self.place(d, name, array, span.time * self.batch)
-                self.calls[d].set(**{f"{name}_t": span.sign * self.batch})
+def place_one(
+    host: Host, kernel: cpu.Kernel, entries: array[int], first: int, name: str, value: Array
+) -> None:
+    """Sets the address of an array in the table of a call, and those strides that its name has.
 
-    def run(self, count: int) -> None:
-        """So many steps of all directions."""
-        for call in self.calls:
-            call.start(count)
-        cpu.run(self.form.kernel, self.calls, self.form.threads)
+    Args:
+        first: where the entries of a direction begin.
+    """
+    place = first + kernel.each[name]
+    entries[place] = host.pointer(value)
+    if name in kernel.axes:
+        strides = array("q", host.strides(value))
+        last = place + 1 + kernel.axes[name]
+        entries[last - len(strides) : last] = strides
 
 
 def extent(host: Host, array: Array) -> cpu.check.Bounds:
@@ -206,9 +195,3 @@ def saved_width(plan: Plan) -> int:
 def keeps_state(plan: Plan, i: int) -> bool:
     """Whether it keeps the sequence of state i > 0, without checkpoints."""
     return plan.cell.states[i].name in plan.states
-
-
-def _signed(seed: int) -> int:
-    """A seed of 64 bits as the signed number that the argument table holds."""
-    seed &= (1 << 64) - 1
-    return seed - (1 << 64) if seed >> 63 else seed

@@ -8,6 +8,7 @@ from typing import Any
 from anycell.lang.cell import Linear
 from anycell.layer.arguments import Array, Direction, Entering, Host
 from anycell.layer.form import row_group
+from anycell.layer.run import Run
 from anycell.layer.signature import ENDS
 from anycell.plan import Plan
 
@@ -39,37 +40,76 @@ def leaving(
     return named
 
 
-class Sums:
-    """Gradients of one direction that add up over time.
+class Totals:
+    """Gradients that the kernel itself adds up: of states, of what resets restore, of parameters
+    and of the static input. The door sets them to 0, or to what arrives at the final states, with
+    its first call.
 
     Args:
-        shape: steps and rows.
-        w: what they are gradients of.
-        d_final: ``[B, size]`` each or None, what arrives at the final states.
-        resets: whether there are any.
-        need: whether the gradients of weights are wanted.
+        d_final: ``[D, B, size]`` each or None, what arrives at the final states.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        plan: Plan,
-        shape: Sequence[int],
-        w: Direction,
-        d_final: Sequence[Array | None],
-        resets: bool,
-        need: bool,
-    ) -> None:
-        cell, h, (steps, batch) = plan.cell, plan.hidden_size, shape
+    def __init__(self, run: Run, d_final: Sequence[Array | None]) -> None:
+        self.run, plan, host, batch = run, run.plan, run.host, run.batch
+        cell, directions = plan.cell, range(len(run.directions))
+        shapes = [(len(directions), batch, plan.sizes[s.size]) for s in cell.states]
+        self.states = [host.empty(shape) for shape in shapes]
+        resets = run.given.resets is not None
+        self.resets = [host.empty(shape) for shape in shapes] if resets else []
+        groups, width = -(-batch // row_group(batch)), len(cell.params) * plan.hidden_size
+        self.params = [host.empty((groups, width)) for _ in directions] if cell.params else []
+        static = "static" in run.directions[0]
+        shape = batch, plan.hidden_size
+        self.static = [host.empty(shape) for _ in directions] if static else []
+        for d in directions:
+            for i, name in enumerate(cell.state_names):
+                arriving = d_final[i]
+                if arriving is not None:
+                    run.place_of(d, f"d_final {name}", arriving[d])
+                run.place_of(d, f"d_state {name}", self.states[i][d])
+                if resets:
+                    run.place_of(d, f"d_reset {name}", self.resets[i][d])
+            if self.params:
+                run.place_of(d, "d_params", self.params[d])
+            if self.static:
+                run.place_of(d, "d_static", self.static[d])
+
+    def result(self) -> dict[str, Array]:
+        """All of them that are of arrays that were given, by their names, after the last call."""
+        run, plan, h = self.run, self.run.plan, self.run.plan.hidden_size
+        directions, named = run.directions, dict[str, Array]()
+        for kind, totals in (("state", self.states), ("reset_state", self.resets)):
+            for state, total in zip(plan.cell.state_names, totals, strict=bool(totals)):
+                name = f"{kind} {state}"
+                array = directions[0].get(name)
+                if array is None:
+                    continue
+                if len(array.shape) == 1:  # one value for all rows
+                    rows, total = total, run.host.empty((len(directions), *array.shape))
+                    for d in range(len(directions)):
+                        total[d] = rows[d].sum(0)
+                named[name] = total
+        for d, groups in enumerate(self.params):
+            total = groups.sum(0)
+            for i, name in enumerate(plan.cell.param_names):
+                named[name + ENDS[d]] = total[i * h : (i + 1) * h]
+        for d, total in enumerate(self.static):  # which all directions share
+            named["static"] = named["static"] + total if d else total
+        return named
+
+
+class Sums:
+    """Gradients of weights and biases of one direction.
+
+    Args:
+        steps: of the input.
+        w: what they are gradients of.
+        need: whether they are wanted.
+    """
+
+    def __init__(self, host: Host, plan: Plan, steps: int, w: Direction, need: bool) -> None:
+        cell, h = plan.cell, plan.hidden_size
         self.host, self.plan, self.fresh = host, plan, True
-        self.states = [host.zeros((batch, plan.sizes[s.size])) for s in cell.states]
-        for total, arriving in zip(self.states, d_final, strict=True):
-            if arriving is not None:
-                total[:] = arriving
-        self.resets = [host.zeros(tuple(d.shape)) for d in self.states] if resets else []
-        groups = -(-batch // row_group(batch))
-        self.params = host.zeros((groups, len(cell.params) * h)) if cell.params else None
-        self.static = host.zeros((batch, h)) if "static" in w else None
         # The first chunk overwrites, if there is one.
         new = host.empty if steps else host.zeros
         projects = need and "weight_ih" in w
@@ -77,13 +117,6 @@ class Sums:
         biased = need and "bias_ih" in w
         self.bias_ih = host.zeros((len(cell.gates) * h,)) if biased else None
         self.matmuls = {l.weight: _MatmulSum(host, plan, l, w, steps) for l in cell.linears if need}
-
-    def accumulators(self) -> dict[str, Array]:
-        """Those that the kernel itself adds to, by argument."""
-        arrays = {f"dstate{i}": total for i, total in enumerate(self.states)}
-        arrays |= {f"dreset{i}": total for i, total in enumerate(self.resets)}
-        arrays |= {"dparam": self.params, "dstatic": self.static}
-        return {name: array for name, array in arrays.items() if array is not None}
 
     def add(self, dg: Array, x: Array | None, pairs: Sequence[tuple[Array, Array]]) -> None:
         """Adds a chunk: gradients of the projected gates, what was projected, and for each matmul
@@ -101,16 +134,9 @@ class Sums:
 
     def result(self) -> Direction:
         """All of them, after the last chunk."""
-        h, names = self.plan.hidden_size, self.plan.cell.param_names
-        named = {"weight_ih": self.weight_ih, "bias_ih": self.bias_ih, "static": self.static}
-        for kind, totals in (("state", self.states), ("reset_state", self.resets)):
-            pairs = zip(self.plan.cell.state_names, totals, strict=bool(totals))
-            named |= {f"{kind} {name}": total for name, total in pairs}
+        named = {"weight_ih": self.weight_ih, "bias_ih": self.bias_ih}
         for name, matmul in self.matmuls.items():
             named |= {name: matmul.weight, matmul.bias_name: matmul.bias}
-        if self.params is not None:
-            total = self.params.sum(0)
-            named |= {name: total[i * h : (i + 1) * h] for i, name in enumerate(names)}
         return {name: array for name, array in named.items() if array is not None}
 
 

@@ -8,7 +8,9 @@ The tests run under it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import ctypes
+from array import array
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from anycell import environment
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 ON = environment.switch("ANYCELL_CHECK", False)
 
 Bounds = tuple[int, int]  # the address of the first byte, and that behind the last
+# Of a call's arrays, by the names of its table's entries: those of the whole call, and those of
+# each direction.
+CallBounds = tuple[dict[str, Bounds], list[dict[str, Bounds]]]
 
 
 class Span(NamedTuple):
@@ -32,26 +37,37 @@ class Span(NamedTuple):
     size: int
 
 
-def check(
-    kernel: Kernel,
-    index: Mapping[str, int],
-    entries: Sequence[int],
-    bounds: Mapping[str, Bounds],
-    threads: int,
-) -> None:
-    """That a call stays within its arrays.
+def check(kernel: Kernel, entries: array[int], bounds: CallBounds | None) -> None:
+    """That a call stays within its arrays: has the door fill the tables of the kernel and of
+    packing, and holds what these will touch against the bounds.
 
     Args:
-        index, entries: of its argument table: the place of each name, and what is there.
+        entries: the call's table.
         bounds: of the arrays that addresses point into.
-        threads: that run it.
 
     Raises:
         AssertionError: naming the argument, what the kernel would touch, and what it may.
     """
-    table = {name: entries[place] for name, place in index.items()}
-    for span in touched(kernel, table, threads):
-        inside(span, bounds.get(span.name))
+    assert bounds is not None, "nobody said where the arrays of the call lie"
+    shared, each = bounds
+    at = kernel.shared
+    entries[at["lay_out"]] = 1
+    kernel.door(entries.buffer_info()[0])
+    entries[at["lay_out"]] = 0
+    for d in range(entries[at["directions"]]):
+        here = {name: entries[kernel.first(d) + place] for name, place in kernel.each.items()}
+        whole = {name: entries[place] for name, place in at.items()}
+        known = {**shared, **each[d]}
+        for span in touched(kernel, whole, here, _laid_out(kernel, entries, d)):
+            inside(span, known.get(span.name))
+
+
+def _laid_out(kernel: Kernel, entries: array[int], d: int) -> dict[str, int]:
+    """A kernel's own table, as the door has filled it."""
+    scratch = entries[kernel.shared["scratch"]]
+    address = ctypes.c_int64.from_address(scratch + 8 * (1 + d)).value
+    table = (ctypes.c_int64 * len(kernel.index)).from_address(address)
+    return {name: table[place] for name, place in kernel.index.items()}
 
 
 def inside(span: Span, bounds: Bounds | None) -> None:
@@ -81,32 +97,57 @@ def reach(
         yield Span(name, address + size * first, address + size * last, size)
 
 
-def touched(kernel: Kernel, table: Mapping[str, int], threads: int) -> Iterator[Span]:
-    """What a call touches."""
+def touched(
+    kernel: Kernel, call: Mapping[str, int], each: Mapping[str, int], table: Mapping[str, int]
+) -> Iterator[Span]:
+    """What a call touches of one direction, by the names of the call's entries.
+
+    Args:
+        call, each: the call's entries, those of all and those of the direction.
+        table: the kernel's own entries.
+    """
     steps, batch, real = table["steps"], table["batch"], kernel.itemsize
     groups = -(-batch // max(1, table["row_group"]))
     for name in ("mask", "resets"):
         yield from reach(name, table[name], 1, batch, ((steps, table[f"{name}_t"]),))
-    for name, (kind, width) in kernel.extents.items():
-        address, row = table[name], table.get(f"{name}_b", width)
+    for argument, (kind, width) in kernel.extents.items():
+        name = kernel.entry(argument)
+        address, row = table[argument], table.get(f"{argument}_b", width)
+        if argument == "x" and table.get("inputs"):
+            name = "scratch"  # a row of zeros
         if kind == "steps":
             slots = steps
-            if f"{name}_flip" in table:  # forward: the state before each step, and after the last
-                slots = 2 if table[f"{name}_flip"] else steps + 1
-            axes = (slots, table[f"{name}_t"]), (batch, row)
+            if f"{argument}_flip" in table:  # forward: before each step, and after the last
+                slots = 2 if table[f"{argument}_flip"] else steps + 1
+            axes = (slots, table[f"{argument}_t"]), (batch, row)
             width = table["inputs"] if name == "input" else width
             yield from reach(name, address, real, width, axes)
-            after = table.get(f"{name}_next", 0)  # backward: the state after each step
+            after = table.get(f"{argument}_next", 0)  # backward: the state after each step
             yield from reach(name, address and address + real * after, real, width, axes)
         else:
             count = {"rows": batch, "groups": groups, "once": 1}[kind]
             yield from reach(name, address, real, width, ((count, row),))
-    if not batch:
-        return
-    places = ((threads, table["workspace_stride"]),)
-    yield from reach("workspace", table["workspace"], 1, kernel.workspace(batch), places)
-    for k, elements in enumerate(kernel.packed_elements):
-        yield from reach(f"weights{k}", table[f"weights{k}"], real, elements, ())
-    if table.get("weights_x"):
-        elements = kernel.projection(table["inputs"]).packed_elements
-        yield from reach("weights_x", table["weights_x"], real, elements, ())
+    if batch:
+        size = call["scratch_bytes"]
+        yield from reach("scratch", call["scratch"], 1, size, ())
+        yield from reach("packed", call["packed"], 1, call["packed_bytes"], ())
+    if call["pack"]:
+        yield from _weights(kernel, call, each)
+    # What the door itself copies: states before the first step and after the last.
+    for name, width in kernel.states:
+        for entry in (f"state {name}", f"d_final {name}", f"final {name}"):
+            if each.get(entry):
+                axes = (batch, each[f"{entry} rows"]), (width, each[f"{entry} columns"])
+                yield from reach(entry, each[entry], real, 1, axes)
+
+
+def _weights(kernel: Kernel, call: Mapping[str, int], each: Mapping[str, int]) -> Iterator[Span]:
+    """What packing reads."""
+    shapes = dict(kernel.weights)
+    if call.get("inputs"):
+        shapes["weight_ih"] = 1, shapes["weight_hh"][1], call["inputs"]
+    for name, shape in shapes.items():
+        if call["packed"]:
+            strides = (each[f"{name} {axis}"] for axis in ("heads", "rows", "columns"))
+            axes = tuple(zip(shape, strides, strict=True))
+            yield from reach(name, each[name], kernel.itemsize, 1, axes)

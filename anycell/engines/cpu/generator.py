@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from anycell.engines.cpu import ops
+from anycell.engines.cpu.door import Door, align
 from anycell.engines.cpu.geometry import INPUT, REALS, Geometry, Matmul, matmuls, projecting
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant
 from anycell.engines.cpu.matmul import Blocks, print_packing
@@ -229,16 +230,34 @@ class Generator:
     def _kept(self, i: int) -> bool:
         return self.cell.states[i].name in self.plan.states
 
-    # ---- sizes the caller allocates --------------------------------------------------------------
+    # ---- sizes -----------------------------------------------------------------------------------
     def workspace(self, batch: int) -> int:
         """Bytes per thread."""
+        addresses, fixed = self.workspace_lines
+        return align(batch * 8) * addresses + fixed
+
+    @property
+    def workspace_lines(self) -> tuple[int, int]:
+        """How many addresses it has for each row of the batch, and its bytes besides."""
         rows = PANEL if len(self.stages) > 1 else 1
         reals = PANEL * self.acc_row + rows * self.scratch_row
-        addresses = self._address_bytes(batch) * (len(self.matmuls) + 2)
-        return addresses + -(-(reals * self.size) // 64) * 64 + 64
+        return len(self.matmuls) + 2, align(reals * self.size) + 64
 
-    def _address_bytes(self, batch: int) -> int:
-        return -(-(batch * 8) // 64) * 64
+    @property
+    def states_and_widths(self) -> list[tuple[str, int]]:
+        """Names and sizes of the states."""
+        return list(zip(self.cell.state_names, self.widths, strict=True))
+
+    @property
+    def work(self) -> int:
+        """Multiply-adds for a row of the batch."""
+        each = (m.units * m.inner * m.geometry.outputs // m.linear.heads for m in self.matmuls)
+        return sum(each)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of the packed weights of one direction."""
+        return sum(m.packed_elements for m in self.matmuls) * self.size
 
     # ---- the module -----------------------------------------------------------------------------
     def text(self) -> str:
@@ -247,12 +266,13 @@ class Generator:
         self._sequence()
         self._entry()
         print_packing(self.module, self.matmuls, self.projecting, self.cell.fused)
+        Door(self).print()
         return str(self.module)
 
     @property
     def symbols(self) -> tuple[str, ...]:
         """The functions that a caller needs."""
-        return "run", *(f"pack{m.number}" for m in self.matmuls)
+        return "door", "needs"
 
     # ---- one sequence ----------------------------------------------------------------------------
     def _sequence(self) -> None:
@@ -1061,7 +1081,8 @@ class Generator:
         """Runs several sequences (directions): side by side where there are threads for it,
         else in turn.
         """
-        b = self.module.function("run", [("ptr", "calls"), ("i64", "part"), ("i64", "parts")])
+        params = [("ptr", "calls"), ("i64", "part"), ("i64", "parts")]
+        b = self.module.function("run_all", params, internal=True, inline=False)
         calls, part, parts = b.args
         count = b.load(calls, "i64")
         whole = b.icmp("eq", b.srem(parts, count), 0)

@@ -395,6 +395,7 @@ class Builder:
     trunc, zext, sext = _conversion("trunc"), _conversion("zext"), _conversion("sext")
     sitofp, uitofp, fptosi = _conversion("sitofp"), _conversion("uitofp"), _conversion("fptosi")
     fpext, fptrunc = _conversion("fpext"), _conversion("fptrunc")
+    ptrtoint, inttoptr = _conversion("ptrtoint"), _conversion("inttoptr")
 
     def bitcast(self, x: Value, to: str) -> Value:
         """The same bits read as another type."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 
-from anycell.engines.cpu import isa, jit
+from anycell.engines.cpu import door, isa, jit
 from anycell.engines.cpu.generator import Generator, extents
-from anycell.engines.cpu.geometry import Matmul
 from anycell.engines.cpu.ir import Target
 from anycell.engines.cpu.sources import fingerprint
 from anycell.lang.cell import Cell
@@ -18,39 +18,53 @@ from anycell.plan import Plan
 
 
 class Kernel:
-    """A compiled plan in one direction: addresses, and the sizes and names that a call needs."""
+    """A compiled plan in one direction: its door, and the sizes and names that a call needs.
+
+    Attributes:
+        door, needs: native functions of the address of a call's table, see ``door``.
+        shared, each: places of the entries of such a table: of those of the whole call, and of
+            those of a direction among the ``stride`` entries that each direction has.
+        axes: how many strides follow the address of an array, of its last axes, where some do.
+        index: places of the entries of a kernel's own table, which the door fills.
+        units_splittable: whether threads may split the units: a row reduction, or a matmul inside
+            the step, needs all units of a row in one thread.
+        projecting: the matmul to whose sums it can add the input projection, if there is one.
+    """
 
     def __init__(self, generator: Generator, library: jit.Library) -> None:
-        self.library = library
-        self.names = tuple(generator.names)
+        self.library, plan = library, generator.plan
+        self.door, self.needs = (_CALL(library.address(name)) for name in ("door", "needs"))
+        names = door.names(plan, generator.backward)
+        self.shared = {name: i for i, name in enumerate(names.shared)}
+        self.each = {name: i for i, name in enumerate(names.each)}
+        self.stride = len(names.each)
+        self.axes = {name: count for name in names.each if (count := door.axes(name))}
         self.index = generator.names
         self.workspace = generator.workspace
         self.saved_width = generator.saved_width
         self.itemsize = generator.plan.itemsize
-        self.extents = extents(generator.plan, generator.backward, generator.saved_width)
-        # A row reduction, or a matmul inside the step, needs all units of a row in one thread.
+        self.extents = extents(plan, generator.backward, generator.saved_width)
         self.units_splittable = not generator.row_wise
-        self.tiles = generator.geometry.tiles
-        # Multiply-adds for a row of the batch.
-        self.work = sum(
-            m.units * m.inner * m.geometry.outputs // m.linear.heads for m in generator.matmuls
-        )
-        self.packed_elements = [m.packed_elements for m in generator.matmuls]
-        self.inner = [m.geometry.inner for m in generator.matmuls]
-        # Heads, rows and columns of the weights that are packed.
-        sizes = generator.plan.sizes
-        self.sources = [(1, *m.linear.shape(sizes))[-3:] for m in generator.matmuls]
+        self.matmuls = generator.matmuls
         self.projecting = generator.projecting
-        self.packed_bytes = sum(self.packed_elements) * generator.plan.itemsize
-        self.run = library.address("run")
-        self.pack = [library.address(f"pack{m.number}") for m in generator.matmuls]
+        self.packed_bytes = generator.packed_bytes
+        # For ``check``: names and sizes of states; heads, rows and columns of the weights that are
+        # packed; and which entry of a call each array of the kernel's own table comes from.
+        self.states = generator.states_and_widths
+        sizes = plan.sizes
+        self.weights = {m.linear.weight: (1, *m.linear.shape(sizes))[-3:] for m in self.matmuls}
+        self._entries = door.sources(plan, generator.backward)
 
-    def projection(self, inputs: int) -> Matmul:
-        """The input projection of a kernel that can do it."""
-        assert self.projecting is not None
-        return self.projecting.projection(inputs)
+    def entry(self, argument: str) -> str:
+        """Which entry of a call an argument of the kernel comes from."""
+        return self._entries.get(argument, argument)
+
+    def first(self, direction: int) -> int:
+        """Where the entries of a direction begin."""
+        return len(self.shared) + direction * self.stride
 
 
+_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _kernels: dict[tuple[str, Target], Kernel] = {}
 
 

@@ -137,7 +137,8 @@ def _print_pack(module: Module, m: Matmul, projecting: bool, biased: frozenset[s
     last two, into tiles.
     """
     g, l, name = m.geometry, m.linear, f"pack{m.number}"
-    b = module.function(name, [("ptr", "args"), ("i64", "part"), ("i64", "parts")])
+    params = [("ptr", "args"), ("i64", "part"), ("i64", "parts")]
+    b = module.function(name, params, internal=True, inline=False)
     table, part, parts = b.args
     types = ("ptr", "i64", "i64", "i64", "ptr", "ptr", "ptr", "i64")
     weight, heads, rows, columns, bias_x, bias_h, packed, inner = (

@@ -29,7 +29,6 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -203,7 +202,7 @@ define internal i1 @take(ptr %table) {
 
 ; Both ways run the kernel in up to `wanted` parts, and return how many there were.
 
-define i64 @own(ptr %table, ptr %kernel, ptr %args, i64 %wanted) {
+define i64 @own(ptr %table, ptr %kernel, ptr %args, i64 %wanted, ptr %none) {
 entry:
   %mine = call i1 @take(ptr %table)
   br i1 %mine, label %gather, label %alone
@@ -477,15 +476,11 @@ class _Gangs:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.openmp = _find_openmp(_near)
         sleep = _sleep()
         library = _compiled(sleep)
-        number, pointer = ctypes.c_int64, ctypes.c_void_p
-        call = ctypes.CFUNCTYPE(number, pointer, pointer, pointer, number)
-        self._own = call(library.address("own"))
-        call = ctypes.CFUNCTYPE(number, pointer, pointer, pointer, number, pointer)
-        self._openmp = call(library.address("openmp"))
-        self._worker = ctypes.CFUNCTYPE(None, pointer)(library.address("worker"))
+        self._library = library
+        worker = library.address("worker")
+        self._worker = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(worker)
         self._asked = 0 if sleep else MOST  # for workers
         self._started = 0
         lines = np.zeros((MOST + 1) * 8 + 7, np.int64)
@@ -495,14 +490,25 @@ class _Gangs:
         self._table = self._lines.ctypes.data
         # Workers read the table until the process ends, and so after the interpreter has.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(lines))
+        self._of_own = self._record(library.address("own"), 0)
+        self.use(_find_openmp(_near))
 
-    def run(self, address: int, args: int, parts: int) -> int:
-        parts = min(parts, MOST)
-        if self.openmp is not None:
-            return self._openmp(self._table, address, args, parts, self.openmp.table)
+    def use(self, openmp: _OpenMP | None) -> None:
+        """Takes the threads of a runtime, or None of them."""
+        self.openmp, self._of_openmp = openmp, None
+        if openmp is not None:
+            runtime = ctypes.addressof(openmp.table)
+            self._of_openmp = self._record(self._library.address("openmp"), runtime)
+
+    def _record(self, function: int, openmp: int) -> Any:
+        return (ctypes.c_int64 * 4)(function, self._table, openmp, yield_address())
+
+    def record(self, parts: int) -> int:
+        if self._of_openmp is not None:
+            return ctypes.addressof(self._of_openmp)
         if parts - 1 > self._asked:
             self._hire(parts - 1)
-        return self._own(self._table, address, args, parts)
+        return ctypes.addressof(self._of_own)
 
     def _hire(self, count: int) -> None:
         """Start workers until there are `count`; as many as the system grants is good, too."""
@@ -541,7 +547,7 @@ def attach(near: str | None) -> None:
     global _near
     _near = near
     if _gangs is not None:
-        _gangs.openmp = _find_openmp(near)
+        _gangs.use(_find_openmp(near))
 
 
 def backend() -> str:
@@ -561,8 +567,20 @@ def yield_address() -> int:
     return _address(ctypes.CDLL(None).sched_yield)
 
 
-_KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-_kernel = lru_cache(maxsize=None)(_KERNEL)  # addresses are never reused
+def gang(parts: int) -> int:
+    """The address of what native code needs to run a gang of so many parts: of four addresses, the
+    function, its first and its fifth argument, and ``yield_address``. 0 for one part.
+
+    The function is ``i64 f(ptr, ptr kernel, ptr args, i64 parts, ptr)``. It returns how many parts
+    there were, when all are done. The address holds until the process forks, or ``attach`` is
+    called.
+    """
+    return _current().record(min(parts, MOST)) if parts > 1 else 0
+
+
+_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
+_KERNEL = ctypes.CFUNCTYPE(None, _POINTER, _NUMBER, _NUMBER)
+_GANG = ctypes.CFUNCTYPE(_NUMBER, _POINTER, _POINTER, _POINTER, _NUMBER, _POINTER)
 
 
 def parallel(address: int, args: int, parts: int) -> int:
@@ -571,14 +589,9 @@ def parallel(address: int, args: int, parts: int) -> int:
     Fewer than asked for where a gang is at work for another thread (then there is one part), or the
     system grants no more threads. Returns when all parts have.
     """
+    parts = min(parts, MOST)
     if parts <= 1:
-        _kernel(address)(args, 0, 1)
+        _KERNEL(address)(args, 0, 1)
         return 1
-    return _current().run(address, args, parts)
-
-
-def entry(address: int, parts: int) -> Callable[[int, int, int], object]:
-    """``parallel`` of one kernel, ``f(args, 0, parts)``, for calls that last microseconds."""
-    if parts <= 1:
-        return _kernel(address)
-    return lambda args, _, parts: _current().run(address, args, parts)
+    function, table, openmp, _ = (ctypes.c_int64 * 4).from_address(gang(parts))
+    return int(_GANG(function)(table, address, args, parts, openmp))

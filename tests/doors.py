@@ -1,0 +1,46 @@
+"""Calls of a kernel's door without a layer around it."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from anycell.engines import cpu
+from anycell.layer.run import extent, place_one
+from anycell.numpy.host import Array, NumpyHost
+
+
+def packed(kernel: cpu.Kernel, weights: dict[str, Array], inputs: int = 0) -> tuple[Array, int]:
+    """Memory in which a kernel has packed the weights of a direction and of which it was told to
+    take so many bytes, which is 0xAB elsewhere; and their number.
+
+    Args:
+        weights: by name.
+        inputs: those that the kernel multiplies.
+    """
+    (dtype,) = {weight.dtype for weight in weights.values()}
+    host, entries = NumpyHost(dtype), array("q", bytes(8 * kernel.first(1)))
+
+    def fill(**values: int) -> None:
+        for name, value in values.items():
+            if name in kernel.shared:
+                entries[kernel.shared[name]] = value
+
+    # Behind the first step, of no rows and no steps.
+    fill(directions=1, steps=1, span=1, row_group=1, threads=1, begin=1, inputs=inputs, pack=1)
+    fill(packed=1)
+    kernel.needs(entries.buffer_info()[0])
+    size = entries[kernel.shared["packed_bytes"]]
+    memory, scratch = np.full(size + 8192, 0xAB, np.uint8), cpu.Block(1 << 16)
+    start = -memory.ctypes.data % cpu.LINE
+    place = memory.ctypes.data + start
+    assert entries[kernel.shared["scratch_bytes"]] <= scratch.size
+    fill(scratch=scratch.address, packed=place)
+    bounds = {"packed": (place, place + size)}
+    bounds["scratch"] = scratch.address, scratch.address + scratch.size
+    for name, weight in weights.items():
+        place_one(host, kernel, entries, kernel.first(0), name, weight)
+    each = {name: extent(host, weight) for name, weight in weights.items()}
+    cpu.run(kernel, entries, (bounds, [each]))
+    return memory[start:], size
