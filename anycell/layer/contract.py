@@ -65,17 +65,16 @@ def entering(
     x = _fit(host, "x", x, shape, ROWS if read else ANY)
     steps, batch, inputs = shape
     directions = [weights(host, plan, arrays, inputs, end) for end in ends]
-    static, mask = arrays.get("static"), arrays.get("recurrent_mask")
+    static, mask, per_gate = arrays.get("static"), arrays.get("recurrent_mask"), _masks(plan)
     if cell.static is not None or static is not None:
         once: Shape = () if cell.static is None else (batch, plan.hidden_size)
         static = _fit(host, "static", static, once, DENSE)
         for w in directions:
             w["static"] = static
-    masks = _masks(plan)
-    if mask is not None or masks:
+    if mask is not None or per_gate:
         rows = batch, states(plan)[0][1]
-        each = masks > 1 or (mask is not None and len(mask.shape) == 3)
-        wanted: Shape = () if not masks else (len(cell.gates), *rows) if each else rows
+        each = per_gate > 1 or (mask is not None and len(mask.shape) == 3)
+        wanted: Shape = () if not per_gate else (len(cell.gates), *rows) if each else rows
         mask = _fit(host, "recurrent_mask", mask, wanted, DENSE)
         for w in directions:
             w["recurrent_mask"] = mask
@@ -91,14 +90,14 @@ def entering(
             reset = _fit(host, f"reset_state {name!r}", reset, whole, DENSE)
             for d, w in enumerate(directions):
                 w[f"reset_state {name}"] = reset[d]
-    flags = arrays.get("mask"), arrays.get("resets")
-    valid, resets = (
-        None if array is None else _flags(host, name, array, (steps, batch))
-        for name, array in zip(("mask", "resets"), flags, strict=True)
-    )
-    if valid is not None and resets is not None:
-        # What lies under a mask never matters, a reset no more than an input.
-        resets = resets & valid
+    valid, resets = arrays.get("mask"), arrays.get("resets")
+    if valid is not None:
+        valid = _flags(host, "mask", valid, (steps, batch))
+    if resets is not None:
+        resets = _flags(host, "resets", resets, (steps, batch))
+        if valid is not None:
+            # What lies under a mask never matters, a reset no more than an input.
+            resets = resets & valid
     return Entering(x, valid, resets, directions)
 
 

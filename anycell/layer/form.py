@@ -35,6 +35,7 @@ class Form(NamedTuple):
             more than it saves.
         scratch, packed: bytes of memory that the door asks for.
         entries: the table of a call, with all that does not change.
+        firsts: where in it the entries of each direction begin.
         hyper: what it points at.
     """
 
@@ -47,6 +48,7 @@ class Form(NamedTuple):
     scratch: int
     packed: int
     entries: array[int]
+    firsts: list[int]
     hyper: Array
 
 
@@ -107,7 +109,7 @@ def form_of(
     entries[at["packed"]] = 0
     return Form(
         kernel, steps, chunk, inputs, at_once, single, scratch, 0 if single else packed, entries,
-        hyper,
+        [kernel.first(d) for d in range(directions)], hyper,
     )  # fmt: skip
 
 

@@ -57,11 +57,13 @@ class Run:
             self.place("mask", given.mask)
         if given.resets is not None:
             self.place("resets", given.resets)
-        each = self.kernel.each
+        kernel, each = self.kernel, self.kernel.each
         for d, arrays in enumerate(self.directions):
             for name, value in arrays.items():
                 if name in each:
-                    self.place_of(d, name, value)
+                    place_one(host, kernel, entries, form.firsts[d], name, value)
+                    if cpu.check.ON:
+                        self.bounds[1][d][name] = extent(host, value)
             if given.resets is not None:
                 self._restore(d)
 
@@ -83,7 +85,7 @@ class Run:
 
     def place_of(self, d: int, name: str, value: Array) -> None:
         """Sets the address of an array of one direction, and those strides that its name has."""
-        place_one(self.host, self.kernel, self.entries, self.kernel.first(d), name, value)
+        place_one(self.host, self.kernel, self.entries, self.form.firsts[d], name, value)
         if cpu.check.ON:
             self.bounds[1][d][name] = extent(self.host, value)
 
@@ -92,7 +94,7 @@ class Run:
         row.
         """
         self.place_of(d, name, value)
-        at = self.kernel.first(d) + self.kernel.each[name]
+        at = self.form.firsts[d] + self.kernel.each[name]
         self.entries[at + 1], self.entries[at + 2] = steps, rows
 
     def place_rows(self, d: int, name: str, rows: Rows) -> None:
