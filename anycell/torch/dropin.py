@@ -31,7 +31,7 @@ from anycell.torch.functional import (
     traced,
     transformed,
 )
-from anycell.torch.recurrent import Lengths, Recurrent
+from anycell.torch.recurrent import Lengths, Recurrent, sequence, state_names
 from anycell.torch.symbolic import leaf
 
 _FEW_ROWS = 32
@@ -87,7 +87,21 @@ class DropIn(Recurrent):
             return None
         if not extra and not transformed() and (autocast() or not self._fused(x)):
             return None
-        return self._run(x, states, mask=mask, lengths=lengths, resets=resets)
+        cell, arrays = self.cell, {}
+        if states is not None:
+            arrays = dict(zip(state_names("state", cell), states, strict=True))
+        output, final, _ = sequence(
+            self._call(),
+            x,
+            arrays,
+            self._weights(),
+            mask=mask,
+            lengths=lengths,
+            resets=resets,
+            batch_first=self.batch_first,
+            dropout=self.dropout,
+        )
+        return output, final
 
     def _fits(self, x: Any, states: Sequence[Any] | None) -> bool:
         """Whether input and states are as torch wants them."""

@@ -15,7 +15,7 @@ from anycell.lang.cell import Cell
 from anycell.layer import stepped
 from anycell.plan import Plan
 from anycell.torch import fused, ops
-from anycell.torch.composite import Arrays, Call, Sizes, States, composite
+from anycell.torch.composite import Arrays, Call, Result, Sizes, States, composite
 from anycell.torch.ranges import span
 
 
@@ -24,7 +24,7 @@ def stack(
     arrays: Arrays,
     weights: Sequence[Arrays],
     drop: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Tensor, States]:
+) -> Result:
     """Layers on top of each other.
 
     Args:
@@ -35,41 +35,50 @@ def stack(
         drop: the dropout between layers, if any.
 
     Returns:
-        the output ``[T, B, directions * size]`` and the final states of all layers.
+        the output ``[T, B, directions * size]``, the final states of all layers, and
+        ``call.sequences`` of the last one.
     """
     if len(weights) == 1:
         return layer(call, {**arrays, **weights[0]})
     x, finals, count = arrays["x"], [], len(call.options.reverse)
+    sequences: States = ()
     for k, learned in enumerate(weights):
         if k and drop is not None:
             x = drop(x)
         directions = slice(k * count, (k + 1) * count)
         one = {n: t[directions] if _is_state(n) else t for n, t in arrays.items()}
+        wanted = call.sequences if k + 1 == len(weights) else ()
         options = call.options._replace(stream=k)
-        x, final = layer(call._replace(options=options), {**one, "x": x, **learned})
+        this = call._replace(options=options, sequences=wanted)
+        x, final, sequences = layer(this, {**one, "x": x, **learned})
         finals.append(final)
-    return x, tuple(map(torch.cat, zip(*finals, strict=True)))
+    return x, tuple(map(torch.cat, zip(*finals, strict=True))), sequences
 
 
 def _is_state(name: str) -> bool:
     return name.startswith(("state ", "reset_state "))
 
 
-def layer(call: Call, arrays: Arrays) -> tuple[Tensor, States]:
+def layer(call: Call, arrays: Arrays) -> Result:
     """One layer of one or two directions, on the engine that fits."""
-    x = arrays["x"]
-    if compiled() or faked(x):
-        results = ops.run(call, arrays) if ops.AVAILABLE and not for_onnx() else None
+    plan: Plan | str = "asked for"
+    if observed() or faked(arrays["x"]):
+        results = None
+        if call.engine != "reference" and ops.AVAILABLE and not for_onnx():
+            results = ops.run(call, arrays)
         if results is not None:
             return results
-    if compiled():  # the graph breaks here
-        return torch.compiler.disable(layer)(call, arrays)
-    if not (traced() or transformed()):
-        cell = stepped(call.cell, arrays.get("recurrent_mask"))
-        plan = fused_plan(cell, call.hidden_size, x, call.sizes)
-        if isinstance(plan, Plan) and _memory(arrays):
-            with span(call.cell, "forward"):
-                return fused.run(call, plan, arrays)
+        if compiled():  # the graph breaks here
+            return torch.compiler.disable(layer)(call, arrays)
+        plan = "a trace or a transform of torch.func looks on"
+    elif call.engine != "reference":
+        plan = _plan_for(call, arrays)
+    if isinstance(plan, Plan) and call.engine in (None, plan.engine):
+        with span(call.cell, "forward"):
+            return fused.run(call, plan, arrays)
+    if call.engine not in (None, "reference"):
+        why = f"it is for the engine {plan.engine!r}" if isinstance(plan, Plan) else plan
+        raise ValueError(f"engine={call.engine!r} cannot run this call: {why}. Leave engine out.")
     with span(call.cell, "step by step"):
         return composite(call, arrays)
 
@@ -97,14 +106,26 @@ def fused_plan(cell: Cell, hidden_size: int, weight: Tensor, sizes: Sizes = ()) 
     return fused.plan_on(weight.device.type, cell, hidden_size, weight.dtype, sizes)
 
 
+def _plan_for(call: Call, arrays: Arrays) -> Plan | str:
+    """The plan of the fused kernel for a call, or why it goes step by step."""
+    x, mask = arrays["x"], arrays.get("recurrent_mask")
+    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+        return "no fused kernel has the gradient of recurrent_mask"
+    for name, t in arrays.items():
+        flags = name in ("mask", "resets")
+        if not memory(t, None if flags else x.dtype) or t.device != x.device:
+            return f"{name} is no plain tensor with the dtype and the device of x"
+    return fused_plan(stepped(call.cell, mask), call.hidden_size, x, call.sizes)
+
+
 def reason(plan: Plan) -> str:
     """Why this engine, and what devices have refused of the plan."""
     return "; ".join([plan.reason, *map(str, refusals.of_plan(plan))])
 
 
-def memory(x: Tensor | None, dtype: torch.dtype | None = None) -> bool:
-    """Whether ``x``, if any, is plain memory on a device with kernels; a FakeTensor is not."""
-    return x is None or (
+def memory(x: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether ``x`` is plain memory on a device with kernels; a FakeTensor is not."""
+    return (
         type(x) in _ORDINARY
         and x.device.type in fused.ENGINES
         and x.layout is torch.strided
@@ -113,13 +134,11 @@ def memory(x: Tensor | None, dtype: torch.dtype | None = None) -> bool:
     )
 
 
-def _memory(arrays: Arrays) -> bool:
-    """Whether all arrays are plain memory, and all but flags of one dtype."""
-    x = arrays["x"]
-    return all(
-        memory(t, None if name in ("mask", "resets") else x.dtype) and t.device == x.device
-        for name, t in arrays.items()
-    )
+def observed() -> bool:
+    """Whether anything looks at the call for which pointers tell nothing: a compiler, an exporter,
+    a trace, ``torch.func``, or forward-mode derivatives.
+    """
+    return compiled() or traced() or transformed()
 
 
 def compiled() -> bool:
