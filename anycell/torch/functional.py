@@ -16,7 +16,7 @@ from anycell.layer import stepped
 from anycell.plan import Plan
 from anycell.torch import fused, ops
 from anycell.torch.composite import Arrays, Call, Result, Sizes, States, composite
-from anycell.torch.ranges import span
+from anycell.torch.ranges import ranged
 
 
 def stack(
@@ -61,26 +61,25 @@ def _is_state(name: str) -> bool:
 
 def layer(call: Call, arrays: Arrays) -> Result:
     """One layer of one or two directions, on the engine that fits."""
+    x, engine = arrays["x"], call.engine
     plan: Plan | str = "asked for"
-    if observed() or faked(arrays["x"]):
-        results = None
-        if call.engine != "reference" and ops.AVAILABLE and not for_onnx():
+    if observed() or type(x) not in _ORDINARY:
+        if engine != "reference" and (compiled() or faked(x)) and ops.AVAILABLE and not for_onnx():
             results = ops.run(call, arrays)
-        if results is not None:
-            return results
+            if results is not None:
+                return results
         if compiled():  # the graph breaks here
             return torch.compiler.disable(layer)(call, arrays)
-        plan = "a trace or a transform of torch.func looks on"
-    elif call.engine != "reference":
+        plan = "tensors of a trace, of torch.func or of another type are no plain memory"
+    elif engine != "reference":
         plan = _plan_for(call, arrays)
-    if isinstance(plan, Plan) and call.engine in (None, plan.engine):
-        with span(call.cell, "forward"):
-            return fused.run(call, plan, arrays)
-    if call.engine not in (None, "reference"):
-        why = f"it is for the engine {plan.engine!r}" if isinstance(plan, Plan) else plan
-        raise ValueError(f"engine={call.engine!r} cannot run this call: {why}. Leave engine out.")
-    with span(call.cell, "step by step"):
-        return composite(call, arrays)
+        if isinstance(plan, Plan):
+            if engine is None or engine == plan.engine:
+                return ranged(call.cell, "forward", fused.run, call, plan, arrays)
+            plan = f"these tensors are for the engine {plan.engine!r}"
+    if engine not in (None, "reference"):
+        raise ValueError(f"engine={engine!r} cannot run this call: {plan}. Leave engine out.")
+    return ranged(call.cell, "step by step", composite, call, arrays)
 
 
 # -- which engine ----------------------------------------------------------------------------------
@@ -99,6 +98,7 @@ class Engine(NamedTuple):
 
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
+FLAGS = "mask", "resets"  # arrays of any dtype that flags may have
 
 
 def fused_plan(cell: Cell, hidden_size: int, weight: Tensor, sizes: Sizes = ()) -> Plan | str:
@@ -108,14 +108,17 @@ def fused_plan(cell: Cell, hidden_size: int, weight: Tensor, sizes: Sizes = ()) 
 
 def _plan_for(call: Call, arrays: Arrays) -> Plan | str:
     """The plan of the fused kernel for a call, or why it goes step by step."""
-    x, mask = arrays["x"], arrays.get("recurrent_mask")
-    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
-        return "no fused kernel has the gradient of recurrent_mask"
-    for name, t in arrays.items():
-        flags = name in ("mask", "resets")
-        if not memory(t, None if flags else x.dtype) or t.device != x.device:
+    x, cell, mask = arrays["x"], call.cell, arrays.get("recurrent_mask")
+    if mask is not None:
+        cell = stepped(cell, mask)
+        if mask.requires_grad and torch.is_grad_enabled():
+            return "no fused kernel has the gradient of recurrent_mask"
+    dtype, device = x.dtype, x.device
+    for name, t in arrays.items():  # as ``memory``, which would be a call for each
+        plain = type(t) in _ORDINARY and t.layout is torch.strided and not t.is_neg()
+        if not plain or t.device != device or (t.dtype is not dtype and name not in FLAGS):
             return f"{name} is no plain tensor with the dtype and the device of x"
-    return fused_plan(stepped(call.cell, mask), call.hidden_size, x, call.sizes)
+    return fused_plan(cell, call.hidden_size, x, call.sizes)
 
 
 def reason(plan: Plan) -> str:
@@ -138,11 +141,18 @@ def observed() -> bool:
     """Whether anything looks at the call for which pointers tell nothing: a compiler, an exporter,
     a trace, ``torch.func``, or forward-mode derivatives.
     """
-    return compiled() or traced() or transformed()
+    return (
+        torch.compiler.is_dynamo_compiling()
+        or exporting()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
 
 
 def compiled() -> bool:
     """Whether torch.compile, or a strict torch.export, looks at the call."""
+    # A function of ours, for behind a break of the graph Dynamo looks at each by itself.
     return torch.compiler.is_dynamo_compiling()
 
 

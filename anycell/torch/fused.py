@@ -25,7 +25,7 @@ from anycell.torch.composite import (
 )
 from anycell.torch.device import DeviceHost, host_of
 from anycell.torch.host import HOSTS, TorchHost
-from anycell.torch.ranges import span
+from anycell.torch.ranges import ranged
 
 # Which engine has the kernels, by the type of the device.
 ENGINES = {"cpu": "cpu", "cuda": "gpu"}
@@ -78,7 +78,7 @@ def run(call: Call, plan: Plan, arrays: Arrays) -> Result:
                 states = len(plan.cell.states)
                 return output, tuple(rest[:states]), tuple(rest[states:])
     output, final, kept = run_forward(call, plan, arrays, keep=bool(call.sequences))
-    return output, final, sequences(call, arrays, kept)
+    return output, final, () if kept is None else sequences(call, arrays, kept)
 
 
 @functools.lru_cache(maxsize=512)
@@ -88,10 +88,8 @@ def keeping(plan: Plan, states: tuple[str, ...]) -> Plan:
     return plan if len(kept) == len(plan.states) else replace(plan, states=tuple(kept))
 
 
-def sequences(call: Call, arrays: Arrays, kept: layer.Kept | None) -> States:
+def sequences(call: Call, arrays: Arrays, kept: layer.Kept) -> States:
     """``call.sequences``, from what the forward pass has kept."""
-    if kept is None:
-        return ()
     found, mask = [], None if call.options.repeat else arrays.get("mask")
     for name in call.sequences:
         i, directions = call.cell.state_names.index(name), []
@@ -134,14 +132,14 @@ class _Fused(torch.autograd.Function):
         ends = 1 + len(call.cell.states)
         # The kernels take gradients at outputs and final states, and at no other sequence.
         elsewhere = any(gradient is not None for gradient in arriving[ends:])
-        with span(call.cell, "backward"):
-            if elsewhere or torch.is_grad_enabled() or any(map(_batched, arriving)):
-                gradients: Mapping[str, Tensor | None] = _differentiable(
-                    call, arrays, wanted, arriving
-                )
-            else:
-                kept = layer.Kept.of(tensors[len(names) :], ctx.states, len(call.options.reverse))
-                gradients = run_backward(call, ctx.plan, arrays, kept, arriving[:ends], wanted)
+        gradients: Mapping[str, Tensor | None]
+        if elsewhere or torch.is_grad_enabled() or any(map(_batched, arriving)):
+            run: Any = _differentiable
+            gradients = ranged(call.cell, "backward", run, call, arrays, wanted, arriving)
+        else:
+            kept = layer.Kept.of(tensors[len(names) :], ctx.states, len(call.options.reverse))
+            given = call, ctx.plan, arrays, kept, arriving[:ends], wanted
+            gradients = ranged(call.cell, "backward", run_backward, *given)
         found = [gradients.get(name) if name in wanted else None for name in names]
         return None, None, None, *found
 
@@ -159,9 +157,8 @@ def run_forward(
 ) -> tuple[Tensor, States, layer.Kept | None]:
     """Output, final states, and what the backward pass reads, of one layer."""
     engine, host = engine_of(plan, arrays["x"])
-    with host.active():
-        options = _on(call.options, torch.get_num_threads())
-        output, finals, kept = engine.forward(host, plan, arrays, options, keep=keep)
+    given = plan, arrays, _on(call.options, torch.get_num_threads())
+    output, finals, kept = host.run(engine.forward, *given, keep=keep)
     # Detached: for autograd they are no views of what is kept.
     return output.detach(), tuple(finals), kept
 
@@ -177,11 +174,8 @@ def run_backward(
     """The gradients of a layer's tensors, by name."""
     d_output, *d_final = arriving
     engine, host = engine_of(plan, arrays["x"])
-    with host.active():
-        options = _on(call.options, torch.get_num_threads())
-        gradients: dict[str, Tensor] = engine.backward(
-            host, plan, arrays, options, kept, d_output, d_final, wanted=wanted
-        )
+    given = plan, arrays, _on(call.options, torch.get_num_threads()), kept, d_output, d_final
+    gradients: dict[str, Tensor] = host.run(engine.backward, *given, wanted=wanted)
     return gradients
 
 

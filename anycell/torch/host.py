@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 from anycell.engines import cpu
 from anycell.layer.signature import ANY, MATRIX, ROWS
 
-_HERE: AbstractContextManager[Any] = nullcontext()
 _CPU = torch.device("cpu")  # said each time: torch.set_default_device must not move our buffers
 
 
@@ -41,9 +40,9 @@ class TorchHost:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def active(self) -> AbstractContextManager[Any]:
-        """A context in which kernels run where the tensors are."""
-        return _HERE
+    def run(self, run: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """A pass of a layer, run where the tensors are."""
+        return run(self, *arguments, **named)
 
     def empty(self, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=_CPU)

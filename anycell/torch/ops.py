@@ -23,7 +23,7 @@ from anycell.layer import Options, check_checkpoint
 from anycell.plan import Plan
 from anycell.torch import fused
 from anycell.torch.composite import Arrays, Call, Result, Sizes
-from anycell.torch.ranges import span
+from anycell.torch.ranges import ranged
 
 AVAILABLE = hasattr(torch.library, "register_autograd")  # since PyTorch 2.4
 # Inductor's CUDA graphs (mode="reduce-overhead") must leave our operators out: these replay graphs
@@ -259,8 +259,8 @@ def _forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> li
     form = Form.read(text)
     plan = form.plan(tuple(hyper), _device(tensors))
     call, arrays = form.unpack(tensors, plan)
-    with span(call.cell, "forward"):
-        output, final, kept = fused.run_forward(call, plan, arrays, form.keep)
+    run = fused.run_forward
+    output, final, kept = ranged(call.cell, "forward", run, call, plan, arrays, form.keep)
     if kept is None:
         return [output, *final]
     hidden, *rest = kept.flat()
@@ -332,10 +332,8 @@ def _backward(
     present = iter(arriving)
     gradients = [next(present) if one else None for one in given]
     wanted = {name for name, need in zip(arrays, needs, strict=False) if need}
-    with span(call.cell, "backward"):
-        named = fused.run_backward(
-            call, plan, arrays, layer.Kept.of(first, kept, len(form.reverse)), gradients, wanted
-        )
+    before, run = layer.Kept.of(first, kept, len(form.reverse)), fused.run_backward
+    named = ranged(call.cell, "backward", run, call, plan, arrays, before, gradients, wanted)
     # Copies: parameters' gradients are parts of one tensor.
     pairs = zip(arrays, tensors, strict=False)
     return [

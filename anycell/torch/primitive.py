@@ -56,7 +56,7 @@ def recurrence(
     training: bool = False,
     seed: int | None = None,
     checkpoint: str | int | None = None,
-    return_states: bool | str | Sequence[str] = False,
+    return_states: bool | str | Sequence[str] | None = None,
     engine: str | None = None,
 ) -> tuple[Any, ...]:
     r"""Runs ``cell`` over a sequence: one direction of one layer, whose tensors are the user's.

@@ -175,7 +175,7 @@ class RNN(Recurrent, nn.Module):
         static: Tensor | None = None,
         masked_output: str = "zero",
         recurrent_mask: Tensor | None = None,
-        return_states: bool | str | Sequence[str] = False,
+        return_states: bool | str | Sequence[str] | None = None,
     ) -> tuple[Any, ...]:
         """Output and final state; see the class."""
         # No argument is for names alone: torch.onnx's older exporter passes all by position.
@@ -206,10 +206,10 @@ class RNN(Recurrent, nn.Module):
             if given is not None:
                 states = check_states(kind, given, cell, sizes, first, like)
                 arrays.update(zip(state_names(kind, cell), states, strict=True))
-        repeat = check_masked_output(masked_output)
-        wanted = check_return_states(cell, return_states)
+        repeat = masked_output != "zero" and check_masked_output(masked_output)
+        wanted = check_return_states(cell, return_states) if return_states else ()
         output, final, others = sequence(
-            self._call(repeat, besides_output(wanted, cell)),
+            self._call(repeat, besides_output(wanted, cell) if wanted else ()),
             x,
             arrays,
             self._weights(),
@@ -219,8 +219,10 @@ class RNN(Recurrent, nn.Module):
             batch_first=self.batch_first,
             dropout=self.dropout,
         )
-        last = final if len(final) > 1 else final[0]
-        return (output, last, by_name(wanted, cell, output, others)) if wanted else (output, last)
+        if not wanted:
+            return output, final if len(final) > 1 else final[0]
+        sequences = by_name(wanted, cell, output, others)
+        return output, final if len(final) > 1 else final[0], sequences
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_script(self)
