@@ -17,7 +17,7 @@ import anycell
 import anycell.torch as at
 from anycell import cell, cells, tanh
 from anycell.layer import ENDS, Options, shapes
-from anycell.torch import functional
+from anycell.torch import functional, ops
 from anycell.torch.composite import Call, composite
 
 STEPS, ROWS, SIZE, ENTERING = 6, 3, 5, 4
@@ -542,19 +542,25 @@ def test_engines() -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("cell", [cells.LSTM, Adding], ids=repr)
 def test_compiled(cell: Any, seed: int) -> None:
-    """As the operator, but with ``return_states``; a user's cell is known from its first call."""
+    """One operator, but with ``return_states``; a cell is known from its first call."""
+    if not ops.AVAILABLE:
+        pytest.skip("needs PyTorch 2.4")
     torch.manual_seed(seed)
     arguments, _ = given_by(cell)
-    right = at.recurrence(*arguments, return_states="c", resets=torch.ones(STEPS, ROWS))
+    flags = {"resets": torch.rand(STEPS, ROWS).round(), "lengths": torch.tensor([6, 3, 1])}
 
-    def call(cell: Any, x: Any, weights: Any, state: Any, **options: Any) -> Any:
-        return at.recurrence(cell, x, weights, state, **options)
+    def call(*arguments: Any, **options: Any) -> Any:
+        return at.recurrence(cell, *arguments, **options)
 
-    compiled = torch.compile(call, backend="aot_eager")
-    found = compiled(*arguments, return_states="c", resets=torch.ones(STEPS, ROWS))
-    assert_same(tensors_of(found), tensors_of(right), "forward")
-    plain = compiled(*arguments)
-    assert_same(tensors_of(plain), tensors_of(at.recurrence(*arguments)), "forward")
+    for options, whole in ((flags, True), ({**flags, "return_states": "c"}, False)):
+        right = solved(arguments, options)
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=whole, dynamic=False)
+        found = tensors_of(compiled(*arguments[1:], **options))
+        assert_same(found, right[: len(found)], "forward")
+        loss = sum(
+            (t * torch.linspace(-1, 1, t.numel(), **DOUBLE).view(t.shape)).sum() for t in found
+        )
+        assert_same(list(torch.autograd.grad(loss, tensors_of(arguments[1:]))), right[len(found) :])
 
 
 # -- errors ----------------------------------------------------------------------------------------

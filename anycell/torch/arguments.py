@@ -186,7 +186,7 @@ def as_flags(name: str, value: Tensor, wanted: str) -> Tensor:
     if value.dtype not in (torch.bool, torch.uint8):
         if name != "resets" or value.is_complex():
             raise TypeError(f"{name}: given {describe(value)}; {wanted}. Cast it: {name}.bool().")
-        if memory(value) and value.is_cpu and not observed():
+        if not observed() and memory(value) and value.is_cpu:
             other = value[(value != 0) & (value != 1)]
             if len(other):
                 raise ValueError(
