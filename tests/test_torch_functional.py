@@ -1,5 +1,5 @@
-"""What the layer function of ``anycell.torch`` takes beyond its modules: masks on the recurrent
-connections, and input that is projected already. Keras's layers on torch call it so.
+"""The functional call, ``anycell.torch.recurrence``, and the layer function below it, with masks on
+the recurrent connections and input that is projected already.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 from tolerances import assert_close
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch_layers import Gated, of_torchscript
 
-from anycell import cells
+import anycell
+import anycell.torch as at
+from anycell import cell, cells, tanh
 from anycell.layer import ENDS, Options, shapes
-from anycell.torch import functional
+from anycell.torch import functional, ops
 from anycell.torch.composite import Call, composite
 
 STEPS, ROWS, SIZE, ENTERING = 6, 3, 5, 4
@@ -51,7 +55,7 @@ def problem(
 
 def solve(run: Any, call: Call, arrays: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Results and gradients."""
-    output, final = run(call, arrays)
+    output, final, _ = run(call, arrays)
     wanted = [t for t in arrays.values() if t.requires_grad]
     loss = (output * output.detach().cos()).sum() + sum((f**2).sum() for f in final)
     return [output, *final, *torch.autograd.grad(loss, wanted)]
@@ -96,3 +100,572 @@ def test_recurrent_mask_with_checkpoints(checkpoint: Any, set_layer: Callable[..
     options = call.options._replace(checkpoint=checkpoint)
     again = solve(functional.layer, call._replace(options=options), arrays)
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+# -- recurrence: tensors of the user's own ---------------------------------------------------------
+
+
+@cell(gates="g o", state="h c")
+def Adding(x: Any, r: Any, s: Any) -> Any:
+    """The backward pass reads no value of c, so that the plan keeps none."""
+    c = s.c + x.g + r.g
+    return tanh(x.o + r.o) + c, c
+
+
+USERS = [*CELLS, cells.LayerNormLSTM, Adding, Gated]
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}
+
+
+def given_by(cell: Any, projected: bool = False, **options: Any) -> tuple[tuple[Any, ...], Any]:
+    """Arguments of ``recurrence`` whose tensors all want gradients, or, with ``options``, others
+    of them.
+    """
+    sizes = {"H": SIZE, "P": 3}
+    learned = shapes(cell, sizes, ENTERING, True)
+    width = len(cell.gates) * SIZE if projected else ENTERING
+    if projected:
+        del learned["weight_ih"]
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, **DOUBLE, requires_grad=True)
+
+    weights = {name: make(*shape) for name, shape in learned.items()}
+    state = [make(ROWS, sizes[s.size]) for s in cell.states]
+    if cell.static:
+        options["static"] = make(ROWS, SIZE)
+    return (cell, make(STEPS, ROWS, width), weights, state), options
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """All tensors in arguments or results."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, PackedSequence):
+        return [value.data]
+    values = value.values() if isinstance(value, dict) else value
+    return (
+        [t for v in values for t in tensors_of(v)] if isinstance(value, (tuple, list, dict)) else []
+    )
+
+
+def solved(arguments: Any, options: Any, **more: Any) -> list[torch.Tensor]:
+    """Results of ``recurrence`` and the gradients of a sum of all of them."""
+    results = tensors_of(at.recurrence(*arguments, **options, **more))
+    wanted = [t for t in tensors_of([*arguments[1:], options]) if t.requires_grad]
+    loss = sum(
+        (t * torch.linspace(-1, 1, t.numel(), **DOUBLE).view(t.shape)).sum() for t in results
+    )
+    return [*results, *torch.autograd.grad(loss, wanted)]
+
+
+def assert_same(
+    ours: list[torch.Tensor], right: list[torch.Tensor], kind: str = "gradient"
+) -> None:
+    for found, expected in zip(ours, right, strict=True):
+        assert_close(found.detach().numpy(), expected.detach().numpy(), "float64", kind)
+
+
+def some_options(cell: Any, projected: bool) -> list[dict[str, Any]]:
+    """Every option on both sides, not every combination of them."""
+    valid, resets = torch.rand(STEPS, ROWS) < 0.7, torch.rand(STEPS, ROWS) < 0.3
+    first = 3 if cell is cells.LSTMP else SIZE
+    values = [
+        torch.randn(3 if s.size == "P" else SIZE, **DOUBLE, requires_grad=True) for s in cell.states
+    ]
+    each = [torch.randn(ROWS, len(v), **DOUBLE, requires_grad=True) for v in values]
+    return [
+        {},
+        {"mask": valid, "reverse": True},
+        {"mask": valid, "masked_output": "repeat", "resets": resets},
+        {"lengths": [STEPS, 2, 0], "resets": resets, "reset_state": values, "reverse": True},
+        {"lengths": torch.tensor([3, 6, 1]), "mask": valid, "reset_state": each, "resets": resets},
+        {"recurrent_mask": torch.rand(ROWS, first, **DOUBLE), "masked_output": "repeat"},
+        {"recurrent_mask": torch.rand(len(cell.gates), ROWS, first, **DOUBLE), "reverse": True},
+    ]
+
+
+@pytest.mark.parametrize("return_states", [None, True], ids=["", "states"])
+@pytest.mark.parametrize("projected", [False, True], ids=["", "projected"])
+@pytest.mark.parametrize("cell", USERS, ids=repr)
+def test_fused_is_the_reference(cell: Any, projected: bool, return_states: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    arguments, options = given_by(cell, projected)
+    for some in some_options(cell, projected):
+        options |= {"return_states": return_states}
+        right = solved(arguments, options | some, engine="reference")
+        assert_same(solved(arguments, options | some, engine="cpu"), right)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("cell", USERS, ids=repr)
+def test_as_the_module_and_as_on_numpy_arrays(cell: Any, reverse: bool, seed: int) -> None:
+    """The same bits as one direction of the module; the same numbers as ``anycell.recurrence``."""
+    torch.manual_seed(seed)
+    sizes = {"P": 3} if cell is cells.LSTMP else {}
+    layer = at.RNN(cell, ENTERING, SIZE, bidirectional=True, **DOUBLE, **sizes)
+    x, flags = torch.randn(STEPS, ROWS, ENTERING, **DOUBLE), {"lengths": [6, 2, 4]}
+    flags["resets"] = torch.rand(STEPS, ROWS) < 0.3
+    if cell.static:
+        flags["static"] = torch.randn(ROWS, SIZE, **DOUBLE)
+    output, final = layer(x, **flags)
+    end = ENDS[reverse]
+    weights = {name: getattr(layer, f"{name}_l0{end}", None) for name in cell.learned}
+    ours, last = at.recurrence(cell, x, weights, **flags, reverse=reverse)
+    assert torch.equal(ours, output.chunk(2, -1)[reverse])
+    final = final if isinstance(final, tuple) else (final,)
+    assert all(torch.equal(a, b[int(reverse)]) for a, b in zip(last, final, strict=True))
+
+    detached = {n: w.detach().numpy() for n, w in weights.items() if w is not None}
+    gates = x.numpy() @ detached.pop("weight_ih").T + detached.pop("bias_ih", 0.0)
+    params = {name: detached.pop(name) for name in cell.param_names}
+    flags |= {name: t.numpy() for name, t in flags.items() if isinstance(t, torch.Tensor)}
+    right, ends = anycell.recurrence(cell, gates, detached, None, params, **flags, reverse=reverse)
+    assert_close(ours.detach().numpy(), right, "float64", "forward")
+    for a, b in zip(last, ends, strict=True):
+        assert_close(a.detach().numpy(), b, "float64", "forward")
+
+
+def test_projected_input_has_two_names(seed: int) -> None:
+    """``gates=`` and x with no ``weight_ih``; parameters among the weights, and apart."""
+    torch.manual_seed(seed)
+    (cell, x, weights, state), _ = given_by(cells.PeepholeLSTM)
+    right = at.recurrence(cell, x, weights, state)
+    gates = torch.nn.functional.linear(x, weights["weight_ih"], weights["bias_ih"])
+    rest = {name: w for name, w in weights.items() if name not in ("weight_ih", "bias_ih")}
+    params = {name: rest.pop(name) for name in cell.param_names}
+    for found in (
+        at.recurrence(cell, gates, {**rest, "weight_ih": None}, state, params),
+        at.recurrence(cell, None, {**rest, **params}, state, gates=gates),
+        at.recurrence(cell, None, rest, state, params, gates=gates),
+        at.recurrence(
+            *(cell, None, {**rest, **params, "bias_ih": weights["bias_ih"]}, state),
+            gates=gates - weights["bias_ih"],
+        ),
+    ):
+        assert_same(tensors_of(found), tensors_of(right), "forward")
+
+
+def test_states_that_are_not_given_begin_as_declared(seed: int) -> None:
+    torch.manual_seed(seed)
+    (cell, x, weights, (h, c)), _ = given_by(cells.LSTM)
+    right = at.recurrence(cell, x, weights, (h, torch.zeros_like(c)))
+    assert_same(tensors_of(at.recurrence(cell, x, weights, (h, None))), tensors_of(right))
+    (cell, x, weights, (h,)), _ = given_by(cells.GRU)  # one state may come alone
+    assert torch.equal(
+        at.recurrence(cell, x, weights, h)[0], at.recurrence(cell, x, weights, [h])[0]
+    )
+
+
+def test_weights_of_any_strides_and_no_rows(seed: int) -> None:
+    torch.manual_seed(seed)
+    (cell, x, weights, state), _ = given_by(cells.LSTM)
+    turned = {n: w.detach().t().contiguous().t() for n, w in weights.items()}
+    assert_same(
+        tensors_of(
+            at.recurrence(cell, x.transpose(0, 1).contiguous().transpose(0, 1), turned, state)
+        ),
+        tensors_of(at.recurrence(cell, x, weights, state)),
+    )
+    output, (_, c), states = at.recurrence(cell, x[:, :0], weights, return_states=True)
+    assert output.shape == states["c"].shape == (STEPS, 0, SIZE) and c.shape == (0, SIZE)
+
+
+# -- sequences of states ---------------------------------------------------------------------------
+
+
+def test_the_states_after_every_step(seed: int) -> None:
+    """As a call per step has them."""
+    torch.manual_seed(seed)
+    (cell, x, weights, state), _ = given_by(cells.LSTM)
+    output, final, states = at.recurrence(cell, x, weights, state, return_states=True)
+    assert list(states) == ["h", "c"] and torch.equal(states["h"], output)
+    for t in range(STEPS):
+        _, state = at.recurrence(cell, x[t : t + 1], weights, state)
+        for name, now in zip(cell.state_names, state, strict=True):
+            assert_close(
+                states[name][t].detach().numpy(), now.detach().numpy(), "float64", "forward"
+            )
+    assert all(torch.equal(states[n][-1], s) for n, s in zip(cell.state_names, final, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [("c", ["c"]), (("c", "h"), ["c", "h"]), (["h"], ["h"]), (True, ["h", "c"])],
+)
+def test_which_states(wanted: Any, names: list[str]) -> None:
+    arguments, _ = given_by(cells.LSTM)
+    *_, states = at.recurrence(*arguments, return_states=wanted)
+    assert list(states) == names
+    for nothing in (None, False):
+        assert len(at.recurrence(*arguments, return_states=nothing)) == 2
+
+
+def test_masked_steps_of_the_states(seed: int) -> None:
+    """Zero or held, as the output."""
+    torch.manual_seed(seed)
+    (cell, x, weights, state), _ = given_by(cells.LSTM)
+    mask = torch.ones(STEPS, ROWS, dtype=torch.bool)
+    mask[0, 0] = mask[3, 1] = False
+    x = torch.where(mask[..., None], x, torch.nan)
+    for engine in ("cpu", "reference"):
+        options: Any = {"mask": mask, "return_states": "c", "engine": engine}
+        *_, zeros = at.recurrence(cell, x, weights, state, **options)
+        assert not zeros["c"][~mask].any() and zeros["c"][mask].all()
+        *_, held = at.recurrence(cell, x, weights, state, masked_output="repeat", **options)
+        assert torch.equal(held["c"][0, 0], state[1][0])
+        assert torch.equal(held["c"][3, 1], held["c"][2, 1])
+
+
+def test_who_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel, unless a gradient arrives at a sequence other than the output's."""
+    steps = []
+    run = functional.fused.composite
+    monkeypatch.setattr(functional.fused, "composite", lambda *a: steps.append(1) or run(*a))
+    arguments, _ = given_by(cells.LSTM)
+    output, (_, c), states = at.recurrence(*arguments, return_states=True)
+    torch.autograd.grad(output.sum() + c.sum() + states["h"].sum(), arguments[1], retain_graph=True)
+    assert not steps
+    torch.autograd.grad(states["c"].sum(), arguments[1])
+    assert steps
+
+
+def test_states_cannot_be_edited_before_the_backward_pass() -> None:
+    """The backward pass reads them where they lie."""
+    arguments, _ = given_by(cells.LSTM)
+    output, _, states = at.recurrence(*arguments, return_states="c")
+    states["c"].detach().mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("return_states", [None, "c"])
+def test_checkpoints_give_the_same_bits(
+    return_states: Any, set_layer: Callable[..., None], seed: int
+) -> None:
+    set_layer(chunk_steps=lambda *_: 1)
+    torch.manual_seed(seed)
+    arguments, options = given_by(cells.LSTM, return_states=return_states)
+    plain = solved(arguments, options)
+    for checkpoint in (2, "sqrt"):
+        again = solved(arguments, options, checkpoint=checkpoint)
+        assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+# -- derivatives -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell", [cells.LSTM, cells.PeepholeLSTM, Adding], ids=repr)
+@pytest.mark.parametrize("projected", [False, True], ids=["", "projected"])
+def test_derivatives(cell: Any, projected: bool, seed: int) -> None:
+    """First ones of the kernels, and second ones."""
+    torch.manual_seed(seed)
+    (_, x, weights, state), _ = given_by(cell, projected)
+    x, names = x.detach()[:2, :2].requires_grad_(), list(weights)
+    state = [s.detach()[:2].requires_grad_() for s in state]
+    flags: Any = {"resets": torch.tensor([[0.0, 0.0], [1.0, 0.0]]), "lengths": [2, 1]}
+
+    def results(x: Any, *rest: Any) -> tuple[torch.Tensor, ...]:
+        learned = dict(zip(names, rest, strict=False))
+        found = at.recurrence(cell, x, learned, rest[len(names) :], **flags, return_states=True)
+        return tuple(tensors_of(found))
+
+    inputs = (x, *weights.values(), *state)
+    assert torch.autograd.gradcheck(results, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(results, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("per_gate", [False, True])
+def test_a_learned_recurrent_mask(per_gate: bool, seed: int) -> None:
+    """No kernel has its gradient, so that the call goes step by step."""
+    torch.manual_seed(seed)
+    (cell, x, weights, state), _ = given_by(cells.GRU)
+    shape = (3, ROWS, SIZE) if per_gate else (ROWS, SIZE)
+    mask = torch.rand(shape, **DOUBLE, requires_grad=True)
+
+    def output(mask: torch.Tensor) -> torch.Tensor:
+        return at.recurrence(cell, x.detach()[:2], weights, state, recurrent_mask=mask)[0]
+
+    assert torch.autograd.gradcheck(output, (mask,))
+    with pytest.raises(ValueError, match="engine='cpu' cannot run this call: no fused kernel has"):
+        at.recurrence(cell, x, weights, recurrent_mask=mask, engine="cpu")
+    with torch.no_grad():
+        at.recurrence(cell, x, weights, recurrent_mask=mask, engine="cpu")
+
+
+@of_torchscript
+def test_function_transforms(seed: int) -> None:
+    torch.manual_seed(seed)
+    (cell, x, weights, _), _ = given_by(cells.LSTM)
+    several = torch.randn(2, *x.shape, **DOUBLE)
+
+    def c(x: torch.Tensor) -> torch.Tensor:
+        return at.recurrence(cell, x, weights, return_states="c")[2]["c"]
+
+    found = torch.func.vmap(c)(several)
+    assert_same(list(found), [c(one) for one in several], "forward")
+    _, tangent = torch.func.jvp(c, (several[0],), (several[1],))
+    rows = torch.autograd.functional.jvp(c, several[0], several[1])[1]
+    assert_same([tangent], [rows])
+
+
+# -- packed input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [[6, 4, 2], [2, 6, 4], [6, 6, 6]])
+@pytest.mark.parametrize("projected", [False, True], ids=["", "projected"])
+def test_packed(order: list[int], projected: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    (cell, x, weights, state), _ = given_by(cells.LSTM, projected)
+    resets = torch.rand(STEPS, ROWS) < 0.4
+    once = [torch.randn(SIZE, **DOUBLE), torch.randn(ROWS, SIZE, **DOUBLE)]
+    options: Any = {
+        "recurrent_mask": torch.rand(4, ROWS, SIZE, **DOUBLE), "reset_state": once,
+        "return_states": True,
+    }  # fmt: skip
+
+    def packed(t: torch.Tensor) -> PackedSequence:
+        return pack_padded_sequence(t, order, enforce_sorted=False)
+
+    entering = {"gates": packed(x)} if projected else {}
+    output, final, states = at.recurrence(
+        *(cell, None if projected else packed(x), weights, state),
+        **(options | entering), resets=packed(resets.double()),
+    )  # fmt: skip
+    right, last, sequences = at.recurrence(
+        cell, x, weights, state, **options, lengths=order, resets=resets
+    )
+    assert output.sorted_indices.equal(packed(x).sorted_indices)
+    ours = [pad_packed_sequence(t)[0] for t in (output, *states.values())]
+    assert_same([*ours, *final], [right, *sequences.values(), *last], "forward")
+
+
+# -- resets as numbers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64,
+                                   torch.int32, torch.uint8, torch.bool])  # fmt: skip
+def test_resets_as_numbers(dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    arguments, _ = given_by(cells.GRU)
+    resets = torch.rand(STEPS, ROWS) < 0.5
+    right = at.recurrence(*arguments, resets=resets)[0]
+    assert not torch.equal(at.recurrence(*arguments)[0], right)
+    assert torch.equal(at.recurrence(*arguments, resets=resets.to(dtype))[0], right)
+    for layer in (at.GRU(ENTERING, SIZE, batch_first=True), at.RNN(cells.RNN, ENTERING, SIZE)):
+        x = torch.randn(STEPS, STEPS, ENTERING)
+        resets = torch.rand(STEPS, STEPS) < 0.5
+        assert torch.equal(layer(x, resets=resets.to(dtype))[0], layer(x, resets=resets)[0])
+
+
+@pytest.mark.parametrize("value", [0.5, 2.0, -1.0, float("nan")])
+def test_resets_of_other_numbers(value: float) -> None:
+    arguments, _ = given_by(cells.GRU)
+    resets = torch.zeros(STEPS, ROWS)
+    resets[1, 1] = value
+    with pytest.raises(ValueError, match=rf"resets: .*a value of {value:g}; .*resets > 0\.5"):
+        at.recurrence(*arguments, resets=resets)
+    with pytest.raises(ValueError, match=r"resets: .*a value of"):
+        at.LSTM(ENTERING, SIZE)(torch.zeros(STEPS, ROWS, ENTERING), resets=resets)
+
+
+def test_nobody_looks_at_the_values_of_a_transform() -> None:
+    """There all but 0 are resets."""
+    arguments, _ = given_by(cells.GRU)
+    resets = torch.rand(2, STEPS, ROWS).round() * 3
+
+    def output(resets: torch.Tensor) -> torch.Tensor:
+        return at.recurrence(*arguments, resets=resets)[0]
+
+    assert_same(
+        list(torch.func.vmap(output)(resets)), [output(one > 0) for one in resets], "forward"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("mask", torch.ones(STEPS, ROWS)), ("resets", torch.ones(STEPS, ROWS) * 1j)]
+)
+def test_what_flags_are_not(name: str, value: torch.Tensor) -> None:
+    arguments, _ = given_by(cells.GRU)
+    with pytest.raises(TypeError, match=rf"{name}: given .*Cast it: {name}\.bool\(\)"):
+        at.recurrence(*arguments, **{name: value})
+
+
+# -- random masks, autocast, engines ---------------------------------------------------------------
+
+
+def test_seeds(seed: int) -> None:
+    (cell, x, weights, _), _ = given_by(cells.ZoneoutLSTM, True)
+
+    def output(**options: Any) -> torch.Tensor:
+        return at.recurrence(cell, x, weights, training=True, **options)[0]
+
+    learned = {name: w.detach().numpy() for name, w in weights.items() if name != "bias_ih"}
+    gates = (x + weights["bias_ih"]).detach().numpy()
+    for number in (seed, (1 << 64) - 1):
+        right, _ = anycell.recurrence(cell, gates, learned, training=True, seed=number)
+        assert_close(output(seed=number).detach().numpy(), right, "float64", "forward")
+    torch.manual_seed(seed)
+    first = output()
+    assert not torch.equal(output(), first)
+    torch.manual_seed(seed)
+    assert torch.equal(output(), first)
+    state = torch.get_rng_state()
+    output(seed=1), at.recurrence(cell, x, weights)  # neither draws
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_autocast(seed: int) -> None:
+    """What other layers hand on is of 16 bits."""
+    torch.manual_seed(seed)
+    (cell, x, weights, _), _ = given_by(cells.LSTM)
+    weights = {name: w.float() for name, w in weights.items()}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, _ = at.recurrence(cell, x.bfloat16(), weights)
+    assert torch.equal(output, at.recurrence(cell, x.bfloat16().float(), weights)[0])
+
+
+def test_engines() -> None:
+    arguments, _ = given_by(cells.LSTM)
+    with pytest.raises(ValueError, match=r"engine='gpu' cannot run this call: .*engine 'cpu'"):
+        at.recurrence(*arguments, engine="gpu")
+    halves = {name: w.detach().half() for name, w in arguments[2].items()}
+    x = arguments[1].detach().half()
+    with pytest.raises(ValueError, match=r"engine='cpu' .*no fused kernel for torch\.float16"):
+        at.recurrence(cells.LSTM, x, halves, engine="cpu")
+    assert at.recurrence(cells.LSTM, x, halves)[0].dtype is torch.float16
+    with pytest.raises(ValueError, match=r"engine='cpu' cannot run this call: .*torch\.func"):
+        torch.func.vmap(lambda x: at.recurrence(cells.LSTM, x, arguments[2], engine="cpu"))(
+            arguments[1][None]
+        )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cell", [cells.LSTM, Adding], ids=repr)
+def test_compiled(cell: Any, seed: int) -> None:
+    """One operator, but with ``return_states``; a cell is known from its first call."""
+    if not ops.AVAILABLE:
+        pytest.skip("needs PyTorch 2.4")
+    torch.manual_seed(seed)
+    arguments, _ = given_by(cell)
+    flags = {"resets": torch.rand(STEPS, ROWS).round(), "lengths": torch.tensor([6, 3, 1])}
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return at.recurrence(cell, *arguments, **options)
+
+    for options, whole in ((flags, True), ({**flags, "return_states": "c"}, False)):
+        right = solved(arguments, options)
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=whole, dynamic=False)
+        found = tensors_of(compiled(*arguments[1:], **options))
+        assert_same(found, right[: len(found)], "forward")
+        loss = sum(
+            (t * torch.linspace(-1, 1, t.numel(), **DOUBLE).view(t.shape)).sum() for t in found
+        )
+        assert_same(list(torch.autograd.grad(loss, tensors_of(arguments[1:]))), right[len(found) :])
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+X, GATES = torch.zeros(STEPS, ROWS, ENTERING), torch.zeros(STEPS, ROWS, 3 * SIZE)
+IH, HH = torch.zeros(3 * SIZE, ENTERING), torch.zeros(3 * SIZE, SIZE)
+BOTH = {"weight_ih": IH, "weight_hh": HH}
+PEEPHOLES = {"weight_ih": IH.new_zeros(4 * SIZE, ENTERING), "weight_hh": HH.new_zeros(20, SIZE)}
+INDRNN = {"weight_ih": IH[:SIZE], "bias_ih": HH[0], "u": HH[0]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"cell": "GRU"}, TypeError, r"cell: given str 'GRU'; expected a cell"),
+        ({"x": None}, TypeError, "x, gates: given neither; expected one"),
+        ({"gates": GATES}, TypeError, "x, gates: given both"),
+        ({"x": None, "gates": GATES}, ValueError, "weights: given weight_ih with gates"),
+        ({"x": X[0]}, ValueError, r"x: given .*\[3, 4\]; expected \[time, batch, input"),
+        ({"x": [1.0]}, TypeError, r"x: given list .*expected \[time, batch, input"),
+        ({"weights": {"weight_hh": HH}}, ValueError, r"x: .*batch, 3 \* H\].*Without weight_ih"),
+        ({"x": X.double()}, ValueError, r"x: given torch.float64.*expected torch.float32"),
+        ({"weights": [HH]}, TypeError, "weights: given list .*a dictionary of tensors by name"),
+        ({"weights": {**BOTH, "w": HH}}, ValueError, "weights: given 'w', which cell GRU has not"),
+        ({"params": {"weight_hh": HH}}, ValueError, "params: given 'weight_hh', twice"),
+        ({"weights": {**BOTH, "bias_hh": 0.0}}, TypeError, "bias_hh: given float 0.0"),
+        ({"weights": {"weight_ih": IH}}, ValueError, "weight_hh: given nothing; expected .out, in"),
+        ({"weights": {**BOTH, "weight_ih": IH[:4]}}, ValueError, r"weight_ih: .*\[3 \* H, input"),
+        ({"weights": {**BOTH, "weight_hh": HH[:, :2]}}, ValueError, r"weight_hh: .*\[15, 5\]"),
+        ({"weights": {**BOTH, "bias_hh": HH[0]}}, ValueError, r"bias_hh: .*expected .*\[15\]"),
+        ({"weights": {**BOTH, "bias_hh": HH[:, 0].half()}}, ValueError, "bias_hh: .*float16"),
+        (
+            {"cell": cells.PeepholeLSTM, "weights": PEEPHOLES}, ValueError,
+            r"p_i: given nothing; expected torch.float32 \[5\], which cell PeepholeLSTM learns",
+        ),
+        ({"state": (HH[0], HH[0])}, TypeError, r"state: given .*expected a tuple \(h\)"),
+        ({"state": HH[0]}, TypeError, r"state: .*'h'; expected .*\[B, size\]"),
+        ({"state": HH[:2]}, ValueError, r"state: .*\[2, 5\]; expected .*\[3, 5\]"),
+        ({"reset_state": HH[0, :2]}, ValueError, r"reset_state: .*\[5\], the state 'h'"),
+        ({"static": HH[:3]}, TypeError, "static: .*declares no such input"),
+        ({"masked_output": "hold"}, ValueError, "masked_output: given 'hold'"),
+        ({"reverse": 1}, TypeError, "reverse: given int 1; expected True or False"),
+        ({"training": None}, TypeError, "training: given NoneType"),
+        ({"seed": -1}, ValueError, "seed: given int -1; expected an int from 0"),
+        ({"seed": True}, ValueError, "seed: given bool"),
+        ({"checkpoint": 0}, ValueError, "checkpoint: given 0"),
+        ({"engine": "tpu"}, ValueError, "engine: given 'tpu'; expected None, 'cpu'"),
+        ({"return_states": "c"}, ValueError, "return_states: given 'c'.*has h"),
+        ({"return_states": 1}, ValueError, "return_states: given 1"),
+        ({"recurrent_mask": HH[:2]}, ValueError, r"recurrent_mask: .*\[3, 5\], of the state"),
+        (
+            {"recurrent_mask": torch.ones(2, ROWS, SIZE)}, ValueError,
+            r"recurrent_mask: .*expected torch.float32 \[3, 3, 5\]",
+        ),
+        (
+            {"cell": cells.IndRNN, "weights": INDRNN, "recurrent_mask": HH[:3]}, ValueError,
+            "recurrent_mask: .*cell IndRNN.* no matmul behind",
+        ),
+        ({"mask": X}, ValueError, r"mask: given torch.float32 \[6, 3, 4\]; expected torch.bool"),
+        ({"lengths": [9, 1, 1]}, ValueError, "lengths: given a length of 9"),
+    ],
+)  # fmt: skip
+def test_errors(arguments: Any, error: Any, says: str) -> None:
+    with pytest.raises(error, match=says):
+        at.recurrence(**{"cell": cells.GRU, "x": X, "weights": BOTH, **arguments})
+
+
+# -- the same options of the module ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_the_module_returns_states(batch_first: bool, seed: int) -> None:
+    """Of the last layer, with its directions side by side, laid out as x; packed as x is."""
+    torch.manual_seed(seed)
+    layer = at.RNN(cells.LSTM, 3, 5, 2, bidirectional=True, batch_first=batch_first, **DOUBLE)
+    x = torch.randn(STEPS, ROWS, 3, **DOUBLE)
+    x = x.transpose(0, 1) if batch_first else x
+    output, (_, c), states = layer(x, lengths=[6, 4, 1], return_states=True)
+    assert torch.equal(states["h"], output)
+    cs = states["c"].transpose(0, 1) if batch_first else states["c"]
+    last = torch.stack([cs[n - 1, row, :5] for row, n in enumerate([6, 4, 1])])
+    assert torch.equal(last, c[2]) and torch.equal(cs[0, :, 5:], c[3])
+    packed = pack_padded_sequence(x, [6, 4, 1], batch_first=batch_first)
+    *_, ours = layer(packed, return_states=("c",))
+    assert torch.equal(pad_packed_sequence(ours["c"], batch_first=batch_first)[0], states["c"])
+    if not batch_first:
+        alone = layer(x[:, 0], return_states="c")[2]["c"]
+        assert_same([alone], [states["c"][:, 0]], "forward")
+
+
+@pytest.mark.parametrize("per_gate", [False, True])
+def test_the_module_takes_a_recurrent_mask(per_gate: bool, seed: int) -> None:
+    """One for all directions and layers; with no batch without the axis of rows."""
+    torch.manual_seed(seed)
+    layer = at.RNN(cells.LSTMP, ENTERING, SIZE, bidirectional=True, P=3, **DOUBLE)
+    x, shape = torch.randn(STEPS, ROWS, ENTERING, **DOUBLE), (4, ROWS, 3) if per_gate else (ROWS, 3)
+    mask = torch.rand(shape, **DOUBLE)
+    output, _ = layer(x, recurrent_mask=mask)
+    for ours, end in zip(output.chunk(2, -1), ENDS, strict=True):
+        weights = {name: getattr(layer, f"{name}_l0{end}") for name in cells.LSTMP.learned}
+        right, _ = at.recurrence(
+            cells.LSTMP, x, weights, recurrent_mask=mask, reverse=end == ENDS[1]
+        )
+        assert torch.equal(ours, right)
+    alone, _ = layer(x[:, 1], recurrent_mask=mask[..., 1, :])
+    assert_same([alone], [output[:, 1]], "forward")
+    with pytest.raises(ValueError, match=r"recurrent_mask: given .*expected .*3, 3\], of the"):
+        layer(x, recurrent_mask=mask[..., :2])

@@ -181,8 +181,8 @@ def test_drop_ins_with_checkpoints_are_ours() -> None:
     """cuDNN keeps what it keeps."""
     for checkpoint, wins in ((None, True), (4, False)):
         weight = SimpleNamespace(is_cuda=True)
-        layer = SimpleNamespace(cell=cells.LSTM, weight_ih_l0=weight, checkpoint=checkpoint)
-        assert DropIn._vendor_wins(layer, None) is wins
+        layer = SimpleNamespace(checkpoint=checkpoint)
+        assert DropIn._vendor_wins(layer, None, cells.LSTM, weight) is wins
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

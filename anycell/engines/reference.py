@@ -140,22 +140,35 @@ class Recurrence:
     # -- the loop --------------------------------------------------------------------------------
     def forward(self) -> tuple[Array, tuple[Array, ...]]:
         """Outputs and final states."""
-        with self.xp.unchecked():
-            outputs, final, _ = self._loop()
+        (outputs,), final = self.sequences(self.cell.state_names[:1])
         return outputs, final
 
-    def _loop(self) -> tuple[Array, tuple[Array, ...], dict[int, tuple[Array, ...]]]:
-        """Outputs, final states, and the states that entered each step."""
+    def sequences(self, names: Sequence[str]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """Of each of these states its values after every step, ``[T, B, size]``, at masked steps as
+        ``masked_output`` says; and the final states.
+        """
+        with self.xp.unchecked():
+            sequences, final, _ = self._loop(names)
+        return sequences, final
+
+    def _loop(
+        self, names: Sequence[str] = ()
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...], dict[int, tuple[Array, ...]]]:
+        """The sequences of these states, final states, and the states that entered each step."""
         states, restored = self.initial(self.state), self.initial(self.reset_state)
-        entering, outputs = {}, {}
+        places = [self.cell.state_names.index(name) for name in names]
+        entering: dict[int, tuple[Array, ...]] = {}
+        after: list[dict[int, Array]] = [{} for _ in places]
         for t in self.times:
             entering[t] = self._choose(self._reset(t), restored, states)
             values = self._step(t, entering[t])
             new = self._full(values[node] for node in self.cell.next)
             states = self._choose(self._valid(t), new, entering[t])
-            held = self.masked_output == "repeat"
-            outputs[t] = states[0] if held else self._guard(t, states[0])
-        return self._stack(outputs, self.size[self.cell.states[0].size]), states, entering
+            for i, steps in zip(places, after, strict=True):
+                held = self.masked_output == "repeat"
+                steps[t] = states[i] if held else self._guard(t, states[i])
+        sizes = [self.size[self.cell.states[i].size] for i in places]
+        return tuple(map(self._stack, after, sizes)), states, entering
 
     def backward(self, d_outputs: Array | None, d_final: States) -> Gradients:
         """What arrives at outputs and final states, carried back to everything."""

@@ -30,5 +30,5 @@ def run(call: Call, arrays: Arrays) -> Result:
     )
     with torch.autocast(tensors["x"].device.type, enabled=False):
         own = steps.Call(call.cell, call.hidden_size, options, call.sizes)
-        outputs, final = functional.layer(own, tensors)
+        outputs, final, _ = functional.layer(own, tensors)
     return outputs if call.sequences else None, tuple(state[0] for state in final)

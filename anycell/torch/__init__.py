@@ -4,6 +4,7 @@
   same constructors, ``state_dict``, shapes, initial weights and errors, and besides ``mask``,
   ``lengths`` and ``resets``.
 - ``RNN(cell, ...)`` and ``RNNCell(cell, ...)`` run any cell, yours included.
+- ``recurrence(cell, x, weights, ...)`` is the function behind them, on tensors of your own.
 - ``accelerate(model)`` swaps the layers inside a model; ``recurrent_layers(model)`` says what runs.
 
 Layers run on a fused kernel, forward and backward, in float32 and float64 on the CPU, and else as
@@ -18,6 +19,7 @@ require("torch", "anycell.torch", extra="torch")
 from anycell.torch.accelerate import accelerate, recurrent_layers
 from anycell.torch.dropin import GRU, LSTM
 from anycell.torch.functional import Engine
+from anycell.torch.primitive import recurrence
 from anycell.torch.rnn import RNN
 from anycell.torch.step import GRUCell, LSTMCell, RNNCell
 
@@ -30,5 +32,6 @@ __all__ = [
     "LSTMCell",
     "RNNCell",
     "accelerate",
+    "recurrence",
     "recurrent_layers",
 ]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from anycell.lang.cell import Cell
+from anycell.torch.functional import autocast, memory, observed
 
 
 def describe(value: Any) -> str:
@@ -30,15 +31,20 @@ def describe(value: Any) -> str:
 # -- of constructors -------------------------------------------------------------------------------
 
 
-def check_layer(
-    cell: Any, counts: Mapping[str, Any], sizes: Mapping[str, Any], dropout: Any = 0.0
-) -> None:
-    """The arguments of ``RNN`` and ``RNNCell``; ``counts`` are those that count something."""
+def check_cell(cell: Any) -> None:
+    """What is to be a cell."""
     if not isinstance(cell, Cell):
         raise TypeError(
             f"cell: given {describe(cell)}; expected a cell. Pass one of anycell.cells, for "
             "instance anycell.cells.LSTM, or decorate a function of one step with @anycell.cell."
         )
+
+
+def check_layer(
+    cell: Any, counts: Mapping[str, Any], sizes: Mapping[str, Any], dropout: Any = 0.0
+) -> None:
+    """The arguments of ``RNN`` and ``RNNCell``; ``counts`` are those that count something."""
+    check_cell(cell)
     declared = {size for l in cell.linears for size in (l.in_size, l.out_size)}
     declared = (declared | {s.size for s in cell.states}) - {"H"}
     for name in sizes.keys() - declared:
@@ -78,7 +84,7 @@ def check_tensor(name: str, value: Any, shape: Sequence[int], axes: str, like: T
         raise TypeError(f"{name}: given {describe(value)}; {wanted}. Pass a tensor.")
     if value.shape != tuple(shape):
         raise ValueError(f"{name}: given {describe(value)}; {wanted}. Reshape or expand it.")
-    if value.dtype != like.dtype:
+    if value.dtype != like.dtype and not autocast():
         hint = f"Convert it: {name}.to({like.dtype})."
         raise ValueError(f"{name}: given {describe(value)}; {wanted}. {hint}")
     check_device(name, value, like.device)
@@ -100,10 +106,8 @@ def check_states(
     sizes: Mapping[str, int],
     first: tuple[int, ...],
     like: Tensor,
-) -> tuple[Tensor, ...] | None:
+) -> tuple[Tensor, ...]:
     """States as a tuple; each must be ``[*first, size]``."""
-    if states is None:
-        return None
     given = (states,) if isinstance(states, Tensor) else states
     if not isinstance(given, (tuple, list)) or len(given) != len(cell.states):
         names = ", ".join(cell.state_names)
@@ -118,7 +122,7 @@ def check_states(
     return tuple(given)
 
 
-def check_static(cell: Cell, static: Any, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
+def check_static(cell: Cell, static: Any, shape: tuple[int, ...], like: Tensor) -> Any:
     """The input per sequence, which must be given just where the cell declares one."""
     if cell.static is not None:
         axes = f"the input {cell.static!r} of cell {cell.name}, once per sequence"
@@ -129,6 +133,68 @@ def check_static(cell: Cell, static: Any, shape: tuple[int, ...], like: Tensor) 
             'such input. Declare it, @cell(static="e"), or leave it out.'
         )
     return static
+
+
+def check_recurrent_mask(
+    cell: Cell, mask: Tensor, sizes: Mapping[str, int], rows: tuple[int, ...], like: Tensor
+) -> None:
+    """``[*rows, size]``, or ``[G, *rows, size]`` for one per gate, of a cell that has a matmul
+    behind `r`.
+    """
+    if not any(l.recurrent for l in cell.linears):
+        named = ", ".join(l.name for l in cell.linears) or "none"
+        raise ValueError(
+            f"recurrent_mask: given {describe(mask)}; expected None for cell {cell.name}, which "
+            f"has no matmul behind `r` to mask (its matmuls: {named}). Draw the mask in the cell, "
+            "with keep()."
+        )
+    shape = (*rows, sizes[cell.states[0].size])
+    axes = f"of the state {cell.states[0].name!r}, with an axis of {len(cell.gates)} gates or not"
+    if isinstance(mask, Tensor) and mask.dim() == len(shape) + 1:
+        shape = (len(cell.gates), *shape)
+    check_tensor("recurrent_mask", mask, shape, axes, like)
+
+
+def check_return_states(cell: Cell, wanted: Any) -> tuple[str, ...]:
+    """``return_states`` as names of states."""
+    if wanted is None or isinstance(wanted, bool):
+        return cell.state_names if wanted else ()
+    names = (wanted,) if isinstance(wanted, str) else wanted
+    if not isinstance(names, (tuple, list)) or not set(names) <= set(cell.state_names):
+        raise ValueError(
+            f"return_states: given {wanted!r}; expected names of states of cell {cell.name}, of "
+            f"which it has {', '.join(cell.state_names)}. Pass True for all of them."
+        )
+    return tuple(names)
+
+
+def check_masked_output(value: Any) -> bool:
+    """Whether outputs of masked steps repeat the held state."""
+    if not isinstance(value, str) or value not in ("zero", "repeat"):
+        raise ValueError(
+            f"masked_output: given {value!r}; expected 'zero' or 'repeat'. Leave it out for zeros."
+        )
+    return value == "repeat"
+
+
+def as_flags(name: str, value: Tensor, wanted: str) -> Tensor:
+    """``mask`` or ``resets`` as bool: of bool or uint8, and resets of 0 and 1 in any real dtype.
+
+    Whether they are 0 and 1 is looked at on the CPU, outside of traces and transforms: elsewhere a
+    look waits for the device, or there is nothing to see yet. There all but 0 is a reset.
+    """
+    if value.dtype not in (torch.bool, torch.uint8):
+        if name != "resets" or value.is_complex():
+            raise TypeError(f"{name}: given {describe(value)}; {wanted}. Cast it: {name}.bool().")
+        if not observed() and memory(value) and value.is_cpu:
+            other = value[(value != 0) & (value != 1)]
+            if len(other):
+                raise ValueError(
+                    f"{name}: given {describe(value)} with a value of {other[0].item():g}; {wanted}"
+                    f", or 0 and 1. Say which values are resets, as in {name} > 0.5."
+                )
+            return value != 0
+    return value.bool()
 
 
 @dataclass(frozen=True)
@@ -160,19 +226,18 @@ class Layout:
         if not isinstance(value, Tensor):
             hint = f"Pass torch.as_tensor({name})."
             raise TypeError(f"{name}: given {describe(value)}; {wanted}. {hint}")
-        if value.dtype not in (torch.bool, torch.uint8):
-            raise TypeError(f"{name}: given {describe(value)}; {wanted}. Cast it: {name}.bool().")
         if value.shape != shape:
             turned = self.batched and value.shape == shape[::-1]
             hint = f"Turn it: {name}.t()." if turned else "One flag per step and row."
             raise ValueError(f"{name}: given {describe(value)}; {wanted}. {hint}")
         check_device(name, value, self.device)
+        value = as_flags(name, value, wanted)
         if not self.batched:
             value = value.unsqueeze(1)
         elif self.batch_first:
             value = value.t()
         # A copy: the backward pass reads it again, and the caller may have changed his by then.
-        return value.bool().clone(memory_format=torch.contiguous_format)
+        return value.clone(memory_format=torch.contiguous_format)
 
     def within(self, lengths: Any) -> Tensor:
         """``lengths`` as a mask, bool ``[T, B]``."""

@@ -6,7 +6,7 @@ and tracing, and the cells, dtypes and devices that no fused kernel carries.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,16 +27,25 @@ class Call(NamedTuple):
 
     Attributes:
         sizes: what the other size symbols of the cell stand for, in pairs.
+        sequences: the states besides the first whose values after each step are wanted.
+        engine: who must run it; None takes whoever fits.
     """
 
     cell: Cell
     hidden_size: int
     options: Options
     sizes: Sizes = ()
+    sequences: tuple[str, ...] = ()
+    engine: str | None = None
 
 
-def composite(call: Call, arrays: Arrays) -> tuple[Tensor, States]:
-    """Output ``[T, B, directions * size]`` and final states of a layer, step by step."""
+# Output ``[T, B, directions * size]``, the final states ``[directions, B, size]``, and of each of
+# ``Call.sequences`` its values after each step, ``[T, B, directions * size]``.
+Result = tuple[Tensor, States, States]
+
+
+def composite(call: Call, arrays: Arrays) -> Result:
+    """A layer, step by step."""
     cell, options, x, get = call.cell, call.options, arrays["x"], arrays.get
     mask = get("mask")
     if mask is not None:  # NaN under a mask must not reach the weights' gradient
@@ -44,7 +53,8 @@ def composite(call: Call, arrays: Arrays) -> tuple[Tensor, States]:
     if torch._C._get_tracing_state() is not None:
         # The loop over the steps becomes part of the trace. There it must not run on more of them.
         x = torch.stack(x.unbind())
-    outputs, finals = [], []
+    sequences, finals = [], []
+    wanted = (cell.state_names[0], *call.sequences)
     for d, (end, reverse) in enumerate(zip(ENDS, options.reverse, strict=False)):
         weight, bias = get(f"weight_ih{end}"), get(f"bias_ih{end}")
         gates = x if weight is None else F.linear(x, weight, bias)
@@ -55,7 +65,7 @@ def composite(call: Call, arrays: Arrays) -> tuple[Tensor, States]:
             for kind in ("state", "reset_state")
         )
         weights = {n: get(n + end) for l in cell.linears for n in (l.weight, l.bias_name)}
-        output, final = reference.run(
+        recurrence = reference.Recurrence(
             cell,
             gates,
             weights,
@@ -72,7 +82,14 @@ def composite(call: Call, arrays: Arrays) -> tuple[Tensor, States]:
             seed=options.seed,
             stream=2 * options.stream + d,
         )
-        outputs.append(output)
+        after, final = recurrence.sequences(wanted)
+        sequences.append(after)
         finals.append(final)
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-    return output, tuple(torch.stack(parts) for parts in zip(*finals, strict=True))
+    output, *others = map(side_by_side, zip(*sequences, strict=True))
+    final = tuple(torch.stack(parts) for parts in zip(*finals, strict=True))
+    return output, final, tuple(others)
+
+
+def side_by_side(directions: Sequence[Tensor]) -> Tensor:
+    """What directions give of each step, along the last axis."""
+    return directions[0] if len(directions) == 1 else torch.cat(tuple(directions), -1)

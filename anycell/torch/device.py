@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,9 +67,12 @@ class DeviceHost:
         """Graphs of launches, on a card."""
         return Replays(captured) if self.device.type == "cuda" else None
 
-    def active(self) -> AbstractContextManager[Any]:
-        """A context in which kernels run where the tensors are."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+    def run(self, run: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """A pass of a layer, run where the tensors are."""
+        if self.device.type != "cuda":
+            return run(self, *arguments, **named)
+        with torch.cuda.device(self.device):
+            return run(self, *arguments, **named)
 
     def stream(self) -> int:
         """The current stream of the device."""

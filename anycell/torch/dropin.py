@@ -27,11 +27,12 @@ from anycell.torch.functional import (
     compiled,
     fused_plan,
     memory,
+    observed,
     reason,
     traced,
     transformed,
 )
-from anycell.torch.recurrent import Lengths, Recurrent
+from anycell.torch.recurrent import Lengths, Recurrent, sequence, state_names
 from anycell.torch.symbolic import leaf
 
 _FEW_ROWS = 32
@@ -79,17 +80,38 @@ class DropIn(Recurrent):
     ) -> tuple[Any, States] | None:
         """Output and final states; None where the parent has the answer, or the error."""
         extra = mask is not None or lengths is not None or resets is not None
-        if not extra and not transformed() and self._vendor_wins(x):
-            return self._by_vendor(x, states)
-        if compiled() and (isinstance(x, PackedSequence) or not ops.AVAILABLE):
+        looked, cell = observed(), self.cell
+        weight = self._parameters.get("weight_ih_l0")
+        if weight is None:  # parametrised: computed at each look
+            weight = self.weight_ih_l0
+        plain = not extra and not (looked and transformed())
+        if plain and self._vendor_wins(x, cell, weight):
+            return self._by_vendor(x, states, weight)
+        if looked and compiled() and (isinstance(x, PackedSequence) or not ops.AVAILABLE):
             return torch.compiler.disable(self._ours)(x, states, mask, lengths, resets)
-        if (not extra and traced()) or not self._fits(x, states):
+        if looked and not extra and traced():
             return None
-        if not extra and not transformed() and (autocast() or not self._fused(x)):
+        if not self._fits(x, states, weight):
             return None
-        return self._run(x, states, mask=mask, lengths=lengths, resets=resets)
+        if plain and (autocast() or not self._fused(x, cell, weight, looked)):
+            return None
+        arrays = {}
+        if states is not None:
+            arrays = dict(zip(state_names("state", cell), states, strict=True))
+        output, final, _ = sequence(
+            self._call(),
+            x,
+            arrays,
+            self._weights(),
+            mask=mask,
+            lengths=lengths,
+            resets=resets,
+            batch_first=self.batch_first,
+            dropout=self.dropout,
+        )
+        return output, final
 
-    def _fits(self, x: Any, states: Sequence[Any] | None) -> bool:
+    def _fits(self, x: Any, states: Sequence[Any] | None, weight: Tensor) -> bool:
         """Whether input and states are as torch wants them."""
         rows: tuple[int, ...] = ()
         if isinstance(x, PackedSequence):
@@ -105,7 +127,7 @@ class DropIn(Recurrent):
             if shape[time] == 0:
                 return False
             rows = (shape[1 - time],) if batched else ()
-        if x.shape[-1] != self.input_size or not _alike(x, self.weight_ih_l0):
+        if x.shape[-1] != self.input_size or not _alike(x, weight):
             return False
         if states is None:
             return True
@@ -117,25 +139,27 @@ class DropIn(Recurrent):
             for s, shape in zip(states, wanted, strict=True)
         )
 
-    def _fused(self, x: Tensor | PackedSequence) -> bool:
+    def _fused(self, x: Tensor | PackedSequence, cell: Cell, weight: Tensor, looked: bool) -> bool:
         """Whether the fused kernel can run this call."""
         data = x.data if isinstance(x, PackedSequence) else x
-        if compiled():
-            return ops.known(self.cell, self.hidden_size, self._sizes, data) is not None
-        plan = fused_plan(self.cell, self.hidden_size, self.weight_ih_l0, self._sizes)
+        if looked and compiled():
+            return ops.known(cell, self.hidden_size, self._sizes, data) is not None
+        plan = fused_plan(cell, self.hidden_size, weight, self._sizes)
         return isinstance(plan, Plan) and memory(data)
 
-    def _vendor_wins(self, x: Any) -> bool:
+    def _vendor_wins(self, x: Any, cell: Cell, weight: Tensor) -> bool:
         """Whether torch's own layer is the faster."""
-        if self.weight_ih_l0.is_cuda:
-            return self.checkpoint is None and vendor.wins_on_gpu(self.cell) is not None
+        if weight.is_cuda:
+            return self.checkpoint is None and vendor.wins_on_gpu(cell) is not None
         if not isinstance(x, Tensor):
             return False
         if x.dim() not in (2, 3):
             return False
-        return vendor.wins(self.cell, x.shape[int(self.batch_first and x.dim() == 3)])
+        return vendor.wins(cell, x.shape[int(self.batch_first and x.dim() == 3)])
 
-    def _by_vendor(self, x: Any, states: tuple[Any, ...] | None) -> tuple[Any, States] | None:
+    def _by_vendor(
+        self, x: Any, states: tuple[Any, ...] | None, weight: Tensor
+    ) -> tuple[Any, States] | None:
         """As ``_ours``, where torch's own layer is the faster: its parent calls it."""
         return None
 
@@ -245,13 +269,16 @@ class LSTM(DropIn, nn.LSTM):
         ours = self._ours(input, states, mask, lengths, resets)
         return super().forward(input, hx) if ours is None else ours
 
-    def _by_vendor(self, x: Any, states: tuple[Any, ...] | None) -> tuple[Any, States] | None:
+    def _by_vendor(
+        self, x: Any, states: tuple[Any, ...] | None, weight: Tensor
+    ) -> tuple[Any, States] | None:
         # Few rows: the parent packs the weights. A trace must not take one step for all.
         batched = x.dim() == 3
         rows = x.shape[not self.batch_first] if batched else 1
-        if rows > _FEW_ROWS or traced() or autocast() or not self._fits(x, states):
+        if rows > _FEW_ROWS or traced() or autocast() or not self._fits(x, states, weight):
             return None
-        if not self._fused(x):  # as in dtypes of which torch's cell rounds more often
+        # Other dtypes torch's cell rounds more often than its layer.
+        if not self._fused(x, self.cell, weight, observed()):
             return None
         part, whole = (Tensor.unbind, torch.stack) if batched else (_rows, torch.cat)
         before: Iterator[Any]
@@ -316,9 +343,13 @@ class GRU(DropIn, nn.GRU):
         ours = self._ours(input, states, mask, lengths, resets)
         return super().forward(input, hx) if ours is None else (ours[0], *ours[1])
 
-    def _by_vendor(self, x: Any, states: tuple[Any, ...] | None) -> tuple[Any, States] | None:
+    def _by_vendor(
+        self, x: Any, states: tuple[Any, ...] | None, weight: Tensor
+    ) -> tuple[Any, States] | None:
         # The parent's way to the same call takes half as long as a step on one row.
-        if x.dim() != 3 or x.is_cuda or compiled() or autocast() or not self._fits(x, states):
+        if x.dim() != 3 or x.is_cuda or compiled() or autocast():
+            return None
+        if not self._fits(x, states, weight):
             return None
         layers, rows = self.num_layers * (1 + self.bidirectional), x.shape[not self.batch_first]
         h = x.new_zeros(layers, rows, self.hidden_size) if states is None else states[0]

@@ -15,8 +15,8 @@ from anycell.lang.cell import Cell
 from anycell.layer import stepped
 from anycell.plan import Plan
 from anycell.torch import fused, ops
-from anycell.torch.composite import Arrays, Call, Sizes, States, composite
-from anycell.torch.ranges import span
+from anycell.torch.composite import Arrays, Call, Result, Sizes, States, composite
+from anycell.torch.ranges import ranged
 
 
 def stack(
@@ -24,7 +24,7 @@ def stack(
     arrays: Arrays,
     weights: Sequence[Arrays],
     drop: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Tensor, States]:
+) -> Result:
     """Layers on top of each other.
 
     Args:
@@ -35,43 +35,51 @@ def stack(
         drop: the dropout between layers, if any.
 
     Returns:
-        the output ``[T, B, directions * size]`` and the final states of all layers.
+        the output ``[T, B, directions * size]``, the final states of all layers, and
+        ``call.sequences`` of the last one.
     """
     if len(weights) == 1:
         return layer(call, {**arrays, **weights[0]})
     x, finals, count = arrays["x"], [], len(call.options.reverse)
+    sequences: States = ()
     for k, learned in enumerate(weights):
         if k and drop is not None:
             x = drop(x)
         directions = slice(k * count, (k + 1) * count)
         one = {n: t[directions] if _is_state(n) else t for n, t in arrays.items()}
+        wanted = call.sequences if k + 1 == len(weights) else ()
         options = call.options._replace(stream=k)
-        x, final = layer(call._replace(options=options), {**one, "x": x, **learned})
+        this = call._replace(options=options, sequences=wanted)
+        x, final, sequences = layer(this, {**one, "x": x, **learned})
         finals.append(final)
-    return x, tuple(map(torch.cat, zip(*finals, strict=True)))
+    return x, tuple(map(torch.cat, zip(*finals, strict=True))), sequences
 
 
 def _is_state(name: str) -> bool:
     return name.startswith(("state ", "reset_state "))
 
 
-def layer(call: Call, arrays: Arrays) -> tuple[Tensor, States]:
+def layer(call: Call, arrays: Arrays) -> Result:
     """One layer of one or two directions, on the engine that fits."""
-    x = arrays["x"]
-    if compiled() or faked(x):
-        results = ops.run(call, arrays) if ops.AVAILABLE and not for_onnx() else None
-        if results is not None:
-            return results
-    if compiled():  # the graph breaks here
-        return torch.compiler.disable(layer)(call, arrays)
-    if not (traced() or transformed()):
-        cell = stepped(call.cell, arrays.get("recurrent_mask"))
-        plan = fused_plan(cell, call.hidden_size, x, call.sizes)
-        if isinstance(plan, Plan) and _memory(arrays):
-            with span(call.cell, "forward"):
-                return fused.run(call, plan, arrays)
-    with span(call.cell, "step by step"):
-        return composite(call, arrays)
+    x, engine = arrays["x"], call.engine
+    plan: Plan | str = "asked for"
+    if observed() or type(x) not in _ORDINARY:
+        if engine != "reference" and (compiled() or faked(x)) and ops.AVAILABLE and not for_onnx():
+            results = ops.run(call, arrays)
+            if results is not None:
+                return results
+        if compiled():  # the graph breaks here
+            return torch.compiler.disable(layer)(call, arrays)
+        plan = "tensors of a trace, of torch.func or of another type are no plain memory"
+    elif engine != "reference":
+        plan = _plan_for(call, arrays)
+        if isinstance(plan, Plan):
+            if engine is None or engine == plan.engine:
+                return ranged(call.cell, "forward", fused.run, call, plan, arrays)
+            plan = f"these tensors are for the engine {plan.engine!r}"
+    if engine not in (None, "reference"):
+        raise ValueError(f"engine={engine!r} cannot run this call: {plan}. Leave engine out.")
+    return ranged(call.cell, "step by step", composite, call, arrays)
 
 
 # -- which engine ----------------------------------------------------------------------------------
@@ -90,6 +98,7 @@ class Engine(NamedTuple):
 
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
+FLAGS = "mask", "resets"  # arrays of any dtype that flags may have
 
 
 def fused_plan(cell: Cell, hidden_size: int, weight: Tensor, sizes: Sizes = ()) -> Plan | str:
@@ -97,14 +106,29 @@ def fused_plan(cell: Cell, hidden_size: int, weight: Tensor, sizes: Sizes = ()) 
     return fused.plan_on(weight.device.type, cell, hidden_size, weight.dtype, sizes)
 
 
+def _plan_for(call: Call, arrays: Arrays) -> Plan | str:
+    """The plan of the fused kernel for a call, or why it goes step by step."""
+    x, cell, mask = arrays["x"], call.cell, arrays.get("recurrent_mask")
+    if mask is not None:
+        cell = stepped(cell, mask)
+        if mask.requires_grad and torch.is_grad_enabled():
+            return "no fused kernel has the gradient of recurrent_mask"
+    dtype, device = x.dtype, x.device
+    for name, t in arrays.items():  # as ``memory``, which would be a call for each
+        plain = type(t) in _ORDINARY and t.layout is torch.strided and not t.is_neg()
+        if not plain or t.device != device or (t.dtype is not dtype and name not in FLAGS):
+            return f"{name} is no plain tensor with the dtype and the device of x"
+    return fused_plan(cell, call.hidden_size, x, call.sizes)
+
+
 def reason(plan: Plan) -> str:
     """Why this engine, and what devices have refused of the plan."""
     return "; ".join([plan.reason, *map(str, refusals.of_plan(plan))])
 
 
-def memory(x: Tensor | None, dtype: torch.dtype | None = None) -> bool:
-    """Whether ``x``, if any, is plain memory on a device with kernels; a FakeTensor is not."""
-    return x is None or (
+def memory(x: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether ``x`` is plain memory on a device with kernels; a FakeTensor is not."""
+    return (
         type(x) in _ORDINARY
         and x.device.type in fused.ENGINES
         and x.layout is torch.strided
@@ -113,17 +137,22 @@ def memory(x: Tensor | None, dtype: torch.dtype | None = None) -> bool:
     )
 
 
-def _memory(arrays: Arrays) -> bool:
-    """Whether all arrays are plain memory, and all but flags of one dtype."""
-    x = arrays["x"]
-    return all(
-        memory(t, None if name in ("mask", "resets") else x.dtype) and t.device == x.device
-        for name, t in arrays.items()
+def observed() -> bool:
+    """Whether anything looks at the call for which pointers tell nothing: a compiler, an exporter,
+    a trace, ``torch.func``, or forward-mode derivatives.
+    """
+    return (
+        torch.compiler.is_dynamo_compiling()
+        or exporting()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
     )
 
 
 def compiled() -> bool:
     """Whether torch.compile, or a strict torch.export, looks at the call."""
+    # A function of ours, for behind a break of the graph Dynamo looks at each by itself.
     return torch.compiler.is_dynamo_compiling()
 
 

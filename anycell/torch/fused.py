@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +14,18 @@ from anycell import device, layer
 from anycell.engines.gpu import build, launch
 from anycell.lang.cell import Cell
 from anycell.plan import ENGINE_DTYPES, Plan, plan
-from anycell.torch.composite import Arrays, Call, Sizes, States, composite
+from anycell.torch.composite import (
+    Arrays,
+    Call,
+    Result,
+    Sizes,
+    States,
+    composite,
+    side_by_side,
+)
 from anycell.torch.device import DeviceHost, host_of
 from anycell.torch.host import HOSTS, TorchHost
-from anycell.torch.ranges import span
+from anycell.torch.ranges import ranged
 
 # Which engine has the kernels, by the type of the device.
 ENGINES = {"cpu": "cpu", "cuda": "gpu"}
@@ -57,13 +66,43 @@ def plan_of(
     return plan(cell, hidden_size, name, engine, dict(sizes))
 
 
-def run(call: Call, plan: Plan, arrays: Arrays) -> tuple[Tensor, States]:
-    """Output and final states, as ``composite`` returns them."""
-    if torch.is_grad_enabled() and any(t.requires_grad for t in arrays.values()):
-        output, *final = _Fused.apply(call, plan, tuple(arrays), *arrays.values())
-        return output, tuple(final)
-    output, final, _ = run_forward(call, plan, arrays, keep=False)
-    return output, final
+def run(call: Call, plan: Plan, arrays: Arrays) -> Result:
+    """A layer, as ``composite`` returns it."""
+    if call.sequences:  # the kernel keeps them, as it does for the backward pass
+        plan = keeping(plan, call.sequences)
+        call = call._replace(options=call.options._replace(checkpoint=None))
+    if torch.is_grad_enabled():
+        for tensor in arrays.values():
+            if tensor.requires_grad:
+                output, *rest = _Fused.apply(call, plan, tuple(arrays), *arrays.values())
+                states = len(plan.cell.states)
+                return output, tuple(rest[:states]), tuple(rest[states:])
+    output, final, kept = run_forward(call, plan, arrays, keep=bool(call.sequences))
+    return output, final, () if kept is None else sequences(call, arrays, kept)
+
+
+@functools.lru_cache(maxsize=512)
+def keeping(plan: Plan, states: tuple[str, ...]) -> Plan:
+    """The plan whose forward pass keeps the sequences of these states, too."""
+    kept = [name for name in plan.cell.state_names if name in (*plan.states, *states)]
+    return plan if len(kept) == len(plan.states) else replace(plan, states=tuple(kept))
+
+
+def sequences(call: Call, arrays: Arrays, kept: layer.Kept) -> States:
+    """``call.sequences``, from what the forward pass has kept."""
+    found, mask = [], None if call.options.repeat else arrays.get("mask")
+    for name in call.sequences:
+        i, directions = call.cell.state_names.index(name), []
+        for states, reverse in zip(kept.states, call.options.reverse, strict=True):
+            slots = states[i]
+            assert slots is not None, name
+            # The slot before the first step comes first, and in the reverse direction last.
+            directions.append(slots[:-1] if reverse else slots[1:])
+        whole = side_by_side(directions)
+        if mask is not None:
+            whole = torch.where(mask.unsqueeze(-1), whole, torch.zeros_like(whole))
+        found.append(whole.detach())
+    return tuple(found)
 
 
 class _Fused(torch.autograd.Function):
@@ -79,7 +118,7 @@ class _Fused(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.plan, ctx.names = call, plan, names
         ctx.states = [array is not None for array in kept.states[0]]
-        return output, *final
+        return output, *final, *sequences(call, arrays, kept)
 
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:
@@ -90,14 +129,17 @@ class _Fused(torch.autograd.Function):
         tensors = ctx.saved_tensors
         arrays = dict(zip(names, tensors, strict=False))
         wanted = {name for name, need in zip(names, needs, strict=True) if need}
-        with span(call.cell, "backward"):
-            if torch.is_grad_enabled() or any(map(_batched, arriving)):
-                gradients: Mapping[str, Tensor | None] = _differentiable(
-                    call, arrays, wanted, arriving
-                )
-            else:
-                kept = layer.Kept.of(tensors[len(names) :], ctx.states, len(call.options.reverse))
-                gradients = run_backward(call, ctx.plan, arrays, kept, arriving, wanted)
+        ends = 1 + len(call.cell.states)
+        # The kernels take gradients at outputs and final states, and at no other sequence.
+        elsewhere = any(gradient is not None for gradient in arriving[ends:])
+        gradients: Mapping[str, Tensor | None]
+        if elsewhere or torch.is_grad_enabled() or any(map(_batched, arriving)):
+            run: Any = _differentiable
+            gradients = ranged(call.cell, "backward", run, call, arrays, wanted, arriving)
+        else:
+            kept = layer.Kept.of(tensors[len(names) :], ctx.states, len(call.options.reverse))
+            given = call, ctx.plan, arrays, kept, arriving[:ends], wanted
+            gradients = ranged(call.cell, "backward", run_backward, *given)
         found = [gradients.get(name) if name in wanted else None for name in names]
         return None, None, None, *found
 
@@ -115,8 +157,8 @@ def run_forward(
 ) -> tuple[Tensor, States, layer.Kept | None]:
     """Output, final states, and what the backward pass reads, of one layer."""
     engine, host = engine_of(plan, arrays["x"])
-    with host.active():
-        output, finals, kept = engine.forward(host, plan, arrays, _here(call), keep=keep)
+    given = plan, arrays, _on(call.options, torch.get_num_threads())
+    output, finals, kept = host.run(engine.forward, *given, keep=keep)
     # Detached: for autograd they are no views of what is kept.
     return output.detach(), tuple(finals), kept
 
@@ -132,10 +174,8 @@ def run_backward(
     """The gradients of a layer's tensors, by name."""
     d_output, *d_final = arriving
     engine, host = engine_of(plan, arrays["x"])
-    with host.active():
-        gradients: dict[str, Tensor] = engine.backward(
-            host, plan, arrays, _here(call), kept, d_output, d_final, wanted=wanted
-        )
+    given = plan, arrays, _on(call.options, torch.get_num_threads()), kept, d_output, d_final
+    gradients: dict[str, Tensor] = host.run(engine.backward, *given, wanted=wanted)
     return gradients
 
 
@@ -147,8 +187,8 @@ def _differentiable(
     with torch.enable_grad():
         # A view stands for each input at this place of the graph: one input may hang on another.
         places = {n: t.view_as(t) if n in wanted else t for n, t in arrays.items()}
-        output, final = composite(call, places)
-        ends = zip((output, *final), arriving, strict=True)
+        output, final, others = composite(call, places)
+        ends = zip((output, *final, *others), arriving, strict=True)
         outputs, gradients = zip(*[(o, g) for o, g in ends if g is not None], strict=True)
         inputs = {name: t for name, t in places.items() if name in wanted}
         found = torch.autograd.grad(
@@ -167,6 +207,7 @@ def engine_of(plan: Plan, x: Tensor) -> tuple[Any, TorchHost | DeviceHost]:
     return layer, HOSTS[plan.dtype]
 
 
-def _here(call: Call) -> layer.Options:
-    """The options of a call, on the threads of now."""
-    return call.options._replace(threads=torch.get_num_threads())
+@functools.lru_cache(maxsize=256)
+def _on(options: layer.Options, threads: int) -> layer.Options:
+    """The options of a call, on so many threads."""
+    return options._replace(threads=threads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 from anycell.engines import cpu
 from anycell.layer.signature import ANY, MATRIX, ROWS
 
-_HERE: AbstractContextManager[Any] = nullcontext()
 _CPU = torch.device("cpu")  # said each time: torch.set_default_device must not move our buffers
 
 
@@ -45,9 +44,9 @@ class TorchHost:
         self.empty = functools.partial(torch.empty, dtype=dtype, device=_CPU)
         self.zeros = functools.partial(torch.zeros, dtype=dtype, device=_CPU)
 
-    def active(self) -> AbstractContextManager[Any]:
-        """A context in which kernels run where the tensors are."""
-        return _HERE
+    def run(self, run: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """A pass of a layer, run where the tensors are."""
+        return run(self, *arguments, **named)
 
     def lasting(self, shape: tuple[int, ...]) -> Tensor:
         if math.prod(shape) * self.dtype.itemsize < cpu.memory.SMALL:

@@ -22,8 +22,8 @@ from anycell.lang.cell import Cell
 from anycell.layer import Options, check_checkpoint
 from anycell.plan import Plan
 from anycell.torch import fused
-from anycell.torch.composite import Arrays, Call, Sizes, States
-from anycell.torch.ranges import span
+from anycell.torch.composite import Arrays, Call, Result, Sizes
+from anycell.torch.ranges import ranged
 
 AVAILABLE = hasattr(torch.library, "register_autograd")  # since PyTorch 2.4
 # Inductor's CUDA graphs (mode="reduce-overhead") must leave our operators out: these replay graphs
@@ -48,7 +48,7 @@ def known(cell: Cell, hidden_size: int, sizes: Sizes, x: Tensor) -> str | None:
 
 
 def draws(cell: Cell) -> bool:
-    """Whether a registered cell draws random masks."""
+    """Whether a cell draws random masks; one that is not registered may."""
     return _draws(cell.name, cell.key)
 
 
@@ -75,7 +75,8 @@ def _known(
 
 @_constant
 def _draws(name: str, key: str) -> bool:
-    return bool(_CELLS[_name(name, key)].keeps)
+    cell = _CELLS.get(_name(name, key))
+    return cell is None or bool(cell.keeps)
 
 
 def _name(name: str, key: str) -> str:
@@ -224,11 +225,11 @@ def _expect(name: str, given: Any, expected: Any) -> None:
         )
 
 
-def run(call: Call, arrays: Arrays) -> tuple[Tensor, States] | None:
+def run(call: Call, arrays: Arrays) -> Result | None:
     """A layer as an operator; None where the fused engine does not run it."""
     cell, options, x = call.cell, call.options, arrays["x"]
     name = known(cell, call.hidden_size, call.sizes, x)
-    if name is None or "recurrent_mask" in arrays:
+    if name is None or "recurrent_mask" in arrays or call.sequences:
         return None
     seed: list[Tensor] = [options.seed] if isinstance(options.seed, Tensor) else []
     names = layer.names(cell, len(options.reverse))
@@ -246,7 +247,7 @@ def run(call: Call, arrays: Arrays) -> tuple[Tensor, States] | None:
     output, final = results[0], results[1 : 1 + len(cell.states)]
     if form.keep and not form.apart:  # the hidden states, with the slot before the first step
         output = output[1 : 1 + x.shape[0]]
-    return output, tuple(final)
+    return output, tuple(final), ()
 
 
 # -- the operators ---------------------------------------------------------------------------------
@@ -258,8 +259,8 @@ def _forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> li
     form = Form.read(text)
     plan = form.plan(tuple(hyper), _device(tensors))
     call, arrays = form.unpack(tensors, plan)
-    with span(call.cell, "forward"):
-        output, final, kept = fused.run_forward(call, plan, arrays, form.keep)
+    run = fused.run_forward
+    output, final, kept = ranged(call.cell, "forward", run, call, plan, arrays, form.keep)
     if kept is None:
         return [output, *final]
     hidden, *rest = kept.flat()
@@ -331,10 +332,8 @@ def _backward(
     present = iter(arriving)
     gradients = [next(present) if one else None for one in given]
     wanted = {name for name, need in zip(arrays, needs, strict=False) if need}
-    with span(call.cell, "backward"):
-        named = fused.run_backward(
-            call, plan, arrays, layer.Kept.of(first, kept, len(form.reverse)), gradients, wanted
-        )
+    before, run = layer.Kept.of(first, kept, len(form.reverse)), fused.run_backward
+    named = ranged(call.cell, "backward", run, call, plan, arrays, before, gradients, wanted)
     # Copies: parameters' gradients are parts of one tensor.
     pairs = zip(arrays, tensors, strict=False)
     return [

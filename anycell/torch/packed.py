@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from anycell.torch.arguments import describe
+from anycell.torch.arguments import as_flags, describe
 
 
 class Packing(NamedTuple):
@@ -64,12 +64,8 @@ class Packing(NamedTuple):
                 f"{name}: given a PackedSequence of other lengths or order; expected those of the "
                 "input. Pack both with the same lengths and enforce_sorted."
             )
-        if given.data.dtype not in (torch.bool, torch.uint8):
-            raise TypeError(
-                f"{name}: given {describe(given.data)}; expected torch.bool. Cast it before it is "
-                f"packed: {name}.bool()."
-            )
-        return self.pad(given.data.bool()).contiguous()
+        flags = as_flags(name, given.data, f"expected torch.bool [{len(like.data)}]")
+        return self.pad(flags).contiguous()
 
 
 # Transposes of each other. Autograd's own for index_select adds up row by row, ten times as slow.

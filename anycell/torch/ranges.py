@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.profiler import record_function
 
 from anycell.lang.cell import Cell
 
-_NONE: AbstractContextManager[Any] = nullcontext()
+Result = TypeVar("Result")
 
 
-def span(cell: Cell, what: str) -> AbstractContextManager[Any]:
-    """``with span(cell, "forward"): ...`` is a range where a profiler looks on, else nothing."""
+def ranged(cell: Cell, what: str, run: Callable[..., Result], *arguments: Any) -> Result:
+    """``run(*arguments)``, in a range where a profiler looks on."""
     if not torch._C._autograd._profiler_enabled():  # a range alone takes microseconds
-        return _NONE
-    return record_function(f"anycell.{cell.name}.{what}")
+        return run(*arguments)
+    with record_function(f"anycell.{cell.name}.{what}"):
+        return run(*arguments)

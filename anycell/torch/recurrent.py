@@ -15,7 +15,7 @@ from anycell.lang.cell import Cell
 from anycell.layer import Options, check_checkpoint
 from anycell.torch import ops
 from anycell.torch.arguments import Layout, check_tensor, describe
-from anycell.torch.composite import Arrays, Call, States
+from anycell.torch.composite import Arrays, Call, Result, States
 from anycell.torch.functional import autocast, autocast_dtype, compiled, exporting, stack
 from anycell.torch.packed import Packing
 from anycell.torch.streaming import Prepared, elsewhere
@@ -116,111 +116,141 @@ class Recurrent:
                 "one begins at the end of the sequence: call the layer on all of it."
             )
 
-    def _run(
-        self,
-        x: Tensor | PackedSequence,
-        state: States | None,
-        *,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        resets: Tensor | PackedSequence | None = None,
-        reset_state: States | None = None,
-        static: Tensor | None = None,
-        masked_output: str = "zero",
-    ) -> tuple[Any, States]:
-        """Input and states, which have been checked, through the layers."""
-        if isinstance(x, PackedSequence):
-            refuse_beside_packed(mask=mask, lengths=lengths)
-            run = torch.compiler.disable(self._run_packed) if compiled() else self._run_packed
-            return run(x, state, resets, reset_state, static)
-        batched = x.dim() == 3
-        if not batched:
-            x, static = x.unsqueeze(1), None if static is None else static.unsqueeze(0)
-            state, reset_state = (_each(s, lambda t: t.unsqueeze(1)) for s in (state, reset_state))
-        elif self.batch_first:
-            x = x.transpose(0, 1)
-        flags = {}
-        if mask is not None or lengths is not None or resets is not None:
-            layout = Layout(x.shape[0], x.shape[1], self.batch_first, batched, x.device)
-            flags = {
-                "mask": layout.valid(mask, lengths),
-                "resets": None if resets is None else layout.flags("resets", resets),
-            }
-        arrays = {"x": x, "static": static, **flags}
-        output, final = self._layers(arrays, state, reset_state, masked_output == "repeat")
-        if not batched:
-            return output.squeeze(1), tuple(s.squeeze(1) for s in final)
-        return (output.transpose(0, 1) if self.batch_first else output), final
+    def _call(self, repeat: bool = False, sequences: tuple[str, ...] = ()) -> Call:
+        """What a call of this module says besides its tensors."""
+        cell, training = self.cell, self.training
+        seed = 0
+        if training and (ops.draws(cell) if compiled() else cell.keeps):
+            seed = draw_seed()
+        checkpoint, reverse = self.checkpoint, _DIRECTIONS[self.bidirectional]
+        if checkpoint is not None:
+            check_checkpoint(checkpoint)
+        options = Options(reverse, repeat, training, seed, checkpoint=checkpoint)
+        return Call(cell, self.hidden_size, options, self._sizes, sequences)
 
-    def _run_packed(
-        self,
-        x: PackedSequence,
-        state: States | None,
-        resets: Tensor | PackedSequence | None,
-        reset_state: States | None,
-        static: Tensor | None,
-    ) -> tuple[PackedSequence, States]:
-        """Padded, under a mask, and packed again."""
-        packing = Packing.of(x)
 
-        def rows(given: Tensor, order: Tensor | None, axis: int) -> Tensor:
-            return given if order is None else given.index_select(axis, order)
+def sequence(
+    call: Call,
+    x: Tensor | PackedSequence,
+    arrays: Arrays,
+    weights: Sequence[Arrays],
+    *,
+    mask: Tensor | None = None,
+    lengths: Lengths | None = None,
+    resets: Tensor | PackedSequence | None = None,
+    batch_first: bool = False,
+    dropout: float = 0.0,
+) -> tuple[Any, States, tuple[Any, ...]]:
+    """Layers of a cell, from a user's tensors, which have been checked, to what he gets.
 
-        arrays = {
-            "x": packing.pad(x.data),
-            "static": None if static is None else rows(static, packing.order, 0),
-            "mask": packing.mask,
-            "resets": None if resets is None else packing.alike("resets", resets, x),
-        }
-        output, final = self._layers(
-            arrays,
-            _each(state, lambda s: rows(s, packing.order, 1)),
-            _each(reset_state, lambda s: rows(s, packing.order, 1)),
-            True,  # outputs of masked steps are not read, and these take no memory of their own
-            lambda t: packing.pad(F.dropout(packing.pack(t), self.dropout)),
-        )
-        final = tuple(rows(s, packing.back, 1) for s in final)
-        return PackedSequence(packing.pack(output), *x[1:]), final
+    Args:
+        call: of the first layer.
+        x: ``[T, B, width]``, ``[B, T, width]`` if ``batch_first``, ``[T, width]``, or packed.
+        arrays: states, static and recurrent_mask by their public names, with no axis of rows where
+            x has none.
+        weights: what each layer learns.
+        mask, lengths, resets: as users pass them.
+        dropout: between layers, in training.
 
-    def _layers(
-        self,
-        arrays: dict[str, Tensor | None],
-        state: States | None,
-        reset_state: States | None,
-        repeat: bool,
-        drop: Callable[[Tensor], Tensor] | None = None,
-    ) -> tuple[Tensor, States]:
-        """From and to ``[T, B, ...]``; ``drop`` between layers is torch's own by default."""
-        cell = self.cell
-        options = Options(
-            reverse=_DIRECTIONS[self.bidirectional],
-            repeat=repeat,
-            training=self.training,
-            checkpoint=check_checkpoint(self.checkpoint),
-        )
-        if self.training and (ops.draws(cell) if compiled() else cell.keeps):
-            options = options._replace(seed=draw_seed())
-        if not (self.training and self.dropout):
-            drop = None
-        elif drop is None:
-            drop = functools.partial(F.dropout, p=self.dropout)
-        tensors = {name: t for name, t in arrays.items() if t is not None}
-        for kind, states in (("state", state), ("reset_state", reset_state)):
-            if states is not None:
-                names = [f"{kind} {name}" for name in cell.state_names]
-                tensors.update(zip(names, states, strict=True))
-        weights = self._weights()
-        call = Call(cell, self.hidden_size, options, self._sizes)
-        if not autocast():
-            return stack(call, tensors, weights, drop)
-        # What other layers hand on may be of 16 bits, whatever the dtype of this one.
-        dtype = autocast_dtype(self.weight_ih_l0)
-        if dtype is not self.weight_ih_l0.dtype:
-            weights = [{n: t.to(dtype) for n, t in learned.items()} for learned in weights]
-        with torch.autocast(tensors["x"].device.type, enabled=False):
-            flags = "mask", "resets"
-            tensors = {n: t if n in flags else t.to(dtype) for n, t in tensors.items()}
-            return stack(call, tensors, weights, drop)
+    Returns:
+        the output and ``call.sequences``, laid out as x; and the final states.
+    """
+    if isinstance(x, PackedSequence):
+        refuse_beside_packed(mask=mask, lengths=lengths)
+        run = torch.compiler.disable(_packed) if compiled() else _packed
+        return run(call, x, arrays, weights, resets, dropout)
+    batched = x.dim() == 3
+    if not batched:
+        x, arrays = x.unsqueeze(1), {name: t.unsqueeze(-2) for name, t in arrays.items()}
+    elif batch_first:
+        x = x.transpose(0, 1)
+    tensors = {"x": x, **arrays}
+    if mask is not None or lengths is not None or resets is not None:
+        layout = Layout(x.shape[0], x.shape[1], batch_first, batched, x.device)
+        valid = layout.valid(mask, lengths)
+        if valid is not None:
+            tensors["mask"] = valid
+        if resets is not None:
+            tensors["resets"] = layout.flags("resets", resets)
+    drop = functools.partial(F.dropout, p=dropout) if dropout and call.options.training else None
+    output, final, others = _layers(call, tensors, weights, drop)
+    if not batched:
+        final = tuple([s.squeeze(1) for s in final])
+        return output.squeeze(1), final, tuple([t.squeeze(1) for t in others])
+    if batch_first:
+        return output.transpose(0, 1), final, tuple([t.transpose(0, 1) for t in others])
+    return output, final, others
+
+
+def _packed(
+    call: Call,
+    x: PackedSequence,
+    arrays: Arrays,
+    weights: Sequence[Arrays],
+    resets: Tensor | PackedSequence | None,
+    dropout: float,
+) -> tuple[PackedSequence, States, tuple[PackedSequence, ...]]:
+    """Padded, under a mask, and packed again."""
+    packing = Packing.of(x)
+    tensors = {"x": packing.pad(x.data)}
+    for name, t in arrays.items():
+        for_all = name.startswith("reset_state ") and t.dim() == 2  # one value for all rows
+        tensors[name] = t if for_all else _rows(t, packing.order)
+    if packing.mask is not None:
+        tensors["mask"] = packing.mask
+    if resets is not None:
+        tensors["resets"] = packing.alike("resets", resets, x)
+    # Outputs of masked steps are not read, and repeated ones take no memory of their own.
+    call = call._replace(options=call.options._replace(repeat=True))
+
+    def drop(t: Tensor) -> Tensor:
+        return packing.pad(F.dropout(packing.pack(t), dropout))
+
+    drops = dropout and call.options.training
+    output, final, others = _layers(call, tensors, weights, drop if drops else None)
+    packed, *rest = [PackedSequence(packing.pack(t), *x[1:]) for t in (output, *others)]
+    return packed, tuple([_rows(s, packing.back) for s in final]), tuple(rest)
+
+
+def _rows(t: Tensor, order: Tensor | None) -> Tensor:
+    """``[..., B, size]`` with its rows in another order."""
+    return t if order is None else t.index_select(-2, order)
+
+
+def _layers(
+    call: Call,
+    arrays: Arrays,
+    weights: Sequence[Arrays],
+    drop: Callable[[Tensor], Tensor] | None,
+) -> Result:
+    """``stack``, in the dtype that autocast asks for."""
+    if not autocast():
+        return stack(call, arrays, weights, drop)
+    # What other layers hand on may be of 16 bits, whatever the dtype of this one.
+    like = next(iter(weights[0].values()), arrays["x"])
+    dtype, flags = autocast_dtype(like), ("mask", "resets")
+    if dtype is not like.dtype:
+        weights = [{name: t.to(dtype) for name, t in learned.items()} for learned in weights]
+    with torch.autocast(like.device.type, enabled=False):
+        arrays = {name: t if name in flags else t.to(dtype) for name, t in arrays.items()}
+        return stack(call, arrays, weights, drop)
+
+
+def state_names(kind: str, cell: Cell) -> list[str]:
+    """The public names of the states of a call: ``kind`` is "state" or "reset_state"."""
+    return [f"{kind} {name}" for name in cell.state_names]
+
+
+def by_name(names: Sequence[str], cell: Cell, output: Any, others: Sequence[Any]) -> dict[str, Any]:
+    """The sequences of these states, from the output and those of the others."""
+    rest = dict(zip(besides_output(names, cell), others, strict=True))
+    return {name: rest.get(name, output) for name in names}
+
+
+def besides_output(names: Sequence[str], cell: Cell) -> tuple[str, ...]:
+    """Those of the states that are not the output."""
+    first = cell.state_names[:1]
+    return tuple([name for name in dict.fromkeys(names) if name not in first])
 
 
 def refuse_beside_packed(**arguments: Any) -> None:
@@ -237,7 +267,3 @@ def draw_seed() -> Any:
     """The seed of one call's random masks, from torch's default generator; traced as a tensor."""
     seed = torch.randint(2**63 - 1, (), device="cpu")
     return seed if compiled() or exporting() else int(seed)
-
-
-def _each(states: States | None, change: Callable[[Tensor], Tensor]) -> States | None:
-    return states and tuple(map(change, states))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,13 +17,23 @@ from anycell.torch import ops
 from anycell.torch.arguments import (
     check_device,
     check_layer,
+    check_masked_output,
+    check_recurrent_mask,
+    check_return_states,
     check_states,
     check_static,
     describe,
 )
 from anycell.torch.composite import Arrays, Sizes, States
 from anycell.torch.functional import Engine, autocast, fused_plan, reason
-from anycell.torch.recurrent import Lengths, Recurrent
+from anycell.torch.recurrent import (
+    Lengths,
+    Recurrent,
+    besides_output,
+    by_name,
+    sequence,
+    state_names,
+)
 from anycell.torch.symbolic import leaf, refuse_script
 
 
@@ -163,7 +174,9 @@ class RNN(Recurrent, nn.Module):
         reset_state: Tensor | States | None = None,
         static: Tensor | None = None,
         masked_output: str = "zero",
-    ) -> tuple[Any, Tensor | States]:
+        recurrent_mask: Tensor | None = None,
+        return_states: bool | str | Sequence[str] | None = None,
+    ) -> tuple[Any, ...]:
         """Output and final state; see the class."""
         # No argument is for names alone: torch.onnx's older exporter passes all by position.
         if isinstance(x, Proxy):
@@ -177,29 +190,39 @@ class RNN(Recurrent, nn.Module):
                 reset_state=reset_state,
                 static=static,
                 masked_output=masked_output,
+                recurrent_mask=recurrent_mask,
+                return_states=return_states,
             )
-        rows = self._check_input(x)
+        cell, sizes, rows = self.cell, self.sizes, self._check_input(x)
         like = x.data if isinstance(x, PackedSequence) else x
-        static = check_static(self.cell, static, (*rows, self.hidden_size), like)
-        if not isinstance(masked_output, str) or masked_output not in ("zero", "repeat"):
-            raise ValueError(
-                f"masked_output: given {masked_output!r}; expected 'zero' or 'repeat'. "
-                "Leave it out for zeros."
-            )
+        arrays = {}
+        if static is not None or cell.static is not None:
+            arrays["static"] = check_static(cell, static, (*rows, self.hidden_size), like)
+        if recurrent_mask is not None:
+            check_recurrent_mask(cell, recurrent_mask, sizes, rows, like)
+            arrays["recurrent_mask"] = recurrent_mask
         first = (self.num_layers * (1 + self.bidirectional), *rows)
-        output, final = self._run(
+        for kind, given in (("state", state), ("reset_state", reset_state)):
+            if given is not None:
+                states = check_states(kind, given, cell, sizes, first, like)
+                arrays.update(zip(state_names(kind, cell), states, strict=True))
+        repeat = masked_output != "zero" and check_masked_output(masked_output)
+        wanted = check_return_states(cell, return_states) if return_states else ()
+        output, final, others = sequence(
+            self._call(repeat, besides_output(wanted, cell) if wanted else ()),
             x,
-            check_states("state", state, self.cell, self.sizes, first, like),
+            arrays,
+            self._weights(),
             mask=mask,
             lengths=lengths,
             resets=resets,
-            reset_state=check_states(
-                "reset_state", reset_state, self.cell, self.sizes, first, like
-            ),
-            static=static,
-            masked_output=masked_output,
+            batch_first=self.batch_first,
+            dropout=self.dropout,
         )
-        return output, final if len(final) > 1 else final[0]
+        if not wanted:
+            return output, final if len(final) > 1 else final[0]
+        sequences = by_name(wanted, cell, output, others)
+        return output, final if len(final) > 1 else final[0], sequences
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_script(self)

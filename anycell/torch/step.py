@@ -147,7 +147,9 @@ class RNNCell(nn.Module):
             return leaf(self, x, state, static=static)
         rows = tuple(x.shape[:-1]) if isinstance(x, Tensor) and x.dim() == 2 else ()
         check_tensor("x", x, (*rows, self.input_size), "one step of the input", self.weight_ih)
-        states = check_states("state", state, self.cell, self.sizes, rows, x)
+        states = None
+        if state is not None:
+            states = check_states("state", state, self.cell, self.sizes, rows, x)
         static = check_static(self.cell, static, (*rows, self.hidden_size), x)
         if not rows:
             x = x.unsqueeze(0)
@@ -177,5 +179,5 @@ class RNNCell(nn.Module):
             arrays["static"] = static
         for name, state in zip(self.cell.state_names, states or (), strict=states is not None):
             arrays[f"state {name}"] = state.unsqueeze(0)
-        _, final = layer(Call(self.cell, self.hidden_size, options, self._sizes), arrays)
+        _, final, _ = layer(Call(self.cell, self.hidden_size, options, self._sizes), arrays)
         return tuple(s.squeeze(0) for s in final)
