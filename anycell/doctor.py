@@ -14,6 +14,8 @@ from typing import Literal
 
 import numpy as np
 
+from anycell.machine import cpu_name, usable_cores
+
 Verdict = Literal["ok", "note", "bad"]
 Finding = tuple[Verdict, str]
 MARKS: dict[Verdict, str] = {"ok": "  ", "note": "! ", "bad": "X "}
@@ -74,7 +76,6 @@ def _version(package: str) -> str:
 
 
 def _cpu() -> Iterator[Finding]:
-    from anycell.bench.machine import cpu_name
     from anycell.engines.cpu import isa
 
     yield "ok", cpu_name()
@@ -86,7 +87,6 @@ def _cpu() -> Iterator[Finding]:
 
 
 def _threads() -> Iterator[Finding]:
-    from anycell.bench.machine import usable_cores
     from anycell.engines.cpu import pool
 
     count, cores = pool.threads(), usable_cores()
