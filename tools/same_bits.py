@@ -109,8 +109,12 @@ class Layer(NamedTuple):
         return np.random.default_rng(zlib.crc32(self.name.encode()))
 
 
-def layers() -> Iterator[Layer]:
-    """Every layer that is compared."""
+def layers() -> list[Layer]:
+    """Every layer that is compared, once."""
+    return list(dict.fromkeys(combinations()))
+
+
+def combinations() -> Iterator[Layer]:
     from anycell import cells
 
     for dtype in DTYPES:
