@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from anycell.engines import cpu
-from anycell.lang.cell import INPUT, Cell, with_projection
+from anycell.lang.cell import INPUT, Cell
+from anycell.lang.transform import with_projection
 from anycell.layer import Array, Direction, Host, contract, row_group, share
 from anycell.layer.run import extent
 from anycell.layer.signature import DENSE
