@@ -78,10 +78,10 @@ def _version() -> str:
 
 def names(text: str) -> list[str]:
     """``a,b`` -> ``["a", "b"]``."""
-    found = [part.strip() for part in text.split(",") if part.strip()]
-    if not found:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
         raise argparse.ArgumentTypeError("expected names separated by commas")
-    return found
+    return parts
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], Any]:
@@ -191,8 +191,8 @@ def bench(options: argparse.Namespace) -> int:
     peers = options.peers or list(DEFAULT_PEERS)
     if peers == ["all"]:
         # Of the subject's framework: with both at work, each would wait for the other's threads.
-        there = options.subject in ON_TENSORFLOW
-        known = [name for name in CONTENDERS if (name in ON_TENSORFLOW) is there]
+        tensorflow = options.subject in ON_TENSORFLOW
+        known = [name for name in CONTENDERS if (name in ON_TENSORFLOW) is tensorflow]
         peers = [name for name in known if name != options.subject]
     for option, name in [("--subject", options.subject), *(("--peers", peer) for peer in peers)]:
         if name not in CONTENDERS:

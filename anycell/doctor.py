@@ -59,9 +59,9 @@ def _llvm() -> str:
 
 def _frameworks() -> Iterator[Finding]:
     """By metadata alone: importing TensorFlow takes seconds, and may be what is broken."""
-    here = [name for name in OPTIONAL if util.find_spec(name) is not None]
-    yield "ok", ", ".join(f"{name} {_version(name)}" for name in here) or "none"
-    missing = [name for name in OPTIONAL if name not in here]
+    installed = [name for name in OPTIONAL if util.find_spec(name) is not None]
+    yield "ok", ", ".join(f"{name} {_version(name)}" for name in installed) or "none"
+    missing = [name for name in OPTIONAL if name not in installed]
     if missing:
         yield "ok", f"not installed, and not needed: {', '.join(missing)}"
 
@@ -98,8 +98,8 @@ def _threads() -> Iterator[Finding]:
 
 
 def _environment() -> Iterator[Finding]:
-    found = {name: value for name, value in os.environ.items() if name.startswith("ANYCELL_")}
-    yield "ok", ", ".join(f"{name}={value}" for name, value in found.items()) or "no ANYCELL_..."
+    names = sorted(name for name in os.environ if name.startswith("ANYCELL_"))
+    yield "ok", ", ".join(f"{name}={os.environ[name]}" for name in names) or "no ANYCELL_..."
 
 
 def _cache() -> Iterator[Finding]:

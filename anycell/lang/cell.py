@@ -265,9 +265,10 @@ class Cell:
         results = result if isinstance(result, (tuple, list)) else (result,)
         if isinstance(result, Gates) or len(results) != len(self.states):
             several = isinstance(result, Gates)
-            found = f"all {result._what}s at once" if several else f"{len(results)} value(s)"
+            returned = f"all {result._what}s at once" if several else f"{len(results)} value(s)"
             fail(
-                f"Cell {self.name} returned {found}, its states are {len(self.states)}: {names}.",
+                f"Cell {self.name} returned {returned}, "
+                f"its states are {len(self.states)}: {names}.",
                 "return the new states in the declared order, "
                 f"`return {', '.join(self.state_names)}`.",
             )
@@ -444,13 +445,13 @@ def _fuse(results: tuple[Expr, ...]) -> tuple[Expr, ...]:
 
 
 def _linears(results: tuple[Expr, ...], trace: Trace, gates: tuple[str, ...]) -> tuple[Linear, ...]:
-    found: dict[str, tuple[Expr, set[str]]] = {}
+    matmuls: dict[str, tuple[Expr, set[str]]] = {}
     for node in topological(results):
         if node.op in ("linear", "preact"):
             name, output = node.attrs
-            found.setdefault(name, (node.args[0], set()))[1].add(output)
+            matmuls.setdefault(name, (node.args[0], set()))[1].add(output)
     out = []
-    for name, (value, used) in found.items():
+    for name, (value, used) in matmuls.items():
         declared, heads, bias, out_size = trace.linears.get(name, (gates, 1, True, None))
         outputs = tuple(output for output in declared if output in used)
         out.append(Linear(name, value, outputs, heads, bias, "", out_size or "", declared))
@@ -469,8 +470,8 @@ def _known(node: Expr, values: Sequence[float | None], hyper: Mapping[str, float
         return None
     if None in values or (node.op == "div" and values[1] == 0.0):
         return None
-    found: float = TABLE[node.op].meaning(None, *values)
-    return found
+    value: float = TABLE[node.op].meaning(None, *values)
+    return value
 
 
 def _canonical(cell: Cell) -> str:
@@ -486,16 +487,16 @@ def _canonical(cell: Cell) -> str:
 
 
 def _find(module: str, qualname: str) -> Cell:
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for part in qualname.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, Cell):
+        value = getattr(value, part, None)
+    if not isinstance(value, Cell):
         fail(
             f"Cannot restore cell {qualname!r}: "
             f"module {module!r} has no such cell at its top level.",
             "define it there, by its own name.",
         )
-    return found
+    return value
 
 
 def _restore(module: str, qualname: str, given: dict[str, Any]) -> Cell:

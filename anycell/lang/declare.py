@@ -122,26 +122,26 @@ def sort_hyperparameters(
     structure: dict[str, Any] = {}
     for name, parameter in keyword.items():
         value = plain(given.get(name, parameter.default))
-        said = f"Cell {function.__name__}: hyperparameter {name}"
+        subject = f"Cell {function.__name__}: hyperparameter {name}"
         if value is parameter.empty:
-            fail(f"{said} has no default value.", f"write one where it is declared: {name}=0.5.")
+            fail(f"{subject} has no default value.", f"write one where it is declared: {name}=0.5.")
         annotated = str(parameter.annotation)
         declared_float = "float" in annotated or isinstance(plain(parameter.default), float)
         if declared_float and isinstance(value, (str, bool)):
             kind = type(value).__name__
             if kind not in annotated:
-                fail(f"{said} is the {kind} {value!r}; expected a number.", f"{name}=0.5.")
+                fail(f"{subject} is the {kind} {value!r}; expected a number.", f"{name}=0.5.")
         if isinstance(value, float) or (
             declared_float and isinstance(value, int) and not isinstance(value, bool)
         ):
             if math.isnan(value):
-                fail(f"{said} is NaN; expected a number.", f"{name}=0.5.")
+                fail(f"{subject} is NaN; expected a number.", f"{name}=0.5.")
             hyper[name] = float(value)
         elif value is None or isinstance(value, (bool, int, str, tuple)):
             structure[name] = value
         else:
             fail(
-                f"{said} is a {type(value).__name__}; expected a float (a run-time value), or a "
+                f"{subject} is a {type(value).__name__}; expected a float (a run-time value), or a "
                 "bool, int, str, tuple or None (which select the graph).",
                 "give one of these; an array is a per-unit parameter, params=.",
             )
