@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from anycell.bench.errors import UsageError, did_you_mean
+from anycell.machine import usable_cores
+from anycell.usage import UsageError, did_you_mean, find_cell
 
 Handler = Callable[[argparse.Namespace], int]
 PEERS = (  # written out, because listing the contenders imports what they need
@@ -77,10 +78,10 @@ def _version() -> str:
 
 def names(text: str) -> list[str]:
     """``a,b`` -> ``["a", "b"]``."""
-    found = [part.strip() for part in text.split(",") if part.strip()]
-    if not found:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
         raise argparse.ArgumentTypeError("expected names separated by commas")
-    return found
+    return parts
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], Any]:
@@ -110,8 +111,6 @@ def size(text: str) -> tuple[str, int]:
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
-    from anycell.bench.machine import usable_cores
-
     cores = usable_cores()
     modes = ("inference", "training", "both", "recurrence")
     dtypes = ("float32", "float64")
@@ -186,15 +185,14 @@ def bench(options: argparse.Namespace) -> int:
         raise UsageError(
             "bench compares with PyTorch, which is not installed: pip install 'anycell[bench]'"
         )
-    from anycell.bench import chart, report, runner, shapes
+    from anycell.bench import chart, problem, report, runner, shapes
     from anycell.bench.contenders import CONTENDERS, DEFAULT_PEERS, ON_TENSORFLOW, PACKAGES
-    from anycell.bench.problem import find_cell
 
     peers = options.peers or list(DEFAULT_PEERS)
     if peers == ["all"]:
         # Of the subject's framework: with both at work, each would wait for the other's threads.
-        there = options.subject in ON_TENSORFLOW
-        known = [name for name in CONTENDERS if (name in ON_TENSORFLOW) is there]
+        tensorflow = options.subject in ON_TENSORFLOW
+        known = [name for name in CONTENDERS if (name in ON_TENSORFLOW) is tensorflow]
         peers = [name for name in known if name != options.subject]
     for option, name in [("--subject", options.subject), *(("--peers", peer) for peer in peers)]:
         if name not in CONTENDERS:
@@ -208,7 +206,7 @@ def bench(options: argparse.Namespace) -> int:
                 )
     built_in = options.cells or ([] if options.cell else ["LSTM", "GRU"])
     settings = runner.Settings(
-        cells=[find_cell(name) for name in [*built_in, *options.cell]],
+        cells=[problem.find_cell(name) for name in [*built_in, *options.cell]],
         shapes=shapes.select(options.shapes),
         modes=runner.MODES if options.mode == "both" else [options.mode],
         dtype=options.dtype,
@@ -298,9 +296,8 @@ def _explain(parser: argparse.ArgumentParser) -> None:
 def explain(options: argparse.Namespace) -> int:
     """Print what ``anycell.explain`` says."""
     import anycell
-    from anycell.bench.problem import find_cell
 
-    cell = find_cell(options.cell).definition
+    cell = find_cell(options.cell)
     print(
         anycell.explain(
             cell,

@@ -14,6 +14,8 @@ from typing import Literal
 
 import numpy as np
 
+from anycell.machine import cpu_name, usable_cores
+
 Verdict = Literal["ok", "note", "bad"]
 Finding = tuple[Verdict, str]
 MARKS: dict[Verdict, str] = {"ok": "  ", "note": "! ", "bad": "X "}
@@ -57,9 +59,9 @@ def _llvm() -> str:
 
 def _frameworks() -> Iterator[Finding]:
     """By metadata alone: importing TensorFlow takes seconds, and may be what is broken."""
-    here = [name for name in OPTIONAL if util.find_spec(name) is not None]
-    yield "ok", ", ".join(f"{name} {_version(name)}" for name in here) or "none"
-    missing = [name for name in OPTIONAL if name not in here]
+    installed = [name for name in OPTIONAL if util.find_spec(name) is not None]
+    yield "ok", ", ".join(f"{name} {_version(name)}" for name in installed) or "none"
+    missing = [name for name in OPTIONAL if name not in installed]
     if missing:
         yield "ok", f"not installed, and not needed: {', '.join(missing)}"
 
@@ -74,7 +76,6 @@ def _version(package: str) -> str:
 
 
 def _cpu() -> Iterator[Finding]:
-    from anycell.bench.machine import cpu_name
     from anycell.engines.cpu import isa
 
     yield "ok", cpu_name()
@@ -86,7 +87,6 @@ def _cpu() -> Iterator[Finding]:
 
 
 def _threads() -> Iterator[Finding]:
-    from anycell.bench.machine import usable_cores
     from anycell.engines.cpu import pool
 
     count, cores = pool.threads(), usable_cores()
@@ -98,8 +98,8 @@ def _threads() -> Iterator[Finding]:
 
 
 def _environment() -> Iterator[Finding]:
-    found = {name: value for name, value in os.environ.items() if name.startswith("ANYCELL_")}
-    yield "ok", ", ".join(f"{name}={value}" for name, value in found.items()) or "no ANYCELL_..."
+    names = sorted(name for name in os.environ if name.startswith("ANYCELL_"))
+    yield "ok", ", ".join(f"{name}={os.environ[name]}" for name in names) or "no ANYCELL_..."
 
 
 def _cache() -> Iterator[Finding]:

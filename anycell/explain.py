@@ -219,15 +219,15 @@ class _Page:
     @functools.cached_property
     def saved_names(self) -> dict[Expr, str]:
         """Saved values go by the gate they are the value of, else v1, v2, ..."""
-        found: dict[Expr, str] = {}
+        names: dict[Expr, str] = {}
         for node in (*self.plan.saved, *self.plan.saved_rows):
-            found[node] = self.names.get(node) or label(node) or ""
+            names[node] = self.names.get(node) or label(node) or ""
         number = 0
-        for node, name in found.items():
+        for node, name in names.items():
             if not name:
                 number += 1
-                found[node] = f"v{number}"
-        return found
+                names[node] = f"v{number}"
+        return names
 
     def _kept_states(self) -> Names:
         states = zip(self.cell.state_names, self.cell.next, strict=True)
@@ -426,15 +426,15 @@ class _Page:
         """Row reductions and matmuls inside the step need all units of a row: the work on a row
         comes in passes.
         """
-        found = generator.passes
-        if len(found) == 1:
+        passes = generator.passes
+        if len(passes) == 1:
             return
-        counts = [len(each.reductions) for each in found[:-1]]
+        counts = [len(part.reductions) for part in passes[:-1]]
         yield (
             f"{len(counts) + 1} passes over the units of a row: {', '.join(map(str, counts))} "
             f"{_plural('reduction', max(counts))} of it, then the results"
         )
-        spills = sum(len(each.stores) for each in found)
+        spills = sum(len(part.stores) for part in passes)
         yield (
             f"{spills} {_plural('value', spills)} per unit kept from one pass for another; "
             "threads split rows only"
@@ -501,10 +501,10 @@ def _fold(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
     """Gives what the language's own functions expand to their names again."""
     if node.op == "mul":
         centred, scale = node.args
-        found = _norm(centred, scale)
-        if found is not None:
+        norm = _norm(centred, scale)
+        if norm is not None:
             new = args[0].args[0]  # of the centred value, which has been rewritten
-            return Expr("layer_norm", (new, found[0]), found[1:])
+            return Expr("layer_norm", (new, norm[0]), norm[1:])
     if node.op == "minimum" and args[0].op == "maximum":
         return Expr("clip", (*args[0].args, args[1]))
     return None

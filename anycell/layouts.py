@@ -135,8 +135,8 @@ def convert(weights: Arrays, kind: str, source: str, target: str) -> dict[str, A
     arrays = {name: _numbers(name, value) for name, value in weights.items()}
     read, write = LAYOUTS[source], LAYOUTS[target]
     _check_shapes(arrays, read.kinds[kind].shapes)
-    found = write.write(read.read(arrays, read.kinds[kind].gates), write.kinds[kind].gates)
-    return {name: np.array(array) for name, array in found.items()}
+    converted = write.write(read.read(arrays, read.kinds[kind].gates), write.kinds[kind].gates)
+    return {name: np.array(array) for name, array in converted.items()}
 
 
 # -- what is given ---------------------------------------------------------------------------------
@@ -314,17 +314,17 @@ def _read_onnx(a: Mapping[str, Array], gates: str) -> Weights:
 
 
 def _write_onnx(w: Weights, gates: str) -> dict[str, Array]:
-    found = {
+    arrays = {
         "W": _stack(w.kernel, gates)[None],
         "R": _stack(w.recurrent, gates)[None],
         "B": np.concatenate(w.two_biases(gates))[None],
     }
     if w.peepholes:
         none = np.zeros_like(next(iter(w.peepholes.values())))
-        found["P"] = _stack({g: w.peepholes.get(g, none) for g in "iof"}, "i o f")[None]
+        arrays["P"] = _stack({g: w.peepholes.get(g, none) for g in "iof"}, "i o f")[None]
     if w.reset_after is not None:  # an attribute of the node
-        found["linear_before_reset"] = np.asarray(int(w.reset_after))
-    return found
+        arrays["linear_before_reset"] = np.asarray(int(w.reset_after))
+    return arrays
 
 
 def _split(joint: Array, size: int) -> tuple[Array, Array]:
@@ -379,8 +379,8 @@ def _read_block(a: Mapping[str, Array], gates: str, names: tuple[str, str, str] 
 
 def _write_block(w: Weights, gates: str, names: tuple[str, str, str] = _V2) -> dict[str, Array]:
     kernel, bias, peephole = names
-    found = {kernel: _joint(w, gates), bias: np.concatenate(w.joint_bias(gates))}
-    return found | {peephole.format(g): p for g, p in w.peepholes.items()}
+    arrays = {kernel: _joint(w, gates), bias: np.concatenate(w.joint_bias(gates))}
+    return arrays | {peephole.format(g): p for g, p in w.peepholes.items()}
 
 
 def _shifted(w: Weights, by: float) -> Weights:

@@ -386,8 +386,8 @@ def passes(roots: Iterable[Expr], loaded: frozenset[Expr] = frozenset()) -> tupl
                 kept.add(node)
             if node not in kept or first == p:
                 stack.extend(node.args)
-    found = zip(matmuls, reductions, stores, strict=True)
-    return tuple(Pass(tuple(m), r, tuple(s)) for m, r, s in found)
+    parts = zip(matmuls, reductions, stores, strict=True)
+    return tuple(Pass(tuple(m), r, tuple(s)) for m, r, s in parts)
 
 
 def _is_staged(node: Expr) -> bool:

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from anycell.engines import cpu
-from anycell.lang.cell import INPUT, Cell, with_projection
+from anycell.lang.cell import INPUT, Cell
+from anycell.lang.transform import with_projection
 from anycell.layer import Array, Direction, Host, contract, form, row_group
 from anycell.layer.run import extent, place_one
 from anycell.layer.signature import DENSE

@@ -82,7 +82,7 @@ FIXED_ISA = {
     *("test_cpu_math.py", "test_properties.py"),
     # They reach no kernel of the CPU engine.
     *("test_cards.py", "test_gpu.py", "test_gpu_tools.py", "test_lang.py", "test_layouts.py"),
-    "test_package.py",
+    *("test_package.py", "test_rooms.py", "test_same_bits.py"),
     *("test_reference.py", "test_selection.py", "test_tolerances.py", "test_torch_gpu.py"),
     # They look at what is around a kernel, which is the same one on both sides.
     *("test_bench.py", "test_demo.py", "test_docs.py", "test_keras_examples.py"),

@@ -31,9 +31,10 @@ from anycell import (
     tanh,
     where,
 )
-from anycell.lang.cell import INPUT, RESERVED, with_projection, with_recurrent_mask
+from anycell.lang.declare import INPUT, RESERVED
 from anycell.lang.expr import CONDITIONS, REDUCTIONS, Expr, apply, listing, show, topological
 from anycell.lang.ops import TABLE
+from anycell.lang.transform import with_projection, with_recurrent_mask
 from anycell.layer import names, shapes
 from anycell.namespaces import namespace
 from anycell.plan import gradient_roots, is_narrow, passes, plan

@@ -14,7 +14,8 @@ from tolerances import assert_close, close
 import anycell.numpy as an
 from anycell import cells, stream
 from anycell.engines.cpu import pool
-from anycell.lang.cell import INPUT, PROJECTION, with_projection
+from anycell.lang.declare import INPUT, PROJECTION
+from anycell.lang.transform import with_projection
 
 EVERY = [getattr(cells, name) for name in cells.__all__]
 every_cell = pytest.mark.parametrize("case", EVERY, ids=lambda c: c.name)

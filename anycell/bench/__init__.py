@@ -5,5 +5,6 @@ Read it in this order: ``shapes`` (what is measured), ``problem`` (the same numb
 (interleaved runs), ``machine`` (the matmul bound), ``probe`` (what only a fresh process can tell),
 ``runner`` (which puts them together), ``report`` and ``chart`` (what you see).
 
-Nothing here is imported by ``import anycell``; PyTorch is imported only when a benchmark runs.
+Only that command imports it, and needs what the extra ``bench`` installs: nothing else of anycell
+depends on either.
 """

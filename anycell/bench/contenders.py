@@ -61,8 +61,8 @@ def from_module(module: Any, problem: Problem, dtype: str | None = None) -> Cont
     def gradients() -> dict[str, Array]:
         # What has no gradient stays absent: the gate says which one is missing.
         leaves = {"x": leaf, **parameters}
-        found = {k: v.grad.numpy() for k, v in leaves.items() if v.grad is not None}
-        return {"output": kept[0].numpy(), **found}
+        grads = {k: v.grad.numpy() for k, v in leaves.items() if v.grad is not None}
+        return {"output": kept[0].numpy(), **grads}
 
     return Contender(
         {

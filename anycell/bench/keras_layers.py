@@ -70,11 +70,11 @@ def block(problem: Problem) -> Contender:
         raise Unsupported(f"BlockLSTMV2 is no {name}")
     zeros = tf.zeros((shape.B, shape.H))
 
-    def run(x: Tensor, own: Direction, back: bool) -> Tensor:
+    def run(x: Tensor, weights: Direction, back: bool) -> Tensor:
         """Time-major, which suits it; its gradient by hand: TensorFlow registers another's."""
         names = ("p_i", "p_f", "p_o")
-        peepholes = [own[p] if p in own else zeros[0] for p in names]
-        options = {"use_peephole": names[0] in own}
+        peepholes = [weights[p] if p in weights else zeros[0] for p in names]
+        options = {"use_peephole": names[0] in weights}
 
         @tf.custom_gradient
         def fused(x: Tensor, w: Tensor, b: Tensor, wci: Tensor, wcf: Tensor, wco: Tensor) -> Any:
@@ -85,29 +85,31 @@ def block(problem: Problem) -> Contender:
             out = tf.raw_ops.BlockLSTMV2(**given, cell_clip=0.0)
 
             def gradient(dh: Tensor) -> Any:
-                found = tf.raw_ops.BlockLSTMGradV2(
+                grads = tf.raw_ops.BlockLSTMGradV2(
                     **given, **out._asdict(), cs_grad=tf.zeros_like(dh), h_grad=dh
                 )
-                return [getattr(found, f"{key}_grad") for key in "x w b wci wcf wco".split()]
+                return [getattr(grads, f"{key}_grad") for key in "x w b wci wcf wco".split()]
 
             return out.h, gradient
 
         x = tf.reverse(x, [0]) if back else x
-        w = tf.concat([own["kernel"], own["recurrent_kernel"]], 0)
-        y = fused(x, w, own["bias"], *peepholes)
+        w = tf.concat([weights["kernel"], weights["recurrent_kernel"]], 0)
+        y = fused(x, w, weights["bias"], *peepholes)
         return tf.reverse(y, [0]) if back else y
 
     stack: list[Parts] = []
     for number in range(shape.L):
-        own = [
+        directions = [
             {k: tf.Variable(v) for k, v in _weights(problem, number, d).items()}
             for d in range(shape.D)
         ]
 
-        def layer(x: Tensor, training: bool = False, own: Sequence[Direction] = own) -> Tensor:
-            return tf.concat([run(x, w, d == 1) for d, w in enumerate(own)], 2)
+        def layer(
+            x: Tensor, training: bool = False, weights: Sequence[Direction] = directions
+        ) -> Tensor:
+            return tf.concat([run(x, w, d == 1) for d, w in enumerate(weights)], 2)
 
-        stack.append((layer, own))
+        stack.append((layer, directions))
     return _contender(problem, stack, time_major=True)
 
 
@@ -142,44 +144,44 @@ class PeepholeCell(keras.layers.Layer):
 def _weights(problem: Problem, layer: int, direction: int) -> dict[str, Array]:
     """Those of one direction of one layer, by Keras's names."""
     suffix = f"_l{layer}" + "_reverse" * direction
-    own = {
+    weights = {
         name.removesuffix(suffix): value
         for name, value in problem.weights.items()
         if name.endswith(suffix)
     }
-    found = {
-        "kernel": _ordered(problem, own.pop("weight_ih")).T,
-        "recurrent_kernel": _ordered(problem, own.pop("weight_hh")).T,
+    arrays = {
+        "kernel": _ordered(problem, weights.pop("weight_ih")).T,
+        "recurrent_kernel": _ordered(problem, weights.pop("weight_hh")).T,
     }
-    if "bias_ih" in own:
-        pair = [_ordered(problem, own.pop(f"bias_{k}")) for k in ("ih", "hh")]
-        found["bias"] = np.stack(pair) if _two_biases(problem) else pair[0] + pair[1]
-    for name, value in own.items():
+    if "bias_ih" in weights:
+        pair = [_ordered(problem, weights.pop(f"bias_{k}")) for k in ("ih", "hh")]
+        arrays["bias"] = np.stack(pair) if _two_biases(problem) else pair[0] + pair[1]
+    for name, value in weights.items():
         kind, _, rest = name.partition("_")
         if kind == "weight":
-            found[f"{rest}_kernel"] = np.swapaxes(value, -1, -2)
+            arrays[f"{rest}_kernel"] = np.swapaxes(value, -1, -2)
         else:
-            found[f"{rest}_bias" if kind == "bias" else name] = value
-    return found
+            arrays[f"{rest}_bias" if kind == "bias" else name] = value
+    return arrays
 
 
 def _gradients(problem: Problem, layer: int, direction: int, grads: Direction) -> dict[str, Array]:
     """The way back."""
-    suffix, found = f"_l{layer}" + "_reverse" * direction, {}
+    suffix, arrays = f"_l{layer}" + "_reverse" * direction, {}
     for name, value in grads.items():
         stem = name.removesuffix("kernel").removesuffix("bias").rstrip("_")
         if name in ("kernel", "recurrent_kernel"):
             key = "weight_ih" if name == "kernel" else "weight_hh"
-            found[key + suffix] = _ordered(problem, value.T)
+            arrays[key + suffix] = _ordered(problem, value.T)
         elif name == "bias":
             pair = value if _two_biases(problem) else (value, value)
             for key, one in zip(("bias_ih", "bias_hh"), pair, strict=True):
-                found[key + suffix] = _ordered(problem, one)
+                arrays[key + suffix] = _ordered(problem, one)
         elif name.endswith("_kernel"):
-            found[f"weight_{stem}{suffix}"] = np.swapaxes(value, -1, -2)
+            arrays[f"weight_{stem}{suffix}"] = np.swapaxes(value, -1, -2)
         else:
-            found[(f"bias_{stem}" if name.endswith("_bias") else name) + suffix] = value
-    return found
+            arrays[(f"bias_{stem}" if name.endswith("_bias") else name) + suffix] = value
+    return arrays
 
 
 def _two_biases(problem: Problem) -> bool:
@@ -219,8 +221,8 @@ def _stack(problem: Problem, make: Callable[[], Any]) -> list[Parts]:
             layer = keras.layers.Bidirectional(layer)
         layer.build((shape.B, shape.T, inputs))
         inputs = shape.D * problem.width
-        own = [layer.forward_layer, layer.backward_layer] if shape.D == 2 else [layer]
-        named = [{v.path.rpartition("/")[2]: v for v in o.trainable_variables} for o in own]
+        parts = [layer.forward_layer, layer.backward_layer] if shape.D == 2 else [layer]
+        named = [{v.path.rpartition("/")[2]: v for v in p.trainable_variables} for p in parts]
         for direction, variables in enumerate(named):
             values = _weights(problem, number, direction)
             assert set(values) == set(variables), (set(values), set(variables))
@@ -243,7 +245,7 @@ def _contender(
 
     x, dy = tf.constant(turned(problem.x)), tf.constant(turned(problem.dy))
     once = {} if problem.static is None else {"static": tf.constant(problem.static)}
-    variables = [[dict(direction) for direction in own] for _, own in stack]
+    variables = [[dict(weights) for weights in directions] for _, directions in stack]
 
     def model(x: Tensor, training: bool) -> Tensor:
         for layer, _ in stack:
@@ -272,12 +274,12 @@ def _contender(
 
     def gradients() -> dict[str, Array]:
         y, grads = kept[0]
-        found = {"output": output(y), "x": output(of_input(x, dy))}
+        results = {"output": output(y), "x": output(of_input(x, dy))}
         for number, layer in enumerate(grads):
-            for direction, own in enumerate(layer):
-                arrays = {name: tensor.numpy() for name, tensor in own.items()}
-                found |= _gradients(problem, number, direction, arrays)
-        return found
+            for direction, tensors in enumerate(layer):
+                arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+                results |= _gradients(problem, number, direction, arrays)
+        return results
 
     engine = getattr(stack[0][0], "engine", None)
     return Contender(

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from anycell.bench.stats import median
 from anycell.bench.timing import once, settle
+from anycell.machine import cpu_name, instruction_sets, output, usable_cores
 
 PACKAGES = (
     "anycell", "numpy", "llvmlite", "torch", "onnxruntime", "keras", "tensorflow", "tensorflow-cpu",
 )  # fmt: skip
-SIMD = ("neon", "asimd", "sve", "avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -42,58 +40,19 @@ def version(package: str) -> str | None:
         return None
 
 
-def usable_cores() -> int:
-    """Cores this process may run on, which in a container is fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def load() -> float | None:
     """How many processes wanted a core in the last minute: with a busy machine all bets are off."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-
-
-def _cpuinfo(key: str) -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == key:
-                return value.strip()
-    except OSError:
-        pass
-    return ""
-
-
-def cpu_name() -> str:
-    """What the maker calls it."""
-    if sys.platform == "darwin":
-        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
-
-
-def instruction_sets() -> list[str]:
-    """Those that matter for matmuls."""
-    flags = set((_cpuinfo("flags") or _cpuinfo("Features")).split())
-    return [name for name in SIMD if name in flags]
 
 
 def revision() -> str | None:
     """``1a2b3c4`` or ``1a2b3c4+changes``; nothing for an installed package."""
     if not (ROOT / ".git").exists():
         return None
-    commit = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
+    commit = output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
     if not commit:
         return None
-    return commit + "+changes" * bool(_output("git", "-C", str(ROOT), "status", "--porcelain"))
-
-
-def _output(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return commit + "+changes" * bool(output("git", "-C", str(ROOT), "status", "--porcelain"))
 
 
 class Matmul:

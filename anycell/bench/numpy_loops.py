@@ -214,8 +214,8 @@ class Stack:
             dx: Array | float = 0.0
             for suffix, part in zip(layer, np.split(dy, len(layer), axis=2), strict=True):
                 flip = slice(None, None, -1 if suffix.endswith("_reverse") else 1)
-                d_input, found = self.scans[suffix].backward(part[flip])
+                d_input, learned = self.scans[suffix].backward(part[flip])
                 dx = dx + d_input[flip]
-                gradients |= {name + suffix: value for name, value in found.items()}
+                gradients |= {name + suffix: value for name, value in learned.items()}
             dy = np.asarray(dx)
         return gradients | {"x": dy}

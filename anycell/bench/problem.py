@@ -6,20 +6,14 @@ Weights are a dictionary with ``torch.nn``'s names and layouts: every contender 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from anycell import cells
-from anycell.bench.errors import UsageError, did_you_mean
+from anycell import usage
 from anycell.bench.shapes import Shape
 from anycell.lang.cell import Cell, Param
 
@@ -53,47 +47,7 @@ class CellSpec:
 
 def find_cell(origin: str) -> CellSpec:
     """A built-in cell by its name, or a user's by ``path/to/file.py:Name``."""
-    if ":" in origin:
-        path, _, name = origin.rpartition(":")
-        found = _from_file(Path(path), name)
-        if not isinstance(found, Cell):
-            raise UsageError(
-                f"{origin} is a {type(found).__name__}; expected a function under @cell"
-            )
-        return CellSpec(name, origin, found)
-    known = {name: value for name, value in vars(cells).items() if isinstance(value, Cell)}
-    if origin not in known:
-        raise UsageError(
-            f"unknown cell {origin!r}{did_you_mean(origin, sorted(known))}; "
-            "a cell of your own is path/to/file.py:Name, for bench with --cell"
-        )
-    return CellSpec(origin, origin, known[origin])
-
-
-def _from_file(path: Path, name: str) -> Any:
-    if not path.is_file():
-        raise UsageError(f"{path}:{name}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(f"_anycell_bench_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"{path}:{name}: {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # so that inspect and linecache find the cell's source
-    with _importable(path.resolve().parent):
-        spec.loader.exec_module(module)
-    if not hasattr(module, name):
-        known = [key for key in vars(module) if not key.startswith("_")]
-        raise UsageError(f"{path} defines no {name!r}{did_you_mean(name, known)}")
-    return getattr(module, name)
-
-
-@contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """A script may import what lies beside it, as when it is run."""
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
+    return CellSpec(origin.rpartition(":")[2], origin, usage.find_cell(origin))
 
 
 @dataclass(frozen=True)

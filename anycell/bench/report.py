@@ -206,22 +206,22 @@ def notes(report: Report) -> list[str]:
         "failed": "FAILED",
         "skipped": "skipped",
     }
-    found = [warning] * (busy > 0.5 * report.machine["cores"])
+    remarks = [warning] * (busy > 0.5 * report.machine["cores"])
     if report.interrupted:
-        found.append(f"interrupted after {len(report.rows)} rows: the rest is missing")
+        remarks.append(f"interrupted after {len(report.rows)} rows: the rest is missing")
     for row in report.rows:
         where = f"{row.cell} {row.mode}, {row.shape.name}"
         for name, entry in row.entries.items():
-            found += [f"{where}: {remark}" for remark in entry.remarks]
+            remarks += [f"{where}: {remark}" for remark in entry.remarks]
             if entry.disagrees and entry.alone_ms is not None:
                 times = f"{_ms(entry.median_ms)} ms in turns, {_ms(entry.alone_ms)} ms alone"
-                found.append(f"{where}, {name}: {times}")
+                remarks.append(f"{where}, {name}: {times}")
             if entry.status in words:
-                found.append(f"{where}, {name}: {words[entry.status]}: {entry.reason}")
+                remarks.append(f"{where}, {name}: {words[entry.status]}: {entry.reason}")
             elif name == row.subject and entry.engine and entry.engine[0] != "cpu":
                 engine, reason = entry.engine
-                found.append(f"{where}: not fused, it ran on {engine!r}: {reason}")
-    return found
+                remarks.append(f"{where}: not fused, it ran on {engine!r}: {reason}")
+    return remarks
 
 
 LEGEND = (

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
 
-from anycell.bench.errors import UsageError, did_you_mean
+from anycell.usage import UsageError, did_you_mean
 
 GPU_SIZED = frozenset({"basecaller"})  # minutes per step on a CPU: only when named
 

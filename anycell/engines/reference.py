@@ -429,22 +429,22 @@ def sizes(
     Raises:
         ValueError: where nothing tells the size of a state, or heads or groups do not divide one.
     """
-    found = {"H": hidden}
+    size = {"H": hidden}
     for declared, value in zip(cell.states, state or (), strict=bool(state)):
         if value is not None:
-            found.setdefault(declared.size, value.shape[-1])
+            size.setdefault(declared.size, value.shape[-1])
     for l in cell.linears:
         *_, outer, inner = weights[l.weight].shape
-        found.setdefault(l.in_size, inner * l.heads)
-        found.setdefault(l.out_size, outer * l.heads // len(l.declared))
+        size.setdefault(l.in_size, inner * l.heads)
+        size.setdefault(l.out_size, outer * l.heads // len(l.declared))
     for declared in cell.states:
-        if declared.size not in found:
+        if declared.size not in size:
             raise ValueError(
                 f"cell {cell.name}: nothing tells the size {declared.size} of state "
                 f"{declared.name!r}; give an initial state."
             )
-    cell.check_sizes(found)
-    return found
+    cell.check_sizes(size)
+    return size
 
 
 def _add(left: Iterable[Array], right: Iterable[Array]) -> tuple[Array, ...]:

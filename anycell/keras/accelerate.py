@@ -91,8 +91,8 @@ def accelerate(model: Model) -> Model:
             layer.__class__ = _swapped(kind, isinstance(layer.cell, RNNCell))
     for _, layer in _walk(model):
         _trace_anew(layer)
-    for found in recurrent_layers(model):
-        logger.info("%s", found)
+    for entry in recurrent_layers(model):
+        logger.info("%s", entry)
     return model
 
 
@@ -104,17 +104,17 @@ def recurrent_layers(model: keras.layers.Layer) -> list[Found]:
         memory: GRU of keras runs on keras (accelerate(model) has not been called)
     """
     _check(model)
-    found = []
+    entries = []
     for name, layer in _walk(model):
         if isinstance(layer, Fused):
-            found.append(Found(name, _kind(layer), *layer.engine))
+            entries.append(Found(name, _kind(layer), *layer.engine))
         elif isinstance(layer, keras.layers.RNN):
             reason = _refusal(layer) or "accelerate(model) has not been called"
-            found.append(Found(name, _kind(layer), "keras", reason))
+            entries.append(Found(name, _kind(layer), "keras", reason))
         elif isinstance(layer, _CELLS):
             reason = "one step, in a loop of the model's own; keras.layers.RNN(cell) can be swapped"
-            found.append(Found(name, _kind(layer), "keras", reason))
-    return found
+            entries.append(Found(name, _kind(layer), "keras", reason))
+    return entries
 
 
 def _walk(layer: Any, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
@@ -157,9 +157,9 @@ def _refusal(layer: keras.layers.RNN) -> str | None:
     if kind not in _SWAPS and kind.__module__.startswith("keras."):
         return "only LSTM, GRU, SimpleRNN and RNN of one of their cells are swapped"
     parents = kind.__mro__[: kind.__mro__.index(_base(kind))]
-    own = {name for parent in parents for name in vars(parent)} - _HARMLESS
-    if own:
-        return f"a subclass with {', '.join(sorted(own))} of its own"
+    overridden = {name for parent in parents for name in vars(parent)} - _HARMLESS
+    if overridden:
+        return f"a subclass with {', '.join(sorted(overridden))} of its own"
     replaced = {n for n in ("call", "inner_loop") if n in vars(layer)}
     if replaced:
         return f"its {' and '.join(sorted(replaced))} has been replaced on the instance"

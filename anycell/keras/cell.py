@@ -333,8 +333,8 @@ _BUILT_IN = "anycell.cells."  # no cell of a user has such a name, nor does Kera
 def serialize(cell: Cell) -> dict[str, Any]:
     """A cell as a config: its name, and the hyperparameters given."""
     plain = Cell(cell.function, cell.gates, cell.states, cell.params, cell.static, cell.bias, {})
-    own: Any = getattr(cells, cell.name, None)
-    built_in = isinstance(own, Cell) and own.function is cell.function
+    namesake: Any = getattr(cells, cell.name, None)
+    built_in = isinstance(namesake, Cell) and namesake.function is cell.function
     name = _BUILT_IN + cell.name if built_in else keras.saving.get_registered_name(plain)
     return {"name": name, "given": dict(cell.given)}
 
@@ -349,17 +349,17 @@ def deserialize(config: Any) -> Cell:
         return config
     name = config["name"]
     if name.startswith(_BUILT_IN):
-        found = getattr(cells, name.removeprefix(_BUILT_IN), None)
+        cell = getattr(cells, name.removeprefix(_BUILT_IN), None)
     else:
-        found = keras.saving.get_registered_object(name)
-    if not isinstance(found, Cell):
+        cell = keras.saving.get_registered_object(name)
+    if not isinstance(cell, Cell):
         raise ValueError(
             f"cell: given the name {name!r} in a config; expected one of anycell.cells, or a cell "
             "that Keras can find by its name, as saved models, clone_model and Bidirectional need: "
             "put @keras.saving.register_keras_serializable() above its @anycell.cell(...), or "
             f"load with custom_objects={{{name!r}: the_cell}}."
         )
-    return found(**as_given(config["given"]))
+    return cell(**as_given(config["given"]))
 
 
 def as_given(hyper: Mapping[str, Any]) -> dict[str, Any]:

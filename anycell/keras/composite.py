@@ -83,10 +83,10 @@ def composite(call: Call, arrays: Arrays) -> Result:
     if x.shape[0] == 1:  # no loop
         output, final = step(beside[0], initial)
         if mask is not None:
-            there = ops.expand_dims(mask[0], -1)
+            present = ops.expand_dims(mask[0], -1)
             pairs = zip(final, initial, strict=True)
-            final = [ops.where(there, new, old) for new, old in pairs]
-            output = final[0] if call.repeat else ops.where(there, output, ops.zeros_like(output))
+            final = [ops.where(present, new, old) for new, old in pairs]
+            output = final[0] if call.repeat else ops.where(present, output, ops.zeros_like(output))
         return ops.expand_dims(output, 0) if call.sequences else None, tuple(final)
     # Batch first: of time-major input Keras 3 takes the batch for the number of steps.
     _, outputs, final = backend.rnn(

@@ -27,8 +27,8 @@ class Named(RNN):
     of: Cell
 
     def __init__(self, units: int, **kwargs: Any) -> None:
-        own = (*self.of.hyper, *self.of.structure)
-        given = as_given({k: kwargs.pop(k) for k in own if k in kwargs})
+        names = (*self.of.hyper, *self.of.structure)
+        given = as_given({k: kwargs.pop(k) for k in names if k in kwargs})
         super().__init__(self.of(**given), units, **kwargs)
 
     def get_config(self) -> dict[str, Any]:
@@ -49,10 +49,10 @@ def named(cell: Cell) -> type[Named]:
     doc = f"``RNN({cell.name}, units)``; see ``anycell.cells.{cell.name}``.\n\n"
     body = {"of": cell, "__doc__": doc + inspect.cleandoc(cell.__doc__ or "")}
     body["__module__"] = "anycell.keras"
-    found: type[Named] = keras.saving.register_keras_serializable("anycell")(
+    layer: type[Named] = keras.saving.register_keras_serializable("anycell")(
         type(cell.name, (Named,), body)
     )
-    return found
+    return layer
 
 
 LAYERS = {name: named(getattr(cells, name)) for name in cells.__all__ if name not in OF_KERAS}

@@ -113,9 +113,9 @@ def choose(facts: Facts) -> Engine:
     assert facts.cell is not None
     # 16-bit policies compute in float32: more exact than what Keras does, and fused.
     dtype = facts.dtype if facts.dtype == "float64" else "float32"
-    found = planned(facts.cell, facts.units, dtype, facts.sizes)
-    if isinstance(found, str):
-        return Engine(loop, found)
+    chosen = planned(facts.cell, facts.units, dtype, facts.sizes)
+    if isinstance(chosen, str):
+        return Engine(loop, chosen)
     return Engine("cpu", f"fused kernel, matmuls in a step: {len(facts.cell.linears)}")
 
 

@@ -76,8 +76,8 @@ def _exporting() -> bool:
 def recur(call: Call, arrays: Arrays) -> Result:
     """Runs a layer on the kernels where they can be called, else step by step."""
     cell, dtype = call.cell, arrays["x"].dtype.name
-    found = planned(cell, call.hidden_size, dtype, dict(call.sizes))
-    elsewhere = isinstance(found, str) or on_gpu(arrays["x"]) or refusal() is not None
+    chosen = planned(cell, call.hidden_size, dtype, dict(call.sizes))
+    elsewhere = isinstance(chosen, str) or on_gpu(arrays["x"]) or refusal() is not None
     arrays = _tensors(arrays)
     check(call, arrays)
     return (composite if elsewhere else run)(call, arrays)
@@ -101,9 +101,9 @@ def run(call: Call, arrays: Arrays) -> Result:
             kept = tf.reshape(kept, tf.shape(x))
         x = kept
     cell = layer.stepped(call.cell, arrays.get("recurrent_mask"))
-    own = plan(cell, call.hidden_size, x.dtype.name, "cpu", dict(call.sizes))
+    chosen = plan(cell, call.hidden_size, x.dtype.name, "cpu", dict(call.sizes))
     projects = kernel is not None
-    if projects and not layer.projects(own, _count(x), x.shape.as_list()[-1]):
+    if projects and not layer.projects(chosen, _count(x), x.shape.as_list()[-1]):
         gates = tf.matmul(_rows(x), kernel)
         x, projects = tf.reshape(gates, [*_sizes(x, 2), gates.shape[-1]]), False
     parts = {n: t for n, t in arrays.items() if n not in _FLAGS and (projects or n != "kernel")}
@@ -114,7 +114,7 @@ def run(call: Call, arrays: Arrays) -> Result:
     keep = call.training or record.could_possibly_record()
     recurrence = _Recurrence(
         call,
-        own,
+        chosen,
         parts=tuple(parts),
         flags=tuple(flags),
         keep=keep,
@@ -236,14 +236,14 @@ def _gradient(
     args = [*flat, *arriving]
     if _carries_tangents(arriving):
         return _first(recurrence, flags, args, len(flat))
-    found = recurrence.backward(flat, flags, arriving, kept)
+    grads = recurrence.backward(flat, flags, arriving, kept)
     if tf.executing_eagerly() and not record.could_possibly_record():
-        return found
+        return grads
 
     def twice(*seconds: Tensor) -> Any:
         return _second(recurrence, flags, args, len(flat), seconds)
 
-    return _differentiable(BACKWARD, found, args, twice)
+    return _differentiable(BACKWARD, grads, args, twice)
 
 
 def _second(
@@ -380,11 +380,12 @@ class _Recurrence:
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Outputs, final states, and what the backward pass reads."""
         call, states = self.call, self.call.cell.states
-        own = call.sequences and (self.apart or not self.keep)  # outputs that the kernel hands on
-        found = self._run(self._forward, [*flat, *flags], own + len(states) + self.kept)
-        outputs = found.pop(0) if own else None
-        final, kept = found[: len(states)], found[len(states) :]
-        if call.sequences and not own:
+        # Whether the outputs are an array apart from the states, which the kernel returns too.
+        separate = call.sequences and (self.apart or not self.keep)
+        results = self._run(self._forward, [*flat, *flags], separate + len(states) + self.kept)
+        outputs = results.pop(0) if separate else None
+        final, kept = results[: len(states)], results[len(states) :]
+        if call.sequences and not separate:
             # A view, made by TensorFlow: it then knows the memory shared.
             outputs = kept[0][1 : _sizes(flat[0], 1)[0] + 1]
         steps, rows = flat[0].shape[:2]
@@ -408,16 +409,16 @@ class _Recurrence:
         factors = [self._factors(linear) for linear in cell.linears]
         direct = self._direct
         count = 1 + len(direct) + sum(outputs + operand for outputs, operand in factors)
-        found = iter(self._run(self._backward, [*flat, *flags, *arriving, *kept], count))
-        dgates = next(found)
+        results = iter(self._run(self._backward, [*flat, *flags, *arriving, *kept], count))
+        dgates = next(results)
         dgates.set_shape([*given["x"].shape[:2], len(cell.gates) * call.hidden_size])
-        grads = {name: next(found) for name in direct}
+        grads = {name: next(results) for name in direct}
         rows, parts = _rows(dgates), dict[str, dict[str, Tensor]]()
         for linear, (outputs, operand) in zip(cell.linears, factors, strict=True):
-            d = next(found) if outputs else rows
-            before = next(found) if operand else self._before(kept[0])
-            for name, own in self._products(given, linear, d, before).items():
-                parts.setdefault(name, {}).update(own)
+            d = next(results) if outputs else rows
+            before = next(results) if operand else self._before(kept[0])
+            for name, products in self._products(given, linear, d, before).items():
+                parts.setdefault(name, {}).update(products)
         for linear in {l.weight: l for l in cell.linears}.values():
             weight = "recurrent_kernel" if linear.recurrent else linear.weight
             columns = int(linear.recurrent or linear.heads > 1)
@@ -462,20 +463,20 @@ class _Recurrence:
         """The gradients of a matmul's weight and bias, by the matmul's outputs."""
         outputs, size = len(linear.outputs), self.call.size(linear.out_size)
         d.set_shape([None, outputs * size])
-        found = {}
+        products = {}
         if linear.bias_name in given:
-            found[linear.bias_name] = tf.split(tf.reduce_sum(d, axis=0), outputs)
+            products[linear.bias_name] = tf.split(tf.reduce_sum(d, axis=0), outputs)
         if linear.heads > 1:
             d = tf.reshape(d, [-1, outputs, linear.heads, size // linear.heads])
             into = self.call.size(linear.in_size) // linear.heads
             operand = tf.reshape(operand, [-1, linear.heads, into])
-            found[linear.weight] = tf.unstack(tf.einsum("rnho,rhi->nhoi", d, operand))
+            products[linear.weight] = tf.unstack(tf.einsum("rnho,rhi->nhoi", d, operand))
         elif linear.recurrent:  # Keras's own: [in, out]
             product = tf.matmul(operand, d, transpose_a=True)
-            found["recurrent_kernel"] = tf.split(product, outputs, axis=1)
+            products["recurrent_kernel"] = tf.split(product, outputs, axis=1)
         else:
-            found[linear.weight] = tf.split(tf.matmul(d, operand, transpose_a=True), outputs)
-        return {k: dict(zip(linear.outputs, own, strict=True)) for k, own in found.items()}
+            products[linear.weight] = tf.split(tf.matmul(d, operand, transpose_a=True), outputs)
+        return {k: dict(zip(linear.outputs, parts, strict=True)) for k, parts in products.items()}
 
     def _run(
         self, compute: Callable[..., list[Array]], tensors: Sequence[Tensor], count: int
@@ -492,9 +493,9 @@ class _Recurrence:
         arrays, options = self._arguments(flat, flags)
         host, keep = AlignedHost(self.plan.dtype), self.keep
         out, final, kept = layer.forward(host, self.plan, arrays, options, keep=keep)
-        found = [out] if self.call.sequences and (self.apart or not keep) else []
-        found += [state[0] for state in final]
-        return found if kept is None else [*found, *kept.flat()]
+        results = [out] if self.call.sequences and (self.apart or not keep) else []
+        results += [state[0] for state in final]
+        return results if kept is None else [*results, *kept.flat()]
 
     def _backward(self, *tensors: Array) -> list[Array]:
         flat, flags, rest = self.sort(tensors)
@@ -513,8 +514,8 @@ class _Recurrence:
             dy, [d[None] for d in final], factors=factors,
         )  # fmt: skip
         states = [f"state {name}" for name in names]
-        found = [grads["x"], *[grads[n][0] if n in states else grads[n] for n in self._direct]]
-        return found + [factor for pair in factors[0] for factor in pair if factor is not None]
+        results = [grads["x"], *[grads[n][0] if n in states else grads[n] for n in self._direct]]
+        return results + [factor for pair in factors[0] for factor in pair if factor is not None]
 
     def _arguments(
         self, flat: Sequence[Array], flags: Sequence[Array]

@@ -29,6 +29,6 @@ def run(call: Call, arrays: Arrays) -> Result:
         seed=0 if seed is None else number(seed),
     )
     with torch.autocast(tensors["x"].device.type, enabled=False):
-        own = steps.Call(call.cell, call.hidden_size, options, call.sizes)
-        outputs, final, _ = functional.layer(own, tensors)
+        inner = steps.Call(call.cell, call.hidden_size, options, call.sizes)
+        outputs, final, _ = functional.layer(inner, tensors)
     return outputs if call.sequences else None, tuple(state[0] for state in final)

@@ -21,7 +21,8 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from anycell.lang.cell import Cell, with_recurrent_mask
+from anycell.lang.cell import Cell
+from anycell.lang.transform import with_recurrent_mask
 from anycell.plan import Plan
 
 Shape = tuple[int, ...]

@@ -78,10 +78,10 @@ class Layer:
         missing = self._parameters.keys() - given.keys()
         unknown = given.keys() - self._parameters.keys()
         if missing or unknown:
-            found = [f"missing {', '.join(sorted(missing))}"] * bool(missing)
-            found += [f"unknown {', '.join(sorted(map(str, unknown)))}"] * bool(unknown)
+            faults = [f"missing {', '.join(sorted(missing))}"] * bool(missing)
+            faults += [f"unknown {', '.join(sorted(map(str, unknown)))}"] * bool(unknown)
             expected = ", ".join(self._parameters)
-            raise KeyError(f"parameters: given {'; '.join(found)}; expected {expected}.")
+            raise KeyError(f"parameters: given {'; '.join(faults)}; expected {expected}.")
 
     def _check_array(self, name: str, given: Array | archive.Header) -> None:
         expected = self._parameters[name].shape

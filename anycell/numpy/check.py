@@ -74,12 +74,12 @@ def number(name: str, value: Any, low: float = -math.inf, below: float = math.in
 def real_dtype(name: str, value: Any) -> np.dtype[Any]:
     """float32 or float64, in this machine's order of bytes."""
     try:
-        found = np.dtype(value).name if isinstance(value, (str, type, np.dtype)) else ""
+        dtype = np.dtype(value).name if isinstance(value, (str, type, np.dtype)) else ""
     except Exception:  # NumPy raises what its parser of such texts does
-        found = ""
-    if found not in ("float32", "float64"):
+        dtype = ""
+    if dtype not in ("float32", "float64"):
         raise ValueError(f"{name}: given {value!r}, expected 'float32' or 'float64'.")
-    return np.dtype(found)
+    return np.dtype(dtype)
 
 
 def numbers(name: str, value: Any) -> npt.NDArray[Any]:

@@ -451,8 +451,8 @@ def _sizes(cell: Cell, given: dict[str, int]) -> dict[str, int]:
     declared |= {size for l in cell.linears for size in (l.in_size, l.out_size)}
     expected = ", ".join(sorted(declared - {"H"})) or "none"
     for name in given.keys() ^ (declared - {"H"}):
-        found = f"given {name}=" if name in given else f"missing {name}="
-        raise TypeError(f"{found}; sizes that cell {cell.name} declares besides H: {expected}.")
+        fault = f"given {name}=" if name in given else f"missing {name}="
+        raise TypeError(f"{fault}; sizes that cell {cell.name} declares besides H: {expected}.")
     return {name: check.integer(name, value) for name, value in given.items()}
 
 

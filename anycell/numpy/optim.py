@@ -29,19 +29,19 @@ Layers = Trainable | Iterable[Trainable]
 
 def _layers(layers: Layers) -> list[Trainable]:
     several = isinstance(layers, Iterable) and not isinstance(layers, np.ndarray)
-    found: list[Any] = list(layers) if several else [layers]  # type: ignore[arg-type]
-    if not found:
+    chosen: list[Any] = list(layers) if several else [layers]  # type: ignore[arg-type]
+    if not chosen:
         raise ValueError("layers: given none, expected at least one layer.")
-    for layer in found:
+    for layer in chosen:
         arrays = getattr(layer, "parameters", None), getattr(layer, "grads", None)
         if not all(isinstance(named, Mapping) for named in arrays):
             raise TypeError(
                 f"layers: given {layer!r}, expected a layer, or several: objects whose "
                 "`parameters` and `grads` are arrays by name."
             )
-    if len({id(layer) for layer in found}) < len(found):
+    if len({id(layer) for layer in chosen}) < len(chosen):
         raise ValueError("layers: given one layer twice, expected each once.")
-    return found
+    return chosen
 
 
 def _pairs(layers: list[Trainable]) -> Iterator[tuple[Array, Array]]:

@@ -143,11 +143,11 @@ class RNNCell(tf.Module):
     @property
     def named(self) -> dict[str, tf.Variable]:
         """Its variables, by their names in a checkpoint below the cell's scope."""
-        found = {}
+        variables = {}
         for scope, cell in self._within():
             for name, variable in getattr(cell, "named", {}).items():
-                found[f"{scope}/{name}" if scope else name] = variable
-        return found
+                variables[f"{scope}/{name}" if scope else name] = variable
+        return variables
 
     def restore(self, checkpoint: str, scope: str) -> None:
         """Reads the variables of a checkpoint of TensorFlow 1.
@@ -313,12 +313,12 @@ def mask(x: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _floating(dtype: Any) -> Any:
-    if (found := tf.as_dtype(dtype).base_dtype) not in DTYPES:
+    if (base := tf.as_dtype(dtype).base_dtype) not in DTYPES:
         names = ", ".join(kind.name for kind in DTYPES[:-1])
         raise ValueError(
-            f"dtype: given {found.name}; expected {names} or {DTYPES[-1].name}. Cast the inputs."
+            f"dtype: given {base.name}; expected {names} or {DTYPES[-1].name}. Cast the inputs."
         )
-    return found
+    return base
 
 
 def _sizes(x: Tensor) -> list[Any]:

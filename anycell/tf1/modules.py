@@ -148,10 +148,11 @@ class KernelCell(RNNCell):
         # The gates of a GRU start open; what an LSTM adds to f is no part of its bias.
         bias = self.bias_initializer or ("ones" if name.startswith("gates") else "zeros")
         wanted = bias if name.endswith("bias") else self.kernel_initializer
-        found = None if wanted is None else keras.initializers.get(wanted)
-        if isinstance(found, keras.initializers.Initializer):
-            found = found.clone()  # else each variable of one shape would get the same numbers
-        return found
+        initializer = None if wanted is None else keras.initializers.get(wanted)
+        if isinstance(initializer, keras.initializers.Initializer):
+            # A copy, or all variables of one shape would get the same numbers.
+            initializer = initializer.clone()
+        return initializer
 
     def _read(self, name: str) -> Tensor:
         """A variable's value in the dtype of the computation."""
@@ -162,18 +163,18 @@ class KernelCell(RNNCell):
         reader = tf.train.load_checkpoint(checkpoint)
         shapes = reader.get_variable_to_shape_map()
         kernel = next(iter(self._shapes(0)))
-        there = shapes.get(f"{scope}/{kernel}")
-        width = 0 if there is None else there[0] - self._recurrent_size
+        stored = shapes.get(f"{scope}/{kernel}")
+        width = 0 if stored is None else stored[0] - self._recurrent_size
         if width > 0:
             self.build(width)
         wanted = self._shapes(width)
         for name, shape in wanted.items():
-            found = shapes.get(f"{scope}/{name}")
-            if found is None or tuple(found) != shape:
+            saved = shapes.get(f"{scope}/{name}")
+            if saved is None or tuple(saved) != shape:
                 raise ValueError(
                     f"scope: given {scope!r}, whose {name} in the checkpoint is "
-                    f"{'missing' if found is None else f'of shape {tuple(found)}'}; expected "
-                    f"{'one' if found is None else f'shape {shape}'}. It has: "
+                    f"{'missing' if saved is None else f'of shape {tuple(saved)}'}; expected "
+                    f"{'one' if saved is None else f'shape {shape}'}. It has: "
                     f"{', '.join(sorted(shapes))}."
                 )
         for name in wanted:
@@ -333,11 +334,11 @@ class LSTMCell(KernelCell):
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         h = self.num_units
-        found: dict[str, tuple[int, ...]] = {
+        shapes: dict[str, tuple[int, ...]] = {
             "kernel": (width + self.output_size, 4 * h), "bias": (4 * h,)
         }  # fmt: skip
-        found |= dict.fromkeys(self.cell.param_names, (h,))
-        return found | ({"projection/kernel": (h, self.num_proj)} if self.num_proj else {})
+        shapes |= dict.fromkeys(self.cell.param_names, (h,))
+        return shapes | ({"projection/kernel": (h, self.num_proj)} if self.num_proj else {})
 
     def _call(self) -> Call:
         sizes = (("P", self.num_proj),) if self.num_proj else ()

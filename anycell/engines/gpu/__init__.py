@@ -151,8 +151,8 @@ class Span(NamedTuple):
         """What kernels take."""
         time, row = host.strides(self.array)[:2]
         start = self.first * time + self.column
-        found = {name: self.array, f"{name}__0": start, f"{name}__t": self.sign * time}
-        return {**found, f"{name}__b": row}
+        arguments = {name: self.array, f"{name}__0": start, f"{name}__t": self.sign * time}
+        return {**arguments, f"{name}__b": row}
 
 
 class Call(NamedTuple):
@@ -179,13 +179,13 @@ class Call(NamedTuple):
 
     def all_values(self) -> dict[str, Any]:
         """By name of the argument."""
-        found = dict(self.values, batch=self.batch, count=self.steps)
-        found |= {f"weight{k}": weight for k, weight in enumerate(self.weights)}
-        if self.draws is not None and "draws" not in found:
-            found["draws"] = self.host.integers(self.draws)
+        arguments = dict(self.values, batch=self.batch, count=self.steps)
+        arguments |= {f"weight{k}": weight for k, weight in enumerate(self.weights)}
+        if self.draws is not None and "draws" not in arguments:
+            arguments["draws"] = self.host.integers(self.draws)
         for name, span in self.spans.items():
-            found |= span.values(name, self.host)
-        return found
+            arguments |= span.values(name, self.host)
+        return arguments
 
     def part(self, begin: int, steps: int, turn: int) -> Call:
         """The call of some of the steps, after ``turn`` turns."""

@@ -78,17 +78,17 @@ def unusable() -> str | None:
     try:
         import triton
 
-        said = f"this is Triton {triton.__version__}"
+        version = f"this is Triton {triton.__version__}"
         if tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < OLDEST:
             oldest = ".".join(map(str, OLDEST))
-            return f"the GPU engine needs Triton {oldest} or newer; {said}"
+            return f"the GPU engine needs Triton {oldest} or newer; {version}"
     except Exception as error:
         return f"the GPU engine needs Triton, whose import fails: {_in_words(error)}"
     try:
         if not interpreted():
             _made(_probe(), PROBED, frozenset(), None)
     except Exception as error:
-        return f"Triton compiles no kernel of the GPU engine: {_in_words(error)}; {said}"
+        return f"Triton compiles no kernel of the GPU engine: {_in_words(error)}; {version}"
     return None
 
 
@@ -222,8 +222,8 @@ def _made(printed: Printed, capability: int, aligned: frozenset[str], registers:
         while cause.__cause__ is not None:  # of a place in a text, what is wrong there
             cause = cause.__cause__
         lines = [line.strip() for line in str(cause).splitlines() if line.strip(" ^")]
-        said = lines[-1] if lines else type(cause).__name__
-        why = f"Triton {triton.__version__} does not compile it for sm_{capability}: {said}"
+        message = lines[-1] if lines else type(cause).__name__
+        why = f"Triton {triton.__version__} does not compile it for sm_{capability}: {message}"
         raise Refused(printed, why) from error
     scratch = made.metadata.global_scratch_size, getattr(made.metadata, "profile_scratch_size", 0)
     if any(scratch):
@@ -262,8 +262,8 @@ def usage(cubin: bytes) -> dict[str, int]:
         file.write(cubin)
         file.flush()
         command = [str(tool), "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    kernel = said.rpartition("Function")[2]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    kernel = printed.rpartition("Function")[2]
     return {name: int(n) for name, n in re.findall(r"\b([A-Z]+):(\d+)", kernel)}
 
 

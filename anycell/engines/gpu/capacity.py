@@ -152,7 +152,7 @@ def choices(
     if plan.dtype != "float32" and device and device.capability < MATRICES and tier is None:
         why = f"Triton has no matrix instructions of 16 bits before sm_{MATRICES}"
         return (Choice(3, f"{why}, the framework's matmuls may have"),)
-    found, reasons = list[Choice](), list[str]()
+    fits, reasons = list[Choice](), list[str]()
     tiers = {
         1: functools.partial(_resident, plan, device, backward, tf32, forced=tier == 1),
         2: functools.partial(_cooperative, plan, device, backward, tf32, batch),
@@ -163,12 +163,12 @@ def choices(
             if isinstance(fitting, str):
                 reasons.append(fitting)
             else:
-                found += fitting[:TRIES]
+                fits += fitting[:TRIES]
     if tier is not None:
-        if not found:
+        if not fits:
             raise ValueError(f"tier={tier} cannot run cell {plan.cell.name}: {reasons[0]}.")
-        return tuple(found)
-    return *found, Choice(3, "; ".join(reasons) or "any cell, any size")
+        return tuple(fits)
+    return *fits, Choice(3, "; ".join(reasons) or "any cell, any size")
 
 
 def choose(
@@ -219,7 +219,7 @@ def _resident(
         (precision, *_) = ways = precisions(plan, device, tf32)
         any_ = [(p, w) for p in ways for w in fitting(p)] or [(precision, WARPS[-1])]
         return [Choice(1, "asked for", w, precision=p) for p, w in any_]
-    found, reason = list[Choice](), ""
+    fits, reason = list[Choice](), ""
     for precision in precisions(plan, device, tf32):
         needed, warps = shared_bytes(plan, backward, precision), fitting(precision)
         if needed > device.shared:
@@ -228,8 +228,8 @@ def _resident(
             reason = reason or f"{count} tiles of a step do not fit in registers"
         else:
             why = f"all weights on chip: {needed:,} of {device.shared:,} bytes"
-            found += [Choice(1, why, w, precision=precision) for w in warps]
-    return found or reason
+            fits += [Choice(1, why, w, precision=precision) for w in warps]
+    return fits or reason
 
 
 def _cooperative(
@@ -244,7 +244,7 @@ def _cooperative(
     precision = precisions(plan, device, tf32)[-1]
     if plan.dtype == "float32" and precision == "ieee":
         return "float32 is multiplied outside the matrix units"
-    least, found = 0, list[tuple[float, Choice]]()
+    least, priced = 0, list[tuple[float, Choice]]()
     for rows, units in itertools.product(ROWS, UNITS):
         groups, programs = -(-batch // rows), -(-plan.hidden_size // units)
         count = groups * programs
@@ -261,14 +261,14 @@ def _cooperative(
                 f"{device.shared:,} bytes"
             )
             cost = cycles(plan, part, groups * programs, backward)
-            found.append((cost, Choice(2, reason, part=part, precision=precision)))
-    if found:
-        ordered = dict.fromkeys(choice for _, choice in sorted(found, key=lambda pair: pair[0]))
-        few = _few(ordered)[:TRIES]
-        parts = [choice.part for choice in few if choice.part]
+            priced.append((cost, Choice(2, reason, part=part, precision=precision)))
+    if priced:
+        ordered = dict.fromkeys(choice for _, choice in sorted(priced, key=lambda pair: pair[0]))
+        fits = _few(ordered)[:TRIES]
+        parts = [choice.part for choice in fits if choice.part]
         numbers = min(slice_numbers(plan, part, backward) for part in parts)
         if numbers <= SURE:
-            return few
+            return fits
         return f"each thread of a program would hold {numbers} numbers, and spill"
     if not least:
         return "nor do those of a few units fit"
@@ -278,12 +278,12 @@ def _cooperative(
 def _few(ordered: Iterable[Choice]) -> list[Choice]:
     """Of each tile the best: where these are refused, others of it hardly fit."""
     tried = Counter[tuple[int, int]]()
-    few = list[Choice]()
+    chosen = list[Choice]()
     for choice in ordered:
         if choice.part is not None and tried[choice.part[:2]] < TRIED:
             tried[choice.part[:2]] += 1
-            few.append(choice)
-    return few
+            chosen.append(choice)
+    return chosen
 
 
 def _parts(
@@ -359,9 +359,9 @@ def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
     carried = len(plan.saved) + len(cell.states) if backward else len(cell.gates)
     carried += cell.static is not None
     carried += len(cell.states) + 4 * bool(cell.keeps)  # words of random bits
-    each = -(-part.rows * part.units // (32 * part.warps))
-    carried *= each
-    return held + max(sums + arriving + carried, tiles(plan, backward) * each)
+    copies = -(-part.rows * part.units // (32 * part.warps))
+    carried *= copies
+    return held + max(sums + arriving + carried, tiles(plan, backward) * copies)
 
 
 def slice_bytes(plan: Plan, part: Slice, backward: bool, precision: str = "ieee") -> int:

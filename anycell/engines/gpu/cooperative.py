@@ -158,12 +158,12 @@ class _Slice(Loop):
         """
         if self.form.backward:
             return [(0, len(l.outputs))]
-        found, first = [], 0
+        bundles, first = [], 0
         for bit in reversed(range(len(l.outputs).bit_length())):
             if len(l.outputs) >> bit & 1:
-                found.append((first, 1 << bit))
+                bundles.append((first, 1 << bit))
                 first += 1 << bit
-        return found
+        return bundles
 
     def chunks(self, l: Linear) -> range:
         """The first k of the chunks."""
@@ -199,21 +199,22 @@ class _Slice(Loop):
         h, columns, outputs = self.plan.hidden_size, self.columns(count), len(l.outputs)
         column, lanes = self._spread(columns, held)
         i, size = f"({plus(start, lanes)})", h * (outputs if self.form.backward else 1)
-        each = h // l.heads
+        width = h // l.heads
         if self.form.backward:
             # From the transposed weight: units of h, and k over all units of all outputs.
             o = f"(tl.program_id(1) * {self.width} + {column})"
-            inside, where = f"({o} < {h})", f"{o} * {outputs * each} + {i}"
+            inside, where = f"({o} < {h})", f"{o} * {outputs * width} + {i}"
             if l.heads > 1:
-                where = f"{o} * {outputs * each} + {i} // {h} * {each} + {i} % {each}"
-                inside += f" & ({o} // {each} == {i} % {h} // {each})"
+                where = f"{o} * {outputs * width} + {i} // {h} * {width} + {i} % {width}"
+                inside += f" & ({o} // {width} == {i} % {h} // {width})"
         else:
             o, g = f"(tl.program_id(1) * {self.width} + {column} // {count})", f"{column} % {count}"
             inside, where = f"({o} < {h})", f"(({first} + {g}) * {h} + {o}) * {h} + {i}"
             if l.heads > 1:
-                row = f"{o} // {each} * {outputs * each} + ({first} + {g}) * {each} + {o} % {each}"
-                where = f"({row}) * {each} + {i} % {each}"
-                inside += f" & ({o} // {each} == {i} // {each})"
+                row = f"{o} // {width} * {outputs * width}"
+                row += f" + ({first} + {g}) * {width} + {o} % {width}"
+                where = f"({row}) * {width} + {i} % {width}"
+                inside += f" & ({o} // {width} == {i} // {width})"
         if start + self.chunk > size:
             inside += f" & ({i} < {size})"
         loaded = f"tl.load({self.array(f'weight{k}')} + {where}, mask={inside}, other=0.0)"

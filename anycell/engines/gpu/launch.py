@@ -179,12 +179,12 @@ def _handle(device: int) -> ctypes.c_int:
 
 def limits(device: int) -> Device:
     """Of a device, as ``capacity`` knows them."""
-    handle, value, found = _handle(device), ctypes.c_int(), []
+    handle, value, values = _handle(device), ctypes.c_int(), []
     for attribute in _ATTRIBUTES:
         result = _driver().cuDeviceGetAttribute(ctypes.byref(value), attribute, handle)
         _check(result, "cuDeviceGetAttribute")
-        found.append(value.value)
-    major, minor, *rest = found
+        values.append(value.value)
+    major, minor, *rest = values
     name = ctypes.create_string_buffer(100)
     _check(_driver().cuDeviceGetName(name, len(name), handle), "cuDeviceGetName")
     return Device(name.value.decode(), 10 * major + minor, *rest)

@@ -446,10 +446,10 @@ def send(words, value, inside, kind: tl.constexpr, pairs: tl.constexpr):
 def look(words, inside):
     """What is there of the words that other programs send, of those ``inside`` or of all."""
     if inside is None:
-        found = tl.load(words, volatile=True)
+        value = tl.load(words, volatile=True)
     else:
-        found = tl.load(words, mask=inside, other=0, volatile=True)
-    return found
+        value = tl.load(words, mask=inside, other=0, volatile=True)
+    return value
 
 
 @triton.jit

@@ -49,8 +49,8 @@ class Refusal(NamedTuple):
 
     def __str__(self) -> str:
         way = "backward" if self.form.backward else "forward"
-        said = f"{self.device.name} refused {self.choice}, {way}: {self.why}"
-        return said if self.instead is None else f"{said}; next comes {self.instead}"
+        text = f"{self.device.name} refused {self.choice}, {way}: {self.why}"
+        return text if self.instead is None else f"{text}; next comes {self.instead}"
 
 
 _remembered: dict[tuple[Device, Printed], Refusal] = {}

@@ -117,8 +117,8 @@ class Loop(Text):
         """Puts the loads of the first step before the loop, those of the next one into it."""
 
         def lines(name: str, step: str) -> list[str]:
-            def there(found: re.Match[str]) -> str:
-                size, rows = found["size"], found["rows"] or "is_row"
+            def there(match: re.Match[str]) -> str:
+                size, rows = match["size"], match["rows"] or "is_row"
                 of = "their_rows" if rows == "is_theirs" else "rows"
                 text = f"mask={rows} & ({of} * 0 + {step} < count)"
                 return f"{text} & is_{size}" if size else text
@@ -134,12 +134,12 @@ class Loop(Text):
             NEXT: lines("next", "t + 1"),
             TURN: [f"now_{n} = next_{n}" for n in range(len(self.loads))],
         }
-        found = []
+        expanded = []
         for line in self.lines:
             part = parts.get(line.strip())
             indent = line[: len(line) - len(line.lstrip())]
-            found += [line] if part is None else [indent + each for each in part]
-        self.lines = found
+            expanded += [line] if part is None else [indent + inner for inner in part]
+        self.lines = expanded
 
     # -- matmuls ---------------------------------------------------------------------------------
     def load_weights(self) -> None:
@@ -179,8 +179,8 @@ class Loop(Text):
 
     def is_leaf(self, node: Expr) -> bool:
         """Matmuls are computed here, from values like others."""
-        mine = ("linear_t",) if self.form.backward else ("linear", "preact")
-        return super().is_leaf(node) if node.op not in mine else node in self.names
+        products = ("linear_t",) if self.form.backward else ("linear", "preact")
+        return super().is_leaf(node) if node.op not in products else node in self.names
 
     def product(self, node: Expr) -> tuple[str, str]:
         """An output of a matmul forward; backward what reaches the operand."""

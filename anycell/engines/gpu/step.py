@@ -166,7 +166,7 @@ def _levels(plan: Plan, form: Form) -> dict[Expr, int]:
     """For every node the stage that first can compute it."""
     text = Text(plan, form, (1, 1), False)
     linears = {l.name: l for l in plan.cell.linears}
-    found: dict[Expr, int] = {}
+    level: dict[Expr, int] = {}
 
     def leaf(node: Expr) -> bool:
         if not _is_product(node, form):
@@ -175,11 +175,11 @@ def _levels(plan: Plan, form: Form) -> dict[Expr, int]:
 
     for node in topological(_roots(plan, form), Where(leaf)):
         if leaf(node):
-            found[node] = 0
+            level[node] = 0
         else:
-            below = max((found[arg] for arg in node.args), default=0)
-            found[node] = below + _is_product(node, form)
-    return found
+            below = max((level[arg] for arg in node.args), default=0)
+            level[node] = below + _is_product(node, form)
+    return level
 
 
 def _operand_sizes(plan: Plan, form: Form) -> Iterable[str]:
@@ -220,23 +220,23 @@ class _Kernel(Text):
         cell, g, of = plan.cell, plan.gradients, self.of
         sizes = {s.name: s.size for s in cell.states}
         if not form.backward:
-            found = [l.operand for l in self.ahead]
+            targets = [l.operand for l in self.ahead]
             if self.last:
-                found += [n for s, n in zip(cell.states, cell.next, strict=True) if s.size == of]
-                found += [node for size, node in _kept(plan, form) if size == of]
-            return found
-        found = [d for l in self.ahead for d in g.linear[l.name].values()]
+                targets += [n for s, n in zip(cell.states, cell.next, strict=True) if s.size == of]
+                targets += [node for size, node in _kept(plan, form) if size == of]
+            return targets
+        targets = [d for l in self.ahead for d in g.linear[l.name].values()]
         if self.last:
-            found += [d for name, d in g.state.items() if sizes[name] == of]
+            targets += [d for name, d in g.state.items() if sizes[name] == of]
             for l in cell.linears:
                 if l.name not in plan.carried_back and l.out_size == of:
-                    found += g.linear[l.name].values()
+                    targets += g.linear[l.name].values()
                 if apart(plan, form, l) and l.in_size == of:
-                    found.append(l.operand)
+                    targets.append(l.operand)
             if of == "H":
-                found += [*g.x.values(), *g.param.values()]
-                found += [] if g.static is None else [g.static]
-        return found
+                targets += [*g.x.values(), *g.param.values()]
+                targets += [] if g.static is None else [g.static]
+        return targets
 
     def printed(self, name: str, where: str) -> Printed | None:
         """The kernel; None where it has nothing to write."""
@@ -319,9 +319,9 @@ class _Kernel(Text):
         size, units = self.plan.sizes[self.of], self.units(self.of)
         if heads == 1:
             return self.at(f"{array} + rows * {outputs * size}", output * size, self.of)
-        each = size // heads
-        head = f"({units} // {each} * batch + rows) * {outputs * each}"
-        return f"{array} + {head} + ({output * each} + {units} % {each})"
+        width = size // heads
+        head = f"({units} // {width} * batch + rows) * {outputs * width}"
+        return f"{array} + {head} + ({output * width} + {units} % {width})"
 
     # -- forward ---------------------------------------------------------------------------------
     def _forward(self) -> None:

@@ -371,8 +371,8 @@ class Text:
     def labels(self) -> dict[Expr, str]:
         """Names for the results of the backward pass."""
         g = self.plan.gradients
-        found = {d: f"d_x_{gate}" for gate, d in g.x.items()}
-        return found | {d: f"d_s_{name}" for name, d in g.state.items()}
+        labels = {d: f"d_x_{gate}" for gate, d in g.x.items()}
+        return labels | {d: f"d_s_{name}" for name, d in g.state.items()}
 
     def store_saved(self, nodes: Iterable[Expr]) -> None:
         """What the backward pass reads."""
@@ -443,7 +443,7 @@ class Text:
                 name = f"{wanted}_{number}"
             used.add(name)
             names.append(name)
-        return re.sub(r"\w+@(\d+)", lambda found: names[int(found[1])], body)
+        return re.sub(r"\w+@(\d+)", lambda match: names[int(match[1])], body)
 
     @property
     def lanes(self) -> int:

@@ -1,0 +1,217 @@
+"""What a cell declares: states, parameters, matmuls, sizes, hyperparameters; and how it is read."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from anycell.lang.expr import Expr, brief, fail, plain
+
+RECURRENT = "hh"  # the matmul behind `r`
+PROJECTION = "ih"  # that behind `x`, where it is one of the step's; see `with_projection`
+INPUT = "(input)"  # the size of its operand: a symbol that no cell can declare
+
+# Keyword arguments of the layers of every frontend, which take sizes by keyword as well: names that
+# no size can have.
+RESERVED = frozenset(
+    "cell input_size hidden_size num_layers units bias use_bias batch_first dropout "
+    "recurrent_dropout bidirectional device dtype checkpoint seed initializer gate_bias "
+    "unit_forget_bias kernel_initializer recurrent_initializer bias_initializer param_initializer "
+    "kernel_regularizer recurrent_regularizer bias_regularizer param_regularizer "
+    "kernel_constraint recurrent_constraint bias_constraint param_constraint "
+    "activity_regularizer return_sequences return_state go_backwards stateful unroll "
+    "zero_output_for_mask name trainable autocast self".split()
+)
+
+
+@dataclass(frozen=True)
+class State:
+    """A state: ``size`` is a symbol ("H" is the hidden size),
+    ``initial`` the value it starts from and resets to.
+    """
+
+    name: str
+    size: str = "H"
+    initial: float = 0.0
+
+
+@dataclass(frozen=True)
+class Param:
+    """A per-unit parameter ``[H]``.
+
+    ``initial`` None leaves its initial value to the framework's convention.
+    """
+
+    name: str
+    initial: float | None = None
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One matmul inside a step: ``outputs`` blocks of ``out_size`` from ``operand``,
+    block-diagonal with ``heads``.
+
+    Each output is a node ``linear(operand)`` with attributes ``(name, output)``; a matmul without
+    ``gates`` has one, of its own name. Weight and bias have rows for each of ``declared``, used or
+    not, in that order: for each head a block per output, in the bias for each output its heads.
+    Matmuls may share a weight, with outputs of their own: "hh.i" and "hh.f" have "weight_hh".
+    """
+
+    name: str
+    operand: Expr
+    outputs: tuple[str, ...]  # those that the step uses, in declared order
+    heads: int
+    bias: bool
+    in_size: str
+    out_size: str
+    declared: tuple[str, ...]
+
+    @functools.cached_property
+    def weight(self) -> str:
+        """The public name of its weight: of "hh" it is "weight_hh"."""
+        return "weight_" + self.name.partition(".")[0]
+
+    @functools.cached_property
+    def bias_name(self) -> str:
+        """The public name of its bias."""
+        return "bias_" + self.name.partition(".")[0]
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether it is the matmul behind `r`, or one of those that share its weight."""
+        return self.name.partition(".")[0] == RECURRENT
+
+    def __str__(self) -> str:
+        heads = f", heads={self.heads}" * (self.heads > 1)
+        return f"linear({self.operand!r}, {self.name!r}{heads})"
+
+    def shape(self, size: Mapping[str, int]) -> tuple[int, ...]:
+        """Of the weight: ``[out, in]`` or ``[heads, out/heads, in/heads]``, out of all outputs.
+
+        Heads divide both; see ``Cell.check_sizes``.
+        """
+        out, into = size[self.out_size], size[self.in_size]
+        rows, columns = len(self.declared) * out // self.heads, into // self.heads
+        return (rows, columns) if self.heads == 1 else (self.heads, rows, columns)
+
+
+def is_recurrent(node: Expr) -> bool:
+    """Whether a node is an output of the matmul behind `r`."""
+    return node.op in ("linear", "preact") and node.attrs[0].partition(".")[0] == RECURRENT
+
+
+def sort_hyperparameters(
+    function: Callable[..., Any], given: dict[str, Any]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Keyword-only arguments: floats are run-time values, everything else selects the graph."""
+    signature = inspect.signature(function)
+    keyword = {p.name: p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
+    for name in given:
+        if name not in keyword:
+            fail(
+                f"Cell {function.__name__} has no hyperparameter {name!r}; "
+                f"it has: {', '.join(keyword) or 'none'}.",
+                "add a keyword-only argument to its function.",
+            )
+    hyper: dict[str, float] = {}
+    structure: dict[str, Any] = {}
+    for name, parameter in keyword.items():
+        value = plain(given.get(name, parameter.default))
+        subject = f"Cell {function.__name__}: hyperparameter {name}"
+        if value is parameter.empty:
+            fail(f"{subject} has no default value.", f"write one where it is declared: {name}=0.5.")
+        annotated = str(parameter.annotation)
+        declared_float = "float" in annotated or isinstance(plain(parameter.default), float)
+        if declared_float and isinstance(value, (str, bool)):
+            kind = type(value).__name__
+            if kind not in annotated:
+                fail(f"{subject} is the {kind} {value!r}; expected a number.", f"{name}=0.5.")
+        if isinstance(value, float) or (
+            declared_float and isinstance(value, int) and not isinstance(value, bool)
+        ):
+            if math.isnan(value):
+                fail(f"{subject} is NaN; expected a number.", f"{name}=0.5.")
+            hyper[name] = float(value)
+        elif value is None or isinstance(value, (bool, int, str, tuple)):
+            structure[name] = value
+        else:
+            fail(
+                f"{subject} is a {type(value).__name__}; expected a float (a run-time value), or a "
+                "bool, int, str, tuple or None (which select the graph).",
+                "give one of these; an array is a per-unit parameter, params=.",
+            )
+    return hyper, structure
+
+
+# What a word of a declaration may say, and an example.
+_FORMS = {
+    "gates": ("name", "i f g o"),
+    "state": ("name, name:size or name=value", "h:P c m=-inf"),
+    "params": ("name or name=value", "p_i gain=1"),
+    "static": ("name", "e"),
+}
+SYMBOL = re.compile(r"[A-Za-z]\w*")
+
+
+def words(text: str, what: str) -> list[tuple[str, str | None, str | None]]:
+    """Splits ``"h:P c m=-inf"`` into (name, size, value)."""
+    declared = f"@cell({what}={brief(text)})"
+    form, example = _FORMS[what]
+    example = f'{what}="{example}"'
+    if not isinstance(text, str):
+        fail(f"{declared}: expected one string.", f"write {example}, with blanks between.")
+    out: list[tuple[str, str | None, str | None]] = []
+    for word in text.split():
+        match = re.fullmatch(rf"({SYMBOL.pattern})(?::({SYMBOL.pattern}))?(?:=(\S+))?", word)
+        if match is None:
+            fail(f"{declared}: cannot read {word!r}; expected {form}.", f"write {example}.")
+        name, size, value = match.groups()
+        if size and "size" not in form:
+            fail(
+                f"{declared}: cannot read {word!r}; expected {form}.",
+                f'write {name!r}: it has H units. Of another size are states, state="h:P c", and '
+                'results of linear(value, "name", size="P").',
+            )
+        if value and "value" not in form:
+            fail(
+                f"{declared}: cannot read {word!r}; expected {form}.",
+                f'write {name!r}. Initial values have states, state="h c=1", and params="p=1".',
+            )
+        if size:
+            check_symbol(size, declared)
+        out.append((name, size, value))
+    names = [name for name, _, _ in out]
+    if len(set(names)) != len(names):
+        fail(f"{declared}: a name appears twice.", "give each a name of its own.")
+    return out
+
+
+def check_symbol(size: str, shown: str) -> None:
+    """Layers take sizes by keyword."""
+    if size in RESERVED:
+        fail(
+            f"{shown}: a size cannot be named {size!r}: layers take sizes by keyword, and have an "
+            "argument of that name.",
+            "choose another symbol, such as P.",
+        )
+
+
+def number(text: str | None, what: str) -> float | None:
+    """An initial value, if one is declared."""
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        fail(
+            f"@cell({what}): initial value {text!r} is not a number.",
+            "write digits, or inf: name=0.5, name=-inf.",
+        )
+    return value

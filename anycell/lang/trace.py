@@ -1,0 +1,244 @@
+"""What a cell's function sees while it is traced: gates by name, ``linear``, ``keep``."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn, overload
+
+from anycell.lang.declare import PROJECTION, RECURRENT, SYMBOL, check_symbol
+from anycell.lang.expr import (
+    ALL_AT_ONCE,
+    Expr,
+    Number,
+    Traced,
+    apply,
+    boolean,
+    brief,
+    fail,
+    is_const,
+    operand,
+    positive,
+    refused,
+)
+
+
+class Gates(Traced):
+    """The values of all gates: unpacks in the declared order, names them,
+    adds element by element.
+    """
+
+    _what: str
+    _values: dict[str, Expr]
+
+    def __init__(self, what: str, values: dict[str, Expr]) -> None:
+        self.__dict__.update(_what=what, _values=values)
+
+    def __iter__(self) -> Iterator[Expr]:
+        return iter(self._values.values())
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getattr__(self, name: str) -> Expr:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return self._values[name]
+        except KeyError:
+            given = " ".join(self._values) or "none"
+            fail(
+                f"No {self._what} is named {name!r}; this cell declares: {given}.",
+                f"declare it, or use one of: {given}.",
+            )
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        fail(
+            f"In-place edit of the {self._what} {name!r}.",
+            f"compute a new value with a name of its own: {name} = ...",
+        )
+
+    def _combine(self, op: str, left: Any, right: Any) -> Gates:
+        def pick(side: Any, name: str) -> Any:
+            return getattr(side, name) if isinstance(side, Gates) else side
+
+        return Gates(
+            self._what, {n: apply(op, pick(left, n), pick(right, n)) for n in self._values}
+        )
+
+    def __add__(self, other: Any) -> Gates:
+        return self._combine("add", self, other)
+
+    def __radd__(self, other: Any) -> Gates:
+        return self._combine("add", other, self)
+
+    def __sub__(self, other: Any) -> Gates:
+        return self._combine("sub", self, other)
+
+    def __mul__(self, other: Any) -> Gates:
+        return self._combine("mul", self, other)
+
+    def __rmul__(self, other: Any) -> Gates:
+        return self._combine("mul", other, self)
+
+
+for _operator in (
+    "neg pos abs invert bool int float index round trunc floor ceil getitem setitem lt le gt ge "
+    "rsub truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow rpow matmul rmatmul "
+    "and rand or ror xor rxor lshift rlshift rshift rrshift complex delitem contains"
+).split():
+    setattr(Gates, f"__{_operator}__", refused(*ALL_AT_ONCE))
+
+
+@dataclass
+class Trace:
+    """What the function was handed, and asked for, in one trace."""
+
+    given: set[Expr]  # the leaves, matmuls and masks that the function was handed
+    keeps: int = 0
+    linears: dict[str, Declared] = field(default_factory=dict)
+
+
+class Declared(NamedTuple):
+    """What ``linear`` was told of a matmul."""
+
+    outputs: tuple[str, ...]
+    heads: int
+    bias: bool
+    size: str | None  # of each output, where it was named
+
+
+current: contextvars.ContextVar[Trace | None] = contextvars.ContextVar(
+    "anycell_trace", default=None
+)
+
+
+def _inside(function: str) -> Trace:
+    trace = current.get()
+    if trace is None:
+        fail(
+            f"{function}() was called outside a cell.",
+            "call it in a function under @cell, where it has a meaning.",
+        )
+    return trace
+
+
+@overload
+def linear(
+    value: Expr | Number,
+    name: str,
+    *,
+    gates: None = None,
+    heads: int = 1,
+    bias: bool = False,
+    size: str | None = None,
+) -> Expr: ...
+@overload
+def linear(
+    value: Expr | Number,
+    name: str,
+    *,
+    gates: str,
+    heads: int = 1,
+    bias: bool = False,
+    size: str | None = None,
+) -> Gates: ...
+def linear(
+    value: Expr | Number,
+    name: str,
+    *,
+    gates: str | None = None,
+    heads: int = 1,
+    bias: bool = False,
+    size: str | None = None,
+) -> Expr | Gates:
+    """A further matmul inside the step: ``value @ W_name.T`` with a learned weight.
+
+    Args:
+        value: the operand, ``[B, in]``.
+        name: names the weight. A name stands for one weight, and one matmul has it: two matmuls
+            cannot share a weight.
+        gates: names the outputs of a matmul that has several, all of one size; they come together,
+            as ``r`` does: ``r, z = linear(v, "rz", gates="r z")``.
+        heads: block-diagonal weight with that many equal blocks.
+        bias: whether the matmul has a learned bias.
+        size: a symbol for the size of the result (of each output), which layers then take by
+            keyword. ``linear(tanh(linear(s.h, "down", size="R")), "up")`` is a bottleneck of R
+            units: ``RNN(cell, 12, 100, R=8)``.
+
+    Without ``size`` the result is as wide as what it is combined with: of H units, the hidden size,
+    or of a state's declared size. So ``linear(tanh(linear(s.h, "down")), "up")`` is twice a weight
+    ``[H, H]``. ``explain`` says the shape of every weight.
+
+    Raises:
+        CellError: for a name that is taken, and for arguments of other kinds.
+    """
+    trace = _inside("linear")
+    if not isinstance(name, str) or not name.isidentifier():
+        fail(f"linear(..., {brief(name)}): the weight needs a name.", 'linear(value, "name").')
+    node = operand("linear", value)
+    if name in trace.linears:
+        fail(
+            f"linear(..., {name!r}): this cell has a matmul of that name, and each has a weight of "
+            "its own: two matmuls cannot share one.",
+            "where two products are added, multiply once: linear(a + b, ...) is the sum of both "
+            "with one weight; where both are of one value, use the first result again. Another "
+            "name is another weight, learned apart from this one.",
+        )
+    if name in (RECURRENT, PROJECTION) or name.endswith("_bias"):
+        fail(
+            f"linear(..., {name!r}): this name is taken, by the layer's own matmuls "
+            f"({PROJECTION}, {RECURRENT}) or a bias (..._bias).",
+            "choose another name.",
+        )
+    heads = positive(
+        heads,
+        f"linear(..., heads={brief(heads)}).",
+        "give a positive integer that divides the sizes.",
+    )
+    bias = boolean(bias, f"linear(..., {name!r}, bias={brief(bias)})")
+    if gates is not None and not isinstance(gates, str):
+        fail(f"linear(..., gates={gates!r}).", 'name the outputs in one string: gates="r z".')
+    outputs = (name,) if gates is None else tuple(gates.split())
+    named = all(output.isidentifier() for output in outputs)
+    if not outputs or len(set(outputs)) < len(outputs) or not named:
+        fail(
+            f"linear(..., {name!r}, gates={gates!r}).",
+            'name each output once, with blanks between: gates="r z".',
+        )
+    if size is not None:
+        if not isinstance(size, str) or not SYMBOL.fullmatch(size):
+            fail(
+                f"linear(..., {name!r}, size={brief(size)}): expected a symbol.",
+                'size="R", and the number where a layer is made: RNN(cell, 12, 100, R=8).',
+            )
+        check_symbol(size, f"linear(..., {name!r}, size={size!r})")
+    trace.linears[name] = Declared(outputs, heads, bias, size)
+    nodes = {output: Expr("linear", (node,), (name, output)) for output in outputs}
+    trace.given.update(nodes.values())
+    return nodes[name] if gates is None else Gates("output", nodes)
+
+
+def keep(rate: Expr | Number, per: str = "step") -> Expr:
+    """A random mask that keeps with probability ``rate``.
+
+    In training 1 with probability ``rate``, else 0, drawn anew ``per`` "step" or once per
+    "sequence" for each unit and row; in evaluation its mean, ``rate``. So
+    ``keep(1 - z) * new + (1 - keep(1 - z)) * old`` is zoneout, and ``keep(k) / k * value`` is
+    inverted dropout. Draws are counter-based (Philox4x32-10, Salmon et al., 2011): the same on
+    every engine for the same seed, and drawn again in the backward pass.
+    """
+    trace = _inside("keep")
+    if per not in ("step", "sequence"):
+        fail(f"keep(..., per={per!r}).", 'per="step" or per="sequence".')
+    probability = operand("keep", rate)
+    if is_const(probability) and not 0.0 <= probability.attrs[0] <= 1.0:
+        fail(
+            f"keep({rate!r}): the probability of keeping is outside [0, 1].",
+            "give a rate in [0, 1].",
+        )
+    node = Expr("keep", (probability,), (trace.keeps, per))
+    trace.given.add(node)
+    trace.keeps += 1
+    return node

@@ -1,0 +1,136 @@
+"""The rooms of the package: imports go down only, and each framework stays in its frontend."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import python
+
+import anycell
+
+PACKAGE = Path(anycell.__file__).parent
+
+# From the ground up. A room imports only what lies on a floor below; rooms of one floor do not know
+# each other. "anycell" is the package's own names.
+FLOORS = """
+    environment machine namespaces philox requirement
+    lang
+    cells layouts plan
+    engines.cpu engines.reference engines.vendor
+    engines.gpu
+    layer
+    device explain stream
+    numpy torch
+    keras recurrence
+    tf1
+    anycell
+    usage
+    bench doctor
+    cli
+    __main__
+"""
+LEVEL = {room: level for level, row in enumerate(FLOORS.split("\n")) for room in row.split()}
+
+# Who may import a framework, whatever of it and however late. Keras brings its own backends.
+FRAMEWORKS = {
+    "torch": {"torch", "keras", "bench"},
+    "keras": {"keras", "tf1", "bench"},
+    "tensorflow": {"keras", "tf1", "bench"},
+    "jax": {"keras"},
+    "flax": set(),
+    "onnx": {"bench"},
+    "onnxruntime": {"bench"},
+    "triton": {"engines.gpu"},
+}
+BY_NAME = {"import_module", "need", "require"}  # functions that import what they are told
+
+
+def room(module: str) -> str:
+    """The room of a module or of a name in it: ``anycell.engines.cpu.jit`` is in engines.cpu."""
+    parts = module.split(".")[1:] or ["anycell"]
+    name = ".".join(parts[: 2 if parts[0] == "engines" else 1])
+    return name if name in LEVEL or name == "engines" else "anycell"
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and full name of all that a module imports, late imports and those by name included."""
+    inside = ["anycell", *path.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = inside[: len(inside) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = node.func
+            name = (
+                function.attr
+                if isinstance(function, ast.Attribute)
+                else getattr(function, "id", "")
+            )
+            if name in BY_NAME and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+SOURCES = {path: list(imports(path)) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def home(path: Path) -> str:
+    """The room that a file lies in."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return room(".".join(["anycell", *(part for part in parts if part != "__init__")]))
+
+
+def test_every_file_has_a_room() -> None:
+    """One that is on the list of floors, and no floor names a room that is gone."""
+    homes = {home(path) for path in SOURCES if path != PACKAGE / "engines" / "__init__.py"}
+    assert homes == set(LEVEL)
+
+
+def test_imports_go_down_only() -> None:
+    upward = []
+    for path, imported in SOURCES.items():
+        for line, name in imported:
+            if name.split(".")[0] != "anycell" or room(name) in (home(path), "engines"):
+                continue
+            if LEVEL[room(name)] >= LEVEL[home(path)]:
+                upward.append(f"{path.relative_to(PACKAGE)}:{line} imports {name}")
+    assert upward == []
+
+
+def test_frameworks_stay_in_their_frontends() -> None:
+    strangers = []
+    for path, imported in SOURCES.items():
+        for line, name in imported:
+            framework = name.split(".")[0]
+            if framework in FRAMEWORKS and home(path) not in FRAMEWORKS[framework]:
+                strangers.append(f"{path.relative_to(PACKAGE)}:{line} imports {name}")
+    assert strangers == []
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_who_may_import_a_framework_does(name: str) -> None:
+    """The list above allows nothing that nobody does."""
+    homes = {
+        home(path)
+        for path, imported in SOURCES.items()
+        if any(other.split(".")[0] == name for _, other in imported)
+    }
+    assert homes == FRAMEWORKS[name]
+
+
+def test_only_its_command_imports_the_benchmark() -> None:
+    """All else works without its extra."""
+    code = """
+        import sys
+        from anycell import cli
+        cli.build_parser()
+        assert cli.main(["explain", "GRU", "--hidden", "8"]) == 0
+        cli.main(["doctor"])
+        print("bench:", [name for name in sys.modules if name.startswith("anycell.bench")])
+    """
+    assert python(code).endswith("bench: []\n")

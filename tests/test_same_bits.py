@@ -1,0 +1,77 @@
+"""``tools/same_bits.py``: layers have the bits that they had, unless it lists them and says why."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anycell import layer
+from anycell.engines import cpu
+from tools import same_bits
+
+torch = pytest.importorskip("torch")
+
+
+def test_digests_tell_bits_dtypes_and_shapes_apart() -> None:
+    arrays = [np.zeros(4, "float32"), np.zeros(2, "float64"), np.zeros((2, 2), "float32")]
+    arrays.append(-arrays[0])  # equal, but of other bits
+    assert len({same_bits.digest(array) for array in arrays}) == len(arrays)
+    assert same_bits.digest(arrays[2].T) == same_bits.digest(arrays[2])
+
+
+def test_differences() -> None:
+    before = {"same": {"x": "1"}, "other": {"x": "1", "y": "2"}, "gone": {"x": "1"}}
+    now = {"same": {"x": "1"}, "other": {"x": "3", "y": "2"}, "new": {"x": "1"}}
+    different = {"gone": ["x"], "new": ["x"], "other": ["x"]}
+    assert same_bits.differences(before, now) == different
+    assert same_bits.reason("torch LSTM float32", {"^torch ": "why"}) == "why"
+    assert same_bits.reason("numpy LSTM float32", {"^torch ": "why"}) is None
+
+
+def test_each_layer_has_a_name_of_its_own() -> None:
+    names = [one.name for one in same_bits.layers()]
+    assert len(names) == len(set(names))
+    for pattern in same_bits.CHANGED:
+        assert any(same_bits.reason(name, {pattern: "why"}) for name in names)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before, ours = torch.get_num_threads(), cpu.pool.threads()
+    torch.set_num_threads(2)
+    cpu.pool.set_threads(2)
+    yield
+    torch.set_num_threads(before)
+    cpu.pool.set_threads(ours)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("two_threads")
+def test_the_layers_take_both_sides_of_every_road(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: set[tuple[str, bool]] = set()
+    form_of = layer.run.form_of
+
+    def look(*args: Any) -> Any:
+        form = form_of(*args)
+        taken.update((road, bool(on(form))) for road, on in layer.form.ROADS.items())
+        return form
+
+    monkeypatch.setattr(layer.run, "form_of", look)
+    assert same_bits.digests("^torch (LSTM|GRU) .* float32( mask)?$")
+    assert taken == {(road, side) for road in layer.form.ROADS for side in (True, False)}
+
+
+@pytest.mark.slow
+def test_same_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    """As at the revision that the tool is about."""
+    commit = f"{same_bits.BASELINE}^{{commit}}"
+    looked = subprocess.run(
+        ["git", "-C", str(same_bits.ROOT), "cat-file", "-e", commit], capture_output=True
+    )
+    if looked.returncode:
+        pytest.skip(f"revision {same_bits.BASELINE} is not in this clone: it may be a shallow one")
+    assert same_bits.main([]) == 0, capsys.readouterr().out
