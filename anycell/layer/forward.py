@@ -107,7 +107,6 @@ def project(run: Run) -> list[Any]:
         if form.single:
             first = initial(plan, w)[0]
             product = _product(host, first, w["weight_hh"], (run.batch, width))
-            run.alive.append(product)
             run.place_of(d, "product", product)
     return gates
 

@@ -38,7 +38,7 @@ class Run:
         )  # fmt: skip
         self.kernel, self.entries = form.kernel, form.entries[:]
         self.block = cpu.scratch.take(form.scratch + form.packed)
-        self.alive: list[Array] = []  # what the table points at and nobody else holds
+        self.alive: dict[object, Array] = {}  # what the table points at, as long as it does
         entries, at, scratch = self.entries, self.kernel.shared, self.block.address
         # Of the arrays of the whole call, and of each direction; for ``check``.
         self.bounds: cpu.check.CallBounds = {}, [{} for _ in self.directions]
@@ -70,14 +70,13 @@ class Run:
     def _restore(self, d: int) -> None:
         """Places what resets restore, as given or as declared."""
         values = reset_values(self.host.empty, self.plan, self.directions[d])
-        self.alive += values
         for name, value in zip(self.plan.cell.state_names, values, strict=True):
             self.place_of(d, f"reset_state {name}", value)
 
     def place(self, name: str, value: Array, axes: int = 0) -> None:
         """Sets the address of an array of the whole call, and strides of so many first axes."""
         at = self.kernel.shared[name]
-        self.entries[at] = self.host.pointer(value)
+        self.entries[at], self.alive[name] = self.host.pointer(value), value
         if axes:
             self.entries[at + 1], self.entries[at + 2] = self.host.strides(value)[:axes]
         if cpu.check.ON:
@@ -86,6 +85,7 @@ class Run:
     def place_of(self, d: int, name: str, value: Array) -> None:
         """Sets the address of an array of one direction, and those strides that its name has."""
         place_one(self.host, self.kernel, self.entries, self.form.firsts[d], name, value)
+        self.alive[d, name] = value
         if cpu.check.ON:
             self.bounds[1][d][name] = extent(self.host, value)
 
