@@ -15,7 +15,7 @@ from anycell.engines import cpu
 from anycell.lang.cell import INPUT, Cell
 from anycell.lang.transform import with_projection
 from anycell.layer import Array, Direction, Host, contract, form, row_group
-from anycell.layer.run import extent, place_one
+from anycell.layer.run import extent, place
 from anycell.layer.signature import DENSE
 from anycell.plan import plan
 
@@ -45,10 +45,9 @@ class _Layer:
         self.packed = cpu.Block(self.entries[at["packed_bytes"]])
         self.bounds = {"packed": (self.packed.address, self.packed.address + self.packed.size)}
         self.learned_bounds = {}
-        for name, weight in w.items():
-            place_one(host, kernel, self.entries, kernel.first(0), name, weight)
-            if cpu.check.ON:
-                self.learned_bounds[name] = extent(host, weight)
+        place(host, kernel, self.entries, kernel.first(0), w)
+        if cpu.check.ON:
+            self.learned_bounds.update({name: extent(host, weight) for name, weight in w.items()})
         # A call of no rows and no steps, behind the first, packs and does nothing else.
         scratch = cpu.Block(self.entries[at["scratch_bytes"]])
         self.set(self.entries, begin=1, scratch=scratch.address, packed=self.packed.address)
@@ -116,9 +115,10 @@ class _Form:
         entries[kernel.first(0) + kernel.each["gates rows"]] = layer.inputs
         bounds = {"scratch": (block.address, block.address + block.size)}
         for name, slot in zip(self.stream.names, slots, strict=True):
-            for what in ("state", "final"):  # addresses come with each step, strides stay
-                place_one(host, kernel, entries, kernel.first(0), f"{what} {name}", slot[0])
-            place_one(host, kernel, entries, kernel.first(0), f"sequence {name}", slot)
+            # Addresses of states come with each step, strides stay.
+            arrays = {f"{what} {name}": slot[0] for what in ("state", "final")}
+            arrays[f"sequence {name}"] = slot
+            place(host, kernel, entries, kernel.first(0), arrays)
             if cpu.check.ON:
                 bounds[f"sequence {name}"] = extent(host, slot)
         if cpu.check.ON:

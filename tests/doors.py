@@ -7,7 +7,7 @@ from array import array
 import numpy as np
 
 from anycell.engines import cpu
-from anycell.layer.run import extent, place_one
+from anycell.layer.run import extent, place
 from anycell.numpy.host import Array, NumpyHost
 
 
@@ -34,13 +34,12 @@ def packed(kernel: cpu.Kernel, weights: dict[str, Array], inputs: int = 0) -> tu
     size = entries[kernel.shared["packed_bytes"]]
     memory, scratch = np.full(size + 8192, 0xAB, np.uint8), cpu.Block(1 << 16)
     start = -memory.ctypes.data % cpu.LINE
-    place = memory.ctypes.data + start
+    address = memory.ctypes.data + start
     assert entries[kernel.shared["scratch_bytes"]] <= scratch.size
-    fill(scratch=scratch.address, packed=place)
-    bounds = {"packed": (place, place + size)}
+    fill(scratch=scratch.address, packed=address)
+    bounds = {"packed": (address, address + size)}
     bounds["scratch"] = scratch.address, scratch.address + scratch.size
-    for name, weight in weights.items():
-        place_one(host, kernel, entries, kernel.first(0), name, weight)
+    place(host, kernel, entries, kernel.first(0), weights)
     each = {name: extent(host, weight) for name, weight in weights.items()}
     cpu.run(kernel, entries, (bounds, [each]))
     return memory[start:], size

@@ -134,11 +134,11 @@ class Cell:
             ) from None
         return _restore, (*where, self.given)
 
-    @property
+    @functools.cached_property
     def state_names(self) -> tuple[str, ...]:
         return tuple(state.name for state in self.states)
 
-    @property
+    @functools.cached_property
     def param_names(self) -> tuple[str, ...]:
         return tuple(param.name for param in self.params)
 

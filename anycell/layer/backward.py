@@ -214,7 +214,7 @@ def _parts(run: Run, kept: Kept) -> Iterator[tuple[int, int, _Part]]:
     again = Run(host, plan, run.given, run.options, backward=False)
     memory = remember(again, segment, True, True)
     run.place_kept(memory)
-    gates, names = project(again), plan.cell.state_names
+    gates, names = project(again), [f"state {name}" for name in plan.cell.state_names]
     first = plan.sizes[plan.cell.states[0].size]
     for slot in reversed(range(kept.hidden.shape[0])):
         begin, end = slot * segment, min(slot * segment + segment, steps)
@@ -223,8 +223,7 @@ def _parts(run: Run, kept: Kept) -> Iterator[tuple[int, int, _Part]]:
         for d, (_, *others) in enumerate(kept.states):
             hidden = kept.hidden[slot, :, d * first : (d + 1) * first]
             states = [hidden, *[s[slot] for s in others if s is not None]]
-            for name, state in zip(names, states, strict=True):
-                again.place_of(d, f"state {name}", state)
+            again.place_of(d, dict(zip(names, states, strict=True)))
         advance(again, gates, begin, end)
         times = [steps - end if reverse else begin for reverse in run.options.reverse]
         part = _Part(memory.hidden, times)

@@ -120,8 +120,10 @@ def weights(
         direction["weight_ih"] = _fit(host, "weight_ih", weight, (gates, inputs), MATRIX, end)
     for name, shape, layout, optional in learned(plan):
         array = arrays.get(name + end)
-        if array is not None or not optional:
-            direction[name] = _fit(host, name, array, shape, layout, end)
+        if array is None and optional:
+            continue
+        fit = host.fit(array, layout) if array is not None and array.shape == shape else None
+        direction[name] = _fit(host, name, array, shape, layout, end) if fit is None else fit
     return direction
 
 

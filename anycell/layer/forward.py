@@ -45,9 +45,9 @@ def forward(
         run.place("out", out)
     sizes = [plan.sizes[state.size] for state in plan.cell.states]
     finals = [host.empty((directions, batch, size)) for size in sizes]
-    for name, final in zip(plan.cell.state_names, finals, strict=True):
-        for d in range(directions):
-            run.place_of(d, f"final {name}", final[d])
+    names = [f"final {name}" for name in plan.cell.state_names]
+    for d in range(directions):
+        run.place_of(d, dict(zip(names, [final[d] for final in finals], strict=True)))
     gates = project(run)
     if keep and not everything:
         kept = _borders(run, -(-steps // segment))
@@ -107,7 +107,7 @@ def project(run: Run) -> list[Any]:
         if form.single:
             first = initial(plan, w)[0]
             product = _product(host, first, w["weight_hh"], (run.batch, width))
-            run.place_of(d, "product", product)
+            run.place_of(d, {"product": product})
     return gates
 
 

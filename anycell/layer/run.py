@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from anycell.engines import cpu
 from anycell.layer.arguments import (
@@ -38,7 +38,7 @@ class Run:
         )  # fmt: skip
         self.kernel, self.entries = form.kernel, form.entries[:]
         self.block = cpu.scratch.take(form.scratch + form.packed)
-        self.alive: dict[object, Array] = {}  # what the table points at, as long as it does
+        self.alive: list[object] = []  # what the table points at, as long as it does
         entries, at, scratch = self.entries, self.kernel.shared, self.block.address
         # Of the arrays of the whole call, and of each direction; for ``check``.
         self.bounds: cpu.check.CallBounds = {}, [{} for _ in self.directions]
@@ -57,43 +57,36 @@ class Run:
             self.place("mask", given.mask)
         if given.resets is not None:
             self.place("resets", given.resets)
-        kernel, each = self.kernel, self.kernel.each
         for d, arrays in enumerate(self.directions):
-            for name, value in arrays.items():
-                if name in each:
-                    place_one(host, kernel, entries, form.firsts[d], name, value)
-                    if cpu.check.ON:
-                        self.bounds[1][d][name] = extent(host, value)
+            self.place_of(d, arrays)
             if given.resets is not None:
-                self._restore(d)
-
-    def _restore(self, d: int) -> None:
-        """Places what resets restore, as given or as declared."""
-        values = reset_values(self.host.empty, self.plan, self.directions[d])
-        for name, value in zip(self.plan.cell.state_names, values, strict=True):
-            self.place_of(d, f"reset_state {name}", value)
+                values = reset_values(host.empty, plan, arrays)
+                names = [f"reset_state {name}" for name in plan.cell.state_names]
+                self.place_of(d, dict(zip(names, values, strict=True)))
 
     def place(self, name: str, value: Array, axes: int = 0) -> None:
         """Sets the address of an array of the whole call, and strides of so many first axes."""
         at = self.kernel.shared[name]
-        self.entries[at], self.alive[name] = self.host.pointer(value), value
+        self.entries[at] = self.host.pointer(value)
+        self.alive.append(value)
         if axes:
             self.entries[at + 1], self.entries[at + 2] = self.host.strides(value)[:axes]
         if cpu.check.ON:
             self.bounds[0][name] = extent(self.host, value)
 
-    def place_of(self, d: int, name: str, value: Array) -> None:
-        """Sets the address of an array of one direction, and those strides that its name has."""
-        place_one(self.host, self.kernel, self.entries, self.form.firsts[d], name, value)
-        self.alive[d, name] = value
+    def place_of(self, d: int, arrays: Mapping[str, Array]) -> None:
+        """Sets the addresses of arrays of one direction, and the strides that their names have."""
+        place(self.host, self.kernel, self.entries, self.form.firsts[d], arrays)
+        self.alive.append(arrays)
         if cpu.check.ON:
-            self.bounds[1][d][name] = extent(self.host, value)
+            bounds = {name: extent(self.host, value) for name, value in arrays.items()}
+            self.bounds[1][d].update(bounds)
 
     def place_steps(self, d: int, name: str, value: Array, steps: int, rows: int) -> None:
         """The same for an array of every step, with its strides from step to step and from row to
         row.
         """
-        self.place_of(d, name, value)
+        self.place_of(d, {name: value})
         at = self.form.firsts[d] + self.kernel.each[name]
         self.entries[at + 1], self.entries[at + 2] = steps, rows
 
@@ -104,12 +97,13 @@ class Run:
     def place_kept(self, kept: Kept) -> None:
         """Says where the sequences of states lie, and the values that are saved."""
         self.place("hidden", kept.hidden)
+        names = self.plan.cell.state_names
         for d, states in enumerate(kept.states):
-            for name, sequence in zip(self.plan.cell.state_names, states, strict=True):
+            arrays = {"saved": kept.values[d]} if kept.values else {}
+            for name, sequence in zip(names, states, strict=True):
                 if sequence is not None:
-                    self.place_of(d, f"sequence {name}", sequence)
-        for d, values in enumerate(kept.values):
-            self.place_of(d, "saved", values)
+                    arrays[f"sequence {name}"] = sequence
+            self.place_of(d, arrays)
 
     def set(self, **values: int) -> None:
         """Sets entries of the whole call."""
@@ -150,20 +144,24 @@ class Run:
         cpu.scratch.give_back(self.block)
 
 
-def place_one(
-    host: Host, kernel: cpu.Kernel, entries: array[int], first: int, name: str, value: Array
+def place(
+    host: Host, kernel: cpu.Kernel, entries: array[int], first: int, arrays: Mapping[str, Array]
 ) -> None:
-    """Sets the address of an array in the table of a call, and those strides that its name has.
+    """Sets the addresses of arrays in the table of a call, and those strides that their names have.
 
     Args:
         first: where the entries of a direction begin.
+        arrays: by name; those that the table has no entry for are left out.
     """
-    place = first + kernel.each[name]
-    entries[place] = host.pointer(value)
-    if name in kernel.axes:
-        strides = array("q", host.strides(value))
-        last = place + 1 + kernel.axes[name]
-        entries[last - len(strides) : last] = strides
+    each, axes, pointer = kernel.each, kernel.axes, host.pointer
+    for name, value in arrays.items():
+        if name in each:
+            at = first + each[name]
+            entries[at] = pointer(value)
+            if name in axes:
+                strides = array("q", host.strides(value))
+                last = at + 1 + axes[name]
+                entries[last - len(strides) : last] = strides
 
 
 def extent(host: Host, array: Array) -> cpu.check.Bounds:

@@ -62,17 +62,17 @@ class Totals:
         shape = batch, plan.hidden_size
         self.static = [host.empty(shape) for _ in directions] if static else []
         for d in directions:
-            for i, name in enumerate(cell.state_names):
-                arriving = d_final[i]
+            arrays = {f"d_state {n}": t[d] for n, t in zip(cell.state_names, self.states)}  # noqa: B905
+            for name, arriving in zip(cell.state_names, d_final, strict=True):
                 if arriving is not None:
-                    run.place_of(d, f"d_final {name}", arriving[d])
-                run.place_of(d, f"d_state {name}", self.states[i][d])
-                if resets:
-                    run.place_of(d, f"d_reset {name}", self.resets[i][d])
+                    arrays[f"d_final {name}"] = arriving[d]
+            for name, total in zip(cell.state_names, self.resets, strict=resets):
+                arrays[f"d_reset {name}"] = total[d]
             if self.params:
-                run.place_of(d, "d_params", self.params[d])
+                arrays["d_params"] = self.params[d]
             if self.static:
-                run.place_of(d, "d_static", self.static[d])
+                arrays["d_static"] = self.static[d]
+            run.place_of(d, arrays)
 
     def result(self) -> dict[str, Array]:
         """All of them that are of arrays that were given, by their names, after the last call."""
