@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from array import array
 from collections.abc import Callable
 from typing import NamedTuple
@@ -36,6 +37,7 @@ class Form(NamedTuple):
         scratch, packed: bytes of memory that the door asks for.
         entries: the table of a call, with all that does not change.
         firsts: where in it the entries of each direction begin.
+        weights: gives those of the addresses of what is packed.
         hyper: what it points at.
     """
 
@@ -49,6 +51,7 @@ class Form(NamedTuple):
     packed: int
     entries: array[int]
     firsts: list[int]
+    weights: Callable[[array[int]], object]
     hyper: Array
 
 
@@ -107,9 +110,13 @@ def form_of(
     kernel.needs(entries.buffer_info()[0])
     scratch, packed = entries[at["scratch_bytes"]], entries[at["packed_bytes"]]
     entries[at["packed"]] = 0
+    firsts = [kernel.first(d) for d in range(directions)]
+    names = [*kernel.weights, *(["weight_ih"] if inputs else [])]
+    # An entry that never changes keeps the getter's result a tuple.
+    places = [at["directions"], *(first + kernel.each[n] for first in firsts for n in names)]
     return Form(
         kernel, steps, chunk, inputs, at_once, single, scratch, 0 if single else packed, entries,
-        [kernel.first(d) for d in range(directions)], hyper,
+        firsts, operator.itemgetter(*places), hyper,
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def forward(
         ValueError, TypeError: for an array that breaks the ``contract``.
     """
     given = contract.entering(host, plan, arrays, options)
-    run = Run(host, plan, given, options, backward=False)
+    run = Run(host, plan, given, options, backward=False, keep_weights=not keep)
     steps, segment = run.steps, run.segment if keep else run.steps
     everything = keep and segment == steps
     # Outputs zeroed under a mask are not the hidden states: these then need memory of their own,

@@ -26,7 +26,13 @@ class Run:
     """A pass of a layer: what its door is called with."""
 
     def __init__(
-        self, host: Host, plan: Plan, given: Entering, options: Options, backward: bool
+        self,
+        host: Host,
+        plan: Plan,
+        given: Entering,
+        options: Options,
+        backward: bool,
+        keep_weights: bool = False,
     ) -> None:
         self.host, self.plan, self.options, self.given = host, plan, options, given
         self.x, self.directions, self.backward = given.x, given.directions, backward
@@ -37,17 +43,13 @@ class Run:
             given.mask is not None and sparse(given.mask), options.threads,
         )  # fmt: skip
         self.kernel, self.entries = form.kernel, form.entries[:]
-        self.block = cpu.scratch.take(form.scratch + form.packed)
+        keep_weights = keep_weights and form.packed > 0 and cpu.packed_weights.keep
+        self.block = cpu.scratch.take(form.scratch + (0 if keep_weights else form.packed))
         self.alive: list[object] = []  # what the table points at, as long as it does
         entries, at, scratch = self.entries, self.kernel.shared, self.block.address
         # Of the arrays of the whole call, and of each direction; for ``check``.
         self.bounds: cpu.check.CallBounds = {}, [{} for _ in self.directions]
-        if cpu.check.ON:
-            packed = scratch + form.scratch
-            self.bounds[0].update(scratch=(scratch, packed), packed=(packed, packed + form.packed))
         entries[at["scratch"]] = scratch
-        if form.packed:
-            entries[at["packed"]] = scratch + form.scratch
         if options.threads > 1:
             entries[at["gang"]] = cpu.pool.gang(options.threads)
         entries[at["training"]], entries[at["repeat"]] = options.training, options.repeat
@@ -63,6 +65,17 @@ class Run:
                 values = reset_values(host.empty, plan, arrays)
                 names = [f"reset_state {name}" for name in plan.cell.state_names]
                 self.place_of(d, dict(zip(names, values, strict=True)))
+        self.key, packed = None, scratch + form.scratch
+        if keep_weights:
+            self.key = form.kernel, form.inputs, form.weights(entries)
+            self.weights = cpu.packed_weights.take(self.key, form.packed)
+            packed, entries[at["pack"]] = self.weights.address, 2
+        if form.packed:
+            entries[at["packed"]] = packed
+        if cpu.check.ON:
+            self.bounds[0].update(
+                scratch=(scratch, scratch + form.scratch), packed=(packed, packed + form.packed)
+            )
 
     def place(self, name: str, value: Array, axes: int = 0) -> None:
         """Sets the address of an array of the whole call, and strides of so many first axes."""
@@ -142,6 +155,8 @@ class Run:
     def close(self) -> None:
         """Gives memory back, after the last call."""
         cpu.scratch.give_back(self.block)
+        if self.key is not None:
+            cpu.packed_weights.give_back(self.key, self.weights)
 
 
 def place(

@@ -9,6 +9,7 @@ from array import array
 
 import numpy as np
 
+from anycell import environment
 from anycell.engines.cpu import check, isa, memory, pool
 from anycell.engines.cpu import kernel as _kernel
 from anycell.engines.cpu.door import LINE, WORTH_SPREADING
@@ -24,10 +25,11 @@ def compiled(plan: Plan, backward: bool = False) -> Kernel:
 class Block:
     """Memory on a cache line, and where it lies: NumPy takes longer to say it than to allocate."""
 
-    __slots__ = ("address", "memory", "size")
+    __slots__ = ("address", "fresh", "memory", "size")
 
-    def __init__(self, size: int) -> None:
-        self.memory, self.size = np.empty(size + LINE, np.uint8), size
+    def __init__(self, size: int, zeros: bool = False) -> None:
+        self.memory = (np.zeros if zeros else np.empty)(size + LINE, np.uint8)
+        self.size, self.fresh = size, True
         address = self.memory.__array_interface__["data"][0]
         self.address = address + -address % LINE
 
@@ -58,7 +60,37 @@ class Scratch:
         self.idle.append(block)
 
 
-scratch = Scratch()
+class PackedWeights:
+    """Weights as kernels read them, kept between the calls of inference.
+
+    The door compares a digest of each weight with that of what it has packed, and packs what has
+    changed, whoever wrote it and by whatever means. A block belongs to one call at a time. Both
+    methods are single operations of a dict's, apart from making room.
+
+    Attributes:
+        keep: whether blocks are kept: unless ``ANYCELL_KEEP_WEIGHTS`` is 0.
+        limit: bytes kept at most; beyond, blocks that were not used for long go.
+    """
+
+    def __init__(self, limit: int = 256 << 20) -> None:
+        self.keep = environment.switch("ANYCELL_KEEP_WEIGHTS", True)
+        self.limit = limit
+        self.blocks: dict[object, Block] = {}
+
+    def take(self, key: object, size: int) -> Block:
+        """The block that a call gave back under this key, or one of zeros."""
+        return self.blocks.pop(key, None) or Block(size, zeros=True)
+
+    def give_back(self, key: object, block: Block) -> None:
+        """Keeps it for the next call."""
+        self.blocks[key] = block
+        if block.fresh:
+            block.fresh = False
+            while sum(kept.size for kept in list(self.blocks.values())) > self.limit:
+                self.blocks.pop(next(iter(self.blocks)), None)
+
+
+scratch, packed_weights = Scratch(), PackedWeights()
 
 
 def hyperparameters(plan: Plan) -> np.ndarray:
@@ -90,6 +122,7 @@ __all__ = [
     "hyperparameters",
     "isa",
     "memory",
+    "packed_weights",
     "pool",
     "run",
     "scratch",

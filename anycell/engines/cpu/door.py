@@ -37,9 +37,9 @@ NEAR_CACHE = 5 << 18  # bytes of a core's own cache
 # barrier of each step costs more than it saves.
 FEW_ROWS = 16
 HARDLY_ANY_ROWS = 4
-# What a packing function reads: the weight, its strides, two biases, where it packs to, and the
-# length of the sum.
-PACKING = "source heads rows columns bias_x bias_h packed inner".split()
+# What a packing function reads: the weight, its strides, two biases, where it packs to, the length
+# of the sum, and whether it packs only what has changed.
+PACKING = "source heads rows columns bias_x bias_h packed inner changed_only".split()
 
 
 class Names(NamedTuple):
@@ -56,7 +56,9 @@ class Names(NamedTuple):
                                     states and saved values are; 0 and ``steps`` without checkpoints
             whole                   forward: a bit for each state whose array has all steps; the
                                     others have two slots, which take turns
-            pack                    1 to pack the weights, 0 where ``packed`` holds them
+            pack                    1 to pack the weights, 0 where ``packed`` holds them, 2 to pack
+                                    what has another digest than when it was packed with 2 before;
+                                    ``packed`` is zeros at first, and no other call's at a time
             threads, least_work     at most so many; multiply-adds of a call worth a second one
             sparse                  1 where a mask lets few steps pass
             row_group               rows that share sums of parameter gradients
@@ -154,6 +156,9 @@ def align(size: int) -> int:
 Place = Callable[[str, Value, Value, Value, Value, Value], None]
 
 
+PACKING_BYTES = align(8 * len(PACKING))
+
+
 class _Entries:
     """A table of 64-bit numbers in memory, by name."""
 
@@ -194,7 +199,7 @@ class Door:
         # each with the counter of its barrier on a line of its own, and those of packing.
         self.table_bytes = align(8 * len(generator.names)) + LINE
         self.matmuls = [*generator.matmuls]
-        self.packing_bytes = LINE * (len(self.matmuls) + 1)
+        self.packing_bytes = PACKING_BYTES * (len(self.matmuls) + 1)
 
     def print(self) -> None:
         """Adds ``needs``, ``door`` and what they call."""
@@ -293,7 +298,7 @@ class Door:
         assert self.projecting is not None
         g, inputs = self.projecting.geometry, shared["inputs"]
         each = g.tiles * g.columns * g.lanes * self.size
-        size = b.mul(b.add(inputs, g.lanes), each)
+        size = b.mul(b.add(inputs, g.lanes + 1), each)
         size = b.mul(b.sdiv(b.add(size, LINE - 1), LINE), LINE)
         return b.select(b.icmp("ne", inputs, 0), size, constant(0, "i64"))
 
@@ -324,7 +329,7 @@ class Door:
             if self.projecting is not None:
                 numbers.append(self.projecting.number)
             for place, number in enumerate(numbers):
-                table = b.gep(at, place * LINE, "i8")
+                table = b.gep(at, place * PACKING_BYTES, "i8")
                 packed = b.load(b.gep(table, PACKING.index("packed"), "i64"), "i64")
                 with b.when(b.icmp("ne", packed, 0)):
                     b.call(f"pack{number}", table, part, parts)
@@ -573,13 +578,16 @@ class Door:
         base = b.add(base, b.mul(d, self._packed_bytes(b, shared)))
         there = b.icmp("ne", shared["packed"], 0)
         index = {name: i for i, name in enumerate(PACKING)}
+        changed_only = b.zext(b.icmp("eq", shared["pack"], 2), "i64")
 
         def packing(place: int, name: str, bias_h: Value, packed: Value, inner: Value) -> None:
-            entries = _Entries(b, b.gep(tables.address, place * LINE, "i8"), index)
+            address = b.gep(tables.address, place * PACKING_BYTES, "i8")
+            entries = _Entries(b, address, index)
             entries.set(
                 source=each[name], heads=each[f"{name} heads"], rows=each[f"{name} rows"],
                 columns=each[f"{name} columns"], packed=packed, inner=inner,
                 bias_x=0 if self.backward else each["bias_ih"], bias_h=bias_h,
+                changed_only=changed_only,
             )  # fmt: skip
 
         for k, m in enumerate(self.matmuls):

@@ -533,7 +533,7 @@ class Generator:
             with b.when(projects), b.loop(0, arg["inputs"], arg["input_block"]) as k0:
                 k1 = b.smin(b.add(k0, arg["input_block"]), arg["inputs"])
                 rows = b.gep(self.input_rows, first, "i64")
-                elements = b.mul(b.add(arg["inputs"], g.lanes), g.columns * g.lanes)
+                elements = b.mul(b.add(arg["inputs"], g.lanes + 1), g.columns * g.lanes)
                 weights = b.gep(arg["weights_x"], b.mul(number, elements))
                 fresh, shift = b.zext(b.icmp("eq", k0, 0), "i64"), constant(0, "i64")
                 blocks.call(b, weights, rows, into, count, k0, k1, fresh, shift)

@@ -102,7 +102,8 @@ class Geometry:
 
     @property
     def tile_elements(self) -> int:
-        return (1 + self.inner_padded) * self.columns * self.lanes
+        """Of the biases, what is multiplied, and a digest of what was packed."""
+        return (2 + self.inner_padded) * self.columns * self.lanes
 
     def inner_block(self, itemsize: int) -> int:
         rows = L1_WEIGHTS // (max(self.columns, 1) * self.lanes * itemsize)

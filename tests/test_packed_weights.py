@@ -1,0 +1,195 @@
+"""Inference keeps packed weights from call to call: a call packs what has changed since."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anycell import cells, layer
+from anycell.engines import cpu
+from anycell.lang.cell import Cell
+from anycell.layer import names, shapes
+from anycell.numpy.host import NumpyHost
+from anycell.plan import plan
+
+STEPS, ROWS, INPUTS = 6, 3, 5
+CELLS = {
+    "LSTM": (cells.LSTM, {}),
+    "GRU": (cells.GRU, {}),
+    "LSTMP": (cells.LSTMP, {"P": 12}),
+    "MultiplicativeLSTM": (cells.MultiplicativeLSTM, {"M": 9}),
+    "sLSTM": (cells.sLSTM(heads=2), {}),
+    "IndRNN": (cells.IndRNN, {}),  # nothing to pack
+}
+
+
+@pytest.fixture
+def weights_kept(monkeypatch: pytest.MonkeyPatch) -> cpu.PackedWeights:
+    """What calls of this test keep."""
+    kept = cpu.PackedWeights()
+    kept.keep = True
+    monkeypatch.setattr(cpu, "packed_weights", kept)
+    return kept
+
+
+class Problem:
+    """A layer of both directions, its weights in NumPy's or in Fortran's order."""
+
+    def __init__(
+        self, cell: Cell, sizes: dict[str, int], dtype: str, order: str, projected: bool
+    ) -> None:
+        self.rng, self.host = np.random.default_rng(0), NumpyHost(dtype)
+        self.cell, hidden = cell, 18
+        self.plan = plan(cell, hidden, dtype, sizes=sizes)
+        learned = shapes(cell, dict(self.plan.sizes), INPUTS, True)
+        self.arrays: dict[str, Any] = {}
+        for name in names(cell, 2):
+            shape = learned.get(name.removesuffix("_reverse"))
+            if shape is not None:
+                self.arrays[name] = np.asarray(self.draw(shape), order=order)  # type: ignore[call-overload]
+        width = INPUTS if projected else len(cell.gates) * hidden
+        if not projected:
+            for end in ("", "_reverse"):
+                del self.arrays[f"weight_ih{end}"]
+        self.arrays["x"] = self.draw((STEPS, ROWS, width))
+
+    def draw(self, shape: tuple[int, ...]) -> np.ndarray:
+        return self.rng.standard_normal(shape).astype(self.host.dtype) * 0.3
+
+    def run(self, threads: int = 1) -> list[np.ndarray]:
+        options = layer.Options(reverse=(False, True), threads=threads)
+        output, finals, _ = layer.forward(self.host, self.plan, self.arrays, options, keep=False)
+        return [output.copy(), *finals]
+
+    def anew(self) -> list[np.ndarray]:
+        """The same, with nothing kept."""
+        before, cpu.packed_weights.keep = cpu.packed_weights.keep, False
+        try:
+            return self.run()
+        finally:
+            cpu.packed_weights.keep = before
+
+
+def same(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["host projects", "kernel projects"])
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("LSTM", "IndRNN") else pytest.param(n, marks=pytest.mark.more) for n in CELLS],
+)
+def test_every_change_is_seen(
+    name: str, dtype: str, order: str, inside: bool, set_layer: Any, weights_kept: cpu.PackedWeights
+) -> None:
+    """Of one number of any array, whoever writes it."""
+    set_layer(projects=lambda *_: inside)
+    problem = Problem(*CELLS[name], dtype, order, projected=True)
+    right = problem.anew()
+    for _ in range(2):
+        assert same(problem.run(), right)
+    assert len(weights_kept.blocks) == (name != "IndRNN")
+    seen = 0
+    for label, array in problem.arrays.items():
+        if label == "x":
+            continue
+        for place in (0, array.size // 2, array.size - 1):
+            before = right
+            array[np.unravel_index(place, array.shape)] += 0.5
+            right = problem.anew()
+            assert same(problem.run(), right), f"{label}, number {place}"
+            seen += not same(right, before)
+    assert seen > 2 * len(problem.arrays), "most numbers matter"
+    if order == "C":  # copies of weights that do not fit may lie elsewhere in the next call
+        assert len(weights_kept.blocks) == (name != "IndRNN")
+
+
+def test_what_has_not_changed_is_not_packed(weights_kept: cpu.PackedWeights) -> None:
+    problem = Problem(cells.LSTM, {}, "float32", "C", projected=False)
+    right = problem.run()
+    (block,) = weights_kept.blocks.values()
+    # What somebody spoils, behind the row of biases, stays spoilt.
+    start = block.address - block.memory.ctypes.data
+    row = 4 * cpu.isa.current().lanes("float") * 4
+    block.memory[start + row : start + row + 4].view(np.float32)[0] += 1.0
+    assert not same(problem.run(), right)
+    # And is right again when the weight changes.
+    problem.arrays["weight_hh"][0, 0] += 1.0
+    assert same(problem.run(), problem.anew())
+
+
+def test_threads_do_not_share_a_block(weights_kept: cpu.PackedWeights) -> None:
+    problem = Problem(cells.LSTM, {}, "float32", "C", projected=False)
+    right, wrong = problem.anew(), []
+
+    def loop() -> None:
+        for _ in range(50):
+            if not same(problem.run(), right):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=loop) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and len(weights_kept.blocks) == 1
+
+
+def test_memory_is_bounded(weights_kept: cpu.PackedWeights) -> None:
+    weights_kept.limit = 100_000
+    for _ in range(8):
+        problem = Problem(cells.LSTM, {}, "float32", "C", projected=False)
+        assert same(problem.run(), problem.anew())
+        assert sum(block.size for block in weights_kept.blocks.values()) <= 100_000
+    assert weights_kept.blocks
+    weights_kept.limit = 0
+    problem = Problem(cells.GRU, {}, "float32", "C", projected=False)
+    assert same(problem.run(), problem.anew()) and not weights_kept.blocks
+
+
+def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYCELL_KEEP_WEIGHTS", "0")
+    assert not cpu.PackedWeights().keep
+    monkeypatch.delenv("ANYCELL_KEEP_WEIGHTS")
+    assert cpu.PackedWeights().keep
+
+
+def test_weights_of_torch() -> None:
+    """By every means that torch has, autograd's notice or not."""
+    torch = pytest.importorskip("torch")
+    import anycell.torch as at
+
+    module, twin = at.LSTM(5, 18), torch.nn.LSTM(5, 18)
+    x = torch.randn(7, 3, 5)
+
+    def assert_same() -> None:
+        twin.load_state_dict(module.state_dict())
+        with torch.no_grad():
+            torch.testing.assert_close(module(x)[0], twin(x)[0], rtol=1e-5, atol=1e-6)
+
+    assert_same()
+    with torch.no_grad():
+        module.weight_hh_l0.mul_(1.5)
+    assert_same()
+    module.weight_hh_l0.data.mul_(0.5)
+    assert_same()
+    module.weight_hh_l0.data = torch.randn_like(module.weight_hh_l0)
+    assert_same()
+    module.weight_hh_l0.detach().numpy()[3, 4] = 2.0
+    assert_same()
+    module.load_state_dict(torch.nn.LSTM(5, 18).state_dict())
+    assert_same()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    module(x)[0].sum().backward()
+    optimizer.step()
+    assert_same()
+    with torch.inference_mode():
+        first = module(x)[0]
+        module.bias_hh_l0.add_(1.0)
+        assert not torch.equal(first, module(x)[0])
+    assert_same()
