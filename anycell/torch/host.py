@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -39,16 +40,13 @@ class TorchHost:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        # Without a function of Python's between: they are called for everything.
+        self.empty = functools.partial(torch.empty, dtype=dtype, device=_CPU)
+        self.zeros = functools.partial(torch.zeros, dtype=dtype, device=_CPU)
 
     def run(self, run: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """A pass of a layer, run where the tensors are."""
         return run(self, *arguments, **named)
-
-    def empty(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=_CPU)
-
-    def zeros(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.zeros(shape, dtype=self.dtype, device=_CPU)
 
     def lasting(self, shape: tuple[int, ...]) -> Tensor:
         if math.prod(shape) * self.dtype.itemsize < cpu.memory.SMALL:
@@ -56,17 +54,19 @@ class TorchHost:
         return torch.from_numpy(cpu.memory.empty(shape, str(self.dtype).removeprefix("torch.")))
 
     def fit(self, array: Tensor, layout: int, wide: bool = False) -> Tensor | None:
-        return fit(array, layout) if array.dtype is self.dtype and array.is_cpu else None
+        if array.dtype is not self.dtype or not array.is_cpu:
+            return None
+        if array.is_contiguous() and not array.data_ptr() % array.element_size():
+            return array
+        return fit(array, layout)
 
     def as_flags(self, array: Tensor) -> Tensor | None:
         return as_flags(array) if array.is_cpu else None
 
-    # Without a function of Python's between: they are called for everything.
+    # As ``empty``.
     like = staticmethod(torch.empty_like)
     pointer = staticmethod(Tensor.data_ptr)
-
-    def strides(self, array: Tensor) -> tuple[int, ...]:
-        return array.stride()
+    strides = staticmethod(Tensor.stride)
 
     def project(self, x: Tensor, weight: Tensor) -> Tensor:
         if x.dim() == 2:
