@@ -8,7 +8,7 @@ for a framework that the caller does not use. The namespaces agree on nearly all
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ class Namespace:
         array: ``array(value, like)``, a NumPy array or number with dtype and device of ``like``.
         cast: ``cast(array, "float32")``.
         sigmoid, stop_gradient: functions of one array.
+        steps: an array as its parts along the first axis.
         unchecked: a context in which infinity and NaN are values like others, as in compiled code.
     """
 
@@ -35,6 +36,7 @@ class Namespace:
     cast: Callable[[Array, str], Array]
     sigmoid: Callable[[Array], Array]
     stop_gradient: Callable[[Array], Array]
+    steps: Callable[[Array], Sequence[Array]] = lambda array: array
     unchecked: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __getattr__(self, name: str) -> Any:
@@ -79,6 +81,8 @@ def _torch() -> Namespace:
         cast=lambda array, dtype: array.to(getattr(torch, dtype)),
         sigmoid=torch.sigmoid,
         stop_gradient=lambda array: array.detach(),
+        # The gradient of an index is an array of all steps: for all of them, the square of that.
+        steps=torch.unbind,
     )
 
 

@@ -584,7 +584,7 @@ INDRNN = {"weight_ih": IH[:SIZE], "bias_ih": HH[0], "u": HH[0]}
         ({"weights": {"weight_hh": HH}}, ValueError, r"x: .*batch, 3 \* H\].*Without weight_ih"),
         ({"x": X.double()}, ValueError, r"x: given torch.float64.*expected torch.float32"),
         ({"weights": [HH]}, TypeError, "weights: given list .*a dictionary of tensors by name"),
-        ({"weights": {**BOTH, "w": HH}}, ValueError, "weights: given 'w', which cell GRU has not"),
+        ({"weights": {**BOTH, "w": HH}}, ValueError, "given .w., unknown; expected each name of"),
         ({"params": {"weight_hh": HH}}, ValueError, "params: given 'weight_hh', twice"),
         ({"weights": {**BOTH, "bias_hh": 0.0}}, TypeError, "bias_hh: given float 0.0"),
         ({"weights": {"weight_ih": IH}}, ValueError, "weight_hh: given nothing; expected .out, in"),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu import CARD, DEVICE, SLOW, torch  # before anything else that may import Triton
-from test_torch_functional import problem, solve
+from test_torch_functional import Adding, problem, solve
 from tolerances import assert_close
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch_layers import assert_same, given_to_forward
@@ -282,6 +282,27 @@ def test_recurrent_mask(
     assert ran == ["forward", "backward"]
     for found, right in zip(ours, solve(composite, *in_float64(call, arrays)), strict=True):
         assert_close(found.detach().cpu(), right.detach().cpu(), "float32", "gradient")
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+@pytest.mark.parametrize("cell", [cells.LSTM, Adding], ids=repr)
+def test_the_states_after_every_step(cell: Any, repeat: bool, ran: list[str], seed: int) -> None:
+    """Of both directions; of Adding the backward pass does not read them."""
+    torch.manual_seed(seed)
+    valid = torch.rand(6, 3, device=DEVICE) < 0.8
+    call, arrays = problem(cell, False, False, torch.float32, DEVICE, mask=valid)
+    options = call.options._replace(repeat=repeat)
+    call = call._replace(sequences=("c",), options=options)
+    output, final, (c,) = functional.layer(call, arrays)
+    assert ran == ["forward"]
+    _, doubles = in_float64(call, arrays)
+    right, last, (exact,) = composite(call, doubles)
+    for found, ref in zip((output, *final, c), (right, *last, exact), strict=True):
+        assert_close(found.detach().cpu(), ref.detach().cpu(), "float32", "forward")
+    (found,) = torch.autograd.grad(c.square().sum(), arrays["weight_hh"])
+    assert ran == ["forward"]  # back it goes step by step
+    (ref,) = torch.autograd.grad(exact.square().sum(), doubles["weight_hh"])
+    assert_close(found.cpu(), ref.cpu(), "float32", "gradient")
 
 
 def in_float64(*parts: Any) -> Any:

@@ -134,6 +134,8 @@ class Recurrence:
         self.steps, self.rows, width = self.gates_x.shape
         self.size = sizes(self.cell, width // len(self.cell.gates), self.weights, self.state)
         self.order = topological(self.cell.next)
+        self.gates = self.xp.steps(self.gates_x)
+        self.blocks: dict[tuple[str, str], Array] = {}
         self.zero, self.one = self._number(0.0), self._number(1.0)
         self.times = range(self.steps)[:: -1 if self.reverse else 1]
 
@@ -299,7 +301,7 @@ class Recurrence:
 
     def _gate(self, t: int, gate: str) -> Array:
         k, size = self.cell.gates.index(gate), self.size["H"]
-        return self.gates_x[t][:, k * size : (k + 1) * size]
+        return self.gates[t][:, k * size : (k + 1) * size]
 
     def _linear(self, node: Expr, t: int, values: Values) -> Array:
         name, output = node.attrs
@@ -330,11 +332,17 @@ class Recurrence:
         return mask[self.cell.gates.index(output)] if len(mask.shape) == 3 else mask
 
     def _block(self, l: Linear, output: str) -> Array:
-        """The weight behind one output, ``[heads, out/heads, in/heads]``."""
-        weight = self.weights[l.weight]
-        if l.heads == 1:
-            return self.xp.reshape(weight[self._span(l, output)], (1, -1, weight.shape[-1]))
-        return weight[:, self._span(l, output, l.heads)]
+        """The weight behind one output, ``[heads, out/heads, in/heads]``; cut out once."""
+        block = self.blocks.get((l.name, output))
+        if block is None:
+            weight = self.weights[l.weight]
+            if l.heads == 1:
+                rows = weight[self._span(l, output)]
+                block = self.xp.reshape(rows, (1, -1, weight.shape[-1]))
+            else:
+                block = weight[:, self._span(l, output, l.heads)]
+            self.blocks[l.name, output] = block
+        return block
 
     def _span(self, l: Linear, output: str, heads: int = 1) -> slice:
         """Where one output lies in the bias, in the rows of the weight, or in those of a head."""

@@ -219,8 +219,9 @@ class LSTM(DropIn, nn.LSTM):
             what lies there has no influence, not even NaN.
         lengths: integers ``[B]``, how many steps of each row count. The reverse direction starts
             at each row's end.
-        resets: bool, True where zeros replace the state before the step: where an episode starts.
-            Of a packed input it is packed alike, and the other two are in the input already.
+        resets: True where zeros replace the state before the step: where an episode starts. bool,
+            or 0 and 1 of any real dtype. Of a packed input it is packed alike, and the other two
+            are in the input already.
 
     ``checkpoint="sqrt"``, or a number of steps, to the constructor or as an attribute: less memory
     for more time in training, see ``RNN``.

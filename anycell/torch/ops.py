@@ -79,6 +79,7 @@ def _draws(name: str, key: str) -> bool:
     return cell is None or bool(cell.keeps)
 
 
+@functools.lru_cache(maxsize=1024)
 def _name(name: str, key: str) -> str:
     return f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 

@@ -68,14 +68,15 @@ def recurrence(
         cell: a cell of G gates. Its hidden size H, and its other sizes, follow from the tensors.
         x: ``[T, B, I]``, or a ``PackedSequence`` of rows of I. Where ``weights`` have no
             ``weight_ih``, it is projected already: the same as ``gates``.
-        weights: what the layer learns, by public names: ``weight_ih`` ``[G*H, I]``, ``weight_hh``
-            ``[G*H, size of the first state]``, with rows in the cell's order of gates, or
-            ``bias_ih``, ``bias_hh`` ``[G*H]`` if any; ``weight_<name>`` and ``bias_<name>`` of each
-            further matmul, ``[out, in]`` or ``[heads, out/heads, in/heads]``; each parameter of the
-            cell by its name, ``[H]``. None is as good as not there.
+        weights: what the layer learns, by public names (``cell.learned``): ``weight_ih``
+            ``[G*H, I]`` and ``weight_hh`` ``[G*H, size of the first state]``, with rows in the
+            cell's order of gates; optionally ``bias_ih`` and ``bias_hh`` ``[G*H]``;
+            ``weight_<name>`` and ``bias_<name>`` of each further matmul, ``[out, in]`` or
+            ``[heads, out/heads, in/heads]``; each parameter of the cell, ``[H]``. None means that
+            there is none.
         state: ``[B, size]`` per state, or the tensor itself for one state; None, for all or for one
             of them, begins with the declared value.
-        params: the cell's parameters, for who has them apart from the weights.
+        params: the cell's parameters, where they are kept apart from the weights.
         gates: ``[T, B, G*H]`` or packed, the input's projection onto each gate, in the place of x:
             ``recurrence(cell, None, weights, gates=gates)``. ``bias_ih`` is still added, if given.
         mask: bool ``[T, B]``, False where a step does nothing: the states are held, and what lies
@@ -165,7 +166,7 @@ def recurrence(
 
 
 def _named(cell: Cell, weights: Any, params: Any) -> dict[str, Tensor]:
-    """What is learned, by public names; those that are None left out."""
+    """What is learned, by public names, without those that are None."""
     named: dict[str, Tensor] = {}
     known = ", ".join(cell.learned)
     for argument, mapping in (("weights", weights), ("params", {} if params is None else params)):
@@ -176,10 +177,10 @@ def _named(cell: Cell, weights: Any, params: Any) -> dict[str, Tensor]:
             )
         for name, value in mapping.items():
             if name not in cell.learned or (name in named and value is not None):
-                twice = "twice" if name in cell.learned else f"which cell {cell.name} has not"
+                problem = "twice" if name in cell.learned else "unknown"
                 raise ValueError(
-                    f"{argument}: given {name!r}, {twice}; expected names among {known}. "
-                    "Leave it out."
+                    f"{argument}: given {name!r}, {problem}; expected each name of cell "
+                    f"{cell.name} once: {known}. Leave it out."
                 )
             if value is not None:
                 if not isinstance(value, Tensor):
@@ -258,12 +259,12 @@ def _sizes(
             layout = "[out, in]" if l.heads == 1 else "[heads, out/heads, in/heads]"
             shown = "nothing" if given is None else describe(given)
             raise ValueError(f"{l.weight}: given {shown}; expected {layout}, as {l} multiplies.")
-    if weight is not None and (weight.dim() != 2 or len(weight) % gates or not len(weight)):
+    if weight is not None and (weight.dim() != 2 or weight.shape[0] % gates or not weight.shape[0]):
         raise ValueError(
             f"weight_ih: given {describe(weight)}; expected [{gates} * H, input size], with rows "
             f"for the gates {' '.join(cell.gates)}."
         )
-    hidden = (x.shape[-1] if weight is None else len(weight)) // gates
+    hidden = (x.shape[-1] if weight is None else weight.shape[0]) // gates
     return hidden, reference.sizes(cell, hidden, named, states)
 
 

@@ -141,7 +141,7 @@ def sequence(
     batch_first: bool = False,
     dropout: float = 0.0,
 ) -> tuple[Any, States, tuple[Any, ...]]:
-    """Layers of a cell, from a user's tensors, which have been checked, to what he gets.
+    """Layers of a cell, from a user's tensors, which have been checked, to what a call returns.
 
     Args:
         call: of the first layer.
