@@ -325,7 +325,7 @@ class _Flow:
 
 # ---- passes over a row ---------------------------------------------------------------------------
 
-# What is dearer to compute than to store and load.
+# What costs more to compute than to store and load.
 HEAVY = frozenset(
     {"exp", "log", "sqrt", "div", "sigmoid", "tanh", "softplus", "log_sigmoid", "keep"}
 )

@@ -7,15 +7,15 @@ one kernel does everything else on a tile of rows times units.
     backward    kernel: d_gates[t], gradients of the states       back = d_gates[t] @ W
 
 A matmul inside the step (its operand is computed in the step) begins a new *stage*, with a kernel
-of its own. What an earlier stage computed is computed again from memory, but for operands: that
-costs less than to store and load it. A row reduction needs all units of a row in one program;
-without one, units are split over programs too. Values of different sizes never meet but in a
+of its own. It computes the values of earlier stages again from memory, except for operands: that
+costs less than storing and loading them. A row reduction needs all units of a row in one program;
+without one, units are split over programs too. Values of different sizes meet only in a
 matmul, so a kernel writes results of one size.
 
 A launch that a CUDA graph holds has the same arguments each time. So kernels read what changes from
 call to call, addresses above all, from a *table* in device memory, and how many steps are done too:
-``steps`` fills it. Only what matmuls read and write stays where it is: kernels leave their left
-sides in memory of their own, beside the sequences.
+``steps`` fills it. Only what matmuls read and write stays where it is: kernels write their left
+sides to separate memory, in addition to the sequences.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def print_step(plan: Plan, form: Form) -> Step:
 @functools.cache
 def print_fill() -> Printed:
     """The kernel that fills a part of a table with numbers: they are arguments, so a CUDA graph
-    that a user captures holds them, and no memory of the host must wait for it.
+    that a user captures holds them, and no memory of the host has to stay for it.
     """
     names = [f"value{n}" for n in range(FILLED)]
     lines = [f"tl.store(table + first + {n}, {name})" for n, name in enumerate(names)]
@@ -152,7 +152,7 @@ def _small(name: str, about: str, arguments: dict[str, str], lines: list[str]) -
 
 
 def _is_product(node: Expr, form: Form) -> bool:
-    """Whether a matmul gives the value in this pass; the other pass's products are saved ones."""
+    """Whether a matmul computes the value in this pass; products of the other pass are saved."""
     return node.op == "linear_t" if form.backward else node.op in ("linear", "preact")
 
 

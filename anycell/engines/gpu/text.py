@@ -30,7 +30,7 @@ TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 class Form(NamedTuple):
-    """What, beside the plan, the text of a kernel follows from.
+    """What the text of a kernel follows from, besides the plan.
 
     Attributes:
         backward: the derived backward pass.
