@@ -362,7 +362,7 @@ class _Page:
                 [
                     "step by step, with the array functions of the framework; what it keeps for",
                     "the backward pass is not the list above: the NumPy layers keep the arguments",
-                    "and run the steps again, PyTorch's autograd keeps what it wants",
+                    "and run the steps again, PyTorch's autograd keeps what it needs",
                 ]
             )
         return lines

@@ -561,8 +561,10 @@ class RNN(Fused, keras.layers.RNN):
         if isinstance(step, Cell):
             if (static is None) != (step.static is None):
                 given = "None" if static is None else f"of shape {tuple(static.shape)}"
-                own = f"[B, {self.units}], which it calls {step.static}" if step.static else "None"
-                raise ValueError(f"static: given {given}; expected {own}, for cell {step.name}.")
+                expected = f"[B, {self.units}], its {step.static}" if step.static else "None"
+                raise ValueError(
+                    f"static: given {given}; expected {expected}, for cell {step.name}."
+                )
         elif static is not None or resets is not None:
             name = "resets" if static is None else "static"
             raise ValueError(

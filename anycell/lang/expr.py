@@ -485,7 +485,7 @@ def operand(op: str, value: Any, condition: bool = False) -> Expr:
 def topological(roots: Iterable[Expr], stop: Container[Expr] = ()) -> list[Expr]:
     """All nodes under ``roots``, arguments before their users, in a fixed order.
 
-    What nodes in ``stop`` (a set or dictionary) hang on is left out.
+    Whatever nodes in ``stop`` (a set or dictionary) depend on is left out.
     """
     order: dict[Expr, None] = {}
     stack: list[tuple[Expr, bool]] = [(root, False) for root in reversed(list(roots))]
@@ -583,7 +583,7 @@ def listing(
     """Lines ``name = expression``.
 
     A sub-expression that is used twice, or would make an expression wider than ``width``, gets a
-    line of its own: t1, t2, ... Nodes in ``known`` print as their name; what they hang on is left
+    line of its own: t1, t2, ... Nodes in ``known`` print as their name; what they depend on is left
     out.
     """
     named = list(named)

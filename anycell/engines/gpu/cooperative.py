@@ -138,8 +138,8 @@ class _Slice(Loop):
         self.pair = max(1, 4 // plan.itemsize)  # numbers of a thread's register
         self.programs = -(-plan.hidden_size // part.units)  # of a group
         # Where data are flags: numbers of a word, what Triton calls it, and how to look at words.
-        self.in_word = 2 if form.by_data and self.narrow and plan.hidden_size % 2 == 0 else 1
-        self.word = "tl.uint16" if self.narrow and self.in_word == 1 else "tl.uint32"
+        self.in_word = 2 if form.by_data and self.half and plan.hidden_size % 2 == 0 else 1
+        self.word = "tl.uint16" if self.half and self.in_word == 1 else "tl.uint32"
         self.looks: dict[str, str] = {}
 
     @property

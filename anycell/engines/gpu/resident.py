@@ -175,7 +175,7 @@ class Loop(Text):
         """The left side of a matmul; lanes beyond the units are 0, for 0 times NaN is not."""
         full = self.plan.sizes[size] == self.padded(size)
         text = f"zero_{size} + {value}" if full else f"tl.where(is_{size}, {value}, zero_{size})"
-        return self.once(name, f"({text}).to({self.kind})" if self.narrow else text)
+        return self.once(name, f"({text}).to({self.kind})" if self.half else text)
 
     def is_leaf(self, node: Expr) -> bool:
         """Matmuls are computed here, from values like others."""
@@ -278,7 +278,7 @@ class Loop(Text):
             self.once(f"after_{s.name}", self.valid(new, f"s_{s.name}"))
         h = cell.states[0]
         self.hand_over(f"after_{h.name}")
-        if self.narrow:
+        if self.half:
             self.say(f"after_{h.name} = after_{h.name}.to({self.kind}).to(tl.float32)")
         self.store_state(0)
         self.publish()
@@ -347,7 +347,7 @@ class Loop(Text):
         row = f"{self.array(f'reset{i}')} + rows * {self.argument(f'reset{i}__b', 'i64')}"
         where = self.at(row, 0, size)
         text = f"tl.load({where}, mask=in_{size} & reset, other=0.0)"
-        return f"{text}.to(tl.float32)" if self.narrow else text
+        return f"{text}.to(tl.float32)" if self.half else text
 
     def _know(self, node: Expr, name: str) -> None:
         self.names[node] = name
