@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("anycell: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read has seen enough, as `head` does
+    except BrokenPipeError:  # the reader has seen enough, as `head` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -164,7 +164,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         type=positive(float),
         default=120.0,
         metavar="S",
-        help="give up a torch.compile after so many seconds (default: 120)",
+        help="give up a torch.compile after this many seconds (default: 120)",
     )
     add("--memory", action="store_true", help="also measure the memory of a training step (Linux)")
     add("--no-alone", action="store_true", help="do not time each also alone, in a fresh process")
@@ -251,7 +251,7 @@ class Progress:
                 TextColumn("{task.description}"),
                 console=Console(stderr=True),
                 transient=True,
-                # Drawn when there is news, not by a thread that would run beside what is timed.
+                # Drawn when there is news, not by a thread that would run during a measurement.
                 auto_refresh=False,
             )
 
@@ -340,5 +340,5 @@ def demo(options: argparse.Namespace) -> int:
             "the demo is a script of the source tree, not of the installed package:\n"
             "  clone the repository, then run: make demo"
         )
-    # A process of its own: the script reads its arguments and imports what lies beside it.
+    # In another process: the script reads its arguments and imports its neighbours.
     return subprocess.call([sys.executable, str(script), *options.rest])

@@ -30,7 +30,7 @@ def main() -> int:
     for title, check in CHECKS:
         try:
             findings = list(check())
-        except Exception as error:  # a doctor who faints helps nobody
+        except Exception as error:  # the other checks still help
             findings = [("bad", f"{type(error).__name__}: {error}")]
         for number, (verdict, text) in enumerate(findings):
             worst.append(verdict)
@@ -111,7 +111,7 @@ def _cache() -> Iterator[Finding]:
     path = jit.cache_directory()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        # A function that nobody has compiled before: it must be written, then found.
+        # A function that is not in the cache: the first call must write it, the second find it.
         text = f"define i64 @probe() {{\n  ret i64 {time.time_ns()}\n}}\n"
         first, again = (jit.compile(text, ["probe"], isa.current()) for _ in range(2))
     yield from (("note", str(warning.message)) for warning in caught)

@@ -44,7 +44,7 @@ def explain(
         cell: what ``@anycell.cell`` made, for instance one of ``anycell.cells``.
         hidden_size: H.
         dtype: "float32" or "float64"; of the GPU engine "float32", "bfloat16" or "float16".
-        batch: also says what a batch of so many rows needs.
+        batch: also shows the memory that a batch of this many rows needs.
         backward: whether to show the backward pass, and what is saved for it.
         llvm: ends with the text that the kernels are compiled from.
         assembly: ends with the machine's instructions, for which the kernels are compiled.
@@ -362,7 +362,7 @@ class _Page:
                 [
                     "step by step, with the array functions of the framework; what it keeps for",
                     "the backward pass is not the list above: the NumPy layers keep the arguments",
-                    "and run the steps again, PyTorch's autograd keeps what it wants",
+                    "and run the steps again, PyTorch's autograd keeps what it needs",
                 ]
             )
         return lines
@@ -465,8 +465,8 @@ def _gradient(matmul: str, output: str) -> str:
 def _gate_values(cell: Cell, new: Mapping[Expr, str]) -> Names:
     """Names for the values of gates: ``f = sigmoid(a.f)``.
 
-    A gate lends its name to the first squashing function that hangs on no other gate (but for gates
-    that have a name already, and new states).
+    A gate lends its name to the first squashing function that depends on no other gate. Gates that
+    have a name already do not count, nor do new states.
     """
     taken = {*cell.hyper, cell.static}
     names: Names = {}

@@ -236,7 +236,10 @@ def _expect(w: Weights, after: tuple[bool | None, ...], peepholes: bool, name: s
             "layout of such GRUs."
         )
     if w.peepholes and not peepholes:
-        raise ValueError(f"target: given {name!r} for weights with peepholes, which it has not.")
+        raise ValueError(
+            f"target: given {name!r} for weights with peepholes, but this layout has none; "
+            "expected a layout with peepholes."
+        )
 
 
 # -- layouts ---------------------------------------------------------------------------------------

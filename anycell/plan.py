@@ -229,7 +229,7 @@ def _least_memory(cell: Cell, gradients: Gradients) -> tuple[list[Expr], list[Ex
     read |= {root for root in roots if root in inside}
     read -= free
 
-    # A value is worth considering only if it hangs on something that must be saved.
+    # A value is worth considering only if it depends on something that must be saved.
     flow = _Flow()
     for node in forward:
         if node in free:
@@ -250,7 +250,7 @@ def _least_memory(cell: Cell, gradients: Gradients) -> tuple[list[Expr], list[Ex
         n for n in forward if n not in free and (n, 1) in beyond and (n, 0) not in beyond
     )
 
-    # Values of one number per row, not per unit: narrow ones that hang on a reduction.
+    # Values of one number per row, not per unit: narrow ones that depend on a reduction.
     rows: set[Expr] = set()
     for node in forward:
         if is_narrow(node) and (is_reduction(node) or any(arg in rows for arg in node.args)):
@@ -325,7 +325,7 @@ class _Flow:
 
 # ---- passes over a row ---------------------------------------------------------------------------
 
-# What is dearer to compute than to store and load.
+# What costs more to compute than to store and load.
 HEAVY = frozenset(
     {"exp", "log", "sqrt", "div", "sigmoid", "tanh", "softplus", "log_sigmoid", "keep"}
 )

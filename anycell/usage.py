@@ -67,7 +67,7 @@ def _from_file(path: Path, name: str) -> Any:
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """A script may import what lies beside it, as when it is run."""
+    """Lets a script import its neighbours, as when it is run."""
     sys.path.insert(0, str(folder))
     try:
         yield

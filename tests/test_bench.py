@@ -1,4 +1,7 @@
-"""The benchmark: its statistics, its gate, its peers, what it writes, and how it says no."""
+"""The benchmark: its statistics, its gate, its peers, what it writes, and how it says no.
+
+One file, because most of it runs the same small problem, or reads the same report.
+"""
 
 from __future__ import annotations
 

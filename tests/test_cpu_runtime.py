@@ -1,6 +1,9 @@
 """What the CPU engine runs on: instruction sets, the compiler and its cache, the threads.
 
 The layers' side of it is in `test_layer_runtime.py`.
+
+One file, because tests of the cache, of names and of threads share a compiled function and the
+fixtures that keep it apart from the user's.
 """
 
 from __future__ import annotations

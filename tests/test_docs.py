@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "benchmarks" / "results" / "README.md",
 ]
 
 
@@ -51,8 +52,17 @@ def test_the_examples_run(document: str, tmp_path: Path) -> None:
 def test_the_documents_link_to_what_is_there() -> None:
     for document in DOCUMENTS:
         text = document.read_text(encoding="utf-8")
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", text):
-            assert (document.parent / target).exists(), f"{document.name}: {target}"
+        for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
+            path = document.parent / target if target else document
+            assert path.exists(), f"{document.name}: {target}"
+            if heading:
+                assert heading in headings(path), f"{document.name}: {target}#{heading}"
+
+
+def headings(document: Path) -> set[str]:
+    """Of a Markdown file, as links name them."""
+    lines = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
 
 
 def test_the_list_of_cells_is_complete() -> None:

@@ -2,6 +2,8 @@
 
 Where there is a card, kernels run on it. Elsewhere Triton's interpreter runs the same texts, and
 they are compiled ahead of time for cards that are not there.
+
+One file, because results, texts and the model of what fits are checked on the same plans.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """The Keras layers: against ``keras.layers`` where it has them, else against the NumPy layers.
 
 One process has one backend of Keras: run them with KERAS_BACKEND set to each.
+
+One file, because every test compares layers of the same pairs, which are made at its top.
 """
 
 from __future__ import annotations

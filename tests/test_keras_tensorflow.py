@@ -1,4 +1,7 @@
-"""The Keras layers where TensorFlow traces, compiles, exports, replicates and differentiates."""
+"""The Keras layers where TensorFlow traces, compiles, exports, replicates and differentiates.
+
+One file, because all of it is about graphs of one small model.
+"""
 
 from __future__ import annotations
 

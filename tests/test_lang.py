@@ -1,4 +1,7 @@
-"""The cell language: what it traces to, what it refuses and how, and every derivative."""
+"""The cell language: what it traces to, what it refuses and how, and every derivative.
+
+One file, because half of it is the one table of everything that is refused.
+"""
 
 from __future__ import annotations
 

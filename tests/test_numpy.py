@@ -1,4 +1,7 @@
-"""The NumPy layers: against torch where it is installed, against finite differences everywhere."""
+"""The NumPy layers: against torch where it is installed, against finite differences everywhere.
+
+One file, because layers, losses, optimizers and files are tested as they are used: together.
+"""
 
 from __future__ import annotations
 

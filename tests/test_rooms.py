@@ -1,4 +1,7 @@
-"""The rooms of the package: imports go down only, and each framework stays in its frontend."""
+"""The rooms of the package: imports go down only, and each framework stays in its frontend.
+
+And files that are long say why.
+"""
 
 from __future__ import annotations
 
@@ -110,6 +113,20 @@ def test_frameworks_stay_in_their_frontends() -> None:
             if framework in FRAMEWORKS and home(path) not in FRAMEWORKS[framework]:
                 strangers.append(f"{path.relative_to(PACKAGE)}:{line} imports {name}")
     assert strangers == []
+
+
+LONG = 700  # lines
+
+
+@pytest.mark.parametrize("directory", ["anycell", "tests", "tools", "examples"])
+def test_long_files_say_why(directory: str) -> None:
+    silent = []
+    for path in sorted((PACKAGE.parent / directory).rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        about = ast.get_docstring(ast.parse(text)) or ""
+        if text.count("\n") > LONG and "\nOne file, because " not in about:
+            silent.append(f"{path.name}: {text.count(chr(10))} lines")
+    assert silent == []
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

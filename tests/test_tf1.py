@@ -1,4 +1,7 @@
-"""TensorFlow 1's cells: against the kernels of TensorFlow that they were made of."""
+"""TensorFlow 1's cells: against the kernels of TensorFlow that they were made of.
+
+One file, because all cells and loops are compared by the same few functions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The PyTorch layers: against ``torch.nn`` where it has them, else against separate plain calls."""
+"""The PyTorch layers: against ``torch.nn`` where it has them, else against separate plain calls.
+
+One file, because all of it compares pairs of layers by the functions at its top.
+"""
 
 from __future__ import annotations
 

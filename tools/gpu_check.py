@@ -14,6 +14,9 @@ signal to end (SIGTERM, SIGINT) ends the part that runs, and then all is written
 
 The seconds of a part are what it may take at worst. What one leaves over goes to those after it, up
 to their ``most``. The exit status is 1 if anything failed.
+
+One file, because the parts, the processes that run them and the tables of their results share the
+names of parts and the layout of the files in between.
 """
 
 from __future__ import annotations

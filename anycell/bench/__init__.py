@@ -1,7 +1,7 @@
 """The benchmark behind ``python -m anycell bench``.
 
 Read it in this order: ``shapes`` (what is measured), ``problem`` (the same numbers for everybody),
-``tasks`` and ``contenders`` (who runs), ``gate`` (nobody is timed who is wrong), ``timing``
+``tasks`` and ``contenders`` (who runs), ``gate`` (a wrong contender is not timed), ``timing``
 (interleaved runs), ``machine`` (the matmul bound), ``probe`` (what only a fresh process can tell),
 ``runner`` (which puts them together), ``report`` and ``chart`` (what you see).
 

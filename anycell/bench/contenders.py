@@ -1,4 +1,4 @@
-"""Who runs. Each contender gets the same problem and gives back arrays under the same names.
+"""The contenders. Each gets the same problem and returns arrays under the same names.
 
 A contender is built once per problem and then asked for *tasks*, mostly inference and training. A
 task has ``prepare`` (not timed: gradients set to None), ``call`` (timed) and ``results`` (for the
@@ -24,7 +24,7 @@ from anycell.engines import reference as engine
 
 
 def from_module(module: Any, problem: Problem, dtype: str | None = None) -> Contender:
-    """Any ``module(x)`` that gives the output, or a tuple that starts with it."""
+    """Any ``module(x)`` that returns the output, or a tuple that starts with it."""
     import torch
 
     kind = getattr(torch, dtype or problem.dtype)
@@ -272,7 +272,7 @@ def onnxruntime(problem: Problem, settings: Mapping[str, str] | None = None) -> 
 
 @contextmanager
 def blas_threads(threads: int) -> Iterator[None]:
-    """NumPy's BLAS with so many threads, where threadpoolctl is there to say so."""
+    """NumPy's BLAS with this many threads, if threadpoolctl is installed."""
     try:
         from threadpoolctl import threadpool_limits
     except ModuleNotFoundError:
@@ -315,7 +315,7 @@ def make(name: str, problem: Problem) -> Contender:
 
 
 def posed(name: str, problem: Problem) -> Problem:
-    """The problem that this contender solves: the one given, but for our LSTM among other cells."""
+    """The problem that this contender solves: the same, except for our LSTM among other cells."""
     return replace(problem, cell=find_cell("LSTM")) if name == OUR_LSTM else problem
 
 

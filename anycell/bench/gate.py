@@ -1,4 +1,4 @@
-"""The correctness gate: whoever differs from float64 beyond tolerance is not timed.
+"""The correctness gate: a contender that differs from float64 beyond tolerance is not timed.
 
 A fast wrong answer is the easiest benchmark to win, so outputs, and in training every gradient, are
 compared before the clock starts.

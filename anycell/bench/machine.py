@@ -1,4 +1,4 @@
-"""The machine: what it is, and how fast its large matmuls are (the bound that nobody beats)."""
+"""The machine: what it is, and how fast its large matmuls are (an upper bound)."""
 
 from __future__ import annotations
 

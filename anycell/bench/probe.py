@@ -56,7 +56,7 @@ def step_memory(contender: str, problem: Problem) -> int:
 
 
 def alone(contender: str, problem: Problem, mode: Mode, seconds: float) -> list[float]:
-    """Samples in milliseconds per call, taken as in turns, but with nobody to take turns with."""
+    """Samples in milliseconds per call, taken as in turns, but without other contenders."""
     answer = _ask("alone", contender, problem, mode, {}, seconds)
     return [1e3 * sample for sample in answer["samples"]]
 

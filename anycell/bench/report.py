@@ -14,7 +14,7 @@ from anycell.bench.runner import APART, Entry, Report, Row
 
 SCHEMA = 1
 MiB = 1 << 20
-MARK = "!"  # beside a time that is another one alone
+MARK = "!"  # next to a time that differs from the time alone
 
 
 # -- JSON ------------------------------------------------------------------------------------------

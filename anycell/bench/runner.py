@@ -178,7 +178,7 @@ class CompileLimit(BaseException):
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """`CompileLimit` after so many seconds, where this thread can have an alarm clock."""
+    """`CompileLimit` after this many seconds, where this thread can have an alarm clock."""
     main = threading.current_thread() is threading.main_thread()
     if seconds is None or not hasattr(signal, "setitimer") or not main:
         yield

@@ -30,7 +30,7 @@ class Timed(Protocol):
 
 @contextmanager
 def no_gc() -> Iterator[None]:
-    """No garbage collection inside: a collection is charged to whoever happens to run."""
+    """No garbage collection inside: it would be charged to the contender that happens to run."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -45,8 +45,8 @@ def settle() -> None:
     """Wait until no thread of this process is at work any more.
 
     Pools spin on after a call, to be quick at the next: libgomp for 5 to 10 ms, ONNX Runtime for
-    30, OpenBLAS for 100. Settings that forbid it slow their owners down, so nobody's are changed:
-    whoever comes next begins when the cores are free.
+    30, OpenBLAS for 100. Settings that forbid it slow their owners down, so none are changed:
+    the next contender begins when the cores are free.
     """
     for _ in range(round(PATIENCE_S / WINDOW_S)):
         start, busy = time.perf_counter(), time.process_time()
@@ -55,7 +55,7 @@ def settle() -> None:
             return
     warnings.warn(
         f"some thread was still at work {PATIENCE_S} s after the last call, and took a core from "
-        "whoever was measured next. Unset OMP_WAIT_POLICY, GOMP_SPINCOUNT and KMP_BLOCKTIME.",
+        "the contender measured next. Unset OMP_WAIT_POLICY, GOMP_SPINCOUNT and KMP_BLOCKTIME.",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -117,7 +117,7 @@ SCANS: dict[str, Scan] = {
 
 
 def any_cell(cell: Cell, seed: int | None, stream: int, static: Tensor | None) -> Scan:
-    """A scan for a cell nobody has written by hand: its graph, operation by operation, in torch."""
+    """A scan for a cell without one by hand: its graph, operation by operation, in torch."""
 
     def scan(x: Tensor, w: Weights, reverse: bool) -> Tensor:
         gates = F.linear(x, w["weight_ih"], w.get("bias_ih"))

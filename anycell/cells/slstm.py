@@ -20,7 +20,7 @@ def sLSTM(
     n' = f exp(m - m') n + i exp(-m')
     h' = o c' / n'
 
-    h does not depend on m but for rounding. m starts from -inf, so that m' = a_i in the first step.
+    h depends on m only by rounding. m starts from -inf, so that m' = a_i in the first step.
 
     Args:
         heads: blocks of W_r, a divisor of the hidden size; the paper's models have 4.

@@ -7,7 +7,7 @@ from anycell.lang.ops import sigmoid, tanh
 
 @cell(gates="r z n", state="h")
 def ZoneoutGRU(x: Gates, r: Gates, s: Gates, *, zoneout: float = 0.1) -> Expr:
-    """GRU some of whose units, drawn anew each step, keep their old state in training.
+    """GRU some of whose units, drawn at each step, keep their old state in training.
 
     r, z = sigmoid(x + r),  n = tanh(x_n + r * (W_hn h + b_hn))
     h' = h with probability zoneout, else (1 - z) n + z h; in evaluation the mean of both

@@ -9,7 +9,7 @@ from anycell.lang.ops import sigmoid, tanh
 def ZoneoutLSTM(
     x: Gates, r: Gates, s: Gates, *, zoneout_h: float = 0.05, zoneout_c: float = 0.5
 ) -> tuple[Expr, Expr]:
-    """LSTM some of whose units, drawn anew each step, keep their old state in training.
+    """LSTM some of whose units, drawn at each step, keep their old state in training.
 
     C = f c + i g,  H = o tanh(C)              what an LSTM would do
     c' = c with probability zoneout_c, else C

@@ -61,13 +61,13 @@ def accelerate(model: Model) -> Model:
     ``RNNCell``, also within ``Bidirectional``, ``TimeDistributed`` and nested models. The layers
     stay the same objects and change only their class. So weights, states, the optimizer,
     ``trainable``, dtype policies and all references to them stay, and files of weights fit as
-    before. A compiled model stays compiled, and traces its steps anew; a ``tf.function`` of yours
-    that has called the model keeps the graph that it has. Where XLA was to compile the steps, it
-    is turned off: it calls no kernels. A layer of a subclass gets a class that derives from that
-    and from anycell's, and is saved as one of the subclass. Left alone is what has a ``call`` or
-    anything else of its own, and a cell that has been changed.
+    before. A compiled model stays compiled, and traces its steps again; your own ``tf.function``
+    that has called the model keeps its graph. Where XLA was to compile the steps, it
+    is turned off, because it cannot call kernels. A layer of a subclass gets a class that derives
+    from that and from anycell's, and is saved as one of the subclass. Subclasses with their own
+    ``call`` or other methods, and changed cells, are left alone.
 
-    Each layer is logged under "anycell" at level INFO; ``recurrent_layers`` gives the same list.
+    Each layer is logged under "anycell" at level INFO; ``recurrent_layers`` returns the same list.
 
     Args:
         model: any model, or any layer, whose layers have been made: of a subclass that makes them

@@ -13,7 +13,7 @@ Tensor = Any  # of the backend
 
 @dataclass(frozen=True)
 class Call:
-    """What a run says beside its tensors.
+    """What a run is told besides its tensors.
 
     Attributes:
         cell, hidden_size: the step, and H.
@@ -52,8 +52,8 @@ Arrays = Mapping[str, Tensor]
 def check(call: Call, arrays: Arrays) -> None:
     """Refuses x, states, a mask, resets or a static input of another shape than ``Arrays`` says.
 
-    Kernels find their way through memory by these shapes. Sizes that are not known as yet (None,
-    in a graph) pass: they are checked again where they are known.
+    Kernels address memory by these shapes. Unknown sizes (None, in a graph) pass: they are checked
+    again once they are known.
 
     Raises:
         ValueError: with the argument's name and the shapes given and expected, batch first.
@@ -89,7 +89,7 @@ def named_states(cell: Cell, states: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _expect(name: str, given: Any, expected: tuple[int | None, ...], meaning: str) -> None:
-    if getattr(given, "rank", 0) is None:  # TensorFlow knows nothing of it as yet
+    if getattr(given, "rank", 0) is None:  # TensorFlow does not know its shape yet
         return
     sizes = tuple(given)
     pairs = zip(sizes, expected, strict=False)

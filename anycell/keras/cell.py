@@ -174,7 +174,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
 
     @property
     def all_sizes(self) -> tuple[tuple[str, int], ...]:
-        """What the size symbols beside H stand for."""
+        """What the size symbols besides H stand for."""
         return tuple(sorted(self.sizes.items()))
 
     # -- use -------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         return drawn
 
     def reset_dropout_mask(self) -> None:
-        """What one sequence shares is drawn anew; ``keras.layers.RNN`` calls this after each."""
+        """Drops the masks of a sequence; ``keras.layers.RNN`` calls this after each sequence."""
         super().reset_dropout_mask()
         self._seed = None
 
@@ -292,7 +292,7 @@ def computed(dtype: str) -> str:
 
 
 def declared_sizes(cell: Cell) -> list[str]:
-    """The size symbols of a cell beside H."""
+    """The size symbols of a cell besides H."""
     symbols = {s.size for s in cell.states}
     symbols |= {size for l in cell.linears for size in (l.in_size, l.out_size)}
     return sorted(symbols - {"H"})
@@ -320,7 +320,7 @@ def check_sizes(cell: Cell, units: int, sizes: Mapping[str, Any]) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
             raise ValueError(
                 f"{name}: given {size!r}; expected a positive integer, a size that cell "
-                f"{cell.name} declares beside H."
+                f"{cell.name} declares besides H."
             )
     cell.check_sizes({"H": units, **sizes})
 

@@ -26,7 +26,7 @@ def composite(call: Call, arrays: Arrays) -> Result:
     initial = [arrays[f"state {name}"] for name in cell.state_names]
     if mask is not None:  # NaN under a mask must not reach a gradient
         x = ops.where(ops.expand_dims(mask, -1), x, ops.zeros_like(x))
-    # What a step reads beside the states lies side by side: Keras's loop takes one sequence.
+    # What a step reads besides the states is concatenated: Keras's loop takes one sequence.
     within = keras.backend.backend() == "jax"
     parts = [x if within else project(x, kernel, bias)]
     width = parts[0].shape[-1]
@@ -79,9 +79,9 @@ def composite(call: Call, arrays: Arrays) -> Result:
         _, final = one.forward()
         return final[0], list(final)
 
-    beside = parts[0] if len(parts) == 1 else ops.concatenate(parts, axis=-1)
+    sequence = parts[0] if len(parts) == 1 else ops.concatenate(parts, axis=-1)
     if x.shape[0] == 1:  # no loop
-        output, final = step(beside[0], initial)
+        output, final = step(sequence[0], initial)
         if mask is not None:
             present = ops.expand_dims(mask[0], -1)
             pairs = zip(final, initial, strict=True)
@@ -91,7 +91,7 @@ def composite(call: Call, arrays: Arrays) -> Result:
     # Batch first: of time-major input Keras 3 takes the batch for the number of steps.
     _, outputs, final = backend.rnn(
         step,
-        ops.swapaxes(beside, 0, 1),
+        ops.swapaxes(sequence, 0, 1),
         list(initial),
         go_backwards=call.reverse,
         mask=None if mask is None else ops.transpose(mask),

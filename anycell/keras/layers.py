@@ -43,14 +43,14 @@ class Kind:
 
     Attributes:
         symbolic: the step in anycell's language.
-        layer: the layer of Keras's that is made of such a cell, and has a loop of its own for it.
+        layer: the layer of Keras's that is made of such a cell, and has its own loop for it.
     """
 
     symbolic: Cell
     layer: type[keras.layers.RNN]
 
 
-# The cell of a layer decides what is run, for it can be another than the layer was made with.
+# The cell of a layer decides what runs, because it can be replaced after the layer was made.
 _KINDS = {
     keras.layers.LSTMCell: Kind(cells.LSTM, keras.layers.LSTM),
     keras.layers.GRUCell: Kind(cells.GRU, keras.layers.GRU),
@@ -110,7 +110,7 @@ class Fused:
         return False
 
     def _sizes(self) -> tuple[tuple[str, int], ...]:
-        """What the size symbols of the cell beside H stand for."""
+        """What the size symbols of the cell besides H stand for."""
         return ()
 
     @property
@@ -486,8 +486,8 @@ _OF_THE_LAYER = (
 _OF_BOTH = ("dtype", "trainable", "autocast")
 
 
-# Past Keras's `call`, which knows nothing of them, to `inner_loop`: ``static`` and ``resets``.
-_beside: ContextVar[tuple[Tensor, Tensor]] = ContextVar("beside", default=(None, None))
+# ``static`` and ``resets``, on their way to `inner_loop`: Keras's `call` does not know them.
+_further: ContextVar[tuple[Tensor, Tensor]] = ContextVar("further", default=(None, None))
 
 
 def _plain(value: Any) -> Any:
@@ -508,8 +508,8 @@ class RNN(Fused, keras.layers.RNN):
     Called as ``keras.layers.LSTM`` is, with ``initial_state``, ``mask`` and ``training``, on
     ``[B, T, in]``; states come and go in the order that the cell declares. Besides, ``static``
     ``[B, units]`` is the input that a cell like ``EALSTM`` takes once per sequence, and where
-    ``resets`` ``[B, T]`` is true the states start anew before the step, from the values that the
-    cell declares.
+    ``resets`` ``[B, T]`` is true the states are set to the values that the cell declares, before
+    the step.
 
     Example:
         >>> from anycell import cells
@@ -561,8 +561,10 @@ class RNN(Fused, keras.layers.RNN):
         if isinstance(step, Cell):
             if (static is None) != (step.static is None):
                 given = "None" if static is None else f"of shape {tuple(static.shape)}"
-                own = f"[B, {self.units}], which it calls {step.static}" if step.static else "None"
-                raise ValueError(f"static: given {given}; expected {own}, for cell {step.name}.")
+                expected = f"[B, {self.units}], its {step.static}" if step.static else "None"
+                raise ValueError(
+                    f"static: given {given}; expected {expected}, for cell {step.name}."
+                )
         elif static is not None or resets is not None:
             name = "resets" if static is None else "static"
             raise ValueError(
@@ -571,11 +573,11 @@ class RNN(Fused, keras.layers.RNN):
             )
         if mask is None:  # Keras looks for one only where sequences are the only tensor
             mask = _attached_mask(sequences)
-        token = _beside.set((static, resets))
+        token = _further.set((static, resets))
         try:
             return super().call(sequences, initial_state, mask=mask, training=training)
         finally:
-            _beside.reset(token)
+            _further.reset(token)
 
     def _step(self) -> Cell | str:
         if isinstance(self.cell, RNNCell):
@@ -592,7 +594,7 @@ class RNN(Fused, keras.layers.RNN):
         factor = drawn.pop("factor", None)
         if factor is not None:
             sequences = sequences * ops.expand_dims(factor, 1)
-        dtype, (static, resets) = computed(self.cell.compute_dtype), _beside.get()
+        dtype, (static, resets) = computed(self.cell.compute_dtype), _further.get()
         if static is not None:
             drawn["static"] = ops.cast(static, dtype)
         if resets is not None:
@@ -602,7 +604,7 @@ class RNN(Fused, keras.layers.RNN):
         return self.cell.gather(x, states, dtype, mask=mask, **drawn)
 
     def reset_state(self) -> None:
-        """Stateful layers start anew: from the values that the cell declares."""
+        """Stateful layers start again from the values that the cell declares."""
         if not isinstance(self.cell, RNNCell):
             super().reset_state()
         elif self.states is not None:

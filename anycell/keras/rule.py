@@ -18,8 +18,8 @@ _asked: ContextVar[bool] = ContextVar("asked", default=False)
 def step_by_step() -> Iterator[None]:
     """Within it, in this thread, layers run in operations of the backend, on every backend.
 
-    For a graph that is to run where anycell is not installed, and that nobody can know for one:
-    a concrete function traced before it is saved, or frozen.
+    For a graph that will run where anycell is not installed, which tracing cannot know:
+    a concrete function that is saved or frozen later.
 
     Example:
         >>> import anycell.keras
@@ -36,7 +36,7 @@ def step_by_step() -> Iterator[None]:
 
 
 def asked() -> str | None:
-    """The reason that ``step_by_step`` gives, or None outside it."""
+    """The reason inside ``step_by_step``, or None outside of it."""
     return "anycell.keras.step_by_step() asks for it" if _asked.get() else None
 
 
@@ -100,14 +100,14 @@ def choose(facts: Facts) -> Engine:
         if facts.cudnn and facts.backend in ("tensorflow", "torch", "jax"):
             return Engine("cudnn", "a layer that cuDNN knows, through Keras")
         where = {
-            "tensorflow": "TensorFlow gives no stream for kernels of others; XLA compiles the loop",
+            "tensorflow": "TensorFlow gives kernels of others no stream; XLA compiles the loop",
             "jax": "XLA compiles the loop",
         }
-        return Engine(loop, where.get(facts.backend, "no fused kernel for a GPU as yet"))
+        return Engine(loop, where.get(facts.backend, "no fused kernel for a GPU yet"))
     if facts.traced is not None:
         return Engine(loop, facts.traced)
     if facts.backend == "jax":
-        return Engine(loop, "XLA compiles the loop; it is not asked to call the kernels as yet")
+        return Engine(loop, "XLA compiles the loop; it is not asked to call the kernels yet")
     if facts.backend not in ("tensorflow", "torch"):
         return Engine(loop, f"no way to call the kernels from Keras's backend {facts.backend!r}")
     assert facts.cell is not None

@@ -1,16 +1,16 @@
 """A layer on TensorFlow: its own matmuls around the fused kernels, which see its tensors' memory.
 
-The input projection, where it is not so small that the kernel does it, and the gradients of input
-and weights are operations of TensorFlow's; it leaves out those that nobody asks for. The recurrence
-between them is one operation of ours with a gradient. In eager mode its kernels are called at once.
-In a graph they stand behind the callback of a ``tf.numpy_function``, which is public, runs wherever
-TensorFlow does, and hands memory over in both directions without a copy where it begins on a cache
+The input projection, unless it is so small that the kernel computes it, and the gradients of input
+and weights are operations of TensorFlow's; it leaves out those that are not needed. The recurrence
+between them is one operation of ours with a gradient. Eager mode calls its kernels directly.
+A graph calls them through the callback of a ``tf.numpy_function``, which is public, runs wherever
+TensorFlow does, and passes memory in both directions without a copy where it begins on a cache
 line; ours always does. What the backward pass reads are outputs of that operation, so that loops,
 replicas and pruning treat it like any other tensor.
 
 TensorFlow keeps callbacks and registered gradients for ever. So there is one callback and one
-gradient for each direction, for all layers; what they do for an operation they look up by a number
-in it, and the entry goes with the last graph that has that number.
+gradient for each direction, for all layers. They look up what to do for an operation by a number
+in it, and the entry is freed with the last graph that has that number.
 """
 
 from __future__ import annotations
@@ -334,8 +334,8 @@ def _called(number: Array, *arrays: Array) -> list[Array]:
 
 @dataclass(frozen=True)
 class _Recurrence:
-    """The steps of a layer, and the input projection if it is the kernel's: on NumPy's views of
-    tensors. It holds none of them itself, for it outlives what it is used on.
+    """The steps of a layer, and the input projection if the kernel computes it, on NumPy's views of
+    tensors. It holds no tensors, because it outlives them.
 
     Attributes:
         call: what is run.
@@ -343,7 +343,7 @@ class _Recurrence:
         parts: the names of what gradients flow to; the tensors are ``flat`` below, x the first.
         flags: the names of the others, of ``_FLAGS``.
         keep: whether the forward pass keeps what the backward pass reads.
-        threads: at most so many.
+        threads: how many at most.
     """
 
     call: Call

@@ -49,7 +49,7 @@ __all__ = [
 class Cell:
     """A recurrent cell: what happens between the input projection and the next state, as a graph.
 
-    Made by ``@cell``. Calling a cell with keyword arguments gives the cell with those
+    Made by ``@cell``. Calling a cell with keyword arguments returns the cell with those
     hyperparameters: ``PeepholeLSTM(coupled=True, cell_clip=3.0)``.
 
     Attributes:
@@ -231,7 +231,7 @@ class Cell:
         return f"{where}{error}.\nInstead: unpack all of them, in the declared order: {shown}."
 
     def _check_numbers(self) -> None:
-        """Probabilities, bounds and divisors that follow from hyperparameters must be some."""
+        """Refuses hyperparameters that make no probability, no bounds or no divisor."""
         values = ", ".join(f"{name}={value:g}" for name, value in self.hyper.items())
         given = f"Cell {self.name}: " + (f"given {values}, " if values else "")
         known: dict[Expr, float | None] = {}
@@ -322,7 +322,7 @@ class Cell:
                 )
 
     def _sizes(self) -> None:
-        """Every value has one size: element-wise ops tie sizes together, matmuls change them."""
+        """Finds the size of every value: element-wise ops keep sizes, matmuls change them."""
         parent: dict[Any, Any] = {}
 
         def find(item: Any) -> Any:

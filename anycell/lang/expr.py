@@ -1,8 +1,8 @@
 """Expressions: immutable, interned nodes of the graph that a cell traces to.
 
 Every node stands for one value per unit and batch row. A row reduction (``sum``, ``mean``, ``max``)
-gives its result to every unit of its group, so that it combines with everything else and its
-derivative is a reduction again.
+returns its result to every unit of its group, so it combines with every other node, and its
+derivative is again a reduction.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _ARITHMETIC = frozenset("add sub mul div true_divide rsub".split())
 _MATMULS = frozenset(
     "matmul rmatmul dot inner vdot tensordot einsum linear mm mv bmm addmm baddbmm".split()
 )
-# What to write for functions of theirs that have another name here, or none.
+# What to write instead of their functions that have another name here, or none.
 _RENAMED = {
     "absolute": "abs(v)", "fabs": "abs(v)", "amax": "max(v)", "amin": "-max(-v)", "min": "-max(-v)",
     "fmax": "maximum(a, b)", "fmin": "minimum(a, b)", "clamp": "clip(v, low, high)",
@@ -485,7 +485,7 @@ def operand(op: str, value: Any, condition: bool = False) -> Expr:
 def topological(roots: Iterable[Expr], stop: Container[Expr] = ()) -> list[Expr]:
     """All nodes under ``roots``, arguments before their users, in a fixed order.
 
-    What nodes in ``stop`` (a set or dictionary) hang on is left out.
+    Whatever nodes in ``stop`` (a set or dictionary) depend on is left out.
     """
     order: dict[Expr, None] = {}
     stack: list[tuple[Expr, bool]] = [(root, False) for root in reversed(list(roots))]
@@ -583,7 +583,7 @@ def listing(
     """Lines ``name = expression``.
 
     A sub-expression that is used twice, or would make an expression wider than ``width``, gets a
-    line of its own: t1, t2, ... Nodes in ``known`` print as their name; what they hang on is left
+    line of its own: t1, t2, ... Nodes in ``known`` print as their name; what they depend on is left
     out.
     """
     named = list(named)

@@ -16,7 +16,7 @@ class Gradients:
     Attributes:
         x: gradient of each gate's input projection.
         linear: for each matmul the gradient of each of its outputs.
-        state: gradient of each previous state *beside* what arrives through a matmul on that state.
+        state: gradient of each previous state, *without* what arrives through a matmul on it.
         param, static: per row and unit; the caller sums over time (and rows).
     """
 

@@ -223,8 +223,8 @@ def linear(
 def keep(rate: Expr | Number, per: str = "step") -> Expr:
     """A random mask that keeps with probability ``rate``.
 
-    In training 1 with probability ``rate``, else 0, drawn anew ``per`` "step" or once per
-    "sequence" for each unit and row; in evaluation its mean, ``rate``. So
+    In training it is 1 with probability ``rate``, else 0, drawn for each unit and row once ``per``
+    "step" or "sequence"; in evaluation it is its mean, ``rate``. So
     ``keep(1 - z) * new + (1 - keep(1 - z)) * old`` is zoneout, and ``keep(k) / k * value`` is
     inverted dropout. Draws are counter-based (Philox4x32-10, Salmon et al., 2011): the same on
     every engine for the same seed, and drawn again in the backward pass.

@@ -1,7 +1,7 @@
 """``.npz`` archives, read with care.
 
-Nothing in one is executed, what it says of itself is looked at before any memory is taken for it,
-and no array is taken whose checksum was not reached.
+Nothing in an archive is executed. Its headers are checked before any memory is allocated for it,
+and no array is accepted before its checksum has been reached.
 """
 
 from __future__ import annotations

@@ -108,14 +108,14 @@ class Layer:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(target.stat().st_mode):  # a folder, a device
                 raise FileExistsError(f"{given}, which is no file; expected one, or a new name.")
-        # Beside the target, and with the permissions of any new file, as tempfile's has not.
-        beside = target.with_name(f".anycell-{secrets.token_hex(8)}")
+        # Next to the target, with the permissions of a new file, which tempfile's would not have.
+        temporary = target.with_name(f".anycell-{secrets.token_hex(8)}")
         try:
-            with open(beside, "xb") as file:
+            with open(temporary, "xb") as file:
                 np.savez(file, **self._parameters)  # type: ignore[arg-type]
-            os.replace(beside, target)
+            os.replace(temporary, target)
         except BaseException:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
 
     def load(self, path: str | os.PathLike[str]) -> None:

@@ -60,7 +60,7 @@ class Dense(Layer):
         return y + self._parameters["bias"] if "bias" in self._parameters else y
 
     def backward(self, grad_output: npt.ArrayLike) -> Array:
-        """From the gradient of the output to that of the input; fills ``grads``.
+        """The gradient of the input, from that of the output; fills ``grads``.
 
         Raises:
             RuntimeError: where no ``forward(..., training=True)`` went before.

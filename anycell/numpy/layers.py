@@ -267,9 +267,9 @@ class RNN(Layer):
     def backward(
         self, grad_output: npt.ArrayLike, grad_state: State | None = None
     ) -> tuple[Array, State]:
-        """From the gradients of the last ``forward``'s results to those of its arguments.
+        """The gradients of the last ``forward``'s arguments, from those of its results.
 
-        Fills ``grads`` anew: nothing of an earlier call is added, and nothing needs zeroing.
+        Replaces ``grads``: nothing is added to an earlier call's, and nothing needs zeroing.
 
         Args:
             grad_output: shaped as the output.
@@ -309,11 +309,11 @@ class RNN(Layer):
         return d, self._returned(initial)
 
     def prepare(self) -> RNN:
-        """Packs the weights for ``step``, once for all steps to come; gives the layer itself.
+        """Packs the weights for ``step``, once for all steps to come; returns the layer itself.
 
-        ``step`` packs them anew after ``set_parameters``, ``load`` and an optimizer's step, and for
-        another ``cell``, as one with other hyperparameters. What is
-        written into ``parameters`` by other means goes unnoticed: call this again.
+        ``step`` packs them again after ``set_parameters``, ``load`` and an optimizer's step, and
+        for another ``cell``, such as one with other hyperparameters. It does not notice other
+        writes into ``parameters``: call this again after them.
 
         Raises:
             ValueError: for a bidirectional layer, which needs the end before the start.

@@ -37,8 +37,8 @@ class RNNCell(tf.Module):
 
     Args:
         trainable: whether optimizers train its variables.
-        name: of its scope of variables; None is that of the class, ``MyCell`` being ``my_cell``.
-        dtype: of inputs, states and variables; None is that of the first inputs.
+        name: of its scope of variables; None takes it from the class, ``my_cell`` from ``MyCell``.
+        dtype: of inputs, states and variables; None takes that of the first inputs.
 
     Attributes:
         state_size: of the state, or sizes in the structure that the state has.
@@ -205,7 +205,7 @@ def run(
 def sequence(
     cell: Any, x: Tensor, state: Any, lengths: Tensor, reverse: bool
 ) -> tuple[Tensor, Any]:
-    """What ``run`` gives: all steps at once where the cell can do it, else step by step."""
+    """What ``run`` returns: all steps at once where the cell can do it, else step by step."""
     if obstacle(cell) is not None:
         return _step_by_step(cell, x, state, lengths, reverse)
     with cell._scoped():
@@ -291,7 +291,7 @@ def read(cell: Any, inputs: Any, layout: str = "[T, B, width]", dtype: Any = Non
 
 
 def tensor(name: str, given: Any, dtype: Any) -> Tensor:
-    """A tensor of that dtype; what is no tensor as yet is converted."""
+    """A tensor of that dtype; anything that is not a tensor yet is converted."""
     if tf.is_tensor(given) and dtype is not None and given.dtype.base_dtype != dtype:
         raise ValueError(
             f"{name}: given {given.dtype.name}; expected {tf.as_dtype(dtype).name}. Cast it: "

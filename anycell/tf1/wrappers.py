@@ -150,7 +150,7 @@ class DropoutWrapper(_Wrapper):
         input_keep_prob, output_keep_prob, state_keep_prob: the share that is kept, a number or a
             tensor; what is kept is divided by it.
         variational_recurrent: whether all steps of a run, and all rows, have one mask. Outside of a
-            loop, it is that of the wrapper's making.
+            loop, it is the mask drawn when the wrapper was made.
         input_size: the width of the inputs, for the mask of a variational dropout of them.
         dtype: of inputs, outputs and states; required if ``variational_recurrent``.
         seed: of the masks.
@@ -327,7 +327,7 @@ class DeviceWrapper(_Wrapper):
 
 
 def _probability(name: str, given: Any) -> Any:
-    """A number, or a tensor or variable whose value is not known as yet."""
+    """A number, or a tensor or variable whose value is not known yet."""
     if isinstance(given, tf.Variable):
         return given
     number = given

@@ -16,6 +16,9 @@ new *stage*: all rows of the panel have gone through the passes before it.
 
 Threads split the rows of the batch, or the units with a barrier each step. Every row is computed by
 the same operations in the same order whatever the split, so the bits do not depend on it.
+
+One file, because one class prints both directions: its methods share the state of a function that
+is being printed.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ Rules of the house:
 - Values are immutable. What a loop carries from one turn to the next lives in an `alloca`, which
   the optimiser turns into registers.
 - Memory is accessed at element alignment unless `align=` says more.
-- Python numbers are constants of the type of the operand beside them.
+- Python numbers are constants of the type of the operand next to them.
+
+One file, because the builder is one class with a short method per instruction.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class Call(NamedTuple):
 
     Attributes:
         host: the framework's arrays.
-        values: what kernels take beside spans.
+        values: what kernels take besides spans.
         spans: arrays over time, by name.
         draws: of random masks, seed, stream, time of the first step, time per step.
         weights: per matmul ``[outputs * out, in]`` or ``[heads, outputs * out / heads,

@@ -178,8 +178,8 @@ def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozense
         Refused: where Triton does not compile it.
     """
     # The assembler saves registers so that two programs fit on a multiprocessor: it does not know
-    # how much shared memory one takes. A cooperative kernel is told of all registers at once: to
-    # save some it would load what others have written a part at a time, and wait for each.
+    # how much shared memory one takes. A cooperative kernel gets all registers from the start: to
+    # save some, the assembler would load the others' results in parts, and wait for each part.
     most = min(MOST_REGISTERS, REGISTERS // (32 * printed.warps))
     limits = (most, None) if printed.cooperative else (None, most)
     made = _made(printed, capability, aligned, limits[0])

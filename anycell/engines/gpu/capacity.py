@@ -6,7 +6,7 @@ states, gates and their gradients in registers. So it is chosen where
 - the weights, as padded tiles, and the operands of the matmuls fit in shared memory, and
 - the float32 tiles that are alive at once fit in the registers of the threads.
 
-Tier 2 shares the weights out over programs that all run at once, so it is chosen where
+Tier 2 divides the weights among programs that all run at once, so it is chosen where
 
 - the cell has one stage and no row reduction, and the matrix units multiply its dtype, float32 as
   TF32 where the framework allows that, otherwise as three bfloat16, and
@@ -14,8 +14,8 @@ Tier 2 shares the weights out over programs that all run at once, so it is chose
   for each tile finds a multiprocessor of its own.
 
 Everything else runs on tier 3. The constants come from what the compiler reports for kernels
-compiled ahead of time, and ``tests/test_gpu.py`` holds the model against it: they say that a kernel
-fits, not that it is fast. No choice has been timed yet.
+compiled ahead of time, and ``tests/test_gpu.py`` checks the model against it. The model says that a
+kernel fits, not that it is fast. No choice has been timed yet.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ WARPS = (4, 8, 16)
 # that float32 can tell from zero: as exact as a sum in float32.
 WEIGHT = {"ieee": 4, "tf32": 4, "bf16x6": 6}
 MATRICES = 80  # capability from which Triton uses the matrix units
-# Numbers of tiles that a thread can hold beside addresses and temporaries, forward and backward,
+# Numbers of tiles that a thread can hold besides addresses and temporaries, forward and backward,
 # of 16 bits or by how dots multiply float32, which takes registers for their operands.
 NUMBERS = {"16": (144, 160), "ieee": (64, 64), "tf32": (112, 128), "bf16x6": (80, 80)}
 # Multiply-adds of a thread in the dots of float32, which are unrolled: with more of them the
@@ -329,8 +329,8 @@ def _columns(plan: Plan, units: int, backward: bool) -> int:
 
 
 def cycles(plan: Plan, part: Slice, programs: int, backward: bool) -> float:
-    """An estimate of what a step takes a multiprocessor, but for what all slices have in common:
-    to order slices by.
+    """Estimated cycles of a multiprocessor for a step, without what all slices have in common:
+    a key to order slices by.
     """
     depth, columns = _depth(plan, backward), _columns(plan, part.units, backward)
     chunks = -(-depth // part.chunk)
@@ -346,8 +346,8 @@ def cycles(plan: Plan, part: Slice, programs: int, backward: bool) -> float:
 
 
 def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
-    """Registers of a thread of tier 2, but for addresses and temporaries: weights; what arrives,
-    the sums and what is carried, or else the tiles of the cell.
+    """Registers of a thread of tier 2, without addresses and temporaries: the weights, and the
+    larger of two sets: what arrives, the sums and what is carried; or the tiles of the cell.
     """
     columns, share = _columns(plan, part.units, backward), LOADED * 4  # bytes of a row of a chunk
     chains = max(1, columns // LEAST * (part.rows // 8))

@@ -22,23 +22,23 @@ gates: a step reads the slot that the one before has written, and no slot is wri
 launch. The loads bypass the first-level cache, which has nothing to gain from what is read once.
 There are two ways to know that a slot is there, ``Host.exchange``:
 
-*Flags.* Each program has two flags, for steps by turns; it sets one to the number of steps that it
+*Flags.* Each program has two flags, for alternate steps; it sets one to the number of steps that it
 has done. Two are enough: to set a flag again, a program must have seen all others finish the step
-between, and whoever finished that had seen the flag. They count on from launch to launch of a
-``_Run``, which has flags of its own: no two kernels share any, nor do two streams.
+between, and a program that finished it had seen the flag. They keep counting from launch to launch
+of a ``_Run``, which has its own flags: no two kernels share any, nor do two streams.
 
 A release orders the slice before the flag, an acquire the flag before the loads (``publish`` and
 ``wait`` in ``library``). One thread acquires a flag for all: the barrier at the end of ``wait``
 carries that over to the others. All flags are seen before the first load: each wait is a trip to
-the second-level cache, dearer than what an early start with some chunks would save. What does not
-hang on the others is loaded in the step before and computed before the wait, and stored after the
-flag is set.
+the second-level cache, which costs more than an early start with some chunks would save. What does
+not depend on the others is loaded in the previous step and computed before the wait, and stored
+after the flag is set.
 
 *Data as flags.* The host sets all bits of the slots before the launch. That is a NaN which no
-program stores: in the place of such a result it stores another NaN. So every number tells by itself
-whether it is there; a program looks at what it needs until nothing is blank, and multiplies what it
-has looked at. There is no fence, no flag and no second trip to memory. Slot 0, which is there
-before the launch and may hold any NaN, is not waited for.
+program stores: instead of such a result it stores another NaN. So every number shows by itself
+whether it has arrived; a program polls what it needs until nothing is blank, and multiplies the
+values that it has polled. There is no fence, no flag and no second trip to memory. No program waits
+for slot 0, which is there before the launch and may hold any NaN.
 
 That is right by PTX's memory model, with nothing assumed of the order of two stores. A *word* is 32
 bits, or 16 where a row has an odd number of 16-bit numbers. Stores (relaxed) and looks (volatile,
@@ -49,10 +49,10 @@ and the word that is stored once, there is no third value to be seen. Nothing is
 word about another. And a word of two numbers, neither of which is blank, is not blank.
 
 **No hang.** All programs must run at once, so the launch is cooperative: the driver refuses what
-does not fit. A wait that takes longer than ``patience`` nanoseconds gives up; all threads of the
-program agree on that. It then waits for nobody any more, its results become NaN, it says so in
-``trouble``, and the others, which find its flags set or its data there, come to an end too. Of one
-that never began they find nothing, and each gives up once.
+does not fit. A program whose wait takes longer than ``patience`` nanoseconds gives up; all its
+threads agree on that. It then stops waiting, its results become NaN, it reports this in
+``trouble``, and the others, which find its flags set or its data there, come to an end too. For a
+program that never began they find nothing, and each gives up once.
 
 Cells of one stage only: every matmul multiplies h, and no row reduction needs other units.
 """
@@ -90,7 +90,7 @@ class Slice(NamedTuple):
     held: int
 
 
-CHAINS = 4  # of matrix instructions that a warp works on by turns
+CHAINS = 4  # of matrix instructions between which a warp alternates
 
 
 def print_cooperative(plan: Plan, form: Form, part: Slice, precision: str = "ieee") -> Printed:
@@ -138,8 +138,8 @@ class _Slice(Loop):
         self.pair = max(1, 4 // plan.itemsize)  # numbers of a thread's register
         self.programs = -(-plan.hidden_size // part.units)  # of a group
         # Where data are flags: numbers of a word, what Triton calls it, and how to look at words.
-        self.in_word = 2 if form.by_data and self.narrow and plan.hidden_size % 2 == 0 else 1
-        self.word = "tl.uint16" if self.narrow and self.in_word == 1 else "tl.uint32"
+        self.in_word = 2 if form.by_data and self.half and plan.hidden_size % 2 == 0 else 1
+        self.word = "tl.uint16" if self.half and self.in_word == 1 else "tl.uint32"
         self.looks: dict[str, str] = {}
 
     @property
@@ -171,7 +171,7 @@ class _Slice(Loop):
         return range(0, outputs * self.plan.hidden_size, self.chunk)
 
     def columns(self, count: int) -> int:
-        """Of a matmul of so many outputs."""
+        """Columns of a matmul of ``count`` outputs."""
         return self.width if self.form.backward else self.width * count
 
     def load_weights(self) -> None:
@@ -183,7 +183,7 @@ class _Slice(Loop):
         self.once("is_theirs", f"{self._their_rows()} < batch")
 
     def _spread(self, rows: int, held: bool = True) -> tuple[str, str]:
-        """How a program loads so many rows, or columns, of a chunk: which of them, and which k.
+        """How a program loads the rows, or columns, of a chunk: which of them, and which k.
 
         ``held``: as ``left`` and ``right`` want it, otherwise as ``left_shared``.
         """
@@ -260,8 +260,8 @@ class _Slice(Loop):
         return f"r{k}_{output}"
 
     def _their_rows(self) -> str:
-        """The rows of a chunk. Those beyond the batch are its last one again: what comes of them
-        nobody reads, and loads without a mask need no zeros.
+        """The rows of a chunk. Those beyond the batch repeat its last row: their results are never
+        read, and loads without a mask need no zeros.
         """
         of, _ = self._spread(self.rows)
         rows = f"(tl.program_id(0) * {self.rows} + {of}).to(tl.int64)"
@@ -272,8 +272,8 @@ class _Slice(Loop):
         return self._place_theirs("h_at", "state0", "t")
 
     def _place_gates(self, k: int, l: Linear) -> str:
-        """Where that of the gates' gradients is. Before the first step there are none: what is read
-        then, nobody takes.
+        """Where the first chunk of the gates' gradients is. Before the first step there are none:
+        what is read then is not used.
         """
         name = "dx" if self.plan.shares_gradient(l) else f"dr{k}"
         step = f"tl.maximum(t - 1, -{self.argument('behind', 'i32')})"
@@ -409,22 +409,22 @@ class _Slice(Loop):
 
     @property
     def early(self) -> frozenset[str]:
-        """Backward, too: what a step reads, but for what the step after it has written."""
+        """Backward, too: what a step reads, except what the step after it has written."""
         if not self.form.backward:
             return super().early
         states = {f"state{i}" for i in range(len(self.cell.states))}
         return frozenset({"mask", "resets", "dy", "saved", "x"}) | states
 
     def after_exchange(self) -> None:
-        """When what the others have written has come: only now loads of the next step cannot hold
-        that up, nor take its registers.
+        """After the others' results have arrived: only now can loads of the next step neither delay
+        these nor take their registers.
         """
         if NEXT not in self.said:
             self.said[NEXT] = ""
             self.say(NEXT)
 
     def _before(self, roots: list[Expr], arriving: Callable[[Expr], bool]) -> None:
-        """Computes all that hangs on nothing which is yet to arrive from other programs."""
+        """Computes everything that does not depend on values yet to come from other programs."""
         order = topological(roots, Where(self.is_leaf))
         late = set[Expr]()
         for node in order:
@@ -437,7 +437,7 @@ class _Slice(Loop):
         self.evaluate([n for n in wanted if n.op != "const"], self.labels())
 
     def before_wait(self) -> None:
-        """What hangs on nobody is computed while others do the step before."""
+        """Computes what depends on no other program, while these finish the previous step."""
         roots = [*self.cell.next, *self.kept]
         self._before(roots, lambda node: node.op in ("linear", "preact"))
         for node in topological(roots):
@@ -508,7 +508,7 @@ class _Slice(Loop):
         return f"tl.where(is_row, {value}, {other})"
 
     def begin(self) -> None:
-        """As in all kernels; so far nobody has been waited for in vain."""
+        """As in all kernels; no wait has failed so far."""
         super().begin()
         self.once("alive", "tl.full([], 1, tl.int32)")
 

@@ -360,7 +360,7 @@ def wait(flags, value, patience):
     enough.
 
     A flag for each thread at least: so the threads add up what they saw across all warps, and all
-    of them get the same answer. The barrier puts every look of theirs before whatever any of them
+    of them get the same answer. The barrier puts all their polls before whatever any of them
     loads afterwards. So what one thread has acquired, the loads of all others see.
     """
     if _INTERPRETED:
@@ -381,16 +381,16 @@ def wait(flags, value, patience):
 
 @triton.jit
 def publish(flag, value):
-    """Sets a flag, after all that this program has written until now.
+    """Sets a flag, after everything that this program has written until now.
 
     The barrier puts the writes of all threads before the one thread that sets the flag, and its
-    store, a release, puts them before the flag for whoever acquires that.
+    store, a release, puts them before the flag for any program that acquires it.
     """
     tl.debug_barrier()
     tl.atomic_xchg(flag, value, sem="release", scope="gpu")
 
 
-# The other way: each number tells by itself whether it is there. ``cooperative`` says why words.
+# The other way: each number shows by itself whether it has arrived. ``cooperative`` says why words.
 
 # A store which all programs come to see, each word of it whole, as 32 bits or as 16.
 _SEND = tl.constexpr("""{

@@ -3,8 +3,8 @@
 ``capacity`` says what ought to fit. The compiler and the driver know better: a kernel spills, takes
 more shared memory than there is, or has more programs than run at once where other processes hold a
 part of the device. Then its launch raises ``Refused``, before anything of it has run; what has
-refused is remembered here, and the pass begins anew with the next choice. A pass changes none of
-its arguments, so that nothing of the first attempt is left.
+refused is remembered here, and the pass starts again with the next choice. A pass changes none of
+its arguments, so the first attempt leaves no trace.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def remember(kernel: Printed, refusal: Refusal) -> None:
 
 
 def refuses(device: Device | None, kernel: Printed, programs: int) -> bool:
-    """Whether a device has refused to run so many programs of a kernel, or fewer."""
+    """Whether a device has refused to run this many programs of a kernel, or fewer."""
     refusal = _remembered.get((device, kernel)) if device and _remembered else None
     return refusal is not None and refusal.programs <= programs
 

@@ -1,8 +1,8 @@
 """Tier 1: one launch per sequence. Weights stay on chip; for hidden sizes that fit.
 
-A program owns a tile of rows and all their units, and loops over the steps by itself: no barrier,
-no other program is waited for, row reductions cost nothing extra. Weights are read once, states and
-their gradients never leave the registers but to be kept.
+A program owns a tile of rows and all their units, and loops over the steps by itself: it needs no
+barrier and waits for no other program, and row reductions cost nothing extra. Weights are read
+once. States and their gradients stay in registers, and are stored only where they are kept.
 
     forward     for t: r = dot(h, W.T), then the cell; h and c go from turn to turn
     backward    for t: the derived backward pass, then d_h = dot(d_gates, W) + ...
@@ -28,8 +28,8 @@ LEAST = 16  # rows and units of the smallest matrices that the matrix units take
 
 
 def print_resident(plan: Plan, form: Form, warps: int = 4, precision: str = "ieee") -> Printed:
-    """The kernel of a plan, for programs of so many warps, whose dots of float32 multiply like
-    that.
+    """The kernel of a plan, for programs of ``warps`` warps, whose dots of float32 have that
+    ``precision``.
     """
     return Loop(plan, form, warps, precision).printed()
 
@@ -106,8 +106,8 @@ class Loop(Text):
         return super().flags(name, step, mask, rows)
 
     def read(self, load: str) -> str:
-        """A load in the step that needs it, or what has been loaded in the step before, just as it
-        came: whatever is done with it would wait for it.
+        """A load in the step that needs it, or the value loaded in the previous step, unconverted:
+        any operation on it would wait for it.
         """
         if STEP not in load:
             return load
@@ -175,7 +175,7 @@ class Loop(Text):
         """The left side of a matmul; lanes beyond the units are 0, for 0 times NaN is not."""
         full = self.plan.sizes[size] == self.padded(size)
         text = f"zero_{size} + {value}" if full else f"tl.where(is_{size}, {value}, zero_{size})"
-        return self.once(name, f"({text}).to({self.kind})" if self.narrow else text)
+        return self.once(name, f"({text}).to({self.kind})" if self.half else text)
 
     def is_leaf(self, node: Expr) -> bool:
         """Matmuls are computed here, from values like others."""
@@ -197,7 +197,7 @@ class Loop(Text):
         return f"r_{output}" if output != l.name else output, text
 
     def before(self, node: Expr) -> str:
-        """What a gate sums beside its matmul, the biases of both included."""
+        """What a gate sums besides its matmul, the biases of both included."""
         k, gate = self.numbers[node.attrs[0]], node.attrs[1]
         column = self.cell.gates.index(gate) * self.plan.hidden_size
         x = self.load(self.at(self.row("x"), column, "H"), "H")
@@ -278,7 +278,7 @@ class Loop(Text):
             self.once(f"after_{s.name}", self.valid(new, f"s_{s.name}"))
         h = cell.states[0]
         self.hand_over(f"after_{h.name}")
-        if self.narrow:
+        if self.half:
             self.say(f"after_{h.name} = after_{h.name}.to({self.kind}).to(tl.float32)")
         self.store_state(0)
         self.publish()
@@ -296,7 +296,7 @@ class Loop(Text):
         s, row = self.cell.states[i], self.row(f"state{i}", "t + 1", tag="_after")
         self.store(self.at(row, 0, s.size), f"after_{s.name}", s.size)
 
-    # Tier 1 needs nobody else's results, nor does anybody need its own before the end.
+    # Tier 1 needs no other program's results, and no other program needs its own before the end.
 
     def before_wait(self) -> None:
         """What a step computes before it waits."""
@@ -347,7 +347,7 @@ class Loop(Text):
         row = f"{self.array(f'reset{i}')} + rows * {self.argument(f'reset{i}__b', 'i64')}"
         where = self.at(row, 0, size)
         text = f"tl.load({where}, mask=in_{size} & reset, other=0.0)"
-        return f"{text}.to(tl.float32)" if self.narrow else text
+        return f"{text}.to(tl.float32)" if self.half else text
 
     def _know(self, node: Expr, name: str) -> None:
         self.names[node] = name

@@ -7,15 +7,15 @@ one kernel does everything else on a tile of rows times units.
     backward    kernel: d_gates[t], gradients of the states       back = d_gates[t] @ W
 
 A matmul inside the step (its operand is computed in the step) begins a new *stage*, with a kernel
-of its own. What an earlier stage computed is computed again from memory, but for operands: that
-costs less than to store and load it. A row reduction needs all units of a row in one program;
-without one, units are split over programs too. Values of different sizes never meet but in a
+of its own. It computes the values of earlier stages again from memory, except for operands: that
+costs less than storing and loading them. A row reduction needs all units of a row in one program;
+without one, units are split over programs too. Values of different sizes meet only in a
 matmul, so a kernel writes results of one size.
 
 A launch that a CUDA graph holds has the same arguments each time. So kernels read what changes from
 call to call, addresses above all, from a *table* in device memory, and how many steps are done too:
-``steps`` fills it. Only what matmuls read and write stays where it is: kernels leave their left
-sides in memory of their own, beside the sequences.
+``steps`` fills it. Only what matmuls read and write stays where it is: kernels write their left
+sides to separate memory, in addition to the sequences.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def print_step(plan: Plan, form: Form) -> Step:
 @functools.cache
 def print_fill() -> Printed:
     """The kernel that fills a part of a table with numbers: they are arguments, so a CUDA graph
-    that a user captures holds them, and no memory of the host must wait for it.
+    that a user captures holds them, and no memory of the host has to stay for it.
     """
     names = [f"value{n}" for n in range(FILLED)]
     lines = [f"tl.store(table + first + {n}, {name})" for n, name in enumerate(names)]
@@ -152,7 +152,7 @@ def _small(name: str, about: str, arguments: dict[str, str], lines: list[str]) -
 
 
 def _is_product(node: Expr, form: Form) -> bool:
-    """Whether a matmul gives the value in this pass; the other pass's products are saved ones."""
+    """Whether a matmul computes the value in this pass; products of the other pass are saved."""
     return node.op == "linear_t" if form.backward else node.op in ("linear", "preact")
 
 
@@ -312,7 +312,7 @@ class _Kernel(Text):
         self.lines[:0] = [f"    {variable} = {value}" for variable, value in read.items()]
         return super().finish(name, about)
 
-    def _beside(self, array: str, output: int, outputs: int, heads: int) -> str:
+    def _at_outputs(self, array: str, output: int, outputs: int, heads: int) -> str:
         """Where the units are in what matmuls read and write: ``[rows, outputs * units]``; of
         several heads ``[heads, rows, ...]``.
         """
@@ -359,7 +359,7 @@ class _Kernel(Text):
     def _store_operand(self, l: Linear, value: str) -> None:
         """What a matmul multiplies next."""
         array = self.array(f"operand{self.numbers[l.name]}")
-        self.store(self._beside(array, 0, 1, l.heads), value, self.of)
+        self.store(self._at_outputs(array, 0, 1, l.heads), value, self.of)
 
     def _working(self, i: int, step: str) -> str:
         """State i > 0 in float32, two steps of it, which take turns."""
@@ -396,7 +396,7 @@ class _Kernel(Text):
 
     def _product(self, array: str, output: int, outputs: int, heads: int) -> str:
         """An output of a matmul, in float32."""
-        where = self._beside(self.array(array, wide=True), output, outputs, heads)
+        where = self._at_outputs(self.array(array, wide=True), output, outputs, heads)
         return self.load(where, self.of, wide=True)
 
     def load_preact(self, node: Expr) -> tuple[str, str]:
@@ -414,13 +414,13 @@ class _Kernel(Text):
         self.evaluate(self._targets(self.plan, form), self.labels())
         for l in self.ahead:
             self.store_outputs(l)
-            self._store_outputs_beside(l)
+            self._store_gradients(l)
         if not self.last:
             return
         self.store_gradients({of}, inside=False)
         for l in cell.linears:
             if l.out_size == of and l.name not in self.plan.carried_back:
-                self._store_outputs_beside(l)
+                self._store_gradients(l)
         for i, s in enumerate(cell.states):
             if s.size == of:
                 arrived = self._arrived(i)
@@ -433,12 +433,12 @@ class _Kernel(Text):
         if of == "H":
             self._sums()
 
-    def _store_outputs_beside(self, l: Linear) -> None:
+    def _store_gradients(self, l: Linear) -> None:
         """The gradients of a matmul's outputs, for the matmul that carries them back."""
         if multiplied(self.plan, self.form, l):
             array = self.array(f"outputs{self.numbers[l.name]}")
             for n, d in enumerate(self.plan.gradients.linear[l.name].values()):
-                where = self._beside(array, n, len(l.outputs), l.heads)
+                where = self._at_outputs(array, n, len(l.outputs), l.heads)
                 self.store(where, self.valid(self.value(d)), self.of)
 
     def _sums(self) -> None:

@@ -30,7 +30,7 @@ TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 class Form(NamedTuple):
-    """What, beside the plan, the text of a kernel follows from.
+    """What the text of a kernel follows from, besides the plan.
 
     Attributes:
         backward: the derived backward pass.
@@ -97,7 +97,7 @@ class Text:
     def __init__(self, plan: Plan, form: Form, tile: tuple[int, int], whole: bool) -> None:
         self.plan, self.cell, self.form = plan, plan.cell, form
         self.rows, self.width, self.whole = *tile, whole  # whole: a tile has all units of a row
-        self.io, self.narrow = TYPES[plan.dtype], plan.dtype != "float32"
+        self.io, self.half = TYPES[plan.dtype], plan.dtype != "float32"  # half: of 16 bits
         self.states = {name: i for i, name in enumerate(self.cell.state_names)}
         self.widths = [plan.sizes[s.size] for s in self.cell.states]
         self.warps = 0  # as many as the tile wants
@@ -212,14 +212,14 @@ class Text:
         """Numbers of the tile, as float32; of ``[rows, 1]`` where size is None."""
         mask = "is_row" if size is None else f"in_{size}"
         text = self.read(f"tl.load({where}, mask={mask}, other=0.0)")
-        return text if wide or not self.narrow else f"{text}.to(tl.float32)"
+        return text if wide or not self.half else f"{text}.to(tl.float32)"
 
     def load_units(self, name: str, size: str, column: int = 0) -> str:
         """One number per unit, the same for all rows, ``[1, units]``."""
         units = self.units(size)
         where = f"{self.array(name)} + {plus(column, units)}"
         text = f"tl.load({where}, mask=is_{size}, other=0.0)"
-        return f"{text}.to(tl.float32)" if self.narrow else text
+        return f"{text}.to(tl.float32)" if self.half else text
 
     def store(self, where: str, value: str, size: str) -> None:
         """Writes the tile."""
@@ -416,7 +416,7 @@ class Text:
         """The whole text of the kernel."""
         body = self._named("\n".join(self.lines))
         used = [f for f in FUNCTIONS if re.search(rf"(?<![.\w]){f}\(", body)]
-        short = [f"{f}_16 as {f}" if self.narrow and f"{f}_16" in FUNCTIONS else f for f in used]
+        short = [f"{f}_16 as {f}" if self.half and f"{f}_16" in FUNCTIONS else f for f in used]
         imports = f"from anycell.engines.gpu.library import {', '.join(short)}\n" if used else ""
         text = (
             f'"""{about}\n\n{self.equations()}\n"""\n\n'
