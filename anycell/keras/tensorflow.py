@@ -514,7 +514,9 @@ class _Recurrence:
         )  # fmt: skip
         states = [f"state {name}" for name in names]
         found = [grads["x"], *[grads[n][0] if n in states else grads[n] for n in self._direct]]
-        return found + [factor for pair in factors[0] for factor in pair if factor is not None]
+        written = [factor for pair in factors[0] for factor in pair if factor is not None]
+        count = grads["x"].shape[0] * grads["x"].shape[1]
+        return found + [factor[:count] for factor in written]  # they have room for a step at least
 
     def _arguments(
         self, flat: Sequence[Array], flags: Sequence[Array]
