@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
 from tolerances import LIMITS, NO_WORSE_THAN, ONE_ULP, error
-
-from anycell.engines import reference
 
 Arrays = dict[str, np.ndarray]
 BACKEND = keras.backend.backend()
@@ -67,7 +66,7 @@ def solve(
             total = total + keras.ops.sum(r * keras.ops.cast(draw.uniform(0.5, 1.5, size), r.dtype))
         return total
 
-    results, grads = _DERIVE[BACKEND](layer, call, loss, given, graph, xla)
+    results, grads = derive(layer, call, loss, given, graph, xla)
     names = [f"result {i}" for i in range(len(results))]
     names += ["d x", *[f"d state {i}" for i in range(count)]]
     names += [] if static is None else ["d static"]
@@ -75,7 +74,24 @@ def solve(
     return dict(zip(names, map(number, [*results, *grads]), strict=True))
 
 
-def _tensorflow(layer: Any, call: Any, loss: Any, given: Any, graph: bool, xla: bool) -> Any:
+def derive(
+    layer: Any,
+    call: Any,
+    loss: Any,
+    given: list[np.ndarray],
+    graph: bool = False,
+    xla: bool = False,
+    along: list[np.ndarray] | None = None,
+) -> tuple[list[Any], list[Any]]:
+    """What ``call`` makes of tensors, and the gradients of ``loss`` of that, for each tensor and
+    weight; with ``along``, those of the sum of all gradients times ``along``.
+    """
+    return _DERIVE[BACKEND](layer, call, loss, given, graph, xla, along=along)
+
+
+def _tensorflow(
+    layer: Any, call: Any, loss: Any, given: Any, graph: bool, xla: bool, along: Any
+) -> Any:
     import tensorflow as tf
 
     # All in one tensor of unknown steps and rows where it is a graph.
@@ -83,15 +99,21 @@ def _tensorflow(layer: Any, call: Any, loss: Any, given: Any, graph: bool, xla: 
     shapes = [a.shape for a in given]
 
     def run(*tensors: Any) -> Any:
-        variables = [v.value for v in layer.trainable_variables]
-        with tf.GradientTape() as tape:
-            tape.watch(tensors)
-            results = call(tensors)
-            for r in results:
-                r.set_shape([t or u for t, u in zip(r.shape, _shape(r, shapes), strict=True)])
-            total = loss(results)
-        wanted = [*tensors, *variables]
-        return results, tape.gradient(total, wanted, unconnected_gradients="zero")
+        wanted = [*tensors, *[v.value for v in layer.trainable_variables]]
+        with contextlib.nullcontext() if along is None else tf.GradientTape() as outer:
+            if outer is not None:
+                outer.watch(tensors)
+            with tf.GradientTape() as tape:
+                tape.watch(tensors)
+                results = call(tensors)
+                for r in results:
+                    r.set_shape([t or u for t, u in zip(r.shape, _shape(r, shapes), strict=True)])
+                total = loss(results)
+            grads = tape.gradient(total, wanted, unconnected_gradients="zero")
+        if outer is not None:
+            ahead = [tf.constant(a, g.dtype) for a, g in zip(along, grads, strict=True)]
+            grads = outer.gradient(grads, wanted, ahead, unconnected_gradients="zero")
+        return results, grads
 
     if graph or xla:
         run = tf.function(
@@ -105,18 +127,20 @@ def _shape(result: Any, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
     return (rows, steps, None) if len(result.shape) == 3 else (rows, None)
 
 
-def _torch(layer: Any, call: Any, loss: Any, given: Any, graph: bool, xla: bool) -> Any:
+def _torch(layer: Any, call: Any, loss: Any, given: Any, *ways: bool, along: Any) -> Any:
     import torch
 
     tensors = [torch.tensor(a, requires_grad=True) for a in given]
     results = call(tensors)
     wanted = [*tensors, *[v.value for v in layer.trainable_variables]]
-    grads = torch.autograd.grad(loss(results), wanted, allow_unused=True)
-    pairs = zip(wanted, grads, strict=True)
-    return results, [torch.zeros_like(w) if g is None else g for w, g in pairs]
+    derived = functools.partial(torch.autograd.grad, inputs=wanted, materialize_grads=True)
+    grads = derived(loss(results), create_graph=along is not None)
+    if along is not None:
+        grads = derived(grads, grad_outputs=[torch.tensor(a) for a in along])
+    return results, grads
 
 
-def _jax(layer: Any, call: Any, loss: Any, given: Any, graph: bool, xla: bool) -> Any:
+def _jax(layer: Any, call: Any, loss: Any, given: Any, *ways: bool, along: Any) -> Any:
     import jax
 
     trainable = [v.value for v in layer.trainable_variables]
@@ -131,97 +155,23 @@ def _jax(layer: Any, call: Any, loss: Any, given: Any, graph: bool, xla: bool) -
             results = call(tensors)
         return loss(results), results
 
+    def first(tensors: Any, trainable: Any) -> Any:
+        grads, results = jax.grad(run, argnums=(0, 1), has_aux=True)(tensors, trainable)
+        return [*grads[0], *grads[1]], results
+
+    def second(tensors: Any, trainable: Any) -> Any:
+        grads, results = first(tensors, trainable)
+        return sum((a * g).sum() for a, g in zip(along, grads, strict=True)), results
+
     tensors = [jax.numpy.asarray(a) for a in given]
-    derived = jax.jit(jax.grad(run, argnums=(0, 1), has_aux=True))
-    (d_tensors, d_weights), results = derived(tensors, trainable)
-    return results, [*d_tensors, *d_weights]
+    if along is None:
+        grads, results = jax.jit(first)(tensors, trainable)
+        return results, grads
+    grads, results = jax.jit(jax.grad(second, argnums=(0, 1), has_aux=True))(tensors, trainable)
+    return results, [*grads[0], *grads[1]]
 
 
 _DERIVE = {"tensorflow": _tensorflow, "torch": _torch, "jax": _jax}
-
-
-def random_inputs(
-    layer: Any, shape: tuple[int, ...], rng: np.random.Generator, masked: bool
-) -> dict[str, Any]:
-    """Arguments of ``solve`` for a layer of any cell, whose weights are moved off their initials.
-
-    Given ``[B, T, in]``; NaN lies under the mask.
-    """
-    copy_weights(layer, layer, shape)
-    rows, steps, _ = shape
-    dtype = layer.compute_dtype
-    x = rng.normal(size=shape).astype(dtype)
-    mask = random_mask(rng, rows, steps) if masked else None
-    if mask is not None:
-        x[~mask] = np.nan
-    draws = [np.abs(rng.normal(size=(rows, n))).astype(dtype) for n in layer.state_size]
-    static = rng.normal(size=(rows, layer.units)).astype(dtype)
-    return {
-        "x": x, "states": draws, "mask": mask,
-        "static": static if layer.cell.cell.static else None,
-    }  # fmt: skip
-
-
-def oracle(
-    layer: Any,
-    x: np.ndarray,
-    states: list[np.ndarray],
-    mask: np.ndarray | None = None,
-    static: np.ndarray | None = None,
-    resets: np.ndarray | None = None,
-    seed: int = 3,
-) -> Arrays:
-    """What ``solve`` should find for a layer of any cell, by the reference engine in float64."""
-    step = layer.cell.cell
-    named = {w.path.split("/")[-1]: number(w).astype("float64") for w in layer.trainable_variables}
-    kernel, bias = named["kernel"], named.get("bias")
-    pair = bias if bias is not None and bias.ndim == 2 else (bias, None)
-    turned = {n: w.swapaxes(-1, -2) if w.ndim > 1 else w for n, w in named.items()}
-    weights = {l.weight: turned.get(f"{l.name}_kernel") for l in step.linears}
-    weights |= {l.bias_name: turned.get(f"{l.name}_bias") for l in step.linears}
-    if "recurrent_kernel" in named:
-        weights |= {"weight_hh": turned["recurrent_kernel"], "bias_hh": pair[1]}
-    x = x if mask is None else np.where(mask[..., None], x, 0.0)
-    x = x.swapaxes(0, 1).astype("float64")
-    gates = x @ kernel + (0.0 if pair[0] is None else pair[0])
-    exact = [s.astype("float64") for s in states]
-    rest: dict[str, Any] = {
-        "mask": None if mask is None else mask.T, "resets": None if resets is None else resets.T,
-        "static": None if static is None else static.astype("float64"), "masked_output": "repeat",
-        "reverse": layer.go_backwards,
-    }  # fmt: skip
-    given = (step, gates, weights, exact, {p: named[p] for p in step.param_names})
-    outputs, final = reference.run(*given, **rest)
-    order = slice(None, None, -1 if layer.go_backwards else 1)
-    begun = np.ones(x.shape[:2], bool)
-    if mask is not None:  # Keras has zeros before a row's first step
-        begun = np.cumsum(mask.T[order], axis=0)[order] > 0
-    shown = np.where(begun[..., None], outputs, 0.0).swapaxes(0, 1)[:, order]
-    draw = np.random.default_rng(seed)
-    dy, *d_final = [draw.uniform(0.5, 1.5, r.shape) for r in (shown, *final)]
-    dy = np.where(begun[..., None], dy[:, order].swapaxes(0, 1), 0.0)
-    g = reference.backward(*given, d_outputs=dy, d_final=d_final, **rest)
-
-    found = {f"result {i}": value for i, value in enumerate([shown, *final])}
-    found["d x"] = (g.gates_x @ kernel.T).swapaxes(0, 1)
-    found |= {f"d state {i}": d for i, d in enumerate(g.state)}
-    found |= {} if static is None else {"d static": g.static}
-    for name in named:
-        if name == "kernel":
-            value = np.einsum("tbi,tbg->ig", x, g.gates_x)
-        elif name == "recurrent_kernel":
-            value = g.weights["weight_hh"].T
-        elif name == "bias":
-            first = g.gates_x.sum((0, 1))
-            value = first if pair[1] is None else np.stack([first, g.weights["bias_hh"]])
-        elif name in step.param_names:
-            value = g.params[name]
-        elif name.endswith("_kernel"):
-            value = g.weights["weight_" + name.removesuffix("_kernel")].swapaxes(-1, -2)
-        else:
-            value = g.weights["bias_" + name.removesuffix("_bias")]
-        found[f"d {name}"] = value
-    return found
 
 
 def copy_weights(source: Any, target: Any, shape: tuple[int, ...]) -> None:
@@ -255,13 +205,18 @@ def _per_row(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def policy(name: str) -> Any:
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(name)
+def double(dtype: str) -> Any:
+    """JAX has float64 only if asked for it."""
+    if BACKEND != "jax" or dtype != "float64":
+        yield
+        return
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
     try:
         yield
     finally:
-        keras.config.set_dtype_policy(before)
+        jax.config.update("jax_enable_x64", False)
 
 
 def random_mask(rng: np.random.Generator, rows: int, steps: int) -> np.ndarray:

@@ -29,49 +29,33 @@ CELLS = (
 )
 
 
-def arguments(cell: Any, directions: int) -> list[dict[str, Any]]:
-    """Calls of a layer with two directions' worth of everything."""
-    import torch
-
-    sizes = {"H": 5, "P": 3}
-    states = tuple(
-        torch.randn(2 * directions, ROWS, sizes[s.size], dtype=torch.float64) for s in cell.states
-    )
-    state = states if len(states) > 1 else states[0]
-    mask, resets = torch.rand(STEPS, ROWS) < 0.7, torch.rand(STEPS, ROWS) < 0.3
-    lengths = torch.tensor([STEPS, 4, 0])
-    return [
-        {},
-        {"state": state},
-        {"lengths": lengths, "masked_output": "repeat"},
-        {"mask": mask, "lengths": lengths, "state": state},
-        {"resets": resets, "reset_state": state},
-        {"resets": resets, "mask": mask, "state": state, "masked_output": "repeat"},
-    ]
+CALLS = [
+    (),
+    ("state",),
+    ("lengths", "repeat"),
+    ("mask", "lengths", "state"),
+    ("resets", "reset_state"),
+    ("resets", "mask", "state", "repeat"),
+]
 
 
-@pytest.mark.parametrize("bidirectional", [False, True], ids=["", "both"])
+@pytest.mark.parametrize("directions", [(), ("bidirectional",)], ids=["", "both"])
 @pytest.mark.parametrize("name", CELLS)
-def test_same_bits(name: str, bidirectional: bool, seed: int) -> None:
+def test_same_bits(name: str, directions: tuple[str, ...]) -> None:
     torch = pytest.importorskip("torch")
-    import torch_layers
+    from conformance.on_torch import by_module, module
+    from conformance.problem import draw
 
-    import anycell.torch as at
-
-    torch.manual_seed(seed)
     cell = getattr(cells, name)
-    sizes = {"P": 3} if name == "LSTMP" else {}
-    layer = at.RNN(cell, 4, 5, 2, bidirectional=bidirectional, dtype=torch.float64, **sizes)
-    x = torch.randn(STEPS, ROWS, 4, dtype=torch.float64)
-    for call in arguments(cell, 1 + bidirectional):
-        found = []
-        for checkpoint in (None, 1, 5, "sqrt", STEPS):
-            layer.checkpoint = checkpoint
+    for has in CALLS:
+        problem = draw(cell, (STEPS, ROWS, 4, 5), (*has, *directions, "layers"))
+        layer, solutions = module(problem, (cell,)).train(), []
+        for layer.checkpoint in (None, 1, 5, "sqrt", STEPS):
             torch.manual_seed(1)  # of random masks
-            found.append(torch_layers.run(layer, x, **call))
-        for other in found[1:]:
+            solutions.append(by_module(layer, problem, None))
+        for other in solutions[1:]:
             for what, value in other.items():
-                assert torch.equal(value, found[0][what]), (call.keys(), what)
+                assert np.array_equal(value, solutions[0][what]), (has, what)
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
@@ -89,6 +73,22 @@ def test_drop_in_layers(kind: str) -> None:
     assert "checkpoint" not in repr(layer)
     for what, value in found[0].items():
         assert torch.equal(value, found[1][what]), what
+
+
+def test_recurrent_masks(set_layer: Callable[..., None]) -> None:
+    pytest.importorskip("torch")
+    from conformance.on_torch import by_function
+    from conformance.problem import draw
+
+    from anycell.torch.functional import layer
+
+    set_layer(chunk_steps=lambda *_: 1)
+    has = ("recurrent_mask per gate", "bidirectional", "state")
+    problem = draw(cells.LSTM, (STEPS, ROWS, 4, 5), has)
+    plain = by_function(layer)(problem)
+    for checkpoint in (2, "sqrt"):
+        again = by_function(layer, checkpoint=checkpoint)(problem)
+        assert all(np.array_equal(value, again[name]) for name, value in plain.items())
 
 
 def test_packed_sequences() -> None:

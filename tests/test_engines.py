@@ -212,20 +212,6 @@ def test_every_situation_at_every_size(cell: Cell, dtype: str, rng: np.random.Ge
             assert_right(by_cpu(problem), problem)
 
 
-@some_cells
-def test_optional_arrays_may_be_absent(cell: Cell, rng: np.random.Generator) -> None:
-    problem = random_problem(cell, (4, 3, 7), rng, resets=True)
-    absent = ("weights bias_hh", "state", "reset_state")
-    left = {name: a for name, a in problem.arrays.items() if not name.startswith(absent)}
-    without = Problem(cell, left, {})
-    arguments = without.arguments()
-    outputs, final = anycell.recurrence(cell, **arguments, engine="cpu")
-    right, finally_right = reference.run(cell, **arguments)
-    assert_close(outputs, right, "float64", "forward")
-    for state, state_right in zip(final, finally_right, strict=True):
-        assert_close(state, state_right, "float64", "forward")
-
-
 # -- the same bits -------------------------------------------------------------------------------
 
 
@@ -442,33 +428,6 @@ def test_results_share_no_memory(cell: Cell, rng: np.random.Generator) -> None:
         for i, a in enumerate(everything[: 1 + len(final)]):
             assert a.flags.writeable
             assert not any(np.shares_memory(a, b) for b in everything[i + 1 :])
-
-
-@each_dtype
-@some_cells
-def test_any_strides(cell: Cell, dtype: str, rng: np.random.Generator) -> None:
-    problem = random_problem(cell, (5, 4, 7), rng, masked=True, resets=True).astype(dtype)
-
-    def packed(a: np.ndarray) -> np.ndarray:  # strides that are no whole number of elements
-        fields = np.zeros(a.shape, np.dtype([("byte", "u1"), ("value", a.dtype)]))
-        fields["value"] = a
-        return fields["value"]
-
-    def odd(a: np.ndarray) -> np.ndarray:  # contiguous, one byte off
-        bytes_ = np.concatenate([[np.uint8(0)], np.frombuffer(a.tobytes(), np.uint8)])
-        return bytes_[1:].view(a.dtype).reshape(a.shape)
-
-    layouts = {
-        "every second element": lambda a: np.repeat(a, 2, axis=-1)[..., ::2],
-        "transposed": lambda a: a.T.copy().T,
-        "backwards": lambda a: a[..., ::-1].copy()[..., ::-1],
-        "upside down": lambda a: a[::-1].copy()[::-1],
-        "unaligned": packed,
-        "at an odd address": odd,
-    }
-    right = by_recurrence(problem)
-    for change in layouts.values():
-        assert_same(by_recurrence(problem.map(lambda _, a: change(a))), right)  # noqa: B023
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -23,8 +23,6 @@ from keras_layers import (  # noqa: E402
     config_of,
     copy_weights,
     number,
-    oracle,
-    random_inputs,
     random_mask,
     solve,
 )
@@ -39,8 +37,6 @@ from anycell.keras.rule import Engine  # noqa: E402
 # Keras reads its variables for NumPy 1.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 FUSED = BACKEND in ("tensorflow", "torch")
-# (B, T, I, H)
-SHAPES = [(3, 5, 4, 1), (4, 1, 3, 7), (1, 9, 2, 33), (5, 4, 6, 100)]
 KERAS = ["LSTM", "GRU", "SimpleRNN"]
 FLAGS: list[dict[str, Any]] = [
     {},
@@ -51,7 +47,6 @@ FLAGS: list[dict[str, Any]] = [
     {"return_sequences": True, "zero_output_for_mask": True, "return_state": True},
     {"zero_output_for_mask": True, "go_backwards": True},
 ]
-DTYPES = ["float32", "float64"]
 EXACT = BACKEND != "torch"  # there Keras's own loop loses digits
 SLOW_FLOAT32 = pytest.param("float32", marks=pytest.mark.slow)
 
@@ -111,23 +106,6 @@ def test_results_and_gradients(
         assert_right(solve(ours, x, states, mask, graph=True), right, dtype, own)
         assert_right(solve(ours, x, states, mask, training=True, graph=True), right, dtype, own)
     assert ours.engine.name == ("cpu" if FUSED else "keras")
-
-
-@pytest.mark.parametrize("dtype", DTYPES if EXACT else ["float32"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", KERAS)
-def test_shapes(name: str, shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> None:
-    rows, steps, width, units = shape
-    theirs, ours = pair(name, units, return_sequences=True, dtype=dtype)
-    copy_weights(theirs, ours, (rows, steps, width))
-    x = rng.normal(size=(rows, steps, width))
-    own = right = solve(theirs, x)
-    if dtype == "float32" and BACKEND == "tensorflow":
-        exact = getattr(keras.layers, name)(units, return_sequences=True, dtype="float64")
-        exact.build(x.shape)
-        exact.set_weights(theirs.get_weights())
-        right = solve(exact, np.float32(x))
-    assert_right(solve(ours, x), right, dtype, own)
 
 
 @pytest.mark.skipif(not EXACT, reason="Keras's own layer is no oracle in float64")
@@ -577,35 +555,6 @@ def namesake() -> Any:
     return PeepholeLSTM
 
 
-CELLS = [getattr(cells, name) for name in cells.__all__]
-CELLS += [Odd, cells.GRU(reset_after=False), cells.sLSTM(heads=2)]
-SIZES = {"LSTMP": {"P": 3}}
-by_repr = {"ids": repr}
-
-
-@pytest.mark.parametrize(
-    ("masked", "dtype"),
-    [
-        (True, "float64"),
-        pytest.param(True, "float32", marks=pytest.mark.more),
-        pytest.param(False, "float64", marks=pytest.mark.more),
-        (False, "float32"),
-    ],
-)
-@pytest.mark.parametrize("step", CELLS, **by_repr)
-def test_any_cell(step: Any, masked: bool, dtype: str, rng: np.random.Generator) -> None:
-    rows, steps, width, units = 4, 6, 3, 6
-    layer = ak.RNN(
-        step, units, return_sequences=True, return_state=True, dtype=dtype,
-        **SIZES.get(step.name, {}),
-    )  # fmt: skip
-    given = random_inputs(layer, (rows, steps, width), rng, masked)
-    right = oracle(layer, **given)
-    for graph in (False, True) if BACKEND == "tensorflow" else (False,):
-        assert_right(solve(layer, **given, graph=graph), right, dtype)
-    assert layer.engine.name == ("cpu" if FUSED else "composite")
-
-
 @cell(gates="g", state="h")
 def Mixed(x: Any, r: Any, s: Any) -> Any:
     return keep(0.5) * keep(0.5, per="sequence") * tanh(x.g + r.g)
@@ -645,15 +594,6 @@ def test_refuses_random_masks_of_single_steps() -> None:
     ak.RNN(Mixed, 4)(x, training=True)
 
 
-@pytest.mark.parametrize("dtype", ["float64"])
-def test_resets_and_reverse(dtype: str, rng: np.random.Generator) -> None:
-    layer = ak.RNN(Odd, 5, return_sequences=True, return_state=True, go_backwards=True, dtype=dtype)
-    given = random_inputs(layer, (4, 6, 3), rng, True)
-    given["resets"] = rng.random((4, 6)) < 0.3
-    found, right = solve(layer, **given), oracle(layer, **given)
-    assert_right(found, right, dtype)
-
-
 @cell(gates="g", state="h m")
 def Drawn(x: Any, r: Any, s: Any) -> Any:
     """Shows what is drawn, of an input that is zero."""
@@ -688,18 +628,11 @@ def test_random_masks(engine: str | None, monkeypatch: pytest.MonkeyPatch) -> No
     assert history.history["loss"][1] < history.history["loss"][0]
 
 
-@pytest.mark.parametrize("step", CELLS, **by_repr)
-def test_one_step_is_the_layer_of_one_step(step: Any, rng: np.random.Generator) -> None:
-    if step.static is not None:
-        return  # RNNCell has no place for it
-    layer = ak.RNN(step, 6, return_state=True, **SIZES.get(step.name, {}))
-    given = random_inputs(layer, (3, 1, 2), rng, False)
-    x, states = given["x"].astype("float32"), [s.astype("float32") for s in given["states"]]
-    wanted, *_ = layer(x, initial_state=states)
-    found, _ = layer.cell(x[:, 0], states)
-    assert_close(number(found), number(wanted), "float32", "forward")
-    loop = keras.layers.RNN(layer.cell)
-    assert_close(number(loop(x, initial_state=states)), number(wanted), "float32", "forward")
+def test_a_cell_in_a_layer_of_keras(rng: np.random.Generator) -> None:
+    x = rng.normal(size=(3, 5, 2)).astype("float32")
+    layer = ak.RNN(Odd, 6)
+    right = number(layer(x))
+    assert_close(number(keras.layers.RNN(layer.cell)(x)), right, "float32", "forward")
 
 
 def test_config_of_cells(tmp_path: Any) -> None:
@@ -893,41 +826,22 @@ def test_torch_compile_takes_a_layer_as_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 40])
-@pytest.mark.parametrize(
-    "name", ["LSTM", pytest.param("MultiplicativeLSTM", marks=pytest.mark.slow)]
-)
-def test_memory_of_any_kind(name: str, rows: int, rng: np.random.Generator) -> None:
-    """Of the input, states, mask and weights; below and above where the kernel projects."""
-    shape, torch = (rows, 8, 16), BACKEND == "torch"
-    x, h = rng.normal(size=shape).astype("float32"), rng.normal(size=(rows, 12)).astype("float32")
-    mask = rng.random(shape[:2]) < 0.8
-    layer, other = (
-        getattr(ak, name)(12, return_sequences=True, return_state=True) for _ in range(2)
-    )
-    copy_weights(layer, other, shape)
-    given = [x, h, mask, *layer.get_weights()]
-    for k, array in enumerate(given):
-        for guise, variant in variants(array, torch):
-            turned = [variant if i == k else a for i, a in enumerate(given)]
-            results = []
-            for own, (x, h, mask, *weights) in (
-                (layer, map(np.ascontiguousarray, turned)), (other, turned),
-            ):  # fmt: skip
-                own.set_weights(weights)
-                results.append(solve(own, x, [h, h], mask))
-            for result, value in results[1].items():
-                assert np.array_equal(value, results[0][result]), (k, guise, result)
+def test_memory_of_any_kind(rows: int, rng: np.random.Generator) -> None:
+    """Of NumPy's arrays that a call takes; below and above where the kernel projects."""
+    shape, layer = (rows, 8, 16), ak.LSTM(12, return_sequences=True)
+    given = {
+        "x": rng.normal(size=shape).astype("float32"),
+        "h": rng.normal(size=(rows, 12)).astype("float32"),
+        "mask": rng.random(shape[:2]) < 0.8,
+    }
 
+    def call(x: Any, h: Any, mask: Any) -> np.ndarray:
+        return number(layer(x, initial_state=[h, h], mask=mask))
 
-@pytest.mark.parametrize("shape", [(0, 5, 3), (2, 0, 3), (0, 0, 3)], ids=str)
-def test_no_rows_and_no_steps(shape: tuple[int, ...]) -> None:
-    if BACKEND == "jax" or shape[1] == 0:
-        pytest.skip("Keras's own layers take no sequence without steps")
-    for name in (*KERAS, "PeepholeLSTM"):
-        layer = getattr(ak, name)(4, return_sequences=True, return_state=True)
-        found = solve(layer, np.zeros(shape, "float32"))
-        assert found["result 0"].shape == (*shape[:2], 4)
-        assert not any(value.any() for value in found.values())
+    for name, array in given.items():
+        for guise, turned in variants(array, BACKEND == "torch"):
+            plain = call(**{**given, name: turned.copy()})
+            assert np.array_equal(call(**{**given, name: turned}), plain), (name, guise)
 
 
 # -- arguments -------------------------------------------------------------------------------------

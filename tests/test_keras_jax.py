@@ -74,7 +74,7 @@ def test_eager_calls_compile_once(rng: np.random.Generator) -> None:
 
 
 def test_transformations_of_jax(rng: np.random.Generator) -> None:
-    """What keeps the layers off the kernels: jit, vmap, and derivatives of any order."""
+    """What keeps the layers off the kernels: jit, vmap, and forward mode."""
     layer = ak.RNN(cells.PeepholeLSTM, 4)
     layer.build((3, None, 2))
     x = rng.normal(size=(5, 3, 6, 2)).astype("float32")
@@ -85,9 +85,6 @@ def test_transformations_of_jax(rng: np.random.Generator) -> None:
     def total(x: Any) -> Any:
         return jax.numpy.sin(layer(x)).sum()
 
-    v, w = rng.normal(size=(2, *x[0].shape)).astype("float32")
+    v = rng.normal(size=x[0].shape).astype("float32")
     slope = jax.jvp(total, (x[0],), (v,))[1]
     assert_close(np.array(slope), np.vdot(jax.grad(total)(x[0]), v), "float32", "gradient")
-    bend = jax.jvp(jax.grad(total), (x[0],), (v,))[1]
-    other = jax.jvp(jax.grad(total), (x[0],), (w,))[1]
-    assert_close(np.vdot(bend, w), np.vdot(other, v), "float32", "gradient")  # symmetric

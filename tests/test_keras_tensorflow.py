@@ -26,7 +26,8 @@ tf = pytest.importorskip("tensorflow")
 if keras.backend.backend() != "tensorflow":
     pytest.skip("Keras runs on another backend", allow_module_level=True)
 
-from keras_layers import assert_right, oracle, random_inputs, solve  # noqa: E402
+from conformance.on_keras import by_layer  # noqa: E402
+from conformance.problem import assert_right, axes, draw  # noqa: E402
 from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
@@ -75,13 +76,13 @@ def data(rng: np.random.Generator, *shape: int) -> Any:
     ids=lambda c: c.name,
 )
 def test_under_xla(step: Any, rng: np.random.Generator) -> None:
+    problem = draw(step, (5, 3, 2, 6), ("state",))
+    assert_right(by_layer(xla=True)(problem), problem)
     layer = ak.RNN(step, 6, return_sequences=True, return_state=True, dtype="float64")
-    given = random_inputs(layer, (3, 5, 2), rng, masked=False)
-    assert_right(solve(layer, **given, xla=True), oracle(layer, **given), "float64")
     inner = tf.function(lambda x: layer(x)[0])
     outer = tf.function(lambda x: inner(x), jit_compile=True)
     plain = tf.function(lambda x: layer(x)[0])
-    x = tf.constant(given["x"])
+    x = tf.constant(rng.normal(size=(3, 5, 2)))
     assert not calls_python(outer.get_concrete_function(x))
     assert calls_python(plain.get_concrete_function(x))
     assert_close(outer(x).numpy(), plain(x).numpy(), "float64", "forward")
@@ -217,38 +218,27 @@ def test_a_mask_does_not_lengthen_sequences_of_one_step(rng: np.random.Generator
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("name", ["LSTM", "PeepholeLSTM", "ZoneoutLSTM", "RNN"])
 def test_an_input_that_the_kernel_projects(
-    name: str, graph: bool, rng: np.random.Generator, set_layer: Callable[..., None]
+    name: str, graph: bool, set_layer: Callable[..., None]
 ) -> None:
     """As it does where there is more to do than in a test."""
     asked = []
     set_layer(projects=lambda *_: asked.append(1) or True)
-    for go_backwards in (False, True):
-        layer = ak.RNN(
-            getattr(cells, name), 6, return_sequences=True, return_state=True,
-            go_backwards=go_backwards, dtype="float64",
-        )  # fmt: skip
-        given = random_inputs(layer, (3, 5, 2), rng, masked=True)
-        assert_right(solve(layer, **given, graph=graph), oracle(layer, **given), "float64")
+    for ways in ((), ("reverse",)):
+        problem = draw(getattr(cells, name), (5, 3, 2, 6), ("state", "mask", *ways))
+        assert_right(by_layer(graph=graph)(problem), problem)
     assert asked
 
 
 def test_second_derivatives_through_a_projection_in_the_kernel(
-    rng: np.random.Generator, set_layer: Callable[..., None]
+    set_layer: Callable[..., None],
 ) -> None:
-    layer, x = ak.LSTM(4, dtype="float64"), tf.constant(rng.normal(size=(2, 5, 3)))
-    found = []
+    problem, found = draw(cells.LSTM, (5, 2, 3, 4), ("state",)), []
+    along = {name: np.ones_like(a) for name, a in problem.arrays.items() if name[:2] != "d "}
     for inside in (False, True):
         set_layer(projects=lambda *_, inside=inside: inside)
-        with tf.GradientTape() as outer:
-            outer.watch(x)
-            with tf.GradientTape() as inner:
-                inner.watch(x)
-                total = tf.reduce_sum(layer(x) ** 2)
-            first = inner.gradient(total, [x, layer.cell.kernel])
-            size = sum(tf.reduce_sum(g**2) for g in first)
-        found.append(outer.gradient(size, [x, layer.cell.kernel, layer.cell.recurrent_kernel]))
-    for ours, right in zip(*found, strict=True):
-        assert_close(ours.numpy(), right.numpy(), "float64", "gradient")
+        found.append(by_layer()(problem, along))
+    for name, value in found[0].items():
+        assert_close(found[1][name], value, "float64", "gradient", name, axes(name))
 
 
 def test_inside_a_while_loop_and_a_condition(rng: np.random.Generator) -> None:
@@ -275,28 +265,6 @@ def test_inside_a_while_loop_and_a_condition(rng: np.random.Generator) -> None:
 
 
 # -- gradients -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("graph", [False, True])
-def test_second_derivatives(graph: bool, rng: np.random.Generator) -> None:
-    ours, theirs = (m.LSTM(3, return_sequences=True, dtype="float64") for m in (ak, keras.layers))
-    x = tf.constant(rng.normal(size=(2, 4, 2)))
-    ours.build(x.shape)
-    theirs.build(x.shape)
-    theirs.set_weights(ours.get_weights())
-
-    def penalty(layer: Any, x: Any) -> Any:
-        weights = [v.value for v in layer.trainable_variables]
-        with tf.GradientTape() as outer:
-            with tf.GradientTape() as inner:
-                inner.watch(x)
-                y = tf.reduce_sum(tf.sin(layer(x, training=True)))
-            size = tf.reduce_sum(inner.gradient(y, x) ** 2)
-        return outer.gradient(size, weights)
-
-    function = tf.function(penalty) if graph else penalty
-    for a, b in zip(function(ours, x), penalty(theirs, x), strict=True):
-        assert_close(a.numpy(), b.numpy(), "float64", "gradient")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from conformance.on_torch import by_rnn  # noqa: E402
+from conformance.problem import assert_right, draw  # noqa: E402
 from doors import packed  # noqa: E402
-from torch_layers import assert_same, run  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
@@ -54,32 +54,12 @@ def test_which_cells() -> None:
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.more), "float64"])
 @pytest.mark.parametrize("name", NAMES)
-def test_same_results(name: str, dtype: str, by: Any, seed: int) -> None:
-    torch.manual_seed(seed)
-    kind = getattr(torch, dtype)
+def test_same_results(name: str, dtype: str, by: Any) -> None:
     many = 300 if dtype == "float64" else 40  # more than a block of the sum
-    for steps, rows, inputs, units in ((5, 3, 7, 1), (2, 1, 1, 33), (4, 9, many, 20)):
-        layer = at.RNN(
-            getattr(cells, name), inputs, units, 2, bidirectional=True, dtype=kind,
-            **SIZES.get(name, {}),
-        ).eval()  # fmt: skip
-        x = torch.randn(steps, rows, inputs, dtype=kind)
-        static = torch.randn(rows, units, dtype=kind) if layer.cell.static else None
-        exact = copy.deepcopy(layer).double()
-        mask, resets = torch.rand(steps, rows) < 0.7, torch.rand(steps, rows) < 0.3
-        for call in ({}, {"mask": mask}, {"mask": mask, "resets": resets}):
-            given = x.clone()
-            if "mask" in call:
-                given[~mask] = float("nan")
-            if static is not None:
-                call = {**call, "static": static}
-            ours = by("kernel", lambda: run(layer, given, **call))  # noqa: B023
-            if static is not None:
-                call["static"] = static.double()
-            host = by("host", lambda: run(exact, given.double(), **call))  # noqa: B023
-            if "mask" in call:  # the gradient of x under a mask is 0 in both
-                assert not ours["d x"][~mask].any()
-            assert_same(ours, host, dtype)
+    for size in ((5, 3, 7, 1), (2, 1, 1, 33), (4, 9, many, 20)):
+        for has in ((), ("mask",), ("mask", "resets")):
+            problem = draw(getattr(cells, name), size, (*has, "bidirectional", "layers"), dtype)
+            assert_right(by("kernel", lambda: by_rnn(problem)), problem)  # noqa: B023
 
 
 def test_same_bits(by: Any, seed: int) -> None:

@@ -13,16 +13,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from conformance import on_numpy, on_torch
+from conformance.frontend import Frontend
+from conformance.problem import LEARNED, Problem, draw, kind
 from guarded import Everything
 from processes import python
 from tolerances import assert_close
-from torch.func import functional_call
 from variants import variants
 
 import anycell
-import anycell.numpy as an
-import anycell.torch as at
-from anycell import cells, layer
+from anycell import Cell, cells, layer
 from anycell.engines import cpu
 from anycell.engines.cpu.isa import available
 from anycell.numpy.host import NumpyHost
@@ -66,207 +66,48 @@ cases = pytest.mark.parametrize(
 )
 
 
-def draw(case: Case, shapes: dict[str, tuple[int, ...]], seed: int) -> Arrays:
-    """Numbers for arrays of these shapes, and flags for masks and resets."""
-    rng, arrays = np.random.default_rng(seed), {}
-    for name, shape in shapes.items():
-        if name in ("mask", "resets"):
-            arrays[name] = rng.random(shape) < (0.5 if name == "mask" else 0.2)
-        elif name == "lengths":
-            arrays[name] = rng.integers(0, case.steps + 1, shape)
-        else:
-            arrays[name] = (0.5 * rng.standard_normal(shape)).astype(np.float32)
-    return arrays
-
-
-# -- entry points: from arrays by name to results by name ------------------------------------------
+# -- entry points ----------------------------------------------------------------------------------
 
 
 class Entry(NamedTuple):
-    """A public entry point: the shapes of its arrays, and a call with them."""
+    """A public entry point, through the adapter of its frontend."""
 
-    shapes: dict[str, tuple[int, ...]]
-    call: Callable[[Arrays], Arrays]
+    frontend: Frontend
+    cell: Cell
+    steps: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.frontend}-{self.cell.name}" + "-steps" * self.steps
 
-def flags_of(case: Case, lead: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    return {"mask": lead, "resets": lead, "lengths": (case.rows,)} if case.masked else {}
+    def problem(self, case: Case) -> Problem:
+        """A call with all that it may have, or with nothing but states."""
+        words = ("state", "mask", "lengths", "resets", "reset_state")
+        words = words if case.masked and not self.steps else ("state",)
+        words += ("recurrent_mask per gate",) * (not case.masked and not self.steps)
+        words += ("bidirectional",) * (self.cell is cells.GRU and not self.steps)
+        has = tuple(word for word in words if word.split()[0] not in self.frontend.lacks)
+        size = 1 if self.steps else case.steps, *case[1:4]
+        problem = draw(self.cell, size, has, "float32", solvable=False)
+        return problem.but({"x": np.nan_to_num(problem.arrays["x"])})
 
-
-def torch_module(case: Case, kind: str) -> Entry:
-    """A module, its parameters and its gradients."""
-    made: dict[str, Callable[[], Any]] = {
-        "LSTM": lambda: at.LSTM(case.inputs, case.hidden, batch_first=True),
-        "GRU": lambda: at.GRU(case.inputs, case.hidden, bidirectional=True),
-        "RNN": lambda: at.RNN(Everything, case.inputs, case.hidden, P=case.hidden // 2 + 1),
-    }
-    module = made[kind]()
-    lead = (case.rows, case.steps) if kind == "LSTM" else (case.steps, case.rows)
-    widths = {"LSTM": [case.hidden] * 2, "GRU": [case.hidden]}.get(
-        kind, [case.hidden // 2 + 1, case.hidden]
-    )
-    first = 2 if kind == "GRU" else 1
-    states = {f"state {i}": (first, case.rows, n) for i, n in enumerate(widths)}
-    shapes = {"x": (*lead, case.inputs), **states, **flags_of(case, lead)}
-    if kind == "RNN":
-        shapes["static"] = (case.rows, case.hidden)
-        if case.masked:
-            shapes |= {f"reset_{name}": shape for name, shape in states.items()}
-    shapes |= {name: tuple(p.shape) for name, p in module.named_parameters()}
-    shapes["d output"] = (*lead, first * widths[0])
-    shapes |= {f"d {name}": shape for name, shape in states.items()}
-
-    def call(arrays: Arrays) -> Arrays:
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        learned = [
-            name for name, t in tensors.items() if t.is_floating_point() and name[:2] != "d "
-        ]
-        for name in learned:
-            tensors[name].requires_grad_()
-        own = {name: tensors[name] for name in tensors if "_l0" in name}
-        states = tuple(t for name, t in tensors.items() if name.startswith("state"))
-        reset = tuple(t for name, t in tensors.items() if name.startswith("reset_state"))
-        further = {"mask", "resets", "lengths", "static"} & set(tensors)
-        options: dict[str, Any] = {name: tensors[name] for name in further}
-        if reset:
-            options["reset_state"] = reset
-        state = states if len(states) > 1 else states[0]
-        output, final = functional_call(module, own, (tensors["x"], state), options)
-        ends = (output, *(final if isinstance(final, tuple) else (final,)))
-        arriving = [t for name, t in tensors.items() if name.startswith("d ")]
-        grads = torch.autograd.grad(ends, [tensors[n] for n in learned], arriving)
-        results = dict(zip(["output", *(f"final {i}" for i in range(9))], ends, strict=False))
-        results |= {f"d {name}": g for name, g in zip(learned, grads, strict=True)}
-        return {name: t.detach().numpy() for name, t in results.items()}
-
-    return Entry(shapes, call)
+    def call(self, problem: Problem) -> Arrays:
+        run = self.frontend.steps if self.steps else self.frontend.solve
+        assert run is not None
+        return run(problem)
 
 
-def torch_step(case: Case, kind: str) -> Entry:
-    """A step on weights that were packed before."""
-    module = at.RNN(getattr(cells, kind), case.inputs, case.hidden, num_layers=2)
-    states = {f"state {i}": (2, case.rows, case.hidden) for i in range(1 + (kind == "LSTM"))}
-
-    def call(arrays: Arrays) -> Arrays:
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        for name, parameter in module.named_parameters():
-            parameter.data = tensors[name]
-        state = tuple(tensors[name] for name in states)
-        with torch.no_grad():
-            output, new = module.prepare().step(tensors["x"], state if len(state) > 1 else state[0])
-        new = new if isinstance(new, tuple) else (new,)
-        return {"output": output.numpy(), **{f"final {i}": s.numpy() for i, s in enumerate(new)}}
-
-    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    return Entry({"x": (case.rows, case.inputs), **states, **shapes}, call)
-
-
-def numpy_layer(case: Case, kind: str) -> Entry:
-    """Forward and backward of a NumPy layer."""
-    made: dict[str, Callable[[], Any]] = {
-        "LSTM": lambda: an.LSTM(case.inputs, case.hidden, seed=0, batch_first=True),
-        "RNN": lambda: an.RNN(Everything, case.inputs, case.hidden, seed=0, P=case.hidden),
-    }
-    module, lead = made[kind](), (case.steps, case.rows)
-    lead = lead[::-1] if kind == "LSTM" else lead
-    states = {f"state {i}": (1, case.rows, case.hidden) for i in range(2)}
-    shapes = {"x": (*lead, case.inputs), **states, **flags_of(case, lead)}
-    if kind == "RNN":
-        shapes["static"] = (case.rows, case.hidden)
-    shapes |= {"d output": (*lead, case.hidden), **{f"d {n}": shape for n, shape in states.items()}}
-
-    def call(arrays: Arrays) -> Arrays:
-        options = {n: arrays[n] for n in ("mask", "resets", "lengths", "static") if n in arrays}
-        state = tuple(arrays[name] for name in states)
-        output, final = module.forward(arrays["x"], state, training=True, **options)
-        d_final = tuple(arrays[f"d {name}"] for name in states)
-        dx, d_state = module.backward(arrays["d output"], d_final)
-        results = {"output": output, "d x": dx, **{f"d {n}": g for n, g in module.grads.items()}}
-        results |= {f"final {i}": s for i, s in enumerate(final)}
-        return results | {f"d state {i}": s for i, s in enumerate(d_state)}
-
-    return Entry(shapes, call)
-
-
-def numpy_step(case: Case, kind: str) -> Entry:
-    module = an.RNN(getattr(cells, kind), case.inputs, case.hidden, 2, seed=0).prepare()
-    states = {f"state {i}": (2, case.rows, case.hidden) for i in range(1 + (kind == "LSTM"))}
-
-    def call(arrays: Arrays) -> Arrays:
-        state = tuple(arrays[name] for name in states)
-        output, new = module.step(arrays["x"], state if len(state) > 1 else state[0])
-        new = new if isinstance(new, tuple) else (new,)
-        return {"output": output, **{f"final {i}": s for i, s in enumerate(new)}}
-
-    return Entry({"x": (case.rows, case.inputs), **states}, call)
-
-
-def recurrence(case: Case, kind: str) -> Entry:
-    """The primitive on NumPy arrays."""
-    one, h = (Everything if kind == "RNN" else getattr(cells, kind)), case.hidden
-    size, gates = (case.hidden // 2 + 1 if kind == "RNN" else h), len(one.gates)
-    widths = [size if s.size == "P" else h for s in one.states]
-    shapes: dict[str, tuple[int, ...]] = {"gates_x": (case.steps, case.rows, gates * h)}
-    for l in one.linears:
-        sizes = {"H": h, "P": size}
-        shapes[f"weights {l.weight}"] = l.shape(sizes)
-        shapes[f"weights {l.bias_name}"] = (len(l.declared) * sizes[l.out_size],)
-    shapes |= {f"params {name}": (h,) for name in one.param_names}
-    shapes |= {f"state {i}": (case.rows, n) for i, n in enumerate(widths)}
-    shapes |= flags_of(case, (case.steps, case.rows))
-    if case.masked:
-        shapes |= {f"reset_state {i}": (case.rows, n) for i, n in enumerate(widths)}
-    else:
-        shapes["recurrent_mask"] = (gates, case.rows, widths[0])
-    if one.static:
-        shapes["static"] = (case.rows, h)
-
-    def call(arrays: Arrays) -> Arrays:
-        def group(word: str) -> Arrays:
-            return {n.split()[1]: a for n, a in arrays.items() if n.split()[0] == word}
-
-        names = {"mask", "resets", "lengths", "recurrent_mask", "static"} & set(arrays)
-        outputs, final = anycell.recurrence(
-            one,
-            arrays["gates_x"],
-            group("weights"),
-            list(group("state").values()),
-            group("params"),
-            reset_state=list(group("reset_state").values()) or None,
-            **{name: arrays[name] for name in names},
-        )
-        return {"output": outputs, **{f"final {i}": s for i, s in enumerate(final)}}
-
-    return Entry(shapes, call)
-
-
-ENTRIES: list[tuple[Callable[[Case, str], Entry], str]] = [
-    *((torch_module, kind) for kind in ("LSTM", "GRU", "RNN")),
-    *((numpy_layer, kind) for kind in ("LSTM", "RNN")),
-    *((recurrence, kind) for kind in ("LSTM", "RNN")),
-    (torch_step, "LSTM"),
-    (torch_step, "GRU"),
-    (numpy_step, "LSTM"),
+BY_NAME = {str(frontend): frontend for frontend in (*on_torch.FRONTENDS, *on_numpy.FRONTENDS)}
+TORCH, NUMPY, PRIMITIVE = (BY_NAME[n] for n in ("torch.RNN", "numpy.RNN", "recurrence"))
+DROP_INS = BY_NAME["torch.LSTM and GRU"]
+ENTRIES = [
+    *(Entry(DROP_INS, cell) for cell in (cells.LSTM, cells.GRU)),
+    Entry(TORCH, Everything),
+    *(Entry(NUMPY, cell) for cell in (cells.LSTM, Everything)),
+    *(Entry(PRIMITIVE, cell) for cell in (cells.LSTM, Everything)),
+    *(Entry(DROP_INS, cell, True) for cell in (cells.LSTM, cells.GRU)),
+    Entry(NUMPY, cells.LSTM, True),
 ]
-entries = pytest.mark.parametrize(
-    "entry, kind", ENTRIES, ids=[f"{entry.__name__}-{kind}" for entry, kind in ENTRIES]
-)
-
-
-def check_variants(entry: Entry, case: Case, torchs: bool, seed: int) -> int:
-    """That every guise of every array gives what a contiguous copy of it gives."""
-    arrays = draw(case, entry.shapes, seed)
-    plain, count = entry.call(dict(arrays)), 0
-    for name, array in arrays.items():
-        for guise, variant in variants(array, torchs):
-            same = np.array_equal(variant, array)
-            wanted = plain if same else entry.call({**arrays, name: variant.copy()})
-            results = entry.call({**arrays, name: variant})
-            for key, value in wanted.items():
-                kind = "gradient" if key.startswith("d ") else "forward"
-                assert_close(results[key], value, "float32", kind, f"{name}, {guise}: {key}", ())
-            count += 1
-    return count
+entries = pytest.mark.parametrize("entry", ENTRIES, ids=str)
 
 
 @pytest.fixture
@@ -279,53 +120,82 @@ def two_threads() -> Iterator[None]:
     cpu.pool.set_threads(ours)
 
 
+def guises(entry: Entry, problem: Problem) -> Iterator[dict[str, tuple[str, Array]]]:
+    """All arrays in guises of the same numbers, until each has been in each of its own; then every
+    single one in those of other numbers.
+    """
+    torchs = "negative strides" in entry.frontend.lacks
+    same: dict[str, list[tuple[str, Array]]] = {}
+    for name, array in problem.arrays.items():
+        for guise, turned in variants(array, torchs):
+            if np.array_equal(turned, array):
+                same.setdefault(name, []).append((guise, turned))
+            else:
+                yield {name: (guise, turned)}
+    for k in range(max(map(len, same.values()))):
+        yield {name: own[k % len(own)] for name, own in same.items()}
+
+
 @entries
 @cases
-def test_every_guise_of_every_array(
-    entry: Callable[[Case, str], Entry], kind: str, case: Case, seed: int, two_threads: None
-) -> None:
-    """Permuted, sliced, in steps, expanded, misaligned, backwards, in packed records."""
-    torchs = entry.__name__.startswith("torch")
-    if "step" in entry.__name__ and case.steps > 1:
+def test_every_guise_of_every_array(entry: Entry, case: Case, two_threads: None) -> None:
+    """Permuted, sliced, in steps, expanded, misaligned, backwards, in packed records: gives what
+    contiguous copies give.
+    """
+    if entry.steps and case.steps > 1:
         case = case._replace(steps=1)
-    assert check_variants(entry(case, kind), case, torchs, seed) > (10 if case.rows else 5)
+    problem = entry.problem(case)
+    same, count = entry.call(problem), 0
+    for count, turned in enumerate(guises(entry, problem)):  # noqa: B007
+        arrays = {name: array for name, (_, array) in turned.items()}
+        copies, plain = {name: array.copy() for name, array in arrays.items()}, same
+        if len(turned) == 1:
+            plain = entry.call(problem.but(copies))
+        results = entry.call(problem.but(arrays))
+        told = ", ".join(f"{name} {guise}" for name, (guise, _) in turned.items())
+        for name, value in plain.items():
+            assert_close(results[name], value, "float32", kind(name), f"{name} ({told})", ())
+    assert count > 10
 
 
 # What else an error may be about: another input is another call, in which all that comes per row or
 # step is wrong instead; and sizes follow from states and weights alike.
 ANY = "x:|gates_x|state|mask|resets|lengths|static|weights|params"
-CALLED = {"x": ANY, "gates_x": ANY, "state": "state|weights", "d": "grad_"}
+CALLED = {"x": ANY, "state": "state|weights", "weights": "weights|params", "d": "grad_"}
 
 
 @entries
-def test_every_array_that_is_another_one(
-    entry: Callable[[Case, str], Entry], kind: str, seed: int
-) -> None:
+def test_every_array_that_is_another_one(entry: Entry) -> None:
     """Of another shape, number of axes or dtype: refused, and the error says of which argument."""
-    case, count = Case(40, 9, 6, 8, "step" not in entry.__name__), 0
-    one, numpy = entry(case, kind), not entry.__name__.startswith("torch")
-    arrays = draw(case, one.shapes, seed)
-    for name, array in arrays.items():
-        if not numpy and re.search(r"_l\d", name):
-            continue  # parameters, which nobody passes to a call
-        if not numpy and name.startswith("d "):
-            continue  # autograd looks after these
-        word = name.split()[0]
+    frontend, count = entry.frontend, 0
+    torchs = "negative strides" in frontend.lacks
+    problem = entry.problem(Case(40, 9, 6, 8, True))
+    ours = {name for name in problem.arrays if not LEARNED.search(name) and name[:2] != "d "}
+    if frontend is NUMPY and not entry.steps:
+        ours |= {name for name in problem.arrays if name[:2] == "d "}
+    if frontend is PRIMITIVE:  # its adapter projects the input
+        ours |= {name for name in problem.learned if "_ih" not in name}
+        ours -= {"x"}
+    for name in ours:
+        array, learned = problem.arrays[name], LEARNED.search(name)
+        word = "weights" if learned else name.split()[0]
         others = [array[None], array.astype(np.complex64), array.astype(np.int16)]
-        if numpy:
+        if not torchs:
             others += [np.full(array.shape, "a"), np.full(array.shape, None)]
-        for axis in range(array.ndim):
+        state = word in ("state", "reset_state")
+        apart = state if frontend is PRIMITIVE else name == "x" and entry.steps  # the first axis
+        for axis in range(apart, array.ndim):
             others += [array.take(range(1, array.shape[axis]), axis), array.take(0, axis)]
             others += [np.concatenate([array, array], axis), array.take([], axis)]
         for other in others:
-            if other.dtype == np.int16 and (numpy or word == "lengths"):
+            if other.dtype == np.int16 and (not torchs or word == "lengths"):
                 continue  # NumPy's layers convert numbers, and lengths are integers
-            if word == "reset_state" and other.ndim == 1:
+            if word == "reset_state" and other.ndim == array.ndim - 1 and apart:
                 continue  # one value for all rows
             with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
-                one.call({**arrays, name: np.asarray(other)})
+                entry.call(problem.but({name: np.asarray(other)}))
             said = str(caught.value)
-            if entry is not torch_module or kind == "RNN":  # drop-ins have torch's own errors
+            if frontend is not DROP_INS:  # which have torch's own errors
                 assert "expected" in said, (name, other.shape, said)
                 assert re.search(CALLED.get(word, word), said), (name, other.shape, said)
             count += 1
@@ -389,9 +259,7 @@ def _is_number(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
 
 
-def test_both_sides_of_every_road(
-    monkeypatch: pytest.MonkeyPatch, seed: int, two_threads: None
-) -> None:
+def test_both_sides_of_every_road(monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
     """The cases above take every road, and every way round it."""
     taken: set[tuple[str, bool]] = set()
 
@@ -416,10 +284,9 @@ def test_both_sides_of_every_road(
     cells_of_torch = "torch's cells in place of its layer"
     spy(dropin.vendor, "wins", lambda wins, *_: taken.add(("torch's own layer", wins)))
     spy(dropin.LSTM, "_by_vendor", lambda ours, *_: taken.add((cells_of_torch, ours is not None)))
-    for entry, kind in [(numpy_layer, "LSTM"), (torch_module, "GRU"), (torch_module, "LSTM")]:
+    for entry in (Entry(NUMPY, cells.LSTM), *ENTRIES[:2]):
         for case in CASES:
-            one = entry(case, kind)
-            one.call(draw(case, one.shapes, seed))
+            entry.call(entry.problem(case))
     roads = {*layer.form.ROADS, "groups of several rows", "torch's own layer"}
     roads |= {road for table in THRESHOLDS.values() for road in table.values() if road}
     assert taken == set(itertools.product(roads, (True, False)))

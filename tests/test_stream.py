@@ -19,32 +19,10 @@ from anycell.lang.transform import with_projection
 
 EVERY = [getattr(cells, name) for name in cells.__all__]
 every_cell = pytest.mark.parametrize("case", EVERY, ids=lambda c: c.name)
-IN_BOTH = [cells.LSTM, cells.GRU, cells.LayerNormLSTM, cells.sLSTM]  # dtypes, in the fast run too
-every_cell_and_dtype = pytest.mark.parametrize(
-    ("case", "dtype"),
-    [
-        pytest.param(
-            case,
-            dtype,
-            id=f"{case.name}-{dtype}",
-            marks=[] if dtype == "float64" or case in IN_BOTH else pytest.mark.more,
-        )
-        for case in EVERY
-        for dtype in ("float32", "float64")
-    ],
-)
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
-
-
-def sizes(cell: Any) -> dict[str, int]:
-    return {"P": 4} if cell is cells.LSTMP else {}
-
-
-def hidden(cell: Any) -> int:
-    return 8 if cell is cells.sLSTM else 7
 
 
 @pytest.fixture
@@ -71,29 +49,6 @@ def test_the_projection_inside_the_step(case: Any) -> None:
 
 
 # ---- NumPy ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@every_cell_and_dtype
-def test_numpy_steps_are_the_sequence(
-    case: Any, rows: int, dtype: str, rng: np.random.Generator, taken: list[int]
-) -> None:
-    layer = an.RNN(case, 3, hidden(case), 2, dtype=dtype, seed=1, **sizes(case))
-    x = rng.standard_normal((5, rows, 3))
-    static = {"static": rng.standard_normal((rows, hidden(case)))} if case.static else {}
-    whole, final = layer.forward(x, **static)
-    layer.prepare()
-    state, before = None, None
-    for t in range(5):
-        before = copy.deepcopy(state)
-        given, (output, state) = state, layer.step(x[t], state, **static)
-        assert_close(output, whole[t], dtype, "forward")
-        for a, b in zip(as_tuple(given), as_tuple(before), strict=True):
-            assert np.array_equal(a, b)  # what was given is as it was
-    for a, b in zip(as_tuple(state), as_tuple(final), strict=True):
-        assert a.shape == b.shape
-        assert_close(a, b, dtype, "forward")
-    assert taken == [rows] * 5
 
 
 def test_numpy_weights_that_change(rng: np.random.Generator, taken: list[int]) -> None:
@@ -169,32 +124,6 @@ def test_numpy_errors(rng: np.random.Generator) -> None:
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------
-
-
-@every_cell_and_dtype
-def test_torch_steps_are_the_sequence(case: Any, dtype: str, seed: int, taken: list[int]) -> None:
-    torch = pytest.importorskip("torch")
-    import anycell.torch as at
-
-    torch.manual_seed(seed)
-    of = {"dtype": getattr(torch, dtype)}
-    layer = at.RNN(case, 3, hidden(case), 2, batch_first=True, **of, **sizes(case)).eval()
-    x = torch.randn(2, 5, 3, **of)
-    static = {"static": torch.randn(2, hidden(case), **of)} if case.static else {}
-    assert layer.prepare() is layer
-    with torch.no_grad():
-        whole, final = layer(x, **static)
-        state = None
-        for t in range(5):
-            given, before = state, copy.deepcopy(state)
-            output, state = layer.step(x[:, t].contiguous(), state, **static)
-            assert_close(output.numpy(), whole[:, t].numpy(), dtype, "forward")
-            for a, b in zip(as_tuple(given), as_tuple(before), strict=True):
-                assert a is b is None or torch.equal(a, b)
-    for a, b in zip(as_tuple(state), as_tuple(final), strict=True):
-        assert a.shape == b.shape
-        assert_close(a.numpy(), b.numpy(), dtype, "forward")
-    assert taken == [2] * 5
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")

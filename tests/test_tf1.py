@@ -68,31 +68,6 @@ def test_fused_cell_is_block_lstm(
 
 
 @pytest.mark.parametrize("use_peephole", [False, True])
-def test_gradients_are_block_lstms(use_peephole: bool, rng: np.random.Generator) -> None:
-    """Without a clip, which TensorFlow's gradient ignores."""
-    cell = t1.LSTMBlockFusedCell(UNITS, 1.0, None, use_peephole)
-    named = randomize(cell, rng)
-    x, dy = random(rng, STEPS, ROWS, WIDTH), random(rng, STEPS, ROWS, UNITS)
-    zero = tf.zeros((ROWS, UNITS))
-    with tf.GradientTape() as tape:
-        tape.watch([x, *named.values()])
-        wci, wcf, wco = peepholes(named)
-        *_, hs = tf.raw_ops.BlockLSTM(
-            seq_len_max=tf.constant(STEPS, tf.int64), x=x, cs_prev=zero, h_prev=zero,
-            w=named["kernel"], wci=wci, wcf=wcf, wco=wco, b=named["bias"],
-            forget_bias=1.0, cell_clip=-1.0, use_peephole=use_peephole,
-        )  # fmt: skip
-        total = tf.reduce_sum(hs * dy)
-    right = tape.gradient(total, [x, *named.values()])
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        total = tf.reduce_sum(cell(x)[0] * dy)
-    found = tape.gradient(total, [x, *cell.named.values()])
-    for name, a, b in zip(["x", *named], found, right, strict=True):
-        assert_close(a.numpy(), b.numpy(), "float32", "gradient", name)
-
-
-@pytest.mark.parametrize("use_peephole", [False, True])
 def test_block_lstm_v2(use_peephole: bool, rng: np.random.Generator) -> None:
     """Its gates are in the order i f c o, and it adds nothing to f. The gradient that TensorFlow
     registers for it is that of the other order, and so no oracle.
@@ -140,72 +115,6 @@ def test_gru_cell_is_gru_block_cell(rng: np.random.Generator) -> None:
     output, state = cell(x, h)
     assert_close(output.numpy(), right.numpy(), "float32", "forward")
     assert np.array_equal(output, state)
-
-
-def loop(cell: Any, x: Any, state: Any) -> tuple[Any, Any]:
-    """The cell's equations, written out in TensorFlow."""
-    v, outputs = cell.named, []
-    c, h = state
-    zero = tf.zeros(cell.num_units, x.dtype)
-    w_i, w_f, w_o = (v.get(f"w_{gate}_diag", zero) for gate in "ifo")
-    for step in tf.unstack(x):
-        i, g, f, o = tf.split(tf.concat([step, h], 1) @ v["kernel"] + v["bias"], 4, axis=1)
-        c = tf.sigmoid(f + 1.0 + w_f * c) * c + tf.sigmoid(i + w_i * c) * tf.tanh(g)
-        c = tf.clip_by_value(c, -0.6, 0.6)
-        h = tf.sigmoid(o + w_o * c) * tf.tanh(c)
-        if "projection/kernel" in v:
-            h = tf.clip_by_value(h @ v["projection/kernel"], -0.4, 0.4)
-        outputs.append(h)
-    return tf.stack(outputs), (c, h)
-
-
-@pytest.mark.parametrize("num_proj", [None, 2])
-@pytest.mark.parametrize("use_peepholes", [False, True])
-def test_lstm_cell(num_proj: int | None, use_peepholes: bool, rng: np.random.Generator) -> None:
-    cell = t1.LSTMCell(UNITS, use_peepholes, 0.6, None, num_proj, 0.4, dtype="float64")
-    randomize(cell, rng)
-    x = random(rng, STEPS, ROWS, WIDTH, dtype="float64")
-    c, h = cell.zero_state(ROWS)
-    found, right = [], []
-    for run, results in ((lambda: loop(cell, x, (c, h)), right), (lambda: cell.run(x), found)):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            outputs, state = run()
-            total = tf.reduce_sum(tf.sin(outputs)) + tf.reduce_sum(state[0])
-        results += [outputs, *state]
-        results += tape.gradient(total, [x, *cell.named.values()])
-    for k, (a, b) in enumerate(zip(found, right, strict=True)):
-        assert_close(a.numpy(), b.numpy(), "float64", "forward" if k < 3 else "gradient")
-
-
-@pytest.mark.parametrize("kind", [t1.LSTMCell, t1.GRUCell])
-def test_lengths_and_both_directions(kind: Any, rng: np.random.Generator) -> None:
-    forwards, backwards = kind(UNITS), kind(UNITS)
-    randomize(forwards, rng)
-    randomize(backwards, rng)
-    x = random(rng, ROWS, STEPS, WIDTH)
-    lengths = [STEPS, 1, 0, 4]
-
-    @tf.function
-    def both(x: Any) -> Any:
-        return t1.bidirectional_dynamic_rnn(forwards, backwards, x, lengths)
-
-    (out_fw, out_bw), (state_fw, state_bw) = both(x)
-    for row, length in enumerate(lengths):
-        part = x[row : row + 1, :length]
-        for cell, out, state, way in (
-            (forwards, out_fw, state_fw, 1), (backwards, out_bw, state_bw, -1)
-        ):  # fmt: skip
-            assert not out[row, length:].numpy().any()
-            first, last = t1.dynamic_rnn(cell, part[:, ::way])
-            assert_close(
-                out[row : row + 1, :length].numpy(), first[:, ::way].numpy(), "float32", "forward"
-            )
-            pairs = zip(state, last, strict=True) if kind is t1.LSTMCell else [(state, last)]
-            for a, b in pairs:
-                assert_close(a[row : row + 1].numpy(), b.numpy(), "float32", "forward")
-    major, state = t1.dynamic_rnn(forwards, tf.transpose(x, (1, 0, 2)), lengths, time_major=True)
-    assert np.array_equal(tf.transpose(major, (1, 0, 2)), out_fw)
 
 
 def test_under_xla(rng: np.random.Generator) -> None:

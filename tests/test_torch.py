@@ -37,10 +37,9 @@ from torch_layers import (  # noqa: E402
 
 import anycell  # noqa: E402
 import anycell.torch as at  # noqa: E402
-from anycell import cell, cells, tanh  # noqa: E402
+from anycell import cells  # noqa: E402
 
 nn, Tensor = torch.nn, torch.Tensor
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 AWKWARD = [(5, 3, 1), (1, 4, 7), (9, 1, 33), (4, 5, 100), (1, 1, 1)]  # T, B, H
 
 
@@ -111,54 +110,6 @@ def test_unbatched(kind: str, batch_first: bool) -> None:
     given = state if len(state) > 1 else state[0]
     assert_same(run(ours, x), run(theirs, x), "float64")
     assert_same(run(ours, x, given), run(theirs, x, given), "float64")
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-def test_no_rows(kind: str) -> None:
-    ours, theirs = twins(kind, 3, 5, num_layers=2, bidirectional=True)
-    found, ref = (run(layer, torch.randn(4, 0, 3)) for layer in (ours, theirs))
-    assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in ref.items()}
-    assert all(not v.any() for k, v in found.items() if k.startswith("d "))
-
-
-@pytest.mark.parametrize("kind", CELLS, **by_name)
-def test_nothing_to_do(kind: Any) -> None:
-    """No rows, or none with a step: states come back, all gradients but theirs are zero."""
-    layer = at.RNN(kind, 3, 5, num_layers=2, bidirectional=True)
-    for rows, lengths in ((0, []), (2, [0, 0])):
-        state = tuple(torch.randn(4, rows, 5) for _ in kind.states)
-        x, resets = torch.full((4, rows, 3), torch.nan), torch.ones(4, rows, dtype=torch.bool)
-        given = state if len(state) > 1 else state[0]
-        found = run(layer, x, given, lengths=lengths, resets=resets)
-        assert found["output"].shape == (4, rows, 10) and not found["output"].any()
-        for i, value in enumerate(state):
-            assert torch.equal(found[f"final {i}"], value)
-            assert found[f"d state {i}"].shape == value.shape
-        left = [v for k, v in found.items() if k.startswith("d ") and "state" not in k]
-        assert len(left) == 1 + len(list(layer.parameters())) and not any(v.any() for v in left)
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-def test_memory_layouts(kind: str) -> None:
-    ours, theirs = twins(kind, 3, 5, dtype=torch.float64)
-    for layer in (ours, theirs):
-        layer.weight_hh_l0 = nn.Parameter(layer.weight_hh_l0.detach().t().contiguous().t())
-        wide = layer.bias_hh_l0.detach().repeat_interleave(2)
-        layer.bias_hh_l0 = nn.Parameter(wide[::2])
-    numbers = torch.randn(8, 6, 10, dtype=torch.float64)
-    states = torch.randn(1, 5, 6, 2, dtype=torch.float64)[..., 0].transpose(1, 2)
-    for x in (
-        numbers[::2, :, 1:4],
-        numbers.permute(2, 1, 0)[:, :, 5:],
-        numbers[:1, :, :3].expand(4, -1, -1),
-    ):
-        given = (states, states) if kind == "LSTM" else states
-        assert_same(run(ours, x, given), run(theirs, x, given), "float64")
-    x = numbers[:, :, :3]
-    for layer in (ours, theirs):
-        layer.zero_grad()
-        layer(x)[0].sum().backward()  # an expanded gradient, all strides 0
-    assert_close(ours.weight_hh_l0.grad, theirs.weight_hh_l0.grad, "float64", "gradient")
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -249,31 +200,6 @@ def test_errors_are_torchs(kind: str) -> None:
 
 
 # -- autograd --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", CELLS, **by_name)
-def test_gradcheck(kind: Any) -> None:
-    """First derivatives of everything, second ones of input and states, with masks and resets."""
-    layer = at.RNN(kind, 2, 3, bidirectional=True, dtype=torch.float64)
-    assert layer.engine.name == "cpu"
-    names = [name for name, _ in layer.named_parameters()]
-    states = tuple(torch.randn(2, 2, 3, dtype=torch.float64) for _ in kind.states)
-    resets = torch.rand(3, 2) < 0.4
-
-    def function(x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        given, weights = rest[: len(states)], dict(zip(names, rest[len(states) :], strict=True))
-        arguments = (x, given if len(given) > 1 else given[0])
-        options = {"lengths": [3, 2], "resets": resets}
-        output, final = torch.func.functional_call(layer, weights, arguments, options)
-        return output, *(final if isinstance(final, tuple) else (final,))
-
-    inputs = (torch.randn(3, 2, 2, dtype=torch.float64), *states, *layer.parameters())
-    inputs = tuple(t.detach().clone().requires_grad_() for t in inputs)
-    assert fused(function(*inputs)[0])
-    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
-    held = inputs[1 + len(states) :]
-    inputs = inputs[: 1 + len(states)]
-    assert torch.autograd.gradgradcheck(lambda *i: function(*i, *held), inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -373,113 +299,12 @@ def test_activation_checkpoints(kind: Any, reentrant: bool) -> None:
 # -- masks, lengths, resets ------------------------------------------------------------------------
 
 
-def rows_apart(layer: Any, x: Tensor, lengths: list[int], state: Any) -> dict[str, Tensor]:
-    """What ``run`` gives with lengths, from one call per row on what counts of it."""
-    whole: dict[str, Tensor] = {}
-    steps = x.shape[0]
-    draw = torch.Generator().manual_seed(3)
-    directions = 2 if layer.bidirectional else 1
-    width = directions * layer.hidden_size
-    d_output = torch.randn((steps, len(lengths), width), generator=draw).to(x)
-    d_final = [torch.randn(s.shape, generator=draw).to(x) for s in state]
-    leaf = x.detach().clone().requires_grad_()
-    given = tuple(s.detach().clone().requires_grad_() for s in state)
-    layer.zero_grad()
-    outputs, finals, total = [], [], torch.zeros((), dtype=x.dtype)
-    for row, length in enumerate(lengths):
-        mine = tuple(s[:, row : row + 1] for s in given)
-        output, final = torch.zeros(0, 1, width, dtype=x.dtype), mine
-        if length:
-            output, final = layer(leaf[:length, row : row + 1], mine if len(mine) > 1 else mine[0])
-            final = final if isinstance(final, tuple) else (final,)
-        pad = torch.zeros(steps - length, 1, width, dtype=x.dtype)
-        outputs.append(torch.cat([output, pad]))
-        finals.append(final)
-    whole["output"] = torch.cat(outputs, 1)
-    total = (whole["output"] * d_output).sum()
-    for i, parts in enumerate(zip(*finals, strict=True)):
-        whole[f"final {i}"] = torch.cat(parts, 1)
-        total = total + (whole[f"final {i}"] * d_final[i]).sum()
-    total.backward()
-    whole["d x"] = leaf.grad
-    whole |= {f"d state {i}": s.grad for i, s in enumerate(given)}
-    whole |= {f"d {name}": p.grad for name, p in layer.named_parameters()}
-    return {name: value.detach() for name, value in whole.items()}
-
-
-@pytest.mark.parametrize("kind", CELLS, **by_name)
-def test_lengths(kind: Any) -> None:
-    """A batch with lengths is its rows, each on its own; what lies beyond never matters."""
-    layer = at.RNN(kind, 3, 7, num_layers=2, bidirectional=True, dtype=torch.float64)
-    lengths = [6, 1, 0, 4]
-    x = torch.randn(6, 4, 3, dtype=torch.float64)
-    state = tuple(torch.randn(4, 4, 7, dtype=torch.float64) for _ in kind.states)
-    given = state if len(state) > 1 else state[0]
-    ref = rows_apart(layer, x, lengths, state)
-    for row, length in enumerate(lengths):
-        x[length:, row] = torch.nan
-    assert_same(run(layer, x, given, lengths=lengths), ref, "float64")
-    mask = torch.arange(6)[:, None] < torch.tensor(lengths)
-    assert_same(run(layer, x, given, mask=mask), ref, "float64")
-    assert_same(run(layer, x, given, mask=mask, lengths=[6] * 4), ref, "float64")
-
-
 @pytest.mark.parametrize("kind", LAYERS)
-def test_drop_ins_take_lengths(kind: str) -> None:
-    layer = LAYERS[kind][0](3, 5, bidirectional=True, batch_first=True)
-    x, lengths = torch.randn(3, 6, 3), torch.tensor([2, 6, 3])
-    mask = torch.arange(6) < lengths[:, None]
-    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-    output, final = layer(packed)
-    output, _ = nn.utils.rnn.pad_packed_sequence(output, batch_first=True)
-    for options in ({"lengths": lengths}, {"mask": mask}, {"lengths": lengths.int().tolist()}):
-        mine, last = layer(x, **options)
-        assert_close(mine.detach(), output.detach(), "float32", "forward")
-        for a, b in zip(last, final, strict=True):
-            assert_close(a.detach(), b.detach(), "float32", "forward")
+def test_lengths_without_a_batch(kind: str) -> None:
+    layer, x = LAYERS[kind][0](3, 5, bidirectional=True, batch_first=True), torch.randn(3, 6, 3)
+    output, _ = layer(x, lengths=[2, 6, 3])
     alone, _ = layer(x[0], lengths=2)
     assert_close(alone.detach(), output[0].detach(), "float32", "forward")
-
-
-@pytest.mark.parametrize("kind", CELLS, **by_name)
-def test_resets(kind: Any) -> None:
-    """A reset cuts the sequence in two calls."""
-    layer = at.RNN(kind, 3, 7, num_layers=1, dtype=torch.float64)
-    x = torch.randn(7, 2, 3, dtype=torch.float64, requires_grad=True)
-    resets = torch.zeros(7, 2, dtype=torch.bool)
-    resets[[0, 3, 4]] = True
-    output, _ = layer(x, resets=resets)
-    parts = [layer(part) for part in (x[:3], x[3:4], x[4:])]
-    ref = torch.cat([part for part, _ in parts])
-    assert_close(output.detach(), ref.detach(), "float64", "forward")
-    weight = torch.randn_like(ref)
-    inputs = (x, *layer.parameters())
-    found, wanted = (torch.autograd.grad((y * weight).sum(), inputs) for y in (output, ref))
-    for a, b in zip(found, wanted, strict=True):
-        assert_close(a, b, "float64", "gradient")
-
-
-def test_learned_reset_state() -> None:
-    layer = at.RNN(cells.LSTM, 3, 5, dtype=torch.float64)
-    x = torch.randn(6, 2, 3, dtype=torch.float64)
-    learned = tuple(torch.randn(1, 1, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    start = tuple(s.expand(1, 2, 5) for s in learned)
-    resets = (torch.arange(6) == 2)[:, None].expand(6, 2)
-    output, _ = layer(x, start, resets=resets, reset_state=start)
-    ref = torch.cat([layer(part, start)[0] for part in (x[:2], x[2:])])
-    assert_close(output.detach(), ref.detach(), "float64", "forward")
-    weight = torch.randn_like(ref)
-    found, wanted = (torch.autograd.grad((y * weight).sum(), learned) for y in (output, ref))
-    for a, b in zip(found, wanted, strict=True):
-        assert_close(a, b, "float64", "gradient")
-
-
-def test_masked_output() -> None:
-    layer, x = at.RNN(cells.GRU, 3, 5), torch.randn(5, 2, 3)
-    output, final = layer(x, lengths=[5, 2], masked_output="repeat")
-    assert torch.equal(output[2:, 1], output[1, 1].expand(3, 5))
-    assert torch.equal(output[-1], final[0])
-    assert not layer(x, lengths=[5, 2])[0][2:, 1].any()
 
 
 # -- RNN(cell) -------------------------------------------------------------------------------------
@@ -508,19 +333,10 @@ def test_declared_initial_state() -> None:
     assert torch.equal(single(x, final)[0], single(x, (final,))[0])
 
 
-def test_static_input() -> None:
-    layer = at.RNN(Gated, 3, 5, dtype=torch.float64, num_layers=2)
-    x, e = torch.randn(4, 2, 3, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
-    e.requires_grad_()
-    output, _ = layer(x, static=e)
-    ones, _ = layer(x, static=torch.ones_like(e))
-    assert_close(
-        layer(x[:, 0], static=e[0])[0].detach(), output[:, 0].detach(), "float64", "forward"
-    )
-    assert torch.autograd.gradcheck(lambda e: layer(x, static=e)[0], (e,))
-    plain = nn.RNN(3, 5, num_layers=2, dtype=torch.float64)
-    plain.load_state_dict(layer.state_dict())
-    assert_close(ones.detach(), plain(x)[0].detach(), "float64", "forward")
+def test_static_input_without_a_batch() -> None:
+    layer, x, e = at.RNN(Gated, 3, 5), torch.randn(4, 2, 3), torch.randn(2, 5)
+    alone, _ = layer(x[:, 0], static=e[0])
+    assert_close(alone.detach(), layer(x, static=e)[0][:, 0].detach(), "float32", "forward")
 
 
 def test_random_masks_follow_torchs_seed() -> None:
@@ -553,26 +369,6 @@ def test_random_masks_of_the_composite_are_the_engines() -> None:
     assert_close(tangent.sum().detach(), first.sum(), "float64", "gradient")
 
 
-@cell(gates="h", state="h:P c")
-def Projected(x: Any, r: Any, s: Any) -> Any:
-    """A state of a size of its own, and a further matmul."""
-    c = 0.5 * s.c + tanh(x.h + r.h)
-    return anycell.linear(tanh(c), "out", bias=True), c
-
-
-def test_sized_states_and_further_matmuls() -> None:
-    layer = at.RNN(Projected, 3, 6, num_layers=2, bidirectional=True, P=4, dtype=torch.float64)
-    assert layer.engine.name == "cpu"
-    shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
-    assert shapes["weight_hh_l0"] == (6, 4) and shapes["weight_out_l1"] == (4, 6)
-    assert shapes["bias_out_l0"] == (4,) and shapes["weight_ih_l1"] == (6, 8)
-    x = torch.randn(3, 2, 3, dtype=torch.float64, requires_grad=True)
-    output, (h, c) = layer(x)
-    assert (output.shape, h.shape, c.shape) == ((3, 2, 8), (4, 2, 4), (4, 2, 6))
-    assert fused(output) and "P=4" in repr(layer)
-    assert torch.autograd.gradcheck(lambda x: layer(x, lengths=[3, 1])[0], (x,), fast_mode=True)
-
-
 def test_repr() -> None:
     assert repr(at.RNN(cells.PeepholeLSTM(coupled=True), 3, 8)) == (
         "RNN(PeepholeLSTM(coupled=True), 3, 8)"
@@ -582,6 +378,7 @@ def test_repr() -> None:
         "RNN(GRU(), 3, 8, num_layers=2, bias=False, batch_first=True, dropout=0.5, "
         "bidirectional=True)"
     )
+    assert repr(at.RNN(cells.LSTMP, 3, 8, P=4)) == "RNN(LSTMP(), 3, 8, P=4)"
     assert repr(at.LSTM(3, 8, 2)) == "LSTM(3, 8, num_layers=2)"
     assert repr(at.RNNCell(cells.GRU, 3, 8)) == "RNNCell(GRU(), 3, 8)"
 
@@ -948,7 +745,7 @@ BAD_LAYERS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dropout": 1.5}, ValueError, r"dropout: given 1.5; expected a number in \[0, 1\]"),
     ({"dropout": np.nan}, ValueError, r"dropout: given nan; expected a number in \[0, 1\]"),
     ({"proj_size": 2}, TypeError, "proj_size: given 2; expected no such argument.*spelling"),
-    ({"cell": Projected}, TypeError, "P: given nothing; expected the size that cell Projected"),
+    ({"cell": cells.LSTMP}, TypeError, "P: given nothing; expected the size that cell LSTMP"),
 ]
 
 

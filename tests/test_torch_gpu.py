@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conformance.on_torch import by_function
+from conformance.problem import assert_right, draw
 from gpu import CARD, DEVICE, SLOW, torch  # before anything else that may import Triton
-from test_torch_functional import Adding, problem, solve
+from test_torch_functional import Adding, problem
 from tolerances import assert_close
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch_layers import assert_same, given_to_forward
@@ -269,19 +271,16 @@ def test_recurrent_mask(
     per_gate: bool,
     tier: int,
     ran: list[str],
-    seed: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As Keras's ``recurrent_dropout`` gives it to the layer function."""
     monkeypatch.setattr(DeviceHost, "tier", tier)
-    torch.manual_seed(seed)
-    valid, resets = (torch.rand(2, 6, 3, device=DEVICE) < 0.8).unbind()
-    flags = {"mask": valid, "resets": ~resets}
-    call, arrays = problem(cell, per_gate, False, torch.float32, DEVICE, **flags)
-    ours = solve(functional.layer, call, arrays)
+    mask = "recurrent_mask per gate" if per_gate else "recurrent_mask"
+    has = (mask, "bidirectional", "state", "mask", "resets")
+    problem = draw(cell, (6, 3, 4, 5), has, "float32")
+    solution = by_function(functional.layer, DEVICE)(problem)
     assert ran == ["forward", "backward"]
-    for found, right in zip(ours, solve(composite, *in_float64(call, arrays)), strict=True):
-        assert_close(found.detach().cpu(), right.detach().cpu(), "float32", "gradient")
+    assert_right(solution, problem)
 
 
 @pytest.mark.parametrize("repeat", [False, True])

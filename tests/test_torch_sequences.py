@@ -100,18 +100,6 @@ def test_packed_is_lengths(kind: Any) -> None:
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_packed_gradients() -> None:
-    layer = at.RNN(cells.PeepholeLSTM, 2, 3, bidirectional=True, **DOUBLE)
-    packed = pack(torch.randn(4, 3, 2, **DOUBLE), [2, 4, 1])
-
-    def function(data: Tensor) -> Tensor:
-        return layer(rnn.PackedSequence(data, *packed[1:]))[0].data
-
-    data = packed.data.requires_grad_()
-    assert torch.autograd.gradcheck(function, (data,))
-    assert torch.autograd.gradgradcheck(function, (data,))
-
-
 def test_packed_static_input() -> None:
     from torch_layers import Gated
 
@@ -188,76 +176,6 @@ def test_packed_where_torch_runs_it() -> None:
 
 
 # -- all arguments together ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", CELLS, **by_name)
-def test_both_directions_are_two_layers(kind: Any) -> None:
-    """The reverse direction is the forward one on the reversed sequence, each row from its end."""
-    both = at.RNN(kind, 3, 5, bidirectional=True, **DOUBLE)
-    one = at.RNN(kind, 3, 5, **DOUBLE)
-    lengths, steps = torch.tensor([5, 2, 0, 4]), 5
-    x, resets = torch.randn(steps, 4, 3, **DOUBLE), torch.rand(steps, 4) < 0.4
-    holes = torch.rand(steps, 4) < 0.8
-    start = tuple(torch.randn(2, 4, 5, **DOUBLE) for _ in kind.states)
-
-    def call(layer: Any, flip: bool, first: tuple[Tensor, ...], masked_output: str) -> Any:
-        def turn(a: Tensor) -> Tensor:
-            return a.flip(0) if flip else a
-
-        inside = torch.arange(steps)[:, None] < lengths
-        output, final = layer(
-            turn(x), first if len(first) > 1 else first[0],
-            mask=turn(holes & inside), resets=turn(resets), masked_output=masked_output,
-        )  # fmt: skip
-        return turn(output), final if isinstance(final, tuple) else (final,)
-
-    for masked_output in ("zero", "repeat"):
-        given = start if len(start) > 1 else start[0]
-        output, final = both(
-            x, given, mask=holes, lengths=lengths, resets=resets, masked_output=masked_output
-        )
-        final = final if isinstance(final, tuple) else (final,)
-        for d, suffix in enumerate(("", "_reverse")):
-            weights = {name: both.get_parameter(name + suffix) for name in one.state_dict()}
-            one.load_state_dict(weights)
-            mine = tuple(s[d : d + 1] for s in start)
-            part, last = call(one, bool(d), mine, masked_output)
-            assert_close(
-                output[..., d * 5 : d * 5 + 5].detach(), part.detach(), "float64", "forward"
-            )
-            for a, b in zip(final, last, strict=True):
-                assert_close(a[d : d + 1].detach(), b.detach(), "float64", "forward")
-
-
-@pytest.mark.parametrize("cut", [1, 3])
-@pytest.mark.parametrize("kind", CELLS, **by_name)
-def test_chunks_are_one_call(kind: Any, cut: int) -> None:
-    """The state handed on, not detached: outputs and gradients of one long call."""
-    layer = at.RNN(kind, 3, 5, num_layers=2, **DOUBLE)
-    x = torch.randn(7, 2, 3, **DOUBLE, requires_grad=True)
-    flags = {"lengths": torch.tensor([7, 5]), "resets": torch.rand(7, 2) < 0.3}
-    whole, last = layer(x, **flags)
-    state, outputs = None, []
-    for begin in range(0, 7, cut):
-        part = slice(begin, min(7, begin + cut))
-        steps = part.stop - part.start
-        output, state = layer(
-            x[part],
-            state,
-            lengths=(flags["lengths"] - begin).clamp(0, steps),
-            resets=flags["resets"][part],
-        )
-        outputs.append(output)
-    chunks, weight = torch.cat(outputs), torch.randn_like(whole)
-    assert_close(chunks.detach(), whole.detach(), "float64", "forward")
-    last, state = (s if isinstance(s, tuple) else (s,) for s in (last, state))
-    leaves = (x, *layer.parameters())
-    found, ref = (
-        torch.autograd.grad((y * weight).sum() + sum(s.square().sum() for s in end), leaves)
-        for y, end in ((chunks, state), (whole, last))
-    )
-    for a, b in zip(found, ref, strict=True):
-        assert_close(a, b, "float64", "gradient")
 
 
 # -- projection ------------------------------------------------------------------------------------

@@ -120,8 +120,10 @@ class _Direction:
 
     def factors(self) -> list[Factors]:
         """What the weights' gradients are products of, for hosts that multiply themselves."""
+        count = self.run.steps * self.run.batch
         return [
-            Factors(*[None if rows is None else rows.whole for rows in pair]) for pair in self.pairs
+            Factors(*[None if rows is None else rows[count] for rows in pair])
+            for pair in self.pairs
         ]
 
     def dgates(self, chunk: Chunk) -> Array:

@@ -1,0 +1,161 @@
+"""Keras, on the backend that KERAS_BACKEND says: ``RNN`` and the drop-ins, eager and in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+from keras_layers import BACKEND, derive, double, number
+
+import anycell.keras as ak
+from anycell.keras.cells import GRU, LSTM, SimpleRNN
+from conformance.frontend import Frontend
+from conformance.problem import Array, Arrays, Problem
+
+DROP_INS = {LSTM: ak.LSTM, GRU: ak.GRU, SimpleRNN: ak.SimpleRNN}
+BOTH = ["bias_ih_l0", "bias_hh_l0"]
+
+
+def places(problem: Problem, weight: Any) -> list[str]:
+    """The names in a problem of what Keras has in one weight."""
+    name = weight.path.split("/")[-1]
+    if name == "bias":
+        return [name for name in BOTH if name in problem.arrays]
+    if name in ("kernel", "recurrent_kernel"):
+        return ["weight_ih_l0" if name == "kernel" else "weight_hh_l0"]
+    for ending, kind in (("_kernel", "weight_"), ("_bias", "bias_")):
+        if name.endswith(ending):
+            return [f"{kind}{name.removesuffix(ending)}_l0"]
+    return [f"{name}_l0"]
+
+
+def to_keras(names: list[str], arrays: Mapping[str, Array], axes: int) -> Array:
+    """Keras has one bias where both are only added."""
+    if names[0] in BOTH:
+        return np.stack([arrays[n] for n in names]) if axes == 2 else sum(arrays[n] for n in names)
+    return arrays[names[0]].swapaxes(-1, -2) if axes > 1 else arrays[names[0]]
+
+
+def from_keras(names: list[str], value: Array) -> Arrays:
+    apart = names[0] in BOTH and value.ndim == 2
+    value = value if apart or value.ndim == 1 else value.swapaxes(-1, -2)
+    return {name: value[k] if apart else value for k, name in enumerate(names)}
+
+
+def made(problem: Problem, drop_in: bool) -> Any:
+    sizes = {name: size for name, size in problem.sizes.items() if name != "H"}
+    cell = () if drop_in else (problem.cell,)
+    layer = (DROP_INS[problem.cell] if drop_in else ak.RNN)(
+        *cell, problem.sizes["H"], use_bias=problem.bias, dtype=problem.dtype,
+        return_sequences=True, return_state=True, go_backwards=problem.reverse[0],
+        zero_output_for_mask=not problem.repeat, **sizes,
+    )  # fmt: skip
+    layer.build((None, None, problem.inputs))
+    for weight in layer.trainable_variables:
+        weight.assign(to_keras(places(problem, weight), problem.arrays, len(weight.shape)))
+    return layer
+
+
+def turn(name: str, array: Array, reverse: bool, back: bool = False) -> Array:
+    """To Keras, or back: batch first and in the order of processing; states of one direction."""
+    if name.startswith(("state", "final")):
+        return array[None] if back else array[0]
+    if array.ndim < 3:
+        return array
+    if name == "output" and reverse:
+        array = np.flip(array, 1 if back else 0)
+    return array.swapaxes(0, 1)
+
+
+def by_layer(drop_in: bool = False, **ways: bool) -> Callable[..., Arrays]:
+    def solve(problem: Problem, along: Arrays | None = None) -> Arrays:
+        with double(problem.dtype):
+            return run(made(problem, drop_in), problem, along, ways)
+
+    return solve
+
+
+def run(layer: Any, problem: Problem, along: Arrays | None, ways: dict[str, bool]) -> Arrays:
+    reverse, state_names = problem.reverse[0], problem.cell.state_names
+    names = ["x", *[f"state {name}" for name in state_names], "static"]
+    names = [name for name in names if name in problem.arrays]
+    results = ["output", *[f"final {name}" for name in state_names]]
+    options = {n: a for n, a in problem.options.items() if n not in ("static", "masked_output")}
+    options |= {name: options[name].T for name in ("mask", "resets") if name in options}
+    arriving = [turn(name, problem.arrays[f"d {name}"], reverse) for name in results]
+    weights = layer.trainable_variables
+    inside = [places(problem, weight) for weight in weights]
+
+    def call(tensors: Any) -> list[Any]:
+        given = dict(zip(names, tensors, strict=True))
+        x, more = given.pop("x"), keras.tree.map_structure(keras.ops.convert_to_tensor, options)
+        more |= {"static": given.pop("static")} if "static" in given else {}
+        return list(layer(x, initial_state=list(given.values()) or None, **more))
+
+    def loss(values: list[Any]) -> Any:
+        weights = keras.tree.map_structure(keras.ops.convert_to_tensor, arriving)
+        return sum(keras.ops.sum(v * w) for v, w in zip(values, weights, strict=True))
+
+    def all_of(arrays: Arrays) -> list[Array]:
+        ranks = [len(weight.shape) for weight in weights]
+        learned = [to_keras(n, arrays, rank) for n, rank in zip(inside, ranks, strict=True)]
+        return [turn(name, arrays[name], reverse) for name in names] + learned
+
+    given = [turn(name, problem.arrays[name], reverse) for name in names]
+    values, grads = derive(layer, call, loss, given, along=along and all_of(along), **ways)
+    solution = {} if along else dict(zip(results, values, strict=True))
+    solution |= {f"d {name}": grad for name, grad in zip(names, grads, strict=False)}
+    solution = {
+        name: turn(name.removeprefix("d "), number(value), reverse, back=True)
+        for name, value in solution.items()
+    }
+    for place, grad in zip(inside, grads[len(names) :], strict=True):
+        solution |= {f"d {n}": value for n, value in from_keras(place, number(grad)).items()}
+    return solution
+
+
+def by_step(problem: Problem) -> Arrays:
+    with double(problem.dtype):
+        cell, outputs = made(problem, False).cell, []
+        states = [keras.ops.convert_to_tensor(state[0]) for state in problem.group("state")]
+        for x in problem.arrays["x"]:
+            output, states = cell(keras.ops.convert_to_tensor(x), states)
+            outputs.append(number(output))
+    finals = [f"final {name}" for name in problem.cell.state_names]
+    solution = dict(zip(finals, [number(state)[None] for state in states], strict=True))
+    return {"output": np.stack(outputs), **solution}
+
+
+def step_by_step(problem: Problem, along: Arrays | None = None) -> Arrays:
+    with ak.step_by_step():
+        return by_layer()(problem, along)
+
+
+LACKS = {
+    "lengths": "Keras says them by a mask",
+    "reset_state": "resets restore what the cell declares",
+    "recurrent_mask": "recurrent_dropout= draws them",
+    "bidirectional": "keras.layers.Bidirectional makes two layers of one",
+    "layers": "each layer is one",
+    "no steps": "Keras's loop takes none",
+    "prepare": "a step is operations of the backend",
+    "static steps": "RNNCell has no place for it",
+    "held start": "before a row's first step Keras repeats zeros",
+}
+AS_KERAS = LACKS | dict.fromkeys(("resets", "static"), "keras.layers has no place for it")
+INEXACT = {"float64": "Keras's matmul on torch is of float32"} if BACKEND == "torch" else {}
+FRONTENDS = [
+    Frontend(
+        f"keras.RNN step by step on {BACKEND}", step_by_step, LACKS | INEXACT, None, by_step,
+        variant=True, fused=False,
+    ),
+]  # fmt: skip
+if BACKEND != "jax":  # there all is step by step, and the drop-ins are Keras's loop
+    FRONTENDS += [
+        Frontend(f"keras.RNN on {BACKEND}", by_layer(), LACKS),
+        Frontend(f"keras drop-ins on {BACKEND}", by_layer(True), AS_KERAS, tuple(DROP_INS)),
+    ]
+if BACKEND == "tensorflow":
+    FRONTENDS += [Frontend("keras.RNN in a graph", by_layer(graph=True), LACKS, variant=True)]

@@ -1,0 +1,152 @@
+"""PyTorch: ``RNN``, the drop-ins ``LSTM`` and ``GRU``, and the function that all go through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+import anycell.torch as at
+from anycell import cells
+from anycell.layer import Options
+from anycell.torch.composite import Call, composite
+from anycell.torch.functional import layer
+from conformance.frontend import Frontend
+from conformance.problem import Arrays, Problem
+
+Tensors = dict[str, Tensor]
+
+
+def derive(
+    call: Callable[[Tensors], Tensors], problem: Problem, along: Arrays | None, device: str = "cpu"
+) -> Arrays:
+    tensors = {name: torch.from_numpy(a).to(device) for name, a in problem.arrays.items()}
+    arriving = {name: tensors.pop(name) for name in list(tensors) if name.startswith("d ")}
+    fixed = ("recurrent_mask",)
+    leaves = {n: t for n, t in tensors.items() if t.is_floating_point() and n not in fixed}
+    for tensor in leaves.values():
+        tensor.requires_grad_()
+    results, wanted = call(tensors), list(leaves.values())
+    weighted = [arriving[f"d {name}"] for name in results]
+    twice = along is not None
+    grads = torch.autograd.grad([*results.values()], wanted, weighted, create_graph=twice)
+    if along is not None:
+        ahead = [torch.from_numpy(along[name]) for name in leaves]
+        grads, results = torch.autograd.grad(grads, wanted, ahead, materialize_grads=True), {}
+    results |= {f"d {name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return {name: tensor.detach().cpu().numpy() for name, tensor in results.items()}
+
+
+def named(problem: Problem, output: Tensor, final: Any) -> Tensors:
+    final = final if isinstance(final, tuple) else (final,)
+    names = [f"final {name}" for name in problem.cell.state_names]
+    return {"output": output, **dict(zip(names, final, strict=True))}
+
+
+def states(problem: Problem, tensors: Tensors, kind: str = "state") -> Any:
+    """As modules take them: a tuple, the tensor alone of one state, or None."""
+    names = (f"{kind} {name}" for name in problem.cell.state_names)
+    given = tuple(tensors[name] for name in names if name in tensors)
+    return (given if len(given) > 1 else given[0]) if given else None
+
+
+def module(problem: Problem, cell: tuple[Any, ...] = ()) -> Any:
+    kind = at.RNN if cell else {cells.LSTM: at.LSTM, cells.GRU: at.GRU}[problem.cell]
+    sizes = {name: size for name, size in problem.sizes.items() if name != "H"}
+    return kind(
+        *cell, problem.inputs, problem.sizes["H"], problem.layers, bias=problem.bias,
+        bidirectional=len(problem.reverse) > 1, dtype=getattr(torch, problem.dtype), **sizes,
+    ).eval()  # fmt: skip
+
+
+def by_module(made: Any, problem: Problem, along: Arrays | None) -> Arrays:
+    def call(tensors: Tensors) -> Tensors:
+        options = {n: tensors.get(n, value) for n, value in problem.options.items()}
+        if "reset_state" in options:
+            options["reset_state"] = states(problem, tensors, "reset_state")
+        learned = {name: tensors[name] for name in problem.learned}
+        arguments = tensors["x"], states(problem, tensors)
+        return named(problem, *functional_call(made, learned, arguments, options))
+
+    return derive(call, problem, along)
+
+
+def by_rnn(problem: Problem, along: Arrays | None = None) -> Arrays:
+    return by_module(module(problem, (problem.cell,)), problem, along)
+
+
+def by_drop_in(problem: Problem, along: Arrays | None = None) -> Arrays:
+    return by_module(module(problem), problem, along)
+
+
+def by_function(
+    run: Any, device: str = "cpu", projected: bool = False, **options: Any
+) -> Callable[..., Arrays]:
+    """By the function that all layers go through, of an input to project or one that is."""
+
+    def solve(problem: Problem, along: Arrays | None = None) -> Arrays:
+        said = Options(reverse=problem.reverse, repeat=problem.repeat, **options)
+        others = tuple((n, size) for n, size in problem.sizes.items() if n != "H")
+        call = Call(problem.cell, problem.sizes["H"], said, others)
+
+        def function(tensors: Tensors) -> Tensors:
+            arrays = {name.replace("_l0", ""): tensor for name, tensor in tensors.items()}
+            if arrays.pop("lengths", None) is not None:  # which modules turn into a mask
+                arrays["mask"] = torch.from_numpy(problem.valid)
+            if projected:
+                weight, bias = arrays.pop("weight_ih"), arrays.pop("bias_ih", None)
+                x = torch.nan_to_num(arrays["x"])  # or NaN under a mask reaches the weight
+                arrays["x"] = torch.nn.functional.linear(x, weight, bias)
+            return named(problem, *run(call, arrays)[:2])
+
+        return derive(function, problem, along, device)
+
+    return solve
+
+
+def by_step(made: Any, problem: Problem) -> Arrays:
+    tensors = {name: torch.from_numpy(array) for name, array in problem.arrays.items()}
+    for name, parameter in made.named_parameters():
+        parameter.data = tensors[name]  # as it lies in memory
+    made.prepare()
+    state, outputs = states(problem, tensors), []
+    static = {"static": tensors["static"]} if "static" in tensors else {}
+    with torch.no_grad():
+        for x in tensors["x"]:
+            output, state = made.step(x, state, **static)
+            outputs.append(output)
+    results = named(problem, torch.stack(outputs), state)
+    return {name: tensor.numpy() for name, tensor in results.items()}
+
+
+DIRECTIONS = "a layer runs forwards, or both ways"
+DRAWN = "layers draw masks, in a cell by keep(), and take none"
+AS_TORCH = "torch.nn refuses sequences without a step"
+RNN = {
+    "reverse": DIRECTIONS,
+    "recurrent_mask": DRAWN,
+    "no steps": AS_TORCH,
+    "negative strides": "PyTorch has no such tensors",
+}
+OF_RNN = "what torch.nn has no place for is RNN(cell)'s"
+ONE = "it is one layer"
+FRONTENDS = [
+    Frontend("torch.RNN", by_rnn, RNN, None, lambda p: by_step(module(p, (p.cell,)), p)),
+    Frontend(
+        "torch.LSTM and GRU", by_drop_in, RNN | dict.fromkeys(("reset_state", "repeat"), OF_RNN),
+        (cells.LSTM, cells.GRU), lambda p: by_step(module(p), p),
+    ),
+    Frontend("the layer of torch", by_function(layer), {"layers": ONE}),
+    Frontend(
+        "the layer of torch, projected", by_function(layer, projected=True),
+        {"layers": ONE, "bidirectional": "the directions would have gates of their own"},
+        variant=True,
+    ),
+    Frontend(
+        "torch step by step", by_function(composite), {"layers": ONE},
+        variant=True, fused=False,
+    ),
+]  # fmt: skip

@@ -1,0 +1,323 @@
+"""Every behaviour of a layer, on every frontend, against the reference engine in float64."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from guarded import Everything
+from tolerances import is_slope
+
+from anycell import Cell, cells
+from anycell.engines import cpu
+from anycell.stream import Stream
+from conformance.frontend import Frontend
+from conformance.problem import LEARNED, Arrays, Odd, Problem, assert_right, by_reference, draw
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Keras reads its variables for NumPy 1.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+NEEDS = {"on_numpy": "numpy", "on_torch": "torch", "on_keras": "keras", "on_tf1": "tensorflow"}
+
+
+def all_frontends() -> Iterator[Frontend]:
+    """Of the frameworks that are installed; Keras has one backend in a process."""
+    for adapter, framework in NEEDS.items():
+        if find_spec(framework) is None or (adapter == "on_tf1" and not on_tensorflow()):
+            continue
+        yield from importlib.import_module(f"conformance.{adapter}").FRONTENDS
+
+
+def on_tensorflow() -> bool:
+    import keras
+
+    return keras.backend.backend() == "tensorflow"
+
+
+FRONTENDS = list(all_frontends())
+BUILT_IN = [getattr(cells, name) for name in cells.__all__]
+EVERY = [
+    *BUILT_IN,
+    cells.GRU(reset_after=False),
+    cells.PeepholeLSTM(coupled=True, forget_bias=1.0, cell_clip=0.6),
+    cells.sLSTM(heads=2),
+    Odd,
+    Everything,
+]
+STANDARD = (5, 4, 3, 6)  # T, B, I, H
+FULL = ("state", "mask", "lengths", "resets", "reset_state", "bidirectional")
+
+
+def ask(
+    *cases: Any,
+    cells: Callable[[Frontend], tuple[Cell, ...]],
+    has: Callable[[Any], tuple[str, ...]] = lambda case: (),
+    more: Callable[[Frontend, Cell, Any], bool] = lambda frontend, *_: frontend.variant,
+) -> Any:
+    """A test for each frontend, cell and case, where the frontend has what the case needs.
+
+    Args:
+        more: which of them are for the longer suite.
+    """
+    found = []
+    for frontend in FRONTENDS:
+        for cell in cells(frontend):
+            for case in cases:
+                if frontend.runs(cell, *has(case)):
+                    marks = [pytest.mark.more] * more(frontend, cell, case)
+                    name = f"{frontend}-{cell}" + f"-{case}" * (len(cases) > 1)
+                    found.append(pytest.param(frontend, cell, case, marks=marks, id=name))
+    return pytest.mark.parametrize(("frontend", "cell", "case"), found)
+
+
+def some(frontend: Frontend) -> tuple[Cell, ...]:
+    """Cells that stand for all, or those that a frontend has."""
+    found = frontend.cells or (cells.LSTM, Everything)
+    return found[-1:] if frontend.variant else found
+
+
+def dtype(frontend: Frontend) -> str:
+    return "float32" if "float64" in frontend.lacks else "float64"
+
+
+def check(frontend: Frontend, problem: Problem) -> Arrays:
+    """That a frontend solves a problem, on the engine that it should, and writes to no argument."""
+    before = {name: array.copy() for name, array in problem.arrays.items()}
+    with mock.patch.object(cpu, "run", side_effect=cpu.run) as kernels:
+        solution = frontend.solve(problem)
+    steps, rows, _ = problem.shape
+    if steps > 1 and rows:  # a single step is some frameworks' own
+        assert kernels.called is frontend.fused
+    assert_right(solution, problem, "gradients" not in frontend.lacks)
+    for name, array in problem.arrays.items():
+        assert np.array_equal(array, before[name], equal_nan=array.dtype.kind == "f"), name
+    return solution
+
+
+# -- what a call has -------------------------------------------------------------------------------
+
+CALLS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "state": ("state",),
+    "mask": ("mask", "state"),
+    "lengths": ("lengths", "state"),
+    "mask and lengths": ("mask", "lengths"),
+    "resets": ("resets", "state"),
+    "resets under a mask": ("resets", "mask"),
+    "reset state": ("resets", "reset_state", "mask"),
+    "held output": ("repeat", "mask"),
+    "held state": ("repeat", "mask", "state", "held start"),
+    "reverse": ("reverse", "state"),
+    "reverse under a mask": ("reverse", "mask", "state"),
+    "reverse with lengths": ("reverse", "lengths"),
+    "reverse with resets": ("reverse", "resets"),
+    "both directions": ("bidirectional", "state"),
+    "both directions with lengths": ("bidirectional", "lengths"),
+    "both directions with resets": ("bidirectional", "resets", "mask"),
+    "layers": ("layers", "state"),
+    "layers of both directions": ("layers", "bidirectional", "state", "lengths"),
+    "held output of both directions": ("repeat", "mask", "bidirectional", "resets"),
+    "no bias": ("no bias",),
+}
+
+
+@ask(*CALLS, cells=some, has=CALLS.__getitem__, more=lambda *_: False)
+def test_calls(frontend: Frontend, cell: Cell, case: str) -> None:
+    check(frontend, draw(cell, STANDARD, CALLS[case], dtype(frontend)))
+
+
+RECURRENT = [
+    cells.LSTM, cells.GRU, cells.GRU(reset_after=False), cells.PeepholeLSTM, cells.LSTMP, Everything
+]  # fmt: skip
+
+
+@ask(
+    *("recurrent_mask", "recurrent_mask per gate"),
+    cells=lambda frontend: tuple(RECURRENT),
+    has=lambda _: ("recurrent_mask",),
+)
+def test_recurrent_masks(frontend: Frontend, cell: Cell, case: str) -> None:
+    words = ("mask", "resets", "bidirectional")
+    has = [word for word in words if word not in frontend.lacks]
+    check(frontend, draw(cell, STANDARD, (case, *has), dtype(frontend)))
+
+
+GAPS = "mask lengths resets reset_state repeat recurrent_mask static".split()
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=str)
+def test_gaps_are_refused(frontend: Frontend) -> None:
+    """What a frontend is said to lack, it refuses by name; and each gap has a reason."""
+    assert all(frontend.lacks.values())
+    for gap in frontend.lacks.keys() & set(GAPS):
+        cell = frontend.cells[-1] if frontend.cells else cells.LSTM
+        problem = draw(cell, STANDARD, (gap,))
+        if gap == "static":
+            problem = problem.but({"static": np.ones((4, 6))})
+        with pytest.raises(
+            (TypeError, ValueError), match="masked_output" if gap == "repeat" else gap
+        ):
+            frontend.solve(problem)
+
+
+# -- cells, sizes, dtypes --------------------------------------------------------------------------
+
+
+def every(frontend: Frontend) -> tuple[Cell, ...]:
+    return tuple(EVERY) if frontend.cells is None else ()
+
+
+@ask("", cells=every)
+def test_every_cell(frontend: Frontend, cell: Cell, case: str) -> None:
+    """With all that the frontend has, in one call."""
+    has = [word for word in FULL if word not in frontend.lacks]
+    check(frontend, draw(cell, STANDARD, tuple(has), dtype(frontend)))
+
+
+SIZES = {
+    "one unit": (5, 3, 6, 1),
+    "a single step": (1, 4, 6, 7),
+    "one row": (9, 1, 6, 33),
+    "many units": (4, 5, 6, 100),
+    "one of all": (1, 1, 1, 1),
+    "several blocks": (7, 19, 3, 33),
+    "no rows": (6, 0, 3, 7),
+    "no steps": (0, 3, 3, 7),
+}
+
+
+def two(frontend: Frontend) -> tuple[Cell, ...]:
+    return frontend.cells[:2] if frontend.cells else (cells.LSTM, cells.GRU)
+
+
+def needs_kernels(frontend: Frontend, cell: Cell, size: str) -> bool:
+    """Of sizes that no other frontend needs, of cells that only this one has."""
+    return frontend.variant or (cell not in BUILT_IN and SIZES[size][3] > 7)
+
+
+@ask(*SIZES, cells=two, has=lambda size: (size,), more=needs_kernels)
+def test_sizes(frontend: Frontend, cell: Cell, case: str) -> None:
+    """One cell in float32, the other one in float64."""
+    has = tuple(word for word in ("state", "lengths") if word not in frontend.lacks)
+    exact = cell is two(frontend)[-1] and "float64" not in frontend.lacks
+    check(frontend, draw(cell, SIZES[case], has, "float64" if exact else "float32"))
+
+
+@ask("", cells=two)
+def test_rows_without_a_step(frontend: Frontend, cell: Cell, case: str) -> None:
+    """States come back, and all gradients but theirs are zero."""
+    problem = draw(cell, STANDARD, ("state",), dtype(frontend))
+    rows, none = STANDARD[1], np.zeros(STANDARD[:2], bool)
+    given = {"mask": none} if "mask" not in frontend.lacks else {"lengths": np.zeros(rows, int)}
+    x = np.full_like(problem.arrays["x"], np.nan)
+    solution = check(frontend, problem.but({"x": x, **given}))
+    for name, value in solution.items():
+        state = problem.arrays.get(name.replace("final", "state").removeprefix("d "))
+        if "state" in name:
+            assert np.array_equal(value, problem.arrays[name.replace("state", "final")])
+        elif "final" in name:
+            assert np.array_equal(value, state)
+        else:
+            assert not value.any(), name
+
+
+# -- several calls ---------------------------------------------------------------------------------
+
+
+def part(problem: Problem, begin: int, end: int) -> Problem:
+    """So many steps of a problem."""
+    cut = {
+        n: a[begin:end]
+        for n, a in problem.arrays.items()
+        if n in ("x", "mask", "resets", "d output")
+    }
+    if "lengths" in problem.arrays:
+        cut["lengths"] = np.clip(problem.arrays["lengths"] - begin, 0, end - begin)
+    return problem.but(cut)
+
+
+@ask("", cells=some, has=lambda _: ("state",))
+def test_chunks_are_one_call(frontend: Frontend, cell: Cell, case: str) -> None:
+    """A long sequence in two calls: states are handed on, and gradients to them back."""
+    words = ("state", "mask", "lengths", "resets")
+    has = [word for word in words if word not in frontend.lacks]
+    problem = draw(cell, (7, 3, 3, 6), tuple(has), dtype(frontend))
+    first, second = part(problem, 0, 4), part(problem, 4, 7)
+    handed = frontend.solve(first)
+    names = cell.state_names
+    second = second.but({f"state {name}": handed[f"final {name}"] for name in names})
+    behind = frontend.solve(second)
+    solution = {f"final {name}": behind[f"final {name}"] for name in names}
+    outputs = [handed, behind]
+    if "gradients" not in frontend.lacks:
+        arriving = {f"d final {name}": behind[f"d state {name}"] for name in names}
+        ahead = frontend.solve(first.but(arriving))
+        outputs = [ahead, behind]
+        for name, value in ahead.items():
+            if LEARNED.search(name) or name == "d static":
+                solution[name] = value + behind[name]
+            elif name.startswith("d state"):
+                solution[name] = value
+        solution["d x"] = np.concatenate([ahead["d x"], behind["d x"]])
+    solution["output"] = np.concatenate([one["output"] for one in outputs])
+    assert_right(solution, problem, "gradients" not in frontend.lacks)
+
+
+def stepped(frontend: Frontend) -> tuple[Cell, ...]:
+    found = frontend.cells or tuple(EVERY)
+    without = "static steps" in frontend.lacks
+    return tuple(c for c in found if frontend.steps and not (c.static and without))
+
+
+def rarely(frontend: Frontend, cell: Cell, dtype: str) -> bool:
+    """Each cell once; those that stand for all everywhere."""
+    once = frontend.name == "numpy.RNN" and dtype == "float64"
+    return not once and cell not in (*some(frontend), Odd)
+
+
+@ask("float32", "float64", cells=stepped, has=lambda dtype: (dtype,), more=rarely)
+def test_steps_are_one_call(frontend: Frontend, cell: Cell, case: str) -> None:
+    """On weights that were packed before, where a frontend has that."""
+    assert frontend.steps is not None
+    has = tuple(word for word in ("state", "layers") if word not in frontend.lacks)
+    problem = draw(cell, STANDARD, has, case)
+    before = [state.copy() for state in problem.group("state")]
+    with mock.patch.object(Stream, "step", autospec=True, side_effect=Stream.step) as packed:
+        assert_right(frontend.steps(problem), problem, gradients=False)
+    assert packed.call_count == (0 if "prepare" in frontend.lacks else STANDARD[0])
+    assert all(map(np.array_equal, before, problem.group("state")))
+
+
+# -- second derivatives ----------------------------------------------------------------------------
+
+
+@ask("", cells=some, has=lambda _: ("gradients", "second derivatives", "float64"))
+def test_second_derivatives(frontend: Frontend, cell: Cell, case: str) -> None:
+    """Of everything with everything, against differences of the derived backward pass."""
+    words = ("state", "mask", "resets", "recurrent_mask")
+    has = [word for word in words if word not in frontend.lacks]
+    problem = draw(cell, (3, 3, 2, 4), tuple(has))
+    rng, step = np.random.default_rng(0), 1e-5
+    names = [name.removeprefix("d ") for name in problem.right if name[:2] == "d "]
+
+    def directions() -> Arrays:
+        return {name: rng.standard_normal(problem.arrays[name].shape) for name in names}
+
+    along, across = directions(), directions()
+
+    def slope(size: float) -> float:
+        """The gradient along one direction, a bit further along the other one."""
+        moved = {name: problem.arrays[name] + size * across[name] for name in names}
+        gradients = by_reference(problem.but(moved))
+        return sum(float((gradients[f"d {n}"] * along[n]).sum()) for n in names)
+
+    second = frontend.solve(problem, along)
+    assert second.keys() == {f"d {name}" for name in names}
+    found = sum(float((second[f"d {name}"] * across[name]).sum()) for name in names)
+    assert is_slope(found, (slope(step) - slope(-step)) / (2 * step), "layer")
