@@ -123,20 +123,20 @@ def by_step(made: Any, problem: Problem) -> Arrays:
 
 
 DIRECTIONS = "a layer runs forwards, or both ways"
-DRAWN = "layers draw masks, in a cell by keep(), and take none"
 AS_TORCH = "torch.nn refuses sequences without a step"
 RNN = {
     "reverse": DIRECTIONS,
-    "recurrent_mask": DRAWN,
     "no steps": AS_TORCH,
     "negative strides": "PyTorch has no such tensors",
 }
-OF_RNN = "what torch.nn has no place for is RNN(cell)'s"
+OF_RNN = dict.fromkeys(
+    ("reset_state", "repeat", "recurrent_mask"), "what torch.nn has no place for is RNN(cell)'s"
+)
 ONE = "it is one layer"
 FRONTENDS = [
     Frontend("torch.RNN", by_rnn, RNN, None, lambda p: by_step(module(p, (p.cell,)), p)),
     Frontend(
-        "torch.LSTM and GRU", by_drop_in, RNN | dict.fromkeys(("reset_state", "repeat"), OF_RNN),
+        "torch.LSTM and GRU", by_drop_in, RNN | OF_RNN,
         (cells.LSTM, cells.GRU), lambda p: by_step(module(p), p),
     ),
     Frontend("the layer of torch", by_function(layer), {"layers": ONE}),
