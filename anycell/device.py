@@ -167,8 +167,8 @@ def backward(
     again = options.checkpoint is not None  # the forward pass, which may read x
     given = contract.entering(host, plan, arrays, options, read=again)
     x = given.x
-    kept, dy, d_final = contract.arriving(
-        host, plan, x.shape, options.reverse, kept, d_output, d_final,
+    kept, dy, d_final, _ = contract.arriving(
+        host, plan, x.shape, options.reverse, kept, d_output, d_final, {},
         segment=_segment(plan, x, options), width=saved_width(plan), keeps=keeps_state,
     )  # fmt: skip
     dx = None

@@ -23,6 +23,7 @@ def backward(
     d_output: Array | None,
     d_final: Sequence[Array | None],
     *,
+    d_states: Mapping[str, Array] | None = None,
     wanted: Collection[str] | None = None,
     factors: list[list[Factors]] | None = None,
 ) -> dict[str, Array]:
@@ -33,6 +34,8 @@ def backward(
         kept: from ``forward``; may be used again.
         d_output: gradient of the outputs ``[T, B, D*size]``, or None.
         d_final: gradients of the final states ``[D, B, size]``, None where there is none.
+        d_states: gradients of the sequences ``[T, B, D*size]`` of states besides the first, by
+            name.
         wanted: names of the arrays whose gradients are wanted; None for all. There may be more.
         factors: gets per direction, for each matmul inside a step, what its weight's gradient is
             the product of, for hosts that multiply themselves. Without checkpoints, and where the
@@ -48,8 +51,8 @@ def backward(
     again = options.checkpoint is not None  # the forward pass, which may read x
     given = contract.entering(host, plan, arrays, options, read=again)
     run = Run(host, plan, given, options, backward=True)
-    kept, d_output, d_final = contract.arriving(
-        host, plan, given.x.shape, options.reverse, kept, d_output, d_final,
+    kept, d_output, d_final, d_states = contract.arriving(
+        host, plan, given.x.shape, options.reverse, kept, d_output, d_final, d_states or {},
         segment=run.segment, width=run.kernel.saved_width, keeps=keeps_state,
     )  # fmt: skip
     dx = None
@@ -58,6 +61,8 @@ def backward(
     need = factors is None and (wanted is None or any(map(of_a_matmul, wanted)))
     if d_output is not None:
         run.place("d_output", d_output, axes=2)
+    for name, arriving in d_states.items():
+        run.place(f"d_sequence {name}", arriving, axes=2)
     totals = Totals(run, d_final)
     directions = [
         _Direction(run, d, dx, need, dense=factors is not None) for d in range(len(run.directions))

@@ -135,11 +135,12 @@ def arriving(
     kept: Kept,
     d_output: Array | None,
     d_final: Sequence[Array | None],
+    d_states: Mapping[str, Array],
     *,
     segment: int,
     width: int,
     keeps: Callable[[Plan, int], bool],
-) -> tuple[Kept, Array | None, list[Array | None]]:
+) -> tuple[Kept, Array | None, list[Array | None], dict[str, Array]]:
     """What a backward pass takes besides, fit for its kernel.
 
     Args:
@@ -183,7 +184,12 @@ def arriving(
         None if d is None else _fit(host, f"d_state {name!r}", d, (len(reverse), batch, size), ANY)
         for d, (name, size) in zip(_all("d_state", d_final, sizes), sizes, strict=True)
     ]
-    return kept, d_output, final
+    width_of, directions = dict(sizes), len(reverse)
+    inside = {
+        name: _fit(host, f"d_states {name!r}", d, (steps, batch, directions * width_of[name]), ROWS)
+        for name, d in d_states.items()
+    }
+    return kept, d_output, final, inside
 
 
 def kept_shapes(

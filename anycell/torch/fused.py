@@ -130,15 +130,17 @@ class _Fused(torch.autograd.Function):
         arrays = dict(zip(names, tensors, strict=False))
         wanted = {name for name, need in zip(names, needs, strict=True) if need}
         ends = 1 + len(call.cell.states)
-        # The kernels take gradients at outputs and final states, and at no other sequence.
-        elsewhere = any(gradient is not None for gradient in arriving[ends:])
+        pairs = zip(call.sequences, arriving[ends:], strict=True)
+        inside = {name: gradient for name, gradient in pairs if gradient is not None}
+        # The GPU's kernels take gradients at outputs and final states, and at no other sequence.
+        elsewhere = bool(inside) and ctx.plan.engine == "gpu"
         gradients: Mapping[str, Tensor | None]
         if elsewhere or torch.is_grad_enabled() or any(map(_batched, arriving)):
             run: Any = _differentiable
             gradients = ranged(call.cell, "backward", run, call, arrays, wanted, arriving)
         else:
             kept = layer.Kept.of(tensors[len(names) :], ctx.states, len(call.options.reverse))
-            given = call, ctx.plan, arrays, kept, arriving[:ends], wanted
+            given = call, ctx.plan, arrays, kept, arriving[:ends], wanted, inside
             gradients = ranged(call.cell, "backward", run_backward, *given)
         found = [gradients.get(name) if name in wanted else None for name in names]
         return None, None, None, *found
@@ -170,12 +172,14 @@ def run_backward(
     kept: layer.Kept,
     arriving: Sequence[Tensor | None],
     wanted: set[str],
+    inside: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """The gradients of a layer's tensors, by name."""
+    """The gradients of a layer's tensors, by name; ``inside`` arrive at ``call.sequences``."""
     d_output, *d_final = arriving
     engine, host = engine_of(plan, arrays["x"])
     given = plan, arrays, _on(call.options, torch.get_num_threads()), kept, d_output, d_final
-    gradients: dict[str, Tensor] = host.run(engine.backward, *given, wanted=wanted)
+    more: dict[str, Any] = {"d_states": inside} if inside else {}
+    gradients: dict[str, Tensor] = host.run(engine.backward, *given, wanted=wanted, **more)
     return gradients
 
 

@@ -104,10 +104,10 @@ def recurrence(
         names of states, packed if x is; at masked steps as ``masked_output`` says.
 
     What runs fused is as for ``RNN``: float32 and float64 on the CPU, and on a GPU with Triton also
-    16 bits. Step by step go ``torch.func``, traces and second derivatives; the backward pass of a
-    gradient that arrives at a sequence of ``return_states`` other than the output's; and a call
-    whose ``recurrent_mask`` wants a gradient. Where there are such sequences, ``checkpoint`` has
-    no effect.
+    16 bits. Step by step go ``torch.func``, traces and second derivatives; on a GPU the
+    backward pass of a gradient at a sequence of ``return_states`` other than the output's; and a
+    call whose ``recurrent_mask`` wants a gradient. Where there are such sequences, ``checkpoint``
+    has no effect.
 
     Raises:
         TypeError, ValueError: with the argument, what was given, what is expected, and what to do.

@@ -72,7 +72,8 @@ class Names(NamedTuple):
             hidden                  the first state [slots, batch, directions * size]
             inputs                  forward: of the input that the kernel multiplies, else 0
             input, out              forward: that input; outputs, where they are not ``hidden``
-            d_output                backward: [steps, batch, directions * size] by strides
+            d_output, d_sequence    backward: gradients at the sequences of the first state and the
+                                    others, [steps, batch, directions * size] by strides
 
         each: of one direction: what it learns, starts from and resets to, by name; where sequences
             of its other states lie (``sequence``), saved values, final states (``final``). Arrays
@@ -98,7 +99,8 @@ def names(plan: Plan, backward: bool) -> Names:
     each = ["saved", "static", "recurrent_mask", "bias_ih"]
     weights = dict.fromkeys(l.weight for l in cell.linears)
     if backward:
-        shared += ["d_output", "d_output steps", "d_output rows"]
+        for name in ("d_output", *(f"d_sequence {name}" for name in cell.state_names[1:])):
+            shared += [name, f"{name} steps", f"{name} rows"]
         each += ["d_gates", "d_gates steps", "d_gates rows", "d_params", "d_static"]
         for k in range(len(cell.linears)):
             for name in (f"outputs{k}", f"operand{k}"):
@@ -134,7 +136,7 @@ def axes(name: str) -> int:
 def sources(plan: Plan, backward: bool) -> dict[str, str]:
     """Of the kernel's arrays that go by another name than the call's entry, that name."""
     cell = plan.cell
-    arrays = {"x": "gates", "bias_x": "bias_ih", "bias_h": "bias_hh", "dy": "d_output"}
+    arrays = {"x": "gates", "bias_x": "bias_ih", "bias_h": "bias_hh", "dy0": "d_output"}
     arrays |= {"dx": "d_gates", "dparam": "d_params", "dstatic": "d_static", "state0": "hidden"}
     arrays |= {f"param{i}": name for i, name in enumerate(cell.param_names)}
     arrays |= {f"dr{k}": f"outputs{k}" for k in range(len(cell.linears))}
@@ -142,7 +144,7 @@ def sources(plan: Plan, backward: bool) -> dict[str, str]:
         arrays |= {f"reset{i}": f"reset_state {name}", f"dstate{i}": f"d_state {name}"}
         arrays |= {f"dreset{i}": f"d_reset {name}"}
         if i:
-            arrays[f"state{i}"] = f"sequence {name}"
+            arrays |= {f"state{i}": f"sequence {name}", f"dy{i}": f"d_sequence {name}"}
     return arrays
 
 
@@ -543,11 +545,12 @@ class Door:
         self, b: Builder, shared: _Entries, each: _Entries, table: _Entries, d: Value,
         place: Place, sign: Value, time: Value, there: Value, local: Value, bit: Value,
     ) -> None:  # fmt: skip
-        width, batch, zero = self.states[0][1], shared["batch"], constant(0, "i64")
-        dy = shared["d_output"]
-        column = b.select(b.icmp("ne", dy, 0), b.mul(d, width * self.size), zero)
-        strides = shared["d_output steps"], shared["d_output rows"]
-        place("dy", b.add(dy, column), time, *strides, sign)
+        batch, zero = shared["batch"], constant(0, "i64")
+        for i, (name, width) in enumerate(self.states):
+            entry = f"d_sequence {name}" if i else "d_output"
+            column = b.select(b.icmp("ne", shared[entry], 0), b.mul(d, width * self.size), zero)
+            strides = shared[f"{entry} steps"], shared[f"{entry} rows"]
+            place(f"dy{i}", b.add(shared[entry], column), time, *strides, sign)
         place("dx", each["d_gates"], local, each["d_gates steps"], each["d_gates rows"], sign)
         for k in range(len(self.matmuls)):
             for name, entry in ((f"dr{k}", f"outputs{k}"), (f"operand{k}", f"operand{k}")):

@@ -68,7 +68,7 @@ def arguments(plan: Plan, backward: bool) -> tuple[str, ...]:
     names += [f"param{i}" for i in range(len(cell.params))]
     arrays = ["saved"]
     if backward:
-        arrays += ["dy", "dx"]
+        arrays += [*(f"dy{i}" for i in range(len(cell.states))), "dx"]
         for k in range(len(cell.linears)):
             arrays += [f"dr{k}", f"operand{k}"]
         names += [f"{what}{i}" for what in ("dstate", "dreset") for i in range(len(cell.states))]
@@ -107,7 +107,8 @@ def extents(plan: Plan, backward: bool, saved_width: int) -> dict[str, tuple[str
         arrays |= {"x": ("steps", entering), "input": ("steps", 0), "out": ("steps", widths[0])}
         arrays["product"] = "rows", gates
         return arrays
-    arrays |= {"dy": ("steps", widths[0]), "dx": ("steps", gates), "dstatic": ("rows", h)}
+    arrays |= {f"dy{i}": ("steps", width) for i, width in enumerate(widths)}
+    arrays |= {"dx": ("steps", gates), "dstatic": ("rows", h)}
     arrays["dparam"] = ("groups", len(cell.params) * h)
     for k, l in enumerate(cell.linears):
         arrays[f"dr{k}"] = ("steps", len(l.outputs) * plan.sizes[l.out_size])
@@ -696,11 +697,10 @@ class Generator:
             with self._vectors(units):
                 if self.backward:
                     self._carry_into_memory(i)
-                    if i == 0:
-                        with b.when(b.and_(repeat, self._given("dy"))):
-                            at = self._row_of("dstate0", units)
-                            dy = self._load(self._at("dy", self.t, self.row))
-                            self._store(b.fadd(self._load(at), dy), at)
+                    with b.when(b.and_(repeat, self._given(f"dy{i}"))):
+                        at = self._row_of(f"dstate{i}", units)
+                        dy = self._load(self._at(f"dy{i}", self.t, self.row))
+                        self._store(b.fadd(self._load(at), dy), at)
                     continue
                 value = self._load(self._state(i))
                 self._store(value, self._state(i, after=True))
@@ -966,18 +966,16 @@ class Generator:
         return b.load(slot)
 
     def _upstream(self, i: int) -> Value:
-        """The gradient that reaches new state i: from the step after, and from the output."""
+        """The gradient that reaches new state i: from the step after, and from its sequence."""
         b = self.b
         value = self._load(self._row_of(f"dstate{i}", self.widths[i]))
         for m in self.matmuls:
             if m.state == i:
                 value = b.fadd(value, self._acc(m, 0))
-        if i:
-            return value
         slot = b.alloca(b.vec)
         b.store(value, slot)
-        with b.when(self._given("dy")):
-            b.store(b.fadd(value, self._stream("dy")), slot)
+        with b.when(self._given(f"dy{i}")):
+            b.store(b.fadd(value, self._stream(f"dy{i}")), slot)
         return b.load(slot)
 
     def _keep(self, node: Expr, rate: Value) -> Value:
