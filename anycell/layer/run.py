@@ -43,8 +43,7 @@ class Run:
             given.mask is not None and sparse(given.mask), options.threads,
         )  # fmt: skip
         self.kernel, self.entries = form.kernel, form.entries[:]
-        keep_weights = keep_weights and form.packed > 0 and cpu.packed_weights.keep
-        self.block = cpu.scratch.take(form.scratch + (0 if keep_weights else form.packed))
+        self.block = cpu.scratch.take(form.scratch + form.packed)
         self.alive: list[object] = []  # what the table points at, as long as it does
         entries, at, scratch = self.entries, self.kernel.shared, self.block.address
         # Of the arrays of the whole call, and of each direction; for ``check``.
@@ -65,11 +64,12 @@ class Run:
                 values = reset_values(host.empty, plan, arrays)
                 names = [f"reset_state {name}" for name in plan.cell.state_names]
                 self.place_of(d, dict(zip(names, values, strict=True)))
-        self.key, packed = None, scratch + form.scratch
-        if keep_weights:
+        packed, self.weights = scratch + form.scratch, None
+        if keep_weights and form.packed and cpu.packed_weights.keep:
             self.key = form.kernel, form.inputs, form.weights(entries)
             self.weights = cpu.packed_weights.take(self.key, form.packed)
-            packed, entries[at["pack"]] = self.weights.address, 2
+            if self.weights is not None:
+                packed, entries[at["pack"]] = self.weights.address, 2
         if form.packed:
             entries[at["packed"]] = packed
         if cpu.check.ON:
@@ -155,7 +155,7 @@ class Run:
     def close(self) -> None:
         """Gives memory back, after the last call."""
         cpu.scratch.give_back(self.block)
-        if self.key is not None:
+        if self.weights is not None:
             cpu.packed_weights.give_back(self.key, self.weights)
 
 

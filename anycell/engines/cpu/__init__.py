@@ -64,22 +64,36 @@ class PackedWeights:
     """Weights as kernels read them, kept between the calls of inference.
 
     The door compares a digest of each weight with that of what it has packed, and packs what has
-    changed, whoever wrote it and by whatever means. A block belongs to one call at a time. Both
-    methods are single operations of a dict's, apart from making room.
+    changed, whoever wrote it and by whatever means. A block belongs to one call at a time. Weights
+    that lie elsewhere in every call are not worth a block: a key gets one when it comes again.
 
     Attributes:
         keep: whether blocks are kept: unless ``ANYCELL_KEEP_WEIGHTS`` is 0.
         limit: bytes kept at most; beyond, blocks that were not used for long go.
+        blocks: by key, those that no call has at the moment.
+        keys: all that came lately, and whether they have a block.
     """
+
+    KEYS = 1024  # remembered at most
 
     def __init__(self, limit: int = 256 << 20) -> None:
         self.keep = environment.switch("ANYCELL_KEEP_WEIGHTS", True)
         self.limit = limit
         self.blocks: dict[object, Block] = {}
+        self.keys: dict[object, bool] = {}
 
-    def take(self, key: object, size: int) -> Block:
-        """The block that a call gave back under this key, or one of zeros."""
-        return self.blocks.pop(key, None) or Block(size, zeros=True)
+    def take(self, key: object, size: int) -> Block | None:
+        """The block that a call gave back under this key, or one of zeros; None where the key is
+        new, or another call has its block.
+        """
+        block = self.blocks.pop(key, None)
+        if block is None:
+            if len(self.keys) > self.KEYS:
+                self.keys.clear()
+            has = self.keys.get(key)
+            self.keys[key] = has is not None
+            return Block(size, zeros=True) if has is False else None
+        return block
 
     def give_back(self, key: object, block: Block) -> None:
         """Keeps it for the next call."""
@@ -87,7 +101,9 @@ class PackedWeights:
         if block.fresh:
             block.fresh = False
             while sum(kept.size for kept in list(self.blocks.values())) > self.limit:
-                self.blocks.pop(next(iter(self.blocks)), None)
+                oldest = next(iter(self.blocks))
+                self.blocks.pop(oldest, None)
+                self.keys.pop(oldest, None)
 
 
 scratch, packed_weights = Scratch(), PackedWeights()
