@@ -770,6 +770,26 @@ def test_tier_2_of_the_lstm(card: str, batch: int, largest: tuple[int, int]) -> 
             assert found == expected, (hidden, backward)
 
 
+def test_slices_for_an_older_compiler() -> None:
+    """Before Triton 3.5 sums take twice the memory, and threads spill with larger tiles."""
+    one, new = plan(cells.LSTM, 512, "bfloat16", "gpu"), CARDS["H100"]
+    old = new._replace(compiler=(3, 4))
+    for backward in (False, True):
+        (_, *_), parts = [
+            [choice.part for choice in capacity.choices(one, card, backward, batch=128)]
+            for card in (new, old)
+        ]
+        slices = [part for part in parts if part is not None]
+        assert slices
+        for part in slices:
+            assert part.rows * part.units <= 64 * part.warps
+            newer = capacity.slice_bytes(one, part, backward)
+            older = capacity.slice_bytes(one, part, backward, compiler=(3, 4))
+            assert newer < older <= old.shared
+    tiles = [choice.part for choice in capacity.choices(one, new, True, batch=128)]
+    assert any(part and part.rows * part.units > 64 * part.warps for part in tiles)
+
+
 def test_a_slice_waits_once() -> None:
     """All that a program needs from the others is on its way at the same time, where registers hold
     it: a chunk after the other would be a trip to the second-level cache each.

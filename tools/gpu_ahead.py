@@ -140,13 +140,13 @@ class Driver:
 @contextmanager
 def without_a_card(device: str, tf32: bool) -> Iterator[None]:
     """Layers on the CPU take the GPU engine, whose kernels are compiled and not started."""
-    from anycell.engines.gpu import launch
+    from anycell.engines.gpu import build, launch
     from anycell.engines.gpu.capacity import Device
     from anycell.torch import fused
     from anycell.torch.device import DeviceHost
 
     name, *numbers = device.rsplit(",", 4)
-    card = Device(name, *map(int, numbers))
+    card = Device(name, *map(int, numbers), build.compiler())
     nothing = mock.Mock(return_value=None)
     with (
         mock.patch.dict(fused.ENGINES, {"cpu": "gpu"}),

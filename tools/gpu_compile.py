@@ -154,7 +154,7 @@ def run(
     with ProcessPoolExecutor(jobs) as pool:
         version, runs = pool.submit(triton_version).result(), []
         for tier, capability, dtype, name in points:
-            for forms in kernels(tier, capability, dtype, name, largest, choices):
+            for forms in kernels(tier, capability, dtype, name, largest, choices, version):
                 todo = []
                 for kernel, report in forms:
                     fits = known.get((version, capability, report.text))
@@ -181,12 +181,13 @@ def digest(kernel: Printed) -> str:
 
 
 def kernels(
-    tier: int, capability: int, dtype: str, name: str, largest: int, most: int
+    tier: int, capability: int, dtype: str, name: str, largest: int, most: int, triton: str
 ) -> Iterator[list[tuple[Printed, Report]]]:
     """All kernels of a cell, of both passes; each in so many forms at most that the model chooses,
     the best first.
     """
-    cell, card = EVERY[name], CARDS[capability]
+    cell = EVERY[name]
+    card = CARDS[capability]._replace(compiler=build.release(triton))
     for backward, batch in itertools.product((False, True), BATCHES[tier]):
         for hidden in SIZES[tier]:
             if tier != 3 and hidden > largest:

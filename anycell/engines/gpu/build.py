@@ -79,7 +79,7 @@ def unusable() -> str | None:
         import triton
 
         version = f"this is Triton {triton.__version__}"
-        if tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < OLDEST:
+        if release(triton.__version__) < OLDEST:
             oldest = ".".join(map(str, OLDEST))
             return f"the GPU engine needs Triton {oldest} or newer; {version}"
     except Exception as error:
@@ -90,6 +90,18 @@ def unusable() -> str | None:
     except Exception as error:
         return f"Triton compiles no kernel of the GPU engine: {_in_words(error)}; {version}"
     return None
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def compiler() -> tuple[int, ...]:
+    """The release of the Triton that compiles, such as (3, 9)."""
+    import triton
+
+    return release(triton.__version__)
 
 
 def _in_words(error: Exception) -> str:

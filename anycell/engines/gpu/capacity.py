@@ -40,6 +40,7 @@ class Device(NamedTuple):
         shared: bytes of shared memory that one program may have.
         registers: of 32 bits, of a multiprocessor; a thread has at most 255.
         processors: multiprocessors.
+        compiler: the release of the Triton that compiles for it.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Device(NamedTuple):
     shared: int
     registers: int
     processors: int
+    compiler: tuple[int, ...] = (3, 9)
 
 
 DEVICES = (
@@ -114,6 +116,9 @@ SLICE_NUMBERS = 216
 SURE = 206  # with more most slices spill: a tier that has only those is not offered
 SUMS = 96  # numbers of a thread, of a warp's share of k: with more all Tritons spill
 LEFT = (0, 32, 64)
+# Before this release of Triton, sums take shared memory twice on their way to the gates, and a
+# program spills where a thread has more than so many units of its tile.
+YOUNG, OLD_UNITS = (3, 5), 2
 # What a multiprocessor does in a cycle, by data sheets and by what others have measured on an H100:
 # bytes from the second-level cache, of all multiprocessors together, bytes of shared memory,
 # multiply-adds of 16 bits. Cycles that a load from the second-level cache takes.
@@ -257,7 +262,7 @@ def _cooperative(
         for part in parts:
             reason = (
                 f"{groups} x {programs} programs, of {rows} rows and {units} units each; "
-                f"on chip: {slice_bytes(plan, part, backward, precision):,} of "
+                f"on chip: {slice_bytes(plan, part, backward, precision, device.compiler):,} of "
                 f"{device.shared:,} bytes"
             )
             cost = cycles(plan, part, groups * programs, backward)
@@ -302,6 +307,8 @@ def _parts(
         return
     ways = itertools.product(WARPS[1:] if parted else WARPS[1::-1], LEFT[:1] if parted else LEFT)
     for warps, left in ways:
+        if device.compiler < YOUNG and rows * units > 32 * warps * OLD_UNITS:
+            continue
         chunk = warps * 4 * LOADED // plan.itemsize
         chunks = -(-_depth(plan, backward) // chunk)
         fitting = list[Slice]()
@@ -311,7 +318,8 @@ def _parts(
             room = SLICE_NUMBERS - left - slice_numbers(plan, part, backward)
             of_one = _columns(plan, part.units, backward) * LOADED * 4 // 128
             part = part._replace(held=0 if parted else min(chunks, room // of_one))
-            if room >= 0 and slice_bytes(plan, part, backward, precision) <= device.shared:
+            needed = slice_bytes(plan, part, backward, precision, device.compiler)
+            if room >= 0 and needed <= device.shared:
                 fitting.append(part)
         if fitting:
             yield min(fitting, key=lambda part: cycles(plan, part, programs, backward))
@@ -364,7 +372,13 @@ def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
     return held + max(sums + arriving + carried, tiles(plan, backward) * copies)
 
 
-def slice_bytes(plan: Plan, part: Slice, backward: bool, precision: str = "ieee") -> int:
+def slice_bytes(
+    plan: Plan,
+    part: Slice,
+    backward: bool,
+    precision: str = "ieee",
+    compiler: tuple[int, ...] = YOUNG,
+) -> int:
     """Shared memory of a program of tier 2: weights that threads do not hold, and sums on their way
     to the gates.
     """
@@ -377,7 +391,8 @@ def slice_bytes(plan: Plan, part: Slice, backward: bool, precision: str = "ieee"
     outputs = (
         1 if backward else 1 << max(len(l.outputs) for l in plan.cell.linears).bit_length() - 1
     )
-    return weights + part.warps * part.rows * part.units * outputs * 4
+    sums = part.warps * part.rows * part.units * outputs * 4
+    return weights + (sums if compiler >= YOUNG else 2 * sums)
 
 
 def shared_bytes(plan: Plan, backward: bool, precision: str = "ieee") -> int:

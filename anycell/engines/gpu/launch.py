@@ -187,7 +187,10 @@ def limits(device: int) -> Device:
     major, minor, *rest = values
     name = ctypes.create_string_buffer(100)
     _check(_driver().cuDeviceGetName(name, len(name), handle), "cuDeviceGetName")
-    return Device(name.value.decode(), 10 * major + minor, *rest)
+    shared, registers, processors = rest
+    return Device(
+        name.value.decode(), 10 * major + minor, shared, registers, processors, build.compiler()
+    )
 
 
 @functools.lru_cache(maxsize=4096)
