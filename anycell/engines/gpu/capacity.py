@@ -119,6 +119,7 @@ LEFT = (0, 32, 64)
 # Before this release of Triton, sums take shared memory twice on their way to the gates, and a
 # program spills where a thread has more than so many units of its tile.
 YOUNG, OLD_UNITS = (3, 5), 2
+PARTED = (3, 6)  # the first release that multiplies float32 as three bfloat16
 # What a multiprocessor does in a cycle, by data sheets and by what others have measured on an H100:
 # bytes from the second-level cache, of all multiprocessors together, bytes of shared memory,
 # multiply-adds of 16 bits. Cycles that a load from the second-level cache takes.
@@ -192,7 +193,9 @@ def precisions(plan: Plan, device: Device | None, tf32: bool) -> list[str]:
     """How dots may multiply, the best first; of 16 bits nothing is said."""
     if plan.dtype != "float32" or device is None or device.capability < MATRICES:
         return ["ieee"]
-    return ["tf32"] if tf32 else ["ieee", "bf16x6"]
+    if tf32:
+        return ["tf32"]
+    return ["ieee", "bf16x6"] if device.compiler >= PARTED else ["ieee"]
 
 
 def _resident(
