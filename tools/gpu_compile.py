@@ -181,7 +181,7 @@ def digest(kernel: Printed) -> str:
 
 
 def kernels(
-    tier: int, capability: int, dtype: str, name: str, largest: int, most: int, triton: str
+    tier: int, capability: int, dtype: str, name: str, largest: int, most: int, triton: str = "3.9"
 ) -> Iterator[list[tuple[Printed, Report]]]:
     """All kernels of a cell, of both passes; each in so many forms at most that the model chooses,
     the best first.
