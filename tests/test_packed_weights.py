@@ -126,6 +126,22 @@ def test_what_has_not_changed_is_not_packed(weights_kept: cpu.PackedWeights) -> 
     assert same(problem.run(), problem.anew())
 
 
+def test_a_weight_and_its_transpose(weights_kept: cpu.PackedWeights) -> None:
+    """They lie at one address; of as many units as a vector has, even in the same rows."""
+    for units in (1, 4, 8, 16, 32):
+        host, one = NumpyHost("float32"), plan(cells.RNN, units)
+        rng = np.random.default_rng(0)
+        w = rng.standard_normal((units, units), np.float32)
+        x = rng.standard_normal((4, 2, units), np.float32)
+        for weight in (w, w, w.T, w.T, w, w.T):
+            results = []
+            for keep in (True, False):
+                weights_kept.keep = keep
+                arrays = {"x": x, "weight_hh": weight}
+                results.append(layer.forward(host, one, arrays, layer.Options(), keep=False)[0])
+            assert np.array_equal(*results), units
+
+
 def test_threads_do_not_share_a_block(weights_kept: cpu.PackedWeights) -> None:
     problem = Problem(cells.LSTM, {}, "float32", "C", projected=False)
     right, wrong = problem.anew(), []

@@ -37,7 +37,7 @@ class Form(NamedTuple):
         scratch, packed: bytes of memory that the door asks for.
         entries: the table of a call, with all that does not change.
         firsts: where in it the entries of each direction begin.
-        weights: gives those of the addresses of what is packed.
+        weights: gives of its entries the addresses and strides of what is packed.
         hyper: what it points at.
     """
 
@@ -113,7 +113,9 @@ def form_of(
     firsts = [kernel.first(d) for d in range(directions)]
     names = [*kernel.weights, *(["weight_ih"] if inputs else [])]
     # An entry that never changes keeps the getter's result a tuple.
-    places = [at["directions"], *(first + kernel.each[n] for first in firsts for n in names)]
+    # Strides too: a square weight and its transpose lie at one address.
+    starts = [first + kernel.each[name] for first in firsts for name in names]
+    places = [at["directions"], *(start + i for start in starts for i in range(4))]
     return Form(
         kernel, steps, chunk, inputs, at_once, single, scratch, 0 if single else packed, entries,
         firsts, operator.itemgetter(*places), hyper,
