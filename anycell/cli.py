@@ -16,8 +16,8 @@ from anycell.usage import UsageError, did_you_mean, find_cell
 
 Handler = Callable[[argparse.Namespace], int]
 PEERS = (  # written out, because listing the contenders imports what they need
-    "torch.nn torch-loop torch-compile numpy-loop onnxruntime anycell.numpy anycell-LSTM "
-    "anycell.keras keras keras-xla keras-loop tf-block".split()
+    "torch.nn torch-loop torch-compile numpy-loop onnxruntime onnxruntime-calm anycell.numpy "
+    "anycell-LSTM anycell.keras keras keras-xla keras-loop tf-block".split()
 )
 
 
@@ -120,7 +120,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         type=names,
         default=["all"],
         metavar="A,B",
-        help="all (default), or some by name",
+        help="all (default), some by name, or sizes as T20B4I64H128[L2][D2]",
     )
     add("--mode", choices=modes, default="both", help="what to time (default: both)")
     add("--cells", type=names, metavar="A,B", help="built-in cells (default: LSTM,GRU)")

@@ -219,6 +219,9 @@ def test_shapes() -> None:
     assert len(all_shapes()) == 13
     assert {s.name for s in select(["all"])} == set(all_shapes()) - GPU_SIZED
     assert [s.name for s in select(["sb3", "basecaller", "sb3"])] == ["sb3", "basecaller"]
+    name = "T20B4I64H128"
+    assert select([name]) == [Shape(name, "sizes as given", 20, 4, 64, 128, 1, 1)]
+    assert str(select(["T2B3I4H5L6D2"])[0]) == "T2 B3 I4 H5 L6 D2"
     # Two layers and directions: the second layer reads both directions of the first.
     lstm = Problem(find_cell("LSTM"), SMALL)
     assert lstm.flops("inference") == 2 * 6 * 3 * 28 * ((5 + 7) + (14 + 7)) * 2
@@ -228,6 +231,11 @@ def test_shapes() -> None:
     assert projected.flops("inference") == 2 * 6 * 3 * 2 * (28 * (5 + 3 + 6 + 3) + 2 * 7 * 3)
     with pytest.raises(UsageError, match="did you mean deepar"):
         select(["depar"])
+    with pytest.raises(UsageError, match="at least 1"):
+        select(["T20B0I64H128"])
+    for name in ("T20B4I64", "T20B4I64H128D3", "xT20B4I64H128"):
+        with pytest.raises(UsageError, match="unknown shape"):
+            select([name])
 
 
 def test_problem_is_the_same_for_everybody() -> None:
@@ -307,7 +315,7 @@ def test_onnxruntime_runs_as_its_users_run_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(runtime, "InferenceSession", session)
     problem, calm = Problem(find_cell("LSTM"), SMALL, threads=3), "session.intra_op.allow_spinning"
     contenders().make("onnxruntime", problem)
-    contenders().onnxruntime(problem, {calm: "0"})
+    contenders().make("onnxruntime-calm", problem)
     theirs, ours = chosen
     assert not hasattr(theirs, "entries") and ours.entries == {calm: "0"}
     assert ours.get_session_config_entry(calm) == "0"

@@ -7,6 +7,7 @@ gate).
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -285,6 +286,7 @@ def blas_threads(threads: int) -> Iterator[None]:
 # -- the list --------------------------------------------------------------------------------------
 
 SUBJECT = "anycell"
+CALM = {"session.intra_op.allow_spinning": "0"}  # threads that sleep where they have no work
 OUR_LSTM = "anycell-LSTM"  # what our own LSTM takes on the same shape: the price of another cell
 CONTENDERS: dict[str, Callable[[Problem], Contender]] = {
     SUBJECT: anycell_torch,
@@ -295,6 +297,7 @@ CONTENDERS: dict[str, Callable[[Problem], Contender]] = {
     "torch-compile": torch_compile,
     "numpy-loop": numpy_loop,
     "onnxruntime": onnxruntime,
+    "onnxruntime-calm": functools.partial(onnxruntime, settings=CALM),
     "anycell.keras": _of_keras("ours"),
     "keras": _of_keras("theirs"),
     "keras-xla": _of_keras("xla"),
@@ -304,9 +307,8 @@ CONTENDERS: dict[str, Callable[[Problem], Contender]] = {
 DEFAULT_PEERS = ("torch.nn", "torch-loop")
 ON_TENSORFLOW = ("anycell.keras", "keras", "keras-xla", "keras-loop", "tf-block")
 # Beyond NumPy and PyTorch.
-PACKAGES = {"onnxruntime": ("onnx", "onnxruntime")} | dict.fromkeys(
-    ON_TENSORFLOW, ("keras", "tensorflow")
-)
+PACKAGES = dict.fromkeys(("onnxruntime", "onnxruntime-calm"), ("onnx", "onnxruntime"))
+PACKAGES |= dict.fromkeys(ON_TENSORFLOW, ("keras", "tensorflow"))
 
 
 def make(name: str, problem: Problem) -> Contender:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -40,8 +41,13 @@ def all_shapes() -> dict[str, Shape]:
     return {entry["name"]: Shape(**entry) for entry in json.loads(text)["shapes"]}
 
 
+SIZES = re.compile(r"T(\d+)B(\d+)I(\d+)H(\d+)(?:L(\d+))?(?:D([12]))?")
+
+
 def select(names: Iterable[str]) -> list[Shape]:
-    """Shapes by name; ``all`` stands for every shape that a CPU can finish over a coffee."""
+    """Shapes by name, or by sizes as ``T20B4I64H128L2D1``, of one layer and direction where these
+    are not given. ``all`` stands for every shape that a CPU can finish over a coffee.
+    """
     known = all_shapes()
     chosen: dict[str, Shape] = {}
     for name in names:
@@ -49,6 +55,11 @@ def select(names: Iterable[str]) -> list[Shape]:
             chosen |= {key: shape for key, shape in known.items() if key not in GPU_SIZED}
         elif name in known:
             chosen[name] = known[name]
+        elif sizes := SIZES.fullmatch(name):
+            numbers = [int(size or 1) for size in sizes.groups()]
+            if not all(numbers):
+                raise UsageError(f"shape {name!r}: all sizes must be at least 1")
+            chosen[name] = Shape(name, "sizes as given", *numbers)
         else:
             raise UsageError(f"unknown shape {name!r}{did_you_mean(name, ['all', *known])}")
     return list(chosen.values())
