@@ -158,6 +158,7 @@ FRONTENDS = [
     Frontend("tf1", by_loops(), LACKS, tuple(KINDS), by_step),
     Frontend("tf1 in a graph", by_loops(graph=True), LACKS, tuple(KINDS), variant=True),
     Frontend(
-        "tf1 step by step", by_loops(steps=True), LACKS, tuple(KINDS), variant=True, fused=False
+        "tf1 step by step", by_loops(steps=True), LACKS | {"no steps": "Keras's loop takes none"},
+        tuple(KINDS), variant=True, fused=False,
     ),
-]
+]  # fmt: skip

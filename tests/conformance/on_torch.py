@@ -30,9 +30,12 @@ def derive(
     for tensor in leaves.values():
         tensor.requires_grad_()
     results, wanted = call(tensors), list(leaves.values())
-    weighted = [arriving[f"d {name}"] for name in results]
-    twice = along is not None
-    grads = torch.autograd.grad([*results.values()], wanted, weighted, create_graph=twice)
+    # Step by step, outputs of no steps hang on nothing.
+    ends = [(t, arriving[f"d {name}"]) for name, t in results.items() if t.requires_grad]
+    outputs, weighted = zip(*ends, strict=True)
+    grads = torch.autograd.grad(
+        outputs, wanted, weighted, create_graph=along is not None, materialize_grads=True
+    )
     if along is not None:
         ahead = [torch.from_numpy(along[name]) for name in leaves]
         grads, results = torch.autograd.grad(grads, wanted, ahead, materialize_grads=True), {}
