@@ -33,7 +33,7 @@ from anycell.layer import (
     segment_steps,
 )
 from anycell.layer.sums import leaving
-from anycell.plan import Plan, is_narrow
+from anycell.plan import Plan
 
 Array = Any
 CHUNK_BYTES = 64 << 20  # of projected gates for one direction
@@ -563,8 +563,7 @@ def _point_resets(values: dict[str, Any], restored: Sequence[Array]) -> None:
 
 def saved_width(plan: Plan) -> int:
     """Values that the forward pass saves of a step and row, see ``Kept``."""
-    nodes = (*plan.saved, *plan.saved_rows)
-    return sum(1 if is_narrow(node) else plan.width(node) for node in nodes)
+    return plan.saved_width
 
 
 def keeps_state(plan: Plan, i: int) -> bool:

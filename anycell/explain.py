@@ -12,7 +12,7 @@ from anycell.lang.cell import RECURRENT, Cell, Linear
 from anycell.lang.expr import Expr, is_const, label, listing, rewrite, show, topological
 from anycell.lang.grad import upstream
 from anycell.lang.ops import is_reduction
-from anycell.plan import FREE, HEAVY, Plan, gradient_roots, is_narrow
+from anycell.plan import FREE, HEAVY, Plan, gradient_roots
 from anycell.plan import plan as make_plan
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ class _Page:
         sizes = {s.name: s.size for s in cell.states}
         rows: list[tuple[str, str]] = []  # what, size symbol
         for node, name in self.saved_names.items():
-            size = "1" if is_narrow(node) else self._size(node)
+            size = "1" if node.narrow else self._size(node)
             rows.append((self._definition(node, name), size))
         for name in plan.states:
             output = " (the output)" if name == cell.state_names[0] else ""
@@ -350,7 +350,7 @@ class _Page:
         rest = [f"{light} {_plural('value', light)} of plain arithmetic"] if light else []
         yield from _wrap(f"computed again from these: {', '.join(shown + rest)}")
         # What all units and rows share takes no memory.
-        sizes = ["1" if is_narrow(node) else self._size(node) for node in again if _varies(node)]
+        sizes = ["1" if node.narrow else self._size(node) for node in again if _varies(node)]
         yield f"were they kept as well: {self._bytes([*kept, *sizes])}"
 
     # -- the engine --------------------------------------------------------------------------------
@@ -395,10 +395,9 @@ class _Page:
 
     def _geometry(self, name: str, generator: Generator) -> Iterator[str]:
         target, plan = generator.target, self.plan
-        real = "doubles" if plan.dtype == "float64" else "floats"
         yield (
-            f"{target.name}: {target.bits} bits, {generator.geometry.lanes} {real} a vector, "
-            f"{target.registers} vector registers"
+            f"{target.name}: {target.bits} bits, {generator.geometry.lanes} "
+            f"{plan.types.math.llvm}s a vector, {target.registers} vector registers"
         )
         if not generator.matmuls:
             yield "no recurrent matmul"

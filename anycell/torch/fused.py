@@ -13,7 +13,8 @@ from torch import Tensor
 from anycell import device, layer
 from anycell.engines.gpu import build, launch
 from anycell.lang.cell import Cell
-from anycell.plan import ENGINE_DTYPES, Plan, plan
+from anycell.plan import Plan, plan
+from anycell.plan.dtype import dtypes
 from anycell.torch.composite import (
     Arrays,
     Call,
@@ -58,7 +59,7 @@ def plan_of(
     none.
     """
     name = str(dtype).removeprefix("torch.")
-    if name not in ENGINE_DTYPES[engine]:
+    if name not in dtypes(engine):
         return f"no fused kernel for {dtype} on the {engine.upper()} as yet"
     found = plan(cell, hidden_size, name if engine == "cpu" else "float32", sizes=dict(sizes))
     if found.engine == "reference" or engine == "cpu":

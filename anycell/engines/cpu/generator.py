@@ -35,7 +35,7 @@ from anycell.engines.cpu.matmul import Blocks, print_packing
 from anycell.lang.cell import INPUT as INPUT_SIZE
 from anycell.lang.expr import Expr, is_const, topological
 from anycell.lang.ops import is_reduction
-from anycell.plan import FREE, MATMULS, Plan, gradient_roots, is_narrow, passes, size_of
+from anycell.plan import FREE, MATMULS, Plan, gradient_roots, passes, size_of
 
 PANEL = 48  # rows whose matmul results are kept before the cell's work on them
 AHEAD = 8  # rows between a load and the prefetch for a later one
@@ -129,7 +129,7 @@ class Generator:
         self.widths = [plan.sizes[state.size] for state in self.cell.states]
         self.params = {name: i for i, name in enumerate(self.cell.param_names)}
         self.gates = {name: i for i, name in enumerate(self.cell.gates)}
-        self._saved()
+        self.saved = plan.saved_places
         self.new_states: dict[Expr, int] = {}
         self.loaded: frozenset[Expr] = frozenset()
         if backward:
@@ -155,22 +155,15 @@ class Generator:
         one_size = self.result_sizes <= {self.plan.hidden_size}
         return plain and len(alike) < 2 and one_size
 
-    def _saved(self) -> None:
-        """Where each saved value lies in its row."""
-        plan, at = self.plan, 0
-        self.saved: dict[Expr, int] = {}
-        for node in plan.saved:
-            self.saved[node] = at
-            at += plan.width(node)
-        for node in plan.saved_rows:
-            self.saved[node] = at
-            at += 1
-        if plan.saved_rows:
+    @property
+    def saved_width(self) -> int:
+        """Numbers from a row of saved values to the next."""
+        width, size = self.plan.saved_width, self.plan.types.saved.bytes
+        if self.plan.saved_rows:
             # Padded to whole cache lines, or every load of the next rows would touch two.
-            at = -(-at // 16) * 16
-        elif at * self.size % 1024 == 0:  # see layer.form.padded
-            at += 64 // self.size
-        self.saved_width = at
+            return -(-width // 16) * 16
+        # See layer.form.padded.
+        return width + 64 // size if width * size % 1024 == 0 else width
 
     def _measure(self, target: Target) -> None:
         """Layout of a thread's workspace: addresses of rows, the rows that take the step, matmul
@@ -777,7 +770,7 @@ class Generator:
         self.words: dict[tuple[int, str], list[Value]] = {}  # of random masks
         # What all units share is computed once, before the loop.
         for node in topological(roots):
-            if node in self.reduced or (is_narrow(node) and self._ready(node)):
+            if node in self.reduced or (node.narrow and self._ready(node)):
                 self._value(node)
         shared = dict(self.values)
         sums = {node: b.alloca(b.vec) for node in each.reductions if node.attrs == (1,)}
@@ -924,7 +917,7 @@ class Generator:
         if node.op == "hyper":
             return self.hyper[node.attrs[0]]
         if node in self.saved and self.backward:
-            if not is_narrow(node):
+            if not node.narrow:
                 return self._stream("saved", self.saved[node])
             at = self._at("saved", self.t, self.row)
             return b.splat(b.load(b.gep(at, self.saved[node]), b.real))
@@ -1041,7 +1034,7 @@ class Generator:
                 with b.when(self._given("saved")):
                     at = self._at("saved", self.t, self.row)
                     for node, value in kept.items():
-                        if not is_narrow(node):
+                        if not node.narrow:
                             self._store(value, at, self.saved[node])
                         else:
                             b.store(b.extract(value, 0), b.gep(at, self.saved[node]))
