@@ -404,7 +404,7 @@ class _Page:
             return
         for m in generator.matmuls:
             g, heads = m.geometry, m.linear.heads
-            packed = m.packed_elements * plan.itemsize
+            packed = m.packed_elements * plan.types.operands.bytes
             of = f" for each of {heads} heads" if heads > 1 else ""
             yield (
                 f"matmul [rows, {g.inner}] @ [{g.inner}, {g.units * g.outputs}]{of}; "

@@ -26,11 +26,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from anycell.engines.cpu import ops
 from anycell.engines.cpu.door import Door, align
-from anycell.engines.cpu.geometry import INPUT, REALS, Geometry, Matmul, matmuls, projecting
-from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant
+from anycell.engines.cpu.geometry import INPUT, Geometry, Matmul, matmuls, projecting
+from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant, shape, vector
 from anycell.engines.cpu.matmul import Blocks, print_packing
 from anycell.lang.cell import INPUT as INPUT_SIZE
 from anycell.lang.expr import Expr, is_const, topological
@@ -116,13 +117,20 @@ def extents(plan: Plan, backward: bool, saved_width: int) -> dict[str, tuple[str
     return arrays
 
 
+class Row(NamedTuple):
+    """Where a row of an array begins, and LLVM's type of its numbers; see ``Generator.numbers``."""
+
+    at: Value
+    type: str
+
+
 class Generator:
     """Writes the module of one plan, direction and target."""
 
     def __init__(self, plan: Plan, backward: bool, target: Target) -> None:
         self.plan, self.cell, self.backward, self.target = plan, plan.cell, backward, target
-        self.real = REALS[plan.dtype]
-        self.size = plan.itemsize
+        # Registers and workspaces hold what the cell's math works on, arrays what their rows say.
+        self.real, self.size = plan.types.math.llvm, plan.types.math.bytes
         self.module = Module(target, self.real)
         self.names = {name: i for i, name in enumerate(arguments(plan, backward))}
         self.states = {name: i for i, name in enumerate(self.cell.state_names)}
@@ -254,7 +262,7 @@ class Generator:
     @property
     def packed_bytes(self) -> int:
         """Of the packed weights of one direction."""
-        return sum(m.packed_elements for m in self.matmuls) * self.size
+        return sum(m.packed_elements for m in self.matmuls) * self.plan.types.operands.bytes
 
     # ---- the module -----------------------------------------------------------------------------
     def text(self) -> str:
@@ -364,11 +372,23 @@ class Generator:
         """Whether an optional argument is there."""
         return self.b.icmp("ne", self.arg[name], 0)
 
-    def _at(self, name: str, t: Value, row: Value) -> Value:
-        """Address of a row at step t of an array with strides ``name_t`` and ``name_b``."""
+    def numbers(self, name: str) -> str:
+        """LLVM's type of the numbers of an array of the argument table."""
+        types = self.plan.types
+        if name.startswith(("dstate", "dreset", "dparam", "dstatic")):
+            return types.accumulate.llvm
+        return (types.saved if name == "saved" else types.storage).llvm
+
+    def _array(self, name: str, offset: Value | None = None) -> Row:
+        """The first row of an array, or that which begins so many numbers on."""
+        type, at = self.numbers(name), self.arg[name]
+        return Row(at if offset is None else self.b.gep(at, offset, type), type)
+
+    def _at(self, name: str, t: Value, row: Value) -> Row:
+        """A row at step t of an array with strides ``name_t`` and ``name_b``."""
         b = self.b
         offset = b.add(b.mul(t, self.arg[f"{name}_t"]), b.mul(row, self.arg[f"{name}_b"]))
-        return b.gep(self.arg[name], offset)
+        return self._array(name, offset)
 
     def _flag(self, name: str, t: Value, row: Value) -> Value:
         b = self.b
@@ -376,20 +396,16 @@ class Generator:
             b.gep(self.arg[name], b.add(b.mul(t, self.arg[f"{name}_t"]), row), "i8"), "i8"
         )
 
-    def _state(self, i: int, after: bool = False) -> Value:
-        """Address of this row of state i before, or after, step t."""
+    def _state(self, i: int, after: bool = False) -> Row:
+        """This row of state i before, or after, step t."""
         b, arg, t = self.b, self.arg, self.t
         if self.backward:
             offset = b.add(b.mul(t, arg[f"state{i}_t"]), b.mul(self.row, arg[f"state{i}_b"]))
-            return b.gep(
-                arg[f"state{i}"], b.add(offset, arg[f"state{i}_next"]) if after else offset
-            )
+            offset = b.add(offset, arg[f"state{i}_next"]) if after else offset
+            return self._array(f"state{i}", offset)
         t = b.add(t, 1) if after else t
         slot = b.select(b.icmp("ne", arg[f"state{i}_flip"], 0), b.and_(t, 1), t)
-        return b.gep(
-            arg[f"state{i}"],
-            b.add(b.mul(slot, arg[f"state{i}_t"]), b.mul(self.row, arg[f"state{i}_b"])),
-        )
+        return self._at(f"state{i}", slot, self.row)
 
     def _flagged(
         self, given: Value, name: str, t: Value, row: Value, unequal: bool = True
@@ -404,11 +420,12 @@ class Generator:
             b.store(b.icmp("ne" if unequal else "eq", self._flag(name, t, row), 0), slot)
         return b.load(slot, "i1")
 
-    def _before(self, i: int, reset: Value) -> Value:
-        """Address of state i as step t sees it: a reset puts the initial value in its place."""
-        b, arg = self.b, self.arg
-        initial = b.gep(arg[f"reset{i}"], b.mul(self.row, arg[f"reset{i}_b"]))
-        return b.select(reset, initial, self._state(i))
+    def _before(self, i: int, reset: Value) -> Row:
+        """State i as step t sees it: a reset puts the initial value in its place."""
+        b = self.b
+        initial = self._array(f"reset{i}", b.mul(self.row, self.arg[f"reset{i}_b"]))
+        state = self._state(i)
+        return Row(b.select(reset, initial.at, state.at), state.type)
 
     def _take_rows(self, span0: Value, span1: Value) -> Value:
         """Lists the rows of this thread that take step t, and gives their number: forward those
@@ -468,18 +485,18 @@ class Generator:
             if self.backward:
                 # Of the step that was before, for what its state's gradient gets.
                 t = self.t if m.state is None else b.sub(self.t, 1)
-                address = self._at(self._gradient(m), t, row)
+                address = self._at(self._gradient(m), t, row).at
             elif m.state is None:
                 operand = self.place["operand", m.linear.operand]
                 address = b.gep(self._scratch_of(place, first), operand)
             elif m.state == INPUT:
-                address = self._at("x", self.t, row)
+                address = self._at("x", self.t, row).at
             else:
                 reset = self._flagged(self.has_resets, "resets", self.t, row)
-                address = self._before(m.state, reset)
+                address = self._before(m.state, reset).at
             b.store(address, b.gep(self.rows[m.number], place, "i64"))
             if m is self.projecting:
-                b.store(self._at("input", self.t, row), b.gep(self.input_rows, place, "i64"))
+                b.store(self._at("input", self.t, row).at, b.gep(self.input_rows, place, "i64"))
 
     def _gradient(self, m: Matmul) -> str:
         """The array that holds the gradient of a matmul's outputs."""
@@ -522,7 +539,7 @@ class Generator:
     ) -> None:
         """One tile, block by block of the sum."""
         b, g, arg, blocks = self.b, m.geometry, self.arg, self.blocks[m.number]
-        block = g.inner_block(self.size)
+        block = g.inner_block(self.plan.types.operands.bytes)
         begins = constant(1, "i1")  # whether the sum begins here, with the biases
         if m is self.projecting:
             projects = self._given("input")
@@ -555,7 +572,7 @@ class Generator:
                 if not self.backward:
                     at = m.linear.declared.index(output) * m.units
                     row = b.mul(self._row_at(place), arg["product_b"])
-                    brought = b.gep(arg["product"], row)
+                    brought = self._array("product", row)
                     value = self._with_bias(self._load(brought, at), "bias_h", at)
                     if output in self.cell.fused:
                         value = self._with_bias(value, "bias_x", at)
@@ -637,11 +654,20 @@ class Generator:
                 self.lane_mask = b.lane_mask(b.sub(constant(units, "i64"), self.unit))
             yield
 
-    def _load(self, address: Value, offset: int = 0) -> Value:
+    def _load(self, row: Row, offset: int = 0) -> Value:
         """The vector of units at hand from a row of an array in user layout (no padding)."""
-        b = self.b
-        at = b.gep(address, b.add(self.unit, offset))
-        return b.load(at) if self.lane_mask is None else b.masked_load(at, self.lane_mask)
+        b, vec = self.b, vector(self.b.lanes, row.type)
+        at = b.gep(row.at, b.add(self.unit, offset), row.type)
+        mask = self.lane_mask
+        return self._wide(b.load(at, vec) if mask is None else b.masked_load(at, mask, 0, vec))
+
+    def _wide(self, value: Value) -> Value:
+        """Numbers of an array as the cell computes with them."""
+        return value if shape(value.type)[1] == self.real else self.b.fpext(value, self.real)
+
+    def _narrow(self, value: Value, type: str) -> Value:
+        """Numbers that the cell has computed as an array keeps them."""
+        return value if type == self.real else self.b.fptrunc(value, type)
 
     def _stream(self, name: str, offset: int = 0) -> Value:
         """The vector of units at hand from an array over time,
@@ -650,15 +676,16 @@ class Generator:
         Rows lie pages apart, where the hardware does not look ahead by itself.
         """
         b, g = self.b, self.geometry
-        address = self._at(name, self.t, self.row)
-        ahead = b.gep(address, b.add(b.add(self.unit, offset), b.mul(self.arg[f"{name}_b"], AHEAD)))
+        row = self._at(name, self.t, self.row)
+        later = b.add(b.add(self.unit, offset), b.mul(self.arg[f"{name}_b"], AHEAD))
+        ahead = b.gep(row.at, later, row.type)
         for i in range(g.width):
-            b.prefetch(b.gep(ahead, i * g.lanes))
-        return self._load(address, offset)
+            b.prefetch(b.gep(ahead, i * g.lanes, row.type))
+        return self._load(row, offset)
 
-    def _store(self, value: Value, address: Value, offset: int = 0) -> None:
-        b = self.b
-        at = b.gep(address, b.add(self.unit, offset))
+    def _store(self, value: Value, row: Row, offset: int = 0) -> None:
+        b, value = self.b, self._narrow(value, row.type)
+        at = b.gep(row.at, b.add(self.unit, offset), row.type)
         if self.lane_mask is None:
             b.store(value, at)
         else:
@@ -676,10 +703,9 @@ class Generator:
         unit = b.mul(b.sub(self.vector, self._origin(self.span)), self.target.lanes(self.real))
         b.store(constant(0.0, b.vec), b.gep(self.acc_at, b.add(unit, self.acc_place[name])))
 
-    def _row_of(self, name: str, width: int, row: Value | None = None) -> Value:
+    def _row_of(self, name: str, width: int, row: Value | None = None) -> Row:
         """A row of a contiguous [B, width] array."""
-        b = self.b
-        return b.gep(self.arg[name], b.mul(self.row if row is None else row, width))
+        return self._array(name, self.b.mul(self.row if row is None else row, width))
 
     # ---- forward and backward where the row does not take the step -------------------------------
     def _hold(self) -> None:
@@ -919,8 +945,9 @@ class Generator:
         if node in self.saved and self.backward:
             if not node.narrow:
                 return self._stream("saved", self.saved[node])
-            at = self._at("saved", self.t, self.row)
-            return b.splat(b.load(b.gep(at, self.saved[node]), b.real))
+            saved = self._at("saved", self.t, self.row)
+            at = b.gep(saved.at, self.saved[node], saved.type)
+            return b.splat(self._wide(b.load(at, saved.type)))
         if node in self.new_states:
             return self._load(self._state(self.new_states[node], after=True))
         if node in self.reduced:
@@ -931,7 +958,7 @@ class Generator:
         if node.op == "state":
             return self._load(self._before(self.states[name], self.reset))
         if node.op == "param":
-            return self._load(arg[f"param{self.params[name]}"])
+            return self._load(self._array(f"param{self.params[name]}"))
         if node.op == "static":
             return self._load(self._row_of("static", h))
         if node.op == "recurrent_mask":
@@ -955,7 +982,7 @@ class Generator:
         slot = b.alloca(b.vec)
         b.store(value, slot)
         with b.when(self._given(name)):
-            b.store(b.fadd(value, self._load(self.arg[name], at)), slot)
+            b.store(b.fadd(value, self._load(self._array(name), at)), slot)
         return b.load(slot)
 
     def _upstream(self, i: int) -> Value:
@@ -988,7 +1015,7 @@ class Generator:
             word = b.load(words[index % 4], f"<{b.lanes} x i32>")
             # Compared in float32 whatever the dtype, so that all engines keep the same units.
             draw = b.fmul(b.uitofp(b.lshr(word, 8), "float"), 2.0**-24)
-            kept = b.fcmp("olt", draw, b.fptrunc(rate, "float") if b.real == "double" else rate)
+            kept = b.fcmp("olt", draw, self._narrow(rate, "float"))
             b.store(b.select(kept, constant(1.0, b.vec), constant(0.0, b.vec)), slot)
         return b.load(slot)
 
@@ -1032,12 +1059,13 @@ class Generator:
             kept = {node: self._value(node) for node in self.saved if self._size(node) == size}
             if kept:
                 with b.when(self._given("saved")):
-                    at = self._at("saved", self.t, self.row)
+                    row = self._at("saved", self.t, self.row)
                     for node, value in kept.items():
                         if not node.narrow:
-                            self._store(value, at, self.saved[node])
-                        else:
-                            b.store(b.extract(value, 0), b.gep(at, self.saved[node]))
+                            self._store(value, row, self.saved[node])
+                            continue
+                        one = self._narrow(b.extract(value, 0), row.type)
+                        b.store(one, b.gep(row.at, self.saved[node], row.type))
             return
         # Every value first: the gradients of the states are written over what others still read.
         gradients, own = plan.gradients, size == "H"
