@@ -26,7 +26,7 @@ FLOORS = """
     engines.cpu engines.reference engines.vendor
     engines.gpu
     layer
-    device explain stream
+    explain stream
     numpy torch
     keras recurrence
     tf1

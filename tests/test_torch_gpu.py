@@ -21,9 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch_layers import assert_same, given_to_forward
 
 import anycell
-from anycell import cells, device
+from anycell import cells
 from anycell.engines import vendor
 from anycell.layer import Options
+from anycell.layer import gpu as device
 from anycell.plan import Plan
 from anycell.torch import functional, fused, ops, recurrent
 from anycell.torch.composite import Call, composite
@@ -76,7 +77,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
     passes = {name: recorded(name) for name in ("forward", "backward")}
-    monkeypatch.setattr(fused, "device", SimpleNamespace(**{**vars(device), **passes}))
+    monkeypatch.setattr(fused, "gpu", SimpleNamespace(**{**vars(device), **passes}))
     ops.Form.plan.cache_clear()
     yield calls
     ops.Form.plan.cache_clear()

@@ -20,23 +20,20 @@ from anycell.layer import contract
 from anycell.layer.arguments import (
     Array,
     Arrays,
-    Chunk,
     Direction,
     Entering,
     Factors,
     Host,
     Kept,
     Options,
-    check_checkpoint,
-    chunk_steps,
     initial,
     reset_values,
-    segment_steps,
 )
 from anycell.layer.backward import backward
 from anycell.layer.form import projects, row_group
 from anycell.layer.forward import forward
 from anycell.layer.run import keeps_state, saved_width
+from anycell.layer.schedule import Chunk, check_checkpoint
 from anycell.layer.signature import ENDS, names, of_a_matmul, shapes, stepped
 
 __all__ = [
@@ -52,7 +49,6 @@ __all__ = [
     "Options",
     "backward",
     "check_checkpoint",
-    "chunk_steps",
     "contract",
     "forward",
     "initial",
@@ -63,7 +59,6 @@ __all__ = [
     "reset_values",
     "row_group",
     "saved_width",
-    "segment_steps",
     "shapes",
     "stepped",
 ]

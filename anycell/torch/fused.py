@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anycell import device, layer
+from anycell import layer
 from anycell.engines.gpu import build, launch
 from anycell.lang.cell import Cell
+from anycell.layer import gpu
 from anycell.plan import Plan, plan
 from anycell.plan.dtype import dtypes
 from anycell.torch.composite import (
@@ -208,7 +209,7 @@ def _differentiable(
 def engine_of(plan: Plan, x: Tensor) -> tuple[Any, TorchHost | DeviceHost]:
     """The module that runs the plan's layers, and torch's arrays as it wants them."""
     if plan.engine == "gpu":
-        return device, host_of(getattr(torch, plan.dtype), x.device)
+        return gpu, host_of(getattr(torch, plan.dtype), x.device)
     return layer, HOSTS[plan.dtype]
 
 
