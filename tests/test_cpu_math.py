@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tolerances import limit
 
-from anycell import philox
 from anycell.engines.cpu import isa, jit, ops
 from anycell.engines.cpu.ir import Module, Value, constant
+from anycell.lang import philox
 from anycell.lang.expr import REDUCTIONS
 from anycell.lang.ops import TABLE
 from tools import ulp

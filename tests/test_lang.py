@@ -36,10 +36,10 @@ from anycell import (
 )
 from anycell.lang.declare import INPUT, RESERVED
 from anycell.lang.expr import CONDITIONS, REDUCTIONS, Expr, apply, listing, show, topological
+from anycell.lang.namespaces import namespace
 from anycell.lang.ops import TABLE
 from anycell.lang.transform import with_projection, with_recurrent_mask
 from anycell.layer import names, shapes
-from anycell.namespaces import namespace
 from anycell.plan import gradient_roots, passes, plan
 
 Function = Callable[..., Any]

@@ -20,15 +20,15 @@ PACKAGE = Path(anycell.__file__).parent
 # From the ground up. A room imports only what lies on a floor below; rooms of one floor do not know
 # each other. "anycell" is the package's own names.
 FLOORS = """
-    environment machine namespaces philox requirement
+    environment machine requirement
     lang
     cells layouts plan
-    engines.cpu engines.reference engines.vendor
+    engines.cpu engines.reference
     engines.gpu
     layer
-    explain stream
+    explain
     numpy torch
-    keras recurrence
+    keras
     tf1
     anycell
     usage

@@ -22,11 +22,10 @@ from torch_layers import assert_same, given_to_forward
 
 import anycell
 from anycell import cells
-from anycell.engines import vendor
 from anycell.layer import Options
 from anycell.layer import gpu as device
 from anycell.plan import Plan
-from anycell.torch import functional, fused, ops, recurrent
+from anycell.torch import functional, fused, ops, recurrent, vendor
 from anycell.torch.composite import Call, composite
 from anycell.torch.device import DeviceHost
 from anycell.torch.dropin import DropIn

@@ -7,7 +7,7 @@ dtype.py     the dtypes, a row each
 """
 
 from anycell.plan.cut import FREE, gradient_roots
-from anycell.plan.dtype import DTYPES, Dtype
+from anycell.plan.dtype import DTYPES, Dtype, Number
 from anycell.plan.passes import HEAVY, MATMULS, Pass, passes
 from anycell.plan.plan import Plan, plan, size_of
 
@@ -17,6 +17,7 @@ __all__ = [
     "HEAVY",
     "MATMULS",
     "Dtype",
+    "Number",
     "Pass",
     "Plan",
     "gradient_roots",

@@ -29,11 +29,11 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from anycell.engines.cpu import ops
+from anycell.engines.cpu.arguments import arguments, is_integer, number_of
 from anycell.engines.cpu.door import Door, align
 from anycell.engines.cpu.geometry import INPUT, Geometry, Matmul, matmuls, projecting
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant, shape, vector
 from anycell.engines.cpu.matmul import Blocks, print_packing
-from anycell.lang.cell import INPUT as INPUT_SIZE
 from anycell.lang.expr import Expr, is_const, topological
 from anycell.lang.ops import is_reduction
 from anycell.plan import FREE, MATMULS, Plan, gradient_roots, passes, size_of
@@ -41,84 +41,10 @@ from anycell.plan import FREE, MATMULS, Plan, gradient_roots, passes, size_of
 PANEL = 48  # rows whose matmul results are kept before the cell's work on them
 AHEAD = 8  # rows between a load and the prefetch for a later one
 SPINS = 4000  # turns at a barrier before a thread offers its core, some 100 us
-# Entries of the argument table that are numbers, as are all strides; the others are addresses.
-INTEGERS = frozenset(
-    "steps batch row_group time time_step units_split workspace_stride training seed stream "
-    "repeat inputs input_block".split()
-)
-
-
-def arguments(plan: Plan, backward: bool) -> tuple[str, ...]:
-    """Names of the entries of a kernel's argument table, in order. All are 64 bits:
-    an integer or an address.
-
-    ``*_t`` and ``*_b`` are strides in elements per step and per batch row; those per step are
-    negative where time runs backwards. Optional addresses are 0 where absent.
-    """
-    names = (
-        "steps batch row_group time time_step units_split barrier yield_to workspace "
-        "workspace_stride hyper training seed stream mask mask_t resets resets_t repeat"
-    ).split()
-    cell = plan.cell
-    names += [f"weights{k}" for k in range(len(cell.linears))]
-    for i in range(len(cell.states)):
-        # The state before each step. `flip`: only two slots, which take turns. `next`: from there
-        # to the state after.
-        names += [f"state{i}", f"state{i}_t", f"state{i}_b", f"reset{i}", f"reset{i}_b"]
-        names.append(f"state{i}_next" if backward else f"state{i}_flip")
-    names += [f"param{i}" for i in range(len(cell.params))]
-    arrays = ["saved"]
-    if backward:
-        arrays += [*(f"dy{i}" for i in range(len(cell.states))), "dx"]
-        for k in range(len(cell.linears)):
-            arrays += [f"dr{k}", f"operand{k}"]
-        names += [f"{what}{i}" for what in ("dstate", "dreset") for i in range(len(cell.states))]
-        names += ["dparam", "dstatic"]
-    else:
-        arrays += ["x", "out"]
-        # Of the kernel that multiplies the input itself; `x` is then a row of zeros.
-        names += ["product", "product_b", "inputs", "input_block", "weights_x"]
-        arrays += ["input"]
-    names += [f"{array}{suffix}" for array in arrays for suffix in ("", "_t", "_b")]
-    return (*names, "static", "recurrent_mask", "bias_x", "bias_h")
-
-
-def extents(plan: Plan, backward: bool, saved_width: int) -> dict[str, tuple[str, int]]:
-    """What the arrays of that table have: along which axes, and how many numbers in a row.
-
-    Axes are "steps" (of rows, by strides), "rows" (by a stride or one after the other), "groups" of
-    rows, and "once". The input of a kernel that multiplies it itself has ``inputs`` numbers.
-    """
-    cell, h, widths = plan.cell, plan.hidden_size, [plan.sizes[s.size] for s in plan.cell.states]
-    gates = len(cell.gates) * h
-    masks = [n.attrs[0] for n in topological(cell.next) if n.op == "recurrent_mask"]
-    arrays = {"saved": ("steps", saved_width), "static": ("rows", h)}
-    for i, width in enumerate(widths):
-        arrays |= {f"state{i}": ("steps", width), f"reset{i}": ("rows", width)}
-        if backward:
-            arrays |= {f"dstate{i}": ("rows", width), f"dreset{i}": ("rows", width)}
-    arrays |= {f"param{i}": ("once", h) for i in range(len(cell.params))}
-    arrays |= {"bias_x": ("once", gates), "bias_h": ("once", gates)}
-    # One mask, or one for each gate: [B, width] or [G, B, width].
-    arrays["recurrent_mask"] = "rows", (1 + max(masks, default=0)) * widths[0]
-    if not backward:
-        # Of a cell that multiplies the input in its step, x is that input.
-        projects = any(l.operand.op == "input" for l in cell.linears)
-        entering = plan.sizes[INPUT_SIZE] if projects else gates
-        arrays |= {"x": ("steps", entering), "input": ("steps", 0), "out": ("steps", widths[0])}
-        arrays["product"] = "rows", gates
-        return arrays
-    arrays |= {f"dy{i}": ("steps", width) for i, width in enumerate(widths)}
-    arrays |= {"dx": ("steps", gates), "dstatic": ("rows", h)}
-    arrays["dparam"] = ("groups", len(cell.params) * h)
-    for k, l in enumerate(cell.linears):
-        arrays[f"dr{k}"] = ("steps", len(l.outputs) * plan.sizes[l.out_size])
-        arrays[f"operand{k}"] = ("steps", plan.sizes[l.in_size])
-    return arrays
 
 
 class Row(NamedTuple):
-    """Where a row of an array begins, and LLVM's type of its numbers; see ``Generator.numbers``."""
+    """Where a row of an array begins, and LLVM's type of its numbers; see ``arguments``."""
 
     at: Value
     type: str
@@ -293,8 +219,7 @@ class Generator:
         table, part, parts = b.args
         self.arg: dict[str, Value] = {}
         for name, i in self.names.items():
-            stride = name.endswith(("_t", "_b", "_flip", "_next"))
-            kind = "i64" if stride or name in INTEGERS else "ptr"
+            kind = "i64" if is_integer(name) else "ptr"
             self.arg[name] = b.load(b.gep(table, i, "i64"), kind)
         arg, g = self.arg, self.geometry
         split = b.icmp("ne", arg["units_split"], 0)
@@ -372,16 +297,9 @@ class Generator:
         """Whether an optional argument is there."""
         return self.b.icmp("ne", self.arg[name], 0)
 
-    def numbers(self, name: str) -> str:
-        """LLVM's type of the numbers of an array of the argument table."""
-        types = self.plan.types
-        if name.startswith(("dstate", "dreset", "dparam", "dstatic")):
-            return types.accumulate.llvm
-        return (types.saved if name == "saved" else types.storage).llvm
-
     def _array(self, name: str, offset: Value | None = None) -> Row:
         """The first row of an array, or that which begins so many numbers on."""
-        type, at = self.numbers(name), self.arg[name]
+        type, at = number_of(self.plan, name).llvm, self.arg[name]
         return Row(at if offset is None else self.b.gep(at, offset, type), type)
 
     def _at(self, name: str, t: Value, row: Value) -> Row:
@@ -1001,7 +919,7 @@ class Generator:
     def _keep(self, node: Expr, rate: Value) -> Value:
         """A random mask: drawn from counters in training, its rate in evaluation.
 
-        See ``anycell.philox``.
+        See ``anycell.lang.philox``.
         """
         b, (index, per) = self.b, node.attrs
         training = b.icmp("ne", self.arg["training"], 0)
