@@ -11,9 +11,13 @@ by side, size that of the first state.
     signature.py    the names and shapes of a layer's arrays
     arguments.py    what a layer is given, on a CPU or a GPU, and what its backward pass needs
     contract.py     what every array must be before a kernel gets its address
-    form.py         what calls of one form share: chunks, who does which matmul
-    run.py          a pass: the table of the door, over chunks of time
-    forward.py, backward.py, sums.py   the two passes, and what adds up over time
+    schedule.py     chunks of time, and the segments of checkpoints
+    sums.py         gradients that add up over time
+    form.py         what calls of one form share on the CPU: chunks, who does which matmul
+    run.py          a pass on the CPU: the table of the door, over chunks of time
+    forward.py, backward.py   the two passes on the CPU, which are this package's
+    gpu.py          the two passes on a GPU
+    stream.py       one step at a time
 """
 
 from anycell.layer import contract
