@@ -65,7 +65,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     calls: list[str] = []
 
     def recorded(name: str) -> Any:
-        function = getattr(fused.device, name)
+        function = getattr(device, name)
 
         def run(*args: Any, **options: Any) -> Any:
             calls.append(name)
