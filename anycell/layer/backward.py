@@ -128,10 +128,11 @@ class _Direction:
 
     def of_rows(self, count: int) -> list[Factors]:
         """The same of so many rows of the buffers."""
-        return [
-            Factors(*[None if rows is None else rows[count] for rows in pair])
-            for pair in self.pairs
-        ]
+        factors = []
+        for outputs, operand in self.pairs:
+            d = None if outputs is None else outputs[count]
+            factors.append(Factors(d, None if operand is None else operand[count]))
+        return factors
 
     def dgates(self, chunk: Chunk) -> Array:
         """Gradients of the projected gates, ``[rows, G*H]``."""

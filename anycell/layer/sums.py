@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
-from anycell.lang.cell import Linear
 from anycell.layer.arguments import Array, Direction, Entering, Factors
 from anycell.layer.form import row_group
 from anycell.layer.run import Run
@@ -107,10 +107,10 @@ class Sums:
         self.host, self.plan, self.given, self.fresh = host, plan, given, overwrite
         self.totals: Direction = {}
         w = given.directions[d]
-        whole = {"weight_ih": True} | {l.weight: _whole(l) for l in plan.cell.linears}
-        for name in [*whole, "bias_ih", *(l.bias_name for l in plan.cell.linears)] if need else []:
+        self.whole = _whole(plan)
+        for name, whole in self.whole.items() if need else ():
             if name in w:
-                new = self.empty if overwrite and whole.get(name) else self.zeros
+                new = self.empty if overwrite and whole else self.zeros
                 self.totals[name] = new(tuple(w[name].shape))
 
     def empty(self, shape: tuple[int, ...]) -> Array:
@@ -158,7 +158,7 @@ class Sums:
             weight, bias, total = totals[l.weight], totals.get(l.bias_name), of_gates
             if bias is not None and (outputs is not None or total is None):
                 total = self.rows(d)
-            if _whole(l):
+            if self.whole[l.weight]:
                 multiply(d.T, operand, weight)
                 if bias is not None:
                     bias += total
@@ -173,6 +173,9 @@ class Sums:
                 self.add_blocks(d[:, columns], operand, blocks[:, k * out : (k + 1) * out])
 
 
-def _whole(l: Linear) -> bool:
-    """Whether the gradient of a matmul's weight is one product."""
-    return l.heads == 1 and l.outputs == l.declared
+@functools.lru_cache(maxsize=256)
+def _whole(plan: Plan) -> dict[str, bool]:
+    """Weights and biases, and whether the gradient is one product."""
+    linears = plan.cell.linears
+    named = {l.weight: l.heads == 1 and l.outputs == l.declared for l in linears}
+    return {"weight_ih": True, **named, "bias_ih": False} | {l.bias_name: False for l in linears}
