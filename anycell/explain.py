@@ -335,7 +335,7 @@ class _Page:
         known = {**self.names, **self.saved_names}
         shown = [known.get(node) or show(node, known) for node in dear]
         light = len(again) - len(dear)
-        rest = [f"{light} {_plural('value', light)} of plain arithmetic"] if light else []
+        rest = [f"{light} value{'s' * (light > 1)} of plain arithmetic"] if light else []
         yield from _wrap(f"computed again from these: {', '.join(shown + rest)}")
         # What all units and rows share takes no memory.
         sizes = ["1" if node.narrow else self._size(node) for node in again if _varies(node)]
@@ -458,10 +458,6 @@ def _wrap(text: str, width: int = _WIDTH - 4) -> list[str]:
         lines.append(indent + rest[:cut])
         rest, indent = rest[cut + 1 :], "    "
     return [*lines, indent + rest]
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"
 
 
 __all__ = ["Explanation", "explain"]
