@@ -156,7 +156,8 @@ class Text:
 
     def array(self, name: str, wide: bool = False) -> str:
         """An argument that points to numbers: float32 if wide, else of the plan's dtype."""
-        return self.argument(name, "*fp32" if wide else f"*{self.io.triton}")
+        number = self.plan.types.accumulate if wide else self.io
+        return self.argument(name, f"*{number.triton}")
 
     # -- the tile --------------------------------------------------------------------------------
     def units(self, size: str) -> str:
