@@ -12,7 +12,8 @@ __version__ = "0.1.0"
 
 # Frontends and engines load when first used: importing anycell imports no framework and no
 # compiler.
-_LAZY = ("explain", "keras", "layouts", "numpy", "recurrence", "tf1", "torch")
+_LAZY = {name: f"anycell.{name}" for name in "explain keras layouts numpy tf1 torch".split()}
+_LAZY["recurrence"] = "anycell.numpy.recurrence"
 
 # Frontends are not among them: a star would import every framework.
 __all__ = ["cells", "explain", "layouts", "recurrence"]  # noqa: F405
@@ -22,7 +23,7 @@ __all__ += lang.__all__
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(_unknown(name), name=name)
-    module = importlib.import_module(f"anycell.{name}")
+    module = importlib.import_module(_LAZY[name])
     # A module that is named after the one function it holds stands for that function.
     value = getattr(module, name, module)
     globals()[name] = value

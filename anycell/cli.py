@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from anycell.machine import usable_cores
+from anycell.plan.dtype import dtypes
 from anycell.usage import UsageError, did_you_mean, find_cell
 
 Handler = Callable[[argparse.Namespace], int]
@@ -113,7 +114,7 @@ def size(text: str) -> tuple[str, int]:
 def _bench(parser: argparse.ArgumentParser) -> None:
     cores = usable_cores()
     modes = ("inference", "training", "both", "recurrence")
-    dtypes = ("float32", "float64")
+    kinds = ("float32", "float64")
     add = parser.add_argument
     add(
         "--shapes",
@@ -131,7 +132,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.py:NAME",
         help="a cell of your own; may be repeated",
     )
-    add("--dtype", choices=dtypes, default="float32", help="of everything (default: float32)")
+    add("--dtype", choices=kinds, default="float32", help="of everything (default: float32)")
     add(
         "--threads",
         type=positive(int),
@@ -286,7 +287,7 @@ def _explain(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("cell", help="a built-in cell, or path/to/file.py:Name")
     add("--hidden", type=positive(int), default=256, metavar="H", help="hidden size (default: 256)")
-    add("--dtype", choices=("float32", "float64"), default="float32", help="(default: float32)")
+    add("--dtype", choices=dtypes("cpu"), default="float32", help="(default: float32)")
     add("--size", type=size, action="append", default=[], metavar="P=64", help="another size")
     add("--llvm", action="store_true", help="also the kernel's LLVM text")
     add("--assembly", action="store_true", help="also the machine's assembly")

@@ -5,18 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from anycell.lang.cell import RECURRENT, Cell, Linear
 from anycell.lang.expr import Expr, is_const, label, listing, rewrite, show, topological
 from anycell.lang.grad import upstream
 from anycell.lang.ops import is_reduction
-from anycell.plan import FREE, HEAVY, Plan, gradient_roots, is_narrow
+from anycell.plan import FREE, HEAVY, Plan, gradient_roots
 from anycell.plan import plan as make_plan
-
-if TYPE_CHECKING:
-    from anycell.engines.cpu.generator import Generator
 
 Names = dict[Expr, str]
 
@@ -103,20 +100,23 @@ class Explanation:
 
     @functools.cached_property
     def llvm(self) -> str | None:
-        if self.plan.engine != "cpu":
-            return None
-        return _join((name, generator.text()) for name, generator in self._generators)
+        from anycell.engines.cpu import describe
+
+        return self._texts(describe.llvm)
 
     @functools.cached_property
     def assembly(self) -> str | None:
+        from anycell.engines.cpu import describe
+
+        return self._texts(describe.assembly)
+
+    def _texts(self, text: Callable[[Plan, bool], str]) -> str | None:
+        """Of both directions, where the plan's engine is the CPU's."""
         if self.plan.engine != "cpu":
             return None
-        from anycell.engines import cpu
-
-        return _join(
-            (name, cpu.compiled(self.plan, name == "backward").library.assembly())
-            for name, _ in self._generators
-        )
+        names = ("forward", "backward")[: 1 + self.backward]
+        texts = [f"; ---- {name}\n{text(self.plan, name == 'backward')}" for name in names]
+        return "\n".join(texts)
 
     @functools.cached_property
     def triton(self) -> str | None:
@@ -126,14 +126,6 @@ class Explanation:
 
         return "\n\n".join(sources(self.plan, self.backward))
 
-    @property
-    def _generators(self) -> Iterator[tuple[str, Generator]]:
-        from anycell.engines.cpu import isa
-        from anycell.engines.cpu.generator import Generator
-
-        for name in ("forward", "backward")[: 1 + self.backward]:
-            yield name, Generator(self.plan, name == "backward", isa.current())
-
     @functools.cached_property
     def _text(self) -> str:
         page = _Page(self.plan, self.batch)
@@ -142,15 +134,11 @@ class Explanation:
         sections = [page.heading(), page.forward()]
         if self.backward:
             sections += [page.saved(), page.derived()]
-        sections += [page.engine(), page.kernels(self._generators)]
+        sections += [page.engine(), page.kernels(self.backward)]
         for name, source in sources.items():
             missing = f"none: the {self.plan.engine} engine has no kernel of its own"
             sections.append([name, *(source or f"    {missing}").splitlines()])
         return "\n\n".join("\n".join(section) for section in sections if section)
-
-
-def _join(texts: Iterable[tuple[str, str]]) -> str:
-    return "\n".join(f"; ---- {name}\n{text}" for name, text in texts)
 
 
 class _Page:
@@ -300,7 +288,7 @@ class _Page:
         sizes = {s.name: s.size for s in cell.states}
         rows: list[tuple[str, str]] = []  # what, size symbol
         for node, name in self.saved_names.items():
-            size = "1" if is_narrow(node) else self._size(node)
+            size = "1" if node.narrow else self._size(node)
             rows.append((self._definition(node, name), size))
         for name in plan.states:
             output = " (the output)" if name == cell.state_names[0] else ""
@@ -347,10 +335,10 @@ class _Page:
         known = {**self.names, **self.saved_names}
         shown = [known.get(node) or show(node, known) for node in dear]
         light = len(again) - len(dear)
-        rest = [f"{light} {_plural('value', light)} of plain arithmetic"] if light else []
+        rest = [f"{light} value{'s' * (light > 1)} of plain arithmetic"] if light else []
         yield from _wrap(f"computed again from these: {', '.join(shown + rest)}")
         # What all units and rows share takes no memory.
-        sizes = ["1" if is_narrow(node) else self._size(node) for node in again if _varies(node)]
+        sizes = ["1" if node.narrow else self._size(node) for node in again if _varies(node)]
         yield f"were they kept as well: {self._bytes([*kept, *sizes])}"
 
     # -- the engine --------------------------------------------------------------------------------
@@ -367,91 +355,23 @@ class _Page:
             )
         return lines
 
-    def kernels(self, generators: Iterable[tuple[str, Generator]]) -> list[str]:
+    def kernels(self, backward: bool) -> list[str]:
+        """What the engine says of its kernels."""
+        if self.plan.engine == "cpu":
+            from anycell.engines.cpu.describe import describe
+
+            lines: list[str] = []
+            for name in ("forward", "backward")[: 1 + backward]:
+                lines += lines and [""]
+                lines += [f"{name} kernel"]
+                lines += _indent(describe(self.plan, name == "backward", self.batch))
+            return lines
         if self.plan.engine == "gpu":
-            return self._tiers()
-        if self.plan.engine != "cpu":
-            return []
-        lines: list[str] = []
-        for name, generator in generators:
-            lines += lines and [""]
-            lines += [f"{name} kernel", *_indent(self._geometry(name, generator))]
-            lines += _indent(self._passes(generator))
-            lines += _indent([self._code(name, generator)])
-        return lines
+            from anycell.engines.gpu.describe import describe as table
 
-    def _tiers(self) -> list[str]:
-        from anycell.engines.gpu import capacity, refusals
-
-        rows = capacity.BATCH
-        lines = [
-            f"which kernels for {rows} rows, by a model of what fits; no card has been measured"
-        ]
-        for card, name, why in capacity.table(self.plan):
-            lines += _indent(_wrap(f"{card:8}  {name:8}  {why}"))
-        for refusal in refusals.of_plan(self.plan):
-            lines += _indent(_wrap(str(refusal)))
-        return lines
-
-    def _geometry(self, name: str, generator: Generator) -> Iterator[str]:
-        target, plan = generator.target, self.plan
-        real = "doubles" if plan.dtype == "float64" else "floats"
-        yield (
-            f"{target.name}: {target.bits} bits, {generator.geometry.lanes} {real} a vector, "
-            f"{target.registers} vector registers"
-        )
-        if not generator.matmuls:
-            yield "no recurrent matmul"
-            return
-        for m in generator.matmuls:
-            g, heads = m.geometry, m.linear.heads
-            packed = m.packed_elements * plan.itemsize
-            of = f" for each of {heads} heads" if heads > 1 else ""
-            yield (
-                f"matmul [rows, {g.inner}] @ [{g.inner}, {g.units * g.outputs}]{of}; "
-                f"weights packed in {m.tiles} {_plural('tile', m.tiles)}, {packed:,} bytes"
-            )
-            columns = [len(group) for group in g.groups(g.span)]
-            blocks = [f"{g.block_rows(n)} rows x {n} {_plural('column', n)}" for n in columns]
-            yield (
-                f"tile: {g.unroll * g.lanes} units x {g.outputs}, "
-                f"{g.columns} {_plural('vector', g.columns)} wide; "
-                f"register blocks of at most {_unique(blocks)}"
-            )
-        if self.batch is not None:
-            space = generator.workspace(self.batch)
-            yield f"working memory of a thread for {self.batch} rows: {space:,} bytes"
-
-    def _passes(self, generator: Generator) -> Iterator[str]:
-        """Row reductions and matmuls inside the step need all units of a row: the work on a row
-        comes in passes.
-        """
-        passes = generator.passes
-        if len(passes) == 1:
-            return
-        counts = [len(part.reductions) for part in passes[:-1]]
-        yield (
-            f"{len(counts) + 1} passes over the units of a row: {', '.join(map(str, counts))} "
-            f"{_plural('reduction', max(counts))} of it, then the results"
-        )
-        spills = sum(len(part.stores) for part in passes)
-        yield (
-            f"{spills} {_plural('value', spills)} per unit kept from one pass for another; "
-            "threads split rows only"
-        )
-
-    def _code(self, name: str, generator: Generator) -> str:
-        from anycell.engines.cpu import jit
-        from anycell.engines.cpu import kernel as kernels
-
-        code = jit.stored(*kernels.request(generator))
-        loaded = kernels.loaded(self.plan, name == "backward", generator.target)
-        size = f"{jit.code_size(code):,} bytes of instructions, " if code else ""
-        if loaded is not None:
-            return f"{size}loaded, {'from the cache' if loaded.library.cached else 'compiled here'}"
-        if code:
-            return f"{size}in the cache on disk"
-        return f"not compiled yet; LLVM text of {len(generator.text().splitlines()):,} lines"
+            title, *rows = table(self.plan)
+            return [title, *(line for row in rows for line in _indent(_wrap(row)))]
+        return []
 
 
 def _gradient(matmul: str, output: str) -> str:
@@ -538,14 +458,6 @@ def _wrap(text: str, width: int = _WIDTH - 4) -> list[str]:
         lines.append(indent + rest[:cut])
         rest, indent = rest[cut + 1 :], "    "
     return [*lines, indent + rest]
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"
-
-
-def _unique(items: Iterable[str]) -> str:
-    return " and ".join(dict.fromkeys(items))
 
 
 __all__ = ["Explanation", "explain"]

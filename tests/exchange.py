@@ -26,9 +26,10 @@ from gpu import Poisoned, by_gpu  # before anything else that may import Triton
 from problems import Arrays, Problem, assert_right, assert_same, random_problem
 from triton.runtime import interpreter
 
-from anycell import Cell, cells, device
+from anycell import Cell, cells
 from anycell.engines import gpu
 from anycell.engines.gpu import Call, Printed
+from anycell.layer import gpu as device
 from anycell.torch.device import DeviceHost
 
 

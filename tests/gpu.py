@@ -25,8 +25,8 @@ pytest.importorskip("triton")
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from anycell import device  # noqa: E402  (Triton reads the variable when it is imported)
 from anycell.engines.gpu import library  # noqa: E402
+from anycell.layer import gpu as device  # noqa: E402  (Triton reads the variable when it is imported)
 from anycell.plan import plan  # noqa: E402
 from anycell.torch.device import DeviceHost  # noqa: E402
 

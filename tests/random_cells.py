@@ -17,8 +17,8 @@ import numpy as np
 from anycell import Cell, cell, clip, keep, layer_norm, linear, sigmoid, tanh, where
 from anycell.lang.cell import Gates
 from anycell.lang.expr import CONDITIONS, REDUCTIONS, Expr, apply, listing
+from anycell.lang.namespaces import namespace
 from anycell.lang.ops import TABLE, is_reduction
-from anycell.namespaces import namespace
 
 Interval = tuple[float, float]
 

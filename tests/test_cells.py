@@ -12,8 +12,9 @@ from problems import Arrays, Problem, assert_right, by_cpu, random_problem
 from tolerances import assert_close
 
 import anycell
-from anycell import Cell, cells, linear, philox
+from anycell import Cell, cells, linear
 from anycell.engines import reference
+from anycell.lang import philox
 from anycell.plan import plan
 
 torch = pytest.importorskip("torch")

@@ -1,18 +1,23 @@
 """The LLVM text layer: what the builder emits runs, and its functions keep their accuracy."""
 
 import ctypes
+import dataclasses
 import itertools
 import threading
 
+import llvmlite.binding
 import numpy as np
 import pytest
 from tolerances import limit
 
-from anycell import philox
+from anycell import cells
 from anycell.engines.cpu import isa, jit, ops
+from anycell.engines.cpu.generator import Generator
 from anycell.engines.cpu.ir import Module, Value, constant
+from anycell.lang import philox
 from anycell.lang.expr import REDUCTIONS
 from anycell.lang.ops import TABLE
+from anycell.plan import DTYPES, plan
 from tools import ulp
 
 TARGETS = isa.available()
@@ -412,3 +417,21 @@ def test_operands_must_agree():
         b.fadd(1.0, 2.0)
     with pytest.raises(TypeError, match="expected a value of type i64"):
         b.gep(Value("%p", "ptr"), x)
+
+
+# ------------------------------------------------------------------------- numbers in memory
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("cell", [cells.LSTM, cells.LayerNormGRU], ids=lambda cell: cell.name)
+def test_numbers_in_memory_may_be_narrower(cell, backward):
+    """A kernel of the plan widens what it loads and rounds what it stores, array by array."""
+    row = DTYPES["bfloat16"]._replace(name="float32")
+    one = plan(cell, 21)
+    whole = Generator(one, backward, isa.current()).text()
+    one = dataclasses.replace(one)
+    one.__dict__["types"] = row  # instead of that of the plan's dtype
+    text = Generator(one, backward, isa.current()).text()
+    llvmlite.binding.parse_assembly(text).verify()
+    for conversion in ("fpext", "fptrunc"):
+        assert text.count(conversion) > whole.count(conversion)

@@ -51,7 +51,7 @@ from tolerances import assert_close, error, limit
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import anycell
-from anycell import Cell, cells, device
+from anycell import Cell, cells
 from anycell import layer as layers
 from anycell.engines import gpu
 from anycell.engines.gpu import build, capacity, cooperative, launch
@@ -60,6 +60,9 @@ from anycell.engines.gpu.launch import Launch
 from anycell.engines.gpu.step import print_fill, print_step
 from anycell.engines.gpu.text import FUNCTIONS, Form
 from anycell.lang.ops import TABLE
+from anycell.layer import gpu as device
+from anycell.layer.arguments import Entering, Factors
+from anycell.layer.schedule import Chunk
 from anycell.plan import Plan, plan
 from anycell.torch.device import DeviceHost
 from anycell.torch.graphs import Replays, captured
@@ -591,17 +594,18 @@ def test_sums_of_chunks_are_not_rounded(rng: np.random.Generator) -> None:
         weights = {
             name: host.zeros(s) for name, s in layers.shapes(cell, {"H": 4}, 3, True).items()
         }
-        sums = device._Sums(host, one, weights, True)
+        given = Entering(host.zeros((100, 64, 3)), None, None, [weights])
+        sums = device._WideSums(host, one, given, 0, True, False)
         widths = [4 * len(l.outputs) for l in cell.linears]
         chunks = rng.uniform(0.0, 1.0, (100, 64, width)).astype("float16")
         chunks[:2] = [[[2000.0]], [[-2000.0]]]  # which sum up to more than there is in float16
-        for chunk in chunks:
+        for t, chunk in enumerate(chunks):
             dg = torch.tensor(chunk, device=DEVICE)
-            pairs = [(dg[:, :n], host.zeros((64, 4))) for n in widths]
-            sums.add(dg, host.zeros((64, 3)), pairs)
+            factors = [Factors(dg[:, :n], None) for n in widths]
+            sums.add(Chunk.of(False, 100, t, 1), dg, host.zeros((1, 64, 4)), factors)
         right = chunks.astype("float64").sum((0, 1))
-        assert_close(sums.bias_ih.cpu(), right, "float32", "gradient")
-        _, bias = sums.matmuls["weight_hh"]
+        assert_close(sums.totals["bias_ih"].cpu(), right, "float32", "gradient")
+        bias = sums.totals["bias_hh"]
         assert_close(bias.cpu()[: widths[0]], right[: widths[0]], "float32", "gradient")
 
 

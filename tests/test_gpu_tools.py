@@ -17,7 +17,8 @@ import pytest
 from gpu import DEVICE, without_a_card  # before anything else that may import Triton
 from tolerances import assert_close
 
-from anycell import cells, device
+from anycell import cells
+from anycell.layer import gpu as device
 from anycell.torch import fused
 from anycell.torch.device import DeviceHost
 
@@ -215,19 +216,19 @@ def test_smoke(passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert smoke.tried(cells.LSTM, case._replace(tier=1), DEVICE.type)["worst"] <= 1.0
     refused = smoke.tried(cells.LayerNormLSTM, case._replace(tier=2), DEVICE.type)
     assert "tier=2 cannot run cell LayerNormLSTM" in refused["refused"]
-    forward = fused.device.forward
+    forward = fused.gpu.forward
 
     def doubled(*args: Any, **options: Any) -> Any:
         out, *rest = forward(*args, **options)
         return out * 2, *rest
 
-    monkeypatch.setattr(fused, "device", SimpleNamespace(**{**vars(device), "forward": doubled}))
+    monkeypatch.setattr(fused, "gpu", SimpleNamespace(**{**vars(device), "forward": doubled}))
     assert smoke.tried(cells.LSTM, case, DEVICE.type)["worst"] > 1.0
 
     def broken(*args: Any, **options: Any) -> Any:
         raise RuntimeError("CUDA error")
 
-    monkeypatch.setattr(fused, "device", SimpleNamespace(**{**vars(device), "forward": broken}))
+    monkeypatch.setattr(fused, "gpu", SimpleNamespace(**{**vars(device), "forward": broken}))
     assert smoke.tried(cells.LSTM, case, DEVICE.type) == {"error": "RuntimeError: CUDA error"}
 
 

@@ -36,11 +36,11 @@ from anycell import (
 )
 from anycell.lang.declare import INPUT, RESERVED
 from anycell.lang.expr import CONDITIONS, REDUCTIONS, Expr, apply, listing, show, topological
+from anycell.lang.namespaces import namespace
 from anycell.lang.ops import TABLE
 from anycell.lang.transform import with_projection, with_recurrent_mask
 from anycell.layer import names, shapes
-from anycell.namespaces import namespace
-from anycell.plan import gradient_roots, is_narrow, passes, plan
+from anycell.plan import gradient_roots, passes, plan
 
 Function = Callable[..., Any]
 
@@ -809,7 +809,7 @@ def test_long_and_shared_computations(
 ) -> None:
     """Traced, differentiated, planned and split into passes, without recursion over the graph."""
     long = traced(repeated(times, update, start))
-    assert is_narrow(long.next[0].args[1]) is narrow
+    assert long.next[0].args[1].narrow is narrow
     found = plan(long, 8)
     assert found.engine == "cpu"
     assert len(topological(gradient_roots(long, found.gradients))) > times

@@ -25,13 +25,13 @@ from anycell import (
     keep,
     linear,
     mean,
-    philox,
     softplus,
     stop_gradient,
     tanh,
     where,
 )
 from anycell.engines import reference
+from anycell.lang import philox
 
 torch = pytest.importorskip("torch")
 

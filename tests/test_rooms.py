@@ -13,21 +13,22 @@ import pytest
 from processes import python
 
 import anycell
+from anycell.plan import DTYPES
 
 PACKAGE = Path(anycell.__file__).parent
 
 # From the ground up. A room imports only what lies on a floor below; rooms of one floor do not know
 # each other. "anycell" is the package's own names.
 FLOORS = """
-    environment machine namespaces philox requirement
+    environment machine requirement
     lang
     cells layouts plan
-    engines.cpu engines.reference engines.vendor
+    engines.cpu engines.reference
     engines.gpu
     layer
-    device explain stream
+    explain
     numpy torch
-    keras recurrence
+    keras
     tf1
     anycell
     usage
@@ -113,6 +114,25 @@ def test_frameworks_stay_in_their_frontends() -> None:
             if framework in FRAMEWORKS and home(path) not in FRAMEWORKS[framework]:
                 strangers.append(f"{path.relative_to(PACKAGE)}:{line} imports {name}")
     assert strangers == []
+
+
+# Strings that mean a type of number, and where else below the frontends they stand: as the default
+# of an argument, as a cell's mask is drawn, and as LLVM's types.
+TYPES = {name for row in DTYPES.values() for n in row[1:-1] for name in (n.name, n.llvm)}
+SPELLED = {"plan/dtype.py", "plan/plan.py", "engines/reference.py", "engines/gpu/build.py"}
+SPELLED |= {"engines/cpu/ir.py", "engines/cpu/ops.py", "engines/cpu/generator.py"}
+
+
+def test_one_place_says_what_a_dtype_means() -> None:
+    """All else below the frontends asks ``Plan.types``."""
+    found = set()
+    for path in SOURCES:
+        place = path.relative_to(PACKAGE)
+        if place.parts[0] in ("plan", "engines", "layer"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and node.value in TYPES:
+                    found.add(place.as_posix())
+    assert found == SPELLED
 
 
 LONG = 700  # lines

@@ -12,10 +12,11 @@ import pytest
 from tolerances import assert_close, close
 
 import anycell.numpy as an
-from anycell import cells, stream
+from anycell import cells
 from anycell.engines.cpu import pool
 from anycell.lang.declare import INPUT, PROJECTION
 from anycell.lang.transform import with_projection
+from anycell.layer import stream
 
 EVERY = [getattr(cells, name) for name in cells.__all__]
 every_cell = pytest.mark.parametrize("case", EVERY, ids=lambda c: c.name)

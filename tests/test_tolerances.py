@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from tolerances import LIMITS, SLOPES, assert_close, close, error, is_slope
 
+from anycell.plan import DTYPES
+
 REF = np.arange(1.0, 25.0).reshape(2, 3, 4)
 
 
@@ -18,6 +20,10 @@ def test_equal_is_right() -> None:
         assert close(REF * (1 + 0.9 * LIMITS[dtype, kind]), REF, dtype, kind)
         assert not close(REF * (1 + 1.1 * LIMITS[dtype, kind]), REF, dtype, kind)
     assert error(np.zeros((2, 0, 4)), np.zeros((2, 0, 4))) == 0
+
+
+def test_every_dtype_has_limits() -> None:
+    assert {(dtype, kind) for dtype in DTYPES for kind in ("forward", "gradient")} <= LIMITS.keys()
 
 
 def test_worst_slice_counts() -> None:

@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch_layers import assert_same, given_to_forward
 
 import anycell
-from anycell import cells, device
-from anycell.engines import vendor
+from anycell import cells
 from anycell.layer import Options
+from anycell.layer import gpu as device
 from anycell.plan import Plan
-from anycell.torch import functional, fused, ops, recurrent
+from anycell.torch import functional, fused, ops, recurrent, vendor
 from anycell.torch.composite import Call, composite
 from anycell.torch.device import DeviceHost
 from anycell.torch.dropin import DropIn
@@ -65,7 +65,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     calls: list[str] = []
 
     def recorded(name: str) -> Any:
-        function = getattr(fused.device, name)
+        function = getattr(device, name)
 
         def run(*args: Any, **options: Any) -> Any:
             calls.append(name)
@@ -76,7 +76,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
     passes = {name: recorded(name) for name in ("forward", "backward")}
-    monkeypatch.setattr(fused, "device", SimpleNamespace(**{**vars(device), **passes}))
+    monkeypatch.setattr(fused, "gpu", SimpleNamespace(**{**vars(device), **passes}))
     ops.Form.plan.cache_clear()
     yield calls
     ops.Form.plan.cache_clear()

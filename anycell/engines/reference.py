@@ -21,12 +21,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
-from anycell import philox
-from anycell.lang import grad
+from anycell.lang import grad, philox
 from anycell.lang.cell import Cell, Linear
 from anycell.lang.expr import Expr, topological
+from anycell.lang.namespaces import Array, namespace
 from anycell.lang.ops import TABLE, is_reduction
-from anycell.namespaces import Array, namespace
 
 States = Sequence[Array]  # an entry may be None
 Values = dict[Expr, Array]
@@ -107,7 +106,7 @@ class Recurrence:
         recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate; multiplies the hidden state
             that enters the recurrent matmul.
         reverse: from the last step to the first.
-        training, seed, stream: what ``keep`` draws; see ``anycell.philox``.
+        training, seed, stream: what ``keep`` draws; see ``anycell.lang.philox``.
     """
 
     cell: Cell

@@ -13,6 +13,7 @@ from anycell import cells
 from anycell.keras.call import Arrays, Call, Tensor, named_states
 from anycell.keras.composite import composite
 from anycell.lang.cell import Cell
+from anycell.plan.dtype import computed
 
 _ROLES = ("kernel", "recurrent", "bias", "param")
 
@@ -200,7 +201,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         """Output ``[B, size]`` and new states from inputs ``[B, I]`` and the states before."""
         nested = isinstance(states, (list, tuple))
         given = list(states) if nested else [states]
-        dtype = computed(self.compute_dtype)
+        dtype = computed(self.compute_dtype)  # 16 bits are for its neighbours
         call = Call(self.cell, self.units, self.all_sizes, sequences=False, training=bool(training))
         if training:
             self._check_masks(inputs)
@@ -284,11 +285,6 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
     def from_config(cls, config: dict[str, Any]) -> RNNCell:
         """The layer that ``get_config`` described."""
         return cls(deserialize(config["cell"]), **{k: v for k, v in config.items() if k != "cell"})
-
-
-def computed(dtype: str) -> str:
-    """The dtype in which a layer of that compute dtype runs: 16 bits are for its neighbours."""
-    return dtype if dtype == "float64" else "float32"
 
 
 def declared_sizes(cell: Cell) -> list[str]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from anycell.lang.cell import Cell
 from anycell.plan import Plan, plan
+from anycell.plan.dtype import computed
 
 _asked: ContextVar[bool] = ContextVar("asked", default=False)
 
@@ -112,8 +113,7 @@ def choose(facts: Facts) -> Engine:
         return Engine(loop, f"no way to call the kernels from Keras's backend {facts.backend!r}")
     assert facts.cell is not None
     # 16-bit policies compute in float32: more exact than what Keras does, and fused.
-    dtype = facts.dtype if facts.dtype == "float64" else "float32"
-    chosen = planned(facts.cell, facts.units, dtype, facts.sizes)
+    chosen = planned(facts.cell, facts.units, computed(facts.dtype), facts.sizes)
     if isinstance(chosen, str):
         return Engine(loop, chosen)
     return Engine("cpu", f"fused kernel, matmuls in a step: {len(facts.cell.linears)}")

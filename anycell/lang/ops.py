@@ -2,7 +2,7 @@
 
 A row is ``Op(meaning, derivative, domain)``:
 
-- ``meaning(xp, *args)`` computes the op with an array namespace (``anycell.namespaces``);
+- ``meaning(xp, *args)`` computes the op with an array namespace (``anycell.lang.namespaces``);
 - ``derivative(g, y, *args)`` returns, for the upstream gradient ``g`` and the result ``y``, one
   expression per argument, or None where the derivative is zero everywhere;
 - ``domain`` bounds the arguments on which the op is smooth and finite, for generated tests.

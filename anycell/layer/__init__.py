@@ -11,32 +11,33 @@ by side, size that of the first state.
     signature.py    the names and shapes of a layer's arrays
     arguments.py    what a layer is given, on a CPU or a GPU, and what its backward pass needs
     contract.py     what every array must be before a kernel gets its address
-    form.py         what calls of one form share: chunks, who does which matmul
-    run.py          a pass: the table of the door, over chunks of time
-    forward.py, backward.py, sums.py   the two passes, and what adds up over time
+    schedule.py     chunks of time, and the segments of checkpoints
+    sums.py         gradients that add up over time
+    form.py         what calls of one form share on the CPU: chunks, who does which matmul
+    run.py          a pass on the CPU: the table of the door, over chunks of time
+    forward.py, backward.py   the two passes on the CPU, which are this package's
+    gpu.py          the two passes on a GPU
+    stream.py       one step at a time
 """
 
 from anycell.layer import contract
 from anycell.layer.arguments import (
     Array,
     Arrays,
-    Chunk,
     Direction,
     Entering,
     Factors,
     Host,
     Kept,
     Options,
-    check_checkpoint,
-    chunk_steps,
     initial,
     reset_values,
-    segment_steps,
 )
 from anycell.layer.backward import backward
 from anycell.layer.form import projects, row_group
 from anycell.layer.forward import forward
 from anycell.layer.run import keeps_state, saved_width
+from anycell.layer.schedule import Chunk, check_checkpoint
 from anycell.layer.signature import ENDS, names, of_a_matmul, shapes, stepped
 
 __all__ = [
@@ -52,7 +53,6 @@ __all__ = [
     "Options",
     "backward",
     "check_checkpoint",
-    "chunk_steps",
     "contract",
     "forward",
     "initial",
@@ -63,7 +63,6 @@ __all__ = [
     "reset_values",
     "row_group",
     "saved_width",
-    "segment_steps",
     "shapes",
     "stepped",
 ]

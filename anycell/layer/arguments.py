@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -143,6 +142,11 @@ class Kept(NamedTuple):
         states = [array for sequences in self.states for array in sequences if array is not None]
         return [self.hidden, *self.values, *states]
 
+    def border(self, d: int, slot: int, width: int) -> list[Array]:
+        """The states of a direction before a segment; ``width`` is that of the first."""
+        others = [sequence[slot] for sequence in self.states[d] if sequence is not None]
+        return [self.hidden[slot, :, d * width : (d + 1) * width], *others]
+
     @classmethod
     def of(cls, arrays: Sequence[Array], states: Sequence[bool], directions: int) -> Kept:
         """The inverse of ``flat``; ``states`` says which of them are kept.
@@ -171,58 +175,6 @@ class Factors(NamedTuple):
 
     outputs: Array | None
     operand: Array | None
-
-
-class Chunk(NamedTuple):
-    """Where a chunk lies for one direction: from which time to before which, its first step to run,
-    and which way it goes.
-    """
-
-    begin: int
-    end: int
-    time: int
-    sign: int
-
-    @classmethod
-    def of(cls, reverse: bool, steps: int, done: int, count: int) -> Chunk:
-        """The next so many of all steps, after those that are done."""
-        if reverse:
-            end = steps - done
-            return cls(end - count, end, end - 1, -1)
-        return cls(done, done + count, done, 1)
-
-
-def chunk_steps(plan: Plan, steps: int, rows: int, limit: int) -> int:
-    """Steps per chunk of the projection, such that its gates take about ``limit`` bytes at most."""
-    width = len(plan.cell.gates) * plan.hidden_size * plan.itemsize
-    count = max(1, -(-steps * rows * width // limit))
-    return max(1, -(-steps // count))
-
-
-def check_checkpoint(value: Any) -> str | int | None:
-    """The value, if ``Options.checkpoint`` takes it."""
-    word = isinstance(value, str) and value == "sqrt"
-    number = isinstance(value, int) and not isinstance(value, bool) and value > 0
-    if value is None or word or number:
-        return value
-    raise ValueError(
-        f"checkpoint: given {value!r}; expected 'sqrt', a number of steps from 1, or None to keep "
-        "all that the backward pass needs."
-    )
-
-
-def segment_steps(wished: str | int | None, steps: int, chunk: int) -> int:
-    """Steps of which the backward pass needs all at once, with ``Options.checkpoint``.
-
-    They are whole chunks of the projection. So every matmul is the one that it would be without
-    checkpoints, and so are the bits; and shorter ones would save nothing beside a chunk's buffer.
-    """
-    if wished is None:
-        return steps
-    if wished == "sqrt":
-        wished = math.isqrt(steps)
-    assert isinstance(wished, int), wished
-    return min(steps, max(1, -(-wished // chunk)) * chunk)
 
 
 def initial(plan: Plan, w: Direction) -> list[Array | float]:

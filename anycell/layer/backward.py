@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from anycell.layer import contract
-from anycell.layer.arguments import Array, Chunk, Factors, Host, Kept, Options
+from anycell.layer.arguments import Array, Factors, Host, Kept, Options
 from anycell.layer.forward import advance, project, remember
 from anycell.layer.run import Rows, Run, keeps_state
-from anycell.layer.signature import ENDS, of_a_matmul
-from anycell.layer.sums import Sums, Totals
+from anycell.layer.schedule import Chunk, before
+from anycell.layer.signature import of_a_matmul
+from anycell.layer.sums import Sums, Totals, leaving
 from anycell.plan import Plan
 
 
@@ -82,10 +83,8 @@ def backward(
             if given.projects and dx is not None:
                 unreached.project(host, dgates, direction.w["weight_ih"], dx, chunk)
     run.close()
-    gradients = {} if dx is None else {"x": dx}
-    for direction, end in zip(directions, ENDS, strict=False):
-        gradients |= {name + end: total for name, total in direction.sums.result().items()}
-    return gradients | totals.result()
+    learned = [direction.sums.totals for direction in directions]
+    return leaving(host, given, dx, [w | totals.result(d) for d, w in enumerate(learned)])
 
 
 class _Direction:
@@ -104,7 +103,7 @@ class _Direction:
         self.backwards = run.options.reverse[d]
         self.width = len(cell.gates) * plan.hidden_size
         resets = run.given.resets is not None
-        self.sums = Sums(host, plan, run.steps, self.w, need)
+        self.sums = Sums(host, plan, run.given, d, need, run.steps > 0)
         self.gates: Rows | None = None
         if run.given.projects:
             self.gates = Rows(host, plan, rows, self.width)
@@ -125,11 +124,15 @@ class _Direction:
 
     def factors(self) -> list[Factors]:
         """What the weights' gradients are products of, for hosts that multiply themselves."""
-        count = self.run.steps * self.run.batch
-        return [
-            Factors(*[None if rows is None else rows[count] for rows in pair])
-            for pair in self.pairs
-        ]
+        return self.of_rows(self.run.steps * self.run.batch)
+
+    def of_rows(self, count: int) -> list[Factors]:
+        """The same of so many rows of the buffers."""
+        factors = []
+        for outputs, operand in self.pairs:
+            d = None if outputs is None else outputs[count]
+            factors.append(Factors(d, None if operand is None else operand[count]))
+        return factors
 
     def dgates(self, chunk: Chunk) -> Array:
         """Gradients of the projected gates, ``[rows, G*H]``."""
@@ -140,26 +143,9 @@ class _Direction:
 
     def add(self, chunk: Chunk, part: _Part, dgates: Array) -> None:
         """A chunk's part of the gradients of weights."""
-        run, d, first, (begin, end, _, _) = self.run, self.d, self.first, chunk
-        rows = dgates.shape[0]
-        inputs = None
-        if run.given.projects:
-            inputs = run.x[begin:end]
-            if run.given.mask is not None:
-                # What lies under a mask may be NaN, and NaN times a zero gradient is NaN.
-                inputs = run.host.masked(inputs, run.given.mask[begin:end])
-            inputs = inputs.reshape(rows, inputs.shape[2])
-        # The first state before each step.
-        shift = 2 * self.backwards - part.times[d]
-        hidden = part.hidden[begin + shift : end + shift, :, d * first : (d + 1) * first]
-        pairs = [
-            (
-                dgates if outputs is None else outputs[rows],
-                hidden.reshape(rows, first) if operand is None else operand[rows],
-            )
-            for outputs, operand in self.pairs
-        ]
-        self.sums.add(dgates, inputs, pairs)
+        columns = slice(self.d * self.first, (self.d + 1) * self.first)
+        hidden = before(part.hidden, chunk, self.backwards, part.times[self.d])[:, :, columns]
+        self.sums.add(chunk, dgates, hidden, self.of_rows(dgates.shape[0]))
 
     def add_product(self, dgates: Array, d_state: Array) -> None:
         """What the recurrent matmul of a single step, the host's, adds to the gradient of the first
@@ -227,10 +213,8 @@ def _parts(run: Run, kept: Kept) -> Iterator[tuple[int, int, _Part]]:
         begin, end = slot * segment, min(slot * segment + segment, steps)
         for one in (again, run):
             one.set(origin=begin, span=end - begin)
-        for d, (_, *others) in enumerate(kept.states):
-            hidden = kept.hidden[slot, :, d * first : (d + 1) * first]
-            states = [hidden, *[s[slot] for s in others if s is not None]]
-            again.place_of(d, dict(zip(names, states, strict=True)))
+        for d in range(count):
+            again.place_of(d, dict(zip(names, kept.border(d, slot, first), strict=True)))
         advance(again, gates, begin, end)
         times = [steps - end if reverse else begin for reverse in run.options.reverse]
         part = _Part(memory.hidden, times)

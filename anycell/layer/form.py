@@ -12,7 +12,8 @@ from anycell.engines import cpu
 from anycell.engines.cpu.door import NEAR_CACHE
 from anycell.engines.cpu.ir import Target
 from anycell.lang.cell import RECURRENT
-from anycell.layer.arguments import Array, chunk_steps
+from anycell.layer.arguments import Array
+from anycell.layer.schedule import chunk_steps
 from anycell.plan import Plan
 
 # Of projected gates, for all directions together: they should stay in the cache.

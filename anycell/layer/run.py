@@ -6,17 +6,9 @@ from array import array
 from collections.abc import Iterator, Mapping
 
 from anycell.engines import cpu
-from anycell.layer.arguments import (
-    Array,
-    Chunk,
-    Entering,
-    Host,
-    Kept,
-    Options,
-    reset_values,
-    segment_steps,
-)
+from anycell.layer.arguments import Array, Entering, Host, Kept, Options, reset_values
 from anycell.layer.form import form_of, padded, sparse
+from anycell.layer.schedule import Chunk, chunks, segment_steps
 from anycell.plan import Plan
 
 _SIGN, _WORD = 1 << 63, (1 << 64) - 1  # a seed is 64 bits, an entry a signed number
@@ -125,16 +117,9 @@ class Run:
 
     def chunks(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """Steps done and steps to do, chunk by chunk of what lies between so many steps of the
-        forward pass. The backward pass has the same chunks, the last one first.
+        forward pass.
         """
-        chunk = self.form.chunk
-        if not self.backward:
-            for done in range(begin, end, chunk):
-                yield done, min(chunk, end - done)
-            return
-        for done in reversed(range(begin, end, chunk)):
-            count = min(chunk, end - done)
-            yield self.steps - done - count, count
+        return chunks(begin, end, self.form.chunk, self.steps, self.backward)
 
     def span(self, d: int, done: int, count: int) -> Chunk:
         """Where so many steps of a direction lie, after those that are done."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
-from anycell.lang.cell import Linear
-from anycell.layer.arguments import Array, Direction, Entering, Host
+from anycell.layer.arguments import Array, Direction, Entering, Factors
 from anycell.layer.form import row_group
 from anycell.layer.run import Run
+from anycell.layer.schedule import Chunk
 from anycell.layer.signature import ENDS
 from anycell.plan import Plan
 
@@ -74,105 +75,107 @@ class Totals:
                 arrays["d_static"] = self.static[d]
             run.place_of(d, arrays)
 
-    def result(self) -> dict[str, Array]:
-        """All of them that are of arrays that were given, by their names, after the last call."""
-        run, plan, h = self.run, self.run.plan, self.run.plan.hidden_size
-        directions, named = run.directions, dict[str, Array]()
+    def result(self, d: int) -> Direction:
+        """All of one direction, by the names of the arrays, after the last call."""
+        cell, h = self.run.plan.cell, self.run.plan.hidden_size
+        named: Direction = {}
         for kind, totals in (("state", self.states), ("reset_state", self.resets)):
-            for state, total in zip(plan.cell.state_names, totals, strict=bool(totals)):
-                name = f"{kind} {state}"
-                array = directions[0].get(name)
-                if array is None:
-                    continue
-                if len(array.shape) == 1:  # one value for all rows
-                    rows, total = total, run.host.empty((len(directions), *array.shape))
-                    for d in range(len(directions)):
-                        total[d] = rows[d].sum(0)
-                named[name] = total
-        for d, groups in enumerate(self.params):
-            total = groups.sum(0)
-            for i, name in enumerate(plan.cell.param_names):
-                named[name + ENDS[d]] = total[i * h : (i + 1) * h]
-        for d, total in enumerate(self.static):  # which all directions share
-            named["static"] = named["static"] + total if d else total
-        return named
+            named |= {f"{kind} {n}": t[d] for n, t in zip(cell.state_names, totals)}  # noqa: B905
+        total: Any = self.params[d].sum(0) if self.params else None
+        for i, name in enumerate(cell.param_names):
+            named[name] = total[i * h : (i + 1) * h]
+        return named | ({"static": self.static[d]} if self.static else {})
 
 
 class Sums:
-    """Gradients of weights and biases of one direction.
+    """Gradients of weights and biases of one direction. Those of a weight and a bias have rows for
+    every declared output of their matmuls; one that the cell does not use has gradient 0.
 
     Args:
-        steps: of the input.
-        w: what they are gradients of.
+        given: what the pass was given.
+        d: the direction.
         need: whether they are wanted.
+        overwrite: the first chunk may overwrite, as there is one.
+
+    Attributes:
+        totals: by the names of the arrays.
     """
 
-    def __init__(self, host: Host, plan: Plan, steps: int, w: Direction, need: bool) -> None:
-        cell, h = plan.cell, plan.hidden_size
-        self.host, self.plan, self.fresh = host, plan, True
-        # The first chunk overwrites, if there is one.
-        new = host.empty if steps else host.zeros
-        projects = need and "weight_ih" in w
-        self.weight_ih = new(tuple(w["weight_ih"].shape)) if projects else None
-        biased = need and "bias_ih" in w
-        self.bias_ih = host.zeros((len(cell.gates) * h,)) if biased else None
-        self.matmuls = {l.weight: _MatmulSum(host, plan, l, w, steps) for l in cell.linears if need}
+    def __init__(
+        self, host: Any, plan: Plan, given: Entering, d: int, need: bool, overwrite: bool
+    ) -> None:
+        self.host, self.plan, self.given, self.fresh = host, plan, given, overwrite
+        self.totals: Direction = {}
+        w = given.directions[d]
+        self.whole = _whole(plan)
+        for name, whole in self.whole.items() if need else ():
+            if name in w:
+                new = self.empty if overwrite and whole else self.zeros
+                self.totals[name] = new(tuple(w[name].shape))
 
-    def add(self, dg: Array, x: Array | None, pairs: Sequence[tuple[Array, Array]]) -> None:
-        """Adds a chunk: gradients of the projected gates, what was projected, and for each matmul
-        the gradients of its outputs and its operand.
+    def empty(self, shape: tuple[int, ...]) -> Array:
+        return self.host.empty(shape)
+
+    def zeros(self, shape: tuple[int, ...]) -> Array:
+        return self.host.zeros(shape)
+
+    def rows(self, matrix: Array) -> Array:
+        """The sum of its rows."""
+        return matrix.sum(0)
+
+    def add_blocks(self, d: Array, operand: Array, blocks: Array) -> None:
+        """``blocks[i] += d[:, i].T @ operand[:, i]`` for the columns of each head."""
+        heads, out, into = blocks.shape
+        for i in range(heads):
+            columns = operand[:, i * into : (i + 1) * into]
+            self.host.matmul_add(d[:, i * out : (i + 1) * out].T, columns, blocks[i])
+
+    def add(self, chunk: Chunk, dg: Array, hidden: Array, factors: Sequence[Factors]) -> None:
+        """Adds a chunk.
+
+        Args:
+            dg: gradients of its projected gates, ``[rows, G*H]``.
+            hidden: the first states before its steps, ``[steps, B, size]``.
+            factors: of each matmul inside the steps.
         """
-        fresh, self.fresh = self.fresh, False
-        if self.weight_ih is not None:
-            (self.host.matmul if fresh else self.host.matmul_add)(dg.T, x, self.weight_ih)
-        total = None
-        if self.bias_ih is not None:
-            total = dg.sum(0)
-            self.bias_ih += total
-        for l, (d, operand) in zip(self.plan.cell.linears, pairs, strict=True):
-            self.matmuls[l.weight].add(l, d, operand, total if d is dg else None, fresh)
+        host, totals, given, plan = self.host, self.totals, self.given, self.plan
+        multiply = host.matmul if self.fresh else host.matmul_add
+        self.fresh = False
+        if "weight_ih" in totals:
+            x = given.x[chunk.begin : chunk.end]
+            if given.mask is not None:
+                # What lies under a mask may be NaN, and NaN times a zero gradient is NaN.
+                x = host.masked(x, given.mask[chunk.begin : chunk.end])
+            multiply(dg.T, x.reshape(dg.shape[0], x.shape[2]), totals["weight_ih"])
+        of_gates = None
+        if "bias_ih" in totals:
+            of_gates = self.rows(dg)
+            totals["bias_ih"] += of_gates
+        for l, (outputs, operand) in zip(plan.cell.linears, factors, strict=True):
+            d = dg if outputs is None else outputs
+            if operand is None:
+                operand = hidden.reshape(dg.shape[0], hidden.shape[2])
+            weight, bias, total = totals[l.weight], totals.get(l.bias_name), of_gates
+            if bias is not None and (outputs is not None or total is None):
+                total = self.rows(d)
+            if self.whole[l.weight]:
+                multiply(d.T, operand, weight)
+                if bias is not None:
+                    bias += total
+                continue
+            size = plan.sizes[l.out_size]
+            blocks = weight.reshape(l.heads, -1, operand.shape[1] // l.heads)
+            for n, output in enumerate(l.outputs):
+                k, out = l.declared.index(output), size // l.heads
+                columns = slice(n * size, (n + 1) * size)
+                if bias is not None:
+                    bias[k * size : (k + 1) * size] += total[columns]  # type: ignore[index]
+                self.add_blocks(d[:, columns], operand, blocks[:, k * out : (k + 1) * out])
 
-    def result(self) -> Direction:
-        """All of them, after the last chunk."""
-        named = {"weight_ih": self.weight_ih, "bias_ih": self.bias_ih}
-        for name, matmul in self.matmuls.items():
-            named |= {name: matmul.weight, matmul.bias_name: matmul.bias}
-        return {name: array for name, array in named.items() if array is not None}
 
-
-class _MatmulSum:
-    """The gradients of a weight and a bias, of one matmul or of several that share them.
-
-    Both have rows for every declared output; one that the cell does not use has gradient 0.
-    """
-
-    def __init__(self, host: Host, plan: Plan, linear: Linear, w: Direction, steps: int) -> None:
-        self.host, self.bias_name = host, linear.bias_name
-        bias = w.get(linear.bias_name)
-        self.whole = linear.heads == 1 and linear.outputs == linear.declared
-        new = host.empty if self.whole and steps else host.zeros
-        self.weight = new(tuple(w[linear.weight].shape))
-        self.bias = None if bias is None else host.zeros(tuple(bias.shape))
-        self.size = plan.sizes[linear.out_size]
-
-    def add(self, l: Linear, d: Array, operand: Array, total: Array | None, fresh: bool) -> None:
-        """Adds a chunk of one matmul; ``total`` is the sum of the rows of ``d``, where known."""
-        size = self.size
-        if self.bias is not None and total is None:
-            total = d.sum(0)
-        if self.whole:
-            (self.host.matmul if fresh else self.host.matmul_add)(d.T, operand, self.weight)
-            if self.bias is not None:
-                self.bias += total
-            return
-        out, into = size // l.heads, operand.shape[1] // l.heads
-        blocks = self.weight.reshape(l.heads, len(l.declared) * out, into)
-        for n, output in enumerate(l.outputs):
-            k = l.declared.index(output)
-            if self.bias is not None:
-                self.bias[k * size : (k + 1) * size] += total[n * size : (n + 1) * size]  # type: ignore[index]
-            for head in range(l.heads):
-                column = n * size + head * out
-                block = blocks[head, k * out : (k + 1) * out]
-                part = operand[:, head * into : (head + 1) * into]
-                self.host.matmul_add(d[:, column : column + out].T, part, block)
+@functools.lru_cache(maxsize=256)
+def _whole(plan: Plan) -> dict[str, bool]:
+    """Weights and biases, and whether the gradient is one product."""
+    linears = plan.cell.linears
+    named = {l.weight: l.heads == 1 and l.outputs == l.declared for l in linears}
+    return {"weight_ih": True, **named, "bias_ih": False} | {l.bias_name: False for l in linears}

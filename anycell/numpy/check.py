@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from anycell.plan.dtype import dtypes
+
 Array = npt.NDArray[np.floating]
 MOST = (1 << 31) - 1  # of a size: NumPy has its own words for products that are too large
 
@@ -72,13 +74,14 @@ def number(name: str, value: Any, low: float = -math.inf, below: float = math.in
 
 
 def real_dtype(name: str, value: Any) -> np.dtype[Any]:
-    """float32 or float64, in this machine's order of bytes."""
+    """A dtype that the kernels compute in, in this machine's order of bytes."""
     try:
         dtype = np.dtype(value).name if isinstance(value, (str, type, np.dtype)) else ""
     except Exception:  # NumPy raises what its parser of such texts does
         dtype = ""
-    if dtype not in ("float32", "float64"):
-        raise ValueError(f"{name}: given {value!r}, expected 'float32' or 'float64'.")
+    if dtype not in dtypes("cpu"):
+        expected = " or ".join(map(repr, dtypes("cpu")))
+        raise ValueError(f"{name}: given {value!r}, expected {expected}.")
     return np.dtype(dtype)
 
 

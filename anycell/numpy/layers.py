@@ -13,11 +13,11 @@ from anycell import cells
 from anycell.engines.cpu import pool
 from anycell.lang.cell import Cell
 from anycell.layer import ENDS, Options, check_checkpoint, shapes
+from anycell.layer.stream import Stream
 from anycell.numpy import check, initializers, passes
 from anycell.numpy.base import Array, Layer
 from anycell.numpy.host import NumpyHost
 from anycell.plan import Plan, plan
-from anycell.stream import Stream
 
 State = Array | tuple[Array, ...]  # the array alone where a cell has one state
 Flags = npt.NDArray[np.uint8]

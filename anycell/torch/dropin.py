@@ -15,11 +15,10 @@ from torch.fx import Proxy
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell import cells
-from anycell.engines import vendor
 from anycell.lang.cell import Cell
 from anycell.layer import ENDS, check_checkpoint
 from anycell.plan import Plan
-from anycell.torch import ops
+from anycell.torch import ops, vendor
 from anycell.torch.composite import Arrays, Sizes, States
 from anycell.torch.functional import (
     Engine,

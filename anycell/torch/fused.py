@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anycell import device, layer
+from anycell import layer
 from anycell.engines.gpu import build, launch
 from anycell.lang.cell import Cell
-from anycell.plan import ENGINE_DTYPES, Plan, plan
+from anycell.layer import gpu
+from anycell.plan import Plan, plan
+from anycell.plan.dtype import dtypes
 from anycell.torch.composite import (
     Arrays,
     Call,
@@ -58,7 +60,7 @@ def plan_of(
     none.
     """
     name = str(dtype).removeprefix("torch.")
-    if name not in ENGINE_DTYPES[engine]:
+    if name not in dtypes(engine):
         return f"no fused kernel for {dtype} on the {engine.upper()} as yet"
     found = plan(cell, hidden_size, name if engine == "cpu" else "float32", sizes=dict(sizes))
     if found.engine == "reference" or engine == "cpu":
@@ -207,7 +209,7 @@ def _differentiable(
 def engine_of(plan: Plan, x: Tensor) -> tuple[Any, TorchHost | DeviceHost]:
     """The module that runs the plan's layers, and torch's arrays as it wants them."""
     if plan.engine == "gpu":
-        return device, host_of(getattr(torch, plan.dtype), x.device)
+        return gpu, host_of(getattr(torch, plan.dtype), x.device)
     return layer, HOSTS[plan.dtype]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anycell.engines import cpu
 from anycell.layer.signature import ANY, MATRIX, ROWS
+from anycell.plan.dtype import dtypes
 
 _CPU = torch.device("cpu")  # said each time: torch.set_default_device must not move our buffers
 
@@ -85,4 +86,4 @@ class TorchHost:
         return torch.where(mask.bool().unsqueeze(-1), x, 0.0)
 
 
-HOSTS = {name: TorchHost(getattr(torch, name)) for name in ("float32", "float64")}
+HOSTS = {name: TorchHost(getattr(torch, name)) for name in dtypes("cpu")}

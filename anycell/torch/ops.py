@@ -20,7 +20,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable, at the fir
 from anycell import cells, layer
 from anycell.lang.cell import Cell
 from anycell.layer import Options, check_checkpoint
-from anycell.plan import Plan
+from anycell.plan import DTYPES, Plan
 from anycell.torch import fused
 from anycell.torch.composite import Arrays, Call, Result, Sizes
 from anycell.torch.ranges import ranged
@@ -31,7 +31,6 @@ AVAILABLE = hasattr(torch.library, "register_autograd")  # since PyTorch 2.4
 # that says so; without it layers on a card are no operators.
 _TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
 ON_CARDS = bool(_TAGS)
-_DTYPES = ("float64", "float32", "bfloat16", "float16")
 _CELLS: dict[str, Cell] = {}
 
 
@@ -146,7 +145,7 @@ class Form(NamedTuple):
                 cell, int(hidden), sizes, dtype, int(stream), reverse, repeat, training, keep,
                 checkpoint, given,
             )  # fmt: skip
-            known = len(reverse) in (1, 2) and form.hidden_size > 0 and dtype in _DTYPES
+            known = len(reverse) in (1, 2) and form.hidden_size > 0 and dtype in DTYPES
             if form.text() != text or not known or not set(reverse + given) <= {"0", "1"}:
                 raise ValueError
             _sizes(sizes)

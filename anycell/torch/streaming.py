@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from anycell.layer.stream import Stream
 from anycell.plan import Plan
-from anycell.stream import Stream
 from anycell.torch.functional import autocast, fused_plan, memory
 from anycell.torch.host import HOSTS
 

@@ -16,7 +16,7 @@ from tolerances import is_slope
 
 from anycell import Cell, cells
 from anycell.engines import cpu
-from anycell.stream import Stream
+from anycell.layer.stream import Stream
 from conformance.frontend import Frontend
 from conformance.problem import LEARNED, Arrays, Odd, Problem, assert_right, by_reference, draw
 

@@ -26,94 +26,28 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from anycell.engines.cpu import ops
+from anycell.engines.cpu.arguments import arguments, is_integer, number_of
 from anycell.engines.cpu.door import Door, align
-from anycell.engines.cpu.geometry import INPUT, REALS, Geometry, Matmul, matmuls, projecting
-from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant
+from anycell.engines.cpu.geometry import INPUT, Geometry, Matmul, matmuls, projecting
+from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant, shape, vector
 from anycell.engines.cpu.matmul import Blocks, print_packing
-from anycell.lang.cell import INPUT as INPUT_SIZE
 from anycell.lang.expr import Expr, is_const, topological
 from anycell.lang.ops import is_reduction
-from anycell.plan import FREE, MATMULS, Plan, gradient_roots, is_narrow, passes, size_of
+from anycell.plan import FREE, MATMULS, Plan, gradient_roots, passes, size_of
 
 PANEL = 48  # rows whose matmul results are kept before the cell's work on them
 AHEAD = 8  # rows between a load and the prefetch for a later one
 SPINS = 4000  # turns at a barrier before a thread offers its core, some 100 us
-# Entries of the argument table that are numbers, as are all strides; the others are addresses.
-INTEGERS = frozenset(
-    "steps batch row_group time time_step units_split workspace_stride training seed stream "
-    "repeat inputs input_block".split()
-)
 
 
-def arguments(plan: Plan, backward: bool) -> tuple[str, ...]:
-    """Names of the entries of a kernel's argument table, in order. All are 64 bits:
-    an integer or an address.
+class Row(NamedTuple):
+    """Where a row of an array begins, and LLVM's type of its numbers; see ``arguments``."""
 
-    ``*_t`` and ``*_b`` are strides in elements per step and per batch row; those per step are
-    negative where time runs backwards. Optional addresses are 0 where absent.
-    """
-    names = (
-        "steps batch row_group time time_step units_split barrier yield_to workspace "
-        "workspace_stride hyper training seed stream mask mask_t resets resets_t repeat"
-    ).split()
-    cell = plan.cell
-    names += [f"weights{k}" for k in range(len(cell.linears))]
-    for i in range(len(cell.states)):
-        # The state before each step. `flip`: only two slots, which take turns. `next`: from there
-        # to the state after.
-        names += [f"state{i}", f"state{i}_t", f"state{i}_b", f"reset{i}", f"reset{i}_b"]
-        names.append(f"state{i}_next" if backward else f"state{i}_flip")
-    names += [f"param{i}" for i in range(len(cell.params))]
-    arrays = ["saved"]
-    if backward:
-        arrays += [*(f"dy{i}" for i in range(len(cell.states))), "dx"]
-        for k in range(len(cell.linears)):
-            arrays += [f"dr{k}", f"operand{k}"]
-        names += [f"{what}{i}" for what in ("dstate", "dreset") for i in range(len(cell.states))]
-        names += ["dparam", "dstatic"]
-    else:
-        arrays += ["x", "out"]
-        # Of the kernel that multiplies the input itself; `x` is then a row of zeros.
-        names += ["product", "product_b", "inputs", "input_block", "weights_x"]
-        arrays += ["input"]
-    names += [f"{array}{suffix}" for array in arrays for suffix in ("", "_t", "_b")]
-    return (*names, "static", "recurrent_mask", "bias_x", "bias_h")
-
-
-def extents(plan: Plan, backward: bool, saved_width: int) -> dict[str, tuple[str, int]]:
-    """What the arrays of that table have: along which axes, and how many numbers in a row.
-
-    Axes are "steps" (of rows, by strides), "rows" (by a stride or one after the other), "groups" of
-    rows, and "once". The input of a kernel that multiplies it itself has ``inputs`` numbers.
-    """
-    cell, h, widths = plan.cell, plan.hidden_size, [plan.sizes[s.size] for s in plan.cell.states]
-    gates = len(cell.gates) * h
-    masks = [n.attrs[0] for n in topological(cell.next) if n.op == "recurrent_mask"]
-    arrays = {"saved": ("steps", saved_width), "static": ("rows", h)}
-    for i, width in enumerate(widths):
-        arrays |= {f"state{i}": ("steps", width), f"reset{i}": ("rows", width)}
-        if backward:
-            arrays |= {f"dstate{i}": ("rows", width), f"dreset{i}": ("rows", width)}
-    arrays |= {f"param{i}": ("once", h) for i in range(len(cell.params))}
-    arrays |= {"bias_x": ("once", gates), "bias_h": ("once", gates)}
-    # One mask, or one for each gate: [B, width] or [G, B, width].
-    arrays["recurrent_mask"] = "rows", (1 + max(masks, default=0)) * widths[0]
-    if not backward:
-        # Of a cell that multiplies the input in its step, x is that input.
-        projects = any(l.operand.op == "input" for l in cell.linears)
-        entering = plan.sizes[INPUT_SIZE] if projects else gates
-        arrays |= {"x": ("steps", entering), "input": ("steps", 0), "out": ("steps", widths[0])}
-        arrays["product"] = "rows", gates
-        return arrays
-    arrays |= {f"dy{i}": ("steps", width) for i, width in enumerate(widths)}
-    arrays |= {"dx": ("steps", gates), "dstatic": ("rows", h)}
-    arrays["dparam"] = ("groups", len(cell.params) * h)
-    for k, l in enumerate(cell.linears):
-        arrays[f"dr{k}"] = ("steps", len(l.outputs) * plan.sizes[l.out_size])
-        arrays[f"operand{k}"] = ("steps", plan.sizes[l.in_size])
-    return arrays
+    at: Value
+    type: str
 
 
 class Generator:
@@ -121,15 +55,15 @@ class Generator:
 
     def __init__(self, plan: Plan, backward: bool, target: Target) -> None:
         self.plan, self.cell, self.backward, self.target = plan, plan.cell, backward, target
-        self.real = REALS[plan.dtype]
-        self.size = plan.itemsize
+        # Registers and workspaces hold what the cell's math works on, arrays what their rows say.
+        self.real, self.size = plan.types.math.llvm, plan.types.math.bytes
         self.module = Module(target, self.real)
         self.names = {name: i for i, name in enumerate(arguments(plan, backward))}
         self.states = {name: i for i, name in enumerate(self.cell.state_names)}
         self.widths = [plan.sizes[state.size] for state in self.cell.states]
         self.params = {name: i for i, name in enumerate(self.cell.param_names)}
         self.gates = {name: i for i, name in enumerate(self.cell.gates)}
-        self._saved()
+        self.saved = plan.saved_places
         self.new_states: dict[Expr, int] = {}
         self.loaded: frozenset[Expr] = frozenset()
         if backward:
@@ -155,22 +89,15 @@ class Generator:
         one_size = self.result_sizes <= {self.plan.hidden_size}
         return plain and len(alike) < 2 and one_size
 
-    def _saved(self) -> None:
-        """Where each saved value lies in its row."""
-        plan, at = self.plan, 0
-        self.saved: dict[Expr, int] = {}
-        for node in plan.saved:
-            self.saved[node] = at
-            at += plan.width(node)
-        for node in plan.saved_rows:
-            self.saved[node] = at
-            at += 1
-        if plan.saved_rows:
+    @property
+    def saved_width(self) -> int:
+        """Numbers from a row of saved values to the next."""
+        width, size = self.plan.saved_width, self.plan.types.saved.bytes
+        if self.plan.saved_rows:
             # Padded to whole cache lines, or every load of the next rows would touch two.
-            at = -(-at // 16) * 16
-        elif at * self.size % 1024 == 0:  # see layer.form.padded
-            at += 64 // self.size
-        self.saved_width = at
+            return -(-width // 16) * 16
+        # See layer.form.padded.
+        return width + 64 // size if width * size % 1024 == 0 else width
 
     def _measure(self, target: Target) -> None:
         """Layout of a thread's workspace: addresses of rows, the rows that take the step, matmul
@@ -261,7 +188,7 @@ class Generator:
     @property
     def packed_bytes(self) -> int:
         """Of the packed weights of one direction."""
-        return sum(m.packed_elements for m in self.matmuls) * self.size
+        return sum(m.packed_elements for m in self.matmuls) * self.plan.types.operands.bytes
 
     # ---- the module -----------------------------------------------------------------------------
     def text(self) -> str:
@@ -292,8 +219,7 @@ class Generator:
         table, part, parts = b.args
         self.arg: dict[str, Value] = {}
         for name, i in self.names.items():
-            stride = name.endswith(("_t", "_b", "_flip", "_next"))
-            kind = "i64" if stride or name in INTEGERS else "ptr"
+            kind = "i64" if is_integer(name) else "ptr"
             self.arg[name] = b.load(b.gep(table, i, "i64"), kind)
         arg, g = self.arg, self.geometry
         split = b.icmp("ne", arg["units_split"], 0)
@@ -371,11 +297,16 @@ class Generator:
         """Whether an optional argument is there."""
         return self.b.icmp("ne", self.arg[name], 0)
 
-    def _at(self, name: str, t: Value, row: Value) -> Value:
-        """Address of a row at step t of an array with strides ``name_t`` and ``name_b``."""
+    def _array(self, name: str, offset: Value | None = None) -> Row:
+        """The first row of an array, or that which begins so many numbers on."""
+        type, at = number_of(self.plan, name).llvm, self.arg[name]
+        return Row(at if offset is None else self.b.gep(at, offset, type), type)
+
+    def _at(self, name: str, t: Value, row: Value) -> Row:
+        """A row at step t of an array with strides ``name_t`` and ``name_b``."""
         b = self.b
         offset = b.add(b.mul(t, self.arg[f"{name}_t"]), b.mul(row, self.arg[f"{name}_b"]))
-        return b.gep(self.arg[name], offset)
+        return self._array(name, offset)
 
     def _flag(self, name: str, t: Value, row: Value) -> Value:
         b = self.b
@@ -383,20 +314,16 @@ class Generator:
             b.gep(self.arg[name], b.add(b.mul(t, self.arg[f"{name}_t"]), row), "i8"), "i8"
         )
 
-    def _state(self, i: int, after: bool = False) -> Value:
-        """Address of this row of state i before, or after, step t."""
+    def _state(self, i: int, after: bool = False) -> Row:
+        """This row of state i before, or after, step t."""
         b, arg, t = self.b, self.arg, self.t
         if self.backward:
             offset = b.add(b.mul(t, arg[f"state{i}_t"]), b.mul(self.row, arg[f"state{i}_b"]))
-            return b.gep(
-                arg[f"state{i}"], b.add(offset, arg[f"state{i}_next"]) if after else offset
-            )
+            offset = b.add(offset, arg[f"state{i}_next"]) if after else offset
+            return self._array(f"state{i}", offset)
         t = b.add(t, 1) if after else t
         slot = b.select(b.icmp("ne", arg[f"state{i}_flip"], 0), b.and_(t, 1), t)
-        return b.gep(
-            arg[f"state{i}"],
-            b.add(b.mul(slot, arg[f"state{i}_t"]), b.mul(self.row, arg[f"state{i}_b"])),
-        )
+        return self._at(f"state{i}", slot, self.row)
 
     def _flagged(
         self, given: Value, name: str, t: Value, row: Value, unequal: bool = True
@@ -411,11 +338,12 @@ class Generator:
             b.store(b.icmp("ne" if unequal else "eq", self._flag(name, t, row), 0), slot)
         return b.load(slot, "i1")
 
-    def _before(self, i: int, reset: Value) -> Value:
-        """Address of state i as step t sees it: a reset puts the initial value in its place."""
-        b, arg = self.b, self.arg
-        initial = b.gep(arg[f"reset{i}"], b.mul(self.row, arg[f"reset{i}_b"]))
-        return b.select(reset, initial, self._state(i))
+    def _before(self, i: int, reset: Value) -> Row:
+        """State i as step t sees it: a reset puts the initial value in its place."""
+        b = self.b
+        initial = self._array(f"reset{i}", b.mul(self.row, self.arg[f"reset{i}_b"]))
+        state = self._state(i)
+        return Row(b.select(reset, initial.at, state.at), state.type)
 
     def _take_rows(self, span0: Value, span1: Value) -> Value:
         """Lists the rows of this thread that take step t, and gives their number: forward those
@@ -475,18 +403,18 @@ class Generator:
             if self.backward:
                 # Of the step that was before, for what its state's gradient gets.
                 t = self.t if m.state is None else b.sub(self.t, 1)
-                address = self._at(self._gradient(m), t, row)
+                address = self._at(self._gradient(m), t, row).at
             elif m.state is None:
                 operand = self.place["operand", m.linear.operand]
                 address = b.gep(self._scratch_of(place, first), operand)
             elif m.state == INPUT:
-                address = self._at("x", self.t, row)
+                address = self._at("x", self.t, row).at
             else:
                 reset = self._flagged(self.has_resets, "resets", self.t, row)
-                address = self._before(m.state, reset)
+                address = self._before(m.state, reset).at
             b.store(address, b.gep(self.rows[m.number], place, "i64"))
             if m is self.projecting:
-                b.store(self._at("input", self.t, row), b.gep(self.input_rows, place, "i64"))
+                b.store(self._at("input", self.t, row).at, b.gep(self.input_rows, place, "i64"))
 
     def _gradient(self, m: Matmul) -> str:
         """The array that holds the gradient of a matmul's outputs."""
@@ -529,7 +457,7 @@ class Generator:
     ) -> None:
         """One tile, block by block of the sum."""
         b, g, arg, blocks = self.b, m.geometry, self.arg, self.blocks[m.number]
-        block = g.inner_block(self.size)
+        block = g.inner_block(self.plan.types.operands.bytes)
         begins = constant(1, "i1")  # whether the sum begins here, with the biases
         if m is self.projecting:
             projects = self._given("input")
@@ -562,7 +490,7 @@ class Generator:
                 if not self.backward:
                     at = m.linear.declared.index(output) * m.units
                     row = b.mul(self._row_at(place), arg["product_b"])
-                    brought = b.gep(arg["product"], row)
+                    brought = self._array("product", row)
                     value = self._with_bias(self._load(brought, at), "bias_h", at)
                     if output in self.cell.fused:
                         value = self._with_bias(value, "bias_x", at)
@@ -644,11 +572,20 @@ class Generator:
                 self.lane_mask = b.lane_mask(b.sub(constant(units, "i64"), self.unit))
             yield
 
-    def _load(self, address: Value, offset: int = 0) -> Value:
+    def _load(self, row: Row, offset: int = 0) -> Value:
         """The vector of units at hand from a row of an array in user layout (no padding)."""
-        b = self.b
-        at = b.gep(address, b.add(self.unit, offset))
-        return b.load(at) if self.lane_mask is None else b.masked_load(at, self.lane_mask)
+        b, vec = self.b, vector(self.b.lanes, row.type)
+        at = b.gep(row.at, b.add(self.unit, offset), row.type)
+        mask = self.lane_mask
+        return self._wide(b.load(at, vec) if mask is None else b.masked_load(at, mask, 0, vec))
+
+    def _wide(self, value: Value) -> Value:
+        """Numbers of an array as the cell computes with them."""
+        return value if shape(value.type)[1] == self.real else self.b.fpext(value, self.real)
+
+    def _narrow(self, value: Value, type: str) -> Value:
+        """Numbers that the cell has computed as an array keeps them."""
+        return value if type == self.real else self.b.fptrunc(value, type)
 
     def _stream(self, name: str, offset: int = 0) -> Value:
         """The vector of units at hand from an array over time,
@@ -657,15 +594,16 @@ class Generator:
         Rows lie pages apart, where the hardware does not look ahead by itself.
         """
         b, g = self.b, self.geometry
-        address = self._at(name, self.t, self.row)
-        ahead = b.gep(address, b.add(b.add(self.unit, offset), b.mul(self.arg[f"{name}_b"], AHEAD)))
+        row = self._at(name, self.t, self.row)
+        later = b.add(b.add(self.unit, offset), b.mul(self.arg[f"{name}_b"], AHEAD))
+        ahead = b.gep(row.at, later, row.type)
         for i in range(g.width):
-            b.prefetch(b.gep(ahead, i * g.lanes))
-        return self._load(address, offset)
+            b.prefetch(b.gep(ahead, i * g.lanes, row.type))
+        return self._load(row, offset)
 
-    def _store(self, value: Value, address: Value, offset: int = 0) -> None:
-        b = self.b
-        at = b.gep(address, b.add(self.unit, offset))
+    def _store(self, value: Value, row: Row, offset: int = 0) -> None:
+        b, value = self.b, self._narrow(value, row.type)
+        at = b.gep(row.at, b.add(self.unit, offset), row.type)
         if self.lane_mask is None:
             b.store(value, at)
         else:
@@ -683,10 +621,9 @@ class Generator:
         unit = b.mul(b.sub(self.vector, self._origin(self.span)), self.target.lanes(self.real))
         b.store(constant(0.0, b.vec), b.gep(self.acc_at, b.add(unit, self.acc_place[name])))
 
-    def _row_of(self, name: str, width: int, row: Value | None = None) -> Value:
+    def _row_of(self, name: str, width: int, row: Value | None = None) -> Row:
         """A row of a contiguous [B, width] array."""
-        b = self.b
-        return b.gep(self.arg[name], b.mul(self.row if row is None else row, width))
+        return self._array(name, self.b.mul(self.row if row is None else row, width))
 
     # ---- forward and backward where the row does not take the step -------------------------------
     def _hold(self) -> None:
@@ -777,7 +714,7 @@ class Generator:
         self.words: dict[tuple[int, str], list[Value]] = {}  # of random masks
         # What all units share is computed once, before the loop.
         for node in topological(roots):
-            if node in self.reduced or (is_narrow(node) and self._ready(node)):
+            if node in self.reduced or (node.narrow and self._ready(node)):
                 self._value(node)
         shared = dict(self.values)
         sums = {node: b.alloca(b.vec) for node in each.reductions if node.attrs == (1,)}
@@ -924,10 +861,11 @@ class Generator:
         if node.op == "hyper":
             return self.hyper[node.attrs[0]]
         if node in self.saved and self.backward:
-            if not is_narrow(node):
+            if not node.narrow:
                 return self._stream("saved", self.saved[node])
-            at = self._at("saved", self.t, self.row)
-            return b.splat(b.load(b.gep(at, self.saved[node]), b.real))
+            saved = self._at("saved", self.t, self.row)
+            at = b.gep(saved.at, self.saved[node], saved.type)
+            return b.splat(self._wide(b.load(at, saved.type)))
         if node in self.new_states:
             return self._load(self._state(self.new_states[node], after=True))
         if node in self.reduced:
@@ -938,7 +876,7 @@ class Generator:
         if node.op == "state":
             return self._load(self._before(self.states[name], self.reset))
         if node.op == "param":
-            return self._load(arg[f"param{self.params[name]}"])
+            return self._load(self._array(f"param{self.params[name]}"))
         if node.op == "static":
             return self._load(self._row_of("static", h))
         if node.op == "recurrent_mask":
@@ -962,7 +900,7 @@ class Generator:
         slot = b.alloca(b.vec)
         b.store(value, slot)
         with b.when(self._given(name)):
-            b.store(b.fadd(value, self._load(self.arg[name], at)), slot)
+            b.store(b.fadd(value, self._load(self._array(name), at)), slot)
         return b.load(slot)
 
     def _upstream(self, i: int) -> Value:
@@ -981,7 +919,7 @@ class Generator:
     def _keep(self, node: Expr, rate: Value) -> Value:
         """A random mask: drawn from counters in training, its rate in evaluation.
 
-        See ``anycell.philox``.
+        See ``anycell.lang.philox``.
         """
         b, (index, per) = self.b, node.attrs
         training = b.icmp("ne", self.arg["training"], 0)
@@ -995,7 +933,7 @@ class Generator:
             word = b.load(words[index % 4], f"<{b.lanes} x i32>")
             # Compared in float32 whatever the dtype, so that all engines keep the same units.
             draw = b.fmul(b.uitofp(b.lshr(word, 8), "float"), 2.0**-24)
-            kept = b.fcmp("olt", draw, b.fptrunc(rate, "float") if b.real == "double" else rate)
+            kept = b.fcmp("olt", draw, self._narrow(rate, "float"))
             b.store(b.select(kept, constant(1.0, b.vec), constant(0.0, b.vec)), slot)
         return b.load(slot)
 
@@ -1039,12 +977,13 @@ class Generator:
             kept = {node: self._value(node) for node in self.saved if self._size(node) == size}
             if kept:
                 with b.when(self._given("saved")):
-                    at = self._at("saved", self.t, self.row)
+                    row = self._at("saved", self.t, self.row)
                     for node, value in kept.items():
-                        if not is_narrow(node):
-                            self._store(value, at, self.saved[node])
-                        else:
-                            b.store(b.extract(value, 0), b.gep(at, self.saved[node]))
+                        if not node.narrow:
+                            self._store(value, row, self.saved[node])
+                            continue
+                        one = self._narrow(b.extract(value, 0), row.type)
+                        b.store(one, b.gep(row.at, self.saved[node], row.type))
             return
         # Every value first: the gradients of the states are written over what others still read.
         gradients, own = plan.gradients, size == "H"

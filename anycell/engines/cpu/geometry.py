@@ -11,7 +11,6 @@ from anycell.engines.cpu.ir import Target
 from anycell.lang.cell import RECURRENT, Cell, Linear
 from anycell.plan import Plan
 
-REALS = {"float32": "float", "float64": "double"}
 INPUT = -1  # in place of the number of a state
 L1_WEIGHTS = 32 << 10  # bytes of a block of packed weights that stays in the first-level cache
 
@@ -163,7 +162,7 @@ class Matmul:
 
 def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
     """The matmuls of a step, in the order of the cell."""
-    lanes, found = target.lanes(REALS[plan.dtype]), []
+    lanes, found = target.lanes(plan.types.math.llvm), []
     for number, l in enumerate(plan.cell.linears):
         units, inner, outputs = plan.sizes[l.out_size], plan.sizes[l.in_size], len(l.outputs)
         if backward:

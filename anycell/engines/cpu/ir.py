@@ -127,6 +127,9 @@ def constants(values: Sequence[Number], element: str) -> Value:
     return Value(f"<{lanes}>", vector(len(values), element))
 
 
+_ZEROS = {"half": "0xH0000", "bfloat": "0xR0000"}  # all that a load of 16 bits asks for
+
+
 def _literal(value: Number, element: str) -> str:
     if is_real(element):
         # The text spells a float as the bits of the double that equals it: exact, inf and NaN too.
@@ -135,6 +138,8 @@ def _literal(value: Number, element: str) -> str:
                 value = struct.unpack("<f", struct.pack("<f", value))[0]
             except OverflowError:
                 raise ValueError(f"{value!r} does not fit a float") from None
+        elif not value and element in _ZEROS:
+            return _ZEROS[element]
         elif element != "double":
             raise TypeError(f"constants of type {element} are not supported; extend from float")
         return f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}"

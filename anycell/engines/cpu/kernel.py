@@ -8,7 +8,8 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 
 from anycell.engines.cpu import door, isa, jit
-from anycell.engines.cpu.generator import Generator, extents
+from anycell.engines.cpu.arguments import extents
+from anycell.engines.cpu.generator import Generator
 from anycell.engines.cpu.ir import Target
 from anycell.engines.cpu.sources import fingerprint
 from anycell.lang.cell import Cell

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anycell.engines.cpu.geometry import Matmul
-from anycell.engines.cpu.ir import Builder, Module, Value, constant
+from anycell.engines.cpu.ir import Builder, Module, Value, constant, element_bits
 
 Places = tuple[int, ...]
 # Arguments of a block of rows, however many: k0 and k1 bound the sum, a fresh one begins with the
@@ -216,8 +216,7 @@ def _print_digest(module: Module) -> None:
     ]
     b = module.function("changed", params, "i64", internal=True, inline=False)
     source, lane_stride, inner_stride, units, count, stored = b.args
-    bits = 8 * (8 if b.real == "double" else 4)
-    factor = constant(FACTOR % (1 << bits), b.ivec)
+    factor = constant(FACTOR % (1 << element_bits(b.real)), b.ivec)
     sums = [b.alloca(b.ivec) for _ in range(CHAINS)]
     for slot in sums:
         b.store(constant(0, b.ivec), slot)

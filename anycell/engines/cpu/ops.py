@@ -357,7 +357,7 @@ def philox(
 ) -> tuple[Value, Value, Value, Value]:
     """Philox4x32-10 (Salmon et al. 2011): four random words for each lane's counter.
 
-    All are vectors of i32. `anycell/philox.py` is the same in NumPy.
+    All are vectors of i32. `anycell/lang/philox.py` is the same in NumPy.
     """
     for number in range(_PHILOX_ROUNDS):
         if number:

@@ -11,18 +11,15 @@ from functools import lru_cache
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 # Directories whole, so that a new file is never forgotten.
-PARTS = ("lang", "plan.py", os.path.join("engines", "cpu"))
+PARTS = ("lang", "plan", os.path.join("engines", "cpu"))
 
 
 def files(package: str) -> list[str]:
     """The files that decide what a kernel's text is, relative to the package."""
     found = []
     for part in PARTS:
-        if part.endswith(".py"):
-            found.append(part)
-        else:
-            names = os.listdir(os.path.join(package, part))
-            found += [os.path.join(part, name) for name in names if name.endswith(".py")]
+        names = os.listdir(os.path.join(package, part))
+        found += [os.path.join(part, name) for name in names if name.endswith(".py")]
     return sorted(found)
 
 

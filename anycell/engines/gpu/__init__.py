@@ -1,7 +1,7 @@
 """The GPU engine: plans as Triton kernels, on arrays of any framework.
 
 It takes arrays whose addresses a ``Host`` knows, shapes and a stream, and imports no framework;
-Triton is imported when the first kernel is built. ``anycell/device.py`` makes layers of it.
+Triton is imported when the first kernel is built. ``anycell/layer/gpu.py`` makes layers of it.
 
 Three tiers, chosen by ``capacity``:
 

@@ -155,7 +155,7 @@ def choices(
         raise ValueError(f"tier={tier!r}; expected 1, 2, 3 or None.")
     if tier == 3 or (device is None and tier is None):
         return (Choice(3, "asked for" if tier else "no card"),)
-    if plan.dtype != "float32" and device and device.capability < MATRICES and tier is None:
+    if plan.types.mixed and device and device.capability < MATRICES and tier is None:
         why = f"Triton has no matrix instructions of 16 bits before sm_{MATRICES}"
         return (Choice(3, f"{why}, the framework's matmuls may have"),)
     fits, reasons = list[Choice](), list[str]()
@@ -191,7 +191,7 @@ def choose(
 
 def precisions(plan: Plan, device: Device | None, tf32: bool) -> list[str]:
     """How dots may multiply, the best first; of 16 bits nothing is said."""
-    if plan.dtype != "float32" or device is None or device.capability < MATRICES:
+    if plan.types.mixed or device is None or device.capability < MATRICES:
         return ["ieee"]
     if tf32:
         return ["tf32"]
@@ -208,7 +208,7 @@ def _resident(
     most = max(WARPS[0], _widest(plan) // 8)
 
     def fitting(precision: str) -> list[int]:
-        kind = precision if plan.dtype == "float32" else "16"
+        kind = "16" if plan.types.mixed else precision
         matrices = kind in ("tf32", "bf16x6")  # whose parts of float32 take more registers
         least = min(WARPS[1], most) if matrices else WARPS[0]
 
@@ -250,7 +250,7 @@ def _cooperative(
     if device is None:
         return [Choice(2, "asked for", part=Slice(LEAST, LEAST, 2 * LEAST, 1, 2, 1))]
     precision = precisions(plan, device, tf32)[-1]
-    if plan.dtype == "float32" and precision == "ieee":
+    if not plan.types.mixed and precision == "ieee":
         return "float32 is multiplied outside the matrix units"
     least, priced = 0, list[tuple[float, Choice]]()
     for rows, units in itertools.product(ROWS, UNITS):
@@ -304,7 +304,7 @@ def _parts(
     registers: otherwise they spill.
     """
     parted = precision == "bf16x6"
-    if plan.dtype == "float32" and rows > (ROWS[0] if parted else ROWS[1]):
+    if not plan.types.mixed and rows > (ROWS[0] if parted else ROWS[1]):
         return
     if rows * _columns(plan, units, backward) > 32 * SUMS:
         return
@@ -412,7 +412,7 @@ def shared_bytes(plan: Plan, backward: bool, precision: str = "ieee") -> int:
 
 def _weight_bytes(plan: Plan, precision: str) -> int:
     """Of one weight on chip."""
-    return WEIGHT[precision] if plan.dtype == "float32" else plan.itemsize
+    return plan.types.operands.bytes if plan.types.mixed else WEIGHT[precision]
 
 
 def tiles(plan: Plan, backward: bool) -> int:

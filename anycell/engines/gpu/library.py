@@ -504,7 +504,7 @@ def numbers(words, kind: tl.constexpr):
 
 @triton.jit
 def keep(rate, draws, step, rows, units, index: tl.constexpr, per_step: tl.constexpr):
-    """The random mask of ``anycell.philox``: 1 with probability ``rate``, else 0.
+    """The random mask of ``anycell.lang.philox``: 1 with probability ``rate``, else 0.
 
     ``draws`` is the address of four 64-bit numbers: seed, stream, time of step 0, time per step.
     """

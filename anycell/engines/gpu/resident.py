@@ -55,7 +55,7 @@ class Loop(Text):
         self.loads: dict[str, str] = {}  # a step early, and what they are called then
         keep = form.keep and not form.backward
         self.kept = [*plan.saved, *plan.saved_rows] if keep else []
-        self.kind = {"fp32": "tl.float32", "bf16": "tl.bfloat16", "fp16": "tl.float16"}[self.io]
+        self.kind = f"tl.{self.io.name}"
 
     def printed(self) -> Printed:
         """The whole kernel."""
@@ -167,7 +167,7 @@ class Loop(Text):
 
     def _dot(self, operand: str, weight: str) -> str:
         precision = ""
-        if self.io == "fp32":
+        if not self.half:
             precision = f", input_precision={self.precision!r}"
         return f"tl.dot({operand}, {weight}{precision})"
 

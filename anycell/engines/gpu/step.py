@@ -24,7 +24,16 @@ import functools
 from collections.abc import Container, Iterable
 from typing import NamedTuple
 
-from anycell.engines.gpu.text import Form, Printed, Text, Where, apart, keeps, power_of_two
+from anycell.engines.gpu.text import (
+    NUMBERS,
+    Form,
+    Printed,
+    Text,
+    Where,
+    apart,
+    keeps,
+    power_of_two,
+)
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
 from anycell.lang.ops import is_reduction
@@ -34,7 +43,6 @@ ELEMENTS = 512  # of a tile: four for each of 128 threads
 FILLED = 32  # places of a table that one launch fills
 DONE = "done"  # what a table holds first: how many steps of the call are done
 # Of Triton's types, those of the language.
-_TYPES = {"fp32": "tl.float32", "bf16": "tl.bfloat16", "fp16": "tl.float16"}
 
 
 class Stage(NamedTuple):
@@ -277,7 +285,7 @@ class _Kernel(Text):
             self.tabled[name] = f"{number}.to(tl.pointer_type(tl.uint8))"
         elif kind[0] == "*" and name not in self._own():
             odd, place = super().argument("odd", "i64"), self._entry(name, kind)
-            self.tabled[name] = f"address(table, {place}, {odd}, {_TYPES[kind[1:]]})"
+            self.tabled[name] = f"address(table, {place}, {odd}, tl.{NUMBERS[kind[1:]].name})"
         else:
             return super().argument(name, kind)
         return name

@@ -22,7 +22,7 @@ from anycell.engines.gpu.step import (
     print_fill,
     staged,
 )
-from anycell.engines.gpu.text import Printed
+from anycell.engines.gpu.text import NUMBERS, Printed
 from anycell.lang.cell import Linear
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def arguments(kernels: Step, call: Call) -> Arguments:
     for name, kind in kernels.table:
         number = values[name]
         if kind[0] == "*":
-            size = {"*u8": 1, "*fp32": 4}.get(kind, 2)
+            size = 1 if kind == "*u8" else NUMBERS[kind[1:]].bytes
             number = call.host.pointer(number) + values.get(f"{name}__0", 0) * size
             odd |= kind != "*u8" and number % 16 > 0
         table.append((number + (1 << 63)) % (1 << 64) - (1 << 63))

@@ -22,11 +22,11 @@ from typing import NamedTuple
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, listing, show, topological
 from anycell.lang.ops import is_reduction
-from anycell.plan import FREE, MATMULS, Plan, is_narrow, size_of
+from anycell.plan import DTYPES, FREE, MATMULS, Plan, size_of
 
 WIDTH = 96  # columns of a line of text
-# What Triton calls a plan's dtype.
-TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+# By the name of their pointers: a kernel takes ``*bf16`` and says ``tl.bfloat16``.
+NUMBERS = {n.triton: n for row in DTYPES.values() for n in (row.storage, row.math)}
 
 
 class Form(NamedTuple):
@@ -97,7 +97,7 @@ class Text:
     def __init__(self, plan: Plan, form: Form, tile: tuple[int, int], whole: bool) -> None:
         self.plan, self.cell, self.form = plan, plan.cell, form
         self.rows, self.width, self.whole = *tile, whole  # whole: a tile has all units of a row
-        self.io, self.half = TYPES[plan.dtype], plan.dtype != "float32"  # half: of 16 bits
+        self.io, self.half = plan.types.storage, plan.types.mixed  # half: of 16 bits
         self.states = {name: i for i, name in enumerate(self.cell.state_names)}
         self.widths = [plan.sizes[s.size] for s in self.cell.states]
         self.warps = 0  # as many as the tile wants
@@ -108,12 +108,7 @@ class Text:
         self.variables: list[str] = []  # by number: how ``assign`` would name them
         self.taken: set[str] = set()  # names that mean one value
         self.said: dict[str, str] = {}  # lines that are printed once, by what they assign
-        # What the backward pass finds in memory.
-        self.saved: dict[Expr, tuple[int, bool]] = {}
-        column = 0
-        for node in (*plan.saved, *plan.saved_rows):
-            self.saved[node] = column, is_narrow(node)
-            column += 1 if is_narrow(node) else plan.width(node)
+        self.saved = plan.saved_places  # what the backward pass finds in memory
         kept = zip(self.cell.states, self.cell.next, strict=True)
         self.after = {n: s.name for s, n in kept if s.name in plan.states and n.op not in FREE}
         self.hyper = {name: i for i, name in enumerate(self.cell.hyper)}
@@ -161,7 +156,8 @@ class Text:
 
     def array(self, name: str, wide: bool = False) -> str:
         """An argument that points to numbers: float32 if wide, else of the plan's dtype."""
-        return self.argument(name, "*fp32" if wide else f"*{self.io}")
+        number = self.plan.types.accumulate if wide else self.io
+        return self.argument(name, f"*{number.triton}")
 
     # -- the tile --------------------------------------------------------------------------------
     def units(self, size: str) -> str:
@@ -308,10 +304,9 @@ class Text:
     def _leaf(self, node: Expr) -> tuple[str, str]:
         """A name for a leaf, and where it comes from."""
         if self.form.backward and node in self.saved:
-            column, narrow = self.saved[node]
-            row = self.row("saved")
+            column, row = self.saved[node], self.row("saved")
             name = gate_of(node) or "saved_v"
-            if narrow:
+            if node.narrow:
                 return name, self.load(f"{row} + {column}", None)
             return name, self.load(self.at(row, column, self.size(node)), self.size(node))
         if self.form.backward and node in self.after:
@@ -377,8 +372,8 @@ class Text:
     def store_saved(self, nodes: Iterable[Expr]) -> None:
         """What the backward pass reads."""
         for node in nodes:
-            (column, narrow), row, size = self.saved[node], self.row("saved"), self.size(node)
-            if narrow:
+            column, row, size = self.saved[node], self.row("saved"), self.size(node)
+            if node.narrow:
                 self.say(f"tl.store({row} + {column}, {self.value(node)}, mask=is_row)")
             else:
                 self.store(self.at(row, column, size), self.value(node), size)

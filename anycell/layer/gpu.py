@@ -1,4 +1,5 @@
-"""One layer of any cell on a GPU: what ``anycell.layer`` is on the CPU, with the same arguments.
+"""One layer of any cell on a GPU: ``forward`` and ``backward`` with the arguments and results of
+those for the CPU.
 
 Arrays come through the ``Host`` of ``anycell.engines.gpu``. Directions run one after the other, in
 chunks of time: the input projection of a chunk, its steps; backward its steps, then the matmuls for
@@ -19,21 +20,20 @@ from anycell.engines.gpu.step import Step, print_step
 from anycell.engines.gpu.steps import BLOCKS
 from anycell.engines.gpu.text import Printed, apart, keeps
 from anycell.lang.cell import Linear
-from anycell.layer import (
-    Chunk,
+from anycell.layer import contract
+from anycell.layer.arguments import (
     Direction,
     Entering,
+    Factors,
     Kept,
     Options,
-    chunk_steps,
-    contract,
     initial,
-    of_a_matmul,
     reset_values,
-    segment_steps,
 )
-from anycell.layer.sums import leaving
-from anycell.plan import Plan, is_narrow
+from anycell.layer.schedule import Chunk, before, chunk_steps, chunks, segment_steps
+from anycell.layer.signature import of_a_matmul
+from anycell.layer.sums import Sums, leaving
+from anycell.plan import Plan
 
 Array = Any
 CHUNK_BYTES = 64 << 20  # of projected gates for one direction
@@ -143,7 +143,7 @@ def forward(
         states: Sequence[Array | float] = initial(plan, w)
         for slot, begin in enumerate(range(0, max(1, steps), max(1, segment))):
             if borders:
-                for array, value in zip(_border(kept, d, slot, widths[0]), states, strict=True):
+                for array, value in zip(kept.border(d, slot, widths[0]), states, strict=True):
                     array[:] = value
             states = run.advance(begin, min(begin + segment, steps), states, out)
         for final, state in zip(finals, states, strict=True):
@@ -221,12 +221,6 @@ class _Memory(NamedTuple):
         return found
 
 
-def _border(kept: Kept, d: int, slot: int, first: int) -> list[Array]:
-    """The states of a direction before a segment, kept with checkpoints."""
-    others = [sequence[slot] for sequence in kept.states[d] if sequence is not None]
-    return [kept.hidden[slot, :, d * first : (d + 1) * first], *others]
-
-
 class _Run:
     """One direction in one pass: its kernels, and what they take in all chunks of time."""
 
@@ -252,14 +246,10 @@ class _Run:
         self.done = 0  # steps by which programs that wait for one another have counted
 
     def chunks(self, begin: int, end: int) -> Iterator[Chunk]:
-        """What lies between so many steps of the direction. The backward pass has the chunks of the
-        forward pass, the last one first, with or without checkpoints: so sums have the same bits.
-        """
-        backward, starts = self.form.backward, range(begin, end, self.chunk)
-        for done in reversed(starts) if backward else starts:
-            count = min(self.chunk, end - done)
-            before = self.steps - done - count if backward else done
-            yield Chunk.of(self.reverse is not backward, self.steps, before, count)
+        """What lies between so many steps of the direction."""
+        backward, steps = self.form.backward, self.steps
+        for done, count in chunks(begin, end, self.chunk, steps, backward):
+            yield Chunk.of(self.reverse is not backward, steps, done, count)
 
     def over(self, array: Array, chunk: Chunk) -> Span:
         """This direction's columns of an array of all times, or of one for all of them."""
@@ -408,7 +398,7 @@ class _Backward(_Run):
             values["dparam"] = host.zeros((rows, len(cell.params) * plan.hidden_size), wide=True)
         if cell.static is not None:
             values["dstatic"] = host.zeros((batch, plan.hidden_size), wide=True)
-        self.sums = _Sums(host, plan, self.w, need)
+        self.need, self.sums = need, _WideSums(host, plan, given, d, need, overwrite=False)
         # Of a chunk: gradients of the projected gates, then for each matmul those of its outputs
         # and what it multiplied, where they are not at hand.
         sizes = {"dx": self.width} if given.projects else {}
@@ -433,7 +423,7 @@ class _Backward(_Run):
         nowhere = self.host.empty((1, *kept.hidden.shape[1:]))
         for slot in reversed(range(kept.hidden.shape[0])):
             begin, end = slot * segment, min(slot * segment + segment, steps)
-            again.advance(begin, end, _border(kept, d, slot, first), nowhere)
+            again.advance(begin, end, kept.border(d, slot, first), nowhere)
             yield begin, end, again.memory(begin, end)
 
     def advance(self, begin: int, end: int, memory: _Memory, dy: Array, dx: Array) -> None:
@@ -452,42 +442,55 @@ class _Backward(_Run):
             spans["dy"] = self.over(dy, chunk)
             self.run(chunk, spans)
             rows = (chunk.end - chunk.begin) * self.batch
-            dg = self._dense("dx", rows) if self.given.projects else dx[chunk.begin : chunk.end]
-            dg = dg.reshape(rows, self.width)
-            if self.sums.need:
-                self._add(chunk, memory, dg)
+            dg = self._dense("dx", rows)
+            if dg is None:
+                dg = dx[chunk.begin : chunk.end].reshape(rows, self.width)
+            if self.need:
+                columns = slice(memory.column, memory.column + self.widths[0])
+                hidden = before(memory.hidden, chunk, memory.reverse, memory.first)[:, :, columns]
+                factors = range(len(self.cell.linears))
+                self.sums.add(chunk, dg, hidden, [self._factors(k, rows) for k in factors])
             if self.given.projects and dx is not None:
                 into = dx[chunk.begin : chunk.end].reshape(rows, dx.shape[2])
                 (host.matmul_add if self.d else host.matmul)(dg, self.w["weight_ih"], into)
 
-    def _dense(self, name: str, rows: int) -> Array:
-        """Those rows of a buffer that a chunk has filled."""
+    def _dense(self, name: str, rows: int) -> Array | None:
+        """Those rows of a buffer that a chunk has filled; None where there is no such buffer."""
+        if name not in self.buffers:
+            return None
         buffer = self.buffers[name]
         return buffer.reshape(self.chunk * self.batch, buffer.shape[2])[:rows]
 
-    def _add(self, chunk: Chunk, memory: _Memory, dg: Array) -> None:
-        """A chunk's part of the gradients of weights."""
-        rows, part = dg.shape[0], None
-        if self.given.projects:
-            part = self.x[chunk.begin : chunk.end]
-            if self.given.mask is not None:
-                part = self.host.masked(part, self.given.mask[chunk.begin : chunk.end])
-            part = part.reshape(rows, part.shape[2])
-        # The first state before each step.
-        begin = chunk.begin - memory.first + 2 * memory.reverse
-        columns = slice(memory.column, memory.column + self.widths[0])
-        hidden = memory.hidden[begin : begin + chunk.end - chunk.begin, :, columns]
-        pairs = []
-        for k in range(len(self.cell.linears)):
-            dr = self._dense(f"dr{k}", rows) if f"dr{k}" in self.buffers else dg
-            own = f"operand{k}" in self.buffers
-            operand = self._dense(f"operand{k}", rows) if own else hidden
-            pairs.append((dr, operand.reshape(rows, operand.shape[-1])))
-        self.sums.add(dg, part, pairs)
+    def _factors(self, k: int, rows: int) -> Factors:
+        return Factors(self._dense(f"dr{k}", rows), self._dense(f"operand{k}", rows))
 
     def result(self) -> Direction:
-        """All gradients, after the last segment."""
-        return self.sums.result(self.values, self.turn & 1)
+        """All gradients, after the last segment, in the plan's dtype."""
+        host, cell, h, values = self.host, self.cell, self.plan.hidden_size, self.values
+        named: dict[str, Array | None] = dict(self.sums.totals)
+        total: Any = host.summed(values["dparam"]) if cell.params else None
+        for i, name in enumerate(cell.param_names):
+            named[name] = total[i * h : (i + 1) * h]
+        for i, name in enumerate(cell.state_names):
+            named[f"state {name}"] = values[f"dstate{i}"][self.turn & 1]
+            named[f"reset_state {name}"] = values.get(f"dreset{i}")
+        named["static"] = values.get("dstatic")
+        return {n: host.rounded(array) for n, array in named.items() if array is not None}
+
+
+class _WideSums(Sums):
+    """The same in float32, whatever the plan's dtype."""
+
+    def zeros(self, shape: tuple[int, ...]) -> Array:
+        return self.host.zeros(shape, wide=True)
+
+    def rows(self, matrix: Array) -> Array:
+        return self.host.summed(matrix)
+
+    def add_blocks(self, d: Array, operand: Array, blocks: Array) -> None:
+        host, heads = self.host, blocks.shape[0]
+        one, parts = (host.by_head(a.reshape(-1, 1, a.shape[1]), heads) for a in (d, operand))
+        host.matmul_add(host.turned(one), parts, blocks)
 
 
 # -- what both passes share ------------------------------------------------------------------------
@@ -563,8 +566,7 @@ def _point_resets(values: dict[str, Any], restored: Sequence[Array]) -> None:
 
 def saved_width(plan: Plan) -> int:
     """Values that the forward pass saves of a step and row, see ``Kept``."""
-    nodes = (*plan.saved, *plan.saved_rows)
-    return sum(1 if is_narrow(node) else plan.width(node) for node in nodes)
+    return plan.saved_width
 
 
 def keeps_state(plan: Plan, i: int) -> bool:
@@ -578,70 +580,6 @@ def _row_blocks(kernels: Kernels, batch: int) -> int:
     # Of several kernels, the one that writes results of that size.
     rows = next(k.tile[0] for k in last if k.size == "H" or len(last) == 1)
     return -(-batch // rows)
-
-
-class _Sums:
-    """Gradients of one direction that add up over time."""
-
-    def __init__(self, host: Host, plan: Plan, w: Direction, need: bool) -> None:
-        self.host, self.plan, self.w, self.need = host, plan, w, need
-        wide = functools.partial(host.zeros, wide=True)
-        self.ih, self.bias_ih = (
-            wide(tuple(w[name].shape)) if need and name in w else None
-            for name in ("weight_ih", "bias_ih")
-        )
-        self.matmuls: dict[str, tuple[Array, Array | None]] = {}
-        for l in plan.cell.linears if need else ():
-            weight, bias = w[l.weight], w.get(l.bias_name)
-            if l.weight not in self.matmuls:
-                self.matmuls[l.weight] = (
-                    wide(tuple(weight.shape)),
-                    None if bias is None else wide(tuple(bias.shape)),
-                )
-
-    def add(self, dg: Array, x: Array | None, pairs: Sequence[tuple[Array, Array]]) -> None:
-        """Adds a chunk: gradients of the projected gates, what was projected, and for each matmul
-        the gradients of its outputs and its operand.
-        """
-        host = self.host
-        if self.ih is not None:
-            host.matmul_add(host.turned(dg), x, self.ih)
-        if self.bias_ih is not None:
-            self.bias_ih += host.summed(dg)
-        for l, (d, operand) in zip(self.plan.cell.linears, pairs, strict=True):
-            weight, bias = self.matmuls[l.weight]
-            size = self.plan.sizes[l.out_size]
-            out, into = size // l.heads, operand.shape[1] // l.heads
-            total: Any = None if bias is None else host.summed(d)
-            if l.outputs == l.declared and l.heads == 1:
-                host.matmul_add(host.turned(d), operand, weight)
-                if bias is not None:
-                    bias += total
-                continue
-            blocks = weight.reshape(l.heads, -1, into)
-            for n, output in enumerate(l.outputs):
-                row, column = l.declared.index(output), n * size
-                if bias is not None:
-                    bias[row * size : (row + 1) * size] += total[column : column + size]
-                one = host.by_head(d[:, column : column + size].reshape(-1, 1, size), l.heads)
-                parts = host.by_head(operand.reshape(-1, 1, operand.shape[1]), l.heads)
-                part = blocks[:, row * out : (row + 1) * out]
-                host.matmul_add(host.turned(one), parts, part)
-
-    def result(self, values: dict[str, Any], turn: int) -> Direction:
-        """All gradients, in the plan's dtype."""
-        cell, h = self.plan.cell, self.plan.hidden_size
-        named: dict[str, Array | None] = {"weight_ih": self.ih, "bias_ih": self.bias_ih}
-        for l in cell.linears if self.need else ():
-            named[l.weight], named[l.bias_name] = self.matmuls[l.weight]
-        total: Any = self.host.summed(values["dparam"]) if cell.params else None
-        for i, name in enumerate(cell.param_names):
-            named[name] = total[i * h : (i + 1) * h]
-        for i, name in enumerate(cell.state_names):
-            named[f"state {name}"] = values[f"dstate{i}"][turn]
-            named[f"reset_state {name}"] = values.get(f"dreset{i}")
-        named["static"] = values.get("dstatic")
-        return {n: self.host.rounded(array) for n, array in named.items() if array is not None}
 
 
 __all__ = ["backward", "forward", "keeps_state", "saved_width"]

@@ -1,5 +1,4 @@
-"""When the host framework's own layer is the faster one. The rule only;
-the frontend supplies the call.
+"""When torch's own layer is the faster one. The rules only; the drop-in modules make the call.
 
 Measured on the CPU, see ``docs/performance.md``; on a GPU nothing has been measured. The rule
 speaks of cells that the vendor's library knows, with none of our own arguments.

@@ -18,7 +18,8 @@ from anycell.engines import cpu, reference
 from anycell.lang.cell import Cell
 from anycell.numpy import check
 from anycell.numpy.host import NumpyHost
-from anycell.plan import DTYPES, Plan, plan
+from anycell.plan import Plan, plan
+from anycell.plan.dtype import dtypes
 
 Array = npt.NDArray[np.floating]
 Flags = npt.NDArray[np.bool_]
@@ -199,8 +200,9 @@ def _check(name: str, value: Any, dtype: np.dtype[Any] | None, *shapes: Shape) -
         return
     if not isinstance(value, np.ndarray):
         raise TypeError(f"{name}: given {type(value).__name__}, expected a NumPy array.")
-    if not value.dtype.isnative or (dtype is None and value.dtype.name not in DTYPES):
-        raise TypeError(f"{name}: given dtype {value.dtype}, expected {' or '.join(DTYPES)}.")
+    if not value.dtype.isnative or (dtype is None and value.dtype.name not in dtypes("cpu")):
+        expected = " or ".join(dtypes("cpu"))
+        raise TypeError(f"{name}: given dtype {value.dtype}, expected {expected}.")
     if dtype is not None and value.dtype != dtype:
         raise TypeError(
             f"{name}: given dtype {value.dtype}, expected {dtype}, the dtype of gates_x; "

@@ -1,0 +1,94 @@
+"""What the CPU engine says of a plan's kernels, for ``anycell.explain``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from anycell.engines.cpu import isa, jit, kernel
+from anycell.engines.cpu.generator import Generator
+from anycell.plan import Plan
+
+
+def describe(plan: Plan, backward: bool, batch: int | None) -> Iterator[str]:
+    """How a kernel is cut, the memory that a batch of so many rows needs, and where its code is."""
+    generator = Generator(plan, backward, isa.current())
+    yield from _geometry(generator, batch)
+    yield from _passes(generator)
+    yield _code(generator)
+
+
+def llvm(plan: Plan, backward: bool) -> str:
+    """The text of a kernel."""
+    return Generator(plan, backward, isa.current()).text()
+
+
+def assembly(plan: Plan, backward: bool) -> str:
+    """The machine's instructions, for which the kernel is compiled."""
+    return kernel.compiled(plan, backward).library.assembly()
+
+
+def _geometry(generator: Generator, batch: int | None) -> Iterator[str]:
+    target, plan = generator.target, generator.plan
+    yield (
+        f"{target.name}: {target.bits} bits, {generator.geometry.lanes} "
+        f"{plan.types.math.llvm}s a vector, {target.registers} vector registers"
+    )
+    if not generator.matmuls:
+        yield "no recurrent matmul"
+        return
+    for m in generator.matmuls:
+        g, heads = m.geometry, m.linear.heads
+        packed = m.packed_elements * plan.types.operands.bytes
+        of = f" for each of {heads} heads" if heads > 1 else ""
+        yield (
+            f"matmul [rows, {g.inner}] @ [{g.inner}, {g.units * g.outputs}]{of}; "
+            f"weights packed in {m.tiles} {_plural('tile', m.tiles)}, {packed:,} bytes"
+        )
+        columns = [len(group) for group in g.groups(g.span)]
+        blocks = [f"{g.block_rows(n)} rows x {n} {_plural('column', n)}" for n in columns]
+        yield (
+            f"tile: {g.unroll * g.lanes} units x {g.outputs}, "
+            f"{g.columns} {_plural('vector', g.columns)} wide; "
+            f"register blocks of at most {_unique(blocks)}"
+        )
+    if batch is not None:
+        space = generator.workspace(batch)
+        yield f"working memory of a thread for {batch} rows: {space:,} bytes"
+
+
+def _passes(generator: Generator) -> Iterator[str]:
+    """Row reductions and matmuls inside the step need all units of a row: the work on a row
+    comes in passes.
+    """
+    passes = generator.passes
+    if len(passes) == 1:
+        return
+    counts = [len(part.reductions) for part in passes[:-1]]
+    yield (
+        f"{len(counts) + 1} passes over the units of a row: {', '.join(map(str, counts))} "
+        f"{_plural('reduction', max(counts))} of it, then the results"
+    )
+    spills = sum(len(part.stores) for part in passes)
+    yield (
+        f"{spills} {_plural('value', spills)} per unit kept from one pass for another; "
+        "threads split rows only"
+    )
+
+
+def _code(generator: Generator) -> str:
+    code = jit.stored(*kernel.request(generator))
+    loaded = kernel.loaded(generator.plan, generator.backward, generator.target)
+    size = f"{jit.code_size(code):,} bytes of instructions, " if code else ""
+    if loaded is not None:
+        return f"{size}loaded, {'from the cache' if loaded.library.cached else 'compiled here'}"
+    if code:
+        return f"{size}in the cache on disk"
+    return f"not compiled yet; LLVM text of {len(generator.text().splitlines()):,} lines"
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"
+
+
+def _unique(items: Iterable[str]) -> str:
+    return " and ".join(dict.fromkeys(items))

@@ -1,0 +1,27 @@
+"""The plan: how one cell runs. An engine reads a plan, and does not change one.
+
+plan.py      the plan of a cell: which engine and why, what is kept
+cut.py       what is saved for the backward pass, what is computed again: a minimum cut
+passes.py    the passes over a row that reductions and matmuls inside the step need
+dtype.py     the dtypes, a row each
+"""
+
+from anycell.plan.cut import FREE, gradient_roots
+from anycell.plan.dtype import DTYPES, Dtype, Number
+from anycell.plan.passes import HEAVY, MATMULS, Pass, passes
+from anycell.plan.plan import Plan, plan, size_of
+
+__all__ = [
+    "DTYPES",
+    "FREE",
+    "HEAVY",
+    "MATMULS",
+    "Dtype",
+    "Number",
+    "Pass",
+    "Plan",
+    "gradient_roots",
+    "passes",
+    "plan",
+    "size_of",
+]

@@ -1,0 +1,136 @@
+"""What is saved for the backward pass and what is computed again: a minimum cut."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+
+from anycell.lang.cell import Cell
+from anycell.lang.expr import Expr, topological
+from anycell.lang.grad import Gradients
+from anycell.lang.ops import is_boolean, is_reduction
+
+# Known without saving: constants, learned values, counter-based masks, and the state sequences,
+# which the layer keeps anyway (the hidden states are its output).
+FREE = frozenset({"const", "hyper", "param", "static", "keep", "state", "input", "recurrent_mask"})
+
+
+def gradient_roots(cell: Cell, gradients: Gradients) -> list[Expr]:
+    """Every expression that the backward pass computes."""
+    roots = [*gradients.x.values(), *gradients.state.values(), *gradients.param.values()]
+    roots += [g for outputs in gradients.linear.values() for g in outputs.values()]
+    roots += [] if gradients.static is None else [gradients.static]
+    # The gradient of a weight needs what the weight was multiplied with.
+    return roots + [l.operand for l in cell.linears if l.operand.op != "state"]
+
+
+def least_memory(cell: Cell, gradients: Gradients) -> tuple[list[Expr], list[Expr]]:
+    """The forward values to save so that the backward pass needs least memory,
+    and those it computes again.
+
+    A minimum cut between what cannot be computed again (projections and matmul results) and what
+    the backward pass reads. Saving a value cuts its node, at the price of its size. Among cuts of
+    one price the one nearest to the readers is taken: it leaves the least to compute again.
+    """
+    forward = topological(cell.next)
+    inside = set(forward)
+    sequences = {node for node in cell.next if node.op not in FREE}
+    free = {node for node in forward if node.op in FREE} | sequences
+    roots = gradient_roots(cell, gradients)
+    everything = topological(roots)
+    read = {arg for node in everything if node not in inside for arg in node.args if arg in inside}
+    read |= {root for root in roots if root in inside}
+    read -= free
+
+    # A value is worth considering only if it depends on something that must be saved.
+    flow = _Flow()
+    for node in forward:
+        if node in free:
+            continue
+        # Memory holds numbers: a condition is compared again.
+        price = _Flow.ENDLESS if is_boolean(node) else 1 if node.narrow else 64
+        flow.edge((node, 0), (node, 1), price)
+        if node.op in ("x", "linear", "preact"):
+            flow.edge("source", (node, 0), _Flow.ENDLESS)
+        for arg in node.args:
+            if arg not in free and node.op not in ("linear", "preact"):
+                flow.edge((arg, 1), (node, 0), _Flow.ENDLESS)
+        if node in read:
+            flow.edge((node, 1), "sink", _Flow.ENDLESS)
+    beyond = flow.sink_side()
+    # A dictionary, not a list: `in` must not compare expressions.
+    saved = dict.fromkeys(
+        n for n in forward if n not in free and (n, 1) in beyond and (n, 0) not in beyond
+    )
+
+    # Values of one number per row, not per unit: narrow ones that depend on a reduction.
+    rows: set[Expr] = set()
+    for node in forward:
+        if node.narrow and (is_reduction(node) or any(arg in rows for arg in node.args)):
+            rows.add(node)
+    again: dict[Expr, None] = {}
+    stack = [node for node in read if node not in saved]
+    while stack:
+        node = stack.pop()
+        if node in again or node in free or node in saved:
+            continue
+        if node in rows and not is_boolean(node):
+            # One number per row against another pass over its units.
+            saved[node] = None
+            continue
+        again[node] = None
+        stack.extend(node.args)
+    # In the order of the graph: sets of nodes iterate in another order in every process.
+    return [n for n in forward if n in saved], [n for n in forward if n in again]
+
+
+class _Flow:
+    """Maximum flow by shortest augmenting paths (Edmonds & Karp, 1972);
+    a cell has tens of nodes.
+    """
+
+    ENDLESS = 1 << 40
+
+    def __init__(self) -> None:
+        self.room: dict[object, dict[object, int]] = {"source": {}, "sink": {}}
+
+    def edge(self, a: object, b: object, capacity: int) -> None:
+        self.room.setdefault(a, {})[b] = self.room.get(a, {}).get(b, 0) + capacity
+        self.room.setdefault(b, {}).setdefault(a, 0)
+
+    def _path(self) -> list[object] | None:
+        before: dict[object, object] = {"source": None}
+        queue = deque(["source"])
+        while queue:
+            a = queue.popleft()
+            for b, capacity in self.room[a].items():
+                if capacity > 0 and b not in before:
+                    before[b] = a
+                    queue.append(b)  # type: ignore[arg-type]
+        if "sink" not in before:
+            return None
+        path: list[object] = ["sink"]
+        while path[-1] != "source":
+            path.append(before[path[-1]])
+        return path[::-1]
+
+    def sink_side(self) -> set[object]:
+        """After the maximum flow: every node from which the sink can still be reached."""
+        while path := self._path():
+            steps = list(itertools.pairwise(path))
+            amount = min(self.room[a][b] for a, b in steps)
+            for a, b in steps:
+                self.room[a][b] -= amount
+                self.room[b][a] += amount
+        into: dict[object, list[object]] = {}
+        for a, edges in self.room.items():
+            for b, capacity in edges.items():
+                if capacity > 0:
+                    into.setdefault(b, []).append(a)
+        side, stack = {"sink"}, ["sink"]
+        while stack:
+            for a in into.get(stack.pop(), ()):
+                if a not in side:
+                    side.add(a)  # type: ignore[arg-type]
+                    stack.append(a)  # type: ignore[arg-type]
+        return side  # type: ignore[return-value]

@@ -1,0 +1,81 @@
+"""The dtypes: a row each, and the one place where the name of a dtype means something."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Number(NamedTuple):
+    """A type of number, in memory or in a register.
+
+    Attributes:
+        name: as frameworks call it.
+        bytes: of one number.
+        llvm, triton: as the languages of kernels call it.
+    """
+
+    name: str
+    bytes: int
+    llvm: str
+    triton: str
+
+
+class Dtype(NamedTuple):
+    """How a layer of one dtype keeps its numbers and computes with them.
+
+    Attributes:
+        name: as frameworks call it.
+        storage: of the arrays of a call: input, weights, outputs, states, their gradients.
+        operands: of what matmuls multiply.
+        accumulate: of the sums of matmuls, and of gradients that add up over time.
+        math: of the cell, element by element.
+        saved: of what the forward pass leaves for the backward pass.
+        engines: those that have kernels for it. The reference engine computes in any dtype.
+    """
+
+    name: str
+    storage: Number
+    operands: Number
+    accumulate: Number
+    math: Number
+    saved: Number
+    engines: frozenset[str]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether numbers in memory are narrower than those that the cell computes with."""
+        return self.storage is not self.math
+
+
+_FLOAT32 = Number("float32", 4, "float", "fp32")
+_FLOAT64 = Number("float64", 8, "double", "fp64")
+_BFLOAT16 = Number("bfloat16", 2, "bfloat", "bf16")
+_FLOAT16 = Number("float16", 2, "half", "fp16")
+
+
+def _row(storage: Number, wide: Number, *engines: str) -> Dtype:
+    return Dtype(
+        storage.name, storage, operands=storage, accumulate=wide, math=wide, saved=storage,
+        engines=frozenset(engines),
+    )  # fmt: skip
+
+
+DTYPES = {
+    row.name: row
+    for row in (
+        _row(_FLOAT32, _FLOAT32, "cpu", "gpu"),
+        _row(_FLOAT64, _FLOAT64, "cpu"),
+        _row(_BFLOAT16, _FLOAT32, "gpu"),
+        _row(_FLOAT16, _FLOAT32, "gpu"),
+    )
+}
+
+
+def dtypes(engine: str) -> tuple[str, ...]:
+    """The dtypes that an engine has kernels for."""
+    return tuple(row.name for row in DTYPES.values() if engine in row.engines)
+
+
+def computed(name: str) -> str:
+    """The dtype that a cell computes in where arrays have this one; float32 for an unknown name."""
+    return DTYPES.get(name, DTYPES["float32"]).math.name

@@ -1,0 +1,205 @@
+"""The plan: how one cell runs. What is saved for the backward pass, what is computed again,
+which engine and why.
+
+Framework-free and engine-free: an engine reads a plan, it does not change one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from anycell.lang.cell import RECURRENT, Cell, Linear
+from anycell.lang.expr import Expr, topological
+from anycell.lang.grad import Gradients, backward
+from anycell.plan.cut import FREE, gradient_roots, least_memory
+from anycell.plan.dtype import DTYPES, Dtype, dtypes
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How a cell of one hidden size and dtype runs.
+
+    Attributes:
+        sizes: what the size symbols of the cell stand for.
+        saved: forward values that the backward pass reads from memory, a number per unit, step and
+            row each.
+        saved_rows: those of one number per step and row (results of row reductions).
+        states: states whose whole sequence is kept in training.
+        recomputed: forward values that the backward pass computes again.
+        engine, reason: "cpu", "gpu" or "reference", and why.
+    """
+
+    cell: Cell
+    hidden_size: int
+    sizes: Mapping[str, int]
+    dtype: str
+    gradients: Gradients
+    saved: tuple[Expr, ...]
+    saved_rows: tuple[Expr, ...]
+    states: tuple[str, ...]
+    recomputed: tuple[Expr, ...]
+    engine: str
+    reason: str
+
+    @functools.cached_property
+    def types(self) -> Dtype:
+        """What the dtype says of numbers in memory, and of those computed with."""
+        return DTYPES[self.dtype]
+
+    @functools.cached_property
+    def itemsize(self) -> int:
+        """Bytes of a number of the arrays of a call."""
+        return self.types.storage.bytes
+
+    @functools.cached_property
+    def saved_places(self) -> dict[Expr, int]:
+        """Where in a row of saved values each begins, in numbers: those of units, then those of one
+        number per row.
+        """
+        places, at = dict[Expr, int](), 0
+        for node in (*self.saved, *self.saved_rows):
+            places[node] = at
+            at += 1 if node.narrow else self.width(node)
+        return places
+
+    @functools.cached_property
+    def saved_width(self) -> int:
+        """Numbers in a row of saved values; engines may pad it."""
+        return sum(map(self.width, self.saved)) + len(self.saved_rows)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes kept per step and batch row in training,
+        the hidden states (the output) included.
+        """
+        states = sum(self.sizes[s.size] for s in self.cell.states if s.name in self.states)
+        return states * self.itemsize + self.saved_width * self.types.saved.bytes
+
+    def width(self, node: Expr) -> int:
+        """Units of a forward value."""
+        return self.sizes[self.cell.sizes.get(node, "H")]
+
+    def shares_gradient(self, linear: Linear) -> bool:
+        """Whether a matmul's gradient is the input projection's, and needs no memory of its own."""
+        return linear.name == RECURRENT and all(g in self.cell.fused for g in self.cell.gates)
+
+    @functools.cached_property
+    def carried_back(self) -> frozenset[str]:
+        """Matmuls by whose weight a step of the backward pass multiplies before it is done: those
+        of an operand computed in the step, unless nothing behind that wants a gradient.
+        """
+        nodes = topological(gradient_roots(self.cell, self.gradients))
+        return frozenset(n.attrs[0] for n in nodes if n.op == "linear_t")
+
+
+def plan(
+    cell: Cell,
+    hidden_size: int,
+    dtype: str = "float32",
+    engine: str | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> Plan:
+    """The plan for ``cell``.
+
+    Args:
+        cell: the cell.
+        hidden_size: H.
+        dtype: "float32" or "float64"; on the GPU "float32", "bfloat16" or "float16".
+        engine: force "cpu" or "reference"; None chooses between them. "gpu" for arrays on a GPU.
+        sizes: what the other size symbols of the cell stand for.
+
+    Raises:
+        ValueError: for an unknown dtype or engine, a forced engine that cannot run the cell, or
+            sizes that its heads or groups do not divide.
+    """
+    if engine not in (None, "cpu", "gpu", "reference"):
+        raise ValueError(f"engine={engine!r}; expected 'cpu', 'gpu', 'reference' or None.")
+    known_dtypes = dtypes("gpu" if engine == "gpu" else "cpu")
+    if dtype not in known_dtypes:
+        raise ValueError(f"dtype={dtype!r}; expected one of {', '.join(known_dtypes)}.")
+    known = {**(sizes or {}), "H": hidden_size}
+    return _plan(cell, cell.key, hidden_size, dtype, engine, tuple(sorted(known.items())))
+
+
+# Cells compare by their graph, hyperparameters included; plans outlive no cell that is still in
+# use.
+@functools.lru_cache(maxsize=512)
+def _plan(
+    cell: Cell,
+    key: str,
+    hidden_size: int,
+    dtype: str,
+    engine: str | None,
+    known: tuple[tuple[str, int], ...],
+) -> Plan:
+    gradients, sizes = backward(cell), dict(known)
+    cell.check_sizes(sizes)
+    cut, recomputed = least_memory(cell, gradients)
+    needed = set(cut) | set(recomputed)
+    kept = [
+        state.name
+        for i, (state, new) in enumerate(zip(cell.states, cell.next, strict=True))
+        if i == 0 or _reads(cell, gradients, state.name, new, needed)
+    ]
+    refusal = _refusal(cell, sizes)
+    if engine in ("cpu", "gpu") and refusal:
+        raise ValueError(f"engine={engine!r} cannot run cell {cell.name}: {refusal}.")
+    chosen = engine or ("reference" if refusal else "cpu")
+    reason = (
+        "asked for"
+        if engine == "reference"
+        else refusal or f"fused kernel, {_count(len(cell.linears), 'matmul')} a step"
+    )
+    return Plan(
+        cell=cell,
+        hidden_size=hidden_size,
+        sizes=sizes,
+        dtype=dtype,
+        gradients=gradients,
+        saved=tuple(node for node in cut if not node.narrow),
+        saved_rows=tuple(node for node in cut if node.narrow),
+        states=tuple(kept),
+        recomputed=tuple(recomputed),
+        engine=chosen,
+        reason=reason,
+    )
+
+
+def size_of(cell: Cell, node: Expr) -> str | None:
+    """The size symbol of a node of a cell or of its gradients; None for a number."""
+    stack = [node]
+    while stack:  # element by element, and so of the size of any argument
+        top = stack.pop()
+        if top in cell.sizes:
+            return cell.sizes[top]
+        if top.op == "grad":
+            return next(s.size for s in cell.states if s.name == top.attrs[0])
+        if top.op == "linear_t":
+            return next(l.in_size for l in cell.linears if l.name == top.attrs[0])
+        stack += top.args
+    return None
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
+
+
+def _reads(
+    cell: Cell, gradients: Gradients, state: str, new: Expr, forward_needed: set[Expr]
+) -> bool:
+    """Whether the backward pass reads the old or the new value of a state."""
+    old = Expr("state", (), (state,))
+    if any(l.operand is old for l in cell.linears):
+        return True
+    reached = set(topological(gradient_roots(cell, gradients)))
+    return old in reached or (new in reached and new.op not in FREE)
+
+
+def _refusal(cell: Cell, sizes: Mapping[str, int]) -> str | None:
+    """Why no fused kernel carries this cell, or None if one does."""
+    unknown = {symbol for symbol in cell.sizes.values() if symbol not in sizes}
+    if unknown:
+        return f"nothing tells the size {min(unknown)} of this cell"
+    return None
