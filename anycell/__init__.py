@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 # Frontends and engines load when first used: importing anycell imports no framework and no
 # compiler.
-_LAZY = ("explain", "keras", "layouts", "numpy", "recurrence", "tf1", "torch")
+_LAZY = ("compress", "explain", "keras", "layouts", "numpy", "recurrence", "tf1", "torch")
 
 # Frontends are not among them: a star would import every framework.
 __all__ = ["cells", "explain", "layouts", "recurrence"]  # noqa: F405

@@ -25,7 +25,7 @@ FLOORS = """
     engines.cpu engines.reference engines.vendor
     engines.gpu
     layer
-    device explain stream
+    compress device explain stream
     numpy torch
     keras recurrence
     tf1
