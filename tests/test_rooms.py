@@ -25,9 +25,9 @@ FLOORS = """
     engines.cpu engines.reference engines.vendor
     engines.gpu
     layer
-    compress device explain stream
+    device explain stream
     numpy torch
-    keras recurrence
+    compress keras recurrence
     tf1
     anycell
     usage
