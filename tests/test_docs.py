@@ -22,7 +22,7 @@ DOCUMENTS = [
 ]
 
 
-EXAMPLES = ["README.md", "docs/cells.md", "docs/sequences.md", "docs/your-own-cell.md"]
+EXAMPLES = ["README.md", "docs/cells.md", "docs/compress.md", "docs/sequences.md", "docs/your-own-cell.md"]
 
 
 def blocks(document: str, language: str = "python") -> list[str]:
@@ -80,7 +80,7 @@ def test_every_cell_is_in_the_test_list() -> None:
 def test_the_vocabulary_is_complete() -> None:
     text = (ROOT / "docs" / "cells.md").read_text(encoding="utf-8")
     words = set(re.findall(r"\w+", text))
-    frontends = {"keras", "layouts", "numpy", "tf1", "torch"}
+    frontends = {"compress", "keras", "layouts", "numpy", "tf1", "torch"}
     other = {"Cell", "CellError", "cells", "recurrence", "explain", *frontends}
     assert set(anycell.__all__) - other <= words
 

@@ -28,7 +28,7 @@ FLOORS = """
     layer
     explain
     numpy torch
-    keras
+    compress keras
     tf1
     anycell
     usage

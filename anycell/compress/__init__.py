@@ -1,0 +1,286 @@
+"""Smaller layers: fewer units, in place of masks that hide them.
+
+``unit_norms`` is a term for training that drives whole units to zero (group lasso), ``shrink``
+takes units out of a layer and of what reads it, and ``gradual`` says how many should be left at a
+step of training. They are for the layers of ``anycell.torch`` and ``anycell.numpy``, of any cell:
+its graph says what belongs to a unit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from anycell.compress import units
+from anycell.compress.units import Indices
+from anycell.lang.cell import INPUT
+from anycell.layer import ENDS
+
+__all__ = ["gradual", "shrink", "unit_norms"]
+
+
+def unit_norms(layer: Any, *, readouts: Sequence[Any] = (), size: str = "H") -> Any:
+    """Norms of all weights that belong to a unit.
+
+        norm_u = sqrt(sum of w**2 over the weights in the rows and columns of unit u)
+
+    These are its rows of the input and recurrent weights, for all gates, and what reads it: its
+    columns of the recurrent weights, of the next layer's input weights and of readouts. Biases and
+    parameters of the cell are not counted.
+
+    Their sum is the group-lasso term of Wen et al.: added to a loss it drives whole units to zero,
+    which ``shrink`` then takes out.
+
+    Args:
+        layer: of ``anycell.torch`` (``RNN``, ``LSTM``, ``GRU``) or ``anycell.numpy``.
+        readouts: linear layers that read the output of the last layer: ``torch.nn.Linear`` or
+            ``anycell.numpy.Dense``.
+        size: symbol of the units, where the cell declares several: "P" in ``state="h:P c"``.
+
+    Returns:
+        ``[num_layers * D, units]``, D directions, in the order of the states; of PyTorch with a
+        gradient (0 for a unit whose weights are all 0), of NumPy without.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was given and what was expected.
+
+    Source: Wen et al., *Learning Intrinsic Sparse Structures within Long Short-Term Memory*, 2018.
+    """
+    model = _Model(layer, readouts, size)
+    return model.adapter.norms(model.squares())
+
+
+def shrink(
+    layer: Any,
+    keep: int | float | Sequence[int] | npt.NDArray[np.integer[Any]],
+    *,
+    readouts: Sequence[Any] = (),
+    optimizer: Any = None,
+    multiple: int = 8,
+    size: str = "H",
+) -> Indices:
+    """Takes units out of a layer, and of what reads them, in place.
+
+    The rows and columns of every weight, bias and parameter that belong to a unit go, in all
+    layers and directions, and its columns of the readouts. Where the weights that read a unit are
+    zero, and the cell has no sums over units, the outputs of the other units stay as they were.
+
+    Args:
+        layer: of ``anycell.torch`` (``RNN``, ``LSTM``, ``GRU``) or ``anycell.numpy``.
+        keep: how many units stay, rounded up to ``multiple`` and at most all: a number from 1, or
+            a part of all in (0, 1). They are those of the largest ``unit_norms``. Or the units
+            themselves, not rounded: ``[units]`` for all layers and directions, or one row for each,
+            ``[num_layers * D, units]``.
+        readouts: linear layers that read the output of the last layer (D directions side by side):
+            ``torch.nn.Linear`` or ``anycell.numpy.Dense``. What else reads it is the caller's: the
+            indices returned say which of its inputs remain.
+        optimizer: an optimizer of ``torch.optim``, or ``anycell.numpy.Adam``, that goes on
+            training: it gets the new parameters, and of its momenta what belongs to them. Of
+            PyTorch the parameters are new objects: an optimizer that is not given here must be made
+            anew.
+        multiple: units that a vector of the machine holds, or several: other numbers of units cost
+            as much as the next multiple. 8 float32 fill 32 bytes (AVX2), 16 fill 64 (AVX-512).
+        size: symbol of the units, where the cell declares several: "P" in ``state="h:P c"``. Each
+            size is shrunk by a call of its own.
+
+    Returns:
+        the units that stayed, ``[num_layers * D, kept]``, ascending.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was given and what was expected. Nothing
+            has changed then.
+
+    Example:
+        >>> layer = anycell.numpy.LSTM(3, 64, seed=0)
+        >>> anycell.compress.shrink(layer, 0.5).shape, layer.hidden_size
+        ((1, 32), 32)
+    """
+    model = _Model(layer, readouts, size)
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise ValueError(f"multiple: given {multiple!r}; expected a whole number from 1.")
+    if np.ndim(keep) == 0:
+        kept = model.strongest(_number(keep, model.count), multiple)
+    else:
+        kept = _indices(keep, model.count, model.layers * model.directions, model.split)
+    model.adapter.take(layer, model.readouts, model.taken(kept), optimizer)
+    model.adapter.resize(layer, size, kept.shape[1])
+    return kept
+
+
+def gradual(final: float, begin: int, end: int, *, initial: float = 1.0) -> Any:
+    """A schedule of the part of units to keep, for gradual pruning.
+
+        keep(t) = final + (initial - final) * (1 - (t - begin) / (end - begin))**3
+
+    between the steps ``begin`` and ``end`` of training; ``initial`` before, ``final`` after.
+
+    Args:
+        final, initial: parts in (0, 1].
+        begin, end: steps of training, ``begin`` before ``end``.
+
+    Returns:
+        a function of the step that returns the part to keep.
+
+    Raises:
+        ValueError: naming the argument, what was given and what was expected.
+
+    Source: Zhu & Gupta, *To Prune, or Not to Prune: Exploring the Efficacy of Pruning for Model
+    Compression*, 2017.
+
+    Example:
+        >>> keep = gradual(0.25, begin=0, end=100)
+        >>> keep(0), keep(100)
+        (1.0, 0.25)
+    """
+    for name, value in (("final", final), ("initial", initial)):
+        if not 0.0 < value <= 1.0:
+            raise ValueError(f"{name}: given {value!r}; expected a part in (0, 1].")
+    if not begin < end:
+        raise ValueError(f"begin, end: given {begin!r}, {end!r}; expected begin before end.")
+
+    def keep(step: float) -> float:
+        left = min(1.0, max(0.0, 1.0 - (step - begin) / (end - begin)))
+        return final + (initial - final) * left**3
+
+    return keep
+
+
+class _Model:
+    """A layer and what reads it, whatever the framework.
+
+    Attributes:
+        size, count: symbol and number of the units.
+        split: the equal parts that heads and groups make of them.
+        weights: per layer, what its directions learn, by name.
+        columns: whether the output is of these units.
+    """
+
+    def __init__(self, layer: Any, readouts: Sequence[Any], size: str) -> None:
+        self.adapter, self.cell, self.size = _adapter(layer), layer.cell, size
+        self.layers, self.directions = layer.num_layers, 1 + layer.bidirectional
+        self.sizes: dict[str, int] = self.adapter.sizes(layer)
+        if size not in self.sizes:
+            raise ValueError(f"size: given {size!r}; expected one of {', '.join(self.sizes)}.")
+        first = self.cell.states[0].size
+        self.adapter.check(layer, readouts, self.sizes[first] * self.directions)
+        self.count, self.split = self.sizes[size], units.parts(self.cell, size)
+        self.readouts, self.columns = list(readouts), size == first
+        self.weights: list[dict[str, Any]] = self.adapter.weights(layer)
+        self.axes = units.axes(self.cell)
+
+    def learned(self, k: int, d: int) -> dict[str, Any]:
+        """What a direction of a layer learns, by its names."""
+        arrays, end = self.weights[k], ENDS[d]
+        return {n: arrays[n + end] for n in self.cell.learned if n + end in arrays}
+
+    def readers(self, k: int) -> list[Any]:
+        """The weights that read the output of a layer."""
+        if not self.columns:
+            return []
+        if k + 1 == self.layers:
+            return [readout.weight for readout in map(self.adapter.linear, self.readouts)]
+        return [self.learned(k + 1, d)["weight_ih"] for d in range(self.directions)]
+
+    def squares(self) -> list[Any]:
+        """Per layer and direction, the sum of squares of the weights of each unit."""
+        totals = []
+        for k in range(self.layers):
+            for d in range(self.directions):
+                total: Any = 0.0
+                for name, weight in self.learned(k, d).items():
+                    if len(weight.shape) > 1:
+                        sizes = {**self.sizes, INPUT: weight.shape[-1]}
+                        part = units.squares(self.axes[name], sizes, weight, self.size)
+                        total = total if part is None else total + part
+                for weight in self.readers(k):
+                    columns = weight[:, d * self.count : (d + 1) * self.count]
+                    total = total + (columns * columns).sum(0)
+                totals.append(total)
+        return totals
+
+    def strongest(self, wanted: int, multiple: int) -> Indices:
+        """The units of the largest norms, per layer and direction."""
+        step = math.lcm(multiple, self.split)
+        wanted = min(self.count, -(-wanted // step) * step)
+        norms = self.adapter.numbers(self.adapter.norms(self.squares()))
+        return np.stack([units.select(row, wanted, self.split) for row in norms])
+
+    def taken(self, kept: Indices) -> list[tuple[Any, tuple[Any, ...]]]:
+        """Every array that loses elements, and the index that takes the others."""
+        indices = []
+        for k in range(self.layers):
+            for d in range(self.directions):
+                learned = self.learned(k, d)
+                sizes = {**self.sizes, INPUT: learned["weight_ih"].shape[1]}
+                here = {self.size: kept[k * self.directions + d]}
+                if k and self.columns:
+                    here[INPUT] = self.outputs(kept, k - 1)
+                for name, array in learned.items():
+                    indices.append((array, units.taken(self.axes[name], sizes, here)))
+        last = self.outputs(kept, self.layers - 1)
+        for weight in self.readers(self.layers - 1):
+            indices.append((weight, (np.arange(weight.shape[0])[:, None], last)))
+        return indices
+
+    def outputs(self, kept: Indices, k: int) -> Indices:
+        """Of the outputs of a layer, its directions side by side, those that stay."""
+        rows = kept[k * self.directions : (k + 1) * self.directions]
+        return (rows + self.count * np.arange(self.directions)[:, None]).reshape(-1)
+
+
+def _adapter(layer: Any) -> Any:
+    """The module that knows the layer's framework; imports none that is not there already."""
+    for framework in ("torch", "numpy"):
+        loaded = sys.modules.get(f"anycell.{framework}")
+        if loaded is not None and isinstance(layer, loaded.RNN):
+            return importlib.import_module(f"anycell.{framework}.compress")
+    torch = sys.modules.get("anycell.torch")
+    if torch is not None and isinstance(layer, (torch.LSTM, torch.GRU)):
+        return importlib.import_module("anycell.torch.compress")
+    raise TypeError(
+        f"layer: given {type(layer).__name__}; expected a layer of anycell.torch (RNN, LSTM, GRU) "
+        "or anycell.numpy. anycell.torch.accelerate turns those of torch.nn into ours."
+    )
+
+
+def _number(keep: Any, count: int) -> int:
+    """How many units, from a number or a part of all."""
+    part = isinstance(keep, (float, np.floating)) and 0.0 < keep < 1.0
+    whole = isinstance(keep, (int, np.integer)) and not isinstance(keep, bool)
+    if part:
+        return max(1, math.ceil(keep * count))
+    if whole and 1 <= keep <= count:
+        return int(keep)
+    raise ValueError(
+        f"keep: given {keep!r}; expected a number of units from 1 to {count}, a part of them in "
+        "(0, 1), or their indices."
+    )
+
+
+def _indices(keep: Any, count: int, rows: int, split: int) -> Indices:
+    """The units of each layer and direction, from those that a user names."""
+    kept = np.asarray(keep)
+    each = f"[units], or [{rows}, units] for each layer and direction"
+    if kept.dtype.kind not in "iu" or kept.ndim not in (1, 2) or 0 in kept.shape:
+        shape = f"an array of shape {kept.shape} and dtype {kept.dtype}"
+        raise ValueError(f"keep: given {shape}; expected indices of units, {each}.")
+    kept = np.sort(np.broadcast_to(kept, (rows, kept.shape[-1])) if kept.ndim == 1 else kept)
+    if len(kept) != rows:
+        raise ValueError(f"keep: given indices of shape {kept.shape}; expected {each}.")
+    if kept[:, 0].min() < 0 or kept[:, -1].max() >= count or not np.diff(kept).all():
+        raise ValueError(
+            f"keep: given the units {keep!r}; expected each at most once, from 0 to {count - 1}."
+        )
+    per_part = (kept[:, :, None] // (count // split) == np.arange(split)).sum(1)
+    if len(np.unique(per_part)) > 1:
+        raise ValueError(
+            f"keep: given units of which {per_part.tolist()} lie in the {split} parts that heads "
+            "or groups of the cell make; expected as many in each."
+        )
+    return kept.astype(np.int64)

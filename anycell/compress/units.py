@@ -1,0 +1,126 @@
+"""Which parts of a layer's arrays belong to one unit; it follows from the cell's graph.
+
+The size symbols of a cell say what the axes of every array count: those of ``weight_ih`` the hidden
+units, once per gate, and the inputs; those of a projection in ``state="h:P c"`` the P and the H
+units. A unit is removed by taking the others along each axis that counts units of its size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from anycell.lang.cell import INPUT, Cell
+from anycell.lang.expr import REDUCTIONS
+
+Indices = npt.NDArray[np.int64]
+
+
+class Axes(NamedTuple):
+    """What the axes of an array count.
+
+    A matrix is ``[blocks * rows, columns]``, or ``[heads, blocks * rows / heads, columns / heads]``
+    where heads share out both; a vector is ``[blocks * rows]``.
+
+    Attributes:
+        rows: the size symbol of the units along the rows.
+        blocks: how many times the rows have all units: once per gate, or output of a matmul.
+        columns: the size symbol along the columns; None of a vector.
+        heads: block-diagonal ones.
+    """
+
+    rows: str
+    blocks: int = 1
+    columns: str | None = None
+    heads: int = 1
+
+
+def axes(cell: Cell) -> dict[str, Axes]:
+    """What the axes of each array count that one direction of a layer may learn, by its name."""
+    gates, first = len(cell.gates), cell.states[0].size
+    counted = {
+        "weight_ih": Axes("H", gates, INPUT),
+        "weight_hh": Axes("H", gates, first),
+        "bias_ih": Axes("H", gates),
+        "bias_hh": Axes("H", gates),
+    }
+    for l in cell.linears:
+        if not l.recurrent:
+            outputs = len(l.declared)
+            counted[l.weight] = Axes(l.out_size, outputs, l.in_size, l.heads)
+            counted[l.bias_name] = Axes(l.out_size, outputs)
+    counted |= dict.fromkeys(cell.param_names, Axes("H"))
+    return {name: counted[name] for name in cell.learned}
+
+
+def parts(cell: Cell, size: str) -> int:
+    """Into how many equal parts heads of matmuls and groups of reductions split units of a size;
+    as many units of each part must stay.
+    """
+    counts = [l.heads for l in cell.linears if size in (l.in_size, l.out_size)]
+    counts += [
+        node.attrs[0] for node, s in cell.sizes.items() if node.op in REDUCTIONS and s == size
+    ]
+    return math.lcm(1, *counts)
+
+
+def taken(counted: Axes, sizes: Mapping[str, int], kept: Mapping[str, Indices]) -> tuple[Any, ...]:
+    """The index that takes what belongs to the kept units: ``array[taken(...)]``.
+
+    Args:
+        counted: of the array.
+        sizes: by size symbol, before.
+        kept: in ascending order the units that stay, of each size that loses some.
+    """
+
+    def places(size: str, blocks: int) -> Indices:
+        """Per head, of its own rows or columns, those that stay: ``[heads, blocks * kept]``."""
+        count = sizes[size] // counted.heads
+        units = kept.get(size, np.arange(sizes[size])).reshape(counted.heads, -1)
+        local = units - count * np.arange(counted.heads)[:, None]
+        assert ((local >= 0) & (local < count)).all(), "each head keeps as many units"
+        blocks_of = local[:, None, :] + count * np.arange(blocks)[:, None]
+        return blocks_of.reshape(counted.heads, -1)
+
+    rows = places(counted.rows, counted.blocks)
+    if counted.columns is None:
+        return (rows[0],)
+    columns = places(counted.columns, 1)
+    if counted.heads == 1:
+        return rows[0][:, None], columns[0]
+    return np.arange(counted.heads)[:, None, None], rows[:, :, None], columns[:, None, :]
+
+
+def squares(counted: Axes, sizes: Mapping[str, int], weight: Any, size: str) -> Any | None:
+    """Per unit of a size, the sum of squares of all elements of a weight in its rows and columns,
+    ``[units]``, those in both counted once; None where no axis counts such units.
+
+    Args:
+        weight: a matrix of NumPy or PyTorch, as ``counted`` says.
+    """
+    assert counted.columns is not None
+    heads, inside = counted.heads, sizes[counted.columns] // counted.heads
+    square = (weight * weight).reshape(heads, counted.blocks, -1, inside)
+    total = None
+    if counted.rows == size:
+        total = square.sum(3).sum(1)
+    if counted.columns == size:
+        columns = square.sum(2).sum(1)
+        total = columns if total is None else total + columns
+        if counted.rows == size:  # of the elements between a unit and itself
+            units = np.arange(inside)
+            total = total - square[:, :, units, units].sum(1)
+    return None if total is None else total.reshape(sizes[size])
+
+
+def select(norms: npt.NDArray[np.floating], count: int, split: int) -> Indices:
+    """The units of the largest norms, ``[count]`` in ascending order, as many of each of ``split``
+    equal parts.
+    """
+    each = len(norms) // split
+    order = np.argsort(-norms.reshape(split, each), axis=1, kind="stable")[:, : count // split]
+    return np.sort(order + each * np.arange(split)[:, None], axis=None).astype(np.int64)

@@ -1,0 +1,90 @@
+"""The layers of ``anycell.numpy`` as ``anycell.compress`` sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from anycell.numpy.base import Array
+from anycell.numpy.dense import Dense
+from anycell.numpy.optim import Adam
+
+
+def sizes(layer: Any) -> dict[str, int]:
+    """By size symbol."""
+    return dict(layer.sizes)
+
+
+def check(layer: Any, readouts: Sequence[Any], width: int) -> None:
+    """That the readouts read outputs of that width."""
+    if isinstance(readouts, Dense):
+        raise TypeError("readouts: given a layer; expected a list of them.")
+    for readout in readouts:
+        if not isinstance(readout, Dense) or readout.input_size != width:
+            raise TypeError(
+                f"readouts: given {readout!r}; expected anycell.numpy.Dense layers with "
+                f"input_size={width}, the width of the layer's output."
+            )
+
+
+def weights(layer: Any) -> list[dict[str, Array]]:
+    """What each layer learns."""
+    return [layer._learned(k) for k in range(layer.num_layers)]
+
+
+def linear(readout: Dense) -> Any:
+    """What has its ``weight [out, in]``."""
+    return _Weight(readout.parameters["weight"])
+
+
+class _Weight(NamedTuple):
+    weight: Array
+
+
+def norms(squares: Sequence[Array]) -> Array:
+    """The roots."""
+    roots: Array = np.sqrt(np.stack(list(squares)))
+    return roots
+
+
+def numbers(values: Array) -> Array:
+    """As an array of NumPy."""
+    return values
+
+
+def take(
+    layer: Any,
+    readouts: Sequence[Dense],
+    taken: Sequence[tuple[Array, tuple[Any, ...]]],
+    optimizer: Adam | None,
+) -> None:
+    """New arrays by the same names, their gradients, and an optimizer's moments of them."""
+    indices = {id(array): index for array, index in taken}
+    if optimizer is not None:
+        parameters = [p for owner in optimizer.layers for p in owner.parameters.values()]
+        optimizer._moments = [
+            tuple(m[indices[id(p)]] for m in moments) if id(p) in indices else moments
+            for p, moments in zip(parameters, optimizer._moments, strict=True)
+        ]
+    for owner in (layer, *readouts):
+        owner._writes += 1
+        owner._prepared = owner._saved = None  # a pass that is under way is of the old sizes
+        owner._grads = {
+            name: grad[indices[id(owner._parameters[name])]]
+            if id(owner._parameters[name]) in indices
+            else grad
+            for name, grad in owner._grads.items()
+        }
+        for name, array in owner._parameters.items():
+            if id(array) in indices:
+                owner._parameters[name] = np.ascontiguousarray(array[indices[id(array)]])
+    for readout in readouts:
+        readout.input_size = readout.parameters["weight"].shape[1]
+
+
+def resize(layer: Any, size: str, count: int) -> None:
+    """The layer's own idea of its sizes."""
+    layer.sizes[size] = count
+    layer.hidden_size = layer.sizes["H"]

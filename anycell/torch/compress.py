@@ -1,0 +1,104 @@
+"""The layers of ``anycell.torch`` as ``anycell.compress`` sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from anycell.torch.composite import Arrays
+
+
+def sizes(layer: Any) -> dict[str, int]:
+    """By size symbol."""
+    return {"H": layer.hidden_size, **dict(layer._sizes)}
+
+
+def check(layer: Any, readouts: Sequence[Any], width: int) -> None:
+    """That the readouts read outputs of that width, and that parameters can be replaced."""
+    if isinstance(readouts, nn.Module):
+        raise TypeError("readouts: given a module; expected a list of them.")
+    for readout in readouts:
+        if not isinstance(readout, nn.Linear) or readout.in_features != width:
+            raise TypeError(
+                f"readouts: given {readout!r}; expected torch.nn.Linear modules with "
+                f"in_features={width}, the width of the layer's output."
+            )
+    for module in (layer, *readouts):
+        if parametrize.is_parametrized(module):
+            raise ValueError(
+                f"{type(module).__name__}: given a module with parametrizations; expected plain "
+                "parameters. Call torch.nn.utils.parametrize.remove_parametrizations first."
+            )
+
+
+def weights(layer: Any) -> list[Arrays]:
+    """What each layer learns."""
+    arrays: list[Arrays] = layer._weights()
+    return arrays
+
+
+def linear(readout: nn.Linear) -> nn.Linear:
+    """What has its ``weight [out, in]``."""
+    return readout
+
+
+def norms(squares: Sequence[Tensor]) -> Tensor:
+    """The roots, with the slope 0 at 0: a unit that is gone stays where it is."""
+    total = torch.stack(list(squares))
+    tiny = torch.finfo(total.dtype).tiny
+    return torch.where(total > 0, total.clamp_min(tiny).sqrt(), 0.0)
+
+
+def numbers(values: Tensor) -> Any:
+    """As an array of NumPy."""
+    return values.detach().to("cpu", torch.float64).numpy()
+
+
+def take(
+    layer: Any,
+    readouts: Sequence[nn.Linear],
+    taken: Sequence[tuple[nn.Parameter, tuple[Any, ...]]],
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    """New parameters by the same names, their gradients, and an optimizer in which they stand.
+
+    New ones, because graphs of earlier passes still know the shapes of the old.
+    """
+    smaller: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter, index in taken:
+        places = tuple(torch.from_numpy(np.array(part)).to(parameter.device) for part in index)
+        new = nn.Parameter(parameter.detach()[places].clone(), parameter.requires_grad)
+        if parameter.grad is not None:
+            new.grad = parameter.grad[places].clone()
+        smaller[parameter] = new
+        if optimizer is not None and parameter in optimizer.state:
+            optimizer.state[new] = {
+                name: value[places].clone()
+                if isinstance(value, Tensor) and value.shape == parameter.shape
+                else value
+                for name, value in optimizer.state.pop(parameter).items()
+            }
+    for group in [] if optimizer is None else optimizer.param_groups:
+        group["params"] = [smaller.get(parameter, parameter) for parameter in group["params"]]
+    for module in (layer, *readouts):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter in smaller:
+                setattr(module, name, smaller[parameter])
+    for readout in readouts:
+        readout.in_features = readout.weight.shape[1]
+
+
+def resize(layer: Any, size: str, count: int) -> None:
+    """The layer's own idea of its sizes."""
+    if isinstance(layer, nn.RNNBase):
+        setattr(layer, "hidden_size" if size == "H" else "proj_size", count)
+        layer.flatten_parameters()
+    else:
+        layer.sizes[size] = count
+        layer.hidden_size = layer.sizes["H"]
+    layer.__dict__.pop("_prepared", None)

@@ -1,0 +1,383 @@
+"""``anycell.compress``: fewer units, for any cell, from what its graph says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from torch import nn
+
+import anycell.numpy as an
+import anycell.torch as at
+from anycell import Cell, cell, cells, compress
+from anycell.compress import units
+from anycell.lang import linear, mean, sigmoid, tanh
+
+COUNT = 16  # units of every size
+
+
+@cell(gates="i f g o", state="h:P c")
+def Blocks(x: Any, r: Any, s: Any) -> Any:
+    """Heads inside, and two sizes."""
+    i, f, g, o = x + r
+    c = sigmoid(f) * s.c + sigmoid(i) * tanh(linear(g, "mix", heads=2, bias=True))
+    return linear(sigmoid(o) * tanh(c), "hr", heads=4), c
+
+
+@cell(gates="f g", state="h", params="p")
+def Grouped(x: Any, r: Any, s: Any, p: Any) -> Any:
+    a = x.f + r.f
+    return sigmoid(a) * s.h + p.p * tanh(x.g + r.g) - mean(s.h, groups=4)
+
+
+TORCH: dict[str, Callable[[], Any]] = {
+    "LSTM of both directions": lambda: at.LSTM(3, COUNT, 2, bidirectional=True),
+    "GRU without biases": lambda: at.GRU(3, COUNT, 2, bias=False, batch_first=True),
+    "projected LSTM": lambda: at.LSTM(3, COUNT, 2, proj_size=8),
+    "LSTMP": lambda: at.RNN(cells.LSTMP, 3, COUNT, 2, P=8, bidirectional=True),
+    "PeepholeLSTM": lambda: at.RNN(cells.PeepholeLSTM, 3, COUNT),
+    "sLSTM": lambda: at.RNN(cells.sLSTM(heads=2), 3, COUNT),
+    "MultiplicativeLSTM": lambda: at.RNN(cells.MultiplicativeLSTM, 3, COUNT, 2),
+    "Blocks": lambda: at.RNN(Blocks, 3, COUNT, 2, P=8),
+}
+
+
+def silence(layer: Any, readouts: list[Any], size: str, kept: np.ndarray) -> None:
+    """Sets to 0 what reads the units that are to go."""
+    for weight, index in compress._Model(layer, readouts, size).taken(kept):
+        if weight.dim() < 2:
+            continue
+        rows = np.arange(weight.shape[-2])
+        if weight.dim() == 3:
+            heads, _, columns = index
+            full = heads, rows[None, :, None], columns
+        else:
+            full = rows[:, None], index[1]
+        reads = torch.zeros_like(weight)
+        reads[tuple(map(torch.from_numpy, full))] = 1.0
+        with torch.no_grad():
+            weight *= reads
+
+
+def sizes(name: str) -> list[str]:
+    return list(compress._Model(TORCH[name](), [], "H").sizes)
+
+
+def some(layer: Any, size: str, rng: np.random.Generator) -> np.ndarray:
+    """Half of the units, others in each layer and direction, as many of each part."""
+    model = compress._Model(layer, [], size)
+    each = model.count // model.split
+    rows = [
+        [part * each + rng.permutation(each)[: each // 2] for part in range(model.split)]
+        for _ in range(model.layers * model.directions)
+    ]
+    return np.sort(np.array(rows).reshape(len(rows), -1))
+
+
+CASES = [(name, size) for name in TORCH for size in sizes(name)]
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_units_that_nothing_reads(name: str, size: str) -> None:
+    """Without them outputs of the others, and gradients, are what they were."""
+    torch.manual_seed(0)
+    layer, rng = TORCH[name]().double(), np.random.default_rng(0)
+    width = layer(torch.zeros(2, 1, 3).double())[0].shape[-1]
+    head = nn.Linear(width, 2).double()
+    kept = some(layer, size, rng)
+    silence(layer, [head], size, kept)
+    x = torch.randn(5, 4, 3, dtype=torch.float64)
+    before, states = layer(x)
+    before = head(before)
+    before.sum().backward()
+    indices = {id(p): i for p, i in compress._Model(layer, [head], size).taken(kept)}
+    right = {}
+    for name, parameter in (*layer.named_parameters(), ("head", head.weight)):
+        places = map(torch.from_numpy, map(np.array, indices.get(id(parameter), ())))
+        right[name] = parameter.grad[tuple(places)].clone()
+    stayed = compress.shrink(layer, kept, readouts=[head], size=size)
+    assert np.array_equal(stayed, kept)
+    shrunk, others = layer(x)
+    after = head(shrunk)
+    assert_allclose(after.detach(), before.detach(), rtol=0, atol=1e-12)
+    for state, other, declared in zip(
+        *[(s,) if isinstance(s, torch.Tensor) else s for s in (states, others)],
+        layer.cell.states,
+        strict=True,
+    ):
+        if declared.size == size:
+            index = torch.from_numpy(kept)[:, None, :].expand(-1, state.shape[1], -1)
+            state = state.gather(2, index)
+        assert_allclose(other.detach(), state.detach(), rtol=0, atol=1e-12)
+    names = {id(p): name for name, p in layer.named_parameters()} | {id(head.weight): "head"}
+    parameters = [*layer.parameters(), head.weight]
+    for parameter in parameters:  # they were taken along
+        assert torch.equal(parameter.grad, right[names[id(parameter)]])
+        parameter.grad = None
+    after.sum().backward()
+    for parameter in parameters:
+        assert_allclose(parameter.grad, right[names[id(parameter)]], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_a_shrunk_layer_is_one_of_that_size(name: str) -> None:
+    """It is printed, saved, loaded, prepared and trained as one that was made so."""
+    layer = TORCH[name]()
+    compress.shrink(layer, 12, multiple=4)
+    again = copy.deepcopy(layer)
+    text = repr(layer)
+    fresh = type(layer).__new__(type(layer))
+    sized = {k: v for k, v in getattr(layer, "sizes", {}).items() if k != "H"}
+    if isinstance(layer, nn.RNNBase):
+        sized = {"proj_size": layer.proj_size} if layer.proj_size else {}
+        first: tuple[Any, ...] = ()
+    else:
+        first = (layer.cell,)
+    fresh.__init__(
+        *first, 3, layer.hidden_size, layer.num_layers, bias=layer.bias,
+        batch_first=layer.batch_first, bidirectional=layer.bidirectional, **sized,
+    )  # fmt: skip
+    assert repr(fresh) == text
+    fresh.load_state_dict(layer.state_dict())
+    x = torch.randn(4, 4, 3)
+    for other in (again, fresh):
+        assert torch.equal(layer(x)[0], other(x)[0])
+    if not layer.bidirectional:
+        with torch.no_grad():
+            stepped = layer.prepare().step(x[0])[0]
+            once = layer(x[0][:, None] if layer.batch_first else x[:1])[0]
+        assert_allclose(stepped, once[:, 0] if layer.batch_first else once[0], atol=1e-6)
+
+
+def test_a_prepared_layer_packs_again() -> None:
+    layer = at.LSTM(3, COUNT).prepare()
+    with torch.no_grad():
+        layer.step(torch.zeros(2, 3))
+        compress.shrink(layer, 8)
+        x = torch.randn(2, 3)
+        assert_allclose(layer.step(x)[0], layer(x[None])[0][0], atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD], ids=["Adam", "SGD"])
+def test_the_optimizer_follows(make: Any) -> None:
+    """Training goes on as if the units had never been."""
+    torch.manual_seed(0)
+    layer, head = at.LSTM(3, COUNT).double(), nn.Linear(COUNT, 1).double()
+    kept = np.arange(0, COUNT, 2)[None]
+    options = {"momentum": 0.9} if make is torch.optim.SGD else {}
+    optimizer = make([*layer.parameters(), *head.parameters()], lr=0.1, **options)
+    x = torch.randn(5, 4, 3, dtype=torch.float64)
+    head(layer(x)[0]).square().mean().backward()
+    optimizer.step()
+    state = optimizer.state[layer.weight_hh_l0]
+    name = "exp_avg" if "exp_avg" in state else "momentum_buffer"
+    rows = (np.arange(4)[:, None] * COUNT + kept).reshape(-1)
+    right = state[name][rows][:, kept[0]].clone()
+    compress.shrink(layer, kept[0], readouts=[head], optimizer=optimizer)
+    assert torch.equal(optimizer.state[layer.weight_hh_l0][name], right)
+    assert head.in_features == 8 and optimizer.state[head.weight][name].shape == (1, 8)
+    optimizer.zero_grad()
+    head(layer(x)[0]).square().mean().backward()
+    optimizer.step()
+
+
+def test_the_strongest_stay() -> None:
+    layer = at.GRU(3, COUNT, 2)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(torch.rand_like(parameter) * 0.01 + 0.01)
+            if name == "weight_ih_l1":
+                parameter[:, 5] = 1.0  # what reads unit 5 of the first layer
+            if name == "weight_hh_l1":
+                parameter[2 * COUNT + 7] = 1.0  # a gate of unit 7 of the second
+    kept = compress.shrink(layer, 1, multiple=1)
+    assert kept.tolist() == [[5], [7]]
+
+
+def test_norms_are_of_rows_and_columns() -> None:
+    torch.manual_seed(0)
+    layer, head = at.LSTM(3, 5, 2, bidirectional=True).double(), nn.Linear(10, 2).double()
+    norms = compress.unit_norms(layer, readouts=[head])
+    assert norms.shape == (4, 5)
+    for k in range(2):
+        for d, end in enumerate(("", "_reverse")):
+            ih, hh = (getattr(layer, f"weight_{n}_l{k}{end}") for n in ("ih", "hh"))
+            readers = [head.weight] if k else [layer.weight_ih_l1, layer.weight_ih_l1_reverse]
+            for u in range(5):
+                mine = torch.zeros_like(hh, dtype=torch.bool)
+                mine[u::5] = True
+                mine[:, u] = True
+                total = (ih[u::5] ** 2).sum() + (hh[mine] ** 2).sum()
+                total = total + sum((w[:, d * 5 + u] ** 2).sum() for w in readers)
+                assert_allclose(norms[2 * k + d, u].item(), total.sqrt().item())
+    norms.sum().backward()
+    weight = layer.weight_hh_l0
+    expected = weight / norms[0].repeat(4)[:, None] + weight / norms[0][None]
+    units_of = torch.arange(20) % 5
+    diagonal = units_of[:, None] == torch.arange(5)
+    expected = torch.where(diagonal, weight / norms[0].repeat(4)[:, None], expected)
+    assert_allclose(weight.grad, expected.detach())
+
+
+@pytest.mark.parametrize("name", ["sLSTM", "Blocks"])
+def test_norms_of_heads(name: str) -> None:
+    """As those of the whole matrix that the blocks stand for."""
+    layer = TORCH[name]().double()
+    model = compress._Model(layer, [], "H")
+    for label, weight in model.learned(0, 0).items():
+        counted = model.axes[label]
+        if counted.heads == 1 or counted.columns is None:
+            continue
+        n, inside = model.sizes[counted.rows], model.sizes[counted.columns]
+        whole = torch.zeros(counted.blocks, n, inside, dtype=weight.dtype)
+        parts = weight.reshape(counted.heads, counted.blocks, n // counted.heads, -1)
+        for head, part in enumerate(parts):
+            rows = slice(head * part.shape[1], (head + 1) * part.shape[1])
+            whole[:, rows, head * part.shape[2] : (head + 1) * part.shape[2]] = part
+        plain = units.Axes(counted.rows, counted.blocks, counted.columns)
+        for size in {counted.rows, counted.columns}:
+            found, right = (
+                units.squares(c, model.sizes, w, size)
+                for c, w in ((counted, weight), (plain, whole.reshape(-1, inside)))
+            )
+            assert_allclose(found.detach(), right.detach())
+
+
+def test_a_unit_that_is_gone_has_no_slope() -> None:
+    layer = at.GRU(3, 4)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+    norms = compress.unit_norms(layer)
+    norms.sum().backward()
+    assert not norms.any() and not layer.weight_hh_l0.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("keep", "multiple", "count"),
+    [(5, 8, 8), (0.5, 8, 8), (9, 8, 16), (0.6, 8, 16), (7, 1, 7), (16, 3, 16), (0.01, 1, 1)],
+)
+def test_rounding(keep: Any, multiple: int, count: int) -> None:
+    layer = an.GRU(3, COUNT, seed=0)
+    assert compress.shrink(layer, keep, multiple=multiple).shape == (1, count)
+    assert layer.hidden_size == count
+
+
+def test_parts_keep_as_many() -> None:
+    layer = at.RNN(cells.sLSTM(heads=4), 3, COUNT)
+    kept = compress.shrink(layer, 6, multiple=1)
+    assert (np.bincount(kept[0] // 4, minlength=4) == 2).all()  # 6 is no multiple of 4
+    grouped = at.RNN(Grouped, 3, COUNT)
+    kept = compress.shrink(grouped, 8)
+    assert (np.bincount(kept[0] // 4) == 2).all()
+    grouped(torch.zeros(2, 1, 3))
+
+
+# -- NumPy -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [cells.LSTM, cells.LSTMP, cells.sLSTM(heads=2)], ids=repr)
+def test_numpy_is_torch(case: Cell, rng: np.random.Generator) -> None:
+    sized = {"P": 8} if case is cells.LSTMP else {}
+    layer = an.RNN(case, 3, COUNT, 2, bidirectional=True, dtype="float64", seed=0, **sized)
+    module = at.RNN(case, 3, COUNT, 2, bidirectional=True, **sized).double()
+    module.load_state_dict({n: torch.from_numpy(a.copy()) for n, a in layer.parameters.items()})
+    width = 2 * layer.sizes[case.states[0].size]
+    dense, head = an.Dense(width, 2, dtype="float64", seed=1), nn.Linear(width, 2).double()
+    with torch.no_grad():
+        head.weight.copy_(torch.from_numpy(dense.parameters["weight"]))
+    for size in layer.sizes:
+        norms = compress.unit_norms(module, readouts=[head], size=size)
+        assert_allclose(compress.unit_norms(layer, readouts=[dense], size=size), norms.detach())
+        kept = compress.shrink(module, 0.5, readouts=[head], size=size, multiple=2)
+        mine = compress.shrink(layer, 0.5, readouts=[dense], size=size, multiple=2)
+        assert np.array_equal(kept, mine)
+    x = rng.standard_normal((5, 4, 3))
+    output, _ = layer.forward(x)
+    assert_allclose(output, module(torch.from_numpy(x))[0].detach(), atol=1e-12)
+    assert_allclose(dense.parameters["weight"], head.weight.detach())
+    assert dense.forward(output).shape == (5, 4, 2)
+
+
+def test_adam_of_numpy_follows(rng: np.random.Generator) -> None:
+    layer, dense = an.LSTM(3, COUNT, seed=0), an.Dense(COUNT, 1, seed=1)
+    adam, x = an.Adam([layer, dense], lr=0.01), rng.standard_normal((5, 4, 3))
+
+    def train() -> None:
+        _, grad = an.mse(
+            dense.forward(layer.forward(x, training=True)[0], training=True), x[..., :1]
+        )
+        layer.backward(dense.backward(grad))
+        adam.step()
+
+    train()
+    shapes = [m.shape for m, _ in adam._moments]
+    old = adam._moments[1][0]
+    kept = compress.shrink(layer, 8, readouts=[dense], optimizer=adam)
+    rows = (np.arange(4)[:, None] * COUNT + kept).reshape(-1)
+    assert np.array_equal(adam._moments[1][0], old[rows][:, kept[0]])
+    assert [m.shape for m, _ in adam._moments] != shapes
+    layer.prepare()
+    train()
+    assert layer.step(x[0])[0].shape == (4, 8)
+
+
+def test_a_backward_pass_that_is_under_way_is_refused(rng: np.random.Generator) -> None:
+    layer = an.LSTM(3, COUNT, seed=0)
+    output, _ = layer.forward(rng.standard_normal((5, 4, 3)), training=True)
+    compress.shrink(layer, 8)
+    with pytest.raises(RuntimeError, match="needs a forward"):
+        layer.backward(output)
+
+
+# -- schedules, refusals ---------------------------------------------------------------------------
+
+
+def test_gradual() -> None:
+    keep = compress.gradual(0.25, begin=10, end=110)
+    assert [keep(step) for step in (0, 10, 110, 500)] == [1.0, 1.0, 0.25, 0.25]
+    assert keep(60) == pytest.approx(0.25 + 0.75 * 0.5**3)
+    steps = [keep(step) for step in range(10, 111)]
+    assert steps == sorted(steps, reverse=True)
+
+
+def refused() -> Iterator[Any]:
+    layer = at.LSTM(3, COUNT)
+    heads = at.RNN(cells.sLSTM(heads=2), 3, COUNT)
+    yield lambda: compress.shrink(layer, 0), ValueError, "keep: given 0; expected a number of units"
+    yield lambda: compress.shrink(layer, 17), ValueError, "from 1 to 16"
+    yield lambda: compress.shrink(layer, 1.5), ValueError, "a part of them"
+    yield lambda: compress.shrink(layer, True), ValueError, "keep: given True"
+    yield lambda: compress.shrink(layer, [1, 1]), ValueError, "each at most once"
+    yield lambda: compress.shrink(layer, [-1, 1]), ValueError, "from 0 to 15"
+    yield lambda: compress.shrink(layer, [1, 16]), ValueError, "from 0 to 15"
+    yield lambda: compress.shrink(layer, []), ValueError, "expected indices"
+    yield lambda: compress.shrink(layer, [0.5]), ValueError, "expected indices"
+    yield lambda: compress.shrink(layer, [[1], [2]]), ValueError, "for each layer"
+    yield lambda: compress.shrink(heads, [0, 1]), ValueError, "as many in each"
+    yield lambda: compress.shrink(layer, 8, multiple=0), ValueError, "multiple: given 0"
+    yield lambda: compress.shrink(layer, 8, size="P"), ValueError, "size: given 'P'"
+    yield lambda: compress.shrink(layer, 8, readouts=[nn.Linear(5, 1)]), TypeError, "in_features=16"
+    yield lambda: compress.shrink(layer, 8, readouts=nn.Linear(16, 1)), TypeError, "a list"
+    yield lambda: compress.shrink(nn.LSTM(3, 4), 2), TypeError, "accelerate"
+    yield lambda: compress.unit_norms(an.Dense(3, 4)), TypeError, "given Dense"
+    yield lambda: compress.shrink(an.GRU(3, 4), 2, readouts=[an.Dense(3, 1)]), TypeError, "size=4"
+    yield lambda: compress.gradual(0.0, 0, 1), ValueError, "final: given 0.0"
+    yield lambda: compress.gradual(0.5, 1, 1), ValueError, "begin before end"
+
+
+@pytest.mark.parametrize(("call", "error", "says"), [*refused()])
+def test_refusals(call: Any, error: Any, says: str) -> None:
+    with pytest.raises(error, match=says):
+        call()
+
+
+def test_parametrized_weights_are_refused() -> None:
+    layer = nn.utils.parametrizations.weight_norm(at.LSTM(3, 4), "weight_hh_l0")
+    with pytest.raises(ValueError, match="remove_parametrizations"):
+        compress.shrink(layer, 2)
