@@ -12,7 +12,9 @@ __version__ = "0.1.0"
 
 # Frontends and engines load when first used: importing anycell imports no framework and no
 # compiler.
-_LAZY = {name: f"anycell.{name}" for name in "compress explain keras layouts numpy tf1 torch".split()}
+_LAZY = {
+    name: f"anycell.{name}" for name in "compress explain keras layouts numpy tf1 torch".split()
+}
 _LAZY["recurrence"] = "anycell.numpy.recurrence"
 
 # Frontends are not among them: a star would import every framework.

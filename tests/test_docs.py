@@ -22,7 +22,13 @@ DOCUMENTS = [
 ]
 
 
-EXAMPLES = ["README.md", "docs/cells.md", "docs/compress.md", "docs/sequences.md", "docs/your-own-cell.md"]
+EXAMPLES = [
+    "README.md",
+    "docs/cells.md",
+    "docs/compress.md",
+    "docs/sequences.md",
+    "docs/your-own-cell.md",
+]
 
 
 def blocks(document: str, language: str = "python") -> list[str]:
