@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -142,15 +143,17 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("copy")
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "anycell", root / "anycell", ignore=ignore)
-    janet, export, _, row, function, emit, kernel = blocks("CONTRIBUTING.md")
+    janet, export, _, row, function, emit, kernel, dtype, *_ = blocks("CONTRIBUTING.md")
     (root / "anycell/cells/janet.py").unlink()
     remove(root / "anycell/cells/__init__.py", export, '    "JANET",\n')
+    remove(root / "anycell/plan/dtype.py", dtype)
     shutil.copytree(root / "anycell", root / "before" / "anycell")
 
     (root / "anycell/cells/janet.py").write_text(janet, encoding="utf-8")
     insert(root / "anycell/cells/__init__.py", "from anycell.cells.gru", export)
     insert(root / "anycell/cells/__init__.py", "]", '    "JANET",\n')
 
+    insert(root / "anycell/plan/dtype.py", "    )\n}\n", dtype)
     insert(root / "anycell/lang/ops.py", "    # conditions", row)
     with open(root / "anycell/lang/ops.py", "a", encoding="utf-8") as file:
         file.write(f"\n\n{function}")
@@ -186,6 +189,84 @@ def test_adding_a_cell(copy: Path, tmp_path: Path) -> None:
     assert len((copy / "anycell/cells/janet.py").read_text(encoding="utf-8").splitlines()) < 60
 
 
+HALF = """
+from gpu import by_gpu
+
+rng = np.random.default_rng(0)
+for cell in (anycell.cells.LSTM, anycell.cells.LayerNormGRU):
+    problem = random_problem(cell, (4, 3, 9), rng, masked=True, resets=True).astype("float16")
+    right = by_reference(problem.astype("float64"))
+    for name, value in by_gpu(problem).items():
+        kind = "gradient" if name.startswith("d ") else "forward"
+        assert_close(np.asarray(value), right[name], "float16", kind, name)
+print("solved")
+"""
+
+
+def test_adding_a_dtype(copy: Path, tmp_path: Path) -> None:
+    """Without its row there is none."""
+    pytest.importorskip("triton")
+    assert "solved" in follow(copy, tmp_path / "half.py", HALF)
+    code = """
+        from anycell import cells
+        from anycell.plan import plan
+        try:
+            plan(cells.LSTM, 9, "float16", "gpu")
+        except ValueError as error:
+            print(error)
+    """
+    script = tmp_path / "before.py"
+    script.write_text(textwrap.dedent(code), encoding="utf-8")
+    assert "float16" in run(script, copy / "before")
+
+
+@pytest.mark.slow
+def test_adding_a_frontend(tmp_path: Path) -> None:
+    """It passes the conformance suite."""
+    pytest.importorskip("jax")
+    *_, frontend, adapter, entry = blocks("CONTRIBUTING.md")
+    for name in ("anycell", "tests"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "anycell/jax").mkdir()
+    (tmp_path / "anycell/jax/__init__.py").write_text(frontend, encoding="utf-8")
+    (tmp_path / "tests/conformance/on_jax.py").write_text(adapter, encoding="utf-8")
+    suite = tmp_path / "tests/conformance/test_behaviours.py"
+    insert(suite, "}\n\n\ndef all_frontends", entry)
+    arguments = [
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-m",
+        "not more",
+        "-k",
+        "jax and not keras",
+        str(suite),
+    ]
+    result = subprocess.run(
+        [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout
+    assert int(re.findall(r"(\d+) passed", result.stdout)[0]) > 80
+    assert max(text.count("\n") for text in (frontend, adapter)) < 80
+
+
+def test_the_files_of_an_option() -> None:
+    """Those that the recipe lists are those that know it."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.split("## Adding an option of a call")[1].split("\n## ")[0]
+    listed = set(re.findall(r"`(\w+(?:/\w+)*\.py)`", section)) - {"ir.py"}
+    known = {
+        path.relative_to(ROOT / "anycell").as_posix()
+        for path in (ROOT / "anycell").rglob("*.py")
+        if re.search(r"(\brepeat(=|:|\b)(?!\())", path.read_text(encoding="utf-8"))
+    }
+    assert listed == known
+
+
 def test_adding_an_op(copy: Path, tmp_path: Path) -> None:
     follow(copy, tmp_path / "soft.py", SOFT)
 
@@ -198,7 +279,7 @@ def test_the_recipes_touch_the_files_that_they_list(copy: Path) -> None:
         before = copy / "before" / name
         if not before.exists() or path.read_bytes() != before.read_bytes():
             touched.append(name.as_posix())
-    assert len(touched) == 5
+    assert len(touched) == 6
     for name in touched:
         assert f"| `{name}` |" in text
 

@@ -23,7 +23,12 @@ from conformance.problem import LEARNED, Arrays, Odd, Problem, assert_right, by_
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Keras reads its variables for NumPy 1.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-NEEDS = {"on_numpy": "numpy", "on_torch": "torch", "on_keras": "keras", "on_tf1": "tensorflow"}
+NEEDS = {
+    "on_numpy": "numpy",
+    "on_torch": "torch",
+    "on_keras": "keras",
+    "on_tf1": "tensorflow",
+}
 
 
 def all_frontends() -> Iterator[Frontend]:
