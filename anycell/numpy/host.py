@@ -98,10 +98,12 @@ class NumpyHost:
         (rows, inner), columns = a.shape, b.shape[1]
         if rows * columns * inner <= SMALL or not cpu.isa.current().fma:
             return False
-        places = [self._place(array) for array in (a, b, out)]
-        if not all(1 in place[1:] for place in places) or places[2][2] != 1:
+        arrays = a, b, out
+        places = [self._place(array) for array in arrays]
+        dense = all(1 in place[1:] for place in places) and places[2][2] == 1
+        if not dense or not all(array.flags.aligned for array in arrays):
             return False
-        bounds = tuple(extent(self, array) for array in (a, b, out)) if cpu.check.ON else ()
+        bounds = tuple(extent(self, array) for array in arrays) if cpu.check.ON else ()
         sizes, threads, (left, right, into) = (rows, columns, inner), cpu.pool.threads(), places
         cpu.multiply(str(self.dtype), sizes, left, right, into[:2], add, threads, bounds)
         return True
