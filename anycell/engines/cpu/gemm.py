@@ -10,6 +10,7 @@ B is packed, a *span* of rows and columns of it at a time: panels of a few vecto
 into blocks of ``INNER`` rows. Then C is cut into pieces of rows and, where these are few, of
 columns. Threads take pieces as they come, so that one whose core is shared with others takes fewer.
 Where the rows of A are not dense in memory, a thread copies those of its piece, block by block.
+While it multiplies, it fetches the panel and the rows that come next.
 
 An element of C is the sum over blocks of ``INNER`` numbers, one after the other, each of them a sum
 from its first number to its last. So its bits follow from its row of A and its column of B alone:
@@ -66,7 +67,8 @@ class Gemm:
         self.width = self.vectors * self.lanes
         # Of a thread: a block of copied rows, whose copying writes whole vectors of them, and
         # results that are not whole vectors.
-        self.copied = align((ROWS + self.lanes) * INNER * self.size)
+        self.row = INNER + LINE // self.size  # or all rows would share a few lines of the cache
+        self.copied = align((ROWS + self.lanes) * self.row * self.size)
         self.own = self.copied + align(self.rows * self.width * self.size)
 
     def text(self) -> str:
@@ -89,9 +91,10 @@ class Gemm:
         """c[rows, vectors] (+)= a[rows, :count] @ panel[:count, vectors]."""
         params = [("ptr noalias", "panel"), ("ptr noalias", "a"), ("i64", "a_rows")]
         params += [("ptr noalias", "c"), ("i64", "c_rows"), ("i64", "count"), ("i64", "add")]
+        params += [("ptr", "ahead"), ("i64", "apart")]
         name = f"block{vectors}_x{rows}"
         b = self.module.function(name, params, internal=True, inline=False)
-        panel, a, a_rows, c, c_rows, count, add = b.args
+        panel, a, a_rows, c, c_rows, count, add, *ahead = b.args
         zero = constant(0.0, b.vec)
         sums = [[b.alloca(b.vec) for _ in range(vectors)] for _ in range(rows)]
         results = [b.gep(c, b.mul(c_rows, r)) for r in range(rows)]
@@ -100,7 +103,7 @@ class Gemm:
                 b.store(zero, total)
                 b.prefetch(b.gep(result, n * b.lanes))
         operand = [b.gep(a, b.mul(a_rows, r)) for r in range(rows)]
-        add_products(b, sums, operand, panel, self.width, (constant(0, "i64"), count))
+        add_products(b, sums, operand, panel, self.width, (constant(0, "i64"), count), ahead)
         with b.when(b.icmp("ne", add, 0)):
             for row, result in zip(sums, results, strict=True):
                 for n, total in enumerate(row):
@@ -134,26 +137,40 @@ class Gemm:
             ("i64", "c_rows"),
         ]
         params += [("i64", "rows"), ("i64", "columns"), ("i64", "count"), ("i64", "add")]
-        b = self.module.function("panel", [*params, ("ptr", "tile")], internal=True, inline=False)
-        panel, a, a_rows, c, c_rows, rows, columns, count, add, tile = b.args
+        params += [("ptr", "tile"), ("ptr", "rows_ahead"), ("i64", "rows_apart")]
+        b = self.module.function("panel", params, internal=True, inline=False)
+        panel, a, a_rows, c, c_rows, rows, columns, count, add, tile, rows_ahead, rows_apart = (
+            b.args
+        )
         whole = b.icmp("eq", columns, self.width)
         vectors = b.sdiv(b.add(columns, b.lanes - 1), b.lanes)
         with b.loop(0, rows, self.rows) as first:
             left = b.smin(b.sub(rows, first), self.rows)
             at, into = b.gep(a, b.mul(first, a_rows)), b.gep(c, b.mul(first, c_rows))
+            # Each register block fetches INNER lines: the first ones of the next panel, the others
+            # of the rows that are copied next.
+            block, most = b.sdiv(first, self.rows), self.width * self.size // LINE
+            early = b.icmp("slt", block, most)
+            line, numbers = b.mul(block, INNER * LINE), INNER * self.width
+            of_panel = b.gep(b.gep(panel, numbers), line, "i8")
+            of_rows = b.gep(rows_ahead, b.mul(b.sub(block, most), LINE), "i8")
+            ahead = b.select(early, of_panel, of_rows)
+            step = b.select(early, constant(LINE, "i64"), rows_apart)
             with b.when(whole) as otherwise:
                 for n in range(1, self.rows + 1):
                     with b.when(b.icmp("eq", left, n)):
-                        block = f"block{self.vectors}_x{n}"
-                        b.call(block, panel, at, a_rows, into, c_rows, count, add)
+                        name = f"block{self.vectors}_x{n}"
+                        b.call(name, panel, at, a_rows, into, c_rows, count, add, ahead, step)
             with otherwise:
                 apart, zero = constant(self.width, "i64"), constant(0, "i64")
                 for m in range(1, self.vectors + 1):
                     with b.when(b.icmp("eq", vectors, m)):
                         for n in range(1, self.rows + 1):
                             with b.when(b.icmp("eq", left, n)):
-                                block = f"block{m}_x{n}"
-                                b.call(block, panel, at, a_rows, tile, apart, count, zero)
+                                name = f"block{m}_x{n}"
+                                b.call(
+                                    name, panel, at, a_rows, tile, apart, count, zero, ahead, step
+                                )
                 b.call("merge", tile, into, c_rows, left, columns, add)
 
     # ---- what threads take -----------------------------------------------------------------------
@@ -209,9 +226,11 @@ class Gemm:
         b, scratch, call, state, part = self._part("multiply")
         panels = _parts(b, state["columns"], self.width)
         blocks = b.smax(_parts(b, state["inner"], INNER), 1)
-        rows = _parts(b, call["rows"], ROWS)
-        # Columns are cut where there are few pieces of rows.
+        # Where there are few pieces of rows, of fewer rows, and then of fewer columns too.
         wanted = b.mul(call["threads"], PIECES)
+        few = b.icmp("slt", call["rows"], b.mul(wanted, ROWS))
+        tall = b.select(few, constant(ROWS // 2, "i64"), constant(ROWS, "i64"))
+        rows = b.sdiv(b.sub(b.add(call["rows"], tall), 1), tall)
         sides = b.smin(b.sdiv(b.sub(b.add(wanted, rows), 1), rows), panels)
         total = b.mul(rows, sides)
         packed = b.mul(b.mul(panels, blocks), INNER * self.width * self.size)
@@ -223,24 +242,25 @@ class Gemm:
             number = self._next(b, scratch)
             more = b.icmp("slt", number, total)
             with b.when(more):
-                side, row = b.srem(number, sides), b.mul(b.sdiv(number, sides), ROWS)
-                height = b.smin(b.sub(call["rows"], row), ROWS)
+                side, row = b.srem(number, sides), b.mul(b.sdiv(number, sides), tall)
+                height = b.smin(b.sub(call["rows"], row), tall)
                 begin, end = (b.sdiv(b.mul(panels, n), sides) for n in (side, b.add(side, 1)))
                 with b.loop(0, blocks) as block:
                     k = b.mul(block, INNER)
                     count = b.smin(b.sub(state["inner"], k), INNER)
                     place = b.mul(b.add(state["k"], k), a_inner)
                     source = b.gep(call.pointer("a"), b.add(b.mul(row, a_rows), place))
+                    following = b.gep(source, b.mul(a_inner, INNER))
                     where, apart = b.alloca("ptr"), b.alloca("i64")
                     with b.when(copies) as otherwise:
                         # Lanes are numbers of the sum: those of a row come to lie side by side.
                         with b.loop(0, count, self.lanes) as n:
                             b.call(
                                 "pack_block", b.gep(source, b.mul(n, a_inner)), a_inner, a_rows,
-                                b.sub(count, n), height, b.gep(space, n), constant(INNER, "i64"),
+                                b.sub(count, n), height, b.gep(space, n), constant(self.row, "i64"),
                             )  # fmt: skip
                         b.store(space, where)
-                        b.store(constant(INNER, "i64"), apart)
+                        b.store(constant(self.row, "i64"), apart)
                     with otherwise:
                         b.store(source, where)
                         b.store(a_rows, apart)
@@ -253,7 +273,7 @@ class Gemm:
                         width = b.smin(b.sub(state["columns"], column), self.width)
                         b.call(
                             "panel", panel, left, b.load(apart, "i64"), into, c_rows, height,
-                            width, count, add, tile,
+                            width, count, add, tile, following, b.mul(a_inner, self.size),
                         )  # fmt: skip
             again(more)
 

@@ -114,16 +114,21 @@ def add_products(
     weights: Value,
     width: int,
     bounds: tuple[Operand, Operand],
+    ahead: Sequence[Value] = (),
 ) -> None:
     """The hot loop: ``sums[r][c] += operand[r][k] * weights[k * width + c]`` for k within bounds.
 
     ``sums`` are vectors on the stack, ``c`` counts vectors, weights lie on a vector's alignment.
+    Meanwhile memory is fetched for later, a line for each k: ``ahead`` is the first one's address,
+    and bytes to the next.
     """
     full = b.lanes * element_bits(b.real) // 8
     # Not unrolled: the loop's own instructions fit beside the multiply-adds, and twice the code
     # compiles twice as long.
     with b.loop(*bounds) as k:
         base = b.gep(weights, b.mul(k, width))
+        if ahead:
+            b.prefetch(b.gep(ahead[0], b.mul(k, ahead[1]), "i8"), locality=2)
         w = [b.load(b.gep(base, c * b.lanes), align=full) for c in range(len(sums[0]))]
         for row, address in zip(sums, operand, strict=True):
             value = b.splat(b.load(b.gep(address, k), b.real))
