@@ -230,6 +230,17 @@ def test_small_matmuls_are_numpys(rows: int, rng: np.random.Generator) -> None:
 
 
 @needs_fma
+@pytest.mark.parametrize("few", (numpy_host.FEW - 1, numpy_host.FEW))
+def test_hardly_any_rows_or_columns_are_numpys(few: int, rng: np.random.Generator) -> None:
+    host = NumpyHost("float32")
+    for rows, columns in ((few, 600), (600, few)):
+        a, b, _ = operands((rows, columns, 600), (True, True, False), "float32", rng)
+        out = np.empty((rows, columns), "float32")
+        assert kernel_calls(lambda: host.matmul(a, b, out)) == (few == numpy_host.FEW)  # noqa: B023
+        assert_close(out, a.astype("float64") @ b, "float32", "forward")
+
+
+@needs_fma
 def test_layouts_that_the_kernel_does_not_read(rng: np.random.Generator) -> None:
     """Neither axis dense, or the columns of the result are not."""
     host, a, b = (
@@ -267,8 +278,11 @@ def far_apart(array: Array) -> Array:
 
 
 @pytest.mark.parametrize("size", [(1, 999, 999), (999, 1, 999), (999, 999, 1)])
-def test_axes_of_one(size: Sizes, rng: np.random.Generator) -> None:
+def test_axes_of_one(
+    size: Sizes, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their strides say nothing."""
+    monkeypatch.setattr(numpy_host, "FEW", 0)
     host = NumpyHost("float32")
     for layout in LAYOUTS:
         a, b, _ = operands(size, layout, "float32", rng)

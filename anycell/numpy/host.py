@@ -16,6 +16,8 @@ Array = npt.NDArray[Any]
 # Multiply-adds up to which OpenBLAS, with which NumPy is mostly built, stays in the thread that
 # calls. Beyond, its threads spin for a while after each matmul, on cores that ours need.
 SMALL = 1 << 18
+FEW = 4  # rows or columns below which packing the other matrix costs more than it saves
+NAMES = {"f": "float32", "d": "float64"}  # a dtype takes longer to say it
 
 
 class NumpyHost:
@@ -92,24 +94,29 @@ class NumpyHost:
         """``out = a @ b``, or ``out += a @ b``, by the kernel; False, and nothing done, where NumPy
         had better do it.
 
-        So it had where there is little to do, where an array has a layout that the kernel does not
-        read, and without fused multiply-adds, since OpenBLAS may have wider vectors there.
+        So it had where there is little to do, or there are hardly any rows or columns; where an
+        array has a layout that the kernel does not read; and without fused multiply-adds, since
+        OpenBLAS may have wider vectors there.
         """
         (rows, inner), columns = a.shape, b.shape[1]
-        if rows * columns * inner <= SMALL or not cpu.isa.current().fma:
+        if rows * columns * inner <= SMALL or min(rows, columns) < FEW:
             return False
         arrays = a, b, out
         places = [self._place(array) for array in arrays]
         dense = all(1 in place[1:] for place in places) and places[2][2] == 1
-        if not dense or not all(array.flags.aligned for array in arrays):
+        aligned = all(array.flags.aligned for array in arrays)
+        if not (dense and aligned and cpu.isa.current().fma):
             return False
         bounds = tuple(extent(self, array) for array in arrays) if cpu.check.ON else ()
         sizes, threads, (left, right, into) = (rows, columns, inner), cpu.pool.threads(), places
-        cpu.multiply(str(self.dtype), sizes, left, right, into[:2], add, threads, bounds)
+        cpu.multiply(NAMES[self.dtype.char], sizes, left, right, into[:2], add, threads, bounds)
         return True
 
     def _place(self, array: Array) -> tuple[int, int, int]:
         """Address and strides of a matrix; 1 of an axis that nobody steps along."""
-        rows, columns = array.shape
-        row, column = self.strides(array)
-        return self.pointer(array), row if rows > 1 else 1, column if columns > 1 else 1
+        (rows, columns), (row, column), size = array.shape, array.strides, array.itemsize
+        return (
+            self.pointer(array),
+            row // size if rows > 1 else 1,
+            column // size if columns > 1 else 1,
+        )
