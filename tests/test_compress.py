@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.testing import assert_allclose
+from tolerances import assert_close
 from torch import nn
 
 import anycell.numpy as an
@@ -104,7 +104,7 @@ def test_units_that_nothing_reads(name: str, size: str) -> None:
     assert np.array_equal(stayed, kept)
     shrunk, others = layer(x)
     after = head(shrunk)
-    assert_allclose(after.detach(), before.detach(), rtol=0, atol=1e-12)
+    assert_close(after.detach(), before.detach(), "float64", "forward")
     for state, other, declared in zip(
         *[(s,) if isinstance(s, torch.Tensor) else s for s in (states, others)],
         layer.cell.states,
@@ -113,7 +113,7 @@ def test_units_that_nothing_reads(name: str, size: str) -> None:
         if declared.size == size:
             index = torch.from_numpy(kept)[:, None, :].expand(-1, state.shape[1], -1)
             state = state.gather(2, index)
-        assert_allclose(other.detach(), state.detach(), rtol=0, atol=1e-12)
+        assert_close(other.detach(), state.detach(), "float64", "forward")
     names = {id(p): name for name, p in layer.named_parameters()} | {id(head.weight): "head"}
     parameters = [*layer.parameters(), head.weight]
     for parameter in parameters:  # they were taken along
@@ -121,7 +121,7 @@ def test_units_that_nothing_reads(name: str, size: str) -> None:
         parameter.grad = None
     after.sum().backward()
     for parameter in parameters:
-        assert_allclose(parameter.grad, right[names[id(parameter)]], rtol=0, atol=1e-11)
+        assert_close(parameter.grad, right[names[id(parameter)]], "float64", "gradient")
 
 
 @pytest.mark.parametrize("name", TORCH)
@@ -151,7 +151,7 @@ def test_a_shrunk_layer_is_one_of_that_size(name: str) -> None:
         with torch.no_grad():
             stepped = layer.prepare().step(x[0])[0]
             once = layer(x[0][:, None] if layer.batch_first else x[:1])[0]
-        assert_allclose(stepped, once[:, 0] if layer.batch_first else once[0], atol=1e-6)
+        assert_close(stepped, once[:, 0] if layer.batch_first else once[0], "float32", "forward")
 
 
 def test_a_prepared_layer_packs_again() -> None:
@@ -160,7 +160,7 @@ def test_a_prepared_layer_packs_again() -> None:
         layer.step(torch.zeros(2, 3))
         compress.shrink(layer, 8)
         x = torch.randn(2, 3)
-        assert_allclose(layer.step(x)[0], layer(x[None])[0][0], atol=1e-6)
+        assert_close(layer.step(x)[0], layer(x[None])[0][0], "float32", "forward")
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD], ids=["Adam", "SGD"])
@@ -214,14 +214,14 @@ def test_norms_are_of_rows_and_columns() -> None:
                 mine[:, u] = True
                 total = (ih[u::5] ** 2).sum() + (hh[mine] ** 2).sum()
                 total = total + sum((w[:, d * 5 + u] ** 2).sum() for w in readers)
-                assert_allclose(norms[2 * k + d, u].item(), total.sqrt().item())
+                assert_close(norms[2 * k + d, u].item(), total.sqrt().item(), "float64", "forward")
     norms.sum().backward()
     weight = layer.weight_hh_l0
     expected = weight / norms[0].repeat(4)[:, None] + weight / norms[0][None]
     units_of = torch.arange(20) % 5
     diagonal = units_of[:, None] == torch.arange(5)
     expected = torch.where(diagonal, weight / norms[0].repeat(4)[:, None], expected)
-    assert_allclose(weight.grad, expected.detach())
+    assert_close(weight.grad, expected.detach(), "float64", "gradient")
 
 
 @pytest.mark.parametrize("name", ["sLSTM", "Blocks"])
@@ -245,7 +245,7 @@ def test_norms_of_heads(name: str) -> None:
                 units.squares(c, model.sizes, w, size)
                 for c, w in ((counted, weight), (plain, whole.reshape(-1, inside)))
             )
-            assert_allclose(found.detach(), right.detach())
+            assert_close(found.detach(), right.detach(), "float64", "forward")
 
 
 def test_a_unit_that_is_gone_has_no_slope() -> None:
@@ -293,14 +293,19 @@ def test_numpy_is_torch(case: Cell, rng: np.random.Generator) -> None:
         head.weight.copy_(torch.from_numpy(dense.parameters["weight"]))
     for size in layer.sizes:
         norms = compress.unit_norms(module, readouts=[head], size=size)
-        assert_allclose(compress.unit_norms(layer, readouts=[dense], size=size), norms.detach())
+        assert_close(
+            compress.unit_norms(layer, readouts=[dense], size=size),
+            norms.detach(),
+            "float64",
+            "forward",
+        )
         kept = compress.shrink(module, 0.5, readouts=[head], size=size, multiple=2)
         mine = compress.shrink(layer, 0.5, readouts=[dense], size=size, multiple=2)
         assert np.array_equal(kept, mine)
     x = rng.standard_normal((5, 4, 3))
     output, _ = layer.forward(x)
-    assert_allclose(output, module(torch.from_numpy(x))[0].detach(), atol=1e-12)
-    assert_allclose(dense.parameters["weight"], head.weight.detach())
+    assert_close(output, module(torch.from_numpy(x))[0].detach(), "float64", "forward")
+    assert_close(dense.parameters["weight"], head.weight.detach(), "float64", "forward")
     assert dense.forward(output).shape == (5, 4, 2)
 
 

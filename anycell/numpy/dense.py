@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from anycell.numpy import check, initializers
 from anycell.numpy.base import Array, Layer
+from anycell.numpy.host import NumpyHost
 
 
 class Dense(Layer):
@@ -56,7 +57,7 @@ class Dense(Layer):
         shape = [f"axis {i}" for i in range(max(x.ndim - 1, 0))]
         x = check.array("x", x, [*shape, self.input_size], self.dtype)
         self._saved = x if check.boolean("training", training) else None
-        y = x @ self._parameters["weight"].T
+        y = NumpyHost(self.dtype).project(x, self._parameters["weight"])
         return y + self._parameters["bias"] if "bias" in self._parameters else y
 
     def backward(self, grad_output: npt.ArrayLike) -> Array:
@@ -71,12 +72,15 @@ class Dense(Layer):
         shape = (*x.shape[:-1], self.output_size)
         grad = check.array("grad_output", grad_output, shape, self.dtype)
         flat, rows = grad.reshape(-1, self.output_size), x.reshape(-1, self.input_size)
-        grads: dict[str, Array] = {"weight": flat.T @ rows}
+        weight, host = self._parameters["weight"], NumpyHost(self.dtype)
+        grads: dict[str, Array] = {"weight": np.empty_like(weight)}
+        host.matmul(flat.T, rows, grads["weight"])
         if "bias" in self._parameters:
             grads["bias"] = flat.sum(0)
-        d = grad @ self._parameters["weight"]
+        d = np.empty_like(rows)
+        host.matmul(flat, weight, d)
         self._grads = grads
-        return d
+        return d.reshape(x.shape)
 
 
 def mse(prediction: npt.ArrayLike, target: npt.ArrayLike) -> tuple[float, Array]:

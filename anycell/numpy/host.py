@@ -9,13 +9,19 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell.engines import cpu
+from anycell.layer.run import extent
 from anycell.layer.signature import ANY, MATRIX, ROWS
 
 Array = npt.NDArray[Any]
+# Multiply-adds up to which OpenBLAS, with which NumPy is mostly built, stays in the thread that
+# calls. Beyond, its threads spin for a while after each matmul, on cores that ours need.
+SMALL = 1 << 18
+FEW = 4  # rows or columns below which packing the other matrix costs more than it saves
+NAMES = {"f": "float32", "d": "float64"}  # a dtype takes longer to say it
 
 
 class NumpyHost:
-    """Arrays of one dtype; the matmuls are those of the BLAS that NumPy was built with."""
+    """Arrays of one dtype. Matmuls are our own kernel's where they are large, else NumPy's."""
 
     def __init__(self, dtype: npt.DTypeLike) -> None:
         self.dtype = np.dtype(dtype)
@@ -66,16 +72,51 @@ class NumpyHost:
     def project(self, x: Array, weight: Array) -> Array:
         """``x @ weight.T`` as one matmul."""
         outer, width = x.shape[:-1], x.shape[-1]
-        return (x.reshape(math.prod(outer), width) @ weight.T).reshape(*outer, len(weight))
+        out = np.empty((math.prod(outer), len(weight)), self.dtype)
+        self.matmul(x.reshape(len(out), width), weight.T, out)
+        return out.reshape(*outer, len(weight))
 
     def matmul(self, a: Array, b: Array, out: Array) -> None:
         """``out = a @ b``."""
-        np.matmul(a, b, out=out)
+        if not self._multiply(a, b, out, add=False):
+            np.matmul(a, b, out=out)
 
     def matmul_add(self, a: Array, b: Array, out: Array) -> None:
         """``out += a @ b``."""
-        out += a @ b
+        if not self._multiply(a, b, out, add=True):
+            out += a @ b
 
     def masked(self, x: Array, mask: Array) -> Array:
         """A copy of ``x [T, B, I]`` with 0 where ``mask [T, B]`` is 0, NaN or not."""
         return np.where(mask[..., None], x, self.dtype.type(0))
+
+    def _multiply(self, a: Array, b: Array, out: Array, add: bool) -> bool:
+        """``out = a @ b``, or ``out += a @ b``, by the kernel; False, and nothing done, where NumPy
+        had better do it.
+
+        So it had where there is little to do, or there are hardly any rows or columns; where an
+        array has a layout that the kernel does not read; and without fused multiply-adds, since
+        OpenBLAS may have wider vectors there.
+        """
+        (rows, inner), columns = a.shape, b.shape[1]
+        if rows * columns * inner <= SMALL or min(rows, columns) < FEW:
+            return False
+        arrays = a, b, out
+        places = [self._place(array) for array in arrays]
+        dense = all(1 in place[1:] for place in places) and places[2][2] == 1
+        aligned = all(array.flags.aligned for array in arrays)
+        if not (dense and aligned and cpu.isa.current().fma):
+            return False
+        bounds = tuple(extent(self, array) for array in arrays) if cpu.check.ON else ()
+        sizes, threads, (left, right, into) = (rows, columns, inner), cpu.pool.threads(), places
+        cpu.multiply(NAMES[self.dtype.char], sizes, left, right, into[:2], add, threads, bounds)
+        return True
+
+    def _place(self, array: Array) -> tuple[int, int, int]:
+        """Address and strides of a matrix; 1 of an axis that nobody steps along."""
+        (rows, columns), (row, column), size = array.shape, array.strides, array.itemsize
+        return (
+            self.pointer(array),
+            row // size if rows > 1 else 1,
+            column // size if columns > 1 else 1,
+        )

@@ -10,7 +10,7 @@ from array import array
 import numpy as np
 
 from anycell import environment
-from anycell.engines.cpu import check, isa, memory, pool
+from anycell.engines.cpu import check, gemm, isa, memory, pool
 from anycell.engines.cpu import kernel as _kernel
 from anycell.engines.cpu.door import LINE, WORTH_SPREADING
 from anycell.engines.cpu.kernel import Kernel
@@ -127,6 +127,37 @@ def run(kernel: Kernel, entries: array[int], bounds: check.CallBounds | None = N
     kernel.door(address)
 
 
+def multiply(
+    dtype: str,
+    sizes: tuple[int, int, int],
+    a: tuple[int, int, int],
+    b: tuple[int, int, int],
+    c: tuple[int, int],
+    add: bool,
+    threads: int,
+    bounds: tuple[check.Bounds, ...] = (),
+) -> None:
+    """``C = A @ B``, or ``C += A @ B``, see ``gemm``.
+
+    Args:
+        sizes: rows, columns, and the length of the sums.
+        a, b: address, strides from row to row and from column to column, in elements; one is 1.
+        c: address, stride from row to row.
+        threads: at most so many.
+        bounds: of the three arrays, for ``check``.
+    """
+    functions, gang = gemm.compiled(dtype, isa.current()), pool.gang(threads)
+    entries = array("q", [*sizes, *a, *b, *c, add, min(threads, pool.MOST), gang, 0, 0])
+    if check.ON:
+        check.check_product(np.dtype(dtype).itemsize, entries, bounds)
+    address = entries.buffer_info()[0]
+    functions.needs(address)
+    block = scratch.take(entries[-1])
+    entries[-2] = block.address
+    functions.gemm(address)
+    scratch.give_back(block)
+
+
 __all__ = [
     "LINE",
     "WORTH_SPREADING",
@@ -135,9 +166,11 @@ __all__ = [
     "Scratch",
     "check",
     "compiled",
+    "gemm",
     "hyperparameters",
     "isa",
     "memory",
+    "multiply",
     "packed_weights",
     "pool",
     "run",

@@ -62,6 +62,30 @@ def check(kernel: Kernel, entries: array[int], bounds: CallBounds | None) -> Non
             inside(span, known.get(span.name))
 
 
+def check_product(size: int, entries: array[int], bounds: tuple[Bounds, ...]) -> None:
+    """That a matmul stays within its arrays.
+
+    Args:
+        size: of an element.
+        entries: the table of the call, see ``gemm``.
+        bounds: of A, B and C.
+
+    Raises:
+        AssertionError: as ``check``.
+    """
+    rows, columns, inner, a, a_rows, a_inner, b, b_inner, b_columns, c, c_rows = entries[:11]
+    arrays = (
+        ("a", a, ((rows, a_rows), (inner, a_inner))),
+        ("b", b, ((inner, b_inner), (columns, b_columns))),
+        ("c", c, ((rows, c_rows), (columns, 1))),
+    )
+    assert 1 in (a_rows, a_inner), f"a: strides {a_rows} and {a_inner}, neither is 1"
+    assert 1 in (b_inner, b_columns), f"b: strides {b_inner} and {b_columns}, neither is 1"
+    for (name, address, axes), limits in zip(arrays, bounds, strict=True):
+        for span in reach(name, address, size, 1, axes):
+            inside(span, limits)
+
+
 def _laid_out(kernel: Kernel, entries: array[int], d: int) -> dict[str, int]:
     """A kernel's own table, as the door has filled it."""
     scratch = entries[kernel.shared["scratch"]]

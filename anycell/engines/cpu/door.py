@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from anycell.engines.cpu.geometry import L1_WEIGHTS, Matmul
-from anycell.engines.cpu.ir import Builder, Value, constant
+from anycell.engines.cpu.ir import Builder, Module, Value, constant
 from anycell.lang.cell import RECURRENT
 from anycell.plan import Plan
 
@@ -161,7 +161,7 @@ Place = Callable[[str, Value, Value, Value, Value, Value], None]
 PACKING_BYTES = align(8 * len(PACKING))
 
 
-class _Entries:
+class Entries:
     """A table of 64-bit numbers in memory, by name."""
 
     def __init__(self, b: Builder, address: Value, index: dict[str, int]) -> None:
@@ -186,6 +186,20 @@ class _Entries:
             self[name] = value
 
 
+def print_gang(module: Module) -> None:
+    """Adds ``gang``, which runs parts of a function on threads, or all in this one."""
+    params = [("ptr", "record"), ("ptr", "function"), ("ptr", "args"), ("i64", "parts")]
+    b = module.function("gang", params, internal=True, inline=False)
+    record, function, args, parts = b.args
+    # An address of 0 is no record.
+    there = b.icmp("ne", b.ptrtoint(record, "i64"), 0)
+    with b.when(b.and_(there, b.icmp("sgt", parts, 1))) as otherwise:
+        run, table, openmp = (b.load(b.gep(record, i, "i64"), "ptr") for i in range(3))
+        b.call(run, table, function, args, parts, openmp, returns="i64")
+    with otherwise:
+        b.call(function, args, constant(0, "i64"), constant(1, "i64"), returns="void")
+
+
 class Door:
     """Adds the door to the module of a generator."""
 
@@ -206,7 +220,7 @@ class Door:
     def print(self) -> None:
         """Adds ``needs``, ``door`` and what they call."""
         self._print_copy()
-        self._print_gang()
+        print_gang(self.module)
         self._print_packing()
         self._print_needs()
         self._print_layout()
@@ -228,7 +242,7 @@ class Door:
             if not self.backward:
                 b.call("write_final", call)
 
-    def _first(self, b: Builder, shared: _Entries) -> Value:
+    def _first(self, b: Builder, shared: Entries) -> Value:
         """The steps that are done, in the order of the pass, before the first that the arrays of
         states have.
         """
@@ -236,19 +250,19 @@ class Door:
             return shared["origin"]
         return constant(0, "i64")
 
-    def _shared(self, b: Builder, call: Value) -> _Entries:
-        return _Entries(b, call, self.shared_index)
+    def _shared(self, b: Builder, call: Value) -> Entries:
+        return Entries(b, call, self.shared_index)
 
     @contextmanager
-    def _directions(self, b: Builder, call: Value) -> Iterator[tuple[_Entries, _Entries, Value]]:
+    def _directions(self, b: Builder, call: Value) -> Iterator[tuple[Entries, Entries, Value]]:
         """A loop over directions: the shared entries, those of the direction, and its number."""
         shared = self._shared(b, call)
         with b.loop(0, shared["directions"]) as d:
             at = b.add(b.mul(d, len(self.names.each)), len(self.names.shared))
-            yield shared, _Entries(b, b.gep(call, at, "i64"), self.each_index), d
+            yield shared, Entries(b, b.gep(call, at, "i64"), self.each_index), d
 
     # ---- memory ----------------------------------------------------------------------------------
-    def _base(self, b: Builder, shared: _Entries) -> Value:
+    def _base(self, b: Builder, shared: Entries) -> Value:
         return shared.pointer("scratch")
 
     def _print_needs(self) -> None:
@@ -260,7 +274,7 @@ class Door:
         shared["packed_bytes"] = b.mul(shared["directions"], self._packed_bytes(b, shared))
         self._threads(b, shared)
 
-    def _places(self, b: Builder, shared: _Entries) -> tuple[Value, Value, Value, Value, Value]:
+    def _places(self, b: Builder, shared: Entries) -> tuple[Value, Value, Value, Value, Value]:
         """Where in scratch memory lie: the kernel's tables, those of packing, a row of zeros, the
         threads' workspaces, of so many bytes each; and the end.
         """
@@ -285,7 +299,7 @@ class Door:
         addresses = b.mul(b.sdiv(b.add(b.mul(batch, 8), LINE - 1), LINE), LINE)
         return b.add(b.mul(addresses, rows), fixed)
 
-    def _packed_bytes(self, b: Builder, shared: _Entries) -> Value:
+    def _packed_bytes(self, b: Builder, shared: Entries) -> Value:
         """Of one direction."""
         fixed = constant(sum(align(m.packed_elements * self.size) for m in self.matmuls), "i64")
         return fixed if self.projecting is None else b.add(fixed, self._input_bytes(b, shared))
@@ -295,7 +309,7 @@ class Door:
         """The matmul to whose sums the input's are added."""
         return self.generator.projecting
 
-    def _input_bytes(self, b: Builder, shared: _Entries) -> Value:
+    def _input_bytes(self, b: Builder, shared: Entries) -> Value:
         """Of the packed weight of an input that the kernel multiplies."""
         assert self.projecting is not None
         g, inputs = self.projecting.geometry, shared["inputs"]
@@ -305,19 +319,6 @@ class Door:
         return b.select(b.icmp("ne", inputs, 0), size, constant(0, "i64"))
 
     # ---- what the door calls ---------------------------------------------------------------------
-    def _print_gang(self) -> None:
-        """Runs parts of a function on threads, or all in this one."""
-        params = [("ptr", "record"), ("ptr", "function"), ("ptr", "args"), ("i64", "parts")]
-        b = self.module.function("gang", params, internal=True, inline=False)
-        record, function, args, parts = b.args
-        # An address of 0 is no record.
-        there = b.icmp("ne", b.ptrtoint(record, "i64"), 0)
-        with b.when(b.and_(there, b.icmp("sgt", parts, 1))) as otherwise:
-            run, table, openmp = (b.load(b.gep(record, i, "i64"), "ptr") for i in range(3))
-            b.call(run, table, function, args, parts, openmp, returns="i64")
-        with otherwise:
-            b.call(function, args, constant(0, "i64"), constant(1, "i64"), returns="void")
-
     def _print_packing(self) -> None:
         """Packs all weights of all directions, by the tables that ``lay_out`` filled."""
         params = [("ptr", "base"), ("i64", "part"), ("i64", "parts")]
@@ -359,7 +360,7 @@ class Door:
             b.masked_store(b.splat(value), b.gep(b.gep(to, b.mul(r, to_row)), i), mask)
 
     def _copy_or_fill(
-        self, b: Builder, to: Value, to_row: Value, each: _Entries, name: str, value: float,
+        self, b: Builder, to: Value, to_row: Value, each: Entries, name: str, value: float,
         rows: Value, width: int,
     ) -> None:  # fmt: skip
         """An array of rows and columns of any strides, or a value where it is not there."""
@@ -392,7 +393,7 @@ class Door:
             self._print_first_states()
             self._print_final_states()
 
-    def _threads(self, b: Builder, shared: _Entries) -> None:
+    def _threads(self, b: Builder, shared: Entries) -> None:
         """How many threads the call is worth, and whether they split the units."""
         kernel, h = self.generator, self.plan.hidden_size
         directions, threads, one = shared["directions"], shared["threads"], constant(1, "i64")
@@ -420,13 +421,13 @@ class Door:
         split = b.and_(split, b.icmp("sle", side, kernel.geometry.tiles))
         shared["units_split"] = b.zext(split, "i64")
 
-    def _lay_out(self, b: Builder, base: Value, shared: _Entries, each: _Entries, d: Value) -> None:
+    def _lay_out(self, b: Builder, base: Value, shared: Entries, each: Entries, d: Value) -> None:
         """The tables of one direction."""
         g, size, batch = self.generator, self.size, shared["batch"]
         packing, zeros, work, workspace, _ = self._places(b, shared)
         start = b.ptrtoint(base, "i64")
         offset = b.add(b.mul(d, self.table_bytes), LINE)
-        table = _Entries(b, b.gep(base, offset, "i8"), g.names)
+        table = Entries(b, b.gep(base, offset, "i8"), g.names)
         b.store(b.add(start, offset), b.gep(base, b.add(d, 1), "i64"))
         barrier = b.add(offset, align(8 * len(g.names)))
         b.store(constant(0, "i64"), b.gep(base, barrier, "i8"))
@@ -486,11 +487,11 @@ class Door:
             with b.when(b.icmp("ne", shared["inputs"], 0)):
                 table.set(x=b.add(start, zeros), x_t=0, x_b=0)
         self._lay_out_packing(
-            b, _Entries(b, b.gep(base, b.add(packing, b.mul(d, self.packing_bytes)), "i8"), {}),
+            b, Entries(b, b.gep(base, b.add(packing, b.mul(d, self.packing_bytes)), "i8"), {}),
             shared, each, table, d,
         )  # fmt: skip
 
-    def _hidden(self, b: Builder, shared: _Entries, d: Value) -> tuple[Value, Value, Value]:
+    def _hidden(self, b: Builder, shared: Entries, d: Value) -> tuple[Value, Value, Value]:
         """Of the first state: the address of a direction's columns, and strides."""
         width = self.states[0][1]
         row = b.mul(shared["directions"], width)
@@ -498,7 +499,7 @@ class Door:
         return address, b.mul(shared["batch"], row), row
 
     def _slot(
-        self, b: Builder, shared: _Entries, each: _Entries, d: Value, i: int, done: Value
+        self, b: Builder, shared: Entries, each: Entries, d: Value, i: int, done: Value
     ) -> tuple[Value, Value, Value, Value, Value]:
         """Where a forward pass has state i after so many steps: address, stride to the next step
         and from row to row, whether it has two slots only, and the sign.
@@ -520,7 +521,7 @@ class Door:
         return b.add(address, b.mul(b.mul(slot, step), self.size)), step, row, flip, sign
 
     def _forward_arrays(
-        self, b: Builder, shared: _Entries, each: _Entries, table: _Entries, d: Value,
+        self, b: Builder, shared: Entries, each: Entries, table: Entries, d: Value,
         place: Place, sign: Value, time: Value, local: Value,
     ) -> None:  # fmt: skip
         width, zero = self.states[0][1], constant(0, "i64")
@@ -542,7 +543,7 @@ class Door:
             table[f"state{i}_t"], table[f"state{i}_b"] = b.mul(step, way), row
 
     def _backward_arrays(
-        self, b: Builder, shared: _Entries, each: _Entries, table: _Entries, d: Value,
+        self, b: Builder, shared: Entries, each: Entries, table: Entries, d: Value,
         place: Place, sign: Value, time: Value, there: Value, local: Value, bit: Value,
     ) -> None:  # fmt: skip
         batch, zero = shared["batch"], constant(0, "i64")
@@ -572,7 +573,7 @@ class Door:
         table.set(dparam=each["d_params"], dstatic=each["d_static"])
 
     def _lay_out_packing(
-        self, b: Builder, tables: _Entries, shared: _Entries, each: _Entries, table: _Entries,
+        self, b: Builder, tables: Entries, shared: Entries, each: Entries, table: Entries,
         d: Value,
     ) -> None:  # fmt: skip
         """Where packed weights lie, and what is packed there."""
@@ -585,7 +586,7 @@ class Door:
 
         def packing(place: int, name: str, bias_h: Value, packed: Value, inner: Value) -> None:
             address = b.gep(tables.address, place * PACKING_BYTES, "i8")
-            entries = _Entries(b, address, index)
+            entries = Entries(b, address, index)
             entries.set(
                 source=each[name], heads=each[f"{name} heads"], rows=each[f"{name} rows"],
                 columns=each[f"{name} columns"], packed=packed, inner=inner,

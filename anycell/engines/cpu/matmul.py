@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anycell.engines.cpu.geometry import Matmul
-from anycell.engines.cpu.ir import Builder, Module, Value, constant, element_bits
+from anycell.engines.cpu.ir import Builder, Module, Operand, Value, constant, element_bits
 
 Places = tuple[int, ...]
 # Arguments of a block of rows, however many: k0 and k1 bound the sum, a fresh one begins with the
@@ -86,15 +86,7 @@ class Blocks:
                 for c in range(columns):
                     b.store(b.load(result(r, c), align=whole), sums[r][c])
 
-        # Not unrolled: the loop's own instructions fit beside the multiply-adds, and twice the code
-        # compiles twice as long.
-        with b.loop(k0, k1) as k:
-            base = b.gep(weights, b.mul(b.add(k, 1), width))
-            w = [b.load(b.gep(base, c * b.lanes), align=full) for c in range(columns)]
-            for r in range(rows):
-                value = b.splat(b.load(b.gep(operand[r], k), b.real))
-                for c in range(columns):
-                    b.store(b.fma(value, w[c], b.load(sums[r][c])), sums[r][c])
+        add_products(b, sums, operand, b.gep(weights, width), width, (k0, k1))
         for r in range(rows):
             for c in range(columns):
                 b.store(b.load(sums[r][c]), result(r, c), align=whole)
@@ -115,6 +107,35 @@ class Blocks:
                     b.call(f"{self._name('block', places)}_x{n}", weights, here, into, *bounds)
 
 
+def add_products(
+    b: Builder,
+    sums: Sequence[Sequence[Value]],
+    operand: Sequence[Value],
+    weights: Value,
+    width: int,
+    bounds: tuple[Operand, Operand],
+    ahead: Sequence[Value] = (),
+) -> None:
+    """The hot loop: ``sums[r][c] += operand[r][k] * weights[k * width + c]`` for k within bounds.
+
+    ``sums`` are vectors on the stack, ``c`` counts vectors, weights lie on a vector's alignment.
+    Meanwhile memory is fetched for later, a line for each k: ``ahead`` is the first one's address,
+    and bytes to the next.
+    """
+    full = b.lanes * element_bits(b.real) // 8
+    # Not unrolled: the loop's own instructions fit beside the multiply-adds, and twice the code
+    # compiles twice as long.
+    with b.loop(*bounds) as k:
+        base = b.gep(weights, b.mul(k, width))
+        if ahead:
+            b.prefetch(b.gep(ahead[0], b.mul(k, ahead[1]), "i8"), locality=2)
+        w = [b.load(b.gep(base, c * b.lanes), align=full) for c in range(len(sums[0]))]
+        for row, address in zip(sums, operand, strict=True):
+            value = b.splat(b.load(b.gep(address, k), b.real))
+            for total, vector in zip(row, w, strict=True):
+                b.store(b.fma(value, vector, b.load(total)), total)
+
+
 def _relative(places: Places) -> Places:
     return tuple(place - places[0] for place in places)
 
@@ -127,7 +148,7 @@ def print_packing(
     ``biased`` are the outputs that take the bias of the input's projection too.
     """
     if matmuls:
-        _print_pack_block(module)
+        print_pack_block(module)
         _print_digest(module)
     for m in matmuls:
         _print_pack(module, m, m is projecting, biased)
@@ -245,7 +266,7 @@ def _print_digest(module: Module) -> None:
     b.ret(b.zext(b.icmp("ne", b.bitcast(differs, f"i{b.lanes}"), 0), "i64"))
 
 
-def _print_pack_block(module: Module) -> None:
+def print_pack_block(module: Module) -> None:
     """A column of vectors: element k of unit u is
     source[u * lane_stride + k * inner_stride].
     """

@@ -1,0 +1,332 @@
+"""The matmuls that are parallel in time: ``C = A @ B`` and ``C += A @ B``, large and of any sizes.
+
+One compiled function per instruction set and dtype. It needs no Python: a call is a table of 64-bit
+numbers, as that of a door.
+
+    void needs(int64_t *call)    writes scratch_bytes
+    void gemm(int64_t *call)     multiplies
+
+B is packed, a *span* of rows and columns of it at a time: panels of a few vectors of columns, cut
+into blocks of ``INNER`` rows. Then C is cut into pieces of rows and, where these are few, of
+columns. Threads take pieces as they come, so that one whose core is shared with others takes fewer.
+Where the rows of A are not dense in memory, a thread copies those of its piece, block by block.
+While it multiplies, it fetches the panel and the rows that come next.
+
+An element of C is the sum over blocks of ``INNER`` numbers, one after the other, each of them a sum
+from its first number to its last. So its bits follow from its row of A and its column of B alone:
+not from threads, nor from the other rows and columns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from anycell.engines.cpu import jit
+from anycell.engines.cpu.door import LINE, Entries, align, print_gang
+from anycell.engines.cpu.geometry import Geometry
+from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant, element_bits
+from anycell.engines.cpu.matmul import add_products, print_pack_block
+from anycell.engines.cpu.sources import fingerprint
+from anycell.plan import DTYPES
+
+INNER = 256  # numbers of a block's sum; whole vectors
+ROWS = 96  # of a piece: enough to read a panel for, few enough to divide the work evenly
+SPAN_INNER, SPAN_COLUMNS = 8 * INNER, 1024  # of B, packed at a time
+PIECES = 8  # per thread, where there is the work
+
+# Strides count elements. A and B have one of 1, C is [rows, columns] with a stride of 1 from column
+# to column. ``add`` is 1 for C += A @ B, ``gang`` as in a door's table. ``scratch`` is memory of
+# ``scratch_bytes``, on a cache line.
+ENTRIES = (
+    "rows columns inner a a_rows a_inner b b_inner b_columns c c_rows add threads gang scratch "
+    "scratch_bytes"
+).split()
+# At the begin of scratch memory: the table of the call, the span at hand, and on a line of its own
+# how many of its pieces are taken.
+STATE = ["call", "column", "columns", "k", "inner", "add"]
+COUNTER = align(8 * len(STATE))
+HEADER = COUNTER + LINE
+
+
+class Gemm:
+    """Prints the module of one dtype and instruction set.
+
+    Args:
+        target: the instruction set.
+        real: LLVM's name of the dtype.
+    """
+
+    def __init__(self, target: Target, real: str) -> None:
+        self.module = Module(target, real)
+        self.size, self.lanes = element_bits(real) // 8, target.lanes(real)
+        # That of a wide matmul with one result per unit.
+        geometry = Geometry(1 << 16, INNER, 1, self.lanes, target.registers)
+        self.vectors, self.rows = geometry.columns, geometry.block_rows(geometry.columns)
+        self.width = self.vectors * self.lanes
+        # Of a thread: a block of copied rows, whose copying writes whole vectors of them, and
+        # results that are not whole vectors.
+        self.row = INNER + LINE // self.size  # or all rows would share a few lines of the cache
+        self.copied = align((ROWS + self.lanes) * self.row * self.size)
+        self.own = self.copied + align(self.rows * self.width * self.size)
+
+    def text(self) -> str:
+        """The module, as LLVM text."""
+        print_gang(self.module)
+        print_pack_block(self.module)
+        for vectors in range(1, self.vectors + 1):
+            for rows in range(1, self.rows + 1):
+                self._register_block(rows, vectors)
+        self._merge()
+        self._panel()
+        self._pack()
+        self._multiply()
+        self._needs()
+        self._gemm()
+        return str(self.module)
+
+    # ---- register blocks -------------------------------------------------------------------------
+    def _register_block(self, rows: int, vectors: int) -> None:
+        """c[rows, vectors] (+)= a[rows, :count] @ panel[:count, vectors]."""
+        params = [("ptr noalias", "panel"), ("ptr noalias", "a"), ("i64", "a_rows")]
+        params += [("ptr noalias", "c"), ("i64", "c_rows"), ("i64", "count"), ("i64", "add")]
+        params += [("ptr", "ahead"), ("i64", "apart")]
+        name = f"block{vectors}_x{rows}"
+        b = self.module.function(name, params, internal=True, inline=False)
+        panel, a, a_rows, c, c_rows, count, add, *ahead = b.args
+        zero = constant(0.0, b.vec)
+        sums = [[b.alloca(b.vec) for _ in range(vectors)] for _ in range(rows)]
+        results = [b.gep(c, b.mul(c_rows, r)) for r in range(rows)]
+        for row, result in zip(sums, results, strict=True):
+            for n, total in enumerate(row):
+                b.store(zero, total)
+                b.prefetch(b.gep(result, n * b.lanes))
+        operand = [b.gep(a, b.mul(a_rows, r)) for r in range(rows)]
+        add_products(b, sums, operand, panel, self.width, (constant(0, "i64"), count), ahead)
+        with b.when(b.icmp("ne", add, 0)):
+            for row, result in zip(sums, results, strict=True):
+                for n, total in enumerate(row):
+                    b.store(b.fadd(b.load(b.gep(result, n * b.lanes)), b.load(total)), total)
+        for row, result in zip(sums, results, strict=True):
+            for n, total in enumerate(row):
+                b.store(b.load(total), b.gep(result, n * b.lanes))
+
+    def _merge(self) -> None:
+        """Writes or adds rows of results that are not whole vectors to C."""
+        params = [("ptr", "tile"), ("ptr", "c"), ("i64", "c_rows"), ("i64", "rows")]
+        params += [("i64", "columns"), ("i64", "add")]
+        b = self.module.function("merge", params, internal=True, inline=False)
+        tile, c, c_rows, rows, columns, add = b.args
+        with b.loop(0, rows) as r, b.loop(0, columns, b.lanes) as n:
+            mask = b.lane_mask(b.sub(columns, n))
+            at = b.gep(c, b.add(b.mul(r, c_rows), n))
+            total = b.alloca(b.vec)
+            b.store(b.load(b.gep(tile, b.add(b.mul(r, self.width), n))), total)
+            with b.when(b.icmp("ne", add, 0)):
+                b.store(b.fadd(b.masked_load(at, mask), b.load(total)), total)
+            b.masked_store(b.load(total), at, mask)
+
+    def _panel(self) -> None:
+        """All rows of a piece times one block of a panel, of so many columns."""
+        params = [
+            ("ptr", "panel"),
+            ("ptr", "a"),
+            ("i64", "a_rows"),
+            ("ptr", "c"),
+            ("i64", "c_rows"),
+        ]
+        params += [("i64", "rows"), ("i64", "columns"), ("i64", "count"), ("i64", "add")]
+        params += [("ptr", "tile"), ("ptr", "rows_ahead"), ("i64", "rows_apart")]
+        b = self.module.function("panel", params, internal=True, inline=False)
+        panel, a, a_rows, c, c_rows, rows, columns, count, add, tile, rows_ahead, rows_apart = (
+            b.args
+        )
+        whole = b.icmp("eq", columns, self.width)
+        vectors = b.sdiv(b.add(columns, b.lanes - 1), b.lanes)
+        with b.loop(0, rows, self.rows) as first:
+            left = b.smin(b.sub(rows, first), self.rows)
+            at, into = b.gep(a, b.mul(first, a_rows)), b.gep(c, b.mul(first, c_rows))
+            # Each register block fetches INNER lines: the first ones of the next panel, the others
+            # of the rows that are copied next.
+            block, most = b.sdiv(first, self.rows), self.width * self.size // LINE
+            early = b.icmp("slt", block, most)
+            line, numbers = b.mul(block, INNER * LINE), INNER * self.width
+            of_panel = b.gep(b.gep(panel, numbers), line, "i8")
+            of_rows = b.gep(rows_ahead, b.mul(b.sub(block, most), LINE), "i8")
+            ahead = b.select(early, of_panel, of_rows)
+            step = b.select(early, constant(LINE, "i64"), rows_apart)
+            with b.when(whole) as otherwise:
+                for n in range(1, self.rows + 1):
+                    with b.when(b.icmp("eq", left, n)):
+                        name = f"block{self.vectors}_x{n}"
+                        b.call(name, panel, at, a_rows, into, c_rows, count, add, ahead, step)
+            with otherwise:
+                apart, zero = constant(self.width, "i64"), constant(0, "i64")
+                for m in range(1, self.vectors + 1):
+                    with b.when(b.icmp("eq", vectors, m)):
+                        for n in range(1, self.rows + 1):
+                            with b.when(b.icmp("eq", left, n)):
+                                name = f"block{m}_x{n}"
+                                b.call(
+                                    name, panel, at, a_rows, tile, apart, count, zero, ahead, step
+                                )
+                b.call("merge", tile, into, c_rows, left, columns, add)
+
+    # ---- what threads take -----------------------------------------------------------------------
+    def _part(self, name: str) -> tuple[Builder, Value, Entries, Entries, Value]:
+        """A function of the gang: its scratch memory, the call, the span, and its part."""
+        params = [("ptr", "scratch"), ("i64", "part"), ("i64", "parts")]
+        b = self.module.function(name, params, internal=True, inline=False)
+        scratch, part, _ = b.args
+        state = Entries(b, scratch, {name: i for i, name in enumerate(STATE)})
+        return b, scratch, self._call(b, state.pointer("call")), state, part
+
+    def _call(self, b: Builder, call: Value) -> Entries:
+        return Entries(b, call, {name: i for i, name in enumerate(ENTRIES)})
+
+    def _next(self, b: Builder, scratch: Value) -> Value:
+        """The number of a piece that nobody has taken."""
+        return b.atomic_add(b.gep(scratch, COUNTER, "i8"), 1)
+
+    def _block(self, b: Builder, scratch: Value, number: Value) -> Value:
+        """Where a block of a panel is packed: those of all panels, then the next ones."""
+        return b.gep(b.gep(scratch, HEADER, "i8"), b.mul(number, INNER * self.width))
+
+    def _pack(self) -> None:
+        """Packs the span of B; a piece is a block of a panel."""
+        b, scratch, call, state, _ = self._part("pack")
+        panels = _parts(b, state["columns"], self.width)
+        blocks = _parts(b, state["inner"], INNER)
+        total = b.mul(panels, blocks)
+        with b.repeat() as again:
+            number = self._next(b, scratch)
+            more = b.icmp("slt", number, total)
+            with b.when(more):
+                panel, block = b.srem(number, panels), b.sdiv(number, panels)
+                column, k = b.mul(panel, self.width), b.mul(block, INNER)
+                count = b.smin(b.sub(state["inner"], k), INNER)
+                into = self._block(b, scratch, number)
+                row = b.mul(b.add(state["k"], k), call["b_inner"])
+                width = constant(self.width, "i64")
+                for v in range(self.vectors):
+                    first = b.add(column, v * self.lanes)
+                    left = b.sub(state["columns"], first)
+                    with b.when(b.icmp("sgt", left, 0)):
+                        place = b.mul(b.add(state["column"], first), call["b_columns"])
+                        source = b.gep(call.pointer("b"), b.add(row, place))
+                        b.call(
+                            "pack_block", source, call["b_columns"], call["b_inner"], left, count,
+                            b.gep(into, v * self.lanes), width,
+                        )  # fmt: skip
+            again(more)
+
+    def _multiply(self) -> None:
+        """Multiplies rows of A with the span of B; a piece is rows of C and some of its panels."""
+        b, scratch, call, state, part = self._part("multiply")
+        panels = _parts(b, state["columns"], self.width)
+        blocks = b.smax(_parts(b, state["inner"], INNER), 1)
+        # Where there are few pieces of rows, of fewer rows, and then of fewer columns too.
+        wanted = b.mul(call["threads"], PIECES)
+        few = b.icmp("slt", call["rows"], b.mul(wanted, ROWS))
+        tall = b.select(few, constant(ROWS // 2, "i64"), constant(ROWS, "i64"))
+        rows = b.sdiv(b.sub(b.add(call["rows"], tall), 1), tall)
+        sides = b.smin(b.sdiv(b.sub(b.add(wanted, rows), 1), rows), panels)
+        total = b.mul(rows, sides)
+        packed = b.mul(b.mul(panels, blocks), INNER * self.width * self.size)
+        space = b.gep(b.gep(scratch, HEADER, "i8"), b.add(packed, b.mul(part, self.own)), "i8")
+        tile = b.gep(space, self.copied, "i8")
+        a_rows, a_inner, c_rows = call["a_rows"], call["a_inner"], call["c_rows"]
+        copies = b.icmp("ne", a_inner, 1)
+        with b.repeat() as again:
+            number = self._next(b, scratch)
+            more = b.icmp("slt", number, total)
+            with b.when(more):
+                side, row = b.srem(number, sides), b.mul(b.sdiv(number, sides), tall)
+                height = b.smin(b.sub(call["rows"], row), tall)
+                begin, end = (b.sdiv(b.mul(panels, n), sides) for n in (side, b.add(side, 1)))
+                with b.loop(0, blocks) as block:
+                    k = b.mul(block, INNER)
+                    count = b.smin(b.sub(state["inner"], k), INNER)
+                    place = b.mul(b.add(state["k"], k), a_inner)
+                    source = b.gep(call.pointer("a"), b.add(b.mul(row, a_rows), place))
+                    following = b.gep(source, b.mul(a_inner, INNER))
+                    where, apart = b.alloca("ptr"), b.alloca("i64")
+                    with b.when(copies) as otherwise:
+                        # Lanes are numbers of the sum: those of a row come to lie side by side.
+                        with b.loop(0, count, self.lanes) as n:
+                            b.call(
+                                "pack_block", b.gep(source, b.mul(n, a_inner)), a_inner, a_rows,
+                                b.sub(count, n), height, b.gep(space, n), constant(self.row, "i64"),
+                            )  # fmt: skip
+                        b.store(space, where)
+                        b.store(constant(self.row, "i64"), apart)
+                    with otherwise:
+                        b.store(source, where)
+                        b.store(a_rows, apart)
+                    add = b.or_(state["add"], b.zext(b.icmp("sgt", block, 0), "i64"))
+                    with b.loop(begin, end) as n:
+                        column = b.mul(n, self.width)
+                        at = b.add(b.mul(row, c_rows), b.add(state["column"], column))
+                        panel = self._block(b, scratch, b.add(b.mul(block, panels), n))
+                        left, into = b.load(where, "ptr"), b.gep(call.pointer("c"), at)
+                        width = b.smin(b.sub(state["columns"], column), self.width)
+                        b.call(
+                            "panel", panel, left, b.load(apart, "i64"), into, c_rows, height,
+                            width, count, add, tile, following, b.mul(a_inner, self.size),
+                        )  # fmt: skip
+            again(more)
+
+    # ---- the call --------------------------------------------------------------------------------
+    def _needs(self) -> None:
+        b = self.module.function("needs", [("ptr", "call")])
+        call = self._call(b, b.args[0])
+        columns = _parts(b, b.smin(call["columns"], SPAN_COLUMNS), self.width)
+        inner = b.smax(_parts(b, b.smin(call["inner"], SPAN_INNER), INNER), 1)
+        packed = b.mul(b.mul(columns, inner), INNER * self.width * self.size)
+        threads = b.mul(b.smax(call["threads"], 1), self.own)
+        call["scratch_bytes"] = b.add(b.add(packed, threads), HEADER)
+
+    def _gemm(self) -> None:
+        b = self.module.function("gemm", [("ptr", "call")])
+        call = self._call(b, b.args[0])
+        scratch, gang, threads = call.pointer("scratch"), call.pointer("gang"), call["threads"]
+        state = Entries(b, scratch, {name: i for i, name in enumerate(STATE)})
+        state["call"] = b.ptrtoint(b.args[0], "i64")
+        counter = b.gep(scratch, COUNTER, "i8")
+        columns, inner = call["columns"], call["inner"]
+        with b.when(b.icmp("sgt", call["rows"], 0)), b.loop(0, columns, SPAN_COLUMNS) as column:
+            state["column"] = column
+            state["columns"] = b.smin(b.sub(columns, column), SPAN_COLUMNS)
+            # Of no numbers the sum is 0.
+            with b.loop(0, b.smax(inner, 1), SPAN_INNER) as k:
+                state["k"], state["inner"] = k, b.smin(b.sub(inner, k), SPAN_INNER)
+                state["add"] = b.or_(call["add"], b.zext(b.icmp("sgt", k, 0), "i64"))
+                for function in ("@pack", "@multiply"):
+                    b.store(constant(0, "i64"), counter)
+                    b.call("gang", gang, Value(function, "ptr"), scratch, threads)
+
+
+def _parts(b: Builder, count: Value, size: int) -> Value:
+    """How many parts of so many elements there are, the last one perhaps smaller."""
+    return b.sdiv(b.add(count, size - 1), size)
+
+
+class Functions(NamedTuple):
+    """The compiled functions of one dtype and instruction set, of the address of a call's table."""
+
+    needs: Callable[[int], None]
+    gemm: Callable[[int], None]
+
+
+_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@functools.lru_cache(maxsize=16)
+def compiled(dtype: str, target: Target) -> Functions:
+    """Compiled once per process, kept on disk."""
+    sources, real = fingerprint(), DTYPES[dtype].math.llvm
+    recipe = f"{sources}\n{target}\ngemm {real}" if sources else None
+    library = jit.compile(lambda: Gemm(target, real).text(), Functions._fields, target, recipe)
+    return Functions(*(_CALL(library.address(name)) for name in Functions._fields))
