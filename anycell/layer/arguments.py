@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from anycell.plan import Plan
@@ -21,6 +21,10 @@ class Arrays(Protocol):
         strides are no whole elements; None for another dtype than this one (or that of ``wide``
         ones), and on other devices.
         """
+        ...
+
+    def layout(self, arrays: Mapping[str, Array]) -> tuple[Any, ...]:
+        """All that ``fit`` looks at, of all arrays but flags; something to look up."""
         ...
 
     def as_flags(self, array: Array) -> Array | None:
@@ -55,7 +59,7 @@ class Host(Arrays, Protocol):
         ...
 
     def project(self, x: Array, weight: Array) -> Array:
-        """``x @ weight.T`` as a new array, for ``x [..., I]`` and ``weight [N, I]``."""
+        """``x @ weight.T`` as a new array, for ``x [rows, I]`` and ``weight [N, I]``."""
         ...
 
     def matmul(self, a: Array, b: Array, out: Array) -> None:
