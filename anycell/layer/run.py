@@ -140,7 +140,8 @@ class Run:
             for name, sequence in zip(names, states, strict=True):
                 if sequence is not None:
                     arrays[f"sequence {name}"] = sequence
-            self.place_of(d, arrays)
+            if arrays:
+                self.place_of(d, arrays)
 
     def set(self, **values: int) -> None:
         """Sets entries of the whole call."""

@@ -32,6 +32,7 @@ from anycell.torch.functional import (
     traced,
     transformed,
 )
+from anycell.torch.fused import plan_on
 from anycell.torch.recurrent import Lengths, Recurrent, sequence, state_names
 from anycell.torch.symbolic import leaf
 
@@ -84,7 +85,7 @@ class DropIn(Recurrent):
         weight = self._parameters.get("weight_ih_l0")
         if weight is None:  # parametrised: computed at each look
             weight = self.weight_ih_l0
-        plain = not extra and not (looked and transformed())
+        plain, plan = not extra and not (looked and transformed()), None
         if plain and self._vendor_wins(x, cell, weight):
             return self._by_vendor(x, states, weight)
         if looked and compiled() and (isinstance(x, PackedSequence) or not ops.AVAILABLE):
@@ -93,13 +94,15 @@ class DropIn(Recurrent):
             return None
         if not self._fits(x, states, weight):
             return None
-        if plain and (autocast() or not self._fused(x, cell, weight, looked)):
-            return None
+        if plain:
+            plan = None if autocast() else self._fused(x, cell, weight, looked)
+            if plan is None:
+                return None
         arrays = {}
         if states is not None:
             arrays = dict(zip(state_names("state", cell), states, strict=True))
         output, final, _ = sequence(
-            self._call(),
+            self._call(cell, plan=None if looked else plan),
             x,
             arrays,
             self._weights(),
@@ -139,13 +142,16 @@ class DropIn(Recurrent):
             for s, shape in zip(states, wanted, strict=True)
         )
 
-    def _fused(self, x: Tensor | PackedSequence, cell: Cell, weight: Tensor, looked: bool) -> bool:
-        """Whether the fused kernel can run this call."""
+    def _fused(self, x: Tensor | PackedSequence, cell: Cell, weight: Tensor, looked: bool) -> Any:
+        """The plan of the fused kernel, or the name of its operator; None if it cannot run this
+        call.
+        """
         data = x.data if isinstance(x, PackedSequence) else x
+        size, sizes = self.hidden_size, self._sizes
         if looked and compiled():
-            return ops.known(cell, self.hidden_size, self._sizes, data) is not None
-        plan = fused_plan(cell, self.hidden_size, weight, self._sizes)
-        return isinstance(plan, Plan) and memory(data)
+            return ops.known(cell, size, sizes, data)
+        plan = plan_on(weight.device.type, cell, size, weight.dtype, sizes)
+        return plan if isinstance(plan, Plan) and memory(data) else None
 
     def _vendor_wins(self, x: Any, cell: Cell, weight: Tensor) -> bool:
         """Whether torch's own layer is the faster."""
@@ -279,7 +285,7 @@ class LSTM(DropIn, nn.LSTM):
         if rows > _FEW_ROWS or traced() or autocast() or not self._fits(x, states, weight):
             return None
         # Other dtypes torch's cell rounds more often than its layer.
-        if not self._fused(x, self.cell, weight, observed()):
+        if self._fused(x, self.cell, weight, observed()) is None:
             return None
         part, whole = (Tensor.unbind, torch.stack) if batched else (_rows, torch.cat)
         before: Iterator[Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -52,10 +52,6 @@ class TorchHost:
         # Without a function of Python's between, as below: they are called for everything.
         self.empty = functools.partial(torch.empty, dtype=dtype, device=_CPU)
         self.zeros = functools.partial(torch.zeros, dtype=dtype, device=_CPU)
-
-    def run(self, run: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """A pass of a layer, run where the tensors are."""
-        return run(self, *arguments, **named)
 
     def lasting(self, shape: tuple[int, ...]) -> Tensor:
         if math.prod(shape) * self.dtype.itemsize < cpu.memory.SMALL:

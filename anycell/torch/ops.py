@@ -281,9 +281,9 @@ def _expect_one_device(form: Form, tensors: Sequence[Tensor]) -> None:
         _expect("device of a tensor", str(tensor.device), str(tensors[0].device))
 
 
-def _kept(form: Form, plan: Plan, x: Tensor) -> list[bool]:
+def _kept(form: Form, plan: Plan) -> list[bool]:
     """Which states besides the first are kept: with checkpoints all, at the borders."""
-    engine, _ = fused.engine_of(plan, x)
+    engine = fused.engine_of(plan)
     every, states = form.checkpoint != "-", range(len(plan.cell.states))
     return [i > 0 and (every or engine.keeps_state(plan, i)) for i in states]
 
@@ -294,9 +294,9 @@ def _forward_fake(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) 
     _expect_one_device(form, tensors)
     x, directions = tensors[0], len(form.reverse)
     steps, rows, _ = x.shape
-    engine, _ = fused.engine_of(plan, x)
+    engine = fused.engine_of(plan)
     kept = layer.contract.kept_shapes(
-        plan, steps, rows, form._reverse, engine.saved_width(plan), _kept(form, plan, x)
+        plan, steps, rows, form._reverse, engine.saved_width(plan), _kept(form, plan)
     )
     hidden, *rest = kept.flat()
     output = steps, rows, hidden[2]
@@ -324,7 +324,7 @@ def _backward(
         form = Form.read(text)
     plan = form.plan(tuple(hyper), _device(tensors))
     call, arrays = form.unpack(tensors, plan)
-    states, kept = 1 + len(plan.cell.states), _kept(form, plan, tensors[0])
+    states, kept = 1 + len(plan.cell.states), _kept(form, plan)
     _expect("results", len(results), states + form.apart + len(form.reverse) * (1 + sum(kept)))
     _expect("given", len(given), states)
     _expect("arriving", len(arriving), sum(given))
