@@ -206,6 +206,23 @@ class DropIn(Recurrent):
         return plain
 
 
+def _left_alone(function: Any) -> None:
+    """Has Dynamo run a function, and all that it calls, as it is, where it is no part of a graph.
+
+    Dynamo breaks the graph at each ``torch.nn.LSTM``, and then would compile what our forward calls
+    function by function, with guards around each: that takes longer than the call. Where Dynamo
+    traces the layer (its setting ``allow_rnn``) this changes nothing. Before PyTorch 2.7 there is
+    no such thing.
+    """
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+_left_alone(DropIn._ours)
+
+
 def _alike(a: Tensor, b: Tensor) -> bool:
     return a.device == b.device and (a.dtype == b.dtype or autocast())
 
