@@ -23,7 +23,7 @@ class Arrays(Protocol):
         """
         ...
 
-    def layout(self, arrays: Mapping[str, Array]) -> tuple[Any, ...]:
+    def layout(self, arrays: Mapping[Any, Array]) -> tuple[Any, ...]:
         """All that ``fit`` looks at, of all arrays but flags; something to look up."""
         ...
 

@@ -27,6 +27,7 @@ call; see ``anycell/engines/cpu/check.py``.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -66,9 +67,7 @@ def entering(
     if key not in _accepted:
         fitted = _fitted(host, plan, arrays, directions, read)
         if all(fitted.get(name) is a for name, a in arrays.items() if name not in FLAGS):
-            if len(_accepted) >= _MOST:
-                _accepted.clear()
-            _accepted[key] = True
+            _accept(key)
         arrays = fitted | {name: arrays.get(name) for name in FLAGS}
     x, valid, resets = arrays["x"], arrays.get("mask"), arrays.get("resets")
     if valid is not None:
@@ -83,6 +82,13 @@ def entering(
 
 _MOST = 1024  # sets of layouts that are known at most
 _accepted: dict[tuple[Any, ...], bool] = {}
+
+
+def _accept(key: tuple[Any, ...]) -> None:
+    """Arrays so laid out go as they are."""
+    if len(_accepted) >= _MOST:
+        _accepted.clear()
+    _accepted[key] = True
 
 
 def _fitted(
@@ -172,11 +178,29 @@ def arriving(
         ValueError, TypeError: as ``entering``.
     """
     steps, batch, _ = shape
-    sizes, borders = states(plan), segment < steps
+    sizes, borders, directions = states(plan), segment < steps, len(reverse)
+    if d_output is not None:  # often a number expanded, as that of a sum: a copy each time
+        output = steps, batch, directions * sizes[0][1]
+        d_output = _fit(host, "d_output", d_output, output, ROWS)
+    parts: dict[Any, Array | None] = {"hidden": kept.hidden}
+    for d, array in enumerate(kept.values):
+        parts["values", d] = array
+    for d, sequence in enumerate(kept.states):
+        for i, array in enumerate(sequence):
+            parts["states", d, i] = array
+    for i, array in enumerate(d_final):
+        parts["d_final", i] = array
+    for name, array in d_states.items():
+        parts["d_states", name] = array
+    key = (
+        type(host), host.dtype, plan, tuple(shape), tuple(reverse), segment, width, tuple(parts),
+        host.layout(parts),
+    )  # fmt: skip
+    if key in _accepted:
+        return kept, d_output, list(d_final), dict(d_states)
     there = [i > 0 and (borders or keeps(plan, i)) for i in range(len(sizes))]
     slots = -(-steps // segment) if borders else None
     expected = kept_shapes(plan, steps, batch, reverse, width, there, slots)
-    output = steps, batch, expected.hidden[2]
     sequences = [
         [
             _fit(host, f"kept state {name!r}", array, shape, DENSE, wide=borders) if shape else None
@@ -189,7 +213,7 @@ def arriving(
         )
     ]
     values = _all("saved values", kept.values, reverse)
-    kept = Kept(
+    fitted = Kept(
         _fit(host, "hidden states", kept.hidden, expected.hidden, DENSE),
         sequences,
         [
@@ -197,18 +221,20 @@ def arriving(
             for array, shape in zip(values, expected.values, strict=True)
         ],
     )
-    if d_output is not None:
-        d_output = _fit(host, "d_output", d_output, output, ROWS)
     final = [
-        None if d is None else _fit(host, f"d_state {name!r}", d, (len(reverse), batch, size), ANY)
+        None if d is None else _fit(host, f"d_state {name!r}", d, (directions, batch, size), ANY)
         for d, (name, size) in zip(_all("d_state", d_final, sizes), sizes, strict=True)
     ]
-    width_of, directions = dict(sizes), len(reverse)
+    width_of = dict(sizes)
     inside = {
         name: _fit(host, f"d_states {name!r}", d, (steps, batch, directions * width_of[name]), ROWS)
         for name, d in d_states.items()
     }
-    return kept, d_output, final, inside
+    arrays = [fitted.hidden, *fitted.values, *itertools.chain(*fitted.states), *final]
+    arrays += inside.values()
+    if all(a is b for a, b in zip(arrays, parts.values(), strict=True)):
+        _accept(key)
+    return fitted, d_output, final, inside
 
 
 def kept_shapes(

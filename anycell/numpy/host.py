@@ -49,7 +49,7 @@ class NumpyHost:
         rows = layout == ROWS and (strides[-1] == size or array.shape[-1] < 2)
         return array if rows or (layout == MATRIX and size in strides[-2:]) else array.copy()
 
-    def layout(self, arrays: Mapping[str, Array]) -> tuple[Any, ...]:
+    def layout(self, arrays: Mapping[Any, Array]) -> tuple[Any, ...]:
         """All that ``fit`` looks at."""
         key: list[Any] = []
         for name, array in arrays.items():

@@ -28,7 +28,7 @@ def fit(array: Tensor, layout: int) -> Tensor:
     return array if rows or (layout == MATRIX and 1 in strides[-2:]) else array.contiguous()
 
 
-def layout(arrays: Mapping[str, Tensor]) -> tuple[Any, ...]:
+def layout(arrays: Mapping[Any, Tensor]) -> tuple[Any, ...]:
     """All that ``fit`` looks at, of all tensors but flags."""
     key: list[Any] = []
     for name, t in arrays.items():
