@@ -22,6 +22,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,15 @@ def test_assembly_stays_within_the_instruction_set(name: str) -> None:
     assert fused == target.fma
 
 
+@pytest.fixture
+def unread() -> Iterator[None]:
+    """The environment is read anew, within a test and after it."""
+    isa.current.cache_clear()
+    yield
+    isa.current.cache_clear()
+
+
+@pytest.mark.usefixtures("unread")
 def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANYCELL_ISA", "avx1024")
     with pytest.raises(ValueError, match=r"ANYCELL_ISA='avx1024'.*no such.*generic"):
@@ -104,6 +114,7 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 @x86
+@pytest.mark.usefixtures("unread")
 def test_a_feature_that_the_host_hides_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = isa.machine(isa.TARGETS["avx512"]).needs - {"fma"}
     monkeypatch.setattr(isa, "_features", lambda: shown)

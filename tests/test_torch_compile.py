@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,6 +178,31 @@ def test_drop_ins(kind: str) -> None:
     torch._dynamo.reset()
     broken = torch.compile(layer, backend="aot_eager")
     assert torch.equal(broken(x)[0], ref["output"])
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"),
+    reason="Dynamo takes no such wish as yet",
+)
+def test_behind_a_break_of_the_graph_no_function_of_a_layer_is_compiled_by_itself() -> None:
+    layer, x = at.LSTM(3, 5), torch.randn(4, 2, 3)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, seen = torch.compile(layer, backend="aot_eager"), []
+
+    def look(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            seen.append((frame.f_code.co_name, Path(frame.f_code.co_filename).name))
+
+    model(x)
+    sys.setprofile(look)
+    try:
+        model(x)
+    finally:
+        sys.setprofile(None)
+    after = seen[seen.index(("_ours", "dropin.py")) :]
+    assert ("forward", "forward.py") in after
+    assert not any(file == "guards.py" or name == "_fn" for name, file in after)
 
 
 def test_packed_sequences_break_the_graph() -> None:

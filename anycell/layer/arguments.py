@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from anycell.plan import Plan
@@ -20,6 +20,10 @@ class Arrays(Protocol):
         strides are no whole elements; None for another dtype than this one (or that of ``wide``
         ones), and on other devices.
         """
+        ...
+
+    def layout(self, arrays: Mapping[Any, Array]) -> tuple[Any, ...]:
+        """All that ``fit`` looks at, of all arrays but flags; something to look up."""
         ...
 
     def as_flags(self, array: Array) -> Array | None:
@@ -54,7 +58,7 @@ class Host(Arrays, Protocol):
         ...
 
     def project(self, x: Array, weight: Array) -> Array:
-        """``x @ weight.T`` as a new array, for ``x [..., I]`` and ``weight [N, I]``."""
+        """``x @ weight.T`` as a new array, for ``x [rows, I]`` and ``weight [N, I]``."""
         ...
 
     def matmul(self, a: Array, b: Array, out: Array) -> None:

@@ -17,6 +17,9 @@ multiple of an element's size, and have strides of whole elements, which may be 
 array of other strides or alignment is copied. One of another shape, dtype or device is an error:
 it is not the array that the call describes.
 
+All this follows from what ``Arrays.layout`` says of the arrays. So arrays laid out as those of an
+earlier call, which went as they were, go as they are.
+
 ``ANYCELL_CHECK=1`` holds the addresses that kernels get against all this once more, at the native
 call; see ``anycell/engines/cpu/check.py``.
 """
@@ -24,6 +27,7 @@ call; see ``anycell/engines/cpu/check.py``.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,9 +37,11 @@ from anycell.layer.signature import (
     ANY,
     DENSE,
     ENDS,
+    FLAGS,
     MATRIX,
     ROWS,
     Shape,
+    direction,
     learned,
     states,
 )
@@ -56,49 +62,68 @@ def entering(
     Raises:
         ValueError, TypeError: naming the array, what was given and what was expected.
     """
-    cell, ends = plan.cell, ENDS[: len(options.reverse)]
+    directions = len(options.reverse)
+    key = type(host), host.dtype, plan, directions, read, host.layout(arrays)
+    if key not in _accepted:
+        fitted = _fitted(host, plan, arrays, directions, read)
+        if all(fitted.get(name) is a for name, a in arrays.items() if name not in FLAGS):
+            _accept(key)
+        arrays = fitted | {name: arrays.get(name) for name in FLAGS}
+    x, valid, resets = arrays["x"], arrays.get("mask"), arrays.get("resets")
+    if valid is not None:
+        valid = _flags(host, "mask", valid, x.shape[:2])
+    if resets is not None:
+        resets = _flags(host, "resets", resets, x.shape[:2])
+        if valid is not None:
+            # What lies under a mask never matters, a reset no more than an input.
+            resets = resets & valid
+    return Entering(x, valid, resets, [direction(plan, arrays, d) for d in range(directions)])
+
+
+_MOST = 1024  # sets of layouts that are known at most
+_accepted: dict[tuple[Any, ...], bool] = {}
+
+
+def _accept(key: tuple[Any, ...]) -> None:
+    """Arrays so laid out go as they are."""
+    if len(_accepted) >= _MOST:
+        _accepted.clear()
+    _accepted[key] = True
+
+
+def _fitted(
+    host: Arrays, plan: Plan, arrays: Mapping[str, Array], directions: int, read: bool
+) -> dict[str, Array]:
+    """All that was given but flags, fit for a kernel."""
+    cell, ends = plan.cell, ENDS[:directions]
     x, gates = arrays["x"], len(cell.gates) * plan.hidden_size
     shape, projects = x.shape, arrays.get("weight_ih") is not None
     if len(shape) != 3 or not (projects or shape[2] == gates):
         last = "input size" if projects else f"{gates} projected gates"
         raise ValueError(f"x: given shape {tuple(shape)}; expected [steps, rows, {last}].")
-    x = _fit(host, "x", x, shape, ROWS if read else ANY)
-    steps, batch, inputs = shape
-    directions = [weights(host, plan, arrays, inputs, end) for end in ends]
+    fitted = {"x": _fit(host, "x", x, shape, ROWS if read else ANY)}
+    _, batch, inputs = shape
+    for end in ends:
+        learns = weights(host, plan, arrays, inputs, end)
+        fitted |= {name + end: array for name, array in learns.items()}
     static, mask, per_gate = arrays.get("static"), arrays.get("recurrent_mask"), _masks(plan)
     if cell.static is not None or static is not None:
         once: Shape = () if cell.static is None else (batch, plan.hidden_size)
-        static = _fit(host, "static", static, once, DENSE)
-        for w in directions:
-            w["static"] = static
+        fitted["static"] = _fit(host, "static", static, once, DENSE)
     if mask is not None or per_gate:
         rows = batch, states(plan)[0][1]
         each = per_gate > 1 or (mask is not None and len(mask.shape) == 3)
         wanted: Shape = () if not per_gate else (len(cell.gates), *rows) if each else rows
-        mask = _fit(host, "recurrent_mask", mask, wanted, DENSE)
-        for w in directions:
-            w["recurrent_mask"] = mask
+        fitted["recurrent_mask"] = _fit(host, "recurrent_mask", mask, wanted, DENSE)
     for name, size in states(plan):
         state, reset = arrays.get(f"state {name}"), arrays.get(f"reset_state {name}")
         if state is not None:
             whole: Shape = len(ends), batch, size
-            state = _fit(host, f"state {name!r}", state, whole, ANY)
-            for d, w in enumerate(directions):
-                w[f"state {name}"] = state[d]
+            fitted[f"state {name}"] = _fit(host, f"state {name!r}", state, whole, ANY)
         if reset is not None:
             whole = (len(ends), batch, size) if len(reset.shape) == 3 else (len(ends), size)
-            reset = _fit(host, f"reset_state {name!r}", reset, whole, DENSE)
-            for d, w in enumerate(directions):
-                w[f"reset_state {name}"] = reset[d]
-    valid, resets = arrays.get("mask"), arrays.get("resets")
-    if valid is not None:
-        valid = _flags(host, "mask", valid, (steps, batch))
-    if resets is not None:
-        resets = _flags(host, "resets", resets, (steps, batch))
-        if valid is not None:
-            # What lies under a mask never matters, a reset no more than an input.
-            resets = resets & valid
-    return Entering(x, valid, resets, directions)
+            fitted[f"reset_state {name}"] = _fit(host, f"reset_state {name!r}", reset, whole, DENSE)
+    return fitted
 
 
 def weights(
@@ -153,11 +178,29 @@ def arriving(
         ValueError, TypeError: as ``entering``.
     """
     steps, batch, _ = shape
-    sizes, borders = states(plan), segment < steps
+    sizes, borders, directions = states(plan), segment < steps, len(reverse)
+    if d_output is not None:  # often a number expanded, as that of a sum: a copy each time
+        output = steps, batch, directions * sizes[0][1]
+        d_output = _fit(host, "d_output", d_output, output, ROWS)
+    parts: dict[Any, Array | None] = {"hidden": kept.hidden}
+    for d, array in enumerate(kept.values):
+        parts["values", d] = array
+    for d, sequence in enumerate(kept.states):
+        for i, array in enumerate(sequence):
+            parts["states", d, i] = array
+    for i, array in enumerate(d_final):
+        parts["d_final", i] = array
+    for name, array in d_states.items():
+        parts["d_states", name] = array
+    key = (
+        type(host), host.dtype, plan, tuple(shape), tuple(reverse), segment, width, tuple(parts),
+        host.layout(parts),
+    )  # fmt: skip
+    if key in _accepted:
+        return kept, d_output, list(d_final), dict(d_states)
     there = [i > 0 and (borders or keeps(plan, i)) for i in range(len(sizes))]
     slots = -(-steps // segment) if borders else None
     expected = kept_shapes(plan, steps, batch, reverse, width, there, slots)
-    output = steps, batch, expected.hidden[2]
     sequences = [
         [
             _fit(host, f"kept state {name!r}", array, shape, DENSE, wide=borders) if shape else None
@@ -170,7 +213,7 @@ def arriving(
         )
     ]
     values = _all("saved values", kept.values, reverse)
-    kept = Kept(
+    fitted = Kept(
         _fit(host, "hidden states", kept.hidden, expected.hidden, DENSE),
         sequences,
         [
@@ -178,18 +221,20 @@ def arriving(
             for array, shape in zip(values, expected.values, strict=True)
         ],
     )
-    if d_output is not None:
-        d_output = _fit(host, "d_output", d_output, output, ROWS)
     final = [
-        None if d is None else _fit(host, f"d_state {name!r}", d, (len(reverse), batch, size), ANY)
+        None if d is None else _fit(host, f"d_state {name!r}", d, (directions, batch, size), ANY)
         for d, (name, size) in zip(_all("d_state", d_final, sizes), sizes, strict=True)
     ]
-    width_of, directions = dict(sizes), len(reverse)
+    width_of = dict(sizes)
     inside = {
         name: _fit(host, f"d_states {name!r}", d, (steps, batch, directions * width_of[name]), ROWS)
         for name, d in d_states.items()
     }
-    return kept, d_output, final, inside
+    arrays = [fitted.hidden, *fitted.values, *itertools.chain(*fitted.states), *final]
+    arrays += inside.values()
+    if all(a is b for a, b in zip(arrays, parts.values(), strict=True)):
+        _accept(key)
+    return fitted, d_output, final, inside
 
 
 def kept_shapes(
@@ -262,7 +307,7 @@ def _flags(host: Arrays, name: str, array: Array, shape: Shape) -> Array:
     if flags is None or flags.shape != shape:
         raise (TypeError if flags is None else ValueError)(
             f"{name}: given {_kind(array)} of shape {tuple(array.shape)}; expected bool or uint8 "
-            f"of shape {shape}, one flag per step and row, where the input is."
+            f"of shape {tuple(shape)}, one flag per step and row, where the input is."
         )
     return flags
 

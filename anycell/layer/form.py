@@ -14,6 +14,7 @@ from anycell.engines.cpu.ir import Target
 from anycell.lang.cell import RECURRENT
 from anycell.layer.arguments import Array
 from anycell.layer.schedule import chunk_steps
+from anycell.layer.signature import states
 from anycell.plan import Plan
 
 # Of projected gates, for all directions together: they should stay in the cache.
@@ -36,6 +37,7 @@ class Form(NamedTuple):
         single: one step, whose recurrent matmul is the host's too: packing the weights would cost
             more than it saves.
         scratch, packed: bytes of memory that the door asks for.
+        slots: bytes of two slots of each state but the first, see ``Run.place_slots``.
         entries: the table of a call, with all that does not change.
         firsts: where in it the entries of each direction begin.
         weights: gives of its entries the addresses and strides of what is packed.
@@ -50,6 +52,7 @@ class Form(NamedTuple):
     single: bool
     scratch: int
     packed: int
+    slots: int
     entries: array[int]
     firsts: list[int]
     weights: Callable[[array[int]], object]
@@ -118,8 +121,9 @@ def form_of(
     starts = [first + kernel.each[name] for first in firsts for name in names]
     places = [at["directions"], *(start + i for start in starts for i in range(4))]
     return Form(
-        kernel, steps, chunk, inputs, at_once, single, scratch, 0 if single else packed, entries,
-        firsts, operator.itemgetter(*places), hyper,
+        kernel, steps, chunk, inputs, at_once, single, scratch, 0 if single else packed,
+        directions * sum([slot_bytes(plan, batch, size) for _, size in states(plan)[1:]]),
+        entries, firsts, operator.itemgetter(*places), hyper,
     )  # fmt: skip
 
 
@@ -167,6 +171,11 @@ def padded(plan: Plan, width: int) -> int:
     or all rows would share a few lines of the cache.
     """
     return width + cpu.LINE // plan.itemsize if width * plan.itemsize % 1024 == 0 else width
+
+
+def slot_bytes(plan: Plan, batch: int, size: int) -> int:
+    """Of two slots of a state, up to the next line of the cache."""
+    return -(-2 * batch * size * plan.itemsize // cpu.LINE) * cpu.LINE
 
 
 def row_group(batch: int) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Host, Kept, Options, initial
-from anycell.layer.run import Rows, Run, keeps_state
+from anycell.layer.run import Rows, Run
+from anycell.layer.signature import states
 from anycell.plan import Plan
 
 
@@ -32,7 +33,9 @@ def forward(
     """
     given = contract.entering(host, plan, arrays, options)
     run = Run(host, plan, given, options, backward=False, keep_weights=not keep)
-    steps, segment = run.steps, run.segment if keep else run.steps
+    steps = segment = run.steps
+    if keep and options.checkpoint is not None:
+        segment = run.segment
     everything = keep and segment == steps
     # Outputs zeroed under a mask are not the hidden states: these then need memory of their own,
     # all or two steps.
@@ -43,11 +46,9 @@ def forward(
     if zeroed:
         out = host.empty((steps, batch, width))
         run.place("out", out)
-    sizes = [plan.sizes[state.size] for state in plan.cell.states]
-    finals = [host.empty((directions, batch, size)) for size in sizes]
-    names = [f"final {name}" for name in plan.cell.state_names]
-    for d in range(directions):
-        run.place_of(d, dict(zip(names, [final[d] for final in finals], strict=True)))
+    ends = {f"final {name}": host.empty((directions, batch, n)) for name, n in states(plan)}
+    run.place_parts(ends)
+    finals = list(ends.values())
     gates = project(run)
     if keep and not everything:
         kept = _borders(run, -(-steps // segment))
@@ -64,21 +65,21 @@ def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
     """Memory for what so many steps of a pass hand on, and leave for the backward pass.
 
     Args:
-        everything: the backward pass will need all of it. States whose sequence nobody reads have
-            two slots, which take turns.
+        everything: the backward pass will need all of it.
         whole: the first state has all steps.
     """
     host, plan, batch, directions = run.host, run.plan, run.batch, len(run.directions)
-    (_, first), *others = [(s.name, plan.sizes[s.size]) for s in plan.cell.states]
+    (_, first), *others = states(plan)
     slots, new = (steps + 1 + any(run.options.reverse), host.lasting) if whole else (2, host.empty)
     hidden, bits = new((slots, batch, directions * first)), int(whole)
     sequences: list[list[Array | None]] = [[None] for _ in run.directions]
-    for i, (_, size) in enumerate(others, 1):
-        all_of_it = everything and keeps_state(plan, i)
-        slots, new = (steps + 1, host.lasting) if all_of_it else (2, host.empty)
+    for i, (name, size) in enumerate(others, 1):
+        all_of_it = everything and name in plan.states
         bits |= all_of_it << i
-        for sequence in sequences:
-            sequence.append(new((slots, batch, size)))
+        for d, sequence in enumerate(sequences):
+            sequence.append(host.lasting((steps + 1, batch, size)) if all_of_it else None)
+            if not all_of_it:
+                run.place_slots(d, name, size)
     saved = steps, batch, run.kernel.saved_width
     values = [host.lasting(saved) for _ in run.directions] if everything else []
     kept = Kept(hidden, sequences, values)
@@ -99,8 +100,13 @@ def project(run: Run) -> list[Any]:
     width = len(plan.cell.gates) * plan.hidden_size
     for d, w in enumerate(run.directions):
         if form.at_once:
-            gates.append(host.project(x, w["weight_ih"]) if run.given.projects else x)
-            run.place_steps(d, "gates", gates[-1], *host.strides(gates[-1])[:2])
+            rows = x
+            if run.given.projects:
+                rows = host.project(x.reshape(run.steps * run.batch, x.shape[2]), w["weight_ih"])
+            strides = host.strides(rows)
+            between = strides[0] if rows is x else run.batch * width  # steps
+            run.place_steps(d, "gates", rows, between, strides[-2])
+            gates.append(rows)
         else:
             gates.append(Rows(host, plan, form.chunk * run.batch, width))
             run.place_rows(d, "gates", gates[-1])
@@ -119,8 +125,11 @@ def advance(run: Run, gates: list[Any], begin: int, end: int) -> None:
     for done, count in run.chunks(begin, end):
         if gates and not run.form.at_once:
             for d, w in enumerate(run.directions):
-                span = run.span(d, done, count)
-                part = x[span.begin : span.end].reshape(count * batch, x.shape[2])
+                part = x
+                if count < run.steps:
+                    span = run.span(d, done, count)
+                    part = x[span.begin : span.end]
+                part = part.reshape(count * batch, x.shape[2])
                 host.matmul(part, w["weight_ih"].T, gates[d][count * batch])
         run.run(done, count)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from anycell.engines import cpu
 from anycell.layer.arguments import Array, Entering, Host, Kept, Options, reset_values
-from anycell.layer.form import form_of, padded, sparse
+from anycell.layer.form import form_of, padded, slot_bytes, sparse
 from anycell.layer.schedule import Chunk, chunks, segment_steps
 from anycell.plan import Plan
 
@@ -35,11 +35,12 @@ class Run:
             given.mask is not None and sparse(given.mask), options.threads,
         )  # fmt: skip
         self.kernel, self.entries = form.kernel, form.entries[:]
-        self.block = cpu.scratch.take(form.scratch + form.packed)
+        self.block = cpu.scratch.take(form.scratch + form.packed + form.slots)
         self.alive: list[object] = []  # what the table points at, as long as it does
         entries, at, scratch = self.entries, self.kernel.shared, self.block.address
+        self.slots = scratch + form.scratch + form.packed  # those not yet taken, see place_slots
         # Of the arrays of the whole call, and of each direction; for ``check``.
-        self.bounds: cpu.check.CallBounds = {}, [{} for _ in self.directions]
+        self.bounds: cpu.check.CallBounds = {}, [{} for _ in form.firsts if cpu.check.ON]
         entries[at["scratch"]] = scratch
         if options.threads > 1:
             entries[at["gang"]] = cpu.pool.gang(options.threads)
@@ -87,17 +88,40 @@ class Run:
             bounds = {name: extent(self.host, value) for name, value in arrays.items()}
             self.bounds[1][d].update(bounds)
 
+    def place_parts(self, arrays: Mapping[str, Array]) -> None:
+        """The same for arrays with a first axis of directions, ``[D, B, size]``."""
+        host, kernel, entries = self.host, self.kernel, self.entries
+        for name, value in arrays.items():
+            address, (parts, *strides) = host.pointer(value), host.strides(value)
+            for d, first in enumerate(self.form.firsts):
+                at = first + kernel.each[name]
+                entries[at] = address + d * parts * kernel.itemsize
+                if name in kernel.axes:
+                    entries[at + 1], entries[at + 2] = strides
+                if cpu.check.ON:
+                    self.bounds[1][d][name] = extent(host, value[d])
+        self.alive.append(arrays)
+
     def place_steps(self, d: int, name: str, value: Array, steps: int, rows: int) -> None:
         """The same for an array of every step, with its strides from step to step and from row to
         row.
         """
-        self.place_of(d, {name: value})
-        at = self.form.firsts[d] + self.kernel.each[name]
-        self.entries[at + 1], self.entries[at + 2] = steps, rows
+        entries, at = self.entries, self.form.firsts[d] + self.kernel.each[name]
+        entries[at], entries[at + 1], entries[at + 2] = self.host.pointer(value), steps, rows
+        self.alive.append(value)
+        if cpu.check.ON:
+            self.bounds[1][d][name] = extent(self.host, value)
 
     def place_rows(self, d: int, name: str, rows: Rows) -> None:
         """The same for a buffer of the rows of a chunk."""
         self.place_steps(d, name, rows.whole, self.batch * rows.padded, rows.padded)
+
+    def place_slots(self, d: int, name: str, size: int) -> None:
+        """Memory for a state whose sequence nobody reads: two slots, which take turns."""
+        address, self.slots = self.slots, self.slots + slot_bytes(self.plan, self.batch, size)
+        self.entries[self.form.firsts[d] + self.kernel.each[f"sequence {name}"]] = address
+        if cpu.check.ON:
+            self.bounds[1][d][f"sequence {name}"] = address, self.slots
 
     def place_kept(self, kept: Kept) -> None:
         """Says where the sequences of states lie, and the values that are saved."""
@@ -108,14 +132,15 @@ class Run:
             for name, sequence in zip(names, states, strict=True):
                 if sequence is not None:
                     arrays[f"sequence {name}"] = sequence
-            self.place_of(d, arrays)
+            if arrays:
+                self.place_of(d, arrays)
 
     def set(self, **values: int) -> None:
         """Sets entries of the whole call."""
         for name, value in values.items():
             self.entries[self.kernel.shared[name]] = value
 
-    def chunks(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    def chunks(self, begin: int, end: int) -> list[tuple[int, int]]:
         """Steps done and steps to do, chunk by chunk of what lies between so many steps of the
         forward pass.
         """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from anycell.plan import Plan
@@ -28,17 +27,16 @@ class Chunk(NamedTuple):
         return cls(done, done + count, done, 1)
 
 
-def chunks(
-    begin: int, end: int, chunk: int, steps: int, backward: bool
-) -> Iterator[tuple[int, int]]:
+def chunks(begin: int, end: int, chunk: int, steps: int, backward: bool) -> list[tuple[int, int]]:
     """Steps done and steps to do, chunk by chunk of what lies between so many steps of the forward
     pass. The backward pass has the same chunks, the last one first, with or without checkpoints: so
     sums have the same bits.
     """
-    starts = range(begin, end, chunk)
-    for done in reversed(starts) if backward else starts:
+    pairs = []
+    for done in range(begin, end, chunk):
         count = min(chunk, end - done)
-        yield steps - done - count if backward else done, count
+        pairs.append((steps - done - count if backward else done, count))
+    return pairs[::-1] if backward else pairs
 
 
 def before(hidden: Any, chunk: Chunk, reverse: bool, first: int = 0) -> Any:

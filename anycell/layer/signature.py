@@ -19,7 +19,8 @@ they are the gradient of. Within a pass each direction has a dict of its own, a 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from anycell.lang.cell import Cell
 from anycell.lang.transform import with_recurrent_mask
@@ -27,6 +28,8 @@ from anycell.plan import Plan
 
 Shape = tuple[int, ...]
 ENDS = ("", "_reverse")  # of the names of what each direction learns
+
+FLAGS = "mask", "resets"  # of any dtype that flags may have
 
 # Layouts that the contract asks for: any strides, a dense last axis, dense rows or columns, or
 # contiguous as a whole.
@@ -96,11 +99,32 @@ def states(plan: Plan) -> tuple[tuple[str, int], ...]:
 def names(cell: Cell, directions: int) -> tuple[str, ...]:
     """All names that the arrays of a call may go by, in one order."""
     return (
-        *("x", "static", "mask", "resets", "recurrent_mask"),
+        *("x", "static", *FLAGS, "recurrent_mask"),
         *(f"state {name}" for name in cell.state_names),
         *(f"reset_state {name}" for name in cell.state_names),
         *(name + end for end in ENDS[:directions] for name in cell.learned),
     )
+
+
+def direction(plan: Plan, arrays: Mapping[str, Any], d: int) -> dict[str, Any]:
+    """Those of the arrays of a call that one direction has: what it learns, what all share, and
+    its part of the states; all by their names without ``_reverse``.
+    """
+    named = {}
+    for name, public, parted in _places(plan, d):
+        array = arrays.get(public)
+        if array is not None:
+            named[name] = array[d] if parted else array
+    return named
+
+
+@functools.lru_cache(maxsize=512)
+def _places(plan: Plan, d: int) -> tuple[tuple[str, str, bool], ...]:
+    """Name in a direction, name in a call, and whether the call's has an axis of directions."""
+    learns = [(name, name + ENDS[d], False) for name in plan.cell.learned]
+    shared = [(name, name, False) for name in ("static", "recurrent_mask")]
+    kinds = [f"{kind} {name}" for kind in ("state", "reset_state") for name, _ in states(plan)]
+    return (*learns, *shared, *[(name, name, True) for name in kinds])
 
 
 def of_a_matmul(name: str) -> bool:
@@ -119,10 +143,12 @@ __all__ = [
     "ANY",
     "DENSE",
     "ENDS",
+    "FLAGS",
     "MATRIX",
     "ROWS",
     "Learned",
     "Shape",
+    "direction",
     "learned",
     "names",
     "of_a_matmul",

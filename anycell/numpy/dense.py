@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -57,7 +59,9 @@ class Dense(Layer):
         shape = [f"axis {i}" for i in range(max(x.ndim - 1, 0))]
         x = check.array("x", x, [*shape, self.input_size], self.dtype)
         self._saved = x if check.boolean("training", training) else None
-        y = NumpyHost(self.dtype).project(x, self._parameters["weight"])
+        rows = x.reshape(math.prod(x.shape[:-1]), self.input_size)
+        y = NumpyHost(self.dtype).project(rows, self._parameters["weight"])
+        y = y.reshape(*x.shape[:-1], self.output_size)
         return y + self._parameters["bias"] if "bias" in self._parameters else y
 
     def backward(self, grad_output: npt.ArrayLike) -> Array:

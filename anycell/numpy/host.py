@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from anycell.engines import cpu
 from anycell.layer.run import extent
-from anycell.layer.signature import ANY, MATRIX, ROWS
+from anycell.layer.signature import ANY, FLAGS, MATRIX, ROWS
 
 Array = npt.NDArray[Any]
 # Multiply-adds up to which OpenBLAS, with which NumPy is mostly built, stays in the thread that
@@ -55,6 +55,14 @@ class NumpyHost:
         rows = layout == ROWS and (strides[-1] == size or array.shape[-1] < 2)
         return array if rows or (layout == MATRIX and size in strides[-2:]) else array.copy()
 
+    def layout(self, arrays: Mapping[Any, Array]) -> tuple[Any, ...]:
+        """All that ``fit`` looks at."""
+        key: list[Any] = []
+        for name, array in arrays.items():
+            if array is not None and name not in FLAGS:
+                key += name, array.shape, array.strides, array.dtype, array.flags.aligned
+        return tuple(key)
+
     def as_flags(self, array: Array) -> Array | None:
         """Flags as contiguous uint8."""
         if array.dtype not in (np.bool_, np.uint8):
@@ -70,11 +78,10 @@ class NumpyHost:
         return tuple(stride // array.itemsize for stride in array.strides)
 
     def project(self, x: Array, weight: Array) -> Array:
-        """``x @ weight.T`` as one matmul."""
-        outer, width = x.shape[:-1], x.shape[-1]
-        out = np.empty((math.prod(outer), len(weight)), self.dtype)
-        self.matmul(x.reshape(len(out), width), weight.T, out)
-        return out.reshape(*outer, len(weight))
+        """``x @ weight.T``."""
+        out = np.empty((len(x), len(weight)), self.dtype)
+        self.matmul(x, weight.T, out)
+        return out
 
     def matmul(self, a: Array, b: Array, out: Array) -> None:
         """``out = a @ b``."""

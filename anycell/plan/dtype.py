@@ -61,13 +61,10 @@ def _row(storage: Number, wide: Number, *engines: str) -> Dtype:
 
 
 DTYPES = {
-    row.name: row
-    for row in (
-        _row(_FLOAT32, _FLOAT32, "cpu", "gpu"),
-        _row(_FLOAT64, _FLOAT64, "cpu"),
-        _row(_BFLOAT16, _FLOAT32, "gpu"),
-        _row(_FLOAT16, _FLOAT32, "gpu"),
-    )
+    "float32": _row(_FLOAT32, _FLOAT32, "cpu", "gpu"),
+    "float64": _row(_FLOAT64, _FLOAT64, "cpu"),
+    "bfloat16": _row(_BFLOAT16, _FLOAT32, "gpu"),
+    "float16": _row(_FLOAT16, _FLOAT32, "gpu"),
 }
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from anycell.engines import reference
 from anycell.lang.cell import Cell
 from anycell.layer import ENDS, Options
+from anycell.plan import Plan
 
 States = tuple[Tensor, ...]
 Sizes = tuple[tuple[str, int], ...]
@@ -29,6 +30,8 @@ class Call(NamedTuple):
         sizes: what the other size symbols of the cell stand for, in pairs.
         sequences: the states besides the first whose values after each step are wanted.
         engine: who must run it; None takes whoever fits.
+        plan: of the fused kernel that runs it, where the caller knows that nothing looks at the
+            call for which pointers tell nothing.
     """
 
     cell: Cell
@@ -37,6 +40,7 @@ class Call(NamedTuple):
     sizes: Sizes = ()
     sequences: tuple[str, ...] = ()
     engine: str | None = None
+    plan: Plan | None = None
 
 
 # Output ``[T, B, directions * size]``, the final states ``[directions, B, size]``, and of each of

@@ -12,7 +12,7 @@ from torch import Tensor
 from anycell.engines.gpu import launch
 from anycell.engines.gpu.capacity import Device
 from anycell.torch.graphs import Replays, captured
-from anycell.torch.host import as_flags, fit
+from anycell.torch.host import as_flags, fit, layout
 
 
 class DeviceHost:
@@ -135,6 +135,8 @@ class DeviceHost:
         """The tensor, or a contiguous copy; None for another dtype or device."""
         known = array.dtype is self.dtype or (wide and array.dtype is torch.float32)
         return fit(array, layout) if known and array.device == self.device else None
+
+    layout = staticmethod(layout)
 
     def as_flags(self, array: Tensor) -> Tensor | None:
         """Flags as contiguous uint8; None for another dtype or device."""

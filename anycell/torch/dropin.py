@@ -31,6 +31,7 @@ from anycell.torch.functional import (
     traced,
     transformed,
 )
+from anycell.torch.fused import plan_on
 from anycell.torch.recurrent import Lengths, Recurrent, sequence, state_names
 from anycell.torch.symbolic import leaf
 
@@ -83,7 +84,7 @@ class DropIn(Recurrent):
         weight = self._parameters.get("weight_ih_l0")
         if weight is None:  # parametrised: computed at each look
             weight = self.weight_ih_l0
-        plain = not extra and not (looked and transformed())
+        plain, plan = not extra and not (looked and transformed()), None
         if plain and self._vendor_wins(x, cell, weight):
             return self._by_vendor(x, states, weight)
         if looked and compiled() and (isinstance(x, PackedSequence) or not ops.AVAILABLE):
@@ -92,13 +93,15 @@ class DropIn(Recurrent):
             return None
         if not self._fits(x, states, weight):
             return None
-        if plain and (autocast() or not self._fused(x, cell, weight, looked)):
-            return None
+        if plain:
+            plan = None if autocast() else self._fused(x, cell, weight, looked)
+            if plan is None:
+                return None
         arrays = {}
         if states is not None:
             arrays = dict(zip(state_names("state", cell), states, strict=True))
         output, final, _ = sequence(
-            self._call(),
+            self._call(cell, plan=None if looked else plan),
             x,
             arrays,
             self._weights(),
@@ -138,13 +141,16 @@ class DropIn(Recurrent):
             for s, shape in zip(states, wanted, strict=True)
         )
 
-    def _fused(self, x: Tensor | PackedSequence, cell: Cell, weight: Tensor, looked: bool) -> bool:
-        """Whether the fused kernel can run this call."""
+    def _fused(self, x: Tensor | PackedSequence, cell: Cell, weight: Tensor, looked: bool) -> Any:
+        """The plan of the fused kernel, or the name of its operator; None if it cannot run this
+        call.
+        """
         data = x.data if isinstance(x, PackedSequence) else x
+        size, sizes = self.hidden_size, self._sizes
         if looked and compiled():
-            return ops.known(cell, self.hidden_size, self._sizes, data) is not None
-        plan = fused_plan(cell, self.hidden_size, weight, self._sizes)
-        return isinstance(plan, Plan) and memory(data)
+            return ops.known(cell, size, sizes, data)
+        plan = plan_on(weight.device.type, cell, size, weight.dtype, sizes)
+        return plan if isinstance(plan, Plan) and memory(data) else None
 
     def _vendor_wins(self, x: Any, cell: Cell, weight: Tensor) -> bool:
         """Whether torch's own layer is the faster."""
@@ -197,6 +203,23 @@ class DropIn(Recurrent):
         plain: Any = copy.copy(self)
         plain.__class__ = self._parent
         return plain
+
+
+def _left_alone(function: Any) -> None:
+    """Has Dynamo run a function, and all that it calls, as it is, where it is no part of a graph.
+
+    Dynamo breaks the graph at each ``torch.nn.LSTM``, and then would compile what our forward calls
+    function by function, with guards around each: that takes longer than the call. Where Dynamo
+    traces the layer (its setting ``allow_rnn``) this changes nothing. Before PyTorch 2.7 there is
+    no such thing.
+    """
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+_left_alone(DropIn._ours)
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
@@ -278,7 +301,7 @@ class LSTM(DropIn, nn.LSTM):
         if rows > _FEW_ROWS or traced() or autocast() or not self._fits(x, states, weight):
             return None
         # Other dtypes torch's cell rounds more often than its layer.
-        if not self._fused(x, self.cell, weight, observed()):
+        if self._fused(x, self.cell, weight, observed()) is None:
             return None
         part, whole = (Tensor.unbind, torch.stack) if batched else (_rows, torch.cat)
         before: Iterator[Any]

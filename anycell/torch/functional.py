@@ -63,7 +63,7 @@ def layer(call: Call, arrays: Arrays) -> Result:
     """One layer of one or two directions, on the engine that fits."""
     x, engine = arrays["x"], call.engine
     plan: Plan | str = "asked for"
-    if observed() or type(x) not in _ORDINARY:
+    if call.plan is None and (observed() or type(x) not in _ORDINARY):
         if engine != "reference" and (compiled() or faked(x)) and ops.AVAILABLE and not for_onnx():
             results = ops.run(call, arrays)
             if results is not None:
@@ -118,7 +118,7 @@ def _plan_for(call: Call, arrays: Arrays) -> Plan | str:
         plain = type(t) in _ORDINARY and t.layout is torch.strided and not t.is_neg()
         if not plain or t.device != device or (t.dtype is not dtype and name not in FLAGS):
             return f"{name} is no plain tensor with the dtype and the device of x"
-    return fused_plan(cell, call.hidden_size, x, call.sizes)
+    return call.plan or fused_plan(cell, call.hidden_size, x, call.sizes)
 
 
 def reason(plan: Plan) -> str:

@@ -26,7 +26,7 @@ from anycell.torch.composite import (
     side_by_side,
 )
 from anycell.torch.device import DeviceHost, host_of
-from anycell.torch.host import HOSTS, TorchHost
+from anycell.torch.host import HOSTS
 from anycell.torch.ranges import ranged
 
 # Which engine has the kernels, by the type of the device.
@@ -160,9 +160,11 @@ def run_forward(
     call: Call, plan: Plan, arrays: Arrays, keep: bool
 ) -> tuple[Tensor, States, layer.Kept | None]:
     """Output, final states, and what the backward pass reads, of one layer."""
-    engine, host = engine_of(plan, arrays["x"])
     given = plan, arrays, _on(call.options, torch.get_num_threads())
-    output, finals, kept = host.run(engine.forward, *given, keep=keep)
+    if plan.engine == "cpu":
+        output, finals, kept = layer.forward(HOSTS[plan.dtype], *given, keep=keep)
+    else:
+        output, finals, kept = _host_of(plan, arrays).run(gpu.forward, *given, keep=keep)
     # Detached: for autograd they are no views of what is kept.
     return output.detach(), tuple(finals), kept
 
@@ -178,10 +180,11 @@ def run_backward(
 ) -> dict[str, Tensor]:
     """The gradients of a layer's tensors, by name; ``inside`` arrive at ``call.sequences``."""
     d_output, *d_final = arriving
-    engine, host = engine_of(plan, arrays["x"])
     given = plan, arrays, _on(call.options, torch.get_num_threads()), kept, d_output, d_final
-    more: dict[str, Any] = {"d_states": inside} if inside else {}
-    gradients: dict[str, Tensor] = host.run(engine.backward, *given, wanted=wanted, **more)
+    if plan.engine == "cpu":
+        host = HOSTS[plan.dtype]
+        return layer.backward(host, *given, d_states=inside, wanted=wanted)
+    gradients: dict[str, Tensor] = _host_of(plan, arrays).run(gpu.backward, *given, wanted=wanted)
     return gradients
 
 
@@ -206,11 +209,14 @@ def _differentiable(
 # -- between torch and the engine ------------------------------------------------------------------
 
 
-def engine_of(plan: Plan, x: Tensor) -> tuple[Any, TorchHost | DeviceHost]:
-    """The module that runs the plan's layers, and torch's arrays as it wants them."""
-    if plan.engine == "gpu":
-        return gpu, host_of(getattr(torch, plan.dtype), x.device)
-    return layer, HOSTS[plan.dtype]
+def engine_of(plan: Plan) -> Any:
+    """The module that runs the plan's layers."""
+    return gpu if plan.engine == "gpu" else layer
+
+
+def _host_of(plan: Plan, arrays: Arrays) -> DeviceHost:
+    """torch's arrays as the GPU engine wants them."""
+    return host_of(getattr(torch, plan.dtype), arrays["x"].device)
 
 
 @functools.lru_cache(maxsize=256)

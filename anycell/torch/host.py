@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anycell.engines import cpu
-from anycell.layer.signature import ANY, MATRIX, ROWS
+from anycell.layer.signature import ANY, FLAGS, MATRIX, ROWS
 from anycell.plan.dtype import dtypes
 
 _CPU = torch.device("cpu")  # said each time: torch.set_default_device must not move our buffers
@@ -27,6 +27,15 @@ def fit(array: Tensor, layout: int) -> Tensor:
     strides = array.stride()
     rows = layout == ROWS and (strides[-1] == 1 or array.shape[-1] < 2)
     return array if rows or (layout == MATRIX and 1 in strides[-2:]) else array.contiguous()
+
+
+def layout(arrays: Mapping[Any, Tensor]) -> tuple[Any, ...]:
+    """All that ``fit`` looks at, of all tensors but flags."""
+    key: list[Any] = []
+    for name, t in arrays.items():
+        if t is not None and name not in FLAGS:
+            key += name, t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % t.element_size()
+    return tuple(key)
 
 
 def as_flags(array: Tensor) -> Tensor | None:
@@ -45,10 +54,6 @@ class TorchHost:
         self.empty = functools.partial(torch.empty, dtype=dtype, device=_CPU)
         self.zeros = functools.partial(torch.zeros, dtype=dtype, device=_CPU)
 
-    def run(self, run: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """A pass of a layer, run where the tensors are."""
-        return run(self, *arguments, **named)
-
     def lasting(self, shape: tuple[int, ...]) -> Tensor:
         if math.prod(shape) * self.dtype.itemsize < cpu.memory.SMALL:
             return self.empty(shape)
@@ -64,17 +69,11 @@ class TorchHost:
     def as_flags(self, array: Tensor) -> Tensor | None:
         return as_flags(array) if array.is_cpu else None
 
+    layout = staticmethod(layout)
     like = staticmethod(torch.empty_like)
     pointer = staticmethod(Tensor.data_ptr)
     strides = staticmethod(Tensor.stride)
-
-    def project(self, x: Tensor, weight: Tensor) -> Tensor:
-        if x.dim() == 2:
-            return F.linear(x, weight)
-        # With three axes it would be one matmul or many by what asks for a gradient, and the bits
-        # would follow.
-        steps, rows, width = x.shape
-        return F.linear(x.reshape(steps * rows, width), weight).view(steps, rows, len(weight))
+    project = staticmethod(F.linear)
 
     def matmul(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.mm(a, b, out=out)

@@ -174,16 +174,25 @@ class Form(NamedTuple):
             raise RuntimeError(f"anycell: the cell {self.cell} of this graph: {plan}.")
         return plan
 
+    @functools.lru_cache(maxsize=1024)  # noqa: B019
+    def call(self, plan: Plan) -> tuple[Call, tuple[str, ...]]:
+        """The call but for its seed, and the names of its tensors."""
+        names = (*layer.names(plan.cell, len(self.reverse)), "seed")
+        _expect("form, places of tensors", len(self.given), len(names))
+        there = tuple([name for name, one in zip(names, self.given, strict=True) if one == "1"])
+        options = Options(
+            self._reverse, self.repeat, self.training, 0, self.stream, checkpoint=self._checkpoint
+        )
+        return Call(plan.cell, self.hidden_size, options, _sizes(self.sizes)), there
+
     def unpack(self, tensors: Sequence[Tensor], plan: Plan) -> tuple[Call, dict[str, Tensor]]:
         """The call that the tensors make.
 
         That there are as many as the text says, and of which kind are those that are no arrays of
         the layer, is checked here; the rest by ``anycell.layer.contract``.
         """
-        names = (*layer.names(plan.cell, len(self.reverse)), "seed")
-        _expect("form, places of tensors", len(self.given), len(names))
-        _expect("tensors", len(tensors), self.given.count("1"))
-        there = [name for name, one in zip(names, self.given, strict=True) if one == "1"]
+        call, there = self.call(plan)
+        _expect("tensors", len(tensors), len(there))
         arrays = dict(zip(there, tensors, strict=True))
         x, seed = arrays.get("x"), arrays.pop("seed", None)
         _expect("x, axes", None if x is None else x.dim(), 3)
@@ -194,11 +203,8 @@ class Form(NamedTuple):
                 _expect(name, (arrays[name].dtype, tuple(arrays[name].shape)), kind)
         if seed is not None:
             _expect("seed", (seed.dtype, seed.dim()), (torch.int64, 0))
-        options = Options(
-            self._reverse, self.repeat, self.training, 0 if seed is None else int(seed),
-            self.stream, checkpoint=self._checkpoint,
-        )  # fmt: skip
-        return Call(plan.cell, self.hidden_size, options, _sizes(self.sizes)), arrays
+            call = call._replace(options=call.options._replace(seed=int(seed)))
+        return call, arrays
 
     @property
     def _reverse(self) -> tuple[bool, ...]:
@@ -280,9 +286,9 @@ def _expect_one_device(form: Form, tensors: Sequence[Tensor]) -> None:
         _expect("device of a tensor", str(tensor.device), str(tensors[0].device))
 
 
-def _kept(form: Form, plan: Plan, x: Tensor) -> list[bool]:
+def _kept(form: Form, plan: Plan) -> list[bool]:
     """Which states besides the first are kept: with checkpoints all, at the borders."""
-    engine, _ = fused.engine_of(plan, x)
+    engine = fused.engine_of(plan)
     every, states = form.checkpoint != "-", range(len(plan.cell.states))
     return [i > 0 and (every or engine.keeps_state(plan, i)) for i in states]
 
@@ -293,9 +299,9 @@ def _forward_fake(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) 
     _expect_one_device(form, tensors)
     x, directions = tensors[0], len(form.reverse)
     steps, rows, _ = x.shape
-    engine, _ = fused.engine_of(plan, x)
+    engine = fused.engine_of(plan)
     kept = layer.contract.kept_shapes(
-        plan, steps, rows, form._reverse, engine.saved_width(plan), _kept(form, plan, x)
+        plan, steps, rows, form._reverse, engine.saved_width(plan), _kept(form, plan)
     )
     hidden, *rest = kept.flat()
     output = steps, rows, hidden[2]
@@ -323,7 +329,7 @@ def _backward(
         form = Form.read(text)
     plan = form.plan(tuple(hyper), _device(tensors))
     call, arrays = form.unpack(tensors, plan)
-    states, kept = 1 + len(plan.cell.states), _kept(form, plan, tensors[0])
+    states, kept = 1 + len(plan.cell.states), _kept(form, plan)
     _expect("results", len(results), states + form.apart + len(form.reverse) * (1 + sum(kept)))
     _expect("given", len(given), states)
     _expect("arriving", len(arriving), sum(given))
@@ -334,13 +340,19 @@ def _backward(
     wanted = {name for name, need in zip(arrays, needs, strict=False) if need}
     before, run = layer.Kept.of(first, kept, len(form.reverse)), fused.run_backward
     named = ranged(call.cell, "backward", run, call, plan, arrays, before, gradients, wanted)
-    # Copies: parameters' gradients are parts of one tensor.
-    pairs = zip(arrays, tensors, strict=False)
     return [
-        named[name].clone() if name in named else torch.zeros_like(t)
-        for name, t in pairs
+        _alone(named[name], plan) if name in named else torch.zeros_like(t)
+        for name, t in zip(arrays, tensors, strict=False)
         if name in wanted
     ]
+
+
+def _alone(gradient: Tensor, plan: Plan) -> Tensor:
+    """The gradient in memory of its own, as results of an operator must be: those of a cell's
+    parameters are parts of one tensor, and on a GPU others may be too.
+    """
+    whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+    return gradient if whole and plan.engine == "cpu" else gradient.clone()
 
 
 def _backward_fake(

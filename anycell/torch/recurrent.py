@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import Cell
 from anycell.layer import Options, check_checkpoint
+from anycell.plan import Plan
 from anycell.torch import ops
 from anycell.torch.arguments import Layout, check_tensor, describe
 from anycell.torch.composite import Arrays, Call, Result, States
@@ -116,17 +117,22 @@ class Recurrent:
                 "one begins at the end of the sequence: call the layer on all of it."
             )
 
-    def _call(self, repeat: bool = False, sequences: tuple[str, ...] = ()) -> Call:
+    def _call(
+        self,
+        cell: Cell,
+        repeat: bool = False,
+        sequences: tuple[str, ...] = (),
+        plan: Plan | None = None,
+    ) -> Call:
         """What a call of this module says besides its tensors."""
-        cell, training = self.cell, self.training
-        seed = 0
-        if training and (ops.draws(cell) if compiled() else cell.keeps):
+        training, seed = self.training, 0
+        if training and (ops.draws(cell) if plan is None and compiled() else cell.keeps):
             seed = draw_seed()
         checkpoint, reverse = self.checkpoint, _DIRECTIONS[self.bidirectional]
         if checkpoint is not None:
             check_checkpoint(checkpoint)
         options = Options(reverse, repeat, training, seed, checkpoint=checkpoint)
-        return Call(cell, self.hidden_size, options, self._sizes, sequences)
+        return Call(cell, self.hidden_size, options, self._sizes, sequences, plan=plan)
 
 
 def sequence(
@@ -173,7 +179,8 @@ def sequence(
         if resets is not None:
             tensors["resets"] = layout.flags("resets", resets)
     drop = functools.partial(F.dropout, p=dropout) if dropout and call.options.training else None
-    output, final, others = _layers(call, tensors, weights, drop)
+    run = _in_its_dtype if autocast() else stack
+    output, final, others = run(call, tensors, weights, drop)
     if not batched:
         final = tuple([s.squeeze(1) for s in final])
         return output.squeeze(1), final, tuple([t.squeeze(1) for t in others])
@@ -207,7 +214,8 @@ def _packed(
         return packing.pad(F.dropout(packing.pack(t), dropout))
 
     drops = dropout and call.options.training
-    output, final, others = _layers(call, tensors, weights, drop if drops else None)
+    run = _in_its_dtype if autocast() else stack
+    output, final, others = run(call, tensors, weights, drop if drops else None)
     packed, *rest = [PackedSequence(packing.pack(t), *x[1:]) for t in (output, *others)]
     return packed, tuple([_rows(s, packing.back) for s in final]), tuple(rest)
 
@@ -217,15 +225,13 @@ def _rows(t: Tensor, order: Tensor | None) -> Tensor:
     return t if order is None else t.index_select(-2, order)
 
 
-def _layers(
+def _in_its_dtype(
     call: Call,
     arrays: Arrays,
     weights: Sequence[Arrays],
     drop: Callable[[Tensor], Tensor] | None,
 ) -> Result:
     """``stack``, in the dtype that autocast asks for."""
-    if not autocast():
-        return stack(call, arrays, weights, drop)
     # What other layers hand on may be of 16 bits, whatever the dtype of this one.
     like = next(iter(weights[0].values()), arrays["x"])
     dtype, flags = autocast_dtype(like), ("mask", "resets")

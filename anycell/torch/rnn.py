@@ -216,7 +216,7 @@ class RNN(Recurrent, nn.Module):
         repeat = masked_output != "zero" and check_masked_output(masked_output)
         wanted = check_return_states(cell, return_states) if return_states else ()
         output, final, others = sequence(
-            self._call(repeat, besides_output(wanted, cell) if wanted else ()),
+            self._call(cell, repeat, besides_output(wanted, cell) if wanted else ()),
             x,
             arrays,
             self._weights(),

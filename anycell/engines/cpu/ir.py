@@ -37,9 +37,11 @@ from dataclasses import dataclass
 X86 = platform.machine().lower() in {"x86_64", "amd64"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Target:
-    """The vector geometry of one instruction set (the known ones are listed in `isa.py`)."""
+    """The vector geometry of one instruction set (the known ones are listed in `isa.py`). One
+    object each, because calls look up their kernels by it.
+    """
 
     name: str
     bits: int  # width of a vector register

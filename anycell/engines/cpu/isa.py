@@ -101,8 +101,11 @@ def _features() -> set[str]:
         return set()
 
 
+@lru_cache(maxsize=1)  # every pass of every layer asks
 def current() -> Target:
-    """The target to print for: `ANYCELL_ISA` where it is set, else the widest available."""
+    """The target to print for: `ANYCELL_ISA` where it is set, else the widest available. The
+    variable is read once; `force` changes it later.
+    """
     name = os.environ.get(ENV) or available()[-1]
     if name not in available():
         fault = "this host cannot run it" if name in TARGETS else "there is no such instruction set"
@@ -115,6 +118,7 @@ def force(name: str) -> Iterator[Target]:
     """Within the block `current()` is `name`, in this process and in those it starts."""
     before = os.environ.get(ENV)
     os.environ[ENV] = name
+    current.cache_clear()
     try:
         yield current()
     finally:
@@ -122,3 +126,4 @@ def force(name: str) -> Iterator[Target]:
             del os.environ[ENV]
         else:
             os.environ[ENV] = before
+        current.cache_clear()
