@@ -186,7 +186,7 @@ class Cell:
         used = topological(self.next)
         self.fused = frozenset(node.attrs[1] for node in used if node.op == "preact")
         self._check_names()
-        self.learned = _learned(self)
+        self.learned = learned(self)
         self._sizes()
         self._check_numbers()
         self.key = _canonical(self)
@@ -391,7 +391,7 @@ class Cell:
         )
 
 
-def _learned(cell: Cell) -> tuple[str, ...]:
+def learned(cell: Cell) -> tuple[str, ...]:
     """Public names of all that one direction of a layer may learn."""
     recurrent = any(l.recurrent for l in cell.linears)
     names = [f"{kind}_ih" for kind in ("weight", "bias")]

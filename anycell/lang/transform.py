@@ -1,6 +1,7 @@
-"""Cells made of cells: with the input projection in the step, or a mask on the recurrent matmul.
+"""Cells made of cells: with the input projection in the step, a mask on the recurrent matmul, or
+a readout that is fed back.
 
-They are for engines alone: nothing is derived from them, and they cannot be pickled.
+They are for engines and layers, which make them anew: they cannot be pickled.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from anycell.lang.cell import Cell, finished, rewritten
+from anycell.lang.cell import Cell, finished, learned, rewritten
 from anycell.lang.declare import INPUT, PROJECTION, RECURRENT, Linear, is_recurrent
 from anycell.lang.expr import Expr, apply, topological
 
@@ -65,6 +66,54 @@ def with_recurrent_mask(cell: Cell, per_gate: bool) -> Cell:
             parts = [replace(l, name=f"{l.name}.{gate}", outputs=(gate,)) for gate in l.outputs]
         linears += [replace(part, operand=operands[part.name]) for part in parts]
     new.linears = tuple(linears)
+    return finished(new)
+
+
+READOUT, FEEDBACK = "readout", "feedback"  # matmuls of the cells that `with_feedback` makes
+# The size of what is read out, and a gate: names that no cell can declare.
+OUTPUT, FREE = "_Y", "_free"
+
+
+@functools.lru_cache(maxsize=64)
+def with_feedback(cell: Cell) -> Cell:
+    """The cell whose input is, where it is free, a linear readout of the state before the step.
+
+        y = W_readout s + b_readout            of size OUTPUT, with s the first state
+        x_k <- x_k + x_free (W_feedback_k y)   for each gate k
+
+    ``FREE`` is one more gate, the last: 0 where the step sees its input alone, and 1 where it also
+    sees y, for all units of a row. No gradient goes back to it.
+
+    Raises:
+        ValueError: for a cell that has a matmul of one of these names.
+    """
+    taken = {l.name for l in cell.linears} & {READOUT, FEEDBACK}
+    if taken:
+        raise ValueError(
+            f"cell: given {cell.name}, which has a linear(..., {min(taken)!r}); expected a cell "
+            "without: that is the name of a matmul that feeds a readout back. Rename it."
+        )
+    first = Expr("state", (), (cell.states[0].name,))
+    free = apply("stop_gradient", Expr("x", (), (FREE,)))
+    y = Expr("linear", (first,), (READOUT, READOUT))
+
+    def rule(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
+        if node.op not in ("x", "preact"):
+            return None
+        fed = Expr("linear", (y,), (FEEDBACK, node.attrs[-1]))
+        return apply("add", Expr(node.op, args, node.attrs), apply("mul", free, fed))
+
+    new = rewritten(cell, rule)
+    operands = _operands(new)
+    fed = {n.attrs for n in topological(new.next) if n.op == "linear"}
+    outputs = tuple(gate for gate in cell.gates if (FEEDBACK, gate) in fed)
+    linears = [Linear(READOUT, first, (READOUT,), 1, True, "", OUTPUT, (READOUT,))]
+    for l in cell.linears:
+        declared = (*l.declared, FREE) if l.recurrent else l.declared
+        linears.append(replace(l, operand=operands[l.name], declared=declared))
+    linears.append(Linear(FEEDBACK, y, outputs, 1, False, "", "H", cell.gates))
+    new.linears, new.gates = tuple(linears), (*cell.gates, FREE)
+    new.learned = learned(new)
     return finished(new)
 
 

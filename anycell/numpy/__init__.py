@@ -19,6 +19,7 @@ Any cell runs like this: ``RNN(cell, input_size, hidden_size)``.
 from anycell.numpy import initializers
 from anycell.numpy.base import Layer
 from anycell.numpy.dense import Dense, mse
+from anycell.numpy.feedback import Feedback
 from anycell.numpy.layers import GRU, LSTM, RNN
 from anycell.numpy.optim import Adam, Trainable, clip_by_global_norm, clip_by_value
 
@@ -28,6 +29,7 @@ __all__ = [
     "RNN",
     "Adam",
     "Dense",
+    "Feedback",
     "Layer",
     "Trainable",
     "clip_by_global_norm",

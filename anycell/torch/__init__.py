@@ -4,6 +4,7 @@
   same constructors, ``state_dict``, shapes, initial weights and errors, and besides ``mask``,
   ``lengths`` and ``resets``.
 - ``RNN(cell, ...)`` and ``RNNCell(cell, ...)`` run any cell, yours included.
+- ``Feedback(layer, readout)`` feeds a readout back to its layer: scheduled sampling, forecasts.
 - ``recurrence(cell, x, weights, ...)`` is the function behind them, on tensors of your own.
 - ``accelerate(model)`` swaps the layers inside a model; ``recurrent_layers(model)`` says what runs.
 
@@ -18,6 +19,7 @@ require("torch", "anycell.torch", extra="torch")
 
 from anycell.torch.accelerate import accelerate, recurrent_layers
 from anycell.torch.dropin import GRU, LSTM
+from anycell.torch.feedback import Feedback
 from anycell.torch.functional import Engine
 from anycell.torch.primitive import recurrence
 from anycell.torch.rnn import RNN
@@ -28,6 +30,7 @@ __all__ = [
     "LSTM",
     "RNN",
     "Engine",
+    "Feedback",
     "GRUCell",
     "LSTMCell",
     "RNNCell",

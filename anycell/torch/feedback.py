@@ -1,0 +1,188 @@
+"""``Feedback``: a layer whose readout is its own next input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anycell.lang.cell import Cell
+from anycell.lang.transform import with_feedback
+from anycell.torch import ops
+from anycell.torch.arguments import describe
+from anycell.torch.composite import Arrays
+from anycell.torch.dropin import DropIn
+from anycell.torch.primitive import recurrence
+from anycell.torch.recurrent import Lengths
+from anycell.torch.rnn import RNN
+
+_BY_GATE = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # what has rows for every gate
+
+
+class Feedback(nn.Module):
+    r"""Runs a layer whose input is a series, or, where that is not given, its own readout.
+
+    With Y = ``readout.out_features``, and the layer's input made of Y numbers of the series, which
+    come first, and of others that are always given:
+
+        y_t     = W_readout output_t + b_readout
+        input_t = [series_t where forced_t, else y_{t-1}; others_t]
+
+    Where all steps are forced this is teacher forcing: ``readout(layer(x)[0])``. Where none is, the
+    layer runs freely. In between, by chance, it is scheduled sampling. Both passes are those of one
+    fused kernel, the readout within it; gradients flow back through what is fed back. y before the
+    first step is the readout of the initial state, so that a forecast may start from the state that
+    any call of ``layer`` returned.
+
+    Args:
+        layer: ``RNN``, ``LSTM`` or ``GRU`` of anycell.torch, of one layer and one direction.
+        readout: ``torch.nn.Linear`` from the layer's output to the series. Both stay modules of
+            their own, with their own parameters.
+
+    ``forward`` takes (pass all but the first two by name), and gives (y, final state):
+        x: ``[T, B, input_size]``, or ``[B, T, input_size]`` if the layer is ``batch_first``, the
+            series in the first Y columns. Where a step is not forced, what lies there never
+            matters, not even NaN.
+        state, mask, lengths, resets, static: as in ``RNN``.
+        forced: where the series is given: bool, laid out as x without its last axis, such as
+            ``series.isfinite()`` of one with gaps. Or a number in [0, 1]: with that probability
+            each step of each row is, drawn from torch's default generator. A schedule of it is
+            ``forced=schedule(step)``.
+        y: ``[T, B, Y]``, laid out as x.
+        final state: as of the layer.
+
+    Raises:
+        TypeError, ValueError: with the argument, what was given, what is expected.
+
+    Example:
+        >>> layer, readout = RNN(anycell.cells.LSTM, 3, 8), torch.nn.Linear(8, 1)
+        >>> y, (h, c) = Feedback(layer, readout)(torch.zeros(5, 2, 3), forced=0.5)
+        >>> y.shape, h.shape
+        (torch.Size([5, 2, 1]), torch.Size([1, 2, 8]))
+
+    Source: Williams & Zipser, *A Learning Algorithm for Continually Running Fully Recurrent Neural
+    Networks*, 1989; Bengio et al., *Scheduled Sampling for Sequence Prediction with Recurrent
+    Neural Networks*, 2015.
+    """
+
+    def __init__(self, layer: Any, readout: nn.Linear) -> None:
+        super().__init__()
+        if not isinstance(layer, (RNN, DropIn)):
+            raise TypeError(
+                f"layer: given {type(layer).__name__}; expected RNN, LSTM or GRU of anycell.torch. "
+                "anycell.torch.accelerate turns those of torch.nn into ours."
+            )
+        if layer.num_layers > 1 or layer.bidirectional:
+            raise ValueError(
+                f"layer: given {layer}; expected one layer and one direction. Of several cells "
+                "make one: a cell may hold the states of all."
+            )
+        width = dict(layer._sizes).get(layer.cell.states[0].size, layer.hidden_size)
+        if not isinstance(readout, nn.Linear) or readout.in_features != width:
+            raise ValueError(f"readout: given {readout}; expected torch.nn.Linear({width}, ...).")
+        if readout.out_features > layer.input_size:
+            raise ValueError(
+                f"readout: given {readout}; expected at most the {layer.input_size} inputs of the "
+                "layer, because what is read out is fed back."
+            )
+        self.layer, self.readout = layer, readout
+        self._made = self._fed()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_made"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._made = self._fed()
+
+    def _fed(self) -> tuple[Cell, Cell]:
+        """The layer's cell, and the one with its readout fed back."""
+        fed = with_feedback(self.layer.cell)
+        ops.register(fed)
+        return self.layer.cell, fed
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Any = None,
+        *,
+        forced: Tensor | float,
+        mask: Tensor | None = None,
+        lengths: Lengths | None = None,
+        resets: Tensor | None = None,
+        static: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:
+        """y and the final state; see the class."""
+        layer = self.layer
+        if self._made[0] is not layer.cell:  # it has got other hyperparameters
+            self._made = self._fed()
+        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != layer.input_size:
+            axes = "[batch, time, {}]" if layer.batch_first else "[time, batch, {}]"
+            raise ValueError(
+                f"x: given {describe(x)}; expected {axes.format(layer.input_size)}, the series in "
+                f"the first {self.readout.out_features} column(s)."
+            )
+        given = self._forced(forced, x)
+        if layer.batch_first:
+            x, given = x.transpose(0, 1), given.transpose(0, 1)
+            mask, resets = (None if flags is None else flags.T for flags in (mask, resets))
+        width = self.readout.out_features
+        series = torch.where(given.unsqueeze(-1), x[..., :width], 0.0)
+        free = given.logical_not().unsqueeze(-1).to(x.dtype)
+        states = (state,) if isinstance(state, Tensor) else state
+        output, final = recurrence(
+            self._made[1],
+            torch.cat([series, x[..., width:], free], -1),
+            self._learned(),
+            None if states is None else [s.squeeze(0) for s in states],
+            mask=mask,
+            lengths=lengths,
+            resets=resets,
+            static=static,
+            training=layer.training,
+            checkpoint=layer.checkpoint,
+        )
+        y = self.readout(output.transpose(0, 1) if layer.batch_first else output)
+        last = tuple([s.unsqueeze(0) for s in final])
+        return y, last if len(last) > 1 else last[0]
+
+    def _forced(self, forced: Any, x: Tensor) -> Tensor:
+        """Laid out as x."""
+        shape = x.shape[:2]
+        if isinstance(forced, Tensor):
+            if forced.dtype != torch.bool or forced.shape != shape:
+                raise ValueError(
+                    f"forced: given {describe(forced)}; expected bool {list(shape)}, laid out as "
+                    "x, or a probability."
+                )
+            return forced
+        if isinstance(forced, bool) or not isinstance(forced, (int, float)):
+            raise TypeError(
+                f"forced: given {describe(forced)}; expected a bool tensor {list(shape)}, laid out "
+                "as x, or a probability."
+            )
+        if not 0.0 <= forced <= 1.0:
+            raise ValueError(f"forced: given {forced!r}; expected a probability in [0, 1].")
+        return torch.rand(shape, device=x.device) < forced
+
+    def _learned(self) -> Arrays:
+        """What the fed cell learns: one more gate, and one more input, which says what is free."""
+        layer, readout, hidden = self.layer, self.readout, self.layer.hidden_size
+        learned = dict(layer._weights()[0])
+        fed = learned["weight_ih"][:, : readout.out_features]
+        for name in _BY_GATE:
+            if name in learned:
+                below = (0, 0, 0, hidden) if learned[name].dim() > 1 else (0, hidden)
+                learned[name] = F.pad(learned[name], below)
+        entering = learned["weight_ih"]
+        column = F.pad(entering.new_ones(hidden, 1), (0, 0, len(entering) - hidden, 0))
+        learned["weight_ih"] = torch.cat([entering, column], 1)
+        learned |= {"weight_feedback": fed, "weight_readout": readout.weight}
+        if readout.bias is not None:
+            learned["bias_readout"] = readout.bias
+        return learned
+
+
+__all__ = ["Feedback"]
