@@ -21,19 +21,28 @@ from anycell.numpy.base import Layer
 from anycell.numpy.dense import Dense, mse
 from anycell.numpy.feedback import Feedback
 from anycell.numpy.layers import GRU, LSTM, RNN
+from anycell.numpy.normalise import BatchNorm, Standardise
 from anycell.numpy.optim import Adam, Trainable, clip_by_global_norm, clip_by_value
+from anycell.numpy.schedules import EarlyStopping, Plateau, cosine, inverse_sigmoid, one_cycle
 
 __all__ = [
     "GRU",
     "LSTM",
     "RNN",
     "Adam",
+    "BatchNorm",
     "Dense",
+    "EarlyStopping",
     "Feedback",
     "Layer",
+    "Plateau",
+    "Standardise",
     "Trainable",
     "clip_by_global_norm",
     "clip_by_value",
+    "cosine",
     "initializers",
+    "inverse_sigmoid",
     "mse",
+    "one_cycle",
 ]

@@ -28,8 +28,11 @@ class Layer:
 
     dtype: np.dtype[Any]
 
-    def __init__(self, parameters: dict[str, Array]) -> None:
+    def __init__(
+        self, parameters: dict[str, Array], statistics: Mapping[str, Array] | None = None
+    ) -> None:
         self._parameters = parameters
+        self._statistics = dict(statistics or {})
         self._grads: dict[str, Array] = {}
         self._writes = 0  # to the parameters, all that go through a method of ours
         self._prepared: Any = None
@@ -38,6 +41,11 @@ class Layer:
     def parameters(self) -> Mapping[str, Array]:
         """The learned arrays by name. Write into them: ``layer.parameters["bias"][:] = 0``."""
         return MappingProxyType(self._parameters)
+
+    @property
+    def arrays(self) -> Mapping[str, Array]:
+        """All that is saved, by name: the parameters, and the statistics of layers with any."""
+        return MappingProxyType({**self._parameters, **self._statistics})
 
     @property
     def grads(self) -> Mapping[str, Array]:
@@ -65,26 +73,26 @@ class Layer:
             layer.set_parameters({k: v.numpy() for k, v in module.state_dict().items()})
         """
         self._check_names(check.mapping("values", values, "arrays by the names of parameters"))
-        arrays = {name: check.numbers(name, values[name]) for name in self._parameters}
+        arrays = {name: check.numbers(name, values[name]) for name in self.arrays}
         for name, array in arrays.items():
             self._check_array(name, array)
         # Copies, all of them before the first is written: a value may be another parameter.
         copies = {name: np.array(array, self.dtype) for name, array in arrays.items()}
         self._writes += 1
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.arrays.items():
             parameter[...] = copies[name]
 
     def _check_names(self, given: Mapping[str, object]) -> None:
-        missing = self._parameters.keys() - given.keys()
-        unknown = given.keys() - self._parameters.keys()
+        missing = self.arrays.keys() - given.keys()
+        unknown = given.keys() - self.arrays.keys()
         if missing or unknown:
             faults = [f"missing {', '.join(sorted(missing))}"] * bool(missing)
             faults += [f"unknown {', '.join(sorted(map(str, unknown)))}"] * bool(unknown)
-            expected = ", ".join(self._parameters)
+            expected = ", ".join(self.arrays)
             raise KeyError(f"parameters: given {'; '.join(faults)}; expected {expected}.")
 
     def _check_array(self, name: str, given: Array | archive.Header) -> None:
-        expected = self._parameters[name].shape
+        expected = self.arrays[name].shape
         if given.shape != expected:
             raise ValueError(f"{name}: given shape {given.shape}, expected {expected}.")
         if given.dtype.kind not in "fiu":
@@ -112,7 +120,7 @@ class Layer:
         temporary = target.with_name(f".anycell-{secrets.token_hex(8)}")
         try:
             with open(temporary, "xb") as file:
-                np.savez(file, **self._parameters)  # type: ignore[arg-type]
+                np.savez(file, **self.arrays)  # type: ignore[arg-type]
             os.replace(temporary, target)
         except BaseException:
             temporary.unlink(missing_ok=True)

@@ -27,7 +27,8 @@ class Trainable(Protocol):
 Layers = Trainable | Iterable[Trainable]
 
 
-def _layers(layers: Layers) -> list[Trainable]:
+def as_layers(layers: Layers) -> list[Trainable]:
+    """One layer, or several, as a list."""
     several = isinstance(layers, Iterable) and not isinstance(layers, np.ndarray)
     chosen: list[Any] = list(layers) if several else [layers]  # type: ignore[arg-type]
     if not chosen:
@@ -78,7 +79,7 @@ def clip_by_value(layers: Layers, limit: float) -> None:
     Source: Mikolov, *Statistical Language Models Based on Neural Networks*, 2012.
     """
     number("limit", limit, low=0.0)
-    for _, grad in list(_pairs(_layers(layers))):  # all are there before the first is clipped
+    for _, grad in list(_pairs(as_layers(layers))):  # all are there before the first is clipped
         np.clip(grad, -limit, limit, out=grad)
 
 
@@ -100,7 +101,7 @@ def clip_by_global_norm(layers: Layers, max_norm: float) -> float:
     2013.
     """
     number("max_norm", max_norm, low=0.0)
-    grads = [grad for _, grad in _pairs(_layers(layers))]
+    grads = [grad for _, grad in _pairs(as_layers(layers))]
     # One wide sum: float32 squares overflow at 1.8e19, and a norm is what exploding gradients meet.
     norm = float(np.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in grads)))
     scale = max_norm / (norm + 1e-6)
@@ -150,7 +151,7 @@ class Adam:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        self.layers = _layers(layers)
+        self.layers = as_layers(layers)
         self.lr = number("lr", lr, low=0.0)
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
             raise TypeError(f"betas: given {betas!r}, expected two numbers.")

@@ -1,0 +1,218 @@
+"""Inputs of a scale that layers like: by statistics of the training data, or of each batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from anycell.numpy import check
+from anycell.numpy.base import Array, Layer
+
+Valid = npt.NDArray[np.bool_]
+
+
+class Standardise(Layer):
+    """``(x - mean) / std`` of each feature, with the mean and the deviation of the training data.
+
+    NaN stands for a value that is missing: it does not count, and stays NaN. A feature that is
+    constant is divided by 1. Nothing is learned; ``save`` and ``load`` keep ``mean`` and ``std``,
+    ``[size]``, as those of a layer.
+
+    Args:
+        size: number of features, the last axis.
+        dtype: "float32" or "float64".
+
+    Example:
+        >>> scale = Standardise(1, dtype="float64").fit([[1.0], [3.0], [np.nan]])
+        >>> scale.forward([[1.0], [5.0]]).tolist(), scale.inverse([[-1.0]]).tolist()
+        ([[-1.0], [3.0]], [[1.0]])
+    """
+
+    def __init__(self, size: int, dtype: npt.DTypeLike = "float32") -> None:
+        self.size, self.dtype = check.integer("size", size), check.real_dtype("dtype", dtype)
+        super().__init__({}, _statistics(self.size, self.dtype, "mean", "std"))
+
+    def __repr__(self) -> str:
+        return f"Standardise({self.size}, dtype={self.dtype.name!r})"
+
+    def fit(self, x: npt.ArrayLike, *, mask: npt.ArrayLike | None = None) -> Standardise:
+        """Takes mean and deviation of ``x [..., size]``; returns the layer itself.
+
+        Args:
+            x: of all axes but the last every element counts that is not NaN.
+            mask: bool, as x without its last axis: False where nothing counts.
+
+        Raises:
+            ValueError: for a feature with no value, or an infinite one.
+        """
+        # In float64, whatever the layer's dtype: of a large mean float32 leaves few digits.
+        x = check.array("x", x, _shape(x, self.size), np.float64)
+        counts = ~np.isnan(x)
+        if mask is not None:
+            counts &= check.flags("mask", mask, x.shape[:-1])[..., None]
+        mean, variance, count = _moments(x, counts)
+        wrong = np.flatnonzero((count == 0) | ~np.isfinite(variance))
+        if wrong.size:
+            raise ValueError(
+                f"x: given no value, or an infinite one, of feature(s) {wrong.tolist()}; expected "
+                "one or more, all finite."
+            )
+        std = np.sqrt(variance)
+        self.arrays["mean"][:] = mean
+        self.arrays["std"][:] = np.where(std > 0.0, std, 1.0)
+        return self
+
+    def forward(self, x: npt.ArrayLike) -> Array:
+        """``(x - mean) / std`` of ``x [..., size]``."""
+        x = check.array("x", x, _shape(x, self.size), np.float64)
+        return ((x - self.arrays["mean"]) / self.arrays["std"]).astype(self.dtype)
+
+    def inverse(self, y: npt.ArrayLike) -> Array:
+        """``y * std + mean``: a forecast in the units of the data."""
+        y = check.array("y", y, _shape(y, self.size), np.float64)
+        return (y * self.arrays["std"] + self.arrays["mean"]).astype(self.dtype)
+
+
+class BatchNorm(Layer):
+    """Batch norm of the features of sequences, over all their steps and rows.
+
+        y = weight (x - mean) / sqrt(var + eps) + bias
+
+    In training mean and variance are the batch's, and the running ones follow, ``r <- (1 -
+    momentum) r + momentum batch``; otherwise they are the running ones. Steps under a mask, or
+    beyond a row's length, do not count, and are 0 in y. Names and arithmetic are those of
+    ``torch.nn.BatchNorm1d``: the parameters ``weight`` and ``bias``, and ``running_mean`` and
+    ``running_var``, which ``save`` and ``load`` keep too.
+
+    Args:
+        size: number of features, the last axis.
+        momentum: in [0, 1].
+        eps: not negative.
+        batch_first: x is ``[B, T, size]`` in place of ``[T, B, size]``.
+        dtype: "float32" or "float64".
+
+    Example:
+        >>> norm = BatchNorm(1, dtype="float64")
+        >>> norm.forward([[[1.0]], [[3.0]]], training=True).round(2).tolist()
+        [[[-1.0]], [[1.0]]]
+
+    Source: Ioffe & Szegedy, *Batch Normalization: Accelerating Deep Network Training by Reducing
+    Internal Covariate Shift*, 2015.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+        batch_first: bool = False,
+        dtype: npt.DTypeLike = "float32",
+    ) -> None:
+        self.size, self.dtype = check.integer("size", size), check.real_dtype("dtype", dtype)
+        self.momentum = check.number("momentum", momentum, 0.0, np.nextafter(1.0, 2.0))
+        self.eps = check.number("eps", eps, low=0.0)
+        self.batch_first = check.boolean("batch_first", batch_first)
+        super().__init__(
+            {"weight": np.ones(self.size, self.dtype), "bias": np.zeros(self.size, self.dtype)},
+            _statistics(self.size, self.dtype, "running_mean", "running_var"),
+        )
+        self._saved: tuple[Array, Array, Valid] | None = None
+
+    def __repr__(self) -> str:
+        return f"BatchNorm({self.size}, momentum={self.momentum}, eps={self.eps})"
+
+    def forward(
+        self,
+        x: npt.ArrayLike,
+        *,
+        mask: npt.ArrayLike | None = None,
+        lengths: npt.ArrayLike | None = None,
+        training: bool = False,
+    ) -> Array:
+        """y, shaped as ``x [T, B, size]``; ``training`` keeps what ``backward`` needs.
+
+        Args:
+            mask: bool, laid out as x without its last axis.
+            lengths: integers ``[B]``. With a mask too, a step must pass both.
+
+        Raises:
+            ValueError: in training for fewer than two steps that count.
+        """
+        axes = ("B", "T") if self.batch_first else ("T", "B")
+        x = check.array("x", x, (*axes, self.size), self.dtype)
+        valid = self._valid(x, mask, lengths)
+        x = np.where(valid, x, np.zeros_like(x))
+        if training := check.boolean("training", training):
+            mean, variance, count = _moments(x, np.broadcast_to(valid, x.shape))
+            if count[0] < 2:
+                raise ValueError(
+                    f"x: given {count[0]} step(s) that count, expected two or more: training takes "
+                    "mean and variance of the batch."
+                )
+            unbiased = variance * (count / (count - 1))
+            for name, batch in (("running_mean", mean), ("running_var", unbiased)):
+                running = self.arrays[name]
+                running += self.momentum * (batch.astype(self.dtype) - running)
+        else:
+            mean, variance = self.arrays["running_mean"], self.arrays["running_var"]
+        scale = (1.0 / np.sqrt(variance.astype(np.float64) + self.eps)).astype(self.dtype)
+        normal = (x - mean.astype(self.dtype)) * scale * valid
+        self._saved = (normal, scale, valid) if training else None
+        y: Array = normal * self._parameters["weight"] + self._parameters["bias"] * valid
+        return y
+
+    def backward(self, grad_output: npt.ArrayLike) -> Array:
+        """The gradient of x, from that of y; fills ``grads``.
+
+        Raises:
+            RuntimeError: where no ``forward(..., training=True)`` went before.
+        """
+        if self._saved is None:
+            raise RuntimeError("BatchNorm.backward() needs a forward(x, training=True) before it.")
+        normal, scale, valid = self._saved
+        grad = check.array("grad_output", grad_output, normal.shape, self.dtype)
+        grad = np.where(valid, grad, np.zeros_like(grad))
+        by_weight, by_bias = ((grad * a).sum((0, 1), dtype=np.float64) for a in (normal, 1.0))
+        self._grads = {
+            "weight": by_weight.astype(self.dtype),
+            "bias": by_bias.astype(self.dtype),
+        }
+        count = valid.sum()
+        mean, slope = (by_bias / count).astype(self.dtype), (by_weight / count).astype(self.dtype)
+        d: Array = (grad - mean - normal * slope) * (scale * self._parameters["weight"]) * valid
+        return d
+
+    def _valid(self, x: Array, mask: npt.ArrayLike | None, lengths: npt.ArrayLike | None) -> Valid:
+        """``[., ., 1]``, laid out as x."""
+        valid = np.ones(x.shape[:2], bool)
+        if mask is not None:
+            valid &= check.flags("mask", mask, x.shape[:2])
+        if lengths is not None:
+            rows, steps = x.shape[:2] if self.batch_first else x.shape[1::-1]
+            within = np.arange(steps) < check.lengths("lengths", lengths, rows, steps)[:, None]
+            valid &= within if self.batch_first else within.T
+        return valid[..., None]
+
+
+def _statistics(size: int, dtype: np.dtype, mean: str, spread: str) -> dict[str, Array]:
+    return {mean: np.zeros(size, dtype), spread: np.ones(size, dtype)}
+
+
+def _shape(x: npt.ArrayLike, size: int) -> list[int | str]:
+    """Any axes, and the features."""
+    return [*(f"axis {i}" for i in range(max(np.ndim(x) - 1, 0))), size]
+
+
+def _moments(x: Array, counts: Valid) -> tuple[Array, Array, npt.NDArray[np.int64]]:
+    """Mean and variance of each feature in float64, over the elements that count, and how many."""
+    axes = tuple(range(x.ndim - 1))
+    count = counts.sum(axes)
+    divisor = np.maximum(count, 1)
+    with np.errstate(invalid="ignore"):  # of infinite values
+        mean = np.where(counts, x, 0.0).sum(axes, dtype=np.float64) / divisor
+        centred = np.where(counts, x - mean, 0.0)
+        return mean, np.square(centred).sum(axes) / divisor, count
+
+
+__all__ = ["BatchNorm", "Standardise"]
