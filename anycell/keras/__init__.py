@@ -4,6 +4,7 @@
   arguments, weights, results and errors.
 - ``RNN(cell, units)`` and ``RNNCell(cell, units)`` run any cell, yours included; every cell of
   ``anycell.cells`` is a layer of its name besides, ``PeepholeLSTM(units, cell_clip=3.0)``.
+- ``Feedback(layer, readout)`` feeds a readout back to its layer: scheduled sampling, forecasts.
 - ``accelerate(model)`` turns Keras's layers inside a model into these; ``recurrent_layers(model)``
   says what runs each of its layers.
 
@@ -17,6 +18,7 @@ require("keras", "anycell.keras", "keras", ", or choose another backend by KERAS
 
 from anycell.keras.accelerate import accelerate, recurrent_layers
 from anycell.keras.cell import RNNCell
+from anycell.keras.feedback import Feedback
 from anycell.keras.layers import (
     GRU,
     LSTM,
@@ -35,6 +37,7 @@ __all__ = [
     "GRU",
     "LSTM",
     "RNN",
+    "Feedback",
     "GRUCell",
     "LSTMCell",
     "RNNCell",

@@ -73,6 +73,14 @@ def number(name: str, value: Any, low: float = -math.inf, below: float = math.in
     return number
 
 
+def probability(name: str, value: Any) -> float:
+    """``value`` as a float in ``[0, 1]``."""
+    try:
+        return number(name, value, 0.0, math.nextafter(1.0, 2.0))
+    except ValueError:
+        raise ValueError(f"{name}: given {value!r}, expected a number in [0, 1].") from None
+
+
 def real_dtype(name: str, value: Any) -> np.dtype[Any]:
     """A dtype that the kernels compute in, in this machine's order of bytes."""
     try:

@@ -186,7 +186,7 @@ class Feedback:
     def _forced(self, forced: npt.ArrayLike | float, steps: int, rows: int) -> npt.NDArray[Any]:
         """``[T, B]``."""
         if np.ndim(forced) == 0 and not isinstance(forced, (bool, np.bool_)):
-            chance = check.number("forced", forced, low=0.0, below=np.nextafter(1.0, 2.0))
+            chance = check.probability("forced", forced)
             return self._generator.random((steps, rows)) < chance
         return self.layer._flags("forced", forced, steps, rows).astype(bool)
 

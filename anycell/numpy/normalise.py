@@ -110,7 +110,7 @@ class BatchNorm(Layer):
         dtype: npt.DTypeLike = "float32",
     ) -> None:
         self.size, self.dtype = check.integer("size", size), check.real_dtype("dtype", dtype)
-        self.momentum = check.number("momentum", momentum, 0.0, np.nextafter(1.0, 2.0))
+        self.momentum = check.probability("momentum", momentum)
         self.eps = check.number("eps", eps, low=0.0)
         self.batch_first = check.boolean("batch_first", batch_first)
         super().__init__(

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anycell.lang.cell import Cell
-from anycell.lang.transform import with_feedback
+from anycell.lang.transform import OUTPUT, with_feedback
 from anycell.torch import ops
 from anycell.torch.arguments import describe
 from anycell.torch.composite import Arrays
 from anycell.torch.dropin import DropIn
+from anycell.torch.functional import Engine, fused_plan, reason
 from anycell.torch.primitive import recurrence
 from anycell.torch.recurrent import Lengths
 from anycell.torch.rnn import RNN
@@ -96,6 +97,16 @@ class Feedback(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._made = self._fed()
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the layer with its readout, and why."""
+        layer = self.layer
+        sizes = (*layer._sizes, (OUTPUT, self.readout.out_features))
+        plan = fused_plan(self._fed()[1], layer.hidden_size, layer.weight_ih_l0, sizes)
+        if isinstance(plan, str):
+            return Engine("reference", plan)
+        return Engine(plan.engine, reason(plan))
 
     def _fed(self) -> tuple[Cell, Cell]:
         """The layer's cell, and the one with its readout fed back."""

@@ -1,0 +1,247 @@
+"""``Feedback``: a layer of Keras whose readout is its own next input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import keras
+from keras import ops, tree
+
+from anycell.keras.call import Arrays, Call, Tensor, check
+from anycell.keras.composite import composite
+from anycell.keras.layers import (
+    _FUSED,
+    _STEPS,
+    Fused,
+    _attached_mask,
+    _place,
+    _uncompiled,
+    gpu_visible,
+    refusal,
+)
+from anycell.keras.rule import Engine, Facts, choose
+from anycell.lang.cell import Cell
+from anycell.lang.transform import OUTPUT, with_feedback
+
+
+@keras.saving.register_keras_serializable("anycell")
+class Feedback(keras.layers.Layer):
+    """Runs a layer whose input is a series, or, where that is not given, its own readout.
+
+    With Y = ``readout.units``, and the layer's input made of Y numbers of the series, which come
+    first, and of others that are always given:
+
+        y_t     = output_t @ readout.kernel + readout.bias
+        input_t = [series_t where forced_t, else y_{t-1}; others_t]
+
+    Where all steps are forced this is teacher forcing: ``readout(layer(x))``. Where none is, the
+    layer runs freely. In between, by chance, it is scheduled sampling. Both passes are those of one
+    fused kernel, the readout within it; gradients flow back through what is fed back. y before the
+    first step is the readout of the initial state.
+
+    Args:
+        layer: ``LSTM``, ``GRU``, ``SimpleRNN`` or ``RNN`` of anycell.keras, without dropout, not
+            stateful and not backwards.
+        readout: ``keras.layers.Dense`` without activation. Both keep their own weights.
+        return_state: whether the final states follow y.
+        seed: of the steps that are forced by chance.
+        kwargs: what every layer of Keras takes.
+
+    Called with
+        sequences: ``[B, T, in]``, the series in the first Y columns. Where a step is not forced,
+            what lies there never matters, not even NaN.
+        forced: where the series is given: bool ``[B, T]``. Or a number in [0, 1]: with that
+            probability each step of each row is. Default: 1, teacher forcing.
+        initial_state, mask, training: as for the layer.
+
+    Returns y ``[B, T, Y]``, or ``[y, *states]``.
+
+    Example:
+        >>> layer, readout = LSTM(8), keras.layers.Dense(1)
+        >>> tuple(Feedback(layer, readout)(np.zeros((2, 5, 3), "float32"), forced=0.5).shape)
+        (2, 5, 1)
+
+    Source: Williams & Zipser, *A Learning Algorithm for Continually Running Fully Recurrent Neural
+    Networks*, 1989; Bengio et al., *Scheduled Sampling for Sequence Prediction with Recurrent
+    Neural Networks*, 2015.
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        readout: keras.layers.Dense,
+        *,
+        return_state: bool = False,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        _check(layer, readout)
+        self.layer, self.readout = layer, readout
+        self.return_state, self.seed = bool(return_state), seed
+        self.seed_generator = keras.random.SeedGenerator(seed=seed)
+        self.supports_masking = True
+        self.supports_jit = layer.supports_jit
+
+    def build(self, input_shape: Sequence[int | None]) -> None:
+        """Creates the weights of both for inputs ``[B, T, input_shape[-1]]``."""
+        if not self.layer.built:
+            self.layer.build(input_shape)
+        step = self._step()
+        if not self.readout.built:
+            self.readout.build((*input_shape[:2], self._all_sizes()[step.states[0].size]))
+        if self.readout.units > input_shape[-1]:
+            raise ValueError(
+                f"readout: given Dense({self.readout.units}); expected at most the "
+                f"{input_shape[-1]} inputs of the layer, because what is read out is fed back."
+            )
+        self.built = True
+
+    def compute_output_shape(self, sequences_shape: Any, **_: Any) -> Any:
+        """Of y and the states."""
+        rows, steps = sequences_shape[:2]
+        y = (rows, steps, self.readout.units)
+        if not self.return_state:
+            return y
+        sizes = self._all_sizes()
+        return [y, *((rows, sizes[s.size]) for s in self._step().states)]
+
+    @_uncompiled
+    def call(
+        self,
+        sequences: Tensor,
+        forced: Any = 1.0,
+        initial_state: Any = None,
+        mask: Any = None,
+        training: bool = False,
+    ) -> Any:
+        """Runs the layer; see the class."""
+        layer, width = self.layer, self.readout.units
+        mask = _attached_mask(sequences) if mask is None else mask
+        mask = None if mask is None else ops.cast(mask, "bool")
+        given = ops.expand_dims(self._given(forced, sequences), -1)
+        series = ops.where(given, sequences[..., :width], ops.zeros_like(sequences[..., :width]))
+        sequences = ops.concatenate([series, sequences[..., width:]], -1)
+        if initial_state is None:
+            initial_state = layer.get_initial_state(ops.shape(sequences)[0])
+        states = list(initial_state) if tree.is_nested(initial_state) else [initial_state]
+        training = bool(training)
+        facts = self._facts(training, *_place(sequences))
+        call = Call(
+            facts.cell,  # type: ignore[arg-type]
+            layer.cell.units,
+            tuple(sorted(facts.sizes.items())),
+            repeat=not layer.zero_output_for_mask,
+            training=training,
+        )
+        arrays = self._fed(layer._arrays(sequences, states, mask, training), given)
+        check(call, arrays)
+        engine, backend = choose(facts).name, keras.backend.backend()
+        run = (_FUSED if engine == "cpu" else _STEPS).get(backend, composite)
+        _, outputs, final = layer._as_keras(call, *run(call, arrays), arrays.get("mask"))
+        y = self.readout(ops.cast(outputs, self.compute_dtype))
+        return [y, *(ops.cast(s, self.compute_dtype) for s in final)] if self.return_state else y
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the layer in inference, here and now, and why."""
+        return choose(self._facts(False, gpu_visible(), refusal()))
+
+    def _step(self) -> Cell:
+        step = self.layer._step()
+        if isinstance(step, str):
+            raise ValueError(
+                f"layer: given {self.layer.name}, which only Keras's loop can run: {step}; "
+                "expected one whose step is known."
+            )
+        return step
+
+    def _all_sizes(self) -> dict[str, int]:
+        return {"H": self.layer.cell.units, **dict(self.layer._sizes())}
+
+    def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
+        """Those of the layer, of the cell whose readout is fed back."""
+        sizes = {**dict(self.layer._sizes()), OUTPUT: self.readout.units}
+        facts = self.layer._facts(training, gpu, traced)
+        fed = with_feedback(self._step())
+        return replace(facts, cell=fed, sizes=sizes, drop_in=False, cudnn=False)
+
+    def _given(self, forced: Any, sequences: Tensor) -> Tensor:
+        """``[B, T]``: where the series is."""
+        if not isinstance(forced, (int, float)):
+            return ops.cast(forced, "bool")
+        if not 0.0 <= forced <= 1.0:
+            raise ValueError(f"forced: given {forced!r}; expected a probability in [0, 1].")
+        shape = ops.shape(sequences)[:2]
+        return keras.random.uniform(shape, seed=self.seed_generator) < float(forced)
+
+    def _fed(self, arrays: Arrays, given: Tensor) -> Arrays:
+        """What the fed cell has: one more gate, and one more input, which says what is free."""
+        fed, hidden, width = dict(arrays), self.layer.cell.units, self.readout.units
+        dtype = keras.backend.standardize_dtype(fed["x"].dtype)
+        free = ops.transpose(1.0 - ops.cast(given, dtype), (1, 0, 2))
+        fed["x"] = ops.concatenate([fed["x"], free], -1)
+        fed["weight_feedback"] = ops.transpose(fed["kernel"][:width])
+        for name in ("kernel", "recurrent_kernel", "bias_ih", "bias_hh"):
+            if name in fed:
+                before = [(0, 0)] * (len(fed[name].shape) - 1)
+                fed[name] = ops.pad(fed[name], [*before, (0, hidden)])
+        gates = fed["kernel"].shape[1] - hidden
+        row = ops.concatenate([ops.zeros((1, gates), dtype), ops.ones((1, hidden), dtype)], -1)
+        fed["kernel"] = ops.concatenate([fed["kernel"], row], 0)
+        fed["weight_readout"] = ops.cast(ops.transpose(self.readout.kernel), dtype)
+        if self.readout.bias is not None:
+            fed["bias_readout"] = ops.cast(ops.convert_to_tensor(self.readout.bias), dtype)
+        return fed
+
+    def get_config(self) -> dict[str, Any]:
+        """All arguments, for ``from_config``."""
+        both = {"layer": self.layer, "readout": self.readout}
+        config = {n: keras.saving.serialize_keras_object(l) for n, l in both.items()}
+        return {
+            **super().get_config(),
+            **config,
+            "return_state": self.return_state,
+            "seed": self.seed,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Feedback:
+        """The layer that ``get_config`` described."""
+        config = dict(config)
+        for name in ("layer", "readout"):
+            config[name] = keras.saving.deserialize_keras_object(
+                config[name], custom_objects=custom_objects
+            )
+        return cls(**config)
+
+
+def _check(layer: Any, readout: Any) -> None:
+    if not isinstance(layer, Fused):
+        raise TypeError(
+            f"layer: given {type(layer).__name__}; expected LSTM, GRU, SimpleRNN or RNN of "
+            "anycell.keras. anycell.keras.accelerate turns those of Keras into ours."
+        )
+    faults = [
+        f"{name}={value}"
+        for name, value in (
+            ("go_backwards", layer.go_backwards),  # type: ignore[attr-defined]
+            ("stateful", layer.stateful),  # type: ignore[attr-defined]
+            ("dropout", layer.cell.dropout),
+            ("recurrent_dropout", layer.cell.recurrent_dropout),
+        )
+        if value
+    ]
+    step = layer._step()
+    if isinstance(step, Cell) and step.static is not None:
+        faults.append(f"a cell with the static input {step.static!r}")
+    if faults:
+        raise ValueError(f"layer: given {', '.join(faults)}; expected a layer without.")
+    linear = keras.activations.linear
+    if not isinstance(readout, keras.layers.Dense) or readout.activation is not linear:
+        raise ValueError(f"readout: given {readout}; expected keras.layers.Dense, no activation.")
+
+
+__all__ = ["Feedback"]

@@ -1,0 +1,354 @@
+"""A readout that is its layer's next input: PyTorch and NumPy against a loop in float64."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from tolerances import assert_close
+
+import anycell.numpy as an
+from anycell import Cell, cell, cells, linear
+from anycell.engines.cpu import pool
+
+torch = pytest.importorskip("torch")
+at: Any = pytest.importorskip("anycell.torch")
+
+Arrays = dict[str, np.ndarray]
+CELLS = [
+    cells.LSTM, cells.GRU, cells.PeepholeLSTM, cells.IndRNN, cells.LSTMP, cells.LayerNormGRU,
+    cells.sLSTM, cells.GRU(reset_after=False),
+]  # fmt: skip
+# T, B, inputs, H, Y
+SHAPES = [(9, 5, 3, 7, 2), (1, 1, 1, 1, 1), (6, 20, 4, 33, 4), (4, 3, 2, 100, 1)]
+
+
+@dataclass
+class Problem:
+    """Arrays by name: x, state <name>, the learned ones, and what arrives at the results."""
+
+    cell: Cell
+    arrays: Arrays
+    forced: np.ndarray
+    options: dict[str, Any]
+    sizes: dict[str, int]
+    width: int
+
+    @property
+    def states(self) -> list[str]:
+        return [f"state {name}" for name in self.cell.state_names]
+
+    @property
+    def learned(self) -> Arrays:
+        """Of the layer."""
+        return {n: a for n, a in self.arrays.items() if n.endswith("_l0")}
+
+    def poisoned(self, dtype: str) -> np.ndarray:
+        """x with NaN wherever it must not matter."""
+        x = self.arrays["x"].astype(dtype)
+        x[..., : self.width][~self.forced] = np.nan
+        if "mask" in self.options:
+            x[~self.options["mask"]] = np.nan
+        return x
+
+
+def draw(cell: Cell, shape: tuple[int, ...], *, masked: bool = False, p: float = 0.4) -> Problem:
+    steps, rows, inputs, hidden, width = shape
+    rng, sizes = np.random.default_rng(7), {"P": 5} if cell.states[0].size == "P" else {}
+    out = sizes.get("P", hidden)
+    layer = an.RNN(cell, inputs, hidden, dtype="float64", seed=0, **sizes)
+    arrays = {"x": rng.normal(size=(steps, rows, inputs))}
+    for s in cell.states:  # a normaliser is above 0
+        size = sizes.get(s.size, hidden)
+        arrays[f"state {s.name}"] = rng.uniform(0.5, 1.5, (1, rows, size))
+        arrays[f"d final {s.name}"] = rng.normal(size=(1, rows, size))
+    arrays |= {n: a + 0.1 * rng.normal(size=a.shape) for n, a in layer.parameters.items()}
+    arrays |= {"weight": rng.normal(size=(width, out)) / out**0.5, "bias": rng.normal(size=width)}
+    arrays["d y"] = rng.normal(size=(steps, rows, width))
+    options: dict[str, Any] = {}
+    if masked:
+        options = {"mask": rng.random((steps, rows)) < 0.7}
+        options |= {"lengths": rng.integers(0, steps + 1, rows)}
+        options |= {"resets": rng.random((steps, rows)) < 0.2}
+    return Problem(cell, arrays, rng.random((steps, rows)) < p, options, sizes, width)
+
+
+def by_loop(problem: Problem) -> Arrays:
+    """Step by step, in float64."""
+    cell, width = problem.cell, problem.width
+    given = {n: torch.tensor(a, dtype=torch.float64) for n, a in problem.arrays.items()}
+    wanted = ["x", *problem.states, *problem.learned, "weight", "bias"]
+    for name in wanted:
+        given[name].requires_grad_()
+    weights = {n.removesuffix("_l0"): given[n] for n in problem.learned}
+    first = {s.name: given[f"state {s.name}"][0] for s in cell.states}
+    declared = {s.name: torch.full_like(first[s.name], s.initial) for s in cell.states}
+    steps, rows, options = *given["x"].shape[:2], problem.options
+    valid = torch.tensor(options.get("mask", np.ones((steps, rows), bool)))
+    if "lengths" in options:
+        valid &= torch.arange(steps)[:, None] < torch.tensor(options["lengths"])
+    resets = torch.tensor(options.get("resets", np.zeros((steps, rows), bool))) & valid
+    forced, states, outputs = torch.tensor(problem.forced), first, []
+    for t in range(steps):
+        again = resets[t][:, None]
+        states = {n: torch.where(again, declared[n], s) for n, s in states.items()}
+        y = next(iter(states.values())) @ given["weight"].T + given["bias"]
+        series = torch.where(forced[t][:, None], given["x"][t, :, :width], y)
+        entering = torch.cat([series, given["x"][t, :, width:]], -1)
+        _, new = at.recurrence(
+            cell, entering[None], weights, list(states.values()), engine="reference"
+        )
+        goes = valid[t][:, None]
+        pairs = zip(states.items(), new, strict=True)
+        states = {n: torch.where(goes, after, before) for (n, before), after in pairs}
+        output = next(iter(states.values()))
+        outputs.append(torch.where(goes, output, 0.0) @ given["weight"].T + given["bias"])
+    solution = {"y": torch.stack(outputs)}
+    solution |= {f"final {n}": s[None] for n, s in states.items()}
+    loss = sum((solution[n] * given[f"d {n}"]).sum() for n in solution)
+    grads = torch.autograd.grad(loss, [given[n] for n in wanted], materialize_grads=True)
+    solution |= {f"d {n}": g for n, g in zip(wanted, grads, strict=True)}
+    return {n: a.detach().numpy() for n, a in solution.items()}
+
+
+def by_torch(problem: Problem, dtype: str, batch_first: bool = False) -> Arrays:
+    x, hidden = problem.poisoned(dtype), problem.arrays["d final " + problem.cell.states[-1].name]
+    kind = torch.float64 if dtype == "float64" else torch.float32
+    layer = at.RNN(
+        problem.cell, x.shape[2], hidden.shape[2], dtype=kind, batch_first=batch_first,
+        **problem.sizes,
+    )  # fmt: skip
+    readout = torch.nn.Linear(problem.arrays["weight"].shape[1], problem.width, dtype=kind)
+    layer.load_state_dict({n: torch.tensor(a) for n, a in problem.learned.items()})
+    readout.load_state_dict({n: torch.tensor(problem.arrays[n]) for n in ("weight", "bias")})
+    assert at.Feedback(layer, readout).engine.name == "cpu"
+    given = {"x": torch.tensor(x)}
+    given |= {n: torch.tensor(problem.arrays[n].astype(dtype)) for n in problem.states}
+    for tensor in given.values():
+        tensor.requires_grad_()
+    turn = (lambda a: a.swapaxes(0, 1)) if batch_first else (lambda a: a)
+    flags = {n: torch.tensor(a) for n, a in (problem.options | {"forced": problem.forced}).items()}
+    flags = {n: f if n == "lengths" else turn(f) for n, f in flags.items()}
+    y, final = at.Feedback(layer, readout)(
+        turn(given["x"]), one([given[n] for n in problem.states]), **flags
+    )
+    results = {"y": turn(y), **named(problem, final)}
+    arriving = {n: torch.tensor(problem.arrays[f"d {n}"].astype(dtype)) for n in results}
+    loss = sum((results[n] * arriving[n]).sum() for n in results)
+    given |= {**dict(layer.named_parameters()), **dict(readout.named_parameters())}
+    grads = torch.autograd.grad(loss, list(given.values()), materialize_grads=True)
+    results |= {f"d {n}": g for n, g in zip(given, grads, strict=True)}
+    return {n: a.detach().numpy() for n, a in results.items()}
+
+
+def by_numpy(problem: Problem, dtype: str, batch_first: bool = False) -> Arrays:
+    x, hidden = problem.poisoned(dtype), problem.arrays["d final " + problem.cell.states[-1].name]
+    layer = an.RNN(
+        problem.cell, x.shape[2], hidden.shape[2], dtype=dtype, batch_first=batch_first,
+        **problem.sizes,
+    )  # fmt: skip
+    readout = an.Dense(problem.arrays["weight"].shape[1], problem.width, dtype=dtype)
+    layer.set_parameters(problem.learned)
+    readout.set_parameters({n: problem.arrays[n] for n in ("weight", "bias")})
+    turn = (lambda a: a.swapaxes(0, 1)) if batch_first else (lambda a: a)
+    flags = problem.options | {"forced": problem.forced}
+    flags = {n: f if n == "lengths" else turn(f) for n, f in flags.items()}
+    feedback = an.Feedback(layer, readout)
+    state = one([problem.arrays[n] for n in problem.states])
+    y, final = feedback.forward(turn(x), state, training=True, **flags)
+    d_final = one([problem.arrays[f"d final {n}"] for n in problem.cell.state_names])
+    d_x, d_state = feedback.backward(turn(problem.arrays["d y"]), d_final)
+    solution = {"y": turn(y), "d x": turn(d_x), **named(problem, final)}
+    d_states = d_state if isinstance(d_state, tuple) else (d_state,)
+    solution |= {f"d {n}": a for n, a in zip(problem.states, d_states, strict=True)}
+    grads = {**layer.grads, **readout.grads}
+    return solution | {f"d {n}": a for n, a in grads.items()}
+
+
+def one(values: list[Any]) -> Any:
+    return tuple(values) if len(values) > 1 else values[0]
+
+
+def named(problem: Problem, final: Any) -> dict[str, Any]:
+    final = final if isinstance(final, tuple) else (final,)
+    return {f"final {n}": s for n, s in zip(problem.cell.state_names, final, strict=True)}
+
+
+def assert_solved(found: Arrays, right: Arrays, dtype: str) -> None:
+    assert found.keys() == right.keys()
+    for name, value in right.items():
+        kind = "gradient" if name.startswith("d ") else "forward"
+        assert found[name].dtype == dtype
+        # A bias of the readout is a sum over all steps, in which terms of both signs cancel.
+        assert_close(found[name], value, dtype, kind, name, axes=())
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Any:
+    pool.set_threads(request.param)
+    yield request.param
+    pool.set_threads(None)
+
+
+SOLVERS = pytest.mark.parametrize("solve", [by_torch, by_numpy])
+
+
+@SOLVERS
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_cells(cell: Cell, masked: bool, solve: Any) -> None:
+    problem = draw(cell, SHAPES[0], masked=masked)
+    assert_solved(solve(problem, "float64", masked), by_loop(problem), "float64")
+
+
+@SOLVERS
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape: tuple[int, ...], dtype: str, solve: Any, threads: int) -> None:
+    problem = draw(cells.LSTM, shape)
+    assert_solved(solve(problem, dtype), by_loop(problem), dtype)
+
+
+@SOLVERS
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_teachers_and_free_runs(p: float, solve: Any) -> None:
+    """Of no step forced, and of all: with the number, too, what comes out are these."""
+    problem = draw(cells.LSTM, SHAPES[0], p=p)
+    assert problem.forced.all() == bool(p) and problem.forced.any() == bool(p)
+    right, by_flags = by_loop(problem), solve(problem, "float64")
+    assert_solved(by_flags, right, "float64")
+    problem.forced, x = p, problem.arrays["x"]  # type: ignore[assignment]
+    problem.poisoned = lambda dtype: x.astype(dtype)  # type: ignore[method-assign]
+    if solve is by_numpy:
+        found = solve(problem, "float64")
+        assert all(np.array_equal(found[n], by_flags[n]) for n in right)
+
+
+def layer_and_readout() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    return at.LSTM(3, 8), torch.nn.Linear(8, 2)
+
+
+def test_teacher_forcing_is_the_layer_itself() -> None:
+    layer, readout = layer_and_readout()
+    x = torch.randn(7, 4, 3)
+    y, (h, c) = at.Feedback(layer, readout)(x, forced=1.0)
+    right, (right_h, right_c) = layer(x)
+    for value, other in ((y, readout(right)), (h, right_h), (c, right_c)):
+        assert_close(value.detach(), other.detach(), "float32", "forward")
+
+
+def test_a_forecast_goes_on_from_any_state() -> None:
+    """A free run after a call of the layer is one call whose first steps are forced."""
+    layer, readout = layer_and_readout()
+    x, feedback = torch.randn(7, 4, 3), at.Feedback(layer, readout)
+    whole, _ = feedback(x, forced=(torch.arange(7) < 3)[:, None].expand(7, 4))
+    _, state = layer(x[:3])
+    ahead, _ = feedback(x[3:], state, forced=0.0)
+    assert_close(ahead.detach(), whole[3:].detach(), "float32", "forward")
+
+
+def test_probabilities_follow_the_seed() -> None:
+    layer, readout = layer_and_readout()
+    x, feedback = torch.randn(40, 30, 3), at.Feedback(layer, readout)
+    torch.manual_seed(1)
+    first = feedback(x, forced=0.3)[0]
+    torch.manual_seed(1)
+    forced = torch.rand(40, 30) < 0.3
+    assert torch.equal(first, feedback(x, forced=forced)[0])
+    assert not torch.equal(first, feedback(x, forced=0.3)[0])
+    ours, dense = an.LSTM(3, 8, seed=0), an.Dense(8, 2, seed=1)
+    runs = [an.Feedback(ours, dense, seed=s).forward(x.numpy(), forced=0.3)[0] for s in (1, 1, 2)]
+    assert np.array_equal(runs[0], runs[1]) and not np.array_equal(runs[0], runs[2])
+    drawn = an.Feedback(ours, dense, seed=1)._forced(0.3, 40, 30)
+    assert abs(drawn.mean() - 0.3) < 0.05
+
+
+def test_second_derivatives() -> None:
+    torch.manual_seed(0)
+    layer, readout = at.RNN(cells.GRU, 2, 3), torch.nn.Linear(3, 1)
+    feedback = at.Feedback(layer, readout).double()
+    x, forced = torch.randn(3, 2, 2, dtype=torch.float64), torch.rand(3, 2) < 0.5
+
+    def run(x: Any) -> Any:
+        return feedback(x, forced=forced)[0]
+
+    assert torch.autograd.gradgradcheck(run, x.requires_grad_())
+
+
+def test_copies_and_pickles_run() -> None:
+    layer, readout = layer_and_readout()
+    x, feedback = torch.randn(5, 2, 3), at.Feedback(layer, readout)
+    right = feedback(x, forced=0.0)[0]
+    for other in (copy.deepcopy(feedback), pickle.loads(pickle.dumps(feedback))):
+        assert torch.equal(other(x, forced=0.0)[0], right)
+    ours = an.Feedback(an.LSTM(3, 8, seed=0), an.Dense(8, 2, seed=1))
+    right = ours.forward(x.numpy(), forced=0.0)[0]
+    other = pickle.loads(pickle.dumps(ours))
+    assert np.array_equal(other.forward(x.numpy(), forced=0.0)[0], right)
+
+
+def test_other_hyperparameters_count() -> None:
+    layer = at.RNN(cells.PeepholeLSTM(cell_clip=3.0), 3, 8)
+    x, feedback = torch.randn(5, 2, 3), at.Feedback(layer, torch.nn.Linear(8, 2))
+    before = feedback(x, forced=0.0)[0]
+    layer.cell = cells.PeepholeLSTM(cell_clip=0.01)
+    assert not torch.allclose(feedback(x, forced=0.0)[0], before)
+
+
+@pytest.mark.slow
+def test_it_compiles_into_one_graph() -> None:
+    torch.manual_seed(0)
+    feedback = at.Feedback(at.RNN(cells.LSTM, 3, 8), torch.nn.Linear(8, 2))
+    x, forced = torch.randn(5, 2, 3), torch.rand(5, 2) < 0.5
+    compiled = torch.compile(feedback, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(x, forced=forced)[0], feedback(x, forced=forced)[0])
+
+
+@cell(gates="a", state="h")
+def Reads(x, r, s):
+    """Has a matmul of a name that is taken."""
+    return x.a + r.a + linear(s.h, "readout")
+
+
+LAYER = an.LSTM(2, 4, seed=0)
+READOUT = an.Dense(4, 1, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: an.Feedback(an.LSTM(2, 4, 2), READOUT), "layer: given .* of one layer"),
+        (lambda: an.Feedback(an.LSTM(2, 4, bidirectional=True), READOUT), "layer: given"),
+        (lambda: an.Feedback(LAYER, an.Dense(5, 1)), r"readout: given .* expected Dense\(4"),
+        (lambda: an.Feedback(LAYER, an.Dense(4, 3)), "readout: given .* at most the layer's 2"),
+        (lambda: an.Feedback(an.RNN(Reads, 2, 4), READOUT), "cell: given Reads"),
+        (lambda: run_numpy(forced=1.5), "forced: given 1.5"),
+        (lambda: run_numpy(forced=np.ones((2, 3))), r"forced: given shape \(2, 3\)"),
+        (lambda: an.Feedback(LAYER, READOUT).backward(0.0), "backward.. needs"),
+        (lambda: at.Feedback(torch.nn.LSTM(2, 4), torch.nn.Linear(4, 1)), "layer: given LSTM"),
+        (lambda: at.Feedback(at.LSTM(2, 4, 2), torch.nn.Linear(4, 1)), "layer: given"),
+        (lambda: at.Feedback(at.LSTM(2, 4), torch.nn.Linear(5, 1)), "readout: given"),
+        (lambda: at.Feedback(at.LSTM(2, 4), torch.nn.Linear(4, 3)), "at most the 2 inputs"),
+        (lambda: run_torch(forced=-0.5), "forced: given -0.5"),
+        (lambda: run_torch(forced=True), "forced: given"),
+        (lambda: run_torch(forced=torch.ones(3, 2)), "forced: given .* expected bool"),
+        (lambda: run_torch(torch.zeros(3, 2, 1), forced=1.0), r"x: given .* expected \[time"),
+    ],
+)
+def test_refusals(call: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
+        call()
+
+
+def run_numpy(**options: Any) -> Any:
+    return an.Feedback(LAYER, READOUT).forward(np.zeros((3, 2, 2)), **options)
+
+
+def run_torch(x: Any = None, **options: Any) -> Any:
+    x = torch.zeros(3, 2, 2) if x is None else x
+    return at.Feedback(at.LSTM(2, 4), torch.nn.Linear(4, 1))(x, **options)

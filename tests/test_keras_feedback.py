@@ -1,0 +1,182 @@
+"""A readout of Keras that is its layer's next input: against the frontend of NumPy, in float64."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+keras = pytest.importorskip("keras")
+
+from keras_layers import BACKEND, derive, double, number  # noqa: E402
+from tolerances import assert_close  # noqa: E402
+
+import anycell.keras as ak  # noqa: E402
+import anycell.numpy as an  # noqa: E402
+from anycell import Cell, cells  # noqa: E402
+from anycell.keras.cells import GRU, LSTM, SimpleRNN  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+# Keras's matmul on torch is of float32.
+DTYPE = "float32" if BACKEND == "torch" else "float64"
+STEPS, ROWS, INPUTS, HIDDEN, WIDTH = 6, 4, 3, 9, 2
+LAYERS: list[tuple[Cell, Any]] = [
+    (LSTM, ak.LSTM),
+    (GRU, ak.GRU),
+    (SimpleRNN, ak.SimpleRNN),
+    (cells.PeepholeLSTM, lambda units, **more: ak.RNN(cells.PeepholeLSTM, units, **more)),
+    (cells.IndRNN, lambda units, **more: ak.RNN(cells.IndRNN, units, **more)),
+    (cells.LSTMP, lambda units, **more: ak.RNN(cells.LSTMP, units, P=5, **more)),
+]
+
+
+def weights_of(layer: Any, cell: Cell, parameters: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Those of a layer of Keras by the names of NumPy's; of one bias the second half is 0."""
+    named = {name: np.zeros_like(array) for name, array in parameters.items()}
+    for weight in layer.trainable_variables:
+        name, value = weight.path.split("/")[-1], number(weight)
+        if name == "bias":
+            for kind, row in zip(("ih", "hh"), np.atleast_2d(value), strict=False):
+                named[f"bias_{kind}_l0"] = row
+        elif name in ("kernel", "recurrent_kernel"):
+            named[f"weight_{'ih' if name == 'kernel' else 'hh'}_l0"] = value.T
+        elif name.endswith("_kernel"):
+            named[f"weight_{name.removesuffix('_kernel')}_l0"] = value.T
+        else:
+            named[f"{name}_l0"] = value
+    return named
+
+
+@pytest.mark.parametrize("way", ["eager", "graph", "step by step"])
+@pytest.mark.parametrize(("cell", "kind"), LAYERS, ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+def test_layers(cell: Cell, kind: Any, masked: bool, way: str) -> None:
+    if way == "graph" and BACKEND != "tensorflow":
+        pytest.skip("a graph is TensorFlow's")
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(ROWS, STEPS, INPUTS)).astype(DTYPE)
+    forced, mask = rng.random((ROWS, STEPS)) < 0.4, rng.random((ROWS, STEPS)) < 0.7
+    poisoned = x.copy()
+    poisoned[..., :WIDTH][~forced] = np.nan
+    sizes = {"P": 5} if cell.states[0].size == "P" else {}
+    with double(DTYPE):
+        layer = kind(HIDDEN, dtype=DTYPE, zero_output_for_mask=True)
+        readout = keras.layers.Dense(WIDTH, dtype=DTYPE)
+        feedback = ak.Feedback(layer, readout, return_state=True, dtype=DTYPE)
+        feedback.build(x.shape)
+        for weight in feedback.trainable_variables:
+            weight.assign(number(weight) + 0.2 * rng.normal(size=weight.shape))
+
+        # NumPy's
+        ours = an.RNN(cell, INPUTS, HIDDEN, dtype="float64", batch_first=True, **sizes)
+        dense = an.Dense(readout.kernel.shape[0], WIDTH, dtype="float64")
+        ours.set_parameters(weights_of(layer, cell, dict(ours.parameters)))
+        dense.set_parameters({"weight": number(readout.kernel).T, "bias": number(readout.bias)})
+        other = an.Feedback(ours, dense)
+        y, final = other.forward(
+            poisoned, forced=forced, mask=mask if masked else None, training=True
+        )
+        d_y = rng.normal(size=y.shape)
+        d_x, _ = other.backward(d_y)
+
+        more = {"mask": keras.ops.convert_to_tensor(mask)} if masked else {}
+
+        def call(tensors: Any) -> list[Any]:
+            return feedback(tensors[0], forced=keras.ops.convert_to_tensor(forced), **more)
+
+        def loss(values: list[Any]) -> Any:
+            return keras.ops.sum(values[0] * keras.ops.convert_to_tensor(d_y.astype(DTYPE)))
+
+        if way == "step by step":
+            with ak.step_by_step():
+                values, grads = derive(feedback, call, loss, [poisoned])
+        else:
+            values, grads = derive(feedback, call, loss, [poisoned], graph=way == "graph")
+    values, (d_in, *learned) = map(number, values), map(number, grads)
+    finals = [s[0] for s in (final if isinstance(final, tuple) else (final,))]
+    values = list(values)
+    if masked:  # Keras's last output is 0 where the last step is masked; the states are held
+        assert len(values) == len(finals) + 1
+    for value, right in zip(values, [y, *finals], strict=True):
+        assert_close(value, right, DTYPE, "forward", axes=())
+    assert_close(d_in, d_x, DTYPE, "gradient", axes=())
+    by_path = dict(zip([v.path for v in feedback.trainable_variables], learned, strict=True))
+    for path, value in by_path.items():
+        name = path.split("/")[-1]
+        if path in (readout.kernel.path, readout.bias.path):
+            right = dense.grads["weight"].T if name == "kernel" else dense.grads["bias"]
+        elif name == "bias" and value.ndim == 2:
+            right = np.stack([ours.grads["bias_ih_l0"], ours.grads["bias_hh_l0"]])
+        elif name in ("bias", "kernel", "recurrent_kernel"):
+            key = {"bias": "bias_ih", "kernel": "weight_ih", "recurrent_kernel": "weight_hh"}[name]
+            right = ours.grads[f"{key}_l0"].T
+        elif name.endswith("_kernel"):
+            right = ours.grads[f"weight_{name.removesuffix('_kernel')}_l0"].T
+        else:
+            right = ours.grads[f"{name}_l0"]
+        assert_close(value, right, DTYPE, "gradient", path)
+
+
+def small() -> tuple[Any, np.ndarray]:
+    keras.utils.set_random_seed(0)
+    x = np.random.default_rng(0).normal(size=(4, 6, 2)).astype("float32")
+    return ak.Feedback(ak.LSTM(5, return_sequences=True), keras.layers.Dense(1), seed=1), x
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="there all is step by step")
+def test_the_engine_is_that_of_the_fed_cell() -> None:
+    feedback, x = small()
+    feedback.build(x.shape)
+    assert feedback.engine.name == "cpu" and "3" in feedback.engine.reason
+    with ak.step_by_step():
+        assert feedback.engine.name == "composite"
+
+
+def test_probabilities() -> None:
+    feedback, x = small()
+    y = number(feedback(x))
+    teacher = number(feedback.readout(feedback.layer(x)))
+    assert_close(y, teacher, "float32", "forward")
+    assert np.array_equal(number(feedback(x, forced=1.0)), y)
+    free = number(feedback(x, forced=0.0))
+    flags = keras.ops.convert_to_tensor(np.zeros((4, 6), bool))
+    assert np.array_equal(free, number(feedback(x, forced=flags)))
+    assert not np.array_equal(number(feedback(x, forced=0.5)), number(feedback(x, forced=0.5)))
+
+
+def test_it_trains_and_is_saved(tmp_path: Any) -> None:
+    feedback, x = small()
+    inputs = keras.Input((6, 2))
+    model = keras.Model(inputs, feedback(inputs, forced=0.7))
+    model.compile(keras.optimizers.Adam(0.05), "mse")
+    target = np.roll(x[..., :1], -1, 1)
+    losses = model.fit(x, target, epochs=15, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    layer = next(l for l in again.layers if isinstance(l, ak.Feedback))
+    assert np.array_equal(number(layer(x, forced=0.0)), number(feedback(x, forced=0.0)))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ak.Feedback(keras.layers.LSTM(3), keras.layers.Dense(1)), "layer: given LSTM"),
+        (lambda: ak.Feedback(ak.LSTM(3, dropout=0.5), keras.layers.Dense(1)), "given dropout=0.5"),
+        (lambda: ak.Feedback(ak.LSTM(3, stateful=True), keras.layers.Dense(1)), "given stateful"),
+        (lambda: ak.Feedback(ak.RNN(cells.EALSTM, 3), keras.layers.Dense(1)), "static input 'e'"),
+        (lambda: ak.Feedback(ak.LSTM(3), keras.layers.Dense(1, "relu")), "readout: given"),
+        (
+            lambda: ak.Feedback(ak.LSTM(3), keras.layers.Dense(3)).build((None, None, 2)),
+            "at most the 2 inputs",
+        ),
+        (lambda: small()[0](small()[1], forced=2.0), "forced: given 2.0"),
+    ],
+)
+def test_refusals(call: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
