@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from problems import by_cpu, by_reference, random_problem
 from tolerances import assert_close
 
 import anycell.numpy as an
 from anycell import Cell, cell, cells, linear
 from anycell.engines.cpu import pool
+from anycell.lang.transform import with_feedback
 
 torch = pytest.importorskip("torch")
 at: Any = pytest.importorskip("anycell.torch")
@@ -352,3 +354,23 @@ def run_numpy(**options: Any) -> Any:
 def run_torch(x: Any = None, **options: Any) -> Any:
     x = torch.zeros(3, 2, 2) if x is None else x
     return at.Feedback(at.LSTM(2, 4), torch.nn.Linear(4, 1))(x, **options)
+
+
+# -- the engines -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["cpu", "gpu"])
+@pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU, cells.LayerNormLSTM], ids=str)
+def test_engines(cell: Cell, engine: str, rng: np.random.Generator) -> None:
+    """The cell with its readout is one like any other; on a GPU's engine by its interpreter."""
+    if engine == "gpu":
+        pytest.importorskip("triton")
+        from gpu import by_gpu as solve
+    else:
+        solve = by_cpu
+    options = {"masked": True, "resets": True}
+    problem = random_problem(with_feedback(cell), (4, 3, 9), rng, "float32", **options)
+    right = by_reference(problem.astype("float64"))
+    for name, value in solve(problem).items():
+        kind = "gradient" if name.startswith("d ") else "forward"
+        assert_close(np.asarray(value), right[name], "float32", kind, name)

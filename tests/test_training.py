@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 from tolerances import assert_close, is_slope
 
+import anycell
 import anycell.numpy as an
-from anycell.numpy import normalise, schedules
+from anycell.numpy import feedback, normalise, schedules
 
 
-@pytest.mark.parametrize("module", [normalise, schedules], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [feedback, normalise, schedules], ids=lambda module: module.__name__
+)
 def test_the_examples_in_docstrings(module: Any) -> None:
-    names = {name: getattr(an, name) for name in an.__all__} | {"np": np}
+    names = {name: getattr(an, name) for name in an.__all__} | {"np": np, "anycell": anycell}
     assert doctest.testmod(module, extraglobs=names).failed == 0
 
 
