@@ -28,6 +28,7 @@ EXAMPLES = [
     "docs/cells.md",
     "docs/compress.md",
     "docs/sequences.md",
+    "docs/training.md",
     "docs/your-own-cell.md",
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib.util
 import math
 import pickle
 from pathlib import Path
@@ -229,3 +230,17 @@ def test_statistics_are_saved_and_not_learned(tmp_path: Path) -> None:
     copy = pickle.loads(pickle.dumps(norm))
     assert np.array_equal(copy.arrays["running_var"], norm.arrays["running_var"])
     an.Adam(norm).layers[0].backward(np.ones((5, 3, 2)))
+
+
+# -- all of it, on a series ------------------------------------------------------------------------
+
+
+def test_the_example_looks_a_year_ahead() -> None:
+    pytest.importorskip("statsmodels")
+    path = Path(__file__).parents[1] / "examples" / "free_run.py"
+    spec = importlib.util.spec_from_file_location("free_run", path)
+    assert spec and spec.loader
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    teacher, sampling, repeat = module.main(["--quick"])
+    assert teacher < 0.7 * repeat and sampling < 0.7 * repeat
