@@ -3,9 +3,9 @@
 Weights are packed per tile (see ``Geometry``), so that a register block of rows times one tile is
 the inner loop of all that a kernel does.
 
-Weights of 16 bits are packed in pairs: a lane has those of two numbers of the sum, in bfloat16 the
-first in the lower half of 32 bits. They are widened in registers, and the rows that they multiply
-before, once for all tiles (``print_staging``). Sums are of the type that the cell computes in.
+Weights of 16 bits are packed in pairs: where a vector of wider ones would be, there are those of
+two numbers of the sum. They are widened in registers, and the rows that they multiply before, once
+for all tiles (``print_staging``). Sums are of the type that the cell computes in.
 """
 
 from __future__ import annotations
@@ -176,15 +176,9 @@ def _add_pairs(
         for half in (0, 1):
             w = []
             for c in range(len(sums[0])):
-                at = b.gep(base, c * b.lanes)
-                if number == "bfloat":
-                    bits = b.load(at, b.ivec, align=full)
-                    bits = b.and_(bits, 0xFFFF << 16) if half else b.shl(bits, 16)
-                    w.append(b.bitcast(bits, b.vec))
-                else:
-                    at = b.gep(at, half * b.lanes, "i16")
-                    bits = b.load(at, vector(b.lanes, "i16"), align=full // 2)
-                    w.append(b.widen(bits, number))
+                at = b.gep(base, (2 * c + half) * b.lanes, "i16")
+                bits = b.load(at, vector(b.lanes, "i16"), align=full // 2)
+                w.append(b.widen(bits, number))
             for row, address in zip(sums, operand, strict=True):
                 value = b.splat(b.load(b.gep(address, b.add(k, half)), b.real))
                 for total, weight in zip(row, w, strict=True):
@@ -395,9 +389,6 @@ def _pack_pairs(b: Builder, number: str) -> None:
 
     def store(pair: Value, row: Value) -> None:
         at = b.gep(packed, b.mul(row, width))
-        if number == "bfloat":
-            b.store(pair, at)
-            return
         b.store(b.trunc(pair, "i16"), at)
         b.store(b.trunc(b.lshr(pair, 16), "i16"), b.gep(at, b.lanes, "i16"))
 
