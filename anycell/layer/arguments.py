@@ -40,7 +40,10 @@ class Host(Arrays, Protocol):
     ``sum(0)`` as NumPy's do.
     """
 
-    wide: Host  # of the dtype that the cell computes in; this host itself where that is the same
+    @property
+    def wide(self) -> Host:
+        """The host of what the cell computes in; this one itself where that is the same dtype."""
+        ...
 
     def widen(self, array: Array) -> Array:
         """The array in that dtype; itself where it has it."""

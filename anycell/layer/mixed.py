@@ -27,25 +27,25 @@ class Mixed:
     def project(self, x: Array, weight: Array) -> Array:
         """``x @ weight.T`` in float32."""
         out = self.wide.empty((x.shape[0], weight.shape[0]))
-        self._multiply(x, weight.T, out, add=False)
+        self._product(x, weight.T, out, add=False)
         return out
 
     def matmul(self, a: Array, b: Array, out: Array) -> None:
         """``out = a @ b``; rounded once where ``out`` has 16 bits."""
         if out.dtype != self.dtype:
-            self._multiply(a, b, out, add=False)
+            self._product(a, b, out, add=False)
             return
         total = self.wide.empty(tuple(out.shape))
-        self._multiply(a, b, total, add=False)
+        self._product(a, b, total, add=False)
         out[:] = self.narrow(total)
 
     def matmul_add(self, a: Array, b: Array, out: Array) -> None:
         """``out += a @ b``."""
         if out.dtype != self.dtype:
-            self._multiply(a, b, out, add=True)
+            self._product(a, b, out, add=True)
             return
         total = self.widen(out)
-        self._multiply(a, b, total, add=True)
+        self._product(a, b, total, add=True)
         out[:] = self.narrow(total)
 
     def widen(self, array: Array) -> Array:
@@ -56,7 +56,7 @@ class Mixed:
         """The array in this dtype."""
         raise NotImplementedError
 
-    def _multiply(self, a: Array, b: Array, out: Array, add: bool) -> None:
+    def _product(self, a: Array, b: Array, out: Array, add: bool) -> None:
         (a, left), (b, right), (out, into) = (self._matrix(array) for array in (a, b, out))
         sizes = a.shape[0], b.shape[1], a.shape[1]
         bounds = tuple(extent(self, array) for array in (a, b, out)) if cpu.check.ON else ()  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ def leaving(
                 if count == 1:
                     named[name] = gradient.reshape(1, *gradient.shape)
                     continue
-                whole = named.setdefault(name, empty((count, *gradient.shape)))
+                whole: Any = named.setdefault(name, empty((count, *gradient.shape)))
                 whole[d] = gradient
             elif name == "static":  # which all directions share
                 named[name] = named[name] + gradient if d else gradient

@@ -39,8 +39,9 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 @functools.lru_cache(maxsize=16)
-def host_of(name: str) -> NumpyHost:
-    """The host of arrays of a dtype, by the name of its row."""
+def host_of(dtype: npt.DTypeLike) -> NumpyHost:
+    """The host of arrays of a dtype that has a row in ``DTYPES``."""
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     types = DTYPES[name]
     if types.mixed:
         return MixedNumpyHost(name, host_of(types.math.name))

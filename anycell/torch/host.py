@@ -79,6 +79,7 @@ class TorchHost:
         return as_flags(array) if array.is_cpu else None
 
     layout = staticmethod(layout)
+
     def widen(self, array: Tensor) -> Tensor:
         return array
 
@@ -103,7 +104,7 @@ class TorchHost:
         return torch.where(mask.bool().unsqueeze(-1), x, 0.0)
 
 
-class MixedTorchHost(Mixed, TorchHost):
+class MixedTorchHost(Mixed, TorchHost):  # type: ignore[misc]
     """Tensors of 16 bits on the CPU."""
 
     def __init__(self, number: str, wide: TorchHost) -> None:

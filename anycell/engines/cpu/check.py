@@ -62,7 +62,9 @@ def check(kernel: Kernel, entries: array[int], bounds: CallBounds | None) -> Non
             inside(span, known.get(span.name))
 
 
-def check_product(operands: int, results: int, entries: array[int], bounds: tuple[Bounds, ...]) -> None:
+def check_product(
+    operands: int, results: int, entries: array[int], bounds: tuple[Bounds, ...]
+) -> None:
     """That a matmul stays within its arrays.
 
     Args:

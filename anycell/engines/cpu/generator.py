@@ -33,7 +33,13 @@ from anycell.engines.cpu.arguments import arguments, is_integer, number_of
 from anycell.engines.cpu.door import LINE, Door, align
 from anycell.engines.cpu.geometry import INPUT, Geometry, Matmul, matmuls, projecting
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant, integer_of, vector
-from anycell.engines.cpu.matmul import Blocks, packed_rows_of, print_packing, print_staging, whole_rows
+from anycell.engines.cpu.matmul import (
+    Blocks,
+    packed_rows_of,
+    print_packing,
+    print_staging,
+    whole_rows,
+)
 from anycell.lang.expr import Expr, is_const, topological
 from anycell.lang.ops import is_reduction
 from anycell.plan import FREE, MATMULS, Plan, gradient_roots, passes, size_of

@@ -243,11 +243,10 @@ def _print_pack(
                 column = b.gep(into, v * g.lanes)
                 b.store(constant(0.0, b.vec), column)
                 for n, output in enumerate(l.outputs):
-                    row = l.declared.index(output) * each
-                    start = b.add(b.mul(rows, row), b.mul(unit, columns))
-                    start = b.gep(source, start, number)
-                    at = 1 + n * m.stretch // g.packs
-                    at = b.gep(column, at * g.columns * g.lanes)
+                    above = b.mul(rows, l.declared.index(output) * each)
+                    start = b.gep(source, b.add(above, b.mul(unit, columns)), number)
+                    below = (1 + n * m.stretch // g.packs) * g.columns * g.lanes
+                    at = b.gep(column, below)
                     count = constant(each, "i64")
                     b.call("pack_block", start, columns, rows, left, count, at, width)
                 continue
