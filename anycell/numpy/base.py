@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from anycell.numpy import archive, check
 from anycell.numpy.host import numpy_dtype
+from anycell.plan.dtype import dtypes
 
 Array = npt.NDArray[np.floating]
 
@@ -88,7 +89,8 @@ class Layer:
         expected = self._parameters[name].shape
         if given.shape != expected:
             raise ValueError(f"{name}: given shape {given.shape}, expected {expected}.")
-        if given.dtype.kind not in "fiu" and given.dtype != self.dtype and not _nameless(given):
+        known = given.dtype.kind in "fiu" or given.dtype.name in dtypes("cpu")
+        if not (known or _nameless(given)):
             raise TypeError(f"{name}: given dtype {given.dtype}, expected real numbers.")
 
     def save(self, path: str | os.PathLike[str]) -> None:
