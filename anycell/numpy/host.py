@@ -184,7 +184,7 @@ class MixedNumpyHost(Mixed, NumpyHost):
         return self._wide
 
     def widen(self, array: Array) -> Array:
-        return array.astype(self._wide.dtype, copy=False)
+        return array.astype(self.wide.dtype, copy=False)
 
     def narrow(self, array: Array) -> Array:
         return array.astype(self.dtype, copy=False)

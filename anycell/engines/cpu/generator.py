@@ -487,7 +487,12 @@ class Generator:
         b, g, number = self.b, m.geometry, self._operand_type(m)
         to = b.gep(self.staged[m.number], b.mul(place, m.staged_row))
         numbers, all_heads = constant(m.numbers, "i64"), m.inner // m.parts
-        with b.loop(0, m.linear.heads) as head:
+        there = constant(1, "i1")
+        if self.backward:  # before the first step there are no gradients, nor after the last
+            there = b.icmp("slt", self.t, self.arg["steps"])
+            if m.state is not None:
+                there = b.icmp("sgt", self.t, 0)
+        with b.when(there), b.loop(0, m.linear.heads) as head:
             for n in range(m.parts):
                 start = b.add(b.mul(head, m.numbers), n * all_heads)
                 into = b.add(b.mul(head, g.inner), n * m.stretch)
