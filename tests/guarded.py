@@ -23,7 +23,9 @@ from tolerances import assert_close
 
 from anycell import Cell, cell, cells, layer, linear, mean, sigmoid, tanh
 from anycell.engines import cpu
-from anycell.numpy.host import NumpyHost
+from anycell.layer.mixed import Mixed
+from anycell.numpy.host import MixedNumpyHost, NumpyHost, numpy_dtype
+from anycell.plan import DTYPES
 
 Array = npt.NDArray[Any]
 PAGE = mmap.PAGESIZE
@@ -45,16 +47,20 @@ def guarded(shape: tuple[int, ...], dtype: npt.DTypeLike, end: bool, align: int 
         assert _libc.mprotect(page, PAGE, FORBIDDEN) == 0, ctypes.get_errno()
     offset = PAGE + (middle - size) // align * align * end
     array = np.frombuffer(memory, kind, math.prod(shape), offset).reshape(shape)
-    array.fill(np.nan if kind.kind == "f" else 1)
+    array.fill(np.nan if kind.kind in "fV" else 1)
     return array
 
 
 class GuardedHost(NumpyHost):
     """A host whose arrays all lie beside forbidden pages."""
 
-    def __init__(self, dtype: npt.DTypeLike, end: bool) -> None:
-        super().__init__(dtype)
-        self.end = end
+    def __init__(self, dtype: str, end: bool) -> None:
+        super().__init__(numpy_dtype(dtype))
+        self.number, self.end = dtype, end
+
+    @property
+    def wide(self) -> NumpyHost:
+        return GuardedHost(DTYPES[self.number].math.name, self.end)
 
     def empty(self, shape: tuple[int, ...]) -> Array:
         return guarded(shape, self.dtype, self.end)
@@ -79,6 +85,12 @@ class GuardedHost(NumpyHost):
 
     def masked(self, x: Array, mask: Array) -> Array:
         return self.copy(super().masked(x, mask))
+
+
+class GuardedMixedHost(Mixed, GuardedHost):
+    """The same for arrays of 16 bits."""
+
+    widen, narrow = MixedNumpyHost.widen, MixedNumpyHost.narrow
 
 
 def scratch(end: bool) -> Callable[..., Any]:
@@ -116,8 +128,8 @@ def problems(
 ) -> Iterator[tuple[str, Problem, dict[str, Any]]]:
     """Names, problems, and how to solve each; one of so many."""
     count, rng = itertools.count(seed), np.random.default_rng(seed)
-    for one, hidden, dtype in itertools.product(which, sizes, ("float32", "float64")):
-        if dtype == "float64" and one is not cells.LSTM and one is not Everything:
+    for one, hidden, dtype in itertools.product(which, sizes, DTYPES):
+        if dtype != "float32" and one not in (cells.LSTM, cells.sLSTM, Everything):
             continue
         roads = itertools.product(SHAPES, (False, True), (1, 2, 3), (False, True))
         for shape, masked, threads, projected in roads:
@@ -142,7 +154,8 @@ def main(which: list[Cell], sizes: tuple[int, ...], every: int = 1, seed: int = 
         wanted = by_cpu(problem, **how)
         for end in (True, False):
             print(name, "end" if end else "begin", flush=True)
-            host = GuardedHost(problem.arrays["gates_x"].dtype, end)
+            dtype = problem.arrays["gates_x"].dtype.name
+            host = (GuardedMixedHost if DTYPES[dtype].mixed else GuardedHost)(dtype, end)
             with ExitStack() as stack:
                 stack.enter_context(mock.patch.object(cpu.Scratch, "take", scratch(end)))
                 stack.enter_context(mock.patch.object(cpu.scratch, "give_back", lambda _: None))
@@ -150,6 +163,6 @@ def main(which: list[Cell], sizes: tuple[int, ...], every: int = 1, seed: int = 
                 solution = by_cpu(problem.but(copies), **how, host=host)
             for key, value in wanted.items():
                 kind = "gradient" if key.startswith("d ") else "forward"
-                assert_close(solution[key], value, value.dtype, kind, key)
+                assert_close(solution[key], value, value.dtype.name, kind, key)
             count += 1
     print(f"{count} cases", flush=True)

@@ -16,7 +16,7 @@ import anycell
 from anycell import Cell, layer
 from anycell.engines import reference
 from anycell.lang.cell import State
-from anycell.numpy.host import NumpyHost
+from anycell.numpy.host import NumpyHost, host_of, numpy_dtype
 from anycell.plan import plan
 
 Array = npt.NDArray[Any]
@@ -78,7 +78,8 @@ class Problem:
 
     def astype(self, dtype: npt.DTypeLike) -> Problem:
         """The same numbers in another dtype."""
-        return self.map(lambda _, a: a if a.dtype == bool else a.astype(dtype))
+        kind = numpy_dtype(dtype) if isinstance(dtype, str) else dtype
+        return self.map(lambda _, a: a if a.dtype == bool else a.astype(kind))
 
     def rows(self, part: slice) -> Problem:
         """A part of the batch."""
@@ -264,7 +265,7 @@ def by_cpu(
     runs = layer.stepped(cell, problem["recurrent_mask"])
     chosen = plan(runs, hidden, x.dtype.name, "cpu", sizes)
     arrays = to_layer(problem, projected)
-    host = host or NumpyHost(chosen.dtype)
+    host = host or host_of(chosen.dtype)
     how = layer_options(problem, threads)
     outputs, finals, kept = layer.forward(host, chosen, arrays, how, keep=True)
     final = [value[0] for value in finals]

@@ -1,23 +1,20 @@
 """The LLVM text layer: what the builder emits runs, and its functions keep their accuracy."""
 
 import ctypes
-import dataclasses
 import itertools
 import threading
 
-import llvmlite.binding
 import numpy as np
 import pytest
 from tolerances import limit
 
-from anycell import cells
 from anycell.engines.cpu import isa, jit, ops
-from anycell.engines.cpu.generator import Generator
-from anycell.engines.cpu.ir import Module, Value, constant
+from anycell.engines.cpu.ir import Module, Value, constant, vector
 from anycell.lang import philox
 from anycell.lang.expr import REDUCTIONS
 from anycell.lang.ops import TABLE
-from anycell.plan import DTYPES, plan
+from anycell.numpy.host import numpy_dtype
+from anycell.plan import DTYPES
 from tools import ulp
 
 TARGETS = isa.available()
@@ -422,16 +419,41 @@ def test_operands_must_agree():
 # ------------------------------------------------------------------------- numbers in memory
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("cell", [cells.LSTM, cells.LayerNormGRU], ids=lambda cell: cell.name)
-def test_numbers_in_memory_may_be_narrower(cell, backward):
-    """A kernel of the plan widens what it loads and rounds what it stores, array by array."""
-    row = DTYPES["bfloat16"]._replace(name="float32")
-    one = plan(cell, 21)
-    whole = Generator(one, backward, isa.current()).text()
-    one = dataclasses.replace(one)
-    one.__dict__["types"] = row  # instead of that of the plan's dtype
-    text = Generator(one, backward, isa.current()).text()
-    llvmlite.binding.parse_assembly(text).verify()
-    for conversion in ("fpext", "fptrunc"):
-        assert text.count(conversion) > whole.count(conversion)
+def converted(target, number, floats, halves):
+    """Floats as the bits of numbers of 16 bits, and such bits as floats."""
+    narrowed, widened = np.zeros(len(floats), np.uint16), np.zeros(len(halves), np.float32)
+
+    def body(b, n, m, floats, narrowed, halves, widened):
+        with b.loop(0, n, b.lanes) as i:
+            b.store(b.narrow(b.load(b.gep(floats, i)), number), b.gep(narrowed, i, "i16"))
+        with b.loop(0, m, b.lanes) as i:
+            bits = b.load(b.gep(halves, i, "i16"), vector(b.lanes, "i16"))
+            b.store(b.widen(bits, number), b.gep(widened, i))
+
+    arrays = floats, narrowed, halves, widened
+    run(target, "float", body, len(floats), len(halves), *arrays)
+    return narrowed, widened
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_16_bits_are_widened_and_rounded(target, dtype):
+    """Every number of 16 bits; floats of all sizes, and those halfway between two numbers."""
+    kind, number = numpy_dtype(dtype), DTYPES[dtype].storage.llvm
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    wide = halves.view(kind).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        middle = (wide[:-1] + wide[1:]) / 2
+        near = [np.nextafter(middle, np.float32(way)) for way in (-np.inf, np.inf)]
+    every = np.arange(0, 1 << 32, 9973, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    floats = np.concatenate([wide, middle, *near, every])
+    floats = np.append(floats, np.zeros(-len(floats) % 64, np.float32))
+    narrowed, widened = converted(target, number, floats, halves)
+    assert np.array_equal(widened, wide, equal_nan=True)
+    assert np.array_equal(np.signbit(widened), np.signbit(wide))
+    with np.errstate(over="ignore", invalid="ignore"):
+        right = floats.astype(kind)
+    found = narrowed.view(kind)
+    nan = np.isnan(floats)
+    assert np.array_equal(np.isnan(found.astype(np.float32)), nan)
+    assert np.array_equal(found[~nan].view(np.uint16), right[~nan].view(np.uint16))

@@ -224,7 +224,7 @@ def test_the_plain_page_compiles_nothing_and_writes_nothing(tmp_path: Path) -> N
         ({"hidden_size": 0}, ValueError, "hidden_size: given 0"),
         ({"hidden_size": 2.0}, ValueError, "hidden_size: given 2.0"),
         ({"batch": -1}, ValueError, "batch: given -1"),
-        ({"dtype": "float16"}, ValueError, "dtype='float16'"),
+        ({"dtype": "float8"}, ValueError, "dtype='float8'"),
         ({"engine": "tpu"}, ValueError, "engine='tpu'"),
     ],
 )

@@ -535,27 +535,30 @@ def test_deterministic_mode() -> None:
 
 def test_other_paths_of_the_drop_ins() -> None:
     x = torch.randn(4, 2, 3)
-    half, ref = twins("LSTM", 3, 5, dtype=torch.bfloat16)
-    assert torch.equal(half(x.bfloat16())[0], ref(x.bfloat16())[0])
-    assert half.engine.name == "torch" and "bfloat16" in half.engine.reason
     meta = at.GRU(3, 5, device="meta")
     assert meta(x.to("meta"))[0].shape == (4, 2, 5) and "meta" in meta.engine.reason
     layer, ref = twins("LSTM", 3, 5)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(layer(x)[0], ref(x)[0])
-        assert layer(x, lengths=[4, 2])[0].dtype == torch.float32
-        assert at.RNN(cells.LSTM, 3, 5)(x.bfloat16())[0].dtype == torch.float32
+        for output in (layer(x)[0], layer(x, lengths=[4, 2])[0], layer(x.bfloat16())[0]):
+            assert output.dtype == torch.bfloat16 == ref(x)[0].dtype
+        assert at.RNN(cells.LSTM, 3, 5)(x.bfloat16())[0].dtype == torch.bfloat16
+        wide, _ = twins("LSTM", 3, 5, dtype=torch.float64)
+        assert wide(x.double())[0].dtype == torch.float64
 
 
+@pytest.mark.parametrize("engine", ["cpu", "reference"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_other_dtypes_run_step_by_step(dtype: torch.dtype) -> None:
+def test_16_bits_run_fused_and_step_by_step(dtype: torch.dtype, engine: str) -> None:
     layer, x = at.RNN(cells.PeepholeLSTM, 3, 5).to(dtype), torch.randn(4, 2, 3).to(dtype)
-    assert layer.engine.name == "reference"
-    output, _ = layer(x)
+    assert layer.engine.name == "cpu"
+    weights = {name.replace("_l0", ""): p for name, p in layer.named_parameters()}
+    output, _ = at.recurrence(cells.PeepholeLSTM, x, weights, engine=engine)
     ref, _ = copy.deepcopy(layer).double()(x.double())
     assert output.dtype == dtype
     name = str(dtype).removeprefix("torch.")
     assert_close(output.float().detach(), ref.detach(), name, "forward")
+    if engine == "cpu":
+        assert torch.equal(layer(x)[0], output)
 
 
 @of_torchscript

@@ -497,7 +497,9 @@ def test_autocast(seed: int) -> None:
     weights = {name: w.float() for name, w in weights.items()}
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output, _ = at.recurrence(cell, x.bfloat16(), weights)
-    assert torch.equal(output, at.recurrence(cell, x.bfloat16().float(), weights)[0])
+    halves = {name: w.bfloat16() for name, w in weights.items()}
+    assert torch.equal(output, at.recurrence(cell, x.bfloat16(), halves)[0])
+    assert output.dtype == torch.bfloat16
 
 
 def test_engines() -> None:
@@ -506,9 +508,10 @@ def test_engines() -> None:
         at.recurrence(*arguments, engine="gpu")
     halves = {name: w.detach().half() for name, w in arguments[2].items()}
     x = arguments[1].detach().half()
-    with pytest.raises(ValueError, match=r"engine='cpu' .*no fused kernel for torch\.float16"):
-        at.recurrence(cells.LSTM, x, halves, engine="cpu")
-    assert at.recurrence(cells.LSTM, x, halves)[0].dtype is torch.float16
+    assert at.recurrence(cells.LSTM, x, halves, engine="cpu")[0].dtype is torch.float16
+    eighths = {name: w.detach().to(torch.float8_e4m3fn) for name, w in arguments[2].items()}
+    with pytest.raises(ValueError, match=r"engine='cpu' .*no fused kernel for torch\.float8"):
+        at.recurrence(cells.LSTM, x.to(torch.float8_e4m3fn), eighths, engine="cpu")
     with pytest.raises(ValueError, match=r"engine='cpu' cannot run this call: .*torch\.func"):
         torch.func.vmap(lambda x: at.recurrence(cells.LSTM, x, arguments[2], engine="cpu"))(
             arguments[1][None]

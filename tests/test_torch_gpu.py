@@ -44,7 +44,7 @@ def test_the_device_chooses_the_engine() -> None:
     assert functional.fused_plan(cells.LSTM, 8, weight("cpu", torch.float32)).engine == "cpu"
     for kind, dtype, why in (
         ("cuda", torch.float64, "no fused kernel for torch.float64 on the GPU as yet"),
-        ("cpu", torch.bfloat16, "no fused kernel for torch.bfloat16 on the CPU as yet"),
+        ("cpu", torch.int32, "no fused kernel for torch.int32 on the CPU as yet"),
         ("mps", torch.float32, "no fused kernel for device 'mps' as yet"),
     ):
         assert functional.fused_plan(cells.LSTM, 8, weight(kind, dtype)) == why
@@ -166,7 +166,7 @@ def test_autocast(ran: list[str], seed: int, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.skipif(not hasattr(torch, "get_autocast_dtype"), reason="PyTorch is too old")
 def test_dtypes_under_autocast() -> None:
     def found(kind: str, dtype: Any) -> Any:
-        return functional.autocast_dtype(SimpleNamespace(is_cuda=kind == "cuda", dtype=dtype))
+        return functional.autocast_dtype(weight(kind, dtype))
 
     assert found("cuda", torch.float32) == torch.float32
     torch.set_autocast_enabled("cuda", True)  # torch.autocast needs a card for it

@@ -265,11 +265,11 @@ def test_the_engine_is_what_runs(kind: str) -> None:
                 engine = layer.engine
             single = "single step is torch's own" in engine.reason and steps == 1
             assert fused(output) is (engine.name == "cpu" and not single)
-            assert ("autocast" in engine.reason) is autocast
+            assert engine.name == "cpu"
     assert "single step" in layer.engine.reason
     with torch.autocast("cpu", torch.bfloat16):
         masked, _ = layer(torch.randn(4, 2, 3), lengths=[4, 2])
-        assert fused(masked) and "lengths" in layer.engine.reason
+        assert fused(masked) and masked.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", LAYERS)

@@ -14,6 +14,7 @@ class Arrays(Protocol):
     """What ``contract`` asks of a framework's arrays, which have ``shape`` and ``dtype``."""
 
     dtype: Any
+    wide_states: bool  # whether states but the first are kept in the dtype of ``wide`` ones
 
     def fit(self, array: Array, layout: int, wide: bool = False) -> Array | None:
         """The array, or a contiguous copy where it does not lie so, or where its address or its
@@ -39,6 +40,19 @@ class Host(Arrays, Protocol):
     ``sum(0)`` as NumPy's do.
     """
 
+    @property
+    def wide(self) -> Host:
+        """The host of what the cell computes in; this one itself where that is the same dtype."""
+        ...
+
+    def widen(self, array: Array) -> Array:
+        """The array in that dtype; itself where it has it."""
+        ...
+
+    def narrow(self, array: Array) -> Array:
+        """The array in the dtype of this host; itself where it has it."""
+        ...
+
     def empty(self, shape: tuple[int, ...]) -> Array: ...
 
     def zeros(self, shape: tuple[int, ...]) -> Array: ...
@@ -58,11 +72,13 @@ class Host(Arrays, Protocol):
         ...
 
     def project(self, x: Array, weight: Array) -> Array:
-        """``x @ weight.T`` as a new array, for ``x [rows, I]`` and ``weight [N, I]``."""
+        """``x @ weight.T`` as a new array of the wide dtype, for ``x [rows, I]`` and
+        ``weight [N, I]``.
+        """
         ...
 
     def matmul(self, a: Array, b: Array, out: Array) -> None:
-        """``out = a @ b`` for matrices of any strides."""
+        """``out = a @ b`` for matrices of any strides; ``out`` may be wide."""
         ...
 
     def matmul_add(self, a: Array, b: Array, out: Array) -> None:
@@ -187,14 +203,19 @@ def initial(plan: Plan, w: Direction) -> list[Array | float]:
 
 
 def reset_values(
-    empty: Callable[[tuple[int, ...]], Array], plan: Plan, w: Direction
+    empty: Callable[[tuple[int, ...]], Array],
+    plan: Plan,
+    w: Direction,
+    wide: Callable[[tuple[int, ...]], Array] | None = None,
 ) -> list[Array]:
-    """What resets restore, ``[size]`` or ``[B, size]`` per state: as given, else as declared."""
+    """What resets restore, ``[size]`` or ``[B, size]`` per state: as given, else as declared;
+    ``wide`` makes arrays for states but the first, where these are wider.
+    """
     values = []
-    for state in plan.cell.states:
+    for i, state in enumerate(plan.cell.states):
         value = w.get(f"reset_state {state.name}")
         if value is None:
-            value = empty((plan.sizes[state.size],))
+            value = (wide if i and wide else empty)((plan.sizes[state.size],))
             value[:] = state.initial
         values.append(value)
     return values

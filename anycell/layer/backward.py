@@ -64,7 +64,7 @@ def backward(
         run.place("d_output", d_output, axes=2)
     for name, arriving in d_states.items():
         run.place(f"d_sequence {name}", arriving, axes=2)
-    totals = Totals(run, d_final)
+    totals = Totals(run, [None if d is None else host.widen(d) for d in d_final])
     directions = [
         _Direction(run, d, dx, need, dense=factors is not None) for d in range(len(run.directions))
     ]
@@ -84,7 +84,10 @@ def backward(
                 unreached.project(host, dgates, direction.w["weight_ih"], dx, chunk)
     run.close()
     learned = [direction.sums.totals for direction in directions]
-    return leaving(host, given, dx, [w | totals.result(d) for d, w in enumerate(learned)])
+    gradients = leaving(
+        host.wide.empty, given, dx, [w | totals.result(d) for d, w in enumerate(learned)]
+    )
+    return {name: host.narrow(gradient) for name, gradient in gradients.items()}
 
 
 class _Direction:
@@ -106,7 +109,7 @@ class _Direction:
         self.sums = Sums(host, plan, run.given, d, need, run.steps > 0)
         self.gates: Rows | None = None
         if run.given.projects:
-            self.gates = Rows(host, plan, rows, self.width)
+            self.gates = Rows(host, rows, self.width)
             run.place_rows(d, "d_gates", self.gates)
         else:
             run.place_steps(d, "d_gates", dx, *host.strides(dx)[:2])
@@ -114,11 +117,11 @@ class _Direction:
         for k, l in enumerate(cell.linears):
             outputs = operand = None
             if not plan.shares_gradient(l):
-                outputs = Rows(host, plan, rows, len(l.outputs) * plan.sizes[l.out_size], dense)
+                outputs = Rows(host, rows, len(l.outputs) * plan.sizes[l.out_size], dense)
                 run.place_rows(d, f"outputs{k}", outputs)
             state = l.operand.op == "state" and l.operand.attrs[0] == cell.state_names[0]
             if resets or not state:
-                operand = Rows(host, plan, rows, plan.sizes[l.in_size], dense)
+                operand = Rows(host, rows, plan.sizes[l.in_size], dense)
                 run.place_rows(d, f"operand{k}", operand)
             self.pairs.append((outputs, operand))
 

@@ -199,11 +199,11 @@ def arriving(
     if key in _accepted:
         return kept, d_output, list(d_final), dict(d_states)
     there = [i > 0 and (borders or keeps(plan, i)) for i in range(len(sizes))]
-    slots = -(-steps // segment) if borders else None
+    slots, wide = -(-steps // segment) if borders else None, borders or host.wide_states
     expected = kept_shapes(plan, steps, batch, reverse, width, there, slots)
     sequences = [
         [
-            _fit(host, f"kept state {name!r}", array, shape, DENSE, wide=borders) if shape else None
+            _fit(host, f"kept state {name!r}", array, shape, DENSE, wide=wide) if shape else None
             for array, shape, (name, _) in zip(
                 _all("kept states", arrays, sizes), shapes, sizes, strict=True
             )

@@ -88,13 +88,15 @@ def form_of(
     kernel = cpu.compiled(plan, backward)
     chunk = max(1, steps)
     if project:
-        chunk = chunk_steps(plan, steps, batch * directions, CHUNK_BYTES)
+        limit = CHUNK_BYTES * plan.itemsize // plan.types.accumulate.bytes
+        chunk = chunk_steps(plan, steps, batch * directions, limit)
     # The primitive multiplies by its own kernel always: its bits do not depend on the host.
     alone = [(l.name, l.outputs) for l in cell.linears] == [(RECURRENT, cell.gates)]
     alone = alone and cell.linears[0].operand.op == "state"
     single = project and steps == 1 and alone and not resets
     width = len(cell.gates) * plan.hidden_size
-    at_once = not project or (chunk >= steps and (single or padded(plan, width) == width))
+    itemsize = plan.types.accumulate.bytes
+    at_once = not project or (chunk >= steps and (single or padded(itemsize, width) == width))
     able = kernel.projecting is not None  # of the forward pass
     inputs = 0
     if entering and able and not single and projects(plan, steps * batch, entering, holes):
@@ -166,16 +168,16 @@ def sparse(mask: Array | None) -> bool:
     return mask is not None and int(mask.sum()) < FILLED * mask.shape[0] * mask.shape[1]
 
 
-def padded(plan: Plan, width: int) -> int:
-    """The length of rows in a buffer: not a large power of two,
+def padded(itemsize: int, width: int) -> int:
+    """The length of rows in a buffer of numbers of so many bytes: not a large power of two,
     or all rows would share a few lines of the cache.
     """
-    return width + cpu.LINE // plan.itemsize if width * plan.itemsize % 1024 == 0 else width
+    return width + cpu.LINE // itemsize if width * itemsize % 1024 == 0 else width
 
 
 def slot_bytes(plan: Plan, batch: int, size: int) -> int:
     """Of two slots of a state, up to the next line of the cache."""
-    return -(-2 * batch * size * plan.itemsize // cpu.LINE) * cpu.LINE
+    return -(-2 * batch * size * plan.types.math.bytes // cpu.LINE) * cpu.LINE
 
 
 def row_group(batch: int) -> int:

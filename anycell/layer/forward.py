@@ -46,9 +46,10 @@ def forward(
     if zeroed:
         out = host.empty((steps, batch, width))
         run.place("out", out)
-    ends = {f"final {name}": host.empty((directions, batch, n)) for name, n in states(plan)}
-    run.place_parts(ends)
-    finals = list(ends.values())
+    shapes = [(directions, batch, size) for _, size in states(plan)]
+    finals = [(host.wide if i else host).empty(shape) for i, shape in enumerate(shapes)]
+    names = [f"final {name}" for name in plan.cell.state_names]
+    run.place_parts(dict(zip(names, finals, strict=True)))
     gates = project(run)
     if keep and not everything:
         kept = _borders(run, -(-steps // segment))
@@ -58,7 +59,7 @@ def forward(
             _copy(finals, kept, begin // segment)
         advance(run, gates, begin, min(begin + segment, steps))
     run.close()
-    return out, finals, kept if keep else None
+    return out, [host.narrow(state) for state in finals], kept if keep else None
 
 
 def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
@@ -77,7 +78,7 @@ def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
         all_of_it = everything and name in plan.states
         bits |= all_of_it << i
         for d, sequence in enumerate(sequences):
-            sequence.append(host.lasting((steps + 1, batch, size)) if all_of_it else None)
+            sequence.append(host.wide.lasting((steps + 1, batch, size)) if all_of_it else None)
             if not all_of_it:
                 run.place_slots(d, name, size)
     saved = steps, batch, run.kernel.saved_width
@@ -100,15 +101,16 @@ def project(run: Run) -> list[Any]:
     width = len(plan.cell.gates) * plan.hidden_size
     for d, w in enumerate(run.directions):
         if form.at_once:
-            rows = x
             if run.given.projects:
                 rows = host.project(x.reshape(run.steps * run.batch, x.shape[2]), w["weight_ih"])
-            strides = host.strides(rows)
-            between = strides[0] if rows is x else run.batch * width  # steps
-            run.place_steps(d, "gates", rows, between, strides[-2])
+                between = run.batch * width  # steps
+            else:
+                rows = x if run.kernel.bytes("x") == x.dtype.itemsize else host.widen(x)
+                between = host.strides(rows)[0]
+            run.place_steps(d, "gates", rows, between, host.strides(rows)[-2])
             gates.append(rows)
         else:
-            gates.append(Rows(host, plan, form.chunk * run.batch, width))
+            gates.append(Rows(host.wide, form.chunk * run.batch, width))
             run.place_rows(d, "gates", gates[-1])
         if form.single:
             first = initial(plan, w)[0]
@@ -139,7 +141,7 @@ def _borders(run: Run, count: int) -> Kept:
     host, plan, batch, directions = run.host, run.plan, run.batch, len(run.directions)
     first, *others = [plan.sizes[state.size] for state in plan.cell.states]
     states = [
-        [None, *[host.empty((count, batch, size)) for size in others]] for _ in run.directions
+        [None, *[host.wide.empty((count, batch, size)) for size in others]] for _ in run.directions
     ]
     values = [host.empty((0, batch, run.kernel.saved_width)) for _ in run.directions]
     return Kept(host.empty((count, batch, directions * first)), states, values)
@@ -158,7 +160,7 @@ def _copy(states: list[Array], borders: Kept, slot: int) -> None:
 def _product(host: Host, operand: Array | float, weight: Array, shape: tuple[int, int]) -> Array:
     """The recurrent matmul of a single step."""
     if isinstance(operand, float) and operand == 0.0:
-        return host.zeros(shape)
+        return host.wide.zeros(shape)
     if isinstance(operand, float):
         value, operand = operand, host.empty((shape[0], weight.shape[1]))
         operand[:] = value

@@ -184,7 +184,7 @@ def backward(
         for begin, end, memory in run.parts():
             run.advance(begin, end, memory, dy, dx)
         gradients.append(run.result())
-    return leaving(host, given, dx, gradients)
+    return leaving(host.empty, given, dx, gradients)
 
 
 class _Memory(NamedTuple):

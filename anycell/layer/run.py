@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Mapping
 
 from anycell.engines import cpu
-from anycell.layer.arguments import Array, Entering, Host, Kept, Options, reset_values
+from anycell.layer.arguments import Array, Direction, Entering, Host, Kept, Options, reset_values
 from anycell.layer.form import form_of, padded, slot_bytes, sparse
 from anycell.layer.schedule import Chunk, chunks, segment_steps
 from anycell.plan import Plan
@@ -28,6 +28,8 @@ class Run:
     ) -> None:
         self.host, self.plan, self.options, self.given = host, plan, options, given
         self.x, self.directions, self.backward = given.x, given.directions, backward
+        if plan.types.mixed:
+            self.directions = [_widened(host, plan, arrays) for arrays in given.directions]
         self.steps, self.batch, width = given.x.shape
         self.form = form = form_of(
             plan, backward, cpu.isa.current(), self.steps, self.batch, options.reverse,
@@ -54,7 +56,7 @@ class Run:
         for d, arrays in enumerate(self.directions):
             self.place_of(d, arrays)
             if given.resets is not None:
-                values = reset_values(host.empty, plan, arrays)
+                values = reset_values(host.empty, plan, arrays, host.wide.empty)
                 names = [f"reset_state {name}" for name in plan.cell.state_names]
                 self.place_of(d, dict(zip(names, values, strict=True)))
         packed, self.weights = scratch + form.scratch, None
@@ -93,9 +95,10 @@ class Run:
         host, kernel, entries = self.host, self.kernel, self.entries
         for name, value in arrays.items():
             address, (parts, *strides) = host.pointer(value), host.strides(value)
+            parts *= value.dtype.itemsize
             for d, first in enumerate(self.form.firsts):
                 at = first + kernel.each[name]
-                entries[at] = address + d * parts * kernel.itemsize
+                entries[at] = address + d * parts
                 if name in kernel.axes:
                     entries[at + 1], entries[at + 2] = strides
                 if cpu.check.ON:
@@ -202,14 +205,24 @@ def extent(host: Host, array: Array) -> cpu.check.Bounds:
 class Rows:
     """A buffer for the rows of a chunk, ``[rows, width]``; ``dense`` if others read it whole."""
 
-    def __init__(self, host: Host, plan: Plan, rows: int, width: int, dense: bool = False) -> None:
-        self.width, self.padded = width, width if dense else padded(plan, width)
+    def __init__(self, host: Host, rows: int, width: int, dense: bool = False) -> None:
+        self.width, self.padded = width, width if dense else padded(host.dtype.itemsize, width)
         self.whole = host.empty((rows, self.padded))
 
     def __getitem__(self, rows: int) -> Array:
         if self.whole.shape[0] == rows and self.width == self.padded:
             return self.whole
         return self.whole[:rows, : self.width]
+
+
+def _widened(host: Host, plan: Plan, arrays: Direction) -> Direction:
+    """The arrays of a direction, its states but the first as the kernel keeps them."""
+    wide = dict(arrays)
+    for name in plan.cell.state_names[1:]:
+        for state in (f"state {name}", f"reset_state {name}"):
+            if state in wide:
+                wide[state] = host.widen(wide[state])
+    return wide
 
 
 def saved_width(plan: Plan) -> int:

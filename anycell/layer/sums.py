@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from anycell.layer.arguments import Array, Direction, Entering, Factors
@@ -15,10 +15,13 @@ from anycell.plan import Plan
 
 
 def leaving(
-    host: Any, given: Entering, dx: Array | None, directions: Sequence[Direction]
+    empty: Callable[[tuple[int, ...]], Array],
+    given: Entering,
+    dx: Array | None,
+    directions: Sequence[Direction],
 ) -> dict[str, Array]:
     """The gradients of a call by the names of its arrays, from those of each direction; of all that
-    were given.
+    were given. ``empty`` makes an array for those of both directions.
     """
     named: dict[str, Array] = {} if dx is None else {"x": dx}
     count = len(directions)
@@ -32,7 +35,7 @@ def leaving(
                 if count == 1:
                     named[name] = gradient.reshape(1, *gradient.shape)
                     continue
-                whole = named.setdefault(name, host.empty((count, *gradient.shape)))
+                whole: Any = named.setdefault(name, empty((count, *gradient.shape)))
                 whole[d] = gradient
             elif name == "static":  # which all directions share
                 named[name] = named[name] + gradient if d else gradient
@@ -54,14 +57,14 @@ class Totals:
         self.run, plan, host, batch = run, run.plan, run.host, run.batch
         cell, directions = plan.cell, range(len(run.directions))
         shapes = [(len(directions), batch, plan.sizes[s.size]) for s in cell.states]
-        self.states = [host.empty(shape) for shape in shapes]
+        self.states = [host.wide.empty(shape) for shape in shapes]
         resets = run.given.resets is not None
-        self.resets = [host.empty(shape) for shape in shapes] if resets else []
+        self.resets = [host.wide.empty(shape) for shape in shapes] if resets else []
         groups, width = -(-batch // row_group(batch)), len(cell.params) * plan.hidden_size
-        self.params = [host.empty((groups, width)) for _ in directions] if cell.params else []
+        self.params = [host.wide.empty((groups, width)) for _ in directions] if cell.params else []
         static = "static" in run.directions[0]
         shape = batch, plan.hidden_size
-        self.static = [host.empty(shape) for _ in directions] if static else []
+        self.static = [host.wide.empty(shape) for _ in directions] if static else []
         for d in directions:
             arrays = {f"d_state {n}": t[d] for n, t in zip(cell.state_names, self.states)}  # noqa: B905
             for name, arriving in zip(cell.state_names, d_final, strict=True):
@@ -114,14 +117,14 @@ class Sums:
                 self.totals[name] = new(tuple(w[name].shape))
 
     def empty(self, shape: tuple[int, ...]) -> Array:
-        return self.host.empty(shape)
+        return self.host.wide.empty(shape)
 
     def zeros(self, shape: tuple[int, ...]) -> Array:
-        return self.host.zeros(shape)
+        return self.host.wide.zeros(shape)
 
     def rows(self, matrix: Array) -> Array:
         """The sum of its rows."""
-        return matrix.sum(0)
+        return matrix.sum(0, dtype=self.host.wide.dtype)
 
     def add_blocks(self, d: Array, operand: Array, blocks: Array) -> None:
         """``blocks[i] += d[:, i].T @ operand[:, i]`` for the columns of each head."""

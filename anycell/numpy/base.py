@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell.numpy import archive, check
+from anycell.numpy.host import numpy_dtype
+from anycell.plan.dtype import dtypes
 
 Array = npt.NDArray[np.floating]
 
@@ -95,7 +97,8 @@ class Layer:
         expected = self.arrays[name].shape
         if given.shape != expected:
             raise ValueError(f"{name}: given shape {given.shape}, expected {expected}.")
-        if given.dtype.kind not in "fiu":
+        known = given.dtype.kind in "fiu" or given.dtype.name in dtypes("cpu")
+        if not (known or _nameless(given)):
             raise TypeError(f"{name}: given dtype {given.dtype}, expected real numbers.")
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -145,9 +148,19 @@ class Layer:
                 f"path: given {os.fspath(path)!r}, which is no .npz archive of plain arrays "
                 f"({error}); expected a file written by {type(self).__name__}.save()."
             ) from error
+        for name, value in values.items():
+            if _nameless(value):
+                values[name] = value.view(numpy_dtype("bfloat16"))
         self.set_parameters(values)
 
     def _check_headers(self, headers: Mapping[str, archive.Header]) -> None:
         self._check_names(headers)
         for name, header in headers.items():
             self._check_array(name, header)
+
+
+def _nameless(array: Array | archive.Header) -> bool:
+    """Whether an array is bfloat16 as a file has it: of dtypes that NumPy lacks it keeps the size
+    alone.
+    """
+    return array.dtype == np.dtype("V2")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from anycell.numpy.host import numpy_dtype
 from anycell.plan.dtype import dtypes
 
 Array = npt.NDArray[np.floating]
@@ -84,13 +85,16 @@ def probability(name: str, value: Any) -> float:
 def real_dtype(name: str, value: Any) -> np.dtype[Any]:
     """A dtype that the kernels compute in, in this machine's order of bytes."""
     try:
-        dtype = np.dtype(value).name if isinstance(value, (str, type, np.dtype)) else ""
+        named = isinstance(value, str) and value in dtypes("cpu")
+        known = isinstance(value, (str, type, np.dtype))
+        dtype = value if named else np.dtype(value).name if known else ""
     except Exception:  # NumPy raises what its parser of such texts does
         dtype = ""
     if dtype not in dtypes("cpu"):
-        expected = " or ".join(map(repr, dtypes("cpu")))
+        *others, last = map(repr, dtypes("cpu"))
+        expected = f"{', '.join(others)} or {last}"
         raise ValueError(f"{name}: given {value!r}, expected {expected}.")
-    return np.dtype(dtype)
+    return numpy_dtype(dtype)
 
 
 def numbers(name: str, value: Any) -> npt.NDArray[Any]:
@@ -106,7 +110,7 @@ def numbers(name: str, value: Any) -> npt.NDArray[Any]:
         ) from error
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):  # of which nothing is left
         raise ValueError(f"{name}: given a masked array, expected one without: see `filled`.")
-    if array.dtype.kind not in "fiub":
+    if array.dtype.kind not in "fiub" and array.dtype.name not in dtypes("cpu"):
         raise TypeError(
             f"{name}: given {type(value).__name__} of dtype {array.dtype}, "
             f"expected an array of real numbers."

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from anycell.numpy import check, initializers
 from anycell.numpy.base import Array, Layer
-from anycell.numpy.host import NumpyHost
+from anycell.numpy.host import host_of
 
 
 class Dense(Layer):
@@ -21,7 +21,7 @@ class Dense(Layer):
     Args:
         input_size, output_size: at least 1.
         bias: whether there is a ``b``.
-        dtype: "float32" or "float64".
+        dtype: "float32", "float64", "float16" or "bfloat16" (that of ml_dtypes).
         initializer: of ``weight``; see ``anycell.numpy.initializers``.
         seed: of the initial values.
 
@@ -60,9 +60,10 @@ class Dense(Layer):
         x = check.array("x", x, [*shape, self.input_size], self.dtype)
         self._saved = x if check.boolean("training", training) else None
         rows = x.reshape(math.prod(x.shape[:-1]), self.input_size)
-        y = NumpyHost(self.dtype).project(rows, self._parameters["weight"])
+        host = host_of(self.dtype)
+        y = host.project(rows, self._parameters["weight"])
         y = y.reshape(*x.shape[:-1], self.output_size)
-        return y + self._parameters["bias"] if "bias" in self._parameters else y
+        return host.narrow(y + self._parameters["bias"] if "bias" in self._parameters else y)
 
     def backward(self, grad_output: npt.ArrayLike) -> Array:
         """The gradient of the input, from that of the output; fills ``grads``.
@@ -76,11 +77,11 @@ class Dense(Layer):
         shape = (*x.shape[:-1], self.output_size)
         grad = check.array("grad_output", grad_output, shape, self.dtype)
         flat, rows = grad.reshape(-1, self.output_size), x.reshape(-1, self.input_size)
-        weight, host = self._parameters["weight"], NumpyHost(self.dtype)
+        weight, host = self._parameters["weight"], host_of(self.dtype)
         grads: dict[str, Array] = {"weight": np.empty_like(weight)}
         host.matmul(flat.T, rows, grads["weight"])
         if "bias" in self._parameters:
-            grads["bias"] = flat.sum(0)
+            grads["bias"] = host.narrow(flat.sum(0, dtype=host.wide.dtype))
         d = np.empty_like(rows)
         host.matmul(flat, weight, d)
         self._grads = grads

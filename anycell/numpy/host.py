@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,8 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell.engines import cpu
+from anycell.layer.mixed import Mixed
 from anycell.layer.run import extent
 from anycell.layer.signature import ANY, FLAGS, MATRIX, ROWS
+from anycell.plan import DTYPES
+from anycell.requirement import require
 
 Array = npt.NDArray[Any]
 # Multiply-adds up to which OpenBLAS, with which NumPy is mostly built, stays in the thread that
@@ -20,11 +24,50 @@ FEW = 4  # rows or columns below which packing the other matrix costs more than 
 NAMES = {"f": "float32", "d": "float64"}  # a dtype takes longer to say it
 
 
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """NumPy's dtype of a name. That of bfloat16 is in ml_dtypes, which frameworks bring along.
+
+    Raises:
+        ModuleNotFoundError: without ml_dtypes.
+    """
+    if name == "bfloat16":
+        require("ml_dtypes", "bfloat16 in NumPy", "bfloat16")
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+@functools.lru_cache(maxsize=16)
+def host_of(dtype: npt.DTypeLike) -> NumpyHost:
+    """The host of arrays of a dtype that has a row in ``DTYPES``."""
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    types = DTYPES[name]
+    if types.mixed:
+        return MixedNumpyHost(name, host_of(types.math.name))
+    return NumpyHost(name)
+
+
 class NumpyHost:
     """Arrays of one dtype. Matmuls are our own kernel's where they are large, else NumPy's."""
 
+    wide_states = True
+
     def __init__(self, dtype: npt.DTypeLike) -> None:
         self.dtype = np.dtype(dtype)
+
+    @property
+    def wide(self) -> NumpyHost:
+        """The host of what a cell computes in."""
+        return self
+
+    def widen(self, array: Array) -> Array:
+        """The array in that dtype."""
+        return array
+
+    def narrow(self, array: Array) -> Array:
+        """The array in this dtype."""
+        return array
 
     def empty(self, shape: tuple[int, ...]) -> Array:
         """Memory as it comes."""
@@ -36,7 +79,7 @@ class NumpyHost:
 
     def lasting(self, shape: tuple[int, ...]) -> Array:
         """Memory as it comes, kept for the next call when its last array is gone."""
-        return cpu.memory.empty(shape, str(self.dtype))
+        return cpu.memory.empty(shape, f"u{self.dtype.itemsize}").view(self.dtype)
 
     def like(self, array: Array) -> Array:
         """Memory as it comes, of the shape of an array."""
@@ -45,7 +88,7 @@ class NumpyHost:
     def fit(self, array: Array, layout: int, wide: bool = False) -> Array | None:
         """The array, or a contiguous copy; None for another dtype."""
         flags = array.flags
-        if array.dtype != self.dtype:
+        if array.dtype != (self.wide.dtype if wide else self.dtype):
             return None
         if not flags.aligned:  # in its address, or in its strides
             return array.copy()
@@ -127,3 +170,21 @@ class NumpyHost:
             row // size if rows > 1 else 1,
             column // size if columns > 1 else 1,
         )
+
+
+class MixedNumpyHost(Mixed, NumpyHost):
+    """Arrays of 16 bits; bfloat16 is that of ml_dtypes."""
+
+    def __init__(self, number: str, wide: NumpyHost) -> None:
+        super().__init__(numpy_dtype(number))
+        self.number, self._wide = number, wide
+
+    @property
+    def wide(self) -> NumpyHost:
+        return self._wide
+
+    def widen(self, array: Array) -> Array:
+        return array.astype(self.wide.dtype, copy=False)
+
+    def narrow(self, array: Array) -> Array:
+        return array.astype(self.dtype, copy=False)

@@ -16,7 +16,7 @@ from anycell.layer import ENDS, Options, check_checkpoint, shapes
 from anycell.layer.stream import Stream
 from anycell.numpy import check, initializers, passes
 from anycell.numpy.base import Array, Layer
-from anycell.numpy.host import NumpyHost
+from anycell.numpy.host import host_of
 from anycell.plan import Plan, plan
 
 State = Array | tuple[Array, ...]  # the array alone where a cell has one state
@@ -41,7 +41,8 @@ class RNN(Layer):
             is scaled by ``1 / (1 - dropout)`` (Srivastava et al., 2014).
         bidirectional: a second set of weights runs from the end to the start; the outputs of both
             are side by side.
-        dtype: "float32" or "float64", of the parameters and of everything computed.
+        dtype: "float32", "float64", "float16" or "bfloat16" (that of ml_dtypes), of the parameters
+            and of all results; in 16 bits a cell computes in float32.
         initializer: of the input weights, for each gate on its own: "glorot_uniform",
             "glorot_normal", "orthogonal", "zeros", or a function ``(shape, generator) -> array``.
             "torch" draws everything as ``torch.nn`` does, U(-1/sqrt(H), 1/sqrt(H)).
@@ -320,9 +321,9 @@ class RNN(Layer):
         """
         self._one_direction("prepare")
         stream, chosen = None, self.plan
-        if chosen.engine == "cpu":
+        if chosen.engine == "cpu" and not chosen.types.mixed:
             weights = [self._learned(k) for k in range(self.num_layers)]
-            host, threads = NumpyHost(self.dtype), pool.threads()
+            host, threads = host_of(self.dtype), pool.threads()
             stream = Stream(host, chosen.cell, self.sizes, chosen.dtype, weights, threads)
         self._prepared = self._writes, self.cell, stream
         return self

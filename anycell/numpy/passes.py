@@ -15,7 +15,7 @@ import numpy.typing as npt
 from anycell import layer
 from anycell.engines import reference
 from anycell.layer import ENDS, Options
-from anycell.numpy.host import NumpyHost
+from anycell.numpy.host import host_of
 from anycell.plan import Plan
 
 Array = npt.NDArray[np.floating]
@@ -44,7 +44,7 @@ def run(plan: Plan, arrays: Named, options: Options) -> Result:
 
 def fused(plan: Plan, arrays: Named, options: Options) -> Result:
     """``run`` on the compiled kernel."""
-    host = NumpyHost(plan.dtype)
+    host = host_of(plan.dtype)
     output, final, kept = layer.forward(host, plan, arrays, options, keep=options.training)
 
     def pullback(d_output: Array, d_final: States) -> dict[str, Array]:
@@ -59,7 +59,7 @@ def composite(plan: Plan, arrays: Named, options: Options) -> Result:
     cell, x = plan.cell, arrays["x"]
     mask, resets = arrays.get("mask"), arrays.get("resets")
     if mask is not None:
-        x = NumpyHost(plan.dtype).masked(x, mask)
+        x = host_of(plan.dtype).masked(x, mask)
     ends = ENDS[: len(options.reverse)]
     calls: list[dict[str, Any]] = []
     for d, end in enumerate(ends):

@@ -17,7 +17,7 @@ from anycell import layer
 from anycell.engines import cpu, reference
 from anycell.lang.cell import Cell
 from anycell.numpy import check
-from anycell.numpy.host import NumpyHost
+from anycell.numpy.host import host_of
 from anycell.plan import Plan, plan
 from anycell.plan.dtype import dtypes
 
@@ -47,7 +47,7 @@ def recurrence(
 ) -> tuple[Array, tuple[Array, ...]]:
     """Runs ``cell`` over a sequence whose input projection is done.
 
-    All arrays have one dtype, float32 or float64, and any strides.
+    All arrays have one dtype, float32, float64 or 16 bits, and any strides.
 
     Args:
         cell: a cell of G gates; its hidden size H follows from ``gates_x``.
@@ -167,7 +167,7 @@ def _fused(plan: Plan, call: reference.Recurrence) -> tuple[Array, tuple[Array, 
         seed=call.seed or 0,
         threads=cpu.pool.threads(),
     )
-    host = NumpyHost(plan.dtype)
+    host = host_of(plan.dtype)
     outputs, finals, _ = layer.forward(host, plan, arrays, options, keep=False)
     return outputs, tuple([final[0] for final in finals])
 

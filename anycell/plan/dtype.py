@@ -63,8 +63,8 @@ def _row(storage: Number, wide: Number, *engines: str) -> Dtype:
 DTYPES = {
     "float32": _row(_FLOAT32, _FLOAT32, "cpu", "gpu"),
     "float64": _row(_FLOAT64, _FLOAT64, "cpu"),
-    "bfloat16": _row(_BFLOAT16, _FLOAT32, "gpu"),
-    "float16": _row(_FLOAT16, _FLOAT32, "gpu"),
+    "bfloat16": _row(_BFLOAT16, _FLOAT32, "cpu", "gpu"),
+    "float16": _row(_FLOAT16, _FLOAT32, "cpu", "gpu"),
 }
 
 

@@ -80,6 +80,8 @@ class DeviceHost:
             return 0
         return torch.cuda.current_stream(self.device).cuda_stream
 
+    wide_states = False  # see Arrays; with checkpoints they are
+
     def empty(self, shape: tuple[int, ...], wide: bool = False) -> Tensor:
         """Memory that is written before it is read."""
         return torch.empty(shape, dtype=torch.float32 if wide else self.dtype, device=self.device)

@@ -23,8 +23,8 @@ from anycell.torch.composite import Arrays, Sizes, States
 from anycell.torch.functional import (
     Engine,
     autocast,
+    autocast_dtype,
     compiled,
-    fused_plan,
     memory,
     observed,
     reason,
@@ -62,10 +62,12 @@ class DropIn(Recurrent):
     @property
     def engine(self) -> Engine:
         """What runs this layer, and why; under autocast, what runs it there."""
-        plan = fused_plan(self.cell, self.hidden_size, self.weight_ih_l0, self._sizes)
+        weight = self.weight_ih_l0
+        dtype = autocast_dtype(weight)
+        plan = plan_on(weight.device.type, self.cell, self.hidden_size, dtype, self._sizes)
         if isinstance(plan, str):
             return Engine("torch", plan)
-        if autocast():
+        if autocast() and weight.is_cuda:
             return Engine("torch", "autocast is on; with a mask, lengths or resets calls are fused")
         if plan.engine == "gpu":
             vendors = vendor.wins_on_gpu(self.cell)
@@ -94,14 +96,15 @@ class DropIn(Recurrent):
         if not self._fits(x, states, weight):
             return None
         if plain:
-            plan = None if autocast() else self._fused(x, cell, weight, looked)
+            plan = self._fused(x, cell, weight, looked)
             if plan is None:
                 return None
         arrays = {}
         if states is not None:
             arrays = dict(zip(state_names("state", cell), states, strict=True))
         output, final, _ = sequence(
-            self._call(cell, plan=None if looked else plan),
+            # Under autocast the input may have another dtype than what the layer computes in.
+            self._call(cell, plan=None if looked or autocast() else plan),
             x,
             arrays,
             self._weights(),
@@ -148,8 +151,10 @@ class DropIn(Recurrent):
         data = x.data if isinstance(x, PackedSequence) else x
         size, sizes = self.hidden_size, self._sizes
         if looked and compiled():
-            return ops.known(cell, size, sizes, data)
-        plan = plan_on(weight.device.type, cell, size, weight.dtype, sizes)
+            return None if autocast() else ops.known(cell, size, sizes, data)
+        if autocast() and weight.is_cuda:
+            return None
+        plan = plan_on(weight.device.type, cell, size, autocast_dtype(weight), sizes)
         return plan if isinstance(plan, Plan) and memory(data) else None
 
     def _vendor_wins(self, x: Any, cell: Cell, weight: Tensor) -> bool:
@@ -248,9 +253,10 @@ class LSTM(DropIn, nn.LSTM):
     ``checkpoint="sqrt"``, or a number of steps, to the constructor or as an attribute: less memory
     for more time in training, see ``RNN``.
 
-    Fused are float32 and float64 on the CPU, and on a GPU calls with one of these three arguments,
-    or all with ``checkpoint``. Other dtypes and devices, autocast and tracing (jit, export) are
-    torch's own layer's, and so are all other calls on a GPU; ``engine`` says which, and why.
+    Fused are all calls on the CPU, in float32, float64, bfloat16, float16 and under autocast; and
+    on a GPU calls with one of these three arguments, or all with ``checkpoint``. Other devices,
+    and tracing (jit, export), are torch's own layer's, and so are all other calls on a GPU;
+    ``engine`` says which, and why.
     ``torch.func``, and second derivatives, run step by step.
 
     Raises:

@@ -177,16 +177,17 @@ def transformed() -> bool:
 
 
 def autocast_dtype(weight: Tensor) -> torch.dtype:
-    """What a layer of such weights computes in under autocast.
-
-    On a card what its own layers would, that is autocast's dtype; on the CPU, where no kernel has
-    16 bits, that of the weights.
+    """What a layer of such weights computes in under autocast: as torch's own layers in its dtype,
+    where it is on for their device and they have no float64.
     """
-    if weight.is_cuda and torch.is_autocast_enabled() and weight.dtype is not torch.float64:
-        if hasattr(torch, "get_autocast_dtype"):  # since PyTorch 2.4
-            return torch.get_autocast_dtype("cuda")
-        return torch.get_autocast_gpu_dtype()
-    return weight.dtype
+    kind = weight.device.type
+    if weight.dtype is torch.float64 or kind not in fused.ENGINES:
+        return weight.dtype
+    if hasattr(torch, "get_autocast_dtype"):  # since PyTorch 2.4
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    if kind == "cuda":
+        return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else weight.dtype
+    return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else weight.dtype
 
 
 exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)

@@ -100,7 +100,7 @@ def sequences(call: Call, arrays: Arrays, kept: layer.Kept) -> States:
             assert slots is not None, name
             # The slot before the first step comes first, and in the reverse direction last.
             directions.append(slots[:-1] if reverse else slots[1:])
-        whole = side_by_side(directions)
+        whole = side_by_side(directions).to(arrays["x"].dtype)
         if mask is not None:
             whole = torch.where(mask.unsqueeze(-1), whole, torch.zeros_like(whole))
         found.append(whole.detach())

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anycell.engines import cpu
+from anycell.layer.mixed import Mixed
 from anycell.layer.signature import ANY, FLAGS, MATRIX, ROWS
-from anycell.plan.dtype import dtypes
+from anycell.plan.dtype import DTYPES, dtypes
 
 _CPU = torch.device("cpu")  # said each time: torch.set_default_device must not move our buffers
 
@@ -54,8 +55,10 @@ LARGE = 1 << 19
 class TorchHost:
     """Tensors of one dtype on the CPU; the matmuls are torch's."""
 
+    wide_states = True
+
     def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+        self.dtype, self.wide = dtype, self
         # Without a function of Python's between, as below: they are called for everything.
         self.empty = functools.partial(torch.empty, dtype=dtype, device=_CPU)
         self.zeros = functools.partial(torch.zeros, dtype=dtype, device=_CPU)
@@ -63,10 +66,10 @@ class TorchHost:
     def lasting(self, shape: tuple[int, ...]) -> Tensor:
         if math.prod(shape) * self.dtype.itemsize < cpu.memory.SMALL:
             return self.empty(shape)
-        return torch.from_numpy(cpu.memory.empty(shape, str(self.dtype).removeprefix("torch.")))
+        return torch.from_numpy(cpu.memory.empty(shape, f"i{self.dtype.itemsize}")).view(self.dtype)
 
     def fit(self, array: Tensor, layout: int, wide: bool = False) -> Tensor | None:
-        if array.dtype is not self.dtype or not array.is_cpu:
+        if array.dtype is not (self.wide.dtype if wide else self.dtype) or not array.is_cpu:
             return None
         if array.is_contiguous() and not array.data_ptr() % array.element_size():
             return array
@@ -76,6 +79,13 @@ class TorchHost:
         return as_flags(array) if array.is_cpu else None
 
     layout = staticmethod(layout)
+
+    def widen(self, array: Tensor) -> Tensor:
+        return array
+
+    def narrow(self, array: Tensor) -> Tensor:
+        return array
+
     like = staticmethod(torch.empty_like)
     pointer = staticmethod(Tensor.data_ptr)
     strides = staticmethod(Tensor.stride)
@@ -94,4 +104,32 @@ class TorchHost:
         return torch.where(mask.bool().unsqueeze(-1), x, 0.0)
 
 
-HOSTS = {name: TorchHost(getattr(torch, name)) for name in dtypes("cpu")}
+class MixedTorchHost(Mixed, TorchHost):  # type: ignore[misc]
+    """Tensors of 16 bits on the CPU."""
+
+    def __init__(self, number: str, wide: TorchHost) -> None:
+        super().__init__(getattr(torch, number))
+        self.number, self.wide = number, wide
+
+    threads = staticmethod(torch.get_num_threads)
+
+    def widen(self, array: Tensor) -> Tensor:
+        return array.to(self.wide.dtype)
+
+    def narrow(self, array: Tensor) -> Tensor:
+        return array.to(self.dtype)
+
+
+def _hosts() -> dict[str, TorchHost]:
+    """A host per dtype."""
+    hosts: dict[str, TorchHost] = {}
+    for name in dtypes("cpu"):
+        types = DTYPES[name]
+        if types.mixed:
+            hosts[name] = MixedTorchHost(name, hosts[types.math.name])
+        else:
+            hosts[name] = TorchHost(getattr(torch, name))
+    return hosts
+
+
+HOSTS = _hosts()

@@ -39,7 +39,7 @@ class Prepared:
         self.dtype: torch.dtype = weight.dtype
         self.keeps = bool(module.cell.keeps)
         plan = fused_plan(module.cell, module.hidden_size, weight, module._sizes)
-        if isinstance(plan, Plan) and plan.engine == "cpu":
+        if isinstance(plan, Plan) and plan.engine == "cpu" and not plan.types.mixed:
             with torch.no_grad():
                 self.stream = self._pack(module, plan)
 

@@ -11,6 +11,7 @@ import anycell
 import anycell.numpy as an
 from anycell import cells
 from anycell.numpy import passes
+from anycell.plan import DTYPES
 from conformance.frontend import Frontend
 from conformance.problem import Array, Arrays, Problem
 
@@ -72,12 +73,15 @@ def by_step(problem: Problem) -> Arrays:
 def by_recurrence(problem: Problem, engine: str = "cpu") -> Arrays:
     arrays = {name.removesuffix("_l0"): array for name, array in problem.arrays.items()}
     weight, bias = arrays["weight_ih"], arrays.get("bias_ih")
+    x, dtype = arrays["x"], arrays["x"].dtype
+    if DTYPES[problem.dtype].mixed:  # NumPy would round each sum as it goes
+        x, weight, bias = (None if a is None else a.astype("float64") for a in (x, weight, bias))
     with np.errstate(invalid="ignore"):  # NaN lies under masks
-        gates = arrays["x"] @ weight.T
+        gates = x @ weight.T
     matmuls = [name for l in problem.cell.linears for name in (l.weight, l.bias_name)]
     outputs, final = anycell.recurrence(
         problem.cell,
-        gates if bias is None else gates + bias,
+        (gates if bias is None else gates + bias).astype(dtype),
         {name: arrays[name] for name in matmuls if name in arrays},
         [state[0] for state in problem.group("state")] or None,
         {name: arrays[name] for name in problem.cell.param_names},

@@ -153,6 +153,7 @@ LACKS = dict.fromkeys(
     "prepare": "a step is operations of TensorFlow",
     "layers": "MultiRNNCell makes one cell of several",
     "no bias": "its cells have one",
+    "16 bits": "TensorFlow 1's cells compute in the dtype of their variables",
 }
 FRONTENDS = [
     Frontend("tf1", by_loops(), LACKS, tuple(KINDS), by_step),

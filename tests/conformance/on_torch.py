@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.func import functional_call
@@ -12,18 +13,34 @@ from torch.func import functional_call
 import anycell.torch as at
 from anycell import cells
 from anycell.layer import Options
+from anycell.numpy.host import numpy_dtype
 from anycell.torch.composite import Call, composite
 from anycell.torch.functional import layer
 from conformance.frontend import Frontend
-from conformance.problem import Arrays, Problem
+from conformance.problem import Array, Arrays, Problem
 
 Tensors = dict[str, Tensor]
+
+
+def tensor_of(array: Array) -> Tensor:
+    """The array as a tensor, of the same memory."""
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def array_of(tensor: Tensor) -> Array:
+    """The inverse, of any device."""
+    tensor = tensor.detach().cpu()
+    if tensor.dtype is torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
+    return tensor.numpy()
 
 
 def derive(
     call: Callable[[Tensors], Tensors], problem: Problem, along: Arrays | None, device: str = "cpu"
 ) -> Arrays:
-    tensors = {name: torch.from_numpy(a).to(device) for name, a in problem.arrays.items()}
+    tensors = {name: tensor_of(a).to(device) for name, a in problem.arrays.items()}
     arriving = {name: tensors.pop(name) for name in list(tensors) if name.startswith("d ")}
     fixed = ("recurrent_mask",)
     leaves = {n: t for n, t in tensors.items() if t.is_floating_point() and n not in fixed}
@@ -40,7 +57,7 @@ def derive(
         ahead = [torch.from_numpy(along[name]) for name in leaves]
         grads, results = torch.autograd.grad(grads, wanted, ahead, materialize_grads=True), {}
     results |= {f"d {name}": grad for name, grad in zip(leaves, grads, strict=True)}
-    return {name: tensor.detach().cpu().numpy() for name, tensor in results.items()}
+    return {name: array_of(tensor) for name, tensor in results.items()}
 
 
 def named(problem: Problem, output: Tensor, final: Any) -> Tensors:
@@ -111,7 +128,7 @@ def by_function(
 
 
 def by_step(made: Any, problem: Problem) -> Arrays:
-    tensors = {name: torch.from_numpy(array) for name, array in problem.arrays.items()}
+    tensors = {name: tensor_of(array) for name, array in problem.arrays.items()}
     for name, parameter in made.named_parameters():
         parameter.data = tensors[name]  # as it lies in memory
     made.prepare()
@@ -122,7 +139,7 @@ def by_step(made: Any, problem: Problem) -> Arrays:
             output, state = made.step(x, state, **static)
             outputs.append(output)
     results = named(problem, torch.stack(outputs), state)
-    return {name: tensor.numpy() for name, tensor in results.items()}
+    return {name: array_of(tensor) for name, tensor in results.items()}
 
 
 DIRECTIONS = "a layer runs forwards, or both ways"

@@ -18,7 +18,16 @@ from anycell import Cell, cells
 from anycell.engines import cpu
 from anycell.layer.stream import Stream
 from conformance.frontend import Frontend
-from conformance.problem import LEARNED, Arrays, Odd, Problem, assert_right, by_reference, draw
+from conformance.problem import (
+    LEARNED,
+    Arrays,
+    Odd,
+    Problem,
+    assert_right,
+    by_reference,
+    draw,
+    is_float,
+)
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Keras reads its variables for NumPy 1.
@@ -101,7 +110,7 @@ def check(frontend: Frontend, problem: Problem) -> Arrays:
         assert kernels.called is frontend.fused
     assert_right(solution, problem, "gradients" not in frontend.lacks)
     for name, array in problem.arrays.items():
-        assert np.array_equal(array, before[name], equal_nan=array.dtype.kind == "f"), name
+        assert np.array_equal(array, before[name], equal_nan=is_float(array)), name
     return solution
 
 
@@ -185,6 +194,24 @@ def test_every_cell(frontend: Frontend, cell: Cell, case: str) -> None:
     check(frontend, draw(cell, STANDARD, tuple(has), dtype(frontend)))
 
 
+def every_fused(frontend: Frontend) -> tuple[Cell, ...]:
+    """What step by step the framework rounds in each operation has a larger error."""
+    return every(frontend) if frontend.fused else ()
+
+
+def seldom(frontend: Frontend, cell: Cell, dtype: str) -> bool:
+    """Each cell once in both, and those that stand for all everywhere."""
+    return frontend.name != "torch.RNN" and cell not in some(frontend)
+
+
+@ask("bfloat16", "float16", cells=every_fused, has=lambda _: ("16 bits",), more=seldom)
+def test_16_bits(frontend: Frontend, cell: Cell, case: str) -> None:
+    """With all that the frontend has, in one call."""
+    has = [word for word in FULL if word not in frontend.lacks]
+    # Norms of few units amplify what is rounded.
+    check(frontend, draw(cell, (5, 4, 3, 22), tuple(has), case))
+
+
 SIZES = {
     "one unit": (5, 3, 6, 1),
     "a single step": (1, 4, 6, 7),
@@ -212,6 +239,18 @@ def test_sizes(frontend: Frontend, cell: Cell, case: str) -> None:
     has = tuple(word for word in ("state", "lengths") if word not in frontend.lacks)
     exact = cell is two(frontend)[-1] and "float64" not in frontend.lacks
     check(frontend, draw(cell, SIZES[case], has, "float64" if exact else "float32"))
+
+
+def two_fused(frontend: Frontend) -> tuple[Cell, ...]:
+    return two(frontend) if frontend.fused else ()
+
+
+@ask(*SIZES, cells=two_fused, has=lambda size: (size, "16 bits"), more=needs_kernels)
+def test_sizes_in_16_bits(frontend: Frontend, cell: Cell, case: str) -> None:
+    """One cell in bfloat16, the other one in float16."""
+    has = tuple(word for word in ("state", "lengths") if word not in frontend.lacks)
+    first = cell is two(frontend)[0]
+    check(frontend, draw(cell, SIZES[case], has, "bfloat16" if first else "float16"))
 
 
 @ask("", cells=two)

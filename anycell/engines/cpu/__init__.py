@@ -14,7 +14,7 @@ from anycell.engines.cpu import check, gemm, isa, memory, pool
 from anycell.engines.cpu import kernel as _kernel
 from anycell.engines.cpu.door import LINE, WORTH_SPREADING
 from anycell.engines.cpu.kernel import Kernel
-from anycell.plan import Plan
+from anycell.plan import DTYPES, Plan
 
 
 def compiled(plan: Plan, backward: bool = False) -> Kernel:
@@ -111,7 +111,7 @@ scratch, packed_weights = Scratch(), PackedWeights()
 
 def hyperparameters(plan: Plan) -> np.ndarray:
     """The values of a cell's run-time hyperparameters, as its kernels read them."""
-    return np.array(list(plan.cell.hyper.values()) or [0.0], plan.dtype)
+    return np.array(list(plan.cell.hyper.values()) or [0.0], plan.types.math.name)
 
 
 def run(kernel: Kernel, entries: array[int], bounds: check.CallBounds | None = None) -> None:
@@ -140,6 +140,7 @@ def multiply(
     """``C = A @ B``, or ``C += A @ B``, see ``gemm``.
 
     Args:
+        dtype: of A and B; C is of the type in which their products add up.
         sizes: rows, columns, and the length of the sums.
         a, b: address, strides from row to row and from column to column, in elements; one is 1.
         c: address, stride from row to row.
@@ -149,7 +150,8 @@ def multiply(
     functions, gang = gemm.compiled(dtype, isa.current()), pool.gang(threads)
     entries = array("q", [*sizes, *a, *b, *c, add, min(threads, pool.MOST), gang, 0, 0])
     if check.ON:
-        check.check_product(np.dtype(dtype).itemsize, entries, bounds)
+        types = DTYPES[dtype]
+        check.check_product(types.operands.bytes, types.accumulate.bytes, entries, bounds)
     address = entries.buffer_info()[0]
     functions.needs(address)
     block = scratch.take(entries[-1])

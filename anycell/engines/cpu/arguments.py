@@ -19,10 +19,25 @@ def is_integer(name: str) -> bool:
 
 
 def number_of(plan: Plan, name: str) -> Number:
-    """What an array of the table consists of."""
-    if name.startswith(("dstate", "dreset", "dparam", "dstatic")):
-        return plan.types.accumulate
-    return plan.types.saved if name == "saved" else plan.types.storage
+    """What an array of the table consists of.
+
+    Numbers narrower than those that a cell computes with would lose what it adds up over time: so
+    all states but the first, which matmuls multiply and the caller reads, are kept as computed.
+    Projected gates come from sums, and have their type.
+    """
+    types, cell = plan.types, plan.cell
+    if name.startswith(("dstate", "dreset", "dparam", "dstatic", "product")):
+        return types.accumulate
+    if name in {f"{what}{i}" for what in ("state", "reset") for i in range(1, len(cell.states))}:
+        return types.math
+    if name == "x" and not multiplies_input(plan):
+        return types.accumulate
+    return types.saved if name == "saved" else types.storage
+
+
+def multiplies_input(plan: Plan) -> bool:
+    """Whether x is the input itself, which the cell multiplies in its step."""
+    return any(l.operand.op == "input" for l in plan.cell.linears)
 
 
 def arguments(plan: Plan, backward: bool) -> tuple[str, ...]:
@@ -80,8 +95,7 @@ def extents(plan: Plan, backward: bool, saved_width: int) -> dict[str, tuple[str
     arrays["recurrent_mask"] = "rows", (1 + max(masks, default=0)) * widths[0]
     if not backward:
         # Of a cell that multiplies the input in its step, x is that input.
-        projects = any(l.operand.op == "input" for l in cell.linears)
-        entering = plan.sizes[INPUT] if projects else gates
+        entering = plan.sizes[INPUT] if multiplies_input(plan) else gates
         arrays |= {"x": ("steps", entering), "input": ("steps", 0), "out": ("steps", widths[0])}
         arrays["product"] = "rows", gates
         return arrays

@@ -62,11 +62,13 @@ def check(kernel: Kernel, entries: array[int], bounds: CallBounds | None) -> Non
             inside(span, known.get(span.name))
 
 
-def check_product(size: int, entries: array[int], bounds: tuple[Bounds, ...]) -> None:
+def check_product(
+    operands: int, results: int, entries: array[int], bounds: tuple[Bounds, ...]
+) -> None:
     """That a matmul stays within its arrays.
 
     Args:
-        size: of an element.
+        operands, results: bytes of a number of A and B, and of C.
         entries: the table of the call, see ``gemm``.
         bounds: of A, B and C.
 
@@ -82,6 +84,7 @@ def check_product(size: int, entries: array[int], bounds: tuple[Bounds, ...]) ->
     assert 1 in (a_rows, a_inner), f"a: strides {a_rows} and {a_inner}, neither is 1"
     assert 1 in (b_inner, b_columns), f"b: strides {b_inner} and {b_columns}, neither is 1"
     for (name, address, axes), limits in zip(arrays, bounds, strict=True):
+        size = results if name == "c" else operands
         for span in reach(name, address, size, 1, axes):
             inside(span, limits)
 
@@ -130,13 +133,14 @@ def touched(
         call, each: the call's entries, those of all and those of the direction.
         table: the kernel's own entries.
     """
-    steps, batch, real = table["steps"], table["batch"], kernel.itemsize
+    steps, batch = table["steps"], table["batch"]
     groups = -(-batch // max(1, table["row_group"]))
     for name in ("mask", "resets"):
         yield from reach(name, table[name], 1, batch, ((steps, table[f"{name}_t"]),))
     for argument, (kind, width) in kernel.extents.items():
         name = kernel.entry(argument)
         address, row = table[argument], table.get(f"{argument}_b", width)
+        size = kernel.bytes(argument)
         if argument == "x" and table.get("inputs"):
             name = "scratch"  # a row of zeros
         if kind == "steps":
@@ -145,12 +149,12 @@ def touched(
                 slots = 2 if table[f"{argument}_flip"] else steps + 1
             axes = (slots, table[f"{argument}_t"]), (batch, row)
             width = table["inputs"] if name == "input" else width
-            yield from reach(name, address, real, width, axes)
+            yield from reach(name, address, size, width, axes)
             after = table.get(f"{argument}_next", 0)  # backward: the state after each step
-            yield from reach(name, address and address + real * after, real, width, axes)
+            yield from reach(name, address and address + size * after, size, width, axes)
         else:
             count = {"rows": batch, "groups": groups, "once": 1}[kind]
-            yield from reach(name, address, real, width, ((count, row),))
+            yield from reach(name, address, size, width, ((count, row),))
     if batch:
         size = call["scratch_bytes"]
         yield from reach("scratch", call["scratch"], 1, size, ())
@@ -158,11 +162,13 @@ def touched(
     if call["pack"]:
         yield from _weights(kernel, call, each)
     # What the door itself copies: states before the first step and after the last.
-    for name, width in kernel.states:
-        for entry in (f"state {name}", f"d_final {name}", f"final {name}"):
+    for i, (name, width) in enumerate(kernel.states):
+        copied = {"state": f"state{i}", "d_final": f"dstate{i}", "final": f"state{i}"}
+        for what, argument in copied.items():
+            entry = f"{what} {name}"
             if each.get(entry):
                 axes = (batch, each[f"{entry} rows"]), (width, each[f"{entry} columns"])
-                yield from reach(entry, each[entry], real, 1, axes)
+                yield from reach(entry, each[entry], kernel.bytes(argument), 1, axes)
 
 
 def _weights(kernel: Kernel, call: Mapping[str, int], each: Mapping[str, int]) -> Iterator[Span]:

@@ -38,7 +38,7 @@ def _geometry(generator: Generator, batch: int | None) -> Iterator[str]:
         return
     for m in generator.matmuls:
         g, heads = m.geometry, m.linear.heads
-        packed = m.packed_elements * plan.types.operands.bytes
+        packed = m.packed_elements * generator.size
         of = f" for each of {heads} heads" if heads > 1 else ""
         yield (
             f"matmul [rows, {g.inner}] @ [{g.inner}, {g.units * g.outputs}]{of}; "

@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from anycell.engines.cpu.arguments import number_of
 from anycell.engines.cpu.geometry import L1_WEIGHTS, Matmul
-from anycell.engines.cpu.ir import Builder, Module, Value, constant
+from anycell.engines.cpu.ir import Builder, Module, Value, constant, integer_of, vector
+from anycell.engines.cpu.matmul import packed_rows_of, whole_rows
 from anycell.lang.cell import RECURRENT
 from anycell.plan import Plan
 
@@ -289,15 +291,14 @@ class Door:
                 constant(0, "i64"),
             )
             work = b.add(zeros, row)
-        each = self._workspace(b, shared["batch"])
+        inputs = None if self.projecting is None else shared["inputs"]
+        each = self.generator.print_workspace(b, shared["batch"], inputs)
         end = b.add(work, b.mul(b.mul(directions, shared["threads"]), each))
         return packing, zeros, work, each, end
 
-    def _workspace(self, b: Builder, batch: Value) -> Value:
-        """Bytes of a thread, as ``Generator.workspace``."""
-        rows, fixed = self.generator.workspace_lines
-        addresses = b.mul(b.sdiv(b.add(b.mul(batch, 8), LINE - 1), LINE), LINE)
-        return b.add(b.mul(addresses, rows), fixed)
+    def _bytes(self, name: str) -> int:
+        """Of a number of an array of the kernel's."""
+        return number_of(self.plan, name).bytes
 
     def _packed_bytes(self, b: Builder, shared: Entries) -> Value:
         """Of one direction."""
@@ -314,7 +315,7 @@ class Door:
         assert self.projecting is not None
         g, inputs = self.projecting.geometry, shared["inputs"]
         each = g.tiles * g.columns * g.lanes * self.size
-        size = b.mul(b.add(inputs, g.lanes + 1), each)
+        size = b.mul(b.add(packed_rows_of(b, inputs, g), g.lanes + 1), each)
         size = b.mul(b.sdiv(b.add(size, LINE - 1), LINE), LINE)
         return b.select(b.icmp("ne", inputs, 0), size, constant(0, "i64"))
 
@@ -338,38 +339,57 @@ class Door:
                     b.call(f"pack{number}", table, part, parts)
 
     def _print_copy(self) -> None:
-        """Rows of numbers from one array to another, and of one value."""
+        """Rows of numbers from one array to another, and of one value, per type of number."""
         rows = [("i64", "rows"), ("i64", "width")]
-        params = [("ptr", "to"), ("i64", "to_row"), ("ptr", "source"), ("i64", "row")]
-        params += [("i64", "column"), *rows]
-        b = self.module.function("copy_rows", params, internal=True, inline=False)
-        to, to_row, source, row, column, count, width = b.args
-        with b.loop(0, count) as r:
-            into, start = b.gep(to, b.mul(r, to_row)), b.gep(source, b.mul(r, row))
-            with b.when(b.icmp("eq", column, 1)) as otherwise, b.loop(0, width, b.lanes) as i:
+        for suffix, real in self._copied_types():
+            params = [("ptr", "to"), ("i64", "to_row"), ("ptr", "source"), ("i64", "row")]
+            params += [("i64", "column"), *rows]
+            b = self.module.function(f"copy_rows{suffix}", params, internal=True, inline=False)
+            vec = vector(b.lanes, real)
+            to, to_row, source, row, column, count, width = b.args
+            with b.loop(0, count) as r:
+                into, start = b.gep(to, b.mul(r, to_row), real), b.gep(source, b.mul(r, row), real)
+                with b.when(b.icmp("eq", column, 1)) as otherwise, b.loop(0, width, b.lanes) as i:
+                    mask = b.lane_mask(b.sub(width, i))
+                    numbers = b.masked_load(b.gep(start, i, real), mask, 0, vec)
+                    b.masked_store(numbers, b.gep(into, i, real), mask)
+                with otherwise, b.loop(0, width) as i:
+                    value = b.load(b.gep(start, b.mul(i, column), real), real)
+                    b.store(value, b.gep(into, i, real))
+            params = [("ptr", "to"), ("i64", "to_row"), (real, "value"), *rows]
+            b = self.module.function(f"fill_rows{suffix}", params, internal=True, inline=False)
+            to, to_row, value, count, width = b.args
+            with b.loop(0, count) as r, b.loop(0, width, b.lanes) as i:
                 mask = b.lane_mask(b.sub(width, i))
-                b.masked_store(b.masked_load(b.gep(start, i), mask), b.gep(into, i), mask)
-            with otherwise, b.loop(0, width) as i:
-                value = b.load(b.gep(start, b.mul(i, column)), b.real)
-                b.store(value, b.gep(into, i))
-        params = [("ptr", "to"), ("i64", "to_row"), (b.real, "value"), *rows]
-        b = self.module.function("fill_rows", params, internal=True, inline=False)
-        to, to_row, value, count, width = b.args
-        with b.loop(0, count) as r, b.loop(0, width, b.lanes) as i:
-            mask = b.lane_mask(b.sub(width, i))
-            b.masked_store(b.splat(value), b.gep(b.gep(to, b.mul(r, to_row)), i), mask)
+                at = b.gep(b.gep(to, b.mul(r, to_row), real), i, real)
+                b.masked_store(b.splat(value), at, mask)
+
+    def _copied_types(self) -> list[tuple[str, str]]:
+        """What rows that are copied consist of, and a suffix for the functions that do it: the
+        first state may be narrower than all else.
+        """
+        narrow, real = self.plan.types.storage.llvm, self.module.real
+        return [("", real)] if narrow == real else [("", real), ("_narrow", integer_of(narrow))]
 
     def _copy_or_fill(
         self, b: Builder, to: Value, to_row: Value, each: Entries, name: str, value: float,
-        rows: Value, width: int,
+        rows: Value, width: int, array: str,
     ) -> None:  # fmt: skip
-        """An array of rows and columns of any strides, or a value where it is not there."""
+        """An array of rows and columns of any strides, or a value where it is not there; into one
+        that consists of what the kernel's ``array`` does.
+        """
+        number = number_of(self.plan, array)
+        narrow = number is not self.plan.types.math
+        suffix = "_narrow" if narrow else ""
+        wide = constant(width, "i64")
         with b.when(b.icmp("ne", each[name], 0)) as otherwise:
             strides = each[f"{name} rows"], each[f"{name} columns"]
-            wide = constant(width, "i64")
-            b.call("copy_rows", to, to_row, each.pointer(name), *strides, rows, wide)
+            b.call(f"copy_rows{suffix}", to, to_row, each.pointer(name), *strides, rows, wide)
         with otherwise:
-            b.call("fill_rows", to, to_row, constant(value, b.real), rows, constant(width, "i64"))
+            filled = constant(value, b.real)
+            if narrow:
+                filled = b.narrow(filled, number.llvm)
+            b.call(f"fill_rows{suffix}", to, to_row, filled, rows, wide)
 
     # ---- where the arrays of a direction begin ---------------------------------------------------
     def _print_layout(self) -> None:
@@ -401,7 +421,8 @@ class Door:
         packed = constant(kernel.packed_bytes, "i64")
         if not self.backward:
             work = b.add(work, b.mul(shared["inputs"], self.gates))
-            packed = b.add(packed, b.mul(shared["inputs"], self.gates * self.size))
+            weights = self.gates * self.plan.types.operands.bytes
+            packed = b.add(packed, b.mul(shared["inputs"], weights))
         single = b.icmp("eq", shared["packed"], 0)
         work = b.smax(b.select(single, constant(0, "i64"), work), 64 * h)
         work = b.mul(b.mul(work, rows), b.mul(shared["count"], directions))
@@ -423,7 +444,7 @@ class Door:
 
     def _lay_out(self, b: Builder, base: Value, shared: Entries, each: Entries, d: Value) -> None:
         """The tables of one direction."""
-        g, size, batch = self.generator, self.size, shared["batch"]
+        g, batch = self.generator, shared["batch"]
         packing, zeros, work, workspace, _ = self._places(b, shared)
         start = b.ptrtoint(base, "i64")
         offset = b.add(b.mul(d, self.table_bytes), LINE)
@@ -464,7 +485,7 @@ class Door:
         def place(
             name: str, address: Value, index: Value, step: Value, row: Value, sign: Value
         ) -> None:
-            at = b.add(address, b.mul(b.mul(index, step), size))
+            at = b.add(address, b.mul(b.mul(index, step), self._bytes(name)))
             table[name] = b.select(b.icmp("ne", address, 0), at, constant(0, "i64"))
             table[f"{name}_t"], table[f"{name}_b"] = b.mul(step, sign), row
 
@@ -495,7 +516,7 @@ class Door:
         """Of the first state: the address of a direction's columns, and strides."""
         width = self.states[0][1]
         row = b.mul(shared["directions"], width)
-        address = b.add(shared["hidden"], b.mul(d, width * self.size))
+        address = b.add(shared["hidden"], b.mul(d, width * self._bytes("state0")))
         return address, b.mul(shared["batch"], row), row
 
     def _slot(
@@ -518,7 +539,8 @@ class Door:
         else:
             address, step, row = self._hidden(b, shared, d)
         flip = b.zext(b.not_(whole), "i64")
-        return b.add(address, b.mul(b.mul(slot, step), self.size)), step, row, flip, sign
+        offset = b.mul(b.mul(slot, step), self._bytes(f"state{i}"))
+        return b.add(address, offset), step, row, flip, sign
 
     def _forward_arrays(
         self, b: Builder, shared: Entries, each: Entries, table: Entries, d: Value,
@@ -527,16 +549,18 @@ class Door:
         width, zero = self.states[0][1], constant(0, "i64")
         row = b.mul(shared["directions"], width)
         out = shared["out"]
-        column = b.select(b.icmp("ne", out, 0), b.mul(d, width * self.size), zero)
+        column = b.select(b.icmp("ne", out, 0), b.mul(d, width * self._bytes("out")), zero)
         place("out", b.add(out, column), time, b.mul(shared["batch"], row), row, sign)
         place("x", each["gates"], local, each["gates steps"], each["gates rows"], sign)
         place("input", shared["input"], time, shared["input steps"], shared["input rows"], sign)
         table.set(product=each["product"], product_b=self.gates, inputs=shared["inputs"])
         if self.projecting is not None:
             g, inputs = self.projecting.geometry, shared["inputs"]
-            rows = L1_WEIGHTS // (max(g.columns, 1) * g.lanes * self.size)
+            itemsize = self.plan.types.operands.bytes
+            rows = L1_WEIGHTS // (max(g.columns, 1) * g.lanes * itemsize)
             blocks = b.smax(b.sdiv(b.add(b.shl(inputs, 1), rows), 2 * rows), 1)
-            table["input_block"] = b.sdiv(b.sub(b.add(inputs, blocks), 1), blocks)
+            block = b.sdiv(b.sub(b.add(inputs, blocks), 1), blocks)
+            table["input_block"] = whole_rows(b, block, g)
         for i in range(len(self.states)):
             at, step, row, flip, way = self._slot(b, shared, each, d, i, shared["begin"])
             table[f"state{i}"], table[f"state{i}_flip"] = at, flip
@@ -549,7 +573,8 @@ class Door:
         batch, zero = shared["batch"], constant(0, "i64")
         for i, (name, width) in enumerate(self.states):
             entry = f"d_sequence {name}" if i else "d_output"
-            column = b.select(b.icmp("ne", shared[entry], 0), b.mul(d, width * self.size), zero)
+            column = b.mul(d, width * self._bytes(f"dy{i}"))
+            column = b.select(b.icmp("ne", shared[entry], 0), column, zero)
             strides = shared[f"{entry} steps"], shared[f"{entry} rows"]
             place(f"dy{i}", b.add(shared[entry], column), time, *strides, sign)
         place("dx", each["d_gates"], local, each["d_gates steps"], each["d_gates rows"], sign)
@@ -597,7 +622,7 @@ class Door:
         for k, m in enumerate(self.matmuls):
             packed = b.select(there, b.add(base, at), zero)
             bias = zero if self.backward else each[m.linear.bias_name]
-            packing(k, m.linear.weight, bias, packed, constant(m.geometry.inner, "i64"))
+            packing(k, m.linear.weight, bias, packed, constant(m.parts * m.numbers, "i64"))
             table[f"weights{k}"] = packed
             at += align(m.packed_elements * self.size)
         if self.projecting is not None:
@@ -614,7 +639,8 @@ class Door:
             for i, (name, width) in enumerate(self.states):
                 at, _, row, *_ = self._slot(b, shared, each, d, i, shared["begin"])
                 to, value = b.inttoptr(at, "ptr"), self.cell.states[i].initial
-                self._copy_or_fill(b, to, row, each, f"state {name}", value, shared["batch"], width)
+                rows, array = shared["batch"], f"state{i}"
+                self._copy_or_fill(b, to, row, each, f"state {name}", value, rows, width, array)
 
     def _print_final_states(self) -> None:
         """Copies the states after the last step of the call to where they are asked for."""
@@ -627,7 +653,9 @@ class Door:
                     to, to_row = each.pointer(f"final {name}"), each[f"final {name} rows"]
                     source, one = b.inttoptr(at, "ptr"), constant(1, "i64")
                     wide = constant(width, "i64")
-                    b.call("copy_rows", to, to_row, source, row, one, shared["batch"], wide)
+                    narrow = number_of(self.plan, f"state{i}") is not self.plan.types.math
+                    copy = "copy_rows_narrow" if narrow else "copy_rows"
+                    b.call(copy, to, to_row, source, row, one, shared["batch"], wide)
 
     def _print_first_gradients(self) -> None:
         """What gradients that add up over time start from."""
@@ -635,10 +663,11 @@ class Door:
         zero = constant(0.0, b.real)
         with self._directions(b, b.args[0]) as (shared, each, _):
             batch = shared["batch"]
-            for name, width in self.states:
+            for i, (name, width) in enumerate(self.states):
                 wide = constant(width, "i64")
                 to, reset = each.pointer(f"d_state {name}"), f"d_reset {name}"
-                self._copy_or_fill(b, to, wide, each, f"d_final {name}", 0.0, batch, width)
+                final, array = f"d_final {name}", f"dstate{i}"
+                self._copy_or_fill(b, to, wide, each, final, 0.0, batch, width, array)
                 with b.when(b.icmp("ne", each[reset], 0)):
                     b.call("fill_rows", each.pointer(reset), wide, zero, batch, wide)
             group = shared["row_group"]

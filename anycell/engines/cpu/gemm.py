@@ -10,6 +10,8 @@ B is packed, a *span* of rows and columns of it at a time: panels of a few vecto
 into blocks of ``INNER`` rows. Then C is cut into pieces of rows and, where these are few, of
 columns. Threads take pieces as they come, so that one whose core is shared with others takes fewer.
 Where the rows of A are not dense in memory, a thread copies those of its piece, block by block.
+A and B of 16 bits give a C of 32: rows of A are then widened as they are copied, and B is packed in
+pairs, see ``matmul``.
 While it multiplies, it fetches the panel and the rows that come next.
 
 An element of C is the sum over blocks of ``INNER`` numbers, one after the other, each of them a sum
@@ -30,7 +32,7 @@ from anycell.engines.cpu.geometry import Geometry
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant, element_bits
 from anycell.engines.cpu.matmul import add_products, print_pack_block
 from anycell.engines.cpu.sources import fingerprint
-from anycell.plan import DTYPES
+from anycell.plan import DTYPES, Dtype
 
 INNER = 256  # numbers of a block's sum; whole vectors
 ROWS = 96  # of a piece: enough to read a panel for, few enough to divide the work evenly
@@ -56,12 +58,16 @@ class Gemm:
 
     Args:
         target: the instruction set.
-        real: LLVM's name of the dtype.
+        types: A and B consist of its operands, C of what it adds them up in.
     """
 
-    def __init__(self, target: Target, real: str) -> None:
+    def __init__(self, target: Target, types: Dtype) -> None:
+        real, self.operands = types.accumulate.llvm, types.operands
         self.module = Module(target, real)
         self.size, self.lanes = element_bits(real) // 8, target.lanes(real)
+        self.narrow = self.operands.llvm != real
+        # Of a block of a panel, each as long as a vector's numbers are together.
+        self.packed_rows = INNER * self.operands.bytes // self.size
         # That of a wide matmul with one result per unit.
         geometry = Geometry(1 << 16, INNER, 1, self.lanes, target.registers)
         self.vectors, self.rows = geometry.columns, geometry.block_rows(geometry.columns)
@@ -75,7 +81,11 @@ class Gemm:
     def text(self) -> str:
         """The module, as LLVM text."""
         print_gang(self.module)
-        print_pack_block(self.module)
+        print_pack_block(self.module, self.operands.llvm, pairs=self.narrow)
+        self.copy = "pack_block"
+        if self.narrow:
+            self.copy = "widen_block"
+            print_pack_block(self.module, self.operands.llvm, name=self.copy)
         for vectors in range(1, self.vectors + 1):
             for rows in range(1, self.rows + 1):
                 self._register_block(rows, vectors)
@@ -104,7 +114,8 @@ class Gemm:
                 b.store(zero, total)
                 b.prefetch(b.gep(result, n * b.lanes))
         operand = [b.gep(a, b.mul(a_rows, r)) for r in range(rows)]
-        add_products(b, sums, operand, panel, self.width, (constant(0, "i64"), count), ahead)
+        bounds, number = (constant(0, "i64"), count), self.operands.llvm
+        add_products(b, sums, operand, panel, self.width, bounds, ahead, number)
         with b.when(b.icmp("ne", add, 0)):
             for row, result in zip(sums, results, strict=True):
                 for n, total in enumerate(row):
@@ -152,7 +163,8 @@ class Gemm:
             # of the rows that are copied next.
             block, most = b.sdiv(first, self.rows), self.width * self.size // LINE
             early = b.icmp("slt", block, most)
-            line, numbers = b.mul(block, INNER * LINE), INNER * self.width
+            lines, numbers = self.packed_rows, self.packed_rows * self.width
+            line = b.mul(block, lines * LINE)
             of_panel = b.gep(b.gep(panel, numbers), line, "i8")
             of_rows = b.gep(rows_ahead, b.mul(b.sub(block, most), LINE), "i8")
             ahead = b.select(early, of_panel, of_rows)
@@ -192,7 +204,8 @@ class Gemm:
 
     def _block(self, b: Builder, scratch: Value, number: Value) -> Value:
         """Where a block of a panel is packed: those of all panels, then the next ones."""
-        return b.gep(b.gep(scratch, HEADER, "i8"), b.mul(number, INNER * self.width))
+        numbers = b.mul(number, self.packed_rows * self.width)
+        return b.gep(b.gep(scratch, HEADER, "i8"), numbers)
 
     def _pack(self) -> None:
         """Packs the span of B; a piece is a block of a panel."""
@@ -215,7 +228,8 @@ class Gemm:
                     left = b.sub(state["columns"], first)
                     with b.when(b.icmp("sgt", left, 0)):
                         place = b.mul(b.add(state["column"], first), call["b_columns"])
-                        source = b.gep(call.pointer("b"), b.add(row, place))
+                        at = b.add(row, place)
+                        source = b.gep(call.pointer("b"), at, self.operands.llvm)
                         b.call(
                             "pack_block", source, call["b_columns"], call["b_inner"], left, count,
                             b.gep(into, v * self.lanes), width,
@@ -234,11 +248,12 @@ class Gemm:
         rows = b.sdiv(b.sub(b.add(call["rows"], tall), 1), tall)
         sides = b.smin(b.sdiv(b.sub(b.add(wanted, rows), 1), rows), panels)
         total = b.mul(rows, sides)
-        packed = b.mul(b.mul(panels, blocks), INNER * self.width * self.size)
+        packed = b.mul(b.mul(panels, blocks), self.packed_rows * self.width * self.size)
         space = b.gep(b.gep(scratch, HEADER, "i8"), b.add(packed, b.mul(part, self.own)), "i8")
         tile = b.gep(space, self.copied, "i8")
         a_rows, a_inner, c_rows = call["a_rows"], call["a_inner"], call["c_rows"]
-        copies = b.icmp("ne", a_inner, 1)
+        copies = b.icmp("ne", a_inner, 1) if not self.narrow else constant(1, "i1")
+        number_type = self.operands.llvm
         with b.repeat() as again:
             number = self._next(b, scratch)
             more = b.icmp("slt", number, total)
@@ -250,14 +265,16 @@ class Gemm:
                     k = b.mul(block, INNER)
                     count = b.smin(b.sub(state["inner"], k), INNER)
                     place = b.mul(b.add(state["k"], k), a_inner)
-                    source = b.gep(call.pointer("a"), b.add(b.mul(row, a_rows), place))
-                    following = b.gep(source, b.mul(a_inner, INNER))
+                    at = b.add(b.mul(row, a_rows), place)
+                    source = b.gep(call.pointer("a"), at, number_type)
+                    following = b.gep(source, b.mul(a_inner, INNER), number_type)
                     where, apart = b.alloca("ptr"), b.alloca("i64")
                     with b.when(copies) as otherwise:
                         # Lanes are numbers of the sum: those of a row come to lie side by side.
                         with b.loop(0, count, self.lanes) as n:
+                            start = b.gep(source, b.mul(n, a_inner), number_type)
                             b.call(
-                                "pack_block", b.gep(source, b.mul(n, a_inner)), a_inner, a_rows,
+                                self.copy, start, a_inner, a_rows,
                                 b.sub(count, n), height, b.gep(space, n), constant(self.row, "i64"),
                             )  # fmt: skip
                         b.store(space, where)
@@ -274,9 +291,14 @@ class Gemm:
                         width = b.smin(b.sub(state["columns"], column), self.width)
                         b.call(
                             "panel", panel, left, b.load(apart, "i64"), into, c_rows, height,
-                            width, count, add, tile, following, b.mul(a_inner, self.size),
+                            width, self._even(b, count), add, tile, following,
+                            b.mul(a_inner, self.operands.bytes),
                         )  # fmt: skip
             again(more)
+
+    def _even(self, b: Builder, count: Value) -> Value:
+        """Numbers of a sum, up to a whole pair: packing and copying put zeros behind the last."""
+        return b.and_(b.add(count, 1), -2) if self.narrow else count
 
     # ---- the call --------------------------------------------------------------------------------
     def _needs(self) -> None:
@@ -284,7 +306,7 @@ class Gemm:
         call = self._call(b, b.args[0])
         columns = _parts(b, b.smin(call["columns"], SPAN_COLUMNS), self.width)
         inner = b.smax(_parts(b, b.smin(call["inner"], SPAN_INNER), INNER), 1)
-        packed = b.mul(b.mul(columns, inner), INNER * self.width * self.size)
+        packed = b.mul(b.mul(columns, inner), self.packed_rows * self.width * self.size)
         threads = b.mul(b.smax(call["threads"], 1), self.own)
         call["scratch_bytes"] = b.add(b.add(packed, threads), HEADER)
 
@@ -326,7 +348,7 @@ _CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 @functools.lru_cache(maxsize=16)
 def compiled(dtype: str, target: Target) -> Functions:
     """Compiled once per process, kept on disk."""
-    sources, real = fingerprint(), DTYPES[dtype].math.llvm
-    recipe = f"{sources}\n{target}\ngemm {real}" if sources else None
-    library = jit.compile(lambda: Gemm(target, real).text(), Functions._fields, target, recipe)
+    sources, types = fingerprint(), DTYPES[dtype]
+    recipe = f"{sources}\n{target}\ngemm {types}" if sources else None
+    library = jit.compile(lambda: Gemm(target, types).text(), Functions._fields, target, recipe)
     return Functions(*(_CALL(library.address(name)) for name in Functions._fields))

@@ -30,10 +30,16 @@ from typing import NamedTuple
 
 from anycell.engines.cpu import ops
 from anycell.engines.cpu.arguments import arguments, is_integer, number_of
-from anycell.engines.cpu.door import Door, align
+from anycell.engines.cpu.door import LINE, Door, align
 from anycell.engines.cpu.geometry import INPUT, Geometry, Matmul, matmuls, projecting
-from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant, shape, vector
-from anycell.engines.cpu.matmul import Blocks, print_packing
+from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant, integer_of, vector
+from anycell.engines.cpu.matmul import (
+    Blocks,
+    packed_rows_of,
+    print_packing,
+    print_staging,
+    whole_rows,
+)
 from anycell.lang.expr import Expr, is_const, topological
 from anycell.lang.ops import is_reduction
 from anycell.plan import FREE, MATMULS, Plan, gradient_roots, passes, size_of
@@ -79,8 +85,12 @@ class Generator:
         self.row_wise = len(self.passes) > 1 or not self._simple()
         self._measure(target)
         self.blocks = [
-            Blocks(m, self.acc_row, self.acc_stride[m.linear.name], self.size) for m in self.matmuls
-        ]
+            Blocks(
+                m, self.acc_row, self.acc_stride[m.linear.name], self.size,
+                plan.types.operands.llvm,
+            )
+            for m in self.matmuls
+        ]  # fmt: skip
 
     def _simple(self) -> bool:
         """Whether the work on a span of units can follow the tiles of these units at once."""
@@ -162,17 +172,41 @@ class Generator:
         return self.cell.states[i].name in self.plan.states
 
     # ---- sizes -----------------------------------------------------------------------------------
-    def workspace(self, batch: int) -> int:
-        """Bytes per thread."""
-        addresses, fixed = self.workspace_lines
-        return align(batch * 8) * addresses + fixed
-
     @property
     def workspace_lines(self) -> tuple[int, int]:
         """How many addresses it has for each row of the batch, and its bytes besides."""
         rows = PANEL if len(self.stages) > 1 else 1
         reals = PANEL * self.acc_row + rows * self.scratch_row
         return len(self.matmuls) + 2, align(reals * self.size) + 64
+
+    def workspace(self, batch: int) -> int:
+        """Bytes per thread, where the caller multiplies the input."""
+        addresses, fixed = self.workspace_lines
+        staged = sum(m.staged_row for m in self.matmuls if m.staged) * self.size
+        return align(batch * 8) * addresses + fixed + staged * (PANEL if self.row_wise else batch)
+
+    def print_workspace(self, b: Builder, batch: Value, inputs: Value | None) -> Value:
+        """Bytes per thread; ``inputs`` of the input that the kernel multiplies, if it can."""
+        addresses, fixed = self.workspace_lines
+        each = b.mul(b.sdiv(b.add(b.mul(batch, 8), LINE - 1), LINE), LINE)
+        total = b.add(b.mul(each, addresses), fixed)
+        staged = [m.staged_row * self.size for m in self.matmuls if m.staged]
+        if staged:
+            rows = constant(PANEL, "i64") if self.row_wise else batch
+            size = constant(sum(staged), "i64")
+            if inputs is not None:
+                size = b.add(size, b.mul(self._staged_input(b, inputs), self.size))
+            total = b.add(total, b.mul(rows, size))
+        return total
+
+    def _staged_input(self, b: Builder, inputs: Value) -> Value:
+        """Numbers from a row of the input, as the kernel multiplies it, to the next: whole vectors,
+        and no large power of two. None where the caller multiplies.
+        """
+        lanes = self.target.lanes(self.real)
+        vectors = b.add(b.sdiv(b.sub(b.add(inputs, lanes), 1), lanes), 1)
+        row = b.mul(b.or_(vectors, 1), lanes)
+        return b.select(b.icmp("ne", inputs, 0), row, constant(0, "i64"))
 
     @property
     def states_and_widths(self) -> list[tuple[str, int]]:
@@ -188,15 +222,18 @@ class Generator:
     @property
     def packed_bytes(self) -> int:
         """Of the packed weights of one direction."""
-        return sum(m.packed_elements for m in self.matmuls) * self.plan.types.operands.bytes
+        return sum(m.packed_elements for m in self.matmuls) * self.size
 
     # ---- the module -----------------------------------------------------------------------------
     def text(self) -> str:
         for blocks in self.blocks:
             blocks.print(self.module)
+        number = self.plan.types.storage.llvm
+        staged = {self._operand_type(m) for m in self.matmuls if m.staged}
+        self.staging = {name: print_staging(self.module, name) for name in sorted(staged)}
         self._sequence()
         self._entry()
-        print_packing(self.module, self.matmuls, self.projecting, self.cell.fused)
+        print_packing(self.module, self.matmuls, self.projecting, self.cell.fused, number)
         Door(self).print()
         return str(self.module)
 
@@ -249,6 +286,7 @@ class Generator:
         self.input_rows = b.gep(self.taken_rows, addresses, "i8")
         self.acc = b.gep(self.input_rows, addresses, "i8")
         self.scratch = b.gep(self.acc, PANEL * self.acc_row)
+        self._place_staged_rows(addresses, space)
         self.hyper = {
             n: b.splat(b.load(b.gep(arg["hyper"], i), b.real))
             for i, n in enumerate(self.cell.hyper)
@@ -412,9 +450,67 @@ class Generator:
             else:
                 reset = self._flagged(self.has_resets, "resets", self.t, row)
                 address = self._before(m.state, reset).at
+            if m.staged:
+                address = self._stage_operand(m, address, b.sub(place, first))
             b.store(address, b.gep(self.rows[m.number], place, "i64"))
             if m is self.projecting:
-                b.store(self._at("input", self.t, row).at, b.gep(self.input_rows, place, "i64"))
+                address = self._at("input", self.t, row).at
+                if m.staged:
+                    address = self._stage_input(address, b.sub(place, first))
+                b.store(address, b.gep(self.input_rows, place, "i64"))
+
+    # ---- operands of 16 bits, widened and in the order of the packed weights -------------------
+    def _place_staged_rows(self, addresses: Value, space: Value) -> None:
+        """Where in the workspace of a thread the rows of each matmul are staged."""
+        b, (count, fixed) = self.b, self.workspace_lines
+        at = b.gep(space, b.add(b.mul(addresses, count), fixed), "i8") if self.staging else space
+        rows = constant(PANEL, "i64") if self.row_wise else self.arg["batch"]
+        self.staged: dict[int, Value] = {}
+        for m in self.matmuls:
+            if m.staged:
+                self.staged[m.number] = at
+                at = b.gep(at, b.mul(rows, m.staged_row))
+        self.staged_input = at
+
+    def _operand_type(self, m: Matmul) -> str:
+        """LLVM's type of the numbers that a matmul's operand has in memory."""
+        inside = m.state is None and not self.backward
+        return self.real if inside else number_of(self.plan, self._operand_array(m)).llvm
+
+    def _operand_array(self, m: Matmul) -> str:
+        if self.backward:
+            return self._gradient(m)
+        return "x" if m.state == INPUT else f"state{m.state}"
+
+    def _stage_operand(self, m: Matmul, address: Value, place: Value) -> Value:
+        """Writes a row of an operand to its place, and gives the address."""
+        b, g, number = self.b, m.geometry, self._operand_type(m)
+        to = b.gep(self.staged[m.number], b.mul(place, m.staged_row))
+        numbers, all_heads = constant(m.numbers, "i64"), m.inner // m.parts
+        there = constant(1, "i1")
+        if self.backward:  # before the first step there are no gradients, nor after the last
+            there = b.icmp("slt", self.t, self.arg["steps"])
+            if m.state is not None:
+                there = b.icmp("sgt", self.t, 0)
+        with b.when(there), b.loop(0, m.linear.heads) as head:
+            for n in range(m.parts):
+                start = b.add(b.mul(head, m.numbers), n * all_heads)
+                into = b.add(b.mul(head, g.inner), n * m.stretch)
+                source = b.gep(address, start, number)
+                b.call(self.staging[number], source, b.gep(to, into), numbers)
+        return to
+
+    def _stage_input(self, address: Value, place: Value) -> Value:
+        """The same for a row of the input, where the kernel multiplies it."""
+        b, slot = self.b, self.b.alloca("ptr")
+        b.store(address, slot)
+        with b.when(self._given("input")):
+            row = self._staged_input(b, self.arg["inputs"])
+            to = b.gep(self.staged_input, b.mul(place, row))
+            name = self.staging[self.plan.types.storage.llvm]
+            b.call(name, address, to, self.arg["inputs"])
+            b.store(to, slot)
+        return b.load(slot, "ptr")
 
     def _gradient(self, m: Matmul) -> str:
         """The array that holds the gradient of a matmul's outputs."""
@@ -462,10 +558,12 @@ class Generator:
         if m is self.projecting:
             projects = self._given("input")
             begins = b.not_(projects)
-            with b.when(projects), b.loop(0, arg["inputs"], arg["input_block"]) as k0:
-                k1 = b.smin(b.add(k0, arg["input_block"]), arg["inputs"])
+            inputs = whole_rows(b, arg["inputs"], g)
+            with b.when(projects), b.loop(0, inputs, arg["input_block"]) as k0:
+                k1 = b.smin(b.add(k0, arg["input_block"]), inputs)
                 rows = b.gep(self.input_rows, first, "i64")
-                elements = b.mul(b.add(arg["inputs"], g.lanes + 1), g.columns * g.lanes)
+                elements = b.add(packed_rows_of(b, arg["inputs"], g), g.lanes + 1)
+                elements = b.mul(elements, g.columns * g.lanes)
                 weights = b.gep(arg["weights_x"], b.mul(number, elements))
                 fresh, shift = b.zext(b.icmp("eq", k0, 0), "i64"), constant(0, "i64")
                 blocks.call(b, weights, rows, into, count, k0, k1, fresh, shift)
@@ -574,18 +672,25 @@ class Generator:
 
     def _load(self, row: Row, offset: int = 0) -> Value:
         """The vector of units at hand from a row of an array in user layout (no padding)."""
-        b, vec = self.b, vector(self.b.lanes, row.type)
+        b, vec = self.b, vector(self.b.lanes, self._bits(row.type))
         at = b.gep(row.at, b.add(self.unit, offset), row.type)
         mask = self.lane_mask
-        return self._wide(b.load(at, vec) if mask is None else b.masked_load(at, mask, 0, vec))
+        value = b.load(at, vec) if mask is None else b.masked_load(at, mask, 0, vec)
+        return self._wide(value, row.type)
 
-    def _wide(self, value: Value) -> Value:
+    def _bits(self, type: str) -> str:
+        """What numbers of an array are loaded as: integers, where the cell computes with wider
+        ones.
+        """
+        return type if type == self.real else integer_of(type)
+
+    def _wide(self, value: Value, type: str) -> Value:
         """Numbers of an array as the cell computes with them."""
-        return value if shape(value.type)[1] == self.real else self.b.fpext(value, self.real)
+        return value if type == self.real else self.b.widen(value, type)
 
     def _narrow(self, value: Value, type: str) -> Value:
         """Numbers that the cell has computed as an array keeps them."""
-        return value if type == self.real else self.b.fptrunc(value, type)
+        return value if type == self.real else self.b.narrow(value, type)
 
     def _stream(self, name: str, offset: int = 0) -> Value:
         """The vector of units at hand from an array over time,
@@ -865,7 +970,7 @@ class Generator:
                 return self._stream("saved", self.saved[node])
             saved = self._at("saved", self.t, self.row)
             at = b.gep(saved.at, self.saved[node], saved.type)
-            return b.splat(self._wide(b.load(at, saved.type)))
+            return b.splat(self._wide(b.load(at, self._bits(saved.type)), saved.type))
         if node in self.new_states:
             return self._load(self._state(self.new_states[node], after=True))
         if node in self.reduced:
@@ -933,7 +1038,7 @@ class Generator:
             word = b.load(words[index % 4], f"<{b.lanes} x i32>")
             # Compared in float32 whatever the dtype, so that all engines keep the same units.
             draw = b.fmul(b.uitofp(b.lshr(word, 8), "float"), 2.0**-24)
-            kept = b.fcmp("olt", draw, self._narrow(rate, "float"))
+            kept = b.fcmp("olt", draw, b.fptrunc(rate, "float"))
             b.store(b.select(kept, constant(1.0, b.vec), constant(0.0, b.vec)), slot)
         return b.load(slot)
 

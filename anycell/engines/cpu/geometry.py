@@ -30,6 +30,7 @@ class Geometry:
     outputs: int
     lanes: int
     registers: int
+    packs: int = 1  # numbers of the sum whose weights share a lane: two of 16 bits
 
     @property
     def vectors(self) -> int:
@@ -97,17 +98,18 @@ class Geometry:
         """Rows of a packed tile after the first, which holds the biases; packing writes whole
         vectors, and in a backward pass those of the last output begin at any row.
         """
-        return self.inner + self.lanes - 1
+        return -(-self.inner // self.packs) + self.lanes - 1
 
     @property
     def tile_elements(self) -> int:
-        """Of the biases, what is multiplied, and a digest of what was packed."""
+        """Of the biases, what is multiplied, and a digest of what was packed; as many lanes."""
         return (2 + self.inner_padded) * self.columns * self.lanes
 
     def inner_block(self, itemsize: int) -> int:
+        """Numbers of a part of the sum, of so many bytes a weight."""
         rows = L1_WEIGHTS // (max(self.columns, 1) * self.lanes * itemsize)
         blocks = max(1, round(self.inner / rows))
-        return -(-self.inner // blocks)
+        return whole(-(-self.inner // blocks), self.packs)
 
 
 @dataclass(frozen=True)
@@ -135,15 +137,44 @@ class Matmul:
         return ("",) if self.backward else self.linear.outputs
 
     @property
+    def parts(self) -> int:
+        """Arrays side by side that a row of the operand consists of: backward one per output."""
+        return len(self.linear.outputs) if self.backward else 1
+
+    @property
+    def numbers(self) -> int:
+        """Of a head in one of these parts."""
+        return self.inner // (self.parts * self.linear.heads)
+
+    @property
+    def stretch(self) -> int:
+        """From one part to the next in the packed weights of a head, in numbers of the sum."""
+        return whole(self.numbers, self.geometry.packs)
+
+    @property
+    def staged(self) -> bool:
+        """Whether rows of the operand are widened, and put in the order of the packed weights,
+        before they are multiplied.
+        """
+        return self.geometry.packs > 1
+
+    @property
+    def staged_row(self) -> int:
+        """Numbers from one such row to the next: whole vectors, and no large power of two."""
+        g = self.geometry
+        row = whole(self.linear.heads * g.inner + g.lanes, g.lanes)
+        return row + g.lanes if row % 256 == 0 else row
+
+    @property
     def segments(self) -> tuple[tuple[int, int, int, int], ...]:
         """Parts of the sum: from where to where in the packed weights, where in the operand, and
         how much further there for each head.
         """
-        g, heads, outputs = self.geometry, self.linear.heads, len(self.linear.outputs)
-        if not self.backward or heads == 1:
+        g = self.geometry
+        if not self.backward or self.linear.heads == 1 or self.staged:
             return ((0, g.inner, 0, g.inner),)
-        each, all_heads = g.inner // outputs, self.inner // outputs
-        return tuple((n * each, (n + 1) * each, n * all_heads, each) for n in range(outputs))
+        each, all_heads = self.numbers, self.inner // self.parts
+        return tuple((n * each, (n + 1) * each, n * all_heads, each) for n in range(self.parts))
 
     @property
     def tiles(self) -> int:
@@ -160,15 +191,22 @@ class Matmul:
         )
 
 
+def whole(count: int, size: int) -> int:
+    """``count``, up to the next multiple of ``size``."""
+    return -(-count // size) * size
+
+
 def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
     """The matmuls of a step, in the order of the cell."""
     lanes, found = target.lanes(plan.types.math.llvm), []
+    packs = plan.types.math.bytes // plan.types.operands.bytes
     for number, l in enumerate(plan.cell.linears):
         units, inner, outputs = plan.sizes[l.out_size], plan.sizes[l.in_size], len(l.outputs)
         if backward:
             units, inner, outputs = inner, units * outputs, 1
-        head = units // l.heads, inner // l.heads
-        g = Geometry(*head, outputs, lanes, target.registers)
+        parts = len(l.outputs) if backward else 1
+        length = parts * whole(inner // (l.heads * parts), packs)
+        g = Geometry(units // l.heads, length, outputs, lanes, target.registers, packs)
         state = None
         if l.operand.op == "state":
             state = plan.cell.state_names.index(l.operand.attrs[0])

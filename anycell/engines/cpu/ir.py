@@ -47,6 +47,7 @@ class Target:
     bits: int  # width of a vector register
     registers: int  # how many of them a function can name
     fma: bool
+    half: bool = False  # whether it converts float16
     x86: bool = X86
 
     def lanes(self, real: str) -> int:
@@ -129,9 +130,6 @@ def constants(values: Sequence[Number], element: str) -> Value:
     return Value(f"<{lanes}>", vector(len(values), element))
 
 
-_ZEROS = {"half": "0xH0000", "bfloat": "0xR0000"}  # all that a load of 16 bits asks for
-
-
 def _literal(value: Number, element: str) -> str:
     if is_real(element):
         # The text spells a float as the bits of the double that equals it: exact, inf and NaN too.
@@ -140,8 +138,6 @@ def _literal(value: Number, element: str) -> str:
                 value = struct.unpack("<f", struct.pack("<f", value))[0]
             except OverflowError:
                 raise ValueError(f"{value!r} does not fit a float") from None
-        elif not value and element in _ZEROS:
-            return _ZEROS[element]
         elif element != "double":
             raise TypeError(f"constants of type {element} are not supported; extend from float")
         return f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}"
@@ -413,6 +409,50 @@ class Builder:
     def bits(self, x: Value) -> Value:
         """The bits of a real as integers of the same shape."""
         return self.bitcast(x, integer_of(x.type))
+
+    def widen(self, x: Value, number: str) -> Value:
+        """The reals whose bits are these integers of 16 (or as many as the real has), of type
+        ``number``, in the type of the module.
+        """
+        if number == self.real:
+            return self.bitcast(x, with_element(x.type, number))
+        if number == "bfloat":
+            bits = self.shl(self.zext(x, "i32"), 16)
+            return self.bitcast(bits, with_element(x.type, "float"))
+        if self.target.half:
+            return self.fpext(self.bitcast(x, with_element(x.type, "half")), "float")
+        # The exponent is moved by a product, which is exact for subnormal numbers too.
+        bits = self.zext(x, "i32")
+        size, sign = self.shl(self.and_(bits, 0x7FFF), 13), self.shl(self.and_(bits, 0x8000), 16)
+        real = self.fmul(self.bitcast(size, with_element(x.type, "float")), 2.0**112)
+        finite = self.icmp("slt", size, 0x7C00 << 13)
+        size = self.select(finite, self.bits(real), self.or_(size, 0xFF << 23))
+        return self.bitcast(self.or_(size, sign), with_element(x.type, "float"))
+
+    def narrow(self, x: Value, number: str) -> Value:
+        """The inverse of ``widen``, rounded to the nearest, to even in the middle."""
+        if number == self.real:
+            return self.bits(x)
+        bits, nan = self.bits(x), self.fcmp("uno", x, x)
+        if number == "bfloat":
+            odd = self.and_(self.lshr(bits, 16), 1)
+            rounded = self.lshr(self.add(self.add(bits, 0x7FFF), odd), 16)
+            quiet = self.or_(self.lshr(bits, 16), 0x40)
+            return self.trunc(self.select(nan, quiet, rounded), "i16")
+        if self.target.half:
+            return self.bits(self.fptrunc(x, "half"))
+        size, sign = self.and_(bits, 0x7FFFFFFF), self.lshr(self.and_(bits, 1 << 31), 16)
+        odd = self.and_(self.lshr(size, 13), 1)
+        normal = self.lshr(self.add(self.add(size, 0xFFF - (112 << 23)), odd), 13)
+        # Adding 1/2 leaves the subnormal number in the lowest bits of the sum.
+        small = self.fadd(self.bitcast(size, x.type), 0.5)
+        subnormal = self.sub(self.bits(small), 126 << 23)
+        rounded = self.select(self.icmp("slt", size, 113 << 23), subnormal, normal)
+        # From halfway between the largest number and the next power of two on it is infinite.
+        infinite = self.icmp("sge", size, 0x477FF000)
+        rounded = self.select(infinite, self.value(0x7C00, bits.type), rounded)
+        rounded = self.select(nan, self.value(0x7E00, bits.type), rounded)
+        return self.trunc(self.or_(rounded, sign), "i16")
 
     # ---- lanes
 

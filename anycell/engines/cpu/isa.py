@@ -29,11 +29,11 @@ ARM = platform.machine().lower() in ("aarch64", "arm64")
 # Narrowest first. "generic" is what every machine of its kind has: SSE2 or NEON, and elsewhere
 # 128 bits that LLVM legalises as it can.
 TARGETS: dict[str, Target] = {
-    "generic": Target("generic", bits=128, registers=32 if ARM else 16, fma=ARM)
+    "generic": Target("generic", bits=128, registers=32 if ARM else 16, fma=ARM, half=ARM)
 }
 if X86:
-    TARGETS["avx2"] = Target("avx2", bits=256, registers=16, fma=True)
-    TARGETS["avx512"] = Target("avx512", bits=512, registers=32, fma=True)
+    TARGETS["avx2"] = Target("avx2", bits=256, registers=16, fma=True, half=True)
+    TARGETS["avx512"] = Target("avx512", bits=512, registers=32, fma=True, half=True)
 
 
 class Machine(NamedTuple):

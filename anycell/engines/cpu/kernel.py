@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 
 from anycell.engines.cpu import door, isa, jit
-from anycell.engines.cpu.arguments import extents
+from anycell.engines.cpu.arguments import extents, number_of
 from anycell.engines.cpu.generator import Generator
 from anycell.engines.cpu.ir import Target
 from anycell.engines.cpu.sources import fingerprint
@@ -33,7 +33,8 @@ class Kernel:
     """
 
     def __init__(self, generator: Generator, library: jit.Library) -> None:
-        self.library, plan = library, generator.plan
+        self.library, self.plan = library, generator.plan
+        plan = self.plan
         self.door, self.needs = (_CALL(library.address(name)) for name in ("door", "needs"))
         names = door.names(plan, generator.backward)
         self.shared = {name: i for i, name in enumerate(names.shared)}
@@ -41,9 +42,8 @@ class Kernel:
         self.stride = len(names.each)
         self.axes = {name: count for name in names.each if (count := door.axes(name))}
         self.index = generator.names
-        self.workspace = generator.workspace
         self.saved_width = generator.saved_width
-        self.itemsize = generator.plan.itemsize
+        self.itemsize = plan.itemsize
         self.extents = extents(plan, generator.backward, generator.saved_width)
         self.units_splittable = not generator.row_wise
         self.matmuls = generator.matmuls
@@ -55,6 +55,10 @@ class Kernel:
         sizes = plan.sizes
         self.weights = {m.linear.weight: (1, *m.linear.shape(sizes))[-3:] for m in self.matmuls}
         self._entries = door.sources(plan, generator.backward)
+
+    def bytes(self, argument: str) -> int:
+        """Of a number of an array of the kernel's own table."""
+        return number_of(self.plan, argument).bytes
 
     def entry(self, argument: str) -> str:
         """Which entry of a call an argument of the kernel comes from."""

@@ -2,6 +2,10 @@
 
 Weights are packed per tile (see ``Geometry``), so that a register block of rows times one tile is
 the inner loop of all that a kernel does.
+
+Weights of 16 bits are packed in pairs: where a vector of wider ones would be, there are those of
+two numbers of the sum. They are widened in registers, and the rows that they multiply before, once
+for all tiles (``print_staging``). Sums are of the type that the cell computes in.
 """
 
 from __future__ import annotations
@@ -10,8 +14,17 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from anycell.engines.cpu.geometry import Matmul
-from anycell.engines.cpu.ir import Builder, Module, Operand, Value, constant, element_bits
+from anycell.engines.cpu.geometry import Geometry, Matmul
+from anycell.engines.cpu.ir import (
+    Builder,
+    Module,
+    Operand,
+    Value,
+    constant,
+    element_bits,
+    integer_of,
+    vector,
+)
 
 Places = tuple[int, ...]
 # Arguments of a block of rows, however many: k0 and k1 bound the sum, a fresh one begins with the
@@ -29,12 +42,14 @@ class Blocks:
         row: elements from the results of a row to those of the next.
         output: from those of one output to those of the next.
         itemsize: bytes of an element.
+        number: of the weights, as LLVM calls it.
     """
 
     matmul: Matmul
     row: int
     output: int
     itemsize: int
+    number: str
 
     @functools.cached_property
     def groups(self) -> tuple[Places, ...]:
@@ -86,7 +101,7 @@ class Blocks:
                 for c in range(columns):
                     b.store(b.load(result(r, c), align=whole), sums[r][c])
 
-        add_products(b, sums, operand, b.gep(weights, width), width, (k0, k1))
+        add_products(b, sums, operand, b.gep(weights, width), width, (k0, k1), number=self.number)
         for r in range(rows):
             for c in range(columns):
                 b.store(b.load(sums[r][c]), result(r, c), align=whole)
@@ -115,14 +130,19 @@ def add_products(
     width: int,
     bounds: tuple[Operand, Operand],
     ahead: Sequence[Value] = (),
+    number: str | None = None,
 ) -> None:
     """The hot loop: ``sums[r][c] += operand[r][k] * weights[k * width + c]`` for k within bounds.
 
     ``sums`` are vectors on the stack, ``c`` counts vectors, weights lie on a vector's alignment.
     Meanwhile memory is fetched for later, a line for each k: ``ahead`` is the first one's address,
-    and bytes to the next.
+    and bytes to the next. Weights that are pairs of a narrower ``number`` have a row for two k;
+    bounds are then even, and it is a line for each pair.
     """
     full = b.lanes * element_bits(b.real) // 8
+    if number is not None and number != b.real:
+        _add_pairs(b, sums, operand, weights, width, bounds, ahead, number)
+        return
     # Not unrolled: the loop's own instructions fit beside the multiply-adds, and twice the code
     # compiles twice as long.
     with b.loop(*bounds) as k:
@@ -136,25 +156,61 @@ def add_products(
                 b.store(b.fma(value, vector, b.load(total)), total)
 
 
+def _add_pairs(
+    b: Builder,
+    sums: Sequence[Sequence[Value]],
+    operand: Sequence[Value],
+    weights: Value,
+    width: int,
+    bounds: tuple[Operand, Operand],
+    ahead: Sequence[Value],
+    number: str,
+) -> None:
+    """The same for weights in pairs."""
+    full = b.lanes * element_bits(b.real) // 8
+    first, last = (b.ashr(b.value(bound, "i64"), 1) for bound in bounds)
+    with b.loop(first, last) as pair:
+        base, k = b.gep(weights, b.mul(pair, width)), b.shl(pair, 1)
+        if ahead:
+            b.prefetch(b.gep(ahead[0], b.mul(pair, ahead[1]), "i8"), locality=2)
+        for half in (0, 1):
+            w = []
+            for c in range(len(sums[0])):
+                at = b.gep(base, (2 * c + half) * b.lanes, "i16")
+                bits = b.load(at, vector(b.lanes, "i16"), align=full // 2)
+                w.append(b.widen(bits, number))
+            for row, address in zip(sums, operand, strict=True):
+                value = b.splat(b.load(b.gep(address, b.add(k, half)), b.real))
+                for total, weight in zip(row, w, strict=True):
+                    b.store(b.fma(value, weight, b.load(total)), total)
+
+
 def _relative(places: Places) -> Places:
     return tuple(place - places[0] for place in places)
 
 
 def print_packing(
-    module: Module, matmuls: Sequence[Matmul], projecting: Matmul | None, biased: frozenset[str]
+    module: Module,
+    matmuls: Sequence[Matmul],
+    projecting: Matmul | None,
+    biased: frozenset[str],
+    number: str,
 ) -> None:
     """Adds ``pack0``, ``pack1`` ..., which pack the weights of these matmuls.
 
-    ``biased`` are the outputs that take the bias of the input's projection too.
+    ``biased`` are the outputs that take the bias of the input's projection too, ``number`` is what
+    LLVM calls the type of weights and biases.
     """
     if matmuls:
-        print_pack_block(module)
-        _print_digest(module)
+        print_pack_block(module, number, pairs=matmuls[0].staged)
+        _print_digest(module, number)
     for m in matmuls:
-        _print_pack(module, m, m is projecting, biased)
+        _print_pack(module, m, m is projecting, biased, number)
 
 
-def _print_pack(module: Module, m: Matmul, projecting: bool, biased: frozenset[str]) -> None:
+def _print_pack(
+    module: Module, m: Matmul, projecting: bool, biased: frozenset[str], number: str
+) -> None:
     """A weight [out, in] or [heads, out/heads, in/heads], of any strides but for one of 1 among the
     last two, into tiles.
     """
@@ -167,18 +223,19 @@ def _print_pack(module: Module, m: Matmul, projecting: bool, biased: frozenset[s
         b.load(b.gep(table, i, "i64"), t) for i, t in enumerate(types)
     )
     elements = constant(g.tile_elements, "i64")
+    packed_rows = packed_rows_of(b, inner, g)
     if projecting:  # the weight of the input is packed the same way
-        elements = b.mul(b.add(inner, g.lanes + 1), g.columns * g.lanes)
+        elements = b.mul(b.add(packed_rows, g.lanes + 1), g.columns * g.lanes)
     width = constant(g.columns * g.lanes, "i64")
     # Of one head and output: rows of the weight, and numbers that a row has.
-    each = m.inner // (len(l.outputs) * l.heads) if m.backward else g.units
+    each = m.numbers if m.backward else g.units
     tiles = constant(m.tiles, "i64")
     first, last = (b.sdiv(b.mul(tiles, n), parts) for n in (part, b.add(part, 1)))
     slot = b.alloca(b.vec)
-    with b.loop(first, last) as number:
-        head, tile = b.sdiv(number, g.tiles), b.srem(number, g.tiles)
-        source = b.gep(weight, b.mul(head, heads))
-        into = b.gep(packed, b.mul(number, elements))
+    with b.loop(first, last) as tile_number:
+        head, tile = b.sdiv(tile_number, g.tiles), b.srem(tile_number, g.tiles)
+        source = b.gep(weight, b.mul(head, heads), number)
+        into = b.gep(packed, b.mul(tile_number, elements))
         for v in range(g.unroll):
             unit = b.mul(b.add(b.mul(tile, g.unroll), v), g.lanes)
             left = b.sub(constant(g.units, "i64"), unit)
@@ -186,9 +243,10 @@ def _print_pack(module: Module, m: Matmul, projecting: bool, biased: frozenset[s
                 column = b.gep(into, v * g.lanes)
                 b.store(constant(0.0, b.vec), column)
                 for n, output in enumerate(l.outputs):
-                    row = l.declared.index(output) * each
-                    start = b.gep(source, b.add(b.mul(rows, row), b.mul(unit, columns)))
-                    at = b.gep(column, (1 + n * each) * g.columns * g.lanes)
+                    above = b.mul(rows, l.declared.index(output) * each)
+                    start = b.gep(source, b.add(above, b.mul(unit, columns)), number)
+                    below = (1 + n * m.stretch // g.packs) * g.columns * g.lanes
+                    at = b.gep(column, below)
                     count = constant(each, "i64")
                     b.call("pack_block", start, columns, rows, left, count, at, width)
                 continue
@@ -201,14 +259,14 @@ def _print_pack(module: Module, m: Matmul, projecting: bool, biased: frozenset[s
                 both = l.recurrent and output in biased
                 for bias in (bias_x, bias_h) if both else (bias_h,):
                     with b.when(b.icmp("ne", bias, 0)):
-                        part_ = b.masked_load(b.gep(bias, at_bias), mask)
+                        part_ = masked_numbers(b, b.gep(bias, at_bias, number), mask, number)
                         b.store(b.fadd(b.load(slot), part_), slot)
                 b.store(b.load(slot), column)
-                start = b.gep(source, b.mul(b.add(unit, row * each), rows))
+                start = b.gep(source, b.mul(b.add(unit, row * each), rows), number)
                 at = b.gep(column, g.columns * g.lanes)
                 block = start, rows, columns, left, inner
                 # Behind the last row that packing writes.
-                digest = b.gep(column, b.mul(b.add(inner, g.lanes), width))
+                digest = b.gep(column, b.mul(b.add(packed_rows, g.lanes), width))
                 wanted = b.alloca("i64")
                 b.store(constant(1, "i64"), wanted)
                 with b.when(b.icmp("ne", changed_only, 0)):
@@ -217,11 +275,29 @@ def _print_pack(module: Module, m: Matmul, projecting: bool, biased: frozenset[s
                     b.call("pack_block", *block, at, width)
 
 
+def packed_rows_of(b: Builder, inner: Value, g: Geometry) -> Value:
+    """Rows of packed weights for a sum of so many numbers."""
+    return inner if g.packs == 1 else b.sdiv(b.add(inner, g.packs - 1), g.packs)
+
+
+def whole_rows(b: Builder, inner: Value, g: Geometry) -> Value:
+    """So many numbers of a sum, up to a whole row of packed weights."""
+    return inner if g.packs == 1 else b.mul(packed_rows_of(b, inner, g), g.packs)
+
+
+def masked_numbers(b: Builder, address: Value, mask: Value, number: str) -> Value:
+    """A vector of numbers of memory, widened, and 0 in the lanes that the mask leaves out."""
+    if number == b.real:
+        return b.masked_load(address, mask)
+    bits = b.masked_load(address, mask, 0, vector(b.lanes, "i16"))
+    return b.widen(bits, number)
+
+
 CHAINS = 4  # of a digest: sums that do not wait for one another
 FACTOR = 0x9E3779B97F4A7C15  # odd, so that no change of one number is lost
 
 
-def _print_digest(module: Module) -> None:
+def _print_digest(module: Module, number: str) -> None:
     """Whether the source of a column has another digest than the one stored, which it replaces.
 
     The digest is a vector: of each lane, polynomials over all numbers that it would take, as
@@ -238,12 +314,13 @@ def _print_digest(module: Module) -> None:
     b = module.function("changed", params, "i64", internal=True, inline=False)
     source, lane_stride, inner_stride, units, count, stored = b.args
     factor = constant(FACTOR % (1 << element_bits(b.real)), b.ivec)
+    of_memory = vector(b.lanes, integer_of(number))
     sums = [b.alloca(b.ivec) for _ in range(CHAINS)]
     for slot in sums:
         b.store(constant(0, b.ivec), slot)
 
     def add(chain: int, address: Value, mask: Value) -> None:
-        numbers = b.masked_load(address, mask, 0, b.ivec)
+        numbers = b.zext(b.masked_load(address, mask, 0, of_memory), b.ivec)
         b.store(b.add(b.mul(b.load(sums[chain], b.ivec), factor), numbers), sums[chain])
 
     with b.when(b.icmp("eq", lane_stride, 1)) as otherwise, b.loop(0, count, CHAINS) as k:
@@ -251,12 +328,12 @@ def _print_digest(module: Module) -> None:
         for n in range(CHAINS):
             place = b.add(k, n)
             exists = b.splat(b.icmp("slt", place, count))
-            add(n, b.gep(source, b.mul(place, inner_stride)), b.and_(mask, exists))
+            add(n, b.gep(source, b.mul(place, inner_stride), number), b.and_(mask, exists))
     with otherwise, b.loop(0, count, b.lanes) as k:
         inside = b.lane_mask(b.sub(count, k))
         for lane in range(b.lanes):
             exists = b.splat(b.icmp("slt", constant(lane, "i64"), units))
-            at = b.gep(source, b.add(b.mul(lane_stride, lane), k))
+            at = b.gep(source, b.add(b.mul(lane_stride, lane), k), number)
             add(lane % CHAINS, at, b.and_(inside, exists))
     total = b.load(sums[0], b.ivec)
     for slot in sums[1:]:
@@ -266,34 +343,83 @@ def _print_digest(module: Module) -> None:
     b.ret(b.zext(b.icmp("ne", b.bitcast(differs, f"i{b.lanes}"), 0), "i64"))
 
 
-def print_pack_block(module: Module) -> None:
-    """A column of vectors: element k of unit u is
-    source[u * lane_stride + k * inner_stride].
+PACK_BLOCK = [
+    ("ptr", "source"),
+    ("i64", "lane_stride"),
+    ("i64", "inner_stride"),
+    ("i64", "units"),
+    ("i64", "count"),
+    ("ptr", "packed"),
+    ("i64", "width"),
+]
+
+
+def print_pack_block(
+    module: Module, number: str, *, pairs: bool = False, name: str = "pack_block"
+) -> None:
+    """A column of vectors: element k of unit u is source[u * lane_stride + k * inner_stride],
+    widened; or with ``pairs`` as it is, two k's in a row.
     """
-    params = [
-        ("ptr", "source"),
-        ("i64", "lane_stride"),
-        ("i64", "inner_stride"),
-        ("i64", "units"),
-        ("i64", "count"),
-        ("ptr", "packed"),
-        ("i64", "width"),
-    ]
-    b = module.function("pack_block", params, internal=True, inline=False)
+    b = module.function(name, PACK_BLOCK, internal=True, inline=False)
     source, lane_stride, inner_stride, units, count, packed, width = b.args
+    if pairs:
+        _pack_pairs(b, number)
+        return
     with b.when(b.icmp("eq", lane_stride, 1)) as otherwise:
         mask = b.lane_mask(units)
         with b.loop(0, count) as k:
-            b.store(
-                b.masked_load(b.gep(source, b.mul(k, inner_stride)), mask),
-                b.gep(packed, b.mul(k, width)),
-            )
+            at = b.gep(source, b.mul(k, inner_stride), number)
+            b.store(masked_numbers(b, at, mask, number), b.gep(packed, b.mul(k, width)))
     with otherwise, b.loop(0, count, b.lanes) as k:
         inside = b.lane_mask(b.sub(count, k))
         rows = []
         for lane in range(b.lanes):
             exists = b.splat(b.icmp("slt", constant(lane, "i64"), units))
-            at = b.gep(source, b.add(b.mul(lane_stride, lane), k))
-            rows.append(b.masked_load(at, b.and_(inside, exists)))
-        for i, vector in enumerate(b.transpose(rows)):
-            b.store(vector, b.gep(packed, b.mul(b.add(k, i), width)))
+            at = b.gep(source, b.add(b.mul(lane_stride, lane), k), number)
+            rows.append(masked_numbers(b, at, b.and_(inside, exists), number))
+        for i, vector_ in enumerate(b.transpose(rows)):
+            b.store(vector_, b.gep(packed, b.mul(b.add(k, i), width)))
+
+
+def _pack_pairs(b: Builder, number: str) -> None:
+    """The body of ``pack_block`` for pairs."""
+    source, lane_stride, inner_stride, units, count, packed, width = b.args
+    halves, mask = vector(b.lanes, "i16"), b.lane_mask(units)
+
+    def store(pair: Value, row: Value) -> None:
+        at = b.gep(packed, b.mul(row, width))
+        b.store(b.trunc(pair, "i16"), at)
+        b.store(b.trunc(b.lshr(pair, 16), "i16"), b.gep(at, b.lanes, "i16"))
+
+    with b.when(b.icmp("eq", lane_stride, 1)) as otherwise, b.loop(0, count, 2) as k:
+        low = b.masked_load(b.gep(source, b.mul(k, inner_stride), number), mask, 0, halves)
+        second = b.add(k, 1)
+        exists = b.and_(mask, b.splat(b.icmp("slt", second, count)))
+        high = b.masked_load(b.gep(source, b.mul(second, inner_stride), number), exists, 0, halves)
+        pair = b.or_(b.zext(low, "i32"), b.shl(b.zext(high, "i32"), 16))
+        store(pair, b.ashr(k, 1))
+    with otherwise, b.loop(0, count, 2 * b.lanes) as k:
+        numbers = vector(2 * b.lanes, "i16")
+        few = b.splat(b.trunc(b.smin(b.sub(count, k), 2 * b.lanes), "i16"), 2 * b.lanes)
+        inside = b.icmp("slt", b.iota(numbers), few)
+        rows = []
+        for lane in range(b.lanes):
+            exists = b.splat(b.icmp("slt", constant(lane, "i64"), units), 2 * b.lanes)
+            at = b.gep(source, b.add(b.mul(lane_stride, lane), k), number)
+            rows.append(b.bitcast(b.masked_load(at, b.and_(inside, exists), 0, numbers), b.ivec))
+        for i, pair in enumerate(b.transpose(rows)):
+            store(pair, b.add(b.ashr(k, 1), i))
+
+
+def print_staging(module: Module, number: str) -> str:
+    """Adds a function that writes numbers of a row as matmuls read them, widened and followed by
+    zeros up to whole vectors; gives its name.
+    """
+    name = f"stage_{number}"
+    params = [("ptr", "source"), ("ptr", "to"), ("i64", "count")]
+    b = module.function(name, params, internal=True, inline=False)
+    source, to, count = b.args
+    with b.loop(0, count, b.lanes) as i:
+        mask = b.lane_mask(b.sub(count, i))
+        b.store(masked_numbers(b, b.gep(source, i, number), mask, number), b.gep(to, i))
+    return name

@@ -39,6 +39,7 @@ class Host(Protocol):
 
     Attributes:
         dtype: of the plan, as the framework has it.
+        wide_states: False: states are kept as the plan stores them, and at borders wide.
         ordinal: of the device, as CUDA counts.
         tf32: whether matmuls may round float32 operands to 19 bits.
         limits: the device as ``capacity`` knows it; None where kernels are interpreted.
@@ -52,6 +53,7 @@ class Host(Protocol):
             ``cooperative``.
     """
 
+    wide_states: bool
     dtype: Any
     ordinal: int
     tf32: bool
