@@ -142,13 +142,11 @@ class DropIn(Recurrent):
         )
 
     def _fused(self, x: Tensor | PackedSequence, cell: Cell, weight: Tensor, looked: bool) -> Any:
-        """The plan of the fused kernel, or the name of its operator; None if it cannot run this
-        call.
-        """
+        """The plan of the fused kernel, or True for its operator; None if neither does."""
         data = x.data if isinstance(x, PackedSequence) else x
         size, sizes = self.hidden_size, self._sizes
         if looked and compiled():
-            return ops.known(cell, size, sizes, data)
+            return ops.known(cell, size, sizes, data) or None
         plan = plan_on(weight.device.type, cell, size, weight.dtype, sizes)
         return plan if isinstance(plan, Plan) and memory(data) else None
 
