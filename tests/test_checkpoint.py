@@ -170,7 +170,7 @@ def test_as_an_operator() -> None:
         options = Options((False, True), training=True, checkpoint=4)
         arrays = {"x": x, **mask, **layer._weights()[0]}
         call = given_to_forward(Call(cell, 5, options), arrays)
-        assert ops.Form.read(call[1]).checkpoint == "4"
+        assert ops.Form.read(call[1]).options.checkpoint == 4
         torch.library.opcheck(torch.ops.anycell.forward, call)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tolerances import assert_close
 
+import anycell.numpy
 from anycell import cells, layer
 from anycell.engines import cpu
 from anycell.lang.cell import Cell
@@ -31,7 +32,6 @@ CELLS = {
 def weights_kept(monkeypatch: pytest.MonkeyPatch) -> cpu.PackedWeights:
     """What calls of this test keep."""
     kept = cpu.PackedWeights()
-    kept.keep = True
     monkeypatch.setattr(cpu, "packed_weights", kept)
     return kept
 
@@ -60,18 +60,14 @@ class Problem:
     def draw(self, shape: tuple[int, ...]) -> np.ndarray:
         return self.rng.standard_normal(shape).astype(self.host.dtype) * 0.3
 
-    def run(self, threads: int = 1) -> list[np.ndarray]:
-        options = layer.Options(reverse=(False, True), threads=threads)
+    def run(self, threads: int = 1, keep_weights: bool = True) -> list[np.ndarray]:
+        options = layer.Options((False, True), threads=threads, keep_weights=keep_weights)
         output, finals, _ = layer.forward(self.host, self.plan, self.arrays, options, keep=False)
         return [output.copy(), *finals]
 
     def anew(self) -> list[np.ndarray]:
         """The same, with nothing kept."""
-        before, cpu.packed_weights.keep = cpu.packed_weights.keep, False
-        try:
-            return self.run()
-        finally:
-            cpu.packed_weights.keep = before
+        return self.run(keep_weights=False)
 
 
 def same(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
@@ -136,9 +132,8 @@ def test_a_weight_and_its_transpose(weights_kept: cpu.PackedWeights) -> None:
         for weight in (w, w, w.T, w.T, w, w.T):
             results = []
             for keep in (True, False):
-                weights_kept.keep = keep
-                arrays = {"x": x, "weight_hh": weight}
-                results.append(layer.forward(host, one, arrays, layer.Options(), keep=False)[0])
+                arrays, options = {"x": x, "weight_hh": weight}, layer.Options(keep_weights=keep)
+                results.append(layer.forward(host, one, arrays, options, keep=False)[0])
             assert np.array_equal(*results), units
 
 
@@ -175,11 +170,64 @@ def test_memory_is_bounded(weights_kept: cpu.PackedWeights) -> None:
     assert not weights_kept.blocks
 
 
-def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ANYCELL_KEEP_WEIGHTS", "0")
-    assert not cpu.PackedWeights().keep
-    monkeypatch.delenv("ANYCELL_KEEP_WEIGHTS")
-    assert cpu.PackedWeights().keep
+def test_numpy_keeps_none_where_it_is_told(weights_kept: cpu.PackedWeights) -> None:
+    x = np.random.default_rng(0).standard_normal((STEPS, ROWS, INPUTS), np.float32)
+    gates = np.concatenate([x] * 4, 2)
+    weights = {"weight_hh": np.ones((4 * INPUTS, INPUTS), np.float32)}
+    one = anycell.numpy.RNN(cells.LSTM, INPUTS, 18, seed=0, keep_weights=False)
+    assert "keep_weights=False" in repr(one)
+    for _ in range(3):
+        right = one.forward(x)[0]
+        anycell.recurrence(cells.LSTM, gates, weights, keep_weights=False)
+    assert not weights_kept.blocks
+    one.keep_weights = True
+    for count in (1, 2):
+        for _ in range(3):
+            assert np.array_equal(one.forward(x)[0], right)
+        assert len(weights_kept.blocks) == count
+        for _ in range(3):
+            anycell.recurrence(cells.LSTM, gates, weights)
+        assert len(weights_kept.blocks) == 2
+    with pytest.raises(ValueError, match=r"keep_weights: given 'no', expected"):
+        anycell.recurrence(cells.LSTM, gates, weights, keep_weights="no")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("road", ["RNN", "LSTM", "swapped", "recurrence", "operator"])
+def test_torch_keeps_none_where_it_is_told(road: str, weights_kept: cpu.PackedWeights) -> None:
+    torch = pytest.importorskip("torch")
+    import anycell.torch as at
+    from anycell.torch import ops
+
+    if road == "operator" and not ops.AVAILABLE:
+        pytest.skip("needs PyTorch 2.4")
+    x = torch.randn(STEPS, ROWS, INPUTS)
+    module: Any
+    if road == "LSTM":
+        module = at.LSTM(INPUTS, 18, keep_weights=False)
+    elif road == "swapped":
+        module = at.accelerate(torch.nn.LSTM(INPUTS, 18))
+        module.keep_weights = False
+    else:
+        module = at.RNN(cells.LSTM, INPUTS, 18, keep_weights=False)
+    assert "keep_weights=False" in repr(module)
+    weights = {n.removesuffix("_l0"): p for n, p in module.named_parameters()}
+    run: Any = module
+    if road == "operator":
+        torch._dynamo.reset()
+        run = torch.compile(module, backend="aot_eager")
+    elif road == "recurrence":
+
+        def run(x: Any) -> Any:
+            return at.recurrence(cells.LSTM, x, weights, keep_weights=module.keep_weights)
+
+    with torch.no_grad():
+        for _ in range(3):
+            right = run(x)[0]
+        assert not weights_kept.blocks
+        module.keep_weights = True
+        for _ in range(3):
+            assert torch.equal(run(x)[0], right)
+        assert len(weights_kept.blocks) == 1
 
 
 def test_weights_of_torch() -> None:

@@ -23,7 +23,7 @@ nn, Tensor = torch.nn, torch.Tensor
 DOUBLE = {"dtype": torch.float64}
 
 pytestmark = [
-    pytest.mark.skipif(not ops.AVAILABLE, reason="torch.library has no register_autograd as yet"),
+    pytest.mark.skipif(not ops.AVAILABLE, reason="torch.library has no register_fake as yet"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's own compiler
 ]
 

@@ -356,7 +356,7 @@ def test_shapes_foretold(cell: Any, ran: list[str]) -> None:
     for flags in ({}, {"mask": mask}):
         arguments = given_to_forward(call, {"x": x, **flags, **layer._weights()[0]})
         torch.library.opcheck(
-            torch.ops.anycell.forward, arguments, test_utils=("test_schema", "test_faketensor")
+            torch.ops.anycell.run, (*arguments, True), test_utils=("test_schema", "test_faketensor")
         )
 
 
@@ -370,7 +370,7 @@ def test_a_card_that_is_not_there() -> None:
     fake = [FakeTensor(mode, t.detach().to("meta", torch.bfloat16), "cuda:0") for t in tensors]
     text = ops.Form.read(text)._replace(dtype="bfloat16").text()  # which the CPU has no kernel for
     with mode, torch.no_grad():
-        hidden, h, c, values, *states = torch.ops.anycell.forward(fake, text, hyper)
+        h, c, hidden, values, *states = torch.ops.anycell.run(fake, text, hyper, True)
     for found in (hidden, h, c, values, *states):
         assert found.device.type == "cuda" and found.dtype == torch.bfloat16
     assert hidden.shape == (5, 2, 5) and h.shape == c.shape == (1, 2, 5)

@@ -1,4 +1,4 @@
-"""The operators ``anycell::forward`` and ``anycell::backward``, which exported programs call: they
+"""The operators ``anycell::forward``, ``run`` and ``backward``, which graphs call: they
 refuse every tensor that their text does not describe, and every text that nobody has written.
 """
 
@@ -19,7 +19,6 @@ from torch_layers import Zoned, by_name, given_to_forward  # noqa: E402
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
 from anycell.layer import Options  # noqa: E402
-from anycell.layer import names as layer_names  # noqa: E402
 from anycell.torch import fused, ops  # noqa: E402
 from anycell.torch.composite import Call  # noqa: E402
 
@@ -27,7 +26,7 @@ Tensor = torch.Tensor
 STEPS, ROWS = 40, 9  # so many that the kernel reads the input itself
 
 pytestmark = pytest.mark.skipif(
-    not ops.AVAILABLE, reason="torch.library has no register_autograd as yet"
+    not ops.AVAILABLE, reason="torch.library has no register_fake as yet"
 )
 
 
@@ -59,11 +58,9 @@ def flags(steps: int, rows: int) -> dict[str, Tensor]:
     return {"mask": torch.rand(steps, rows) < 0.4, "resets": torch.rand(steps, rows) < 0.3}
 
 
-def names(kind: Any, text: str) -> list[str]:
+def names(text: str) -> list[str]:
     """What the tensors of a call are called in errors."""
-    every = [*layer_names(kind, 2), "seed"]
-    given = [n for n, c in zip(every, ops.Form.read(text).given, strict=True) if c == "1"]
-    return [re.sub(r"state (\w+)", r"state '\1'", name) for name in given]
+    return [re.sub(r"state (\w+)", r"state '\1'", name) for name in ops.Form.read(text).arrays]
 
 
 @pytest.mark.parametrize("kind", [cells.LSTM, cells.GRU, cells.LayerNormLSTM, Zoned], **by_name)
@@ -71,12 +68,12 @@ def test_opcheck(kind: Any) -> None:
     for call in ({}, flags(4, 2)):
         tensors, text, hyper = arguments(kind, **call)
         leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
-        form = ops.Form.read(text)
-        forward, light = torch.ops.anycell.forward.default, form._replace(keep=False).text()
-        torch.library.opcheck(forward, (leaves, light, hyper))
+        torch.library.opcheck(torch.ops.anycell.forward.default, (leaves, text, hyper))
         # What is kept has corners that nothing writes or reads: there numbers cannot be compared.
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(forward, (leaves, text, hyper), test_utils=tests)
+        for keep in (False, True):
+            run = torch.ops.anycell.run.default
+            torch.library.opcheck(run, (tensors, text, hyper, keep), test_utils=tests)
         backward = torch.ops.anycell.backward.default
         torch.library.opcheck(backward, backward_arguments(tensors, text, hyper))
 
@@ -84,19 +81,18 @@ def test_opcheck(kind: Any) -> None:
 def backward_arguments(tensors: list[Tensor], text: str, hyper: list[float]) -> tuple[Any, ...]:
     """What autograd would give to the operator ``anycell::backward``."""
     form, plain = ops.Form.read(text), [t.detach() for t in tensors]
-    states = form.plan(tuple(hyper), "cpu").cell.states
     results = torch.ops.anycell.forward(plain, text, hyper)
-    arriving = [torch.randn_like(r) for r in results[: 1 + len(states)]]
-    if form.keep and not form.apart:
-        arriving[0] = arriving[0][1 : 1 + len(tensors[0])]
+    kept = torch.ops.anycell.run(plain, text, hyper, True)[len(results) - 1 :]
+    kept = kept[:-1] if form.apart else kept
+    arriving = [torch.randn_like(r) for r in results]
     needs = [t.is_floating_point() for t in plain]
-    return plain, results, arriving, text, hyper, [True] * len(arriving), needs
+    return plain, kept, arriving, text, hyper, [True] * len(arriving), needs
 
 
 def test_a_cell_that_is_not_known() -> None:
     tensors, text, hyper = arguments(cells.GRU)
     with pytest.raises(RuntimeError, match=r"cell Other-0 of this graph is not known.*Import"):
-        torch.ops.anycell.forward(tensors, text.replace(text.split()[0], "Other-0"), hyper)
+        torch.ops.anycell.forward(tensors, text.replace(ops.Form.read(text).cell, "Other-0"), hyper)
 
 
 KINDS = [cells.LSTMP, cells.EALSTM, cells.PeepholeLSTM, Zoned]
@@ -106,7 +102,7 @@ KINDS = [cells.LSTMP, cells.EALSTM, cells.PeepholeLSTM, Zoned]
 def test_every_tensor_in_every_guise(kind: Any) -> None:
     """Whatever the strides and the alignment, results and gradients are those of a plain copy."""
     tensors, text, hyper = arguments(kind, STEPS, ROWS, states=True, **flags(STEPS, ROWS))
-    for i, name in enumerate(names(kind, text)):
+    for i, name in enumerate(names(text)):
         if name == "seed":
             continue
         for guise, variant in variants(tensors[i].detach().numpy(), torch=True):
@@ -115,13 +111,11 @@ def test_every_tensor_in_every_guise(kind: Any) -> None:
                 given = [*tensors[:i], torch.from_numpy(array), *tensors[i + 1 :]]
                 torch.manual_seed(0)
                 call = backward_arguments(given, text, hyper)
-                count, kept = 1 + len(kind.states), call[1]
-                results.append([*kept[:count], *torch.ops.anycell.backward(*call)])
+                forward = torch.ops.anycell.forward(call[0], text, hyper)
+                results.append([*forward, *torch.ops.anycell.backward(*call)])
             pairs = zip(*results, strict=True)
             for k, (ours, plain) in enumerate(pairs):
                 said = f"{name}, {guise}: result {k}"
-                at_all_steps = slice(1, STEPS + 1) if k == 0 and len(ours) > STEPS else slice(None)
-                ours, plain = ours[at_all_steps].detach(), plain[at_all_steps].detach()
                 assert_close(ours.numpy(), plain.numpy(), "float64", "gradient", said, ())
 
 
@@ -130,7 +124,7 @@ def test_every_tensor_that_is_another_one(kind: Any) -> None:
     """Of another shape, dtype or number of axes: refused by name, forward and backward."""
     tensors, text, hyper = arguments(kind, STEPS, ROWS, states=True, **flags(STEPS, ROWS))
     backward = backward_arguments(tensors, text, hyper)
-    for i, name in enumerate(names(kind, text)):
+    for i, name in enumerate(names(text)):
         whole = tensors[i].detach()
         others = [whole.unsqueeze(0), whole.to(torch.float16), whole.to(torch.complex64)]
         for axis in range(whole.dim()):
@@ -159,7 +153,7 @@ def test_a_tensor_without_numbers(kind: Any) -> None:
     tensors, text, hyper = arguments(kind, states=True, **flags(4, 2))
     plain = [t.detach() for t in tensors]
     backward = backward_arguments(tensors, text, hyper)
-    for i in range(1, len(names(kind, text)) - ("seed" in names(kind, text))):
+    for i in range(1, len(names(text)) - ("seed" in names(text))):
         given = [*plain[:i], plain[i].to("meta"), *plain[i + 1 :]]
         with pytest.raises(ValueError, match=r"device of a tensor: given meta; expected cpu"):
             torch.ops.anycell.forward(given, text, hyper)
@@ -171,31 +165,28 @@ def test_a_tensor_without_numbers(kind: Any) -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_backward_refuses_what_forward_did_not_keep(kind: Any, masked: bool) -> None:
     tensors, text, hyper = arguments(kind, **(flags(4, 2) if masked else {}))
-    plain, results, arriving, *rest = backward_arguments(tensors, text, hyper)
+    plain, kept, arriving, *rest = backward_arguments(tensors, text, hyper)
     backward = torch.ops.anycell.backward
-    backward(plain, results, arriving, *rest)
-    for i, result in enumerate(results):
-        states = 1 <= i <= len(kind.states)  # final ones, which nobody reads
-        for other in (result[:-1], result.float(), torch.cat([result, result], 1)):
-            call = plain, [*results[:i], other, *results[i + 1 :]], arriving, *rest
-            if states or (masked and i == 0):
-                continue
+    backward(plain, kept, arriving, *rest)
+    for i, one in enumerate(kept):
+        for other in (one[:-1], one.float(), torch.cat([one, one], 1)):
+            call = plain, [*kept[:i], other, *kept[i + 1 :]], arriving, *rest
             with pytest.raises((ValueError, TypeError), match=r"given .*expected"):
                 backward(*call)
     for i, gradient in enumerate(arriving):
         for other in (gradient[:-1], gradient.float(), gradient[..., :-1], gradient[None]):
-            call = plain, results, [*arriving[:i], other, *arriving[i + 1 :]], *rest
+            call = plain, kept, [*arriving[:i], other, *arriving[i + 1 :]], *rest
             with pytest.raises((ValueError, TypeError, IndexError), match=r"d_|given|index"):
                 backward(*call)
     for wrong in (
-        (plain[:-1], results, arriving, *rest),
-        (plain, results[:-1], arriving, *rest),
-        (plain, results, arriving[:-1], *rest),
-        (plain, results, arriving, *rest[:2], [True], rest[-1]),
-        (plain, results, arriving, *rest[:3], rest[-1][:-1]),
-        ([], results, arriving, *rest),
+        (plain[:-1], kept, arriving, *rest),
+        (plain, kept[:-1], arriving, *rest),
+        (plain, kept, arriving[:-1], *rest),
+        (plain, kept, arriving, *rest[:2], [True], rest[-1]),
+        (plain, kept, arriving, *rest[:3], rest[-1][:-1]),
+        ([], kept, arriving, *rest),
     ):
-        with pytest.raises(ValueError, match=r"anycell operator, .*given .*expected"):
+        with pytest.raises(ValueError, match=r"(anycell operator|kept arrays).*given .*expected"):
             backward(*wrong)
 
 
@@ -235,11 +226,7 @@ def test_a_layer_and_its_operator_take_the_same_road() -> None:
     """The check of an operator is that of the engine, and costs no second walk."""
     tensors, text, hyper = arguments(cells.LSTM)
     form = ops.Form.read(text)
-    plan = form.plan(tuple(hyper), "cpu")
-    output, *_ = fused.run_forward(*_with(plan, form.unpack(tensors, plan)), keep=False)
-    assert torch.equal(output, torch.ops.anycell.forward(tensors, text, hyper)[0][1:5])
-
-
-def _with(plan: Any, unpacked: tuple[Any, Any]) -> tuple[Any, ...]:
-    call, arrays = unpacked
-    return call, plan, arrays
+    plan = form.plan_of(tensors, hyper)
+    call, arrays = form.unpack(tensors, plan)
+    output, *_ = fused.run_forward(call, plan, arrays, keep=False)
+    assert torch.equal(output, torch.ops.anycell.forward(tensors, text, hyper)[0])

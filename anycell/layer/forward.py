@@ -32,7 +32,8 @@ def forward(
         ValueError, TypeError: for an array that breaks the ``contract``.
     """
     given = contract.entering(host, plan, arrays, options)
-    run = Run(host, plan, given, options, backward=False, keep_weights=not keep)
+    keep_weights = options.keep_weights and not keep
+    run = Run(host, plan, given, options, backward=False, keep_weights=keep_weights)
     steps = segment = run.steps
     if keep and options.checkpoint is not None:
         segment = run.segment

@@ -60,7 +60,7 @@ class Run:
                 names = [f"reset_state {name}" for name in plan.cell.state_names]
                 self.place_of(d, dict(zip(names, values, strict=True)))
         packed, self.weights = scratch + form.scratch, None
-        if keep_weights and form.packed and cpu.packed_weights.keep:
+        if keep_weights and form.packed:
             self.key = form.kernel, form.inputs, form.weights(entries)
             self.weights = cpu.packed_weights.take(self.key, form.packed)
             if self.weights is not None:

@@ -42,8 +42,8 @@ class DropIn(Recurrent):
     """What ``LSTM`` and ``GRU`` do instead of their parent's forward.
 
     Whatever they do not take is the parent's, its errors included. They add no attribute to an
-    instance, but for ``checkpoint`` where it is given: a module turns from one class into the other
-    by ``__class__`` alone (``accelerate``).
+    instance, but for ``checkpoint`` and ``keep_weights`` where they are given: a module turns from
+    one class into the other by ``__class__`` alone (``accelerate``).
     """
 
     _parent: type[nn.RNNBase]
@@ -54,10 +54,18 @@ class DropIn(Recurrent):
     proj_size: int
     bidirectional: bool
 
-    def __init__(self, *args: Any, checkpoint: str | int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        checkpoint: str | int | None = None,
+        keep_weights: bool = True,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         if check_checkpoint(checkpoint) is not None:
             self.checkpoint = checkpoint
+        if not keep_weights:
+            self.keep_weights = False
 
     @property
     def engine(self) -> Engine:
@@ -145,13 +153,11 @@ class DropIn(Recurrent):
         )
 
     def _fused(self, x: Tensor | PackedSequence, cell: Cell, weight: Tensor, looked: bool) -> Any:
-        """The plan of the fused kernel, or the name of its operator; None if it cannot run this
-        call.
-        """
+        """The plan of the fused kernel, or True for its operator; None if neither does."""
         data = x.data if isinstance(x, PackedSequence) else x
         size, sizes = self.hidden_size, self._sizes
         if looked and compiled():
-            return None if autocast() else ops.known(cell, size, sizes, data)
+            return None if autocast() else ops.known(cell, size, sizes, data) or None
         if autocast() and weight.is_cuda:
             return None
         plan = plan_on(weight.device.type, cell, size, autocast_dtype(weight), sizes)
@@ -199,9 +205,11 @@ class DropIn(Recurrent):
         return super().parameters(recurse)  # type: ignore[misc]
 
     def extra_repr(self) -> str:
-        """torch's, and ``checkpoint`` where there is one."""
-        shown = super().extra_repr()  # type: ignore[misc]
-        return shown if self.checkpoint is None else f"{shown}, checkpoint={self.checkpoint!r}"
+        """torch's, and ``checkpoint`` and ``keep_weights`` where they are given."""
+        shown: str = super().extra_repr()  # type: ignore[misc]
+        if self.checkpoint is not None:
+            shown += f", checkpoint={self.checkpoint!r}"
+        return shown if self.keep_weights else f"{shown}, keep_weights=False"
 
     def __prepare_scriptable__(self) -> nn.Module:
         """TorchScript compiles the parent's forward, on the same parameters."""
@@ -251,7 +259,8 @@ class LSTM(DropIn, nn.LSTM):
             are in the input already.
 
     ``checkpoint="sqrt"``, or a number of steps, to the constructor or as an attribute: less memory
-    for more time in training, see ``RNN``.
+    for more time in training, see ``RNN``; and so ``keep_weights=False``, to keep no packed weights
+    between calls.
 
     Fused are all calls on the CPU, in float32, float64, bfloat16, float16 and under autocast; and
     on a GPU calls with one of these three arguments, or all with ``checkpoint``. Other devices,

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from anycell.engines.gpu import refusals
 from anycell.lang.cell import Cell
 from anycell.layer import stepped
+from anycell.layer.signature import FLAGS
 from anycell.plan import Plan
 from anycell.torch import fused, ops
 from anycell.torch.composite import Arrays, Call, Result, Sizes, States, composite
@@ -98,7 +99,6 @@ class Engine(NamedTuple):
 
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
-FLAGS = "mask", "resets"  # arrays of any dtype that flags may have
 
 
 def fused_plan(cell: Cell, hidden_size: int, weight: Tensor, sizes: Sizes = ()) -> Plan | str:

@@ -1,15 +1,21 @@
-"""The fused engine as two operators of PyTorch, for all that traces: torch.compile, torch.export.
+"""The fused engine as operators of PyTorch, for all that traces: torch.compile, torch.export.
 
-``anycell::forward`` and ``anycell::backward`` take lists of tensors, and a text that says which
-cell, and what lies where in the list. A text, because a graph holds no Python objects, and outlives
-the process: cells are found again by a name made of what they compute. Run-time hyperparameters
-come beside it, so that a schedule gives no new graph. Which engine runs a call its device decides.
+``anycell::forward`` takes a list of tensors, and a text that says which cell, with which options,
+and which array of the signature each tensor is. A text, because a graph holds no Python objects,
+and outlives the process: cells are found again by a name made of what they compute. Run-time
+hyperparameters come beside it, so that a schedule gives no new graph. Which engine runs a call its
+device decides.
+
+Autograd goes by ``anycell::forward`` alone. It turns into ``anycell::run``, which may keep what the
+gradient needs, and ``anycell::backward``: these two are what compiled graphs consist of, so that
+none of their calls passes autograd again, which takes as long as a few steps of a small layer.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,12 +26,13 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable, at the fir
 from anycell import cells, layer
 from anycell.lang.cell import Cell
 from anycell.layer import Options, check_checkpoint
+from anycell.layer.signature import FLAGS
 from anycell.plan import DTYPES, Plan
 from anycell.torch import fused
 from anycell.torch.composite import Arrays, Call, Result, Sizes
 from anycell.torch.ranges import ranged
 
-AVAILABLE = hasattr(torch.library, "register_autograd")  # since PyTorch 2.4
+AVAILABLE = hasattr(torch.library, "register_fake")  # since PyTorch 2.4
 # Inductor's CUDA graphs (mode="reduce-overhead") must leave our operators out: these replay graphs
 # of their own, whose memory lasts, and look at what kernels have reported. Recent PyTorch has a tag
 # that says so; without it layers on a card are no operators.
@@ -39,11 +46,10 @@ def register(cell: Cell) -> None:
     _CELLS.setdefault(_name(cell.name, cell.key), cell)
 
 
-def known(cell: Cell, hidden_size: int, sizes: Sizes, x: Tensor) -> str | None:
-    """The name of a registered cell that the fused engine runs on such tensors."""
-    if x.is_cuda and not ON_CARDS:
-        return None
-    return _known(cell.name, cell.key, hidden_size, _text(sizes), _dtype(x), x.device.type)
+def known(cell: Cell, hidden_size: int, sizes: Sizes, x: Tensor) -> bool:
+    """Whether the fused engine runs a cell, which must be registered, on such tensors."""
+    facts = cell.name, cell.key, hidden_size, sizes, x.dtype, x.device.type
+    return _text(*facts, tuple(Options()), ("x",)) is not None
 
 
 def draws(cell: Cell) -> bool:
@@ -63,13 +69,25 @@ def _constant(function: Callable[..., Any]) -> Any:
 
 
 @_constant
-def _known(
-    name: str, key: str, hidden_size: int, sizes: str, dtype: str, device: str
+def _text(
+    name: str,
+    key: str,
+    hidden_size: int,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    device: str,
+    options: tuple[Any, ...],
+    arrays: tuple[str, ...],
 ) -> str | None:
-    name = _name(name, key)
-    found = _CELLS.get(name)
-    plan = _plan(found, hidden_size, sizes, dtype, device) if found else None
-    return name if isinstance(plan, Plan) else None
+    """The text of a call; None where no fused kernel runs it, or its cell is not registered."""
+    cell = _CELLS.get(_name(name, key))
+    if cell is None or (device == "cuda" and not ON_CARDS):
+        return None
+    if isinstance(_plan(cell, hidden_size, sizes, dtype, device), str):
+        return None
+    kind = str(dtype).removeprefix("torch.")
+    form = Form(_name(name, key), hidden_size, sizes, kind, Options(*options), arrays)
+    return form.text()
 
 
 @_constant
@@ -83,22 +101,11 @@ def _name(name: str, key: str) -> str:
     return f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
-def _text(sizes: Sizes) -> str:
-    return ",".join([f"{symbol}={size}" for symbol, size in sizes]) or "-"
-
-
-def _sizes(text: str) -> Sizes:
-    pairs = [one.split("=") for one in text.split(",")] if text != "-" else []
-    return tuple([(symbol, int(size)) for symbol, size in pairs])
-
-
 @_disable_dynamo  # around a broken graph it would look here, and warn of the cache
-def _plan(cell: Cell, hidden_size: int, sizes: str, dtype: str, device: str) -> Plan | str:
-    return fused.plan_on(device, cell, hidden_size, getattr(torch, dtype), _sizes(sizes))
-
-
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+def _plan(
+    cell: Cell, hidden_size: int, sizes: Sizes, dtype: torch.dtype, device: str
+) -> Plan | str:
+    return fused.plan_on(device, cell, hidden_size, dtype, sizes)
 
 
 class Form(NamedTuple):
@@ -107,55 +114,57 @@ class Form(NamedTuple):
     Attributes:
         cell: its name among those registered.
         sizes: what the other size symbols of the cell stand for.
-        stream: of random masks, the number of the layer.
-        reverse: "1" for each direction that runs backwards, "0" for each that does not.
-        keep: whether the results are followed by what the backward pass reads.
-        checkpoint: see ``layer.Options``; "-" for None. The operator then keeps nothing, for how
-            much it would keep is no simple function of the sizes, and the backward pass begins with
-            the forward pass once more.
-        given: "1" for each array of ``layer.names``, and for a seed, that is in the list; "0" for
-            each that the call does without.
+        options: of the call. Threads are those of torch. With ``checkpoint`` nothing is kept of a
+            forward pass, for how much that would be is no simple function of the sizes, and the
+            backward pass begins with the forward pass once more.
+        arrays: which each tensor is, by the names of ``layer.names``, or "seed".
     """
 
     cell: str
     hidden_size: int
-    sizes: str
+    sizes: Sizes
     dtype: str
-    stream: int
-    reverse: str
-    repeat: bool
-    training: bool
-    keep: bool
-    checkpoint: str
-    given: str
+    options: Options
+    arrays: tuple[str, ...]
 
     def text(self) -> str:
         """``read`` reads it again."""
-        numbers = [str(int(n)) for n in (self.repeat, self.training, self.keep)]
-        first = self.cell, str(self.hidden_size), self.sizes, self.dtype, str(self.stream)
-        return " ".join([*first, self.reverse, *numbers, self.checkpoint, self.given])
+        return json.dumps({**self._asdict(), "options": self.options._asdict()})
 
     @classmethod
     @functools.lru_cache(maxsize=4096)
     def read(cls, text: str) -> Form:
         try:
-            cell, hidden, sizes, dtype, stream, reverse, *flags, checkpoint, given = text.split(" ")
-            repeat, training, keep = (bool(int(flag)) for flag in flags)
-            form = cls(
-                cell, int(hidden), sizes, dtype, int(stream), reverse, repeat, training, keep,
-                checkpoint, given,
-            )  # fmt: skip
-            known = len(reverse) in (1, 2) and form.hidden_size > 0 and dtype in DTYPES
-            if form.text() != text or not known or not set(reverse + given) <= {"0", "1"}:
+            read = json.loads(text)
+            options = Options(**read["options"])
+            options = options._replace(reverse=tuple(options.reverse))
+            sizes = tuple([(symbol, size) for symbol, size in read["sizes"]])
+            named = {"options": options, "sizes": sizes, "arrays": tuple(read["arrays"])}
+            form = cls(**{**read, **named})
+            if form.text() != text or not form._sound():
                 raise ValueError
-            _sizes(sizes)
-            check_checkpoint(form._checkpoint)
-        except ValueError:
+            check_checkpoint(options.checkpoint)
+        except (ValueError, TypeError, KeyError):
             raise ValueError(
                 f"form: given {text!r}; expected a text that anycell.torch has written for this "
                 "operator. Export or trace the layer again."
             ) from None
         return form
+
+    def _sound(self) -> bool:
+        """Whether all is of the kind that it should be; the rest shows against the cell."""
+        like = {k: type(v) for k, v in Options()._asdict().items() if k != "checkpoint"}
+        sizes = [self.hidden_size, *[size for _, size in self.sizes]]
+        return (
+            all(type(getattr(self.options, name)) is kind for name, kind in like.items())
+            and self.options.reverse in ((False,), (True,), (False, True), (True, False))
+            and 0 <= self.options.stream < 1 << 31
+            and all(type(size) is int and size > 0 for size in sizes)
+            and all(type(name) is str for name in (self.cell, self.dtype, *self.arrays))
+            and self.dtype in DTYPES
+            and "x" in self.arrays
+            and len(set(self.arrays)) == len(self.arrays)
+        )
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  (of small tuples)
     def plan(self, hyper: tuple[float, ...], device: str) -> Plan:
@@ -169,57 +178,50 @@ class Form(NamedTuple):
         if tuple(cell.hyper.values()) != hyper:
             _expect("hyper", len(hyper), len(cell.hyper))
             cell = cell(**dict(zip(cell.hyper, hyper, strict=True)))
-        plan = _plan(cell, self.hidden_size, self.sizes, self.dtype, device)
+        names = (*layer.names(cell, len(self.options.reverse)), "seed")
+        _expect("form, names that the cell does not have", {*self.arrays} - {*names}, set())
+        plan = _plan(cell, self.hidden_size, self.sizes, getattr(torch, self.dtype), device)
         if isinstance(plan, str):
             raise RuntimeError(f"anycell: the cell {self.cell} of this graph: {plan}.")
         return plan
 
-    @functools.lru_cache(maxsize=1024)  # noqa: B019
-    def call(self, plan: Plan) -> tuple[Call, tuple[str, ...]]:
-        """The call but for its seed, and the names of its tensors."""
-        names = (*layer.names(plan.cell, len(self.reverse)), "seed")
-        _expect("form, places of tensors", len(self.given), len(names))
-        there = tuple([name for name, one in zip(names, self.given, strict=True) if one == "1"])
-        options = Options(
-            self._reverse, self.repeat, self.training, 0, self.stream, checkpoint=self._checkpoint
-        )
-        return Call(plan.cell, self.hidden_size, options, _sizes(self.sizes)), there
+    def plan_of(self, tensors: Sequence[Tensor], hyper: Sequence[float]) -> Plan:
+        """The plan for these tensors, of which there must be as many as the text says."""
+        _expect("tensors", len(tensors), len(self.arrays))
+        x = tensors[self.arrays.index("x")]
+        _expect("x, axes", x.dim(), 3)
+        return self.plan(tuple(hyper), x.device.type)
 
     def unpack(self, tensors: Sequence[Tensor], plan: Plan) -> tuple[Call, dict[str, Tensor]]:
-        """The call that the tensors make.
+        """The call that the tensors make, and its arrays.
 
-        That there are as many as the text says, and of which kind are those that are no arrays of
-        the layer, is checked here; the rest by ``anycell.layer.contract``.
+        Of which kind those are that are no arrays of the layer is checked here; the rest by
+        ``anycell.layer.contract``.
         """
-        call, there = self.call(plan)
-        _expect("tensors", len(tensors), len(there))
-        arrays = dict(zip(there, tensors, strict=True))
-        x, seed = arrays.get("x"), arrays.pop("seed", None)
-        _expect("x, axes", None if x is None else x.dim(), 3)
-        assert x is not None
-        for name in ("mask", "resets"):
+        arrays, options = dict(zip(self.arrays, tensors, strict=True)), self.options
+        for name in FLAGS:
             if name in arrays:
-                kind = torch.bool, tuple(x.shape[:2])
+                kind = torch.bool, tuple(arrays["x"].shape[:2])
                 _expect(name, (arrays[name].dtype, tuple(arrays[name].shape)), kind)
+        seed = arrays.pop("seed", None)
         if seed is not None:
             _expect("seed", (seed.dtype, seed.dim()), (torch.int64, 0))
-            call = call._replace(options=call.options._replace(seed=int(seed)))
-        return call, arrays
-
-    @property
-    def _reverse(self) -> tuple[bool, ...]:
-        return tuple([one == "1" for one in self.reverse])
-
-    @property
-    def _checkpoint(self) -> str | int | None:
-        text = self.checkpoint
-        return None if text == "-" else int(text) if text.isdigit() else text
+            options = options._replace(seed=int(seed))
+        return Call(plan.cell, self.hidden_size, options, self.sizes), arrays
 
     @property
     def apart(self) -> bool:
         """Whether the output is not the sequence of hidden states."""
-        masked = self.given[2] == "1"  # its place in ``layer.names``
-        return masked and not self.repeat
+        return "mask" in self.arrays and not self.options.repeat
+
+    def kept_states(self, plan: Plan) -> list[bool]:
+        """Which states besides the first are kept: with checkpoints all, at the borders."""
+        engine, every = fused.engine_of(plan), self.options.checkpoint is not None
+        return [i > 0 and (every or engine.keeps_state(plan, i)) for i in range(_states(plan))]
+
+
+def _states(plan: Plan) -> int:
+    return len(plan.cell.states)
 
 
 def _expect(name: str, given: Any, expected: Any) -> None:
@@ -234,115 +236,96 @@ def _expect(name: str, given: Any, expected: Any) -> None:
 def run(call: Call, arrays: Arrays) -> Result | None:
     """A layer as an operator; None where the fused engine does not run it."""
     cell, options, x = call.cell, call.options, arrays["x"]
-    name = known(cell, call.hidden_size, call.sizes, x)
-    if name is None or "recurrent_mask" in arrays or call.sequences:
+    if "recurrent_mask" in arrays or call.sequences:
         return None
-    seed: list[Tensor] = [options.seed] if isinstance(options.seed, Tensor) else []
-    names = layer.names(cell, len(options.reverse))
-    tensors = [*[arrays[name] for name in names if name in arrays], *seed]
-    keep = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    form = Form(
-        name, call.hidden_size, _text(call.sizes), _dtype(x), options.stream,
-        "".join(["1" if reverse else "0" for reverse in options.reverse]),
-        options.repeat, options.training,
-        keep and options.checkpoint is None and not torch.compiler.is_exporting(),
-        "-" if options.checkpoint is None else str(options.checkpoint),
-        "".join(["1" if name in arrays else "0" for name in names]) + ("1" if seed else "0"),
+    if isinstance(options.seed, Tensor):
+        arrays, options = {**arrays, "seed": options.seed}, options._replace(seed=0)
+    text = _text(
+        cell.name, cell.key, call.hidden_size, call.sizes, x.dtype, x.device.type, tuple(options),
+        tuple(arrays),
     )  # fmt: skip
-    results = torch.ops.anycell.forward(tensors, form.text(), list(cell.hyper.values()))
-    output, final = results[0], results[1 : 1 + len(cell.states)]
-    if form.keep and not form.apart:  # the hidden states, with the slot before the first step
-        output = output[1 : 1 + x.shape[0]]
+    if text is None:
+        return None
+    hyper = list(cell.hyper.values())
+    output, *final = torch.ops.anycell.forward(list(arrays.values()), text, hyper)
     return output, tuple(final), ()
 
 
 # -- the operators ---------------------------------------------------------------------------------
-# Results of forward: the output, final states, and then what is kept. Where the hidden states are
-# kept they are the output too: two results of an operator must not share memory.
 
 
-def _forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> list[Tensor]:
+def _run(tensors: Sequence[Tensor], text: str, hyper: Sequence[float], keep: bool) -> list[Tensor]:
+    """The output and the final states; or, where the backward pass will want them, the final states
+    and what is kept. The output is a part of that, or else comes last: results of an operator must
+    not share memory.
+    """
     form = Form.read(text)
-    plan = form.plan(tuple(hyper), _device(tensors))
+    plan = form.plan_of(tensors, hyper)
     call, arrays = form.unpack(tensors, plan)
-    run = fused.run_forward
-    output, final, kept = ranged(call.cell, "forward", run, call, plan, arrays, form.keep)
+    output, final, kept = ranged(call.cell, "forward", fused.run_forward, call, plan, arrays, keep)
     if kept is None:
         return [output, *final]
-    hidden, *rest = kept.flat()
-    return [output, *final, hidden, *rest] if form.apart else [hidden, *final, *rest]
+    return [*final, *kept.flat(), *([output] if form.apart else [])]
 
 
-def _device(tensors: Sequence[Tensor]) -> str:
-    """The type of the device of x, the first tensor."""
-    if not tensors:
-        _expect("tensors", 0, "x first")
-    return tensors[0].device.type
-
-
-def _expect_one_device(form: Form, tensors: Sequence[Tensor]) -> None:
-    """That no tensor is elsewhere than x: one on "meta" would make all results shapes alone."""
-    for tensor in tensors[: len(tensors) - int(form.given[-1])]:  # a seed is on the CPU always
-        _expect("device of a tensor", str(tensor.device), str(tensors[0].device))
-
-
-def _kept(form: Form, plan: Plan) -> list[bool]:
-    """Which states besides the first are kept: with checkpoints all, at the borders."""
-    engine = fused.engine_of(plan)
-    every, states = form.checkpoint != "-", range(len(plan.cell.states))
-    return [i > 0 and (every or engine.keeps_state(plan, i)) for i in states]
-
-
-def _forward_fake(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> list[Tensor]:
+def _run_fake(
+    tensors: Sequence[Tensor], text: str, hyper: Sequence[float], keep: bool
+) -> list[Tensor]:
     form = Form.read(text)
-    plan = form.plan(tuple(hyper), _device(tensors))
-    _expect_one_device(form, tensors)
-    x, directions = tensors[0], len(form.reverse)
+    plan = form.plan_of(tensors, hyper)
+    x, directions = _expect_one_device(form, tensors), form.options.reverse
     steps, rows, _ = x.shape
-    engine = fused.engine_of(plan)
-    kept = layer.contract.kept_shapes(
-        plan, steps, rows, form._reverse, engine.saved_width(plan), _kept(form, plan)
-    )
-    hidden, *rest = kept.flat()
-    output = steps, rows, hidden[2]
-    finals = [(directions, rows, plan.sizes[state.size]) for state in plan.cell.states]
-    if not form.keep:
-        out = x.new_empty(output) if form.apart else x.new_empty(hidden)[1 : 1 + steps]
-        return [out, *[x.new_empty(shape) for shape in finals]]
-    shapes = [output, *finals, hidden, *rest] if form.apart else [hidden, *finals, *rest]
-    return [x.new_empty(shape) for shape in shapes]
+    width = fused.engine_of(plan).saved_width(plan)
+    kept = layer.contract.kept_shapes(plan, steps, rows, directions, width, form.kept_states(plan))
+    apart = x.new_empty(steps, rows, kept.hidden[2]) if form.apart else None
+    final = [x.new_empty(len(directions), rows, plan.sizes[s.size]) for s in plan.cell.states]
+    if not keep:
+        return [x.new_empty(kept.hidden)[1 : 1 + steps] if apart is None else apart, *final]
+    # What a cell adds up over time is kept in the dtype that it computes in.
+    wide = getattr(torch, plan.types.math.name) if plan.engine == "cpu" else x.dtype
+    memory = [x.new_empty(shape) for shape in (kept.hidden, *kept.values)]
+    memory += [x.new_empty(shape, dtype=wide) for shape in kept.flat()[len(memory) :]]
+    return [*final, *memory, *([] if apart is None else [apart])]
+
+
+def _expect_one_device(form: Form, tensors: Sequence[Tensor]) -> Tensor:
+    """x, if no tensor is elsewhere: one on "meta" would make all results shapes alone."""
+    x = tensors[form.arrays.index("x")]
+    for name, tensor in zip(form.arrays, tensors, strict=True):
+        if name != "seed":  # which is on the CPU always
+            _expect("device of a tensor", str(tensor.device), str(x.device))
+    return x
 
 
 def _backward(
     tensors: Sequence[Tensor],
-    results: Sequence[Tensor],
+    kept: Sequence[Tensor],
     arriving: Sequence[Tensor],
     text: str,
     hyper: Sequence[float],
     given: Sequence[bool],
     needs: Sequence[bool],
 ) -> list[Tensor]:
+    """The gradients of those tensors that need one; ``given`` says of the output and the final
+    states at which gradients arrive. Without anything kept the forward pass runs once more.
+    """
     form = Form.read(text)
-    if not form.keep:  # as of an exported graph, or with checkpoints: the forward pass once more
-        text = form._replace(keep=True).text()
-        results = _forward(tensors, text, hyper)
-        form = Form.read(text)
-    plan = form.plan(tuple(hyper), _device(tensors))
+    plan = form.plan_of(tensors, hyper)
     call, arrays = form.unpack(tensors, plan)
-    states, kept = 1 + len(plan.cell.states), _kept(form, plan)
-    _expect("results", len(results), states + form.apart + len(form.reverse) * (1 + sum(kept)))
-    _expect("given", len(given), states)
+    _expect("given", len(given), 1 + _states(plan))
     _expect("arriving", len(arriving), sum(given))
     _expect("needs", len(needs), len(tensors))
-    first = results[states:] if form.apart else [results[0], *results[states:]]
+    states, directions = form.kept_states(plan), len(form.options.reverse)
+    again = kept or fused.run_forward(call, plan, arrays, keep=True)[2].flat()  # type: ignore[union-attr]
+    before = layer.Kept.of(again, states, directions)
     present = iter(arriving)
     gradients = [next(present) if one else None for one in given]
-    wanted = {name for name, need in zip(arrays, needs, strict=False) if need}
-    before, run = layer.Kept.of(first, kept, len(form.reverse)), fused.run_backward
+    wanted = {name for name, need in zip(form.arrays, needs, strict=True) if need}
+    run = fused.run_backward
     named = ranged(call.cell, "backward", run, call, plan, arrays, before, gradients, wanted)
     return [
         _alone(named[name], plan) if name in named else torch.zeros_like(t)
-        for name, t in zip(arrays, tensors, strict=False)
+        for name, t in zip(form.arrays, tensors, strict=True)
         if name in wanted
     ]
 
@@ -357,7 +340,7 @@ def _alone(gradient: Tensor, plan: Plan) -> Tensor:
 
 def _backward_fake(
     tensors: Sequence[Tensor],
-    results: Sequence[Tensor],
+    kept: Sequence[Tensor],
     arriving: Sequence[Tensor],
     text: str,
     hyper: Sequence[float],
@@ -368,45 +351,60 @@ def _backward_fake(
     return [t.new_empty(t.shape) for t, need in zip(tensors, needs, strict=True) if need]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    tensors, ctx.text, ctx.hyper = inputs
-    ctx.count = len(tensors)
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
-    ctx.needs = [t.requires_grad for t in tensors]
+class _Operators(torch.autograd.Function):
+    """``anycell::run`` and ``anycell::backward``, as autograd sees them."""
+
+    @staticmethod
+    def forward(ctx: Any, text: str, hyper: list[float], *tensors: Tensor) -> tuple[Tensor, ...]:
+        form = Form.read(text)
+        keep, kept = form.options.checkpoint is None, []
+        results = torch.ops.anycell.run(tensors, text, hyper, keep)
+        if keep:
+            states = _states(form.plan_of(tensors, hyper))
+            final, kept = results[:states], results[states:]
+            x = tensors[form.arrays.index("x")]
+            output = kept.pop() if form.apart else kept[0][1 : 1 + x.shape[0]].detach()
+            results = [output, *final]
+        ctx.save_for_backward(*tensors, *kept)
+        ctx.set_materialize_grads(False)
+        ctx.text, ctx.hyper, ctx.count = text, hyper, len(tensors)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        tensors, kept = saved[: ctx.count], saved[ctx.count :]
+        given, present = [g is not None for g in arriving], [g for g in arriving if g is not None]
+        backward = torch.ops.anycell.backward
+        found = iter(backward(tensors, kept, present, ctx.text, ctx.hyper, given, needs))
+        return None, None, *[next(found) if need else None for need in needs]
 
 
-def _gradient(ctx: Any, arriving: Sequence[Tensor | None]) -> tuple[Any, None, Any]:
-    saved = list(ctx.saved_tensors)
-    tensors, results = saved[: ctx.count], saved[ctx.count :]
-    form = Form.read(ctx.text)
-    states = len(form.plan(tuple(ctx.hyper), tensors[0].device.type).cell.states)
-    gradients = list(arriving[: 1 + states])
-    if gradients[0] is not None and form.keep and not form.apart:
-        gradients[0] = gradients[0][1 : 1 + tensors[0].shape[0]]
-    given, present = [g is not None for g in gradients], [g for g in gradients if g is not None]
-    backward = torch.ops.anycell.backward
-    found = iter(backward(tensors, results, present, ctx.text, ctx.hyper, given, ctx.needs))
-    first = [next(found) if need else None for need in ctx.needs]
-    return first, None, None if ctx.hyper else []  # torch takes an empty list for one of tensors
+def _forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> list[Tensor]:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return list(_Operators.apply(text, hyper, *tensors))
+    results: list[Tensor] = torch.ops.anycell.run(tensors, text, hyper, False)
+    return results
 
 
 if AVAILABLE:
     _library = torch.library.Library("anycell", "DEF")
-    _library.define("forward(Tensor[] tensors, str form, float[] hyper) -> Tensor[]", tags=_TAGS)
-    _library.define(
-        "backward(Tensor[] tensors, Tensor[] results, Tensor[] arriving, str form, float[] hyper, "
+    for _schema in (
+        "forward(Tensor[] tensors, str form, float[] hyper) -> Tensor[]",
+        "run(Tensor[] tensors, str form, float[] hyper, bool keep) -> Tensor[]",
+        "backward(Tensor[] tensors, Tensor[] kept, Tensor[] arriving, str form, float[] hyper, "
         "bool[] given, bool[] needs) -> Tensor[]",
-        tags=_TAGS,
-    )
+    ):
+        _library.define(_schema, tags=_TAGS)
     for _key in ("CPU", "CUDA"):
-        _library.impl("forward", _forward, _key)
+        _library.impl("forward", functools.partial(_run, keep=False), _key)
+        _library.impl("run", _run, _key)
         _library.impl("backward", _backward, _key)
-    torch.library.register_fake("anycell::forward", _forward_fake, lib=_library)
-    torch.library.register_fake("anycell::backward", _backward_fake, lib=_library)
-    torch.library.register_autograd(
-        "anycell::forward", _gradient, setup_context=_setup, lib=_library
-    )
+    _library.impl("forward", _forward, "Autograd")
+    _fake = functools.partial(torch.library.register_fake, lib=_library)
+    _fake("anycell::forward", functools.partial(_run_fake, keep=False))
+    _fake("anycell::run", _run_fake)
+    _fake("anycell::backward", _backward_fake)
     for _cell in vars(cells).values():
         if isinstance(_cell, Cell):
             register(_cell)

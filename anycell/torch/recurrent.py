@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import Cell
 from anycell.layer import Options, check_checkpoint
+from anycell.layer.signature import FLAGS
 from anycell.plan import Plan
 from anycell.torch import ops
 from anycell.torch.arguments import Layout, check_tensor, describe
@@ -38,6 +39,7 @@ class Recurrent:
     training: bool
     weight_ih_l0: Tensor
     checkpoint: str | int | None = None  # see RNN
+    keep_weights: bool = True  # likewise
     _forward_pre_hooks: dict[int, Any]
     _forward_hooks: dict[int, Any]
     _sizes: Any = ()
@@ -131,7 +133,8 @@ class Recurrent:
         checkpoint, reverse = self.checkpoint, _DIRECTIONS[self.bidirectional]
         if checkpoint is not None:
             check_checkpoint(checkpoint)
-        options = Options(reverse, repeat, training, seed, checkpoint=checkpoint)
+        keep = self.keep_weights
+        options = Options(reverse, repeat, training, seed, checkpoint=checkpoint, keep_weights=keep)
         return Call(cell, self.hidden_size, options, self._sizes, sequences, plan=plan)
 
 
@@ -234,11 +237,11 @@ def _in_its_dtype(
     """``stack``, in the dtype that autocast asks for."""
     # What other layers hand on may be of 16 bits, whatever the dtype of this one.
     like = next(iter(weights[0].values()), arrays["x"])
-    dtype, flags = autocast_dtype(like), ("mask", "resets")
+    dtype = autocast_dtype(like)
     if dtype is not like.dtype:
         weights = [{name: t.to(dtype) for name, t in learned.items()} for learned in weights]
     with torch.autocast(like.device.type, enabled=False):
-        arrays = {name: t if name in flags else t.to(dtype) for name, t in arrays.items()}
+        arrays = {name: t if name in FLAGS else t.to(dtype) for name, t in arrays.items()}
         return stack(call, arrays, weights, drop)
 
 

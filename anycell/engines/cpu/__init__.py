@@ -9,7 +9,6 @@ from array import array
 
 import numpy as np
 
-from anycell import environment
 from anycell.engines.cpu import check, gemm, isa, memory, pool
 from anycell.engines.cpu import kernel as _kernel
 from anycell.engines.cpu.door import LINE, WORTH_SPREADING
@@ -68,7 +67,6 @@ class PackedWeights:
     that lie elsewhere in every call are not worth a block: a key gets one when it comes again.
 
     Attributes:
-        keep: whether blocks are kept: unless ``ANYCELL_KEEP_WEIGHTS`` is 0.
         limit: bytes kept at most; beyond, blocks that were not used for long go.
         blocks: by key, those that no call has at the moment.
         keys: all that came lately, and whether they have a block.
@@ -77,7 +75,6 @@ class PackedWeights:
     KEYS = 1024  # remembered at most
 
     def __init__(self, limit: int = 256 << 20) -> None:
-        self.keep = environment.switch("ANYCELL_KEEP_WEIGHTS", True)
         self.limit = limit
         self.blocks: dict[object, Block] = {}
         self.keys: dict[object, bool] = {}
