@@ -83,7 +83,7 @@ def _text(
     cell = _CELLS.get(_name(name, key))
     if cell is None or (device == "cuda" and not ON_CARDS):
         return None
-    if isinstance(_plan(cell, hidden_size, sizes, dtype, device), str):
+    if isinstance(_plan_on(device, cell, hidden_size, dtype, sizes), str):
         return None
     kind = str(dtype).removeprefix("torch.")
     form = Form(_name(name, key), hidden_size, sizes, kind, Options(*options), arrays)
@@ -101,11 +101,8 @@ def _name(name: str, key: str) -> str:
     return f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
-@_disable_dynamo  # around a broken graph it would look here, and warn of the cache
-def _plan(
-    cell: Cell, hidden_size: int, sizes: Sizes, dtype: torch.dtype, device: str
-) -> Plan | str:
-    return fused.plan_on(device, cell, hidden_size, dtype, sizes)
+# Around a broken graph Dynamo would look here, and warn of the cache.
+_plan_on = _disable_dynamo(fused.plan_on)
 
 
 class Form(NamedTuple):
@@ -136,14 +133,12 @@ class Form(NamedTuple):
     def read(cls, text: str) -> Form:
         try:
             read = json.loads(text)
-            options = Options(**read["options"])
-            options = options._replace(reverse=tuple(options.reverse))
-            sizes = tuple([(symbol, size) for symbol, size in read["sizes"]])
-            named = {"options": options, "sizes": sizes, "arrays": tuple(read["arrays"])}
-            form = cls(**{**read, **named})
+            options, sizes = Options(**read["options"]), read["sizes"]
+            read["options"] = options._replace(reverse=tuple(options.reverse))
+            read["sizes"] = tuple([(symbol, size) for symbol, size in sizes])
+            form = cls(**{**read, "arrays": tuple(read["arrays"])})
             if form.text() != text or not form._sound():
                 raise ValueError
-            check_checkpoint(options.checkpoint)
         except (ValueError, TypeError, KeyError):
             raise ValueError(
                 f"form: given {text!r}; expected a text that anycell.torch has written for this "
@@ -153,17 +148,20 @@ class Form(NamedTuple):
 
     def _sound(self) -> bool:
         """Whether all is of the kind that it should be; the rest shows against the cell."""
-        like = {k: type(v) for k, v in Options()._asdict().items() if k != "checkpoint"}
+        options = self.options
+        check_checkpoint(options.checkpoint)
+        likes = zip(options, Options()._replace(checkpoint=options.checkpoint), strict=True)
         sizes = [self.hidden_size, *[size for _, size in self.sizes]]
         return (
-            all(type(getattr(self.options, name)) is kind for name, kind in like.items())
-            and self.options.reverse in ((False,), (True,), (False, True), (True, False))
-            and 0 <= self.options.stream < 1 << 31
+            all(type(value) is type(like) for value, like in likes)
+            and len(options.reverse) in (1, 2)
+            and {*map(type, options.reverse)} == {bool}
+            and 0 <= options.stream < 1 << 31
             and all(type(size) is int and size > 0 for size in sizes)
-            and all(type(name) is str for name in (self.cell, self.dtype, *self.arrays))
+            and {*map(type, (self.cell, *self.arrays))} == {str}
             and self.dtype in DTYPES
             and "x" in self.arrays
-            and len(set(self.arrays)) == len(self.arrays)
+            and len({*self.arrays}) == len(self.arrays)
         )
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  (of small tuples)
@@ -180,9 +178,11 @@ class Form(NamedTuple):
             cell = cell(**dict(zip(cell.hyper, hyper, strict=True)))
         names = (*layer.names(cell, len(self.options.reverse)), "seed")
         _expect("form, names that the cell does not have", {*self.arrays} - {*names}, set())
-        plan = _plan(cell, self.hidden_size, self.sizes, getattr(torch, self.dtype), device)
+        dtype = getattr(torch, self.dtype)
+        plan: Plan | str = _plan_on(device, cell, self.hidden_size, dtype, self.sizes)
         if isinstance(plan, str):
-            raise RuntimeError(f"anycell: the cell {self.cell} of this graph: {plan}.")
+            given = f"given sizes {dict(self.sizes)} and {self.dtype}"
+            raise RuntimeError(f"anycell: the cell {self.cell} of this graph, {given}: {plan}.")
         return plan
 
     def plan_of(self, tensors: Sequence[Tensor], hyper: Sequence[float]) -> Plan:
@@ -217,11 +217,9 @@ class Form(NamedTuple):
     def kept_states(self, plan: Plan) -> list[bool]:
         """Which states besides the first are kept: with checkpoints all, at the borders."""
         engine, every = fused.engine_of(plan), self.options.checkpoint is not None
-        return [i > 0 and (every or engine.keeps_state(plan, i)) for i in range(_states(plan))]
-
-
-def _states(plan: Plan) -> int:
-    return len(plan.cell.states)
+        return [
+            i > 0 and (every or engine.keeps_state(plan, i)) for i in range(len(plan.cell.states))
+        ]
 
 
 def _expect(name: str, given: Any, expected: Any) -> None:
@@ -312,7 +310,7 @@ def _backward(
     form = Form.read(text)
     plan = form.plan_of(tensors, hyper)
     call, arrays = form.unpack(tensors, plan)
-    _expect("given", len(given), 1 + _states(plan))
+    _expect("given", len(given), 1 + len(plan.cell.states))
     _expect("arriving", len(arriving), sum(given))
     _expect("needs", len(needs), len(tensors))
     states, directions = form.kept_states(plan), len(form.options.reverse)
@@ -338,15 +336,8 @@ def _alone(gradient: Tensor, plan: Plan) -> Tensor:
     return gradient if whole and plan.engine == "cpu" else gradient.clone()
 
 
-def _backward_fake(
-    tensors: Sequence[Tensor],
-    kept: Sequence[Tensor],
-    arriving: Sequence[Tensor],
-    text: str,
-    hyper: Sequence[float],
-    given: Sequence[bool],
-    needs: Sequence[bool],
-) -> list[Tensor]:
+def _backward_fake(tensors: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+    _, _, text, *_, needs = rest
     _expect_one_device(Form.read(text), tensors)
     return [t.new_empty(t.shape) for t, need in zip(tensors, needs, strict=True) if need]
 
@@ -360,7 +351,7 @@ class _Operators(torch.autograd.Function):
         keep, kept = form.options.checkpoint is None, []
         results = torch.ops.anycell.run(tensors, text, hyper, keep)
         if keep:
-            states = _states(form.plan_of(tensors, hyper))
+            states = len(_CELLS[form.cell].states)
             final, kept = results[:states], results[states:]
             x = tensors[form.arrays.index("x")]
             output = kept.pop() if form.apart else kept[0][1 : 1 + x.shape[0]].detach()
