@@ -162,17 +162,22 @@ def test_packed_errors_of_our_own() -> None:
         layer(packed, (torch.zeros(1, 3, 5),) * 2)
 
 
-def test_packed_where_torch_runs_it() -> None:
-    packed = pack(torch.randn(4, 2, 3), [2, 4])
-    half, ref = twins("GRU", 3, 5, dtype=torch.bfloat16)
-    assert torch.equal(
-        half(packed.to(torch.bfloat16))[0].data, ref(packed.to(torch.bfloat16))[0].data
-    )
-    layer, ref = twins("LSTM", 3, 5)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_packed_in_16_bits(kind: str) -> None:
+    layer, _ = twins(kind, 3, 5, dtype=torch.bfloat16)
+    x, lengths = torch.randn(4, 2, 3, dtype=torch.bfloat16), [2, 4]
+    output, _ = rnn.pad_packed_sequence(layer(pack(x, lengths))[0])
+    assert torch.equal(output, layer(x, lengths=torch.tensor(lengths))[0])
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_packed_under_autocast(kind: str) -> None:
+    layer, _ = twins(kind, 3, 5)
+    x, lengths = torch.randn(4, 2, 3), [2, 4]
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(layer(packed)[0].data, ref(packed)[0].data)
-        low = at.RNN(cells.LSTM, 3, 5)(packed.to(torch.bfloat16))[0]
-        assert low.data.dtype == torch.float32
+        output, _ = rnn.pad_packed_sequence(layer(pack(x, lengths))[0])
+        assert output.dtype == torch.bfloat16
+        assert torch.equal(output, layer(x, lengths=torch.tensor(lengths))[0])
 
 
 # -- all arguments together ------------------------------------------------------------------------

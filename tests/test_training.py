@@ -48,7 +48,7 @@ def test_cosine_is_that_of_torch() -> None:
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40, eta_min=0.01)
 
     schedule = an.cosine(0.1, 40, final=0.01)
-    assert [schedule(step) for step in range(40)] == pytest.approx(of_torch(make), rel=1e-12)
+    assert [schedule(step) for step in range(40)] == pytest.approx(of_torch(make))
     assert schedule(40) == schedule(1000) == 0.01
 
 
@@ -68,7 +68,7 @@ def test_one_cycle_is_that_of_torch(rise: float) -> None:
     if rise * 40 > 1:
         schedule = an.one_cycle(0.7, 40, rise=rise)
         rates = [schedule(step) for step in range(39)]
-        assert rates == pytest.approx(of_torch(make, steps=39), rel=1e-9)
+        assert rates == pytest.approx(of_torch(make, steps=39))
     else:  # there torch divides by zero
         assert an.one_cycle(0.7, 40, rise=rise)(0) == 0.7
 

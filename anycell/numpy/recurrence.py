@@ -208,8 +208,8 @@ def _check(name: str, value: Any, dtype: np.dtype[Any] | None, *shapes: Shape) -
     if not isinstance(value, np.ndarray):
         raise TypeError(f"{name}: given {type(value).__name__}, expected a NumPy array.")
     if not value.dtype.isnative or (dtype is None and value.dtype.name not in dtypes("cpu")):
-        expected = " or ".join(dtypes("cpu"))
-        raise TypeError(f"{name}: given dtype {value.dtype}, expected {expected}.")
+        expected = ", ".join(dtypes("cpu"))
+        raise TypeError(f"{name}: given dtype {value.dtype}, expected one of {expected}.")
     if dtype is not None and value.dtype != dtype:
         raise TypeError(
             f"{name}: given dtype {value.dtype}, expected {dtype}, the dtype of gates_x; "

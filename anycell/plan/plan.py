@@ -110,7 +110,7 @@ def plan(
     Args:
         cell: the cell.
         hidden_size: H.
-        dtype: "float32" or "float64"; on the GPU "float32", "bfloat16" or "float16".
+        dtype: "float32", "float64", "bfloat16" or "float16"; the GPU has no "float64".
         engine: force "cpu" or "reference"; None chooses between them. "gpu" for arrays on a GPU.
         sizes: what the other size symbols of the cell stand for.
 
