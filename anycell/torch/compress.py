@@ -112,15 +112,16 @@ def _check(
             f"optimizer: given {kind} of none of the parameters; expected the one that trains the "
             "layer. Leave it out if there is none."
         )
-    whole = isinstance(optimizer, torch.optim.LBFGS)  # its state is of all parameters in a row
+    foreign = isinstance(optimizer, torch.optim.LBFGS)  # its state is of all parameters in a row
     for parameter in parameters:
         for value in optimizer.state.get(parameter, {}).values():
-            plain = not isinstance(value, Tensor) or value.dim() == 0
-            whole = whole or not (plain or value.shape == parameter.shape)
-    if whole:
+            single = not isinstance(value, Tensor) or value.dim() == 0
+            foreign = foreign or not (single or value.shape == parameter.shape)
+    if foreign:
         raise ValueError(
-            f"optimizer: given {kind}, whose state is not of single numbers of a parameter; expected "
-            "one such as Adam or SGD. Leave it out, and make it anew with the smaller parameters."
+            f"optimizer: given {kind}, whose state does not follow the parameters number by number; "
+            "expected one such as Adam or SGD. Leave it out, and make a new one for the smaller "
+            "parameters."
         )
 
 
