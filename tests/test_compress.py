@@ -186,6 +186,42 @@ def test_the_optimizer_follows(make: Any) -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize(
+    "make", [torch.optim.LBFGS, torch.optim.Adafactor], ids=["L-BFGS", "Adafactor"]
+)
+def test_optimizers_that_cannot_follow_are_refused(make: Any) -> None:
+    """Their state is not of single numbers of a parameter; nothing has changed then."""
+    layer, x = at.LSTM(3, 32), torch.randn(5, 2, 3)
+    optimizer = make(layer.parameters(), lr=0.1)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = layer(x)[0].square().mean()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    before = layer(x)[0]
+    with pytest.raises(ValueError, match=f"optimizer: given {make.__name__}, whose state"):
+        compress.shrink(layer, 8, optimizer=optimizer)
+    assert layer.hidden_size == 32 and torch.equal(layer(x)[0], before)
+    optimizer.step(loss)
+
+
+def test_an_optimizer_of_something_else_is_refused() -> None:
+    optimizer = torch.optim.SGD(at.LSTM(3, 32).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="optimizer: given SGD of none of the parameters"):
+        compress.shrink(at.LSTM(3, 32), 8, optimizer=optimizer)
+
+
+def test_a_parameter_in_two_places_is_refused() -> None:
+    layer = at.RNN(cells.LSTM, 16, 16, num_layers=2)
+    layer.weight_ih_l1 = layer.weight_ih_l0
+    with pytest.raises(ValueError, match="layer: given one with a parameter in two places"):
+        compress.shrink(layer, 8)
+    assert layer(torch.zeros(3, 2, 16))[0].shape == (3, 2, 16)
+
+
 def test_the_strongest_stay() -> None:
     layer = at.GRU(3, COUNT, 2)
     with torch.no_grad():

@@ -546,6 +546,31 @@ def test_other_paths_of_the_drop_ins() -> None:
         assert wide(x.double())[0].dtype == torch.float64
 
 
+@pytest.mark.parametrize("hidden", [1, 5])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_gradients_that_are_negatives_in_memory(kind: str, hidden: int) -> None:
+    """As autograd gets them from complex numbers."""
+    layer = at.RNN(cells.PeepholeLSTM, 3, hidden) if kind == "RNN" else getattr(at, kind)(3, hidden)
+    output, final = layer(torch.randn(4, 2, 3))
+    ends = [output, *(final if isinstance(final, tuple) else (final,))]
+    arriving, weights = [torch.randn_like(t) for t in ends], list(layer.parameters())
+    right = torch.autograd.grad(ends, weights, arriving, retain_graph=True)
+    negatives = [torch._neg_view(-t) for t in arriving]
+    for a, b in zip(torch.autograd.grad(ends, weights, negatives), right, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_step_of_negatives_in_memory() -> None:
+    layer, x = at.LSTM(3, 5).prepare(), torch.randn(2, 3)
+    with torch.no_grad():
+        output, state = layer.step(x)
+        again, _ = layer.step(torch._neg_view(-x))
+        assert_close(again, output, "float32", "forward")
+        after, _ = layer.step(x, state)
+        again, _ = layer.step(x, tuple(torch._neg_view(-s) for s in state))
+        assert_close(again, after, "float32", "forward")
+
+
 @pytest.mark.parametrize("engine", ["cpu", "reference"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_run_fused_and_step_by_step(dtype: torch.dtype, engine: str) -> None:

@@ -69,6 +69,7 @@ def take(
 
     New ones, because graphs of earlier passes still know the shapes of the old.
     """
+    _check(taken, optimizer)
     smaller: dict[nn.Parameter, nn.Parameter] = {}
     for parameter, index in taken:
         places = tuple(torch.from_numpy(np.array(part)).to(parameter.device) for part in index)
@@ -91,6 +92,37 @@ def take(
                 setattr(module, name, smaller[parameter])
     for readout in readouts:
         readout.in_features = readout.weight.shape[1]
+
+
+def _check(
+    taken: Sequence[tuple[nn.Parameter, tuple[Any, ...]]], optimizer: torch.optim.Optimizer | None
+) -> None:
+    """That each parameter stands for itself, and that the optimizer can go on with smaller ones."""
+    parameters = [parameter for parameter, _ in taken]
+    if len(set(parameters)) < len(parameters):
+        raise ValueError(
+            "layer: given one with a parameter in two places; expected a parameter for each, since "
+            "units of both places would have to be the same. Give each its own copy first."
+        )
+    if optimizer is None:
+        return
+    kind, held = type(optimizer).__name__, {p for g in optimizer.param_groups for p in g["params"]}
+    if held.isdisjoint(parameters):
+        raise ValueError(
+            f"optimizer: given {kind} of none of the parameters; expected the one that trains the "
+            "layer. Leave it out if there is none."
+        )
+    foreign = isinstance(optimizer, torch.optim.LBFGS)  # its state is of all parameters in a row
+    for parameter in parameters:
+        for value in optimizer.state.get(parameter, {}).values():
+            single = not isinstance(value, Tensor) or value.dim() == 0
+            foreign = foreign or not (single or value.shape == parameter.shape)
+    if foreign:
+        raise ValueError(
+            f"optimizer: given {kind}, whose state does not follow the parameters number by number; "
+            "expected one such as Adam or SGD. Leave it out, and make a new one for the smaller "
+            "parameters."
+        )
 
 
 def resize(layer: Any, size: str, count: int) -> None:

@@ -179,7 +179,9 @@ def run_backward(
     inside: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """The gradients of a layer's tensors, by name; ``inside`` arrive at ``call.sequences``."""
-    d_output, *d_final = arriving
+    # Autograd may hand on a tensor whose numbers are the negatives of those in its memory.
+    d_output, *d_final = [None if d is None else d.resolve_neg() for d in arriving]
+    inside = {name: d.resolve_neg() for name, d in (inside or {}).items()}
     given = plan, arrays, _on(call.options, torch.get_num_threads()), kept, d_output, d_final
     if plan.engine == "cpu":
         host = HOSTS[plan.dtype]

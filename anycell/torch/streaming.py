@@ -100,7 +100,7 @@ def _plain(x: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
         and x.dtype is dtype
         and x.is_contiguous()
         and x.is_cpu
-        and (shape[-1] > 1 or not x.is_neg())  # such a view of more numbers is not contiguous
+        and not x.is_neg()
     )
 
 
