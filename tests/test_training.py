@@ -54,7 +54,8 @@ def test_cosine_is_that_of_torch() -> None:
 
 def test_a_warmup_rises_to_the_peak() -> None:
     schedule = an.cosine(1.0, 10, warmup=4)
-    assert [schedule(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    rising = [0.2, 0.4, 0.6, 0.8, 1.0]
+    assert [schedule(step) for step in range(5)] == pytest.approx(rising)
     assert schedule(7) == pytest.approx(0.5) and schedule(10) == 0.0
 
 

@@ -119,7 +119,7 @@ def _check(
             foreign = foreign or not (single or value.shape == parameter.shape)
     if foreign:
         raise ValueError(
-            f"optimizer: given {kind}, whose state does not follow the parameters number by number; "
+            f"optimizer: given {kind}, whose state does not follow each number of a parameter; "
             "expected one such as Adam or SGD. Leave it out, and make a new one for the smaller "
             "parameters."
         )
