@@ -16,6 +16,11 @@ class Arrays(Protocol):
     dtype: Any
     wide_states: bool  # whether states but the first are kept in the dtype of ``wide`` ones
 
+    @property
+    def integers(self) -> Arrays:
+        """The same for weights of 8 bits."""
+        ...
+
     def fit(self, array: Array, layout: int, wide: bool = False) -> Array | None:
         """The array, or a contiguous copy where it does not lie so, or where its address or its
         strides are no whole elements; None for another dtype than this one (or that of ``wide``

@@ -12,7 +12,7 @@ comes from, and nothing below asks again. Shapes are those of ``signature``; str
     mask, resets                                 contiguous, bool or uint8
     what the forward pass kept, see ``Kept``     contiguous
 
-All but masks and resets have the dtype of the plan. All lie on the host's device, begin at a
+All but masks and resets have the dtype of the plan; weights of integers, that of its operands. All lie on the host's device, begin at a
 multiple of an element's size, and have strides of whole elements, which may be 0 or negative. An
 array of other strides or alignment is copied. One of another shape, dtype or device is an error:
 it is not the array that the call describes.
@@ -45,7 +45,7 @@ from anycell.layer.signature import (
     learned,
     states,
 )
-from anycell.plan import Plan
+from anycell.plan import Plan, scales_of
 
 # -- the calls -------------------------------------------------------------------------------------
 
@@ -142,13 +142,18 @@ def weights(
     weight = arrays.get(f"weight_ih{end}")
     if weight is not None:
         gates = len(plan.cell.gates) * plan.hidden_size
-        direction["weight_ih"] = _fit(host, "weight_ih", weight, (gates, inputs), MATRIX, end)
-    for name, shape, layout, optional in learned(plan):
-        array = arrays.get(name + end)
+        of_weights = host.integers if plan.types.quantized else host
+        shape = gates, inputs
+        direction["weight_ih"] = _fit(of_weights, "weight_ih", weight, shape, MATRIX, end)
+        if plan.types.quantized:
+            name = scales_of("weight_ih")
+            direction[name] = _fit(host, name, arrays.get(name + end), (gates,), DENSE, end)
+    for name, shape, layout, optional, integers in learned(plan):
+        array, suited = arrays.get(name + end), host.integers if integers else host
         if array is None and optional:
             continue
-        fit = host.fit(array, layout) if array is not None and array.shape == shape else None
-        direction[name] = _fit(host, name, array, shape, layout, end) if fit is None else fit
+        fit = suited.fit(array, layout) if array is not None and array.shape == shape else None
+        direction[name] = _fit(suited, name, array, shape, layout, end) if fit is None else fit
     return direction
 
 

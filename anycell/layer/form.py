@@ -93,7 +93,7 @@ def form_of(
     # The primitive multiplies by its own kernel always: its bits do not depend on the host.
     alone = [(l.name, l.outputs) for l in cell.linears] == [(RECURRENT, cell.gates)]
     alone = alone and cell.linears[0].operand.op == "state"
-    single = project and steps == 1 and alone and not resets
+    single = project and steps == 1 and alone and not resets and not plan.types.quantized
     width = len(cell.gates) * plan.hidden_size
     itemsize = plan.types.accumulate.bytes
     at_once = not project or (chunk >= steps and (single or padded(itemsize, width) == width))
@@ -160,7 +160,7 @@ def projects(plan: Plan, rows: int | None, inputs: int, holes: bool = False) -> 
     if recurrent is None or (rows is not None and rows < WORTH_PACKING):
         return False
     both = len(plan.cell.gates) * plan.hidden_size * (inputs + recurrent.inner)
-    return holes or both * plan.itemsize <= WEIGHTS_SHARE * NEAR_CACHE
+    return holes or both * plan.types.operands.bytes <= WEIGHTS_SHARE * NEAR_CACHE
 
 
 def sparse(mask: Array | None) -> bool:

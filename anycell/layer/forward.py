@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from anycell.engines import cpu
 from anycell.layer import contract
-from anycell.layer.arguments import Array, Host, Kept, Options, initial
-from anycell.layer.run import Rows, Run
+from anycell.layer.arguments import Array, Direction, Host, Kept, Options, initial
+from anycell.layer.run import Rows, Run, extent
 from anycell.layer.signature import states
-from anycell.plan import Plan
+from anycell.plan import Plan, scales_of
 
 
 def forward(
@@ -103,7 +104,12 @@ def project(run: Run) -> list[Any]:
     for d, w in enumerate(run.directions):
         if form.at_once:
             if run.given.projects:
-                rows = host.project(x.reshape(run.steps * run.batch, x.shape[2]), w["weight_ih"])
+                rows = x.reshape(run.steps * run.batch, x.shape[2])
+                if plan.types.quantized:
+                    into = host.empty((run.steps * run.batch, width))
+                    rows = _multiply_integers(run, rows, w, into)
+                else:
+                    rows = host.project(rows, w["weight_ih"])
                 between = run.batch * width  # steps
             else:
                 rows = x if run.kernel.bytes("x") == x.dtype.itemsize else host.widen(x)
@@ -133,8 +139,30 @@ def advance(run: Run, gates: list[Any], begin: int, end: int) -> None:
                     span = run.span(d, done, count)
                     part = x[span.begin : span.end]
                 part = part.reshape(count * batch, x.shape[2])
-                host.matmul(part, w["weight_ih"].T, gates[d][count * batch])
+                if run.plan.types.quantized:
+                    _multiply_integers(run, part, w, gates[d][count * batch])
+                else:
+                    host.matmul(part, w["weight_ih"].T, gates[d][count * batch])
         run.run(done, count)
+
+
+def _multiply_integers(run: Run, x: Array, w: Direction, out: Array) -> Array:
+    """``out = x @ weight.T`` by a weight of integers, which no framework multiplies by."""
+    host, weight, scales = run.host, w["weight_ih"], w[scales_of("weight_ih")]
+    (rows, inner), (columns, _) = x.shape, weight.shape
+
+    def place(array: Array) -> tuple[int, int, int]:
+        pairs = zip(array.shape, host.strides(array), strict=True)
+        row, column = (stride if count > 1 else 1 for count, stride in pairs)
+        return host.pointer(array), row, column
+
+    bounds = tuple(extent(host, array) for array in (x, weight, out)) if cpu.check.ON else ()
+    address, by_column, by_inner = place(weight)
+    cpu.multiply(
+        run.plan.dtype, (rows, columns, inner), place(x), (address, by_inner, by_column),
+        place(out)[:2], False, run.options.threads, bounds, host.pointer(scales),
+    )  # fmt: skip
+    return out
 
 
 def _borders(run: Run, count: int) -> Kept:

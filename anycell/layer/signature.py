@@ -11,6 +11,7 @@ One vocabulary serves every frontend. The arrays of a call go in one dict, by th
     weight_ih, weight_hh         [G*H, I], [G*H, size of the first state]
     weight_<name>                of a further matmul, see ``Linear.shape``
     bias_ih, bias_hh, bias_<name>, and each parameter of the cell by its own name
+    scales weight_<name>         of a weight of integers: one for each of its outputs
 
 What the second direction learns has ``_reverse`` behind its name. Gradients go by the name of what
 they are the gradient of. Within a pass each direction has a dict of its own, a ``Direction``.
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 
 from anycell.lang.cell import Cell
 from anycell.lang.transform import with_recurrent_mask
-from anycell.plan import Plan
+from anycell.plan import Plan, scales_of
 
 Shape = tuple[int, ...]
 ENDS = ("", "_reverse")  # of the names of what each direction learns
@@ -37,12 +38,15 @@ ANY, ROWS, MATRIX, DENSE = range(4)
 
 
 class Learned(NamedTuple):
-    """An array that a direction learns; ``optional`` if a layer may do without."""
+    """An array that a direction learns; ``optional`` if a layer may do without, ``integers`` if it
+    is of the dtype that matmuls multiply, and the others are not.
+    """
 
     name: str
     shape: Shape
     layout: int
     optional: bool
+    integers: bool = False
 
 
 def shapes(cell: Cell, sizes: dict[str, int], width: int, bias: bool) -> dict[str, Shape]:
@@ -79,15 +83,15 @@ def learned(plan: Plan) -> tuple[Learned, ...]:
     """What one direction of a layer learns besides ``weight_ih``, whose width is that of x."""
     named = shapes(plan.cell, dict(plan.sizes), 0, True)
     del named["weight_ih"]
-    return tuple(
-        Learned(
-            name,
-            shape,
-            MATRIX if len(shape) > 1 else DENSE,
-            len(shape) == 1 and name not in plan.cell.param_names,
-        )
-        for name, shape in named.items()
-    )
+    arrays, quantized = [], plan.types.quantized
+    for name, shape in named.items():
+        if len(shape) > 1:
+            arrays.append(Learned(name, shape, MATRIX, False, quantized))
+            if quantized:
+                arrays.append(Learned(scales_of(name), shape[:-1], DENSE, False))
+        else:
+            arrays.append(Learned(name, shape, DENSE, name not in plan.cell.param_names))
+    return tuple(arrays)
 
 
 @functools.lru_cache(maxsize=512)
@@ -122,6 +126,9 @@ def direction(plan: Plan, arrays: Mapping[str, Any], d: int) -> dict[str, Any]:
 def _places(plan: Plan, d: int) -> tuple[tuple[str, str, bool], ...]:
     """Name in a direction, name in a call, and whether the call's has an axis of directions."""
     learns = [(name, name + ENDS[d], False) for name in plan.cell.learned]
+    if plan.types.quantized:
+        weights = [name for name in plan.cell.learned if name.startswith("weight_")]
+        learns += [(scales_of(name), scales_of(name) + ENDS[d], False) for name in weights]
     shared = [(name, name, False) for name in ("static", "recurrent_mask")]
     kinds = [f"{kind} {name}" for kind in ("state", "reset_state") for name, _ in states(plan)]
     return (*learns, *shared, *[(name, name, True) for name in kinds])

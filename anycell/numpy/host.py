@@ -43,6 +43,8 @@ def host_of(dtype: npt.DTypeLike) -> NumpyHost:
     """The host of arrays of a dtype that has a row in ``DTYPES``."""
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     types = DTYPES[name]
+    if types.quantized:
+        name = types.storage.name
     if types.mixed:
         return MixedNumpyHost(name, host_of(types.math.name))
     return NumpyHost(name)
@@ -60,6 +62,11 @@ class NumpyHost:
     def wide(self) -> NumpyHost:
         """The host of what a cell computes in."""
         return self
+
+    @functools.cached_property
+    def integers(self) -> NumpyHost:
+        """The host of weights of 8 bits."""
+        return NumpyHost(np.int8)
 
     def widen(self, array: Array) -> Array:
         """The array in that dtype."""

@@ -7,7 +7,7 @@ dtype.py     the dtypes, a row each
 """
 
 from anycell.plan.cut import FREE, gradient_roots
-from anycell.plan.dtype import DTYPES, Dtype, Number
+from anycell.plan.dtype import DTYPES, Dtype, Number, scales_of
 from anycell.plan.passes import HEAVY, MATMULS, Pass, passes
 from anycell.plan.plan import Plan, plan, size_of
 
@@ -23,5 +23,6 @@ __all__ = [
     "gradient_roots",
     "passes",
     "plan",
+    "scales_of",
     "size_of",
 ]

@@ -26,7 +26,8 @@ class Dtype(NamedTuple):
     Attributes:
         name: as frameworks call it.
         storage: of the arrays of a call: input, weights, outputs, states, their gradients.
-        operands: of what matmuls multiply.
+        operands: of what matmuls multiply. Where they are integers, the weights of a call are, with
+            a scale for each of their outputs, and the kernels round the rows that these multiply.
         accumulate: of the sums of matmuls, and of gradients that add up over time.
         math: of the cell, element by element.
         saved: of what the forward pass leaves for the backward pass.
@@ -46,18 +47,23 @@ class Dtype(NamedTuple):
         """Whether numbers in memory are narrower than those that the cell computes with."""
         return self.storage is not self.math
 
+    @property
+    def quantized(self) -> bool:
+        """Whether matmuls multiply integers; there are no gradients then."""
+        return self.operands is _INT8
+
 
 _FLOAT32 = Number("float32", 4, "float", "fp32")
 _FLOAT64 = Number("float64", 8, "double", "fp64")
 _BFLOAT16 = Number("bfloat16", 2, "bfloat", "bf16")
 _FLOAT16 = Number("float16", 2, "half", "fp16")
+_INT8 = Number("int8", 1, "i8", "int8")
 
 
-def _row(storage: Number, wide: Number, *engines: str) -> Dtype:
-    return Dtype(
-        storage.name, storage, operands=storage, accumulate=wide, math=wide, saved=storage,
-        engines=frozenset(engines),
-    )  # fmt: skip
+def _row(storage: Number, wide: Number, *engines: str, operands: Number | None = None) -> Dtype:
+    operands = operands or storage
+    name = operands.name
+    return Dtype(name, storage, operands, wide, math=wide, saved=storage, engines=frozenset(engines))
 
 
 DTYPES = {
@@ -65,12 +71,21 @@ DTYPES = {
     "float64": _row(_FLOAT64, _FLOAT64, "cpu"),
     "bfloat16": _row(_BFLOAT16, _FLOAT32, "cpu", "gpu"),
     "float16": _row(_FLOAT16, _FLOAT32, "cpu", "gpu"),
+    "int8": _row(_FLOAT32, _FLOAT32, "cpu", operands=_INT8),
 }
 
 
-def dtypes(engine: str) -> tuple[str, ...]:
-    """The dtypes that an engine has kernels for."""
-    return tuple(row.name for row in DTYPES.values() if engine in row.engines)
+def dtypes(engine: str, *, quantized: bool = False) -> tuple[str, ...]:
+    """The dtypes that an engine has kernels for: those of a layer's arrays, and with ``quantized``
+    those of which its weights alone can be.
+    """
+    rows = [row for row in DTYPES.values() if engine in row.engines]
+    return tuple(row.name for row in rows if quantized or not row.quantized)
+
+
+def scales_of(weight: str) -> str:
+    """The name of what the integers of a weight are multiplied by, a number for each output."""
+    return f"scales {weight}"
 
 
 def computed(name: str) -> str:

@@ -110,7 +110,8 @@ def plan(
     Args:
         cell: the cell.
         hidden_size: H.
-        dtype: "float32", "float64", "bfloat16" or "float16"; the GPU has no "float64".
+        dtype: "float32", "float64", "bfloat16", "float16" or "int8", of weights beside float32
+            arrays; the GPU has no "float64" and no "int8".
         engine: force "cpu" or "reference"; None chooses between them. "gpu" for arrays on a GPU.
         sizes: what the other size symbols of the cell stand for.
 
@@ -120,7 +121,7 @@ def plan(
     """
     if engine not in (None, "cpu", "gpu", "reference"):
         raise ValueError(f"engine={engine!r}; expected 'cpu', 'gpu', 'reference' or None.")
-    known_dtypes = dtypes("gpu" if engine == "gpu" else "cpu")
+    known_dtypes = dtypes("gpu" if engine == "gpu" else "cpu", quantized=True)
     if dtype not in known_dtypes:
         raise ValueError(f"dtype={dtype!r}; expected one of {', '.join(known_dtypes)}.")
     known = {**(sizes or {}), "H": hidden_size}

@@ -63,6 +63,10 @@ class TorchHost:
         self.empty = functools.partial(torch.empty, dtype=dtype, device=_CPU)
         self.zeros = functools.partial(torch.zeros, dtype=dtype, device=_CPU)
 
+    @functools.cached_property
+    def integers(self) -> TorchHost:
+        return TorchHost(torch.int8)
+
     def lasting(self, shape: tuple[int, ...]) -> Tensor:
         if math.prod(shape) * self.dtype.itemsize < cpu.memory.SMALL:
             return self.empty(shape)
@@ -123,9 +127,11 @@ class MixedTorchHost(Mixed, TorchHost):  # type: ignore[misc]
 def _hosts() -> dict[str, TorchHost]:
     """A host per dtype."""
     hosts: dict[str, TorchHost] = {}
-    for name in dtypes("cpu"):
+    for name in dtypes("cpu", quantized=True):
         types = DTYPES[name]
-        if types.mixed:
+        if types.quantized:
+            hosts[name] = hosts[types.storage.name]
+        elif types.mixed:
             hosts[name] = MixedTorchHost(name, hosts[types.math.name])
         else:
             hosts[name] = TorchHost(getattr(torch, name))

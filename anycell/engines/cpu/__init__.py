@@ -133,22 +133,25 @@ def multiply(
     add: bool,
     threads: int,
     bounds: tuple[check.Bounds, ...] = (),
+    scales: int = 0,
 ) -> None:
     """``C = A @ B``, or ``C += A @ B``, see ``gemm``.
 
     Args:
-        dtype: of A and B; C is of the type in which their products add up.
+        dtype: of A and B; C is of the type in which their products add up. Integers are B alone.
         sizes: rows, columns, and the length of the sums.
         a, b: address, strides from row to row and from column to column, in elements; one is 1.
         c: address, stride from row to row.
         threads: at most so many.
         bounds: of the three arrays, for ``check``.
+        scales: address of those of the columns of integers, dense.
     """
     functions, gang = gemm.compiled(dtype, isa.current()), pool.gang(threads)
-    entries = array("q", [*sizes, *a, *b, *c, add, min(threads, pool.MOST), gang, 0, 0])
+    entries = array("q", [*sizes, *a, *b, *c, add, min(threads, pool.MOST), gang, scales, 0, 0])
     if check.ON:
         types = DTYPES[dtype]
-        check.check_product(types.operands.bytes, types.accumulate.bytes, entries, bounds)
+        sizes_ = types.storage.bytes, types.operands.bytes, types.accumulate.bytes
+        check.check_product(sizes_, entries, bounds)
     address = entries.buffer_info()[0]
     functions.needs(address)
     block = scratch.take(entries[-1])

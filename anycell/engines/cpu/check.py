@@ -9,11 +9,13 @@ The tests run under it.
 from __future__ import annotations
 
 import ctypes
+import math
 from array import array
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from anycell import environment
+from anycell.plan import scales_of
 
 if TYPE_CHECKING:
     from anycell.engines.cpu.kernel import Kernel
@@ -63,12 +65,12 @@ def check(kernel: Kernel, entries: array[int], bounds: CallBounds | None) -> Non
 
 
 def check_product(
-    operands: int, results: int, entries: array[int], bounds: tuple[Bounds, ...]
+    sizes: tuple[int, int, int], entries: array[int], bounds: tuple[Bounds, ...]
 ) -> None:
     """That a matmul stays within its arrays.
 
     Args:
-        operands, results: bytes of a number of A and B, and of C.
+        sizes: bytes of a number of A, B and C.
         entries: the table of the call, see ``gemm``.
         bounds: of A, B and C.
 
@@ -83,8 +85,7 @@ def check_product(
     )
     assert 1 in (a_rows, a_inner), f"a: strides {a_rows} and {a_inner}, neither is 1"
     assert 1 in (b_inner, b_columns), f"b: strides {b_inner} and {b_columns}, neither is 1"
-    for (name, address, axes), limits in zip(arrays, bounds, strict=True):
-        size = results if name == "c" else operands
+    for (name, address, axes), size, limits in zip(arrays, sizes, bounds, strict=True):
         for span in reach(name, address, size, 1, axes):
             inside(span, limits)
 
@@ -180,4 +181,8 @@ def _weights(kernel: Kernel, call: Mapping[str, int], each: Mapping[str, int]) -
         if call["packed"]:
             strides = (each[f"{name} {axis}"] for axis in ("heads", "rows", "columns"))
             axes = tuple(zip(shape, strides, strict=True))
-            yield from reach(name, each[name], kernel.itemsize, 1, axes)
+            operands = kernel.plan.types.operands
+            yield from reach(name, each[name], operands.bytes, 1, axes)
+            if kernel.plan.types.quantized:
+                scales, outputs = scales_of(name), math.prod(shape[:-1])
+                yield from reach(scales, each[scales], kernel.itemsize, outputs, ())

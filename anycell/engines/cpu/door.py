@@ -26,7 +26,7 @@ from anycell.engines.cpu.geometry import L1_WEIGHTS, Matmul
 from anycell.engines.cpu.ir import Builder, Module, Value, constant, integer_of, vector
 from anycell.engines.cpu.matmul import packed_rows_of, whole_rows
 from anycell.lang.cell import RECURRENT
-from anycell.plan import Plan
+from anycell.plan import Plan, scales_of
 
 if TYPE_CHECKING:
     from anycell.engines.cpu.generator import Generator
@@ -40,8 +40,8 @@ NEAR_CACHE = 5 << 18  # bytes of a core's own cache
 FEW_ROWS = 16
 HARDLY_ANY_ROWS = 4
 # What a packing function reads: the weight, its strides, two biases, where it packs to, the length
-# of the sum, and whether it packs only what has changed.
-PACKING = "source heads rows columns bias_x bias_h packed inner changed_only".split()
+# of the sum, whether it packs only what has changed, and the scales of integers.
+PACKING = "source heads rows columns bias_x bias_h packed inner changed_only scales".split()
 
 
 class Names(NamedTuple):
@@ -113,6 +113,8 @@ def names(plan: Plan, backward: bool) -> Names:
         weights = {"weight_ih": None, **weights}
     for name in weights:
         each += [name, f"{name} heads", f"{name} rows", f"{name} columns"]
+        if plan.types.quantized:
+            each.append(scales_of(name))
     each += dict.fromkeys(l.bias_name for l in cell.linears)
     each += [*cell.param_names]
     for name in cell.state_names:
@@ -315,7 +317,7 @@ class Door:
         assert self.projecting is not None
         g, inputs = self.projecting.geometry, shared["inputs"]
         each = g.tiles * g.columns * g.lanes * self.size
-        size = b.mul(b.add(packed_rows_of(b, inputs, g), g.lanes + 1), each)
+        size = b.mul(b.add(packed_rows_of(b, inputs, g), g.lanes + g.header), each)
         size = b.mul(b.sdiv(b.add(size, LINE - 1), LINE), LINE)
         return b.select(b.icmp("ne", inputs, 0), size, constant(0, "i64"))
 
@@ -558,7 +560,9 @@ class Door:
             g, inputs = self.projecting.geometry, shared["inputs"]
             itemsize = self.plan.types.operands.bytes
             rows = L1_WEIGHTS // (max(g.columns, 1) * g.lanes * itemsize)
-            blocks = b.smax(b.sdiv(b.add(b.shl(inputs, 1), rows), 2 * rows), 1)
+            blocks = constant(1, "i64")
+            if not g.quantized:
+                blocks = b.smax(b.sdiv(b.add(b.shl(inputs, 1), rows), 2 * rows), 1)
             block = b.sdiv(b.sub(b.add(inputs, blocks), 1), blocks)
             table["input_block"] = whole_rows(b, block, g)
         for i in range(len(self.states)):
@@ -618,6 +622,8 @@ class Door:
                 bias_x=0 if self.backward else each["bias_ih"], bias_h=bias_h,
                 changed_only=changed_only,
             )  # fmt: skip
+            if self.plan.types.quantized:
+                entries["scales"] = each[scales_of(name)]
 
         for k, m in enumerate(self.matmuls):
             packed = b.select(there, b.add(base, at), zero)

@@ -11,7 +11,8 @@ into blocks of ``INNER`` rows. Then C is cut into pieces of rows and, where thes
 columns. Threads take pieces as they come, so that one whose core is shared with others takes fewer.
 Where the rows of A are not dense in memory, a thread copies those of its piece, block by block.
 A and B of 16 bits give a C of 32: rows of A are then widened as they are copied, and B is packed in
-pairs, see ``matmul``.
+pairs, see ``matmul``. Of integers B is given with the scales of its columns, and A in float32: its
+rows are rounded as they are copied.
 While it multiplies, it fetches the panel and the rows that come next.
 
 An element of C is the sum over blocks of ``INNER`` numbers, one after the other, each of them a sum
@@ -28,9 +29,16 @@ from typing import NamedTuple
 
 from anycell.engines.cpu import jit
 from anycell.engines.cpu.door import LINE, Entries, align, print_gang
-from anycell.engines.cpu.geometry import Geometry
+from anycell.engines.cpu.geometry import ROW_HEADER, Geometry
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant, element_bits
-from anycell.engines.cpu.matmul import add_products, print_pack_block
+from anycell.engines.cpu.matmul import (
+    add_products,
+    add_scaled,
+    integer_sums,
+    negative_sums,
+    print_pack_block,
+    print_quantizing,
+)
 from anycell.engines.cpu.sources import fingerprint
 from anycell.plan import DTYPES, Dtype
 
@@ -39,12 +47,12 @@ ROWS = 96  # of a piece: enough to read a panel for, few enough to divide the wo
 SPAN_INNER, SPAN_COLUMNS = 8 * INNER, 1024  # of B, packed at a time
 PIECES = 8  # per thread, where there is the work
 
-# Strides count elements. A and B have one of 1, C is [rows, columns] with a stride of 1 from column
-# to column. ``add`` is 1 for C += A @ B, ``gang`` as in a door's table. ``scratch`` is memory of
+# Strides count elements. A and B have one of 1 (where B is integers, A from column to column), C is
+# [rows, columns] with a stride of 1 from column to column. ``add`` is 1 for C += A @ B, ``gang`` as in a door's table. ``scratch`` is memory of
 # ``scratch_bytes``, on a cache line.
 ENTRIES = (
-    "rows columns inner a a_rows a_inner b b_inner b_columns c c_rows add threads gang scratch "
-    "scratch_bytes"
+    "rows columns inner a a_rows a_inner b b_inner b_columns c c_rows add threads gang scales "
+    "scratch scratch_bytes"
 ).split()
 # At the begin of scratch memory: the table of the call, the span at hand, and on a line of its own
 # how many of its pieces are taken.
@@ -65,25 +73,32 @@ class Gemm:
         real, self.operands = types.accumulate.llvm, types.operands
         self.module = Module(target, real)
         self.size, self.lanes = element_bits(real) // 8, target.lanes(real)
-        self.narrow = self.operands.llvm != real
-        # Of a block of a panel, each as long as a vector's numbers are together.
-        self.packed_rows = INNER * self.operands.bytes // self.size
+        self.narrow, self.quantized = self.operands.llvm != real, types.quantized
+        self.left = types.storage  # of A
+        self.packs = self.size // self.operands.bytes
+        # Of a block of a panel, each as long as a vector's numbers are together; of integers behind
+        # scales and offsets.
+        self.header = 2 * self.quantized
+        self.packed_rows = self.header + INNER // self.packs
         # That of a wide matmul with one result per unit.
         geometry = Geometry(1 << 16, INNER, 1, self.lanes, target.registers)
         self.vectors, self.rows = geometry.columns, geometry.block_rows(geometry.columns)
         self.width = self.vectors * self.lanes
         # Of a thread: a block of copied rows, whose copying writes whole vectors of them, and
         # results that are not whole vectors.
-        self.row = INNER + LINE // self.size  # or all rows would share a few lines of the cache
+        copied = ROW_HEADER + INNER // self.packs if self.quantized else INNER
+        self.row = copied + LINE // self.size  # or all rows would share a few lines of the cache
         self.copied = align((ROWS + self.lanes) * self.row * self.size)
         self.own = self.copied + align(self.rows * self.width * self.size)
 
     def text(self) -> str:
         """The module, as LLVM text."""
         print_gang(self.module)
-        print_pack_block(self.module, self.operands.llvm, pairs=self.narrow)
+        print_pack_block(self.module, self.operands.llvm, packs=self.packs)
         self.copy = "pack_block"
-        if self.narrow:
+        if self.quantized:
+            print_quantizing(self.module)
+        elif self.narrow:
             self.copy = "widen_block"
             print_pack_block(self.module, self.operands.llvm, name=self.copy)
         for vectors in range(1, self.vectors + 1):
@@ -115,7 +130,15 @@ class Gemm:
                 b.prefetch(b.gep(result, n * b.lanes))
         operand = [b.gep(a, b.mul(a_rows, r)) for r in range(rows)]
         bounds, number = (constant(0, "i64"), count), self.operands.llvm
-        add_products(b, sums, operand, panel, self.width, bounds, ahead, number)
+        if self.quantized:
+            scales = [b.load(b.gep(panel, n * b.lanes)) for n in range(vectors)]
+            at = b.gep(panel, self.width)
+            offsets = [b.load(b.gep(at, n * b.lanes), b.ivec) for n in range(vectors)]
+            weights = b.gep(panel, self.header * self.width)
+            totals = integer_sums(b, offsets, operand, weights, self.width, bounds, ahead)
+            add_scaled(b, sums, totals, operand, scales)
+        else:
+            add_products(b, sums, operand, panel, self.width, bounds, ahead, number)
         with b.when(b.icmp("ne", add, 0)):
             for row, result in zip(sums, results, strict=True):
                 for n, total in enumerate(row):
@@ -230,10 +253,18 @@ class Gemm:
                         place = b.mul(b.add(state["column"], first), call["b_columns"])
                         at = b.add(row, place)
                         source = b.gep(call.pointer("b"), at, self.operands.llvm)
+                        at = b.gep(into, self.header * self.width + v * self.lanes)
                         b.call(
                             "pack_block", source, call["b_columns"], call["b_inner"], left, count,
-                            b.gep(into, v * self.lanes), width,
+                            at, width,
                         )  # fmt: skip
+                        if self.quantized:
+                            scales = b.gep(call.pointer("scales"), b.add(state["column"], first))
+                            scales = b.masked_load(scales, b.lane_mask(left))
+                            b.store(scales, b.gep(into, v * self.lanes))
+                            fours = b.sdiv(b.add(count, self.packs - 1), self.packs)
+                            offsets = negative_sums(b, at, fours, width)
+                            b.store(offsets, b.gep(into, self.width + v * self.lanes))
             again(more)
 
     def _multiply(self) -> None:
@@ -252,8 +283,6 @@ class Gemm:
         space = b.gep(b.gep(scratch, HEADER, "i8"), b.add(packed, b.mul(part, self.own)), "i8")
         tile = b.gep(space, self.copied, "i8")
         a_rows, a_inner, c_rows = call["a_rows"], call["a_inner"], call["c_rows"]
-        copies = b.icmp("ne", a_inner, 1) if not self.narrow else constant(1, "i1")
-        number_type = self.operands.llvm
         with b.repeat() as again:
             number = self._next(b, scratch)
             more = b.icmp("slt", number, total)
@@ -261,44 +290,63 @@ class Gemm:
                 side, row = b.srem(number, sides), b.mul(b.sdiv(number, sides), tall)
                 height = b.smin(b.sub(call["rows"], row), tall)
                 begin, end = (b.sdiv(b.mul(panels, n), sides) for n in (side, b.add(side, 1)))
+                if self.quantized:
+                    with b.loop(0, height) as r:
+                        start = b.gep(call.pointer("a"), b.mul(b.add(row, r), a_rows))
+                        header = b.gep(space, b.mul(r, self.row))
+                        b.call("scale_row", start, header, call["inner"])
                 with b.loop(0, blocks) as block:
                     k = b.mul(block, INNER)
                     count = b.smin(b.sub(state["inner"], k), INNER)
                     place = b.mul(b.add(state["k"], k), a_inner)
                     at = b.add(b.mul(row, a_rows), place)
-                    source = b.gep(call.pointer("a"), at, number_type)
-                    following = b.gep(source, b.mul(a_inner, INNER), number_type)
-                    where, apart = b.alloca("ptr"), b.alloca("i64")
-                    with b.when(copies) as otherwise:
-                        # Lanes are numbers of the sum: those of a row come to lie side by side.
-                        with b.loop(0, count, self.lanes) as n:
-                            start = b.gep(source, b.mul(n, a_inner), number_type)
-                            b.call(
-                                self.copy, start, a_inner, a_rows,
-                                b.sub(count, n), height, b.gep(space, n), constant(self.row, "i64"),
-                            )  # fmt: skip
-                        b.store(space, where)
-                        b.store(constant(self.row, "i64"), apart)
-                    with otherwise:
-                        b.store(source, where)
-                        b.store(a_rows, apart)
+                    source = b.gep(call.pointer("a"), at, self.left.llvm)
+                    following = b.gep(source, b.mul(a_inner, INNER), self.left.llvm)
+                    left, apart = self._rows(b, call, source, space, height, count)
                     add = b.or_(state["add"], b.zext(b.icmp("sgt", block, 0), "i64"))
                     with b.loop(begin, end) as n:
                         column = b.mul(n, self.width)
                         at = b.add(b.mul(row, c_rows), b.add(state["column"], column))
                         panel = self._block(b, scratch, b.add(b.mul(block, panels), n))
-                        left, into = b.load(where, "ptr"), b.gep(call.pointer("c"), at)
+                        into = b.gep(call.pointer("c"), at)
                         width = b.smin(b.sub(state["columns"], column), self.width)
                         b.call(
-                            "panel", panel, left, b.load(apart, "i64"), into, c_rows, height,
-                            width, self._even(b, count), add, tile, following,
-                            b.mul(a_inner, self.operands.bytes),
+                            "panel", panel, left, apart, into, c_rows, height, width,
+                            self._whole(b, count), add, tile, following,
+                            b.mul(a_inner, self.left.bytes),
                         )  # fmt: skip
             again(more)
 
-    def _even(self, b: Builder, count: Value) -> Value:
-        """Numbers of a sum, up to a whole pair: packing and copying put zeros behind the last."""
-        return b.and_(b.add(count, 1), -2) if self.narrow else count
+    def _rows(
+        self, b: Builder, call: Entries, source: Value, space: Value, height: Value, count: Value
+    ) -> tuple[Value, Value]:
+        """Where a block of rows of A is read, and from one row to the next: copied, or where they
+        are.
+        """
+        a_rows, a_inner, number = call["a_rows"], call["a_inner"], self.left.llvm
+        row, where, apart = constant(self.row, "i64"), b.alloca("ptr"), b.alloca("i64")
+        if self.quantized:
+            with b.loop(0, height) as r:
+                header = b.gep(space, b.mul(r, row))
+                start = b.gep(source, b.mul(r, a_rows), number)
+                b.call("quantize", start, header, b.gep(header, ROW_HEADER), count)
+            return b.gep(space, ROW_HEADER), row
+        with b.when(constant(1, "i1") if self.narrow else b.icmp("ne", a_inner, 1)) as otherwise:
+            # Lanes are numbers of the sum: those of a row come to lie side by side.
+            with b.loop(0, count, self.lanes) as n:
+                start = b.gep(source, b.mul(n, a_inner), number)
+                left, to = b.sub(count, n), b.gep(space, n)
+                b.call(self.copy, start, a_inner, a_rows, left, height, to, row)
+            b.store(space, where)
+            b.store(row, apart)
+        with otherwise:
+            b.store(source, where)
+            b.store(a_rows, apart)
+        return b.load(where, "ptr"), b.load(apart, "i64")
+
+    def _whole(self, b: Builder, count: Value) -> Value:
+        """Numbers of a sum, up to a whole row of packed weights: zeros are behind the last."""
+        return b.and_(b.add(count, self.packs - 1), -self.packs) if self.narrow else count
 
     # ---- the call --------------------------------------------------------------------------------
     def _needs(self) -> None:

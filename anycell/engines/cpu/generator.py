@@ -31,12 +31,21 @@ from typing import NamedTuple
 from anycell.engines.cpu import ops
 from anycell.engines.cpu.arguments import arguments, is_integer, number_of
 from anycell.engines.cpu.door import LINE, Door, align
-from anycell.engines.cpu.geometry import INPUT, Geometry, Matmul, matmuls, projecting
+from anycell.engines.cpu.geometry import (
+    INPUT,
+    QUANTIZED,
+    ROW_HEADER,
+    Geometry,
+    Matmul,
+    matmuls,
+    projecting,
+)
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant, integer_of, vector
 from anycell.engines.cpu.matmul import (
     Blocks,
     packed_rows_of,
     print_packing,
+    print_quantizing,
     print_staging,
     whole_rows,
 )
@@ -203,8 +212,10 @@ class Generator:
         """Numbers from a row of the input, as the kernel multiplies it, to the next: whole vectors,
         and no large power of two. None where the caller multiplies.
         """
-        lanes = self.target.lanes(self.real)
-        vectors = b.add(b.sdiv(b.sub(b.add(inputs, lanes), 1), lanes), 1)
+        lanes, count = self.target.lanes(self.real), inputs
+        if self.plan.types.quantized:
+            count = b.add(b.sdiv(inputs, QUANTIZED), ROW_HEADER + 1)
+        vectors = b.add(b.sdiv(b.sub(b.add(count, lanes), 1), lanes), 1)
         row = b.mul(b.or_(vectors, 1), lanes)
         return b.select(b.icmp("ne", inputs, 0), row, constant(0, "i64"))
 
@@ -228,12 +239,19 @@ class Generator:
     def text(self) -> str:
         for blocks in self.blocks:
             blocks.print(self.module)
-        number = self.plan.types.storage.llvm
+        types = self.plan.types
         staged = {self._operand_type(m) for m in self.matmuls if m.staged}
-        self.staging = {name: print_staging(self.module, name) for name in sorted(staged)}
+        self.staging: dict[str, str] = {}
+        if types.quantized:
+            print_quantizing(self.module)
+        else:
+            self.staging = {name: print_staging(self.module, name) for name in sorted(staged)}
         self._sequence()
         self._entry()
-        print_packing(self.module, self.matmuls, self.projecting, self.cell.fused, number)
+        print_packing(
+            self.module, self.matmuls, self.projecting, self.cell.fused, types.operands.llvm,
+            types.storage.llvm,
+        )  # fmt: skip
         Door(self).print()
         return str(self.module)
 
@@ -459,11 +477,12 @@ class Generator:
                     address = self._stage_input(address, b.sub(place, first))
                 b.store(address, b.gep(self.input_rows, place, "i64"))
 
-    # ---- operands of 16 bits, widened and in the order of the packed weights -------------------
+    # ---- operands of 16 bits, widened, or rounded to 8; in the order of the packed weights ------
     def _place_staged_rows(self, addresses: Value, space: Value) -> None:
         """Where in the workspace of a thread the rows of each matmul are staged."""
         b, (count, fixed) = self.b, self.workspace_lines
-        at = b.gep(space, b.add(b.mul(addresses, count), fixed), "i8") if self.staging else space
+        staged = any(m.staged for m in self.matmuls)
+        at = b.gep(space, b.add(b.mul(addresses, count), fixed), "i8") if staged else space
         rows = constant(PANEL, "i64") if self.row_wise else self.arg["batch"]
         self.staged: dict[int, Value] = {}
         for m in self.matmuls:
@@ -486,6 +505,8 @@ class Generator:
         """Writes a row of an operand to its place, and gives the address."""
         b, g, number = self.b, m.geometry, self._operand_type(m)
         to = b.gep(self.staged[m.number], b.mul(place, m.staged_row))
+        if g.quantized:
+            return self._quantize(to, address, m.linear.heads, m.numbers, g.inner)
         numbers, all_heads = constant(m.numbers, "i64"), m.inner // m.parts
         there = constant(1, "i1")
         if self.backward:  # before the first step there are no gradients, nor after the last
@@ -507,10 +528,27 @@ class Generator:
         with b.when(self._given("input")):
             row = self._staged_input(b, self.arg["inputs"])
             to = b.gep(self.staged_input, b.mul(place, row))
-            name = self.staging[self.plan.types.storage.llvm]
-            b.call(name, address, to, self.arg["inputs"])
+            if self.plan.types.quantized:
+                to = self._quantize(to, address, 1, self.arg["inputs"], 0)
+            else:
+                name = self.staging[self.plan.types.storage.llvm]
+                b.call(name, address, to, self.arg["inputs"])
             b.store(to, slot)
         return b.load(slot, "ptr")
+
+    def _quantize(
+        self, header: Value, row: Value, heads: int, numbers: Value | int, apart: int
+    ) -> Value:
+        """Writes a row as integers, behind its scale, and gives their address; ``numbers`` of each
+        head, ``apart`` bytes.
+        """
+        b = self.b
+        numbers, to = b.value(numbers, "i64"), b.gep(header, ROW_HEADER)
+        b.call("scale_row", row, header, b.mul(numbers, heads))
+        with b.loop(0, heads) as head:
+            into = b.gep(to, b.mul(head, apart), "i8")
+            b.call("quantize", b.gep(row, b.mul(head, numbers)), header, into, numbers)
+        return to
 
     def _gradient(self, m: Matmul) -> str:
         """The array that holds the gradient of a matmul's outputs."""
@@ -562,7 +600,7 @@ class Generator:
             with b.when(projects), b.loop(0, inputs, arg["input_block"]) as k0:
                 k1 = b.smin(b.add(k0, arg["input_block"]), inputs)
                 rows = b.gep(self.input_rows, first, "i64")
-                elements = b.add(packed_rows_of(b, arg["inputs"], g), g.lanes + 1)
+                elements = b.add(packed_rows_of(b, arg["inputs"], g), g.lanes + g.header)
                 elements = b.mul(elements, g.columns * g.lanes)
                 weights = b.gep(arg["weights_x"], b.mul(number, elements))
                 fresh, shift = b.zext(b.icmp("eq", k0, 0), "i64"), constant(0, "i64")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from dataclasses import dataclass
@@ -12,6 +11,11 @@ from anycell.lang.cell import RECURRENT, Cell, Linear
 from anycell.plan import Plan
 
 INPUT = -1  # in place of the number of a state
+QUANTIZED = 4  # weights of 8 bits that share a lane of 32
+# Rows before the weights of a packed tile: biases; of integers also the scales of the columns, and
+# what their sums begin with.
+BIASES, SCALES, OFFSETS = range(3)
+ROW_HEADER = 16  # numbers before the integers of a row: their scale, and what they are divided by
 L1_WEIGHTS = 32 << 10  # bytes of a block of packed weights that stays in the first-level cache
 
 
@@ -30,7 +34,13 @@ class Geometry:
     outputs: int
     lanes: int
     registers: int
-    packs: int = 1  # numbers of the sum whose weights share a lane: two of 16 bits
+    packs: int = 1  # numbers of the sum whose weights share a lane: two of 16 bits, four of 8
+    header: int = 1  # rows of a packed tile before the weights: biases, of integers more
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it multiplies integers of 8 bits."""
+        return self.packs == QUANTIZED
 
     @property
     def vectors(self) -> int:
@@ -95,18 +105,20 @@ class Geometry:
 
     @property
     def inner_padded(self) -> int:
-        """Rows of a packed tile after the first, which holds the biases; packing writes whole
-        vectors, and in a backward pass those of the last output begin at any row.
+        """Rows of a packed tile behind its header; packing writes whole vectors, and in a backward
+        pass those of the last output begin at any row.
         """
         return -(-self.inner // self.packs) + self.lanes - 1
 
     @property
     def tile_elements(self) -> int:
-        """Of the biases, what is multiplied, and a digest of what was packed; as many lanes."""
-        return (2 + self.inner_padded) * self.columns * self.lanes
+        """Of the header, what is multiplied, and a digest of what was packed; as many lanes."""
+        return (self.header + self.inner_padded + 1) * self.columns * self.lanes
 
     def inner_block(self, itemsize: int) -> int:
-        """Numbers of a part of the sum, of so many bytes a weight."""
+        """Numbers of a part of the sum, of so many bytes a weight. Those of integers have one."""
+        if self.quantized:
+            return self.inner
         rows = L1_WEIGHTS // (max(self.columns, 1) * self.lanes * itemsize)
         blocks = max(1, round(self.inner / rows))
         return whole(-(-self.inner // blocks), self.packs)
@@ -153,16 +165,20 @@ class Matmul:
 
     @property
     def staged(self) -> bool:
-        """Whether rows of the operand are widened, and put in the order of the packed weights,
-        before they are multiplied.
+        """Whether rows of the operand are widened, or made integers, and put in the order of the
+        packed weights, before they are multiplied.
         """
         return self.geometry.packs > 1
 
     @property
     def staged_row(self) -> int:
-        """Numbers from one such row to the next: whole vectors, and no large power of two."""
-        g = self.geometry
-        row = whole(self.linear.heads * g.inner + g.lanes, g.lanes)
+        """From one such row to the next, in numbers of the sum's type: whole vectors, and no large
+        power of two.
+        """
+        g, count = self.geometry, self.linear.heads * self.geometry.inner
+        if g.quantized:
+            count = ROW_HEADER + count // g.packs
+        row = whole(count + g.lanes, g.lanes)
         return row + g.lanes if row % 256 == 0 else row
 
     @property
@@ -184,12 +200,6 @@ class Matmul:
     def packed_elements(self) -> int:
         return self.tiles * self.geometry.tile_elements
 
-    def projection(self, inputs: int) -> Matmul:
-        """The same of so many inputs: the input projection, whose results these are added to."""
-        return dataclasses.replace(
-            self, geometry=dataclasses.replace(self.geometry, inner=inputs), inner=inputs
-        )
-
 
 def whole(count: int, size: int) -> int:
     """``count``, up to the next multiple of ``size``."""
@@ -206,7 +216,8 @@ def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
             units, inner, outputs = inner, units * outputs, 1
         parts = len(l.outputs) if backward else 1
         length = parts * whole(inner // (l.heads * parts), packs)
-        g = Geometry(units // l.heads, length, outputs, lanes, target.registers, packs)
+        header = 1 + (OFFSETS if packs == QUANTIZED else BIASES)
+        g = Geometry(units // l.heads, length, outputs, lanes, target.registers, packs, header)
         state = None
         if l.operand.op == "state":
             state = plan.cell.state_names.index(l.operand.attrs[0])

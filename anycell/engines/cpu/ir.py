@@ -48,6 +48,7 @@ class Target:
     registers: int  # how many of them a function can name
     fma: bool
     half: bool = False  # whether it converts float16
+    dot: bool = False  # whether it adds up products of 8 bits
     x86: bool = X86
 
     def lanes(self, real: str) -> int:
@@ -455,6 +456,36 @@ class Builder:
         return self.trunc(self.or_(rounded, sign), "i16")
 
     # ---- lanes
+
+    def dot(self, total: Value, unsigned: Value, signed: Value) -> Value:
+        """``total`` and four products: of each lane's four unsigned bytes with its four signed
+        ones. Exact, up to the size of ``total``.
+        """
+        if self.target.dot:
+            return self.intrinsic(
+                "llvm.x86.avx512.vpdpbusd.512", total, unsigned, signed, overload=()
+            )
+        pairs = vector(2 * shape(total.type)[0], "i16")
+        if self.target.x86 and self.target.bits >= 256:
+            # Bytes 0 and 2 as one pair of 16 bits, bytes 1 and 3 as another one.
+            name = {256: "llvm.x86.avx2.pmadd.wd", 512: "llvm.x86.avx512.pmaddw.d.512"}
+            halves = self.bitcast(signed, pairs)
+            operands = (
+                (self.and_(unsigned, 0x00FF00FF), self.ashr(self.shl(halves, 8), 8)),
+                (self.and_(self.lshr(unsigned, 8), 0x00FF00FF), self.ashr(halves, 8)),
+            )
+            for left, right in operands:
+                products = self.intrinsic(
+                    name[self.target.bits], self.bitcast(left, pairs), right,
+                    returns=total.type, overload=(),
+                )  # fmt: skip
+                total = self.add(total, products)
+            return total
+        for byte in range(4):
+            left = self.and_(self.lshr(unsigned, 8 * byte), 0xFF)
+            right = self.ashr(self.shl(signed, 24 - 8 * byte), 24)
+            total = self.add(total, self.mul(left, right))
+        return total
 
     def splat(self, x: Value, lanes: int | None = None) -> Value:
         """A scalar in every lane."""

@@ -5,7 +5,7 @@ what LLVM may do with that text (CPU name and feature string). The host's CPU *n
 trusted, since virtual machines hide features that the name promises: only what it reports counts.
 
 >>> isa.current().name              # the widest that this host can run
-'avx512'
+'avx512vnni'
 >>> with isa.force("avx2") as t:    # or ANYCELL_ISA=avx2 in the environment
 ...     t.bits
 256
@@ -14,6 +14,7 @@ trusted, since virtual machines hide features that the name promises: only what 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import platform
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ TARGETS: dict[str, Target] = {
 if X86:
     TARGETS["avx2"] = Target("avx2", bits=256, registers=16, fma=True, half=True)
     TARGETS["avx512"] = Target("avx512", bits=512, registers=32, fma=True, half=True)
+    TARGETS["avx512vnni"] = dataclasses.replace(TARGETS["avx512"], name="avx512vnni", dot=True)
 
 
 class Machine(NamedTuple):
@@ -51,6 +53,7 @@ _V3 = [
     *("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"),
 ]
 _V4 = [*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]
+_VNNI = [*_V4, "avx512vnni"]  # and products of 8 bits
 
 
 def _machine(cpu: str, needs: list[str], *more: str) -> Machine:
@@ -61,7 +64,8 @@ _MACHINES = {"generic": _machine("x86-64" if X86 else "generic", ["neon"] if ARM
 if X86:
     _MACHINES["avx2"] = _machine("x86-64-v3", _V3)
     # LLVM splits 512-bit vectors in two on the older cores unless it is told not to.
-    _MACHINES["avx512"] = _machine("x86-64-v4", _V4, "-prefer-256-bit")
+    for _name, _needs in (("avx512", _V4), ("avx512vnni", _VNNI)):
+        _MACHINES[_name] = _machine("x86-64-v4", _needs, "-prefer-256-bit")
 
 
 def machine(target: Target) -> Machine:
@@ -81,7 +85,7 @@ def available() -> tuple[str, ...]:
 # Where Linux and LLVM call a feature by different names.
 _LINUX = {
     **{"sahf": "lahf_lm", "sse3": "pni", "sse4.1": "sse4_1", "sse4.2": "sse4_2"},
-    **{"bmi": "bmi1", "lzcnt": "abm"},
+    **{"bmi": "bmi1", "lzcnt": "abm", "avx512vnni": "avx512_vnni"},
 }
 
 
@@ -92,7 +96,7 @@ def _features() -> set[str]:
         for line in file:
             if line.startswith("flags"):
                 flags = set(line.split())
-                return {name for name in _V4 if _LINUX.get(name, name) in flags}
+                return {name for name in _VNNI if _LINUX.get(name, name) in flags}
     import llvmlite.binding as llvm
 
     try:

@@ -6,15 +6,33 @@ the inner loop of all that a kernel does.
 Weights of 16 bits are packed in pairs: where a vector of wider ones would be, there are those of
 two numbers of the sum. They are widened in registers, and the rows that they multiply before, once
 for all tiles (``print_staging``). Sums are of the type that the cell computes in.
+
+Integers of 8 bits are packed in fours. Rows that they multiply are rounded to integers from -127 to
+127, times the scale of the row, and stored with 128 added:
+
+    sum over k of row[k] weights[k] = row's scale * column's scale * (sum of (q[k] + 128) w[k]
+                                                                      - 128 * sum of w[k])
+
+The last term is that with which the sum of a column begins. A row that has an infinity or a NaN has
+a scale of NaN.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from anycell.engines.cpu.geometry import Geometry, Matmul
+from anycell.engines.cpu.geometry import (
+    BIASES,
+    OFFSETS,
+    QUANTIZED,
+    ROW_HEADER,
+    SCALES,
+    Geometry,
+    Matmul,
+)
 from anycell.engines.cpu.ir import (
     Builder,
     Module,
@@ -27,6 +45,7 @@ from anycell.engines.cpu.ir import (
 )
 
 Places = tuple[int, ...]
+ROUNDING = 1.5 * 2**23  # a float32 plus this has no digits behind the point
 # Arguments of a block of rows, however many: k0 and k1 bound the sum, a fresh one begins with the
 # biases, and shift is that of the operand against k.
 OPERANDS = [("ptr", "weights"), ("ptr", "rows"), ("ptr", "acc")]
@@ -82,18 +101,24 @@ class Blocks:
         name = f"{self._name('block', places)}_x{rows}"
         b = module.function(name, params, internal=True, inline=False)
         weights, pointers, acc, k0, k1, fresh, shift = b.args
-        width, full = m.geometry.columns * b.lanes, b.lanes * self.itemsize
+        g = m.geometry
+        width, full = g.columns * b.lanes, b.lanes * self.itemsize
         # Results of a head may begin anywhere.
         whole = full if m.linear.heads == 1 or m.geometry.units % b.lanes == 0 else self.itemsize
-        operand = [b.gep(b.load(b.gep(pointers, r, "i64"), "ptr"), shift) for r in range(rows)]
+        addresses = [b.load(b.gep(pointers, r, "i64"), "ptr") for r in range(rows)]
+        number = self.number if g.quantized else b.real
+        operand = [b.gep(address, shift, number) for address in addresses]
         sums = [[b.alloca(b.vec) for _ in range(columns)] for _ in range(rows)]
 
         def result(r: int, c: int) -> Value:
             return b.gep(acc, r * self.row + places[c] * b.lanes)
 
+        def header(what: int, c: int, type: str | None = None) -> Value:
+            return b.load(b.gep(weights, what * width + c * b.lanes), type, align=full)
+
         with b.when(b.icmp("ne", fresh, 0)) as otherwise:
-            for c in range(columns):  # the first row of a tile holds the biases
-                bias = b.load(b.gep(weights, c * b.lanes), align=full)
+            for c in range(columns):
+                bias = header(BIASES, c)
                 for r in range(rows):
                     b.store(bias, sums[r][c])
         with otherwise:
@@ -101,7 +126,14 @@ class Blocks:
                 for c in range(columns):
                     b.store(b.load(result(r, c), align=whole), sums[r][c])
 
-        add_products(b, sums, operand, b.gep(weights, width), width, (k0, k1), number=self.number)
+        tile = b.gep(weights, g.header * width)
+        if g.quantized:
+            offsets = [header(OFFSETS, c, b.ivec) for c in range(columns)]
+            totals = integer_sums(b, offsets, operand, tile, width, (k0, k1))
+            scales = [header(SCALES, c) for c in range(columns)]
+            add_scaled(b, sums, totals, addresses, scales)
+        else:
+            add_products(b, sums, operand, tile, width, (k0, k1), number=self.number)
         for r in range(rows):
             for c in range(columns):
                 b.store(b.load(sums[r][c]), result(r, c), align=whole)
@@ -185,6 +217,53 @@ def _add_pairs(
                     b.store(b.fma(value, weight, b.load(total)), total)
 
 
+def integer_sums(
+    b: Builder,
+    offsets: Sequence[Value],
+    operand: Sequence[Value],
+    weights: Value,
+    width: int,
+    bounds: tuple[Operand, Operand],
+    ahead: Sequence[Value] = (),
+) -> list[list[Value]]:
+    """The hot loop of integers, as ``add_products``: gives the sums, vectors on the stack, which
+    begin with the offsets of the columns. Bounds are whole fours.
+    """
+    full = b.lanes * element_bits(b.real) // 8
+    totals = [[b.alloca(b.ivec) for _ in offsets] for _ in operand]
+    for row in totals:
+        for total, offset in zip(row, offsets, strict=True):
+            b.store(offset, total)
+    first, last = (b.ashr(b.value(bound, "i64"), 2) for bound in bounds)
+    with b.loop(first, last) as four:
+        base, k = b.gep(weights, b.mul(four, width)), b.shl(four, 2)
+        if ahead:
+            b.prefetch(b.gep(ahead[0], b.mul(four, ahead[1]), "i8"), locality=2)
+        w = [b.load(b.gep(base, c * b.lanes), b.ivec, align=full) for c in range(len(offsets))]
+        for row, address in zip(totals, operand, strict=True):
+            value = b.splat(b.load(b.gep(address, k, "i8"), "i32", align=1))
+            for total, weight in zip(row, w, strict=True):
+                b.store(b.dot(b.load(total, b.ivec), value, weight), total)
+    return totals
+
+
+def add_scaled(
+    b: Builder,
+    sums: Sequence[Sequence[Value]],
+    totals: Sequence[Sequence[Value]],
+    rows: Sequence[Value],
+    scales: Sequence[Value],
+) -> None:
+    """``sums`` plus integers times the scales of their rows, which lie before these, and of their
+    columns.
+    """
+    for r, (sums_, totals_) in enumerate(zip(sums, totals, strict=True)):
+        of_row = b.splat(b.load(b.gep(rows[r], -ROW_HEADER), b.real))
+        for sum_, total, scale in zip(sums_, totals_, scales, strict=True):
+            real = b.fmul(b.sitofp(b.load(total, b.ivec), b.real), scale)
+            b.store(b.fma(real, of_row, b.load(sum_)), sum_)
+
+
 def _relative(places: Places) -> Places:
     return tuple(place - places[0] for place in places)
 
@@ -195,37 +274,43 @@ def print_packing(
     projecting: Matmul | None,
     biased: frozenset[str],
     number: str,
+    of_biases: str,
 ) -> None:
     """Adds ``pack0``, ``pack1`` ..., which pack the weights of these matmuls.
 
-    ``biased`` are the outputs that take the bias of the input's projection too, ``number`` is what
-    LLVM calls the type of weights and biases.
+    ``biased`` are the outputs that take the bias of the input's projection too, ``number`` and
+    ``of_biases`` are what LLVM calls the types of weights and of biases.
     """
     if matmuls:
-        print_pack_block(module, number, pairs=matmuls[0].staged)
+        print_pack_block(module, number, packs=matmuls[0].geometry.packs)
         _print_digest(module, number)
     for m in matmuls:
-        _print_pack(module, m, m is projecting, biased, number)
+        _print_pack(module, m, m is projecting, biased, number, of_biases)
 
 
 def _print_pack(
-    module: Module, m: Matmul, projecting: bool, biased: frozenset[str], number: str
+    module: Module,
+    m: Matmul,
+    projecting: bool,
+    biased: frozenset[str],
+    number: str,
+    of_biases: str,
 ) -> None:
     """A weight [out, in] or [heads, out/heads, in/heads], of any strides but for one of 1 among the
-    last two, into tiles.
+    last two, into tiles; its scales are [out], or [heads, out/heads].
     """
     g, l, name = m.geometry, m.linear, f"pack{m.number}"
     params = [("ptr", "args"), ("i64", "part"), ("i64", "parts")]
     b = module.function(name, params, internal=True, inline=False)
     table, part, parts = b.args
-    types = ("ptr", "i64", "i64", "i64", "ptr", "ptr", "ptr", "i64", "i64")
-    weight, heads, rows, columns, bias_x, bias_h, packed, inner, changed_only = (
+    types = ("ptr", "i64", "i64", "i64", "ptr", "ptr", "ptr", "i64", "i64", "ptr")
+    weight, heads, rows, columns, bias_x, bias_h, packed, inner, changed_only, scales = (
         b.load(b.gep(table, i, "i64"), t) for i, t in enumerate(types)
     )
     elements = constant(g.tile_elements, "i64")
     packed_rows = packed_rows_of(b, inner, g)
     if projecting:  # the weight of the input is packed the same way
-        elements = b.mul(b.add(packed_rows, g.lanes + 1), g.columns * g.lanes)
+        elements = b.mul(b.add(packed_rows, g.lanes + g.header), g.columns * g.lanes)
     width = constant(g.columns * g.lanes, "i64")
     # Of one head and output: rows of the weight, and numbers that a row has.
     each = m.numbers if m.backward else g.units
@@ -259,20 +344,40 @@ def _print_pack(
                 both = l.recurrent and output in biased
                 for bias in (bias_x, bias_h) if both else (bias_h,):
                     with b.when(b.icmp("ne", bias, 0)):
-                        part_ = masked_numbers(b, b.gep(bias, at_bias, number), mask, number)
+                        at_number = b.gep(bias, at_bias, of_biases)
+                        part_ = masked_numbers(b, at_number, mask, of_biases)
                         b.store(b.fadd(b.load(slot), part_), slot)
                 b.store(b.load(slot), column)
                 start = b.gep(source, b.mul(b.add(unit, row * each), rows), number)
-                at = b.gep(column, g.columns * g.lanes)
+                at = b.gep(column, g.header * g.columns * g.lanes)
                 block = start, rows, columns, left, inner
                 # Behind the last row that packing writes.
-                digest = b.gep(column, b.mul(b.add(packed_rows, g.lanes), width))
+                behind = b.add(packed_rows, g.lanes + g.header - 1)
+                digest = b.gep(column, b.mul(behind, width))
+                if g.quantized:
+                    at_scale = b.add(b.mul(head, len(l.declared) * each), b.add(unit, row * each))
+                    scale = b.masked_load(b.gep(scales, at_scale), mask)
+                    b.store(scale, b.gep(column, SCALES * g.columns * g.lanes))
                 wanted = b.alloca("i64")
                 b.store(constant(1, "i64"), wanted)
                 with b.when(b.icmp("ne", changed_only, 0)):
                     b.store(b.call("changed", *block, digest), wanted)
                 with b.when(b.icmp("ne", b.load(wanted, "i64"), 0)):
                     b.call("pack_block", *block, at, width)
+                    if g.quantized:
+                        offsets = negative_sums(b, at, packed_rows, width)
+                        b.store(offsets, b.gep(column, OFFSETS * g.columns * g.lanes))
+
+
+def negative_sums(b: Builder, packed: Value, rows: Value, width: Operand) -> Value:
+    """What the sums of a packed column of integers begin with, see above."""
+    slot = b.alloca(b.ivec)
+    b.store(constant(0, b.ivec), slot)
+    with b.loop(0, rows) as row:
+        weights = b.load(b.gep(packed, b.mul(row, width)), b.ivec)
+        total = b.dot(b.load(slot, b.ivec), constant(0x80808080 - (1 << 32), b.ivec), weights)
+        b.store(total, slot)
+    return b.sub(constant(0, b.ivec), b.load(slot, b.ivec))
 
 
 def packed_rows_of(b: Builder, inner: Value, g: Geometry) -> Value:
@@ -355,15 +460,15 @@ PACK_BLOCK = [
 
 
 def print_pack_block(
-    module: Module, number: str, *, pairs: bool = False, name: str = "pack_block"
+    module: Module, number: str, *, packs: int = 1, name: str = "pack_block"
 ) -> None:
     """A column of vectors: element k of unit u is source[u * lane_stride + k * inner_stride],
-    widened; or with ``pairs`` as it is, two k's in a row.
+    widened; or as it is, so many k's in a row.
     """
     b = module.function(name, PACK_BLOCK, internal=True, inline=False)
     source, lane_stride, inner_stride, units, count, packed, width = b.args
-    if pairs:
-        _pack_pairs(b, number)
+    if packs > 1:
+        _pack_together(b, number, packs)
         return
     with b.when(b.icmp("eq", lane_stride, 1)) as otherwise:
         mask = b.lane_mask(units)
@@ -381,34 +486,40 @@ def print_pack_block(
             b.store(vector_, b.gep(packed, b.mul(b.add(k, i), width)))
 
 
-def _pack_pairs(b: Builder, number: str) -> None:
-    """The body of ``pack_block`` for pairs."""
+def _pack_together(b: Builder, number: str, packs: int) -> None:
+    """The body of ``pack_block`` where several k's share a row."""
     source, lane_stride, inner_stride, units, count, packed, width = b.args
-    halves, mask = vector(b.lanes, "i16"), b.lane_mask(units)
+    bits = 32 // packs
+    few, mask = vector(b.lanes, f"i{bits}"), b.lane_mask(units)
 
-    def store(pair: Value, row: Value) -> None:
+    def store(group: Value, row: Value) -> None:
         at = b.gep(packed, b.mul(row, width))
-        b.store(b.trunc(pair, "i16"), at)
-        b.store(b.trunc(b.lshr(pair, 16), "i16"), b.gep(at, b.lanes, "i16"))
+        if packs == QUANTIZED:
+            b.store(group, at)
+            return
+        b.store(b.trunc(group, "i16"), at)
+        b.store(b.trunc(b.lshr(group, 16), "i16"), b.gep(at, b.lanes, "i16"))
 
-    with b.when(b.icmp("eq", lane_stride, 1)) as otherwise, b.loop(0, count, 2) as k:
-        low = b.masked_load(b.gep(source, b.mul(k, inner_stride), number), mask, 0, halves)
-        second = b.add(k, 1)
-        exists = b.and_(mask, b.splat(b.icmp("slt", second, count)))
-        high = b.masked_load(b.gep(source, b.mul(second, inner_stride), number), exists, 0, halves)
-        pair = b.or_(b.zext(low, "i32"), b.shl(b.zext(high, "i32"), 16))
-        store(pair, b.ashr(k, 1))
-    with otherwise, b.loop(0, count, 2 * b.lanes) as k:
-        numbers = vector(2 * b.lanes, "i16")
-        few = b.splat(b.trunc(b.smin(b.sub(count, k), 2 * b.lanes), "i16"), 2 * b.lanes)
-        inside = b.icmp("slt", b.iota(numbers), few)
+    with b.when(b.icmp("eq", lane_stride, 1)) as otherwise, b.loop(0, count, packs) as k:
+        group = constant(0, b.ivec)
+        for n in range(packs):
+            place = b.add(k, n)
+            exists = b.and_(mask, b.splat(b.icmp("slt", place, count)))
+            at = b.gep(source, b.mul(place, inner_stride), number)
+            part = b.zext(b.masked_load(at, exists, 0, few), "i32")
+            group = b.or_(group, b.shl(part, n * bits))
+        store(group, b.sdiv(k, packs))
+    with otherwise, b.loop(0, count, packs * b.lanes) as k:
+        numbers = vector(packs * b.lanes, f"i{bits}")
+        left = b.trunc(b.smin(b.sub(count, k), packs * b.lanes), f"i{bits}")
+        inside = b.icmp("slt", b.iota(numbers), b.splat(left, packs * b.lanes))
         rows = []
         for lane in range(b.lanes):
-            exists = b.splat(b.icmp("slt", constant(lane, "i64"), units), 2 * b.lanes)
+            exists = b.splat(b.icmp("slt", constant(lane, "i64"), units), packs * b.lanes)
             at = b.gep(source, b.add(b.mul(lane_stride, lane), k), number)
             rows.append(b.bitcast(b.masked_load(at, b.and_(inside, exists), 0, numbers), b.ivec))
-        for i, pair in enumerate(b.transpose(rows)):
-            store(pair, b.add(b.ashr(k, 1), i))
+        for i, group in enumerate(b.transpose(rows)):
+            store(group, b.add(b.sdiv(k, packs), i))
 
 
 def print_staging(module: Module, number: str) -> str:
@@ -423,3 +534,36 @@ def print_staging(module: Module, number: str) -> str:
         mask = b.lane_mask(b.sub(count, i))
         b.store(masked_numbers(b, b.gep(source, i, number), mask, number), b.gep(to, i))
     return name
+
+
+def print_quantizing(module: Module) -> None:
+    """Adds ``scale_row``, which writes the scale of a row of so many numbers, and its inverse, from
+    where they are told; and ``quantize``, which writes numbers of the row as integers from there
+    on, followed by zeros up to whole vectors.
+    """
+    params = [("ptr", "source"), ("ptr", "header"), ("i64", "count")]
+    b = module.function("scale_row", params, internal=True, inline=False)
+    source, header, count = b.args
+    largest = b.alloca(b.ivec)
+    b.store(constant(0, b.ivec), largest)
+    with b.loop(0, count, b.lanes) as i:
+        mask = b.lane_mask(b.sub(count, i))
+        # As integers magnitudes have the order of the numbers, and NaN is above all.
+        size = b.and_(b.bits(b.masked_load(b.gep(source, i), mask)), 0x7FFFFFFF)
+        b.store(b.smax(b.load(largest, b.ivec), size), largest)
+    bits = b.reduce_max(b.load(largest, b.ivec))
+    most, finite = b.bitcast(bits, b.real), b.icmp("slt", bits, 0x7F800000)
+    scale = b.select(finite, b.fmul(most, 1 / 127), constant(math.nan, b.real))
+    b.store(scale, header)
+    b.store(b.fdiv(constant(127.0, b.real), most), b.gep(header, 1))
+
+    params = [("ptr", "source"), ("ptr", "header"), ("ptr", "to"), ("i64", "count")]
+    b = module.function("quantize", params, internal=True, inline=False)
+    source, header, to, count = b.args
+    inverse = b.splat(b.load(b.gep(header, 1), b.real))
+    with b.loop(0, count, b.lanes) as i:
+        mask = b.lane_mask(b.sub(count, i))
+        product = b.fmul(b.masked_load(b.gep(source, i), mask), inverse)
+        # The sum has the rounded number in its lowest bits; 128 more is the highest of eight.
+        rounded = b.trunc(b.bits(b.fadd(product, ROUNDING)), "i8")
+        b.store(b.xor(rounded, -128), b.gep(to, i, "i8"))
