@@ -1,6 +1,6 @@
-"""Smaller layers: fewer units, in place of masks that hide them.
+"""Smaller layers: fewer units, in place of masks that hide them, and weights of 8 bits.
 
-``unit_norms`` is a term for training that drives whole units to zero (group lasso), ``shrink``
+``quantize`` rounds the weights of layers. ``unit_norms`` is a term for training that drives whole units to zero (group lasso), ``shrink``
 takes units out of a layer and of what reads it, and ``gradual`` says how many should be left at a
 step of training. They are for the layers of ``anycell.torch`` and ``anycell.numpy``, of any cell:
 its graph says what belongs to a unit.
@@ -18,11 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell.compress import units
+from anycell.compress.quantized import fake_quantize, quantize
 from anycell.compress.units import Indices
 from anycell.lang.cell import INPUT
 from anycell.layer import ENDS
 
-__all__ = ["gradual", "shrink", "unit_norms"]
+__all__ = ["fake_quantize", "gradual", "quantize", "shrink", "unit_norms"]
 
 
 def unit_norms(layer: Any, *, readouts: Sequence[Any] = (), size: str = "H") -> Any:

@@ -107,6 +107,7 @@ def names(cell: Cell, directions: int) -> tuple[str, ...]:
         *(f"state {name}" for name in cell.state_names),
         *(f"reset_state {name}" for name in cell.state_names),
         *(name + end for end in ENDS[:directions] for name in cell.learned),
+        *(scales_of(name) + end for end in ENDS[:directions] for name in cell.learned),
     )
 
 

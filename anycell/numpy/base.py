@@ -79,7 +79,7 @@ class Layer:
         for name, array in arrays.items():
             self._check_array(name, array)
         # Copies, all of them before the first is written: a value may be another parameter.
-        copies = {name: np.array(array, self.dtype) for name, array in arrays.items()}
+        copies = {name: np.array(array, self.arrays[name].dtype) for name, array in arrays.items()}
         self._writes += 1
         for name, parameter in self.arrays.items():
             parameter[...] = copies[name]
@@ -98,6 +98,11 @@ class Layer:
         if given.shape != expected:
             raise ValueError(f"{name}: given shape {given.shape}, expected {expected}.")
         known = given.dtype.kind in "fiu" or given.dtype.name in dtypes("cpu")
+        if self.arrays[name].dtype == np.int8 and given.dtype != np.int8:
+            raise TypeError(
+                f"{name}: given dtype {given.dtype}, expected int8, of a quantized layer. Quantize "
+                "the layer whose parameters these are."
+            )
         if not (known or _nameless(given)):
             raise TypeError(f"{name}: given dtype {given.dtype}, expected real numbers.")
 

@@ -14,7 +14,7 @@ from anycell.engines.gpu import refusals
 from anycell.lang.cell import Cell
 from anycell.layer import stepped
 from anycell.layer.signature import FLAGS
-from anycell.plan import Plan
+from anycell.plan import Plan, scales_of
 from anycell.torch import fused, ops
 from anycell.torch.composite import Arrays, Call, Result, Sizes, States, composite
 from anycell.torch.ranges import ranged
@@ -62,6 +62,8 @@ def _is_state(name: str) -> bool:
 
 def layer(call: Call, arrays: Arrays) -> Result:
     """One layer of one or two directions, on the engine that fits."""
+    if quantized(arrays) and not _multiplies_integers(arrays):
+        arrays = dequantized(arrays)
     x, engine = arrays["x"], call.engine
     plan: Plan | str = "asked for"
     if call.plan is None and (observed() or type(x) not in _ORDINARY):
@@ -114,11 +116,43 @@ def _plan_for(call: Call, arrays: Arrays) -> Plan | str:
         if mask.requires_grad and torch.is_grad_enabled():
             return "no fused kernel has the gradient of recurrent_mask"
     dtype, device = x.dtype, x.device
+    integers = quantized(arrays)
     for name, t in arrays.items():  # as ``memory``, which would be a call for each
         plain = type(t) in _ORDINARY and t.layout is torch.strided and not t.is_neg()
-        if not plain or t.device != device or (t.dtype is not dtype and name not in FLAGS):
+        same = t.dtype is dtype or name in FLAGS or (integers and name.startswith("weight_"))
+        if not plain or t.device != device or not same:
             return f"{name} is no plain tensor with the dtype and the device of x"
-    return call.plan or fused_plan(cell, call.hidden_size, x, call.sizes)
+    like = arrays["weight_ih"] if integers else x
+    return call.plan or fused_plan(cell, call.hidden_size, like, call.sizes)
+
+
+_SCALES = scales_of("weight_ih")
+
+
+def quantized(arrays: Arrays) -> bool:
+    """Whether the weights are integers with scales."""
+    return _SCALES in arrays
+
+
+def _multiplies_integers(arrays: Arrays) -> bool:
+    """Whether the kernels for integers may run: on the CPU, where nobody asks for a gradient, and
+    nothing but a compiler looks at the call.
+    """
+    x = arrays["x"]
+    if observed() and (not compiled() or not ops.AVAILABLE):
+        return False
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in arrays.values())
+    return x.device.type == "cpu" and not wanted
+
+
+def dequantized(arrays: Arrays) -> Arrays:
+    """The same with weights in float32, which the integers stand for."""
+    real = {}
+    for name, t in arrays.items():
+        if not name.startswith(scales_of("")):
+            scales = arrays.get(scales_of(name))
+            real[name] = t if scales is None else t.to(scales.dtype) * scales.unsqueeze(-1)
+    return real
 
 
 def reason(plan: Plan) -> str:

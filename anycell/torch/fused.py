@@ -60,7 +60,7 @@ def plan_of(
     none.
     """
     name = str(dtype).removeprefix("torch.")
-    if name not in dtypes(engine):
+    if name not in dtypes(engine, quantized=True):
         return f"no fused kernel for {dtype} on the {engine.upper()} as yet"
     found = plan(cell, hidden_size, name if engine == "cpu" else "float32", sizes=dict(sizes))
     if found.engine == "reference" or engine == "cpu":

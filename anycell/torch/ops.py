@@ -27,7 +27,7 @@ from anycell import cells, layer
 from anycell.lang.cell import Cell
 from anycell.layer import Options, check_checkpoint
 from anycell.layer.signature import FLAGS
-from anycell.plan import DTYPES, Plan
+from anycell.plan import DTYPES, Plan, scales_of
 from anycell.torch import fused
 from anycell.torch.composite import Arrays, Call, Result, Sizes
 from anycell.torch.ranges import ranged
@@ -238,8 +238,9 @@ def run(call: Call, arrays: Arrays) -> Result | None:
         return None
     if isinstance(options.seed, Tensor):
         arrays, options = {**arrays, "seed": options.seed}, options._replace(seed=0)
+    dtype = torch.int8 if scales_of("weight_ih") in arrays else x.dtype
     text = _text(
-        cell.name, cell.key, call.hidden_size, call.sizes, x.dtype, x.device.type, tuple(options),
+        cell.name, cell.key, call.hidden_size, call.sizes, dtype, x.device.type, tuple(options),
         tuple(arrays),
     )  # fmt: skip
     if text is None:

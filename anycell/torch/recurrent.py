@@ -18,7 +18,14 @@ from anycell.plan import Plan
 from anycell.torch import ops
 from anycell.torch.arguments import Layout, check_tensor, describe
 from anycell.torch.composite import Arrays, Call, Result, States
-from anycell.torch.functional import autocast, autocast_dtype, compiled, exporting, stack
+from anycell.torch.functional import (
+    autocast,
+    autocast_dtype,
+    compiled,
+    exporting,
+    quantized,
+    stack,
+)
 from anycell.torch.packed import Packing
 from anycell.torch.streaming import Prepared, elsewhere
 
@@ -43,6 +50,11 @@ class Recurrent:
     _forward_pre_hooks: dict[int, Any]
     _forward_hooks: dict[int, Any]
     _sizes: Any = ()
+
+    @property
+    def _like(self) -> Tensor:
+        """What has the dtype and the device of all tensors of a call."""
+        return self.weight_ih_l0
 
     def _weights(self) -> list[Arrays]:
         """What each layer learns, by the names of ``anycell.layer.signature``."""
@@ -106,7 +118,7 @@ class Recurrent:
         self._one_direction("step")
         rows = tuple(x.shape[:-1]) if isinstance(x, Tensor) and x.dim() == 2 else ()
         axes = "one step of the input"
-        check_tensor("x", x, (*rows, self.input_size), axes, self.weight_ih_l0)
+        check_tensor("x", x, (*rows, self.input_size), axes, self._like)
         time = 1 if rows and self.batch_first else 0
         given: dict[str, Any] = {} if static is None else {"static": static}
         output, new = self(x.unsqueeze(time), state, **given)  # type: ignore[operator]
@@ -237,8 +249,8 @@ def _in_its_dtype(
     """``stack``, in the dtype that autocast asks for."""
     # What other layers hand on may be of 16 bits, whatever the dtype of this one.
     like = next(iter(weights[0].values()), arrays["x"])
-    dtype = autocast_dtype(like)
-    if dtype is not like.dtype:
+    dtype = torch.float32 if quantized(weights[0]) else autocast_dtype(like)
+    if dtype is not like.dtype and not quantized(weights[0]):
         weights = [{name: t.to(dtype) for name, t in learned.items()} for learned in weights]
     with torch.autocast(like.device.type, enabled=False):
         arrays = {name: t if name in FLAGS else t.to(dtype) for name, t in arrays.items()}

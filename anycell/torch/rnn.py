@@ -252,7 +252,7 @@ class RNN(Recurrent, nn.Module):
         if not isinstance(x, Tensor):
             hint = "Pad sequences of several lengths, and pass lengths=."
             raise TypeError(f"x: given {describe(x)}; {wanted}. {hint}")
-        weight = self.weight_ih_l0
+        weight = self._like
         if x.dim() not in dims or x.shape[-1] != self.input_size:
             hint = "The last axis is input_size"
             hint += "." if sizes is not None else f"; without a batch [time, {self.input_size}]."

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from anycell.layer.stream import Stream
 from anycell.plan import Plan
-from anycell.torch.functional import autocast, fused_plan, memory
+from anycell.torch.functional import autocast, fused_plan, memory, quantized
 from anycell.torch.host import HOSTS
 
 
@@ -36,7 +36,7 @@ class Prepared:
         # A parametrisation may be another in training.
         self.mode: bool | None = module.training if len(owners) > 1 else None
         weight = module.weight_ih_l0
-        self.dtype: torch.dtype = weight.dtype
+        self.dtype: torch.dtype = module._like.dtype
         self.keeps = bool(module.cell.keeps)
         plan = fused_plan(module.cell, module.hidden_size, weight, module._sizes)
         if isinstance(plan, Plan) and plan.engine == "cpu" and not plan.types.mixed:
@@ -45,8 +45,10 @@ class Prepared:
 
     def _pack(self, module: Any, plan: Plan) -> Stream | None:
         weights = module._weights()
-        if not all(memory(t, self.dtype) for learned in weights for t in learned.values()):
-            return None
+        for learned in weights:
+            kinds = (self.dtype, torch.int8) if quantized(learned) else (self.dtype,)
+            if not all(memory(t) and t.dtype in kinds for t in learned.values()):
+                return None
         detached = [{name: t.detach() for name, t in learned.items()} for learned in weights]
         host, sizes = HOSTS[plan.dtype], dict(plan.sizes)
         return Stream(host, plan.cell, sizes, plan.dtype, detached, torch.get_num_threads())

@@ -1,0 +1,110 @@
+"""Weights of 8 bits, for inference on the CPU: what is the same in every framework.
+
+    w ~ scale * q        q = round(w / scale), from -127 to 127; scale = max |w| / 127
+
+with a scale for each output of a matmul. In a call each row of x and of h is rounded likewise, by a
+scale of its own, products are added up in integers, and all else is float32.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+STEPS = 127  # of 8 bits, on each side of 0
+
+
+def quantize(model: Any, *, data: Iterable[Any] | None = None) -> Any:
+    """The same model with weights of 8 bits in its recurrent layers, for inference on the CPU.
+
+    Args:
+        model: a layer of ``anycell.torch`` (``RNN``, ``LSTM``, ``GRU``) or ``anycell.numpy``, or a
+            ``torch.nn.Module`` that has such layers. It stays as it is.
+        data: inputs on which to measure the error: each a batch, or a tuple of arguments. Wrap a
+            loader in a progress bar to see one.
+
+    Returns:
+        a ``Quantized`` layer, or a copy of the module with such layers in the place of its own.
+        Their ``error`` is that of the output over ``data``, by each layer's own input:
+        ``norm(quantized - float) / norm(float)``; None without data.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was given and what was expected.
+
+    Example:
+        >>> import numpy as np
+        >>> import anycell.numpy
+        >>> layer = anycell.numpy.LSTM(3, 64, seed=0)
+        >>> small = quantize(layer, data=[np.ones((20, 8, 3))])
+        >>> small.arrays["weight_hh_l0"].dtype, small.error < 0.02
+        (dtype('int8'), True)
+    """
+    for framework in ("torch", "numpy"):
+        loaded = sys.modules.get(f"anycell.{framework}")
+        if loaded is not None:
+            adapter = importlib.import_module(f"anycell.{framework}.quantized")
+            if isinstance(model, adapter.KINDS):
+                return adapter.quantize(model, data)
+    raise TypeError(
+        f"model: given {type(model).__name__}; expected a layer of anycell.torch or anycell.numpy, "
+        "or a torch.nn.Module with layers of anycell.torch."
+    )
+
+
+def fake_quantize(layer: Any) -> Any:
+    """Has a layer of ``anycell.torch`` train with the weights that ``quantize`` would give it.
+
+        forward     scale * round(w / scale)
+        backward    as if the weight had not been rounded (straight through)
+
+    Each weight gets a parametrization of ``torch.nn.utils.parametrize``; the layer runs fused.
+    ``quantize`` takes it as it is.
+
+    Args:
+        layer: ``RNN``, ``LSTM`` or ``GRU`` of ``anycell.torch``, which is changed in place.
+
+    Returns:
+        the layer.
+
+    Raises:
+        TypeError, ValueError: for another kind of layer, or one that has parametrizations.
+
+    Source: Jacob et al., *Quantization and Training of Neural Networks for Efficient
+    Integer-Arithmetic-Only Inference*, 2018.
+    """
+    if "anycell.torch" in sys.modules:
+        adapter = importlib.import_module("anycell.torch.quantized")
+        if adapter.is_layer(layer):
+            return adapter.fake_quantize(layer)
+    raise TypeError(
+        f"layer: given {type(layer).__name__}; expected RNN, LSTM or GRU of anycell.torch."
+    )
+
+
+class Error:
+    """A relative error over several outputs."""
+
+    def __init__(self) -> None:
+        self.wrong = self.size = 0.0
+
+    def add(self, output: Any, expected: Any) -> None:
+        """One more output: arrays of float64."""
+        self.wrong += float(((output - expected) ** 2).sum())
+        self.size += float((expected**2).sum())
+
+    @property
+    def relative(self) -> float:
+        """Over all that was added."""
+        return math.sqrt(self.wrong / self.size) if self.size else math.inf if self.wrong else 0.0
+
+
+def described(arrays: Mapping[str, Any], error: float | None) -> str:
+    """What a quantized layer shows of itself, from its arrays by name."""
+    numbers = {name: math.prod(array.shape) for name, array in arrays.items()}
+    sizes = {name: count * arrays[name].dtype.itemsize for name, count in numbers.items()}
+    before = 4 * sum(count for name, count in numbers.items() if not name.endswith("_scales"))
+    text = f"weights of 8 bits, {sum(sizes.values()):,} bytes of {before:,}"
+    return text if error is None else f"{text}, error {error:.1e}"

@@ -1,0 +1,184 @@
+"""Layers with weights of 8 bits; ``anycell.compress.quantize`` makes them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from anycell.compress.quantized import STEPS, Error, described
+from anycell.layer import ENDS
+from anycell.plan import scales_of
+from anycell.torch import ops
+from anycell.torch.composite import Arrays
+from anycell.torch.dropin import GRU, LSTM
+from anycell.torch.rnn import RNN
+
+KINDS = nn.Module
+
+
+class Quantized(RNN):
+    """A layer whose weights have 8 bits, for inference on the CPU: calls and steps as of ``RNN``.
+
+    Buffers, by name: each weight as int8, its scales ``{name}_scales`` with a number for each of
+    its outputs, and all others as they were, in float32.
+
+    Where a gradient of x or of a state is wanted, under ``torch.func`` and on other devices the
+    layer runs in float32, with the weights that the integers stand for.
+
+    Attributes:
+        error: relative, of the output over the data that ``quantize`` was given; None without.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        nn.Module.__init__(self)
+        if layer.weight_ih_l0.dtype is not torch.float32:
+            raise ValueError(
+                f"model: given a layer of {layer.weight_ih_l0.dtype}; expected torch.float32, from "
+                "which weights are rounded. Call model.float() first."
+            )
+        for name in (
+            "cell", "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout",
+            "bidirectional", "keep_weights", "training",
+        ):  # fmt: skip
+            setattr(self, name, getattr(layer, name))
+        self.sizes = {"H": layer.hidden_size, **dict(layer._sizes)}
+        self.checkpoint, self.error = None, None
+        ops.register(self.cell)
+        for k, arrays in enumerate(layer._weights()):
+            for name, array in arrays.items():
+                base = name.removesuffix(ENDS[1])
+                place = f"{base}_l{k}{name[len(base) :]}"
+                if array.dim() > 1:
+                    integers, scales = rounded(array.detach())
+                    self.register_buffer(place, integers)
+                    self.register_buffer(f"{place}_scales", scales)
+                else:
+                    self.register_buffer(place, array.detach().clone())
+
+    error: float | None
+
+    def reset_parameters(self) -> None:
+        """There is nothing to draw."""
+
+    def extra_repr(self) -> str:
+        """The arguments that are not the default, and what is quantized."""
+        return f"{super().extra_repr()}; {described(self._buffers, self.error)}"
+
+    @property
+    def _like(self) -> Tensor:
+        scales: Tensor = self.weight_ih_l0_scales
+        return scales
+
+    def _weights(self) -> list[Arrays]:
+        return [self._of_layer(k) for k in range(self.num_layers)]
+
+    def _of_layer(self, k: int) -> Arrays:
+        buffers, arrays = self._buffers, {}
+        for end in ENDS[: 1 + self.bidirectional]:
+            for name in self.cell.learned:
+                place = f"{name}_l{k}{end}"
+                if place in buffers:
+                    arrays[name + end] = buffers[place]
+                if f"{place}_scales" in buffers:
+                    arrays[scales_of(name) + end] = buffers[f"{place}_scales"]
+        return arrays  # type: ignore[return-value]
+
+
+def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight ``[..., out, in]`` as integers, and their scales ``[..., out]``."""
+    if not weight.isfinite().all():
+        raise ValueError("model: given a weight with infinities or NaN; expected numbers.")
+    scales = _scales(weight)
+    return _steps(weight, scales).to(torch.int8), scales.squeeze(-1)
+
+
+def _scales(weight: Tensor) -> Tensor:
+    return weight.abs().amax(-1, keepdim=True) / STEPS
+
+
+def _steps(weight: Tensor, scales: Tensor) -> Tensor:
+    steps = torch.where(scales > 0, scales, torch.ones_like(scales))
+    return (weight / steps).clamp(-STEPS, STEPS).round()
+
+
+def quantize(model: nn.Module, data: Iterable[Any] | None) -> nn.Module:
+    """See ``anycell.compress.quantize``."""
+    layers = {m: name for name, m in model.named_modules() if is_layer(m)}
+    if not layers:
+        raise TypeError(
+            f"model: given {type(model).__name__} without a layer of anycell.torch that has weights "
+            "to round; expected RNN, LSTM or GRU in it. anycell.torch.accelerate turns those of "
+            "torch.nn into ours."
+        )
+    small = {layer: Quantized(layer) for layer in layers}
+    if data is not None:
+        _measure(model, small, data)
+    if model in small:
+        return small[model]
+    # A copy in which the quantized layers already are: float weights are not copied in vain.
+    return copy.deepcopy(model, {id(layer): quantized for layer, quantized in small.items()})
+
+
+def is_layer(module: Any) -> bool:
+    """Whether it is a layer of ours whose weights can be rounded."""
+    return isinstance(module, (RNN, LSTM, GRU)) and not isinstance(module, Quantized)
+
+
+def _measure(model: nn.Module, small: dict[nn.Module, Quantized], data: Iterable[Any]) -> None:
+    """Runs the model, and each quantized layer on what its own layer is given."""
+    errors = {layer: Error() for layer in small}
+
+    def compare(layer: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        outputs = [small[layer](*args, **kwargs)[0], result[0]]
+        outputs = [o.data if isinstance(o, nn.utils.rnn.PackedSequence) else o for o in outputs]
+        errors[layer].add(*(output.double() for output in outputs))
+
+    hooks = [layer.register_forward_hook(compare, with_kwargs=True) for layer in small]
+    was_training = {module: module.training for module in [*model.modules(), *small.values()]}
+    try:
+        for module in was_training:
+            module.training = False
+        with torch.no_grad():
+            for batch in data:
+                model(*(batch if isinstance(batch, tuple) else (batch,)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, training in was_training.items():
+            module.training = training
+    for layer, quantized in small.items():
+        quantized.error = errors[layer].relative
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+class Rounding(nn.Module):
+    """A weight as ``quantize`` would round it; gradients pass as if it had not."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """``scale * round(weight / scale)``."""
+        with torch.no_grad():
+            scales = _scales(weight)
+            error = _steps(weight, scales) * scales - weight
+        return weight + error
+
+
+def fake_quantize(layer: nn.Module) -> nn.Module:
+    """See ``anycell.compress.fake_quantize``."""
+    if parametrize.is_parametrized(layer):
+        raise ValueError(
+            f"layer: given {type(layer).__name__} with parametrizations; expected plain parameters. "
+            "Call torch.nn.utils.parametrize.remove_parametrizations first."
+        )
+    for name, parameter in list(layer.named_parameters(recurse=False)):
+        if parameter.dim() > 1:
+            parametrize.register_parametrization(layer, name, Rounding())
+    return layer
+
+
