@@ -26,6 +26,7 @@ from anycell.engines import cpu
 from anycell.layer.mixed import Mixed
 from anycell.numpy.host import MixedNumpyHost, NumpyHost, numpy_dtype
 from anycell.plan import DTYPES
+from anycell.plan.dtype import dtypes
 
 Array = npt.NDArray[Any]
 PAGE = mmap.PAGESIZE
@@ -128,7 +129,7 @@ def problems(
 ) -> Iterator[tuple[str, Problem, dict[str, Any]]]:
     """Names, problems, and how to solve each; one of so many."""
     count, rng = itertools.count(seed), np.random.default_rng(seed)
-    for one, hidden, dtype in itertools.product(which, sizes, DTYPES):
+    for one, hidden, dtype in itertools.product(which, sizes, dtypes("cpu")):
         if dtype != "float32" and one not in (cells.LSTM, cells.sLSTM, Everything):
             continue
         roads = itertools.product(SHAPES, (False, True), (1, 2, 3), (False, True))

@@ -20,10 +20,11 @@ from anycell.numpy import Dense
 from anycell.numpy import host as numpy_host
 from anycell.numpy.host import NumpyHost, host_of, numpy_dtype
 from anycell.plan import DTYPES as ROWS
+from anycell.plan.dtype import dtypes
 
 Array = npt.NDArray[Any]
 Sizes = tuple[int, int, int]  # rows, columns, inner
-DTYPES = tuple(ROWS)
+DTYPES = dtypes("cpu")
 LAYOUTS = [*itertools.product((False, True), repeat=3)]  # A and B transposed, C added to
 
 

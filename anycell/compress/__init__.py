@@ -1,9 +1,9 @@
 """Smaller layers: fewer units, in place of masks that hide them, and weights of 8 bits.
 
-``quantize`` rounds the weights of layers. ``unit_norms`` is a term for training that drives whole units to zero (group lasso), ``shrink``
+``unit_norms`` is a term for training that drives whole units to zero (group lasso), ``shrink``
 takes units out of a layer and of what reads it, and ``gradual`` says how many should be left at a
 step of training. They are for the layers of ``anycell.torch`` and ``anycell.numpy``, of any cell:
-its graph says what belongs to a unit.
+its graph says what belongs to a unit. ``quantize`` rounds the weights of these layers.
 """
 
 from __future__ import annotations

@@ -1,20 +1,14 @@
-"""Weights of 8 bits, for inference on the CPU: what is the same in every framework.
+"""Weights of 8 bits, for inference on the CPU, in layers of every framework.
 
-    w ~ scale * q        q = round(w / scale), from -127 to 127; scale = max |w| / 127
-
-with a scale for each output of a matmul. In a call each row of x and of h is rounded likewise, by a
-scale of its own, products are added up in integers, and all else is float32.
+See ``anycell.layer.rounding`` for the arithmetic.
 """
 
 from __future__ import annotations
 
 import importlib
-import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
-
-STEPS = 127  # of 8 bits, on each side of 0
 
 
 def quantize(model: Any, *, data: Iterable[Any] | None = None) -> Any:
@@ -82,29 +76,3 @@ def fake_quantize(layer: Any) -> Any:
     raise TypeError(
         f"layer: given {type(layer).__name__}; expected RNN, LSTM or GRU of anycell.torch."
     )
-
-
-class Error:
-    """A relative error over several outputs."""
-
-    def __init__(self) -> None:
-        self.wrong = self.size = 0.0
-
-    def add(self, output: Any, expected: Any) -> None:
-        """One more output: arrays of float64."""
-        self.wrong += float(((output - expected) ** 2).sum())
-        self.size += float((expected**2).sum())
-
-    @property
-    def relative(self) -> float:
-        """Over all that was added."""
-        return math.sqrt(self.wrong / self.size) if self.size else math.inf if self.wrong else 0.0
-
-
-def described(arrays: Mapping[str, Any], error: float | None) -> str:
-    """What a quantized layer shows of itself, from its arrays by name."""
-    numbers = {name: math.prod(array.shape) for name, array in arrays.items()}
-    sizes = {name: count * arrays[name].dtype.itemsize for name, count in numbers.items()}
-    before = 4 * sum(count for name, count in numbers.items() if not name.endswith("_scales"))
-    text = f"weights of 8 bits, {sum(sizes.values()):,} bytes of {before:,}"
-    return text if error is None else f"{text}, error {error:.1e}"

@@ -16,11 +16,6 @@ class Arrays(Protocol):
     dtype: Any
     wide_states: bool  # whether states but the first are kept in the dtype of ``wide`` ones
 
-    @property
-    def integers(self) -> Arrays:
-        """The same for weights of 8 bits."""
-        ...
-
     def fit(self, array: Array, layout: int, wide: bool = False) -> Array | None:
         """The array, or a contiguous copy where it does not lie so, or where its address or its
         strides are no whole elements; None for another dtype than this one (or that of ``wide``
@@ -48,6 +43,11 @@ class Host(Arrays, Protocol):
     @property
     def wide(self) -> Host:
         """The host of what the cell computes in; this one itself where that is the same dtype."""
+        ...
+
+    @property
+    def eight_bits(self) -> Arrays:
+        """The same for weights of 8 bits."""
         ...
 
     def widen(self, array: Array) -> Array:

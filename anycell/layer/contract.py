@@ -12,10 +12,10 @@ comes from, and nothing below asks again. Shapes are those of ``signature``; str
     mask, resets                                 contiguous, bool or uint8
     what the forward pass kept, see ``Kept``     contiguous
 
-All but masks and resets have the dtype of the plan; weights of integers, that of its operands. All lie on the host's device, begin at a
-multiple of an element's size, and have strides of whole elements, which may be 0 or negative. An
-array of other strides or alignment is copied. One of another shape, dtype or device is an error:
-it is not the array that the call describes.
+All but masks and resets have the dtype of the plan, and weights of integers that of its operands.
+All lie on the host's device, begin at a multiple of an element's size, and have strides of whole
+elements, which may be 0 or negative. An array of other strides or alignment is copied. One of
+another shape, dtype or device is an error: it is not the array that the call describes.
 
 All this follows from what ``Arrays.layout`` says of the arrays. So arrays laid out as those of an
 earlier call, which went as they were, go as they are.
@@ -29,10 +29,10 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from anycell.lang.expr import topological
-from anycell.layer.arguments import Array, Arrays, Direction, Entering, Kept, Options
+from anycell.layer.arguments import Array, Arrays, Direction, Entering, Host, Kept, Options
 from anycell.layer.signature import (
     ANY,
     DENSE,
@@ -140,16 +140,17 @@ def weights(
     """
     direction: Direction = {}
     weight = arrays.get(f"weight_ih{end}")
+    # Only the CPU engine has plans of integers.
+    of_weights = cast("Host", host).eight_bits if plan.types.quantized else host
     if weight is not None:
         gates = len(plan.cell.gates) * plan.hidden_size
-        of_weights = host.integers if plan.types.quantized else host
-        shape = gates, inputs
-        direction["weight_ih"] = _fit(of_weights, "weight_ih", weight, shape, MATRIX, end)
+        entering: Shape = gates, inputs
+        direction["weight_ih"] = _fit(of_weights, "weight_ih", weight, entering, MATRIX, end)
         if plan.types.quantized:
             name = scales_of("weight_ih")
             direction[name] = _fit(host, name, arrays.get(name + end), (gates,), DENSE, end)
     for name, shape, layout, optional, integers in learned(plan):
-        array, suited = arrays.get(name + end), host.integers if integers else host
+        array, suited = arrays.get(name + end), of_weights if integers else host
         if array is None and optional:
             continue
         fit = suited.fit(array, layout) if array is not None and array.shape == shape else None

@@ -23,6 +23,7 @@ from anycell.numpy.feedback import Feedback
 from anycell.numpy.layers import GRU, LSTM, RNN
 from anycell.numpy.normalise import BatchNorm, Standardise
 from anycell.numpy.optim import Adam, Trainable, clip_by_global_norm, clip_by_value
+from anycell.numpy.quantized import Quantized
 from anycell.numpy.schedules import EarlyStopping, Plateau, cosine, inverse_sigmoid, one_cycle
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Feedback",
     "Layer",
     "Plateau",
+    "Quantized",
     "Standardise",
     "Trainable",
     "clip_by_global_norm",

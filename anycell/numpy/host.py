@@ -64,7 +64,7 @@ class NumpyHost:
         return self
 
     @functools.cached_property
-    def integers(self) -> NumpyHost:
+    def eight_bits(self) -> NumpyHost:
         """The host of weights of 8 bits."""
         return NumpyHost(np.int8)
 

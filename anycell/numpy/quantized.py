@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from anycell.compress.quantized import STEPS, Error, described
 from anycell.layer import ENDS
+from anycell.layer.rounding import STEPS, Error, described
 from anycell.numpy.base import Array
 from anycell.numpy.layers import RNN, State
 from anycell.plan import Plan, plan, scales_of
@@ -41,7 +41,7 @@ class Quantized(RNN):
             )
         self.__dict__.update(layer.__getstate__())
         self._writes, self.error = 0, None
-        parameters: dict[str, Array] = {}
+        parameters: dict[str, Any] = {}
         for name, array in layer.parameters.items():
             if array.ndim > 1:
                 parameters[name], parameters[f"{name}_scales"] = rounded(array)

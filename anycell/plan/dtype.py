@@ -62,8 +62,10 @@ _INT8 = Number("int8", 1, "i8", "int8")
 
 def _row(storage: Number, wide: Number, *engines: str, operands: Number | None = None) -> Dtype:
     operands = operands or storage
-    name = operands.name
-    return Dtype(name, storage, operands, wide, math=wide, saved=storage, engines=frozenset(engines))
+    return Dtype(
+        operands.name, storage, operands, accumulate=wide, math=wide, saved=storage,
+        engines=frozenset(engines),
+    )  # fmt: skip
 
 
 DTYPES = {

@@ -6,6 +6,7 @@
 - ``RNN(cell, ...)`` and ``RNNCell(cell, ...)`` run any cell, yours included.
 - ``Feedback(layer, readout)`` feeds a readout back to its layer: scheduled sampling, forecasts.
 - ``recurrence(cell, x, weights, ...)`` is the function behind them, on tensors of your own.
+- ``Quantized`` layers have weights of 8 bits; ``anycell.compress.quantize`` makes them.
 - ``accelerate(model)`` swaps the layers inside a model; ``recurrent_layers(model)`` says what runs.
 
 Layers run on a fused kernel, forward and backward, in float32 and float64 on the CPU, and else as
@@ -22,6 +23,7 @@ from anycell.torch.dropin import GRU, LSTM
 from anycell.torch.feedback import Feedback
 from anycell.torch.functional import Engine
 from anycell.torch.primitive import recurrence
+from anycell.torch.quantized import Quantized
 from anycell.torch.rnn import RNN
 from anycell.torch.step import GRUCell, LSTMCell, RNNCell
 
@@ -33,6 +35,7 @@ __all__ = [
     "Feedback",
     "GRUCell",
     "LSTMCell",
+    "Quantized",
     "RNNCell",
     "accelerate",
     "recurrence",

@@ -64,7 +64,7 @@ class TorchHost:
         self.zeros = functools.partial(torch.zeros, dtype=dtype, device=_CPU)
 
     @functools.cached_property
-    def integers(self) -> TorchHost:
+    def eight_bits(self) -> TorchHost:
         return TorchHost(torch.int8)
 
     def lasting(self, shape: tuple[int, ...]) -> Tensor:

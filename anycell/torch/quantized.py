@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from anycell.compress.quantized import STEPS, Error, described
 from anycell.layer import ENDS
+from anycell.layer.rounding import STEPS, Error, described
 from anycell.plan import scales_of
 from anycell.torch import ops
 from anycell.torch.composite import Arrays
@@ -71,8 +71,7 @@ class Quantized(RNN):
 
     @property
     def _like(self) -> Tensor:
-        scales: Tensor = self.weight_ih_l0_scales
-        return scales
+        return self._buffers["weight_ih_l0_scales"]  # type: ignore[return-value]
 
     def _weights(self) -> list[Arrays]:
         return [self._of_layer(k) for k in range(self.num_layers)]
@@ -111,9 +110,9 @@ def quantize(model: nn.Module, data: Iterable[Any] | None) -> nn.Module:
     layers = {m: name for name, m in model.named_modules() if is_layer(m)}
     if not layers:
         raise TypeError(
-            f"model: given {type(model).__name__} without a layer of anycell.torch that has weights "
-            "to round; expected RNN, LSTM or GRU in it. anycell.torch.accelerate turns those of "
-            "torch.nn into ours."
+            f"model: given {type(model).__name__} without a float32 layer of anycell.torch; "
+            "expected RNN, LSTM or GRU in it. anycell.torch.accelerate turns those of torch.nn "
+            "into ours."
         )
     small = {layer: Quantized(layer) for layer in layers}
     if data is not None:
@@ -173,12 +172,10 @@ def fake_quantize(layer: nn.Module) -> nn.Module:
     """See ``anycell.compress.fake_quantize``."""
     if parametrize.is_parametrized(layer):
         raise ValueError(
-            f"layer: given {type(layer).__name__} with parametrizations; expected plain parameters. "
-            "Call torch.nn.utils.parametrize.remove_parametrizations first."
+            f"layer: given {type(layer).__name__} with parametrizations; expected plain "
+            "parameters. Call torch.nn.utils.parametrize.remove_parametrizations first."
         )
     for name, parameter in list(layer.named_parameters(recurse=False)):
         if parameter.dim() > 1:
             parametrize.register_parametrization(layer, name, Rounding())
     return layer
-
-

@@ -17,7 +17,14 @@ from anycell.plan import DTYPES, Plan
 
 
 def compiled(plan: Plan, backward: bool = False) -> Kernel:
-    """The machine code of a plan, forward or backward; see ``kernel.compiled``."""
+    """The machine code of a plan, forward or backward; see ``kernel.compiled``.
+
+    Raises:
+        ValueError: for the backward pass of weights of integers, which there is not.
+    """
+    if backward and plan.types.quantized:
+        given = f"backward: given a plan of {plan.dtype}"
+        raise ValueError(f"{given}; expected one of a dtype that has gradients.")
     return _kernel.compiled(plan, backward)
 
 

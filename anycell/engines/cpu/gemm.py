@@ -47,9 +47,9 @@ ROWS = 96  # of a piece: enough to read a panel for, few enough to divide the wo
 SPAN_INNER, SPAN_COLUMNS = 8 * INNER, 1024  # of B, packed at a time
 PIECES = 8  # per thread, where there is the work
 
-# Strides count elements. A and B have one of 1 (where B is integers, A from column to column), C is
-# [rows, columns] with a stride of 1 from column to column. ``add`` is 1 for C += A @ B, ``gang`` as in a door's table. ``scratch`` is memory of
-# ``scratch_bytes``, on a cache line.
+# Strides count elements. A and B have one of 1 (A from column to column, where B is integers), C is
+# [rows, columns] with a stride of 1 from column to column. ``add`` is 1 for C += A @ B, ``gang`` as
+# in a door's table. ``scratch`` is memory of ``scratch_bytes``, on a cache line.
 ENTRIES = (
     "rows columns inner a a_rows a_inner b b_inner b_columns c c_rows add threads gang scales "
     "scratch scratch_bytes"

@@ -1,0 +1,85 @@
+"""Problems with weights of 8 bits: how to make them, and what is right."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+from problems import Arrays, Problem, by_reference, layer_options, to_layer, width
+
+from anycell import layer
+from anycell.engines import reference
+from anycell.numpy.host import NumpyHost, host_of
+from anycell.numpy.quantized import rounded
+from anycell.plan import plan, scales_of
+
+Array = npt.NDArray[Any]
+
+
+def round_rows(rows: Array) -> Array:
+    """Rows as the kernels round them: from -127 to 127 times a scale, in float32 arithmetic."""
+    with np.errstate(all="ignore"):
+        rows = rows.astype(np.float32)
+        most = np.abs(rows).max(-1, keepdims=True, initial=0.0)
+        integers = np.rint(rows * (np.float32(127) / most)).astype(np.float64)
+        scales = (most * np.float32(1 / 127)).astype(np.float64)
+        integers[~np.isfinite(integers)] = 0.0  # of rows that are almost 0
+        return np.where(np.isfinite(most), integers * scales, np.nan)
+
+
+def dequantized(weight: Array) -> Array:
+    """What the integers of a weight stand for."""
+    integers, scales = rounded(weight.astype(np.float32))
+    return integers * scales.astype(np.float64)[..., None]
+
+
+def by_rounding(problem: Problem, projected: bool = False) -> Arrays:
+    """By the reference engine in float64, every operand of a matmul rounded."""
+    operand = reference.Recurrence._operand
+
+    def rounding(*args: Any) -> Array:
+        return round_rows(operand(*args))
+
+    changed = {
+        f"weights {name}": dequantized(weight)
+        for name, weight in problem.group("weights").items()
+        if weight.ndim > 1
+    }
+    if projected:
+        x = problem.arrays["gates_x"]
+        changed["gates_x"] = round_rows(x) @ dequantized(np.eye(x.shape[2])).T
+    with mock.patch.object(reference.Recurrence, "_operand", rounding):
+        solution = by_reference(problem.but(changed))
+    return {name: value for name, value in solution.items() if not name.startswith("d ")}
+
+
+def by_integers(
+    problem: Problem, threads: int = 1, projected: bool = False, host: NumpyHost | None = None
+) -> Arrays:
+    """By the kernels; arguments as of ``by_cpu``, of which it is the forward pass."""
+    problem = problem.astype(np.float32)
+    cell, x = problem.cell, problem.arrays["gates_x"]
+    hidden = x.shape[2] // len(cell.gates)
+    sizes = {s: width(s, hidden) for s in cell.sizes.values()}
+    runs = layer.stepped(cell, problem["recurrent_mask"])
+    arrays, how = quantized(to_layer(problem, projected)), layer_options(problem, threads)
+    if host is not None:
+        arrays = {name: host.copy(array) for name, array in arrays.items()}  # type: ignore[attr-defined]
+    outputs, finals, _ = layer.forward(
+        host or host_of("int8"), plan(runs, hidden, "int8", "cpu", sizes), arrays, how, keep=False
+    )
+    final = [value[0] for value in finals]
+    return {"outputs": outputs} | {
+        f"final {name}": value for name, value in zip(cell.state_names, final, strict=True)
+    }
+
+
+def quantized(arrays: Arrays) -> Arrays:
+    """The arrays of a layer, its weights as integers with scales."""
+    integers = dict(arrays)
+    for name, array in arrays.items():
+        if name.startswith("weight_"):
+            integers[name], integers[scales_of(name)] = rounded(array)
+    return integers

@@ -1,0 +1,499 @@
+"""Weights of 8 bits: kernels against the same rounding in float64, and layers of every frontend."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import functools
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from guarded import BUILT_IN, Everything, GuardedHost, guarded, scratch
+from integers import by_integers, by_rounding, dequantized, quantized, round_rows
+from problems import random_problem
+from processes import python
+from test_cpu_matmul import Padded
+from tolerances import assert_close, error, limit
+from torch import nn
+
+import anycell.numpy as an
+import anycell.torch as at
+from anycell import cells, compress, layer
+from anycell.engines import cpu
+from anycell.engines.cpu import gemm, isa, jit
+from anycell.engines.cpu.ir import Module
+from anycell.layer import form
+from anycell.layer.run import extent
+from anycell.numpy.host import NumpyHost, host_of
+from anycell.numpy.quantized import rounded
+from anycell.plan import plan
+
+Array = npt.NDArray[Any]
+FEW = [cells.LSTM, cells.GRU, cells.sLSTM, Everything]
+every_isa = pytest.mark.parametrize("name", isa.available())
+
+
+def small(cell: Any, shape: tuple[int, int, int], seed: int, **options: Any) -> Any:
+    """A problem of numbers that are float32."""
+    rng = np.random.default_rng(seed)
+    return random_problem(cell, shape, rng, "float64", **options).astype("float32")
+
+
+def assert_rounded(problem: Any, **how: Any) -> None:
+    """That kernels round as the reference does. Sums of other order may round to another integer
+    once in many, so that the error is more than that of float32."""
+    wanted = by_rounding(problem, how.get("projected", False))
+    solution = by_integers(problem, **how)
+    for key, value in wanted.items():
+        assert_close(solution[key], value, "float32", "training", key, axes=())
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+
+@every_isa
+def test_dot(name: str, rng: np.random.Generator) -> None:
+    """Four products of bytes a lane, the largest ones too."""
+    target = isa.TARGETS[name]
+    module = Module(target, "float")
+    b = module.function("dot", [("ptr", "total"), ("ptr", "left"), ("ptr", "right")])
+    total, left, right = (b.load(at, b.ivec, align=1) for at in b.args)
+    b.store(b.dot(total, left, right), b.args[0], align=1)
+    run = jit.compile(str(module), ["dot"], target).address("dot")
+    function = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)(run)
+    lanes = target.lanes("float")
+    for edge in (None, (255, 127), (255, -128), (0, -128), (128, -127)):
+        sums = rng.integers(-(1 << 20), 1 << 20, lanes, np.int32)
+        unsigned = rng.integers(0, 256, 4 * lanes, np.uint8)
+        signed = rng.integers(-128, 128, 4 * lanes, np.int8)
+        if edge is not None:
+            unsigned[:], signed[:] = edge
+        products = unsigned.astype(int) * signed.astype(int)
+        wanted = sums + products.reshape(lanes, 4).sum(1)
+        function(*(array.ctypes.data for array in (sums, unsigned, signed)))
+        assert np.array_equal(sums, wanted)
+
+
+@every_isa
+def test_cells(name: str, seed: int) -> None:
+    with isa.force(name):
+        for n, cell in enumerate(BUILT_IN if name == isa.available()[-1] else FEW):
+            how = {"masked": True, "resets": True, "reverse": True} if n % 2 else {}
+            assert_rounded(small(cell, (5, 3, 33), seed + n, **how), threads=2)
+
+
+@pytest.mark.parametrize("cell", FEW, ids=lambda cell: cell.name)
+def test_sizes(cell: Any, seed: int) -> None:
+    """Around vectors and fours; one row, no rows, no steps; more rows than a panel."""
+    sizes = [4, 60] if cell is cells.sLSTM else [1, 3, 4, 5, 16, 17, 65]
+    shapes = [(3, 2, h) for h in sizes] + [(0, 3, 8), (4, 0, 8), (1, 1, 8), (2, 50, 8)]
+    for n, shape in enumerate(shapes):
+        problem = small(cell, shape, seed + n)
+        assert_rounded(problem, threads=1 + n % 3, projected=n % 2 == 0)
+
+
+@pytest.mark.parametrize("dropped", ["all", "each"])
+def test_recurrent_mask(dropped: str, seed: int) -> None:
+    assert_rounded(small(cells.LSTM, (4, 3, 20), seed, dropped=dropped))
+
+
+def test_roads(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever multiplies the input, in chunks or at once, on threads that share rows or units."""
+    monkeypatch.setattr(form, "WORTH_A_THREAD", 0)
+    form.form_of.cache_clear()
+    taken: dict[str, set[bool]] = {road: set() for road in form.ROADS}
+    form_of = form.form_of
+
+    def watched(*args: Any) -> Any:
+        chosen = form_of(*args)
+        for road, goes in form.ROADS.items():
+            taken[road].add(goes(chosen))
+        return chosen
+
+    monkeypatch.setattr("anycell.layer.run.form_of", watched)
+    problems = [
+        small(cells.LSTM, shape, seed) for shape in ((60, 8, 16), (6, 1, 64), (3, 40, 8), (1, 2, 8))
+    ]
+    for problem, threads, chunk in itertools.product(problems, (1, 2), (None, 1 << 10)):
+        with monkeypatch.context() as patch:
+            if chunk is not None:
+                patch.setattr(form, "CHUNK_BYTES", chunk)
+                form.form_of.cache_clear()
+            for projected in (False, True):
+                assert_rounded(problem, threads=threads, projected=projected)
+    form.form_of.cache_clear()
+    never = {"a single step", "threads pack the weights"}  # the kernel has all steps; see below
+    assert {road for road, goes in taken.items() if goes != {True, False}} <= never
+
+
+def test_threads_pack(seed: int) -> None:
+    problem = small(cells.LSTM, (2, 3, 300), seed)
+    assert_rounded(problem, threads=2, projected=True)
+
+
+def test_bits(seed: int) -> None:
+    """Those of a row follow from it alone: not from threads, nor from the other rows."""
+    problem = small(cells.LSTM, (20, 37, 70), seed)
+    whole = by_integers(problem)
+    for threads in (2, 3):
+        assert np.array_equal(by_integers(problem, threads)["outputs"], whole["outputs"])
+    one = problem.rows(slice(5, 6))
+    assert np.array_equal(by_integers(one)["outputs"], whole["outputs"][:, 5:6])
+
+
+def multiplied(
+    x: Array, weight: Array, scales: Array, c: Array | None = None, threads: int = 1, make: Any = 0
+) -> Array:
+    """``x @ weight.T``, by the kernel; ``make`` makes its arrays."""
+    make = make or (lambda shape, dtype: np.empty(shape, dtype))
+    turned = not weight.flags.c_contiguous
+    left, right = make(x.shape, "float32"), make(weight.T.shape if turned else weight.shape, "int8")
+    left[...], right = x, right.T if turned else right
+    right[...] = weight
+    of_columns = make((1, len(scales)), "float32")[0]
+    of_columns[...] = scales
+    out = make((len(x), len(weight)), "float32")
+    out[...] = np.nan if c is None else c
+    a, b, into = (NumpyHost._place(host_of("float32"), array) for array in (left, right.T, out))
+    bounds = tuple(extent(host_of("float32"), array) for array in (left, right.T, out))
+    sizes = len(x), len(weight), x.shape[1]
+    at = of_columns.__array_interface__["data"][0]
+    cpu.multiply("int8", sizes, a, b, into[:2], c is not None, threads, bounds, at)
+    return out
+
+
+# Rows, columns, and the length of the sums: around vectors, register blocks, pieces and spans.
+SIZES = [
+    (rows, columns, inner)
+    for rows, columns in ((1, 1), (3, 17), (8, 64), (gemm.ROWS + 5, 70))
+    for inner in (0, 1, 3, 4, 5, 63, 65, gemm.INNER - 1, gemm.INNER + 2)
+] + [(7, gemm.SPAN_COLUMNS + 5, 9), (5, 20, gemm.SPAN_INNER + 7), (2 * gemm.ROWS, 90, 100)]
+
+
+def check_products(seed: int, make: Any, every: int = 3) -> None:
+    for n, ((rows, columns, inner), turned, added) in enumerate(
+        itertools.product(SIZES, (False, True), (False, True))
+    ):
+        if (n + seed) % every:
+            continue
+        print(rows, columns, inner, turned, added, flush=True)
+        rng = np.random.default_rng(seed + n)
+        x = rng.standard_normal((rows, inner)).astype("float32")
+        weight = rng.standard_normal((columns, inner)).astype("float32")
+        integers, scales = rounded(weight)
+        if turned:
+            integers = np.asfortranarray(integers)
+        c = rng.standard_normal((rows, columns)).astype("float32") if added else None
+        out = multiplied(x, integers, scales, c, 1 + n % 3, make)
+        wanted = round_rows(x) @ dequantized(weight).T + (0 if c is None else c)
+        assert_close(out, wanted, "float32", "forward", f"{x.shape} {columns}", axes=())
+
+
+def padded(shape: tuple[int, int], dtype: str) -> Array:
+    """Rows that do not follow upon each other, nor begin at whole vectors."""
+    if dtype == "int8":
+        return np.ones((shape[0], shape[1] + 3), dtype)[:, 1:-2]
+    return Padded(3, 1)(shape, dtype)
+
+
+@every_isa
+def test_products(name: str, seed: int) -> None:
+    with isa.force(name):
+        check_products(seed, padded)
+
+
+def between_pages(seed: int, every: int = 1) -> None:
+    """Products and layers on memory beside forbidden pages; for a process of its own."""
+    layer.form.WORTH_A_THREAD = 0
+    for end in (True, False):
+        with (
+            mock.patch.object(cpu.Scratch, "take", scratch(end)),
+            mock.patch.object(cpu.scratch, "give_back", lambda _: None),
+        ):
+            make: Any = functools.partial(guarded, end=end)
+            check_products(seed, make, every)
+            for n, (cell, hidden) in enumerate(itertools.product(FEW, (4, 33, 60))):
+                if (cell is cells.sLSTM and hidden % 4) or n % min(every, 2):
+                    continue
+                for shape, projected in itertools.product([(3, 5), (1, 1), (2, 49)], (False, True)):
+                    print(cell, hidden, shape, projected, end, flush=True)
+                    problem = small(cell, (*shape, hidden), seed + n, masked=n % 2 == 1)
+                    host = GuardedHost("float32", end)
+                    assert_rounded(problem, threads=1 + n % 3, projected=projected, host=host)
+
+
+@pytest.mark.parametrize("name", [isa.available()[-1]])
+def test_it_stays_within_its_arrays(name: str, seed: int) -> None:
+    python(f"from test_quantize import *; between_pages({seed}, 5)", ANYCELL_ISA=name)
+
+
+@pytest.mark.slow
+@every_isa
+def test_all_of_it_stays_within_its_arrays(name: str, seed: int) -> None:
+    python(f"from test_quantize import *; between_pages({seed})", ANYCELL_ISA=name)
+
+
+# -- numbers that are hard to round ----------------------------------------------------------------
+
+
+def lstm(x: Array, weights: dict[str, Array]) -> Array:
+    """The outputs of an LSTM with weights of 8 bits."""
+    plan_ = plan(cells.LSTM, 8, "int8", "cpu", {})
+    arrays = quantized({"x": x.astype("float32"), **weights})
+    return layer.forward(host_of("int8"), plan_, arrays, layer.Options(), keep=False)[0]
+
+
+@pytest.fixture
+def weights(rng: np.random.Generator) -> dict[str, Array]:
+    shapes = {"weight_ih": (32, 5), "weight_hh": (32, 8), "bias_ih": (32,)}
+    return {n: rng.standard_normal(shape).astype("float32") for n, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("steps", [3, 300])  # the kernel multiplies the input, or not
+def test_awkward_rows(steps: int, weights: dict[str, Array], rng: np.random.Generator) -> None:
+    """A row with NaN or an infinity is NaN from there on, and no other; rows of zeros, of tiny and
+    of huge numbers are right."""
+    x = rng.standard_normal((steps, 6, 5))
+    clean = lstm(x, weights)
+    x[1, 0, 2], x[1, 1, 0], x[1, 2, 4] = np.nan, np.inf, -np.inf
+    out = lstm(x, weights)
+    assert np.isnan(out[1:, :3]).all()
+    assert np.array_equal(out[:1], clean[:1]) and np.array_equal(out[:, 3:], clean[:, 3:])
+    for scale in (0.0, 1e-45, 1e-38, 1e-30, 1e30):
+        x = rng.standard_normal((steps, 6, 5)) * scale
+        rows = round_rows(x.astype("float32")) @ dequantized(weights["weight_ih"]).T
+        small_x = {"x": (rows + weights["bias_ih"]).astype("float32")}
+        gates = quantized({**small_x, "weight_hh": weights["weight_hh"]})
+        plan_ = plan(cells.LSTM, 8, "int8", "cpu", {})
+        wanted = layer.forward(host_of("int8"), plan_, gates, layer.Options(), keep=False)[0]
+        assert np.isfinite(wanted).all()
+        assert_close(lstm(x, weights), wanted, "float32", "training", f"{scale}", axes=())
+
+
+def test_a_channel_of_zeros(weights: dict[str, Array], rng: np.random.Generator) -> None:
+    weights["weight_ih"][3] = weights["weight_hh"][3] = 0.0
+    integers, scales = rounded(weights["weight_hh"])
+    assert scales[3] == 0.0 and not integers[3].any() and np.abs(integers).max() == 127
+    assert np.isfinite(lstm(rng.standard_normal((4, 2, 5)), weights)).all()
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_weights_must_be_numbers(wrong: float) -> None:
+    array = np.array([[1.0, wrong]], "float32")
+    for round_ in (lambda: rounded(array), lambda: at.quantized.rounded(torch.from_numpy(array))):
+        with pytest.raises(ValueError, match="given a weight with infinities or NaN"):
+            round_()
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+TORCH = {
+    "LSTM": lambda: at.LSTM(6, 20, 2, bidirectional=True),
+    "GRU": lambda: at.GRU(6, 20, bias=False, batch_first=True),
+    "projected LSTM": lambda: at.LSTM(6, 20, proj_size=8),
+    "PeepholeLSTM": lambda: at.RNN(cells.PeepholeLSTM, 6, 20, 2, bidirectional=True),
+    "sLSTM": lambda: at.RNN(cells.sLSTM(heads=2), 6, 20),
+    "MGU": lambda: at.RNN(cells.MGU, 6, 20),
+}
+every_layer = pytest.mark.parametrize("kind", TORCH)
+
+
+@every_layer
+def test_torch_layers(kind: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    layer_ = TORCH[kind]()
+    x, lengths = torch.randn(7, 7, 6), torch.tensor([1, 2, 3, 4, 5, 6, 7])
+    small_ = compress.quantize(layer_, data=[x, (x, None)])
+    with torch.no_grad():
+        for arguments in ({}, {"lengths": lengths}, {"resets": torch.rand(7, 7) < 0.3}):
+            outputs, wanted = small_(x, **arguments)[0], layer_(x, **arguments)[0]
+            assert not torch.equal(outputs, wanted)
+            assert error(outputs, wanted, axes=()) < limit("int8", "forward")
+    assert 0 < small_.error < limit("int8", "forward")
+    assert "weights of 8 bits" in repr(small_) and f"error {small_.error:.1e}" in repr(small_)
+    assert small_.engine.name == "cpu" and not list(small_.parameters())
+    assert small_.weight_ih_l0.dtype is torch.int8
+
+
+def test_numpy_and_torch_are_one(rng: np.random.Generator) -> None:
+    theirs = at.RNN(cells.PeepholeLSTM, 6, 20, 2, bidirectional=True)
+    ours = an.RNN(cells.PeepholeLSTM, 6, 20, 2, bidirectional=True)
+    ours.set_parameters({name: p.detach().numpy() for name, p in theirs.named_parameters()})
+    x = rng.standard_normal((5, 3, 6)).astype("float32")
+    quantized_ = compress.quantize(ours), compress.quantize(theirs)
+    with torch.no_grad():
+        outputs = quantized_[0].forward(x)[0], quantized_[1](torch.from_numpy(x))[0].numpy()
+    assert np.array_equal(*outputs)
+    arrays, buffers = quantized_[0].arrays, dict(quantized_[1].named_buffers())
+    assert arrays.keys() == buffers.keys()
+    assert all(np.array_equal(arrays[name], buffers[name].numpy()) for name in arrays)
+
+
+def test_numpy_layers(tmp_path: Path, rng: np.random.Generator) -> None:
+    layer_ = an.LSTM(6, 20, seed=0)
+    x = rng.standard_normal((5, 3, 6)).astype("float32")
+    small_ = compress.quantize(layer_, data=[x, (x, None)])
+    output, _ = small_.forward(x)
+    assert_close(output, layer_.forward(x)[0], "int8", "forward", axes=())
+    assert small_.error == pytest.approx(error(output, layer_.forward(x)[0], axes=()))
+    assert "weights of 8 bits, 3,360 bytes of 8,960, error" in repr(small_)
+    small_.prepare()
+    steps, carried = [], None
+    for row in x:
+        one, carried = small_.step(row, carried)
+        steps.append(one)
+    assert_close(np.stack(steps), output, "float32", "training", axes=())
+    small_.save(tmp_path / "small.npz")
+    again = compress.quantize(an.LSTM(6, 20, seed=1))
+    again.load(tmp_path / "small.npz")
+    assert np.array_equal(again.forward(x)[0], output)
+    for twin in (copy.deepcopy(small_), pickle.loads(pickle.dumps(small_))):
+        assert np.array_equal(twin.forward(x)[0], output)
+    for call in (lambda: small_.forward(x, training=True), lambda: small_.backward(output)):
+        with pytest.raises(NotImplementedError, match="weights of 8 bits, which have no gradients"):
+            call()
+    with pytest.raises(TypeError, match="weight_ih_l0: given dtype float32, expected int8"):
+        small_.set_parameters(dict(small_.arrays) | {"weight_ih_l0": np.ones((80, 6), "f4")})
+
+
+def test_a_model(seed: int) -> None:
+    """It is a copy; and it goes where models go."""
+    torch.manual_seed(seed)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.recurrent = nn.Linear(3, 6), at.LSTM(6, 20)
+            self.shared, self.readout = self.recurrent, nn.Linear(20, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.readout(self.recurrent(self.enter(x))[0])
+
+    model, x = Model().train(), torch.randn(5, 2, 3)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    small_ = compress.quantize(model, data=[x])
+    assert isinstance(small_.recurrent, at.Quantized) and small_.shared is small_.recurrent
+    assert isinstance(model.recurrent, at.LSTM) and model.training and model.recurrent.training
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    with torch.no_grad():
+        wanted = small_(x)
+        again = compress.quantize(Model())
+        again.load_state_dict(small_.state_dict())
+        assert all(torch.equal(twin(x), wanted) for twin in (copy.deepcopy(small_), again))
+        twin = pickle.loads(pickle.dumps(small_.recurrent))
+        assert torch.equal(twin(small_.enter(x))[0], small_.recurrent(small_.enter(x))[0])
+        with torch.autocast("cpu", torch.bfloat16):
+            assert small_.recurrent(torch.randn(5, 2, 6).bfloat16())[0].dtype is torch.float32
+    with pytest.raises(TypeError, match="without a float32 layer"):
+        compress.quantize(small_)
+
+
+def test_steps_and_packed_sequences(seed: int) -> None:
+    torch.manual_seed(seed)
+    small_, x = compress.quantize(at.GRU(6, 20)), torch.randn(5, 3, 6)
+    pack = nn.utils.rnn.pack_padded_sequence(x, [5, 4, 2])
+    with torch.no_grad():
+        output, _ = small_(x)
+        packed, _ = nn.utils.rnn.pad_packed_sequence(small_(pack)[0])
+        assert torch.equal(packed[:, 0], output[:, 0])
+        for prepared in (False, True):
+            steps, state = [], None
+            for row in x:
+                one, state = (small_.prepare() if prepared else small_).step(row, state)
+                steps.append(one)
+            assert_close(torch.stack(steps), output, "float32", "training", axes=())
+
+
+def test_gradients_are_those_of_the_weights_in_float(seed: int) -> None:
+    torch.manual_seed(seed)
+    float_ = at.LSTM(6, 20)
+    small_, x = compress.quantize(float_), torch.randn(5, 3, 6, requires_grad=True)
+    with torch.no_grad():
+        for p in float_.parameters():
+            if p.dim() > 1:
+                p.copy_(torch.from_numpy(dequantized(p.numpy())))
+    for run in (small_, float_):
+        run(x)[0].square().sum().backward()
+    twice = x.grad.clone()
+    x.grad = None
+    float_(x)[0].square().sum().backward()
+    assert_close(twice, 2 * x.grad, "float32", "gradient")
+
+
+@pytest.mark.slow
+def test_it_compiles_into_one_graph(seed: int) -> None:
+    torch.manual_seed(seed)
+    small_, x = compress.quantize(at.RNN(cells.PeepholeLSTM, 6, 20)), torch.randn(5, 3, 6)
+    compiled = torch.compile(small_, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(x)[0], small_(x)[0])
+
+
+def test_kept_weights_are_packed_again(seed: int) -> None:
+    """Where integers or scales have changed since the last call."""
+    torch.manual_seed(seed)
+    small_, x = compress.quantize(at.LSTM(6, 64)), torch.randn(40, 8, 6)
+    with torch.no_grad():
+        for _ in range(3):
+            small_(x)
+        for change in (
+            lambda: small_.weight_hh_l0.neg_(),
+            lambda: small_.weight_hh_l0_scales.mul_(0.5),
+            lambda: small_.bias_hh_l0.add_(1.0),
+        ):
+            before = small_(x)[0]
+            change()
+            now = small_(x)[0]
+            assert not torch.equal(now, before)
+            assert torch.equal(copy.deepcopy(small_)(x)[0], now)
+
+
+@every_layer
+def test_training_with_rounded_weights(kind: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    layer_, x = TORCH[kind](), torch.randn(5, 5, 6)
+    plain = copy.deepcopy(layer_)
+    assert compress.fake_quantize(layer_) is layer_
+    names = [n for n, p in plain.named_parameters() if p.dim() > 1]
+    for name in names:
+        wanted = dequantized(getattr(plain, name).detach().numpy())
+        assert_close(getattr(layer_, name).detach(), wanted, "float32", "forward")
+    layer_(x)[0].square().sum().backward()
+    originals = {n: getattr(layer_.parametrizations, n).original for n in names}
+    assert all(p.grad is not None and p.grad.any() for p in originals.values())
+    small_ = compress.quantize(layer_)
+    integers, scales = rounded(originals["weight_ih_l0"].detach().numpy())
+    assert_close(small_.weight_ih_l0_scales, scales, "float32", "forward")
+    assert np.array_equal(small_.weight_ih_l0.numpy(), integers)
+    with pytest.raises(ValueError, match="with parametrizations"):
+        compress.fake_quantize(layer_)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: compress.quantize(3), TypeError, "model: given int; expected a layer"),
+        (lambda: compress.quantize(nn.LSTM(2, 3)), TypeError, "anycell.torch.accelerate"),
+        (lambda: compress.quantize(at.LSTM(2, 3).double()), ValueError, "a layer of torch.float64"),
+        (lambda: compress.quantize(an.LSTM(2, 3, dtype="float64")), ValueError, "dtype float64"),
+        (lambda: compress.quantize(compress.quantize(an.LSTM(2, 3))), ValueError, "is quantized"),
+        (lambda: compress.fake_quantize(nn.LSTM(2, 3)), TypeError, "layer: given LSTM; expected"),
+        (lambda: compress.fake_quantize(an.LSTM(2, 3)), TypeError, "layer: given LSTM; expected"),
+        (lambda: plan(cells.LSTM, 8, "int8", "gpu"), ValueError, "expected one of float32, bfloat"),
+    ],
+)
+def test_refusals(call: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_there_are_no_gradients() -> None:
+    with pytest.raises(ValueError, match="int8"):
+        cpu.compiled(plan(cells.LSTM, 8, "int8"), backward=True)
