@@ -234,7 +234,8 @@ class Gemm:
         """Packs the span of B; a piece is a block of a panel."""
         b, scratch, call, state, _ = self._part("pack")
         panels = _parts(b, state["columns"], self.width)
-        blocks = _parts(b, state["inner"], INNER)
+        # Where a sum has no numbers its scales and offsets are read all the same.
+        blocks = b.smax(_parts(b, state["inner"], INNER), 1)
         total = b.mul(panels, blocks)
         with b.repeat() as again:
             number = self._next(b, scratch)
