@@ -73,9 +73,9 @@ clean: ## remove the environment and everything generated
 
 $(VENV)/keras.stamp: requirements/dev.txt
 
-# One environment for all; a list of pins is installed once, and again when it changes.
+# Modules are compiled when they are first imported: most never are. One environment for all; a list of pins is installed once, and again when it changes.
 $(VENV)/%.stamp: requirements/%.txt requirements/demo.txt pyproject.toml | $(RUN)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -r $<
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-compile -r $<
 	@touch $@
 
 $(VENV)/tf_keras.stamp: requirements/tf_keras.txt $(VENV)/keras.stamp
@@ -84,7 +84,7 @@ $(VENV)/tf_keras.stamp: requirements/tf_keras.txt $(VENV)/keras.stamp
 
 $(OLDEST)/stamp: requirements/oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $<
 	@touch $@
 
 # In a directory of its own, which goes in front of the environment's packages.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime
 import os
@@ -34,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--random-cells",
         type=int,
-        default=15,
+        default=8,
         metavar="N",
         help="how many random cells the property test builds (default: %(default)s)",
     )
@@ -92,10 +93,18 @@ FIXED_ISA = {
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests of those files, and leaves out the cases of grids that other days run."""
+    """Marks the tests of those files, and as slow the cases behind a sample; leaves out the cases
+    of grids that other days run.
+    """
+    cases: collections.Counter[object] = collections.Counter()
     for item in items:
         if item.path.name in FIXED_ISA:
             item.add_marker("fixed_isa")
+        sample = item.get_closest_marker("sample")
+        if sample is not None and not item.get_closest_marker("slow"):
+            cases[item.function] += 1  # type: ignore[attr-defined]
+            if cases[item.function] > sample.args[0]:  # type: ignore[attr-defined]
+                item.add_marker("slow")
     day, days = map(config.getoption, ("day", "days"))
 
     def due(item: pytest.Item) -> bool:

@@ -334,6 +334,7 @@ def test_onnxruntime_runs_as_its_users_run_it(monkeypatch: pytest.MonkeyPatch) -
         ),
     ],
 )
+@pytest.mark.slow
 def test_everybody_on_tensorflow(
     cell: str, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ CALLS = [
 
 @pytest.mark.parametrize("directions", [(), ("bidirectional",)], ids=["", "both"])
 @pytest.mark.parametrize("name", CELLS)
+@pytest.mark.sample(6)
 def test_same_bits(name: str, directions: tuple[str, ...]) -> None:
     torch = pytest.importorskip("torch")
     from conformance.on_torch import by_module, module
@@ -124,6 +125,7 @@ def test_what_autograd_keeps() -> None:
     assert sorted(t.numel() for t in borders) == [0, segments * ROWS * 5, segments * ROWS * 5]
 
 
+@pytest.mark.slow
 def test_again_and_twice() -> None:
     """A second backward of one graph, and a second derivative."""
     torch = pytest.importorskip("torch")
@@ -141,6 +143,7 @@ def test_again_and_twice() -> None:
     assert torch.autograd.gradgradcheck(lambda x: layer(x)[0], (x,))
 
 
+@pytest.mark.slow
 def test_as_an_operator() -> None:
     """What torch.compile sees: the same bits, and shapes that the fake kernels foretell."""
     torch = pytest.importorskip("torch")

@@ -67,6 +67,10 @@ Make = Callable[[tuple[int, int], str], Array]
 DENSE = Padded(0, 0)
 
 
+*NARROWER, LAST = isa.available()
+NAMES = [*[pytest.param(name, marks=pytest.mark.slow) for name in NARROWER], LAST]
+
+
 def product(
     a: Array, b: Array, c: Array | None = None, threads: int = 1, make: Make = DENSE
 ) -> Array:
@@ -110,7 +114,7 @@ def check(size: Sizes, layout: tuple[bool, bool, bool], dtype: str, seed: int, *
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", isa.available())
+@pytest.mark.parametrize("name", NAMES)
 def test_sizes_and_layouts(name: str, dtype: str, seed: int) -> None:
     """Every size in one layout, in turns, and the largest in all; off the borders of vectors."""
     with isa.force(name):
@@ -153,7 +157,7 @@ def between_pages(dtype: str, seed: int, every: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", isa.available())
+@pytest.mark.parametrize("name", NAMES)
 def test_it_stays_within_its_arrays(name: str, dtype: str, seed: int) -> None:
     code = f"from test_cpu_matmul import *; between_pages({dtype!r}, {seed}, 7)"
     assert int(python(code, ANYCELL_ISA=name).split()[-1]) > 100

@@ -46,7 +46,13 @@ def run(script: Path, *paths: Path) -> str:
     return subprocess.check_output(call, cwd=script.parent, env=env, text=True)
 
 
-@pytest.mark.parametrize("document", EXAMPLES)
+FAST = "README.md", "docs/your-own-cell.md"
+
+
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in EXAMPLES],
+)
 def test_the_examples_run(document: str, tmp_path: Path) -> None:
     """And print what the document says that they print."""
     pytest.importorskip("torch")

@@ -146,6 +146,7 @@ def test_every_cell(cell: Cell, tier: int, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.ZoneoutGRU, cells.sLSTM(heads=3)], ids=repr)
+@pytest.mark.sample(2)
 def test_shared(cell: Cell, exchange: str, rng: np.random.Generator) -> None:
     """Tier 2, one step per launch: programs of two groups, each with a part of the units."""
     problem = problem_of(cell, (3, 17, 18), rng, 1)
@@ -221,6 +222,7 @@ def test_awkward_shapes(shape: tuple[int, int, int], tier: int, rng: np.random.G
     ],
     ids=str,
 )
+@pytest.mark.sample(2)
 def test_sixteen_bits(
     cell: Cell, tier: int, hidden: int, exchange: str, rng: np.random.Generator
 ) -> None:
@@ -300,6 +302,7 @@ def test_engines_draw_the_same_masks(rng: np.random.Generator) -> None:
 
 
 @some_cells
+@pytest.mark.sample(1)
 def test_chunks_of_time(
     cell: Cell, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +348,7 @@ class Graphs(Replays):
     [pytest.param(c, marks=[] if k % 4 == 0 or c in FEW else SLOW) for k, c in enumerate(EVERY)],
     ids=repr,
 )
+@pytest.mark.sample(1)
 def test_graphs(cell: Cell, rng: np.random.Generator) -> None:
     """Graphs of four steps and of two, and a rest that is in none: plainly, and with masks, resets,
     in reverse, with random masks.
@@ -406,6 +410,7 @@ class Copies(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("cell", [cells.GRU(reset_after=False), cells.sLSTM(heads=3)], ids=repr)
+@pytest.mark.sample(1)
 def test_steps_copy_nothing(
     cell: Cell, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -935,6 +940,7 @@ def assert_fits(reports: list[dict[str, Any]]) -> None:
 
 
 @without_a_card
+@pytest.mark.slow
 def test_kernels_compile_without_a_card() -> None:
     one = ("--cells", "LSTM", "--dtypes", "bfloat16", "--capabilities", "90", "--largest", "256")
     found = compiled(*one)

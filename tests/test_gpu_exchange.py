@@ -89,6 +89,7 @@ def codes() -> dict[tuple[int, str, str], Code]:
 
 
 @pytest.mark.parametrize("kernel", KERNELS[:3], ids=str)
+@pytest.mark.slow
 def test_a_barrier_stands_between_flags_and_what_they_are_for(
     kernel: Any, codes: dict[Any, Code]
 ) -> None:

@@ -416,6 +416,7 @@ RESULTS = {
 }
 
 
+@pytest.mark.slow
 def test_whatever_happens_the_results_are_kept(check: Any, tmp_path: Path) -> None:
     """Processes that fail, hang, are deaf to signals, die, are missing, lose the card; no time."""
     command = [sys.executable, str(TOOLS / "gpu_check.py"), "--dry-run", str(tmp_path)]

@@ -152,6 +152,7 @@ def test_an_accelerated_model_is_the_same_model(name: str, tmp_path: Any) -> Non
         )
 
 
+@pytest.mark.slow
 def test_a_compiled_model_leaves_its_old_graph() -> None:
     """And XLA with it, which would keep the kernels out; what it counted stays."""
     x, y = data("sequential")

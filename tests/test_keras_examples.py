@@ -29,6 +29,7 @@ def test_forecast_beats_the_last_season() -> None:
     assert run("keras_forecast") < 0.9
 
 
+@pytest.mark.slow
 def test_text_is_told_apart() -> None:
     assert run("keras_text") > 0.08
 

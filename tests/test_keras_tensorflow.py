@@ -108,6 +108,7 @@ def test_fit_takes_the_kernels(rng: np.random.Generator) -> None:
         model.compile("sgd", "mse", jit_compile=True)
 
 
+@pytest.mark.slow
 def test_fit_by_xla(rng: np.random.Generator) -> None:
     """Step by step, where that has been asked for; the number of rows is not known."""
     x, y = data(rng, 6, 2, 3), data(rng, 6, 4)
@@ -281,6 +282,7 @@ def test_inside_a_while_loop_and_a_condition(rng: np.random.Generator) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["LSTM", pytest.param("GRU", marks=pytest.mark.more)])
+@pytest.mark.sample(2)
 def test_forward_mode(name: str, watched: str, graph: bool, rng: np.random.Generator) -> None:
     """Jacobians and Hessians times a vector, forwards and forwards over reverse: as in Keras."""
     ours, theirs = (getattr(m, name)(3, dtype="float64") for m in (ak, keras.layers))
@@ -397,6 +399,7 @@ def fit_one_model(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_no_graph_outlives_its_model(
     count: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -465,6 +468,7 @@ def run_python(source: str, **environment: str) -> str:
     tuple(map(int, keras.__version__.split(".")[:2])) < (3, 8),
     reason="Keras's own layers do not either",
 )
+@pytest.mark.slow
 def test_mirrored_strategy_with_two_replicas() -> None:
     """Two replicas of half a batch train as one of the whole."""
     out = run_python(
@@ -615,6 +619,7 @@ def test_a_graph_traced_before_it_is_saved(tmp_path: Path, rng: np.random.Genera
     assert_close(np.float32(found), right, "float32", "forward")
 
 
+@pytest.mark.slow
 def test_a_signature_traced_before_it_is_saved(tmp_path: Path, rng: np.random.Generator) -> None:
     module, x, path = tf.Module(), data(rng, 2, 5, 3), str(tmp_path / "model")
     module.layer = layer = ak.PeepholeLSTM(4)

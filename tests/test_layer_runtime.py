@@ -136,6 +136,7 @@ def test_fork_while_a_thread_trains(start: str) -> None:
     )
 
 
+@pytest.mark.sample(2)
 def test_threads_call_one_layer(start: str) -> None:
     """All at once: some train, some only look."""
     case(
@@ -174,6 +175,7 @@ def test_threads_call_one_layer(start: str) -> None:
 
 
 @posix
+@pytest.mark.sample(1)
 def test_interrupts(start: str) -> None:
     """Wherever in a call they come, nothing is left half done."""
     case(

@@ -38,6 +38,10 @@ from anycell.plan import plan
 Array = npt.NDArray[Any]
 FEW = [cells.LSTM, cells.GRU, cells.sLSTM, Everything]
 every_isa = pytest.mark.parametrize("name", isa.available())
+*_NARROWER, _WIDEST = isa.available()
+widest = pytest.mark.parametrize(
+    "name", [*[pytest.param(name, marks=pytest.mark.slow) for name in _NARROWER], _WIDEST]
+)
 
 
 def small(cell: Any, shape: tuple[int, int, int], seed: int, **options: Any) -> Any:
@@ -81,10 +85,10 @@ def test_dot(name: str, rng: np.random.Generator) -> None:
         assert np.array_equal(sums, wanted)
 
 
-@every_isa
+@widest
 def test_cells(name: str, seed: int) -> None:
     with isa.force(name):
-        for n, cell in enumerate(BUILT_IN if name == isa.available()[-1] else FEW):
+        for n, cell in enumerate(BUILT_IN):
             how = {"masked": True, "resets": True, "reverse": True} if n % 2 else {}
             assert_rounded(small(cell, (5, 3, 33), seed + n, **how), threads=2)
 

@@ -214,6 +214,7 @@ CHECKPOINTED: list[Any] = [
     CHECKPOINTED,
     ids=["half", "projected", "resident", "shared"],
 )
+@pytest.mark.sample(1)
 def test_checkpoints(
     tier: int,
     cell: Any,
@@ -266,6 +267,7 @@ def test_no_rows(cell: Any, ran: list[str]) -> None:
 @pytest.mark.parametrize("tier", [3, pytest.param(1, marks=SLOW)])
 @pytest.mark.parametrize("per_gate", [False, True], ids=["one", "per gate"])
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU(reset_after=False), cells.LSTMP], ids=repr)
+@pytest.mark.sample(2)
 def test_recurrent_mask(
     cell: Any,
     per_gate: bool,
@@ -324,6 +326,7 @@ operators = pytest.mark.skipif(
 @operators
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
 @pytest.mark.parametrize("checkpoint", [None, 2])
+@pytest.mark.sample(1)
 def test_one_graph(checkpoint: Any, ran: list[str], short_chunks: None, seed: int) -> None:
     """The layer is one operator, with random masks and flags; the bits of a plain call."""
     torch._dynamo.reset()
@@ -347,6 +350,7 @@ def test_one_graph(checkpoint: Any, ran: list[str], short_chunks: None, seed: in
 
 @operators
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.LSTMP, cells.GRU(reset_after=False)], ids=repr)
+@pytest.mark.sample(1)
 def test_shapes_foretold(cell: Any, ran: list[str]) -> None:
     """What the operator keeps for the backward pass, where nothing runs yet."""
     sizes = {"P": 3} if cell is cells.LSTMP else {}

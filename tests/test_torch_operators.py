@@ -64,6 +64,7 @@ def names(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", [cells.LSTM, cells.GRU, cells.LayerNormLSTM, Zoned], **by_name)
+@pytest.mark.sample(2)
 def test_opcheck(kind: Any) -> None:
     for call in ({}, flags(4, 2)):
         tensors, text, hyper = arguments(kind, **call)
@@ -99,6 +100,7 @@ KINDS = [cells.LSTMP, cells.EALSTM, cells.PeepholeLSTM, Zoned]
 
 
 @pytest.mark.parametrize("kind", KINDS, **by_name)
+@pytest.mark.sample(2)
 def test_every_tensor_in_every_guise(kind: Any) -> None:
     """Whatever the strides and the alignment, results and gradients are those of a plain copy."""
     tensors, text, hyper = arguments(kind, STEPS, ROWS, states=True, **flags(STEPS, ROWS))
