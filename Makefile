@@ -73,7 +73,8 @@ clean: ## remove the environment and everything generated
 
 $(VENV)/keras.stamp: requirements/dev.txt
 
-# Modules are compiled when they are first imported: most never are. One environment for all; a list of pins is installed once, and again when it changes.
+# One environment for all; a list of pins is installed once, and again when it changes. Modules are
+# compiled when they are first imported, which most never are.
 $(VENV)/%.stamp: requirements/%.txt requirements/demo.txt pyproject.toml | $(RUN)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-compile -r $<
 	@touch $@
