@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import cProfile
 import pickle
+import pstats
 from collections.abc import Callable
 from typing import Any
 
@@ -287,3 +289,20 @@ def test_autocast_trains(kind: str) -> None:
     for a, b, ref in zip(*found, strict=True):
         assert a.dtype == torch.float32
         assert error(a, ref) <= NO_WORSE_THAN_16 * error(b, ref)
+
+
+# -- the price of a call ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("gradients", "most"), [(False, 70), (True, 90)])
+def test_a_call_is_few_calls(gradients: bool, most: int) -> None:
+    """Of Python functions, as a profiler counts them: what a small layer takes follows from it."""
+    layer, x = at.LSTM(64, 128), torch.randn(20, 4, 64)
+    profile = cProfile.Profile(builtins=False)
+    with torch.set_grad_enabled(gradients):
+        for _ in range(3):
+            layer(x)
+        profile.enable()
+        layer(x)
+        profile.disable()
+    assert pstats.Stats(profile).total_calls <= most

@@ -48,10 +48,12 @@ def forward(
     if zeroed:
         out = host.empty((steps, batch, width))
         run.place("out", out)
-    shapes = [(directions, batch, size) for _, size in states(plan)]
-    finals = [(host.wide if i else host).empty(shape) for i, shape in enumerate(shapes)]
-    names = [f"final {name}" for name in plan.cell.state_names]
-    run.place_parts(dict(zip(names, finals, strict=True)))
+    finals, places, kind = [], {}, host
+    for name, size in states(plan):
+        places[f"final {name}"] = final = kind.empty((directions, batch, size))
+        finals.append(final)
+        kind = host.wide
+    run.place_parts(places)
     gates = project(run)
     if keep and not everything:
         kept = _borders(run, -(-steps // segment))
@@ -61,7 +63,9 @@ def forward(
             _copy(finals, kept, begin // segment)
         advance(run, gates, begin, min(begin + segment, steps))
     run.close()
-    return out, [host.narrow(state) for state in finals], kept if keep else None
+    if plan.types.mixed:
+        finals = [host.narrow(state) for state in finals]
+    return out, finals, kept if keep else None
 
 
 def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:

@@ -32,6 +32,8 @@ class Dtype(NamedTuple):
         math: of the cell, element by element.
         saved: of what the forward pass leaves for the backward pass.
         engines: those that have kernels for it. The reference engine computes in any dtype.
+        mixed: whether numbers in memory are narrower than those that the cell computes with.
+        quantized: whether matmuls multiply integers; there are no gradients then.
     """
 
     name: str
@@ -41,16 +43,8 @@ class Dtype(NamedTuple):
     math: Number
     saved: Number
     engines: frozenset[str]
-
-    @property
-    def mixed(self) -> bool:
-        """Whether numbers in memory are narrower than those that the cell computes with."""
-        return self.storage is not self.math
-
-    @property
-    def quantized(self) -> bool:
-        """Whether matmuls multiply integers; there are no gradients then."""
-        return self.operands is _INT8
+    mixed: bool
+    quantized: bool
 
 
 _FLOAT32 = Number("float32", 4, "float", "fp32")
@@ -64,7 +58,7 @@ def _row(storage: Number, wide: Number, *engines: str, operands: Number | None =
     operands = operands or storage
     return Dtype(
         operands.name, storage, operands, accumulate=wide, math=wide, saved=storage,
-        engines=frozenset(engines),
+        engines=frozenset(engines), mixed=storage is not wide, quantized=operands is _INT8,
     )  # fmt: skip
 
 

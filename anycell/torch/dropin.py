@@ -160,7 +160,8 @@ class DropIn(Recurrent):
             return None if autocast() else ops.known(cell, size, sizes, data) or None
         if autocast() and weight.is_cuda:
             return None
-        plan = plan_on(weight.device.type, cell, size, autocast_dtype(weight), sizes)
+        dtype = autocast_dtype(weight) if autocast() else weight.dtype
+        plan = plan_on(weight.device.type, cell, size, dtype, sizes)
         return plan if isinstance(plan, Plan) and memory(data) else None
 
     def _vendor_wins(self, x: Any, cell: Cell, weight: Tensor) -> bool:

@@ -62,7 +62,7 @@ def _is_state(name: str) -> bool:
 
 def layer(call: Call, arrays: Arrays) -> Result:
     """One layer of one or two directions, on the engine that fits."""
-    if quantized(arrays) and not _multiplies_integers(arrays):
+    if _SCALES in arrays and not _multiplies_integers(arrays):
         arrays = dequantized(arrays)
     x, engine = arrays["x"], call.engine
     plan: Plan | str = "asked for"
@@ -116,7 +116,7 @@ def _plan_for(call: Call, arrays: Arrays) -> Plan | str:
         if mask.requires_grad and torch.is_grad_enabled():
             return "no fused kernel has the gradient of recurrent_mask"
     dtype, device = x.dtype, x.device
-    integers = quantized(arrays)
+    integers = _SCALES in arrays
     for name, t in arrays.items():  # as ``memory``, which would be a call for each
         plain = type(t) in _ORDINARY and t.layout is torch.strided and not t.is_neg()
         same = t.dtype is dtype or name in FLAGS or (integers and name.startswith("weight_"))
