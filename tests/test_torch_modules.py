@@ -19,6 +19,7 @@ from torch_layers import LAYERS, assert_same, fused, of_torchscript, run, twins 
 
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
+from anycell.engines import cpu  # noqa: E402
 
 nn, Tensor = torch.nn, torch.Tensor
 FLAGS = {"num_layers": 2, "bidirectional": True, "dtype": torch.float64}
@@ -295,8 +296,9 @@ def test_autocast_trains(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("gradients", "most"), [(False, 70), (True, 90)])
-def test_a_call_is_few_calls(gradients: bool, most: int) -> None:
+def test_a_call_is_few_calls(gradients: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of Python functions, as a profiler counts them: what a small layer takes follows from it."""
+    monkeypatch.setattr(cpu.check, "ON", False)
     layer, x = at.LSTM(64, 128), torch.randn(20, 4, 64)
     profile = cProfile.Profile(builtins=False)
     with torch.set_grad_enabled(gradients):
