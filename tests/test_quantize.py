@@ -431,6 +431,18 @@ def test_gradients_are_those_of_the_weights_in_float(seed: int) -> None:
     assert_close(twice, 2 * x.grad, "float32", "gradient")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_have_real_weights(dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    small_, x = compress.quantize(at.LSTM(6, 20)), torch.randn(5, 3, 6)
+    with torch.no_grad():
+        wanted = small_(x)[0]
+        small_.flatten_parameters()
+        output, (h, c) = small_.to(dtype)(x.to(dtype))
+    assert {output.dtype, h.dtype, c.dtype} == {dtype} and small_.weight_hh_l0.dtype is torch.int8
+    assert error(output.double(), wanted.double(), axes=()) < limit("int8", "forward")
+
+
 @pytest.mark.slow
 def test_it_compiles_into_one_graph(seed: int) -> None:
     torch.manual_seed(seed)

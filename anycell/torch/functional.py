@@ -135,18 +135,18 @@ def quantized(arrays: Arrays) -> bool:
 
 
 def _multiplies_integers(arrays: Arrays) -> bool:
-    """Whether the kernels for integers may run: on the CPU, where nobody asks for a gradient, and
-    nothing but a compiler looks at the call.
+    """Whether the kernels for integers may run: beside float32 on the CPU, where nobody asks for a
+    gradient, and nothing but a compiler looks at the call.
     """
     x = arrays["x"]
     if observed() and (not compiled() or not ops.AVAILABLE):
         return False
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in arrays.values())
-    return x.device.type == "cpu" and not wanted
+    return x.device.type == "cpu" and x.dtype is torch.float32 and not wanted
 
 
 def dequantized(arrays: Arrays) -> Arrays:
-    """The same with weights in float32, which the integers stand for."""
+    """The same with the real weights that the integers stand for."""
     real = {}
     for name, t in arrays.items():
         if not name.startswith(scales_of("")):

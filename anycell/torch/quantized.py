@@ -27,8 +27,9 @@ class Quantized(RNN):
     Buffers, by name: each weight as int8, its scales ``{name}_scales`` with a number for each of
     its outputs, and all others as they were, in float32.
 
-    Where a gradient of x or of a state is wanted, under ``torch.func`` and on other devices the
-    layer runs in float32, with the weights that the integers stand for.
+    Where a gradient of x or of a state is wanted, under ``torch.func``, on other devices and in
+    other dtypes (``layer.bfloat16()``) the layer runs with the real weights that the integers stand
+    for.
 
     Attributes:
         error: relative, of the output over the data that ``quantize`` was given; None without.
@@ -64,6 +65,9 @@ class Quantized(RNN):
 
     def reset_parameters(self) -> None:
         """There is nothing to draw."""
+
+    def flatten_parameters(self) -> None:
+        """There is nothing to flatten: models that call it of ``torch.nn.LSTM`` go on."""
 
     def extra_repr(self) -> str:
         """The arguments that are not the default, and what is quantized."""
