@@ -209,11 +209,9 @@ def measure(
             seconds[name].append(perf_counter() - start)
     rows = []
     for name, model in models.items():
-        given = (
-            (x.bfloat16(), *rest) if name == "bfloat16" and x.is_floating_point() else (x, *rest)
-        )
-        quality = task.quality(model(*given).float())
-        rows.append((name, quality, saved(model), 1e3 * median(seconds[name])))
+        real = x.bfloat16() if name == "bfloat16" and x.is_floating_point() else x
+        quality = task.quality(model(real, *rest).float())
+        rows.append(Row(name, quality, saved(model), 1e3 * median(seconds[name])))
     return rows
 
 
