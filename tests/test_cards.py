@@ -70,6 +70,7 @@ def broken(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_lost_card(broken: Path) -> None:
     """Another one runs the tests that are left; what the failing test said is kept."""
     pytest.importorskip("xdist")

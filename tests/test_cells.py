@@ -342,6 +342,7 @@ def test_cells_are_their_equations(
 @pytest.mark.parametrize(
     "cell", [cell for cell in EVERY if plan(cell, 34).engine == "cpu"], ids=repr
 )
+@pytest.mark.sample(12)
 def test_fused_kernels(cell: Cell, rng: np.random.Generator) -> None:
     """One problem for each cell; ``test_engines.py`` has many for some."""
     situation = {"masked": True, "resets": True, "training": True, "seed": 3}

@@ -83,6 +83,7 @@ CASES = [(name, size) for name in TORCH for size in sizes(name)]
 
 
 @pytest.mark.parametrize(("name", "size"), CASES)
+@pytest.mark.sample(5)
 def test_units_that_nothing_reads(name: str, size: str) -> None:
     """Without them outputs of the others, and gradients, are what they were."""
     torch.manual_seed(0)

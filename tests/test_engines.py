@@ -366,6 +366,7 @@ MASKED = [
 
 @pytest.mark.parametrize("dropped", ["all", "each"])
 @pytest.mark.parametrize(("cell", "dtype"), MASKED, ids=repr)
+@pytest.mark.sample(6)
 def test_recurrent_masks(
     cell: Cell, dropped: str, dtype: str, rng: np.random.Generator, ran: list[str]
 ) -> None:

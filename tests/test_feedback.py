@@ -202,6 +202,7 @@ SOLVERS = pytest.mark.parametrize("solve", [by_torch, by_numpy])
 @SOLVERS
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.sample(12)
 def test_cells(cell: Cell, masked: bool, solve: Any) -> None:
     problem = draw(cell, SHAPES[0], masked=masked)
     assert_solved(solve(problem, "float64", masked), by_loop(problem), "float64")
@@ -210,6 +211,7 @@ def test_cells(cell: Cell, masked: bool, solve: Any) -> None:
 @SOLVERS
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.sample(12)
 def test_shapes(shape: tuple[int, ...], dtype: str, solve: Any, threads: int) -> None:
     problem = draw(cells.LSTM, shape)
     assert_solved(solve(problem, dtype), by_loop(problem), dtype)

@@ -138,6 +138,7 @@ def test_every_cell_is_here() -> None:
     ],
     ids=str,
 )
+@pytest.mark.sample(10)
 def test_every_cell(cell: Cell, tier: int, rng: np.random.Generator) -> None:
     """Under masks, resets, in reverse, with random masks."""
     problem = problem_of(cell, (2, 3, 9), rng, 1)

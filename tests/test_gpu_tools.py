@@ -193,6 +193,7 @@ TOOLS_OF_A_CARD = {
     [pytest.param(t, marks=[pytest.mark.slow] * (n > 0)) for n, t in enumerate(TOOLS_OF_A_CARD)],
 )
 @without_a_card
+@pytest.mark.slow
 def test_without_a_card(tool: str, tmp_path: Path) -> None:
     """They say so, and fail."""
     command = [sys.executable, str(TOOLS / f"{tool}.py"), *TOOLS_OF_A_CARD[tool]]

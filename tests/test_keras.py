@@ -129,6 +129,7 @@ def test_results_and_gradients(
     ids=str,
 )
 @pytest.mark.parametrize("dtype", ["float64"])
+@pytest.mark.sample(4)
 def test_arguments_that_the_cell_language_knows(
     dtype: str, kwargs: dict[str, Any], rng: np.random.Generator
 ) -> None:
@@ -153,6 +154,7 @@ APART = {"selu": [0.0], "hard_tanh": [1.0, -1.0]} if BACKEND == "torch" else {}
 
 
 @pytest.mark.parametrize("function", ACTIVATIONS)
+@pytest.mark.sample(6)
 def test_activations_at_their_edges(function: str) -> None:
     if not hasattr(keras.activations, function):
         pytest.skip(f"Keras {keras.__version__} has no such function")

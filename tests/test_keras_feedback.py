@@ -54,6 +54,7 @@ def weights_of(layer: Any, cell: Cell, parameters: dict[str, np.ndarray]) -> dic
 @pytest.mark.parametrize("way", ["eager", "graph", "step by step"])
 @pytest.mark.parametrize(("cell", "kind"), LAYERS, ids=lambda value: str(value)[:20])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.sample(12)
 def test_layers(cell: Cell, kind: Any, masked: bool, way: str) -> None:
     if way == "graph" and BACKEND != "tensorflow":
         pytest.skip("a graph is TensorFlow's")

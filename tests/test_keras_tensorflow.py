@@ -75,6 +75,7 @@ def data(rng: np.random.Generator, *shape: int) -> Any:
     [cells.LSTM, Leaky, pytest.param(cells.LayerNormLSTM, marks=pytest.mark.slow)],
     ids=lambda c: c.name,
 )
+@pytest.mark.sample(1)
 def test_under_xla(step: Any, rng: np.random.Generator) -> None:
     problem = draw(step, (5, 3, 2, 6), ("state",))
     assert_right(by_layer(xla=True)(problem), problem)
@@ -605,6 +606,7 @@ def test_exported_models_run_without_anycell(
     assert_close(np.float32(found), right, "float32", "forward")
 
 
+@pytest.mark.slow
 def test_a_graph_traced_before_it_is_saved(tmp_path: Path, rng: np.random.Generator) -> None:
     layer, x = ak.LSTM(4), data(rng, 2, 5, 3)
     module = tf.Module()

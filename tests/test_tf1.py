@@ -158,6 +158,7 @@ def legacy(request: pytest.FixtureRequest) -> Iterator[Any]:
     ],
 )
 @pytest.mark.parametrize(("name", "scope", "kind", "given"), OF_VERSION_1)
+@pytest.mark.sample(8)
 def test_cells_and_loops_of_version_1(
     legacy: Any, name: str, scope: str, kind: Any, given: Any, loop: str, scopes: list[str],
     tmp_path: Path, rng: np.random.Generator,

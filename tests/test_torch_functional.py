@@ -146,6 +146,7 @@ def some_options(cell: Any, projected: bool) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("return_states", [None, True], ids=["", "states"])
 @pytest.mark.parametrize("projected", [False, True], ids=["", "projected"])
 @pytest.mark.parametrize("cell", USERS, ids=repr)
+@pytest.mark.sample(10)
 def test_fused_is_the_reference(cell: Any, projected: bool, return_states: Any, seed: int) -> None:
     torch.manual_seed(seed)
     arguments, options = given_by(cell, projected)

@@ -42,7 +42,7 @@ class Dtype(NamedTuple):
     accumulate: Number
     math: Number
     saved: Number
-    engines: frozenset[str]
+    engines: tuple[str, ...]
     mixed: bool
     quantized: bool
 
@@ -58,7 +58,7 @@ def _row(storage: Number, wide: Number, *engines: str, operands: Number | None =
     operands = operands or storage
     return Dtype(
         operands.name, storage, operands, accumulate=wide, math=wide, saved=storage,
-        engines=frozenset(engines), mixed=storage is not wide, quantized=operands is _INT8,
+        engines=engines, mixed=storage is not wide, quantized=operands is _INT8,
     )  # fmt: skip
 
 

@@ -205,6 +205,7 @@ def seldom(frontend: Frontend, cell: Cell, dtype: str) -> bool:
 
 
 @ask("bfloat16", "float16", cells=every_fused, has=lambda _: ("16 bits",), more=seldom)
+@pytest.mark.sample(32)
 def test_16_bits(frontend: Frontend, cell: Cell, case: str) -> None:
     """With all that the frontend has, in one call."""
     has = [word for word in FULL if word not in frontend.lacks]
@@ -326,6 +327,7 @@ def rarely(frontend: Frontend, cell: Cell, dtype: str) -> bool:
 
 
 @ask("float32", "float64", cells=stepped, has=lambda dtype: (dtype,), more=rarely)
+@pytest.mark.sample(20)
 def test_steps_are_one_call(frontend: Frontend, cell: Cell, case: str) -> None:
     """On weights that were packed before, where a frontend has that."""
     assert frontend.steps is not None
