@@ -96,14 +96,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Marks the tests of those files, and as slow the cases behind a sample; leaves out the cases
     of grids that other days run.
     """
-    cases: collections.Counter[object] = collections.Counter()
+    cases: collections.Counter[tuple[object, str]] = collections.Counter()
     for item in items:
         if item.path.name in FIXED_ISA:
             item.add_marker("fixed_isa")
         sample = item.get_closest_marker("sample")
-        if sample is not None and not item.get_closest_marker("slow"):
-            cases[item.function] += 1  # type: ignore[attr-defined]
-            if cases[item.function] > sample.args[0]:  # type: ignore[attr-defined]
+        if sample and not item.get_closest_marker("slow"):
+            function = item.path, item.name.partition("[")[0]
+            cases[function] += 1
+            if cases[function] > sample.args[0]:
                 item.add_marker("slow")
     day, days = map(config.getoption, ("day", "days"))
 

@@ -718,8 +718,10 @@ def test_the_plan_of_a_gpu() -> None:
         plan(cells.LSTM, 8, "float64", "gpu")
     with pytest.raises(ValueError, match="cannot run cell LSTMP: nothing tells the size P"):
         plan(cells.LSTMP, 8, "float32", "gpu")
-    with pytest.raises(ValueError, match="expected one of float32, float64, bfloat16, float16"):
-        plan(cells.LSTM, 8, "int8")
+    with pytest.raises(
+        ValueError, match="expected one of float32, float64, bfloat16, float16, int8"
+    ):
+        plan(cells.LSTM, 8, "int4")
 
 
 # -- which tier ------------------------------------------------------------------------------------

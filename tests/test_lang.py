@@ -601,6 +601,8 @@ def test_names_of_all_that_a_layer_learns() -> None:
         *("weight_ih", "bias_ih", "weight_hh", "bias_hh", "weight_hn"),
         *(f"{kind}_reverse" for kind in ("weight_ih", "bias_ih", "weight_hh", "bias_hh")),
         "weight_hn_reverse",
+        *("scales weight_ih", "scales weight_hh", "scales weight_hn"),
+        *(f"scales {kind}_reverse" for kind in ("weight_ih", "weight_hh", "weight_hn")),
     )
 
 

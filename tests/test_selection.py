@@ -31,6 +31,24 @@ def chosen(grid: bool, **options: int) -> list[str]:
     return [item.name for item in items]
 
 
+def test_cases_behind_a_sample_are_slow() -> None:
+    marked: list[str] = []
+    marks = {"sample": SimpleNamespace(args=(3,))}
+    items: Any = [
+        SimpleNamespace(
+            name=name,
+            path=Path("test_new.py"),
+            get_closest_marker=marks.get,
+            add_marker=lambda mark, name=name: marked.append(f"{name} {mark}"),
+        )
+        for name in (*NAMES[:5], "test_another[0]")
+    ]
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    config: Any = SimpleNamespace(getoption={"day": 0, "days": 1}.__getitem__, hook=hook)
+    conftest.pytest_collection_modifyitems(config, items)
+    assert marked == [f"{name} slow" for name in NAMES[3:5]]
+
+
 def test_new_files_run_under_every_instruction_set() -> None:
     """What does not is listed, and is there."""
     files = {path.name for path in Path(__file__).parent.glob("test_*.py")}

@@ -102,12 +102,13 @@ def states(plan: Plan) -> tuple[tuple[str, int], ...]:
 
 def names(cell: Cell, directions: int) -> tuple[str, ...]:
     """All names that the arrays of a call may go by, in one order."""
+    weights = [name for name in cell.learned if name.startswith("weight_")]
     return (
         *("x", "static", *FLAGS, "recurrent_mask"),
         *(f"state {name}" for name in cell.state_names),
         *(f"reset_state {name}" for name in cell.state_names),
         *(name + end for end in ENDS[:directions] for name in cell.learned),
-        *(scales_of(name) + end for end in ENDS[:directions] for name in cell.learned),
+        *(scales_of(name) + end for end in ENDS[:directions] for name in weights),
     )
 
 
@@ -128,8 +129,8 @@ def _places(plan: Plan, d: int) -> tuple[tuple[str, str, bool], ...]:
     """Name in a direction, name in a call, and whether the call's has an axis of directions."""
     learns = [(name, name + ENDS[d], False) for name in plan.cell.learned]
     if plan.types.quantized:
-        weights = [name for name in plan.cell.learned if name.startswith("weight_")]
-        learns += [(scales_of(name), scales_of(name) + ENDS[d], False) for name in weights]
+        weights = [scales_of(name) for name in plan.cell.learned if name.startswith("weight_")]
+        learns += [(name, name + ENDS[d], False) for name in weights]
     shared = [(name, name, False) for name in ("static", "recurrent_mask")]
     kinds = [f"{kind} {name}" for kind in ("state", "reset_state") for name, _ in states(plan)]
     return (*learns, *shared, *[(name, name, True) for name in kinds])
