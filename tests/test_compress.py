@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ import anycell.torch as at
 from anycell import Cell, cell, cells, compress
 from anycell.compress import units
 from anycell.lang import linear, mean, sigmoid, tanh
+from anycell.lang.transform import low_rank
 
 COUNT = 16  # units of every size
 
@@ -423,3 +425,147 @@ def test_parametrized_weights_are_refused() -> None:
     layer = nn.utils.parametrizations.weight_norm(at.LSTM(3, 4), "weight_hh_l0")
     with pytest.raises(ValueError, match="remove_parametrizations"):
         compress.shrink(layer, 2)
+
+
+# -- weights of low rank ---------------------------------------------------------------------------
+
+
+def full_rank(layer: Any) -> Iterator[Any]:
+    """The layer with factors that lose nothing: for each size of weights, those of that size."""
+    sizes = dict(layer._sizes) if hasattr(layer, "_sizes") else layer.sizes
+    linears = layer.cell.linears
+    rows = {l.name: min(l.shape({"H": layer.hidden_size, **sizes})[-2:]) * l.heads for l in linears}
+    for name, rank in rows.items():
+        some = [other for other in rows if rows[other] == rank]
+        if name == some[0]:
+            yield compress.factorize(layer, rank, matmuls=some)
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_full_rank_is_the_same_layer(name: str) -> None:
+    """Outputs, and the gradients of all that both layers learn."""
+    torch.manual_seed(0)
+    layer = TORCH[name]().double()
+    x = torch.randn(5, 4, 3, dtype=torch.float64)
+    before = layer(x)[0]
+    before.sum().backward()
+    for factored in full_rank(layer):
+        assert factored.engine.name == "cpu"
+        after = factored(x)[0]
+        after.sum().backward()
+        assert_close(after.detach(), before.detach(), "float64", "forward")
+        learned = dict(factored.named_parameters())
+        for name, parameter in layer.named_parameters():
+            same = learned.get(name, learned.get(name.replace("_hh_l", "_hh_u_l")))
+            if same is not None and same.shape == parameter.shape and "weight_hh" not in name:
+                assert_close(same.grad, parameter.grad, "float64", "gradient", name)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 15, 16])
+def test_what_is_left_out_are_singular_values(rank: int) -> None:
+    for layer in (an.LSTM(3, COUNT, 2, seed=0, bidirectional=True), at.LSTM(3, COUNT)):
+        factored = compress.factorize(layer, rank)
+        names = [name for name, _ in parameters(layer).items() if name.startswith("weight_hh")]
+        for name in names:
+            weight = parameters(layer)[name]
+            u, v = (parameters(factored)[name.replace("hh", f"hh_{f}")] for f in "uv")
+            assert u.shape == (4 * COUNT, rank) and v.shape == (rank, COUNT)
+            values = np.linalg.svd(weight, compute_uv=False)
+            left = np.sqrt((values[rank:] ** 2).sum())
+            assert np.linalg.norm(weight - u @ v) == pytest.approx(left, rel=1e-5, abs=1e-5)
+            assert np.linalg.norm(u) == pytest.approx(np.linalg.norm(v), rel=1e-5)
+
+
+def parameters(layer: Any) -> dict[str, np.ndarray]:
+    if isinstance(layer, nn.Module):
+        return {name: p.detach().double().numpy() for name, p in layer.named_parameters()}
+    return {name: array.astype(np.float64) for name, array in layer.parameters.items()}
+
+
+def test_heads_have_a_rank_of_their_own() -> None:
+    layer = an.RNN(cells.sLSTM(heads=4), 3, COUNT, seed=0)
+    factored = compress.factorize(layer, 8)
+    weight = layer.parameters["weight_r_l0"]
+    u, v = (factored.parameters[f"weight_r_{f}_l0"] for f in "uv")
+    assert u.shape == (4, COUNT, 2) and v.shape == (4, 2, 4)
+    left = np.linalg.svd(weight, compute_uv=False)[:, 2:]
+    assert np.linalg.norm(weight - u @ v) == pytest.approx(np.linalg.norm(left), rel=1e-5)
+
+
+def test_a_layer_of_low_rank_is_like_any_other() -> None:
+    """Copies, pickles, checkpoints, other hyperparameters, training; and the old one stays."""
+    torch.manual_seed(0)
+    layer = at.RNN(cells.ZoneoutGRU(zoneout=0.2), 3, COUNT, 2, bidirectional=True, batch_first=True)
+    before = copy.deepcopy(layer.state_dict())
+    factored = compress.factorize(layer.eval(), 4)
+    assert not factored.training and factored.batch_first and factored.bidirectional
+    x = torch.randn(5, 4, 3)
+    right = factored(x)[0]
+    again = at.RNN(
+        compress.low_rank(cells.ZoneoutGRU(zoneout=0.2)),
+        3, COUNT, 2, bidirectional=True, batch_first=True, rank=4,
+    ).eval()  # fmt: skip
+    assert again.load_state_dict(factored.state_dict()).missing_keys == []
+    for other in (again, copy.deepcopy(factored), pickle.loads(pickle.dumps(factored))):
+        assert torch.equal(other(x)[0], right)
+        assert other.cell == factored.cell and repr(other) == repr(factored)
+    more = factored.cell(zoneout=0.9)
+    assert more.hyper == {"zoneout": 0.9} and more.learned == factored.cell.learned
+    optimizer = torch.optim.Adam(factored.train().parameters(), lr=1e-2)
+    losses = []
+    for _ in range(15):
+        optimizer.zero_grad()
+        losses.append(factored(x)[0].square().mean())
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.7 * losses[0]
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert compress.shrink(factored, 8).shape == (4, 8)
+    assert compress.shrink(factored, 2, size="rank", multiple=1).shape == (4, 2)
+
+
+def test_numpys_layers_of_low_rank(rng: np.random.Generator) -> None:
+    for bias in (True, False):
+        layer = an.GRU(3, COUNT, 2, bias=bias, bidirectional=True, seed=0, dtype="float64")
+        x = rng.standard_normal((5, 4, 3))
+        factored = compress.factorize(layer, COUNT)
+        assert any("bias" in name for name in factored.parameters) is bias
+        assert_close(factored.forward(x)[0], layer.forward(x)[0], "float64", "forward")
+        small = compress.factorize(layer, 4)
+        optimizer = an.Adam([small], lr=1e-2)
+        losses = []
+        for _ in range(15):
+            output, _ = small.forward(x, training=True)
+            losses.append((output**2).mean())
+            small.backward(2 * output / output.size)
+            optimizer.step()
+        assert losses[-1] < 0.7 * losses[0]
+
+
+def test_layers_that_cannot_be_factorized() -> None:
+    layer = an.GRU(3, COUNT, seed=0)
+    for rank in (0, 1.5, True, "all"):
+        with pytest.raises(ValueError, match=r"rank: given .*; expected a whole number from 1"):
+            compress.factorize(layer, rank)
+    with pytest.raises(ValueError, match="rank: given 17; expected at most 16, the full rank of"):
+        compress.factorize(layer, 17)
+    with pytest.raises(ValueError, match=r"matmuls: given \['uh'\]; expected .* of GRU: hh"):
+        compress.factorize(layer, 4, matmuls=["uh"])
+    with pytest.raises(ValueError, match="IndRNN: it has none"):
+        compress.factorize(an.RNN(cells.IndRNN, 3, COUNT), 4)
+    with pytest.raises(ValueError, match="which has the size 'rank'"):
+        compress.factorize(compress.factorize(layer, 4), 2)
+    with pytest.raises(ValueError, match="multiple of 4"):
+        compress.factorize(an.RNN(cells.sLSTM(heads=4), 3, COUNT), 6)
+    with pytest.raises(TypeError, match="layer: given Linear"):
+        compress.factorize(nn.Linear(3, 3), 2)
+
+
+def test_gates_apart_keep_their_bias() -> None:
+    """GRU's candidate has the recurrent part, its bias too, times the reset."""
+    cell = low_rank(cells.GRU)
+    assert cell.learned == (
+        "weight_ih", "bias_ih", "weight_hh_v", "weight_hh_u", "bias_hh_u",
+    )  # fmt: skip
+    assert low_rank(cells.MGU, ["hn"]).fused == cells.MGU.fused
+    assert low_rank(cells.GRU, bias=False)() is low_rank(cells.GRU, bias=False)

@@ -1,9 +1,10 @@
-"""Smaller layers: fewer units, in place of masks that hide them, and weights of 8 bits.
+"""Smaller layers: fewer units, in place of masks that hide them; weights of low rank; of 8 bits.
 
 ``unit_norms`` is a term for training that drives whole units to zero (group lasso), ``shrink``
 takes units out of a layer and of what reads it, and ``gradual`` says how many should be left at a
-step of training. They are for the layers of ``anycell.torch`` and ``anycell.numpy``, of any cell:
-its graph says what belongs to a unit. ``quantize`` rounds the weights of these layers.
+step of training. ``factorize`` makes products of two smaller matrices of the weights in a step, and
+``quantize`` rounds all weights. They are for the layers of ``anycell.torch`` and ``anycell.numpy``,
+of any cell: its graph says what belongs to a unit, and which matmuls there are.
 """
 
 from __future__ import annotations
@@ -21,9 +22,18 @@ from anycell.compress import units
 from anycell.compress.quantized import fake_quantize, quantize
 from anycell.compress.units import Indices
 from anycell.lang.cell import INPUT
+from anycell.lang.transform import RANK, low_rank
 from anycell.layer import ENDS
 
-__all__ = ["fake_quantize", "gradual", "quantize", "shrink", "unit_norms"]
+__all__ = [
+    "factorize",
+    "fake_quantize",
+    "gradual",
+    "low_rank",
+    "quantize",
+    "shrink",
+    "unit_norms",
+]
 
 
 def unit_norms(layer: Any, *, readouts: Sequence[Any] = (), size: str = "H") -> Any:
@@ -152,6 +162,71 @@ def gradual(final: float, begin: int, end: int, *, initial: float = 1.0) -> Any:
     return keep
 
 
+def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) -> Any:
+    """The layer with weights of low rank in its step: W becomes U V, the best of that rank.
+
+    W = U V is the truncated singular value decomposition, with the roots of the singular values in
+    both factors, so that both train alike. ``||W - U V||`` is the root of the sum of the squares of
+    the singular values left out (of a weight with heads, over all heads). At full rank the layer
+    computes what it did, up to rounding.
+
+    It pays where ``rank * (out + in) < out * in``: an LSTM of H units below 4/5 H. Input weights
+    stay as they are: they are not multiplied step by step.
+
+    Args:
+        layer: of ``anycell.torch`` (``RNN``, ``LSTM``, ``GRU``) or ``anycell.numpy``.
+        rank: of each weight, at most the smaller of its sizes; with heads, of all heads together,
+            and a multiple of them. Best a multiple of what a vector of the machine holds, 16.
+        matmuls: names of those that change, as in ``low_rank``; None is all in the step.
+
+    Returns:
+        a new layer, an ``RNN`` of ``low_rank(layer.cell, matmuls)``, with copies of all else that
+        the layer has learned. U and V are trained, even if W was frozen. Hooks are not taken along,
+        and an optimizer that goes on training must be made anew.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was given and what was expected.
+
+    Source: Xue, Li & Gong, *Restructuring of Deep Neural Network Acoustic Models with Singular
+    Value Decomposition*, 2013; Prabhavalkar et al., *On the Compression of Recurrent Neural
+    Networks with an Application to LVCSR Acoustic Modeling for Embedded Speech Recognition*, 2016.
+
+    Example:
+        >>> layer = anycell.numpy.GRU(3, 64, seed=0)
+        >>> smaller = anycell.compress.factorize(layer, 16)
+        >>> {n: a.shape for n, a in smaller.parameters.items() if n.startswith("weight_hh")}
+        {'weight_hh_v_l0': (16, 64), 'weight_hh_u_l0': (192, 16)}
+    """
+    adapter = _adapter(layer)
+    adapter.check(layer, [], 0)
+    cell = low_rank(layer.cell, matmuls, bias=layer.bias)
+    if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or rank < 1:
+        raise ValueError(f"rank: given {rank!r}; expected a whole number from 1.")
+    sizes = {**adapter.sizes(layer), RANK: int(rank)}
+    for l in layer.cell.linears:
+        most = min(l.shape(sizes)[-2:]) * l.heads
+        if l.name in cell.matmuls and rank > most:
+            raise ValueError(
+                f"rank: given {rank}; expected at most {most}, the full rank of {l.weight} "
+                f"{list(l.shape(sizes))}. Choose a lower one, or other matmuls."
+            )
+    cell.check_sizes(sizes)
+    learned = {}
+    for k, arrays in enumerate(adapter.weights(layer)):
+        arrays = dict(arrays)
+        for l in layer.cell.linears:
+            for end in ENDS[: 1 + layer.bidirectional] if l.name in cell.matmuls else ():
+                weight = adapter.numbers(arrays.pop(l.weight + end))
+                factors = _factors(weight, int(rank) // l.heads)
+                arrays |= zip((f"{l.weight}_u{end}", f"{l.weight}_v{end}"), factors, strict=True)
+                if l.bias_name + end in arrays:
+                    arrays[f"{l.bias_name}_u{end}"] = arrays.pop(l.bias_name + end)
+        for name, array in arrays.items():
+            bare, reverse = name.removesuffix(ENDS[1]), name.endswith(ENDS[1])
+            learned[f"{bare}_l{k}{ENDS[reverse]}"] = array
+    return adapter.like(layer, cell, sizes, learned)
+
+
 class _Model:
     """A layer and what reads it, whatever the framework.
 
@@ -248,6 +323,13 @@ def _adapter(layer: Any) -> Any:
         f"layer: given {type(layer).__name__}; expected a layer of anycell.torch (RNN, LSTM, GRU) "
         "or anycell.numpy. anycell.torch.accelerate turns those of torch.nn into ours."
     )
+
+
+def _factors(weight: npt.NDArray[Any], rank: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """U ``[..., out, rank]`` and V ``[..., rank, in]`` whose product is nearest to the weight."""
+    u, s, v = np.linalg.svd(weight.astype(np.float64), full_matrices=False)
+    roots = np.sqrt(s[..., :rank])
+    return u[..., :rank] * roots[..., None, :], roots[..., None] * v[..., :rank, :]
 
 
 def _number(keep: Any, count: int) -> int:

@@ -13,6 +13,7 @@ from anycell import cells
 from anycell.keras.call import Arrays, Call, Tensor, named_states
 from anycell.keras.composite import composite
 from anycell.lang.cell import Cell
+from anycell.lang.transform import LowRank, low_rank
 from anycell.plan.dtype import computed
 
 _ROLES = ("kernel", "recurrent", "bias", "param")
@@ -328,6 +329,8 @@ _BUILT_IN = "anycell.cells."  # no cell of a user has such a name, nor does Kera
 
 def serialize(cell: Cell) -> dict[str, Any]:
     """A cell as a config: its name, and the hyperparameters given."""
+    if isinstance(cell, LowRank):
+        return {"low_rank": serialize(cell.full), "matmuls": cell.matmuls, "bias": cell.bias}
     plain = Cell(cell.function, cell.gates, cell.states, cell.params, cell.static, cell.bias, {})
     namesake: Any = getattr(cells, cell.name, None)
     built_in = isinstance(namesake, Cell) and namesake.function is cell.function
@@ -343,6 +346,9 @@ def deserialize(config: Any) -> Cell:
     """
     if isinstance(config, Cell):
         return config
+    if "low_rank" in config:
+        full = deserialize(config["low_rank"])
+        return low_rank(full, config["matmuls"], bias=config["bias"])
     name = config["name"]
     if name.startswith(_BUILT_IN):
         cell = getattr(cells, name.removeprefix(_BUILT_IN), None)

@@ -1,13 +1,16 @@
-"""Cells made of cells: with the input projection in the step, a mask on the recurrent matmul, or
-a readout that is fed back.
+"""Cells made of cells: with the input projection in the step, a mask on the recurrent matmul, a
+readout that is fed back, or weights of low rank.
 
-They are for engines and layers, which make them anew: they cannot be pickled.
+Those of low rank are cells like any other. The others are for engines and layers, which make them
+anew: they cannot be pickled.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from anycell.lang.cell import Cell, finished, learned, rewritten
 from anycell.lang.declare import INPUT, PROJECTION, RECURRENT, Linear, is_recurrent
@@ -115,6 +118,89 @@ def with_feedback(cell: Cell) -> Cell:
     new.linears, new.gates = tuple(linears), (*cell.gates, FREE)
     new.learned = learned(new)
     return finished(new)
+
+
+RANK = "rank"  # the size between the two factors of a weight
+
+
+class LowRank(Cell):
+    """A cell that ``low_rank`` made; it can be called and pickled, like the ``full`` one."""
+
+    full: Cell
+    matmuls: tuple[str, ...]
+
+    def __call__(self, *args: Any, **hyper: Any) -> Cell:
+        return low_rank(self.full(*args, **hyper), self.matmuls, bias=self.bias)
+
+    def __repr__(self) -> str:
+        bias = "" if self.bias == self.full.bias else f", bias={self.bias}"
+        return f"low_rank({self.full!r}, {self.matmuls!r}{bias})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(low_rank, bias=self.bias), (self.full, self.matmuls)
+
+
+def low_rank(cell: Cell, matmuls: Sequence[str] | None = None, *, bias: bool = True) -> LowRank:
+    """The cell whose weights inside the step are products of two, W = U V.
+
+        W v  becomes  U (V v)     with W [out, in], U [out, rank], V [rank, in]
+
+    A weight has ``rank * (out + in)`` numbers in place of ``out * in``, and costs as many
+    multiplications in each step. Layers take the rank by keyword:
+    ``RNN(low_rank(GRU), 12, 256, rank=32)``. The names of U and V are those of W with ``_u`` and
+    ``_v`` behind: ``weight_hh_u`` and ``weight_hh_v``; U's bias is ``bias_hh_u``. Outputs of one
+    matmul share its V, and where it has heads, both factors have.
+
+    Args:
+        matmuls: names of those that change, "hh" for the recurrent one; None is all.
+        bias: False for layers without biases; it replaces their own argument of this name, which
+            U of the recurrent matmul does not heed.
+
+    Raises:
+        ValueError: for matmuls that the cell has not, and for names that are taken.
+    """
+    names = tuple(l.name for l in cell.linears)
+    chosen = names if matmuls is None else tuple(name for name in names if name in set(matmuls))
+    unknown = [] if matmuls is None else [name for name in matmuls if name not in names]
+    if isinstance(matmuls, str) or unknown or not chosen:
+        raise ValueError(
+            f"matmuls: given {matmuls!r}; expected names of matmuls in the step of {cell.name}: "
+            f"{', '.join(names) or 'it has none'}."
+        )
+    if RANK in cell.sizes.values():
+        raise ValueError(
+            f"cell: given {cell!r}, which has the size {RANK!r}; expected one without: that is "
+            "what the new weights share. Rename it, or name all matmuls in one call."
+        )
+    return _low_rank(cell, chosen, bias and cell.bias)
+
+
+@functools.lru_cache(maxsize=64)
+def _low_rank(cell: Cell, matmuls: tuple[str, ...], bias: bool) -> LowRank:
+    def rule(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
+        if node.op not in ("linear", "preact") or node.attrs[0] not in matmuls:
+            return None
+        name, output = node.attrs
+        inner = Expr("linear", args, (f"{name}_v",) * 2)
+        product = Expr("linear", (inner,), (f"{name}_u", output))
+        return product if node.op == "linear" else apply("add", Expr("x", (), (output,)), product)
+
+    new = object.__new__(LowRank)
+    new.__dict__ |= rewritten(cell, rule).__dict__
+    operands, linears = _operands(new), list[Linear]()
+    for l in cell.linears:
+        if l.name in matmuls:
+            v = f"{l.name}_v"
+            linears.append(Linear(v, operands[v], (v,), l.heads, False, "", RANK, (v,)))
+            l = replace(l, name=f"{l.name}_u", bias=bias if l.recurrent else l.bias)
+        linears.append(replace(l, operand=operands[l.name]))
+    new.linears, new.bias = tuple(linears), bias
+    new.fused = frozenset(n.attrs[1] for n in topological(new.next) if n.op == "preact")
+    new.full, new.matmuls = cell, matmuls
+    new._check_names()
+    new.learned = learned(new)
+    finished(new)
+    return new
 
 
 def _operands(cell: Cell) -> dict[str, Expr]:

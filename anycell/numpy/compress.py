@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from anycell.lang.cell import Cell
 from anycell.numpy.base import Array
 from anycell.numpy.dense import Dense
+from anycell.numpy.layers import RNN
 from anycell.numpy.optim import Adam
 
 
@@ -88,3 +91,26 @@ def resize(layer: Any, size: str, count: int) -> None:
     """The layer's own idea of its sizes."""
     layer.sizes[size] = count
     layer.hidden_size = layer.sizes["H"]
+
+
+def like(layer: Any, cell: Cell, sizes: Mapping[str, int], learned: Mapping[str, Array]) -> RNN:
+    """A layer of another cell with those sizes and parameters; all else is the layer's."""
+    others: dict[str, Any] = {name: size for name, size in sizes.items() if name != "H"}
+    new = RNN(
+        cell,
+        layer.input_size,
+        sizes["H"],
+        layer.num_layers,
+        batch_first=layer.batch_first,
+        dropout=layer.dropout,
+        bidirectional=layer.bidirectional,
+        dtype=layer.dtype,
+        initializer="zeros",
+        recurrent_initializer="zeros",
+        checkpoint=layer.checkpoint,
+        keep_weights=layer.keep_weights,
+        **others,
+    )
+    new.set_parameters(learned)
+    new._generator = copy.deepcopy(layer._generator)
+    return new

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from anycell.lang.cell import Cell
 from anycell.torch.composite import Arrays
+from anycell.torch.rnn import RNN
 
 
 def sizes(layer: Any) -> dict[str, int]:
@@ -134,3 +136,31 @@ def resize(layer: Any, size: str, count: int) -> None:
         layer.sizes[size] = count
         layer.hidden_size = layer.sizes["H"]
     layer.__dict__.pop("_prepared", None)
+
+
+def like(layer: Any, cell: Cell, sizes: Mapping[str, int], learned: Mapping[str, Any]) -> RNN:
+    """A layer of another cell with those sizes and parameters, tensors or arrays of NumPy; all else
+    is the layer's.
+    """
+    first = layer.weight_ih_l0
+    others: dict[str, Any] = {name: size for name, size in sizes.items() if name != "H"}
+    new = RNN(
+        cell,
+        layer.input_size,
+        sizes["H"],
+        layer.num_layers,
+        batch_first=layer.batch_first,
+        dropout=layer.dropout,
+        bidirectional=layer.bidirectional,
+        device="meta",  # draws no initial values
+        dtype=first.dtype,
+        checkpoint=layer.checkpoint,
+        keep_weights=layer.keep_weights,
+        **others,
+    ).to_empty(device=first.device)
+    with torch.no_grad():
+        for name, parameter in new.named_parameters():
+            value = learned[name]
+            parameter.copy_(torch.as_tensor(value))
+            parameter.requires_grad_(getattr(value, "requires_grad", True))
+    return new.train(layer.training)

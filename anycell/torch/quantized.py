@@ -35,7 +35,8 @@ class Quantized(RNN):
         error: relative, of the output over the data that ``quantize`` was given; None without.
 
     Example:
-        >>> layer = anycell.compress.quantize(anycell.torch.LSTM(3, 8))
+        >>> from anycell import compress
+        >>> layer = compress.quantize(LSTM(3, 8))
         >>> layer.weight_hh_l0.dtype, layer.weight_hh_l0_scales.shape
         (torch.int8, torch.Size([32]))
     """
