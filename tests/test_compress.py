@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from problems import assert_right, by_cpu, random_problem
 from tolerances import assert_close
 from torch import nn
 
@@ -441,7 +442,12 @@ def full_rank(layer: Any) -> Iterator[Any]:
             yield compress.factorize(layer, rank, matmuls=some)
 
 
-@pytest.mark.parametrize("name", TORCH)
+FAST = {"sLSTM", "GRU without biases"}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in TORCH]
+)
 def test_full_rank_is_the_same_layer(name: str) -> None:
     """Outputs, and the gradients of all that both layers learn."""
     torch.manual_seed(0)
@@ -459,6 +465,24 @@ def test_full_rank_is_the_same_layer(name: str) -> None:
             same = learned.get(name, learned.get(name.replace("_hh_l", "_hh_u_l")))
             if same is not None and same.shape == parameter.shape and "weight_hh" not in name:
                 assert_close(same.grad, parameter.grad, "float64", "gradient", name)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        cells.GRU,
+        pytest.param(cells.LayerNormLSTM, marks=pytest.mark.slow),
+        pytest.param(cells.sLSTM(heads=3), marks=pytest.mark.slow),
+        pytest.param(cells.MGU, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_cells_of_low_rank_are_like_any_other(cell: Cell, rng: np.random.Generator) -> None:
+    for dtype in ("float64", "float32"):
+        problem = random_problem(
+            low_rank(cell), (4, 3, 9), rng, dtype, masked=True, resets=True, nearby=2
+        )
+        assert_right(by_cpu(problem, threads=2), problem)
 
 
 @pytest.mark.parametrize("rank", [1, 4, 15, 16])

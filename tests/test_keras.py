@@ -33,6 +33,7 @@ import anycell.keras as ak  # noqa: E402
 from anycell import cell, cells, keep, linear, sigmoid, tanh  # noqa: E402
 from anycell.keras.cells import ACTIVATIONS  # noqa: E402
 from anycell.keras.rule import Engine  # noqa: E402
+from anycell.lang.transform import low_rank  # noqa: E402
 
 # Keras reads its variables for NumPy 1.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -642,9 +643,11 @@ def test_config_of_cells(tmp_path: Any) -> None:
         Odd(rate=0.5, deep=True), 6, return_sequences=True, dropout=0.2, kernel_regularizer="l2",
         param_initializer="ones", seed=7, go_backwards=True,
     )  # fmt: skip
-    again = ak.RNN.from_config(layer.get_config())
-    assert config_of(again) == config_of(layer)
-    assert again.cell.cell == layer.cell.cell
+    factored = ak.RNN(low_rank(Odd(rate=0.5), ["hh"], bias=False), 6, rank=2)
+    for some in (layer, factored):
+        again = ak.RNN.from_config(some.get_config())
+        assert config_of(again) == config_of(some)
+        assert again.cell.cell == some.cell.cell
     model = keras.Sequential([keras.Input((None, 3)), layer, ak.RNN(cells.PeepholeLSTM, 4)])
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
