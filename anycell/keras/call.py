@@ -41,7 +41,7 @@ class Call:
         return self.hidden_size if symbol == "H" else dict(self.sizes)[symbol]
 
 
-# The tensors of a run by name, of one dtype, float32 or float64; what is absent is not there.
+# The tensors of a run by name, of one dtype; what is absent is not there.
 #
 #     x                  [T, B, I], or the projected gates [T, B, G*H] where there is no kernel
 #     kernel             [I, G*H], and recurrent_kernel [H, G*H]: as Keras lays them out

@@ -14,7 +14,6 @@ from anycell.keras.call import Arrays, Call, Tensor, named_states
 from anycell.keras.composite import composite
 from anycell.lang.cell import Cell
 from anycell.lang.transform import LowRank, low_rank
-from anycell.plan.dtype import computed
 
 _ROLES = ("kernel", "recurrent", "bias", "param")
 
@@ -180,8 +179,8 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         return tuple(sorted(self.sizes.items()))
 
     # -- use -------------------------------------------------------------------------------------
-    def gather(self, x: Tensor, states: Sequence[Tensor], dtype: str, **more: Any) -> Arrays:
-        """The tensors of a run over ``x [T, B, I]``, cast to ``dtype``."""
+    def gather(self, x: Tensor, states: Sequence[Tensor], **more: Any) -> Arrays:
+        """The tensors of a run over ``x [T, B, I]``, in the dtype that the layer computes in."""
         bias, recurrent_bias = self.bias, None
         if bias is not None and len(bias.shape) == 2:
             bias, recurrent_bias = bias[0], bias[1]
@@ -189,7 +188,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         arrays |= {"bias_ih": bias, "bias_hh": recurrent_bias, **self._further}
         arrays |= named_states(self.cell, states)
         cast = {
-            name: ops.cast(ops.convert_to_tensor(array), dtype)
+            name: ops.cast(ops.convert_to_tensor(array), self.compute_dtype)
             for name, array in arrays.items()
             if array is not None
         }
@@ -202,15 +201,13 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         """Output ``[B, size]`` and new states from inputs ``[B, I]`` and the states before."""
         nested = isinstance(states, (list, tuple))
         given = list(states) if nested else [states]
-        dtype = computed(self.compute_dtype)  # 16 bits are for its neighbours
         call = Call(self.cell, self.units, self.all_sizes, sequences=False, training=bool(training))
         if training:
             self._check_masks(inputs)
         more = self.masks(inputs, given[0], bool(training))
         factor = more.pop("factor", None)
         x = inputs if factor is None else inputs * factor
-        _, new = composite(call, self.gather(ops.expand_dims(x, 0), given, dtype, **more))
-        new = tuple(ops.cast(state, self.compute_dtype) for state in new)
+        _, new = composite(call, self.gather(ops.expand_dims(x, 0), given, **more))
         return new[0], (list(new) if nested else new[0])
 
     def masks(self, x: Tensor, state: Tensor, training: bool) -> dict[str, Tensor]:
@@ -225,7 +222,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         if 0.0 < self.recurrent_dropout < 1.0:
             masks = self.get_recurrent_dropout_mask(state)
             masks = ops.stack(masks) if isinstance(masks, list) else masks  # before Keras 3.5
-            drawn["recurrent_mask"] = ops.cast(masks, computed(self.compute_dtype))
+            drawn["recurrent_mask"] = ops.cast(masks, self.compute_dtype)
         if self.cell.keeps:
             if self._seed is None:
                 self._seed = self.seed_generator.next()

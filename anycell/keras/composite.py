@@ -17,10 +17,19 @@ from anycell.engines import reference
 from anycell.keras.call import Arrays, Call, Result, Tensor
 from anycell.lang.cell import RECURRENT
 from anycell.lang.expr import Expr
+from anycell.plan import DTYPES
 
 
 def composite(call: Call, arrays: Arrays) -> Result:
-    """Runs a layer step by step."""
+    """Runs a layer step by step; of 16 bits in float32, between arrays that have them."""
+    narrow = backend.standardize_dtype(arrays["x"].dtype)
+    if DTYPES.get(narrow, DTYPES["float32"]).mixed:
+        wide, flags = DTYPES[narrow].math.name, ("mask", "resets", "seed")
+        arrays = {n: a if n in flags else ops.cast(a, wide) for n, a in arrays.items()}
+        results = composite(call, arrays)
+        return keras.tree.map_structure(
+            lambda result: None if result is None else ops.cast(result, narrow), results
+        )
     cell, x, get = call.cell, arrays["x"], arrays.get
     mask, resets_, kernel, bias = map(get, ("mask", "resets", "kernel", "bias_ih"))
     initial = [arrays[f"state {name}"] for name in cell.state_names]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 from anycell.engines import cpu
-from anycell.numpy.host import Array, NumpyHost
+from anycell.numpy.host import Array, MixedNumpyHost, NumpyHost
+from anycell.plan import DTYPES
 
 LINE = 64  # bytes: what TensorFlow takes as it is begins on such a border
 
@@ -29,3 +31,16 @@ class AlignedHost(NumpyHost):
     def lasting(self, shape: tuple[int, ...]) -> Array:
         """The same as ``empty``: all of it is kept."""
         return self.empty(shape)
+
+
+class MixedAlignedHost(MixedNumpyHost, AlignedHost):
+    """The same for arrays of 16 bits."""
+
+
+@functools.lru_cache(maxsize=16)
+def host_of(dtype: str) -> AlignedHost:
+    """The host of arrays of a dtype."""
+    types = DTYPES[dtype]
+    if types.mixed:
+        return MixedAlignedHost(types.name, host_of(types.math.name))
+    return AlignedHost(types.storage.name)

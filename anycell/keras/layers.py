@@ -24,7 +24,6 @@ from anycell.keras.cell import RNNCell, declared_sizes, deserialize
 from anycell.keras.composite import composite
 from anycell.keras.rule import Engine, Facts, asked, choose
 from anycell.lang.cell import Cell
-from anycell.plan.dtype import computed
 
 _DROPPED = "in training, recurrent dropout multiplies the state on its way into every gate"
 
@@ -358,7 +357,7 @@ class DropIn(Fused):
     def _arrays(
         self, sequences: Tensor, states: Sequence[Tensor], mask: Tensor, training: bool
     ) -> Arrays:
-        cell, dtype = self.cell, computed(self.cell.compute_dtype)
+        cell, dtype = self.cell, self.cell.compute_dtype
 
         def read(weight: Any) -> Tensor:
             return None if weight is None else ops.cast(ops.convert_to_tensor(weight), dtype)
@@ -597,14 +596,14 @@ class RNN(Fused, keras.layers.RNN):
         factor = drawn.pop("factor", None)
         if factor is not None:
             sequences = sequences * ops.expand_dims(factor, 1)
-        dtype, (static, resets) = computed(self.cell.compute_dtype), _further.get()
+        static, resets = _further.get()
         if static is not None:
-            drawn["static"] = ops.cast(static, dtype)
+            drawn["static"] = ops.cast(static, self.cell.compute_dtype)
         if resets is not None:
             drawn["resets"] = ops.swapaxes(ops.cast(resets, "bool"), 0, -1)
         mask = None if mask is None else ops.swapaxes(mask, 0, -1)
         x = ops.transpose(sequences, (1, 0, 2))
-        return self.cell.gather(x, states, dtype, mask=mask, **drawn)
+        return self.cell.gather(x, states, mask=mask, **drawn)
 
     def reset_state(self) -> None:
         """Stateful layers start again from the values that the cell declares."""

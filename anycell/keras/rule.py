@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from anycell.lang.cell import Cell
 from anycell.plan import Plan, plan
-from anycell.plan.dtype import computed
 
 _asked: ContextVar[bool] = ContextVar("asked", default=False)
 
@@ -112,8 +111,7 @@ def choose(facts: Facts) -> Engine:
     if facts.backend not in ("tensorflow", "torch"):
         return Engine(loop, f"no way to call the kernels from Keras's backend {facts.backend!r}")
     assert facts.cell is not None
-    # 16-bit policies compute in float32: more exact than what Keras does, and fused.
-    chosen = planned(facts.cell, facts.units, computed(facts.dtype), facts.sizes)
+    chosen = planned(facts.cell, facts.units, facts.dtype, facts.sizes)
     if isinstance(chosen, str):
         return Engine(loop, chosen)
     return Engine("cpu", f"fused kernel, matmuls in a step: {len(facts.cell.linears)}")

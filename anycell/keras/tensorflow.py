@@ -2,7 +2,8 @@
 
 The input projection, unless it is so small that the kernel computes it, and the gradients of input
 and weights are operations of TensorFlow's; it leaves out those that are not needed. The recurrence
-between them is one operation of ours with a gradient. Eager mode calls its kernels directly.
+between them is one operation of ours with a gradient. Of 16 bits, in which TensorFlow would round
+every sum, all of the layer is that operation. Eager mode calls its kernels directly.
 A graph calls them through the callback of a ``tf.numpy_function``, which is public, runs wherever
 TensorFlow does, and passes memory in both directions without a copy where it begins on a cache
 line; ours always does. What the backward pass reads are outputs of that operation, so that loops,
@@ -37,7 +38,7 @@ from anycell import layer
 from anycell.engines import cpu
 from anycell.keras.call import Arrays, Call, Result, Tensor, check, number
 from anycell.keras.composite import composite
-from anycell.keras.host import LINE, AlignedHost
+from anycell.keras.host import LINE, host_of
 from anycell.keras.rule import asked, planned
 from anycell.lang.cell import Linear
 from anycell.plan import Plan, plan
@@ -103,7 +104,8 @@ def run(call: Call, arrays: Arrays) -> Result:
     cell = layer.stepped(call.cell, arrays.get("recurrent_mask"))
     chosen = plan(cell, call.hidden_size, x.dtype.name, "cpu", dict(call.sizes))
     projects = kernel is not None
-    if projects and not layer.projects(chosen, _count(x), x.shape.as_list()[-1]):
+    inside = chosen.types.mixed or layer.projects(chosen, _count(x), x.shape.as_list()[-1])
+    if projects and not inside:
         gates = tf.matmul(_rows(x), kernel)
         x, projects = tf.reshape(gates, [*_sizes(x, 2), gates.shape[-1]]), False
     parts = {n: t for n, t in arrays.items() if n not in _FLAGS and (projects or n != "kernel")}
@@ -131,6 +133,8 @@ def run(call: Call, arrays: Arrays) -> Result:
     return (ends[0], tuple(ends[1:])) if call.sequences else (None, tuple(ends))
 
 
+# What Keras lays out the other way round, and its name below the frontends.
+_KERNELS = {"kernel": "weight_ih", "recurrent_kernel": "weight_hh"}
 # Of the tensors of a run those that no gradient flows to.
 _FLAGS = ("mask", "resets", "seed", "recurrent_mask")
 
@@ -382,7 +386,9 @@ class _Recurrence:
         call, states = self.call, self.call.cell.states
         # Whether the outputs are an array apart from the states, which the kernel returns too.
         separate = call.sequences and (self.apart or not self.keep)
-        results = self._run(self._forward, [*flat, *flags], separate + len(states) + self.kept)
+        kinds = [self.plan.types.storage.name] * (separate + len(states) + 2 * self.keep)
+        kinds += [self.plan.types.math.name] * (self.kept - 2 * self.keep)
+        results = self._run(self._forward, [*flat, *flags], kinds)
         outputs = results.pop(0) if separate else None
         final, kept = results[: len(states)], results[len(states) :]
         if call.sequences and not separate:
@@ -404,12 +410,19 @@ class _Recurrence:
     ) -> list[Tensor]:
         """The gradient of each of ``flat``."""
         kept = kept or replace(self, keep=True).forward(flat, flags)[2]
+        if self.plan.types.mixed:
+            kinds = [self.plan.types.storage.name] * len(flat)
+            whole = self._run(self._all_gradients, [*flat, *flags, *arriving, *kept], kinds)
+            for grad, like in zip(whole, flat, strict=True):
+                grad.set_shape(like.shape)
+            return whole
         call, cell = self.call, self.plan.cell
         given = dict(zip(self.parts, flat, strict=True))
         factors = [self._factors(linear) for linear in cell.linears]
         direct = self._direct
         count = 1 + len(direct) + sum(outputs + operand for outputs, operand in factors)
-        results = iter(self._run(self._backward, [*flat, *flags, *arriving, *kept], count))
+        kinds = [self.plan.dtype] * count
+        results = iter(self._run(self._backward, [*flat, *flags, *arriving, *kept], kinds))
         dgates = next(results)
         dgates.set_shape([*given["x"].shape[:2], len(cell.gates) * call.hidden_size])
         grads = {name: next(results) for name in direct}
@@ -479,19 +492,21 @@ class _Recurrence:
         return {k: dict(zip(linear.outputs, parts, strict=True)) for k, parts in products.items()}
 
     def _run(
-        self, compute: Callable[..., list[Array]], tensors: Sequence[Tensor], count: int
+        self, compute: Callable[..., list[Array]], tensors: Sequence[Tensor], kinds: Sequence[str]
     ) -> list[Tensor]:
-        """``compute`` on the memory of tensors: now, or where the graph runs."""
+        """``compute`` on the memory of tensors: now, or where the graph runs. Results are of these
+        dtypes.
+        """
         if tf.executing_eagerly():
             return [_tensor(array) for array in compute(*map(np.asarray, tensors))]
-        return _out_of_graph(compute, tensors, [tf.as_dtype(self.plan.dtype)] * count)
+        return _out_of_graph(compute, tensors, list(map(tf.as_dtype, kinds)))
 
     # -- on arrays ---------------------------------------------------------------------------------
 
     def _forward(self, *tensors: Array) -> list[Array]:
         flat, flags, _ = self.sort(tensors)
         arrays, options = self._arguments(flat, flags)
-        host, keep = AlignedHost(self.plan.dtype), self.keep
+        host, keep = host_of(self.plan.dtype), self.keep
         out, final, kept = layer.forward(host, self.plan, arrays, options, keep=keep)
         results = [out] if self.call.sequences and (self.apart or not keep) else []
         results += [state[0] for state in final]
@@ -507,7 +522,7 @@ class _Recurrence:
             x, width = arrays["x"], len(self.call.cell.gates) * self.call.hidden_size
             arrays["x"] = np.broadcast_to(x[:, :, :1], (*x.shape[:2], width))
         dy, final = (arriving[0], arriving[1:]) if self.call.sequences else (None, arriving)
-        host, factors = AlignedHost(self.plan.dtype), list[list[layer.Factors]]()
+        host, factors = host_of(self.plan.dtype), list[list[layer.Factors]]()
         grads = layer.backward(
             host, self.plan, arrays, options,
             layer.Kept.of(kept, [name in self.others for name in names], 1),
@@ -517,6 +532,25 @@ class _Recurrence:
         results = [grads["x"], *[grads[n][0] if n in states else grads[n] for n in self._direct]]
         return results + [factor for pair in factors[0] for factor in pair if factor is not None]
 
+    def _all_gradients(self, *tensors: Array) -> list[Array]:
+        """The gradient of each of ``flat``."""
+        flat, flags, rest = self.sort(tensors)
+        ends, names = len(self.call.cell.states) + self.call.sequences, self.call.cell.state_names
+        arriving, kept = rest[:ends], rest[ends:]
+        arrays, options = self._arguments(flat, flags)
+        dy, final = (arriving[0], arriving[1:]) if self.call.sequences else (None, arriving)
+        grads = layer.backward(
+            host_of(self.plan.dtype), self.plan, arrays, options,
+            layer.Kept.of(kept, [name in self.others for name in names], 1),
+            dy, [d[None] for d in final],
+        )  # fmt: skip
+        for theirs, ours in _KERNELS.items():
+            if ours in grads:
+                grads[theirs] = grads.pop(ours).T
+        states = [f"state {name}" for name in names]
+        found = [grads[name][0] if name in states else grads[name] for name in self.parts]
+        return [np.ascontiguousarray(grad) for grad in found]
+
     def _arguments(
         self, flat: Sequence[Array], flags: Sequence[Array]
     ) -> tuple[dict[str, Array], layer.Options]:
@@ -524,7 +558,7 @@ class _Recurrence:
         call, arrays = self.call, dict(zip(self.parts, flat, strict=True))
         arrays |= dict(zip(self.flags, flags, strict=True))
         check(call, arrays)  # of sizes that no graph knows
-        for theirs, ours in (("kernel", "weight_ih"), ("recurrent_kernel", "weight_hh")):
+        for theirs, ours in _KERNELS.items():
             if theirs in arrays:
                 arrays[ours] = arrays.pop(theirs).T
         seed = arrays.pop("seed", None)
@@ -551,4 +585,10 @@ def _tensor(array: Array) -> Tensor:
     """An eager tensor, on the array's own memory where that may be."""
     if array.nbytes < 1 << 14 or array.ctypes.data % LINE or not array.flags.c_contiguous:
         return tf.constant(array)
+    if array.dtype.kind == "V":  # bfloat16, which NumPy does not hand over by that name
+        return tf.bitcast(_shared(array.view(np.uint16)), tf.bfloat16)
+    return _shared(array)
+
+
+def _shared(array: Array) -> Tensor:
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())

@@ -41,13 +41,10 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 @functools.lru_cache(maxsize=16)
 def host_of(dtype: npt.DTypeLike) -> NumpyHost:
     """The host of arrays of a dtype that has a row in ``DTYPES``."""
-    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
-    types = DTYPES[name]
-    if types.quantized:
-        name = types.storage.name
+    types = DTYPES[dtype if isinstance(dtype, str) else np.dtype(dtype).name]
     if types.mixed:
-        return MixedNumpyHost(name, host_of(types.math.name))
-    return NumpyHost(name)
+        return MixedNumpyHost(types.name, host_of(types.math.name))
+    return NumpyHost(types.storage.name)
 
 
 class NumpyHost:

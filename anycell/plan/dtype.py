@@ -82,8 +82,3 @@ def dtypes(engine: str, *, quantized: bool = False) -> tuple[str, ...]:
 def scales_of(weight: str) -> str:
     """The name of what the integers of a weight are multiplied by, a number for each output."""
     return f"scales {weight}"
-
-
-def computed(name: str) -> str:
-    """The dtype that a cell computes in where arrays have this one; float32 for an unknown name."""
-    return DTYPES.get(name, DTYPES["float32"]).math.name

@@ -194,9 +194,10 @@ class KernelCell(RNNCell):
         call, dtype = self._call(), tf.as_dtype(self.dtype or tf.float32)
         gpu = bool(tf.config.list_logical_devices("GPU"))
         name, reason = choose(Facts(
-            call.cell, call.hidden_size, dict(call.sizes), dtype.name, gpu=gpu, traced=refusal()
+            call.cell, call.hidden_size, dict(call.sizes), self._computed.name, gpu=gpu,
+            traced=refusal(),
         ))  # fmt: skip
-        wider = f"; {dtype.name} computes in float32, for there is no kernel of 16 bits"
+        wider = f"; {dtype.name} computes in float32"
         return Engine(name, reason + wider * (dtype.size == 2))
 
     def call(self, inputs: Tensor, state: Any) -> tuple[Tensor, Any]:

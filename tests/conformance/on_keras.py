@@ -134,7 +134,6 @@ def step_by_step(problem: Problem, along: Arrays | None = None) -> Arrays:
 
 
 LACKS = {
-    "16 bits": "policies compute in float32 as yet",
     "lengths": "Keras says them by a mask",
     "reset_state": "resets restore what the cell declares",
     "recurrent_mask": "recurrent_dropout= draws them",
