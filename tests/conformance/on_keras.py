@@ -11,6 +11,7 @@ from keras_layers import BACKEND, derive, double, number
 
 import anycell.keras as ak
 from anycell.keras.cells import GRU, LSTM, SimpleRNN
+from anycell.plan import DTYPES
 from conformance.frontend import Frontend
 from conformance.problem import Array, Arrays, Problem
 
@@ -47,8 +48,10 @@ def from_keras(names: list[str], value: Array) -> Arrays:
 def made(problem: Problem, drop_in: bool) -> Any:
     sizes = {name: size for name, size in problem.sizes.items() if name != "H"}
     cell = () if drop_in else (problem.cell,)
+    # Keras's initializers have no bfloat16; its policies keep variables in float32.
+    policy = f"mixed_{problem.dtype}" if DTYPES[problem.dtype].mixed else problem.dtype
     layer = (DROP_INS[problem.cell] if drop_in else ak.RNN)(
-        *cell, problem.sizes["H"], use_bias=problem.bias, dtype=problem.dtype,
+        *cell, problem.sizes["H"], use_bias=problem.bias, dtype=policy,
         return_sequences=True, return_state=True, go_backwards=problem.reverse[0],
         zero_output_for_mask=not problem.repeat, **sizes,
     )  # fmt: skip
