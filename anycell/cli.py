@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from anycell.machine import usable_cores
-from anycell.plan.dtype import dtypes
+from anycell.plan.dtype import DTYPES, dtypes
 from anycell.usage import UsageError, did_you_mean, find_cell
 
 Handler = Callable[[argparse.Namespace], int]
 PEERS = (  # written out, because listing the contenders imports what they need
-    "torch.nn torch-loop torch-compile numpy-loop onnxruntime onnxruntime-calm anycell.numpy "
-    "anycell-LSTM anycell.keras keras keras-xla keras-loop tf-block".split()
+    "torch.nn torch-loop torch-compile numpy-loop onnxruntime onnxruntime-calm openvino "
+    "anycell.numpy anycell-LSTM anycell-float32 anycell.keras keras keras-xla keras-loop "
+    "tf-block".split()
 )
 
 
@@ -114,7 +115,6 @@ def size(text: str) -> tuple[str, int]:
 def _bench(parser: argparse.ArgumentParser) -> None:
     cores = usable_cores()
     modes = ("inference", "training", "both", "recurrence")
-    kinds = ("float32", "float64")
     add = parser.add_argument
     add(
         "--shapes",
@@ -132,7 +132,13 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.py:NAME",
         help="a cell of your own; may be repeated",
     )
-    add("--dtype", choices=kinds, default="float32", help="of everything (default: float32)")
+    add(
+        "--dtype",
+        choices=dtypes("cpu", quantized=True),
+        default="float32",
+        help="of inputs and weights (default: float32); training in 16 bits is of float32 layers "
+        "under autocast; int8 is weights of 8 bits, inference only",
+    )
     add(
         "--threads",
         type=positive(int),
@@ -205,6 +211,12 @@ def bench(options: argparse.Namespace) -> int:
                     f"{name} needs {package}, which is not installed: "
                     f"pip install 'anycell[{extra}]'"
                 )
+    if DTYPES[options.dtype].quantized:
+        if options.mode not in ("inference", "both"):
+            raise UsageError(
+                f"--mode {options.mode}: weights of 8 bits are for inference only; leave it out"
+            )
+        options.mode = "inference"
     built_in = options.cells or ([] if options.cell else ["LSTM", "GRU"])
     settings = runner.Settings(
         cells=[problem.find_cell(name) for name in [*built_in, *options.cell]],

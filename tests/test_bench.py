@@ -200,7 +200,7 @@ def test_relative_error() -> None:
     assert gate.relative_error(one, 0 * one) == math.inf
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 def test_gate_refuses_what_is_just_beyond_the_limit(dtype: str) -> None:
     want = {"output": np.ones(3), "weight_hh_l0": np.ones(3)}
     for name, kind in (("output", "forward"), ("weight_hh_l0", "gradient")):
@@ -210,6 +210,13 @@ def test_gate_refuses_what_is_just_beyond_the_limit(dtype: str) -> None:
         assert verdict.problem is not None
         assert name in verdict.problem
     assert not gate.judge({"output": want["output"]}, want, dtype).ok  # a gradient is missing
+
+
+def test_gate_of_bytes() -> None:
+    want = {"output": np.ones(3)}
+    for factor, right in ((0.9, True), (1.2, False)):
+        wrong = {"output": want["output"] * (1 + factor * gate.LIMITS["int8", "forward"])}
+        assert gate.judge(wrong, want, "int8").ok is right
 
 
 # -- shapes and problems ---------------------------------------------------------------------------
@@ -281,6 +288,112 @@ def test_everybody_solves_the_same_problem(cell: str, dtype: str) -> None:
         assert gate.judge(got, want, dtype, slack).problem is None, name
         tried += 1
     assert tried >= 3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+def test_everybody_in_16_bits(cell: str, dtype: str) -> None:
+    problem = Problem(find_cell(cell), SMALL, dtype)
+    assert problem.x.dtype == problem.weights["weight_hh_l0"].dtype == np.float32
+    want = contenders().reference(problem, "training")
+    assert want["output"].dtype == np.float64
+    for name in ("anycell", "anycell.numpy", "torch.nn", "torch-loop"):
+        for mode in ("inference", "training"):
+            try:
+                got = results(name, problem, mode)
+            except Unsupported:  # oneDNN has no float16 LSTM for every processor
+                assert (name, cell, dtype) == ("torch.nn", "LSTM", "float16")
+                continue
+            right = want if mode == "training" else {"output": want["output"]}
+            verdict = gate.judge(got, right, dtype, gate.PEERS)
+            assert verdict.problem is None, name
+            # That it was computed in 16 bits shows: in float32 it would be nearer.
+            assert verdict.errors["output"] > 100 * gate.LIMITS["float32", "forward"], name
+    for name in ("numpy-loop", "onnxruntime"):
+        with pytest.raises(Unsupported, match=dtype):
+            contenders().make(name, problem)
+    task = contenders().make("anycell", problem).task("recurrence")
+    timing.once(task)
+    right = contenders().reference(problem, "recurrence")
+    assert gate.judge(task.results(), right, dtype).ok
+
+
+def test_everybody_in_8_bits() -> None:
+    for cell, peers in {"LSTM": ["torch.nn"], "GRU": ["torch.nn"], "PeepholeLSTM": []}.items():
+        problem = Problem(find_cell(cell), SMALL, "int8")
+        want = contenders().reference(problem, "inference")
+        for name in ("anycell", "anycell.numpy", *peers):
+            verdict = gate.judge(results(name, problem, "inference"), want, "int8")
+            assert verdict.problem is None, name
+            assert verdict.errors["output"] > 100 * gate.LIMITS["float32", "forward"], name
+            for mode in ("training", "recurrence"):
+                with pytest.raises(Unsupported, match=f"no {mode}"):
+                    results(name, problem, mode)
+        for name in ("torch-loop", "numpy-loop", "openvino"):
+            with pytest.raises(Unsupported, match="int8"):
+                contenders().make(name, problem)
+    with pytest.raises(Unsupported, match=r"torch\.ao\.quantization has no RNN"):
+        contenders().make("torch.nn", Problem(find_cell("RNN"), SMALL, "int8"))
+
+
+@pytest.mark.parametrize("cell", ["LSTM", "PeepholeLSTM"])
+def test_onnx_graph_in_8_bits(cell: str, caplog: pytest.LogCaptureFixture) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    onnx_graph = importlib.import_module("anycell.bench.onnx_graph")
+    for shape in (SMALL, replace(SMALL, L=1, D=1)):
+        problem = Problem(find_cell(cell), shape, "int8")
+        graph = onnx.load_from_string(onnx_graph.quantized(onnx_graph.build(problem))).graph
+        assert [n.op_type for n in graph.node][::3] == ["DynamicQuantizeLSTM"] * shape.L
+        scales = {i.name: list(i.dims) for i in graph.initializer if i.name.endswith("scale")}
+        assert scales["R0_scale"] == [shape.D, 4 * shape.H]  # one for each output
+        want = contenders().reference(problem, "inference")
+        for name in ("onnxruntime", "onnxruntime-calm"):
+            got = results(name, problem, "inference")
+            assert gate.judge(got, want, "int8", gate.PEERS).ok
+    with pytest.raises(Unsupported, match="ONNX Runtime has no int8 GRU"):
+        contenders().make("onnxruntime", Problem(find_cell("GRU"), SMALL, "int8"))
+    assert not caplog.records  # it asks for nothing to be prepared
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_openvino_on_the_same_graph(dtype: str) -> None:
+    pytest.importorskip("onnx")
+    pytest.importorskip("openvino")
+    for cell, shape in itertools.product(CLASSICS[:3], (SMALL, replace(SMALL, L=1, D=1))):
+        problem = Problem(find_cell(cell), shape, dtype)
+        try:
+            got = results("openvino", problem, "inference")
+        except Unsupported as reason:
+            pytest.skip(str(reason))  # this processor has no bfloat16
+        want = contenders().reference(problem, "inference")
+        assert gate.judge(got, want, dtype, gate.PEERS).problem is None
+    with pytest.raises(Unsupported, match="peepholes"):
+        contenders().make("openvino", Problem(find_cell("PeepholeLSTM"), SMALL, dtype))
+
+
+def test_without_openvino_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    result = measure(modes=["inference"], peers=["openvino"])
+    assert result.ok and result.rows[0].entries["anycell"].timed
+    hint = "openvino is left out: the openvino peer needs openvino, which is not installed: "
+    assert hint + "pip install openvino" in report.notes(result)
+
+
+def test_what_torch_has_no_kernel_for_is_not_a_failure() -> None:
+    module, tasks = contenders(), importlib.import_module("anycell.bench.tasks")
+
+    def call() -> None:
+        raise RuntimeError(words)
+
+    for words, expected in (
+        ("\"mm\" not implemented for 'Half'", Unsupported),
+        ("!", RuntimeError),
+    ):
+        task = tasks.Task(call, dict)
+        with pytest.raises(expected, match=words):
+            module._torchs(tasks.Contender({"inference": task})).task("inference").call()
 
 
 def test_onnx_graph_has_torchs_gates() -> None:
@@ -445,6 +558,32 @@ def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for table in report.tables(result):
         assert "geometric mean" in report.plain(table)
     assert "small" in shown and "torch-loop" in shown and "REFUSED" not in shown
+
+
+def test_errors_beside_the_times_of_fewer_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    result = measure(dtype="bfloat16", peers=["torch.nn", "anycell-float32"])
+    assert result.ok
+    for row, (_, headers, body) in zip(result.rows, report.tables(result), strict=True):
+        names = ["anycell", "torch.nn", "anycell-float32"]
+        assert [headers[headers.index(f"{name} ms") + 1] for name in names] == ["error"] * 3
+        for name in names:
+            errors = row.entries[name].errors
+            shown = body[0][headers.index(f"{name} ms") + 1].split(" / ")
+            assert shown[0] == f"{errors['output']:.0e}"
+            worst = max([e for k, e in errors.items() if k != "output"], default=None)
+            assert shown[1:] == ([] if worst is None else [f"{worst:.0e}"])
+        assert row.entries["anycell"].errors["output"] > 1e-4
+        assert row.entries["anycell-float32"].errors["output"] < gate.LIMITS["float32", "forward"]
+        assert {len(line) for line in body} == {len(headers)}
+
+    monkeypatch.setitem(gate.LIMITS, ("bfloat16", "forward"), 1e-5)
+    result = measure(dtype="bfloat16", modes=["inference"], peers=["anycell-float32"])
+    assert not result.ok
+    (_, headers, body), *_ = report.tables(result)
+    assert body[0][headers.index("anycell ms")] == "REFUSED"
+    assert any("output is off by" in note for note in report.notes(result))
+    assert "error" not in report.tables(measure(modes=["inference"]))[0][1]
 
 
 def test_tables_without_rich(
@@ -701,6 +840,8 @@ def says(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int,
         (["bench", "--cells", "lstm"], "unknown cell 'lstm' (did you mean LSTM"),
         (["bench", "--peers", "torch"], "unknown 'torch' (did you mean torch"),
         (["bench", "--cell", "nowhere.py:Cell"], "there is no file nowhere.py"),
+        (["bench", "--dtype", "int4"], "invalid choice: 'int4'"),
+        (["bench", "--dtype", "int8", "--mode", "training"], "8 bits are for inference only"),
         (["explain", "LSMT"], "did you mean LSTM"),
     ],
 )
@@ -751,6 +892,11 @@ def test_bench_from_the_command_line(
     cheating(monkeypatch, "anycell")
     assert cli.main(arguments) == 1
     assert "REFUSED" in capsys.readouterr().out
+    monkeypatch.undo()
+    both = [a for a in arguments if a not in ("--mode", "inference")]
+    assert cli.main([*both, "--dtype", "int8", "--peers", "torch.nn"]) == 0
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert [row["mode"] for row in rows] == ["inference"]
 
 
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:

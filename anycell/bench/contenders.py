@@ -9,75 +9,155 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from anycell.bench.errors import Unsupported, need
-from anycell.bench.problem import Problem, find_cell
+from anycell.bench.problem import Problem, find_cell, rounds
 from anycell.bench.tasks import Array, Contender, Mode, Task
 from anycell.engines import reference as engine
+from anycell.numpy.host import numpy_dtype
+from anycell.plan.dtype import DTYPES
+from anycell.usage import UsageError
 
 # -- contenders on torch tensors -------------------------------------------------------------------
 
 
-def from_module(module: Any, problem: Problem, dtype: str | None = None) -> Contender:
-    """Any ``module(x)`` that returns the output, or a tuple that starts with it."""
+def from_module(
+    build: Callable[[], Any],
+    problem: Problem,
+    dtype: str | None = None,
+    quantize: Callable[[Any], Any] | None = None,
+) -> Contender:
+    """Any ``module(x)``, made by ``build()``, that returns the output, or a tuple that starts so.
+
+    In 16 bits inference is of a module in that dtype, training of a float32 one under autocast.
+    In 8 bits there is only inference, of ``quantize(module)``.
+    """
     import torch
 
-    kind = getattr(torch, dtype or problem.dtype)
-    module = module.to(kind)
-    x = torch.from_numpy(problem.x).to(kind)
-    dy = torch.from_numpy(problem.dy).to(kind)
-    given = {} if problem.static is None else {"static": torch.from_numpy(problem.static).to(kind)}
-    leaf = x.clone().requires_grad_()
-    parameters = dict(module.named_parameters())
-    kept: list[Any] = [None]
+    types = DTYPES[dtype or problem.dtype]
+    kind = getattr(torch, types.storage.name)
+    module = build().to(kind)
+    if types.quantized:
+        if quantize is None:
+            raise Unsupported(f"no {types.name}")
+        module = quantize(module)
+    tasks: dict[Mode, Task] = {"inference": _inference(module, problem, kind)}
+    if types.mixed:
+        autocast = functools.partial(torch.autocast, "cpu", kind)
+        tasks["training"] = _training(build(), problem, torch.float32, autocast)
+    elif not types.quantized:
+        tasks["training"] = _training(module, problem, kind)
+    return Contender(tasks, engine=getattr(module, "engine", None))
 
-    def forward(source: Any) -> Any:
-        output = module(source, **given)
-        return output[0] if isinstance(output, tuple) else output
+
+def _inference(module: Any, problem: Problem, kind: Any) -> Task:
+    """A forward pass without autograd, of inputs in that dtype."""
+    import torch
+
+    x, static = _inputs(problem, kind)
+    kept: list[Any] = [None]
 
     def infer() -> None:
         with torch.inference_mode():
-            kept[0] = forward(x)
+            kept[0] = _output(module(x, **static))
+
+    def prepare() -> None:
+        module.eval()
+        kept[0] = None
+        _seed(problem)
+
+    return Task(infer, lambda: {"output": _array(kept[0])}, prepare)
+
+
+def _training(
+    module: Any, problem: Problem, kind: Any, around: Callable[[], Any] = nullcontext
+) -> Task:
+    """A forward pass, with its settings around it, and a backward pass."""
+    import torch
+
+    x, static = _inputs(problem, kind)
+    leaves = {"x": x.requires_grad_(), **dict(module.named_parameters())}
+    arriving = functools.cache(torch.from_numpy(problem.dy).to)  # in the dtype of the output
+    kept: list[Any] = [None]
 
     def train() -> None:
         # The gradient of (output * dy).sum(), without timing that sum.
-        output = forward(leaf)
-        output.backward(dy)
+        with around():
+            output = _output(module(x, **static))
+        output.backward(arriving(output.dtype))
         kept[0] = output.detach()
 
-    def prepare(training: bool) -> None:
-        module.train(training)
-        kept[0] = leaf.grad = None
-        for parameter in parameters.values():
-            parameter.grad = None
-        if problem.cell.definition.keeps:  # the same random masks for everybody
-            torch.manual_seed(problem.seed)
+    def prepare() -> None:
+        module.train()
+        kept[0] = None
+        for leaf in leaves.values():
+            leaf.grad = None
+        _seed(problem)
 
-    def gradients() -> dict[str, Array]:
+    def results() -> dict[str, Array]:
         # What has no gradient stays absent: the gate says which one is missing.
-        leaves = {"x": leaf, **parameters}
-        grads = {k: v.grad.numpy() for k, v in leaves.items() if v.grad is not None}
-        return {"output": kept[0].numpy(), **grads}
+        grads = {k: _array(v.grad) for k, v in leaves.items() if v.grad is not None}
+        return {"output": _array(kept[0]), **grads}
 
-    return Contender(
-        {
-            "inference": Task(infer, lambda: {"output": kept[0].numpy()}, lambda: prepare(False)),
-            "training": Task(train, gradients, lambda: prepare(True)),
-        },
-        engine=getattr(module, "engine", None),
-    )
+    return Task(train, results, prepare)
+
+
+def _inputs(problem: Problem, kind: Any) -> tuple[Any, dict[str, Any]]:
+    """A copy of the input, and the one per sequence, if any, in that dtype."""
+    import torch
+
+    static = {} if problem.static is None else {"static": torch.from_numpy(problem.static).to(kind)}
+    return torch.from_numpy(problem.x).to(kind, copy=True), static
+
+
+def _output(result: Any) -> Any:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _array(tensor: Any) -> Array:
+    """For the gate, in float32 where NumPy has no such dtype."""
+    array: Array = (tensor.float() if tensor.element_size() == 2 else tensor).numpy()
+    return array
+
+
+def _seed(problem: Problem) -> None:
+    """The same random masks for everybody."""
+    if problem.cell.definition.keeps:
+        import torch
+
+        torch.manual_seed(problem.seed)
+
+
+NO_KERNEL = ("not implemented for", "could not create a primitive")
+
+
+def _torchs(contender: Contender) -> Contender:
+    """`Unsupported` where PyTorch says that it has no kernel for a dtype on this machine."""
+
+    def checked(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except RuntimeError as error:
+            if any(words in str(error) for words in NO_KERNEL):
+                raise Unsupported(str(error).partition("\n")[0]) from None
+            raise
+
+    for task in contender.tasks.values():
+        task.call = functools.partial(checked, task.call)
+    return contender
 
 
 def _load(module: Any, problem: Problem) -> Any:
     import torch
 
-    module = module.to(getattr(torch, problem.dtype))
+    module = module.to(getattr(torch, problem.wide))
     module.load_state_dict({k: torch.from_numpy(v) for k, v in problem.weights.items()})
     return module
 
@@ -89,7 +169,21 @@ def _sizes(problem: Problem) -> dict[str, Any]:
 
 def torch_nn(problem: Problem) -> Contender:
     """``torch.nn.LSTM``, ``GRU``, ``RNN``."""
-    return from_module(_nn_module(problem), problem)
+    build = functools.partial(_nn_module, problem)
+    return _torchs(from_module(build, problem, quantize=_quantized))
+
+
+def _quantized(module: Any) -> Any:
+    """With weights of 8 bits, by what PyTorch itself has."""
+    import torch
+
+    model = torch.nn.Sequential(module)
+    with warnings.catch_warnings():  # it will move to torchao, which has no recurrent layers yet
+        warnings.simplefilter("ignore")
+        (layer,) = torch.ao.quantization.quantize_dynamic(model, {type(module)}, torch.qint8)
+    if type(layer) is type(module):
+        raise Unsupported(f"torch.ao.quantization has no {type(module).__name__}")
+    return layer
 
 
 def _nn_module(problem: Problem) -> Any:
@@ -104,14 +198,20 @@ def _nn_module(problem: Problem) -> Any:
 def anycell_torch(problem: Problem) -> Contender:
     """The layers that replace ``torch.nn.LSTM`` and ``GRU``; ``RNN(cell, ...)`` for other cells."""
     frontend: Any = importlib.import_module("anycell.torch")
+    compress: Any = importlib.import_module("anycell.compress")
     name, shape = problem.cell.name, problem.shape
-    if problem.cell.classic and name in ("LSTM", "GRU"):
-        module = getattr(frontend, name)(shape.I, shape.H, **_sizes(problem))
-    else:
-        flags = _sizes(problem) | problem.others
-        module = frontend.RNN(problem.cell.definition, shape.I, shape.H, **flags)
-    contender = from_module(_load(module, problem), problem)
-    if [l.name for l in problem.cell.definition.linears] == ["hh"]:
+
+    def build() -> Any:
+        if problem.cell.classic and name in ("LSTM", "GRU"):
+            module = getattr(frontend, name)(shape.I, shape.H, **_sizes(problem))
+        else:
+            flags = _sizes(problem) | problem.others
+            module = frontend.RNN(problem.cell.definition, shape.I, shape.H, **flags)
+        return _load(module, problem)
+
+    contender = from_module(build, problem, quantize=compress.quantize)
+    alone = [l.name for l in problem.cell.definition.linears] == ["hh"]
+    if alone and not problem.types.quantized:
         contender.tasks["recurrence"] = _recurrence(problem)
     return contender
 
@@ -131,21 +231,23 @@ def _recurrence(problem: Problem) -> Task:
 
 def recurrence_arguments(problem: Problem, dtype: str | None = None) -> tuple[Any, ...]:
     """Cell, projected inputs, weights, state and parameters, as the primitive takes them."""
+    kind = numpy_dtype(dtype or problem.dtype)
     w = {
-        name.removesuffix("_l0"): value.astype(dtype or problem.dtype)
+        name.removesuffix("_l0"): value.astype(dtype or problem.wide)
         for name, value in problem.weights.items()
         if name.endswith("_l0")
     }
     cell = problem.cell.definition
-    x = problem.x.astype(dtype or problem.dtype)
+    x = problem.x.astype(dtype or problem.wide)
     gates = x @ w["weight_ih"].T + w.get("bias_ih", x.dtype.type(0))
-    weights = {name: w[name] for name in ("weight_hh", "bias_hh") if name in w}
-    return cell, gates, weights, None, {name: w[name] for name in cell.param_names}
+    weights = {name: w[name].astype(kind) for name in ("weight_hh", "bias_hh") if name in w}
+    params = {name: w[name].astype(kind) for name in cell.param_names}
+    return cell, gates.astype(kind), weights, None, params
 
 
 def torch_loop(problem: Problem) -> Contender:
     """A Python loop over time: by hand for the classics, operation by operation for other cells."""
-    return from_module(_loop_module(problem), problem)
+    return _torchs(from_module(functools.partial(_loop_module, problem), problem))
 
 
 def torch_compile(problem: Problem) -> Contender:
@@ -154,10 +256,14 @@ def torch_compile(problem: Problem) -> Contender:
 
     if not problem.cell.classic:
         raise Unsupported(f"no loop for {problem.cell.name} that torch.compile could take whole")
-    module = _loop_module(problem)
-    module.compile(fullgraph=False, dynamic=False)
+
+    def build() -> Any:
+        module = _loop_module(problem)
+        module.compile(fullgraph=False, dynamic=False)
+        return module
+
     torch._dynamo.reset()
-    return from_module(module, problem)
+    return _torchs(from_module(build, problem))
 
 
 def _loop_module(problem: Problem) -> Any:
@@ -193,6 +299,8 @@ def numpy_loop(problem: Problem) -> Contender:
 
     if not problem.cell.classic or problem.cell.name not in SCANS:
         raise Unsupported(f"no NumPy loop for {problem.cell.name}")
+    if rounds(problem.dtype):
+        raise Unsupported(f"no NumPy loop in {problem.dtype}")
     stack = Stack(problem.cell.name, problem.weights, problem.shape.L, problem.shape.D)
     kept: dict[str, Array] = {}
 
@@ -213,7 +321,7 @@ def numpy_loop(problem: Problem) -> Contender:
 
 
 def anycell_numpy(problem: Problem) -> Contender:
-    """The layer without a framework."""
+    """The layer without a framework; in 16 bits it trains in 16 bits, too."""
     import anycell
 
     cell, shape = problem.cell.definition, problem.shape
@@ -221,41 +329,45 @@ def anycell_numpy(problem: Problem) -> Contender:
         raise Unsupported(f"{problem.cell.name} draws random masks, here from NumPy's generator")
     flags = _sizes(problem) | problem.others
     layer = anycell.numpy.RNN(
-        cell, shape.I, shape.H, dtype=problem.dtype, seed=problem.seed, **flags
+        cell, shape.I, shape.H, dtype=problem.types.storage.name, seed=problem.seed, **flags
     )
     layer.set_parameters(problem.weights)
-    static = problem.static
+    if problem.types.quantized:
+        layer = anycell.compress.quantize(layer)
+    x, dy = (array.astype(layer.dtype) for array in (problem.x, problem.dy))
+    static = None if problem.static is None else problem.static.astype(layer.dtype)
     kept: dict[str, Array] = {}
 
     def infer() -> None:
-        kept["output"], _ = layer.forward(problem.x, static=static)
+        kept["output"], _ = layer.forward(x, static=static)
 
     def train() -> None:
-        kept["output"], _ = layer.forward(problem.x, static=static, training=True)
-        kept["x"], _ = layer.backward(problem.dy)
+        kept["output"], _ = layer.forward(x, static=static, training=True)
+        kept["x"], _ = layer.backward(dy)
 
-    return Contender(
-        {
-            "inference": Task(infer, lambda: {"output": kept["output"]}, kept.clear),
-            "training": Task(train, lambda: {**kept, **layer.grads}, kept.clear),
-        },
-        lambda: blas_threads(problem.threads),
-        (layer.plan.engine, layer.plan.reason),
-    )
+    tasks: dict[Mode, Task] = {
+        "inference": Task(infer, lambda: {"output": kept["output"]}, kept.clear)
+    }
+    if not problem.types.quantized:
+        tasks["training"] = Task(train, lambda: {**kept, **layer.grads}, kept.clear)
+    around = functools.partial(blas_threads, problem.threads)
+    return Contender(tasks, around, (layer.plan.engine, layer.plan.reason))
 
 
 def onnxruntime(problem: Problem, settings: Mapping[str, str] | None = None) -> Contender:
-    """The same weights as an ONNX graph; inference in float32 is all that ONNX Runtime has.
+    """The same weights as an ONNX graph: inference in float32, of LSTMs in int8 too.
 
     The weights are constants of the graph, which a session packs once. `settings` are entries of
     its configuration; by default all are ONNX Runtime's own, so that its threads spin while it runs
     as they do for its users.
     """
-    if problem.dtype != "float32":
+    if problem.dtype not in ("float32", "int8"):
         raise Unsupported(f"ONNX Runtime has no {problem.dtype} recurrent layers")
-    from anycell.bench.onnx_graph import build
+    from anycell.bench import onnx_graph
 
-    model = build(problem)
+    model = onnx_graph.build(problem)
+    if problem.types.quantized:
+        model = onnx_graph.quantized(model)
     runtime: Any = need("onnxruntime", "the onnxruntime peer")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = problem.threads
@@ -269,6 +381,37 @@ def onnxruntime(problem: Problem, settings: Mapping[str, str] | None = None) -> 
         kept[0] = session.run(None, feed)[0]
 
     return Contender({"inference": Task(infer, lambda: {"output": kept[0]})})
+
+
+def openvino(problem: Problem) -> Contender:
+    """The same ONNX graph in Intel's runtime, where that computes in the dtype on this machine."""
+    hint = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(problem.dtype)
+    if hint is None:
+        raise Unsupported(f"OpenVINO has no {problem.dtype} recurrent layers")
+    if problem.cell.name == "PeepholeLSTM":
+        raise Unsupported("OpenVINO leaves out the peepholes of an ONNX LSTM")
+    try:
+        runtime: Any = need("openvino", "the openvino peer", "openvino")
+    except UsageError as error:  # it is large, and the others can be measured without it
+        raise Unsupported(str(error)) from None
+    from anycell.bench.onnx_graph import build
+
+    core = runtime.Core()
+    settings = {
+        "INFERENCE_PRECISION_HINT": hint,
+        "INFERENCE_NUM_THREADS": problem.threads,
+        "PERFORMANCE_HINT": "LATENCY",
+    }
+    model = core.compile_model(core.read_model(build(problem)), "CPU", settings)
+    precision = model.get_property("INFERENCE_PRECISION_HINT").to_string()
+    if precision != hint:
+        raise Unsupported(f"OpenVINO computes in {precision} on this machine")
+    request, feed = model.create_infer_request(), {"x": problem.x}
+
+    def infer() -> None:
+        request.infer(feed, share_inputs=True)
+
+    return Contender({"inference": Task(infer, lambda: {"output": request.results["y"].copy()})})
 
 
 @contextmanager
@@ -288,9 +431,11 @@ def blas_threads(threads: int) -> Iterator[None]:
 SUBJECT = "anycell"
 CALM = {"session.intra_op.allow_spinning": "0"}  # threads that sleep where they have no work
 OUR_LSTM = "anycell-LSTM"  # what our own LSTM takes on the same shape: the price of another cell
+FLOAT32 = "anycell-float32"  # what our layer takes in float32: the gain of fewer bits
 CONTENDERS: dict[str, Callable[[Problem], Contender]] = {
     SUBJECT: anycell_torch,
     OUR_LSTM: anycell_torch,
+    FLOAT32: anycell_torch,
     "anycell.numpy": anycell_numpy,
     "torch.nn": torch_nn,
     "torch-loop": torch_loop,
@@ -298,6 +443,7 @@ CONTENDERS: dict[str, Callable[[Problem], Contender]] = {
     "numpy-loop": numpy_loop,
     "onnxruntime": onnxruntime,
     "onnxruntime-calm": functools.partial(onnxruntime, settings=CALM),
+    "openvino": openvino,
     "anycell.keras": _of_keras("ours"),
     "keras": _of_keras("theirs"),
     "keras-xla": _of_keras("xla"),
@@ -317,8 +463,12 @@ def make(name: str, problem: Problem) -> Contender:
 
 
 def posed(name: str, problem: Problem) -> Problem:
-    """The problem that this contender solves: the same, except for our LSTM among other cells."""
-    return replace(problem, cell=find_cell("LSTM")) if name == OUR_LSTM else problem
+    """The problem that this contender solves: the same, except for our LSTM among other cells, and
+    for float32 among other dtypes.
+    """
+    if name == OUR_LSTM:
+        return replace(problem, cell=find_cell("LSTM"))
+    return replace(problem, dtype="float32") if name == FLOAT32 else problem
 
 
 def reference(problem: Problem, mode: Mode) -> dict[str, Array]:
@@ -327,10 +477,11 @@ def reference(problem: Problem, mode: Mode) -> dict[str, Array]:
         cell, gates, weights, state, params = recurrence_arguments(problem, "float64")
         return {"output": engine.run(cell, gates, weights, state, params)[0]}
     try:
-        module = _nn_module(problem)
+        build = functools.partial(_nn_module, problem)
+        task = from_module(build, problem, "float64").task(mode)
     except Unsupported:
-        module = _loop_module(problem)
-    task = from_module(module, problem, "float64").task(mode)
+        build = functools.partial(_loop_module, problem)
+        task = from_module(build, problem, "float64").task(mode)
     task.prepare()
     task.call()
     return task.results()

@@ -12,7 +12,7 @@ class Unsupported(Exception):
     """This contender has no such layer, as ``torch.nn`` has none for a user's cell: shown as -."""
 
 
-def need(module: str, purpose: str) -> ModuleType:
+def need(module: str, purpose: str, install: str = "'anycell[bench]'") -> ModuleType:
     """Import an optional package, or say which command installs it."""
     try:
         return importlib.import_module(module)
@@ -22,5 +22,5 @@ def need(module: str, purpose: str) -> ModuleType:
             raise
         package = module.split(".")[0]
         raise UsageError(
-            f"{purpose} needs {package}, which is not installed: pip install 'anycell[bench]'"
+            f"{purpose} needs {package}, which is not installed: pip install {install}"
         ) from None

@@ -13,7 +13,8 @@ from anycell.bench.timing import once, settle
 from anycell.machine import cpu_name, instruction_sets, output, usable_cores
 
 PACKAGES = (
-    "anycell", "numpy", "llvmlite", "torch", "onnxruntime", "keras", "tensorflow", "tensorflow-cpu",
+    "anycell", "numpy", "llvmlite", "torch", "onnxruntime", "openvino", "keras", "tensorflow",
+    "tensorflow-cpu",
 )  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,4 +1,4 @@
-"""``torch.nn`` weights as an ONNX graph, built by hand with ``onnx.helper``.
+"""``torch.nn`` weights as an ONNX graph, built by hand with ``onnx.helper``, and in 8 bits.
 
 One LSTM, GRU or RNN node per layer. ONNX has its own gate order, and puts the directions on an axis
 of the output, ``[T, D, B, H]``; a transpose and a reshape bring it to torch's ``[T, B, D * H]``.
@@ -6,6 +6,8 @@ of the output, ``[T, D, B, H]``; a transpose and a reshape bring it to torch's `
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,7 +77,7 @@ def build(problem: Problem) -> bytes:
         ]
         source = target
 
-    element = helper.np_dtype_to_tensor_dtype(np.dtype(problem.dtype))
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(problem.wide))
     graph = helper.make_graph(
         nodes,
         "bench",
@@ -87,3 +89,21 @@ def build(problem: Problem) -> bytes:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 14)], ir_version=8)
     onnx.checker.check_model(model)
     return bytes(model.SerializeToString())
+
+
+def quantized(model: bytes) -> bytes:
+    """The same with ``DynamicQuantizeLSTM``: weights of 8 bits, with a scale for each output."""
+    onnx = need("onnx", "the onnxruntime peer")
+    quantization: Any = need("onnxruntime.quantization", "the onnxruntime peer")
+    graph = onnx.load_from_string(model)
+    # There is nothing to prepare in a graph of constants: without this ONNX Runtime asks for it.
+    onnx.helper.set_model_props(graph, {"onnx.quant.pre_process": "onnxruntime.quant"})
+    with tempfile.TemporaryDirectory(prefix="anycell-bench-") as folder:
+        path = Path(folder) / "quantized.onnx"
+        int8 = quantization.QuantType.QInt8
+        quantization.quantize_dynamic(graph, path, per_channel=True, weight_type=int8)
+        result = path.read_bytes()
+    operators = {node.op_type for node in onnx.load_from_string(result).graph.node}
+    if "DynamicQuantizeLSTM" not in operators:
+        raise Unsupported(f"ONNX Runtime has no int8 {graph.graph.node[0].op_type}")
+    return result

@@ -1,5 +1,6 @@
 """One problem, the same numbers for every contender: cell, shape, inputs, weights.
 
+They are float64 where that is measured, else float32, which contenders of 16 and 8 bits round.
 Weights are a dictionary with ``torch.nn``'s names and layouts: every contender can read those.
 """
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from anycell import usage
 from anycell.bench.shapes import Shape
 from anycell.lang.cell import Cell, Param
+from anycell.plan.dtype import DTYPES, Dtype
 
 Array = npt.NDArray[np.floating]
 
@@ -50,6 +52,12 @@ def find_cell(origin: str) -> CellSpec:
     return CellSpec(origin.rpartition(":")[2], origin, usage.find_cell(origin))
 
 
+def rounds(dtype: str) -> bool:
+    """Whether those who compute in it round the arrays that they are given, to 16 or 8 bits."""
+    types = DTYPES[dtype]
+    return types.operands is not types.math
+
+
 @dataclass(frozen=True)
 class Problem:
     """What every contender gets. Arrays are made when first asked for, from the seed alone."""
@@ -59,6 +67,16 @@ class Problem:
     dtype: str = "float32"
     threads: int = 1
     seed: int = 0
+
+    @property
+    def types(self) -> Dtype:
+        """What the dtype stands for."""
+        return DTYPES[self.dtype]
+
+    @property
+    def wide(self) -> str:
+        """The dtype of the arrays."""
+        return self.types.math.name
 
     @property
     def others(self) -> dict[str, int]:
@@ -124,11 +142,11 @@ class Problem:
 
     def _normal(self, stream: int, size: tuple[int, ...]) -> Array:
         # A stream for each array, so that none depends on which was asked for first.
-        return np.random.default_rng([self.seed, stream]).standard_normal(size).astype(self.dtype)
+        return np.random.default_rng([self.seed, stream]).standard_normal(size).astype(self.wide)
 
     def _uniform(self, rng: np.random.Generator, size: tuple[int, ...]) -> Array:
         bound = self.shape.H**-0.5
-        return rng.uniform(-bound, bound, size).astype(self.dtype)
+        return rng.uniform(-bound, bound, size).astype(self.wide)
 
     def _param(self, rng: np.random.Generator, param: Param) -> Array:
         """Near the initial value, not at it, where a gain of exactly 1 would hide a mistake.
@@ -137,7 +155,7 @@ class Problem:
         makes a chaotic system, in which no two float32 programs agree after some hundred steps.
         """
         part = self._uniform(rng, (self.shape.H,))
-        return (param.initial * (1.0 + part) if param.initial else part).astype(self.dtype)
+        return (param.initial * (1.0 + part) if param.initial else part).astype(self.wide)
 
     def _weights_of_layer(self) -> dict[str, Array]:
         """The initial weights of the layer, whatever they are, and parameters as above."""
@@ -157,6 +175,6 @@ class Problem:
         return {
             name: self._param(rng, params[stem])
             if (stem := name.rpartition("_l")[0]) in params
-            else value.numpy().astype(self.dtype)
+            else value.numpy().astype(self.wide)
             for name, value in layer.state_dict().items()
         }

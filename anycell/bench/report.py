@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from anycell.bench.problem import rounds
 from anycell.bench.runner import APART, Entry, Report, Row
+from anycell.plan.dtype import DTYPES
 
 SCHEMA = 1
 MiB = 1 << 20
@@ -117,9 +119,9 @@ def summary(report: Report) -> str:
     m = report.machine
     versions = ", ".join(f"{name} {v}" for name, v in m["versions"].items() if v)
     return (
-        f"{m['cpu']}, {report.settings.threads} of {m['cores']} cores, {report.settings.dtype} "
-        f"matmul {report.matmul_gflops:.0f} GFLOP/s; {m['python']}, {versions}"
-        + (f", revision {m['revision']}" if m["revision"] else "")
+        f"{m['cpu']}, {report.settings.threads} of {m['cores']} cores, "
+        f"{DTYPES[report.settings.dtype].storage.name} matmul {report.matmul_gflops:.0f} GFLOP/s; "
+        f"{m['python']}, {versions}" + (f", revision {m['revision']}" if m["revision"] else "")
     )
 
 
@@ -139,8 +141,10 @@ def _table(report: Report, title: str, rows: list[Row]) -> Table:
     weighed = [
         name for name in settings.contenders if any(row.entries[name].peak_bytes for row in rows)
     ]
-    headers = ["shape", "T B I H L D", "bound ms", f"{settings.subject} ms", "/bound"]
-    headers += [text for peer in peers for text in (f"{peer} ms", "ratio")]
+    wide = 1 + rounds(settings.dtype)  # columns of a contender: there a time says little alone
+    headers = ["shape", "T B I H L D", "bound ms"]
+    headers += [*[f"{settings.subject} ms", "error"][:wide], "/bound"]
+    headers += [t for peer in peers for t in (*[f"{peer} ms", "error"][:wide], "ratio")]
     headers += ["first call +ms"] * probed + [f"{name} MiB" for name in weighed]
 
     body = []
@@ -149,11 +153,12 @@ def _table(report: Report, title: str, rows: list[Row]) -> Table:
         line = [s.name, f"{s.T} {s.B} {s.I} {s.H} {s.L} {s.D}"]
         line += [
             _ms(row.bound_ms) if ours.timed else "",
-            _spread(ours),
+            *[_spread(ours), _errors(ours)][:wide],
             "" if row.over_bound is None else f"{row.over_bound:.2f}",
         ]
         for peer in peers:
-            line += [_spread(row.entries[peer]), _times(row.ratio(peer))]
+            entry = row.entries[peer]
+            line += [*[_spread(entry), _errors(entry)][:wide], _times(row.ratio(peer))]
         if probed:
             extra = ours.fresh_process_ms or {}
             line.append(" / ".join(f"{extra[key]:.0f}" for key in ("cold", "warm") if key in extra))
@@ -162,12 +167,13 @@ def _table(report: Report, title: str, rows: list[Row]) -> Table:
 
     over = [row.over_bound for row in rows if row.over_bound is not None]
     mean = math.prod(over) ** (1 / len(over)) if over else None
-    lasts = [["geometric mean", "", "", "", "" if mean is None else f"{mean:.2f}"]]
+    blank = [""] * (2 + wide)
+    lasts = [["geometric mean", *blank, "" if mean is None else f"{mean:.2f}"]]
     if settings.alone:
-        lasts.append(["the same, alone", "", "", "", ""])
+        lasts.append(["the same, alone", *blank, ""])
     for alone, last in enumerate(lasts):
         for peer in peers:
-            last += ["", _times(report.geometric_mean(rows, peer, bool(alone)))]
+            last += [*[""] * wide, _times(report.geometric_mean(rows, peer, bool(alone)))]
         body.append(last + [""] * (len(headers) - len(last)))
     threads = f"{settings.threads} thread{'s' * (settings.threads > 1)}"
     return f"{title}, {settings.dtype}, {threads}", headers, body
@@ -184,6 +190,11 @@ def _spread(entry: Entry) -> str:
         return f"{_ms(entry.median_ms)}{mark} ±{50 * entry.iqr_ms / entry.median_ms:.0f}%"
     words = {"wrong": "REFUSED", "failed": "FAILED", "skipped": "skipped", "unsupported": "-"}
     return words.get(entry.status, "")
+
+
+def _errors(entry: Entry) -> str:
+    """Of the output, and in training of the worst gradient."""
+    return " / ".join(f"{error:.0e}" for error in entry.worst_errors)
 
 
 def _times(ratio: float | None) -> str:
@@ -209,6 +220,10 @@ def notes(report: Report) -> list[str]:
     remarks = [warning] * (busy > 0.5 * report.machine["cores"])
     if report.interrupted:
         remarks.append(f"interrupted after {len(report.rows)} rows: the rest is missing")
+    for name in report.settings.contenders:
+        entries = [row.entries[name] for row in report.rows]
+        if entries and all(entry.status == "unsupported" for entry in entries):
+            remarks.append(f"{name} is left out: {entries[0].reason}")
     for row in report.rows:
         where = f"{row.cell} {row.mode}, {row.shape.name}"
         for name, entry in row.entries.items():
@@ -228,8 +243,9 @@ LEGEND = (
     "ms: median ± half the interquartile range of interleaved runs. ratio: peer's time over ours, "
     "median of the ratios within rounds; above 1 ours is faster. bound: the matmuls alone at the "
     f"rate of a large one. {MARK}: alone in a process of its own it takes another time, by over "
-    f"{APART - 1:.0%}. first call: what it takes longer than a later one, in a fresh process, "
-    "kernel cache empty / filled."
+    f"{APART - 1:.0%}. error: relative, against float64, of the output and in "
+    "training of the worst gradient. first call: what it takes longer than a later one, in a fresh "
+    "process, kernel cache empty / filled."
 )
 
 
@@ -276,7 +292,7 @@ def _style(header: str, text: str) -> str:
         return "bold red"
     if header == "ratio" and text:
         return "green" if float(text.removesuffix("x")) >= 1 else "red"
-    return "dim" if header in ("T B I H L D", "bound ms") else ""
+    return "dim" if header in ("T B I H L D", "bound ms", "error") else ""
 
 
 def plain(table: Table) -> str:

@@ -29,6 +29,7 @@ from anycell.bench.shapes import Shape
 from anycell.bench.stats import geometric_mean, iqr, median, paired_ratio
 from anycell.bench.tasks import Contender, Mode, Task
 from anycell.bench.timing import interleave, once
+from anycell.plan.dtype import DTYPES
 
 MODES: tuple[Mode, ...] = ("inference", "training")
 OUR_THREADS = "ANYCELL_NUM_THREADS"
@@ -86,6 +87,13 @@ class Entry:
     @property
     def iqr_ms(self) -> float:
         return iqr(self.samples_ms)
+
+    @property
+    def worst_errors(self) -> list[float]:
+        """That of the output, and in training the largest of a gradient."""
+        gradients = [error for name, error in self.errors.items() if name != "output"]
+        output = [self.errors["output"]] if "output" in self.errors else []
+        return output + ([max(gradients)] if gradients else [])
 
     @property
     def alone_ms(self) -> float | None:
@@ -209,7 +217,7 @@ def run(
     now = datetime.now(timezone.utc).isoformat("T", "seconds")
     report = Report(settings, machine.describe(), now)
     with all_threads(settings.threads):
-        matmul = machine.Matmul(settings.dtype)
+        matmul = machine.Matmul(DTYPES[settings.dtype].storage.name)
         try:
             for cell in settings.cells:
                 for shape in settings.shapes:
@@ -264,7 +272,8 @@ def _rows(
                     continue
                 want = wanted.get(posed(name, problem).cell, mode)
                 say(f"{cell.name} {shape.name} {mode}: checking {name}")
-                entry, task = _check(contender, name, mode, want, settings, around)
+                dtype = posed(name, problem).dtype
+                entry, task = _check(contender, name, mode, want, dtype, settings, around)
                 row.entries[name] = entry
                 if task is not None:
                     running[name] = task
@@ -298,6 +307,7 @@ def _check(
     name: str,
     mode: Mode,
     want: gate.Arrays,
+    dtype: str,
     settings: Settings,
     around: ExitStack,
 ) -> tuple[Entry, Task | None]:
@@ -310,7 +320,7 @@ def _check(
         around.enter_context(contender.around())
         with time_limit(limit):
             entry.first_call_ms = once(task) * 1e3
-        verdict = gate.judge(task.results(), want, settings.dtype, slack)
+        verdict = gate.judge(task.results(), want, dtype, slack)
     except Unsupported as error:
         entry.refuse("unsupported", str(error))
     except CompileLimit:
