@@ -41,7 +41,8 @@ class Call:
         return self.hidden_size if symbol == "H" else dict(self.sizes)[symbol]
 
 
-# The tensors of a run by name, of one dtype; what is absent is not there.
+# The tensors of a run by name, of one dtype, that of the layer's computation; what is absent is not
+# there.
 #
 #     x                  [T, B, I], or the projected gates [T, B, G*H] where there is no kernel
 #     kernel             [I, G*H], and recurrent_kernel [H, G*H]: as Keras lays them out
@@ -49,6 +50,7 @@ class Call:
 #                        but states [B, size], and mask and resets are bool
 #     seed               [2] integers, as ``keras.random.SeedGenerator`` draws them
 Arrays = Mapping[str, Tensor]
+INTEGERS = "mask", "resets", "seed"  # of dtypes of their own
 
 
 def check(call: Call, arrays: Arrays) -> None:

@@ -14,7 +14,7 @@ from keras import ops
 from keras.src import backend  # the loop of keras.layers.RNN has no public name
 
 from anycell.engines import reference
-from anycell.keras.call import Arrays, Call, Result, Tensor
+from anycell.keras.call import INTEGERS, Arrays, Call, Result, Tensor
 from anycell.lang.cell import RECURRENT
 from anycell.lang.expr import Expr
 from anycell.plan import DTYPES
@@ -24,8 +24,8 @@ def composite(call: Call, arrays: Arrays) -> Result:
     """Runs a layer step by step; of 16 bits in float32, between arrays that have them."""
     narrow = backend.standardize_dtype(arrays["x"].dtype)
     if DTYPES.get(narrow, DTYPES["float32"]).mixed:
-        wide, flags = DTYPES[narrow].math.name, ("mask", "resets", "seed")
-        arrays = {n: a if n in flags else ops.cast(a, wide) for n, a in arrays.items()}
+        wide = DTYPES[narrow].math.name
+        arrays = {n: a if n in INTEGERS else ops.cast(a, wide) for n, a in arrays.items()}
         results = composite(call, arrays)
         return keras.tree.map_structure(
             lambda result: None if result is None else ops.cast(result, narrow), results

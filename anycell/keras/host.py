@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 from anycell.engines import cpu
 from anycell.numpy.host import Array, MixedNumpyHost, NumpyHost
-from anycell.plan import DTYPES
+from anycell.plan.dtype import Dtype
 
 LINE = 64  # bytes: what TensorFlow takes as it is begins on such a border
 
@@ -34,13 +33,29 @@ class AlignedHost(NumpyHost):
 
 
 class MixedAlignedHost(MixedNumpyHost, AlignedHost):
-    """The same for arrays of 16 bits."""
+    """The same of 16 bits.
+
+    Args:
+        types: of the arrays.
+        threads: at most so many for a matmul.
+    """
+
+    def __init__(self, types: Dtype, threads: int) -> None:
+        super().__init__(types.name, AlignedHost(types.math.name))
+        self.most = threads
+
+    def threads(self) -> int:
+        return self.most
+
+    def narrow(self, array: Array) -> Array:
+        """The array in this dtype, on memory of its own."""
+        if array.dtype == self.dtype:
+            return array
+        narrow = self.empty(array.shape)
+        narrow[...] = array
+        return narrow
 
 
-@functools.lru_cache(maxsize=16)
-def host_of(dtype: str) -> AlignedHost:
-    """The host of arrays of a dtype."""
-    types = DTYPES[dtype]
-    if types.mixed:
-        return MixedAlignedHost(types.name, host_of(types.math.name))
-    return AlignedHost(types.storage.name)
+def host_of(types: Dtype, threads: int) -> AlignedHost:
+    """The host of arrays of a dtype, whose matmuls take so many threads at most."""
+    return MixedAlignedHost(types, threads) if types.mixed else AlignedHost(types.name)

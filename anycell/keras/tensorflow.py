@@ -2,12 +2,13 @@
 
 The input projection, unless it is so small that the kernel computes it, and the gradients of input
 and weights are operations of TensorFlow's; it leaves out those that are not needed. The recurrence
-between them is one operation of ours with a gradient. Of 16 bits, in which TensorFlow would round
-every sum, all of the layer is that operation. Eager mode calls its kernels directly.
+between them is one operation of ours with a gradient. Eager mode calls its kernels directly.
 A graph calls them through the callback of a ``tf.numpy_function``, which is public, runs wherever
 TensorFlow does, and passes memory in both directions without a copy where it begins on a cache
 line; ours always does. What the backward pass reads are outputs of that operation, so that loops,
 replicas and pruning treat it like any other tensor.
+
+In 16 bits the operation is the whole layer, because TensorFlow's matmuls round their sums.
 
 TensorFlow keeps callbacks and registered gradients for ever. So there is one callback and one
 gradient for each direction, for all layers. They look up what to do for an operation by a number
@@ -38,7 +39,7 @@ from anycell import layer
 from anycell.engines import cpu
 from anycell.keras.call import Arrays, Call, Result, Tensor, check, number
 from anycell.keras.composite import composite
-from anycell.keras.host import LINE, host_of
+from anycell.keras.host import LINE, AlignedHost, host_of
 from anycell.keras.rule import asked, planned
 from anycell.lang.cell import Linear
 from anycell.plan import Plan, plan
@@ -96,16 +97,16 @@ def run(call: Call, arrays: Arrays) -> Result:
     if x.shape[0] == 1 and not tf.executing_eagerly() and not (call.training and call.cell.keeps):
         # Nothing to fuse over time, and less to do than to call a kernel takes.
         return composite(call, arrays)
-    if mask is not None:  # NaN under a mask must not reach a gradient
+    cell = layer.stepped(call.cell, arrays.get("recurrent_mask"))
+    chosen = plan(cell, call.hidden_size, x.dtype.name, "cpu", dict(call.sizes))
+    mixed = chosen.types.mixed
+    if mask is not None and not mixed:  # NaN under a mask must not reach a gradient
         kept = tf.where(tf.expand_dims(mask, -1), x, tf.zeros((), x.dtype))
         if not (x.shape + mask.shape).is_fully_defined():  # one step or row must not become many
             kept = tf.reshape(kept, tf.shape(x))
         x = kept
-    cell = layer.stepped(call.cell, arrays.get("recurrent_mask"))
-    chosen = plan(cell, call.hidden_size, x.dtype.name, "cpu", dict(call.sizes))
     projects = kernel is not None
-    inside = chosen.types.mixed or layer.projects(chosen, _count(x), x.shape.as_list()[-1])
-    if projects and not inside:
+    if projects and not mixed and not layer.projects(chosen, _count(x), x.shape.as_list()[-1]):
         gates = tf.matmul(_rows(x), kernel)
         x, projects = tf.reshape(gates, [*_sizes(x, 2), gates.shape[-1]]), False
     parts = {n: t for n, t in arrays.items() if n not in _FLAGS and (projects or n != "kernel")}
@@ -114,7 +115,7 @@ def run(call: Call, arrays: Arrays) -> Result:
     # Whether anyone will ask for a gradient is not known; without a tape in sight it is unlikely,
     # and the backward pass then runs the forward pass again.
     keep = call.training or record.could_possibly_record()
-    recurrence = _Recurrence(
+    recurrence = (_Layer if mixed else _Recurrence)(
         call,
         chosen,
         parts=tuple(parts),
@@ -133,8 +134,6 @@ def run(call: Call, arrays: Arrays) -> Result:
     return (ends[0], tuple(ends[1:])) if call.sequences else (None, tuple(ends))
 
 
-# What Keras lays out the other way round, and its name below the frontends.
-_KERNELS = {"kernel": "weight_ih", "recurrent_kernel": "weight_hh"}
 # Of the tensors of a run those that no gradient flows to.
 _FLAGS = ("mask", "resets", "seed", "recurrent_mask")
 
@@ -386,8 +385,9 @@ class _Recurrence:
         call, states = self.call, self.call.cell.states
         # Whether the outputs are an array apart from the states, which the kernel returns too.
         separate = call.sequences and (self.apart or not self.keep)
-        kinds = [self.plan.types.storage.name] * (separate + len(states) + 2 * self.keep)
-        kinds += [self.plan.types.math.name] * (self.kept - 2 * self.keep)
+        kinds = [self._kind] * (separate + len(states) + self.kept)
+        if self.keep and self.others:
+            kinds[-len(self.others) :] = [tf.as_dtype(self.plan.types.math.name)] * len(self.others)
         results = self._run(self._forward, [*flat, *flags], kinds)
         outputs = results.pop(0) if separate else None
         final, kept = results[: len(states)], results[len(states) :]
@@ -410,19 +410,13 @@ class _Recurrence:
     ) -> list[Tensor]:
         """The gradient of each of ``flat``."""
         kept = kept or replace(self, keep=True).forward(flat, flags)[2]
-        if self.plan.types.mixed:
-            kinds = [self.plan.types.storage.name] * len(flat)
-            whole = self._run(self._all_gradients, [*flat, *flags, *arriving, *kept], kinds)
-            for grad, like in zip(whole, flat, strict=True):
-                grad.set_shape(like.shape)
-            return whole
         call, cell = self.call, self.plan.cell
         given = dict(zip(self.parts, flat, strict=True))
         factors = [self._factors(linear) for linear in cell.linears]
         direct = self._direct
         count = 1 + len(direct) + sum(outputs + operand for outputs, operand in factors)
-        kinds = [self.plan.dtype] * count
-        results = iter(self._run(self._backward, [*flat, *flags, *arriving, *kept], kinds))
+        tensors = [*flat, *flags, *arriving, *kept]
+        results = iter(self._run(self._backward, tensors, [self._kind] * count))
         dgates = next(results)
         dgates.set_shape([*given["x"].shape[:2], len(cell.gates) * call.hidden_size])
         grads = {name: next(results) for name in direct}
@@ -491,65 +485,59 @@ class _Recurrence:
             products[linear.weight] = tf.split(tf.matmul(d, operand, transpose_a=True), outputs)
         return {k: dict(zip(linear.outputs, parts, strict=True)) for k, parts in products.items()}
 
+    @property
+    def _kind(self) -> Any:
+        return tf.as_dtype(self.plan.dtype)
+
     def _run(
-        self, compute: Callable[..., list[Array]], tensors: Sequence[Tensor], kinds: Sequence[str]
+        self, compute: Callable[..., list[Array]], tensors: Sequence[Tensor], kinds: Sequence[Any]
     ) -> list[Tensor]:
-        """``compute`` on the memory of tensors: now, or where the graph runs. Results are of these
-        dtypes.
+        """``compute`` on the memory of tensors: now, or where the graph runs, where what it returns
+        must have such dtypes.
         """
         if tf.executing_eagerly():
             return [_tensor(array) for array in compute(*map(np.asarray, tensors))]
-        return _out_of_graph(compute, tensors, list(map(tf.as_dtype, kinds)))
+        return _out_of_graph(compute, tensors, kinds)
 
     # -- on arrays ---------------------------------------------------------------------------------
 
     def _forward(self, *tensors: Array) -> list[Array]:
         flat, flags, _ = self.sort(tensors)
         arrays, options = self._arguments(flat, flags)
-        host, keep = host_of(self.plan.dtype), self.keep
-        out, final, kept = layer.forward(host, self.plan, arrays, options, keep=keep)
+        keep = self.keep
+        out, final, kept = layer.forward(self._host, self.plan, arrays, options, keep=keep)
         results = [out] if self.call.sequences and (self.apart or not keep) else []
         results += [state[0] for state in final]
         return results if kept is None else [*results, *kept.flat()]
 
     def _backward(self, *tensors: Array) -> list[Array]:
-        flat, flags, rest = self.sort(tensors)
-        ends, names = len(self.call.cell.states) + self.call.sequences, self.call.cell.state_names
-        arriving, kept = rest[:ends], rest[ends:]
-        arrays, options = self._arguments(flat, flags)
+        arrays, options, *rest = self._arriving(tensors)
         # The gradient of the gates is asked for, as if they had been projected outside.
         if arrays.pop("weight_ih", None) is not None:
             x, width = arrays["x"], len(self.call.cell.gates) * self.call.hidden_size
             arrays["x"] = np.broadcast_to(x[:, :, :1], (*x.shape[:2], width))
-        dy, final = (arriving[0], arriving[1:]) if self.call.sequences else (None, arriving)
-        host, factors = host_of(self.plan.dtype), list[list[layer.Factors]]()
-        grads = layer.backward(
-            host, self.plan, arrays, options,
-            layer.Kept.of(kept, [name in self.others for name in names], 1),
-            dy, [d[None] for d in final], factors=factors,
-        )  # fmt: skip
-        states = [f"state {name}" for name in names]
-        results = [grads["x"], *[grads[n][0] if n in states else grads[n] for n in self._direct]]
+        factors = list[list[layer.Factors]]()
+        grads = layer.backward(self._host, self.plan, arrays, options, *rest, factors=factors)
+        results = [_gradient_of(name, grads) for name in ("x", *self._direct)]
         return results + [factor for pair in factors[0] for factor in pair if factor is not None]
 
-    def _all_gradients(self, *tensors: Array) -> list[Array]:
-        """The gradient of each of ``flat``."""
+    @property
+    def _host(self) -> AlignedHost:
+        return host_of(self.plan.types, self.threads)
+
+    def _arriving(self, tensors: Sequence[Array]) -> tuple[Any, ...]:
+        """What ``layer.backward`` takes besides host and plan."""
         flat, flags, rest = self.sort(tensors)
         ends, names = len(self.call.cell.states) + self.call.sequences, self.call.cell.state_names
         arriving, kept = rest[:ends], rest[ends:]
-        arrays, options = self._arguments(flat, flags)
         dy, final = (arriving[0], arriving[1:]) if self.call.sequences else (None, arriving)
-        grads = layer.backward(
-            host_of(self.plan.dtype), self.plan, arrays, options,
-            layer.Kept.of(kept, [name in self.others for name in names], 1),
-            dy, [d[None] for d in final],
-        )  # fmt: skip
-        for theirs, ours in _KERNELS.items():
-            if ours in grads:
-                grads[theirs] = grads.pop(ours).T
-        states = [f"state {name}" for name in names]
-        found = [grads[name][0] if name in states else grads[name] for name in self.parts]
-        return [np.ascontiguousarray(grad) for grad in found]
+        there = [name in self.others for name in names]
+        return (
+            *self._arguments(flat, flags),
+            layer.Kept.of(kept, there, 1),
+            dy,
+            [d[None] for d in final],
+        )
 
     def _arguments(
         self, flat: Sequence[Array], flags: Sequence[Array]
@@ -558,7 +546,7 @@ class _Recurrence:
         call, arrays = self.call, dict(zip(self.parts, flat, strict=True))
         arrays |= dict(zip(self.flags, flags, strict=True))
         check(call, arrays)  # of sizes that no graph knows
-        for theirs, ours in _KERNELS.items():
+        for theirs, ours in _TURNED.items():
             if theirs in arrays:
                 arrays[ours] = arrays.pop(theirs).T
         seed = arrays.pop("seed", None)
@@ -573,6 +561,40 @@ class _Recurrence:
             keep_weights=call.keep_weights,
         )
         return arrays, options
+
+
+class _Layer(_Recurrence):
+    """A whole layer: its matmuls too are ours."""
+
+    def backward(
+        self,
+        flat: Sequence[Tensor],
+        flags: Sequence[Tensor],
+        arriving: Sequence[Tensor],
+        kept: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """The gradient of each of ``flat``."""
+        kept = kept or replace(self, keep=True).forward(flat, flags)[2]
+        tensors = [*flat, *flags, *arriving, *kept]
+        grads = self._run(self._backward, tensors, [self._kind] * len(flat))
+        for i, (name, like) in enumerate(zip(self.parts, flat, strict=True)):
+            if name in _TURNED:
+                grads[i] = tf.transpose(grads[i])
+            grads[i].set_shape(like.shape)
+        return grads
+
+    def _backward(self, *tensors: Array) -> list[Array]:
+        grads = layer.backward(self._host, self.plan, *self._arriving(tensors))
+        return [_gradient_of(_TURNED.get(name, name), grads) for name in self.parts]
+
+
+# Keras's names for what it has transposed.
+_TURNED = {"kernel": "weight_ih", "recurrent_kernel": "weight_hh"}
+
+
+def _gradient_of(name: str, gradients: dict[str, Array]) -> Array:
+    """One of a layer's gradients; states have an axis of directions there."""
+    return gradients[name][0] if name.startswith("state ") else gradients[name]
 
 
 def _declared(declared: Sequence[str], used: dict[str, Tensor], axis: int) -> Tensor:

@@ -48,7 +48,7 @@ def from_keras(names: list[str], value: Array) -> Arrays:
 def made(problem: Problem, drop_in: bool) -> Any:
     sizes = {name: size for name, size in problem.sizes.items() if name != "H"}
     cell = () if drop_in else (problem.cell,)
-    # Keras's initializers have no bfloat16; its policies keep variables in float32.
+    # Keras's initializers have no bfloat16; its mixed policies keep variables in float32.
     policy = f"mixed_{problem.dtype}" if DTYPES[problem.dtype].mixed else problem.dtype
     layer = (DROP_INS[problem.cell] if drop_in else ak.RNN)(
         *cell, problem.sizes["H"], use_bias=problem.bias, dtype=policy,
@@ -115,7 +115,8 @@ def run(layer: Any, problem: Problem, along: Arrays | None, ways: dict[str, bool
         for name, value in solution.items()
     }
     for place, grad in zip(inside, grads[len(names) :], strict=True):
-        solution |= {f"d {n}": value for n, value in from_keras(place, number(grad)).items()}
+        value = number(grad).astype(given[0].dtype, copy=False)  # of float32 variables: float32
+        solution |= {f"d {n}": value for n, value in from_keras(place, value).items()}
     return solution
 
 
