@@ -44,8 +44,8 @@ test-all: $(VENV)/tf_keras.stamp ## every test but those for a GPU, under every 
 	$(PYTEST) -m "not gpu" --random-cells $(CELLS) --days $(DAYS)
 	set -e; narrower=$$($(RUN) -c "$(NARROWER)"); \
 	for isa in $$narrower; do ANYCELL_ISA=$$isa $(PYTEST) $(NARROW); done
-	KERAS_BACKEND=torch $(PYTEST) -k keras tests/conformance tests/test_keras.py tests/test_keras_accelerate.py tests/test_keras_feedback.py
-	KERAS_BACKEND=jax $(PYTEST) -k keras tests/conformance tests/test_keras.py tests/test_keras_jax.py tests/test_keras_accelerate.py tests/test_keras_feedback.py
+	KERAS_BACKEND=torch $(PYTEST) -k keras tests/conformance tests/test_keras.py tests/test_keras_accelerate.py tests/test_keras_feedback.py tests/test_keras_compress.py
+	KERAS_BACKEND=jax $(PYTEST) -k keras tests/conformance tests/test_keras.py tests/test_keras_jax.py tests/test_keras_accelerate.py tests/test_keras_feedback.py tests/test_keras_compress.py
 	$(RUN) tools/run_keras_tests.py
 
 test-oldest: $(OLDEST)/stamp ## those of Keras and TensorFlow, on their oldest versions (Python 3.10 to 3.12)

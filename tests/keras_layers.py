@@ -130,7 +130,8 @@ def _shape(result: Any, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
 def _torch(layer: Any, call: Any, loss: Any, given: Any, *ways: bool, along: Any) -> Any:
     import torch
 
-    tensors = [torch.tensor(a, requires_grad=True) for a in given]
+    # Keras knows bfloat16 of NumPy's arrays, torch does not.
+    tensors = [keras.ops.convert_to_tensor(a).clone().requires_grad_() for a in given]
     results = call(tensors)
     wanted = [*tensors, *[v.value for v in layer.trainable_variables]]
     derived = functools.partial(torch.autograd.grad, inputs=wanted, materialize_grads=True)

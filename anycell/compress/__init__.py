@@ -3,8 +3,8 @@
 ``unit_norms`` is a term for training that drives whole units to zero (group lasso), ``shrink``
 takes units out of a layer and of what reads it, and ``gradual`` says how many should be left at a
 step of training. ``factorize`` makes products of two smaller matrices of the weights in a step, and
-``quantize`` rounds all weights. They are for the layers of ``anycell.torch`` and ``anycell.numpy``,
-of any cell: its graph says what belongs to a unit, and which matmuls there are.
+``quantize`` rounds all weights. They are for the layers of ``anycell.torch``, ``anycell.keras`` and
+``anycell.numpy``, of any cell: its graph says what belongs to a unit, and which matmuls there are.
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ def unit_norms(layer: Any, *, readouts: Sequence[Any] = (), size: str = "H") -> 
     which ``shrink`` then takes out.
 
     Args:
-        layer: of ``anycell.torch`` (``RNN``, ``LSTM``, ``GRU``) or ``anycell.numpy``.
-        readouts: linear layers that read the output of the last layer: ``torch.nn.Linear`` or
-            ``anycell.numpy.Dense``.
+        layer: of ``anycell.torch`` (``RNN``, ``LSTM``, ``GRU``), ``anycell.keras`` or
+            ``anycell.numpy``.
+        readouts: layers that read the output of the last layer: ``torch.nn.Linear``,
+            ``anycell.numpy.Dense``; of Keras ``Dense`` and recurrent layers.
         size: symbol of the units, where the cell declares several: "P" in ``state="h:P c"``.
 
     Returns:
-        ``[num_layers * D, units]``, D directions, in the order of the states; of PyTorch with a
-        gradient (0 for a unit whose weights are all 0), of NumPy without.
+        ``[num_layers * D, units]``, D directions, in the order of the states; of PyTorch and Keras
+        with a gradient (0 for a unit whose weights are all 0), of NumPy without.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what was expected.
@@ -83,18 +84,19 @@ def shrink(
     zero, and the cell has no sums over units, the outputs of the other units stay as they were.
 
     Args:
-        layer: of ``anycell.torch`` (``RNN``, ``LSTM``, ``GRU``) or ``anycell.numpy``.
+        layer: of ``anycell.torch`` (``RNN``, ``LSTM``, ``GRU``), ``anycell.keras`` (also in
+            ``Bidirectional``) or ``anycell.numpy``.
         keep: how many units stay, rounded up to ``multiple`` and at most all: a number from 1, or
             a part of all in (0, 1). They are those of the largest ``unit_norms``. Or the units
             themselves, not rounded: ``[units]`` for all layers and directions, or one row for each,
             ``[num_layers * D, units]``.
-        readouts: linear layers that read the output of the last layer (D directions side by side):
-            ``torch.nn.Linear`` or ``anycell.numpy.Dense``. What else reads it is the caller's: the
-            indices returned say which of its inputs remain.
-        optimizer: an optimizer of ``torch.optim``, or ``anycell.numpy.Adam``, that goes on
-            training: it gets the new parameters, and of its momenta what belongs to them. Of
-            PyTorch the parameters are new objects: an optimizer that is not given here must be made
-            anew.
+        readouts: layers that read the output of the last layer (D directions side by side):
+            ``torch.nn.Linear``, ``anycell.numpy.Dense``; of Keras ``Dense`` and recurrent layers.
+            What else reads it is the caller's: the indices returned say which of its inputs
+            remain.
+        optimizer: an optimizer of ``torch.optim`` or Keras, or ``anycell.numpy.Adam``, that goes on
+            training: it gets the new parameters, and of its momenta what belongs to them. An
+            optimizer of PyTorch or Keras that is not given here must be made anew.
         multiple: units that a vector of the machine holds, or several: other numbers of units cost
             as much as the next multiple. 8 float32 fill 32 bytes (AVX2), 16 fill 64 (AVX-512).
         size: symbol of the units, where the cell declares several: "P" in ``state="h:P c"``. Each
@@ -119,8 +121,8 @@ def shrink(
         kept = model.strongest(_number(keep, model.count), multiple)
     else:
         kept = _indices(keep, model.count, model.layers * model.directions, model.split)
-    model.adapter.take(layer, model.readouts, model.taken(kept), optimizer)
-    model.adapter.resize(layer, size, kept.shape[1])
+    model.adapter.take(model.layer, model.readouts, model.taken(kept), optimizer)
+    model.adapter.resize(model.layer, size, kept.shape[1])
     return kept
 
 
@@ -174,7 +176,8 @@ def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) ->
     stay as they are: they are not multiplied step by step.
 
     Args:
-        layer: of ``anycell.torch`` (``RNN``, ``LSTM``, ``GRU``) or ``anycell.numpy``.
+        layer: of ``anycell.torch`` (``RNN``, ``LSTM``, ``GRU``), ``anycell.keras`` or
+            ``anycell.numpy``.
         rank: of each weight, at most the smaller of its sizes; with heads, of all heads together,
             and a multiple of them. Best a multiple of what a vector of the machine holds, 16.
         matmuls: names of those that change, as in ``low_rank``; None is all in the step.
@@ -198,6 +201,7 @@ def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) ->
         {'weight_hh_v_l0': (16, 64), 'weight_hh_u_l0': (192, 16)}
     """
     adapter = _adapter(layer)
+    layer = adapter.opened(layer)
     adapter.check(layer, [], 0)
     cell = low_rank(layer.cell, matmuls, bias=layer.bias)
     if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or rank < 1:
@@ -238,7 +242,9 @@ class _Model:
     """
 
     def __init__(self, layer: Any, readouts: Sequence[Any], size: str) -> None:
-        self.adapter, self.cell, self.size = _adapter(layer), layer.cell, size
+        self.adapter, self.size = _adapter(layer), size
+        self.layer = layer = self.adapter.opened(layer)
+        self.cell = layer.cell
         self.layers, self.directions = layer.num_layers, 1 + layer.bidirectional
         self.sizes: dict[str, int] = self.adapter.sizes(layer)
         if size not in self.sizes:
@@ -260,7 +266,8 @@ class _Model:
         if not self.columns:
             return []
         if k + 1 == self.layers:
-            return [readout.weight for readout in map(self.adapter.linear, self.readouts)]
+            readers: list[Any] = self.adapter.readers(self.readouts)
+            return readers
         return [self.learned(k + 1, d)["weight_ih"] for d in range(self.directions)]
 
     def squares(self) -> list[Any]:
@@ -272,11 +279,12 @@ class _Model:
                 for name, weight in self.learned(k, d).items():
                     if len(weight.shape) > 1:
                         sizes = {**self.sizes, INPUT: weight.shape[-1]}
-                        part = units.squares(self.axes[name], sizes, weight, self.size)
+                        square = self.adapter.square(weight)
+                        part = units.sums(self.axes[name], sizes, square, self.size)
                         total = total if part is None else total + part
                 for weight in self.readers(k):
-                    columns = weight[:, d * self.count : (d + 1) * self.count]
-                    total = total + (columns * columns).sum(0)
+                    columns = slice(d * self.count, (d + 1) * self.count)
+                    total = total + self.adapter.square(weight)[:, columns].sum(0)
                 totals.append(total)
         return totals
 
@@ -312,16 +320,15 @@ class _Model:
 
 def _adapter(layer: Any) -> Any:
     """The module that knows the layer's framework; imports none that is not there already."""
-    for framework in ("torch", "numpy"):
-        loaded = sys.modules.get(f"anycell.{framework}")
-        if loaded is not None and isinstance(layer, loaded.RNN):
-            return importlib.import_module(f"anycell.{framework}.compress")
-    torch = sys.modules.get("anycell.torch")
-    if torch is not None and isinstance(layer, (torch.LSTM, torch.GRU)):
-        return importlib.import_module("anycell.torch.compress")
+    for framework in ("torch", "keras", "numpy"):
+        if f"anycell.{framework}" in sys.modules:
+            adapter = importlib.import_module(f"anycell.{framework}.compress")
+            if isinstance(layer, adapter.KINDS):
+                return adapter
     raise TypeError(
-        f"layer: given {type(layer).__name__}; expected a layer of anycell.torch (RNN, LSTM, GRU) "
-        "or anycell.numpy. anycell.torch.accelerate turns those of torch.nn into ours."
+        f"layer: given {type(layer).__name__}; expected a layer of anycell.torch (RNN, LSTM, GRU), "
+        "anycell.keras or anycell.numpy. anycell.torch.accelerate and anycell.keras.accelerate "
+        "turn those of torch.nn and Keras into ours."
     )
 
 

@@ -95,16 +95,17 @@ def taken(counted: Axes, sizes: Mapping[str, int], kept: Mapping[str, Indices]) 
     return np.arange(counted.heads)[:, None, None], rows[:, :, None], columns[:, None, :]
 
 
-def squares(counted: Axes, sizes: Mapping[str, int], weight: Any, size: str) -> Any | None:
-    """Per unit of a size, the sum of squares of all elements of a weight in its rows and columns,
-    ``[units]``, those in both counted once; None where no axis counts such units.
+def sums(counted: Axes, sizes: Mapping[str, int], square: Any, size: str) -> Any | None:
+    """Per unit of a size, the sum of all elements in its rows and columns, ``[units]``, those in
+    both counted once; None where no axis counts such units.
 
     Args:
-        weight: a matrix of NumPy or PyTorch, as ``counted`` says.
+        square: the squares of a weight, as ``counted`` says, an array with the methods that NumPy
+            and PyTorch share.
     """
     assert counted.columns is not None
     heads, inside = counted.heads, sizes[counted.columns] // counted.heads
-    square = (weight * weight).reshape(heads, counted.blocks, -1, inside)
+    square = square.reshape(heads, counted.blocks, -1, inside)
     total = None
     if counted.rows == size:
         total = square.sum(3).sum(1)
@@ -112,8 +113,7 @@ def squares(counted: Axes, sizes: Mapping[str, int], weight: Any, size: str) -> 
         columns = square.sum(2).sum(1)
         total = columns if total is None else total + columns
         if counted.rows == size:  # of the elements between a unit and itself
-            units = np.arange(inside)
-            total = total - square[:, :, units, units].sum(1)
+            total = total - square.diagonal(0, 2, 3).sum(1)
     return None if total is None else total.reshape(sizes[size])
 
 

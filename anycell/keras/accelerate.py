@@ -90,7 +90,7 @@ def accelerate(model: Model) -> Model:
             kind: Any = type(layer)
             layer.__class__ = _swapped(kind, isinstance(layer.cell, RNNCell))
     for _, layer in _walk(model):
-        _trace_anew(layer)
+        trace_anew(layer)
     for entry in recurrent_layers(model):
         logger.info("%s", entry)
     return model
@@ -166,7 +166,7 @@ def _refusal(layer: keras.layers.RNN) -> str | None:
     return changed(layer.cell)
 
 
-def _trace_anew(layer: keras.layers.Layer) -> None:
+def trace_anew(layer: keras.layers.Layer) -> None:
     """What a compiled model has traced has the old layers in it."""
     if not isinstance(layer, keras.Model):
         return

@@ -10,6 +10,7 @@ from keras import constraints, initializers, ops, regularizers
 from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell  # keras.layers.RNN looks for it
 
 from anycell import cells
+from anycell.keras import cells as of_keras
 from anycell.keras.call import Arrays, Call, Tensor, named_states
 from anycell.keras.composite import composite
 from anycell.lang.cell import Cell
@@ -102,10 +103,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         self._seed: Tensor = None  # of the masks that the steps of one sequence share
         if self.recurrent_dropout:
             self.dropout_mask_count = len(cell.gates)
-        self._all = {"H": units, **self.sizes}
-        states = [self._all[s.size] for s in cell.states]
-        self.state_size = states if len(states) > 1 else states[0]
-        self.output_size = states[0]
+        self._resized()
 
     def build(self, input_shape: Sequence[int | None]) -> None:
         """Creates the weights for inputs ``[B, input_shape[-1]]``."""
@@ -177,6 +175,20 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
     def all_sizes(self) -> tuple[tuple[str, int], ...]:
         """What the size symbols besides H stand for."""
         return tuple(sorted(self.sizes.items()))
+
+    def resize(self, symbol: str, count: int) -> None:
+        """Says what a size symbol stands for from now on; weights are the caller's."""
+        if symbol == "H":
+            self.units = count
+        else:
+            self.sizes[symbol] = count
+        self._resized()
+
+    def _resized(self) -> None:
+        self._all = {"H": self.units, **self.sizes}
+        states = [self._all[s.size] for s in self.cell.states]
+        self.state_size = states if len(states) > 1 else states[0]
+        self.output_size = states[0]
 
     # -- use -------------------------------------------------------------------------------------
     def gather(self, x: Tensor, states: Sequence[Tensor], **more: Any) -> Arrays:
@@ -321,7 +333,8 @@ def check_sizes(cell: Cell, units: int, sizes: Mapping[str, Any]) -> None:
 
 # -- cells in a config ----------------------------------------------------------------------------
 
-_BUILT_IN = "anycell.cells."  # no cell of a user has such a name, nor does Keras register one
+# Where built-in cells are; no cell of a user has such a name, nor does Keras register one.
+_BUILT_IN = {"anycell.cells.": cells, "anycell.keras.cells.": of_keras}
 
 
 def serialize(cell: Cell) -> dict[str, Any]:
@@ -329,10 +342,11 @@ def serialize(cell: Cell) -> dict[str, Any]:
     if isinstance(cell, LowRank):
         return {"low_rank": serialize(cell.full), "matmuls": cell.matmuls, "bias": cell.bias}
     plain = Cell(cell.function, cell.gates, cell.states, cell.params, cell.static, cell.bias, {})
-    namesake: Any = getattr(cells, cell.name, None)
-    built_in = isinstance(namesake, Cell) and namesake.function is cell.function
-    name = _BUILT_IN + cell.name if built_in else keras.saving.get_registered_name(plain)
-    return {"name": name, "given": dict(cell.given)}
+    for prefix, module in _BUILT_IN.items():
+        namesake = getattr(module, cell.name, None)
+        if isinstance(namesake, Cell) and namesake.function is cell.function:
+            return {"name": prefix + cell.name, "given": dict(cell.given)}
+    return {"name": keras.saving.get_registered_name(plain), "given": dict(cell.given)}
 
 
 def deserialize(config: Any) -> Cell:
@@ -347,8 +361,10 @@ def deserialize(config: Any) -> Cell:
         full = deserialize(config["low_rank"])
         return low_rank(full, config["matmuls"], bias=config["bias"])
     name = config["name"]
-    if name.startswith(_BUILT_IN):
-        cell = getattr(cells, name.removeprefix(_BUILT_IN), None)
+    for prefix, module in _BUILT_IN.items():
+        if name.startswith(prefix):
+            cell = getattr(module, name.removeprefix(prefix), None)
+            break
     else:
         cell = keras.saving.get_registered_object(name)
     if not isinstance(cell, Cell):

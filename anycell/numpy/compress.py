@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +13,13 @@ from anycell.numpy.base import Array
 from anycell.numpy.dense import Dense
 from anycell.numpy.layers import RNN
 from anycell.numpy.optim import Adam
+
+KINDS = RNN
+
+
+def opened(layer: Any) -> Any:
+    """What has its cell, and says how many layers and directions there are."""
+    return layer
 
 
 def sizes(layer: Any) -> dict[str, int]:
@@ -37,13 +44,15 @@ def weights(layer: Any) -> list[dict[str, Array]]:
     return [layer._learned(k) for k in range(layer.num_layers)]
 
 
-def linear(readout: Dense) -> Any:
-    """What has its ``weight [out, in]``."""
-    return _Weight(readout.parameters["weight"])
+def readers(readouts: Sequence[Dense]) -> list[Array]:
+    """Their weights ``[out, in]``."""
+    return [readout.parameters["weight"] for readout in readouts]
 
 
-class _Weight(NamedTuple):
-    weight: Array
+def square(weight: Array) -> Array:
+    """Of every number."""
+    squares: Array = weight * weight
+    return squares
 
 
 def norms(squares: Sequence[Array]) -> Array:

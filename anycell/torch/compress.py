@@ -12,7 +12,15 @@ from torch.nn.utils import parametrize
 
 from anycell.lang.cell import Cell
 from anycell.torch.composite import Arrays
+from anycell.torch.dropin import GRU, LSTM
 from anycell.torch.rnn import RNN
+
+KINDS = (RNN, LSTM, GRU)
+
+
+def opened(layer: Any) -> Any:
+    """What has its cell, and says how many layers and directions there are."""
+    return layer
 
 
 def sizes(layer: Any) -> dict[str, int]:
@@ -44,9 +52,14 @@ def weights(layer: Any) -> list[Arrays]:
     return arrays
 
 
-def linear(readout: nn.Linear) -> nn.Linear:
-    """What has its ``weight [out, in]``."""
-    return readout
+def readers(readouts: Sequence[nn.Linear]) -> list[Tensor]:
+    """Their weights ``[out, in]``."""
+    return [readout.weight for readout in readouts]
+
+
+def square(weight: Tensor) -> Tensor:
+    """Of every number."""
+    return weight * weight
 
 
 def norms(squares: Sequence[Tensor]) -> Tensor:

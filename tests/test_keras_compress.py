@@ -1,0 +1,256 @@
+"""``anycell.compress`` on layers of Keras: what is Keras's of it, see also ``test_compress.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+keras = pytest.importorskip("keras")
+
+from keras_layers import BACKEND, number  # noqa: E402
+from test_compress import COUNT, Blocks  # noqa: E402
+from tolerances import assert_close  # noqa: E402
+
+import anycell.keras as ak  # noqa: E402
+from anycell import cells, compress  # noqa: E402
+
+# TensorFlow's arrays under NumPy 2, when Keras reads them
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+LAYERS: dict[str, Callable[..., Any]] = {
+    "LSTM": lambda **k: ak.LSTM(COUNT, **k),
+    "GRU": lambda **k: ak.GRU(COUNT, **k),
+    "GRU, reset before": lambda **k: ak.GRU(COUNT, reset_after=False, use_bias=False, **k),
+    "SimpleRNN": lambda **k: ak.SimpleRNN(COUNT, **k),
+    "both directions": lambda **k: keras.layers.Bidirectional(ak.GRU(COUNT, **k)),
+    "LSTMP": lambda **k: ak.RNN(cells.LSTMP, COUNT, P=8, **k),
+    "PeepholeLSTM": lambda **k: ak.RNN(cells.PeepholeLSTM, COUNT, **k),
+    "sLSTM": lambda **k: ak.RNN(cells.sLSTM(heads=2), COUNT, **k),
+    "Blocks": lambda **k: ak.RNN(Blocks, COUNT, P=8, **k),
+}
+SIZES = [(name, "H") for name in LAYERS] + [("LSTMP", "P"), ("Blocks", "P")]
+
+
+def made(name: str, **options: Any) -> tuple[Any, Any, np.ndarray]:
+    """A layer, a readout, and their input."""
+    layer = LAYERS[name](return_sequences=True, **options)
+    x = np.random.default_rng(0).normal(size=(4, 5, 3)).astype("float32")
+    width = layer(x).shape[-1]
+    head = keras.layers.Dense(2)
+    head.build((None, None, width))
+    return layer, head, x
+
+
+def restored(layer: Any, x: np.ndarray) -> Any:
+    """A layer of its config."""
+    with keras.saving.custom_object_scope({"Blocks": Blocks}):
+        again = type(layer).from_config(layer.get_config())
+    again.build(x.shape)
+    return again
+
+
+def chosen(layer: Any, size: str) -> np.ndarray:
+    """Every second unit, in other directions the others."""
+    model = compress._Model(layer, [], size)
+    return np.stack([np.arange(d % 2, model.count, 2) for d in range(model.directions)])
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES)
+@pytest.mark.sample(5)
+def test_units_that_nothing_reads(name: str, size: str) -> None:
+    """Without them the readout says what it said, and the layer is one of that size."""
+    layer, head, x = made(name)
+    model, kept = compress._Model(layer, [head], size), chosen(layer, size)
+    for weight, index in model.taken(kept):
+        if len(weight.shape) > 1:  # what reads the other units is 0
+            *heads, rows, columns = index if len(weight.shape) == 3 else (*index,)
+            rows = np.arange(weight.shape[-2])
+            rows = rows[None, :, None] if heads else rows[:, None]
+            reads = np.zeros(weight.variable.shape, "float32")
+            reads[weight.place((*heads, rows, columns))] = 1.0
+            weight.variable.assign(weight.variable * reads)
+    before = number(head(layer(x)))
+    paths, variables = [v.path for v in layer.variables], list(layer.variables)
+    stayed = compress.shrink(layer, kept, readouts=[head], size=size)
+    assert np.array_equal(stayed, kept)
+    assert_close(number(head(layer(x))), before, "float32", "forward")
+    assert [v.path for v in layer.variables] == paths
+    assert all(a is b for a, b in zip(layer.variables, variables, strict=True))
+    again = restored(layer, x)
+    assert [tuple(v.shape) for v in again.variables] == [tuple(v.shape) for v in variables]
+    again.set_weights(layer.get_weights())
+    assert np.array_equal(number(again(x)), number(layer(x)))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.sample(3)
+def test_norms(name: str) -> None:
+    """The squares of all that belongs to a unit, with a slope that training can use."""
+    layer, head, _ = made(name)
+    model = compress._Model(layer, [head], "H")
+    norms = number(compress.unit_norms(layer, readouts=[head]))
+    assert norms.shape == (model.directions, COUNT)
+    for d in range(model.directions):
+        for unit in range(COUNT):
+            total = 0.0
+            others = np.delete(np.arange(COUNT), unit)
+            if model.split > 1:  # one unit of each part goes, or none
+                continue
+            kept = np.tile(others, (model.directions, 1))
+            kept[1 - d :: 2] = np.arange(COUNT - 1)  # of the other direction any
+            for weight, index in model.taken(kept):
+                inside = any(weight.variable is v.variable for v in model.learned(0, d).values())
+                if len(weight.shape) > 1 and (inside or weight.variable is head.kernel):
+                    values = np.array(keras.ops.convert_to_numpy(weight.value), np.float64)
+                    if weight.variable is head.kernel:
+                        width = COUNT if model.columns else 0
+                        total += (values[:, d * width + unit] ** 2).sum() if width else 0.0
+                    else:
+                        total += (values**2).sum() - (values[index] ** 2).sum()
+            assert_close(norms[d, unit], np.sqrt(total), "float32", "forward")
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="a tape of TensorFlow's")
+def test_norms_have_a_gradient() -> None:
+    import tensorflow as tf
+
+    layer, head, _ = made("LSTM")
+    layer.cell.kernel.assign(keras.ops.zeros_like(layer.cell.kernel))
+    layer.cell.recurrent_kernel.assign(keras.ops.zeros_like(layer.cell.recurrent_kernel))
+    head.kernel.assign(keras.ops.zeros_like(head.kernel))
+    with tf.GradientTape() as tape:
+        norms = compress.unit_norms(layer, readouts=[head])
+        total = tf.reduce_sum(norms)
+    assert not norms.numpy().any()
+    grads = tape.gradient(total, [layer.cell.kernel.value, head.kernel.value])
+    assert all(np.array_equal(grad, np.zeros(grad.shape)) for grad in grads)
+
+
+def compiled(optimizer: Any = "adam", **options: Any) -> tuple[Any, np.ndarray, np.ndarray]:
+    """A trained model of two layers and a readout."""
+    keras.utils.set_random_seed(0)
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(32, 6, 3)), rng.normal(size=(32, 2))
+    model = keras.Sequential(
+        [
+            keras.Input((6, 3)),
+            ak.LSTM(COUNT, return_sequences=True),
+            ak.RNN(cells.PeepholeLSTM, COUNT),
+            keras.layers.Dense(2),
+        ]
+    )
+    model.compile(optimizer, "mse", **options)
+    model.fit(x, y, epochs=1, batch_size=16, verbose=0)
+    return model, x, y
+
+
+@pytest.mark.parametrize("optimizer", ["ema", "adam", "sgd", "rmsprop", "lion"])
+@pytest.mark.sample(1)
+def test_training_goes_on(optimizer: str, tmp_path: Path) -> None:
+    """With the moments of what is left, in a compiled model, which then is saved and loaded."""
+    kind: Any = optimizer
+    if optimizer == "sgd":
+        kind = keras.optimizers.SGD(0.01, momentum=0.9)
+    elif optimizer == "ema":
+        kind = keras.optimizers.Adam(use_ema=True, gradient_accumulation_steps=2)
+        if BACKEND == "jax":
+            pytest.skip("Keras's second fit with use_ema fails on JAX")
+    model, x, y = compiled(kind)
+    first, second, head = model.layers
+    before = {id(v): number(v) for v in model.optimizer.variables}
+    kept = compress.shrink(first, 0.5, readouts=[second], optimizer=model.optimizer)
+    assert first.units == 8 and second.cell.kernel.shape == (8, 4 * COUNT)
+    compress.shrink(second, 8, readouts=[head], optimizer=model.optimizer)
+    columns = (kept + COUNT * np.arange(4)[:, None]).reshape(-1)
+    for slots in vars(model.optimizer).values():
+        if isinstance(slots, list) and len(slots) == len(model.trainable_variables):
+            for slot, variable in zip(slots, model.trainable_variables, strict=True):
+                assert slot.shape == variable.shape
+            if slots is not model.optimizer._trainable_variables:
+                assert np.array_equal(number(slots[0]), before[id(slots[0])][:, columns])
+    assert model.predict(x, verbose=0).shape == (32, 2)
+    losses = model.fit(x, y, epochs=10, batch_size=16, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+    assert tuple(first.cell.recurrent_kernel.shape) == (8, 32)
+    path = tmp_path / "model.keras"
+    model.save(path)
+    loaded = keras.models.load_model(path)
+    assert loaded.layers[0].units == 8
+    assert np.array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
+    loaded.fit(x, y, epochs=1, verbose=0)
+
+
+def test_stateful_layers_start_anew() -> None:
+    layer = ak.RNN(cells.LSTMP, COUNT, P=8, stateful=True)
+    x = np.ones((4, 5, 3), "float32")
+    layer(x)
+    compress.shrink(layer, 4, size="P", multiple=4)
+    assert [tuple(s.shape) for s in layer.states] == [(4, 4), (4, COUNT)]
+    assert not any(number(s).any() for s in layer.states)
+    fresh = number(layer(x))
+    layer.reset_state()
+    assert np.array_equal(number(layer(x)), fresh)
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "both directions", "sLSTM", "LSTMP", "Blocks"])
+def test_full_rank_changes_nothing(name: str) -> None:
+    layer, _, x = made(name)
+    matmuls = ["mix"] if name == "Blocks" else None
+    whole = compress.factorize(layer, 8 if name == "LSTMP" else COUNT, matmuls=matmuls)
+    assert_close(number(whole(x)), number(layer(x)), "float32", "forward")
+    small = compress.factorize(layer, 4)
+    assert small.count_params() < whole.count_params()
+    again = restored(small, x)
+    again.set_weights(small.get_weights())
+    assert np.array_equal(number(again(x)), number(small(x)))
+
+
+def test_what_a_factorized_layer_was_told_stays() -> None:
+    layer = ak.LSTM(
+        COUNT, return_sequences=True, go_backwards=True, dropout=0.1, recurrent_dropout=0.2, seed=3,
+        kernel_regularizer="l2", name="memory",
+    )  # fmt: skip
+    layer(np.zeros((2, 5, 3), "float32"))
+    config = compress.factorize(layer, 4).get_config()
+    for name, value in layer.get_config().items():
+        if name in config:
+            assert config[name] == value, name
+    assert config["dropout"] == 0.1 and config["go_backwards"] and config["name"] == "memory"
+
+
+def test_refusals() -> None:
+    layer, head, _ = made("LSTM")
+    for wrong, message in (
+        (keras.layers.LSTM(4), "layer: given LSTM; expected a layer of anycell.torch"),
+        (ak.LSTM(4), "which has no weights yet. Call it first"),
+        (keras.layers.Bidirectional(ak.LSTM(4), merge_mode="sum"), "merge_mode='sum'; expected"),
+        (keras.layers.Bidirectional(keras.layers.LSTM(4)), "a layer of Keras"),
+        (ak.LSTM(4, activation=lambda v: v * v), "is not in the cell language"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            compress.shrink(wrong, 2)
+    with pytest.raises(TypeError, match=r"readouts: .* expected layers that are built, .*\[16, "):
+        compress.shrink(layer, 8, readouts=[keras.layers.Dense(2)])
+    with pytest.raises(TypeError, match="readouts: given a layer"):
+        compress.shrink(layer, 8, readouts=head)
+    with pytest.raises(ValueError, match="two places"):
+        compress.shrink(layer, 8, readouts=[tied(layer)])
+    model, _, _ = compiled("adafactor")
+    shapes = [tuple(v.shape) for v in model.variables]
+    with pytest.raises(ValueError, match="optimizer: given Adafactor, whose state"):
+        compress.shrink(model.layers[0], 8, optimizer=model.optimizer)
+    other, _, _ = compiled()
+    with pytest.raises(ValueError, match="optimizer: given Adam of none of the parameters"):
+        compress.shrink(model.layers[0], 8, optimizer=other.optimizer)
+    assert [tuple(v.shape) for v in model.variables] == shapes
+
+
+def tied(layer: Any) -> Any:
+    """A readout that has a layer's own variable for its kernel."""
+    head = keras.layers.Dense(4 * COUNT)
+    head.build((None, None, COUNT))
+    vars(head)["_kernel"] = layer.cell.recurrent_kernel
+    return head
