@@ -16,6 +16,7 @@ from test_compress import COUNT, Blocks  # noqa: E402
 from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
+import anycell.numpy as an  # noqa: E402
 from anycell import cells, compress  # noqa: E402
 
 # TensorFlow's arrays under NumPy 2, when Keras reads them
@@ -219,6 +220,161 @@ def test_what_a_factorized_layer_was_told_stays() -> None:
         if name in config:
             assert config[name] == value, name
     assert config["dropout"] == 0.1 and config["go_backwards"] and config["name"] == "memory"
+
+
+# -- weights of 8 bits -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.sample(4)
+def test_quantized_layers(name: str, tmp_path: Path) -> None:
+    """They are about what they were, know it, and are saved and loaded."""
+    layer, _, x = made(name)
+    model = keras.Sequential([keras.Input(x.shape[1:]), layer])
+    with keras.saving.custom_object_scope({"Blocks": Blocks}):
+        small = compress.quantize(model, data=[x, x])
+        inner = small.layers[0]
+        assert_close(number(small(x)), number(layer(x)), "int8", "forward")
+        parts = [part for part in small._flatten_layers() if isinstance(part, ak.Quantized)]
+        assert len(parts) == 1 + (name == "both directions")
+        for part in parts:
+            assert 0 < part.error < 0.02 and f"error {part.error:.1e}" in repr(part)
+            assert part.cell.kernel.dtype == "int8" and not small.trainable_variables
+            if BACKEND != "jax":
+                assert part.engine.name == "cpu" and "fused kernel" in part.engine.reason
+        path = tmp_path / "model.keras"
+        small.save(path)
+        loaded = keras.models.load_model(path)
+        assert np.array_equal(number(loaded(x)), number(small(x)))
+        again = restored(inner, x)
+        again.set_weights(inner.get_weights())
+        assert np.array_equal(number(again(x)), number(inner(x)))
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="there it runs step by step")
+@pytest.mark.parametrize("reverse", [False, True])
+def test_quantized_layers_have_the_bits_of_every_other_frontend(reverse: bool) -> None:
+    """With a mask, states, and in a graph."""
+    rng = np.random.default_rng(0)
+    layer = ak.LSTM(24, return_sequences=True, return_state=True, go_backwards=reverse)
+    x, mask = rng.normal(size=(3, 7, 5)).astype("float32"), rng.random((3, 7)) < 0.8
+    mask[:, 0] = mask[:, -1] = True
+    states = [rng.normal(size=(3, 24)).astype("float32") for _ in range(2)]
+    layer.build(x.shape)
+    theirs = an.RNN(ak.cells.LSTM, 5, 24)
+    kernel, recurrent, bias = layer.get_weights()
+    theirs.set_parameters(
+        {"weight_ih_l0": kernel.T, "weight_hh_l0": recurrent.T, "bias_ih_l0": bias,
+         "bias_hh_l0": 0 * bias}
+    )  # fmt: skip
+    order = slice(None, None, -1 if reverse else 1)
+    right, final = compress.quantize(theirs).forward(
+        x.swapaxes(0, 1)[order], [s[None] for s in states], mask=mask.T[order],
+        masked_output="repeat",
+    )  # fmt: skip
+    small = compress.quantize(layer)
+    call = lambda x: small(x, initial_state=states, mask=mask)  # noqa: E731
+    for run in (call, *([tf_function(call)] if BACKEND == "tensorflow" else [])):
+        outputs, *ends = run(keras.ops.convert_to_tensor(x))
+        assert np.array_equal(number(outputs), right.swapaxes(0, 1))
+        for end, state in zip(ends, final, strict=True):
+            assert np.array_equal(number(end), state[0])
+
+
+def tf_function(call: Callable[..., Any]) -> Callable[..., Any]:
+    import tensorflow as tf
+
+    run: Callable[..., Any] = tf.function(call, autograph=False)
+    return run
+
+
+def real(small: Any, layer: Any) -> Any:
+    """A layer of float32 with the weights that the integers stand for."""
+    cell, copied = small.cell, type(layer).from_config(layer.get_config())
+    copied.build((None, None, cell.kernel.shape[0]))
+    for name in ("kernel", "recurrent_kernel"):
+        scales = number(cell._scales[f"scales weight_{'hh' if name[0] == 'r' else 'ih'}"])
+        getattr(copied.cell, name).assign(number(getattr(cell, name)) * scales)
+    copied.cell.bias.assign(cell.bias)
+    return copied
+
+
+def test_real_weights_where_integers_do_not_do() -> None:
+    """In single steps, in training, and for gradients."""
+    layer = ak.LSTM(16)
+    x = np.random.default_rng(0).normal(size=(3, 6, 5)).astype("float32")
+    layer(x)
+    small = compress.quantize(layer)
+    same = real(small, layer)
+    right = number(same(x))
+    assert_close(number(keras.layers.RNN(small.cell)(x)), right, "float32", "forward")
+    with ak.step_by_step():
+        assert_close(number(small(x)), right, "float32", "forward")
+    assert_close(number(small(x)), right, "int8", "forward")
+    if BACKEND != "tensorflow":
+        return
+    import tensorflow as tf
+
+    assert_close(number(small(x, training=True)), right, "float32", "forward")
+    given, grads = tf.constant(x), []
+    for each in (small, same):
+        with tf.GradientTape() as tape:
+            tape.watch(given)
+            total = tf.reduce_sum(each(given) ** 2)
+        grads.append(number(tape.gradient(total, given)))
+    assert_close(*grads, "float32", "gradient")
+
+    @tf.function
+    def late(x: Any) -> Any:
+        return tf.gradients(tf.reduce_sum(small(x)), x)
+
+    with pytest.raises(NotImplementedError, match="gradients: asked for outside of a tape"):
+        late(given)
+
+
+def test_models_of_models() -> None:
+    """What is not quantized is copied; masks arrive, and layers stay as they were."""
+    words, x = keras.Input((None,)), np.random.default_rng(0).integers(0, 9, (4, 6))
+    embedded = keras.layers.Embedding(9, 8, mask_zero=True)(words)
+    both = keras.layers.Bidirectional(ak.LSTM(16, name="memory"))(embedded)
+    given = keras.Input((None, 32))
+    inner = keras.Model(given, keras.layers.Dropout(0.5)(ak.GRU(16)(given)))
+    model = keras.Model(words, keras.layers.Dense(3)(inner(keras.layers.RepeatVector(4)(both))))
+    model.compile("adam", "mse")
+    model.fit(x, np.zeros((4, 3)), verbose=0)
+    before = model.get_weights()
+    small = compress.quantize(model, data=[(x,)])
+    assert_close(number(small(x)), number(model(x)), "int8", "forward", axes=())
+    kinds = [found.kind for found in ak.recurrent_layers(small)]
+    assert kinds == ["Quantized of anycell"] * 3
+    for old, new in zip(before, model.get_weights(), strict=True):
+        assert np.array_equal(old, new)
+    assert not any("inner_loop" in vars(part) for part in model._flatten_layers())
+    assert not any("get_config" in vars(part) for part in model._flatten_layers())
+    assert number(small.layers[1].embeddings).tobytes() == before[0].tobytes()
+
+
+def test_what_is_not_quantized() -> None:
+    layer = ak.LSTM(4)
+    layer(np.zeros((1, 2, 3), "float32"))
+    narrow = ak.LSTM(4, dtype="mixed_float16")
+    narrow(np.zeros((1, 2, 3), "float32"))
+    small = compress.quantize(layer)
+    for wrong, kind, message in (
+        (small, TypeError, "model: given Quantized without a float32 layer of anycell.keras"),
+        (keras.Sequential([keras.layers.Dense(2)]), TypeError, "given Sequential without"),
+        (keras.layers.LSTM(4), TypeError, "given LSTM without a float32 layer of anycell.keras"),
+        (ak.LSTM(4), ValueError, "has no weights yet"),
+        (narrow, ValueError, "of mixed_float16; expected float32"),
+    ):
+        with pytest.raises(kind, match=message):
+            compress.quantize(wrong)
+    layer.cell.kernel.assign(np.full(layer.cell.kernel.shape, np.inf))
+    with pytest.raises(ValueError, match="infinities or NaN"):
+        compress.quantize(layer)
+
+
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def test_refusals() -> None:

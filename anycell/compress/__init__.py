@@ -216,7 +216,7 @@ def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) ->
             )
     cell.check_sizes(sizes)
     learned = {}
-    for k, arrays in enumerate(adapter.weights(layer)):
+    for k, arrays in enumerate(adapter.learned(layer)):
         arrays = dict(arrays)
         for l in layer.cell.linears:
             for end in ENDS[: 1 + layer.bidirectional] if l.name in cell.matmuls else ():

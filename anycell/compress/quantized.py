@@ -15,13 +15,15 @@ def quantize(model: Any, *, data: Iterable[Any] | None = None) -> Any:
     """The same model with weights of 8 bits in its recurrent layers, for inference on the CPU.
 
     Args:
-        model: a layer of ``anycell.torch`` (``RNN``, ``LSTM``, ``GRU``) or ``anycell.numpy``, or a
-            ``torch.nn.Module`` that has such layers. It stays as it is.
+        model: a layer of ``anycell.torch`` (``RNN``, ``LSTM``, ``GRU``), ``anycell.keras`` or
+            ``anycell.numpy``, or a ``torch.nn.Module`` or ``keras.Model`` that has such layers. It
+            stays as it is.
         data: inputs on which to measure the error: each a batch, or a tuple of arguments. Wrap a
             loader in a progress bar to see one.
 
     Returns:
-        a ``Quantized`` layer, or a copy of the module with such layers in the place of its own.
+        a ``Quantized`` layer, or a copy of the model with such layers in the place of its own (of a
+        ``keras.Model`` by its config, not compiled).
         Their ``error`` is that of the output over ``data``, by each layer's own input:
         ``norm(quantized - float) / norm(float)``; None without data.
 
@@ -36,15 +38,14 @@ def quantize(model: Any, *, data: Iterable[Any] | None = None) -> Any:
         >>> small.arrays["weight_hh_l0"].dtype, small.error < 0.02
         (dtype('int8'), True)
     """
-    for framework in ("torch", "numpy"):
-        loaded = sys.modules.get(f"anycell.{framework}")
-        if loaded is not None:
+    for framework in ("keras", "torch", "numpy"):  # layers of Keras may be modules of torch
+        if f"anycell.{framework}" in sys.modules:
             adapter = importlib.import_module(f"anycell.{framework}.quantized")
             if isinstance(model, adapter.KINDS):
                 return adapter.quantize(model, data)
     raise TypeError(
-        f"model: given {type(model).__name__}; expected a layer of anycell.torch or anycell.numpy, "
-        "or a torch.nn.Module with layers of anycell.torch."
+        f"model: given {type(model).__name__}; expected a layer of anycell.torch, anycell.keras "
+        "or anycell.numpy, or a torch.nn.Module or keras.Model with such layers."
     )
 
 

@@ -4,6 +4,7 @@
   arguments, weights, results and errors.
 - ``RNN(cell, units)`` and ``RNNCell(cell, units)`` run any cell, yours included; every cell of
   ``anycell.cells`` is a layer of its name besides, ``PeepholeLSTM(units, cell_clip=3.0)``.
+- ``Quantized`` layers have weights of 8 bits; ``anycell.compress.quantize`` makes them.
 - ``Feedback(layer, readout)`` feeds a readout back to its layer: scheduled sampling, forecasts.
 - ``accelerate(model)`` turns Keras's layers inside a model into these; ``recurrent_layers(model)``
   says what runs each of its layers.
@@ -29,6 +30,7 @@ from anycell.keras.layers import (
     SimpleRNNCell,
 )
 from anycell.keras.named import LAYERS
+from anycell.keras.quantized import Quantized
 from anycell.keras.rule import step_by_step
 
 globals().update(LAYERS)
@@ -40,6 +42,7 @@ __all__ = [
     "Feedback",
     "GRUCell",
     "LSTMCell",
+    "Quantized",
     "RNNCell",
     "SimpleRNN",
     "SimpleRNNCell",

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from keras import ops
+
 from anycell.lang.cell import Cell
+from anycell.plan import scales_of
 
 Tensor = Any  # of the backend
 
@@ -47,10 +50,13 @@ class Call:
 #     x                  [T, B, I], or the projected gates [T, B, G*H] where there is no kernel
 #     kernel             [I, G*H], and recurrent_kernel [H, G*H]: as Keras lays them out
 #     all others         as ``anycell.layer.signature`` names and shapes them, for one direction;
-#                        but states [B, size], and mask and resets are bool
+#                        but states [B, size], and mask and resets are bool; weights of 8 bits
+#                        are int8, and their scales float32
 #     seed               [2] integers, as ``keras.random.SeedGenerator`` draws them
 Arrays = Mapping[str, Tensor]
 INTEGERS = "mask", "resets", "seed"  # of dtypes of their own
+# What Keras lays out the other way round, and its name below the frontends.
+KERNELS = {"kernel": "weight_ih", "recurrent_kernel": "weight_hh"}
 
 
 def check(call: Call, arrays: Arrays) -> None:
@@ -76,6 +82,24 @@ def check(call: Call, arrays: Arrays) -> None:
     for name in ("mask", "resets"):
         if name in arrays:
             _expect(name, arrays[name].shape[::-1], (rows, steps), "rows, steps")
+
+
+def quantized(arrays: Arrays) -> bool:
+    """Whether the weights are integers with scales."""
+    return scales_of("weight_ih") in arrays
+
+
+def dequantized(arrays: Arrays) -> Arrays:
+    """The same with the real weights that the integers stand for."""
+    real = {}
+    for name, tensor in arrays.items():
+        scales = arrays.get(scales_of(KERNELS.get(name, name)))
+        if scales is not None:
+            scales = ops.expand_dims(scales, 0 if name in KERNELS else -1)
+            tensor = ops.cast(tensor, scales.dtype) * scales
+        if not name.startswith(scales_of("")):
+            real[name] = tensor
+    return real
 
 
 def named_states(cell: Cell, states: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -199,15 +199,14 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         arrays = {"x": x, "kernel": self.kernel, "recurrent_kernel": self.recurrent_kernel}
         arrays |= {"bias_ih": bias, "bias_hh": recurrent_bias, **self._further}
         arrays |= named_states(self.cell, states)
-        cast = {
-            name: ops.cast(ops.convert_to_tensor(array), self.compute_dtype)
-            for name, array in arrays.items()
-            if array is not None
-        }
+        cast = {name: self._read(array) for name, array in arrays.items() if array is not None}
         for l in self.cell.linears:
             if not l.recurrent:
                 cast[l.weight] = ops.swapaxes(cast[l.weight], -1, -2)
         return cast | {name: array for name, array in more.items() if array is not None}
+
+    def _read(self, array: Any) -> Tensor:
+        return ops.cast(ops.convert_to_tensor(array), self.compute_dtype)
 
     def call(self, inputs: Tensor, states: Any, training: bool = False) -> tuple[Tensor, Any]:
         """Output ``[B, size]`` and new states from inputs ``[B, I]`` and the states before."""

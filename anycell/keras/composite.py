@@ -14,14 +14,18 @@ from keras import ops
 from keras.src import backend  # the loop of keras.layers.RNN has no public name
 
 from anycell.engines import reference
-from anycell.keras.call import INTEGERS, Arrays, Call, Result, Tensor
+from anycell.keras.call import INTEGERS, Arrays, Call, Result, Tensor, dequantized, quantized
 from anycell.lang.cell import RECURRENT
 from anycell.lang.expr import Expr
 from anycell.plan import DTYPES
 
 
 def composite(call: Call, arrays: Arrays) -> Result:
-    """Runs a layer step by step; of 16 bits in float32, between arrays that have them."""
+    """Runs a layer step by step; of 16 bits in float32, between arrays that have them, and with the
+    real weights that those of 8 bits stand for.
+    """
+    if quantized(arrays):
+        arrays = dequantized(arrays)
     narrow = backend.standardize_dtype(arrays["x"].dtype)
     if DTYPES.get(narrow, DTYPES["float32"]).mixed:
         wide = DTYPES[narrow].math.name

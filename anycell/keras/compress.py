@@ -15,7 +15,7 @@ from keras import ops
 from anycell.keras.accelerate import trace_anew
 from anycell.keras.call import Tensor
 from anycell.keras.cell import RNNCell
-from anycell.keras.layers import RNN, Fused
+from anycell.keras.layers import RNN, DropIn, Fused
 from anycell.lang.cell import Cell
 from anycell.layer import ENDS
 
@@ -194,6 +194,17 @@ def weights(layer: Opened) -> list[dict[str, Weight]]:
     return [arrays]
 
 
+def learned(layer: Opened) -> list[dict[str, Any]]:
+    """The same, and what a GRU with the reset before the matmul has within another variable."""
+    (arrays,) = weights(layer)
+    parts: dict[str, Any] = {}
+    for part, end in zip(layer.parts, ENDS, strict=False):
+        if isinstance(part, DropIn) and part.cell.recurrent_kernel is not None:
+            further = part._further(ops.convert_to_tensor(part.cell.recurrent_kernel))
+            parts |= {name + end: matrix for name, matrix in further.items()}
+    return [arrays | parts]
+
+
 def readers(readouts: Sequence[Any]) -> list[Weight]:
     """Their weights ``[out, in]``."""
     return [Weight(kernel) for readout in readouts for kernel in _kernels(readout)]
@@ -325,9 +336,9 @@ def resize(layer: Opened, size: str, count: int) -> None:
 
 def like(layer: Opened, cell: Cell, sizes: Mapping[str, int], learned: Mapping[str, Any]) -> Any:
     """A layer of another cell with those sizes and weights; all else is the layer's."""
-    made = new = _like(layer.parts[0], cell, sizes)
+    new, *back = (RNN(cell, **told(part, cell, sizes)) for part in layer.parts)
     if layer.bidirectional:  # which makes copies of what it is given
-        new = keras.layers.Bidirectional(made, backward_layer=_like(layer.parts[1], cell, sizes))
+        new = keras.layers.Bidirectional(new, backward_layer=back[0])
     new.build((None, None, layer.parts[0].cell.kernel.shape[0]))
     parts = (new.forward_layer, new.backward_layer) if layer.bidirectional else (new,)
     for made, end in zip(parts, ENDS, strict=False):
@@ -338,13 +349,8 @@ def like(layer: Opened, cell: Cell, sizes: Mapping[str, int], learned: Mapping[s
     return new
 
 
-def _like(part: Any, cell: Cell, sizes: Mapping[str, int]) -> RNN:
-    """A layer of that cell which is told what the given one was told."""
-    config = part.get_config()
-    known = RNN(cell, **_all(sizes)).get_config().keys()
-    told = {name: value for name, value in config.items() if name in known and name != "cell"}
-    return RNN(cell, **{**told, **_all(sizes)})
-
-
-def _all(sizes: Mapping[str, int]) -> dict[str, int]:
-    return {"units" if name == "H" else name: size for name, size in sizes.items()}
+def told(part: Any, cell: Cell, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """What a layer was told, for an ``RNN`` of another cell."""
+    of_cell = {"units" if name == "H" else name: size for name, size in sizes.items()}
+    known = RNN(cell, **of_cell).get_config().keys() - {"cell"}
+    return {n: v for n, v in part.get_config().items() if n in known} | of_cell

@@ -58,4 +58,4 @@ class MixedAlignedHost(MixedNumpyHost, AlignedHost):
 
 def host_of(types: Dtype, threads: int) -> AlignedHost:
     """The host of arrays of a dtype, whose matmuls take so many threads at most."""
-    return MixedAlignedHost(types, threads) if types.mixed else AlignedHost(types.name)
+    return MixedAlignedHost(types, threads) if types.mixed else AlignedHost(types.storage.name)

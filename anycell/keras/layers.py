@@ -56,17 +56,17 @@ _KINDS = {
     keras.layers.GRUCell: Kind(cells.GRU, keras.layers.GRU),
     keras.layers.SimpleRNNCell: Kind(cells.SimpleRNN, keras.layers.SimpleRNN),
 }
-_CALLS = {kind: kind.call for kind in (*_KINDS, RNNCell)}  # before anyone could replace them
+CALLS = {kind: kind.call for kind in (*_KINDS, RNNCell)}  # before anyone could replace them
 _WRAPPED = {"build", "quantize"}  # by Keras, in every layer
 
 
 def changed(cell: Any) -> str | None:
     """Why a step of ``cell`` is not what one of Keras's or ours does, if it is not."""
     kind = type(cell)
-    if kind not in _CALLS:
+    if kind not in CALLS:
         return f"the cell is of class {kind.__name__}, whose step only Keras's loop can run"
     replaced = {n for n in vars(cell) if callable(getattr(kind, n, None))} - _WRAPPED
-    if kind.call is not _CALLS[kind]:
+    if kind.call is not CALLS[kind]:
         replaced.add("call")
     if replaced:
         return f"{', '.join(sorted(replaced))} of the {kind.__name__} has been replaced"
@@ -461,7 +461,7 @@ class SimpleRNNCell(keras.layers.SimpleRNNCell):
 
 
 for _ours in (LSTMCell, GRUCell, SimpleRNNCell):
-    _KINDS[_ours], _CALLS[_ours] = _KINDS[_ours.__base__], _ours.call
+    _KINDS[_ours], CALLS[_ours] = _KINDS[_ours.__base__], _ours.call
 _PLAIN = (keras.layers.SimpleRNNCell, SimpleRNNCell)
 
 
@@ -522,6 +522,7 @@ class RNN(Fused, keras.layers.RNN):
     """
 
     _drop_in = False
+    _cell_class = RNNCell
 
     def __init__(self, cell: Cell, units: int, **kwargs: Any) -> None:
         # A config is JSON, which knows no integers of NumPy's.
@@ -530,7 +531,8 @@ class RNN(Fused, keras.layers.RNN):
         of_both = {k: kwargs.pop(k) for k in _OF_BOTH if k in kwargs}
         if isinstance(cell, Cell):
             self._refuse_unknown(cell, kwargs)
-        super().__init__(RNNCell(cell, units, **kwargs, **of_both), **of_layer, **of_both)
+        inner = self._cell_class(cell, units, **kwargs, **of_both)
+        super().__init__(inner, **of_layer, **of_both)
         self.input_spec = keras.InputSpec(ndim=3)
 
     def _refuse_unknown(self, cell: Cell, given: Mapping[str, Any]) -> None:

@@ -8,7 +8,8 @@ TensorFlow does, and passes memory in both directions without a copy where it be
 line; ours always does. What the backward pass reads are outputs of that operation, so that loops,
 replicas and pruning treat it like any other tensor.
 
-In 16 bits the operation is the whole layer, because TensorFlow's matmuls round their sums.
+In 16 bits the operation is the whole layer, because TensorFlow's matmuls round their sums, and with
+weights of 8 bits, because it does not multiply them.
 
 TensorFlow keeps callbacks and registered gradients for ever. So there is one callback and one
 gradient for each direction, for all layers. They look up what to do for an operation by a number
@@ -37,7 +38,17 @@ from tensorflow.python.saved_model import save_context
 
 from anycell import layer
 from anycell.engines import cpu
-from anycell.keras.call import Arrays, Call, Result, Tensor, check, number
+from anycell.keras.call import (
+    KERNELS,
+    Arrays,
+    Call,
+    Result,
+    Tensor,
+    check,
+    dequantized,
+    number,
+    quantized,
+)
 from anycell.keras.composite import composite
 from anycell.keras.host import LINE, AlignedHost, host_of
 from anycell.keras.rule import asked, planned
@@ -88,25 +99,29 @@ def recur(call: Call, arrays: Arrays) -> Result:
 @tf.autograph.experimental.do_not_convert
 def run(call: Call, arrays: Arrays) -> Result:
     """Runs a layer on the fused kernels, differentiable as often as wanted."""
-    arrays = _tensors(arrays)
+    arrays, integers = _tensors(arrays), quantized(arrays)
+    if integers and (call.training or record.could_possibly_record()):
+        arrays, integers = dequantized(arrays), False
     x, mask, kernel = arrays["x"], arrays.get("mask"), arrays.get("kernel")
     if kernel is not None and x.shape[-1] is None:
         x = tf.ensure_shape(x, [None, None, kernel.shape[0]])
     if _carries_tangents(tf.nest.flatten(arrays)):  # a gradient of ours knows no forward mode
         return composite(_unlooped(call, x), arrays)
-    if x.shape[0] == 1 and not tf.executing_eagerly() and not (call.training and call.cell.keeps):
+    draws = call.training and call.cell.keeps
+    if x.shape[0] == 1 and not (integers or draws or tf.executing_eagerly()):
         # Nothing to fuse over time, and less to do than to call a kernel takes.
         return composite(call, arrays)
     cell = layer.stepped(call.cell, arrays.get("recurrent_mask"))
-    chosen = plan(cell, call.hidden_size, x.dtype.name, "cpu", dict(call.sizes))
-    mixed = chosen.types.mixed
-    if mask is not None and not mixed:  # NaN under a mask must not reach a gradient
+    dtype = "int8" if integers else x.dtype.name
+    chosen = plan(cell, call.hidden_size, dtype, "cpu", dict(call.sizes))
+    whole = chosen.types.mixed or integers
+    if mask is not None and not whole:  # NaN under a mask must not reach a gradient
         kept = tf.where(tf.expand_dims(mask, -1), x, tf.zeros((), x.dtype))
         if not (x.shape + mask.shape).is_fully_defined():  # one step or row must not become many
             kept = tf.reshape(kept, tf.shape(x))
         x = kept
     projects = kernel is not None
-    if projects and not mixed and not layer.projects(chosen, _count(x), x.shape.as_list()[-1]):
+    if projects and not whole and not layer.projects(chosen, _count(x), x.shape.as_list()[-1]):
         gates = tf.matmul(_rows(x), kernel)
         x, projects = tf.reshape(gates, [*_sizes(x, 2), gates.shape[-1]]), False
     parts = {n: t for n, t in arrays.items() if n not in _FLAGS and (projects or n != "kernel")}
@@ -115,7 +130,7 @@ def run(call: Call, arrays: Arrays) -> Result:
     # Whether anyone will ask for a gradient is not known; without a tape in sight it is unlikely,
     # and the backward pass then runs the forward pass again.
     keep = call.training or record.could_possibly_record()
-    recurrence = (_Layer if mixed else _Recurrence)(
+    recurrence = (_Layer if whole else _Recurrence)(
         call,
         chosen,
         parts=tuple(parts),
@@ -487,7 +502,7 @@ class _Recurrence:
 
     @property
     def _kind(self) -> Any:
-        return tf.as_dtype(self.plan.dtype)
+        return tf.as_dtype(self.plan.types.storage.name)
 
     def _run(
         self, compute: Callable[..., list[Array]], tensors: Sequence[Tensor], kinds: Sequence[Any]
@@ -546,7 +561,7 @@ class _Recurrence:
         call, arrays = self.call, dict(zip(self.parts, flat, strict=True))
         arrays |= dict(zip(self.flags, flags, strict=True))
         check(call, arrays)  # of sizes that no graph knows
-        for theirs, ours in _TURNED.items():
+        for theirs, ours in KERNELS.items():
             if theirs in arrays:
                 arrays[ours] = arrays.pop(theirs).T
         seed = arrays.pop("seed", None)
@@ -574,22 +589,23 @@ class _Layer(_Recurrence):
         kept: Sequence[Tensor],
     ) -> list[Tensor]:
         """The gradient of each of ``flat``."""
+        if self.plan.types.quantized:
+            raise NotImplementedError(
+                "gradients: asked for outside of a tape, of a layer with weights of 8 bits. Call "
+                "it within a GradientTape, where it runs with the real weights."
+            )
         kept = kept or replace(self, keep=True).forward(flat, flags)[2]
         tensors = [*flat, *flags, *arriving, *kept]
         grads = self._run(self._backward, tensors, [self._kind] * len(flat))
         for i, (name, like) in enumerate(zip(self.parts, flat, strict=True)):
-            if name in _TURNED:
+            if name in KERNELS:
                 grads[i] = tf.transpose(grads[i])
             grads[i].set_shape(like.shape)
         return grads
 
     def _backward(self, *tensors: Array) -> list[Array]:
         grads = layer.backward(self._host, self.plan, *self._arriving(tensors))
-        return [_gradient_of(_TURNED.get(name, name), grads) for name in self.parts]
-
-
-# Keras's names for what it has transposed.
-_TURNED = {"kernel": "weight_ih", "recurrent_kernel": "weight_hh"}
+        return [_gradient_of(KERNELS.get(name, name), grads) for name in self.parts]
 
 
 def _gradient_of(name: str, gradients: dict[str, Array]) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from anycell.keras.call import Arrays, Call, Result, number
+from anycell.keras.call import KERNELS, Arrays, Call, Result, number
 from anycell.layer import Options
 from anycell.torch import composite as steps
 from anycell.torch import functional
@@ -13,7 +13,7 @@ from anycell.torch import functional
 def run(call: Call, arrays: Arrays) -> Result:
     """Runs a layer as ``anycell.torch`` does, on the fused kernels or step by step."""
     tensors = dict(arrays)
-    for theirs, ours in (("kernel", "weight_ih"), ("recurrent_kernel", "weight_hh")):
+    for theirs, ours in KERNELS.items():
         if theirs in tensors:
             tensors[ours] = tensors.pop(theirs).T
     seed = tensors.pop("seed", None)

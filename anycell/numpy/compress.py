@@ -44,6 +44,9 @@ def weights(layer: Any) -> list[dict[str, Array]]:
     return [layer._learned(k) for k in range(layer.num_layers)]
 
 
+learned = weights
+
+
 def readers(readouts: Sequence[Dense]) -> list[Array]:
     """Their weights ``[out, in]``."""
     return [readout.parameters["weight"] for readout in readouts]

@@ -52,6 +52,9 @@ def weights(layer: Any) -> list[Arrays]:
     return arrays
 
 
+learned = weights
+
+
 def readers(readouts: Sequence[nn.Linear]) -> list[Tensor]:
     """Their weights ``[out, in]``."""
     return [readout.weight for readout in readouts]

@@ -1,0 +1,196 @@
+"""Layers with weights of 8 bits; ``anycell.compress.quantize`` makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from anycell.keras import compress
+from anycell.keras.call import Arrays, Tensor
+from anycell.keras.cell import RNNCell
+from anycell.keras.layers import CALLS, RNN, Fused
+from anycell.keras.rule import Facts
+from anycell.layer.rounding import Error, described
+from anycell.numpy.quantized import rounded
+from anycell.plan import scales_of
+
+KINDS = keras.layers.Layer
+_HERE = "anycell.keras.quantized"  # in a config, the place of a layer that is to be replaced
+
+
+@keras.saving.register_keras_serializable("anycell")
+class QuantizedCell(RNNCell):
+    """The weights of a ``Quantized`` layer, and one step of it, which computes in float32 with the
+    weights that the integers stand for.
+    """
+
+    def build(self, input_shape: Sequence[int | None]) -> None:
+        """Creates the weights, all 0, for inputs ``[B, input_shape[-1]]``."""
+        self._scales: dict[str, Any] = {}  # by the names of ``Arrays``
+        super().build(input_shape)
+
+    def _weight(self, name: str, shape: Any, role: str, initializer: Any = None) -> Any:
+        if role not in ("kernel", "recurrent"):
+            return self.add_weight(shape=shape, name=name, initializer="zeros", trainable=False)
+        places = {"kernel": "weight_ih", "recurrent_kernel": "weight_hh"}
+        place = places.get(name, f"weight_{name.removesuffix('_kernel')}")
+        self._scales[scales_of(place)] = self.add_weight(
+            shape=(*shape[:-2], shape[-1]), name=f"{name}_scales", initializer="zeros",
+            trainable=False,
+        )  # fmt: skip
+        return self.add_weight(
+            shape=shape, name=name, initializer="zeros", dtype="int8", trainable=False
+        )
+
+    def _read(self, array: Any) -> Tensor:
+        tensor = ops.convert_to_tensor(array)
+        integers = keras.backend.standardize_dtype(tensor.dtype) == "int8"
+        return tensor if integers else ops.cast(tensor, self.compute_dtype)
+
+    def gather(self, x: Tensor, states: Sequence[Tensor], **more: Any) -> Arrays:
+        """The tensors of a run, integers and scales among them."""
+        scales = {name: ops.convert_to_tensor(s) for name, s in self._scales.items()}
+        return {**super().gather(x, states, **more), **scales}
+
+
+CALLS[QuantizedCell] = QuantizedCell.call
+
+
+@keras.saving.register_keras_serializable("anycell")
+class Quantized(RNN):
+    """A layer whose weights have 8 bits, for inference on the CPU: calls and files as of ``RNN``.
+
+    Weights: each kernel as int8, its scales ``{name}_scales`` with a number for each of its
+    outputs, and all others as they were, in float32. Nothing is trained. Under a tape, in training
+    and wherever the layer runs step by step it computes in float32 with the real weights that the
+    integers stand for.
+
+    Attributes:
+        error: relative, of the output over the data that ``quantize`` was given; None without.
+    """
+
+    _cell_class = QuantizedCell
+    error: float | None = None
+
+    def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
+        return replace(super()._facts(training, gpu, traced), dtype="int8")
+
+    def __repr__(self) -> str:
+        arrays = {v.path.split("/")[-1]: np.empty(v.shape, v.dtype) for v in self.cell.weights}
+        return f"<Quantized name={self.name}, {described(arrays, self.error)}>"
+
+
+def quantize(model: Any, data: Iterable[Any] | None) -> Any:
+    """See ``anycell.compress.quantize``."""
+    single = isinstance(model, Fused)
+    layers = [
+        layer
+        for layer in model._flatten_layers()
+        if isinstance(layer, Fused)
+        and not isinstance(layer, Quantized)
+        and (single or not isinstance(layer._step(), str))
+    ]
+    if not layers:
+        raise TypeError(
+            f"model: given {type(model).__name__} without a float32 layer of anycell.keras; "
+            "expected LSTM, GRU, SimpleRNN or RNN in it. anycell.keras.accelerate turns those of "
+            "Keras into ours."
+        )
+    small = [_quantized(layer) for layer in layers]
+    if data is not None:
+        _measure(model, layers, small, data)
+    return small[0] if single else _with(model, layers, small)
+
+
+def _quantized(layer: Any) -> Quantized:
+    opened = compress.opened(layer)
+    for variable in layer.cell.weights:
+        if variable.dtype != "float32" or layer.cell.compute_dtype != "float32":
+            raise ValueError(
+                f"model: given {layer.name} of {layer.dtype_policy.name}; expected float32, from "
+                "which weights are rounded. Copy its weights to a layer of that dtype."
+            )
+    told = compress.told(layer, opened.cell, compress.sizes(opened))
+    new = Quantized(opened.cell, **told)
+    new.build((None, None, layer.cell.kernel.shape[0]))
+    arrays, scales = compress.learned(opened)[0], new.cell._scales
+    for name, weight in compress.weights(compress.Opened((new,), opened.cell))[0].items():
+        # Keras has one bias where both are only added: the other one is 0.
+        values: Any = compress.numbers(arrays.get(name, np.zeros(weight.shape))).astype(np.float32)
+        if scales_of(name) in scales:
+            values, numbers = rounded(values)
+            scales[scales_of(name)].assign(numbers)
+        weight.assign(values)
+    return new
+
+
+def _measure(model: Any, layers: list[Any], small: list[Quantized], data: Iterable[Any]) -> None:
+    """Runs the model, and each quantized layer on what its own layer is given."""
+
+    def comparing(layer: Any, quantized: Quantized, error: Error) -> Any:
+        def inner_loop(*args: Any, **options: Any) -> Any:
+            results = type(layer).inner_loop(layer, *args, **options)
+            both = quantized.inner_loop(*args, **options), results
+            error.add(*(ops.convert_to_numpy(outputs).astype(np.float64) for _, outputs, _ in both))
+            return results
+
+        return inner_loop
+
+    errors = [Error() for _ in layers]
+    try:
+        for layer, quantized, error in zip(layers, small, errors, strict=True):
+            vars(layer)["inner_loop"] = comparing(layer, quantized, error)
+        for batch in data:
+            model(*(batch if isinstance(batch, tuple) else (batch,)), training=False)
+    finally:
+        for layer in layers:
+            del vars(layer)["inner_loop"]
+    for quantized, error in zip(small, errors, strict=True):
+        quantized.error = error.relative
+
+
+def _with(model: Any, layers: list[Any], small: list[Quantized]) -> Any:
+    """A copy of the model, by its config, with quantized layers in the place of others."""
+    try:
+        for number, layer in enumerate(layers):
+            config = layer.get_config()
+            vars(layer)["get_config"] = lambda c=config, n=number: {**c, _HERE: n}
+        config = keras.saving.serialize_keras_object(model)
+    finally:
+        for layer in layers:
+            vars(layer).pop("get_config", None)
+    config = _replaced(config, [keras.saving.serialize_keras_object(layer) for layer in small])
+    config.pop("compile_config", None)
+    new = keras.saving.deserialize_keras_object(config, safe_mode=False)
+    new.build_from_config(model.get_build_config() or {})
+    instead: dict[int, Any] = {}
+    for layer, quantized in zip(layers, small, strict=True):
+        instead |= {id(layer): quantized, id(layer.cell): quantized.cell}
+    for old, made in zip(model._flatten_layers(), new._flatten_layers(), strict=True):
+        source = instead.get(id(old), old)
+        if isinstance(made, Quantized):
+            made.error = source.error
+        pairs = [(source._trainable_variables, made._trainable_variables)]
+        pairs += [(source._non_trainable_variables, made._non_trainable_variables)]
+        for theirs, ours in pairs:
+            for value, variable in zip(theirs, ours, strict=True):
+                variable.assign(value)
+    return new
+
+
+def _replaced(config: Any, small: list[Any]) -> Any:
+    """A config with those of quantized layers in their places."""
+    if isinstance(config, list):
+        return [_replaced(item, small) for item in config]
+    if not isinstance(config, dict):
+        return config
+    inner = config.get("config")
+    if isinstance(inner, dict) and _HERE in inner:
+        # A functional model's config says beside a layer's own how it is connected.
+        return {**config, **small[inner[_HERE]]}
+    return {key: _replaced(value, small) for key, value in config.items()}
