@@ -24,10 +24,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from anycell.engines.cpu import jit
+from anycell.engines.cpu import jit, tiles
 from anycell.engines.cpu.door import LINE, Entries, align, print_gang
 from anycell.engines.cpu.geometry import ROW_HEADER, Geometry
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant, element_bits
@@ -83,6 +83,9 @@ class Gemm:
         # That of a wide matmul with one result per unit.
         geometry = Geometry(1 << 16, INNER, 1, self.lanes, target.registers)
         self.vectors, self.rows = geometry.columns, geometry.block_rows(geometry.columns)
+        self.tiled = tiles.multiplies(target, self.operands.llvm)
+        if self.tiled:
+            self.rows = tiles.ROWS
         self.width = self.vectors * self.lanes
         # Of a thread: a block of copied rows, whose copying writes whole vectors of them, and
         # results that are not whole vectors.
@@ -100,8 +103,13 @@ class Gemm:
             print_quantizing(self.module)
         elif self.narrow:
             self.copy = "widen_block"
+            if self.tiled:
+                tiles.print_narrowing(self.module)
             print_pack_block(self.module, self.operands.llvm, name=self.copy)
         for vectors in range(1, self.vectors + 1):
+            if self.tiled:
+                self._tiles(vectors)
+                continue
             for rows in range(1, self.rows + 1):
                 self._register_block(rows, vectors)
         self._merge()
@@ -146,6 +154,38 @@ class Gemm:
         for row, result in zip(sums, results, strict=True):
             for n, total in enumerate(row):
                 b.store(b.load(total), b.gep(result, n * b.lanes))
+
+    def _tiles(self, vectors: int) -> None:
+        """The same for up to 16 rows, by matrix tiles."""
+        params = [("ptr noalias", "panel"), ("ptr noalias", "a"), ("i64", "a_rows")]
+        params += [("ptr noalias", "c"), ("i64", "c_rows"), ("i64", "rows"), ("i64", "count")]
+        params += [("i64", "add")]
+        b = self.module.function(f"tiles{vectors}", params, internal=True, inline=False)
+        panel, a, a_rows, c, c_rows, rows, count, add = b.args
+
+        def take(row: Value, totals: Sequence[Value]) -> None:
+            into = b.gep(c, b.mul(row, c_rows))
+            sums = totals
+            if self.quantized:
+                sums = [b.alloca(b.vec) for _ in totals]
+                for n, (total, sum_) in enumerate(zip(totals, sums, strict=True)):
+                    offset = b.load(b.gep(panel, self.width + n * b.lanes), b.ivec)
+                    b.store(b.add(b.load(total, b.ivec), offset), total)
+                    b.store(constant(0.0, b.vec), sum_)
+                scales = [b.load(b.gep(panel, n * b.lanes)) for n in range(vectors)]
+                add_scaled(b, [sums], [totals], [b.gep(a, b.mul(row, a_rows))], scales)
+            with b.when(b.icmp("ne", add, 0)):
+                for n, total in enumerate(sums):
+                    b.store(b.fadd(b.load(b.gep(into, n * b.lanes)), b.load(total)), total)
+            for n, total in enumerate(sums):
+                b.store(b.load(total), b.gep(into, n * b.lanes))
+
+        weights = b.gep(panel, self.header * self.width)
+        tiles.multiply(
+            b, self.operands.llvm, (a, b.mul(a_rows, self.size)),
+            (weights, constant(self.width * self.size, "i64")),
+            (constant(0, "i64"), count), vectors, rows, take,
+        )  # fmt: skip
 
     def _merge(self) -> None:
         """Writes or adds rows of results that are not whole vectors to C."""
@@ -192,21 +232,24 @@ class Gemm:
             of_rows = b.gep(rows_ahead, b.mul(b.sub(block, most), LINE), "i8")
             ahead = b.select(early, of_panel, of_rows)
             step = b.select(early, constant(LINE, "i64"), rows_apart)
-            with b.when(whole) as otherwise:
+            call = [panel, at, a_rows, into, c_rows]
+            into_tile = [panel, at, a_rows, tile, constant(self.width, "i64")]
+            zero = constant(0, "i64")
+
+            def multiply(vectors: int, where: list[Value], adds: Value) -> None:
+                if self.tiled:
+                    b.call(f"tiles{vectors}", *where, left, count, adds)
+                    return
                 for n in range(1, self.rows + 1):
                     with b.when(b.icmp("eq", left, n)):
-                        name = f"block{self.vectors}_x{n}"
-                        b.call(name, panel, at, a_rows, into, c_rows, count, add, ahead, step)
+                        b.call(f"block{vectors}_x{n}", *where, count, adds, ahead, step)
+
+            with b.when(whole) as otherwise:
+                multiply(self.vectors, call, add)
             with otherwise:
-                apart, zero = constant(self.width, "i64"), constant(0, "i64")
                 for m in range(1, self.vectors + 1):
                     with b.when(b.icmp("eq", vectors, m)):
-                        for n in range(1, self.rows + 1):
-                            with b.when(b.icmp("eq", left, n)):
-                                name = f"block{m}_x{n}"
-                                b.call(
-                                    name, panel, at, a_rows, tile, apart, count, zero, ahead, step
-                                )
+                        multiply(m, into_tile, zero)
                 b.call("merge", tile, into, c_rows, left, columns, add)
 
     # ---- what threads take -----------------------------------------------------------------------
@@ -283,6 +326,8 @@ class Gemm:
         packed = b.mul(b.mul(panels, blocks), self.packed_rows * self.width * self.size)
         space = b.gep(b.gep(scratch, HEADER, "i8"), b.add(packed, b.mul(part, self.own)), "i8")
         tile = b.gep(space, self.copied, "i8")
+        if self.tiled:
+            tiles.configure(b)
         a_rows, a_inner, c_rows = call["a_rows"], call["a_inner"], call["c_rows"]
         with b.repeat() as again:
             number = self._next(b, scratch)
@@ -317,6 +362,8 @@ class Gemm:
                             b.mul(a_inner, self.left.bytes),
                         )  # fmt: skip
             again(more)
+        if self.tiled:
+            tiles.release(b)
 
     def _rows(
         self, b: Builder, call: Entries, source: Value, space: Value, height: Value, count: Value
@@ -332,12 +379,16 @@ class Gemm:
                 start = b.gep(source, b.mul(r, a_rows), number)
                 b.call("quantize", start, header, b.gep(header, ROW_HEADER), count)
             return b.gep(space, ROW_HEADER), row
-        with b.when(constant(1, "i1") if self.narrow else b.icmp("ne", a_inner, 1)) as otherwise:
+        copied = constant(1, "i1")
+        with b.when(copied if self.narrow else b.icmp("ne", a_inner, 1)) as otherwise:
             # Lanes are numbers of the sum: those of a row come to lie side by side.
             with b.loop(0, count, self.lanes) as n:
                 start = b.gep(source, b.mul(n, a_inner), number)
                 left, to = b.sub(count, n), b.gep(space, n)
                 b.call(self.copy, start, a_inner, a_rows, left, height, to, row)
+            if self.tiled:
+                with b.loop(0, height) as r:
+                    b.call("narrow_row", b.gep(space, b.mul(r, row)), count)
             b.store(space, where)
             b.store(row, apart)
         with otherwise:

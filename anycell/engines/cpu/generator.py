@@ -39,6 +39,7 @@ from anycell.engines.cpu.geometry import (
     Matmul,
     matmuls,
     projecting,
+    whole,
 )
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant, integer_of, vector
 from anycell.engines.cpu.matmul import (
@@ -49,6 +50,7 @@ from anycell.engines.cpu.matmul import (
     print_staging,
     whole_rows,
 )
+from anycell.engines.cpu.tiles import ROWS, configure, multiplies, release
 from anycell.lang.expr import Expr, is_const, topological
 from anycell.lang.ops import is_reduction
 from anycell.plan import FREE, MATMULS, Plan, gradient_roots, passes, size_of
@@ -192,7 +194,16 @@ class Generator:
         """Bytes per thread, where the caller multiplies the input."""
         addresses, fixed = self.workspace_lines
         staged = sum(m.staged_row for m in self.matmuls if m.staged) * self.size
-        return align(batch * 8) * addresses + fixed + staged * (PANEL if self.row_wise else batch)
+        rows = PANEL if self.row_wise else whole(batch, self._multiple)
+        return align(batch * 8) * addresses + fixed + staged * rows
+
+    @property
+    def _multiple(self) -> int:
+        """Of which the number of staged rows is one: matrix tiles read whole ones."""
+        return ROWS if self.target.tiles else 1
+
+    def _tall(self, b: Builder, batch: Value) -> Value:
+        return b.and_(b.add(batch, self._multiple - 1), -self._multiple)
 
     def print_workspace(self, b: Builder, batch: Value, inputs: Value | None) -> Value:
         """Bytes per thread; ``inputs`` of the input that the kernel multiplies, if it can."""
@@ -201,7 +212,7 @@ class Generator:
         total = b.add(b.mul(each, addresses), fixed)
         staged = [m.staged_row * self.size for m in self.matmuls if m.staged]
         if staged:
-            rows = constant(PANEL, "i64") if self.row_wise else batch
+            rows = constant(PANEL, "i64") if self.row_wise else self._tall(b, batch)
             size = constant(sum(staged), "i64")
             if inputs is not None:
                 size = b.add(size, b.mul(self._staged_input(b, inputs), self.size))
@@ -245,7 +256,10 @@ class Generator:
         if types.quantized:
             print_quantizing(self.module)
         else:
-            self.staging = {name: print_staging(self.module, name) for name in sorted(staged)}
+            self.staging = {
+                name: print_staging(self.module, name, types.operands.llvm)
+                for name in sorted(staged)
+            }
         self._sequence()
         self._entry()
         print_packing(
@@ -314,6 +328,9 @@ class Generator:
             # A last round hands on what arrives through the first step's matmuls and resets, if
             # the caller does not multiply himself.
             steps = b.add(steps, b.zext(self._given("weights0"), "i64") if self.matmuls else 1)
+        tiled = any(m.geometry.tiled for m in self.matmuls)
+        if tiled:
+            configure(b)
         with b.loop(0, steps) as t:
             self.t = t
             count = self._take_rows(span0, span1)
@@ -342,6 +359,8 @@ class Generator:
                     with b.when(b.icmp("sgt", turn, SPINS)):
                         b.call(arg["yield_to"], returns="i32")
                     again(b.icmp("slt", b.atomic_load(arg["barrier"]), wanted))
+        if tiled:
+            release(b)
 
     def _widen(self, b: Builder) -> None:
         b.lanes = self.target.lanes(self.real) * self.width
@@ -483,13 +502,19 @@ class Generator:
         b, (count, fixed) = self.b, self.workspace_lines
         staged = any(m.staged for m in self.matmuls)
         at = b.gep(space, b.add(b.mul(addresses, count), fixed), "i8") if staged else space
-        rows = constant(PANEL, "i64") if self.row_wise else self.arg["batch"]
+        rows = constant(PANEL, "i64") if self.row_wise else self._tall(b, self.arg["batch"])
         self.staged: dict[int, Value] = {}
         for m in self.matmuls:
             if m.staged:
                 self.staged[m.number] = at
                 at = b.gep(at, b.mul(rows, m.staged_row))
         self.staged_input = at
+
+    @property
+    def _staged_type(self) -> str:
+        """LLVM's type of the numbers of a staged row, but for integers."""
+        operands = self.plan.types.operands.llvm
+        return operands if multiplies(self.target, operands) else self.real
 
     def _operand_type(self, m: Matmul) -> str:
         """LLVM's type of the numbers that a matmul's operand has in memory."""
@@ -518,7 +543,7 @@ class Generator:
                 start = b.add(b.mul(head, m.numbers), n * all_heads)
                 into = b.add(b.mul(head, g.inner), n * m.stretch)
                 source = b.gep(address, start, number)
-                b.call(self.staging[number], source, b.gep(to, into), numbers)
+                b.call(self.staging[number], source, b.gep(to, into, self._staged_type), numbers)
         return to
 
     def _stage_input(self, address: Value, place: Value) -> Value:

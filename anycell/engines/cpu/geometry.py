@@ -6,6 +6,7 @@ import functools
 import itertools
 from dataclasses import dataclass
 
+from anycell.engines.cpu import tiles
 from anycell.engines.cpu.ir import Target
 from anycell.lang.cell import RECURRENT, Cell, Linear
 from anycell.plan import Plan
@@ -36,6 +37,7 @@ class Geometry:
     registers: int
     packs: int = 1  # numbers of the sum whose weights share a lane: two of 16 bits, four of 8
     header: int = 1  # rows of a packed tile before the weights: biases, of integers more
+    tiled: bool = False  # whether matrix tiles multiply
 
     @property
     def quantized(self) -> bool:
@@ -121,7 +123,9 @@ class Geometry:
             return self.inner
         rows = L1_WEIGHTS // (max(self.columns, 1) * self.lanes * itemsize)
         blocks = max(1, round(self.inner / rows))
-        return whole(-(-self.inner // blocks), self.packs)
+        return whole(
+            -(-self.inner // blocks), tiles.ROWS * self.packs if self.tiled else self.packs
+        )
 
 
 @dataclass(frozen=True)
@@ -217,7 +221,10 @@ def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
         parts = len(l.outputs) if backward else 1
         length = parts * whole(inner // (l.heads * parts), packs)
         header = 1 + (OFFSETS if packs == QUANTIZED else BIASES)
-        g = Geometry(units // l.heads, length, outputs, lanes, target.registers, packs, header)
+        tiled = tiles.multiplies(target, plan.types.operands.llvm)
+        g = Geometry(
+            units // l.heads, length, outputs, lanes, target.registers, packs, header, tiled
+        )
         state = None
         if l.operand.op == "state":
             state = plan.cell.state_names.index(l.operand.attrs[0])

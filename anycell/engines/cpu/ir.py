@@ -49,6 +49,7 @@ class Target:
     fma: bool
     half: bool = False  # whether it converts float16
     dot: bool = False  # whether it adds up products of 8 bits
+    tiles: str = ""  # "amx" if it has those of ``tiles``, "emulated" if vectors stand in for them
     x86: bool = X86
 
     def lanes(self, real: str) -> int:

@@ -14,6 +14,7 @@ trusted, since virtual machines hide features that the name promises: only what 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import platform
@@ -36,6 +37,10 @@ if X86:
     TARGETS["avx2"] = Target("avx2", bits=256, registers=16, fma=True, half=True)
     TARGETS["avx512"] = Target("avx512", bits=512, registers=32, fma=True, half=True)
     TARGETS["avx512vnni"] = dataclasses.replace(TARGETS["avx512"], name="avx512vnni", dot=True)
+    for _name, _tiles in (("amx", "amx"), ("amx-emulated", "emulated")):
+        TARGETS[_name] = dataclasses.replace(TARGETS["avx512vnni"], name=_name, tiles=_tiles)
+# Not yet run on a machine that has it, and the emulation that tests run: only for those who ask.
+ASKED_FOR = ("amx", "amx-emulated")
 
 
 class Machine(NamedTuple):
@@ -54,6 +59,7 @@ _V3 = [
 ]
 _V4 = [*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]
 _VNNI = [*_V4, "avx512vnni"]  # and products of 8 bits
+_AMX = [*_VNNI, "amx-tile", "amx-int8", "amx-bf16"]
 
 
 def _machine(cpu: str, needs: list[str], *more: str) -> Machine:
@@ -64,7 +70,9 @@ _MACHINES = {"generic": _machine("x86-64" if X86 else "generic", ["neon"] if ARM
 if X86:
     _MACHINES["avx2"] = _machine("x86-64-v3", _V3)
     # LLVM splits 512-bit vectors in two on the older cores unless it is told not to.
-    for _name, _needs in (("avx512", _V4), ("avx512vnni", _VNNI)):
+    for _name, _needs in (
+        ("avx512", _V4), ("avx512vnni", _VNNI), ("amx", _AMX), ("amx-emulated", _VNNI)
+    ):  # fmt: skip
         _MACHINES[_name] = _machine("x86-64-v4", _needs, "-prefer-256-bit")
 
 
@@ -75,17 +83,33 @@ def machine(target: Target) -> Machine:
 
 @lru_cache(maxsize=1)
 def available() -> tuple[str, ...]:
-    """The names that this host can run, narrowest first."""
+    """The names that this host can run, narrowest first, without those of ``ASKED_FOR``."""
     if not X86:
         return ("generic",)
-    has = _features()
-    return tuple(name for name in TARGETS if name == "generic" or _MACHINES[name].needs <= has)
+    return tuple(name for name in TARGETS if name not in ASKED_FOR and _runs(name))
+
+
+def _runs(name: str) -> bool:
+    return name == "generic" or _MACHINES[name].needs <= _features()
+
+
+_SYSCALL, _ASK, _TILE_DATA = 158, 0x1023, 18  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
+
+
+@lru_cache(maxsize=1)
+def permitted() -> bool:
+    """Whether Linux lets this process, and those that it forks, use tiles; asks for it."""
+    try:
+        return ctypes.CDLL(None).syscall(_SYSCALL, _ASK, _TILE_DATA) == 0
+    except (OSError, AttributeError):  # not Linux
+        return False
 
 
 # Where Linux and LLVM call a feature by different names.
 _LINUX = {
     **{"sahf": "lahf_lm", "sse3": "pni", "sse4.1": "sse4_1", "sse4.2": "sse4_2"},
     **{"bmi": "bmi1", "lzcnt": "abm", "avx512vnni": "avx512_vnni"},
+    **{name: name.replace("-", "_") for name in ("amx-tile", "amx-int8", "amx-bf16")},
 }
 
 
@@ -96,7 +120,7 @@ def _features() -> set[str]:
         for line in file:
             if line.startswith("flags"):
                 flags = set(line.split())
-                return {name for name in _VNNI if _LINUX.get(name, name) in flags}
+                return {name for name in _AMX if _LINUX.get(name, name) in flags}
     import llvmlite.binding as llvm
 
     try:
@@ -111,7 +135,10 @@ def current() -> Target:
     variable is read once; `force` changes it later.
     """
     name = os.environ.get(ENV) or available()[-1]
-    if name not in available():
+    asked_for = name in TARGETS and name in ASKED_FOR and _runs(name)
+    if name == "amx" and asked_for and not permitted():
+        raise ValueError(f"{ENV}={name!r}: Linux does not let this process use tiles. Unset it.")
+    if name not in available() and not asked_for:
         fault = "this host cannot run it" if name in TARGETS else "there is no such instruction set"
         raise ValueError(f"{ENV}={name!r}: {fault}; available here: {', '.join(available())}")
     return TARGETS[name]

@@ -24,6 +24,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from anycell.engines.cpu import tiles
 from anycell.engines.cpu.geometry import (
     BIASES,
     OFFSETS,
@@ -79,6 +80,10 @@ class Blocks:
     def print(self, module: Module) -> None:
         """Adds the functions that ``call`` calls."""
         for places in dict.fromkeys(map(_relative, self.groups)):
+            if self.matmul.geometry.tiled:
+                self._tiles(module, places)
+                self._row_tiles(module, places)
+                continue
             for rows in range(1, self.matmul.geometry.block_rows(len(places)) + 1):
                 self._register_block(module, places, rows)
             self._row_blocks(module, places)
@@ -137,6 +142,61 @@ class Blocks:
         for r in range(rows):
             for c in range(columns):
                 b.store(b.load(sums[r][c]), result(r, c), align=whole)
+
+    def _tiles(self, module: Module, places: Places) -> None:
+        """Up to 16 rows, which are staged and so lie evenly, by matrix tiles."""
+        m, g, columns = self.matmul, self.matmul.geometry, len(places)
+        params = [*OPERANDS, ("i64", "count"), *BOUNDS]
+        b = module.function(self._name("tiles", places), params, internal=True, inline=False)
+        weights, pointers, acc, count, k0, k1, fresh, shift = b.args
+        width, full = g.columns * b.lanes, b.lanes * self.itemsize
+        whole = full if m.linear.heads == 1 or g.units % b.lanes == 0 else self.itemsize
+        first, second = (
+            b.load(b.gep(pointers, n, "i64"), "i64") for n in (0, b.smin(b.sub(count, 1), 1))
+        )
+        start = b.gep(b.load(pointers, "ptr"), b.mul(shift, 4 // g.packs), "i8")
+
+        def header(what: int, c: int, type: str | None = None) -> Value:
+            return b.load(b.gep(weights, what * width + c * b.lanes), type, align=full)
+
+        def take(row: Value, totals: Sequence[Value]) -> None:
+            into = b.gep(acc, b.mul(row, self.row))
+            results = [b.gep(into, place * b.lanes) for place in places]
+            sums = [b.alloca(b.vec) for _ in places]
+            with b.when(b.icmp("ne", fresh, 0)) as otherwise:
+                for c, total in enumerate(sums):
+                    b.store(header(BIASES, c), total)
+            with otherwise:
+                for result, total in zip(results, sums, strict=True):
+                    b.store(b.load(result, align=whole), total)
+            if g.quantized:
+                for c, total in enumerate(totals):
+                    integers = b.add(b.load(total, b.ivec), header(OFFSETS, c, b.ivec))
+                    b.store(integers, total)
+                address = b.load(b.gep(pointers, row, "i64"), "ptr")
+                scales = [header(SCALES, c) for c in range(columns)]
+                add_scaled(b, [sums], [totals], [address], scales)
+            else:
+                for total, added in zip(sums, totals, strict=True):
+                    b.store(b.fadd(b.load(total), b.load(added)), total)
+            for result, total in zip(results, sums, strict=True):
+                b.store(b.load(total), result, align=whole)
+
+        tiles.multiply(
+            b, self.number, (start, b.sub(second, first)),
+            (b.gep(weights, g.header * width), constant(width * self.itemsize, "i64")),
+            (k0, k1), columns, count, take,
+        )  # fmt: skip
+
+    def _row_tiles(self, module: Module, places: Places) -> None:
+        """Cuts ``count`` rows into tiles."""
+        params = [*OPERANDS, ("i64", "count"), *BOUNDS]
+        b = module.function(self._name("rows", places), params, internal=True, inline=False)
+        weights, pointers, acc, count, *bounds = b.args
+        with b.loop(0, count, tiles.ROWS) as first:
+            here, into = b.gep(pointers, first, "i64"), b.gep(acc, b.mul(first, self.row))
+            rows = b.smin(b.sub(count, first), tiles.ROWS)
+            b.call(self._name("tiles", places), weights, here, into, rows, *bounds)
 
     def _row_blocks(self, module: Module, places: Places) -> None:
         """Cuts ``count`` rows into register blocks as equal as can be."""
@@ -494,7 +554,7 @@ def _pack_together(b: Builder, number: str, packs: int) -> None:
 
     def store(group: Value, row: Value) -> None:
         at = b.gep(packed, b.mul(row, width))
-        if packs == QUANTIZED:
+        if packs == QUANTIZED or tiles.multiplies(b.target, number):
             b.store(group, at)
             return
         b.store(b.trunc(group, "i16"), at)
@@ -522,9 +582,9 @@ def _pack_together(b: Builder, number: str, packs: int) -> None:
             store(group, b.add(b.sdiv(k, packs), i))
 
 
-def print_staging(module: Module, number: str) -> str:
-    """Adds a function that writes numbers of a row as matmuls read them, widened and followed by
-    zeros up to whole vectors; gives its name.
+def print_staging(module: Module, number: str, operands: str) -> str:
+    """Adds a function that writes numbers of a row as matmuls read them, widened (or narrowed, for
+    tiles) and followed by zeros up to whole vectors; gives its name.
     """
     name = f"stage_{number}"
     params = [("ptr", "source"), ("ptr", "to"), ("i64", "count")]
@@ -532,7 +592,11 @@ def print_staging(module: Module, number: str) -> str:
     source, to, count = b.args
     with b.loop(0, count, b.lanes) as i:
         mask = b.lane_mask(b.sub(count, i))
-        b.store(masked_numbers(b, b.gep(source, i, number), mask, number), b.gep(to, i))
+        value = masked_numbers(b, b.gep(source, i, number), mask, number)
+        if operands == "bfloat" and tiles.multiplies(b.target, operands):
+            b.store(b.narrow(value, operands), b.gep(to, i, "i16"))
+        else:
+            b.store(value, b.gep(to, i))
     return name
 
 

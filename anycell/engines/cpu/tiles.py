@@ -1,0 +1,184 @@
+"""Matrix tiles: registers of 16 rows of 64 bytes, of which AMX multiplies two at once.
+
+    sums[r, c] += left[r, k] * right[k, c]        16 rows r, 16 columns c, 32 or 64 numbers k
+
+Sums are of 32 bits. The left tile has rows of bfloat16, or of unsigned bytes; the right one has the
+weights of 16 columns as ``matmul`` packs them, two of bfloat16 or four signed bytes a lane.
+
+Between ``configure`` and ``release`` a thread owns its tiles. Linux must have permitted the process
+to use them, which ``isa`` asks for. A target whose tiles are "emulated" computes the same with
+vectors, for tests on machines that have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant, vector
+
+ROWS, BYTES = 16, 64
+COUNT = 8  # tiles
+LEFT, RIGHT = 4, (5, 6, 7)  # all others are sums
+# By the type of the products, as LLVM calls it: the instruction, and numbers that share a lane.
+DOTS = {"i8": ("llvm.x86.tdpbusd", 4), "bfloat": ("llvm.x86.tdpbf16ps", 2)}
+
+
+def multiplies(target: Target, number: str) -> bool:
+    """Whether products of this type are taken by tiles."""
+    return bool(target.tiles) and number in DOTS
+
+
+def configure(b: Builder) -> None:
+    """All tiles become whole ones, of zeros."""
+    if b.target.tiles == "amx":
+        palette = [1] + [0] * 15
+        columns = [BYTES, 0] * COUNT + [0] * (32 - 2 * COUNT)
+        rows = [ROWS] * COUNT + [0] * (16 - COUNT)
+        table = b.module.table([*palette, *columns, *rows], "i8")
+        b.intrinsic("llvm.x86.ldtilecfg", table, returns="void", overload=())
+
+
+def release(b: Builder) -> None:
+    """Nothing is kept of them when threads are switched."""
+    if b.target.tiles == "amx":
+        b.intrinsic("llvm.x86.tilerelease", returns="void", overload=())
+
+
+class Tiles:
+    """The tiles of a function, for products of one type."""
+
+    def __init__(self, b: Builder, number: str) -> None:
+        self.b, self.number = b, number
+        self.line = vector(16, "i32")
+        self.real = b.target.tiles == "amx"
+        self.memory = [] if self.real else [b.alloca(self.line, ROWS) for _ in range(COUNT)]
+
+    def zero(self, tile: int) -> None:
+        """All numbers of a tile."""
+        if self.real:
+            self._instruction("llvm.x86.tilezero", tile)
+            return
+        with self.b.loop(0, ROWS) as row:
+            self.b.store(constant(0, self.line), self._row(tile, row))
+
+    def load(self, tile: int, address: Value, stride: Value) -> None:
+        """Rows of 64 bytes, so many bytes from one to the next."""
+        if self.real:
+            self._instruction("llvm.x86.tileloadd64", tile, address, stride)
+            return
+        b = self.b
+        with b.loop(0, ROWS) as row:
+            at = b.gep(address, b.mul(row, stride), "i8")
+            b.store(b.load(at, self.line, align=1), self._row(tile, row))
+
+    def store(self, tile: int, address: Value, stride: Value) -> None:
+        """The inverse of ``load``."""
+        if self.real:
+            self._instruction("llvm.x86.tilestored64", tile, address, stride)
+            return
+        b = self.b
+        with b.loop(0, ROWS) as row:
+            at = b.gep(address, b.mul(row, stride), "i8")
+            b.store(b.load(self._row(tile, row), self.line), at, align=1)
+
+    def dot(self, sums: int, left: int, right: int) -> None:
+        """``sums += left @ right``."""
+        if self.real:
+            self._instruction(DOTS[self.number][0], sums, left, right)
+            return
+        b = self.b
+        with b.loop(0, ROWS) as row, b.loop(0, ROWS) as k:
+            lane = b.load(b.gep(self._row(left, row), k, "i32"), "i32")
+            total = self._row(sums, row)
+            add_lane(b, self.number, total, lane, b.load(self._row(right, k), self.line))
+
+    def _row(self, tile: int, row: Value) -> Value:
+        return self.b.gep(self.memory[tile], self.b.mul(row, BYTES), "i8")
+
+    def _instruction(self, name: str, *operands: int | Value) -> None:
+        values = [constant(o, "i8") if isinstance(o, int) else o for o in operands]
+        self.b.intrinsic(name, *values, returns="void", overload=())
+
+
+def add_lane(b: Builder, number: str, total: Value, lane: Value, weights: Value) -> None:
+    """What is stored at ``total``, a vector, plus the products of the numbers in a lane of the left
+    matrix with those in every lane of a row of the right one.
+    """
+    splat = b.splat(lane, 16)
+    if number == "i8":
+        b.store(b.dot(b.load(total, weights.type), splat, weights), total)
+        return
+    sums = b.load(total, vector(16, "float"))
+    for half in (0, 1):
+        left, right = (
+            b.bitcast(b.shl(v, 16) if half == 0 else b.and_(v, -(1 << 16)), sums.type)
+            for v in (splat, weights)
+        )
+        sums = b.fma(left, right, sums)
+    b.store(sums, total)
+
+
+def multiply(
+    b: Builder,
+    number: str,
+    left: tuple[Value, Value],
+    right: tuple[Value, Value],
+    bounds: tuple[Value, Value],
+    columns: int,
+    count: Value,
+    take: Callable[[Value, Sequence[Value]], None],
+) -> None:
+    """Rows times weights, for each of up to 16 rows and so many vectors of columns.
+
+    Args:
+        left: address of the first row's number 0, and bytes to the next; 16 rows can be read.
+        right: address of the first packed row, and bytes to the next, of ``columns`` vectors.
+        bounds: of the numbers of the sum, whole lanes.
+        count: rows.
+        take: is called, in a loop, with the number of a row and where its sums are: vectors on the
+            stack, integers for products of bytes.
+    """
+    (first, stride), (weights, width), (k0, k1) = left, right, bounds
+    packs = DOTS[number][1]
+    chunk = ROWS * packs
+    size = BYTES // chunk  # bytes of a number
+    tiles = Tiles(b, number)
+    for c in range(columns):
+        tiles.zero(c)
+    whole = b.add(k0, b.and_(b.sub(k1, k0), -chunk))
+
+    def packed(k: Value) -> Value:
+        """The packed row of a number."""
+        return b.gep(weights, b.mul(b.sdiv(k, packs), width), "i8")
+
+    with b.loop(k0, whole, chunk) as k:
+        tiles.load(LEFT, b.gep(first, b.mul(k, size), "i8"), stride)
+        for c in range(columns):
+            tile = RIGHT[c % len(RIGHT)]
+            tiles.load(tile, b.gep(packed(k), c * BYTES, "i8"), width)
+            tiles.dot(c, LEFT, tile)
+    results, row_bytes = b.alloca(tiles.line, ROWS * columns), columns * BYTES
+    for c in range(columns):
+        tiles.store(c, b.gep(results, c * BYTES, "i8"), constant(row_bytes, "i64"))
+    with b.loop(0, count) as row:
+        here = b.gep(results, b.mul(row, row_bytes), "i8")
+        sums = [b.gep(here, c * BYTES, "i8") for c in range(columns)]
+        numbers = b.gep(first, b.mul(row, stride), "i8")
+        with b.loop(whole, k1, packs) as k:  # fewer than a tile has
+            lane = b.load(b.gep(numbers, b.mul(k, size), "i8"), "i32", align=1)
+            for c, total in enumerate(sums):
+                line = b.load(b.gep(packed(k), c * BYTES, "i8"), tiles.line)
+                add_lane(b, number, total, lane, line)
+        take(row, sums)
+
+
+def print_narrowing(module: Module) -> None:
+    """Adds ``narrow_row``, which makes bfloat16 of so many numbers of a row, in their place."""
+    b = module.function(
+        "narrow_row", [("ptr", "row"), ("i64", "count")], internal=True, inline=False
+    )
+    row, count = b.args
+    with b.loop(0, count, b.lanes) as i:
+        mask = b.lane_mask(b.sub(count, i))
+        bits = b.narrow(b.masked_load(b.gep(row, i), mask), "bfloat")
+        b.store(bits, b.gep(row, i, "i16"))
