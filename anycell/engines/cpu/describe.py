@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from anycell.engines.cpu import isa, jit, kernel
+from anycell.engines.cpu import isa, jit, kernel, tiles
 from anycell.engines.cpu.generator import Generator
 from anycell.plan import Plan
 
@@ -46,10 +46,12 @@ def _geometry(generator: Generator, batch: int | None) -> Iterator[str]:
         )
         columns = [len(group) for group in g.groups(g.span)]
         blocks = [f"{g.block_rows(n)} rows x {n} {_plural('column', n)}" for n in columns]
+        how = f"register blocks of at most {_unique(blocks)}"
+        if g.tiled:
+            how = f"matrix tiles of {tiles.ROWS} rows" + ", emulated" * (target.tiles == "emulated")
         yield (
             f"tile: {g.unroll * g.lanes} units x {g.outputs}, "
-            f"{g.columns} {_plural('vector', g.columns)} wide; "
-            f"register blocks of at most {_unique(blocks)}"
+            f"{g.columns} {_plural('vector', g.columns)} wide; {how}"
         )
     if batch is not None:
         space = generator.workspace(batch)

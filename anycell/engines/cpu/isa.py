@@ -86,10 +86,11 @@ def available() -> tuple[str, ...]:
     """The names that this host can run, narrowest first, without those of ``ASKED_FOR``."""
     if not X86:
         return ("generic",)
-    return tuple(name for name in TARGETS if name not in ASKED_FOR and _runs(name))
+    return tuple(name for name in TARGETS if name not in ASKED_FOR and runs(name))
 
 
-def _runs(name: str) -> bool:
+def runs(name: str) -> bool:
+    """Whether this host has all that a known instruction set needs."""
     return name == "generic" or _MACHINES[name].needs <= _features()
 
 
@@ -135,7 +136,7 @@ def current() -> Target:
     variable is read once; `force` changes it later.
     """
     name = os.environ.get(ENV) or available()[-1]
-    asked_for = name in TARGETS and name in ASKED_FOR and _runs(name)
+    asked_for = name in TARGETS and name in ASKED_FOR and runs(name)
     if name == "amx" and asked_for and not permitted():
         raise ValueError(f"{ENV}={name!r}: Linux does not let this process use tiles. Unset it.")
     if name not in available() and not asked_for:

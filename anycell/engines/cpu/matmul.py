@@ -593,7 +593,7 @@ def print_staging(module: Module, number: str, operands: str) -> str:
     with b.loop(0, count, b.lanes) as i:
         mask = b.lane_mask(b.sub(count, i))
         value = masked_numbers(b, b.gep(source, i, number), mask, number)
-        if operands == "bfloat" and tiles.multiplies(b.target, operands):
+        if tiles.multiplies(b.target, operands):
             b.store(b.narrow(value, operands), b.gep(to, i, "i16"))
         else:
             b.store(value, b.gep(to, i))

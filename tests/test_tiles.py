@@ -1,0 +1,150 @@
+"""Matrix tiles (AMX): by their emulation everywhere, and on machines that have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from guarded import Everything
+from integers import by_integers
+from problems import assert_right, by_cpu, random_problem
+from processes import python
+from test_cpu_matmul import draw
+from tolerances import assert_close
+
+from anycell import Cell, cells
+from anycell.engines.cpu import gemm, isa, jit
+from anycell.engines.cpu.generator import Generator
+from anycell.numpy.host import host_of
+from anycell.plan import DTYPES, plan
+
+pytestmark = pytest.mark.skipif(
+    "avx512vnni" not in isa.available(), reason="the emulation needs AVX512-VNNI"
+)
+Array = npt.NDArray[Any]
+CELLS = [cells.LSTM, cells.GRU, cells.sLSTM(heads=2), cells.LSTMP, cells.LayerNormGRU, Everything]
+# T, B, H on both sides of 16 rows, of panels of 48, and of 32 and 64 numbers of a sum.
+SHAPES = [(3, 1, 6), (3, 15, 32), (3, 16, 64), (2, 17, 66), (2, 49, 34), (2, 33, 130), (2, 4, 260)]
+tiled = pytest.mark.parametrize(
+    ("cell", "shape"),
+    [
+        pytest.param(cell, shape, marks=[pytest.mark.slow] if (i + j) % 3 else [])
+        for i, cell in enumerate(CELLS)
+        for j, shape in enumerate(SHAPES)
+    ],
+    ids=str,
+)
+
+
+def drawn(cell: Cell, shape: tuple[int, int, int], seed: int, dtype: str) -> Any:
+    rng = np.random.default_rng(seed)
+    return random_problem(cell, shape, rng, "float64", masked=True, resets=True).astype(dtype)
+
+
+@tiled
+def test_integers_have_the_bits_that_they_have_without(cell: Cell, shape: Any, seed: int) -> None:
+    problem = drawn(cell, shape, seed, "float32")
+    for projected in (False, True):
+        results = []
+        for name in ("avx512vnni", "amx-emulated"):
+            with isa.force(name):
+                results.append(by_integers(problem, 2, projected))
+        for key, value in results[0].items():
+            assert np.array_equal(results[1][key], value, equal_nan=True), key
+
+
+@tiled
+def test_bfloat16(cell: Cell, shape: Any, seed: int) -> None:
+    """Right, and of the same bits for any threads and rows beside."""
+    problem = drawn(cell, shape, seed, "bfloat16")
+    with isa.force("amx-emulated"):
+        solution = by_cpu(problem, 1)
+        assert_right(solution, problem)
+        again = by_cpu(problem, 3)
+    for key, value in solution.items():
+        assert np.array_equal(again[key], value), key
+
+
+def test_matmuls(rng: np.random.Generator) -> None:
+    """Of sizes that are no whole tiles, from any layout, added or not; rows have their own bits."""
+    host, dtype = host_of("bfloat16"), "bfloat16"
+    sizes = [(1, 1, 1), (16, 64, 32), (17, 65, 33), (131, 70, 326), (97, 1025, 40)]
+    for n, (rows, columns, inner) in enumerate(sizes):
+        a, b = draw((rows, inner), rng, dtype), draw((inner, columns), rng, dtype)
+        if n % 2:
+            a, b = np.asfortranarray(a), np.asfortranarray(b)
+        start = rng.standard_normal((rows, columns)).astype("float32")
+        right = a.astype("float64") @ b.astype("float64")
+        with isa.force("amx-emulated"):
+            out, added = np.empty_like(start), start.copy()
+            host.matmul(a, b, out)
+            host.matmul_add(a, b, added)
+            alone = np.empty((1, columns), "float32")
+            host.matmul(np.ascontiguousarray(a[rows // 2 :][:1]), b, alone)
+        assert_close(out, right, "float32", "forward", axes=())
+        assert_close(added, right + start, "float32", "forward", axes=())
+        assert np.array_equal(alone[0], out[rows // 2])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_instructions(dtype: str) -> None:
+    """Those of AMX, of which each thread has its tiles for as long as it computes."""
+    target = isa.TARGETS["amx"]
+    dot = {"int8": "tdpbusd", "bfloat16": "tdpbf16ps"}[dtype]
+    chosen = plan(cells.LSTM, 64, dtype, "cpu")
+    texts = [gemm.Gemm(target, DTYPES[dtype]).text(), Generator(chosen, False, target).text()]
+    if dtype == "bfloat16":
+        texts.append(Generator(chosen, True, target).text())
+    for text in texts:
+        code = jit.Library(text, target, {}, False).assembly()
+        assert dot in code
+        for instruction in ("ldtilecfg", "tilezero", "tileloadd", "tilestored", "tilerelease"):
+            assert instruction in code
+        assert code.count("ldtilecfg") == code.count("tilerelease") == 1
+    narrow = Generator(plan(cells.LSTM, 64, "float16", "cpu"), False, target).text()
+    assert "ldtilecfg" not in narrow
+
+
+def test_only_whoever_asks_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isa, "_features", lambda: isa.machine(isa.TARGETS["amx"]).needs)
+    assert isa.available.__wrapped__()[-1] == "avx512vnni"
+    monkeypatch.setattr(isa, "permitted", lambda: False)
+    refusal = pytest.raises(ValueError, match="'amx': Linux does not let this process use tiles")
+    with refusal, isa.force("amx"):
+        pass
+    monkeypatch.setattr(isa, "permitted", lambda: True)
+    with isa.force("amx") as target:
+        assert target.tiles == "amx"
+    monkeypatch.setattr(isa, "_features", lambda: isa.machine(isa.TARGETS["avx512vnni"]).needs)
+    with pytest.raises(ValueError, match="'amx': this host cannot run it"), isa.force("amx"):
+        pass
+
+
+@pytest.mark.skipif(not isa.runs("amx"), reason="this processor has no AMX")
+@pytest.mark.xfail(strict=False, reason="has not been run on a machine with AMX")
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_on_a_machine_that_has_them(dtype: str) -> None:
+    """As the emulation, in a process of its own: all bits of integers, most of bfloat16."""
+    python(
+        f"""
+        import numpy as np
+        import test_tiles
+        from anycell.engines.cpu import isa
+        for cell in test_tiles.CELLS:
+            for shape in test_tiles.SHAPES:
+                if "{dtype}" == "int8":
+                    results = []
+                    problem = test_tiles.drawn(cell, shape, 0, "float32")
+                    for name in ("avx512vnni", "amx"):
+                        with isa.force(name):
+                            results.append(test_tiles.by_integers(problem, 2, True))
+                    for key, value in results[0].items():
+                        assert np.array_equal(results[1][key], value, equal_nan=True)
+                else:
+                    problem = test_tiles.drawn(cell, shape, 0, "bfloat16")
+                    with isa.force("amx"):
+                        test_tiles.assert_right(test_tiles.by_cpu(problem, 2), problem)
+        """
+    )
