@@ -213,8 +213,7 @@ def kernel_calls(work: Callable[[], object]) -> int:
     return multiply.call_count
 
 
-WIDEST = isa.TARGETS[isa.available()[-1]]
-needs_fma = pytest.mark.skipif(not WIDEST.fma, reason="no fused multiply-adds")
+needs_fma = pytest.mark.skipif(not isa.current().fma, reason="no fused multiply-adds")
 
 
 @needs_fma
