@@ -26,7 +26,7 @@ NARROWER := from anycell.engines.cpu.isa import TARGETS, available; \
 
 # Prints the emulation of matrix tiles where this machine runs it.
 EMULATED := from anycell.engines.cpu.isa import available; \
-	print("amx-emulated" if "avx512vnni" in available() else "")
+	print('amx-emulated' if 'avx512vnni' in available() else '')
 
 help: ## list the targets
 	@sed -En 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 21

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -596,3 +598,24 @@ def test_gates_apart_keep_their_bias() -> None:
     )  # fmt: skip
     assert low_rank(cells.MGU, ["hn"]).fused == cells.MGU.fused
     assert low_rank(cells.GRU, bias=False)() is low_rank(cells.GRU, bias=False)
+
+
+# -- all of it, on a series and on sentences -------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_example() -> None:
+    """Eight bits and sixteen say what float32 says, and each way is smaller."""
+    pytest.importorskip("statsmodels")
+    pytest.importorskip("rich")
+    path = Path(__file__).parents[1] / "examples" / "smaller.py"
+    spec = importlib.util.spec_from_file_location("smaller", path)
+    assert spec and spec.loader
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for whole, half, eight, fewer, both in module.main(["--quick"]).values():
+        for row in (half, eight):
+            assert abs(row.quality - whole.quality) < 0.02 * abs(whole.quality)
+        assert abs(both.quality - fewer.quality) < 0.02 * abs(fewer.quality)
+        assert half.size < 0.6 * whole.size and eight.size < 0.3 * whole.size
+        assert both.size < 0.4 * fewer.size < 0.2 * whole.size

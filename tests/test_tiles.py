@@ -122,6 +122,7 @@ def test_only_whoever_asks_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not isa.runs("amx"), reason="this processor has no AMX")
 @pytest.mark.xfail(strict=False, reason="has not been run on a machine with AMX")
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
