@@ -203,7 +203,9 @@ class Generator:
         return ROWS if self.target.tiles else 1
 
     def _tall(self, b: Builder, batch: Value) -> Value:
-        return b.and_(b.add(batch, self._multiple - 1), -self._multiple)
+        """Rows that are staged for a batch."""
+        more = self._multiple - 1
+        return b.and_(b.add(batch, more), ~more) if more else batch
 
     def print_workspace(self, b: Builder, batch: Value, inputs: Value | None) -> Value:
         """Bytes per thread; ``inputs`` of the input that the kernel multiplies, if it can."""
