@@ -251,7 +251,7 @@ HALF = [
     ],
 )
 @pytest.mark.parametrize("legacy", LEGACY[:1], indirect=True)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_half_precision(
     legacy: Any, name: str, given: Any, dtype: str, rng: np.random.Generator
 ) -> None:
