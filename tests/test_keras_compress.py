@@ -224,6 +224,14 @@ def test_stateful_layers_start_anew() -> None:
     fresh = number(layer(x))
     layer.reset_state()
     assert np.array_equal(number(layer(x)), fresh)
+    for other in (compress.quantize(layer), compress.factorize(layer, 4)):
+        first, second = number(other(x)), number(other(x))
+        assert not np.array_equal(first, second)
+        other.reset_state()
+        assert np.array_equal(number(other(x)), first)
+    model = keras.Sequential([keras.Input(batch_shape=x.shape), layer])
+    small = compress.quantize(model)
+    assert_close(number(small(x)), fresh, "int8", "forward")
 
 
 @pytest.mark.parametrize("name", ["LSTM", "Blocks", "GRU", "both directions", "sLSTM", "LSTMP"])

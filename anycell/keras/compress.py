@@ -339,7 +339,7 @@ def like(layer: Opened, cell: Cell, sizes: Mapping[str, int], learned: Mapping[s
     new, *back = (RNN(cell, **told(part, cell, sizes)) for part in layer.parts)
     if layer.bidirectional:  # which makes copies of what it is given
         new = keras.layers.Bidirectional(new, backward_layer=back[0])
-    new.build((None, None, layer.parts[0].cell.kernel.shape[0]))
+    new.build(input_shape(layer.parts[0]))
     parts = (new.forward_layer, new.backward_layer) if layer.bidirectional else (new,)
     for made, end in zip(parts, ENDS, strict=False):
         for name, weight in weights(Opened((made,), cell))[0].items():
@@ -347,6 +347,12 @@ def like(layer: Opened, cell: Cell, sizes: Mapping[str, int], learned: Mapping[s
             value = learned.get(f"{name}_l0{end}", np.zeros(weight.shape))
             weight.assign(numbers(value) if isinstance(value, Weight) else value)
     return new
+
+
+def input_shape(part: Any) -> tuple[int | None, ...]:
+    """What a layer is built for; a stateful one for so many rows."""
+    rows = part.states[0].shape[0] if part.stateful else None
+    return rows, None, part.cell.kernel.shape[0]
 
 
 def told(part: Any, cell: Cell, sizes: Mapping[str, int]) -> dict[str, Any]:

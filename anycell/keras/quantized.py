@@ -117,7 +117,7 @@ def _quantized(layer: Any) -> Quantized:
             )
     told = compress.told(layer, opened.cell, compress.sizes(opened))
     new = Quantized(opened.cell, **told)
-    new.build((None, None, layer.cell.kernel.shape[0]))
+    new.build(compress.input_shape(layer))
     arrays, scales = compress.learned(opened)[0], new.cell._scales
     for name, weight in compress.weights(compress.Opened((new,), opened.cell))[0].items():
         # Keras has one bias where both are only added: the other one is 0.
