@@ -7,7 +7,7 @@ weights of 16 columns as ``matmul`` packs them, two of bfloat16 or four signed b
 
 Between ``configure`` and ``release`` a thread owns its tiles. Linux must have permitted the process
 to use them, which ``isa`` asks for. A target whose tiles are "emulated" computes the same with
-vectors, for tests on machines that have none.
+vectors, for tests on machines that have none; sums of bfloat16 are taken in another order there.
 """
 
 from __future__ import annotations
