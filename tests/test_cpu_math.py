@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 from tolerances import limit
 
+from anycell import cells
 from anycell.engines.cpu import isa, jit, ops
+from anycell.engines.cpu.generator import Generator
 from anycell.engines.cpu.ir import Module, Value, constant, vector
 from anycell.lang import philox
 from anycell.lang.expr import REDUCTIONS
 from anycell.lang.ops import TABLE
 from anycell.numpy.host import numpy_dtype
-from anycell.plan import DTYPES
+from anycell.plan import DTYPES, plan
 from tools import ulp
 
 TARGETS = isa.available()
@@ -32,9 +34,9 @@ def everywhere(test):
     return test
 
 
-def run(target, real, body, *arguments):
+def run(target, real, body, *arguments, short=False):
     """Compile `body(b, *args)`, a function of arrays (pointers) and i64 numbers, and call it."""
-    module = Module(isa.TARGETS[target], real)
+    module = Module(isa.TARGETS[target], real, short)
     kinds = ["ptr" if isinstance(a, np.ndarray) else "i64" for a in arguments]
     b = module.function("f", [(kind, f"a{i}") for i, kind in enumerate(kinds)])
     body(b, *b.args)
@@ -44,7 +46,7 @@ def run(target, real, body, *arguments):
     ctypes.CFUNCTYPE(None, *types)(library.address("f"))(*values)
 
 
-def apply_all(target, real, table, *inputs):
+def apply_all(target, real, table, *inputs, short=False):
     """Every op of a table (by name) on the same arrays; a condition comes back as 1 or 0."""
     lanes = isa.TARGETS[target].lanes(real)
     size = len(inputs[0])
@@ -62,7 +64,7 @@ def apply_all(target, real, table, *inputs):
                     result = b.select(result, constant(1, b.vec), constant(0, b.vec))
                 b.store(result, b.gep(y, b.add(i, b.mul(n, row))))
 
-    run(target, real, body, len(padded[0]), out, *padded)
+    run(target, real, body, len(padded[0]), out, *padded, short=short)
     return dict(zip(table, out[:, :size], strict=True))
 
 
@@ -77,34 +79,64 @@ LONG = np.finfo(np.longdouble).nmant >= 63
 
 
 @pytest.mark.parametrize("op", ulp.FUNCTIONS)
-@everywhere
-def test_error_in_ulp(op, target, real):
-    dtype = np.dtype(REALS[real]).name
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ulp.REAL)
+def test_error_in_ulp(op, target, dtype):
     if dtype == "float64" and not LONG:
         pytest.skip("no extended precision to compare doubles with")
-    if dtype == "float32":
+    if ulp.computed_in(dtype) == "float32":
         x = np.arange(0, 1 << 32, 9973, dtype=np.uint64).astype(np.uint32).view(np.float32)
         edges = np.array([0, 0x7F800000, 0x7F7FFFFF, 1, 0x7FFFFF, 0x800000], np.uint32)
         x = np.concatenate([x, edges.view(np.float32), -edges.view(np.float32)])
     else:
         x = ulp.sample_of_doubles(seed=0, count=40_000)
-    worst = ulp.measure(op, target, x)
-    assert worst.error <= ulp.FUNCTIONS[op].limit[dtype], worst
+    worst = ulp.measure(op, target, x, dtype)
+    assert worst.error <= ulp.FUNCTIONS[op].limit(dtype), worst
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("op", ["exp", "tanh", "sigmoid", "log"])
 def test_error_in_ulp_over_many_floats(op, target):
-    limit = ulp.FUNCTIONS[op].limit["float32"]
+    limit = ulp.FUNCTIONS[op].limit("float32")
     stride = 67
     for start in range(0, 1 << 32, ulp.CHUNK * stride):
-        worst = ulp.measure(op, target, ulp.chunk_of_floats(start, stride))
+        worst = ulp.measure(op, target, ulp.chunk_of_floats(start, stride), "float32")
         assert worst.error <= limit, worst
 
 
+@pytest.mark.parametrize("op", ["exp", "sigmoid", "tanh"])
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("registers", [1, 2, 3])
+def test_short_functions_of_several_registers(op, target, registers):
+    """The same numbers, whether by the reciprocal of one register, of two, or a division of more:
+    to the last bits that differ between the two ways.
+    """
+    lanes = isa.TARGETS[target].lanes("float") * registers
+    x = np.linspace(-9, 9, lanes).astype(np.float32)
+    y, expected = np.empty_like(x), getattr(np, op, lambda x: 1 / (1 + np.exp(-x)))
+    wide = vector(lanes, "float")
+
+    def body(b, x, y):
+        b.store(ops.EMIT[op](b, b.load(x, wide)), y)
+
+    run(target, "float", body, x, y, short=True)
+    truth = expected(x.astype(np.float64))
+    assert (abs(y - truth) <= 3e-5 * abs(truth)).all()
+    assert not np.array_equal(y, truth.astype(np.float32))  # the long ones would be nearer
+
+
+def test_cells_of_short_numbers_have_short_functions():
+    names = {name for name, types in DTYPES.items() if types.short}
+    assert names == {"bfloat16", "float16", "int8"}
+    for name in DTYPES:
+        generator = Generator(plan(cells.LSTM, 8, name), False, isa.current())
+        assert generator.module.short is (name in names)
+
+
+@pytest.mark.parametrize("short", [False, True])
 @everywhere
-def test_special_values(target, real):
+def test_special_values(target, real, short):
     limits = np.finfo(REALS[real])
     x = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, limits.smallest_subnormal, limits.max])
     x = np.concatenate([x, -x[-2:]]).astype(REALS[real])
@@ -117,12 +149,13 @@ def test_special_values(target, real):
         "sign": [0, 0, 1, -1, np.nan, 1, 1, -1, -1],
         "softplus": [np.log(2), np.log(2), np.inf, 0, np.nan, np.log(2), x[6], np.log(2), 0],
     }
-    results = apply_all(target, real, {name: ops.EMIT[name] for name in expected}, x)
+    results = apply_all(target, real, {n: ops.EMIT[n] for n in expected}, x, short=short)
+    rough = 3e-5 if short else limit(REALS[real], "forward")
     for name, values in expected.items():
         wanted, result = np.array(values, REALS[real]), results[name]
         assert (np.isnan(result) == np.isnan(wanted)).all(), name
         with np.errstate(invalid="ignore"):
-            near = abs(result - wanted) <= limit(REALS[real], "forward") * abs(wanted)
+            near = abs(result - wanted) <= rough * abs(wanted)
         assert (near | (result == wanted) | np.isnan(wanted)).all(), name
     assert np.signbit(results["tanh"]).tolist() == [
         *(False, True, False, True, np.signbit(x[4]), False, False, True, True)
@@ -132,7 +165,8 @@ def test_special_values(target, real):
         "float": np.array([0x7FC00001, 0xFFC12345, 0x7F800001], np.uint32),
         "double": np.array([0x7FF8000000000001, 0xFFF8123456789ABC, 0x7FF0000000000001], np.uint64),
     }[real].view(REALS[real])
-    for name, y in apply_all(target, real, {n: ops.EMIT[n] for n in ulp.FUNCTIONS}, nans).items():
+    functions = {name: ops.EMIT[name] for name in ulp.FUNCTIONS}
+    for name, y in apply_all(target, real, functions, nans, short=short).items():
         assert np.isnan(y).all(), name
 
 

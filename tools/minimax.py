@@ -164,6 +164,7 @@ TABLES: dict[str, dict[str, tuple[Problem, list[float]]]] = {
         ),
         "log1p": (Problem(mp.log1p, mp.log1p, _NEAR_0, mp.mpf(1), range(1, 11)), [1.0]),
     },
+    "SHORT": {"exp": (_exp(4), [1.0, 1.0])},
     "DOUBLE": {
         "exp": (_exp(11), [1.0, 1.0]),
         # s = f / (2 + f) for f up to sqrt(2) - 1, and up to 1
@@ -187,7 +188,7 @@ def main() -> int:
     options = parser.parse_args()
     differ = False
     for format_name, tables in TABLES.items():
-        real = np.float32 if format_name == "FLOAT" else np.float64
+        real = np.float64 if format_name == "DOUBLE" else np.float32
         for field, (problem, ones) in tables.items():
             if options.only not in f"{format_name}.{field}":
                 continue

@@ -3,12 +3,16 @@
     python tools/ulp.py                          # all 2^32 floats and a large sample of doubles
     python tools/ulp.py --ops tanh --isa avx2    # one of them
     python tools/ulp.py --stride 997             # every 997th float: seconds
+    python tools/ulp.py --dtype float16 bfloat16 # the shorter functions of cells of these
 
 The error is |result - truth| / ulp, the truth being the real number that the function has for
 exactly this input, and the ulp the distance between the two numbers of the format around it (of
 subnormal numbers too). A correctly rounded function has errors up to 0.5. Where the truth is a
 zero, an infinity or NaN the result must be just that, with the right sign of zero; a truth beyond
 the largest number may round to infinity.
+
+Of a dtype of 16 bits it is the error of the float that a cell computes with, before it is rounded,
+in the last place of that dtype.
 
 The truth comes from NumPy in double for float, and in 80-bit extended precision for double; the
 worst input is worked out again with mpmath.
@@ -37,15 +41,48 @@ from anycell.engines.cpu import isa, jit, ops
 from anycell.engines.cpu.ir import Module
 
 Array = npt.NDArray[Any]
-REAL = {"float32": "float", "float64": "double"}
+REAL = {"float32": "float", "float64": "double", "bfloat16": "float", "float16": "float"}
+
+
+class Limits(NamedTuple):
+    """Of a format: stored bits of the mantissa, and exponents and largest number as NumPy's
+    ``finfo`` has them.
+    """
+
+    nmant: int
+    minexp: int
+    maxexp: int
+    max: float
+
+
+SHORT = {
+    "bfloat16": Limits(7, -126, 128, (2 - 2.0**-7) * 2.0**127),
+    "float16": Limits(10, -14, 16, (2 - 2.0**-10) * 2.0**15),
+}
+
+
+def limits_of(dtype: str) -> Any:
+    """Of the format that errors are counted in."""
+    return SHORT.get(dtype) or np.finfo(dtype)
+
+
+def computed_in(dtype: str) -> str:
+    """The dtype of arguments and results."""
+    return "float32" if dtype in SHORT else dtype
 
 
 class Function(NamedTuple):
-    """How an op is written in any precision, and its largest allowed error in ulp."""
+    """How an op is written in any precision, and its largest allowed error in ulp: of those of 16
+    bits a small part of what rounding adds to it.
+    """
 
     numpy: Callable[[Array], Array]
     mpmath: Callable[[mp.mpf], mp.mpf]
-    limit: dict[str, float]
+    errors: dict[str, float]
+
+    def limit(self, dtype: str) -> float:
+        """That of a dtype."""
+        return 0.05 if dtype in SHORT else self.errors[dtype]
 
 
 FUNCTIONS = {
@@ -77,7 +114,7 @@ FUNCTIONS = {
 @cache
 def compiled(op: str, target: str, dtype: str) -> Callable[[Array], Array]:
     """The op as a function of arrays of any length, as `target` runs it."""
-    module = Module(isa.TARGETS[target], REAL[dtype])
+    module = Module(isa.TARGETS[target], REAL[dtype], dtype in SHORT)
     b = module.function("apply", [("ptr", "x"), ("ptr", "y"), ("i64", "n")])
     x, y, n = b.args
     with b.loop(0, n, b.lanes) as i:
@@ -87,7 +124,7 @@ def compiled(op: str, target: str, dtype: str) -> Callable[[Array], Array]:
     function = signature(library.address("apply"))
 
     def call(values: Array) -> Array:
-        padded = np.zeros(-(-len(values) // b.lanes) * b.lanes, dtype)
+        padded = np.zeros(-(-len(values) // b.lanes) * b.lanes, computed_in(dtype))
         padded[: len(values)] = values
         result = np.full_like(padded, np.nan)
         function(padded.ctypes.data, result.ctypes.data, len(padded))
@@ -99,10 +136,10 @@ def compiled(op: str, target: str, dtype: str) -> Callable[[Array], Array]:
 # ---------------------------------------------------------------------------------- the error
 
 
-def errors(op: str, x: Array, y: Array) -> Array:
+def errors(op: str, x: Array, y: Array, dtype: str) -> Array:
     """The error of each result y = op(x) in ulp; infinite where a special value is wrong."""
     wide = np.float64 if x.dtype == np.float32 else np.longdouble
-    limits = np.finfo(x.dtype)
+    limits = limits_of(dtype)
     with np.errstate(all="ignore"):
         truth = FUNCTIONS[op].numpy(x.astype(wide))
         result = y.astype(wide)
@@ -112,6 +149,8 @@ def errors(op: str, x: Array, y: Array) -> Array:
         truth[abs(truth) >= beyond] *= np.inf
         rounded = np.isinf(result) & np.isfinite(truth) & (abs(truth) > limits.max)
         result[rounded] = np.copysign(beyond, truth[rounded])
+        if dtype in SHORT:  # whose results are not rounded yet
+            result[np.isinf(truth) & (abs(result) > limits.max)] *= np.inf
         error = abs(result - truth) / _ulp(truth, limits)
         special = ~np.isfinite(error)
         right = (result == truth) | (np.isnan(result) & np.isnan(truth))
@@ -120,7 +159,7 @@ def errors(op: str, x: Array, y: Array) -> Array:
         return error.astype(np.float64)
 
 
-def _ulp(truth: Array, limits: np.finfo[Any]) -> Array:
+def _ulp(truth: Array, limits: Any) -> Array:
     """The distance between the numbers of the format around each truth."""
     if truth.dtype == np.float64:  # by its bits, which is ten times as fast as frexp and ldexp
         exponent = truth.view(np.int64) >> 52 & 0x7FF
@@ -131,9 +170,9 @@ def _ulp(truth: Array, limits: np.finfo[Any]) -> Array:
     return np.ldexp(truth.dtype.type(1), exponent)
 
 
-def exact_error(op: str, x: Any, y: Any) -> float:
+def exact_error(op: str, x: Any, y: Any, dtype: str) -> float:
     """The error of one result, by mpmath."""
-    limits = np.finfo(x.dtype)
+    limits = limits_of(dtype)
     with mp.workprec(20000 if op == "log_sigmoid" or op == "softplus" else 200):
         truth = FUNCTIONS[op].mpmath(mp.mpf(float(x)))
         _, exponent = mp.frexp(truth)
@@ -219,21 +258,22 @@ class Worst(NamedTuple):
     count: int
 
 
-def measure(op: str, target: str, x: Array) -> Worst:
+def measure(op: str, target: str, x: Array, dtype: str) -> Worst:
     """The worst of these inputs."""
-    y = compiled(op, target, x.dtype.name)(x)
-    found = errors(op, x, y)
+    y = compiled(op, target, dtype)(x)
+    found = errors(op, x, y, dtype)
     at = int(found.argmax())
     return Worst(float(found[at]), x[at], y[at], len(x))
 
 
 def _measure_part(op: str, target: str, dtype: str, start: int, step: int) -> Worst:
-    x = chunk_of_floats(start, step) if dtype == "float32" else sample_of_doubles(start, step)
-    return measure(op, target, x)
+    floats = computed_in(dtype) == "float32"
+    x = chunk_of_floats(start, step) if floats else sample_of_doubles(start, step)
+    return measure(op, target, x, dtype)
 
 
 def _parts(dtype: str, stride: int, samples: int) -> Iterator[tuple[int, int]]:
-    if dtype == "float32":
+    if computed_in(dtype) == "float32":
         return ((start, stride) for start in range(0, 1 << 32, CHUNK * stride))
     return ((seed, min(samples, 500_000)) for seed in range(-(-samples // 500_000)))
 
@@ -245,7 +285,7 @@ def main() -> int:
     )
     parser.add_argument("--ops", nargs="*", default=list(FUNCTIONS), choices=FUNCTIONS)
     parser.add_argument("--isa", nargs="*", default=[isa.current().name], choices=isa.available())
-    parser.add_argument("--dtype", nargs="*", default=list(REAL), choices=REAL)
+    parser.add_argument("--dtype", nargs="*", default=["float32", "float64"], choices=REAL)
     parser.add_argument("--stride", type=int, default=1, help="take every n-th float")
     parser.add_argument("--samples", type=int, default=10_000_000, help="how many doubles")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
@@ -259,10 +299,10 @@ def main() -> int:
             fixed = (itertools.repeat(value) for value in (op, target, dtype))
             found = list(pool.map(_measure_part, *fixed, *zip(*parts, strict=True), chunksize=8))
             worst = max(found, key=lambda one: one.error)
-            limit = FUNCTIONS[op].limit[dtype]
+            limit = FUNCTIONS[op].limit(dtype)
             good = worst.error <= limit
             failed |= not good
-            exact = exact_error(op, worst.x, worst.y) if np.isfinite(worst.error) else np.nan
+            exact = exact_error(op, worst.x, worst.y, dtype) if np.isfinite(worst.error) else np.nan
             print(
                 f"{op:12} {target:8} {dtype:8} {sum(one.count for one in found):11}  "
                 f"{worst.error:7.4f} {exact:7.4f}  {float(worst.x).hex()} -> {float(worst.y).hex()}"

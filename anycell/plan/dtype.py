@@ -46,6 +46,11 @@ class Dtype(NamedTuple):
     mixed: bool
     quantized: bool
 
+    @property
+    def short(self) -> bool:
+        """Whether the cell's functions need be no more accurate than numbers of 16 bits."""
+        return self.mixed or self.quantized
+
 
 _FLOAT32 = Number("float32", 4, "float", "fp32")
 _FLOAT64 = Number("float64", 8, "double", "fp64")

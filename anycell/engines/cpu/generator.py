@@ -74,7 +74,7 @@ class Generator:
         self.plan, self.cell, self.backward, self.target = plan, plan.cell, backward, target
         # Registers and workspaces hold what the cell's math works on, arrays what their rows say.
         self.real, self.size = plan.types.math.llvm, plan.types.math.bytes
-        self.module = Module(target, self.real)
+        self.module = Module(target, self.real, self.plan.types.short)
         self.names = {name: i for i, name in enumerate(arguments(plan, backward))}
         self.states = {name: i for i, name in enumerate(self.cell.state_names)}
         self.widths = [plan.sizes[state.size] for state in self.cell.states]

@@ -159,9 +159,10 @@ def _literal(value: Number, element: str) -> str:
 class Module:
     """The functions of one compilation, and what they call."""
 
-    def __init__(self, target: Target, real: str = "float") -> None:
+    def __init__(self, target: Target, real: str = "float", short: bool = False) -> None:
         self.target = target
         self.real = real
+        self.short = short  # whether functions need be no better than numbers of 16 bits
         self._declarations: dict[str, tuple[str, str]] = {}  # name -> (return type, text)
         self._globals: list[str] = []
         self._functions: dict[str, Builder] = {}
@@ -457,6 +458,25 @@ class Builder:
         return self.trunc(self.or_(rounded, sign), "i16")
 
     # ---- lanes
+
+    def near_reciprocal(self, x: Value) -> Value | None:
+        """1 / x within 2^-14 of itself; None where no instruction is faster than a division."""
+        lanes, kind = shape(x.type)
+        if (
+            not self.target.x86
+            or self.target.bits < 512
+            or kind != "float"
+            or lanes not in (16, 32)
+        ):
+            return None
+        every, zeros = constant(-1, "i16"), constant(0.0, vector(16, "float"))
+        total: Value | None = None
+        for first in range(0, lanes, 16):
+            part = x if lanes == 16 else self.shuffle(x, None, range(first, first + 16))
+            name = "llvm.x86.avx512.rcp14.ps.512"
+            near = self.intrinsic(name, part, zeros, every, overload=())
+            total = near if total is None else self.shuffle(total, near, range(first + 16))
+        return total
 
     def dot(self, total: Value, unsigned: Value, signed: Value) -> Value:
         """``total`` and four products: of each lane's four unsigned bytes with its four signed

@@ -119,7 +119,8 @@ def description(plan: Plan, backward: bool) -> str:
     number = {node: i for i, node in enumerate(nodes)}
     lines = [f"{n.op} {n.attrs!r} {[number[arg] for arg in n.args]}" for n in nodes]
     rest = [f"#{number[leaf]}" if isinstance(leaf, Expr) else repr(leaf) for leaf in leaves]
-    return "\n".join((f"backward {backward}", *lines, " ".join(rest)))
+    kind = f"backward {backward} short {plan.types.short}"
+    return "\n".join((kind, *lines, " ".join(rest)))
 
 
 def _leaves(value: object) -> Iterator[Expr | str | float | None]:
