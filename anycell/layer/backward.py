@@ -70,7 +70,7 @@ def backward(
     ]
     if factors is not None:
         factors += [direction.factors() for direction in directions]
-    unreached = _Unreached(run.steps)
+    unreached, of_first = _Unreached(run.steps), f"state {plan.cell.state_names[0]}"
     for done, count, part in _parts(run, kept):
         run.run(done, count)
         for d, direction in enumerate(directions):
@@ -78,15 +78,13 @@ def backward(
             dgates = direction.dgates(chunk)
             if need:
                 direction.add(chunk, part, dgates)
-            if run.form.single:
+            if run.form.single and (wanted is None or of_first in wanted):
                 direction.add_product(dgates, totals.states[0][d])
             if given.projects and dx is not None:
                 unreached.project(host, dgates, direction.w["weight_ih"], dx, chunk)
     run.close()
-    learned = [direction.sums.totals for direction in directions]
-    gradients = leaving(
-        host.wide.empty, given, dx, [w | totals.result(d) for d, w in enumerate(learned)]
-    )
+    learned = [one.sums.totals | totals.result(d) for d, one in enumerate(directions)]
+    gradients = leaving(host.wide.empty, given, dx, learned, totals.of_states())
     return {name: host.narrow(gradient) for name, gradient in gradients.items()}
 
 
@@ -146,8 +144,9 @@ class _Direction:
 
     def add(self, chunk: Chunk, part: _Part, dgates: Array) -> None:
         """A chunk's part of the gradients of weights."""
-        columns = slice(self.d * self.first, (self.d + 1) * self.first)
-        hidden = before(part.hidden, chunk, self.backwards, part.times[self.d])[:, :, columns]
+        hidden = before(part.hidden, chunk, self.backwards, part.times[self.d])
+        if len(self.run.directions) > 1:
+            hidden = hidden[:, :, self.d * self.first : (self.d + 1) * self.first]
         self.sums.add(chunk, dgates, hidden, self.of_rows(dgates.shape[0]))
 
     def add_product(self, dgates: Array, d_state: Array) -> None:

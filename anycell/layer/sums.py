@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from anycell.layer.arguments import Array, Direction, Entering, Factors
@@ -19,12 +19,20 @@ def leaving(
     given: Entering,
     dx: Array | None,
     directions: Sequence[Direction],
+    whole: Mapping[str, Array] | None = None,
 ) -> dict[str, Array]:
-    """The gradients of a call by the names of its arrays, from those of each direction; of all that
-    were given. ``empty`` makes an array for those of both directions.
+    """The gradients of a call by the names of its arrays; of all that were given.
+
+    Args:
+        empty: makes an array for those of both directions.
+        directions: those of each direction.
+        whole: those with an axis of directions, ``[D, B, size]``.
     """
     named: dict[str, Array] = {} if dx is None else {"x": dx}
     count = len(directions)
+    for name, gradient in (whole or {}).items():
+        if name in given.directions[0]:
+            named[name] = gradient
     for d, (gradients, w) in enumerate(zip(directions, given.directions, strict=True)):
         for name, gradient in gradients.items():
             if name not in w:
@@ -35,8 +43,8 @@ def leaving(
                 if count == 1:
                     named[name] = gradient.reshape(1, *gradient.shape)
                     continue
-                whole: Any = named.setdefault(name, empty((count, *gradient.shape)))
-                whole[d] = gradient
+                both: Any = named.setdefault(name, empty((count, *gradient.shape)))
+                both[d] = gradient
             elif name == "static":  # which all directions share
                 named[name] = named[name] + gradient if d else gradient
             else:
@@ -65,29 +73,35 @@ class Totals:
         static = "static" in run.directions[0]
         shape = batch, plan.hidden_size
         self.static = [host.wide.empty(shape) for _ in directions] if static else []
+        whole = {}
+        for name, total, arriving in zip(cell.state_names, self.states, d_final, strict=True):
+            whole[f"d_state {name}"] = total
+            if arriving is not None:
+                whole[f"d_final {name}"] = arriving
+        for name, total in zip(cell.state_names, self.resets, strict=resets):
+            whole[f"d_reset {name}"] = total
+        run.place_parts(whole)
         for d in directions:
-            arrays = {f"d_state {n}": t[d] for n, t in zip(cell.state_names, self.states)}  # noqa: B905
-            for name, arriving in zip(cell.state_names, d_final, strict=True):
-                if arriving is not None:
-                    arrays[f"d_final {name}"] = arriving[d]
-            for name, total in zip(cell.state_names, self.resets, strict=resets):
-                arrays[f"d_reset {name}"] = total[d]
             if self.params:
-                arrays["d_params"] = self.params[d]
+                run.place_of(d, {"d_params": self.params[d]})
             if self.static:
-                arrays["d_static"] = self.static[d]
-            run.place_of(d, arrays)
+                run.place_of(d, {"d_static": self.static[d]})
+
+    def of_states(self) -> dict[str, Array]:
+        """Of states, ``[D, B, size]``, after the last call."""
+        names = self.run.plan.cell.state_names
+        return {f"state {name}": total for name, total in zip(names, self.states, strict=True)}
 
     def result(self, d: int) -> Direction:
-        """All of one direction, by the names of the arrays, after the last call."""
+        """All others of one direction, by the names of the arrays, after the last call."""
         cell, h = self.run.plan.cell, self.run.plan.hidden_size
-        named: Direction = {}
-        for kind, totals in (("state", self.states), ("reset_state", self.resets)):
-            named |= {f"{kind} {n}": t[d] for n, t in zip(cell.state_names, totals)}  # noqa: B905
-        total: Any = self.params[d].sum(0) if self.params else None
-        for i, name in enumerate(cell.param_names):
-            named[name] = total[i * h : (i + 1) * h]
-        return named | ({"static": self.static[d]} if self.static else {})
+        named = {f"reset_state {n}": t[d] for n, t in zip(cell.state_names, self.resets)}  # noqa: B905
+        if self.params:
+            rows: Any = self.params[d].sum(0).reshape(len(cell.params), h)
+            named.update(zip(cell.param_names, rows, strict=True))
+        if self.static:
+            named["static"] = self.static[d]
+        return named
 
 
 class Sums:

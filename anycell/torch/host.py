@@ -31,12 +31,14 @@ def fit(array: Tensor, layout: int) -> Tensor:
 
 
 def layout(arrays: Mapping[Any, Tensor]) -> tuple[Any, ...]:
-    """All that ``fit`` looks at, of all tensors but flags."""
-    key: list[Any] = []
-    for name, t in arrays.items():
-        if t is not None and name not in FLAGS:
-            key += name, t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % t.element_size()
-    return tuple(key)
+    """All that ``fit`` looks at, of all tensors but flags: of an address the bits that align it."""
+    return tuple(
+        [
+            (name, t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)
+            for name, t in arrays.items()
+            if t is not None and name not in FLAGS
+        ]
+    )
 
 
 def as_flags(array: Tensor) -> Tensor | None:
