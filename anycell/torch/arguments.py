@@ -79,6 +79,9 @@ def check_layer(
 
 def check_tensor(name: str, value: Any, shape: Sequence[int], axes: str, like: Tensor) -> None:
     """``value`` must be a tensor of this shape, with dtype and device of ``like``."""
+    right = isinstance(value, Tensor) and value.shape == tuple(shape)
+    if right and value.dtype == like.dtype and value.device == like.device:
+        return  # before it is written what is wanted, which takes longer than to look
     wanted = f"expected {like.dtype} {list(shape)}, {axes}"
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: given {describe(value)}; {wanted}. Pass a tensor.")
