@@ -17,7 +17,8 @@ by side, size that of the first state.
     run.py          a pass on the CPU: the table of the door, over chunks of time
     forward.py, backward.py   the two passes on the CPU, which are this package's
     gpu.py          the two passes on a GPU
-    stream.py       one step at a time
+    stream.py       one step at a time, on weights packed once
+    single.py       one step of weights that change, whose matmuls are the host's
 """
 
 from anycell.layer import contract

@@ -70,6 +70,10 @@ class Host(Arrays, Protocol):
         """As ``empty``, of the shape of a contiguous array."""
         ...
 
+    def rows(self, array: Array) -> Sequence[Array]:
+        """The parts of an array along its first axis."""
+        ...
+
     def pointer(self, array: Array) -> int: ...
 
     def strides(self, array: Array) -> tuple[int, ...]:

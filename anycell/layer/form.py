@@ -91,9 +91,7 @@ def form_of(
         limit = CHUNK_BYTES * plan.itemsize // plan.types.accumulate.bytes
         chunk = chunk_steps(plan, steps, batch * directions, limit)
     # The primitive multiplies by its own kernel always: its bits do not depend on the host.
-    alone = [(l.name, l.outputs) for l in cell.linears] == [(RECURRENT, cell.gates)]
-    alone = alone and cell.linears[0].operand.op == "state"
-    single = project and steps == 1 and alone and not resets and not plan.types.quantized
+    single = project and steps == 1 and recurrent_alone(plan) and not resets
     width = len(cell.gates) * plan.hidden_size
     itemsize = plan.types.accumulate.bytes
     at_once = not project or (chunk >= steps and (single or padded(itemsize, width) == width))
@@ -127,6 +125,13 @@ def form_of(
         directions * sum([slot_bytes(plan, batch, size) for _, size in states(plan)[1:]]),
         entries, firsts, operator.itemgetter(*places), hyper,
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=512)
+def recurrent_alone(plan: Plan) -> bool:
+    """Whether the cell's only matmul is that of its first state onto all gates, by real weights."""
+    linears = [(l.name, l.outputs, l.operand.op) for l in plan.cell.linears]
+    return linears == [(RECURRENT, plan.cell.gates, "state")] and not plan.types.quantized
 
 
 def _entry(name: str) -> Callable[[Form], int]:

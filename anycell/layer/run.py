@@ -44,11 +44,7 @@ class Run:
         # Of the arrays of the whole call, and of each direction; for ``check``.
         self.bounds: cpu.check.CallBounds = {}, [{} for _ in form.firsts if cpu.check.ON]
         entries[at["scratch"]] = scratch
-        if options.threads > 1:
-            entries[at["gang"]] = cpu.pool.gang(options.threads)
-        entries[at["training"]], entries[at["repeat"]] = options.training, options.repeat
-        entries[at["seed"]] = ((options.seed + _SIGN) & _WORD) - _SIGN
-        entries[at["stream"]] = options.stream
+        switch(entries, at, options)
         if given.mask is not None:
             self.place("mask", given.mask)
         if given.resets is not None:
@@ -170,6 +166,15 @@ class Run:
         cpu.scratch.give_back(self.block)
         if self.weights is not None:
             cpu.packed_weights.give_back(self.key, self.weights)
+
+
+def switch(entries: array[int], at: Mapping[str, int], options: Options) -> None:
+    """Sets what a table says of the options of a call, and its threads."""
+    if options.threads > 1:
+        entries[at["gang"]] = cpu.pool.gang(options.threads)
+    entries[at["training"]], entries[at["repeat"]] = options.training, options.repeat
+    entries[at["seed"]] = ((options.seed + _SIGN) & _WORD) - _SIGN
+    entries[at["stream"]] = options.stream
 
 
 def place(

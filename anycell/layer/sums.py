@@ -97,8 +97,8 @@ class Totals:
         cell, h = self.run.plan.cell, self.run.plan.hidden_size
         named = {f"reset_state {n}": t[d] for n, t in zip(cell.state_names, self.resets)}  # noqa: B905
         if self.params:
-            rows: Any = self.params[d].sum(0).reshape(len(cell.params), h)
-            named.update(zip(cell.param_names, rows, strict=True))
+            total = self.params[d].sum(0).reshape(len(cell.params), h)
+            named.update(zip(cell.param_names, self.run.host.rows(total), strict=True))
         if self.static:
             named["static"] = self.static[d]
         return named

@@ -89,6 +89,10 @@ class NumpyHost:
         """Memory as it comes, of the shape of an array."""
         return np.empty_like(array)
 
+    def rows(self, array: Array) -> list[Array]:
+        """The parts along the first axis."""
+        return list(array)
+
     def fit(self, array: Array, layout: int, wide: bool = False) -> Array | None:
         """The array, or a contiguous copy; None for another dtype."""
         flags = array.flags

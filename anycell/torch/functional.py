@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -158,6 +158,18 @@ def dequantized(arrays: Arrays) -> Arrays:
 def reason(plan: Plan) -> str:
     """Why this engine, and what devices have refused of the plan."""
     return "; ".join([plan.reason, *map(str, refusals.of_plan(plan))])
+
+
+def plain(x: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    """Whether ``x`` is a tensor of that dtype and shape on the CPU, of which a pointer says all."""
+    return (
+        type(x) in _ORDINARY
+        and x.shape == shape
+        and x.dtype is dtype
+        and x.is_contiguous()
+        and x.is_cpu
+        and not x.is_neg()
+    )
 
 
 def memory(x: Tensor, dtype: torch.dtype | None = None) -> bool:

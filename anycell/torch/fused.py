@@ -137,8 +137,8 @@ class _Fused(torch.autograd.Function):
         # The GPU's kernels take gradients at outputs and final states, and at no other sequence.
         elsewhere = bool(inside) and ctx.plan.engine == "gpu"
         gradients: Mapping[str, Tensor | None]
-        if elsewhere or torch.is_grad_enabled() or any(map(_batched, arriving)):
-            run: Any = _differentiable
+        if elsewhere or torch.is_grad_enabled() or any(map(batched, arriving)):
+            run: Any = differentiable
             gradients = ranged(call.cell, "backward", run, call, arrays, wanted, arriving)
         else:
             kept = layer.Kept.of(tensors[len(names) :], ctx.states, len(call.options.reverse))
@@ -148,7 +148,7 @@ class _Fused(torch.autograd.Function):
         return None, None, None, *found
 
 
-def _batched(gradient: Tensor | None) -> bool:
+def batched(gradient: Tensor | None) -> bool:
     """Whether a vmap runs over the backward pass, as for a Jacobian."""
     kinds = torch._C._functorch
     return gradient is not None and (
@@ -160,7 +160,7 @@ def run_forward(
     call: Call, plan: Plan, arrays: Arrays, keep: bool
 ) -> tuple[Tensor, States, layer.Kept | None]:
     """Output, final states, and what the backward pass reads, of one layer."""
-    given = plan, arrays, _on(call.options, torch.get_num_threads())
+    given = plan, arrays, on_threads(call.options)
     if plan.engine == "cpu":
         output, finals, kept = layer.forward(HOSTS[plan.dtype], *given, keep=keep)
     else:
@@ -182,7 +182,7 @@ def run_backward(
     # Autograd may hand on a tensor whose numbers are the negatives of those in its memory.
     d_output, *d_final = [None if d is None else d.resolve_neg() for d in arriving]
     inside = {name: d.resolve_neg() for name, d in (inside or {}).items()}
-    given = plan, arrays, _on(call.options, torch.get_num_threads()), kept, d_output, d_final
+    given = plan, arrays, on_threads(call.options), kept, d_output, d_final
     if plan.engine == "cpu":
         host = HOSTS[plan.dtype]
         return layer.backward(host, *given, d_states=inside, wanted=wanted)
@@ -190,7 +190,7 @@ def run_backward(
     return gradients
 
 
-def _differentiable(
+def differentiable(
     call: Call, arrays: Arrays, wanted: set[str], arriving: Sequence[Tensor | None]
 ) -> dict[str, Tensor | None]:
     """The gradients as something to differentiate again: by autograd, through the composite."""
@@ -221,7 +221,11 @@ def _host_of(plan: Plan, arrays: Arrays) -> DeviceHost:
     return host_of(getattr(torch, plan.dtype), arrays["x"].device)
 
 
+def on_threads(options: layer.Options) -> layer.Options:
+    """The options of a call, on as many threads as torch has."""
+    return _on(options, torch.get_num_threads())
+
+
 @functools.lru_cache(maxsize=256)
 def _on(options: layer.Options, threads: int) -> layer.Options:
-    """The options of a call, on so many threads."""
     return options._replace(threads=threads)

@@ -93,6 +93,7 @@ class TorchHost:
         return array
 
     like = staticmethod(torch.empty_like)
+    rows = staticmethod(Tensor.unbind)
     pointer = staticmethod(Tensor.data_ptr)
     strides = staticmethod(Tensor.stride)
     project = staticmethod(F.linear)

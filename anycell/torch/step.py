@@ -11,6 +11,7 @@ from torch.fx import Proxy
 from anycell import cells
 from anycell.lang.cell import Cell
 from anycell.layer import Options, shapes
+from anycell.torch import single
 from anycell.torch.arguments import check_layer, check_states, check_static, check_tensor
 from anycell.torch.composite import Call, Sizes, States
 from anycell.torch.dropin import vendors
@@ -153,7 +154,7 @@ class RNNCell(nn.Module):
         static = check_static(self.cell, static, (*rows, self.hidden_size), x)
         if not rows:
             x = x.unsqueeze(0)
-            states = states and tuple(s.unsqueeze(0) for s in states)
+            states = states and tuple([s.unsqueeze(0) for s in states])
             static = None if static is None else static.unsqueeze(0)
         new = self._vendors(x, states) or self._ours(x, states, static)
         if not rows:
@@ -171,13 +172,16 @@ class RNNCell(nn.Module):
         return new if len(states) > 1 else (new,)
 
     def _ours(self, x: Tensor, states: States | None, static: Tensor | None) -> States:
-        """A sequence of one step."""
         draws = self.training and bool(self.cell.keeps)
         options = Options(training=self.training, seed=draw_seed() if draws else 0)
-        arrays = {"x": x.unsqueeze(0), **learned(self)}
+        arrays = {"x": x, **learned(self)}
         if static is not None:
             arrays["static"] = static
         for name, state in zip(self.cell.state_names, states or (), strict=states is not None):
-            arrays[f"state {name}"] = state.unsqueeze(0)
-        _, final, _ = layer(Call(self.cell, self.hidden_size, options, self._sizes), arrays)
-        return tuple(s.squeeze(0) for s in final)
+            arrays[f"state {name}"] = state
+        call = Call(self.cell, self.hidden_size, options, self._sizes)
+        new = single.run(call, arrays)
+        if new is None:
+            _, final, _ = layer(call, single.sequence_of_one(arrays))
+            new = tuple([s.squeeze(0) for s in final])
+        return new

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from anycell.layer.stream import Stream
 from anycell.plan import Plan
-from anycell.torch.functional import autocast, fused_plan, memory, quantized
+from anycell.torch.functional import autocast, fused_plan, memory, plain, quantized
 from anycell.torch.host import HOSTS
 
 
@@ -74,36 +74,24 @@ class Prepared:
         if stream is None or type(x) is not Tensor or x.dim() != 2:
             return None
         rows, given = x.size(0), state if type(state) is tuple else (state,)
-        if not _plain(x, dtype, (rows, stream.width)):
+        if not plain(x, dtype, (rows, stream.width)):
             return None
         if (static is None) is not (stream.static is None):
             return None
-        if static is not None and not _plain(static, dtype, (rows, stream.hidden)):
+        if static is not None and not plain(static, dtype, (rows, stream.hidden)):
             return None
         if state is None:
             given = ()
         elif len(given) != len(stream.shape):
             return None
         for s, (layers, width) in zip(given, stream.shape, strict=False):
-            if not _plain(s, dtype, (layers, rows, width)):
+            if not plain(s, dtype, (layers, rows, width)):
                 return None
         output, new = stream.step(rows, x, given, static, torch.get_num_threads())
         return output, tuple(new) if len(new) > 1 else new[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Prepared, ()
-
-
-def _plain(x: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
-    """Whether a pointer says all about ``x``."""
-    return (
-        type(x) is Tensor
-        and x.shape == shape
-        and x.dtype is dtype
-        and x.is_contiguous()
-        and x.is_cpu
-        and not x.is_neg()
-    )
 
 
 def elsewhere() -> bool:
