@@ -221,7 +221,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Row]]:
     parser.add_argument("--quick", action="store_true", help="a short run")
     quick = parser.parse_args(arguments).quick
     console, results = Console(), {}
-    for name, make, steps, left in (("forecast", forecast, 600, 1 / 2), ("text", text, 400, 1 / 4)):
+    for name, make, steps, left in (("forecast", forecast, 600, 1 / 2), ("text", text, 700, 3 / 8)):
         torch.manual_seed(0)
         task = make()
         steps = 10 if quick else steps
