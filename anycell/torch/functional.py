@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -160,16 +160,23 @@ def reason(plan: Plan) -> str:
     return "; ".join([plan.reason, *map(str, refusals.of_plan(plan))])
 
 
-def plain(x: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
-    """Whether ``x`` is a tensor of that dtype and shape on the CPU, of which a pointer says all."""
-    return (
-        type(x) in _ORDINARY
-        and x.shape == shape
-        and x.dtype is dtype
-        and x.is_contiguous()
-        and x.is_cpu
-        and not x.is_neg()
-    )
+def plain(tensors: Iterable[Any], dtype: torch.dtype, shapes: Iterable[tuple[int, ...]]) -> bool:
+    """Whether a kernel may have the addresses of all: whether each is a contiguous tensor on the
+    CPU, of that dtype and its shape.
+    """
+    size = dtype.itemsize
+    for t, shape in zip(tensors, shapes, strict=True):
+        if (
+            type(t) not in _ORDINARY
+            or t.shape != shape
+            or t.dtype is not dtype
+            or not t.is_contiguous()
+            or not t.is_cpu
+            or t.is_neg()
+            or t.data_ptr() % size
+        ):
+            return False
+    return True
 
 
 def memory(x: Tensor, dtype: torch.dtype | None = None) -> bool:

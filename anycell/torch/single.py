@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,8 +31,7 @@ def run(call: Call, arrays: Arrays) -> States | None:
     plan = fused_plan(call.cell, call.hidden_size, x, call.sizes)
     if isinstance(plan, str) or not single.suits(plan):
         return None
-    expected = _shapes(plan, *x.shape)
-    if not all(_fits(t, x.dtype, expected[name]) for name, t in arrays.items()):
+    if not plain(arrays.values(), x.dtype, _shapes(plan, *x.shape, tuple(arrays))):
         return None
     call = call._replace(options=fused.on_threads(call.options))
     if torch.is_grad_enabled() and any(t.requires_grad for t in arrays.values()):
@@ -46,17 +44,13 @@ def run(call: Call, arrays: Arrays) -> States | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _shapes(plan: Plan, batch: int, inputs: int) -> Mapping[str, Shape]:
-    """Of all that there may be."""
+def _shapes(plan: Plan, batch: int, inputs: int, names: tuple[str, ...]) -> list[Shape]:
+    """Of the arrays of these names."""
     sizes = dict(plan.sizes)
     expected = shapes(plan.cell, sizes, inputs, True)
     expected |= {"x": (batch, inputs), "static": (batch, plan.hidden_size)}
-    return expected | {f"state {s.name}": (batch, sizes[s.size]) for s in plan.cell.states}
-
-
-def _fits(t: Tensor, dtype: torch.dtype, shape: Shape) -> bool:
-    """Whether a kernel may have the tensor's address."""
-    return plain(t, dtype, shape) and not t.data_ptr() % dtype.itemsize
+    expected |= {f"state {s.name}": (batch, sizes[s.size]) for s in plan.cell.states}
+    return [expected[name] for name in names]
 
 
 def _forward(call: Call, plan: Plan, arrays: Arrays, keep: bool) -> tuple[list[Tensor], Kept]:
@@ -77,11 +71,11 @@ class _Step(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         arrays = dict(zip(names, tensors, strict=True))
         new, kept = _forward(call, plan, arrays, keep=True)
-        flat = kept.flat()
-        ctx.save_for_backward(*tensors, *flat)
+        saved = (*tensors, *kept.flat())
+        ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.plan, ctx.names = call, plan, names
-        ctx.shapes = [t.shape for t in flat]
+        ctx.shapes = [t.shape for t in saved]
         ctx.states = [array is not None for array in kept.states[0]]
         return tuple(new)
 
@@ -93,17 +87,14 @@ class _Step(torch.autograd.Function):
         tensors = ctx.saved_tensors
         arrays = dict(zip(names, tensors, strict=False))
         wanted = {name for name, need in zip(names, needs, strict=True) if need}
-        expected = _shapes(plan, *arrays["x"].shape)
-        dtype, kept = arrays["x"].dtype, tensors[len(names) :]
         # Hooks on saved tensors may hand on others than were saved.
-        fits = all(_fits(t, dtype, expected[name]) for name, t in arrays.items())
-        fits = fits and all(_fits(t, dtype, s) for t, s in zip(kept, ctx.shapes, strict=True))
+        fits = plain(tensors, arrays["x"].dtype, ctx.shapes)
         run: Any
         given: tuple[Any, ...]
         if not fits or torch.is_grad_enabled() or any(map(fused.batched, arriving)):
             run, given = _as_a_sequence, (call, arrays, wanted, arriving)
         else:
-            parts = Kept.of(kept, ctx.states, 1)
+            parts = Kept.of(tensors[len(names) :], ctx.states, 1)
             run, given = _backward, (call, plan, arrays, wanted, arriving, parts)
         gradients = ranged(call.cell, "backward", run, *given)
         return None, None, None, *[gradients.get(n) if n in wanted else None for n in names]

@@ -74,19 +74,18 @@ class Prepared:
         if stream is None or type(x) is not Tensor or x.dim() != 2:
             return None
         rows, given = x.size(0), state if type(state) is tuple else (state,)
-        if not plain(x, dtype, (rows, stream.width)):
+        if not plain((x,), dtype, ((rows, stream.width),)):
             return None
         if (static is None) is not (stream.static is None):
             return None
-        if static is not None and not plain(static, dtype, (rows, stream.hidden)):
+        if static is not None and not plain((static,), dtype, ((rows, stream.hidden),)):
             return None
         if state is None:
             given = ()
         elif len(given) != len(stream.shape):
             return None
-        for s, (layers, width) in zip(given, stream.shape, strict=False):
-            if not plain(s, dtype, (layers, rows, width)):
-                return None
+        if not plain(given, dtype, [(n, rows, width) for n, width in stream.shape[: len(given)]]):
+            return None
         output, new = stream.step(rows, x, given, static, torch.get_num_threads())
         return output, tuple(new) if len(new) > 1 else new[0]
 
