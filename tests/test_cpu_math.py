@@ -312,18 +312,18 @@ def test_transpose(target, real):
 def test_reductions_have_a_fixed_order(target, real):
     lanes = isa.TARGETS[target].lanes(real)
     x = np.random.default_rng(0).normal(size=lanes).astype(REALS[real])
-    y = np.zeros(3, REALS[real])
+    y = np.zeros(2, REALS[real])
 
     def body(b, x, y):
         value = b.load(x)
-        for i, reduce in enumerate([b.reduce_add, b.reduce_max, b.reduce_min]):
+        for i, reduce in enumerate([b.reduce_add, b.reduce_max]):
             b.store(reduce(value), b.gep(y, i))
 
     run(target, real, body, x, y)
     halves = x.copy()
     while len(halves) > 1:
         halves = halves[: len(halves) // 2] + halves[len(halves) // 2 :]
-    np.testing.assert_array_equal(y, [halves[0], x.max(), x.min()])
+    np.testing.assert_array_equal(y, [halves[0], x.max()])
 
 
 @everywhere
@@ -394,7 +394,7 @@ def test_atomics_make_a_barrier(target):
             b.pause()
             again(b.icmp("ne", b.atomic_load(shared), mine))
         b.store(b.add(b.load(total, "i64"), 1), total)
-        b.atomic_store(b.add(mine, 1), shared)
+        b.atomic_add(shared, 1)
         b.atomic_add(b.gep(shared, 16, "i64"), me)
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(
         jit.compile(str(module), ["f"], module.target).address("f")

@@ -327,10 +327,6 @@ class Builder:
             raise TypeError(f"expected a value of type {type}, got {operand}")
         return operand
 
-    def comment(self, text: str) -> None:
-        """A remark in the listing."""
-        self._line(f"; {text}")
-
     # ---- arithmetic
 
     add, sub, mul = _binary("add"), _binary("sub"), _binary("mul")
@@ -559,10 +555,6 @@ class Builder:
         """The largest lane; a NaN may be lost (see `fmax`)."""
         return self._reduce(x, self.fmax if is_real(x.type) else self.smax)
 
-    def reduce_min(self, x: Value) -> Value:
-        """The smallest lane; a NaN may be lost (see `fmin`)."""
-        return self._reduce(x, self.fmin if is_real(x.type) else self.smin)
-
     def transpose(self, rows: Sequence[Value]) -> list[Value]:
         """N vectors of N lanes: lane j of row i becomes lane i of row j.
 
@@ -679,10 +671,6 @@ class Builder:
     def atomic_load(self, address: Value) -> Value:
         """An i64, and all that its writer wrote before it (acquire)."""
         return self._emit("i64", f"load atomic i64, {address} acquire, align 8")
-
-    def atomic_store(self, value: Operand, address: Value) -> None:
-        """Publishes an i64, and all that was written before it (release)."""
-        self._line(f"store atomic {self.value(value, 'i64')}, {address} release, align 8")
 
     def pause(self) -> None:
         """A hint that this is a spin loop."""
