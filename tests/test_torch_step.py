@@ -89,7 +89,7 @@ def test_the_bits_of_a_sequence_of_one(kind: Any, dtype: Any, taken: list[bool])
     """Every cell, and which ways they go: those with another matmul pack its weight."""
     short = single.single.suits(plan(kind, 5, str(dtype).removeprefix("torch.")))
     operators = kind in (cells.LSTM, cells.GRU, cells.RNN, cells.RNN(nonlinearity="relu"))
-    for hidden, rows in ((5, 1), (17, 3), (8, 50), (64, 0)):
+    for hidden, rows in ((5, 1), (5, 0), (17, 50))[: 3 if dtype is torch.float32 else 1]:
         module = at.RNNCell(kind, 3, hidden, dtype=dtype)
         for state in (False, True):
             for training in (False, True):
