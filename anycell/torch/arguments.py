@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from anycell.lang.cell import Cell
-from anycell.torch.functional import autocast, memory, observed
+from anycell.torch.entry import autocast
+from anycell.torch.functional import memory, observed
 
 
 def describe(value: Any) -> str:

@@ -20,9 +20,9 @@ from anycell.layer import ENDS, check_checkpoint
 from anycell.plan import Plan
 from anycell.torch import ops, vendor
 from anycell.torch.composite import Arrays, Sizes, States
+from anycell.torch.entry import autocast
 from anycell.torch.functional import (
     Engine,
-    autocast,
     autocast_dtype,
     compiled,
     memory,

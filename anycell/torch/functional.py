@@ -17,7 +17,7 @@ from anycell.layer.signature import FLAGS
 from anycell.plan import Plan, scales_of
 from anycell.torch import fused, ops
 from anycell.torch.composite import Arrays, Call, Result, Sizes, States, composite
-from anycell.torch.ranges import ranged
+from anycell.torch.entry import enter
 
 
 def stack(
@@ -78,11 +78,11 @@ def layer(call: Call, arrays: Arrays) -> Result:
         plan = _plan_for(call, arrays)
         if isinstance(plan, Plan):
             if engine is None or engine == plan.engine:
-                return ranged(call.cell, "forward", fused.run, call, plan, arrays)
+                return enter(call.cell, "forward", fused.run, call, plan, arrays)
             plan = f"these tensors are for the engine {plan.engine!r}"
     if engine not in (None, "reference"):
         raise ValueError(f"engine={engine!r} cannot run this call: {plan}. Leave engine out.")
-    return ranged(call.cell, "step by step", composite, call, arrays)
+    return enter(call.cell, "step by step", composite, call, arrays)
 
 
 # -- which engine ----------------------------------------------------------------------------------
@@ -243,7 +243,17 @@ def autocast_dtype(weight: Tensor) -> torch.dtype:
     return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else weight.dtype
 
 
+def in_its_dtype(
+    run: Callable[..., Any], call: Call, arrays: Arrays, weights: Sequence[Arrays], *rest: Any
+) -> Any:
+    """``run(call, arrays, weights, *rest)`` in the dtype that autocast asks for."""
+    # What other layers hand on may be of 16 bits, whatever the dtype of this one.
+    like = next(iter(weights[0].values()), arrays["x"])
+    dtype = torch.float32 if quantized(weights[0]) else autocast_dtype(like)
+    if dtype is not like.dtype and not quantized(weights[0]):
+        weights = [{name: t.to(dtype) for name, t in learned.items()} for learned in weights]
+    arrays = {name: t if name in FLAGS else t.to(dtype) for name, t in arrays.items()}
+    return run(call, arrays, weights, *rest)
+
+
 exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
-autocast: Callable[[], bool] = getattr(
-    torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled
-)

@@ -26,8 +26,8 @@ from anycell.torch.composite import (
     side_by_side,
 )
 from anycell.torch.device import DeviceHost, host_of
+from anycell.torch.entry import enter
 from anycell.torch.host import HOSTS
-from anycell.torch.ranges import ranged
 
 # Which engine has the kernels, by the type of the device.
 ENGINES = {"cpu": "cpu", "cuda": "gpu"}
@@ -139,11 +139,11 @@ class _Fused(torch.autograd.Function):
         gradients: Mapping[str, Tensor | None]
         if elsewhere or torch.is_grad_enabled() or any(map(batched, arriving)):
             run: Any = differentiable
-            gradients = ranged(call.cell, "backward", run, call, arrays, wanted, arriving)
+            gradients = enter(call.cell, "backward", run, call, arrays, wanted, arriving)
         else:
             kept = layer.Kept.of(tensors[len(names) :], ctx.states, len(call.options.reverse))
             given = call, ctx.plan, arrays, kept, arriving[:ends], wanted, inside
-            gradients = ranged(call.cell, "backward", run_backward, *given)
+            gradients = enter(call.cell, "backward", run_backward, *given)
         found = [gradients.get(name) if name in wanted else None for name in names]
         return None, None, None, *found
 

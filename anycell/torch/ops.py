@@ -30,7 +30,7 @@ from anycell.layer.signature import FLAGS
 from anycell.plan import DTYPES, Plan, scales_of
 from anycell.torch import fused
 from anycell.torch.composite import Arrays, Call, Result, Sizes
-from anycell.torch.ranges import ranged
+from anycell.torch.entry import enter
 
 AVAILABLE = hasattr(torch.library, "register_fake")  # since PyTorch 2.4
 # Inductor's CUDA graphs (mode="reduce-overhead") must leave our operators out: these replay graphs
@@ -261,7 +261,7 @@ def _run(tensors: Sequence[Tensor], text: str, hyper: Sequence[float], keep: boo
     form = Form.read(text)
     plan = form.plan_of(tensors, hyper)
     call, arrays = form.unpack(tensors, plan)
-    output, final, kept = ranged(call.cell, "forward", fused.run_forward, call, plan, arrays, keep)
+    output, final, kept = enter(call.cell, "forward", fused.run_forward, call, plan, arrays, keep)
     if kept is None:
         return [output, *final]
     return [*final, *kept.flat(), *([output] if form.apart else [])]
@@ -315,13 +315,16 @@ def _backward(
     _expect("arriving", len(arriving), sum(given))
     _expect("needs", len(needs), len(tensors))
     states, directions = form.kept_states(plan), len(form.options.reverse)
-    again = kept or fused.run_forward(call, plan, arrays, keep=True)[2].flat()  # type: ignore[union-attr]
-    before = layer.Kept.of(again, states, directions)
+    if not kept:
+        _, _, again = enter(call.cell, "forward", fused.run_forward, call, plan, arrays, True)
+        assert again is not None
+        kept = again.flat()
+    before = layer.Kept.of(kept, states, directions)
     present = iter(arriving)
     gradients = [next(present) if one else None for one in given]
     wanted = {name for name, need in zip(form.arrays, needs, strict=True) if need}
     run = fused.run_backward
-    named = ranged(call.cell, "backward", run, call, plan, arrays, before, gradients, wanted)
+    named = enter(call.cell, "backward", run, call, plan, arrays, before, gradients, wanted)
     return [
         _alone(named[name], plan) if name in named else torch.zeros_like(t)
         for name, t in zip(form.arrays, tensors, strict=True)

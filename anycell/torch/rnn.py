@@ -25,7 +25,8 @@ from anycell.torch.arguments import (
     describe,
 )
 from anycell.torch.composite import Arrays, Sizes, States
-from anycell.torch.functional import Engine, autocast, fused_plan, reason
+from anycell.torch.entry import autocast
+from anycell.torch.functional import Engine, fused_plan, reason
 from anycell.torch.recurrent import (
     Lengths,
     Recurrent,

@@ -13,9 +13,9 @@ from anycell.layer.signature import ANY, Shape
 from anycell.plan import Plan
 from anycell.torch import fused
 from anycell.torch.composite import Arrays, Call, States
+from anycell.torch.entry import enter
 from anycell.torch.functional import fused_plan, observed, plain
 from anycell.torch.host import HOSTS
-from anycell.torch.ranges import ranged
 
 
 def run(call: Call, arrays: Arrays) -> States | None:
@@ -36,11 +36,9 @@ def run(call: Call, arrays: Arrays) -> States | None:
     call = call._replace(options=fused.on_threads(call.options))
     if torch.is_grad_enabled() and any(t.requires_grad for t in arrays.values()):
         step: Any = _Step.apply
-        new: States = ranged(
-            call.cell, "forward", step, call, plan, tuple(arrays), *arrays.values()
-        )
+        new: States = enter(call.cell, "forward", step, call, plan, tuple(arrays), *arrays.values())
         return new
-    return tuple(ranged(call.cell, "forward", _forward, call, plan, arrays, False)[0])
+    return tuple(enter(call.cell, "forward", _forward, call, plan, arrays, False)[0])
 
 
 @functools.lru_cache(maxsize=256)
@@ -96,7 +94,7 @@ class _Step(torch.autograd.Function):
         else:
             parts = Kept.of(tensors[len(names) :], ctx.states, 1)
             run, given = _backward, (call, plan, arrays, wanted, arriving, parts)
-        gradients = ranged(call.cell, "backward", run, *given)
+        gradients = enter(call.cell, "backward", run, *given)
         return None, None, None, *[gradients.get(n) if n in wanted else None for n in names]
 
 

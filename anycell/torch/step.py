@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -13,9 +14,16 @@ from anycell.lang.cell import Cell
 from anycell.layer import Options, shapes
 from anycell.torch import single
 from anycell.torch.arguments import check_layer, check_states, check_static, check_tensor
-from anycell.torch.composite import Call, Sizes, States
+from anycell.torch.composite import Arrays, Call, Sizes, States
 from anycell.torch.dropin import vendors
-from anycell.torch.functional import Engine, autocast, fused_plan, layer, reason
+from anycell.torch.entry import autocast
+from anycell.torch.functional import (
+    Engine,
+    fused_plan,
+    in_its_dtype,
+    layer,
+    reason,
+)
 from anycell.torch.recurrent import draw_seed
 from anycell.torch.rnn import initialise, learned
 from anycell.torch.symbolic import leaf, refuse_script
@@ -174,14 +182,23 @@ class RNNCell(nn.Module):
     def _ours(self, x: Tensor, states: States | None, static: Tensor | None) -> States:
         draws = self.training and bool(self.cell.keeps)
         options = Options(training=self.training, seed=draw_seed() if draws else 0)
-        arrays = {"x": x, **learned(self)}
+        arrays = {"x": x}
         if static is not None:
             arrays["static"] = static
         for name, state in zip(self.cell.state_names, states or (), strict=states is not None):
             arrays[f"state {name}"] = state
         call = Call(self.cell, self.hidden_size, options, self._sizes)
-        new = single.run(call, arrays)
-        if new is None:
-            _, final, _ = layer(call, single.sequence_of_one(arrays))
-            new = tuple([s.squeeze(0) for s in final])
-        return new
+        weights = [learned(self)]
+        if autocast():
+            return in_its_dtype(_step, call, arrays, weights)
+        return _step(call, arrays, weights)
+
+
+def _step(call: Call, arrays: Arrays, weights: Sequence[Arrays]) -> States:
+    """The new states of a step with the weights of one layer."""
+    arrays = {**arrays, **weights[0]}
+    new = single.run(call, arrays)
+    if new is None:
+        _, final, _ = layer(call, single.sequence_of_one(arrays))
+        new = tuple([s.squeeze(0) for s in final])
+    return new

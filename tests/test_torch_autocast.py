@@ -1,0 +1,116 @@
+"""Autocast where it meets our autograd functions and operators: within it torch's matmuls give
+another dtype than kernels read, and nothing but the numbers would tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch_layers import CELLS, Gated, by_name  # noqa: E402
+
+import anycell.torch as at  # noqa: E402
+from anycell import cells  # noqa: E402
+
+Tensor = torch.Tensor
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+def tensors(results: Any) -> list[Tensor]:
+    """Those of nested tuples."""
+    if isinstance(results, Tensor):
+        return [results]
+    return [tensor for part in results for tensor in tensors(part)]
+
+
+def total(results: Any) -> Tensor:
+    parts = enumerate(tensors(results), 1)
+    return torch.stack([k * t.float().square().sum() for k, t in parts]).sum()
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype is b.dtype
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [*CELLS, cells.JANET, Gated], **by_name)
+def test_a_step(kind: Any, dtype: Any) -> None:
+    """``RNNCell`` computes as a layer of this dtype, and its gradients are float32."""
+    module, layer = at.RNNCell(kind, 3, 5), at.RNN(kind, 3, 5, dtype=dtype)
+    for p, q in zip(module.parameters(), layer.parameters(), strict=True):
+        q.data.copy_(p.data)
+    x, count = torch.randn(4, 3), len(kind.states)
+    states = tuple(torch.randn(4, 5) for _ in range(count))
+    more = {} if kind.static is None else {"static": torch.randn(4, 5)}
+    with torch.autocast("cpu", dtype):
+        new = tensors(module(x, states if count > 1 else states[0], **more))
+        again = module(x.to(dtype), new if count > 1 else new[0], **more)  # as a loop has it
+        assert {t.dtype for t in (*new, *tensors(again))} == {dtype}
+    cast = [s.to(dtype).unsqueeze(0) for s in states]
+    more = {name: t.to(dtype) for name, t in more.items()}
+    _, final = layer(x.to(dtype).unsqueeze(0), tuple(cast) if count > 1 else cast[0], **more)
+    final = [s.squeeze(0) for s in tensors(final)]
+    assert_same(new, final)
+    total(new).backward()
+    total(final).backward()
+    gradients = [p.grad.float() for p in layer.parameters()]
+    assert_same([p.grad for p in module.parameters()], gradients)
+
+
+def layers() -> dict[str, Callable[[], Any]]:
+    return {
+        "LSTM": lambda: at.LSTM(3, 5, 2),
+        "RNN": lambda: at.RNN(cells.PeepholeLSTM, 3, 5, bidirectional=True),
+        "checkpoint": lambda: at.RNN(cells.LSTM, 3, 5, checkpoint=2),
+        "two matmuls": lambda: at.RNN(cells.MultiplicativeLSTM, 3, 5),
+        "a step": lambda: at.RNNCell(cells.PeepholeLSTM, 3, 5),
+        "a packed step": lambda: at.RNNCell(cells.MultiplicativeLSTM, 3, 5),
+    }
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("kind", layers())
+def test_a_backward_pass(kind: str, again: bool) -> None:
+    """Begun within autocast, it has the bits of one begun outside, to be differentiated or not."""
+    layer = layers()[kind]()
+    shape = (8, 3) if "step" in kind else (2, 8, layer.input_size)
+    x = torch.randn(shape, requires_grad=True)
+    leaves, gradients = [x, *layer.parameters()], []
+    for dtype in (None, *DTYPES):
+        loss = total(layer(x))
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            gradients.append(torch.autograd.grad(loss, leaves, create_graph=again))
+    for others in gradients[1:]:
+        assert_same(others, gradients[0])
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("kind", ["RNN", "checkpoint", "two matmuls", "a step", "a packed step"])
+def test_an_exported_program(kind: str, gradients: bool) -> None:
+    """It computes as it was exported, whatever the context that it is called in."""
+    layer = layers()[kind]()
+    shape = (4, 3) if "step" in kind else (7, 4, layer.input_size)
+    x = torch.randn(shape, requires_grad=gradients)
+    program = torch.export.export(layer, (x,)).module()
+    results = []
+    for dtype in (None, *DTYPES):
+        with (
+            torch.autocast("cpu", dtype, enabled=dtype is not None),
+            torch.set_grad_enabled(gradients),
+        ):
+            new = tensors(program(x))
+            d = torch.autograd.grad(total(new), [x]) if gradients else ()
+        results.append([*new, *d])
+    for others in results[1:]:
+        assert_same(others, results[0])
