@@ -43,30 +43,22 @@ def assert_same(ours: Any, theirs: Any) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.sample(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [*CELLS, cells.JANET, Gated], **by_name)
 def test_a_step(kind: Any, dtype: Any) -> None:
-    """``RNNCell`` computes as a layer of this dtype, and its gradients are float32."""
-    module, layer = at.RNNCell(kind, 3, 5), at.RNN(kind, 3, 5, dtype=dtype)
-    for p, q in zip(module.parameters(), layer.parameters(), strict=True):
-        q.data.copy_(p.data)
-    x, count = torch.randn(4, 3), len(kind.states)
-    states = tuple(torch.randn(4, 5) for _ in range(count))
-    more = {} if kind.static is None else {"static": torch.randn(4, 5)}
-    with torch.autocast("cpu", dtype):
-        new = tensors(module(x, states if count > 1 else states[0], **more))
-        again = module(x.to(dtype), new if count > 1 else new[0], **more)  # as a loop has it
-        assert {t.dtype for t in (*new, *tensors(again))} == {dtype}
-    cast = [s.to(dtype).unsqueeze(0) for s in states]
-    more = {name: t.to(dtype) for name, t in more.items()}
-    _, final = layer(x.to(dtype).unsqueeze(0), tuple(cast) if count > 1 else cast[0], **more)
-    final = [s.squeeze(0) for s in tensors(final)]
-    assert_same(new, final)
-    total(new).backward()
-    total(final).backward()
-    gradients = [p.grad.float() for p in layer.parameters()]
-    assert_same([p.grad for p in module.parameters()], gradients)
+    """``RNNCell`` computes in the dtype of its weights, whatever that of its arguments."""
+    module, count = at.RNNCell(kind, 3, 5), len(kind.states)
+    x, *others = (torch.randn(4, n).to(dtype) for n in (3, *[5] * count, 5))
+    leaves, results = list(module.parameters()), []
+    for on in (False, True):
+        x, *others = (t if on else t.float() for t in (x, *others))
+        static = {} if kind.static is None else {"static": others[-1]}
+        with torch.autocast("cpu", dtype, enabled=on):
+            new = module(x, tuple(others[:count]) if count > 1 else others[0], **static)
+            again = module(x, new, **static)  # as a loop has it
+        results.append([*tensors(new), *tensors(again), *torch.autograd.grad(total(again), leaves)])
+    assert {t.dtype for t in results[1]} == {torch.float32}
+    assert_same(*results)
 
 
 def layers() -> dict[str, Callable[[], Any]]:

@@ -25,7 +25,7 @@ from anycell import cells
 from anycell.layer import Options
 from anycell.layer import gpu as device
 from anycell.plan import Plan
-from anycell.torch import functional, fused, ops, vendor
+from anycell.torch import functional, fused, ops, recurrent, vendor
 from anycell.torch.composite import Call, composite
 from anycell.torch.device import DeviceHost
 from anycell.torch.dropin import DropIn
@@ -151,7 +151,7 @@ def test_autocast(ran: list[str], seed: int, monkeypatch: pytest.MonkeyPatch) ->
     leaves = [x, *layer.parameters()]
     gradients = torch.autograd.grad(expected.sum(), leaves)
     if not CARD:  # where autocast keeps to the weights
-        monkeypatch.setattr(functional, "autocast_dtype", lambda _: torch.float16)
+        monkeypatch.setattr(recurrent, "autocast_dtype", lambda _: torch.float16)
     with torch.autocast(DEVICE.type, torch.float16 if CARD else torch.bfloat16):
         output, final = layer(x)
     for state in (output, *final):

@@ -243,17 +243,4 @@ def autocast_dtype(weight: Tensor) -> torch.dtype:
     return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else weight.dtype
 
 
-def in_its_dtype(
-    run: Callable[..., Any], call: Call, arrays: Arrays, weights: Sequence[Arrays], *rest: Any
-) -> Any:
-    """``run(call, arrays, weights, *rest)`` in the dtype that autocast asks for."""
-    # What other layers hand on may be of 16 bits, whatever the dtype of this one.
-    like = next(iter(weights[0].values()), arrays["x"])
-    dtype = torch.float32 if quantized(weights[0]) else autocast_dtype(like)
-    if dtype is not like.dtype and not quantized(weights[0]):
-        weights = [{name: t.to(dtype) for name, t in learned.items()} for learned in weights]
-    arrays = {name: t if name in FLAGS else t.to(dtype) for name, t in arrays.items()}
-    return run(call, arrays, weights, *rest)
-
-
 exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +13,17 @@ from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import Cell
 from anycell.layer import Options, check_checkpoint
+from anycell.layer.signature import FLAGS
 from anycell.plan import Plan
 from anycell.torch import ops
 from anycell.torch.arguments import Layout, check_tensor, describe
-from anycell.torch.composite import Arrays, Call, States
+from anycell.torch.composite import Arrays, Call, Result, States
 from anycell.torch.entry import autocast
 from anycell.torch.functional import (
+    autocast_dtype,
     compiled,
     exporting,
-    in_its_dtype,
+    quantized,
     stack,
 )
 from anycell.torch.packed import Packing
@@ -192,8 +194,8 @@ def sequence(
         if resets is not None:
             tensors["resets"] = layout.flags("resets", resets)
     drop = functools.partial(F.dropout, p=dropout) if dropout and call.options.training else None
-    args = call, tensors, weights, drop
-    output, final, others = in_its_dtype(stack, *args) if autocast() else stack(*args)
+    run = _in_its_dtype if autocast() else stack
+    output, final, others = run(call, tensors, weights, drop)
     if not batched:
         final = tuple([s.squeeze(1) for s in final])
         return output.squeeze(1), final, tuple([t.squeeze(1) for t in others])
@@ -227,8 +229,8 @@ def _packed(
         return packing.pad(F.dropout(packing.pack(t), dropout))
 
     drops = dropout and call.options.training
-    args = call, tensors, weights, drop if drops else None
-    output, final, others = in_its_dtype(stack, *args) if autocast() else stack(*args)
+    run = _in_its_dtype if autocast() else stack
+    output, final, others = run(call, tensors, weights, drop if drops else None)
     packed, *rest = [PackedSequence(packing.pack(t), *x[1:]) for t in (output, *others)]
     return packed, tuple([_rows(s, packing.back) for s in final]), tuple(rest)
 
@@ -236,6 +238,22 @@ def _packed(
 def _rows(t: Tensor, order: Tensor | None) -> Tensor:
     """``[..., B, size]`` with its rows in another order."""
     return t if order is None else t.index_select(-2, order)
+
+
+def _in_its_dtype(
+    call: Call,
+    arrays: Arrays,
+    weights: Sequence[Arrays],
+    drop: Callable[[Tensor], Tensor] | None,
+) -> Result:
+    """``stack``, in the dtype that autocast asks for."""
+    # What other layers hand on may be of 16 bits, whatever the dtype of this one.
+    like = next(iter(weights[0].values()), arrays["x"])
+    dtype = torch.float32 if quantized(weights[0]) else autocast_dtype(like)
+    if dtype is not like.dtype and not quantized(weights[0]):
+        weights = [{name: t.to(dtype) for name, t in learned.items()} for learned in weights]
+    arrays = {name: t if name in FLAGS else t.to(dtype) for name, t in arrays.items()}
+    return stack(call, arrays, weights, drop)
 
 
 def state_names(kind: str, cell: Cell) -> list[str]:

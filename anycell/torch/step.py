@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -14,16 +13,10 @@ from anycell.lang.cell import Cell
 from anycell.layer import Options, shapes
 from anycell.torch import single
 from anycell.torch.arguments import check_layer, check_states, check_static, check_tensor
-from anycell.torch.composite import Arrays, Call, Sizes, States
+from anycell.torch.composite import Call, Sizes, States
 from anycell.torch.dropin import vendors
 from anycell.torch.entry import autocast
-from anycell.torch.functional import (
-    Engine,
-    fused_plan,
-    in_its_dtype,
-    layer,
-    reason,
-)
+from anycell.torch.functional import Engine, fused_plan, layer, reason
 from anycell.torch.recurrent import draw_seed
 from anycell.torch.rnn import initialise, learned
 from anycell.torch.symbolic import leaf, refuse_script
@@ -72,7 +65,9 @@ class RNNCell(nn.Module):
     ``forward(x, state=None, static=None)`` takes ``[B, input_size]`` or, with no batch,
     ``[input_size]``, the state as a tuple in the cell's order, ``[B, H]`` each (of one state the
     tensor itself; default: what the cell declares), and the cell's static input ``[B, H]``; it
-    gives the new state in the same form.
+    gives the new state in the same form. Under ``torch.autocast`` it computes in the dtype of its
+    weights: a state that is handed from step to step would be rounded to 16 bits in each, which
+    that of a layer is not.
 
     Parameters: as of ``RNN``, without the number of the layer: ``weight_ih``, ``weight_hh``,
     ``bias_ih``, ``bias_hh``, and the cell's own by their names.
@@ -126,7 +121,7 @@ class RNNCell(nn.Module):
     @property
     def engine(self) -> Engine:
         """What runs this cell, and why."""
-        if self.cell in _OPERATORS and not autocast():
+        if self.cell in _OPERATORS:
             return _ONE_STEP
         plan = fused_plan(self.cell, self.hidden_size, self.weight_ih, self._sizes)
         if isinstance(plan, str):
@@ -164,15 +159,25 @@ class RNNCell(nn.Module):
             x = x.unsqueeze(0)
             states = states and tuple([s.unsqueeze(0) for s in states])
             static = None if static is None else static.unsqueeze(0)
-        new = self._vendors(x, states) or self._ours(x, states, static)
+        if autocast():
+            dtype = self.weight_ih.dtype
+            x, static = x.to(dtype), None if static is None else static.to(dtype)
+            states = states and tuple([s.to(dtype) for s in states])
+            with torch.autocast(x.device.type, enabled=False):
+                new = self._step(x, states, static)
+        else:
+            new = self._step(x, states, static)
         if not rows:
             new = tuple(s.squeeze(0) for s in new)
         return new if len(new) > 1 else new[0]
 
+    def _step(self, x: Tensor, states: States | None, static: Tensor | None) -> States:
+        return self._vendors(x, states) or self._ours(x, states, static)
+
     def _vendors(self, x: Tensor, states: States | None) -> States | None:
         """torch's own operator, of the cells that it has one for."""
         operator = _OPERATORS.get(self.cell)
-        if operator is None or autocast():
+        if operator is None:
             return None
         if states is None:
             states = (x.new_zeros(len(x), self.hidden_size),) * len(self.cell.states)
@@ -182,23 +187,14 @@ class RNNCell(nn.Module):
     def _ours(self, x: Tensor, states: States | None, static: Tensor | None) -> States:
         draws = self.training and bool(self.cell.keeps)
         options = Options(training=self.training, seed=draw_seed() if draws else 0)
-        arrays = {"x": x}
+        arrays = {"x": x, **learned(self)}
         if static is not None:
             arrays["static"] = static
         for name, state in zip(self.cell.state_names, states or (), strict=states is not None):
             arrays[f"state {name}"] = state
         call = Call(self.cell, self.hidden_size, options, self._sizes)
-        weights = [learned(self)]
-        if autocast():
-            return in_its_dtype(_step, call, arrays, weights)
-        return _step(call, arrays, weights)
-
-
-def _step(call: Call, arrays: Arrays, weights: Sequence[Arrays]) -> States:
-    """The new states of a step with the weights of one layer."""
-    arrays = {**arrays, **weights[0]}
-    new = single.run(call, arrays)
-    if new is None:
-        _, final, _ = layer(call, single.sequence_of_one(arrays))
-        new = tuple([s.squeeze(0) for s in final])
-    return new
+        new = single.run(call, arrays)
+        if new is None:
+            _, final, _ = layer(call, single.sequence_of_one(arrays))
+            new = tuple([s.squeeze(0) for s in final])
+        return new
