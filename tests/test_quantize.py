@@ -405,6 +405,7 @@ def test_a_model(seed: int) -> None:
     small_ = compress.quantize(model, data=[x])
     assert isinstance(small_.recurrent, at.Quantized) and small_.shared is small_.recurrent
     assert isinstance(model.recurrent, at.LSTM) and model.training and model.recurrent.training
+    assert not small_.training and not compress.quantize(at.LSTM(3, 4)).training
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     with torch.no_grad():
         wanted = small_(x)
@@ -417,6 +418,28 @@ def test_a_model(seed: int) -> None:
             assert small_.recurrent(torch.randn(5, 2, 6).bfloat16())[0].dtype is torch.float32
     with pytest.raises(TypeError, match="without a float32 layer"):
         compress.quantize(small_)
+
+
+class Idle(nn.Module):
+    """Of two layers one runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs, self.rests = at.GRU(3, 4), at.GRU(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.runs(x)[0]
+
+
+def test_an_error_is_measured_or_none() -> None:
+    """No batch, as of a generator that is used up, is no error of 0."""
+    for layer in (at.LSTM(3, 4), an.LSTM(3, 4)):
+        for data in ([], iter([])):
+            with pytest.raises(ValueError, match="data: given nothing .* A generator gives"):
+                compress.quantize(layer, data=data)
+    small_ = compress.quantize(Idle(), data=[torch.zeros(2, 1, 3), torch.randn(2, 1, 3)])
+    assert small_.runs.error > 0 and small_.rests.error is None
+    assert "error" in str(small_.runs) and "error" not in str(small_.rests)
 
 
 def test_steps_and_packed_sequences(seed: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from processes import python
 from tolerances import assert_close
 
 torch = pytest.importorskip("torch")
@@ -18,7 +19,7 @@ from torch_layers import CELLS, by_name  # noqa: E402
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
 from anycell.plan import plan  # noqa: E402
-from anycell.torch import single  # noqa: E402
+from anycell.torch import ops, single  # noqa: E402
 
 Tensor = torch.Tensor
 Results = dict[str, Tensor]
@@ -279,3 +280,21 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(found[0]["state 0"], found[1]["state 0"]) or rows > 2
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not ops.AVAILABLE, reason="torch.library has no register_fake as yet")
+def test_the_first_that_runs_is_compiled() -> None:
+    """As one graph: a compiler does not see the facts of a cell that are still to be found."""
+    python("""
+        import torch
+        import anycell.torch as at
+        from anycell import cells
+
+        x = torch.randn(3, 5)
+        for kind in (cells.JANET, cells.ZoneoutLSTM):
+            module = at.RNNCell(kind, 5, 4)
+            torch.compile(module, backend="eager", fullgraph=True)(x)
+        module = at.RNNCell(cells.PeepholeLSTM, 5, 4)
+        program = torch.export.export(module, (x,), strict=True).module()
+        assert torch.equal(program(x)[0], module(x)[0])
+    """)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -18,14 +18,15 @@ def quantize(model: Any, *, data: Iterable[Any] | None = None) -> Any:
         model: a layer of ``anycell.torch`` (``RNN``, ``LSTM``, ``GRU``), ``anycell.keras`` or
             ``anycell.numpy``, or a ``torch.nn.Module`` or ``keras.Model`` that has such layers. It
             stays as it is.
-        data: inputs on which to measure the error: each a batch, or a tuple of arguments. Wrap a
-            loader in a progress bar to see one.
+        data: inputs on which to measure the error, one at least: each a batch, or a tuple of
+            arguments. Wrap a loader in a progress bar to see one.
 
     Returns:
         a ``Quantized`` layer, or a copy of the model with such layers in the place of its own (of a
-        ``keras.Model`` by its config, not compiled).
+        ``keras.Model`` by its config, not compiled); modules of torch in eval mode.
         Their ``error`` is that of the output over ``data``, by each layer's own input:
-        ``norm(quantized - float) / norm(float)``; None without data.
+        ``norm(quantized - float) / norm(float)``; None without data, and of a layer that did not
+        run.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what was expected.
@@ -42,11 +43,23 @@ def quantize(model: Any, *, data: Iterable[Any] | None = None) -> Any:
         if f"anycell.{framework}" in sys.modules:
             adapter = importlib.import_module(f"anycell.{framework}.quantized")
             if isinstance(model, adapter.KINDS):
-                return adapter.quantize(model, data)
+                return adapter.quantize(model, None if data is None else _batches(data))
     raise TypeError(
         f"model: given {type(model).__name__}; expected a layer of anycell.torch, anycell.keras "
         "or anycell.numpy, or a torch.nn.Module or keras.Model with such layers."
     )
+
+
+def _batches(data: Iterable[Any]) -> Iterator[Any]:
+    empty = True
+    for batch in data:
+        empty = False
+        yield batch
+    if empty:
+        raise ValueError(
+            "data: given nothing to iterate over; expected a batch or more. A generator gives its "
+            "batches once: make a new one, or leave data out."
+        )
 
 
 def fake_quantize(layer: Any) -> Any:

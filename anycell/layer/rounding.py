@@ -20,16 +20,19 @@ class Error:
     """A relative error over several outputs."""
 
     def __init__(self) -> None:
-        self.wrong = self.size = 0.0
+        self.outputs, self.wrong, self.size = 0, 0.0, 0.0
 
     def add(self, output: Any, expected: Any) -> None:
         """One more output: arrays of float64."""
+        self.outputs += 1
         self.wrong += float(((output - expected) ** 2).sum())
         self.size += float((expected**2).sum())
 
     @property
-    def relative(self) -> float:
-        """Over all that was added."""
+    def relative(self) -> float | None:
+        """Over all that was added, if anything was."""
+        if not self.outputs:
+            return None
         return math.sqrt(self.wrong / self.size) if self.size else math.inf if self.wrong else 0.0
 
 

@@ -53,8 +53,8 @@ def known(cell: Cell, hidden_size: int, sizes: Sizes, x: Tensor) -> bool:
 
 
 def draws(cell: Cell) -> bool:
-    """Whether a cell draws random masks; one that is not registered may."""
-    return _draws(cell.name, cell.key)
+    """Whether a cell draws random masks. For a compiler one that is not registered may."""
+    return _draws(cell.name, cell.key) if torch.compiler.is_dynamo_compiling() else bool(cell.keeps)
 
 
 # A compiler cannot trace these, and sees of a cell only its texts.

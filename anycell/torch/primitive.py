@@ -324,7 +324,7 @@ def _seed(cell: Cell, training: bool, seed: Any) -> Any:
                 f"seed: given {describe(seed)}; expected an int from 0 to 2**64 - 1, or None to "
                 "draw one from torch's default generator."
             )
-    if not (training and (ops.draws(cell) if compiled() else cell.keeps)):
+    if not (training and ops.draws(cell)):
         return 0
     if seed is None:
         return draw_seed()

@@ -128,9 +128,10 @@ def quantize(model: nn.Module, data: Iterable[Any] | None) -> nn.Module:
     if data is not None:
         _measure(model, small, data)
     if model in small:
-        return small[model]
+        return small[model].eval()
     # A copy in which the quantized layers already are: float weights are not copied in vain.
-    return copy.deepcopy(model, {id(layer): quantized for layer, quantized in small.items()})
+    memo = {id(layer): quantized for layer, quantized in small.items()}
+    return copy.deepcopy(model, memo).eval()
 
 
 def is_layer(module: Any) -> bool:

@@ -11,7 +11,7 @@ from torch.fx import Proxy
 from anycell import cells
 from anycell.lang.cell import Cell
 from anycell.layer import Options, shapes
-from anycell.torch import single
+from anycell.torch import ops, single
 from anycell.torch.arguments import check_layer, check_states, check_static, check_tensor
 from anycell.torch.composite import Call, Sizes, States
 from anycell.torch.dropin import vendors
@@ -67,7 +67,8 @@ class RNNCell(nn.Module):
     tensor itself; default: what the cell declares), and the cell's static input ``[B, H]``; it
     gives the new state in the same form. Under ``torch.autocast`` it computes in the dtype of its
     weights: a state that is handed from step to step would be rounded to 16 bits in each, which
-    that of a layer is not.
+    that of a layer is not. A call is a sequence of one step: masks that a cell draws once per
+    sequence are drawn anew in each.
 
     Parameters: as of ``RNN``, without the number of the layer: ``weight_ih``, ``weight_hh``,
     ``bias_ih``, ``bias_hh``, and the cell's own by their names.
@@ -97,6 +98,7 @@ class RNNCell(nn.Module):
         super().__init__()
         check_layer(cell, {"input_size": input_size, "hidden_size": hidden_size}, sizes)
         self.cell = cell
+        ops.register(cell)
         self.input_size = input_size
         self.hidden_size = hidden_size
         self.bias = bool(bias) and cell.bias
@@ -111,6 +113,10 @@ class RNNCell(nn.Module):
             empty = torch.empty(shape, device=device, dtype=dtype)
             self.register_parameter(name, nn.Parameter(empty))
         self.reset_parameters()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        ops.register(self.cell)
 
     def reset_parameters(self) -> None:
         """Gives every parameter its initial value, drawn anew where it is random."""
@@ -150,7 +156,8 @@ class RNNCell(nn.Module):
         if isinstance(x, Proxy):
             return leaf(self, x, state, static=static)
         rows = tuple(x.shape[:-1]) if isinstance(x, Tensor) and x.dim() == 2 else ()
-        check_tensor("x", x, (*rows, self.input_size), "one step of the input", self.weight_ih)
+        axes = "one step of the input" if rows else f"or [B, {self.input_size}], one step"
+        check_tensor("x", x, (*rows, self.input_size), axes, self.weight_ih)
         states = None
         if state is not None:
             states = check_states("state", state, self.cell, self.sizes, rows, x)
@@ -185,7 +192,7 @@ class RNNCell(nn.Module):
         return new if len(states) > 1 else (new,)
 
     def _ours(self, x: Tensor, states: States | None, static: Tensor | None) -> States:
-        draws = self.training and bool(self.cell.keeps)
+        draws = self.training and ops.draws(self.cell)
         options = Options(training=self.training, seed=draw_seed() if draws else 0)
         arrays = {"x": x, **learned(self)}
         if static is not None:
