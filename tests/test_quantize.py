@@ -433,10 +433,10 @@ class Idle(nn.Module):
 
 def test_an_error_is_measured_or_none() -> None:
     """No batch, as of a generator that is used up, is no error of 0."""
-    for layer in (at.LSTM(3, 4), an.LSTM(3, 4)):
+    for float_layer in (at.LSTM(3, 4), an.LSTM(3, 4)):
         for data in ([], iter([])):
-            with pytest.raises(ValueError, match="data: given nothing .* A generator gives"):
-                compress.quantize(layer, data=data)
+            with pytest.raises(ValueError, match=r"data: given nothing .* A generator gives"):
+                compress.quantize(float_layer, data=data)
     small_ = compress.quantize(Idle(), data=[torch.zeros(2, 1, 3), torch.randn(2, 1, 3)])
     assert small_.runs.error > 0 and small_.rests.error is None
     assert "error" in str(small_.runs) and "error" not in str(small_.rests)
