@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from anycell.engines.cpu.arguments import number_of
 from anycell.engines.cpu.geometry import L1_WEIGHTS, Matmul
 from anycell.engines.cpu.ir import Builder, Module, Value, constant, integer_of, vector
-from anycell.engines.cpu.matmul import packed_rows_of, whole_rows
+from anycell.engines.cpu.matmul import packed_rows_of, whole_chunks
 from anycell.lang.cell import RECURRENT
 from anycell.plan import Plan, scales_of
 
@@ -564,7 +564,7 @@ class Door:
             if not g.quantized:
                 blocks = b.smax(b.sdiv(b.add(b.shl(inputs, 1), rows), 2 * rows), 1)
             block = b.sdiv(b.sub(b.add(inputs, blocks), 1), blocks)
-            table["input_block"] = whole_rows(b, block, g)
+            table["input_block"] = whole_chunks(b, block, g.chunk)
         for i in range(len(self.states)):
             at, step, row, flip, way = self._slot(b, shared, each, d, i, shared["begin"])
             table[f"state{i}"], table[f"state{i}_flip"] = at, flip

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from anycell.engines.cpu import jit, tiles
 from anycell.engines.cpu.door import LINE, Entries, align, print_gang
-from anycell.engines.cpu.geometry import ROW_HEADER, Geometry
+from anycell.engines.cpu.geometry import ROW_HEADER, Geometry, chunk
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant, element_bits
 from anycell.engines.cpu.matmul import (
     add_products,
@@ -38,6 +38,7 @@ from anycell.engines.cpu.matmul import (
     negative_sums,
     print_pack_block,
     print_quantizing,
+    whole_chunks,
 )
 from anycell.engines.cpu.sources import fingerprint
 from anycell.plan import DTYPES, Dtype
@@ -356,10 +357,10 @@ class Gemm:
                         panel = self._block(b, scratch, b.add(b.mul(block, panels), n))
                         into = b.gep(call.pointer("c"), at)
                         width = b.smin(b.sub(state["columns"], column), self.width)
+                        numbers = whole_chunks(b, count, chunk(self.packs, self.tiled))
                         b.call(
-                            "panel", panel, left, apart, into, c_rows, height, width,
-                            self._whole(b, count), add, tile, following,
-                            b.mul(a_inner, self.left.bytes),
+                            "panel", panel, left, apart, into, c_rows, height, width, numbers,
+                            add, tile, following, b.mul(a_inner, self.left.bytes),
                         )  # fmt: skip
             again(more)
         if self.tiled:
@@ -395,10 +396,6 @@ class Gemm:
             b.store(source, where)
             b.store(a_rows, apart)
         return b.load(where, "ptr"), b.load(apart, "i64")
-
-    def _whole(self, b: Builder, count: Value) -> Value:
-        """Numbers of a sum, up to a whole row of packed weights: zeros are behind the last."""
-        return b.and_(b.add(count, self.packs - 1), -self.packs) if self.narrow else count
 
     # ---- the call --------------------------------------------------------------------------------
     def _needs(self) -> None:

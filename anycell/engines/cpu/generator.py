@@ -48,7 +48,7 @@ from anycell.engines.cpu.matmul import (
     print_packing,
     print_quantizing,
     print_staging,
-    whole_rows,
+    whole_chunks,
 )
 from anycell.engines.cpu.tiles import ROWS, configure, multiplies, release
 from anycell.lang.expr import Expr, is_const, topological
@@ -623,7 +623,7 @@ class Generator:
         if m is self.projecting:
             projects = self._given("input")
             begins = b.not_(projects)
-            inputs = whole_rows(b, arg["inputs"], g)
+            inputs = whole_chunks(b, arg["inputs"], g.chunk)
             with b.when(projects), b.loop(0, inputs, arg["input_block"]) as k0:
                 k1 = b.smin(b.add(k0, arg["input_block"]), inputs)
                 rows = b.gep(self.input_rows, first, "i64")

@@ -123,9 +123,12 @@ class Geometry:
             return self.inner
         rows = L1_WEIGHTS // (max(self.columns, 1) * self.lanes * itemsize)
         blocks = max(1, round(self.inner / rows))
-        return whole(
-            -(-self.inner // blocks), tiles.ROWS * self.packs if self.tiled else self.packs
-        )
+        return whole(-(-self.inner // blocks), self.chunk)
+
+    @property
+    def chunk(self) -> int:
+        """Numbers of which a sum has a whole multiple, the last ones zeros."""
+        return chunk(self.packs, self.tiled)
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,7 @@ class Matmul:
     @property
     def stretch(self) -> int:
         """From one part to the next in the packed weights of a head, in numbers of the sum."""
-        return whole(self.numbers, self.geometry.packs)
+        return whole(self.numbers, self.geometry.chunk)
 
     @property
     def staged(self) -> bool:
@@ -210,6 +213,11 @@ def whole(count: int, size: int) -> int:
     return -(-count // size) * size
 
 
+def chunk(packs: int, tiled: bool) -> int:
+    """Numbers that are multiplied at once: those of a row of packed weights, or of a tile."""
+    return tiles.ROWS * packs if tiled else packs
+
+
 def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
     """The matmuls of a step, in the order of the cell."""
     lanes, found = target.lanes(plan.types.math.llvm), []
@@ -219,9 +227,9 @@ def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
         if backward:
             units, inner, outputs = inner, units * outputs, 1
         parts = len(l.outputs) if backward else 1
-        length = parts * whole(inner // (l.heads * parts), packs)
-        header = 1 + (OFFSETS if packs == QUANTIZED else BIASES)
         tiled = tiles.multiplies(target, plan.types.operands.llvm)
+        length = parts * whole(inner // (l.heads * parts), chunk(packs, tiled))
+        header = 1 + (OFFSETS if packs == QUANTIZED else BIASES)
         g = Geometry(
             units // l.heads, length, outputs, lanes, target.registers, packs, header, tiled
         )

@@ -33,6 +33,7 @@ from anycell.engines.cpu.geometry import (
     SCALES,
     Geometry,
     Matmul,
+    chunk,
 )
 from anycell.engines.cpu.ir import (
     Builder,
@@ -442,12 +443,12 @@ def negative_sums(b: Builder, packed: Value, rows: Value, width: Operand) -> Val
 
 def packed_rows_of(b: Builder, inner: Value, g: Geometry) -> Value:
     """Rows of packed weights for a sum of so many numbers."""
-    return inner if g.packs == 1 else b.sdiv(b.add(inner, g.packs - 1), g.packs)
+    return inner if g.packs == 1 else b.sdiv(whole_chunks(b, inner, g.chunk), g.packs)
 
 
-def whole_rows(b: Builder, inner: Value, g: Geometry) -> Value:
-    """So many numbers of a sum, up to a whole row of packed weights."""
-    return inner if g.packs == 1 else b.mul(packed_rows_of(b, inner, g), g.packs)
+def whole_chunks(b: Builder, inner: Value, chunk: int) -> Value:
+    """So many numbers of a sum, up to a whole multiple of those that are multiplied at once."""
+    return inner if chunk == 1 else b.and_(b.add(inner, chunk - 1), -chunk)
 
 
 def masked_numbers(b: Builder, address: Value, mask: Value, number: str) -> Value:
@@ -560,7 +561,9 @@ def _pack_together(b: Builder, number: str, packs: int) -> None:
         b.store(b.trunc(group, "i16"), at)
         b.store(b.trunc(b.lshr(group, 16), "i16"), b.gep(at, b.lanes, "i16"))
 
-    with b.when(b.icmp("eq", lane_stride, 1)) as otherwise, b.loop(0, count, packs) as k:
+    size = chunk(packs, tiles.multiplies(b.target, number))
+    whole = whole_chunks(b, count, size)
+    with b.when(b.icmp("eq", lane_stride, 1)) as otherwise, b.loop(0, whole, packs) as k:
         group = constant(0, b.ivec)
         for n in range(packs):
             place = b.add(k, n)
@@ -584,16 +587,18 @@ def _pack_together(b: Builder, number: str, packs: int) -> None:
 
 def print_staging(module: Module, number: str, operands: str) -> str:
     """Adds a function that writes numbers of a row as matmuls read them, widened (or narrowed, for
-    tiles) and followed by zeros up to whole vectors; gives its name.
+    tiles) and followed by zeros up to whole chunks; gives its name.
     """
     name = f"stage_{number}"
     params = [("ptr", "source"), ("ptr", "to"), ("i64", "count")]
     b = module.function(name, params, internal=True, inline=False)
     source, to, count = b.args
-    with b.loop(0, count, b.lanes) as i:
+    tiled = tiles.multiplies(b.target, operands)
+    packs = element_bits(b.real) // element_bits(operands)
+    with b.loop(0, whole_chunks(b, count, chunk(packs, tiled)), b.lanes) as i:
         mask = b.lane_mask(b.sub(count, i))
         value = masked_numbers(b, b.gep(source, i, number), mask, number)
-        if tiles.multiplies(b.target, operands):
+        if tiled:
             b.store(b.narrow(value, operands), b.gep(to, i, "i16"))
         else:
             b.store(value, b.gep(to, i))

@@ -133,7 +133,7 @@ def multiply(
     Args:
         left: address of the first row's number 0, and bytes to the next; 16 rows can be read.
         right: address of the first packed row, and bytes to the next, of ``columns`` vectors.
-        bounds: of the numbers of the sum, whole lanes.
+        bounds: of the numbers of the sum, whole chunks of those that two tiles multiply.
         count: rows.
         take: is called, in a loop, with the number of a row and where its sums are: vectors on the
             stack, integers for products of bytes.
@@ -145,40 +145,32 @@ def multiply(
     tiles = Tiles(b, number)
     for c in range(columns):
         tiles.zero(c)
-    whole = b.add(k0, b.and_(b.sub(k1, k0), -chunk))
-
-    def packed(k: Value) -> Value:
-        """The packed row of a number."""
-        return b.gep(weights, b.mul(b.sdiv(k, packs), width), "i8")
-
-    with b.loop(k0, whole, chunk) as k:
+    with b.loop(k0, k1, chunk) as k:
+        packed = b.gep(weights, b.mul(b.sdiv(k, packs), width), "i8")
         tiles.load(LEFT, b.gep(first, b.mul(k, size), "i8"), stride)
         for c in range(columns):
             tile = RIGHT[c % len(RIGHT)]
-            tiles.load(tile, b.gep(packed(k), c * BYTES, "i8"), width)
+            tiles.load(tile, b.gep(packed, c * BYTES, "i8"), width)
             tiles.dot(c, LEFT, tile)
     results, row_bytes = b.alloca(tiles.line, ROWS * columns), columns * BYTES
     for c in range(columns):
         tiles.store(c, b.gep(results, c * BYTES, "i8"), constant(row_bytes, "i64"))
     with b.loop(0, count) as row:
         here = b.gep(results, b.mul(row, row_bytes), "i8")
-        sums = [b.gep(here, c * BYTES, "i8") for c in range(columns)]
-        numbers = b.gep(first, b.mul(row, stride), "i8")
-        with b.loop(whole, k1, packs) as k:  # fewer than a tile has
-            lane = b.load(b.gep(numbers, b.mul(k, size), "i8"), "i32", align=1)
-            for c, total in enumerate(sums):
-                line = b.load(b.gep(packed(k), c * BYTES, "i8"), tiles.line)
-                add_lane(b, number, total, lane, line)
-        take(row, sums)
+        take(row, [b.gep(here, c * BYTES, "i8") for c in range(columns)])
 
 
 def print_narrowing(module: Module) -> None:
-    """Adds ``narrow_row``, which makes bfloat16 of so many numbers of a row, in their place."""
+    """Adds ``narrow_row``, which makes bfloat16 of so many numbers of a row, in their place,
+    followed by zeros up to a whole tile.
+    """
     b = module.function(
         "narrow_row", [("ptr", "row"), ("i64", "count")], internal=True, inline=False
     )
     row, count = b.args
-    with b.loop(0, count, b.lanes) as i:
+    numbers = ROWS * DOTS["bfloat"][1]
+    whole = b.and_(b.add(count, numbers - 1), -numbers)
+    with b.loop(0, whole, b.lanes) as i:
         mask = b.lane_mask(b.sub(count, i))
         bits = b.narrow(b.masked_load(b.gep(row, i), mask), "bfloat")
         b.store(bits, b.gep(row, i, "i16"))
