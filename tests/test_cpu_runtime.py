@@ -90,6 +90,7 @@ def test_assembly_stays_within_the_instruction_set(name: str) -> None:
         "avx2": ("%ymm", r"%zmm|%[xyz]mm(1[6-9]|[23]\d)|%k\d"),
         "avx512": ("%zmm", "$^"),
         "avx512vnni": ("%zmm", "$^"),
+        "amx": ("%zmm", "$^"),
     }[name]
     assert mine in code
     assert not re.search(wider, code), code
@@ -135,7 +136,7 @@ def test_a_feature_that_the_host_hides_is_not_used(monkeypatch: pytest.MonkeyPat
 def test_linux_and_llvm_report_the_same_features() -> None:
     import llvmlite.binding as llvm
 
-    asked = isa.machine(isa.TARGETS["avx512vnni"]).needs
+    asked = isa.machine(isa.TARGETS["amx"]).needs
     has = {name for name, on in llvm.get_host_cpu_features().items() if on}
     assert isa._features() == has & asked
 

@@ -10,7 +10,6 @@ import pytest
 from guarded import Everything
 from integers import by_integers
 from problems import assert_right, by_cpu, random_problem
-from processes import python
 from test_cpu_matmul import draw
 from tolerances import assert_close
 
@@ -26,6 +25,7 @@ pytestmark = pytest.mark.skipif(
 Array = npt.NDArray[Any]
 CELLS = [cells.LSTM, cells.GRU, cells.sLSTM(heads=2), cells.LSTMP, cells.LayerNormGRU, Everything]
 # T, B, H on both sides of 16 rows, of panels of 48, and of 32 and 64 numbers of a sum.
+KINDS = ["amx-emulated", *(["amx"] if "amx" in isa.available() else [])]
 SHAPES = [(3, 1, 6), (3, 15, 32), (3, 16, 64), (2, 17, 66), (2, 49, 34), (2, 33, 130), (2, 4, 260)]
 tiled = pytest.mark.parametrize(
     ("cell", "shape"),
@@ -48,26 +48,29 @@ def test_integers_have_the_bits_that_they_have_without(cell: Cell, shape: Any, s
     problem = drawn(cell, shape, seed, "float32")
     for projected in (False, True):
         results = []
-        for name in ("avx512vnni", "amx-emulated"):
+        for name in ("avx512vnni", *KINDS):
             with isa.force(name):
                 results.append(by_integers(problem, 2, projected))
-        for key, value in results[0].items():
-            assert np.array_equal(results[1][key], value, equal_nan=True), key
+        for result in results[1:]:
+            for key, value in results[0].items():
+                assert np.array_equal(result[key], value, equal_nan=True), key
 
 
 @tiled
 def test_bfloat16(cell: Cell, shape: Any, seed: int) -> None:
     """Right, and of the same bits for any threads and rows beside."""
     problem = drawn(cell, shape, seed, "bfloat16")
-    with isa.force("amx-emulated"):
-        solution = by_cpu(problem, 1)
-        assert_right(solution, problem)
-        again = by_cpu(problem, 3)
-    for key, value in solution.items():
-        assert np.array_equal(again[key], value), key
+    for name in KINDS:
+        with isa.force(name):
+            solution = by_cpu(problem, 1)
+            assert_right(solution, problem)
+            again = by_cpu(problem, 3)
+        for key, value in solution.items():
+            assert np.array_equal(again[key], value), key
 
 
-def test_matmuls(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_matmuls(kind: str, rng: np.random.Generator) -> None:
     """Of sizes that are no whole tiles, from any layout, added or not; rows have their own bits."""
     host, dtype = host_of("bfloat16"), "bfloat16"
     sizes = [(1, 1, 1), (16, 64, 32), (17, 65, 33), (131, 70, 326), (97, 1025, 40)]
@@ -77,7 +80,7 @@ def test_matmuls(rng: np.random.Generator) -> None:
             a, b = np.asfortranarray(a), np.asfortranarray(b)
         start = rng.standard_normal((rows, columns)).astype("float32")
         right = a.astype("float64") @ b.astype("float64")
-        with isa.force("amx-emulated"):
+        with isa.force(kind):
             out, added = np.empty_like(start), start.copy()
             host.matmul(a, b, out)
             host.matmul_add(a, b, added)
@@ -100,51 +103,26 @@ def test_instructions(dtype: str) -> None:
     for text in texts:
         code = jit.Library(text, target, {}, False).assembly()
         assert dot in code
-        for instruction in ("ldtilecfg", "tilezero", "tileloadd", "tilestored", "tilerelease"):
+        for instruction in ("ldtilecfg", "tileloadd", "tilestored", "tilerelease"):
             assert instruction in code
         assert code.count("ldtilecfg") == code.count("tilerelease") == 1
     narrow = Generator(plan(cells.LSTM, 64, "float16", "cpu"), False, target).text()
     assert "ldtilecfg" not in narrow
 
 
-def test_only_whoever_asks_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isa, "available", isa.available.__wrapped__)
     monkeypatch.setattr(isa, "_features", lambda: isa.machine(isa.TARGETS["amx"]).needs)
-    assert isa.available.__wrapped__()[-1] == "avx512vnni"
     monkeypatch.setattr(isa, "permitted", lambda: False)
+    assert isa.available()[-1] == "avx512vnni"
     refusal = pytest.raises(ValueError, match="'amx': Linux does not let this process use tiles")
     with refusal, isa.force("amx"):
         pass
     monkeypatch.setattr(isa, "permitted", lambda: True)
+    assert isa.available()[-1] == "amx"
     with isa.force("amx") as target:
         assert target.tiles == "amx"
     monkeypatch.setattr(isa, "_features", lambda: isa.machine(isa.TARGETS["avx512vnni"]).needs)
+    assert isa.available()[-1] == "avx512vnni"
     with pytest.raises(ValueError, match="'amx': this host cannot run it"), isa.force("amx"):
         pass
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not isa.runs("amx"), reason="this processor has no AMX")
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
-def test_on_a_machine_that_has_them(dtype: str) -> None:
-    """In a process of its own: integers have the bits of VNNI, and bfloat16 is right."""
-    python(
-        f"""
-        import numpy as np
-        import test_tiles
-        from anycell.engines.cpu import isa
-        for cell in test_tiles.CELLS:
-            for shape in test_tiles.SHAPES:
-                if "{dtype}" == "int8":
-                    results = []
-                    problem = test_tiles.drawn(cell, shape, 0, "float32")
-                    for name in ("avx512vnni", "amx"):
-                        with isa.force(name):
-                            results.append(test_tiles.by_integers(problem, 2, True))
-                    for key, value in results[0].items():
-                        assert np.array_equal(results[1][key], value, equal_nan=True)
-                else:
-                    problem = test_tiles.drawn(cell, shape, 0, "bfloat16")
-                    with isa.force("amx"):
-                        test_tiles.assert_right(test_tiles.by_cpu(problem, 2), problem)
-        """
-    )

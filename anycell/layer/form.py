@@ -24,6 +24,9 @@ WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread 
 WEIGHTS_SHARE = (
     0.7  # of a core's own cache for both weights of a step: the rows need room there too
 )
+# With matrix tiles, of which 16 rows fill one: rows of a step from which the kernel multiplies the
+# input, and bytes of both weights; a core that has tiles has a cache of 2 MiB.
+TILED_ROWS, TILED_WEIGHTS = 12, 2 << 20
 FILLED = 0.7  # part of a mask below which to leave out the rest makes up for smaller matmuls
 
 
@@ -97,7 +100,7 @@ def form_of(
     at_once = not project or (chunk >= steps and (single or padded(itemsize, width) == width))
     able = kernel.projecting is not None  # of the forward pass
     inputs = 0
-    if entering and able and not single and projects(plan, steps * batch, entering, holes):
+    if entering and able and not single and projects(plan, steps * batch, entering, holes, batch):
         inputs = entering
     hyper = cpu.hyperparameters(plan)
     at, entries = kernel.shared, array("q", bytes(8 * kernel.first(directions)))
@@ -152,9 +155,11 @@ ROADS: dict[str, Callable[[Form], bool]] = {
 }
 
 
-def projects(plan: Plan, rows: int | None, inputs: int, holes: bool = False) -> bool:
+def projects(
+    plan: Plan, rows: int | None, inputs: int, holes: bool = False, batch: int = TILED_ROWS
+) -> bool:
     """Whether the forward kernel had better multiply so many inputs itself, for so many rows of all
-    steps (None: not known yet).
+    steps (None: not known yet), and of each.
 
     The projection of all steps at once reads its weight once, but writes the gates to memory and
     has the kernel read them there. Where both weights stay in a core's own cache, the kernel had
@@ -165,7 +170,10 @@ def projects(plan: Plan, rows: int | None, inputs: int, holes: bool = False) -> 
     if recurrent is None or (rows is not None and rows < WORTH_PACKING):
         return False
     both = len(plan.cell.gates) * plan.hidden_size * (inputs + recurrent.inner)
-    return holes or both * plan.types.operands.bytes <= WEIGHTS_SHARE * NEAR_CACHE
+    size = both * plan.types.operands.bytes
+    if recurrent.geometry.tiled:
+        return holes or (batch >= TILED_ROWS and size <= TILED_WEIGHTS)
+    return holes or size <= WEIGHTS_SHARE * NEAR_CACHE
 
 
 def sparse(mask: Array | None) -> bool:

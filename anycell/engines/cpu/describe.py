@@ -37,11 +37,11 @@ def _geometry(generator: Generator, batch: int | None) -> Iterator[str]:
         yield "no recurrent matmul"
         return
     for m in generator.matmuls:
-        g, heads = m.geometry, m.linear.heads
+        g, heads, inner = m.geometry, m.linear.heads, m.parts * m.numbers
         packed = m.packed_elements * generator.size
         of = f" for each of {heads} heads" if heads > 1 else ""
         yield (
-            f"matmul [rows, {g.inner}] @ [{g.inner}, {g.units * g.outputs}]{of}; "
+            f"matmul [rows, {inner}] @ [{inner}, {g.units * g.outputs}]{of}; "
             f"weights packed in {m.tiles} {_plural('tile', m.tiles)}, {packed:,} bytes"
         )
         columns = [len(group) for group in g.groups(g.span)]

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from anycell.engines.cpu import jit, tiles
@@ -164,14 +164,21 @@ class Gemm:
         b = self.module.function(f"tiles{vectors}", params, internal=True, inline=False)
         panel, a, a_rows, c, c_rows, rows, count, add = b.args
 
-        def take(row: Value, totals: Sequence[Value]) -> None:
+        weights = b.gep(panel, self.header * self.width), constant(self.width * self.size, "i64")
+        begin: list[tuple[Value, Value]] = []
+        for n in range(vectors):
+            offsets = b.gep(panel, self.width + n * b.lanes)
+            zeros = b.module.table([0] * b.lanes, "i32")
+            begin.append((offsets if self.quantized else zeros, constant(0, "i64")))
+        end, bounds = tiles.room(b, vectors), (constant(0, "i64"), count)
+        left = a, b.mul(a_rows, self.size)
+        tiles.multiply(b, self.operands.llvm, left, weights, bounds, begin, end)
+        with b.loop(0, rows) as row:
             into = b.gep(c, b.mul(row, c_rows))
-            sums = totals
+            sums = totals = [b.gep(at, b.mul(row, apart), "i8") for at, apart in end]
             if self.quantized:
                 sums = [b.alloca(b.vec) for _ in totals]
-                for n, (total, sum_) in enumerate(zip(totals, sums, strict=True)):
-                    offset = b.load(b.gep(panel, self.width + n * b.lanes), b.ivec)
-                    b.store(b.add(b.load(total, b.ivec), offset), total)
+                for sum_ in sums:
                     b.store(constant(0.0, b.vec), sum_)
                 scales = [b.load(b.gep(panel, n * b.lanes)) for n in range(vectors)]
                 add_scaled(b, [sums], [totals], [b.gep(a, b.mul(row, a_rows))], scales)
@@ -180,13 +187,6 @@ class Gemm:
                     b.store(b.fadd(b.load(b.gep(into, n * b.lanes)), b.load(total)), total)
             for n, total in enumerate(sums):
                 b.store(b.load(total), b.gep(into, n * b.lanes))
-
-        weights = b.gep(panel, self.header * self.width)
-        tiles.multiply(
-            b, self.operands.llvm, (a, b.mul(a_rows, self.size)),
-            (weights, constant(self.width * self.size, "i64")),
-            (constant(0, "i64"), count), vectors, rows, take,
-        )  # fmt: skip
 
     def _merge(self) -> None:
         """Writes or adds rows of results that are not whole vectors to C."""

@@ -200,7 +200,7 @@ class Generator:
     @property
     def _multiple(self) -> int:
         """Of which the number of staged rows is one: matrix tiles read whole ones."""
-        return ROWS if self.target.tiles else 1
+        return ROWS if any(m.geometry.tiled for m in self.matmuls) else 1
 
     def _tall(self, b: Builder, batch: Value) -> Value:
         """Rows that are staged for a batch."""
@@ -332,7 +332,9 @@ class Generator:
             steps = b.add(steps, b.zext(self._given("weights0"), "i64") if self.matmuls else 1)
         tiled = any(m.geometry.tiled for m in self.matmuls)
         if tiled:
-            configure(b)
+            most = b.mul(b.sdiv(b.sub(b.add(groups, parts), 1), parts), arg["row_group"])
+            most = b.smin(b.select(split, arg["batch"], most), arg["batch"])
+            configure(b, b.smax(b.smin(most, ROWS), 1))
         with b.loop(0, steps) as t:
             self.t = t
             count = self._take_rows(span0, span1)

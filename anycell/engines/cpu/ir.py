@@ -49,6 +49,7 @@ class Target:
     fma: bool
     half: bool = False  # whether it converts float16
     dot: bool = False  # whether it adds up products of 8 bits
+    bfloat: bool = False  # whether it converts to bfloat16, numbers too small to be normal to 0
     tiles: str = ""  # "amx" if it has those of ``tiles``, "emulated" if vectors stand in for them
     x86: bool = X86
 
@@ -432,6 +433,8 @@ class Builder:
         """The inverse of ``widen``, rounded to the nearest, to even in the middle."""
         if number == self.real:
             return self.bits(x)
+        if number == "bfloat" and self.target.bfloat:
+            return self.bits(self.fptrunc(x, "bfloat"))
         bits, nan = self.bits(x), self.fcmp("uno", x, x)
         if number == "bfloat":
             odd = self.and_(self.lshr(bits, 16), 1)

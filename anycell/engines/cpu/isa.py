@@ -4,8 +4,8 @@ A `Target` says what a kernel's text looks like (vector width, registers); `mach
 what LLVM may do with that text (CPU name and feature string). The host's CPU *name* is never
 trusted, since virtual machines hide features that the name promises: only what it reports counts.
 
->>> isa.current().name              # the widest that this host can run
-'avx512vnni'
+>>> isa.current().name              # the last of those that this host can run
+'amx'
 >>> with isa.force("avx2") as t:    # or ANYCELL_ISA=avx2 in the environment
 ...     t.bits
 256
@@ -38,9 +38,11 @@ if X86:
     TARGETS["avx512"] = Target("avx512", bits=512, registers=32, fma=True, half=True)
     TARGETS["avx512vnni"] = dataclasses.replace(TARGETS["avx512"], name="avx512vnni", dot=True)
     for _name, _tiles in (("amx", "amx"), ("amx-emulated", "emulated")):
-        TARGETS[_name] = dataclasses.replace(TARGETS["avx512vnni"], name=_name, tiles=_tiles)
-# Not yet run on a machine that has it, and the emulation that tests run: only for those who ask.
-ASKED_FOR = ("amx", "amx-emulated")
+        TARGETS[_name] = dataclasses.replace(
+            TARGETS["avx512vnni"], name=_name, tiles=_tiles, bfloat=_tiles == "amx"
+        )
+# The emulation that tests run: only for those who ask.
+ASKED_FOR = ("amx-emulated",)
 
 
 class Machine(NamedTuple):
@@ -59,7 +61,7 @@ _V3 = [
 ]
 _V4 = [*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]
 _VNNI = [*_V4, "avx512vnni"]  # and products of 8 bits
-_AMX = [*_VNNI, "amx-tile", "amx-int8", "amx-bf16"]
+_AMX = [*_VNNI, "avx512bf16", "amx-tile", "amx-int8", "amx-bf16"]
 
 
 def _machine(cpu: str, needs: list[str], *more: str) -> Machine:
@@ -83,10 +85,13 @@ def machine(target: Target) -> Machine:
 
 @lru_cache(maxsize=1)
 def available() -> tuple[str, ...]:
-    """The names that this host can run, narrowest first, without those of ``ASKED_FOR``."""
+    """The names that this host can run, narrowest first, without those of ``ASKED_FOR``. Where it
+    has tiles, it asks Linux for their use.
+    """
     if not X86:
         return ("generic",)
-    return tuple(name for name in TARGETS if name not in ASKED_FOR and runs(name))
+    known = [name for name in TARGETS if name not in ASKED_FOR and runs(name)]
+    return tuple(name for name in known if TARGETS[name].tiles != "amx" or permitted())
 
 
 def runs(name: str) -> bool:
@@ -109,7 +114,7 @@ def permitted() -> bool:
 # Where Linux and LLVM call a feature by different names.
 _LINUX = {
     **{"sahf": "lahf_lm", "sse3": "pni", "sse4.1": "sse4_1", "sse4.2": "sse4_2"},
-    **{"bmi": "bmi1", "lzcnt": "abm", "avx512vnni": "avx512_vnni"},
+    **{"bmi": "bmi1", "lzcnt": "abm", "avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"},
     **{name: name.replace("-", "_") for name in ("amx-tile", "amx-int8", "amx-bf16")},
 }
 
@@ -136,11 +141,10 @@ def current() -> Target:
     variable is read once; `force` changes it later.
     """
     name = os.environ.get(ENV) or available()[-1]
-    asked_for = name in TARGETS and name in ASKED_FOR and runs(name)
-    if name == "amx" and asked_for and not permitted():
-        raise ValueError(f"{ENV}={name!r}: Linux does not let this process use tiles. Unset it.")
-    if name not in available() and not asked_for:
+    if name not in available() and not (name in ASKED_FOR and runs(name)):
         fault = "this host cannot run it" if name in TARGETS else "there is no such instruction set"
+        if name == "amx" and runs(name):
+            fault = "Linux does not let this process use tiles"
         raise ValueError(f"{ENV}={name!r}: {fault}; available here: {', '.join(available())}")
     return TARGETS[name]
 

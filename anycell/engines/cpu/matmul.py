@@ -156,38 +156,40 @@ class Blocks:
             b.load(b.gep(pointers, n, "i64"), "i64") for n in (0, b.smin(b.sub(count, 1), 1))
         )
         start = b.gep(b.load(pointers, "ptr"), b.mul(shift, 4 // g.packs), "i8")
+        rows = start, b.sub(second, first)
+        packed = b.gep(weights, g.header * width), constant(width * self.itemsize, "i64")
+        results = [b.gep(acc, place * b.lanes) for place in places]
+        stride, same, begins = self.row * self.itemsize, constant(0, "i64"), b.icmp("ne", fresh, 0)
 
-        def header(what: int, c: int, type: str | None = None) -> Value:
-            return b.load(b.gep(weights, what * width + c * b.lanes), type, align=full)
+        def header(what: int, c: int) -> Value:
+            return b.gep(weights, what * width + c * b.lanes)
 
-        def take(row: Value, totals: Sequence[Value]) -> None:
-            into = b.gep(acc, b.mul(row, self.row))
-            results = [b.gep(into, place * b.lanes) for place in places]
+        if not g.quantized:  # sums begin with the biases, or go on
+            apart = b.select(begins, same, constant(stride, "i64"))
+            begin = [
+                (b.select(begins, header(BIASES, c), result), apart)
+                for c, result in enumerate(results)
+            ]
+            end = [(result, constant(stride, "i64")) for result in results]
+            tiles.multiply(b, self.number, rows, packed, (k0, k1), begin, end)
+            return
+        begin, end = (
+            [(header(OFFSETS, c), same) for c in range(columns)],
+            tiles.room(b, columns),
+        )
+        tiles.multiply(b, self.number, rows, packed, (k0, k1), begin, end)
+        with b.loop(0, count) as row:
             sums = [b.alloca(b.vec) for _ in places]
-            with b.when(b.icmp("ne", fresh, 0)) as otherwise:
-                for c, total in enumerate(sums):
-                    b.store(header(BIASES, c), total)
-            with otherwise:
-                for result, total in zip(results, sums, strict=True):
-                    b.store(b.load(result, align=whole), total)
-            if g.quantized:
-                for c, total in enumerate(totals):
-                    integers = b.add(b.load(total, b.ivec), header(OFFSETS, c, b.ivec))
-                    b.store(integers, total)
-                address = b.load(b.gep(pointers, row, "i64"), "ptr")
-                scales = [header(SCALES, c) for c in range(columns)]
-                add_scaled(b, [sums], [totals], [address], scales)
-            else:
-                for total, added in zip(sums, totals, strict=True):
-                    b.store(b.fadd(b.load(total), b.load(added)), total)
-            for result, total in zip(results, sums, strict=True):
+            into = [b.gep(result, b.mul(row, self.row)) for result in results]
+            for c, (result, total) in enumerate(zip(into, sums, strict=True)):
+                at = b.select(begins, header(BIASES, c), result)
+                b.store(b.load(at, align=whole), total)
+            totals = [b.gep(at, b.mul(row, apart), "i8") for at, apart in end]
+            address = b.load(b.gep(pointers, row, "i64"), "ptr")
+            scales = [b.load(header(SCALES, c), align=full) for c in range(columns)]
+            add_scaled(b, [sums], [totals], [address], scales)
+            for result, total in zip(into, sums, strict=True):
                 b.store(b.load(total), result, align=whole)
-
-        tiles.multiply(
-            b, self.number, (start, b.sub(second, first)),
-            (b.gep(weights, g.header * width), constant(width * self.itemsize, "i64")),
-            (k0, k1), columns, count, take,
-        )  # fmt: skip
 
     def _row_tiles(self, module: Module, places: Places) -> None:
         """Cuts ``count`` rows into tiles."""
@@ -442,7 +444,7 @@ def negative_sums(b: Builder, packed: Value, rows: Value, width: Operand) -> Val
 
 
 def packed_rows_of(b: Builder, inner: Value, g: Geometry) -> Value:
-    """Rows of packed weights for a sum of so many numbers."""
+    """Rows of packed weights for a sum of so many numbers, whole chunks."""
     return inner if g.packs == 1 else b.sdiv(whole_chunks(b, inner, g.chunk), g.packs)
 
 
@@ -596,12 +598,14 @@ def print_staging(module: Module, number: str, operands: str) -> str:
     tiled = tiles.multiplies(b.target, operands)
     packs = element_bits(b.real) // element_bits(operands)
     with b.loop(0, whole_chunks(b, count, chunk(packs, tiled)), b.lanes) as i:
-        mask = b.lane_mask(b.sub(count, i))
-        value = masked_numbers(b, b.gep(source, i, number), mask, number)
-        if tiled:
-            b.store(b.narrow(value, operands), b.gep(to, i, "i16"))
+        mask, at = b.lane_mask(b.sub(count, i)), b.gep(source, i, number)
+        if not tiled:
+            b.store(masked_numbers(b, at, mask, number), b.gep(to, i))
+        elif number == operands:
+            b.store(b.masked_load(at, mask, 0, vector(b.lanes, "i16")), b.gep(to, i, "i16"))
         else:
-            b.store(value, b.gep(to, i))
+            bits = b.narrow(masked_numbers(b, at, mask, number), operands)
+            b.store(bits, b.gep(to, i, "i16"))
     return name
 
 

@@ -12,9 +12,9 @@ vectors, for tests on machines that have none; sums of bfloat16 are taken in ano
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant, vector
+from anycell.engines.cpu.ir import Builder, Module, Operand, Target, Value, constant, vector
 
 ROWS, BYTES = 16, 64
 COUNT = 8  # tiles
@@ -28,14 +28,20 @@ def multiplies(target: Target, number: str) -> bool:
     return bool(target.tiles) and number in DOTS
 
 
-def configure(b: Builder) -> None:
-    """All tiles become whole ones, of zeros."""
-    if b.target.tiles == "amx":
-        palette = [1] + [0] * 15
-        columns = [BYTES, 0] * COUNT + [0] * (32 - 2 * COUNT)
-        rows = [ROWS] * COUNT + [0] * (16 - COUNT)
-        table = b.module.table([*palette, *columns, *rows], "i8")
-        b.intrinsic("llvm.x86.ldtilecfg", table, returns="void", overload=())
+def configure(b: Builder, rows: Operand = ROWS) -> None:
+    """All tiles become zeros; those on the left and sums have so many rows, at most 16: fewer are
+    multiplied faster.
+    """
+    if b.target.tiles != "amx":
+        return
+    palette, columns = [1] + [0] * 15, [BYTES, 0] * COUNT + [0] * (32 - 2 * COUNT)
+    of_rows = [ROWS] * COUNT + [0] * (16 - COUNT)
+    whole, size = vector(64, "i8"), len(palette) + len(columns)
+    table = b.alloca(whole)
+    b.store(b.load(b.module.table([*palette, *columns, *of_rows], "i8"), whole), table)
+    for tile in set(range(COUNT)) - set(RIGHT):
+        b.store(b.trunc(b.value(rows, "i64"), "i8"), b.gep(table, size + tile, "i8"))
+    b.intrinsic("llvm.x86.ldtilecfg", table, returns="void", overload=())
 
 
 def release(b: Builder) -> None:
@@ -52,14 +58,6 @@ class Tiles:
         self.line = vector(16, "i32")
         self.real = b.target.tiles == "amx"
         self.memory = [] if self.real else [b.alloca(self.line, ROWS) for _ in range(COUNT)]
-
-    def zero(self, tile: int) -> None:
-        """All numbers of a tile."""
-        if self.real:
-            self._instruction("llvm.x86.tilezero", tile)
-            return
-        with self.b.loop(0, ROWS) as row:
-            self.b.store(constant(0, self.line), self._row(tile, row))
 
     def load(self, tile: int, address: Value, stride: Value) -> None:
         """Rows of 64 bytes, so many bytes from one to the next."""
@@ -124,40 +122,40 @@ def multiply(
     left: tuple[Value, Value],
     right: tuple[Value, Value],
     bounds: tuple[Value, Value],
-    columns: int,
-    count: Value,
-    take: Callable[[Value, Sequence[Value]], None],
+    begin: Sequence[tuple[Value, Value]],
+    end: Sequence[tuple[Value, Value]],
 ) -> None:
-    """Rows times weights, for each of up to 16 rows and so many vectors of columns.
+    """Rows times weights, for 16 rows (or as many as were configured) and some vectors of columns.
 
     Args:
         left: address of the first row's number 0, and bytes to the next; 16 rows can be read.
         right: address of the first packed row, and bytes to the next, of ``columns`` vectors.
         bounds: of the numbers of the sum, whole chunks of those that two tiles multiply.
-        count: rows.
-        take: is called, in a loop, with the number of a row and where its sums are: vectors on the
-            stack, integers for products of bytes.
+        begin, end: of each vector of columns, from where the sums are read and where they are
+            written, integers for products of bytes; and bytes to the next row.
     """
     (first, stride), (weights, width), (k0, k1) = left, right, bounds
     packs = DOTS[number][1]
     chunk = ROWS * packs
     size = BYTES // chunk  # bytes of a number
     tiles = Tiles(b, number)
-    for c in range(columns):
-        tiles.zero(c)
+    for c, place in enumerate(begin):
+        tiles.load(c, *place)
     with b.loop(k0, k1, chunk) as k:
         packed = b.gep(weights, b.mul(b.sdiv(k, packs), width), "i8")
         tiles.load(LEFT, b.gep(first, b.mul(k, size), "i8"), stride)
-        for c in range(columns):
+        for c in range(len(begin)):
             tile = RIGHT[c % len(RIGHT)]
             tiles.load(tile, b.gep(packed, c * BYTES, "i8"), width)
             tiles.dot(c, LEFT, tile)
-    results, row_bytes = b.alloca(tiles.line, ROWS * columns), columns * BYTES
-    for c in range(columns):
-        tiles.store(c, b.gep(results, c * BYTES, "i8"), constant(row_bytes, "i64"))
-    with b.loop(0, count) as row:
-        here = b.gep(results, b.mul(row, row_bytes), "i8")
-        take(row, [b.gep(here, c * BYTES, "i8") for c in range(columns)])
+    for c, place in enumerate(end):
+        tiles.store(c, *place)
+
+
+def room(b: Builder, columns: int) -> list[tuple[Value, Value]]:
+    """Room on the stack for tiles side by side: where each is, and bytes from row to row."""
+    memory, apart = b.alloca(vector(16, "i32"), ROWS * columns), constant(columns * BYTES, "i64")
+    return [(b.gep(memory, c * BYTES, "i8"), apart) for c in range(columns)]
 
 
 def print_narrowing(module: Module) -> None:
