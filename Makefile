@@ -24,9 +24,11 @@ NARROWER := from anycell.engines.cpu.isa import TARGETS, available; \
 	*names, last = available(); \
 	print(*[name for name in names if TARGETS[name].bits < TARGETS[last].bits])
 
-# Prints the emulation of matrix tiles where this machine runs it.
-EMULATED := from anycell.engines.cpu.isa import available; \
-	print('amx-emulated' if 'avx512vnni' in available() else '')
+# Prints the emulation of matrix tiles where this machine runs it, and where it has tiles, the
+# widest instruction set without them.
+UNTILED := from anycell.engines.cpu.isa import available; \
+	names = available(); \
+	print('amx-emulated' if 'avx512vnni' in names else '', 'avx512vnni' if 'amx' in names else '')
 
 help: ## list the targets
 	@sed -En 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 21
@@ -48,8 +50,8 @@ test-all: $(VENV)/tf_keras.stamp ## every test but those for a GPU, under every 
 	$(PYTEST) -m "not gpu" --random-cells $(CELLS) --days $(DAYS)
 	set -e; narrower=$$($(RUN) -c "$(NARROWER)"); \
 	for isa in $$narrower; do ANYCELL_ISA=$$isa $(PYTEST) $(NARROW); done
-	set -e; emulated=$$($(RUN) -c "$(EMULATED)"); \
-	for isa in $$emulated; do ANYCELL_ISA=$$isa $(PYTEST) $(NARROW) tests/test_quantize.py \
+	set -e; untiled=$$($(RUN) -c "$(UNTILED)"); \
+	for isa in $$untiled; do ANYCELL_ISA=$$isa $(PYTEST) $(NARROW) tests/test_quantize.py \
 		tests/test_cpu_matmul.py tests/test_memory.py tests/test_engines.py tests/test_packed_weights.py; \
 	ANYCELL_ISA=$$isa $(PYTEST) tests/conformance -k "16_bits and (numpy or torch) and not keras"; done
 	KERAS_BACKEND=torch $(PYTEST) -k keras tests/conformance tests/test_keras.py tests/test_keras_accelerate.py tests/test_keras_feedback.py tests/test_keras_compress.py
