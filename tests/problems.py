@@ -14,7 +14,7 @@ from tolerances import LIMITS, assert_close, error
 
 import anycell
 from anycell import Cell, layer
-from anycell.engines import reference
+from anycell.engines import cpu, reference
 from anycell.lang.cell import State
 from anycell.numpy.host import NumpyHost, host_of, numpy_dtype
 from anycell.plan import plan
@@ -250,6 +250,7 @@ def by_cpu(
     projected: bool = False,
     backwards: int = 1,
     host: NumpyHost | None = None,
+    precision: str = "highest",
 ) -> Arrays:
     """By the fused kernels of the CPU engine.
 
@@ -258,12 +259,13 @@ def by_cpu(
         projected: through an input projection whose weight is the unit matrix.
         backwards: the backward pass runs so many times.
         host: of the arrays.
+        precision: to which matmuls of float32 may be rounded.
     """
     cell, group, x = problem.cell, problem.group, problem.arrays["gates_x"]
     hidden = x.shape[2] // len(cell.gates)
     sizes = {s: width(s, hidden) for s in cell.sizes.values()}
     runs = layer.stepped(cell, problem["recurrent_mask"])
-    chosen = plan(runs, hidden, x.dtype.name, "cpu", sizes)
+    chosen = cpu.rounded(plan(runs, hidden, x.dtype.name, "cpu", sizes), precision)
     arrays = to_layer(problem, projected)
     host = host or host_of(chosen.dtype)
     how = layer_options(problem, threads)
@@ -332,13 +334,16 @@ def _gradients(problem: Problem, argument: str, found: Mapping[str, Array]) -> A
 # -- comparison ----------------------------------------------------------------------------------
 
 
-def assert_right(solution: Arrays, problem: Problem, told: str = "") -> None:
-    """That results and gradients are within tolerance of what is right; else ``told`` is said."""
-    dtype = problem.arrays["gates_x"].dtype
+def assert_right(
+    solution: Arrays, problem: Problem, told: str = "", dtype: str | None = None
+) -> None:
+    """That results and gradients are within tolerance, that of their dtype or another, of what is
+    right; else ``told`` is said.
+    """
     for name, value in solution.items():
-        assert value.dtype == dtype, name
-        said = f"{name} {told}".strip()
-        assert_close(value, problem.right[name], dtype, kind_of(name), said, _axes(name, value))
+        assert value.dtype == problem.arrays["gates_x"].dtype, name
+        said, within = f"{name} {told}".strip(), dtype or value.dtype
+        assert_close(value, problem.right[name], within, kind_of(name), said, _axes(name, value))
 
 
 def worst(solution: Arrays, right: Arrays, dtype: str) -> float:

@@ -1,4 +1,5 @@
-"""Products of 16-bit arrays, added up in float32 by the CPU engine's own matmul.
+"""Products of 16-bit arrays, added up in float32 by the CPU engine's own matmul; and those of
+float32 arrays as sums of two numbers of bfloat16.
 
 Frameworks round the results of theirs to 16 bits, and NumPy has none.
 """
@@ -14,11 +15,13 @@ from anycell.layer.signature import DENSE
 
 
 class Mixed:
-    """Mixin of hosts whose arrays have fewer bits than what a cell computes with."""
+    """Mixin of hosts whose arrays, or what they multiply, have fewer bits than what a cell computes
+    with.
+    """
 
     dtype: Any
     wide: Any
-    number: str  # the dtype, by the name of its row
+    number: str  # the name of the dtype's row
 
     def threads(self) -> int:
         """At most so many for a matmul."""
@@ -32,7 +35,7 @@ class Mixed:
 
     def matmul(self, a: Array, b: Array, out: Array) -> None:
         """``out = a @ b``; rounded once where ``out`` has 16 bits."""
-        if out.dtype != self.dtype:
+        if out.dtype == self.wide.dtype:
             self._product(a, b, out, add=False)
             return
         total = self.wide.empty(tuple(out.shape))
@@ -41,7 +44,7 @@ class Mixed:
 
     def matmul_add(self, a: Array, b: Array, out: Array) -> None:
         """``out += a @ b``."""
-        if out.dtype != self.dtype:
+        if out.dtype == self.wide.dtype:
             self._product(a, b, out, add=True)
             return
         total = self.widen(out)

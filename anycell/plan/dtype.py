@@ -28,12 +28,14 @@ class Dtype(NamedTuple):
         storage: of the arrays of a call: input, weights, outputs, states, their gradients.
         operands: of what matmuls multiply. Where they are integers, the weights of a call are, with
             a scale for each of their outputs, and the kernels round the rows that these multiply.
+            Where they are narrower than the storage, kernels round both.
         accumulate: of the sums of matmuls, and of gradients that add up over time.
         math: of the cell, element by element.
         saved: of what the forward pass leaves for the backward pass.
         engines: those that have kernels for it. The reference engine computes in any dtype.
         mixed: whether numbers in memory are narrower than those that the cell computes with.
         quantized: whether matmuls multiply integers; there are no gradients then.
+        precision: what the framework must allow for it, of float32: "highest", "high" or "medium".
     """
 
     name: str
@@ -45,6 +47,17 @@ class Dtype(NamedTuple):
     engines: tuple[str, ...]
     mixed: bool
     quantized: bool
+    precision: str = "highest"
+
+    @property
+    def weights(self) -> Number:
+        """Of the weights of a call."""
+        return self.operands if self.quantized else self.storage
+
+    @property
+    def pieces(self) -> int:
+        """Numbers of which a number that a matmul multiplies is the sum."""
+        return 2 if self.operands is _TWO_BFLOAT16 else 1
 
     @property
     def short(self) -> bool:
@@ -57,13 +70,21 @@ _FLOAT64 = Number("float64", 8, "double", "fp64")
 _BFLOAT16 = Number("bfloat16", 2, "bfloat", "bf16")
 _FLOAT16 = Number("float16", 2, "half", "fp16")
 _INT8 = Number("int8", 1, "i8", "int8")
+_TWO_BFLOAT16 = Number("sums of two bfloat16", 4, "bfloat", "bf16")
 
 
-def _row(storage: Number, wide: Number, *engines: str, operands: Number | None = None) -> Dtype:
+def _row(
+    storage: Number,
+    wide: Number,
+    *engines: str,
+    operands: Number | None = None,
+    precision: str = "highest",
+) -> Dtype:
     operands = operands or storage
+    name = operands.name if precision == "highest" else f"{storage.name} {precision}"
     return Dtype(
-        operands.name, storage, operands, accumulate=wide, math=wide, saved=storage,
-        engines=engines, mixed=storage is not wide, quantized=operands is _INT8,
+        name, storage, operands, accumulate=wide, math=wide, saved=storage, engines=engines,
+        mixed=storage is not wide, quantized=operands is _INT8, precision=precision,
     )  # fmt: skip
 
 
@@ -73,6 +94,9 @@ DTYPES = {
     "bfloat16": _row(_BFLOAT16, _FLOAT32, "cpu", "gpu"),
     "float16": _row(_FLOAT16, _FLOAT32, "cpu", "gpu"),
     "int8": _row(_FLOAT32, _FLOAT32, "cpu", operands=_INT8),
+    # float32 where the framework lets matmuls round it, see ``engines.cpu.rounded``.
+    "float32 high": _row(_FLOAT32, _FLOAT32, "cpu", operands=_TWO_BFLOAT16, precision="high"),
+    "float32 medium": _row(_FLOAT32, _FLOAT32, "cpu", operands=_BFLOAT16, precision="medium"),
 }
 
 
@@ -80,7 +104,7 @@ def dtypes(engine: str, *, quantized: bool = False) -> tuple[str, ...]:
     """The dtypes that an engine has kernels for: those of a layer's arrays, and with ``quantized``
     those of which its weights alone can be.
     """
-    rows = [row for row in DTYPES.values() if engine in row.engines]
+    rows = [r for r in DTYPES.values() if engine in r.engines and r.precision == "highest"]
     return tuple(row.name for row in rows if quantized or not row.quantized)
 
 

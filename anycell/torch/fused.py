@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from anycell import layer
+from anycell.engines import cpu
 from anycell.engines.gpu import build, launch
 from anycell.lang.cell import Cell
 from anycell.layer import gpu
@@ -160,11 +161,13 @@ def run_forward(
     call: Call, plan: Plan, arrays: Arrays, keep: bool
 ) -> tuple[Tensor, States, layer.Kept | None]:
     """Output, final states, and what the backward pass reads, of one layer."""
-    given = plan, arrays, on_threads(call.options)
+    given = arrays, on_threads(call.options)
     if plan.engine == "cpu":
-        output, finals, kept = layer.forward(HOSTS[plan.dtype], *given, keep=keep)
+        precision = torch.get_float32_matmul_precision()
+        plan = plan if precision == "highest" else cpu.rounded(plan, precision)
+        output, finals, kept = layer.forward(HOSTS[plan.dtype], plan, *given, keep=keep)
     else:
-        output, finals, kept = _host_of(plan, arrays).run(gpu.forward, *given, keep=keep)
+        output, finals, kept = _host_of(plan, arrays).run(gpu.forward, plan, *given, keep=keep)
     # Detached: for autograd they are no views of what is kept.
     return output.detach(), tuple(finals), kept
 
@@ -182,11 +185,14 @@ def run_backward(
     # Autograd may hand on a tensor whose numbers are the negatives of those in its memory.
     d_output, *d_final = [None if d is None else d.resolve_neg() for d in arriving]
     inside = {name: d.resolve_neg() for name, d in (inside or {}).items()}
-    given = plan, arrays, on_threads(call.options), kept, d_output, d_final
+    given = arrays, on_threads(call.options), kept, d_output, d_final
     if plan.engine == "cpu":
-        host = HOSTS[plan.dtype]
-        return layer.backward(host, *given, d_states=inside, wanted=wanted)
-    gradients: dict[str, Tensor] = _host_of(plan, arrays).run(gpu.backward, *given, wanted=wanted)
+        precision = torch.get_float32_matmul_precision()
+        plan = plan if precision == "highest" else cpu.rounded(plan, precision)
+        return layer.backward(HOSTS[plan.dtype], plan, *given, d_states=inside, wanted=wanted)
+    gradients: dict[str, Tensor] = _host_of(plan, arrays).run(
+        gpu.backward, plan, *given, wanted=wanted
+    )
     return gradients
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from anycell.engines import cpu
 from anycell.layer.mixed import Mixed
 from anycell.layer.signature import ANY, FLAGS, MATRIX, ROWS
-from anycell.plan.dtype import DTYPES, dtypes
+from anycell.plan.dtype import DTYPES
 
 _CPU = torch.device("cpu")  # said each time: torch.set_default_device must not move our buffers
 
@@ -127,15 +127,24 @@ class MixedTorchHost(Mixed, TorchHost):  # type: ignore[misc]
         return array.to(self.dtype)
 
 
+class RoundedTorchHost(MixedTorchHost):
+    """Tensors of float32 on the CPU, multiplied as sums of two numbers of bfloat16."""
+
+    def __init__(self, number: str) -> None:
+        TorchHost.__init__(self, torch.float32)
+        self.number = number
+
+
 def _hosts() -> dict[str, TorchHost]:
-    """A host per dtype."""
+    """A host per row. torch's own matmul heeds "medium" by itself."""
     hosts: dict[str, TorchHost] = {}
-    for name in dtypes("cpu", quantized=True):
-        types = DTYPES[name]
-        if types.quantized:
-            hosts[name] = hosts[types.storage.name]
-        elif types.mixed:
+    for name, types in DTYPES.items():
+        if types.mixed:
             hosts[name] = MixedTorchHost(name, hosts[types.math.name])
+        elif types.pieces > 1:
+            hosts[name] = RoundedTorchHost(name)
+        elif types.weights is not types.storage or types.precision != "highest":
+            hosts[name] = hosts[types.storage.name]
         else:
             hosts[name] = TorchHost(getattr(torch, name))
     return hosts

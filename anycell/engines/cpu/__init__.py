@@ -5,6 +5,8 @@ It takes addresses, shapes and strides, never a framework's arrays.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from array import array
 
 import numpy as np
@@ -26,6 +28,20 @@ def compiled(plan: Plan, backward: bool = False) -> Kernel:
         given = f"backward: given a plan of {plan.dtype}"
         raise ValueError(f"{given}; expected one of a dtype that has gradients.")
     return _kernel.compiled(plan, backward)
+
+
+def rounded(plan: Plan, precision: str) -> Plan:
+    """The plan of a layer whose matmuls may round as far as a framework's precision allows: of
+    float32 "high" to sums of two numbers of bfloat16, "medium" to one number. The plan itself where
+    nothing is gained: without matrix tiles, and for other dtypes.
+    """
+    return _rounded(plan, precision) if isa.current().tiles else plan
+
+
+@functools.lru_cache(maxsize=512)
+def _rounded(plan: Plan, precision: str) -> Plan:
+    dtype = f"{plan.dtype} {precision}"
+    return dataclasses.replace(plan, dtype=dtype) if dtype in DTYPES else plan
 
 
 class Block:
@@ -157,7 +173,7 @@ def multiply(
     entries = array("q", [*sizes, *a, *b, *c, add, min(threads, pool.MOST), gang, scales, 0, 0])
     if check.ON:
         types = DTYPES[dtype]
-        sizes_ = types.storage.bytes, types.operands.bytes, types.accumulate.bytes
+        sizes_ = types.storage.bytes, types.weights.bytes, types.accumulate.bytes
         check.check_product(sizes_, entries, bounds)
     address = entries.buffer_info()[0]
     functions.needs(address)

@@ -181,8 +181,8 @@ def _weights(kernel: Kernel, call: Mapping[str, int], each: Mapping[str, int]) -
         if call["packed"]:
             strides = (each[f"{name} {axis}"] for axis in ("heads", "rows", "columns"))
             axes = tuple(zip(shape, strides, strict=True))
-            operands = kernel.plan.types.operands
-            yield from reach(name, each[name], operands.bytes, 1, axes)
+            weights = kernel.plan.types.weights
+            yield from reach(name, each[name], weights.bytes, 1, axes)
             if kernel.plan.types.quantized:
                 scales, outputs = scales_of(name), math.prod(shape[:-1])
                 yield from reach(scales, each[scales], kernel.itemsize, outputs, ())

@@ -24,12 +24,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from anycell.engines.cpu import jit, tiles
 from anycell.engines.cpu.door import LINE, Entries, align, print_gang
-from anycell.engines.cpu.geometry import ROW_HEADER, Geometry, chunk
+from anycell.engines.cpu.geometry import ROW_HEADER, Geometry
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant, element_bits
 from anycell.engines.cpu.matmul import (
     add_products,
@@ -37,7 +37,9 @@ from anycell.engines.cpu.matmul import (
     integer_sums,
     negative_sums,
     print_pack_block,
+    print_packing_of,
     print_quantizing,
+    print_staging,
     whole_chunks,
 )
 from anycell.engines.cpu.sources import fingerprint
@@ -67,52 +69,66 @@ class Gemm:
 
     Args:
         target: the instruction set.
-        types: A and B consist of its operands, C of what it adds them up in.
+        types: A and B consist of what it stores, or of its operands where these are integers (B
+            alone), C of what it adds their products up in.
     """
 
     def __init__(self, target: Target, types: Dtype) -> None:
-        real, self.operands = types.accumulate.llvm, types.operands
+        self.real = real = types.accumulate.llvm
+        self.operands = types.operands
         self.module = Module(target, real)
         self.size, self.lanes = element_bits(real) // 8, target.lanes(real)
         self.narrow, self.quantized = self.operands.llvm != real, types.quantized
-        self.left = types.storage  # of A
+        self.left, self.right = types.storage, types.weights  # of A, of B
         self.packs = self.size // self.operands.bytes
         # Of a block of a panel, each as long as a vector's numbers are together; of integers behind
         # scales and offsets.
         self.header = 2 * self.quantized
         self.packed_rows = self.header + INNER // self.packs
         # That of a wide matmul with one result per unit.
-        geometry = Geometry(1 << 16, INNER, 1, self.lanes, target.registers)
-        self.vectors, self.rows = geometry.columns, geometry.block_rows(geometry.columns)
         self.tiled = tiles.multiplies(target, self.operands.llvm)
+        self.geometry = geometry = Geometry(
+            1 << 16, INNER, 1, self.lanes, target.registers, self.packs, tiled=self.tiled,
+            chunk=tiles.chunk(self.operands.llvm) if self.tiled else self.packs,
+            pieces=types.pieces,
+        )  # fmt: skip
+        self.vectors, self.rows = geometry.columns, geometry.block_rows(geometry.columns)
         if self.tiled:
             self.rows = tiles.ROWS
         self.width = self.vectors * self.lanes
-        # Of a thread: a block of copied rows, whose copying writes whole vectors of them, and
-        # results that are not whole vectors.
+        # Of a thread: a block of copied rows, whose copying writes whole vectors of them, another
+        # for those that are transposed before they are staged, and results that are not whole
+        # vectors.
         copied = ROW_HEADER + INNER // self.packs if self.quantized else INNER
         self.row = copied + LINE // self.size  # or all rows would share a few lines of the cache
         self.copied = align((ROWS + self.lanes) * self.row * self.size)
+        self.staged = self.tiled and not self.quantized
+        if self.staged:
+            self.copied *= 2
         self.own = self.copied + align(self.rows * self.width * self.size)
 
     def text(self) -> str:
         """The module, as LLVM text."""
         print_gang(self.module)
-        print_pack_block(self.module, self.operands.llvm, packs=self.packs)
+        print_packing_of(self.module, self.geometry, self.right.llvm, self.operands.llvm)
         self.copy = "pack_block"
         if self.quantized:
             print_quantizing(self.module)
         elif self.narrow:
             self.copy = "widen_block"
-            if self.tiled:
-                tiles.print_narrowing(self.module)
-            print_pack_block(self.module, self.operands.llvm, name=self.copy)
+            print_pack_block(self.module, self.left.llvm, name=self.copy)
+        self.staging = {
+            number: print_staging(self.module, number, self.geometry, self.operands.llvm)
+            for number in ({self.left.llvm, self.real} if self.staged else ())
+        }
         for vectors in range(1, self.vectors + 1):
             if self.tiled:
                 self._tiles(vectors)
                 continue
             for rows in range(1, self.rows + 1):
                 self._register_block(rows, vectors)
+        if self.staged:
+            self._fetch()
         self._merge()
         self._panel()
         self._pack()
@@ -165,28 +181,61 @@ class Gemm:
         panel, a, a_rows, c, c_rows, rows, count, add = b.args
 
         weights = b.gep(panel, self.header * self.width), constant(self.width * self.size, "i64")
-        begin: list[tuple[Value, Value]] = []
-        for n in range(vectors):
-            offsets = b.gep(panel, self.width + n * b.lanes)
-            zeros = b.module.table([0] * b.lanes, "i32")
-            begin.append((offsets if self.quantized else zeros, constant(0, "i64")))
-        end, bounds = tiles.room(b, vectors), (constant(0, "i64"), count)
-        left = a, b.mul(a_rows, self.size)
-        tiles.multiply(b, self.operands.llvm, left, weights, bounds, begin, end)
+        bounds, left = (constant(0, "i64"), count), (a, b.mul(a_rows, self.size))
+        same, room = constant(0, "i64"), tiles.room(b, vectors)
+        adds = b.icmp("ne", add, 0)
+
+        def multiply(begin: list[tuple[Value, Value]], end: list[tuple[Value, Value]]) -> None:
+            pieces, number = self.geometry.pieces, self.operands.llvm
+            tiles.multiply(b, number, left, weights, bounds, begin, end, pieces)
+
+        def rows_of(row: Value) -> Iterator[tuple[Value, Value]]:
+            for n, (at, apart) in enumerate(room):
+                into = b.gep(c, b.add(b.mul(row, c_rows), n * b.lanes))
+                yield into, b.gep(at, b.mul(row, apart), "i8")
+
+        if not self.quantized:
+            zeros, stride = b.module.table([0] * b.lanes, "i32"), b.mul(c_rows, self.size)
+
+            def onto(places: list[tuple[Value, Value]]) -> None:
+                """Sums that begin with what is there, or with zeros."""
+                begin = [(b.select(adds, at, zeros), b.select(adds, s, same)) for at, s in places]
+                multiply(begin, places)
+
+            with b.when(b.icmp("eq", rows, tiles.ROWS)) as otherwise:
+                onto([(b.gep(c, n * b.lanes), stride) for n in range(vectors)])
+            with otherwise:
+                with b.when(adds), b.loop(0, rows) as row:
+                    for there, here in rows_of(row):
+                        b.store(b.load(there), here)
+                onto(room)
+                with b.loop(0, rows) as row:
+                    for there, here in rows_of(row):
+                        b.store(b.load(here), there)
+            return
+        multiply([(b.gep(panel, self.width + n * b.lanes), same) for n in range(vectors)], room)
         with b.loop(0, rows) as row:
-            into = b.gep(c, b.mul(row, c_rows))
-            sums = totals = [b.gep(at, b.mul(row, apart), "i8") for at, apart in end]
-            if self.quantized:
-                sums = [b.alloca(b.vec) for _ in totals]
-                for sum_ in sums:
-                    b.store(constant(0.0, b.vec), sum_)
-                scales = [b.load(b.gep(panel, n * b.lanes)) for n in range(vectors)]
-                add_scaled(b, [sums], [totals], [b.gep(a, b.mul(row, a_rows))], scales)
-            with b.when(b.icmp("ne", add, 0)):
-                for n, total in enumerate(sums):
-                    b.store(b.fadd(b.load(b.gep(into, n * b.lanes)), b.load(total)), total)
-            for n, total in enumerate(sums):
-                b.store(b.load(total), b.gep(into, n * b.lanes))
+            sums = [b.alloca(b.vec) for _ in room]
+            places, totals = zip(*rows_of(row), strict=True)
+            for total in sums:
+                b.store(constant(0.0, b.vec), total)
+            scales = [b.load(b.gep(panel, n * b.lanes)) for n in range(vectors)]
+            add_scaled(b, [sums], [totals], [b.gep(a, b.mul(row, a_rows))], scales)
+            with b.when(adds):
+                for place, total in zip(places, sums, strict=True):
+                    b.store(b.fadd(b.load(place), b.load(total)), total)
+            for place, total in zip(places, sums, strict=True):
+                b.store(b.load(total), place)
+
+    def _fetch(self) -> None:
+        """Copies rows of C, that are not whole vectors, to where they are added to."""
+        params = [("ptr", "tile"), ("ptr", "c"), ("i64", "c_rows"), ("i64", "rows")]
+        b = self.module.function("fetch", [*params, ("i64", "columns")], internal=True)
+        tile, c, c_rows, rows, columns = b.args
+        with b.loop(0, rows) as r, b.loop(0, columns, b.lanes) as n:
+            at = b.gep(c, b.add(b.mul(r, c_rows), n))
+            into = b.gep(tile, b.add(b.mul(r, self.width), n))
+            b.store(b.masked_load(at, b.lane_mask(b.sub(columns, n))), into)
 
     def _merge(self) -> None:
         """Writes or adds rows of results that are not whole vectors to C."""
@@ -248,10 +297,15 @@ class Gemm:
             with b.when(whole) as otherwise:
                 multiply(self.vectors, call, add)
             with otherwise:
+                # Tiles of reals add to what is there: an element's bits do not depend on its place.
+                adds, adds_later = (add, zero) if self.staged else (zero, add)
+                if self.staged:
+                    with b.when(b.icmp("ne", add, 0)):
+                        b.call("fetch", tile, into, c_rows, left, columns)
                 for m in range(1, self.vectors + 1):
                     with b.when(b.icmp("eq", vectors, m)):
-                        multiply(m, into_tile, zero)
-                b.call("merge", tile, into, c_rows, left, columns, add)
+                        multiply(m, into_tile, adds)
+                b.call("merge", tile, into, c_rows, left, columns, adds_later)
 
     # ---- what threads take -----------------------------------------------------------------------
     def _part(self, name: str) -> tuple[Builder, Value, Entries, Entries, Value]:
@@ -297,7 +351,7 @@ class Gemm:
                     with b.when(b.icmp("sgt", left, 0)):
                         place = b.mul(b.add(state["column"], first), call["b_columns"])
                         at = b.add(row, place)
-                        source = b.gep(call.pointer("b"), at, self.operands.llvm)
+                        source = b.gep(call.pointer("b"), at, self.right.llvm)
                         at = b.gep(into, self.header * self.width + v * self.lanes)
                         b.call(
                             "pack_block", source, call["b_columns"], call["b_inner"], left, count,
@@ -328,7 +382,7 @@ class Gemm:
         space = b.gep(b.gep(scratch, HEADER, "i8"), b.add(packed, b.mul(part, self.own)), "i8")
         tile = b.gep(space, self.copied, "i8")
         if self.tiled:
-            tiles.configure(b)
+            tiles.configure(b, pieces=self.geometry.pieces)
         a_rows, a_inner, c_rows = call["a_rows"], call["a_inner"], call["c_rows"]
         with b.repeat() as again:
             number = self._next(b, scratch)
@@ -357,7 +411,7 @@ class Gemm:
                         panel = self._block(b, scratch, b.add(b.mul(block, panels), n))
                         into = b.gep(call.pointer("c"), at)
                         width = b.smin(b.sub(state["columns"], column), self.width)
-                        numbers = whole_chunks(b, count, chunk(self.packs, self.tiled))
+                        numbers = whole_chunks(b, count, self.geometry.chunk)
                         b.call(
                             "panel", panel, left, apart, into, c_rows, height, width, numbers,
                             add, tile, following, b.mul(a_inner, self.left.bytes),
@@ -381,15 +435,28 @@ class Gemm:
                 b.call("quantize", start, header, b.gep(header, ROW_HEADER), count)
             return b.gep(space, ROW_HEADER), row
         copied = constant(1, "i1")
-        with b.when(copied if self.narrow else b.icmp("ne", a_inner, 1)) as otherwise:
+
+        def copy(to: Value) -> None:
             # Lanes are numbers of the sum: those of a row come to lie side by side.
             with b.loop(0, count, self.lanes) as n:
-                start = b.gep(source, b.mul(n, a_inner), number)
-                left, to = b.sub(count, n), b.gep(space, n)
-                b.call(self.copy, start, a_inner, a_rows, left, height, to, row)
-            if self.tiled:
-                with b.loop(0, height) as r:
-                    b.call("narrow_row", b.gep(space, b.mul(r, row)), count)
+                start, left = b.gep(source, b.mul(n, a_inner), number), b.sub(count, n)
+                b.call(self.copy, start, a_inner, a_rows, left, height, b.gep(to, n), row)
+
+        def stage(rows: Value, apart: Value, number: str) -> None:
+            with b.loop(0, height) as r:
+                start, to = b.gep(rows, b.mul(r, apart), number), b.gep(space, b.mul(r, row))
+                b.call(self.staging[number], start, to, count)
+
+        if self.staged:
+            with b.when(b.icmp("eq", a_inner, 1)) as otherwise:
+                stage(source, a_rows, number)
+            with otherwise:
+                transposed = b.gep(space, self.copied // 2, "i8")
+                copy(transposed)
+                stage(transposed, row, self.real)
+            return space, row
+        with b.when(copied if self.narrow else b.icmp("ne", a_inner, 1)) as otherwise:
+            copy(space)
             b.store(space, where)
             b.store(row, apart)
         with otherwise:

@@ -50,7 +50,7 @@ from anycell.engines.cpu.matmul import (
     print_staging,
     whole_chunks,
 )
-from anycell.engines.cpu.tiles import ROWS, configure, multiplies, release
+from anycell.engines.cpu.tiles import ROWS, configure, release
 from anycell.lang.expr import Expr, is_const, topological
 from anycell.lang.ops import is_reduction
 from anycell.plan import FREE, MATMULS, Plan, gradient_roots, passes, size_of
@@ -259,14 +259,14 @@ class Generator:
             print_quantizing(self.module)
         else:
             self.staging = {
-                name: print_staging(self.module, name, types.operands.llvm)
+                name: print_staging(self.module, name, self.geometry, types.operands.llvm)
                 for name in sorted(staged)
             }
         self._sequence()
         self._entry()
         print_packing(
-            self.module, self.matmuls, self.projecting, self.cell.fused, types.operands.llvm,
-            types.storage.llvm,
+            self.module, self.matmuls, self.projecting, self.cell.fused, types.weights.llvm,
+            types.storage.llvm, types.operands.llvm,
         )  # fmt: skip
         Door(self).print()
         return str(self.module)
@@ -334,7 +334,7 @@ class Generator:
         if tiled:
             most = b.mul(b.sdiv(b.sub(b.add(groups, parts), 1), parts), arg["row_group"])
             most = b.smin(b.select(split, arg["batch"], most), arg["batch"])
-            configure(b, b.smax(b.smin(most, ROWS), 1))
+            configure(b, b.smax(b.smin(most, ROWS), 1), self.plan.types.pieces)
         with b.loop(0, steps) as t:
             self.t = t
             count = self._take_rows(span0, span1)
@@ -517,8 +517,8 @@ class Generator:
     @property
     def _staged_type(self) -> str:
         """LLVM's type of the numbers of a staged row, but for integers."""
-        operands = self.plan.types.operands.llvm
-        return operands if multiplies(self.target, operands) else self.real
+        g, operands = self.geometry, self.plan.types.operands.llvm
+        return operands if g.tiled and g.packs > 1 else self.real
 
     def _operand_type(self, m: Matmul) -> str:
         """LLVM's type of the numbers that a matmul's operand has in memory."""

@@ -37,7 +37,9 @@ class Geometry:
     registers: int
     packs: int = 1  # numbers of the sum whose weights share a lane: two of 16 bits, four of 8
     header: int = 1  # rows of a packed tile before the weights: biases, of integers more
+    chunk: int = 1  # numbers of which a sum has a whole multiple, the last ones zeros
     tiled: bool = False  # whether matrix tiles multiply
+    pieces: int = 1  # that a number is the sum of
 
     @property
     def quantized(self) -> bool:
@@ -125,11 +127,6 @@ class Geometry:
         blocks = max(1, round(self.inner / rows))
         return whole(-(-self.inner // blocks), self.chunk)
 
-    @property
-    def chunk(self) -> int:
-        """Numbers of which a sum has a whole multiple, the last ones zeros."""
-        return chunk(self.packs, self.tiled)
-
 
 @dataclass(frozen=True)
 class Matmul:
@@ -175,7 +172,7 @@ class Matmul:
         """Whether rows of the operand are widened, or made integers, and put in the order of the
         packed weights, before they are multiplied.
         """
-        return self.geometry.packs > 1
+        return self.geometry.packs > 1 or self.geometry.tiled
 
     @property
     def staged_row(self) -> int:
@@ -213,26 +210,23 @@ def whole(count: int, size: int) -> int:
     return -(-count // size) * size
 
 
-def chunk(packs: int, tiled: bool) -> int:
-    """Numbers that are multiplied at once: those of a row of packed weights, or of a tile."""
-    return tiles.ROWS * packs if tiled else packs
-
-
 def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
     """The matmuls of a step, in the order of the cell."""
     lanes, found = target.lanes(plan.types.math.llvm), []
-    packs = plan.types.math.bytes // plan.types.operands.bytes
+    operands = plan.types.operands
+    packs, tiled = plan.types.math.bytes // operands.bytes, tiles.multiplies(target, operands.llvm)
+    chunk = tiles.chunk(operands.llvm) if tiled else packs
     for number, l in enumerate(plan.cell.linears):
         units, inner, outputs = plan.sizes[l.out_size], plan.sizes[l.in_size], len(l.outputs)
         if backward:
             units, inner, outputs = inner, units * outputs, 1
         parts = len(l.outputs) if backward else 1
-        tiled = tiles.multiplies(target, plan.types.operands.llvm)
-        length = parts * whole(inner // (l.heads * parts), chunk(packs, tiled))
+        length = parts * whole(inner // (l.heads * parts), chunk)
         header = 1 + (OFFSETS if packs == QUANTIZED else BIASES)
         g = Geometry(
-            units // l.heads, length, outputs, lanes, target.registers, packs, header, tiled
-        )
+            units // l.heads, length, outputs, lanes, target.registers, packs, header, chunk, tiled,
+            plan.types.pieces,
+        )  # fmt: skip
         state = None
         if l.operand.op == "state":
             state = plan.cell.state_names.index(l.operand.attrs[0])

@@ -33,7 +33,6 @@ from anycell.engines.cpu.geometry import (
     SCALES,
     Geometry,
     Matmul,
-    chunk,
 )
 from anycell.engines.cpu.ir import (
     Builder,
@@ -47,6 +46,7 @@ from anycell.engines.cpu.ir import (
 )
 
 Places = tuple[int, ...]
+MOST_BFLOAT16 = 2.0**128 - 2.0**120
 ROUNDING = 1.5 * 2**23  # a float32 plus this has no digits behind the point
 # Arguments of a block of rows, however many: k0 and k1 bound the sum, a fresh one begins with the
 # biases, and shift is that of the operand against k.
@@ -171,7 +171,7 @@ class Blocks:
                 for c, result in enumerate(results)
             ]
             end = [(result, constant(stride, "i64")) for result in results]
-            tiles.multiply(b, self.number, rows, packed, (k0, k1), begin, end)
+            tiles.multiply(b, self.number, rows, packed, (k0, k1), begin, end, g.pieces)
             return
         begin, end = (
             [(header(OFFSETS, c), same) for c in range(columns)],
@@ -338,14 +338,16 @@ def print_packing(
     biased: frozenset[str],
     number: str,
     of_biases: str,
+    operands: str,
 ) -> None:
     """Adds ``pack0``, ``pack1`` ..., which pack the weights of these matmuls.
 
-    ``biased`` are the outputs that take the bias of the input's projection too, ``number`` and
-    ``of_biases`` are what LLVM calls the types of weights and of biases.
+    ``biased`` are the outputs that take the bias of the input's projection too; ``number``,
+    ``of_biases`` and ``operands`` are what LLVM calls the types of weights, of biases and of what
+    is multiplied.
     """
     if matmuls:
-        print_pack_block(module, number, packs=matmuls[0].geometry.packs)
+        print_packing_of(module, matmuls[0].geometry, number, operands)
         _print_digest(module, number)
     for m in matmuls:
         _print_pack(module, m, m is projecting, biased, number, of_biases)
@@ -445,7 +447,7 @@ def negative_sums(b: Builder, packed: Value, rows: Value, width: Operand) -> Val
 
 def packed_rows_of(b: Builder, inner: Value, g: Geometry) -> Value:
     """Rows of packed weights for a sum of so many numbers, whole chunks."""
-    return inner if g.packs == 1 else b.sdiv(whole_chunks(b, inner, g.chunk), g.packs)
+    return inner if g.chunk == 1 else b.sdiv(whole_chunks(b, inner, g.chunk), g.packs)
 
 
 def whole_chunks(b: Builder, inner: Value, chunk: int) -> Value:
@@ -557,14 +559,14 @@ def _pack_together(b: Builder, number: str, packs: int) -> None:
 
     def store(group: Value, row: Value) -> None:
         at = b.gep(packed, b.mul(row, width))
-        if packs == QUANTIZED or tiles.multiplies(b.target, number):
+        if packs == QUANTIZED or tiled:
             b.store(group, at)
             return
         b.store(b.trunc(group, "i16"), at)
         b.store(b.trunc(b.lshr(group, 16), "i16"), b.gep(at, b.lanes, "i16"))
 
-    size = chunk(packs, tiles.multiplies(b.target, number))
-    whole = whole_chunks(b, count, size)
+    tiled = tiles.multiplies(b.target, number)
+    whole = whole_chunks(b, count, tiles.chunk(number) if tiled else packs)
     with b.when(b.icmp("eq", lane_stride, 1)) as otherwise, b.loop(0, whole, packs) as k:
         group = constant(0, b.ivec)
         for n in range(packs):
@@ -587,25 +589,84 @@ def _pack_together(b: Builder, number: str, packs: int) -> None:
             store(group, b.add(b.sdiv(k, packs), i))
 
 
-def print_staging(module: Module, number: str, operands: str) -> str:
-    """Adds a function that writes numbers of a row as matmuls read them, widened (or narrowed, for
-    tiles) and followed by zeros up to whole chunks; gives its name.
+def split(b: Builder, value: Value, pieces: int) -> list[Value]:
+    """Numbers of bfloat16, as bits, of which reals are the sum but for what the last leaves.
+
+    Where there are several, infinities (and what is above the largest number) become the largest
+    number: times what is left of a weight, which may be 0, they would be NaN.
+    """
+    found: list[Value] = []
+    for _ in range(pieces):
+        if pieces > 1:
+            for how, most in (("ogt", MOST_BFLOAT16), ("olt", -MOST_BFLOAT16)):
+                value = b.select(b.fcmp(how, value, most), constant(most, value.type), value)
+        found.append(b.narrow(value, "bfloat"))
+        value = b.fsub(value, b.widen(found[-1], "bfloat"))
+    return found
+
+
+def print_packing_of(module: Module, g: Geometry, number: str, operands: str) -> None:
+    """Adds ``pack_block`` for weights of a type that are multiplied as operands of another."""
+    if g.tiled and number != operands:
+        _print_pack_rounded(module, g)
+    else:
+        print_pack_block(module, number, packs=g.packs)
+
+
+def _print_pack_rounded(module: Module, g: Geometry) -> None:
+    """``pack_block`` for tiles, of reals that become sums of numbers of bfloat16."""
+    b = module.function("pack_block", PACK_BLOCK, internal=True, inline=False)
+    source, lane_stride, inner_stride, units, count, packed, width = b.args
+    mask, whole = b.lane_mask(units), whole_chunks(b, count, g.chunk)
+
+    def store(k: Value, pair: Sequence[Value]) -> None:
+        """The numbers k and k + 1 of each column."""
+        of_chunk = b.srem(k, g.chunk)
+        row = b.add(b.mul(b.sdiv(b.sub(k, of_chunk), 2), g.pieces), b.sdiv(of_chunk, 2))
+        pieces = zip(*[split(b, value, g.pieces) for value in pair], strict=True)
+        for n, (low, high) in enumerate(pieces):
+            both = b.or_(b.zext(low, b.ivec), b.shl(b.zext(high, b.ivec), 16))
+            b.store(both, b.gep(packed, b.mul(b.add(row, n * tiles.ROWS), width)))
+
+    with b.when(b.icmp("eq", lane_stride, 1)) as otherwise, b.loop(0, whole, 2) as k:
+        pair = []
+        for n in (0, 1):
+            place = b.add(k, n)
+            exists = b.and_(mask, b.splat(b.icmp("slt", place, count)))
+            pair.append(b.masked_load(b.gep(source, b.mul(place, inner_stride)), exists))
+        store(k, pair)
+    with otherwise, b.loop(0, whole, b.lanes) as k:
+        inside = b.lane_mask(b.sub(count, k))
+        rows = []
+        for lane in range(b.lanes):
+            exists = b.splat(b.icmp("slt", constant(lane, "i64"), units))
+            at = b.gep(source, b.add(b.mul(lane_stride, lane), k))
+            rows.append(b.masked_load(at, b.and_(inside, exists)))
+        columns = b.transpose(rows)
+        for n in range(0, b.lanes, 2):
+            store(b.add(k, n), columns[n : n + 2])
+
+
+def print_staging(module: Module, number: str, g: Geometry, operands: str) -> str:
+    """Adds a function that writes numbers of a row as matmuls read them, widened (or for tiles
+    rounded) and followed by zeros up to whole chunks; gives its name.
     """
     name = f"stage_{number}"
     params = [("ptr", "source"), ("ptr", "to"), ("i64", "count")]
     b = module.function(name, params, internal=True, inline=False)
     source, to, count = b.args
-    tiled = tiles.multiplies(b.target, operands)
-    packs = element_bits(b.real) // element_bits(operands)
-    with b.loop(0, whole_chunks(b, count, chunk(packs, tiled)), b.lanes) as i:
+    with b.loop(0, whole_chunks(b, count, g.chunk), b.lanes) as i:
         mask, at = b.lane_mask(b.sub(count, i)), b.gep(source, i, number)
-        if not tiled:
+        if not g.tiled:
             b.store(masked_numbers(b, at, mask, number), b.gep(to, i))
         elif number == operands:
             b.store(b.masked_load(at, mask, 0, vector(b.lanes, "i16")), b.gep(to, i, "i16"))
         else:
-            bits = b.narrow(masked_numbers(b, at, mask, number), operands)
-            b.store(bits, b.gep(to, i, "i16"))
+            of_chunk = b.srem(i, g.chunk)
+            into = b.add(b.mul(b.sub(i, of_chunk), g.pieces), of_chunk)
+            pieces = split(b, masked_numbers(b, at, mask, number), g.pieces)
+            for n, bits in enumerate(pieces):
+                b.store(bits, b.gep(to, b.add(into, n * g.chunk), "i16"))
     return name
 
 

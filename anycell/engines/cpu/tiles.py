@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from anycell.engines.cpu.ir import Builder, Module, Operand, Target, Value, constant, vector
+from anycell.engines.cpu.ir import Builder, Operand, Target, Value, constant, vector
 
 ROWS, BYTES = 16, 64
 COUNT = 8  # tiles
-LEFT, RIGHT = 4, (5, 6, 7)  # all others are sums
+SUMS, LEFT, RIGHT = 4, (4, 5), (5, 6, 7)  # the one in the middle is of what has more pieces
 # By the type of the products, as LLVM calls it: the instruction, and numbers that share a lane.
 DOTS = {"i8": ("llvm.x86.tdpbusd", 4), "bfloat": ("llvm.x86.tdpbf16ps", 2)}
 
@@ -28,7 +28,12 @@ def multiplies(target: Target, number: str) -> bool:
     return bool(target.tiles) and number in DOTS
 
 
-def configure(b: Builder, rows: Operand = ROWS) -> None:
+def chunk(number: str) -> int:
+    """Numbers of a sum that two tiles multiply at once."""
+    return ROWS * DOTS[number][1]
+
+
+def configure(b: Builder, rows: Operand = ROWS, pieces: int = 1) -> None:
     """All tiles become zeros; those on the left and sums have so many rows, at most 16: fewer are
     multiplied faster.
     """
@@ -39,7 +44,7 @@ def configure(b: Builder, rows: Operand = ROWS) -> None:
     whole, size = vector(64, "i8"), len(palette) + len(columns)
     table = b.alloca(whole)
     b.store(b.load(b.module.table([*palette, *columns, *of_rows], "i8"), whole), table)
-    for tile in set(range(COUNT)) - set(RIGHT):
+    for tile in range(SUMS + pieces):
         b.store(b.trunc(b.value(rows, "i64"), "i8"), b.gep(table, size + tile, "i8"))
     b.intrinsic("llvm.x86.ldtilecfg", table, returns="void", overload=())
 
@@ -124,6 +129,7 @@ def multiply(
     bounds: tuple[Value, Value],
     begin: Sequence[tuple[Value, Value]],
     end: Sequence[tuple[Value, Value]],
+    pieces: int = 1,
 ) -> None:
     """Rows times weights, for 16 rows (or as many as were configured) and some vectors of columns.
 
@@ -133,21 +139,27 @@ def multiply(
         bounds: of the numbers of the sum, whole chunks of those that two tiles multiply.
         begin, end: of each vector of columns, from where the sums are read and where they are
             written, integers for products of bytes; and bytes to the next row.
+        pieces: numbers that each number is the sum of, tile by tile side by side and below each
+            other. Of two the product of the second ones is left out.
     """
     (first, stride), (weights, width), (k0, k1) = left, right, bounds
-    packs = DOTS[number][1]
-    chunk = ROWS * packs
-    size = BYTES // chunk  # bytes of a number
+    packs, numbers = DOTS[number][1], chunk(number)
+    size = BYTES // numbers * pieces  # bytes of a number
     tiles = Tiles(b, number)
     for c, place in enumerate(begin):
         tiles.load(c, *place)
-    with b.loop(k0, k1, chunk) as k:
-        packed = b.gep(weights, b.mul(b.sdiv(k, packs), width), "i8")
-        tiles.load(LEFT, b.gep(first, b.mul(k, size), "i8"), stride)
+    lefts, rights = LEFT[:pieces], RIGHT[pieces - 1 :]
+    with b.loop(k0, k1, numbers) as k:
+        row = b.mul(b.sdiv(k, packs), pieces)
+        for piece, left_tile in enumerate(lefts):
+            tiles.load(left_tile, b.gep(first, b.add(b.mul(k, size), piece * BYTES), "i8"), stride)
         for c in range(len(begin)):
-            tile = RIGHT[c % len(RIGHT)]
-            tiles.load(tile, b.gep(packed, c * BYTES, "i8"), width)
-            tiles.dot(c, LEFT, tile)
+            for piece in range(pieces):
+                tile = rights[(c * pieces + piece) % len(rights)]
+                lines = b.gep(weights, b.mul(b.add(row, piece * ROWS), width), "i8")
+                tiles.load(tile, b.gep(lines, c * BYTES, "i8"), width)
+                for left_tile in lefts[: pieces - piece]:
+                    tiles.dot(c, left_tile, tile)
     for c, place in enumerate(end):
         tiles.store(c, *place)
 
@@ -156,19 +168,3 @@ def room(b: Builder, columns: int) -> list[tuple[Value, Value]]:
     """Room on the stack for tiles side by side: where each is, and bytes from row to row."""
     memory, apart = b.alloca(vector(16, "i32"), ROWS * columns), constant(columns * BYTES, "i64")
     return [(b.gep(memory, c * BYTES, "i8"), apart) for c in range(columns)]
-
-
-def print_narrowing(module: Module) -> None:
-    """Adds ``narrow_row``, which makes bfloat16 of so many numbers of a row, in their place,
-    followed by zeros up to a whole tile.
-    """
-    b = module.function(
-        "narrow_row", [("ptr", "row"), ("i64", "count")], internal=True, inline=False
-    )
-    row, count = b.args
-    numbers = ROWS * DOTS["bfloat"][1]
-    whole = b.and_(b.add(count, numbers - 1), -numbers)
-    with b.loop(0, whole, b.lanes) as i:
-        mask = b.lane_mask(b.sub(count, i))
-        bits = b.narrow(b.masked_load(b.gep(row, i), mask), "bfloat")
-        b.store(bits, b.gep(row, i, "i16"))
