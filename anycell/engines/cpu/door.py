@@ -38,6 +38,7 @@ NEAR_CACHE = 5 << 18  # bytes of a core's own cache
 # core's own cache holds a part of the weights but not all; with hardly any rows always. Else the
 # barrier of each step costs more than it saves.
 FEW_ROWS = 16
+FEW_TILED_ROWS = 64  # tiles are through with a weight sooner than it comes from afar
 HARDLY_ANY_ROWS = 4
 # What a packing function reads: the weight, its strides, two biases, where it packs to, the length
 # of the sum, whether it packs only what has changed, and the scales of integers.
@@ -439,7 +440,9 @@ class Door:
         # Of a mask with many holes the typical step has few rows, and many steps fewer still.
         rows = b.select(b.icmp("ne", shared["sparse"], 0), b.sdiv(rows, 4), rows)
         near = b.icmp("sle", packed, NEAR_CACHE)
-        few = b.select(near, constant(HARDLY_ANY_ROWS, "i64"), constant(FEW_ROWS, "i64"))
+        tiled = any(m.geometry.tiled for m in kernel.matmuls)
+        far = constant(FEW_TILED_ROWS if tiled else FEW_ROWS, "i64")
+        few = b.select(near, constant(HARDLY_ANY_ROWS, "i64"), far)
         split = b.and_(b.icmp("slt", rows, b.mul(few, side)), b.icmp("sgt", side, 1))
         split = b.and_(split, b.icmp("sle", side, kernel.geometry.tiles))
         shared["units_split"] = b.zext(split, "i64")
