@@ -215,6 +215,9 @@ def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
     lanes, found = target.lanes(plan.types.math.llvm), []
     operands = plan.types.operands
     packs, tiled = plan.types.math.bytes // operands.bytes, tiles.multiplies(target, operands.llvm)
+    if packs == QUANTIZED:  # vectors add up short sums as fast, and to the same bits
+        sums = (plan.sizes[l.in_size] // l.heads for l in plan.cell.linears)
+        tiled = tiled and max(sums, default=0) >= tiles.chunk(operands.llvm)
     chunk = tiles.chunk(operands.llvm) if tiled else packs
     for number, l in enumerate(plan.cell.linears):
         units, inner, outputs = plan.sizes[l.out_size], plan.sizes[l.in_size], len(l.outputs)
