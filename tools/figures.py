@@ -7,12 +7,14 @@
     python tools/figures.py compiled [CELL... H...]  and against the loop under torch.compile
     python tools/figures.py cells [T B I H]        every cell against our LSTM, by multiply-adds
     python tools/figures.py spinning [SHAPE...]    what threads do after a call; ONNX Runtime's
+    python tools/figures.py precision [SHAPE...]   float32 that torch allows to be rounded
 
 Contenders take turns, in one process and on the same threads; ratios are medians over the turns.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -270,6 +272,38 @@ def one_spinning(who: str) -> None:
     print(f"{who}: {median(spent[5:]):.1f} ms of processor time after a call")
 
 
+# -- precision -------------------------------------------------------------------------------------
+
+
+def precision(names: list[str]) -> None:
+    """LSTM in float32 at each of torch's precisions, with the error of its output."""
+    for shape in select(names or ["sb3", "denoise", "T40B32I512H512"]):
+        layer = anycell.torch.LSTM(shape.I, shape.H, shape.L, bidirectional=shape.D == 2)
+        exact = nn.LSTM(shape.I, shape.H, shape.L, bidirectional=shape.D == 2).double()
+        exact.load_state_dict(layer.state_dict())
+        x = torch.randn(shape.T, shape.B, shape.I)
+        with torch.no_grad():
+            right = exact(x.double())[0]
+
+        def run(allowed: str, layer: nn.Module = layer, x: torch.Tensor = x) -> torch.Tensor:
+            torch.set_float32_matmul_precision(allowed)
+            output: torch.Tensor = layer(x)[0]
+            return output
+
+        def train(allowed: str, run: Callable[[str], torch.Tensor] = run) -> None:
+            run(allowed).sum().backward()
+
+        with torch.no_grad():
+            for allowed in PRECISIONS:
+                wrong = (run(allowed).double() - right).norm() / right.norm()
+                print(f"{shape.name} {allowed}: error {wrong:.1e}")
+            calls: dict[str, Call | Task] = {p: functools.partial(run, p) for p in PRECISIONS}
+            line(f"{shape.name} inference", compare(calls, 2), "high")
+        calls = {p: functools.partial(train, p) for p in PRECISIONS}
+        line(f"{shape.name} training", compare(calls, 4), "high")
+
+
+PRECISIONS = ("highest", "high", "medium")
 COMMANDS = {
     "packed": packed,
     "checkpoint": checkpoint,
@@ -278,6 +312,7 @@ COMMANDS = {
     "compiled": compiled,
     "cells": every_cell,
     "spinning": spinning,
+    "precision": precision,
 }
 
 
