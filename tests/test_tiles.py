@@ -11,6 +11,7 @@ import torch
 from guarded import Everything
 from integers import by_integers
 from problems import assert_right, by_cpu, random_problem
+from processes import python
 from test_cpu_matmul import draw
 from tolerances import assert_close
 
@@ -134,6 +135,52 @@ def test_matmuls(kind: str, rng: np.random.Generator) -> None:
         assert_close(out, right, "float32", "forward", axes=())
         assert_close(added, right + start, "float32", "forward", axes=())
         assert np.array_equal(alone[0], out[rows // 2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32 high"])
+def test_matmuls_stay_within_their_arrays(dtype: str, kind: str, seed: int) -> None:
+    """Between forbidden pages, at both ends: of any sizes and layouts, added or not. An element has
+    the bits that it has in any part of its row and column.
+    """
+    said = python(
+        f"""
+        import numpy as np, torch
+        from guarded import guarded
+        from tolerances import error
+        from anycell.torch.host import HOSTS
+        host, rng = HOSTS["{dtype}"], np.random.default_rng({seed})
+        number, most = host.dtype, 2e-5 if "high" in "{dtype}" else 1e-6
+        stored = torch.int16 if number == torch.bfloat16 else number  # by NumPy
+        sizes = [(1, 1, 1), (15, 17, 31), (16, 64, 32), (17, 65, 33), (47, 16, 600), (97, 130, 256),
+                 (33, 1040, 290)]
+        def between(array, end):
+            copy = guarded(array.shape, array.dtype, end)
+            copy[...] = array
+            return torch.from_numpy(copy)
+        for (rows, columns, inner), end in [(s, e) for s in sizes for e in (True, False)]:
+            shapes = (rows, inner), (inner, columns)
+            a, b = (torch.randn(s).to(number).view(stored).numpy() for s in shapes)
+            start = rng.standard_normal((rows, columns)).astype("float32")
+            for turned in (False, True):
+                left, right = (m.T.copy() if turned else m for m in (a, b))
+                left, right = (between(m, end).view(number) for m in (left, right))
+                left, right = (m.T if turned else m for m in (left, right))
+                out, added = between(start, end), between(start, end)
+                host.matmul(left, right, out)
+                host.matmul_add(left, right, added)
+                exact = (left.double() @ right.double()).numpy()
+                assert error(out.numpy(), exact, ()) <= most, (rows, columns, inner)
+                assert error(added.numpy(), exact + start, ()) <= most, (rows, columns, inner)
+                part = slice(rows // 3, rows), slice(0, columns - columns // 4)
+                few = between(start[part], end)
+                host.matmul_add(left[part[0]], right[:, part[1]], few)
+                assert torch.equal(few, added[part]), (rows, columns, inner)
+        print("done")
+        """,
+        ANYCELL_ISA=kind,
+    )
+    assert said.split()[-1] == "done"
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
