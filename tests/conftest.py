@@ -9,6 +9,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import cards
 import numpy as np
@@ -163,13 +164,30 @@ def set_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
     def change(**values: object) -> None:
         for name, value in values.items():
-            for module in modules:
-                if hasattr(module, name):
-                    monkeypatch.setattr(module, name, value)
+            homes = [module for module in modules if hasattr(module, name)]
+            assert homes, f"no layer decides by {name}"
+            for module in homes:
+                monkeypatch.setattr(module, name, value)
         layer.form.form_of.cache_clear()
 
     yield change
     layer.form.form_of.cache_clear()
+
+
+@pytest.fixture
+def forms(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The forms of all calls of layers on the CPU from here on."""
+    from anycell import layer
+
+    form_of, taken = layer.run.form_of, []
+
+    def spy(*args: Any) -> Any:
+        taken.append(form_of(*args))
+        return taken[-1]
+
+    spy.cache_clear = form_of.cache_clear
+    monkeypatch.setattr(layer.run, "form_of", spy)
+    return taken
 
 
 # -- guards --------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from anycell.lang.expr import REDUCTIONS
 from anycell.lang.ops import TABLE
 from anycell.numpy.host import numpy_dtype
 from anycell.plan import DTYPES, plan
+from anycell.plan.dtype import dtypes
 from tools import ulp
 
 TARGETS = isa.available()
@@ -129,7 +130,7 @@ def test_short_functions_of_several_registers(op, target, registers):
 def test_cells_of_short_numbers_have_short_functions():
     names = {name for name, types in DTYPES.items() if types.short}
     assert names == {"bfloat16", "float16", "int8"}
-    for name in DTYPES:
+    for name in dtypes("cpu", quantized=True):
         generator = Generator(plan(cells.LSTM, 8, name), False, isa.current())
         assert generator.module.short is (name in names)
 

@@ -28,6 +28,7 @@ from anycell import (
     cell,
     cells,
     keep,
+    layer,
     layer_norm,
     linear,
     log,
@@ -216,20 +217,33 @@ def test_every_situation_at_every_size(cell: Cell, dtype: str, rng: np.random.Ge
 # -- the same bits -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("split", ["rows", "units"])
+SPLIT_ROWS = [(4, 61, 33), (5, 70, 70)]
+SPLIT_UNITS = [(3, 2, 100), (1, 1, 100), (2, 9, 420)]
+
+
+@pytest.mark.parametrize("shape", SPLIT_ROWS + SPLIT_UNITS)
 @each_dtype
 @some_cells
 def test_threads(
-    cell: Cell, dtype: str, split: str, rng: np.random.Generator, set_layer: Callable[..., None]
+    cell: Cell,
+    dtype: str,
+    shape: tuple[int, int, int],
+    rng: np.random.Generator,
+    set_layer: Callable[..., None],
+    forms: list[layer.form.Form],
 ) -> None:
-    few = 0 if split == "rows" else 1 << 30
-    set_layer(WORTH_A_THREAD=0, FEW_ROWS=few, HARDLY_ANY_ROWS=few)
-    for shape in ((3, 2, 100), (4, 19, 33), (1, 1, 7), (5, 40, 70)):
-        for situation in SITUATIONS:
-            problem = random_problem(cell, shape, rng, **situation).astype(dtype)
-            one = by_cpu(problem, threads=1)
-            for threads in (2, 3):
-                assert_same(by_cpu(problem, threads=threads), one)
+    """They share the rows, or split the units: of hardly any rows, or of few by large weights."""
+    set_layer(WORTH_A_THREAD=0)
+    for situation in SITUATIONS:
+        problem = random_problem(cell, shape, rng, **situation).astype(dtype)
+        one = by_cpu(problem, threads=1)
+        for threads in (2, 3):
+            forms.clear()
+            assert_same(by_cpu(problem, threads=threads), one)
+            assert all(map(layer.form.ROADS["several threads"], forms))
+            if cell == cells.LSTM:
+                (split,) = set(map(layer.form.ROADS["threads split the units"], forms))
+                assert split == (shape in SPLIT_UNITS)
 
 
 @each_dtype

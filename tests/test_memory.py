@@ -214,6 +214,8 @@ THRESHOLDS = {
         "CHUNK_BYTES": "several chunks",
         "WORTH_PACKING": "the kernel multiplies the input",
         "WEIGHTS_SHARE": "the kernel multiplies the input",
+        "TILED_ROWS": None,  # both sides, as those of FEW_TILED_ROWS: test_tiles
+        "TILED_WEIGHTS": None,
         "FILLED": "a mask with holes",
         "WORTH_A_THREAD": "several threads",
     },
@@ -223,6 +225,7 @@ THRESHOLDS = {
         "WORTH_SPREADING": "threads pack the weights",
         "NEAR_CACHE": "threads split the units",
         "FEW_ROWS": "threads split the units",
+        "FEW_TILED_ROWS": None,
         "HARDLY_ANY_ROWS": "threads split the units",
     },
     # Both sides of these: test_cpu_matmul.

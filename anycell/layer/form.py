@@ -24,9 +24,10 @@ WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread 
 WEIGHTS_SHARE = (
     0.7  # of a core's own cache for both weights of a step: the rows need room there too
 )
-# With matrix tiles, of which 16 rows fill one: rows of a step from which the kernel multiplies the
-# input, and bytes of both weights; a core that has tiles has a cache of 2 MiB.
-TILED_ROWS, TILED_WEIGHTS = 12, 2 << 20
+# With matrix tiles, of which 16 rows fill one, the kernel multiplies the input of so many rows of a
+# step, by weights of at most so many bytes together: a core that has tiles has a cache of 2 MiB.
+TILED_ROWS = 12
+TILED_WEIGHTS = 2 << 20
 FILLED = 0.7  # part of a mask below which to leave out the rest makes up for smaller matmuls
 
 

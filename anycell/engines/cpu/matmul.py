@@ -46,7 +46,6 @@ from anycell.engines.cpu.ir import (
 )
 
 Places = tuple[int, ...]
-MOST_BFLOAT16 = 2.0**128 - 2.0**120
 ROUNDING = 1.5 * 2**23  # a float32 plus this has no digits behind the point
 # Arguments of a block of rows, however many: k0 and k1 bound the sum, a fresh one begins with the
 # biases, and shift is that of the operand against k.
@@ -589,22 +588,6 @@ def _pack_together(b: Builder, number: str, packs: int) -> None:
             store(group, b.add(b.sdiv(k, packs), i))
 
 
-def split(b: Builder, value: Value, pieces: int) -> list[Value]:
-    """Numbers of bfloat16, as bits, of which reals are the sum but for what the last leaves.
-
-    Where there are several, infinities (and what is above the largest number) become the largest
-    number: times what is left of a weight, which may be 0, they would be NaN.
-    """
-    found: list[Value] = []
-    for _ in range(pieces):
-        if pieces > 1:
-            for how, most in (("ogt", MOST_BFLOAT16), ("olt", -MOST_BFLOAT16)):
-                value = b.select(b.fcmp(how, value, most), constant(most, value.type), value)
-        found.append(b.narrow(value, "bfloat"))
-        value = b.fsub(value, b.widen(found[-1], "bfloat"))
-    return found
-
-
 def print_packing_of(module: Module, g: Geometry, number: str, operands: str) -> None:
     """Adds ``pack_block`` for weights of a type that are multiplied as operands of another."""
     if g.tiled and number != operands:
@@ -623,7 +606,7 @@ def _print_pack_rounded(module: Module, g: Geometry) -> None:
         """The numbers k and k + 1 of each column."""
         of_chunk = b.srem(k, g.chunk)
         row = b.add(b.mul(b.sdiv(b.sub(k, of_chunk), 2), g.pieces), b.sdiv(of_chunk, 2))
-        pieces = zip(*[split(b, value, g.pieces) for value in pair], strict=True)
+        pieces = zip(*[tiles.split(b, value, g.pieces) for value in pair], strict=True)
         for n, (low, high) in enumerate(pieces):
             both = b.or_(b.zext(low, b.ivec), b.shl(b.zext(high, b.ivec), 16))
             b.store(both, b.gep(packed, b.mul(b.add(row, n * tiles.ROWS), width)))
@@ -664,7 +647,7 @@ def print_staging(module: Module, number: str, g: Geometry, operands: str) -> st
         else:
             of_chunk = b.srem(i, g.chunk)
             into = b.add(b.mul(b.sub(i, of_chunk), g.pieces), of_chunk)
-            pieces = split(b, masked_numbers(b, at, mask, number), g.pieces)
+            pieces = tiles.split(b, masked_numbers(b, at, mask, number), g.pieces)
             for n, bits in enumerate(pieces):
                 b.store(bits, b.gep(to, b.add(into, n * g.chunk), "i16"))
     return name

@@ -21,6 +21,7 @@ COUNT = 8  # tiles
 SUMS, LEFT, RIGHT = 4, (4, 5), (5, 6, 7)  # the one in the middle is of what has more pieces
 # By the type of the products, as LLVM calls it: the instruction, and numbers that share a lane.
 DOTS = {"i8": ("llvm.x86.tdpbusd", 4), "bfloat": ("llvm.x86.tdpbf16ps", 2)}
+MOST_BFLOAT16 = 2.0**128 - 2.0**120  # of its numbers
 
 
 def multiplies(target: Target, number: str) -> bool:
@@ -31,6 +32,22 @@ def multiplies(target: Target, number: str) -> bool:
 def chunk(number: str) -> int:
     """Numbers of a sum that two tiles multiply at once."""
     return ROWS * DOTS[number][1]
+
+
+def split(b: Builder, value: Value, pieces: int) -> list[Value]:
+    """Numbers of bfloat16, as bits, of which reals are the sum but for what the last leaves.
+
+    Where there are several, infinities (and what is above the largest number) become the largest
+    number: times what is left of a weight, which may be 0, they would be NaN.
+    """
+    numbers: list[Value] = []
+    for _ in range(pieces):
+        if pieces > 1:
+            for how, most in (("ogt", MOST_BFLOAT16), ("olt", -MOST_BFLOAT16)):
+                value = b.select(b.fcmp(how, value, most), constant(most, value.type), value)
+        numbers.append(b.narrow(value, "bfloat"))
+        value = b.fsub(value, b.widen(numbers[-1], "bfloat"))
+    return numbers
 
 
 def configure(b: Builder, rows: Operand = ROWS, pieces: int = 1) -> None:
