@@ -88,4 +88,5 @@ if __name__ == "__main__":
     for name in LAYERS:
         for way in WAYS:
             work(name, way)
+    dist.barrier()  # see the example
     dist.destroy_process_group()
