@@ -77,7 +77,7 @@ def main() -> None:
     losses = train(way)
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} processes:", *[f"{loss:.6f}" for loss in losses])
-    # A thread of gloo's may still be about to free a tensor, for which it needs Python: a process that
+    # A thread of gloo's may still have to free a tensor, for which it needs Python: a process that
     # ends meanwhile is aborted.
     dist.barrier()
     dist.destroy_process_group()
