@@ -9,20 +9,24 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from guarded import Everything
+from conformance import problem as layers
+from conformance.on_torch import by_rnn
+from guarded import BUILT_IN, Everything
 from integers import by_integers
 from problems import assert_right, by_cpu, random_problem
 from processes import python
 from test_cpu_matmul import draw
+from test_quantize import assert_rounded
 from tolerances import assert_close, close
 
 from anycell import Cell, cells, layer
+from anycell.engines import cpu
 from anycell.engines.cpu import door, gemm, isa, jit
 from anycell.engines.cpu.generator import Generator
 from anycell.engines.cpu.tiles import MOST_BFLOAT16
 from anycell.numpy.host import host_of
 from anycell.plan import DTYPES, plan
-from anycell.torch import LSTM
+from anycell.torch import RNN
 from anycell.torch.host import HOSTS
 
 pytestmark = pytest.mark.skipif(
@@ -118,16 +122,17 @@ def test_threads_split_the_units_of_more_rows(
         assert all(np.array_equal(two[key], value) for key, value in one.items())
 
 
+@pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU, cells.LayerNormLSTM], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_multiplies_the_input(
-    kind: str, seed: int, set_layer: Any, forms: list[layer.form.Form]
+    kind: str, cell: Cell, seed: int, forms: list[layer.form.Form]
 ) -> None:
     """The kernel, if there are rows for a tile and both weights stay in a core's own cache."""
     rng = np.random.default_rng(seed)
     rows = layer.form.TILED_ROWS
-    for batch, units, inputs in ((rows, 64, 64), (rows - 1, 64, 64), (rows, 64, 1 << 12)):
+    for batch, units, inputs in ((rows, 64, 64), (rows - 1, 64, 64), (rows, 64, 1 << 13)):
         x = rng.standard_normal((30, batch, inputs)).astype("float32")
-        ours = LSTM(inputs, units, dtype=torch.bfloat16)
+        ours = RNN(cell, inputs, units, dtype=torch.bfloat16)
         exact = copy.deepcopy(ours).double()
         x = torch.from_numpy(x).bfloat16()
         with isa.force(kind), torch.no_grad():
@@ -137,6 +142,43 @@ def test_who_multiplies_the_input(
             inputs if batch == rows and inputs == units else 0
         }
         assert_close(output.float(), exact(x.double())[0].detach(), "bfloat16", "forward")
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, marks=[pytest.mark.slow] if n else [])
+        for n, cell in enumerate([cells.LayerNormGRU, *BUILT_IN, Everything])
+    ],
+    ids=str,
+)
+def test_the_kernel_multiplies_the_input(
+    cell: Cell, seed: int, set_layer: Any, forms: list[layer.form.Form]
+) -> None:
+    """Where a cell needs the input's part of a gate by itself, that part has sums of its own."""
+    set_layer(projects=lambda *_: True)
+    for kind in KINDS:
+        with isa.force(kind):
+            solved = 0
+            for size in ((3, 5, 7, 20), (2, 17, 40, 66)):
+                for has in ((), ("mask", "resets"), ("no bias",)):
+                    try:
+                        problem = layers.draw(cell, size, (*has, "bidirectional"), "bfloat16")
+                    except layers.Unsolvable:
+                        continue
+                    layers.assert_right(by_rnn(problem), problem)
+                    solved += 1
+            assert solved >= 2
+            problem = drawn(cell, (3, 17, 66), seed, "float32")
+            solution = by_cpu(problem, 1, projected=True, precision="high")
+            solution.pop("d weights ih", None)
+            assert_right(solution, problem, kind, "float32 high")
+            again = by_cpu(problem, 3, projected=True, precision="high")
+            assert all(np.array_equal(again[key], value) for key, value in solution.items())
+            assert_rounded(problem, threads=2, projected=True)
+            sizes = dict.fromkeys(cell.sizes.values(), 20)
+            able = cpu.compiled(plan(cell, 66, "bfloat16", "cpu", sizes)).projecting
+            assert any(form.inputs for form in forms) == (able is not None)
 
 
 @pytest.mark.parametrize("kind", KINDS)

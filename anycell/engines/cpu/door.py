@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from anycell.engines.cpu.arguments import number_of
 from anycell.engines.cpu.geometry import L1_WEIGHTS, Matmul
-from anycell.engines.cpu.ir import Builder, Module, Value, constant, integer_of, vector
+from anycell.engines.cpu.ir import Builder, Module, Operand, Value, constant, integer_of, vector
 from anycell.engines.cpu.matmul import packed_rows_of, whole_chunks
 from anycell.lang.cell import RECURRENT
 from anycell.plan import Plan, scales_of
@@ -616,14 +616,22 @@ class Door:
         index = {name: i for i, name in enumerate(PACKING)}
         changed_only = b.zext(b.icmp("eq", shared["pack"], 2), "i64")
 
+        def bias_x() -> Operand:
+            if self.backward:
+                return 0
+            bias = each["bias_ih"]
+            if not self.generator.apart:
+                return bias
+            # Sums of the input that have a place of their own begin with its biases.
+            return b.select(b.icmp("ne", shared["inputs"], 0), zero, bias)
+
         def packing(place: int, name: str, bias_h: Value, packed: Value, inner: Value) -> None:
             address = b.gep(tables.address, place * PACKING_BYTES, "i8")
             entries = Entries(b, address, index)
             entries.set(
                 source=each[name], heads=each[f"{name} heads"], rows=each[f"{name} rows"],
                 columns=each[f"{name} columns"], packed=packed, inner=inner,
-                bias_x=0 if self.backward else each["bias_ih"], bias_h=bias_h,
-                changed_only=changed_only,
+                bias_x=bias_x(), bias_h=bias_h, changed_only=changed_only,
             )  # fmt: skip
             if self.plan.types.quantized:
                 entries["scales"] = each[scales_of(name)]
@@ -637,7 +645,8 @@ class Door:
         if self.projecting is not None:
             inputs = shared["inputs"]
             packed = b.select(b.icmp("ne", inputs, 0), b.add(base, at), zero)
-            bias = each[self.projecting.linear.bias_name]
+            name = "bias_ih" if self.generator.apart else self.projecting.linear.bias_name
+            bias = each[name]
             packing(len(self.matmuls), "weight_ih", bias, packed, inputs)
             table["weights_x"] = packed
 

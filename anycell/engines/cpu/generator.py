@@ -92,6 +92,8 @@ class Generator:
         self.matmuls = matmuls(plan, backward, target)
         self.by_name = {m.linear.name: m for m in self.matmuls}
         self.projecting = projecting(self.matmuls, self.cell)
+        # Whether the input's part of a gate has a place of its own, beside the recurrent one.
+        self.apart = self.projecting is not None and self.cell.fused != set(self.cell.gates)
         self.result_sizes = {plan.sizes[symbol] for symbol in map(self._size, self._results())}
         self.row_wise = len(self.passes) > 1 or not self._simple()
         self._measure(target)
@@ -145,6 +147,9 @@ class Generator:
             stride = whole(max(m.units, last)) if self.row_wise else g.span * lanes
             self.acc_place[m.linear.name], self.acc_stride[m.linear.name] = self.acc_row, stride
             self.acc_row += g.outputs * stride
+            if m is self.projecting and self.apart:
+                self.input_place = self.acc_row
+                self.acc_row += g.outputs * stride
         reductions = [n for each in self.passes for n in each.reductions]
         grouped = [n for n in reductions if n.attrs != (1,)]
         stored = [n for each in self.passes for n in each.stores]
@@ -623,8 +628,11 @@ class Generator:
         block = g.inner_block(self.plan.types.operands.bytes)
         begins = constant(1, "i1")  # whether the sum begins here, with the biases
         if m is self.projecting:
-            projects = self._given("input")
-            begins = b.not_(projects)
+            projects, sums = self._given("input"), into
+            if self.apart:
+                sums = b.gep(into, self.input_place - self.acc_place[m.linear.name])
+            else:
+                begins = b.not_(projects)
             inputs = whole_chunks(b, arg["inputs"], g.chunk)
             with b.when(projects), b.loop(0, inputs, arg["input_block"]) as k0:
                 k1 = b.smin(b.add(k0, arg["input_block"]), inputs)
@@ -633,7 +641,7 @@ class Generator:
                 elements = b.mul(elements, g.columns * g.lanes)
                 weights = b.gep(arg["weights_x"], b.mul(number, elements))
                 fresh, shift = b.zext(b.icmp("eq", k0, 0), "i64"), constant(0, "i64")
-                blocks.call(b, weights, rows, into, count, k0, k1, fresh, shift)
+                blocks.call(b, weights, rows, sums, count, k0, k1, fresh, shift)
         rows = b.gep(self.rows[m.number], first, "i64")
         weights = b.gep(arg[f"weights{m.number}"], b.mul(number, g.tile_elements))
         for begin, end, operand, per_head in m.segments:
@@ -783,9 +791,13 @@ class Generator:
 
     def _acc(self, m: Matmul, output: int) -> Value:
         """The results of a matmul for the vector of units at hand."""
-        b, name = self.b, m.linear.name
+        name = m.linear.name
+        return self._sums(self.acc_place[name] + output * self.acc_stride[name])
+
+    def _sums(self, place: int) -> Value:
+        """The same of results that begin there in each row of them."""
+        b = self.b
         unit = b.mul(b.sub(self.vector, self._origin(self.span)), self.target.lanes(self.real))
-        place = self.acc_place[name] + output * self.acc_stride[name]
         return b.load(b.gep(self.acc_at, b.add(unit, place)))
 
     def _clear(self, m: Matmul) -> None:
@@ -1057,15 +1069,33 @@ class Generator:
         if node.op == "grad":
             return self._upstream(self.states[name])
         if node.op == "x":
-            place = self.gates[name] * h
-            return self._with_bias(self._stream("x", place), "bias_x", place)
+            return self._entering(name, biased=True)
         if node.op in MATMULS:
             m = self.by_name[name]
             result = self._acc(m, m.outputs.index("" if self.backward else node.attrs[1]))
             if node.op != "preact":
                 return result
-            return b.fadd(self._stream("x", self.gates[node.attrs[1]] * h), result)
+            return b.fadd(self._entering(node.attrs[1], biased=False), result)
         raise NotImplementedError(f"{node.op} has no place in the CPU kernel")
+
+    def _entering(self, gate: str, biased: bool) -> Value:
+        """What the input adds to a gate; ``biased`` where no other sum begins with its bias."""
+        b, n = self.b, self.gates[gate]
+        place = n * self.plan.hidden_size
+
+        def projected() -> Value:
+            value = self._stream("x", place)
+            return self._with_bias(value, "bias_x", place) if biased else value
+
+        if self.projecting is None or not self.apart:
+            return projected()
+        stride = self.acc_stride[self.projecting.linear.name]
+        slot = b.alloca(b.vec)
+        with b.when(self._given("input")) as otherwise:
+            b.store(self._sums(self.input_place + n * stride), slot)
+        with otherwise:
+            b.store(projected(), slot)
+        return b.load(slot)
 
     def _with_bias(self, value: Value, name: str, at: int) -> Value:
         b = self.b

@@ -240,11 +240,12 @@ def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
 
 
 def projecting(matmuls: tuple[Matmul, ...], cell: Cell) -> Matmul | None:
-    """The matmul to whose sums a forward kernel can add the input projection, if there is one:
-    every gate is the sum of both, and nothing else needs either.
+    """The matmul whose tiles a forward kernel can multiply the input by as well, if there is one:
+    it has all gates, and every gate is the sum of both, and nothing else needs either. With matrix
+    tiles both may also stay apart: there the projected gates of all steps cost more than the sums.
     """
     for m in matmuls:
         plain = m.state is not None and m.state != INPUT and m.linear.heads == 1
-        if plain and not m.backward and m.linear.name == RECURRENT:
-            return m if m.outputs == cell.gates and set(cell.gates) == cell.fused else None
+        if plain and not m.backward and m.linear.name == RECURRENT and m.outputs == cell.gates:
+            return m if set(cell.gates) == cell.fused or m.geometry.tiled else None
     return None
