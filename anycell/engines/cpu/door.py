@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from anycell.engines.cpu.arguments import number_of
 from anycell.engines.cpu.geometry import L1_WEIGHTS, Matmul
-from anycell.engines.cpu.ir import Builder, Module, Operand, Value, constant, integer_of, vector
+from anycell.engines.cpu.ir import Builder, Module, Value, constant, integer_of, vector
 from anycell.engines.cpu.matmul import packed_rows_of, whole_chunks
 from anycell.lang.cell import RECURRENT
 from anycell.plan import Plan, scales_of
@@ -616,7 +616,7 @@ class Door:
         index = {name: i for i, name in enumerate(PACKING)}
         changed_only = b.zext(b.icmp("eq", shared["pack"], 2), "i64")
 
-        def bias_x() -> Operand:
+        def bias_x() -> Value | int:
             if self.backward:
                 return 0
             bias = each["bias_ih"]
