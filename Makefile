@@ -52,7 +52,7 @@ test-all: $(VENV)/tf_keras.stamp ## every test but those for a GPU, under every 
 	for isa in $$narrower; do ANYCELL_ISA=$$isa $(PYTEST) $(NARROW); done
 	set -e; untiled=$$($(RUN) -c "$(UNTILED)"); \
 	for isa in $$untiled; do ANYCELL_ISA=$$isa $(PYTEST) $(NARROW) tests/test_quantize.py \
-		tests/test_cpu_matmul.py tests/test_memory.py tests/test_engines.py tests/test_packed_weights.py; \
+		tests/test_cpu_matmul.py tests/test_memory.py tests/test_engines.py tests/test_edited_weights.py; \
 	ANYCELL_ISA=$$isa $(PYTEST) tests/conformance -k "16_bits and (numpy or torch) and not keras"; done
 	KERAS_BACKEND=torch $(PYTEST) -k keras tests/conformance tests/test_keras.py tests/test_keras_accelerate.py tests/test_keras_feedback.py tests/test_keras_compress.py
 	KERAS_BACKEND=jax $(PYTEST) -k keras tests/conformance tests/test_keras.py tests/test_keras_jax.py tests/test_keras_accelerate.py tests/test_keras_feedback.py tests/test_keras_compress.py

@@ -41,6 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how many random cells the property test builds (default: %(default)s)",
     )
     group.addoption(
+        "--edits",
+        type=int,
+        default=60,
+        metavar="N",
+        help="how many edits of weights are tried per layer (default: %(default)s)",
+    )
+    group.addoption(
         "--days",
         type=int,
         default=1,

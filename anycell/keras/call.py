@@ -26,7 +26,6 @@ class Call:
         sequences: whether the outputs of all steps are wanted.
         training: random masks are drawn.
         unroll: a hint to the step-by-step engine.
-        keep_weights: packed weights are kept from call to call, see ``layer.Options``.
     """
 
     cell: Cell
@@ -37,7 +36,6 @@ class Call:
     sequences: bool = True
     training: bool = False
     unroll: bool = False
-    keep_weights: bool = True
 
     def size(self, symbol: str) -> int:
         """What a size symbol of the cell stands for."""

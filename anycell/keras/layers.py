@@ -77,7 +77,6 @@ class Fused:
     """What the layers share: one ``inner_loop``, on the engine that fits."""
 
     cell: Any
-    keep_weights = True  # packed, from call to call without gradients; no part of a config
     _drop_in = True
 
     # -- which engine ----------------------------------------------------------------------------
@@ -168,7 +167,6 @@ class Fused:
             sequences=self.return_sequences,  # type: ignore[attr-defined]
             training=training,
             unroll=self.unroll,  # type: ignore[attr-defined]
-            keep_weights=self.keep_weights,
         )
         arrays = self._arrays(sequences, states, mask, training)
         check(call, arrays)

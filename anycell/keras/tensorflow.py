@@ -573,7 +573,6 @@ class _Recurrence:
             training=call.training,
             seed=0 if seed is None else number(seed),
             threads=self.threads,
-            keep_weights=call.keep_weights,
         )
         return arrays, options
 

@@ -27,7 +27,6 @@ def run(call: Call, arrays: Arrays) -> Result:
         repeat=call.repeat,
         training=call.training,
         seed=0 if seed is None else number(seed),
-        keep_weights=call.keep_weights,
     )
     with torch.autocast(tensors["x"].device.type, enabled=False):
         inner = steps.Call(call.cell, call.hidden_size, options, call.sizes)

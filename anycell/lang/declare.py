@@ -25,7 +25,7 @@ RESERVED = frozenset(
     "kernel_regularizer recurrent_regularizer bias_regularizer param_regularizer "
     "kernel_constraint recurrent_constraint bias_constraint param_constraint "
     "activity_regularizer return_sequences return_state go_backwards stateful unroll "
-    "zero_output_for_mask keep_weights name trainable autocast self".split()
+    "zero_output_for_mask name trainable autocast self".split()
 )
 
 

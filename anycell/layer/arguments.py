@@ -111,8 +111,6 @@ class Options(NamedTuple):
         checkpoint: of what the backward pass needs keep the states of every so many steps, or with
             "sqrt" of about as many as there are between two of them, and compute the rest again;
             None keeps all of it.
-        keep_weights: a forward pass that keeps nothing for a backward pass leaves its packed
-            weights to the next call, where the engine packs any; see ``engines.cpu.PackedWeights``.
     """
 
     reverse: tuple[bool, ...] = (False,)
@@ -122,7 +120,6 @@ class Options(NamedTuple):
     stream: int = 0
     threads: int = 1
     checkpoint: str | int | None = None
-    keep_weights: bool = True
 
 
 # The arrays of one direction, by the names of ``signature`` without ``_reverse``; its states and

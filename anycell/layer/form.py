@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from array import array
 from collections.abc import Callable
 from typing import NamedTuple
@@ -44,7 +43,6 @@ class Form(NamedTuple):
         slots: bytes of two slots of each state but the first, see ``Run.place_slots``.
         entries: the table of a call, with all that does not change.
         firsts: where in it the entries of each direction begin.
-        weights: gives of its entries the addresses and strides of what is packed.
         hyper: what it points at.
     """
 
@@ -59,7 +57,6 @@ class Form(NamedTuple):
     slots: int
     entries: array[int]
     firsts: list[int]
-    weights: Callable[[array[int]], object]
     hyper: Array
 
 
@@ -119,15 +116,10 @@ def form_of(
     scratch, packed = entries[at["scratch_bytes"]], entries[at["packed_bytes"]]
     entries[at["packed"]] = 0
     firsts = [kernel.first(d) for d in range(directions)]
-    names = [*kernel.weights, *(["weight_ih"] if inputs else [])]
-    # An entry that never changes keeps the getter's result a tuple.
-    # Strides too: a square weight and its transpose lie at one address.
-    starts = [first + kernel.each[name] for first in firsts for name in names]
-    places = [at["directions"], *(start + i for start in starts for i in range(4))]
     return Form(
         kernel, steps, chunk, inputs, at_once, single, scratch, 0 if single else packed,
         directions * sum([slot_bytes(plan, batch, size) for _, size in states(plan)[1:]]),
-        entries, firsts, operator.itemgetter(*places), hyper,
+        entries, firsts, hyper,
     )  # fmt: skip
 
 

@@ -33,8 +33,7 @@ def forward(
         ValueError, TypeError: for an array that breaks the ``contract``.
     """
     given = contract.entering(host, plan, arrays, options)
-    keep_weights = options.keep_weights and not keep
-    run = Run(host, plan, given, options, backward=False, keep_weights=keep_weights)
+    run = Run(host, plan, given, options, backward=False)
     steps = segment = run.steps
     if keep and options.checkpoint is not None:
         segment = run.segment

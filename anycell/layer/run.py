@@ -24,7 +24,6 @@ class Run:
         given: Entering,
         options: Options,
         backward: bool,
-        keep_weights: bool = False,
     ) -> None:
         self.host, self.plan, self.options, self.given = host, plan, options, given
         self.x, self.directions, self.backward = given.x, given.directions, backward
@@ -55,12 +54,7 @@ class Run:
                 values = reset_values(host.empty, plan, arrays, host.wide.empty)
                 names = [f"reset_state {name}" for name in plan.cell.state_names]
                 self.place_of(d, dict(zip(names, values, strict=True)))
-        packed, self.weights = scratch + form.scratch, None
-        if keep_weights and form.packed:
-            self.key = form.kernel, form.inputs, form.weights(entries)
-            self.weights = cpu.packed_weights.take(self.key, form.packed)
-            if self.weights is not None:
-                packed, entries[at["pack"]] = self.weights.address, 2
+        packed = scratch + form.scratch
         if form.packed:
             entries[at["packed"]] = packed
         if cpu.check.ON:
@@ -164,8 +158,6 @@ class Run:
     def close(self) -> None:
         """Gives memory back, after the last call."""
         cpu.scratch.give_back(self.block)
-        if self.weights is not None:
-            cpu.packed_weights.give_back(self.key, self.weights)
 
 
 def switch(entries: array[int], at: Mapping[str, int], options: Options) -> None:

@@ -120,7 +120,6 @@ def like(layer: Any, cell: Cell, sizes: Mapping[str, int], learned: Mapping[str,
         initializer="zeros",
         recurrent_initializer="zeros",
         checkpoint=layer.checkpoint,
-        keep_weights=layer.keep_weights,
         **others,
     )
     new.set_parameters(learned)

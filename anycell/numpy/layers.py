@@ -54,9 +54,6 @@ class RNN(Layer):
             of every so many steps, or of about every sqrt(T) with "sqrt", and the backward pass
             computes the rest again, bit by bit the same. So many steps are rounded up to what
             8 MiB of projected input hold. The reference engine takes no notice of it.
-        keep_weights: without ``training``, packed weights are kept from call to call, 256 MiB in
-            all layers at most; each call notices what has changed. False packs them in every call,
-            and keeps no copy. An attribute too.
         sizes: the size of states that declare one, by its symbol: ``P=64`` for ``state="h:P c"``.
 
     Parameters, by name: ``weight_ih_l{k}`` ``[gates * H, in]``, ``weight_hh_l{k}``
@@ -94,7 +91,6 @@ class RNN(Layer):
         gate_bias: Mapping[str, float] | None = None,
         seed: int | None = None,
         checkpoint: str | int | None = None,
-        keep_weights: bool = True,
         **sizes: int,
     ) -> None:
         if not isinstance(cell, Cell):
@@ -111,7 +107,6 @@ class RNN(Layer):
         self.bidirectional = check.boolean("bidirectional", bidirectional)
         self.dtype = check.real_dtype("dtype", dtype)
         self.checkpoint = check_checkpoint(checkpoint)
-        self.keep_weights = check.boolean("keep_weights", keep_weights)
         self.sizes = {"H": self.hidden_size, **_sizes(cell, sizes)}
         self._generator = check.generator("seed", seed)
         self._saved: _Saved | None = None
@@ -123,7 +118,7 @@ class RNN(Layer):
         shown = [repr(self.cell), str(self.input_size), str(self.hidden_size)]
         shown += [f"{k}={v}" for k, v in self.sizes.items() if k != "H"]
         defaults = {"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0}
-        further = {"bidirectional": False, "checkpoint": None, "keep_weights": True}
+        further = {"bidirectional": False, "checkpoint": None}
         for name, default in {**defaults, **further}.items():
             if getattr(self, name) != default:
                 shown.append(f"{name}={getattr(self, name)}")
@@ -245,7 +240,6 @@ class RNN(Layer):
             seed=int(self._generator.integers(1 << 63)) if training and self.cell.keeps else 0,
             threads=pool.threads(),
             checkpoint=check_checkpoint(self.checkpoint),
-            keep_weights=self.keep_weights,
         )
         shared = {
             "mask": self._valid(mask, lengths, steps, rows),

@@ -43,7 +43,6 @@ def recurrence(
     reverse: bool = False,
     training: bool = False,
     seed: int | None = None,
-    keep_weights: bool = True,
     engine: str | None = None,
 ) -> tuple[Array, tuple[Array, ...]]:
     """Runs ``cell`` over a sequence whose input projection is done.
@@ -74,8 +73,6 @@ def recurrence(
         reverse: from the last step to the first; a row with a length starts at its own end.
         training: random masks (``keep``) are drawn from ``seed``, instead of their mean taken.
         seed: 0 to 2**64 - 1; the same numbers on every engine.
-        keep_weights: packed weights are kept for the next call with weights at the same place, see
-            ``anycell.numpy.RNN``.
         engine: "cpu" or "reference"; None takes what the plan says, see ``anycell.explain``.
 
     Returns:
@@ -146,13 +143,10 @@ def recurrence(
         training=_choice("training", training, False, True),
         seed=_seed(cell, training, seed),
     )
-    kept = _choice("keep_weights", keep_weights, False, True)
-    return _fused(chosen, call, kept) if chosen.engine == "cpu" else call.forward()
+    return _fused(chosen, call) if chosen.engine == "cpu" else call.forward()
 
 
-def _fused(
-    plan: Plan, call: reference.Recurrence, keep_weights: bool
-) -> tuple[Array, tuple[Array, ...]]:
+def _fused(plan: Plan, call: reference.Recurrence) -> tuple[Array, tuple[Array, ...]]:
     """The call on the CPU engine."""
     arrays = {
         "x": call.gates_x,
@@ -172,7 +166,6 @@ def _fused(
         training=call.training,
         seed=call.seed or 0,
         threads=cpu.pool.threads(),
-        keep_weights=keep_weights,
     )
     host = host_of(plan.dtype)
     outputs, finals, _ = layer.forward(host, plan, arrays, options, keep=False)

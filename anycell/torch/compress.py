@@ -171,7 +171,6 @@ def like(layer: Any, cell: Cell, sizes: Mapping[str, int], learned: Mapping[str,
         device="meta",  # draws no initial values
         dtype=first.dtype,
         checkpoint=layer.checkpoint,
-        keep_weights=layer.keep_weights,
         **others,
     ).to_empty(device=first.device)
     with torch.no_grad():

@@ -41,9 +41,9 @@ _FEW_ROWS = 32
 class DropIn(Recurrent):
     """What ``LSTM`` and ``GRU`` do instead of their parent's forward.
 
-    Whatever they do not take is the parent's, its errors included. They add no attribute to an
-    instance, but for ``checkpoint`` and ``keep_weights`` where they are given: a module turns from
-    one class into the other by ``__class__`` alone (``accelerate``).
+    Other calls go to the parent class, which raises its own errors. They add no attribute to an
+    instance, but for ``checkpoint`` where it is given: a module turns from one class into the other
+    by ``__class__`` alone (``accelerate``).
     """
 
     _parent: type[nn.RNNBase]
@@ -54,18 +54,10 @@ class DropIn(Recurrent):
     proj_size: int
     bidirectional: bool
 
-    def __init__(
-        self,
-        *args: Any,
-        checkpoint: str | int | None = None,
-        keep_weights: bool = True,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, checkpoint: str | int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if check_checkpoint(checkpoint) is not None:
             self.checkpoint = checkpoint
-        if not keep_weights:
-            self.keep_weights = False
 
     @property
     def engine(self) -> Engine:
@@ -206,11 +198,11 @@ class DropIn(Recurrent):
         return super().parameters(recurse)  # type: ignore[misc]
 
     def extra_repr(self) -> str:
-        """torch's, and ``checkpoint`` and ``keep_weights`` where they are given."""
+        """torch's, and ``checkpoint`` where it is given."""
         shown: str = super().extra_repr()  # type: ignore[misc]
         if self.checkpoint is not None:
             shown += f", checkpoint={self.checkpoint!r}"
-        return shown if self.keep_weights else f"{shown}, keep_weights=False"
+        return shown
 
     def __prepare_scriptable__(self) -> nn.Module:
         """TorchScript compiles the parent's forward, on the same parameters."""
@@ -260,8 +252,7 @@ class LSTM(DropIn, nn.LSTM):
             are in the input already.
 
     ``checkpoint="sqrt"``, or a number of steps, to the constructor or as an attribute: less memory
-    for more time in training, see ``RNN``; and so ``keep_weights=False``, to keep no packed weights
-    between calls.
+    for more time in training, see ``RNN``.
 
     Fused are all calls on the CPU, in float32, float64, bfloat16, float16 and under autocast; and
     on a GPU calls with one of these three arguments, or all with ``checkpoint``. Other devices,

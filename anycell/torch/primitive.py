@@ -56,7 +56,6 @@ def recurrence(
     training: bool = False,
     seed: int | None = None,
     checkpoint: str | int | None = None,
-    keep_weights: bool = True,
     return_states: bool | str | Sequence[str] | None = None,
     engine: str | None = None,
 ) -> tuple[Any, ...]:
@@ -95,7 +94,6 @@ def recurrence(
         training: random masks (``keep``) are drawn, instead of their mean taken.
         seed: of these, 0 to 2**64 - 1; None draws one from torch's default generator.
         checkpoint: less memory for more time, see ``RNN``.
-        keep_weights: as for ``RNN``; False where the weights are others in every call.
         return_states: the names of states whose values after every step are wanted, or True for
             all states.
         engine: "cpu", "gpu" or "reference" (step by step); None takes what fits.
@@ -142,8 +140,7 @@ def recurrence(
     if recurrent_mask is not None:
         check_recurrent_mask(cell, recurrent_mask, sizes, (rows,), like)
         arrays["recurrent_mask"] = recurrent_mask
-    switches = {"reverse": reverse, "training": training, "keep_weights": keep_weights}
-    for switch, value in switches.items():
+    for switch, value in (("reverse", reverse), ("training", training)):
         if not isinstance(value, bool):
             raise TypeError(f"{switch}: given {describe(value)}; expected True or False.")
     if engine not in _ENGINES:
@@ -154,7 +151,6 @@ def recurrence(
         training=training,
         seed=_seed(cell, training, seed),
         checkpoint=check_checkpoint(checkpoint),
-        keep_weights=keep_weights,
     )
     wanted = check_return_states(cell, return_states)
     others = tuple([(symbol, size) for symbol, size in sizes.items() if symbol != "H"])

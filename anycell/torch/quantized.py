@@ -50,7 +50,7 @@ class Quantized(RNN):
             )
         for name in (
             "cell", "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout",
-            "bidirectional", "keep_weights", "training",
+            "bidirectional", "training",
         ):  # fmt: skip
             setattr(self, name, getattr(layer, name))
         self.sizes = {"H": layer.hidden_size, **dict(layer._sizes)}

@@ -46,7 +46,6 @@ class Recurrent:
     training: bool
     weight_ih_l0: Tensor
     checkpoint: str | int | None = None  # see RNN
-    keep_weights: bool = True  # likewise
     _forward_pre_hooks: dict[int, Any]
     _forward_hooks: dict[int, Any]
     _sizes: Any = ()
@@ -145,8 +144,7 @@ class Recurrent:
         checkpoint, reverse = self.checkpoint, _DIRECTIONS[self.bidirectional]
         if checkpoint is not None:
             check_checkpoint(checkpoint)
-        keep = self.keep_weights
-        options = Options(reverse, repeat, training, seed, checkpoint=checkpoint, keep_weights=keep)
+        options = Options(reverse, repeat, training, seed, checkpoint=checkpoint)
         return Call(cell, self.hidden_size, options, self._sizes, sequences, plan=plan)
 
 

@@ -55,9 +55,6 @@ class RNN(Recurrent, nn.Module):
             of every so many steps, or of about every sqrt(T) with "sqrt", and the backward pass
             computes the rest again, bit by bit the same. So many steps are rounded up to what
             8 MiB of projected input hold, on a GPU 64. An attribute too. Fused layers heed it.
-        keep_weights: without gradients, packed weights are kept from call to call on the CPU, 256
-            MiB in all layers at most; each call notices what has changed. False packs them in every
-            call, and keeps no copy. An attribute too.
         sizes: of states that declare one, by its symbol: ``P=64`` for ``state="h:P c"``.
 
     ``forward`` takes (pass all but the first two by name), and gives (output, final state):
@@ -120,7 +117,6 @@ class RNN(Recurrent, nn.Module):
         device: Any = None,
         dtype: Any = None,
         checkpoint: str | int | None = None,
-        keep_weights: bool = True,
         **sizes: int,
     ) -> None:
         super().__init__()
@@ -136,7 +132,6 @@ class RNN(Recurrent, nn.Module):
         self.dropout = float(dropout)
         self.bidirectional = bidirectional
         self.checkpoint = check_checkpoint(checkpoint)
-        self.keep_weights = bool(keep_weights)
         self.sizes = {"H": hidden_size, **sizes}
         for k, suffixes in enumerate(self._suffixes()):
             width = input_size if k == 0 else len(suffixes) * self.sizes[cell.states[0].size]
@@ -172,7 +167,7 @@ class RNN(Recurrent, nn.Module):
         """The arguments that are not the default."""
         shown = [repr(self.cell), str(self.input_size), str(self.hidden_size)]
         defaults = {"num_layers": 1, "bias": self.cell.bias, "batch_first": False, "dropout": 0.0}
-        further = {"bidirectional": False, "checkpoint": None, "keep_weights": True}
+        further = {"bidirectional": False, "checkpoint": None}
         for name, default in {**defaults, **further}.items():
             if getattr(self, name) != default:
                 shown.append(f"{name}={getattr(self, name)}")

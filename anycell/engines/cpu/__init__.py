@@ -47,11 +47,10 @@ def _rounded(plan: Plan, precision: str) -> Plan:
 class Block:
     """Memory on a cache line, and where it lies: NumPy takes longer to say it than to allocate."""
 
-    __slots__ = ("address", "fresh", "memory", "size")
+    __slots__ = ("address", "memory", "size")
 
-    def __init__(self, size: int, zeros: bool = False) -> None:
-        self.memory = (np.zeros if zeros else np.empty)(size + LINE, np.uint8)
-        self.size, self.fresh = size, True
+    def __init__(self, size: int) -> None:
+        self.memory, self.size = np.empty(size + LINE, np.uint8), size
         address = self.memory.__array_interface__["data"][0]
         self.address = address + -address % LINE
 
@@ -82,51 +81,7 @@ class Scratch:
         self.idle.append(block)
 
 
-class PackedWeights:
-    """Weights as kernels read them, kept between the calls of inference.
-
-    The door compares a digest of each weight with that of what it has packed, and packs what has
-    changed, whoever wrote it and by whatever means. A block belongs to one call at a time. Weights
-    that lie elsewhere in every call are not worth a block: a key gets one when it comes again.
-
-    Attributes:
-        limit: bytes kept at most; beyond, blocks that were not used for long go.
-        blocks: by key, those that no call has at the moment.
-        keys: all that came lately, and whether they have a block.
-    """
-
-    KEYS = 1024  # remembered at most
-
-    def __init__(self, limit: int = 256 << 20) -> None:
-        self.limit = limit
-        self.blocks: dict[object, Block] = {}
-        self.keys: dict[object, bool] = {}
-
-    def take(self, key: object, size: int) -> Block | None:
-        """The block that a call gave back under this key, or one of zeros; None where the key is
-        new, or another call has its block.
-        """
-        block = self.blocks.pop(key, None)
-        if block is None:
-            if len(self.keys) > self.KEYS:
-                self.keys.clear()
-            has = self.keys.get(key)
-            self.keys[key] = has is not None
-            return Block(size, zeros=True) if has is False else None
-        return block
-
-    def give_back(self, key: object, block: Block) -> None:
-        """Keeps it for the next call."""
-        self.blocks[key] = block
-        if block.fresh:
-            block.fresh = False
-            while sum(kept.size for kept in list(self.blocks.values())) > self.limit:
-                oldest = next(iter(self.blocks))
-                self.blocks.pop(oldest, None)
-                self.keys.pop(oldest, None)
-
-
-scratch, packed_weights = Scratch(), PackedWeights()
+scratch = Scratch()
 
 
 def hyperparameters(plan: Plan) -> np.ndarray:
@@ -196,7 +151,6 @@ __all__ = [
     "isa",
     "memory",
     "multiply",
-    "packed_weights",
     "pool",
     "run",
     "scratch",

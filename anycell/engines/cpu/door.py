@@ -41,8 +41,8 @@ FEW_ROWS = 16
 FEW_TILED_ROWS = 64  # tiles are through with a weight sooner than it comes from afar
 HARDLY_ANY_ROWS = 4
 # What a packing function reads: the weight, its strides, two biases, where it packs to, the length
-# of the sum, whether it packs only what has changed, and the scales of integers.
-PACKING = "source heads rows columns bias_x bias_h packed inner changed_only scales".split()
+# of the sum, and the scales of integers.
+PACKING = "source heads rows columns bias_x bias_h packed inner scales".split()
 
 
 class Names(NamedTuple):
@@ -59,9 +59,7 @@ class Names(NamedTuple):
                                     states and saved values are; 0 and ``steps`` without checkpoints
             whole                   forward: a bit for each state whose array has all steps; the
                                     others have two slots, which take turns
-            pack                    1 to pack the weights, 0 where ``packed`` holds them, 2 to pack
-                                    what has another digest than when it was packed with 2 before;
-                                    ``packed`` is zeros at first, and no other call's at a time
+            pack                    1 to pack the weights, 0 where ``packed`` holds them
             threads, least_work     at most so many; multiply-adds of a call worth a second one
             sparse                  1 where a mask lets few steps pass
             row_group               rows that share sums of parameter gradients
@@ -318,7 +316,7 @@ class Door:
         assert self.projecting is not None
         g, inputs = self.projecting.geometry, shared["inputs"]
         each = g.tiles * g.columns * g.lanes * self.size
-        size = b.mul(b.add(packed_rows_of(b, inputs, g), g.lanes + g.header), each)
+        size = b.mul(b.add(packed_rows_of(b, inputs, g), g.lanes + g.header - 1), each)
         size = b.mul(b.sdiv(b.add(size, LINE - 1), LINE), LINE)
         return b.select(b.icmp("ne", inputs, 0), size, constant(0, "i64"))
 
@@ -614,7 +612,6 @@ class Door:
         base = b.add(base, b.mul(d, self._packed_bytes(b, shared)))
         there = b.icmp("ne", shared["packed"], 0)
         index = {name: i for i, name in enumerate(PACKING)}
-        changed_only = b.zext(b.icmp("eq", shared["pack"], 2), "i64")
 
         def bias_x() -> Value | int:
             if self.backward:
@@ -631,7 +628,7 @@ class Door:
             entries.set(
                 source=each[name], heads=each[f"{name} heads"], rows=each[f"{name} rows"],
                 columns=each[f"{name} columns"], packed=packed, inner=inner,
-                bias_x=bias_x(), bias_h=bias_h, changed_only=changed_only,
+                bias_x=bias_x(), bias_h=bias_h,
             )  # fmt: skip
             if self.plan.types.quantized:
                 entries["scales"] = each[scales_of(name)]

@@ -637,7 +637,7 @@ class Generator:
             with b.when(projects), b.loop(0, inputs, arg["input_block"]) as k0:
                 k1 = b.smin(b.add(k0, arg["input_block"]), inputs)
                 rows = b.gep(self.input_rows, first, "i64")
-                elements = b.add(packed_rows_of(b, arg["inputs"], g), g.lanes + g.header)
+                elements = b.add(packed_rows_of(b, arg["inputs"], g), g.lanes + g.header - 1)
                 elements = b.mul(elements, g.columns * g.lanes)
                 weights = b.gep(arg["weights_x"], b.mul(number, elements))
                 fresh, shift = b.zext(b.icmp("eq", k0, 0), "i64"), constant(0, "i64")

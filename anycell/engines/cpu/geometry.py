@@ -116,8 +116,8 @@ class Geometry:
 
     @property
     def tile_elements(self) -> int:
-        """Of the header, what is multiplied, and a digest of what was packed; as many lanes."""
-        return (self.header + self.inner_padded + 1) * self.columns * self.lanes
+        """Of the header and what is multiplied."""
+        return (self.header + self.inner_padded) * self.columns * self.lanes
 
     def inner_block(self, itemsize: int) -> int:
         """Numbers of a part of the sum, of so many bytes a weight. Those of integers have one."""

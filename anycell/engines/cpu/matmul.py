@@ -41,7 +41,6 @@ from anycell.engines.cpu.ir import (
     Value,
     constant,
     element_bits,
-    integer_of,
     vector,
 )
 
@@ -347,7 +346,6 @@ def print_packing(
     """
     if matmuls:
         print_packing_of(module, matmuls[0].geometry, number, operands)
-        _print_digest(module, number)
     for m in matmuls:
         _print_pack(module, m, m is projecting, biased, number, of_biases)
 
@@ -367,14 +365,14 @@ def _print_pack(
     params = [("ptr", "args"), ("i64", "part"), ("i64", "parts")]
     b = module.function(name, params, internal=True, inline=False)
     table, part, parts = b.args
-    types = ("ptr", "i64", "i64", "i64", "ptr", "ptr", "ptr", "i64", "i64", "ptr")
-    weight, heads, rows, columns, bias_x, bias_h, packed, inner, changed_only, scales = (
+    types = ("ptr", "i64", "i64", "i64", "ptr", "ptr", "ptr", "i64", "ptr")
+    weight, heads, rows, columns, bias_x, bias_h, packed, inner, scales = (
         b.load(b.gep(table, i, "i64"), t) for i, t in enumerate(types)
     )
     elements = constant(g.tile_elements, "i64")
     packed_rows = packed_rows_of(b, inner, g)
     if projecting:  # the weight of the input is packed the same way
-        elements = b.mul(b.add(packed_rows, g.lanes + g.header), g.columns * g.lanes)
+        elements = b.mul(b.add(packed_rows, g.lanes + g.header - 1), g.columns * g.lanes)
     width = constant(g.columns * g.lanes, "i64")
     # Of one head and output: rows of the weight, and numbers that a row has.
     each = m.numbers if m.backward else g.units
@@ -414,23 +412,14 @@ def _print_pack(
                 b.store(b.load(slot), column)
                 start = b.gep(source, b.mul(b.add(unit, row * each), rows), number)
                 at = b.gep(column, g.header * g.columns * g.lanes)
-                block = start, rows, columns, left, inner
-                # Behind the last row that packing writes.
-                behind = b.add(packed_rows, g.lanes + g.header - 1)
-                digest = b.gep(column, b.mul(behind, width))
                 if g.quantized:
                     at_scale = b.add(b.mul(head, len(l.declared) * each), b.add(unit, row * each))
                     scale = b.masked_load(b.gep(scales, at_scale), mask)
                     b.store(scale, b.gep(column, SCALES * g.columns * g.lanes))
-                wanted = b.alloca("i64")
-                b.store(constant(1, "i64"), wanted)
-                with b.when(b.icmp("ne", changed_only, 0)):
-                    b.store(b.call("changed", *block, digest), wanted)
-                with b.when(b.icmp("ne", b.load(wanted, "i64"), 0)):
-                    b.call("pack_block", *block, at, width)
-                    if g.quantized:
-                        offsets = negative_sums(b, at, packed_rows, width)
-                        b.store(offsets, b.gep(column, OFFSETS * g.columns * g.lanes))
+                b.call("pack_block", start, rows, columns, left, inner, at, width)
+                if g.quantized:
+                    offsets = negative_sums(b, at, packed_rows, width)
+                    b.store(offsets, b.gep(column, OFFSETS * g.columns * g.lanes))
 
 
 def negative_sums(b: Builder, packed: Value, rows: Value, width: Operand) -> Value:
@@ -460,56 +449,6 @@ def masked_numbers(b: Builder, address: Value, mask: Value, number: str) -> Valu
         return b.masked_load(address, mask)
     bits = b.masked_load(address, mask, 0, vector(b.lanes, "i16"))
     return b.widen(bits, number)
-
-
-CHAINS = 4  # of a digest: sums that do not wait for one another
-FACTOR = 0x9E3779B97F4A7C15  # odd, so that no change of one number is lost
-
-
-def _print_digest(module: Module, number: str) -> None:
-    """Whether the source of a column has another digest than the one stored, which it replaces.
-
-    The digest is a vector: of each lane, polynomials over all numbers that it would take, as
-    integers.
-    """
-    params = [
-        ("ptr", "source"),
-        ("i64", "lane_stride"),
-        ("i64", "inner_stride"),
-        ("i64", "units"),
-        ("i64", "count"),
-        ("ptr", "digest"),
-    ]
-    b = module.function("changed", params, "i64", internal=True, inline=False)
-    source, lane_stride, inner_stride, units, count, stored = b.args
-    factor = constant(FACTOR % (1 << element_bits(b.real)), b.ivec)
-    of_memory = vector(b.lanes, integer_of(number))
-    sums = [b.alloca(b.ivec) for _ in range(CHAINS)]
-    for slot in sums:
-        b.store(constant(0, b.ivec), slot)
-
-    def add(chain: int, address: Value, mask: Value) -> None:
-        numbers = b.zext(b.masked_load(address, mask, 0, of_memory), b.ivec)
-        b.store(b.add(b.mul(b.load(sums[chain], b.ivec), factor), numbers), sums[chain])
-
-    with b.when(b.icmp("eq", lane_stride, 1)) as otherwise, b.loop(0, count, CHAINS) as k:
-        mask = b.lane_mask(units)
-        for n in range(CHAINS):
-            place = b.add(k, n)
-            exists = b.splat(b.icmp("slt", place, count))
-            add(n, b.gep(source, b.mul(place, inner_stride), number), b.and_(mask, exists))
-    with otherwise, b.loop(0, count, b.lanes) as k:
-        inside = b.lane_mask(b.sub(count, k))
-        for lane in range(b.lanes):
-            exists = b.splat(b.icmp("slt", constant(lane, "i64"), units))
-            at = b.gep(source, b.add(b.mul(lane_stride, lane), k), number)
-            add(lane % CHAINS, at, b.and_(inside, exists))
-    total = b.load(sums[0], b.ivec)
-    for slot in sums[1:]:
-        total = b.add(b.mul(total, factor), b.load(slot, b.ivec))
-    differs = b.icmp("ne", total, b.load(stored, b.ivec))
-    b.store(total, stored)
-    b.ret(b.zext(b.icmp("ne", b.bitcast(differs, f"i{b.lanes}"), 0), "i64"))
 
 
 PACK_BLOCK = [
