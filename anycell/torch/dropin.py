@@ -156,10 +156,10 @@ class DropIn(Recurrent):
         """The plan of the fused kernel, or True for its operator; None if neither does."""
         data = x.data if isinstance(x, PackedSequence) else x
         size, sizes = self.hidden_size, self._sizes
-        if looked and compiled():
-            return None if autocast() else ops.known(cell, size, sizes, data) or None
         if autocast() and weight.is_cuda:
             return None
+        if looked and compiled():
+            return ops.known(cell, size, sizes, data) or None
         dtype = autocast_dtype(weight) if autocast() else weight.dtype
         plan = plan_on(weight.device.type, cell, size, dtype, sizes)
         return plan if isinstance(plan, Plan) and memory(data) else None
@@ -314,7 +314,7 @@ class LSTM(DropIn, nn.LSTM):
         # Few rows: the parent packs the weights. A trace must not take one step for all.
         batched = x.dim() == 3
         rows = x.shape[not self.batch_first] if batched else 1
-        if rows > _FEW_ROWS or traced() or autocast() or not self._fits(x, states, weight):
+        if rows > _FEW_ROWS or traced() or not self._fits(x, states, weight):
             return None
         # Other dtypes torch's cell rounds more often than its layer.
         if self._fused(x, self.cell, weight, observed()) is None:
@@ -386,7 +386,7 @@ class GRU(DropIn, nn.GRU):
         self, x: Any, states: tuple[Any, ...] | None, weight: Tensor
     ) -> tuple[Any, States] | None:
         # The parent's way to the same call takes half as long as a step on one row.
-        if x.dim() != 3 or x.is_cuda or compiled() or autocast():
+        if x.dim() != 3 or x.is_cuda or compiled():
             return None
         if not self._fits(x, states, weight):
             return None
