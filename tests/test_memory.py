@@ -81,9 +81,11 @@ class Entry(NamedTuple):
 
     def problem(self, case: Case) -> Problem:
         """A call with all that it may have, or with nothing but states."""
-        words = ("state", "mask", "lengths", "resets", "reset_state")
-        words = words if case.masked and not self.steps else ("state",)
-        words += ("recurrent_mask per gate",) * (not case.masked and not self.steps)
+        words: tuple[str, ...] = ("state",)
+        if case.masked:
+            words += ("resets", "reset_state", *(() if self.steps else ("mask", "lengths")))
+        elif not self.steps and self.frontend is not DROP_INS:  # which go another way without
+            words += ("recurrent_mask per gate",)
         words += ("bidirectional",) * (self.cell is cells.GRU and not self.steps)
         has = tuple(word for word in words if word.split()[0] not in self.frontend.lacks)
         size = 1 if self.steps else case.steps, *case[1:4]

@@ -330,9 +330,24 @@ def rarely(frontend: Frontend, cell: Cell, dtype: str) -> bool:
 @pytest.mark.sample(20)
 def test_steps_are_one_call(frontend: Frontend, cell: Cell, case: str) -> None:
     """On weights that were packed before, where a frontend has that."""
-    assert frontend.steps is not None
     has = tuple(word for word in ("state", "layers") if word not in frontend.lacks)
-    problem = draw(cell, STANDARD, has, case)
+    check_steps(frontend, draw(cell, STANDARD, has, case))
+
+
+def resettable(frontend: Frontend) -> tuple[Cell, ...]:
+    return () if "stepped resets" in frontend.lacks else stepped(frontend)
+
+
+@ask("float32", "float64", cells=resettable, has=lambda dtype: (dtype,), more=rarely)
+@pytest.mark.sample(20)
+def test_steps_with_resets_are_one_call(frontend: Frontend, cell: Cell, case: str) -> None:
+    words = ("state", "layers", "resets", "reset_state")
+    has = tuple(word for word in words if word not in frontend.lacks)
+    check_steps(frontend, draw(cell, STANDARD, has, case))
+
+
+def check_steps(frontend: Frontend, problem: Problem) -> None:
+    assert frontend.steps is not None
     before = [state.copy() for state in problem.group("state")]
     with mock.patch.object(Stream, "step", autospec=True, side_effect=Stream.step) as packed:
         assert_right(frontend.steps(problem), problem, gradients=False)
