@@ -186,7 +186,8 @@ def test_every_array_that_is_another_one(entry: Entry) -> None:
         if not torchs:
             others += [np.full(array.shape, "a"), np.full(array.shape, None)]
         state = word in ("state", "reset_state")
-        apart = state if frontend is PRIMITIVE else name == "x" and entry.steps  # the first axis
+        stepped = name in ("x", "resets") and entry.steps  # of which each step takes its own
+        apart = state if frontend is PRIMITIVE else stepped  # the first axis
         for axis in range(apart, array.ndim):
             others += [array.take(range(1, array.shape[axis]), axis), array.take(0, axis)]
             others += [np.concatenate([array, array], axis), array.take([], axis)]
