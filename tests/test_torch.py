@@ -799,7 +799,7 @@ def test_sizes_in_place_of_a_cell() -> None:
     for name in ("RNN", "RNNCell"):
         with pytest.raises(TypeError, match=rf"cell: given int 3; .*: {name}\(cells.RNN, 3, 4\)\."):
             getattr(at, name)(3, 4)
-        with pytest.raises(TypeError, match=r"hidden_size: given NoneType.*Pass hidden_size="):
+        with pytest.raises(TypeError, match=r"hidden_size: given NoneType.*Pass hidden_size\."):
             getattr(at, name)(cells.LSTM, 3)
 
 

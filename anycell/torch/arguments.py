@@ -74,7 +74,7 @@ def check_layer(
         )
     for name, value in {**counts, **sizes}.items():
         if isinstance(value, bool) or not isinstance(value, int):
-            hint = f"Pass {name}=..." if value is None else f"Pass int({name})"
+            hint = f"Pass {name}" if value is None else f"Pass int({name})"
             raise TypeError(f"{name}: given {describe(value)}; expected an int. {hint}.")
         if value <= 0:
             raise ValueError(f"{name}: given {value}; expected a positive int. Pass 1 or more.")
