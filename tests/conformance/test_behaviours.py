@@ -343,7 +343,8 @@ def resettable(frontend: Frontend) -> tuple[Cell, ...]:
 def test_steps_with_resets_are_one_call(frontend: Frontend, cell: Cell, case: str) -> None:
     words = ("state", "layers", "resets", "reset_state")
     has = tuple(word for word in words if word not in frontend.lacks)
-    check_steps(frontend, draw(cell, STANDARD, has, case))
+    # Norms of few units amplify what is rounded.
+    check_steps(frontend, draw(cell, (5, 4, 3, 22), has, case))
 
 
 def check_steps(frontend: Frontend, problem: Problem) -> None:
@@ -351,7 +352,7 @@ def check_steps(frontend: Frontend, problem: Problem) -> None:
     before = [state.copy() for state in problem.group("state")]
     with mock.patch.object(Stream, "step", autospec=True, side_effect=Stream.step) as packed:
         assert_right(frontend.steps(problem), problem, gradients=False)
-    assert packed.call_count == (0 if "prepare" in frontend.lacks else STANDARD[0])
+    assert packed.call_count == (0 if "prepare" in frontend.lacks else problem.shape[0])
     assert all(map(np.array_equal, before, problem.group("state")))
 
 
