@@ -15,6 +15,10 @@ PYTEST := $(RUN) -m pytest -n $(JOBS) --dist worksteal
 FAST   := -m "not slow and not more and not gpu"
 NARROW := -m "not slow and not fixed_isa and not gpu"
 
+# Where torch's own layers run beside ours: oneDNN has other ones for a machine without AVX-512.
+BESIDE := $(addprefix tests/test_,bench.py stream.py torch.py torch_accelerate.py torch_autocast.py \
+	torch_compile.py torch_functional.py torch_modules.py torch_sequences.py torch_step.py)
+
 # The Tritons that PyTorch brings, beside the environment's own.
 TRITONS := $(shell sed -n 's/^triton==//p' requirements/tritons.txt)
 
@@ -50,6 +54,8 @@ test-all: $(VENV)/tf_keras.stamp ## every test but those for a GPU, under every 
 	$(PYTEST) -m "not gpu" --random-cells $(CELLS) --days $(DAYS)
 	set -e; narrower=$$($(RUN) -c "$(NARROWER)"); \
 	for isa in $$narrower; do ANYCELL_ISA=$$isa $(PYTEST) $(NARROW); done
+	case " $$($(RUN) -c "$(NARROWER)") " in *" avx2 "*) \
+	ONEDNN_MAX_CPU_ISA=AVX2 ANYCELL_ISA=avx2 $(PYTEST) -m "not slow and not gpu" $(BESIDE);; esac
 	set -e; untiled=$$($(RUN) -c "$(UNTILED)"); \
 	for isa in $$untiled; do ANYCELL_ISA=$$isa $(PYTEST) $(NARROW) tests/test_quantize.py \
 		tests/test_cpu_matmul.py tests/test_memory.py tests/test_engines.py tests/test_edited_weights.py; \

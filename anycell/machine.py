@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-SIMD = ("neon", "asimd", "sve", "avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8")
+SIMD = (
+    *("neon", "asimd", "sve", "avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16"),
+    *("amx_bf16", "amx_int8"),
+)
 
 
 def usable_cores() -> int:

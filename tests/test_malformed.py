@@ -437,10 +437,13 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         lambda **given: layer().backward(**given),
         {"grad_output": np.ones((3, 2, 4)), "grad_state": S},
     ),
-    "step": (lambda **given: layer().step(**given), {"x": X[0], "state": S, "static": None}),
+    "step": (
+        lambda **given: layer().step(**given),
+        {"x": X[0], "state": S, "static": None, "resets": np.zeros(2)},
+    ),
     "prepared": (
         lambda **given: layer().prepare().step(**given),
-        {"x": X[0], "state": S, "static": None},
+        {"x": X[0], "state": S, "static": None, "resets": np.zeros(2)},
     ),
     "Dense.forward": (lambda **given: dense().forward(**given), {"x": X, "training": False}),
     "Dense.backward": (lambda **given: dense().backward(**given), {"grad_output": X[..., :2]}),

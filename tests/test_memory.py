@@ -81,9 +81,11 @@ class Entry(NamedTuple):
 
     def problem(self, case: Case) -> Problem:
         """A call with all that it may have, or with nothing but states."""
-        words = ("state", "mask", "lengths", "resets", "reset_state")
-        words = words if case.masked and not self.steps else ("state",)
-        words += ("recurrent_mask per gate",) * (not case.masked and not self.steps)
+        words: tuple[str, ...] = ("state",)
+        if case.masked:
+            words += ("resets", "reset_state", *(() if self.steps else ("mask", "lengths")))
+        elif not self.steps and self.frontend is not DROP_INS:  # which go another way without
+            words += ("recurrent_mask per gate",)
         words += ("bidirectional",) * (self.cell is cells.GRU and not self.steps)
         has = tuple(word for word in words if word.split()[0] not in self.frontend.lacks)
         size = 1 if self.steps else case.steps, *case[1:4]
@@ -184,7 +186,8 @@ def test_every_array_that_is_another_one(entry: Entry) -> None:
         if not torchs:
             others += [np.full(array.shape, "a"), np.full(array.shape, None)]
         state = word in ("state", "reset_state")
-        apart = state if frontend is PRIMITIVE else name == "x" and entry.steps  # the first axis
+        stepped = name in ("x", "resets") and entry.steps  # of which each step takes its own
+        apart = state if frontend is PRIMITIVE else stepped  # the first axis
         for axis in range(apart, array.ndim):
             others += [array.take(range(1, array.shape[axis]), axis), array.take(0, axis)]
             others += [np.concatenate([array, array], axis), array.take([], axis)]

@@ -124,6 +124,32 @@ def test_numpy_errors(rng: np.random.Generator) -> None:
             method()
 
 
+def test_numpy_resets(rng: np.random.Generator, taken: list[int]) -> None:
+    """Of any dtype, prepared or not; a step after one with resets has none."""
+    x, flags = rng.standard_normal((2, 3)), np.array([True, False])
+    for batch_first in (False, True):
+        layer = an.RNN(cells.LSTM, 3, 5, 2, dtype="float64", seed=1, batch_first=batch_first)
+        state = tuple(rng.standard_normal((2, 2, 5)) for _ in range(2))
+        once = x[:, None] if batch_first else x[None]
+        column = flags[:, None] if batch_first else flags[None]
+        wanted, final = layer.forward(once, state, resets=column)
+        without, _ = layer.forward(once, state)
+        for prepared in (False, True):
+            taken.clear()
+            for given in (flags, flags.astype(float), flags.astype(int), flags.tolist()):
+                output, new = layer.step(x, state, resets=given)
+                assert_close(output, wanted.reshape(2, 5), "float64", "forward")
+                for a, b in zip(new, final, strict=True):
+                    assert_close(a, b, "float64", "forward")
+                output, _ = layer.step(x, state)
+                assert_close(output, without.reshape(2, 5), "float64", "forward")
+            assert len(taken) == 8 * prepared
+            for bad, kind in (([0, 0.5], ValueError), ([[1, 0]], ValueError), ("ab", TypeError)):
+                with pytest.raises(kind, match="resets: given"):
+                    layer.step(x, state, resets=bad)
+            layer.prepare()
+
+
 # ---- PyTorch -------------------------------------------------------------------------------------
 
 
@@ -162,6 +188,118 @@ def test_drop_ins_step(kind: str, options: dict[str, int], taken: list[int]) -> 
     with torch.no_grad():
         layer.train().step(x[0], state)  # draws dropout
     assert not taken
+
+
+def resets_of(torch: Any) -> dict[str, Any]:
+    """The same flags, as they may come."""
+    flags = torch.tensor([True, False, True])
+    kinds = ("float32", "float64", "bfloat16", "float16", "uint8", "int64", "bool")
+    rows = torch.stack([flags, ~flags], 1)
+    return {kind: flags.to(getattr(torch, kind)) for kind in kinds} | {
+        "strided": rows[:, 0],
+        "strided floats": rows.float()[:, 0],
+    }
+
+
+@pytest.mark.parametrize("layout", ["", "batch_first", "unbatched"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN of PeepholeLSTM", "RNN of EALSTM"])
+def test_torch_resets(kind: str, layout: str, taken: list[int]) -> None:
+    """A step is a call of one step with the same resets, on every way that it may go."""
+    torch = pytest.importorskip("torch")
+    import anycell.torch as at
+
+    options = {"num_layers": 2, "batch_first": layout == "batch_first", "dtype": torch.float64}
+    cell = getattr(cells, kind.rpartition(" ")[2])
+    make = getattr(at, kind) if kind in ("LSTM", "GRU") else lambda *a, **o: at.RNN(cell, *a, **o)
+    layer, rows = make(3, 5, **options), () if layout == "unbatched" else (3,)
+    time = 1 if layout == "batch_first" else 0
+    x = torch.randn(*rows, 3, dtype=torch.float64)
+    state, restored = (
+        tuple(torch.randn(2, *rows, 5, dtype=torch.float64) for _ in cell.states) for _ in range(2)
+    )
+    state, restored = (s if len(s) > 1 else s[0] for s in (state, restored))
+    static = {"static": torch.randn(*rows, 5).double()} if cell.static else {}
+    for prepared, gradients in ((False, False), (True, False), (True, True)):
+        if prepared:
+            layer.prepare()
+        for resets in resets_of(torch).values():
+            resets = resets if rows else resets[0]
+            for given in ({}, {"reset_state": restored}):
+                taken.clear()
+                with torch.set_grad_enabled(gradients):
+                    output, new = layer.step(x, state, resets=resets, **given, **static)
+                assert len(taken) == (prepared and not gradients and bool(rows))
+                ref, final = layer(
+                    x.unsqueeze(time), state, resets=resets.unsqueeze(time), **given, **static
+                )
+                if gradients:
+                    for a, b in zip(
+                        *(
+                            torch.autograd.grad(
+                                o.sum(), list(layer.parameters()), allow_unused=True
+                            )
+                            for o in (output, ref)
+                        ),
+                        strict=True,
+                    ):
+                        assert a is b is None or torch.equal(a, b)
+                for a, b in zip(
+                    (output, *as_tuple(new)), (ref.squeeze(time), *as_tuple(final)), strict=True
+                ):
+                    assert_close(a.detach(), b.detach(), "float64", "forward")
+                with torch.no_grad():  # nothing is left of them
+                    a, b = layer.step(x, state, **static), layer(x.unsqueeze(time), state, **static)
+                assert_close(a[0], b[0].squeeze(time), "float64", "forward")
+                a, b = ref.squeeze(time).detach(), b[0].squeeze(time)
+                assert not close(a, b, "float64", "forward")
+
+
+def test_a_rollout_is_one_call(taken: list[int]) -> None:
+    """Also where what resets restore is declared, is given, or lies where no kernel may read."""
+    torch = pytest.importorskip("torch")
+    import anycell.torch as at
+
+    layer = at.RNN(cells.LSTM, 3, 5, dtype=torch.float64).prepare()
+    x, dones = torch.randn(6, 4, 3).double(), torch.rand(6, 4) < 0.4
+    restored = tuple(torch.randn(1, 4, 5).double() for _ in range(2))
+    packed = np.zeros(321, np.uint8)
+    odd = torch.from_numpy(packed[1:161].view(np.float64).reshape(1, 4, 5)).copy_(restored[0])
+    for value, packed_ones in ((None, 6), (restored, 6), ((odd, restored[1]), 0), (restored, 6)):
+        given = {} if value is None else {"reset_state": value}
+        wanted, final = layer(x, resets=dones, **given)
+        state, taken[:] = None, []
+        with torch.no_grad():
+            for t in range(6):
+                output, state = layer.step(x[t], state, resets=dones[t].float(), **given)
+                assert_close(output, wanted[t].detach(), "float64", "forward")
+        assert len(taken) == packed_ones
+        for a, b in zip(state, final, strict=True):
+            assert_close(a, b.detach(), "float64", "forward")
+
+
+def test_threads_step_with_resets() -> None:
+    torch = pytest.importorskip("torch")
+    import anycell.torch as at
+
+    layer, x = at.LSTM(16, 64, 2).prepare(), torch.randn(40, 4, 3, 16)
+    resets = torch.rand(40, 4, 3) < 0.3
+    resets[:, ::2] = False  # two of the threads have none
+
+    def steps(n: int) -> Any:
+        state = None
+        with torch.no_grad():
+            for step, flags in zip(x[:, n], resets[:, n], strict=True):
+                given = {"resets": flags} if n % 2 else {}
+                output, state = layer.step(step, state, **given)
+        return output
+
+    right, found = [steps(n) for n in range(4)], {}
+    workers = [threading.Thread(target=lambda n=n: found.update({n: steps(n)})) for n in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert all(torch.equal(found[n], right[n]) for n in range(4))
 
 
 def test_torch_weights_that_change(taken: list[int]) -> None:
@@ -299,6 +437,25 @@ def test_torch_errors() -> None:
                     layer.step(given)
             with pytest.raises((RuntimeError, ValueError)):
                 layer.step(x, (torch.zeros(1, 3, 5),) * 2)
+            state = tuple(torch.zeros(1, 2, 5) for _ in range(2))
+            for resets, kind, message in (
+                (torch.tensor([0.0, 0.5]), ValueError, "with a value of 0.5"),
+                (torch.tensor([0.0, torch.inf]), ValueError, "with a value of inf"),
+                (torch.tensor([1.0, torch.nan]), ValueError, "with a value of nan"),
+                (torch.ones(2) + 0j, TypeError, "complex64"),
+                (
+                    torch.ones(3),
+                    ValueError,
+                    r"float32 \[3\]; expected torch.bool \[2\], one per row",
+                ),
+                ([True, False], TypeError, "Pass torch.as_tensor"),
+            ):
+                with pytest.raises(kind, match=f"resets: given .*{message}"):
+                    layer.step(x, state, resets=resets)
+            with pytest.raises(ValueError, match=r"reset_state: given .*\[1, 3, 5\]"):
+                layer.step(x, state, reset_state=(torch.zeros(1, 3, 5),) * 2)
+            with pytest.raises(TypeError, match=r"reset_state: given .*tuple \(h, c\)"):
+                layer.step(x, state, resets=torch.ones(2), reset_state=state[0])
     with torch.no_grad(), pytest.raises(TypeError, match="static: given"):
         at.RNN(cells.LSTM, 3, 5).prepare().step(x, static=torch.zeros(2, 5))
     both = at.GRU(3, 5, bidirectional=True)

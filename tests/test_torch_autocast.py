@@ -4,6 +4,8 @@ another dtype than kernels read, and nothing but the numbers would tell.
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from tolerances import assert_close  # noqa: E402
 from torch_layers import CELLS, Gated, by_name  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
@@ -59,6 +62,70 @@ def test_a_step(kind: Any, dtype: Any) -> None:
         results.append([*tensors(new), *tensors(again), *torch.autograd.grad(total(again), leaves)])
     assert {t.dtype for t in results[1]} == {torch.float32}
     assert_same(*results)
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "LSTM": at.LSTM,
+    "GRU": at.GRU,
+    "RNN of LSTM": lambda *sizes, **options: at.RNN(cells.LSTM, *sizes, **options),
+    "RNN of GRU": lambda *sizes, **options: at.RNN(cells.GRU, *sizes, **options),
+    "RNN of PeepholeLSTM": lambda *sizes, **options: at.RNN(cells.PeepholeLSTM, *sizes, **options),
+}
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_number_of_steps(kind: str, dtype: Any, bias: bool, gradients: bool) -> None:
+    """It runs, in one dtype, also where torch's own layer does not, as without AVX-512."""
+    layer, number = KINDS[kind](3, 5, bias=bias), str(dtype).removeprefix("torch.")
+    right = copy.deepcopy(layer).double()
+    for steps, rows in itertools.product((1, 2, 20), (2, 40)):
+        x = torch.randn(steps, rows, 3).to(dtype).float()
+        with torch.set_grad_enabled(gradients), torch.autocast("cpu", dtype):
+            assert layer.engine.name == "cpu" and "torch" not in layer.engine.reason
+            found = tensors(layer(x))
+        assert {t.dtype for t in found} == {dtype}
+        wanted = tensors(right(x.double()))
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert_close(ours.detach().float(), theirs.detach(), number, "forward")
+        if gradients:
+            d = torch.autograd.grad(total(found), list(layer.parameters()))
+            ref = torch.autograd.grad(total(wanted), list(right.parameters()))
+            for ours, theirs in zip(d, ref, strict=True):
+                assert ours.dtype == torch.float32
+                assert_close(ours, theirs, number, "gradient")
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell"])
+def test_torchs_cells(kind: str, dtype: Any, bias: bool, gradients: bool) -> None:
+    """Ours are torch's under autocast too."""
+    made = []
+    for module in (at, torch.nn):
+        torch.manual_seed(7)
+        made.append(getattr(module, kind)(3, 5, bias=bias))
+    x = torch.randn(4, 3)
+    with torch.set_grad_enabled(gradients), torch.autocast("cpu", dtype):
+        ours, theirs = (tensors(cell(x)) for cell in made)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_a_step_of_a_layer(kind: str, dtype: Any) -> None:
+    """``step`` is a call of one step, prepared or not."""
+    layer, x = KINDS[kind](3, 5), torch.randn(2, 3)
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        state, ref = layer(torch.randn(4, 2, 3))[1], layer(x[None])[0][0]
+        for ready in (layer, layer.prepare()):
+            output, _ = ready.step(x)
+            assert torch.equal(output, ref) and output.dtype == dtype
+            for after, before in zip(tensors(ready.step(x, state)[1]), tensors(state), strict=True):
+                assert after.dtype == before.dtype == dtype
 
 
 def layers() -> dict[str, Callable[[], Any]]:

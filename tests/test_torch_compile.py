@@ -161,9 +161,26 @@ def test_hyperparameters_may_change() -> None:
     assert not torch.equal(seen[0], seen[1])
 
 
-@pytest.mark.skipif(
+allow_rnn = pytest.mark.skipif(
     not hasattr(torch._dynamo.config, "allow_rnn"), reason="Dynamo has no such setting as yet"
 )
+
+
+@allow_rnn
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_drop_ins_under_autocast(kind: str, dtype: Any) -> None:
+    layer = getattr(at, kind)(3, 5)
+    for x in (torch.randn(4, 2, 3), torch.randn(1, 2, 3)):
+        with torch._dynamo.config.patch(allow_rnn=True), torch.autocast("cpu", dtype):
+            output, ref = compiled(layer)(x)[0], layer(x)[0]
+        assert output.dtype == dtype and torch.equal(output, ref)
+        wanted = torch.autograd.grad(ref.float().sum(), layer.weight_hh_l0)
+        found = torch.autograd.grad(output.float().sum(), layer.weight_hh_l0)
+        assert torch.equal(*wanted, *found)
+
+
+@allow_rnn
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_drop_ins(kind: str) -> None:
     """Dynamo breaks its graph at any nn.LSTM, unless told otherwise; ours runs fused then too."""

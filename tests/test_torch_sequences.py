@@ -207,3 +207,83 @@ def test_projection_with_lengths_and_resets() -> None:
             assert_close(a.detach(), b.detach(), "float64", "forward")
     output, (h, c) = ours(x[:, 0], lengths=3)
     assert (output.shape, h.shape, c.shape) == ((5, 8), (4, 4), (4, 6))
+
+
+# -- what torch's layers do not take ---------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
+@pytest.mark.parametrize("layout", ["", "batch_first", "unbatched", "packed"])
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("kind", ["LSTM", "LSTMP", "GRU"])
+def test_drop_ins_take_what_rnn_takes(kind: str, gradients: bool, layout: str) -> None:
+    """Each argument alone, and all together: the bits of ``RNN``, by fused kernels."""
+    options = {"num_layers": 2, "bidirectional": True, "batch_first": layout == "batch_first"}
+    sizes = {"P": 4} if kind == "LSTMP" else {}
+    projected = {"proj_size": 4} if sizes else {}
+    ours = LAYERS[kind.removesuffix("P")][0](3, 5, **options, **projected)
+    theirs = at.RNN(ours.cell, 3, 5, **options, **sizes)
+    theirs.load_state_dict(ours.state_dict())
+
+    def per_state(*shape: int) -> Any:
+        widths = [theirs.sizes[state.size] for state in ours.cell.states]
+        drawn = tuple(torch.randn(*shape, width) for width in widths)
+        return drawn if len(drawn) > 1 else drawn[0]
+
+    rows = () if layout == "unbatched" else (2,)
+    steps = (2, 6) if layout == "batch_first" else (6, *rows)
+    x, state = torch.randn(*steps, 3), per_state(4, *rows)
+    given: dict[str, Any] = {
+        "mask": torch.rand(steps) < 0.7,
+        "masked_output": "repeat",
+        "resets": (torch.rand(steps) < 0.3).float(),
+        "reset_state": per_state(4, *rows),
+        "recurrent_mask": 2 * torch.rand(*rows, 4 if sizes else 5).round(),
+        "return_states": True,
+    }
+    if layout == "packed":
+        x, given["resets"] = pack(x, [6, 4]), pack(given["resets"], [6, 4])
+        del given["mask"]
+    some = {name: given[name] for name in ("resets", "reset_state")}
+    for arguments in (*({name: value} for name, value in given.items()), some, given):
+        found = []
+        for layer in (ours, theirs):
+            with torch.set_grad_enabled(gradients):
+                results = leaves(layer(x, state, **arguments))
+            if gradients:
+                total = torch.stack([k * r.square().sum() for k, r in enumerate(results, 1)]).sum()
+                assert fused(total)
+                results += torch.autograd.grad(total, list(layer.parameters()))
+            found.append(results)
+        for mine, other in zip(*found, strict=True):
+            assert torch.equal(mine, other), list(arguments)
+    assert len(ours(x, state, **given)) == 3
+
+
+def leaves(results: Any) -> list[Tensor]:
+    """The tensors of a call's results, of packed ones their data."""
+    if isinstance(results, Tensor):
+        return [results]
+    if isinstance(results, rnn.PackedSequence):
+        return [results.data]
+    parts = results.values() if isinstance(results, dict) else results
+    return [tensor for part in parts for tensor in leaves(part)]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_arguments_of_a_swapped_layer(kind: str) -> None:
+    """And by position, as the older exporter of ONNX passes them."""
+
+    class Mine(LAYERS[kind][1]):  # type: ignore[misc]
+        pass
+
+    layer, x = at.accelerate(Mine(3, 5)), torch.randn(6, 2, 3)
+    resets, state = torch.rand(6, 2) < 0.3, torch.randn(1, 2, 5)
+    restored = (state, state) if kind == "LSTM" else state
+    by_name = layer(x, resets=resets, reset_state=restored, return_states="h")
+    by_place = layer(x, None, None, None, resets, restored, "zero", None, "h")
+    for one, other in zip(leaves(by_name), leaves(by_place), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(by_name[2]["h"], by_name[0])
+    with pytest.raises(RuntimeError, match=r"input\.size"):  # torch's own, whatever else is given
+        layer(torch.randn(6, 2, 4), resets=resets, return_states=True)

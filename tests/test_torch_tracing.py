@@ -185,8 +185,8 @@ class Everything(nn.Module):
         self.rnn, self.step = at.RNN(Gated, 5, 5), at.RNNCell(cells.LSTM, 5, 5)
 
     def forward(self, x: Tensor, h: Tensor, lengths: Tensor) -> Any:
-        output, (final, _) = self.lstm(x, (h, h), lengths=lengths)
-        output, last = self.gru(output, final)
+        output, (final, _), states = self.lstm(x, (h, h), lengths=lengths, return_states="c")
+        output, last = self.gru(output + states["c"], final, masked_output="repeat")
         output, _ = self.rnn(output, static=last[0])
         return self.step(output[-1])
 

@@ -29,6 +29,20 @@ def twins(kind: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     return made[0], made[1]
 
 
+def lacks(layer: Any, dtype: torch.dtype) -> str | None:
+    """Why a layer of torch's own does not run under autocast on this machine: without AVX-512
+    oneDNN has no LSTM of 16 bits. None if it does.
+    """
+    try:
+        with torch.autocast("cpu", dtype):
+            layer(torch.zeros(1, 1, layer.input_size))
+    except RuntimeError as error:
+        if "could not create a primitive" not in str(error):
+            raise
+        return str(error).partition("\n")[0]
+    return None
+
+
 def run(layer: Any, x: Tensor, state: Any = None, **arguments: Any) -> dict[str, Tensor]:
     """Output, final state, and the gradients of a random sum of them."""
     x = x.detach().clone().requires_grad_()

@@ -224,6 +224,11 @@ def notes(report: Report) -> list[str]:
         entries = [row.entries[name] for row in report.rows]
         if entries and all(entry.status == "unsupported" for entry in entries):
             remarks.append(f"{name} is left out: {entries[0].reason}")
+            continue
+        for cell, mode, rows in report.tables():
+            lacking = [e for row in rows if (e := row.entries[name]).status == "unsupported"]
+            for reason in dict.fromkeys(entry.reason for entry in lacking):
+                remarks.append(f"{name} is left out of {cell} {mode}: {reason}")
     for row in report.rows:
         where = f"{row.cell} {row.mode}, {row.shape.name}"
         for name, entry in row.entries.items():

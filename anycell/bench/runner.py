@@ -313,6 +313,8 @@ def _check(
 ) -> tuple[Entry, Task | None]:
     """The first call, timed, and the correctness gate on its results."""
     entry = Entry(engine=contender.engine)
+    if contender.remark is not None:
+        entry.remarks.append(f"{name}: {contender.remark}")
     limit = settings.compile_limit if name == "torch-compile" else None
     slack = 1.0 if name.startswith("anycell") else gate.PEERS
     try:

@@ -33,11 +33,13 @@ class Contender:
         tasks: what it can do.
         around: holds the settings that its calls need, such as threads.
         engine: what runs it, where that is a choice, and why.
+        remark: what must be known of its results on this machine.
     """
 
     tasks: dict[Mode, Task]
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     engine: tuple[str, str] | None = None
+    remark: str | None = None
 
     def task(self, mode: Mode) -> Task:
         if mode not in self.tasks:

@@ -76,7 +76,7 @@ class _Form:
 
     Attributes:
         output, states: arrays of the shapes of the results.
-        start: the states that the cell declares.
+        start: the states that the cell declares, which resets restore unless others are given.
         slots: per state an array of its shape, its entries in the tables, before and after the
             step, and the bytes of a layer.
         free: sets of tables that are not in use.
@@ -98,9 +98,9 @@ class _Form:
 
     def calls(self) -> list[_Call]:
         """Tables for a step; they go to ``free`` after it."""
-        return [self._call(layer) for layer in self.stream.layers]
+        return [self._call(layer, k) for k, layer in enumerate(self.stream.layers)]
 
-    def _call(self, layer: _Layer) -> _Call:
+    def _call(self, layer: _Layer, k: int) -> _Call:
         entries, kernel, host = layer.entries[:], layer.kernel, self.stream.host
         threads = min(self.threads, cpu.pool.MOST)
         layer.set(entries, batch=self.rows, threads=threads, row_group=row_group(self.rows))
@@ -114,13 +114,13 @@ class _Form:
         )
         entries[kernel.first(0) + kernel.each["gates rows"]] = layer.inputs
         bounds = {"scratch": (block.address, block.address + block.size)}
-        for name, slot in zip(self.stream.names, slots, strict=True):
+        for name, slot, start in zip(self.stream.names, slots, self.start, strict=True):
             # Addresses of states come with each step, strides stay.
             arrays = {f"{what} {name}": slot[0] for what in ("state", "final")}
-            arrays[f"sequence {name}"] = slot
-            place(host, kernel, entries, kernel.first(0), arrays)
+            lasting = {f"sequence {name}": slot, f"reset_state {name}": start[k]}
+            place(host, kernel, entries, kernel.first(0), {**arrays, **lasting})
             if cpu.check.ON:
-                bounds[f"sequence {name}"] = extent(host, slot)
+                bounds.update({what: extent(host, array_) for what, array_ in lasting.items()})
         if cpu.check.ON:
             bounds["hidden"] = extent(host, slots[0])
         return _Call(entries, entries.buffer_info()[0], threads, (block, slots), bounds)
@@ -166,6 +166,8 @@ class Stream:
         self._out, self._gang = kernel.shared["out"], kernel.shared["gang"]
         self.before = [first + each[f"state {name}"] for name in self.names]
         self.after = [first + each[f"final {name}"] for name in self.names]
+        self._restored = [first + each[f"reset_state {name}"] for name in self.names]
+        self._resets = kernel.shared["resets"]
         self._forms: dict[tuple[int, int], _Form] = {}
 
     def step(
@@ -175,6 +177,8 @@ class Stream:
         states: Sequence[Array] | None,
         static: Array | None,
         threads: int,
+        resets: Array | None = None,
+        reset_state: Sequence[Array] | None = None,
     ) -> tuple[Array, list[Array]]:
         """One step.
 
@@ -183,6 +187,10 @@ class Stream:
             states: ``[layers, rows, size]`` each; None for what the cell declares.
             static: ``[rows, H]``, for a cell that declares it.
             threads: at most so many.
+            resets: ``[rows]``, of bytes, not zero where a row's states are restored before the
+                step.
+            reset_state: what they restore, as ``states``, but aligned; None, or empty, for what the
+                cell declares.
 
         Returns:
             the output ``[rows, size]`` and the new states.
@@ -220,17 +228,38 @@ class Stream:
             static = self._fit(static, DENSE)
             for call in calls:
                 call[0][self._static] = pointer(static)
+        if resets is not None:
+            flags = pointer(resets)
+            for call in calls:
+                call[0][self._resets] = flags
+            if reset_state:
+                self._restore(form, calls, reset_state)
         calls[-1][0][self._out] = pointer(output)
         for layer, (entries, address, parts, _, _) in zip(self.layers, calls):  # noqa: B905
             entries[self._x] = at
             if parts > 1:
                 entries[self._gang] = cpu.pool.gang(parts)
             if cpu.check.ON:
-                self._check(layer, calls, entries, x, alive, static, [*new, output])
+                self._check(
+                    layer, calls, entries, x, alive, static, resets, reset_state, [*new, output]
+                )
             layer.kernel.door(address)
             at, below = below, below + form.bytes[0]
+        if resets is not None:
+            for call in calls:
+                call[0][self._resets] = 0
+            if reset_state:
+                self._restore(form, calls, form.start)
         form.free.append(calls)
         return output, new
+
+    def _restore(self, form: _Form, calls: Sequence[_Call], values: Sequence[Array]) -> None:
+        """Says in the tables of a step what resets restore."""
+        for value, entry, size in zip(values, self._restored, form.bytes):  # noqa: B905
+            at = self._pointer(value)
+            for call in calls:
+                call[0][entry] = at
+                at += size
 
     def _check(
         self,
@@ -240,6 +269,8 @@ class Stream:
         x: Array,
         states: Sequence[Array],
         static: Array | None,
+        resets: Array | None,
+        reset_state: Sequence[Array] | None,
         results: Sequence[Array],
     ) -> None:
         """That kernels find as many numbers as they touch."""
@@ -250,6 +281,10 @@ class Stream:
         each["gates"] = extent(self.host, x if number == 0 else new[0])
         if static is not None:
             each["static"] = extent(self.host, static)
+        if resets is not None:
+            shared["resets"] = extent(self.host, resets)
+            for name, value in zip(self.names, reset_state or ()):  # noqa: B905
+                each[f"reset_state {name}"] = extent(self.host, value)
         for name, before, after in zip(self.names, states, new, strict=True):
             each[f"state {name}"] = extent(self.host, before)
             each[f"final {name}"] = extent(self.host, after)

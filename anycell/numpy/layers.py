@@ -330,7 +330,12 @@ class RNN(Layer):
         return self
 
     def step(
-        self, x: npt.ArrayLike, state: State | None = None, *, static: npt.ArrayLike | None = None
+        self,
+        x: npt.ArrayLike,
+        state: State | None = None,
+        *,
+        static: npt.ArrayLike | None = None,
+        resets: npt.ArrayLike | None = None,
     ) -> tuple[Array, State]:
         """One step, as they arrive: ``forward`` of a sequence of length 1, in evaluation.
 
@@ -339,6 +344,8 @@ class RNN(Layer):
         Args:
             x: ``[B, input_size]``.
             state, static: as in ``forward``; pass the state that the step before returned.
+            resets: bool ``[B]``, or 0 and 1: True where the declared initial values replace the
+                state before the step, as where an episode starts.
 
         Returns:
             output ``[B, H]`` and the state after it.
@@ -349,6 +356,8 @@ class RNN(Layer):
         """
         self._one_direction("step")
         x = check.array("x", x, ("B", self.input_size), self.dtype)
+        if resets is not None:
+            resets = check.flags("resets", resets, (len(x),)).view(np.uint8)
         if self._prepared is not None:
             writes, cell, _ = self._prepared
             if writes != self._writes or cell is not self.cell:
@@ -357,10 +366,11 @@ class RNN(Layer):
             if stream is not None:
                 states = None if state is None else self._states("state", state, len(x))
                 static = self._static(static, len(x))
-                output, new = stream.step(len(x), x, states, static, pool.threads())
+                output, new = stream.step(len(x), x, states, static, pool.threads(), resets)
                 return output, tuple(new) if len(new) > 1 else new[0]
         pending, axis = self._saved, 1 if self.batch_first else 0
-        output, state = self.forward(np.expand_dims(x, axis), state, static=static)
+        resets = None if resets is None else np.expand_dims(resets, axis)
+        output, state = self.forward(np.expand_dims(x, axis), state, static=static, resets=resets)
         self._saved = pending
         return output.squeeze(axis), state
 

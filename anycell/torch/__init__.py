@@ -1,8 +1,8 @@
 """anycell for PyTorch: recurrent layers of any cell, at fused-kernel speed.
 
 - ``LSTM``, ``GRU``, ``LSTMCell``, ``GRUCell`` replace those of ``torch.nn`` (they are subclasses):
-  same constructors, ``state_dict``, shapes, initial weights and errors, and besides ``mask``,
-  ``lengths`` and ``resets``.
+  same constructors, ``state_dict``, shapes, initial weights and errors; the layers take masks,
+  lengths and resets besides.
 - ``RNN(cell, ...)`` and ``RNNCell(cell, ...)`` run any cell, yours included.
 - ``Feedback(layer, readout)`` feeds a readout back to its layer: scheduled sampling, forecasts.
 - ``recurrence(cell, x, weights, ...)`` is the function behind them, on tensors of your own.

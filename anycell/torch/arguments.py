@@ -25,8 +25,15 @@ def describe(value: Any) -> str:
         return f"{value.dtype} {list(value.shape)}{where}"
     if isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in value):
         return f"{type(value).__name__} ({', '.join(map(describe, value))})"
+    if is_array(value):
+        return f"{type(value).__name__} {value.dtype} {list(value.shape)}"
     shown = repr(value)
     return f"{type(value).__name__} {shown if len(shown) < 60 else shown[:56] + ' ...'}"
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is an array of NumPy's."""
+    return type(value).__module__ == "numpy" and hasattr(value, "__array__")
 
 
 # -- of constructors -------------------------------------------------------------------------------
@@ -45,6 +52,12 @@ def check_layer(
     cell: Any, counts: Mapping[str, Any], sizes: Mapping[str, Any], dropout: Any = 0.0
 ) -> None:
     """The arguments of ``RNN`` and ``RNNCell``; ``counts`` are those that count something."""
+    if isinstance(cell, int):  # a call of torch.nn's module of that name
+        module, size = "RNN" if "num_layers" in counts else "RNNCell", counts["input_size"]
+        raise TypeError(
+            f"cell: given {describe(cell)}; expected a cell, which anycell.torch.{module} takes "
+            f"first. Pass one of anycell.cells: {module}(cells.RNN, {cell}, {size})."
+        )
     check_cell(cell)
     declared = {size for l in cell.linears for size in (l.in_size, l.out_size)}
     declared = (declared | {s.size for s in cell.states}) - {"H"}
@@ -61,7 +74,8 @@ def check_layer(
         )
     for name, value in {**counts, **sizes}.items():
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}: given {describe(value)}; expected an int. Pass int({name}).")
+            hint = f"Pass {name}" if value is None else f"Pass int({name})"
+            raise TypeError(f"{name}: given {describe(value)}; expected an int. {hint}.")
         if value <= 0:
             raise ValueError(f"{name}: given {value}; expected a positive int. Pass 1 or more.")
     number = isinstance(dropout, (int, float)) and not isinstance(dropout, bool)
@@ -85,7 +99,8 @@ def check_tensor(name: str, value: Any, shape: Sequence[int], axes: str, like: T
         return  # before it is written what is wanted, which takes longer than to look
     wanted = f"expected {like.dtype} {list(shape)}, {axes}"
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: given {describe(value)}; {wanted}. Pass a tensor.")
+        hint = f"Pass torch.from_numpy({name})." if is_array(value) else "Pass a tensor."
+        raise TypeError(f"{name}: given {describe(value)}; {wanted}. {hint}")
     if value.shape != tuple(shape):
         raise ValueError(f"{name}: given {describe(value)}; {wanted}. Reshape or expand it.")
     if value.dtype != like.dtype and not autocast():
@@ -191,14 +206,31 @@ def as_flags(name: str, value: Tensor, wanted: str) -> Tensor:
         if name != "resets" or value.is_complex():
             raise TypeError(f"{name}: given {describe(value)}; {wanted}. Cast it: {name}.bool().")
         if not observed() and memory(value) and value.is_cpu:
-            other = value[(value != 0) & (value != 1)]
-            if len(other):
+            flags = value.bool()
+            if not torch.equal(flags.to(value.dtype), value):
+                other = value[flags & (value != 1)]
                 raise ValueError(
                     f"{name}: given {describe(value)} with a value of {other[0].item():g}; {wanted}"
                     f", or 0 and 1. Say which values are resets, as in {name} > 0.5."
                 )
-            return value != 0
+            return flags
     return value.bool()
+
+
+def check_flags(
+    name: str, value: Any, shape: tuple[int, ...], axes: str, device: torch.device
+) -> Tensor:
+    """``mask`` or ``resets`` as bool; ``value`` must be flags of this shape."""
+    wanted = f"expected torch.bool {list(shape)}, {axes}"
+    if not isinstance(value, Tensor):
+        hint = f"Pass torch.as_tensor({name})."
+        raise TypeError(f"{name}: given {describe(value)}; {wanted}. {hint}")
+    if value.shape != shape:
+        turned = len(shape) == 2 and value.shape == shape[::-1]
+        hint = f"Turn it: {name}.t()." if turned else "One flag per step and row."
+        raise ValueError(f"{name}: given {describe(value)}; {wanted}. {hint}")
+    check_device(name, value, device)
+    return as_flags(name, value, wanted)
 
 
 @dataclass(frozen=True)
@@ -226,16 +258,7 @@ class Layout:
             shape, axes = (self.steps,), "(time)"
         elif self.batch_first:
             shape, axes = (self.rows, self.steps), "(batch, time)"
-        wanted = f"expected torch.bool {list(shape)}, {axes}"
-        if not isinstance(value, Tensor):
-            hint = f"Pass torch.as_tensor({name})."
-            raise TypeError(f"{name}: given {describe(value)}; {wanted}. {hint}")
-        if value.shape != shape:
-            turned = self.batched and value.shape == shape[::-1]
-            hint = f"Turn it: {name}.t()." if turned else "One flag per step and row."
-            raise ValueError(f"{name}: given {describe(value)}; {wanted}. {hint}")
-        check_device(name, value, self.device)
-        value = as_flags(name, value, wanted)
+        value = check_flags(name, value, shape, axes, self.device)
         if not self.batched:
             value = value.unsqueeze(1)
         elif self.batch_first:

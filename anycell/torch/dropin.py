@@ -19,7 +19,7 @@ from anycell.lang.cell import Cell
 from anycell.layer import ENDS, check_checkpoint
 from anycell.plan import Plan
 from anycell.torch import ops, vendor
-from anycell.torch.composite import Arrays, Sizes, States
+from anycell.torch.composite import Arrays, Sizes
 from anycell.torch.entry import autocast
 from anycell.torch.functional import (
     Engine,
@@ -32,7 +32,7 @@ from anycell.torch.functional import (
     transformed,
 )
 from anycell.torch.fused import plan_on
-from anycell.torch.recurrent import Lengths, Recurrent, sequence, state_names
+from anycell.torch.recurrent import Lengths, Recurrent, state_names
 from anycell.torch.symbolic import leaf
 
 _FEW_ROWS = 32
@@ -68,7 +68,7 @@ class DropIn(Recurrent):
         if isinstance(plan, str):
             return Engine("torch", plan)
         if autocast() and weight.is_cuda:
-            return Engine("torch", "autocast is on; with a mask, lengths or resets calls are fused")
+            return Engine("torch", "autocast is on; calls with an argument of ours are fused")
         if plan.engine == "gpu":
             vendors = vendor.wins_on_gpu(self.cell)
             if vendors and self.checkpoint is None:
@@ -77,21 +77,57 @@ class DropIn(Recurrent):
         but = vendor.exception(self.cell)
         return Engine(plan.engine, f"{plan.reason}; {but}" if but else plan.reason)
 
+    def forward(
+        self,
+        input: Tensor | PackedSequence,
+        hx: Any = None,
+        mask: Tensor | None = None,
+        lengths: Lengths | None = None,
+        resets: Tensor | PackedSequence | None = None,
+        reset_state: Any = None,
+        masked_output: str = "zero",
+        recurrent_mask: Tensor | None = None,
+        return_states: bool | str | Sequence[str] | None = None,
+    ) -> tuple[Any, ...]:
+        """Output, final state, and sequences of states where they are wanted; see the class."""
+        # No argument is for names alone: torch.onnx's older exporter passes all by position.
+        further: dict[str, Any] = {}
+        for name, value in (
+            ("mask", mask),
+            ("lengths", lengths),
+            ("resets", resets),
+            ("reset_state", reset_state),
+            ("recurrent_mask", recurrent_mask),
+            ("return_states", return_states or None),
+        ):
+            if value is not None:
+                further[name] = value
+        if masked_output != "zero":
+            further["masked_output"] = masked_output
+        if isinstance(input, Proxy):
+            return leaf(self, input, hx, **further)
+        states = None if hx is None else tuple(hx) if len(self.cell.states) > 1 else (hx,)
+        results = self._ours(input, states, further)
+        return super().forward(input, hx) if results is None else results  # type: ignore[misc]
+
     def _ours(
-        self, x: Any, states: tuple[Any, ...] | None, mask: Any, lengths: Any, resets: Any
-    ) -> tuple[Any, States] | None:
-        """Output and final states; None where the parent has the answer, or the error."""
-        extra = mask is not None or lengths is not None or resets is not None
+        self, x: Any, states: tuple[Any, ...] | None, further: dict[str, Any]
+    ) -> tuple[Any, ...] | None:
+        """What a call returns; None where the parent has the answer, or the error.
+
+        Args:
+            further: what torch's layer does not take, where it is given.
+        """
         looked, cell = observed(), self.cell
         weight = self._parameters.get("weight_ih_l0")
         if weight is None:  # parametrised: computed at each look
             weight = self.weight_ih_l0
-        plain, plan = not extra and not (looked and transformed()), None
+        plain, plan = not further and not (looked and transformed()), None
         if plain and self._vendor_wins(x, cell, weight):
             return self._by_vendor(x, states, weight)
         if looked and compiled() and (isinstance(x, PackedSequence) or not ops.AVAILABLE):
-            return torch.compiler.disable(self._ours)(x, states, mask, lengths, resets)
-        if looked and not extra and traced():
+            return torch.compiler.disable(self._ours)(x, states, further)
+        if looked and not further and traced():
             return None
         if not self._fits(x, states, weight):
             return None
@@ -102,45 +138,30 @@ class DropIn(Recurrent):
         arrays = {}
         if states is not None:
             arrays = dict(zip(state_names("state", cell), states, strict=True))
-        output, final, _ = sequence(
-            # Under autocast the input may have another dtype than what the layer computes in.
-            self._call(cell, plan=None if looked or autocast() else plan),
-            x,
-            arrays,
-            self._weights(),
-            mask=mask,
-            lengths=lengths,
-            resets=resets,
-            batch_first=self.batch_first,
-            dropout=self.dropout,
-        )
-        return output, final
+        # Under autocast the input may have another dtype than what the layer computes in.
+        plan = None if looked or autocast() else plan
+        return self._run_cell(cell, x, arrays, plan=plan, **further)
 
     def _fits(self, x: Any, states: Sequence[Any] | None, weight: Tensor) -> bool:
         """Whether input and states are as torch wants them."""
-        rows: tuple[int, ...] = ()
+        data = x
         if isinstance(x, PackedSequence):
-            x, sizes, *_ = x
-            if x.dim() != 2 or int(sizes.sum()) != len(x):
+            data, sizes, *_ = x
+            if data.dim() != 2 or int(sizes.sum()) != len(data):
                 return False
-            rows = (int(sizes[0]),)
-        elif not isinstance(x, Tensor) or x.dim() not in (2, 3):
-            return False
         else:
-            batched, shape = x.dim() == 3, x.shape
-            time = int(batched and self.batch_first)
-            if shape[time] == 0:
+            dims = x.dim() if isinstance(x, Tensor) else 0
+            if dims not in (2, 3) or x.shape[int(self.batch_first and dims == 3)] == 0:
                 return False
-            rows = (shape[1 - time],) if batched else ()
-        if x.shape[-1] != self.input_size or not _alike(x, weight):
+        if data.shape[-1] != self.input_size or not _alike(data, weight):
             return False
         if states is None:
             return True
-        first = (self.num_layers * (1 + self.bidirectional), *rows)
+        first = (self.num_layers * (1 + self.bidirectional), *self._rows(x))
         width = {"H": self.hidden_size, "P": self.proj_size}
         wanted = [(*first, width[state.size]) for state in self.cell.states]
         return len(states) == len(wanted) and all(
-            isinstance(s, Tensor) and s.shape == shape and _alike(s, x)
+            isinstance(s, Tensor) and s.shape == shape and _alike(s, data)
             for s, shape in zip(states, wanted, strict=True)
         )
 
@@ -148,10 +169,10 @@ class DropIn(Recurrent):
         """The plan of the fused kernel, or True for its operator; None if neither does."""
         data = x.data if isinstance(x, PackedSequence) else x
         size, sizes = self.hidden_size, self._sizes
-        if looked and compiled():
-            return None if autocast() else ops.known(cell, size, sizes, data) or None
         if autocast() and weight.is_cuda:
             return None
+        if looked and compiled():
+            return ops.known(cell, size, sizes, data) or None
         dtype = autocast_dtype(weight) if autocast() else weight.dtype
         plan = plan_on(weight.device.type, cell, size, dtype, sizes)
         return plan if isinstance(plan, Plan) and memory(data) else None
@@ -168,7 +189,7 @@ class DropIn(Recurrent):
 
     def _by_vendor(
         self, x: Any, states: tuple[Any, ...] | None, weight: Tensor
-    ) -> tuple[Any, States] | None:
+    ) -> tuple[Any, ...] | None:
         """As ``_ours``, where torch's own layer is the faster: its parent calls it."""
         return None
 
@@ -240,28 +261,34 @@ class LSTM(DropIn, nn.LSTM):
         c' = f c + i g
         h' = o tanh(c')
 
-    ``forward(input, hx=None, mask=None, lengths=None, resets=None)`` gives ``(output, (h, c))``
-    as torch's does, packed for a ``PackedSequence``. Of what torch's does not have, masks and
-    resets are laid out as the input, ``[T, B]``, or ``[B, T]`` if ``batch_first``:
+    ``forward`` takes ``input`` and ``hx`` and gives ``(output, (h, c))`` as torch's does, packed
+    for a ``PackedSequence``. What torch's does not take, pass by name. Masks and resets are laid
+    out as the input, ``[T, B]``, or ``[B, T]`` if ``batch_first``:
         mask: bool, False where a step does nothing: the state is held, the output is zero, and
             what lies there has no influence, not even NaN.
         lengths: integers ``[B]``, how many steps of each row count. The reverse direction starts
             at each row's end.
-        resets: True where zeros replace the state before the step: where an episode starts. bool,
-            or 0 and 1 of any real dtype. Of a packed input it is packed alike, and the other two
+        resets: True where the state before the step is replaced: where an episode starts. bool,
+            or 0 and 1 of any real dtype. Of a packed input it is packed alike, and mask and lengths
             are in the input already.
+        reset_state: what resets restore, as ``hx``. Default: zeros.
+        masked_output: "zero" or "repeat" (the held state), what the output is at masked steps.
+        recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate, of the size of h: multiplies
+            h on its way into the recurrent matmul, of all layers and directions.
+        return_states: names of states, "h" and "c" (of a GRU "h"), whose values after every step
+            are wanted too, or True for all: a third result, as of ``RNN``.
 
     ``checkpoint="sqrt"``, or a number of steps, to the constructor or as an attribute: less memory
     for more time in training, see ``RNN``.
 
     Fused are all calls on the CPU, in float32, float64, bfloat16, float16 and under autocast; and
-    on a GPU calls with one of these three arguments, or all with ``checkpoint``. Other devices,
+    on a GPU calls with one of these arguments, or all with ``checkpoint``. Other devices,
     and tracing (jit, export), are torch's own layer's, and so are all other calls on a GPU;
     ``engine`` says which, and why.
     ``torch.func``, and second derivatives, run step by step.
 
     Raises:
-        What ``torch.nn.LSTM`` raises; TypeError or ValueError for the three arguments above.
+        What ``torch.nn.LSTM`` raises; TypeError or ValueError for the arguments above.
 
     Example:
         >>> lstm = LSTM(input_size=3, hidden_size=8, num_layers=2)
@@ -283,29 +310,13 @@ class LSTM(DropIn, nn.LSTM):
     def _sizes(self) -> Sizes:
         return (("P", self.proj_size),) if self.proj_size else ()
 
-    def forward(  # type: ignore[override]
-        self,
-        input: Tensor | PackedSequence,
-        hx: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        resets: Tensor | PackedSequence | None = None,
-    ) -> tuple[Any, States]:
-        """Output and final states; see the class."""
-        # No argument is for names alone: torch.onnx's older exporter passes all by position.
-        if isinstance(input, Proxy):
-            return leaf(self, input, hx, mask=mask, lengths=lengths, resets=resets)
-        states = None if hx is None else tuple(hx)
-        ours = self._ours(input, states, mask, lengths, resets)
-        return super().forward(input, hx) if ours is None else ours
-
     def _by_vendor(
         self, x: Any, states: tuple[Any, ...] | None, weight: Tensor
-    ) -> tuple[Any, States] | None:
+    ) -> tuple[Any, ...] | None:
         # Few rows: the parent packs the weights. A trace must not take one step for all.
         batched = x.dim() == 3
         rows = x.shape[not self.batch_first] if batched else 1
-        if rows > _FEW_ROWS or traced() or autocast() or not self._fits(x, states, weight):
+        if rows > _FEW_ROWS or traced() or not self._fits(x, states, weight):
             return None
         # Other dtypes torch's cell rounds more often than its layer.
         if self._fused(x, self.cell, weight, observed()) is None:
@@ -345,8 +356,8 @@ class GRU(DropIn, nn.GRU):
         n = tanh(W_i x_t + b_i + r (W_h h + b_h))
         h' = (1 - z) n + z h
 
-    ``forward(input, hx=None, mask=None, lengths=None, resets=None)`` gives ``(output, h)`` as
-    torch's does. The further arguments, what runs fused, and the errors are as for ``LSTM``.
+    ``forward`` gives ``(output, h)`` as torch's does. The further arguments, what runs fused, and
+    the errors are as for ``LSTM``.
 
     Example:
         >>> gru = GRU(input_size=3, hidden_size=8, batch_first=True)
@@ -358,26 +369,11 @@ class GRU(DropIn, nn.GRU):
     cell: Cell = cells.GRU
     _parent = nn.GRU
 
-    def forward(
-        self,
-        input: Tensor | PackedSequence,
-        hx: Tensor | None = None,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        resets: Tensor | PackedSequence | None = None,
-    ) -> tuple[Any, Tensor]:
-        """Output and final state; see the class."""
-        if isinstance(input, Proxy):
-            return leaf(self, input, hx, mask=mask, lengths=lengths, resets=resets)
-        states = None if hx is None else (hx,)
-        ours = self._ours(input, states, mask, lengths, resets)
-        return super().forward(input, hx) if ours is None else (ours[0], *ours[1])
-
     def _by_vendor(
         self, x: Any, states: tuple[Any, ...] | None, weight: Tensor
-    ) -> tuple[Any, States] | None:
+    ) -> tuple[Any, ...] | None:
         # The parent's way to the same call takes half as long as a step on one row.
-        if x.dim() != 3 or x.is_cuda or compiled() or autocast():
+        if x.dim() != 3 or x.is_cuda or compiled():
             return None
         if not self._fits(x, states, weight):
             return None
@@ -386,5 +382,4 @@ class GRU(DropIn, nn.GRU):
         mine, names = self._parameters, itertools.chain.from_iterable(self._all_weights)
         flat = [mine[name] if name in mine else getattr(self, name) for name in names]
         options = self.num_layers, self.dropout, self.training, self.bidirectional
-        output, final = torch.gru(x, h, flat, self.bias, *options, self.batch_first)
-        return output, (final,)
+        return torch.gru(x, h, flat, self.bias, *options, self.batch_first)

@@ -16,7 +16,16 @@ from anycell.layer import Options, check_checkpoint
 from anycell.layer.signature import FLAGS
 from anycell.plan import Plan
 from anycell.torch import ops
-from anycell.torch.arguments import Layout, check_tensor, describe
+from anycell.torch.arguments import (
+    Layout,
+    check_flags,
+    check_masked_output,
+    check_recurrent_mask,
+    check_return_states,
+    check_states,
+    check_tensor,
+    describe,
+)
 from anycell.torch.composite import Arrays, Call, Result, States
 from anycell.torch.entry import autocast
 from anycell.torch.functional import (
@@ -76,7 +85,13 @@ class Recurrent:
         return self
 
     def step(
-        self, x: Tensor, state: Tensor | States | None = None, *, static: Tensor | None = None
+        self,
+        x: Tensor,
+        state: Tensor | States | None = None,
+        *,
+        static: Tensor | None = None,
+        resets: Tensor | None = None,
+        reset_state: Tensor | States | None = None,
     ) -> tuple[Tensor, Any]:
         """One step, as they arrive: what a call gives for a sequence of one step.
 
@@ -89,6 +104,9 @@ class Recurrent:
             state: ``[num_layers, B, size]`` per state, as a call takes and gives it; without a
                 batch ``[num_layers, size]``. None for what a call begins with.
             static: as a call takes it.
+            resets: ``[B]``, or with no batch ``[]``, True where the state is replaced before the
+                step, as where an episode starts. bool, or 0 and 1 of any real dtype.
+            reset_state: what resets restore, as ``state``. None for what the cell declares.
 
         Returns:
             output ``[B, size]``, and the new state; never arrays that were given.
@@ -101,7 +119,7 @@ class Recurrent:
             >>> layer = anycell.torch.LSTM(3, 8).prepare()
             >>> with torch.no_grad():
             ...     output, state = layer.step(torch.zeros(1, 3))
-            ...     output, state = layer.step(torch.zeros(1, 3), state)
+            ...     output, state = layer.step(torch.zeros(1, 3), state, resets=torch.ones(1))
             >>> output.shape
             torch.Size([1, 8])
         """
@@ -111,7 +129,7 @@ class Recurrent:
             if prepared.stale(self):
                 prepared = self.prepare()._prepared
             if not (self.training and (self.dropout or prepared.keeps)):
-                found = prepared.step(x, state, static)
+                found = prepared.step(x, state, static, resets, reset_state)
                 if found is not None:
                     return found
         self._one_direction("step")
@@ -119,7 +137,11 @@ class Recurrent:
         axes = "one step of the input"
         check_tensor("x", x, (*rows, self.input_size), axes, self._like)
         time = 1 if rows and self.batch_first else 0
-        given: dict[str, Any] = {} if static is None else {"static": static}
+        if resets is not None:
+            resets = check_flags("resets", resets, rows and rows[:1], "one per row", x.device)
+            resets = resets.unsqueeze(time)
+        further = {"static": static, "resets": resets, "reset_state": reset_state}
+        given = {name: value for name, value in further.items() if value is not None}
         output, new = self(x.unsqueeze(time), state, **given)  # type: ignore[operator]
         return output.squeeze(time), new
 
@@ -129,6 +151,67 @@ class Recurrent:
                 f"{method}: given bidirectional=True; expected a layer of one direction. The other "
                 "one begins at the end of the sequence: call the layer on all of it."
             )
+
+    def _run_cell(
+        self,
+        cell: Cell,
+        x: Tensor | PackedSequence,
+        arrays: Arrays,
+        *,
+        plan: Plan | None = None,
+        reset_state: Tensor | States | None = None,
+        masked_output: str = "zero",
+        recurrent_mask: Tensor | None = None,
+        return_states: bool | str | Sequence[str] | None = None,
+        **flags: Any,
+    ) -> tuple[Any, ...]:
+        """What a call returns.
+
+        Args:
+            cell: the module's.
+            x: as users pass it, checked.
+            arrays: states and static by their public names, checked.
+            plan: as ``Call`` has it.
+            flags: mask, lengths and resets, which ``sequence`` checks.
+            reset_state, masked_output, recurrent_mask, return_states: as users pass them.
+        """
+        like = x.data if isinstance(x, PackedSequence) else x
+        if recurrent_mask is not None:
+            sizes = {"H": self.hidden_size, **dict(self._sizes)}
+            check_recurrent_mask(cell, recurrent_mask, sizes, self._rows(x), like)
+            arrays = {**arrays, "recurrent_mask": recurrent_mask}
+        if reset_state is not None:
+            arrays = {**arrays, **self._named("reset_state", reset_state, self._rows(x), like)}
+        repeat = masked_output != "zero" and check_masked_output(masked_output)
+        wanted = check_return_states(cell, return_states) if return_states else ()
+        output, final, others = sequence(
+            self._call(cell, repeat, besides_output(wanted, cell) if wanted else (), plan),
+            x,
+            arrays,
+            self._weights(),
+            batch_first=self.batch_first,
+            dropout=self.dropout,
+            **flags,
+        )
+        if not wanted:
+            return output, final if len(final) > 1 else final[0]
+        sequences = by_name(wanted, cell, output, others)
+        return output, final if len(final) > 1 else final[0], sequences
+
+    def _rows(self, x: Tensor | PackedSequence) -> tuple[int, ...]:
+        """The batch axis of what else comes per row: ``(B,)``, or none."""
+        if isinstance(x, PackedSequence):
+            return (int(x.batch_sizes[0]),)
+        return (x.shape[0 if self.batch_first else 1],) if x.dim() == 3 else ()
+
+    def _named(
+        self, kind: str, states: Any, rows: tuple[int, ...], like: Tensor
+    ) -> dict[str, Tensor]:
+        """``state`` or ``reset_state`` by public names, checked."""
+        first = (self.num_layers * (1 + self.bidirectional), *rows)
+        sizes = {"H": self.hidden_size, **dict(self._sizes)}
+        checked = check_states(kind, states, self.cell, sizes, first, like)
+        return dict(zip(state_names(kind, self.cell), checked, strict=True))
 
     def _call(
         self,

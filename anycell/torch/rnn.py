@@ -17,24 +17,14 @@ from anycell.torch import ops
 from anycell.torch.arguments import (
     check_device,
     check_layer,
-    check_masked_output,
-    check_recurrent_mask,
-    check_return_states,
-    check_states,
     check_static,
     describe,
+    is_array,
 )
 from anycell.torch.composite import Arrays, Sizes, States
 from anycell.torch.entry import autocast
 from anycell.torch.functional import Engine, fused_plan, reason
-from anycell.torch.recurrent import (
-    Lengths,
-    Recurrent,
-    besides_output,
-    by_name,
-    sequence,
-    state_names,
-)
+from anycell.torch.recurrent import Lengths, Recurrent
 from anycell.torch.symbolic import leaf, refuse_script
 
 
@@ -108,7 +98,7 @@ class RNN(Recurrent, nn.Module):
         self,
         cell: Cell,
         input_size: int,
-        hidden_size: int,
+        hidden_size: int | None = None,  # so that RNN(3, 4) is told what it lacks, a cell
         num_layers: int = 1,
         bias: bool = True,
         batch_first: bool = False,
@@ -122,6 +112,7 @@ class RNN(Recurrent, nn.Module):
         super().__init__()
         counts = {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers}
         check_layer(cell, counts, sizes, dropout)
+        assert hidden_size is not None
         self.cell = cell
         ops.register(cell)
         self.input_size = input_size
@@ -202,42 +193,30 @@ class RNN(Recurrent, nn.Module):
                 recurrent_mask=recurrent_mask,
                 return_states=return_states,
             )
-        cell, sizes, rows = self.cell, self.sizes, self._check_input(x)
-        like = x.data if isinstance(x, PackedSequence) else x
-        arrays = {}
-        if static is not None or cell.static is not None:
-            arrays["static"] = check_static(cell, static, (*rows, self.hidden_size), like)
-        if recurrent_mask is not None:
-            check_recurrent_mask(cell, recurrent_mask, sizes, rows, like)
-            arrays["recurrent_mask"] = recurrent_mask
-        first = (self.num_layers * (1 + self.bidirectional), *rows)
-        for kind, given in (("state", state), ("reset_state", reset_state)):
-            if given is not None:
-                states = check_states(kind, given, cell, sizes, first, like)
-                arrays.update(zip(state_names(kind, cell), states, strict=True))
-        repeat = masked_output != "zero" and check_masked_output(masked_output)
-        wanted = check_return_states(cell, return_states) if return_states else ()
-        output, final, others = sequence(
-            self._call(cell, repeat, besides_output(wanted, cell) if wanted else ()),
+        self._check_input(x)
+        rows, like = self._rows(x), x.data if isinstance(x, PackedSequence) else x
+        arrays = {} if state is None else self._named("state", state, rows, like)
+        if static is not None or self.cell.static is not None:
+            shape = (*rows, self.hidden_size)
+            arrays["static"] = check_static(self.cell, static, shape, like)
+        return self._run_cell(
+            self.cell,
             x,
             arrays,
-            self._weights(),
             mask=mask,
             lengths=lengths,
             resets=resets,
-            batch_first=self.batch_first,
-            dropout=self.dropout,
+            reset_state=reset_state,
+            masked_output=masked_output,
+            recurrent_mask=recurrent_mask,
+            return_states=return_states,
         )
-        if not wanted:
-            return output, final if len(final) > 1 else final[0]
-        sequences = by_name(wanted, cell, output, others)
-        return output, final if len(final) > 1 else final[0], sequences
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_script(self)
 
-    def _check_input(self, x: Any) -> tuple[int, ...]:
-        """The batch axis of what else comes per row: ``(B,)``, or none."""
+    def _check_input(self, x: Any) -> None:
+        """The input of a call."""
         if isinstance(x, PackedSequence):
             dims: tuple[int, ...] = (2,)
             axes, x, sizes = "[steps of all rows, {}]", x.data, x.batch_sizes
@@ -247,6 +226,7 @@ class RNN(Recurrent, nn.Module):
         wanted = f"expected {axes.format(self.input_size)}"
         if not isinstance(x, Tensor):
             hint = "Pad sequences of several lengths, and pass lengths=."
+            hint = "Pass torch.from_numpy(x)." if is_array(x) else hint
             raise TypeError(f"x: given {describe(x)}; {wanted}. {hint}")
         weight = self._like
         if x.dim() not in dims or x.shape[-1] != self.input_size:
@@ -259,12 +239,8 @@ class RNN(Recurrent, nn.Module):
                 f"Convert it, x.to({weight.dtype}), or the layer, layer.to({x.dtype})."
             )
         check_device("x", x, weight.device)
-        if sizes is not None:
-            return (int(sizes[0]),)
-        time = int(self.batch_first and x.dim() == 3)
-        if x.shape[time] == 0:
+        if sizes is None and x.shape[int(self.batch_first and x.dim() == 3)] == 0:
             raise ValueError(f"x: given {describe(x)}; expected one step or more. Skip the call.")
-        return (x.shape[1 - time],) if x.dim() == 3 else ()
 
     def _suffixes(self) -> list[list[str]]:
         """What the names of parameters end in, per layer and direction."""

@@ -89,7 +89,7 @@ class RNNCell(nn.Module):
         self,
         cell: Cell,
         input_size: int,
-        hidden_size: int,
+        hidden_size: int | None = None,  # so that RNN(3, 4) is told what it lacks, a cell
         bias: bool = True,
         device: Any = None,
         dtype: Any = None,
@@ -97,6 +97,7 @@ class RNNCell(nn.Module):
     ) -> None:
         super().__init__()
         check_layer(cell, {"input_size": input_size, "hidden_size": hidden_size}, sizes)
+        assert hidden_size is not None
         self.cell = cell
         ops.register(cell)
         self.input_size = input_size

@@ -68,27 +68,45 @@ class Prepared:
         return False
 
     def step(
-        self, x: Any, state: Any, static: Any
+        self, x: Any, state: Any, static: Any, resets: Any, reset_state: Any
     ) -> tuple[Tensor, tuple[Tensor, ...] | Tensor] | None:
         """One step, if it is for the packed weights; None for all that wants a second look."""
         stream, dtype = self.stream, self.dtype
         if stream is None or type(x) is not Tensor or x.dim() != 2:
             return None
-        rows, given = x.size(0), state if type(state) is tuple else (state,)
+        rows = x.size(0)
         if not plain((x,), dtype, ((rows, stream.width),)):
             return None
         if (static is None) is not (stream.static is None):
             return None
         if static is not None and not plain((static,), dtype, ((rows, stream.hidden),)):
             return None
-        if state is None:
-            given = ()
-        elif len(given) != len(stream.shape):
+        before = self._states(stream, state, rows)
+        restored = self._states(stream, reset_state, rows)
+        if before is None or restored is None:
             return None
-        if not plain(given, dtype, [(n, rows, width) for n, width in stream.shape[: len(given)]]):
-            return None
-        output, new = stream.step(rows, x, given, static, torch.get_num_threads())
+        if resets is not None:
+            if type(resets) is not Tensor or not resets.is_cpu or resets.shape != (rows,):
+                return None
+            given, resets = resets, resets.bool().contiguous()
+            if given is not resets and (
+                given.is_complex() or not torch.equal(resets.type(given.dtype), given)
+            ):
+                return None
+        output, new = stream.step(
+            rows, x, before, static, torch.get_num_threads(), resets, restored
+        )
         return output, tuple(new) if len(new) > 1 else new[0]
+
+    def _states(self, stream: Stream, states: Any, rows: int) -> tuple[Tensor, ...] | None:
+        """States as a tuple, empty for None, if kernels may have their addresses; else None."""
+        if states is None:
+            return ()
+        given = states if type(states) is tuple else (states,)
+        if len(given) != len(stream.shape):
+            return None
+        shapes = [(layers, rows, width) for layers, width in stream.shape]
+        return given if plain(given, self.dtype, shapes) else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Prepared, ()

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 from anycell import cells
 from anycell.lang.cell import Cell
+from anycell.torch.entry import autocast
 
 
 def exception(cell: Cell) -> str | None:
     """Which calls of a layer torch's own operators should run, and why; None if there are none.
 
     A fused kernel packs the recurrent weights first, which pays from the second step on; torch's
-    cells read them where they lie.
+    cells read them where they lie. Under autocast there is no such call: torch's LSTM runs in 16
+    bits on some processors only, and its GRU in float32.
     """
-    if cell in (cells.LSTM, cells.GRU):
-        return "a single step is torch's own"
+    if cell in (cells.LSTM, cells.GRU) and not autocast():
+        return "a single step is torch's own, unless it has resets or another argument of ours"
     return None
 
 
 def wins(cell: Cell, steps: int) -> bool:
-    """Whether a call is such an exception."""
-    return steps == 1 and cell in (cells.LSTM, cells.GRU)
+    """Whether a call with none of our arguments is such an exception."""
+    return steps == 1 and exception(cell) is not None
 
 
 def wins_on_gpu(cell: Cell) -> str | None:

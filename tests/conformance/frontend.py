@@ -19,8 +19,8 @@ class Frontend:
             gradients times these.
         lacks: what it does not have, and why: of ``problem.draw``'s words and of "gradients",
             "second derivatives", "float64", "keep" (cells that draw random masks), "prepare" (steps
-            on packed weights), "static steps", "no steps", "held start" (outputs that repeat a
-            state given), "negative strides".
+            on packed weights), "static steps", "stepped resets", "no steps", "held start" (outputs
+            that repeat a state given), "negative strides".
         cells: those that it runs; None for any.
         steps: outputs and final states of a problem, called one step at a time.
         variant: another way through layers of another frontend; ``make test`` takes a sample.

@@ -146,6 +146,7 @@ LACKS = {
     "no steps": "Keras's loop takes none",
     "prepare": "a step is operations of the backend",
     "static steps": "RNNCell has no place for it",
+    "stepped resets": "a step is a call of a cell",
     "held start": "before a row's first step Keras repeats zeros",
 }
 AS_KERAS = LACKS | dict.fromkeys(("resets", "static"), "keras.layers has no place for it")

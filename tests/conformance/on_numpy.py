@@ -64,8 +64,11 @@ def by_step(problem: Problem) -> Arrays:
     layer, outputs = made(problem, an.RNN, problem.cell), []
     state = one(problem.group("state"))
     layer.prepare()
-    for x in problem.arrays["x"]:
-        output, state = layer.step(x, state, **problem.options)
+    for t, x in enumerate(problem.arrays["x"]):
+        options = problem.options
+        if "resets" in options:
+            options["resets"] = options["resets"][t]
+        output, state = layer.step(x, state, **options)
         outputs.append(output)
     return {"output": np.stack(outputs), **named(problem, "final", state)}
 

@@ -150,6 +150,7 @@ LACKS = dict.fromkeys(
     ("mask", "resets", "reset_state", "repeat", "static", "recurrent_mask"),
     "TensorFlow 1 has sequence_length alone",
 ) | {
+    "stepped resets": "a step is a call of a cell",
     "prepare": "a step is operations of TensorFlow",
     "layers": "MultiRNNCell makes one cell of several",
     "no bias": "its cells have one",

@@ -133,10 +133,13 @@ def by_step(made: Any, problem: Problem) -> Arrays:
         parameter.data = tensors[name]  # as it lies in memory
     made.prepare()
     state, outputs = states(problem, tensors), []
-    static = {"static": tensors["static"]} if "static" in tensors else {}
+    always = {"static": tensors["static"]} if "static" in tensors else {}
+    if (restored := states(problem, tensors, "reset_state")) is not None:
+        always["reset_state"] = restored
     with torch.no_grad():
-        for x in tensors["x"]:
-            output, state = made.step(x, state, **static)
+        for t, x in enumerate(tensors["x"]):
+            resets = {"resets": tensors["resets"][t]} if "resets" in tensors else {}
+            output, state = made.step(x, state, **always, **resets)
             outputs.append(output)
     results = named(problem, torch.stack(outputs), state)
     return {name: array_of(tensor) for name, tensor in results.items()}
@@ -149,14 +152,11 @@ RNN = {
     "no steps": AS_TORCH,
     "negative strides": "PyTorch has no such tensors",
 }
-OF_RNN = dict.fromkeys(
-    ("reset_state", "repeat", "recurrent_mask"), "what torch.nn has no place for is RNN(cell)'s"
-)
 ONE = "it is one layer"
 FRONTENDS = [
     Frontend("torch.RNN", by_rnn, RNN, None, lambda p: by_step(module(p, (p.cell,)), p)),
     Frontend(
-        "torch.LSTM and GRU", by_drop_in, RNN | OF_RNN,
+        "torch.LSTM and GRU", by_drop_in, RNN,
         (cells.LSTM, cells.GRU), lambda p: by_step(module(p), p),
     ),
     Frontend("the layer of torch", by_function(layer), {"layers": ONE}),

@@ -330,13 +330,29 @@ def rarely(frontend: Frontend, cell: Cell, dtype: str) -> bool:
 @pytest.mark.sample(20)
 def test_steps_are_one_call(frontend: Frontend, cell: Cell, case: str) -> None:
     """On weights that were packed before, where a frontend has that."""
-    assert frontend.steps is not None
     has = tuple(word for word in ("state", "layers") if word not in frontend.lacks)
-    problem = draw(cell, STANDARD, has, case)
+    check_steps(frontend, draw(cell, STANDARD, has, case))
+
+
+def resettable(frontend: Frontend) -> tuple[Cell, ...]:
+    return () if "stepped resets" in frontend.lacks else stepped(frontend)
+
+
+@ask("float32", "float64", cells=resettable, has=lambda dtype: (dtype,), more=rarely)
+@pytest.mark.sample(20)
+def test_steps_with_resets_are_one_call(frontend: Frontend, cell: Cell, case: str) -> None:
+    words = ("state", "layers", "resets", "reset_state")
+    has = tuple(word for word in words if word not in frontend.lacks)
+    # Norms of few units amplify what is rounded.
+    check_steps(frontend, draw(cell, (5, 4, 3, 22), has, case))
+
+
+def check_steps(frontend: Frontend, problem: Problem) -> None:
+    assert frontend.steps is not None
     before = [state.copy() for state in problem.group("state")]
     with mock.patch.object(Stream, "step", autospec=True, side_effect=Stream.step) as packed:
         assert_right(frontend.steps(problem), problem, gradients=False)
-    assert packed.call_count == (0 if "prepare" in frontend.lacks else STANDARD[0])
+    assert packed.call_count == (0 if "prepare" in frontend.lacks else problem.shape[0])
     assert all(map(np.array_equal, before, problem.group("state")))
 
 
