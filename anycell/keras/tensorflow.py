@@ -48,6 +48,7 @@ from anycell.keras.call import (
     dequantized,
     number,
     quantized,
+    rounded,
 )
 from anycell.keras.composite import composite
 from anycell.keras.host import LINE, AlignedHost, host_of
@@ -102,6 +103,8 @@ def run(call: Call, arrays: Arrays) -> Result:
     arrays, integers = _tensors(arrays), quantized(arrays)
     if integers and (call.training or record.could_possibly_record()):
         arrays, integers = dequantized(arrays), False
+    if integers:
+        arrays = rounded(arrays)
     x, mask, kernel = arrays["x"], arrays.get("mask"), arrays.get("kernel")
     if kernel is not None and x.shape[-1] is None:
         x = tf.ensure_shape(x, [None, None, kernel.shape[0]])
