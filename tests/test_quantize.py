@@ -669,3 +669,17 @@ def test_what_a_loader_yields() -> None:
     with pytest.raises(TypeError, match=r"data: given a list of 2, .* data=\(x for x, _ in loader"):
         compress.quantize(float_, data=loader)
     assert compress.quantize(float_, data=(x for x, _ in loader)).error > 0
+
+
+def test_real_numbers_are_not_cut_down_to_integers() -> None:
+    """Of a model, and of a layer; strict or not."""
+    float_ = nn.Sequential(nn.Linear(3, 3), at.LSTM(3, 8))
+    small_ = compress.quantize(float_)
+    before = {name: t.clone() for name, t in small_[1].state_dict().items()}
+    for model, state in ((small_, float_.state_dict()), (small_[1], float_[1].state_dict())):
+        for strict in (True, False):
+            with pytest.raises(RuntimeError, match=r"ih_l0: given torch\.float32; expected"):
+                model.load_state_dict(state, strict=strict)
+    assert all(torch.equal(t, before[name]) for name, t in small_[1].state_dict().items())
+    small_.load_state_dict(compress.quantize(float_).state_dict())
+    small_.load_state_dict({"0.weight": torch.zeros(3, 3)}, strict=False)

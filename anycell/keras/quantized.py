@@ -76,6 +76,7 @@ class Quantized(RNN):
 
     _cell_class = QuantizedCell
     error: float | None = None
+    rounded = True  # as anycell.compress asks
 
     def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
         return replace(super()._facts(training, gpu, traced), dtype="int8")

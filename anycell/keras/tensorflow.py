@@ -327,11 +327,14 @@ def _out_of_graph(
         with tf.init_scope(), tf.device("CPU:0"):
             # No variable is behind it. It is there to live as long as a graph that captures it, and
             # TensorFlow refuses to save a function that does, in words that contain its name.
-            handle = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=[], shared_name=_REFUSAL)
+            # Of each call another one: XLA takes none twice.
+            name = f"{_REFUSAL} (call {number})"
+            handle = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=[], shared_name=name)
         weakref.finalize(handle, _work.pop, number).atexit = False
         graph.capture(handle, name=_NODE)
     return list(
-        tf.raw_ops.PyFuncStateless(
+        tf.raw_ops.PyFuncStateless(  # TensorFlow Lite? Trace it in anycell.keras.step_by_step()
+            # Its errors quote the line above, and no name of a node.
             input=[tf.constant(number, tf.int64), *tensors],
             token=_callback()[0],
             Tout=kinds,

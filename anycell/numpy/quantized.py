@@ -53,6 +53,7 @@ class Quantized(RNN):
         assert self.plan.engine == "cpu"
 
     error: float | None
+    rounded = True  # as anycell.compress asks
 
     @property
     def plan(self) -> Plan:

@@ -70,6 +70,20 @@ class Quantized(RNN):
                     self.register_buffer(place, array.detach().clone())
 
     error: float | None
+    rounded = True  # as anycell.compress asks
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Copying would cut floats down to integers, most of them to 0."""
+        for name, buffer in self._buffers.items():
+            given = state_dict.get(prefix + name)
+            integers = buffer is not None and buffer.dtype is torch.int8
+            if integers and given is not None and given.dtype is not torch.int8:
+                args[-1].append(  # what load_state_dict raises
+                    f"{prefix}{name}: given {given.dtype}; expected torch.int8, of a quantized "
+                    "layer, which stays as it is. Load into the float32 layer, and quantize it."
+                )
+                return
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def reset_parameters(self) -> None:
         """There is nothing to draw."""
