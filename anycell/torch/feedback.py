@@ -177,7 +177,7 @@ class Feedback(nn.Module):
             if forced.dtype != torch.bool or forced.shape != shape:
                 raise ValueError(
                     f"forced: given {describe(forced)}; expected bool {list(shape)}, laid out as "
-                    "x, or a probability."
+                    f"x, [{steps}] for all rows, or a probability."
                 )
             return forced
         if isinstance(forced, bool) or not isinstance(forced, (int, float)):
