@@ -11,8 +11,8 @@ from problems import Arrays, Problem, by_reference, layer_options, to_layer, wid
 
 from anycell import layer
 from anycell.engines import reference
+from anycell.layer.rounding import rounded
 from anycell.numpy.host import NumpyHost, host_of
-from anycell.numpy.quantized import rounded
 from anycell.plan import plan, scales_of
 
 Array = npt.NDArray[Any]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import pickle
 from collections.abc import Callable, Iterator
@@ -416,6 +417,22 @@ def refused() -> Iterator[Any]:
     yield lambda: compress.shrink(an.GRU(3, 4), 2, readouts=[an.Dense(3, 1)]), TypeError, "size=4"
     yield lambda: compress.gradual(0.0, 0, 1), ValueError, "final: given 0.0"
     yield lambda: compress.gradual(0.5, 1, 1), ValueError, "begin before end"
+    for small in map(compress.quantize, (layer, an.LSTM(3, COUNT, seed=0))):
+        for change in (
+            lambda small: compress.shrink(small, 8),
+            lambda small: compress.unit_norms(small),
+            lambda small: compress.factorize(small, 4),
+        ):
+            call = functools.partial(change, small)
+            yield call, TypeError, "layer: given Quantized with weights of 8 bits; expected float32"
+    yield lambda: an.Adam(compress.quantize(an.LSTM(3, 4))), TypeError, "given weights of 8 bits"
+    for kind, broken in (("torch", at.GRU(3, 4)), ("NumPy", an.GRU(3, 4, seed=0))):
+        if kind == "torch":
+            broken.weight_hh_l0.data[1, 2] = np.nan
+        else:
+            broken.parameters["weight_hh_l0"][1, 2] = np.nan
+        call = functools.partial(compress.factorize, broken, 2)
+        yield call, ValueError, "layer: given one whose weight_hh_l0 has infinities or NaN"
 
 
 @pytest.mark.parametrize(("call", "error", "says"), [*refused()])
@@ -619,3 +636,14 @@ def test_the_example() -> None:
         assert abs(both.quality - fewer.quality) < 0.02 * abs(fewer.quality)
         assert half.size < 0.6 * whole.size and eight.size < 0.3 * whole.size
         assert both.size < 0.4 * fewer.size < 0.2 * whole.size
+
+
+def test_a_refusal_changes_nothing() -> None:
+    """Of a quantized layer no size and no readout."""
+    torch.manual_seed(0)
+    small, head, x = compress.quantize(at.LSTM(3, COUNT)), nn.Linear(COUNT, 2), torch.randn(4, 2, 3)
+    with torch.no_grad():
+        right = head(small(x)[0])
+        with pytest.raises(TypeError, match="weights of 8 bits"):
+            compress.shrink(small, 8, readouts=[head])
+        assert small.hidden_size == COUNT and torch.equal(head(small(x)[0]), right)

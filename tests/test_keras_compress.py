@@ -433,6 +433,19 @@ def test_refusals() -> None:
         compress.shrink(layer, 8, readouts=head)
     with pytest.raises(ValueError, match="two places"):
         compress.shrink(layer, 8, readouts=[tied(layer)])
+    wide = ak.GRU(COUNT)
+    wide.build((None, None, COUNT))
+    small = compress.quantize(wide)
+    for change in (
+        lambda: compress.shrink(small, 8),
+        lambda: compress.shrink(layer, 8, readouts=[small]),
+        lambda: compress.unit_norms(small),
+        lambda: compress.factorize(small, 4),
+        lambda: compress.factorize(compress.quantize(made("both directions")[0]), 4),
+    ):
+        with pytest.raises(TypeError, match="with weights of 8 bits; expected float32"):
+            change()
+    assert small.units == COUNT and layer.units == COUNT
     layer, head, optimizer = stepped("adafactor")
     with pytest.raises(ValueError, match="optimizer: given Adafactor, whose state"):
         compress.shrink(layer, 8, readouts=[head], optimizer=optimizer)

@@ -16,7 +16,7 @@ from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
 import anycell.numpy as an  # noqa: E402
-from anycell import Cell, cells  # noqa: E402
+from anycell import Cell, cells, compress  # noqa: E402
 from anycell.keras.cells import GRU, LSTM, SimpleRNN  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -181,3 +181,77 @@ def test_it_trains_and_is_saved(tmp_path: Any) -> None:
 def test_refusals(call: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+# -- with weights of 8 bits ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell", ["LSTM", "PeepholeLSTM"])
+def test_weights_of_8_bits(cell: str, tmp_path: Any) -> None:
+    """Trained, quantized, saved and loaded: as before, and with the bits of NumPy's."""
+    keras.utils.set_random_seed(0)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(4, 6, 3)).astype("float32")
+    made = {"LSTM": ak.LSTM, "PeepholeLSTM": lambda n: ak.RNN(cells.PeepholeLSTM, n)}
+    readout = keras.layers.Dense(WIDTH)
+    feedback = ak.Feedback(made[cell](16), readout, return_state=True, seed=1)
+    forced = keras.ops.arange(6) < 3
+    wanted = [number(r) for r in feedback(x, forced=forced)]
+    inputs, flags = keras.Input((6, 3)), keras.Input((6,), dtype="bool")
+    model = keras.Model([inputs, flags], feedback(inputs, forced=flags))
+    full = np.broadcast_to(number(forced), (4, 6))
+    small_ = compress.quantize(model, data=[([x, full],)])
+    layer = next(l for l in small_.layers if isinstance(l, ak.Feedback))
+    assert isinstance(layer.layer, ak.Quantized) and 0 < layer.layer.error < 0.02
+    assert f"error {layer.layer.error:.1e}" in repr(layer.layer)
+    y, *states = (number(r) for r in small_.predict([x, full], verbose=0))
+    for value, right in zip([y, *states], wanted, strict=True):
+        assert_close(value, right, "int8", "forward", axes=())
+    small_.save(tmp_path / "small.keras")
+    loaded = keras.saving.load_model(tmp_path / "small.keras")
+    for again in (loaded, keras.Model([inputs, flags], again_with(feedback)(inputs, forced=flags))):
+        assert np.array_equal(again.predict([x, full], verbose=0)[1], states[0])
+    if BACKEND == "jax":
+        return  # there it runs in float32
+    assert layer.engine.name == "cpu"
+    ours = an.RNN(getattr(cells, cell), 3, 16, batch_first=True)
+    if cell == "LSTM":
+        ours = an.RNN(LSTM, 3, 16, batch_first=True)
+    dense = an.Dense(16, WIDTH)
+    step = feedback.layer.cell
+    ours.set_parameters(weights_of(feedback.layer, ours.cell, dict(ours.parameters)))
+    dense.set_parameters({"weight": number(readout.kernel).T, "bias": number(readout.bias)})
+    assert step.units == 16
+    small_ours = compress.quantize(an.Feedback(ours, dense))
+    _, final = small_ours.forward(x, forced=number(forced))
+    for state, right in zip(states, final, strict=True):
+        assert np.array_equal(state, right[0])
+
+
+def again_with(feedback: Any) -> Any:
+    """A feedback made of the quantized layer."""
+    return ak.Feedback(compress.quantize(feedback.layer), feedback.readout, return_state=True)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="a tape of TensorFlow's")
+def test_gradients_are_those_of_real_weights() -> None:
+    import tensorflow as tf
+
+    feedback, x = small()
+    feedback.build(x.shape)
+    small_ = ak.Feedback(compress.quantize(feedback.layer), feedback.readout)
+    scales = small_.layer.cell._scales
+    for name, kind in (("kernel", "ih"), ("recurrent_kernel", "hh")):
+        integers = number(getattr(small_.layer.cell, name))
+        getattr(feedback.layer.cell, name).assign(
+            integers * number(scales[f"scales weight_{kind}"])
+        )
+    grads = []
+    for run in (small_, feedback):
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(run(x, forced=0.0) ** 2)
+        grads.append(
+            [number(g) for g in tape.gradient(total, feedback.readout.trainable_variables)]
+        )
+    for mine, right in zip(*grads, strict=True):
+        assert_close(mine, right, "float32", "gradient")

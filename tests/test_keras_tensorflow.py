@@ -32,7 +32,9 @@ from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
 from anycell import cell, cells, keep, sigmoid, tanh  # noqa: E402
+from anycell.keras.host import host_of  # noqa: E402
 from anycell.keras.rule import Facts, choose  # noqa: E402
+from anycell.plan import DTYPES  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 ROOT = Path(__file__).parents[1]
@@ -166,6 +168,29 @@ def test_a_graph_traced_before_xla_compiles_it_says_what_to_do(rng: np.random.Ge
         inner.get_concrete_function(x)
     outer = tf.function(lambda x: inner(x), jit_compile=True)
     assert_close(outer(x).numpy(), right.numpy(), "float32", "forward")
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_cannot_run_elsewhere_says_what_to_do(count: int, rng: np.random.Generator) -> None:
+    """XLA and TensorFlow Lite, of any number of layers."""
+    layers = [ak.LSTM(4, return_sequences=True) for _ in range(count)]
+    model, x = keras.Sequential(layers), data(rng, 2, 5, 3)
+    model(x)
+    inner = tf.function(lambda x: model(x))
+    inner(x)
+    outer = tf.function(lambda x: inner(x), jit_compile=True)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"anycell\.keras\.step_by_step"):
+        outer(x)
+    traced = inner.get_concrete_function(tf.TensorSpec([2, 5, 3]))
+    converter = tf.lite.TFLiteConverter.from_concrete_functions([traced], model)
+    with pytest.raises(Exception, match=r"Trace it in anycell\.keras\.step_by_step\(\)"):
+        converter.convert()
+
+
+def test_losses_that_are_scaled_may_overflow() -> None:
+    """Keras's own layers say nothing of it."""
+    wide = np.array([1.0, 1e30], "float32")
+    assert host_of(DTYPES["float16"], 1).narrow(wide).tolist() == [1.0, np.inf]
 
 
 def test_unknown_shapes_in_one_graph(rng: np.random.Generator) -> None:

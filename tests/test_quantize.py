@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import feedbacks
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -32,9 +33,9 @@ from anycell.engines import cpu
 from anycell.engines.cpu import gemm, isa, jit, kernel
 from anycell.engines.cpu.ir import Module
 from anycell.layer import form
+from anycell.layer.rounding import rounded
 from anycell.layer.run import extent
 from anycell.numpy.host import NumpyHost, host_of
-from anycell.numpy.quantized import rounded
 from anycell.plan import plan
 from anycell.plan.dtype import Dtype
 
@@ -557,3 +558,128 @@ def test_refusals(call: Any, kind: type[Exception], message: str) -> None:
 def test_there_are_no_gradients() -> None:
     with pytest.raises(ValueError, match="int8"):
         cpu.compiled(plan(cells.LSTM, 8, "int8"), backward=True)
+
+
+# -- with a readout that is fed back ---------------------------------------------------------------
+
+
+def fed(kind: str = "LSTM", **options: Any) -> tuple[Any, Any]:
+    """One of torch, with its readout, and the same of NumPy."""
+    torch.manual_seed(0)
+    cell, sizes = getattr(cells, kind), {"P": 10} if kind == "LSTMP" else {}
+    layer_ = at.RNN(cell, 4, 20, **sizes, **options)
+    theirs = at.Feedback(layer_, nn.Linear(sizes.get("P", 20), 2))
+    ours = an.RNN(cell, 4, 20, **sizes, **options)
+    dense = an.Dense(sizes.get("P", 20), 2)
+    ours.set_parameters({n: p.detach().numpy() for n, p in layer_.named_parameters()})
+    dense.set_parameters({n: p.detach().numpy() for n, p in theirs.readout.named_parameters()})
+    return theirs, an.Feedback(ours, dense, seed=1)
+
+
+FORCED = {"forced": 1.0, "free": 0.0, "gaps": np.random.default_rng(0).random((9, 5)) < 0.4}
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "PeepholeLSTM", "LSTMP", "IndRNN"])
+@pytest.mark.parametrize("forced", FORCED)
+def test_feedback_in_8_bits(kind: str, forced: str, rng: np.random.Generator) -> None:
+    """Both frontends have the same bits, multiply integers, and are what they were before."""
+    theirs, ours = fed(kind)
+    x, given = rng.standard_normal((9, 5, 4)).astype("float32"), FORCED[forced]
+    tensor = torch.from_numpy(given) if isinstance(given, np.ndarray) else given
+    small_ = compress.quantize(theirs, data=[(torch.from_numpy(x), {"forced": tensor})])
+    small_ours = compress.quantize(ours, data=[(x, {"forced": given})])
+    with torch.no_grad():
+        wanted = theirs(torch.from_numpy(x), forced=tensor)[0].numpy()
+        y, state = small_(torch.from_numpy(x), forced=tensor)
+    ours_y, ours_state = small_ours.forward(x, forced=given)
+    assert not np.array_equal(y.numpy(), wanted)
+    assert_close(y.numpy(), wanted, "int8", "forward", axes=())
+    assert_close(ours_y, y.numpy(), "float32", "forward")
+    many = isinstance(state, tuple)
+    for s, other in zip(*[(v if many else (v,)) for v in (state, ours_state)], strict=True):
+        assert np.array_equal(s.numpy(), other)
+    for layer_ in (small_.layer, small_ours.layer):
+        assert 0 < layer_.error < limit("int8", "forward")
+        assert f"error {layer_.error:.1e}" in repr(layer_)
+    assert not isinstance(theirs.layer, at.Quantized) and not isinstance(ours.layer, an.Quantized)
+
+
+def test_feedback_is_what_rounding_makes_of_it(rng: np.random.Generator) -> None:
+    theirs, _ = fed()
+    x, forced = rng.standard_normal((9, 5, 4)).astype("float32"), FORCED["gaps"]
+    weights = {n.removesuffix("_l0"): p for n, p in theirs.layer.named_parameters()}
+    weights |= dict(theirs.readout.named_parameters())
+    arrays = {n: p.detach().numpy() for n, p in weights.items()}
+    small_ = compress.quantize(theirs)
+    # Of a row's numbers, beside what says that it is free.
+    for scale in (1.0, 1e-3, 1e3, 0.0, 1e-25):
+        scaled = x * np.float32(scale)
+        with long_functions(), torch.no_grad():
+            y, _ = small_(torch.from_numpy(scaled), forced=torch.from_numpy(forced))
+        wanted = feedbacks.by_rounding(arrays, scaled, forced)
+        assert_close(y.numpy(), wanted, "float32", "training", f"{scale}", axes=())
+
+
+def test_feedback_is_made_of_quantized_layers_and_goes_where_models_go(tmp_path: Path) -> None:
+    theirs, ours = fed()
+    x, forced = torch.randn(9, 5, 4), torch.arange(9) < 4
+    small_ = compress.quantize(theirs)
+    with torch.no_grad():
+        right = small_(x, forced=forced)[0]
+        made = at.Feedback(compress.quantize(theirs.layer), theirs.readout)
+        torch.save(small_.state_dict(), tmp_path / "small.pt")
+        loaded = compress.quantize(fed()[0])
+        for buffer in loaded.layer.buffers():
+            buffer.zero_()
+        loaded.load_state_dict(torch.load(tmp_path / "small.pt"))
+        twins = [made, loaded, copy.deepcopy(small_), pickle.loads(pickle.dumps(small_))]
+        assert all(torch.equal(twin(x, forced=forced)[0], right) for twin in twins)
+        assert small_(x, forced=forced[:, None].expand(9, 5))[0].equal(right)
+    small_ours = compress.quantize(ours)
+    right = small_ours.forward(x.numpy(), forced=forced.numpy())[0]
+    twins = [pickle.loads(pickle.dumps(small_ours)), copy.deepcopy(small_ours)]
+    twins += [an.Feedback(compress.quantize(ours.layer), ours.readout)]
+    for twin in twins:
+        assert np.array_equal(twin.forward(x.numpy(), forced=forced.numpy())[0], right)
+    with pytest.raises(NotImplementedError, match="weights of 8 bits, which have no gradients"):
+        small_ours.forward(x.numpy(), forced=0.5, training=True)
+    ours.readout.parameters["weight"][0, 0] = np.nan
+    with pytest.raises(ValueError, match="readout: given a weight with infinities or NaN"):
+        compress.quantize(ours)
+
+
+def test_gradients_through_feedback_are_those_of_real_weights() -> None:
+    theirs, _ = fed()
+    small_, x, forced = compress.quantize(theirs), torch.randn(9, 5, 4), torch.arange(9) < 4
+    with torch.no_grad():
+        for p in theirs.layer.parameters():
+            if p.dim() > 1:
+                p.copy_(torch.from_numpy(dequantized(p.numpy())))
+    for run in (small_, theirs):
+        run(x, forced=forced)[0].square().sum().backward()
+    for mine, right in zip(small_.readout.parameters(), theirs.readout.parameters(), strict=True):
+        assert_close(mine.grad, right.grad, "float32", "gradient")
+
+
+def test_what_a_loader_yields() -> None:
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.randn(4, 5, 3), torch.randn(4, 1)), 2
+    )
+    float_ = at.LSTM(3, 8, batch_first=True)
+    with pytest.raises(TypeError, match=r"data: given a list of 2, .* data=\(x for x, _ in loader"):
+        compress.quantize(float_, data=loader)
+    assert compress.quantize(float_, data=(x for x, _ in loader)).error > 0
+
+
+def test_real_numbers_are_not_cut_down_to_integers() -> None:
+    """Of a model, and of a layer; strict or not."""
+    float_ = nn.Sequential(nn.Linear(3, 3), at.LSTM(3, 8))
+    small_ = compress.quantize(float_)
+    before = {name: t.clone() for name, t in small_[1].state_dict().items()}
+    for model, state in ((small_, float_.state_dict()), (small_[1], float_[1].state_dict())):
+        for strict in (True, False):
+            with pytest.raises(RuntimeError, match=r"ih_l0: given torch\.float32; expected"):
+                model.load_state_dict(state, strict=strict)
+    assert all(torch.equal(t, before[name]) for name, t in small_[1].state_dict().items())
+    small_.load_state_dict(compress.quantize(float_).state_dict())
+    small_.load_state_dict({"0.weight": torch.zeros(3, 3)}, strict=False)

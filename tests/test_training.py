@@ -245,3 +245,16 @@ def test_the_example_looks_a_year_ahead() -> None:
     spec.loader.exec_module(module)
     teacher, sampling, repeat = module.main(["--quick"])
     assert teacher < 0.7 * repeat and sampling < 0.7 * repeat
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_data_far_from_zero_keep_their_digits(dtype: str) -> None:
+    """Statistics are of float64, whatever the data; results have the data's dtype."""
+    x = np.random.default_rng(0).normal(1e6, 5.0, (200, 3)).astype(dtype)
+    scale = an.Standardise(3).fit(x)
+    y, wide = scale.forward(x), x.astype("float64")
+    assert y.dtype == dtype and scale.inverse(y).dtype == np.float64
+    assert_close(y, (wide - wide.mean(0)) / wide.std(0), dtype, "forward")
+    assert np.abs(scale.inverse(y) - wide).max() < (1e-8 if dtype == "float64" else 1e-5)
+    assert an.Standardise(3, dtype="float32").fit(x).forward(x).dtype == np.float32
+    assert repr(scale) == "Standardise(3)" and "float32" in repr(an.Standardise(3, "float32"))

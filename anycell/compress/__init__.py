@@ -201,6 +201,7 @@ def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) ->
         {'weight_hh_v_l0': (16, 64), 'weight_hh_u_l0': (192, 16)}
     """
     adapter = _adapter(layer)
+    _refuse_quantized(layer)
     layer = adapter.opened(layer)
     adapter.check(layer, [], 0)
     cell = low_rank(layer.cell, matmuls, bias=layer.bias)
@@ -221,6 +222,11 @@ def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) ->
         for l in layer.cell.linears:
             for end in ENDS[: 1 + layer.bidirectional] if l.name in cell.matmuls else ():
                 weight = adapter.numbers(arrays.pop(l.weight + end))
+                if not np.isfinite(weight).all():
+                    raise ValueError(
+                        f"layer: given one whose {l.weight}_l{k}{end} has infinities or NaN; "
+                        "expected numbers, of which there is a singular value decomposition."
+                    )
                 factors = _factors(weight, int(rank) // l.heads)
                 arrays |= zip((f"{l.weight}_u{end}", f"{l.weight}_v{end}"), factors, strict=True)
                 if l.bias_name + end in arrays:
@@ -243,6 +249,8 @@ class _Model:
 
     def __init__(self, layer: Any, readouts: Sequence[Any], size: str) -> None:
         self.adapter, self.size = _adapter(layer), size
+        for each in (layer, *(readouts if isinstance(readouts, Sequence) else ())):
+            _refuse_quantized(each)
         self.layer = layer = self.adapter.opened(layer)
         self.cell = layer.cell
         self.layers, self.directions = layer.num_layers, 1 + layer.bidirectional
@@ -330,6 +338,16 @@ def _adapter(layer: Any) -> Any:
         "anycell.keras or anycell.numpy. anycell.torch.accelerate and anycell.keras.accelerate "
         "turn those of torch.nn and Keras into ours."
     )
+
+
+def _refuse_quantized(layer: Any) -> None:
+    """Layers and readouts whose weights are integers with scales, also within ``Bidirectional``."""
+    parts = [getattr(layer, name, layer) for name in ("forward_layer", "backward_layer")]
+    if any(getattr(part, "rounded", False) for part in parts):
+        raise TypeError(
+            f"layer: given {type(layer).__name__} with weights of 8 bits; expected float32. Change "
+            "the float32 layer, and quantize it afterwards."
+        )
 
 
 def _factors(weight: npt.NDArray[Any], rank: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:

@@ -16,10 +16,11 @@ def quantize(model: Any, *, data: Iterable[Any] | None = None) -> Any:
 
     Args:
         model: a layer of ``anycell.torch`` (``RNN``, ``LSTM``, ``GRU``), ``anycell.keras`` or
-            ``anycell.numpy``, or a ``torch.nn.Module`` or ``keras.Model`` that has such layers. It
-            stays as it is.
+            ``anycell.numpy``, a ``Feedback`` around one, or a ``torch.nn.Module`` or
+            ``keras.Model`` that has such layers. It stays as it is.
         data: inputs on which to measure the error, one at least: each a batch, or a tuple of
-            arguments. Wrap a loader in a progress bar to see one.
+            arguments, the last of which may be a dictionary of those with names. Never targets.
+            Wrap a loader in a progress bar to see one.
 
     Returns:
         a ``Quantized`` layer, or a copy of the model with such layers in the place of its own (of a

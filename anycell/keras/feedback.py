@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops, tree
 
-from anycell.keras.call import Arrays, Call, Tensor, check
+from anycell.keras.call import KERNELS, Arrays, Call, Tensor, check, quantized
 from anycell.keras.composite import composite
 from anycell.keras.layers import (
     _FUSED,
@@ -24,6 +24,8 @@ from anycell.keras.layers import (
 from anycell.keras.rule import Engine, Facts, choose
 from anycell.lang.cell import Cell
 from anycell.lang.transform import OUTPUT, with_feedback
+from anycell.layer.feedback import BY_GATE, LEAST
+from anycell.plan import scales_of
 
 
 @keras.saving.register_keras_serializable("anycell")
@@ -52,8 +54,9 @@ class Feedback(keras.layers.Layer):
     Called with
         sequences: ``[B, T, in]``, the series in the first Y columns. Where a step is not forced,
             what lies there never matters, not even NaN.
-        forced: where the series is given: bool ``[B, T]``. Or a number in [0, 1]: with that
-            probability each step of each row is. Default: 1, teacher forcing.
+        forced: where the series is given: bool ``[B, T]``, or ``[T]``, the same for all rows. Or a
+            number in [0, 1]: with that probability each step of each row is. Default: 1, teacher
+            forcing.
         initial_state, mask, training: as for the layer.
 
     Returns y ``[B, T, Y]``, or ``[y, *states]``.
@@ -118,16 +121,22 @@ class Feedback(keras.layers.Layer):
         training: bool = False,
     ) -> Any:
         """Runs the layer; see the class."""
-        layer, width = self.layer, self.readout.units
         mask = _attached_mask(sequences) if mask is None else mask
         mask = None if mask is None else ops.cast(mask, "bool")
-        given = ops.expand_dims(self._given(forced, sequences), -1)
+        if initial_state is None:
+            initial_state = self.layer.get_initial_state(ops.shape(sequences)[0])
+        states = list(initial_state) if tree.is_nested(initial_state) else [initial_state]
+        given = self._given(forced, sequences)
+        _, y, final = self.inner_loop(sequences, states, mask, bool(training), given=given)
+        return [y, *(ops.cast(s, self.compute_dtype) for s in final)] if self.return_state else y
+
+    def inner_loop(
+        self, sequences: Tensor, states: Any, mask: Any, training: bool, *, given: Tensor
+    ) -> Any:
+        """As of layers, whose first result is the last output; ``given`` is ``[B, T]``."""
+        layer, width, given = self.layer, self.readout.units, ops.expand_dims(given, -1)
         series = ops.where(given, sequences[..., :width], ops.zeros_like(sequences[..., :width]))
         sequences = ops.concatenate([series, sequences[..., width:]], -1)
-        if initial_state is None:
-            initial_state = layer.get_initial_state(ops.shape(sequences)[0])
-        states = list(initial_state) if tree.is_nested(initial_state) else [initial_state]
-        training = bool(training)
         facts = self._facts(training, *_place(sequences))
         call = Call(
             facts.cell,  # type: ignore[arg-type]
@@ -142,7 +151,7 @@ class Feedback(keras.layers.Layer):
         run = (_FUSED if engine == "cpu" else _STEPS).get(backend, composite)
         _, outputs, final = layer._as_keras(call, *run(call, arrays), arrays.get("mask"))
         y = self.readout(ops.cast(outputs, self.compute_dtype))
-        return [y, *(ops.cast(s, self.compute_dtype) for s in final)] if self.return_state else y
+        return None, y, final
 
     @property
     def engine(self) -> Engine:
@@ -171,7 +180,10 @@ class Feedback(keras.layers.Layer):
     def _given(self, forced: Any, sequences: Tensor) -> Tensor:
         """``[B, T]``: where the series is."""
         if not isinstance(forced, (int, float)):
-            return ops.cast(forced, "bool")
+            forced = ops.cast(forced, "bool")
+            if len(forced.shape) == 1:
+                forced = ops.broadcast_to(forced, ops.shape(sequences)[:2])
+            return forced
         if not 0.0 <= forced <= 1.0:
             raise ValueError(f"forced: given {forced!r}; expected a probability in [0, 1].")
         shape = ops.shape(sequences)[:2]
@@ -181,16 +193,23 @@ class Feedback(keras.layers.Layer):
         """What the fed cell has: one more gate, and one more input, which says what is free."""
         fed, hidden, width = dict(arrays), self.layer.cell.units, self.readout.units
         dtype = keras.backend.standardize_dtype(fed["x"].dtype)
-        free = ops.transpose(1.0 - ops.cast(given, dtype), (1, 0, 2))
-        fed["x"] = ops.concatenate([fed["x"], free], -1)
+        free: Any = 1.0
         fed["weight_feedback"] = ops.transpose(fed["kernel"][:width])
-        for name in ("kernel", "recurrent_kernel", "bias_ih", "bias_hh"):
+        if quantized(fed):
+            fed[scales_of("weight_feedback")] = fed[scales_of("weight_ih")]
+            free = ops.maximum(ops.max(ops.abs(fed["x"]), -1, keepdims=True), LEAST)
+        free = ops.cast(ops.logical_not(ops.transpose(given, (1, 0, 2))), dtype) * free
+        fed["x"] = ops.concatenate([fed["x"], free], -1)
+        ours = {name: theirs for theirs, name in KERNELS.items()}
+        for name, value in BY_GATE.items():
+            name = ours.get(name, name)
             if name in fed:
                 before = [(0, 0)] * (len(fed[name].shape) - 1)
-                fed[name] = ops.pad(fed[name], [*before, (0, hidden)])
-        gates = fed["kernel"].shape[1] - hidden
-        row = ops.concatenate([ops.zeros((1, gates), dtype), ops.ones((1, hidden), dtype)], -1)
-        fed["kernel"] = ops.concatenate([fed["kernel"], row], 0)
+                fed[name] = ops.pad(fed[name], [*before, (0, hidden)], constant_values=value)
+        kernel = fed["kernel"]
+        row = ops.ones((1, hidden), kernel.dtype)
+        row = ops.pad(row, [(0, 0), (kernel.shape[1] - hidden, 0)])
+        fed["kernel"] = ops.concatenate([kernel, row], 0)
         fed["weight_readout"] = ops.cast(ops.transpose(self.readout.kernel), dtype)
         if self.readout.bias is not None:
             fed["bias_readout"] = ops.cast(ops.convert_to_tensor(self.readout.bias), dtype)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from anycell.engines import cpu
 from anycell.numpy.host import Array, MixedNumpyHost, NumpyHost
 from anycell.plan.dtype import Dtype
@@ -52,7 +54,8 @@ class MixedAlignedHost(MixedNumpyHost, AlignedHost):
         if array.dtype == self.dtype:
             return array
         narrow = self.empty(array.shape)
-        narrow[...] = array
+        with np.errstate(over="ignore"):  # a loss that is scaled may overflow: it is then infinite
+            narrow[...] = array
         return narrow
 
 

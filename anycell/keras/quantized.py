@@ -13,10 +13,10 @@ from keras import ops
 from anycell.keras import compress
 from anycell.keras.call import Arrays, Tensor
 from anycell.keras.cell import RNNCell
+from anycell.keras.feedback import Feedback
 from anycell.keras.layers import CALLS, RNN, Fused
 from anycell.keras.rule import Facts
-from anycell.layer.rounding import Error, described
-from anycell.numpy.quantized import rounded
+from anycell.layer.rounding import Error, arguments, described, rounded
 from anycell.plan import scales_of
 
 KINDS = keras.layers.Layer
@@ -76,6 +76,7 @@ class Quantized(RNN):
 
     _cell_class = QuantizedCell
     error: float | None = None
+    rounded = True  # as anycell.compress asks
 
     def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
         return replace(super()._facts(training, gpu, traced), dtype="int8")
@@ -132,7 +133,7 @@ def _quantized(layer: Any) -> Quantized:
 def _measure(model: Any, layers: list[Any], small: list[Quantized], data: Iterable[Any]) -> None:
     """Runs the model, and each quantized layer on what its own layer is given."""
 
-    def comparing(layer: Any, quantized: Quantized, error: Error) -> Any:
+    def comparing(layer: Any, quantized: Any, error: Error) -> Any:
         def inner_loop(*args: Any, **options: Any) -> Any:
             results = type(layer).inner_loop(layer, *args, **options)
             both = quantized.inner_loop(*args, **options), results
@@ -142,13 +143,20 @@ def _measure(model: Any, layers: list[Any], small: list[Quantized], data: Iterab
         return inner_loop
 
     errors = [Error() for _ in layers]
+    runs = list(zip(layers, small, errors, strict=True))
+    known = {id(layer): (quantized, error) for layer, quantized, error in runs}
+    for outer in model._flatten_layers():
+        if isinstance(outer, Feedback) and id(outer.layer) in known:
+            quantized, error = known[id(outer.layer)]
+            runs.append((outer, Feedback(quantized, outer.readout), error))
     try:
-        for layer, quantized, error in zip(layers, small, errors, strict=True):
-            vars(layer)["inner_loop"] = comparing(layer, quantized, error)
+        for run in runs:
+            vars(run[0])["inner_loop"] = comparing(*run)
         for batch in data:
-            model(*(batch if isinstance(batch, tuple) else (batch,)), training=False)
+            given, named = arguments(batch)
+            model(*given, **{"training": False, **named})
     finally:
-        for layer in layers:
+        for layer, *_ in runs:
             del vars(layer)["inner_loop"]
     for quantized, error in zip(small, errors, strict=True):
         quantized.error = error.relative
@@ -179,7 +187,8 @@ def _with(model: Any, layers: list[Any], small: list[Quantized]) -> Any:
         pairs += [(source._non_trainable_variables, made._non_trainable_variables)]
         for theirs, ours in pairs:
             for value, variable in zip(theirs, ours, strict=True):
-                variable.assign(value)
+                # A copy: JAX has models give up their arrays, and would take the old model's.
+                variable.assign(np.array(ops.convert_to_numpy(value)))
     return new
 
 

@@ -48,6 +48,7 @@ from anycell.keras.call import (
     dequantized,
     number,
     quantized,
+    rounded,
 )
 from anycell.keras.composite import composite
 from anycell.keras.host import LINE, AlignedHost, host_of
@@ -102,6 +103,8 @@ def run(call: Call, arrays: Arrays) -> Result:
     arrays, integers = _tensors(arrays), quantized(arrays)
     if integers and (call.training or record.could_possibly_record()):
         arrays, integers = dequantized(arrays), False
+    if integers:
+        arrays = rounded(arrays)
     x, mask, kernel = arrays["x"], arrays.get("mask"), arrays.get("kernel")
     if kernel is not None and x.shape[-1] is None:
         x = tf.ensure_shape(x, [None, None, kernel.shape[0]])
@@ -324,11 +327,14 @@ def _out_of_graph(
         with tf.init_scope(), tf.device("CPU:0"):
             # No variable is behind it. It is there to live as long as a graph that captures it, and
             # TensorFlow refuses to save a function that does, in words that contain its name.
-            handle = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=[], shared_name=_REFUSAL)
+            # Of each call another one: XLA takes none twice.
+            name = f"{_REFUSAL} (call {number})"
+            handle = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=[], shared_name=name)
         weakref.finalize(handle, _work.pop, number).atexit = False
         graph.capture(handle, name=_NODE)
     return list(
-        tf.raw_ops.PyFuncStateless(
+        tf.raw_ops.PyFuncStateless(  # TensorFlow Lite? Trace it in anycell.keras.step_by_step()
+            # Its errors quote the line above, and no name of a node.
             input=[tf.constant(number, tf.int64), *tensors],
             token=_callback()[0],
             Tout=kinds,

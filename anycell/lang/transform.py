@@ -82,10 +82,10 @@ def with_feedback(cell: Cell) -> Cell:
     """The cell whose input is, where it is free, a linear readout of the state before the step.
 
         y = W_readout s + b_readout            of size OUTPUT, with s the first state
-        x_k <- x_k + x_free (W_feedback_k y)   for each gate k
+        x_k <- x_k + W_feedback_k y            for each gate k, where x_free > 0
 
-    ``FREE`` is one more gate, the last: 0 where the step sees its input alone, and 1 where it also
-    sees y, for all units of a row. No gradient goes back to it.
+    ``FREE`` is one more gate, the last: 0 where the step sees its input alone, and above 0, however
+    far, where it also sees y, for all units of a row. No gradient goes back to it.
 
     Raises:
         ValueError: for a cell that has a matmul of one of these names.
@@ -97,14 +97,14 @@ def with_feedback(cell: Cell) -> Cell:
             "without: that is the name of a matmul that feeds a readout back. Rename it."
         )
     first = Expr("state", (), (cell.states[0].name,))
-    free = apply("stop_gradient", Expr("x", (), (FREE,)))
+    free = apply("gt", Expr("x", (), (FREE,)), 0.0)
     y = Expr("linear", (first,), (READOUT, READOUT))
 
     def rule(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
         if node.op not in ("x", "preact"):
             return None
         fed = Expr("linear", (y,), (FEEDBACK, node.attrs[-1]))
-        return apply("add", Expr(node.op, args, node.attrs), apply("mul", free, fed))
+        return apply("add", Expr(node.op, args, node.attrs), apply("where", free, fed, 0.0))
 
     new = rewritten(cell, rule)
     operands = _operands(new)

@@ -18,6 +18,8 @@ by side, size that of the first state.
     forward.py, backward.py   the two passes on the CPU, which are this package's
     gpu.py          the two passes on a GPU
     stream.py       one step at a time, on weights packed once
+    feedback.py     what a readout that is fed back adds to a layer's arrays
+    rounding.py     weights of 8 bits
     single.py       one step of weights that change, whose matmuls are the host's
 """
 

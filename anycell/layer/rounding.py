@@ -13,7 +13,34 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 STEPS = 127  # of 8 bits, on each side of 0
+
+
+def rounded(
+    weight: npt.NDArray[Any], name: str = "model"
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+    """A weight ``[..., out, in]`` as integers, and their scales ``[..., out]``.
+
+    Raises:
+        ValueError: for a weight of ``name`` that has infinities or NaN.
+    """
+    if not np.isfinite(weight).all():
+        raise ValueError(f"{name}: given a weight with infinities or NaN; expected numbers.")
+    scales = np.abs(weight).max(-1, initial=0.0) / np.float32(STEPS)
+    steps = np.where(scales > 0, scales, np.float32(1.0))[..., None]
+    integers = np.rint(np.clip(weight / steps, -STEPS, STEPS)).astype(np.int8)
+    return integers, scales.astype(np.float32)
+
+
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How a model is called with a batch of ``quantize(data=)``."""
+    given = batch if isinstance(batch, tuple) else (batch,)
+    if isinstance(batch, tuple) and batch and isinstance(batch[-1], dict):
+        return given[:-1], given[-1]
+    return given, {}
 
 
 class Error:

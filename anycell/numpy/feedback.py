@@ -10,13 +10,13 @@ import numpy.typing as npt
 from anycell.engines.cpu import pool
 from anycell.lang.transform import OUTPUT, with_feedback
 from anycell.layer import Options, check_checkpoint
+from anycell.layer.feedback import BY_GATE, LEAST
+from anycell.layer.rounding import rounded
 from anycell.numpy import check, passes
 from anycell.numpy.base import Array
 from anycell.numpy.dense import Dense
 from anycell.numpy.layers import RNN, State
-from anycell.plan import plan
-
-_BY_GATE = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # what has rows for every gate
+from anycell.plan import plan, scales_of
 
 
 class Feedback:
@@ -98,9 +98,9 @@ class Feedback:
                 Where a step is not forced, what lies there never matters, not even NaN.
             state, mask, lengths, resets, static, training: as in ``RNN.forward``.
             forced: where the series is given: bool, laid out as x without its last axis, such as
-                ``np.isfinite(series)`` of one with gaps. Or a number in [0, 1]: with that
-                probability each step of each row is, drawn from ``seed``. A schedule of it is
-                ``forced=schedule(step)``.
+                ``np.isfinite(series)`` of one with gaps, or ``[T]``, the same for all rows. Or a
+                number in [0, 1]: with that probability each step of each row is, drawn from
+                ``seed``. A schedule of it is ``forced=schedule(step)``.
 
         Returns:
             y: ``[T, B, Y]``, laid out as x.
@@ -110,12 +110,17 @@ class Feedback:
         x = check.array("x", x, layer._layout("T", "B", layer.input_size), layer.dtype)
         x = x.swapaxes(0, 1) if layer.batch_first else x
         steps, rows = x.shape[:2]
-        given = self._forced(forced, steps, rows)
+        given, training = self._forced(forced, steps, rows), check.boolean("training", training)
+        if training and layer.plan.types.quantized:
+            layer.forward(x, training=True)  # which refuses
         entering = np.empty((steps, rows, layer.input_size + 1), layer.dtype)
         entering[..., :width] = np.where(given[..., None], x[..., :width], 0.0)
         entering[..., width:-1] = x[..., width:]
-        entering[..., -1] = ~given
-        training = check.boolean("training", training)
+        free: Any = 1.0
+        if layer.plan.types.quantized:
+            largest = np.abs(entering[..., :-1]).max(-1, initial=0.0)
+            free = np.maximum(largest, layer.dtype.type(LEAST))
+        entering[..., -1] = np.where(given, 0.0, free)
         options = Options(
             training=training,
             seed=int(layer._generator.integers(1 << 63)) if training and layer.cell.keeps else 0,
@@ -133,7 +138,7 @@ class Feedback:
         }
         sizes = {**layer.sizes, OUTPUT: width}
         fed = with_feedback(layer.cell)
-        chosen = plan(fed, layer.hidden_size, layer.dtype.name, sizes=sizes)
+        chosen = plan(fed, layer.hidden_size, layer.plan.dtype, sizes=sizes)
         output, final, pullback = passes.run(chosen, arrays, options)
         self._saved = (pullback, given) if training else None
         y = self.readout.forward(output, training=training)
@@ -169,7 +174,7 @@ class Feedback:
         )
         hidden = layer.hidden_size
         learned = {
-            name: gradients[name][:-hidden] if name in _BY_GATE else gradients[name]
+            name: gradients[name][:-hidden] if name in BY_GATE else gradients[name]
             for name in layer._shapes(0)
         }
         learned["weight_ih"] = np.ascontiguousarray(learned["weight_ih"][:, :-1])
@@ -185,25 +190,32 @@ class Feedback:
 
     def _forced(self, forced: npt.ArrayLike | float, steps: int, rows: int) -> npt.NDArray[Any]:
         """``[T, B]``."""
+        if np.ndim(forced) == 1:
+            flags = check.flags("forced", forced, (steps,))
+            return np.broadcast_to(flags[:, None], (steps, rows))
         if np.ndim(forced) == 0 and not isinstance(forced, (bool, np.bool_)):
             chance = check.probability("forced", forced)
             return self._generator.random((steps, rows)) < chance
         return self.layer._flags("forced", forced, steps, rows).astype(bool)
 
     def _learned(self) -> dict[str, Any]:
-        """What the fed cell learns: one more gate, and one more input, which says what is free."""
+        """What the fed cell learns, with the scales of what has 8 bits."""
         layer, readout = self.layer, self.readout
         learned, hidden = layer._learned(0), layer.hidden_size
-        fed = learned["weight_ih"][:, : readout.output_size]
-        for name in _BY_GATE:
-            if name in learned:
-                rows = np.zeros((hidden, *learned[name].shape[1:]), layer.dtype)
-                learned[name] = np.concatenate([learned[name], rows])
-        column = np.zeros((len(learned["weight_ih"]), 1), layer.dtype)
-        column[-hidden:] = 1.0
+        fed: dict[str, Any] = {"weight_feedback": learned["weight_ih"][:, : readout.output_size]}
+        fed["weight_readout"] = readout.parameters["weight"]
+        if layer.plan.types.quantized:
+            fed[scales_of("weight_feedback")] = learned[scales_of("weight_ih")]
+            integers, scales = rounded(readout.parameters["weight"], "readout")
+            fed |= {"weight_readout": integers, scales_of("weight_readout"): scales}
+        for name in BY_GATE.keys() & learned.keys():
+            below = (hidden, *learned[name].shape[1:])
+            rows = np.full_like(learned[name], BY_GATE[name], shape=below)
+            learned[name] = np.concatenate([learned[name], rows])
+        column = np.zeros_like(learned["weight_ih"][:, :1])
+        column[-hidden:] = 1
         learned["weight_ih"] = np.concatenate([learned["weight_ih"], column], axis=1)
-        learned |= {"weight_feedback": fed, "weight_readout": readout.parameters["weight"]}
-        return learned | {"bias_readout": readout.parameters.get("bias")}
+        return {**learned, **fed, "bias_readout": readout.parameters.get("bias")}
 
 
 __all__ = ["Feedback"]

@@ -16,24 +16,28 @@ class Standardise(Layer):
 
     NaN stands for a value that is missing: it does not count, and stays NaN. A feature that is
     constant is divided by 1. Nothing is learned; ``save`` and ``load`` keep ``mean`` and ``std``,
-    ``[size]``, as those of a layer.
+    float64 ``[size]``, as those of a layer.
 
     Args:
         size: number of features, the last axis.
-        dtype: "float32" or "float64".
+        dtype: of results, "float32" or "float64". None is float64 for ``inverse``, since float32
+            has too few digits for data far from 0, and x's own for ``forward``.
 
     Example:
-        >>> scale = Standardise(1, dtype="float64").fit([[1.0], [3.0], [np.nan]])
+        >>> scale = Standardise(1).fit([[1.0], [3.0], [np.nan]])
         >>> scale.forward([[1.0], [5.0]]).tolist(), scale.inverse([[-1.0]]).tolist()
         ([[-1.0], [3.0]], [[1.0]])
     """
 
-    def __init__(self, size: int, dtype: npt.DTypeLike = "float32") -> None:
-        self.size, self.dtype = check.integer("size", size), check.real_dtype("dtype", dtype)
-        super().__init__({}, _statistics(self.size, self.dtype, "mean", "std"))
+    def __init__(self, size: int, dtype: npt.DTypeLike | None = None) -> None:
+        self.size = check.integer("size", size)
+        self._results = None if dtype is None else check.real_dtype("dtype", dtype)
+        self.dtype = np.dtype(np.float64) if self._results is None else self._results
+        super().__init__({}, _statistics(self.size, np.dtype(np.float64), "mean", "std"))
 
     def __repr__(self) -> str:
-        return f"Standardise({self.size}, dtype={self.dtype.name!r})"
+        told = "" if self._results is None else f", dtype={self.dtype.name!r}"
+        return f"Standardise({self.size}{told})"
 
     def fit(self, x: npt.ArrayLike, *, mask: npt.ArrayLike | None = None) -> Standardise:
         """Takes mean and deviation of ``x [..., size]``; returns the layer itself.
@@ -64,8 +68,10 @@ class Standardise(Layer):
 
     def forward(self, x: npt.ArrayLike) -> Array:
         """``(x - mean) / std`` of ``x [..., size]``."""
+        narrow = getattr(x, "dtype", None) == np.float32 and self._results is None
         x = check.array("x", x, _shape(x, self.size), np.float64)
-        return ((x - self.arrays["mean"]) / self.arrays["std"]).astype(self.dtype)
+        y = (x - self.arrays["mean"]) / self.arrays["std"]
+        return y.astype(np.float32 if narrow else self.dtype)
 
     def inverse(self, y: npt.ArrayLike) -> Array:
         """``y * std + mean``: a forecast in the units of the data."""

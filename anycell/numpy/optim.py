@@ -64,6 +64,11 @@ def _pairs(layers: list[Trainable]) -> Iterator[tuple[Array, Array]]:
 
 
 def _floats(name: str, array: Array) -> Array:
+    if getattr(array, "dtype", None) == np.int8:
+        raise TypeError(
+            f"{name}: given weights of 8 bits, expected floats, which can be trained. Train the "
+            "float32 layer, and quantize it afterwards."
+        )
     if not isinstance(array, np.ndarray) or array.dtype.kind != "f":
         raise TypeError(f"{name}: given {array!r}, expected a NumPy array of floats.")
     return array

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -9,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell.layer import ENDS
-from anycell.layer.rounding import STEPS, Error, described
+from anycell.layer.rounding import Error, arguments, described, rounded
 from anycell.numpy.base import Array
+from anycell.numpy.feedback import Feedback
 from anycell.numpy.layers import RNN, State
 from anycell.plan import Plan, plan, scales_of
 
-KINDS = RNN
+KINDS = RNN, Feedback
 
 
 class Quantized(RNN):
@@ -51,6 +53,7 @@ class Quantized(RNN):
         assert self.plan.engine == "cpu"
 
     error: float | None
+    rounded = True  # as anycell.compress asks
 
     @property
     def plan(self) -> Plan:
@@ -88,24 +91,22 @@ class Quantized(RNN):
         )
 
 
-def rounded(weight: Array) -> tuple[npt.NDArray[np.int8], Array]:
-    """A weight ``[..., out, in]`` as integers, and their scales ``[..., out]``."""
-    if not np.isfinite(weight).all():
-        raise ValueError("model: given a weight with infinities or NaN; expected numbers.")
-    scales = np.abs(weight).max(-1, initial=0.0) / np.float32(STEPS)
-    steps = np.where(scales > 0, scales, np.float32(1.0))[..., None]
-    integers = np.rint(np.clip(weight / steps, -STEPS, STEPS)).astype(np.int8)
-    return integers, scales.astype(np.float32)
-
-
-def quantize(layer: RNN, data: Iterable[Any] | None) -> Quantized:
+def quantize(model: RNN | Feedback, data: Iterable[Any] | None) -> Quantized | Feedback:
     """See ``anycell.compress.quantize``."""
-    small = Quantized(layer)
+    layer = model.layer if isinstance(model, Feedback) else model
+    small, run = Quantized(layer), model
+    result: Any = small
+    if isinstance(model, Feedback):  # copies, which draw the same steps
+        run, result = copy.copy(model), copy.copy(model)
+        result.layer, result.readout = small, copy.deepcopy(model.readout)
+        for each in (run, result):
+            each._saved, each._generator = None, copy.deepcopy(model._generator)
+        result._learned()  # or why its readout cannot be rounded
     if data is not None:
         error = Error()
         for batch in data:
-            arguments = batch if isinstance(batch, tuple) else (batch,)
-            outputs = (which.forward(*arguments)[0] for which in (small, layer))
+            given, named = arguments(batch)
+            outputs = (which.forward(*given, **named)[0] for which in (result, run))
             error.add(*(output.astype(np.float64) for output in outputs))
         small.error = error.relative
-    return small
+    return result

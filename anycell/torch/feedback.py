@@ -10,16 +10,15 @@ from torch import Tensor, nn
 
 from anycell.lang.cell import Cell
 from anycell.lang.transform import OUTPUT, with_feedback
+from anycell.layer.feedback import BY_GATE, LEAST
+from anycell.plan import scales_of
 from anycell.torch import ops
-from anycell.torch.arguments import describe
+from anycell.torch.arguments import check_states, check_static, check_tensor, describe
 from anycell.torch.composite import Arrays
 from anycell.torch.dropin import DropIn
-from anycell.torch.functional import Engine, fused_plan, reason
-from anycell.torch.primitive import recurrence
-from anycell.torch.recurrent import Lengths
+from anycell.torch.functional import Engine, fused_plan, quantized, reason
+from anycell.torch.recurrent import Lengths, sequence, state_names
 from anycell.torch.rnn import RNN
-
-_BY_GATE = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # what has rows for every gate
 
 
 class Feedback(nn.Module):
@@ -48,9 +47,9 @@ class Feedback(nn.Module):
             matters, not even NaN.
         state, mask, lengths, resets, static: as in ``RNN``.
         forced: where the series is given: bool, laid out as x without its last axis, such as
-            ``series.isfinite()`` of one with gaps. Or a number in [0, 1]: with that probability
-            each step of each row is, drawn from torch's default generator. A schedule of it is
-            ``forced=schedule(step)``.
+            ``series.isfinite()`` of one with gaps, or ``[T]``, the same for all rows. Or a number
+            in [0, 1]: with that probability each step of each row is, drawn from torch's default
+            generator. A schedule of it is ``forced=schedule(step)``.
         y: ``[T, B, Y]``, laid out as x.
         final state: as of the layer.
 
@@ -135,38 +134,50 @@ class Feedback(nn.Module):
                 f"x: given {describe(x)}; expected {axes.format(layer.input_size)}, the series in "
                 f"the first {self.readout.out_features} column(s)."
             )
-        given = self._forced(forced, x)
-        if layer.batch_first:
-            x, given = x.transpose(0, 1), given.transpose(0, 1)
-            mask, resets = (None if flags is None else flags.T for flags in (mask, resets))
-        width = self.readout.out_features
+        given, width, like = self._forced(forced, x), self.readout.out_features, layer._like
+        check_tensor("x", x, x.shape, "as the weights", like)
+        weight = self.readout.weight
+        check_tensor("readout", weight, weight.shape, "as the weights of the layer", like)
+        learned, rows = self._learned(), x.shape[not layer.batch_first]
+        sizes = (*layer._sizes, (OUTPUT, width))
+        arrays = {}
+        if state is not None:
+            by_size = {"H": layer.hidden_size, **dict(sizes)}
+            states = check_states("state", state, layer.cell, by_size, (1, rows), like)
+            arrays = dict(zip(state_names("state", layer.cell), states, strict=True))
+        if static is not None or layer.cell.static is not None:
+            shape = (rows, layer.hidden_size)
+            arrays["static"] = check_static(layer.cell, static, shape, like)
+        others = x[..., width:]
         series = torch.where(given.unsqueeze(-1), x[..., :width], 0.0)
-        free = given.logical_not().unsqueeze(-1).to(x.dtype)
-        states = (state,) if isinstance(state, Tensor) else state
-        output, final = recurrence(
-            self._made[1],
-            torch.cat([series, x[..., width:], free], -1),
-            self._learned(),
-            None if states is None else [s.squeeze(0) for s in states],
+        free = torch.ones_like(x[..., :1])
+        if quantized(learned) and x.dtype is torch.float32:
+            row = torch.cat([series, others], -1).detach()
+            free = row.abs().amax(-1, keepdim=True).clamp_min(LEAST)
+        free = torch.where(given.unsqueeze(-1), 0.0, free)
+        output, final, _ = sequence(
+            layer._call(self._made[1])._replace(sizes=sizes),
+            torch.cat([series, others, free], -1),
+            arrays,
+            [learned],
             mask=mask,
             lengths=lengths,
             resets=resets,
-            static=static,
-            training=layer.training,
-            checkpoint=layer.checkpoint,
+            batch_first=layer.batch_first,
         )
-        y = self.readout(output.transpose(0, 1) if layer.batch_first else output)
-        last = tuple([s.unsqueeze(0) for s in final])
-        return y, last if len(last) > 1 else last[0]
+        return self.readout(output), final if len(final) > 1 else final[0]
 
     def _forced(self, forced: Any, x: Tensor) -> Tensor:
         """Laid out as x."""
         shape = x.shape[:2]
         if isinstance(forced, Tensor):
+            if forced.shape == (steps := x.shape[int(self.layer.batch_first)],):
+                along = (1, steps) if self.layer.batch_first else (steps, 1)
+                forced = forced.reshape(along).expand(shape)
             if forced.dtype != torch.bool or forced.shape != shape:
                 raise ValueError(
                     f"forced: given {describe(forced)}; expected bool {list(shape)}, laid out as "
-                    "x, or a probability."
+                    f"x, [{steps}] for all rows, or a probability."
                 )
             return forced
         if isinstance(forced, bool) or not isinstance(forced, (int, float)):
@@ -179,18 +190,22 @@ class Feedback(nn.Module):
         return torch.rand(shape, device=x.device) < forced
 
     def _learned(self) -> Arrays:
-        """What the fed cell learns: one more gate, and one more input, which says what is free."""
+        """What the fed cell learns, with the scales of what has 8 bits; the readout is rounded
+        where integers are multiplied.
+        """
         layer, readout, hidden = self.layer, self.readout, self.layer.hidden_size
         learned = dict(layer._weights()[0])
-        fed = learned["weight_ih"][:, : readout.out_features]
-        for name in _BY_GATE:
+        fed = {"weight_feedback": learned["weight_ih"][:, : readout.out_features]}
+        if quantized(learned):
+            fed[scales_of("weight_feedback")] = learned[scales_of("weight_ih")]
+        for name, value in BY_GATE.items():
             if name in learned:
                 below = (0, 0, 0, hidden) if learned[name].dim() > 1 else (0, hidden)
-                learned[name] = F.pad(learned[name], below)
+                learned[name] = F.pad(learned[name], below, value=value)
         entering = learned["weight_ih"]
         column = F.pad(entering.new_ones(hidden, 1), (0, 0, len(entering) - hidden, 0))
         learned["weight_ih"] = torch.cat([entering, column], 1)
-        learned |= {"weight_feedback": fed, "weight_readout": readout.weight}
+        learned |= {**fed, "weight_readout": readout.weight}
         if readout.bias is not None:
             learned["bias_readout"] = readout.bias
         return learned

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from anycell.layer import ENDS
-from anycell.layer.rounding import STEPS, Error, described
+from anycell.layer.rounding import Error, arguments, described
 from anycell.plan import scales_of
 from anycell.torch import ops
 from anycell.torch.composite import Arrays
 from anycell.torch.dropin import GRU, LSTM
+from anycell.torch.feedback import Feedback
+from anycell.torch.functional import scales_of_rows, steps
 from anycell.torch.rnn import RNN
 
 KINDS = nn.Module
@@ -68,6 +70,20 @@ class Quantized(RNN):
                     self.register_buffer(place, array.detach().clone())
 
     error: float | None
+    rounded = True  # as anycell.compress asks
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Copying would cut floats down to integers, most of them to 0."""
+        for name, buffer in self._buffers.items():
+            given = state_dict.get(prefix + name)
+            integers = buffer is not None and buffer.dtype is torch.int8
+            if integers and given is not None and given.dtype is not torch.int8:
+                args[-1].append(  # what load_state_dict raises
+                    f"{prefix}{name}: given {given.dtype}; expected torch.int8, of a quantized "
+                    "layer, which stays as it is. Load into the float32 layer, and quantize it."
+                )
+                return
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def reset_parameters(self) -> None:
         """There is nothing to draw."""
@@ -102,17 +118,8 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A weight ``[..., out, in]`` as integers, and their scales ``[..., out]``."""
     if not weight.isfinite().all():
         raise ValueError("model: given a weight with infinities or NaN; expected numbers.")
-    scales = _scales(weight)
-    return _steps(weight, scales).to(torch.int8), scales.squeeze(-1)
-
-
-def _scales(weight: Tensor) -> Tensor:
-    return weight.abs().amax(-1, keepdim=True) / STEPS
-
-
-def _steps(weight: Tensor, scales: Tensor) -> Tensor:
-    steps = torch.where(scales > 0, scales, torch.ones_like(scales))
-    return (weight / steps).clamp(-STEPS, STEPS).round()
+    scales = scales_of_rows(weight)
+    return steps(weight, scales).to(torch.int8), scales.squeeze(-1)
 
 
 def quantize(model: nn.Module, data: Iterable[Any] | None) -> nn.Module:
@@ -142,20 +149,43 @@ def is_layer(module: Any) -> bool:
 def _measure(model: nn.Module, small: dict[nn.Module, Quantized], data: Iterable[Any]) -> None:
     """Runs the model, and each quantized layer on what its own layer is given."""
     errors = {layer: Error() for layer in small}
+    runs: dict[nn.Module, tuple[nn.Module, Error]] = {l: (small[l], errors[l]) for l in small}
+    for module in model.modules():
+        if isinstance(module, Feedback) and module.layer in small:
+            twin = Feedback(small[module.layer], module.readout)
+            runs[module] = twin, errors[module.layer]
 
-    def compare(layer: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        outputs = [small[layer](*args, **kwargs)[0], result[0]]
+    def drawn(feedback: Any, args: Any, kwargs: Any) -> Any:  # once, for both
+        x = args[0] if args else kwargs["x"]
+        return args, {**kwargs, "forced": feedback._forced(kwargs["forced"], x)}
+
+    def compare(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        twin, error = runs[module]
+        outputs = [twin(*args, **kwargs)[0], result[0]]
         outputs = [o.data if isinstance(o, nn.utils.rnn.PackedSequence) else o for o in outputs]
-        errors[layer].add(*(output.double() for output in outputs))
+        error.add(*(output.double() for output in outputs))
 
-    hooks = [layer.register_forward_hook(compare, with_kwargs=True) for layer in small]
-    was_training = {module: module.training for module in [*model.modules(), *small.values()]}
+    hooks = [module.register_forward_hook(compare, with_kwargs=True) for module in runs]
+    hooks += [
+        module.register_forward_pre_hook(drawn, with_kwargs=True)
+        for module in runs
+        if isinstance(module, Feedback)
+    ]
+    twins = [module for twin, _ in runs.values() for module in twin.modules()]
+    was_training = {module: module.training for module in [*model.modules(), *twins]}
     try:
         for module in was_training:
             module.training = False
         with torch.no_grad():
             for batch in data:
-                model(*(batch if isinstance(batch, tuple) else (batch,)))
+                if isinstance(batch, list):
+                    raise TypeError(
+                        f"data: given a list of {len(batch)}, as a loader makes of inputs and "
+                        "targets; expected a tensor, or a tuple of the model's arguments. Pass the "
+                        "inputs alone: data=(x for x, _ in loader)."
+                    )
+                given, named = arguments(batch)
+                model(*given, **named)
     finally:
         for hook in hooks:
             hook.remove()
@@ -174,8 +204,8 @@ class Rounding(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         """``scale * round(weight / scale)``."""
         with torch.no_grad():
-            scales = _scales(weight)
-            error = _steps(weight, scales) * scales - weight
+            scales = scales_of_rows(weight)
+            error = steps(weight, scales) * scales - weight
         return weight + error
 
 
