@@ -197,10 +197,7 @@ def test_numpy_keeps_none_where_it_is_told(weights_kept: cpu.PackedWeights) -> N
 def test_torch_keeps_none_where_it_is_told(road: str, weights_kept: cpu.PackedWeights) -> None:
     torch = pytest.importorskip("torch")
     import anycell.torch as at
-    from anycell.torch import ops
 
-    if road == "operator" and not ops.AVAILABLE:
-        pytest.skip("needs PyTorch 2.4")
     x = torch.randn(STEPS, ROWS, INPUTS)
     module: Any
     if road == "LSTM":

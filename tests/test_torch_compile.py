@@ -17,15 +17,12 @@ from torch_layers import CELLS, Gated, Zoned, by_name, run  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
 from anycell import cell, cells, sigmoid, tanh  # noqa: E402
-from anycell.torch import ops  # noqa: E402
 
 nn, Tensor = torch.nn, torch.Tensor
 DOUBLE = {"dtype": torch.float64}
 
-pytestmark = [
-    pytest.mark.skipif(not ops.AVAILABLE, reason="torch.library has no register_fake as yet"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's own compiler
-]
+# Of torch's own compiler.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)

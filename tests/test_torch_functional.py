@@ -17,7 +17,7 @@ import anycell
 import anycell.torch as at
 from anycell import cell, cells, tanh
 from anycell.layer import ENDS, Options, shapes
-from anycell.torch import functional, ops
+from anycell.torch import functional
 from anycell.torch.composite import Call
 
 STEPS, ROWS, SIZE, ENTERING = 6, 3, 5, 4
@@ -523,8 +523,6 @@ def test_engines() -> None:
 @pytest.mark.parametrize("cell", [cells.LSTM, Adding], ids=repr)
 def test_compiled(cell: Any, seed: int) -> None:
     """One operator, but with ``return_states``; a cell is known from its first call."""
-    if not ops.AVAILABLE:
-        pytest.skip("needs PyTorch 2.4")
     torch.manual_seed(seed)
     arguments, _ = given_by(cell)
     flags = {"resets": torch.rand(STEPS, ROWS).round(), "lengths": torch.tensor([6, 3, 1])}

@@ -97,7 +97,7 @@ class DropIn(Recurrent):
         plain, plan = not extra and not (looked and transformed()), None
         if plain and self._vendor_wins(x, cell, weight):
             return self._by_vendor(x, states, weight)
-        if looked and compiled() and (isinstance(x, PackedSequence) or not ops.AVAILABLE):
+        if looked and compiled() and isinstance(x, PackedSequence):
             return torch.compiler.disable(self._ours)(x, states, mask, lengths, resets)
         if looked and not extra and traced():
             return None

@@ -67,7 +67,7 @@ def layer(call: Call, arrays: Arrays) -> Result:
     x, engine = arrays["x"], call.engine
     plan: Plan | str = "asked for"
     if call.plan is None and (observed() or type(x) not in _ORDINARY):
-        if engine != "reference" and (compiled() or faked(x)) and ops.AVAILABLE and not for_onnx():
+        if engine != "reference" and (compiled() or faked(x)) and not for_onnx():
             results = ops.run(call, arrays)
             if results is not None:
                 return results
@@ -139,7 +139,7 @@ def _multiplies_integers(arrays: Arrays) -> bool:
     gradient, and nothing but a compiler looks at the call.
     """
     x = arrays["x"]
-    if observed() and (not compiled() or not ops.AVAILABLE):
+    if observed() and not compiled():
         return False
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in arrays.values())
     return x.device.type == "cpu" and x.dtype is torch.float32 and not wanted
@@ -236,11 +236,7 @@ def autocast_dtype(weight: Tensor) -> torch.dtype:
     kind = weight.device.type
     if weight.dtype is torch.float64 or kind not in fused.ENGINES:
         return weight.dtype
-    if hasattr(torch, "get_autocast_dtype"):  # since PyTorch 2.4
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    if kind == "cuda":
-        return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else weight.dtype
-    return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else weight.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
 exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)

@@ -32,7 +32,6 @@ from anycell.torch import fused
 from anycell.torch.composite import Arrays, Call, Result, Sizes
 from anycell.torch.entry import enter
 
-AVAILABLE = hasattr(torch.library, "register_fake")  # since PyTorch 2.4
 # Inductor's CUDA graphs (mode="reduce-overhead") must leave our operators out: these replay graphs
 # of their own, whose memory lasts, and look at what kernels have reported. Recent PyTorch has a tag
 # that says so; without it layers on a card are no operators.
@@ -382,24 +381,23 @@ def _forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> li
     return results
 
 
-if AVAILABLE:
-    _library = torch.library.Library("anycell", "DEF")
-    for _schema in (
-        "forward(Tensor[] tensors, str form, float[] hyper) -> Tensor[]",
-        "run(Tensor[] tensors, str form, float[] hyper, bool keep) -> Tensor[]",
-        "backward(Tensor[] tensors, Tensor[] kept, Tensor[] arriving, str form, float[] hyper, "
-        "bool[] given, bool[] needs) -> Tensor[]",
-    ):
-        _library.define(_schema, tags=_TAGS)
-    for _key in ("CPU", "CUDA"):
-        _library.impl("forward", functools.partial(_run, keep=False), _key)
-        _library.impl("run", _run, _key)
-        _library.impl("backward", _backward, _key)
-    _library.impl("forward", _forward, "Autograd")
-    _fake = functools.partial(torch.library.register_fake, lib=_library)
-    _fake("anycell::forward", functools.partial(_run_fake, keep=False))
-    _fake("anycell::run", _run_fake)
-    _fake("anycell::backward", _backward_fake)
-    for _cell in vars(cells).values():
-        if isinstance(_cell, Cell):
-            register(_cell)
+_library = torch.library.Library("anycell", "DEF")
+for _schema in (
+    "forward(Tensor[] tensors, str form, float[] hyper) -> Tensor[]",
+    "run(Tensor[] tensors, str form, float[] hyper, bool keep) -> Tensor[]",
+    "backward(Tensor[] tensors, Tensor[] kept, Tensor[] arriving, str form, float[] hyper, "
+    "bool[] given, bool[] needs) -> Tensor[]",
+):
+    _library.define(_schema, tags=_TAGS)
+for _key in ("CPU", "CUDA"):
+    _library.impl("forward", functools.partial(_run, keep=False), _key)
+    _library.impl("run", _run, _key)
+    _library.impl("backward", _backward, _key)
+_library.impl("forward", _forward, "Autograd")
+_fake = functools.partial(torch.library.register_fake, lib=_library)
+_fake("anycell::forward", functools.partial(_run_fake, keep=False))
+_fake("anycell::run", _run_fake)
+_fake("anycell::backward", _backward_fake)
+for _cell in vars(cells).values():
+    if isinstance(_cell, Cell):
+        register(_cell)
