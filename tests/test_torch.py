@@ -33,6 +33,7 @@ from torch_layers import (  # noqa: E402
     of_torchscript,
     run,
     twins,
+    whole_graphs,
 )
 
 import anycell  # noqa: E402
@@ -626,6 +627,7 @@ def test_torchscript() -> None:
     assert_close(scripted(x[0])[0].detach(), step(x[0])[0].detach(), "float32", "forward")
 
 
+@whole_graphs
 @pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
 def test_export() -> None:
     x = torch.randn(3, 2, 3)

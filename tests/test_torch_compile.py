@@ -13,7 +13,7 @@ from tolerances import assert_close
 
 torch = pytest.importorskip("torch")
 
-from torch_layers import CELLS, Gated, Zoned, by_name, run  # noqa: E402
+from torch_layers import CELLS, Gated, Zoned, by_name, run, whole_graphs  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
 from anycell import cell, cells, sigmoid, tanh  # noqa: E402
@@ -84,6 +84,7 @@ def test_one_graph(kind: Any) -> None:
             assert torch.equal(model(x, given, **arguments)[0], layer(x, given, **arguments)[0])
 
 
+@whole_graphs
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("training", [True, False])
 def test_no_compilation_for_other_lengths_and_batches(training: bool, dynamic: bool | None) -> None:
@@ -101,6 +102,7 @@ def test_no_compilation_for_other_lengths_and_batches(training: bool, dynamic: b
                     assert torch.equal(output, layer(x, lengths=lengths)[0])
 
 
+@whole_graphs
 def test_in_a_model() -> None:
     """Among other layers, which the compiler changes; unbatched; under autocast."""
     layer = at.RNN(cells.GRU, 8, 5, dropout=0.5, num_layers=2).eval()
@@ -158,6 +160,7 @@ def test_hyperparameters_may_change() -> None:
     assert not torch.equal(seen[0], seen[1])
 
 
+@whole_graphs
 @pytest.mark.skipif(
     not hasattr(torch._dynamo.config, "allow_rnn"), reason="Dynamo has no such setting as yet"
 )
@@ -222,6 +225,7 @@ def test_inductor() -> None:
 # -- export ----------------------------------------------------------------------------------------
 
 
+@whole_graphs
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(strict: bool) -> None:
     """One operator in the graph, for any T and B; saved and loaded; still to be trained."""
@@ -246,6 +250,7 @@ def test_export(strict: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, ref, strict=True))
 
 
+@whole_graphs
 @pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
 def test_export_of_drop_ins_is_torchs() -> None:
     layer, x = at.LSTM(3, 5), torch.randn(4, 2, 3)

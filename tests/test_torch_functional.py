@@ -11,7 +11,7 @@ import pytest
 import torch
 from tolerances import assert_close
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
-from torch_layers import Gated, of_torchscript
+from torch_layers import Gated, of_torchscript, whole_graphs
 
 import anycell
 import anycell.torch as at
@@ -519,6 +519,7 @@ def test_engines() -> None:
         )
 
 
+@whole_graphs
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("cell", [cells.LSTM, Adding], ids=repr)
 def test_compiled(cell: Any, seed: int) -> None:

@@ -16,7 +16,18 @@ from anycell.layer import stepped
 from anycell.layer.signature import FLAGS
 from anycell.plan import Plan, scales_of
 from anycell.torch import fused, ops
-from anycell.torch.composite import Arrays, Call, Result, Sizes, States, composite
+from anycell.torch.composite import (
+    OPTIONS,
+    SEQUENCES,
+    STREAM,
+    Arrays,
+    Call,
+    Result,
+    Sizes,
+    States,
+    changed,
+    composite,
+)
 from anycell.torch.entry import enter
 
 
@@ -49,9 +60,8 @@ def stack(
         directions = slice(k * count, (k + 1) * count)
         one = {n: t[directions] if _is_state(n) else t for n, t in arrays.items()}
         wanted = call.sequences if k + 1 == len(weights) else ()
-        options = call.options._replace(stream=k)
-        this = call._replace(options=options, sequences=wanted)
-        x, final, sequences = layer(this, {**one, "x": x, **learned})
+        this = changed(call, OPTIONS, changed(call.options, STREAM, k))
+        x, final, sequences = layer(changed(this, SEQUENCES, wanted), {**one, "x": x, **learned})
         finals.append(final)
     return x, tuple(map(torch.cat, zip(*finals, strict=True))), sequences
 

@@ -29,7 +29,7 @@ from anycell.layer import Options, check_checkpoint
 from anycell.layer.signature import FLAGS
 from anycell.plan import DTYPES, Plan, scales_of
 from anycell.torch import fused
-from anycell.torch.composite import Arrays, Call, Result, Sizes
+from anycell.torch.composite import SEED, Arrays, Call, Result, Sizes, changed
 from anycell.torch.entry import enter
 
 # Inductor's CUDA graphs (mode="reduce-overhead") must leave our operators out: these replay graphs
@@ -65,6 +65,13 @@ def _constant(function: Callable[..., Any]) -> Any:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def _constant_size(size: int) -> int:
+    """The same. Before PyTorch 2.6 ``dynamic=True`` makes sizes that a module has unknown to the
+    compiler, until it compiles a loop over them.
+    """
+    return len(range(size))
 
 
 @_constant
@@ -236,10 +243,13 @@ def run(call: Call, arrays: Arrays) -> Result | None:
     if "recurrent_mask" in arrays or call.sequences:
         return None
     if isinstance(options.seed, Tensor):
-        arrays, options = {**arrays, "seed": options.seed}, options._replace(seed=0)
+        arrays, options = {**arrays, "seed": options.seed}, changed(options, SEED, 0)
     dtype = torch.int8 if scales_of("weight_ih") in arrays else x.dtype
+    hidden, sizes = _constant_size(call.hidden_size), []
+    for symbol, size in call.sizes:
+        sizes.append((symbol, _constant_size(size)))
     text = _text(
-        cell.name, cell.key, call.hidden_size, call.sizes, dtype, x.device.type, tuple(options),
+        cell.name, cell.key, hidden, tuple(sizes), dtype, x.device.type, tuple(options),
         tuple(arrays),
     )  # fmt: skip
     if text is None:

@@ -248,7 +248,7 @@ def _in_its_dtype(
 ) -> Result:
     """``stack``, in the dtype that autocast asks for."""
     # What other layers hand on may be of 16 bits, whatever the dtype of this one.
-    like = next(iter(weights[0].values()), arrays["x"])
+    like = [*weights[0].values(), arrays["x"]][0]
     dtype = torch.float32 if quantized(weights[0]) else autocast_dtype(like)
     if dtype is not like.dtype and not quantized(weights[0]):
         weights = [{name: t.to(dtype) for name, t in learned.items()} for learned in weights]

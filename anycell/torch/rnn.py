@@ -27,6 +27,7 @@ from anycell.torch.arguments import (
 from anycell.torch.composite import Arrays, Sizes, States
 from anycell.torch.entry import autocast
 from anycell.torch.functional import Engine, fused_plan, reason
+from anycell.torch.packed import parts
 from anycell.torch.recurrent import (
     Lengths,
     Recurrent,
@@ -208,7 +209,7 @@ class RNN(Recurrent, nn.Module):
                 return_states=return_states,
             )
         cell, sizes, rows = self.cell, self.sizes, self._check_input(x)
-        like = x.data if isinstance(x, PackedSequence) else x
+        like = parts(x)[0] if isinstance(x, PackedSequence) else x
         arrays = {}
         if static is not None or cell.static is not None:
             arrays["static"] = check_static(cell, static, (*rows, self.hidden_size), like)
@@ -245,7 +246,7 @@ class RNN(Recurrent, nn.Module):
         """The batch axis of what else comes per row: ``(B,)``, or none."""
         if isinstance(x, PackedSequence):
             dims: tuple[int, ...] = (2,)
-            axes, x, sizes = "[steps of all rows, {}]", x.data, x.batch_sizes
+            (x, sizes), axes = parts(x), "[steps of all rows, {}]"
         else:
             axes = "[batch, time, {}]" if self.batch_first else "[time, batch, {}]"
             dims, sizes = (2, 3), None
