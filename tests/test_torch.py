@@ -194,10 +194,17 @@ def test_errors_are_torchs(kind: str) -> None:
                 layer(*arguments)
             raised.append((type(caught.value), str(caught.value)))
         assert raised[0] == raised[1]
+    refused = []
     for bad in ({"hidden_size": 0}, {"dropout": 2.0}, {"num_layers": 0}, {"bias": 1}):
+        said = []
         for layer in LAYERS[kind]:
-            with pytest.raises((ValueError, TypeError)):
+            try:
                 layer(**{"input_size": 3, "hidden_size": 5, **bad})
+            except (ValueError, TypeError) as error:
+                said.append(str(error))
+        assert said in ([], 2 * said[:1])
+        refused += said[:1]
+    assert len(refused) >= 2  # torch 2.4 takes some of them
 
 
 # -- autograd --------------------------------------------------------------------------------------
