@@ -164,9 +164,7 @@ def floors() -> dict[str, str]:
     return dict(re.findall(r"^([\w-]+)==([\d.]+)", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize(
-    "package", "numpy llvmlite torch keras tensorflow tensorflow-cpu jax".split()
-)
+@pytest.mark.parametrize("package", "numpy llvmlite torch keras tensorflow tensorflow-cpu".split())
 def test_what_is_required_is_the_oldest_that_is_tested(package: str) -> None:
     """Up to the last number: 1.24 is what 1.24.0 is."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
