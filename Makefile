@@ -64,10 +64,11 @@ test-all: $(VENV)/tf_keras.stamp ## every test but those for a GPU, under every 
 	KERAS_BACKEND=jax $(PYTEST) -k keras tests/conformance tests/test_keras.py tests/test_keras_jax.py tests/test_keras_accelerate.py tests/test_keras_feedback.py tests/test_keras_compress.py
 	$(RUN) tools/run_keras_tests.py
 
-test-oldest: $(OLDEST)/stamp ## those of Keras and TensorFlow, on their oldest versions (Python 3.10 to 3.12)
+test-oldest: $(OLDEST)/stamp ## those of every frontend, on the oldest versions that it runs on (Python 3.10)
 	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist worksteal $(FAST) \
 		tests/conformance tests/test_keras.py tests/test_keras_tensorflow.py tests/test_keras_accelerate.py tests/test_tf1.py \
-		tests/test_tf1_programs.py
+		tests/test_tf1_programs.py tests/test_numpy.py tests/test_stream.py tests/test_recurrence.py tests/test_package.py \
+		tests/test_torch.py tests/test_torch_[acfmos]*.py
 
 test-tritons: $(TRITONS:%=$(TRITON)/%/stamp) $(VENV)/dev.stamp ## kernels and the interpreter, under every Triton (4 GB)
 	$(RUN) tools/gpu_tritons.py --jobs $(JOBS)

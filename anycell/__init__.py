@@ -36,6 +36,11 @@ def _unknown(name: str) -> str:
     problem = f"module 'anycell' has no attribute {name!r}"
     if name.startswith("_"):  # asked for by Python's own machinery
         return problem
+    if name in ("jax", "flax"):
+        return (
+            f"{problem}. There are no layers for {name} as yet; on JAX, anycell.keras runs step by "
+            "step. See docs/keras.md, JAX."
+        )
     import difflib
 
     close = difflib.get_close_matches(name, __dir__(), cutoff=0.7)

@@ -190,7 +190,7 @@ def bench(options: argparse.Namespace) -> int:
     """Measure, show, write."""
     if importlib.util.find_spec("torch") is None:
         raise UsageError(
-            "bench compares with PyTorch, which is not installed: pip install 'anycell[bench]'"
+            "bench compares with PyTorch, which is not installed: pip install '.[bench]'"
         )
     from anycell.bench import chart, problem, report, runner, shapes
     from anycell.bench.contenders import CONTENDERS, DEFAULT_PEERS, ON_TENSORFLOW, PACKAGES
@@ -208,8 +208,7 @@ def bench(options: argparse.Namespace) -> int:
             if importlib.util.find_spec(package) is None:
                 extra = "tensorflow" if name in ON_TENSORFLOW else "bench"
                 raise UsageError(
-                    f"{name} needs {package}, which is not installed: "
-                    f"pip install 'anycell[{extra}]'"
+                    f"{name} needs {package}, which is not installed: pip install '.[{extra}]'"
                 )
     if DTYPES[options.dtype].quantized:
         if options.mode not in ("inference", "both"):

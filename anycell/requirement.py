@@ -21,7 +21,7 @@ def require(package: str, frontend: str, extra: str, otherwise: str = "") -> Non
         importlib.import_module(package)
     except ModuleNotFoundError as error:
         missing = (error.name or package).partition(".")[0]
-        needs, install = f"{frontend} needs {package}", f"pip install 'anycell[{extra}]'"
+        needs, install = f"{frontend} needs {package}", f"pip install '.[{extra}]'"
         if missing != package:
             needs += f", and {package} needs {missing}"
             install = f"pip install {missing}{otherwise}"

@@ -1,6 +1,6 @@
 """A year ahead, week by week, from a series with gaps: trained as it will run, without a framework.
 
-    pip install anycell statsmodels
+    pip install . statsmodels
     python examples/free_run.py            (--quick: seconds)
 
 A layer sees the CO2 of each week and forecasts the next. To look a year ahead it must read its own

@@ -1,6 +1,6 @@
 """A cell of your own, as a layer of Keras, trained by `fit` to forecast a seasonal series.
 
-    pip install 'anycell[tensorflow]'
+    pip install '.[tensorflow]'
     python examples/keras_forecast.py            (--quick: a few seconds)
 
 The cell is a leaky unit with a gate that sees a slow average of its own output: three lines that no

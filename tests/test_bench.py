@@ -915,7 +915,7 @@ def test_errors_about_a_cell_in_a_file(own_cell: str, capsys: pytest.CaptureFixt
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UsageError, match=r"chart needs matplotlib.*pip install 'anycell\[bench\]'"):
+    with pytest.raises(UsageError, match=r"chart needs matplotlib.*pip install '\.\[bench\]'"):
         need("matplotlib", "the chart")
 
 
@@ -929,7 +929,7 @@ def test_without_torch_bench_says_what_to_install() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 2
-    assert "pip install 'anycell[bench]'" in done.stderr
+    assert "pip install '.[bench]'" in done.stderr
 
 
 def test_bench_from_the_command_line(

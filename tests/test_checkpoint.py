@@ -154,8 +154,6 @@ def test_as_an_operator() -> None:
     from anycell.torch import ops
     from anycell.torch.composite import Call
 
-    if not ops.AVAILABLE:
-        pytest.skip("needs PyTorch 2.4")
     for cell, mask in itertools.product(
         (cells.LSTM, cells.GRU), ({}, {"mask": torch.rand(STEPS, 2) < 0.7})
     ):

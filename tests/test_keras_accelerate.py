@@ -184,6 +184,8 @@ def test_a_compiled_model_leaves_its_old_graph() -> None:
 def test_what_a_layer_was_told_stays(dtype: str) -> None:
     if BACKEND == "jax" and dtype == "float64":
         pytest.skip("JAX has float64 only if asked for it")
+    if keras.__version__.startswith("3.3.") and dtype == "mixed_bfloat16":
+        pytest.skip("Keras 3.3's own stateful layers do not run in it")
     layer = layers.LSTM(4, stateful=True, dropout=0.3, seed=3, dtype=dtype, name="memory")
     x = np.random.default_rng(0).normal(size=(2, 5, 3))
     layer(x)

@@ -46,6 +46,8 @@ def test_names_that_are_not_there() -> None:
     with pytest.raises(AttributeError, match=r"^module 'anycell' has no attribute '__wrapped__'$"):
         anycell.__wrapped__  # noqa: B018
     assert not hasattr(anycell, "sin")
+    with pytest.raises(AttributeError, match=r"no layers for jax as yet.*docs/keras\.md, JAX\.$"):
+        anycell.jax  # noqa: B018
 
 
 def test_the_language_has_one_list_of_names() -> None:
@@ -67,11 +69,11 @@ def test_the_language_has_one_list_of_names() -> None:
     ("frontend", "missing", "said"),
     [
         ("torch", "torch", "anycell.torch needs torch, which is not installed.\n"),
-        ("torch", "torch", "Instead: pip install 'anycell[torch]'."),
-        ("keras", "keras", "Instead: pip install 'anycell[keras]'."),
+        ("torch", "torch", "Instead: pip install '.[torch]'."),
+        ("keras", "keras", "Instead: pip install '.[keras]'."),
         ("keras", "tensorflow", "anycell.keras needs keras, and keras needs tensorflow, which is"),
         ("keras", "tensorflow", "pip install tensorflow, or choose another backend by KERAS_BACK"),
-        ("tf1", "tensorflow", "Instead: pip install 'anycell[tensorflow]'."),
+        ("tf1", "tensorflow", "Instead: pip install '.[tensorflow]'."),
     ],
 )
 def test_a_frontend_says_what_to_install(frontend: str, missing: str, said: str) -> None:
@@ -154,3 +156,27 @@ def test_metadata(wheel: zipfile.ZipFile) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     needed = [need for need in metadata.get_all("Requires-Dist") if "extra ==" not in need]
     assert {re.match(r"[\w-]+", need)[0] for need in needed} == {"numpy", "llvmlite"}
+
+
+def floors() -> dict[str, str]:
+    """The oldest version of each package, as listed for ``make test-oldest``."""
+    text = (ROOT / "requirements" / "oldest.txt").read_text(encoding="utf-8")
+    return dict(re.findall(r"^([\w-]+)==([\d.]+)", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("package", "numpy llvmlite torch keras tensorflow tensorflow-cpu".split())
+def test_what_is_required_is_the_oldest_that_is_tested(package: str) -> None:
+    """Up to the last number: 1.24 is what 1.24.0 is."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    required = set(re.findall(rf'"{package}>=([\d.]+)"', text))
+    assert required == {floors()[package].rpartition(".")[0]} or required == {floors()[package]}
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("PyTorch", "torch"), ("NumPy", "numpy"), ("Keras", "keras"), ("TensorFlow", "tensorflow")],
+)
+def test_the_documents_name_the_oldest_that_is_tested(name: str, package: str) -> None:
+    text = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    (stated,) = re.findall(rf"^\| {name} \| ([\d.]+) and newer", text, re.MULTILINE)
+    assert stated in (floors()[package], floors()[package].rpartition(".")[0])

@@ -13,19 +13,16 @@ from tolerances import assert_close
 
 torch = pytest.importorskip("torch")
 
-from torch_layers import CELLS, Gated, Zoned, by_name, run  # noqa: E402
+from torch_layers import CELLS, Gated, Zoned, by_name, run, whole_graphs  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
 from anycell import cell, cells, sigmoid, tanh  # noqa: E402
-from anycell.torch import ops  # noqa: E402
 
 nn, Tensor = torch.nn, torch.Tensor
 DOUBLE = {"dtype": torch.float64}
 
-pytestmark = [
-    pytest.mark.skipif(not ops.AVAILABLE, reason="torch.library has no register_fake as yet"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's own compiler
-]
+# Of torch's own compiler.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +84,7 @@ def test_one_graph(kind: Any) -> None:
             assert torch.equal(model(x, given, **arguments)[0], layer(x, given, **arguments)[0])
 
 
+@whole_graphs
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("training", [True, False])
 def test_no_compilation_for_other_lengths_and_batches(training: bool, dynamic: bool | None) -> None:
@@ -104,6 +102,7 @@ def test_no_compilation_for_other_lengths_and_batches(training: bool, dynamic: b
                     assert torch.equal(output, layer(x, lengths=lengths)[0])
 
 
+@whole_graphs
 def test_in_a_model() -> None:
     """Among other layers, which the compiler changes; unbatched; under autocast."""
     layer = at.RNN(cells.GRU, 8, 5, dropout=0.5, num_layers=2).eval()
@@ -166,6 +165,7 @@ allow_rnn = pytest.mark.skipif(
 )
 
 
+@whole_graphs
 @allow_rnn
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
@@ -180,6 +180,7 @@ def test_drop_ins_under_autocast(kind: str, dtype: Any) -> None:
         assert torch.equal(*wanted, *found)
 
 
+@whole_graphs
 @allow_rnn
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_drop_ins(kind: str) -> None:
@@ -242,6 +243,7 @@ def test_inductor() -> None:
 # -- export ----------------------------------------------------------------------------------------
 
 
+@whole_graphs
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(strict: bool) -> None:
     """One operator in the graph, for any T and B; saved and loaded; still to be trained."""
@@ -266,6 +268,7 @@ def test_export(strict: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, ref, strict=True))
 
 
+@whole_graphs
 @pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
 def test_export_of_drop_ins_is_torchs() -> None:
     layer, x = at.LSTM(3, 5), torch.randn(4, 2, 3)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from tolerances import assert_close
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
-from torch_layers import Gated, of_torchscript
+from torch_layers import Gated, of_torchscript, whole_graphs
 
 import anycell
 import anycell.torch as at
 from anycell import cell, cells, tanh
 from anycell.layer import ENDS, Options, shapes
-from anycell.torch import functional, ops
+from anycell.torch import functional
 from anycell.torch.composite import Call
 
 STEPS, ROWS, SIZE, ENTERING = 6, 3, 5, 4
@@ -519,12 +519,11 @@ def test_engines() -> None:
         )
 
 
+@whole_graphs
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("cell", [cells.LSTM, Adding], ids=repr)
 def test_compiled(cell: Any, seed: int) -> None:
     """One operator, but with ``return_states``; a cell is known from its first call."""
-    if not ops.AVAILABLE:
-        pytest.skip("needs PyTorch 2.4")
     torch.manual_seed(seed)
     arguments, _ = given_by(cell)
     flags = {"resets": torch.rand(STEPS, ROWS).round(), "lengths": torch.tensor([6, 3, 1])}

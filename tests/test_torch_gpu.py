@@ -163,7 +163,6 @@ def test_autocast(ran: list[str], seed: int, monkeypatch: pytest.MonkeyPatch) ->
         assert_close(leaf.grad.cpu(), gradient.cpu(), "float16", "gradient")
 
 
-@pytest.mark.skipif(not hasattr(torch, "get_autocast_dtype"), reason="PyTorch is too old")
 def test_dtypes_under_autocast() -> None:
     def found(kind: str, dtype: Any) -> Any:
         return functional.autocast_dtype(weight(kind, dtype))
@@ -318,9 +317,7 @@ def in_float64(*parts: Any) -> Any:
 
 # -- torch.compile ---------------------------------------------------------------------------------
 
-operators = pytest.mark.skipif(
-    not ops.AVAILABLE or (CARD and not ops.ON_CARDS), reason="PyTorch is too old"
-)
+operators = pytest.mark.skipif(CARD and not ops.ON_CARDS, reason="PyTorch is too old")
 
 
 @operators

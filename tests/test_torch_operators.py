@@ -25,10 +25,6 @@ from anycell.torch.composite import Call  # noqa: E402
 Tensor = torch.Tensor
 STEPS, ROWS = 40, 9  # so many that the kernel reads the input itself
 
-pytestmark = pytest.mark.skipif(
-    not ops.AVAILABLE, reason="torch.library has no register_fake as yet"
-)
-
 
 @pytest.fixture(autouse=True)
 def _fresh(seed: int) -> None:

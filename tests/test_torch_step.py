@@ -19,7 +19,7 @@ from torch_layers import CELLS, by_name  # noqa: E402
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
 from anycell.plan import plan  # noqa: E402
-from anycell.torch import ops, single  # noqa: E402
+from anycell.torch import single  # noqa: E402
 
 Tensor = torch.Tensor
 Results = dict[str, Tensor]
@@ -282,7 +282,6 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(not ops.AVAILABLE, reason="torch.library has no register_fake as yet")
 def test_the_first_that_runs_is_compiled() -> None:
     """As one graph: a compiler does not see the facts of a cell that are still to be found."""
     python("""

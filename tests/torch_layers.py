@@ -18,6 +18,10 @@ LAYERS = {"LSTM": (at.LSTM, nn.LSTM), "GRU": (at.GRU, nn.GRU)}
 STATES = {"LSTM": 2, "GRU": 1}
 # torch compiles formulas of its own with TorchScript, which it has deprecated.
 of_torchscript = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+# What old versions cannot trace: one graph for any number of steps, drop-ins, functions.
+whole_graphs = pytest.mark.skipif(
+    torch.__version__ < torch.torch_version.TorchVersion("2.8"), reason="PyTorch is too old"
+)
 
 
 def twins(kind: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

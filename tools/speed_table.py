@@ -1,6 +1,10 @@
-"""Prints a speed table, such as the README's, from results of the benchmark.
+"""Prints a speed table from results of the benchmark, or writes it to the documents.
 
 python tools/speed_table.py benchmarks/results/DATE_CPU_THREADS.json [PEER]
+python tools/speed_table.py benchmarks/results/DATE_CPU_THREADS.json --write
+
+The second puts the table into docs/performance.md, between its marks, and draws docs/speed.png, the
+chart of the README.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- speed table: begin -->\n", "<!-- speed table: end -->"
 MARK = "!"  # beside a time that is another one alone
 
 
@@ -57,6 +63,64 @@ def table(report: dict[str, Any], peer: str = "torch.nn") -> str:
     return "\n".join(lines)
 
 
+def into(document: str, lines: str) -> str:
+    """The document with other lines between its marks."""
+    before, rest = document.split(BEGIN)
+    return f"{before}{BEGIN}\n{lines}\n\n{END}{rest.split(END)[1]}"
+
+
+def ratios(report: dict[str, Any], peer: str) -> dict[str, dict[str, float]]:
+    """How many times faster, of each shape, under "LSTM inference" and the like."""
+    found: dict[str, dict[str, float]] = {}
+    for row in report["rows"]:
+        ours, theirs = (row["contenders"].get(who) for who in (report["settings"]["subject"], peer))
+        if ours and theirs and ours["samples_ms"] and theirs["samples_ms"]:
+            pairs = zip(ours["samples_ms"], theirs["samples_ms"], strict=True)
+            column = found.setdefault(f"{row['cell']} {row['mode']}", {})
+            column[row["shape"]["name"]] = statistics.median(b / a for a, b in pairs)
+    return found
+
+
+def draw(report: dict[str, Any], path: Path, peer: str = "torch.nn") -> None:
+    """A panel per cell and mode, a bar per shape, on a white ground: for light pages and dark."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    columns = ratios(report, peer)
+    names = list(dict.fromkeys(name for column in columns.values() for name in column))
+    most = max(max(column.values()) for column in columns.values())
+    figure, panels = plt.subplots(
+        1, len(columns), figsize=(11, 0.9 + 0.3 * len(names)), sharey=True, layout="constrained"
+    )
+    for axes, (title, column) in zip(panels, columns.items(), strict=True):
+        for name, ratio in column.items():
+            place, faster = names.index(name), ratio >= 1
+            color = "#2f6fb3" if faster else "#c8643c"
+            axes.barh(place, ratio - 1, left=1, height=0.72, color=color)
+            text = f" {ratio:.1f}" if faster else f"{ratio:.2f} "
+            side = "left" if faster else "right"
+            axes.text(ratio, place, text, ha=side, va="center", fontsize=8.5, color="#1f2933")
+        mean = statistics.geometric_mean(column.values())
+        axes.set_title(f"{title}\nmean {mean:.2f}x", fontsize=11, loc="left")
+        axes.set_xscale("log")
+        axes.set_xlim(0.25, 2.2 * most)
+        ticks = [tick for tick in (0.5, 1, 2, 4, 8, 16, 32) if tick < 1.9 * most]
+        axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks], fontsize=8)
+        axes.set_xticks([], minor=True)
+        axes.grid(axis="x", color="#e4e7eb")
+        axes.set_axisbelow(True)
+        axes.axvline(1, color="#1f2933", linewidth=1)
+        axes.tick_params(length=0)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+    panels[0].set_yticks(range(len(names)), names, fontsize=10)
+    panels[0].set_ylim(len(names) - 0.4, -0.6)
+    figure.savefig(path, dpi=130, facecolor="white")
+    plt.close(figure)
+
+
 def _last(title: str, means: list[float | None]) -> str:
     return " | ".join([f"| {title}", *(f"**{mean:.2f}**" if mean else "" for mean in means)]) + " |"
 
@@ -71,4 +135,11 @@ def _digits(milliseconds: float) -> str:
 
 
 if __name__ == "__main__":
-    print(table(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), *sys.argv[2:]))
+    report = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    if sys.argv[2:] == ["--write"]:
+        page = ROOT / "docs" / "performance.md"
+        lines = f"From `benchmarks/results/{Path(sys.argv[1]).name}`.\n\n{table(report)}"
+        page.write_text(into(page.read_text(encoding="utf-8"), lines), encoding="utf-8")
+        draw(report, ROOT / "docs" / "speed.png")
+    else:
+        print(table(report, *sys.argv[2:]))

@@ -12,7 +12,7 @@ class Unsupported(Exception):
     """This contender has no such layer, as ``torch.nn`` has none for a user's cell: shown as -."""
 
 
-def need(module: str, purpose: str, install: str = "'anycell[bench]'") -> ModuleType:
+def need(module: str, purpose: str, install: str = "'.[bench]'") -> ModuleType:
     """Import an optional package, or say which command installs it."""
     try:
         return importlib.import_module(module)

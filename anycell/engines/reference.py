@@ -437,7 +437,8 @@ def sizes(
         ValueError: where nothing tells the size of a state, or heads or groups do not divide one.
     """
     size = {"H": hidden}
-    for declared, value in zip(cell.states, state or (), strict=bool(state)):
+    known = zip(cell.states, state, strict=True) if state else ()
+    for declared, value in known:
         if value is not None:
             size.setdefault(declared.size, value.shape[-1])
     for l in cell.linears:

@@ -260,7 +260,7 @@ def kept_shapes(
         borders: with checkpoints, the number of segments.
     """
     sizes, directions = [size for _, size in states(plan)], len(reverse)
-    hidden, others, values = steps + 1 + any(reverse), steps + 1, steps
+    hidden, others, values = steps + 1 + int(any(reverse)), steps + 1, steps
     if borders is not None:
         hidden = others = borders
         values = 0

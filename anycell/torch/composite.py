@@ -7,7 +7,7 @@ and tracing, and the cells, dtypes and devices that no fused kernel carries.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,18 @@ class Call(NamedTuple):
     sequences: tuple[str, ...] = ()
     engine: str | None = None
     plan: Plan | None = None
+
+
+OPTIONS, SEQUENCES = map(Call._fields.index, ("options", "sequences"))
+SEED, STREAM = map(Options._fields.index, ("seed", "stream"))
+Record = TypeVar("Record", Call, Options)
+
+
+def changed(record: Record, place: int, value: Any) -> Record:
+    """``record._replace`` of one field: old PyTorch compiles a layer around this one, not that."""
+    make: Any = type(record)
+    fields = tuple(record)
+    return make(*fields[:place], value, *fields[place + 1 :])
 
 
 # Output ``[T, B, directions * size]``, the final states ``[directions, B, size]``, and of each of

@@ -32,6 +32,7 @@ from anycell.torch.functional import (
     transformed,
 )
 from anycell.torch.fused import plan_on
+from anycell.torch.packed import parts
 from anycell.torch.recurrent import Lengths, Recurrent, state_names
 from anycell.torch.symbolic import leaf
 
@@ -125,7 +126,7 @@ class DropIn(Recurrent):
         plain, plan = not further and not (looked and transformed()), None
         if plain and self._vendor_wins(x, cell, weight):
             return self._by_vendor(x, states, weight)
-        if looked and compiled() and (isinstance(x, PackedSequence) or not ops.AVAILABLE):
+        if looked and compiled() and isinstance(x, PackedSequence):
             return torch.compiler.disable(self._ours)(x, states, further)
         if looked and not further and traced():
             return None
@@ -167,7 +168,7 @@ class DropIn(Recurrent):
 
     def _fused(self, x: Tensor | PackedSequence, cell: Cell, weight: Tensor, looked: bool) -> Any:
         """The plan of the fused kernel, or True for its operator; None if neither does."""
-        data = x.data if isinstance(x, PackedSequence) else x
+        data = parts(x)[0] if isinstance(x, PackedSequence) else x
         size, sizes = self.hidden_size, self._sizes
         if autocast() and weight.is_cuda:
             return None

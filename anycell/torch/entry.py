@@ -12,9 +12,7 @@ from anycell.lang.cell import Cell
 
 Result = TypeVar("Result")
 
-autocast: Callable[[], bool] = getattr(
-    torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled
-)
+autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def enter(cell: Cell, what: str, run: Callable[..., Result], *arguments: Any) -> Result:

@@ -17,7 +17,18 @@ from anycell.layer.rounding import STEPS
 from anycell.layer.signature import FLAGS
 from anycell.plan import Plan, scales_of
 from anycell.torch import fused, ops
-from anycell.torch.composite import Arrays, Call, Result, Sizes, States, composite
+from anycell.torch.composite import (
+    OPTIONS,
+    SEQUENCES,
+    STREAM,
+    Arrays,
+    Call,
+    Result,
+    Sizes,
+    States,
+    changed,
+    composite,
+)
 from anycell.torch.entry import enter
 
 
@@ -50,9 +61,8 @@ def stack(
         directions = slice(k * count, (k + 1) * count)
         one = {n: t[directions] if _is_state(n) else t for n, t in arrays.items()}
         wanted = call.sequences if k + 1 == len(weights) else ()
-        options = call.options._replace(stream=k)
-        this = call._replace(options=options, sequences=wanted)
-        x, final, sequences = layer(this, {**one, "x": x, **learned})
+        this = changed(call, OPTIONS, changed(call.options, STREAM, k))
+        x, final, sequences = layer(changed(this, SEQUENCES, wanted), {**one, "x": x, **learned})
         finals.append(final)
     return x, tuple(map(torch.cat, zip(*finals, strict=True))), sequences
 
@@ -70,7 +80,7 @@ def layer(call: Call, arrays: Arrays) -> Result:
     x, engine = arrays["x"], call.engine
     plan: Plan | str = "asked for"
     if call.plan is None and (observed() or type(x) not in _ORDINARY):
-        if engine != "reference" and (compiled() or faked(x)) and ops.AVAILABLE and not for_onnx():
+        if engine != "reference" and (compiled() or faked(x)) and not for_onnx():
             results = ops.run(call, arrays)
             if results is not None:
                 return results
@@ -142,7 +152,7 @@ def _multiplies_integers(arrays: Arrays) -> bool:
     gradient, and nothing but a compiler looks at the call.
     """
     x = arrays["x"]
-    if observed() and (not compiled() or not ops.AVAILABLE):
+    if observed() and not compiled():
         return False
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in arrays.values())
     return x.device.type == "cpu" and x.dtype is torch.float32 and not wanted
@@ -260,11 +270,7 @@ def autocast_dtype(weight: Tensor) -> torch.dtype:
     kind = weight.device.type
     if weight.dtype is torch.float64 or kind not in fused.ENGINES:
         return weight.dtype
-    if hasattr(torch, "get_autocast_dtype"):  # since PyTorch 2.4
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    if kind == "cuda":
-        return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else weight.dtype
-    return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else weight.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
 exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)

@@ -29,10 +29,9 @@ from anycell.layer import Options, check_checkpoint
 from anycell.layer.signature import FLAGS
 from anycell.plan import DTYPES, Plan, scales_of
 from anycell.torch import fused
-from anycell.torch.composite import Arrays, Call, Result, Sizes
+from anycell.torch.composite import SEED, Arrays, Call, Result, Sizes, changed
 from anycell.torch.entry import enter
 
-AVAILABLE = hasattr(torch.library, "register_fake")  # since PyTorch 2.4
 # Inductor's CUDA graphs (mode="reduce-overhead") must leave our operators out: these replay graphs
 # of their own, whose memory lasts, and look at what kernels have reported. Recent PyTorch has a tag
 # that says so; without it layers on a card are no operators.
@@ -66,6 +65,13 @@ def _constant(function: Callable[..., Any]) -> Any:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def _constant_size(size: int) -> int:
+    """The same. Before PyTorch 2.6 ``dynamic=True`` makes sizes that a module has unknown to the
+    compiler, until it compiles a loop over them.
+    """
+    return len(range(size))
 
 
 @_constant
@@ -237,10 +243,13 @@ def run(call: Call, arrays: Arrays) -> Result | None:
     if "recurrent_mask" in arrays or call.sequences:
         return None
     if isinstance(options.seed, Tensor):
-        arrays, options = {**arrays, "seed": options.seed}, options._replace(seed=0)
+        arrays, options = {**arrays, "seed": options.seed}, changed(options, SEED, 0)
     dtype = torch.int8 if scales_of("weight_ih") in arrays else x.dtype
+    hidden, sizes = _constant_size(call.hidden_size), []
+    for symbol, size in call.sizes:
+        sizes.append((symbol, _constant_size(size)))
     text = _text(
-        cell.name, cell.key, call.hidden_size, call.sizes, dtype, x.device.type, tuple(options),
+        cell.name, cell.key, hidden, tuple(sizes), dtype, x.device.type, tuple(options),
         tuple(arrays),
     )  # fmt: skip
     if text is None:
@@ -382,24 +391,23 @@ def _forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> li
     return results
 
 
-if AVAILABLE:
-    _library = torch.library.Library("anycell", "DEF")
-    for _schema in (
-        "forward(Tensor[] tensors, str form, float[] hyper) -> Tensor[]",
-        "run(Tensor[] tensors, str form, float[] hyper, bool keep) -> Tensor[]",
-        "backward(Tensor[] tensors, Tensor[] kept, Tensor[] arriving, str form, float[] hyper, "
-        "bool[] given, bool[] needs) -> Tensor[]",
-    ):
-        _library.define(_schema, tags=_TAGS)
-    for _key in ("CPU", "CUDA"):
-        _library.impl("forward", functools.partial(_run, keep=False), _key)
-        _library.impl("run", _run, _key)
-        _library.impl("backward", _backward, _key)
-    _library.impl("forward", _forward, "Autograd")
-    _fake = functools.partial(torch.library.register_fake, lib=_library)
-    _fake("anycell::forward", functools.partial(_run_fake, keep=False))
-    _fake("anycell::run", _run_fake)
-    _fake("anycell::backward", _backward_fake)
-    for _cell in vars(cells).values():
-        if isinstance(_cell, Cell):
-            register(_cell)
+_library = torch.library.Library("anycell", "DEF")
+for _schema in (
+    "forward(Tensor[] tensors, str form, float[] hyper) -> Tensor[]",
+    "run(Tensor[] tensors, str form, float[] hyper, bool keep) -> Tensor[]",
+    "backward(Tensor[] tensors, Tensor[] kept, Tensor[] arriving, str form, float[] hyper, "
+    "bool[] given, bool[] needs) -> Tensor[]",
+):
+    _library.define(_schema, tags=_TAGS)
+for _key in ("CPU", "CUDA"):
+    _library.impl("forward", functools.partial(_run, keep=False), _key)
+    _library.impl("run", _run, _key)
+    _library.impl("backward", _backward, _key)
+_library.impl("forward", _forward, "Autograd")
+_fake = functools.partial(torch.library.register_fake, lib=_library)
+_fake("anycell::forward", functools.partial(_run_fake, keep=False))
+_fake("anycell::run", _run_fake)
+_fake("anycell::backward", _backward_fake)
+for _cell in vars(cells).values():
+    if isinstance(_cell, Cell):
+        register(_cell)

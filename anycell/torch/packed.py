@@ -11,6 +11,13 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell.torch.arguments import as_flags, describe
 
 
+def parts(packed: PackedSequence) -> tuple[Tensor, Tensor]:
+    """The values, and how many rows each step has. By their places: the compiler of PyTorch 2.4
+    takes the attributes for something else.
+    """
+    return packed[0], packed[1]
+
+
 class Packing(NamedTuple):
     """Where the rows of a ``PackedSequence`` lie.
 

@@ -24,6 +24,7 @@ from anycell.torch.arguments import (
 )
 from anycell.torch.composite import Call
 from anycell.torch.functional import compiled, exporting
+from anycell.torch.packed import parts
 from anycell.torch.recurrent import (
     Lengths,
     besides_output,
@@ -125,9 +126,12 @@ def recurrence(
         ops.register(cell)
     named = _named(cell, weights, params)
     x, name = _input(cell, x, gates, named)
-    data = x.data if isinstance(x, PackedSequence) else x
-    rows = int(x.batch_sizes[0]) if isinstance(x, PackedSequence) else data.shape[1]
-    like = named.get("weight_hh", next(iter(named.values()), data))
+    if isinstance(x, PackedSequence):
+        data, counts = parts(x)
+        rows = int(counts[0])
+    else:
+        data, rows = x, x.shape[1]
+    like = named.get("weight_hh", [*named.values(), data][0])
     states = {
         kind: _per_state(cell, kind, given, like)
         for kind, given in (("state", state), ("reset_state", reset_state))
@@ -206,7 +210,7 @@ def _input(
         )
     name, given = ("x", x) if gates is None else ("gates", gates)
     packed = isinstance(given, PackedSequence)
-    data = given.data if packed else given
+    data = parts(given)[0] if packed else given
     projected = "weight_ih" not in named
     last = f"{len(cell.gates)} * H" if projected else "input size"
     wanted = (

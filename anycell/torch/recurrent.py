@@ -35,7 +35,7 @@ from anycell.torch.functional import (
     quantized,
     stack,
 )
-from anycell.torch.packed import Packing
+from anycell.torch.packed import Packing, parts
 from anycell.torch.streaming import Prepared, elsewhere
 
 Lengths = Tensor | Sequence[int]
@@ -175,7 +175,7 @@ class Recurrent:
             flags: mask, lengths and resets, which ``sequence`` checks.
             reset_state, masked_output, recurrent_mask, return_states: as users pass them.
         """
-        like = x.data if isinstance(x, PackedSequence) else x
+        like = parts(x)[0] if isinstance(x, PackedSequence) else x
         if recurrent_mask is not None:
             sizes = {"H": self.hidden_size, **dict(self._sizes)}
             check_recurrent_mask(cell, recurrent_mask, sizes, self._rows(x), like)
@@ -201,7 +201,7 @@ class Recurrent:
     def _rows(self, x: Tensor | PackedSequence) -> tuple[int, ...]:
         """The batch axis of what else comes per row: ``(B,)``, or none."""
         if isinstance(x, PackedSequence):
-            return (int(x.batch_sizes[0]),)
+            return (int(parts(x)[1][0]),)
         return (x.shape[0 if self.batch_first else 1],) if x.dim() == 3 else ()
 
     def _named(
@@ -295,7 +295,7 @@ def _packed(
 ) -> tuple[PackedSequence, States, tuple[PackedSequence, ...]]:
     """Padded, under a mask, and packed again."""
     packing = Packing.of(x)
-    tensors = {"x": packing.pad(x.data)}
+    tensors = {"x": packing.pad(parts(x)[0])}
     for name, t in arrays.items():
         for_all = name.startswith("reset_state ") and t.dim() == 2  # one value for all rows
         tensors[name] = t if for_all else _rows(t, packing.order)
@@ -329,7 +329,7 @@ def _in_its_dtype(
 ) -> Result:
     """``stack``, in the dtype that autocast asks for."""
     # What other layers hand on may be of 16 bits, whatever the dtype of this one.
-    like = next(iter(weights[0].values()), arrays["x"])
+    like = [*weights[0].values(), arrays["x"]][0]
     dtype = torch.float32 if quantized(weights[0]) else autocast_dtype(like)
     if dtype is not like.dtype and not quantized(weights[0]):
         weights = [{name: t.to(dtype) for name, t in learned.items()} for learned in weights]

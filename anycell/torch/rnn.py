@@ -24,6 +24,7 @@ from anycell.torch.arguments import (
 from anycell.torch.composite import Arrays, Sizes, States
 from anycell.torch.entry import autocast
 from anycell.torch.functional import Engine, fused_plan, reason
+from anycell.torch.packed import parts
 from anycell.torch.recurrent import Lengths, Recurrent
 from anycell.torch.symbolic import leaf, refuse_script
 
@@ -194,7 +195,8 @@ class RNN(Recurrent, nn.Module):
                 return_states=return_states,
             )
         self._check_input(x)
-        rows, like = self._rows(x), x.data if isinstance(x, PackedSequence) else x
+        like = parts(x)[0] if isinstance(x, PackedSequence) else x
+        rows = self._rows(x)
         arrays = {} if state is None else self._named("state", state, rows, like)
         if static is not None or self.cell.static is not None:
             shape = (*rows, self.hidden_size)
@@ -219,7 +221,7 @@ class RNN(Recurrent, nn.Module):
         """The input of a call."""
         if isinstance(x, PackedSequence):
             dims: tuple[int, ...] = (2,)
-            axes, x, sizes = "[steps of all rows, {}]", x.data, x.batch_sizes
+            (x, sizes), axes = parts(x), "[steps of all rows, {}]"
         else:
             axes = "[batch, time, {}]" if self.batch_first else "[time, batch, {}]"
             dims, sizes = (2, 3), None

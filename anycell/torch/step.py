@@ -17,16 +17,20 @@ from anycell.torch.composite import Call, Sizes, States
 from anycell.torch.dropin import vendors
 from anycell.torch.entry import autocast
 from anycell.torch.functional import Engine, fused_plan, layer, reason
-from anycell.torch.recurrent import draw_seed
+from anycell.torch.recurrent import draw_seed, state_names
 from anycell.torch.rnn import initialise, learned
 from anycell.torch.symbolic import leaf, refuse_script
 
 _ONE_STEP = Engine("torch", "a single step reads the weights once: packing them first does not pay")
-_OPERATORS: dict[Cell, Any] = {
-    cells.LSTM: torch.lstm_cell,
-    cells.GRU: torch.gru_cell,
-    cells.RNN: torch.rnn_tanh_cell,
-    cells.RNN(nonlinearity="relu"): torch.rnn_relu_cell,
+# By name and key, as a compiler sees of a cell only its texts. None of these has hyperparameters.
+_OPERATORS = {
+    (cell.name, cell.key): operator
+    for cell, operator in (
+        (cells.LSTM, torch.lstm_cell),
+        (cells.GRU, torch.gru_cell),
+        (cells.RNN, torch.rnn_tanh_cell),
+        (cells.RNN(nonlinearity="relu"), torch.rnn_relu_cell),
+    )
 }
 
 
@@ -128,7 +132,7 @@ class RNNCell(nn.Module):
     @property
     def engine(self) -> Engine:
         """What runs this cell, and why."""
-        if self.cell in _OPERATORS:
+        if (self.cell.name, self.cell.key) in _OPERATORS:
             return _ONE_STEP
         plan = fused_plan(self.cell, self.hidden_size, self.weight_ih, self._sizes)
         if isinstance(plan, str):
@@ -184,7 +188,7 @@ class RNNCell(nn.Module):
 
     def _vendors(self, x: Tensor, states: States | None) -> States | None:
         """torch's own operator, of the cells that it has one for."""
-        operator = _OPERATORS.get(self.cell)
+        operator: Any = _OPERATORS.get((self.cell.name, self.cell.key))
         if operator is None:
             return None
         if states is None:
@@ -198,8 +202,8 @@ class RNNCell(nn.Module):
         arrays = {"x": x, **learned(self)}
         if static is not None:
             arrays["static"] = static
-        for name, state in zip(self.cell.state_names, states or (), strict=states is not None):
-            arrays[f"state {name}"] = state
+        if states is not None:
+            arrays.update(zip(state_names("state", self.cell), states, strict=True))
         call = Call(self.cell, self.hidden_size, options, self._sizes)
         new = single.run(call, arrays)
         if new is None:
