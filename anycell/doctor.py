@@ -88,6 +88,13 @@ def _cpu() -> Iterator[Finding]:
         yield "note", "without AVX2 kernels are several times slower"
 
 
+def _products() -> Iterator[Finding]:
+    from anycell.layer.products import rule
+
+    for library, name in (("numpy", "NumPy and Keras"), ("torch", "PyTorch")):
+        yield "ok", f"{name}: {rule(library).why}"
+
+
 def _threads() -> Iterator[Finding]:
     from anycell.engines.cpu import pool
 
@@ -157,6 +164,7 @@ CHECKS: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
     ("versions", _versions),
     ("frameworks", _frameworks),
     ("processor", _cpu),
+    ("products", _products),
     ("threads", _threads),
     ("environment", _environment),
     ("kernel cache", _cache),

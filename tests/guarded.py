@@ -24,7 +24,7 @@ from tolerances import assert_close
 from anycell import Cell, cell, cells, layer, linear, mean, sigmoid, tanh
 from anycell.engines import cpu
 from anycell.engines.cpu import isa
-from anycell.layer.mixed import Mixed
+from anycell.layer.products import Mixed
 from anycell.numpy.host import MixedNumpyHost, NumpyHost, numpy_dtype
 from anycell.plan import DTYPES
 from anycell.plan.dtype import dtypes

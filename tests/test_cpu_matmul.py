@@ -16,8 +16,9 @@ from tolerances import assert_close
 
 from anycell.engines import cpu
 from anycell.engines.cpu import gemm, isa
+from anycell.layer import products
+from anycell.layer.run import extent
 from anycell.numpy import Dense
-from anycell.numpy import host as numpy_host
 from anycell.numpy.host import NumpyHost, host_of, numpy_dtype
 from anycell.plan import DTYPES as ROWS
 from anycell.plan.dtype import dtypes
@@ -84,11 +85,7 @@ def product(
         copies.append(copy)
     out = make((a.shape[0], b.shape[1]), ROWS[dtype].accumulate.name)
     out[...] = np.nan if c is None else c
-    host = host_of(dtype)
-    left, right, into = (NumpyHost._place(host, array) for array in (*copies, out))
-    bounds = tuple(numpy_host.extent(host, array) for array in (*copies, out))
-    shape = *out.shape, a.shape[1]
-    cpu.multiply(dtype, shape, left, right, into[:2], c is not None, threads, bounds)
+    products.multiply(host_of(dtype), dtype, *copies, out, c is not None, threads)
     for array, copy in zip((a, b), copies, strict=True):
         assert np.array_equal(array, copy)
     return out
@@ -225,7 +222,7 @@ def test_small_matmuls_are_numpys(rows: int, rng: np.random.Generator) -> None:
         draw((64, 64), rng, "float32"),
     )
     out = np.full((rows, 64), np.nan, "float32")
-    large = rows * 64 * 64 > numpy_host.SMALL
+    large = products.rule("numpy").ours(rows, 64, 64)
     assert kernel_calls(lambda: host.matmul(a, b, out)) == large == (rows == 65)
     assert_close(out, a.astype("float64") @ b, "float32", "forward")
     assert kernel_calls(lambda: host.matmul_add(a, b, out)) == large
@@ -236,19 +233,19 @@ def test_small_matmuls_are_numpys(rows: int, rng: np.random.Generator) -> None:
 
 
 @needs_fma
-@pytest.mark.parametrize("few", (numpy_host.FEW - 1, numpy_host.FEW))
+@pytest.mark.parametrize("few", (3, 4))
 def test_hardly_any_rows_or_columns_are_numpys(few: int, rng: np.random.Generator) -> None:
     host = NumpyHost("float32")
     for rows, columns in ((few, 600), (600, few)):
         a, b, _ = operands((rows, columns, 600), (True, True, False), "float32", rng)
         out = np.empty((rows, columns), "float32")
-        assert kernel_calls(lambda: host.matmul(a, b, out)) == (few == numpy_host.FEW)  # noqa: B023
+        assert kernel_calls(lambda: host.matmul(a, b, out)) == (few == 4)  # noqa: B023
         assert_close(out, a.astype("float64") @ b, "float32", "forward")
 
 
 @needs_fma
 def test_layouts_that_the_kernel_does_not_read(rng: np.random.Generator) -> None:
-    """Neither axis dense, or the columns of the result are not."""
+    """Neither axis dense: a copy is multiplied. A result whose columns are not dense is NumPy's."""
     host, a, b = (
         NumpyHost("float64"),
         draw((99, 88), rng, "float64"),
@@ -263,7 +260,7 @@ def test_layouts_that_the_kernel_does_not_read(rng: np.random.Generator) -> None
     for left, right, into, ours in (
         (a, b, out, 1), (np.asfortranarray(a), np.asfortranarray(b), out, 1),
         (a[::-1][::-1], b, out, 1), (np.repeat(a, 2, 0)[::2], b, out, 1),
-        (apart, b, out, 0), (a, spread, out, 0), (a, b, turned, 0), (odd, b, out, 0),
+        (apart, b, out, 1), (a, spread, out, 1), (a, b, turned, 0), (odd, b, out, 1),
     ):  # fmt: skip
         into[...] = np.nan
         assert kernel_calls(lambda: host.matmul(left, right, into)) == ours  # noqa: B023
@@ -285,10 +282,11 @@ def far_apart(array: Array) -> Array:
 
 @pytest.mark.parametrize("size", [(1, 999, 999), (999, 1, 999), (999, 999, 1)])
 def test_axes_of_one(
-    size: Sizes, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    size: Sizes, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, anew: None
 ) -> None:
     """Their strides say nothing."""
-    monkeypatch.setattr(numpy_host, "FEW", 0)
+    monkeypatch.setenv(products.ENV, "ours")
+    products._rule.cache_clear()
     host = NumpyHost("float32")
     for layout in LAYOUTS:
         a, b, _ = operands(size, layout, "float32", rng)
@@ -329,9 +327,72 @@ def test_dense(rng: np.random.Generator) -> None:
 def test_what_it_will_touch_is_checked() -> None:
     """With ``ANYCELL_CHECK``, against the bounds of the arrays."""
     a = np.zeros((8, 8), "float32")
-    place, bounds = NumpyHost("float32")._place(a), numpy_host.extent(NumpyHost("float32"), a)
+    place, bounds = (a.ctypes.data, 8, 1), extent(NumpyHost("float32"), a)
     with pytest.raises(AssertionError, match="b: the kernel would touch bytes"):
         cpu.multiply("float32", (8, 9, 8), place, place, place[:2], False, 1, (bounds,) * 3)
     apart = place[0], 2, 2
     with pytest.raises(AssertionError, match="a: strides 2 and 2, neither is 1"):
         cpu.multiply("float32", (2, 8, 2), apart, place, place[:2], False, 1, (bounds,) * 3)
+
+
+# ---- whose matmul --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def anew() -> Iterator[None]:
+    """The rule is asked for anew, in the test and after it."""
+    products._rule.cache_clear()
+    yield
+    products._rule.cache_clear()
+
+
+@pytest.mark.parametrize("maker", [True, False], ids=["AMD", "others"])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_the_rule(library: str, maker: bool, monkeypatch: pytest.MonkeyPatch, anew: None) -> None:
+    """By library, maker and size, on both sides of each; the variable overrides it."""
+    monkeypatch.delenv(products.ENV, raising=False)
+    monkeypatch.setattr(isa, "amd", lambda: maker)
+    rule, large = products.rule(library), 1 << 12
+    ours = isa.current().fma and (library == "numpy" or maker)
+    assert rule.ours(large, large, large) == ours
+    if ours:
+        edge, few = int(rule.least), rule.few
+        assert rule.ours(few, edge // few + 1, 1) and not rule.ours(few - 1, edge, large)
+        assert rule.ours(large, few, edge) and not rule.ours(large, few - 1, edge)
+        assert not rule.ours(few, (edge - 1) // few, 1)
+    for said, one in (("ours", True), ("host", False)):
+        monkeypatch.setenv(products.ENV, said)
+        products._rule.cache_clear()
+        rule = products.rule(library)
+        assert rule.ours(1, 1, 1) == rule.ours(large, large, large) == one
+        assert products.ENV in rule.why
+    monkeypatch.setenv(products.ENV, "mine")
+    products._rule.cache_clear()
+    with pytest.raises(ValueError, match="ANYCELL_MATMUL='mine': expected ours or host"):
+        products.rule(library)
+
+
+@pytest.mark.parametrize("said", ["ours", "host"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_products_of_torch(
+    dtype: str, said: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, anew: None
+) -> None:
+    """All layouts, by either matmul."""
+    torch = pytest.importorskip("torch")
+    from anycell.torch.host import HOSTS
+
+    monkeypatch.setenv(products.ENV, said)
+    host = HOSTS[dtype]
+    for size, layout in itertools.product([(1, 1, 1), (7, 33, 5), (30, 600, 900)], LAYOUTS):
+        a, b, _ = operands(size, layout, dtype, rng)
+        right, out = a.astype("float64") @ b, np.full(size[:2], np.nan, dtype)
+        left, weight, into = (torch.from_numpy(array) for array in (a, b, out))
+        calls = kernel_calls(lambda: host.matmul(left, weight, into))  # noqa: B023
+        assert calls == (said == "ours")
+        assert_close(out, right, dtype, "forward", axes=())
+        host.matmul_add(left, weight, into)
+        assert_close(out, 2 * right, dtype, "forward", axes=())
+        assert_close(host.project(left, weight.T).numpy(), right, dtype, "forward", axes=())
+        spread = torch.empty(size[0], 2 * size[1], dtype=left.dtype)[:, ::2]
+        host.matmul(left, weight, spread)
+        assert_close(spread.numpy(), right, dtype, "forward", axes=())

@@ -229,3 +229,42 @@ def test_the_cache_may_fail(tmp_path: Path) -> None:
     if os.name == "posix":
         good.chmod(0o777)
         assert case(start, body, ANYCELL_CACHE_DIR=str(good)) == warned
+
+
+@posix
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_a_forked_child_trains(kind: str) -> None:
+    """After parallel work in the parent, whose OpenMP threads the child has not."""
+    pytest.importorskip("torch")
+    python(
+        f"""
+        import os, signal, warnings
+        import torch, anycell.torch
+        warnings.simplefilter("ignore")  # Python's own, about threads and fork
+        torch.set_num_threads(2)
+        layer = anycell.torch.{kind}(128, 256)
+        x = torch.randn(48, 32, 128)
+
+        def train():
+            layer.zero_grad()
+            output = layer(x)[0]
+            output.square().sum().backward()
+            return [output.detach(), *[p.grad.clone() for p in layer.parameters()]]
+
+        torch.randn(800, 800) @ torch.randn(800, 800)
+        for _ in range(3):
+            right = train()
+            child = os.fork()
+            if not child:
+                signal.alarm(60)
+                for one, other in zip(train(), right):
+                    assert (one - other).norm() <= 1e-6 * other.norm()
+                torch.optim.Adam(layer.parameters()).step()
+                with torch.no_grad():
+                    layer(x[:1])
+                assert train()[0].isfinite().all()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+        assert torch.get_num_threads() == 2
+        """
+    )

@@ -32,10 +32,9 @@ from anycell import cells, compress, layer
 from anycell.engines import cpu
 from anycell.engines.cpu import gemm, isa, jit, kernel
 from anycell.engines.cpu.ir import Module
-from anycell.layer import form
+from anycell.layer import form, products
 from anycell.layer.rounding import rounded
-from anycell.layer.run import extent
-from anycell.numpy.host import NumpyHost, host_of
+from anycell.numpy.host import host_of
 from anycell.plan import plan
 from anycell.plan.dtype import Dtype
 
@@ -187,11 +186,8 @@ def multiplied(
     of_columns[...] = scales
     out = make((len(x), len(weight)), "float32")
     out[...] = np.nan if c is None else c
-    a, b, into = (NumpyHost._place(host_of("float32"), array) for array in (left, right.T, out))
-    bounds = tuple(extent(host_of("float32"), array) for array in (left, right.T, out))
-    sizes = len(x), len(weight), x.shape[1]
-    at = of_columns.__array_interface__["data"][0]
-    cpu.multiply("int8", sizes, a, b, into[:2], c is not None, threads, bounds, at)
+    at, host = of_columns.__array_interface__["data"][0], host_of("float32")
+    products.multiply(host, "int8", left, right.T, out, c is not None, threads, at)
     return out
 
 

@@ -14,7 +14,20 @@ LINE = 64  # bytes: what TensorFlow takes as it is begins on such a border
 
 
 class AlignedHost(NumpyHost):
-    """Arrays that begin on a cache line."""
+    """Arrays that begin on a cache line.
+
+    Args:
+        dtype: theirs.
+        threads: at most so many for a matmul.
+    """
+
+    def __init__(self, dtype: str, threads: int) -> None:
+        super().__init__(dtype)
+        self.most = threads
+
+    def threads(self) -> int:
+        """At most so many for a matmul."""
+        return self.most
 
     def empty(self, shape: tuple[int, ...]) -> Array:
         """Memory as it comes, warm where there is a lot of it."""
@@ -43,11 +56,8 @@ class MixedAlignedHost(MixedNumpyHost, AlignedHost):
     """
 
     def __init__(self, types: Dtype, threads: int) -> None:
-        super().__init__(types.name, AlignedHost(types.math.name))
+        MixedNumpyHost.__init__(self, types.name, AlignedHost(types.math.name, threads))
         self.most = threads
-
-    def threads(self) -> int:
-        return self.most
 
     def narrow(self, array: Array) -> Array:
         """The array in this dtype, on memory of its own."""
@@ -61,4 +71,6 @@ class MixedAlignedHost(MixedNumpyHost, AlignedHost):
 
 def host_of(types: Dtype, threads: int) -> AlignedHost:
     """The host of arrays of a dtype, whose matmuls take so many threads at most."""
-    return MixedAlignedHost(types, threads) if types.mixed else AlignedHost(types.storage.name)
+    if types.mixed:
+        return MixedAlignedHost(types, threads)
+    return AlignedHost(types.storage.name, threads)

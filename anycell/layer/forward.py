@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from anycell.engines import cpu
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Direction, Host, Kept, Options, initial
-from anycell.layer.run import Rows, Run, extent
+from anycell.layer.products import multiply
+from anycell.layer.run import Rows, Run
 from anycell.layer.signature import states
 from anycell.plan import Plan, scales_of
 
@@ -151,19 +151,10 @@ def advance(run: Run, gates: list[Any], begin: int, end: int) -> None:
 
 def _multiply_integers(run: Run, x: Array, w: Direction, out: Array) -> Array:
     """``out = x @ weight.T`` by a weight of integers, which no framework multiplies by."""
-    host, weight, scales = run.host, w["weight_ih"], w[scales_of("weight_ih")]
-    (rows, inner), (columns, _) = x.shape, weight.shape
-
-    def place(array: Array) -> tuple[int, int, int]:
-        pairs = zip(array.shape, host.strides(array), strict=True)
-        row, column = (stride if count > 1 else 1 for count, stride in pairs)
-        return host.pointer(array), row, column
-
-    bounds = tuple(extent(host, array) for array in (x, weight, out)) if cpu.check.ON else ()
-    address, by_column, by_inner = place(weight)
-    cpu.multiply(
-        run.plan.dtype, (rows, columns, inner), place(x), (address, by_inner, by_column),
-        place(out)[:2], False, run.options.threads, bounds, host.pointer(scales),
+    host, scales = run.host, w[scales_of("weight_ih")]
+    multiply(
+        host, run.plan.dtype, x, w["weight_ih"].T, out, False, run.options.threads,
+        host.pointer(scales),
     )  # fmt: skip
     return out
 

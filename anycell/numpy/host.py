@@ -10,18 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell.engines import cpu
-from anycell.layer.mixed import Mixed
-from anycell.layer.run import extent
+from anycell.layer.products import Mixed, Products
 from anycell.layer.signature import ANY, FLAGS, MATRIX, ROWS
 from anycell.plan import DTYPES
 from anycell.requirement import require
 
 Array = npt.NDArray[Any]
-# Multiply-adds up to which OpenBLAS, with which NumPy is mostly built, stays in the thread that
-# calls. Beyond, its threads spin for a while after each matmul, on cores that ours need.
-SMALL = 1 << 18
-FEW = 4  # rows or columns below which packing the other matrix costs more than it saves
-NAMES = {"f": "float32", "d": "float64"}  # a dtype takes longer to say it
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -47,13 +41,14 @@ def host_of(dtype: npt.DTypeLike) -> NumpyHost:
     return NumpyHost(types.storage.name)
 
 
-class NumpyHost:
-    """Arrays of one dtype. Matmuls are our own kernel's where they are large, else NumPy's."""
+class NumpyHost(Products):
+    """Arrays of one dtype."""
 
-    wide_states = True
+    wide_states, library = True, "numpy"
 
     def __init__(self, dtype: npt.DTypeLike) -> None:
         self.dtype = np.dtype(dtype)
+        self.number = self.dtype.name
 
     @property
     def wide(self) -> NumpyHost:
@@ -128,63 +123,23 @@ class NumpyHost:
         """In elements, of an array that fits."""
         return tuple(stride // array.itemsize for stride in array.strides)
 
-    def project(self, x: Array, weight: Array) -> Array:
-        """``x @ weight.T``."""
-        out = np.empty((len(x), len(weight)), self.dtype)
-        self.matmul(x, weight.T, out)
-        return out
-
-    def matmul(self, a: Array, b: Array, out: Array) -> None:
-        """``out = a @ b``."""
-        if not self._multiply(a, b, out, add=False):
-            np.matmul(a, b, out=out)
-
-    def matmul_add(self, a: Array, b: Array, out: Array) -> None:
-        """``out += a @ b``."""
-        if not self._multiply(a, b, out, add=True):
+    def theirs(self, a: Array, b: Array, out: Array, add: bool) -> None:
+        """By NumPy's matmul."""
+        if add:
             out += a @ b
+        else:
+            np.matmul(a, b, out=out)
 
     def masked(self, x: Array, mask: Array) -> Array:
         """A copy of ``x [T, B, I]`` with 0 where ``mask [T, B]`` is 0, NaN or not."""
         return np.where(mask[..., None], x, self.dtype.type(0))
-
-    def _multiply(self, a: Array, b: Array, out: Array, add: bool) -> bool:
-        """``out = a @ b``, or ``out += a @ b``, by the kernel; False, and nothing done, where NumPy
-        had better do it.
-
-        So it had where there is little to do, or there are hardly any rows or columns; where an
-        array has a layout that the kernel does not read; and without fused multiply-adds, since
-        OpenBLAS may have wider vectors there.
-        """
-        (rows, inner), columns = a.shape, b.shape[1]
-        if rows * columns * inner <= SMALL or min(rows, columns) < FEW:
-            return False
-        arrays = a, b, out
-        places = [self._place(array) for array in arrays]
-        dense = all(1 in place[1:] for place in places) and places[2][2] == 1
-        aligned = all(array.flags.aligned for array in arrays)
-        if not (dense and aligned and cpu.isa.current().fma):
-            return False
-        bounds = tuple(extent(self, array) for array in arrays) if cpu.check.ON else ()
-        sizes, threads, (left, right, into) = (rows, columns, inner), cpu.pool.threads(), places
-        cpu.multiply(NAMES[self.dtype.char], sizes, left, right, into[:2], add, threads, bounds)
-        return True
-
-    def _place(self, array: Array) -> tuple[int, int, int]:
-        """Address and strides of a matrix; 1 of an axis that nobody steps along."""
-        (rows, columns), (row, column), size = array.shape, array.strides, array.itemsize
-        return (
-            self.pointer(array),
-            row // size if rows > 1 else 1,
-            column // size if columns > 1 else 1,
-        )
 
 
 class MixedNumpyHost(Mixed, NumpyHost):
     """Arrays of 16 bits; bfloat16 is that of ml_dtypes."""
 
     def __init__(self, number: str, wide: NumpyHost) -> None:
-        super().__init__(numpy_dtype(number))
+        NumpyHost.__init__(self, numpy_dtype(number))
         self.number, self._wide = number, wide
 
     @property

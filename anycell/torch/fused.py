@@ -28,7 +28,7 @@ from anycell.torch.composite import (
 )
 from anycell.torch.device import DeviceHost, host_of
 from anycell.torch.entry import enter
-from anycell.torch.host import HOSTS
+from anycell.torch.host import HOSTS, threads
 
 # Which engine has the kernels, by the type of the device.
 ENGINES = {"cpu": "cpu", "cuda": "gpu"}
@@ -229,9 +229,9 @@ def _host_of(plan: Plan, arrays: Arrays) -> DeviceHost:
 
 def on_threads(options: layer.Options) -> layer.Options:
     """The options of a call, on as many threads as torch has."""
-    return _on(options, torch.get_num_threads())
+    return _on(options, threads())
 
 
 @functools.lru_cache(maxsize=256)
-def _on(options: layer.Options, threads: int) -> layer.Options:
-    return options._replace(threads=threads)
+def _on(options: layer.Options, count: int) -> layer.Options:
+    return options._replace(threads=count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anycell.engines import cpu
-from anycell.layer.mixed import Mixed
+from anycell.layer.products import Mixed, Products
 from anycell.layer.signature import ANY, FLAGS, MATRIX, ROWS
 from anycell.plan.dtype import DTYPES
 
@@ -54,13 +55,31 @@ TURNED = range(12, 49)
 LARGE = 1 << 19
 
 
-class TorchHost:
-    """Tensors of one dtype on the CPU; the matmuls are torch's."""
+def threads() -> int:
+    """At most so many for a call: those of torch.
 
-    wide_states = True
+    In a forked child the OpenMP threads of the parent are gone, and torch would wait for them. So
+    the first call there leaves torch's own operators with one thread, and has ours go on with as
+    many as before.
+    """
+    return _of_child(os.getpid()) if cpu.pool.forked() else torch.get_num_threads()
+
+
+@functools.lru_cache(maxsize=1)
+def _of_child(pid: int) -> int:
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    return count
+
+
+class TorchHost(Products):
+    """Tensors of one dtype on the CPU."""
+
+    wide_states, library = True, "torch"
+    threads = staticmethod(threads)
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self.wide = dtype, self
+        self.dtype, self.wide, self.number = dtype, self, str(dtype).removeprefix("torch.")
         # Without a function of Python's between, as below: they are called for everything.
         self.empty = functools.partial(torch.empty, dtype=dtype, device=_CPU)
         self.zeros = functools.partial(torch.zeros, dtype=dtype, device=_CPU)
@@ -96,29 +115,30 @@ class TorchHost:
     rows = staticmethod(Tensor.unbind)
     pointer = staticmethod(Tensor.data_ptr)
     strides = staticmethod(Tensor.stride)
-    project = staticmethod(F.linear)
 
-    def matmul(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        if len(a) in TURNED and b.numel() >= LARGE and b.stride(0) == 1:
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self.ours(len(x), len(weight), x.shape[1]):
+            return super().project(x, weight)
+        return F.linear(x, weight)
+
+    def theirs(self, a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+        if add:
+            out.addmm_(a, b)
+        elif len(a) in TURNED and b.numel() >= LARGE and b.stride(0) == 1:
             out.copy_(torch.mm(b.t(), a.t()).t())
         else:
             torch.mm(a, b, out=out)
-
-    def matmul_add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        out.addmm_(a, b)
 
     def masked(self, x: Tensor, mask: Tensor) -> Tensor:
         return torch.where(mask.bool().unsqueeze(-1), x, 0.0)
 
 
-class MixedTorchHost(Mixed, TorchHost):  # type: ignore[misc]
+class MixedTorchHost(Mixed, TorchHost):
     """Tensors of 16 bits on the CPU."""
 
     def __init__(self, number: str, wide: TorchHost) -> None:
         super().__init__(getattr(torch, number))
         self.number, self.wide = number, wide
-
-    threads = staticmethod(torch.get_num_threads)
 
     def widen(self, array: Tensor) -> Tensor:
         return array.to(self.wide.dtype)

@@ -12,7 +12,7 @@ from anycell.layer.stream import Stream
 from anycell.plan import Plan
 from anycell.torch.entry import autocast
 from anycell.torch.functional import fused_plan, memory, plain, quantized
-from anycell.torch.host import HOSTS
+from anycell.torch.host import HOSTS, threads
 
 
 class Prepared:
@@ -52,7 +52,7 @@ class Prepared:
                 return None
         detached = [{name: t.detach() for name, t in learned.items()} for learned in weights]
         host, sizes = HOSTS[plan.dtype], dict(plan.sizes)
-        return Stream(host, plan.cell, sizes, plan.dtype, detached, torch.get_num_threads())
+        return Stream(host, plan.cell, sizes, plan.dtype, detached, threads())
 
     def stale(self, module: Any) -> bool:
         """Whether cell or weights of the module are others by now, as far as torch can tell."""
@@ -93,9 +93,7 @@ class Prepared:
                 given.is_complex() or not torch.equal(resets.type(given.dtype), given)
             ):
                 return None
-        output, new = stream.step(
-            rows, x, before, static, torch.get_num_threads(), resets, restored
-        )
+        output, new = stream.step(rows, x, before, static, threads(), resets, restored)
         return output, tuple(new) if len(new) > 1 else new[0]
 
     def _states(self, stream: Stream, states: Any, rows: int) -> tuple[Tensor, ...] | None:

@@ -7,6 +7,7 @@ speaks of cells that the vendor's library knows, with none of our own arguments.
 from __future__ import annotations
 
 from anycell import cells
+from anycell.engines.cpu import pool
 from anycell.lang.cell import Cell
 from anycell.torch.entry import autocast
 
@@ -24,8 +25,10 @@ def exception(cell: Cell) -> str | None:
 
 
 def wins(cell: Cell, steps: int) -> bool:
-    """Whether a call with none of our arguments is such an exception."""
-    return steps == 1 and exception(cell) is not None
+    """Whether a call with none of our arguments is such an exception. In a forked child none is:
+    torch's threads do not survive a fork.
+    """
+    return steps == 1 and exception(cell) is not None and not pool.forked()
 
 
 def wins_on_gpu(cell: Cell) -> str | None:

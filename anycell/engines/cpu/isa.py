@@ -135,6 +135,15 @@ def _features() -> set[str]:
         return set()
 
 
+@lru_cache(maxsize=1)
+def amd() -> bool:
+    """Whether AMD made this processor."""
+    names = platform.processor()  # on Windows the maker is part of it
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        names += next((line for line in file if line.startswith("vendor_id")), "")
+    return "AuthenticAMD" in names
+
+
 @lru_cache(maxsize=1)  # every pass of every layer asks
 def current() -> Target:
     """The target to print for: `ANYCELL_ISA` where it is set, else the widest available. The

@@ -427,7 +427,7 @@ class _OpenMP(NamedTuple):
 
 def _find_openmp(near: str | None) -> _OpenMP | None:
     """The OpenMP runtime that this process has loaded, preferably one with `near` in its path."""
-    if near is None or _forked():
+    if near is None or forked():
         return None
     try:
         with open("/proc/self/maps") as file:
@@ -453,12 +453,17 @@ def _find_openmp(near: str | None) -> _OpenMP | None:
 _BORN = os.getpid()
 
 
-def _forked() -> bool:
+def forked() -> bool:
     """Whether this process was forked and has not started another program since.
 
     Then a runtime that was used in the parent hangs here, and there is no telling if it was.
     """
-    if os.getpid() != _BORN:
+    return _forked(os.getpid())
+
+
+@lru_cache(maxsize=4)
+def _forked(pid: int) -> bool:
+    if pid != _BORN:
         return True
     try:
         with open("/proc/self/stat") as file:  # the fork may be older than this import

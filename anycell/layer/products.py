@@ -1,0 +1,182 @@
+"""Products that are parallel in time: whose matmul multiplies, ours or the framework's.
+
+Ours runs on the gang of the kernels: no second pool of threads fights it for the cores, and its
+bits do not depend on the number of threads. The framework's multiplies where it is faster. That
+depends on the library and on who made the processor; ``RULES`` has the figures.
+``ANYCELL_MATMUL=ours`` or ``host`` overrides the rule wherever both can multiply.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from typing import Any, NamedTuple
+
+from anycell.engines import cpu
+from anycell.layer.arguments import Array
+from anycell.layer.run import extent
+from anycell.layer.signature import MATRIX
+
+ENV = "ANYCELL_MATMUL"
+
+
+class Rule(NamedTuple):
+    """When our matmul multiplies.
+
+    Attributes:
+        least: multiply-adds of a product from which it does.
+        few: rows, or columns, of a result with fewer of which it does not: to pack the other matrix
+            costs more than it saves.
+        why: a sentence for ``anycell doctor``.
+    """
+
+    least: float
+    few: int
+    why: str
+
+    def ours(self, rows: int, columns: int, inner: int) -> bool:
+        """Whether it multiplies ``[rows, inner]`` by ``[inner, columns]``."""
+        return rows * columns * inner >= self.least and min(rows, columns) >= self.few
+
+
+# The rate of our matmul over the library's, at the products of shapes.json in float32, one thread /
+# two: medians, each library in a process of its own.
+#
+#     processor                       MKL (PyTorch)      OpenBLAS (NumPy)
+#     AMD Zen 5, AVX-512              - / 2.0            -
+#     AMD Zen 4, AVX-512              1.1 / -            1.1 / -
+#     AMD Zen 3, AVX2                 0.93 / 1.2         0.87 / 0.86
+#     Intel Cascade Lake, AVX-512     0.9 / 0.9          -
+#
+# On AMD MKL is slower from 2^21 multiply-adds on. NumPy's OpenBLAS stays in the calling thread up
+# to 2^18 multiply-adds; beyond, its threads spin for a while after each matmul, on cores that the
+# kernels need. On other processors MKL's place has not been measured, and PyTorch may bring another
+# library.
+_THREADS = "OpenBLAS's idle threads spin on the cores of the kernels"
+RULES = {
+    ("numpy", True): Rule(2**18 + 1, 4, f"ours from 2^18 multiply-adds on: {_THREADS}"),
+    ("numpy", False): Rule(2**18 + 1, 4, f"ours from 2^18 multiply-adds on: {_THREADS}"),
+    ("torch", True): Rule(2**21, 12, "ours from 2^21 multiply-adds on: MKL is slower on AMD"),
+    ("torch", False): Rule(math.inf, 0, "PyTorch's: it is as fast as ours or faster here"),
+}
+NARROW = Rule(math.inf, 0, "the library's: without fused multiply-adds its vectors may be wider")
+
+
+def rule(library: str) -> Rule:
+    """The rule for arrays of a framework, "numpy" or "torch", in this process.
+
+    Raises:
+        ValueError: for an ``ANYCELL_MATMUL`` that is neither "ours" nor "host".
+    """
+    return _rule(library, cpu.isa.current())
+
+
+@functools.lru_cache(maxsize=16)
+def _rule(library: str, target: Any) -> Rule:
+    chosen = os.environ.get(ENV, "")
+    if chosen not in ("", "ours", "host"):
+        raise ValueError(f"{ENV}={chosen!r}: expected ours or host. Set it to one, or unset it.")
+    if chosen == "ours":
+        return Rule(0, 0, f"ours, as {ENV} says")
+    if chosen == "host":
+        return Rule(math.inf, 0, f"the library's, as {ENV} says")
+    return RULES[library, cpu.isa.amd()] if target.fma else NARROW
+
+
+def multiply(
+    host: Any, number: str, a: Array, b: Array, out: Array, add: bool, threads: int, scales: int = 0
+) -> None:
+    """``out = a @ b``, or ``out += a @ b``, by our matmul.
+
+    Args:
+        host: of the arrays. One of the last two strides of ``a`` and ``b`` is 1, and the rows of
+            ``out`` are dense.
+        number: the row of ``DTYPES`` that says what they consist of.
+        scales: address of those of the columns, where ``b`` consists of integers.
+    """
+
+    def place(array: Array) -> tuple[int, int, int]:
+        """Address and strides; 1 of an axis that nobody steps along."""
+        (rows, columns), (row, column) = array.shape, host.strides(array)
+        return host.pointer(array), row if rows > 1 else 1, column if columns > 1 else 1
+
+    (rows, inner), columns = a.shape, b.shape[1]
+    bounds = tuple(extent(host, array) for array in (a, b, out)) if cpu.check.ON else ()
+    cpu.multiply(
+        number, (rows, columns, inner), place(a), place(b), place(out)[:2], add, threads, bounds,
+        scales,
+    )  # fmt: skip
+
+
+class Products:
+    """Mixin of hosts: their matmuls, ours by the rule of the library or the library's own."""
+
+    dtype: Any
+    wide: Any
+    number: str  # the row of DTYPES
+    library: str  # whose matmul is the other one
+
+    def threads(self) -> int:
+        """At most so many for a matmul."""
+        return cpu.pool.threads()
+
+    def project(self, x: Array, weight: Array) -> Array:
+        """``x @ weight.T`` as a new array of what the cell computes with."""
+        out = self.wide.empty((x.shape[0], weight.shape[0]))
+        self._product(x, weight.T, out, add=False)
+        return out
+
+    def matmul(self, a: Array, b: Array, out: Array) -> None:
+        """``out = a @ b``."""
+        self._product(a, b, out, add=False)
+
+    def matmul_add(self, a: Array, b: Array, out: Array) -> None:
+        """``out += a @ b``."""
+        self._product(a, b, out, add=True)
+
+    def ours(self, rows: int, columns: int, inner: int) -> bool:
+        """Whether our matmul multiplies ``[rows, inner]`` by ``[inner, columns]``."""
+        return rule(self.library).ours(rows, columns, inner)
+
+    def theirs(self, a: Array, b: Array, out: Array, add: bool) -> None:
+        """``out = a @ b``, or ``out += a @ b``, by the library."""
+        raise NotImplementedError
+
+    def _product(self, a: Array, b: Array, out: Array, add: bool) -> None:
+        host: Any = self
+        dense = out.shape[1] == 1 or host.strides(out)[1] == 1
+        if dense and self.ours(a.shape[0], b.shape[1], a.shape[1]):
+            a, b = host.fit(a, MATRIX), host.fit(b, MATRIX)
+            multiply(self, self.number, a, b, out, add, self.threads())
+        else:
+            self.theirs(a, b, out, add)
+
+
+class Mixed(Products):
+    """Of hosts whose arrays, or what they multiply, have fewer bits than what a cell computes with.
+
+    All products are ours and add up in float32: frameworks round theirs to 16 bits, and NumPy has
+    none.
+    """
+
+    def ours(self, rows: int, columns: int, inner: int) -> bool:
+        """Always."""
+        return True
+
+    def widen(self, array: Array) -> Array:
+        """The array in the dtype that the cell computes in."""
+        raise NotImplementedError
+
+    def narrow(self, array: Array) -> Array:
+        """The array in this dtype."""
+        raise NotImplementedError
+
+    def _product(self, a: Array, b: Array, out: Array, add: bool) -> None:
+        if out.dtype == self.wide.dtype:
+            super()._product(a, b, out, add)
+            return
+        # Rounded once.
+        total = self.widen(out) if add else self.wide.empty(tuple(out.shape))
+        super()._product(a, b, total, add)
+        out[:] = self.narrow(total)
