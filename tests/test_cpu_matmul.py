@@ -286,7 +286,7 @@ def test_axes_of_one(
 ) -> None:
     """Their strides say nothing."""
     monkeypatch.setenv(products.ENV, "ours")
-    products._rule.cache_clear()
+    products.CHOSEN.clear()
     host = NumpyHost("float32")
     for layout in LAYOUTS:
         a, b, _ = operands(size, layout, "float32", rng)
@@ -303,7 +303,10 @@ def test_axes_of_one(
 
 
 @pytest.mark.skipif("avx2" not in isa.available(), reason="of x86-64")
-def test_without_fused_multiply_adds_numpy_multiplies(rng: np.random.Generator) -> None:
+def test_without_fused_multiply_adds_numpy_multiplies(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, anew: None
+) -> None:
+    monkeypatch.delenv(products.ENV, raising=False)
     host, a = NumpyHost("float32"), draw((99, 99), rng, "float32")
     with isa.force("generic"):
         assert kernel_calls(lambda: host.matmul(a, a, np.empty_like(a))) == 0
@@ -341,9 +344,9 @@ def test_what_it_will_touch_is_checked() -> None:
 @pytest.fixture
 def anew() -> Iterator[None]:
     """The rule is asked for anew, in the test and after it."""
-    products._rule.cache_clear()
+    products.CHOSEN.clear()
     yield
-    products._rule.cache_clear()
+    products.CHOSEN.clear()
 
 
 @pytest.mark.parametrize("maker", [True, False], ids=["AMD", "others"])
@@ -362,12 +365,12 @@ def test_the_rule(library: str, maker: bool, monkeypatch: pytest.MonkeyPatch, an
         assert not rule.ours(few, (edge - 1) // few, 1)
     for said, one in (("ours", True), ("host", False)):
         monkeypatch.setenv(products.ENV, said)
-        products._rule.cache_clear()
+        products.CHOSEN.clear()
         rule = products.rule(library)
         assert rule.ours(1, 1, 1) == rule.ours(large, large, large) == one
         assert products.ENV in rule.why
     monkeypatch.setenv(products.ENV, "mine")
-    products._rule.cache_clear()
+    products.CHOSEN.clear()
     with pytest.raises(ValueError, match="ANYCELL_MATMUL='mine': expected ours or host"):
         products.rule(library)
 

@@ -8,7 +8,6 @@ depends on the library and on who made the processor; ``RULES`` has the figures.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ class Rule(NamedTuple):
 
     def ours(self, rows: int, columns: int, inner: int) -> bool:
         """Whether it multiplies ``[rows, inner]`` by ``[inner, columns]``."""
-        return rows * columns * inner >= self.least and min(rows, columns) >= self.few
+        return rows >= self.few <= columns and rows * columns * inner >= self.least
 
 
 # The rate of our matmul over the library's, at the products of shapes.json in float32, one thread /
@@ -49,18 +48,21 @@ class Rule(NamedTuple):
 #     AMD Zen 3, AVX2                 0.93 / 1.2         0.87 / 0.86
 #     Intel Cascade Lake, AVX-512     0.9 / 0.9          -
 #
-# On AMD MKL is slower from 2^21 multiply-adds on. NumPy's OpenBLAS stays in the calling thread up
-# to 2^18 multiply-adds; beyond, its threads spin for a while after each matmul, on cores that the
-# kernels need. On other processors MKL's place has not been measured, and PyTorch may bring another
-# library.
+# On AMD MKL is slower from 2^21 multiply-adds on; from 2^22 on that outweighs what our call costs.
+# NumPy's OpenBLAS stays in the calling thread up to 2^18 multiply-adds; beyond, its threads spin for
+# a while after each matmul, on cores that the kernels need. On other processors MKL's place has not
+# been measured, and PyTorch may bring another library.
 _THREADS = "OpenBLAS's idle threads spin on the cores of the kernels"
 RULES = {
     ("numpy", True): Rule(2**18 + 1, 4, f"ours from 2^18 multiply-adds on: {_THREADS}"),
     ("numpy", False): Rule(2**18 + 1, 4, f"ours from 2^18 multiply-adds on: {_THREADS}"),
-    ("torch", True): Rule(2**21, 12, "ours from 2^21 multiply-adds on: MKL is slower on AMD"),
+    ("torch", True): Rule(2**22, 12, "ours from 2^22 multiply-adds on: MKL is slower on AMD"),
     ("torch", False): Rule(math.inf, 0, "PyTorch's: it is as fast as ours or faster here"),
 }
 NARROW = Rule(math.inf, 0, "the library's: without fused multiply-adds its vectors may be wider")
+
+
+CHOSEN: dict[str, Rule] = {}  # by library, from the first product on
 
 
 def rule(library: str) -> Rule:
@@ -69,19 +71,20 @@ def rule(library: str) -> Rule:
     Raises:
         ValueError: for an ``ANYCELL_MATMUL`` that is neither "ours" nor "host".
     """
-    return _rule(library, cpu.isa.current())
+    if library not in CHOSEN:
+        CHOSEN[library] = _choose(library)
+    return CHOSEN[library]
 
 
-@functools.lru_cache(maxsize=16)
-def _rule(library: str, target: Any) -> Rule:
-    chosen = os.environ.get(ENV, "")
-    if chosen not in ("", "ours", "host"):
-        raise ValueError(f"{ENV}={chosen!r}: expected ours or host. Set it to one, or unset it.")
-    if chosen == "ours":
+def _choose(library: str) -> Rule:
+    said = os.environ.get(ENV, "")
+    if said not in ("", "ours", "host"):
+        raise ValueError(f"{ENV}={said!r}: expected ours or host. Set it to one, or unset it.")
+    if said == "ours":
         return Rule(0, 0, f"ours, as {ENV} says")
-    if chosen == "host":
+    if said == "host":
         return Rule(math.inf, 0, f"the library's, as {ENV} says")
-    return RULES[library, cpu.isa.amd()] if target.fma else NARROW
+    return RULES[library, cpu.isa.amd()] if cpu.isa.current().fma else NARROW
 
 
 def multiply(
@@ -124,33 +127,39 @@ class Products:
     def project(self, x: Array, weight: Array) -> Array:
         """``x @ weight.T`` as a new array of what the cell computes with."""
         out = self.wide.empty((x.shape[0], weight.shape[0]))
-        self._product(x, weight.T, out, add=False)
+        self.matmul(x, weight.T, out)
         return out
 
-    def matmul(self, a: Array, b: Array, out: Array) -> None:
+    def matmul(self, a: Array, b: Array, out: Array, add: bool = False) -> None:
         """``out = a @ b``."""
-        self._product(a, b, out, add=False)
+        if not (self.ours(a, b) and self._multiply(a, b, out, add)):
+            self.theirs(a, b, out, add)
 
     def matmul_add(self, a: Array, b: Array, out: Array) -> None:
         """``out += a @ b``."""
-        self._product(a, b, out, add=True)
+        self.matmul(a, b, out, True)
 
-    def ours(self, rows: int, columns: int, inner: int) -> bool:
-        """Whether our matmul multiplies ``[rows, inner]`` by ``[inner, columns]``."""
-        return rule(self.library).ours(rows, columns, inner)
+    def ours(self, a: Array, b: Array) -> bool:
+        """Whether our matmul multiplies ``a @ b``."""
+        try:
+            least, few, _ = CHOSEN[self.library]
+        except KeyError:
+            least, few, _ = rule(self.library)
+        (rows, inner), columns = a.shape, b.shape[1]
+        return rows >= few <= columns and rows * columns * inner >= least
 
     def theirs(self, a: Array, b: Array, out: Array, add: bool) -> None:
         """``out = a @ b``, or ``out += a @ b``, by the library."""
         raise NotImplementedError
 
-    def _product(self, a: Array, b: Array, out: Array, add: bool) -> None:
+    def _multiply(self, a: Array, b: Array, out: Array, add: bool) -> bool:
+        """By our matmul; False, and nothing done, where the rows of ``out`` are not dense."""
         host: Any = self
-        dense = out.shape[1] == 1 or host.strides(out)[1] == 1
-        if dense and self.ours(a.shape[0], b.shape[1], a.shape[1]):
-            a, b = host.fit(a, MATRIX), host.fit(b, MATRIX)
-            multiply(self, self.number, a, b, out, add, self.threads())
-        else:
-            self.theirs(a, b, out, add)
+        if out.shape[1] > 1 and host.strides(out)[1] != 1:
+            return False
+        a, b = host.fit(a, MATRIX), host.fit(b, MATRIX)
+        multiply(self, self.number, a, b, out, add, self.threads())
+        return True
 
 
 class Mixed(Products):
@@ -160,9 +169,15 @@ class Mixed(Products):
     none.
     """
 
-    def ours(self, rows: int, columns: int, inner: int) -> bool:
-        """Always."""
-        return True
+    def matmul(self, a: Array, b: Array, out: Array, add: bool = False) -> None:
+        """``out = a @ b``, rounded once where ``out`` has 16 bits."""
+        narrow = out.dtype != self.wide.dtype
+        total = out
+        if narrow:
+            total = self.widen(out) if add else self.wide.empty(tuple(out.shape))
+        self._multiply(a, b, total, add)
+        if narrow:
+            out[:] = self.narrow(total)
 
     def widen(self, array: Array) -> Array:
         """The array in the dtype that the cell computes in."""
@@ -171,12 +186,3 @@ class Mixed(Products):
     def narrow(self, array: Array) -> Array:
         """The array in this dtype."""
         raise NotImplementedError
-
-    def _product(self, a: Array, b: Array, out: Array, add: bool) -> None:
-        if out.dtype == self.wide.dtype:
-            super()._product(a, b, out, add)
-            return
-        # Rounded once.
-        total = self.widen(out) if add else self.wide.empty(tuple(out.shape))
-        super()._product(a, b, total, add)
-        out[:] = self.narrow(total)

@@ -121,7 +121,7 @@ class _Fused(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.plan, ctx.names = call, plan, names
         ctx.states = [array is not None for array in kept.states[0]]
-        return output, *final, *sequences(call, arrays, kept)
+        return output, *final, *(sequences(call, arrays, kept) if call.sequences else ())
 
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:
@@ -229,7 +229,8 @@ def _host_of(plan: Plan, arrays: Arrays) -> DeviceHost:
 
 def on_threads(options: layer.Options) -> layer.Options:
     """The options of a call, on as many threads as torch has."""
-    return _on(options, threads())
+    # One call less, for small layers.
+    return _on(options, threads() if cpu.pool.FORKED else torch.get_num_threads())
 
 
 @functools.lru_cache(maxsize=256)

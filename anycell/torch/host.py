@@ -62,7 +62,7 @@ def threads() -> int:
     the first call there leaves torch's own operators with one thread, and has ours go on with as
     many as before.
     """
-    return _of_child(os.getpid()) if cpu.pool.forked() else torch.get_num_threads()
+    return _of_child(os.getpid()) if cpu.pool.FORKED else torch.get_num_threads()
 
 
 @functools.lru_cache(maxsize=1)
@@ -117,9 +117,7 @@ class TorchHost(Products):
     strides = staticmethod(Tensor.stride)
 
     def project(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self.ours(len(x), len(weight), x.shape[1]):
-            return super().project(x, weight)
-        return F.linear(x, weight)
+        return super().project(x, weight) if self.ours(x, weight.T) else F.linear(x, weight)
 
     def theirs(self, a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
         if add:

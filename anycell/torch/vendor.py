@@ -28,7 +28,7 @@ def wins(cell: Cell, steps: int) -> bool:
     """Whether a call with none of our arguments is such an exception. In a forked child none is:
     torch's threads do not survive a fork.
     """
-    return steps == 1 and exception(cell) is not None and not pool.forked()
+    return steps == 1 and exception(cell) is not None and not pool.FORKED
 
 
 def wins_on_gpu(cell: Cell) -> str | None:

@@ -427,7 +427,7 @@ class _OpenMP(NamedTuple):
 
 def _find_openmp(near: str | None) -> _OpenMP | None:
     """The OpenMP runtime that this process has loaded, preferably one with `near` in its path."""
-    if near is None or forked():
+    if near is None or FORKED:
         return None
     try:
         with open("/proc/self/maps") as file:
@@ -450,27 +450,28 @@ def _find_openmp(near: str | None) -> _OpenMP | None:
     return None
 
 
-_BORN = os.getpid()
-
-
-def forked() -> bool:
-    """Whether this process was forked and has not started another program since.
-
-    Then a runtime that was used in the parent hangs here, and there is no telling if it was.
-    """
-    return _forked(os.getpid())
-
-
-@lru_cache(maxsize=4)
-def _forked(pid: int) -> bool:
-    if pid != _BORN:
-        return True
+def _forked() -> bool:
+    """Whether this process was forked, before this import, and has not started another program."""
     try:
-        with open("/proc/self/stat") as file:  # the fork may be older than this import
+        with open("/proc/self/stat") as file:
             flags = int(file.read().rpartition(")")[2].split()[6])
     except (OSError, ValueError, IndexError):
         return False
     return bool(flags & 0x40)  # PF_FORKNOEXEC
+
+
+# Whether this process was forked and has not started another program since. Then a runtime that was
+# used in the parent hangs here, and there is no telling if it was.
+FORKED = _forked()
+
+
+def _in_child() -> None:
+    global FORKED
+    FORKED = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
 
 
 # -------------------------------------------------------------------------------------------- gangs
