@@ -49,9 +49,9 @@ class Rule(NamedTuple):
 #     Intel Cascade Lake, AVX-512     0.9 / 0.9          -
 #
 # On AMD MKL is slower from 2^21 multiply-adds on; from 2^22 on that outweighs what our call costs.
-# NumPy's OpenBLAS stays in the calling thread up to 2^18 multiply-adds; beyond, its threads spin for
-# a while after each matmul, on cores that the kernels need. On other processors MKL's place has not
-# been measured, and PyTorch may bring another library.
+# NumPy's OpenBLAS stays in the calling thread up to 2^18 multiply-adds; beyond, its threads spin
+# for a while after each matmul, on cores that the kernels need. Other processors have not been
+# measured, and there PyTorch may bring another library.
 _THREADS = "OpenBLAS's idle threads spin on the cores of the kernels"
 RULES = {
     ("numpy", True): Rule(2**18 + 1, 4, f"ours from 2^18 multiply-adds on: {_THREADS}"),
@@ -168,6 +168,10 @@ class Mixed(Products):
     All products are ours and add up in float32: frameworks round theirs to 16 bits, and NumPy has
     none.
     """
+
+    def ours(self, a: Array, b: Array) -> bool:
+        """Always."""
+        return True
 
     def matmul(self, a: Array, b: Array, out: Array, add: bool = False) -> None:
         """``out = a @ b``, rounded once where ``out`` has 16 bits."""
