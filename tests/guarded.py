@@ -59,10 +59,8 @@ class GuardedHost(NumpyHost):
     def __init__(self, dtype: str, end: bool) -> None:
         super().__init__(numpy_dtype(dtype))
         self.number, self.end = dtype, end
-
-    @property
-    def wide(self) -> NumpyHost:
-        return GuardedHost(DTYPES[self.number].math.name, self.end)
+        math = DTYPES[dtype].math.name
+        self.wide = self if math == dtype else GuardedHost(math, end)
 
     def empty(self, shape: tuple[int, ...]) -> Array:
         return guarded(shape, self.dtype, self.end)

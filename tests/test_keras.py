@@ -26,11 +26,13 @@ from keras_layers import (  # noqa: E402
     random_mask,
     solve,
 )
+from processes import calls_of_ours  # noqa: E402
 from tolerances import NO_WORSE_THAN_16, assert_close  # noqa: E402
 from variants import variants  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
 from anycell import cell, cells, keep, linear, sigmoid, tanh  # noqa: E402
+from anycell.engines import cpu  # noqa: E402
 from anycell.keras.cells import ACTIVATIONS  # noqa: E402
 from anycell.keras.rule import Engine  # noqa: E402
 from anycell.lang.transform import low_rank  # noqa: E402
@@ -912,3 +914,13 @@ def test_sizes_that_heads_do_not_divide(make: Any) -> None:
     """Refused when the layer is made, not when it is called."""
     with pytest.raises(ValueError, match=r"given H=10 .* a multiple of 4, .*Choose 8 or 12"):
         make(cells.sLSTM(heads=4), 10)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_a_call_is_few_calls(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eagerly, of a warm layer: no cell is traced anew."""
+    monkeypatch.setattr(cpu.check, "ON", False)
+    layer = ak.RNN(cells.PeepholeLSTM, 64) if kind == "RNN" else getattr(ak, kind)(64)
+    x = keras.ops.ones((8, 20, 32))
+    most = {"tensorflow": 260, "torch": 160}.get(keras.backend.backend())
+    assert most is None or calls_of_ours(lambda: layer(x)) <= most

@@ -34,6 +34,7 @@ from anycell import (
     tanh,
     where,
 )
+from anycell.lang.cell import VARIANTS
 from anycell.lang.declare import INPUT, RESERVED
 from anycell.lang.expr import CONDITIONS, REDUCTIONS, Expr, apply, listing, show, topological
 from anycell.lang.namespaces import namespace
@@ -949,3 +950,35 @@ def test_derivatives_are_those_of_torch(name: str, rng: np.random.Generator) -> 
 def _inside(name: str, i: int, value: float) -> bool:
     positive = {"log": (0,), "sqrt": (0,), "div": (1,)}
     return value > 0 or i not in positive.get(name, ())
+
+
+# -- variants of a cell ----------------------------------------------------------------------------
+
+seen: list[Any] = []
+
+
+@cell(gates="a")
+def Variant(x, r, s, *, rate: float = 0.5, deep: bool = False, size: Any = 1):  # type: ignore[no-untyped-def]
+    seen.append((rate, deep, size))
+    return tanh(x.a + r.a) * rate + (1.0 if deep else 0.0)
+
+
+def test_the_same_hyperparameters_are_not_traced_again() -> None:
+    one = Variant(rate=0.25)
+    count = len(seen)
+    assert Variant(rate=0.25) is one and Variant(rate=np.float64(0.25)) is one
+    assert len(seen) == count
+    assert Variant(deep=True).key != Variant(deep=False).key
+    # A value that is equal, but not the same.
+    values = [1, True, 1.0, "1", 0.0, -0.0, None]
+    given = [Variant(size=value).given["size"] for value in values]
+    assert [repr(value) for value in given] == [repr(value) for value in values]
+    assert Variant(size=(1,)) == Variant(size=(1,))  # traced each time
+    # A schedule of values that change keeps few of them, and one kernel.
+    keys = {Variant(rate=n / 999).key for n in range(300)}
+    assert len(keys) == 1 and len(Variant._variants) <= VARIANTS
+    assert Variant(rate=0.5).hyper != Variant(rate=0.25).hyper
+    with pytest.raises(CellError):
+        Variant(wrong=1)
+    with pytest.raises(CellError):
+        Variant(wrong=1)

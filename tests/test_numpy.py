@@ -20,10 +20,12 @@ import pytest
 from conformance.problem import Odd
 from guarded import Everything
 from problems import NORMALISERS
+from processes import calls_of_ours
 from tolerances import assert_close, is_slope
 
 import anycell.numpy as an
 from anycell import cell, cells, keep, sigmoid, tanh
+from anycell.engines import cpu
 from anycell.numpy import base, dense, initializers, layers, optim, passes
 
 ROOT = Path(__file__).parents[1]
@@ -698,3 +700,18 @@ def test_examples_of_docstrings(module: Any) -> None:
     examples |= {name: getattr(an, name) for name in an.__all__}
     failed, _ = doctest.testmod(module, extraglobs=examples)
     assert not failed
+
+
+@pytest.mark.parametrize("cell", [cells.LSTM, cells.PeepholeLSTM], ids=lambda cell: cell.name)
+def test_a_call_is_few_calls(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a small layer takes follows from it; some 250 with the backward pass."""
+    monkeypatch.setattr(cpu.check, "ON", False)
+    layer, x = an.RNN(cell, 32, 64), np.ones((20, 8, 32), np.float32)
+    assert calls_of_ours(lambda: layer.forward(x)) <= 90
+    d = np.ones((20, 8, 64), np.float32)
+
+    def train() -> None:
+        layer.forward(x, training=True)
+        layer.backward(d)
+
+    assert calls_of_ours(train) <= 290

@@ -45,6 +45,17 @@ __all__ = [
     "INPUT", "RECURRENT", "Cell", "Gates", "Linear", "Param", "State", "cell", "keep", "linear",
 ]  # fmt: skip
 
+VARIANTS = 64  # of a cell, with other hyperparameters, that are remembered
+
+
+def _exactly(given: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """What tells hyperparameters apart: True from 1, 0.0 from -0.0, NaN from nothing but another
+    NaN. None where a value is not one that has such a text.
+    """
+    if all(value is None or type(value) in (bool, int, float, str) for value in given.values()):
+        return tuple([(name, repr(value)) for name, value in given.items()])
+    return None
+
 
 class Cell:
     """A recurrent cell: what happens between the input projection and the next state, as a graph.
@@ -86,11 +97,15 @@ class Cell:
         self.__doc__ = function.__doc__
         self.given = given = {name: plain(value) for name, value in given.items()}
         self.hyper, self.structure = sort_hyperparameters(function, given)
+        self._variants: dict[Any, Cell] = {}
         self._trace()
 
     # -- use -------------------------------------------------------------------------------------
     def __call__(self, *args: Any, **hyper: Any) -> Cell:
-        """The same cell with other hyperparameters; see the signature of its function."""
+        """The same cell with other hyperparameters; see the signature of its function.
+
+        Layers ask for the same few again and again, so the last ``VARIANTS`` are not traced anew.
+        """
         if args:
             fail(
                 f"Cell {self.name} was called with {len(args)} positional argument(s); "
@@ -99,10 +114,18 @@ class Cell:
             )
         if not hyper:
             return self
-        given = {**self.given, **hyper}
-        return Cell(
-            self.function, self.gates, self.states, self.params, self.static, self.bias, given
-        )
+        given = {**self.given, **{name: plain(value) for name, value in hyper.items()}}
+        key = _exactly(given)
+        found = None if key is None else self._variants.get(key)
+        if found is None:
+            found = Cell(
+                self.function, self.gates, self.states, self.params, self.static, self.bias, given
+            )
+            if key is not None:
+                if len(self._variants) >= VARIANTS:
+                    self._variants.clear()
+                self._variants[key] = found
+        return found
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.given.items())})"

@@ -174,6 +174,7 @@ def sparse(mask: Array | None) -> bool:
     return mask is not None and int(mask.sum()) < FILLED * mask.shape[0] * mask.shape[1]
 
 
+@functools.lru_cache(maxsize=256)
 def padded(itemsize: int, width: int) -> int:
     """The length of rows in a buffer of numbers of so many bytes: not a large power of two,
     or all rows would share a few lines of the cache.
@@ -181,6 +182,7 @@ def padded(itemsize: int, width: int) -> int:
     return width + cpu.LINE // itemsize if width * itemsize % 1024 == 0 else width
 
 
+@functools.lru_cache(maxsize=256)
 def slot_bytes(plan: Plan, batch: int, size: int) -> int:
     """Of two slots of a state, up to the next line of the cache."""
     return -(-2 * batch * size * plan.types.math.bytes // cpu.LINE) * cpu.LINE

@@ -98,18 +98,14 @@ def multiply(
         number: the row of ``DTYPES`` that says what they consist of.
         scales: address of those of the columns, where ``b`` consists of integers.
     """
-
-    def place(array: Array) -> tuple[int, int, int]:
-        """Address and strides; 1 of an axis that nobody steps along."""
+    places = []  # addresses and strides; 1 of an axis that nobody steps along
+    for array in (a, b, out):
         (rows, columns), (row, column) = array.shape, host.strides(array)
-        return host.pointer(array), row if rows > 1 else 1, column if columns > 1 else 1
-
-    (rows, inner), columns = a.shape, b.shape[1]
+        places.append((host.pointer(array), row if rows > 1 else 1, column if columns > 1 else 1))
+    left, right, into = places
     bounds = tuple(extent(host, array) for array in (a, b, out)) if cpu.check.ON else ()
-    cpu.multiply(
-        number, (rows, columns, inner), place(a), place(b), place(out)[:2], add, threads, bounds,
-        scales,
-    )  # fmt: skip
+    sizes = a.shape[0], b.shape[1], a.shape[1]
+    cpu.multiply(number, sizes, left, right, into[:2], add, threads, bounds, scales)
 
 
 class Products:

@@ -125,9 +125,9 @@ def array(name: str, value: Any, shape: Sequence[int | str], dtype: npt.DTypeLik
     copied where it already fits.
     """
     given = numbers(name, value)
-    fits = given.ndim == len(shape) and all(
-        isinstance(want, str) or have == want for have, want in zip(given.shape, shape, strict=True)
-    )
+    fits = given.ndim == len(shape)
+    for have, want in zip(given.shape, shape, strict=False):
+        fits = fits and (isinstance(want, str) or have == want)
     if not fits:
         expected = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
         raise ValueError(f"{name}: given shape {given.shape}, expected ({expected}).")

@@ -45,15 +45,11 @@ class NumpyHost(Products):
     """Arrays of one dtype."""
 
     wide_states, library = True, "numpy"
+    threads = staticmethod(cpu.pool.threads)
 
     def __init__(self, dtype: npt.DTypeLike) -> None:
         self.dtype = np.dtype(dtype)
-        self.number = self.dtype.name
-
-    @property
-    def wide(self) -> NumpyHost:
-        """The host of what a cell computes in."""
-        return self
+        self.number, self.wide = self.dtype.name, self
 
     @functools.cached_property
     def eight_bits(self) -> NumpyHost:
@@ -121,7 +117,8 @@ class NumpyHost(Products):
 
     def strides(self, array: Array) -> tuple[int, ...]:
         """In elements, of an array that fits."""
-        return tuple(stride // array.itemsize for stride in array.strides)
+        # Without a function of Python's for each: they are asked for often.
+        return tuple(map(array.itemsize.__rfloordiv__, array.strides))
 
     def theirs(self, a: Array, b: Array, out: Array, add: bool) -> None:
         """By NumPy's matmul."""
@@ -140,11 +137,7 @@ class MixedNumpyHost(Mixed, NumpyHost):
 
     def __init__(self, number: str, wide: NumpyHost) -> None:
         NumpyHost.__init__(self, numpy_dtype(number))
-        self.number, self._wide = number, wide
-
-    @property
-    def wide(self) -> NumpyHost:
-        return self._wide
+        self.number, self.wide = number, wide
 
     def widen(self, array: Array) -> Array:
         return array.astype(self.wide.dtype, copy=False)

@@ -183,12 +183,13 @@ class RNN(Layer):
 
     def _learned(self, k: int) -> dict[str, Array]:
         """The parameters of a layer, by the names of ``anycell.layer.signature``."""
-        ends = ENDS[: len(self._suffixes[k])]
-        return {
-            name + end: self._parameters[f"{name}_l{k}{end}"]
-            for end in ends
-            for name in self._shapes(0)
-        }
+        learned = {}
+        for end in ENDS[: 1 + self.bidirectional]:
+            for name in self.cell.learned:
+                place = f"{name}_l{k}{end}"
+                if place in self._parameters:
+                    learned[name + end] = self._parameters[place]
+        return learned
 
     # -- use -------------------------------------------------------------------------------------
     def forward(
@@ -242,12 +243,12 @@ class RNN(Layer):
             checkpoint=check_checkpoint(self.checkpoint),
         )
         shared = {
-            "mask": self._valid(mask, lengths, steps, rows),
+            "mask": None if mask is lengths is None else self._valid(mask, lengths, steps, rows),
             "resets": None if resets is None else self._flags("resets", resets, steps, rows),
-            "static": self._static(static, rows),
+            "static": None if static is self.cell.static is None else self._static(static, rows),
         }
         states = self._states("state", state, rows)
-        chosen, saved = self.plan, _Saved(self._layout(steps, rows, self._width))
+        chosen, saved = self.plan, _Saved()
         finals: list[passes.States] = []
         for k in range(self.num_layers):
             if k and training and self.dropout:
@@ -255,13 +256,15 @@ class RNN(Layer):
                 saved.dropped.append(kept * self.dtype.type(1.0 / (1.0 - self.dropout)))
                 x = x * saved.dropped[-1]
             arrays = {"x": x, **shared, **self._learned(k)}
-            pairs = zip(self.cell.state_names, states, strict=True)
-            arrays |= {f"state {name}": s[self._directions(k)] for name, s in pairs}
+            directions = self._directions(k)
+            for name, values in zip(self.cell.state_names, states, strict=True):
+                arrays[f"state {name}"] = values[directions]
             x, final, pullback = passes.run(chosen, arrays, options._replace(stream=k))
             saved.pullbacks.append(pullback)
             finals.append(final)
         self._saved = saved if training else None
         output = x.swapaxes(0, 1) if self.batch_first else x
+        saved.output_shape = output.shape
         if training or not output.flags.c_contiguous:
             output = output.copy()  # the caller's own; the backward pass reads what is kept
         return output, self._returned(finals)
@@ -408,14 +411,11 @@ class RNN(Layer):
         """``[layers * directions, B, size]`` per state; for None ``start``, or what is declared."""
         cell, first = self.cell, self.num_layers * (1 + self.bidirectional)
         if given is None:
-            return [
-                np.full(
-                    (first, rows, self.sizes[s.size]),
-                    s.initial if start is None else start,
-                    self.dtype,
-                )
-                for s in cell.states
-            ]
+            states = []
+            for s in cell.states:
+                value = s.initial if start is None else start
+                states.append(np.full((first, rows, self.sizes[s.size]), value, self.dtype))
+            return states
         values = given if isinstance(given, (tuple, list)) else (given,)
         if len(values) != len(cell.states):
             raise ValueError(
@@ -444,15 +444,15 @@ class RNN(Layer):
 
     def _returned(self, per_layer: Sequence[passes.States]) -> State:
         """Per state, what all directions of all layers have of it."""
-        states = tuple(np.concatenate(arrays) for arrays in zip(*per_layer, strict=True))
+        states = tuple(map(np.concatenate, zip(*per_layer, strict=True)))
         return states if len(states) > 1 else states[0]
 
 
 class _Saved:
     """What a forward pass in training leaves for the backward pass."""
 
-    def __init__(self, output_shape: tuple[Any, ...]) -> None:
-        self.output_shape = output_shape
+    def __init__(self) -> None:
+        self.output_shape: tuple[int, ...] = ()
         self.pullbacks: list[passes.Pullback] = []
         self.dropped: list[Array] = []  # between layers: 0, or 1 / (1 - dropout)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 
@@ -100,6 +101,7 @@ DTYPES = {
 }
 
 
+@functools.cache
 def dtypes(engine: str, *, quantized: bool = False) -> tuple[str, ...]:
     """The dtypes that an engine has kernels for: those of a layer's arrays, and with ``quantized``
     those of which its weights alone can be.

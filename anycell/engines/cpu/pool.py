@@ -59,15 +59,20 @@ def threads() -> int:
     """
     if _chosen is not None:
         return _chosen
-    if count := environment.whole_number("ANYCELL_NUM_THREADS", MOST):
-        return count
-    # OpenMP allows a list, one number per nesting level, and ignores what it cannot read.
-    outer = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    if count := environment.number(outer, MOST):
+    if count := _said(*map(os.environ.get, ("ANYCELL_NUM_THREADS", "OMP_NUM_THREADS"))):
         return count
     if hasattr(os, "sched_getaffinity"):
         return max(1, min(len(os.sched_getaffinity(0)), _quota()))
     return os.cpu_count() or 1
+
+
+@lru_cache(maxsize=64)
+def _said(ours: str | None, openmps: str | None) -> int | None:
+    """What the two variables say, by their texts."""
+    if count := environment.whole_number("ANYCELL_NUM_THREADS", MOST):
+        return count
+    # OpenMP allows a list, one number per nesting level, and ignores what it cannot read.
+    return environment.number((openmps or "").split(",")[0], MOST)
 
 
 def set_threads(count: int | None) -> None:
