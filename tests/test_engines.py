@@ -41,6 +41,7 @@ from anycell import (
 )
 from anycell.engines import cpu, reference
 from anycell.engines.cpu import isa
+from anycell.numpy import RNN
 from anycell.numpy.host import NumpyHost
 from anycell.plan import plan
 
@@ -517,3 +518,30 @@ def test_engines_draw_the_same_masks(rng: np.random.Generator, ran: list[str]) -
     assert ran == ["cpu", "reference"]
     assert_right(solutions[0], problem)
     assert_same(by_reference(problem), solutions[1], *solutions[1])
+
+
+@cell(gates="a b")
+def Largest(x, r, s):
+    """Maxima of what was computed, of all units and of half of them."""
+    u = tanh(x.a + r.a) * sigmoid(x.b + r.b)
+    return u - anycell.max(u) * anycell.max(tanh(x.b), groups=2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_maximum_is_of_what_is_compared_with_it(dtype: str) -> None:
+    """Where saved values are rounded, one of them always equals the maximum: no gradient is NaN."""
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        layer = RNN(Largest, 5, 18, dtype=dtype, seed=seed)
+        right = RNN(Largest, 5, 18, dtype="float64", seed=seed)
+        right.set_parameters({n: p.astype("float64") for n, p in layer.parameters.items()})
+        x = rng.standard_normal((6, 3, 5)).astype(layer.dtype)
+        errors = []
+        for one in (layer, right):
+            output, _ = one.forward(x, training=True)
+            d, _ = one.backward(np.ones_like(output))
+            errors.append([d, *one.grads.values()])
+        for mine, true in zip(*errors, strict=True):
+            assert np.isfinite(mine.astype("float64")).all()
+            # Where two units are nearly the largest the gradient may be the other one's.
+            assert np.linalg.norm(mine.astype("float64") - true) < np.linalg.norm(true)

@@ -24,13 +24,18 @@ def gradient_roots(cell: Cell, gradients: Gradients) -> list[Expr]:
     return roots + [l.operand for l in cell.linears if l.operand.op != "state"]
 
 
-def least_memory(cell: Cell, gradients: Gradients) -> tuple[list[Expr], list[Expr]]:
+def least_memory(
+    cell: Cell, gradients: Gradients, rounded: bool = False
+) -> tuple[list[Expr], list[Expr]]:
     """The forward values to save so that the backward pass needs least memory,
     and those it computes again.
 
     A minimum cut between what cannot be computed again (projections and matmul results) and what
     the backward pass reads. Saving a value cuts its node, at the price of its size. Among cuts of
     one price the one nearest to the readers is taken: it leaves the least to compute again.
+
+    Where saving rounds (``rounded``), a maximum is computed again, from the values that the
+    backward pass compares with it: the saved one might equal none of them.
     """
     forward = topological(cell.next)
     inside = set(forward)
@@ -48,7 +53,8 @@ def least_memory(cell: Cell, gradients: Gradients) -> tuple[list[Expr], list[Exp
         if node in free:
             continue
         # Memory holds numbers: a condition is compared again.
-        price = _Flow.ENDLESS if is_boolean(node) else 1 if node.narrow else 64
+        again = is_boolean(node) or (rounded and node.op == "max")
+        price = _Flow.ENDLESS if again else 1 if node.narrow else 64
         flow.edge((node, 0), (node, 1), price)
         if node.op in ("x", "linear", "preact"):
             flow.edge("source", (node, 0), _Flow.ENDLESS)
@@ -66,22 +72,24 @@ def least_memory(cell: Cell, gradients: Gradients) -> tuple[list[Expr], list[Exp
     # Values of one number per row, not per unit: narrow ones that depend on a reduction.
     rows: set[Expr] = set()
     for node in forward:
+        if rounded and node.op == "max":
+            continue
         if node.narrow and (is_reduction(node) or any(arg in rows for arg in node.args)):
             rows.add(node)
-    again: dict[Expr, None] = {}
+    computed: dict[Expr, None] = {}
     stack = [node for node in read if node not in saved]
     while stack:
         node = stack.pop()
-        if node in again or node in free or node in saved:
+        if node in computed or node in free or node in saved:
             continue
         if node in rows and not is_boolean(node):
             # One number per row against another pass over its units.
             saved[node] = None
             continue
-        again[node] = None
+        computed[node] = None
         stack.extend(node.args)
     # In the order of the graph: sets of nodes iterate in another order in every process.
-    return [n for n in forward if n in saved], [n for n in forward if n in again]
+    return [n for n in forward if n in saved], [n for n in forward if n in computed]
 
 
 class _Flow:

@@ -141,7 +141,7 @@ def _plan(
 ) -> Plan:
     gradients, sizes = backward(cell), dict(known)
     cell.check_sizes(sizes)
-    cut, recomputed = least_memory(cell, gradients)
+    cut, recomputed = least_memory(cell, gradients, rounded=DTYPES[dtype].mixed)
     needed = set(cut) | set(recomputed)
     kept = [
         state.name
