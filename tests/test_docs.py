@@ -160,7 +160,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     insert(root / "anycell/cells/__init__.py", "from anycell.cells.gru", export)
     insert(root / "anycell/cells/__init__.py", "]", '    "JANET",\n')
 
-    insert(root / "anycell/plan/dtype.py", "}\n\n\ndef dtypes", dtype)
+    insert(root / "anycell/plan/dtype.py", "}\n\n\n@functools.cache\ndef dtypes", dtype)
     insert(root / "anycell/lang/ops.py", "    # conditions", row)
     with open(root / "anycell/lang/ops.py", "a", encoding="utf-8") as file:
         file.write(f"\n\n{function}")

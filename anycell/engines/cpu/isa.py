@@ -138,10 +138,11 @@ def _features() -> set[str]:
 @lru_cache(maxsize=1)
 def amd() -> bool:
     """Whether AMD made this processor."""
-    names = platform.processor()  # on Windows the maker is part of it
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        names += next((line for line in file if line.startswith("vendor_id")), "")
-    return "AuthenticAMD" in names
+    try:
+        with open("/proc/cpuinfo") as file:
+            return any("AuthenticAMD" in line for line in file if line.startswith("vendor_id"))
+    except OSError:  # not Linux; on Windows the maker is part of this name
+        return "AuthenticAMD" in platform.processor()
 
 
 @lru_cache(maxsize=1)  # every pass of every layer asks
