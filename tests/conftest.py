@@ -41,6 +41,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how many random cells the property test builds (default: %(default)s)",
     )
     group.addoption(
+        "--random-calls",
+        type=int,
+        default=40,
+        metavar="N",
+        help="how many random calls of layers are compared, in groups of a cell and dtype "
+        "(default: %(default)s)",
+    )
+    group.addoption(
         "--edits",
         type=int,
         default=60,
@@ -88,7 +96,7 @@ def day_of(item: str, days: int) -> int:
 # Files that one instruction set is enough for. Any other file runs under each.
 FIXED_ISA = {
     # They choose it themselves, and try all.
-    *("test_cpu_math.py", "test_properties.py"),
+    *("test_cpu_math.py", "test_properties.py", "test_random_calls.py"),
     # They reach no kernel of the CPU engine.
     *("test_cards.py", "test_gpu.py", "test_gpu_tools.py", "test_lang.py", "test_layouts.py"),
     *("test_package.py", "test_rooms.py", "test_same_bits.py"),
@@ -145,6 +153,19 @@ def mutation_seeds(request: pytest.FixtureRequest, seed: int) -> range:
     return range(seed, seed + request.config.getoption("mutations") * request.param)
 
 
+@pytest.fixture
+def calls_of_cell(request: pytest.FixtureRequest) -> int:
+    return _calls_of_cell(request.config)
+
+
+def _calls_of_cell(config: pytest.Config) -> int:
+    """So many random calls share a compiled cell: compiling takes longer than most of them.
+
+    More calls repeat the fewer ones first, so a case fails again with any larger number.
+    """
+    return max(10, config.getoption("random_calls") // 200)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test with a `cell_seed` argument runs `--random-cells` times, from `--seed` upwards.
 
@@ -154,6 +175,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         first = metafunc.config.getoption("seed")
         count = metafunc.config.getoption("random_cells")
         metafunc.parametrize("cell_seed", range(first, first + count))
+    if "calls_seed" in metafunc.fixturenames:
+        first = metafunc.config.getoption("seed")
+        groups = -(-metafunc.config.getoption("random_calls") // _calls_of_cell(metafunc.config))
+        metafunc.parametrize("calls_seed", range(first, first + groups))
 
 
 # -- layers -------------------------------------------------------------------------------------

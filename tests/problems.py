@@ -251,6 +251,7 @@ def by_cpu(
     backwards: int = 1,
     host: NumpyHost | None = None,
     precision: str = "highest",
+    checkpoint: str | int | None = None,
 ) -> Arrays:
     """By the fused kernels of the CPU engine.
 
@@ -260,6 +261,7 @@ def by_cpu(
         backwards: the backward pass runs so many times.
         host: of the arrays.
         precision: to which matmuls of float32 may be rounded.
+        checkpoint: of the steps, as in ``layer.Options``.
     """
     cell, group, x = problem.cell, problem.group, problem.arrays["gates_x"]
     hidden = x.shape[2] // len(cell.gates)
@@ -268,7 +270,7 @@ def by_cpu(
     chosen = cpu.rounded(plan(runs, hidden, x.dtype.name, "cpu", sizes), precision)
     arrays = to_layer(problem, projected)
     host = host or host_of(chosen.dtype)
-    how = layer_options(problem, threads)
+    how = layer_options(problem, threads)._replace(checkpoint=checkpoint)
     outputs, finals, kept = layer.forward(host, chosen, arrays, how, keep=True)
     final = [value[0] for value in finals]
     d_final = [d[None] for d in group("d_final").values()]

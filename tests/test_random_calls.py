@@ -1,0 +1,148 @@
+"""Random calls of built-in and random cells, in every dtype, against the reference in float64.
+
+How many, and from which seed: ``--random-calls N --seed S``. The calls come in groups that share a
+cell and a dtype, and so a compiled kernel.
+
+In 16 bits the reference rounds what an engine rounds from one step to the next: the hidden state.
+An engine's backward pass works on values saved in 16 bits. So the limit of a gradient comes from
+the reference whose saved values are off by a rounding each, while its branches are those of the
+forward pass: an engine must take the same branches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from problems import Arrays, Problem, Unsolvable, by_cpu, by_reference, kind_of, random_problem
+from random_cells import random_cell, source
+from tolerances import RANDOM_CALL_16, error, limit
+
+import anycell.cells
+from anycell.engines import reference
+from anycell.lang.cell import RECURRENT
+from anycell.numpy.host import numpy_dtype
+
+HALVES = ("bfloat16", "float16")
+
+
+class RoundedRecurrence(reference.Recurrence):
+    """The reference with a hidden state of 16 bits, in wider arithmetic."""
+
+    hidden_dtype: np.dtype[Any]
+    noise: np.random.Generator | None = None  # moves what the backward pass finds saved
+    unit_roundoff = 0.0
+
+    def _step(self, t: int, states: Any) -> Any:
+        values = super()._step(t, states)
+        new = self.cell.next[0]
+        values[new] = np.asarray(values[new]).astype(self.hidden_dtype).astype(np.float64)
+        return values
+
+    def _evaluate(self, order: Any, t: int, values: Any) -> None:
+        given, inner = dict(values), frozenset(self.order)
+        super()._evaluate(order, t, values)
+        if self.noise is None or order is self.order:
+            return
+        # The backward pass again. Conditions stay. Any other value of the forward pass may be one
+        # that was saved, or computed from such: it follows what it is computed from, and moves.
+        moved = {node: value for node, value in values.items() if value.dtype == bool}
+        moved |= {node: value for node, value in given.items() if node not in inner}
+        for node in self.order:
+            if node not in moved:
+                known = given[node] if node.op == "state" else self._value(node, t, moved)
+                moved[node] = self._moved(known)
+        super()._evaluate(order, t, moved)
+        # Gradients of gates are of 16 bits where the next matmul takes them.
+        for node, value in moved.items():
+            derived = node not in inner and node not in given
+            values[node] = self._moved(value) if derived and value.dtype != bool else value
+
+    def _moved(self, value: Any) -> Any:
+        """Each number off by up to one rounding; what is one number for all units is exact."""
+        assert self.noise is not None
+        if not value.shape:
+            return value
+        return value * (1.0 + self.unit_roundoff * self.noise.uniform(-1.0, 1.0, value.shape))
+
+
+def rounded(
+    problem: Problem, dtype: str, patch: pytest.MonkeyPatch, noise: np.random.Generator | None
+) -> Arrays:
+    """The solution of a problem of 16 bits, its saved values moved by ``noise``."""
+    # 8 bits of bfloat16's significand, 11 of float16's; of the largest error of a rounding.
+    unit_roundoff = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
+    with patch.context() as change:
+        change.setattr(RoundedRecurrence, "hidden_dtype", numpy_dtype(dtype), raising=False)
+        change.setattr(RoundedRecurrence, "unit_roundoff", unit_roundoff)
+        change.setattr(RoundedRecurrence, "noise", noise)
+        change.setattr(reference, "Recurrence", RoundedRecurrence)
+        return by_reference(problem)
+
+
+def right_and_limits(
+    problem: Problem, dtype: str, patch: pytest.MonkeyPatch
+) -> tuple[Arrays, dict[str, float]]:
+    """What is right for a problem of that dtype, and how far each array may be from it."""
+    right = problem.right if dtype not in HALVES else rounded(problem, dtype, patch, None)
+    limits = {name: limit(dtype, kind_of(name)) for name in right}
+    if dtype in HALVES:
+        noise = np.random.default_rng(0)
+        for _ in range(4):
+            near = rounded(problem, dtype, patch, noise)
+            for name, value in near.items():
+                wide = RANDOM_CALL_16 * error(value, right[name], ())
+                limits[name] = max(limits[name], wide)
+    return right, limits
+
+
+def situation(rng: np.random.Generator, recurrent: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {name: True for name in ("masked", "resets") if rng.random() < 0.3}
+    options["reverse"] = bool(rng.random() < 0.3)
+    options["training"] = bool(rng.random() < 0.5)
+    options["masked_output"] = "repeat" if rng.random() < 0.3 else "zero"
+    options["dropped"] = "all" if recurrent and rng.random() < 0.2 else None
+    return options | {"seed": int(rng.integers(1 << 63))}
+
+
+def batch_major(name: str, array: Any) -> Any:
+    """The same numbers, in the order of a batch whose sequences lie one behind the other."""
+    if name not in ("gates_x", "d_outputs"):
+        return array
+    return np.ascontiguousarray(array.swapaxes(0, 1)).swapaxes(0, 1)
+
+
+def test_random_calls(calls_seed: int, calls_of_cell: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng([calls_seed, 5])
+    hidden = int(rng.choice([1, 7, 33, 100]))
+    names = anycell.cells.__all__
+    if built_in := rng.random() < 0.4:
+        cell = getattr(anycell.cells, names[rng.integers(len(names))])
+        hidden = max(hidden, 7)  # the norm of a single unit is 0, and its derivative rounding
+    else:
+        cell = random_cell(calls_seed, hidden)
+    dtype = str(rng.choice(["float32", "float64", *HALVES]))
+    recurrent = any(l.name == RECURRENT for l in cell.linears)
+    wrong: list[str] = []
+    for call in range(calls_of_cell):
+        steps, rows = int(rng.choice([0, 1, 2, 5, 9])), int(rng.choice([0, 1, 3, 8]))
+        options = situation(rng, recurrent)
+        threads, checkpoint = int(rng.integers(1, 4)), rng.choice(np.array([None, 2, "sqrt"], "O"))
+        shape = (steps, rows, hidden)
+        try:
+            if dtype in HALVES:
+                problem = random_problem(cell, shape, rng, **options).astype(dtype)
+            else:
+                problem = random_problem(cell, shape, rng, dtype, nearby=1, **options)
+        except Unsolvable:
+            continue
+        right, limits = right_and_limits(problem, dtype, monkeypatch)
+        given = problem.map(batch_major) if rng.random() < 0.3 else problem
+        called = f"call {call}, {shape}, {threads} threads, checkpoint {checkpoint}, {options}"
+        for name, value in by_cpu(given, threads, checkpoint=checkpoint).items():
+            off = error(value, right[name], ())
+            if off > limits[name]:
+                wrong.append(f"{name}: error {off:.2e}, limit {limits[name]:.1e}, {called}")
+    told = cell.name if built_in else source(cell)
+    assert not wrong, "\n".join([*wrong, f"{dtype}, {told}"])
