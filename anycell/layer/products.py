@@ -44,7 +44,7 @@ class Rule(NamedTuple):
 #
 #     processor                       MKL (PyTorch)      OpenBLAS (NumPy)
 #     AMD Zen 5, AVX-512              - / 2.0            -
-#     AMD Zen 4, AVX-512              1.1 / -            1.1 / -
+#     AMD Zen 4, AVX-512              1.1 / 1.15         1.1 / 1.15
 #     AMD Zen 3, AVX2                 0.93 / 1.2         0.87 / 0.86
 #     Intel Cascade Lake, AVX-512     0.9 / 0.9          -
 #
