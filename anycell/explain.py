@@ -12,7 +12,7 @@ from anycell.lang.cell import RECURRENT, Cell, Linear
 from anycell.lang.expr import Expr, is_const, label, listing, rewrite, show, topological
 from anycell.lang.grad import upstream
 from anycell.lang.ops import is_reduction
-from anycell.plan import FREE, HEAVY, Plan, gradient_roots
+from anycell.plan import FREE, HEAVY, Plan, gradient_roots, size_of
 from anycell.plan import plan as make_plan
 
 Names = dict[Expr, str]
@@ -313,7 +313,7 @@ class _Page:
         return name if text == name else f"{name} = {text}"
 
     def _size(self, node: Expr) -> str:
-        return self.cell.sizes.get(node, "H")
+        return size_of(self.cell, node) or "H"
 
     def _bytes(self, sizes: Sequence[str], rows: int = 1) -> str:
         """Sizes in bytes; one that the plan does not know goes by its symbol."""

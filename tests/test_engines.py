@@ -27,12 +27,14 @@ from anycell import (
     Cell,
     cell,
     cells,
+    clip,
     keep,
     layer,
     layer_norm,
     linear,
     log,
     maximum,
+    relu,
     sigmoid,
     softplus,
     stop_gradient,
@@ -41,6 +43,7 @@ from anycell import (
 )
 from anycell.engines import cpu, reference
 from anycell.engines.cpu import isa
+from anycell.lang.expr import Expr
 from anycell.numpy import RNN
 from anycell.numpy.host import NumpyHost
 from anycell.plan import plan
@@ -520,10 +523,46 @@ def test_engines_draw_the_same_masks(rng: np.random.Generator, ran: list[str]) -
     assert_same(by_reference(problem), solutions[1], *solutions[1])
 
 
+# Outputs above 1 are where a gradient of ``v`` is above 0.
+DECISIONS: dict[str, Callable[[Expr], Expr]] = {
+    "where": lambda v: where(v > 0.3, 2.0 + v, 0.0),
+    "clip": lambda v: where((v >= -0.25) & (v <= 0.25), 2.0 + clip(v, -0.25, 0.25), 0.0),
+    "relu": lambda v: where(v > 0.3, 2.0, 0.0) + relu(v - 0.3) * 0.5,
+    "abs": lambda v: where(v > 0.3, 2.0, 0.0) + anycell.abs(v - 0.3) * 0.1,
+    "max": lambda v: where(v == anycell.max(v), 2.0, 0.0) + anycell.max(v) * 0.1,
+    "mean": lambda v: where(anycell.mean(v) > 0.0, 2.0 + 0.1 * v, 0.0),
+}
+
+
+def decision(decide: str) -> Problem:
+    """A cell that decides about a computed value, and gradients of one at its outputs."""
+
+    @cell(gates="a b")
+    def Deciding(x, r, s):
+        return DECISIONS[decide](x.a * sigmoid(x.b))
+
+    problem = random_problem(Deciding, (64, 4, 100), np.random.default_rng(0))
+    outputs, final = problem.arrays["d_outputs"], problem.arrays["d_final h"]
+    return problem.but({"d_outputs": np.ones_like(outputs), "d_final h": np.zeros_like(final)})
+
+
+def assert_same_branches(solution: Arrays) -> None:
+    taken = solution["outputs"].astype("float64") > 1.0
+    assert 0 < taken.sum() < taken.size
+    assert_array_equal(solution["d gates_x"][..., :100].astype("float64") > 0.0, taken)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("decide", DECISIONS)
+def test_the_backward_pass_takes_the_branch_of_the_forward_pass(decide: str, dtype: str) -> None:
+    """Also where a value that was rounded when it was saved lies beyond the threshold."""
+    assert_same_branches(by_cpu(decision(decide).astype(dtype), 1))
+
+
 @cell(gates="a b")
 def Largest(x, r, s):
-    """Maxima of what was computed, of all units and of half of them."""
-    u = tanh(x.a + r.a) * sigmoid(x.b + r.b)
+    """Maxima of what was computed, of all units and of half of them, and of the state."""
+    u = tanh(x.a + r.a) * sigmoid(x.b + r.b) + 0.1 * anycell.max(sigmoid(s.h))
     return u - anycell.max(u) * anycell.max(tanh(x.b), groups=2)
 
 

@@ -46,7 +46,17 @@ from problems import (
     random_problem,
 )
 from random_cells import random_cell
-from test_engines import Detached, LowRank, Masks, Namesakes, Sampler, Small
+from test_engines import (
+    DECISIONS,
+    Detached,
+    LowRank,
+    Masks,
+    Namesakes,
+    Sampler,
+    Small,
+    assert_same_branches,
+    decision,
+)
 from tolerances import assert_close, error, limit
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -229,6 +239,12 @@ def test_sixteen_bits(
 ) -> None:
     """float16; the interpreter multiplies bfloat16 wrongly, which tests on a card make up for."""
     assert_sixteen(problem_of(cell, (4, 3, hidden), rng, 2), "float16", tier, exchange)
+
+
+@pytest.mark.parametrize("tier", [3, 1])
+@pytest.mark.parametrize("decide", DECISIONS)
+def test_the_backward_pass_takes_the_branch_of_the_forward_pass(decide: str, tier: int) -> None:
+    assert_same_branches(by_gpu(decision(decide), "float16", tier))
 
 
 @pytest.mark.gpu

@@ -106,6 +106,12 @@ def situation(rng: np.random.Generator, recurrent: bool) -> dict[str, Any]:
     return options | {"seed": int(rng.integers(1 << 63))}
 
 
+def underflows(dtype: str, value: Any, right: Any) -> bool:
+    """Whether float16 is off by no more than its smallest number, in the mean."""
+    off = np.asarray(value, np.float64) - right
+    return dtype == "float16" and bool(np.sqrt(np.mean(off * off)) <= 2.0**-24)
+
+
 def batch_major(name: str, array: Any) -> Any:
     """The same numbers, in the order of a batch whose sequences lie one behind the other."""
     if name not in ("gates_x", "d_outputs"):
@@ -142,7 +148,7 @@ def test_random_calls(calls_seed: int, calls_of_cell: int, monkeypatch: pytest.M
         called = f"call {call}, {shape}, {threads} threads, checkpoint {checkpoint}, {options}"
         for name, value in by_cpu(given, threads, checkpoint=checkpoint).items():
             off = error(value, right[name], ())
-            if off > limits[name]:
+            if off > limits[name] and not underflows(dtype, value, right[name]):
                 wrong.append(f"{name}: error {off:.2e}, limit {limits[name]:.1e}, {called}")
     told = cell.name if built_in else source(cell)
     assert not wrong, "\n".join([*wrong, f"{dtype}, {told}"])

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from anycell.lang.expr import CONDITIONS, REDUCTIONS, Expr, Number, apply, positive
+from anycell.lang.expr import CONDITIONS, REDUCTIONS, Expr, Number, apply, is_const, positive
 
 Value = Expr | Number
 Interval = tuple[float, float]
@@ -61,6 +61,8 @@ def _row(reduce: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _select(g: Expr, condition: Expr) -> Expr:
+    if g.op == "where" and is_const(g.args[2], 0.0):  # both in one
+        return apply("where", condition & g.args[0], g.args[1], 0.0)
     return apply("where", condition, g, 0.0)
 
 

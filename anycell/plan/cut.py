@@ -15,6 +15,12 @@ from anycell.lang.ops import is_boolean, is_reduction
 FREE = frozenset({"const", "hyper", "param", "static", "keep", "state", "input", "recurrent_mask"})
 
 
+# What a step begins with: nothing computes it again.
+_GIVEN = frozenset({"x", "linear", "preact"})
+# Jump where their arguments hardly move.
+_DECIDING = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "sign"})
+
+
 def gradient_roots(cell: Cell, gradients: Gradients) -> list[Expr]:
     """Every expression that the backward pass computes."""
     roots = [*gradients.x.values(), *gradients.state.values(), *gradients.param.values()]
@@ -34,10 +40,11 @@ def least_memory(
     the backward pass reads. Saving a value cuts its node, at the price of its size. Among cuts of
     one price the one nearest to the readers is taken: it leaves the least to compute again.
 
-    Where saving rounds (``rounded``), a maximum is computed again, from the values that the
-    backward pass compares with it: the saved one might equal none of them.
+    Where saving rounds (``rounded``), what the forward pass has decided is saved, not computed
+    again: a rounded value may lie on the other side of a bound, or equal no maximum.
     """
-    forward = topological(cell.next)
+    decided = _decisions(cell, gradients) if rounded else {}
+    forward = topological([*cell.next, *decided])
     inside = set(forward)
     sequences = {node for node in cell.next if node.op not in FREE}
     free = {node for node in forward if node.op in FREE} | sequences
@@ -52,17 +59,17 @@ def least_memory(
     for node in forward:
         if node in free:
             continue
-        # Memory holds numbers: a condition is compared again.
-        again = is_boolean(node) or (rounded and node.op == "max")
-        price = _Flow.ENDLESS if again else 1 if node.narrow else 64
-        flow.edge((node, 0), (node, 1), price)
-        if node.op in ("x", "linear", "preact"):
+        # Comparing again costs less than memory, where it cannot come out otherwise.
+        again = is_boolean(node) and not rounded
+        flow.edge((node, 0), (node, 1), _Flow.ENDLESS if again else 1 if node.narrow else 64)
+        if node.op in _GIVEN or (node in decided and node.op in _DECIDING):
             flow.edge("source", (node, 0), _Flow.ENDLESS)
+            continue
         for arg in node.args:
-            if arg not in free and node.op not in ("linear", "preact"):
+            if arg not in free:
                 flow.edge((arg, 1), (node, 0), _Flow.ENDLESS)
-        if node in read:
-            flow.edge((node, 1), "sink", _Flow.ENDLESS)
+    for node in read:
+        flow.edge((node, 1), "sink", _Flow.ENDLESS)
     beyond = flow.sink_side()
     # A dictionary, not a list: `in` must not compare expressions.
     saved = dict.fromkeys(
@@ -72,8 +79,6 @@ def least_memory(
     # Values of one number per row, not per unit: narrow ones that depend on a reduction.
     rows: set[Expr] = set()
     for node in forward:
-        if rounded and node.op == "max":
-            continue
         if node.narrow and (is_reduction(node) or any(arg in rows for arg in node.args)):
             rows.add(node)
     computed: dict[Expr, None] = {}
@@ -90,6 +95,25 @@ def least_memory(
         stack.extend(node.args)
     # In the order of the graph: sets of nodes iterate in another order in every process.
     return [n for n in forward if n in saved], [n for n in forward if n in computed]
+
+
+def _decisions(cell: Cell, gradients: Gradients) -> dict[Expr, None]:
+    """The decisions on forward values that both passes may take, but for those on values that
+    both compute alike from what memory holds exactly.
+    """
+    derived: set[Expr] = set()
+    exact: set[Expr] = set()
+    decided: dict[Expr, None] = {}
+    first = Expr("state", (), (cell.states[0].name,))
+    for node in topological([*cell.next, *gradient_roots(cell, gradients)]):
+        known = exact.issuperset(node.args) if node.args else node.op in FREE - {"state"}
+        if node.op in ("grad", "linear_t") or not derived.isdisjoint(node.args):
+            derived.add(node)
+        elif node is first or (known and node.op not in _GIVEN and not is_reduction(node)):
+            exact.add(node)
+        elif node.op in _DECIDING or is_boolean(node):
+            decided[node] = None
+    return decided
 
 
 class _Flow:

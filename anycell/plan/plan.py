@@ -79,7 +79,7 @@ class Plan:
 
     def width(self, node: Expr) -> int:
         """Units of a forward value."""
-        return self.sizes[self.cell.sizes.get(node, "H")]
+        return self.sizes[size_of(self.cell, node) or "H"]
 
     def shares_gradient(self, linear: Linear) -> bool:
         """Whether a matmul's gradient is the input projection's, and needs no memory of its own."""

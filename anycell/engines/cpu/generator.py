@@ -52,7 +52,7 @@ from anycell.engines.cpu.matmul import (
 )
 from anycell.engines.cpu.tiles import ROWS, configure, release
 from anycell.lang.expr import Expr, is_const, topological
-from anycell.lang.ops import is_reduction
+from anycell.lang.ops import is_boolean, is_reduction
 from anycell.plan import FREE, MATMULS, Plan, gradient_roots, passes, size_of
 
 PANEL = 48  # rows whose matmul results are kept before the cell's work on them
@@ -1045,11 +1045,8 @@ class Generator:
         if node.op == "hyper":
             return self.hyper[node.attrs[0]]
         if node in self.saved and self.backward:
-            if not node.narrow:
-                return self._stream("saved", self.saved[node])
-            saved = self._at("saved", self.t, self.row)
-            at = b.gep(saved.at, self.saved[node], saved.type)
-            return b.splat(self._wide(b.load(at, self._bits(saved.type)), saved.type))
+            value = self._saved(node)
+            return b.fcmp("une", value, 0.0) if is_boolean(node) else value
         if node in self.new_states:
             return self._load(self._state(self.new_states[node], after=True))
         if node in self.reduced:
@@ -1077,6 +1074,22 @@ class Generator:
                 return result
             return b.fadd(self._entering(node.attrs[1], biased=False), result)
         raise NotImplementedError(f"{node.op} has no place in the CPU kernel")
+
+    def _saved(self, node: Expr) -> Value:
+        """What the forward pass has saved, as numbers."""
+        b = self.b
+        if not node.narrow:
+            return self._stream("saved", self.saved[node])
+        row = self._at("saved", self.t, self.row)
+        at = b.gep(row.at, self.saved[node], row.type)
+        return b.splat(self._wide(b.load(at, self._bits(row.type)), row.type))
+
+    def _number(self, node: Expr) -> Value:
+        """A value as memory holds it: a condition is 1 or 0."""
+        b, value = self.b, self._value(node)
+        if not is_boolean(node):
+            return value
+        return b.select(value, constant(1.0, b.vec), constant(0.0, b.vec))
 
     def _entering(self, gate: str, biased: bool) -> Value:
         """What the input adds to a gate; ``biased`` where no other sum begins with its bias."""
@@ -1176,7 +1189,7 @@ class Generator:
             if 0 in values:
                 with b.when(self._given("out")):
                     self._store(values[0], self._at("out", self.t, self.row))
-            kept = {node: self._value(node) for node in self.saved if self._size(node) == size}
+            kept = {node: self._number(node) for node in self.saved if self._size(node) == size}
             if kept:
                 with b.when(self._given("saved")):
                     row = self._at("saved", self.t, self.row)

@@ -37,7 +37,7 @@ from anycell.engines.gpu.text import (
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
 from anycell.lang.ops import is_reduction
-from anycell.plan import Plan, gradient_roots
+from anycell.plan import Plan, gradient_roots, size_of
 
 ELEMENTS = 512  # of a tile: four for each of 128 threads
 FILLED = 32  # places of a table that one launch fills
@@ -198,7 +198,7 @@ def _operand_sizes(plan: Plan, form: Form) -> Iterable[str]:
 def _kept(plan: Plan, form: Form) -> list[tuple[str, Expr]]:
     """What the forward pass saves for the backward pass, and its size."""
     nodes = (*plan.saved, *plan.saved_rows) if form.keep and not form.backward else ()
-    return [(plan.cell.sizes.get(node, "H"), node) for node in nodes]
+    return [(size_of(plan.cell, node) or "H", node) for node in nodes]
 
 
 class _Kernel(Text):

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, listing, show, topological
-from anycell.lang.ops import is_reduction
+from anycell.lang.ops import is_boolean, is_reduction
 from anycell.plan import DTYPES, FREE, MATMULS, Plan, size_of
 
 WIDTH = 96  # columns of a line of text
@@ -235,8 +235,8 @@ class Text:
         if node in self.names or not node.args:
             return True
         if node.op == "max":
-            # Taken again in the backward pass too, from the values that are compared with it: in 16
-            # bits a saved maximum may equal none of them.
+            # Taken again in the backward pass too, from the values that are compared with it, which
+            # Triton may have rounded otherwise.
             return False
         if self.form.backward and (node in self.saved or node in self.after):
             return True
@@ -306,9 +306,10 @@ class Text:
         if self.form.backward and node in self.saved:
             column, row = self.saved[node], self.row("saved")
             name = gate_of(node) or "saved_v"
-            if node.narrow:
-                return name, self.load(f"{row} + {column}", None)
-            return name, self.load(self.at(row, column, self.size(node)), self.size(node))
+            size = None if node.narrow else self.size(node)
+            where = f"{row} + {column}" if size is None else self.at(row, column, size)
+            text = self.load(where, size)
+            return name, f"{text} != 0.0" if is_boolean(node) else text
         if self.form.backward and node in self.after:
             name = self.after[node]
             return f"new_{name}", self.load_after(name)
@@ -373,10 +374,13 @@ class Text:
         """What the backward pass reads."""
         for node in nodes:
             column, row, size = self.saved[node], self.row("saved"), self.size(node)
+            value = self.value(node)
+            if is_boolean(node):  # memory holds numbers
+                value = f"tl.where({value}, 1.0, 0.0)"
             if node.narrow:
-                self.say(f"tl.store({row} + {column}, {self.value(node)}, mask=is_row)")
+                self.say(f"tl.store({row} + {column}, {value}, mask=is_row)")
             else:
-                self.store(self.at(row, column, size), self.value(node), size)
+                self.store(self.at(row, column, size), value, size)
 
     def store_gradients(self, sizes: Container[str], inside: bool) -> None:
         """The gradients of the gates, and what the gradients of the weights need, of these sizes.
