@@ -92,7 +92,8 @@ def right_and_limits(
         for _ in range(4):
             near = rounded(problem, dtype, patch, noise)
             for name, value in near.items():
-                wide = RANDOM_CALL_16 * error(value, right[name], ())
+                # Never infinite: whatever the limit, what is not finite is wrong.
+                wide = min(RANDOM_CALL_16 * error(value, right[name], ()), 1e6)
                 limits[name] = max(limits[name], wide)
     return right, limits
 
