@@ -58,7 +58,7 @@ def _llvm() -> str:
 
 
 def _frameworks() -> Iterator[Finding]:
-    """By metadata alone: importing TensorFlow takes seconds, and may be what is broken."""
+    """Frameworks, by metadata: importing TensorFlow takes seconds, and may be what is broken."""
     installed = [name for name in OPTIONAL if util.find_spec(name) is not None]
     yield "ok", ", ".join(f"{name} {_version(name)}" for name in installed) or "none"
     missing = [name for name in OPTIONAL if name not in installed]

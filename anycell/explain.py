@@ -35,7 +35,7 @@ def explain(
     engine: str | None = None,
     **sizes: int,
 ) -> Explanation:
-    """What becomes of a cell: equations, derived backward pass, what is saved, engine, kernel.
+    """Describes a cell: equations, derived backward pass, saved values, engine, kernel.
 
     Args:
         cell: what ``@anycell.cell`` made, for instance one of ``anycell.cells``.
@@ -111,7 +111,7 @@ class Explanation:
         return self._texts(describe.assembly)
 
     def _texts(self, text: Callable[[Plan, bool], str]) -> str | None:
-        """Of both directions, where the plan's engine is the CPU's."""
+        """The LLVM texts of both passes, where the plan's engine is the CPU's."""
         if self.plan.engine != "cpu":
             return None
         names = ("forward", "backward")[: 1 + self.backward]
@@ -256,7 +256,7 @@ class _Page:
         return parts[0] if len(parts) == 1 else f"({', '.join(parts)})"
 
     def _arriving(self, direct: Mapping[str, Expr]) -> Iterator[str]:
-        """What arrives at the new states: from the output, and from the step after."""
+        """The gradients that arrive at the new states: from the output, and from the step after."""
         yield "d_output belongs to this step, all else on the right to the step after:"
         for i, name in enumerate(self.cell.state_names):
             terms = ["d_output"] * (i == 0) + [f"d_s.{name}"] * (name in direct)
@@ -325,7 +325,7 @@ class _Page:
         return " + ".join([*terms, *(f"{count} {s}" for s, count in others.items())])
 
     def _again(self, kept: Sequence[str]) -> Iterator[str]:
-        """What is computed again, and what saving it would cost."""
+        """The values that are computed again, and the cost of saving them."""
         again = self.plan.recomputed
         yield ""
         if not again:
@@ -356,7 +356,7 @@ class _Page:
         return lines
 
     def kernels(self, backward: bool) -> list[str]:
-        """What the engine says of its kernels."""
+        """The engine's description of its kernels."""
         if self.plan.engine == "cpu":
             from anycell.engines.cpu.describe import describe
 

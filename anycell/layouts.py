@@ -76,7 +76,7 @@ class Weights:
 
 
 class Kind(NamedTuple):
-    """What a layout has of an LSTM or a GRU.
+    """The arrays that a layout has of an LSTM or a GRU.
 
     Attributes:
         gates: in its order.
@@ -88,7 +88,7 @@ class Kind(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a framework holds a kind of layer."""
+    """The way in which a framework holds a kind of layer."""
 
     read: Callable[[Mapping[str, Array], str], Weights]
     write: Callable[[Weights, str], dict[str, Array]]
@@ -163,7 +163,7 @@ def _numbers(name: str, value: npt.ArrayLike) -> Array:
 
 
 def _check_shapes(arrays: Mapping[str, Array], shapes: Mapping[str, str]) -> None:
-    """That the arrays are those of a layout, and of one layer."""
+    """Checks that the arrays are those of a layout, and of one layer."""
     first = next(iter(shapes))
     shape, sides = _take(arrays, first).shape, shapes[first].split()
     if unknown := [str(name) for name in arrays if name not in shapes]:
@@ -191,7 +191,7 @@ def _check_shapes(arrays: Mapping[str, Array], shapes: Mapping[str, str]) -> Non
 
 
 def _parts(side: str) -> tuple[int, int, int]:
-    """How often a side of a shape, as "in+4H", has H, in and 1."""
+    """Counts H, in and 1 in a side of a shape, as "in+4H"."""
     units = inputs = more = 0
     for term in side.split("+"):
         if term == "in":
@@ -228,7 +228,7 @@ def _kind_reset(gates: str, after: bool) -> bool | None:
 
 
 def _expect(w: Weights, after: tuple[bool | None, ...], peepholes: bool, name: str) -> None:
-    """That a layout can hold the weights."""
+    """Checks that a layout can hold the weights."""
     if w.reset_after not in after:
         given = "after" if w.reset_after else "before"
         raise ValueError(

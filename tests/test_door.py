@@ -238,7 +238,7 @@ def under_xla() -> None:
 
     state = shape(ROWS, UNITS)
     kept = {"hidden": shape(STEPS + 1, ROWS, UNITS), "sequence c": shape(STEPS + 1, ROWS, UNITS)}
-    kept["saved"] = shape(STEPS, ROWS, forward.saved_width)
+    kept["saved"] = shape(STEPS, ROWS, forward.plan.saved_stride)
     results = {**kept, "final h": state, "final c": state, **memory(forward, forward_table)}
     gradients = {"d_gates": shape(STEPS, ROWS, 4 * UNITS), "d_state h": state, "d_state c": state}
     gradients |= memory(backward, backward_table)

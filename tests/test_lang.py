@@ -34,7 +34,8 @@ from anycell import (
     tanh,
     where,
 )
-from anycell.lang.cell import VARIANTS
+from anycell.engines.cpu import table
+from anycell.lang.cell import ARRAYS, VARIANTS
 from anycell.lang.declare import INPUT, RESERVED
 from anycell.lang.expr import CONDITIONS, REDUCTIONS, Expr, apply, listing, show, topological
 from anycell.lang.namespaces import namespace
@@ -577,6 +578,17 @@ def test_what_a_layer_learns_has_a_name_of_its_own(
     said = refused(named, params=params)
     assert message in said and "rename one of them" in said
     assert f"{__file__}:{named.__code__.co_firstlineno}: in cell named" in said
+
+
+def test_no_parameter_has_the_name_of_an_array() -> None:
+    """One entry of a call's table would be two arrays."""
+    for name in sorted(ARRAYS):
+        with pytest.raises(CellError, match=f"the parameter '{name}' has the name of an array"):
+            traced(lambda x, r, s, p: s.h, params=name)
+    for backward in (False, True):
+        learned = {*cells.EALSTM.learned, "bias_ih", "bias_hh"}
+        entries = set(table.names(plan(cells.EALSTM, 8), backward).each)
+        assert {name for name in entries if name.isidentifier()} - learned <= ARRAYS
 
 
 def test_a_bias_that_is_not_there_takes_no_name() -> None:

@@ -31,9 +31,9 @@ LIMITS = {
 # A derivative against a finite difference, which is the less exact one of the two: of an op, of a
 # layer whose cell is smooth, and of a random cell.
 SLOPES = {"op": 1e-7, "layer": 1e-6, "random cell": 1e-5}
-# How much more a gradient of a random call in 16 bits may be off than the worst of four runs whose
-# saved values are each off by up to one rounding: four draws are not the worst that can happen.
-RANDOM_CALL_16 = 3.0
+# How much more an array of a random call may be off than the worst of four runs whose saved values
+# are each off by up to one rounding: four draws are not the worst that can happen.
+RANDOM_CALL = 3.0
 # What a frontend may lose against its framework's own float32 layer, whose error is taken with it.
 NO_WORSE_THAN = 2.0
 NO_WORSE_THAN_16 = 1.5  # in bfloat16 and float16

@@ -8,7 +8,7 @@ _FORMS = ("gate", "ba", "addons")
 
 
 def _norms(form: str, values: Gates, eps: float) -> list[Expr]:
-    """Of each gate by itself, or of all of them as one vector, the result of their matmul."""
+    """Normalises each gate by itself, or all of them as one vector, the result of their matmul."""
     if form == "gate":
         return [layer_norm(v, eps) for v in values]
     share = 1.0 / len(values)

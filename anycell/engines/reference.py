@@ -145,7 +145,7 @@ class Recurrence:
         return outputs, final
 
     def sequences(self, names: Sequence[str]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        """Of each of these states its values after every step, ``[T, B, size]``, at masked steps as
+        """Returns the values of these states after every step, ``[T, B, size]``, at masked steps as
         ``masked_output`` says; and the final states.
         """
         with self.xp.unchecked():
@@ -172,7 +172,7 @@ class Recurrence:
         return tuple(map(self._stack, after, sizes)), states, entering
 
     def backward(self, d_outputs: Array | None, d_final: States) -> Gradients:
-        """What arrives at outputs and final states, carried back to everything."""
+        """Carries the gradients of outputs and final states back to everything."""
         with self.xp.unchecked():
             return self._backward(d_outputs, d_final)
 
@@ -311,7 +311,7 @@ class Recurrence:
         return product if bias is None else product + bias[self._span(l, output)]
 
     def _operand(self, l: Linear, output: str, t: int, values: Values) -> Array:
-        """What one output of a matmul multiplies with its weight."""
+        """The operand that one output of a matmul multiplies with its weight."""
         operand = self._guard(t, self._rows(values[l.operand], l.in_size))
         return operand * self._recurrent(l, output)
 
@@ -344,7 +344,7 @@ class Recurrence:
         return block
 
     def _span(self, l: Linear, output: str, heads: int = 1) -> slice:
-        """Where one output lies in the bias, in the rows of the weight, or in those of a head."""
+        """The rows of one output in the bias, in the weight, or in a head of it."""
         k, size = l.declared.index(output), self.size[l.out_size] // heads
         return slice(k * size, (k + 1) * size)
 
@@ -431,7 +431,7 @@ class Recurrence:
 def sizes(
     cell: Cell, hidden: int, weights: Mapping[str, Array], state: States | None
 ) -> dict[str, int]:
-    """What each size symbol of a cell stands for, from the shapes of states and weights.
+    """Finds the size symbols of a cell from the shapes of states and weights.
 
     Raises:
         ValueError: where nothing tells the size of a state, or heads or groups do not divide one.

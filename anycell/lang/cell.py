@@ -45,12 +45,16 @@ __all__ = [
     "INPUT", "RECURRENT", "Cell", "Gates", "Linear", "Param", "State", "cell", "keep", "linear",
 ]  # fmt: skip
 
+# Arrays of each call, by the names of ``anycell.plan.arrays``: no parameter may have one.
+ARRAYS = frozenset(
+    "x mask resets static recurrent_mask gates d_gates product saved d_params d_static".split()
+)
 VARIANTS = 64  # of a cell, with other hyperparameters, that are remembered
 
 
 def _exactly(given: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """What tells hyperparameters apart: True from 1, 0.0 from -0.0, NaN from nothing but another
-    NaN. None where a value is not one that has such a text.
+    """A key that tells hyperparameters apart: True from 1, 0.0 from -0.0, NaN from all but another
+    NaN. None where a value has no such text.
     """
     if all(value is None or type(value) in (bool, int, float, str) for value in given.values()):
         return tuple([(name, repr(value)) for name, value in given.items()])
@@ -102,7 +106,7 @@ class Cell:
 
     # -- use -------------------------------------------------------------------------------------
     def __call__(self, *args: Any, **hyper: Any) -> Cell:
-        """The same cell with other hyperparameters; see the signature of its function.
+        """Returns the cell with other hyperparameters; see the signature of its function.
 
         Layers ask for the same few again and again, so the last ``VARIANTS`` are not traced anew.
         """
@@ -227,6 +231,11 @@ class Cell:
                 learned += [(f"{k}_{l.name}", f"the {k} of linear(..., {l.name!r})") for k in kinds]
         learned += [(name, f"the parameter {name!r}") for name in self.param_names]
         taken: dict[str, str] = {}
+        for name in set(self.param_names) & ARRAYS:
+            fail(
+                f"Cell {self.name}: the parameter {name!r} has the name of an array of each call.",
+                f"rename it; these names are taken: {', '.join(sorted(ARRAYS))}.",
+            )
         for name, what in learned:
             if name.endswith("_reverse"):
                 fail(

@@ -1,4 +1,4 @@
-"""What a cell declares: states, parameters, matmuls, sizes, hyperparameters; and how it is read."""
+"""The declaration of a cell, and its parser: states, parameters, matmuls, sizes, rates."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Linear:
         return f"linear({self.operand!r}, {self.name!r}{heads})"
 
     def shape(self, size: Mapping[str, int]) -> tuple[int, ...]:
-        """Of the weight: ``[out, in]`` or ``[heads, out/heads, in/heads]``, out of all outputs.
+        """The weight's shape, ``[out, in]`` or ``[heads, out/heads, in/heads]``, of all outputs.
 
         Heads divide both; see ``Cell.check_sizes``.
         """

@@ -97,7 +97,7 @@ LINEAR = (
 
 
 def instead_of(name: str) -> str:
-    """What to write in a cell for what another library calls ``name``."""
+    """Says what a cell writes for the function that another library calls ``name``."""
     from anycell.lang import VOCABULARY
 
     name = name.strip("_")
@@ -392,7 +392,7 @@ def boolean(value: Any, shown: str) -> bool:
 
 
 def brief(value: Any) -> str:
-    """What was given, on one short line."""
+    """Describes a value that was given, on one short line."""
     shown = " ".join(repr(value).split())
     return shown if len(shown) < 60 else f"{shown[:56]} ..."
 

@@ -1,4 +1,4 @@
-"""What a cell's function sees while it is traced: gates by name, ``linear``, ``keep``."""
+"""Objects that a cell's function sees while it is traced: gates by name, ``linear``, ``keep``."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ for _operator in (
 
 @dataclass
 class Trace:
-    """What the function was handed, and asked for, in one trace."""
+    """One trace: the arguments of the function, and the matmuls and masks that it asked for."""
 
     given: set[Expr]  # the leaves, matmuls and masks that the function was handed
     keeps: int = 0
@@ -101,7 +101,7 @@ class Trace:
 
 
 class Declared(NamedTuple):
-    """What ``linear`` was told of a matmul."""
+    """The arguments of one call of ``linear``."""
 
     outputs: tuple[str, ...]
     heads: int

@@ -157,7 +157,7 @@ def low_rank(cell: Cell, matmuls: Sequence[str] | None = None, *, bias: bool = T
             U of the recurrent matmul does not heed.
 
     Raises:
-        ValueError: for matmuls that the cell has not, and for names that are taken.
+        ValueError: if the cell has no such matmul, or a new name is already in use.
     """
     names = tuple(l.name for l in cell.linears)
     chosen = names if matmuls is None else tuple(name for name in names if name in set(matmuls))

@@ -13,7 +13,7 @@ by side, size that of the first state.
     contract.py     what every array must be before a kernel gets its address
     schedule.py     chunks of time, and the segments of checkpoints
     sums.py         gradients that add up over time
-    form.py         what calls of one form share on the CPU: chunks, who does which matmul
+    form.py         the chunk length, and whether host or kernel computes each matmul
     run.py          a pass on the CPU: the table of the door, over chunks of time
     forward.py, backward.py   the two passes on the CPU, which are this package's
     gpu.py          the two passes on a GPU
@@ -39,7 +39,7 @@ from anycell.layer.arguments import (
 from anycell.layer.backward import backward
 from anycell.layer.form import projects, row_group
 from anycell.layer.forward import forward
-from anycell.layer.run import keeps_state, saved_width
+from anycell.layer.run import keeps_state
 from anycell.layer.schedule import Chunk, check_checkpoint
 from anycell.layer.signature import ENDS, names, of_a_matmul, shapes, stepped
 
@@ -65,7 +65,6 @@ __all__ = [
     "projects",
     "reset_values",
     "row_group",
-    "saved_width",
     "shapes",
     "stepped",
 ]

@@ -1,4 +1,4 @@
-"""What a layer is given, on a CPU or a GPU, and what its backward pass needs."""
+"""The arguments of a layer, on a CPU or a GPU, and the arrays that its backward pass needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Array = Any
 
 
 class Arrays(Protocol):
-    """What ``contract`` asks of a framework's arrays, which have ``shape`` and ``dtype``."""
+    """Operations of a framework that ``contract`` needs; arrays have ``shape`` and ``dtype``."""
 
     dtype: Any
     wide_states: bool  # whether states but the first are kept in the dtype of ``wide`` ones
@@ -33,7 +33,7 @@ class Arrays(Protocol):
 
 
 class Host(Arrays, Protocol):
-    """What a layer on the CPU asks of a framework's arrays, which have the dtype of the plan.
+    """The operations of a framework that a layer on the CPU needs, on arrays of the plan's dtype.
     On a GPU it asks for ``anycell.engines.gpu.Host``.
 
     Besides these, arrays must slice, assign (``a[i:j] = b``), ``reshape``, transpose (``.T``) and
@@ -47,7 +47,7 @@ class Host(Arrays, Protocol):
 
     @property
     def eight_bits(self) -> Arrays:
-        """The same for weights of 8 bits."""
+        """The host of weights of 8 bits."""
         ...
 
     def widen(self, array: Array) -> Array:
@@ -63,11 +63,11 @@ class Host(Arrays, Protocol):
     def zeros(self, shape: tuple[int, ...]) -> Array: ...
 
     def lasting(self, shape: tuple[int, ...]) -> Array:
-        """As ``empty``, for what is of every step; see ``engines.cpu.memory``."""
+        """An array as of ``empty``, for values of every step; see ``engines.cpu.memory``."""
         ...
 
     def like(self, array: Array) -> Array:
-        """As ``empty``, of the shape of a contiguous array."""
+        """An array as of ``empty``, of the shape of a contiguous array."""
         ...
 
     def rows(self, array: Array) -> Sequence[Array]:
@@ -100,7 +100,7 @@ class Host(Arrays, Protocol):
 
 
 class Options(NamedTuple):
-    """What a call says besides its arrays.
+    """The options of a call.
 
     Attributes:
         reverse: per direction, whether it runs from the last step to the first.
@@ -148,7 +148,7 @@ class Entering(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the forward pass keeps for the backward pass, which reads it and never writes it.
+    """The arrays that the forward pass keeps for the backward pass, which only reads them.
 
     Attributes:
         hidden: ``[T+1 or T+2, B, D*size]``: the first state; initial values in the first slot, or
@@ -217,8 +217,8 @@ def reset_values(
     w: Direction,
     wide: Callable[[tuple[int, ...]], Array] | None = None,
 ) -> list[Array]:
-    """What resets restore, ``[size]`` or ``[B, size]`` per state: as given, else as declared;
-    ``wide`` makes arrays for states but the first, where these are wider.
+    """Returns the values that resets restore, ``[size]`` or ``[B, size]`` per state: as given, else
+    as declared; ``wide`` makes arrays for states but the first, where these are wider.
     """
     values = []
     for i, state in enumerate(plan.cell.states):

@@ -54,7 +54,7 @@ def backward(
     run = Run(host, plan, given, options, backward=True)
     kept, d_output, d_final, d_states = contract.arriving(
         host, plan, given.x.shape, options.reverse, kept, d_output, d_final, d_states or {},
-        segment=run.segment, width=run.kernel.saved_width, keeps=keeps_state,
+        segment=run.segment, keeps=keeps_state,
     )  # fmt: skip
     dx = None
     if wanted is None or "x" in wanted or not given.projects:
@@ -112,23 +112,23 @@ class _Direction:
         else:
             run.place_steps(d, "d_gates", dx, *host.strides(dx)[:2])
         self.pairs: list[tuple[Rows | None, Rows | None]] = []
-        for k, l in enumerate(cell.linears):
+        for l in cell.linears:
             outputs = operand = None
             if not plan.shares_gradient(l):
                 outputs = Rows(host, rows, len(l.outputs) * plan.sizes[l.out_size], dense)
-                run.place_rows(d, f"outputs{k}", outputs)
+                run.place_rows(d, f"d_outputs {l.name}", outputs)
             state = l.operand.op == "state" and l.operand.attrs[0] == cell.state_names[0]
             if resets or not state:
                 operand = Rows(host, rows, plan.sizes[l.in_size], dense)
-                run.place_rows(d, f"operand{k}", operand)
+                run.place_rows(d, f"operand {l.name}", operand)
             self.pairs.append((outputs, operand))
 
     def factors(self) -> list[Factors]:
-        """What the weights' gradients are products of, for hosts that multiply themselves."""
+        """The factors of the weights' gradients, for hosts that multiply themselves."""
         return self.of_rows(self.run.steps * self.run.batch)
 
     def of_rows(self, count: int) -> list[Factors]:
-        """The same of so many rows of the buffers."""
+        """The factors in the first ``count`` rows of the buffers."""
         factors = []
         for outputs, operand in self.pairs:
             d = None if outputs is None else outputs[count]
@@ -150,8 +150,8 @@ class _Direction:
         self.sums.add(chunk, dgates, hidden, self.of_rows(dgates.shape[0]))
 
     def add_product(self, dgates: Array, d_state: Array) -> None:
-        """What the recurrent matmul of a single step, the host's, adds to the gradient of the first
-        state.
+        """Adds the part of the host's recurrent matmul, of a single step, to the first state's
+        gradient.
         """
         outputs, _ = self.pairs[0]
         d = dgates if outputs is None else outputs[dgates.shape[0]]

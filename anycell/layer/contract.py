@@ -53,7 +53,7 @@ from anycell.plan import Plan, scales_of
 def entering(
     host: Arrays, plan: Plan, arrays: Mapping[str, Array], options: Options, read: bool = True
 ) -> Entering:
-    """What a pass takes, fit for its kernel.
+    """Checks the arrays of a pass and makes them fit for its kernel.
 
     Args:
         arrays: by the names of ``signature``; None stands for one that was not given.
@@ -129,7 +129,7 @@ def _fitted(
 def weights(
     host: Arrays, plan: Plan, arrays: Mapping[str, Array], inputs: int, end: str = ""
 ) -> Direction:
-    """What one direction learns, fit for a kernel.
+    """Checks the weights of one direction and makes them fit for a kernel.
 
     Args:
         inputs: the last axis of x.
@@ -169,15 +169,13 @@ def arriving(
     d_states: Mapping[str, Array],
     *,
     segment: int,
-    width: int,
     keeps: Callable[[Plan, int], bool],
 ) -> tuple[Kept, Array | None, list[Array | None], dict[str, Array]]:
-    """What a backward pass takes besides, fit for its kernel.
+    """Checks the other arrays of a backward pass and makes them fit for its kernel.
 
     Args:
         shape: of x.
         segment: steps of which it needs all at once; fewer than all where it has checkpoints.
-        width: of a row of ``Kept.values``.
         keeps: whether the forward pass keeps the sequence of a state, without checkpoints.
 
     Raises:
@@ -199,14 +197,14 @@ def arriving(
     for name, array in d_states.items():
         parts["d_states", name] = array
     key = (
-        type(host), host.dtype, plan, tuple(shape), tuple(reverse), segment, width, tuple(parts),
+        type(host), host.dtype, plan, tuple(shape), tuple(reverse), segment, tuple(parts),
         host.layout(parts),
     )  # fmt: skip
     if key in _accepted:
         return kept, d_output, list(d_final), dict(d_states)
     there = [i > 0 and (borders or keeps(plan, i)) for i in range(len(sizes))]
     slots, wide = -(-steps // segment) if borders else None, borders or host.wide_states
-    expected = kept_shapes(plan, steps, batch, reverse, width, there, slots)
+    expected = kept_shapes(plan, steps, batch, reverse, there, slots)
     sequences = [
         [
             _fit(host, f"kept state {name!r}", array, shape, DENSE, wide=wide) if shape else None
@@ -248,14 +246,12 @@ def kept_shapes(
     steps: int,
     batch: int,
     reverse: Sequence[bool],
-    width: int,
     there: Sequence[bool],
     borders: int | None = None,
 ) -> Kept:
     """The shapes of what a forward pass keeps.
 
     Args:
-        width: of a row of ``Kept.values``.
         there: which states are kept, besides the first.
         borders: with checkpoints, the number of segments.
     """
@@ -268,13 +264,13 @@ def kept_shapes(
     one = [(others, batch, size) if kept else None for size, kept in pairs]
     return Kept(
         (hidden, batch, directions * sizes[0]), [one] * directions,
-        [(values, batch, width)] * directions,
+        [(values, batch, plan.saved_stride)] * directions,
     )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=512)
 def _masks(plan: Plan) -> int:
-    """How many masks the cell multiplies its first state by: none, one, or one per gate."""
+    """Counts the masks by which the cell multiplies its first state: none, one, or one per gate."""
     masks = [n.attrs[0] for n in topological(plan.cell.next) if n.op == "recurrent_mask"]
     return 0 if not masks else 1 + max(masks)
 

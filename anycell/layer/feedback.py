@@ -1,4 +1,4 @@
-"""What ``Feedback`` of every frontend hands to the kernels of a cell that ``with_feedback`` made.
+"""The arrays that ``Feedback`` of every frontend hands to a cell that ``with_feedback`` made.
 
 The cell has one more gate, the last, and x one more number, the last, which says to this gate where
 x is free: 1, and 0 elsewhere. A row that is rounded to 8 bits is rounded by its largest number.

@@ -1,4 +1,4 @@
-"""What calls of one form share: their chunks, and who does which matmul."""
+"""The form of a call: the chunk length, and whether host or kernel computes each matmul."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from anycell.lang.cell import RECURRENT
 from anycell.layer.arguments import Array
 from anycell.layer.schedule import chunk_steps
 from anycell.layer.signature import states
-from anycell.plan import Plan
+from anycell.plan import LINE, Plan, padded
 
 # Of projected gates, for all directions together: they should stay in the cache.
 CHUNK_BYTES = 8 << 20
@@ -31,7 +31,7 @@ FILLED = 0.7  # part of a mask below which to leave out the rest makes up for sm
 
 
 class Form(NamedTuple):
-    """What calls of one form share: they differ in addresses, and in what ``Options`` says.
+    """Values that calls of one form share; calls differ in addresses and ``Options``.
 
     Attributes:
         steps, chunk: all of them, and those per chunk of the projection.
@@ -73,7 +73,7 @@ def form_of(
     holes: bool,
     threads: int,
 ) -> Form:
-    """What calls of so many steps and rows share.
+    """Returns the values that calls of so many steps and rows share.
 
     Args:
         plan, backward: of the pass.
@@ -134,7 +134,7 @@ def _entry(name: str) -> Callable[[Form], int]:
     return lambda form: form.entries[form.kernel.shared[name]]
 
 
-# Where the roads of calls divide that lead to the same numbers: tests take both sides of each.
+# Choices that do not change results; tests cover both sides of each.
 ROADS: dict[str, Callable[[Form], bool]] = {
     "the kernel multiplies the input": lambda form: form.inputs > 0,
     "all steps are projected at once": lambda form: form.at_once,
@@ -151,13 +151,18 @@ ROADS: dict[str, Callable[[Form], bool]] = {
 def projects(
     plan: Plan, rows: int | None, inputs: int, holes: bool = False, batch: int = TILED_ROWS
 ) -> bool:
-    """Whether the forward kernel had better multiply so many inputs itself, for so many rows of all
-    steps (None: not known yet), and of each.
+    """Whether the kernel should compute the input projection.
 
-    The projection of all steps at once reads its weight once, but writes the gates to memory and
-    has the kernel read them there. Where both weights stay in a core's own cache, the kernel had
-    better multiply the input too; if there is the work to make up for packing one more weight.
-    And so it had where a mask has many holes, which the projection of all steps cannot leave out.
+    The projection of all steps at once reads its weight once, but writes the gates to memory, where
+    the kernel reads them again. If both weights fit a core's own cache, the kernel is faster; if
+    there is enough work to make up for packing one more weight. It is also faster under sparse
+    masks, because it skips masked rows.
+
+    Args:
+        rows: of all steps together; None if they are not known yet.
+        inputs: the width of x.
+        holes: whether the mask is sparse.
+        batch: rows of a step.
     """
     recurrent = cpu.compiled(plan).projecting
     if recurrent is None or (rows is not None and rows < WORTH_PACKING):
@@ -175,17 +180,9 @@ def sparse(mask: Array | None) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def padded(itemsize: int, width: int) -> int:
-    """The length of rows in a buffer of numbers of so many bytes: not a large power of two,
-    or all rows would share a few lines of the cache.
-    """
-    return width + cpu.LINE // itemsize if width * itemsize % 1024 == 0 else width
-
-
-@functools.lru_cache(maxsize=256)
 def slot_bytes(plan: Plan, batch: int, size: int) -> int:
-    """Of two slots of a state, up to the next line of the cache."""
-    return -(-2 * batch * size * plan.types.math.bytes // cpu.LINE) * cpu.LINE
+    """Bytes of two slots of a state, up to the next line of the cache."""
+    return -(-2 * batch * size * plan.types.math.bytes // LINE) * LINE
 
 
 def row_group(batch: int) -> int:

@@ -86,7 +86,7 @@ def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
             sequence.append(host.wide.lasting((steps + 1, batch, size)) if all_of_it else None)
             if not all_of_it:
                 run.place_slots(d, name, size)
-    saved = steps, batch, run.kernel.saved_width
+    saved = steps, batch, plan.saved_stride
     values = [host.lasting(saved) for _ in run.directions] if everything else []
     kept = Kept(hidden, sequences, values)
     run.place_kept(kept)
@@ -115,7 +115,8 @@ def project(run: Run) -> list[Any]:
                     rows = host.project(rows, w["weight_ih"])
                 between = run.batch * width  # steps
             else:
-                rows = x if run.kernel.bytes("x") == x.dtype.itemsize else host.widen(x)
+                size = run.kernel.arrays["gates"].number.bytes
+                rows = x if size == x.dtype.itemsize else host.widen(x)
                 between = host.strides(rows)[0]
             run.place_steps(d, "gates", rows, between, host.strides(rows)[-2])
             gates.append(rows)
@@ -160,13 +161,13 @@ def _multiply_integers(run: Run, x: Array, w: Direction, out: Array) -> Array:
 
 
 def _borders(run: Run, count: int) -> Kept:
-    """What is kept of so many segments."""
+    """Memory for the states before each segment."""
     host, plan, batch, directions = run.host, run.plan, run.batch, len(run.directions)
     first, *others = [plan.sizes[state.size] for state in plan.cell.states]
     states = [
         [None, *[host.wide.empty((count, batch, size)) for size in others]] for _ in run.directions
     ]
-    values = [host.empty((0, batch, run.kernel.saved_width)) for _ in run.directions]
+    values = [host.empty((0, batch, plan.saved_stride)) for _ in run.directions]
     return Kept(host.empty((count, batch, directions * first)), states, values)
 
 

@@ -84,7 +84,7 @@ def _until_it_runs(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _exchange(host: Host, plan: Plan, kernels: Kernels, batch: int) -> dict[str, Any]:
-    """What programs that wait for one another need; first, whether those before waited in vain."""
+    """Arguments of programs that wait for one another; raises if earlier ones waited in vain."""
     if not isinstance(kernels, Printed) or not kernels.cooperative:
         return {}
     if int(host.trouble[0]):
@@ -137,7 +137,7 @@ def forward(
         sequences, values = run.states, run.kept
         if borders:
             wide = [host.empty((count, batch, width), wide=True) for width in widths[1:]]
-            sequences, values = [None, *wide], host.empty((0, batch, saved_width(plan)))
+            sequences, values = [None, *wide], host.empty((0, batch, plan.saved_stride))
         kept_states.append(sequences)
         kept_values.append(values)
         states: Sequence[Array | float] = initial(plan, w)
@@ -169,7 +169,7 @@ def backward(
     x = given.x
     kept, dy, d_final, _ = contract.arriving(
         host, plan, x.shape, options.reverse, kept, d_output, d_final, {},
-        segment=_segment(plan, x, options), width=saved_width(plan), keeps=keeps_state,
+        segment=_segment(plan, x, options), keeps=keeps_state,
     )  # fmt: skip
     dx = None
     if wanted is None or "x" in wanted or not given.projects:
@@ -188,7 +188,7 @@ def backward(
 
 
 class _Memory(NamedTuple):
-    """Where the steps of a direction find its states, and leave what the backward pass reads.
+    """Memory of a direction: its states, and the values that the backward pass reads.
 
     Attributes:
         hidden: the first state, from ``column`` on: the other direction's may be beside it.
@@ -206,7 +206,7 @@ class _Memory(NamedTuple):
     reverse: bool
 
     def slot(self, i: int, done: int) -> int:
-        """Of state i after so many steps."""
+        """The slot of state i after so many steps."""
         return (self.steps + (i == 0) - done if self.reverse else done) - self.first
 
     def spans(self, chunk: Chunk) -> dict[str, Span]:
@@ -246,7 +246,7 @@ class _Run:
         self.done = 0  # steps by which programs that wait for one another have counted
 
     def chunks(self, begin: int, end: int) -> Iterator[Chunk]:
-        """What lies between so many steps of the direction."""
+        """The chunks between two numbers of steps of the direction."""
         backward, steps = self.form.backward, self.steps
         for done, count in chunks(begin, end, self.chunk, steps, backward):
             yield Chunk.of(self.reverse is not backward, steps, done, count)
@@ -323,7 +323,7 @@ class _Forward(_Run):
             host.empty((segment + 1, batch, width)) if i and keeps(plan, self.form, i) else None
             for i, width in enumerate(self.widths)
         ]
-        self.kept = host.empty((segment, batch, saved_width(plan))) if keep else None
+        self.kept = host.empty((segment, batch, plan.saved_stride)) if keep else None
         for i, width in enumerate(self.widths[1:], 1):
             self.values[f"work{i}"] = host.empty((2, batch, width), wide=True)
         self.projected: Array | None = None
@@ -455,7 +455,7 @@ class _Backward(_Run):
                 (host.matmul_add if self.d else host.matmul)(dg, self.w["weight_ih"], into)
 
     def _dense(self, name: str, rows: int) -> Array | None:
-        """Those rows of a buffer that a chunk has filled; None where there is no such buffer."""
+        """The rows of a buffer that a chunk has filled; None where there is no such buffer."""
         if name not in self.buffers:
             return None
         buffer = self.buffers[name]
@@ -479,7 +479,7 @@ class _Backward(_Run):
 
 
 class _WideSums(Sums):
-    """The same in float32, whatever the plan's dtype."""
+    """Sums in float32, whatever the plan's dtype."""
 
     def zeros(self, shape: tuple[int, ...]) -> Array:
         return self.host.zeros(shape, wide=True)
@@ -564,22 +564,17 @@ def _point_resets(values: dict[str, Any], restored: Sequence[Array]) -> None:
         values |= {f"reset{i}": value, f"reset{i}__b": row}
 
 
-def saved_width(plan: Plan) -> int:
-    """Values that the forward pass saves of a step and row, see ``Kept``."""
-    return plan.saved_width
-
-
 def keeps_state(plan: Plan, i: int) -> bool:
     """Whether it keeps the sequence of state i > 0, without checkpoints."""
     return keeps(plan, Form(keep=True), i)
 
 
 def _row_blocks(kernels: Kernels, batch: int) -> int:
-    """How many programs share out the rows, where the gradients of parameters are summed."""
+    """Counts the programs that share out the rows, where the gradients of parameters are summed."""
     last = (kernels,) if isinstance(kernels, Printed) else kernels.stages[-1].kernels
     # Of several kernels, the one that writes results of that size.
     rows = next(k.tile[0] for k in last if k.size == "H" or len(last) == 1)
     return -(-batch // rows)
 
 
-__all__ = ["backward", "forward", "keeps_state", "saved_width"]
+__all__ = ["backward", "forward", "keeps_state"]

@@ -149,7 +149,9 @@ class Products:
         raise NotImplementedError
 
     def _multiply(self, a: Array, b: Array, out: Array, add: bool) -> bool:
-        """By our matmul; False, and nothing done, where the rows of ``out`` are not dense."""
+        """Computes the product by our matmul; returns False, without computing, where the rows of
+        ``out`` are not dense.
+        """
         host: Any = self
         if out.shape[1] > 1 and host.strides(out)[1] != 1:
             return False
@@ -159,7 +161,7 @@ class Products:
 
 
 class Mixed(Products):
-    """Of hosts whose arrays, or what they multiply, have fewer bits than what a cell computes with.
+    """Products of hosts whose arrays, or operands, have fewer bits than the cell computes with.
 
     All products are ours and add up in float32: frameworks round theirs to 16 bits, and NumPy has
     none.

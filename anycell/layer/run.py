@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from anycell.engines import cpu
 from anycell.layer.arguments import Array, Direction, Entering, Host, Kept, Options, reset_values
-from anycell.layer.form import form_of, padded, slot_bytes, sparse
+from anycell.layer.form import form_of, slot_bytes, sparse
 from anycell.layer.schedule import Chunk, chunks, segment_steps
-from anycell.plan import Plan
+from anycell.plan import Plan, padded
 
 _SIGN, _WORD = 1 << 63, (1 << 64) - 1  # a seed is 64 bits, an entry a signed number
 
@@ -81,7 +81,7 @@ class Run:
             self.bounds[1][d].update(bounds)
 
     def place_parts(self, arrays: Mapping[str, Array]) -> None:
-        """The same for arrays with a first axis of directions, ``[D, B, size]``."""
+        """Sets addresses and strides of arrays whose first axis is directions, ``[D, B, size]``."""
         host, kernel, entries = self.host, self.kernel, self.entries
         for name, value in arrays.items():
             address, (parts, *strides) = host.pointer(value), host.strides(value)
@@ -96,8 +96,8 @@ class Run:
         self.alive.append(arrays)
 
     def place_steps(self, d: int, name: str, value: Array, steps: int, rows: int) -> None:
-        """The same for an array of every step, with its strides from step to step and from row to
-        row.
+        """Sets the address of an array of every step, and its strides from step to step and from
+        row to row.
         """
         entries, at = self.entries, self.form.firsts[d] + self.kernel.each[name]
         entries[at], entries[at + 1], entries[at + 2] = self.host.pointer(value), steps, rows
@@ -106,7 +106,7 @@ class Run:
             self.bounds[1][d][name] = extent(self.host, value)
 
     def place_rows(self, d: int, name: str, rows: Rows) -> None:
-        """The same for a buffer of the rows of a chunk."""
+        """Sets the address and strides of a buffer of the rows of a chunk."""
         self.place_steps(d, name, rows.whole, self.batch * rows.padded, rows.padded)
 
     def place_slots(self, d: int, name: str, size: int) -> None:
@@ -140,7 +140,7 @@ class Run:
         return chunks(begin, end, self.form.chunk, self.steps, self.backward)
 
     def span(self, d: int, done: int, count: int) -> Chunk:
-        """Where so many steps of a direction lie, after those that are done."""
+        """The chunk of ``count`` steps of a direction after ``done`` steps."""
         return Chunk.of(self.options.reverse[d] is not self.backward, self.steps, done, count)
 
     @property
@@ -220,11 +220,6 @@ def _widened(host: Host, plan: Plan, arrays: Direction) -> Direction:
             if state in wide:
                 wide[state] = host.widen(wide[state])
     return wide
-
-
-def saved_width(plan: Plan) -> int:
-    """Values that the forward pass saves of a step and row, see ``Kept``."""
-    return cpu.compiled(plan, False).saved_width
 
 
 def keeps_state(plan: Plan, i: int) -> bool:

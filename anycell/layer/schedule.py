@@ -9,8 +9,8 @@ from anycell.plan import Plan
 
 
 class Chunk(NamedTuple):
-    """Where a chunk lies for one direction: from which time to before which, its first step to run,
-    and which way it goes.
+    """A chunk of one direction: it has the times from ``begin`` to before ``end``, runs that of
+    ``time`` first, and goes the way of ``sign``.
     """
 
     begin: int

@@ -80,7 +80,7 @@ def shapes(cell: Cell, sizes: dict[str, int], width: int, bias: bool) -> dict[st
 
 @functools.lru_cache(maxsize=512)
 def learned(plan: Plan) -> tuple[Learned, ...]:
-    """What one direction of a layer learns besides ``weight_ih``, whose width is that of x."""
+    """The arrays that one direction learns besides ``weight_ih``, whose width is that of x."""
     named = shapes(plan.cell, dict(plan.sizes), 0, True)
     del named["weight_ih"]
     arrays, quantized = [], plan.types.quantized
@@ -113,7 +113,7 @@ def names(cell: Cell, directions: int) -> tuple[str, ...]:
 
 
 def direction(plan: Plan, arrays: Mapping[str, Any], d: int) -> dict[str, Any]:
-    """Those of the arrays of a call that one direction has: what it learns, what all share, and
+    """Picks the arrays of one direction from those of a call: what it learns, what all share, and
     its part of the states; all by their names without ``_reverse``.
     """
     named = {}

@@ -1,8 +1,8 @@
 """A single step of a cell whose only matmul is that of its first state: the host multiplies.
 
 Packing the weights for one step costs more than it saves, so a kernel is left with the cell alone.
-That takes microseconds at a few rows, and there is as little as can be around it: no axes of time
-and of directions, no chunks, no masks.
+That takes microseconds at a few rows, so the code around it is minimal: no axes of time or
+directions, no chunks, no masks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def forward(
         sequences.append(sequence if name in plan.states else None)
     kept = Kept(hidden, [sequences], [])
     if keep:
-        arrays["saved"] = saved = host.empty((1, batch, form.kernel.saved_width))
+        arrays["saved"] = saved = host.empty((1, batch, plan.saved_stride))
         kept = Kept(hidden, [sequences], [saved])
     _run(host, form, hidden, arrays, {"gates rows": gates.shape[1]}, options)
     return new, kept
@@ -89,8 +89,8 @@ def backward(
     arrays = {**w, "d_gates": dgates, "saved": kept.values[0]}
     strides = {"d_gates rows": width}
     if not plan.shares_gradient(linear):
-        arrays["outputs0"] = outputs = host.empty((batch, width))
-        strides["outputs0 rows"] = width
+        arrays[f"d_outputs {linear.name}"] = outputs = host.empty((batch, width))
+        strides[f"d_outputs {linear.name} rows"] = width
     gradients: dict[str, Array] = {}
     named = zip(states(plan), arriving, kept.states[0], strict=True)
     for (name, size), arrives, sequence in named:

@@ -1,7 +1,7 @@
 """One step at a time: the weights packed once, then a call of the door per layer and step.
 
 The kernel is that of the cell with the input projection inside (``with_projection``), so that a
-step is one call, and reads every weight once. What lies around that call is to be as short: at 64
+step is one call, and reads every weight once. The Python around it must be short: at 64
 units it takes longer than the kernel.
 """
 
@@ -62,7 +62,7 @@ class _Layer:
 
 
 class _Call(NamedTuple):
-    """What a step of one layer needs, for so many rows."""
+    """The table of a step of one layer, for one number of rows."""
 
     entries: array[int]
     address: int
@@ -72,7 +72,7 @@ class _Call(NamedTuple):
 
 
 class _Form:
-    """What steps on so many rows share, and their tables: a set for each caller at a time.
+    """Values that steps on one number of rows share, and their tables, a set for each caller.
 
     Attributes:
         output, states: arrays of the shapes of the results.
@@ -273,7 +273,7 @@ class Stream:
         reset_state: Sequence[Array] | None,
         results: Sequence[Array],
     ) -> None:
-        """That kernels find as many numbers as they touch."""
+        """Checks that arrays have as many numbers as kernels touch."""
         number = self.layers.index(layer)
         *new, output = results
         shared = {**layer.bounds, **calls[number].bounds, "out": extent(self.host, output)}

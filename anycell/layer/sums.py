@@ -88,7 +88,7 @@ class Totals:
                 run.place_of(d, {"d_static": self.static[d]})
 
     def of_states(self) -> dict[str, Array]:
-        """Of states, ``[D, B, size]``, after the last call."""
+        """The gradients of states, ``[D, B, size]``, after the last call."""
         names = self.run.plan.cell.state_names
         return {f"state {name}": total for name, total in zip(names, self.states, strict=True)}
 

@@ -2,25 +2,32 @@
 
 plan.py      the plan of a cell: which engine and why, what is kept
 cut.py       what is saved for the backward pass, what is computed again: a minimum cut
+arrays.py    the arrays of a kernel, a row each
 passes.py    the passes over a row that reductions and matmuls inside the step need
 dtype.py     the dtypes, a row each
 """
 
+from anycell.plan.arrays import Array, arrays, multiplies_input
 from anycell.plan.cut import FREE, gradient_roots
 from anycell.plan.dtype import DTYPES, Dtype, Number, scales_of
 from anycell.plan.passes import HEAVY, MATMULS, Pass, passes
-from anycell.plan.plan import Plan, plan, size_of
+from anycell.plan.plan import LINE, Plan, padded, plan, size_of
 
 __all__ = [
     "DTYPES",
     "FREE",
     "HEAVY",
+    "LINE",
     "MATMULS",
+    "Array",
     "Dtype",
     "Number",
     "Pass",
     "Plan",
+    "arrays",
     "gradient_roots",
+    "multiplies_input",
+    "padded",
     "passes",
     "plan",
     "scales_of",

@@ -1,4 +1,4 @@
-"""What is saved for the backward pass and what is computed again: a minimum cut."""
+"""Chooses the values to save for the backward pass; it computes the others again: a minimum cut."""
 
 from __future__ import annotations
 

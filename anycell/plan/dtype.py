@@ -22,7 +22,7 @@ class Number(NamedTuple):
 
 
 class Dtype(NamedTuple):
-    """How a layer of one dtype keeps its numbers and computes with them.
+    """A dtype of a layer: the types of its numbers in memory and in arithmetic.
 
     Attributes:
         name: as frameworks call it.
@@ -52,7 +52,7 @@ class Dtype(NamedTuple):
 
     @property
     def weights(self) -> Number:
-        """Of the weights of a call."""
+        """The type of a call's weights."""
         return self.operands if self.quantized else self.storage
 
     @property
@@ -71,6 +71,7 @@ _FLOAT64 = Number("float64", 8, "double", "fp64")
 _BFLOAT16 = Number("bfloat16", 2, "bfloat", "bf16")
 _FLOAT16 = Number("float16", 2, "half", "fp16")
 _INT8 = Number("int8", 1, "i8", "int8")
+FLAG = Number("uint8", 1, "i8", "int8")
 _TWO_BFLOAT16 = Number("sums of two bfloat16", 4, "bfloat", "bf16")
 
 

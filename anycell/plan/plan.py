@@ -16,10 +16,12 @@ from anycell.lang.grad import Gradients, backward
 from anycell.plan.cut import FREE, gradient_roots, least_memory
 from anycell.plan.dtype import DTYPES, Dtype, dtypes
 
+LINE = 64  # bytes of a cache line
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How a cell of one hidden size and dtype runs.
+    """The way in which a cell of one hidden size and dtype runs.
 
     Attributes:
         sizes: what the size symbols of the cell stand for.
@@ -45,7 +47,7 @@ class Plan:
 
     @functools.cached_property
     def types(self) -> Dtype:
-        """What the dtype says of numbers in memory, and of those computed with."""
+        """The types of numbers in memory and in arithmetic."""
         return DTYPES[self.dtype]
 
     @functools.cached_property
@@ -55,7 +57,7 @@ class Plan:
 
     @functools.cached_property
     def saved_places(self) -> dict[Expr, int]:
-        """Where in a row of saved values each begins, in numbers: those of units, then those of one
+        """The places of saved values in a row, in numbers: those of units, then those of one
         number per row.
         """
         places, at = dict[Expr, int](), 0
@@ -66,8 +68,18 @@ class Plan:
 
     @functools.cached_property
     def saved_width(self) -> int:
-        """Numbers in a row of saved values; engines may pad it."""
+        """Numbers in a row of saved values."""
         return sum(map(self.width, self.saved)) + len(self.saved_rows)
+
+    @functools.cached_property
+    def saved_stride(self) -> int:
+        """Numbers from a row of saved values to the next."""
+        if not self.saved_width:
+            return 0
+        if self.saved_rows:
+            # Padded to whole cache lines, or every load of the next rows would touch two.
+            return -(-self.saved_width // 16) * 16
+        return padded(self.types.saved.bytes, self.saved_width)
 
     @property
     def saved_bytes(self) -> int:
@@ -170,6 +182,14 @@ def _plan(
         engine=chosen,
         reason=reason,
     )
+
+
+@functools.lru_cache(maxsize=256)
+def padded(itemsize: int, width: int) -> int:
+    """The length of rows in a buffer of numbers of so many bytes: not a large power of two,
+    or all rows would share a few lines of the cache.
+    """
+    return width + LINE // itemsize if width * itemsize % 1024 == 0 else width
 
 
 def size_of(cell: Cell, node: Expr) -> str | None:

@@ -283,8 +283,7 @@ def _run_fake(
     plan = form.plan_of(tensors, hyper)
     x, directions = _expect_one_device(form, tensors), form.options.reverse
     steps, rows, _ = x.shape
-    width = fused.engine_of(plan).saved_width(plan)
-    kept = layer.contract.kept_shapes(plan, steps, rows, directions, width, form.kept_states(plan))
+    kept = layer.contract.kept_shapes(plan, steps, rows, directions, form.kept_states(plan))
     apart = x.new_empty(steps, rows, kept.hidden[2]) if form.apart else None
     final = [x.new_empty(len(directions), rows, plan.sizes[s.size]) for s in plan.cell.states]
     if not keep:

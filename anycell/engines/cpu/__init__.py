@@ -13,9 +13,9 @@ import numpy as np
 
 from anycell.engines.cpu import check, gemm, isa, memory, pool
 from anycell.engines.cpu import kernel as _kernel
-from anycell.engines.cpu.door import LINE, WORTH_SPREADING
+from anycell.engines.cpu.door import WORTH_SPREADING
 from anycell.engines.cpu.kernel import Kernel
-from anycell.plan import DTYPES, Plan
+from anycell.plan import DTYPES, LINE, Plan
 
 
 def compiled(plan: Plan, backward: bool = False) -> Kernel:
@@ -139,7 +139,6 @@ def multiply(
 
 
 __all__ = [
-    "LINE",
     "WORTH_SPREADING",
     "Block",
     "Kernel",

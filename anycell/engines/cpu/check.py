@@ -50,7 +50,7 @@ def check(kernel: Kernel, entries: array[int], bounds: CallBounds | None) -> Non
     Raises:
         AssertionError: naming the argument, what the kernel would touch, and what it may.
     """
-    assert bounds is not None, "nobody said where the arrays of the call lie"
+    assert bounds is not None, "the bounds of the call's arrays are missing"
     shared, each = bounds
     at = kernel.shared
     entries[at["lay_out"]] = 1
@@ -105,7 +105,7 @@ def inside(span: Span, bounds: Bounds | None) -> None:
         AssertionError: as ``check``.
     """
     name, first, last, size = span
-    assert bounds is not None, f"{name}: nobody said where its array lies"
+    assert bounds is not None, f"{name}: the bounds of its array are missing"
     low, high = bounds
     assert low <= first <= last <= high, (
         f"{name}: the kernel would touch bytes {first - low} to {last - low} of an array of "
@@ -136,25 +136,23 @@ def touched(
     """
     steps, batch = table["steps"], table["batch"]
     groups = -(-batch // max(1, table["row_group"]))
-    for name in ("mask", "resets"):
-        yield from reach(name, table[name], 1, batch, ((steps, table[f"{name}_t"]),))
-    for argument, (kind, width) in kernel.extents.items():
-        name = kernel.entry(argument)
-        address, row = table[argument], table.get(f"{argument}_b", width)
-        size = kernel.bytes(argument)
-        if argument == "x" and table.get("inputs"):
+    for argument, described in kernel.arrays.items():
+        name, address = argument.removeprefix("param "), table[argument]
+        size = described.number.bytes
+        width = table["inputs"] if argument == "input" else described.width
+        row = table.get(f"{argument} rows", width)
+        if argument == "gates" and table["inputs"]:
             name = "scratch"  # a row of zeros
-        if kind == "steps":
+        if "T" in described.axes:
             slots = steps
-            if f"{argument}_flip" in table:  # forward: before each step, and after the last
-                slots = 2 if table[f"{argument}_flip"] else steps + 1
-            axes = (slots, table[f"{argument}_t"]), (batch, row)
-            width = table["inputs"] if name == "input" else width
+            if f"{argument} turns" in table:  # forward: before each step, and after the last
+                slots = 2 if table[f"{argument} turns"] else steps + 1
+            axes = (slots, table[f"{argument} steps"]), (batch, row)
             yield from reach(name, address, size, width, axes)
-            after = table.get(f"{argument}_next", 0)  # backward: the state after each step
+            after = table.get(f"{argument} next", 0)  # backward: the state after each step
             yield from reach(name, address and address + size * after, size, width, axes)
         else:
-            count = {"rows": batch, "groups": groups, "once": 1}[kind]
+            count = {"B": batch, "R": groups, "": 1}[described.axes]
             yield from reach(name, address, size, width, ((count, row),))
     if batch:
         size = call["scratch_bytes"]
@@ -163,13 +161,11 @@ def touched(
     if call["pack"]:
         yield from _weights(kernel, call, each)
     # What the door itself copies: states before the first step and after the last.
-    for i, (name, width) in enumerate(kernel.states):
-        copied = {"state": f"state{i}", "d_final": f"dstate{i}", "final": f"state{i}"}
-        for what, argument in copied.items():
-            entry = f"{what} {name}"
-            if each.get(entry):
-                axes = (batch, each[f"{entry} rows"]), (width, each[f"{entry} columns"])
-                yield from reach(entry, each[entry], kernel.bytes(argument), 1, axes)
+    for entry, described in kernel.copied.items():
+        if each.get(entry):
+            columns = described.width, each[f"{entry} columns"]
+            axes = (batch, each[f"{entry} rows"]), columns
+            yield from reach(entry, each[entry], described.number.bytes, 1, axes)
 
 
 def _weights(kernel: Kernel, call: Mapping[str, int], each: Mapping[str, int]) -> Iterator[Span]:

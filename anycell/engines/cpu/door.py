@@ -10,28 +10,24 @@ handler and a C program call the same function.
     void needs(int64_t *call)    writes scratch_bytes, packed_bytes, parts and units_split
     void door(int64_t *call)     runs so many steps, after the ``begin`` that are done
 
-A table has the entries ``shared``, then for each direction the entries ``each`` (see ``names``). An
-address that is 0 stands for an array that is not there. Strides count elements.
+See ``table`` for the entries of a call.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from anycell.engines.cpu.arguments import number_of
 from anycell.engines.cpu.geometry import L1_WEIGHTS, Matmul
 from anycell.engines.cpu.ir import Builder, Module, Value, constant, integer_of, vector
 from anycell.engines.cpu.matmul import packed_rows_of, whole_chunks
-from anycell.lang.cell import RECURRENT
-from anycell.plan import Plan, scales_of
+from anycell.engines.cpu.table import PASSED_ON, Entries, align, entries, names
+from anycell.plan import LINE, Array, arrays, scales_of
 
 if TYPE_CHECKING:
     from anycell.engines.cpu.generator import Generator
 
-LINE = 64  # bytes of a cache line: weights, tables and workspaces begin on one
 WORTH_SPREADING = 1 << 16  # numbers to pack below which another thread takes longer to wake
 NEAR_CACHE = 5 << 18  # bytes of a core's own cache
 # Threads share the rows and split the units where each would have fewer rows than that, and a
@@ -45,148 +41,7 @@ HARDLY_ANY_ROWS = 4
 PACKING = "source heads rows columns bias_x bias_h packed inner scales".split()
 
 
-class Names(NamedTuple):
-    """The entries of a call's table.
-
-    Attributes:
-        shared: of the whole call:
-
-            lay_out                 1 to fill the kernel's tables and do nothing else
-            directions, reverse     how many; a bit for each that runs from the last step
-            steps, batch            of the input
-            begin, count            steps done, in the order of the pass, and steps to do
-            origin, span            of which steps, in the forward pass's order, the arrays of
-                                    states and saved values are; 0 and ``steps`` without checkpoints
-            whole                   forward: a bit for each state whose array has all steps; the
-                                    others have two slots, which take turns
-            pack                    1 to pack the weights, 0 where ``packed`` holds them
-            threads, least_work     at most so many; multiply-adds of a call worth a second one
-            sparse                  1 where a mask lets few steps pass
-            row_group               rows that share sums of parameter gradients
-            gang                    address of: gang function, its table, its OpenMP, a function
-                                    that yields the core; 0 for one thread
-            scratch, packed         memory of as many bytes as ``needs`` says, on a cache line
-            parts, units_split      written: the threads of the call, and whether they split units
-            hyper                   values of the cell's hyperparameters
-            training, seed, stream, repeat    see ``Options``
-            mask, resets            uint8 [steps, batch]
-            hidden                  the first state [slots, batch, directions * size]
-            inputs                  forward: of the input that the kernel multiplies, else 0
-            input, out              forward: that input; outputs, where they are not ``hidden``
-            d_output, d_sequence    backward: gradients at the sequences of the first state and the
-                                    others, [steps, batch, directions * size] by strides
-
-        each: of one direction: what it learns, starts from and resets to, by name; where sequences
-            of its other states lie (``sequence``), saved values, final states (``final``). Arrays
-            of a chunk begin at its first time: ``gates`` (projected) or, backward, ``d_gates``,
-            ``outputs`` and ``operand`` of each matmul; ``product`` replaces the recurrent matmul of
-            a single step. Backward: ``d_final``, and ``d_state``, ``d_reset``, ``d_params`` and
-            ``d_static``, which start from it, or from 0, with the first step.
-    """
-
-    shared: tuple[str, ...]
-    each: tuple[str, ...]
-
-
-@functools.lru_cache(maxsize=256)
-def names(plan: Plan, backward: bool) -> Names:
-    """The entries of a call, in order."""
-    cell = plan.cell
-    shared = (
-        "lay_out directions reverse steps batch begin count origin span whole pack threads "
-        "least_work sparse row_group gang scratch packed scratch_bytes packed_bytes parts "
-        "units_split hyper training seed stream repeat mask resets hidden"
-    ).split()
-    each = ["saved", "static", "recurrent_mask", "bias_ih"]
-    weights = dict.fromkeys(l.weight for l in cell.linears)
-    if backward:
-        for name in ("d_output", *(f"d_sequence {name}" for name in cell.state_names[1:])):
-            shared += [name, f"{name} steps", f"{name} rows"]
-        each += ["d_gates", "d_gates steps", "d_gates rows", "d_params", "d_static"]
-        for k in range(len(cell.linears)):
-            for name in (f"outputs{k}", f"operand{k}"):
-                each += [name, f"{name} steps", f"{name} rows"]
-    else:
-        shared += ["inputs", "input", "input steps", "input rows", "out"]
-        each += ["gates", "gates steps", "gates rows", "product"]
-        weights = {"weight_ih": None, **weights}
-    for name in weights:
-        each += [name, f"{name} heads", f"{name} rows", f"{name} columns"]
-        if plan.types.quantized:
-            each.append(scales_of(name))
-    each += dict.fromkeys(l.bias_name for l in cell.linears)
-    each += [*cell.param_names]
-    for name in cell.state_names:
-        each += [f"sequence {name}"]
-        for what in ("reset_state", *(("d_final",) if backward else ("state", "final"))):
-            each += [f"{what} {name}", f"{what} {name} rows", f"{what} {name} columns"]
-        if backward:
-            each += [f"d_state {name}", f"d_reset {name}"]
-    return Names(tuple(shared), tuple(dict.fromkeys(each)))
-
-
-def axes(name: str) -> int:
-    """How many strides follow the address of what a direction learns, starts from or ends with:
-    those of a weight's last three axes, or of rows and columns.
-    """
-    if name.endswith((" heads", " rows", " columns")):
-        return 0
-    return 3 * name.startswith("weight_") or 2 * (
-        name.startswith(("state ", "reset_state ", "d_final ", "final "))
-    )
-
-
-def sources(plan: Plan, backward: bool) -> dict[str, str]:
-    """Of the kernel's arrays that go by another name than the call's entry, that name."""
-    cell = plan.cell
-    arrays = {"x": "gates", "bias_x": "bias_ih", "bias_h": "bias_hh", "dy0": "d_output"}
-    arrays |= {"dx": "d_gates", "dparam": "d_params", "dstatic": "d_static", "state0": "hidden"}
-    arrays |= {f"param{i}": name for i, name in enumerate(cell.param_names)}
-    arrays |= {f"dr{k}": f"outputs{k}" for k in range(len(cell.linears))}
-    for i, name in enumerate(cell.state_names):
-        arrays |= {f"reset{i}": f"reset_state {name}", f"dstate{i}": f"d_state {name}"}
-        arrays |= {f"dreset{i}": f"d_reset {name}"}
-        if i:
-            arrays |= {f"state{i}": f"sequence {name}", f"dy{i}": f"d_sequence {name}"}
-    return arrays
-
-
-def align(size: int) -> int:
-    """Bytes up to the next cache line."""
-    return -(-size // LINE) * LINE
-
-
-# Writes the address of an array over time, at an index, and its strides: of the kernel's argument,
-# the address, index, stride from step to step, from row to row, and which way time goes.
-Place = Callable[[str, Value, Value, Value, Value, Value], None]
-
-
 PACKING_BYTES = align(8 * len(PACKING))
-
-
-class Entries:
-    """A table of 64-bit numbers in memory, by name."""
-
-    def __init__(self, b: Builder, address: Value, index: dict[str, int]) -> None:
-        self.b, self.address, self.index = b, address, index
-
-    def at(self, name: str) -> Value:
-        """Where an entry lies."""
-        return self.b.gep(self.address, self.index[name], "i64")
-
-    def __getitem__(self, name: str) -> Value:
-        return self.b.load(self.at(name), "i64")
-
-    def pointer(self, name: str) -> Value:
-        return self.b.load(self.at(name), "ptr")
-
-    def __setitem__(self, name: str, value: Value | int) -> None:
-        self.b.store(self.b.value(value, "i64"), self.at(name))
-
-    def set(self, **values: Value | int) -> None:
-        """Writes several entries."""
-        for name, value in values.items():
-            self[name] = value
 
 
 def print_gang(module: Module) -> None:
@@ -210,13 +65,15 @@ class Door:
         self.generator, self.module, self.plan = generator, generator.module, generator.plan
         self.cell, self.backward, self.size = self.plan.cell, generator.backward, generator.size
         self.names = names(self.plan, self.backward)
+        self.arrays = arrays(self.plan, self.backward)
+        self.index = entries(self.plan, self.backward)
         self.shared_index = {name: i for i, name in enumerate(self.names.shared)}
         self.each_index = {name: i for i, name in enumerate(self.names.each)}
-        self.states = generator.states_and_widths
+        self.sequences = [n for n, array in self.arrays.items() if array.begins == "states"]
         self.gates = len(self.cell.gates) * self.plan.hidden_size
         # Of scratch memory: how many directions and where their tables are, the kernel's tables,
         # each with the counter of its barrier on a line of its own, and those of packing.
-        self.table_bytes = align(8 * len(generator.names)) + LINE
+        self.table_bytes = align(8 * len(self.index)) + LINE
         self.matmuls = [*generator.matmuls]
         self.packing_bytes = PACKING_BYTES * (len(self.matmuls) + 1)
 
@@ -297,10 +154,6 @@ class Door:
         end = b.add(work, b.mul(b.mul(directions, shared["threads"]), each))
         return packing, zeros, work, each, end
 
-    def _bytes(self, name: str) -> int:
-        """Of a number of an array of the kernel's."""
-        return number_of(self.plan, name).bytes
-
     def _packed_bytes(self, b: Builder, shared: Entries) -> Value:
         """Of one direction."""
         fixed = constant(sum(align(m.packed_elements * self.size) for m in self.matmuls), "i64")
@@ -372,25 +225,27 @@ class Door:
         narrow, real = self.plan.types.storage.llvm, self.module.real
         return [("", real)] if narrow == real else [("", real), ("_narrow", integer_of(narrow))]
 
+    def _suffix(self, array: Array) -> str:
+        """Of the functions that copy and fill rows of an array."""
+        return "" if array.number is self.plan.types.math else "_narrow"
+
     def _copy_or_fill(
-        self, b: Builder, to: Value, to_row: Value, each: Entries, name: str, value: float,
-        rows: Value, width: int, array: str,
+        self, b: Builder, shared: Entries, each: Entries, to: Value, to_row: Value, name: str,
+        entry: str, value: float,
     ) -> None:  # fmt: skip
-        """An array of rows and columns of any strides, or a value where it is not there; into one
-        that consists of what the kernel's ``array`` does.
+        """Copies an entry of the call, rows and columns of any strides, to rows of the array
+        ``name``; fills these with a value where the entry is not there.
         """
-        number = number_of(self.plan, array)
-        narrow = number is not self.plan.types.math
-        suffix = "_narrow" if narrow else ""
-        wide = constant(width, "i64")
-        with b.when(b.icmp("ne", each[name], 0)) as otherwise:
-            strides = each[f"{name} rows"], each[f"{name} columns"]
-            b.call(f"copy_rows{suffix}", to, to_row, each.pointer(name), *strides, rows, wide)
+        array = self.arrays[name]
+        suffix, size = self._suffix(array), (shared["batch"], constant(array.width, "i64"))
+        with b.when(b.icmp("ne", each[entry], 0)) as otherwise:
+            strides = each[f"{entry} rows"], each[f"{entry} columns"]
+            b.call(f"copy_rows{suffix}", to, to_row, each.pointer(entry), *strides, *size)
         with otherwise:
             filled = constant(value, b.real)
-            if narrow:
-                filled = b.narrow(filled, number.llvm)
-            b.call(f"fill_rows{suffix}", to, to_row, filled, rows, wide)
+            if suffix:
+                filled = b.narrow(filled, array.number.llvm)
+            b.call(f"fill_rows{suffix}", to, to_row, filled, *size)
 
     # ---- where the arrays of a direction begin ---------------------------------------------------
     def _print_layout(self) -> None:
@@ -447,13 +302,12 @@ class Door:
 
     def _lay_out(self, b: Builder, base: Value, shared: Entries, each: Entries, d: Value) -> None:
         """The tables of one direction."""
-        g, batch = self.generator, shared["batch"]
         packing, zeros, work, workspace, _ = self._places(b, shared)
         start = b.ptrtoint(base, "i64")
         offset = b.add(b.mul(d, self.table_bytes), LINE)
-        table = Entries(b, b.gep(base, offset, "i8"), g.names)
+        table = Entries(b, b.gep(base, offset, "i8"), self.index)
         b.store(b.add(start, offset), b.gep(base, b.add(d, 1), "i64"))
-        barrier = b.add(offset, align(8 * len(g.names)))
+        barrier = b.add(offset, align(8 * len(self.index)))
         b.store(constant(0, "i64"), b.gep(base, barrier, "i8"))
         # The backward pass runs against each direction.
         bit = b.and_(b.lshr(shared["reverse"], d), 1)
@@ -469,138 +323,97 @@ class Door:
         there = b.sub(time, b.select(forwards, origin, from_end))
         threads = b.mul(b.mul(d, shared["threads"]), workspace)
         table.set(
-            steps=count, batch=batch, row_group=shared["row_group"], time=time, time_step=sign,
-            units_split=shared["units_split"], barrier=b.add(start, barrier),
+            steps=count, time=time, time_step=sign, barrier=b.add(start, barrier),
             workspace=b.add(b.add(start, work), threads), workspace_stride=workspace,
-            hyper=shared["hyper"], training=shared["training"], seed=shared["seed"],
-            stream=b.add(b.shl(shared["stream"], 1), d), repeat=shared["repeat"],
-            static=each["static"], recurrent_mask=each["recurrent_mask"], bias_x=each["bias_ih"],
+            stream=b.add(b.shl(shared["stream"], 1), d), yield_to=self._yields(b, shared),
         )  # fmt: skip
-        gang = shared.pointer("gang")
-        slot = b.alloca("i64")
-        b.store(constant(0, "i64"), slot)
-        with b.when(b.icmp("ne", shared["gang"], 0)):
-            b.store(b.load(b.gep(gang, 3, "i64"), "i64"), slot)
-        table["yield_to"] = b.load(slot, "i64")
-        recurrent = [l.bias_name for l in self.cell.linears if l.name == RECURRENT]
-        table["bias_h"] = each[recurrent[0]] if recurrent else 0
-
-        def place(
-            name: str, address: Value, index: Value, step: Value, row: Value, sign: Value
-        ) -> None:
-            at = b.add(address, b.mul(b.mul(index, step), self._bytes(name)))
-            table[name] = b.select(b.icmp("ne", address, 0), at, constant(0, "i64"))
-            table[f"{name}_t"], table[f"{name}_b"] = b.mul(step, sign), row
-
-        for name in ("mask", "resets"):
-            address = shared[name]
-            at = b.add(address, b.mul(time, batch))
-            table[name] = b.select(b.icmp("ne", address, 0), at, constant(0, "i64"))
-            table[f"{name}_t"] = b.mul(sign, batch)
-        for i, name in enumerate(self.cell.param_names):
-            table[f"param{i}"] = each[name]
-        width = constant(g.saved_width, "i64")
-        place("saved", each["saved"], there, b.mul(batch, width), width, sign)
-        for i, (name, _) in enumerate(self.states):
-            table[f"reset{i}"] = each[f"reset_state {name}"]
-            table[f"reset{i}_b"] = each[f"reset_state {name} rows"]
-        if self.backward:
-            self._backward_arrays(b, shared, each, table, d, place, sign, time, there, local, bit)
-        else:
-            self._forward_arrays(b, shared, each, table, d, place, sign, time, local)
-            with b.when(b.icmp("ne", shared["inputs"], 0)):
-                table.set(x=b.add(start, zeros), x_t=0, x_b=0)
+        for name in PASSED_ON:
+            table[name] = shared[name]
+        first = {"call": time, "chunk": local, "kept": there}
+        for name, array in self.arrays.items():
+            if "T" not in array.axes:
+                table[name] = each[name]
+                if name.startswith("reset_state "):
+                    table[f"{name} rows"] = each[f"{name} rows"]
+                continue
+            way = sign
+            if array.begins != "states":
+                index = first[array.begins]
+            elif self.backward:
+                # Slot t is read before step t and, one step of the direction on, after it.
+                index = b.add(there, b.shl(bit, int(array.beside)))
+            else:
+                index, way, table[f"{name} turns"] = self._slot(b, shared, d, name, begin)
+            at, step, row = self._begin(b, shared, each, d, name, index)
+            table[name], table[f"{name} steps"], table[f"{name} rows"] = at, b.mul(step, way), row
+            if array.begins == "states" and self.backward:
+                table[f"{name} next"] = b.mul(step, b.sub(0, sign))
+        if not self.backward:
+            self._lay_out_input(b, shared, table, b.add(start, zeros))
         self._lay_out_packing(
             b, Entries(b, b.gep(base, b.add(packing, b.mul(d, self.packing_bytes)), "i8"), {}),
             shared, each, table, d,
         )  # fmt: skip
 
-    def _hidden(self, b: Builder, shared: Entries, d: Value) -> tuple[Value, Value, Value]:
-        """Of the first state: the address of a direction's columns, and strides."""
-        width = self.states[0][1]
-        row = b.mul(shared["directions"], width)
-        address = b.add(shared["hidden"], b.mul(d, width * self._bytes("state0")))
-        return address, b.mul(shared["batch"], row), row
+    def _yields(self, b: Builder, shared: Entries) -> Value:
+        """The address of the function that offers the core to others; 0 without a gang."""
+        gang, slot = shared.pointer("gang"), b.alloca("i64")
+        b.store(constant(0, "i64"), slot)
+        with b.when(b.icmp("ne", shared["gang"], 0)):
+            b.store(b.load(b.gep(gang, 3, "i64"), "i64"), slot)
+        return b.load(slot, "i64")
+
+    def _begin(
+        self, b: Builder, shared: Entries, each: Entries, d: Value, name: str, index: Value
+    ) -> tuple[Value, Value, Value]:
+        """The address of a direction's rows of an array at an index along time, and the strides
+        from step to step and from row to row.
+        """
+        array = self.arrays[name]
+        source, width = shared if array.whole else each, array.width
+        address = source[name]
+        if array.strided:
+            step, row = source[f"{name} steps"], source[f"{name} rows"]
+        else:
+            row = constant(width, "i64")
+            row = b.mul(shared["directions"], row) if array.beside else row
+            step = b.mul(shared["batch"], row)
+        at = b.add(address, b.mul(b.mul(index, step), array.number.bytes))
+        if array.beside:
+            at = b.add(at, b.mul(d, width * array.number.bytes))
+        return b.select(b.icmp("ne", address, 0), at, constant(0, "i64")), step, row
 
     def _slot(
-        self, b: Builder, shared: Entries, each: Entries, d: Value, i: int, done: Value
-    ) -> tuple[Value, Value, Value, Value, Value]:
-        """Where a forward pass has state i after so many steps: address, stride to the next step
-        and from row to row, whether it has two slots only, and the sign.
+        self, b: Builder, shared: Entries, d: Value, name: str, done: Value
+    ) -> tuple[Value, Value, Value]:
+        """The slot in which a forward pass has a state after so many steps, which way the slots
+        go, and whether there are but two.
         """
-        name, width = self.states[i]
         bit = b.and_(b.lshr(shared["reverse"], d), 1)
-        whole = b.icmp("ne", b.and_(b.lshr(shared["whole"], i), 1), 0)
+        number = self.sequences.index(name)
+        whole = b.icmp("ne", b.and_(b.lshr(shared["whole"], number), 1), 0)
         slot = b.sub(done, shared["origin"])
-        from_end = b.add(b.sub(shared["span"], slot), int(i == 0))
+        # What a reversed direction begins with has a slot of its own where directions lie beside
+        # one another.
+        from_end = b.add(b.sub(shared["span"], slot), int(self.arrays[name].beside))
         turn = b.and_(slot, 1)
         slot = b.select(whole, b.select(b.icmp("ne", bit, 0), from_end, slot), turn)
-        sign = b.sub(1, b.shl(b.select(whole, bit, turn), 1))
-        if i:
-            address, row = each[f"sequence {name}"], constant(width, "i64")
-            step = b.mul(shared["batch"], width)
-        else:
-            address, step, row = self._hidden(b, shared, d)
-        flip = b.zext(b.not_(whole), "i64")
-        offset = b.mul(b.mul(slot, step), self._bytes(f"state{i}"))
-        return b.add(address, offset), step, row, flip, sign
+        return slot, b.sub(1, b.shl(b.select(whole, bit, turn), 1)), b.zext(b.not_(whole), "i64")
 
-    def _forward_arrays(
-        self, b: Builder, shared: Entries, each: Entries, table: Entries, d: Value,
-        place: Place, sign: Value, time: Value, local: Value,
-    ) -> None:  # fmt: skip
-        width, zero = self.states[0][1], constant(0, "i64")
-        row = b.mul(shared["directions"], width)
-        out = shared["out"]
-        column = b.select(b.icmp("ne", out, 0), b.mul(d, width * self._bytes("out")), zero)
-        place("out", b.add(out, column), time, b.mul(shared["batch"], row), row, sign)
-        place("x", each["gates"], local, each["gates steps"], each["gates rows"], sign)
-        place("input", shared["input"], time, shared["input steps"], shared["input rows"], sign)
-        table.set(product=each["product"], product_b=self.gates, inputs=shared["inputs"])
-        if self.projecting is not None:
-            g, inputs = self.projecting.geometry, shared["inputs"]
-            itemsize = self.plan.types.operands.bytes
-            rows = L1_WEIGHTS // (max(g.columns, 1) * g.lanes * itemsize)
-            blocks = constant(1, "i64")
-            if not g.quantized:
-                blocks = b.smax(b.sdiv(b.add(b.shl(inputs, 1), rows), 2 * rows), 1)
-            block = b.sdiv(b.sub(b.add(inputs, blocks), 1), blocks)
-            table["input_block"] = whole_chunks(b, block, g.chunk)
-        for i in range(len(self.states)):
-            at, step, row, flip, way = self._slot(b, shared, each, d, i, shared["begin"])
-            table[f"state{i}"], table[f"state{i}_flip"] = at, flip
-            table[f"state{i}_t"], table[f"state{i}_b"] = b.mul(step, way), row
-
-    def _backward_arrays(
-        self, b: Builder, shared: Entries, each: Entries, table: Entries, d: Value,
-        place: Place, sign: Value, time: Value, there: Value, local: Value, bit: Value,
-    ) -> None:  # fmt: skip
-        batch, zero = shared["batch"], constant(0, "i64")
-        for i, (name, width) in enumerate(self.states):
-            entry = f"d_sequence {name}" if i else "d_output"
-            column = b.mul(d, width * self._bytes(f"dy{i}"))
-            column = b.select(b.icmp("ne", shared[entry], 0), column, zero)
-            strides = shared[f"{entry} steps"], shared[f"{entry} rows"]
-            place(f"dy{i}", b.add(shared[entry], column), time, *strides, sign)
-        place("dx", each["d_gates"], local, each["d_gates steps"], each["d_gates rows"], sign)
-        for k in range(len(self.matmuls)):
-            for name, entry in ((f"dr{k}", f"outputs{k}"), (f"operand{k}", f"operand{k}")):
-                strides = each[f"{entry} steps"], each[f"{entry} rows"]
-                place(name, each[entry], local, *strides, sign)
-        # state[t] is read before step t and, one step of the direction on, after it.
-        on = b.sub(0, sign)
-        for i, (name, wide) in enumerate(self.states):
-            if i:
-                address, row = each[f"sequence {name}"], constant(wide, "i64")
-                step, index = b.mul(batch, wide), b.add(there, bit)
-            else:
-                address, step, row = self._hidden(b, shared, d)
-                index = b.add(there, b.shl(bit, 1))
-            place(f"state{i}", address, index, step, row, sign)
-            table[f"state{i}_next"] = b.mul(step, on)
-            table[f"dstate{i}"] = each[f"d_state {name}"]
-            table[f"dreset{i}"] = each[f"d_reset {name}"]
-        table.set(dparam=each["d_params"], dstatic=each["d_static"])
+    def _lay_out_input(self, b: Builder, shared: Entries, table: Entries, zeros: Value) -> None:
+        """What a kernel that multiplies the input reads besides it: a row of zeros for gates."""
+        inputs = table["inputs"] = shared["inputs"]
+        with b.when(b.icmp("ne", inputs, 0)):
+            table["gates"], table["gates steps"], table["gates rows"] = zeros, 0, 0
+        if self.projecting is None:
+            return
+        g, itemsize = self.projecting.geometry, self.plan.types.operands.bytes
+        rows = L1_WEIGHTS // (max(g.columns, 1) * g.lanes * itemsize)
+        blocks = constant(1, "i64")
+        if not g.quantized:
+            blocks = b.smax(b.sdiv(b.add(b.shl(inputs, 1), rows), 2 * rows), 1)
+        block = b.sdiv(b.sub(b.add(inputs, blocks), 1), blocks)
+        table["input_block"] = whole_chunks(b, block, g.chunk)
 
     def _lay_out_packing(
         self, b: Builder, tables: Entries, shared: Entries, each: Entries, table: Entries,
@@ -637,7 +450,7 @@ class Door:
             packed = b.select(there, b.add(base, at), zero)
             bias = zero if self.backward else each[m.linear.bias_name]
             packing(k, m.linear.weight, bias, packed, constant(m.parts * m.numbers, "i64"))
-            table[f"weights{k}"] = packed
+            table[f"packed {m.linear.name}"] = packed
             at += align(m.packed_elements * self.size)
         if self.projecting is not None:
             inputs = shared["inputs"]
@@ -645,52 +458,48 @@ class Door:
             name = "bias_ih" if self.generator.apart else self.projecting.linear.bias_name
             bias = each[name]
             packing(len(self.matmuls), "weight_ih", bias, packed, inputs)
-            table["weights_x"] = packed
+            table["packed input"] = packed
 
     # ---- states before the first step, and after the last ----------------------------------------
     def _print_first_states(self) -> None:
         b = self.module.function("write_first", [("ptr", "call")], internal=True, inline=False)
         with self._directions(b, b.args[0]) as (shared, each, d):
-            for i, (name, width) in enumerate(self.states):
-                at, _, row, *_ = self._slot(b, shared, each, d, i, shared["begin"])
-                to, value = b.inttoptr(at, "ptr"), self.cell.states[i].initial
-                rows, array = shared["batch"], f"state{i}"
-                self._copy_or_fill(b, to, row, each, f"state {name}", value, rows, width, array)
+            for state, name in zip(self.cell.states, self.sequences, strict=True):
+                slot, *_ = self._slot(b, shared, d, name, shared["begin"])
+                at, _, row = self._begin(b, shared, each, d, name, slot)
+                to, entry = b.inttoptr(at, "ptr"), f"state {state.name}"
+                self._copy_or_fill(b, shared, each, to, row, name, entry, state.initial)
 
     def _print_final_states(self) -> None:
         """Copies the states after the last step of the call to where they are asked for."""
         b = self.module.function("write_final", [("ptr", "call")], internal=True, inline=False)
         with self._directions(b, b.args[0]) as (shared, each, d):
             done = b.add(shared["begin"], shared["count"])
-            for i, (name, width) in enumerate(self.states):
-                with b.when(b.icmp("ne", each[f"final {name}"], 0)):
-                    at, _, row, *_ = self._slot(b, shared, each, d, i, done)
-                    to, to_row = each.pointer(f"final {name}"), each[f"final {name} rows"]
-                    source, one = b.inttoptr(at, "ptr"), constant(1, "i64")
-                    wide = constant(width, "i64")
-                    narrow = number_of(self.plan, f"state{i}") is not self.plan.types.math
-                    copy = "copy_rows_narrow" if narrow else "copy_rows"
-                    b.call(copy, to, to_row, source, row, one, shared["batch"], wide)
+            for state, name in zip(self.cell.states, self.sequences, strict=True):
+                final, array = f"final {state.name}", self.arrays[name]
+                with b.when(b.icmp("ne", each[final], 0)):
+                    slot, *_ = self._slot(b, shared, d, name, done)
+                    at, _, row = self._begin(b, shared, each, d, name, slot)
+                    b.call(
+                        f"copy_rows{self._suffix(array)}", each.pointer(final),
+                        each[f"{final} rows"], b.inttoptr(at, "ptr"), row, constant(1, "i64"),
+                        shared["batch"], constant(array.width, "i64"),
+                    )  # fmt: skip
 
     def _print_first_gradients(self) -> None:
         """What gradients that add up over time start from."""
         b = self.module.function("write_first", [("ptr", "call")], internal=True, inline=False)
-        zero = constant(0.0, b.real)
         with self._directions(b, b.args[0]) as (shared, each, _):
-            batch = shared["batch"]
-            for i, (name, width) in enumerate(self.states):
-                wide = constant(width, "i64")
-                to, reset = each.pointer(f"d_state {name}"), f"d_reset {name}"
-                final, array = f"d_final {name}", f"dstate{i}"
-                self._copy_or_fill(b, to, wide, each, final, 0.0, batch, width, array)
-                with b.when(b.icmp("ne", each[reset], 0)):
-                    b.call("fill_rows", each.pointer(reset), wide, zero, batch, wide)
-            group = shared["row_group"]
+            batch, group = shared["batch"], shared["row_group"]
             groups = b.sdiv(b.sub(b.add(batch, group), 1), group)
-            h = self.plan.hidden_size
-            for name, rows, width in (
-                ("d_params", groups, len(self.cell.params) * h), ("d_static", batch, h)
-            ):  # fmt: skip
-                wide = constant(width, "i64")
+            for state in self.cell.state_names:
+                name = f"d_state {state}"
+                row = constant(self.arrays[name].width, "i64")
+                to, final = each.pointer(name), f"d_final {state}"
+                self._copy_or_fill(b, shared, each, to, row, name, final, 0.0)
+            for name in (*(f"d_reset {s}" for s in self.cell.state_names), "d_params", "d_static"):
+                width = constant(self.arrays[name].width, "i64")
+                rows = groups if self.arrays[name].axes == "R" else batch
                 with b.when(b.icmp("ne", each[name], 0)):
-                    b.call("fill_rows", each.pointer(name), wide, zero, rows, wide)
+                    zero = constant(0.0, b.real)
+                    b.call("fill_rows", each.pointer(name), width, zero, rows, width)

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from anycell.engines.cpu import jit, tiles
-from anycell.engines.cpu.door import LINE, Entries, align, print_gang
+from anycell.engines.cpu.door import print_gang
 from anycell.engines.cpu.geometry import ROW_HEADER, Geometry
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant, element_bits
 from anycell.engines.cpu.matmul import (
@@ -43,7 +43,8 @@ from anycell.engines.cpu.matmul import (
     whole_chunks,
 )
 from anycell.engines.cpu.sources import fingerprint
-from anycell.plan import DTYPES, Dtype
+from anycell.engines.cpu.table import Entries, align
+from anycell.plan import DTYPES, LINE, Dtype
 
 INNER = 256  # numbers of a block's sum; whole vectors
 ROWS = 96  # of a piece: enough to read a panel for, few enough to divide the work evenly

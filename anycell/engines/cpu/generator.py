@@ -29,8 +29,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from anycell.engines.cpu import ops
-from anycell.engines.cpu.arguments import arguments, is_integer, number_of
-from anycell.engines.cpu.door import LINE, Door, align
+from anycell.engines.cpu.door import Door
 from anycell.engines.cpu.geometry import (
     INPUT,
     QUANTIZED,
@@ -50,10 +49,21 @@ from anycell.engines.cpu.matmul import (
     print_staging,
     whole_chunks,
 )
+from anycell.engines.cpu.table import align, entries, is_number
 from anycell.engines.cpu.tiles import ROWS, configure, release
+from anycell.lang.cell import RECURRENT
 from anycell.lang.expr import Expr, is_const, topological
 from anycell.lang.ops import is_boolean, is_reduction
-from anycell.plan import FREE, MATMULS, Plan, gradient_roots, passes, size_of
+from anycell.plan import (
+    FREE,
+    LINE,
+    MATMULS,
+    Plan,
+    arrays,
+    gradient_roots,
+    passes,
+    size_of,
+)
 
 PANEL = 48  # rows whose matmul results are kept before the cell's work on them
 AHEAD = 8  # rows between a load and the prefetch for a later one
@@ -61,7 +71,7 @@ SPINS = 4000  # turns at a barrier before a thread offers its core, some 100 us
 
 
 class Row(NamedTuple):
-    """Where a row of an array begins, and LLVM's type of its numbers; see ``arguments``."""
+    """Where a row of an array begins, and LLVM's type of its numbers."""
 
     at: Value
     type: str
@@ -75,10 +85,10 @@ class Generator:
         # Registers and workspaces hold what the cell's math works on, arrays what their rows say.
         self.real, self.size = plan.types.math.llvm, plan.types.math.bytes
         self.module = Module(target, self.real, self.plan.types.short)
-        self.names = {name: i for i, name in enumerate(arguments(plan, backward))}
+        self.entries, self.arrays = entries(plan, backward), arrays(plan, backward)
         self.states = {name: i for i, name in enumerate(self.cell.state_names)}
         self.widths = [plan.sizes[state.size] for state in self.cell.states]
-        self.params = {name: i for i, name in enumerate(self.cell.param_names)}
+        self.sequences = [n for n, array in self.arrays.items() if array.begins == "states"]
         self.gates = {name: i for i, name in enumerate(self.cell.gates)}
         self.saved = plan.saved_places
         self.new_states: dict[Expr, int] = {}
@@ -111,16 +121,6 @@ class Generator:
         alike = {(m.units, m.geometry.outputs) for m in self.matmuls}
         one_size = self.result_sizes <= {self.plan.hidden_size}
         return plain and len(alike) < 2 and one_size
-
-    @property
-    def saved_width(self) -> int:
-        """Numbers from a row of saved values to the next."""
-        width, size = self.plan.saved_width, self.plan.types.saved.bytes
-        if self.plan.saved_rows:
-            # Padded to whole cache lines, or every load of the next rows would touch two.
-            return -(-width // 16) * 16
-        # See layer.form.padded.
-        return width + 64 // size if width * size % 1024 == 0 else width
 
     def _measure(self, target: Target) -> None:
         """Layout of a thread's workspace: addresses of rows, the rows that take the step, matmul
@@ -204,7 +204,7 @@ class Generator:
 
     @property
     def _multiple(self) -> int:
-        """Of which the number of staged rows is one: matrix tiles read whole ones."""
+        """Staged rows are padded to a multiple of this: matrix tiles read 16 rows at once."""
         return ROWS if any(m.geometry.tiled for m in self.matmuls) else 1
 
     def _tall(self, b: Builder, batch: Value) -> Value:
@@ -236,11 +236,6 @@ class Generator:
         vectors = b.add(b.sdiv(b.sub(b.add(count, lanes), 1), lanes), 1)
         row = b.mul(b.or_(vectors, 1), lanes)
         return b.select(b.icmp("ne", inputs, 0), row, constant(0, "i64"))
-
-    @property
-    def states_and_widths(self) -> list[tuple[str, int]]:
-        """Names and sizes of the states."""
-        return list(zip(self.cell.state_names, self.widths, strict=True))
 
     @property
     def work(self) -> int:
@@ -294,8 +289,8 @@ class Generator:
         self._widen(b)
         table, part, parts = b.args
         self.arg: dict[str, Value] = {}
-        for name, i in self.names.items():
-            kind = "i64" if is_integer(name) else "ptr"
+        for name, i in self.entries.items():
+            kind = "i64" if is_number(name) else "ptr"
             self.arg[name] = b.load(b.gep(table, i, "i64"), kind)
         arg, g = self.arg, self.geometry
         split = b.icmp("ne", arg["units_split"], 0)
@@ -334,7 +329,10 @@ class Generator:
         if self.backward:
             # A last round hands on what arrives through the first step's matmuls and resets, if
             # the caller does not multiply himself.
-            steps = b.add(steps, b.zext(self._given("weights0"), "i64") if self.matmuls else 1)
+            last = constant(1, "i64")
+            if self.matmuls:
+                last = b.zext(self._given(f"packed {self.matmuls[0].linear.name}"), "i64")
+            steps = b.add(steps, last)
         tiled = any(m.geometry.tiled for m in self.matmuls)
         if tiled:
             most = b.mul(b.sdiv(b.sub(b.add(groups, parts), 1), parts), arg["row_group"])
@@ -383,31 +381,31 @@ class Generator:
 
     def _array(self, name: str, offset: Value | None = None) -> Row:
         """The first row of an array, or that which begins so many numbers on."""
-        type, at = number_of(self.plan, name).llvm, self.arg[name]
+        type, at = self.arrays[name].number.llvm, self.arg[name]
         return Row(at if offset is None else self.b.gep(at, offset, type), type)
 
     def _at(self, name: str, t: Value, row: Value) -> Row:
-        """A row at step t of an array with strides ``name_t`` and ``name_b``."""
+        """A row at step t of an array over time."""
         b = self.b
-        offset = b.add(b.mul(t, self.arg[f"{name}_t"]), b.mul(row, self.arg[f"{name}_b"]))
+        offset = b.add(b.mul(t, self.arg[f"{name} steps"]), b.mul(row, self.arg[f"{name} rows"]))
         return self._array(name, offset)
 
     def _flag(self, name: str, t: Value, row: Value) -> Value:
         b = self.b
         return b.load(
-            b.gep(self.arg[name], b.add(b.mul(t, self.arg[f"{name}_t"]), row), "i8"), "i8"
+            b.gep(self.arg[name], b.add(b.mul(t, self.arg[f"{name} steps"]), row), "i8"), "i8"
         )
 
     def _state(self, i: int, after: bool = False) -> Row:
         """This row of state i before, or after, step t."""
-        b, arg, t = self.b, self.arg, self.t
+        b, arg, t, name = self.b, self.arg, self.t, self.sequences[i]
         if self.backward:
-            offset = b.add(b.mul(t, arg[f"state{i}_t"]), b.mul(self.row, arg[f"state{i}_b"]))
-            offset = b.add(offset, arg[f"state{i}_next"]) if after else offset
-            return self._array(f"state{i}", offset)
+            offset = b.add(b.mul(t, arg[f"{name} steps"]), b.mul(self.row, arg[f"{name} rows"]))
+            offset = b.add(offset, arg[f"{name} next"]) if after else offset
+            return self._array(name, offset)
         t = b.add(t, 1) if after else t
-        slot = b.select(b.icmp("ne", arg[f"state{i}_flip"], 0), b.and_(t, 1), t)
-        return self._at(f"state{i}", slot, self.row)
+        slot = b.select(b.icmp("ne", arg[f"{name} turns"], 0), b.and_(t, 1), t)
+        return self._at(name, slot, self.row)
 
     def _flagged(
         self, given: Value, name: str, t: Value, row: Value, unequal: bool = True
@@ -425,7 +423,8 @@ class Generator:
     def _before(self, i: int, reset: Value) -> Row:
         """State i as step t sees it: a reset puts the initial value in its place."""
         b = self.b
-        initial = self._array(f"reset{i}", b.mul(self.row, self.arg[f"reset{i}_b"]))
+        name = f"reset_state {self.cell.state_names[i]}"
+        initial = self._array(name, b.mul(self.row, self.arg[f"{name} rows"]))
         state = self._state(i)
         return Row(b.select(reset, initial.at, state.at), state.type)
 
@@ -492,7 +491,7 @@ class Generator:
                 operand = self.place["operand", m.linear.operand]
                 address = b.gep(self._scratch_of(place, first), operand)
             elif m.state == INPUT:
-                address = self._at("x", self.t, row).at
+                address = self._at("gates", self.t, row).at
             else:
                 reset = self._flagged(self.has_resets, "resets", self.t, row)
                 address = self._before(m.state, reset).at
@@ -528,12 +527,13 @@ class Generator:
     def _operand_type(self, m: Matmul) -> str:
         """LLVM's type of the numbers that a matmul's operand has in memory."""
         inside = m.state is None and not self.backward
-        return self.real if inside else number_of(self.plan, self._operand_array(m)).llvm
+        return self.real if inside else self.arrays[self._operand_array(m)].number.llvm
 
     def _operand_array(self, m: Matmul) -> str:
         if self.backward:
             return self._gradient(m)
-        return "x" if m.state == INPUT else f"state{m.state}"
+        assert m.state is not None  # computed operands are in no array
+        return "gates" if m.state == INPUT else self.sequences[m.state]
 
     def _stage_operand(self, m: Matmul, address: Value, place: Value) -> Value:
         """Writes a row of an operand to its place, and gives the address."""
@@ -586,7 +586,8 @@ class Generator:
 
     def _gradient(self, m: Matmul) -> str:
         """The array that holds the gradient of a matmul's outputs."""
-        return "dx" if self.plan.shares_gradient(m.linear) else f"dr{m.number}"
+        shared = self.plan.shares_gradient(m.linear)
+        return "d_gates" if shared else f"d_outputs {m.linear.name}"
 
     def _matmul(self, m: Matmul, span: Value | None, first: Value, last: Value) -> None:
         """acc = operand @ W for a panel of rows, and the tiles of one span or of all units."""
@@ -611,7 +612,7 @@ class Generator:
             return multiply()
         if self.backward:
             without = b.icmp("eq", self.t, 0)
-        elif m.number == 0:
+        elif m.linear.name == RECURRENT:
             without = self._given("product")
         else:
             return multiply()
@@ -639,11 +640,11 @@ class Generator:
                 rows = b.gep(self.input_rows, first, "i64")
                 elements = b.add(packed_rows_of(b, arg["inputs"], g), g.lanes + g.header - 1)
                 elements = b.mul(elements, g.columns * g.lanes)
-                weights = b.gep(arg["weights_x"], b.mul(number, elements))
+                weights = b.gep(arg["packed input"], b.mul(number, elements))
                 fresh, shift = b.zext(b.icmp("eq", k0, 0), "i64"), constant(0, "i64")
                 blocks.call(b, weights, rows, sums, count, k0, k1, fresh, shift)
         rows = b.gep(self.rows[m.number], first, "i64")
-        weights = b.gep(arg[f"weights{m.number}"], b.mul(number, g.tile_elements))
+        weights = b.gep(arg[f"packed {m.linear.name}"], b.mul(number, g.tile_elements))
         for begin, end, operand, per_head in m.segments:
             shift = b.add(b.mul(head, per_head), operand - begin)
             with b.loop(begin, end, block) as k0:
@@ -653,8 +654,7 @@ class Generator:
 
     def _fill(self, m: Matmul, acc: Value, span: Value | None, first: Value, last: Value) -> None:
         """Results of a matmul that is not ours: forward those the caller brings, backward none."""
-        b, arg = self.b, self.arg
-        self.span = span
+        b, self.span = self.b, span
         with b.loop(first, last) as place, self._vectors(m.units):
             into = b.mul(b.sub(place, first), self.acc_row)
             into = b.add(into, b.mul(b.sub(self.vector, self._origin(span)), m.geometry.lanes))
@@ -662,11 +662,11 @@ class Generator:
                 value = constant(0.0, b.vec)
                 if not self.backward:
                     at = m.linear.declared.index(output) * m.units
-                    row = b.mul(self._row_at(place), arg["product_b"])
+                    row = b.mul(self._row_at(place), self.arrays["product"].width)
                     brought = self._array("product", row)
-                    value = self._with_bias(self._load(brought, at), "bias_h", at)
+                    value = self._with_bias(self._load(brought, at), m.linear.bias_name, at)
                     if output in self.cell.fused:
-                        value = self._with_bias(value, "bias_x", at)
+                        value = self._with_bias(value, "bias_ih", at)
                 b.store(value, b.gep(acc, b.add(into, n * self.acc_stride[m.linear.name])))
 
     def _origin(self, span: Value | None) -> Value:
@@ -683,7 +683,7 @@ class Generator:
         """The work on one row: on the units of one span, or one stage of it on all of them."""
         b = self.b
         self.row, self.span, last = self._row_at(place), span, stage == len(self.stages) - 1
-        if self.backward and self.params:
+        if self.backward and self.cell.params:
             self.row_group = b.udiv(self.row, self.arg["row_group"])
         self.acc_at = b.gep(self.acc, b.mul(b.sub(place, first), self.acc_row))
         self.scratch_at = self._scratch_of(place, first)
@@ -775,7 +775,7 @@ class Generator:
         """
         b, g = self.b, self.geometry
         row = self._at(name, self.t, self.row)
-        later = b.add(b.add(self.unit, offset), b.mul(self.arg[f"{name}_b"], AHEAD))
+        later = b.add(b.add(self.unit, offset), b.mul(self.arg[f"{name} rows"], AHEAD))
         ahead = b.gep(row.at, later, row.type)
         for i in range(g.width):
             b.prefetch(b.gep(ahead, i * g.lanes, row.type))
@@ -818,9 +818,10 @@ class Generator:
             with self._vectors(units):
                 if self.backward:
                     self._carry_into_memory(i)
-                    with b.when(b.and_(repeat, self._given(f"dy{i}"))):
-                        at = self._row_of(f"dstate{i}", units)
-                        dy = self._load(self._at(f"dy{i}", self.t, self.row))
+                    arriving = self._arriving(i)
+                    with b.when(b.and_(repeat, self._given(arriving))):
+                        at = self._row_of(f"d_state {self.cell.state_names[i]}", units)
+                        dy = self._load(self._at(arriving, self.t, self.row))
                         self._store(b.fadd(self._load(at), dy), at)
                     continue
                 value = self._load(self._state(i))
@@ -834,13 +835,14 @@ class Generator:
         h = self.plan.hidden_size
         with self._vectors(h):
             for gate in range(len(self.gates)):
-                self._store(zero, self._at("dx", self.t, self.row), gate * h)
+                self._store(zero, self._at("d_gates", self.t, self.row), gate * h)
         for m in self.matmuls:
             if not self.plan.shares_gradient(m.linear):
                 units = m.inner // len(m.linear.outputs)
                 with self._vectors(units):
                     for n in range(len(m.linear.outputs)):
-                        self._store(zero, self._at(f"dr{m.number}", self.t, self.row), n * units)
+                        at = self._at(self._gradient(m), self.t, self.row)
+                        self._store(zero, at, n * units)
             with self._vectors(m.units):
                 self._keep_operand(m, zero)
 
@@ -851,7 +853,7 @@ class Generator:
         b = self.b
         arriving = [self._acc(m, 0) for m in self.matmuls if m.state == i]
         if arriving:
-            at = self._row_of(f"dstate{i}", self.widths[i])
+            at = self._row_of(f"d_state {self.cell.state_names[i]}", self.widths[i])
             self._store(functools.reduce(b.fadd, arriving, self._load(at)), at)
 
     def _hand_on(self) -> None:
@@ -871,7 +873,10 @@ class Generator:
                 for m in self.matmuls:
                     if m.state == i:
                         self._clear(m)
-                at, into = self._row_of(f"dstate{i}", units), self._row_of(f"dreset{i}", units)
+                at, into = (
+                    self._row_of(f"d_{what} {self.cell.state_names[i]}", units)
+                    for what in ("state", "reset")
+                )
                 self._store(b.fadd(self._load(into), self._load(at)), into)
                 self._store(zero, at)
 
@@ -879,7 +884,7 @@ class Generator:
         """What a matmul multiplied, for the gradient of its weight, where the caller asks for it:
         computed inside the step, or a state which resets made differ from the one before.
         """
-        name = f"operand{m.number}"
+        name = f"operand {m.linear.name}"
         if m.state is None:  # not within the branch: other matmuls may read the same values
             value = held or self._value(m.linear.operand)
         with self.b.when(self._given(name)):
@@ -1057,7 +1062,7 @@ class Generator:
         if node.op == "state":
             return self._load(self._before(self.states[name], self.reset))
         if node.op == "param":
-            return self._load(self._array(f"param{self.params[name]}"))
+            return self._load(self._array(f"param {name}"))
         if node.op == "static":
             return self._load(self._row_of("static", h))
         if node.op == "recurrent_mask":
@@ -1097,8 +1102,8 @@ class Generator:
         place = n * self.plan.hidden_size
 
         def projected() -> Value:
-            value = self._stream("x", place)
-            return self._with_bias(value, "bias_x", place) if biased else value
+            value = self._stream("gates", place)
+            return self._with_bias(value, "bias_ih", place) if biased else value
 
         if self.projecting is None or not self.apart:
             return projected()
@@ -1121,15 +1126,19 @@ class Generator:
     def _upstream(self, i: int) -> Value:
         """The gradient that reaches new state i: from the step after, and from its sequence."""
         b = self.b
-        value = self._load(self._row_of(f"dstate{i}", self.widths[i]))
+        value = self._load(self._row_of(f"d_state {self.cell.state_names[i]}", self.widths[i]))
         for m in self.matmuls:
             if m.state == i:
                 value = b.fadd(value, self._acc(m, 0))
-        slot = b.alloca(b.vec)
+        slot, arriving = b.alloca(b.vec), self._arriving(i)
         b.store(value, slot)
-        with b.when(self._given(f"dy{i}")):
-            b.store(b.fadd(value, self._stream(f"dy{i}")), slot)
+        with b.when(self._given(arriving)):
+            b.store(b.fadd(value, self._stream(arriving)), slot)
         return b.load(slot)
+
+    def _arriving(self, i: int) -> str:
+        """The array of the gradients that reach the sequence of state i."""
+        return f"d_sequence {self.cell.state_names[i]}" if i else "d_output"
 
     def _keep(self, node: Expr, rate: Value) -> Value:
         """A random mask: drawn from counters in training, its rate in evaluation.
@@ -1215,21 +1224,22 @@ class Generator:
             if m.linear.in_size == size:
                 self._keep_operand(m)
         for gate, value in enumerate(dx):
-            self._store(value, self._at("dx", self.t, self.row), gate * h)
+            self._store(value, self._at("d_gates", self.t, self.row), gate * h)
         for m, values_ in dr.items():
             if not plan.shares_gradient(m.linear):
                 for n, value in enumerate(values_):
-                    at = self._at(f"dr{m.number}", self.t, self.row)
+                    at = self._at(self._gradient(m), self.t, self.row)
                     self._store(value, at, n * plan.sizes[size])
         for i, value in dstate.items():
-            self._store(value, self._row_of(f"dstate{i}", self.widths[i]))
+            at = self._row_of(f"d_state {self.cell.state_names[i]}", self.widths[i])
+            self._store(value, at)
         for i, value in enumerate(dparam):
             # One sum per group of rows, all of one thread: the order of additions does not depend
             # on threads.
-            at = self._row_of("dparam", h * len(dparam), self.row_group)
+            at = self._row_of("d_params", h * len(dparam), self.row_group)
             self._store(b.fadd(self._load(at, i * h), value), at, i * h)
         if dstatic is not None:
-            at = self._row_of("dstatic", h)
+            at = self._row_of("d_static", h)
             self._store(b.fadd(self._load(at), dstatic), at)
 
     def _entry(self) -> None:

@@ -7,8 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 
-from anycell.engines.cpu import door, isa, jit
-from anycell.engines.cpu.arguments import extents, number_of
+from anycell.engines.cpu import isa, jit, table
 from anycell.engines.cpu.generator import Generator
 from anycell.engines.cpu.ir import Target
 from anycell.engines.cpu.sources import fingerprint
@@ -26,6 +25,7 @@ class Kernel:
         shared, each: places of the entries of such a table: of those of the whole call, and of
             those of a direction among the ``stride`` entries that each direction has.
         axes: how many strides follow the address of an array, of its last axes, where some do.
+        arrays: see ``anycell.plan.arrays``.
         index: places of the entries of a kernel's own table, which the door fills.
         units_splittable: whether threads may split the units: a row reduction, or a matmul inside
             the step, needs all units of a row in one thread.
@@ -36,33 +36,28 @@ class Kernel:
         self.library, self.plan = library, generator.plan
         plan = self.plan
         self.door, self.needs = (_CALL(library.address(name)) for name in ("door", "needs"))
-        names = door.names(plan, generator.backward)
+        names = table.names(plan, generator.backward)
         self.shared = {name: i for i, name in enumerate(names.shared)}
-        self.each = {name: i for i, name in enumerate(names.each)}
+        # A direction has its parameters by their own names.
+        self.each = {name.removeprefix("param "): i for i, name in enumerate(names.each)}
         self.stride = len(names.each)
-        self.axes = {name: count for name in names.each if (count := door.axes(name))}
-        self.index = generator.names
-        self.saved_width = generator.saved_width
+        self.axes = {name: count for name in names.each if (count := table.axes(name))}
+        self.arrays, self.index = generator.arrays, generator.entries
         self.itemsize = plan.itemsize
-        self.extents = extents(plan, generator.backward, generator.saved_width)
         self.units_splittable = not generator.row_wise
         self.matmuls = generator.matmuls
         self.projecting = generator.projecting
         self.packed_bytes = generator.packed_bytes
-        # For ``check``: names and sizes of states; heads, rows and columns of the weights that are
-        # packed; and which entry of a call each array of the kernel's own table comes from.
-        self.states = generator.states_and_widths
+        # For ``check``: what the door copies, by its entries, and the array that it copies to or
+        # from; and heads, rows and columns of the weights that are packed.
+        self.copied = {}
+        for state, name in zip(plan.cell.state_names, generator.sequences, strict=True):
+            if generator.backward:
+                self.copied[f"d_final {state}"] = self.arrays[f"d_state {state}"]
+            else:
+                self.copied |= {f"{what} {state}": self.arrays[name] for what in ("state", "final")}
         sizes = plan.sizes
         self.weights = {m.linear.weight: (1, *m.linear.shape(sizes))[-3:] for m in self.matmuls}
-        self._entries = door.sources(plan, generator.backward)
-
-    def bytes(self, argument: str) -> int:
-        """Of a number of an array of the kernel's own table."""
-        return number_of(self.plan, argument).bytes
-
-    def entry(self, argument: str) -> str:
-        """Which entry of a call an argument of the kernel comes from."""
-        return self._entries.get(argument, argument)
 
     def first(self, direction: int) -> int:
         """Where the entries of a direction begin."""
@@ -109,10 +104,10 @@ def request(
 
 @functools.lru_cache(maxsize=1024)
 def description(plan: Plan, backward: bool) -> str:
-    """All of a plan that a kernel's text follows from, at a small part of the text's price.
+    """Describes all of a plan that its kernel's text follows from, at a small part of its cost.
 
-    It is the plan as it came out, with its graphs and choices, so that nothing hangs on its coming
-    out the same in another process. Values of hyperparameters are no part of it.
+    It has the graphs and choices of the plan, so the name does not rely on planning being
+    reproducible. Values of hyperparameters are no part of it.
     """
     leaves = list(_leaves(plan))
     nodes = topological([leaf for leaf in leaves if isinstance(leaf, Expr)])

@@ -32,7 +32,7 @@ Array = Any
 
 
 class Host(Protocol):
-    """What the engine asks of a framework's arrays on a device.
+    """The operations of a framework that the engine needs, on arrays of a device.
 
     Arrays slice and assign as NumPy's do (``a[i:j] = b`` rounds to the dtype of ``a``), and have
     ``shape`` and ``reshape``. ``wide`` arrays are float32, others of the plan's dtype.
@@ -134,7 +134,7 @@ class Host(Protocol):
 
 
 class Span(NamedTuple):
-    """Where a call finds an array over time: the index of its first step, and which way it goes."""
+    """An array over time: the index of its first step, and which way time goes."""
 
     array: Array
     first: int
@@ -152,7 +152,7 @@ class Span(NamedTuple):
         return self.array[first : first + steps, :, self.column : self.column + width]
 
     def values(self, name: str, host: Host) -> dict[str, Any]:
-        """What kernels take."""
+        """The arguments of kernels."""
         time, row = host.strides(self.array)[:2]
         start = self.first * time + self.column
         arguments = {name: self.array, f"{name}__0": start, f"{name}__t": self.sign * time}
@@ -182,7 +182,7 @@ class Call(NamedTuple):
     draws: tuple[int, int, int, int] | None = None
 
     def all_values(self) -> dict[str, Any]:
-        """By name of the argument."""
+        """All values, by name of the argument."""
         arguments = dict(self.values, batch=self.batch, count=self.steps)
         arguments |= {f"weight{k}": weight for k, weight in enumerate(self.weights)}
         if self.draws is not None and "draws" not in arguments:

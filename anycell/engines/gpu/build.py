@@ -173,7 +173,7 @@ def _put(directory: str, printed: Printed) -> str:
 
 @functools.cache
 def _private() -> str:
-    """Where the cache directory cannot be used, or others can write it."""
+    """A directory for this process alone: others can write the cache, or it cannot be used."""
     return tempfile.mkdtemp(prefix="anycell-triton-")
 
 
@@ -217,7 +217,7 @@ def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozense
 
 
 def _made(printed: Printed, capability: int, aligned: frozenset[str], registers: int | None) -> Any:
-    """What Triton makes of a kernel, whose threads may have so many registers."""
+    """Compiles a kernel with Triton, whose threads may have so many registers."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -251,7 +251,7 @@ def _made(printed: Printed, capability: int, aligned: frozenset[str], registers:
 
 
 def _declared(made: Any) -> int:
-    """How many arguments a kernel takes."""
+    """Counts the arguments of a kernel."""
     return made.asm["ptx"].split(".entry", 1)[1].split(")", 1)[0].count(".param")
 
 

@@ -1,4 +1,4 @@
-"""Which tier runs a cell: a model of what fits on a device, a pure function of sizes.
+"""Chooses the tier that runs a cell, by a model of what fits on a device: a pure function of sizes.
 
 Tier 1 holds every weight of a step in a multiprocessor's shared memory for the whole sequence, and
 states, gates and their gradients in registers. So it is chosen where
@@ -33,7 +33,7 @@ from anycell.plan import Plan
 
 
 class Device(NamedTuple):
-    """What the model knows of a device.
+    """The properties of a device that the model knows.
 
     Attributes:
         capability: 90 for an H100.
@@ -63,7 +63,7 @@ DEVICES = (
 
 
 class Choice(NamedTuple):
-    """What runs, and why.
+    """A choice, and its reason.
 
     Attributes:
         tier: 1, 2 or 3.
@@ -139,7 +139,7 @@ def choices(
     batch: int = BATCH,
     tf32: bool = False,
 ) -> tuple[Choice, ...]:
-    """What may run a plan, the best first, and at last tier 3, which runs every plan: where the
+    """Choices that may run a plan, the best first, and at last tier 3, which runs all: where the
     device refuses one, the next takes its place. The two passes choose each for itself.
 
     Args:
@@ -190,7 +190,7 @@ def choose(
 
 
 def precisions(plan: Plan, device: Device | None, tf32: bool) -> list[str]:
-    """How dots may multiply, the best first; of 16 bits nothing is said."""
+    """The precisions of dots, the best first; 16 bits have none to choose."""
     if plan.types.mixed or device is None or device.capability < MATRICES:
         return ["ieee"]
     if tf32:
@@ -284,7 +284,7 @@ def _cooperative(
 
 
 def _few(ordered: Iterable[Choice]) -> list[Choice]:
-    """Of each tile the best: where these are refused, others of it hardly fit."""
+    """The best choice of each tile: where it is refused, others of the tile hardly fit."""
     tried = Counter[tuple[int, int]]()
     chosen = list[Choice]()
     for choice in ordered:
@@ -297,8 +297,8 @@ def _few(ordered: Iterable[Choice]) -> list[Choice]:
 def _parts(
     plan: Plan, device: Device, rows: int, units: int, programs: int, backward: bool, precision: str
 ) -> Iterator[Slice]:
-    """Of a tile, for each number of warps, what is quickest by ``cycles``, with all registers and
-    with fewer.
+    """The slices of a tile that are quickest by ``cycles``, for each number of warps, with all
+    registers and with fewer.
 
     Of three bfloat16 only 16 rows, eight warps or more, one chunk at a time and no weight in
     registers: otherwise they spill.
@@ -411,7 +411,7 @@ def shared_bytes(plan: Plan, backward: bool, precision: str = "ieee") -> int:
 
 
 def _weight_bytes(plan: Plan, precision: str) -> int:
-    """Of one weight on chip."""
+    """Bytes of one weight on chip."""
     return plan.types.operands.bytes if plan.types.mixed else WEIGHT[precision]
 
 

@@ -72,7 +72,7 @@ from anycell.plan import Plan
 
 
 class Slice(NamedTuple):
-    """What a program owns.
+    """The slice of units that a program owns.
 
     Attributes:
         rows, units: of its tile.
@@ -144,7 +144,7 @@ class _Slice(Loop):
 
     @property
     def turns(self) -> str:
-        """Of the loop, backward."""
+        """The number of turns of the loop, backward."""
         return f"count + {self.argument('close', 'i32')}" if self.form.backward else "count"
 
     def padded(self, size: str) -> int:
@@ -175,7 +175,7 @@ class _Slice(Loop):
         return self.width if self.form.backward else self.width * count
 
     def load_weights(self) -> None:
-        """What belongs to this slice, for each chunk ``[warps, columns, k]``."""
+        """Loads this slice's part of the weights, for each chunk ``[warps, columns, k]``."""
         for k, l in enumerate(self.linears):
             for first, count in self.outputs(l):
                 for n, start in enumerate(self.chunks(l)):
@@ -183,7 +183,7 @@ class _Slice(Loop):
         self.once("is_theirs", f"{self._their_rows()} < batch")
 
     def _spread(self, rows: int, held: bool = True) -> tuple[str, str]:
-        """How a program loads the rows, or columns, of a chunk: which of them, and which k.
+        """Spreads the loads of a chunk over a program: which rows, or columns, and which k.
 
         ``held``: as ``left`` and ``right`` want it, otherwise as ``left_shared``.
         """
@@ -268,11 +268,11 @@ class _Slice(Loop):
         return self.once("their_rows", f"tl.minimum({rows}, batch - 1)")
 
     def _place_h(self) -> str:
-        """Where the first chunk of h is."""
+        """The address of the first chunk of h."""
         return self._place_theirs("h_at", "state0", "t")
 
     def _place_gates(self, k: int, l: Linear) -> str:
-        """Where the first chunk of the gates' gradients is. Before the first step there are none:
+        """The address of the first chunk of gates' gradients. Before the first step there are none:
         what is read then is not used.
         """
         name = "dx" if self.plan.shares_gradient(l) else f"dr{k}"
@@ -284,7 +284,7 @@ class _Slice(Loop):
         return self.once(at, f"{place} + {self._their_lanes()}")
 
     def _their_lanes(self) -> str:
-        """Which numbers of a chunk, or which words of it, where data are flags."""
+        """Selects the numbers of a chunk, or its words, where data are flags."""
         _, lanes = self._spread(self.rows)
         if self.in_word > 1:
             share = self.chunk // self.warps // self.in_word
@@ -330,7 +330,7 @@ class _Slice(Loop):
         self._split(odd, names[1::2])
 
     def _gather(self) -> str:
-        """What reaches h from the gates of all units in the step before, ``[rows, units]``."""
+        """The gradient of h from the gates of all units in the step before, ``[rows, units]``."""
         terms = []
         for k, l in enumerate(self.linears):
             load = functools.partial(self._load_gates, k, l)
@@ -344,7 +344,7 @@ class _Slice(Loop):
 
     # -- the exchange ----------------------------------------------------------------------------
     def _words(self, place: str) -> str:
-        """Where words are, if data are flags."""
+        """The address of words, if data are flags."""
         return f"({place}).to(tl.pointer_type({self.word}))" if self.form.by_data else place
 
     def _arrived(self, name: str, together: list[str]) -> str:
@@ -388,14 +388,14 @@ class _Slice(Loop):
         self.say(f"send({where}, {value}, {inside}, {self.kind}, {self.in_word == 2})")
 
     def store_gradient(self, name: str, column: int, value: str, size: str) -> None:
-        """As in all kernels, or for the other programs."""
+        """Stores it as all kernels do, or for the other programs."""
         if self.form.by_data and name in exchanged(self.plan, True):
             self._send(name, "t", "", column, self.valid(value))
         else:
             super().store_gradient(name, column, value, size)
 
     def store_state(self, i: int) -> None:
-        """As in all kernels, or for the other programs."""
+        """Stores it as all kernels do, or for the other programs."""
         if self.form.by_data and i == 0:
             self._send("state0", "t + 1", "_after", 0, f"after_{self.cell.states[0].name}")
         else:
@@ -504,11 +504,11 @@ class _Slice(Loop):
             self.say("in_H = is_row & is_H")
 
     def live(self, value: str, other: str) -> str:
-        """What a turn leaves behind."""
+        """The values that a turn leaves behind."""
         return f"tl.where(is_row, {value}, {other})"
 
     def begin(self) -> None:
-        """As in all kernels; no wait has failed so far."""
+        """Begins as all kernels do; no wait has failed so far."""
         super().begin()
         self.once("alive", "tl.full([], 1, tl.int32)")
 

@@ -1,4 +1,4 @@
-"""What the GPU engine says of a plan's kernels, for ``anycell.explain``."""
+"""Describes a plan's GPU kernels, for ``anycell.explain``."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def _primary(device: int) -> int:
 
 
 def _handle(device: int) -> ctypes.c_int:
-    """What the driver calls a device."""
+    """The driver's handle of a device."""
     handle = ctypes.c_int()
     _check(_driver().cuInit(0), "cuInit")
     _check(_driver().cuDeviceGet(ctypes.byref(handle), device), "cuDeviceGet")
@@ -178,7 +178,7 @@ def _handle(device: int) -> ctypes.c_int:
 
 
 def limits(device: int) -> Device:
-    """Of a device, as ``capacity`` knows them."""
+    """The limits of a device, as ``capacity`` knows them."""
     handle, value, values = _handle(device), ctypes.c_int(), []
     for attribute in _ATTRIBUTES:
         result = _driver().cuDeviceGetAttribute(ctypes.byref(value), attribute, handle)

@@ -254,7 +254,7 @@ def left(values, warps: tl.constexpr, pair: tl.constexpr):
 
 @triton.jit
 def left_shared(values, warps: tl.constexpr, pair: tl.constexpr):
-    """The same from values ``[warps * rows, k]``, whose rows go to other threads: through shared
+    """Left operand from values ``[warps * rows, k]``, rows of other threads: through shared
     memory, where they stay.
     """
     rows: tl.constexpr = values.shape[0] // warps
@@ -404,7 +404,7 @@ _SEND_HALF = tl.constexpr(_SEND.value.replace("b32 [$1]", "b16 [$1]"))
 
 @triton.jit
 def _blank(words):
-    """What a word holds until it is written: all bits are ones, which is a NaN."""
+    """The value of a word until it is written: all bits are ones, which is a NaN."""
     return (1 << words.dtype.primitive_bitwidth) - 1
 
 
@@ -444,7 +444,7 @@ def send(words, value, inside, kind: tl.constexpr, pairs: tl.constexpr):
 
 @triton.jit
 def look(words, inside):
-    """What is there of the words that other programs send, of those ``inside`` or of all."""
+    """Loads the words that other programs send, those ``inside`` or all, if they are there."""
     if inside is None:
         value = tl.load(words, volatile=True)
     else:

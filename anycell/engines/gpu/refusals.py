@@ -1,4 +1,4 @@
-"""What devices have refused, so that each is asked once.
+"""Choices that devices have refused, so that each is asked once.
 
 ``capacity`` says what ought to fit. The compiler and the driver know better: a kernel spills, takes
 more shared memory than there is, or has more programs than run at once where other processes hold a
@@ -30,7 +30,7 @@ class Refused(RuntimeError):
 
 
 class Refusal(NamedTuple):
-    """What is remembered of it.
+    """A refusal as it is remembered.
 
     Attributes:
         device: which one has refused.
@@ -57,7 +57,7 @@ _remembered: dict[tuple[Device, Printed], Refusal] = {}
 
 
 def remember(kernel: Printed, refusal: Refusal) -> None:
-    """Of all numbers of programs that were refused the least counts."""
+    """Remembers a refusal; of several numbers of programs the least counts."""
     before = _remembered.get((refusal.device, kernel))
     if before is None or refusal.programs < before.programs:
         _remembered[refusal.device, kernel] = refusal
@@ -70,7 +70,7 @@ def refuses(device: Device | None, kernel: Printed, programs: int) -> bool:
 
 
 def of_plan(plan: Plan) -> list[Refusal]:
-    """What was refused of a plan, in the order in which it was tried."""
+    """The refused choices of a plan, in the order in which they were tried."""
     return [refusal for refusal in _remembered.values() if refusal.plan == plan]
 
 

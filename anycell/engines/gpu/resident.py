@@ -81,7 +81,7 @@ class Loop(Text):
 
     @property
     def turns(self) -> str:
-        """Of the loop, backward."""
+        """The number of turns of the loop, backward."""
         return "count"
 
     def padded(self, size: str) -> int:
@@ -95,7 +95,7 @@ class Loop(Text):
         return frozenset() if self.form.backward else frozenset({"x", "mask", "resets"})
 
     def row(self, name: str, step: str = "t", wide: bool = False, tag: str = "") -> str:
-        """Where the rows of the tile begin in an array over time."""
+        """The address of the tile's first row in an array over time."""
         if name in self.early and step == "t":
             return self.place(name, STEP, wide=wide)
         return super().row(name, step, wide, tag)
@@ -197,7 +197,7 @@ class Loop(Text):
         return f"r_{output}" if output != l.name else output, text
 
     def before(self, node: Expr) -> str:
-        """What a gate sums besides its matmul, the biases of both included."""
+        """The terms of a gate besides its matmul, the biases of both included."""
         k, gate = self.numbers[node.attrs[0]], node.attrs[1]
         column = self.cell.gates.index(gate) * self.plan.hidden_size
         x = self.load(self.at(self.row("x"), column, "H"), "H")
@@ -299,7 +299,7 @@ class Loop(Text):
     # Tier 1 needs no other program's results, and no other program needs its own before the end.
 
     def before_wait(self) -> None:
-        """What a step computes before it waits."""
+        """Prints the part of a step before it waits."""
         self.say(NEXT)
 
     def wait(self) -> None:
@@ -319,7 +319,7 @@ class Loop(Text):
         """At the beginning of a turn of the loop, backward."""
 
     def live(self, value: str, other: str) -> str:
-        """What such a turn leaves behind."""
+        """The values that such a turn leaves behind."""
         return value
 
     def after_steps(self) -> None:
@@ -342,7 +342,7 @@ class Loop(Text):
             self.once("reset", self.flags("resets"))
 
     def _restored(self, i: int) -> str:
-        """What a reset puts in the place of state i."""
+        """The value that a reset puts in the place of state i."""
         size = self.cell.states[i].size
         row = f"{self.array(f'reset{i}')} + rows * {self.argument(f'reset{i}__b', 'i64')}"
         where = self.at(row, 0, size)
@@ -438,7 +438,7 @@ class Loop(Text):
         self.say(f"tl.store({where}, {so_far} + {value}, mask={mask})")
 
     def _gradient(self, i: int, turn: str) -> str:
-        """What reaches state i from later calls: float32, two of them, which take turns."""
+        """The gradient of state i from later calls: float32, two of them, which take turns."""
         width, size = self.widths[i], self.cell.states[i].size
         base = f"{self.array(f'dstate{i}', wide=True)} + (({turn}) & 1) * (batch * {width})"
         return self.at(f"{base} + rows * {width}", 0, size)
@@ -453,7 +453,7 @@ class Loop(Text):
         return f"s_{name}", text
 
     def _upstream(self, i: int) -> str:
-        """What reaches the new state i, its output included."""
+        """The gradient that reaches the new state i, its output included."""
         name = self.cell.state_names[i]
         if i:
             return f"g_{name}"
@@ -462,7 +462,7 @@ class Loop(Text):
         return self.once(f"d_{name}", f"g_{name} + {self.valid(dy) if self.form.apart else dy}")
 
     def load_grad(self, node: Expr) -> tuple[str, str]:
-        """What reaches a new state."""
+        """The gradient that reaches a new state."""
         (name,) = node.attrs
         text = self._upstream(self.states[name])
         self.taken.add(text)

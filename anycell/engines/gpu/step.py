@@ -196,7 +196,7 @@ def _operand_sizes(plan: Plan, form: Form) -> Iterable[str]:
 
 
 def _kept(plan: Plan, form: Form) -> list[tuple[str, Expr]]:
-    """What the forward pass saves for the backward pass, and its size."""
+    """The values that the forward pass saves for the backward pass, and their sizes."""
     nodes = (*plan.saved, *plan.saved_rows) if form.keep and not form.backward else ()
     return [(size_of(plan.cell, node) or "H", node) for node in nodes]
 
@@ -291,19 +291,19 @@ class _Kernel(Text):
         return name
 
     def _entry(self, name: str, kind: str) -> int:
-        """Where the table holds it."""
+        """The place of an entry in the table."""
         self.table.setdefault(name, kind)
         return list(self.table).index(name)
 
     def _own(self) -> Container[str]:
-        """What matmuls read and write."""
+        """An array that matmuls read or write."""
         stems = ("outputs", "back") if self.form.backward else ("operand", "product")
         return {f"{stem}{k}" for stem in stems for k in self.numbers.values()}
 
     # Of arrays over time the table holds the address of the call's first step.
 
     def place(self, name: str, step: str, rows: str = "rows", wide: bool = False) -> str:
-        """Where rows begin in an array over time."""
+        """The address of rows in an array over time."""
         array = self.array(name, wide)
         time, row = (self.argument(f"{name}__{part}", "i64") for part in "tb")
         return f"{array} + (({step}) * {time} + {rows} * {row})".replace("(t)", "t")
@@ -321,7 +321,7 @@ class _Kernel(Text):
         return super().finish(name, about)
 
     def _at_outputs(self, array: str, output: int, outputs: int, heads: int) -> str:
-        """Where the units are in what matmuls read and write: ``[rows, outputs * units]``; of
+        """The address of units in arrays of matmuls: ``[rows, outputs * units]``; of
         several heads ``[heads, rows, ...]``.
         """
         size, units = self.plan.sizes[self.of], self.units(self.of)
@@ -365,7 +365,7 @@ class _Kernel(Text):
             self.store_saved([n for size, n in _kept(self.plan, self.form) if size == of])
 
     def _store_operand(self, l: Linear, value: str) -> None:
-        """What a matmul multiplies next."""
+        """Stores the operand of the next matmul."""
         array = self.array(f"operand{self.numbers[l.name]}")
         self.store(self._at_outputs(array, 0, 1, l.heads), value, self.of)
 
@@ -467,13 +467,13 @@ class _Kernel(Text):
             self.store(where, f"{old} + {self.valid(self.value(g.static))}", "H")
 
     def _gradient(self, i: int, step: str) -> str:
-        """What reaches state i from later steps: float32, two steps of it, which take turns."""
+        """The gradient of state i from later steps: float32, two steps of it, which take turns."""
         array, turn = self.array(f"dstate{i}", wide=True), self.argument("turn", "i32")
         slot = f"(({step} + {turn}) & 1) * (batch * {self.widths[i]})"
         return self.at(f"{array} + {slot} + rows * {self.widths[i]}", 0, self.of)
 
     def _arrived(self, i: int) -> str:
-        """What reaches the new state i from the step after, if no reset comes between."""
+        """The gradient of the new state i from the step after, if no reset comes between."""
         name = f"later_{self.cell.state_names[i]}"
         if name in self.said:
             return name
@@ -503,7 +503,7 @@ class _Kernel(Text):
             self.store(where, f"{old} + tl.where(diverted, all_later_{name}, 0.0)", self.of)
 
     def _upstream(self, i: int) -> str:
-        """What reaches the new state i, its output included."""
+        """The gradient that reaches the new state i, its output included."""
         name, arrived = f"d_{self.cell.state_names[i]}", self._arrived(i)
         if i or name in self.said:
             return name if i == 0 else arrived
@@ -511,12 +511,12 @@ class _Kernel(Text):
         return self.once(name, f"{arrived} + {self.valid(dy) if self.form.apart else dy}")
 
     def load_grad(self, node: Expr) -> tuple[str, str]:
-        """What reaches a new state."""
+        """The gradient that reaches a new state."""
         (name,) = node.attrs
         return f"up_{name}", self._upstream(self.states[name])
 
     def load_linear_t(self, node: Expr) -> tuple[str, str]:
-        """What reaches the operand of a matmul inside the step."""
+        """The gradient that reaches the operand of a matmul inside the step."""
         l = self.cell.linears[self.numbers[node.attrs[0]]]
         return f"d_{l.name}", self._product(f"back{self.numbers[l.name]}", 0, 1, l.heads)
 

@@ -47,7 +47,7 @@ class Arguments(NamedTuple):
 
 
 def arguments(kernels: Step, call: Call) -> Arguments:
-    """Of a call."""
+    """The arguments of a call."""
     values = call._replace(draws=None).all_values()  # the table has a place for each of these
     values |= {DONE: 0} | {f"draws{n}": number for n, number in enumerate(call.draws or ())}
     table, odd = [], 0

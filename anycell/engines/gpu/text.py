@@ -30,7 +30,7 @@ NUMBERS = {n.triton: n for row in DTYPES.values() for n in (row.storage, row.mat
 
 
 class Form(NamedTuple):
-    """What the text of a kernel follows from, besides the plan.
+    """The facts besides the plan that the text of a kernel follows from.
 
     Attributes:
         backward: the derived backward pass.
@@ -180,7 +180,7 @@ class Text:
         self.once("is_row", f"rows < {batch}")
 
     def place(self, name: str, step: str, rows: str = "rows", wide: bool = False) -> str:
-        """Where rows begin in an array over time."""
+        """The address of rows in an array over time."""
         self.array(name, wide)
         # Two underscores: no value of a gate, as x_b, is named so.
         for part in "0tb":
@@ -189,7 +189,7 @@ class Text:
         return where.replace("(t)", "t")
 
     def row(self, name: str, step: str = "t", wide: bool = False, tag: str = "") -> str:
-        """Where the rows of the tile begin in an array over time."""
+        """The address of the tile's first row in an array over time."""
         return self.once(f"{name}_at{tag}", self.place(name, step, wide=wide))
 
     def flags(self, name: str, step: str = "t", mask: str = "is_row", rows: str = "rows") -> str:
@@ -222,7 +222,7 @@ class Text:
         self.say(f"tl.store({where}, {value}, mask=in_{size})")
 
     def at(self, base: str, column: int, size: str) -> str:
-        """Where the units are, in rows that begin at ``base``."""
+        """The address of the tile's units, in rows that begin at ``base``."""
         return f"{base} + {plus(column, self.units(size))}"
 
     # -- the graph -------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ class Text:
         return node.attrs[0], self.load(self.at(row, 0, "H"), "H")
 
     def load_recurrent_mask(self, node: Expr) -> tuple[str, str]:
-        """What multiplies the first state on its way to a recurrent matmul, all of them or one."""
+        """The mask of the first state on its way to a recurrent matmul, all of them or one."""
         (gate,), size = node.attrs, self.cell.states[0].size
         row = f"({gate} * batch + rows) * {self.widths[0]}" if gate else f"rows * {self.widths[0]}"
         where = self.at(f"{self.array('recurrent_mask')} + {row}", 0, size)
@@ -371,7 +371,7 @@ class Text:
         return labels | {d: f"d_s_{name}" for name, d in g.state.items()}
 
     def store_saved(self, nodes: Iterable[Expr]) -> None:
-        """What the backward pass reads."""
+        """Stores the values that the backward pass reads."""
         for node in nodes:
             column, row, size = self.saved[node], self.row("saved"), self.size(node)
             value = self.value(node)
@@ -407,7 +407,7 @@ class Text:
             self.store_gradient(name, n * size, self.value(d), l.out_size)
 
     def store_gradient(self, name: str, column: int, value: str, size: str) -> None:
-        """That of a gate or of an output, from some column of an array on."""
+        """Stores the gradient of a gate or of an output, from some column of an array on."""
         self.store(self.at(self.row(name), column, size), self.valid(value), size)
 
     # -- the file --------------------------------------------------------------------------------

@@ -1,0 +1,155 @@
+"""The tables of 64-bit numbers by which kernels are called: the call's, and a kernel's own.
+
+The call's table is what a caller fills, whoever it is; the door fills a kernel's own from it, for
+one direction and chunk of steps. The arrays in both are those of ``anycell.plan.arrays``. An
+address that is 0 stands for an array that is not there. Strides count elements.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from anycell.engines.cpu.ir import Builder, Value
+from anycell.plan import LINE, Plan, arrays, scales_of
+
+# Entries of a kernel's own table that are numbers, not addresses, as are all strides.
+NUMBERS = (
+    "steps batch row_group time time_step units_split workspace_stride training seed stream repeat "
+    "inputs input_block"
+).split()
+ADDRESSES = "barrier yield_to workspace hyper".split()
+# Entries that a kernel reads as the call has them.
+PASSED_ON = "batch row_group units_split hyper training seed repeat".split()
+
+
+class Names(NamedTuple):
+    """The entries of a call's table: those ``shared`` by all directions, then for each direction
+    the entries ``each``.
+
+    Attributes:
+        shared: of the whole call:
+
+            lay_out                 1 to fill the kernel's tables and do nothing else
+            directions, reverse     how many; a bit for each that runs from the last step
+            steps, batch            of the input
+            begin, count            steps done, in the order of the pass, and steps to do
+            origin, span            of which steps, in the forward pass's order, the arrays of
+                                    states and saved values are; 0 and ``steps`` without checkpoints
+            whole                   forward: a bit for each state whose array has all steps; the
+                                    others have two slots, which take turns
+            pack                    1 to pack the weights, 0 where ``packed`` holds them
+            threads, least_work     at most so many; multiply-adds of a call worth a second one
+            sparse                  1 where a mask lets few steps pass
+            row_group               rows that share sums of parameter gradients
+            gang                    address of: gang function, its table, its OpenMP, a function
+                                    that yields the core; 0 for one thread
+            scratch, packed         memory of as many bytes as ``needs`` says, on a cache line
+            parts, units_split      written: the threads of the call, and whether they split units
+            hyper                   values of the cell's hyperparameters
+            training, seed, stream, repeat    see ``Options``
+            inputs                  forward: of the ``input`` that the kernel multiplies, else 0
+            arrays of the whole call, see ``anycell.plan.arrays``
+
+        each: of one direction: its arrays, weights, and what it starts from and ends with:
+
+            weight_ih, ...          each with the strides of its last three axes
+            state, reset_state      before the first step, and what resets restore, per state
+            final, d_final          states after the last step, and their gradients, per state
+    """
+
+    shared: tuple[str, ...]
+    each: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def names(plan: Plan, backward: bool) -> Names:
+    """The entries of a call, in order."""
+    cell = plan.cell
+    shared = (
+        "lay_out directions reverse steps batch begin count origin span whole pack threads "
+        "least_work sparse row_group gang scratch packed scratch_bytes packed_bytes parts "
+        "units_split hyper training seed stream repeat inputs"
+    ).split()
+    each: list[str] = []
+    for name, array in arrays(plan, backward).items():
+        entries = [name, f"{name} steps", f"{name} rows"] if array.strided else [name]
+        if not name.startswith("reset_state "):
+            (shared if array.whole else each).extend(entries)
+    weights = dict.fromkeys(l.weight for l in cell.linears)
+    for name in weights if backward else ["weight_ih", *weights]:
+        each += [name, f"{name} heads", f"{name} rows", f"{name} columns"]
+        if plan.types.quantized:
+            each.append(scales_of(name))
+    each += [l.bias_name for l in cell.linears]
+    for name in cell.state_names:
+        for what in ("reset_state", *(("d_final",) if backward else ("state", "final"))):
+            each += [f"{what} {name}", f"{what} {name} rows", f"{what} {name} columns"]
+    return Names(tuple(shared), tuple(dict.fromkeys(each)))
+
+
+def axes(name: str) -> int:
+    """How many strides follow the address of what a direction learns, starts from or ends with:
+    those of a weight's last three axes, or of rows and columns.
+    """
+    if name.endswith((" heads", " rows", " columns")):
+        return 0
+    return 3 * name.startswith("weight_") or 2 * (
+        name.startswith(("state ", "reset_state ", "d_final ", "final "))
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def entries(plan: Plan, backward: bool) -> dict[str, int]:
+    """The entries of a kernel's own table, and their places.
+
+    " steps" and " rows" are strides from step to step and from row to row; the first are negative
+    where time runs backwards. A state's array has the state before each step: " turns" says that it
+    has two slots only, " next" is the stride to the state after the step.
+    """
+    own = [*NUMBERS, *ADDRESSES]
+    own += [f"packed {l.name}" for l in plan.cell.linears] + ["packed input"]
+    for name, array in arrays(plan, backward).items():
+        own.append(name)
+        if "T" in array.axes:
+            own += [f"{name} steps", f"{name} rows"]
+        if name.startswith("reset_state "):
+            own.append(f"{name} rows")
+        if array.begins == "states":
+            own.append(f"{name} next" if backward else f"{name} turns")
+    return {name: place for place, name in enumerate(own)}
+
+
+def is_number(name: str) -> bool:
+    """Whether an entry of a kernel's own table is a number, not an address."""
+    return name in NUMBERS or name.endswith((" steps", " rows", " turns", " next"))
+
+
+def align(size: int) -> int:
+    """Bytes up to the next cache line."""
+    return -(-size // LINE) * LINE
+
+
+class Entries:
+    """A table of 64-bit numbers in memory, by name."""
+
+    def __init__(self, b: Builder, address: Value, index: dict[str, int]) -> None:
+        self.b, self.address, self.index = b, address, index
+
+    def at(self, name: str) -> Value:
+        """Where an entry lies."""
+        return self.b.gep(self.address, self.index[name], "i64")
+
+    def __getitem__(self, name: str) -> Value:
+        return self.b.load(self.at(name), "i64")
+
+    def pointer(self, name: str) -> Value:
+        return self.b.load(self.at(name), "ptr")
+
+    def __setitem__(self, name: str, value: Value | int) -> None:
+        self.b.store(self.b.value(value, "i64"), self.at(name))
+
+    def set(self, **values: Value | int) -> None:
+        """Writes several entries."""
+        for name, value in values.items():
+            self[name] = value

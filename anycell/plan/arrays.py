@@ -1,0 +1,99 @@
+"""The table of arrays: a row for each array that a kernel reads or writes.
+
+Kernels, the native door, its C callers and the check of memory all go by these rows: a kernel has
+no names of its own. Those of what a layer learns and starts from are the names of
+``anycell.layer.signature``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from anycell.lang.cell import INPUT, RECURRENT
+from anycell.lang.expr import topological
+from anycell.plan.dtype import FLAG, Number
+from anycell.plan.plan import Plan
+
+
+class Array(NamedTuple):
+    """An array as a kernel of one direction sees it: rows of numbers, along these axes.
+
+    Attributes:
+        axes: "T B" for a row for each step and row of the batch, "B" for each row of the batch, "R"
+            for each group of rows, "" for one row in all.
+        width: numbers in a row; 0 for the input, whose width the call says.
+        number: what the numbers are.
+        begins: along T, with which step: the first of the "call", of the "chunk" of steps at hand,
+            of those "kept" for the backward pass; "states" have a slot before each step and after
+            the last.
+        whole: it belongs to the call, not to one direction.
+        beside: the rows of all directions lie side by side.
+        strided: the call says its strides, in entries that end with " steps" and " rows".
+    """
+
+    axes: str
+    width: int
+    number: Number
+    begins: str = ""
+    whole: bool = False
+    beside: bool = False
+    strided: bool = False
+
+
+def multiplies_input(plan: Plan) -> bool:
+    """Whether the cell multiplies the input itself in its step, which then stands for ``gates``."""
+    return any(l.operand.op == "input" for l in plan.cell.linears)
+
+
+@functools.lru_cache(maxsize=512)
+def arrays(plan: Plan, backward: bool) -> dict[str, Array]:
+    """The arrays of a kernel by name.
+
+    Numbers narrower than those that a cell computes with would lose what it adds up over time. So
+    gradients that add up, and all states but the first, which matmuls multiply and the caller
+    reads, are kept as computed. Projected gates come from sums, and have their type.
+    """
+    cell, types, h = plan.cell, plan.types, plan.hidden_size
+    numbers, sums, gates = types.storage, types.accumulate, len(cell.gates) * h
+    (first, size), *others = states = [(s.name, plan.sizes[s.size]) for s in cell.states]
+    masks = [n.attrs[0] for n in topological(cell.next) if n.op == "recurrent_mask"]
+    table = {
+        "mask": Array("T B", 1, FLAG, "call", whole=True),
+        "resets": Array("T B", 1, FLAG, "call", whole=True),
+        "static": Array("B", h, numbers),
+        # One mask, or one for each gate: [B, size] or [G, B, size].
+        "recurrent_mask": Array("B", (1 + max(masks, default=0)) * size, numbers),
+        "bias_ih": Array("", gates, numbers),
+        "saved": Array("T B", plan.saved_stride, types.saved, "kept"),
+        "hidden": Array("T B", size, numbers, "states", whole=True, beside=True),
+        f"reset_state {first}": Array("B", size, numbers),
+    }
+    for name, width in others:
+        table[f"sequence {name}"] = Array("T B", width, types.math, "states")
+        table[f"reset_state {name}"] = Array("B", width, types.math)
+    table |= {l.bias_name: Array("", gates, numbers) for l in cell.linears if l.name == RECURRENT}
+    table |= {f"param {name}": Array("", h, numbers) for name in cell.param_names}
+    if not backward:
+        entering = Array("T B", gates, sums, "chunk", strided=True)
+        if multiplies_input(plan):
+            entering = entering._replace(width=plan.sizes[INPUT], number=numbers)
+        table["gates"] = entering
+        table["input"] = Array("T B", 0, numbers, "call", whole=True, strided=True)
+        table["out"] = Array("T B", size, numbers, "call", whole=True, beside=True)
+        table["product"] = Array("B", gates, sums)
+        return table
+    arriving = Array("T B", size, numbers, "call", whole=True, beside=True, strided=True)
+    table["d_output"] = arriving
+    table |= {f"d_sequence {name}": arriving._replace(width=width) for name, width in others}
+    leaving = Array("T B", gates, numbers, "chunk", strided=True)
+    table["d_gates"] = leaving
+    for l in cell.linears:
+        outputs = len(l.outputs) * plan.sizes[l.out_size]
+        table[f"d_outputs {l.name}"] = leaving._replace(width=outputs)
+        table[f"operand {l.name}"] = leaving._replace(width=plan.sizes[l.in_size])
+    for name, width in states:
+        table |= {f"d_{what} {name}": Array("B", width, sums) for what in ("state", "reset")}
+    table["d_params"] = Array("R", len(cell.params) * h, sums)
+    table["d_static"] = Array("B", h, sums)
+    return table
