@@ -188,10 +188,11 @@ def _bench(parser: argparse.ArgumentParser) -> None:
 
 def bench(options: argparse.Namespace) -> int:
     """Measure, show, write."""
-    if importlib.util.find_spec("torch") is None:
-        raise UsageError(
-            "bench compares with PyTorch, which is not installed: pip install '.[bench]'"
-        )
+    for package in ("torch", "rich"):
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(
+                f"bench needs {package}, which is not installed: pip install '.[bench]'"
+            )
     from anycell.bench import chart, problem, report, runner, shapes
     from anycell.bench.contenders import CONTENDERS, DEFAULT_PEERS, ON_TENSORFLOW, PACKAGES
 

@@ -9,12 +9,12 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from importlib import metadata, util
+from importlib import util
 from typing import Literal
 
 import numpy as np
 
-from anycell.machine import cpu_name, usable_cores
+from anycell.machine import cpu_name, usable_cores, version
 
 Verdict = Literal["ok", "note", "bad"]
 Finding = tuple[Verdict, str]
@@ -48,7 +48,7 @@ def _versions() -> Iterator[Finding]:
     yield "ok", f"anycell {anycell.__version__}, in {os.path.dirname(anycell.__file__)}"
     yield "ok", f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}"
     yield "ok", f"{platform.platform()}"
-    yield "ok", f"numpy {np.__version__}, llvmlite {metadata.version('llvmlite')} (LLVM {_llvm()})"
+    yield "ok", f"numpy {np.__version__}, llvmlite {version('llvmlite')} (LLVM {_llvm()})"
 
 
 def _llvm() -> str:
@@ -60,19 +60,12 @@ def _llvm() -> str:
 def _frameworks() -> Iterator[Finding]:
     """Frameworks, by metadata: importing TensorFlow takes seconds, and may be what is broken."""
     installed = [name for name in OPTIONAL if util.find_spec(name) is not None]
-    yield "ok", ", ".join(f"{name} {_version(name)}" for name in installed) or "none"
+    versions = [version(name, f"{name}-cpu", f"{name}-gpu") for name in installed]
+    found = [f"{n} {v or '(version unknown)'}" for n, v in zip(installed, versions, strict=True)]
+    yield "ok", ", ".join(found) or "none"
     missing = [name for name in OPTIONAL if name not in installed]
     if missing:
         yield "ok", f"not installed, and not needed: {', '.join(missing)}"
-
-
-def _version(package: str) -> str:
-    for name in (package, f"{package}-cpu", f"{package}-gpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "(version unknown)"
 
 
 def _cpu() -> Iterator[Finding]:

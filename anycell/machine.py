@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
+from importlib import metadata
 
 SIMD = (
-    *("neon", "asimd", "sve", "avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16"),
+    *("neon", "sve", "avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16"),
     *("amx_bf16", "amx_int8"),
 )
 
@@ -21,28 +22,31 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _cpuinfo(key: str) -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == key:
-                return value.strip()
-    except OSError:
-        pass
-    return ""
-
-
 def cpu_name() -> str:
     """What the maker calls it."""
-    if sys.platform == "darwin":
-        return output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
+    name = output("sysctl", "-n", "machdep.cpu.brand_string") if sys.platform == "darwin" else ""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        name = next((line.split(":", 1)[1] for line in file if line.startswith("model name")), "")
+    return name.strip() or platform.processor() or platform.machine()
 
 
 def instruction_sets() -> list[str]:
-    """Those that matter for matmuls."""
-    flags = set((_cpuinfo("flags") or _cpuinfo("Features")).split())
-    return [name for name in SIMD if name in flags]
+    """Those that matter for matmuls, as LLVM finds them; none where it cannot tell."""
+    import llvmlite.binding as llvm
+
+    try:
+        found = {name.replace("-", "") for name, on in llvm.get_host_cpu_features().items() if on}
+    except RuntimeError:
+        return []
+    return [name for name in SIMD if name.replace("_", "") in found]
+
+
+def version(*packages: str) -> str | None:
+    """The version of the first of these that is installed, without importing it."""
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(package)
+    return None
 
 
 def output(*command: str) -> str:

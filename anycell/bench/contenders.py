@@ -1,8 +1,7 @@
 """The contenders. Each gets the same problem and returns arrays under the same names.
 
-A contender is built once per problem and then asked for *tasks*, mostly inference and training. A
-task has ``prepare`` (not timed: gradients set to None), ``call`` (timed) and ``results`` (for the
-gate).
+A contender is built once per problem and then asked for *tasks*, mostly inference and training; see
+``tasks``. The list of all is at the end.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from anycell.bench.errors import Unsupported, need
-from anycell.bench.problem import Problem, find_cell, rounds
+from anycell.bench.problem import Problem, by_direction, find_cell, rounds
 from anycell.bench.tasks import Array, Contender, Mode, Task
 from anycell.engines import reference as engine
 from anycell.numpy.host import numpy_dtype
@@ -62,18 +59,16 @@ def _inference(module: Any, problem: Problem, kind: Any) -> Task:
     import torch
 
     x, static = _inputs(problem, kind)
-    kept: list[Any] = [None]
 
-    def infer() -> None:
+    def infer() -> Any:
         with torch.inference_mode():
-            kept[0] = _output(module(x, **static))
+            return _output(module(x, **static))
 
-    def prepare() -> None:
+    def ready() -> None:
         module.eval()
-        kept[0] = None
         _seed(problem)
 
-    return Task(infer, lambda: {"output": _array(kept[0])}, prepare)
+    return Task(infer, lambda output: {"output": _array(output)}, ready)
 
 
 def _training(
@@ -85,28 +80,26 @@ def _training(
     x, static = _inputs(problem, kind)
     leaves = {"x": x.requires_grad_(), **dict(module.named_parameters())}
     arriving = functools.cache(torch.from_numpy(problem.dy).to)  # in the dtype of the output
-    kept: list[Any] = [None]
 
-    def train() -> None:
+    def train() -> Any:
         # The gradient of (output * dy).sum(), without timing that sum.
         with around():
             output = _output(module(x, **static))
         output.backward(arriving(output.dtype))
-        kept[0] = output.detach()
+        return output.detach()
 
-    def prepare() -> None:
+    def ready() -> None:
         module.train()
-        kept[0] = None
         for leaf in leaves.values():
             leaf.grad = None
         _seed(problem)
 
-    def results() -> dict[str, Array]:
+    def arrays(output: Any) -> dict[str, Array]:
         # What has no gradient stays absent: the gate says which one is missing.
         grads = {k: _array(v.grad) for k, v in leaves.items() if v.grad is not None}
-        return {"output": _array(kept[0]), **grads}
+        return {"output": _array(output), **grads}
 
-    return Task(train, results, prepare)
+    return Task(train, arrays, ready)
 
 
 def _inputs(problem: Problem, kind: Any) -> tuple[Any, dict[str, Any]]:
@@ -122,7 +115,7 @@ def _output(result: Any) -> Any:
 
 
 def _array(tensor: Any) -> Array:
-    """For the gate, in float32 where NumPy has no such dtype."""
+    """The tensor for the gate, in float32 where NumPy has no such dtype."""
     array: Array = (tensor.float() if tensor.element_size() == 2 else tensor).numpy()
     return array
 
@@ -141,16 +134,16 @@ NO_KERNEL = ("not implemented for", "could not create a primitive")
 def _torchs(contender: Contender) -> Contender:
     """`Unsupported` where PyTorch says that it has no kernel for a dtype on this machine."""
 
-    def checked(call: Callable[[], object]) -> None:
+    def checked(work: Callable[[], Any]) -> Any:
         try:
-            call()
+            return work()
         except RuntimeError as error:
             if any(words in str(error) for words in NO_KERNEL):
                 raise Unsupported(str(error).partition("\n")[0]) from None
             raise
 
     for task in contender.tasks.values():
-        task.call = functools.partial(checked, task.call)
+        task.work = functools.partial(checked, task.work)
     return contender
 
 
@@ -162,11 +155,6 @@ def _load(module: Any, problem: Problem) -> Any:
     return module
 
 
-def _sizes(problem: Problem) -> dict[str, Any]:
-    shape = problem.shape
-    return {"num_layers": shape.L, "bidirectional": shape.D == 2}
-
-
 def torch_nn(problem: Problem) -> Contender:
     """``torch.nn.LSTM``, ``GRU``, ``RNN``."""
     build = functools.partial(_nn_module, problem)
@@ -174,7 +162,7 @@ def torch_nn(problem: Problem) -> Contender:
 
 
 def _quantized(module: Any) -> Any:
-    """With weights of 8 bits, by what PyTorch itself has."""
+    """The module with weights of 8 bits, by what PyTorch itself has."""
     import torch
 
     model = torch.nn.Sequential(module)
@@ -192,25 +180,24 @@ def _nn_module(problem: Problem) -> Any:
     name = problem.cell.name
     if not problem.cell.classic or name not in ("LSTM", "GRU", "RNN"):
         raise Unsupported(f"torch.nn has no {name}")
-    return _load(getattr(nn, name)(problem.shape.I, problem.shape.H, **_sizes(problem)), problem)
+    return _load(getattr(nn, name)(problem.shape.I, problem.shape.H, **problem.flags), problem)
 
 
 def anycell_torch(problem: Problem) -> Contender:
     """The layers that replace ``torch.nn.LSTM`` and ``GRU``; ``RNN(cell, ...)`` for other cells."""
     frontend: Any = importlib.import_module("anycell.torch")
     compress: Any = importlib.import_module("anycell.compress")
-    name, shape = problem.cell.name, problem.shape
+    cell, shape = problem.cell, problem.shape
 
     def build() -> Any:
-        if problem.cell.classic and name in ("LSTM", "GRU"):
-            module = getattr(frontend, name)(shape.I, shape.H, **_sizes(problem))
+        if cell.classic and cell.name in ("LSTM", "GRU"):
+            layer = getattr(frontend, cell.name)
         else:
-            flags = _sizes(problem) | problem.others
-            module = frontend.RNN(problem.cell.definition, shape.I, shape.H, **flags)
-        return _load(module, problem)
+            layer = functools.partial(frontend.RNN, cell.definition)
+        return _load(layer(shape.I, shape.H, **problem.flags), problem)
 
     contender = from_module(build, problem, quantize=compress.quantize)
-    alone = [l.name for l in problem.cell.definition.linears] == ["hh"]
+    alone = [l.name for l in cell.definition.linears] == ["hh"]
     if alone and not problem.types.quantized:
         contender.tasks["recurrence"] = _recurrence(problem)
     return contender
@@ -221,23 +208,14 @@ def _recurrence(problem: Problem) -> Task:
     import anycell
 
     arguments = recurrence_arguments(problem)
-    kept = [np.empty(0)]
-
-    def call() -> None:
-        kept[0], _ = anycell.recurrence(*arguments)
-
-    return Task(call, lambda: {"output": kept[0]})
+    return Task(lambda: anycell.recurrence(*arguments)[0])
 
 
 def recurrence_arguments(problem: Problem, dtype: str | None = None) -> tuple[Any, ...]:
     """Cell, projected inputs, weights, state and parameters, as the primitive takes them."""
-    kind = numpy_dtype(dtype or problem.dtype)
-    w = {
-        name.removesuffix("_l0"): value.astype(dtype or problem.wide)
-        for name, value in problem.weights.items()
-        if name.endswith("_l0")
-    }
-    cell = problem.cell.definition
+    kind, cell = numpy_dtype(dtype or problem.dtype), problem.cell.definition
+    first = by_direction(problem.weights, problem.shape)[0][0]
+    w = {name: value.astype(dtype or problem.wide) for name, value in first.items()}
     x = problem.x.astype(dtype or problem.wide)
     gates = x @ w["weight_ih"].T + w.get("bias_ih", x.dtype.type(0))
     weights = {name: w[name].astype(kind) for name in ("weight_hh", "bias_hh") if name in w}
@@ -279,8 +257,8 @@ def _of_keras(name: str) -> Callable[[Problem], Contender]:
     """A contender of ``keras_layers``, which imports TensorFlow."""
 
     def make(problem: Problem) -> Contender:
-        # Those of some cells are PyTorch's, which may load Triton. It must be before TensorFlow:
-        # both bring an LLVM, and Triton's aborts when it comes second.
+        # The weights of some cells are PyTorch's, which may load Triton. It must be before
+        # TensorFlow: both bring an LLVM, and Triton's aborts when it comes second.
         _ = problem.weights
         module: Any = importlib.import_module("anycell.bench.keras_layers")
         module.set_threads(problem.threads)
@@ -301,23 +279,16 @@ def numpy_loop(problem: Problem) -> Contender:
         raise Unsupported(f"no NumPy loop for {problem.cell.name}")
     if rounds(problem.dtype):
         raise Unsupported(f"no NumPy loop in {problem.dtype}")
-    stack = Stack(problem.cell.name, problem.weights, problem.shape.L, problem.shape.D)
-    kept: dict[str, Array] = {}
+    stack = Stack(problem)
 
-    def infer() -> None:
-        kept["output"] = stack.forward(problem.x)
+    def train() -> dict[str, Array]:
+        return {"output": stack.forward(problem.x), **stack.backward(problem.dy)}
 
-    def train() -> None:
-        kept["output"] = stack.forward(problem.x, keep=True)
-        kept.update(stack.backward(problem.dy))
-
-    return Contender(
-        {
-            "inference": Task(infer, lambda: {"output": kept["output"]}, kept.clear),
-            "training": Task(train, lambda: dict(kept), kept.clear),
-        },
-        lambda: blas_threads(problem.threads),
-    )
+    tasks: dict[Mode, Task] = {
+        "inference": Task(lambda: stack.forward(problem.x)),
+        "training": Task(train, dict),
+    }
+    return Contender(tasks, functools.partial(blas_threads, problem.threads))
 
 
 def anycell_numpy(problem: Problem) -> Contender:
@@ -327,29 +298,23 @@ def anycell_numpy(problem: Problem) -> Contender:
     cell, shape = problem.cell.definition, problem.shape
     if cell.keeps:
         raise Unsupported(f"{problem.cell.name} draws random masks, here from NumPy's generator")
-    flags = _sizes(problem) | problem.others
+    dtype = problem.types.storage.name
     layer = anycell.numpy.RNN(
-        cell, shape.I, shape.H, dtype=problem.types.storage.name, seed=problem.seed, **flags
+        cell, shape.I, shape.H, dtype=dtype, seed=problem.seed, **problem.flags
     )
     layer.set_parameters(problem.weights)
     if problem.types.quantized:
         layer = anycell.compress.quantize(layer)
     x, dy = (array.astype(layer.dtype) for array in (problem.x, problem.dy))
     static = None if problem.static is None else problem.static.astype(layer.dtype)
-    kept: dict[str, Array] = {}
 
-    def infer() -> None:
-        kept["output"], _ = layer.forward(x, static=static)
+    def train() -> dict[str, Array]:
+        output, _ = layer.forward(x, static=static, training=True)
+        return {"output": output, "x": layer.backward(dy)[0]}
 
-    def train() -> None:
-        kept["output"], _ = layer.forward(x, static=static, training=True)
-        kept["x"], _ = layer.backward(dy)
-
-    tasks: dict[Mode, Task] = {
-        "inference": Task(infer, lambda: {"output": kept["output"]}, kept.clear)
-    }
+    tasks: dict[Mode, Task] = {"inference": Task(lambda: layer.forward(x, static=static)[0])}
     if not problem.types.quantized:
-        tasks["training"] = Task(train, lambda: {**kept, **layer.grads}, kept.clear)
+        tasks["training"] = Task(train, lambda kept: {**kept, **layer.grads})
     around = functools.partial(blas_threads, problem.threads)
     return Contender(tasks, around, (layer.plan.engine, layer.plan.reason))
 
@@ -379,12 +344,8 @@ def onnxruntime(problem: Problem, settings: Mapping[str, str] | None = None) -> 
     for key, value in (settings or {}).items():
         options.add_session_config_entry(key, value)
     session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    feed, kept = {"x": problem.x}, [np.empty(0)]
-
-    def infer() -> None:
-        kept[0] = session.run(None, feed)[0]
-
-    return Contender({"inference": Task(infer, lambda: {"output": kept[0]})}, remark=remark)
+    feed = {"x": problem.x}
+    return Contender({"inference": Task(lambda: session.run(None, feed)[0])}, remark=remark)
 
 
 def openvino(problem: Problem) -> Contender:
@@ -411,11 +372,8 @@ def openvino(problem: Problem) -> Contender:
     if precision != hint:
         raise Unsupported(f"OpenVINO computes in {precision} on this machine")
     request, feed = model.create_infer_request(), {"x": problem.x}
-
-    def infer() -> None:
-        request.infer(feed, share_inputs=True)
-
-    return Contender({"inference": Task(infer, lambda: {"output": request.results["y"].copy()})})
+    infer = functools.partial(request.infer, feed, share_inputs=True)
+    return Contender({"inference": Task(infer, lambda _: {"output": request.results["y"].copy()})})
 
 
 @contextmanager
@@ -481,11 +439,9 @@ def reference(problem: Problem, mode: Mode) -> dict[str, Array]:
         cell, gates, weights, state, params = recurrence_arguments(problem, "float64")
         return {"output": engine.run(cell, gates, weights, state, params)[0]}
     try:
-        build = functools.partial(_nn_module, problem)
-        task = from_module(build, problem, "float64").task(mode)
+        task = from_module(lambda: _nn_module(problem), problem, "float64").task(mode)
     except Unsupported:
-        build = functools.partial(_loop_module, problem)
-        task = from_module(build, problem, "float64").task(mode)
+        task = from_module(lambda: _loop_module(problem), problem, "float64").task(mode)
     task.prepare()
     task.call()
     return task.results()

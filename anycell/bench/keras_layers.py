@@ -6,8 +6,9 @@ Inputs are batch-major, as Keras has them. A training step asks for the gradient
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,47 +21,43 @@ from keras import ops
 
 import anycell.keras
 from anycell.bench.errors import Unsupported
-from anycell.bench.problem import Problem
-from anycell.bench.tasks import Array, Contender, Task
+from anycell.bench.problem import Problem, by_direction, joined
+from anycell.bench.tasks import Array, Contender, Mode, Task
 from anycell.engines import cpu
 
 Tensor = Any
 Direction = Mapping[str, Any]  # weights of one direction of one layer, by Keras's names
 Parts = tuple[Callable[..., Tensor], Sequence[Direction]]  # a layer, the weights of its directions
+NAMED = {"LSTM": "LSTM", "GRU": "GRU", "RNN": "SimpleRNN"}  # cells that Keras has layers for
 
 
 def ours(problem: Problem) -> Contender:
     """``anycell.keras``: the layers of Keras's names; ``RNN(cell, ...)`` for other cells."""
-    return _keras(problem, anycell.keras)
+    return _named(problem, anycell.keras)
 
 
 def theirs(problem: Problem, compiled: bool = False) -> Contender:
     """``keras.layers.LSTM``, ``GRU``, ``SimpleRNN``."""
-    if not problem.cell.classic or problem.cell.name not in ("LSTM", "GRU", "RNN"):
+    if problem.cell.origin not in NAMED:
         raise Unsupported(f"Keras has no {problem.cell.name}")
-    return _keras(problem, keras.layers, compiled)
+    return _named(problem, keras.layers, compiled)
 
 
 def xla(problem: Problem) -> Contender:
-    """The same under ``jit_compile=True``."""
+    """The layers of Keras under ``jit_compile=True``."""
     return theirs(problem, compiled=True)
 
 
 def loop(problem: Problem) -> Contender:
     """``keras.layers.RNN`` over a cell class: by hand for peepholes, else one step of ours."""
-    cell, shape = problem.cell.definition, problem.shape
+    cell, units = problem.cell, problem.shape.H
     if problem.static is not None:
         raise Unsupported("keras.layers.RNN has no input once per sequence")
-
-    def make() -> Any:
-        if problem.cell.origin == "PeepholeLSTM":
-            step: Any = PeepholeCell(shape.H)
-        else:
-            sizes: dict[str, Any] = {**problem.others}
-            step = anycell.keras.RNNCell(cell, shape.H, **sizes)
-        return keras.layers.RNN(step, return_sequences=True)
-
-    return _contender(problem, _stack(problem, make))
+    RNNCell: Any = anycell.keras.RNNCell
+    step: Callable[[], Any] = functools.partial(RNNCell, cell.definition, units, **problem.others)
+    if cell.origin == "PeepholeLSTM":
+        step = functools.partial(PeepholeCell, units)
+    return _layers(problem, lambda: keras.layers.RNN(step(), return_sequences=True))
 
 
 def block(problem: Problem) -> Contender:
@@ -97,19 +94,14 @@ def block(problem: Problem) -> Contender:
         y = fused(x, w, weights["bias"], *peepholes)
         return tf.reverse(y, [0]) if back else y
 
+    def layer(weights: Sequence[Direction], x: Tensor, training: bool) -> Tensor:
+        return tf.concat([run(x, w, d == 1) for d, w in enumerate(weights)], 2)
+
     stack: list[Parts] = []
-    for number in range(shape.L):
-        directions = [
-            {k: tf.Variable(v) for k, v in _weights(problem, number, d).items()}
-            for d in range(shape.D)
-        ]
-
-        def layer(
-            x: Tensor, training: bool = False, weights: Sequence[Direction] = directions
-        ) -> Tensor:
-            return tf.concat([run(x, w, d == 1) for d, w in enumerate(weights)], 2)
-
-        stack.append((layer, directions))
+    for directions in by_direction(problem.weights, shape):
+        arrays = [_as_keras(problem, weights) for weights in directions]
+        variables = [{name: tf.Variable(v) for name, v in found.items()} for found in arrays]
+        stack.append((functools.partial(layer, variables), variables))
     return _contender(problem, stack, time_major=True)
 
 
@@ -141,47 +133,34 @@ class PeepholeCell(keras.layers.Layer):
 # -- weights: the problem's have torch's names and layouts -----------------------------------------
 
 
-def _weights(problem: Problem, layer: int, direction: int) -> dict[str, Array]:
-    """Those of one direction of one layer, by Keras's names."""
-    suffix = f"_l{layer}" + "_reverse" * direction
-    weights = {
-        name.removesuffix(suffix): value
-        for name, value in problem.weights.items()
-        if name.endswith(suffix)
-    }
-    arrays = {
-        "kernel": _ordered(problem, weights.pop("weight_ih")).T,
-        "recurrent_kernel": _ordered(problem, weights.pop("weight_hh")).T,
-    }
-    if "bias_ih" in weights:
-        pair = [_ordered(problem, weights.pop(f"bias_{k}")) for k in ("ih", "hh")]
-        arrays["bias"] = np.stack(pair) if _two_biases(problem) else pair[0] + pair[1]
+def _keras_name(name: str) -> str:
+    """Where Keras has a weight: both biases in one variable."""
+    kind, _, rest = name.partition("_")
+    prefix = {"ih": "", "hh": "recurrent_"}.get(rest, f"{rest}_")
+    if name in ("bias_ih", "bias_hh"):
+        return "bias"
+    return {"weight": f"{prefix}kernel", "bias": f"{prefix}bias"}.get(kind, name)
+
+
+def _as_keras(problem: Problem, weights: Direction, reorder: bool = False) -> dict[str, Array]:
+    """The weights of a direction by Keras's names; `reorder` puts r z n as z r n."""
+    arrays: dict[str, list[Array]] = {}
     for name, value in weights.items():
-        kind, _, rest = name.partition("_")
-        if kind == "weight":
-            arrays[f"{rest}_kernel"] = np.swapaxes(value, -1, -2)
-        else:
-            arrays[f"{rest}_bias" if kind == "bias" else name] = value
-    return arrays
+        turned = _reordered(_transposed(name, value)) if reorder else _transposed(name, value)
+        arrays.setdefault(_keras_name(name), []).append(turned)
+    join: Callable[[list[Array]], Array] = np.stack if _two_biases(problem) else sum  # type: ignore[assignment]
+    return {name: join(pair) if name == "bias" else pair[0] for name, pair in arrays.items()}
 
 
-def _gradients(problem: Problem, layer: int, direction: int, grads: Direction) -> dict[str, Array]:
-    """The way back."""
-    suffix, arrays = f"_l{layer}" + "_reverse" * direction, {}
-    for name, value in grads.items():
-        stem = name.removesuffix("kernel").removesuffix("bias").rstrip("_")
-        if name in ("kernel", "recurrent_kernel"):
-            key = "weight_ih" if name == "kernel" else "weight_hh"
-            arrays[key + suffix] = _ordered(problem, value.T)
-        elif name == "bias":
-            pair = value if _two_biases(problem) else (value, value)
-            for key, one in zip(("bias_ih", "bias_hh"), pair, strict=True):
-                arrays[key + suffix] = _ordered(problem, one)
-        elif name.endswith("_kernel"):
-            arrays[f"weight_{stem}{suffix}"] = np.swapaxes(value, -1, -2)
-        else:
-            arrays[(f"bias_{stem}" if name.endswith("_bias") else name) + suffix] = value
-    return arrays
+def _as_torch(problem: Problem, names: Iterable[str], grads: Direction, reorder: bool) -> Any:
+    """The gradients of a direction by torch's names: each bias of a sum has the sum's."""
+    found = {}
+    for name in names:
+        value = grads[_keras_name(name)].numpy()
+        if _keras_name(name) == "bias" and _two_biases(problem):
+            value = value[int(name == "bias_hh")]
+        found[name] = _transposed(name, _reordered(value) if reorder else value)
+    return found
 
 
 def _two_biases(problem: Problem) -> bool:
@@ -189,52 +168,59 @@ def _two_biases(problem: Problem) -> bool:
     return any(gate not in cell.fused for gate in cell.gates)
 
 
-def _ordered(problem: Problem, rows: Array) -> Array:
-    """``[G * H, ...]`` of a GRU with the gates in Keras's order, z r h, from r z n, or back."""
-    if problem.cell.origin != "GRU":
-        return rows
-    r, z, n = np.split(rows, 3)
-    return np.concatenate([z, r, n])
+def _transposed(name: str, value: Array) -> Array:
+    return np.swapaxes(value, -1, -2) if name.startswith("weight") else value
+
+
+def _reordered(columns: Array) -> Array:
+    """``[..., 3 * H]`` with the first two gates in each other's place."""
+    first, second, third = np.split(columns, 3, axis=-1)
+    return np.concatenate([second, first, third], axis=-1)
 
 
 # -- the way to run them ---------------------------------------------------------------------------
 
 
-def _keras(problem: Problem, module: Any, compiled: bool = False) -> Contender:
-    """Layers of a module that has Keras's names."""
-    named = {"LSTM": "LSTM", "GRU": "GRU", "RNN": "SimpleRNN"}.get(problem.cell.origin)
-    shape = problem.shape
-
-    def make() -> Any:
-        if named:
-            return getattr(module, named)(shape.H, return_sequences=True)
-        return module.RNN(problem.cell.definition, shape.H, return_sequences=True, **problem.others)
-
-    return _contender(problem, _stack(problem, make), compiled)
+def _named(problem: Problem, module: Any, compiled: bool = False) -> Contender:
+    """Layers of a module that has Keras's names, with the gates in Keras's order."""
+    origin, units = problem.cell.origin, problem.shape.H
+    if origin in NAMED:
+        layer = functools.partial(getattr(module, NAMED[origin]), units)
+    else:
+        layer = functools.partial(module.RNN, problem.cell.definition, units, **problem.others)
+    return _layers(problem, lambda: layer(return_sequences=True), origin == "GRU", compiled)
 
 
-def _stack(problem: Problem, make: Callable[[], Any]) -> list[Parts]:
+def _layers(
+    problem: Problem, make: Callable[[], Any], reorder: bool = False, compiled: bool = False
+) -> Contender:
+    """A stack of layers of Keras's kind, with the weights of the problem."""
     shape, stack, inputs = problem.shape, list[Parts](), problem.shape.I
-    for number in range(shape.L):
+    for directions in by_direction(problem.weights, shape):
         layer = make()
         if shape.D == 2:
             layer = keras.layers.Bidirectional(layer)
         layer.build((shape.B, shape.T, inputs))
         inputs = shape.D * problem.width
         parts = [layer.forward_layer, layer.backward_layer] if shape.D == 2 else [layer]
-        named = [{v.path.rpartition("/")[2]: v for v in p.trainable_variables} for p in parts]
-        for direction, variables in enumerate(named):
-            values = _weights(problem, number, direction)
-            assert set(values) == set(variables), (set(values), set(variables))
-            for name, variable in variables.items():
+        variables = []
+        for part, weights in zip(parts, directions, strict=True):
+            named = {v.path.rpartition("/")[2]: v for v in part.trainable_variables}
+            values = _as_keras(problem, weights, reorder)
+            assert set(values) == set(named), (set(values), set(named))
+            for name, variable in named.items():
                 variable.assign(values[name])
-        directions = [{name: v.value for name, v in d.items()} for d in named]
-        stack.append((layer, directions))
-    return stack
+            variables.append({name: variable.value for name, variable in named.items()})
+        stack.append((layer, variables))
+    return _contender(problem, stack, reorder, compiled)
 
 
 def _contender(
-    problem: Problem, stack: Sequence[Parts], compiled: bool = False, time_major: bool = False
+    problem: Problem,
+    stack: Sequence[Parts],
+    reorder: bool = False,
+    compiled: bool = False,
+    time_major: bool = False,
 ) -> Contender:
     """Any layers on TensorFlow; ``compiled`` by XLA."""
     if problem.dtype != "float32":
@@ -261,35 +247,25 @@ def _contender(
     infer = tf.function(lambda x: model(x, False), jit_compile=compiled)
     train = tf.function(lambda x, dy: step(x, dy, variables), jit_compile=compiled)
     of_input = tf.function(lambda x, dy: step(x, dy, x)[1], jit_compile=compiled)
-    kept: list[Any] = [None]
 
-    def call(function: Any, *args: Tensor) -> None:
-        kept[0] = function(*args)
+    def output(y: Tensor) -> dict[str, Array]:
+        return {"output": turned(y.numpy())}
 
-    def prepare() -> None:
-        kept[0] = None
+    def arrays(kept: Any) -> dict[str, Array]:
+        y, grads = kept
+        named = by_direction(problem.weights, problem.shape)
+        found = [
+            [_as_torch(problem, w, g, reorder) for w, g in zip(*layer, strict=True)]
+            for layer in zip(named, grads, strict=True)
+        ]
+        return {**output(y), "x": turned(of_input(x, dy).numpy()), **joined(found)}
 
-    def output(y: Tensor) -> Array:
-        return y.numpy() if time_major else np.swapaxes(y.numpy(), 0, 1)
-
-    def gradients() -> dict[str, Array]:
-        y, grads = kept[0]
-        results = {"output": output(y), "x": output(of_input(x, dy))}
-        for number, layer in enumerate(grads):
-            for direction, tensors in enumerate(layer):
-                arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-                results |= _gradients(problem, number, direction, arrays)
-        return results
-
+    tasks: dict[Mode, Task] = {
+        "inference": Task(functools.partial(infer, x), output),
+        "training": Task(functools.partial(train, x, dy), arrays),
+    }
     engine = getattr(stack[0][0], "engine", None)
-    return Contender(
-        {
-            "inference": Task(lambda: call(infer, x), lambda: {"output": output(kept[0])}, prepare),
-            "training": Task(lambda: call(train, x, dy), gradients, prepare),
-        },
-        _alone,
-        None if engine is None else (engine.name, engine.reason),
-    )
+    return Contender(tasks, _alone, None if engine is None else (engine.name, engine.reason))
 
 
 @contextmanager

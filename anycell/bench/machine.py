@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from anycell.bench.stats import median
+from anycell.bench.tasks import Task
 from anycell.bench.timing import once, settle
-from anycell.machine import cpu_name, instruction_sets, output, usable_cores
+from anycell.machine import cpu_name, instruction_sets, output, usable_cores, version
 
 PACKAGES = (
     "anycell", "numpy", "llvmlite", "torch", "onnxruntime", "openvino", "keras", "tensorflow",
@@ -33,14 +34,6 @@ def describe() -> dict[str, Any]:
     }
 
 
-def version(package: str) -> str | None:
-    """The installed version, without importing the package."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def load() -> float | None:
     """How many processes wanted a core in the last minute: with a busy machine all bets are off."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
@@ -56,7 +49,7 @@ def revision() -> str | None:
     return commit + "+changes" * bool(output("git", "-C", str(ROOT), "status", "--porcelain"))
 
 
-class Matmul:
+class Matmul(Task):
     """A square matmul far out of cache, in the framework's own library with its own threads.
 
     The rate is measured again around every row of the table, because the same machine has another
@@ -68,17 +61,12 @@ class Matmul:
     def __init__(self, dtype: str) -> None:
         import torch
 
-        self._mm = torch.mm
         kind = getattr(torch, dtype)
-        self._a, self._b, self._out = (torch.ones(self.SIZE, self.SIZE, dtype=kind) for _ in "abc")
+        a, b, out = (torch.ones(self.SIZE, self.SIZE, dtype=kind) for _ in range(3))
+        super().__init__(functools.partial(torch.mm, a, b, out=out))
         self.samples: list[float] = []
         self.sample(2)
         self.samples.clear()
-
-    def prepare(self) -> None: ...
-
-    def call(self) -> None:
-        self._mm(self._a, self._b, out=self._out)
 
     def sample(self, times: int = 3) -> list[float]:
         """GFLOP/s of a few runs, also kept in ``samples``."""

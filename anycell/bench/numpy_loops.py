@@ -7,10 +7,11 @@ matmul each over all steps, and a step is one matmul and the element-wise part.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
+
+from anycell.bench.problem import Problem, by_direction, joined
 
 Array = npt.NDArray[np.floating]
 Weights = Mapping[str, Array]
@@ -22,200 +23,163 @@ def sigmoid(v: Array) -> Array:
 
 
 class Scan:
-    """One direction of one layer, in time order; ``forward`` keeps what ``backward`` needs."""
+    """One direction of one layer, in time order; ``forward`` keeps what ``backward`` needs.
 
-    peepholes: ClassVar[tuple[str, ...]] = ()
+    A cell says what a step does, and its derivative: `step` writes ``h[t + 1]``, `back` writes the
+    gradients of both projections and returns the gradient that h gets past the matmul, if any.
+
+    Attributes:
+        gates: ``[T, B, G * H]``, first projected inputs, then the activated gates.
+        h, c: the states, ``[T + 1, B, H]``, from the initial ones on.
+        aside: ``[T + 1, B, H]``, what else a step keeps.
+        learned: gradients of parameters that a step multiplies itself, which `back` adds up.
+        apart: whether the gradients of the two projections differ, as a GRU's do.
+    """
+
+    apart = False
     x: Array
+    gates: Array
+    h: Array
+    c: Array
+    aside: Array
+    dc: Array
 
     def __init__(self, w: Weights) -> None:
         self.w = w
+        self.learned: dict[str, Array] = {}
 
-    def project(self, x: Array) -> Array:
-        return x @ self.w["weight_ih"].T + (self.w["bias_ih"] + self.w["bias_hh"])
-
-    def forward(self, x: Array, keep: bool) -> Array:
+    def step(self, t: int, recurrent: Array) -> None:
         raise NotImplementedError
+
+    def back(self, t: int, dh: Array, d_input: Array, d_hidden: Array) -> Array | None:
+        raise NotImplementedError
+
+    def forward(self, x: Array) -> Array:
+        """``[T, B, in] -> [T, B, H]``."""
+        w, hidden = self.w, self.w["weight_hh"].shape[1]
+        bias = w["bias_ih"] if self.apart else w["bias_ih"] + w["bias_hh"]
+        self.x, self.gates = x, x @ w["weight_ih"].T + bias
+        self.h, self.c, self.aside = np.zeros((3, len(x) + 1, x.shape[1], hidden), x.dtype)
+        weight = np.ascontiguousarray(w["weight_hh"].T)
+        for t in range(len(x)):
+            self.step(t, self.h[t] @ weight)
+        return self.h[1:]
 
     def backward(self, dy: Array) -> tuple[Array, dict[str, Array]]:
-        raise NotImplementedError
-
-    def matmul_gradients(
-        self, d_input: Array, d_hidden: Array, h: Array
-    ) -> tuple[Array, dict[str, Array]]:
-        """Gradients of both projections from those of their results; ``h`` is each step's input."""
-        gates = d_input.shape[-1]
-        flat_in, flat_hid = d_input.reshape(-1, gates), d_hidden.reshape(-1, gates)
+        """The gradients of the input and, by name, of everything learned."""
+        d_input = np.empty_like(self.gates)
+        d_hidden = np.empty_like(self.gates) if self.apart else d_input
+        dh, self.dc = np.zeros((2, *dy.shape[1:]), dy.dtype)
+        self.learned = {n: np.zeros_like(p) for n, p in self.w.items() if n.startswith("p_")}
+        for t in reversed(range(len(dy))):
+            past = self.back(t, dh + dy[t], d_input[t], d_hidden[t])
+            dh = d_hidden[t] @ self.w["weight_hh"]
+            if past is not None:
+                dh += past
+        flat = [d.reshape(-1, d.shape[-1]) for d in (d_input, d_hidden)]
         return d_input @ self.w["weight_ih"], {
-            "weight_ih": flat_in.T @ self.x.reshape(-1, self.x.shape[-1]),
-            "weight_hh": flat_hid.T @ h.reshape(-1, h.shape[-1]),
-            "bias_ih": flat_in.sum(0),
-            "bias_hh": flat_hid.sum(0),
+            "weight_ih": flat[0].T @ self.x.reshape(-1, self.x.shape[-1]),
+            "weight_hh": flat[1].T @ self.h[:-1].reshape(-1, self.h.shape[-1]),
+            "bias_ih": flat[0].sum(0),
+            "bias_hh": flat[1].sum(0),
+            **self.learned,
         }
 
 
 class LSTM(Scan):
-    """Gates i f g o; the peephole terms are there where the subclass names them."""
+    """Gates i f g o, with peepholes where there are weights for them; tanh(c) is kept aside."""
 
-    def forward(self, x: Array, keep: bool) -> Array:
-        gates, weight = self.project(x), np.ascontiguousarray(self.w["weight_hh"].T)
-        steps, batch, hidden = *x.shape[:2], weight.shape[0]
-        h, c = np.zeros((2, steps + 1, batch, hidden), x.dtype)
-        tanh_c = np.empty((steps, batch, hidden), x.dtype)
-        for t in range(steps):
-            gates[t] += h[t] @ weight
-            i, f, g, o = self.activate(gates[t], c[t])
-            np.add(f * c[t], i * g, out=c[t + 1])
-            o[:] = sigmoid(self.see(o, "p_o", c[t + 1]))
-            np.tanh(c[t + 1], out=tanh_c[t])
-            np.multiply(o, tanh_c[t], out=h[t + 1])
-        if keep:
-            self.x, self.gates, self.h, self.c, self.tanh_c = x, gates, h, c, tanh_c
-        return h[1:]
+    def step(self, t: int, recurrent: Array) -> None:
+        old, new = self.c[t : t + 2]
+        self.gates[t] += recurrent
+        i, f, g, o = np.split(self.gates[t], 4, axis=1)
+        i[:] = sigmoid(self.see(i, "p_i", old))
+        f[:] = sigmoid(self.see(f, "p_f", old))
+        np.tanh(g, out=g)
+        np.add(f * old, i * g, out=new)
+        o[:] = sigmoid(self.see(o, "p_o", new))
+        np.tanh(new, out=self.aside[t])
+        np.multiply(o, self.aside[t], out=self.h[t + 1])
 
     def see(self, gate: Array, name: str, c: Array) -> Array:
-        return gate + self.w[name] * c if name in self.peepholes else gate
+        return gate + self.w[name] * c if name in self.w else gate
 
-    def activate(self, gates: Array, c: Array) -> list[Array]:
-        """Activates i, f, g in place; o waits for the new c."""
-        i, f, g, o = np.split(gates, 4, axis=1)
-        i[:] = sigmoid(self.see(i, "p_i", c))
-        f[:] = sigmoid(self.see(f, "p_f", c))
-        np.tanh(g, out=g)
-        return [i, f, g, o]
-
-    def backward(self, dy: Array) -> tuple[Array, dict[str, Array]]:
-        weight = self.w["weight_hh"]
-        d_gates = np.empty_like(self.gates)
-        dh, dc = np.zeros((2, *dy.shape[1:]), dy.dtype)
-        peep = {name: np.zeros_like(self.w[name]) for name in self.peepholes}
-        for t in reversed(range(len(dy))):
-            i, f, g, o = np.split(self.gates[t], 4, axis=1)
-            di, df, dg, do = np.split(d_gates[t], 4, axis=1)
-            dh += dy[t]
-            do[:] = dh * self.tanh_c[t] * o * (1 - o)
-            dc += dh * o * (1 - self.tanh_c[t] ** 2)
-            if peep:
-                dc += do * self.w["p_o"]
-            di[:] = dc * g * i * (1 - i)
-            df[:] = dc * self.c[t] * f * (1 - f)
-            dg[:] = dc * i * (1 - g * g)
-            dc *= f
-            if peep:
-                dc += di * self.w["p_i"] + df * self.w["p_f"]
-                peep["p_i"] += (di * self.c[t]).sum(0)
-                peep["p_f"] += (df * self.c[t]).sum(0)
-                peep["p_o"] += (do * self.c[t + 1]).sum(0)
-            dh = d_gates[t] @ weight
-        dx, gradients = self.matmul_gradients(d_gates, d_gates, self.h[:-1])
-        return dx, gradients | peep
-
-
-class PeepholeLSTM(LSTM):
-    """i and f see the old c, o the new one."""
-
-    peepholes = ("p_i", "p_f", "p_o")
+    def back(self, t: int, dh: Array, d_input: Array, d_hidden: Array) -> None:
+        i, f, g, o = np.split(self.gates[t], 4, axis=1)
+        di, df, dg, do = np.split(d_input, 4, axis=1)
+        old, new = self.c[t : t + 2]
+        dc = self.dc
+        do[:] = dh * self.aside[t] * o * (1 - o)
+        dc += dh * o * (1 - self.aside[t] ** 2)
+        if self.learned:
+            dc += do * self.w["p_o"]
+        di[:] = dc * g * i * (1 - i)
+        df[:] = dc * old * f * (1 - f)
+        dg[:] = dc * i * (1 - g * g)
+        dc *= f
+        if self.learned:
+            dc += di * self.w["p_i"] + df * self.w["p_f"]
+            for name, gradient, c in (("p_i", di, old), ("p_f", df, old), ("p_o", do, new)):
+                self.learned[name] += (gradient * c).sum(0)
 
 
 class GRU(Scan):
-    """Gates r z n, the reset after the matmul."""
+    """Gates r z n, the reset after the matmul; the recurrent part of n is kept aside."""
 
-    def forward(self, x: Array, keep: bool) -> Array:
-        gates = x @ self.w["weight_ih"].T + self.w["bias_ih"]
-        weight = np.ascontiguousarray(self.w["weight_hh"].T)
-        steps, batch, hidden = *x.shape[:2], weight.shape[0]
-        h = np.zeros((steps + 1, batch, hidden), x.dtype)
-        h_n = np.empty((steps, batch, hidden), x.dtype)
-        for t in range(steps):
-            recurrent = h[t] @ weight + self.w["bias_hh"]
-            r, z, n = np.split(gates[t], 3, axis=1)
-            h_r, h_z, h_n[t] = np.split(recurrent, 3, axis=1)
-            r[:], z[:] = sigmoid(r + h_r), sigmoid(z + h_z)
-            np.tanh(n + r * h_n[t], out=n)
-            np.add(n, z * (h[t] - n), out=h[t + 1])
-        if keep:
-            self.x, self.gates, self.h, self.h_n = x, gates, h, h_n
-        return h[1:]
+    apart = True
 
-    def backward(self, dy: Array) -> tuple[Array, dict[str, Array]]:
-        weight, hidden = self.w["weight_hh"], dy.shape[-1]
-        d_input, d_hidden = np.empty((2, *self.gates.shape), dy.dtype)
-        dh = np.zeros(dy.shape[1:], dy.dtype)
-        for t in reversed(range(len(dy))):
-            r, z, n = np.split(self.gates[t], 3, axis=1)
-            dr, dz, dn = np.split(d_input[t], 3, axis=1)
-            dh += dy[t]
-            dz[:] = dh * (self.h[t] - n) * z * (1 - z)
-            dn[:] = dh * (1 - z) * (1 - n * n)
-            dr[:] = dn * self.h_n[t] * r * (1 - r)
-            d_hidden[t, :, : 2 * hidden] = d_input[t, :, : 2 * hidden]
-            d_hidden[t, :, 2 * hidden :] = dn * r
-            dh = dh * z + d_hidden[t] @ weight
-        return self.matmul_gradients(d_input, d_hidden, self.h[:-1])
+    def step(self, t: int, recurrent: Array) -> None:
+        recurrent += self.w["bias_hh"]
+        r, z, n = np.split(self.gates[t], 3, axis=1)
+        h_r, h_z, self.aside[t] = np.split(recurrent, 3, axis=1)
+        r[:], z[:] = sigmoid(r + h_r), sigmoid(z + h_z)
+        np.tanh(n + r * self.aside[t], out=n)
+        np.add(n, z * (self.h[t] - n), out=self.h[t + 1])
+
+    def back(self, t: int, dh: Array, d_input: Array, d_hidden: Array) -> Array:
+        r, z, n = np.split(self.gates[t], 3, axis=1)
+        dr, dz, dn = np.split(d_input, 3, axis=1)
+        dz[:] = dh * (self.h[t] - n) * z * (1 - z)
+        dn[:] = dh * (1 - z) * (1 - n * n)
+        dr[:] = dn * self.aside[t] * r * (1 - r)
+        d_hidden[:] = d_input
+        d_hidden[:, -n.shape[1] :] *= r
+        return dh * z
 
 
 class RNN(Scan):
     """Elman's, with tanh."""
 
-    def forward(self, x: Array, keep: bool) -> Array:
-        gates, weight = self.project(x), np.ascontiguousarray(self.w["weight_hh"].T)
-        h = np.zeros((len(x) + 1, x.shape[1], weight.shape[0]), x.dtype)
-        for t in range(len(x)):
-            np.tanh(gates[t] + h[t] @ weight, out=h[t + 1])
-        if keep:
-            self.x, self.h = x, h
-        return h[1:]
+    def step(self, t: int, recurrent: Array) -> None:
+        np.tanh(self.gates[t] + recurrent, out=self.h[t + 1])
 
-    def backward(self, dy: Array) -> tuple[Array, dict[str, Array]]:
-        d_gates = np.empty_like(dy)
-        dh = np.zeros(dy.shape[1:], dy.dtype)
-        for t in reversed(range(len(dy))):
-            np.multiply(dh + dy[t], 1 - self.h[t + 1] ** 2, out=d_gates[t])
-            dh = d_gates[t] @ self.w["weight_hh"]
-        return self.matmul_gradients(d_gates, d_gates, self.h[:-1])
+    def back(self, t: int, dh: Array, d_input: Array, d_hidden: Array) -> None:
+        np.multiply(dh, 1 - self.h[t + 1] ** 2, out=d_input)
 
 
-SCANS: dict[str, type[Scan]] = {
-    "LSTM": LSTM,
-    "GRU": GRU,
-    "RNN": RNN,
-    "PeepholeLSTM": PeepholeLSTM,
-}
+SCANS: dict[str, type[Scan]] = {"LSTM": LSTM, "GRU": GRU, "RNN": RNN, "PeepholeLSTM": LSTM}
 
 
 class Stack:
     """Layers and directions around scans; weights have ``torch.nn``'s names."""
 
-    def __init__(self, cell: str, weights: Weights, layers: int, directions: int) -> None:
-        def scan(suffix: str) -> Scan:
-            return SCANS[cell](
-                {k.removesuffix(suffix): v for k, v in weights.items() if k.endswith(suffix)}
-            )
+    def __init__(self, problem: Problem) -> None:
+        scan = SCANS[problem.cell.name]
+        self.scans = [list(map(scan, l)) for l in by_direction(problem.weights, problem.shape)]
 
-        self.suffixes = [
-            [f"_l{layer}" + "_reverse" * direction for direction in range(directions)]
-            for layer in range(layers)
-        ]
-        self.scans = {suffix: scan(suffix) for layer in self.suffixes for suffix in layer}
-
-    def forward(self, x: Array, keep: bool = False) -> Array:
+    def forward(self, x: Array) -> Array:
         """``[T, B, I] -> [T, B, D * H]``."""
-        for layer in self.suffixes:
-            outputs = []
-            for suffix in layer:
-                flip = slice(None, None, -1 if suffix.endswith("_reverse") else 1)
-                outputs.append(self.scans[suffix].forward(x[flip], keep)[flip])
+        for layer in self.scans:
+            outputs = [s.forward(x[::way])[::way] for s, way in zip(layer, (1, -1), strict=False)]
             x = np.concatenate(outputs, 2) if len(outputs) > 1 else outputs[0]
         return x
 
     def backward(self, dy: Array) -> dict[str, Array]:
-        """Gradients by name, the input's as ``x``; only after ``forward(keep=True)``."""
-        gradients: dict[str, Array] = {}
-        for layer in reversed(self.suffixes):
-            dx: Array | float = 0.0
-            for suffix, part in zip(layer, np.split(dy, len(layer), axis=2), strict=True):
-                flip = slice(None, None, -1 if suffix.endswith("_reverse") else 1)
-                d_input, learned = self.scans[suffix].backward(part[flip])
-                dx = dx + d_input[flip]
-                gradients |= {name + suffix: value for name, value in learned.items()}
-            dy = np.asarray(dx)
-        return gradients | {"x": dy}
+        """Gradients by name, the input's as ``x``; only after `forward`."""
+        learned: list[list[dict[str, Array]]] = []
+        for layer in reversed(self.scans):
+            parts = zip(layer, np.split(dy, len(layer), axis=2), (1, -1), strict=False)
+            found = [(scan.backward(part[::way]), way) for scan, part, way in parts]
+            learned.insert(0, [gradients for (_, gradients), _ in found])
+            dy = np.asarray(sum(dx[::way] for (dx, _), way in found))
+        return {**joined(learned), "x": dy}

@@ -7,23 +7,19 @@ of the output, ``[T, D, B, H]``; a transpose and a reshape bring it to torch's `
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from anycell import layouts
 from anycell.bench.errors import Unsupported, need
-from anycell.bench.problem import Problem
+from anycell.bench.problem import Problem, by_direction
 from anycell.engines.cpu.ir import X86
 from anycell.machine import instruction_sets
 
-# cell -> (ONNX operator, where each gate of ONNX is found in torch's order)
-OPERATORS = {
-    "LSTM": ("LSTM", (0, 3, 1, 2)),  # i f g o -> i o f c
-    "PeepholeLSTM": ("LSTM", (0, 3, 1, 2)),
-    "GRU": ("GRU", (1, 0, 2)),  # r z n -> z r h
-    "RNN": ("RNN", (0,)),
-}
+OPERATORS = {"LSTM": "LSTM", "PeepholeLSTM": "LSTM", "GRU": "GRU", "RNN": "RNN"}
 
 
 def build(problem: Problem) -> bytes:
@@ -33,38 +29,23 @@ def build(problem: Problem) -> bytes:
     onnx = need("onnx", "the onnxruntime peer")
     helper: Any = need("onnx.helper", "the onnxruntime peer")
     numpy_helper: Any = need("onnx.numpy_helper", "the onnxruntime peer")
-    operator, order = OPERATORS[problem.cell.name]
-    shape = problem.shape
+    operator, shape = OPERATORS[problem.cell.name], problem.shape
     nodes, constants = [], []
 
     def constant(name: str, value: np.ndarray) -> str:
         constants.append(numpy_helper.from_array(np.ascontiguousarray(value), name))
         return name
 
-    def weight(name: str, layer: int) -> np.ndarray:
-        """``[D, gates * H, ...]`` in ONNX's gate order."""
-        directions = []
-        for direction in range(shape.D):
-            value = problem.weights[f"{name}_l{layer}" + "_reverse" * direction]
-            directions.append(np.concatenate([np.split(value, len(order))[k] for k in order]))
-        return np.stack(directions)
-
     flat = constant("flat", np.array([0, 0, shape.D * shape.H]))
     source = "x"
-    for layer in range(shape.L):
-        bias = np.concatenate([weight("bias_ih", layer), weight("bias_hh", layer)], axis=1)
-        inputs = [
-            source,
-            constant(f"W{layer}", weight("weight_ih", layer)),
-            constant(f"R{layer}", weight("weight_hh", layer)),
-            constant(f"B{layer}", bias),
-        ]
-        if problem.cell.name == "PeepholeLSTM":
-            peepholes = [
-                np.concatenate([problem.weights[f"p_{k}_l{layer}" + "_reverse" * d] for k in "iof"])
-                for d in range(shape.D)
-            ]
-            inputs += ["", "", "", constant(f"P{layer}", np.stack(peepholes))]
+    for layer, directions in enumerate(by_direction(problem.weights, shape)):
+        parts = [_arrays(operator, weights) for weights in directions]
+        arrays = {
+            name: np.concatenate([p[name] for p in parts]) for name in "WRBP" if name in parts[0]
+        }
+        inputs = [source, *(constant(f"{name}{layer}", arrays[name]) for name in "WRB")]
+        if "P" in arrays:
+            inputs += ["", "", "", constant(f"P{layer}", arrays["P"])]
         attributes: dict[str, Any] = {
             "hidden_size": shape.H,
             "direction": "bidirectional" if shape.D == 2 else "forward",
@@ -91,6 +72,15 @@ def build(problem: Problem) -> bytes:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 14)], ir_version=8)
     onnx.checker.check_model(model)
     return bytes(model.SerializeToString())
+
+
+def _arrays(operator: str, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """W, R, B, and P where there are peepholes, of one direction in ONNX's order of gates."""
+    if operator != "RNN":
+        named = {f"{name}_l0": value for name, value in weights.items()}
+        return layouts.convert(named, operator, "torch", "onnx")
+    bias = np.concatenate([weights["bias_ih"], weights["bias_hh"]])
+    return {"W": weights["weight_ih"][None], "R": weights["weight_hh"][None], "B": bias[None]}
 
 
 def saturates() -> bool:

@@ -1,4 +1,4 @@
-"""What only a fresh process can tell: a first call, memory of a step, time of a call alone.
+"""Measures in a fresh process: a first call, memory of a step, time of a call alone.
 
 ``python -m anycell.bench.probe '{"what": "first_call", ...}'`` prints one line of JSON.
 """
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from anycell.bench.machine import ROOT
 from anycell.bench.problem import Problem, find_cell
 from anycell.bench.shapes import Shape
 from anycell.bench.stats import median
-from anycell.bench.tasks import Mode
+from anycell.bench.tasks import Mode, Task
 from anycell.bench.timing import interleave, once
 
 TIMEOUT_S = 300
@@ -44,21 +45,19 @@ def first_call(contender: str, problem: Problem, mode: Mode) -> dict[str, float]
         os.chmod(cache, 0o700)
         extra = {"ANYCELL_CACHE_DIR": cache}
         return {
-            name: _ask("first_call", contender, problem, mode, extra)["extra_ms"]
+            name: 1e3 * _ask("first_call", contender, problem, mode, extra)
             for name in ("cold", "warm")
         }
 
 
 def step_memory(contender: str, problem: Problem) -> int:
     """Bytes by which a process grows at most in a training step, gradients included."""
-    answer = _ask("memory", contender, problem, "training", memory.ENVIRONMENT)
-    return int(answer["peak_bytes"])
+    return int(_ask("memory", contender, problem, "training", memory.ENVIRONMENT))
 
 
 def alone(contender: str, problem: Problem, mode: Mode, seconds: float) -> list[float]:
     """Samples in milliseconds per call, taken as in turns, but without other contenders."""
-    answer = _ask("alone", contender, problem, mode, {}, seconds)
-    return [1e3 * sample for sample in answer["samples"]]
+    return [1e3 * sample for sample in _ask("alone", contender, problem, mode, {}, seconds)]
 
 
 def _ask(
@@ -66,25 +65,15 @@ def _ask(
     contender: str,
     problem: Problem,
     mode: Mode,
-    environment: dict[str, str],
+    environment: Mapping[str, str],
     seconds: float = 0.0,
-) -> dict[str, Any]:
-    request = {
-        "what": what,
-        "contender": contender,
-        "cell": problem.cell.origin,
-        "shape": problem.shape.asdict(),
-        "dtype": problem.dtype,
-        "threads": problem.threads,
-        "seed": problem.seed,
-        "mode": mode,
-        "seconds": seconds,
-    }
+) -> Any:
+    request = {"what": what, "contender": contender, "mode": mode, "seconds": seconds}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "anycell.bench.probe", json.dumps(request)],
-            env=os.environ | {"PYTHONPATH": path} | environment,
+            [sys.executable, "-m", "anycell.bench.probe", json.dumps(request | problem.asdict())],
+            env={**os.environ, "PYTHONPATH": path, **environment},
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
@@ -95,68 +84,52 @@ def _ask(
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ProbeError(f"{what} of {contender}: {last}")
-    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return answer
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 # -- in the fresh process --------------------------------------------------------------------------
 
 
-def _first_call(contender: str, problem: Problem, mode: Mode) -> dict[str, float]:
-    ready = make(contender, problem)
-    task = ready.task(mode)
-    with ready.around():
-        task.prepare()
-        start = time.perf_counter()
-        task.call()
-        first = time.perf_counter() - start
-        later = median([once(task) for _ in range(3)])
-    return {"first_ms": first * 1e3, "later_ms": later * 1e3, "extra_ms": (first - later) * 1e3}
-
-
-def _memory(contender: str, problem: Problem) -> dict[str, int]:
-    tiny = replace(problem, shape=replace(problem.shape, T=2, B=2))
-    warm_up = make(contender, tiny)
-    with warm_up.around():
-        once(warm_up.task("training"))
-        del warm_up
-        ready = make(contender, problem)
-        task = ready.task("training")
-        task.prepare()
-        grown = memory.growth(task.call)
-    return {"peak_bytes": grown}
-
-
-def _alone(contender: str, problem: Problem, mode: Mode, seconds: float) -> dict[str, list[float]]:
-    ready = make(contender, problem)
+def main(request: dict[str, Any]) -> Any:
+    """The answer to a request: seconds, bytes, or samples in seconds."""
+    what, name, mode = (request[key] for key in ("what", "contender", "mode"))
+    settings = {key: request[key] for key in ("dtype", "threads", "seed")}
+    problem = Problem(find_cell(request["cell"]), Shape(**request["shape"]), **settings)
+    if what != "alone":
+        _start_torch(problem.threads)
+    if what == "memory":
+        tiny = make(name, replace(problem, shape=replace(problem.shape, T=2, B=2)))
+        with tiny.around():
+            once(tiny.task(mode))
+        del tiny
+    contender = make(name, problem)
+    task = contender.task(mode)
     if "torch" in sys.modules:  # who needs no torch runs without its threads and libraries
         sys.modules["torch"].set_num_threads(problem.threads)
-    with ready.around():
-        samples = interleave({contender: ready.task(mode)}, seconds)
-    return {"samples": samples[contender]}
+    with contender.around():
+        if what == "alone":
+            return interleave({name: task}, request["seconds"])[name]
+        task.prepare()
+        return memory.growth(task.call) if what == "memory" else _longer(task)
 
 
-def main(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer one request."""
-    problem = Problem(
-        find_cell(request["cell"]),
-        Shape(**request["shape"]),
-        request["dtype"],
-        request["threads"],
-        request["seed"],
-    )
-    if request["what"] == "alone":
-        return _alone(request["contender"], problem, request["mode"], request["seconds"])
+def _start_torch(threads: int) -> None:
+    """Lets torch start and load what its first use needs, which is not the layer's: threads, a
+    library, and for a gradient that is given, its symbolic algebra.
+    """
     import torch
 
-    torch.set_num_threads(request["threads"])
-    # What the framework starts and loads at its first use is not the layer's: threads, a library,
-    # and for a gradient that is given, its symbolic algebra.
+    torch.set_num_threads(threads)
     weight = torch.ones(256, 256, requires_grad=True)
     (weight @ weight).backward(weight.detach())
-    if request["what"] == "memory":
-        return _memory(request["contender"], problem)
-    return _first_call(request["contender"], problem, request["mode"])
+
+
+def _longer(task: Task) -> float:
+    """Seconds that the first call, which is prepared, takes longer than later ones."""
+    start = time.perf_counter()
+    task.call()
+    first = time.perf_counter() - start
+    return first - median([once(task) for _ in range(3)])
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ Weights are a dictionary with ``torch.nn``'s names and layouts: every contender 
 from __future__ import annotations
 
 import importlib
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,7 @@ from anycell.lang.cell import Cell, Param
 from anycell.plan.dtype import DTYPES, Dtype
 
 Array = npt.NDArray[np.floating]
+V = TypeVar("V")
 
 # Built-in cells whose equations the peers know by heart.
 CLASSICS = ("LSTM", "GRU", "RNN", "PeepholeLSTM", "LayerNormLSTM")
@@ -37,15 +40,6 @@ class CellSpec:
     def classic(self) -> bool:
         return self.origin in CLASSICS
 
-    @property
-    def gates(self) -> int:
-        return len(self.definition.gates)
-
-    @property
-    def others(self) -> list[str]:
-        """The sizes that it declares besides H, such as that of a projection."""
-        return sorted(set(self.definition.sizes.values()) - {"H"})
-
 
 def find_cell(origin: str) -> CellSpec:
     """A built-in cell by its name, or a user's by ``path/to/file.py:Name``."""
@@ -58,6 +52,30 @@ def rounds(dtype: str) -> bool:
     return types.operands is not types.math
 
 
+def suffix(layer: int, direction: int) -> str:
+    """The end of ``torch.nn``'s names of the weights of a direction of a layer."""
+    return f"_l{layer}" + "_reverse" * direction
+
+
+def by_direction(weights: Mapping[str, V], shape: Shape) -> list[list[dict[str, V]]]:
+    """The weights of each layer and direction, by their names without its suffix."""
+
+    def part(end: str) -> dict[str, V]:
+        return {name.removesuffix(end): v for name, v in weights.items() if name.endswith(end)}
+
+    return [[part(suffix(l, d)) for d in range(shape.D)] for l in range(shape.L)]
+
+
+def joined(parts: Sequence[Sequence[Mapping[str, V]]]) -> dict[str, V]:
+    """One dictionary again of what `by_direction` takes apart."""
+    return {
+        name + suffix(l, d): value
+        for l, layer in enumerate(parts)
+        for d, part in enumerate(layer)
+        for name, value in part.items()
+    }
+
+
 @dataclass(frozen=True)
 class Problem:
     """What every contender gets. Arrays are made when first asked for, from the seed alone."""
@@ -67,6 +85,11 @@ class Problem:
     dtype: str = "float32"
     threads: int = 1
     seed: int = 0
+
+    def asdict(self) -> dict[str, Any]:
+        """What another process needs to pose the problem again."""
+        rest = {"dtype": self.dtype, "threads": self.threads, "seed": self.seed}
+        return {"cell": self.cell.origin, "shape": self.shape.asdict(), **rest}
 
     @property
     def types(self) -> Dtype:
@@ -80,8 +103,14 @@ class Problem:
 
     @property
     def others(self) -> dict[str, int]:
-        """What the cell's other sizes stand for: half of H, as a projection mostly is."""
-        return dict.fromkeys(self.cell.others, max(1, self.shape.H // 2))
+        """The sizes that the cell declares besides H: half of H, as a projection mostly is."""
+        names = sorted(set(self.cell.definition.sizes.values()) - {"H"})
+        return dict.fromkeys(names, max(1, self.shape.H // 2))
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The arguments of a layer of several layers, directions or sizes, as ours are called."""
+        return {"num_layers": self.shape.L, "bidirectional": self.shape.D == 2, **self.others}
 
     @property
     def width(self) -> int:
@@ -111,21 +140,18 @@ class Problem:
         shape, cell = self.shape, self.cell.definition
         rng, weights = np.random.default_rng([self.seed, 0]), dict[str, Array]()
         wide = len(cell.gates) * shape.H
-        for layer in range(shape.L):
-            inputs = shape.I if layer == 0 else shape.D * shape.H
-            for direction in range(shape.D):
-                suffix = f"_l{layer}" + "_reverse" * direction
-                weights["weight_ih" + suffix] = self._uniform(rng, (wide, inputs))
-                weights["weight_hh" + suffix] = self._uniform(rng, (wide, shape.H))
-                for name in ("bias_ih", "bias_hh") if cell.bias else ():
-                    weights[name + suffix] = self._uniform(rng, (wide,))
-                weights |= {p.name + suffix: self._param(rng, p) for p in cell.params}
+        for layer, direction in itertools.product(range(shape.L), range(shape.D)):
+            end, inputs = suffix(layer, direction), shape.D * shape.H if layer else shape.I
+            weights["weight_ih" + end] = self._uniform(rng, (wide, inputs))
+            weights["weight_hh" + end] = self._uniform(rng, (wide, shape.H))
+            for name in ("bias_ih", "bias_hh") if cell.bias else ():
+                weights[name + end] = self._uniform(rng, (wide,))
+            weights |= {p.name + end: self._param(rng, p) for p in cell.params}
         return weights
 
     @cached_property
     def x(self) -> Array:
-        shape = self.shape
-        return self._normal(1, (shape.T, shape.B, shape.I))
+        return self._normal(1, (self.shape.T, self.shape.B, self.shape.I))
 
     @cached_property
     def dy(self) -> Array:
@@ -162,14 +188,7 @@ class Problem:
         torch: Any = importlib.import_module("torch")
         anycell_torch: Any = importlib.import_module("anycell.torch")
         torch.manual_seed(self.seed)
-        layer = anycell_torch.RNN(
-            self.cell.definition,
-            self.shape.I,
-            self.shape.H,
-            num_layers=self.shape.L,
-            bidirectional=self.shape.D == 2,
-            **self.others,
-        )
+        layer = anycell_torch.RNN(self.cell.definition, self.shape.I, self.shape.H, **self.flags)
         rng = np.random.default_rng([self.seed, 0])
         params = {param.name: param for param in self.cell.definition.params}
         return {

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, astuple
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from anycell.bench.problem import rounds
-from anycell.bench.runner import APART, Entry, Report, Row
+from anycell.bench.runner import APART, Entry, Report, Row, Settings, ratios
+from anycell.bench.stats import geometric_mean
 from anycell.plan.dtype import DTYPES
 
 SCHEMA = 1
@@ -21,84 +23,69 @@ MARK = "!"  # next to a time that differs from the time alone
 
 # -- JSON ------------------------------------------------------------------------------------------
 
+SETTINGS = "modes dtype threads subject peers seconds seed".split()
+ENTRY = """
+    status reason engine median_ms iqr_ms alone_ms disagrees first_call_ms fresh_process_extra_ms
+    training_peak_bytes remarks errors samples_ms alone_samples_ms
+""".split()
+
 
 def as_json(report: Report) -> dict[str, Any]:
     """Everything that was measured and everything needed to judge it."""
     settings = report.settings
-    return {
+    found = {
         "schema": SCHEMA,
         "date": report.date,
         "ok": report.ok,
         "interrupted": report.interrupted,
-        "machine": report.machine | {"matmul_gflops": _number(report.matmul_gflops)},
+        "machine": {**report.machine, "matmul_gflops": report.matmul_gflops},
         "settings": {
             "cells": [cell.origin for cell in settings.cells],
             "shapes": [shape.name for shape in settings.shapes],
-            "modes": list(settings.modes),
-            "dtype": settings.dtype,
-            "threads": settings.threads,
-            "subject": settings.subject,
-            "peers": list(settings.peers),
-            "seconds": settings.seconds,
-            "seed": settings.seed,
+            **{name: getattr(settings, name) for name in SETTINGS},
         },
-        "rows": [_row_json(row) for row in report.rows],
+        "rows": [_row(row) for row in report.rows],
         "geometric_means": [
             {
                 "cell": cell,
                 "mode": mode,
-                "ratios": _means(report, rows),
-                "ratios_alone": _means(report, rows, alone=True),
+                "ratios": _means(rows, settings.peers),
+                "ratios_alone": _means(rows, settings.peers, alone=True),
             }
             for cell, mode, rows in report.tables()
         ],
     }
+    return dict(_finite(found))
 
 
-def _means(report: Report, rows: list[Row], alone: bool = False) -> dict[str, float]:
-    means = {peer: report.geometric_mean(rows, peer, alone) for peer in report.settings.peers}
-    return {peer: mean for peer, mean in means.items() if mean is not None}
-
-
-def _row_json(row: Row) -> dict[str, Any]:
-    timed = row.entries[row.subject].timed
+def _row(row: Row) -> dict[str, Any]:
     return {
         "cell": row.cell,
         "mode": row.mode,
-        "shape": row.shape.asdict(),
+        "shape": asdict(row.shape),
         "flops": row.flops,
-        "matmul_gflops": _number(row.gflops),
-        "bound_ms": _number(row.bound_ms) if timed else None,
+        "matmul_gflops": row.gflops,
+        "bound_ms": row.bound_ms,
         "over_bound": row.over_bound,
         "contenders": {
-            name: _entry_json(entry) | {"ratio": row.ratio(name)}
+            name: {key: getattr(entry, key) for key in ENTRY} | {"ratio": row.ratio(name)}
             for name, entry in row.entries.items()
         },
     }
 
 
-def _entry_json(entry: Entry) -> dict[str, Any]:
-    return {
-        "status": entry.status,
-        "reason": entry.reason,
-        "engine": entry.engine and dict(zip(("name", "reason"), entry.engine, strict=True)),
-        "median_ms": entry.median_ms if entry.timed else None,
-        "iqr_ms": entry.iqr_ms if entry.timed else None,
-        "alone_ms": entry.alone_ms,
-        "disagrees": entry.disagrees,
-        "first_call_ms": entry.first_call_ms,
-        "fresh_process_extra_ms": entry.fresh_process_ms,
-        "training_peak_bytes": entry.peak_bytes,
-        "remarks": entry.remarks,
-        "errors": {name: _number(error) for name, error in entry.errors.items()},
-        "samples_ms": entry.samples_ms,
-        "alone_samples_ms": entry.alone_samples_ms,
-    }
+def _means(rows: list[Row], peers: Any, alone: bool = False) -> dict[str, float]:
+    found = {peer: ratios(rows, peer, alone) for peer in peers}
+    return {peer: geometric_mean(values) for peer, values in found.items() if values}
 
 
-def _number(value: float) -> float | None:
-    """JSON has no NaN and no infinity."""
-    return value if math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    """The value with None for numbers that JSON lacks: NaN and infinity."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_json(report: Report, folder: Path) -> Path:
@@ -112,6 +99,101 @@ def write_json(report: Report, folder: Path) -> Path:
 # -- tables ----------------------------------------------------------------------------------------
 
 Table = tuple[str, list[str], list[list[str]]]
+TITLES = ("geometric mean", "the same, alone")  # of the lines that are of all shapes
+WORDS = {"wrong": "REFUSED", "failed": "FAILED", "skipped": "skipped", "unsupported": "-"}
+
+
+class Column(NamedTuple):
+    """A column of a table.
+
+    Attributes:
+        header: its title.
+        text: what it says of a row.
+        last: what it says below, of all rows: of times in turns, or alone.
+    """
+
+    header: str
+    text: Callable[[Row], str]
+    last: Callable[[bool], str] = lambda alone: ""
+
+
+def tables(report: Report) -> list[Table]:
+    """Title, headers and lines of one table per cell and mode."""
+    settings, found = report.settings, []
+    threads = f"{settings.threads} thread{'s' * (settings.threads > 1)}"
+    for cell, mode, rows in report.tables():
+        columns = list(_columns(settings, rows)) if rows else []
+        body = [[column.text(row) for column in columns] for row in rows]
+        body += [[c.last(alone) for c in columns] for alone in (False, True)[: 1 + settings.alone]]
+        if rows:
+            title = f"{cell} {mode}, {settings.dtype}, {threads}"
+            found.append((title, [column.header for column in columns], body))
+    return found
+
+
+def _columns(settings: Settings, rows: list[Row]) -> Iterator[Column]:
+    ours, *peers = settings.contenders
+
+    def of(name: str) -> Iterator[Column]:
+        yield Column(f"{name} ms", lambda row: _spread(row.entries[name]))
+        if rounds(settings.dtype):  # there a time says little alone
+            yield Column("error", lambda row: _errors(row.entries[name]))
+        if name != ours:
+            yield Column(
+                "ratio",
+                lambda row: _number("{:.2f}x", row.ratio(name)),
+                lambda alone: _number("{:.2f}x", geometric_mean(ratios(rows, name, alone))),
+            )
+
+    def over(alone: bool) -> str:
+        measured = [row.over_bound for row in rows if row.ours.timed]
+        return "" if alone else _number("{:.2f}", geometric_mean(measured))
+
+    yield Column("shape", lambda row: row.shape.name, TITLES.__getitem__)
+    yield Column("T B I H L D", lambda row: " ".join(map(str, astuple(row.shape)[2:])))
+    yield Column("bound ms", lambda row: _ms(row.bound_ms) if row.ours.timed else "")
+    yield from of(ours)
+    yield Column("/bound", lambda row: _number("{:.2f}", row.over_bound), over)
+    for peer in peers:
+        if any(row.entries[peer].status != "unsupported" for row in rows):
+            yield from of(peer)
+    if any(row.ours.fresh_process_extra_ms for row in rows):
+        yield Column("first call +ms", _first_call)
+    for name in settings.contenders:
+        if any(row.entries[name].training_peak_bytes for row in rows):
+            yield Column(f"{name} MiB", functools.partial(_mib, name))
+
+
+def _mib(name: str, row: Row) -> str:
+    peak = row.entries[name].training_peak_bytes
+    return _number("{:.1f}", peak and peak / MiB)
+
+
+def _first_call(row: Row) -> str:
+    extra = row.ours.fresh_process_extra_ms or {}
+    return " / ".join(f"{value:.0f}" for value in extra.values())
+
+
+def _ms(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _number(form: str, value: float | None) -> str:
+    """The number in that form; nothing of what was not measured."""
+    return "" if value is None or math.isnan(value) else form.format(value)
+
+
+def _errors(entry: Entry) -> str:
+    """The error of the output, and in training of the worst gradient."""
+    return " / ".join(f"{error:.0e}" for error in entry.worst_errors)
+
+
+def _spread(entry: Entry) -> str:
+    """Median and half the distance of the quartiles in percent of it, or why there is none."""
+    if not entry.timed:
+        return WORDS.get(entry.status, "")
+    spread = 50 * entry.iqr_ms / entry.median_ms
+    return f"{_ms(entry.median_ms)}{MARK * bool(entry.disagrees)} ±{spread:.0f}%"
 
 
 def summary(report: Report) -> str:
@@ -125,121 +207,37 @@ def summary(report: Report) -> str:
     )
 
 
-def tables(report: Report) -> list[Table]:
-    """Title, headers and lines of one table per cell and mode."""
-    return [_table(report, f"{cell} {mode}", rows) for cell, mode, rows in report.tables() if rows]
-
-
-def _table(report: Report, title: str, rows: list[Row]) -> Table:
-    settings = report.settings
-    peers = [
-        peer
-        for peer in settings.contenders[1:]
-        if any(row.entries[peer].status != "unsupported" for row in rows)
-    ]
-    probed = any(row.entries[row.subject].fresh_process_ms for row in rows)
-    weighed = [
-        name for name in settings.contenders if any(row.entries[name].peak_bytes for row in rows)
-    ]
-    wide = 1 + rounds(settings.dtype)  # columns of a contender: there a time says little alone
-    headers = ["shape", "T B I H L D", "bound ms"]
-    headers += [*[f"{settings.subject} ms", "error"][:wide], "/bound"]
-    headers += [t for peer in peers for t in (*[f"{peer} ms", "error"][:wide], "ratio")]
-    headers += ["first call +ms"] * probed + [f"{name} MiB" for name in weighed]
-
-    body = []
-    for row in rows:
-        s, ours = row.shape, row.entries[row.subject]
-        line = [s.name, f"{s.T} {s.B} {s.I} {s.H} {s.L} {s.D}"]
-        line += [
-            _ms(row.bound_ms) if ours.timed else "",
-            *[_spread(ours), _errors(ours)][:wide],
-            "" if row.over_bound is None else f"{row.over_bound:.2f}",
-        ]
-        for peer in peers:
-            entry = row.entries[peer]
-            line += [*[_spread(entry), _errors(entry)][:wide], _times(row.ratio(peer))]
-        if probed:
-            extra = ours.fresh_process_ms or {}
-            line.append(" / ".join(f"{extra[key]:.0f}" for key in ("cold", "warm") if key in extra))
-        line += [_mib(row.entries[name].peak_bytes) for name in weighed]
-        body.append(line)
-
-    over = [row.over_bound for row in rows if row.over_bound is not None]
-    mean = math.prod(over) ** (1 / len(over)) if over else None
-    blank = [""] * (2 + wide)
-    lasts = [["geometric mean", *blank, "" if mean is None else f"{mean:.2f}"]]
-    if settings.alone:
-        lasts.append(["the same, alone", *blank, ""])
-    for alone, last in enumerate(lasts):
-        for peer in peers:
-            last += [*[""] * wide, _times(report.geometric_mean(rows, peer, bool(alone)))]
-        body.append(last + [""] * (len(headers) - len(last)))
-    threads = f"{settings.threads} thread{'s' * (settings.threads > 1)}"
-    return f"{title}, {settings.dtype}, {threads}", headers, body
-
-
-def _ms(value: float) -> str:
-    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
-
-
-def _spread(entry: Entry) -> str:
-    """Median and half the distance of the quartiles in percent of it, or why there is none."""
-    if entry.timed:
-        mark = MARK * bool(entry.disagrees)
-        return f"{_ms(entry.median_ms)}{mark} ±{50 * entry.iqr_ms / entry.median_ms:.0f}%"
-    words = {"wrong": "REFUSED", "failed": "FAILED", "skipped": "skipped", "unsupported": "-"}
-    return words.get(entry.status, "")
-
-
-def _errors(entry: Entry) -> str:
-    """Of the output, and in training of the worst gradient."""
-    return " / ".join(f"{error:.0e}" for error in entry.worst_errors)
-
-
-def _times(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}x"
-
-
-def _mib(value: int | None) -> str:
-    return "" if value is None else f"{value / MiB:.1f}"
-
-
 def notes(report: Report) -> list[str]:
     """Why a table has no number somewhere; every refusal is spelled out."""
-    busy = report.machine["load"] or 0
+    busy, cores = report.machine["load"] or 0, report.machine["cores"]
     warning = (
-        f"the machine was busy when this began (load {busy:.1f} on {report.machine['cores']} "
-        "cores): take these times with a grain of salt"
+        f"the machine was busy when this began (load {busy:.1f} on {cores} cores): "
+        "take these times with a grain of salt"
     )
-    words = {
-        "wrong": "REFUSED, results differ from float64",
-        "failed": "FAILED",
-        "skipped": "skipped",
-    }
-    remarks = [warning] * (busy > 0.5 * report.machine["cores"])
+    remarks = [warning] * (busy > 0.5 * cores)
     if report.interrupted:
         remarks.append(f"interrupted after {len(report.rows)} rows: the rest is missing")
     for name in report.settings.contenders:
-        entries = [row.entries[name] for row in report.rows]
-        if entries and all(entry.status == "unsupported" for entry in entries):
-            remarks.append(f"{name} is left out: {entries[0].reason}")
+        lacking = [row for row in report.rows if row.entries[name].status == "unsupported"]
+        if lacking and len(lacking) == len(report.rows):
+            remarks.append(f"{name} is left out: {lacking[0].entries[name].reason}")
             continue
-        for cell, mode, rows in report.tables():
-            lacking = [e for row in rows if (e := row.entries[name]).status == "unsupported"]
-            for reason in dict.fromkeys(entry.reason for entry in lacking):
-                remarks.append(f"{name} is left out of {cell} {mode}: {reason}")
+        remarks += dict.fromkeys(
+            f"{name} is left out of {row.cell} {row.mode}: {row.entries[name].reason}"
+            for row in lacking
+        )
     for row in report.rows:
         where = f"{row.cell} {row.mode}, {row.shape.name}"
         for name, entry in row.entries.items():
             remarks += [f"{where}: {remark}" for remark in entry.remarks]
-            if entry.disagrees and entry.alone_ms is not None:
+            if entry.disagrees:
                 times = f"{_ms(entry.median_ms)} ms in turns, {_ms(entry.alone_ms)} ms alone"
                 remarks.append(f"{where}, {name}: {times}")
-            if entry.status in words:
-                remarks.append(f"{where}, {name}: {words[entry.status]}: {entry.reason}")
-            elif name == row.subject and entry.engine and entry.engine[0] != "cpu":
-                engine, reason = entry.engine
+            if entry.status not in ("ok", "unsupported"):
+                differs = ", results differ from float64" * (entry.status == "wrong")
+                remarks.append(f"{where}, {name}: {WORDS[entry.status]}{differs}: {entry.reason}")
+            elif name == row.subject and entry.engine and entry.engine["name"] != "cpu":
+                engine, reason = entry.engine.values()
                 remarks.append(f"{where}: not fused, it ran on {engine!r}: {reason}")
     return remarks
 
@@ -254,17 +252,13 @@ LEGEND = (
 )
 
 
-def show(report: Report, console: Any = None) -> None:
-    """Print the tables, with ``rich`` where it is installed."""
-    if importlib.util.find_spec("rich") is None:
-        print("\n".join(plain(table) for table in tables(report)))
-        print("\n".join([LEGEND, summary(report), *notes(report)]))
-        return
+def show(report: Report) -> None:
+    """Print the tables, what is in them, and the notes."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text
 
-    console = console or Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     for table in tables(report):
         console.print(_rich(table))
     for line in (LEGEND, summary(report)):
@@ -283,12 +277,11 @@ def _rich(table: Table) -> Any:
     grid = RichTable(title=title, box=box.SIMPLE_HEAD, title_style="bold", header_style="bold cyan")
     for k, header in enumerate(headers):
         grid.add_column(header, justify="left" if k < 2 else "right", no_wrap=k < 2)
-    for number, line in enumerate(body):
-        last = not line[1]  # of all shapes
-        if last and body[number - 1][1]:
+    for line in body:
+        if line[0] == TITLES[0]:
             grid.add_section()
         texts = [Text(t, style=_style(h, t)) for h, t in zip(headers, line, strict=True)]
-        grid.add_row(*texts, style="bold" if last else "")
+        grid.add_row(*texts, style="" if line[1] else "bold")
     return grid
 
 
@@ -298,30 +291,3 @@ def _style(header: str, text: str) -> str:
     if header == "ratio" and text:
         return "green" if float(text.removesuffix("x")) >= 1 else "red"
     return "dim" if header in ("T B I H L D", "bound ms", "error") else ""
-
-
-def plain(table: Table) -> str:
-    """The table in aligned text.
-
-    >>> print(plain(("t", ["name", "ms"], [["a", "10.5"], ["bcdef", "1"]])))
-    t
-      name     ms
-      a      10.5
-      bcdef     1
-    """
-    title, headers, body = table
-    lines: Sequence[Sequence[str]] = [headers, *body]
-    widths = [max(len(line[k]) for line in lines) for k in range(len(headers))]
-    return "\n".join(
-        [
-            title,
-            *(
-                "  "
-                + "  ".join(
-                    text.ljust(width) if k < 1 else text.rjust(width)
-                    for k, (text, width) in enumerate(zip(line, widths, strict=True))
-                ).rstrip()
-                for line in lines
-            ),
-        ]
-    )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 import os
 import signal
 import threading
@@ -17,6 +20,7 @@ from typing import Any, Literal
 from anycell.bench import gate, machine, memory, probe
 from anycell.bench.contenders import (
     DEFAULT_PEERS,
+    FLOAT32,
     SUBJECT,
     blas_threads,
     make,
@@ -26,7 +30,7 @@ from anycell.bench.contenders import (
 from anycell.bench.errors import Unsupported
 from anycell.bench.problem import CellSpec, Problem
 from anycell.bench.shapes import Shape
-from anycell.bench.stats import geometric_mean, iqr, median, paired_ratio
+from anycell.bench.stats import iqr, median, paired_ratio
 from anycell.bench.tasks import Contender, Mode, Task
 from anycell.bench.timing import interleave, once
 from anycell.plan.dtype import DTYPES
@@ -68,9 +72,9 @@ class Entry:
     status: Status = "ok"
     reason: str | None = None
     first_call_ms: float | None = None  # a fresh layer in this process, which is warm otherwise
-    fresh_process_ms: dict[str, float] | None = None  # extra cost of the first call, cold and warm
-    peak_bytes: int | None = None
-    engine: tuple[str, str] | None = None  # what ran it, and why
+    fresh_process_extra_ms: dict[str, float] | None = None  # of the first call, cold and warm
+    training_peak_bytes: int | None = None
+    engine: dict[str, str] | None = None  # name and reason of what ran it
     remarks: list[str] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     samples_ms: list[float] = field(default_factory=list)
@@ -78,7 +82,7 @@ class Entry:
 
     @property
     def timed(self) -> bool:
-        return self.status == "ok" and bool(self.samples_ms)
+        return bool(self.samples_ms)
 
     @property
     def median_ms(self) -> float:
@@ -89,22 +93,21 @@ class Entry:
         return iqr(self.samples_ms)
 
     @property
+    def alone_ms(self) -> float:
+        return median(self.alone_samples_ms)
+
+    @property
     def worst_errors(self) -> list[float]:
-        """That of the output, and in training the largest of a gradient."""
+        """The error of the output, and in training the largest of a gradient."""
         gradients = [error for name, error in self.errors.items() if name != "output"]
         output = [self.errors["output"]] if "output" in self.errors else []
         return output + ([max(gradients)] if gradients else [])
 
     @property
-    def alone_ms(self) -> float | None:
-        return median(self.alone_samples_ms) if self.alone_samples_ms else None
-
-    @property
     def disagrees(self) -> bool | None:
-        """Whether it takes another time in turns than alone; nothing without both."""
-        if not self.timed or self.alone_ms is None:
-            return None
-        return max(self.median_ms / self.alone_ms, self.alone_ms / self.median_ms) > APART
+        """Whether it takes another time in turns than alone; None without both."""
+        factor = self.median_ms / self.alone_ms
+        return None if math.isnan(factor) else max(factor, 1 / factor) > APART
 
     def refuse(self, status: Status, reason: str) -> None:
         """No speed for this one: whatever was timed is dropped."""
@@ -130,21 +133,27 @@ class Row:
         return self.flops / self.gflops * 1e-6
 
     @property
-    def over_bound(self) -> float | None:
-        """How many times the bound our time is."""
-        ours = self.entries[self.subject]
-        return ours.median_ms / self.bound_ms if ours.timed else None
+    def title(self) -> str:
+        return f"{self.cell} {self.shape.name} {self.mode}"
+
+    @property
+    def ours(self) -> Entry:
+        return self.entries[self.subject]
+
+    @property
+    def over_bound(self) -> float:
+        """How many times the bound our time is; NaN if it was not measured."""
+        return self.ours.median_ms / self.bound_ms
 
     def ratio(self, peer: str, alone: bool = False) -> float | None:
-        """The peer's time over ours: above 1 we are faster. Nothing without two valid timings."""
-        ours, theirs = self.entries[self.subject], self.entries.get(peer)
-        if theirs is None or not (ours.timed and theirs.timed):
+        """The peer's time over ours: above 1 we are faster. None without two valid timings."""
+        ours, theirs = self.ours, self.entries[peer]
+        if not (ours.timed and theirs.timed):
             return None
-        if alone:
-            if theirs.alone_ms is None or ours.alone_ms is None:
-                return None
-            return theirs.alone_ms / ours.alone_ms
-        return paired_ratio(theirs.samples_ms, ours.samples_ms)
+        if not alone:
+            return paired_ratio(theirs.samples_ms, ours.samples_ms)
+        ratio = theirs.alone_ms / ours.alone_ms
+        return None if math.isnan(ratio) else ratio
 
 
 @dataclass
@@ -166,18 +175,14 @@ class Report:
 
     def tables(self) -> Iterator[tuple[str, Mode, list[Row]]]:
         """The rows of each cell and mode, in the order asked for."""
-        for cell in self.settings.cells:
-            for mode in self.settings.modes:
-                yield (
-                    cell.name,
-                    mode,
-                    [row for row in self.rows if (row.cell, row.mode) == (cell.name, mode)],
-                )
+        for cell, mode in itertools.product(self.settings.cells, self.settings.modes):
+            rows = [row for row in self.rows if (row.cell, row.mode) == (cell.name, mode)]
+            yield cell.name, mode, rows
 
-    @staticmethod
-    def geometric_mean(rows: Sequence[Row], peer: str, alone: bool = False) -> float | None:
-        ratios = [ratio for row in rows if (ratio := row.ratio(peer, alone)) is not None]
-        return geometric_mean(ratios) if ratios else None
+
+def ratios(rows: Sequence[Row], peer: str, alone: bool = False) -> list[float]:
+    """The ratios of a peer in all rows that have one."""
+    return [ratio for row in rows if (ratio := row.ratio(peer, alone)) is not None]
 
 
 class CompileLimit(BaseException):
@@ -217,16 +222,15 @@ def run(
     now = datetime.now(timezone.utc).isoformat("T", "seconds")
     report = Report(settings, machine.describe(), now)
     with all_threads(settings.threads):
-        matmul = machine.Matmul(DTYPES[settings.dtype].storage.name)
+        bench = Bench(settings, say)
         try:
-            for cell in settings.cells:
-                for shape in settings.shapes:
-                    for row in _rows(settings, cell, shape, matmul, say):
-                        report.rows.append(row)
-                        done()
+            for cell, shape in itertools.product(settings.cells, settings.shapes):
+                for row in bench.rows(cell, shape):
+                    report.rows.append(row)
+                    done()
         except KeyboardInterrupt:  # what took minutes to measure is still worth showing
             report.interrupted = True
-        report.matmul_gflops = matmul.gflops
+        report.matmul_gflops = bench.matmul.gflops
     return report
 
 
@@ -248,134 +252,119 @@ def all_threads(threads: int) -> Iterator[None]:
             os.environ[OUR_THREADS] = ours_before
 
 
-def _rows(
-    settings: Settings, cell: CellSpec, shape: Shape, matmul: machine.Matmul, say: Say
-) -> Iterator[Row]:
-    problem = Problem(cell, shape, settings.dtype, settings.threads, settings.seed)
-    built: dict[str, Contender | Entry] = {}
-    for name in settings.contenders:
-        try:
-            built[name] = make(name, problem)
-        except Unsupported as error:
-            built[name] = Entry("unsupported", str(error))
-        except Exception as error:  # a contender that cannot be built must not end the benchmark
-            built[name] = Entry("failed", _brief(error))
-
-    wanted = _References(problem, settings.modes, say)
-    for mode in settings.modes:
-        row = Row(cell.name, mode, shape, settings.subject, problem.flops(mode))
-        running: dict[str, Task] = {}
-        with ExitStack() as around:
-            for name, contender in built.items():
-                if isinstance(contender, Entry):
-                    row.entries[name] = Entry(contender.status, contender.reason)
-                    continue
-                want = wanted.get(posed(name, problem).cell, mode)
-                say(f"{cell.name} {shape.name} {mode}: checking {name}")
-                dtype = posed(name, problem).dtype
-                entry, task = _check(contender, name, mode, want, dtype, settings, around)
-                row.entries[name] = entry
-                if task is not None:
-                    running[name] = task
-            if settings.subject in running:  # without us there is nothing to compare with
-                _time(row, running, matmul, settings, say)
-        if settings.subject in running:
-            _probe(row, problem, settings, say)
-        yield row
-
-
-class _References:
-    """The float64 results of a problem, by cell and mode, computed when first asked for."""
-
-    def __init__(self, problem: Problem, modes: Sequence[Mode], say: Say) -> None:
-        self.problem, self.say = problem, say
-        self.largest: Mode = "training" if "training" in modes else "inference"
-        self.found: dict[tuple[str, Mode], gate.Arrays] = {}
-
-    def get(self, cell: CellSpec, mode: Mode) -> gate.Arrays:
-        source = mode if mode == "recurrence" else self.largest
-        key = cell.origin, source
-        if key not in self.found:
-            self.say(f"{cell.name} {self.problem.shape.name} {mode}: float64 reference")
-            self.found[key] = reference(replace(self.problem, cell=cell), source)
-        all_arrays = self.found[key]
-        return all_arrays if mode == "training" else {"output": all_arrays["output"]}
-
-
-def _check(
-    contender: Contender,
-    name: str,
-    mode: Mode,
-    want: gate.Arrays,
-    dtype: str,
-    settings: Settings,
-    around: ExitStack,
-) -> tuple[Entry, Task | None]:
-    """The first call, timed, and the correctness gate on its results."""
-    entry = Entry(engine=contender.engine)
-    if contender.remark is not None:
-        entry.remarks.append(f"{name}: {contender.remark}")
-    limit = settings.compile_limit if name == "torch-compile" else None
-    slack = 1.0 if name.startswith("anycell") else gate.PEERS
+@contextmanager
+def refusing(entry: Entry) -> Iterator[None]:
+    """An error inside refuses the contender: one that fails must not end the benchmark."""
     try:
-        task = contender.task(mode)
-        around.enter_context(contender.around())
-        with time_limit(limit):
-            entry.first_call_ms = once(task) * 1e3
-        verdict = gate.judge(task.results(), want, dtype, slack)
+        yield
     except Unsupported as error:
         entry.refuse("unsupported", str(error))
-    except CompileLimit:
-        entry.refuse("skipped", f"not compiled after {limit:.0f} s (--compile-limit)")
-    except Exception as error:  # one failing contender must not end the benchmark
+    except Exception as error:
         entry.refuse("failed", _brief(error))
-    else:
-        entry.errors = verdict.errors
+
+
+class Bench:
+    """What all rows share: the settings, who hears what is being done, and the large matmul."""
+
+    def __init__(self, settings: Settings, say: Say) -> None:
+        self.settings, self.say = settings, say
+        self.matmul = machine.Matmul(DTYPES[settings.dtype].storage.name)
+
+    def rows(self, cell: CellSpec, shape: Shape) -> Iterator[Row]:
+        """Builds everybody; then, in each mode, checks everybody and times who was right."""
+        settings, built = self.settings, dict[str, Contender]()
+        problem = Problem(cell, shape, settings.dtype, settings.threads, settings.seed)
+        entries = {name: Entry() for name in settings.contenders}
+        for name, entry in entries.items():
+            with refusing(entry):
+                built[name] = make(name, problem)
+
+        @functools.cache
+        def wanted(cell: CellSpec, mode: Mode) -> gate.Arrays:
+            self.say(f"{cell.name} {shape.name} {mode}: float64 reference")
+            return reference(replace(problem, cell=cell), mode)
+
+        for mode in settings.modes:
+            row = Row(cell.name, mode, shape, settings.subject, problem.flops(mode))
+            row.entries = {name: Entry(entry.status, entry.reason) for name, entry in entries.items()}
+            running: dict[str, Task] = {}
+            both = mode == "inference" and "training" in settings.modes
+            with ExitStack() as around:
+                for name, contender in built.items():
+                    with refusing(row.entries[name]):
+                        task = contender.task(mode)
+                        around.enter_context(contender.around())
+                        want = wanted(posed(name, problem).cell, "training" if both else mode)
+                        want = want if mode == "training" else {"output": want["output"]}
+                        self.say(f"{row.title}: checking {name}")
+                        if self.check(row.entries[name], contender, name, task, want):
+                            running[name] = task
+                if settings.subject in running:  # without us there is nothing to compare with
+                    self.time(row, running)
+            if settings.subject in running:
+                self.probe(row, problem)
+            yield row
+
+    def check(
+        self, entry: Entry, contender: Contender, name: str, task: Task, want: gate.Arrays
+    ) -> bool:
+        """Whether the results of the first call, which is timed, pass the correctness gate."""
+        if contender.engine is not None:
+            entry.engine = dict(zip(("name", "reason"), contender.engine, strict=True))
+        if contender.remark is not None:
+            entry.remarks.append(f"{name}: {contender.remark}")
+        limit = self.settings.compile_limit if name == "torch-compile" else None
+        try:
+            with time_limit(limit):
+                entry.first_call_ms = once(task) * 1e3
+        except CompileLimit:
+            entry.refuse("skipped", f"not compiled after {limit:.0f} s (--compile-limit)")
+            return False
         if limit is not None:
             entry.remarks.append(f"{name} took {entry.first_call_ms / 1e3:.1f} s to compile")
-        if verdict.problem is None:
-            return entry, task
-        entry.refuse("wrong", verdict.problem)
-    return entry, None
+        dtype = "float32" if name == FLOAT32 else self.settings.dtype
+        slack = 1.0 if name.startswith("anycell") else gate.PEERS
+        verdict = gate.judge(task.results(), want, dtype, slack)
+        entry.errors = verdict.errors
+        if verdict.problem is not None:
+            entry.refuse("wrong", verdict.problem)
+        return verdict.ok
 
+    def time(self, row: Row, running: Mapping[str, Task]) -> None:
+        """Samples of all in turns, and the rate of the large matmul before and after."""
+        rates = self.matmul.sample()
+        samples = interleave(
+            running,
+            self.settings.seconds,
+            on_round=lambda n: self.say(f"{row.title}: timing, round {n}"),
+        )
+        row.gflops = median(rates + self.matmul.sample())
+        for name, seconds in samples.items():
+            row.entries[name].samples_ms = [1e3 * s for s in seconds]
 
-def _time(
-    row: Row, running: Mapping[str, Task], matmul: machine.Matmul, settings: Settings, say: Say
-) -> None:
-    title = f"{row.cell} {row.shape.name} {row.mode}"
-    rates = matmul.sample()
-    samples = interleave(
-        running, settings.seconds, on_round=lambda n: say(f"{title}: timing, round {n}")
-    )
-    rates += matmul.sample()
-    row.gflops = median(rates)
-    for name, seconds in samples.items():
-        row.entries[name].samples_ms = [1e3 * s for s in seconds]
+    def probe(self, row: Row, problem: Problem) -> None:
+        """Measures that take fresh processes, as far as they are asked for."""
+        settings, mode = self.settings, row.mode
+        weighed = settings.memory and mode == "training" and memory.supported()
 
+        def ask(what: str, measure: Callable[..., Any], *more: object) -> Any:
+            self.say(f"{row.title}: {what} of {name} in a fresh process")
+            try:
+                return measure(name, problem, *more)
+            except probe.ProbeError as error:
+                entry.remarks.append(str(error))
+                return None
 
-def _probe(row: Row, problem: Problem, settings: Settings, say: Say) -> None:
-    title = f"{row.cell} {row.shape.name} {row.mode}"
-    subject = row.entries[settings.subject]
-    if settings.first_call:
-        say(f"{title}: first call in a fresh process")
-        try:
-            subject.fresh_process_ms = probe.first_call(settings.subject, problem, row.mode)
-        except probe.ProbeError as error:
-            subject.remarks.append(str(error))
-    weighed = settings.memory and row.mode == "training" and memory.supported()
-    for name, entry in row.entries.items():
-        if entry.status != "ok" or name == "torch-compile":  # which would compile for minutes
-            continue
-        try:
+        for name, entry in row.entries.items():
+            if entry.status != "ok" or name == "torch-compile":  # which would compile for minutes
+                continue
+            if settings.first_call and name == settings.subject:
+                entry.fresh_process_extra_ms = ask("first call", probe.first_call, mode)
             if settings.alone:
-                say(f"{title}: {name} alone")
                 seconds = min(settings.seconds, ALONE_S)
-                entry.alone_samples_ms = probe.alone(name, problem, row.mode, seconds)
+                entry.alone_samples_ms = ask("time", probe.alone, mode, seconds) or []
             if weighed:
-                say(f"{title}: memory of {name}")
-                entry.peak_bytes = probe.step_memory(name, problem)
-        except probe.ProbeError as error:
-            entry.remarks.append(str(error))
+                entry.training_peak_bytes = ask("memory", probe.step_memory)
 
 
 def _brief(error: BaseException) -> str:

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle one; of an even number, the mean of the two."""
-    return statistics.median(values)
+    """The middle value, or the mean of the two in the middle; NaN where there are none."""
+    return statistics.median(values) if values else math.nan
 
 
 def iqr(values: Sequence[float]) -> float:
-    """Distance between the quartiles; 0 where there are too few values to have quartiles.
+    """The distance between the quartiles: 0 of a single value, NaN of none.
 
     >>> iqr([1.0, 2.0, 3.0, 4.0, 5.0])
     2.0
     """
     if len(values) < 2:
-        return 0.0
+        return 0.0 if values else math.nan
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return high - low
 
 
 def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
-    """Median of the ratios round by round.
+    """The median of the ratios round by round.
 
     Both runs of a round saw the same neighbours on the machine, so a slow spell cancels out, which
     it does not in a ratio of medians.
@@ -38,10 +38,10 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> fl
     return median([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 
-def geometric_mean(values: Iterable[float]) -> float:
-    """
+def geometric_mean(values: Sequence[float]) -> float:
+    """The mean of ratios; NaN where there are none.
+
     >>> geometric_mean([0.5, 2.0])
     1.0
     """
-    logs = [math.log(value) for value in values]
-    return math.exp(math.fsum(logs) / len(logs)) if logs else math.nan
+    return statistics.geometric_mean(values) if values else math.nan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +18,28 @@ Mode = Literal["inference", "training", "recurrence"]
 
 @dataclass
 class Task:
-    """Something to run: unprepared by default."""
+    """Something to run.
 
-    call: Callable[[], object]
-    results: Callable[[], dict[str, Array]]
-    prepare: Callable[[], object] = lambda: None
+    Attributes:
+        work: what is timed; its result is kept until the next call is prepared.
+        arrays: makes of that result what the gate compares, by name.
+        ready: what must be done before each call, and is not timed.
+    """
+
+    work: Callable[[], Any]
+    arrays: Callable[[Any], dict[str, Array]] = lambda output: {"output": output}
+    ready: Callable[[], object] = lambda: None
+    kept: Any = None
+
+    def prepare(self) -> None:
+        self.kept = None
+        self.ready()
+
+    def call(self) -> None:
+        self.kept = self.work()
+
+    def results(self) -> dict[str, Array]:
+        return self.arrays(self.kept)
 
 
 @dataclass

@@ -6,113 +6,112 @@ join it where the equations allow, a step is one ``addmm`` and a few element-wis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anycell.bench.problem import Problem
+from anycell.bench.problem import Problem, by_direction
 from anycell.engines import reference
 from anycell.lang.cell import Cell
 
 Weights = Mapping[str, Tensor]  # of one direction of one layer
 Scan = Callable[[Tensor, Weights, bool], Tensor]  # [T, B, in] -> [T, B, H], backwards if True
+Step = Callable[[Tensor, Tensor, Tensor, Weights], tuple[Tensor, Tensor]]  # gates, h, c -> h, c
 
 
-def _steps(gates: Tensor, reverse: bool) -> Sequence[Tensor]:
-    steps = gates.unbind(0)
-    return steps[::-1] if reverse else steps
+def transposed(w: Weights) -> dict[str, Tensor]:
+    """What steps need of the weights, made once."""
+    return {"hh": w["weight_hh"].t()}
 
 
-def _in_time_order(outputs: list[Tensor], reverse: bool) -> Tensor:
-    return torch.stack(outputs[::-1] if reverse else outputs)
+def with_gains(w: Weights) -> dict[str, Tensor]:
+    """The gains of the recurrent norm too, one row per gate."""
+    return {**transposed(w), "gain_r": torch.stack([w[f"r_{k}"] for k in "ifgo"])}
 
 
-def _project(x: Tensor, w: Weights) -> Tensor:
+def over_time(
+    inputs: Callable[[Tensor, Weights], Tensor],
+    step: Step,
+    constants: Callable[[Weights], dict[str, Tensor]] = transposed,
+) -> Scan:
+    """A scan that projects all inputs at once, then takes step after step."""
+
+    def scan(x: Tensor, w: Weights, reverse: bool) -> Tensor:
+        w = {**w, **constants(w)}
+        h = c = x.new_zeros(x.shape[1], w["weight_hh"].shape[1])
+        outputs = []
+        steps = inputs(x, w).unbind(0)
+        for gates in steps[::-1] if reverse else steps:
+            h, c = step(gates, h, c, w)
+            outputs.append(h)
+        return torch.stack(outputs[::-1] if reverse else outputs)
+
+    return scan
+
+
+def both_biases(x: Tensor, w: Weights) -> Tensor:
+    """The projection of all inputs, with the recurrent bias, which is only added to it."""
     return F.linear(x, w["weight_ih"], w["bias_ih"] + w["bias_hh"])
 
 
-def _zeros(x: Tensor, w: Weights) -> Tensor:
-    return x.new_zeros(x.shape[1], w["weight_hh"].shape[1])
+def one_bias(x: Tensor, w: Weights) -> Tensor:
+    """The projection of all inputs, for a GRU, whose reset multiplies the recurrent bias."""
+    return F.linear(x, w["weight_ih"], w["bias_ih"])
 
 
-def lstm(x: Tensor, w: Weights, reverse: bool) -> Tensor:
-    """Gates i f g o."""
-    weight = w["weight_hh"].t()
-    h = c = _zeros(x, w)
-    outputs = []
-    for gates in _steps(_project(x, w), reverse):
-        i, f, g, o = torch.addmm(gates, h, weight).chunk(4, 1)
-        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-        h = torch.sigmoid(o) * torch.tanh(c)
-        outputs.append(h)
-    return _in_time_order(outputs, reverse)
-
-
-def peephole_lstm(x: Tensor, w: Weights, reverse: bool) -> Tensor:
-    """i and f see the old c, o the new one."""
-    weight = w["weight_hh"].t()
-    h = c = _zeros(x, w)
-    outputs = []
-    for gates in _steps(_project(x, w), reverse):
-        i, f, g, o = torch.addmm(gates, h, weight).chunk(4, 1)
-        i, f = torch.sigmoid(i + w["p_i"] * c), torch.sigmoid(f + w["p_f"] * c)
-        c = f * c + i * torch.tanh(g)
-        h = torch.sigmoid(o + w["p_o"] * c) * torch.tanh(c)
-        outputs.append(h)
-    return _in_time_order(outputs, reverse)
-
-
-def gru(x: Tensor, w: Weights, reverse: bool) -> Tensor:
-    """Gates r z n, the reset after the matmul."""
-    h = _zeros(x, w)
-    outputs = []
-    for gates in _steps(F.linear(x, w["weight_ih"], w["bias_ih"]), reverse):
-        x_r, x_z, x_n = gates.chunk(3, 1)
-        h_r, h_z, h_n = F.linear(h, w["weight_hh"], w["bias_hh"]).chunk(3, 1)
-        z = torch.sigmoid(x_z + h_z)
-        n = torch.tanh(x_n + torch.sigmoid(x_r + h_r) * h_n)
-        h = n + z * (h - n)
-        outputs.append(h)
-    return _in_time_order(outputs, reverse)
-
-
-def rnn(x: Tensor, w: Weights, reverse: bool) -> Tensor:
-    """Elman's, with tanh."""
-    weight = w["weight_hh"].t()
-    h = _zeros(x, w)
-    outputs = []
-    for gates in _steps(_project(x, w), reverse):
-        h = torch.tanh(torch.addmm(gates, h, weight))
-        outputs.append(h)
-    return _in_time_order(outputs, reverse)
-
-
-def layer_norm_lstm(x: Tensor, w: Weights, reverse: bool) -> Tensor:
-    """The norms of both projections per gate, and of c."""
-    weight = w["weight_hh"].t()
-    h = c = _zeros(x, w)
-    hidden = (h.shape[1],)
-    gain_x, gain_r, bias = (torch.stack([w[f"{part}_{k}"] for k in "ifgo"]) for part in "xrb")
-    # The norm of the input projection does not depend on time either: all steps at once.
+def normalised(x: Tensor, w: Weights) -> Tensor:
+    """The projection of all inputs and its norm per gate, which does not depend on time either."""
+    gain, bias = (torch.stack([w[f"{part}_{k}"] for k in "ifgo"]) for part in "xb")
     projected = F.linear(x, w["weight_ih"]).unflatten(2, (4, -1))
-    outputs = []
-    for gates in _steps(F.layer_norm(projected, hidden) * gain_x + bias, reverse):
-        recurrent = F.layer_norm((h @ weight).unflatten(1, (4, -1)), hidden)
-        i, f, g, o = (gates + recurrent * gain_r).unbind(1)
-        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-        h = torch.sigmoid(o) * torch.tanh(F.layer_norm(c, hidden, w["c_gain"], w["c_shift"]))
-        outputs.append(h)
-    return _in_time_order(outputs, reverse)
+    return F.layer_norm(projected, projected.shape[-1:]) * gain + bias
+
+
+def lstm(gates: Tensor, h: Tensor, c: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
+    """Gates i f g o."""
+    i, f, g, o = torch.addmm(gates, h, w["hh"]).chunk(4, 1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def peephole_lstm(gates: Tensor, h: Tensor, c: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
+    """i and f see the old c, o the new one."""
+    i, f, g, o = torch.addmm(gates, h, w["hh"]).chunk(4, 1)
+    i, f = torch.sigmoid(i + w["p_i"] * c), torch.sigmoid(f + w["p_f"] * c)
+    c = f * c + i * torch.tanh(g)
+    return torch.sigmoid(o + w["p_o"] * c) * torch.tanh(c), c
+
+
+def layer_norm_lstm(gates: Tensor, h: Tensor, c: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
+    """The norms of both projections per gate, and of c."""
+    recurrent = F.layer_norm((h @ w["hh"]).unflatten(1, (4, -1)), h.shape[1:])
+    i, f, g, o = (gates + recurrent * w["gain_r"]).unbind(1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    shown = F.layer_norm(c, c.shape[1:], w["c_gain"], w["c_shift"])
+    return torch.sigmoid(o) * torch.tanh(shown), c
+
+
+def gru(gates: Tensor, h: Tensor, c: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
+    """Gates r z n, the reset after the matmul."""
+    x_r, x_z, x_n = gates.chunk(3, 1)
+    h_r, h_z, h_n = F.linear(h, w["weight_hh"], w["bias_hh"]).chunk(3, 1)
+    z = torch.sigmoid(x_z + h_z)
+    n = torch.tanh(x_n + torch.sigmoid(x_r + h_r) * h_n)
+    return n + z * (h - n), c
+
+
+def rnn(gates: Tensor, h: Tensor, c: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
+    """Elman's, with tanh."""
+    return torch.tanh(torch.addmm(gates, h, w["hh"])), c
 
 
 SCANS: dict[str, Scan] = {
-    "LSTM": lstm,
-    "GRU": gru,
-    "RNN": rnn,
-    "PeepholeLSTM": peephole_lstm,
-    "LayerNormLSTM": layer_norm_lstm,
+    "LSTM": over_time(both_biases, lstm),
+    "GRU": over_time(one_bias, gru),
+    "RNN": over_time(both_biases, rnn),
+    "PeepholeLSTM": over_time(both_biases, peephole_lstm),
+    "LayerNormLSTM": over_time(normalised, layer_norm_lstm, with_gains),
 }
 
 
@@ -146,15 +145,7 @@ class Loop(nn.Module):
         self.scan = SCANS.get(problem.cell.origin)
         for name, value in problem.weights.items():
             self.register_parameter(name, nn.Parameter(torch.from_numpy(value.copy())))
-        parameters = dict(self.named_parameters())
-
-        def direction(suffix: str) -> dict[str, Tensor]:
-            return {k.removesuffix(suffix): p for k, p in parameters.items() if k.endswith(suffix)}
-
-        self.stack = [
-            [direction(f"_l{layer}" + "_reverse" * d) for d in range(problem.shape.D)]
-            for layer in range(problem.shape.L)
-        ]
+        self.stack = by_direction(dict(self.named_parameters()), problem.shape)
 
     def forward(self, x: Tensor, static: Tensor | None = None) -> Tensor:
         """``[T, B, I] -> [T, B, D * H]``."""
