@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import importlib.util
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from anycell import cells
@@ -28,6 +30,20 @@ def did_you_mean(word: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(word.lower(), lowered, n=2)
     hint = f" (did you mean {' or '.join(lowered[name] for name in near)}?)" if near else ""
     return f"{hint}; choose from: {', '.join(known)}"
+
+
+def need(module: str, purpose: str, install: str = "'.[bench]'") -> ModuleType:
+    """Import an optional package, or say which command installs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # A missing package *inside* an installed one is a different problem; do not hide it.
+        if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
+            raise
+        package = module.split(".")[0]
+        raise UsageError(
+            f"{purpose} needs {package}, which is not installed: pip install {install}"
+        ) from None
 
 
 def find_cell(origin: str) -> Cell:

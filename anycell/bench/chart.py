@@ -7,10 +7,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from anycell.bench.errors import need
 from anycell.bench.report import WORDS, summary
 from anycell.bench.runner import Report, Row, ratios
 from anycell.bench.stats import geometric_mean
+from anycell.usage import need
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 COLORS = ("#2f6fb3", "#e08e45", "#4c9a6b", "#a05195", "#c0504d", "#6b7b8c")

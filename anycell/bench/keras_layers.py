@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,9 +20,8 @@ import tensorflow as tf
 from keras import ops
 
 import anycell.keras
-from anycell.bench.errors import Unsupported
-from anycell.bench.problem import Problem, by_direction, joined
-from anycell.bench.tasks import Array, Contender, Mode, Task
+from anycell.bench.problem import Problem, by_direction
+from anycell.bench.tasks import Array, Contender, Mode, Task, Unsupported
 from anycell.engines import cpu
 
 Tensor = Any
@@ -37,15 +36,10 @@ def ours(problem: Problem) -> Contender:
 
 
 def theirs(problem: Problem, compiled: bool = False) -> Contender:
-    """``keras.layers.LSTM``, ``GRU``, ``SimpleRNN``."""
+    """``keras.layers.LSTM``, ``GRU``, ``SimpleRNN``; ``jit_compile=True`` if compiled."""
     if problem.cell.origin not in NAMED:
         raise Unsupported(f"Keras has no {problem.cell.name}")
     return _named(problem, keras.layers, compiled)
-
-
-def xla(problem: Problem) -> Contender:
-    """The layers of Keras under ``jit_compile=True``."""
-    return theirs(problem, compiled=True)
 
 
 def loop(problem: Problem) -> Contender:
@@ -65,6 +59,7 @@ def block(problem: Problem) -> Contender:
     shape, name = problem.shape, problem.cell.origin
     if name not in ("LSTM", "PeepholeLSTM"):
         raise Unsupported(f"BlockLSTMV2 is no {name}")
+    set_threads(problem.threads)
     zeros = tf.zeros((shape.B, shape.H))
 
     def run(x: Tensor, weights: Direction, back: bool) -> Tensor:
@@ -99,7 +94,7 @@ def block(problem: Problem) -> Contender:
 
     stack: list[Parts] = []
     for directions in by_direction(problem.weights, shape):
-        arrays = [_as_keras(problem, weights) for weights in directions]
+        arrays = [_as_keras(problem, weights, False) for weights in directions]
         variables = [{name: tf.Variable(v) for name, v in found.items()} for found in arrays]
         stack.append((functools.partial(layer, variables), variables))
     return _contender(problem, stack, time_major=True)
@@ -142,40 +137,32 @@ def _keras_name(name: str) -> str:
     return {"weight": f"{prefix}kernel", "bias": f"{prefix}bias"}.get(kind, name)
 
 
-def _as_keras(problem: Problem, weights: Direction, reorder: bool = False) -> dict[str, Array]:
+def _as_keras(problem: Problem, weights: Direction, reorder: bool) -> dict[str, Tensor]:
     """The weights of a direction by Keras's names; `reorder` puts r z n as z r n."""
-    arrays: dict[str, list[Array]] = {}
+    arrays: dict[str, list[Tensor]] = {}
     for name, value in weights.items():
-        turned = _reordered(_transposed(name, value)) if reorder else _transposed(name, value)
-        arrays.setdefault(_keras_name(name), []).append(turned)
-    join: Callable[[list[Array]], Array] = np.stack if _two_biases(problem) else sum  # type: ignore[assignment]
-    return {name: join(pair) if name == "bias" else pair[0] for name, pair in arrays.items()}
-
-
-def _as_torch(problem: Problem, names: Iterable[str], grads: Direction, reorder: bool) -> Any:
-    """The gradients of a direction by torch's names: each bias of a sum has the sum's."""
-    found = {}
-    for name in names:
-        value = grads[_keras_name(name)].numpy()
-        if _keras_name(name) == "bias" and _two_biases(problem):
-            value = value[int(name == "bias_hh")]
-        found[name] = _transposed(name, _reordered(value) if reorder else value)
-    return found
-
-
-def _two_biases(problem: Problem) -> bool:
+        if name.startswith("weight"):
+            value = tf.linalg.matrix_transpose(value)
+        if reorder:
+            first, second, third = tf.split(value, 3, -1)
+            value = tf.concat([second, first, third], -1)
+        arrays.setdefault(_keras_name(name), []).append(value)
     cell = problem.cell.definition
-    return any(gate not in cell.fused for gate in cell.gates)
+    join = tf.stack if any(gate not in cell.fused for gate in cell.gates) else tf.add_n
+    return {name: join(values) if name == "bias" else values[0] for name, values in arrays.items()}
 
 
-def _transposed(name: str, value: Array) -> Array:
-    return np.swapaxes(value, -1, -2) if name.startswith("weight") else value
-
-
-def _reordered(columns: Array) -> Array:
-    """``[..., 3 * H]`` with the first two gates in each other's place."""
-    first, second, third = np.split(columns, 3, axis=-1)
-    return np.concatenate([second, first, third], axis=-1)
+def _as_torch(problem: Problem, gradients: Any, reorder: bool) -> dict[str, Array]:
+    """Gradients by torch's names: the derivative of `_as_keras` makes them of Keras's."""
+    weights = {name: tf.constant(value) for name, value in problem.weights.items()}
+    with tf.GradientTape() as tape:
+        tape.watch(weights)
+        turned = [
+            [_as_keras(problem, direction, reorder) for direction in layer]
+            for layer in by_direction(weights, problem.shape)
+        ]
+    found = tape.gradient(turned, weights, output_gradients=gradients)
+    return {name: gradient.numpy() for name, gradient in found.items()}
 
 
 # -- the way to run them ---------------------------------------------------------------------------
@@ -195,6 +182,7 @@ def _layers(
     problem: Problem, make: Callable[[], Any], reorder: bool = False, compiled: bool = False
 ) -> Contender:
     """A stack of layers of Keras's kind, with the weights of the problem."""
+    set_threads(problem.threads)
     shape, stack, inputs = problem.shape, list[Parts](), problem.shape.I
     for directions in by_direction(problem.weights, shape):
         layer = make()
@@ -253,12 +241,8 @@ def _contender(
 
     def arrays(kept: Any) -> dict[str, Array]:
         y, grads = kept
-        named = by_direction(problem.weights, problem.shape)
-        found = [
-            [_as_torch(problem, w, g, reorder) for w, g in zip(*layer, strict=True)]
-            for layer in zip(named, grads, strict=True)
-        ]
-        return {**output(y), "x": turned(of_input(x, dy).numpy()), **joined(found)}
+        x_grad = turned(of_input(x, dy).numpy())
+        return {**output(y), "x": x_grad, **_as_torch(problem, grads, reorder)}
 
     tasks: dict[Mode, Task] = {
         "inference": Task(functools.partial(infer, x), output),

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from anycell.bench.errors import need
+from anycell.usage import need
 
 # A fixed threshold sends every larger buffer to mmap, so that what is freed leaves the process at
 # once. (glibc otherwise raises it as it goes, and a reused heap hides what a step allocates.)

@@ -6,14 +6,18 @@ matmul each over all steps, and a step is one matmul and the element-wise part.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from anycell.bench.problem import Problem, by_direction, joined
+import anycell
+from anycell.bench.problem import Problem, by_direction, rounds, suffix
+from anycell.bench.tasks import Array, Contender, Mode, Task, Unsupported
+from anycell.numpy.host import numpy_dtype
+from anycell.usage import need
 
-Array = npt.NDArray[np.floating]
 Weights = Mapping[str, Array]
 
 
@@ -157,6 +161,7 @@ class RNN(Scan):
         np.multiply(dh, 1 - self.h[t + 1] ** 2, out=d_input)
 
 
+WAYS = (1, -1)  # through time, by direction
 SCANS: dict[str, type[Scan]] = {"LSTM": LSTM, "GRU": GRU, "RNN": RNN, "PeepholeLSTM": LSTM}
 
 
@@ -170,16 +175,89 @@ class Stack:
     def forward(self, x: Array) -> Array:
         """``[T, B, I] -> [T, B, D * H]``."""
         for layer in self.scans:
-            outputs = [s.forward(x[::way])[::way] for s, way in zip(layer, (1, -1), strict=False)]
+            outputs = [scan.forward(x[::w])[::w] for scan, w in zip(layer, WAYS, strict=False)]
             x = np.concatenate(outputs, 2) if len(outputs) > 1 else outputs[0]
         return x
 
     def backward(self, dy: Array) -> dict[str, Array]:
         """Gradients by name, the input's as ``x``; only after `forward`."""
-        learned: list[list[dict[str, Array]]] = []
-        for layer in reversed(self.scans):
-            parts = zip(layer, np.split(dy, len(layer), axis=2), (1, -1), strict=False)
-            found = [(scan.backward(part[::way]), way) for scan, part, way in parts]
-            learned.insert(0, [gradients for (_, gradients), _ in found])
-            dy = np.asarray(sum(dx[::way] for (dx, _), way in found))
-        return {**joined(learned), "x": dy}
+        gradients: dict[str, Array] = {}
+        for number, layer in reversed(list(enumerate(self.scans))):
+            inputs = []
+            for d, part in enumerate(np.split(dy, len(layer), axis=2)):
+                dx, learned = layer[d].backward(part[:: WAYS[d]])
+                inputs.append(dx[:: WAYS[d]])
+                gradients |= {name + suffix(number, d): value for name, value in learned.items()}
+            dy = np.asarray(sum(inputs))
+        return {**gradients, "x": dy}
+
+
+# -- contenders ------------------------------------------------------------------------------------
+
+
+def blas_threads(threads: int) -> Any:
+    """A context in which NumPy's BLAS has this many threads."""
+    module: Any = need("threadpoolctl", "the benchmark")
+    return module.threadpool_limits(limits=threads, user_api="blas")
+
+
+def loop(problem: Problem) -> Contender:
+    """The LSTM from scratch: a Python loop over time, backward by hand."""
+    if not problem.cell.classic or problem.cell.name not in SCANS:
+        raise Unsupported(f"no NumPy loop for {problem.cell.name}")
+    if rounds(problem.dtype):
+        raise Unsupported(f"no NumPy loop in {problem.dtype}")
+    stack = Stack(problem)
+
+    def train() -> dict[str, Array]:
+        return {"output": stack.forward(problem.x), **stack.backward(problem.dy)}
+
+    tasks: dict[Mode, Task] = {
+        "inference": Task(lambda: stack.forward(problem.x)),
+        "training": Task(train, dict),
+    }
+    return Contender(tasks, functools.partial(blas_threads, problem.threads))
+
+
+def ours(problem: Problem) -> Contender:
+    """The layer without a framework; in 16 bits it trains in 16 bits, too."""
+    cell, shape = problem.cell.definition, problem.shape
+    if cell.keeps:
+        raise Unsupported(f"{problem.cell.name} draws random masks, here from NumPy's generator")
+    dtype = problem.types.storage.name
+    layer = anycell.numpy.RNN(
+        cell, shape.I, shape.H, dtype=dtype, seed=problem.seed, **problem.flags
+    )
+    layer.set_parameters(problem.weights)
+    if problem.types.quantized:
+        layer = anycell.compress.quantize(layer)
+    x, dy = (array.astype(layer.dtype) for array in (problem.x, problem.dy))
+    static = None if problem.static is None else problem.static.astype(layer.dtype)
+
+    def train() -> dict[str, Array]:
+        output, _ = layer.forward(x, static=static, training=True)
+        return {"output": output, "x": layer.backward(dy)[0]}
+
+    tasks: dict[Mode, Task] = {"inference": Task(lambda: layer.forward(x, static=static)[0])}
+    if not problem.types.quantized:
+        tasks["training"] = Task(train, lambda kept: {**kept, **layer.grads})
+    around = functools.partial(blas_threads, problem.threads)
+    return Contender(tasks, around, (layer.plan.engine, layer.plan.reason))
+
+
+def recurrence(problem: Problem) -> Task:
+    """The primitive alone: one direction of the first layer, its input projected before."""
+    arguments = recurrence_arguments(problem)
+    return Task(lambda: anycell.recurrence(*arguments)[0])
+
+
+def recurrence_arguments(problem: Problem, dtype: str | None = None) -> tuple[Any, ...]:
+    """Cell, projected inputs, weights, state and parameters, as the primitive takes them."""
+    kind, cell = numpy_dtype(dtype or problem.dtype), problem.cell.definition
+    first = by_direction(problem.weights, problem.shape)[0][0]
+    w = {name: value.astype(dtype or problem.wide) for name, value in first.items()}
+    x = problem.x.astype(dtype or problem.wide)
+    gates = x @ w["weight_ih"].T + w.get("bias_ih", x.dtype.type(0))
+    weights = {name: w[name].astype(kind) for name in ("weight_hh", "bias_hh") if name in w}
+    params = {name: w[name].astype(kind) for name in cell.param_names}
+    return cell, gates.astype(kind), weights, None, params

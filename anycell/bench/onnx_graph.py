@@ -6,6 +6,7 @@ of the output, ``[T, D, B, H]``; a transpose and a reshape bring it to torch's `
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from anycell import layouts
-from anycell.bench.errors import Unsupported, need
 from anycell.bench.problem import Problem, by_direction
+from anycell.bench.tasks import Contender, Task, Unsupported
 from anycell.engines.cpu.ir import X86
 from anycell.machine import instruction_sets
+from anycell.usage import UsageError, need
 
 OPERATORS = {"LSTM": "LSTM", "PeepholeLSTM": "LSTM", "GRU": "GRU", "RNN": "RNN"}
 
@@ -112,3 +114,56 @@ def quantized(model: bytes, reduce_range: bool) -> bytes:
     if "DynamicQuantizeLSTM" not in operators:
         raise Unsupported(f"ONNX Runtime has no int8 {graph.graph.node[0].op_type}")
     return result
+
+
+def onnxruntime(problem: Problem, settings: Mapping[str, str] | None = None) -> Contender:
+    """The same weights as an ONNX graph: inference in float32, of LSTMs in int8 too.
+
+    The weights are constants of the graph, which a session packs once. Those of int8 are of 7 bits
+    where products of 8 bits would saturate, and wrong results come out. `settings` are entries of
+    its configuration; by default all are ONNX Runtime's own, so that its threads spin while it runs
+    as they do for its users.
+    """
+    if problem.dtype not in ("float32", "int8"):
+        raise Unsupported(f"ONNX Runtime has no {problem.dtype} recurrent layers")
+    model, remark = build(problem), None
+    if problem.types.quantized:
+        reduced = saturates()
+        model = quantized(model, reduced)
+        if reduced:
+            remark = "weights of 7 bits, for its products of 8 bits saturate without VNNI"
+    runtime: Any = need("onnxruntime", "the onnxruntime peer")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = problem.threads
+    options.inter_op_num_threads = 1
+    for key, value in (settings or {}).items():
+        options.add_session_config_entry(key, value)
+    session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    feed = {"x": problem.x}
+    return Contender({"inference": Task(lambda: session.run(None, feed)[0])}, remark=remark)
+
+
+def openvino(problem: Problem) -> Contender:
+    """The same ONNX graph in Intel's runtime, where that computes in the dtype on this machine."""
+    hint = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(problem.dtype)
+    if hint is None:
+        raise Unsupported(f"OpenVINO has no {problem.dtype} recurrent layers")
+    if problem.cell.name == "PeepholeLSTM":
+        raise Unsupported("OpenVINO leaves out the peepholes of an ONNX LSTM")
+    try:
+        runtime: Any = need("openvino", "the openvino peer", "openvino")
+    except UsageError as error:  # it is large, and the others can be measured without it
+        raise Unsupported(str(error)) from None
+    core = runtime.Core()
+    settings = {
+        "INFERENCE_PRECISION_HINT": hint,
+        "INFERENCE_NUM_THREADS": problem.threads,
+        "PERFORMANCE_HINT": "LATENCY",
+    }
+    model = core.compile_model(core.read_model(build(problem)), "CPU", settings)
+    precision = model.get_property("INFERENCE_PRECISION_HINT").to_string()
+    if precision != hint:
+        raise Unsupported(f"OpenVINO computes in {precision} on this machine")
+    request, feed = model.create_infer_request(), {"x": problem.x}
+    infer = functools.partial(request.infer, feed, share_inputs=True)
+    return Contender({"inference": Task(infer, lambda _: {"output": request.results["y"].copy()})})

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -66,16 +66,6 @@ def by_direction(weights: Mapping[str, V], shape: Shape) -> list[list[dict[str, 
     return [[part(suffix(l, d)) for d in range(shape.D)] for l in range(shape.L)]
 
 
-def joined(parts: Sequence[Sequence[Mapping[str, V]]]) -> dict[str, V]:
-    """One dictionary again of what `by_direction` takes apart."""
-    return {
-        name + suffix(l, d): value
-        for l, layer in enumerate(parts)
-        for d, part in enumerate(layer)
-        for name, value in part.items()
-    }
-
-
 @dataclass(frozen=True)
 class Problem:
     """What every contender gets. Arrays are made when first asked for, from the seed alone."""
@@ -89,7 +79,7 @@ class Problem:
     def asdict(self) -> dict[str, Any]:
         """What another process needs to pose the problem again."""
         rest = {"dtype": self.dtype, "threads": self.threads, "seed": self.seed}
-        return {"cell": self.cell.origin, "shape": self.shape.asdict(), **rest}
+        return {"cell": self.cell.origin, "shape": asdict(self.shape), **rest}
 
     @property
     def types(self) -> Dtype:

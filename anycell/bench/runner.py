@@ -22,16 +22,15 @@ from anycell.bench.contenders import (
     DEFAULT_PEERS,
     FLOAT32,
     SUBJECT,
-    blas_threads,
     make,
     posed,
     reference,
 )
-from anycell.bench.errors import Unsupported
+from anycell.bench.numpy_loops import blas_threads
 from anycell.bench.problem import CellSpec, Problem
 from anycell.bench.shapes import Shape
 from anycell.bench.stats import iqr, median, paired_ratio
-from anycell.bench.tasks import Contender, Mode, Task
+from anycell.bench.tasks import Contender, Mode, Task, Unsupported
 from anycell.bench.timing import interleave, once
 from anycell.plan.dtype import DTYPES
 
@@ -286,7 +285,9 @@ class Bench:
 
         for mode in settings.modes:
             row = Row(cell.name, mode, shape, settings.subject, problem.flops(mode))
-            row.entries = {name: Entry(entry.status, entry.reason) for name, entry in entries.items()}
+            row.entries = {
+                name: Entry(entry.status, entry.reason) for name, entry in entries.items()
+            }
             running: dict[str, Task] = {}
             both = mode == "inference" and "training" in settings.modes
             with ExitStack() as around:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
@@ -29,9 +29,6 @@ class Shape:
 
     def __str__(self) -> str:
         return f"T{self.T} B{self.B} I{self.I} H{self.H} L{self.L} D{self.D}"
-
-    def asdict(self) -> dict[str, str | int]:
-        return asdict(self)
 
 
 @cache

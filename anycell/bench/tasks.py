@@ -10,10 +10,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from anycell.bench.errors import Unsupported
-
 Array = npt.NDArray[np.floating]
 Mode = Literal["inference", "training", "recurrence"]
+
+
+class Unsupported(Exception):
+    """This contender has no such layer, as ``torch.nn`` has none for a user's cell: shown as -."""
 
 
 @dataclass

@@ -12,20 +12,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+
+from anycell.bench.tasks import Task
 
 MIN_ROUNDS = 5
 MAX_ROUNDS = 300
 BLOCK_S = 20e-3  # a sample lasts at least this long: as long as the usual pause before it
 WINDOW_S = 10e-3  # systems count a running thread's time by ticks, of 4 or of 10 ms
 PATIENCE_S = 0.5  # five times as long as the longest that any pool was seen to spin
-
-
-class Timed(Protocol):
-    """Something to time: `prepare` runs before every `call` and is not timed."""
-
-    def prepare(self) -> object: ...
-    def call(self) -> object: ...
 
 
 @contextmanager
@@ -61,24 +55,24 @@ def settle() -> None:
     )
 
 
-def once(timed: Timed) -> float:
+def once(task: Task) -> float:
     """Seconds of one call."""
-    timed.prepare()
+    task.prepare()
     start = time.perf_counter()
-    timed.call()
+    task.call()
     return time.perf_counter() - start
 
 
-def block(timed: Timed, inner: int) -> float:
+def block(task: Task, inner: int) -> float:
     """Seconds per call over `inner` calls, after the previous contender's threads went to sleep."""
     settle()
     if inner > 1:  # a short call would otherwise pay for waking threads and for cold caches
-        once(timed)
-    return math.fsum(once(timed) for _ in range(inner)) / inner
+        once(task)
+    return math.fsum(once(task) for _ in range(inner)) / inner
 
 
 def interleave(
-    contenders: Mapping[str, Timed],
+    contenders: Mapping[str, Task],
     seconds: float,
     *,
     min_rounds: int = MIN_ROUNDS,

@@ -1,0 +1,184 @@
+"""Contenders on torch tensors: torch's own layers, ours, and loops over time."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+import anycell.torch
+from anycell import compress
+from anycell.bench.numpy_loops import recurrence, recurrence_arguments
+from anycell.bench.problem import Problem
+from anycell.bench.tasks import Array, Contender, Mode, Task, Unsupported
+from anycell.bench.torch_loops import Loop
+from anycell.engines import reference as engine
+from anycell.plan.dtype import DTYPES
+
+
+def from_module(
+    build: Callable[[], Any],
+    problem: Problem,
+    dtype: str | None = None,
+    quantize: Callable[[Any], Any] | None = None,
+) -> Contender:
+    """Any ``module(x)``, made by ``build()``, that returns the output, or a tuple that starts so.
+
+    In 16 bits inference is of a module in that dtype, training of a float32 one under autocast.
+    In 8 bits there is only inference, of ``quantize(module)``.
+    """
+    types = DTYPES[dtype or problem.dtype]
+    kind = getattr(torch, types.storage.name)
+    module = build().to(kind)
+    if types.quantized:
+        if quantize is None:
+            raise Unsupported(f"no {types.name}")
+        module = quantize(module)
+    tasks: dict[Mode, Task] = {"inference": _task(module, problem, kind, torch.inference_mode)}
+    if types.mixed:
+        autocast = functools.partial(torch.autocast, "cpu", kind)
+        tasks["training"] = _task(build(), problem, torch.float32, autocast, training=True)
+    elif not types.quantized:
+        tasks["training"] = _task(module, problem, kind, nullcontext, training=True)
+    return Contender(tasks, engine=getattr(module, "engine", None))
+
+
+def _task(
+    module: Any, problem: Problem, kind: Any, around: Callable[[], Any], training: bool = False
+) -> Task:
+    """A forward pass of inputs in that dtype, with its settings around it, and a backward pass."""
+    x = torch.from_numpy(problem.x).to(kind, copy=True).requires_grad_(training)
+    static = {} if problem.static is None else {"static": torch.from_numpy(problem.static).to(kind)}
+    leaves = {"x": x, **dict(module.named_parameters())} if training else {}
+    arriving = functools.cache(torch.from_numpy(problem.dy).to)  # in the dtype of the output
+
+    def work() -> Any:
+        with around():
+            result = module(x, **static)
+        output = result[0] if isinstance(result, tuple) else result
+        if not training:
+            return output
+        # The gradient of (output * dy).sum(), without timing that sum.
+        output.backward(arriving(output.dtype))
+        return output.detach()
+
+    def ready() -> None:
+        module.train(training)
+        for leaf in leaves.values():
+            leaf.grad = None
+        if problem.cell.definition.keeps:  # the same random masks for everybody
+            torch.manual_seed(problem.seed)
+
+    def arrays(output: Any) -> dict[str, Array]:
+        # What has no gradient stays absent: the gate says which one is missing.
+        found = {"output": output, **{k: v.grad for k, v in leaves.items() if v.grad is not None}}
+        # In float32 where NumPy has no such dtype.
+        return {k: (v.float() if v.element_size() == 2 else v).numpy() for k, v in found.items()}
+
+    return Task(work, arrays, ready)
+
+
+NO_KERNEL = ("not implemented for", "could not create a primitive")
+
+
+def _torchs(contender: Contender) -> Contender:
+    """`Unsupported` where PyTorch says that it has no kernel for a dtype on this machine."""
+
+    def checked(work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except RuntimeError as error:
+            if any(words in str(error) for words in NO_KERNEL):
+                raise Unsupported(str(error).partition("\n")[0]) from None
+            raise
+
+    for task in contender.tasks.values():
+        task.work = functools.partial(checked, task.work)
+    return contender
+
+
+def _load(module: Any, problem: Problem) -> Any:
+    module = module.to(getattr(torch, problem.wide))
+    module.load_state_dict({k: torch.from_numpy(v) for k, v in problem.weights.items()})
+    return module
+
+
+def theirs(problem: Problem) -> Contender:
+    """``torch.nn.LSTM``, ``GRU``, ``RNN``."""
+    build = functools.partial(_nn_module, problem)
+    return _torchs(from_module(build, problem, quantize=_quantized))
+
+
+def _quantized(module: Any) -> Any:
+    """The module with weights of 8 bits, by what PyTorch itself has."""
+    model = torch.nn.Sequential(module)
+    with warnings.catch_warnings():  # it will move to torchao, which has no recurrent layers yet
+        warnings.simplefilter("ignore")
+        (layer,) = torch.ao.quantization.quantize_dynamic(model, {type(module)}, torch.qint8)
+    if type(layer) is type(module):
+        raise Unsupported(f"torch.ao.quantization has no {type(module).__name__}")
+    return layer
+
+
+def _nn_module(problem: Problem) -> Any:
+    name = problem.cell.name
+    if not problem.cell.classic or name not in ("LSTM", "GRU", "RNN"):
+        raise Unsupported(f"torch.nn has no {name}")
+    return _load(getattr(nn, name)(problem.shape.I, problem.shape.H, **problem.flags), problem)
+
+
+def ours(problem: Problem) -> Contender:
+    """The layers that replace ``torch.nn.LSTM`` and ``GRU``; ``RNN(cell, ...)`` for other cells."""
+    frontend: Any = anycell.torch
+    cell, shape = problem.cell, problem.shape
+
+    def build() -> Any:
+        if cell.classic and cell.name in ("LSTM", "GRU"):
+            layer = getattr(frontend, cell.name)
+        else:
+            layer = functools.partial(frontend.RNN, cell.definition)
+        return _load(layer(shape.I, shape.H, **problem.flags), problem)
+
+    contender = from_module(build, problem, quantize=compress.quantize)
+    alone = [l.name for l in cell.definition.linears] == ["hh"]
+    if alone and not problem.types.quantized:
+        contender.tasks["recurrence"] = recurrence(problem)
+    return contender
+
+
+def loop(problem: Problem) -> Contender:
+    """A Python loop over time: by hand for the classics, operation by operation for other cells."""
+    return _torchs(from_module(functools.partial(Loop, problem), problem))
+
+
+def compiled(problem: Problem) -> Contender:
+    """The same loop under ``torch.compile``; its first call compiles, minutes where T is large."""
+    if not problem.cell.classic:
+        raise Unsupported(f"no loop for {problem.cell.name} that torch.compile could take whole")
+
+    def build() -> Any:
+        module = Loop(problem)
+        module.compile(fullgraph=False, dynamic=False)
+        return module
+
+    torch._dynamo.reset()
+    return _torchs(from_module(build, problem))
+
+
+def reference(problem: Problem, mode: Mode) -> dict[str, Array]:
+    """Output, in training all gradients too, in float64: by ``torch.nn``, or by the plain loop."""
+    if mode == "recurrence":
+        cell, gates, weights, state, params = recurrence_arguments(problem, "float64")
+        return {"output": engine.run(cell, gates, weights, state, params)[0]}
+    try:
+        task = from_module(lambda: _nn_module(problem), problem, "float64").task(mode)
+    except Unsupported:
+        task = from_module(lambda: Loop(problem), problem, "float64").task(mode)
+    task.prepare()
+    task.call()
+    return task.results()
