@@ -7,7 +7,8 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -174,8 +175,10 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         help="give up a torch.compile after this many seconds (default: 120)",
     )
     add("--memory", action="store_true", help="also measure the memory of a training step (Linux)")
-    add("--no-alone", action="store_true", help="do not time each also alone, in a fresh process")
-    add("--no-first-call", action="store_true", help="do not time first calls in fresh processes")
+    off: dict[str, Any] = {"action": "store_false"}
+    add("--no-alone", dest="alone", **off, help="do not time each also alone, in a fresh process")
+    first = "do not time first calls in fresh processes"
+    add("--no-first-call", dest="first_call", **off, help=first)
     add(
         "--out",
         type=Path,
@@ -218,23 +221,17 @@ def bench(options: argparse.Namespace) -> int:
             )
         options.mode = "inference"
     built_in = options.cells or ([] if options.cell else ["LSTM", "GRU"])
+    as_given = "dtype threads subject seconds compile_limit alone first_call memory".split()
     settings = runner.Settings(
         cells=[problem.find_cell(name) for name in [*built_in, *options.cell]],
         shapes=shapes.select(options.shapes),
         modes=runner.MODES if options.mode == "both" else [options.mode],
-        dtype=options.dtype,
-        threads=options.threads,
-        subject=options.subject,
         peers=peers,
-        seconds=options.seconds,
-        compile_limit=options.compile_limit,
-        alone=not options.no_alone,
-        first_call=not options.no_first_call,
-        memory=options.memory,
+        **{name: getattr(options, name) for name in as_given},
     )
     total = len(settings.cells) * len(settings.shapes) * len(settings.modes)
-    with Progress(total) as progress:
-        result = runner.run(settings, progress.say, progress.advance)
+    with progress(total) as (say, advance):
+        result = runner.run(settings, say, advance)
     report.show(result)
     written = [report.write_json(result, options.out)]
     try:
@@ -246,50 +243,37 @@ def bench(options: argparse.Namespace) -> int:
     return 0 if result.ok else 1
 
 
-class Progress:
-    """What is being done, on stderr: a ``rich`` bar in a terminal, else a line for each row."""
+@contextmanager
+def progress(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+    """Functions that hear what is being done, and that a row is: a bar in a terminal, else a line
+    for each row, on stderr.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.last = total, 0, ""
-        self.bar: Any = None
-        if importlib.util.find_spec("rich") is not None and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-            from rich.progress import Progress as Bar
+    columns = BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn()
+    bar = Progress(
+        *columns,
+        TextColumn("{task.description}"),
+        console=Console(stderr=True),
+        transient=True,
+        # Drawn when there is news, not by a thread that would run during a measurement.
+        auto_refresh=False,
+        disable=not sys.stderr.isatty(),
+    )
+    rows = bar.add_task("", total=total)
 
-            self.bar = Bar(
-                BarColumn(24),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.description}"),
-                console=Console(stderr=True),
-                transient=True,
-                # Drawn when there is news, not by a thread that would run during a measurement.
-                auto_refresh=False,
-            )
+    def say(text: str) -> None:
+        bar.update(rows, description=text, refresh=True)
 
-    def __enter__(self) -> Progress:
-        if self.bar is not None:
-            self.bar.start()
-            self.task = self.bar.add_task("", total=self.total)
-        return self
+    def advance() -> None:
+        bar.update(rows, advance=1, refresh=True)
+        if bar.disable:
+            row = bar.tasks[0].description.partition(":")[0]
+            print(f"{bar.tasks[0].completed}/{total} {row}", file=sys.stderr, flush=True)
 
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-    def say(self, text: str) -> None:
-        self.last = text
-        if self.bar is not None:
-            self.bar.update(self.task, description=text, refresh=True)
-
-    def advance(self) -> None:
-        self.done += 1
-        if self.bar is not None:
-            self.bar.update(self.task, advance=1, refresh=True)
-        else:
-            row = self.last.partition(":")[0]
-            print(f"{self.done}/{self.total} {row}", file=sys.stderr, flush=True)
+    with bar:
+        yield say, advance
 
 
 # -- explain ---------------------------------------------------------------------------------------

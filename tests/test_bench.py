@@ -806,7 +806,7 @@ def reported(**times: tuple[list[float], list[float]]):
     settings = runner.Settings(
         [find_cell("LSTM")], [SMALL], ["inference"], subject=ours, peers=peers
     )
-    row = runner.Row("LSTM", "inference", SMALL, ours, flops=1000, gflops=1.0)
+    row = runner.Row("LSTM", "inference", SMALL, ours, flops=1000, matmul_gflops=1.0)
     for name, (turns, alone) in times.items():
         row.entries[name] = runner.Entry(samples_ms=turns, alone_samples_ms=alone)
     machine = dict.fromkeys(("cpu", "cores", "python", "revision"), 2) | {"versions": {}, "load": 0}

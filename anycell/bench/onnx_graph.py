@@ -1,4 +1,4 @@
-"""``torch.nn`` weights as an ONNX graph, built by hand with ``onnx.helper``, and in 8 bits.
+"""``torch.nn`` weights as an ONNX graph, in 8 bits too, and the contenders that run it.
 
 One LSTM, GRU or RNN node per layer. ONNX has its own gate order, and puts the directions on an axis
 of the output, ``[T, D, B, H]``; a transpose and a reshape bring it to torch's ``[T, B, D * H]``.
@@ -29,49 +29,32 @@ def build(problem: Problem) -> bytes:
     if problem.cell.name not in OPERATORS:
         raise Unsupported(f"ONNX has no operator for {problem.cell.name}")
     onnx = need("onnx", "the onnxruntime peer")
-    helper: Any = need("onnx.helper", "the onnxruntime peer")
-    numpy_helper: Any = need("onnx.numpy_helper", "the onnxruntime peer")
+    parser: Any = need("onnx.parser", "the onnxruntime peer")
     operator, shape = OPERATORS[problem.cell.name], problem.shape
-    nodes, constants = [], []
-
-    def constant(name: str, value: np.ndarray) -> str:
-        constants.append(numpy_helper.from_array(np.ascontiguousarray(value), name))
-        return name
-
-    flat = constant("flat", np.array([0, 0, shape.D * shape.H]))
-    source = "x"
+    direction = "bidirectional" if shape.D == 2 else "forward"
+    attributes = f'hidden_size = {shape.H}, direction = "{direction}"'
+    attributes += ", linear_before_reset = 1" * (operator == "GRU")
+    names = ["x", *(f"x{layer}" for layer in range(1, shape.L)), "y"]
+    constants, nodes = {"flat": np.array([0, 0, shape.D * shape.H])}, []
     for layer, directions in enumerate(by_direction(problem.weights, shape)):
         parts = [_arrays(operator, weights) for weights in directions]
-        arrays = {
-            name: np.concatenate([p[name] for p in parts]) for name in "WRBP" if name in parts[0]
-        }
-        inputs = [source, *(constant(f"{name}{layer}", arrays[name]) for name in "WRB")]
-        if "P" in arrays:
-            inputs += ["", "", "", constant(f"P{layer}", arrays["P"])]
-        attributes: dict[str, Any] = {
-            "hidden_size": shape.H,
-            "direction": "bidirectional" if shape.D == 2 else "forward",
-        }
-        if operator == "GRU":
-            attributes["linear_before_reset"] = 1
-        target = "y" if layer == shape.L - 1 else f"y{layer}"
-        nodes += [
-            helper.make_node(operator, inputs, [f"tdbh{layer}"], **attributes),
-            helper.make_node("Transpose", [f"tdbh{layer}"], [f"tbdh{layer}"], perm=[0, 2, 1, 3]),
-            helper.make_node("Reshape", [f"tbdh{layer}", flat], [target]),
-        ]
-        source = target
-
-    element = helper.np_dtype_to_tensor_dtype(np.dtype(problem.wide))
-    graph = helper.make_graph(
-        nodes,
-        "bench",
-        [helper.make_tensor_value_info("x", element, [shape.T, shape.B, shape.I])],
-        [helper.make_tensor_value_info("y", element, [shape.T, shape.B, shape.D * shape.H])],
-        constants,
-    )
+        for name in parts[0].keys() & set("WRBP"):
+            constants[f"{name}{layer}"] = np.concatenate([part[name] for part in parts])
+        peepholes = f", , , , P{layer}" * ("P" in parts[0])
+        given = f"{names[layer]}, W{layer}, R{layer}, B{layer}{peepholes}"
+        nodes.append(f"""
+            tdbh{layer} = {operator} <{attributes}> ({given})
+            tbdh{layer} = Transpose <perm = [0, 2, 1, 3]> (tdbh{layer})
+            {names[layer + 1]} = Reshape (tbdh{layer}, flat)""")
     # An old opset and IR, so that any ONNX Runtime of the last years loads the model.
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 14)], ir_version=8)
+    model = parser.parse_model(f"""
+        <ir_version: 8, opset_import: ["": 14]>
+        bench (float[{shape.T}, {shape.B}, {shape.I}] x)
+            => (float[{shape.T}, {shape.B}, {shape.D * shape.H}] y)
+        {{{"".join(nodes)} }}""")
+    for name, value in constants.items():
+        array = np.ascontiguousarray(value)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
     onnx.checker.check_model(model)
     return bytes(model.SerializeToString())
 

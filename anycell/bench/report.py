@@ -24,6 +24,7 @@ MARK = "!"  # next to a time that differs from the time alone
 # -- JSON ------------------------------------------------------------------------------------------
 
 SETTINGS = "modes dtype threads subject peers seconds seed".split()
+ROW = "cell mode shape flops matmul_gflops bound_ms over_bound".split()
 ENTRY = """
     status reason engine median_ms iqr_ms alone_ms disagrees first_call_ms fresh_process_extra_ms
     training_peak_bytes remarks errors samples_ms alone_samples_ms
@@ -60,13 +61,8 @@ def as_json(report: Report) -> dict[str, Any]:
 
 def _row(row: Row) -> dict[str, Any]:
     return {
-        "cell": row.cell,
-        "mode": row.mode,
+        **{key: getattr(row, key) for key in ROW},
         "shape": asdict(row.shape),
-        "flops": row.flops,
-        "matmul_gflops": row.gflops,
-        "bound_ms": row.bound_ms,
-        "over_bound": row.over_bound,
         "contenders": {
             name: {key: getattr(entry, key) for key in ENTRY} | {"ratio": row.ratio(name)}
             for name, entry in row.entries.items()
