@@ -117,6 +117,10 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     cores = usable_cores()
     modes = ("inference", "training", "both", "recurrence")
     add = parser.add_argument
+
+    def number(name: str, default: float, metavar: str, text: str) -> None:
+        add(name, type=positive(type(default)), default=default, metavar=metavar, help=text)
+
     add(
         "--shapes",
         type=names,
@@ -140,13 +144,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         help="of inputs and weights (default: float32); training in 16 bits is of float32 layers "
         "under autocast; int8 is weights of 8 bits, inference only",
     )
-    add(
-        "--threads",
-        type=positive(int),
-        default=cores,
-        metavar="N",
-        help=f"for everybody (default: {cores}, as many as there are cores)",
-    )
+    number("--threads", cores, "N", f"for everybody (default: {cores}, as many as there are cores)")
     add(
         "--peers",
         type=names,
@@ -160,19 +158,17 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="the contender that all others are compared with (default: anycell)",
     )
-    add(
+    number(
         "--seconds",
-        type=positive(float),
-        default=5.0,
-        metavar="S",
-        help="time for the runs of one line of a table, 5 rounds at least (default: 5)",
+        5.0,
+        "S",
+        "time for the runs of one line of a table, 5 rounds at least (default: 5)",
     )
-    add(
+    number(
         "--compile-limit",
-        type=positive(float),
-        default=120.0,
-        metavar="S",
-        help="give up a torch.compile after this many seconds (default: 120)",
+        120.0,
+        "S",
+        "give up a torch.compile after this many seconds (default: 120)",
     )
     add("--memory", action="store_true", help="also measure the memory of a training step (Linux)")
     off: dict[str, Any] = {"action": "store_false"}
@@ -191,7 +187,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
 
 def bench(options: argparse.Namespace) -> int:
     """Measure, show, write."""
-    for package in ("torch", "rich"):
+    for package in ("torch", "rich", "psutil", "threadpoolctl"):
         if importlib.util.find_spec(package) is None:
             raise UsageError(
                 f"bench needs {package}, which is not installed: pip install '.[bench]'"

@@ -23,7 +23,7 @@ def usable_cores() -> int:
 
 
 def cpu_name() -> str:
-    """What the maker calls it."""
+    """The processor, as its maker calls it."""
     name = output("sysctl", "-n", "machdep.cpu.brand_string") if sys.platform == "darwin" else ""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         name = next((line.split(":", 1)[1] for line in file if line.startswith("model name")), "")
@@ -31,7 +31,7 @@ def cpu_name() -> str:
 
 
 def instruction_sets() -> list[str]:
-    """Those that matter for matmuls, as LLVM finds them; none where it cannot tell."""
+    """The instruction sets that matter for matmuls, as LLVM finds them; none if it cannot tell."""
     import llvmlite.binding as llvm
 
     try:
@@ -50,7 +50,7 @@ def version(*packages: str) -> str | None:
 
 
 def output(*command: str) -> str:
-    """What a command prints; empty if it fails, or is not there."""
+    """Runs a command and returns what it prints: nothing if it fails, or is not there."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -490,7 +490,7 @@ def test_onnxruntime_runs_as_its_users_run_it(monkeypatch: pytest.MonkeyPatch) -
     [
         ("LSTM", ["anycell.keras", "keras", "tf-block"]),
         pytest.param("LSTMP", ["anycell.keras", "keras-loop"], marks=pytest.mark.slow),
-        pytest.param("GRU", ["anycell.keras", "keras"], marks=pytest.mark.slow),
+        pytest.param("GRU", ["anycell.keras", "keras", "keras-loop"], marks=pytest.mark.slow),
         pytest.param(
             "PeepholeLSTM", ["anycell.keras", "keras-loop", "tf-block"], marks=pytest.mark.slow
         ),
@@ -537,6 +537,14 @@ def test_a_cell_beside_what_its_file_imports(own_cell: str) -> None:
     before = list(sys.path)
     assert len(find_cell(own_cell).definition.gates) == 2
     assert sys.path == before
+
+
+def test_a_cell_whose_recurrence_does_not_stand_alone() -> None:
+    pytest.importorskip("torch")
+    result = measure(cells=[find_cell("LSTMP")], modes=["recurrence"], peers=["anycell-LSTM"])
+    ours, lstm = result.rows[0].entries.values()
+    assert (ours.status, ours.reason) == ("unsupported", "no recurrence")
+    assert lstm.status == "ok" and not lstm.timed  # without us there is nothing to compare with
 
 
 def test_the_recurrence_alone() -> None:
@@ -685,11 +693,15 @@ def test_an_interrupt_keeps_what_was_measured(capsys: pytest.CaptureFixture[str]
     assert "interrupted after 1 rows" in capsys.readouterr().out
 
 
-def test_a_compilation_that_takes_too_long_is_given_up() -> None:
+def test_a_compilation_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    runner = importlib.import_module("anycell.bench.runner")
-    with pytest.raises(runner.CompileLimit), runner.time_limit(0.05):
-        time.sleep(10)
+    tasks = importlib.import_module("anycell.bench.tasks")
+    slow = tasks.Contender({"inference": tasks.Task(lambda: time.sleep(10))})
+    monkeypatch.setitem(contenders().CONTENDERS, "torch-compile", lambda problem: slow)
+    result = measure(modes=["inference"], peers=["torch-compile"], compile_limit=0.05)
+    entry = result.rows[0].entries["torch-compile"]
+    assert entry.status == "skipped" and entry.reason.startswith("not compiled after 0 s")
+    assert not entry.remarks and result.rows[0].entries["anycell"].timed and result.ok
 
 
 def test_the_picture(tmp_path: Path) -> None:
@@ -908,7 +920,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         need("matplotlib", "the chart")
 
 
-@pytest.mark.parametrize("package", ["torch", "rich"])
+@pytest.mark.parametrize("package", ["torch", "rich", "psutil", "threadpoolctl"])
 def test_without_a_package_bench_says_what_to_install(package: str) -> None:
     code = (
         "import sys, importlib.util as u; find = u.find_spec\n"

@@ -30,7 +30,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import anycell.torch
 from anycell import cells
-from anycell.bench import contenders, memory
+from anycell.bench import contenders, memory, onnx_graph
 from anycell.bench.problem import Problem, find_cell
 from anycell.bench.shapes import Shape, select
 from anycell.bench.stats import geometric_mean, median, paired_ratio
@@ -249,7 +249,7 @@ def spinning(names: list[str]) -> None:
     for shape in select(names or ["stream", "deepar", "rl-policy", "sb3", "codec"]):
         problem = Problem(find_cell("LSTM"), shape, threads=THREADS)
         peers = {
-            name: contenders.onnxruntime(problem, settings).task("inference")
+            name: onnx_graph.onnxruntime(problem, settings).task("inference")
             for name, settings in ONNX_RUNTIME.items()
         }
         line(f"onnxruntime {shape.name} {shape}", compare(peers, 5), "as it is")

@@ -1,9 +1,10 @@
 """The benchmark behind ``python -m anycell bench``.
 
 Read it in this order: ``shapes`` (what is measured), ``problem`` (the same numbers for everybody),
-``tasks`` and ``contenders`` (who runs), ``gate`` (a wrong contender is not timed), ``timing``
-(interleaved runs), ``machine`` (the matmul bound), ``probe`` (what only a fresh process can tell),
-``runner`` (which puts them together), ``report`` and ``chart`` (what you see).
+``tasks`` and ``contenders`` (who runs; each is built in the module of its framework), ``gate`` (a
+wrong contender is not timed), ``timing`` (interleaved runs), ``machine`` (the matmul bound),
+``probe`` (what only a fresh process can tell), ``runner`` (which puts them together), ``report``
+and ``chart`` (what you see).
 
 Only that command imports it, and needs what the extra ``bench`` installs: nothing else of anycell
 depends on either.

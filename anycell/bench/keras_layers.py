@@ -129,7 +129,7 @@ class PeepholeCell(keras.layers.Layer):
 
 
 def _keras_name(name: str) -> str:
-    """Where Keras has a weight: both biases in one variable."""
+    """The name of a weight in Keras, which has both biases in one variable."""
     kind, _, rest = name.partition("_")
     prefix = {"ih": "", "hh": "recurrent_"}.get(rest, f"{rest}_")
     if name in ("bias_ih", "bias_hh"):
@@ -263,7 +263,7 @@ def _alone() -> Iterator[None]:
 
 
 def set_threads(count: int) -> None:
-    """So many for TensorFlow, which takes that before its first operation only."""
+    """Set TensorFlow's threads, which it takes before its first operation only."""
     for kind in ("intra", "inter"):
         if getattr(tf.config.threading, f"get_{kind}_op_parallelism_threads")() != count:
             getattr(tf.config.threading, f"set_{kind}_op_parallelism_threads")(count)

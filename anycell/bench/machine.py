@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from anycell.bench.stats import median
 from anycell.bench.tasks import Task
 from anycell.bench.timing import once, settle
 from anycell.machine import cpu_name, instruction_sets, output, usable_cores, version
+from anycell.usage import need
 
 PACKAGES = (
     "anycell", "numpy", "llvmlite", "torch", "onnxruntime", "openvino", "keras", "tensorflow",
@@ -22,21 +22,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def describe() -> dict[str, Any]:
     """CPU, cores, instruction sets, versions, and the revision if this is a checkout."""
+    psutil: Any = need("psutil", "the benchmark")
     return {
         "cpu": cpu_name(),
         "cores": usable_cores(),
         "isa": instruction_sets(),
-        "load": load(),
+        "load": round(psutil.getloadavg()[0], 2),  # on a busy machine all bets are off
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "versions": {name: version(name) for name in PACKAGES},
         "revision": revision(),
     }
-
-
-def load() -> float | None:
-    """How many processes wanted a core in the last minute: with a busy machine all bets are off."""
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def revision() -> str | None:

@@ -16,7 +16,7 @@ PROC = Path("/proc/self")
 
 
 def supported() -> bool:
-    """Whether this system tells: psutil knows no peak that starts again."""
+    """Whether this system tells a peak that starts again, which psutil does not."""
     return sys.platform == "linux"
 
 

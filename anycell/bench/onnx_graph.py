@@ -76,7 +76,7 @@ def saturates() -> bool:
 
 
 def quantized(model: bytes, reduce_range: bool) -> bytes:
-    """The same with ``DynamicQuantizeLSTM``: weights of 8 bits, with a scale for each output.
+    """The model with ``DynamicQuantizeLSTM``: weights of 8 bits, with a scale for each output.
 
     Args:
         reduce_range: weights of 7 bits, whose products cannot saturate.
@@ -100,7 +100,7 @@ def quantized(model: bytes, reduce_range: bool) -> bytes:
 
 
 def onnxruntime(problem: Problem, settings: Mapping[str, str] | None = None) -> Contender:
-    """The same weights as an ONNX graph: inference in float32, of LSTMs in int8 too.
+    """ONNX Runtime, on the problem as a graph: inference in float32, of LSTMs in int8 too.
 
     The weights are constants of the graph, which a session packs once. Those of int8 are of 7 bits
     where products of 8 bits would saturate, and wrong results come out. `settings` are entries of
@@ -127,7 +127,7 @@ def onnxruntime(problem: Problem, settings: Mapping[str, str] | None = None) -> 
 
 
 def openvino(problem: Problem) -> Contender:
-    """The same ONNX graph in Intel's runtime, where that computes in the dtype on this machine."""
+    """Intel's runtime on the ONNX graph, if it computes in the dtype on this machine."""
     hint = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(problem.dtype)
     if hint is None:
         raise Unsupported(f"OpenVINO has no {problem.dtype} recurrent layers")

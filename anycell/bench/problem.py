@@ -68,7 +68,7 @@ def by_direction(weights: Mapping[str, V], shape: Shape) -> list[list[dict[str, 
 
 @dataclass(frozen=True)
 class Problem:
-    """What every contender gets. Arrays are made when first asked for, from the seed alone."""
+    """A problem for every contender. Arrays are made when first used, from the seed alone."""
 
     cell: CellSpec
     shape: Shape
@@ -77,13 +77,13 @@ class Problem:
     seed: int = 0
 
     def asdict(self) -> dict[str, Any]:
-        """What another process needs to pose the problem again."""
+        """The entries from which another process makes the problem again."""
         rest = {"dtype": self.dtype, "threads": self.threads, "seed": self.seed}
         return {"cell": self.cell.origin, "shape": asdict(self.shape), **rest}
 
     @property
     def types(self) -> Dtype:
-        """What the dtype stands for."""
+        """The dtypes of storage and of math that the name of the dtype stands for."""
         return DTYPES[self.dtype]
 
     @property

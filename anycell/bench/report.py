@@ -1,4 +1,4 @@
-"""What the benchmark shows: a table in the terminal and a JSON file with every sample."""
+"""Shows what was measured: tables in the terminal and a JSON file with every sample."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def summary(report: Report) -> str:
 
 def notes(report: Report) -> list[str]:
     """Why a table has no number somewhere; every refusal is spelled out."""
-    busy, cores = report.machine["load"] or 0, report.machine["cores"]
+    busy, cores = report.machine["load"], report.machine["cores"]
     warning = (
         f"the machine was busy when this began (load {busy:.1f} on {cores} cores): "
         "take these times with a grain of salt"

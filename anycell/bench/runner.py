@@ -43,7 +43,7 @@ Status = Literal["ok", "wrong", "unsupported", "failed", "skipped"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure; see ``python -m anycell bench --help``."""
+    """The cells, shapes and options of a run; see ``python -m anycell bench --help``."""
 
     cells: Sequence[CellSpec]
     shapes: Sequence[Shape]
@@ -235,7 +235,7 @@ def run(
 
 @contextmanager
 def all_threads(threads: int) -> Iterator[None]:
-    """So many threads for everybody: us, here and in processes that start, torch and BLAS."""
+    """Gives everybody this many threads: us, here and in processes that start, torch and BLAS."""
     import torch
 
     torch_before, ours_before = torch.get_num_threads(), os.environ.get(OUR_THREADS)
@@ -265,7 +265,7 @@ def refusing(entry: Entry) -> Iterator[None]:
 
 
 class Bench:
-    """What all rows share: the settings, who hears what is being done, and the large matmul."""
+    """Makes rows, with what they share: settings, who hears what is done, the large matmul."""
 
     def __init__(self, settings: Settings, say: Say) -> None:
         self.settings, self.say = settings, say

@@ -1,4 +1,4 @@
-"""What a contender is: a layer that is ready to run, and what it can be asked for."""
+"""A contender is a layer that is ready to run, and has a task for each mode."""
 
 from __future__ import annotations
 

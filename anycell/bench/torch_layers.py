@@ -157,7 +157,7 @@ def loop(problem: Problem) -> Contender:
 
 
 def compiled(problem: Problem) -> Contender:
-    """The same loop under ``torch.compile``; its first call compiles, minutes where T is large."""
+    """The loop under ``torch.compile``; its first call compiles, minutes where T is large."""
     if not problem.cell.classic:
         raise Unsupported(f"no loop for {problem.cell.name} that torch.compile could take whole")
 

@@ -1,4 +1,4 @@
-"""What people write today when ``nn.LSTM`` does not know their cell: a Python loop over time.
+"""Loops over time in Python, which people write when ``nn.LSTM`` does not know their cell.
 
 These are good loops, not straw men: the input projection of all steps is one matmul, both biases
 join it where the equations allow, a step is one ``addmm`` and a few element-wise operations.
@@ -22,7 +22,7 @@ Step = Callable[[Tensor, Tensor, Tensor, Weights], tuple[Tensor, Tensor]]  # gat
 
 
 def transposed(w: Weights) -> dict[str, Tensor]:
-    """What steps need of the weights, made once."""
+    """The transpose that every step multiplies by, made once."""
     return {"hh": w["weight_hh"].t()}
 
 
