@@ -13,19 +13,14 @@ from typing import Any
 from anycell.bench.problem import Problem, find_cell
 from anycell.bench.tasks import Array, Contender, Mode
 
-Make = Callable[[Problem], Contender]
 
-
-def late(module: str, function: str, **options: Any) -> Make:
+def late(module: str, function: str, **options: Any) -> Callable[..., Any]:
     """A function of a module that is imported when it is called, with its framework."""
 
-    def make(problem: Problem) -> Contender:
-        contender: Contender = getattr(importlib.import_module(module), function)(
-            problem, **options
-        )
-        return contender
+    def call(*args: Any) -> Any:
+        return getattr(importlib.import_module(module), function)(*args, **options)
 
-    return make
+    return call
 
 
 TORCH, NUMPY = "anycell.bench.torch_layers", "anycell.bench.numpy_loops"
@@ -34,7 +29,7 @@ SUBJECT = "anycell"
 CALM = {"session.intra_op.allow_spinning": "0"}  # threads that sleep where they have no work
 OUR_LSTM = "anycell-LSTM"  # what our own LSTM takes on the same shape: the price of another cell
 FLOAT32 = "anycell-float32"  # what our layer takes in float32: the gain of fewer bits
-CONTENDERS: dict[str, Make] = {
+CONTENDERS: dict[str, Callable[[Problem], Contender]] = {
     SUBJECT: late(TORCH, "ours"),
     OUR_LSTM: late(TORCH, "ours"),
     FLOAT32: late(TORCH, "ours"),
@@ -78,7 +73,5 @@ def posed(name: str, problem: Problem) -> Problem:
     return replace(problem, dtype="float32") if name == FLOAT32 else problem
 
 
-def reference(problem: Problem, mode: Mode) -> dict[str, Array]:
-    """Output, in training all gradients too, in float64: by ``torch.nn``, or by the plain loop."""
-    found: dict[str, Array] = importlib.import_module(TORCH).reference(problem, mode)
-    return found
+# Output, in training all gradients too, in float64.
+reference: Callable[[Problem, Mode], dict[str, Array]] = late(TORCH, "reference")

@@ -181,7 +181,9 @@ def _number(form: str, value: float | None) -> str:
 
 def _errors(entry: Entry) -> str:
     """The error of the output, and in training of the worst gradient."""
-    return " / ".join(f"{error:.0e}" for error in entry.worst_errors)
+    errors = entry.errors.items()
+    parts = [[e for name, e in errors if (name == "output") is output] for output in (True, False)]
+    return " / ".join(f"{max(part):.0e}" for part in parts if part)
 
 
 def _spread(entry: Entry) -> str:

@@ -96,13 +96,6 @@ class Entry:
         return median(self.alone_samples_ms)
 
     @property
-    def worst_errors(self) -> list[float]:
-        """The error of the output, and in training the largest of a gradient."""
-        gradients = [error for name, error in self.errors.items() if name != "output"]
-        output = [self.errors["output"]] if "output" in self.errors else []
-        return output + ([max(gradients)] if gradients else [])
-
-    @property
     def disagrees(self) -> bool | None:
         """Whether it takes another time in turns than alone; None without both."""
         factor = self.median_ms / self.alone_ms

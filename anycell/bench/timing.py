@@ -74,13 +74,11 @@ def block(task: Task, inner: int) -> float:
 def interleave(
     contenders: Mapping[str, Task],
     seconds: float,
-    *,
-    min_rounds: int = MIN_ROUNDS,
     on_round: Callable[[int], object] = lambda _: None,
 ) -> dict[str, list[float]]:
     """Samples in seconds per call; sample `i` of every contender comes from the same round `i`.
 
-    Runs at least `min_rounds` rounds, then as many as fit into `seconds`.
+    Runs at least `MIN_ROUNDS` rounds, then as many as fit into `seconds`.
     """
     names = list(contenders)
     samples: dict[str, list[float]] = {name: [] for name in names}
@@ -90,7 +88,7 @@ def interleave(
         inner = {name: max(1, math.ceil(BLOCK_S / max(t, 1e-7))) for name, t in pilot.items()}
         start = time.perf_counter()
         for number in range(MAX_ROUNDS):
-            if number >= min_rounds and time.perf_counter() - start > seconds:
+            if number >= MIN_ROUNDS and time.perf_counter() - start > seconds:
                 break
             turn = number % len(names) if names else 0
             for name in names[turn:] + names[:turn]:
