@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops, tree
 
-from anycell.keras.call import KERNELS, Arrays, Call, Tensor, check, quantized
+from anycell.keras.call import KERNELS, Arrays, Call, Tensor, check
 from anycell.keras.composite import composite
 from anycell.keras.layers import (
     _FUSED,
@@ -24,29 +24,25 @@ from anycell.keras.layers import (
 from anycell.keras.rule import Engine, Facts, choose
 from anycell.lang.cell import Cell
 from anycell.lang.transform import OUTPUT, with_feedback
-from anycell.layer.feedback import BY_GATE, LEAST
-from anycell.plan import scales_of
+from anycell.layer.feedback import entering, fed
 
 
 @keras.saving.register_keras_serializable("anycell")
 class Feedback(keras.layers.Layer):
     """Runs a layer whose input is a series, or, where that is not given, its own readout.
 
-    With Y = ``readout.units``, and the layer's input made of Y numbers of the series, which come
-    first, and of others that are always given:
-
         y_t     = output_t @ readout.kernel + readout.bias
         input_t = [series_t where forced_t, else y_{t-1}; others_t]
 
     Where all steps are forced this is teacher forcing: ``readout(layer(x))``. Where none is, the
-    layer runs freely. In between, by chance, it is scheduled sampling. Both passes are those of one
-    fused kernel, the readout within it; gradients flow back through what is fed back. y before the
-    first step is the readout of the initial state.
+    layer runs freely. In between, by chance, it is scheduled sampling; see
+    ``anycell.layer.feedback`` for more, and for the sources.
 
     Args:
         layer: ``LSTM``, ``GRU``, ``SimpleRNN`` or ``RNN`` of anycell.keras, without dropout, not
             stateful and not backwards.
-        readout: ``keras.layers.Dense`` without activation. Both keep their own weights.
+        readout: ``keras.layers.Dense`` without activation, to the Y numbers of the series. Both
+            keep their own weights.
         return_state: whether the final states follow y.
         seed: of the steps that are forced by chance.
         kwargs: what every layer of Keras takes.
@@ -65,10 +61,6 @@ class Feedback(keras.layers.Layer):
         >>> layer, readout = LSTM(8), keras.layers.Dense(1)
         >>> tuple(Feedback(layer, readout)(np.zeros((2, 5, 3), "float32"), forced=0.5).shape)
         (2, 5, 1)
-
-    Source: Williams & Zipser, *A Learning Algorithm for Continually Running Fully Recurrent Neural
-    Networks*, 1989; Bengio et al., *Scheduled Sampling for Sequence Prediction with Recurrent
-    Neural Networks*, 2015.
     """
 
     def __init__(
@@ -134,9 +126,8 @@ class Feedback(keras.layers.Layer):
         self, sequences: Tensor, states: Any, mask: Any, training: bool, *, given: Tensor
     ) -> Any:
         """As of layers, whose first result is the last output; ``given`` is ``[B, T]``."""
-        layer, width, given = self.layer, self.readout.units, ops.expand_dims(given, -1)
-        series = ops.where(given, sequences[..., :width], ops.zeros_like(sequences[..., :width]))
-        sequences = ops.concatenate([series, sequences[..., width:]], -1)
+        layer = self.layer
+        sequences = entering(sequences, given, self.readout.units, hasattr(layer, "rounded"))
         facts = self._facts(training, *_place(sequences))
         call = Call(
             facts.cell,  # type: ignore[arg-type]
@@ -145,7 +136,7 @@ class Feedback(keras.layers.Layer):
             repeat=not layer.zero_output_for_mask,
             training=training,
         )
-        arrays = self._fed(layer._arrays(sequences, states, mask, training), given)
+        arrays = self._fed(layer._arrays(sequences, states, mask, training))
         check(call, arrays)
         engine, backend = choose(facts).name, keras.backend.backend()
         run = (_FUSED if engine == "cpu" else _STEPS).get(backend, composite)
@@ -189,31 +180,15 @@ class Feedback(keras.layers.Layer):
         shape = ops.shape(sequences)[:2]
         return keras.random.uniform(shape, seed=self.seed_generator) < float(forced)
 
-    def _fed(self, arrays: Arrays, given: Tensor) -> Arrays:
-        """What the fed cell has: one more gate, and one more input, which says what is free."""
-        fed, hidden, width = dict(arrays), self.layer.cell.units, self.readout.units
-        dtype = keras.backend.standardize_dtype(fed["x"].dtype)
-        free: Any = 1.0
-        fed["weight_feedback"] = ops.transpose(fed["kernel"][:width])
-        if quantized(fed):
-            fed[scales_of("weight_feedback")] = fed[scales_of("weight_ih")]
-            free = ops.maximum(ops.max(ops.abs(fed["x"]), -1, keepdims=True), LEAST)
-        free = ops.cast(ops.logical_not(ops.transpose(given, (1, 0, 2))), dtype) * free
-        fed["x"] = ops.concatenate([fed["x"], free], -1)
-        ours = {name: theirs for theirs, name in KERNELS.items()}
-        for name, value in BY_GATE.items():
-            name = ours.get(name, name)
-            if name in fed:
-                before = [(0, 0)] * (len(fed[name].shape) - 1)
-                fed[name] = ops.pad(fed[name], [*before, (0, hidden)], constant_values=value)
-        kernel = fed["kernel"]
-        row = ops.ones((1, hidden), kernel.dtype)
-        row = ops.pad(row, [(0, 0), (kernel.shape[1] - hidden, 0)])
-        fed["kernel"] = ops.concatenate([kernel, row], 0)
-        fed["weight_readout"] = ops.cast(ops.transpose(self.readout.kernel), dtype)
-        if self.readout.bias is not None:
-            fed["bias_readout"] = ops.cast(ops.convert_to_tensor(self.readout.bias), dtype)
-        return fed
+    def _fed(self, arrays: Arrays) -> Arrays:
+        """What the fed cell has, from what the layer has."""
+        dtype, readout = keras.backend.standardize_dtype(arrays["x"].dtype), self.readout
+        kernels = {ours: name for name, ours in KERNELS.items() if name in arrays}
+        learned = {**arrays, **{o: ops.transpose(arrays[name]) for o, name in kernels.items()}}
+        weight, bias = ops.transpose(readout.kernel), readout.bias
+        bias = None if bias is None else ops.cast(ops.convert_to_tensor(bias), dtype)
+        both = fed(learned, self.layer.cell.units, ops.cast(weight, dtype), bias)
+        return both | {name: ops.transpose(both.pop(o)) for o, name in kernels.items()}
 
     def get_config(self) -> dict[str, Any]:
         """All arguments, for ``from_config``."""

@@ -1,13 +1,32 @@
-"""The arrays that ``Feedback`` of every frontend hands to a cell that ``with_feedback`` made.
+"""A readout that is its layer's next input, for ``Feedback`` of every frontend.
 
-The cell has one more gate, the last, and x one more number, the last, which says to this gate where
-x is free: 1, and 0 elsewhere. A row that is rounded to 8 bits is rounded by its largest number.
-There the last one is as large as that, and at least ``LEAST``, so that neither it nor the others
-are lost.
+With Y outputs of the readout, and x made of Y numbers of a series, which come first, and of others
+that are always given:
+
+    y_t     = W_readout output_t + b_readout
+    input_t = [series_t where forced_t, else y_{t-1}; others_t]
+
+All steps forced are teacher forcing, none is a free run, and some by chance are scheduled sampling.
+Both passes are those of one fused kernel, the readout within it; gradients flow back through what
+is fed back. y before the first step is the readout of the initial state, so that a forecast may
+start from the state that any call of the layer returned.
+
+The kernel is that of the cell that ``with_feedback`` makes. It has one more gate, the last, and x
+one more number, the last, which says to this gate where x is free: 1, and 0 elsewhere. A row that
+is rounded to 8 bits is rounded by its largest number. There the last one is as large as that, and
+at least ``LEAST``, so that neither it nor the others are lost.
+
+Source: Williams & Zipser, *A Learning Algorithm for Continually Running Fully Recurrent Neural
+Networks*, 1989; Bengio et al., *Scheduled Sampling for Sequence Prediction with Recurrent Neural
+Networks*, 2015.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from anycell.lang.namespaces import Array, namespace
 from anycell.plan import scales_of
 
 # What has rows for every gate, and what the rows of the one more gate are filled with.
@@ -15,4 +34,48 @@ BY_GATE = {"weight_ih": 0, "weight_hh": 0, "bias_ih": 0, "bias_hh": 0}
 BY_GATE |= {scales_of("weight_ih"): 1, scales_of("weight_hh"): 0}
 LEAST = 1e-19  # 127 over it is a float32, and so is what a row of that size is scaled by
 
-__all__ = ["BY_GATE", "LEAST"]
+
+def fed(
+    learned: Mapping[str, Array], hidden: int, weight: Array, bias: Array | None
+) -> dict[str, Any]:
+    """Adds the readout, and the gate and the input that say what is free, to what a layer learns.
+
+    Args:
+        learned: of a layer of one direction, by the names of ``anycell.layer.signature``; what else
+            is there stays as it is.
+        hidden: H.
+        weight, bias: of the readout, ``[Y, size]`` and ``[Y]``.
+    """
+    entering, arrays = learned["weight_ih"], dict(learned)
+    xp = namespace(entering)
+    arrays["weight_feedback"] = entering[:, : weight.shape[0]]
+    if scales_of("weight_ih") in learned:
+        arrays[scales_of("weight_feedback")] = learned[scales_of("weight_ih")]
+    for name in BY_GATE.keys() & learned.keys():
+        fill = xp.ones_like if BY_GATE[name] else xp.zeros_like
+        arrays[name] = xp.concatenate([learned[name], fill(learned[name][:hidden])], 0)
+    column = [xp.zeros_like(entering[:, :1]), xp.ones_like(entering[:hidden, :1])]
+    column = xp.concatenate(column, 0)
+    arrays["weight_ih"] = xp.concatenate([arrays["weight_ih"], column], 1)
+    return arrays | {"weight_readout": weight} | ({} if bias is None else {"bias_readout": bias})
+
+
+def entering(x: Array, given: Array, width: int, quantized: bool) -> Array:
+    """Appends to x the number that says what is free, and empties the series there.
+
+    Args:
+        x: with two axes of steps and rows, in any order, and the inputs.
+        given: bool, ``x.shape[:2]``: where the series is forced.
+        width: Y.
+        quantized: whether rows are rounded to 8 bits.
+    """
+    xp, given, series = namespace(x), given[..., None], x[..., :width]
+    row = xp.concatenate([xp.where(given, series, xp.zeros_like(series)), x[..., width:]], -1)
+    free = xp.ones_like(x[..., :1])
+    if quantized:
+        largest = xp.amax(xp.abs(xp.stop_gradient(row)), -1)[..., None]
+        free = xp.where(largest < LEAST, LEAST * free, largest)
+    return xp.concatenate([row, xp.where(given, xp.zeros_like(free), free)], -1)
+
+
+__all__ = ["BY_GATE", "entering", "fed"]

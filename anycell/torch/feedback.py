@@ -5,41 +5,33 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anycell.lang.cell import Cell
 from anycell.lang.transform import OUTPUT, with_feedback
-from anycell.layer.feedback import BY_GATE, LEAST
-from anycell.plan import scales_of
+from anycell.layer.feedback import entering, fed
 from anycell.torch import ops
-from anycell.torch.arguments import check_states, check_static, check_tensor, describe
-from anycell.torch.composite import Arrays
+from anycell.torch.arguments import check_static, check_tensor, describe
 from anycell.torch.dropin import DropIn
 from anycell.torch.functional import Engine, fused_plan, quantized, reason
-from anycell.torch.recurrent import Lengths, sequence, state_names
+from anycell.torch.recurrent import Lengths, sequence
 from anycell.torch.rnn import RNN
 
 
 class Feedback(nn.Module):
     r"""Runs a layer whose input is a series, or, where that is not given, its own readout.
 
-    With Y = ``readout.out_features``, and the layer's input made of Y numbers of the series, which
-    come first, and of others that are always given:
-
         y_t     = W_readout output_t + b_readout
         input_t = [series_t where forced_t, else y_{t-1}; others_t]
 
     Where all steps are forced this is teacher forcing: ``readout(layer(x)[0])``. Where none is, the
-    layer runs freely. In between, by chance, it is scheduled sampling. Both passes are those of one
-    fused kernel, the readout within it; gradients flow back through what is fed back. y before the
-    first step is the readout of the initial state, so that a forecast may start from the state that
-    any call of ``layer`` returned.
+    layer runs freely. In between, by chance, it is scheduled sampling; see
+    ``anycell.layer.feedback`` for more, and for the sources.
 
     Args:
         layer: ``RNN``, ``LSTM`` or ``GRU`` of anycell.torch, of one layer and one direction.
-        readout: ``torch.nn.Linear`` from the layer's output to the series. Both stay modules of
-            their own, with their own parameters.
+        readout: ``torch.nn.Linear`` from the layer's output to the Y numbers of the series. Both
+            stay modules of their own, with their own parameters.
 
     ``forward`` takes (pass all but the first two by name), and gives (y, final state):
         x: ``[T, B, input_size]``, or ``[B, T, input_size]`` if the layer is ``batch_first``, the
@@ -61,10 +53,6 @@ class Feedback(nn.Module):
         >>> y, (h, c) = Feedback(layer, readout)(torch.zeros(5, 2, 3), forced=0.5)
         >>> y.shape, h.shape
         (torch.Size([5, 2, 1]), torch.Size([1, 2, 8]))
-
-    Source: Williams & Zipser, *A Learning Algorithm for Continually Running Fully Recurrent Neural
-    Networks*, 1989; Bengio et al., *Scheduled Sampling for Sequence Prediction with Recurrent
-    Neural Networks*, 2015.
     """
 
     def __init__(self, layer: Any, readout: nn.Linear) -> None:
@@ -138,26 +126,15 @@ class Feedback(nn.Module):
         check_tensor("x", x, x.shape, "as the weights", like)
         weight = self.readout.weight
         check_tensor("readout", weight, weight.shape, "as the weights of the layer", like)
-        learned, rows = self._learned(), x.shape[not layer.batch_first]
-        sizes = (*layer._sizes, (OUTPUT, width))
-        arrays = {}
-        if state is not None:
-            by_size = {"H": layer.hidden_size, **dict(sizes)}
-            states = check_states("state", state, layer.cell, by_size, (1, rows), like)
-            arrays = dict(zip(state_names("state", layer.cell), states, strict=True))
+        learned = fed(layer._weights()[0], layer.hidden_size, weight, self.readout.bias)
+        rows, sizes = layer._rows(x), (*layer._sizes, (OUTPUT, width))
+        arrays = {} if state is None else layer._named("state", state, rows, like)
         if static is not None or layer.cell.static is not None:
-            shape = (rows, layer.hidden_size)
+            shape = (*rows, layer.hidden_size)
             arrays["static"] = check_static(layer.cell, static, shape, like)
-        others = x[..., width:]
-        series = torch.where(given.unsqueeze(-1), x[..., :width], 0.0)
-        free = torch.ones_like(x[..., :1])
-        if quantized(learned) and x.dtype is torch.float32:
-            row = torch.cat([series, others], -1).detach()
-            free = row.abs().amax(-1, keepdim=True).clamp_min(LEAST)
-        free = torch.where(given.unsqueeze(-1), 0.0, free)
         output, final, _ = sequence(
             layer._call(self._made[1])._replace(sizes=sizes),
-            torch.cat([series, others, free], -1),
+            entering(x, given, width, quantized(learned) and x.dtype is torch.float32),
             arrays,
             [learned],
             mask=mask,
@@ -188,27 +165,6 @@ class Feedback(nn.Module):
         if not 0.0 <= forced <= 1.0:
             raise ValueError(f"forced: given {forced!r}; expected a probability in [0, 1].")
         return torch.rand(shape, device=x.device) < forced
-
-    def _learned(self) -> Arrays:
-        """What the fed cell learns, with the scales of what has 8 bits; the readout is rounded
-        where integers are multiplied.
-        """
-        layer, readout, hidden = self.layer, self.readout, self.layer.hidden_size
-        learned = dict(layer._weights()[0])
-        fed = {"weight_feedback": learned["weight_ih"][:, : readout.out_features]}
-        if quantized(learned):
-            fed[scales_of("weight_feedback")] = learned[scales_of("weight_ih")]
-        for name, value in BY_GATE.items():
-            if name in learned:
-                below = (0, 0, 0, hidden) if learned[name].dim() > 1 else (0, hidden)
-                learned[name] = F.pad(learned[name], below, value=value)
-        entering = learned["weight_ih"]
-        column = F.pad(entering.new_ones(hidden, 1), (0, 0, len(entering) - hidden, 0))
-        learned["weight_ih"] = torch.cat([entering, column], 1)
-        learned |= {**fed, "weight_readout": readout.weight}
-        if readout.bias is not None:
-            learned["bias_readout"] = readout.bias
-        return learned
 
 
 __all__ = ["Feedback"]
