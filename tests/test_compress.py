@@ -285,7 +285,7 @@ def test_norms_of_heads(name: str) -> None:
         plain = units.Axes(counted.rows, counted.blocks, counted.columns)
         for size in {counted.rows, counted.columns}:
             found, right = (
-                units.sums(c, model.sizes, w * w, size)
+                sum(units.sums(c, model.sizes, w * w, size))
                 for c, w in ((counted, weight), (plain, whole.reshape(-1, inside)))
             )
             assert_close(found.detach(), right.detach(), "float64", "forward")

@@ -71,7 +71,7 @@ def test_units_that_nothing_reads(name: str, size: str) -> None:
             rows = np.arange(weight.shape[-2])
             rows = rows[None, :, None] if heads else rows[:, None]
             reads = np.zeros(weight.variable.shape, "float32")
-            reads[weight.place((*heads, rows, columns))] = 1.0
+            weight.turned(reads)[(*heads, rows, columns)] = 1.0
             weight.variable.assign(weight.variable * reads)
     before = number(head(layer(x)))
     paths, variables = [v.path for v in layer.variables], list(layer.variables)
@@ -429,7 +429,7 @@ def test_refusals() -> None:
             compress.shrink(wrong, 2)
     with pytest.raises(TypeError, match=r"readouts: .* expected layers that are built, .*\[16, "):
         compress.shrink(layer, 8, readouts=[keras.layers.Dense(2)])
-    with pytest.raises(TypeError, match="readouts: given a layer"):
+    with pytest.raises(TypeError, match="readouts: given Dense; expected a list"):
         compress.shrink(layer, 8, readouts=head)
     with pytest.raises(ValueError, match="two places"):
         compress.shrink(layer, 8, readouts=[tied(layer)])

@@ -22,8 +22,10 @@ from anycell.compress import units
 from anycell.compress.quantized import fake_quantize, quantize
 from anycell.compress.units import Indices
 from anycell.lang.cell import INPUT
+from anycell.lang.namespaces import namespace
 from anycell.lang.transform import RANK, low_rank
-from anycell.layer import ENDS
+from anycell.layer import view as views
+from anycell.layer.signature import ENDS, place
 
 __all__ = [
     "factorize",
@@ -64,8 +66,7 @@ def unit_norms(layer: Any, *, readouts: Sequence[Any] = (), size: str = "H") -> 
 
     Source: Wen et al., *Learning Intrinsic Sparse Structures within Long Short-Term Memory*, 2018.
     """
-    model = _Model(layer, readouts, size)
-    return model.adapter.norms(model.squares())
+    return _Model(layer, readouts, size).norms()
 
 
 def shrink(
@@ -121,8 +122,8 @@ def shrink(
         kept = model.strongest(_number(keep, model.count), multiple)
     else:
         kept = _indices(keep, model.count, model.layers * model.directions, model.split)
-    model.adapter.take(model.layer, model.readouts, model.taken(kept), optimizer)
-    model.adapter.resize(model.layer, size, kept.shape[1])
+    taken, count = model.taken(kept), kept.shape[1]
+    model.adapter.take(model.view, model.readouts, taken, optimizer, size, count)
     return kept
 
 
@@ -202,39 +203,36 @@ def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) ->
     """
     adapter = _adapter(layer)
     _refuse_quantized(layer)
-    layer = adapter.opened(layer)
-    adapter.check(layer, [], 0)
-    cell = low_rank(layer.cell, matmuls, bias=layer.bias)
+    view = adapter.view_of(layer)
+    cell = low_rank(view.cell, matmuls, bias=view.bias)
     if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or rank < 1:
         raise ValueError(f"rank: given {rank!r}; expected a whole number from 1.")
-    sizes = {**adapter.sizes(layer), RANK: int(rank)}
-    for l in layer.cell.linears:
+    sizes, linears = {**view.sizes, RANK: int(rank)}, []
+    for l in view.cell.linears:
         most = min(l.shape(sizes)[-2:]) * l.heads
         if l.name in cell.matmuls and rank > most:
             raise ValueError(
                 f"rank: given {rank}; expected at most {most}, the full rank of {l.weight} "
                 f"{list(l.shape(sizes))}. Choose a lower one, or other matmuls."
             )
+        linears += [(l, end) for end in ENDS[: 1 + view.bidirectional] if l.name in cell.matmuls]
     cell.check_sizes(sizes)
-    learned = {}
-    for k, arrays in enumerate(adapter.learned(layer)):
+    learned: dict[str, Any] = {}
+    for k, arrays in enumerate(view.learned):
         arrays = dict(arrays)
-        for l in layer.cell.linears:
-            for end in ENDS[: 1 + layer.bidirectional] if l.name in cell.matmuls else ():
-                weight = adapter.numbers(arrays.pop(l.weight + end))
-                if not np.isfinite(weight).all():
-                    raise ValueError(
-                        f"layer: given one whose {l.weight}_l{k}{end} has infinities or NaN; "
-                        "expected numbers, of which there is a singular value decomposition."
-                    )
-                factors = _factors(weight, int(rank) // l.heads)
-                arrays |= zip((f"{l.weight}_u{end}", f"{l.weight}_v{end}"), factors, strict=True)
-                if l.bias_name + end in arrays:
-                    arrays[f"{l.bias_name}_u{end}"] = arrays.pop(l.bias_name + end)
-        for name, array in arrays.items():
-            bare, reverse = name.removesuffix(ENDS[1]), name.endswith(ENDS[1])
-            learned[f"{bare}_l{k}{ENDS[reverse]}"] = array
-    return adapter.like(layer, cell, sizes, learned)
+        for l, end in linears:
+            weight = views.numbers(arrays.pop(l.weight + end))
+            if not np.isfinite(weight).all():
+                raise ValueError(
+                    f"layer: given one whose {place(l.weight + end, k)} has infinities or NaN; "
+                    "expected numbers, of which there is a singular value decomposition."
+                )
+            factors = _factors(weight, int(rank) // l.heads)
+            arrays |= zip((f"{l.weight}_u{end}", f"{l.weight}_v{end}"), factors, strict=True)
+            if l.bias_name + end in arrays:
+                arrays[f"{l.bias_name}_u{end}"] = arrays.pop(l.bias_name + end)
+        learned |= {place(name, k): array for name, array in arrays.items()}
+    return adapter.like(view, cell, sizes, learned)
 
 
 class _Model:
@@ -243,65 +241,77 @@ class _Model:
     Attributes:
         size, count: symbol and number of the units.
         split: the equal parts that heads and groups make of them.
-        weights: per layer, what its directions learn, by name.
         columns: whether the output is of these units.
+        reads: the weights that read it.
     """
 
     def __init__(self, layer: Any, readouts: Sequence[Any], size: str) -> None:
         self.adapter, self.size = _adapter(layer), size
-        for each in (layer, *(readouts if isinstance(readouts, Sequence) else ())):
+        several = isinstance(readouts, Sequence)
+        for each in (layer, *(readouts if several else ())):
             _refuse_quantized(each)
-        self.layer = layer = self.adapter.opened(layer)
-        self.cell = layer.cell
-        self.layers, self.directions = layer.num_layers, 1 + layer.bidirectional
-        self.sizes: dict[str, int] = self.adapter.sizes(layer)
+        self.view = view = self.adapter.view_of(layer)
+        self.cell, self.sizes, self.axes = view.cell, view.sizes, units.axes(view.cell)
+        self.layers, self.directions = view.num_layers, 1 + view.bidirectional
         if size not in self.sizes:
             raise ValueError(f"size: given {size!r}; expected one of {', '.join(self.sizes)}.")
+        if not several:
+            raise TypeError(
+                f"readouts: given {type(readouts).__name__}; expected a list of layers."
+            )
         first = self.cell.states[0].size
-        self.adapter.check(layer, readouts, self.sizes[first] * self.directions)
+        width, self.reads, self.readouts = self.sizes[first] * self.directions, [], list(readouts)
+        for readout in readouts:
+            weights = self.adapter.reads(readout)
+            if not weights or any(weight.shape[1] != width for weight in weights):
+                raise TypeError(
+                    f"readouts: given {readout!r}; expected "
+                    f"{self.adapter.READOUTS.format(width)}, the width of the layer's output."
+                )
+            self.reads += weights
         self.count, self.split = self.sizes[size], units.parts(self.cell, size)
-        self.readouts, self.columns = list(readouts), size == first
-        self.weights: list[dict[str, Any]] = self.adapter.weights(layer)
-        self.axes = units.axes(self.cell)
+        self.columns = size == first
 
     def learned(self, k: int, d: int) -> dict[str, Any]:
         """What a direction of a layer learns, by its names."""
-        arrays, end = self.weights[k], ENDS[d]
+        arrays, end = self.view.weights[k], ENDS[d]
         return {n: arrays[n + end] for n in self.cell.learned if n + end in arrays}
 
     def readers(self, k: int) -> list[Any]:
         """The weights that read the output of a layer."""
-        if not self.columns:
-            return []
-        if k + 1 == self.layers:
-            readers: list[Any] = self.adapter.readers(self.readouts)
-            return readers
+        if not self.columns or k + 1 == self.layers:
+            return self.reads if self.columns else []
         return [self.learned(k + 1, d)["weight_ih"] for d in range(self.directions)]
 
-    def squares(self) -> list[Any]:
-        """Per layer and direction, the sum of squares of the weights of each unit."""
+    def norms(self) -> Any:
+        """The root of the sum of squares of each unit, with the slope 0 at 0: a unit that is gone
+        stays where it is.
+        """
         totals = []
         for k in range(self.layers):
             for d in range(self.directions):
-                total: Any = 0.0
+                parts = []
                 for name, weight in self.learned(k, d).items():
                     if len(weight.shape) > 1:
                         sizes = {**self.sizes, INPUT: weight.shape[-1]}
-                        square = self.adapter.square(weight)
-                        part = units.sums(self.axes[name], sizes, square, self.size)
-                        total = total if part is None else total + part
-                for weight in self.readers(k):
-                    columns = slice(d * self.count, (d + 1) * self.count)
-                    total = total + self.adapter.square(weight)[:, columns].sum(0)
-                totals.append(total)
-        return totals
+                        parts += units.sums(
+                            self.axes[name], sizes, views.value(weight) ** 2, self.size
+                        )
+                columns = slice(d * self.count, (d + 1) * self.count)
+                readers = [views.value(weight)[:, columns] ** 2 for weight in self.readers(k)]
+                totals.append(sum([*parts, *(namespace(r).sum(r, 0) for r in readers)]))
+        xp = namespace(totals[0])
+        total = xp.stack(totals)
+        zeros = xp.zeros_like(total)
+        return xp.where(total > 0, xp.sqrt(xp.where(total > 0, total, zeros + 1.0)), zeros)
 
     def strongest(self, wanted: int, multiple: int) -> Indices:
         """The units of the largest norms, per layer and direction."""
         step = math.lcm(multiple, self.split)
         wanted = min(self.count, -(-wanted // step) * step)
-        norms = self.adapter.numbers(self.adapter.norms(self.squares()))
-        return np.stack([units.select(row, wanted, self.split) for row in norms])
+        return np.stack(
+            [units.select(row, wanted, self.split) for row in views.numbers(self.norms())]
+        )
 
     def taken(self, kept: Indices) -> list[tuple[Any, tuple[Any, ...]]]:
         """Every array that loses elements, and the index that takes the others."""
@@ -321,13 +331,13 @@ class _Model:
         return indices
 
     def outputs(self, kept: Indices, k: int) -> Indices:
-        """Of the outputs of a layer, its directions side by side, those that stay."""
+        """The outputs of a layer that stay, its directions side by side."""
         rows = kept[k * self.directions : (k + 1) * self.directions]
         return (rows + self.count * np.arange(self.directions)[:, None]).reshape(-1)
 
 
 def _adapter(layer: Any) -> Any:
-    """The module that knows the layer's framework; imports none that is not there already."""
+    """The module that knows the layer's framework; it imports none that is not there already."""
     for framework in ("torch", "keras", "numpy"):
         if f"anycell.{framework}" in sys.modules:
             adapter = importlib.import_module(f"anycell.{framework}.compress")

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from anycell.lang.cell import INPUT, Cell
 from anycell.lang.expr import REDUCTIONS
+from anycell.lang.namespaces import Array, namespace
 
 Indices = npt.NDArray[np.int64]
 
@@ -41,18 +42,14 @@ class Axes(NamedTuple):
 
 def axes(cell: Cell) -> dict[str, Axes]:
     """What the axes of each array count that one direction of a layer may learn, by its name."""
-    gates, first = len(cell.gates), cell.states[0].size
     counted = {
-        "weight_ih": Axes("H", gates, INPUT),
-        "weight_hh": Axes("H", gates, first),
-        "bias_ih": Axes("H", gates),
-        "bias_hh": Axes("H", gates),
+        "weight_ih": Axes("H", len(cell.gates), INPUT),
+        "bias_ih": Axes("H", len(cell.gates)),
     }
     for l in cell.linears:
-        if not l.recurrent:
-            outputs = len(l.declared)
-            counted[l.weight] = Axes(l.out_size, outputs, l.in_size, l.heads)
-            counted[l.bias_name] = Axes(l.out_size, outputs)
+        outputs = len(l.declared)
+        counted[l.weight] = Axes(l.out_size, outputs, l.in_size, l.heads)
+        counted[l.bias_name] = Axes(l.out_size, outputs)
     counted |= dict.fromkeys(cell.param_names, Axes("H"))
     return {name: counted[name] for name in cell.learned}
 
@@ -95,26 +92,23 @@ def taken(counted: Axes, sizes: Mapping[str, int], kept: Mapping[str, Indices]) 
     return np.arange(counted.heads)[:, None, None], rows[:, :, None], columns[:, None, :]
 
 
-def sums(counted: Axes, sizes: Mapping[str, int], square: Any, size: str) -> Any | None:
-    """Per unit of a size, the sum of all elements in its rows and columns, ``[units]``, those in
-    both counted once; None where no axis counts such units.
+def sums(counted: Axes, sizes: Mapping[str, int], square: Array, size: str) -> list[Array]:
+    """What to add up per unit of a size, ``[units]`` each, for the sum of all elements in its rows
+    and columns, those in both counted once; none where no axis counts such units.
 
     Args:
-        square: the squares of a weight, as ``counted`` says, an array with the methods that NumPy
-            and PyTorch share.
+        square: the squares of a weight, as ``counted`` says.
     """
     assert counted.columns is not None
-    heads, inside = counted.heads, sizes[counted.columns] // counted.heads
-    square = square.reshape(heads, counted.blocks, -1, inside)
-    total = None
+    xp, heads, totals = namespace(square), counted.heads, []
+    square = xp.reshape(square, (heads, counted.blocks, -1, sizes[counted.columns] // heads))
     if counted.rows == size:
-        total = square.sum(3).sum(1)
+        totals.append(xp.sum(xp.sum(square, 3), 1))
     if counted.columns == size:
-        columns = square.sum(2).sum(1)
-        total = columns if total is None else total + columns
-        if counted.rows == size:  # of the elements between a unit and itself
-            total = total - square.diagonal(0, 2, 3).sum(1)
-    return None if total is None else total.reshape(sizes[size])
+        totals.append(xp.sum(xp.sum(square, 2), 1))
+    if len(totals) > 1:  # of the elements between a unit and itself
+        totals.append(-xp.sum(xp.diagonal(square, 0, 2, 3), 1))
+    return [xp.reshape(total, (sizes[size],)) for total in totals]
 
 
 def select(norms: npt.NDArray[np.floating], count: int, split: int) -> Indices:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,8 @@ from anycell.keras.cell import RNNCell
 from anycell.keras.feedback import Feedback
 from anycell.keras.layers import CALLS, RNN, Fused
 from anycell.keras.rule import Facts
-from anycell.layer.rounding import Error, arguments, described, rounded
+from anycell.layer.rounding import described, measure, replaced, rounded
+from anycell.layer.view import numbers
 from anycell.plan import scales_of
 
 KINDS = keras.layers.Layer
@@ -109,23 +111,22 @@ def quantize(model: Any, data: Iterable[Any] | None) -> Any:
 
 
 def _quantized(layer: Any) -> Quantized:
-    opened = compress.opened(layer)
+    view = compress.view_of(layer)
     for variable in layer.cell.weights:
         if variable.dtype != "float32" or layer.cell.compute_dtype != "float32":
             raise ValueError(
                 f"model: given {layer.name} of {layer.dtype_policy.name}; expected float32, from "
                 "which weights are rounded. Copy its weights to a layer of that dtype."
             )
-    told = compress.told(layer, opened.cell, compress.sizes(opened))
-    new = Quantized(opened.cell, **told)
+    new = Quantized(view.cell, **compress.told(layer, view.cell, view.sizes))
     new.build(compress.input_shape(layer))
-    arrays, scales = compress.learned(opened)[0], new.cell._scales
-    for name, weight in compress.weights(compress.Opened((new,), opened.cell))[0].items():
+    (arrays,), scales = view.learned, new.cell._scales
+    for name, weight in compress.view_of(new).weights[0].items():
         # Keras has one bias where both are only added: the other one is 0.
-        values: Any = compress.numbers(arrays.get(name, np.zeros(weight.shape))).astype(np.float32)
+        values: Any = numbers(arrays[name]).astype(np.float32) if name in arrays else 0.0
         if scales_of(name) in scales:
-            values, numbers = rounded(values)
-            scales[scales_of(name)].assign(numbers)
+            values, of_rows = rounded(values)
+            scales[scales_of(name)].assign(of_rows)
         weight.assign(values)
     return new
 
@@ -133,45 +134,29 @@ def _quantized(layer: Any) -> Quantized:
 def _measure(model: Any, layers: list[Any], small: list[Quantized], data: Iterable[Any]) -> None:
     """Runs the model, and each quantized layer on what its own layer is given."""
 
-    def comparing(layer: Any, quantized: Any, error: Error) -> Any:
-        def inner_loop(*args: Any, **options: Any) -> Any:
-            results = type(layer).inner_loop(layer, *args, **options)
-            both = quantized.inner_loop(*args, **options), results
-            error.add(*(ops.convert_to_numpy(outputs).astype(np.float64) for _, outputs, _ in both))
-            return results
-
-        return inner_loop
-
-    errors = [Error() for _ in layers]
-    runs = list(zip(layers, small, errors, strict=True))
-    known = {id(layer): (quantized, error) for layer, quantized, error in runs}
+    runs = list(zip(layers, small, small, strict=True))
+    by_layer = dict(zip(layers, small, strict=True))
     for outer in model._flatten_layers():
-        if isinstance(outer, Feedback) and id(outer.layer) in known:
-            quantized, error = known[id(outer.layer)]
-            runs.append((outer, Feedback(quantized, outer.readout), error))
-    try:
-        for run in runs:
-            vars(run[0])["inner_loop"] = comparing(*run)
-        for batch in data:
-            given, named = arguments(batch)
-            model(*given, **{"training": False, **named})
-    finally:
-        for layer, *_ in runs:
-            del vars(layer)["inner_loop"]
-    for quantized, error in zip(small, errors, strict=True):
-        quantized.error = error.relative
+        if isinstance(outer, Feedback) and outer.layer in by_layer:
+            inner = by_layer[outer.layer]
+            runs.append((outer, Feedback(inner, outer.readout), inner))
+
+    def outputs(results: Any) -> Any:
+        return ops.convert_to_numpy(results[1]).astype(np.float64)
+
+    def call(*given: Any, **named: Any) -> None:
+        model(*given, **{"training": False, **named})
+
+    measure(call, runs, "inner_loop", outputs, data)
 
 
 def _with(model: Any, layers: list[Any], small: list[Quantized]) -> Any:
     """A copy of the model, by its config, with quantized layers in the place of others."""
-    try:
+    with ExitStack() as stack:
         for number, layer in enumerate(layers):
-            config = layer.get_config()
-            vars(layer)["get_config"] = lambda c=config, n=number: {**c, _HERE: n}
+            config = {**layer.get_config(), _HERE: number}
+            stack.enter_context(replaced(layer, "get_config", lambda config=config: config))
         config = keras.saving.serialize_keras_object(model)
-    finally:
-        for layer in layers:
-            vars(layer).pop("get_config", None)
     config = _replaced(config, [keras.saving.serialize_keras_object(layer) for layer in small])
     config.pop("compile_config", None)
     new = keras.saving.deserialize_keras_object(config, safe_mode=False)

@@ -27,6 +27,7 @@ class Namespace:
         array: ``array(value, like)``, a NumPy array or number with dtype and device of ``like``.
         cast: ``cast(array, "float32")``.
         sigmoid, stop_gradient: functions of one array.
+        numbers: an array of NumPy's, of float64, with the values of one.
         steps: an array as its parts along the first axis.
         unchecked: a context in which infinity and NaN are values like others, as in compiled code.
     """
@@ -36,6 +37,7 @@ class Namespace:
     cast: Callable[[Array, str], Array]
     sigmoid: Callable[[Array], Array]
     stop_gradient: Callable[[Array], Array]
+    numbers: Callable[[Array], Array] = lambda array: np.asarray(array).astype(np.float64)
     steps: Callable[[Array], Sequence[Array]] = lambda array: array
     unchecked: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -81,6 +83,7 @@ def _torch() -> Namespace:
         cast=lambda array, dtype: array.to(getattr(torch, dtype)),
         sigmoid=torch.sigmoid,
         stop_gradient=lambda array: array.detach(),
+        numbers=lambda array: array.detach().to("cpu", torch.float64).numpy(),
         # The gradient of an index is an array of all steps: for all of them, the square of that.
         steps=torch.unbind,
     )
@@ -105,6 +108,7 @@ def _tensorflow() -> Namespace:
         cast=tf.cast,
         sigmoid=tf.sigmoid,
         stop_gradient=tf.stop_gradient,
+        numbers=lambda array: array.numpy().astype(np.float64),
     )
 
 

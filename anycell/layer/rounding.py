@@ -10,7 +10,8 @@ integers, and all else is float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -43,24 +44,64 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return given, {}
 
 
-class Error:
-    """A relative error over several outputs."""
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within it an object has a method, or another attribute, of its own."""
+    before = vars(owner).get(name)
+    vars(owner)[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del vars(owner)[name]
+        else:
+            vars(owner)[name] = before
 
-    def __init__(self) -> None:
-        self.outputs, self.wrong, self.size = 0, 0.0, 0.0
 
-    def add(self, output: Any, expected: Any) -> None:
-        """One more output: arrays of float64."""
-        self.outputs += 1
-        self.wrong += float(((output - expected) ** 2).sum())
-        self.size += float((expected**2).sum())
+def measure(
+    call: Callable[..., Any],
+    runs: Iterable[tuple[Any, Any, Any]],
+    method: str,
+    outputs: Callable[[Any], Any],
+    data: Iterable[Any],
+    apart: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """Runs a model, with other layers beside its own, and sets the ``error`` of quantized ones.
 
-    @property
-    def relative(self) -> float | None:
-        """Over all that was added, if anything was."""
-        if not self.outputs:
-            return None
-        return math.sqrt(self.wrong / self.size) if self.size else math.inf if self.wrong else 0.0
+    Args:
+        call: the model.
+        runs: a layer in it, what runs beside it on the same arguments, and the quantized layer
+            whose error that is.
+        method: what layers run by.
+        outputs: of its results, one array of float64.
+        data: batches for ``call``.
+        apart: within it, what runs beside draws the random numbers that the layer draws then.
+    """
+    sums: dict[Any, list[tuple[float, float]]] = {small: [] for _, _, small in runs}
+
+    def beside(layer: Any, other: Any, small: Any) -> Callable[..., Any]:
+        run = getattr(layer, method)
+
+        def both(*args: Any, **options: Any) -> Any:
+            with apart():
+                found = outputs(getattr(other, method)(*args, **options))
+            results = run(*args, **options)
+            right = outputs(results)
+            sums[small].append((float(((found - right) ** 2).sum()), float((right**2).sum())))
+            return results
+
+        return both
+
+    with ExitStack() as stack:
+        for run in runs:
+            stack.enter_context(replaced(run[0], method, beside(*run)))
+        for batch in data:
+            given, named = arguments(batch)
+            call(*given, **named)
+    for small, pairs in sums.items():
+        wrong, size = map(sum, zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+        relative = math.sqrt(wrong / size) if size else math.inf if wrong else 0.0
+        small.error = relative if pairs else None
 
 
 def described(arrays: Mapping[str, Any], error: float | None) -> str:

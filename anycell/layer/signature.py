@@ -112,6 +112,31 @@ def names(cell: Cell, directions: int) -> tuple[str, ...]:
     )
 
 
+def of_layer(cell: Cell, arrays: Mapping[str, Any], k: int, directions: int) -> dict[str, Any]:
+    """What a layer of several learns, by the names of a call, with the scales of integers.
+
+    Args:
+        arrays: of all layers, by the names of parameters: ``place(name, k)``, and
+            ``{place(name, k)}_scales``.
+        k: the layer's number.
+    """
+    learned = {}
+    for end in ENDS[:directions]:
+        for name in cell.learned:
+            place = f"{name}_l{k}{end}"
+            if place in arrays:
+                learned[name + end] = arrays[place]
+            if f"{place}_scales" in arrays:
+                learned[scales_of(name) + end] = arrays[f"{place}_scales"]
+    return learned
+
+
+def place(name: str, k: int) -> str:
+    """The name of a parameter: of ``weight_ih_reverse`` in layer 1 ``weight_ih_l1_reverse``."""
+    bare = name.removesuffix(ENDS[1])
+    return f"{bare}_l{k}{name[len(bare) :]}"
+
+
 def direction(plan: Plan, arrays: Mapping[str, Any], d: int) -> dict[str, Any]:
     """Picks the arrays of one direction from those of a call: what it learns, what all share, and
     its part of the states; all by their names without ``_reverse``.
@@ -161,6 +186,8 @@ __all__ = [
     "learned",
     "names",
     "of_a_matmul",
+    "of_layer",
+    "place",
     "shapes",
     "states",
     "stepped",

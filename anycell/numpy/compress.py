@@ -1,4 +1,4 @@
-"""The layers of ``anycell.numpy`` as ``anycell.compress`` sees them."""
+"""What ``anycell.compress`` asks of the layers of ``anycell.numpy``."""
 
 from __future__ import annotations
 
@@ -9,119 +9,63 @@ from typing import Any
 import numpy as np
 
 from anycell.lang.cell import Cell
+from anycell.layer import view as views
+from anycell.layer.view import View
 from anycell.numpy.base import Array
 from anycell.numpy.dense import Dense
 from anycell.numpy.layers import RNN
 from anycell.numpy.optim import Adam
 
 KINDS = RNN
+READOUTS = "anycell.numpy.Dense layers with input_size={}"
 
 
-def opened(layer: Any) -> Any:
-    """What has its cell, and says how many layers and directions there are."""
-    return layer
+def view_of(layer: Any) -> View:
+    """The layer, with the very arrays that it learns."""
+    return views.view_of(layer, layer.sizes, [layer._learned(k) for k in range(layer.num_layers)])
 
 
-def sizes(layer: Any) -> dict[str, int]:
-    """By size symbol."""
-    return dict(layer.sizes)
-
-
-def check(layer: Any, readouts: Sequence[Any], width: int) -> None:
-    """That the readouts read outputs of that width."""
-    if isinstance(readouts, Dense):
-        raise TypeError("readouts: given a layer; expected a list of them.")
-    for readout in readouts:
-        if not isinstance(readout, Dense) or readout.input_size != width:
-            raise TypeError(
-                f"readouts: given {readout!r}; expected anycell.numpy.Dense layers with "
-                f"input_size={width}, the width of the layer's output."
-            )
-
-
-def weights(layer: Any) -> list[dict[str, Array]]:
-    """What each layer learns."""
-    return [layer._learned(k) for k in range(layer.num_layers)]
-
-
-learned = weights
-
-
-def readers(readouts: Sequence[Dense]) -> list[Array]:
-    """Their weights ``[out, in]``."""
-    return [readout.parameters["weight"] for readout in readouts]
-
-
-def square(weight: Array) -> Array:
-    """Of every number."""
-    squares: Array = weight * weight
-    return squares
-
-
-def norms(squares: Sequence[Array]) -> Array:
-    """The roots."""
-    roots: Array = np.sqrt(np.stack(list(squares)))
-    return roots
-
-
-def numbers(values: Array) -> Array:
-    """As an array of NumPy."""
-    return values
+def reads(readout: Any) -> list[Array]:
+    """The weights ``[out, in]`` by which a readout multiplies its input."""
+    return [readout.parameters["weight"]] if isinstance(readout, Dense) else []
 
 
 def take(
-    layer: Any,
+    view: View,
     readouts: Sequence[Dense],
     taken: Sequence[tuple[Array, tuple[Any, ...]]],
     optimizer: Adam | None,
+    size: str,
+    count: int,
 ) -> None:
-    """New arrays by the same names, their gradients, and an optimizer's moments of them."""
-    indices = {id(array): index for array, index in taken}
+    """Makes new arrays by the same names, gradients and an optimizer's moments with them."""
+    (layer,), indices = view.parts, {id(array): index for array, index in taken}
+
+    def left(array: Array, of: Array) -> Array:
+        """What stays of an array that has a number for each of another."""
+        return np.ascontiguousarray(array[indices[id(of)]]) if id(of) in indices else array
+
     if optimizer is not None:
         parameters = [p for owner in optimizer.layers for p in owner.parameters.values()]
-        optimizer._moments = [
-            tuple(m[indices[id(p)]] for m in moments) if id(p) in indices else moments
-            for p, moments in zip(parameters, optimizer._moments, strict=True)
-        ]
+        pairs = zip(parameters, optimizer._moments, strict=True)
+        optimizer._moments = [(left(m, p), left(v, p)) for p, (m, v) in pairs]
     for owner in (layer, *readouts):
         owner._writes += 1
         owner._prepared = owner._saved = None  # a pass that is under way is of the old sizes
-        owner._grads = {
-            name: grad[indices[id(owner._parameters[name])]]
-            if id(owner._parameters[name]) in indices
-            else grad
-            for name, grad in owner._grads.items()
-        }
-        for name, array in owner._parameters.items():
-            if id(array) in indices:
-                owner._parameters[name] = np.ascontiguousarray(array[indices[id(array)]])
+        old = owner._parameters
+        owner._grads = {name: left(grad, old[name]) for name, grad in owner._grads.items()}
+        owner._parameters |= {name: left(array, array) for name, array in old.items()}
     for readout in readouts:
         readout.input_size = readout.parameters["weight"].shape[1]
-
-
-def resize(layer: Any, size: str, count: int) -> None:
-    """The layer's own idea of its sizes."""
     layer.sizes[size] = count
     layer.hidden_size = layer.sizes["H"]
 
 
-def like(layer: Any, cell: Cell, sizes: Mapping[str, int], learned: Mapping[str, Array]) -> RNN:
-    """A layer of another cell with those sizes and parameters; all else is the layer's."""
-    others: dict[str, Any] = {name: size for name, size in sizes.items() if name != "H"}
-    new = RNN(
-        cell,
-        layer.input_size,
-        sizes["H"],
-        layer.num_layers,
-        batch_first=layer.batch_first,
-        dropout=layer.dropout,
-        bidirectional=layer.bidirectional,
-        dtype=layer.dtype,
-        initializer="zeros",
-        recurrent_initializer="zeros",
-        checkpoint=layer.checkpoint,
-        **others,
-    )
+def like(view: View, cell: Cell, sizes: Mapping[str, int], learned: Mapping[str, Array]) -> RNN:
+    """A layer of another cell with those sizes and parameters, and all else of the layer."""
+    (layer,) = view.parts
+    told = views.told(layer, sizes) | {"initializer": "zeros", "recurrent_initializer": "zeros"}
+    new = RNN(cell, **told, dtype=layer.dtype)
     new.set_parameters(learned)
     new._generator = copy.deepcopy(layer._generator)
     return new

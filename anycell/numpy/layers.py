@@ -13,6 +13,7 @@ from anycell import cells
 from anycell.engines.cpu import pool
 from anycell.lang.cell import Cell
 from anycell.layer import ENDS, Options, check_checkpoint, shapes
+from anycell.layer.signature import of_layer
 from anycell.layer.stream import Stream
 from anycell.numpy import check, initializers, passes
 from anycell.numpy.base import Array, Layer
@@ -183,13 +184,7 @@ class RNN(Layer):
 
     def _learned(self, k: int) -> dict[str, Array]:
         """The parameters of a layer, by the names of ``anycell.layer.signature``."""
-        learned = {}
-        for end in ENDS[: 1 + self.bidirectional]:
-            for name in self.cell.learned:
-                place = f"{name}_l{k}{end}"
-                if place in self._parameters:
-                    learned[name + end] = self._parameters[place]
-        return learned
+        return of_layer(self.cell, self._parameters, k, 1 + self.bidirectional)
 
     # -- use -------------------------------------------------------------------------------------
     def forward(

@@ -9,12 +9,11 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from anycell.layer import ENDS
-from anycell.layer.rounding import Error, arguments, described, rounded
+from anycell.layer.rounding import described, measure, rounded
 from anycell.numpy.base import Array
 from anycell.numpy.feedback import Feedback
 from anycell.numpy.layers import RNN, State
-from anycell.plan import Plan, plan, scales_of
+from anycell.plan import Plan, plan
 
 KINDS = RNN, Feedback
 
@@ -42,17 +41,15 @@ class Quantized(RNN):
                 "rounded. Copy its parameters to a float32 layer."
             )
         self.__dict__.update(layer.__getstate__())
-        self._writes, self.error = 0, None
-        parameters: dict[str, Any] = {}
+        self._writes, self._parameters = 0, {}
+        parameters: dict[str, Any] = self._parameters
         for name, array in layer.parameters.items():
+            parameters[name] = array.copy()
             if array.ndim > 1:
                 parameters[name], parameters[f"{name}_scales"] = rounded(array)
-            else:
-                parameters[name] = array.copy()
-        self._parameters = parameters
         assert self.plan.engine == "cpu"
 
-    error: float | None
+    error: float | None = None
     rounded = True  # as anycell.compress asks
 
     @property
@@ -63,16 +60,6 @@ class Quantized(RNN):
     def __repr__(self) -> str:
         shown = super().__repr__().removesuffix(f", dtype={self.dtype.name!r})")
         return f"{shown}; {described(self.arrays, self.error)})"
-
-    def _learned(self, k: int) -> dict[str, Array]:
-        arrays = {}
-        for end in ENDS[: len(self._suffixes[k])]:
-            for name in self._shapes(0):
-                place = f"{name}_l{k}{end}"
-                arrays[name + end] = self._parameters[place]
-                if f"{place}_scales" in self._parameters:
-                    arrays[scales_of(name) + end] = self._parameters[f"{place}_scales"]
-        return arrays
 
     def forward(self, x: npt.ArrayLike, *args: Any, **options: Any) -> tuple[Array, State]:
         """As ``RNN.forward``, without training."""
@@ -101,12 +88,14 @@ def quantize(model: RNN | Feedback, data: Iterable[Any] | None) -> Quantized | F
         result.layer, result.readout = small, copy.deepcopy(model.readout)
         for each in (run, result):
             each._saved, each._generator = None, copy.deepcopy(model._generator)
-        result._learned()  # or why its readout cannot be rounded
+        result._layer()  # or why its readout cannot be rounded
     if data is not None:
-        error = Error()
-        for batch in data:
-            given, named = arguments(batch)
-            outputs = (which.forward(*given, **named)[0] for which in (result, run))
-            error.add(*(output.astype(np.float64) for output in outputs))
-        small.error = error.relative
+        runs = [(run, result, small)]
+        measure(
+            lambda *given, **named: run.forward(*given, **named),
+            runs,
+            "forward",
+            lambda results: results[0].astype(np.float64),
+            data,
+        )
     return result

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.rnn import PackedSequence
+from torch.random import fork_rng
 
-from anycell.layer import ENDS
-from anycell.layer.rounding import Error, arguments, described
-from anycell.plan import scales_of
-from anycell.torch import ops
+from anycell.layer import view as views
+from anycell.layer.rounding import described, measure, rounded
+from anycell.layer.signature import of_layer
 from anycell.torch.composite import Arrays
+from anycell.torch.compress import check_plain
 from anycell.torch.dropin import GRU, LSTM
 from anycell.torch.feedback import Feedback
 from anycell.torch.functional import scales_of_rows, steps
@@ -44,32 +46,26 @@ class Quantized(RNN):
     """
 
     def __init__(self, layer: Any) -> None:
-        nn.Module.__init__(self)
         if layer.weight_ih_l0.dtype is not torch.float32:
             raise ValueError(
                 f"model: given a layer of {layer.weight_ih_l0.dtype}; expected torch.float32, from "
                 "which weights are rounded. Call model.float() first."
             )
-        for name in (
-            "cell", "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout",
-            "bidirectional", "training",
-        ):  # fmt: skip
-            setattr(self, name, getattr(layer, name))
-        self.sizes = {"H": layer.hidden_size, **dict(layer._sizes)}
-        self.checkpoint, self.error = None, None
-        ops.register(self.cell)
-        for k, arrays in enumerate(layer._weights()):
-            for name, array in arrays.items():
-                base = name.removesuffix(ENDS[1])
-                place = f"{base}_l{k}{name[len(base) :]}"
-                if array.dim() > 1:
-                    integers, scales = rounded(array.detach())
-                    self.register_buffer(place, integers)
-                    self.register_buffer(f"{place}_scales", scales)
-                else:
-                    self.register_buffer(place, array.detach().clone())
+        told = views.told(layer, {"H": layer.hidden_size, **dict(layer._sizes)})
+        super().__init__(layer.cell, **told | {"checkpoint": None}, device="meta")
+        self.training = layer.training
+        for name in list(self._parameters):
+            array = getattr(layer, name).detach()
+            delattr(self, name)
+            if array.dim() > 1:
+                arrays = map(torch.from_numpy, rounded(array.cpu().numpy()))
+                integers, scales = (made.to(array.device) for made in arrays)
+                self.register_buffer(name, integers)
+                self.register_buffer(f"{name}_scales", scales)
+            else:
+                self.register_buffer(name, array.clone())
 
-    error: float | None
+    error: float | None = None
     rounded = True  # as anycell.compress asks
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -100,26 +96,9 @@ class Quantized(RNN):
         return self._buffers["weight_ih_l0_scales"]  # type: ignore[return-value]
 
     def _weights(self) -> list[Arrays]:
-        return [self._of_layer(k) for k in range(self.num_layers)]
-
-    def _of_layer(self, k: int) -> Arrays:
-        buffers, arrays = self._buffers, {}
-        for end in ENDS[: 1 + self.bidirectional]:
-            for name in self.cell.learned:
-                place = f"{name}_l{k}{end}"
-                if place in buffers:
-                    arrays[name + end] = buffers[place]
-                if f"{place}_scales" in buffers:
-                    arrays[scales_of(name) + end] = buffers[f"{place}_scales"]
-        return arrays  # type: ignore[return-value]
-
-
-def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight ``[..., out, in]`` as integers, and their scales ``[..., out]``."""
-    if not weight.isfinite().all():
-        raise ValueError("model: given a weight with infinities or NaN; expected numbers.")
-    scales = scales_of_rows(weight)
-    return steps(weight, scales).to(torch.int8), scales.squeeze(-1)
+        directions = 1 + self.bidirectional
+        layers = range(self.num_layers)
+        return [of_layer(self.cell, self._buffers, k, directions) for k in layers]
 
 
 def quantize(model: nn.Module, data: Iterable[Any] | None) -> nn.Module:
@@ -148,51 +127,39 @@ def is_layer(module: Any) -> bool:
 
 def _measure(model: nn.Module, small: dict[nn.Module, Quantized], data: Iterable[Any]) -> None:
     """Runs the model, and each quantized layer on what its own layer is given."""
-    errors = {layer: Error() for layer in small}
-    runs: dict[nn.Module, tuple[nn.Module, Error]] = {l: (small[l], errors[l]) for l in small}
-    for module in model.modules():
+    runs: list[tuple[nn.Module, nn.Module, Quantized]] = [(l, s, s) for l, s in small.items()]
+    was_training = {module: module.training for module in model.modules()}
+    for module in was_training:
         if isinstance(module, Feedback) and module.layer in small:
             twin = Feedback(small[module.layer], module.readout)
-            runs[module] = twin, errors[module.layer]
+            runs.append((module, twin, small[module.layer]))
 
-    def drawn(feedback: Any, args: Any, kwargs: Any) -> Any:  # once, for both
-        x = args[0] if args else kwargs["x"]
-        return args, {**kwargs, "forced": feedback._forced(kwargs["forced"], x)}
+    def outputs(results: Any) -> Tensor:
+        output = results[0]
+        return (output.data if isinstance(output, PackedSequence) else output).double()
 
-    def compare(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        twin, error = runs[module]
-        outputs = [twin(*args, **kwargs)[0], result[0]]
-        outputs = [o.data if isinstance(o, nn.utils.rnn.PackedSequence) else o for o in outputs]
-        error.add(*(output.double() for output in outputs))
+    def batches() -> Iterator[Any]:
+        for batch in data:
+            if isinstance(batch, list):
+                raise TypeError(
+                    f"data: given a list of {len(batch)}, as a loader makes of inputs and "
+                    "targets; expected a tensor, or a tuple of the model's arguments. Pass the "
+                    "inputs alone: data=(x for x, _ in loader)."
+                )
+            yield batch
 
-    hooks = [module.register_forward_hook(compare, with_kwargs=True) for module in runs]
-    hooks += [
-        module.register_forward_pre_hook(drawn, with_kwargs=True)
-        for module in runs
-        if isinstance(module, Feedback)
-    ]
-    twins = [module for twin, _ in runs.values() for module in twin.modules()]
-    was_training = {module: module.training for module in [*model.modules(), *twins]}
+    devices = range(torch.cuda.device_count())
     try:
-        for module in was_training:
+        for module in [
+            *was_training,
+            *(module for _, twin, _ in runs for module in twin.modules()),
+        ]:
             module.training = False
         with torch.no_grad():
-            for batch in data:
-                if isinstance(batch, list):
-                    raise TypeError(
-                        f"data: given a list of {len(batch)}, as a loader makes of inputs and "
-                        "targets; expected a tensor, or a tuple of the model's arguments. Pass the "
-                        "inputs alone: data=(x for x, _ in loader)."
-                    )
-                given, named = arguments(batch)
-                model(*given, **named)
+            measure(model, runs, "forward", outputs, batches(), lambda: fork_rng(devices))
     finally:
-        for hook in hooks:
-            hook.remove()
         for module, training in was_training.items():
             module.training = training
-    for layer, quantized in small.items():
-        quantized.error = errors[layer].relative
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -211,11 +178,7 @@ class Rounding(nn.Module):
 
 def fake_quantize(layer: nn.Module) -> nn.Module:
     """See ``anycell.compress.fake_quantize``."""
-    if parametrize.is_parametrized(layer):
-        raise ValueError(
-            f"layer: given {type(layer).__name__} with parametrizations; expected plain "
-            "parameters. Call torch.nn.utils.parametrize.remove_parametrizations first."
-        )
+    check_plain("layer", layer)
     for name, parameter in list(layer.named_parameters(recurse=False)):
         if parameter.dim() > 1:
             parametrize.register_parametrization(layer, name, Rounding())

@@ -1,0 +1,60 @@
+"""Layers of every frontend, as ``anycell.compress`` sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from anycell.lang.cell import Cell
+from anycell.lang.namespaces import Array, namespace
+
+TOLD = "input_size num_layers bias batch_first dropout bidirectional checkpoint".split()
+
+
+class View(NamedTuple):
+    """A layer, whatever the framework.
+
+    Attributes:
+        parts: the layer itself, or in Keras that of each direction.
+        cell: the step.
+        num_layers, bidirectional, bias: as the layer was told.
+        sizes: what the size symbols of the cell stand for.
+        weights: per layer what its directions learn, by name, shaped as in
+            ``anycell.layer.signature``: arrays, or what has one for its ``value``.
+        learned: the same, and what is a part of another weight.
+    """
+
+    parts: tuple[Any, ...]
+    cell: Cell
+    num_layers: int
+    bidirectional: bool
+    bias: bool
+    sizes: dict[str, int]
+    weights: list[dict[str, Any]]
+    learned: list[dict[str, Any]]
+
+
+def view_of(layer: Any, sizes: Mapping[str, int], weights: list[dict[str, Any]]) -> View:
+    """The view of a layer that has the arguments of PyTorch's and NumPy's ``RNN``."""
+    told = layer.num_layers, layer.bidirectional, layer.bias
+    return View((layer,), layer.cell, *told, dict(sizes), weights, weights)
+
+
+def told(layer: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """The arguments of such a layer besides its cell, for one of other sizes."""
+    counts = {"hidden_size" if name == "H" else name: size for name, size in sizes.items()}
+    return {name: getattr(layer, name) for name in TOLD} | counts
+
+
+def value(weight: Any) -> Array:
+    """An array of the framework, with its gradient."""
+    return getattr(weight, "value", weight)
+
+
+def numbers(weight: Any) -> npt.NDArray[np.float64]:
+    """An array of NumPy with the values of a weight."""
+    array: npt.NDArray[np.float64] = namespace(value(weight)).numbers(value(weight))
+    return array
