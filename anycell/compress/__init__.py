@@ -12,14 +12,13 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from anycell.compress import units
-from anycell.compress.quantized import fake_quantize, quantize
 from anycell.compress.units import Indices
 from anycell.lang.cell import INPUT
 from anycell.lang.namespaces import namespace
@@ -201,7 +200,7 @@ def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) ->
         >>> {n: a.shape for n, a in smaller.parameters.items() if n.startswith("weight_hh")}
         {'weight_hh_v_l0': (16, 64), 'weight_hh_u_l0': (192, 16)}
     """
-    adapter = _adapter(layer)
+    adapter = _adapter("compress", "layer", layer)
     _refuse_quantized(layer)
     view = adapter.view_of(layer)
     cell = low_rank(view.cell, matmuls, bias=view.bias)
@@ -235,6 +234,68 @@ def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) ->
     return adapter.like(view, cell, sizes, learned)
 
 
+def quantize(model: Any, *, data: Iterable[Any] | None = None) -> Any:
+    """The same model with weights of 8 bits in its recurrent layers, for inference on the CPU.
+
+    Args:
+        model: a layer of ``anycell.torch`` (``RNN``, ``LSTM``, ``GRU``), ``anycell.keras`` or
+            ``anycell.numpy``, a ``Feedback`` around one, or a ``torch.nn.Module`` or
+            ``keras.Model`` that has such layers. It stays as it is.
+        data: inputs on which to measure the error, one at least: each a batch, or a tuple of
+            arguments, the last of which may be a dictionary of those with names. Never targets.
+            Wrap a loader in a progress bar to see one.
+
+    Returns:
+        a ``Quantized`` layer, or a copy of the model with such layers in the place of its own (of a
+        ``keras.Model`` by its config, not compiled); modules of torch in eval mode.
+        Their ``error`` is that of the output over ``data``, by each layer's own input:
+        ``norm(quantized - float) / norm(float)``; None without data, and of a layer that did not
+        run.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was given and what was expected.
+
+    Example:
+        >>> import numpy as np
+        >>> import anycell.numpy
+        >>> layer = anycell.numpy.LSTM(3, 64, seed=0)
+        >>> small = quantize(layer, data=[np.ones((20, 8, 3))])
+        >>> small.arrays["weight_hh_l0"].dtype, small.error < 0.02
+        (dtype('int8'), True)
+    """
+    adapter = _adapter("quantized", "model", model)
+    return adapter.quantize(model, None if data is None else _batches(data))
+
+
+def fake_quantize(layer: Any) -> Any:
+    """Has a layer of ``anycell.torch`` train with the weights that ``quantize`` would give it.
+
+        forward     scale * round(w / scale)
+        backward    as if the weight had not been rounded (straight through)
+
+    Each weight gets a parametrization of ``torch.nn.utils.parametrize``; the layer runs fused.
+    ``quantize`` takes it as it is.
+
+    Args:
+        layer: ``RNN``, ``LSTM`` or ``GRU`` of ``anycell.torch``, which is changed in place.
+
+    Returns:
+        the layer.
+
+    Raises:
+        TypeError, ValueError: for another kind of layer, or one that has parametrizations.
+
+    Source: Jacob et al., *Quantization and Training of Neural Networks for Efficient
+    Integer-Arithmetic-Only Inference*, 2018.
+    """
+    adapter = sys.modules.get("anycell.torch.quantized")
+    if adapter is None or not adapter.is_layer(layer):
+        raise TypeError(
+            f"layer: given {type(layer).__name__}; expected RNN, LSTM or GRU of anycell.torch."
+        )
+    return adapter.fake_quantize(layer)
+
+
 class _Model:
     """A layer and what reads it, whatever the framework.
 
@@ -246,7 +307,7 @@ class _Model:
     """
 
     def __init__(self, layer: Any, readouts: Sequence[Any], size: str) -> None:
-        self.adapter, self.size = _adapter(layer), size
+        self.adapter, self.size = _adapter("compress", "layer", layer), size
         several = isinstance(readouts, Sequence)
         for each in (layer, *(readouts if several else ())):
             _refuse_quantized(each)
@@ -336,18 +397,31 @@ class _Model:
         return (rows + self.count * np.arange(self.directions)[:, None]).reshape(-1)
 
 
-def _adapter(layer: Any) -> Any:
-    """The module that knows the layer's framework; it imports none that is not there already."""
-    for framework in ("torch", "keras", "numpy"):
+def _adapter(name: str, argument: str, given: Any) -> Any:
+    """The module that knows the framework of a layer or model; it imports no other framework."""
+    for framework in ("keras", "torch", "numpy"):  # layers of Keras may be modules of torch
         if f"anycell.{framework}" in sys.modules:
-            adapter = importlib.import_module(f"anycell.{framework}.compress")
-            if isinstance(layer, adapter.KINDS):
+            adapter = importlib.import_module(f"anycell.{framework}.{name}")
+            if isinstance(given, adapter.KINDS):
                 return adapter
+    models = ", or a torch.nn.Module or keras.Model with such layers" * (argument == "model")
     raise TypeError(
-        f"layer: given {type(layer).__name__}; expected a layer of anycell.torch (RNN, LSTM, GRU), "
-        "anycell.keras or anycell.numpy. anycell.torch.accelerate and anycell.keras.accelerate "
-        "turn those of torch.nn and Keras into ours."
+        f"{argument}: given {type(given).__name__}; expected a layer of anycell.torch (RNN, LSTM, "
+        f"GRU), anycell.keras or anycell.numpy{models}. anycell.torch.accelerate and "
+        "anycell.keras.accelerate turn those of torch.nn and Keras into ours."
     )
+
+
+def _batches(data: Iterable[Any]) -> Iterator[Any]:
+    empty = True
+    for batch in data:
+        empty = False
+        yield batch
+    if empty:
+        raise ValueError(
+            "data: given nothing to iterate over; expected a batch or more. A generator gives its "
+            "batches once: make a new one, or leave data out."
+        )
 
 
 def _refuse_quantized(layer: Any) -> None:

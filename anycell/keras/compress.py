@@ -18,7 +18,7 @@ from anycell.keras.layers import RNN, Fused
 from anycell.lang.cell import Cell
 from anycell.lang.namespaces import namespace
 from anycell.layer.signature import ENDS, place
-from anycell.layer.view import View, numbers
+from anycell.layer.view import View, check_optimizer, numbers
 
 Array = npt.NDArray[Any]
 KINDS = (Fused, keras.layers.Bidirectional)
@@ -166,12 +166,7 @@ def _slots(
     optimizer: Any, indices: Mapping[int, tuple[Weight, tuple[Any, ...]]]
 ) -> dict[int, tuple[Weight, tuple[Any, ...]]]:
     """The variables in which an optimizer keeps something for each number of a parameter."""
-    parameters, kind = optimizer._trainable_variables, type(optimizer).__name__
-    if not any(id(parameter) in indices for parameter in parameters):
-        raise ValueError(
-            f"optimizer: given {kind} of none of the parameters; expected the one that trains the "
-            "layer. Leave it out if there is none."
-        )
+    parameters = optimizer._trainable_variables
     slots, known = {}, {id(parameter) for parameter in parameters}
     for row in vars(optimizer).values():
         if isinstance(row, list) and len(row) == len(parameters) and row is not parameters:
@@ -181,11 +176,9 @@ def _slots(
                     if id(parameter) in indices:
                         weight, index = indices[id(parameter)]
                         slots[id(slot)] = weight._replace(variable=slot), index
-    if any(len(v.shape) and id(v) not in known for v in optimizer.variables):
-        raise ValueError(
-            f"optimizer: given {kind}, whose state does not follow each number of a parameter; "
-            "expected one such as Adam or SGD. Leave it out, and compile the model anew."
-        )
+    follows = all(id(v) in known or not len(v.shape) for v in optimizer.variables)
+    trains = not indices.keys().isdisjoint(map(id, parameters))
+    check_optimizer(optimizer, trains, follows, "compile the model anew")
     return slots
 
 

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import keras
 from keras import ops, tree
 
-from anycell.keras.call import KERNELS, Arrays, Call, Tensor, check
-from anycell.keras.composite import composite
-from anycell.keras.layers import (
-    _FUSED,
-    _STEPS,
-    Fused,
-    _attached_mask,
-    _place,
-    _uncompiled,
-    gpu_visible,
-    refusal,
-)
-from anycell.keras.rule import Engine, Facts, choose
+from anycell.keras.call import KERNELS, Arrays, Tensor
+from anycell.keras.layers import Fused, _attached_mask, _uncompiled
+from anycell.keras.rule import Engine
 from anycell.lang.cell import Cell
 from anycell.lang.transform import OUTPUT, with_feedback
 from anycell.layer.feedback import entering, fed
@@ -34,9 +24,8 @@ class Feedback(keras.layers.Layer):
         y_t     = output_t @ readout.kernel + readout.bias
         input_t = [series_t where forced_t, else y_{t-1}; others_t]
 
-    Where all steps are forced this is teacher forcing: ``readout(layer(x))``. Where none is, the
-    layer runs freely. In between, by chance, it is scheduled sampling; see
-    ``anycell.layer.feedback`` for more, and for the sources.
+    Forced at all steps it is teacher forcing, ``readout(layer(x))``; at none it
+    runs freely; by chance it is scheduled sampling. ``anycell.layer.feedback`` says more.
 
     Args:
         layer: ``LSTM``, ``GRU``, ``SimpleRNN`` or ``RNN`` of anycell.keras, without dropout, not
@@ -51,8 +40,7 @@ class Feedback(keras.layers.Layer):
         sequences: ``[B, T, in]``, the series in the first Y columns. Where a step is not forced,
             what lies there never matters, not even NaN.
         forced: where the series is given: bool ``[B, T]``, or ``[T]``, the same for all rows. Or a
-            number in [0, 1]: with that probability each step of each row is. Default: 1, teacher
-            forcing.
+            number in [0, 1], the probability of each step of each row. Default: 1.
         initial_state, mask, training: as for the layer.
 
     Returns y ``[B, T, Y]``, or ``[y, *states]``.
@@ -84,9 +72,8 @@ class Feedback(keras.layers.Layer):
         """Creates the weights of both for inputs ``[B, T, input_shape[-1]]``."""
         if not self.layer.built:
             self.layer.build(input_shape)
-        step = self._step()
         if not self.readout.built:
-            self.readout.build((*input_shape[:2], self._all_sizes()[step.states[0].size]))
+            self.readout.build((*input_shape[:2], self._widths()[0]))
         if self.readout.units > input_shape[-1]:
             raise ValueError(
                 f"readout: given Dense({self.readout.units}); expected at most the "
@@ -100,8 +87,12 @@ class Feedback(keras.layers.Layer):
         y = (rows, steps, self.readout.units)
         if not self.return_state:
             return y
-        sizes = self._all_sizes()
-        return [y, *((rows, sizes[s.size]) for s in self._step().states)]
+        return [y, *((rows, width) for width in self._widths())]
+
+    def _widths(self) -> list[int]:
+        """The sizes of the states."""
+        step, sizes = _Fed(self.layer, self.readout)._step(), dict(self.layer._sizes())
+        return [sizes.get(s.size, self.layer.cell.units) for s in step.states]
 
     @_uncompiled
     def call(
@@ -126,47 +117,16 @@ class Feedback(keras.layers.Layer):
         self, sequences: Tensor, states: Any, mask: Any, training: bool, *, given: Tensor
     ) -> Any:
         """As of layers, whose first result is the last output; ``given`` is ``[B, T]``."""
-        layer = self.layer
-        sequences = entering(sequences, given, self.readout.units, hasattr(layer, "rounded"))
-        facts = self._facts(training, *_place(sequences))
-        call = Call(
-            facts.cell,  # type: ignore[arg-type]
-            layer.cell.units,
-            tuple(sorted(facts.sizes.items())),
-            repeat=not layer.zero_output_for_mask,
-            training=training,
-        )
-        arrays = self._fed(layer._arrays(sequences, states, mask, training))
-        check(call, arrays)
-        engine, backend = choose(facts).name, keras.backend.backend()
-        run = (_FUSED if engine == "cpu" else _STEPS).get(backend, composite)
-        _, outputs, final = layer._as_keras(call, *run(call, arrays), arrays.get("mask"))
-        y = self.readout(ops.cast(outputs, self.compute_dtype))
-        return None, y, final
+        integers = getattr(self.layer, "rounded", False)
+        sequences = entering(sequences, given, self.readout.units, integers)
+        fed = _Fed(self.layer, self.readout)
+        _, outputs, final = fed.inner_loop(sequences, states, mask, training)
+        return None, self.readout(ops.cast(outputs, self.compute_dtype)), final
 
     @property
     def engine(self) -> Engine:
         """What runs the layer in inference, here and now, and why."""
-        return choose(self._facts(False, gpu_visible(), refusal()))
-
-    def _step(self) -> Cell:
-        step = self.layer._step()
-        if isinstance(step, str):
-            raise ValueError(
-                f"layer: given {self.layer.name}, which only Keras's loop can run: {step}; "
-                "expected one whose step is known."
-            )
-        return step
-
-    def _all_sizes(self) -> dict[str, int]:
-        return {"H": self.layer.cell.units, **dict(self.layer._sizes())}
-
-    def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
-        """Those of the layer, of the cell whose readout is fed back."""
-        sizes = {**dict(self.layer._sizes()), OUTPUT: self.readout.units}
-        facts = self.layer._facts(training, gpu, traced)
-        fed = with_feedback(self._step())
-        return replace(facts, cell=fed, sizes=sizes, drop_in=False, cudnn=False)
+        return _Fed(self.layer, self.readout).engine
 
     def _given(self, forced: Any, sequences: Tensor) -> Tensor:
         """``[B, T]``: where the series is."""
@@ -180,36 +140,53 @@ class Feedback(keras.layers.Layer):
         shape = ops.shape(sequences)[:2]
         return keras.random.uniform(shape, seed=self.seed_generator) < float(forced)
 
-    def _fed(self, arrays: Arrays) -> Arrays:
-        """What the fed cell has, from what the layer has."""
-        dtype, readout = keras.backend.standardize_dtype(arrays["x"].dtype), self.readout
+    def get_config(self) -> dict[str, Any]:
+        """All arguments, for ``from_config``."""
+        both = {"layer": self.layer, "readout": self.readout}
+        both = {name: keras.saving.serialize_keras_object(each) for name, each in both.items()}
+        return super().get_config() | both | {"return_state": self.return_state, "seed": self.seed}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Feedback:
+        """The layer that ``get_config`` described."""
+        read = functools.partial(
+            keras.saving.deserialize_keras_object, custom_objects=custom_objects
+        )
+        return cls(**{n: read(v) if n in ("layer", "readout") else v for n, v in config.items()})
+
+
+class _Fed(Fused):
+    """The layer of a ``Feedback``, as one of the cell whose readout is fed back."""
+
+    _drop_in, return_sequences = False, True
+
+    def __init__(self, layer: Any, readout: Any) -> None:
+        self.layer, self.readout = layer, readout
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+    def _step(self) -> Cell:
+        step = self.layer._step()
+        if isinstance(step, str):
+            raise ValueError(
+                f"layer: given {self.layer.name}, which only Keras's loop can run: {step}; "
+                "expected one whose step is known."
+            )
+        return with_feedback(step)
+
+    def _sizes(self) -> tuple[tuple[str, int], ...]:
+        return tuple(sorted([*self.layer._sizes(), (OUTPUT, self.readout.units)]))
+
+    def _arrays(self, *args: Any) -> Arrays:
+        arrays, readout = self.layer._arrays(*args), self.readout
+        dtype = keras.backend.standardize_dtype(arrays["x"].dtype)
         kernels = {ours: name for name, ours in KERNELS.items() if name in arrays}
         learned = {**arrays, **{o: ops.transpose(arrays[name]) for o, name in kernels.items()}}
         weight, bias = ops.transpose(readout.kernel), readout.bias
         bias = None if bias is None else ops.cast(ops.convert_to_tensor(bias), dtype)
         both = fed(learned, self.layer.cell.units, ops.cast(weight, dtype), bias)
         return both | {name: ops.transpose(both.pop(o)) for o, name in kernels.items()}
-
-    def get_config(self) -> dict[str, Any]:
-        """All arguments, for ``from_config``."""
-        both = {"layer": self.layer, "readout": self.readout}
-        config = {n: keras.saving.serialize_keras_object(l) for n, l in both.items()}
-        return {
-            **super().get_config(),
-            **config,
-            "return_state": self.return_state,
-            "seed": self.seed,
-        }
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Feedback:
-        """The layer that ``get_config`` described."""
-        config = dict(config)
-        for name in ("layer", "readout"):
-            config[name] = keras.saving.deserialize_keras_object(
-                config[name], custom_objects=custom_objects
-            )
-        return cls(**config)
 
 
 def _check(layer: Any, readout: Any) -> None:

@@ -93,7 +93,7 @@ class Fused:
             cell=step,
             units=cell.units,
             sizes=dict(self._sizes()),
-            dtype=cell.compute_dtype,
+            dtype=getattr(cell, "numbers", cell.compute_dtype),
             backend=backend,
             gpu=gpu,
             cudnn=self._cudnn(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import keras
@@ -16,7 +15,6 @@ from anycell.keras.call import Arrays, Tensor
 from anycell.keras.cell import RNNCell
 from anycell.keras.feedback import Feedback
 from anycell.keras.layers import CALLS, RNN, Fused
-from anycell.keras.rule import Facts
 from anycell.layer.rounding import described, measure, replaced, rounded
 from anycell.layer.view import numbers
 from anycell.plan import scales_of
@@ -30,6 +28,8 @@ class QuantizedCell(RNNCell):
     """The weights of a ``Quantized`` layer, and one step of it, which computes in float32 with the
     weights that the integers stand for.
     """
+
+    numbers = "int8"  # what the matmuls of a kernel multiply
 
     def build(self, input_shape: Sequence[int | None]) -> None:
         """Creates the weights, all 0, for inputs ``[B, input_shape[-1]]``."""
@@ -79,9 +79,6 @@ class Quantized(RNN):
     _cell_class = QuantizedCell
     error: float | None = None
     rounded = True  # as anycell.compress asks
-
-    def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
-        return replace(super()._facts(training, gpu, traced), dtype="int8")
 
     def __repr__(self) -> str:
         arrays = {v.path.split("/")[-1]: np.empty(v.shape, v.dtype) for v in self.cell.weights}
@@ -133,7 +130,6 @@ def _quantized(layer: Any) -> Quantized:
 
 def _measure(model: Any, layers: list[Any], small: list[Quantized], data: Iterable[Any]) -> None:
     """Runs the model, and each quantized layer on what its own layer is given."""
-
     runs = list(zip(layers, small, small, strict=True))
     by_layer = dict(zip(layers, small, strict=True))
     for outer in model._flatten_layers():
@@ -168,12 +164,12 @@ def _with(model: Any, layers: list[Any], small: list[Quantized]) -> Any:
         source = instead.get(id(old), old)
         if isinstance(made, Quantized):
             made.error = source.error
-        pairs = [(source._trainable_variables, made._trainable_variables)]
-        pairs += [(source._non_trainable_variables, made._non_trainable_variables)]
-        for theirs, ours in pairs:
-            for value, variable in zip(theirs, ours, strict=True):
-                # A copy: JAX has models give up their arrays, and would take the old model's.
-                variable.assign(np.array(ops.convert_to_numpy(value)))
+        theirs, ours = (
+            [*l._trainable_variables, *l._non_trainable_variables] for l in (source, made)
+        )
+        for value, variable in zip(theirs, ours, strict=True):
+            # A copy: JAX has models give up their arrays, and would take the old model's.
+            variable.assign(np.array(ops.convert_to_numpy(value)))
     return new
 
 

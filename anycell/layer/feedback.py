@@ -6,10 +6,11 @@ that are always given:
     y_t     = W_readout output_t + b_readout
     input_t = [series_t where forced_t, else y_{t-1}; others_t]
 
-All steps forced are teacher forcing, none is a free run, and some by chance are scheduled sampling.
-Both passes are those of one fused kernel, the readout within it; gradients flow back through what
-is fed back. y before the first step is the readout of the initial state, so that a forecast may
-start from the state that any call of the layer returned.
+All steps forced are teacher forcing, none is a free run, and some by chance are scheduled sampling,
+whose probability may follow a schedule: ``forced=schedule(step)``. Both passes are those of one
+fused kernel, the readout within it; gradients flow back through what is fed back. y before the
+first step is the readout of the initial state, so that a forecast may start from the state that any
+call of the layer returned.
 
 The kernel is that of the cell that ``with_feedback`` makes. It has one more gate, the last, and x
 one more number, the last, which says to this gate where x is free: 1, and 0 elsewhere. A row that

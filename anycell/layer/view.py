@@ -58,3 +58,18 @@ def numbers(weight: Any) -> npt.NDArray[np.float64]:
     """An array of NumPy with the values of a weight."""
     array: npt.NDArray[np.float64] = namespace(value(weight)).numbers(value(weight))
     return array
+
+
+def check_optimizer(optimizer: Any, trains: bool, follows: bool, remedy: str) -> None:
+    """Refuses an optimizer that does not train the layer, or cannot go on with less of it."""
+    kind = type(optimizer).__name__
+    if not trains:
+        raise ValueError(
+            f"optimizer: given {kind} of none of the parameters; expected the one that trains the "
+            "layer. Leave it out if there is none."
+        )
+    if not follows:
+        raise ValueError(
+            f"optimizer: given {kind}, whose state does not follow each number of a parameter; "
+            f"expected one such as Adam or SGD. Leave it out, and {remedy}."
+        )

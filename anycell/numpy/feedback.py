@@ -24,9 +24,8 @@ class Feedback:
         y_t     = W_readout output_t + b_readout
         input_t = [series_t where forced_t, else y_{t-1}; others_t]
 
-    Where all steps are forced this is teacher forcing: ``readout.forward(layer.forward(x)[0])``.
-    Where none is, the layer runs freely. In between, by chance, it is scheduled sampling; see
-    ``anycell.layer.feedback`` for more, and for the sources.
+    Forced at all steps it is teacher forcing, ``readout.forward(layer.forward(x)[0])``; at none it
+    runs freely; by chance it is scheduled sampling. ``anycell.layer.feedback`` says more.
 
     Parameters and gradients stay those of ``layer`` and ``readout``: give both to an optimizer.
 
@@ -88,13 +87,11 @@ class Feedback:
                 Where a step is not forced, what lies there never matters, not even NaN.
             state, mask, lengths, resets, static, training: as in ``RNN.forward``.
             forced: where the series is given: bool, laid out as x without its last axis, such as
-                ``np.isfinite(series)`` of one with gaps, or ``[T]``, the same for all rows. Or a
-                number in [0, 1]: with that probability each step of each row is, drawn from
-                ``seed``. A schedule of it is ``forced=schedule(step)``.
+                ``np.isfinite(series)``, or ``[T]``, the same for all rows. Or a number in [0, 1],
+                the probability of each step of each row, drawn from ``seed``.
 
         Returns:
-            y: ``[T, B, Y]``, laid out as x.
-            state: as of ``RNN.forward``.
+            y ``[T, B, Y]``, laid out as x, and the state, as of ``RNN.forward``.
         """
         layer = self.layer
         x = check.array("x", x, layer._layout("T", "B", layer.input_size), layer.dtype)

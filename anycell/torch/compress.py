@@ -53,8 +53,15 @@ def take(
 
     New ones, because graphs of earlier passes still know the shapes of the old.
     """
-    _check(taken, optimizer)
-    (layer,), smaller = view.parts, dict[Tensor, nn.Parameter]()
+    (layer,), parameters = view.parts, [parameter for parameter, _ in taken]
+    if len(set(parameters)) < len(parameters):
+        raise ValueError(
+            "layer: given one with a parameter in two places; expected a parameter for each, since "
+            "units of both places would have to be the same. Give each its own copy first."
+        )
+    if optimizer is not None:
+        _check(optimizer, parameters)
+    smaller: dict[Tensor, nn.Parameter] = {}
     for parameter, index in taken:
         places = tuple(torch.from_numpy(np.array(part)).to(parameter.device) for part in index)
         new = smaller[parameter] = nn.Parameter(parameter.detach()[places], parameter.requires_grad)
@@ -82,34 +89,15 @@ def take(
     layer.__dict__.pop("_prepared", None)
 
 
-def _check(
-    taken: Sequence[tuple[nn.Parameter, tuple[Any, ...]]], optimizer: torch.optim.Optimizer | None
-) -> None:
-    """Refuses a parameter in two places, and an optimizer that cannot go on with smaller ones."""
-    parameters = [parameter for parameter, _ in taken]
-    if len(set(parameters)) < len(parameters):
-        raise ValueError(
-            "layer: given one with a parameter in two places; expected a parameter for each, since "
-            "units of both places would have to be the same. Give each its own copy first."
-        )
-    if optimizer is None:
-        return
-    kind, held = type(optimizer).__name__, {p for g in optimizer.param_groups for p in g["params"]}
-    if held.isdisjoint(parameters):
-        raise ValueError(
-            f"optimizer: given {kind} of none of the parameters; expected the one that trains the "
-            "layer. Leave it out if there is none."
-        )
+def _check(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Refuses an optimizer that cannot go on with smaller parameters."""
+    held = {p for group in optimizer.param_groups for p in group["params"]}
     foreign = isinstance(optimizer, torch.optim.LBFGS)  # its state is of all parameters in a row
-    for parameter in parameters:
-        for value in optimizer.state.get(parameter, {}).values():
-            foreign |= isinstance(value, Tensor) and value.shape not in ((), parameter.shape)
-    if foreign:
-        raise ValueError(
-            f"optimizer: given {kind}, whose state does not follow each number of a parameter; "
-            "expected one such as Adam or SGD. Leave it out, and make a new one for the smaller "
-            "parameters."
-        )
+    for p in parameters:
+        shapes = [getattr(v, "shape", ()) for v in optimizer.state.get(p, {}).values()]
+        foreign |= any(shape not in ((), p.shape) for shape in shapes)
+    remedy = "make a new one for the smaller parameters"
+    views.check_optimizer(optimizer, not held.isdisjoint(parameters), not foreign, remedy)
 
 
 def like(view: View, cell: Cell, sizes: Mapping[str, int], learned: Mapping[str, Any]) -> RNN:

@@ -24,9 +24,8 @@ class Feedback(nn.Module):
         y_t     = W_readout output_t + b_readout
         input_t = [series_t where forced_t, else y_{t-1}; others_t]
 
-    Where all steps are forced this is teacher forcing: ``readout(layer(x)[0])``. Where none is, the
-    layer runs freely. In between, by chance, it is scheduled sampling; see
-    ``anycell.layer.feedback`` for more, and for the sources.
+    Forced at all steps it is teacher forcing, ``readout(layer(x)[0])``; at none it
+    runs freely; by chance it is scheduled sampling. ``anycell.layer.feedback`` says more.
 
     Args:
         layer: ``RNN``, ``LSTM`` or ``GRU`` of anycell.torch, of one layer and one direction.
@@ -39,11 +38,9 @@ class Feedback(nn.Module):
             matters, not even NaN.
         state, mask, lengths, resets, static: as in ``RNN``.
         forced: where the series is given: bool, laid out as x without its last axis, such as
-            ``series.isfinite()`` of one with gaps, or ``[T]``, the same for all rows. Or a number
-            in [0, 1]: with that probability each step of each row is, drawn from torch's default
-            generator. A schedule of it is ``forced=schedule(step)``.
-        y: ``[T, B, Y]``, laid out as x.
-        final state: as of the layer.
+            ``series.isfinite()``, or ``[T]``, the same for all rows. Or a number in [0, 1], the
+            probability of each step of each row, drawn from torch's default generator.
+        y: ``[T, B, Y]``, laid out as x. The final state is as of the layer.
 
     Raises:
         TypeError, ValueError: with the argument, what was given, what is expected.

@@ -149,12 +149,9 @@ def _measure(model: nn.Module, small: dict[nn.Module, Quantized], data: Iterable
             yield batch
 
     devices = range(torch.cuda.device_count())
+    for module in [*was_training, *(twin for _, twin, _ in runs), *small.values()]:
+        module.training = False
     try:
-        for module in [
-            *was_training,
-            *(module for _, twin, _ in runs for module in twin.modules()),
-        ]:
-            module.training = False
         with torch.no_grad():
             measure(model, runs, "forward", outputs, batches(), lambda: fork_rng(devices))
     finally:
