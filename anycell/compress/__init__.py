@@ -38,23 +38,17 @@ __all__ = [
 
 
 def unit_norms(layer: Any, *, readouts: Sequence[Any] = (), size: str = "H") -> Any:
-    """Norms of all weights that belong to a unit.
+    """Computes the norm of all weights that belong to a unit.
 
         norm_u = sqrt(sum of w**2 over the weights in the rows and columns of unit u)
 
     These are its rows of the input and recurrent weights, for all gates, and what reads it: its
-    columns of the recurrent weights, of the next layer's input weights and of readouts. Biases and
-    parameters of the cell are not counted.
-
-    Their sum is the group-lasso term of Wen et al.: added to a loss it drives whole units to zero,
-    which ``shrink`` then takes out.
+    columns of the recurrent weights, of the next layer's input weights and of readouts, not biases
+    and parameters of the cell. The sum of norms is the group-lasso term of Wen et al.: added to a
+    loss it drives whole units to zero, which ``shrink`` then takes out.
 
     Args:
-        layer: of ``anycell.torch`` (``RNN``, ``LSTM``, ``GRU``), ``anycell.keras`` or
-            ``anycell.numpy``.
-        readouts: layers that read the output of the last layer: ``torch.nn.Linear``,
-            ``anycell.numpy.Dense``; of Keras ``Dense`` and recurrent layers.
-        size: symbol of the units, where the cell declares several: "P" in ``state="h:P c"``.
+        layer, readouts, size: as in ``shrink``.
 
     Returns:
         ``[num_layers * D, units]``, D directions, in the order of the states; of PyTorch and Keras
@@ -127,15 +121,12 @@ def shrink(
 
 
 def gradual(final: float, begin: int, end: int, *, initial: float = 1.0) -> Any:
-    """A schedule of the part of units to keep, for gradual pruning.
+    """Makes a schedule of the part of units to keep, for gradual pruning.
 
         keep(t) = final + (initial - final) * (1 - (t - begin) / (end - begin))**3
 
-    between the steps ``begin`` and ``end`` of training; ``initial`` before, ``final`` after.
-
-    Args:
-        final, initial: parts in (0, 1].
-        begin, end: steps of training, ``begin`` before ``end``.
+    between the steps ``begin`` and ``end`` of training; ``initial`` before, ``final`` after. Both
+    are parts in (0, 1].
 
     Returns:
         a function of the step that returns the part to keep.
@@ -165,7 +156,7 @@ def gradual(final: float, begin: int, end: int, *, initial: float = 1.0) -> Any:
 
 
 def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) -> Any:
-    """The layer with weights of low rank in its step: W becomes U V, the best of that rank.
+    """Makes a layer with weights of low rank in its step: W becomes U V, the best of that rank.
 
     W = U V is the truncated singular value decomposition, with the roots of the singular values in
     both factors, so that both train alike. ``||W - U V||`` is the root of the sum of the squares of
@@ -176,8 +167,7 @@ def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) ->
     stay as they are: they are not multiplied step by step.
 
     Args:
-        layer: of ``anycell.torch`` (``RNN``, ``LSTM``, ``GRU``), ``anycell.keras`` or
-            ``anycell.numpy``.
+        layer: as in ``shrink``.
         rank: of each weight, at most the smaller of its sizes; with heads, of all heads together,
             and a multiple of them. Best a multiple of what a vector of the machine holds, 16.
         matmuls: names of those that change, as in ``low_rank``; None is all in the step.
@@ -235,11 +225,10 @@ def factorize(layer: Any, rank: int, *, matmuls: Sequence[str] | None = None) ->
 
 
 def quantize(model: Any, *, data: Iterable[Any] | None = None) -> Any:
-    """The same model with weights of 8 bits in its recurrent layers, for inference on the CPU.
+    """Rounds the weights of a model's recurrent layers to 8 bits, for inference on the CPU.
 
     Args:
-        model: a layer of ``anycell.torch`` (``RNN``, ``LSTM``, ``GRU``), ``anycell.keras`` or
-            ``anycell.numpy``, a ``Feedback`` around one, or a ``torch.nn.Module`` or
+        model: a layer as in ``shrink``, a ``Feedback`` around one, or a ``torch.nn.Module`` or
             ``keras.Model`` that has such layers. It stays as it is.
         data: inputs on which to measure the error, one at least: each a batch, or a tuple of
             arguments, the last of which may be a dictionary of those with names. Never targets.
@@ -277,10 +266,7 @@ def fake_quantize(layer: Any) -> Any:
     ``quantize`` takes it as it is.
 
     Args:
-        layer: ``RNN``, ``LSTM`` or ``GRU`` of ``anycell.torch``, which is changed in place.
-
-    Returns:
-        the layer.
+        layer: ``RNN``, ``LSTM`` or ``GRU`` of ``anycell.torch``, changed in place and returned.
 
     Raises:
         TypeError, ValueError: for another kind of layer, or one that has parametrizations.

@@ -22,7 +22,7 @@ Indices = npt.NDArray[np.int64]
 
 
 class Axes(NamedTuple):
-    """What the axes of an array count.
+    """The units that the axes of an array count.
 
     A matrix is ``[blocks * rows, columns]``, or ``[heads, blocks * rows / heads, columns / heads]``
     where heads share out both; a vector is ``[blocks * rows]``.
@@ -41,7 +41,7 @@ class Axes(NamedTuple):
 
 
 def axes(cell: Cell) -> dict[str, Axes]:
-    """What the axes of each array count that one direction of a layer may learn, by its name."""
+    """The axes of each array that one direction of a layer may learn, by its name."""
     counted = {
         "weight_ih": Axes("H", len(cell.gates), INPUT),
         "bias_ih": Axes("H", len(cell.gates)),
@@ -55,9 +55,7 @@ def axes(cell: Cell) -> dict[str, Axes]:
 
 
 def parts(cell: Cell, size: str) -> int:
-    """Into how many equal parts heads of matmuls and groups of reductions split units of a size;
-    as many units of each part must stay.
-    """
+    """The number of equal parts of which as many units must stay: heads and groups make them."""
     counts = [l.heads for l in cell.linears if size in (l.in_size, l.out_size)]
     counts += [
         node.attrs[0] for node, s in cell.sizes.items() if node.op in REDUCTIONS and s == size
@@ -76,12 +74,10 @@ def taken(counted: Axes, sizes: Mapping[str, int], kept: Mapping[str, Indices]) 
 
     def places(size: str, blocks: int) -> Indices:
         """Per head, of its own rows or columns, those that stay: ``[heads, blocks * kept]``."""
-        count = sizes[size] // counted.heads
-        units = kept.get(size, np.arange(sizes[size])).reshape(counted.heads, -1)
-        local = units - count * np.arange(counted.heads)[:, None]
-        assert ((local >= 0) & (local < count)).all(), "each head keeps as many units"
-        blocks_of = local[:, None, :] + count * np.arange(blocks)[:, None]
-        return blocks_of.reshape(counted.heads, -1)
+        stays = np.zeros(sizes[size], bool)
+        stays[kept.get(size, slice(None))] = True
+        rows = np.tile(stays.reshape(counted.heads, -1), blocks)
+        return np.stack([np.flatnonzero(row) for row in rows])  # each head keeps as many
 
     rows = places(counted.rows, counted.blocks)
     if counted.columns is None:
@@ -93,11 +89,8 @@ def taken(counted: Axes, sizes: Mapping[str, int], kept: Mapping[str, Indices]) 
 
 
 def sums(counted: Axes, sizes: Mapping[str, int], square: Array, size: str) -> list[Array]:
-    """What to add up per unit of a size, ``[units]`` each, for the sum of all elements in its rows
-    and columns, those in both counted once; none where no axis counts such units.
-
-    Args:
-        square: the squares of a weight, as ``counted`` says.
+    """Sums for each unit of a size, ``[units]``: of the squares of a weight in its rows, in its
+    columns, and less those in both. There are none where no axis counts such units.
     """
     assert counted.columns is not None
     xp, heads, totals = namespace(square), counted.heads, []
@@ -106,15 +99,13 @@ def sums(counted: Axes, sizes: Mapping[str, int], square: Array, size: str) -> l
         totals.append(xp.sum(xp.sum(square, 3), 1))
     if counted.columns == size:
         totals.append(xp.sum(xp.sum(square, 2), 1))
-    if len(totals) > 1:  # of the elements between a unit and itself
+    if len(totals) > 1:  # what lies between a unit and itself
         totals.append(-xp.sum(xp.diagonal(square, 0, 2, 3), 1))
     return [xp.reshape(total, (sizes[size],)) for total in totals]
 
 
 def select(norms: npt.NDArray[np.floating], count: int, split: int) -> Indices:
-    """The units of the largest norms, ``[count]`` in ascending order, as many of each of ``split``
-    equal parts.
-    """
+    """The ``count`` units of the largest norms, ascending, as many of each of ``split`` parts."""
     each = len(norms) // split
     order = np.argsort(-norms.reshape(split, each), axis=1, kind="stable")[:, : count // split]
     return np.sort(order + each * np.arange(split)[:, None], axis=None).astype(np.int64)

@@ -1,4 +1,4 @@
-"""What ``anycell.compress`` asks of the layers of ``anycell.keras``."""
+"""The layers of ``anycell.keras``, as ``anycell.compress`` asks for them."""
 
 from __future__ import annotations
 
@@ -232,13 +232,13 @@ def like(view: View, cell: Cell, sizes: Mapping[str, int], learned: Mapping[str,
 
 
 def input_shape(part: Any) -> tuple[int | None, ...]:
-    """What a layer is built for; a stateful one for so many rows."""
+    """The shape that a layer is built for; a stateful one has a number of rows."""
     rows = part.states[0].shape[0] if part.stateful else None
     return rows, None, part.cell.kernel.shape[0]
 
 
 def told(part: Any, cell: Cell, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """What a layer was told, for an ``RNN`` of another cell."""
+    """The arguments of a layer, for an ``RNN`` of another cell."""
     of_cell = {"units" if name == "H" else name: size for name, size in sizes.items()}
     known = RNN(cell, **of_cell).get_config().keys() - {"cell"}
     return {n: v for n, v in part.get_config().items() if n in known} | of_cell

@@ -82,7 +82,7 @@ class Feedback(keras.layers.Layer):
         self.built = True
 
     def compute_output_shape(self, sequences_shape: Any, **_: Any) -> Any:
-        """Of y and the states."""
+        """The shapes of y and the states."""
         rows, steps = sequences_shape[:2]
         y = (rows, steps, self.readout.units)
         if not self.return_state:
@@ -116,7 +116,7 @@ class Feedback(keras.layers.Layer):
     def inner_loop(
         self, sequences: Tensor, states: Any, mask: Any, training: bool, *, given: Tensor
     ) -> Any:
-        """As of layers, whose first result is the last output; ``given`` is ``[B, T]``."""
+        """Runs whole sequences as that of a layer does; ``given`` is ``[B, T]``."""
         integers = getattr(self.layer, "rounded", False)
         sequences = entering(sequences, given, self.readout.units, integers)
         fed = _Fed(self.layer, self.readout)

@@ -1,4 +1,4 @@
-"""What ``anycell.compress`` asks of the layers of ``anycell.numpy``."""
+"""The layers of ``anycell.numpy``, as ``anycell.compress`` asks for them."""
 
 from __future__ import annotations
 

@@ -114,17 +114,10 @@ class Feedback:
     def backward(
         self, grad_y: npt.ArrayLike, grad_state: State | None = None
     ) -> tuple[Array, State]:
-        """The gradients of the last ``forward``'s arguments, from those of its results.
+        """Computes gradients as ``RNN.backward`` does, from those of y and of the final state.
 
-        Replaces ``grads`` of the layer and of the readout.
-
-        Args:
-            grad_y: shaped as y.
-            grad_state: shaped as the returned state; None is zero.
-
-        Returns:
-            the gradients of x, zero for the series where it was not given, and of the initial
-            state, shaped as those. That of a static input is ``layer.grad_static``.
+        It replaces ``grads`` of the layer and of the readout. The gradient of x is 0 for the series
+        where it was not given.
 
         Raises:
             RuntimeError: where no ``forward(..., training=True)`` went before.
@@ -132,15 +125,12 @@ class Feedback:
         if self._saved is None:
             raise RuntimeError("Feedback.backward() needs a forward(x, training=True) before it.")
         (run, given), layer, readout = self._saved, self.layer, self.readout
-        hidden, width = layer.hidden_size, readout.output_size
+        width = readout.output_size
         d = check.array("grad_y", grad_y, (*given.shape, width), layer.dtype)
         d_x, d_state = run.backward(readout.backward(d), grad_state)
-        learned = {
-            name: run.grads[name][:-hidden]
-            if name.removesuffix("_l0") in BY_GATE
-            else run.grads[name]
-            for name in layer.parameters
-        }
+        learned = {name: run.grads[name] for name in layer.parameters}
+        for name in learned.keys() & {f"{name}_l0" for name in BY_GATE}:
+            learned[name] = learned[name][: -layer.hidden_size]
         learned["weight_ih_l0"] = np.ascontiguousarray(learned["weight_ih_l0"][:, :-1])
         learned["weight_ih_l0"][:, :width] += run.grads["weight_feedback_l0"]
         layer._grads, layer.grad_static = learned, run.grad_static

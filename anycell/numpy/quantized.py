@@ -62,7 +62,7 @@ class Quantized(RNN):
         return f"{shown}; {described(self.arrays, self.error)})"
 
     def forward(self, x: npt.ArrayLike, *args: Any, **options: Any) -> tuple[Array, State]:
-        """As ``RNN.forward``, without training."""
+        """Runs whole sequences as ``RNN`` does, without training."""
         if options.get("training"):
             self._refuse()
         return super().forward(x, *args, **options)

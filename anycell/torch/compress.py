@@ -1,4 +1,4 @@
-"""What ``anycell.compress`` asks of the layers of ``anycell.torch``."""
+"""The layers of ``anycell.torch``, as ``anycell.compress`` asks for them."""
 
 from __future__ import annotations
 

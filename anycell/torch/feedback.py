@@ -142,7 +142,7 @@ class Feedback(nn.Module):
         return self.readout(output), final if len(final) > 1 else final[0]
 
     def _forced(self, forced: Any, x: Tensor) -> Tensor:
-        """Laid out as x."""
+        """The flags, laid out as x."""
         shape = x.shape[:2]
         if isinstance(forced, Tensor):
             if forced.shape == (steps := x.shape[int(self.layer.batch_first)],):

@@ -69,7 +69,7 @@ class Quantized(RNN):
     rounded = True  # as anycell.compress asks
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Copying would cut floats down to integers, most of them to 0."""
+        """Refuses floats, which copying would cut down to integers, most of them to 0."""
         for name, buffer in self._buffers.items():
             given = state_dict.get(prefix + name)
             integers = buffer is not None and buffer.dtype is torch.int8
@@ -96,9 +96,8 @@ class Quantized(RNN):
         return self._buffers["weight_ih_l0_scales"]  # type: ignore[return-value]
 
     def _weights(self) -> list[Arrays]:
-        directions = 1 + self.bidirectional
-        layers = range(self.num_layers)
-        return [of_layer(self.cell, self._buffers, k, directions) for k in layers]
+        layers, ends = range(self.num_layers), 1 + self.bidirectional
+        return [of_layer(self.cell, self._buffers, k, ends) for k in layers]
 
 
 def quantize(model: nn.Module, data: Iterable[Any] | None) -> nn.Module:
