@@ -412,6 +412,7 @@ def refused() -> Iterator[Any]:
     yield lambda: compress.shrink(layer, 8, size="P"), ValueError, "size: given 'P'"
     yield lambda: compress.shrink(layer, 8, readouts=[nn.Linear(5, 1)]), TypeError, "in_features=16"
     yield lambda: compress.shrink(layer, 8, readouts=nn.Linear(16, 1)), TypeError, "a list"
+    yield lambda: compress.shrink(layer, 8, readouts=iter([])), TypeError, "a list of layers"
     yield lambda: compress.shrink(nn.LSTM(3, 4), 2), TypeError, "accelerate"
     yield lambda: compress.unit_norms(an.Dense(3, 4)), TypeError, "given Dense"
     yield lambda: compress.shrink(an.GRU(3, 4), 2, readouts=[an.Dense(3, 1)]), TypeError, "size=4"

@@ -284,6 +284,31 @@ def test_second_derivatives() -> None:
     assert torch.autograd.gradgradcheck(run, x.requires_grad_())
 
 
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_a_readout_without_a_bias(batch_first: bool) -> None:
+    """It is one whose bias is 0, which is not learned."""
+    rng, runs = np.random.default_rng(0), []
+    x, forced = rng.normal(size=(5, 4, 3)), rng.random((5, 4)) < 0.5
+    for bias in (False, True):
+        layer = an.GRU(3, 8, dtype="float64", seed=0, batch_first=batch_first)
+        dense = an.Dense(8, 2, bias=bias, dtype="float64", seed=1)
+        ours = an.Feedback(layer, dense)
+        y, state = ours.forward(x, forced=forced, training=True)
+        d_x, d_state = ours.backward(np.ones_like(y))
+        learned = {**layer.grads, **dense.grads}
+        assert ("bias" in learned) is bias
+        theirs = at.GRU(3, 8, dtype=torch.float64, batch_first=batch_first)
+        readout = torch.nn.Linear(8, 2, bias=bias, dtype=torch.float64)
+        for module, own in ((theirs, layer), (readout, dense)):
+            module.load_state_dict({n: torch.tensor(a) for n, a in own.parameters.items()})
+        given = torch.tensor(x), torch.tensor(forced)
+        right = at.Feedback(theirs, readout)(given[0], forced=given[1])[0].detach()
+        assert_close(y, right, "float64", "forward")
+        runs.append({"y": y, "state": state, "d x": d_x, "d state": d_state, **learned})
+    for name, value in runs[0].items():
+        assert_close(value, runs[1][name], "float64", "gradient", name)
+
+
 def test_copies_and_pickles_run() -> None:
     layer, readout = layer_and_readout()
     x, feedback = torch.randn(5, 2, 3), at.Feedback(layer, readout)

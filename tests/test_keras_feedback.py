@@ -18,6 +18,8 @@ import anycell.keras as ak  # noqa: E402
 import anycell.numpy as an  # noqa: E402
 from anycell import Cell, cells, compress  # noqa: E402
 from anycell.keras.cells import GRU, LSTM, SimpleRNN  # noqa: E402
+from anycell.keras.compress import view_of  # noqa: E402
+from anycell.layer.view import numbers  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
@@ -34,21 +36,12 @@ LAYERS: list[tuple[Cell, Any]] = [
 ]
 
 
-def weights_of(layer: Any, cell: Cell, parameters: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def weights_of(layer: Any, parameters: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Those of a layer of Keras by the names of NumPy's; of one bias the second half is 0."""
-    named = {name: np.zeros_like(array) for name, array in parameters.items()}
-    for weight in layer.trainable_variables:
-        name, value = weight.path.split("/")[-1], number(weight)
-        if name == "bias":
-            for kind, row in zip(("ih", "hh"), np.atleast_2d(value), strict=False):
-                named[f"bias_{kind}_l0"] = row
-        elif name in ("kernel", "recurrent_kernel"):
-            named[f"weight_{'ih' if name == 'kernel' else 'hh'}_l0"] = value.T
-        elif name.endswith("_kernel"):
-            named[f"weight_{name.removesuffix('_kernel')}_l0"] = value.T
-        else:
-            named[f"{name}_l0"] = value
-    return named
+    (learned,) = view_of(layer).weights
+    named = {f"{name}_l0": numbers(weight) for name, weight in learned.items()}
+    assert named.keys() <= parameters.keys()
+    return {name: np.zeros_like(array) for name, array in parameters.items()} | named
 
 
 @pytest.mark.parametrize("way", ["eager", "graph", "step by step"])
@@ -75,7 +68,7 @@ def test_layers(cell: Cell, kind: Any, masked: bool, way: str) -> None:
         # NumPy's
         ours = an.RNN(cell, INPUTS, HIDDEN, dtype="float64", batch_first=True, **sizes)
         dense = an.Dense(readout.kernel.shape[0], WIDTH, dtype="float64")
-        ours.set_parameters(weights_of(layer, cell, dict(ours.parameters)))
+        ours.set_parameters(weights_of(layer, dict(ours.parameters)))
         dense.set_parameters({"weight": number(readout.kernel).T, "bias": number(readout.bias)})
         other = an.Feedback(ours, dense)
         y, final = other.forward(
@@ -106,20 +99,15 @@ def test_layers(cell: Cell, kind: Any, masked: bool, way: str) -> None:
         assert_close(value, right, DTYPE, "forward", axes=())
     assert_close(d_in, d_x, DTYPE, "gradient", axes=())
     by_path = dict(zip([v.path for v in feedback.trainable_variables], learned, strict=True))
-    for path, value in by_path.items():
-        name = path.split("/")[-1]
-        if path in (readout.kernel.path, readout.bias.path):
-            right = dense.grads["weight"].T if name == "kernel" else dense.grads["bias"]
-        elif name == "bias" and value.ndim == 2:
-            right = np.stack([ours.grads["bias_ih_l0"], ours.grads["bias_hh_l0"]])
-        elif name in ("bias", "kernel", "recurrent_kernel"):
-            key = {"bias": "bias_ih", "kernel": "weight_ih", "recurrent_kernel": "weight_hh"}[name]
-            right = ours.grads[f"{key}_l0"].T
-        elif name.endswith("_kernel"):
-            right = ours.grads[f"weight_{name.removesuffix('_kernel')}_l0"].T
-        else:
-            right = ours.grads[f"{name}_l0"]
-        assert_close(value, right, DTYPE, "gradient", path)
+    (weights,), kernel, bias = view_of(layer).weights, readout.kernel.path, readout.bias.path
+    assert len({weight.variable.path for weight in weights.values()} | {kernel, bias}) == len(
+        by_path
+    )
+    for name, weight in weights.items():
+        value = weight.turned(by_path[weight.variable.path])
+        assert_close(value, ours.grads[f"{name}_l0"], DTYPE, "gradient", name)
+    assert_close(by_path[kernel].T, dense.grads["weight"], DTYPE, "gradient")
+    assert_close(by_path[bias], dense.grads["bias"], DTYPE, "gradient")
 
 
 def small() -> tuple[Any, np.ndarray]:
@@ -218,10 +206,8 @@ def test_weights_of_8_bits(cell: str, tmp_path: Any) -> None:
     if cell == "LSTM":
         ours = an.RNN(LSTM, 3, 16, batch_first=True)
     dense = an.Dense(16, WIDTH)
-    step = feedback.layer.cell
-    ours.set_parameters(weights_of(feedback.layer, ours.cell, dict(ours.parameters)))
+    ours.set_parameters(weights_of(feedback.layer, dict(ours.parameters)))
     dense.set_parameters({"weight": number(readout.kernel).T, "bias": number(readout.bias)})
-    assert step.units == 16
     small_ours = compress.quantize(an.Feedback(ours, dense))
     _, final = small_ours.forward(x, forced=number(forced))
     for state, right in zip(states, final, strict=True):

@@ -420,6 +420,23 @@ def test_a_model(seed: int) -> None:
         compress.quantize(small_)
 
 
+def test_measuring_leaves_no_trace() -> None:
+    """Of the model's modules: a forward of an instance's own runs, and stays."""
+    layer_, calls = at.LSTM(3, 8), []
+    inherited = layer_.forward
+
+    def own(*args: Any) -> Any:
+        calls.append(args)
+        return inherited(*args)
+
+    layer_.forward = own
+    assert compress.quantize(layer_, data=[torch.randn(5, 2, 3)]).error > 0
+    assert len(calls) == 1 and layer_.forward is own
+    other = an.GRU(3, 8, seed=0)
+    assert compress.quantize(other, data=[np.ones((5, 2, 3))]).error > 0
+    assert "forward" not in vars(other)
+
+
 class Idle(nn.Module):
     """Of two layers one runs."""
 
@@ -600,6 +617,23 @@ def test_feedback_in_8_bits(kind: str, forced: str, rng: np.random.Generator) ->
         assert 0 < layer_.error < limit("int8", "forward")
         assert f"error {layer_.error:.1e}" in repr(layer_)
     assert not isinstance(theirs.layer, at.Quantized) and not isinstance(ours.layer, an.Quantized)
+
+
+def test_feedback_is_measured_on_the_same_steps(rng: np.random.Generator) -> None:
+    """Steps that are forced by chance are drawn once, for the layer and the one beside it."""
+    theirs, ours = fed()
+    x = rng.standard_normal((40, 5, 4)).astype("float32")
+    state = copy.deepcopy(ours._generator.bit_generator.state)
+    torch.manual_seed(1)
+    small_ = compress.quantize(theirs, data=[(torch.from_numpy(x), {"forced": 0.5})])
+    after = torch.rand(3)
+    torch.manual_seed(1)
+    theirs(torch.from_numpy(x), forced=0.5)
+    assert torch.equal(torch.rand(3), after)
+    small_ours = compress.quantize(ours, data=[(x, {"forced": 0.5})])
+    assert ours._generator.bit_generator.state == state
+    for layer_ in (small_.layer, small_ours.layer):
+        assert 0 < layer_.error < limit("int8", "forward")
 
 
 def test_feedback_is_what_rounding_makes_of_it(rng: np.random.Generator) -> None:

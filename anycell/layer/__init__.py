@@ -18,8 +18,9 @@ by side, size that of the first state.
     forward.py, backward.py   the two passes on the CPU, which are this package's
     gpu.py          the two passes on a GPU
     stream.py       one step at a time, on weights packed once
-    feedback.py     what a readout that is fed back adds to a layer's arrays
+    feedback.py     a readout that is fed back: what it adds to a layer's arrays
     rounding.py     weights of 8 bits
+    view.py         layers of every frontend, as anycell.compress sees them
     single.py       one step of weights that change, whose matmuls are the host's
 """
 
