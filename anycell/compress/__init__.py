@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -253,7 +253,7 @@ def quantize(model: Any, *, data: Iterable[Any] | None = None) -> Any:
         (dtype('int8'), True)
     """
     adapter = _adapter("quantized", "model", model)
-    return adapter.quantize(model, None if data is None else _batches(data))
+    return adapter.quantize(model, data)
 
 
 def fake_quantize(layer: Any) -> Any:
@@ -398,20 +398,8 @@ def _adapter(name: str, argument: str, given: Any) -> Any:
     )
 
 
-def _batches(data: Iterable[Any]) -> Iterator[Any]:
-    empty = True
-    for batch in data:
-        empty = False
-        yield batch
-    if empty:
-        raise ValueError(
-            "data: given nothing to iterate over; expected a batch or more. A generator gives its "
-            "batches once: make a new one, or leave data out."
-        )
-
-
 def _refuse_quantized(layer: Any) -> None:
-    """Layers and readouts whose weights are integers with scales, also within ``Bidirectional``."""
+    """Refuses a layer or readout whose weights are integers, also within ``Bidirectional``."""
     parts = [getattr(layer, name, layer) for name in ("forward_layer", "backward_layer")]
     if any(getattr(part, "rounded", False) for part in parts):
         raise TypeError(
@@ -422,7 +410,7 @@ def _refuse_quantized(layer: Any) -> None:
 
 def _factors(weight: npt.NDArray[Any], rank: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """U ``[..., out, rank]`` and V ``[..., rank, in]`` whose product is nearest to the weight."""
-    u, s, v = np.linalg.svd(weight.astype(np.float64), full_matrices=False)
+    u, s, v = np.linalg.svd(weight, full_matrices=False)
     roots = np.sqrt(s[..., :rank])
     return u[..., :rank] * roots[..., None, :], roots[..., None] * v[..., :rank, :]
 
@@ -442,15 +430,15 @@ def _number(keep: Any, count: int) -> int:
 
 
 def _indices(keep: Any, count: int, rows: int, split: int) -> Indices:
-    """The units of each layer and direction, from those that a user names."""
+    """The units of each layer and direction, ascending, from those that a user names."""
     kept = np.asarray(keep)
-    each = f"[units], or [{rows}, units] for each layer and direction"
-    if kept.dtype.kind not in "iu" or kept.ndim not in (1, 2) or 0 in kept.shape:
-        shape = f"an array of shape {kept.shape} and dtype {kept.dtype}"
-        raise ValueError(f"keep: given {shape}; expected indices of units, {each}.")
-    kept = np.sort(np.broadcast_to(kept, (rows, kept.shape[-1])) if kept.ndim == 1 else kept)
-    if len(kept) != rows:
-        raise ValueError(f"keep: given indices of shape {kept.shape}; expected {each}.")
+    whole, single = kept.dtype.kind in "iu" and kept.size, kept.ndim == 1
+    if not whole or not (single or (kept.ndim == 2 and len(kept) == rows)):
+        raise ValueError(
+            f"keep: given an array of shape {kept.shape} and dtype {kept.dtype}; expected indices "
+            f"of units, [units], or [{rows}, units] for each layer and direction."
+        )
+    kept = np.sort(np.broadcast_to(kept, (rows, kept.shape[-1])))
     if kept[:, 0].min() < 0 or kept[:, -1].max() >= count or not np.diff(kept).all():
         raise ValueError(
             f"keep: given the units {keep!r}; expected each at most once, from 0 to {count - 1}."

@@ -195,16 +195,9 @@ def _check(layer: Any, readout: Any) -> None:
             f"layer: given {type(layer).__name__}; expected LSTM, GRU, SimpleRNN or RNN of "
             "anycell.keras. anycell.keras.accelerate turns those of Keras into ours."
         )
-    faults = [
-        f"{name}={value}"
-        for name, value in (
-            ("go_backwards", layer.go_backwards),  # type: ignore[attr-defined]
-            ("stateful", layer.stateful),  # type: ignore[attr-defined]
-            ("dropout", layer.cell.dropout),
-            ("recurrent_dropout", layer.cell.recurrent_dropout),
-        )
-        if value
-    ]
+    outer, cell = ("go_backwards", "stateful"), ("dropout", "recurrent_dropout")
+    told = {n: getattr(layer, n) for n in outer} | {n: getattr(layer.cell, n) for n in cell}
+    faults = [f"{name}={value}" for name, value in told.items() if value]
     step = layer._step()
     if isinstance(step, Cell) and step.static is not None:
         faults.append(f"a cell with the static input {step.static!r}")

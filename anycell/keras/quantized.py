@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from keras import ops
 
 from anycell.keras import compress
-from anycell.keras.call import Arrays, Tensor
+from anycell.keras.call import KERNELS, Arrays, Tensor
 from anycell.keras.cell import RNNCell
 from anycell.keras.feedback import Feedback
 from anycell.keras.layers import CALLS, RNN, Fused
@@ -37,17 +38,12 @@ class QuantizedCell(RNNCell):
         super().build(input_shape)
 
     def _weight(self, name: str, shape: Any, role: str, initializer: Any = None) -> Any:
+        add = functools.partial(self.add_weight, initializer="zeros", trainable=False)
         if role not in ("kernel", "recurrent"):
-            return self.add_weight(shape=shape, name=name, initializer="zeros", trainable=False)
-        places = {"kernel": "weight_ih", "recurrent_kernel": "weight_hh"}
-        place = places.get(name, f"weight_{name.removesuffix('_kernel')}")
-        self._scales[scales_of(place)] = self.add_weight(
-            shape=(*shape[:-2], shape[-1]), name=f"{name}_scales", initializer="zeros",
-            trainable=False,
-        )  # fmt: skip
-        return self.add_weight(
-            shape=shape, name=name, initializer="zeros", dtype="int8", trainable=False
-        )
+            return add(shape=shape, name=name)
+        place = scales_of(KERNELS.get(name, f"weight_{name.removesuffix('_kernel')}"))
+        self._scales[place] = add(shape=(*shape[:-2], shape[-1]), name=f"{name}_scales")
+        return add(shape=shape, name=name, dtype="int8")
 
     def _read(self, array: Any) -> Tensor:
         tensor = ops.convert_to_tensor(array)

@@ -95,9 +95,15 @@ def measure(
     with ExitStack() as stack:
         for run in runs:
             stack.enter_context(replaced(run[0], method, beside(*run)))
+        given: tuple[Any, ...] | None = None
         for batch in data:
             given, named = arguments(batch)
             call(*given, **named)
+    if given is None:
+        raise ValueError(
+            "data: given nothing to iterate over; expected a batch or more. A generator gives its "
+            "batches once: make a new one, or leave data out."
+        )
     for small, pairs in sums.items():
         wrong, size = map(sum, zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
         relative = math.sqrt(wrong / size) if size else math.inf if wrong else 0.0
