@@ -9,7 +9,6 @@ from typing import Any
 from keras import ops
 
 from anycell.lang.cell import Cell
-from anycell.layer.rounding import STEPS
 from anycell.plan import scales_of
 
 Tensor = Any  # of the backend
@@ -99,18 +98,6 @@ def dequantized(arrays: Arrays) -> Arrays:
         if not name.startswith(scales_of("")):
             real[name] = tensor
     return real
-
-
-def rounded(arrays: Arrays) -> Arrays:
-    """The same with integers for weights that came as real numbers beside them."""
-    both = dict(arrays)
-    for name, tensor in arrays.items():
-        if name.startswith("weight_") and scales_of(name) not in arrays:
-            scales = ops.max(ops.abs(tensor), -1) / STEPS
-            steps = ops.expand_dims(ops.where(scales > 0, scales, ops.ones_like(scales)), -1)
-            integers = ops.round(ops.clip(tensor / steps, -STEPS, STEPS))
-            both[name], both[scales_of(name)] = ops.cast(integers, "int8"), scales
-    return both
 
 
 def named_states(cell: Cell, states: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -116,7 +116,7 @@ def _quantized(layer: Any) -> Quantized:
     (arrays,), scales = view.learned, new.cell._scales
     for name, weight in compress.view_of(new).weights[0].items():
         # Keras has one bias where both are only added: the other one is 0.
-        values: Any = numbers(arrays[name]).astype(np.float32) if name in arrays else 0.0
+        values: Any = numbers(arrays[name]) if name in arrays else 0.0
         if scales_of(name) in scales:
             values, of_rows = rounded(values)
             scales[scales_of(name)].assign(of_rows)

@@ -48,12 +48,12 @@ from anycell.keras.call import (
     dequantized,
     number,
     quantized,
-    rounded,
 )
 from anycell.keras.composite import composite
 from anycell.keras.host import LINE, AlignedHost, host_of
 from anycell.keras.rule import asked, planned
 from anycell.lang.cell import Linear
+from anycell.layer.rounding import with_integers
 from anycell.plan import Plan, plan
 
 Array = npt.NDArray[Any]
@@ -104,7 +104,7 @@ def run(call: Call, arrays: Arrays) -> Result:
     if integers and (call.training or record.could_possibly_record()):
         arrays, integers = dequantized(arrays), False
     if integers:
-        arrays = rounded(arrays)
+        arrays = with_integers(arrays)
     x, mask, kernel = arrays["x"], arrays.get("mask"), arrays.get("kernel")
     if kernel is not None and x.shape[-1] is None:
         x = tf.ensure_shape(x, [None, None, kernel.shape[0]])

@@ -17,23 +17,40 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from anycell.lang.namespaces import Array, namespace
+from anycell.plan import scales_of
+
 STEPS = 127  # of 8 bits, on each side of 0
+
+
+def integers(weight: Array) -> tuple[Array, Array]:
+    """Rounds a weight ``[..., out, in]``, and returns with it the scales ``[..., out]``."""
+    xp = namespace(weight)
+    scales = xp.amax(xp.abs(weight), -1) / STEPS if weight.shape[-1] else xp.sum(weight, -1)
+    steps = xp.where(scales > 0, scales, xp.ones_like(scales))[..., None]
+    return xp.cast(xp.round(xp.clip(weight / steps, -STEPS, STEPS)), "int8"), scales
 
 
 def rounded(
     weight: npt.NDArray[Any], name: str = "model"
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
-    """A weight ``[..., out, in]`` as integers, and their scales ``[..., out]``.
+    """Rounds a weight of NumPy's.
 
     Raises:
         ValueError: for a weight of ``name`` that has infinities or NaN.
     """
     if not np.isfinite(weight).all():
         raise ValueError(f"{name}: given a weight with infinities or NaN; expected numbers.")
-    scales = np.abs(weight).max(-1, initial=0.0) / np.float32(STEPS)
-    steps = np.where(scales > 0, scales, np.float32(1.0))[..., None]
-    integers = np.rint(np.clip(weight / steps, -STEPS, STEPS)).astype(np.int8)
-    return integers, scales.astype(np.float32)
+    return integers(weight.astype(np.float32, copy=False))
+
+
+def with_integers(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Rounds the weights of a call that came as real numbers beside integers."""
+    both = dict(arrays)
+    for name, array in arrays.items():
+        if name.startswith("weight_") and scales_of(name) not in arrays:
+            both[name], both[scales_of(name)] = integers(array)
+    return both
 
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

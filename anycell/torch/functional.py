@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from anycell.engines.gpu import refusals
 from anycell.lang.cell import Cell
 from anycell.layer import stepped
-from anycell.layer.rounding import STEPS
+from anycell.layer.rounding import with_integers
 from anycell.layer.signature import FLAGS
 from anycell.plan import Plan, scales_of
 from anycell.torch import fused, ops
@@ -76,7 +76,7 @@ def layer(call: Call, arrays: Arrays) -> Result:
     if _SCALES in arrays and not _multiplies_integers(arrays):
         arrays = dequantized(arrays)
     elif _SCALES in arrays:
-        arrays = rounded(arrays)
+        arrays = with_integers(arrays)
     x, engine = arrays["x"], call.engine
     plan: Plan | str = "asked for"
     if call.plan is None and (observed() or type(x) not in _ORDINARY):
@@ -166,27 +166,6 @@ def dequantized(arrays: Arrays) -> Arrays:
             scales = arrays.get(scales_of(name))
             real[name] = t if scales is None else t.to(scales.dtype) * scales.unsqueeze(-1)
     return real
-
-
-def rounded(arrays: Arrays) -> Arrays:
-    """The same with integers for weights that came as real numbers beside them."""
-    both = dict(arrays)
-    for name, t in arrays.items():
-        if name.startswith("weight_") and scales_of(name) not in arrays:
-            scales = scales_of_rows(t)
-            both[name], both[scales_of(name)] = steps(t, scales).to(torch.int8), scales.squeeze(-1)
-    return both
-
-
-def scales_of_rows(weight: Tensor) -> Tensor:
-    """``[..., out, 1]``, what the integers of a weight ``[..., out, in]`` are multiplied by."""
-    return weight.abs().amax(-1, keepdim=True) / STEPS
-
-
-def steps(weight: Tensor, scales: Tensor) -> Tensor:
-    """The integers."""
-    whole = torch.where(scales > 0, scales, torch.ones_like(scales))
-    return (weight / whole).clamp(-STEPS, STEPS).round()
 
 
 def reason(plan: Plan) -> str:

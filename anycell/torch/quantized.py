@@ -13,13 +13,12 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.random import fork_rng
 
 from anycell.layer import view as views
-from anycell.layer.rounding import described, measure, rounded
+from anycell.layer.rounding import described, integers, measure, rounded
 from anycell.layer.signature import of_layer
 from anycell.torch.composite import Arrays
 from anycell.torch.compress import check_plain
 from anycell.torch.dropin import GRU, LSTM
 from anycell.torch.feedback import Feedback
-from anycell.torch.functional import scales_of_rows, steps
 from anycell.torch.rnn import RNN
 
 KINDS = nn.Module
@@ -59,8 +58,8 @@ class Quantized(RNN):
             delattr(self, name)
             if array.dim() > 1:
                 arrays = map(torch.from_numpy, rounded(array.cpu().numpy()))
-                integers, scales = (made.to(array.device) for made in arrays)
-                self.register_buffer(name, integers)
+                whole, scales = (made.to(array.device) for made in arrays)
+                self.register_buffer(name, whole)
                 self.register_buffer(f"{name}_scales", scales)
             else:
                 self.register_buffer(name, array.clone())
@@ -167,8 +166,8 @@ class Rounding(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         """``scale * round(weight / scale)``."""
         with torch.no_grad():
-            scales = scales_of_rows(weight)
-            error = steps(weight, scales) * scales - weight
+            whole, scales = integers(weight)
+            error = whole * scales.unsqueeze(-1) - weight
         return weight + error
 
 
