@@ -224,7 +224,6 @@ THRESHOLDS = {
     },
     "torch/dropin.py": {"_FEW_ROWS": "torch's cells in place of its layer"},
     "engines/cpu/door.py": {
-        "LINE": None,
         "WORTH_SPREADING": "threads pack the weights",
         "NEAR_CACHE": "threads split the units",
         "FEW_ROWS": "threads split the units",
