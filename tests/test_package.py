@@ -140,11 +140,12 @@ def test_wheel_is_pure_python(wheel: zipfile.ZipFile) -> None:
 def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     info = f"anycell-{anycell.__version__}.dist-info/"
     shipped = {name for name in wheel.namelist() if not name.startswith(info)}
-    sources = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
+    sources = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.[pl][yl]")}
     assert sources <= shipped
+    assert "anycell/engines/cpu/gang.ll" in shipped  # what threads run
     assert "anycell/py.typed" in shipped
     assert {name.split("/")[0] for name in shipped} == {"anycell"}
-    assert {Path(name).suffix for name in shipped} <= {".py", ".json", ".typed"}
+    assert {Path(name).suffix for name in shipped} <= {".py", ".json", ".ll", ".typed"}
     assert f"{info}licenses/LICENSE" in wheel.namelist()
 
 

@@ -1,0 +1,17 @@
+; The floating point mode, which x86 has in its register MXCSR.
+
+declare void @llvm.x86.sse2.pause()
+declare void @llvm.x86.sse.stmxcsr(ptr)
+declare void @llvm.x86.sse.ldmxcsr(ptr)
+define internal i32 @get_mode() {
+  %at = alloca i32, align 4
+  call void @llvm.x86.sse.stmxcsr(ptr %at)
+  %mode = load i32, ptr %at
+  ret i32 %mode
+}
+define internal void @set_mode(i32 %mode) {
+  %at = alloca i32, align 4
+  store i32 %mode, ptr %at
+  call void @llvm.x86.sse.ldmxcsr(ptr %at)
+  ret void
+}
