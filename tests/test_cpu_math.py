@@ -451,6 +451,76 @@ def test_operands_must_agree():
         b.gep(Value("%p", "ptr"), x)
 
 
+def printed(value):
+    """The last instruction of the function, without the name of its result."""
+    return str(value.builder).splitlines()[-3].partition(" = ")[2]
+
+
+@pytest.mark.parametrize(
+    ("of_integers", "of_reals", "apply"),
+    [
+        ("add i64 %n, 2", "fadd float %x, 0x4000000000000000", lambda v: v + 2),
+        ("add i64 2, %n", "fadd float 0x4000000000000000, %x", lambda v: 2 + v),
+        ("sub i64 %n, 2", "fsub float %x, 0x4000000000000000", lambda v: v - 2),
+        ("sub i64 2, %n", "fsub float 0x4000000000000000, %x", lambda v: 2 - v),
+        ("mul i64 %n, %n", "fmul float %x, %x", lambda v: v * v),
+        ("mul i64 2, %n", "fmul float 0x4000000000000000, %x", lambda v: 2 * v),
+        (None, "fdiv float %x, %x", lambda v: v / v),
+        (None, "fdiv float 0x4000000000000000, %x", lambda v: 2 / v),
+        ("sdiv i64 %n, 2", None, lambda v: v // 2),
+        ("srem i64 %n, 2", None, lambda v: v % 2),
+        ("and i64 %n, 2", None, lambda v: v & 2),
+        ("or i64 %n, 2", None, lambda v: v | 2),
+        ("xor i64 %n, 2", None, lambda v: v ^ 2),
+        ("shl i64 %n, 2", None, lambda v: v << 2),
+        ("lshr i64 %n, 2", None, lambda v: v >> 2),
+        ("xor i64 %n, -1", None, lambda v: ~v),
+        ("sub i64 0, %n", "fneg float %x", lambda v: -v),
+        ("icmp slt i64 %n, 2", "fcmp olt float %x, 0x4000000000000000", lambda v: v < 2),
+        ("icmp sle i64 %n, 2", "fcmp ole float %x, 0x4000000000000000", lambda v: v <= 2),
+        ("icmp sgt i64 %n, 2", "fcmp ogt float %x, 0x4000000000000000", lambda v: v > 2),
+        ("icmp sge i64 %n, 2", "fcmp oge float %x, 0x4000000000000000", lambda v: v >= 2),
+        ("icmp eq i64 %n, 2", "fcmp oeq float %x, 0x4000000000000000", lambda v: v.eq(2)),
+        ("icmp ne i64 %n, 2", "fcmp une float %x, 0x4000000000000000", lambda v: v.ne(2)),
+    ],
+)
+def test_operators_are_instructions(of_integers, of_reals, apply):
+    b = Module(isa.TARGETS["generic"]).function("f", "i64 n, float x")
+    for operand, expected in zip(b.args, (of_integers, of_reals), strict=True):
+        if expected is None:
+            with pytest.raises(TypeError, match="no instruction for its type"):
+                apply(operand)
+        else:
+            assert printed(apply(operand)) == expected
+
+
+def test_operators_need_a_function():
+    one = constant(1, "i64")
+    with pytest.raises(TypeError, match="no operand belongs to a function"):
+        one + one
+    b = Module(isa.TARGETS["generic"]).function("f", "i64 n")
+    assert printed(one + b.args[0]) == "add i64 1, %n"
+    with pytest.raises(TypeError, match="one type"):
+        b.args[0] + constant(1, "i32")
+
+
+def test_python_asks_no_value_for_its_truth():
+    """So that `a < b < c`, `a or b` and `min(a, b)` fail where they would mean something else."""
+    (n,) = Module(isa.TARGETS["generic"]).function("f", "i64 n").args
+    for ask in (lambda: 0 < n < 3, lambda: n or 1, lambda: min(n, 3)):
+        with pytest.raises(TypeError, match="not known before the function runs"):
+            ask()
+    assert n == Value("%n", "i64")  # the Python object
+
+
+def test_numbers_of_a_choice_have_a_type():
+    b = Module(isa.TARGETS["generic"], "double").function("f", "i64 n")
+    assert printed(b.select(b.args[0] > 0, 1, 2)).endswith("i64 1, i64 2")
+    few = b.lane_mask(b.args[0])
+    assert b.select(few, 1.0, 0).type == b.vec
+    assert b.select(few, 1, 2).type == vector(b.lanes, "i64")
+
+
 # ------------------------------------------------------------------------- numbers in memory
 
 

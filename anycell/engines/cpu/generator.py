@@ -886,7 +886,7 @@ class Generator:
         """
         name = f"operand {m.linear.name}"
         if m.state is None:  # not within the branch: other matmuls may read the same values
-            value = held or self._value(m.linear.operand)
+            value = self._value(m.linear.operand) if held is None else held
         with self.b.when(self._given(name)):
             if m.state is not None:
                 value = self._load(self._before(m.state, self.reset))

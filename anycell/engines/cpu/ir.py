@@ -5,7 +5,7 @@ Nothing here knows cells, plans or llvmlite: a `Module` collects functions and d
 the explain page shows it as it is, and because printing it costs milliseconds.
 
     >>> module = Module(Target("avx2", bits=256, registers=16, fma=True), "float")
-    >>> b = module.function("axpy", [("double", "a"), ("ptr", "x"), ("ptr", "y"), ("i64", "n")])
+    >>> b = module.function("axpy", "double a, ptr x, ptr y, i64 n")
     >>> a, x, y, n = b.args
     >>> a = b.splat(b.fptrunc(a, "float"))
     >>> with b.loop(0, n, step=b.lanes) as i:
@@ -17,10 +17,11 @@ Rules of the house:
 
 - No fast-math flags, so the same text gives the same bits. `fma` is `llvm.fmuladd`: one instruction
   where the target has it, a product and a sum (never a library call) where it has not.
-- Values are immutable. What a loop carries from one turn to the next lives in an `alloca`, which
-  the optimiser turns into registers.
+- Values are immutable. What a loop carries from one turn to the next lives in a `variable`, which
+  the optimiser turns into a register.
 - Memory is accessed at element alignment unless `align=` says more.
-- Python numbers are constants of the type of the operand next to them.
+- Operators of values emit instructions; a Python number among their operands is a constant of the
+  type of the other one.
 
 One file, because the builder is one class with a short method per instruction.
 """
@@ -32,7 +33,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 X86 = platform.machine().lower() in {"x86_64", "amd64"}
 
@@ -58,15 +59,76 @@ class Target:
         return self.bits // element_bits(real)
 
 
+def _operator(integer: str, real: str = "") -> Callable[[Value, Operand], Value]:
+    """The operator that emits one instruction for integers, another one for reals."""
+    return lambda x, y: x._builder(y).binary(x._opcode(integer, real), x, y)
+
+
+def _reflected(integer: str, real: str = "") -> Callable[[Value, Number], Value]:
+    """The same with a Python number on the left."""
+    return lambda y, x: y._builder(x).binary(y._opcode(integer, real), x, y)
+
+
+def _comparison(integer: str, real: str) -> Callable[[Value, Operand], Value]:
+    """The operator that emits a comparison, of integers or of reals."""
+
+    def compare(x: Value, y: Operand) -> Value:
+        b = x._builder(y)
+        return b.fcmp(real, x, y) if is_real(x.type) else b.icmp(integer, x, y)
+
+    return compare
+
+
 @dataclass(frozen=True)
 class Value:
-    """An SSA value or a constant: how the text names it, and its LLVM type."""
+    """An SSA value or a constant: how the text names it, and its LLVM type.
+
+    Operators emit instructions into the function of an operand. Of integers `//`, `%` and `<` are
+    those of signed numbers (the quotient is rounded towards 0), and `>>` moves in zeros; a
+    `Builder` has the other ones. Of reals a comparison is false where either is NaN, but for `ne`.
+    `==` compares values as Python objects; `x.eq(y)` is the instruction.
+    """
 
     text: str
     type: str
+    builder: Builder | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.type} {self.text}"
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"{self} is not known before the function runs; use `when` or `select`")
+
+    def _builder(self, other: Operand) -> Builder:
+        found = self.builder or (other.builder if isinstance(other, Value) else None)
+        if found is None:
+            raise TypeError(f"no operand belongs to a function: {self}, {other}")
+        return found
+
+    def _opcode(self, integer: str, real: str) -> str:
+        opcode = real if is_real(self.type) else integer
+        if not opcode:
+            raise TypeError(f"{self}: this operator has no instruction for its type")
+        return opcode
+
+    __add__, __radd__ = _operator("add", "fadd"), _reflected("add", "fadd")
+    __sub__, __rsub__ = _operator("sub", "fsub"), _reflected("sub", "fsub")
+    __mul__, __rmul__ = _operator("mul", "fmul"), _reflected("mul", "fmul")
+    __truediv__, __rtruediv__ = _operator("", "fdiv"), _reflected("", "fdiv")
+    __floordiv__, __mod__ = _operator("sdiv"), _operator("srem")
+    __and__, __or__, __xor__ = _operator("and"), _operator("or"), _operator("xor")
+    __lshift__, __rshift__ = _operator("shl"), _operator("lshr")
+    __lt__, __le__ = _comparison("slt", "olt"), _comparison("sle", "ole")
+    __gt__, __ge__ = _comparison("sgt", "ogt"), _comparison("sge", "oge")
+    eq, ne = _comparison("eq", "oeq"), _comparison("ne", "une")
+
+    def __neg__(self) -> Value:
+        """Of a real the sign turned over, of a zero and a NaN too."""
+        return self._builder(self).fneg(self) if is_real(self.type) else 0 - self
+
+    def __invert__(self) -> Value:
+        """Every bit turned over; of a mask, the lanes that it leaves out."""
+        return self ^ -1
 
 
 Number = float  # int too: the type checker takes an int for a float
@@ -172,20 +234,24 @@ class Module:
     def function(
         self,
         name: str,
-        params: Sequence[tuple[str, str]],
+        params: str | Sequence[tuple[str, str]] = "",
         returns: str = "void",
         *,
         internal: bool = False,
-        inline: bool | None = None,
+        inline: bool = True,
     ) -> Builder:
-        """Start a function; `params` are (type, name), where a type may carry attributes
-        (`"ptr noalias"`). `internal` hides it outside the module; `inline` forces or forbids.
+        """Start a function; parameters are declared as in `"ptr noalias x, i64 count"`. `internal`
+        hides it outside the module; without `inline` its calls stay calls.
         """
         if name in self._functions:
             raise ValueError(f"function {name!r} is defined twice")
         builder = Builder(self, name, params, returns, internal=internal, inline=inline)
         self._functions[name] = builder
         return builder
+
+    def private(self, name: str, params: str | Sequence[tuple[str, str]]) -> Builder:
+        """Start a function of this module only, whose calls stay calls."""
+        return self.function(name, params, internal=True, inline=False)
 
     def declare(self, name: str, returns: str, params: Sequence[str]) -> str:
         """Declare what this module calls and does not define; again is the same as once."""
@@ -247,12 +313,7 @@ class _Block:
 
 def _binary(opcode: str) -> Callable[[Builder, Operand, Operand], Value]:
     """The emitter of an instruction with two operands of one type."""
-
-    def emit(self: Builder, x: Operand, y: Operand) -> Value:
-        x, y = self._same(x, y)
-        return self._emit(x.type, f"{opcode} {x}, {y.text}")
-
-    return emit
+    return lambda self, x, y: self.binary(opcode, x, y)
 
 
 def _conversion(opcode: str) -> Callable[[Builder, Value, str], Value]:
@@ -265,6 +326,23 @@ def _conversion(opcode: str) -> Callable[[Builder, Value, str], Value]:
     return emit
 
 
+class Variable:
+    """A place on the stack: what a loop carries from one turn to the next, and branches leave."""
+
+    def __init__(self, b: Builder, first: Value) -> None:
+        self.b, self.type, self.address = b, first.type, b.alloca(first.type)
+        self.value = first
+
+    @property
+    def value(self) -> Value:
+        """What was stored last; each access is an instruction."""
+        return self.b.load(self.address, self.type)
+
+    @value.setter
+    def value(self, value: Value) -> None:
+        self.b.store(value, self.address)
+
+
 class Builder:
     """Writes the body of one function. Every emitter returns the `Value` that it made."""
 
@@ -272,11 +350,11 @@ class Builder:
         self,
         module: Module,
         name: str,
-        params: Sequence[tuple[str, str]],
+        params: str | Sequence[tuple[str, str]],
         returns: str,
         *,
         internal: bool = False,
-        inline: bool | None = None,
+        inline: bool = True,
     ) -> None:
         self.module = module
         self.target = module.target
@@ -287,12 +365,14 @@ class Builder:
         self.vec = vector(self.lanes, self.real)
         self.ivec = integer_of(self.vec)
         self.mask = vector(self.lanes, "i1")
-        self.params = {key: Value(f"%{key}", kind.split()[0]) for kind, key in params}
-        self.args = tuple(self.params.values())
-        inlining = {None: "", True: "alwaysinline ", False: "noinline "}[inline]
+        if not isinstance(params, str):
+            params = ", ".join(f"{kind} {key}" for kind, key in params)
+        typed = [param.strip().rsplit(" ", 1) for param in params.split(",") if param]
+        self.args = tuple(Value(f"%{key}", kind.split()[0], self) for kind, key in typed)
         self._head = (
             f"define {'internal ' if internal else ''}{returns} "
-            f"@{name}({', '.join(f'{kind} %{key}' for kind, key in params)}) {inlining}#0"
+            f"@{name}({', '.join(f'{kind} %{key}' for kind, key in typed)}) "
+            f"{'' if inline else 'noinline '}#0"
         )
         self._allocas: list[str] = []
         self._blocks = [_Block("entry")]
@@ -308,7 +388,7 @@ class Builder:
         self._blocks[-1].lines.append(text)
 
     def _emit(self, type: str, text: str) -> Value:
-        value = Value("%" + self._fresh("v"), type)
+        value = Value("%" + self._fresh("v"), type, self)
         self._line(f"{value.text} = {text}")
         return value
 
@@ -323,24 +403,28 @@ class Builder:
     def value(self, operand: Operand, type: str) -> Value:
         """`operand` as a value of `type`: a number becomes a constant."""
         if not isinstance(operand, Value):
-            return constant(operand, type)
+            return replace(constant(operand, type), builder=self)
         if operand.type != type:
             raise TypeError(f"expected a value of type {type}, got {operand}")
         return operand
 
     # ---- arithmetic
 
+    def binary(self, opcode: str, x: Operand, y: Operand) -> Value:
+        """An instruction with two operands of one type; most are operators of `Value`."""
+        x, y = self._same(x, y)
+        return self._emit(x.type, f"{opcode} {x}, {y.text}")
+
     add, sub, mul = _binary("add"), _binary("sub"), _binary("mul")
     sdiv, srem = _binary("sdiv"), _binary("srem")
-    udiv, urem = _binary("udiv"), _binary("urem")
     and_, or_, xor = _binary("and"), _binary("or"), _binary("xor")
-    shl, lshr, ashr = _binary("shl"), _binary("lshr"), _binary("ashr")
+    shl, lshr = _binary("shl"), _binary("lshr")
     fadd, fsub = _binary("fadd"), _binary("fsub")
     fmul, fdiv = _binary("fmul"), _binary("fdiv")
+    udiv, ashr = _binary("udiv"), _binary("ashr")
 
     def not_(self, x: Value) -> Value:
-        """Every bit turned over; of a mask, the lanes that it leaves out."""
-        return self.xor(x, -1)
+        return x ^ -1
 
     def smin(self, x: Operand, y: Operand) -> Value:
         """The smaller of two signed integers."""
@@ -391,7 +475,12 @@ class Builder:
         return self._emit(with_element(x.type, "i1"), f"fcmp {how} {x}, {y.text}")
 
     def select(self, condition: Value, x: Operand, y: Operand) -> Value:
-        """Lane by lane: x where the condition holds, else y."""
+        """Lane by lane: x where the condition holds, else y. Two Python numbers are of type i64, or
+        of `real` where one is a float.
+        """
+        if not isinstance(x, Value) and not isinstance(y, Value):
+            element = "i64" if isinstance(x, int) and isinstance(y, int) else self.real
+            x = self.value(x, with_element(condition.type, element))
         x, y = self._same(x, y)
         return self._emit(x.type, f"select {condition}, {x}, {y}")
 
@@ -417,17 +506,17 @@ class Builder:
         if number == self.real:
             return self.bitcast(x, with_element(x.type, number))
         if number == "bfloat":
-            bits = self.shl(self.zext(x, "i32"), 16)
+            bits = self.zext(x, "i32") << 16
             return self.bitcast(bits, with_element(x.type, "float"))
         if self.target.half:
             return self.fpext(self.bitcast(x, with_element(x.type, "half")), "float")
         # The exponent is moved by a product, which is exact for subnormal numbers too.
         bits = self.zext(x, "i32")
-        size, sign = self.shl(self.and_(bits, 0x7FFF), 13), self.shl(self.and_(bits, 0x8000), 16)
-        real = self.fmul(self.bitcast(size, with_element(x.type, "float")), 2.0**112)
-        finite = self.icmp("slt", size, 0x7C00 << 13)
-        size = self.select(finite, self.bits(real), self.or_(size, 0xFF << 23))
-        return self.bitcast(self.or_(size, sign), with_element(x.type, "float"))
+        size, sign = (bits & 0x7FFF) << 13, (bits & 0x8000) << 16
+        real = self.bitcast(size, with_element(x.type, "float")) * 2.0**112
+        finite = size < (0x7C00 << 13)
+        size = self.select(finite, self.bits(real), size | (0xFF << 23))
+        return self.bitcast(size | sign, with_element(x.type, "float"))
 
     def narrow(self, x: Value, number: str) -> Value:
         """The inverse of ``widen``, rounded to the nearest, to even in the middle."""
@@ -437,24 +526,24 @@ class Builder:
             return self.bits(self.fptrunc(x, "bfloat"))
         bits, nan = self.bits(x), self.fcmp("uno", x, x)
         if number == "bfloat":
-            odd = self.and_(self.lshr(bits, 16), 1)
-            rounded = self.lshr(self.add(self.add(bits, 0x7FFF), odd), 16)
-            quiet = self.or_(self.lshr(bits, 16), 0x40)
+            odd = bits >> 16 & 1
+            rounded = (bits + 0x7FFF + odd) >> 16
+            quiet = bits >> 16 | 0x40
             return self.trunc(self.select(nan, quiet, rounded), "i16")
         if self.target.half:
             return self.bits(self.fptrunc(x, "half"))
-        size, sign = self.and_(bits, 0x7FFFFFFF), self.lshr(self.and_(bits, 1 << 31), 16)
-        odd = self.and_(self.lshr(size, 13), 1)
-        normal = self.lshr(self.add(self.add(size, 0xFFF - (112 << 23)), odd), 13)
+        size, sign = bits & 0x7FFFFFFF, (bits & (1 << 31)) >> 16
+        odd = size >> 13 & 1
+        normal = (size + (0xFFF - (112 << 23)) + odd) >> 13
         # Adding 1/2 leaves the subnormal number in the lowest bits of the sum.
-        small = self.fadd(self.bitcast(size, x.type), 0.5)
-        subnormal = self.sub(self.bits(small), 126 << 23)
-        rounded = self.select(self.icmp("slt", size, 113 << 23), subnormal, normal)
+        small = self.bitcast(size, x.type) + 0.5
+        subnormal = self.bits(small) - (126 << 23)
+        rounded = self.select(size < (113 << 23), subnormal, normal)
         # From halfway between the largest number and the next power of two on it is infinite.
-        infinite = self.icmp("sge", size, 0x477FF000)
+        infinite = size >= 0x477FF000
         rounded = self.select(infinite, self.value(0x7C00, bits.type), rounded)
         rounded = self.select(nan, self.value(0x7E00, bits.type), rounded)
-        return self.trunc(self.or_(rounded, sign), "i16")
+        return self.trunc(rounded | sign, "i16")
 
     # ---- lanes
 
@@ -491,20 +580,20 @@ class Builder:
             name = {256: "llvm.x86.avx2.pmadd.wd", 512: "llvm.x86.avx512.pmaddw.d.512"}
             halves = self.bitcast(signed, pairs)
             operands = (
-                (self.and_(unsigned, 0x00FF00FF), self.ashr(self.shl(halves, 8), 8)),
-                (self.and_(self.lshr(unsigned, 8), 0x00FF00FF), self.ashr(halves, 8)),
+                (unsigned & 0x00FF00FF, self.ashr(halves << 8, 8)),
+                (unsigned >> 8 & 0x00FF00FF, self.ashr(halves, 8)),
             )
             for left, right in operands:
                 products = self.intrinsic(
                     name[self.target.bits], self.bitcast(left, pairs), right,
                     returns=total.type, overload=(),
                 )  # fmt: skip
-                total = self.add(total, products)
+                total = total + products
             return total
         for byte in range(4):
-            left = self.and_(self.lshr(unsigned, 8 * byte), 0xFF)
-            right = self.ashr(self.shl(signed, 24 - 8 * byte), 24)
-            total = self.add(total, self.mul(left, right))
+            left = unsigned >> (8 * byte) & 0xFF
+            right = self.ashr(signed << (24 - 8 * byte), 24)
+            total = total + left * right
         return total
 
     def splat(self, x: Value, lanes: int | None = None) -> Value:
@@ -539,7 +628,7 @@ class Builder:
         """The mask of the first `count` lanes; an i64 of any size and sign."""
         element = shape(self.ivec)[1]
         few = self.trunc(self.smin(count, self.lanes), element)
-        return self.icmp("slt", self.iota(), self.splat(few))
+        return self.iota() < self.splat(few)
 
     def _reduce(self, x: Value, combine: Callable[[Value, Value], Value]) -> Value:
         """Folds the upper half onto the lower until one lane is left: an order that never moves."""
@@ -654,10 +743,14 @@ class Builder:
 
     def alloca(self, type: str, count: int = 1, align: int | None = None) -> Value:
         """Stack memory for the whole call, wherever it is asked for."""
-        value = Value("%" + self._fresh("slot"), "ptr")
+        value = Value("%" + self._fresh("slot"), "ptr", self)
         alignment = align or max(_natural(type), min(64, shape(type)[0] * element_bits(type) // 8))
         self._allocas.append(f"{value.text} = alloca {type}, i64 {count}, align {alignment}")
         return value
+
+    def variable(self, first: Number | Value, type: str = "i64") -> Variable:
+        """A variable that begins with a value, or with a number of a type."""
+        return Variable(self, first if isinstance(first, Value) else self.value(first, type))
 
     def prefetch(self, address: Value, *, write: bool = False, locality: int = 3) -> None:
         """Ask for a cache line; locality 3 keeps it close, 0 expects it once."""
@@ -682,12 +775,15 @@ class Builder:
 
     # ---- calls
 
-    def call(self, callee: str | Value, *args: Value, returns: str | None = None) -> Value:
-        """A function of this module by name, or any address together with the type it returns."""
+    def call(self, callee: str | Value, *args: Value | int, returns: str | None = None) -> Value:
+        """A function of this module by name, or any address together with the type it returns.
+        Python numbers are of type i64.
+        """
+        values = [arg if isinstance(arg, Value) else self.value(arg, "i64") for arg in args]
         if isinstance(callee, str):
             returns = self.module.returns(callee)
             callee = Value(f"@{callee}", "ptr")
-        text = f"call {returns} {callee.text}({', '.join(map(str, args))})"
+        text = f"call {returns} {callee.text}({', '.join(map(str, values))})"
         if returns is None:
             raise TypeError("a call through an address needs returns=")
         if returns == "void":
@@ -727,8 +823,9 @@ class Builder:
         self._start(head)
         heading = self._blocks[-1]
         self._start(body)
-        yield Value(index, "i64")
-        following = self.add(Value(index, "i64"), step)
+        turn = Value(index, "i64", self)
+        yield turn
+        following = turn + step
         again = f"[ {following.text}, %{self._blocks[-1].label} ]"
         heading.lines += [
             f"{index} = phi i64 [ {lo.text}, %{before} ], {again}",
@@ -745,7 +842,7 @@ class Builder:
 
         with b.repeat() as again:
             b.pause()
-            again(b.icmp("slt", b.atomic_load(arrived), threads))
+            again(b.atomic_load(arrived) < threads)
         """
         body, done = self._fresh("repeat"), self._fresh("done")
         conditions: list[Value] = []
@@ -760,7 +857,7 @@ class Builder:
     def when(self, condition: Value) -> Iterator[AbstractContextManager[None]]:
         """The body runs if the condition (an i1) holds, and `otherwise` if it does not::
 
-        with b.when(b.icmp("eq", n, 0)) as otherwise:
+        with b.when(n.eq(0)) as otherwise:
             b.store(zero, out)
         with otherwise:
             b.store(sum, out)
