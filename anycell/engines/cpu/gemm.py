@@ -30,7 +30,7 @@ from typing import NamedTuple
 from anycell.engines.cpu import jit, tiles
 from anycell.engines.cpu.door import print_gang
 from anycell.engines.cpu.geometry import ROW_HEADER, Geometry
-from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant, element_bits
+from anycell.engines.cpu.ir import Builder, Module, Target, Value, Variable, constant, element_bits
 from anycell.engines.cpu.matmul import (
     add_products,
     add_scaled,
@@ -120,7 +120,7 @@ class Gemm:
             print_pack_block(self.module, self.left.llvm, name=self.copy)
         self.staging = {
             number: print_staging(self.module, number, self.geometry, self.operands.llvm)
-            for number in ({self.left.llvm, self.real} if self.staged else ())
+            for number in sorted({self.left.llvm, self.real} if self.staged else ())
         }
         for vectors in range(1, self.vectors + 1):
             if self.tiled:
@@ -141,20 +141,18 @@ class Gemm:
     # ---- register blocks -------------------------------------------------------------------------
     def _register_block(self, rows: int, vectors: int) -> None:
         """c[rows, vectors] (+)= a[rows, :count] @ panel[:count, vectors]."""
-        params = [("ptr noalias", "panel"), ("ptr noalias", "a"), ("i64", "a_rows")]
-        params += [("ptr noalias", "c"), ("i64", "c_rows"), ("i64", "count"), ("i64", "add")]
-        params += [("ptr", "ahead"), ("i64", "apart")]
-        name = f"block{vectors}_x{rows}"
-        b = self.module.function(name, params, internal=True, inline=False)
+        b = self.module.private(
+            f"block{vectors}_x{rows}",
+            "ptr noalias panel, ptr noalias a, i64 a_rows, ptr noalias c, i64 c_rows, i64 count, "
+            "i64 add, ptr ahead, i64 apart",
+        )
         panel, a, a_rows, c, c_rows, count, add, *ahead = b.args
-        zero = constant(0.0, b.vec)
-        sums = [[b.alloca(b.vec) for _ in range(vectors)] for _ in range(rows)]
-        results = [b.gep(c, b.mul(c_rows, r)) for r in range(rows)]
-        for row, result in zip(sums, results, strict=True):
-            for n, total in enumerate(row):
-                b.store(zero, total)
+        sums = [[b.variable(0.0, b.vec) for _ in range(vectors)] for _ in range(rows)]
+        results = [b.gep(c, c_rows * r) for r in range(rows)]
+        for result in results:
+            for n in range(vectors):
                 b.prefetch(b.gep(result, n * b.lanes))
-        operand = [b.gep(a, b.mul(a_rows, r)) for r in range(rows)]
+        operand = [b.gep(a, a_rows * r) for r in range(rows)]
         bounds, number = (constant(0, "i64"), count), self.operands.llvm
         if self.quantized:
             scales = [b.load(b.gep(panel, n * b.lanes)) for n in range(vectors)]
@@ -165,26 +163,27 @@ class Gemm:
             add_scaled(b, sums, totals, operand, scales)
         else:
             add_products(b, sums, operand, panel, self.width, bounds, ahead, number)
-        with b.when(b.icmp("ne", add, 0)):
+        with b.when(add.ne(0)):
             for row, result in zip(sums, results, strict=True):
                 for n, total in enumerate(row):
-                    b.store(b.fadd(b.load(b.gep(result, n * b.lanes)), b.load(total)), total)
+                    total.value = b.load(b.gep(result, n * b.lanes)) + total.value
         for row, result in zip(sums, results, strict=True):
             for n, total in enumerate(row):
-                b.store(b.load(total), b.gep(result, n * b.lanes))
+                b.store(total.value, b.gep(result, n * b.lanes))
 
     def _tiles(self, vectors: int) -> None:
         """The same for up to 16 rows, by matrix tiles."""
-        params = [("ptr noalias", "panel"), ("ptr noalias", "a"), ("i64", "a_rows")]
-        params += [("ptr noalias", "c"), ("i64", "c_rows"), ("i64", "rows"), ("i64", "count")]
-        params += [("i64", "add")]
-        b = self.module.function(f"tiles{vectors}", params, internal=True, inline=False)
+        b = self.module.private(
+            f"tiles{vectors}",
+            "ptr noalias panel, ptr noalias a, i64 a_rows, ptr noalias c, i64 c_rows, i64 rows, "
+            "i64 count, i64 add",
+        )
         panel, a, a_rows, c, c_rows, rows, count, add = b.args
 
         weights = b.gep(panel, self.header * self.width), constant(self.width * self.size, "i64")
-        bounds, left = (constant(0, "i64"), count), (a, b.mul(a_rows, self.size))
+        bounds, left = (constant(0, "i64"), count), (a, a_rows * self.size)
         same, room = constant(0, "i64"), tiles.room(b, vectors)
-        adds = b.icmp("ne", add, 0)
+        adds = add.ne(0)
 
         def multiply(begin: list[tuple[Value, Value]], end: list[tuple[Value, Value]]) -> None:
             pieces, number = self.geometry.pieces, self.operands.llvm
@@ -192,18 +191,18 @@ class Gemm:
 
         def rows_of(row: Value) -> Iterator[tuple[Value, Value]]:
             for n, (at, apart) in enumerate(room):
-                into = b.gep(c, b.add(b.mul(row, c_rows), n * b.lanes))
-                yield into, b.gep(at, b.mul(row, apart), "i8")
+                into = b.gep(c, row * c_rows + n * b.lanes)
+                yield into, b.gep(at, row * apart, "i8")
 
         if not self.quantized:
-            zeros, stride = b.module.table([0] * b.lanes, "i32"), b.mul(c_rows, self.size)
+            zeros, stride = b.module.table([0] * b.lanes, "i32"), c_rows * self.size
 
             def onto(places: list[tuple[Value, Value]]) -> None:
                 """Sums that begin with what is there, or with zeros."""
                 begin = [(b.select(adds, at, zeros), b.select(adds, s, same)) for at, s in places]
                 multiply(begin, places)
 
-            with b.when(b.icmp("eq", rows, tiles.ROWS)) as otherwise:
+            with b.when(rows.eq(tiles.ROWS)) as otherwise:
                 onto([(b.gep(c, n * b.lanes), stride) for n in range(vectors)])
             with otherwise:
                 with b.when(adds), b.loop(0, rows) as row:
@@ -216,103 +215,89 @@ class Gemm:
             return
         multiply([(b.gep(panel, self.width + n * b.lanes), same) for n in range(vectors)], room)
         with b.loop(0, rows) as row:
-            sums = [b.alloca(b.vec) for _ in room]
-            places, totals = zip(*rows_of(row), strict=True)
-            for total in sums:
-                b.store(constant(0.0, b.vec), total)
+            sums = [b.variable(0.0, b.vec) for _ in room]
+            places, integers = zip(*rows_of(row), strict=True)
+            totals = [Variable(b, at, b.ivec) for at in integers]
             scales = [b.load(b.gep(panel, n * b.lanes)) for n in range(vectors)]
-            add_scaled(b, [sums], [totals], [b.gep(a, b.mul(row, a_rows))], scales)
+            add_scaled(b, [sums], [totals], [b.gep(a, row * a_rows)], scales)
             with b.when(adds):
                 for place, total in zip(places, sums, strict=True):
-                    b.store(b.fadd(b.load(place), b.load(total)), total)
+                    total.value = b.load(place) + total.value
             for place, total in zip(places, sums, strict=True):
-                b.store(b.load(total), place)
+                b.store(total.value, place)
 
     def _fetch(self) -> None:
         """Copies rows of C, that are not whole vectors, to where they are added to."""
-        params = [("ptr", "tile"), ("ptr", "c"), ("i64", "c_rows"), ("i64", "rows")]
-        b = self.module.function("fetch", [*params, ("i64", "columns")], internal=True)
+        params = "ptr tile, ptr c, i64 c_rows, i64 rows, i64 columns"
+        b = self.module.function("fetch", params, internal=True)
         tile, c, c_rows, rows, columns = b.args
         with b.loop(0, rows) as r, b.loop(0, columns, b.lanes) as n:
-            at = b.gep(c, b.add(b.mul(r, c_rows), n))
-            into = b.gep(tile, b.add(b.mul(r, self.width), n))
-            b.store(b.masked_load(at, b.lane_mask(b.sub(columns, n))), into)
+            at = b.gep(c, r * c_rows + n)
+            into = b.gep(tile, r * self.width + n)
+            b.store(b.masked_load(at, b.lane_mask(columns - n)), into)
 
     def _merge(self) -> None:
         """Writes or adds rows of results that are not whole vectors to C."""
-        params = [("ptr", "tile"), ("ptr", "c"), ("i64", "c_rows"), ("i64", "rows")]
-        params += [("i64", "columns"), ("i64", "add")]
-        b = self.module.function("merge", params, internal=True, inline=False)
+        params = "ptr tile, ptr c, i64 c_rows, i64 rows, i64 columns, i64 add"
+        b = self.module.private("merge", params)
         tile, c, c_rows, rows, columns, add = b.args
         with b.loop(0, rows) as r, b.loop(0, columns, b.lanes) as n:
-            mask = b.lane_mask(b.sub(columns, n))
-            at = b.gep(c, b.add(b.mul(r, c_rows), n))
-            total = b.alloca(b.vec)
-            b.store(b.load(b.gep(tile, b.add(b.mul(r, self.width), n))), total)
-            with b.when(b.icmp("ne", add, 0)):
-                b.store(b.fadd(b.masked_load(at, mask), b.load(total)), total)
-            b.masked_store(b.load(total), at, mask)
+            mask = b.lane_mask(columns - n)
+            at = b.gep(c, r * c_rows + n)
+            total = b.variable(b.load(b.gep(tile, r * self.width + n)))
+            with b.when(add.ne(0)):
+                total.value = b.masked_load(at, mask) + total.value
+            b.masked_store(total.value, at, mask)
 
     def _panel(self) -> None:
         """All rows of a piece times one block of a panel, of so many columns."""
-        params = [
-            ("ptr", "panel"),
-            ("ptr", "a"),
-            ("i64", "a_rows"),
-            ("ptr", "c"),
-            ("i64", "c_rows"),
-        ]
-        params += [("i64", "rows"), ("i64", "columns"), ("i64", "count"), ("i64", "add")]
-        params += [("ptr", "tile"), ("ptr", "rows_ahead"), ("i64", "rows_apart")]
-        b = self.module.function("panel", params, internal=True, inline=False)
-        panel, a, a_rows, c, c_rows, rows, columns, count, add, tile, rows_ahead, rows_apart = (
-            b.args
+        b = self.module.private(
+            "panel",
+            "ptr panel, ptr a, i64 a_rows, ptr c, i64 c_rows, i64 rows, i64 columns, i64 count, "
+            "i64 add, ptr tile, ptr rows_ahead, i64 rows_apart",
         )
-        whole = b.icmp("eq", columns, self.width)
-        vectors = b.sdiv(b.add(columns, b.lanes - 1), b.lanes)
+        panel, a, a_rows, c, c_rows, rows, columns, count, add, tile, *ahead_of_rows = b.args
+        rows_ahead, rows_apart = ahead_of_rows
+        vectors = _parts(columns, b.lanes)
         with b.loop(0, rows, self.rows) as first:
-            left = b.smin(b.sub(rows, first), self.rows)
-            at, into = b.gep(a, b.mul(first, a_rows)), b.gep(c, b.mul(first, c_rows))
+            left = b.smin(rows - first, self.rows)
+            at, into = b.gep(a, first * a_rows), b.gep(c, first * c_rows)
             # Each register block fetches INNER lines: the first ones of the next panel, the others
             # of the rows that are copied next.
-            block, most = b.sdiv(first, self.rows), self.width * self.size // LINE
-            early = b.icmp("slt", block, most)
-            lines, numbers = self.packed_rows, self.packed_rows * self.width
-            line = b.mul(block, lines * LINE)
-            of_panel = b.gep(b.gep(panel, numbers), line, "i8")
-            of_rows = b.gep(rows_ahead, b.mul(b.sub(block, most), LINE), "i8")
+            block, most = first // self.rows, self.width * self.size // LINE
+            early = block < most
+            following = b.gep(panel, self.packed_rows * self.width)
+            of_panel = b.gep(following, block * (self.packed_rows * LINE), "i8")
+            of_rows = b.gep(rows_ahead, (block - most) * LINE, "i8")
             ahead = b.select(early, of_panel, of_rows)
-            step = b.select(early, constant(LINE, "i64"), rows_apart)
-            call = [panel, at, a_rows, into, c_rows]
-            into_tile = [panel, at, a_rows, tile, constant(self.width, "i64")]
-            zero = constant(0, "i64")
+            step = b.select(early, LINE, rows_apart)
 
-            def multiply(vectors: int, where: list[Value], adds: Value) -> None:
+            def multiply(vectors: int, to: Value, to_row: Value | int, adds: Value | int) -> None:
+                operands = panel, at, a_rows, to, to_row
                 if self.tiled:
-                    b.call(f"tiles{vectors}", *where, left, count, adds)
+                    b.call(f"tiles{vectors}", *operands, left, count, adds)
                     return
                 for n in range(1, self.rows + 1):
-                    with b.when(b.icmp("eq", left, n)):
-                        b.call(f"block{vectors}_x{n}", *where, count, adds, ahead, step)
+                    with b.when(left.eq(n)):
+                        b.call(f"block{vectors}_x{n}", *operands, count, adds, ahead, step)
 
-            with b.when(whole) as otherwise:
-                multiply(self.vectors, call, add)
+            with b.when(columns.eq(self.width)) as otherwise:
+                multiply(self.vectors, into, c_rows, add)
             with otherwise:
                 # Tiles of reals add to what is there: an element's bits do not depend on its place.
-                adds, adds_later = (add, zero) if self.staged else (zero, add)
+                adds, adds_later = (add, 0) if self.staged else (0, add)
                 if self.staged:
-                    with b.when(b.icmp("ne", add, 0)):
+                    with b.when(add.ne(0)):
                         b.call("fetch", tile, into, c_rows, left, columns)
                 for m in range(1, self.vectors + 1):
-                    with b.when(b.icmp("eq", vectors, m)):
-                        multiply(m, into_tile, adds)
+                    with b.when(vectors.eq(m)):
+                        multiply(m, tile, self.width, adds)
                 b.call("merge", tile, into, c_rows, left, columns, adds_later)
 
     # ---- what threads take -----------------------------------------------------------------------
     def _part(self, name: str) -> tuple[Builder, Value, Entries, Entries, Value]:
         """A function of the gang: its scratch memory, the call, the span, and its part."""
-        params = [("ptr", "scratch"), ("i64", "part"), ("i64", "parts")]
-        b = self.module.function(name, params, internal=True, inline=False)
+        b = self.module.private(name, "ptr scratch, i64 part, i64 parts")
         scratch, part, _ = b.args
         state = Entries(b, scratch, {name: i for i, name in enumerate(STATE)})
         return b, scratch, self._call(b, state.pointer("call")), state, part
@@ -326,96 +311,92 @@ class Gemm:
 
     def _block(self, b: Builder, scratch: Value, number: Value) -> Value:
         """Where a block of a panel is packed: those of all panels, then the next ones."""
-        numbers = b.mul(number, self.packed_rows * self.width)
+        numbers = number * (self.packed_rows * self.width)
         return b.gep(b.gep(scratch, HEADER, "i8"), numbers)
 
     def _pack(self) -> None:
         """Packs the span of B; a piece is a block of a panel."""
         b, scratch, call, state, _ = self._part("pack")
-        panels = _parts(b, state["columns"], self.width)
+        panels = _parts(state["columns"], self.width)
         # Where a sum has no numbers its scales and offsets are read all the same.
-        blocks = b.smax(_parts(b, state["inner"], INNER), 1)
-        total = b.mul(panels, blocks)
+        blocks = b.smax(_parts(state["inner"], INNER), 1)
+        total = panels * blocks
         with b.repeat() as again:
             number = self._next(b, scratch)
-            more = b.icmp("slt", number, total)
+            more = number < total
             with b.when(more):
-                panel, block = b.srem(number, panels), b.sdiv(number, panels)
-                column, k = b.mul(panel, self.width), b.mul(block, INNER)
-                count = b.smin(b.sub(state["inner"], k), INNER)
+                panel, block = number % panels, number // panels
+                column, k = panel * self.width, block * INNER
+                count = b.smin(state["inner"] - k, INNER)
                 into = self._block(b, scratch, number)
-                row = b.mul(b.add(state["k"], k), call["b_inner"])
-                width = constant(self.width, "i64")
+                row = (state["k"] + k) * call["b_inner"]
                 for v in range(self.vectors):
-                    first = b.add(column, v * self.lanes)
-                    left = b.sub(state["columns"], first)
-                    with b.when(b.icmp("sgt", left, 0)):
-                        place = b.mul(b.add(state["column"], first), call["b_columns"])
-                        at = b.add(row, place)
+                    first = column + v * self.lanes
+                    left = state["columns"] - first
+                    with b.when(left > 0):
+                        at = row + (state["column"] + first) * call["b_columns"]
                         source = b.gep(call.pointer("b"), at, self.right.llvm)
                         at = b.gep(into, self.header * self.width + v * self.lanes)
-                        b.call(
-                            "pack_block", source, call["b_columns"], call["b_inner"], left, count,
-                            at, width,
-                        )  # fmt: skip
+                        strides = call["b_columns"], call["b_inner"]
+                        b.call("pack_block", source, *strides, left, count, at, self.width)
                         if self.quantized:
-                            scales = b.gep(call.pointer("scales"), b.add(state["column"], first))
+                            scales = b.gep(call.pointer("scales"), state["column"] + first)
                             scales = b.masked_load(scales, b.lane_mask(left))
                             b.store(scales, b.gep(into, v * self.lanes))
-                            fours = b.sdiv(b.add(count, self.packs - 1), self.packs)
-                            offsets = negative_sums(b, at, fours, width)
+                            fours = (count + (self.packs - 1)) // self.packs
+                            offsets = negative_sums(b, at, fours, self.width)
                             b.store(offsets, b.gep(into, self.width + v * self.lanes))
             again(more)
 
     def _multiply(self) -> None:
         """Multiplies rows of A with the span of B; a piece is rows of C and some of its panels."""
         b, scratch, call, state, part = self._part("multiply")
-        panels = _parts(b, state["columns"], self.width)
-        blocks = b.smax(_parts(b, state["inner"], INNER), 1)
+        panels = _parts(state["columns"], self.width)
+        blocks = b.smax(_parts(state["inner"], INNER), 1)
         # Where there are few pieces of rows, of fewer rows, and then of fewer columns too.
-        wanted = b.mul(call["threads"], PIECES)
-        few = b.icmp("slt", call["rows"], b.mul(wanted, ROWS))
-        tall = b.select(few, constant(ROWS // 2, "i64"), constant(ROWS, "i64"))
-        rows = b.sdiv(b.sub(b.add(call["rows"], tall), 1), tall)
-        sides = b.smin(b.sdiv(b.sub(b.add(wanted, rows), 1), rows), panels)
-        total = b.mul(rows, sides)
-        packed = b.mul(b.mul(panels, blocks), self.packed_rows * self.width * self.size)
-        space = b.gep(b.gep(scratch, HEADER, "i8"), b.add(packed, b.mul(part, self.own)), "i8")
+        wanted = call["threads"] * PIECES
+        few = call["rows"] < wanted * ROWS
+        tall = b.select(few, ROWS // 2, ROWS)
+        rows = _parts(call["rows"], tall)
+        sides = b.smin(_parts(wanted, rows), panels)
+        total = rows * sides
+        packed = panels * blocks * (self.packed_rows * self.width * self.size)
+        space = b.gep(b.gep(scratch, HEADER, "i8"), packed + part * self.own, "i8")
         tile = b.gep(space, self.copied, "i8")
         if self.tiled:
             tiles.configure(b, pieces=self.geometry.pieces)
         a_rows, a_inner, c_rows = call["a_rows"], call["a_inner"], call["c_rows"]
         with b.repeat() as again:
             number = self._next(b, scratch)
-            more = b.icmp("slt", number, total)
+            more = number < total
             with b.when(more):
-                side, row = b.srem(number, sides), b.mul(b.sdiv(number, sides), tall)
-                height = b.smin(b.sub(call["rows"], row), tall)
-                begin, end = (b.sdiv(b.mul(panels, n), sides) for n in (side, b.add(side, 1)))
+                side, row = number % sides, number // sides * tall
+                height = b.smin(call["rows"] - row, tall)
+                begin, end = (panels * n // sides for n in (side, side + 1))
                 if self.quantized:
                     with b.loop(0, height) as r:
-                        start = b.gep(call.pointer("a"), b.mul(b.add(row, r), a_rows))
-                        header = b.gep(space, b.mul(r, self.row))
+                        start = b.gep(call.pointer("a"), (row + r) * a_rows)
+                        header = b.gep(space, r * self.row)
                         b.call("scale_row", start, header, call["inner"])
                 with b.loop(0, blocks) as block:
-                    k = b.mul(block, INNER)
-                    count = b.smin(b.sub(state["inner"], k), INNER)
-                    place = b.mul(b.add(state["k"], k), a_inner)
-                    at = b.add(b.mul(row, a_rows), place)
+                    k = block * INNER
+                    count = b.smin(state["inner"] - k, INNER)
+                    place = (state["k"] + k) * a_inner
+                    at = row * a_rows + place
                     source = b.gep(call.pointer("a"), at, self.left.llvm)
-                    following = b.gep(source, b.mul(a_inner, INNER), self.left.llvm)
+                    following = b.gep(source, a_inner * INNER, self.left.llvm)
                     left, apart = self._rows(b, call, source, space, height, count)
-                    add = b.or_(state["add"], b.zext(b.icmp("sgt", block, 0), "i64"))
+                    add = state["add"] | b.zext(block > 0, "i64")
                     with b.loop(begin, end) as n:
-                        column = b.mul(n, self.width)
-                        at = b.add(b.mul(row, c_rows), b.add(state["column"], column))
-                        panel = self._block(b, scratch, b.add(b.mul(block, panels), n))
+                        column = n * self.width
+                        at = row * c_rows + (state["column"] + column)
+                        panel = self._block(b, scratch, block * panels + n)
                         into = b.gep(call.pointer("c"), at)
-                        width = b.smin(b.sub(state["columns"], column), self.width)
+                        width = b.smin(state["columns"] - column, self.width)
                         numbers = whole_chunks(b, count, self.geometry.chunk)
                         b.call(
                             "panel", panel, left, apart, into, c_rows, height, width, numbers,
-                            add, tile, following, b.mul(a_inner, self.left.bytes),
+                            add, tile, following, a_inner * self.left.bytes,
                         )  # fmt: skip
             again(more)
         if self.tiled:
@@ -428,76 +409,72 @@ class Gemm:
         are.
         """
         a_rows, a_inner, number = call["a_rows"], call["a_inner"], self.left.llvm
-        row, where, apart = constant(self.row, "i64"), b.alloca("ptr"), b.alloca("i64")
+        row = b.value(self.row, "i64")
         if self.quantized:
             with b.loop(0, height) as r:
-                header = b.gep(space, b.mul(r, row))
-                start = b.gep(source, b.mul(r, a_rows), number)
+                header = b.gep(space, r * row)
+                start = b.gep(source, r * a_rows, number)
                 b.call("quantize", start, header, b.gep(header, ROW_HEADER), count)
             return b.gep(space, ROW_HEADER), row
-        copied = constant(1, "i1")
 
         def copy(to: Value) -> None:
             # Lanes are numbers of the sum: those of a row come to lie side by side.
             with b.loop(0, count, self.lanes) as n:
-                start, left = b.gep(source, b.mul(n, a_inner), number), b.sub(count, n)
+                start, left = b.gep(source, n * a_inner, number), count - n
                 b.call(self.copy, start, a_inner, a_rows, left, height, b.gep(to, n), row)
 
         def stage(rows: Value, apart: Value, number: str) -> None:
             with b.loop(0, height) as r:
-                start, to = b.gep(rows, b.mul(r, apart), number), b.gep(space, b.mul(r, row))
+                start, to = b.gep(rows, r * apart, number), b.gep(space, r * row)
                 b.call(self.staging[number], start, to, count)
 
         if self.staged:
-            with b.when(b.icmp("eq", a_inner, 1)) as otherwise:
+            with b.when(a_inner.eq(1)) as otherwise:
                 stage(source, a_rows, number)
             with otherwise:
                 transposed = b.gep(space, self.copied // 2, "i8")
                 copy(transposed)
                 stage(transposed, row, self.real)
             return space, row
-        with b.when(copied if self.narrow else b.icmp("ne", a_inner, 1)) as otherwise:
+        where, apart = b.variable(source), b.variable(a_rows)
+        with b.when(constant(1, "i1") if self.narrow else a_inner.ne(1)):
             copy(space)
-            b.store(space, where)
-            b.store(row, apart)
-        with otherwise:
-            b.store(source, where)
-            b.store(a_rows, apart)
-        return b.load(where, "ptr"), b.load(apart, "i64")
+            where.value, apart.value = space, row
+        return where.value, apart.value
 
     # ---- the call --------------------------------------------------------------------------------
     def _needs(self) -> None:
-        b = self.module.function("needs", [("ptr", "call")])
+        b = self.module.function("needs", "ptr call")
         call = self._call(b, b.args[0])
-        columns = _parts(b, b.smin(call["columns"], SPAN_COLUMNS), self.width)
-        inner = b.smax(_parts(b, b.smin(call["inner"], SPAN_INNER), INNER), 1)
-        packed = b.mul(b.mul(columns, inner), self.packed_rows * self.width * self.size)
-        threads = b.mul(b.smax(call["threads"], 1), self.own)
-        call["scratch_bytes"] = b.add(b.add(packed, threads), HEADER)
+        columns = _parts(b.smin(call["columns"], SPAN_COLUMNS), self.width)
+        inner = b.smax(_parts(b.smin(call["inner"], SPAN_INNER), INNER), 1)
+        packed = columns * inner * (self.packed_rows * self.width * self.size)
+        threads = b.smax(call["threads"], 1) * self.own
+        call["scratch_bytes"] = packed + threads + HEADER
 
     def _gemm(self) -> None:
-        b = self.module.function("gemm", [("ptr", "call")])
+        b = self.module.function("gemm", "ptr call")
         call = self._call(b, b.args[0])
         scratch, gang, threads = call.pointer("scratch"), call.pointer("gang"), call["threads"]
         state = Entries(b, scratch, {name: i for i, name in enumerate(STATE)})
         state["call"] = b.ptrtoint(b.args[0], "i64")
         counter = b.gep(scratch, COUNTER, "i8")
         columns, inner = call["columns"], call["inner"]
-        with b.when(b.icmp("sgt", call["rows"], 0)), b.loop(0, columns, SPAN_COLUMNS) as column:
+        with b.when(call["rows"] > 0), b.loop(0, columns, SPAN_COLUMNS) as column:
             state["column"] = column
-            state["columns"] = b.smin(b.sub(columns, column), SPAN_COLUMNS)
+            state["columns"] = b.smin(columns - column, SPAN_COLUMNS)
             # Of no numbers the sum is 0.
             with b.loop(0, b.smax(inner, 1), SPAN_INNER) as k:
-                state["k"], state["inner"] = k, b.smin(b.sub(inner, k), SPAN_INNER)
-                state["add"] = b.or_(call["add"], b.zext(b.icmp("sgt", k, 0), "i64"))
+                state["k"], state["inner"] = k, b.smin(inner - k, SPAN_INNER)
+                state["add"] = call["add"] | b.zext(k > 0, "i64")
                 for function in ("@pack", "@multiply"):
                     b.store(constant(0, "i64"), counter)
                     b.call("gang", gang, Value(function, "ptr"), scratch, threads)
 
 
-def _parts(b: Builder, count: Value, size: int) -> Value:
+def _parts(count: Value, size: Value | int) -> Value:
     """How many parts of so many elements there are, the last one perhaps smaller."""
-    return b.sdiv(b.add(count, size - 1), size)
+    return (count + size - 1) // size
 
 
 class Functions(NamedTuple):

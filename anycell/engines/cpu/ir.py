@@ -327,15 +327,14 @@ def _conversion(opcode: str) -> Callable[[Builder, Value, str], Value]:
 
 
 class Variable:
-    """A place on the stack: what a loop carries from one turn to the next, and branches leave."""
+    """A place in memory: what a loop carries from one turn to the next, and branches leave."""
 
-    def __init__(self, b: Builder, first: Value) -> None:
-        self.b, self.type, self.address = b, first.type, b.alloca(first.type)
-        self.value = first
+    def __init__(self, b: Builder, address: Value, type: str) -> None:
+        self.b, self.address, self.type = b, address, type
 
     @property
     def value(self) -> Value:
-        """What was stored last; each access is an instruction."""
+        """What was stored last. Each access is an instruction."""
         return self.b.load(self.address, self.type)
 
     @value.setter
@@ -748,9 +747,12 @@ class Builder:
         self._allocas.append(f"{value.text} = alloca {type}, i64 {count}, align {alignment}")
         return value
 
-    def variable(self, first: Number | Value, type: str = "i64") -> Variable:
-        """A variable that begins with a value, or with a number of a type."""
-        return Variable(self, first if isinstance(first, Value) else self.value(first, type))
+    def variable(self, first: Operand, type: str = "i64") -> Variable:
+        """A variable on the stack that begins with a value, or with a number of a type."""
+        value = first if isinstance(first, Value) else self.value(first, type)
+        found = Variable(self, self.alloca(value.type), value.type)
+        found.value = value
+        return found
 
     def prefetch(self, address: Value, *, write: bool = False, locality: int = 3) -> None:
         """Ask for a cache line; locality 3 keeps it close, 0 expects it once."""

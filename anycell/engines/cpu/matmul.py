@@ -39,6 +39,7 @@ from anycell.engines.cpu.ir import (
     Module,
     Operand,
     Value,
+    Variable,
     constant,
     element_bits,
     vector,
@@ -48,8 +49,8 @@ Places = tuple[int, ...]
 ROUNDING = 1.5 * 2**23  # a float32 plus this has no digits behind the point
 # Arguments of a block of rows, however many: k0 and k1 bound the sum, a fresh one begins with the
 # biases, and shift is that of the operand against k.
-OPERANDS = [("ptr", "weights"), ("ptr", "rows"), ("ptr", "acc")]
-BOUNDS = [("i64", "k0"), ("i64", "k1"), ("i64", "fresh"), ("i64", "shift")]
+BOUNDS = "i64 k0, i64 k1, i64 fresh, i64 shift"
+ROWS = f"ptr weights, ptr rows, ptr acc, i64 count, {BOUNDS}"
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,8 @@ class Blocks:
     def _register_block(self, module: Module, places: Places, rows: int) -> None:
         """So many rows, and the columns at these places; the hot loop."""
         m, columns = self.matmul, len(places)
-        params = [(f"{kind} noalias", name) for kind, name in OPERANDS] + BOUNDS
-        name = f"{self._name('block', places)}_x{rows}"
-        b = module.function(name, params, internal=True, inline=False)
+        params = f"ptr noalias weights, ptr noalias rows, ptr noalias acc, {BOUNDS}"
+        b = module.private(f"{self._name('block', places)}_x{rows}", params)
         weights, pointers, acc, k0, k1, fresh, shift = b.args
         g = m.geometry
         width, full = g.columns * b.lanes, b.lanes * self.itemsize
@@ -112,7 +112,8 @@ class Blocks:
         addresses = [b.load(b.gep(pointers, r, "i64"), "ptr") for r in range(rows)]
         number = self.number if g.quantized else b.real
         operand = [b.gep(address, shift, number) for address in addresses]
-        sums = [[b.alloca(b.vec) for _ in range(columns)] for _ in range(rows)]
+        slots = [[b.alloca(b.vec) for _ in range(columns)] for _ in range(rows)]
+        sums = [[Variable(b, slot, b.vec) for slot in row] for row in slots]
 
         def result(r: int, c: int) -> Value:
             return b.gep(acc, r * self.row + places[c] * b.lanes)
@@ -120,15 +121,15 @@ class Blocks:
         def header(what: int, c: int, type: str | None = None) -> Value:
             return b.load(b.gep(weights, what * width + c * b.lanes), type, align=full)
 
-        with b.when(b.icmp("ne", fresh, 0)) as otherwise:
+        with b.when(fresh.ne(0)) as otherwise:
             for c in range(columns):
                 bias = header(BIASES, c)
                 for r in range(rows):
-                    b.store(bias, sums[r][c])
+                    sums[r][c].value = bias
         with otherwise:
             for r in range(rows):
                 for c in range(columns):
-                    b.store(b.load(result(r, c), align=whole), sums[r][c])
+                    sums[r][c].value = b.load(result(r, c), align=whole)
 
         tile = b.gep(weights, g.header * width)
         if g.quantized:
@@ -140,84 +141,75 @@ class Blocks:
             add_products(b, sums, operand, tile, width, (k0, k1), number=self.number)
         for r in range(rows):
             for c in range(columns):
-                b.store(b.load(sums[r][c]), result(r, c), align=whole)
+                b.store(sums[r][c].value, result(r, c), align=whole)
 
     def _tiles(self, module: Module, places: Places) -> None:
         """Up to 16 rows, which are staged and so lie evenly, by matrix tiles."""
         m, g, columns = self.matmul, self.matmul.geometry, len(places)
-        params = [*OPERANDS, ("i64", "count"), *BOUNDS]
-        b = module.function(self._name("tiles", places), params, internal=True, inline=False)
+        b = module.private(self._name("tiles", places), ROWS)
         weights, pointers, acc, count, k0, k1, fresh, shift = b.args
         width, full = g.columns * b.lanes, b.lanes * self.itemsize
         whole = full if m.linear.heads == 1 or g.units % b.lanes == 0 else self.itemsize
         first, second = (
-            b.load(b.gep(pointers, n, "i64"), "i64") for n in (0, b.smin(b.sub(count, 1), 1))
+            b.load(b.gep(pointers, n, "i64"), "i64") for n in (0, b.smin(count - 1, 1))
         )
-        start = b.gep(b.load(pointers, "ptr"), b.mul(shift, 4 // g.packs), "i8")
-        rows = start, b.sub(second, first)
+        start = b.gep(b.load(pointers, "ptr"), shift * (4 // g.packs), "i8")
+        rows = start, second - first
         packed = b.gep(weights, g.header * width), constant(width * self.itemsize, "i64")
         results = [b.gep(acc, place * b.lanes) for place in places]
-        stride, same, begins = self.row * self.itemsize, constant(0, "i64"), b.icmp("ne", fresh, 0)
+        stride, begins = self.row * self.itemsize, fresh.ne(0)
 
         def header(what: int, c: int) -> Value:
             return b.gep(weights, what * width + c * b.lanes)
 
         if not g.quantized:  # sums begin with the biases, or go on
-            apart = b.select(begins, same, constant(stride, "i64"))
-            begin = [
-                (b.select(begins, header(BIASES, c), result), apart)
-                for c, result in enumerate(results)
-            ]
+            apart = b.select(begins, 0, stride)
+            firsts = (b.select(begins, header(BIASES, c), at) for c, at in enumerate(results))
+            begin = [(first, apart) for first in firsts]
             end = [(result, constant(stride, "i64")) for result in results]
             tiles.multiply(b, self.number, rows, packed, (k0, k1), begin, end, g.pieces)
             return
-        begin, end = (
-            [(header(OFFSETS, c), same) for c in range(columns)],
-            tiles.room(b, columns),
-        )
+        begin = [(header(OFFSETS, c), constant(0, "i64")) for c in range(columns)]
+        end = tiles.room(b, columns)
         tiles.multiply(b, self.number, rows, packed, (k0, k1), begin, end)
         with b.loop(0, count) as row:
-            sums = [b.alloca(b.vec) for _ in places]
-            into = [b.gep(result, b.mul(row, self.row)) for result in results]
-            for c, (result, total) in enumerate(zip(into, sums, strict=True)):
-                at = b.select(begins, header(BIASES, c), result)
-                b.store(b.load(at, align=whole), total)
-            totals = [b.gep(at, b.mul(row, apart), "i8") for at, apart in end]
+            into = [b.gep(result, row * self.row) for result in results]
+            begin_at = [b.select(begins, header(BIASES, c), at) for c, at in enumerate(into)]
+            sums = [b.variable(b.load(at, align=whole)) for at in begin_at]
+            totals = [Variable(b, b.gep(at, row * apart, "i8"), b.ivec) for at, apart in end]
             address = b.load(b.gep(pointers, row, "i64"), "ptr")
             scales = [b.load(header(SCALES, c), align=full) for c in range(columns)]
             add_scaled(b, [sums], [totals], [address], scales)
             for result, total in zip(into, sums, strict=True):
-                b.store(b.load(total), result, align=whole)
+                b.store(total.value, result, align=whole)
 
     def _row_tiles(self, module: Module, places: Places) -> None:
         """Cuts ``count`` rows into tiles."""
-        params = [*OPERANDS, ("i64", "count"), *BOUNDS]
-        b = module.function(self._name("rows", places), params, internal=True, inline=False)
+        b = module.private(self._name("rows", places), ROWS)
         weights, pointers, acc, count, *bounds = b.args
         with b.loop(0, count, tiles.ROWS) as first:
-            here, into = b.gep(pointers, first, "i64"), b.gep(acc, b.mul(first, self.row))
-            rows = b.smin(b.sub(count, first), tiles.ROWS)
+            here, into = b.gep(pointers, first, "i64"), b.gep(acc, first * self.row)
+            rows = b.smin(count - first, tiles.ROWS)
             b.call(self._name("tiles", places), weights, here, into, rows, *bounds)
 
     def _row_blocks(self, module: Module, places: Places) -> None:
         """Cuts ``count`` rows into register blocks as equal as can be."""
-        params = [*OPERANDS, ("i64", "count"), *BOUNDS]
-        b = module.function(self._name("rows", places), params, internal=True, inline=False)
+        b = module.private(self._name("rows", places), ROWS)
         weights, pointers, acc, count, *bounds = b.args
         most = self.matmul.geometry.block_rows(len(places))
-        blocks = b.sdiv(b.add(count, most - 1), most)
+        blocks = (count + (most - 1)) // most
         with b.loop(0, blocks) as i:
-            first = b.sdiv(b.mul(i, count), blocks)
-            rows = b.sub(b.sdiv(b.mul(b.add(i, 1), count), blocks), first)
-            here, into = b.gep(pointers, first, "i64"), b.gep(acc, b.mul(first, self.row))
+            first = i * count // blocks
+            rows = (i + 1) * count // blocks - first
+            here, into = b.gep(pointers, first, "i64"), b.gep(acc, first * self.row)
             for n in range(1, most + 1):
-                with b.when(b.icmp("eq", rows, n)):
+                with b.when(rows.eq(n)):
                     b.call(f"{self._name('block', places)}_x{n}", weights, here, into, *bounds)
 
 
 def add_products(
     b: Builder,
-    sums: Sequence[Sequence[Value]],
+    sums: Sequence[Sequence[Variable]],
     operand: Sequence[Value],
     weights: Value,
     width: int,
@@ -239,19 +231,19 @@ def add_products(
     # Not unrolled: the loop's own instructions fit beside the multiply-adds, and twice the code
     # compiles twice as long.
     with b.loop(*bounds) as k:
-        base = b.gep(weights, b.mul(k, width))
+        base = b.gep(weights, k * width)
         if ahead:
-            b.prefetch(b.gep(ahead[0], b.mul(k, ahead[1]), "i8"), locality=2)
+            b.prefetch(b.gep(ahead[0], k * ahead[1], "i8"), locality=2)
         w = [b.load(b.gep(base, c * b.lanes), align=full) for c in range(len(sums[0]))]
         for row, address in zip(sums, operand, strict=True):
             value = b.splat(b.load(b.gep(address, k), b.real))
             for total, vector in zip(row, w, strict=True):
-                b.store(b.fma(value, vector, b.load(total)), total)
+                total.value = b.fma(value, vector, total.value)
 
 
 def _add_pairs(
     b: Builder,
-    sums: Sequence[Sequence[Value]],
+    sums: Sequence[Sequence[Variable]],
     operand: Sequence[Value],
     weights: Value,
     width: int,
@@ -263,9 +255,9 @@ def _add_pairs(
     full = b.lanes * element_bits(b.real) // 8
     first, last = (b.ashr(b.value(bound, "i64"), 1) for bound in bounds)
     with b.loop(first, last) as pair:
-        base, k = b.gep(weights, b.mul(pair, width)), b.shl(pair, 1)
+        base, k = b.gep(weights, pair * width), pair << 1
         if ahead:
-            b.prefetch(b.gep(ahead[0], b.mul(pair, ahead[1]), "i8"), locality=2)
+            b.prefetch(b.gep(ahead[0], pair * ahead[1], "i8"), locality=2)
         for half in (0, 1):
             w = []
             for c in range(len(sums[0])):
@@ -273,9 +265,9 @@ def _add_pairs(
                 bits = b.load(at, vector(b.lanes, "i16"), align=full // 2)
                 w.append(b.widen(bits, number))
             for row, address in zip(sums, operand, strict=True):
-                value = b.splat(b.load(b.gep(address, b.add(k, half)), b.real))
+                value = b.splat(b.load(b.gep(address, k + half), b.real))
                 for total, weight in zip(row, w, strict=True):
-                    b.store(b.fma(value, weight, b.load(total)), total)
+                    total.value = b.fma(value, weight, total.value)
 
 
 def integer_sums(
@@ -286,32 +278,29 @@ def integer_sums(
     width: int,
     bounds: tuple[Operand, Operand],
     ahead: Sequence[Value] = (),
-) -> list[list[Value]]:
+) -> list[list[Variable]]:
     """The hot loop of integers, as ``add_products``: gives the sums, vectors on the stack, which
     begin with the offsets of the columns. Bounds are whole fours.
     """
     full = b.lanes * element_bits(b.real) // 8
-    totals = [[b.alloca(b.ivec) for _ in offsets] for _ in operand]
-    for row in totals:
-        for total, offset in zip(row, offsets, strict=True):
-            b.store(offset, total)
+    totals = [[b.variable(offset) for offset in offsets] for _ in operand]
     first, last = (b.ashr(b.value(bound, "i64"), 2) for bound in bounds)
     with b.loop(first, last) as four:
-        base, k = b.gep(weights, b.mul(four, width)), b.shl(four, 2)
+        base, k = b.gep(weights, four * width), four << 2
         if ahead:
-            b.prefetch(b.gep(ahead[0], b.mul(four, ahead[1]), "i8"), locality=2)
+            b.prefetch(b.gep(ahead[0], four * ahead[1], "i8"), locality=2)
         w = [b.load(b.gep(base, c * b.lanes), b.ivec, align=full) for c in range(len(offsets))]
         for row, address in zip(totals, operand, strict=True):
             value = b.splat(b.load(b.gep(address, k, "i8"), "i32", align=1))
             for total, weight in zip(row, w, strict=True):
-                b.store(b.dot(b.load(total, b.ivec), value, weight), total)
+                total.value = b.dot(total.value, value, weight)
     return totals
 
 
 def add_scaled(
     b: Builder,
-    sums: Sequence[Sequence[Value]],
-    totals: Sequence[Sequence[Value]],
+    sums: Sequence[Sequence[Variable]],
+    totals: Sequence[Sequence[Variable]],
     rows: Sequence[Value],
     scales: Sequence[Value],
 ) -> None:
@@ -321,8 +310,8 @@ def add_scaled(
     for r, (sums_, totals_) in enumerate(zip(sums, totals, strict=True)):
         of_row = b.splat(b.load(b.gep(rows[r], -ROW_HEADER), b.real))
         for sum_, total, scale in zip(sums_, totals_, scales, strict=True):
-            real = b.fmul(b.sitofp(b.load(total, b.ivec), b.real), scale)
-            b.store(b.fma(real, of_row, b.load(sum_)), sum_)
+            real = b.sitofp(total.value, b.real) * scale
+            sum_.value = b.fma(real, of_row, sum_.value)
 
 
 def _relative(places: Places) -> Places:
@@ -361,86 +350,80 @@ def _print_pack(
     """A weight [out, in] or [heads, out/heads, in/heads], of any strides but for one of 1 among the
     last two, into tiles; its scales are [out], or [heads, out/heads].
     """
-    g, l, name = m.geometry, m.linear, f"pack{m.number}"
-    params = [("ptr", "args"), ("i64", "part"), ("i64", "parts")]
-    b = module.function(name, params, internal=True, inline=False)
+    g, l = m.geometry, m.linear
+    b = module.private(f"pack{m.number}", "ptr args, i64 part, i64 parts")
     table, part, parts = b.args
     types = ("ptr", "i64", "i64", "i64", "ptr", "ptr", "ptr", "i64", "ptr")
     weight, heads, rows, columns, bias_x, bias_h, packed, inner, scales = (
         b.load(b.gep(table, i, "i64"), t) for i, t in enumerate(types)
     )
-    elements = constant(g.tile_elements, "i64")
+    elements: Value | int = g.tile_elements
     packed_rows = packed_rows_of(b, inner, g)
     if projecting:  # the weight of the input is packed the same way
-        elements = b.mul(b.add(packed_rows, g.lanes + g.header - 1), g.columns * g.lanes)
-    width = constant(g.columns * g.lanes, "i64")
+        elements = (packed_rows + (g.lanes + g.header - 1)) * (g.columns * g.lanes)
+    width = g.columns * g.lanes
     # Of one head and output: rows of the weight, and numbers that a row has.
     each = m.numbers if m.backward else g.units
-    tiles = constant(m.tiles, "i64")
-    first, last = (b.sdiv(b.mul(tiles, n), parts) for n in (part, b.add(part, 1)))
-    slot = b.alloca(b.vec)
+    first, last = (m.tiles * n // parts for n in (part, part + 1))
+    bias_sum = Variable(b, b.alloca(b.vec), b.vec)
     with b.loop(first, last) as tile_number:
-        head, tile = b.sdiv(tile_number, g.tiles), b.srem(tile_number, g.tiles)
-        source = b.gep(weight, b.mul(head, heads), number)
-        into = b.gep(packed, b.mul(tile_number, elements))
+        head, tile = tile_number // g.tiles, tile_number % g.tiles
+        source = b.gep(weight, head * heads, number)
+        into = b.gep(packed, tile_number * elements)
         for v in range(g.unroll):
-            unit = b.mul(b.add(b.mul(tile, g.unroll), v), g.lanes)
-            left = b.sub(constant(g.units, "i64"), unit)
+            unit = (tile * g.unroll + v) * g.lanes
+            left = g.units - unit
             if m.backward:
                 column = b.gep(into, v * g.lanes)
                 b.store(constant(0.0, b.vec), column)
                 for n, output in enumerate(l.outputs):
-                    above = b.mul(rows, l.declared.index(output) * each)
-                    start = b.gep(source, b.add(above, b.mul(unit, columns)), number)
-                    below = (1 + n * m.stretch // g.packs) * g.columns * g.lanes
-                    at = b.gep(column, below)
-                    count = constant(each, "i64")
-                    b.call("pack_block", start, columns, rows, left, count, at, width)
+                    above = rows * (l.declared.index(output) * each)
+                    start = b.gep(source, above + unit * columns, number)
+                    at = b.gep(column, (1 + n * m.stretch // g.packs) * width)
+                    b.call("pack_block", start, columns, rows, left, each, at, width)
                 continue
             mask = b.lane_mask(left)
             for n, output in enumerate(l.outputs):
                 column = b.gep(into, (n * g.unroll + v) * g.lanes)
                 row = l.declared.index(output)
-                b.store(constant(0.0, b.vec), slot)
-                at_bias = b.add(b.add(b.mul(head, g.units), unit), row * m.units)
+                bias_sum.value = constant(0.0, b.vec)
+                at_bias = head * g.units + unit + row * m.units
                 both = l.recurrent and output in biased
                 for bias in (bias_x, bias_h) if both else (bias_h,):
-                    with b.when(b.icmp("ne", bias, 0)):
+                    with b.when(bias.ne(0)):
                         at_number = b.gep(bias, at_bias, of_biases)
-                        part_ = masked_numbers(b, at_number, mask, of_biases)
-                        b.store(b.fadd(b.load(slot), part_), slot)
-                b.store(b.load(slot), column)
-                start = b.gep(source, b.mul(b.add(unit, row * each), rows), number)
-                at = b.gep(column, g.header * g.columns * g.lanes)
+                        numbers = masked_numbers(b, at_number, mask, of_biases)
+                        bias_sum.value = bias_sum.value + numbers
+                b.store(bias_sum.value, column)
+                start = b.gep(source, (unit + row * each) * rows, number)
+                at = b.gep(column, g.header * width)
                 if g.quantized:
-                    at_scale = b.add(b.mul(head, len(l.declared) * each), b.add(unit, row * each))
+                    at_scale = head * (len(l.declared) * each) + (unit + row * each)
                     scale = b.masked_load(b.gep(scales, at_scale), mask)
-                    b.store(scale, b.gep(column, SCALES * g.columns * g.lanes))
+                    b.store(scale, b.gep(column, SCALES * width))
                 b.call("pack_block", start, rows, columns, left, inner, at, width)
                 if g.quantized:
                     offsets = negative_sums(b, at, packed_rows, width)
-                    b.store(offsets, b.gep(column, OFFSETS * g.columns * g.lanes))
+                    b.store(offsets, b.gep(column, OFFSETS * width))
 
 
 def negative_sums(b: Builder, packed: Value, rows: Value, width: Operand) -> Value:
     """What the sums of a packed column of integers begin with, see above."""
-    slot = b.alloca(b.ivec)
-    b.store(constant(0, b.ivec), slot)
+    total, all_128 = b.variable(0, b.ivec), b.value(0x80808080, b.ivec)
     with b.loop(0, rows) as row:
-        weights = b.load(b.gep(packed, b.mul(row, width)), b.ivec)
-        total = b.dot(b.load(slot, b.ivec), constant(0x80808080 - (1 << 32), b.ivec), weights)
-        b.store(total, slot)
-    return b.sub(constant(0, b.ivec), b.load(slot, b.ivec))
+        weights = b.load(b.gep(packed, row * width), b.ivec)
+        total.value = b.dot(total.value, all_128, weights)
+    return -total.value
 
 
 def packed_rows_of(b: Builder, inner: Value, g: Geometry) -> Value:
     """Rows of packed weights for a sum of so many numbers, whole chunks."""
-    return inner if g.chunk == 1 else b.sdiv(whole_chunks(b, inner, g.chunk), g.packs)
+    return inner if g.chunk == 1 else whole_chunks(b, inner, g.chunk) // g.packs
 
 
 def whole_chunks(b: Builder, inner: Value, chunk: int) -> Value:
     """So many numbers of a sum, up to a whole multiple of those that are multiplied at once."""
-    return inner if chunk == 1 else b.and_(b.add(inner, chunk - 1), -chunk)
+    return inner if chunk == 1 else (inner + (chunk - 1)) & -chunk
 
 
 def masked_numbers(b: Builder, address: Value, mask: Value, number: str) -> Value:
@@ -451,15 +434,9 @@ def masked_numbers(b: Builder, address: Value, mask: Value, number: str) -> Valu
     return b.widen(bits, number)
 
 
-PACK_BLOCK = [
-    ("ptr", "source"),
-    ("i64", "lane_stride"),
-    ("i64", "inner_stride"),
-    ("i64", "units"),
-    ("i64", "count"),
-    ("ptr", "packed"),
-    ("i64", "width"),
-]
+PACK_BLOCK = (
+    "ptr source, i64 lane_stride, i64 inner_stride, i64 units, i64 count, ptr packed, i64 width"
+)
 
 
 def print_pack_block(
@@ -468,25 +445,25 @@ def print_pack_block(
     """A column of vectors: element k of unit u is source[u * lane_stride + k * inner_stride],
     widened; or as it is, so many k's in a row.
     """
-    b = module.function(name, PACK_BLOCK, internal=True, inline=False)
+    b = module.private(name, PACK_BLOCK)
     source, lane_stride, inner_stride, units, count, packed, width = b.args
     if packs > 1:
         _pack_together(b, number, packs)
         return
-    with b.when(b.icmp("eq", lane_stride, 1)) as otherwise:
+    with b.when(lane_stride.eq(1)) as otherwise:
         mask = b.lane_mask(units)
         with b.loop(0, count) as k:
-            at = b.gep(source, b.mul(k, inner_stride), number)
-            b.store(masked_numbers(b, at, mask, number), b.gep(packed, b.mul(k, width)))
+            at = b.gep(source, k * inner_stride, number)
+            b.store(masked_numbers(b, at, mask, number), b.gep(packed, k * width))
     with otherwise, b.loop(0, count, b.lanes) as k:
-        inside = b.lane_mask(b.sub(count, k))
+        inside = b.lane_mask(count - k)
         rows = []
         for lane in range(b.lanes):
-            exists = b.splat(b.icmp("slt", constant(lane, "i64"), units))
-            at = b.gep(source, b.add(b.mul(lane_stride, lane), k), number)
-            rows.append(masked_numbers(b, at, b.and_(inside, exists), number))
+            exists = b.splat(units > lane)
+            at = b.gep(source, lane_stride * lane + k, number)
+            rows.append(masked_numbers(b, at, inside & exists, number))
         for i, vector_ in enumerate(b.transpose(rows)):
-            b.store(vector_, b.gep(packed, b.mul(b.add(k, i), width)))
+            b.store(vector_, b.gep(packed, (k + i) * width))
 
 
 def _pack_together(b: Builder, number: str, packs: int) -> None:
@@ -496,35 +473,35 @@ def _pack_together(b: Builder, number: str, packs: int) -> None:
     few, mask = vector(b.lanes, f"i{bits}"), b.lane_mask(units)
 
     def store(group: Value, row: Value) -> None:
-        at = b.gep(packed, b.mul(row, width))
+        at = b.gep(packed, row * width)
         if packs == QUANTIZED or tiled:
             b.store(group, at)
             return
         b.store(b.trunc(group, "i16"), at)
-        b.store(b.trunc(b.lshr(group, 16), "i16"), b.gep(at, b.lanes, "i16"))
+        b.store(b.trunc(group >> 16, "i16"), b.gep(at, b.lanes, "i16"))
 
     tiled = tiles.multiplies(b.target, number)
     whole = whole_chunks(b, count, tiles.chunk(number) if tiled else packs)
-    with b.when(b.icmp("eq", lane_stride, 1)) as otherwise, b.loop(0, whole, packs) as k:
-        group = constant(0, b.ivec)
+    with b.when(lane_stride.eq(1)) as otherwise, b.loop(0, whole, packs) as k:
+        group = b.value(0, b.ivec)
         for n in range(packs):
-            place = b.add(k, n)
-            exists = b.and_(mask, b.splat(b.icmp("slt", place, count)))
-            at = b.gep(source, b.mul(place, inner_stride), number)
+            place = k + n
+            exists = mask & b.splat(place < count)
+            at = b.gep(source, place * inner_stride, number)
             part = b.zext(b.masked_load(at, exists, 0, few), "i32")
-            group = b.or_(group, b.shl(part, n * bits))
-        store(group, b.sdiv(k, packs))
+            group |= part << (n * bits)
+        store(group, k // packs)
     with otherwise, b.loop(0, count, packs * b.lanes) as k:
         numbers = vector(packs * b.lanes, f"i{bits}")
-        left = b.trunc(b.smin(b.sub(count, k), packs * b.lanes), f"i{bits}")
-        inside = b.icmp("slt", b.iota(numbers), b.splat(left, packs * b.lanes))
+        left = b.trunc(b.smin(count - k, packs * b.lanes), f"i{bits}")
+        inside = b.iota(numbers) < b.splat(left, packs * b.lanes)
         rows = []
         for lane in range(b.lanes):
-            exists = b.splat(b.icmp("slt", constant(lane, "i64"), units), packs * b.lanes)
-            at = b.gep(source, b.add(b.mul(lane_stride, lane), k), number)
-            rows.append(b.bitcast(b.masked_load(at, b.and_(inside, exists), 0, numbers), b.ivec))
+            exists = b.splat(units > lane, packs * b.lanes)
+            at = b.gep(source, lane_stride * lane + k, number)
+            rows.append(b.bitcast(b.masked_load(at, inside & exists, 0, numbers), b.ivec))
         for i, group in enumerate(b.transpose(rows)):
-            store(group, b.add(b.sdiv(k, packs), i))
+            store(group, k // packs + i)
 
 
 def print_packing_of(module: Module, g: Geometry, number: str, operands: str) -> None:
@@ -537,36 +514,36 @@ def print_packing_of(module: Module, g: Geometry, number: str, operands: str) ->
 
 def _print_pack_rounded(module: Module, g: Geometry) -> None:
     """``pack_block`` for tiles, of reals that become sums of numbers of bfloat16."""
-    b = module.function("pack_block", PACK_BLOCK, internal=True, inline=False)
+    b = module.private("pack_block", PACK_BLOCK)
     source, lane_stride, inner_stride, units, count, packed, width = b.args
     mask, whole = b.lane_mask(units), whole_chunks(b, count, g.chunk)
 
     def store(k: Value, pair: Sequence[Value]) -> None:
         """The numbers k and k + 1 of each column."""
-        of_chunk = b.srem(k, g.chunk)
-        row = b.add(b.mul(b.sdiv(b.sub(k, of_chunk), 2), g.pieces), b.sdiv(of_chunk, 2))
+        of_chunk = k % g.chunk
+        row = (k - of_chunk) // 2 * g.pieces + of_chunk // 2
         pieces = zip(*[tiles.split(b, value, g.pieces) for value in pair], strict=True)
         for n, (low, high) in enumerate(pieces):
-            both = b.or_(b.zext(low, b.ivec), b.shl(b.zext(high, b.ivec), 16))
-            b.store(both, b.gep(packed, b.mul(b.add(row, n * tiles.ROWS), width)))
+            both = b.zext(low, b.ivec) | (b.zext(high, b.ivec) << 16)
+            b.store(both, b.gep(packed, (row + n * tiles.ROWS) * width))
 
-    with b.when(b.icmp("eq", lane_stride, 1)) as otherwise, b.loop(0, whole, 2) as k:
+    with b.when(lane_stride.eq(1)) as otherwise, b.loop(0, whole, 2) as k:
         pair = []
         for n in (0, 1):
-            place = b.add(k, n)
-            exists = b.and_(mask, b.splat(b.icmp("slt", place, count)))
-            pair.append(b.masked_load(b.gep(source, b.mul(place, inner_stride)), exists))
+            place = k + n
+            exists = mask & b.splat(place < count)
+            pair.append(b.masked_load(b.gep(source, place * inner_stride), exists))
         store(k, pair)
     with otherwise, b.loop(0, whole, b.lanes) as k:
-        inside = b.lane_mask(b.sub(count, k))
+        inside = b.lane_mask(count - k)
         rows = []
         for lane in range(b.lanes):
-            exists = b.splat(b.icmp("slt", constant(lane, "i64"), units))
-            at = b.gep(source, b.add(b.mul(lane_stride, lane), k))
-            rows.append(b.masked_load(at, b.and_(inside, exists)))
+            exists = b.splat(units > lane)
+            at = b.gep(source, lane_stride * lane + k)
+            rows.append(b.masked_load(at, inside & exists))
         columns = b.transpose(rows)
         for n in range(0, b.lanes, 2):
-            store(b.add(k, n), columns[n : n + 2])
+            store(k + n, columns[n : n + 2])
 
 
 def print_staging(module: Module, number: str, g: Geometry, operands: str) -> str:
@@ -574,21 +551,20 @@ def print_staging(module: Module, number: str, g: Geometry, operands: str) -> st
     rounded) and followed by zeros up to whole chunks; gives its name.
     """
     name = f"stage_{number}"
-    params = [("ptr", "source"), ("ptr", "to"), ("i64", "count")]
-    b = module.function(name, params, internal=True, inline=False)
+    b = module.private(name, "ptr source, ptr to, i64 count")
     source, to, count = b.args
     with b.loop(0, whole_chunks(b, count, g.chunk), b.lanes) as i:
-        mask, at = b.lane_mask(b.sub(count, i)), b.gep(source, i, number)
+        mask, at = b.lane_mask(count - i), b.gep(source, i, number)
         if not g.tiled:
             b.store(masked_numbers(b, at, mask, number), b.gep(to, i))
         elif number == operands:
             b.store(b.masked_load(at, mask, 0, vector(b.lanes, "i16")), b.gep(to, i, "i16"))
         else:
-            of_chunk = b.srem(i, g.chunk)
-            into = b.add(b.mul(b.sub(i, of_chunk), g.pieces), of_chunk)
+            of_chunk = i % g.chunk
+            into = (i - of_chunk) * g.pieces + of_chunk
             pieces = tiles.split(b, masked_numbers(b, at, mask, number), g.pieces)
             for n, bits in enumerate(pieces):
-                b.store(bits, b.gep(to, b.add(into, n * g.chunk), "i16"))
+                b.store(bits, b.gep(to, into + n * g.chunk, "i16"))
     return name
 
 
@@ -597,29 +573,25 @@ def print_quantizing(module: Module) -> None:
     where they are told; and ``quantize``, which writes numbers of the row as integers from there
     on, followed by zeros up to whole vectors.
     """
-    params = [("ptr", "source"), ("ptr", "header"), ("i64", "count")]
-    b = module.function("scale_row", params, internal=True, inline=False)
+    b = module.private("scale_row", "ptr source, ptr header, i64 count")
     source, header, count = b.args
-    largest = b.alloca(b.ivec)
-    b.store(constant(0, b.ivec), largest)
+    largest = b.variable(0, b.ivec)
     with b.loop(0, count, b.lanes) as i:
-        mask = b.lane_mask(b.sub(count, i))
+        mask = b.lane_mask(count - i)
         # As integers magnitudes have the order of the numbers, and NaN is above all.
-        size = b.and_(b.bits(b.masked_load(b.gep(source, i), mask)), 0x7FFFFFFF)
-        b.store(b.smax(b.load(largest, b.ivec), size), largest)
-    bits = b.reduce_max(b.load(largest, b.ivec))
-    most, finite = b.bitcast(bits, b.real), b.icmp("slt", bits, 0x7F800000)
-    scale = b.select(finite, b.fmul(most, 1 / 127), constant(math.nan, b.real))
-    b.store(scale, header)
-    b.store(b.fdiv(constant(127.0, b.real), most), b.gep(header, 1))
+        size = b.bits(b.masked_load(b.gep(source, i), mask)) & 0x7FFFFFFF
+        largest.value = b.smax(largest.value, size)
+    bits = b.reduce_max(largest.value)
+    most, finite = b.bitcast(bits, b.real), bits < 0x7F800000
+    b.store(b.select(finite, most * (1 / 127), math.nan), header)
+    b.store(127.0 / most, b.gep(header, 1))
 
-    params = [("ptr", "source"), ("ptr", "header"), ("ptr", "to"), ("i64", "count")]
-    b = module.function("quantize", params, internal=True, inline=False)
+    b = module.private("quantize", "ptr source, ptr header, ptr to, i64 count")
     source, header, to, count = b.args
     inverse = b.splat(b.load(b.gep(header, 1), b.real))
     with b.loop(0, count, b.lanes) as i:
-        mask = b.lane_mask(b.sub(count, i))
-        product = b.fmul(b.masked_load(b.gep(source, i), mask), inverse)
+        mask = b.lane_mask(count - i)
+        product = b.masked_load(b.gep(source, i), mask) * inverse
         # The sum has the rounded number in its lowest bits; 128 more is the highest of eight.
-        rounded = b.trunc(b.bits(b.fadd(product, ROUNDING)), "i8")
-        b.store(b.xor(rounded, -128), b.gep(to, i, "i8"))
+        rounded = b.trunc(b.bits(product + ROUNDING), "i8")
+        b.store(rounded ^ -128, b.gep(to, i, "i8"))

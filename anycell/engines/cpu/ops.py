@@ -151,11 +151,11 @@ def _over(b: Builder, x: Operand, y: Value) -> Value:
     """x / y, for a finite y that is not 0."""
     near = b.near_reciprocal(y) if b.module.short else None
     if near is None:
-        return b.fdiv(x, y)
+        return x / y
     # One step of Newton's method.
-    rest = b.fma(b.fneg(y), near, 1.0)
-    near = b.fmul(x, near)
-    return b.fma(near, rest, near)
+    rest = b.fma(-y, near, 1.0)
+    quotient = x * near
+    return b.fma(quotient, rest, quotient)
 
 
 # ------------------------------------------------------------------------------ exponentials
@@ -180,9 +180,9 @@ def _power_of_two(b: Builder, x: Value, factor: float, offset: Operand) -> tuple
     real = _format(b, x)
     # Numbers of this size have a spacing of 1, so that the sum is rounded to an integer.
     zero = 1.5 * 2.0**real.mantissa + real.bias
-    magic = b.fadd(offset, zero) if isinstance(offset, Value) else offset + zero
+    magic = offset + zero
     total = b.fma(x, factor, magic)
-    return b.fsub(total, magic), b.bitcast(b.shl(b.bits(total), real.mantissa), x.type)
+    return total - magic, b.bitcast(b.bits(total) << real.mantissa, x.type)
 
 
 def _exp_parts(b: Builder, x: Value, offset: Operand, sign: int = 1) -> tuple[Value, Value]:
@@ -192,9 +192,9 @@ def _exp_parts(b: Builder, x: Value, offset: Operand, sign: int = 1) -> tuple[Va
     r = b.fma(n, -sign * real.ln2_high, x)
     if real.ln2_low:
         r = b.fma(n, -sign * real.ln2_low, r)
-    square = b.fmul(r, r)
+    square = r * r
     p = _polynomial(b, r, square, [c * sign**k for k, c in enumerate(real.exp)])
-    return b.fma(square, p, r if sign > 0 else b.fneg(r)), s
+    return b.fma(square, p, r if sign > 0 else -r), s
 
 
 def exp(b: Builder, x: Value) -> Value:
@@ -202,10 +202,10 @@ def exp(b: Builder, x: Value) -> Value:
     real = _format(b, x)
     x = b.fmax(real.tiny, b.fmin(real.huge, x))
     # Below 0 the scale is kept half of the range above the truth, else that much below it.
-    far = real.bias // 2 + 1
-    negative = b.fcmp("olt", x, 0.0)
-    p, s = _exp_parts(b, x, b.select(negative, b.value(far, x.type), -far))
-    return b.fmul(b.fma(s, p, s), b.select(negative, b.value(2.0**-far, x.type), 2.0**far))
+    far = float(real.bias // 2 + 1)
+    negative = x < 0.0
+    p, s = _exp_parts(b, x, b.select(negative, far, -far))
+    return b.fma(s, p, s) * b.select(negative, 2.0**-far, 2.0**far)
 
 
 def _exp_of_minus(b: Builder, x: Value) -> Value:
@@ -213,7 +213,7 @@ def _exp_of_minus(b: Builder, x: Value) -> Value:
     real = _format(b, x)
     far = real.mantissa + 2
     p, s = _exp_parts(b, b.fmin(-real.tiny, x), far, sign=-1)
-    return b.fmul(b.fma(s, p, s), 2.0**-far)
+    return b.fma(s, p, s) * 2.0**-far
 
 
 def sigmoid(b: Builder, x: Value) -> Value:
@@ -224,7 +224,7 @@ def sigmoid(b: Builder, x: Value) -> Value:
     x = b.fmax(real.tiny, b.fmin(-real.small, x))
     one = 2.0 ** -(real.mantissa + 2)
     p, s = _exp_parts(b, x, math.log2(one), sign=-1)
-    return _over(b, one, b.fadd(s, b.fma(s, p, one)))
+    return _over(b, one, s + b.fma(s, p, one))
 
 
 def tanh(b: Builder, x: Value) -> Value:
@@ -241,11 +241,11 @@ def tanh(b: Builder, x: Value) -> Value:
     # the less an error in r counts.
     half = b.fma(n, -math.log(2.0) / 2.0, size)
     scaled = [c * 2.0 ** (k + 1) for k, c in enumerate(real.exp)]
-    square = b.fmul(half, half)
+    square = half * half
     p = b.fma(square, _polynomial(b, half, square, scaled), half)  # (e^r - 1) / 2
     t = b.fma(s, p, b.fma(s, 0.5, -0.5))
     m = b.fmin(1.0, t)
-    y = b.fma(b.fneg(m), _over(b, m, b.fadd(t, 1.0)), m)
+    y = b.fma(-m, _over(b, m, t + 1.0), m)
     return b.copysign(y, x)
 
 
@@ -257,35 +257,35 @@ def log(b: Builder, x: Value) -> Value:
     real = _format(b, x)
     # x = 2^n (1 + f) with 1 + f between the roots of 1/2 and 2; subnormals are scaled up first.
     lift = real.mantissa + 2
-    subnormal = b.fcmp("olt", x, real.normal)
-    lifted = b.select(subnormal, b.fmul(x, 2.0**lift), x)
+    subnormal = x < real.normal
+    lifted = b.select(subnormal, x * 2.0**lift, x)
     root = b.bits(b.value(math.sqrt(0.5), x.type))
     # The bits count from the root, and n from the bias, so that no shift meets a sign.
-    offset = b.sub(b.bits(lifted), b.sub(root, real.bias << real.mantissa))
+    offset = b.bits(lifted) - (root - (real.bias << real.mantissa))
     magic = 1.5 * 2.0**real.mantissa
-    n = b.or_(b.lshr(offset, real.mantissa), b.bits(b.value(magic, x.type)))
-    shift = b.select(subnormal, b.value(magic + real.bias + lift, x.type), magic + real.bias)
-    n = b.fsub(b.bitcast(n, x.type), shift)
-    fraction = b.and_(offset, (1 << real.mantissa) - 1)
-    f = b.fsub(b.bitcast(b.add(fraction, root), x.type), 1.0)
+    n = offset >> real.mantissa | b.bits(b.value(magic, x.type))
+    shift = b.select(subnormal, magic + real.bias + lift, magic + real.bias)
+    n = b.bitcast(n, x.type) - shift
+    fraction = offset & ((1 << real.mantissa) - 1)
+    f = b.bitcast(fraction + root, x.type) - 1.0
     if real is not DOUBLE:  # log(1 + f) = f - f^2/2 + f^3 P(f)
-        square = b.fmul(f, f)
-        cubic = b.fmul(b.fmul(square, f), _polynomial(b, f, square, real.log))
+        square = f * f
+        cubic = square * f * _polynomial(b, f, square, real.log)
         tail = b.fma(square, -0.5, b.fma(n, real.ln2_low, cubic))
     else:
-        tail = b.fma(n, real.ln2_low, b.fneg(_log1p_tail(b, f, real.log)))
-    y = b.fma(n, real.ln2_high, b.fadd(f, tail))
-    y = b.select(b.fcmp("oeq", x, math.inf), x, y)
+        tail = b.fma(n, real.ln2_low, -_log1p_tail(b, f, real.log))
+    y = b.fma(n, real.ln2_high, f + tail)
+    y = b.select(x.eq(math.inf), x, y)
     y = b.select(b.fcmp("ult", x, 0.0), b.value(math.nan, x.type), y)
-    return b.select(b.fcmp("oeq", x, 0.0), b.value(-math.inf, x.type), y)
+    return b.select(x.eq(0.0), b.value(-math.inf, x.type), y)
 
 
 def _log1p_tail(b: Builder, f: Value, coefficients: Sequence[float]) -> Value:
     """f - log(1 + f), from log(1 + f) = log((1 + s) / (1 - s)) = 2s + s^3 R(s^2), s = f/(2 + f)."""
-    s = b.fdiv(f, b.fadd(f, 2.0))
-    z = b.fmul(s, s)
-    series = _polynomial(b, z, b.fmul(z, z), coefficients)
-    return b.fmul(s, b.fma(b.fneg(z), series, f))
+    s = f / (f + 2.0)
+    z = s * s
+    series = _polynomial(b, z, z * z, coefficients)
+    return s * b.fma(-z, series, f)
 
 
 def _log1p_of_exp_of_minus(b: Builder, x: Value) -> Value:
@@ -293,19 +293,19 @@ def _log1p_of_exp_of_minus(b: Builder, x: Value) -> Value:
     real = _format(b, x)
     t = _exp_of_minus(b, x)
     if real is not DOUBLE:
-        square = b.fmul(t, t)
+        square = t * t
         return b.fma(square, _polynomial(b, t, square, real.log1p), t)
-    return b.fsub(t, _log1p_tail(b, t, real.log1p))
+    return t - _log1p_tail(b, t, real.log1p)
 
 
 def softplus(b: Builder, x: Value) -> Value:
     """log(1 + e^x) = max(x, 0) + log(1 + e^-|x|), accurate in both tails."""
-    return b.fadd(b.fmax(x, 0.0), _log1p_of_exp_of_minus(b, b.fabs(x)))
+    return b.fmax(x, 0.0) + _log1p_of_exp_of_minus(b, b.fabs(x))
 
 
 def log_sigmoid(b: Builder, x: Value) -> Value:
     """log(1 / (1 + e^-x)) = -softplus(-x)."""
-    return b.fneg(softplus(b, b.fneg(x)))
+    return -softplus(b, -x)
 
 
 # ------------------------------------------------------------------ choice (NaN stays NaN)
@@ -328,22 +328,16 @@ def maximum(b: Builder, x: Value, y: Value) -> Value:
 
 def sign(b: Builder, x: Value) -> Value:
     """1, -1, or x itself where it is 0 or NaN."""
-    one = b.value(1.0, x.type)
-    nonzero = b.fcmp("one", x, 0.0)
-    return b.select(nonzero, b.copysign(one, x), x)
-
-
-def _compare(how: str) -> Callable[[Builder, Value, Value], Value]:
-    return lambda b, x, y: b.fcmp(how, x, y)
+    return b.select(b.fcmp("one", x, 0.0), b.copysign(1.0, x), x)
 
 
 EMIT: dict[str, Callable[..., Value]] = {
     # arithmetic
-    "neg": Builder.fneg,
-    "add": Builder.fadd,
-    "sub": Builder.fsub,
-    "mul": Builder.fmul,
-    "div": Builder.fdiv,
+    "neg": lambda b, x: -x,
+    "add": lambda b, x, y: x + y,
+    "sub": lambda b, x, y: x - y,
+    "mul": lambda b, x, y: x * y,
+    "div": lambda b, x, y: x / y,
     # element-wise functions
     "exp": exp,
     "log": log,
@@ -360,15 +354,15 @@ EMIT: dict[str, Callable[..., Value]] = {
     "maximum": maximum,
     "stop_gradient": lambda b, x: x,
     # conditions: masks
-    "lt": _compare("olt"),
-    "le": _compare("ole"),
-    "gt": _compare("ogt"),
-    "ge": _compare("oge"),
-    "eq": _compare("oeq"),
-    "ne": _compare("une"),
-    "logical_and": Builder.and_,
-    "logical_or": Builder.or_,
-    "logical_not": Builder.not_,
+    "lt": lambda b, x, y: x < y,
+    "le": lambda b, x, y: x <= y,
+    "gt": lambda b, x, y: x > y,
+    "ge": lambda b, x, y: x >= y,
+    "eq": lambda b, x, y: x.eq(y),
+    "ne": lambda b, x, y: x.ne(y),
+    "logical_and": lambda b, x, y: x & y,
+    "logical_or": lambda b, x, y: x | y,
+    "logical_not": lambda b, x: ~x,
     "where": Builder.select,
 }
 
@@ -388,10 +382,10 @@ def philox(
     """
     for number in range(_PHILOX_ROUNDS):
         if number:
-            key0, key1 = b.add(key0, _PHILOX_WEYL[0]), b.add(key1, _PHILOX_WEYL[1])
+            key0, key1 = key0 + _PHILOX_WEYL[0], key1 + _PHILOX_WEYL[1]
         high0, low0 = _product(b, c0, _PHILOX_MULTIPLIERS[0])
         high1, low1 = _product(b, c2, _PHILOX_MULTIPLIERS[1])
-        c0, c2 = b.xor(b.xor(high1, c1), key0), b.xor(b.xor(high0, c3), key1)
+        c0, c2 = high1 ^ c1 ^ key0, high0 ^ c3 ^ key1
         c1, c3 = low1, low0
     return c0, c1, c2, c3
 
@@ -404,8 +398,8 @@ def _product(b: Builder, x: Value, factor: int) -> tuple[Value, Value]:
     """
     lanes = shape(x.type)[0]
     pairs = b.bitcast(x, vector(lanes // 2, "i64"))
-    even = b.bitcast(b.mul(b.and_(pairs, 0xFFFFFFFF), factor), x.type)
-    odd = b.bitcast(b.mul(b.lshr(pairs, 32), factor), x.type)
+    even = b.bitcast((pairs & 0xFFFFFFFF) * factor, x.type)
+    odd = b.bitcast((pairs >> 32) * factor, x.type)
     low = [lane - lane % 2 + lanes * (lane % 2) for lane in range(lanes)]
     high = [lane + 1 for lane in low]
     return b.shuffle(even, odd, high), b.shuffle(even, odd, low)

@@ -44,9 +44,9 @@ def split(b: Builder, value: Value, pieces: int) -> list[Value]:
     for _ in range(pieces):
         if pieces > 1:
             for how, most in (("ogt", MOST_BFLOAT16), ("olt", -MOST_BFLOAT16)):
-                value = b.select(b.fcmp(how, value, most), constant(most, value.type), value)
+                value = b.select(b.fcmp(how, value, most), most, value)
         numbers.append(b.narrow(value, "bfloat"))
-        value = b.fsub(value, b.widen(numbers[-1], "bfloat"))
+        value = value - b.widen(numbers[-1], "bfloat")
     return numbers
 
 
@@ -88,7 +88,7 @@ class Tiles:
             return
         b = self.b
         with b.loop(0, ROWS) as row:
-            at = b.gep(address, b.mul(row, stride), "i8")
+            at = b.gep(address, row * stride, "i8")
             b.store(b.load(at, self.line, align=1), self._row(tile, row))
 
     def store(self, tile: int, address: Value, stride: Value) -> None:
@@ -98,7 +98,7 @@ class Tiles:
             return
         b = self.b
         with b.loop(0, ROWS) as row:
-            at = b.gep(address, b.mul(row, stride), "i8")
+            at = b.gep(address, row * stride, "i8")
             b.store(b.load(self._row(tile, row), self.line), at, align=1)
 
     def dot(self, sums: int, left: int, right: int) -> None:
@@ -131,8 +131,7 @@ def add_lane(b: Builder, number: str, total: Value, lane: Value, weights: Value)
     sums = b.load(total, vector(16, "float"))
     for half in (0, 1):
         left, right = (
-            b.bitcast(b.shl(v, 16) if half == 0 else b.and_(v, -(1 << 16)), sums.type)
-            for v in (splat, weights)
+            b.bitcast(v << 16 if half == 0 else v & -(1 << 16), sums.type) for v in (splat, weights)
         )
         sums = b.fma(left, right, sums)
     b.store(sums, total)
@@ -167,13 +166,13 @@ def multiply(
         tiles.load(c, *place)
     lefts, rights = LEFT[:pieces], RIGHT[pieces - 1 :]
     with b.loop(k0, k1, numbers) as k:
-        row = b.mul(b.sdiv(k, packs), pieces)
+        row = k // packs * pieces
         for piece, left_tile in enumerate(lefts):
-            tiles.load(left_tile, b.gep(first, b.add(b.mul(k, size), piece * BYTES), "i8"), stride)
+            tiles.load(left_tile, b.gep(first, k * size + piece * BYTES, "i8"), stride)
         for c in range(len(begin)):
             for piece in range(pieces):
                 tile = rights[(c * pieces + piece) % len(rights)]
-                lines = b.gep(weights, b.mul(b.add(row, piece * ROWS), width), "i8")
+                lines = b.gep(weights, (row + piece * ROWS) * width, "i8")
                 tiles.load(tile, b.gep(lines, c * BYTES, "i8"), width)
                 for left_tile in lefts[: pieces - piece]:
                     tiles.dot(c, left_tile, tile)
