@@ -46,16 +46,15 @@ PACKING_BYTES = align(8 * len(PACKING))
 
 def print_gang(module: Module) -> None:
     """Adds ``gang``, which runs parts of a function on threads, or all in this one."""
-    params = [("ptr", "record"), ("ptr", "function"), ("ptr", "args"), ("i64", "parts")]
-    b = module.function("gang", params, internal=True, inline=False)
+    b = module.private("gang", "ptr record, ptr function, ptr args, i64 parts")
     record, function, args, parts = b.args
     # An address of 0 is no record.
-    there = b.icmp("ne", b.ptrtoint(record, "i64"), 0)
-    with b.when(b.and_(there, b.icmp("sgt", parts, 1))) as otherwise:
+    there = b.ptrtoint(record, "i64").ne(0)
+    with b.when(there & (parts > 1)) as otherwise:
         run, table, openmp = (b.load(b.gep(record, i, "i64"), "ptr") for i in range(3))
         b.call(run, table, function, args, parts, openmp, returns="i64")
     with otherwise:
-        b.call(function, args, constant(0, "i64"), constant(1, "i64"), returns="void")
+        b.call(function, args, 0, 1, returns="void")
 
 
 class Door:
@@ -84,20 +83,19 @@ class Door:
         self._print_packing()
         self._print_needs()
         self._print_layout()
-        b = self.module.function("door", [("ptr", "call")])
+        b = self.module.function("door", "ptr call")
         (call,) = b.args
         shared = self._shared(b, call)
         b.call("lay_out", call)
-        with b.when(b.icmp("eq", shared["lay_out"], 0)):
+        with b.when(shared["lay_out"].eq(0)):
             gang, base = shared.pointer("gang"), self._base(b, shared)
-            with b.when(b.icmp("ne", shared["pack"], 0)):
-                numbers = b.sdiv(shared["packed_bytes"], self.size)
-                many = b.icmp("sgt", numbers, WORTH_SPREADING)
-                threads = b.select(many, shared["threads"], constant(1, "i64"))
+            with b.when(shared["pack"].ne(0)):
+                many = shared["packed_bytes"] // self.size > WORTH_SPREADING
+                threads = b.select(many, shared["threads"], 1)
                 b.call("gang", gang, Value("@pack_all", "ptr"), base, threads)
-            with b.when(b.icmp("eq", shared["begin"], self._first(b, shared))):
+            with b.when(shared["begin"].eq(self._first(b, shared))):
                 b.call("write_first", call)
-            with b.when(b.icmp("sgt", shared["count"], 0)):
+            with b.when(shared["count"] > 0):
                 b.call("gang", gang, Value("@run_all", "ptr"), base, shared["parts"])
             if not self.backward:
                 b.call("write_final", call)
@@ -118,7 +116,7 @@ class Door:
         """A loop over directions: the shared entries, those of the direction, and its number."""
         shared = self._shared(b, call)
         with b.loop(0, shared["directions"]) as d:
-            at = b.add(b.mul(d, len(self.names.each)), len(self.names.shared))
+            at = d * len(self.names.each) + len(self.names.shared)
             yield shared, Entries(b, b.gep(call, at, "i64"), self.each_index), d
 
     # ---- memory ----------------------------------------------------------------------------------
@@ -127,11 +125,11 @@ class Door:
 
     def _print_needs(self) -> None:
         """How many bytes the call's memory has."""
-        b = self.module.function("needs", [("ptr", "call")])
+        b = self.module.function("needs", "ptr call")
         shared = self._shared(b, b.args[0])
         *_, end = self._places(b, shared)
         shared["scratch_bytes"] = end
-        shared["packed_bytes"] = b.mul(shared["directions"], self._packed_bytes(b, shared))
+        shared["packed_bytes"] = shared["directions"] * self._packed_bytes(b, shared)
         self._threads(b, shared)
 
     def _places(self, b: Builder, shared: Entries) -> tuple[Value, Value, Value, Value, Value]:
@@ -139,25 +137,20 @@ class Door:
         threads' workspaces, of so many bytes each; and the end.
         """
         directions = shared["directions"]
-        packing = b.add(b.mul(directions, self.table_bytes), LINE)
-        zeros = b.add(packing, b.mul(directions, self.packing_bytes))
+        packing = directions * self.table_bytes + LINE
+        zeros = packing + directions * self.packing_bytes
         work = zeros
         if not self.backward:
-            row = b.select(
-                b.icmp("ne", shared["inputs"], 0),
-                constant(align(self.gates * self.size), "i64"),
-                constant(0, "i64"),
-            )
-            work = b.add(zeros, row)
+            work = zeros + b.select(shared["inputs"].ne(0), align(self.gates * self.size), 0)
         inputs = None if self.projecting is None else shared["inputs"]
         each = self.generator.print_workspace(b, shared["batch"], inputs)
-        end = b.add(work, b.mul(b.mul(directions, shared["threads"]), each))
+        end = work + directions * shared["threads"] * each
         return packing, zeros, work, each, end
 
     def _packed_bytes(self, b: Builder, shared: Entries) -> Value:
         """Of one direction."""
-        fixed = constant(sum(align(m.packed_elements * self.size) for m in self.matmuls), "i64")
-        return fixed if self.projecting is None else b.add(fixed, self._input_bytes(b, shared))
+        fixed = b.value(sum(align(m.packed_elements * self.size) for m in self.matmuls), "i64")
+        return fixed if self.projecting is None else fixed + self._input_bytes(b, shared)
 
     @property
     def projecting(self) -> Matmul | None:
@@ -169,53 +162,52 @@ class Door:
         assert self.projecting is not None
         g, inputs = self.projecting.geometry, shared["inputs"]
         each = g.tiles * g.columns * g.lanes * self.size
-        size = b.mul(b.add(packed_rows_of(b, inputs, g), g.lanes + g.header - 1), each)
-        size = b.mul(b.sdiv(b.add(size, LINE - 1), LINE), LINE)
-        return b.select(b.icmp("ne", inputs, 0), size, constant(0, "i64"))
+        size = (packed_rows_of(b, inputs, g) + (g.lanes + g.header - 1)) * each
+        size = (size + (LINE - 1)) // LINE * LINE
+        return b.select(inputs.ne(0), size, 0)
 
     # ---- what the door calls ---------------------------------------------------------------------
     def _print_packing(self) -> None:
         """Packs all weights of all directions, by the tables that ``lay_out`` filled."""
-        params = [("ptr", "base"), ("i64", "part"), ("i64", "parts")]
-        b = self.module.function("pack_all", params, internal=True, inline=False)
+        b = self.module.private("pack_all", "ptr base, i64 part, i64 parts")
         base, part, parts = b.args
         directions = b.load(base, "i64")
-        first = b.add(b.mul(directions, self.table_bytes), LINE)
+        first = directions * self.table_bytes + LINE
         with b.loop(0, directions) as d:
-            at = b.gep(base, b.add(first, b.mul(d, self.packing_bytes)), "i8")
+            at = b.gep(base, first + d * self.packing_bytes, "i8")
             numbers = [m.number for m in self.matmuls]
             if self.projecting is not None:
                 numbers.append(self.projecting.number)
             for place, number in enumerate(numbers):
                 table = b.gep(at, place * PACKING_BYTES, "i8")
                 packed = b.load(b.gep(table, PACKING.index("packed"), "i64"), "i64")
-                with b.when(b.icmp("ne", packed, 0)):
+                with b.when(packed.ne(0)):
                     b.call(f"pack{number}", table, part, parts)
 
     def _print_copy(self) -> None:
         """Rows of numbers from one array to another, and of one value, per type of number."""
-        rows = [("i64", "rows"), ("i64", "width")]
         for suffix, real in self._copied_types():
-            params = [("ptr", "to"), ("i64", "to_row"), ("ptr", "source"), ("i64", "row")]
-            params += [("i64", "column"), *rows]
-            b = self.module.function(f"copy_rows{suffix}", params, internal=True, inline=False)
+            b = self.module.private(
+                f"copy_rows{suffix}",
+                "ptr to, i64 to_row, ptr source, i64 row, i64 column, i64 rows, i64 width",
+            )
             vec = vector(b.lanes, real)
             to, to_row, source, row, column, count, width = b.args
             with b.loop(0, count) as r:
-                into, start = b.gep(to, b.mul(r, to_row), real), b.gep(source, b.mul(r, row), real)
-                with b.when(b.icmp("eq", column, 1)) as otherwise, b.loop(0, width, b.lanes) as i:
-                    mask = b.lane_mask(b.sub(width, i))
+                into, start = b.gep(to, r * to_row, real), b.gep(source, r * row, real)
+                with b.when(column.eq(1)) as otherwise, b.loop(0, width, b.lanes) as i:
+                    mask = b.lane_mask(width - i)
                     numbers = b.masked_load(b.gep(start, i, real), mask, 0, vec)
                     b.masked_store(numbers, b.gep(into, i, real), mask)
                 with otherwise, b.loop(0, width) as i:
-                    value = b.load(b.gep(start, b.mul(i, column), real), real)
+                    value = b.load(b.gep(start, i * column, real), real)
                     b.store(value, b.gep(into, i, real))
-            params = [("ptr", "to"), ("i64", "to_row"), (real, "value"), *rows]
-            b = self.module.function(f"fill_rows{suffix}", params, internal=True, inline=False)
+            params = f"ptr to, i64 to_row, {real} value, i64 rows, i64 width"
+            b = self.module.private(f"fill_rows{suffix}", params)
             to, to_row, value, count, width = b.args
             with b.loop(0, count) as r, b.loop(0, width, b.lanes) as i:
-                mask = b.lane_mask(b.sub(width, i))
-                at = b.gep(b.gep(to, b.mul(r, to_row), real), i, real)
+                mask = b.lane_mask(width - i)
+                at = b.gep(b.gep(to, r * to_row, real), i, real)
                 b.masked_store(b.splat(value), at, mask)
 
     def _copied_types(self) -> list[tuple[str, str]]:
@@ -230,15 +222,15 @@ class Door:
         return "" if array.number is self.plan.types.math else "_narrow"
 
     def _copy_or_fill(
-        self, b: Builder, shared: Entries, each: Entries, to: Value, to_row: Value, name: str,
+        self, b: Builder, shared: Entries, each: Entries, to: Value, to_row: Value | int, name: str,
         entry: str, value: float,
     ) -> None:  # fmt: skip
         """Copies an entry of the call, rows and columns of any strides, to rows of the array
         ``name``; fills these with a value where the entry is not there.
         """
         array = self.arrays[name]
-        suffix, size = self._suffix(array), (shared["batch"], constant(array.width, "i64"))
-        with b.when(b.icmp("ne", each[entry], 0)) as otherwise:
+        suffix, size = self._suffix(array), (shared["batch"], array.width)
+        with b.when(each[entry].ne(0)) as otherwise:
             strides = each[f"{entry} rows"], each[f"{entry} columns"]
             b.call(f"copy_rows{suffix}", to, to_row, each.pointer(entry), *strides, *size)
         with otherwise:
@@ -250,7 +242,7 @@ class Door:
     # ---- where the arrays of a direction begin ---------------------------------------------------
     def _print_layout(self) -> None:
         """Fills the tables of the kernel and of packing, from the table of the call."""
-        b = self.module.function("lay_out", [("ptr", "call")], internal=True, inline=False)
+        b = self.module.private("lay_out", "ptr call")
         (call,) = b.args
         shared = self._shared(b, call)
         self._threads(b, shared)
@@ -258,7 +250,7 @@ class Door:
         b.store(shared["directions"], base)
         if not self.backward:
             _, zeros, work, *_ = self._places(b, shared)
-            span = b.sub(work, zeros)
+            span = work - zeros
             with b.loop(0, span, 8) as i:
                 b.store(constant(0, "i64"), b.gep(b.gep(base, zeros, "i8"), i, "i8"))
         with self._directions(b, call) as (shared, each, d):
@@ -272,60 +264,58 @@ class Door:
     def _threads(self, b: Builder, shared: Entries) -> None:
         """How many threads the call is worth, and whether they split the units."""
         kernel, h = self.generator, self.plan.hidden_size
-        directions, threads, one = shared["directions"], shared["threads"], constant(1, "i64")
-        work, rows = constant(kernel.work, "i64"), shared["batch"]
-        packed = constant(kernel.packed_bytes, "i64")
+        directions, threads = shared["directions"], shared["threads"]
+        work, rows = b.value(kernel.work, "i64"), shared["batch"]
+        packed = b.value(kernel.packed_bytes, "i64")
         if not self.backward:
-            work = b.add(work, b.mul(shared["inputs"], self.gates))
+            work = work + shared["inputs"] * self.gates
             weights = self.gates * self.plan.types.operands.bytes
-            packed = b.add(packed, b.mul(shared["inputs"], weights))
-        single = b.icmp("eq", shared["packed"], 0)
-        work = b.smax(b.select(single, constant(0, "i64"), work), 64 * h)
-        work = b.mul(b.mul(work, rows), b.mul(shared["count"], directions))
-        enough = b.and_(b.icmp("sge", work, shared["least_work"]), b.icmp("sgt", threads, 1))
-        parts = b.select(enough, threads, one)
+            packed = packed + shared["inputs"] * weights
+        single = shared["packed"].eq(0)
+        work = b.smax(b.select(single, 0, work), 64 * h)
+        work = work * rows * (shared["count"] * directions)
+        enough = (work >= shared["least_work"]) & (threads > 1)
+        parts = b.select(enough, threads, 1)
         shared["parts"] = parts
-        even = b.icmp("eq", b.srem(parts, directions), 0)
-        side = b.select(even, b.sdiv(parts, directions), parts)
+        even = (parts % directions).eq(0)
+        side = b.select(even, parts // directions, parts)
         if kernel.row_wise:
             shared["units_split"] = 0
             return
         # Of a mask with many holes the typical step has few rows, and many steps fewer still.
-        rows = b.select(b.icmp("ne", shared["sparse"], 0), b.sdiv(rows, 4), rows)
-        near = b.icmp("sle", packed, NEAR_CACHE)
+        rows = b.select(shared["sparse"].ne(0), rows // 4, rows)
         tiled = any(m.geometry.tiled for m in kernel.matmuls)
-        far = constant(FEW_TILED_ROWS if tiled else FEW_ROWS, "i64")
-        few = b.select(near, constant(HARDLY_ANY_ROWS, "i64"), far)
-        split = b.and_(b.icmp("slt", rows, b.mul(few, side)), b.icmp("sgt", side, 1))
-        split = b.and_(split, b.icmp("sle", side, kernel.geometry.tiles))
+        far = FEW_TILED_ROWS if tiled else FEW_ROWS
+        few = b.select(packed <= NEAR_CACHE, HARDLY_ANY_ROWS, far)
+        split = (rows < few * side) & (side > 1) & (side <= kernel.geometry.tiles)
         shared["units_split"] = b.zext(split, "i64")
 
     def _lay_out(self, b: Builder, base: Value, shared: Entries, each: Entries, d: Value) -> None:
         """The tables of one direction."""
         packing, zeros, work, workspace, _ = self._places(b, shared)
         start = b.ptrtoint(base, "i64")
-        offset = b.add(b.mul(d, self.table_bytes), LINE)
+        offset = d * self.table_bytes + LINE
         table = Entries(b, b.gep(base, offset, "i8"), self.index)
-        b.store(b.add(start, offset), b.gep(base, b.add(d, 1), "i64"))
-        barrier = b.add(offset, align(8 * len(self.index)))
+        b.store(start + offset, b.gep(base, d + 1, "i64"))
+        barrier = offset + align(8 * len(self.index))
         b.store(constant(0, "i64"), b.gep(base, barrier, "i8"))
         # The backward pass runs against each direction.
-        bit = b.and_(b.lshr(shared["reverse"], d), 1)
-        flag = b.xor(bit, 1) if self.backward else bit
-        backwards, forwards = b.icmp("ne", flag, 0), b.icmp("eq", bit, 0)
-        sign = b.sub(1, b.shl(flag, 1))
+        bit = shared["reverse"] >> d & 1
+        flag = bit ^ 1 if self.backward else bit
+        backwards, forwards = flag.ne(0), bit.eq(0)
+        sign = 1 - (flag << 1)
         begin, count, steps = shared["begin"], shared["count"], shared["steps"]
-        time = b.select(backwards, b.sub(b.sub(steps, begin), 1), begin)
-        local = b.select(backwards, b.sub(count, 1), constant(0, "i64"))
+        time = b.select(backwards, steps - begin - 1, begin)
+        local = b.select(backwards, count - 1, 0)
         # The time that arrays of states and saved values begin at.
         origin, span = shared["origin"], shared["span"]
-        from_end = b.sub(steps, b.add(origin, span))
-        there = b.sub(time, b.select(forwards, origin, from_end))
-        threads = b.mul(b.mul(d, shared["threads"]), workspace)
+        from_end = steps - (origin + span)
+        there = time - b.select(forwards, origin, from_end)
+        threads = d * shared["threads"] * workspace
         table.set(
-            steps=count, time=time, time_step=sign, barrier=b.add(start, barrier),
-            workspace=b.add(b.add(start, work), threads), workspace_stride=workspace,
-            stream=b.add(b.shl(shared["stream"], 1), d), yield_to=self._yields(b, shared),
+            steps=count, time=time, time_step=sign, barrier=start + barrier,
+            workspace=start + work + threads, workspace_stride=workspace,
+            stream=(shared["stream"] << 1) + d, yield_to=self._yields(b, shared),
         )  # fmt: skip
         for name in PASSED_ON:
             table[name] = shared[name]
@@ -341,17 +331,17 @@ class Door:
                 index = first[array.begins]
             elif self.backward:
                 # Slot t is read before step t and, one step of the direction on, after it.
-                index = b.add(there, b.shl(bit, int(array.beside)))
+                index = there + (bit << int(array.beside))
             else:
                 index, way, table[f"{name} turns"] = self._slot(b, shared, d, name, begin)
             at, step, row = self._begin(b, shared, each, d, name, index)
-            table[name], table[f"{name} steps"], table[f"{name} rows"] = at, b.mul(step, way), row
+            table[name], table[f"{name} steps"], table[f"{name} rows"] = at, step * way, row
             if array.begins == "states" and self.backward:
-                table[f"{name} next"] = b.mul(step, b.sub(0, sign))
+                table[f"{name} next"] = step * (0 - sign)
         if not self.backward:
-            self._lay_out_input(b, shared, table, b.add(start, zeros))
+            self._lay_out_input(b, shared, table, start + zeros)
         self._lay_out_packing(
-            b, Entries(b, b.gep(base, b.add(packing, b.mul(d, self.packing_bytes)), "i8"), {}),
+            b, Entries(b, b.gep(base, packing + d * self.packing_bytes, "i8"), {}),
             shared, each, table, d,
         )  # fmt: skip
 
@@ -359,7 +349,7 @@ class Door:
         """The address of the function that offers the core to others; 0 without a gang."""
         gang, slot = shared.pointer("gang"), b.alloca("i64")
         b.store(constant(0, "i64"), slot)
-        with b.when(b.icmp("ne", shared["gang"], 0)):
+        with b.when(shared["gang"].ne(0)):
             b.store(b.load(b.gep(gang, 3, "i64"), "i64"), slot)
         return b.load(slot, "i64")
 
@@ -375,13 +365,12 @@ class Door:
         if array.strided:
             step, row = source[f"{name} steps"], source[f"{name} rows"]
         else:
-            row = constant(width, "i64")
-            row = b.mul(shared["directions"], row) if array.beside else row
-            step = b.mul(shared["batch"], row)
-        at = b.add(address, b.mul(b.mul(index, step), array.number.bytes))
+            row = shared["directions"] * width if array.beside else b.value(width, "i64")
+            step = shared["batch"] * row
+        at = address + index * step * array.number.bytes
         if array.beside:
-            at = b.add(at, b.mul(d, width * array.number.bytes))
-        return b.select(b.icmp("ne", address, 0), at, constant(0, "i64")), step, row
+            at += d * (width * array.number.bytes)
+        return b.select(address.ne(0), at, 0), step, row
 
     def _slot(
         self, b: Builder, shared: Entries, d: Value, name: str, done: Value
@@ -389,30 +378,29 @@ class Door:
         """The slot in which a forward pass has a state after so many steps, which way the slots
         go, and whether there are but two.
         """
-        bit = b.and_(b.lshr(shared["reverse"], d), 1)
-        number = self.sequences.index(name)
-        whole = b.icmp("ne", b.and_(b.lshr(shared["whole"], number), 1), 0)
-        slot = b.sub(done, shared["origin"])
+        bit = shared["reverse"] >> d & 1
+        whole = (shared["whole"] >> self.sequences.index(name) & 1).ne(0)
+        slot = done - shared["origin"]
         # What a reversed direction begins with has a slot of its own where directions lie beside
         # one another.
-        from_end = b.add(b.sub(shared["span"], slot), int(self.arrays[name].beside))
-        turn = b.and_(slot, 1)
-        slot = b.select(whole, b.select(b.icmp("ne", bit, 0), from_end, slot), turn)
-        return slot, b.sub(1, b.shl(b.select(whole, bit, turn), 1)), b.zext(b.not_(whole), "i64")
+        from_end = shared["span"] - slot + int(self.arrays[name].beside)
+        turn = slot & 1
+        slot = b.select(whole, b.select(bit.ne(0), from_end, slot), turn)
+        return slot, 1 - (b.select(whole, bit, turn) << 1), b.zext(~whole, "i64")
 
     def _lay_out_input(self, b: Builder, shared: Entries, table: Entries, zeros: Value) -> None:
         """What a kernel that multiplies the input reads besides it: a row of zeros for gates."""
         inputs = table["inputs"] = shared["inputs"]
-        with b.when(b.icmp("ne", inputs, 0)):
+        with b.when(inputs.ne(0)):
             table["gates"], table["gates steps"], table["gates rows"] = zeros, 0, 0
         if self.projecting is None:
             return
         g, itemsize = self.projecting.geometry, self.plan.types.operands.bytes
         rows = L1_WEIGHTS // (max(g.columns, 1) * g.lanes * itemsize)
-        blocks = constant(1, "i64")
+        blocks = b.value(1, "i64")
         if not g.quantized:
-            blocks = b.smax(b.sdiv(b.add(b.shl(inputs, 1), rows), 2 * rows), 1)
-        block = b.sdiv(b.sub(b.add(inputs, blocks), 1), blocks)
+            blocks = b.smax(((inputs << 1) + rows) // (2 * rows), 1)
+        block = (inputs + blocks - 1) // blocks
         table["input_block"] = whole_chunks(b, block, g.chunk)
 
     def _lay_out_packing(
@@ -420,10 +408,9 @@ class Door:
         d: Value,
     ) -> None:  # fmt: skip
         """Where packed weights lie, and what is packed there."""
-        zero, at = constant(0, "i64"), 0
-        base = shared["packed"]
-        base = b.add(base, b.mul(d, self._packed_bytes(b, shared)))
-        there = b.icmp("ne", shared["packed"], 0)
+        at, base = 0, shared["packed"]
+        base += d * self._packed_bytes(b, shared)
+        there = shared["packed"].ne(0)
         index = {name: i for i, name in enumerate(PACKING)}
 
         def bias_x() -> Value | int:
@@ -433,9 +420,11 @@ class Door:
             if not self.generator.apart:
                 return bias
             # Sums of the input that have a place of their own begin with its biases.
-            return b.select(b.icmp("ne", shared["inputs"], 0), zero, bias)
+            return b.select(shared["inputs"].ne(0), 0, bias)
 
-        def packing(place: int, name: str, bias_h: Value, packed: Value, inner: Value) -> None:
+        def packing(
+            place: int, name: str, bias_h: Value | int, packed: Value, inner: Value | int
+        ) -> None:
             address = b.gep(tables.address, place * PACKING_BYTES, "i8")
             entries = Entries(b, address, index)
             entries.set(
@@ -447,14 +436,14 @@ class Door:
                 entries["scales"] = each[scales_of(name)]
 
         for k, m in enumerate(self.matmuls):
-            packed = b.select(there, b.add(base, at), zero)
-            bias = zero if self.backward else each[m.linear.bias_name]
-            packing(k, m.linear.weight, bias, packed, constant(m.parts * m.numbers, "i64"))
+            packed = b.select(there, base + at, 0)
+            bias = 0 if self.backward else each[m.linear.bias_name]
+            packing(k, m.linear.weight, bias, packed, m.parts * m.numbers)
             table[f"packed {m.linear.name}"] = packed
             at += align(m.packed_elements * self.size)
         if self.projecting is not None:
             inputs = shared["inputs"]
-            packed = b.select(b.icmp("ne", inputs, 0), b.add(base, at), zero)
+            packed = b.select(inputs.ne(0), base + at, 0)
             name = "bias_ih" if self.generator.apart else self.projecting.linear.bias_name
             bias = each[name]
             packing(len(self.matmuls), "weight_ih", bias, packed, inputs)
@@ -462,7 +451,7 @@ class Door:
 
     # ---- states before the first step, and after the last ----------------------------------------
     def _print_first_states(self) -> None:
-        b = self.module.function("write_first", [("ptr", "call")], internal=True, inline=False)
+        b = self.module.private("write_first", "ptr call")
         with self._directions(b, b.args[0]) as (shared, each, d):
             for state, name in zip(self.cell.states, self.sequences, strict=True):
                 slot, *_ = self._slot(b, shared, d, name, shared["begin"])
@@ -472,18 +461,18 @@ class Door:
 
     def _print_final_states(self) -> None:
         """Copies the states after the last step of the call to where they are asked for."""
-        b = self.module.function("write_final", [("ptr", "call")], internal=True, inline=False)
+        b = self.module.private("write_final", "ptr call")
         with self._directions(b, b.args[0]) as (shared, each, d):
-            done = b.add(shared["begin"], shared["count"])
+            done = shared["begin"] + shared["count"]
             for state, name in zip(self.cell.states, self.sequences, strict=True):
                 final, array = f"final {state.name}", self.arrays[name]
-                with b.when(b.icmp("ne", each[final], 0)):
+                with b.when(each[final].ne(0)):
                     slot, *_ = self._slot(b, shared, d, name, done)
                     at, _, row = self._begin(b, shared, each, d, name, slot)
                     b.call(
                         f"copy_rows{self._suffix(array)}", each.pointer(final),
-                        each[f"{final} rows"], b.inttoptr(at, "ptr"), row, constant(1, "i64"),
-                        shared["batch"], constant(array.width, "i64"),
+                        each[f"{final} rows"], b.inttoptr(at, "ptr"), row, 1,
+                        shared["batch"], array.width,
                     )  # fmt: skip
 
     def _print_first_gradients(self) -> None:
@@ -491,15 +480,15 @@ class Door:
         b = self.module.function("write_first", [("ptr", "call")], internal=True, inline=False)
         with self._directions(b, b.args[0]) as (shared, each, _):
             batch, group = shared["batch"], shared["row_group"]
-            groups = b.sdiv(b.sub(b.add(batch, group), 1), group)
+            groups = (batch + group - 1) // group
             for state in self.cell.state_names:
                 name = f"d_state {state}"
-                row = constant(self.arrays[name].width, "i64")
+                row = self.arrays[name].width
                 to, final = each.pointer(name), f"d_final {state}"
                 self._copy_or_fill(b, shared, each, to, row, name, final, 0.0)
             for name in (*(f"d_reset {s}" for s in self.cell.state_names), "d_params", "d_static"):
-                width = constant(self.arrays[name].width, "i64")
+                width = self.arrays[name].width
                 rows = groups if self.arrays[name].axes == "R" else batch
-                with b.when(b.icmp("ne", each[name], 0)):
+                with b.when(each[name].ne(0)):
                     zero = constant(0.0, b.real)
                     b.call("fill_rows", each.pointer(name), width, zero, rows, width)
