@@ -40,7 +40,16 @@ from anycell.engines.cpu.geometry import (
     projecting,
     whole,
 )
-from anycell.engines.cpu.ir import Builder, Module, Target, Value, constant, integer_of, vector
+from anycell.engines.cpu.ir import (
+    Builder,
+    Module,
+    Target,
+    Value,
+    Variable,
+    constant,
+    integer_of,
+    vector,
+)
 from anycell.engines.cpu.matmul import (
     Blocks,
     packed_rows_of,
@@ -210,20 +219,20 @@ class Generator:
     def _tall(self, b: Builder, batch: Value) -> Value:
         """Rows that are staged for a batch."""
         more = self._multiple - 1
-        return b.and_(b.add(batch, more), ~more) if more else batch
+        return (batch + more) & ~more if more else batch
 
     def print_workspace(self, b: Builder, batch: Value, inputs: Value | None) -> Value:
         """Bytes per thread; ``inputs`` of the input that the kernel multiplies, if it can."""
         addresses, fixed = self.workspace_lines
-        each = b.mul(b.sdiv(b.add(b.mul(batch, 8), LINE - 1), LINE), LINE)
-        total = b.add(b.mul(each, addresses), fixed)
+        each = (batch * 8 + (LINE - 1)) // LINE * LINE
+        total = each * addresses + fixed
         staged = [m.staged_row * self.size for m in self.matmuls if m.staged]
         if staged:
-            rows = constant(PANEL, "i64") if self.row_wise else self._tall(b, batch)
-            size = constant(sum(staged), "i64")
+            rows = PANEL if self.row_wise else self._tall(b, batch)
+            size = b.value(sum(staged), "i64")
             if inputs is not None:
-                size = b.add(size, b.mul(self._staged_input(b, inputs), self.size))
-            total = b.add(total, b.mul(rows, size))
+                size = size + self._staged_input(b, inputs) * self.size
+            total = total + rows * size
         return total
 
     def _staged_input(self, b: Builder, inputs: Value) -> Value:
@@ -232,10 +241,10 @@ class Generator:
         """
         lanes, count = self.target.lanes(self.real), inputs
         if self.plan.types.quantized:
-            count = b.add(b.sdiv(inputs, QUANTIZED), ROW_HEADER + 1)
-        vectors = b.add(b.sdiv(b.sub(b.add(count, lanes), 1), lanes), 1)
-        row = b.mul(b.or_(vectors, 1), lanes)
-        return b.select(b.icmp("ne", inputs, 0), row, constant(0, "i64"))
+            count = inputs // QUANTIZED + (ROW_HEADER + 1)
+        vectors = (count + lanes - 1) // lanes + 1
+        row = (vectors | 1) * lanes
+        return b.select(inputs.ne(0), row, 0)
 
     @property
     def work(self) -> int:
@@ -278,12 +287,7 @@ class Generator:
 
     # ---- one sequence ----------------------------------------------------------------------------
     def _sequence(self) -> None:
-        b = self.module.function(
-            "sequence",
-            [("ptr", "args"), ("i64", "part"), ("i64", "parts")],
-            internal=True,
-            inline=False,
-        )
+        b = self.module.private("sequence", "ptr args, i64 part, i64 parts")
         self.b = b
         # From here on a vector is what the element-wise work takes at once.
         self._widen(b)
@@ -293,30 +297,30 @@ class Generator:
             kind = "i64" if is_number(name) else "ptr"
             self.arg[name] = b.load(b.gep(table, i, "i64"), kind)
         arg, g = self.arg, self.geometry
-        split = b.icmp("ne", arg["units_split"], 0)
+        split = arg["units_split"].ne(0)
 
         def share(total: Value, number: Value) -> Value:
-            return b.sdiv(b.mul(total, number), parts)
+            return total * number // parts
 
-        spans, zero, after = constant(g.spans, "i64"), constant(0, "i64"), b.add(part, 1)
-        groups = b.sdiv(b.sub(b.add(arg["batch"], arg["row_group"]), 1), arg["row_group"])
+        spans, zero, after = b.value(g.spans, "i64"), b.value(0, "i64"), part + 1
+        groups = (arg["batch"] + arg["row_group"] - 1) // arg["row_group"]
         self.has_mask = self._given("mask")
         self.has_resets = self._given("resets")
         # Under a mask groups are dealt out in turn: often long rows come first.
-        one, first_group, last_group = constant(1, "i64"), share(groups, part), share(groups, after)
+        first_group, last_group = share(groups, part), share(groups, after)
         self.groups = [
             b.select(split, all_, b.select(self.has_mask, turn, block))
             for all_, turn, block in (
-                (zero, part, first_group), (groups, groups, last_group), (one, parts, one)
+                (0, part, first_group), (groups, groups, last_group), (1, parts, 1)
             )
         ]  # fmt: skip
         span0, span1 = (
             b.select(split, share(spans, n), whole) for whole, n in ((zero, part), (spans, after))
         )
-        space = b.gep(arg["workspace"], b.mul(part, arg["workspace_stride"]), "i8")
-        addresses = b.mul(b.sdiv(b.add(b.mul(arg["batch"], 8), 63), 64), 64)
-        self.rows = [b.gep(space, b.mul(addresses, m.number), "i8") for m in self.matmuls]
-        self.taken_rows = b.gep(space, b.mul(addresses, len(self.matmuls)), "i8")
+        space = b.gep(arg["workspace"], part * arg["workspace_stride"], "i8")
+        addresses = (arg["batch"] * 8 + 63) // 64 * 64
+        self.rows = [b.gep(space, addresses * m.number, "i8") for m in self.matmuls]
+        self.taken_rows = b.gep(space, addresses * len(self.matmuls), "i8")
         self.input_rows = b.gep(self.taken_rows, addresses, "i8")
         self.acc = b.gep(self.input_rows, addresses, "i8")
         self.scratch = b.gep(self.acc, PANEL * self.acc_row)
@@ -329,13 +333,13 @@ class Generator:
         if self.backward:
             # A last round hands on what arrives through the first step's matmuls and resets, if
             # the caller does not multiply himself.
-            last = constant(1, "i64")
+            last = b.value(1, "i64")
             if self.matmuls:
                 last = b.zext(self._given(f"packed {self.matmuls[0].linear.name}"), "i64")
-            steps = b.add(steps, last)
+            steps += last
         tiled = any(m.geometry.tiled for m in self.matmuls)
         if tiled:
-            most = b.mul(b.sdiv(b.sub(b.add(groups, parts), 1), parts), arg["row_group"])
+            most = (groups + parts - 1) // parts * arg["row_group"]
             most = b.smin(b.select(split, arg["batch"], most), arg["batch"])
             configure(b, b.smax(b.smin(most, ROWS), 1), self.plan.types.pieces)
         with b.loop(0, steps) as t:
@@ -343,12 +347,12 @@ class Generator:
             count = self._take_rows(span0, span1)
             if self.row_wise:
                 with b.loop(0, count, PANEL) as first:
-                    self._panel(first, b.smin(b.add(first, PANEL), count))
+                    self._panel(first, b.smin(first + PANEL, count))
             else:
                 for m in self.matmuls:
                     self._row_addresses(m, zero, count, zero)
                 with b.loop(span0, span1) as span, b.loop(0, count, PANEL) as first:
-                    last = b.smin(b.add(first, PANEL), count)
+                    last = b.smin(first + PANEL, count)
                     for m in self.matmuls:
                         self._matmul(m, span, first, last)
                     with b.loop(first, last) as place:
@@ -356,16 +360,14 @@ class Generator:
             with b.when(split):
                 # Nobody starts step t + 1 before everybody has written step t.
                 b.atomic_add(arg["barrier"], 1)
-                wanted, turns = b.mul(parts, b.add(t, 1)), b.alloca("i64")
-                b.store(constant(0, "i64"), turns)
+                wanted, turns = parts * (t + 1), b.variable(0)
                 with b.repeat() as again:
                     b.pause()
-                    turn = b.add(b.load(turns, "i64"), 1)
-                    b.store(turn, turns)
+                    turns.value = turn = turns.value + 1
                     # More threads than cores: let the others have this one.
-                    with b.when(b.icmp("sgt", turn, SPINS)):
+                    with b.when(turn > SPINS):
                         b.call(arg["yield_to"], returns="i32")
-                    again(b.icmp("slt", b.atomic_load(arg["barrier"]), wanted))
+                    again(b.atomic_load(arg["barrier"]) < wanted)
         if tiled:
             release(b)
 
@@ -377,7 +379,7 @@ class Generator:
 
     def _given(self, name: str) -> Value:
         """Whether an optional argument is there."""
-        return self.b.icmp("ne", self.arg[name], 0)
+        return self.arg[name].ne(0)
 
     def _array(self, name: str, offset: Value | None = None) -> Row:
         """The first row of an array, or that which begins so many numbers on."""
@@ -386,25 +388,22 @@ class Generator:
 
     def _at(self, name: str, t: Value, row: Value) -> Row:
         """A row at step t of an array over time."""
-        b = self.b
-        offset = b.add(b.mul(t, self.arg[f"{name} steps"]), b.mul(row, self.arg[f"{name} rows"]))
-        return self._array(name, offset)
+        return self._array(name, t * self.arg[f"{name} steps"] + row * self.arg[f"{name} rows"])
 
     def _flag(self, name: str, t: Value, row: Value) -> Value:
         b = self.b
-        return b.load(
-            b.gep(self.arg[name], b.add(b.mul(t, self.arg[f"{name} steps"]), row), "i8"), "i8"
-        )
+        return b.load(b.gep(self.arg[name], t * self.arg[f"{name} steps"] + row, "i8"), "i8")
 
     def _state(self, i: int, after: bool = False) -> Row:
         """This row of state i before, or after, step t."""
         b, arg, t, name = self.b, self.arg, self.t, self.sequences[i]
         if self.backward:
-            offset = b.add(b.mul(t, arg[f"{name} steps"]), b.mul(self.row, arg[f"{name} rows"]))
-            offset = b.add(offset, arg[f"{name} next"]) if after else offset
+            offset = t * arg[f"{name} steps"] + self.row * arg[f"{name} rows"]
+            if after:
+                offset += arg[f"{name} next"]
             return self._array(name, offset)
-        t = b.add(t, 1) if after else t
-        slot = b.select(b.icmp("ne", arg[f"{name} turns"], 0), b.and_(t, 1), t)
+        t = t + 1 if after else t
+        slot = b.select(arg[f"{name} turns"].ne(0), t & 1, t)
         return self._at(name, slot, self.row)
 
     def _flagged(
@@ -413,18 +412,17 @@ class Generator:
         """Whether the optional flags ``name`` are given and set
         (or, with ``unequal`` False, not set).
         """
-        b = self.b
-        slot = b.alloca("i1")
-        b.store(constant(0, "i1"), slot)
-        with b.when(given):
-            b.store(b.icmp("ne" if unequal else "eq", self._flag(name, t, row), 0), slot)
-        return b.load(slot, "i1")
+        flagged = self.b.variable(0, "i1")
+        with self.b.when(given):
+            flag = self._flag(name, t, row)
+            flagged.value = flag.ne(0) if unequal else flag.eq(0)
+        return flagged.value
 
     def _before(self, i: int, reset: Value) -> Row:
         """State i as step t sees it: a reset puts the initial value in its place."""
         b = self.b
         name = f"reset_state {self.cell.state_names[i]}"
-        initial = self._array(name, b.mul(self.row, self.arg[f"{name} rows"]))
+        initial = self._array(name, self.row * self.arg[f"{name} rows"])
         state = self._state(i)
         return Row(b.select(reset, initial.at, state.at), state.type)
 
@@ -433,13 +431,12 @@ class Generator:
         under no mask, as the states of the others hold at once; backward all.
         """
         b, group = self.b, self.arg["row_group"]
-        count = b.alloca("i64")
-        b.store(constant(0, "i64"), count)
+        count = b.variable(0)
 
         def take(row: Value) -> None:
-            place = b.load(count, "i64")
+            place = count.value
             b.store(row, b.gep(self.taken_rows, place, "i64"))
-            b.store(b.add(place, 1), count)
+            count.value = place + 1
 
         def take_or_hold(row: Value) -> None:
             held = self._flagged(self.has_mask, "mask", self.t, row, unequal=False)
@@ -454,10 +451,10 @@ class Generator:
                 take(row)
 
         with b.loop(*self.groups) as n:
-            begin = b.mul(n, group)
-            with b.loop(begin, b.smin(b.add(begin, group), self.arg["batch"])) as row:
+            begin = n * group
+            with b.loop(begin, b.smin(begin + group, self.arg["batch"])) as row:
                 (take if self.backward else take_or_hold)(row)
-        return b.load(count, "i64")
+        return count.value
 
     def _row_at(self, place: Value) -> Value:
         """The row at a place of that list."""
@@ -468,7 +465,7 @@ class Generator:
         """A step of a panel of rows, stage by stage."""
         b = self.b
         for stage, begin in enumerate(self.stages):
-            inside = b.icmp("slt", self.t, self.arg["steps"])
+            inside = self.t < self.arg["steps"]
             with b.when(inside if stage else constant(1, "i1")):
                 for m in self.matmuls:
                     opens = m.linear.name in self.passes[begin].matmuls
@@ -485,7 +482,7 @@ class Generator:
             self.row = row = self._row_at(place)
             if self.backward:
                 # Of the step that was before, for what its state's gradient gets.
-                t = self.t if m.state is None else b.sub(self.t, 1)
+                t = self.t if m.state is None else self.t - 1
                 address = self._at(self._gradient(m), t, row).at
             elif m.state is None:
                 operand = self.place["operand", m.linear.operand]
@@ -496,12 +493,12 @@ class Generator:
                 reset = self._flagged(self.has_resets, "resets", self.t, row)
                 address = self._before(m.state, reset).at
             if m.staged:
-                address = self._stage_operand(m, address, b.sub(place, first))
+                address = self._stage_operand(m, address, place - first)
             b.store(address, b.gep(self.rows[m.number], place, "i64"))
             if m is self.projecting:
                 address = self._at("input", self.t, row).at
                 if m.staged:
-                    address = self._stage_input(address, b.sub(place, first))
+                    address = self._stage_input(address, place - first)
                 b.store(address, b.gep(self.input_rows, place, "i64"))
 
     # ---- operands of 16 bits, widened, or rounded to 8; in the order of the packed weights ------
@@ -509,13 +506,13 @@ class Generator:
         """Where in the workspace of a thread the rows of each matmul are staged."""
         b, (count, fixed) = self.b, self.workspace_lines
         staged = any(m.staged for m in self.matmuls)
-        at = b.gep(space, b.add(b.mul(addresses, count), fixed), "i8") if staged else space
-        rows = constant(PANEL, "i64") if self.row_wise else self._tall(b, self.arg["batch"])
+        at = b.gep(space, addresses * count + fixed, "i8") if staged else space
+        rows = b.value(PANEL, "i64") if self.row_wise else self._tall(b, self.arg["batch"])
         self.staged: dict[int, Value] = {}
         for m in self.matmuls:
             if m.staged:
                 self.staged[m.number] = at
-                at = b.gep(at, b.mul(rows, m.staged_row))
+                at = b.gep(at, rows * m.staged_row)
         self.staged_input = at
 
     @property
@@ -538,37 +535,36 @@ class Generator:
     def _stage_operand(self, m: Matmul, address: Value, place: Value) -> Value:
         """Writes a row of an operand to its place, and gives the address."""
         b, g, number = self.b, m.geometry, self._operand_type(m)
-        to = b.gep(self.staged[m.number], b.mul(place, m.staged_row))
+        to = b.gep(self.staged[m.number], place * m.staged_row)
         if g.quantized:
             return self._quantize(to, address, m.linear.heads, m.numbers, g.inner)
-        numbers, all_heads = constant(m.numbers, "i64"), m.inner // m.parts
+        all_heads = m.inner // m.parts
         there = constant(1, "i1")
         if self.backward:  # before the first step there are no gradients, nor after the last
-            there = b.icmp("slt", self.t, self.arg["steps"])
+            there = self.t < self.arg["steps"]
             if m.state is not None:
-                there = b.icmp("sgt", self.t, 0)
+                there = self.t > 0
         with b.when(there), b.loop(0, m.linear.heads) as head:
             for n in range(m.parts):
-                start = b.add(b.mul(head, m.numbers), n * all_heads)
-                into = b.add(b.mul(head, g.inner), n * m.stretch)
+                start = head * m.numbers + n * all_heads
+                into = head * g.inner + n * m.stretch
                 source = b.gep(address, start, number)
-                b.call(self.staging[number], source, b.gep(to, into, self._staged_type), numbers)
+                b.call(self.staging[number], source, b.gep(to, into, self._staged_type), m.numbers)
         return to
 
     def _stage_input(self, address: Value, place: Value) -> Value:
         """The same for a row of the input, where the kernel multiplies it."""
-        b, slot = self.b, self.b.alloca("ptr")
-        b.store(address, slot)
+        b, staged = self.b, self.b.variable(address)
         with b.when(self._given("input")):
             row = self._staged_input(b, self.arg["inputs"])
-            to = b.gep(self.staged_input, b.mul(place, row))
+            to = b.gep(self.staged_input, place * row)
             if self.plan.types.quantized:
                 to = self._quantize(to, address, 1, self.arg["inputs"], 0)
             else:
                 name = self.staging[self.plan.types.storage.llvm]
                 b.call(name, address, to, self.arg["inputs"])
-            b.store(to, slot)
-        return b.load(slot, "ptr")
+            staged.value = to
+        return staged.value
 
     def _quantize(
         self, header: Value, row: Value, heads: int, numbers: Value | int, apart: int
@@ -578,10 +574,10 @@ class Generator:
         """
         b = self.b
         numbers, to = b.value(numbers, "i64"), b.gep(header, ROW_HEADER)
-        b.call("scale_row", row, header, b.mul(numbers, heads))
+        b.call("scale_row", row, header, numbers * heads)
         with b.loop(0, heads) as head:
-            into = b.gep(to, b.mul(head, apart), "i8")
-            b.call("quantize", b.gep(row, b.mul(head, numbers)), header, into, numbers)
+            into = b.gep(to, head * apart, "i8")
+            b.call("quantize", b.gep(row, head * numbers), header, into, numbers)
         return to
 
     def _gradient(self, m: Matmul) -> str:
@@ -593,25 +589,25 @@ class Generator:
         """acc = operand @ W for a panel of rows, and the tiles of one span or of all units."""
         b, g, place = self.b, m.geometry, self.acc_place[m.linear.name]
         acc = b.gep(self.acc, place)
-        count = b.sub(last, first)
-        tile0, tile1 = constant(0, "i64"), constant(g.tiles, "i64")
+        count = last - first
+        tile0, tile1 = b.value(0, "i64"), b.value(g.tiles, "i64")
         if span is not None:
             per_span = g.span // g.unroll
-            tile0 = b.mul(span, per_span)
-            tile1 = b.smin(b.add(tile0, per_span), tile1)
+            tile0 = span * per_span
+            tile1 = b.smin(tile0 + per_span, tile1)
 
         def multiply() -> None:
             with b.loop(0, m.linear.heads) as head, b.loop(tile0, tile1) as tile:
-                number = b.add(b.mul(head, g.tiles), tile)
-                unit = b.mul(b.sub(tile, tile0), g.unroll * g.lanes)
-                into = b.gep(acc, b.add(unit, b.mul(head, g.units)))
+                number = head * g.tiles + tile
+                unit = (tile - tile0) * (g.unroll * g.lanes)
+                into = b.gep(acc, unit + head * g.units)
                 self._tile(m, number, first, into, count, head)
 
         # The first backward step has no step after it: its state gradients came with the call.
         if m.state is None:
             return multiply()
         if self.backward:
-            without = b.icmp("eq", self.t, 0)
+            without = self.t.eq(0)
         elif m.linear.name == RECURRENT:
             without = self._given("product")
         else:
@@ -633,50 +629,50 @@ class Generator:
             if self.apart:
                 sums = b.gep(into, self.input_place - self.acc_place[m.linear.name])
             else:
-                begins = b.not_(projects)
+                begins = ~projects
             inputs = whole_chunks(b, arg["inputs"], g.chunk)
             with b.when(projects), b.loop(0, inputs, arg["input_block"]) as k0:
-                k1 = b.smin(b.add(k0, arg["input_block"]), inputs)
+                k1 = b.smin(k0 + arg["input_block"], inputs)
                 rows = b.gep(self.input_rows, first, "i64")
-                elements = b.add(packed_rows_of(b, arg["inputs"], g), g.lanes + g.header - 1)
-                elements = b.mul(elements, g.columns * g.lanes)
-                weights = b.gep(arg["packed input"], b.mul(number, elements))
-                fresh, shift = b.zext(b.icmp("eq", k0, 0), "i64"), constant(0, "i64")
-                blocks.call(b, weights, rows, sums, count, k0, k1, fresh, shift)
+                elements = packed_rows_of(b, arg["inputs"], g) + (g.lanes + g.header - 1)
+                elements *= g.columns * g.lanes
+                weights = b.gep(arg["packed input"], number * elements)
+                fresh = b.zext(k0.eq(0), "i64")
+                blocks.call(b, weights, rows, sums, count, k0, k1, fresh, 0)
         rows = b.gep(self.rows[m.number], first, "i64")
-        weights = b.gep(arg[f"packed {m.linear.name}"], b.mul(number, g.tile_elements))
+        weights = b.gep(arg[f"packed {m.linear.name}"], number * g.tile_elements)
         for begin, end, operand, per_head in m.segments:
-            shift = b.add(b.mul(head, per_head), operand - begin)
+            shift = head * per_head + (operand - begin)
             with b.loop(begin, end, block) as k0:
-                k1 = b.smin(b.add(k0, block), constant(end, "i64"))
-                fresh = b.zext(b.and_(b.icmp("eq", k0, 0), begins), "i64")
+                k1 = b.smin(k0 + block, end)
+                fresh = b.zext(k0.eq(0) & begins, "i64")
                 blocks.call(b, weights, rows, into, count, k0, k1, fresh, shift)
 
     def _fill(self, m: Matmul, acc: Value, span: Value | None, first: Value, last: Value) -> None:
         """Results of a matmul that is not ours: forward those the caller brings, backward none."""
         b, self.span = self.b, span
         with b.loop(first, last) as place, self._vectors(m.units):
-            into = b.mul(b.sub(place, first), self.acc_row)
-            into = b.add(into, b.mul(b.sub(self.vector, self._origin(span)), m.geometry.lanes))
+            into = (place - first) * self.acc_row
+            into += (self.vector - self._origin(span)) * m.geometry.lanes
             for n, output in enumerate(m.outputs):
                 value = constant(0.0, b.vec)
                 if not self.backward:
                     at = m.linear.declared.index(output) * m.units
-                    row = b.mul(self._row_at(place), self.arrays["product"].width)
+                    row = self._row_at(place) * self.arrays["product"].width
                     brought = self._array("product", row)
                     value = self._with_bias(self._load(brought, at), m.linear.bias_name, at)
                     if output in self.cell.fused:
                         value = self._with_bias(value, "bias_ih", at)
-                b.store(value, b.gep(acc, b.add(into, n * self.acc_stride[m.linear.name])))
+                b.store(value, b.gep(acc, into + n * self.acc_stride[m.linear.name]))
 
     def _origin(self, span: Value | None) -> Value:
         """The first vector of units of a span."""
-        return constant(0, "i64") if span is None else self.b.mul(span, self.geometry.span)
+        return constant(0, "i64") if span is None else span * self.geometry.span
 
     def _span_range(self, span: Value | None, units: int) -> tuple[Value, Value]:
         b, begin = self.b, self._origin(span)
         end = constant(-(-units // self.target.lanes(self.real)), "i64")
-        return begin, end if span is None else b.smin(b.add(begin, self.geometry.span), end)
+        return begin, end if span is None else b.smin(begin + self.geometry.span, end)
 
     # ---- the work on one row ---------------------------------------------------------------------
     def _row(self, place: Value, first: Value, span: Value | None, stage: int = 0) -> None:
@@ -685,16 +681,16 @@ class Generator:
         self.row, self.span, last = self._row_at(place), span, stage == len(self.stages) - 1
         if self.backward and self.cell.params:
             self.row_group = b.udiv(self.row, self.arg["row_group"])
-        self.acc_at = b.gep(self.acc, b.mul(b.sub(place, first), self.acc_row))
+        self.acc_at = b.gep(self.acc, (place - first) * self.acc_row)
         self.scratch_at = self._scratch_of(place, first)
         if not self.backward or stage:
             self._row_step(stage, last)
             return
-        with b.when(b.icmp("sgt", self.t, 0)):
-            previous = b.sub(self.t, 1)
+        with b.when(self.t > 0):
+            previous = self.t - 1
             with b.when(self._flagged(self.has_resets, "resets", previous, self.row)):
                 self._divert_reset()
-        with b.when(b.icmp("slt", self.t, self.arg["steps"])) as otherwise:
+        with b.when(self.t < self.arg["steps"]) as otherwise:
             self._row_step(stage, last)
         with otherwise:
             self._hand_on()
@@ -703,7 +699,7 @@ class Generator:
         b = self.b
         if len(self.stages) == 1:
             return self.scratch
-        return b.gep(self.scratch, b.mul(b.sub(place, first), self.scratch_row))
+        return b.gep(self.scratch, (place - first) * self.scratch_row)
 
     def _row_step(self, stage: int, last: bool) -> None:
         b = self.b
@@ -739,16 +735,16 @@ class Generator:
         """A loop over the vectors of units at hand; sets where they start and which lanes exist."""
         b = self.b
         with b.loop(*self._span_range(self.span, units), self.width) as vector:
-            self.vector, self.unit = vector, b.mul(vector, self.target.lanes(self.real))
+            self.vector, self.unit = vector, vector * self.target.lanes(self.real)
             self.lane_mask = None
             if units % b.lanes:
-                self.lane_mask = b.lane_mask(b.sub(constant(units, "i64"), self.unit))
+                self.lane_mask = b.lane_mask(units - self.unit)
             yield
 
     def _load(self, row: Row, offset: int = 0) -> Value:
         """The vector of units at hand from a row of an array in user layout (no padding)."""
         b, vec = self.b, vector(self.b.lanes, self._bits(row.type))
-        at = b.gep(row.at, b.add(self.unit, offset), row.type)
+        at = b.gep(row.at, self.unit + offset, row.type)
         mask = self.lane_mask
         value = b.load(at, vec) if mask is None else b.masked_load(at, mask, 0, vec)
         return self._wide(value, row.type)
@@ -775,7 +771,7 @@ class Generator:
         """
         b, g = self.b, self.geometry
         row = self._at(name, self.t, self.row)
-        later = b.add(b.add(self.unit, offset), b.mul(self.arg[f"{name} rows"], AHEAD))
+        later = self.unit + offset + self.arg[f"{name} rows"] * AHEAD
         ahead = b.gep(row.at, later, row.type)
         for i in range(g.width):
             b.prefetch(b.gep(ahead, i * g.lanes, row.type))
@@ -783,7 +779,7 @@ class Generator:
 
     def _store(self, value: Value, row: Row, offset: int = 0) -> None:
         b, value = self.b, self._narrow(value, row.type)
-        at = b.gep(row.at, b.add(self.unit, offset), row.type)
+        at = b.gep(row.at, self.unit + offset, row.type)
         if self.lane_mask is None:
             b.store(value, at)
         else:
@@ -797,32 +793,32 @@ class Generator:
     def _sums(self, place: int) -> Value:
         """The same of results that begin there in each row of them."""
         b = self.b
-        unit = b.mul(b.sub(self.vector, self._origin(self.span)), self.target.lanes(self.real))
-        return b.load(b.gep(self.acc_at, b.add(unit, place)))
+        unit = (self.vector - self._origin(self.span)) * self.target.lanes(self.real)
+        return b.load(b.gep(self.acc_at, unit + place))
 
     def _clear(self, m: Matmul) -> None:
         b, name = self.b, m.linear.name
-        unit = b.mul(b.sub(self.vector, self._origin(self.span)), self.target.lanes(self.real))
-        b.store(constant(0.0, b.vec), b.gep(self.acc_at, b.add(unit, self.acc_place[name])))
+        unit = (self.vector - self._origin(self.span)) * self.target.lanes(self.real)
+        b.store(constant(0.0, b.vec), b.gep(self.acc_at, unit + self.acc_place[name]))
 
     def _row_of(self, name: str, width: int, row: Value | None = None) -> Row:
         """A row of a contiguous [B, width] array."""
-        return self._array(name, self.b.mul(self.row if row is None else row, width))
+        return self._array(name, (self.row if row is None else row) * width)
 
     # ---- forward and backward where the row does not take the step -------------------------------
     def _hold(self) -> None:
         """A masked step: the states stay, and so do their gradients."""
         b, arg = self.b, self.arg
-        repeat, zero = b.icmp("ne", arg["repeat"], 0), constant(0.0, b.vec)
+        repeat, zero = arg["repeat"].ne(0), constant(0.0, b.vec)
         for i, units in enumerate(self.widths):
             with self._vectors(units):
                 if self.backward:
                     self._carry_into_memory(i)
                     arriving = self._arriving(i)
-                    with b.when(b.and_(repeat, self._given(arriving))):
+                    with b.when(repeat & self._given(arriving)):
                         at = self._row_of(f"d_state {self.cell.state_names[i]}", units)
                         dy = self._load(self._at(arriving, self.t, self.row))
-                        self._store(b.fadd(self._load(at), dy), at)
+                        self._store(self._load(at) + dy, at)
                     continue
                 value = self._load(self._state(i))
                 self._store(value, self._state(i, after=True))
@@ -877,7 +873,7 @@ class Generator:
                     self._row_of(f"d_{what} {self.cell.state_names[i]}", units)
                     for what in ("state", "reset")
                 )
-                self._store(b.fadd(self._load(into), self._load(at)), into)
+                self._store(self._load(into) + self._load(at), into)
                 self._store(zero, at)
 
     def _keep_operand(self, m: Matmul, held: Value | None = None) -> None:
@@ -900,15 +896,14 @@ class Generator:
         arguments = [node.args[0] for node in each.reductions]
         roots = [*(self._results() if last else ()), *arguments, *(node for _, node, _ in operands)]
         self.values: dict[Expr, Value] = {}
-        self.words: dict[tuple[int, str], list[Value]] = {}  # of random masks
+        self.words: dict[tuple[int, str], list[Variable]] = {}  # of random masks
         # What all units share is computed once, before the loop.
         for node in topological(roots):
             if node in self.reduced or (node.narrow and self._ready(node)):
                 self._value(node)
         shared = dict(self.values)
-        sums = {node: b.alloca(b.vec) for node in each.reductions if node.attrs == (1,)}
-        for node, slot in sums.items():
-            b.store(constant(float("-inf") if node.op == "max" else 0.0, b.vec), slot)
+        row_wide = [node for node in each.reductions if node.attrs == (1,)]
+        sums = {node: b.variable(self._empty(node), b.vec) for node in row_wide}
         for size in dict.fromkeys(map(self._size, roots)):
             with self._vectors(self.plan.sizes[size]):
                 self.values, self.words = dict(shared), {}
@@ -928,11 +923,8 @@ class Generator:
                     if self._size(node) == size:
                         b.store(self._value(node), self._scratch("kept", node))
         self.stored |= set(each.stores)
-        for node, slot in sums.items():
-            total = b.load(slot)
-            whole = b.reduce_max(total) if node.op == "max" else b.reduce_add(total)
-            if node.op == "mean":
-                whole = b.fmul(whole, 1.0 / self._units(node))
+        for node, total in sums.items():
+            whole = self._whole(node, total.value, self._units(node))
             self.reduced[node] = b.splat(whole)
             if ("narrow", node) in self.place:
                 b.store(whole, b.gep(self.scratch_at, self.place["narrow", node]))
@@ -966,11 +958,25 @@ class Generator:
             return True
         return not is_reduction(node) and all(map(self._ready, node.args))
 
-    def _fold(self, node: Expr, value: Value, slot: Value) -> None:
-        b, total = self.b, self.b.load(slot)
-        folded = ops.EMIT["maximum"](b, total, value) if node.op == "max" else b.fadd(total, value)
+    def _empty(self, node: Expr) -> float:
+        """What a reduction of no numbers is."""
+        return float("-inf") if node.op == "max" else 0.0
+
+    def _both(self, node: Expr, x: Value, y: Value) -> Value:
+        """A reduction of two numbers, lane by lane."""
+        return ops.EMIT["maximum"](self.b, x, y) if node.op == "max" else x + y
+
+    def _whole(self, node: Expr, lanes: Value, count: int) -> Value:
+        """A reduction of so many numbers, from those of all lanes."""
+        whole = self.b.reduce_max(lanes) if node.op == "max" else self.b.reduce_add(lanes)
+        return whole * (1.0 / count) if node.op == "mean" else whole
+
+    def _fold(self, node: Expr, value: Value, into: Variable) -> None:
+        total = into.value
+        folded = self._both(node, total, value)
         # Lanes beyond H hold no unit.
-        b.store(folded if self.lane_mask is None else b.select(self.lane_mask, folded, total), slot)
+        mask = self.lane_mask
+        into.value = folded if mask is None else self.b.select(mask, folded, total)
 
     def _reduce_groups(self, node: Expr) -> None:
         """A reduction over equal groups of units, its result written for every unit."""
@@ -979,32 +985,23 @@ class Generator:
         source, target = (
             b.gep(self.scratch_at, self.place[what, node]) for what in ("argument", "kept")
         )
-        empty = float("-inf") if node.op == "max" else 0.0
-        slot = b.alloca(b.vec)
-        with b.loop(0, constant(groups, "i64")) as group:
-            start = b.mul(group, size)
-            b.store(constant(empty, b.vec), slot)
-            with b.loop(0, constant(size, "i64"), b.lanes) as i:
-                lanes = b.lane_mask(b.sub(constant(size, "i64"), i))
-                part = b.masked_load(b.gep(source, b.add(start, i)), lanes, empty)
-                total = b.load(slot)
-                b.store(
-                    ops.EMIT["maximum"](b, total, part)
-                    if node.op == "max"
-                    else b.fadd(total, part),
-                    slot,
-                )
-            total = b.load(slot)
-            whole = b.reduce_max(total) if node.op == "max" else b.reduce_add(total)
-            result = b.splat(b.fmul(whole, 1.0 / size) if node.op == "mean" else whole)
-            with b.loop(0, constant(size, "i64"), b.lanes) as i:
-                lanes = b.lane_mask(b.sub(constant(size, "i64"), i))
-                b.masked_store(result, b.gep(target, b.add(start, i)), lanes)
+        empty, total = self._empty(node), Variable(b, b.alloca(b.vec), b.vec)
+        with b.loop(0, groups) as group:
+            start = group * size
+            total.value = b.value(empty, b.vec)
+            with b.loop(0, size, b.lanes) as i:
+                lanes = b.lane_mask(size - i)
+                part = b.masked_load(b.gep(source, start + i), lanes, empty)
+                total.value = self._both(node, total.value, part)
+            result = b.splat(self._whole(node, total.value, size))
+            with b.loop(0, size, b.lanes) as i:
+                lanes = b.lane_mask(size - i)
+                b.masked_store(result, b.gep(target, start + i), lanes)
         self.stored.add(node)
 
     def _scratch(self, what: str, node: Expr) -> Value:
         b = self.b
-        return b.gep(self.scratch_at, b.add(self.unit, self.place[what, node]))
+        return b.gep(self.scratch_at, self.unit + self.place[what, node])
 
     def _results(self) -> list[Expr]:
         if self.backward:
@@ -1046,12 +1043,12 @@ class Generator:
     def _leaf(self, node: Expr) -> Value:
         b, arg, h = self.b, self.arg, self.plan.hidden_size
         if is_const(node):
-            return constant(node.attrs[0], b.vec)
+            return b.value(node.attrs[0], b.vec)
         if node.op == "hyper":
             return self.hyper[node.attrs[0]]
         if node in self.saved and self.backward:
             value = self._saved(node)
-            return b.fcmp("une", value, 0.0) if is_boolean(node) else value
+            return value.ne(0.0) if is_boolean(node) else value
         if node in self.new_states:
             return self._load(self._state(self.new_states[node], after=True))
         if node in self.reduced:
@@ -1066,7 +1063,7 @@ class Generator:
         if node.op == "static":
             return self._load(self._row_of("static", h))
         if node.op == "recurrent_mask":
-            row = b.add(self.row, b.mul(arg["batch"], node.attrs[0]))
+            row = self.row + arg["batch"] * node.attrs[0]
             return self._load(self._row_of("recurrent_mask", self._units(node), row))
         if node.op == "grad":
             return self._upstream(self.states[name])
@@ -1077,7 +1074,7 @@ class Generator:
             result = self._acc(m, m.outputs.index("" if self.backward else node.attrs[1]))
             if node.op != "preact":
                 return result
-            return b.fadd(self._entering(node.attrs[1], biased=False), result)
+            return self._entering(node.attrs[1], biased=False) + result
         raise NotImplementedError(f"{node.op} has no place in the CPU kernel")
 
     def _saved(self, node: Expr) -> Value:
@@ -1091,10 +1088,8 @@ class Generator:
 
     def _number(self, node: Expr) -> Value:
         """A value as memory holds it: a condition is 1 or 0."""
-        b, value = self.b, self._value(node)
-        if not is_boolean(node):
-            return value
-        return b.select(value, constant(1.0, b.vec), constant(0.0, b.vec))
+        value = self._value(node)
+        return self.b.select(value, 1.0, 0.0) if is_boolean(node) else value
 
     def _entering(self, gate: str, biased: bool) -> Value:
         """What the input adds to a gate; ``biased`` where no other sum begins with its bias."""
@@ -1108,33 +1103,29 @@ class Generator:
         if self.projecting is None or not self.apart:
             return projected()
         stride = self.acc_stride[self.projecting.linear.name]
-        slot = b.alloca(b.vec)
+        entering = Variable(b, b.alloca(b.vec), b.vec)
         with b.when(self._given("input")) as otherwise:
-            b.store(self._sums(self.input_place + n * stride), slot)
+            entering.value = self._sums(self.input_place + n * stride)
         with otherwise:
-            b.store(projected(), slot)
-        return b.load(slot)
+            entering.value = projected()
+        return entering.value
 
     def _with_bias(self, value: Value, name: str, at: int) -> Value:
-        b = self.b
-        slot = b.alloca(b.vec)
-        b.store(value, slot)
-        with b.when(self._given(name)):
-            b.store(b.fadd(value, self._load(self._array(name), at)), slot)
-        return b.load(slot)
+        total = self.b.variable(value)
+        with self.b.when(self._given(name)):
+            total.value = value + self._load(self._array(name), at)
+        return total.value
 
     def _upstream(self, i: int) -> Value:
         """The gradient that reaches new state i: from the step after, and from its sequence."""
-        b = self.b
         value = self._load(self._row_of(f"d_state {self.cell.state_names[i]}", self.widths[i]))
         for m in self.matmuls:
             if m.state == i:
-                value = b.fadd(value, self._acc(m, 0))
-        slot, arriving = b.alloca(b.vec), self._arriving(i)
-        b.store(value, slot)
-        with b.when(self._given(arriving)):
-            b.store(b.fadd(value, self._stream(arriving)), slot)
-        return b.load(slot)
+                value += self._acc(m, 0)
+        total, arriving = self.b.variable(value), self._arriving(i)
+        with self.b.when(self._given(arriving)):
+            total.value = value + self._stream(arriving)
+        return total.value
 
     def _arriving(self, i: int) -> str:
         """The array of the gradients that reach the sequence of state i."""
@@ -1146,45 +1137,38 @@ class Generator:
         See ``anycell.lang.philox``.
         """
         b, (index, per) = self.b, node.attrs
-        training = b.icmp("ne", self.arg["training"], 0)
+        training = self.arg["training"].ne(0)
         # Four masks share the words of one draw.
         words = self.words.get((index // 4, per))
         if words is None:
             words = self.words[index // 4, per] = self._draw(training, index // 4, per)
-        slot = b.alloca(b.vec)
-        b.store(rate, slot)
+        mask = b.variable(rate)
         with b.when(training):
-            word = b.load(words[index % 4], f"<{b.lanes} x i32>")
+            word = words[index % 4].value
             # Compared in float32 whatever the dtype, so that all engines keep the same units.
-            draw = b.fmul(b.uitofp(b.lshr(word, 8), "float"), 2.0**-24)
-            kept = b.fcmp("olt", draw, b.fptrunc(rate, "float"))
-            b.store(b.select(kept, constant(1.0, b.vec), constant(0.0, b.vec)), slot)
-        return b.load(slot)
+            draw = b.uitofp(word >> 8, "float") * 2.0**-24
+            kept = draw < b.fptrunc(rate, "float")
+            mask.value = b.select(kept, 1.0, 0.0)
+        return mask.value
 
-    def _draw(self, training: Value, block: int, per: str) -> list[Value]:
+    def _draw(self, training: Value, block: int, per: str) -> list[Variable]:
         """Where the four random words of a block of masks are, in training."""
-        b = self.b
-        slots = [b.alloca(f"<{b.lanes} x i32>") for _ in range(4)]
+        b, lanes = self.b, f"<{self.b.lanes} x i32>"
+        slots = [Variable(b, b.alloca(lanes), lanes) for _ in range(4)]
         with b.when(training):
             low = {
                 name: b.trunc(self.arg[name], "i32")
                 for name in ("seed", "stream", "time", "time_step")
             }
-            high = b.trunc(b.lshr(self.arg["seed"], 32), "i32")
-            step = b.add(low["time"], b.mul(low["time_step"], b.trunc(self.t, "i32")))
-            unit = b.add(b.iota(f"<{b.lanes} x i32>"), b.splat(b.trunc(self.unit, "i32")))
-            stream = b.or_(b.shl(low["stream"], 8), block)
-            words = ops.philox(
-                b,
-                unit,
-                b.splat(b.trunc(self.row, "i32")),
-                b.splat(step if per == "step" else constant(0, "i32")),
-                b.splat(stream),
-                b.splat(low["seed"]),
-                b.splat(high),
-            )
+            high = b.trunc(self.arg["seed"] >> 32, "i32")
+            step = low["time"] + low["time_step"] * b.trunc(self.t, "i32")
+            unit = b.iota(lanes) + b.splat(b.trunc(self.unit, "i32"))
+            stream = low["stream"] << 8 | block
+            step = step if per == "step" else constant(0, "i32")
+            scalars = b.trunc(self.row, "i32"), step, stream, low["seed"], high
+            words = ops.philox(b, unit, *map(b.splat, scalars))
             for word, slot in zip(words, slots, strict=True):
-                b.store(word, slot)
+                slot.value = word
         return slots
 
     def _finish(self, size: str) -> None:
@@ -1237,22 +1221,21 @@ class Generator:
             # One sum per group of rows, all of one thread: the order of additions does not depend
             # on threads.
             at = self._row_of("d_params", h * len(dparam), self.row_group)
-            self._store(b.fadd(self._load(at, i * h), value), at, i * h)
+            self._store(self._load(at, i * h) + value, at, i * h)
         if dstatic is not None:
             at = self._row_of("d_static", h)
-            self._store(b.fadd(self._load(at), dstatic), at)
+            self._store(self._load(at) + dstatic, at)
 
     def _entry(self) -> None:
         """Runs several sequences (directions): side by side where there are threads for it,
         else in turn.
         """
-        params = [("ptr", "calls"), ("i64", "part"), ("i64", "parts")]
-        b = self.module.function("run_all", params, internal=True, inline=False)
+        b = self.module.private("run_all", "ptr calls, i64 part, i64 parts")
         calls, part, parts = b.args
         count = b.load(calls, "i64")
-        whole = b.icmp("eq", b.srem(parts, count), 0)
+        whole = (parts % count).eq(0)
         with b.when(whole) as otherwise:
-            call = b.load(b.gep(calls, b.add(b.srem(part, count), 1), "i64"), "ptr")
-            b.call("sequence", call, b.sdiv(part, count), b.sdiv(parts, count))
+            call = b.load(b.gep(calls, part % count + 1, "i64"), "ptr")
+            b.call("sequence", call, part // count, parts // count)
         with otherwise, b.loop(0, count) as i:
-            b.call("sequence", b.load(b.gep(calls, b.add(i, 1), "i64"), "ptr"), part, parts)
+            b.call("sequence", b.load(b.gep(calls, i + 1, "i64"), "ptr"), part, parts)

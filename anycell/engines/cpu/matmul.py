@@ -88,7 +88,7 @@ class Blocks:
                 self._register_block(module, places, rows)
             self._row_blocks(module, places)
 
-    def call(self, b: Builder, weights: Value, rows: Value, acc: Value, *rest: Value) -> None:
+    def call(self, b: Builder, weights: Value, rows: Value, acc: Value, *rest: Value | int) -> None:
         """All columns of a tile; ``rest``: how many rows, and ``BOUNDS``."""
         lanes, column = self.matmul.geometry.lanes, 0
         for places in self.groups:
