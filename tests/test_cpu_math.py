@@ -11,6 +11,7 @@ from tolerances import limit
 from anycell import cells
 from anycell.engines.cpu import isa, jit, ops
 from anycell.engines.cpu.generator import Generator
+from anycell.engines.cpu.idioms import narrow, widen
 from anycell.engines.cpu.ir import Module, Value, constant, vector
 from anycell.lang import philox
 from anycell.lang.expr import REDUCTIONS
@@ -39,7 +40,7 @@ def run(target, real, body, *arguments, short=False):
     """Compile `body(b, *args)`, a function of arrays (pointers) and i64 numbers, and call it."""
     module = Module(isa.TARGETS[target], real, short)
     kinds = ["ptr" if isinstance(a, np.ndarray) else "i64" for a in arguments]
-    b = module.function("f", [(kind, f"a{i}") for i, kind in enumerate(kinds)])
+    b = module.function("f", ", ".join(f"{kind} a{i}" for i, kind in enumerate(kinds)))
     body(b, *b.args)
     library = jit.compile(str(module), ["f"], module.target)
     types = [ctypes.c_void_p if kind == "ptr" else ctypes.c_int64 for kind in kinds]
@@ -63,7 +64,7 @@ def apply_all(target, real, table, *inputs, short=False):
                 result = op(b, *values)
                 if result.type == b.mask:
                     result = b.select(result, constant(1, b.vec), constant(0, b.vec))
-                b.store(result, b.gep(y, b.add(i, b.mul(n, row))))
+                b.store(result, b.gep(y, i + n * row))
 
     run(target, real, body, len(padded[0]), out, *padded, short=short)
     return dict(zip(table, out[:, :size], strict=True))
@@ -331,7 +332,7 @@ def test_reductions_have_a_fixed_order(target, real):
 def test_masks_touch_only_their_lanes(target, real):
     lanes = isa.TARGETS[target].lanes(real)
     module = Module(isa.TARGETS[target], real)
-    b = module.function("f", [("ptr", "x"), ("ptr", "y"), ("ptr", "z"), ("i64", "count")])
+    b = module.function("f", "ptr x, ptr y, ptr z, i64 count")
     x, y, z, count = b.args
     mask = b.lane_mask(count)
     value = b.masked_load(x, mask, 9)
@@ -357,10 +358,10 @@ def test_control_flow(target):
         def body(b, out, n, step):
             def bump(i, amount):
                 place = b.gep(out, i, "i64")
-                b.store(b.add(b.load(place, "i64"), amount), place)
+                b.store(b.load(place, "i64") + amount, place)
 
             with b.loop(0, n, step) as i:
-                with b.when(b.icmp("eq", b.srem(i, 2), 0)) as otherwise:
+                with b.when((i % 2).eq(0)) as otherwise:
                     bump(0, i)
                 with otherwise, b.loop(0, i) as j:
                     bump(1, j)
@@ -368,10 +369,10 @@ def test_control_flow(target):
             b.store(constant(3, "i64"), left)
             with b.repeat() as again:
                 bump(2, 10)
-                rest = b.sub(b.load(left, "i64"), 1)
+                rest = b.load(left, "i64") - 1
                 b.store(rest, left)
-                again(b.icmp("sgt", rest, 0))
-            with b.when(b.icmp("slt", n, 5)):
+                again(rest > 0)
+            with b.when(n < 5):
                 b.ret()
             bump(3, 1)
 
@@ -386,15 +387,15 @@ def test_control_flow(target):
 def test_atomics_make_a_barrier(target):
     """Two threads pass a counter to and fro; with torn or unordered accesses they would hang."""
     module = Module(isa.TARGETS[target])
-    b = module.function("f", [("ptr", "shared"), ("i64", "me"), ("i64", "turns")])
+    b = module.function("f", "ptr shared, i64 me, i64 turns")
     shared, me, turns = b.args
     total = b.gep(shared, 8, "i64")
     with b.loop(0, turns) as turn:
-        mine = b.add(b.mul(turn, 2), me)
+        mine = turn * 2 + me
         with b.repeat() as again:
             b.pause()
-            again(b.icmp("ne", b.atomic_load(shared), mine))
-        b.store(b.add(b.load(total, "i64"), 1), total)
+            again(b.atomic_load(shared).ne(mine))
+        b.store(b.load(total, "i64") + 1, total)
         b.atomic_add(shared, 1)
         b.atomic_add(b.gep(shared, 16, "i64"), me)
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(
@@ -411,9 +412,10 @@ def test_atomics_make_a_barrier(target):
 
 def test_calls_and_tables():
     module = Module(isa.TARGETS["generic"], "double")
-    square = module.function("square", [("double", "x")], "double", internal=True, inline=False)
-    square.ret(square.fmul(*square.args, *square.args))
-    b = module.function("f", [("ptr", "y")])
+    square = module.function("square", "double x", "double", internal=True, inline=False)
+    (x,) = square.args
+    square.ret(x * x)
+    b = module.function("f", "ptr y")
     table = module.table([1.5, 0.1], "double")
     for i in range(2):
         value = b.load(b.gep(table, i), "double")
@@ -425,7 +427,7 @@ def test_calls_and_tables():
     with pytest.raises(KeyError, match="cube"):
         b.call("cube", value)
     with pytest.raises(ValueError, match="twice"):
-        module.function("f", [])
+        module.function("f")
 
 
 def test_constants_are_exact():
@@ -441,12 +443,12 @@ def test_constants_are_exact():
 
 
 def test_operands_must_agree():
-    b = Module(isa.TARGETS["generic"]).function("f", [("float", "x"), ("double", "y")])
+    b = Module(isa.TARGETS["generic"]).function("f", "float x, double y")
     x, y = b.args
     with pytest.raises(TypeError, match="float %x, double %y"):
-        b.fadd(x, y)
+        x + y
     with pytest.raises(TypeError, match="one type"):
-        b.fadd(1.0, 2.0)
+        b.fma(1.0, 2.0, 3.0)
     with pytest.raises(TypeError, match="expected a value of type i64"):
         b.gep(Value("%p", "ptr"), x)
 
@@ -530,10 +532,10 @@ def converted(target, number, floats, halves):
 
     def body(b, n, m, floats, narrowed, halves, widened):
         with b.loop(0, n, b.lanes) as i:
-            b.store(b.narrow(b.load(b.gep(floats, i)), number), b.gep(narrowed, i, "i16"))
+            b.store(narrow(b, b.load(b.gep(floats, i)), number), b.gep(narrowed, i, "i16"))
         with b.loop(0, m, b.lanes) as i:
             bits = b.load(b.gep(halves, i, "i16"), vector(b.lanes, "i16"))
-            b.store(b.widen(bits, number), b.gep(widened, i))
+            b.store(widen(b, bits, number), b.gep(widened, i))
 
     arrays = floats, narrowed, halves, widened
     run(target, "float", body, len(floats), len(halves), *arrays)

@@ -46,7 +46,7 @@ x86 = pytest.mark.skipif(not ir.X86, reason="about x86 instructions")
 def axpy(target: ir.Target) -> str:
     """LLVM text of `y[:n] += a * x[:n]`, as a kernel: args are a, x, y, n."""
     module = ir.Module(target)
-    b = module.function("axpy", [("ptr", "args"), ("i64", "part"), ("i64", "parts")])
+    b = module.function("axpy", "ptr args, i64 part, i64 parts")
     args = b.args[0]
     a = b.splat(b.load(args, "float"))
     x, y = (b.load(b.gep(args, k, "i64"), "ptr") for k in (1, 2))

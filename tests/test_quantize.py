@@ -31,6 +31,7 @@ import anycell.torch as at
 from anycell import cells, compress, layer
 from anycell.engines import cpu
 from anycell.engines.cpu import gemm, isa, jit, kernel
+from anycell.engines.cpu.idioms import dot
 from anycell.engines.cpu.ir import Module
 from anycell.layer import form, products
 from anycell.layer.rounding import rounded
@@ -87,9 +88,9 @@ def test_dot(name: str, rng: np.random.Generator) -> None:
     """Four products of bytes a lane, the largest ones too."""
     target = isa.TARGETS[name]
     module = Module(target, "float")
-    b = module.function("dot", [("ptr", "total"), ("ptr", "left"), ("ptr", "right")])
+    b = module.function("dot", "ptr total, ptr left, ptr right")
     total, left, right = (b.load(at, b.ivec, align=1) for at in b.args)
-    b.store(b.dot(total, left, right), b.args[0], align=1)
+    b.store(dot(b, total, left, right), b.args[0], align=1)
     run = jit.compile(str(module), ["dot"], target).address("dot")
     function = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)(run)
     lanes = target.lanes("float")

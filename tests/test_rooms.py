@@ -122,7 +122,7 @@ REALS = [n for row in DTYPES.values() if not row.quantized for n in row[1:6]]
 TYPES = {name for n in REALS for name in (n.name, n.llvm)}
 SPELLED = {"plan/dtype.py", "plan/plan.py", "engines/reference.py", "engines/gpu/build.py"}
 SPELLED |= {"engines/cpu/ir.py", "engines/cpu/ops.py", "engines/cpu/generator.py"}
-SPELLED |= {"engines/cpu/tiles.py"}  # by which instructions go
+SPELLED |= {"engines/cpu/tiles.py", "engines/cpu/idioms.py"}  # by which instructions go
 
 
 def test_one_place_says_what_a_dtype_means() -> None:

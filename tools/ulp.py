@@ -115,7 +115,7 @@ FUNCTIONS = {
 def compiled(op: str, target: str, dtype: str) -> Callable[[Array], Array]:
     """The op as a function of arrays of any length, as `target` runs it."""
     module = Module(isa.TARGETS[target], REAL[dtype], dtype in SHORT)
-    b = module.function("apply", [("ptr", "x"), ("ptr", "y"), ("i64", "n")])
+    b = module.function("apply", "ptr x, ptr y, i64 n")
     x, y, n = b.args
     with b.loop(0, n, b.lanes) as i:
         b.store(ops.EMIT[op](b, b.load(b.gep(x, i))), b.gep(y, i))

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from anycell.engines.cpu.geometry import L1_WEIGHTS, Matmul
+from anycell.engines.cpu.idioms import narrow
 from anycell.engines.cpu.ir import Builder, Module, Value, constant, integer_of, vector
 from anycell.engines.cpu.matmul import packed_rows_of, whole_chunks
 from anycell.engines.cpu.table import PASSED_ON, Entries, align, entries, names
@@ -236,7 +237,7 @@ class Door:
         with otherwise:
             filled = constant(value, b.real)
             if suffix:
-                filled = b.narrow(filled, array.number.llvm)
+                filled = narrow(b, filled, array.number.llvm)
             b.call(f"fill_rows{suffix}", to, to_row, filled, *size)
 
     # ---- where the arrays of a direction begin ---------------------------------------------------

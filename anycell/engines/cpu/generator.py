@@ -23,7 +23,6 @@ is being printed.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -40,6 +39,7 @@ from anycell.engines.cpu.geometry import (
     projecting,
     whole,
 )
+from anycell.engines.cpu.idioms import narrow, widen
 from anycell.engines.cpu.ir import (
     Builder,
     Module,
@@ -757,11 +757,11 @@ class Generator:
 
     def _wide(self, value: Value, type: str) -> Value:
         """Numbers of an array as the cell computes with them."""
-        return value if type == self.real else self.b.widen(value, type)
+        return value if type == self.real else widen(self.b, value, type)
 
     def _narrow(self, value: Value, type: str) -> Value:
         """Numbers that the cell has computed as an array keeps them."""
-        return value if type == self.real else self.b.narrow(value, type)
+        return value if type == self.real else narrow(self.b, value, type)
 
     def _stream(self, name: str, offset: int = 0) -> Value:
         """The vector of units at hand from an array over time,
@@ -843,14 +843,11 @@ class Generator:
                 self._keep_operand(m, zero)
 
     def _carry_into_memory(self, i: int) -> None:
-        """dstate += acc: the whole gradient of a state,
-        where the step's own graph does not take it.
-        """
-        b = self.b
+        """dstate += acc: the whole gradient of a state, where the step's graph does not take it."""
         arriving = [self._acc(m, 0) for m in self.matmuls if m.state == i]
         if arriving:
             at = self._row_of(f"d_state {self.cell.state_names[i]}", self.widths[i])
-            self._store(functools.reduce(b.fadd, arriving, self._load(at)), at)
+            self._store(sum(arriving, self._load(at)), at)
 
     def _hand_on(self) -> None:
         for i, units in enumerate(self.widths):

@@ -28,6 +28,7 @@ One file, because the builder is one class with a short method per instruction.
 
 from __future__ import annotations
 
+import operator
 import platform
 import re
 import struct
@@ -124,7 +125,9 @@ class Value:
 
     def __neg__(self) -> Value:
         """Of a real the sign turned over, of a zero and a NaN too."""
-        return self._builder(self).fneg(self) if is_real(self.type) else 0 - self
+        return (
+            self._builder(self)._emit(self.type, f"fneg {self}") if is_real(self.type) else 0 - self
+        )
 
     def __invert__(self) -> Value:
         """Every bit turned over; of a mask, the lanes that it leaves out."""
@@ -234,7 +237,7 @@ class Module:
     def function(
         self,
         name: str,
-        params: str | Sequence[tuple[str, str]] = "",
+        params: str = "",
         returns: str = "void",
         *,
         internal: bool = False,
@@ -249,7 +252,7 @@ class Module:
         self._functions[name] = builder
         return builder
 
-    def private(self, name: str, params: str | Sequence[tuple[str, str]]) -> Builder:
+    def private(self, name: str, params: str) -> Builder:
         """Start a function of this module only, whose calls stay calls."""
         return self.function(name, params, internal=True, inline=False)
 
@@ -311,11 +314,6 @@ class _Block:
         self.lines: list[str] = []
 
 
-def _binary(opcode: str) -> Callable[[Builder, Operand, Operand], Value]:
-    """The emitter of an instruction with two operands of one type."""
-    return lambda self, x, y: self.binary(opcode, x, y)
-
-
 def _conversion(opcode: str) -> Callable[[Builder, Value, str], Value]:
     """The emitter of a conversion between types of one shape; to the same type it is nothing."""
 
@@ -349,7 +347,7 @@ class Builder:
         self,
         module: Module,
         name: str,
-        params: str | Sequence[tuple[str, str]],
+        params: str,
         returns: str,
         *,
         internal: bool = False,
@@ -364,8 +362,6 @@ class Builder:
         self.vec = vector(self.lanes, self.real)
         self.ivec = integer_of(self.vec)
         self.mask = vector(self.lanes, "i1")
-        if not isinstance(params, str):
-            params = ", ".join(f"{kind} {key}" for kind, key in params)
         typed = [param.strip().rsplit(" ", 1) for param in params.split(",") if param]
         self.args = tuple(Value(f"%{key}", kind.split()[0], self) for kind, key in typed)
         self._head = (
@@ -414,16 +410,13 @@ class Builder:
         x, y = self._same(x, y)
         return self._emit(x.type, f"{opcode} {x}, {y.text}")
 
-    add, sub, mul = _binary("add"), _binary("sub"), _binary("mul")
-    sdiv, srem = _binary("sdiv"), _binary("srem")
-    and_, or_, xor = _binary("and"), _binary("or"), _binary("xor")
-    shl, lshr = _binary("shl"), _binary("lshr")
-    fadd, fsub = _binary("fadd"), _binary("fsub")
-    fmul, fdiv = _binary("fmul"), _binary("fdiv")
-    udiv, ashr = _binary("udiv"), _binary("ashr")
+    def udiv(self, x: Operand, y: Operand) -> Value:
+        """The quotient of numbers without a sign, rounded down."""
+        return self.binary("udiv", x, y)
 
-    def not_(self, x: Value) -> Value:
-        return x ^ -1
+    def ashr(self, x: Operand, y: Operand) -> Value:
+        """The shift to the right that keeps the sign."""
+        return self.binary("ashr", x, y)
 
     def smin(self, x: Operand, y: Operand) -> Value:
         """The smaller of two signed integers."""
@@ -436,10 +429,6 @@ class Builder:
     def fma(self, x: Operand, y: Operand, z: Operand) -> Value:
         """The sum x * y + z, fused where the target has the instruction."""
         return self.intrinsic("llvm.fmuladd", *self._same(x, y, z))
-
-    def fneg(self, x: Value) -> Value:
-        """The sign turned over, of a zero and a NaN too."""
-        return self._emit(x.type, f"fneg {x}")
 
     def fabs(self, x: Value) -> Value:
         """The sign cleared."""
@@ -498,102 +487,7 @@ class Builder:
         """The bits of a real as integers of the same shape."""
         return self.bitcast(x, integer_of(x.type))
 
-    def widen(self, x: Value, number: str) -> Value:
-        """The reals whose bits are these integers of 16 (or as many as the real has), of type
-        ``number``, in the type of the module.
-        """
-        if number == self.real:
-            return self.bitcast(x, with_element(x.type, number))
-        if number == "bfloat":
-            bits = self.zext(x, "i32") << 16
-            return self.bitcast(bits, with_element(x.type, "float"))
-        if self.target.half:
-            return self.fpext(self.bitcast(x, with_element(x.type, "half")), "float")
-        # The exponent is moved by a product, which is exact for subnormal numbers too.
-        bits = self.zext(x, "i32")
-        size, sign = (bits & 0x7FFF) << 13, (bits & 0x8000) << 16
-        real = self.bitcast(size, with_element(x.type, "float")) * 2.0**112
-        finite = size < (0x7C00 << 13)
-        size = self.select(finite, self.bits(real), size | (0xFF << 23))
-        return self.bitcast(size | sign, with_element(x.type, "float"))
-
-    def narrow(self, x: Value, number: str) -> Value:
-        """The inverse of ``widen``, rounded to the nearest, to even in the middle."""
-        if number == self.real:
-            return self.bits(x)
-        if number == "bfloat" and self.target.bfloat:
-            return self.bits(self.fptrunc(x, "bfloat"))
-        bits, nan = self.bits(x), self.fcmp("uno", x, x)
-        if number == "bfloat":
-            odd = bits >> 16 & 1
-            rounded = (bits + 0x7FFF + odd) >> 16
-            quiet = bits >> 16 | 0x40
-            return self.trunc(self.select(nan, quiet, rounded), "i16")
-        if self.target.half:
-            return self.bits(self.fptrunc(x, "half"))
-        size, sign = bits & 0x7FFFFFFF, (bits & (1 << 31)) >> 16
-        odd = size >> 13 & 1
-        normal = (size + (0xFFF - (112 << 23)) + odd) >> 13
-        # Adding 1/2 leaves the subnormal number in the lowest bits of the sum.
-        small = self.bitcast(size, x.type) + 0.5
-        subnormal = self.bits(small) - (126 << 23)
-        rounded = self.select(size < (113 << 23), subnormal, normal)
-        # From halfway between the largest number and the next power of two on it is infinite.
-        infinite = size >= 0x477FF000
-        rounded = self.select(infinite, self.value(0x7C00, bits.type), rounded)
-        rounded = self.select(nan, self.value(0x7E00, bits.type), rounded)
-        return self.trunc(rounded | sign, "i16")
-
     # ---- lanes
-
-    def near_reciprocal(self, x: Value) -> Value | None:
-        """1 / x within 2^-14 of itself; None where no instruction is faster than a division."""
-        lanes, kind = shape(x.type)
-        if (
-            not self.target.x86
-            or self.target.bits < 512
-            or kind != "float"
-            or lanes not in (16, 32)
-        ):
-            return None
-        every, zeros = constant(-1, "i16"), constant(0.0, vector(16, "float"))
-        total: Value | None = None
-        for first in range(0, lanes, 16):
-            part = x if lanes == 16 else self.shuffle(x, None, range(first, first + 16))
-            name = "llvm.x86.avx512.rcp14.ps.512"
-            near = self.intrinsic(name, part, zeros, every, overload=())
-            total = near if total is None else self.shuffle(total, near, range(first + 16))
-        return total
-
-    def dot(self, total: Value, unsigned: Value, signed: Value) -> Value:
-        """``total`` and four products: of each lane's four unsigned bytes with its four signed
-        ones. Exact, up to the size of ``total``.
-        """
-        if self.target.dot:
-            return self.intrinsic(
-                "llvm.x86.avx512.vpdpbusd.512", total, unsigned, signed, overload=()
-            )
-        pairs = vector(2 * shape(total.type)[0], "i16")
-        if self.target.x86 and self.target.bits >= 256:
-            # Bytes 0 and 2 as one pair of 16 bits, bytes 1 and 3 as another one.
-            name = {256: "llvm.x86.avx2.pmadd.wd", 512: "llvm.x86.avx512.pmaddw.d.512"}
-            halves = self.bitcast(signed, pairs)
-            operands = (
-                (unsigned & 0x00FF00FF, self.ashr(halves << 8, 8)),
-                (unsigned >> 8 & 0x00FF00FF, self.ashr(halves, 8)),
-            )
-            for left, right in operands:
-                products = self.intrinsic(
-                    name[self.target.bits], self.bitcast(left, pairs), right,
-                    returns=total.type, overload=(),
-                )  # fmt: skip
-                total = total + products
-            return total
-        for byte in range(4):
-            left = unsigned >> (8 * byte) & 0xFF
-            right = self.ashr(signed << (24 - 8 * byte), 24)
-            total = total + left * right
-        return total
 
     def splat(self, x: Value, lanes: int | None = None) -> Value:
         """A scalar in every lane."""
@@ -640,7 +534,7 @@ class Builder:
 
     def reduce_add(self, x: Value) -> Value:
         """The sum of all lanes."""
-        return self._reduce(x, self.fadd if is_real(x.type) else self.add)
+        return self._reduce(x, operator.add)
 
     def reduce_max(self, x: Value) -> Value:
         """The largest lane; a NaN may be lost (see `fmax`)."""

@@ -34,6 +34,7 @@ from anycell.engines.cpu.geometry import (
     Geometry,
     Matmul,
 )
+from anycell.engines.cpu.idioms import dot, widen
 from anycell.engines.cpu.ir import (
     Builder,
     Module,
@@ -263,7 +264,7 @@ def _add_pairs(
             for c in range(len(sums[0])):
                 at = b.gep(base, (2 * c + half) * b.lanes, "i16")
                 bits = b.load(at, vector(b.lanes, "i16"), align=full // 2)
-                w.append(b.widen(bits, number))
+                w.append(widen(b, bits, number))
             for row, address in zip(sums, operand, strict=True):
                 value = b.splat(b.load(b.gep(address, k + half), b.real))
                 for total, weight in zip(row, w, strict=True):
@@ -293,7 +294,7 @@ def integer_sums(
         for row, address in zip(totals, operand, strict=True):
             value = b.splat(b.load(b.gep(address, k, "i8"), "i32", align=1))
             for total, weight in zip(row, w, strict=True):
-                total.value = b.dot(total.value, value, weight)
+                total.value = dot(b, total.value, value, weight)
     return totals
 
 
@@ -412,7 +413,7 @@ def negative_sums(b: Builder, packed: Value, rows: Value, width: Operand) -> Val
     total, all_128 = b.variable(0, b.ivec), b.value(0x80808080, b.ivec)
     with b.loop(0, rows) as row:
         weights = b.load(b.gep(packed, row * width), b.ivec)
-        total.value = b.dot(total.value, all_128, weights)
+        total.value = dot(b, total.value, all_128, weights)
     return -total.value
 
 
@@ -431,7 +432,7 @@ def masked_numbers(b: Builder, address: Value, mask: Value, number: str) -> Valu
     if number == b.real:
         return b.masked_load(address, mask)
     bits = b.masked_load(address, mask, 0, vector(b.lanes, "i16"))
-    return b.widen(bits, number)
+    return widen(b, bits, number)
 
 
 PACK_BLOCK = (

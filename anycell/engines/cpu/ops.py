@@ -38,6 +38,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
+from .idioms import near_reciprocal
 from .ir import Builder, Operand, Value, shape, vector
 
 LOG2E = 1.0 / math.log(2.0)
@@ -149,7 +150,7 @@ def _format(b: Builder, x: Value) -> Real:
 
 def _over(b: Builder, x: Operand, y: Value) -> Value:
     """x / y, for a finite y that is not 0."""
-    near = b.near_reciprocal(y) if b.module.short else None
+    near = near_reciprocal(b, y) if b.module.short else None
     if near is None:
         return x / y
     # One step of Newton's method.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from anycell.engines.cpu.idioms import dot, narrow, widen
 from anycell.engines.cpu.ir import Builder, Operand, Target, Value, constant, vector
 
 ROWS, BYTES = 16, 64
@@ -45,8 +46,8 @@ def split(b: Builder, value: Value, pieces: int) -> list[Value]:
         if pieces > 1:
             for how, most in (("ogt", MOST_BFLOAT16), ("olt", -MOST_BFLOAT16)):
                 value = b.select(b.fcmp(how, value, most), most, value)
-        numbers.append(b.narrow(value, "bfloat"))
-        value = value - b.widen(numbers[-1], "bfloat")
+        numbers.append(narrow(b, value, "bfloat"))
+        value = value - widen(b, numbers[-1], "bfloat")
     return numbers
 
 
@@ -113,7 +114,7 @@ class Tiles:
             add_lane(b, self.number, total, lane, b.load(self._row(right, k), self.line))
 
     def _row(self, tile: int, row: Value) -> Value:
-        return self.b.gep(self.memory[tile], self.b.mul(row, BYTES), "i8")
+        return self.b.gep(self.memory[tile], row * BYTES, "i8")
 
     def _instruction(self, name: str, *operands: int | Value) -> None:
         values = [constant(o, "i8") if isinstance(o, int) else o for o in operands]
@@ -126,7 +127,7 @@ def add_lane(b: Builder, number: str, total: Value, lane: Value, weights: Value)
     """
     splat = b.splat(lane, 16)
     if number == "i8":
-        b.store(b.dot(b.load(total, weights.type), splat, weights), total)
+        b.store(dot(b, b.load(total, weights.type), splat, weights), total)
         return
     sums = b.load(total, vector(16, "float"))
     for half in (0, 1):

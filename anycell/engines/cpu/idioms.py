@@ -1,0 +1,99 @@
+"""What some machines have an instruction for, and others do in a few: numbers of 16 bits, products
+of 8 bits, a reciprocal that is only near.
+"""
+
+from __future__ import annotations
+
+from anycell.engines.cpu.ir import Builder, Value, constant, shape, vector, with_element
+
+
+def widen(b: Builder, x: Value, number: str) -> Value:
+    """The reals whose bits are these integers of 16 (or as many as the real has), of type
+    ``number``, in the type of the module.
+    """
+    if number == b.real:
+        return b.bitcast(x, with_element(x.type, number))
+    if number == "bfloat":
+        bits = b.zext(x, "i32") << 16
+        return b.bitcast(bits, with_element(x.type, "float"))
+    if b.target.half:
+        return b.fpext(b.bitcast(x, with_element(x.type, "half")), "float")
+    # The exponent is moved by a product, which is exact for subnormal numbers too.
+    bits = b.zext(x, "i32")
+    size, sign = (bits & 0x7FFF) << 13, (bits & 0x8000) << 16
+    real = b.bitcast(size, with_element(x.type, "float")) * 2.0**112
+    finite = size < (0x7C00 << 13)
+    size = b.select(finite, b.bits(real), size | (0xFF << 23))
+    return b.bitcast(size | sign, with_element(x.type, "float"))
+
+
+def narrow(b: Builder, x: Value, number: str) -> Value:
+    """The inverse of ``widen``, rounded to the nearest, to even in the middle."""
+    if number == b.real:
+        return b.bits(x)
+    if number == "bfloat" and b.target.bfloat:
+        return b.bits(b.fptrunc(x, "bfloat"))
+    bits, nan = b.bits(x), b.fcmp("uno", x, x)
+    if number == "bfloat":
+        odd = bits >> 16 & 1
+        rounded = (bits + 0x7FFF + odd) >> 16
+        quiet = bits >> 16 | 0x40
+        return b.trunc(b.select(nan, quiet, rounded), "i16")
+    if b.target.half:
+        return b.bits(b.fptrunc(x, "half"))
+    size, sign = bits & 0x7FFFFFFF, (bits & (1 << 31)) >> 16
+    odd = size >> 13 & 1
+    normal = (size + (0xFFF - (112 << 23)) + odd) >> 13
+    # Adding 1/2 leaves the subnormal number in the lowest bits of the sum.
+    small = b.bitcast(size, x.type) + 0.5
+    subnormal = b.bits(small) - (126 << 23)
+    rounded = b.select(size < (113 << 23), subnormal, normal)
+    # From halfway between the largest number and the next power of two on it is infinite.
+    infinite = size >= 0x477FF000
+    rounded = b.select(infinite, b.value(0x7C00, bits.type), rounded)
+    rounded = b.select(nan, b.value(0x7E00, bits.type), rounded)
+    return b.trunc(rounded | sign, "i16")
+
+
+def near_reciprocal(b: Builder, x: Value) -> Value | None:
+    """1 / x within 2^-14 of itself; None where no instruction is faster than a division."""
+    lanes, kind = shape(x.type)
+    if not b.target.x86 or b.target.bits < 512 or kind != "float" or lanes not in (16, 32):
+        return None
+    every, zeros = constant(-1, "i16"), constant(0.0, vector(16, "float"))
+    total: Value | None = None
+    for first in range(0, lanes, 16):
+        part = x if lanes == 16 else b.shuffle(x, None, range(first, first + 16))
+        name = "llvm.x86.avx512.rcp14.ps.512"
+        near = b.intrinsic(name, part, zeros, every, overload=())
+        total = near if total is None else b.shuffle(total, near, range(first + 16))
+    return total
+
+
+def dot(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
+    """``total`` and four products: of each lane's four unsigned bytes with its four signed
+    ones. Exact, up to the size of ``total``.
+    """
+    if b.target.dot:
+        return b.intrinsic("llvm.x86.avx512.vpdpbusd.512", total, unsigned, signed, overload=())
+    pairs = vector(2 * shape(total.type)[0], "i16")
+    if b.target.x86 and b.target.bits >= 256:
+        # Bytes 0 and 2 as one pair of 16 bits, bytes 1 and 3 as another one.
+        name = {256: "llvm.x86.avx2.pmadd.wd", 512: "llvm.x86.avx512.pmaddw.d.512"}
+        halves = b.bitcast(signed, pairs)
+        operands = (
+            (unsigned & 0x00FF00FF, b.ashr(halves << 8, 8)),
+            (unsigned >> 8 & 0x00FF00FF, b.ashr(halves, 8)),
+        )
+        for left, right in operands:
+            products = b.intrinsic(
+                name[b.target.bits], b.bitcast(left, pairs), right,
+                returns=total.type, overload=(),
+            )  # fmt: skip
+            total = total + products
+        return total
+    for byte in range(4):
+        left = unsigned >> (8 * byte) & 0xFF
+        right = b.ashr(signed << (24 - 8 * byte), 24)
+        total = total + left * right
+    return total
