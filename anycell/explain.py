@@ -12,6 +12,7 @@ from anycell.lang.cell import RECURRENT, Cell, Linear
 from anycell.lang.expr import Expr, is_const, label, listing, rewrite, show, topological
 from anycell.lang.grad import upstream
 from anycell.lang.ops import is_reduction
+from anycell.layer.checks import check_cell, check_names, integer
 from anycell.plan import FREE, HEAVY, Plan, gradient_roots, size_of
 from anycell.plan import plan as make_plan
 
@@ -63,18 +64,11 @@ def explain(
         Elman network, the cell of ``torch.nn.RNN`` and ``keras.layers.SimpleRNN``.
         ...
     """
-    if not isinstance(cell, Cell):
-        raise TypeError(
-            f"cell: given {type(cell).__name__}, expected a cell made by @anycell.cell."
-        )
+    check_cell(cell)
+    check_names(cell, sizes)
     given = {"hidden_size": hidden_size, "batch": 1 if batch is None else batch, **sizes}
     for name, size in given.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}: given {size!r}, expected an integer, at least 1.")
-    unknown = sizes.keys() - set(cell.sizes.values())
-    if unknown:
-        known = ", ".join(sorted(set(cell.sizes.values()) - {"H"})) or "none"
-        raise TypeError(f"given {min(unknown)}=; sizes of cell {cell.name} besides H: {known}.")
+        integer(name, size)
     chosen = make_plan(cell, hidden_size, dtype, engine, sizes)
     return Explanation(chosen, batch, backward, llvm=llvm, assembly=assembly, triton=triton)
 

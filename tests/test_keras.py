@@ -708,7 +708,7 @@ def test_refusals() -> None:
         ak.RNN(keras.layers.LSTMCell(3), 4)
     with pytest.raises(ValueError, match="units"):
         ak.RNN(cells.LSTM, -1)
-    with pytest.raises(ValueError, match=r"P: given None; expected a positive integer, a size"):
+    with pytest.raises(TypeError, match=r"P: given nothing; expected the size P that cell"):
         ak.RNN(cells.LSTMP, 4)
     with pytest.raises(ValueError, match="P"):
         ak.RNN(cells.LSTM, 4, P=3)
@@ -905,7 +905,7 @@ def test_a_bottleneck_says_its_size() -> None:
     assert layer(np.ones((2, 3, 4), "float32")).shape == (2, 9)
     shapes = {w.name: tuple(w.shape) for w in layer.weights}
     assert (shapes["down_kernel"], shapes["up_kernel"]) == ((9, 2), (2, 9))
-    with pytest.raises(ValueError, match="R: given None; expected a positive integer"):
+    with pytest.raises(TypeError, match="R: given nothing; expected the size R"):
         ak.RNN(Bottleneck, 9)
 
 

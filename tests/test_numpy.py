@@ -455,7 +455,7 @@ def test_an_optimizer_step_that_is_refused_changes_nothing() -> None:
     before = {name: p.copy() for name, p in layer.parameters.items()}
     optimizer = an.Adam(layer)
     optimizer.lr = "fast"  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="lr: given 'fast'"):
+    with pytest.raises(ValueError, match="lr: given str 'fast'"):
         optimizer.step()
     optimizer.lr = 0.1
     layer._grads["bias"] = np.zeros(3)
@@ -562,12 +562,12 @@ X, LAYER = np.zeros((5, 2, 3)), an.Dense(3, 2)
 MASKED = np.ma.masked_array(X, mask=np.arange(30).reshape(X.shape) == 7)
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     # constructors
-    (lambda: an.RNN("LSTM", 3, 4), TypeError, r"cell: given 'LSTM', expected what @anycell.cell"),
-    (lambda: an.LSTM(0, 4), ValueError, r"input_size: given 0, expected an integer of at least 1"),
-    (lambda: an.LSTM(3, 2.5), ValueError, r"hidden_size: given 2.5, expected an integer"),
-    (lambda: an.LSTM(3, 4, True), ValueError, r"num_layers: given True, expected an integer"),
-    (lambda: lstm(dropout=1.0), ValueError, r"dropout: given 1.0, expected a number in \[0.0, 1"),
-    (lambda: lstm(dropout=np.nan), ValueError, r"dropout: given nan, expected"),
+    (lambda: an.RNN("LSTM", 3, 4), TypeError, r"cell: given str 'LSTM'; expected a cell"),
+    (lambda: an.LSTM(0, 4), ValueError, r"input_size: given 0; expected an int from 1 to"),
+    (lambda: an.LSTM(3, 2.5), TypeError, r"hidden_size: given float 2.5; expected an int"),
+    (lambda: an.LSTM(3, 4, True), TypeError, r"num_layers: given bool True; expected an int"),
+    (lambda: lstm(dropout=1.0), ValueError, r"dropout: given 1.0; expected a number in \[0, 1\)"),
+    (lambda: lstm(dropout=np.nan), ValueError, r"dropout: given nan; expected"),
     (lambda: lstm(dtype="float8"), ValueError, r"dtype: given 'float8', expected 'float32', 'fl"),
     (lambda: lstm(dtype=None), ValueError, r"dtype: given None, expected 'float32', 'float64', "),
     (
@@ -579,8 +579,8 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: lstm(gate_bias={"z": 1}), ValueError, r"gate_bias: .*'z', expected i, f, g, o"),
     (lambda: lstm(bias=False, forget_bias=1.0), ValueError, r"gate_bias: .* there is no bias"),
     (lambda: lstm(gate_bias="f"), TypeError, r"gate_bias: given str, expected a dict, .* by gate"),
-    (lambda: lstm(forget_bias="1"), ValueError, r"forget_bias: given '1', expected a number"),
-    (lambda: lstm(dropout=10**400), ValueError, r"dropout: given 10+, expected a number"),
+    (lambda: lstm(forget_bias="1"), ValueError, r"forget_bias: given str '1'; expected a number"),
+    (lambda: lstm(dropout=10**400), ValueError, r"dropout: given 10+; expected a number"),
     (lambda: lstm(initializer=3), TypeError, r"initializer: given 3, expected 'glorot_uniform'"),
     (
         lambda: lstm(initializer=lambda shape, rng: np.zeros(shape[::-1])),
@@ -588,15 +588,15 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         r"initializer\(shape, generator\): given shape \(3, 4\), expected \(4, 3\)",
     ),
     (lambda: an.LSTM(3, 4, seed=-1), ValueError, r"seed: given -1 .*, expected an integer from 0"),
-    (lambda: an.LSTM(3, 4, bias="no"), TypeError, r"bias: given 'no', expected True or False"),
-    (lambda: an.LSTM(1 << 31, 4), ValueError, r"input_size: given 2147483648, .* at most"),
+    (lambda: an.LSTM(3, 4, bias="no"), TypeError, r"bias: given str 'no'; expected True or False"),
+    (lambda: an.LSTM(1 << 31, 4), ValueError, r"input_size: given 2147483648; .* to 2147483647"),
     (
         lambda: an.RNN(cells.LSTMP, 3, 4, P=10**30),
         ValueError,
-        r"P: given 10+, .* at most 2147",
+        r"P: given 10+; .* to 2147",
     ),
-    (lambda: lstm(dropuot=0.1), TypeError, r"given dropuot=; sizes that cell LSTM .*: none"),
-    (lambda: an.RNN(Odd, 3, 4), TypeError, r"missing P=; sizes that cell Odd .*: P"),
+    (lambda: lstm(dropuot=0.1), TypeError, r"dropuot: given 0.1; .*sizes that cell LSTM .* none"),
+    (lambda: an.RNN(Odd, 3, 4), TypeError, r"P: given nothing; .*size P that cell Odd"),
     (lambda: initializers.orthogonal((3,), None), ValueError, r"shape: given \(3,\), expected"),
     # forward
     (lambda: lstm().forward(X[0]), ValueError, r"x: given shape \(2, 3\), expected \(T, B, 3\)"),
@@ -629,7 +629,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: lstm().forward(X, lengths=[1.0, 2.0]), TypeError, r"lengths: given dtype float64"),
     (lambda: lstm().forward(X, masked_output="no"), ValueError, r"masked_output: given 'no'"),
     (lambda: lstm().forward(X, masked_output=X), ValueError, r"masked_output: given array"),
-    (lambda: lstm().forward(X, training=X), TypeError, r"training: given array"),
+    (lambda: lstm().forward(X, training=X), TypeError, r"training: given ndarray"),
     (lambda: lstm(checkpoint=X), ValueError, r"checkpoint: given array"),
     (lambda: lstm().forward(X, static=X), ValueError, r"static: given an array, expected none"),
     (
@@ -654,11 +654,15 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: an.Adam([LAYER, LAYER]), ValueError, r"layers: given one layer twice"),
     (lambda: an.Adam(lstm(), betas=0.9), TypeError, r"betas: given 0.9, expected two numbers"),
     (lambda: an.Adam(lstm(), betas=(0.9,)), TypeError, r"betas: given \(0.9,\), expected two"),
-    (lambda: an.Adam(lstm(), lr=-1.0), ValueError, r"lr: given -1.0, expected a number in \[0.0"),
-    (lambda: an.Adam(lstm(), betas=(0.9, 1.0)), ValueError, r"betas: given 1.0, expected"),
+    (
+        lambda: an.Adam(lstm(), lr=-1.0),
+        ValueError,
+        r"lr: given -1.0; expected a number in \[0",
+    ),
+    (lambda: an.Adam(lstm(), betas=(0.9, 1.0)), ValueError, r"betas: given 1.0; expected"),
     (lambda: an.Adam(lstm()).step(), RuntimeError, r"LSTM has no gradient for 'weight_ih_l0' yet"),
     (lambda: an.clip_by_global_norm(lstm(), 1.0), RuntimeError, r"LSTM has no gradient"),
-    (lambda: an.clip_by_value(lstm(), np.nan), ValueError, r"limit: given nan, expected a number"),
+    (lambda: an.clip_by_value(lstm(), np.nan), ValueError, r"limit: given nan; expected a number"),
     (lambda: lstm().set_parameters([1]), TypeError, r"values: given list, expected a dict"),
     (lambda: lstm().set_parameters({1: 2, "a": 3}), KeyError, r"unknown 1, a; expected weight_ih"),
     (lambda: an.mse(["a"], [1.0]), TypeError, r"prediction: given list of dtype <U1"),

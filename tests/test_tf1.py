@@ -409,7 +409,7 @@ def test_initializers() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="num_units: given 0; expected a positive integer"):
+    with pytest.raises(ValueError, match="num_units: given 0; expected an int from 1"):
         t1.LSTMCell(0)
     with pytest.raises(ValueError, match="dtype: given int32; expected float16, bfloat16, float32"):
         t1.GRUCell(3, dtype=tf.int32)
@@ -417,7 +417,7 @@ def test_refusals() -> None:
         t1.LSTMBlockFusedCell(3)(tf.zeros((2, 3)))
     with pytest.raises(TypeError, match=r"cell: given LSTMCell; expected a cell of anycell.tf1"):
         t1.dynamic_rnn(keras.layers.LSTMCell(3), tf.zeros((1, 2, 3)))
-    with pytest.raises(ValueError, match="num_proj: given 0; expected a positive integer"):
+    with pytest.raises(ValueError, match="num_proj: given 0; expected an int from 1"):
         t1.LSTMCell(3, num_proj=0)
     with pytest.raises(
         ValueError, match=r"activation: given .*abs.*; expected None or tanh, .*elu"

@@ -783,13 +783,13 @@ def test_batch_first_errors_name_its_axes() -> None:
 BAD_LAYERS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cell": nn.LSTM}, TypeError, "cell: given type .*expected a cell.*anycell.cells.LSTM"),
     ({"cell": "LSTM"}, TypeError, "cell: given str 'LSTM'"),
-    ({"hidden_size": 0}, ValueError, "hidden_size: given 0; expected a positive int"),
+    ({"hidden_size": 0}, ValueError, "hidden_size: given 0; expected an int from 1"),
     ({"input_size": 3.0}, TypeError, "input_size: given float 3.0; expected an int"),
     ({"num_layers": True}, TypeError, "num_layers: given bool True"),
     ({"dropout": 1.5}, ValueError, r"dropout: given 1.5; expected a number in \[0, 1\]"),
     ({"dropout": np.nan}, ValueError, r"dropout: given nan; expected a number in \[0, 1\]"),
     ({"proj_size": 2}, TypeError, "proj_size: given 2; expected no such argument.*spelling"),
-    ({"cell": cells.LSTMP}, TypeError, "P: given nothing; expected the size that cell LSTMP"),
+    ({"cell": cells.LSTMP}, TypeError, "P: given nothing; expected the size P that cell LSTMP"),
 ]
 
 

@@ -15,6 +15,7 @@ from anycell.keras.call import Arrays, Call, Tensor, named_states
 from anycell.keras.composite import composite
 from anycell.lang.cell import Cell
 from anycell.lang.transform import LowRank, low_rank
+from anycell.layer.checks import check_cell, check_sizes, declared_sizes
 
 _ROLES = ("kernel", "recurrent", "bias", "param")
 
@@ -296,38 +297,14 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         return cls(deserialize(config["cell"]), **{k: v for k, v in config.items() if k != "cell"})
 
 
-def declared_sizes(cell: Cell) -> list[str]:
-    """The size symbols of a cell besides H."""
-    symbols = {s.size for s in cell.states}
-    symbols |= {size for l in cell.linears for size in (l.in_size, l.out_size)}
-    return sorted(symbols - {"H"})
-
-
 def check(cell: Any, units: Any) -> None:
-    """The arguments that only we know."""
-    if not isinstance(cell, Cell):
-        raise TypeError(
-            f"cell: given {type(cell).__name__} {cell!r}; expected a cell. Pass one of "
-            "anycell.cells, or decorate a function of one step with @anycell.cell. A cell that is "
-            "a layer of Keras runs in keras.layers.RNN."
-        )
+    """The arguments that only we know, in Keras's words where it has the same."""
+    check_cell(cell, " A cell that is a layer of Keras runs in keras.layers.RNN.")
     if isinstance(units, bool) or not isinstance(units, int) or units <= 0:
         raise ValueError(
             "Received an invalid value for argument `units`, "
             f"expected a positive integer, got {units}."
         )
-
-
-def check_sizes(cell: Cell, units: int, sizes: Mapping[str, Any]) -> None:
-    """All that the cell declares, each a positive integer that its heads and groups divide."""
-    for name in declared_sizes(cell):
-        size = sizes.get(name)
-        if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
-            raise ValueError(
-                f"{name}: given {size!r}; expected a positive integer, a size that cell "
-                f"{cell.name} declares besides H."
-            )
-    cell.check_sizes({"H": units, **sizes})
 
 
 # -- cells in a config ----------------------------------------------------------------------------

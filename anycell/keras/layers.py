@@ -20,10 +20,11 @@ from keras.src import backend  # the mask of a tensor has no public name
 
 from anycell.keras import cells
 from anycell.keras.call import Arrays, Call, Result, Tensor, check, named_states
-from anycell.keras.cell import RNNCell, declared_sizes, deserialize
+from anycell.keras.cell import RNNCell, deserialize
 from anycell.keras.composite import composite
 from anycell.keras.rule import Engine, Facts, asked, choose
 from anycell.lang.cell import Cell
+from anycell.layer.checks import declared_sizes
 
 _DROPPED = "in training, recurrent dropout multiplies the state on its way into every gate"
 

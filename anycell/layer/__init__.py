@@ -9,6 +9,7 @@ Time-major throughout: ``x [T, B, I]``, outputs ``[T, B, D*size]`` with D direct
 by side, size that of the first state.
 
     signature.py    the names and shapes of a layer's arrays
+    checks.py       what users pass to a layer: checks, with one wording for every frontend
     arguments.py    what a layer is given, on a CPU or a GPU, and what its backward pass needs
     contract.py     what every array must be before a kernel gets its address
     schedule.py     chunks of time, and the segments of checkpoints
@@ -42,7 +43,7 @@ from anycell.layer.form import projects, row_group
 from anycell.layer.forward import forward
 from anycell.layer.run import keeps_state
 from anycell.layer.schedule import Chunk, check_checkpoint
-from anycell.layer.signature import ENDS, names, of_a_matmul, shapes, stepped
+from anycell.layer.signature import ENDS, names, of_a_matmul, parameters, places, shapes, stepped
 
 __all__ = [
     "ENDS",
@@ -63,6 +64,8 @@ __all__ = [
     "keeps_state",
     "names",
     "of_a_matmul",
+    "parameters",
+    "places",
     "projects",
     "reset_values",
     "row_group",

@@ -20,7 +20,7 @@ they are the gradient of. Within a pass each direction has a dict of its own, a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from anycell.lang.cell import Cell
@@ -78,6 +78,25 @@ def shapes(cell: Cell, sizes: dict[str, int], width: int, bias: bool) -> dict[st
     return named | dict.fromkeys(cell.param_names, (sizes["H"],))
 
 
+def parameters(
+    cell: Cell, sizes: dict[str, int], width: int, bias: bool, layers: int, directions: int
+) -> Iterator[tuple[str, Shape]]:
+    """Name and shape of what all layers learn, in the order of creation: names of ``shapes``, with
+    ``_l{k}`` of layer k behind, and ``_reverse`` of the second direction behind that.
+    """
+    for k in range(layers):
+        for end in ENDS[:directions]:
+            for name, shape in shapes(cell, sizes, width, bias).items():
+                yield f"{name}_l{k}{end}", shape
+        width = directions * sizes[cell.states[0].size]
+
+
+@functools.lru_cache(maxsize=512)
+def places(learned: tuple[str, ...], k: int, directions: int) -> dict[str, str]:
+    """The names of a layer's parameters by the names of this file; ``learned`` is the cell's."""
+    return {name + end: f"{name}_l{k}{end}" for end in ENDS[:directions] for name in learned}
+
+
 @functools.lru_cache(maxsize=512)
 def learned(plan: Plan) -> tuple[Learned, ...]:
     """The arrays that one direction learns besides ``weight_ih``, whose width is that of x."""
@@ -113,7 +132,7 @@ def names(cell: Cell, directions: int) -> tuple[str, ...]:
 
 
 def of_layer(cell: Cell, arrays: Mapping[str, Any], k: int, directions: int) -> dict[str, Any]:
-    """What a layer of several learns, by the names of a call, with the scales of integers.
+    """Picks what a layer of several learns, by the names of a call, with the scales of integers.
 
     Args:
         arrays: of all layers, by the names of parameters: ``place(name, k)``, and
@@ -121,13 +140,11 @@ def of_layer(cell: Cell, arrays: Mapping[str, Any], k: int, directions: int) -> 
         k: the layer's number.
     """
     learned = {}
-    for end in ENDS[:directions]:
-        for name in cell.learned:
-            place = f"{name}_l{k}{end}"
-            if place in arrays:
-                learned[name + end] = arrays[place]
-            if f"{place}_scales" in arrays:
-                learned[scales_of(name) + end] = arrays[f"{place}_scales"]
+    for name, place in places(cell.learned, k, directions).items():
+        if place in arrays:
+            learned[name] = arrays[place]
+        if f"{place}_scales" in arrays:
+            learned[scales_of(name)] = arrays[f"{place}_scales"]
     return learned
 
 
@@ -188,6 +205,8 @@ __all__ = [
     "of_a_matmul",
     "of_layer",
     "place",
+    "parameters",
+    "places",
     "shapes",
     "states",
     "stepped",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,27 +9,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from anycell.layer.checks import boolean as boolean
+from anycell.layer.checks import check_cell as check_cell
+from anycell.layer.checks import check_sizes as check_sizes
+from anycell.layer.checks import integer as integer
+from anycell.layer.checks import number as number
 from anycell.numpy.host import numpy_dtype
 from anycell.plan.dtype import dtypes
 
 Array = npt.NDArray[np.floating]
-MOST = (1 << 31) - 1  # of a size: NumPy has its own words for products that are too large
-
-
-def integer(name: str, value: Any, low: int = 1, high: int = MOST) -> int:
-    """``value`` as an int from ``low`` to ``high``."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
-        raise ValueError(f"{name}: given {value!r}, expected an integer of at least {low}.")
-    if value > high:
-        raise ValueError(f"{name}: given {value!r}, expected an integer of at most {high}.")
-    return int(value)
-
-
-def boolean(name: str, value: Any) -> bool:
-    """``value`` as a bool; 0 and 1 count."""
-    if not isinstance(value, (bool, int, np.bool_, np.integer)) or value not in (0, 1):
-        raise TypeError(f"{name}: given {value!r}, expected True or False.")
-    return bool(value)
 
 
 def mapping(name: str, value: Any, expected: str) -> Mapping[Any, Any]:
@@ -62,24 +49,9 @@ def generator(name: str, seed: Any) -> np.random.Generator:
         ) from None
 
 
-def number(name: str, value: Any, low: float = -math.inf, below: float = math.inf) -> float:
-    """``value`` as a float in ``[low, below)``; NaN never is."""
-    real = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    try:
-        number = float(value) if real else math.nan
-    except OverflowError:
-        number = math.inf
-    if not low <= number < below:
-        raise ValueError(f"{name}: given {value!r}, expected a number in [{low}, {below}).")
-    return number
-
-
 def probability(name: str, value: Any) -> float:
-    """``value`` as a float in ``[0, 1]``."""
-    try:
-        return number(name, value, 0.0, math.nextafter(1.0, 2.0))
-    except ValueError:
-        raise ValueError(f"{name}: given {value!r}, expected a number in [0, 1].") from None
+    """The value as a float in ``[0, 1]``."""
+    return number(name, value, 0.0, 1.0, closed=True)
 
 
 def real_dtype(name: str, value: Any) -> np.dtype[Any]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from anycell import cells
 from anycell.engines.cpu import pool
 from anycell.lang.cell import Cell
-from anycell.layer import ENDS, Options, check_checkpoint, shapes
+from anycell.layer import ENDS, Options, check_checkpoint, parameters, places, shapes
 from anycell.layer.signature import of_layer
 from anycell.layer.stream import Stream
 from anycell.numpy import check, initializers, passes
@@ -94,10 +94,7 @@ class RNN(Layer):
         checkpoint: str | int | None = None,
         **sizes: int,
     ) -> None:
-        if not isinstance(cell, Cell):
-            raise TypeError(
-                f"cell: given {cell!r}, expected what @anycell.cell makes: anycell.cells.LSTM, ..."
-            )
+        check.check_cell(cell)
         self.cell = cell
         self.input_size = check.integer("input_size", input_size)
         self.hidden_size = check.integer("hidden_size", hidden_size)
@@ -108,7 +105,7 @@ class RNN(Layer):
         self.bidirectional = check.boolean("bidirectional", bidirectional)
         self.dtype = check.real_dtype("dtype", dtype)
         self.checkpoint = check_checkpoint(checkpoint)
-        self.sizes = {"H": self.hidden_size, **_sizes(cell, sizes)}
+        self.sizes = check.check_sizes(cell, self.hidden_size, sizes)
         self._generator = check.generator("seed", seed)
         self._saved: _Saved | None = None
         self.grad_static: Array | None = None
@@ -174,13 +171,11 @@ class RNN(Layer):
             drawn = [rule(size, rng) for _ in range(blocks * math.prod(shape[:-2]))]
             return np.concatenate(drawn).reshape(shape).astype(self.dtype)
 
-        parameters = {}
-        for k, suffixes in enumerate(self._suffixes):
-            width = len(suffixes) * self.sizes[cell.states[0].size] if k else self.input_size
-            for suffix in suffixes:
-                for name, shape in self._shapes(width).items():
-                    parameters[name + suffix] = draw(name, shape)
-        return parameters
+        whole = self.input_size, self.bias, self.num_layers, 1 + self.bidirectional
+        return {
+            name: draw(name.rpartition("_l")[0], shape)
+            for name, shape in parameters(cell, self.sizes, *whole)
+        }
 
     def _learned(self, k: int) -> dict[str, Array]:
         """The parameters of a layer, by the names of ``anycell.layer.signature``."""
@@ -301,8 +296,8 @@ class RNN(Layer):
             if "static" in result:
                 below = 0 if self.grad_static is None else self.grad_static
                 self.grad_static = result["static"] + below
-            for end, suffix in zip(ENDS, self._suffixes[k], strict=False):
-                grads |= {name + suffix: result[name + end] for name in self._shapes(0)}
+            named = places(self.cell.learned, k, 1 + self.bidirectional)
+            grads |= {place: result[name] for name, place in named.items() if name in result}
         self._grads = {name: grads[name] for name in self._parameters}
         if self.batch_first:
             d = np.ascontiguousarray(d.swapaxes(0, 1))
@@ -450,17 +445,6 @@ class _Saved:
         self.output_shape: tuple[int, ...] = ()
         self.pullbacks: list[passes.Pullback] = []
         self.dropped: list[Array] = []  # between layers: 0, or 1 / (1 - dropout)
-
-
-def _sizes(cell: Cell, given: dict[str, int]) -> dict[str, int]:
-    """The sizes that a cell declares; whatever else is given by keyword is a mistake."""
-    declared = {s.size for s in cell.states}
-    declared |= {size for l in cell.linears for size in (l.in_size, l.out_size)}
-    expected = ", ".join(sorted(declared - {"H"})) or "none"
-    for name in given.keys() ^ (declared - {"H"}):
-        fault = f"given {name}=" if name in given else f"missing {name}="
-        raise TypeError(f"{fault}; sizes that cell {cell.name} declares besides H: {expected}.")
-    return {name: check.integer(name, value) for name, value in given.items()}
 
 
 def _gate_bias(cell: Cell, bias: bool, given: Mapping[str, float] | None) -> dict[str, float]:

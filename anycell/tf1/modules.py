@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from anycell.keras.cells import ACTIVATIONS
 from anycell.keras.rule import Engine, Facts, choose
 from anycell.keras.tensorflow import recur, refusal
 from anycell.lang.cell import Cell
+from anycell.layer.checks import integer
 from anycell.tf1 import cells
 from anycell.tf1.base import (
     LSTMStateTuple,
@@ -25,18 +25,6 @@ from anycell.tf1.base import (
     tensor,
     v1,
 )
-
-
-def positive(name: str, given: Any) -> int:
-    """A size; NumPy's integers are integers."""
-    try:
-        size = 0 if isinstance(given, bool) else operator.index(given)
-    except TypeError:
-        size = 0
-    if size <= 0:
-        raise ValueError(f"{name}: given {given!r}; expected a positive integer.")
-    return size
-
 
 # The names that TensorFlow 1 knew: of others Keras has changed the meaning since.
 _NAMES = "elu exponential linear relu selu sigmoid softplus softsign swish tanh".split()
@@ -82,7 +70,7 @@ class KernelCell(RNNCell):
                 "share them."
             )
         self.activation = "tanh" if activation is None else _activation(activation)
-        self.num_units = self.output_size = positive("num_units", num_units)
+        self.num_units = self.output_size = integer("num_units", num_units)
         self.state_size: Any = self.num_units
         self.kernel_initializer, self.bias_initializer = kernel_initializer, bias_initializer
         self._weights: dict[str, tf.Variable] = {}
@@ -124,7 +112,7 @@ class KernelCell(RNNCell):
         """Makes the variables for inputs of that shape, or of that width: unless initializers were
         given, kernels as the scope of variables has it or glorot, biases as in TF 1."""
         whole = inputs_shape if isinstance(inputs_shape, int) else inputs_shape[-1]
-        width = positive("inputs_shape", getattr(whole, "value", whole))
+        width = integer("inputs_shape", getattr(whole, "value", whole))
         with self._scoped():
             self._build(width, tf.float32)
 
@@ -315,7 +303,7 @@ class LSTMCell(KernelCell):
     ) -> None:
         super().__init__(num_units, dtype, name, activation, reuse, initializer, **kwargs)
         if num_proj is not None:
-            num_proj = self.output_size = positive("num_proj", num_proj)
+            num_proj = self.output_size = integer("num_proj", num_proj)
         self.use_peepholes, self.num_proj = use_peepholes, num_proj
         self.state_is_tuple = state_is_tuple
         sizes = LSTMStateTuple(self.num_units, self.output_size)

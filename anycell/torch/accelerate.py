@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from anycell.layer.checks import describe
 from anycell.torch import swap
-from anycell.torch.arguments import describe
 from anycell.torch.dropin import DropIn
 from anycell.torch.rnn import RNN
 from anycell.torch.step import GRUCell, LSTMCell, RNNCell

@@ -5,7 +5,6 @@ Every error names the argument, what was given, what is expected, and what to do
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,79 +13,25 @@ import torch
 from torch import Tensor
 
 from anycell.lang.cell import Cell
+from anycell.layer.checks import check_cell, check_sizes, integer, is_array, refuse
+from anycell.layer.checks import describe as describe
 from anycell.torch.entry import autocast
 from anycell.torch.functional import memory, observed
-
-
-def describe(value: Any) -> str:
-    """What was given, as an error message shows it."""
-    if isinstance(value, Tensor):
-        where = "" if value.device.type == "cpu" else f" on {value.device}"
-        return f"{value.dtype} {list(value.shape)}{where}"
-    if isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in value):
-        return f"{type(value).__name__} ({', '.join(map(describe, value))})"
-    if is_array(value):
-        return f"{type(value).__name__} {value.dtype} {list(value.shape)}"
-    shown = repr(value)
-    return f"{type(value).__name__} {shown if len(shown) < 60 else shown[:56] + ' ...'}"
-
-
-def is_array(value: Any) -> bool:
-    """Whether it is an array of NumPy's."""
-    return type(value).__module__ == "numpy" and hasattr(value, "__array__")
-
 
 # -- of constructors -------------------------------------------------------------------------------
 
 
-def check_cell(cell: Any) -> None:
-    """What is to be a cell."""
-    if not isinstance(cell, Cell):
-        raise TypeError(
-            f"cell: given {describe(cell)}; expected a cell. Pass one of anycell.cells, for "
-            "instance anycell.cells.LSTM, or decorate a function of one step with @anycell.cell."
-        )
-
-
 def check_layer(
-    cell: Any, counts: Mapping[str, Any], sizes: Mapping[str, Any], dropout: Any = 0.0
-) -> None:
-    """The arguments of ``RNN`` and ``RNNCell``; ``counts`` are those that count something."""
+    module: str, cell: Any, input_size: Any, hidden_size: Any, sizes: Mapping[str, Any]
+) -> dict[str, int]:
+    """The arguments of a module, as of ``RNN``: what the size symbols of its cell stand for."""
     if isinstance(cell, int):  # a call of torch.nn's module of that name
-        module, size = "RNN" if "num_layers" in counts else "RNNCell", counts["input_size"]
-        raise TypeError(
-            f"cell: given {describe(cell)}; expected a cell, which anycell.torch.{module} takes "
-            f"first. Pass one of anycell.cells: {module}(cells.RNN, {cell}, {size})."
-        )
+        hint = f"Pass one of anycell.cells: {module}(cells.RNN, {cell}, {input_size})."
+        expected = f"a cell, which anycell.torch.{module} takes first"
+        refuse("cell", describe(cell), expected, hint, TypeError)
     check_cell(cell)
-    declared = {size for l in cell.linears for size in (l.in_size, l.out_size)}
-    declared = (declared | {s.size for s in cell.states}) - {"H"}
-    for name in sizes.keys() - declared:
-        has = ", ".join(sorted(declared)) or "none but H"
-        raise TypeError(
-            f"{name}: given {sizes[name]!r}; expected no such argument: of sizes, cell {cell.name} "
-            f"declares {has}. Check the spelling."
-        )
-    for name in declared - sizes.keys():
-        raise TypeError(
-            f"{name}: given nothing; expected the size that cell {cell.name} declares so. "
-            f"Pass {name}=... beside hidden_size."
-        )
-    for name, value in {**counts, **sizes}.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            hint = f"Pass {name}" if value is None else f"Pass int({name})"
-            raise TypeError(f"{name}: given {describe(value)}; expected an int. {hint}.")
-        if value <= 0:
-            raise ValueError(f"{name}: given {value}; expected a positive int. Pass 1 or more.")
-    number = isinstance(dropout, (int, float)) and not isinstance(dropout, bool)
-    if not number or not 0 <= dropout <= 1:
-        raise ValueError(
-            f"dropout: given {dropout!r}; expected a number in [0, 1], how likely an element "
-            "between two layers is zeroed. Pass 0.0 for none."
-        )
-    if dropout and counts.get("num_layers") == 1:
-        message = f"dropout={dropout} acts between layers; with num_layers=1 it does nothing."
-        warnings.warn(message, stacklevel=3)
+    integer("input_size", input_size)
+    return check_sizes(cell, integer("hidden_size", hidden_size), sizes)
 
 
 # -- of calls --------------------------------------------------------------------------------------

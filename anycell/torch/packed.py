@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from anycell.torch.arguments import as_flags, describe
+from anycell.layer.checks import describe
+from anycell.torch.arguments import as_flags
 
 
 def parts(packed: PackedSequence) -> tuple[Tensor, Tensor]:

@@ -12,15 +12,14 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell.engines import reference
 from anycell.lang.cell import Cell
 from anycell.layer import Options, check_checkpoint, shapes
+from anycell.layer.checks import check_cell, describe
 from anycell.torch import ops
 from anycell.torch.arguments import (
-    check_cell,
     check_masked_output,
     check_recurrent_mask,
     check_return_states,
     check_static,
     check_tensor,
-    describe,
 )
 from anycell.torch.composite import Call
 from anycell.torch.functional import compiled, exporting

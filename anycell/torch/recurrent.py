@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import Cell
 from anycell.layer import Options, check_checkpoint
+from anycell.layer.checks import describe
 from anycell.layer.signature import FLAGS
 from anycell.plan import Plan
 from anycell.torch import ops
@@ -24,7 +25,6 @@ from anycell.torch.arguments import (
     check_return_states,
     check_states,
     check_tensor,
-    describe,
 )
 from anycell.torch.composite import Arrays, Call, Result, States
 from anycell.torch.entry import autocast

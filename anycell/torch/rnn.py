@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -12,14 +13,13 @@ from torch.fx import Proxy
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import Cell
-from anycell.layer import ENDS, check_checkpoint, shapes
+from anycell.layer import check_checkpoint, parameters, places
+from anycell.layer.checks import describe, integer, is_array, number
 from anycell.torch import ops
 from anycell.torch.arguments import (
     check_device,
     check_layer,
     check_static,
-    describe,
-    is_array,
 )
 from anycell.torch.composite import Arrays, Sizes, States
 from anycell.torch.entry import autocast
@@ -111,26 +111,26 @@ class RNN(Recurrent, nn.Module):
         **sizes: int,
     ) -> None:
         super().__init__()
-        counts = {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers}
-        check_layer(cell, counts, sizes, dropout)
-        assert hidden_size is not None
+        self.sizes = check_layer("RNN", cell, input_size, hidden_size, sizes)
         self.cell = cell
         ops.register(cell)
-        self.input_size = input_size
-        self.hidden_size = hidden_size
-        self.num_layers = num_layers
+        self.input_size = int(input_size)
+        self.hidden_size = self.sizes["H"]
+        self.num_layers = integer("num_layers", num_layers)
         self.bias = bool(bias) and cell.bias
         self.batch_first = batch_first
-        self.dropout = float(dropout)
+        self.dropout = number("dropout", dropout, 0.0, 1.0, closed=True)
+        if self.dropout and self.num_layers == 1:
+            message = f"dropout={dropout} acts between layers; with num_layers=1 it does nothing."
+            warnings.warn(message, stacklevel=2)
         self.bidirectional = bidirectional
         self.checkpoint = check_checkpoint(checkpoint)
-        self.sizes = {"H": hidden_size, **sizes}
-        for k, suffixes in enumerate(self._suffixes()):
-            width = input_size if k == 0 else len(suffixes) * self.sizes[cell.states[0].size]
-            for suffix in suffixes:
-                for name, shape in shapes(cell, self.sizes, width, self.bias).items():
-                    empty = torch.empty(shape, device=device, dtype=dtype)
-                    self.register_parameter(name + suffix, nn.Parameter(empty))
+        directions = 1 + bool(bidirectional)
+        for name, shape in parameters(
+            cell, self.sizes, self.input_size, self.bias, self.num_layers, directions
+        ):
+            empty = torch.empty(shape, device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(empty))
         self.reset_parameters()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -244,13 +244,9 @@ class RNN(Recurrent, nn.Module):
         if sizes is None and x.shape[int(self.batch_first and x.dim() == 3)] == 0:
             raise ValueError(f"x: given {describe(x)}; expected one step or more. Skip the call.")
 
-    def _suffixes(self) -> list[list[str]]:
-        """What the names of parameters end in, per layer and direction."""
-        ends = ENDS[: 1 + self.bidirectional]
-        return [[f"_l{k}{end}" for end in ends] for k in range(self.num_layers)]
-
     def _weights(self) -> list[Arrays]:
-        return [learned(self, f"_l{k}", 1 + self.bidirectional) for k in range(self.num_layers)]
+        names, count = self.cell.learned, 1 + self.bidirectional
+        return [learned(self, places(names, k, count)) for k in range(self.num_layers)]
 
 
 def initialise(parameter: nn.Parameter, declared: float | None, hidden_size: int) -> None:
@@ -262,14 +258,12 @@ def initialise(parameter: nn.Parameter, declared: float | None, hidden_size: int
         nn.init.constant_(parameter, declared)
 
 
-def learned(module: Any, layer: str = "", directions: int = 1) -> Arrays:
-    """What a layer of a module with a ``cell`` learns; ``layer`` stands behind its names."""
+def learned(module: Any, places: Mapping[str, str]) -> Arrays:
+    """What a layer of a module learns, from the places of ``anycell.layer.places``."""
     mine, arrays = module._parameters, {}
-    for end in ENDS[:directions]:
-        for name in module.cell.learned:
-            place = name + layer + end
-            # A parametrised weight is no parameter of the module, but computed by an attribute.
-            tensor = mine[place] if place in mine else getattr(module, place, None)
-            if tensor is not None:
-                arrays[name + end] = tensor
+    for name, place in places.items():
+        # A parametrised weight is no parameter of the module, but computed by an attribute.
+        tensor = mine[place] if place in mine else getattr(module, place, None)
+        if tensor is not None:
+            arrays[name] = tensor
     return arrays

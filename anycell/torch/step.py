@@ -13,7 +13,7 @@ from anycell.lang.cell import Cell
 from anycell.layer import Options, shapes
 from anycell.torch import ops, single
 from anycell.torch.arguments import check_layer, check_states, check_static, check_tensor
-from anycell.torch.composite import Call, Sizes, States
+from anycell.torch.composite import Arrays, Call, Sizes, States
 from anycell.torch.dropin import vendors
 from anycell.torch.entry import autocast
 from anycell.torch.functional import Engine, fused_plan, layer, reason
@@ -100,14 +100,12 @@ class RNNCell(nn.Module):
         **sizes: int,
     ) -> None:
         super().__init__()
-        check_layer(cell, {"input_size": input_size, "hidden_size": hidden_size}, sizes)
-        assert hidden_size is not None
+        self.sizes = check_layer("RNNCell", cell, input_size, hidden_size, sizes)
         self.cell = cell
         ops.register(cell)
-        self.input_size = input_size
-        self.hidden_size = hidden_size
+        self.input_size = int(input_size)
+        self.hidden_size = self.sizes["H"]
         self.bias = bool(bias) and cell.bias
-        self.sizes = {"H": hidden_size, **sizes}
         taken = [name for name in cell.param_names if name in dir(self)]
         if taken:
             raise ValueError(
@@ -183,6 +181,9 @@ class RNNCell(nn.Module):
             new = tuple(s.squeeze(0) for s in new)
         return new if len(new) > 1 else new[0]
 
+    def _learned(self) -> Arrays:
+        return learned(self, dict(zip(self.cell.learned, self.cell.learned, strict=True)))
+
     def _step(self, x: Tensor, states: States | None, static: Tensor | None) -> States:
         return self._vendors(x, states) or self._ours(x, states, static)
 
@@ -193,13 +194,14 @@ class RNNCell(nn.Module):
             return None
         if states is None:
             states = (x.new_zeros(len(x), self.hidden_size),) * len(self.cell.states)
-        new = operator(x, states if len(states) > 1 else states[0], *vendors(learned(self)))
+        learned = vendors(self._learned())
+        new = operator(x, states if len(states) > 1 else states[0], *learned)
         return new if len(states) > 1 else (new,)
 
     def _ours(self, x: Tensor, states: States | None, static: Tensor | None) -> States:
         draws = self.training and ops.draws(self.cell)
         options = Options(training=self.training, seed=draw_seed() if draws else 0)
-        arrays = {"x": x, **learned(self)}
+        arrays = {"x": x, **self._learned()}
         if static is not None:
             arrays["static"] = static
         if states is not None:

@@ -478,7 +478,7 @@ class Door:
 
     def _print_first_gradients(self) -> None:
         """What gradients that add up over time start from."""
-        b = self.module.function("write_first", [("ptr", "call")], internal=True, inline=False)
+        b = self.module.private("write_first", "ptr call")
         with self._directions(b, b.args[0]) as (shared, each, _):
             batch, group = shared["batch"], shared["row_group"]
             groups = (batch + group - 1) // group
