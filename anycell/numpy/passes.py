@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell import layer
-from anycell.engines import reference
 from anycell.layer import ENDS, Options
+from anycell.layer.steps import directions
 from anycell.numpy.host import host_of
 from anycell.plan import Plan
 
@@ -56,42 +56,19 @@ def fused(plan: Plan, arrays: Named, options: Options) -> Result:
 
 def composite(plan: Plan, arrays: Named, options: Options) -> Result:
     """``run`` on the reference engine; its pullback computes the forward pass once more."""
-    cell, x = plan.cell, arrays["x"]
-    mask, resets = arrays.get("mask"), arrays.get("resets")
-    if mask is not None:
-        x = host_of(plan.dtype).masked(x, mask)
+    cell, x, mask = plan.cell, arrays["x"], arrays.get("mask")
+    if mask is not None:  # NaN under a mask must not reach the weights' gradient
+        x = np.where(mask[..., None], x, np.zeros((), x.dtype))
     ends = ENDS[: len(options.reverse)]
-    calls: list[dict[str, Any]] = []
-    for d, end in enumerate(ends):
-        gates, bias = x @ arrays[f"weight_ih{end}"].T, arrays.get(f"bias_ih{end}")
-        weights = {
-            name: arrays.get(name + end) for l in cell.linears for name in (l.weight, l.bias_name)
-        }
-        calls.append(
-            {
-                "cell": cell,
-                "gates_x": gates if bias is None else gates + bias,
-                "weights": weights,
-                "state": [arrays[f"state {name}"][d] for name in cell.state_names],
-                "params": {name: arrays[name + end] for name in cell.param_names},
-                "static": arrays.get("static"),
-                "mask": None if mask is None else mask.astype(bool),
-                "resets": None if resets is None else resets.astype(bool),
-                "masked_output": "repeat" if options.repeat else "zero",
-                "reverse": options.reverse[d],
-                "training": options.training,
-                "seed": options.seed,
-                "stream": 2 * options.stream + d,
-            }
-        )
-    outputs, finals = zip(*(reference.run(**call) for call in calls), strict=True)
+    runs = directions(cell, {**arrays, "x": x}, options, _linear)
+    outputs, finals = zip(*(run.forward() for run in runs), strict=True)
 
     def pullback(d_output: Array, d_final: States) -> dict[str, Array]:
-        parts = np.split(d_output, len(calls), axis=-1)
+        parts = np.split(d_output, len(runs), axis=-1)
         gradients: dict[str, Array] = {"x": np.zeros_like(x)}
         states = []
-        for d, (end, call, part) in enumerate(zip(ends, calls, parts, strict=True)):
-            grad = reference.backward(**call, d_outputs=part, d_final=[s[d] for s in d_final])
+        for d, (end, run, part) in enumerate(zip(ends, runs, parts, strict=True)):
+            grad = run.backward(part, [s[d] for s in d_final])
             gradients["x"] += grad.gates_x @ arrays[f"weight_ih{end}"]
             flat = grad.gates_x.reshape(-1, grad.gates_x.shape[-1])
             learned = {"weight_ih": flat.T @ x.reshape(-1, x.shape[-1]), "bias_ih": flat.sum(0)}
@@ -106,3 +83,8 @@ def composite(plan: Plan, arrays: Named, options: Options) -> Result:
 
     final = [np.stack(states) for states in zip(*finals, strict=True)]
     return np.concatenate(outputs, axis=-1), final, pullback
+
+
+def _linear(x: Array, weight: Array, bias: Array | None) -> Array:
+    projected: Array = x @ weight.T
+    return projected if bias is None else projected + bias

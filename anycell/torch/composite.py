@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anycell.engines import reference
 from anycell.lang.cell import Cell
-from anycell.layer import ENDS, Options
+from anycell.layer import Options
+from anycell.layer.steps import directions
 from anycell.plan import Plan
 
 States = tuple[Tensor, ...]
@@ -62,45 +62,15 @@ Result = tuple[Tensor, States, States]
 
 def composite(call: Call, arrays: Arrays) -> Result:
     """A layer, step by step."""
-    cell, options, x, get = call.cell, call.options, arrays["x"], arrays.get
-    mask = get("mask")
+    x, mask = arrays["x"], arrays.get("mask")
     if mask is not None:  # NaN under a mask must not reach the weights' gradient
         x = torch.where(mask.unsqueeze(-1), x, torch.zeros_like(x))
     if torch._C._get_tracing_state() is not None:
         # The loop over the steps becomes part of the trace. There it must not run on more of them.
         x = torch.stack(x.unbind())
-    sequences, finals = [], []
-    wanted = (cell.state_names[0], *call.sequences)
-    for d, (end, reverse) in enumerate(zip(ENDS, options.reverse, strict=False)):
-        weight, bias = get(f"weight_ih{end}"), get(f"bias_ih{end}")
-        gates = x if weight is None else F.linear(x, weight, bias)
-        if weight is None and bias is not None:
-            gates = x + bias
-        states, reset_states = (
-            [None if s is None else s[d] for s in (get(f"{kind} {n}") for n in cell.state_names)]
-            for kind in ("state", "reset_state")
-        )
-        weights = {n: get(n + end) for l in cell.linears for n in (l.weight, l.bias_name)}
-        recurrence = reference.Recurrence(
-            cell,
-            gates,
-            weights,
-            states,
-            {name: arrays[name + end] for name in cell.param_names},
-            static=get("static"),
-            mask=mask,
-            resets=get("resets"),
-            reset_state=reset_states,
-            masked_output="repeat" if options.repeat else "zero",
-            recurrent_mask=get("recurrent_mask"),
-            reverse=reverse,
-            training=options.training,
-            seed=options.seed,
-            stream=2 * options.stream + d,
-        )
-        after, final = recurrence.sequences(wanted)
-        sequences.append(after)
-        finals.append(final)
+    wanted = (call.cell.state_names[0], *call.sequences)
+    runs = directions(call.cell, {**arrays, "x": x}, call.options, F.linear)
+    sequences, finals = zip(*[run.sequences(wanted) for run in runs], strict=True)
     output, *others = map(side_by_side, zip(*sequences, strict=True))
     final = tuple(torch.stack(parts) for parts in zip(*finals, strict=True))
     return output, final, tuple(others)

@@ -1,0 +1,54 @@
+"""A layer step by step: the reference engine on the arrays of a call, by their public names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from anycell.engines.reference import Recurrence
+from anycell.lang.cell import Cell
+from anycell.layer.arguments import Array, Options
+from anycell.layer.signature import ENDS
+
+
+def directions(
+    cell: Cell,
+    arrays: Mapping[str, Array],
+    options: Options,
+    linear: Callable[[Array, Array, Array | None], Array],
+) -> list[Recurrence]:
+    """A run of the reference engine for each direction of a layer.
+
+    Args:
+        arrays: by the names of ``signature``; None stands for one that is not given. Without
+            ``weight_ih`` x is projected already. mask and resets are booleans.
+        linear: ``(x, weight, bias)`` to ``x @ weight.T + bias``, with a bias or without.
+    """
+    get, x, runs = arrays.get, arrays["x"], []
+
+    def of(kind: str, d: int) -> list[Any]:
+        values = (get(f"{kind} {name}") for name in cell.state_names)
+        return [None if value is None else value[d] for value in values]
+
+    for d, (end, reverse) in enumerate(zip(ENDS, options.reverse, strict=False)):
+        weight, bias = get(f"weight_ih{end}"), get(f"bias_ih{end}")
+        gates = x if weight is None else linear(x, weight, bias)
+        run = Recurrence(
+            cell,
+            gates + bias if weight is None and bias is not None else gates,
+            {n: get(n + end) for l in cell.linears for n in (l.weight, l.bias_name)},
+            of("state", d),
+            {name: arrays[name + end] for name in cell.param_names},
+            static=get("static"),
+            mask=get("mask"),
+            resets=get("resets"),
+            reset_state=of("reset_state", d),
+            masked_output="repeat" if options.repeat else "zero",
+            recurrent_mask=get("recurrent_mask"),
+            reverse=reverse,
+            training=options.training,
+            seed=options.seed,
+            stream=2 * options.stream + d,
+        )
+        runs.append(run)
+    return runs
