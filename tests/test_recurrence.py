@@ -94,127 +94,151 @@ def resized(**by: Any) -> Any:
 
 ones = np.ones
 WRONG: list[tuple[Any, type[Exception], str]] = [
-    (change(cell=cells.LSTM) | {"cell": "LSTM"}, TypeError, "cell: given str, expected a cell"),
-    (change(gates_x=[[[1.0]]]), TypeError, "gates_x: given list, expected a NumPy array"),
+    (
+        change(cell=cells.LSTM) | {"cell": "LSTM"},
+        TypeError,
+        "cell: given str 'LSTM'; expected a cell",
+    ),
+    (
+        change(gates_x=[[[1.0]]]),
+        TypeError,
+        "gates_x: given list [[[1.0]]]; expected [time, batch, 4 * H], a ndarray",
+    ),
     (
         change(gates_x=ones((T, B, 16), int)),
         TypeError,
-        "gates_x: given dtype int64, expected one of float",
+        "gates_x: given dtype int64; expected one of float",
     ),
     (
         change(gates_x=ones((T, B, 16), "i4")),
         TypeError,
-        "given dtype int32, expected one of float32, float64,",
+        "given dtype int32; expected one of float32, float64,",
     ),
-    (change(gates_x=ones((T, B, 16), ">f8")), TypeError, "gates_x: given dtype >f8, expected"),
+    (change(gates_x=ones((T, B, 16), ">f8")), TypeError, "gates_x: given dtype >f8; expected"),
     (
         change(gates_x=ones((B, 16))),
         ValueError,
-        "gates_x: given shape (3, 16), expected (T, B, 4 * H)",
+        "gates_x: given ndarray float64 [3, 16]; expected [time, batch, 4 * H]",
     ),
     (
         change(gates_x=ones((T, B, 15))),
         ValueError,
-        "given shape (5, 3, 15), expected (T, B, 4 * H)",
+        "float64 [5, 3, 15]; expected [time, batch, 4 * H]",
     ),
-    (change(gates_x=ones((T, B, 0))), ValueError, "given shape (5, 3, 0), expected (T, B, 4 * H)"),
-    (change(weights=None), TypeError, "weights: given NoneType, expected a dictionary"),
+    (
+        change(gates_x=ones((T, B, 0))),
+        ValueError,
+        "float64 [5, 3, 0]; expected [time, batch, 4 * H]",
+    ),
+    (change(weights=None), TypeError, "weights: given NoneType None; expected a dictionary"),
     (
         change(weights={}),
         ValueError,
-        "weights: given no 'weight_hh'; expected 'weight_hh', 'bias_hh'",
+        "weight_hh: given nothing; expected [out, in]",
     ),
     (
         change(weights=("W", ones(3))),
         ValueError,
-        "weights: given unknown 'W'; expected 'weight_hh', 'bias_hh'",
+        "weights: given 'W', unknown; expected each name of cell LSTM once: weight_hh, bias_hh",
     ),
-    (change(weights=("weight_hh", None)), ValueError, "weights: given no 'weight_hh'"),
+    (change(weights=("weight_hh", None)), ValueError, "weight_hh: given nothing"),
     (
         change(weights=("weight_hh", ones(16))),
         ValueError,
-        "given shape (16,), expected 2 axes: (out, in)",
+        "weight_hh: given ndarray float64 [16]; expected [out, in]",
     ),
     (
         change(weights=("weight_hh", ones((16, 4), "f4"))),
         TypeError,
-        "given dtype float32, expected float64",
+        "weight_hh: given dtype float32; expected float64, the dtype of gates_x",
     ),
     (
         change(state=ones((B, H))),
         TypeError,
-        "state: given ndarray, expected a tuple, one array per",
+        "state: given ndarray float64 [3, 4]; expected a tuple (h, c)",
     ),
-    (change(state=(ones((B, H)),)), ValueError, "state: given 1, expected 2: h c"),
+    (change(state=(ones((B, H)),)), TypeError, "state: given tuple (ndarray float64 [3, 4])"),
     (
         change(state=(None, ones((B, H), "f4"))),
         TypeError,
-        "state 'c': given dtype float32, expected",
+        "state: given dtype float32; expected",
     ),
-    (change(state={"h": None}), TypeError, "state: given dict, expected a tuple, one array per"),
-    (change(params={"p": ones(H)}), ValueError, "params: given unknown 'p'; expected no names"),
+    (
+        change(state={"h": None}),
+        TypeError,
+        "state: given dict {'h': None}; expected a tuple (h, c)",
+    ),
+    (change(params={"p": ones(H)}), ValueError, "params: given 'p', unknown; expected each name"),
     (
         change(cell=cells.PeepholeLSTM, params={"p_i": ones(H)}),
         ValueError,
-        "params: given no 'p_f', no 'p_o'; expected 'p_i', 'p_f', 'p_o'",
+        "p_f: given nothing; expected float64 [4], which cell PeepholeLSTM learns",
     ),
     (
         change(cell=cells.PeepholeLSTM, params=("p_f", ones((1, H)))),
         ValueError,
-        "params['p_f']: given shape (1, 4), expected (4,)",
+        "p_f: given shape [1, 4]; expected shape [4]",
     ),
     (
         change(mask=np.full((T, B), 0.5)),
         ValueError,
-        "mask: given numbers other than 0 and 1, expected",
+        "mask: given numbers other than 0 and 1; expected",
     ),
     (
         change(mask=np.full((T, B), np.nan)),
         ValueError,
-        "mask: given numbers other than 0 and 1, expected",
+        "mask: given numbers other than 0 and 1; expected",
     ),
-    (change(lengths=[5, 6, 2]), ValueError, "lengths: given 6 at row 1, expected 0 to 5"),
-    (change(lengths=[5, -1, 2]), ValueError, "lengths: given -1 at row 1, expected 0 to 5"),
-    (change(lengths=[5.0, 2.0, 1.0]), TypeError, "lengths: given dtype float64, expected integers"),
+    (change(lengths=[5, 6, 2]), ValueError, "lengths: given a length of 6; expected 0 to 5"),
+    (change(lengths=[5, -1, 2]), ValueError, "lengths: given a length of -1; expected 0 to 5"),
+    (
+        change(lengths=[5.0, 2.0, 1.0]),
+        TypeError,
+        "lengths: given ndarray float64 [3]; expected integers",
+    ),
     (
         change(reset_state=(ones(H), ones((2, H)))),
         ValueError,
-        "reset_state 'c': given shape (2, 4), expected (3, 4) or (4,)",
+        "reset_state: given shape [2, 4]; expected shape [3, 4], the state 'c'",
     ),
-    (change(masked_output="hold"), ValueError, "masked_output: given 'hold', expected 'zero' or"),
+    (change(masked_output="hold"), ValueError, "masked_output: given 'hold'; expected 'zero' or"),
     (
         change(recurrent_mask=ones((3, B, H))),
         ValueError,
-        "recurrent_mask: given shape (3, 3, 4), expected (3, 4) or (4, 3, 4)",
+        "recurrent_mask: given shape [3, 3, 4]; expected shape [4, 3, 4], of the state 'h'",
     ),
     (
         change(static=ones((B, H))),
-        ValueError,
-        "static: given an array, expected none: see cell LSTM",
+        TypeError,
+        "static: given ndarray float64 [3, 4]; expected None, because cell LSTM declares no static",
     ),
-    (change(reverse="yes"), ValueError, "reverse: given 'yes', expected False or True"),
-    (change(training=1), ValueError, "training: given 1, expected False or True"),
-    (change(seed=-1), ValueError, "seed: given -1, expected an integer of at least 0"),
-    (change(seed=1 << 64), ValueError, f"expected an integer of at most {(1 << 64) - 1}"),
-    (change(seed=1.5), ValueError, "seed: given 1.5, expected an integer"),
-    (change(engine="gpu"), ValueError, "engine='gpu'; expected 'cpu', 'reference' or None"),
-    (resized(static=None), ValueError, "static: given none, expected one: see cell Sized"),
-    (resized(training=True), ValueError, "seed: given None, expected an integer: in training cell"),
-    (resized(weights={"bias_down": None}), ValueError, "weights: given no 'bias_down'"),
+    (change(reverse="yes"), TypeError, "reverse: given str 'yes'; expected True or False"),
+    (change(training=2), TypeError, "training: given int 2; expected True or False"),
+    (change(seed=-1), ValueError, "seed: given -1; expected an int from 0 to"),
+    (change(seed=1 << 64), ValueError, f"expected an int from 0 to {(1 << 64) - 1}"),
+    (change(seed=1.5), TypeError, "seed: given float 1.5; expected an int"),
+    (change(engine="gpu"), ValueError, "engine: given 'gpu'; expected None, 'cpu' or 'reference'"),
+    (resized(static=None), TypeError, "static: given NoneType None; expected a NumPy array [3, 4]"),
+    (
+        resized(training=True),
+        ValueError,
+        "seed: given None; expected an int. Pass a seed: in training cell",
+    ),
+    (resized(weights={"bias_down": None}), ValueError, "bias_down: given nothing"),
     (
         resized(weights={"weight_down": ones((6, 5))}),
         ValueError,
-        "given shape (6, 5), expected (6, 4)",
+        "weight_down: given shape [6, 5]; expected shape [6, 4]",
     ),
     (
         resized(weights={"weight_hh": ones((2 * H, 5))}),
         ValueError,
-        "'weight_down']: given shape (6, 4), expected",
+        "weight_down: given shape [6, 4]; expected shape [5, 4]",
     ),
     (
         resized(weights={"weight_mix": ones((4, 4))}),
         ValueError,
-        "3 axes: (heads, out/heads, in/heads)",
+        "weight_mix: given ndarray float64 [4, 4]; expected [heads, out/heads, in/heads]",
     ),
     (
         resized(gates_x=ones((T, B, 6)), weights={"weight_hh": ones((6, 6))}),
@@ -224,7 +248,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (
         resized(state=(ones((B, 7)), None)),
         ValueError,
-        "'weight_hh']: given shape (8, 6), expected (8, 7)",
+        "weight_hh: given shape [8, 6]; expected shape [8, 7]",
     ),
 ]
 
@@ -265,5 +289,5 @@ def test_a_size_must_be_known() -> None:
 def test_arrays_of_a_framework_are_refused() -> None:
     torch = pytest.importorskip("torch")
     given = arguments()
-    with pytest.raises(TypeError, match="gates_x: given Tensor, expected a NumPy array"):
+    with pytest.raises(TypeError, match=r"gates_x: given torch.float64 .*expected .*, a ndarray"):
         anycell.recurrence(**{**given, "gates_x": torch.tensor(given["gates_x"])})

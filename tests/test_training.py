@@ -109,7 +109,7 @@ def test_inverse_sigmoid_falls_from_one_to_zero() -> None:
         (lambda: an.BatchNorm(2).forward(np.ones((1, 1, 2)), training=True), "given 1 step"),
         (lambda: an.Standardise(2).fit([[1.0, np.nan]]), r"feature\(s\) \[1\]"),
         (lambda: an.Standardise(2).fit([[np.inf, 1.0]]), r"feature\(s\) \[0\]"),
-        (lambda: an.Standardise(2).forward([1.0]), r"x: given shape \(1,\)"),
+        (lambda: an.Standardise(2).forward([1.0]), r"x: given shape \[1\]"),
     ],
 )
 def test_refusals(call: Any, message: str) -> None:

@@ -6,12 +6,13 @@ Every error says what was given, what was expected, and what to do.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from anycell.lang.cell import Cell
 
+Shape = tuple[int, ...]
 MOST = (1 << 31) - 1  # of a size: frameworks have their own words for products that are too large
 
 
@@ -85,7 +86,8 @@ def choice(name: str, value: Any, *expected: Any) -> Any:
     """The value, if it is one of the expected words."""
     if not isinstance(value, (str, type(None))) or value not in expected:
         *others, last = map(repr, expected)
-        refuse(name, describe(value), f"{', '.join(others)} or {last}", "Pass one of them.")
+        given = repr(value) if isinstance(value, str) else describe(value)
+        refuse(name, given, f"{', '.join(others)} or {last}", "Pass one of them.")
     return value
 
 
@@ -138,3 +140,150 @@ def check_sizes(cell: Cell, hidden_size: int, sizes: Mapping[str, Any]) -> dict[
     known = {"H": hidden_size, **{name: integer(name, size) for name, size in sizes.items()}}
     cell.check_sizes(known)
     return known
+
+
+# -- arrays of a call ------------------------------------------------------------------------------
+
+
+class Frontend(NamedTuple):
+    """What the checks below ask of a framework.
+
+    Attributes:
+        kind: the class of its arrays.
+        fit: ``(name, value, shape, axes, like)`` to an array of that shape, with the dtype and on
+            the device of ``like``; ``axes`` says in errors what the array is.
+        flags: the same to booleans.
+        counts: ``(name, value, expected)`` to an array of whole numbers.
+        below: ``(steps, counts, like)``, whether each step is below each of the counts, ``[T, B]``.
+        visible: whether the values of an array of counts can be looked at.
+    """
+
+    kind: Any
+    fit: Callable[[str, Any, Shape, str, Any], Any]
+    flags: Callable[[str, Any, Shape, str, Any], Any]
+    counts: Callable[[str, Any, str], Any]
+    below: Callable[[int, Any, Any], Any]
+    visible: Callable[[Any], bool] = lambda counts: True
+
+
+class Layout(NamedTuple):
+    """How users' arrays lie: T steps of B rows, which of them first; with no batch of one row."""
+
+    frontend: Frontend
+    like: Any
+    steps: int
+    rows: int
+    batch_first: bool = False
+    batched: bool = True
+
+    def valid(self, mask: Any, lengths: Any) -> Any:
+        """``mask`` and ``lengths`` as one mask, bool ``[T, B]``; None if neither is given."""
+        if lengths is None:
+            return None if mask is None else self.flags("mask", mask)
+        within = self.within(lengths)
+        return within if mask is None else within & self.flags("mask", mask)
+
+    def flags(self, name: str, value: Any) -> Any:
+        """``mask`` or ``resets``, laid out as the input, to bool ``[T, B]``."""
+        shape: Shape = (self.steps, self.rows)
+        axes = "(time, batch)"
+        if not self.batched:
+            shape, axes = (self.steps,), "(time)"
+        elif self.batch_first:
+            shape, axes = (self.rows, self.steps), "(batch, time)"
+        flags = self.frontend.flags(name, value, shape, axes, self.like)
+        if not self.batched:
+            return flags[:, None]
+        return flags.T if self.batch_first else flags
+
+    def within(self, lengths: Any) -> Any:
+        """``lengths`` as a mask, bool ``[T, B]``."""
+        shape = (self.rows,) if self.batched else ()
+        expected = f"integers {list(shape)}, the number of steps of each row"
+        counts = self.frontend.counts("lengths", lengths, expected)
+        if counts.shape != shape:
+            refuse("lengths", describe(counts), expected, "Pass one length per row of the input.")
+        if 0 not in shape and self.frontend.visible(counts):
+            for length in (int(counts.min()), int(counts.max())):
+                if not 0 <= length <= self.steps:
+                    expected = f"0 to {self.steps}, the steps of the input"
+                    hint = f"Pad the input, or clip the lengths to 0 to {self.steps}."
+                    refuse("lengths", f"a length of {length}", expected, hint)
+        return self.frontend.below(self.steps, counts.reshape((1, -1)), self.like)
+
+
+def per_state(kind: str, states: Any, cell: Cell) -> tuple[Any, ...]:
+    """``states`` as a tuple with a value for each state of the cell.
+
+    Args:
+        kind: what errors call the argument.
+        states: a tuple or list, or the value alone of a cell with one state.
+    """
+    values = tuple(states) if isinstance(states, (tuple, list)) else (states,)
+    if len(values) != len(cell.states):
+        names = ", ".join(cell.state_names)
+        alone = "" if len(cell.states) > 1 else f" or {names} alone"
+        expected = f"a tuple ({names}){alone}, the state of cell {cell.name}"
+        refuse(kind, describe(states), expected, "Pass one array for each state.", TypeError)
+    return values
+
+
+def check_states(
+    frontend: Frontend,
+    kind: str,
+    states: Any,
+    cell: Cell,
+    sizes: Mapping[str, int],
+    first: Shape,
+    like: Any,
+) -> tuple[Any, ...]:
+    """``states`` as a tuple; each must be ``[*first, size]``."""
+    values = states if isinstance(states, (tuple, list)) else (states,)
+    if len(values) != len(cell.states):
+        per_state(kind, states, cell)  # which refuses them
+    fitted: tuple[Any, ...] = ()
+    for state, value in zip(cell.states, values, strict=True):
+        shape = (*first, sizes[state.size])
+        fitted += (frontend.fit(kind, value, shape, f"the state {state.name!r}", like),)
+    return fitted
+
+
+def check_static(frontend: Frontend, cell: Cell, static: Any, shape: Shape, like: Any) -> Any:
+    """The input per sequence, which must be given just where the cell declares one."""
+    if cell.static is not None:
+        axes = f"the input {cell.static!r} of cell {cell.name}, once per sequence"
+        return frontend.fit("static", static, shape, axes, like)
+    if static is not None:
+        expected = f"None, because cell {cell.name} declares no static input"
+        hint = 'Declare it, @cell(static="e"), or leave it out.'
+        refuse("static", describe(static), expected, hint, TypeError)
+    return None
+
+
+def check_recurrent_mask(
+    frontend: Frontend, cell: Cell, mask: Any, sizes: Mapping[str, int], rows: Shape, like: Any
+) -> Any:
+    """``[*rows, size]``, or ``[G, *rows, size]`` for one per gate, of a cell that has a matmul
+    behind `r`.
+    """
+    if not any(l.recurrent for l in cell.linears):
+        named = ", ".join(l.name for l in cell.linears) or "none"
+        expected = (
+            f"None for cell {cell.name}, which has no matmul behind `r` to mask (its matmuls: "
+            f"{named})"
+        )
+        hint = "Draw the mask in the cell, with keep()."
+        refuse("recurrent_mask", describe(mask), expected, hint)
+    first, count = cell.states[0], len(cell.gates)
+    shape = (*rows, sizes[first.size])
+    axes = f"of the state {first.name!r}, with an axis of {count} gates or not"
+    if len(getattr(mask, "shape", ())) == len(shape) + 1:
+        shape = (count, *shape)
+    return frontend.fit("recurrent_mask", mask, shape, axes, like)
+
+
+def check_masked_output(value: Any) -> bool:
+    """Whether outputs of masked steps repeat the held state."""
+    if not isinstance(value, str) or value not in ("zero", "repeat"):
+        choice("masked_output", value, "zero", "repeat")  # which refuses it
+    return bool(value == "repeat")

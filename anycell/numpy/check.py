@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from anycell.layer.checks import Frontend, describe, refuse
 from anycell.layer.checks import boolean as boolean
 from anycell.layer.checks import check_cell as check_cell
 from anycell.layer.checks import check_sizes as check_sizes
@@ -23,30 +24,30 @@ Array = npt.NDArray[np.floating]
 def mapping(name: str, value: Any, expected: str) -> Mapping[Any, Any]:
     """``value``, if it is a mapping, of ``expected``."""
     if not isinstance(value, Mapping):
-        given = f"{name}: given {type(value).__name__}"
-        raise TypeError(f"{given}, expected a dict, or another mapping, of {expected}.")
+        expected = f"a dict, or another mapping, of {expected}"
+        refuse(name, describe(value), expected, "Pass a dict.", TypeError)
     return value
 
 
 def path(value: Any) -> str:
     """``value`` as the path of a file."""
+    text = "\0"
     try:
         text = os.fsdecode(value)
     except TypeError:  # a number would be taken for an open file
-        raise TypeError(f"path: given {value!r}, expected a str or a pathlib.Path.") from None
+        refuse("path", repr(value), "a str or a pathlib.Path", "Pass a name.", TypeError)
     if "\0" in text:
-        raise ValueError(f"path: given {value!r}, expected one without a NUL character.")
+        refuse("path", repr(value), "one without a NUL character", "Pass another name.")
     return text
 
 
 def generator(name: str, seed: Any) -> np.random.Generator:
-    """What draws from ``seed``."""
+    """A generator that draws from ``seed``."""
     try:
         return np.random.default_rng(seed)
     except (TypeError, ValueError) as error:
-        raise type(error)(
-            f"{name}: given {seed!r} ({error}), expected an integer from 0 on, or None to draw one."
-        ) from None
+        expected = "an integer from 0 on, or None to draw one"
+        refuse(name, f"{seed!r} ({error})", expected, "Pass None.", type(error))
 
 
 def probability(name: str, value: Any) -> float:
@@ -64,65 +65,92 @@ def real_dtype(name: str, value: Any) -> np.dtype[Any]:
         dtype = ""
     if dtype not in dtypes("cpu"):
         *others, last = map(repr, dtypes("cpu"))
-        expected = f"{', '.join(others)} or {last}"
-        raise ValueError(f"{name}: given {value!r}, expected {expected}.")
+        refuse(name, repr(value), f"{', '.join(others)} or {last}", "Pass one of them.")
     return numpy_dtype(dtype)
 
 
-def numbers(name: str, value: Any) -> npt.NDArray[Any]:
+def numbers(name: str, value: Any, expected: str = "an array of real numbers") -> npt.NDArray[Any]:
     """``value`` as an array of real numbers or booleans, not copied where it is one."""
     try:
         array = np.asarray(value)
     except MemoryError:
         raise
     except Exception as error:  # rows of unequal lengths; another library's array says no
-        raise TypeError(
-            f"{name}: given {type(value).__name__}, which is no array ({error}); "
-            "expected an array of real numbers."
-        ) from error
+        given = f"{type(value).__name__}, which is no array ({error})"
+        refuse(name, given, expected, "Pass np.asarray of it.", TypeError)
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):  # of which nothing is left
-        raise ValueError(f"{name}: given a masked array, expected one without: see `filled`.")
+        refuse(name, "a masked array", f"{expected}, without a mask", "Call its `filled`.")
     if array.dtype.kind not in "fiub" and array.dtype.name not in dtypes("cpu"):
-        raise TypeError(
-            f"{name}: given {type(value).__name__} of dtype {array.dtype}, "
-            f"expected an array of real numbers."
-        )
+        given = f"{type(value).__name__} of dtype {array.dtype}"
+        refuse(name, given, expected, "Convert it: np.asarray(..., float).", TypeError)
     return array
 
 
-def array(name: str, value: Any, shape: Sequence[int | str], dtype: npt.DTypeLike) -> Array:
+def array(
+    name: str, value: Any, shape: Sequence[int | str], dtype: npt.DTypeLike, axes: str = ""
+) -> Array:
     """``value`` as an array of ``dtype`` and ``shape``, whose words stand for any size.
 
     Real numbers of any dtype are converted; the user's own array is never written to, so it is not
     copied where it already fits.
+
+    Args:
+        axes: what the array is, for errors.
     """
     given = numbers(name, value)
     fits = given.ndim == len(shape)
     for have, want in zip(given.shape, shape, strict=False):
         fits = fits and (isinstance(want, str) or have == want)
     if not fits:
-        expected = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
-        raise ValueError(f"{name}: given shape {given.shape}, expected ({expected}).")
+        expected = f"shape [{', '.join(map(str, shape))}]{axes and ', '}{axes}"
+        refuse(name, f"shape {list(given.shape)}", expected, "Reshape it.")
     return np.ascontiguousarray(given, dtype=dtype)
 
 
-def flags(name: str, value: Any, shape: Sequence[int | str]) -> npt.NDArray[np.bool_]:
-    """``value`` as booleans; numbers count if each is 0 or 1."""
-    given = array(name, value, shape, numbers(name, value).dtype)
+def flags(
+    name: str, value: Any, shape: Sequence[int | str], axes: str = "", like: Any = None
+) -> npt.NDArray[np.bool_]:
+    """``value`` as booleans; numbers count if each is 0 or 1. ``like`` has no influence."""
+    given = array(name, value, shape, numbers(name, value).dtype, axes)
     flags = given.astype(bool)
     if not np.array_equal(flags, given):
-        raise ValueError(f"{name}: given numbers other than 0 and 1, expected booleans.")
+        refuse(name, "numbers other than 0 and 1", "booleans", f"Compare them, as in {name} > 0.5.")
     return flags
 
 
-def lengths(name: str, value: Any, rows: int, steps: int) -> npt.NDArray[np.int64]:
-    """One length in 0 .. ``steps`` per row."""
-    given = numbers(name, value)
+def _counts(name: str, value: Any, expected: str) -> npt.NDArray[np.int64]:
+    """Lengths as integers."""
+    given = numbers(name, value, expected)
     if given.dtype.kind not in "iu" and given.size:
-        raise TypeError(f"{name}: given dtype {given.dtype}, expected integers.")
-    if given.shape != (rows,):
-        raise ValueError(f"{name}: given shape {given.shape}, expected ({rows},).")
-    for row, length in enumerate(given.tolist()):
-        if not 0 <= length <= steps:
-            raise ValueError(f"{name}: given {length} at row {row}, expected 0 to {steps}.")
+        refuse(name, describe(given), expected, f"Convert them: {name}.astype(int).", TypeError)
     return given.astype(np.int64)
+
+
+def _below(steps: int, counts: npt.NDArray[np.int64], like: Any) -> npt.NDArray[np.bool_]:
+    return np.arange(steps)[:, None] < counts
+
+
+def _converted(name: str, value: Any, shape: Sequence[int], axes: str, like: Any) -> Array:
+    """``value`` with the dtype of ``like``, whatever array it comes as."""
+    if value is None:
+        refuse(name, "None", f"{like.dtype} {list(shape)}, {axes}", "Pass an array.", TypeError)
+    return array(name, value, shape, like.dtype, axes)
+
+
+def _as_it_is(name: str, value: Any, shape: Sequence[int], axes: str, like: Any) -> Array:
+    """``value``, which must be an array with the dtype of ``like``, in this machine's bytes."""
+    if not isinstance(value, np.ndarray):
+        expected = f"a NumPy array {list(shape)}, {axes}"
+        refuse(name, describe(value), expected, "Pass np.asarray of it.", TypeError)
+    if not value.dtype.isnative or value.dtype != like.dtype:
+        hint = f"Convert one of them, as in {name}.astype(np.{like.dtype})."
+        expected = f"{like.dtype}, the dtype of gates_x"
+        refuse(name, f"dtype {value.dtype}", expected, hint, TypeError)
+    if value.shape != tuple(shape):
+        expected = f"shape {list(shape)}, {axes}"
+        refuse(name, f"shape {list(value.shape)}", expected, "Reshape it.")
+    return value
+
+
+NUMPY = Frontend(np.ndarray, _converted, flags, _counts, _below)
+STRICT = NUMPY._replace(fit=_as_it_is)

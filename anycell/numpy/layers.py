@@ -13,6 +13,7 @@ from anycell import cells
 from anycell.engines.cpu import pool
 from anycell.lang.cell import Cell
 from anycell.layer import ENDS, Options, check_checkpoint, parameters, places, shapes
+from anycell.layer.checks import Layout, check_masked_output, check_states, check_static, refuse
 from anycell.layer.signature import of_layer
 from anycell.layer.stream import Stream
 from anycell.numpy import check, initializers, passes
@@ -21,7 +22,7 @@ from anycell.numpy.host import host_of
 from anycell.plan import Plan, plan
 
 State = Array | tuple[Array, ...]  # the array alone where a cell has one state
-Flags = npt.NDArray[np.uint8]
+Flags = npt.NDArray[np.bool_]
 
 
 class RNN(Layer):
@@ -220,13 +221,9 @@ class RNN(Layer):
         x = given.swapaxes(0, 1) if self.batch_first else given
         steps, rows = x.shape[:2]
         training = check.boolean("training", training)
-        if not isinstance(masked_output, str) or masked_output not in ("zero", "repeat"):
-            raise ValueError(
-                f"masked_output: given {masked_output!r}, expected 'zero' or 'repeat'."
-            )
         options = Options(
             reverse=(False, True)[: 1 + self.bidirectional],
-            repeat=masked_output == "repeat",
+            repeat=check_masked_output(masked_output),
             training=training,
             seed=int(self._generator.integers(1 << 63)) if training and self.cell.keeps else 0,
             threads=pool.threads(),
@@ -369,9 +366,8 @@ class RNN(Layer):
 
     def _one_direction(self, method: str) -> None:
         if self.bidirectional:
-            raise ValueError(
-                f"{method}: given bidirectional=True, expected a layer of one direction."
-            )
+            hint = "Call forward with the whole sequence: the other direction begins at its end."
+            refuse(method, "bidirectional=True", "a layer of one direction", hint)
 
     # -- arguments -------------------------------------------------------------------------------
     @property
@@ -382,50 +378,36 @@ class RNN(Layer):
         return (rows, steps, *rest) if self.batch_first else (steps, rows, *rest)
 
     def _flags(self, name: str, value: npt.ArrayLike, steps: int, rows: int) -> Flags:
-        flags = check.flags(name, value, self._layout(steps, rows))
-        return np.ascontiguousarray(flags.T if self.batch_first else flags, np.uint8)
+        layout = Layout(check.NUMPY, self, steps, rows, self.batch_first)
+        flags: Flags = layout.flags(name, value)
+        return flags
 
     def _valid(
         self, mask: npt.ArrayLike | None, lengths: npt.ArrayLike | None, steps: int, rows: int
     ) -> Flags | None:
         """Both as one mask ``[T, B]``."""
-        valid = None if mask is None else self._flags("mask", mask, steps, rows)
-        if lengths is None:
-            return valid
-        within = np.arange(steps)[:, None] < check.lengths("lengths", lengths, rows, steps)
-        return within.astype(np.uint8) if valid is None else valid & within
+        layout = Layout(check.NUMPY, self, steps, rows, self.batch_first)
+        valid: Flags | None = layout.valid(mask, lengths)
+        return valid
 
     def _states(
         self, name: str, given: State | None, rows: int, start: float | None = None
-    ) -> list[Array]:
+    ) -> Sequence[Array]:
         """``[layers * directions, B, size]`` per state; for None ``start``, or what is declared."""
-        cell, first = self.cell, self.num_layers * (1 + self.bidirectional)
-        if given is None:
-            states = []
-            for s in cell.states:
-                value = s.initial if start is None else start
-                states.append(np.full((first, rows, self.sizes[s.size]), value, self.dtype))
-            return states
-        values = given if isinstance(given, (tuple, list)) else (given,)
-        if len(values) != len(cell.states):
-            raise ValueError(
-                f"{name}: given {len(values)} array(s), expected {len(cell.states)}: "
-                f"{', '.join(cell.state_names)}."
-            )
-        return [
-            check.array(f"{name} {s.name}", value, (first, rows, self.sizes[s.size]), self.dtype)
-            for s, value in zip(cell.states, values, strict=True)
-        ]
+        cell, first = self.cell, (self.num_layers * (1 + self.bidirectional), rows)
+        if given is not None:
+            return check_states(check.NUMPY, name, given, cell, self.sizes, first, self)
+        states = []
+        for s in cell.states:
+            value = s.initial if start is None else start
+            states.append(np.full((*first, self.sizes[s.size]), value, self.dtype))
+        return states
 
     def _static(self, static: npt.ArrayLike | None, rows: int) -> Array | None:
-        declared = self.cell.static
-        if (static is None) != (declared is None):
-            given = "none" if static is None else "an array"
-            expected = "none" if declared is None else f"[{rows}, {self.hidden_size}] ({declared})"
-            raise ValueError(f"static: given {given}, expected {expected}.")
-        if static is None:
-            return None
-        return check.array("static", static, (rows, self.hidden_size), self.dtype)
+        checked: Array | None = check_static(
+            check.NUMPY, self.cell, static, (rows, self.hidden_size), self
+        )
+        return checked
 
     def _directions(self, k: int) -> slice:
         """Where the directions of a layer lie among those of all layers."""
@@ -452,7 +434,7 @@ def _gate_bias(cell: Cell, bias: bool, given: Mapping[str, float] | None) -> dic
     for name in given:
         if name not in cell.gates or not bias:
             expected = ", ".join(cell.gates) if bias else "none, there is no bias"
-            raise ValueError(f"gate_bias: given a value for {name!r}, expected {expected}.")
+            refuse("gate_bias", f"a value for {name!r}", expected, "Leave it out.")
     return {name: check.number("gate_bias", value) for name, value in given.items()}
 
 

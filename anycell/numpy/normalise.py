@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from anycell.layer.checks import Layout
 from anycell.numpy import check
 from anycell.numpy.base import Array, Layer
 
@@ -191,14 +192,11 @@ class BatchNorm(Layer):
 
     def _valid(self, x: Array, mask: npt.ArrayLike | None, lengths: npt.ArrayLike | None) -> Valid:
         """``[., ., 1]``, laid out as x."""
-        valid = np.ones(x.shape[:2], bool)
-        if mask is not None:
-            valid &= check.flags("mask", mask, x.shape[:2])
-        if lengths is not None:
-            rows, steps = x.shape[:2] if self.batch_first else x.shape[1::-1]
-            within = np.arange(steps) < check.lengths("lengths", lengths, rows, steps)[:, None]
-            valid &= within if self.batch_first else within.T
-        return valid[..., None]
+        rows, steps = x.shape[:2] if self.batch_first else x.shape[1::-1]
+        valid = Layout(check.NUMPY, x, steps, rows, self.batch_first).valid(mask, lengths)
+        valid = np.ones((steps, rows), bool) if valid is None else valid
+        laid_out: Valid = (valid.T if self.batch_first else valid)[..., None]
+        return laid_out
 
 
 def _statistics(size: int, dtype: np.dtype, mean: str, spread: str) -> dict[str, Array]:

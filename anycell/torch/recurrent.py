@@ -13,14 +13,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import Cell
 from anycell.layer import Options, check_checkpoint
-from anycell.layer.checks import describe
+from anycell.layer.checks import Layout, check_masked_output, describe, refuse
 from anycell.layer.signature import FLAGS
 from anycell.plan import Plan
 from anycell.torch import ops
 from anycell.torch.arguments import (
-    Layout,
+    TORCH,
     check_flags,
-    check_masked_output,
     check_recurrent_mask,
     check_return_states,
     check_states,
@@ -138,7 +137,7 @@ class Recurrent:
         check_tensor("x", x, (*rows, self.input_size), axes, self._like)
         time = 1 if rows and self.batch_first else 0
         if resets is not None:
-            resets = check_flags("resets", resets, rows and rows[:1], "one per row", x.device)
+            resets = check_flags("resets", resets, rows and rows[:1], "one per row", x)
             resets = resets.unsqueeze(time)
         further = {"static": static, "resets": resets, "reset_state": reset_state}
         given = {name: value for name, value in further.items() if value is not None}
@@ -268,7 +267,7 @@ def sequence(
         x = x.transpose(0, 1)
     tensors = {"x": x, **arrays}
     if mask is not None or lengths is not None or resets is not None:
-        layout = Layout(x.shape[0], x.shape[1], batch_first, batched, x.device)
+        layout = Layout(TORCH, x, x.shape[0], x.shape[1], batch_first, batched)
         valid = layout.valid(mask, lengths)
         if valid is not None:
             tensors["mask"] = valid
@@ -358,10 +357,8 @@ def refuse_beside_packed(**arguments: Any) -> None:
     """A ``PackedSequence`` has its lengths."""
     for name, given in arguments.items():
         if given is not None:
-            raise ValueError(
-                f"{name}: given {describe(given)}; expected None with a PackedSequence, which has "
-                "its lengths. Pass a padded tensor, or leave it out."
-            )
+            expected = "None with a PackedSequence, which has its lengths"
+            refuse(name, describe(given), expected, "Pass a padded tensor, or leave it out.")
 
 
 def draw_seed() -> Any:

@@ -1,0 +1,148 @@
+"""Arguments of ``recurrence``, one direction of one layer, checked for every frontend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from anycell.engines import reference
+from anycell.lang.cell import Cell
+from anycell.layer.checks import (
+    Frontend,
+    check_recurrent_mask,
+    check_static,
+    describe,
+    per_state,
+    refuse,
+)
+from anycell.layer.signature import shapes
+
+
+def learned_by_name(
+    frontend: Frontend, cell: Cell, names: Sequence[str], **arguments: Any
+) -> dict[str, Any]:
+    """What a cell learns, from dictionaries of arrays by ``names``, without those that are None."""
+    learned: dict[str, Any] = {}
+    known = ", ".join(names) or "no names"
+    for argument, mapping in arguments.items():
+        if not isinstance(mapping, Mapping):
+            hint = "Pass a dictionary."
+            expected = f"a dictionary of arrays by name: {known}"
+            refuse(argument, describe(mapping), expected, hint, TypeError)
+        for name, value in mapping.items():
+            if name not in names or (name in learned and value is not None):
+                problem = "twice" if name in names else "unknown"
+                expected = f"each name of cell {cell.name} once: {known}"
+                refuse(argument, f"{name!r}, {problem}", expected, "Leave it out.")
+            if value is not None:
+                if not isinstance(value, frontend.kind):
+                    expected = f"a {frontend.kind.__name__}"
+                    refuse(name, describe(value), expected, "Convert it.", TypeError)
+                learned[name] = value
+    return learned
+
+
+def check_input(
+    frontend: Frontend, cell: Cell, name: str, x: Any, projected: bool, packed: bool = False
+) -> None:
+    """``[time, batch, input size]``, or, where the input is projected, the gates as last axis."""
+    count = len(cell.gates)
+    last = f"{count} * H" if projected else "input size"
+    expected = f"[steps of all rows, {last}]" if packed else f"[time, batch, {last}]"
+    hint = "Other layouts are those of RNN(cell, ...)."
+    if projected:
+        hint = f"Without weight_ih the input is projected onto the gates {' '.join(cell.gates)}."
+    if not isinstance(x, frontend.kind):
+        refuse(name, describe(x), f"{expected}, a {frontend.kind.__name__}", hint, TypeError)
+    width = x.shape[-1] if len(x.shape) == 3 - packed else 0
+    if width == 0 or (projected and width % count):
+        refuse(name, describe(x), expected, hint)
+
+
+def arguments(
+    frontend: Frontend,
+    cell: Cell,
+    x: Any,
+    learned: Mapping[str, Any],
+    rows: int,
+    like: Any,
+    *,
+    state: Any,
+    reset_state: Any,
+    static: Any,
+    recurrent_mask: Any,
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """What a call takes besides x and flags, and what the size symbols of its cell stand for.
+
+    Args:
+        x: as ``check_input`` takes it.
+        learned: as ``learned_by_name`` returns it.
+        rows: the batch.
+        like: an array of the dtype and on the device that all must have.
+        state, reset_state, static, recurrent_mask: as users pass them.
+
+    Returns:
+        arrays by the names of ``signature``, with an axis of one direction, without what is
+        learned; and the sizes.
+    """
+    states = {
+        kind: _states(frontend, kind, given, cell)
+        for kind, given in (("state", state), ("reset_state", reset_state))
+    }
+    sizes = _sizes(cell, x, learned, states["state"])
+    for name, shape in shapes(cell, sizes, x.shape[-1], True).items():
+        what = f"which cell {cell.name} learns with H = {sizes['H']}"
+        if name in learned:
+            frontend.fit(name, learned[name], shape, what, like)
+        elif name not in ("weight_ih", "bias_ih", "bias_hh"):
+            expected = f"{like.dtype} {list(shape)}, {what}"
+            refuse(name, "nothing", expected, "Pass it among the weights.")
+    arrays: dict[str, Any] = {}
+    for kind, values in states.items():
+        for declared, value in zip(cell.states, values, strict=True):
+            if value is not None:
+                size = sizes[declared.size]
+                shape = (size,) if len(value.shape) == 1 else (rows, size)
+                value = frontend.fit(kind, value, shape, f"the state {declared.name!r}", like)
+                arrays[f"{kind} {declared.name}"] = value[None]
+    if static is not None or cell.static is not None:
+        arrays["static"] = check_static(frontend, cell, static, (rows, sizes["H"]), like)
+    if recurrent_mask is not None:
+        mask = check_recurrent_mask(frontend, cell, recurrent_mask, sizes, (rows,), like)
+        arrays["recurrent_mask"] = mask
+    return arrays, sizes
+
+
+def _states(frontend: Frontend, kind: str, given: Any, cell: Cell) -> tuple[Any, ...]:
+    """An array or None for each state."""
+    if given is None:
+        return (None,) * len(cell.states)
+    values = per_state(kind, given, cell)
+    axes = (2,) if kind == "state" else (1, 2)
+    for name, value in zip(cell.state_names, values, strict=True):
+        array = isinstance(value, frontend.kind)
+        if value is not None and (not array or len(value.shape) not in axes):
+            expected = f"[B, size] for the state {name!r}"
+            refuse(kind, describe(value), expected, "Pass None for the declared value.", TypeError)
+    return values
+
+
+def _sizes(cell: Cell, x: Any, learned: Mapping[str, Any], states: Sequence[Any]) -> dict[str, int]:
+    """What all size symbols stand for, by the shapes of the arrays."""
+    gates, weight = len(cell.gates), learned.get("weight_ih")
+    for l in cell.linears:
+        axes, layout = (2, "[out, in]") if l.heads == 1 else (3, "[heads, out/heads, in/heads]")
+        array = learned.get(l.weight)
+        if array is None or len(array.shape) != axes:
+            given = "nothing" if array is None else describe(array)
+            refuse(l.weight, given, f"{layout}, as {l} multiplies", "Pass it among the weights.")
+    if weight is not None and (
+        len(weight.shape) != 2 or weight.shape[0] % gates or not weight.shape[0]
+    ):
+        expected = f"[{gates} * H, input size], with rows for the gates {' '.join(cell.gates)}"
+        refuse("weight_ih", describe(weight), expected, "Pass one of these rows.")
+    rows = x.shape[-1] if weight is None else weight.shape[0]
+    return reference.sizes(cell, rows // gates, learned, states)
+
+
+__all__ = ["arguments", "check_input", "learned_by_name"]
