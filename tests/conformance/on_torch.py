@@ -1,8 +1,9 @@
-"""PyTorch: ``RNN``, the drop-ins ``LSTM`` and ``GRU``, and the function that all go through."""
+"""PyTorch: ``RNN``, the drop-ins ``LSTM`` and ``GRU``, ``recurrence``, and the function below."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,34 @@ def by_function(
     return solve
 
 
+def by_recurrence(problem: Problem, along: Arrays | None = None, projected: bool = False) -> Arrays:
+    """By the public function, of tensors that are the user's."""
+
+    def call(tensors: Tensors) -> Tensors:
+        tensors = {name.removesuffix("_l0"): tensor for name, tensor in tensors.items()}
+        options = {n: tensors.get(n, value) for n, value in problem.options.items()}
+        if (restored := first(problem, tensors, "reset_state")) is not None:
+            options["reset_state"] = restored
+        weights = {name: tensors[name] for name in problem.cell.learned if name in tensors}
+        x, options["gates"] = tensors["x"], None
+        if projected:
+            weight, bias = weights.pop("weight_ih"), weights.pop("bias_ih", None)
+            gates = torch.nn.functional.linear(torch.nan_to_num(x), weight, bias)
+            x, options["gates"] = None, gates
+        state = first(problem, tensors, "state")
+        reverse = problem.reverse[0]
+        output, final = at.recurrence(problem.cell, x, weights, state, reverse=reverse, **options)
+        return named(problem, output, tuple(value[None] for value in final))
+
+    return derive(call, problem, along)
+
+
+def first(problem: Problem, tensors: Tensors, kind: str) -> list[Tensor] | None:
+    """The states of the one direction, or None."""
+    names = (f"{kind} {name}" for name in problem.cell.state_names)
+    return [tensors[name][0] for name in names if name in tensors] or None
+
+
 def by_step(made: Any, problem: Problem) -> Arrays:
     tensors = {name: tensor_of(array) for name, array in problem.arrays.items()}
     for name, parameter in made.named_parameters():
@@ -152,14 +181,19 @@ RNN = {
     "no steps": AS_TORCH,
     "negative strides": "PyTorch has no such tensors",
 }
-ONE = "it is one layer"
+ONE, ONE_WAY = "it is one layer", "it is one direction"
 FRONTENDS = [
     Frontend("torch.RNN", by_rnn, RNN, None, lambda p: by_step(module(p, (p.cell,)), p)),
     Frontend(
         "torch.LSTM and GRU", by_drop_in, RNN,
         (cells.LSTM, cells.GRU), lambda p: by_step(module(p), p),
     ),
-    Frontend("the layer of torch", by_function(layer), {"layers": ONE}),
+    Frontend("torch.recurrence", by_recurrence, {"layers": ONE, "bidirectional": ONE_WAY}),
+    Frontend(
+        "torch.recurrence, projected", partial(by_recurrence, projected=True),
+        {"layers": ONE, "bidirectional": ONE_WAY}, variant=True,
+    ),
+    Frontend("the layer of torch", by_function(layer), {"layers": ONE}, variant=True),
     Frontend(
         "the layer of torch, projected", by_function(layer, projected=True),
         {"layers": ONE, "bidirectional": "the directions would have gates of their own"},
