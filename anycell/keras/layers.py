@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import keras
@@ -222,26 +223,15 @@ def _for_all(given: Tensor, sequences: Tensor) -> Tensor:
     return ops.broadcast_to(given, (ops.shape(sequences)[0], ops.shape(given)[1]))
 
 
-def _torch(call: Call, arrays: Arrays) -> Result:
-    from anycell.keras import torch
-
-    return torch.run(call, arrays)
-
-
-def _tensorflow(call: Call, arrays: Arrays) -> Result:
-    from anycell.keras import tensorflow
-
-    return tensorflow.run(call, arrays)
+def _by_backend(call: Call, arrays: Arrays) -> Result:
+    """Runs a layer as the module of Keras's backend does."""
+    module: Any = import_module(f"anycell.keras.{keras.backend.backend()}")
+    result: Result = module.run(call, arrays)
+    return result
 
 
-def _jax(call: Call, arrays: Arrays) -> Result:
-    from anycell.keras import jax
-
-    return jax.run(call, arrays)
-
-
-_FUSED = {"tensorflow": _tensorflow, "torch": _torch}
-_STEPS = {"jax": _jax}
+_FUSED = {"tensorflow": _by_backend, "torch": _by_backend}
+_STEPS = {"jax": _by_backend}
 
 
 def refusal() -> str | None:

@@ -154,6 +154,8 @@ class Frontend(NamedTuple):
             the device of ``like``; ``axes`` says in errors what the array is.
         flags: the same to booleans.
         counts: ``(name, value, expected)`` to an array of whole numbers.
+        copy: a contiguous copy of flags: the backward pass reads them again, and the caller may
+            have changed his by then.
         below: ``(steps, counts, like)``, whether each step is below each of the counts, ``[T, B]``.
         visible: whether the values of an array of counts can be looked at.
     """
@@ -162,6 +164,7 @@ class Frontend(NamedTuple):
     fit: Callable[[str, Any, Shape, str, Any], Any]
     flags: Callable[[str, Any, Shape, str, Any], Any]
     counts: Callable[[str, Any, str], Any]
+    copy: Callable[[Any], Any]
     below: Callable[[int, Any, Any], Any]
     visible: Callable[[Any], bool] = lambda counts: True
 
@@ -178,26 +181,10 @@ class Layout(NamedTuple):
 
     def valid(self, mask: Any, lengths: Any) -> Any:
         """``mask`` and ``lengths`` as one mask, bool ``[T, B]``; None if neither is given."""
+        if mask is not None:
+            mask = self.flags("mask", mask)
         if lengths is None:
-            return None if mask is None else self.flags("mask", mask)
-        within = self.within(lengths)
-        return within if mask is None else within & self.flags("mask", mask)
-
-    def flags(self, name: str, value: Any) -> Any:
-        """``mask`` or ``resets``, laid out as the input, to bool ``[T, B]``."""
-        shape: Shape = (self.steps, self.rows)
-        axes = "(time, batch)"
-        if not self.batched:
-            shape, axes = (self.steps,), "(time)"
-        elif self.batch_first:
-            shape, axes = (self.rows, self.steps), "(batch, time)"
-        flags = self.frontend.flags(name, value, shape, axes, self.like)
-        if not self.batched:
-            return flags[:, None]
-        return flags.T if self.batch_first else flags
-
-    def within(self, lengths: Any) -> Any:
-        """``lengths`` as a mask, bool ``[T, B]``."""
+            return mask
         shape = (self.rows,) if self.batched else ()
         expected = f"integers {list(shape)}, the number of steps of each row"
         counts = self.frontend.counts("lengths", lengths, expected)
@@ -209,7 +196,23 @@ class Layout(NamedTuple):
                     expected = f"0 to {self.steps}, the steps of the input"
                     hint = f"Pad the input, or clip the lengths to 0 to {self.steps}."
                     refuse("lengths", f"a length of {length}", expected, hint)
-        return self.frontend.below(self.steps, counts.reshape((1, -1)), self.like)
+        within = self.frontend.below(self.steps, counts.reshape((1, -1)), self.like)
+        return within if mask is None else within & mask
+
+    def flags(self, name: str, value: Any) -> Any:
+        """``mask`` or ``resets``, laid out as the input, to bool ``[T, B]``."""
+        shape: Shape = (self.steps, self.rows)
+        axes = "(time, batch)"
+        if not self.batched:
+            shape, axes = (self.steps,), "(time)"
+        elif self.batch_first:
+            shape, axes = (self.rows, self.steps), "(batch, time)"
+        flags = self.frontend.flags(name, value, shape, axes, self.like)
+        if not self.batched:
+            flags = flags[:, None]
+        elif self.batch_first:
+            flags = flags.T
+        return self.frontend.copy(flags)
 
 
 def per_state(kind: str, states: Any, cell: Cell) -> tuple[Any, ...]:

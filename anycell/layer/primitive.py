@@ -66,7 +66,6 @@ def arguments(
     learned: Mapping[str, Any],
     rows: int,
     like: Any,
-    *,
     state: Any,
     reset_state: Any,
     static: Any,

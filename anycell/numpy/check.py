@@ -110,7 +110,7 @@ def array(
 def flags(
     name: str, value: Any, shape: Sequence[int | str], axes: str = "", like: Any = None
 ) -> npt.NDArray[np.bool_]:
-    """``value`` as booleans; numbers count if each is 0 or 1. ``like`` has no influence."""
+    """``value`` as booleans, a copy; numbers count if each is 0 or 1. ``like`` has no influence."""
     given = array(name, value, shape, numbers(name, value).dtype, axes)
     flags = given.astype(bool)
     if not np.array_equal(flags, given):
@@ -152,5 +152,5 @@ def _as_it_is(name: str, value: Any, shape: Sequence[int], axes: str, like: Any)
     return value
 
 
-NUMPY = Frontend(np.ndarray, _converted, flags, _counts, _below)
+NUMPY = Frontend(np.ndarray, _converted, flags, _counts, np.ascontiguousarray, _below)
 STRICT = NUMPY._replace(fit=_as_it_is)

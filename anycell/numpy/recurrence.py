@@ -105,14 +105,8 @@ def recurrence(
     params = {} if params is None else params
     names = [name for name in cell.learned if name not in ("weight_ih", "bias_ih")]
     learned = learned_by_name(STRICT, cell, names, weights=weights, params=params)
-    given = cell, gates_x, learned, rows, gates_x
     arrays, sizes = arguments(
-        STRICT,
-        *given,
-        state=state,
-        reset_state=reset_state,
-        static=static,
-        recurrent_mask=recurrent_mask,
+        STRICT, cell, gates_x, learned, rows, gates_x, state, reset_state, static, recurrent_mask
     )
     choice("engine", engine, None, "cpu", "reference")
     form = sizes["H"], gates_x.dtype.name

@@ -89,7 +89,7 @@ def as_flags(name: str, value: Tensor, expected: str) -> Tensor:
 
 
 def check_flags(name: str, value: Any, shape: tuple[int, ...], axes: str, like: Tensor) -> Tensor:
-    """``mask`` or ``resets`` as bool, a copy; ``value`` must be flags of this shape."""
+    """``mask`` or ``resets`` as bool; ``value`` must be flags of this shape."""
     expected = f"torch.bool {list(shape)}, {axes}"
     if not isinstance(value, Tensor):
         refuse(name, describe(value), expected, f"Pass torch.as_tensor({name}).", TypeError)
@@ -98,8 +98,7 @@ def check_flags(name: str, value: Any, shape: tuple[int, ...], axes: str, like: 
         hint = f"Turn it: {name}.t()." if turned else "One flag per step and row."
         refuse(name, describe(value), expected, hint)
     check_device(name, value, like.device)
-    # A copy: the backward pass reads it again, and the caller may have changed his by then.
-    return as_flags(name, value, expected).clone(memory_format=torch.contiguous_format)
+    return as_flags(name, value, expected)
 
 
 def _counts(name: str, value: Any, expected: str) -> Tensor:
@@ -122,11 +121,15 @@ def _visible(counts: Tensor) -> bool:
     return counts.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
+def _copy(flags: Tensor) -> Tensor:
+    return flags.clone(memory_format=torch.contiguous_format)
+
+
 def _below(steps: int, counts: Tensor, like: Tensor) -> Tensor:
     return torch.arange(steps, device=like.device).unsqueeze(1) < counts.to(like.device)
 
 
-TORCH = Frontend(Tensor, check_tensor, check_flags, _counts, _below, _visible)
+TORCH = Frontend(Tensor, check_tensor, check_flags, _counts, _copy, _below, _visible)
 check_states = functools.partial(checks.check_states, TORCH)
 check_static = functools.partial(checks.check_static, TORCH)
 check_recurrent_mask = functools.partial(checks.check_recurrent_mask, TORCH)

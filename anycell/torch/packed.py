@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from anycell.layer.checks import describe
+from anycell.layer.checks import describe, refuse
 from anycell.torch.arguments import as_flags
 
 
@@ -62,17 +62,13 @@ class Packing(NamedTuple):
     def alike(self, name: str, given: Any, like: PackedSequence) -> Tensor:
         """What comes per step, packed as the input is, as bool ``[T, B]``."""
         if not isinstance(given, PackedSequence):
-            raise TypeError(
-                f"{name}: given {describe(given)}; expected a PackedSequence, as the input is one. "
-                "Pack it with the lengths of the input."
-            )
+            expected, hint = "a PackedSequence, as the input is one", "Pack it as the input."
+            refuse(name, describe(given), expected, hint, TypeError)
         pairs = zip(given[1:], like[1:], strict=True)
         if not all(a is b or (a is not None and b is not None and a.equal(b)) for a, b in pairs):
-            raise ValueError(
-                f"{name}: given a PackedSequence of other lengths or order; expected those of the "
-                "input. Pack both with the same lengths and enforce_sorted."
-            )
-        flags = as_flags(name, given.data, f"expected torch.bool [{len(like.data)}]")
+            hint = "Pack both with the same lengths and enforce_sorted."
+            refuse(name, "a PackedSequence of other lengths or order", "those of the input", hint)
+        flags = as_flags(name, given.data, f"torch.bool [{len(like.data)}]")
         return self.pad(flags).contiguous()
 
 

@@ -119,16 +119,7 @@ def recurrence(
     rows = int(parts(given)[1][0]) if packed else data.shape[1]
     like = named.get("weight_hh", [*named.values(), data][0])
     arrays, sizes = arguments(
-        TORCH,
-        cell,
-        data,
-        named,
-        rows,
-        like,
-        state=state,
-        reset_state=reset_state,
-        static=static,
-        recurrent_mask=recurrent_mask,
+        TORCH, cell, data, named, rows, like, state, reset_state, static, recurrent_mask
     )
     check_tensor(name, data, data.shape, "as the weights", like)
     choice("engine", engine, None, "cpu", "gpu", "reference")

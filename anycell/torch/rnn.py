@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters, places
-from anycell.layer.checks import describe, integer, is_array, number
+from anycell.layer.checks import Shape, describe, integer, is_array, number, refuse
 from anycell.torch import ops
 from anycell.torch.arguments import (
     check_device,
@@ -29,7 +28,78 @@ from anycell.torch.recurrent import Lengths, Recurrent
 from anycell.torch.symbolic import leaf, refuse_script
 
 
-class RNN(Recurrent, nn.Module):
+class OfCell(nn.Module):
+    """Module with a cell, and with what it learns as parameters."""
+
+    cell: Cell
+    input_size: int
+    hidden_size: int
+    bias: bool
+    sizes: dict[str, int]
+    _first = "weight_ih_l0"  # the name of its first weight
+
+    def _describe(
+        self, name: str, cell: Any, input_size: Any, hidden_size: Any, bias: Any, sizes: Any
+    ) -> None:
+        """Sets the attributes of a module of that name from the arguments of its constructor."""
+        self.sizes = check_layer(name, cell, input_size, hidden_size, sizes)
+        self.cell = cell
+        ops.register(cell)
+        self.input_size, self.hidden_size = int(input_size), self.sizes["H"]
+        self.bias = bool(bias) and cell.bias
+
+    def _create(self, named: Iterable[tuple[str, Shape]], device: Any, dtype: Any) -> None:
+        """Makes the parameters of these names and shapes."""
+        for name, shape in named:
+            empty = torch.empty(shape, device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(empty))
+        self.reset_parameters()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        ops.register(self.cell)
+
+    def reset_parameters(self) -> None:
+        """Gives every parameter its initial value, drawn anew where it is random: the declared
+        value, or else torch's draw for recurrent layers.
+        """
+        declared, bound = {p.name: p.initial for p in self.cell.params}, self.hidden_size**-0.5
+        for name, parameter in self.named_parameters():
+            layered = self._first.endswith("_l0")
+            value = declared.get(name.rpartition("_l")[0] if layered else name)
+            if value is None:
+                nn.init.uniform_(parameter, -bound, bound)
+            else:
+                nn.init.constant_(parameter, value)
+
+    @property
+    def engine(self) -> Engine:
+        """What runs this module, and why."""
+        weight: Any = getattr(self, self._first)
+        plan = fused_plan(self.cell, self.hidden_size, weight, self._sizes)
+        if isinstance(plan, str):
+            return Engine("reference", plan)
+        return Engine(plan.engine, reason(plan))
+
+    @property
+    def _sizes(self) -> Sizes:
+        return tuple(self.sizes.items())[1:]
+
+    def extra_repr(self) -> str:
+        """The arguments that are not the default."""
+        shown = [repr(self.cell), str(self.input_size), str(self.hidden_size)]
+        defaults = {"num_layers": 1, "bias": self.cell.bias, "batch_first": False, "dropout": 0.0}
+        further = {"bidirectional": False, "checkpoint": None}
+        for name, default in {**defaults, **further}.items():
+            if getattr(self, name, default) != default:
+                shown.append(f"{name}={getattr(self, name)}")
+        return ", ".join(shown + [f"{k}={v}" for k, v in self.sizes.items() if k != "H"])
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_script(self)
+
+
+class RNN(Recurrent, OfCell):
     r"""Layers of any cell, as ``torch.nn.LSTM`` is layers of one.
 
     With the cell's function f and H = ``hidden_size``, each direction of each layer computes
@@ -111,13 +181,8 @@ class RNN(Recurrent, nn.Module):
         **sizes: int,
     ) -> None:
         super().__init__()
-        self.sizes = check_layer("RNN", cell, input_size, hidden_size, sizes)
-        self.cell = cell
-        ops.register(cell)
-        self.input_size = int(input_size)
-        self.hidden_size = self.sizes["H"]
+        self._describe("RNN", cell, input_size, hidden_size, bias, sizes)
         self.num_layers = integer("num_layers", num_layers)
-        self.bias = bool(bias) and cell.bias
         self.batch_first = batch_first
         self.dropout = number("dropout", dropout, 0.0, 1.0, closed=True)
         if self.dropout and self.num_layers == 1:
@@ -126,44 +191,10 @@ class RNN(Recurrent, nn.Module):
         self.bidirectional = bidirectional
         self.checkpoint = check_checkpoint(checkpoint)
         directions = 1 + bool(bidirectional)
-        for name, shape in parameters(
+        named = parameters(
             cell, self.sizes, self.input_size, self.bias, self.num_layers, directions
-        ):
-            empty = torch.empty(shape, device=device, dtype=dtype)
-            self.register_parameter(name, nn.Parameter(empty))
-        self.reset_parameters()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        ops.register(self.cell)
-
-    def reset_parameters(self) -> None:
-        """Gives every parameter its initial value, drawn anew where it is random."""
-        declared = {p.name: p.initial for p in self.cell.params}
-        for name, parameter in self.named_parameters():
-            initialise(parameter, declared.get(name.rpartition("_l")[0]), self.hidden_size)
-
-    @property
-    def engine(self) -> Engine:
-        """What runs this layer, and why."""
-        plan = fused_plan(self.cell, self.hidden_size, self.weight_ih_l0, self._sizes)
-        if isinstance(plan, str):
-            return Engine("reference", plan)
-        return Engine(plan.engine, reason(plan))
-
-    @property
-    def _sizes(self) -> Sizes:
-        return tuple(self.sizes.items())[1:]
-
-    def extra_repr(self) -> str:
-        """The arguments that are not the default."""
-        shown = [repr(self.cell), str(self.input_size), str(self.hidden_size)]
-        defaults = {"num_layers": 1, "bias": self.cell.bias, "batch_first": False, "dropout": 0.0}
-        further = {"bidirectional": False, "checkpoint": None}
-        for name, default in {**defaults, **further}.items():
-            if getattr(self, name) != default:
-                shown.append(f"{name}={getattr(self, name)}")
-        return ", ".join(shown + [f"{k}={v}" for k, v in self.sizes.items() if k != "H"])
+        )
+        self._create(named, device, dtype)
 
     def forward(
         self,
@@ -180,20 +211,13 @@ class RNN(Recurrent, nn.Module):
     ) -> tuple[Any, ...]:
         """Output and final state; see the class."""
         # No argument is for names alone: torch.onnx's older exporter passes all by position.
+        further: dict[str, Any] = {
+            "mask": mask, "lengths": lengths, "resets": resets, "reset_state": reset_state,
+            "masked_output": masked_output, "recurrent_mask": recurrent_mask,
+            "return_states": return_states,
+        }  # fmt: skip
         if isinstance(x, Proxy):
-            return leaf(
-                self,
-                x,
-                state,
-                mask=mask,
-                lengths=lengths,
-                resets=resets,
-                reset_state=reset_state,
-                static=static,
-                masked_output=masked_output,
-                recurrent_mask=recurrent_mask,
-                return_states=return_states,
-            )
+            return leaf(self, x, state, static=static, **further)
         self._check_input(x)
         like = parts(x)[0] if isinstance(x, PackedSequence) else x
         rows = self._rows(x)
@@ -201,21 +225,7 @@ class RNN(Recurrent, nn.Module):
         if static is not None or self.cell.static is not None:
             shape = (*rows, self.hidden_size)
             arrays["static"] = check_static(self.cell, static, shape, like)
-        return self._run_cell(
-            self.cell,
-            x,
-            arrays,
-            mask=mask,
-            lengths=lengths,
-            resets=resets,
-            reset_state=reset_state,
-            masked_output=masked_output,
-            recurrent_mask=recurrent_mask,
-            return_states=return_states,
-        )
-
-    def __prepare_scriptable__(self) -> NoReturn:
-        refuse_script(self)
+        return self._run_cell(self.cell, x, arrays, **further)
 
     def _check_input(self, x: Any) -> None:
         """The input of a call."""
@@ -225,42 +235,34 @@ class RNN(Recurrent, nn.Module):
         else:
             axes = "[batch, time, {}]" if self.batch_first else "[time, batch, {}]"
             dims, sizes = (2, 3), None
-        wanted = f"expected {axes.format(self.input_size)}"
+        expected = axes.format(self.input_size)
         if not isinstance(x, Tensor):
             hint = "Pad sequences of several lengths, and pass lengths=."
             hint = "Pass torch.from_numpy(x)." if is_array(x) else hint
-            raise TypeError(f"x: given {describe(x)}; {wanted}. {hint}")
+            refuse("x", describe(x), expected, hint, TypeError)
         weight = self._like
         if x.dim() not in dims or x.shape[-1] != self.input_size:
             hint = "The last axis is input_size"
             hint += "." if sizes is not None else f"; without a batch [time, {self.input_size}]."
-            raise ValueError(f"x: given {describe(x)}; {wanted}. {hint}")
+            refuse("x", describe(x), expected, hint)
         if x.dtype != weight.dtype and not autocast():
-            raise ValueError(
-                f"x: given {describe(x)}; expected {weight.dtype}, as the weights. "
-                f"Convert it, x.to({weight.dtype}), or the layer, layer.to({x.dtype})."
-            )
+            hint = f"Convert it, x.to({weight.dtype}), or the layer, layer.to({x.dtype})."
+            refuse("x", describe(x), f"{weight.dtype}, as the weights", hint)
         check_device("x", x, weight.device)
         if sizes is None and x.shape[int(self.batch_first and x.dim() == 3)] == 0:
-            raise ValueError(f"x: given {describe(x)}; expected one step or more. Skip the call.")
+            refuse("x", describe(x), "one step or more", "Skip the call.")
 
     def _weights(self) -> list[Arrays]:
         names, count = self.cell.learned, 1 + self.bidirectional
         return [learned(self, places(names, k, count)) for k in range(self.num_layers)]
 
 
-def initialise(parameter: nn.Parameter, declared: float | None, hidden_size: int) -> None:
-    """The declared initial value, or else torch's draw for recurrent layers."""
-    if declared is None:
-        bound = 1.0 / math.sqrt(hidden_size)
-        nn.init.uniform_(parameter, -bound, bound)
-    else:
-        nn.init.constant_(parameter, declared)
-
-
-def learned(module: Any, places: Mapping[str, str]) -> Arrays:
-    """What a layer of a module learns, from the places of ``anycell.layer.places``."""
-    mine, arrays = module._parameters, {}
+def learned(module: Any, places: Mapping[str, str] | None = None) -> Arrays:
+    """What a layer of a module learns, from the places of ``anycell.layer.places``; of a module of
+    one step, from the names of its cell.
+    """
+    mine, arrays, names = module._parameters, {}, module.cell.learned
+    places = dict(zip(names, names, strict=True)) if places is None else places
     for name, place in places.items():
         # A parametrised weight is no parameter of the module, but computed by an attribute.
         tensor = mine[place] if place in mine else getattr(module, place, None)

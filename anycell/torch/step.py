@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,14 @@ from anycell import cells
 from anycell.lang.cell import Cell
 from anycell.layer import Options, shapes
 from anycell.torch import ops, single
-from anycell.torch.arguments import check_layer, check_states, check_static, check_tensor
-from anycell.torch.composite import Arrays, Call, Sizes, States
+from anycell.torch.arguments import check_states, check_static, check_tensor
+from anycell.torch.composite import Call, States
 from anycell.torch.dropin import vendors
 from anycell.torch.entry import autocast
-from anycell.torch.functional import Engine, fused_plan, layer, reason
+from anycell.torch.functional import Engine, layer
 from anycell.torch.recurrent import draw_seed, state_names
-from anycell.torch.rnn import initialise, learned
-from anycell.torch.symbolic import leaf, refuse_script
+from anycell.torch.rnn import OfCell, learned
+from anycell.torch.symbolic import leaf
 
 _ONE_STEP = Engine("torch", "a single step reads the weights once: packing them first does not pay")
 # By name and key, as a compiler sees of a cell only its texts. None of these has hyperparameters.
@@ -60,7 +60,7 @@ class GRUCell(nn.GRUCell):
     engine = _ONE_STEP
 
 
-class RNNCell(nn.Module):
+class RNNCell(OfCell):
     """One step of any cell, as ``RNN(cell, ...)`` runs it.
 
     Args:
@@ -88,6 +88,7 @@ class RNNCell(nn.Module):
     """
 
     weight_ih: Tensor
+    _first = "weight_ih"
 
     def __init__(
         self,
@@ -100,54 +101,21 @@ class RNNCell(nn.Module):
         **sizes: int,
     ) -> None:
         super().__init__()
-        self.sizes = check_layer("RNNCell", cell, input_size, hidden_size, sizes)
-        self.cell = cell
-        ops.register(cell)
-        self.input_size = int(input_size)
-        self.hidden_size = self.sizes["H"]
-        self.bias = bool(bias) and cell.bias
+        self._describe("RNNCell", cell, input_size, hidden_size, bias, sizes)
         taken = [name for name in cell.param_names if name in dir(self)]
         if taken:
             raise ValueError(
                 f"RNNCell: cell {cell.name} has a parameter named {taken[0]!r}, which is an "
                 "attribute of the module itself; give it another name in the cell."
             )
-        for name, shape in shapes(cell, self.sizes, input_size, self.bias).items():
-            empty = torch.empty(shape, device=device, dtype=dtype)
-            self.register_parameter(name, nn.Parameter(empty))
-        self.reset_parameters()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        ops.register(self.cell)
-
-    def reset_parameters(self) -> None:
-        """Gives every parameter its initial value, drawn anew where it is random."""
-        declared = {p.name: p.initial for p in self.cell.params}
-        for name, parameter in self.named_parameters():
-            initialise(parameter, declared.get(name), self.hidden_size)
+        named = shapes(cell, self.sizes, self.input_size, self.bias)
+        self._create(named.items(), device, dtype)
 
     @property
     def engine(self) -> Engine:
         """What runs this cell, and why."""
-        if (self.cell.name, self.cell.key) in _OPERATORS:
-            return _ONE_STEP
-        plan = fused_plan(self.cell, self.hidden_size, self.weight_ih, self._sizes)
-        if isinstance(plan, str):
-            return Engine("reference", plan)
-        return Engine(plan.engine, reason(plan))
-
-    @property
-    def _sizes(self) -> Sizes:
-        return tuple(self.sizes.items())[1:]
-
-    def extra_repr(self) -> str:
-        """The arguments that are not the default."""
-        shown = f"{self.cell!r}, {self.input_size}, {self.hidden_size}"
-        return shown if self.bias == self.cell.bias else f"{shown}, bias={self.bias}"
-
-    def __prepare_scriptable__(self) -> NoReturn:
-        refuse_script(self)
+        known = (self.cell.name, self.cell.key) in _OPERATORS
+        return _ONE_STEP if known else super().engine
 
     def forward(
         self,
@@ -181,9 +149,6 @@ class RNNCell(nn.Module):
             new = tuple(s.squeeze(0) for s in new)
         return new if len(new) > 1 else new[0]
 
-    def _learned(self) -> Arrays:
-        return learned(self, dict(zip(self.cell.learned, self.cell.learned, strict=True)))
-
     def _step(self, x: Tensor, states: States | None, static: Tensor | None) -> States:
         return self._vendors(x, states) or self._ours(x, states, static)
 
@@ -194,14 +159,13 @@ class RNNCell(nn.Module):
             return None
         if states is None:
             states = (x.new_zeros(len(x), self.hidden_size),) * len(self.cell.states)
-        learned = vendors(self._learned())
-        new = operator(x, states if len(states) > 1 else states[0], *learned)
+        new = operator(x, states if len(states) > 1 else states[0], *vendors(learned(self)))
         return new if len(states) > 1 else (new,)
 
     def _ours(self, x: Tensor, states: States | None, static: Tensor | None) -> States:
         draws = self.training and ops.draws(self.cell)
         options = Options(training=self.training, seed=draw_seed() if draws else 0)
-        arrays = {"x": x, **self._learned()}
+        arrays = {"x": x, **learned(self)}
         if static is not None:
             arrays["static"] = static
         if states is not None:
