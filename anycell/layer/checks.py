@@ -153,20 +153,19 @@ class Frontend(NamedTuple):
         fit: ``(name, value, shape, axes, like)`` to an array of that shape, with the dtype and on
             the device of ``like``; ``axes`` says in errors what the array is.
         flags: the same to booleans.
-        counts: ``(name, value, expected)`` to an array of whole numbers.
+        counts: ``(name, value, expected)`` to an array of whole numbers, and whether these can be
+            looked at.
         copy: a contiguous copy of flags: the backward pass reads them again, and the caller may
             have changed his by then.
         below: ``(steps, counts, like)``, whether each step is below each of the counts, ``[T, B]``.
-        visible: whether the values of an array of counts can be looked at.
     """
 
     kind: Any
     fit: Callable[[str, Any, Shape, str, Any], Any]
     flags: Callable[[str, Any, Shape, str, Any], Any]
-    counts: Callable[[str, Any, str], Any]
+    counts: Callable[[str, Any, str], tuple[Any, bool]]
     copy: Callable[[Any], Any]
     below: Callable[[int, Any, Any], Any]
-    visible: Callable[[Any], bool] = lambda counts: True
 
 
 class Layout(NamedTuple):
@@ -187,10 +186,10 @@ class Layout(NamedTuple):
             return mask
         shape = (self.rows,) if self.batched else ()
         expected = f"integers {list(shape)}, the number of steps of each row"
-        counts = self.frontend.counts("lengths", lengths, expected)
+        counts, visible = self.frontend.counts("lengths", lengths, expected)
         if counts.shape != shape:
             refuse("lengths", describe(counts), expected, "Pass one length per row of the input.")
-        if 0 not in shape and self.frontend.visible(counts):
+        if visible and 0 not in shape:
             for length in (int(counts.min()), int(counts.max())):
                 if not 0 <= length <= self.steps:
                     expected = f"0 to {self.steps}, the steps of the input"

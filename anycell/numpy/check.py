@@ -118,12 +118,12 @@ def flags(
     return flags
 
 
-def _counts(name: str, value: Any, expected: str) -> npt.NDArray[np.int64]:
-    """Lengths as integers."""
+def _counts(name: str, value: Any, expected: str) -> tuple[npt.NDArray[np.int64], bool]:
+    """Lengths as integers, which can always be looked at."""
     given = numbers(name, value, expected)
     if given.dtype.kind not in "iu" and given.size:
         refuse(name, describe(given), expected, f"Convert them: {name}.astype(int).", TypeError)
-    return given.astype(np.int64)
+    return given.astype(np.int64), True
 
 
 def _below(steps: int, counts: npt.NDArray[np.int64], like: Any) -> npt.NDArray[np.bool_]:

@@ -101,8 +101,10 @@ def check_flags(name: str, value: Any, shape: tuple[int, ...], axes: str, like: 
     return as_flags(name, value, expected)
 
 
-def _counts(name: str, value: Any, expected: str) -> Tensor:
-    """``lengths`` as whole numbers."""
+def _counts(name: str, value: Any, expected: str) -> tuple[Tensor, bool]:
+    """``lengths`` as whole numbers, and whether to look at them: on another device that waits, and
+    a graph has nothing to see yet.
+    """
     try:
         # Of a list on the CPU, whatever torch.set_default_device says.
         counts = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
@@ -113,12 +115,8 @@ def _counts(name: str, value: Any, expected: str) -> Tensor:
     inexact = counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool
     if inexact and counts.numel():  # of no rows, [] is a list of integers too
         refuse(name, describe(counts), expected, f"Cast them: {name}.long().", TypeError)
-    return counts.long()  # unsigned ones know no minimum
-
-
-def _visible(counts: Tensor) -> bool:
-    """Whether to look: elsewhere that waits for the device, and a graph has nothing to see yet."""
-    return counts.device.type == "cpu" and not torch.compiler.is_compiling()
+    visible = counts.device.type == "cpu" and not torch.compiler.is_compiling()
+    return counts.long(), visible  # unsigned ones know no minimum
 
 
 def _copy(flags: Tensor) -> Tensor:
@@ -129,7 +127,7 @@ def _below(steps: int, counts: Tensor, like: Tensor) -> Tensor:
     return torch.arange(steps, device=like.device).unsqueeze(1) < counts.to(like.device)
 
 
-TORCH = Frontend(Tensor, check_tensor, check_flags, _counts, _copy, _below, _visible)
+TORCH = Frontend(Tensor, check_tensor, check_flags, _counts, _copy, _below)
 check_states = functools.partial(checks.check_states, TORCH)
 check_static = functools.partial(checks.check_static, TORCH)
 check_recurrent_mask = functools.partial(checks.check_recurrent_mask, TORCH)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +12,7 @@ from torch.fx import Proxy
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import Cell
-from anycell.layer import check_checkpoint, parameters, places
+from anycell.layer import ENDS, check_checkpoint, parameters
 from anycell.layer.checks import Shape, describe, integer, is_array, number, refuse
 from anycell.torch import ops
 from anycell.torch.arguments import (
@@ -253,19 +253,18 @@ class RNN(Recurrent, OfCell):
             refuse("x", describe(x), "one step or more", "Skip the call.")
 
     def _weights(self) -> list[Arrays]:
-        names, count = self.cell.learned, 1 + self.bidirectional
-        return [learned(self, places(names, k, count)) for k in range(self.num_layers)]
+        return [learned(self, f"_l{k}", 1 + self.bidirectional) for k in range(self.num_layers)]
 
 
-def learned(module: Any, places: Mapping[str, str] | None = None) -> Arrays:
-    """What a layer of a module learns, from the places of ``anycell.layer.places``; of a module of
-    one step, from the names of its cell.
-    """
-    mine, arrays, names = module._parameters, {}, module.cell.learned
-    places = dict(zip(names, names, strict=True)) if places is None else places
-    for name, place in places.items():
-        # A parametrised weight is no parameter of the module, but computed by an attribute.
-        tensor = mine[place] if place in mine else getattr(module, place, None)
-        if tensor is not None:
-            arrays[name] = tensor
+def learned(module: Any, layer: str = "", directions: int = 1) -> Arrays:
+    """What a layer of a module with a ``cell`` learns; ``layer`` stands behind its names."""
+    # As ``layer.places``, whose cache Dynamo does not take.
+    mine, arrays = module._parameters, {}
+    for end in ENDS[:directions]:
+        for name in module.cell.learned:
+            place = name + layer + end
+            # A parametrised weight is no parameter of the module, but computed by an attribute.
+            tensor = mine[place] if place in mine else getattr(module, place, None)
+            if tensor is not None:
+                arrays[name + end] = tensor
     return arrays
