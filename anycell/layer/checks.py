@@ -126,7 +126,7 @@ def check_names(cell: Cell, sizes: Mapping[str, Any]) -> None:
 
 
 def check_sizes(cell: Cell, hidden_size: int, sizes: Mapping[str, Any]) -> dict[str, int]:
-    """What all size symbols of a cell stand for: H, and those that were given by keyword.
+    """Sizes of all symbols of a cell: H, and those that were given by keyword.
 
     Raises:
         TypeError, ValueError: for sizes that are unknown, missing or no positive integers, and
@@ -146,7 +146,7 @@ def check_sizes(cell: Cell, hidden_size: int, sizes: Mapping[str, Any]) -> dict[
 
 
 class Frontend(NamedTuple):
-    """What the checks below ask of a framework.
+    """Functions by which the checks below handle the arrays of a framework.
 
     Attributes:
         kind: the class of its arrays.

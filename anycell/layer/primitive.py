@@ -21,7 +21,7 @@ from anycell.layer.signature import shapes
 def learned_by_name(
     frontend: Frontend, cell: Cell, names: Sequence[str], **arguments: Any
 ) -> dict[str, Any]:
-    """What a cell learns, from dictionaries of arrays by ``names``, without those that are None."""
+    """Arrays that a cell learns, from dictionaries by ``names``; leaves out those that are None."""
     learned: dict[str, Any] = {}
     known = ", ".join(names) or "no names"
     for argument, mapping in arguments.items():
@@ -71,7 +71,7 @@ def arguments(
     static: Any,
     recurrent_mask: Any,
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """What a call takes besides x and flags, and what the size symbols of its cell stand for.
+    """Arrays of a call besides x and flags, and the sizes of all symbols of its cell.
 
     Args:
         x: as ``check_input`` takes it.
@@ -127,7 +127,7 @@ def _states(frontend: Frontend, kind: str, given: Any, cell: Cell) -> tuple[Any,
 
 
 def _sizes(cell: Cell, x: Any, learned: Mapping[str, Any], states: Sequence[Any]) -> dict[str, int]:
-    """What all size symbols stand for, by the shapes of the arrays."""
+    """Sizes of all symbols, by the shapes of the arrays."""
     gates, weight = len(cell.gates), learned.get("weight_ih")
     for l in cell.linears:
         axes, layout = (2, "[out, in]") if l.heads == 1 else (3, "[heads, out/heads, in/heads]")

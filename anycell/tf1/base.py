@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from anycell.keras.call import Tensor
 from anycell.keras.rule import Engine
+from anycell.layer.checks import refuse
 
 v1 = tf.compat.v1
 DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
@@ -157,7 +158,7 @@ class RNNCell(tf.Module):
             scope: of the cell in it, as ``"rnn/lstm_cell"``; ``tf.train.list_variables`` lists.
 
         Raises:
-            ValueError: if it has not all of them, or in other shapes.
+            ValueError: if a variable is missing or has another shape.
             RuntimeError: in a graph of TensorFlow 1, where ``tf.compat.v1.train.Saver`` does it.
         """
         if not v1.executing_eagerly_outside_functions():
@@ -275,28 +276,24 @@ def read(cell: Any, inputs: Any, layout: str = "[T, B, width]", dtype: Any = Non
     """Inputs of that layout as a tensor; ``dtype`` is what a loop was told, if anything."""
     own = getattr(cell, "dtype", None)
     if None not in (dtype, own) and tf.as_dtype(dtype) != own:
-        raise ValueError(
-            f"dtype: given {tf.as_dtype(dtype).name}; expected {tf.as_dtype(own).name}, that of "
-            "the cell: give the cell another by its own dtype."
+        expected = f"{tf.as_dtype(own).name}, that of the cell"
+        refuse(
+            "dtype", tf.as_dtype(dtype).name, expected, "Give the cell another by its own dtype."
         )
     wanted = dtype or own
     x = tensor("inputs", inputs, wanted or (None if tf.is_tensor(inputs) else tf.float32))
     _floating(x.dtype)
     if x.shape.rank != layout.count(",") + 1 or x.shape.as_list()[-1] is None:
-        raise ValueError(
-            f"inputs: given shape {x.shape}; expected {layout}, of which rank and width are "
-            "known when a graph is made: inputs.set_shape says them."
-        )
+        expected = f"{layout}, of which rank and width are known when a graph is made"
+        refuse("inputs", f"shape {x.shape}", expected, "Say them by inputs.set_shape.")
     return x
 
 
 def tensor(name: str, given: Any, dtype: Any) -> Tensor:
     """A tensor of that dtype; anything that is not a tensor yet is converted."""
     if tf.is_tensor(given) and dtype is not None and given.dtype.base_dtype != dtype:
-        raise ValueError(
-            f"{name}: given {given.dtype.name}; expected {tf.as_dtype(dtype).name}. Cast it: "
-            f"tf.cast({name}, tf.{tf.as_dtype(dtype).name})."
-        )
+        expected = tf.as_dtype(dtype).name
+        refuse(name, given.dtype.name, expected, f"Cast it: tf.cast({name}, tf.{expected}).")
     return tf.convert_to_tensor(given, dtype)
 
 
@@ -315,9 +312,7 @@ def mask(x: Tensor, lengths: Tensor) -> Tensor:
 def _floating(dtype: Any) -> Any:
     if (base := tf.as_dtype(dtype).base_dtype) not in DTYPES:
         names = ", ".join(kind.name for kind in DTYPES[:-1])
-        raise ValueError(
-            f"dtype: given {base.name}; expected {names} or {DTYPES[-1].name}. Cast the inputs."
-        )
+        refuse("dtype", base.name, f"{names} or {DTYPES[-1].name}", "Cast the inputs.")
     return base
 
 
@@ -330,15 +325,11 @@ def _lengths(given: Any, known: int | None, rows: Any, steps: Any) -> Tensor:
     """A length for each row; ``rows`` is their number, ``known`` if it is before a graph runs."""
     lengths = tf.convert_to_tensor(given)
     if not lengths.dtype.is_integer:
-        raise ValueError(
-            f"sequence_length: given {lengths.dtype.name}; expected integers. Cast them: "
-            "tf.cast(sequence_length, tf.int32)."
-        )
+        hint = "Cast them: tf.cast(sequence_length, tf.int32)."
+        refuse("sequence_length", lengths.dtype.name, "integers", hint)
     if not lengths.shape.is_compatible_with((known,)):
-        raise ValueError(
-            f"sequence_length: given shape {lengths.shape}; expected ({known},), a length for each "
-            "row of the batch."
-        )
+        hint = "Pass a length for each row of the batch."
+        refuse("sequence_length", f"shape {lengths.shape}", f"({known},)", hint)
     # Those beyond the last step are cut before int32 would wrap them.
     lengths = tf.clip_by_value(tf.cast(lengths, tf.int64), 0, tf.cast(steps, tf.int64))
     lengths = tf.cast(lengths, tf.int32)

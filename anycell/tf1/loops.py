@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from anycell.keras.call import Tensor
+from anycell.layer.checks import refuse
 from anycell.tf1.base import like_cell, read, run, v1
 
 
@@ -99,21 +100,17 @@ def stack_bidirectional_dynamic_rnn(
     """
     for name, cells in (("cells_fw", cells_fw), ("cells_bw", cells_bw)):
         if not isinstance(cells, list) or not cells:
-            raise ValueError(
-                f"{name}: given {_shown(cells)}; expected a list of cells, one per layer."
-            )
+            refuse(name, _shown(cells), "a list of cells", "Pass one cell for each layer.")
     depth = len(cells_fw)
     if len(cells_bw) != depth:
-        raise ValueError(
-            f"cells_bw: given {_shown(cells_bw)}; expected {depth} cells, as in cells_fw."
-        )
+        hint = "Pass one cell for each layer."
+        refuse("cells_bw", _shown(cells_bw), f"{depth} cells, as in cells_fw", hint)
     for name, states in (
         ("initial_states_fw", initial_states_fw), ("initial_states_bw", initial_states_bw)
     ):  # fmt: skip
         if states is not None and not (isinstance(states, list) and len(states) == depth):
-            raise ValueError(
-                f"{name}: given {_shown(states)}; expected a list of {depth} states, one per layer."
-            )
+            hint = "Pass one state for each layer."
+            refuse(name, _shown(states), f"a list of {depth} states", hint)
     none = [None] * depth
     begin = initial_states_fw or none, initial_states_bw or none
     layers = zip(cells_fw, cells_bw, *begin, strict=True)
@@ -181,12 +178,10 @@ def _shown(given: Any) -> str:
 def _stacked(inputs: Sequence[Tensor]) -> Tensor:
     """A list of steps as one tensor; NumPy's arrays stay such, and take the dtype of the cell."""
     if not isinstance(inputs, (list, tuple)):
-        raise TypeError(
-            f"inputs: given {type(inputs).__name__}; expected a list of steps, [B, width] each: "
-            "tf.unstack(inputs, axis=1) makes one. dynamic_rnn takes a tensor."
-        )
+        hint = "tf.unstack(inputs, axis=1) makes one; dynamic_rnn takes a tensor."
+        refuse("inputs", type(inputs).__name__, "a list of steps, [B, width] each", hint, TypeError)
     if not inputs:
-        raise ValueError("inputs: given no steps; expected a list of one or more.")
+        refuse("inputs", "no steps", "a list of one or more", "Pass [B, width] for each.")
     stack = tf.stack if any(tf.is_tensor(one) for one in inputs) else np.stack
     return stack(inputs)
 

@@ -14,7 +14,7 @@ from anycell.keras.cells import ACTIVATIONS
 from anycell.keras.rule import Engine, Facts, choose
 from anycell.keras.tensorflow import recur, refusal
 from anycell.lang.cell import Cell
-from anycell.layer.checks import integer
+from anycell.layer.checks import integer, refuse
 from anycell.tf1 import cells
 from anycell.tf1.base import (
     LSTMStateTuple,
@@ -51,6 +51,9 @@ def _activation(given: Any) -> str:
 class KernelCell(RNNCell):
     """What the cells with a kernel share: variables made at the first call, and one run."""
 
+    cell: Cell
+    _cell_sizes: tuple[tuple[str, int], ...] = ()
+
     def __init__(
         self,
         num_units: int,
@@ -82,7 +85,7 @@ class KernelCell(RNNCell):
 
     def _call(self) -> Call:
         """The cell that runs."""
-        raise NotImplementedError
+        return Call(self.cell, self.num_units, self._cell_sizes, repeat=False)
 
     def _arrays(self, x: Tensor, state: Sequence[Tensor]) -> Arrays:
         """The variables and the parts of the state as a run takes them."""
@@ -118,12 +121,10 @@ class KernelCell(RNNCell):
 
     def _build(self, width: int, dtype: Any) -> None:
         if self._weights:
-            made = next(iter(self._weights.values())).shape[0] - self._recurrent_size
+            made = next(iter(self._weights.values())).shape[0] - self.output_size
             if width != made:
-                raise ValueError(
-                    f"inputs: given width {width}; expected {made}, for which the variables are. "
-                    "Make a cell for each layer."
-                )
+                expected = f"{made}, the width that the variables were made for"
+                refuse("inputs", f"width {width}", expected, "Make a cell for each layer.")
             return
         self.dtype = self.dtype or dtype
         with tf.init_scope():
@@ -152,7 +153,7 @@ class KernelCell(RNNCell):
         shapes = reader.get_variable_to_shape_map()
         kernel = next(iter(self._shapes(0)))
         stored = shapes.get(f"{scope}/{kernel}")
-        width = 0 if stored is None else stored[0] - self._recurrent_size
+        width = 0 if stored is None else stored[0] - self.output_size
         if width > 0:
             self.build(width)
         wanted = self._shapes(width)
@@ -167,10 +168,6 @@ class KernelCell(RNNCell):
                 )
         for name in wanted:
             self._weights[name].assign(reader.get_tensor(f"{scope}/{name}"))
-
-    @property
-    def _recurrent_size(self) -> int:
-        return self.output_size
 
     # -- runs ------------------------------------------------------------------------------------
     @property
@@ -220,9 +217,7 @@ class KernelCell(RNNCell):
             shown = [", ".join(str(shape) for shape in shapes) for shapes in (
                 [part.shape for part in parts], expected
             )]  # fmt: skip
-            raise ValueError(
-                f"state: given shapes {shown[0]}; expected {shown[1]}, as cell.zero_state makes it."
-            )
+            refuse("state", f"shapes {shown[0]}", shown[1], "cell.zero_state makes one.")
         return parts
 
 
@@ -251,15 +246,13 @@ class BasicRNNCell(KernelCell):
         **kwargs: Any,
     ) -> None:
         super().__init__(num_units, dtype, name, activation, reuse, **kwargs)
+        self.cell = cells.RNN(activation=self.activation)
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         return {"kernel": (width + self.num_units, self.num_units), "bias": (self.num_units,)}
 
-    def _call(self) -> Call:
-        return Call(cells.RNN(activation=self.activation), self.num_units, repeat=False)
-
     def _arrays(self, x: Tensor, state: Sequence[Tensor]) -> Arrays:
-        return self._read_kernel(x) | named_states(self._call().cell, state)
+        return self._read_kernel(x) | named_states(self.cell, state)
 
 
 class LSTMCell(KernelCell):
@@ -313,13 +306,11 @@ class LSTMCell(KernelCell):
             given["cell_clip"] = float(cell_clip)
         if num_proj is not None and proj_clip is not None:
             given["proj_clip"] = float(proj_clip)
-        kinds = {
-            (False, False): cells.LSTM,
-            (True, False): cells.PeepholeLSTM,
-            (False, True): cells.ProjectedLSTM,
-            (True, True): cells.ProjectedPeepholeLSTM,
-        }
-        self.cell: Cell = kinds[bool(use_peepholes), num_proj is not None](**given)
+        plain, projected = cells.LSTM, cells.ProjectedLSTM
+        if use_peepholes:
+            plain, projected = cells.PeepholeLSTM, cells.ProjectedPeepholeLSTM
+        self.cell = (plain if num_proj is None else projected)(**given)
+        self._cell_sizes = () if num_proj is None else (("P", num_proj),)
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         h = self.num_units
@@ -329,22 +320,15 @@ class LSTMCell(KernelCell):
         shapes |= dict.fromkeys(self.cell.param_names, (h,))
         return shapes | ({"projection/kernel": (h, self.num_proj)} if self.num_proj else {})
 
-    def _call(self) -> Call:
-        sizes = (("P", self.num_proj),) if self.num_proj else ()
-        return Call(self.cell, self.num_units, sizes, repeat=False)
-
     def _arrays(self, x: Tensor, state: Sequence[Tensor]) -> Arrays:
         # One tensor is checked as one, and then split.
-        c, h = state if self.state_is_tuple else tf.split(state[0], self._sizes, axis=1)
+        sizes = [self.num_units, self.output_size]
+        c, h = state if self.state_is_tuple else tf.split(state[0], sizes, axis=1)
         arrays = self._read_kernel(x) | named_states(self.cell, (h, c))
         arrays |= {name: self._read(name) for name in self.cell.param_names}
         if self.num_proj:
             arrays["weight_projection"] = tf.transpose(self._read("projection/kernel"))
         return arrays
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [self.num_units, self.output_size]
 
     def _state(self, final: Sequence[Tensor]) -> Any:
         h, c = final
@@ -454,6 +438,7 @@ class GRUCell(KernelCell):
             num_units, dtype, name, activation, reuse, kernel_initializer, bias_initializer,
             **kwargs,
         )  # fmt: skip
+        self.cell = cells.GRU(activation=self.activation)
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         h = self.num_units
@@ -462,9 +447,6 @@ class GRUCell(KernelCell):
             "gates/kernel": (rows, 2 * h), "gates/bias": (2 * h,),
             "candidate/kernel": (rows, h), "candidate/bias": (h,),
         }  # fmt: skip
-
-    def _call(self) -> Call:
-        return Call(cells.GRU(activation=self.activation), self.num_units, repeat=False)
 
     def _arrays(self, x: Tensor, state: Sequence[Tensor]) -> Arrays:
         width = x.shape.as_list()[2]
@@ -476,5 +458,5 @@ class GRUCell(KernelCell):
             "bias_ih": tf.concat(biases, axis=0),
             "weight_gates": tf.transpose(gates[width:]),
             "weight_candidate": tf.transpose(candidate[width:]),
-            **named_states(self._call().cell, state),
+            **named_states(self.cell, state),
         }

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from anycell.keras.call import Tensor
 from anycell.keras.rule import Engine
+from anycell.layer.checks import refuse
 from anycell.tf1.base import (
     RNNCell,
     engine,
@@ -37,9 +38,9 @@ class MultiRNNCell(RNNCell):
 
     def __init__(self, cells: Any, state_is_tuple: bool = True) -> None:
         if not isinstance(cells, (list, tuple)):
-            raise TypeError(f"cells: given {type(cells).__name__}; expected a list of cells.")
+            refuse("cells", type(cells).__name__, "a list of cells", "Pass [cell].", TypeError)
         if not cells:
-            raise ValueError("cells: given none; expected a list of one or more.")
+            refuse("cells", "none", "a list of one or more", "Pass one for each layer.")
         cells = [like_cell(f"cells[{k}]", cell) for k, cell in enumerate(cells)]
         super().__init__(dtype=getattr(cells[0], "dtype", None))
         self.cells, self.state_is_tuple = cells, state_is_tuple
@@ -75,10 +76,8 @@ class MultiRNNCell(RNNCell):
             state = tf.split(state, [cell.state_size for cell in self.cells], axis=1)
         elif not isinstance(state, (list, tuple)) or len(state) != count:
             given = f"{len(state)} of them" if isinstance(state, (list, tuple)) else "one tensor"
-            raise ValueError(
-                f"state: given {given}; expected a tuple of {count}, one for each cell, as "
-                "cell.zero_state makes it."
-            )
+            expected = f"a tuple of {count}, one for each cell"
+            refuse("state", given, expected, "cell.zero_state makes one.")
         final = []
         for k, (cell, part) in enumerate(zip(self.cells, state, strict=True)):
             with v1.variable_scope(f"cell_{k}"):
@@ -184,9 +183,8 @@ class DropoutWrapper(_Wrapper):
         self.variational, self.seed = variational_recurrent, seed
         self._filter = dropout_state_filter_visitor or _all_but_c
         if variational_recurrent and dtype is None:
-            raise ValueError(
-                "dtype: given None; expected that of the inputs where variational_recurrent is set."
-            )
+            expected = "the dtype of the inputs, because variational_recurrent is set"
+            refuse("dtype", "None", expected, "Pass it.")
         if variational_recurrent and self._drops("input") and input_size is None:
             raise ValueError(
                 "input_size: given None; expected the width of the inputs where "
@@ -283,9 +281,8 @@ class ResidualWrapper(_Wrapper):
     ) -> None:
         super().__init__(cell)
         if residual_fn is not None and not callable(residual_fn):
-            raise TypeError(
-                f"residual_fn: given {residual_fn!r}; expected a function of inputs and outputs."
-            )
+            expected = "a function of inputs and outputs"
+            refuse("residual_fn", repr(residual_fn), expected, "Pass None to add them.", TypeError)
         self.residual_fn = residual_fn
 
     def _around(self, x: Tensor, run: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
@@ -340,9 +337,8 @@ def _probability(name: str, given: Any) -> Any:
     except (TypeError, ValueError):
         number = 0.0
     if not 0.0 < number <= 1.0:
-        raise ValueError(
-            f"{name}: given {given!r}; expected a number above 0, and at most 1, or a tensor."
-        )
+        expected = "a number above 0, and at most 1, or a tensor"
+        refuse(name, repr(given), expected, "Pass 1.0 to keep all.")
     return number
 
 

@@ -1,4 +1,4 @@
-"""What users pass, as tensors of the form that engines read: the checks of PyTorch.
+"""Checks of the tensors that users pass, which bring them into the form that engines read.
 
 Every error names the argument, what was given, what is expected, and what to do.
 """

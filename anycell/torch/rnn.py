@@ -74,7 +74,7 @@ class OfCell(nn.Module):
 
     @property
     def engine(self) -> Engine:
-        """What runs this module, and why."""
+        """Engine that runs this module, and why."""
         weight: Any = getattr(self, self._first)
         plan = fused_plan(self.cell, self.hidden_size, weight, self._sizes)
         if isinstance(plan, str):
