@@ -29,7 +29,7 @@ CallBounds = tuple[dict[str, Bounds], list[dict[str, Bounds]]]
 
 
 class Span(NamedTuple):
-    """What a kernel touches of an array: the first byte, that behind the last, and the size of an
+    """The bytes of an array that a kernel touches: the first, that behind the last, the size of an
     element.
     """
 
@@ -40,7 +40,7 @@ class Span(NamedTuple):
 
 
 def check(kernel: Kernel, entries: array[int], bounds: CallBounds | None) -> None:
-    """That a call stays within its arrays: has the door fill the tables of the kernel and of
+    """Checks that a call stays within its arrays: has the door fill the tables of the kernel and of
     packing, and holds what these will touch against the bounds.
 
     Args:
@@ -67,7 +67,7 @@ def check(kernel: Kernel, entries: array[int], bounds: CallBounds | None) -> Non
 def check_product(
     sizes: tuple[int, int, int], entries: array[int], bounds: tuple[Bounds, ...]
 ) -> None:
-    """That a matmul stays within its arrays.
+    """Checks that a matmul stays within its arrays.
 
     Args:
         sizes: bytes of a number of A, B and C.
@@ -99,7 +99,7 @@ def _laid_out(kernel: Kernel, entries: array[int], d: int) -> dict[str, int]:
 
 
 def inside(span: Span, bounds: Bounds | None) -> None:
-    """That a span lies within bounds.
+    """Checks that a span lies within bounds.
 
     Raises:
         AssertionError: as ``check``.
@@ -128,7 +128,7 @@ def reach(
 def touched(
     kernel: Kernel, call: Mapping[str, int], each: Mapping[str, int], table: Mapping[str, int]
 ) -> Iterator[Span]:
-    """What a call touches of one direction, by the names of the call's entries.
+    """Yields the bytes of one direction that a call touches, by the names of the call's entries.
 
     Args:
         call, each: the call's entries, those of all and those of the direction.
@@ -169,7 +169,7 @@ def touched(
 
 
 def _weights(kernel: Kernel, call: Mapping[str, int], each: Mapping[str, int]) -> Iterator[Span]:
-    """What packing reads."""
+    """Yields the bytes that packing reads."""
     shapes = dict(kernel.weights)
     if call.get("inputs"):
         shapes["weight_ih"] = 1, shapes["weight_hh"][1], call["inputs"]

@@ -1,4 +1,4 @@
-"""What the CPU engine says of a plan's kernels, for ``anycell.explain``."""
+"""Describes a plan's CPU kernels, for ``anycell.explain``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from anycell.plan import Plan
 
 
 def describe(plan: Plan, backward: bool, batch: int | None) -> Iterator[str]:
-    """How a kernel is cut, the memory that a batch of so many rows needs, and where its code is."""
+    """Describes the cut of a kernel, the memory that a batch needs, and where its code is."""
     generator = Generator(plan, backward, isa.current())
     yield from _geometry(generator, batch)
     yield from _passes(generator)

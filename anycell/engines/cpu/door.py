@@ -125,7 +125,7 @@ class Door:
         return shared.pointer("scratch")
 
     def _print_needs(self) -> None:
-        """How many bytes the call's memory has."""
+        """Prints ``needs``: the bytes of the call's memory."""
         b = self.module.function("needs", "ptr call")
         shared = self._shared(b, b.args[0])
         *_, end = self._places(b, shared)
@@ -134,8 +134,8 @@ class Door:
         self._threads(b, shared)
 
     def _places(self, b: Builder, shared: Entries) -> tuple[Value, Value, Value, Value, Value]:
-        """Where in scratch memory lie: the kernel's tables, those of packing, a row of zeros, the
-        threads' workspaces, of so many bytes each; and the end.
+        """The places in scratch memory of the kernel's tables, the tables of packing, a row of zeros
+        and the threads' workspaces; the bytes of a workspace; and the end.
         """
         directions = shared["directions"]
         packing = directions * self.table_bytes + LINE
@@ -149,7 +149,7 @@ class Door:
         return packing, zeros, work, each, end
 
     def _packed_bytes(self, b: Builder, shared: Entries) -> Value:
-        """Of one direction."""
+        """Bytes of the packed weights of one direction."""
         fixed = b.value(sum(align(m.packed_elements * self.size) for m in self.matmuls), "i64")
         return fixed if self.projecting is None else fixed + self._input_bytes(b, shared)
 
@@ -159,7 +159,7 @@ class Door:
         return self.generator.projecting
 
     def _input_bytes(self, b: Builder, shared: Entries) -> Value:
-        """Of the packed weight of an input that the kernel multiplies."""
+        """Bytes of the packed weight of an input that the kernel multiplies."""
         assert self.projecting is not None
         g, inputs = self.projecting.geometry, shared["inputs"]
         each = g.tiles * g.columns * g.lanes * self.size
@@ -212,14 +212,14 @@ class Door:
                 b.masked_store(b.splat(value), at, mask)
 
     def _copied_types(self) -> list[tuple[str, str]]:
-        """What rows that are copied consist of, and a suffix for the functions that do it: the
-        first state may be narrower than all else.
+        """The types of numbers in rows that are copied, and a suffix of the functions that do it:
+        the first state may be narrower than all else.
         """
         narrow, real = self.plan.types.storage.llvm, self.module.real
         return [("", real)] if narrow == real else [("", real), ("_narrow", integer_of(narrow))]
 
     def _suffix(self, array: Array) -> str:
-        """Of the functions that copy and fill rows of an array."""
+        """The suffix of the functions that copy and fill rows of an array."""
         return "" if array.number is self.plan.types.math else "_narrow"
 
     def _copy_or_fill(
@@ -263,7 +263,7 @@ class Door:
             self._print_final_states()
 
     def _threads(self, b: Builder, shared: Entries) -> None:
-        """How many threads the call is worth, and whether they split the units."""
+        """Chooses the number of threads, and whether they split the units."""
         kernel, h = self.generator, self.plan.hidden_size
         directions, threads = shared["directions"], shared["threads"]
         work, rows = b.value(kernel.work, "i64"), shared["batch"]
@@ -390,7 +390,7 @@ class Door:
         return slot, 1 - (b.select(whole, bit, turn) << 1), b.zext(~whole, "i64")
 
     def _lay_out_input(self, b: Builder, shared: Entries, table: Entries, zeros: Value) -> None:
-        """What a kernel that multiplies the input reads besides it: a row of zeros for gates."""
+        """Gives a kernel that multiplies the input a row of zeros in place of gates."""
         inputs = table["inputs"] = shared["inputs"]
         with b.when(inputs.ne(0)):
             table["gates"], table["gates steps"], table["gates rows"] = zeros, 0, 0
@@ -408,7 +408,7 @@ class Door:
         self, b: Builder, tables: Entries, shared: Entries, each: Entries, table: Entries,
         d: Value,
     ) -> None:  # fmt: skip
-        """Where packed weights lie, and what is packed there."""
+        """Lays out the tables of packing, and the addresses of packed weights."""
         at, base = 0, shared["packed"]
         base += d * self._packed_bytes(b, shared)
         there = shared["packed"].ne(0)
@@ -477,7 +477,7 @@ class Door:
                     )  # fmt: skip
 
     def _print_first_gradients(self) -> None:
-        """What gradients that add up over time start from."""
+        """Writes the first values of gradients that add up over time."""
         b = self.module.private("write_first", "ptr call")
         with self._directions(b, b.args[0]) as (shared, each, _):
             batch, group = shared["batch"], shared["row_group"]

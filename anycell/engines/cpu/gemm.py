@@ -172,7 +172,7 @@ class Gemm:
                 b.store(total.value, b.gep(result, n * b.lanes))
 
     def _tiles(self, vectors: int) -> None:
-        """The same for up to 16 rows, by matrix tiles."""
+        """Prints the register block of up to 16 rows, by matrix tiles."""
         b = self.module.private(
             f"tiles{vectors}",
             "ptr noalias panel, ptr noalias a, i64 a_rows, ptr noalias c, i64 c_rows, i64 rows, "
@@ -310,7 +310,7 @@ class Gemm:
         return b.atomic_add(b.gep(scratch, COUNTER, "i8"), 1)
 
     def _block(self, b: Builder, scratch: Value, number: Value) -> Value:
-        """Where a block of a panel is packed: those of all panels, then the next ones."""
+        """The place where a block of a panel is packed: those of all panels, then the next ones."""
         numbers = number * (self.packed_rows * self.width)
         return b.gep(b.gep(scratch, HEADER, "i8"), numbers)
 
@@ -405,7 +405,7 @@ class Gemm:
     def _rows(
         self, b: Builder, call: Entries, source: Value, space: Value, height: Value, count: Value
     ) -> tuple[Value, Value]:
-        """Where a block of rows of A is read, and from one row to the next: copied, or where they
+        """The address of a block of rows of A, and from one row to the next: copied, or where they
         are.
         """
         a_rows, a_inner, number = call["a_rows"], call["a_inner"], self.left.llvm
@@ -473,7 +473,7 @@ class Gemm:
 
 
 def _parts(count: Value, size: Value | int) -> Value:
-    """How many parts of so many elements there are, the last one perhaps smaller."""
+    """Counts parts of so many elements, the last one perhaps smaller."""
     return (count + size - 1) // size
 
 

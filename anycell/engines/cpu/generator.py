@@ -80,7 +80,7 @@ SPINS = 4000  # turns at a barrier before a thread offers its core, some 100 us
 
 
 class Row(NamedTuple):
-    """Where a row of an array begins, and LLVM's type of its numbers."""
+    """The address of a row of an array, and LLVM's type of its numbers."""
 
     at: Value
     type: str
@@ -187,7 +187,7 @@ class Generator:
 
     @property
     def geometry(self) -> Geometry:
-        """Of the matmuls of a simple cell: the one, or two of one shape."""
+        """The geometry of a simple cell's matmuls: the one, or two of one shape."""
         if self.matmuls:
             return self.matmuls[0].geometry
         lanes = self.target.lanes(self.real)
@@ -199,7 +199,7 @@ class Generator:
     # ---- sizes -----------------------------------------------------------------------------------
     @property
     def workspace_lines(self) -> tuple[int, int]:
-        """How many addresses it has for each row of the batch, and its bytes besides."""
+        """Counts the addresses for each row of the batch, and the other bytes."""
         rows = PANEL if len(self.stages) > 1 else 1
         reals = PANEL * self.acc_row + rows * self.scratch_row
         return len(self.matmuls) + 2, align(reals * self.size) + 64
@@ -254,7 +254,7 @@ class Generator:
 
     @property
     def packed_bytes(self) -> int:
-        """Of the packed weights of one direction."""
+        """Bytes of the packed weights of one direction."""
         return sum(m.packed_elements for m in self.matmuls) * self.size
 
     # ---- the module -----------------------------------------------------------------------------
@@ -503,7 +503,7 @@ class Generator:
 
     # ---- operands of 16 bits, widened, or rounded to 8; in the order of the packed weights ------
     def _place_staged_rows(self, addresses: Value, space: Value) -> None:
-        """Where in the workspace of a thread the rows of each matmul are staged."""
+        """The places in a thread's workspace where the rows of each matmul are staged."""
         b, (count, fixed) = self.b, self.workspace_lines
         staged = any(m.staged for m in self.matmuls)
         at = b.gep(space, addresses * count + fixed, "i8") if staged else space
@@ -553,7 +553,7 @@ class Generator:
         return to
 
     def _stage_input(self, address: Value, place: Value) -> Value:
-        """The same for a row of the input, where the kernel multiplies it."""
+        """Stages a row of the input, where the kernel multiplies it."""
         b, staged = self.b, self.b.variable(address)
         with b.when(self._given("input")):
             row = self._staged_input(b, self.arg["inputs"])
@@ -750,8 +750,8 @@ class Generator:
         return self._wide(value, row.type)
 
     def _bits(self, type: str) -> str:
-        """What numbers of an array are loaded as: integers, where the cell computes with wider
-        ones.
+        """The type as which numbers of an array are loaded: integers, where the cell computes with
+        wider ones.
         """
         return type if type == self.real else integer_of(type)
 
@@ -791,7 +791,7 @@ class Generator:
         return self._sums(self.acc_place[name] + output * self.acc_stride[name])
 
     def _sums(self, place: int) -> Value:
-        """The same of results that begin there in each row of them."""
+        """The results that begin at a place in each row of them."""
         b = self.b
         unit = (self.vector - self._origin(self.span)) * self.target.lanes(self.real)
         return b.load(b.gep(self.acc_at, unit + place))
@@ -874,8 +874,8 @@ class Generator:
                 self._store(zero, at)
 
     def _keep_operand(self, m: Matmul, held: Value | None = None) -> None:
-        """What a matmul multiplied, for the gradient of its weight, where the caller asks for it:
-        computed inside the step, or a state which resets made differ from the one before.
+        """Keeps the operand of a matmul, for its weight's gradient, where the caller asks for it: it
+        is computed inside the step, or a state that a reset replaced.
         """
         name = f"operand {m.linear.name}"
         if m.state is None:  # not within the branch: other matmuls may read the same values
@@ -930,7 +930,7 @@ class Generator:
                 self._reduce_groups(node)
 
     def _operands(self, names: tuple[str, ...]) -> list[tuple[Matmul, Expr, int]]:
-        """What matmuls inside the step multiply, and at which column of the operand's row."""
+        """The operands of matmuls inside the step, and their columns in the operand's row."""
         found = []
         for m in map(self.by_name.__getitem__, names):
             if self.backward:
@@ -1075,7 +1075,7 @@ class Generator:
         raise NotImplementedError(f"{node.op} has no place in the CPU kernel")
 
     def _saved(self, node: Expr) -> Value:
-        """What the forward pass has saved, as numbers."""
+        """A value that the forward pass has saved, as numbers."""
         b = self.b
         if not node.narrow:
             return self._stream("saved", self.saved[node])
@@ -1089,7 +1089,7 @@ class Generator:
         return self.b.select(value, 1.0, 0.0) if is_boolean(node) else value
 
     def _entering(self, gate: str, biased: bool) -> Value:
-        """What the input adds to a gate; ``biased`` where no other sum begins with its bias."""
+        """The input's part of a gate; ``biased`` where no other sum begins with its bias."""
         b, n = self.b, self.gates[gate]
         place = n * self.plan.hidden_size
 
@@ -1149,7 +1149,7 @@ class Generator:
         return mask.value
 
     def _draw(self, training: Value, block: int, per: str) -> list[Variable]:
-        """Where the four random words of a block of masks are, in training."""
+        """The slots of the four random words of a block of masks, in training."""
         b, lanes = self.b, f"<{self.b.lanes} x i32>"
         slots = [Variable(b, b.alloca(lanes), lanes) for _ in range(4)]
         with b.when(training):

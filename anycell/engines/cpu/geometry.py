@@ -1,4 +1,4 @@
-"""How the matmuls of a step are cut into tiles and register blocks."""
+"""The cut of a step's matmuls into tiles and register blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ L1_WEIGHTS = 32 << 10  # bytes of a block of packed weights that stays in the fi
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a matmul with ``outputs`` results per unit is cut, and the element-wise work after it.
+    """The cut of a matmul with ``outputs`` results per unit, and of the element-wise work after it.
 
     A tile has ``unroll`` vectors of units, each with all its outputs: ``columns`` vectors. The
     register block takes ``groups`` of columns in turn, with as many rows as the registers hold. The
@@ -116,7 +116,7 @@ class Geometry:
 
     @property
     def tile_elements(self) -> int:
-        """Of the header and what is multiplied."""
+        """Numbers of a tile: the header and the weights."""
         return (self.header + self.inner_padded) * self.columns * self.lanes
 
     def inner_block(self, itemsize: int) -> int:
@@ -159,7 +159,7 @@ class Matmul:
 
     @property
     def numbers(self) -> int:
-        """Of a head in one of these parts."""
+        """Numbers of a head in one of these parts."""
         return self.inner // (self.parts * self.linear.heads)
 
     @property

@@ -42,7 +42,7 @@ class _Section(NamedTuple):
 
 
 def link(code: bytes) -> tuple[bytes, dict[str, int]] | None:
-    """What an object file becomes wherever it lies in memory, and where in it each symbol is.
+    """Links an object file so that it may lie anywhere in memory, and finds its symbols.
 
     None where that takes more than distances within the file: other relocations, symbols from
     elsewhere, memory that is written to.

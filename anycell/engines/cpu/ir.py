@@ -156,7 +156,7 @@ def shape(type: str) -> tuple[int, str]:
 
 
 def with_element(type: str, element: str) -> str:
-    """The same shape with another element: `with_element("<8 x float>", "i1")` is `<8 x i1>`."""
+    """A type of that shape with another element: `("<8 x float>", "i1")` gives `<8 x i1>`."""
     return vector(shape(type)[0], element) if type.startswith("<") else element
 
 
@@ -480,7 +480,7 @@ class Builder:
     ptrtoint, inttoptr = _conversion("ptrtoint"), _conversion("inttoptr")
 
     def bitcast(self, x: Value, to: str) -> Value:
-        """The same bits read as another type."""
+        """Reads the bits as another type."""
         return x if x.type == to else self._emit(to, f"bitcast {x} to {to}")
 
     def bits(self, x: Value) -> Value:

@@ -1,4 +1,4 @@
-"""Which vector instructions the kernels are printed for, and how LLVM is told so.
+"""The vector instructions that kernels are printed for, and LLVM's names of them.
 
 A `Target` says what a kernel's text looks like (vector width, registers); `machine(target)` says
 what LLVM may do with that text (CPU name and feature string). The host's CPU *name* is never
@@ -46,7 +46,7 @@ ASKED_FOR = ("amx-emulated",)
 
 
 class Machine(NamedTuple):
-    """What LLVM's target machine is created from."""
+    """The arguments of LLVM's target machine."""
 
     cpu: str
     features: str
@@ -120,7 +120,7 @@ _LINUX = {
 
 
 def _features() -> set[str]:
-    """What this host reports, by LLVM's names."""
+    """The features that this host reports, by LLVM's names."""
     # Linux knows what it has enabled as well as LLVM does, and need not be imported.
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:

@@ -235,7 +235,7 @@ def _load(code: bytes, symbols: Sequence[str], target: Target) -> dict[str, int]
 
 @lru_cache(maxsize=1)
 def _toolchain() -> str:
-    """Which LLVM compiles, and for what system, told without loading it.
+    """Names the LLVM that compiles, and the system, without loading it.
 
     The size of the library stands for the version of the LLVM that was built into it.
     """
@@ -263,7 +263,7 @@ def _key(text: Text, symbols: Sequence[str], target: Target, recipe: str | None 
 
 
 def cache_directory() -> str:
-    """Where compiled kernels are kept: `$ANYCELL_CACHE_DIR`, else the user's cache directory."""
+    """The directory of compiled kernels: `$ANYCELL_CACHE_DIR`, else the user's cache directory."""
     if chosen := os.environ.get("ANYCELL_CACHE_DIR"):
         path = os.path.expanduser(chosen)
         with contextlib.suppress(OSError):  # a relative path, and the working directory is gone
@@ -293,7 +293,7 @@ def _check_private(status: os.stat_result) -> None:
 
 
 class _File(NamedTuple):
-    """What may be an entry or a draft by its name and kind."""
+    """A file that may be an entry or a draft by its name and kind."""
 
     written: float
     size: int

@@ -60,7 +60,7 @@ class Kernel:
         self.weights = {m.linear.weight: (1, *m.linear.shape(sizes))[-3:] for m in self.matmuls}
 
     def first(self, direction: int) -> int:
-        """Where the entries of a direction begin."""
+        """The place where the entries of a direction begin."""
         return len(self.shared) + direction * self.stride
 
 
@@ -93,7 +93,7 @@ def compiled(plan: Plan, backward: bool = False) -> Kernel:
 def request(
     generator: Generator,
 ) -> tuple[Callable[[], str], tuple[str, ...], Target, str | None]:
-    """What ``jit`` is asked for: how to print the text, functions, target and recipe."""
+    """The request to ``jit``: how to print the text, functions, target and recipe."""
     plan, backward, target = generator.plan, generator.backward, generator.target
     symbols = generator.symbols
     sources = fingerprint()
@@ -119,7 +119,7 @@ def description(plan: Plan, backward: bool) -> str:
 
 
 def _leaves(value: object) -> Iterator[Expr | str | float | None]:
-    """What a plan is made of, in order: expressions and plain values."""
+    """Yields the parts of a plan, in order: expressions and plain values."""
     if isinstance(value, Cell):
         # The kernel reads hyperparameters by their place among all that the function declares,
         # while the graph has only those that it uses.

@@ -252,7 +252,7 @@ def _add_pairs(
     ahead: Sequence[Value],
     number: str,
 ) -> None:
-    """The same for weights in pairs."""
+    """Adds the products of weights in pairs."""
     full = b.lanes * element_bits(b.real) // 8
     first, last = (b.ashr(b.value(bound, "i64"), 1) for bound in bounds)
     with b.loop(first, last) as pair:
@@ -409,7 +409,7 @@ def _print_pack(
 
 
 def negative_sums(b: Builder, packed: Value, rows: Value, width: Operand) -> Value:
-    """What the sums of a packed column of integers begin with, see above."""
+    """The first values of the sums of a packed column of integers, see above."""
     total, all_128 = b.variable(0, b.ivec), b.value(0x80808080, b.ivec)
     with b.loop(0, rows) as row:
         weights = b.load(b.gep(packed, row * width), b.ivec)

@@ -46,7 +46,7 @@ LOG2E = 1.0 / math.log(2.0)
 
 @dataclass(frozen=True)
 class Real:
-    """What the functions below need to know about a floating point format."""
+    """The properties of a floating point format that the functions below need."""
 
     mantissa: int  # stored bits of it
     bias: int  # of the exponent

@@ -51,7 +51,7 @@ _chosen: int | None = None
 
 
 def threads() -> int:
-    """How many parts a call should have, unless the frontend knows better.
+    """The number of parts of a call, unless the frontend knows better.
 
     What `set_threads` said, else `ANYCELL_NUM_THREADS`, else `OMP_NUM_THREADS`, else the CPUs that
     this process may use, all looked at anew each time.
@@ -70,7 +70,7 @@ def threads() -> int:
 
 @lru_cache(maxsize=64)
 def _said(ours: str | None, openmps: str | None) -> int | None:
-    """What the two variables say, by their texts."""
+    """The values of the two variables, by their texts."""
     if count := environment.whole_number("ANYCELL_NUM_THREADS", MOST):
         return count
     # OpenMP allows a list, one number per nesting level, and ignores what it cannot read.
@@ -116,7 +116,7 @@ _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 
 
 
 class _Sleep(NamedTuple):
-    """How this system lets a thread sleep until a word in memory changes: two functions, and the
+    """The means by which a thread sleeps until a word in memory changes: two functions, and the
     calls of them. Nothing is lost when a sleeper wakes early, since it looks again."""
 
     wait: int
@@ -320,7 +320,7 @@ def attach(near: str | None) -> None:
 
 
 def backend() -> str:
-    """Whose threads the next gang will have: "openmp" or "own"."""
+    """The owner of the next gang's threads: "openmp" or "own"."""
     return "own" if _current().openmp is None else "openmp"
 
 

@@ -1,4 +1,4 @@
-"""Which code prints the kernels, as a hash: with it a kernel on disk has a name that needs no text.
+"""A hash of the code that prints kernels: by it a kernel on disk is found without its text.
 
 Printing takes ten times as long as all else on the way to a kernel that is on disk.
 """

@@ -89,8 +89,8 @@ def names(plan: Plan, backward: bool) -> Names:
 
 
 def axes(name: str) -> int:
-    """How many strides follow the address of what a direction learns, starts from or ends with:
-    those of a weight's last three axes, or of rows and columns.
+    """Counts the strides that follow an address: three of a weight's last axes, or two, of rows and
+    columns, of what a direction starts from or ends with.
     """
     if name.endswith((" heads", " rows", " columns")):
         return 0
@@ -137,7 +137,7 @@ class Entries:
         self.b, self.address, self.index = b, address, index
 
     def at(self, name: str) -> Value:
-        """Where an entry lies."""
+        """The address of an entry."""
         return self.b.gep(self.address, self.index[name], "i64")
 
     def __getitem__(self, name: str) -> Value:

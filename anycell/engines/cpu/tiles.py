@@ -122,7 +122,7 @@ class Tiles:
 
 
 def add_lane(b: Builder, number: str, total: Value, lane: Value, weights: Value) -> None:
-    """What is stored at ``total``, a vector, plus the products of the numbers in a lane of the left
+    """Adds to the vector at ``total`` the products of the numbers in a lane of the left
     matrix with those in every lane of a row of the right one.
     """
     splat = b.splat(lane, 16)
