@@ -1,1 +1,1 @@
-"""What runs a plan: the fused engines, the reference, and the rule when a vendor's own wins."""
+"""The engines that run a plan: the fused ones, and the reference."""

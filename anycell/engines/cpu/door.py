@@ -134,8 +134,8 @@ class Door:
         self._threads(b, shared)
 
     def _places(self, b: Builder, shared: Entries) -> tuple[Value, Value, Value, Value, Value]:
-        """The places in scratch memory of the kernel's tables, the tables of packing, a row of zeros
-        and the threads' workspaces; the bytes of a workspace; and the end.
+        """The places in scratch memory of the kernel's tables, tables of packing, a row of zeros,
+        and of the threads' workspaces; the bytes of a workspace; and the end.
         """
         directions = shared["directions"]
         packing = directions * self.table_bytes + LINE

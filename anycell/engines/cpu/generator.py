@@ -874,8 +874,8 @@ class Generator:
                 self._store(zero, at)
 
     def _keep_operand(self, m: Matmul, held: Value | None = None) -> None:
-        """Keeps the operand of a matmul, for its weight's gradient, where the caller asks for it: it
-        is computed inside the step, or a state that a reset replaced.
+        """Keeps the operand of a matmul, for its weight's gradient, where the caller asks for it: one
+        that was computed inside the step, or that a reset replaced.
         """
         name = f"operand {m.linear.name}"
         if m.state is None:  # not within the branch: other matmuls may read the same values
@@ -956,7 +956,7 @@ class Generator:
         return not is_reduction(node) and all(map(self._ready, node.args))
 
     def _empty(self, node: Expr) -> float:
-        """What a reduction of no numbers is."""
+        """The reduction of no numbers."""
         return float("-inf") if node.op == "max" else 0.0
 
     def _both(self, node: Expr, x: Value, y: Value) -> Value:

@@ -1,4 +1,4 @@
-"""What some machines have an instruction for, and others do in a few: numbers of 16 bits, products
+"""Instructions of some machines that others do in a few: numbers of 16 bits, products
 of 8 bits, a reciprocal that is only near.
 """
 

@@ -66,7 +66,7 @@ def _operator(integer: str, real: str = "") -> Callable[[Value, Operand], Value]
 
 
 def _reflected(integer: str, real: str = "") -> Callable[[Value, Number], Value]:
-    """The same with a Python number on the left."""
+    """An operator with a Python number on the left."""
     return lambda y, x: y._builder(x).binary(y._opcode(integer, real), x, y)
 
 
@@ -124,7 +124,7 @@ class Value:
     eq, ne = _comparison("eq", "oeq"), _comparison("ne", "une")
 
     def __neg__(self) -> Value:
-        """Of a real the sign turned over, of a zero and a NaN too."""
+        """The negative; of a real, the sign turned over, also of a zero and a NaN."""
         return (
             self._builder(self)._emit(self.type, f"fneg {self}") if is_real(self.type) else 0 - self
         )
@@ -332,7 +332,7 @@ class Variable:
 
     @property
     def value(self) -> Value:
-        """What was stored last. Each access is an instruction."""
+        """The value that was stored last. Each access is an instruction."""
         return self.b.load(self.address, self.type)
 
     @value.setter
