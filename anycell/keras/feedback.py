@@ -13,6 +13,7 @@ from anycell.keras.call import KERNELS, Arrays, Tensor
 from anycell.keras.layers import Fused, _attached_mask, _uncompiled
 from anycell.keras.rule import Engine
 from anycell.lang.cell import Cell
+from anycell.lang.namespaces import namespace
 from anycell.lang.transform import OUTPUT, with_feedback
 from anycell.layer.feedback import entering, fed
 
@@ -118,7 +119,7 @@ class Feedback(keras.layers.Layer):
     ) -> Any:
         """Runs whole sequences as that of a layer does; ``given`` is ``[B, T]``."""
         integers = getattr(self.layer, "rounded", False)
-        sequences = entering(sequences, given, self.readout.units, integers)
+        sequences = entering(namespace(sequences), sequences, given, self.readout.units, integers)
         fed = _Fed(self.layer, self.readout)
         _, outputs, final = fed.inner_loop(sequences, states, mask, training)
         return None, self.readout(ops.cast(outputs, self.compute_dtype)), final
@@ -185,7 +186,9 @@ class _Fed(Fused):
         learned = {**arrays, **{o: ops.transpose(arrays[name]) for o, name in kernels.items()}}
         weight, bias = ops.transpose(readout.kernel), readout.bias
         bias = None if bias is None else ops.cast(ops.convert_to_tensor(bias), dtype)
-        both = fed(learned, self.layer.cell.units, ops.cast(weight, dtype), bias)
+        both = fed(
+            namespace(arrays["x"]), learned, self.layer.cell.units, ops.cast(weight, dtype), bias
+        )
         return both | {name: ops.transpose(both.pop(o)) for o, name in kernels.items()}
 
 

@@ -53,6 +53,7 @@ from anycell.keras.composite import composite
 from anycell.keras.host import LINE, AlignedHost, host_of
 from anycell.keras.rule import asked, planned
 from anycell.lang.cell import Linear
+from anycell.lang.namespaces import namespace
 from anycell.layer.rounding import with_integers
 from anycell.plan import Plan, plan
 
@@ -104,7 +105,7 @@ def run(call: Call, arrays: Arrays) -> Result:
     if integers and (call.training or record.could_possibly_record()):
         arrays, integers = dequantized(arrays), False
     if integers:
-        arrays = with_integers(arrays)
+        arrays = with_integers(namespace(arrays["x"]), arrays)
     x, mask, kernel = arrays["x"], arrays.get("mask"), arrays.get("kernel")
     if kernel is not None and x.shape[-1] is None:
         x = tf.ensure_shape(x, [None, None, kernel.shape[0]])

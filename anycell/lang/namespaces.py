@@ -26,7 +26,7 @@ class Namespace:
         module: has everything that is not below.
         array: ``array(value, like)``, a NumPy array or number with dtype and device of ``like``.
         cast: ``cast(array, "float32")``.
-        sigmoid, stop_gradient: functions of one array.
+        sigmoid, stop_gradient, round: functions of one array; halves are rounded to even numbers.
         numbers: an array of NumPy's, of float64, with the values of one.
         steps: an array as its parts along the first axis.
         unchecked: a context in which infinity and NaN are values like others, as in compiled code.
@@ -37,6 +37,7 @@ class Namespace:
     cast: Callable[[Array, str], Array]
     sigmoid: Callable[[Array], Array]
     stop_gradient: Callable[[Array], Array]
+    round: Callable[[Array], Array]
     numbers: Callable[[Array], Array] = lambda array: np.asarray(array).astype(np.float64)
     steps: Callable[[Array], Sequence[Array]] = lambda array: array
     unchecked: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -66,6 +67,7 @@ def _numpy() -> Namespace:
         cast=lambda array, dtype: array.astype(dtype),
         sigmoid=_sigmoid,
         stop_gradient=lambda array: array,
+        round=np.rint,
         unchecked=lambda: np.errstate(all="ignore"),
     )
 
@@ -83,6 +85,7 @@ def _torch() -> Namespace:
         cast=lambda array, dtype: array.to(getattr(torch, dtype)),
         sigmoid=torch.sigmoid,
         stop_gradient=lambda array: array.detach(),
+        round=torch.round,
         numbers=lambda array: array.detach().to("cpu", torch.float64).numpy(),
         # The gradient of an index is an array of all steps: for all of them, the square of that.
         steps=torch.unbind,
@@ -97,6 +100,7 @@ def _jax() -> Namespace:
         cast=lambda array, dtype: array.astype(dtype),
         sigmoid=jax.nn.sigmoid,
         stop_gradient=jax.lax.stop_gradient,
+        round=jax.numpy.rint,
     )
 
 
@@ -108,6 +112,7 @@ def _tensorflow() -> Namespace:
         cast=tf.cast,
         sigmoid=tf.sigmoid,
         stop_gradient=tf.stop_gradient,
+        round=tf.round,
         numbers=lambda array: array.numpy().astype(np.float64),
     )
 

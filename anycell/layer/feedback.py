@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from anycell.lang.namespaces import Array, namespace
+from anycell.lang.namespaces import Array, Namespace
 from anycell.plan import scales_of
 
 # What has rows for every gate, and what the rows of the one more gate are filled with.
@@ -37,18 +37,18 @@ LEAST = 1e-19  # 127 over it is a float32, and so is what a row of that size is 
 
 
 def fed(
-    learned: Mapping[str, Array], hidden: int, weight: Array, bias: Array | None
+    xp: Namespace, learned: Mapping[str, Array], hidden: int, weight: Array, bias: Array | None
 ) -> dict[str, Any]:
     """Adds the readout, and the gate and the input that say what is free, to what a layer learns.
 
     Args:
+        xp: the arrays' namespace.
         learned: of a layer of one direction, by the names of ``anycell.layer.signature``; what else
             is there stays as it is.
         hidden: H.
         weight, bias: of the readout, ``[Y, size]`` and ``[Y]``.
     """
     entering, arrays = learned["weight_ih"], dict(learned)
-    xp = namespace(entering)
     arrays["weight_feedback"] = entering[:, : weight.shape[0]]
     if scales_of("weight_ih") in learned:
         arrays[scales_of("weight_feedback")] = learned[scales_of("weight_ih")]
@@ -61,16 +61,17 @@ def fed(
     return arrays | {"weight_readout": weight} | ({} if bias is None else {"bias_readout": bias})
 
 
-def entering(x: Array, given: Array, width: int, quantized: bool) -> Array:
+def entering(xp: Namespace, x: Array, given: Array, width: int, quantized: bool) -> Array:
     """Appends to x the number that says what is free, and empties the series there.
 
     Args:
+        xp: the arrays' namespace.
         x: with two axes of steps and rows, in any order, and the inputs.
         given: bool, ``x.shape[:2]``: where the series is forced.
         width: Y.
         quantized: whether rows are rounded to 8 bits.
     """
-    xp, given, series = namespace(x), given[..., None], x[..., :width]
+    given, series = given[..., None], x[..., :width]
     row = xp.concatenate([xp.where(given, series, xp.zeros_like(series)), x[..., width:]], -1)
     free = xp.ones_like(x[..., :1])
     if quantized:

@@ -17,15 +17,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from anycell.lang.namespaces import Array, namespace
+from anycell.lang.namespaces import Array, Namespace, namespace
 from anycell.plan import scales_of
 
 STEPS = 127  # of 8 bits, on each side of 0
 
 
-def integers(weight: Array) -> tuple[Array, Array]:
+def integers(xp: Namespace, weight: Array) -> tuple[Array, Array]:
     """Rounds a weight ``[..., out, in]``, and returns with it the scales ``[..., out]``."""
-    xp = namespace(weight)
     scales = xp.amax(xp.abs(weight), -1) / STEPS if weight.shape[-1] else xp.sum(weight, -1)
     steps = xp.where(scales > 0, scales, xp.ones_like(scales))[..., None]
     return xp.cast(xp.round(xp.clip(weight / steps, -STEPS, STEPS)), "int8"), scales
@@ -41,15 +40,15 @@ def rounded(
     """
     if not np.isfinite(weight).all():
         raise ValueError(f"{name}: given a weight with infinities or NaN; expected numbers.")
-    return integers(weight.astype(np.float32, copy=False))
+    return integers(namespace(weight), weight.astype(np.float32, copy=False))
 
 
-def with_integers(arrays: Mapping[str, Array]) -> dict[str, Array]:
+def with_integers(xp: Namespace, arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Rounds the weights of a call that came as real numbers beside integers."""
     both = dict(arrays)
     for name, array in arrays.items():
         if name.startswith("weight_") and scales_of(name) not in arrays:
-            both[name], both[scales_of(name)] = integers(array)
+            both[name], both[scales_of(name)] = integers(xp, array)
     return both
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from anycell.lang.namespaces import namespace
 from anycell.lang.transform import OUTPUT, with_feedback
 from anycell.layer.feedback import BY_GATE, entering, fed
 from anycell.layer.rounding import rounded
@@ -100,7 +101,7 @@ class Feedback:
         given = given.T if layer.batch_first else given
         run, training = self._layer(), check.boolean("training", training)
         output, final = run.forward(
-            entering(x, given, self.readout.output_size, layer.plan.types.quantized),
+            entering(namespace(x), x, given, self.readout.output_size, layer.plan.types.quantized),
             state,
             mask=mask,
             lengths=lengths,
@@ -154,7 +155,7 @@ class Feedback:
         layer, readout = self.layer, self.readout
         weight = readout.parameters["weight"]
         bias = readout.parameters.get("bias", np.zeros(readout.output_size, layer.dtype))
-        learned = fed(layer._learned(0), layer.hidden_size, weight, bias)
+        learned = fed(namespace(weight), layer._learned(0), layer.hidden_size, weight, bias)
         if layer.plan.types.quantized:
             integers, scales = rounded(weight, "readout")
             learned |= {"weight_readout": integers, scales_of("weight_readout"): scales}

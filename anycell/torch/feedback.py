@@ -13,7 +13,7 @@ from anycell.layer.feedback import entering, fed
 from anycell.torch import ops
 from anycell.torch.arguments import check_static, check_tensor, describe
 from anycell.torch.dropin import DropIn
-from anycell.torch.functional import Engine, fused_plan, quantized, reason
+from anycell.torch.functional import TORCH, Engine, fused_plan, quantized, reason
 from anycell.torch.recurrent import Lengths, sequence
 from anycell.torch.rnn import RNN
 
@@ -123,7 +123,7 @@ class Feedback(nn.Module):
         check_tensor("x", x, x.shape, "as the weights", like)
         weight = self.readout.weight
         check_tensor("readout", weight, weight.shape, "as the weights of the layer", like)
-        learned = fed(layer._weights()[0], layer.hidden_size, weight, self.readout.bias)
+        learned = fed(TORCH, layer._weights()[0], layer.hidden_size, weight, self.readout.bias)
         rows, sizes = layer._rows(x), (*layer._sizes, (OUTPUT, width))
         arrays = {} if state is None else layer._named("state", state, rows, like)
         if static is not None or layer.cell.static is not None:
@@ -131,7 +131,7 @@ class Feedback(nn.Module):
             arrays["static"] = check_static(layer.cell, static, shape, like)
         output, final, _ = sequence(
             layer._call(self._made[1])._replace(sizes=sizes),
-            entering(x, given, width, quantized(learned) and x.dtype is torch.float32),
+            entering(TORCH, x, given, width, quantized(learned) and x.dtype is torch.float32),
             arrays,
             [learned],
             mask=mask,

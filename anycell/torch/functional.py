@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from anycell.engines.gpu import refusals
 from anycell.lang.cell import Cell
+from anycell.lang.namespaces import namespace
 from anycell.layer import stepped
 from anycell.layer.rounding import with_integers
 from anycell.layer.signature import FLAGS
@@ -76,7 +77,7 @@ def layer(call: Call, arrays: Arrays) -> Result:
     if _SCALES in arrays and not _multiplies_integers(arrays):
         arrays = dequantized(arrays)
     elif _SCALES in arrays:
-        arrays = with_integers(arrays)
+        arrays = with_integers(TORCH, arrays)
     x, engine = arrays["x"], call.engine
     plan: Plan | str = "asked for"
     if call.plan is None and (observed() or type(x) not in _ORDINARY):
@@ -140,6 +141,7 @@ def _plan_for(call: Call, arrays: Arrays) -> Plan | str:
 
 
 _SCALES = scales_of("weight_ih")
+TORCH = namespace(torch.empty(0))  # torch.compile cannot look it up
 
 
 def quantized(arrays: Arrays) -> bool:

@@ -19,6 +19,7 @@ from anycell.torch.composite import Arrays
 from anycell.torch.compress import check_plain
 from anycell.torch.dropin import GRU, LSTM
 from anycell.torch.feedback import Feedback
+from anycell.torch.functional import TORCH
 from anycell.torch.rnn import RNN
 
 KINDS = nn.Module
@@ -166,7 +167,7 @@ class Rounding(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         """``scale * round(weight / scale)``."""
         with torch.no_grad():
-            whole, scales = integers(weight)
+            whole, scales = integers(TORCH, weight)
             error = whole * scales.unsqueeze(-1) - weight
         return weight + error
 
