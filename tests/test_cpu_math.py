@@ -412,7 +412,7 @@ def test_atomics_make_a_barrier(target):
 
 def test_calls_and_tables():
     module = Module(isa.TARGETS["generic"], "double")
-    square = module.function("square", "double x", "double", internal=True, inline=False)
+    square = module.private("square", "double x", "double")
     (x,) = square.args
     square.ret(x * x)
     b = module.function("f", "ptr y")

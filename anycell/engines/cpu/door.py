@@ -163,7 +163,7 @@ class Door:
         assert self.projecting is not None
         g, inputs = self.projecting.geometry, shared["inputs"]
         each = g.tiles * g.columns * g.lanes * self.size
-        size = (packed_rows_of(b, inputs, g) + (g.lanes + g.header - 1)) * each
+        size = (packed_rows_of(inputs, g) + (g.lanes + g.header - 1)) * each
         size = (size + (LINE - 1)) // LINE * LINE
         return b.select(inputs.ne(0), size, 0)
 
@@ -269,9 +269,9 @@ class Door:
         work, rows = b.value(kernel.work, "i64"), shared["batch"]
         packed = b.value(kernel.packed_bytes, "i64")
         if not self.backward:
-            work = work + shared["inputs"] * self.gates
+            work += shared["inputs"] * self.gates
             weights = self.gates * self.plan.types.operands.bytes
-            packed = packed + shared["inputs"] * weights
+            packed += shared["inputs"] * weights
         single = shared["packed"].eq(0)
         work = b.smax(b.select(single, 0, work), 64 * h)
         work = work * rows * (shared["count"] * directions)
@@ -348,11 +348,10 @@ class Door:
 
     def _yields(self, b: Builder, shared: Entries) -> Value:
         """The address of the function that offers the core to others; 0 without a gang."""
-        gang, slot = shared.pointer("gang"), b.alloca("i64")
-        b.store(constant(0, "i64"), slot)
+        address = b.variable(b.value(0, "i64"))
         with b.when(shared["gang"].ne(0)):
-            b.store(b.load(b.gep(gang, 3, "i64"), "i64"), slot)
-        return b.load(slot, "i64")
+            address.value = b.load(b.gep(shared.pointer("gang"), 3, "i64"), "i64")
+        return address.value
 
     def _begin(
         self, b: Builder, shared: Entries, each: Entries, d: Value, name: str, index: Value
@@ -402,7 +401,7 @@ class Door:
         if not g.quantized:
             blocks = b.smax(((inputs << 1) + rows) // (2 * rows), 1)
         block = (inputs + blocks - 1) // blocks
-        table["input_block"] = whole_chunks(b, block, g.chunk)
+        table["input_block"] = whole_chunks(block, g.chunk)
 
     def _lay_out_packing(
         self, b: Builder, tables: Entries, shared: Entries, each: Entries, table: Entries,

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -148,10 +149,12 @@ class Gemm:
         )
         panel, a, a_rows, c, c_rows, count, add, *ahead = b.args
         sums = [[b.variable(0.0, b.vec) for _ in range(vectors)] for _ in range(rows)]
-        results = [b.gep(c, c_rows * r) for r in range(rows)]
+        results: list[Variable] = []
+        for r in range(rows):
+            row = b.gep(c, c_rows * r)
+            results += [Variable(b, b.gep(row, n * b.lanes), b.vec) for n in range(vectors)]
         for result in results:
-            for n in range(vectors):
-                b.prefetch(b.gep(result, n * b.lanes))
+            b.prefetch(result.address)
         operand = [b.gep(a, a_rows * r) for r in range(rows)]
         bounds, number = (constant(0, "i64"), count), self.operands.llvm
         if self.quantized:
@@ -163,13 +166,12 @@ class Gemm:
             add_scaled(b, sums, totals, operand, scales)
         else:
             add_products(b, sums, operand, panel, self.width, bounds, ahead, number)
+        pairs = list(zip(results, itertools.chain(*sums), strict=True))
         with b.when(add.ne(0)):
-            for row, result in zip(sums, results, strict=True):
-                for n, total in enumerate(row):
-                    total.value = b.load(b.gep(result, n * b.lanes)) + total.value
-        for row, result in zip(sums, results, strict=True):
-            for n, total in enumerate(row):
-                b.store(total.value, b.gep(result, n * b.lanes))
+            for result, total in pairs:
+                total.value = result.value + total.value
+        for result, total in pairs:
+            result.value = total.value
 
     def _tiles(self, vectors: int) -> None:
         """Prints the register block of up to 16 rows, by matrix tiles."""
@@ -189,17 +191,18 @@ class Gemm:
             pieces, number = self.geometry.pieces, self.operands.llvm
             tiles.multiply(b, number, left, weights, bounds, begin, end, pieces)
 
-        def rows_of(row: Value) -> Iterator[tuple[Value, Value]]:
+        def rows_of(row: Value) -> Iterator[tuple[Variable, Variable]]:
             for n, (at, apart) in enumerate(room):
-                into = b.gep(c, row * c_rows + n * b.lanes)
-                yield into, b.gep(at, row * apart, "i8")
+                into = Variable(b, b.gep(c, row * c_rows + n * b.lanes), b.vec)
+                sums = b.ivec if self.quantized else b.vec
+                yield into, Variable(b, b.gep(at, row * apart, "i8"), sums)
 
         if not self.quantized:
             zeros, stride = b.module.table([0] * b.lanes, "i32"), c_rows * self.size
 
             def onto(places: list[tuple[Value, Value]]) -> None:
                 """Sums that begin with what is there, or with zeros."""
-                begin = [(b.select(adds, at, zeros), b.select(adds, s, same)) for at, s in places]
+                begin = [(b.select(adds, at, zeros), b.select(adds, s, 0)) for at, s in places]
                 multiply(begin, places)
 
             with b.when(rows.eq(tiles.ROWS)) as otherwise:
@@ -207,29 +210,27 @@ class Gemm:
             with otherwise:
                 with b.when(adds), b.loop(0, rows) as row:
                     for there, here in rows_of(row):
-                        b.store(b.load(there), here)
+                        here.value = there.value
                 onto(room)
                 with b.loop(0, rows) as row:
                     for there, here in rows_of(row):
-                        b.store(b.load(here), there)
+                        there.value = here.value
             return
         multiply([(b.gep(panel, self.width + n * b.lanes), same) for n in range(vectors)], room)
         with b.loop(0, rows) as row:
             sums = [b.variable(0.0, b.vec) for _ in room]
-            places, integers = zip(*rows_of(row), strict=True)
-            totals = [Variable(b, at, b.ivec) for at in integers]
+            results, integers = zip(*rows_of(row), strict=True)
             scales = [b.load(b.gep(panel, n * b.lanes)) for n in range(vectors)]
-            add_scaled(b, [sums], [totals], [b.gep(a, row * a_rows)], scales)
+            add_scaled(b, [sums], [integers], [b.gep(a, row * a_rows)], scales)
             with b.when(adds):
-                for place, total in zip(places, sums, strict=True):
-                    total.value = b.load(place) + total.value
-            for place, total in zip(places, sums, strict=True):
-                b.store(total.value, place)
+                for result, total in zip(results, sums, strict=True):
+                    total.value = result.value + total.value
+            for result, total in zip(results, sums, strict=True):
+                result.value = total.value
 
     def _fetch(self) -> None:
         """Copies rows of C, that are not whole vectors, to where they are added to."""
-        params = "ptr tile, ptr c, i64 c_rows, i64 rows, i64 columns"
-        b = self.module.function("fetch", params, internal=True)
+        b = self.module.private("fetch", "ptr tile, ptr c, i64 c_rows, i64 rows, i64 columns")
         tile, c, c_rows, rows, columns = b.args
         with b.loop(0, rows) as r, b.loop(0, columns, b.lanes) as n:
             at = b.gep(c, r * c_rows + n)
@@ -343,7 +344,7 @@ class Gemm:
                             scales = b.gep(call.pointer("scales"), state["column"] + first)
                             scales = b.masked_load(scales, b.lane_mask(left))
                             b.store(scales, b.gep(into, v * self.lanes))
-                            fours = (count + (self.packs - 1)) // self.packs
+                            fours = _parts(count, self.packs)
                             offsets = negative_sums(b, at, fours, self.width)
                             b.store(offsets, b.gep(into, self.width + v * self.lanes))
             again(more)
@@ -393,7 +394,7 @@ class Gemm:
                         panel = self._block(b, scratch, block * panels + n)
                         into = b.gep(call.pointer("c"), at)
                         width = b.smin(state["columns"] - column, self.width)
-                        numbers = whole_chunks(b, count, self.geometry.chunk)
+                        numbers = whole_chunks(count, self.geometry.chunk)
                         b.call(
                             "panel", panel, left, apart, into, c_rows, height, width, numbers,
                             add, tile, following, a_inner * self.left.bytes,

@@ -216,7 +216,7 @@ class Generator:
         """Staged rows are padded to a multiple of this: matrix tiles read 16 rows at once."""
         return ROWS if any(m.geometry.tiled for m in self.matmuls) else 1
 
-    def _tall(self, b: Builder, batch: Value) -> Value:
+    def _tall(self, batch: Value) -> Value:
         """Rows that are staged for a batch."""
         more = self._multiple - 1
         return (batch + more) & ~more if more else batch
@@ -228,11 +228,11 @@ class Generator:
         total = each * addresses + fixed
         staged = [m.staged_row * self.size for m in self.matmuls if m.staged]
         if staged:
-            rows = PANEL if self.row_wise else self._tall(b, batch)
+            rows = PANEL if self.row_wise else self._tall(batch)
             size = b.value(sum(staged), "i64")
             if inputs is not None:
-                size = size + self._staged_input(b, inputs) * self.size
-            total = total + rows * size
+                size += self._staged_input(b, inputs) * self.size
+            total += rows * size
         return total
 
     def _staged_input(self, b: Builder, inputs: Value) -> Value:
@@ -507,7 +507,7 @@ class Generator:
         b, (count, fixed) = self.b, self.workspace_lines
         staged = any(m.staged for m in self.matmuls)
         at = b.gep(space, addresses * count + fixed, "i8") if staged else space
-        rows = b.value(PANEL, "i64") if self.row_wise else self._tall(b, self.arg["batch"])
+        rows = b.value(PANEL, "i64") if self.row_wise else self._tall(self.arg["batch"])
         self.staged: dict[int, Value] = {}
         for m in self.matmuls:
             if m.staged:
@@ -630,11 +630,11 @@ class Generator:
                 sums = b.gep(into, self.input_place - self.acc_place[m.linear.name])
             else:
                 begins = ~projects
-            inputs = whole_chunks(b, arg["inputs"], g.chunk)
+            inputs = whole_chunks(arg["inputs"], g.chunk)
             with b.when(projects), b.loop(0, inputs, arg["input_block"]) as k0:
                 k1 = b.smin(k0 + arg["input_block"], inputs)
                 rows = b.gep(self.input_rows, first, "i64")
-                elements = packed_rows_of(b, arg["inputs"], g) + (g.lanes + g.header - 1)
+                elements = packed_rows_of(arg["inputs"], g) + (g.lanes + g.header - 1)
                 elements *= g.columns * g.lanes
                 weights = b.gep(arg["packed input"], number * elements)
                 fresh = b.zext(k0.eq(0), "i64")
@@ -874,8 +874,8 @@ class Generator:
                 self._store(zero, at)
 
     def _keep_operand(self, m: Matmul, held: Value | None = None) -> None:
-        """Keeps the operand of a matmul, for its weight's gradient, where the caller asks for it: one
-        that was computed inside the step, or that a reset replaced.
+        """Keeps the operand of a matmul, for its weight's gradient, where the caller asks for it:
+        one that was computed inside the step, or that a reset replaced.
         """
         name = f"operand {m.linear.name}"
         if m.state is None:  # not within the branch: other matmuls may read the same values
@@ -982,7 +982,7 @@ class Generator:
         source, target = (
             b.gep(self.scratch_at, self.place[what, node]) for what in ("argument", "kept")
         )
-        empty, total = self._empty(node), Variable(b, b.alloca(b.vec), b.vec)
+        empty, total = self._empty(node), b.unset(b.vec)
         with b.loop(0, groups) as group:
             start = group * size
             total.value = b.value(empty, b.vec)
@@ -1100,7 +1100,7 @@ class Generator:
         if self.projecting is None or not self.apart:
             return projected()
         stride = self.acc_stride[self.projecting.linear.name]
-        entering = Variable(b, b.alloca(b.vec), b.vec)
+        entering = b.unset(b.vec)
         with b.when(self._given("input")) as otherwise:
             entering.value = self._sums(self.input_place + n * stride)
         with otherwise:
@@ -1151,7 +1151,7 @@ class Generator:
     def _draw(self, training: Value, block: int, per: str) -> list[Variable]:
         """The slots of the four random words of a block of masks, in training."""
         b, lanes = self.b, f"<{self.b.lanes} x i32>"
-        slots = [Variable(b, b.alloca(lanes), lanes) for _ in range(4)]
+        slots = [b.unset(lanes) for _ in range(4)]
         with b.when(training):
             low = {
                 name: b.trunc(self.arg[name], "i32")

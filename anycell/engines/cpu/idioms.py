@@ -50,8 +50,8 @@ def narrow(b: Builder, x: Value, number: str) -> Value:
     rounded = b.select(size < (113 << 23), subnormal, normal)
     # From halfway between the largest number and the next power of two on it is infinite.
     infinite = size >= 0x477FF000
-    rounded = b.select(infinite, b.value(0x7C00, bits.type), rounded)
-    rounded = b.select(nan, b.value(0x7E00, bits.type), rounded)
+    rounded = b.select(infinite, 0x7C00, rounded)
+    rounded = b.select(nan, 0x7E00, rounded)
     return b.trunc(rounded | sign, "i16")
 
 
@@ -90,10 +90,10 @@ def dot(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
                 name[b.target.bits], b.bitcast(left, pairs), right,
                 returns=total.type, overload=(),
             )  # fmt: skip
-            total = total + products
+            total += products
         return total
     for byte in range(4):
         left = unsigned >> (8 * byte) & 0xFF
         right = b.ashr(signed << (24 - 8 * byte), 24)
-        total = total + left * right
+        total += left * right
     return total

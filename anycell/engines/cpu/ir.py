@@ -235,26 +235,19 @@ class Module:
         self._plain_loops = 0
 
     def function(
-        self,
-        name: str,
-        params: str = "",
-        returns: str = "void",
-        *,
-        internal: bool = False,
-        inline: bool = True,
+        self, name: str, params: str = "", returns: str = "void", *, private: bool = False
     ) -> Builder:
-        """Start a function; parameters are declared as in `"ptr noalias x, i64 count"`. `internal`
-        hides it outside the module; without `inline` its calls stay calls.
+        """Start a function; parameters are declared as in `"ptr noalias x, i64 count"`. A `private`
+        one is known to this module only, and its calls stay calls.
         """
         if name in self._functions:
             raise ValueError(f"function {name!r} is defined twice")
-        builder = Builder(self, name, params, returns, internal=internal, inline=inline)
-        self._functions[name] = builder
+        self._functions[name] = builder = Builder(self, name, params, returns, private)
         return builder
 
-    def private(self, name: str, params: str) -> Builder:
-        """Start a function of this module only, whose calls stay calls."""
-        return self.function(name, params, internal=True, inline=False)
+    def private(self, name: str, params: str, returns: str = "void") -> Builder:
+        """Start a private function."""
+        return self.function(name, params, returns, private=True)
 
     def declare(self, name: str, returns: str, params: Sequence[str]) -> str:
         """Declare what this module calls and does not define; again is the same as once."""
@@ -327,32 +320,23 @@ def _conversion(opcode: str) -> Callable[[Builder, Value, str], Value]:
 class Variable:
     """A place in memory: what a loop carries from one turn to the next, and branches leave."""
 
-    def __init__(self, b: Builder, address: Value, type: str) -> None:
-        self.b, self.address, self.type = b, address, type
+    def __init__(self, b: Builder, address: Value, type: str, align: int | None = None) -> None:
+        self.b, self.address, self.type, self.align = b, address, type, align
 
     @property
     def value(self) -> Value:
         """The value that was stored last. Each access is an instruction."""
-        return self.b.load(self.address, self.type)
+        return self.b.load(self.address, self.type, self.align)
 
     @value.setter
     def value(self, value: Value) -> None:
-        self.b.store(value, self.address)
+        self.b.store(value, self.address, self.align)
 
 
 class Builder:
     """Writes the body of one function. Every emitter returns the `Value` that it made."""
 
-    def __init__(
-        self,
-        module: Module,
-        name: str,
-        params: str,
-        returns: str,
-        *,
-        internal: bool = False,
-        inline: bool = True,
-    ) -> None:
+    def __init__(self, module: Module, name: str, params: str, returns: str, private: bool) -> None:
         self.module = module
         self.target = module.target
         self.name = name
@@ -365,9 +349,9 @@ class Builder:
         typed = [param.strip().rsplit(" ", 1) for param in params.split(",") if param]
         self.args = tuple(Value(f"%{key}", kind.split()[0], self) for kind, key in typed)
         self._head = (
-            f"define {'internal ' if internal else ''}{returns} "
+            f"define {'internal ' if private else ''}{returns} "
             f"@{name}({', '.join(f'{kind} %{key}' for kind, key in typed)}) "
-            f"{'' if inline else 'noinline '}#0"
+            f"{'noinline ' if private else ''}#0"
         )
         self._allocas: list[str] = []
         self._blocks = [_Block("entry")]
@@ -601,38 +585,19 @@ class Builder:
         self._line(f"store {value}, {address}, align {align or _natural(value.type)}")
 
     def masked_load(
-        self,
-        address: Value,
-        mask: Value,
-        passthru: Operand = 0,
-        type: str | None = None,
-        align: int | None = None,
+        self, address: Value, mask: Value, passthru: Operand = 0, type: str | None = None
     ) -> Value:
         """The lanes of the mask from memory, the others from `passthru`; those touch no memory."""
         type = type or self.vec
-        return self.intrinsic(
-            "llvm.masked.load",
-            address,
-            constant(align or _natural(type), "i32"),
-            mask,
-            self.value(passthru, type),
-            returns=type,
-            overload=[type, "ptr"],
-        )
+        align = constant(_natural(type), "i32")
+        values = address, align, mask, self.value(passthru, type)
+        return self.intrinsic("llvm.masked.load", *values, returns=type, overload=[type, "ptr"])
 
-    def masked_store(
-        self, value: Value, address: Value, mask: Value, align: int | None = None
-    ) -> None:
+    def masked_store(self, value: Value, address: Value, mask: Value) -> None:
         """Writes the lanes of the mask and touches no other memory."""
-        self.intrinsic(
-            "llvm.masked.store",
-            value,
-            address,
-            constant(align or _natural(value.type), "i32"),
-            mask,
-            returns="void",
-            overload=[value.type, "ptr"],
-        )
+        values = value, address, constant(_natural(value.type), "i32"), mask
+        types = [value.type, "ptr"]
+        self.intrinsic("llvm.masked.store", *values, returns="void", overload=types)
 
     def alloca(self, type: str, count: int = 1, align: int | None = None) -> Value:
         """Stack memory for the whole call, wherever it is asked for."""
@@ -644,9 +609,13 @@ class Builder:
     def variable(self, first: Operand, type: str = "i64") -> Variable:
         """A variable on the stack that begins with a value, or with a number of a type."""
         value = first if isinstance(first, Value) else self.value(first, type)
-        found = Variable(self, self.alloca(value.type), value.type)
+        found = self.unset(value.type)
         found.value = value
         return found
+
+    def unset(self, type: str) -> Variable:
+        """A variable on the stack that has no value yet."""
+        return Variable(self, self.alloca(type), type)
 
     def prefetch(self, address: Value, *, write: bool = False, locality: int = 3) -> None:
         """Ask for a cache line; locality 3 keeps it close, 0 expects it once."""

@@ -113,11 +113,10 @@ class Blocks:
         addresses = [b.load(b.gep(pointers, r, "i64"), "ptr") for r in range(rows)]
         number = self.number if g.quantized else b.real
         operand = [b.gep(address, shift, number) for address in addresses]
-        slots = [[b.alloca(b.vec) for _ in range(columns)] for _ in range(rows)]
-        sums = [[Variable(b, slot, b.vec) for slot in row] for row in slots]
+        sums = [[b.unset(b.vec) for _ in range(columns)] for _ in range(rows)]
 
-        def result(r: int, c: int) -> Value:
-            return b.gep(acc, r * self.row + places[c] * b.lanes)
+        def result(r: int, c: int) -> Variable:
+            return Variable(b, b.gep(acc, r * self.row + places[c] * b.lanes), b.vec, whole)
 
         def header(what: int, c: int, type: str | None = None) -> Value:
             return b.load(b.gep(weights, what * width + c * b.lanes), type, align=full)
@@ -130,7 +129,7 @@ class Blocks:
         with otherwise:
             for r in range(rows):
                 for c in range(columns):
-                    sums[r][c].value = b.load(result(r, c), align=whole)
+                    sums[r][c].value = result(r, c).value
 
         tile = b.gep(weights, g.header * width)
         if g.quantized:
@@ -142,7 +141,8 @@ class Blocks:
             add_products(b, sums, operand, tile, width, (k0, k1), number=self.number)
         for r in range(rows):
             for c in range(columns):
-                b.store(sums[r][c].value, result(r, c), align=whole)
+                total = sums[r][c].value
+                result(r, c).value = total
 
     def _tiles(self, module: Module, places: Places) -> None:
         """Up to 16 rows, which are staged and so lie evenly, by matrix tiles."""
@@ -359,14 +359,14 @@ def _print_pack(
         b.load(b.gep(table, i, "i64"), t) for i, t in enumerate(types)
     )
     elements: Value | int = g.tile_elements
-    packed_rows = packed_rows_of(b, inner, g)
+    packed_rows = packed_rows_of(inner, g)
     if projecting:  # the weight of the input is packed the same way
         elements = (packed_rows + (g.lanes + g.header - 1)) * (g.columns * g.lanes)
     width = g.columns * g.lanes
     # Of one head and output: rows of the weight, and numbers that a row has.
     each = m.numbers if m.backward else g.units
     first, last = (m.tiles * n // parts for n in (part, part + 1))
-    bias_sum = Variable(b, b.alloca(b.vec), b.vec)
+    bias_sum = b.unset(b.vec)
     with b.loop(first, last) as tile_number:
         head, tile = tile_number // g.tiles, tile_number % g.tiles
         source = b.gep(weight, head * heads, number)
@@ -394,7 +394,7 @@ def _print_pack(
                     with b.when(bias.ne(0)):
                         at_number = b.gep(bias, at_bias, of_biases)
                         numbers = masked_numbers(b, at_number, mask, of_biases)
-                        bias_sum.value = bias_sum.value + numbers
+                        bias_sum.value += numbers
                 b.store(bias_sum.value, column)
                 start = b.gep(source, (unit + row * each) * rows, number)
                 at = b.gep(column, g.header * width)
@@ -417,12 +417,12 @@ def negative_sums(b: Builder, packed: Value, rows: Value, width: Operand) -> Val
     return -total.value
 
 
-def packed_rows_of(b: Builder, inner: Value, g: Geometry) -> Value:
+def packed_rows_of(inner: Value, g: Geometry) -> Value:
     """Rows of packed weights for a sum of so many numbers, whole chunks."""
-    return inner if g.chunk == 1 else whole_chunks(b, inner, g.chunk) // g.packs
+    return inner if g.chunk == 1 else whole_chunks(inner, g.chunk) // g.packs
 
 
-def whole_chunks(b: Builder, inner: Value, chunk: int) -> Value:
+def whole_chunks(inner: Value, chunk: int) -> Value:
     """So many numbers of a sum, up to a whole multiple of those that are multiplied at once."""
     return inner if chunk == 1 else (inner + (chunk - 1)) & -chunk
 
@@ -482,7 +482,7 @@ def _pack_together(b: Builder, number: str, packs: int) -> None:
         b.store(b.trunc(group >> 16, "i16"), b.gep(at, b.lanes, "i16"))
 
     tiled = tiles.multiplies(b.target, number)
-    whole = whole_chunks(b, count, tiles.chunk(number) if tiled else packs)
+    whole = whole_chunks(count, tiles.chunk(number) if tiled else packs)
     with b.when(lane_stride.eq(1)) as otherwise, b.loop(0, whole, packs) as k:
         group = b.value(0, b.ivec)
         for n in range(packs):
@@ -517,7 +517,7 @@ def _print_pack_rounded(module: Module, g: Geometry) -> None:
     """``pack_block`` for tiles, of reals that become sums of numbers of bfloat16."""
     b = module.private("pack_block", PACK_BLOCK)
     source, lane_stride, inner_stride, units, count, packed, width = b.args
-    mask, whole = b.lane_mask(units), whole_chunks(b, count, g.chunk)
+    mask, whole = b.lane_mask(units), whole_chunks(count, g.chunk)
 
     def store(k: Value, pair: Sequence[Value]) -> None:
         """The numbers k and k + 1 of each column."""
@@ -554,7 +554,7 @@ def print_staging(module: Module, number: str, g: Geometry, operands: str) -> st
     name = f"stage_{number}"
     b = module.private(name, "ptr source, ptr to, i64 count")
     source, to, count = b.args
-    with b.loop(0, whole_chunks(b, count, g.chunk), b.lanes) as i:
+    with b.loop(0, whole_chunks(count, g.chunk), b.lanes) as i:
         mask, at = b.lane_mask(count - i), b.gep(source, i, number)
         if not g.tiled:
             b.store(masked_numbers(b, at, mask, number), b.gep(to, i))

@@ -277,8 +277,8 @@ def log(b: Builder, x: Value) -> Value:
         tail = b.fma(n, real.ln2_low, -_log1p_tail(b, f, real.log))
     y = b.fma(n, real.ln2_high, f + tail)
     y = b.select(x.eq(math.inf), x, y)
-    y = b.select(b.fcmp("ult", x, 0.0), b.value(math.nan, x.type), y)
-    return b.select(x.eq(0.0), b.value(-math.inf, x.type), y)
+    y = b.select(b.fcmp("ult", x, 0.0), math.nan, y)
+    return b.select(x.eq(0.0), -math.inf, y)
 
 
 def _log1p_tail(b: Builder, f: Value, coefficients: Sequence[float]) -> Value:

@@ -47,7 +47,7 @@ def split(b: Builder, value: Value, pieces: int) -> list[Value]:
             for how, most in (("ogt", MOST_BFLOAT16), ("olt", -MOST_BFLOAT16)):
                 value = b.select(b.fcmp(how, value, most), most, value)
         numbers.append(narrow(b, value, "bfloat"))
-        value = value - widen(b, numbers[-1], "bfloat")
+        value -= widen(b, numbers[-1], "bfloat")
     return numbers
 
 
