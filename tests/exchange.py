@@ -154,7 +154,7 @@ def absent(exchange: str, backward: bool) -> dict[str, Any]:
     found["h"] = [bool(h.isfinite().all()) for h in hidden[:, :, :16]]
     if backward:  # of the gates, the gradients; what the forward pass has saved is as large
         _, dx, *_ = [a for a in Shared.made if a.shape == (5, 4, 72)]
-        found["dx"] = [bool(d.isfinite().all()) for d in dx[:, :, :16]]
+        found["d_gates"] = [bool(d.isfinite().all()) for d in dx[:, :, :16]]
     Shared.absent = None
     return found
 

@@ -177,7 +177,7 @@ def test_programs_wait_for_one_another(exchange: str) -> None:
     # What hangs on nobody is there: the first step, of the backward pass the last.
     assert found["forward"]["h"] == [True] * 2 + [False] * 4
     assert found["backward"]["h"] == [True] * 6
-    assert found["backward"]["dx"] == [False] * 4 + [True]
+    assert found["backward"]["d_gates"] == [False] * 4 + [True]
 
 
 @pytest.mark.parametrize(
@@ -540,7 +540,7 @@ def test_what_the_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         Launch(step, {**numbers, "odd": 0}, (1, 1), int, 0, 0)
     fill, few, again, every = told
     assert fill == again == {"table"}
-    assert few == {"odd"} and {"odd", "table", "x__t", "x__b", "batch"} <= every
+    assert few == {"odd"} and {"odd", "table", "gates__t", "gates__b", "batch"} <= every
 
 
 def test_odd_addresses(rng: np.random.Generator) -> None:

@@ -195,6 +195,7 @@ class _Memory(NamedTuple):
         states, values: of one direction, as in ``Kept``.
         first: the earliest time that all these are of.
         steps: of the whole sequence.
+        names: of all states.
     """
 
     hidden: Array
@@ -204,6 +205,7 @@ class _Memory(NamedTuple):
     first: int
     steps: int
     reverse: bool
+    names: tuple[str, ...]
 
     def slot(self, i: int, done: int) -> int:
         """The slot of state i after so many steps."""
@@ -212,10 +214,10 @@ class _Memory(NamedTuple):
     def spans(self, chunk: Chunk) -> dict[str, Span]:
         """The states before each step of a chunk, and what is saved of the step."""
         done = self.steps - 1 - chunk.time if self.reverse else chunk.time
-        found = {"state0": Span(self.hidden, self.slot(0, done), chunk.sign, self.column)}
-        for i, sequence in enumerate(self.states):
+        found = {"hidden": Span(self.hidden, self.slot(0, done), chunk.sign, self.column)}
+        for i, (name, sequence) in enumerate(zip(self.names, self.states, strict=True)):
             if sequence is not None:
-                found[f"state{i}"] = Span(sequence, self.slot(i, done), chunk.sign)
+                found[f"sequence {name}"] = Span(sequence, self.slot(i, done), chunk.sign)
         if self.values is not None:
             found["saved"] = Span(self.values, chunk.time - self.first, chunk.sign)
         return found
@@ -241,7 +243,7 @@ class _Run:
         self.values = _constants(host, plan, self.w)
         self.values |= _exchange(host, plan, self.kernels, self.batch)
         if given.resets is not None:
-            _point_resets(self.values, reset_values(host.empty, plan, self.w))
+            _point_resets(self.values, plan, reset_values(host.empty, plan, self.w))
         self.turn = 0  # of buffers that take turns
         self.done = 0  # steps by which programs that wait for one another have counted
 
@@ -335,7 +337,10 @@ class _Forward(_Run):
         first = self.steps - end if self.reverse else begin
         hidden = self.hidden[first:] if self.whole else self.hidden
         column = self.d * self.widths[0] if self.whole else 0
-        return _Memory(hidden, column, self.states, self.kept, first, self.steps, self.reverse)
+        return _Memory(
+            hidden, column, self.states, self.kept, first, self.steps, self.reverse,
+            self.cell.state_names,
+        )  # fmt: skip
 
     def advance(
         self, begin: int, end: int, states: Sequence[Array | float], out: Array
@@ -350,13 +355,13 @@ class _Forward(_Run):
                 sequence[memory.slot(i, begin)] = state
         for chunk in self.chunks(begin, end):
             spans = memory.spans(chunk)
-            spans["x"] = Span(self.x, chunk.time, chunk.sign)
+            spans["gates"] = Span(self.x, chunk.time, chunk.sign)
             if self.projected is not None:
                 count = chunk.end - chunk.begin
                 rows = self.x[chunk.begin : chunk.end].reshape(count * self.batch, self.x.shape[2])
                 into = self.projected[:count].reshape(count * self.batch, self.width)
                 host.matmul(rows, host.turned(self.w["weight_ih"]), into)
-                spans["x"] = Span(self.projected, chunk.time - chunk.begin, chunk.sign)
+                spans["gates"] = Span(self.projected, chunk.time - chunk.begin, chunk.sign)
             if self.form.apart:
                 spans["out"] = self.over(out, chunk)
             self.run(chunk, spans)
@@ -387,26 +392,26 @@ class _Backward(_Run):
         form = _form(host, plan, given, options, d, backward=True)
         super().__init__(host, plan, given, options, d, form)
         values, batch = self.values, self.batch
-        for i, (size, arriving) in enumerate(zip(self.widths, d_final, strict=True)):
-            values[f"dstate{i}"] = host.zeros((2, batch, size), wide=True)
+        for name, size, arriving in zip(cell.state_names, self.widths, d_final, strict=True):
+            values[f"d_state {name}"] = host.zeros((2, batch, size), wide=True)
             if arriving is not None:
-                values[f"dstate{i}"][0] = arriving
+                values[f"d_state {name}"][0] = arriving
             if given.resets is not None:
-                values[f"dreset{i}"] = host.zeros((batch, size), wide=True)
+                values[f"d_reset {name}"] = host.zeros((batch, size), wide=True)
         if cell.params:
             rows = _row_blocks(self.kernels, batch)
-            values["dparam"] = host.zeros((rows, len(cell.params) * plan.hidden_size), wide=True)
+            values["d_params"] = host.zeros((rows, len(cell.params) * plan.hidden_size), wide=True)
         if cell.static is not None:
-            values["dstatic"] = host.zeros((batch, plan.hidden_size), wide=True)
+            values["d_static"] = host.zeros((batch, plan.hidden_size), wide=True)
         self.need, self.sums = need, _WideSums(host, plan, given, d, need, overwrite=False)
         # Of a chunk: gradients of the projected gates, then for each matmul those of its outputs
         # and what it multiplied, where they are not at hand.
-        sizes = {"dx": self.width} if given.projects else {}
-        for k, l in enumerate(cell.linears):
+        sizes = {"d_gates": self.width} if given.projects else {}
+        for l in cell.linears:
             if not plan.shares_gradient(l):
-                sizes[f"dr{k}"] = len(l.outputs) * plan.sizes[l.out_size]
+                sizes[f"d_outputs {l.name}"] = len(l.outputs) * plan.sizes[l.out_size]
             if apart(plan, self.form, l):
-                sizes[f"operand{k}"] = plan.sizes[l.in_size]
+                sizes[f"operand {l.name}"] = plan.sizes[l.in_size]
         self.buffers = {name: host.empty((self.chunk, batch, n)) for name, n in sizes.items()}
 
     def parts(self) -> Iterator[tuple[int, int, _Memory]]:
@@ -417,7 +422,7 @@ class _Backward(_Run):
         segment = _segment(self.plan, self.x, self.options)
         if segment == steps:
             sequences = kept.hidden, d * first, kept.states[d], kept.values[d]
-            yield 0, steps, _Memory(*sequences, 0, steps, self.reverse)
+            yield 0, steps, _Memory(*sequences, 0, steps, self.reverse, self.cell.state_names)
             return
         again = _Forward(self.host, self.plan, self.given, self.options, d, segment, True, None)
         nowhere = self.host.empty((1, *kept.hidden.shape[1:]))
@@ -438,18 +443,18 @@ class _Backward(_Run):
             time = chunk.time - chunk.begin
             spans |= {name: Span(b, time, chunk.sign) for name, b in self.buffers.items()}
             if not self.given.projects:
-                spans["dx"] = Span(dx, chunk.time, chunk.sign)
-            spans["dy"] = self.over(dy, chunk)
+                spans["d_gates"] = Span(dx, chunk.time, chunk.sign)
+            spans["d_output"] = self.over(dy, chunk)
             self.run(chunk, spans)
             rows = (chunk.end - chunk.begin) * self.batch
-            dg = self._dense("dx", rows)
+            dg = self._dense("d_gates", rows)
             if dg is None:
                 dg = dx[chunk.begin : chunk.end].reshape(rows, self.width)
             if self.need:
                 columns = slice(memory.column, memory.column + self.widths[0])
                 hidden = before(memory.hidden, chunk, memory.reverse, memory.first)[:, :, columns]
-                factors = range(len(self.cell.linears))
-                self.sums.add(chunk, dg, hidden, [self._factors(k, rows) for k in factors])
+                factors = [self._factors(l.name, rows) for l in self.cell.linears]
+                self.sums.add(chunk, dg, hidden, factors)
             if self.given.projects and dx is not None:
                 into = dx[chunk.begin : chunk.end].reshape(rows, dx.shape[2])
                 (host.matmul_add if self.d else host.matmul)(dg, self.w["weight_ih"], into)
@@ -461,20 +466,23 @@ class _Backward(_Run):
         buffer = self.buffers[name]
         return buffer.reshape(self.chunk * self.batch, buffer.shape[2])[:rows]
 
-    def _factors(self, k: int, rows: int) -> Factors:
-        return Factors(self._dense(f"dr{k}", rows), self._dense(f"operand{k}", rows))
+    def _factors(self, name: str, rows: int) -> Factors:
+        outputs, operand = (
+            self._dense(f"{what} {name}", rows) for what in ("d_outputs", "operand")
+        )
+        return Factors(outputs, operand)
 
     def result(self) -> Direction:
         """All gradients, after the last segment, in the plan's dtype."""
         host, cell, h, values = self.host, self.cell, self.plan.hidden_size, self.values
         named: dict[str, Array | None] = dict(self.sums.totals)
-        total: Any = host.summed(values["dparam"]) if cell.params else None
+        total: Any = host.summed(values["d_params"]) if cell.params else None
         for i, name in enumerate(cell.param_names):
             named[name] = total[i * h : (i + 1) * h]
-        for i, name in enumerate(cell.state_names):
-            named[f"state {name}"] = values[f"dstate{i}"][self.turn & 1]
-            named[f"reset_state {name}"] = values.get(f"dreset{i}")
-        named["static"] = values.get("dstatic")
+        for name in cell.state_names:
+            named[f"state {name}"] = values[f"d_state {name}"][self.turn & 1]
+            named[f"reset_state {name}"] = values.get(f"d_reset {name}")
+        named["static"] = values.get("d_static")
         return {n: host.rounded(array) for n, array in named.items() if array is not None}
 
 
@@ -534,10 +542,9 @@ def _form(
 def _constants(host: Host, plan: Plan, w: Direction) -> dict[str, Any]:
     """Arguments that are the same for all chunks."""
     cell = plan.cell
-    values: dict[str, Any] = {f"param{i}": w[name] for i, name in enumerate(cell.param_names)}
-    values |= {f"bias{k}": w.get(l.bias_name) for k, l in enumerate(cell.linears)}
-    values["bias_x"] = w.get("bias_ih")
-    values |= {name: w.get(name) for name in ("static", "recurrent_mask")}
+    values: dict[str, Any] = {f"param {name}": w[name] for name in cell.param_names}
+    names = ["bias_ih", *(l.bias_name for l in cell.linears), "static", "recurrent_mask"]
+    values |= {name: w.get(name) for name in names}
     if cell.hyper:
         values["hyper"] = host.numbers(list(cell.hyper.values()))
     return values
@@ -558,10 +565,10 @@ def _used(host: Host, plan: Plan, l: Linear, weight: Array) -> Array:
     return used
 
 
-def _point_resets(values: dict[str, Any], restored: Sequence[Array]) -> None:
-    for i, value in enumerate(restored):
+def _point_resets(values: dict[str, Any], plan: Plan, restored: Sequence[Array]) -> None:
+    for name, value in zip(plan.cell.state_names, restored, strict=True):
         row = value.shape[1] if len(value.shape) == 2 else 0
-        values |= {f"reset{i}": value, f"reset{i}__b": row}
+        values |= {f"reset_state {name}": value, f"reset_state {name}__b": row}
 
 
 def keeps_state(plan: Plan, i: int) -> bool:

@@ -25,7 +25,7 @@ from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.resident import print_resident
 from anycell.engines.gpu.step import Step, print_step
 from anycell.engines.gpu.steps import run_plainly
-from anycell.engines.gpu.text import Form, Printed
+from anycell.engines.gpu.text import Form, Printed, symbol
 from anycell.plan import Plan
 
 Array = Any
@@ -189,7 +189,7 @@ class Call(NamedTuple):
             arguments["draws"] = self.host.integers(self.draws)
         for name, span in self.spans.items():
             arguments |= span.values(name, self.host)
-        return arguments
+        return {symbol(name): value for name, value in arguments.items()}
 
     def part(self, begin: int, steps: int, turn: int) -> Call:
         """The call of some of the steps, after ``turn`` turns."""

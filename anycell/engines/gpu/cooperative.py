@@ -104,11 +104,13 @@ def exchanged(plan: Plan, backward: bool) -> dict[str, int]:
     """The arrays over time by which programs tell each other a step, and the width of each."""
     h = plan.hidden_size
     if not backward:
-        return {"state0": h}
+        return {"hidden": h}
     widths = {}
-    for k, l in enumerate(plan.cell.linears):
+    for l in plan.cell.linears:
         shared = plan.shares_gradient(l)
-        widths["dx" if shared else f"dr{k}"] = h * len(plan.cell.gates if shared else l.outputs)
+        widths["d_gates" if shared else f"d_outputs {l.name}"] = h * len(
+            plan.cell.gates if shared else l.outputs
+        )
     return widths
 
 
@@ -269,13 +271,13 @@ class _Slice(Loop):
 
     def _place_h(self) -> str:
         """The address of the first chunk of h."""
-        return self._place_theirs("h_at", "state0", "t")
+        return self._place_theirs("h_at", "hidden", "t")
 
     def _place_gates(self, k: int, l: Linear) -> str:
         """The address of the first chunk of gates' gradients. Before the first step there are none:
         what is read then is not used.
         """
-        name = "dx" if self.plan.shares_gradient(l) else f"dr{k}"
+        name = "d_gates" if self.plan.shares_gradient(l) else f"d_outputs {l.name}"
         step = f"tl.maximum(t - 1, -{self.argument('behind', 'i32')})"
         return self._place_theirs(f"d{k}_at", name, step)
 
@@ -312,7 +314,8 @@ class _Slice(Loop):
         if self.form.resets:
             rows, (_, lanes) = self._their_rows(), self._spread(self.rows)
             reset = self.once("their_reset", self.flags("resets", rows=rows, mask="is_theirs"))
-            at = f"{self.array('reset0')} + {rows} * {self.argument('reset0__b', 'i64')}"
+            restored = self.of_state("reset_state", 0)
+            at = f"{self.array(restored)} + {rows} * {self.argument(f'{restored}__b', 'i64')}"
             inside = f"{reset} & ({start} + {lanes} < {h})"
             at = f"tl.load({at} + ({plus(start, lanes)}), mask={inside}, other=0.0)"
             self.once(f"h_{start}_reset", at)
@@ -397,7 +400,7 @@ class _Slice(Loop):
     def store_state(self, i: int) -> None:
         """Stores it as all kernels do, or for the other programs."""
         if self.form.by_data and i == 0:
-            self._send("state0", "t + 1", "_after", 0, f"after_{self.cell.states[0].name}")
+            self._send("hidden", "t + 1", "_after", 0, f"after_{self.cell.states[0].name}")
         else:
             super().store_state(i)
 
@@ -412,8 +415,7 @@ class _Slice(Loop):
         """Backward, too: what a step reads, except what the step after it has written."""
         if not self.form.backward:
             return super().early
-        states = {f"state{i}" for i in range(len(self.cell.states))}
-        return frozenset({"mask", "resets", "dy", "saved", "x"}) | states
+        return frozenset({"mask", "resets", "d_output", "saved", "gates", *self.sequences})
 
     def after_exchange(self) -> None:
         """After the others' results have arrived: only now can loads of the next step neither delay

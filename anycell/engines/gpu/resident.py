@@ -92,7 +92,7 @@ class Loop(Text):
     @property
     def early(self) -> frozenset[str]:
         """Arrays whose numbers of the next step are loaded during this one."""
-        return frozenset() if self.form.backward else frozenset({"x", "mask", "resets"})
+        return frozenset() if self.form.backward else frozenset({"gates", "mask", "resets"})
 
     def row(self, name: str, step: str = "t", wide: bool = False, tag: str = "") -> str:
         """The address of the tile's first row in an array over time."""
@@ -200,14 +200,14 @@ class Loop(Text):
         """The terms of a gate besides its matmul, the biases of both included."""
         k, gate = self.numbers[node.attrs[0]], node.attrs[1]
         column = self.cell.gates.index(gate) * self.plan.hidden_size
-        x = self.load(self.at(self.row("x"), column, "H"), "H")
+        x = self.load(self.at(self.row("gates"), column, "H"), "H")
         bias = f" + bias_{gate}" if self.form.bias_x or self.form.biases[k] else ""
         return self.once(f"x_{gate}", x + bias)
 
     def projected(self, gate: str) -> str:
         """The input projection of a gate, with its bias."""
         column = self.cell.gates.index(gate) * self.plan.hidden_size
-        text = self.load(self.at(self.row("x"), column, "H"), "H")
+        text = self.load(self.at(self.row("gates"), column, "H"), "H")
         return f"{text} + bias_x_{gate}" if self.form.bias_x else text
 
     def _load_biases(self) -> None:
@@ -216,11 +216,11 @@ class Loop(Text):
         gates = dict.fromkeys(n.attrs[-1] for n in nodes if n.op in ("x", "preact"))
         for gate in gates if form.bias_x else ():
             column = self.cell.gates.index(gate) * self.plan.hidden_size
-            self.once(f"bias_x_{gate}", self.load_units("bias_x", "H", column))
+            self.once(f"bias_x_{gate}", self.load_units("bias_ih", "H", column))
         for k, l in enumerate(self.linears):
             for output in l.outputs if form.biases[k] else ():
                 column = l.declared.index(output) * self.plan.sizes[l.out_size]
-                self.once(f"b{k}_{output}", self.load_units(f"bias{k}", l.out_size, column))
+                self.once(f"b{k}_{output}", self.load_units(l.bias_name, l.out_size, column))
         for node in nodes:
             if node.op == "preact":
                 k, gate = self.numbers[node.attrs[0]], node.attrs[1]
@@ -250,7 +250,7 @@ class Loop(Text):
             if i:
                 text = self.load(self._working(i, "turn"), s.size, wide=True)
             else:
-                text = self.load(self.at(self.place("state0", "0"), 0, s.size), s.size)
+                text = self.load(self.at(self.place("hidden", "0"), 0, s.size), s.size)
             self.say(f"s_{s.name} = {text}")
         self.say(FIRST)
         self.say("for t in range(count):")
@@ -293,7 +293,7 @@ class Loop(Text):
 
     def store_state(self, i: int) -> None:
         """The new value of a state, into its sequence."""
-        s, row = self.cell.states[i], self.row(f"state{i}", "t + 1", tag="_after")
+        s, row = self.cell.states[i], self.row(self.sequences[i], "t + 1", tag="_after")
         self.store(self.at(row, 0, s.size), f"after_{s.name}", s.size)
 
     # Tier 1 needs no other program's results, and no other program needs its own before the end.
@@ -344,7 +344,8 @@ class Loop(Text):
     def _restored(self, i: int) -> str:
         """The value that a reset puts in the place of state i."""
         size = self.cell.states[i].size
-        row = f"{self.array(f'reset{i}')} + rows * {self.argument(f'reset{i}__b', 'i64')}"
+        reset = self.of_state("reset_state", i)
+        row = f"{self.array(reset)} + rows * {self.argument(f'{reset}__b', 'i64')}"
         where = self.at(row, 0, size)
         text = f"tl.load({where}, mask=in_{size} & reset, other=0.0)"
         return f"{text}.to(tl.float32)" if self.half else text
@@ -419,18 +420,19 @@ class Loop(Text):
             if name == "sum_static":
                 self.store(self._static_sum(), name, "H")
                 continue
-            base = f"{self.array('dparam', wide=True)} + tl.program_id(0) * {h * params}"
+            base = f"{self.array('d_params', wide=True)} + tl.program_id(0) * {h * params}"
             whole = f"tl.sum(tl.where(is_row, {name}, 0.0), axis=0, keep_dims=True)"
             self._add(self.at(base, n * h, "H"), whole, "is_H")
 
     def _reset_sum(self, i: int) -> str:
         """The gradient of what resets restore, of each row."""
-        base = f"{self.array(f'dreset{i}', wide=True)} + rows * {self.widths[i]}"
+        reset = self.array(self.of_state("d_reset", i), wide=True)
+        base = f"{reset} + rows * {self.widths[i]}"
         return self.at(base, 0, self.cell.states[i].size)
 
     def _static_sum(self) -> str:
         """The gradient of the static input."""
-        array = self.array("dstatic", wide=True)
+        array = self.array("d_static", wide=True)
         return self.at(f"{array} + rows * {self.plan.hidden_size}", 0, "H")
 
     def _add(self, where: str, value: str, mask: str) -> None:
@@ -440,14 +442,15 @@ class Loop(Text):
     def _gradient(self, i: int, turn: str) -> str:
         """The gradient of state i from later calls: float32, two of them, which take turns."""
         width, size = self.widths[i], self.cell.states[i].size
-        base = f"{self.array(f'dstate{i}', wide=True)} + (({turn}) & 1) * (batch * {width})"
+        state = self.array(self.of_state("d_state", i), wide=True)
+        base = f"{state} + (({turn}) & 1) * (batch * {width})"
         return self.at(f"{base} + rows * {width}", 0, size)
 
     def load_state(self, node: Expr) -> tuple[str, str]:
         """A state before the step, in the backward pass."""
         (name,) = node.attrs
         i, size = self.states[name], self.cell.states[self.states[name]].size
-        text = self.load(self.at(self.row(f"state{i}"), 0, size), size)
+        text = self.load(self.at(self.row(self.sequences[i]), 0, size), size)
         if self.form.resets:
             text = f"tl.where(reset, {self._restored(i)}, {text})"
         return f"s_{name}", text
@@ -458,7 +461,7 @@ class Loop(Text):
         if i:
             return f"g_{name}"
         size = self.cell.states[0].size
-        dy = self.load(self.at(self.row("dy"), 0, size), size)
+        dy = self.load(self.at(self.row("d_output"), 0, size), size)
         return self.once(f"d_{name}", f"g_{name} + {self.valid(dy) if self.form.apart else dy}")
 
     def load_grad(self, node: Expr) -> tuple[str, str]:

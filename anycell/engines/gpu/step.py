@@ -33,6 +33,7 @@ from anycell.engines.gpu.text import (
     apart,
     keeps,
     power_of_two,
+    symbol,
 )
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
@@ -273,6 +274,7 @@ class _Kernel(Text):
         """Numbers of the form are arguments, and what matmuls read and write; the rest comes from
         the table.
         """
+        name = symbol(name)
         if name in self.tabled:
             return name
         if name == "draws":  # four numbers
@@ -352,14 +354,16 @@ class _Kernel(Text):
                 if begins and l.operand.attrs == (cell.states[i].name,):
                     self._store_operand(l, new)
             if i == 0:
-                self.store(self.at(self.row("state0", "t + 1", tag="_after"), 0, of), new, of)
+                self.store(
+                    self.at(self.row(self.sequences[0], "t + 1", tag="_after"), 0, of), new, of
+                )
                 if self.form.apart:
                     out = self.valid(self.value(cell.next[i]))
                     self.store(self.at(self.row("out"), 0, of), out, of)
                 continue
             self.store(self._working(i, "t + 1"), new, of)
             if keeps(self.plan, self.form, i):
-                row = self.row(f"state{i}", "t + 1", tag="_after")
+                row = self.row(self.sequences[i], "t + 1", tag="_after")
                 self.store(self.at(row, 0, of), new, of)
         if self.last:
             self.store_saved([n for size, n in _kept(self.plan, self.form) if size == of])
@@ -383,11 +387,12 @@ class _Kernel(Text):
         if i and not self.form.backward:
             text = self.load(self._working(i, "t"), size, wide=True)
         else:
-            text = self.load(self.at(self.row(f"state{i}"), 0, size), size)
+            text = self.load(self.at(self.row(self.sequences[i]), 0, size), size)
         if not self.form.resets:
             return f"s_{name}", text
         self.once("reset", self.flags("resets"))
-        row = f"{self.array(f'reset{i}')} + rows * {self.argument(f'reset{i}__b', 'i64')}"
+        reset = self.of_state("reset_state", i)
+        row = f"{self.array(reset)} + rows * {self.argument(f'{reset}__b', 'i64')}"
         restored = self.load(self.at(row, 0, size), size)
         return f"s_{name}", f"tl.where(reset, {restored}, {text})"
 
@@ -399,7 +404,7 @@ class _Kernel(Text):
         text = self._product(f"product{k}", l.outputs.index(output), len(l.outputs), l.heads)
         if self.form.biases[k]:
             column = l.declared.index(output) * self.plan.sizes[self.of]
-            text += f" + {self.load_units(f'bias{k}', self.of, column)}"
+            text += f" + {self.load_units(l.bias_name, self.of, column)}"
         return f"r_{output}" if output != name else output, text
 
     def _product(self, array: str, output: int, outputs: int, heads: int) -> str:
@@ -456,19 +461,20 @@ class _Kernel(Text):
             rows = f"tl.where(is_row, {self.valid(self.value(d))}, 0.0)"
             width = h * len(g.param)
             full = f"tl.sum({rows} + tl.zeros([{self.rows}, {self.lanes}], tl.float32), axis=0)"
-            array = self.array("dparam", wide=True)
+            array = self.array("d_params", wide=True)
             base = f"{array} + tl.program_id(0) * {width}"
             where = self.at(base, n * h, "H")
             old = self.assign("so_far", f"tl.load({where}, mask=is_H, other=0.0)")
             self.say(f"tl.store({where}, {old} + {full}[None, :], mask=is_H)")
         if g.static is not None:
-            where = self.at(f"{self.array('dstatic', wide=True)} + rows * {h}", 0, "H")
+            where = self.at(f"{self.array('d_static', wide=True)} + rows * {h}", 0, "H")
             old = self.assign("so_far", self.load(where, "H", wide=True))
             self.store(where, f"{old} + {self.valid(self.value(g.static))}", "H")
 
     def _gradient(self, i: int, step: str) -> str:
         """The gradient of state i from later steps: float32, two steps of it, which take turns."""
-        array, turn = self.array(f"dstate{i}", wide=True), self.argument("turn", "i32")
+        array = self.array(self.of_state("d_state", i), wide=True)
+        turn = self.argument("turn", "i32")
         slot = f"(({step} + {turn}) & 1) * (batch * {self.widths[i]})"
         return self.at(f"{array} + {slot} + rows * {self.widths[i]}", 0, self.of)
 
@@ -498,7 +504,8 @@ class _Kernel(Text):
         """The step after may have begun with a reset: its gradient goes to what that restored."""
         if self.form.resets:
             name, rows = self.cell.state_names[i], f"rows * {self.widths[i]}"
-            where = self.at(f"{self.array(f'dreset{i}', wide=True)} + {rows}", 0, self.of)
+            reset = self.array(self.of_state("d_reset", i), wide=True)
+            where = self.at(f"{reset} + {rows}", 0, self.of)
             old = self.assign(f"restored_{name}", self.load(where, self.of, wide=True))
             self.store(where, f"{old} + tl.where(diverted, all_later_{name}, 0.0)", self.of)
 
@@ -507,7 +514,7 @@ class _Kernel(Text):
         name, arrived = f"d_{self.cell.state_names[i]}", self._arrived(i)
         if i or name in self.said:
             return name if i == 0 else arrived
-        dy = self.load(self.at(self.row("dy"), 0, self.of), self.of)
+        dy = self.load(self.at(self.row("d_output"), 0, self.of), self.of)
         return self.once(name, f"{arrived} + {self.valid(dy) if self.form.apart else dy}")
 
     def load_grad(self, node: Expr) -> tuple[str, str]:

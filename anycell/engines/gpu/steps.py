@@ -133,8 +133,9 @@ class Steps:
         for k, weight in self.weights:
             weight[:] = call.weights[k]
         for l, left in self.begins:
-            i, size = call.plan.cell.state_names.index(l.operand.attrs[0]), left.shape[-1] * l.heads
-            state = call.spans[f"state{i}"].at(0, size)
+            (name,), size = l.operand.attrs, left.shape[-1] * l.heads
+            first = name == call.plan.cell.state_names[0]
+            state = call.spans["hidden" if first else f"sequence {name}"].at(0, size)
             if l.heads > 1:
                 state = self.host.by_head(state.reshape(call.batch, 1, size), l.heads)
             left[:] = state

@@ -11,6 +11,7 @@ text; addresses, strides, steps and rows are arguments.
 
 from __future__ import annotations
 
+import functools
 import keyword
 import math
 import re
@@ -22,7 +23,7 @@ from typing import NamedTuple
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, listing, show, topological
 from anycell.lang.ops import is_boolean, is_reduction
-from anycell.plan import DTYPES, FREE, MATMULS, Plan, size_of
+from anycell.plan import DTYPES, FREE, MATMULS, Plan, arrays, size_of
 
 WIDTH = 96  # columns of a line of text
 # By the name of their pointers: a kernel takes ``*bf16`` and says ``tl.bfloat16``.
@@ -112,6 +113,8 @@ class Text:
         kept = zip(self.cell.states, self.cell.next, strict=True)
         self.after = {n: s.name for s, n in kept if s.name in plan.states and n.op not in FREE}
         self.hyper = {name: i for i, name in enumerate(self.cell.hyper)}
+        # The arrays of states over time, and of all that goes by a state's name.
+        self.sequences = [n for n, a in arrays(plan, form.backward).items() if a.begins == "states"]
         self.numbers = {l.name: k for k, l in enumerate(self.cell.linears)}
 
     # -- lines -----------------------------------------------------------------------------------
@@ -150,9 +153,14 @@ class Text:
         return name
 
     def argument(self, name: str, kind: str) -> str:
-        """An argument of the kernel."""
+        """An argument of the kernel; an array goes by the name in ``anycell.plan.arrays``."""
+        name = symbol(name)
         self.arguments.setdefault(name, kind)
         return name
+
+    def of_state(self, what: str, i: int) -> str:
+        """The array of state i that ``what`` says, such as "d_state"."""
+        return f"{what} {self.cell.state_names[i]}"
 
     def array(self, name: str, wide: bool = False) -> str:
         """An argument that points to numbers: float32 if wide, else of the plan's dtype."""
@@ -181,7 +189,7 @@ class Text:
 
     def place(self, name: str, step: str, rows: str = "rows", wide: bool = False) -> str:
         """The address of rows in an array over time."""
-        self.array(name, wide)
+        name = self.array(name, wide)
         # Two underscores: no value of a gate, as x_b, is named so.
         for part in "0tb":
             self.argument(f"{name}__{part}", "i64")
@@ -190,7 +198,7 @@ class Text:
 
     def row(self, name: str, step: str = "t", wide: bool = False, tag: str = "") -> str:
         """The address of the tile's first row in an array over time."""
-        return self.once(f"{name}_at{tag}", self.place(name, step, wide=wide))
+        return self.once(f"{symbol(name)}_at{tag}", self.place(name, step, wide=wide))
 
     def flags(self, name: str, step: str = "t", mask: str = "is_row", rows: str = "rows") -> str:
         """The flags of the rows at a step, ``[rows, 1]``, which are memory ``[T, B]``."""
@@ -322,8 +330,8 @@ class Text:
     def load_after(self, state: str) -> str:
         """The new value of a state, in the backward pass."""
         i = self.states[state]
-        next_ = self.argument(f"state{i}__next", "i64")
-        where = f"{self.row(f'state{i}')} + {next_}"
+        next_ = self.argument(f"{self.sequences[i]}__next", "i64")
+        where = f"{self.row(self.sequences[i])} + {next_}"
         return self.load(self.at(where, 0, self.cell.states[i].size), self.cell.states[i].size)
 
     def load_hyper(self, node: Expr) -> tuple[str, str]:
@@ -334,7 +342,7 @@ class Text:
     def load_param(self, node: Expr) -> tuple[str, str]:
         """A parameter of the units."""
         (name,) = node.attrs
-        return f"p_{name}", self.load_units(f"param{self.cell.param_names.index(name)}", "H")
+        return f"p_{name}", self.load_units(f"param {name}", "H")
 
     def load_static(self, node: Expr) -> tuple[str, str]:
         """The input given once per sequence."""
@@ -356,8 +364,8 @@ class Text:
     def projected(self, gate: str) -> str:
         """The input projection of a gate, with its bias."""
         column = self.cell.gates.index(gate) * self.plan.hidden_size
-        text = self.load(self.at(self.row("x"), column, "H"), "H")
-        return f"{text} + {self.load_units('bias_x', 'H', column)}" if self.form.bias_x else text
+        text = self.load(self.at(self.row("gates"), column, "H"), "H")
+        return f"{text} + {self.load_units('bias_ih', 'H', column)}" if self.form.bias_x else text
 
     # -- results ---------------------------------------------------------------------------------
     def valid(self, value: str, other: str = "0.0") -> str:
@@ -389,19 +397,19 @@ class Text:
         """
         plan, cell, h = self.plan, self.cell, self.plan.hidden_size
         for n, d in enumerate(plan.gradients.x.values() if "H" in sizes else ()):
-            self.store_gradient("dx", n * h, self.value(d), "H")
-        for k, l in enumerate(cell.linears):
+            self.store_gradient("d_gates", n * h, self.value(d), "H")
+        for l in cell.linears:
             direct = inside or l.name not in plan.carried_back
             if direct and l.out_size in sizes and not plan.shares_gradient(l):
                 self.store_outputs(l)
             if apart(plan, self.form, l) and l.in_size in sizes:
-                where = self.at(self.row(f"operand{k}"), 0, l.in_size)
+                where = self.at(self.row(f"operand {l.name}"), 0, l.in_size)
                 self.store(where, self.valid(self.value(l.operand)), l.in_size)
 
     def store_outputs(self, l: Linear) -> None:
         """The gradients of a matmul's outputs."""
         shared = self.plan.shares_gradient(l)
-        name = "dx" if shared else f"dr{self.numbers[l.name]}"
+        name = "d_gates" if shared else f"d_outputs {l.name}"
         size = self.plan.sizes[l.out_size]
         for n, d in enumerate(self.plan.gradients.linear[l.name].values()):
             self.store_gradient(name, n * size, self.value(d), l.out_size)
@@ -471,6 +479,12 @@ def keeps(plan: Plan, form: Form, i: int) -> bool:
     name = plan.cell.states[i].name
     multiplied = any(l.operand is Expr("state", (), (name,)) for l in plan.cell.linears)
     return multiplied or (form.keep and name in plan.states)
+
+
+@functools.lru_cache(maxsize=1024)
+def symbol(name: str) -> str:
+    """The name of an array as Python and C know names."""
+    return re.sub(r"\W", "_", name)
 
 
 class Where:
