@@ -33,7 +33,7 @@ def narrow(b: Builder, x: Value, number: str) -> Value:
         return b.bits(x)
     if number == "bfloat" and b.target.bfloat:
         return b.bits(b.fptrunc(x, "bfloat"))
-    bits, nan = b.bits(x), b.fcmp("uno", x, x)
+    bits, nan = b.bits(x), b.compare("uno", x, x)
     if number == "bfloat":
         odd = bits >> 16 & 1
         rounded = (bits + 0x7FFF + odd) >> 16

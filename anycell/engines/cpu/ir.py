@@ -72,12 +72,7 @@ def _reflected(integer: str, real: str = "") -> Callable[[Value, Number], Value]
 
 def _comparison(integer: str, real: str) -> Callable[[Value, Operand], Value]:
     """The operator that emits a comparison, of integers or of reals."""
-
-    def compare(x: Value, y: Operand) -> Value:
-        b = x._builder(y)
-        return b.fcmp(real, x, y) if is_real(x.type) else b.icmp(integer, x, y)
-
-    return compare
+    return lambda x, y: x._builder(y).compare(x._opcode(integer, real), x, y)
 
 
 @dataclass(frozen=True)
@@ -404,11 +399,11 @@ class Builder:
 
     def smin(self, x: Operand, y: Operand) -> Value:
         """The smaller of two signed integers."""
-        return self.select(self.icmp("slt", x, y), x, y)
+        return self.select(self.compare("slt", x, y), x, y)
 
     def smax(self, x: Operand, y: Operand) -> Value:
         """The larger of two signed integers."""
-        return self.select(self.icmp("sgt", x, y), x, y)
+        return self.select(self.compare("sgt", x, y), x, y)
 
     def fma(self, x: Operand, y: Operand, z: Operand) -> Value:
         """The sum x * y + z, fused where the target has the instruction."""
@@ -428,23 +423,21 @@ class Builder:
 
     def fmin(self, x: Operand, y: Operand) -> Value:
         """One instruction: x if x < y, else y. So where either is NaN, or both are 0, it is y."""
-        return self.select(self.fcmp("olt", x, y), x, y)
+        return self.select(self.compare("olt", x, y), x, y)
 
     def fmax(self, x: Operand, y: Operand) -> Value:
         """One instruction: x if x > y, else y. So where either is NaN, or both are 0, it is y."""
-        return self.select(self.fcmp("ogt", x, y), x, y)
+        return self.select(self.compare("ogt", x, y), x, y)
 
     # ---- comparison and choice
 
-    def icmp(self, how: str, x: Operand, y: Operand) -> Value:
-        """`how` is eq, ne, slt, sle, sgt, sge, ult, ule, ugt or uge."""
+    def compare(self, how: str, x: Operand, y: Operand) -> Value:
+        """`how` is eq, ne, slt, sle, sgt, sge, ult, ... of integers; oeq, olt, ... of reals (false
+        where either is NaN) or une, ult, uno, ... (true there). Most are operators of `Value`.
+        """
         x, y = self._same(x, y)
-        return self._emit(with_element(x.type, "i1"), f"icmp {how} {x}, {y.text}")
-
-    def fcmp(self, how: str, x: Operand, y: Operand) -> Value:
-        """`how` is oeq, olt, ... (false where either is NaN) or une, ult, uno, ... (true there)."""
-        x, y = self._same(x, y)
-        return self._emit(with_element(x.type, "i1"), f"fcmp {how} {x}, {y.text}")
+        opcode = "fcmp" if is_real(x.type) else "icmp"
+        return self._emit(with_element(x.type, "i1"), f"{opcode} {how} {x}, {y.text}")
 
     def select(self, condition: Value, x: Operand, y: Operand) -> Value:
         """Lane by lane: x where the condition holds, else y. Two Python numbers are of type i64, or
@@ -458,8 +451,8 @@ class Builder:
 
     # ---- conversion (the element alone may be named: `b.fpext(x, "double")` for any shape)
 
-    trunc, zext, sext = _conversion("trunc"), _conversion("zext"), _conversion("sext")
-    sitofp, uitofp, fptosi = _conversion("sitofp"), _conversion("uitofp"), _conversion("fptosi")
+    trunc, zext = _conversion("trunc"), _conversion("zext")
+    sitofp, uitofp = _conversion("sitofp"), _conversion("uitofp")
     fpext, fptrunc = _conversion("fpext"), _conversion("fptrunc")
     ptrtoint, inttoptr = _conversion("ptrtoint"), _conversion("inttoptr")
 
@@ -491,10 +484,6 @@ class Builder:
     def extract(self, x: Value, lane: int | Value) -> Value:
         """One lane as a scalar."""
         return self._emit(shape(x.type)[1], f"extractelement {x}, {self.value(lane, 'i64')}")
-
-    def insert(self, x: Value, scalar: Value, lane: int | Value) -> Value:
-        """The vector with one lane replaced."""
-        return self._emit(x.type, f"insertelement {x}, {scalar}, {self.value(lane, 'i64')}")
 
     def iota(self, type: str | None = None) -> Value:
         """0, 1, 2, ... as lanes of integers (of `ivec` by default)."""

@@ -277,7 +277,7 @@ def log(b: Builder, x: Value) -> Value:
         tail = b.fma(n, real.ln2_low, -_log1p_tail(b, f, real.log))
     y = b.fma(n, real.ln2_high, f + tail)
     y = b.select(x.eq(math.inf), x, y)
-    y = b.select(b.fcmp("ult", x, 0.0), math.nan, y)
+    y = b.select(b.compare("ult", x, 0.0), math.nan, y)
     return b.select(x.eq(0.0), -math.inf, y)
 
 
@@ -319,17 +319,17 @@ def hard_sigmoid(b: Builder, x: Value) -> Value:
 
 def minimum(b: Builder, x: Value, y: Value) -> Value:
     """The smaller one; NaN where either is."""
-    return b.select(b.fcmp("uno", x, x), x, b.fmin(x, y))
+    return b.select(b.compare("uno", x, x), x, b.fmin(x, y))
 
 
 def maximum(b: Builder, x: Value, y: Value) -> Value:
     """The larger one; NaN where either is."""
-    return b.select(b.fcmp("uno", x, x), x, b.fmax(x, y))
+    return b.select(b.compare("uno", x, x), x, b.fmax(x, y))
 
 
 def sign(b: Builder, x: Value) -> Value:
     """1, -1, or x itself where it is 0 or NaN."""
-    return b.select(b.fcmp("one", x, 0.0), b.copysign(1.0, x), x)
+    return b.select(b.compare("one", x, 0.0), b.copysign(1.0, x), x)
 
 
 EMIT: dict[str, Callable[..., Value]] = {

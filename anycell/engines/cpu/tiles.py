@@ -45,7 +45,7 @@ def split(b: Builder, value: Value, pieces: int) -> list[Value]:
     for _ in range(pieces):
         if pieces > 1:
             for how, most in (("ogt", MOST_BFLOAT16), ("olt", -MOST_BFLOAT16)):
-                value = b.select(b.fcmp(how, value, most), most, value)
+                value = b.select(b.compare(how, value, most), most, value)
         numbers.append(narrow(b, value, "bfloat"))
         value -= widen(b, numbers[-1], "bfloat")
     return numbers
