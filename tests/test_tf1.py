@@ -704,7 +704,7 @@ def test_refusals_of_wrappers(rng: np.random.Generator) -> None:
         (ValueError, "output_keep_prob: given 0", lambda: t1.DropoutWrapper(gru, 1.0, 0)),
         (ValueError, "state_keep_prob: given None", lambda: t1.DropoutWrapper(gru, 1.0, 1.0, None)),
         (
-            ValueError, "dtype: given None; expected that of the inputs",
+            ValueError, "dtype: given None; expected the dtype of the inputs",
             lambda: t1.DropoutWrapper(gru, 0.5, variational_recurrent=True),
         ),
         (

@@ -54,6 +54,7 @@ class DropIn(Recurrent):
     num_layers: int
     proj_size: int
     bidirectional: bool
+    _sizes: Any = ()
 
     def __init__(self, *args: Any, checkpoint: str | int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -56,7 +56,7 @@ class Recurrent:
     checkpoint: str | int | None = None  # see RNN
     _forward_pre_hooks: dict[int, Any]
     _forward_hooks: dict[int, Any]
-    _sizes: Any = ()
+    _sizes: Any
 
     @property
     def _like(self) -> Tensor:
