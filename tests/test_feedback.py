@@ -358,7 +358,7 @@ READOUT = an.Dense(4, 1, seed=0)
         (lambda: an.Feedback(LAYER, an.Dense(4, 3)), "readout: given .* at most the layer's 2"),
         (lambda: an.Feedback(an.RNN(Reads, 2, 4), READOUT), "cell: given Reads"),
         (lambda: run_numpy(forced=1.5), "forced: given 1.5"),
-        (lambda: run_numpy(forced=np.ones((2, 3))), r"forced: given shape \(2, 3\)"),
+        (lambda: run_numpy(forced=np.ones((2, 3))), r"forced: given shape \[2, 3\]"),
         (lambda: an.Feedback(LAYER, READOUT).backward(0.0), "backward.. needs"),
         (lambda: at.Feedback(torch.nn.LSTM(2, 4), torch.nn.Linear(4, 1)), "layer: given LSTM"),
         (lambda: at.Feedback(at.LSTM(2, 4, 2), torch.nn.Linear(4, 1)), "layer: given"),

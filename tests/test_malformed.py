@@ -248,7 +248,7 @@ def test_a_number_is_no_path(capfd: pytest.CaptureFixture[str]) -> None:
     dense = an.Dense(2, 2)
     for value in (True, 1, 2, None, 1.5):
         for action in (dense.load, dense.save):
-            with pytest.raises(TypeError, match=re.escape(f"path: given {value!r}, expected")):
+            with pytest.raises(TypeError, match=re.escape(f"path: given {value!r}; expected")):
                 action(value)  # type: ignore[operator]
     os.write(1, b"still open")
     assert capfd.readouterr().out == "still open"
