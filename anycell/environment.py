@@ -6,7 +6,7 @@ import os
 
 
 def switch(name: str, default: bool) -> bool:
-    """What a variable that is 0 or 1 says; `default` where it is not set, or empty.
+    """Reads a variable that is 0 or 1; `default` where it is not set, or empty.
 
     Raises:
         ValueError: for any other value.
@@ -18,7 +18,7 @@ def switch(name: str, default: bool) -> bool:
 
 
 def whole_number(name: str, most: int) -> int | None:
-    """What a variable that is a whole number says; None where it is not set, or empty.
+    """Reads a variable that is a whole number; None where it is not set, or empty.
 
     Raises:
         ValueError: for a value that is no whole number, less than 1, or above `most`.

@@ -1,4 +1,4 @@
-"""What a frontend says where its framework is not installed."""
+"""The error of a frontend whose framework is not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line is given: cells by name or file, and errors that tell what is wrong."""
+"""The arguments of the command line: cells by name or file, and errors that tell what is wrong."""
 
 from __future__ import annotations
 

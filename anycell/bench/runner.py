@@ -134,7 +134,7 @@ class Row:
 
     @property
     def over_bound(self) -> float:
-        """How many times the bound our time is; NaN if it was not measured."""
+        """Our time over the bound; NaN if it was not measured."""
         return self.ours.median_ms / self.bound_ms
 
     def ratio(self, peer: str, alone: bool = False) -> float | None:

@@ -320,7 +320,7 @@ class _Model:
         self.columns = size == first
 
     def learned(self, k: int, d: int) -> dict[str, Any]:
-        """What a direction of a layer learns, by its names."""
+        """The arrays that a direction of a layer learns, by their names."""
         arrays, end = self.view.weights[k], ENDS[d]
         return {n: arrays[n + end] for n in self.cell.learned if n + end in arrays}
 
@@ -416,7 +416,7 @@ def _factors(weight: npt.NDArray[Any], rank: int) -> tuple[npt.NDArray[Any], npt
 
 
 def _number(keep: Any, count: int) -> int:
-    """How many units, from a number or a part of all."""
+    """Counts the units, from a number or a part of all."""
     part = isinstance(keep, (float, np.floating)) and 0.0 < keep < 1.0
     whole = isinstance(keep, (int, np.integer)) and not isinstance(keep, bool)
     if part:

@@ -1,4 +1,4 @@
-"""Which parts of a layer's arrays belong to one unit; it follows from the cell's graph.
+"""The parts of a layer's arrays that belong to one unit; they follow from the cell's graph.
 
 The size symbols of a cell say what the axes of every array count: those of ``weight_ih`` the hidden
 units, once per gate, and the inputs; those of a projection in ``state="h:P c"`` the P and the H

@@ -167,7 +167,7 @@ def _refusal(layer: keras.layers.RNN) -> str | None:
 
 
 def trace_anew(layer: keras.layers.Layer) -> None:
-    """What a compiled model has traced has the old layers in it."""
+    """Forgets the functions that a compiled model has traced: they have the old layers in them."""
     if not isinstance(layer, keras.Model):
         return
     layer.train_function = layer.test_function = layer.predict_function = None
@@ -180,7 +180,7 @@ def trace_anew(layer: keras.layers.Layer) -> None:
 
 
 def _kind(layer: keras.layers.Layer) -> str:
-    """Its class, and whose; of a subclass also what it derives from."""
+    """Names a layer's class and its owner; of a subclass also the class that it derives from."""
     kind = type(layer)
     whose = ("anycell.", "anycell") if isinstance(layer, Fused) else ("keras.", "keras")
     known = next((k for k in kind.__mro__ if k.__module__.startswith(whose[0])), kind)

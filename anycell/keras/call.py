@@ -16,7 +16,7 @@ Tensor = Any  # of the backend
 
 @dataclass(frozen=True)
 class Call:
-    """What a run is told besides its tensors.
+    """The arguments of a run besides its tensors.
 
     Attributes:
         cell, hidden_size: the step, and H.
@@ -38,7 +38,7 @@ class Call:
     unroll: bool = False
 
     def size(self, symbol: str) -> int:
-        """What a size symbol of the cell stands for."""
+        """The number that a size symbol of the cell stands for."""
         return self.hidden_size if symbol == "H" else dict(self.sizes)[symbol]
 
 
@@ -88,7 +88,7 @@ def quantized(arrays: Arrays) -> bool:
 
 
 def dequantized(arrays: Arrays) -> Arrays:
-    """The same with the real weights that the integers stand for."""
+    """Returns the weights with the real numbers that the integers stand for."""
     real = {}
     for name, tensor in arrays.items():
         scales = arrays.get(scales_of(KERNELS.get(name, name)))

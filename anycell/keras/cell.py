@@ -174,7 +174,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
 
     @property
     def all_sizes(self) -> tuple[tuple[str, int], ...]:
-        """What the size symbols besides H stand for."""
+        """The numbers that the size symbols besides H stand for."""
         return tuple(sorted(self.sizes.items()))
 
     def resize(self, symbol: str, count: int) -> None:
@@ -223,7 +223,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         return new[0], (list(new) if nested else new[0])
 
     def masks(self, x: Tensor, state: Tensor, training: bool) -> dict[str, Tensor]:
-        """What is drawn in training: ``factor`` ``[B, I]`` of the inputs, ``recurrent_mask``,
+        """Draws the masks of training: ``factor`` ``[B, I]`` of the inputs, ``recurrent_mask``,
         ``seed``."""
         drawn: dict[str, Tensor] = {}
         if not training:

@@ -126,7 +126,7 @@ class Feedback(keras.layers.Layer):
 
     @property
     def engine(self) -> Engine:
-        """What runs the layer in inference, here and now, and why."""
+        """The engine that runs the layer in inference, here and now, and why."""
         return _Fed(self.layer, self.readout).engine
 
     def _given(self, forced: Any, sequences: Tensor) -> Tensor:

@@ -43,12 +43,12 @@ class AlignedHost(NumpyHost):
         return array
 
     def lasting(self, shape: tuple[int, ...]) -> Array:
-        """The same as ``empty``: all of it is kept."""
+        """An array as of ``empty``: all of it is kept."""
         return self.empty(shape)
 
 
 class MixedAlignedHost(MixedNumpyHost, AlignedHost):
-    """The same of 16 bits.
+    """An aligned host of 16 bits.
 
     Args:
         types: of the arrays.

@@ -76,7 +76,7 @@ def changed(cell: Any) -> str | None:
 
 
 class Fused:
-    """What the layers share: one ``inner_loop``, on the engine that fits."""
+    """The base of the layers: one ``inner_loop``, on the engine that fits."""
 
     cell: Any
     _drop_in = True
@@ -112,16 +112,16 @@ class Fused:
         return False
 
     def _sizes(self) -> tuple[tuple[str, int], ...]:
-        """What the size symbols of the cell besides H stand for."""
+        """The numbers that the size symbols of the cell besides H stand for."""
         return ()
 
     @property
     def engine(self) -> Engine:
-        """What runs the layer in inference, here and now, and why."""
+        """The engine that runs the layer in inference, here and now, and why."""
         return choose(self._facts(False, gpu_visible(), refusal()))
 
     def explain(self, training: bool = True) -> str:
-        """What runs the layer, and why, before anything runs; see ``docs/keras.md``."""
+        """Says which engine runs the layer, and why, before it runs; see ``docs/keras.md``."""
         name, reason = choose(self._facts(training, gpu_visible(), refusal()))
         what = "training" if training else "inference"
         return f"{self.name}: {what} runs on {name} ({reason})"  # type: ignore[attr-defined]
@@ -177,7 +177,7 @@ class Fused:
         return self._as_keras(call, outputs, final, arrays.get("mask"))
 
     def _loop_of_keras(self) -> Any:
-        """Its loop around calls of the cell."""
+        """Runs Keras's loop around calls of the cell."""
         return keras.layers.RNN.inner_loop.__get__(self)
 
     def _arrays(
@@ -274,7 +274,7 @@ def gpu_visible() -> bool:
 
 
 class DropIn(Fused):
-    """What ``LSTM``, ``GRU`` and ``SimpleRNN`` share: Keras's weights, and Keras's loop to fall
+    """The base of ``LSTM``, ``GRU`` and ``SimpleRNN``: Keras's weights, and Keras's loop to fall
     back on."""
 
     def _step(self) -> Cell | str:
@@ -322,8 +322,9 @@ class DropIn(Fused):
 
     @property
     def use_cudnn(self) -> bool | str:
-        """As given; for "auto" False where not cuDNN runs the layer: then ``Bidirectional`` does
-        not run two layers of cuDNN's at once, past ``inner_loop``."""
+        """The argument; for "auto" False if cuDNN does not run the layer: ``Bidirectional`` then
+        does not run two layers of cuDNN's at once, past ``inner_loop``.
+        """
         given: bool | str = vars(self).get("use_cudnn", "auto")
         facts = self._facts(False, gpu_visible(), None)
         past = facts.cell is None or choose(facts).name == "cpu"

@@ -1,4 +1,4 @@
-"""Which engine runs a layer, and why: a function of facts, asked before anything runs."""
+"""The rule that chooses the engine of a layer: a function of facts, asked before anything runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def asked() -> str | None:
 
 
 class Engine(NamedTuple):
-    """What runs a layer, and why.
+    """The engine of a layer, and the reason.
 
     Attributes:
         name: "cpu" (fused kernel), "cudnn" (through Keras), "composite" (the step as the backend's
@@ -55,7 +55,7 @@ class Engine(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """What the choice depends on.
+    """The facts on which the choice depends.
 
     Attributes:
         cell: the step in anycell's language; None where it cannot be said.

@@ -164,7 +164,7 @@ def _carries_tangents(tensors: Sequence[Any]) -> bool:
 
 
 def _unlooped(call: Call, x: Tensor) -> Call:
-    """The same call for forward mode: TensorFlow's loops in a graph have none."""
+    """Runs the call for forward mode, which TensorFlow's loops in a graph do not have."""
     known = x.shape.as_list()[0] is not None and not tf.executing_eagerly()
     return replace(call, unroll=call.unroll or known)
 
@@ -390,7 +390,7 @@ class _Recurrence:
 
     @property
     def kept(self) -> int:
-        """How many of the forward pass's last outputs the backward pass reads."""
+        """Counts the last outputs of the forward pass that the backward pass reads."""
         return (2 + len(self.others)) * self.keep
 
     def sort(self, tensors: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -469,14 +469,14 @@ class _Recurrence:
 
     @property
     def _direct(self) -> list[str]:
-        """Whose gradients the kernel adds up itself: parameters, states, the static input."""
+        """Names arrays whose gradients the kernel sums: parameters, states, the static input."""
         cell = self.plan.cell
         states = [f"state {name}" for name in cell.state_names]
         names = [*cell.param_names, *states, "static"]
         return [name for name in names if name in self.parts]
 
     def _factors(self, linear: Linear) -> tuple[bool, bool]:
-        """Which factors of a weight's gradient the kernel writes; see ``layer.Factors``."""
+        """The factors of a weight's gradient that the kernel writes; see ``layer.Factors``."""
         operand = linear.operand
         first = operand.op == "state" and operand.attrs[0] == self.call.cell.state_names[0]
         return not self.plan.shares_gradient(linear), not first or "resets" in self.flags
@@ -548,7 +548,7 @@ class _Recurrence:
         return host_of(self.plan.types, self.threads)
 
     def _arriving(self, tensors: Sequence[Array]) -> tuple[Any, ...]:
-        """What ``layer.backward`` takes besides host and plan."""
+        """The arguments of ``layer.backward`` besides host and plan."""
         flat, flags, rest = self.sort(tensors)
         ends, names = len(self.call.cell.states) + self.call.sequences, self.call.cell.state_names
         arriving, kept = rest[:ends], rest[ends:]
@@ -564,7 +564,7 @@ class _Recurrence:
     def _arguments(
         self, flat: Sequence[Array], flags: Sequence[Array]
     ) -> tuple[dict[str, Array], layer.Options]:
-        """What ``anycell.layer`` takes, which knows no kernels of Keras's."""
+        """The arguments of ``anycell.layer``, which knows no kernels of Keras's."""
         call, arrays = self.call, dict(zip(self.parts, flat, strict=True))
         arrays |= dict(zip(self.flags, flags, strict=True))
         check(call, arrays)  # of sizes that no graph knows

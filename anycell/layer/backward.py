@@ -214,7 +214,8 @@ def _parts(run: Run, kept: Kept) -> Iterator[tuple[int, int, _Part]]:
     for slot in reversed(range(kept.hidden.shape[0])):
         begin, end = slot * segment, min(slot * segment + segment, steps)
         for one in (again, run):
-            one.set(origin=begin, span=end - begin)
+            at = one.kernel.shared
+            one.entries[at["origin"]], one.entries[at["span"]] = begin, end - begin
         for d in range(count):
             again.place_of(d, dict(zip(names, kept.border(d, slot, first), strict=True)))
         advance(again, gates, begin, end)

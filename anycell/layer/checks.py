@@ -169,7 +169,7 @@ class Frontend(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How users' arrays lie: T steps of B rows, which of them first; with no batch of one row."""
+    """The order of axes in users' arrays: steps or rows first, or one row without a batch."""
 
     frontend: Frontend
     like: Any

@@ -90,7 +90,7 @@ def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
     values = [host.lasting(saved) for _ in run.directions] if everything else []
     kept = Kept(hidden, sequences, values)
     run.place_kept(kept)
-    run.set(whole=bits)
+    run.entries[run.kernel.shared["whole"]] = bits
     return kept
 
 

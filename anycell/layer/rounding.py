@@ -53,7 +53,7 @@ def with_integers(xp: Namespace, arrays: Mapping[str, Array]) -> dict[str, Array
 
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a model is called with a batch of ``quantize(data=)``."""
+    """The arguments with which a model is called for a batch of ``quantize(data=)``."""
     given = batch if isinstance(batch, tuple) else (batch,)
     if isinstance(batch, tuple) and batch and isinstance(batch[-1], dict):
         return given[:-1], given[-1]
@@ -127,7 +127,7 @@ def measure(
 
 
 def described(arrays: Mapping[str, Any], error: float | None) -> str:
-    """What a quantized layer shows of itself, from its arrays by name."""
+    """Describes a quantized layer, from its arrays by name."""
     numbers = {name: math.prod(array.shape) for name, array in arrays.items()}
     sizes = {name: count * arrays[name].dtype.itemsize for name, count in numbers.items()}
     before = 4 * sum(count for name, count in numbers.items() if not name.endswith("_scales"))

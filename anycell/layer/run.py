@@ -128,11 +128,6 @@ class Run:
             if arrays:
                 self.place_of(d, arrays)
 
-    def set(self, **values: int) -> None:
-        """Sets entries of the whole call."""
-        for name, value in values.items():
-            self.entries[self.kernel.shared[name]] = value
-
     def chunks(self, begin: int, end: int) -> list[tuple[int, int]]:
         """Steps done and steps to do, chunk by chunk of what lies between so many steps of the
         forward pass.

@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 
 
 class Header(NamedTuple):
-    """What an array is, before it is read."""
+    """The header of an array, before the array is read."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -51,7 +51,7 @@ class Damaged(ValueError):
 
 
 class _damage:
-    """What ``zipfile``, its decompressors and NumPy's parser of headers raise is one thing.
+    """Turns the errors of ``zipfile``, its decompressors and NumPy's parser of headers into one.
 
     All but a disk that fails: to look for bytes where no file has any is another number.
     """

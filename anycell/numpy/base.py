@@ -1,4 +1,4 @@
-"""What every layer is: parameters by name, their gradients, and a way to keep them."""
+"""The base of every layer: parameters by name, their gradients, and a way to keep them."""
 
 from __future__ import annotations
 

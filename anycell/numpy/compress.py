@@ -42,7 +42,7 @@ def take(
     (layer,), indices = view.parts, {id(array): index for array, index in taken}
 
     def left(array: Array, of: Array) -> Array:
-        """What stays of an array that has a number for each of another."""
+        """The part that stays of an array that has a number for each of another."""
         return np.ascontiguousarray(array[indices[id(of)]]) if id(of) in indices else array
 
     if optimizer is not None:

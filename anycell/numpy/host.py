@@ -121,7 +121,7 @@ class NumpyHost(Products):
         return tuple(map(array.itemsize.__rfloordiv__, array.strides))
 
     def theirs(self, a: Array, b: Array, out: Array, add: bool) -> None:
-        """By NumPy's matmul."""
+        """Multiplies by NumPy's matmul."""
         if add:
             out += a @ b
         else:

@@ -126,7 +126,7 @@ class RNN(Layer):
     # -- parameters ------------------------------------------------------------------------------
     @property
     def plan(self) -> Plan:
-        """How the layer runs: ``plan.engine``, "cpu" or "reference", and ``plan.reason``."""
+        """The plan of the layer: ``plan.engine``, "cpu" or "reference", and ``plan.reason``."""
         return plan(self.cell, self.hidden_size, self.dtype.name, sizes=self.sizes)
 
     @property
@@ -410,7 +410,7 @@ class RNN(Layer):
         return checked
 
     def _directions(self, k: int) -> slice:
-        """Where the directions of a layer lie among those of all layers."""
+        """The slice of a layer's directions among those of all layers."""
         count = 1 + self.bidirectional
         return slice(k * count, (k + 1) * count)
 
@@ -421,7 +421,7 @@ class RNN(Layer):
 
 
 class _Saved:
-    """What a forward pass in training leaves for the backward pass."""
+    """The values that a forward pass in training leaves for the backward pass."""
 
     def __init__(self) -> None:
         self.output_shape: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""What stands between gradients and parameters: clipping and Adam."""
+"""Optimizers: clipping of gradients, and Adam."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Quantized(RNN):
 
     @property
     def plan(self) -> Plan:
-        """How the layer runs: ``plan.engine``, and ``plan.reason``."""
+        """The plan of the layer: ``plan.engine``, and ``plan.reason``."""
         return plan(self.cell, self.hidden_size, "int8", "cpu", self.sizes)
 
     def __repr__(self) -> str:

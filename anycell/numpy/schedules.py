@@ -1,4 +1,4 @@
-"""What changes training while it goes, and what ends it: schedules, plateaus, early stopping.
+"""Schedules of training, and its end: learning rates, plateaus, early stopping.
 
 A schedule is a function of the step, from 0 on: ``optimizer.lr = schedule(step)`` before each
 ``optimizer.step()``. It may as well say with which probability ``Feedback`` forces a step.

@@ -1,4 +1,4 @@
-"""What every cell of TensorFlow 1 is: one step, in a scope of variables; and a run of many."""
+"""The base of every cell of TensorFlow 1: one step, in a scope of variables; and a run of many."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LSTMStateTuple(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """That of both."""
+        """The dtype of both."""
         if self.c.dtype != self.h.dtype:
             raise TypeError(f"state: given {self.c.dtype} for c and {self.h.dtype} for h.")
         return self.c.dtype
@@ -68,7 +68,7 @@ class RNNCell(tf.Module):
 
     @property
     def name(self) -> str:
-        """That of its scope of variables, which need not be one of Python's."""
+        """The name of its scope of variables, which need not be one of Python's."""
         return self._base_name or super().name
 
     # -- of each cell ----------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class RNNCell(tf.Module):
         return None
 
     def _engine(self) -> Engine:
-        """What runs it where nothing stands in the way."""
+        """The engine that runs the cell where nothing stands in the way."""
         raise NotImplementedError
 
     def _begin(self) -> RNNCell:
@@ -138,12 +138,12 @@ class RNNCell(tf.Module):
 
     @property
     def engine(self) -> Engine:
-        """What runs it on this machine, and why."""
+        """The engine that runs the cell on this machine, and why."""
         return engine(self)
 
     @property
     def named(self) -> dict[str, tf.Variable]:
-        """Its variables, by their names in a checkpoint below the cell's scope."""
+        """The cell's variables, by their names in a checkpoint below its scope."""
         variables = {}
         for scope, cell in self._within():
             for name, variable in getattr(cell, "named", {}).items():
@@ -177,7 +177,7 @@ class RNNCell(tf.Module):
 
     @contextmanager
     def _scoped(self, scope: Any = None) -> Iterator[None]:
-        """Its scope of variables, which the first use decides, as in TensorFlow 1."""
+        """The cell's scope of variables, which the first use decides, as in TensorFlow 1."""
         if self._scope is None:
             place = self.name if self._reuse and scope is None else scope
             with v1.variable_scope(place, default_name=self.name) as self._scope:
@@ -206,7 +206,7 @@ def run(
 def sequence(
     cell: Any, x: Tensor, state: Any, lengths: Tensor, reverse: bool
 ) -> tuple[Tensor, Any]:
-    """What ``run`` returns: all steps at once where the cell can do it, else step by step."""
+    """The results of ``run``: all steps at once where the cell can do it, else step by step."""
     if obstacle(cell) is not None:
         return _step_by_step(cell, x, state, lengths, reverse)
     with cell._scoped():
@@ -237,7 +237,7 @@ def step(cell: Any, inputs: Tensor, state: Any, scope: Any = None) -> tuple[Tens
 
 
 def engine(cell: Any) -> Engine:
-    """What runs any cell, and why."""
+    """The engine that runs any cell, and why."""
     reason = obstacle(cell)
     return cell._engine() if reason is None else Engine("composite", reason)
 
@@ -305,7 +305,7 @@ def masked(x: Tensor, lengths: Tensor) -> Tensor:
 
 
 def mask(x: Tensor, lengths: Tensor) -> Tensor:
-    """Which steps of ``x`` ``[T, B, ...]`` are within the lengths: ``[T, B]``."""
+    """Marks the steps of ``x`` ``[T, B, ...]`` that are within the lengths: ``[T, B]``."""
     return tf.range(tf.shape(x)[0])[:, None] < lengths[None]
 
 

@@ -49,7 +49,7 @@ def _activation(given: Any) -> str:
 
 
 class KernelCell(RNNCell):
-    """What the cells with a kernel share: variables made at the first call, and one run."""
+    """The base of cells with a kernel: variables made at the first call, and one run."""
 
     cell: Cell
     _cell_sizes: tuple[tuple[str, int], ...] = ()
@@ -108,7 +108,7 @@ class KernelCell(RNNCell):
     # -- variables -------------------------------------------------------------------------------
     @property
     def named(self) -> dict[str, tf.Variable]:
-        """Its variables, by their names in a checkpoint below the cell's scope."""
+        """The cell's variables, by their names in a checkpoint below its scope."""
         return dict(self._weights)
 
     def build(self, inputs_shape: Any) -> None:

@@ -124,7 +124,7 @@ class _Wrapper(RNNCell):
         return run
 
     def _around(self, x: Tensor, run: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
-        """What ``run``, the cell within, makes of ``x``, with what the wrapper does around it."""
+        """Runs the inner cell on ``x``, with the wrapper's work around it."""
         raise NotImplementedError
 
     @contextmanager
@@ -217,7 +217,7 @@ class DropoutWrapper(_Wrapper):
         return not isinstance(keep, float) or keep < 1.0
 
     def _drawn(self) -> dict[str, Any]:
-        """What decides of a variational dropout: numbers in [0, 1), one for all rows."""
+        """Draws the numbers of a variational dropout, in [0, 1), one for all rows."""
         if not self.variational:
             return {}
 
@@ -343,7 +343,7 @@ def _probability(name: str, given: Any) -> Any:
 
 
 def _all_but_c(part: Any) -> Any:
-    """What TensorFlow 1 drops of a state."""
+    """The parts of a state that TensorFlow 1 drops."""
     if getattr(part, "_fields", None) == ("c", "h"):
         return type(part)(c=False, h=True)
     return not isinstance(part, tf.TensorArray)

@@ -145,7 +145,7 @@ def _quantized(module: nn.Module) -> bool:
 
 
 def _kind(module: nn.Module) -> str:
-    """Its class, and whose; of a subclass also what it derives from."""
+    """Names a module's class and its owner; of a subclass also the class that it derives from."""
     if isinstance(module, torch.jit.ScriptModule):
         return f"{module.original_name} of TorchScript"
     kind = type(module)
@@ -160,7 +160,7 @@ def _public(kind: type) -> bool:
 
 
 def _engine(module: Any) -> tuple[str, str]:
-    """What runs a module, and why."""
+    """The engine that runs a module, and why."""
     if isinstance(module, _OURS):
         return module.engine
     if _compiled(module):
@@ -211,7 +211,7 @@ def _note(calls: list[int], module: Any, args: Any, kwargs: Any) -> None:
 
 
 def _often(module: nn.Module, calls: Sequence[int]) -> str:
-    """What the calls add to the reason."""
+    """The part of the reason that comes from the calls."""
     if len(calls) < 2:
         return "" if calls else "; not called"
     low, high = min(calls), max(calls)

@@ -24,7 +24,7 @@ Arrays = Mapping[str, Tensor]  # by the names of ``anycell.layer.signature``; no
 
 
 class Call(NamedTuple):
-    """What the call of a layer says besides its tensors.
+    """The arguments of a layer's call besides its tensors.
 
     Attributes:
         sizes: what the other size symbols of the cell stand for, in pairs.
@@ -77,5 +77,5 @@ def composite(call: Call, arrays: Arrays) -> Result:
 
 
 def side_by_side(directions: Sequence[Tensor]) -> Tensor:
-    """What directions give of each step, along the last axis."""
+    """Joins the results of directions along the last axis."""
     return directions[0] if len(directions) == 1 else torch.cat(tuple(directions), -1)

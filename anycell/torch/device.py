@@ -37,14 +37,14 @@ class DeviceHost:
 
     @functools.cached_property
     def limits(self) -> Device | None:
-        """What ``capacity`` knows of the device; None on the CPU."""
+        """The properties of the device that ``capacity`` knows; None on the CPU."""
         if self.device.type != "cuda":
             return None
         return launch.limits(self.ordinal)
 
     @functools.cached_property
     def ordinal(self) -> int:
-        """Of the device, as CUDA counts; 0 on the CPU."""
+        """The number of the device, as CUDA counts; 0 on the CPU."""
         if self.device.type != "cuda":
             return 0
         index = self.device.index
@@ -145,7 +145,7 @@ class DeviceHost:
         return as_flags(array) if array.device == self.device else None
 
     def pointer(self, array: Tensor) -> int:
-        """Its address."""
+        """The address of an array."""
         return array.data_ptr()
 
     def strides(self, array: Tensor) -> tuple[int, ...]:

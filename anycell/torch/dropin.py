@@ -40,7 +40,7 @@ _FEW_ROWS = 32
 
 
 class DropIn(Recurrent):
-    """What ``LSTM`` and ``GRU`` do instead of their parent's forward.
+    """The forward of ``LSTM`` and ``GRU``, in place of their parent's.
 
     Other calls go to the parent class, which raises its own errors. They add no attribute to an
     instance, but for ``checkpoint`` where it is given: a module turns from one class into the other
@@ -63,7 +63,7 @@ class DropIn(Recurrent):
 
     @property
     def engine(self) -> Engine:
-        """What runs this layer, and why; under autocast, what runs it there."""
+        """The engine that runs this layer, and why; under autocast, the engine there."""
         weight = self.weight_ih_l0
         dtype = autocast_dtype(weight)
         plan = plan_on(weight.device.type, self.cell, self.hidden_size, dtype, self._sizes)
@@ -115,7 +115,7 @@ class DropIn(Recurrent):
     def _ours(
         self, x: Any, states: tuple[Any, ...] | None, further: dict[str, Any]
     ) -> tuple[Any, ...] | None:
-        """What a call returns; None where the parent has the answer, or the error.
+        """The result of a call; None where the parent has the answer, or the error.
 
         Args:
             further: what torch's layer does not take, where it is given.
@@ -192,7 +192,7 @@ class DropIn(Recurrent):
     def _by_vendor(
         self, x: Any, states: tuple[Any, ...] | None, weight: Tensor
     ) -> tuple[Any, ...] | None:
-        """As ``_ours``, where torch's own layer is the faster: its parent calls it."""
+        """The result of ``_ours``, where torch's own layer is the faster: its parent calls it."""
         return None
 
     def _weights(self) -> list[Arrays]:
@@ -210,7 +210,7 @@ class DropIn(Recurrent):
         return layers
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """As of torch's layer."""
+        """The parameters of torch's layer."""
         # Opacus asks each module for them, and then looks up its very class among those that it
         # refuses, or replaces. What it says of torch's class must hold for ours.
         opacus = sys.modules.get("opacus.validators.module_validator")
@@ -305,7 +305,7 @@ class LSTM(DropIn, nn.LSTM):
 
     @property
     def cell(self) -> Cell:  # type: ignore[override]
-        """What a step computes."""
+        """The cell of a step."""
         return cells.LSTMP if self.proj_size else cells.LSTM
 
     @property
@@ -343,7 +343,7 @@ class LSTM(DropIn, nn.LSTM):
 
 
 def vendors(weights: Arrays, end: str = "") -> list[Any]:
-    """What torch's operators of one step take: weights, and biases or None."""
+    """The arguments of torch's operators of one step: weights, and biases or None."""
     return [weights.get(name + end) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
 
 

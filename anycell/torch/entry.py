@@ -1,4 +1,4 @@
-"""What is around all that computes: ranges for profilers, and no autocast."""
+"""The entrance to all that computes: ranges for profilers, and no autocast."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Feedback(nn.Module):
 
     @property
     def engine(self) -> Engine:
-        """What runs the layer with its readout, and why."""
+        """The engine that runs the layer with its readout, and why."""
         layer = self.layer
         sizes = (*layer._sizes, (OUTPUT, self.readout.out_features))
         plan = fused_plan(self._fed()[1], layer.hidden_size, layer.weight_ih_l0, sizes)

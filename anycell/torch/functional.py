@@ -103,7 +103,7 @@ def layer(call: Call, arrays: Arrays) -> Result:
 
 
 class Engine(NamedTuple):
-    """What runs a layer, and why.
+    """The engine of a layer, and the reason.
 
     Attributes:
         name: "cpu" or "gpu" (fused kernel), "reference" (step by step) or "torch" (its own layer).
@@ -161,7 +161,7 @@ def _multiplies_integers(arrays: Arrays) -> bool:
 
 
 def dequantized(arrays: Arrays) -> Arrays:
-    """The same with the real weights that the integers stand for."""
+    """Returns the weights with the real numbers that the integers stand for."""
     real = {}
     for name, t in arrays.items():
         if not name.startswith(scales_of("")):
@@ -245,7 +245,7 @@ def transformed() -> bool:
 
 
 def autocast_dtype(weight: Tensor) -> torch.dtype:
-    """What a layer of such weights computes in under autocast: as torch's own layers in its dtype,
+    """The dtype in which a layer computes under autocast: that of autocast, as torch's own layers,
     where it is on for their device and they have no float64.
     """
     kind = weight.device.type

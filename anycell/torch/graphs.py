@@ -45,8 +45,10 @@ def captured(run: Run) -> Run:
 
 @functools.lru_cache(maxsize=64)
 def _side(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """Where graphs for that stream are captured. All of them name the work space that the matmul
-    library has for one stream: so one is enough, and those that may run at once have two.
+    """The stream on which graphs for that stream are captured.
+
+    All graphs name the work space that the matmul library has for one stream: so one is enough, and
+    graphs that may run at once have two.
     """
     return torch.cuda.Stream(stream.device)
 
@@ -87,7 +89,7 @@ class Replays:
         return run_plainly(kernels, call)
 
     def _graphs(self, kernels: Step, call: Call, numbers: dict[str, int]) -> _Graphs | None:
-        """Those of the call's form; None, as long as it was not called often enough."""
+        """The graphs of the call's form; None, as long as it was not called often enough."""
         stream = call.host.stream()
         key = id(kernels), stream, *numbers.values()  # the kernels live as long as the key
         if key not in self.graphs:

@@ -112,7 +112,7 @@ _plan_on = _disable_dynamo(fused.plan_on)
 
 
 class Form(NamedTuple):
-    """What the text says.
+    """The facts that the text of an operator states.
 
     Attributes:
         cell: its name among those registered.
@@ -172,7 +172,7 @@ class Form(NamedTuple):
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  (of small tuples)
     def plan(self, hyper: tuple[float, ...], device: str) -> Plan:
-        """Of the cell with these hyperparameters, on devices of a type."""
+        """The plan of the cell with these hyperparameters, on devices of a type."""
         cell = _CELLS.get(self.cell)
         if cell is None:
             raise RuntimeError(
@@ -221,7 +221,7 @@ class Form(NamedTuple):
         return "mask" in self.arrays and not self.options.repeat
 
     def kept_states(self, plan: Plan) -> list[bool]:
-        """Which states besides the first are kept: with checkpoints all, at the borders."""
+        """Says which states besides the first are kept: with checkpoints all, at the borders."""
         engine, every = fused.engine_of(plan), self.options.checkpoint is not None
         return [
             i > 0 and (every or engine.keeps_state(plan, i)) for i in range(len(plan.cell.states))
@@ -229,7 +229,7 @@ class Form(NamedTuple):
 
 
 def _expect(name: str, given: Any, expected: Any) -> None:
-    """What an operator is called with must be what its text says: a graph may come from a file."""
+    """Checks an operator's arguments against its text: a graph may come from a file."""
     if given != expected:
         raise ValueError(
             f"anycell operator, {name}: given {given}; expected {expected}, from the form and the "

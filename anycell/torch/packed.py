@@ -20,7 +20,7 @@ def parts(packed: PackedSequence) -> tuple[Tensor, Tensor]:
 
 
 class Packing(NamedTuple):
-    """Where the rows of a ``PackedSequence`` lie.
+    """The places of the rows of a ``PackedSequence``.
 
     Attributes:
         steps, rows: T and B of the padded tensor.
@@ -60,7 +60,7 @@ class Packing(NamedTuple):
         return rows if self.places is None else _Gather.apply(rows, self.places, len(rows))
 
     def alike(self, name: str, given: Any, like: PackedSequence) -> Tensor:
-        """What comes per step, packed as the input is, as bool ``[T, B]``."""
+        """Unpacks flags per step, packed as the input is, to bool ``[T, B]``."""
         if not isinstance(given, PackedSequence):
             expected, hint = "a PackedSequence, as the input is one", "Pack it as the input."
             refuse(name, describe(given), expected, hint, TypeError)

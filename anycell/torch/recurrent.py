@@ -1,4 +1,4 @@
-"""What the modules share: from a user's tensors to ``[T, B, ...]``, through layers, and back."""
+"""The base of modules: from a user's tensors to ``[T, B, ...]``, through layers, and back."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class Recurrent:
 
     @property
     def _like(self) -> Tensor:
-        """What has the dtype and the device of all tensors of a call."""
+        """A tensor that has the dtype and the device of all tensors of a call."""
         return self.weight_ih_l0
 
     def _weights(self) -> list[Arrays]:
-        """What each layer learns, by the names of ``anycell.layer.signature``."""
+        """The weights of each layer, by the names of ``anycell.layer.signature``."""
         raise NotImplementedError
 
     def prepare(self) -> Any:
@@ -164,7 +164,7 @@ class Recurrent:
         return_states: bool | str | Sequence[str] | None = None,
         **flags: Any,
     ) -> tuple[Any, ...]:
-        """What a call returns.
+        """Runs a cell, and returns the result of the call.
 
         Args:
             cell: the module's.
@@ -219,7 +219,7 @@ class Recurrent:
         sequences: tuple[str, ...] = (),
         plan: Plan | None = None,
     ) -> Call:
-        """What a call of this module says besides its tensors."""
+        """The arguments of a call of this module besides its tensors."""
         training, seed = self.training, 0
         if training and (ops.draws(cell) if plan is None and compiled() else cell.keeps):
             seed = draw_seed()
@@ -348,7 +348,7 @@ def by_name(names: Sequence[str], cell: Cell, output: Any, others: Sequence[Any]
 
 
 def besides_output(names: Sequence[str], cell: Cell) -> tuple[str, ...]:
-    """Those of the states that are not the output."""
+    """The states that are not the output."""
     first = cell.state_names[:1]
     return tuple([name for name in dict.fromkeys(names) if name not in first])
 

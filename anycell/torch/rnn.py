@@ -257,7 +257,7 @@ class RNN(Recurrent, OfCell):
 
 
 def learned(module: Any, layer: str = "", directions: int = 1) -> Arrays:
-    """What a layer of a module with a ``cell`` learns; ``layer`` stands behind its names."""
+    """The weights of a layer of a module with a ``cell``; ``layer`` stands behind its names."""
     # As ``layer.places``, whose cache Dynamo does not take.
     mine, arrays = module._parameters, {}
     for end in ENDS[:directions]:

@@ -43,7 +43,7 @@ def run(call: Call, arrays: Arrays) -> States | None:
 
 @functools.lru_cache(maxsize=256)
 def _shapes(plan: Plan, batch: int, inputs: int, names: tuple[str, ...]) -> list[Shape]:
-    """Of the arrays of these names."""
+    """The shapes of the arrays of these names."""
     sizes = dict(plan.sizes)
     expected = shapes(plan.cell, sizes, inputs, True)
     expected |= {"x": (batch, inputs), "static": (batch, plan.hidden_size)}

@@ -113,7 +113,7 @@ class RNNCell(OfCell):
 
     @property
     def engine(self) -> Engine:
-        """What runs this cell, and why."""
+        """The engine that runs this cell, and why."""
         known = (self.cell.name, self.cell.key) in _OPERATORS
         return _ONE_STEP if known else super().engine
 

@@ -1,4 +1,4 @@
-"""Which layers of ``torch.nn`` turn into anycell's, and into which class."""
+"""The table of ``torch.nn``'s layers and anycell's classes that replace them."""
 
 from __future__ import annotations
 

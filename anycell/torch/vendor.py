@@ -13,7 +13,7 @@ from anycell.torch.entry import autocast
 
 
 def exception(cell: Cell) -> str | None:
-    """Which calls of a layer torch's own operators should run, and why; None if there are none.
+    """Says which calls of a layer torch's own operators run, and why; None if there are none.
 
     A fused kernel packs the recurrent weights first, which pays from the second step on; torch's
     cells read them where they lie. Under autocast there is no such call: torch's LSTM runs in 16
