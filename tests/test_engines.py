@@ -70,13 +70,13 @@ def Detached(x, r, s, p, *, half: float = 0.5):
     return tanh(x.a + still + drawn * branch + even + alive)
 
 
-@cell(gates="rows state0 dx", state="h tl", params="lanes", static="batch")
+@cell(gates="rows state0 dx", state="h rows", params="steps lanes", static="batch")
 def Namesakes(x, r, s, p, batch, *, reset: float = 0.5):
     """Its names are those that a kernel's own text may use."""
     rows, state0 = sigmoid(x.rows + r.rows), sigmoid(x.state0 + r.state0)
-    h = tanh(x.dx + linear(state0 * s.h, "h"))
-    later_h = linear(tanh(s.tl), "later_h", bias=True) * p.lanes
-    return rows * s.h + (1 - rows) * h, reset * s.tl + h * later_h + batch
+    h = tanh(x.dx + linear(state0 * s.h, "rows"))
+    later_h = linear(tanh(s.rows), "later_h", bias=True) * p.lanes
+    return rows * s.h + (1 - rows) * h, reset * s.rows + h * later_h + batch * p.steps
 
 
 @cell(gates="i f g", state="h c")

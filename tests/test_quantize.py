@@ -678,9 +678,8 @@ def test_gradients_through_feedback_are_those_of_real_weights() -> None:
 
 
 def test_what_a_loader_yields() -> None:
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(torch.randn(4, 5, 3), torch.randn(4, 1)), 2
-    )
+    series = torch.utils.data.TensorDataset(torch.randn(4, 5, 3), torch.randn(4, 1))
+    loader = torch.utils.data.DataLoader(series, 2)
     float_ = at.LSTM(3, 8, batch_first=True)
     with pytest.raises(TypeError, match=r"data: given a list of 2, .* data=\(x for x, _ in loader"):
         compress.quantize(float_, data=loader)

@@ -108,7 +108,7 @@ def situation(rng: np.random.Generator, recurrent: bool) -> dict[str, Any]:
 def underflows(dtype: str, value: Any, right: Any) -> bool:
     """Whether float16 is off by no more than its smallest number, in the mean."""
     off = np.asarray(value, np.float64) - right
-    return dtype == "float16" and bool(np.sqrt(np.mean(off * off)) <= 2.0**-24)
+    return dtype == "float16" and bool(np.linalg.norm(off) <= 2.0**-24 * np.sqrt(off.size))
 
 
 def batch_major(name: str, array: Any) -> Any:

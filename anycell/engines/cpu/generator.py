@@ -58,7 +58,7 @@ from anycell.engines.cpu.matmul import (
     print_staging,
     whole_chunks,
 )
-from anycell.engines.cpu.table import align, entries, is_number
+from anycell.engines.cpu.table import ADDRESSES, align, entries
 from anycell.engines.cpu.tiles import ROWS, configure, release
 from anycell.lang.cell import RECURRENT
 from anycell.lang.expr import Expr, is_const, topological
@@ -294,8 +294,8 @@ class Generator:
         table, part, parts = b.args
         self.arg: dict[str, Value] = {}
         for name, i in self.entries.items():
-            kind = "i64" if is_number(name) else "ptr"
-            self.arg[name] = b.load(b.gep(table, i, "i64"), kind)
+            address = name in self.arrays or name in ADDRESSES or name.startswith("packed ")
+            self.arg[name] = b.load(b.gep(table, i, "i64"), "ptr" if address else "i64")
         arg, g = self.arg, self.geometry
         split = arg["units_split"].ne(0)
 

@@ -92,11 +92,10 @@ def axes(name: str) -> int:
     """Counts the strides that follow an address: three of a weight's last axes, or two, of rows and
     columns, of what a direction starts from or ends with.
     """
-    if name.endswith((" heads", " rows", " columns")):
-        return 0
-    return 3 * name.startswith("weight_") or 2 * (
-        name.startswith(("state ", "reset_state ", "d_final ", "final "))
-    )
+    what, *of = name.split()
+    if what in ("state", "reset_state", "d_final", "final"):
+        return 2 if len(of) == 1 else 0
+    return 3 if what.startswith("weight_") and not of else 0
 
 
 @functools.lru_cache(maxsize=256)
@@ -118,11 +117,6 @@ def entries(plan: Plan, backward: bool) -> dict[str, int]:
         if array.begins == "states":
             own.append(f"{name} next" if backward else f"{name} turns")
     return {name: place for place, name in enumerate(own)}
-
-
-def is_number(name: str) -> bool:
-    """Whether an entry of a kernel's own table is a number, not an address."""
-    return name in NUMBERS or name.endswith((" steps", " rows", " turns", " next"))
 
 
 def align(size: int) -> int:
