@@ -21,6 +21,7 @@ import anycell
 from anycell import cells
 from anycell.engines.gpu import Form, Span, launch
 from anycell.engines.gpu.cooperative import Slice, exchanged, print_cooperative
+from anycell.engines.gpu.text import symbol
 from anycell.plan import plan
 from anycell.torch.device import DeviceHost
 
@@ -274,7 +275,7 @@ def test_what_programs_exchange_is_what_they_gather(cell: Any) -> None:
         form = Form(backward, biases=(False,) * len(one.cell.linears), by_data=True)
         source = print_cooperative(one, form, part).source
         sent = set(re.findall(r"send\(\(?(\w+?)_at", source))
-        assert sent == set(exchanged(one, backward)), source
+        assert sent == set(map(symbol, exchanged(one, backward))), source
         for name in sent:
             assert re.search(rf"_at = \({name} \+ .*pointer_type\(tl.uint32\)", source)
         assert "flags" not in source and "wait(" not in source

@@ -164,7 +164,8 @@ def test_every_guise_of_every_array(entry: Entry, case: Case, two_threads: None)
 # What else an error may be about: another input is another call, in which all that comes per row or
 # step is wrong instead; and sizes follow from states and weights alike.
 ANY = "x:|gates_x|state|mask|resets|lengths|static|weights|params"
-CALLED = {"x": ANY, "state": "state|weights", "weights": "weights|params", "d": "grad_"}
+WEIGHTS = "weights|params|weight_|bias_"
+CALLED = {"x": ANY, "state": f"state|{WEIGHTS}", "weights": WEIGHTS, "d": "grad_"}
 
 
 @entries
