@@ -44,8 +44,8 @@ demo: $(VENV)/demo.stamp ## train on a real series, in PyTorch, and draw what ca
 test test-all test-oldest: export OMP_NUM_THREADS ?= 1
 test test-all test-oldest: export TF_NUM_INTRAOP_THREADS ?= 1
 
-test: $(VENV)/keras.stamp ## the fast tests
-	$(PYTEST) $(FAST)
+test: $(VENV)/keras.stamp ## the fast tests, and a list of the 40 slowest
+	$(PYTEST) $(FAST) --durations=40
 
 # Its runs share one cache, which is empty at first: a kernel is compiled once.
 test-all: export ANYCELL_CACHE_DIR := $(CURDIR)/out/test-kernels
