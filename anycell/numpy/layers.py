@@ -12,7 +12,7 @@ import numpy.typing as npt
 from anycell import cells
 from anycell.engines.cpu import pool
 from anycell.lang.cell import Cell
-from anycell.layer import ENDS, Options, check_checkpoint, parameters, places, shapes
+from anycell.layer import Options, check_checkpoint, parameters, places, shapes
 from anycell.layer.checks import Layout, check_masked_output, check_states, check_static, refuse
 from anycell.layer.signature import of_layer
 from anycell.layer.stream import Stream
@@ -128,12 +128,6 @@ class RNN(Layer):
     def plan(self) -> Plan:
         """The plan of the layer: ``plan.engine``, "cpu" or "reference", and ``plan.reason``."""
         return plan(self.cell, self.hidden_size, self.dtype.name, sizes=self.sizes)
-
-    @property
-    def _suffixes(self) -> list[list[str]]:
-        """Per layer, per direction."""
-        ends = ENDS[: 1 + self.bidirectional]
-        return [[f"_l{k}{end}" for end in ends] for k in range(self.num_layers)]
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         """Name and shape of all parameters of a direction whose input has that width."""
