@@ -1025,7 +1025,7 @@ def test_what_a_text_loads_before_it_waits() -> None:
         one = plan(cell, 264, "bfloat16", "gpu", {"P": 132})
         for backward in (False, True):
             biases = tuple(l.bias and not backward for l in cell.linears)
-            form = Form(backward, keep=not backward, bias_x=not backward, biases=biases)
+            form = Form(backward, keep=not backward, input_bias=not backward, biases=biases)
             part = Slice(16, 16, 128, 2, 4, 1)
             text = cooperative.print_cooperative(one, form, part).source
             step = text.partition("    for t in range(")[2]

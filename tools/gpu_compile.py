@@ -220,7 +220,7 @@ def printed(one: Plan, choice: capacity.Choice, backward: bool) -> tuple[Printed
         backward,
         draw=bool(one.cell.keeps),
         keep=not backward,
-        bias_x=not backward,
+        input_bias=not backward,
         biases=tuple(l.bias and not backward for l in one.cell.linears),
     )
     if choice.tier != 3:

@@ -533,7 +533,7 @@ def _form(
         repeat=given.mask is not None and options.repeat,
         draw=options.training and bool(cell.keeps),
         keep=keep,
-        bias_x="bias_ih" in w and not backward,
+        input_bias="bias_ih" in w and not backward,
         biases=tuple(l.bias_name in w and not backward for l in cell.linears),
         by_data=host.exchange == "data",
     )

@@ -39,7 +39,7 @@ FEW_TILED_ROWS = 64  # tiles are through with a weight sooner than it comes from
 HARDLY_ANY_ROWS = 4
 # What a packing function reads: the weight, its strides, two biases, where it packs to, the length
 # of the sum, and the scales of integers.
-PACKING = "source heads rows columns bias_x bias_h packed inner scales".split()
+PACKING = "source heads rows columns input_bias bias packed inner scales".split()
 
 
 PACKING_BYTES = align(8 * len(PACKING))
@@ -413,7 +413,7 @@ class Door:
         there = shared["packed"].ne(0)
         index = {name: i for i, name in enumerate(PACKING)}
 
-        def bias_x() -> Value | int:
+        def input_bias() -> Value | int:
             if self.backward:
                 return 0
             bias = each["bias_ih"]
@@ -423,14 +423,14 @@ class Door:
             return b.select(shared["inputs"].ne(0), 0, bias)
 
         def packing(
-            place: int, name: str, bias_h: Value | int, packed: Value, inner: Value | int
+            place: int, name: str, bias: Value | int, packed: Value, inner: Value | int
         ) -> None:
             address = b.gep(tables.address, place * PACKING_BYTES, "i8")
             entries = Entries(b, address, index)
             entries.set(
                 source=each[name], heads=each[f"{name} heads"], rows=each[f"{name} rows"],
                 columns=each[f"{name} columns"], packed=packed, inner=inner,
-                bias_x=bias_x(), bias_h=bias_h,
+                input_bias=input_bias(), bias=bias,
             )  # fmt: skip
             if self.plan.types.quantized:
                 entries["scales"] = each[scales_of(name)]

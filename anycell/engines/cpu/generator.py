@@ -1192,7 +1192,7 @@ class Generator:
             return
         # Every value first: the gradients of the states are written over what others still read.
         gradients, own = plan.gradients, size == "H"
-        dx = [self._value(g) for g in gradients.x.values()] if own else []
+        d_gates = [self._value(g) for g in gradients.x.values()] if own else []
         dr = {
             m: [self._value(g) for g in gradients.linear[m.linear.name].values()]
             for m in self.matmuls
@@ -1204,7 +1204,7 @@ class Generator:
         for m in self.matmuls:
             if m.linear.in_size == size:
                 self._keep_operand(m)
-        for gate, value in enumerate(dx):
+        for gate, value in enumerate(d_gates):
             self._store(value, self._at("d_gates", self.t, self.row), gate * h)
         for m, values_ in dr.items():
             if not plan.shares_gradient(m.linear):

@@ -355,7 +355,7 @@ def _print_pack(
     b = module.private(f"pack{m.number}", "ptr args, i64 part, i64 parts")
     table, part, parts = b.args
     types = ("ptr", "i64", "i64", "i64", "ptr", "ptr", "ptr", "i64", "ptr")
-    weight, heads, rows, columns, bias_x, bias_h, packed, inner, scales = (
+    weight, heads, rows, columns, input_bias, bias, packed, inner, scales = (
         b.load(b.gep(table, i, "i64"), t) for i, t in enumerate(types)
     )
     elements: Value | int = g.tile_elements
@@ -390,9 +390,9 @@ def _print_pack(
                 bias_sum.value = constant(0.0, b.vec)
                 at_bias = head * g.units + unit + row * m.units
                 both = l.recurrent and output in biased
-                for bias in (bias_x, bias_h) if both else (bias_h,):
-                    with b.when(bias.ne(0)):
-                        at_number = b.gep(bias, at_bias, of_biases)
+                for added in (input_bias, bias) if both else (bias,):
+                    with b.when(added.ne(0)):
+                        at_number = b.gep(added, at_bias, of_biases)
                         numbers = masked_numbers(b, at_number, mask, of_biases)
                         bias_sum.value += numbers
                 b.store(bias_sum.value, column)

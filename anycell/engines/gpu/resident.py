@@ -201,22 +201,22 @@ class Loop(Text):
         k, gate = self.numbers[node.attrs[0]], node.attrs[1]
         column = self.cell.gates.index(gate) * self.plan.hidden_size
         x = self.load(self.at(self.row("gates"), column, "H"), "H")
-        bias = f" + bias_{gate}" if self.form.bias_x or self.form.biases[k] else ""
+        bias = f" + bias_{gate}" if self.form.input_bias or self.form.biases[k] else ""
         return self.once(f"x_{gate}", x + bias)
 
     def projected(self, gate: str) -> str:
         """The input projection of a gate, with its bias."""
         column = self.cell.gates.index(gate) * self.plan.hidden_size
         text = self.load(self.at(self.row("gates"), column, "H"), "H")
-        return f"{text} + bias_x_{gate}" if self.form.bias_x else text
+        return f"{text} + bias_ih_{gate}" if self.form.input_bias else text
 
     def _load_biases(self) -> None:
         """Brings all biases on chip, for a gate that sums two of them as one."""
         form, nodes = self.form, topological(self.cell.next)
         gates = dict.fromkeys(n.attrs[-1] for n in nodes if n.op in ("x", "preact"))
-        for gate in gates if form.bias_x else ():
+        for gate in gates if form.input_bias else ():
             column = self.cell.gates.index(gate) * self.plan.hidden_size
-            self.once(f"bias_x_{gate}", self.load_units("bias_ih", "H", column))
+            self.once(f"bias_ih_{gate}", self.load_units("bias_ih", "H", column))
         for k, l in enumerate(self.linears):
             for output in l.outputs if form.biases[k] else ():
                 column = l.declared.index(output) * self.plan.sizes[l.out_size]
@@ -224,7 +224,7 @@ class Loop(Text):
         for node in nodes:
             if node.op == "preact":
                 k, gate = self.numbers[node.attrs[0]], node.attrs[1]
-                terms = [f"bias_x_{gate}"] * form.bias_x + [f"b{k}_{gate}"] * form.biases[k]
+                terms = [f"bias_ih_{gate}"] * form.input_bias + [f"b{k}_{gate}"] * form.biases[k]
                 if terms:
                     self.once(f"bias_{gate}", " + ".join(terms))
 

@@ -39,7 +39,7 @@ class Form(NamedTuple):
         repeat: outputs of masked steps repeat the held state, and their gradients count.
         draw: random masks are drawn; otherwise their mean is taken.
         keep: forward, whether values are saved for the backward pass.
-        bias_x: whether a bias joins the input projection here.
+        input_bias: whether a bias joins the input projection here.
         biases: for each matmul of the cell, whether it has a bias.
         by_data: whether programs of tier 2 wait for the numbers themselves, not for flags.
     """
@@ -50,7 +50,7 @@ class Form(NamedTuple):
     repeat: bool = False
     draw: bool = False
     keep: bool = False
-    bias_x: bool = False
+    input_bias: bool = False
     biases: tuple[bool, ...] = ()
     by_data: bool = False
 
@@ -365,7 +365,8 @@ class Text:
         """The input projection of a gate, with its bias."""
         column = self.cell.gates.index(gate) * self.plan.hidden_size
         text = self.load(self.at(self.row("gates"), column, "H"), "H")
-        return f"{text} + {self.load_units('bias_ih', 'H', column)}" if self.form.bias_x else text
+        bias = f" + {self.load_units('bias_ih', 'H', column)}" if self.form.input_bias else ""
+        return f"{text}{bias}"
 
     # -- results ---------------------------------------------------------------------------------
     def valid(self, value: str, other: str = "0.0") -> str:
