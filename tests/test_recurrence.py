@@ -118,7 +118,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
         "float64 [5, 3, 15]; expected [time, batch, 4 * H]",
     ),
     (change(gates_x=ones((T, B, 0))), ValueError, "[5, 3, 0]; expected [time, batch, 4 * H]"),
-    (change(weights=None), TypeError, "weights: given NoneType None; expected a dictionary"),
+    (change(weights=None), TypeError, "weights: given None; expected a dictionary"),
     (change(weights={}), ValueError, "weight_hh: given nothing; expected [out, in]"),
     (change(weights=("W", ones(3))), ValueError, "weights: given 'W', unknown; expected each name"),
     (change(weights=("weight_hh", None)), ValueError, "weight_hh: given nothing"),
@@ -178,7 +178,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (change(seed=1 << 64), ValueError, f"expected an int from 0 to {(1 << 64) - 1}"),
     (change(seed=1.5), TypeError, "seed: given float 1.5; expected an int"),
     (change(engine="gpu"), ValueError, "engine: given 'gpu'; expected None, 'cpu' or"),
-    (resized(static=None), TypeError, "static: given NoneType None; expected"),
+    (resized(static=None), TypeError, "static: given None; expected"),
     (resized(training=True), ValueError, "seed: given None; expected an int. Pass a seed"),
     (resized(weights={"bias_down": None}), ValueError, "bias_down: given nothing"),
     (

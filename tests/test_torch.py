@@ -725,7 +725,7 @@ BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("RNN", {"x": torch.zeros(X, device="meta")}, ValueError, r"x: given on meta; expected on cpu"),
     ("RNN", {"state": torch.zeros(H)}, TypeError, r"state: given .*expected a tuple \(h, c\)"),
     ("RNN", {"state": (torch.zeros(H),) * 3}, TypeError, r"state: given tuple.*tuple \(h, c\)"),
-    ("RNN", {"state": (torch.zeros(H), None)}, TypeError, r"state: given NoneType.*state 'c'"),
+    ("RNN", {"state": (torch.zeros(H), None)}, TypeError, r"state: given None.*state 'c'"),
     ("RNN", {"state": (torch.zeros(H), torch.zeros(2, 2, 5))}, ValueError, r"state: .*\[1, 2, 5\]"),
     ("RNN", {"state": (torch.zeros(H).double(),) * 2}, ValueError, r"state: given torch.float64"),
     ("any", {"reset_state": torch.zeros(H)}, TypeError, r"reset_state: given .*tuple \(h, c\)"),
@@ -808,7 +808,7 @@ def test_sizes_in_place_of_a_cell() -> None:
     for name in ("RNN", "RNNCell"):
         with pytest.raises(TypeError, match=rf"cell: given int 3; .*: {name}\(cells.RNN, 3, 4\)\."):
             getattr(at, name)(3, 4)
-        with pytest.raises(TypeError, match=r"hidden_size: given NoneType.*Pass hidden_size\."):
+        with pytest.raises(TypeError, match=r"hidden_size: given None.*Pass hidden_size\."):
             getattr(at, name)(cells.LSTM, 3)
 
 
@@ -820,7 +820,7 @@ def test_other_errors() -> None:
         at.RNNCell(engine, 3, 5)
     with pytest.raises(ValueError, match=r"x: given torch.float32 \[2, 4\]; expected .*\[2, 3\]"):
         at.RNNCell(cells.LSTM, 3, 5)(torch.zeros(2, 4))
-    with pytest.raises(TypeError, match=r"static: given NoneType None; expected torch.float32"):
+    with pytest.raises(TypeError, match=r"static: given None; expected torch.float32"):
         at.RNN(Gated, 3, 5)(torch.zeros(X))
     for layer in (at.LSTM(3, 5), at.RNN(cells.LSTM, 3, 5)):
         layer.weight_hh_l0 = nn.Parameter(torch.zeros(20, 4))

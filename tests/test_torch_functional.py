@@ -538,7 +538,7 @@ INDRNN = {"weight_ih": IH[:SIZE], "bias_ih": HH[0], "u": HH[0]}
         ({"static": HH[:3]}, TypeError, "static: .*declares no static input"),
         ({"masked_output": "hold"}, ValueError, "masked_output: given 'hold'"),
         ({"reverse": 2}, TypeError, "reverse: given int 2; expected True or False"),
-        ({"training": None}, TypeError, "training: given NoneType"),
+        ({"training": None}, TypeError, "training: given None"),
         ({"seed": -1}, ValueError, "seed: given -1; expected an int from 0"),
         ({"seed": True}, TypeError, "seed: given bool"),
         ({"checkpoint": 0}, ValueError, "checkpoint: given 0"),

@@ -25,6 +25,8 @@ def refuse(
 
 def describe(value: Any) -> str:
     """A value as errors show it: an array by its dtype, shape and device."""
+    if value is None:
+        return "None"
     kind = type(value).__name__
     if isinstance(value, (tuple, list)) and any(map(is_array, value)):
         return f"{kind} ({', '.join(map(describe, value))})"
