@@ -17,7 +17,7 @@ import triton
 
 from anycell import cells
 from anycell.engines.gpu import build, capacity, print_whole
-from anycell.engines.gpu.text import Form
+from anycell.engines.gpu.text import Variant
 from anycell.plan import plan
 
 
@@ -28,7 +28,7 @@ def code(hidden: int, way: str, exchange: str) -> str:
     backward = way == "backward"
     choice = capacity.choose(one, card, backward)
     assert choice.tier == 2
-    form = Form(backward, keep=not backward, biases=(False,), by_data=exchange == "data")
+    form = Variant(backward, keep=not backward, biases=(False,), by_data=exchange == "data")
     kernel = print_whole(one, form, choice)
     numbers = frozenset(name for name, kind in kernel.arguments if kind != "i32")
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

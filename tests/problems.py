@@ -296,7 +296,7 @@ def layer_options(problem: Problem, threads: int = 1) -> layer.Options:
     options = problem.options
     return layer.Options(
         reverse=(options.get("reverse", False),),
-        repeat=options.get("masked_output") == "repeat",
+        masked_output=options.get("masked_output", "zero"),
         training=options.get("training", False),
         seed=options.get("seed", 0),
         threads=threads,

@@ -151,8 +151,8 @@ def test_as_an_operator() -> None:
 
     import anycell.torch as at
     from anycell.layer import Options
+    from anycell.plan import Call
     from anycell.torch import ops
-    from anycell.torch.composite import Call
 
     for cell, mask in itertools.product(
         (cells.LSTM, cells.GRU), ({}, {"mask": torch.rand(STEPS, 2) < 0.7})
@@ -171,7 +171,7 @@ def test_as_an_operator() -> None:
         options = Options((False, True), training=True, checkpoint=4)
         arrays = {"x": x, **mask, **layer._weights()[0]}
         call = given_to_forward(Call(cell, 5, options), arrays)
-        assert ops.Form.read(call[1]).options.checkpoint == 4
+        assert ops.Spec.read(call[1]).options.checkpoint == 4
         torch.library.opcheck(torch.ops.anycell.forward, call)
 
 

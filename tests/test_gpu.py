@@ -68,7 +68,7 @@ from anycell.engines.gpu import build, capacity, cooperative, launch
 from anycell.engines.gpu.cooperative import Slice
 from anycell.engines.gpu.launch import Launch
 from anycell.engines.gpu.step import print_fill, print_step
-from anycell.engines.gpu.text import FUNCTIONS, Form
+from anycell.engines.gpu.text import FUNCTIONS, Variant
 from anycell.lang.ops import TABLE
 from anycell.layer import gpu as device
 from anycell.layer.arguments import Entering, Factors
@@ -535,7 +535,7 @@ def test_what_the_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         made = Launch(print_fill(), {"table": 512, "first": 16, **numbers}, (1, 1), int, 0, 0)
         cells_ = dict(zip((name for name, _ in print_fill().arguments), made.cells, strict=True))
         assert cells_["value0"].value == 2**64 - 16 and cells_["value31"].value == unit * 31 - 16
-        (step,) = print_step(plan(cells.RNN, 8, "float32", "gpu"), Form(biases=(True,))).all
+        (step,) = print_step(plan(cells.RNN, 8, "float32", "gpu"), Variant(biases=(True,))).all
         numbers = {name: 3 * unit for name, kind in step.arguments}
         Launch(step, {**numbers, "odd": 0}, (1, 1), int, 0, 0)
     fill, few, again, every = told
@@ -705,7 +705,7 @@ def test_every_op_has_a_row() -> None:
 
 
 def test_a_text_shows_the_cell() -> None:
-    step = print_step(plan(cells.PeepholeLSTM, 32, "float32", "gpu"), Form(biases=(True,)))
+    step = print_step(plan(cells.PeepholeLSTM, 32, "float32", "gpu"), Variant(biases=(True,)))
     (kernel,) = step.stages[0].kernels
     assert "h' = sigmoid(a.o + p.p_o * c') * tanh(c')" in kernel.source
     function = build.function(kernel)
@@ -717,7 +717,7 @@ def test_stages_follow_the_matmuls() -> None:
     def kernels(cell: Cell, **form: Any) -> list[tuple[int, ...]]:
         sizes = {"P": 20}
         form["biases"] = (False,) * 3
-        made = print_step(plan(cell, 32, "float32", "gpu", sizes), Form(**form))
+        made = print_step(plan(cell, 32, "float32", "gpu", sizes), Variant(**form))
         return [stage.matmuls for stage in made.stages]
 
     assert kernels(cells.LSTM) == [(0,)]
@@ -847,7 +847,9 @@ def test_programs_of_tier_2_run_at_once(cell: Cell) -> None:
                 programs = -(-batch // part.rows) * -(-hidden // part.units)
                 assert programs <= card.processors
                 assert capacity.slice_bytes(one, part, backward) <= card.shared
-    kernel = cooperative.print_cooperative(one, Form(biases=(False,)), Slice(32, 16, 128, 1, 4, 1))
+    kernel = cooperative.print_cooperative(
+        one, Variant(biases=(False,)), Slice(32, 16, 128, 1, 4, 1)
+    )
     assert kernel.cooperative and gpu.grid(kernel, one, 40) == (2, 94)
 
 
@@ -1025,7 +1027,7 @@ def test_what_a_text_loads_before_it_waits() -> None:
         one = plan(cell, 264, "bfloat16", "gpu", {"P": 132})
         for backward in (False, True):
             biases = tuple(l.bias and not backward for l in cell.linears)
-            form = Form(backward, keep=not backward, input_bias=not backward, biases=biases)
+            form = Variant(backward, keep=not backward, input_bias=not backward, biases=biases)
             part = Slice(16, 16, 128, 2, 4, 1)
             text = cooperative.print_cooperative(one, form, part).source
             step = text.partition("    for t in range(")[2]

@@ -19,7 +19,7 @@ from test_gpu import script
 
 import anycell
 from anycell import cells
-from anycell.engines.gpu import Form, Span, launch
+from anycell.engines.gpu import Span, Variant, launch
 from anycell.engines.gpu.cooperative import Slice, exchanged, print_cooperative
 from anycell.engines.gpu.text import symbol
 from anycell.plan import plan
@@ -272,7 +272,7 @@ def test_what_programs_exchange_is_what_they_gather(cell: Any) -> None:
     one = plan(cell, 18, "float16", "gpu")
     part = Slice(16, 16, 32, 1, 2, 1)
     for backward in (False, True):
-        form = Form(backward, biases=(False,) * len(one.cell.linears), by_data=True)
+        form = Variant(backward, biases=(False,) * len(one.cell.linears), by_data=True)
         source = print_cooperative(one, form, part).source
         sent = set(re.findall(r"send\(\(?(\w+?)_at", source))
         assert sent == set(map(symbol, exchanged(one, backward))), source

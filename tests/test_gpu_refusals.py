@@ -26,7 +26,7 @@ from anycell.engines.gpu.launch import Launch
 from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.resident import print_resident
 from anycell.engines.gpu.step import print_step
-from anycell.engines.gpu.text import Form, Printed
+from anycell.engines.gpu.text import Printed, Variant
 from anycell.plan import Plan, plan
 from anycell.torch import functional, fused
 from anycell.torch.device import DeviceHost
@@ -76,11 +76,11 @@ class Driver:
 
 
 ONE = plan(cells.RNN, 16, "float16", "gpu")
-RESIDENT = print_resident(ONE, Form(biases=(False,)))
+RESIDENT = print_resident(ONE, Variant(biases=(False,)))
 SHARED = print_cooperative(
-    ONE, Form(biases=(False,)), capacity.choose(ONE, None, tier=2).part  # type: ignore[arg-type]
+    ONE, Variant(biases=(False,)), capacity.choose(ONE, None, tier=2).part  # type: ignore[arg-type]
 )  # fmt: skip
-(STEP,) = print_step(ONE, Form(biases=(False,))).stages[0].kernels
+(STEP,) = print_step(ONE, Variant(biases=(False,))).stages[0].kernels
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_what_triton_does_not_compile_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(triton, "compile", fails)
     why = f"Triton {triton.__version__} does not compile it for sm_75: ptxas fatal: PTX"
     with pytest.raises(Refused, match=why):
-        build.binary(print_resident(plan(cells.IndRNN, 24, "float16", "gpu"), Form()), 75)
+        build.binary(print_resident(plan(cells.IndRNN, 24, "float16", "gpu"), Variant()), 75)
 
 
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +292,7 @@ def test_fewer_programs_are_not_refused() -> None:
     """What was refused for its many programs may run with fewer rows; what does not fit, never."""
     one, card = plan(cells.LSTM, 768, "bfloat16", "gpu"), CARDS["H100"]
     choice, other = capacity.choices(one, card)[:2]
-    about = card, one, Form(), choice, other, "too large"
+    about = card, one, Variant(), choice, other, "too large"
     refusals.remember(SHARED, refusals.Refusal(*about, 96))
     assert [refusals.refuses(card, SHARED, n) for n in (48, 96, 192)] == [False, True, True]
     refusals.remember(SHARED, refusals.Refusal(*about, 48))
@@ -448,7 +448,7 @@ def gpu_text(choice: capacity.Choice) -> str:
     from anycell.engines.gpu import print_whole
 
     one = plan(cells.LSTM, 64, "float32", "gpu")
-    return print_whole(one, Form(biases=(False,)), choice).source
+    return print_whole(one, Variant(biases=(False,)), choice).source
 
 
 @pytest.mark.gpu

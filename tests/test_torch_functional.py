@@ -17,8 +17,8 @@ import anycell
 import anycell.torch as at
 from anycell import cell, cells, tanh
 from anycell.layer import ENDS, Options, shapes
+from anycell.plan import Call
 from anycell.torch import functional
-from anycell.torch.composite import Call
 
 STEPS, ROWS, SIZE, ENTERING = 6, 3, 5, 4
 CELLS = [cells.LSTM, cells.GRU, cells.GRU(reset_after=False), cells.PeepholeLSTM, cells.LSTMP]

@@ -24,9 +24,9 @@ import anycell
 from anycell import cells
 from anycell.layer import Options
 from anycell.layer import gpu as device
-from anycell.plan import Plan
+from anycell.plan import Call, Plan
 from anycell.torch import functional, fused, ops, recurrent, vendor
-from anycell.torch.composite import Call, composite
+from anycell.torch.composite import composite
 from anycell.torch.device import DeviceHost
 from anycell.torch.dropin import DropIn
 
@@ -77,9 +77,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setitem(fused.ENGINES, "cpu", "gpu")
     passes = {name: recorded(name) for name in ("forward", "backward")}
     monkeypatch.setattr(fused, "gpu", SimpleNamespace(**{**vars(device), **passes}))
-    ops.Form.plan.cache_clear()
+    ops.Spec.plan.cache_clear()
     yield calls
-    ops.Form.plan.cache_clear()
+    ops.Spec.plan.cache_clear()
 
 
 CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
@@ -291,7 +291,7 @@ def test_the_states_after_every_step(cell: Any, repeat: bool, ran: list[str], se
     torch.manual_seed(seed)
     valid = torch.rand(6, 3, device=DEVICE) < 0.8
     call, arrays = problem(cell, False, False, torch.float32, DEVICE, mask=valid)
-    options = call.options._replace(repeat=repeat)
+    options = call.options._replace(masked_output="repeat" if repeat else "zero")
     call = call._replace(sequences=("c",), options=options)
     output, final, (c,) = functional.layer(call, arrays)
     assert ran == ["forward"]
@@ -369,7 +369,7 @@ def test_a_card_that_is_not_there() -> None:
     call = Call(cells.PeepholeLSTM, 5, Options(training=True))
     tensors, text, hyper = given_to_forward(call, {"x": x, **layer._weights()[0]})
     fake = [FakeTensor(mode, t.detach().to("meta", torch.bfloat16), "cuda:0") for t in tensors]
-    text = ops.Form.read(text)._replace(dtype="bfloat16").text()  # which the CPU has no kernel for
+    text = ops.Spec.read(text)._replace(dtype="bfloat16").text()  # which the CPU has no kernel for
     with mode, torch.no_grad():
         h, c, hidden, values, *states = torch.ops.anycell.run(fake, text, hyper, True)
     for found in (hidden, h, c, values, *states):

@@ -19,8 +19,8 @@ from torch_layers import Zoned, by_name, given_to_forward  # noqa: E402
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
 from anycell.layer import Options  # noqa: E402
+from anycell.plan import Call  # noqa: E402
 from anycell.torch import fused, ops  # noqa: E402
-from anycell.torch.composite import Call  # noqa: E402
 
 Tensor = torch.Tensor
 STEPS, ROWS = 40, 9  # so many that the kernel reads the input itself
@@ -56,7 +56,7 @@ def flags(steps: int, rows: int) -> dict[str, Tensor]:
 
 def names(text: str) -> list[str]:
     """What the tensors of a call are called in errors."""
-    return [re.sub(r"state (\w+)", r"state '\1'", name) for name in ops.Form.read(text).arrays]
+    return [re.sub(r"state (\w+)", r"state '\1'", name) for name in ops.Spec.read(text).arrays]
 
 
 @pytest.mark.parametrize("kind", [cells.LSTM, cells.GRU, cells.LayerNormLSTM, Zoned], **by_name)
@@ -77,7 +77,7 @@ def test_opcheck(kind: Any) -> None:
 
 def backward_arguments(tensors: list[Tensor], text: str, hyper: list[float]) -> tuple[Any, ...]:
     """What autograd would give to the operator ``anycell::backward``."""
-    form, plain = ops.Form.read(text), [t.detach() for t in tensors]
+    form, plain = ops.Spec.read(text), [t.detach() for t in tensors]
     results = torch.ops.anycell.forward(plain, text, hyper)
     kept = torch.ops.anycell.run(plain, text, hyper, True)[len(results) - 1 :]
     kept = kept[:-1] if form.apart else kept
@@ -89,7 +89,7 @@ def backward_arguments(tensors: list[Tensor], text: str, hyper: list[float]) -> 
 def test_a_cell_that_is_not_known() -> None:
     tensors, text, hyper = arguments(cells.GRU)
     with pytest.raises(RuntimeError, match=r"cell Other-0 of this graph is not known.*Import"):
-        torch.ops.anycell.forward(tensors, text.replace(ops.Form.read(text).cell, "Other-0"), hyper)
+        torch.ops.anycell.forward(tensors, text.replace(ops.Spec.read(text).cell, "Other-0"), hyper)
 
 
 KINDS = [cells.LSTMP, cells.EALSTM, cells.PeepholeLSTM, Zoned]
@@ -223,7 +223,7 @@ def kind_width(kind: Any) -> int:
 def test_a_layer_and_its_operator_take_the_same_road() -> None:
     """The check of an operator is that of the engine, and costs no second walk."""
     tensors, text, hyper = arguments(cells.LSTM)
-    form = ops.Form.read(text)
+    form = ops.Spec.read(text)
     plan = form.plan_of(tensors, hyper)
     call, arrays = form.unpack(tensors, plan)
     output, *_ = fused.run_forward(call, plan, arrays, keep=False)

@@ -24,7 +24,7 @@ from anycell import cells
 from anycell.engines.gpu import build, launch
 from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.step import print_step
-from anycell.engines.gpu.text import Form, Printed
+from anycell.engines.gpu.text import Printed, Variant
 from anycell.plan import Plan, plan
 from anycell.torch import functional, fused
 
@@ -35,7 +35,7 @@ TOOLS = ROOT / "tools"
 @pytest.fixture(scope="module")
 def kernel() -> Printed:
     """Of tier 3."""
-    step = print_step(plan(cells.LSTM, 8, "float32", "gpu"), Form(biases=(True,)))
+    step = print_step(plan(cells.LSTM, 8, "float32", "gpu"), Variant(biases=(True,)))
     return step.stages[0].kernels[0]
 
 

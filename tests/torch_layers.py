@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import anycell.torch as at
 from anycell import cell, cells, keep, sigmoid, tanh
+from anycell.plan import Call
 from anycell.torch import ops
-from anycell.torch.composite import Arrays, Call
+from anycell.torch.composite import Arrays
 
 LAYERS = {"LSTM": (at.LSTM, nn.LSTM), "GRU": (at.GRU, nn.GRU)}
 STATES = {"LSTM": 2, "GRU": 1}

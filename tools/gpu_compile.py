@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from anycell import Cell, cells
 from anycell.engines.gpu import build, capacity, print_whole
 from anycell.engines.gpu.step import print_step
-from anycell.engines.gpu.text import Form, Printed
+from anycell.engines.gpu.text import Printed, Variant
 from anycell.plan import Plan, plan
 
 EVERY = {c.name: c for c in vars(cells).values() if isinstance(c, Cell)}
@@ -216,7 +216,7 @@ def kernels(
 
 def printed(one: Plan, choice: capacity.Choice, backward: bool) -> tuple[Printed, ...]:
     """The kernels of a plan in training, with a bias, masks drawn."""
-    form = Form(
+    variant = Variant(
         backward,
         draw=bool(one.cell.keeps),
         keep=not backward,
@@ -224,8 +224,8 @@ def printed(one: Plan, choice: capacity.Choice, backward: bool) -> tuple[Printed
         biases=tuple(l.bias and not backward for l in one.cell.linears),
     )
     if choice.tier != 3:
-        return (print_whole(one, form, choice),)
-    step = print_step(one, form)
+        return (print_whole(one, variant, choice),)
+    step = print_step(one, variant)
     return (*itertools.chain.from_iterable(stage.kernels for stage in step.stages), *step.close)
 
 

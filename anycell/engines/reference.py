@@ -26,7 +26,9 @@ from anycell.lang.cell import Cell, Linear
 from anycell.lang.expr import Expr, topological
 from anycell.lang.namespaces import Array, namespace
 from anycell.lang.ops import TABLE, is_reduction
+from anycell.plan.call import Options
 
+_DEFAULT = Options()
 States = Sequence[Array]  # an entry may be None
 Values = dict[Expr, Array]
 
@@ -48,11 +50,11 @@ def run(
     weights: Mapping[str, Array],
     state: States | None = None,
     params: Mapping[str, Array] | None = None,
-    **options: Any,
+    **further: Any,
 ) -> tuple[Array, tuple[Array, ...]]:
     """The outputs ``[T, B, size of the first state]`` and the final states.
 
-    All arguments are the attributes of ``Recurrence``.
+    All arguments are the attributes of ``Recurrence``, and those of ``Options``.
 
     Example:
         >>> import numpy as np
@@ -62,7 +64,7 @@ def run(
         >>> outputs.shape, h.shape
         ((5, 2, 3), (2, 3))
     """
-    return Recurrence(cell, gates_x, weights, state, params or {}, **options).forward()
+    return Recurrence(cell, gates_x, weights, state, params or {}, **_sorted(further)).forward()
 
 
 def backward(
@@ -74,7 +76,7 @@ def backward(
     *,
     d_outputs: Array | None = None,
     d_final: States | None = None,
-    **options: Any,
+    **further: Any,
 ) -> Gradients:
     """The gradients of ``run`` by the derived backward pass; the forward pass is computed again.
 
@@ -82,8 +84,17 @@ def backward(
         d_outputs: ``[T, B, size of the first state]``, what arrives at the outputs; None is zero.
         d_final: what arrives at the final states; None is zero.
     """
-    recurrence = Recurrence(cell, gates_x, weights, state, params or {}, **options)
+    recurrence = Recurrence(cell, gates_x, weights, state, params or {}, **_sorted(further))
     return recurrence.backward(d_outputs, d_final or [None] * len(cell.states))
+
+
+def _sorted(further: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``Recurrence``, its options in one."""
+    options = {name: value for name, value in further.items() if name in Options._fields}
+    if "reverse" in options:
+        options["reverse"] = (options["reverse"],)
+    arrays = {name: value for name, value in further.items() if name not in options}
+    return {**arrays, "options": Options(**options)}
 
 
 @dataclass
@@ -102,11 +113,10 @@ class Recurrence:
         mask: ``[T, B]``, False where the step does not exist.
         resets: ``[T, B]``, True where the states are reset before the step.
         reset_state: ``[size]`` or ``[B, size]`` per state; None restores the declared initials.
-        masked_output: "zero", or "repeat" for the held value.
         recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate; multiplies the hidden state
             that enters the recurrent matmul.
-        reverse: from the last step to the first.
-        training, seed, stream: what ``keep`` draws; see ``anycell.lang.philox``.
+        options: of the call.
+        direction: its number, which says whether it runs from the last step to the first.
     """
 
     cell: Cell
@@ -119,16 +129,11 @@ class Recurrence:
     mask: Array | None = None
     resets: Array | None = None
     reset_state: States | None = None
-    masked_output: str = "zero"
     recurrent_mask: Array | None = None
-    reverse: bool = False
-    training: bool = False
-    seed: int | None = None
-    stream: int = 0
+    options: Options = _DEFAULT
+    direction: int = 0
 
     def __post_init__(self) -> None:
-        if self.training and self.cell.keeps and self.seed is None:
-            raise ValueError(f"cell {self.cell.name} draws random masks in training: give a seed.")
         self.xp = namespace(self.gates_x)
         self.steps, self.rows, width = self.gates_x.shape
         self.size = sizes(self.cell, width // len(self.cell.gates), self.weights, self.state)
@@ -136,7 +141,8 @@ class Recurrence:
         self.gates = self.xp.steps(self.gates_x)
         self.blocks: dict[tuple[str, str], Array] = {}
         self.zero, self.one = self._number(0.0), self._number(1.0)
-        self.times = range(self.steps)[:: -1 if self.reverse else 1]
+        self.times = range(self.steps)[:: -1 if self.options.reverse[self.direction] else 1]
+        self.held = not self.options.apart(True)  # the output at masked steps
 
     # -- the loop --------------------------------------------------------------------------------
     def forward(self) -> tuple[Array, tuple[Array, ...]]:
@@ -146,7 +152,7 @@ class Recurrence:
 
     def sequences(self, names: Sequence[str]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         """Returns the values of these states after every step, ``[T, B, size]``, at masked steps as
-        ``masked_output`` says; and the final states.
+        the options say; and the final states.
         """
         with self.xp.unchecked():
             sequences, final, _ = self._loop(names)
@@ -166,8 +172,7 @@ class Recurrence:
             new = self._full(values[node] for node in self.cell.next)
             states = self._choose(self._valid(t), new, entering[t])
             for i, steps in zip(places, after, strict=True):
-                held = self.masked_output == "repeat"
-                steps[t] = states[i] if held else self._guard(t, states[i])
+                steps[t] = states[i] if self.held else self._guard(t, states[i])
         sizes = [self.size[self.cell.states[i].size] for i in places]
         return tuple(map(self._stack, after, sizes)), states, entering
 
@@ -200,7 +205,7 @@ class Recurrence:
 
         for t in reversed(self.times):
             d_new = d_states if d_outputs is None else (d_states[0] + d_outputs[t], *d_states[1:])
-            d_held = d_new if self.masked_output == "repeat" else d_states
+            d_held = d_new if self.held else d_states
             values = self._step(t, entering[t])
             for state, arriving in zip(cell.states, d_new, strict=True):
                 values[grad.upstream(state.name)] = self._guard(t, arriving)
@@ -284,13 +289,14 @@ class Recurrence:
         return TABLE[node.op].meaning(self.xp, *args, *node.attrs)
 
     def _keep(self, node: Expr, t: int, rate: Array) -> Array:
-        if not self.training:
+        options = self.options
+        if not options.training:
             return rate
-        assert self.seed is not None
         index, per = node.attrs
         units = self.size[self.cell.sizes[node]]
         step = t if per == "step" else 0
-        draw = philox.uniform(self.seed, self.stream, index, step, self.rows, units)
+        stream = 2 * options.stream + self.direction
+        draw = philox.uniform(options.seed, stream, index, step, self.rows, units)
         rate = self.xp.cast(rate, "float32")
         return self.xp.where(self.xp.array(draw, rate) < rate, self.one, self.zero)
 

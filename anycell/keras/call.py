@@ -3,43 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from keras import ops
 
 from anycell.lang.cell import Cell
-from anycell.plan import scales_of
+from anycell.plan import Call, scales_of
 
 Tensor = Any  # of the backend
-
-
-@dataclass(frozen=True)
-class Call:
-    """The arguments of a run besides its tensors.
-
-    Attributes:
-        cell, hidden_size: the step, and H.
-        sizes: of states that declare another, by their symbol.
-        reverse: from the last step to the first; everything stays at its place in time.
-        repeat: outputs of masked steps repeat the held state; otherwise they are 0.
-        sequences: whether the outputs of all steps are wanted.
-        training: random masks are drawn.
-        unroll: a hint to the step-by-step engine.
-    """
-
-    cell: Cell
-    hidden_size: int
-    sizes: tuple[tuple[str, int], ...] = ()
-    reverse: bool = False
-    repeat: bool = True
-    sequences: bool = True
-    training: bool = False
-    unroll: bool = False
-
-    def size(self, symbol: str) -> int:
-        """The number that a size symbol of the cell stands for."""
-        return self.hidden_size if symbol == "H" else dict(self.sizes)[symbol]
 
 
 # The tensors of a run by name, of one dtype, that of the layer's computation; what is absent is not

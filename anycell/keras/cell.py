@@ -11,11 +11,12 @@ from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell  # keras.layers
 
 from anycell import cells
 from anycell.keras import cells as of_keras
-from anycell.keras.call import Arrays, Call, Tensor, named_states
+from anycell.keras.call import Arrays, Tensor, named_states
 from anycell.keras.composite import composite
 from anycell.lang.cell import Cell
 from anycell.lang.transform import LowRank, low_rank
 from anycell.layer.checks import check_cell, check_sizes, declared_sizes
+from anycell.plan import Call, Options
 
 _ROLES = ("kernel", "recurrent", "bias", "param")
 
@@ -213,7 +214,8 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         """Output ``[B, size]`` and new states from inputs ``[B, I]`` and the states before."""
         nested = isinstance(states, (list, tuple))
         given = list(states) if nested else [states]
-        call = Call(self.cell, self.units, self.all_sizes, sequences=False, training=bool(training))
+        how = Options(training=bool(training))
+        call = Call(self.cell, self.units, how, self.all_sizes, outputs=False)
         if training:
             self._check_masks(inputs)
         more = self.masks(inputs, given[0], bool(training))

@@ -14,10 +14,10 @@ from keras import ops
 from keras.src import backend  # the loop of keras.layers.RNN has no public name
 
 from anycell.engines import reference
-from anycell.keras.call import INTEGERS, Arrays, Call, Result, Tensor, dequantized, quantized
+from anycell.keras.call import INTEGERS, Arrays, Result, Tensor, dequantized, quantized
 from anycell.lang.cell import RECURRENT
 from anycell.lang.expr import Expr
-from anycell.plan import DTYPES
+from anycell.plan import DTYPES, Call, Options
 
 
 def composite(call: Call, arrays: Arrays) -> Result:
@@ -45,7 +45,8 @@ def composite(call: Call, arrays: Arrays) -> Result:
     width = parts[0].shape[-1]
     if resets_ is not None:
         parts.append(ops.expand_dims(ops.cast(resets_, x.dtype), -1))
-    drawn = call.training and bool(cell.keeps)
+    drawn = call.options.training and bool(cell.keeps)
+    zeroed, (reverse,) = call.options.apart(True), call.options.reverse
     once: dict[int, Tensor] = {}
     if drawn:
         steps, rows = ops.shape(x)[:2]
@@ -85,8 +86,7 @@ def composite(call: Call, arrays: Arrays) -> Result:
             static=get("static"),
             resets=resets,
             recurrent_mask=get("recurrent_mask"),
-            training=drawn,
-            seed=0,
+            options=Options(training=drawn),
         )
         one.uniform, one.kernels, one.products = uniform, kernels, {}
         _, final = one.forward()
@@ -99,23 +99,23 @@ def composite(call: Call, arrays: Arrays) -> Result:
             present = ops.expand_dims(mask[0], -1)
             pairs = zip(final, initial, strict=True)
             final = [ops.where(present, new, old) for new, old in pairs]
-            output = final[0] if call.repeat else ops.where(present, output, ops.zeros_like(output))
-        return ops.expand_dims(output, 0) if call.sequences else None, tuple(final)
+            output = ops.where(present, output, ops.zeros_like(output)) if zeroed else final[0]
+        return ops.expand_dims(output, 0) if call.outputs else None, tuple(final)
     # Batch first: of time-major input Keras 3 takes the batch for the number of steps.
     _, outputs, final = backend.rnn(
         step,
         ops.swapaxes(sequence, 0, 1),
         list(initial),
-        go_backwards=call.reverse,
+        go_backwards=reverse,
         mask=None if mask is None else ops.transpose(mask),
         unroll=call.unroll,
-        zero_output_for_mask=not call.repeat,
-        return_all_outputs=call.sequences,
+        zero_output_for_mask=zeroed,
+        return_all_outputs=call.outputs,
     )
-    if not call.sequences:
+    if not call.outputs:
         return None, tuple(final)
     outputs = ops.swapaxes(outputs, 0, 1)
-    return ops.flip(outputs, axis=0) if call.reverse else outputs, tuple(final)
+    return ops.flip(outputs, axis=0) if reverse else outputs, tuple(final)
 
 
 def project(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class _Step(reference.Recurrence):
         return self.products[name][:, self._span(linear, output)]
 
     def _keep(self, node: Expr, t: int, rate: Tensor) -> Tensor:
-        if not self.training:
+        if not self.options.training:
             return rate
         return self.xp.where(self.uniform[node.attrs[0]] < rate, self.one, self.zero)
 

@@ -11,11 +11,11 @@ from keras import ops, tree
 
 from anycell.keras.call import KERNELS, Arrays, Tensor
 from anycell.keras.layers import Fused, _attached_mask, _uncompiled
-from anycell.keras.rule import Engine
 from anycell.lang.cell import Cell
 from anycell.lang.namespaces import namespace
 from anycell.lang.transform import OUTPUT, with_feedback
 from anycell.layer.feedback import entering, fed
+from anycell.plan import Engine
 
 
 @keras.saving.register_keras_serializable("anycell")

@@ -6,8 +6,9 @@ import functools
 
 import jax
 
-from anycell.keras.call import Arrays, Call, Result
+from anycell.keras.call import Arrays, Result
 from anycell.keras.composite import composite
+from anycell.plan import Call
 
 
 def run(call: Call, arrays: Arrays) -> Result:

@@ -20,12 +20,13 @@ from keras import activations, ops, tree
 from keras.src import backend  # the mask of a tensor has no public name
 
 from anycell.keras import cells
-from anycell.keras.call import Arrays, Call, Result, Tensor, check, named_states
+from anycell.keras.call import Arrays, Result, Tensor, check, named_states
 from anycell.keras.cell import RNNCell, deserialize
 from anycell.keras.composite import composite
-from anycell.keras.rule import Engine, Facts, asked, choose
+from anycell.keras.rule import Facts, asked, choose
 from anycell.lang.cell import Cell
 from anycell.layer.checks import declared_sizes
+from anycell.plan import Call, Engine, Options
 
 _DROPPED = "in training, recurrent dropout multiplies the state on its way into every gate"
 
@@ -163,11 +164,13 @@ class Fused:
         call = Call(
             facts.cell,  # type: ignore[arg-type]
             self.cell.units,
+            Options(
+                (self.go_backwards,),  # type: ignore[attr-defined]
+                "zero" if self.zero_output_for_mask else "repeat",  # type: ignore[attr-defined]
+                training,
+            ),
             self._sizes(),
-            reverse=self.go_backwards,  # type: ignore[attr-defined]
-            repeat=not self.zero_output_for_mask,  # type: ignore[attr-defined]
-            sequences=self.return_sequences,  # type: ignore[attr-defined]
-            training=training,
+            outputs=self.return_sequences,  # type: ignore[attr-defined]
             unroll=self.unroll,  # type: ignore[attr-defined]
         )
         arrays = self._arrays(sequences, states, mask, training)
@@ -190,21 +193,22 @@ class Fused:
         self, call: Call, outputs: Tensor, final: Sequence[Tensor], mask: Tensor
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Results as Keras's loop returns them: batch first, steps in the order of processing."""
-        last = final[0]
+        last, (reverse,) = final[0], call.options.reverse
         if mask is not None:
             # Before a row's first step Keras repeats zeros, not the initial state.
-            seen = ops.any(mask, axis=0) if call.repeat else mask[0 if call.reverse else -1]
+            held = not call.options.apart(True)
+            seen = ops.any(mask, axis=0) if held else mask[0 if reverse else -1]
             last = ops.where(ops.expand_dims(seen, -1), last, ops.zeros_like(last))
-            if outputs is not None and call.repeat:
-                ahead = ops.flip(mask, axis=0) if call.reverse else mask
+            if outputs is not None and held:
+                ahead = ops.flip(mask, axis=0) if reverse else mask
                 begun = ops.cumsum(ops.cast(ahead, "int32"), axis=0) > 0
-                begun = ops.flip(begun, axis=0) if call.reverse else begun
+                begun = ops.flip(begun, axis=0) if reverse else begun
                 begun = ops.expand_dims(begun, -1)
                 outputs = ops.where(begun, outputs, ops.zeros_like(outputs))
         if outputs is None:
             return last, ops.expand_dims(last, 1), list(final)
         outputs = ops.transpose(outputs, (1, 0, 2))
-        if call.reverse:
+        if reverse:
             outputs = ops.flip(outputs, axis=1)
         return last, outputs, list(final)
 

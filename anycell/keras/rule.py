@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from anycell.lang.cell import Cell
-from anycell.plan import Plan, plan
+from anycell.plan import Engine, Plan, plan
 
 _asked: ContextVar[bool] = ContextVar("asked", default=False)
 
@@ -38,19 +37,6 @@ def step_by_step() -> Iterator[None]:
 def asked() -> str | None:
     """The reason inside ``step_by_step``, or None outside of it."""
     return "anycell.keras.step_by_step() asks for it" if _asked.get() else None
-
-
-class Engine(NamedTuple):
-    """The engine of a layer, and the reason.
-
-    Attributes:
-        name: "cpu" (fused kernel), "cudnn" (through Keras), "composite" (the step as the backend's
-            own operations, in a loop) or "keras" (Keras's own loop).
-        reason: in words.
-    """
-
-    name: str
-    reason: str
 
 
 @dataclass(frozen=True)

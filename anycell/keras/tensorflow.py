@@ -41,7 +41,6 @@ from anycell.engines import cpu
 from anycell.keras.call import (
     KERNELS,
     Arrays,
-    Call,
     Result,
     Tensor,
     check,
@@ -55,7 +54,7 @@ from anycell.keras.rule import asked, planned
 from anycell.lang.cell import Linear
 from anycell.lang.namespaces import namespace
 from anycell.layer.rounding import with_integers
-from anycell.plan import Plan, plan
+from anycell.plan import Call, Options, Plan, plan
 
 Array = npt.NDArray[Any]
 
@@ -102,7 +101,7 @@ def recur(call: Call, arrays: Arrays) -> Result:
 def run(call: Call, arrays: Arrays) -> Result:
     """Runs a layer on the fused kernels, differentiable as often as wanted."""
     arrays, integers = _tensors(arrays), quantized(arrays)
-    if integers and (call.training or record.could_possibly_record()):
+    if integers and (call.options.training or record.could_possibly_record()):
         arrays, integers = dequantized(arrays), False
     if integers:
         arrays = with_integers(namespace(arrays["x"]), arrays)
@@ -111,7 +110,7 @@ def run(call: Call, arrays: Arrays) -> Result:
         x = tf.ensure_shape(x, [None, None, kernel.shape[0]])
     if _carries_tangents(tf.nest.flatten(arrays)):  # a gradient of ours knows no forward mode
         return composite(_unlooped(call, x), arrays)
-    draws = call.training and call.cell.keeps
+    draws = call.options.training and call.cell.keeps
     if x.shape[0] == 1 and not (integers or draws or tf.executing_eagerly()):
         # Nothing to fuse over time, and less to do than to call a kernel takes.
         return composite(call, arrays)
@@ -133,7 +132,7 @@ def run(call: Call, arrays: Arrays) -> Result:
     flags |= {n: tf.cast(t, tf.uint8) for n, t in flags.items() if n in ("mask", "resets")}
     # Whether anyone will ask for a gradient is not known; without a tape in sight it is unlikely,
     # and the backward pass then runs the forward pass again.
-    keep = call.training or record.could_possibly_record()
+    keep = call.options.training or record.could_possibly_record()
     recurrence = (_Layer if whole else _Recurrence)(
         call,
         chosen,
@@ -148,9 +147,9 @@ def run(call: Call, arrays: Arrays) -> Result:
     def gradient(*arriving: Tensor) -> Any:
         return _gradient(recurrence, flat, given, arriving, kept)
 
-    ends = [outputs, *final] if call.sequences else final
+    ends = [outputs, *final] if call.outputs else final
     ends = _differentiable(FORWARD, ends, flat, gradient)
-    return (ends[0], tuple(ends[1:])) if call.sequences else (None, tuple(ends))
+    return (ends[0], tuple(ends[1:])) if call.outputs else (None, tuple(ends))
 
 
 # Of the tensors of a run those that no gradient flows to.
@@ -166,7 +165,7 @@ def _carries_tangents(tensors: Sequence[Any]) -> bool:
 def _unlooped(call: Call, x: Tensor) -> Call:
     """Runs the call for forward mode, which TensorFlow's loops in a graph do not have."""
     known = x.shape.as_list()[0] is not None and not tf.executing_eagerly()
-    return replace(call, unroll=call.unroll or known)
+    return call._replace(unroll=call.unroll or known)
 
 
 def _tensors(arrays: Arrays) -> Arrays:
@@ -286,7 +285,7 @@ def _first(
 ) -> Any:
     """The gradients by the composite: of the first ``count`` of ``args``, for the others."""
     call = recurrence.call
-    if call.training and call.cell.keeps:
+    if call.options.training and call.cell.keeps:
         raise NotImplementedError(
             f"second derivatives of {call.cell.name} in training: its random masks are drawn by "
             "the kernels. Take them with training=False."
@@ -299,7 +298,7 @@ def _first(
         inner.watch(args[:count])
         parts = dict(zip(recurrence.parts, args[:count], strict=True))
         outputs, final = composite(call, parts | given)
-        ends = (outputs, *final) if call.sequences else final
+        ends = (outputs, *final) if call.outputs else final
     return inner.gradient(ends, args[:count], args[count:], tf.UnconnectedGradients.ZERO)
 
 
@@ -381,7 +380,7 @@ class _Recurrence:
     @property
     def apart(self) -> bool:
         """Whether outputs, zero under a mask, are not the hidden states."""
-        return self.call.sequences and "mask" in self.flags and not self.call.repeat
+        return self.call.outputs and self.call.options.apart("mask" in self.flags)
 
     @property
     def others(self) -> list[str]:
@@ -406,14 +405,14 @@ class _Recurrence:
         """Outputs, final states, and what the backward pass reads."""
         call, states = self.call, self.call.cell.states
         # Whether the outputs are an array apart from the states, which the kernel returns too.
-        separate = call.sequences and (self.apart or not self.keep)
+        separate = call.outputs and (self.apart or not self.keep)
         kinds = [self._kind] * (separate + len(states) + self.kept)
         if self.keep and self.others:
             kinds[-len(self.others) :] = [tf.as_dtype(self.plan.types.math.name)] * len(self.others)
         results = self._run(self._forward, [*flat, *flags], kinds)
         outputs = results.pop(0) if separate else None
         final, kept = results[: len(states)], results[len(states) :]
-        if call.sequences and not separate:
+        if call.outputs and not separate:
             # A view, made by TensorFlow: it then knows the memory shared.
             outputs = kept[0][1 : _sizes(flat[0], 1)[0] + 1]
         steps, rows = flat[0].shape[:2]
@@ -483,7 +482,7 @@ class _Recurrence:
 
     def _before(self, hidden: Tensor) -> Tensor:
         """The first state before each step, from its sequence."""
-        before = hidden[2:] if self.call.reverse else hidden[:-1]
+        before = hidden[2:] if self.call.options.reverse[0] else hidden[:-1]
         return tf.reshape(before, [-1, self.call.size(self.call.cell.states[0].size)])
 
     def _products(
@@ -528,7 +527,7 @@ class _Recurrence:
         arrays, options = self._arguments(flat, flags)
         keep = self.keep
         out, final, kept = layer.forward(self._host, self.plan, arrays, options, keep=keep)
-        results = [out] if self.call.sequences and (self.apart or not keep) else []
+        results = [out] if self.call.outputs and (self.apart or not keep) else []
         results += [state[0] for state in final]
         return results if kept is None else [*results, *kept.flat()]
 
@@ -550,9 +549,9 @@ class _Recurrence:
     def _arriving(self, tensors: Sequence[Array]) -> tuple[Any, ...]:
         """The arguments of ``layer.backward`` besides host and plan."""
         flat, flags, rest = self.sort(tensors)
-        ends, names = len(self.call.cell.states) + self.call.sequences, self.call.cell.state_names
+        ends, names = len(self.call.cell.states) + self.call.outputs, self.call.cell.state_names
         arriving, kept = rest[:ends], rest[ends:]
-        dy, final = (arriving[0], arriving[1:]) if self.call.sequences else (None, arriving)
+        dy, final = (arriving[0], arriving[1:]) if self.call.outputs else (None, arriving)
         there = [name in self.others for name in names]
         return (
             *self._arguments(flat, flags),
@@ -563,7 +562,7 @@ class _Recurrence:
 
     def _arguments(
         self, flat: Sequence[Array], flags: Sequence[Array]
-    ) -> tuple[dict[str, Array], layer.Options]:
+    ) -> tuple[dict[str, Array], Options]:
         """The arguments of ``anycell.layer``, which knows no kernels of Keras's."""
         call, arrays = self.call, dict(zip(self.parts, flat, strict=True))
         arrays |= dict(zip(self.flags, flags, strict=True))
@@ -574,14 +573,8 @@ class _Recurrence:
         seed = arrays.pop("seed", None)
         for name in call.cell.state_names:
             arrays[f"state {name}"] = arrays[f"state {name}"][None]
-        options = layer.Options(
-            reverse=(call.reverse,),
-            repeat=call.repeat,
-            training=call.training,
-            seed=0 if seed is None else number(seed),
-            threads=self.threads,
-        )
-        return arrays, options
+        drawn = 0 if seed is None else number(seed)
+        return arrays, call.options._replace(seed=drawn, threads=self.threads)
 
 
 class _Layer(_Recurrence):

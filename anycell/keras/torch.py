@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from anycell.keras.call import KERNELS, Arrays, Call, Result, number
-from anycell.layer import Options
-from anycell.torch import composite as steps
+from anycell.keras.call import KERNELS, Arrays, Result, number
+from anycell.plan import Call
 from anycell.torch import functional
 
 
@@ -22,13 +21,8 @@ def run(call: Call, arrays: Arrays) -> Result:
             tensors[name] = tensor.unsqueeze(0)
         elif name in ("mask", "resets", "recurrent_mask"):
             tensors[name] = tensor.contiguous()
-    options = Options(
-        reverse=(call.reverse,),
-        repeat=call.repeat,
-        training=call.training,
-        seed=0 if seed is None else number(seed),
-    )
+    if seed is not None:
+        call = call._replace(options=call.options._replace(seed=number(seed)))
     with torch.autocast(tensors["x"].device.type, enabled=False):
-        inner = steps.Call(call.cell, call.hidden_size, options, call.sizes)
-        outputs, final, _ = functional.layer(inner, tensors)
-    return outputs if call.sequences else None, tuple(state[0] for state in final)
+        outputs, final, _ = functional.layer(call, tensors)
+    return outputs if call.outputs else None, tuple(state[0] for state in final)

@@ -34,16 +34,17 @@ from anycell.layer.arguments import (
     Factors,
     Host,
     Kept,
-    Options,
     initial,
     reset_values,
 )
 from anycell.layer.backward import backward
+from anycell.layer.checks import check_checkpoint
 from anycell.layer.form import projects, row_group
 from anycell.layer.forward import forward
 from anycell.layer.run import keeps_state
-from anycell.layer.schedule import Chunk, check_checkpoint
+from anycell.layer.schedule import Chunk
 from anycell.layer.signature import ENDS, names, of_a_matmul, parameters, places, shapes, stepped
+from anycell.plan import Options
 
 __all__ = [
     "ENDS",

@@ -99,29 +99,6 @@ class Host(Arrays, Protocol):
         ...
 
 
-class Options(NamedTuple):
-    """The options of a call.
-
-    Attributes:
-        reverse: per direction, whether it runs from the last step to the first.
-        repeat: outputs of masked steps repeat the held state; otherwise they are 0.
-        training: random masks are drawn (from ``seed`` and ``stream``), instead of their mean
-            taken.
-        threads: at most so many.
-        checkpoint: of what the backward pass needs keep the states of every so many steps, or with
-            "sqrt" of about as many as there are between two of them, and compute the rest again;
-            None keeps all of it.
-    """
-
-    reverse: tuple[bool, ...] = (False,)
-    repeat: bool = False
-    training: bool = False
-    seed: int = 0
-    stream: int = 0
-    threads: int = 1
-    checkpoint: str | int | None = None
-
-
 # The arrays of one direction, by the names of ``signature`` without ``_reverse``; its states and
 # what resets restore without the axis of directions. What was not given is not there.
 Direction = dict[str, Array]
@@ -157,7 +134,7 @@ class Kept(NamedTuple):
             keeps; None for the others.
         values: per direction ``[T, B, n]``, the values that the plan saves.
 
-    Of S segments, with ``Options.checkpoint``, only the states before the first step of each are
+    Of S segments, with ``checkpoint``, only the states before the first step of each are
     kept: ``hidden [S, B, D*size]`` and all other states, ``[S, B, size]``, in the order in which a
     direction runs; ``values`` are of no steps.
     """

@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from anycell.layer import contract
-from anycell.layer.arguments import Array, Factors, Host, Kept, Options
+from anycell.layer.arguments import Array, Factors, Host, Kept
 from anycell.layer.forward import advance, project, remember
 from anycell.layer.run import Rows, Run, keeps_state
 from anycell.layer.schedule import Chunk, before
 from anycell.layer.signature import of_a_matmul
 from anycell.layer.sums import Sums, Totals, leaving
-from anycell.plan import Plan
+from anycell.plan import Options, Plan
 
 
 def backward(

@@ -6,11 +6,12 @@ Every error says what was given, what was expected, and what to do.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, NamedTuple, NoReturn
 
 from anycell.lang.cell import Cell
+from anycell.plan import OF_CALL, OPTIONS
 
 Shape = tuple[int, ...]
 MOST = (1 << 31) - 1  # of a size: frameworks have their own words for products that are too large
@@ -96,6 +97,18 @@ def choice(name: str, value: Any, *expected: Any) -> Any:
 def seed(value: Any) -> int:
     """The value as the seed of random masks."""
     return integer("seed", value, 0, (1 << 64) - 1)
+
+
+def check_checkpoint(value: Any) -> str | int | None:
+    """The value, if it is a checkpoint of ``Options``."""
+    word = isinstance(value, str) and value == "sqrt"
+    number = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    if value is None or word or number:
+        return value
+    raise ValueError(
+        f"checkpoint: given {value!r}; expected 'sqrt', a number of steps from 1, or None to keep "
+        "all that the backward pass needs."
+    )
 
 
 # -- cells and their sizes -------------------------------------------------------------------------
@@ -286,8 +299,20 @@ def check_recurrent_mask(
     return frontend.fit("recurrent_mask", mask, shape, axes, like)
 
 
-def check_masked_output(value: Any) -> bool:
-    """Whether outputs of masked steps repeat the held state."""
-    if not isinstance(value, str) or value not in ("zero", "repeat"):
-        choice("masked_output", value, "zero", "repeat")  # which refuses it
-    return bool(value == "repeat")
+def check_options(given: Mapping[str, Any], names: Iterable[str] = OF_CALL) -> dict[str, Any]:
+    """The options that users pass by keyword, as ``Options`` has them; ``names`` may be passed."""
+    return {name: _option(name, value, names) for name, value in given.items()}
+
+
+def _option(name: str, value: Any, names: Iterable[str]) -> Any:
+    if name not in names:
+        expected = f"no such argument; options are {', '.join(names)}"
+        refuse(name, describe(value), expected, "Check the spelling.", TypeError)
+    match OPTIONS[name].kind:
+        case "bool":
+            return boolean(name, value)
+        case "seed":
+            return value if value is None else seed(value)
+        case "checkpoint":
+            return check_checkpoint(value)
+    return choice(name, value, *OPTIONS[name].codes or ())

@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from anycell.lang.expr import topological
-from anycell.layer.arguments import Array, Arrays, Direction, Entering, Host, Kept, Options
+from anycell.layer.arguments import Array, Arrays, Direction, Entering, Host, Kept
 from anycell.layer.signature import (
     ANY,
     DENSE,
@@ -45,7 +45,7 @@ from anycell.layer.signature import (
     learned,
     states,
 )
-from anycell.plan import Plan, scales_of
+from anycell.plan import Options, Plan, scales_of
 
 # -- the calls -------------------------------------------------------------------------------------
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from anycell.layer import contract
-from anycell.layer.arguments import Array, Direction, Host, Kept, Options, initial
+from anycell.layer.arguments import Array, Direction, Host, Kept, initial
 from anycell.layer.products import multiply
 from anycell.layer.run import Rows, Run
 from anycell.layer.signature import states
-from anycell.plan import Plan, scales_of
+from anycell.plan import Options, Plan, scales_of
 
 
 def forward(
@@ -40,7 +40,7 @@ def forward(
     everything = keep and segment == steps
     # Outputs zeroed under a mask are not the hidden states: these then need memory of their own,
     # all or two steps.
-    zeroed = given.mask is not None and not options.repeat
+    zeroed = options.apart(given.mask is not None)
     kept = remember(run, steps, everything, everything or not zeroed)
     directions, (_, batch, width) = len(run.directions), kept.hidden.shape
     out = kept.hidden[1 : steps + 1]

@@ -1,7 +1,7 @@
 """One layer of any cell on a GPU: ``forward`` and ``backward`` with the arguments and results of
 those for the CPU.
 
-Arrays come through the ``Host`` of ``anycell.engines.gpu``. Directions run one after the other, in
+Arrays come through a ``GpuHost`` of ``anycell.engines.gpu``. Directions run one after the other, in
 chunks of time: the input projection of a chunk, its steps; backward its steps, then the matmuls for
 the gradients of weights and input. Gradients that add up over chunks are float32 in any dtype. With
 checkpoints both passes go segment by segment, and all segments of a direction share their memory.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anycell.engines import gpu
-from anycell.engines.gpu import Call, Form, Host, Span, capacity, refusals
+from anycell.engines.gpu import GpuHost, Span, Variant, Work, capacity, refusals
 from anycell.engines.gpu.step import Step, print_step
 from anycell.engines.gpu.steps import BLOCKS
 from anycell.engines.gpu.text import Printed, apart, keeps
@@ -26,14 +26,13 @@ from anycell.layer.arguments import (
     Entering,
     Factors,
     Kept,
-    Options,
     initial,
     reset_values,
 )
 from anycell.layer.schedule import Chunk, before, chunk_steps, chunks, segment_steps
 from anycell.layer.signature import of_a_matmul
 from anycell.layer.sums import Sums, leaving
-from anycell.plan import Plan
+from anycell.plan import Options, Plan
 
 Array = Any
 CHUNK_BYTES = 64 << 20  # of projected gates for one direction
@@ -43,18 +42,22 @@ Kernels = Step | Printed
 
 
 @functools.lru_cache(maxsize=256)
-def _printed(plan: Plan, form: Form, choice: capacity.Choice) -> Kernels:
-    return print_step(plan, form) if choice.tier == 3 else gpu.print_whole(plan, form, choice)
+def _printed(plan: Plan, variant: Variant, choice: capacity.Choice) -> Kernels:
+    return print_step(plan, variant) if choice.tier == 3 else gpu.print_whole(plan, variant, choice)
 
 
-def _choices(host: Host, plan: Plan, form: Form, batch: int) -> tuple[capacity.Choice, ...]:
-    return capacity.choices(plan, host.limits, form.backward, host.tier, batch, host.tf32)
+def _choices(
+    host: GpuHost, plan: Plan, variant: Variant, batch: int
+) -> tuple[capacity.Choice, ...]:
+    return capacity.choices(plan, host.limits, variant.backward, host.tier, batch, host.tf32)
 
 
-def _kernels(host: Host, plan: Plan, form: Form, batch: int) -> tuple[capacity.Choice, Kernels]:
+def _kernels(
+    host: GpuHost, plan: Plan, variant: Variant, batch: int
+) -> tuple[capacity.Choice, Kernels]:
     """The best choice that the device has not refused, and its kernels."""
-    for choice in _choices(host, plan, form, batch):
-        kernels = _printed(plan, form, choice)
+    for choice in _choices(host, plan, variant, batch):
+        kernels = _printed(plan, variant, choice)
         if not isinstance(kernels, Printed):
             return choice, kernels
         if not refusals.refuses(host.limits, kernels, math.prod(gpu.grid(kernels, plan, batch))):
@@ -83,7 +86,7 @@ def _until_it_runs(run: Callable[..., Any]) -> Callable[..., Any]:
     return repeated
 
 
-def _exchange(host: Host, plan: Plan, kernels: Kernels, batch: int) -> dict[str, Any]:
+def _exchange(host: GpuHost, plan: Plan, kernels: Kernels, batch: int) -> dict[str, Any]:
     """Arguments of programs that wait for one another; raises if earlier ones waited in vain."""
     if not isinstance(kernels, Printed) or not kernels.cooperative:
         return {}
@@ -106,7 +109,7 @@ def _exchange(host: Host, plan: Plan, kernels: Kernels, batch: int) -> dict[str,
 
 @_until_it_runs
 def forward(
-    host: Host, plan: Plan, arrays: Mapping[str, Array], options: Options, *, keep: bool
+    host: GpuHost, plan: Plan, arrays: Mapping[str, Array], options: Options, *, keep: bool
 ) -> tuple[Array, list[Array], Kept | None]:
     """Runs a layer; arguments and results are those of ``anycell.layer.forward``.
 
@@ -121,7 +124,7 @@ def forward(
     segment = _segment(plan, given.x, options) if keep else steps
     borders, count = segment < steps, -(-steps // max(1, segment))
     # Outputs zeroed under a mask are not the hidden states: these then need memory of their own.
-    zeroed = given.mask is not None and not options.repeat
+    zeroed = options.apart(given.mask is not None)
     hidden = out = None
     if not (zeroed and borders):
         hidden = host.empty((steps + 1 + any(options.reverse), batch, both))
@@ -153,7 +156,7 @@ def forward(
 
 @_until_it_runs
 def backward(
-    host: Host,
+    host: GpuHost,
     plan: Plan,
     arrays: Mapping[str, Array],
     options: Options,
@@ -227,18 +230,18 @@ class _Run:
     """One direction in one pass: its kernels, and what they take in all chunks of time."""
 
     def __init__(
-        self, host: Host, plan: Plan, given: Entering, options: Options, d: int, form: Form
+        self, host: GpuHost, plan: Plan, given: Entering, options: Options, d: int, variant: Variant
     ) -> None:
-        self.host, self.plan, self.given, self.d, self.form = host, plan, given, d, form
+        self.host, self.plan, self.given, self.d, self.variant = host, plan, given, d, variant
         self.w, self.cell, self.options = given.directions[d], plan.cell, options
         self.x, (self.steps, self.batch) = given.x, given.x.shape[:2]
         self.reverse = options.reverse[d]
         self.widths = [plan.sizes[s.size] for s in plan.cell.states]
         self.width = len(plan.cell.gates) * plan.hidden_size
         self.chunk = _chunk(plan, self.steps, self.batch)
-        self.choice, self.kernels = _kernels(host, plan, form, self.batch)
+        self.choice, self.kernels = _kernels(host, plan, variant, self.batch)
         self.matrices = [_used(host, plan, l, self.w[l.weight]) for l in plan.cell.linears]
-        if form.backward and isinstance(self.kernels, Printed) and self.kernels.cooperative:
+        if variant.backward and isinstance(self.kernels, Printed) and self.kernels.cooperative:
             self.matrices = [host.rounded(host.turned(matrix)) for matrix in self.matrices]
         self.values = _constants(host, plan, self.w)
         self.values |= _exchange(host, plan, self.kernels, self.batch)
@@ -249,7 +252,7 @@ class _Run:
 
     def chunks(self, begin: int, end: int) -> Iterator[Chunk]:
         """The chunks between two numbers of steps of the direction."""
-        backward, steps = self.form.backward, self.steps
+        backward, steps = self.variant.backward, self.steps
         for done, count in chunks(begin, end, self.chunk, steps, backward):
             yield Chunk.of(self.reverse is not backward, steps, done, count)
 
@@ -266,30 +269,32 @@ class _Run:
         flags = {"mask": self.given.mask, "resets": self.given.resets}
         spans |= {name: Span(a, time, sign) for name, a in flags.items() if a is not None}
         # What random masks count from.
-        draws = (options.seed, 2 * options.stream + self.d, time, sign) if self.form.draw else None
+        draws = (
+            (options.seed, 2 * options.stream + self.d, time, sign) if self.variant.draw else None
+        )
         self.values["turn"] = self.turn
         if "done" in self.values:
             self.values["done"] = self.done
-        call = Call(
-            self.host, self.plan, self.form, self.values, spans, self.matrices, self.batch,
-            chunk.end - chunk.begin, draws,
+        work = Work(
+            self.host, self.plan, self.variant, self.values, spans, self.matrices, self.batch,
+            chunk.end - chunk.begin, draws if self.variant.draw else None,
         )  # fmt: skip
         if self.batch:
             try:
-                self.turn += gpu.run(self.kernels, call)
+                self.turn += gpu.run(self.kernels, work)
             except gpu.Refused as refused:
                 self._remember(refused)
                 raise _Again from refused
-            self.done += call.steps
+            self.done += work.steps
 
     def _remember(self, refused: gpu.Refused) -> None:
         """For the next attempt; tier 3 has no next one."""
         limits = self.host.limits
         if limits is None or not isinstance(self.kernels, Printed):
             raise refused
-        choices = _choices(self.host, self.plan, self.form, self.batch)
+        choices = _choices(self.host, self.plan, self.variant, self.batch)
         rest = choices[choices.index(self.choice) + 1 :]
-        about = self.plan, self.form, self.choice, rest[0] if rest else None
+        about = self.plan, self.variant, self.choice, rest[0] if rest else None
         refusals.remember(
             self.kernels, refusals.Refusal(limits, *about, refused.why, refused.programs)
         )
@@ -305,7 +310,7 @@ class _Forward(_Run):
 
     def __init__(
         self,
-        host: Host,
+        host: GpuHost,
         plan: Plan,
         given: Entering,
         options: Options,
@@ -314,15 +319,15 @@ class _Forward(_Run):
         keep: bool,
         hidden: Any,
     ) -> None:
-        form = _form(host, plan, given, options, d, False, keep)
-        super().__init__(host, plan, given, options, d, form)
+        variant = _variant(host, plan, given, options, d, False, keep)
+        super().__init__(host, plan, given, options, d, variant)
         batch = self.batch
         self.whole = hidden is not None
         if not self.whole:
             hidden = host.empty((segment + 1 + self.reverse, batch, self.widths[0]))
         self.hidden = hidden
         self.states = [
-            host.empty((segment + 1, batch, width)) if i and keeps(plan, self.form, i) else None
+            host.empty((segment + 1, batch, width)) if i and keeps(plan, self.variant, i) else None
             for i, width in enumerate(self.widths)
         ]
         self.kept = host.empty((segment, batch, plan.saved_stride)) if keep else None
@@ -362,7 +367,7 @@ class _Forward(_Run):
                 into = self.projected[:count].reshape(count * self.batch, self.width)
                 host.matmul(rows, host.turned(self.w["weight_ih"]), into)
                 spans["gates"] = Span(self.projected, chunk.time - chunk.begin, chunk.sign)
-            if self.form.apart:
+            if self.variant.apart:
                 spans["out"] = self.over(out, chunk)
             self.run(chunk, spans)
         work = [self.values[f"work{i}"][self.turn & 1] for i in range(1, len(self.widths))]
@@ -379,7 +384,7 @@ class _Backward(_Run):
 
     def __init__(
         self,
-        host: Host,
+        host: GpuHost,
         plan: Plan,
         given: Entering,
         options: Options,
@@ -389,8 +394,8 @@ class _Backward(_Run):
         need: bool,
     ) -> None:
         cell, self.kept = plan.cell, kept
-        form = _form(host, plan, given, options, d, backward=True)
-        super().__init__(host, plan, given, options, d, form)
+        variant = _variant(host, plan, given, options, d, backward=True)
+        super().__init__(host, plan, given, options, d, variant)
         values, batch = self.values, self.batch
         for name, size, arriving in zip(cell.state_names, self.widths, d_final, strict=True):
             values[f"d_state {name}"] = host.zeros((2, batch, size), wide=True)
@@ -410,7 +415,7 @@ class _Backward(_Run):
         for l in cell.linears:
             if not plan.shares_gradient(l):
                 sizes[f"d_outputs {l.name}"] = len(l.outputs) * plan.sizes[l.out_size]
-            if apart(plan, self.form, l):
+            if apart(plan, self.variant, l):
                 sizes[f"operand {l.name}"] = plan.sizes[l.in_size]
         self.buffers = {name: host.empty((self.chunk, batch, n)) for name, n in sizes.items()}
 
@@ -516,30 +521,30 @@ def _chunk(plan: Plan, steps: int, batch: int) -> int:
     return min(max(1, steps), -(-count // block) * block)
 
 
-def _form(
-    host: Host,
+def _variant(
+    host: GpuHost,
     plan: Plan,
     given: Entering,
     options: Options,
     d: int,
     backward: bool,
     keep: bool = False,
-) -> Form:
+) -> Variant:
     cell, w = plan.cell, given.directions[d]
-    return Form(
+    return Variant(
         backward=backward,
         mask=given.mask is not None,
         resets=given.resets is not None,
-        repeat=given.mask is not None and options.repeat,
         draw=options.training and bool(cell.keeps),
         keep=keep,
         input_bias="bias_ih" in w and not backward,
         biases=tuple(l.bias_name in w and not backward for l in cell.linears),
         by_data=host.exchange == "data",
+        options=options.printed(given.mask is not None),
     )
 
 
-def _constants(host: Host, plan: Plan, w: Direction) -> dict[str, Any]:
+def _constants(host: GpuHost, plan: Plan, w: Direction) -> dict[str, Any]:
     """Arguments that are the same for all chunks."""
     cell = plan.cell
     values: dict[str, Any] = {f"param {name}": w[name] for name in cell.param_names}
@@ -550,7 +555,7 @@ def _constants(host: Host, plan: Plan, w: Direction) -> dict[str, Any]:
     return values
 
 
-def _used(host: Host, plan: Plan, l: Linear, weight: Array) -> Array:
+def _used(host: GpuHost, plan: Plan, l: Linear, weight: Array) -> Array:
     """The rows of a weight that belong to outputs which the cell uses."""
     if l.outputs == l.declared:
         return host.rounded(weight)
@@ -573,7 +578,7 @@ def _point_resets(values: dict[str, Any], plan: Plan, restored: Sequence[Array])
 
 def keeps_state(plan: Plan, i: int) -> bool:
     """Whether it keeps the sequence of state i > 0, without checkpoints."""
-    return keeps(plan, Form(keep=True), i)
+    return keeps(plan, Variant(keep=True), i)
 
 
 def _row_blocks(kernels: Kernels, batch: int) -> int:

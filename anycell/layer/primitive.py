@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from anycell.engines import reference
 from anycell.lang.cell import Cell
 from anycell.layer.checks import (
     Frontend,
+    check_options,
     check_recurrent_mask,
     check_static,
     describe,
@@ -16,6 +17,7 @@ from anycell.layer.checks import (
     refuse,
 )
 from anycell.layer.signature import shapes
+from anycell.plan import OPTIONS, Options
 
 
 def learned_by_name(
@@ -112,6 +114,16 @@ def arguments(
     return arrays, sizes
 
 
+def options_and_seed(
+    given: Mapping[str, Any], names: Iterable[str] = OPTIONS
+) -> tuple[Options, int | None]:
+    """Options of one direction from those that users pass, and the seed if there is one."""
+    checked = check_options(given, names)
+    seed = checked.pop("seed", None)
+    checked["reverse"] = (checked.get("reverse", False),)
+    return Options(**checked), seed
+
+
 def _states(frontend: Frontend, kind: str, given: Any, cell: Cell) -> tuple[Any, ...]:
     """An array or None for each state."""
     if given is None:
@@ -144,4 +156,4 @@ def _sizes(cell: Cell, x: Any, learned: Mapping[str, Any], states: Sequence[Any]
     return reference.sizes(cell, rows // gates, learned, states)
 
 
-__all__ = ["arguments", "check_input", "learned_by_name"]
+__all__ = ["arguments", "check_input", "learned_by_name", "options_and_seed"]

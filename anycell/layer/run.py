@@ -6,10 +6,10 @@ from array import array
 from collections.abc import Mapping
 
 from anycell.engines import cpu
-from anycell.layer.arguments import Array, Direction, Entering, Host, Kept, Options, reset_values
+from anycell.layer.arguments import Array, Direction, Entering, Host, Kept, reset_values
 from anycell.layer.form import form_of, slot_bytes, sparse
 from anycell.layer.schedule import Chunk, chunks, segment_steps
-from anycell.plan import Plan, padded
+from anycell.plan import CODES, Options, Plan, padded
 
 _SIGN, _WORD = 1 << 63, (1 << 64) - 1  # a seed is 64 bits, an entry a signed number
 
@@ -159,7 +159,8 @@ def switch(entries: array[int], at: Mapping[str, int], options: Options) -> None
     """Sets what a table says of the options of a call, and its threads."""
     if options.threads > 1:
         entries[at["gang"]] = cpu.pool.gang(options.threads)
-    entries[at["training"]], entries[at["repeat"]] = options.training, options.repeat
+    for name, codes in CODES.items():
+        entries[at[name]] = codes[getattr(options, name)]
     entries[at["seed"]] = ((options.seed + _SIGN) & _WORD) - _SIGN
     entries[at["stream"]] = options.stream
 

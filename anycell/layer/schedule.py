@@ -54,18 +54,6 @@ def chunk_steps(plan: Plan, steps: int, rows: int, limit: int) -> int:
     return max(1, -(-steps // count))
 
 
-def check_checkpoint(value: Any) -> str | int | None:
-    """The value, if ``Options.checkpoint`` takes it."""
-    word = isinstance(value, str) and value == "sqrt"
-    number = isinstance(value, int) and not isinstance(value, bool) and value > 0
-    if value is None or word or number:
-        return value
-    raise ValueError(
-        f"checkpoint: given {value!r}; expected 'sqrt', a number of steps from 1, or None to keep "
-        "all that the backward pass needs."
-    )
-
-
 def segment_steps(wished: str | int | None, steps: int, chunk: int) -> int:
     """Steps of which the backward pass needs all at once, with ``Options.checkpoint``.
 

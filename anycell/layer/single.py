@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from anycell.engines import cpu
-from anycell.layer.arguments import Array, Direction, Host, Kept, Options
+from anycell.layer.arguments import Array, Direction, Host, Kept
 from anycell.layer.form import Form, form_of, recurrent_alone, row_group
 from anycell.layer.run import extent, place, switch
 from anycell.layer.signature import of_a_matmul, states
-from anycell.plan import Plan
+from anycell.plan import Options, Plan
 
 
 def suits(plan: Plan) -> bool:

@@ -7,8 +7,9 @@ from typing import Any
 
 from anycell.engines.reference import Recurrence
 from anycell.lang.cell import Cell
-from anycell.layer.arguments import Array, Options
+from anycell.layer.arguments import Array
 from anycell.layer.signature import ENDS
+from anycell.plan import Options
 
 
 def directions(
@@ -30,7 +31,7 @@ def directions(
         values = (get(f"{kind} {name}") for name in cell.state_names)
         return [None if value is None else value[d] for value in values]
 
-    for d, (end, reverse) in enumerate(zip(ENDS, options.reverse, strict=False)):
+    for d, end in enumerate(ENDS[: len(options.reverse)]):
         weight, bias = get(f"weight_ih{end}"), get(f"bias_ih{end}")
         gates = x if weight is None else linear(x, weight, bias)
         run = Recurrence(
@@ -43,12 +44,9 @@ def directions(
             mask=get("mask"),
             resets=get("resets"),
             reset_state=of("reset_state", d),
-            masked_output="repeat" if options.repeat else "zero",
             recurrent_mask=get("recurrent_mask"),
-            reverse=reverse,
-            training=options.training,
-            seed=options.seed,
-            stream=2 * options.stream + d,
+            options=options,
+            direction=d,
         )
         runs.append(run)
     return runs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,14 +12,17 @@ import numpy.typing as npt
 from anycell import cells
 from anycell.engines.cpu import pool
 from anycell.lang.cell import Cell
-from anycell.layer import Options, check_checkpoint, parameters, places, shapes
-from anycell.layer.checks import Layout, check_masked_output, check_states, check_static, refuse
+from anycell.layer import check_checkpoint, parameters, places, shapes
+from anycell.layer.checks import Layout, check_options, check_states, check_static, refuse
 from anycell.layer.signature import of_layer
 from anycell.layer.stream import Stream
 from anycell.numpy import check, initializers, passes
 from anycell.numpy.base import Array, Layer
 from anycell.numpy.host import host_of
-from anycell.plan import Plan, plan
+from anycell.plan import CallOptions, Options, Plan, plan, takes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 State = Array | tuple[Array, ...]  # the array alone where a cell has one state
 Flags = npt.NDArray[np.bool_]
@@ -177,6 +180,7 @@ class RNN(Layer):
         return of_layer(self.cell, self._parameters, k, 1 + self.bidirectional)
 
     # -- use -------------------------------------------------------------------------------------
+    @takes()
     def forward(
         self,
         x: npt.ArrayLike,
@@ -186,8 +190,8 @@ class RNN(Layer):
         lengths: npt.ArrayLike | None = None,
         resets: npt.ArrayLike | None = None,
         static: npt.ArrayLike | None = None,
-        masked_output: str = "zero",
         training: bool = False,
+        **options: Unpack[CallOptions],
     ) -> tuple[Array, State]:
         """Runs whole sequences.
 
@@ -203,9 +207,9 @@ class RNN(Layer):
             resets: bool, laid out as ``mask``: True where the declared initial values replace the
                 state before the step, as where an episode starts.
             static: ``[B, H]``, for a cell that declares a static input.
-            masked_output: what the output is at masked steps: "zero", or "repeat", the held state.
             training: dropout and the cell's random masks act, and what ``backward`` needs is kept,
                 x itself among it: do not write to x before ``backward``.
+            {options}
 
         Returns:
             output: ``[T, B, D * H]``, laid out as x: the last layer's first state at every step.
@@ -215,13 +219,13 @@ class RNN(Layer):
         x = given.swapaxes(0, 1) if self.batch_first else given
         steps, rows = x.shape[:2]
         training = check.boolean("training", training)
-        options = Options(
+        how = Options(
             reverse=(False, True)[: 1 + self.bidirectional],
-            repeat=check_masked_output(masked_output),
             training=training,
             seed=int(self._generator.integers(1 << 63)) if training and self.cell.keeps else 0,
             threads=pool.threads(),
             checkpoint=check_checkpoint(self.checkpoint),
+            **(check_options(options) if options else {}),
         )
         shared = {
             "mask": None if mask is lengths is None else self._valid(mask, lengths, steps, rows),
@@ -240,7 +244,7 @@ class RNN(Layer):
             directions = self._directions(k)
             for name, values in zip(self.cell.state_names, states, strict=True):
                 arrays[f"state {name}"] = values[directions]
-            x, final, pullback = passes.run(chosen, arrays, options._replace(stream=k))
+            x, final, pullback = passes.run(chosen, arrays, how._replace(stream=k))
             saved.pullbacks.append(pullback)
             finals.append(final)
         self._saved = saved if training else None

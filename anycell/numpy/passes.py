@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell import layer
-from anycell.layer import ENDS, Options
+from anycell.layer import ENDS
 from anycell.layer.steps import directions
 from anycell.numpy.host import host_of
-from anycell.plan import Plan
+from anycell.plan import Options, Plan
 
 Array = npt.NDArray[np.floating]
 Named = Mapping[str, Any]

@@ -8,7 +8,7 @@ gradients after. Layers with weights, gradients and training are in ``anycell.nu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,25 +16,25 @@ import numpy.typing as npt
 from anycell import layer
 from anycell.engines.cpu import pool
 from anycell.lang.cell import Cell
-from anycell.layer.checks import (
-    Layout,
-    boolean,
-    check_cell,
-    check_masked_output,
-    choice,
-    refuse,
-)
-from anycell.layer.checks import seed as check_seed
-from anycell.layer.primitive import arguments, check_input, learned_by_name
+from anycell.layer.checks import Layout, check_cell, choice, refuse
+from anycell.layer.primitive import arguments, check_input, learned_by_name, options_and_seed
 from anycell.numpy import passes
 from anycell.numpy.check import STRICT
 from anycell.numpy.host import host_of
-from anycell.plan import plan
+from anycell.plan import OPTIONS, FunctionOptions, plan, takes
 from anycell.plan.dtype import dtypes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Array = npt.NDArray[np.floating]
 
 
+# There is no backward pass to save memory for.
+_OPTIONS = [name for name in OPTIONS if name != "checkpoint"]
+
+
+@takes(_OPTIONS)
 def recurrence(
     cell: Cell,
     gates_x: Array,
@@ -46,13 +46,10 @@ def recurrence(
     lengths: npt.ArrayLike | None = None,
     resets: npt.ArrayLike | None = None,
     reset_state: Sequence[Array | None] | Array | None = None,
-    masked_output: str = "zero",
     recurrent_mask: Array | None = None,
     static: Array | None = None,
-    reverse: bool = False,
-    training: bool = False,
-    seed: int | None = None,
     engine: str | None = None,
+    **options: Unpack[FunctionOptions],
 ) -> tuple[Array, tuple[Array, ...]]:
     """Runs ``cell`` over a sequence whose input projection is done.
 
@@ -75,14 +72,11 @@ def recurrence(
         resets: ``[T, B]``, True where the state is reset before the step.
         reset_state: what resets restore, ``[size]`` or ``[B, size]`` per state; None restores the
             declared initial value.
-        masked_output: "zero", or "repeat" for the held state.
         recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate; multiplies the hidden state
             that enters the recurrent matmul.
         static: ``[B, H]``, the input given once per sequence, for a cell that declares it.
-        reverse: from the last step to the first; a row with a length starts at its own end.
-        training: random masks (``keep``) are drawn from ``seed``, instead of their mean taken.
-        seed: 0 to 2**64 - 1; the same numbers on every engine.
         engine: "cpu" or "reference"; None takes what the plan says, see ``anycell.explain``.
+        {options}
 
     Returns:
         the outputs ``[T, B, size of the first state]`` and a tuple of the final states.
@@ -114,24 +108,18 @@ def recurrence(
     layout = Layout(STRICT, gates_x, steps, rows)
     arrays |= {"x": gates_x, "mask": layout.valid(mask, lengths), **learned}
     arrays["resets"] = None if resets is None else layout.flags("resets", resets)
-    training = boolean("training", training)
-    if training and cell.keeps and seed is None:
+    how, seed = options_and_seed(options, _OPTIONS)
+    if how.training and cell.keeps and seed is None:
         hint = f"Pass a seed: in training cell {cell.name} draws masks."
         refuse("seed", "None", "an int", hint)
-    options = layer.Options(
-        reverse=(boolean("reverse", reverse),),
-        repeat=check_masked_output(masked_output),
-        training=training,
-        seed=0 if seed is None else check_seed(seed),
-        threads=pool.threads(),
-    )
+    how = how._replace(seed=seed or 0, threads=pool.threads())
     finals: passes.States
     if chosen.engine == "reference":
         chosen = plan(cell, *form, "reference", sizes)
-        outputs, finals, _ = passes.composite(chosen, arrays, options)
+        outputs, finals, _ = passes.composite(chosen, arrays, how)
     else:
         host = host_of(chosen.dtype)
-        outputs, finals, _ = layer.forward(host, chosen, arrays, options, keep=False)
+        outputs, finals, _ = layer.forward(host, chosen, arrays, how, keep=False)
     return outputs, tuple([final[0] for final in finals])
 
 

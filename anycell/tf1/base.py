@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from anycell.keras.call import Tensor
-from anycell.keras.rule import Engine
 from anycell.layer.checks import refuse
+from anycell.plan import Engine
 
 v1 = tf.compat.v1
 DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from anycell.keras.call import Arrays, Call, Tensor, named_states
+from anycell.keras.call import Arrays, Tensor, named_states
 from anycell.keras.cells import ACTIVATIONS
-from anycell.keras.rule import Engine, Facts, choose
+from anycell.keras.rule import Facts, choose
 from anycell.keras.tensorflow import recur, refusal
 from anycell.lang.cell import Cell
 from anycell.layer.checks import integer, refuse
+from anycell.plan import Call, Engine
 from anycell.tf1 import cells
 from anycell.tf1.base import (
     LSTMStateTuple,
@@ -85,7 +85,7 @@ class KernelCell(RNNCell):
 
     def _call(self) -> Call:
         """The cell that runs."""
-        return Call(self.cell, self.num_units, self._cell_sizes, repeat=False)
+        return Call(self.cell, self.num_units, sizes=self._cell_sizes)
 
     def _arrays(self, x: Tensor, state: Sequence[Tensor]) -> Arrays:
         """The variables and the parts of the state as a run takes them."""
@@ -201,7 +201,9 @@ class KernelCell(RNNCell):
         arrays = dict(self._arrays(tf.cast(x, self._computed), parts))
         if lengths is not None:
             arrays["mask"] = mask(x, lengths)
-        outputs, final = recur(replace(self._call(), reverse=reverse), arrays)
+        call = self._call()
+        call = call._replace(options=call.options._replace(reverse=(reverse,)))
+        outputs, final = recur(call, arrays)
         return tf.cast(outputs, x.dtype), self._state([tf.cast(part, x.dtype) for part in final])
 
     def _parts(self, state: Any, rows: int | None) -> list[Tensor]:

@@ -12,8 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 from anycell.keras.call import Tensor
-from anycell.keras.rule import Engine
 from anycell.layer.checks import refuse
+from anycell.plan import Engine
 from anycell.tf1.base import (
     RNNCell,
     engine,

@@ -18,10 +18,10 @@ from anycell.requirement import require
 
 require("torch", "anycell.torch", extra="torch")
 
+from anycell.plan import Engine
 from anycell.torch.accelerate import accelerate, recurrent_layers
 from anycell.torch.dropin import GRU, LSTM
 from anycell.torch.feedback import Feedback
-from anycell.torch.functional import Engine
 from anycell.torch.primitive import recurrence
 from anycell.torch.quantized import Quantized
 from anycell.torch.rnn import RNN

@@ -7,40 +7,17 @@ and tracing, and the cells, dtypes and devices that no fused kernel carries.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anycell.lang.cell import Cell
-from anycell.layer import Options
 from anycell.layer.steps import directions
-from anycell.plan import Plan
+from anycell.plan import Call, Options
 
 States = tuple[Tensor, ...]
-Sizes = tuple[tuple[str, int], ...]
 Arrays = Mapping[str, Tensor]  # by the names of ``anycell.layer.signature``; no name without one
-
-
-class Call(NamedTuple):
-    """The arguments of a layer's call besides its tensors.
-
-    Attributes:
-        sizes: what the other size symbols of the cell stand for, in pairs.
-        sequences: the states besides the first whose values after each step are wanted.
-        engine: who must run it; None takes whoever fits.
-        plan: of the fused kernel that runs it, where the caller knows that nothing looks at the
-            call for which pointers tell nothing.
-    """
-
-    cell: Cell
-    hidden_size: int
-    options: Options
-    sizes: Sizes = ()
-    sequences: tuple[str, ...] = ()
-    engine: str | None = None
-    plan: Plan | None = None
 
 
 OPTIONS, SEQUENCES = map(Call._fields.index, ("options", "sequences"))

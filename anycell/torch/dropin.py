@@ -6,7 +6,7 @@ import copy
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,11 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell import cells
 from anycell.lang.cell import Cell
 from anycell.layer import ENDS, check_checkpoint
-from anycell.plan import Plan
+from anycell.plan import CallOptions, Engine, Plan, Sizes, takes
 from anycell.torch import ops, vendor
-from anycell.torch.composite import Arrays, Sizes
+from anycell.torch.composite import Arrays
 from anycell.torch.entry import autocast
 from anycell.torch.functional import (
-    Engine,
     autocast_dtype,
     compiled,
     memory,
@@ -35,6 +34,9 @@ from anycell.torch.fused import plan_on
 from anycell.torch.packed import parts
 from anycell.torch.recurrent import Lengths, Recurrent, state_names
 from anycell.torch.symbolic import leaf
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _FEW_ROWS = 32
 
@@ -87,13 +89,13 @@ class DropIn(Recurrent):
         lengths: Lengths | None = None,
         resets: Tensor | PackedSequence | None = None,
         reset_state: Any = None,
-        masked_output: str = "zero",
         recurrent_mask: Tensor | None = None,
         return_states: bool | str | Sequence[str] | None = None,
+        **options: Unpack[CallOptions],
     ) -> tuple[Any, ...]:
         """Output, final state, and sequences of states where they are wanted; see the class."""
-        # No argument is for names alone: torch.onnx's older exporter passes all by position.
-        further: dict[str, Any] = {}
+        # No array is for names alone: torch.onnx's older exporter passes all by position.
+        further: dict[str, Any] = dict(options) if options else {}
         for name, value in (
             ("mask", mask),
             ("lengths", lengths),
@@ -104,8 +106,6 @@ class DropIn(Recurrent):
         ):
             if value is not None:
                 further[name] = value
-        if masked_output != "zero":
-            further["masked_output"] = masked_output
         if isinstance(input, Proxy):
             return leaf(self, input, hx, **further)
         states = None if hx is None else tuple(hx) if len(self.cell.states) > 1 else (hx,)
@@ -255,6 +255,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return a.device == b.device and (a.dtype == b.dtype or autocast())
 
 
+@takes()
 class LSTM(DropIn, nn.LSTM):
     r"""``torch.nn.LSTM`` on a fused kernel: its constructor, weights, shapes, defaults and errors.
 
@@ -274,11 +275,11 @@ class LSTM(DropIn, nn.LSTM):
             or 0 and 1 of any real dtype. Of a packed input it is packed alike, and mask and lengths
             are in the input already.
         reset_state: what resets restore, as ``hx``. Default: zeros.
-        masked_output: "zero" or "repeat" (the held state), what the output is at masked steps.
         recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate, of the size of h: multiplies
             h on its way into the recurrent matmul, of all layers and directions.
         return_states: names of states, "h" and "c" (of a GRU "h"), whose values after every step
             are wanted too, or True for all: a third result, as of ``RNN``.
+        {options}
 
     ``checkpoint="sqrt"``, or a number of steps, to the constructor or as an attribute: less memory
     for more time in training, see ``RNN``.

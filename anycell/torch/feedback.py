@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from anycell.lang.cell import Cell
 from anycell.lang.transform import OUTPUT, with_feedback
 from anycell.layer.feedback import entering, fed
+from anycell.plan import Engine
 from anycell.torch import ops
 from anycell.torch.arguments import check_static, check_tensor, describe
 from anycell.torch.dropin import DropIn
-from anycell.torch.functional import TORCH, Engine, fused_plan, quantized, reason
+from anycell.torch.functional import TORCH, fused_plan, quantized, reason
 from anycell.torch.recurrent import Lengths, sequence
 from anycell.torch.rnn import RNN
 
@@ -130,7 +131,7 @@ class Feedback(nn.Module):
             shape = (*rows, layer.hidden_size)
             arrays["static"] = check_static(layer.cell, static, shape, like)
         output, final, _ = sequence(
-            layer._call(self._made[1])._replace(sizes=sizes),
+            layer._call(self._made[1], {})._replace(sizes=sizes),
             entering(TORCH, x, given, width, quantized(learned) and x.dtype is torch.float32),
             arrays,
             [learned],

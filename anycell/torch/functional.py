@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +16,14 @@ from anycell.lang.namespaces import namespace
 from anycell.layer import stepped
 from anycell.layer.rounding import with_integers
 from anycell.layer.signature import FLAGS
-from anycell.plan import Plan, scales_of
+from anycell.plan import Call, Plan, Sizes, scales_of
 from anycell.torch import fused, ops
 from anycell.torch.composite import (
     OPTIONS,
     SEQUENCES,
     STREAM,
     Arrays,
-    Call,
     Result,
-    Sizes,
     States,
     changed,
     composite,
@@ -100,18 +98,6 @@ def layer(call: Call, arrays: Arrays) -> Result:
 
 
 # -- which engine ----------------------------------------------------------------------------------
-
-
-class Engine(NamedTuple):
-    """The engine of a layer, and the reason.
-
-    Attributes:
-        name: "cpu" or "gpu" (fused kernel), "reference" (step by step) or "torch" (its own layer).
-        reason: in words.
-    """
-
-    name: str
-    reason: str
 
 
 _ORDINARY = (Tensor, torch.nn.Parameter)

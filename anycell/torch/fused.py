@@ -15,13 +15,11 @@ from anycell.engines import cpu
 from anycell.engines.gpu import build, launch
 from anycell.lang.cell import Cell
 from anycell.layer import gpu
-from anycell.plan import Plan, plan
+from anycell.plan import Call, Options, Plan, Sizes, plan
 from anycell.plan.dtype import dtypes
 from anycell.torch.composite import (
     Arrays,
-    Call,
     Result,
-    Sizes,
     States,
     composite,
     side_by_side,
@@ -93,7 +91,7 @@ def keeping(plan: Plan, states: tuple[str, ...]) -> Plan:
 
 def sequences(call: Call, arrays: Arrays, kept: layer.Kept) -> States:
     """``call.sequences``, from what the forward pass has kept."""
-    found, mask = [], None if call.options.repeat else arrays.get("mask")
+    found, mask = [], arrays.get("mask") if call.options.apart(True) else None
     for name in call.sequences:
         i, directions = call.cell.state_names.index(name), []
         for states, reverse in zip(kept.states, call.options.reverse, strict=True):
@@ -227,12 +225,12 @@ def _host_of(plan: Plan, arrays: Arrays) -> DeviceHost:
     return host_of(getattr(torch, plan.dtype), arrays["x"].device)
 
 
-def on_threads(options: layer.Options) -> layer.Options:
+def on_threads(options: Options) -> Options:
     """The options of a call, on as many threads as torch has."""
     # One call less, for small layers.
     return _on(options, threads() if cpu.pool.FORKED else torch.get_num_threads())
 
 
 @functools.lru_cache(maxsize=256)
-def _on(options: layer.Options, count: int) -> layer.Options:
+def _on(options: Options, count: int) -> Options:
     return options._replace(threads=count)

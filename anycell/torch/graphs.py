@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from anycell.engines.gpu import Call
+from anycell.engines.gpu import Work
 from anycell.engines.gpu.step import Step
 from anycell.engines.gpu.steps import BLOCKS, Steps, arguments, run_plainly
 
@@ -76,21 +76,21 @@ class Replays:
         # Memory by stream, name and shape, shared by the forms that use it.
         self.memory: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
 
-    def __call__(self, kernels: Step, call: Call) -> None:
+    def __call__(self, kernels: Step, work: Work) -> None:
         """Runs a call."""
         # What a user captures is launches, not a graph of ours whose memory may go.
-        if call.steps < self.blocks[-1] or _capturing():
-            return run_plainly(kernels, call)
-        numbers, table = arguments(kernels, call)
+        if work.steps < self.blocks[-1] or _capturing():
+            return run_plainly(kernels, work)
+        numbers, table = arguments(kernels, work)
         with self.lock:
-            graphs = self._graphs(kernels, call, numbers)
+            graphs = self._graphs(kernels, work, numbers)
             if graphs is not None:
-                return graphs.run(call, table)
-        return run_plainly(kernels, call)
+                return graphs.run(work, table)
+        return run_plainly(kernels, work)
 
-    def _graphs(self, kernels: Step, call: Call, numbers: dict[str, int]) -> _Graphs | None:
+    def _graphs(self, kernels: Step, work: Work, numbers: dict[str, int]) -> _Graphs | None:
         """The graphs of the call's form; None, as long as it was not called often enough."""
-        stream = call.host.stream()
+        stream = work.host.stream()
         key = id(kernels), stream, *numbers.values()  # the kernels live as long as the key
         if key not in self.graphs:
             before, _ = self.calls.pop(key, (0, kernels))
@@ -98,7 +98,7 @@ class Replays:
                 _put(self.calls, key, (before + 1, kernels), COUNTED)
                 return None
             memory = functools.partial(self._made, stream)
-            steps = Steps(kernels, call, numbers, memory)
+            steps = Steps(kernels, work, numbers, memory)
             _put(self.graphs, key, _Graphs(self, kernels, steps), KEPT)
         self.graphs.move_to_end(key)
         return self.graphs[key]
@@ -122,11 +122,11 @@ class _Graphs:
         self.replays, self.kernels, self.steps = replays, kernels, steps
         self.captured: dict[int, Run] = {}
 
-    def run(self, call: Call, table: list[int]) -> None:
+    def run(self, work: Work, table: list[int]) -> None:
         """Runs a call: the longest graphs that fit, then what is left step by step."""
         with torch.no_grad():
-            self.steps.load(call, table)
-            left = call.steps
+            self.steps.load(work, table)
+            left = work.steps
             for block in self.replays.blocks:
                 for _ in range(left // block):
                     self._replay(block)

@@ -25,11 +25,11 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable, at the fir
 
 from anycell import cells, layer
 from anycell.lang.cell import Cell
-from anycell.layer import Options, check_checkpoint
+from anycell.layer.checks import check_options
 from anycell.layer.signature import FLAGS
-from anycell.plan import DTYPES, Plan, scales_of
+from anycell.plan import DTYPES, OF_CALL, OPTIONS, Call, Options, Plan, Sizes, scales_of
 from anycell.torch import fused
-from anycell.torch.composite import SEED, Arrays, Call, Result, Sizes, changed
+from anycell.torch.composite import SEED, Arrays, Result, changed
 from anycell.torch.entry import enter
 
 # Inductor's CUDA graphs (mode="reduce-overhead") must leave our operators out: these replay graphs
@@ -92,7 +92,7 @@ def _text(
     if isinstance(_plan_on(device, cell, hidden_size, dtype, sizes), str):
         return None
     kind = str(dtype).removeprefix("torch.")
-    form = Form(_name(name, key), hidden_size, sizes, kind, Options(*options), arrays)
+    form = Spec(_name(name, key), hidden_size, sizes, kind, Options(*options), arrays)
     return form.text()
 
 
@@ -111,7 +111,7 @@ def _name(name: str, key: str) -> str:
 _plan_on = _disable_dynamo(fused.plan_on)
 
 
-class Form(NamedTuple):
+class Spec(NamedTuple):
     """The facts that the text of an operator states.
 
     Attributes:
@@ -136,7 +136,7 @@ class Form(NamedTuple):
 
     @classmethod
     @functools.lru_cache(maxsize=4096)
-    def read(cls, text: str) -> Form:
+    def read(cls, text: str) -> Spec:
         try:
             read = json.loads(text)
             options, sizes = Options(**read["options"]), read["sizes"]
@@ -155,7 +155,7 @@ class Form(NamedTuple):
     def _sound(self) -> bool:
         """Whether all is of the kind that it should be; the rest shows against the cell."""
         options = self.options
-        check_checkpoint(options.checkpoint)
+        check_options({n: getattr(options, n) for n in (*OF_CALL, "checkpoint")}, OPTIONS)
         likes = zip(options, Options()._replace(checkpoint=options.checkpoint), strict=True)
         sizes = [self.hidden_size, *[size for _, size in self.sizes]]
         return (
@@ -218,7 +218,7 @@ class Form(NamedTuple):
     @property
     def apart(self) -> bool:
         """Whether the output is not the sequence of hidden states."""
-        return "mask" in self.arrays and not self.options.repeat
+        return self.options.apart("mask" in self.arrays)
 
     def kept_states(self, plan: Plan) -> list[bool]:
         """Says which states besides the first are kept: with checkpoints all, at the borders."""
@@ -267,7 +267,7 @@ def _run(tensors: Sequence[Tensor], text: str, hyper: Sequence[float], keep: boo
     and what is kept. The output is a part of that, or else comes last: results of an operator must
     not share memory.
     """
-    form = Form.read(text)
+    form = Spec.read(text)
     plan = form.plan_of(tensors, hyper)
     call, arrays = form.unpack(tensors, plan)
     output, final, kept = enter(call.cell, "forward", fused.run_forward, call, plan, arrays, keep)
@@ -279,7 +279,7 @@ def _run(tensors: Sequence[Tensor], text: str, hyper: Sequence[float], keep: boo
 def _run_fake(
     tensors: Sequence[Tensor], text: str, hyper: Sequence[float], keep: bool
 ) -> list[Tensor]:
-    form = Form.read(text)
+    form = Spec.read(text)
     plan = form.plan_of(tensors, hyper)
     x, directions = _expect_one_device(form, tensors), form.options.reverse
     steps, rows, _ = x.shape
@@ -295,7 +295,7 @@ def _run_fake(
     return [*final, *memory, *([] if apart is None else [apart])]
 
 
-def _expect_one_device(form: Form, tensors: Sequence[Tensor]) -> Tensor:
+def _expect_one_device(form: Spec, tensors: Sequence[Tensor]) -> Tensor:
     """x, if no tensor is elsewhere: one on "meta" would make all results shapes alone."""
     x = tensors[form.arrays.index("x")]
     for name, tensor in zip(form.arrays, tensors, strict=True):
@@ -316,7 +316,7 @@ def _backward(
     """The gradients of those tensors that need one; ``given`` says of the output and the final
     states at which gradients arrive. Without anything kept the forward pass runs once more.
     """
-    form = Form.read(text)
+    form = Spec.read(text)
     plan = form.plan_of(tensors, hyper)
     call, arrays = form.unpack(tensors, plan)
     _expect("given", len(given), 1 + len(plan.cell.states))
@@ -350,7 +350,7 @@ def _alone(gradient: Tensor, plan: Plan) -> Tensor:
 
 def _backward_fake(tensors: Sequence[Tensor], *rest: Any) -> list[Tensor]:
     _, _, text, *_, needs = rest
-    _expect_one_device(Form.read(text), tensors)
+    _expect_one_device(Spec.read(text), tensors)
     return [t.new_empty(t.shape) for t, need in zip(tensors, needs, strict=True) if need]
 
 
@@ -359,7 +359,7 @@ class _Operators(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, text: str, hyper: list[float], *tensors: Tensor) -> tuple[Tensor, ...]:
-        form = Form.read(text)
+        form = Spec.read(text)
         keep, kept = form.options.checkpoint is None, []
         results = torch.ops.anycell.run(tensors, text, hyper, keep)
         if keep:

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import Cell
-from anycell.layer import Options, check_checkpoint
-from anycell.layer.checks import boolean, check_cell, check_masked_output, choice, refuse
-from anycell.layer.checks import seed as check_seed
-from anycell.layer.primitive import arguments, check_input, learned_by_name
+from anycell.layer.checks import check_cell, choice, refuse
+from anycell.layer.primitive import arguments, check_input, learned_by_name, options_and_seed
+from anycell.plan import OPTIONS, Call, FunctionOptions, takes
 from anycell.torch import ops
 from anycell.torch.arguments import TORCH, check_return_states, check_tensor
-from anycell.torch.composite import Call
+from anycell.torch.composite import SEED, changed
 from anycell.torch.functional import compiled, exporting
 from anycell.torch.packed import parts
 from anycell.torch.recurrent import Lengths, besides_output, by_name, draw_seed, sequence
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 Given = Tensor | None
 
 
+@takes(OPTIONS)
 def recurrence(
     cell: Cell,
     x: Tensor | PackedSequence | None,
@@ -36,15 +39,11 @@ def recurrence(
     lengths: Lengths | None = None,
     resets: Tensor | PackedSequence | None = None,
     reset_state: Tensor | Sequence[Given] | None = None,
-    masked_output: str = "zero",
     recurrent_mask: Tensor | None = None,
     static: Tensor | None = None,
-    reverse: bool = False,
-    training: bool = False,
-    seed: int | None = None,
-    checkpoint: str | int | None = None,
     return_states: bool | str | Sequence[str] | None = None,
     engine: str | None = None,
+    **options: Unpack[FunctionOptions],
 ) -> tuple[Any, ...]:
     r"""Runs ``cell`` over a sequence: one direction of one layer, whose tensors are the user's.
 
@@ -73,17 +72,14 @@ def recurrence(
             bool, or 0 and 1 of any real dtype. Other values are an error on the CPU; elsewhere, and
             in a trace, where nobody looks, all but 0 are resets.
         reset_state: what resets restore, ``[size]`` or ``[B, size]`` per state, as ``state``.
-        masked_output: "zero", or "repeat" for the held state.
         recurrent_mask: ``[B, size of the first state]``, or ``[G, B, size]`` for one per gate;
             multiplies the first state on its way into the recurrent matmul.
         static: ``[B, H]``, the input per sequence of a cell that declares one.
-        reverse: from the last step to the first; a row with a length begins at its own end.
-        training: random masks (``keep``) are drawn, instead of their mean taken.
-        seed: of these, 0 to 2**64 - 1; None draws one from torch's default generator.
-        checkpoint: less memory for more time, see ``RNN``.
         return_states: the names of states whose values after every step are wanted, or True for
             all states.
         engine: "cpu", "gpu" or "reference" (step by step); None takes what fits.
+        {options}
+            None draws one from torch's default generator.
 
     Returns:
         the output ``[T, B, size of the first state]``, packed if x is, and a tuple of the final
@@ -123,16 +119,11 @@ def recurrence(
     )
     check_tensor(name, data, data.shape, "as the weights", like)
     choice("engine", engine, None, "cpu", "gpu", "reference")
-    options = Options(
-        reverse=(boolean("reverse", reverse),),
-        repeat=check_masked_output(masked_output),
-        training=boolean("training", training),
-        seed=_seed(cell, training, seed),
-        checkpoint=check_checkpoint(checkpoint),
-    )
+    how, seed = options_and_seed(options)
+    how = changed(how, SEED, _seed(cell, how.training, seed))
     wanted = check_return_states(cell, return_states)
     others = tuple([(symbol, size) for symbol, size in sizes.items() if symbol != "H"])
-    call = Call(cell, sizes["H"], options, others, besides_output(wanted, cell), engine)
+    call = Call(cell, sizes["H"], how, others, besides_output(wanted, cell), engine)
     output, final, rest = sequence(
         call, given, arrays, [named], mask=mask, lengths=lengths, resets=resets
     )
@@ -154,8 +145,6 @@ def _input(x: Any, gates: Any, named: Mapping[str, Tensor]) -> tuple[str, Any]:
 
 def _seed(cell: Cell, training: bool, seed: Any) -> Any:
     """The seed of the random masks, if any are drawn; traced as a tensor."""
-    if seed is not None:
-        seed = check_seed(seed)
     if not (training and ops.draws(cell)):
         return 0
     if seed is None:

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.lang.cell import Cell
-from anycell.layer import Options, check_checkpoint
-from anycell.layer.checks import Layout, check_masked_output, describe, refuse
+from anycell.layer import check_checkpoint
+from anycell.layer.checks import Layout, check_options, describe, refuse
 from anycell.layer.signature import FLAGS
-from anycell.plan import Plan
+from anycell.plan import Call, Options, Plan
 from anycell.torch import ops
 from anycell.torch.arguments import (
     TORCH,
@@ -25,7 +25,7 @@ from anycell.torch.arguments import (
     check_states,
     check_tensor,
 )
-from anycell.torch.composite import Arrays, Call, Result, States
+from anycell.torch.composite import Arrays, Result, States
 from anycell.torch.entry import autocast
 from anycell.torch.functional import (
     autocast_dtype,
@@ -158,11 +158,13 @@ class Recurrent:
         arrays: Arrays,
         *,
         plan: Plan | None = None,
+        mask: Tensor | None = None,
+        lengths: Lengths | None = None,
+        resets: Tensor | PackedSequence | None = None,
         reset_state: Tensor | States | None = None,
-        masked_output: str = "zero",
         recurrent_mask: Tensor | None = None,
         return_states: bool | str | Sequence[str] | None = None,
-        **flags: Any,
+        **options: Any,
     ) -> tuple[Any, ...]:
         """Runs a cell, and returns the result of the call.
 
@@ -171,8 +173,8 @@ class Recurrent:
             x: as users pass it, checked.
             arrays: states and static by their public names, checked.
             plan: as ``Call`` has it.
-            flags: mask, lengths and resets, which ``sequence`` checks.
-            reset_state, masked_output, recurrent_mask, return_states: as users pass them.
+            mask, lengths, resets, reset_state, recurrent_mask, return_states, options: as users
+                pass them.
         """
         like = parts(x)[0] if isinstance(x, PackedSequence) else x
         if recurrent_mask is not None:
@@ -181,16 +183,17 @@ class Recurrent:
             arrays = {**arrays, "recurrent_mask": recurrent_mask}
         if reset_state is not None:
             arrays = {**arrays, **self._named("reset_state", reset_state, self._rows(x), like)}
-        repeat = masked_output != "zero" and check_masked_output(masked_output)
         wanted = check_return_states(cell, return_states) if return_states else ()
         output, final, others = sequence(
-            self._call(cell, repeat, besides_output(wanted, cell) if wanted else (), plan),
+            self._call(cell, options, besides_output(wanted, cell) if wanted else (), plan),
             x,
             arrays,
             self._weights(),
             batch_first=self.batch_first,
             dropout=self.dropout,
-            **flags,
+            mask=mask,
+            lengths=lengths,
+            resets=resets,
         )
         if not wanted:
             return output, final if len(final) > 1 else final[0]
@@ -215,18 +218,19 @@ class Recurrent:
     def _call(
         self,
         cell: Cell,
-        repeat: bool = False,
+        given: dict[str, Any],
         sequences: tuple[str, ...] = (),
         plan: Plan | None = None,
     ) -> Call:
-        """The arguments of a call of this module besides its tensors."""
+        """The arguments of a call of this module besides its tensors; ``given`` are options."""
         training, seed = self.training, 0
         if training and (ops.draws(cell) if plan is None and compiled() else cell.keeps):
             seed = draw_seed()
         checkpoint, reverse = self.checkpoint, _DIRECTIONS[self.bidirectional]
         if checkpoint is not None:
             check_checkpoint(checkpoint)
-        options = Options(reverse, repeat, training, seed, checkpoint=checkpoint)
+        named = check_options(given) if given else given
+        options = Options(reverse, training=training, seed=seed, checkpoint=checkpoint, **named)
         return Call(cell, self.hidden_size, options, self._sizes, sequences, plan=plan)
 
 
@@ -302,8 +306,7 @@ def _packed(
         tensors["mask"] = packing.mask
     if resets is not None:
         tensors["resets"] = packing.alike("resets", resets, x)
-    # Outputs of masked steps are not read, and repeated ones take no memory of their own.
-    call = call._replace(options=call.options._replace(repeat=True))
+    call = call._replace(options=call.options.unread())
 
     def drop(t: Tensor) -> Tensor:
         return packing.pad(F.dropout(packing.pack(t), dropout))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +14,22 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell.lang.cell import Cell
 from anycell.layer import ENDS, check_checkpoint, parameters
 from anycell.layer.checks import Shape, describe, integer, is_array, number, refuse
+from anycell.plan import CallOptions, Engine, Sizes, takes
 from anycell.torch import ops
 from anycell.torch.arguments import (
     check_device,
     check_layer,
     check_static,
 )
-from anycell.torch.composite import Arrays, Sizes, States
+from anycell.torch.composite import Arrays, States
 from anycell.torch.entry import autocast
-from anycell.torch.functional import Engine, fused_plan, reason
+from anycell.torch.functional import fused_plan, reason
 from anycell.torch.packed import parts
 from anycell.torch.recurrent import Lengths, Recurrent
 from anycell.torch.symbolic import leaf, refuse_script
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class OfCell(nn.Module):
@@ -99,6 +103,7 @@ class OfCell(nn.Module):
         refuse_script(self)
 
 
+@takes()
 class RNN(Recurrent, OfCell):
     r"""Layers of any cell, as ``torch.nn.LSTM`` is layers of one.
 
@@ -133,11 +138,11 @@ class RNN(Recurrent, OfCell):
         reset_state: what resets restore, as ``state``, for instance a learned one. Default: the
             values that the cell declares.
         static: ``[B, H]``, the input per sequence of a cell that declares one.
-        masked_output: "zero" or "repeat" (the held state), what the output is at masked steps.
         recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate, of the size of the first
             state: multiplies it on its way into the recurrent matmul, of all layers and directions.
         return_states: names of states whose values after every step are wanted too, or True for
             all; see ``recurrence`` for what then runs fused.
+        {options}
         output: ``[T, B, D * H]``, laid out as x: the first state of the last layer.
         final state: as ``state``, after each row's last step.
         a third result, if ``return_states``: a dictionary by names of states, each of the last
@@ -205,16 +210,15 @@ class RNN(Recurrent, OfCell):
         resets: Tensor | PackedSequence | None = None,
         reset_state: Tensor | States | None = None,
         static: Tensor | None = None,
-        masked_output: str = "zero",
         recurrent_mask: Tensor | None = None,
         return_states: bool | str | Sequence[str] | None = None,
+        **options: Unpack[CallOptions],
     ) -> tuple[Any, ...]:
         """Output and final state; see the class."""
-        # No argument is for names alone: torch.onnx's older exporter passes all by position.
+        # No array is for names alone: torch.onnx's older exporter passes all by position.
         further: dict[str, Any] = {
             "mask": mask, "lengths": lengths, "resets": resets, "reset_state": reset_state,
-            "masked_output": masked_output, "recurrent_mask": recurrent_mask,
-            "return_states": return_states,
+            "recurrent_mask": recurrent_mask, "return_states": return_states, **options,
         }  # fmt: skip
         if isinstance(x, Proxy):
             return leaf(self, x, state, static=static, **further)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from anycell.layer import Kept, shapes, single
 from anycell.layer.signature import ANY, Shape
-from anycell.plan import Plan
+from anycell.plan import Call, Plan
 from anycell.torch import fused
-from anycell.torch.composite import Arrays, Call, States
+from anycell.torch.composite import Arrays, States
 from anycell.torch.entry import enter
 from anycell.torch.functional import fused_plan, observed, plain
 from anycell.torch.host import HOSTS

@@ -10,13 +10,14 @@ from torch.fx import Proxy
 
 from anycell import cells
 from anycell.lang.cell import Cell
-from anycell.layer import Options, shapes
+from anycell.layer import shapes
+from anycell.plan import Call, Engine, Options
 from anycell.torch import ops, single
 from anycell.torch.arguments import check_states, check_static, check_tensor
-from anycell.torch.composite import Call, States
+from anycell.torch.composite import States
 from anycell.torch.dropin import vendors
 from anycell.torch.entry import autocast
-from anycell.torch.functional import Engine, layer
+from anycell.torch.functional import layer
 from anycell.torch.recurrent import draw_seed, state_names
 from anycell.torch.rnn import OfCell, learned
 from anycell.torch.symbolic import leaf

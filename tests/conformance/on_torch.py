@@ -15,7 +15,8 @@ import anycell.torch as at
 from anycell import cells
 from anycell.layer import Options
 from anycell.numpy.host import numpy_dtype
-from anycell.torch.composite import Call, composite
+from anycell.plan import Call
+from anycell.torch.composite import composite
 from anycell.torch.functional import layer
 from conformance.frontend import Frontend
 from conformance.problem import Array, Arrays, Problem
@@ -109,7 +110,7 @@ def by_function(
     """By the function that all layers go through, of an input to project or one that is."""
 
     def solve(problem: Problem, along: Arrays | None = None) -> Arrays:
-        said = Options(reverse=problem.reverse, repeat=problem.repeat, **options)
+        said = Options(problem.reverse, "repeat" if problem.repeat else "zero", **options)
         others = tuple((n, size) for n, size in problem.sizes.items() if n != "H")
         call = Call(problem.cell, problem.sizes["H"], said, others)
 

@@ -64,6 +64,7 @@ from anycell.lang.cell import RECURRENT
 from anycell.lang.expr import Expr, is_const, topological
 from anycell.lang.ops import is_boolean, is_reduction
 from anycell.plan import (
+    CODES,
     FREE,
     LINE,
     MATMULS,
@@ -809,7 +810,7 @@ class Generator:
     def _hold(self) -> None:
         """A masked step: the states stay, and so do their gradients."""
         b, arg = self.b, self.arg
-        repeat, zero = arg["repeat"].ne(0), constant(0.0, b.vec)
+        repeat, zero = arg["masked_output"].ne(CODES["masked_output"]["zero"]), constant(0.0, b.vec)
         for i, units in enumerate(self.widths):
             with self._vectors(units):
                 if self.backward:

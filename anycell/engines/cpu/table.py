@@ -11,16 +11,17 @@ import functools
 from typing import NamedTuple
 
 from anycell.engines.cpu.ir import Builder, Value
-from anycell.plan import LINE, Plan, arrays, scales_of
+from anycell.plan import CODES, LINE, Plan, arrays, scales_of
 
 # Entries of a kernel's own table that are numbers, not addresses, as are all strides.
-NUMBERS = (
-    "steps batch row_group time time_step units_split workspace_stride training seed stream repeat "
-    "inputs input_block"
-).split()
+NUMBERS = [
+    *"steps batch row_group time time_step units_split workspace_stride seed stream".split(),
+    *"inputs input_block".split(),
+    *CODES,
+]
 ADDRESSES = "barrier yield_to workspace hyper".split()
 # Entries that a kernel reads as the call has them.
-PASSED_ON = "batch row_group units_split hyper training seed repeat".split()
+PASSED_ON = [*"batch row_group units_split hyper seed".split(), *CODES]
 
 
 class Names(NamedTuple):
@@ -47,7 +48,7 @@ class Names(NamedTuple):
             scratch, packed         memory of as many bytes as ``needs`` says, on a cache line
             parts, units_split      written: the threads of the call, and whether they split units
             hyper                   values of the cell's hyperparameters
-            training, seed, stream, repeat    see ``Options``
+            seed, stream            see ``Options``; and each option that has ``codes``
             inputs                  forward: of the ``input`` that the kernel multiplies, else 0
             arrays of the whole call, see ``anycell.plan.arrays``
 
@@ -66,10 +67,11 @@ class Names(NamedTuple):
 def names(plan: Plan, backward: bool) -> Names:
     """The entries of a call, in order."""
     cell = plan.cell
-    shared = (
+    shared = [*CODES]
+    shared += (
         "lay_out directions reverse steps batch begin count origin span whole pack threads "
         "least_work sparse row_group gang scratch packed scratch_bytes packed_bytes parts "
-        "units_split hyper training seed stream repeat inputs"
+        "units_split hyper seed stream inputs"
     ).split()
     each: list[str] = []
     for name, array in arrays(plan, backward).items():

@@ -1,6 +1,6 @@
 """The GPU engine: plans as Triton kernels, on arrays of any framework.
 
-It takes arrays whose addresses a ``Host`` knows, shapes and a stream, and imports no framework;
+It takes arrays whose addresses a ``GpuHost`` knows, shapes and a stream, and imports no framework;
 Triton is imported when the first kernel is built. ``anycell/layer/gpu.py`` makes layers of it.
 
 Three tiers, chosen by ``capacity``:
@@ -25,13 +25,13 @@ from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.resident import print_resident
 from anycell.engines.gpu.step import Step, print_step
 from anycell.engines.gpu.steps import run_plainly
-from anycell.engines.gpu.text import Form, Printed, symbol
+from anycell.engines.gpu.text import Printed, Variant, symbol
 from anycell.plan import Plan
 
 Array = Any
 
 
-class Host(Protocol):
+class GpuHost(Protocol):
     """The operations of a framework that the engine needs, on arrays of a device.
 
     Arrays slice and assign as NumPy's do (``a[i:j] = b`` rounds to the dtype of ``a``), and have
@@ -59,7 +59,7 @@ class Host(Protocol):
     tf32: bool
     limits: Device | None
     tier: int | None
-    replay: Callable[[Step, Call], None] | None
+    replay: Callable[[Step, Work], None] | None
     trouble: Array
     patience: int
     exchange: str
@@ -151,7 +151,7 @@ class Span(NamedTuple):
         first = min(first, first + self.sign * (steps - 1))
         return self.array[first : first + steps, :, self.column : self.column + width]
 
-    def values(self, name: str, host: Host) -> dict[str, Any]:
+    def values(self, name: str, host: GpuHost) -> dict[str, Any]:
         """The arguments of kernels."""
         time, row = host.strides(self.array)[:2]
         start = self.first * time + self.column
@@ -159,7 +159,7 @@ class Span(NamedTuple):
         return {**arguments, f"{name}__b": row}
 
 
-class Call(NamedTuple):
+class Work(NamedTuple):
     """A call of a step's kernels over some steps.
 
     Attributes:
@@ -171,9 +171,9 @@ class Call(NamedTuple):
             in / heads]``, of the outputs that the cell uses.
     """
 
-    host: Host
+    host: GpuHost
     plan: Plan
-    form: Form
+    variant: Variant
     values: dict[str, Any]
     spans: Mapping[str, Span]
     weights: Sequence[Array]
@@ -191,7 +191,7 @@ class Call(NamedTuple):
             arguments |= span.values(name, self.host)
         return {symbol(name): value for name, value in arguments.items()}
 
-    def part(self, begin: int, steps: int, turn: int) -> Call:
+    def part(self, begin: int, steps: int, turn: int) -> Work:
         """The call of some of the steps, after ``turn`` turns."""
         spans = {n: s._replace(first=s.first + s.sign * begin) for n, s in self.spans.items()}
         draws = self.draws
@@ -215,36 +215,36 @@ def grid(printed: Printed, plan: Plan, batch: int) -> tuple[int, int]:
     return -(-batch // rows), -(-plan.sizes[printed.size] // lanes)
 
 
-def run(kernels: Step | Printed, call: Call) -> int:
+def run(kernels: Step | Printed, work: Work) -> int:
     """Runs a call; the turns by which buffers that take turns (``turn``) have moved on."""
     if isinstance(kernels, Printed):
-        if kernels.cooperative and call.form.by_data:
-            _blank(call)
-        if kernels.cooperative and call.host.limits is None:
-            return _run_interpreted(kernels, call)
-        call.launch(kernels, call.all_values())(0)
+        if kernels.cooperative and work.variant.by_data:
+            _blank(work)
+        if kernels.cooperative and work.host.limits is None:
+            return _run_interpreted(kernels, work)
+        work.launch(kernels, work.all_values())(0)
         return 1
-    (call.host.replay or run_plainly)(kernels, call)
-    return call.steps + call.form.backward
+    (work.host.replay or run_plainly)(kernels, work)
+    return work.steps + work.variant.backward
 
 
-def _blank(call: Call) -> None:
+def _blank(work: Work) -> None:
     """Makes what programs will tell each other look as if it were not there yet."""
-    backward = call.form.backward
-    for name, width in exchanged(call.plan, backward).items():
+    backward = work.variant.backward
+    for name, width in exchanged(work.plan, backward).items():
         # A step forward writes the state after it, which is that before the next one.
-        call.host.blank(call.spans[name].over(0 if backward else 1, call.steps, width))
+        work.host.blank(work.spans[name].over(0 if backward else 1, work.steps, width))
 
 
-def _run_interpreted(kernel: Printed, call: Call) -> int:
+def _run_interpreted(kernel: Printed, work: Work) -> int:
     """Tier 2, one step per launch: the interpreter runs one program after the other, and none may
     wait for a later one. The last launch collects what the last step owes.
     """
-    for t in range(call.steps + call.form.backward):
-        part = call.part(t, int(t < call.steps), call.values["turn"] + t)
-        part.values.update(behind=int(t > 0), close=int(t == call.steps))
+    for t in range(work.steps + work.variant.backward):
+        part = work.part(t, int(t < work.steps), work.values["turn"] + t)
+        part.values.update(behind=int(t > 0), close=int(t == work.steps))
         part.launch(kernel, part.all_values())(0)
-    return call.steps + call.form.backward
+    return work.steps + work.variant.backward
 
 
 def sources(plan: Plan, backward: bool) -> Iterator[str]:
@@ -255,21 +255,21 @@ def sources(plan: Plan, backward: bool) -> Iterator[str]:
     cards = capacity.DEVICES
     for passes in (False, True)[: 1 + backward]:
         biases = tuple(l.bias and not passes for l in plan.cell.linears)
-        form = Form(passes, keep=not passes, draw=bool(plan.cell.keeps), biases=biases)
-        for stage in print_step(plan, form).stages:
+        variant = Variant(passes, keep=not passes, draw=bool(plan.cell.keeps), biases=biases)
+        for stage in print_step(plan, variant).stages:
             yield from (kernel.source for kernel in stage.kernels)
         choices = [capacity.choose(plan, card, passes) for card in cards]
         for tier in (1, 2):
             choice = next((c for c in choices if c.tier == tier), None)
             if choice is not None:
-                yield print_whole(plan, form, choice).source
+                yield print_whole(plan, variant, choice).source
 
 
-def print_whole(plan: Plan, form: Form, choice: Choice) -> Printed:
+def print_whole(plan: Plan, variant: Variant, choice: Choice) -> Printed:
     """The kernel of all steps, in tier 1 or 2."""
     if choice.part is not None:
-        return print_cooperative(plan, form, choice.part, choice.precision)
-    return print_resident(plan, form, choice.warps, choice.precision)
+        return print_cooperative(plan, variant, choice.part, choice.precision)
+    return print_resident(plan, variant, choice.warps, choice.precision)
 
 
-__all__ = ["Call", "Form", "Host", "Refused", "Span", "grid", "print_whole", "run", "sources"]
+__all__ = ["Work", "Variant", "GpuHost", "Refused", "Span", "grid", "print_whole", "run", "sources"]

@@ -27,7 +27,7 @@ from typing import Any
 
 from anycell.engines.cpu.jit import cache_directory, enabled
 from anycell.engines.gpu.refusals import Refused
-from anycell.engines.gpu.text import Form, Printed
+from anycell.engines.gpu.text import Printed, Variant
 
 OLDEST = (3, 3)  # release of Triton; PyTorch 2.7 brings it
 # Arguments that Triton may add at the end of a kernel: scratch memory, and that of its profiler.
@@ -117,7 +117,7 @@ def _probe() -> Printed:
 
     zoneout = plan(cells.ZoneoutLSTM, 16, "float16", "gpu")
     choice = gpu.capacity.choose(zoneout, None, tier=2)
-    return gpu.print_whole(zoneout, Form(draw=True, biases=(True,)), choice)
+    return gpu.print_whole(zoneout, Variant(draw=True, biases=(True,)), choice)
 
 
 def interpreted() -> bool:

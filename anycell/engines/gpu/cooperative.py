@@ -20,7 +20,7 @@ The programs of some rows are a group. Groups share nothing, so few programs mee
 **The exchange.** h goes through the sequence of hidden states, gradients through those of the
 gates: a step reads the slot that the one before has written, and no slot is written twice in a
 launch. The loads bypass the first-level cache, which has nothing to gain from what is read once.
-There are two ways to know that a slot is there, ``Host.exchange``:
+There are two ways to know that a slot is there, ``GpuHost.exchange``:
 
 *Flags.* Each program has two flags, for alternate steps; it sets one to the number of steps that it
 has done. Two are enough: to set a flag again, a program must have seen all others finish the step
@@ -64,7 +64,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from anycell.engines.gpu.resident import LEAST, NEXT, Loop
-from anycell.engines.gpu.text import Form, Printed, Where, plus, power_of_two
+from anycell.engines.gpu.text import Printed, Variant, Where, plus, power_of_two
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
 from anycell.lang.ops import is_reduction
@@ -93,11 +93,13 @@ class Slice(NamedTuple):
 CHAINS = 4  # of matrix instructions between which a warp alternates
 
 
-def print_cooperative(plan: Plan, form: Form, part: Slice, precision: str = "ieee") -> Printed:
+def print_cooperative(
+    plan: Plan, variant: Variant, part: Slice, precision: str = "ieee"
+) -> Printed:
     """The kernel of a plan, for programs that own such slices, whose dots of float32 multiply like
     that.
     """
-    return _Slice(plan, form, part, precision).printed()._replace(cooperative=True)
+    return _Slice(plan, variant, part, precision).printed()._replace(cooperative=True)
 
 
 def exchanged(plan: Plan, backward: bool) -> dict[str, int]:
@@ -134,20 +136,20 @@ def refusal(plan: Plan) -> str | None:
 class _Slice(Loop):
     name, shared = "cooperative", True
 
-    def __init__(self, plan: Plan, form: Form, part: Slice, precision: str) -> None:
-        super().__init__(plan, form, part.warps, precision, (part.rows, part.units), False)
+    def __init__(self, plan: Plan, variant: Variant, part: Slice, precision: str) -> None:
+        super().__init__(plan, variant, part.warps, precision, (part.rows, part.units), False)
         self.chunk, self.ahead, self.held = part.chunk, part.ahead, part.held
         self.pair = max(1, 4 // plan.itemsize)  # numbers of a thread's register
         self.programs = -(-plan.hidden_size // part.units)  # of a group
         # Where data are flags: numbers of a word, what Triton calls it, and how to look at words.
-        self.in_word = 2 if form.by_data and self.half and plan.hidden_size % 2 == 0 else 1
+        self.in_word = 2 if variant.by_data and self.half and plan.hidden_size % 2 == 0 else 1
         self.word = "tl.uint16" if self.half and self.in_word == 1 else "tl.uint32"
         self.looks: dict[str, str] = {}
 
     @property
     def turns(self) -> str:
         """The number of turns of the loop, backward."""
-        return f"count + {self.argument('close', 'i32')}" if self.form.backward else "count"
+        return f"count + {self.argument('close', 'i32')}" if self.variant.backward else "count"
 
     def padded(self, size: str) -> int:
         """Units of the tile."""
@@ -158,7 +160,7 @@ class _Slice(Loop):
         """First output and number of those that are multiplied at once. Forward, these lie side by
         side in a matrix, 6 of them as 4 and 2; backward their units are one k.
         """
-        if self.form.backward:
+        if self.variant.backward:
             return [(0, len(l.outputs))]
         bundles, first = [], 0
         for bit in reversed(range(len(l.outputs).bit_length())):
@@ -169,12 +171,12 @@ class _Slice(Loop):
 
     def chunks(self, l: Linear) -> range:
         """The first k of the chunks."""
-        outputs = len(l.outputs) if self.form.backward else 1
+        outputs = len(l.outputs) if self.variant.backward else 1
         return range(0, outputs * self.plan.hidden_size, self.chunk)
 
     def columns(self, count: int) -> int:
         """Columns of a matmul of ``count`` outputs."""
-        return self.width if self.form.backward else self.width * count
+        return self.width if self.variant.backward else self.width * count
 
     def load_weights(self) -> None:
         """Loads this slice's part of the weights, for each chunk ``[warps, columns, k]``."""
@@ -200,9 +202,9 @@ class _Slice(Loop):
     def _load_part(self, k: int, l: Linear, first: int, count: int, start: int, held: bool) -> None:
         h, columns, outputs = self.plan.hidden_size, self.columns(count), len(l.outputs)
         column, lanes = self._spread(columns, held)
-        i, size = f"({plus(start, lanes)})", h * (outputs if self.form.backward else 1)
+        i, size = f"({plus(start, lanes)})", h * (outputs if self.variant.backward else 1)
         width = h // l.heads
-        if self.form.backward:
+        if self.variant.backward:
             # From the transposed weight: units of h, and k over all units of all outputs.
             o = f"(tl.program_id(1) * {self.width} + {column})"
             inside, where = f"({o} < {h})", f"{o} * {outputs * width} + {i}"
@@ -232,7 +234,7 @@ class _Slice(Loop):
             value = self._arrived(
                 f"{operand}_{start}", [f"{operand}_{s}" for s in starts[: self.ahead]]
             )
-            if n == 0 and not self.form.by_data:
+            if n == 0 and not self.variant.by_data:
                 # The assembler would issue some of them after the first matmuls, to save registers,
                 # and each of these would wait for another trip to the second-level cache.
                 self.say("tl.debug_barrier()")
@@ -300,7 +302,7 @@ class _Slice(Loop):
         """
         first, all_ = start // self.in_word, size // self.in_word
         inside = f"{first} + {self._their_lanes()} < {all_}" if start + self.chunk > size else ""
-        if self.form.by_data:
+        if self.variant.by_data:
             self.looks[name] = f"look({plus(first, at)}, {inside or None})"
             self.once(f"{name}_words", self.looks[name])
         else:
@@ -311,7 +313,7 @@ class _Slice(Loop):
         """A chunk of h, and what resets put in its place."""
         h = self.plan.hidden_size
         self._fetch(f"h_{start}", self._place_h(), start, h)
-        if self.form.resets:
+        if self.variant.resets:
             rows, (_, lanes) = self._their_rows(), self._spread(self.rows)
             reset = self.once("their_reset", self.flags("resets", rows=rows, mask="is_theirs"))
             restored = self.of_state("reset_state", 0)
@@ -348,7 +350,7 @@ class _Slice(Loop):
     # -- the exchange ----------------------------------------------------------------------------
     def _words(self, place: str) -> str:
         """The address of words, if data are flags."""
-        return f"({place}).to(tl.pointer_type({self.word}))" if self.form.by_data else place
+        return f"({place}).to(tl.pointer_type({self.word}))" if self.variant.by_data else place
 
     def _arrived(self, name: str, together: list[str]) -> str:
         """A chunk that has been fetched, with resets; where data are flags, the program looks again
@@ -392,14 +394,14 @@ class _Slice(Loop):
 
     def store_gradient(self, name: str, column: int, value: str, size: str) -> None:
         """Stores it as all kernels do, or for the other programs."""
-        if self.form.by_data and name in exchanged(self.plan, True):
+        if self.variant.by_data and name in exchanged(self.plan, True):
             self._send(name, "t", "", column, self.valid(value))
         else:
             super().store_gradient(name, column, value, size)
 
     def store_state(self, i: int) -> None:
         """Stores it as all kernels do, or for the other programs."""
-        if self.form.by_data and i == 0:
+        if self.variant.by_data and i == 0:
             self._send("hidden", "t + 1", "_after", 0, f"after_{self.cell.states[0].name}")
         else:
             super().store_state(i)
@@ -413,7 +415,7 @@ class _Slice(Loop):
     @property
     def early(self) -> frozenset[str]:
         """Backward, too: what a step reads, except what the step after it has written."""
-        if not self.form.backward:
+        if not self.variant.backward:
             return super().early
         return frozenset({"mask", "resets", "d_output", "saved", "gates", *self.sequences})
 
@@ -452,7 +454,7 @@ class _Slice(Loop):
 
         Every thread has a lane of its own: lanes beyond the programs look at this program's flag.
         """
-        if self.form.by_data:
+        if self.variant.by_data:
             return
         done, patience = self.argument("done", "i32"), self.argument("patience", "i64")
         lanes = f"tl.arange(0, {power_of_two(self.programs, 32 * self.warps)})"
@@ -474,7 +476,7 @@ class _Slice(Loop):
         self.once("gathered", self._gather())
         self.say("gathered = tl.where(is_before, gathered, 0.0)")
         self.hand_over("gathered")
-        if self.form.resets:
+        if self.variant.resets:
             # The step before may have begun with a reset: then it goes to what that restored.
             self.once("diverted", self.flags("resets", "t - 1", "is_before"))
             self.say(f"restored_{h} += tl.where(diverted, gathered, 0.0)")
@@ -487,10 +489,10 @@ class _Slice(Loop):
 
     def publish(self) -> None:
         """For the other programs of these rows, if flags say so."""
-        if self.form.by_data:
+        if self.variant.by_data:
             return
         text = f"publish({self._flag('done + t', 'tl.program_id(1)')}, done + t + 1)"
-        if not self.form.backward:
+        if not self.variant.backward:
             self.say(text)
             return
         self.say("if t < count:")
@@ -501,7 +503,7 @@ class _Slice(Loop):
         """Backward, one more turn than there are steps collects what the last one owes: in that
         turn there are no rows.
         """
-        if self.form.backward:
+        if self.variant.backward:
             self.say("is_row = (rows < batch) & (rows * 0 + t < count)")
             self.say("in_H = is_row & is_H")
 
@@ -516,7 +518,7 @@ class _Slice(Loop):
 
     def after_steps(self) -> None:
         """All rows are there again."""
-        if self.form.backward:
+        if self.variant.backward:
             self.say("is_row = rows < batch")
             self.say("in_H = is_row & is_H")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from anycell.engines.gpu.capacity import Choice, Device
-from anycell.engines.gpu.text import Form, Printed
+from anycell.engines.gpu.text import Printed, Variant
 from anycell.plan import Plan
 
 
@@ -34,21 +34,21 @@ class Refusal(NamedTuple):
 
     Attributes:
         device: which one has refused.
-        plan, form, choice: what the kernel is of.
+        plan, variant, choice: what the kernel is of.
         instead: the choice that takes its place.
         why, programs: as in ``Refused``.
     """
 
     device: Device
     plan: Plan
-    form: Form
+    variant: Variant
     choice: Choice
     instead: Choice | None
     why: str
     programs: int
 
     def __str__(self) -> str:
-        way = "backward" if self.form.backward else "forward"
+        way = "backward" if self.variant.backward else "forward"
         text = f"{self.device.name} refused {self.choice}, {way}: {self.why}"
         return text if self.instead is None else f"{text}; next comes {self.instead}"
 

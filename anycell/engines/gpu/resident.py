@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from anycell.engines.gpu.text import Form, Printed, Text, apart, keeps, power_of_two
+from anycell.engines.gpu.text import Printed, Text, Variant, apart, keeps, power_of_two
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
 from anycell.plan import Plan, gradient_roots
@@ -27,11 +27,13 @@ STEP, FIRST, NEXT, TURN = "{t}", "@first", "@next", "@turn"
 LEAST = 16  # rows and units of the smallest matrices that the matrix units take
 
 
-def print_resident(plan: Plan, form: Form, warps: int = 4, precision: str = "ieee") -> Printed:
+def print_resident(
+    plan: Plan, variant: Variant, warps: int = 4, precision: str = "ieee"
+) -> Printed:
     """The kernel of a plan, for programs of ``warps`` warps, whose dots of float32 have that
     ``precision``.
     """
-    return Loop(plan, form, warps, precision).printed()
+    return Loop(plan, variant, warps, precision).printed()
 
 
 class Loop(Text):
@@ -43,23 +45,23 @@ class Loop(Text):
     def __init__(
         self,
         plan: Plan,
-        form: Form,
+        variant: Variant,
         warps: int,
         precision: str,
         tile: tuple[int, int] = (LEAST, LEAST),
         whole: bool = True,
     ) -> None:
-        super().__init__(plan, form, tile, whole)
+        super().__init__(plan, variant, tile, whole)
         self.warps, self.precision = warps, precision
         self.linears = plan.cell.linears
         self.loads: dict[str, str] = {}  # a step early, and what they are called then
-        keep = form.keep and not form.backward
+        keep = variant.keep and not variant.backward
         self.kept = [*plan.saved, *plan.saved_rows] if keep else []
         self.kind = f"tl.{self.io.name}"
 
     def printed(self) -> Printed:
         """The whole kernel."""
-        way = "backward" if self.form.backward else "forward"
+        way = "backward" if self.variant.backward else "forward"
         self.begin()
         self.argument("count", "i32")
         self.argument("turn", "i32")
@@ -68,7 +70,7 @@ class Loop(Text):
             self.units(size)
             self.once(f"zero_{size}", f"tl.zeros([{self.rows}, {self.padded(size)}], tl.float32)")
         self.load_weights()
-        (self._backward if self.form.backward else self._forward)()
+        (self._backward if self.variant.backward else self._forward)()
         self._say_early()
         about = f"{self.cell.name}, {way}, all steps: {self.plan.hidden_size} units, "
         kernel = self.finish(f"{way}_{self.name}", f"{about}{self.plan.dtype}.")
@@ -92,7 +94,7 @@ class Loop(Text):
     @property
     def early(self) -> frozenset[str]:
         """Arrays whose numbers of the next step are loaded during this one."""
-        return frozenset() if self.form.backward else frozenset({"gates", "mask", "resets"})
+        return frozenset() if self.variant.backward else frozenset({"gates", "mask", "resets"})
 
     def row(self, name: str, step: str = "t", wide: bool = False, tag: str = "") -> str:
         """The address of the tile's first row in an array over time."""
@@ -151,7 +153,7 @@ class Loop(Text):
     def _load_weight(self, k: int, l: Linear, output: str) -> None:
         """One output's weights: ``[in, out]`` forward, ``[out, in]`` backward."""
         out, into = self.plan.sizes[l.out_size], self.plan.sizes[l.in_size]
-        axes = ("[:, None]", "[None, :]") if self.form.backward else ("[None, :]", "[:, None]")
+        axes = ("[:, None]", "[None, :]") if self.variant.backward else ("[None, :]", "[:, None]")
         o = self.once(f"out_{l.out_size}", f"tl.arange(0, {self.padded(l.out_size)}){axes[0]}")
         i = self.once(f"into_{l.in_size}", f"tl.arange(0, {self.padded(l.in_size)}){axes[1]}")
         n, weight = l.outputs.index(output), self.array(f"weight{k}")
@@ -179,20 +181,20 @@ class Loop(Text):
 
     def is_leaf(self, node: Expr) -> bool:
         """Matmuls are computed here, from values like others."""
-        products = ("linear_t",) if self.form.backward else ("linear", "preact")
+        products = ("linear_t",) if self.variant.backward else ("linear", "preact")
         return super().is_leaf(node) if node.op not in products else node in self.names
 
     def product(self, node: Expr) -> tuple[str, str]:
         """An output of a matmul forward; backward what reaches the operand."""
         k = self.numbers[node.attrs[0]]
         l = self.linears[k]
-        if self.form.backward:
+        if self.variant.backward:
             return f"d_{l.name}", self._transposed(k, l)
         output = node.attrs[1]
         text = self.multiply(k, l, output, node)
         if node.op == "preact":
             return f"a_{output}", f"{self.before(node)} + {text}"
-        if self.form.biases[k]:
+        if self.variant.biases[k]:
             text += f" + b{k}_{output}"
         return f"r_{output}" if output != l.name else output, text
 
@@ -201,30 +203,32 @@ class Loop(Text):
         k, gate = self.numbers[node.attrs[0]], node.attrs[1]
         column = self.cell.gates.index(gate) * self.plan.hidden_size
         x = self.load(self.at(self.row("gates"), column, "H"), "H")
-        bias = f" + bias_{gate}" if self.form.input_bias or self.form.biases[k] else ""
+        bias = f" + bias_{gate}" if self.variant.input_bias or self.variant.biases[k] else ""
         return self.once(f"x_{gate}", x + bias)
 
     def projected(self, gate: str) -> str:
         """The input projection of a gate, with its bias."""
         column = self.cell.gates.index(gate) * self.plan.hidden_size
         text = self.load(self.at(self.row("gates"), column, "H"), "H")
-        return f"{text} + bias_ih_{gate}" if self.form.input_bias else text
+        return f"{text} + bias_ih_{gate}" if self.variant.input_bias else text
 
     def _load_biases(self) -> None:
         """Brings all biases on chip, for a gate that sums two of them as one."""
-        form, nodes = self.form, topological(self.cell.next)
+        variant, nodes = self.variant, topological(self.cell.next)
         gates = dict.fromkeys(n.attrs[-1] for n in nodes if n.op in ("x", "preact"))
-        for gate in gates if form.input_bias else ():
+        for gate in gates if variant.input_bias else ():
             column = self.cell.gates.index(gate) * self.plan.hidden_size
             self.once(f"bias_ih_{gate}", self.load_units("bias_ih", "H", column))
         for k, l in enumerate(self.linears):
-            for output in l.outputs if form.biases[k] else ():
+            for output in l.outputs if variant.biases[k] else ():
                 column = l.declared.index(output) * self.plan.sizes[l.out_size]
                 self.once(f"b{k}_{output}", self.load_units(l.bias_name, l.out_size, column))
         for node in nodes:
             if node.op == "preact":
                 k, gate = self.numbers[node.attrs[0]], node.attrs[1]
-                terms = [f"bias_ih_{gate}"] * form.input_bias + [f"b{k}_{gate}"] * form.biases[k]
+                terms = [f"bias_ih_{gate}"] * variant.input_bias + [
+                    f"b{k}_{gate}"
+                ] * variant.biases[k]
                 if terms:
                     self.once(f"bias_{gate}", " + ".join(terms))
 
@@ -243,7 +247,7 @@ class Loop(Text):
 
     # -- forward ---------------------------------------------------------------------------------
     def _forward(self) -> None:
-        cell, form = self.cell, self.form
+        cell, variant = self.cell, self.variant
         self._load_biases()
         self._constants(cell.next)
         for i, s in enumerate(cell.states):
@@ -257,7 +261,7 @@ class Loop(Text):
         with self.indented():
             self._flags()
             for i, s in enumerate(cell.states):
-                if form.resets:
+                if variant.resets:
                     self.say(f"s_{s.name} = tl.where(reset, {self._restored(i)}, s_{s.name})")
                 self._know(Expr("state", (), (s.name,)), f"s_{s.name}")
             self.before_wait()
@@ -269,7 +273,7 @@ class Loop(Text):
         self.end()
 
     def _step(self) -> None:
-        cell, form, plan = self.cell, self.form, self.plan
+        cell, variant, plan = self.cell, self.variant, self.plan
         saved = self.kept
         states = list(zip(cell.states, cell.next, strict=True))
         self.evaluate([*cell.next, *saved], {n: f"{s.name}_new" for s, n in states})
@@ -282,13 +286,13 @@ class Loop(Text):
             self.say(f"after_{h.name} = after_{h.name}.to({self.kind}).to(tl.float32)")
         self.store_state(0)
         self.publish()
-        if form.apart:
+        if variant.apart:
             out = self.valid(self.value(cell.next[0]))
             self.store(self.at(self.row("out"), 0, h.size), out, h.size)
         self.store_saved(saved)
         for i, s in enumerate(cell.states):
             self.say(f"s_{s.name} = after_{s.name}")
-            if i and keeps(plan, form, i):
+            if i and keeps(plan, variant, i):
                 self.store_state(i)
 
     def store_state(self, i: int) -> None:
@@ -336,9 +340,9 @@ class Loop(Text):
 
     # -- what both passes share ------------------------------------------------------------------
     def _flags(self) -> None:
-        if self.form.mask:
+        if self.variant.mask:
             self.once("valid", self.flags("mask"))
-        if self.form.resets:
+        if self.variant.resets:
             self.once("reset", self.flags("resets"))
 
     def _restored(self, i: int) -> str:
@@ -363,12 +367,12 @@ class Loop(Text):
 
     # -- backward --------------------------------------------------------------------------------
     def _backward(self) -> None:
-        cell, form, g = self.cell, self.form, self.plan.gradients
+        cell, variant, g = self.cell, self.variant, self.plan.gradients
         roots = gradient_roots(cell, g)
         self._constants(roots)
         for i, s in enumerate(cell.states):
             self.say(f"g_{s.name} = {self.load(self._gradient(i, 'turn'), s.size, wide=True)}")
-            if form.resets:
+            if variant.resets:
                 self.say(f"restored_{s.name} = {self.load(self._reset_sum(i), s.size, wide=True)}")
         totals = {f"sum_p_{name}": d for name, d in g.param.items()}
         if g.static is not None:
@@ -381,7 +385,7 @@ class Loop(Text):
         with self.indented():
             self.begin_step()
             self._flags()
-            operands = [l.operand for l in self.linears if apart(self.plan, form, l)]
+            operands = [l.operand for l in self.linears if apart(self.plan, variant, l)]
             self.wait_backward([*roots, *operands])
             self.evaluate([*roots, *operands], self.labels())
             self.store_gradients(set(self._sizes()), inside=True)
@@ -397,15 +401,15 @@ class Loop(Text):
 
     def _carry(self, i: int) -> None:
         """The gradient of state i, for the step before."""
-        s, form = self.cell.states[i], self.form
+        s, variant = self.cell.states[i], self.variant
         parts = [f"zero_{s.size} + {self.value(self.plan.gradients.state[s.name])}"]
         for k, l in enumerate(self.linears):
             if l.operand is Expr("state", (), (s.name,)) and not self.shared:
                 parts.append(self._transposed(k, l))
-        held = self._upstream(0) if i == 0 and form.repeat else f"g_{s.name}"
+        held = self._upstream(0) if i == 0 and variant.mask and not variant.apart else f"g_{s.name}"
         new = self.live(self.valid(" + ".join(parts), held), f"g_{s.name}")
         self.say(f"g_{s.name} = {new}")
-        if form.resets:
+        if variant.resets:
             self.say(f"restored_{s.name} += tl.where(reset, g_{s.name}, 0.0)")
             self.say(f"g_{s.name} = tl.where(reset, 0.0, g_{s.name})")
 
@@ -414,7 +418,7 @@ class Loop(Text):
         h, params = self.plan.hidden_size, len(self.plan.gradients.param)
         for i, s in enumerate(self.cell.states):
             self.store(self._gradient(i, "turn + 1"), f"g_{s.name}", s.size)
-            if self.form.resets:
+            if self.variant.resets:
                 self.store(self._reset_sum(i), f"restored_{s.name}", s.size)
         for n, name in enumerate(totals):
             if name == "sum_static":
@@ -451,7 +455,7 @@ class Loop(Text):
         (name,) = node.attrs
         i, size = self.states[name], self.cell.states[self.states[name]].size
         text = self.load(self.at(self.row(self.sequences[i]), 0, size), size)
-        if self.form.resets:
+        if self.variant.resets:
             text = f"tl.where(reset, {self._restored(i)}, {text})"
         return f"s_{name}", text
 
@@ -462,7 +466,7 @@ class Loop(Text):
             return f"g_{name}"
         size = self.cell.states[0].size
         dy = self.load(self.at(self.row("d_output"), 0, size), size)
-        return self.once(f"d_{name}", f"g_{name} + {self.valid(dy) if self.form.apart else dy}")
+        return self.once(f"d_{name}", f"g_{name} + {self.valid(dy) if self.variant.apart else dy}")
 
     def load_grad(self, node: Expr) -> tuple[str, str]:
         """The gradient that reaches a new state."""

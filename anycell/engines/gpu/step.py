@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 from anycell.engines.gpu.text import (
     NUMBERS,
-    Form,
     Printed,
     Text,
+    Variant,
     Where,
     apart,
     keeps,
@@ -78,30 +78,34 @@ class Step(NamedTuple):
         return (*(kernel for stage in self.stages for kernel in stage.kernels), *self.close)
 
 
-def staged(plan: Plan, form: Form, linear: Linear) -> bool:
+def staged(plan: Plan, variant: Variant, linear: Linear) -> bool:
     """Whether a matmul's operand (backward: its gradient) is computed inside the step.
 
     A state is at hand before the step, unless a reset may replace it.
     """
     inside = linear.operand.op != "state"
-    return inside if form.backward else inside or form.resets
+    return inside if variant.backward else inside or variant.resets
 
 
-def multiplied(plan: Plan, form: Form, linear: Linear) -> bool:
+def multiplied(plan: Plan, variant: Variant, linear: Linear) -> bool:
     """Whether a pass has this matmul. The backward pass has none where nothing behind the operand
     wants a gradient.
     """
-    return not (form.backward and staged(plan, form, linear)) or linear.name in plan.carried_back
+    return (
+        not (variant.backward and staged(plan, variant, linear)) or linear.name in plan.carried_back
+    )
 
 
-def print_step(plan: Plan, form: Form) -> Step:
+def print_step(plan: Plan, variant: Variant) -> Step:
     """The kernels of a plan."""
     table = {DONE: "i64"}
-    levels, roots = _levels(plan, form), _roots(plan, form)
+    levels, roots = _levels(plan, variant), _roots(plan, variant)
     depth = max((levels[root] for root in roots), default=0)
     numbers = {l.name: k for k, l in enumerate(plan.cell.linears)}
     level_of = {
-        numbers[node.attrs[0]]: level for node, level in levels.items() if _is_product(node, form)
+        numbers[node.attrs[0]]: level
+        for node, level in levels.items()
+        if _is_product(node, variant)
     }
     stages = []
     for s in range(depth + 1):
@@ -109,25 +113,27 @@ def print_step(plan: Plan, form: Form) -> Step:
         # Those whose operands this stage computes.
         ahead = [plan.cell.linears[k] for k in sorted(level_of) if level_of[k] == s + 1]
         last = s == depth
-        side = "out_size" if form.backward else "in_size"
+        side = "out_size" if variant.backward else "in_size"
         sizes = dict.fromkeys(getattr(l, side) for l in ahead)
         if last:
             sizes |= dict.fromkeys(state.size for state in plan.cell.states)
-            sizes |= dict.fromkeys(size for size, _ in _kept(plan, form))
-            sizes |= dict.fromkeys(["H"] if form.backward else [])
-            sizes |= dict.fromkeys(_operand_sizes(plan, form))
-            sizes |= dict.fromkeys(l.out_size for l in plan.cell.linears if form.backward)
+            sizes |= dict.fromkeys(size for size, _ in _kept(plan, variant))
+            sizes |= dict.fromkeys(["H"] if variant.backward else [])
+            sizes |= dict.fromkeys(_operand_sizes(plan, variant))
+            sizes |= dict.fromkeys(l.out_size for l in plan.cell.linears if variant.backward)
         kernels = [
-            _Kernel(plan, form, size, [l for l in ahead if getattr(l, side) == size], last, table)
+            _Kernel(
+                plan, variant, size, [l for l in ahead if getattr(l, side) == size], last, table
+            )
             for size in sizes
         ]
         where = f"stage {s + 1} of {depth + 1}" if depth else "one step"
         printed = (kernel.printed(f"step_{s}_{kernel.of}", where) for kernel in kernels)
         stages.append(Stage(matmuls, tuple(k for k in printed if k is not None)))
     close = []
-    if form.backward:
+    if variant.backward:
         for size in dict.fromkeys(state.size for state in plan.cell.states):
-            close.append(_Kernel(plan, form, size, [], False, table).closing(f"close_{size}"))
+            close.append(_Kernel(plan, variant, size, [], False, table).closing(f"close_{size}"))
     return Step(tuple(stages), tuple(close), tuple(table.items()))
 
 
@@ -160,45 +166,45 @@ def _small(name: str, about: str, arguments: dict[str, str], lines: list[str]) -
     return Printed(name, text, tuple(arguments.items()), (1, 1), "", 1)
 
 
-def _is_product(node: Expr, form: Form) -> bool:
+def _is_product(node: Expr, variant: Variant) -> bool:
     """Whether a matmul computes the value in this pass; products of the other pass are saved."""
-    return node.op == "linear_t" if form.backward else node.op in ("linear", "preact")
+    return node.op == "linear_t" if variant.backward else node.op in ("linear", "preact")
 
 
-def _roots(plan: Plan, form: Form) -> list[Expr]:
-    if form.backward:
+def _roots(plan: Plan, variant: Variant) -> list[Expr]:
+    if variant.backward:
         return gradient_roots(plan.cell, plan.gradients)
-    return [*plan.cell.next, *((*plan.saved, *plan.saved_rows) if form.keep else ())]
+    return [*plan.cell.next, *((*plan.saved, *plan.saved_rows) if variant.keep else ())]
 
 
-def _levels(plan: Plan, form: Form) -> dict[Expr, int]:
+def _levels(plan: Plan, variant: Variant) -> dict[Expr, int]:
     """For every node the stage that first can compute it."""
-    text = Text(plan, form, (1, 1), False)
+    text = Text(plan, variant, (1, 1), False)
     linears = {l.name: l for l in plan.cell.linears}
     level: dict[Expr, int] = {}
 
     def leaf(node: Expr) -> bool:
-        if not _is_product(node, form):
+        if not _is_product(node, variant):
             return text.is_leaf(node)
-        return not form.backward and not staged(plan, form, linears[node.attrs[0]])
+        return not variant.backward and not staged(plan, variant, linears[node.attrs[0]])
 
-    for node in topological(_roots(plan, form), Where(leaf)):
+    for node in topological(_roots(plan, variant), Where(leaf)):
         if leaf(node):
             level[node] = 0
         else:
             below = max((level[arg] for arg in node.args), default=0)
-            level[node] = below + _is_product(node, form)
+            level[node] = below + _is_product(node, variant)
     return level
 
 
-def _operand_sizes(plan: Plan, form: Form) -> Iterable[str]:
+def _operand_sizes(plan: Plan, variant: Variant) -> Iterable[str]:
     """Sizes of the operands that the backward pass writes, for the gradients of the weights."""
-    return (l.in_size for l in plan.cell.linears if form.backward and apart(plan, form, l))
+    return (l.in_size for l in plan.cell.linears if variant.backward and apart(plan, variant, l))
 
 
-def _kept(plan: Plan, form: Form) -> list[tuple[str, Expr]]:
+def _kept(plan: Plan, variant: Variant) -> list[tuple[str, Expr]]:
     """The values that the forward pass saves for the backward pass, and their sizes."""
-    nodes = (*plan.saved, *plan.saved_rows) if form.keep and not form.backward else ()
+    nodes = (*plan.saved, *plan.saved_rows) if variant.keep and not variant.backward else ()
     return [(size_of(plan.cell, node) or "H", node) for node in nodes]
 
 
@@ -208,7 +214,7 @@ class _Kernel(Text):
     def __init__(
         self,
         plan: Plan,
-        form: Form,
+        variant: Variant,
         of: str,
         ahead: list[Linear],
         last: bool,
@@ -217,22 +223,22 @@ class _Kernel(Text):
         self.of, self.ahead, self.last, self.table = of, ahead, last, table
         self.tabled: dict[str, str] = {}  # what comes from the table, by name
         units = plan.sizes[of]
-        nodes = topological(self._targets(plan, form))
+        nodes = topological(self._targets(plan, variant))
         whole = any(map(is_reduction, nodes))
         width = power_of_two(units) if whole else min(128, power_of_two(units))
-        super().__init__(plan, form, (max(1, ELEMENTS // width), width), whole)
+        super().__init__(plan, variant, (max(1, ELEMENTS // width), width), whole)
         if ELEMENTS < width <= 16 * ELEMENTS:
             self.warps = 8  # a row of many units has more values than 128 threads have registers
 
-    def _targets(self, plan: Plan, form: Form) -> list[Expr]:
+    def _targets(self, plan: Plan, variant: Variant) -> list[Expr]:
         """All that the kernel writes."""
         cell, g, of = plan.cell, plan.gradients, self.of
         sizes = {s.name: s.size for s in cell.states}
-        if not form.backward:
+        if not variant.backward:
             targets = [l.operand for l in self.ahead]
             if self.last:
                 targets += [n for s, n in zip(cell.states, cell.next, strict=True) if s.size == of]
-                targets += [node for size, node in _kept(plan, form) if size == of]
+                targets += [node for size, node in _kept(plan, variant) if size == of]
             return targets
         targets = [d for l in self.ahead for d in g.linear[l.name].values()]
         if self.last:
@@ -240,7 +246,7 @@ class _Kernel(Text):
             for l in cell.linears:
                 if l.name not in plan.carried_back and l.out_size == of:
                     targets += g.linear[l.name].values()
-                if apart(plan, form, l) and l.in_size == of:
+                if apart(plan, variant, l) and l.in_size == of:
                     targets.append(l.operand)
             if of == "H":
                 targets += [*g.x.values(), *g.param.values()]
@@ -249,13 +255,13 @@ class _Kernel(Text):
 
     def printed(self, name: str, where: str) -> Printed | None:
         """The kernel; None where it has nothing to write."""
-        if not self._targets(self.plan, self.form):
+        if not self._targets(self.plan, self.variant):
             return None
-        way = "backward" if self.form.backward else "forward"
+        way = "backward" if self.variant.backward else "forward"
         self._start()
-        if self.form.mask:
+        if self.variant.mask:
             self.once("valid", self.flags("mask"))
-        if self.form.backward:
+        if self.variant.backward:
             self._backward()
         else:
             self._forward()
@@ -299,7 +305,7 @@ class _Kernel(Text):
 
     def _own(self) -> Container[str]:
         """An array that matmuls read or write."""
-        stems = ("outputs", "back") if self.form.backward else ("operand", "product")
+        stems = ("outputs", "back") if self.variant.backward else ("operand", "product")
         return {f"{stem}{k}" for stem in stems for k in self.numbers.values()}
 
     # Of arrays over time the table holds the address of the call's first step.
@@ -338,9 +344,9 @@ class _Kernel(Text):
         cell, of = self.cell, self.of
         states = [i for i, s in enumerate(cell.states) if s.size == of and self.last]
         labels = {cell.next[i]: f"{cell.states[i].name}_new" for i in states}
-        self.evaluate(self._targets(self.plan, self.form), labels)
+        self.evaluate(self._targets(self.plan, self.variant), labels)
         olds = {}
-        if self.form.mask:  # a masked row holds its states
+        if self.variant.mask:  # a masked row holds its states
             for i in states:
                 old = Expr("state", (), (cell.states[i].name,))
                 self.evaluate([old])
@@ -350,23 +356,23 @@ class _Kernel(Text):
         for i in states:
             new = self.valid(self.value(cell.next[i]), olds.get(i, "0.0"))
             for l in cell.linears:  # that the next step begins with
-                begins = not staged(self.plan, self.form, l)
+                begins = not staged(self.plan, self.variant, l)
                 if begins and l.operand.attrs == (cell.states[i].name,):
                     self._store_operand(l, new)
             if i == 0:
                 self.store(
                     self.at(self.row(self.sequences[0], "t + 1", tag="_after"), 0, of), new, of
                 )
-                if self.form.apart:
+                if self.variant.apart:
                     out = self.valid(self.value(cell.next[i]))
                     self.store(self.at(self.row("out"), 0, of), out, of)
                 continue
             self.store(self._working(i, "t + 1"), new, of)
-            if keeps(self.plan, self.form, i):
+            if keeps(self.plan, self.variant, i):
                 row = self.row(self.sequences[i], "t + 1", tag="_after")
                 self.store(self.at(row, 0, of), new, of)
         if self.last:
-            self.store_saved([n for size, n in _kept(self.plan, self.form) if size == of])
+            self.store_saved([n for size, n in _kept(self.plan, self.variant) if size == of])
 
     def _store_operand(self, l: Linear, value: str) -> None:
         """Stores the operand of the next matmul."""
@@ -384,11 +390,11 @@ class _Kernel(Text):
         """A state before the step; where a reset precedes it, the value that this restores."""
         (name,) = node.attrs
         i, size = self.states[name], self.of
-        if i and not self.form.backward:
+        if i and not self.variant.backward:
             text = self.load(self._working(i, "t"), size, wide=True)
         else:
             text = self.load(self.at(self.row(self.sequences[i]), 0, size), size)
-        if not self.form.resets:
+        if not self.variant.resets:
             return f"s_{name}", text
         self.once("reset", self.flags("resets"))
         reset = self.of_state("reset_state", i)
@@ -402,7 +408,7 @@ class _Kernel(Text):
         k = self.numbers[name]
         l = self.cell.linears[k]
         text = self._product(f"product{k}", l.outputs.index(output), len(l.outputs), l.heads)
-        if self.form.biases[k]:
+        if self.variant.biases[k]:
             column = l.declared.index(output) * self.plan.sizes[self.of]
             text += f" + {self.load_units(l.bias_name, self.of, column)}"
         return f"r_{output}" if output != name else output, text
@@ -423,8 +429,8 @@ class _Kernel(Text):
 
     # -- backward --------------------------------------------------------------------------------
     def _backward(self) -> None:
-        form, cell, of, g = self.form, self.cell, self.of, self.plan.gradients
-        self.evaluate(self._targets(self.plan, form), self.labels())
+        variant, cell, of, g = self.variant, self.cell, self.of, self.plan.gradients
+        self.evaluate(self._targets(self.plan, variant), self.labels())
         for l in self.ahead:
             self.store_outputs(l)
             self._store_gradients(l)
@@ -439,7 +445,7 @@ class _Kernel(Text):
                 arrived = self._arrived(i)
                 self._divert(i)
                 held = arrived
-                if i == 0 and form.mask and form.repeat:
+                if i == 0 and variant.mask and not variant.apart:
                     held = self._upstream(0)
                 new = self.valid(self.value(g.state[s.name]), held)
                 self.store(self._gradient(i, "t + 1"), new, of)
@@ -448,7 +454,7 @@ class _Kernel(Text):
 
     def _store_gradients(self, l: Linear) -> None:
         """The gradients of a matmul's outputs, for the matmul that carries them back."""
-        if multiplied(self.plan, self.form, l):
+        if multiplied(self.plan, self.variant, l):
             array = self.array(f"outputs{self.numbers[l.name]}")
             for n, d in enumerate(self.plan.gradients.linear[l.name].values()):
                 where = self._at_outputs(array, n, len(l.outputs), l.heads)
@@ -490,7 +496,7 @@ class _Kernel(Text):
                 self.once("in_later", f"in_{self.of} & {self._not_first()}")
                 product = self._product(f"back{k}", 0, 1, l.heads)
                 parts.append(product.replace(f"mask=in_{self.of}", "mask=in_later"))
-        if not self.form.resets:
+        if not self.variant.resets:
             return self.once(name, " + ".join(parts))
         self.once("diverted", self.flags("resets", "t - 1", f"is_row & {self._not_first()}"))
         every = self.once(f"all_{name}", " + ".join(parts))
@@ -502,7 +508,7 @@ class _Kernel(Text):
 
     def _divert(self, i: int) -> None:
         """The step after may have begun with a reset: its gradient goes to what that restored."""
-        if self.form.resets:
+        if self.variant.resets:
             name, rows = self.cell.state_names[i], f"rows * {self.widths[i]}"
             reset = self.array(self.of_state("d_reset", i), wide=True)
             where = self.at(f"{reset} + {rows}", 0, self.of)
@@ -515,7 +521,7 @@ class _Kernel(Text):
         if i or name in self.said:
             return name if i == 0 else arrived
         dy = self.load(self.at(self.row("d_output"), 0, self.of), self.of)
-        return self.once(name, f"{arrived} + {self.valid(dy) if self.form.apart else dy}")
+        return self.once(name, f"{arrived} + {self.valid(dy) if self.variant.apart else dy}")
 
     def load_grad(self, node: Expr) -> tuple[str, str]:
         """The gradient that reaches a new state."""

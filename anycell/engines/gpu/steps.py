@@ -26,7 +26,7 @@ from anycell.engines.gpu.text import NUMBERS, Printed
 from anycell.lang.cell import Linear
 
 if TYPE_CHECKING:
-    from anycell.engines.gpu import Call, Host
+    from anycell.engines.gpu import GpuHost, Work
 
 Array = Any
 # Steps of the graphs that a framework may capture, the longest first; chunks of time are made of
@@ -46,16 +46,16 @@ class Arguments(NamedTuple):
     table: list[int]
 
 
-def arguments(kernels: Step, call: Call) -> Arguments:
+def arguments(kernels: Step, work: Work) -> Arguments:
     """The arguments of a call."""
-    values = call._replace(draws=None).all_values()  # the table has a place for each of these
-    values |= {DONE: 0} | {f"draws{n}": number for n, number in enumerate(call.draws or ())}
+    values = work._replace(draws=None).all_values()  # the table has a place for each of these
+    values |= {DONE: 0} | {f"draws{n}": number for n, number in enumerate(work.draws or ())}
     table, odd = [], 0
     for name, kind in kernels.table:
         number = values[name]
         if kind[0] == "*":
             size = 1 if kind == "*u8" else NUMBERS[kind[1:]].bytes
-            number = call.host.pointer(number) + values.get(f"{name}__0", 0) * size
+            number = work.host.pointer(number) + values.get(f"{name}__0", 0) * size
             odd |= kind != "*u8" and number % 16 > 0
         table.append((number + (1 << 63)) % (1 << 64) - (1 << 63))
     values["odd"] = int(odd)
@@ -80,12 +80,12 @@ class Steps:
     def __init__(
         self,
         kernels: Step,
-        call: Call,
+        work: Work,
         numbers: Mapping[str, int],
         memory: Callable[..., Array] = anew,
     ) -> None:
-        host, plan, form = call.host, call.plan, call.form
-        self.host, self.form = host, form
+        host, plan, variant = work.host, work.plan, work.variant
+        self.host, self.variant = host, variant
         places = -(-len(kernels.table) // FILLED) * FILLED
         self.table = memory("table", host.table, places)
         values: dict[str, Any] = {**numbers, "table": self.table}
@@ -94,26 +94,26 @@ class Steps:
         self.begins: list[tuple[Linear, Array]] = []
         multiply: dict[int, Callable[[], None]] = {}
         for k, l in enumerate(plan.cell.linears):
-            if not multiplied(plan, form, l):
+            if not multiplied(plan, variant, l):
                 continue
             into, out = plan.sizes[l.in_size], len(l.outputs) * plan.sizes[l.out_size]
             names, widths = (f"operand{k}", f"product{k}"), (into, out)
-            if form.backward:
+            if variant.backward:
                 names, widths = (f"outputs{k}", f"back{k}"), (out, into)
             for name, width, wide in zip(names, widths, (False, True), strict=True):
                 heads = () if l.heads == 1 else (l.heads,)
-                shape = (*heads, call.batch, width // l.heads)
+                shape = (*heads, work.batch, width // l.heads)
                 values[name] = memory(name, host.empty, shape, wide)
             left, result = (values[name] for name in names)
-            weight = call.weights[k]
+            weight = work.weights[k]
             if memory is not anew:
                 weight = memory(f"weight{k}", host.empty, tuple(weight.shape), False)
                 self.weights.append((k, weight))
-            right = weight if form.backward else host.turned(weight)
+            right = weight if variant.backward else host.turned(weight)
             multiply[k] = functools.partial(host.matmul, left, right, result)
-            if not form.backward and not staged(plan, form, l):
+            if not variant.backward and not staged(plan, variant, l):
                 self.begins.append((l, left))
-        every = {kernel: call.launch(kernel, values) for kernel in kernels.all}
+        every = {kernel: work.launch(kernel, values) for kernel in kernels.all}
         self.step: list[Callable[[int], None]] = []
         for stage in kernels.stages:
             self.step += [_at_any_step(multiply.pop(k)) for k in stage.matmuls]
@@ -123,7 +123,7 @@ class Steps:
         self.count = _small(host, print_advance(), values)
         self.launches = [*every.values(), self.count]
 
-    def load(self, call: Call, table: Sequence[int]) -> None:
+    def load(self, work: Work, table: Sequence[int]) -> None:
         """Begins a call: the table, the weights, what the first step multiplies."""
         for first in range(0, len(table), FILLED):
             part = [*table[first : first + FILLED], *[0] * FILLED][:FILLED]
@@ -131,13 +131,13 @@ class Steps:
             values |= {"table": self.table, "first": first}
             _small(self.host, print_fill(), values)(0)
         for k, weight in self.weights:
-            weight[:] = call.weights[k]
+            weight[:] = work.weights[k]
         for l, left in self.begins:
             (name,), size = l.operand.attrs, left.shape[-1] * l.heads
-            first = name == call.plan.cell.state_names[0]
-            state = call.spans["hidden" if first else f"sequence {name}"].at(0, size)
+            first = name == work.plan.cell.state_names[0]
+            state = work.spans["hidden" if first else f"sequence {name}"].at(0, size)
             if l.heads > 1:
-                state = self.host.by_head(state.reshape(call.batch, 1, size), l.heads)
+                state = self.host.by_head(state.reshape(work.batch, 1, size), l.heads)
             left[:] = state
 
     def run(self, count: int) -> None:
@@ -169,18 +169,18 @@ def _at_any_step(run: Callable[[], None]) -> Callable[[int], None]:
     return lambda _: run()
 
 
-def _small(host: Host, printed: Printed, values: Mapping[str, Any]) -> Launch:
+def _small(host: GpuHost, printed: Printed, values: Mapping[str, Any]) -> Launch:
     """A kernel of one program."""
     return Launch(printed, values, (1, 1), host.pointer, host.stream(), host.ordinal)
 
 
-def run_plainly(kernels: Step, call: Call) -> None:
+def run_plainly(kernels: Step, work: Work) -> None:
     """Runs a call, launch by launch."""
-    numbers, table = arguments(kernels, call)
-    steps = Steps(kernels, call, numbers)
-    steps.load(call, table)
-    steps.run(call.steps)
-    steps.close(call.steps)
+    numbers, table = arguments(kernels, work)
+    steps = Steps(kernels, work, numbers)
+    steps.load(work, table)
+    steps.run(work.steps)
+    steps.close(work.steps)
 
 
 __all__ = ["BLOCKS", "Arguments", "Steps", "arguments", "run_plainly"]

@@ -23,41 +23,41 @@ from typing import NamedTuple
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, listing, show, topological
 from anycell.lang.ops import is_boolean, is_reduction
-from anycell.plan import DTYPES, FREE, MATMULS, Plan, arrays, size_of
+from anycell.plan import DTYPES, FREE, MATMULS, Options, Plan, arrays, size_of
 
 WIDTH = 96  # columns of a line of text
 # By the name of their pointers: a kernel takes ``*bf16`` and says ``tl.bfloat16``.
 NUMBERS = {n.triton: n for row in DTYPES.values() for n in (row.storage, row.math)}
 
 
-class Form(NamedTuple):
+class Variant(NamedTuple):
     """The facts besides the plan that the text of a kernel follows from.
 
     Attributes:
         backward: the derived backward pass.
         mask, resets: whether there are such flags.
-        repeat: outputs of masked steps repeat the held state, and their gradients count.
         draw: random masks are drawn; otherwise their mean is taken.
         keep: forward, whether values are saved for the backward pass.
         input_bias: whether a bias joins the input projection here.
         biases: for each matmul of the cell, whether it has a bias.
         by_data: whether programs of tier 2 wait for the numbers themselves, not for flags.
+        options: those that kernels are printed for; see ``Options.printed``.
     """
 
     backward: bool = False
     mask: bool = False
     resets: bool = False
-    repeat: bool = False
     draw: bool = False
     keep: bool = False
     input_bias: bool = False
     biases: tuple[bool, ...] = ()
     by_data: bool = False
+    options: Options = Options()
 
     @property
     def apart(self) -> bool:
         """Whether the outputs are not the sequence of hidden states."""
-        return self.mask and not self.repeat
+        return self.options.apart(self.mask)
 
 
 class Printed(NamedTuple):
@@ -95,8 +95,8 @@ class Text:
     Subclasses say where leaves come from (``load_<op>``) and where results go.
     """
 
-    def __init__(self, plan: Plan, form: Form, tile: tuple[int, int], whole: bool) -> None:
-        self.plan, self.cell, self.form = plan, plan.cell, form
+    def __init__(self, plan: Plan, variant: Variant, tile: tuple[int, int], whole: bool) -> None:
+        self.plan, self.cell, self.variant = plan, plan.cell, variant
         self.rows, self.width, self.whole = *tile, whole  # whole: a tile has all units of a row
         self.io, self.half = plan.types.storage, plan.types.mixed  # half: of 16 bits
         self.states = {name: i for i, name in enumerate(self.cell.state_names)}
@@ -114,7 +114,9 @@ class Text:
         self.after = {n: s.name for s, n in kept if s.name in plan.states and n.op not in FREE}
         self.hyper = {name: i for i, name in enumerate(self.cell.hyper)}
         # The arrays of states over time, and of all that goes by a state's name.
-        self.sequences = [n for n, a in arrays(plan, form.backward).items() if a.begins == "states"]
+        self.sequences = [
+            n for n, a in arrays(plan, variant.backward).items() if a.begins == "states"
+        ]
         self.numbers = {l.name: k for k, l in enumerate(self.cell.linears)}
 
     # -- lines -----------------------------------------------------------------------------------
@@ -246,7 +248,7 @@ class Text:
             # Taken again in the backward pass too, from the values that are compared with it, which
             # Triton may have rounded otherwise.
             return False
-        if self.form.backward and (node in self.saved or node in self.after):
+        if self.variant.backward and (node in self.saved or node in self.after):
             return True
         return node.op in ("linear", "preact", "linear_t")
 
@@ -296,7 +298,7 @@ class Text:
     def _keep(self, node: Expr) -> str:
         index, per = node.attrs
         rate = self._argument_of(node)
-        if not self.form.draw:
+        if not self.variant.draw:
             return self.assign(f"keep_{index}", rate)
         units, draws = self.units(self.size(node)), self.argument("draws", "*i64")
         return self.assign(
@@ -311,14 +313,14 @@ class Text:
 
     def _leaf(self, node: Expr) -> tuple[str, str]:
         """A name for a leaf, and where it comes from."""
-        if self.form.backward and node in self.saved:
+        if self.variant.backward and node in self.saved:
             column, row = self.saved[node], self.row("saved")
             name = gate_of(node) or "saved_v"
             size = None if node.narrow else self.size(node)
             where = f"{row} + {column}" if size is None else self.at(row, column, size)
             text = self.load(where, size)
             return name, f"{text} != 0.0" if is_boolean(node) else text
-        if self.form.backward and node in self.after:
+        if self.variant.backward and node in self.after:
             name = self.after[node]
             return f"new_{name}", self.load_after(name)
         return getattr(self, f"load_{node.op}")(node)
@@ -365,13 +367,13 @@ class Text:
         """The input projection of a gate, with its bias."""
         column = self.cell.gates.index(gate) * self.plan.hidden_size
         text = self.load(self.at(self.row("gates"), column, "H"), "H")
-        bias = f" + {self.load_units('bias_ih', 'H', column)}" if self.form.input_bias else ""
+        bias = f" + {self.load_units('bias_ih', 'H', column)}" if self.variant.input_bias else ""
         return f"{text}{bias}"
 
     # -- results ---------------------------------------------------------------------------------
     def valid(self, value: str, other: str = "0.0") -> str:
         """The value, under a mask another."""
-        return f"tl.where(valid, {value}, {other})" if self.form.mask else value
+        return f"tl.where(valid, {value}, {other})" if self.variant.mask else value
 
     def labels(self) -> dict[Expr, str]:
         """Names for the results of the backward pass."""
@@ -403,7 +405,7 @@ class Text:
             direct = inside or l.name not in plan.carried_back
             if direct and l.out_size in sizes and not plan.shares_gradient(l):
                 self.store_outputs(l)
-            if apart(plan, self.form, l) and l.in_size in sizes:
+            if apart(plan, self.variant, l) and l.in_size in sizes:
                 where = self.at(self.row(f"operand {l.name}"), 0, l.in_size)
                 self.store(where, self.valid(self.value(l.operand)), l.in_size)
 
@@ -467,19 +469,19 @@ class Text:
         return "\n".join(f"    {line}" for line in listing(named))
 
 
-def apart(plan: Plan, form: Form, linear: Linear) -> bool:
+def apart(plan: Plan, variant: Variant, linear: Linear) -> bool:
     """Whether a matmul multiplied something else than the sequence of hidden states."""
-    return form.resets or linear.operand is not Expr("state", (), (plan.cell.state_names[0],))
+    return variant.resets or linear.operand is not Expr("state", (), (plan.cell.state_names[0],))
 
 
-def keeps(plan: Plan, form: Form, i: int) -> bool:
+def keeps(plan: Plan, variant: Variant, i: int) -> bool:
     """Whether a forward pass writes the whole sequence of state i > 0, in the plan's dtype.
 
     The backward pass reads it, or a matmul multiplies it.
     """
     name = plan.cell.states[i].name
     multiplied = any(l.operand is Expr("state", (), (name,)) for l in plan.cell.linears)
-    return multiplied or (form.keep and name in plan.states)
+    return multiplied or (variant.keep and name in plan.states)
 
 
 @functools.lru_cache(maxsize=1024)
