@@ -150,7 +150,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("copy")
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "anycell", root / "anycell", ignore=ignore)
-    janet, export, _, row, function, emit, kernel, dtype, *_ = blocks("CONTRIBUTING.md")
+    janet, export, _, row, function, emit, kernel, dtype, field, name, line, *_ = blocks(
+        "CONTRIBUTING.md"
+    )
     (root / "anycell/cells/janet.py").unlink()
     remove(root / "anycell/cells/__init__.py", export, '    "JANET",\n')
     remove(root / "anycell/plan/dtype.py", dtype)
@@ -160,6 +162,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     insert(root / "anycell/cells/__init__.py", "from anycell.cells.gru", export)
     insert(root / "anycell/cells/__init__.py", "]", '    "JANET",\n')
 
+    insert(root / "anycell/plan/call.py", "\n    def unread(", field)
+    insert(root / "anycell/plan/call.py", "\n\nclass FunctionOptions", name)
+    insert(root / "anycell/layer/forward.py", "    return out, finals, kept", line)
     insert(root / "anycell/plan/dtype.py", "}\n\n\n@functools.cache\ndef dtypes", dtype)
     insert(root / "anycell/lang/ops.py", "    # conditions", row)
     with open(root / "anycell/lang/ops.py", "a", encoding="utf-8") as file:
@@ -261,21 +266,69 @@ def test_adding_a_frontend(tmp_path: Path) -> None:
     assert max(text.count("\n") for text in (frontend, adapter)) < 80
 
 
+FINITE = """
+import inspect
+
+import torch
+import anycell.numpy
+import anycell.torch
+
+
+def refuses(call, *arguments):
+    call(*arguments)
+    call(*arguments, finite=False)
+    try:
+        call(*arguments, finite=True)
+    except FloatingPointError:
+        return True
+
+
+x = np.full((3, 2, 4), np.nan, np.float32)
+weights = {"weight_hh": np.zeros((8, 2), np.float32)}
+given = torch.from_numpy(x)
+tensors = {"weight_ih": torch.zeros(8, 4), "weight_hh": torch.zeros(8, 2)}
+assert refuses(anycell.numpy.LSTM(4, 5).forward, x)
+assert refuses(anycell.recurrence, anycell.cells.LSTM, np.tile(x, 2), weights)
+assert refuses(anycell.torch.LSTM(4, 5), given)
+assert refuses(anycell.torch.RNN(anycell.cells.PeepholeLSTM, 4, 5), given)
+assert refuses(anycell.torch.recurrence, anycell.cells.LSTM, given, tensors)
+for call in (anycell.recurrence, anycell.torch.recurrence, anycell.numpy.LSTM.forward):
+    assert inspect.signature(call).parameters["finite"].default is False
+    assert "finite: raises FloatingPointError" in call.__doc__
+try:
+    anycell.numpy.LSTM(4, 5).forward(x, finite="yes")
+except TypeError as error:
+    assert str(error).startswith("finite: given str 'yes'; expected True or False"), error
+print("refused")
+"""
+
+
+def test_adding_an_option(copy: Path, tmp_path: Path) -> None:
+    """Every entrance takes it, checks it and documents it."""
+    pytest.importorskip("torch")
+    assert "refused" in follow(copy, tmp_path / "finite.py", FINITE)
+
+
 def test_the_files_of_an_option() -> None:
-    """Those that the recipe lists are those that know it."""
+    """One that changes a step is in five files, and those are listed."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = text.split("## Adding an option of a call")[1].split("\n## ")[0]
-    table = "\n".join(line for line in section.split("\n") if line.startswith("|"))
-    listed = set(re.findall(r"`(\w+(?:/\w+)*\.py)`", table))
-    knows = re.compile(r"\brepeat\b(?!\()|masked_output")
+    listed = set(re.findall(r"`((?:plan|engines)/[\w/]+\.py)`", section))
     package = ROOT / "anycell"
+    knows = re.compile(r"masked_output(?!``)|(?:options|variant)\.apart\b(?! *\()")
     known = {
         path.relative_to(package).as_posix()
-        for path in package.rglob("*.py")
+        for path in (package / "engines").rglob("*.py")
         if knows.search(path.read_text(encoding="utf-8"))
-        and path.name not in ("ir.py", "cooperative.py")  # loops, and rows
     }
-    assert listed == known
+    assert known | {"plan/call.py", "engines/reference.py"} == listed
+    assert len(listed) <= 5
+    elsewhere = [
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if re.search(r"masked_output(?!``)", path.read_text(encoding="utf-8"))
+    ]
+    assert set(elsewhere) <= listed
 
 
 def test_adding_an_op(copy: Path, tmp_path: Path) -> None:
@@ -290,7 +343,7 @@ def test_the_recipes_touch_the_files_that_they_list(copy: Path) -> None:
         before = copy / "before" / name
         if not before.exists() or path.read_bytes() != before.read_bytes():
             touched.append(name.as_posix())
-    assert len(touched) == 6
+    assert len(touched) == 8
     for name in touched:
         assert f"| `{name}` |" in text
 
