@@ -164,7 +164,11 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     insert(root / "anycell/plan/call.py", "\n    def unread(", field)
     insert(root / "anycell/plan/call.py", "\n\nclass FunctionOptions", name)
-    insert(root / "anycell/layer/forward.py", "    return out, finals, kept", line)
+    insert(
+        root / "anycell/layer/forward.py",
+        "    return out, finals, kept",
+        textwrap.indent(line, "    "),
+    )
     insert(root / "anycell/plan/dtype.py", "}\n\n\n@functools.cache\ndef dtypes", dtype)
     insert(root / "anycell/lang/ops.py", "    # conditions", row)
     with open(root / "anycell/lang/ops.py", "a", encoding="utf-8") as file:

@@ -8,7 +8,7 @@ import inspect
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from anycell.lang.declare import (
     INPUT,
@@ -38,7 +38,7 @@ from anycell.lang.expr import (
     tracing,
 )
 from anycell.lang.ops import TABLE, is_boolean
-from anycell.lang.trace import Gates, Trace, current, keep, linear
+from anycell.lang.trace import Declared, Gates, Trace, current, keep, linear
 
 # What others import from here; some of it is written in `declare` and `trace`.
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
 ARRAYS = frozenset(
     "x mask resets static recurrent_mask gates d_gates product saved d_params d_static".split()
 )
+Rewritten = TypeVar("Rewritten", bound="Cell")
 VARIANTS = 64  # of a cell, with other hyperparameters, that are remembered
 
 
@@ -74,7 +75,8 @@ class Cell:
         structure: the other keyword arguments, which select the graph.
         bias: whether the projections of the layer carry biases.
         next: one expression per state, the new states.
-        linears: every matmul of a step, in order of evaluation.
+        declared: of each matmul of a step what was declared, by name, in order of evaluation.
+        linears: these matmuls, with what follows from the graph.
         learned: the public names of all that one direction of a layer may learn.
         fused: gates whose input and recurrent projection are only ever added.
         sizes: the size symbol of each node of the graph, of all but plain numbers.
@@ -208,14 +210,19 @@ class Cell:
             current.reset(outer)
 
     def _finish(self, results: tuple[Expr, ...], trace: Trace) -> None:
-        self.next = _fuse(results)
-        self.linears = _linears(self.next, trace, self.gates)
-        used = topological(self.next)
-        self.fused = frozenset(node.attrs[1] for node in used if node.op == "preact")
+        graph, recurrent = _fuse(results), Declared(self.gates, 1, True, None)
+        names = (node.attrs[0] for node in topological(graph) if node.op in ("linear", "preact"))
+        self._derive(graph, {name: trace.linears.get(name, recurrent) for name in names})
         self._check_names()
+        self._check_numbers()
+
+    def _derive(self, graph: tuple[Expr, ...], declared: Mapping[str, Declared]) -> None:
+        """Sets the graph, whose matmuls are ``declared`` by name, and all that follows from it."""
+        self.next, self.declared = graph, dict(declared)
+        self.linears = _linears(graph, declared)
+        self.fused = frozenset(n.attrs[1] for n in topological(graph) if n.op == "preact")
         self.learned = learned(self)
         self._sizes()
-        self._check_numbers()
         self.key = _canonical(self)
 
     def _check_names(self) -> None:
@@ -426,28 +433,32 @@ class Cell:
 def learned(cell: Cell) -> tuple[str, ...]:
     """Public names of all that one direction of a layer may learn."""
     recurrent = any(l.recurrent for l in cell.linears)
-    names = [f"{kind}_ih" for kind in ("weight", "bias")]
+    names = [f"{kind}_{PROJECTION}" for kind in ("weight", "bias")]
     names += [f"{kind}_hh" for kind in ("weight", "bias") if recurrent]
     for l in cell.linears:
         if not l.recurrent:
             names += [l.weight, l.bias_name] if l.bias else [l.weight]
-    return (*names, *cell.param_names)
+    return tuple(dict.fromkeys((*names, *cell.param_names)))
 
 
-def rewritten(cell: Cell, rule: Callable[[Expr, tuple[Expr, ...]], Expr | None]) -> Cell:
-    """A copy whose graph a rule has rewritten; `finished` brings the rest of it up to date."""
-    new = object.__new__(Cell)
-    new.__dict__ |= cell.__dict__
-    new.next = tuple(rewrite(cell.next, rule))
+def rewritten(
+    cell: Cell,
+    rule: Callable[[Expr, tuple[Expr, ...]], Expr | None],
+    declared: Mapping[str, Declared],
+    kind: type[Rewritten] = Cell,  # type: ignore[assignment]
+    **changes: Any,
+) -> Rewritten:
+    """A copy whose graph a rule has rewritten, with these matmuls in this order.
+
+    Args:
+        kind: its class.
+        changes: attributes that it has other values of.
+    """
+    new = object.__new__(kind)
+    new.__dict__ |= cell.__dict__ | changes
+    new.__dict__.pop("keeps", None)  # of the cell before
+    new._derive(tuple(rewrite(cell.next, rule)), declared)
     return new
-
-
-def finished(cell: Cell) -> Cell:
-    """The copy, with the sizes and the key of its graph."""
-    cell._sizes()
-    cell.key = _canonical(cell)
-    cell.__dict__.pop("keeps", None)  # a cached property of the cell before
-    return cell
 
 
 def _fuse(results: tuple[Expr, ...]) -> tuple[Expr, ...]:
@@ -476,18 +487,23 @@ def _fuse(results: tuple[Expr, ...]) -> tuple[Expr, ...]:
     return tuple(rewrite(results, rule))
 
 
-def _linears(results: tuple[Expr, ...], trace: Trace, gates: tuple[str, ...]) -> tuple[Linear, ...]:
-    matmuls: dict[str, tuple[Expr, set[str]]] = {}
-    for node in topological(results):
+def _linears(graph: tuple[Expr, ...], declared: Mapping[str, Declared]) -> tuple[Linear, ...]:
+    """The matmuls of a graph, in the order of their declarations; sizes are found later."""
+    operands: dict[str, Expr] = {}
+    used: dict[str, set[str]] = {}
+    for node in topological(graph):
         if node.op in ("linear", "preact"):
             name, output = node.attrs
-            matmuls.setdefault(name, (node.args[0], set()))[1].add(output)
-    out = []
-    for name, (value, used) in matmuls.items():
-        declared, heads, bias, out_size = trace.linears.get(name, (gates, 1, True, None))
-        outputs = tuple(output for output in declared if output in used)
-        out.append(Linear(name, value, outputs, heads, bias, "", out_size or "", declared))
-    return tuple(out)
+            operands[name] = node.args[0]
+            used.setdefault(name, set()).add(output)
+    return tuple(
+        Linear(
+            name, operands[name], tuple(output for output in d.outputs if output in used[name]),
+            d.heads, d.bias, "", d.size or "", d.outputs,
+        )
+        for name, d in declared.items()
+        if name in used
+    )  # fmt: skip
 
 
 def _known(node: Expr, values: Sequence[float | None], hyper: Mapping[str, float]) -> float | None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from anycell.lang.cell import Cell, finished, learned, rewritten
-from anycell.lang.declare import INPUT, PROJECTION, RECURRENT, Linear, is_recurrent
-from anycell.lang.expr import Expr, apply, topological
+from anycell.lang.cell import Cell, rewritten
+from anycell.lang.declare import PROJECTION, RECURRENT, is_recurrent
+from anycell.lang.expr import Expr, apply
+from anycell.lang.trace import Declared
 
 
 def with_projection(cell: Cell) -> Cell:
@@ -32,16 +32,8 @@ def with_projection(cell: Cell) -> Cell:
             return apply("add", enters, Expr("linear", args, node.attrs))
         return None
 
-    new = rewritten(cell, rule)
-    operands = _operands(new)
-    linears = [replace(l, operand=operands[l.name]) for l in cell.linears]
-    used = {n.attrs for n in topological(new.next) if n.op == "linear"}
-    entering = tuple(gate for gate in cell.gates if (PROJECTION, gate) in used)
-    if entering:
-        last = Linear(PROJECTION, raw, entering, 1, True, INPUT, "H", cell.gates)
-        linears.append(last)
-    new.linears, new.fused = tuple(linears), frozenset()
-    return finished(new)
+    entering = Declared(cell.gates, 1, True, "H")
+    return rewritten(cell, rule, {**cell.declared, PROJECTION: entering})
 
 
 @functools.lru_cache(maxsize=64)
@@ -60,16 +52,11 @@ def with_recurrent_mask(cell: Cell, per_gate: bool) -> Cell:
         masked = apply("mul", state, Expr("recurrent_mask", (), (index,)))
         return Expr(node.op, (masked,), (f"{name}.{gate}" if per_gate else name, gate))
 
-    new = rewritten(cell, rule)
-    operands = _operands(new)
-    linears: list[Linear] = []
-    for l in cell.linears:
-        parts = [l]
-        if per_gate and l.name == RECURRENT:
-            parts = [replace(l, name=f"{l.name}.{gate}", outputs=(gate,)) for gate in l.outputs]
-        linears += [replace(part, operand=operands[part.name]) for part in parts]
-    new.linears = tuple(linears)
-    return finished(new)
+    declared: dict[str, Declared] = {}
+    for name, d in cell.declared.items():
+        apart = per_gate and name == RECURRENT
+        declared |= dict.fromkeys([f"{name}.{g}" for g in cell.gates] if apart else [name], d)
+    return rewritten(cell, rule, declared)
 
 
 READOUT, FEEDBACK = "readout", "feedback"  # matmuls of the cells that `with_feedback` makes
@@ -106,18 +93,12 @@ def with_feedback(cell: Cell) -> Cell:
         fed = Expr("linear", (y,), (FEEDBACK, node.attrs[-1]))
         return apply("add", Expr(node.op, args, node.attrs), apply("where", free, fed, 0.0))
 
-    new = rewritten(cell, rule)
-    operands = _operands(new)
-    fed = {n.attrs for n in topological(new.next) if n.op == "linear"}
-    outputs = tuple(gate for gate in cell.gates if (FEEDBACK, gate) in fed)
-    linears = [Linear(READOUT, first, (READOUT,), 1, True, "", OUTPUT, (READOUT,))]
-    for l in cell.linears:
-        declared = (*l.declared, FREE) if l.recurrent else l.declared
-        linears.append(replace(l, operand=operands[l.name], declared=declared))
-    linears.append(Linear(FEEDBACK, y, outputs, 1, False, "", "H", cell.gates))
-    new.linears, new.gates = tuple(linears), (*cell.gates, FREE)
-    new.learned = learned(new)
-    return finished(new)
+    declared = {READOUT: Declared((READOUT,), 1, True, OUTPUT), **cell.declared}
+    if RECURRENT in declared:
+        recurrent = declared[RECURRENT]
+        declared[RECURRENT] = recurrent._replace(outputs=(*recurrent.outputs, FREE))
+    declared[FEEDBACK] = Declared(cell.gates, 1, False, "H")
+    return rewritten(cell, rule, declared, gates=(*cell.gates, FREE))
 
 
 RANK = "rank"  # the size between the two factors of a weight
@@ -185,24 +166,15 @@ def _low_rank(cell: Cell, matmuls: tuple[str, ...], bias: bool) -> LowRank:
         product = Expr("linear", (inner,), (f"{name}_u", output))
         return product if node.op == "linear" else apply("add", Expr("x", (), (output,)), product)
 
-    new = object.__new__(LowRank)
-    new.__dict__ |= rewritten(cell, rule).__dict__
-    operands, linears = _operands(new), list[Linear]()
-    for l in cell.linears:
-        if l.name in matmuls:
-            v = f"{l.name}_v"
-            linears.append(Linear(v, operands[v], (v,), l.heads, False, "", RANK, (v,)))
-            l = replace(l, name=f"{l.name}_u", bias=bias if l.recurrent else l.bias)
-        linears.append(replace(l, operand=operands[l.name]))
-    new.linears, new.bias = tuple(linears), bias
-    new.fused = frozenset(n.attrs[1] for n in topological(new.next) if n.op == "preact")
-    new.full, new.matmuls = cell, matmuls
+    declared: dict[str, Declared] = {}
+    for name, d in cell.declared.items():
+        if name not in matmuls:
+            declared[name] = d
+            continue
+        v = f"{name}_v"
+        declared[v] = Declared((v,), d.heads, False, RANK)
+        declared[f"{name}_u"] = d._replace(bias=bias if name == RECURRENT else d.bias)
+    given = {"full": cell, "matmuls": matmuls, "bias": bias}
+    new = rewritten(cell, rule, declared, LowRank, **given)
     new._check_names()
-    new.learned = learned(new)
-    finished(new)
     return new
-
-
-def _operands(cell: Cell) -> dict[str, Expr]:
-    matmuls = (n for n in topological(cell.next) if n.op in ("linear", "preact"))
-    return {n.attrs[0]: n.args[0] for n in matmuls}
