@@ -6,9 +6,12 @@ And files that are long say why.
 from __future__ import annotations
 
 import ast
+import itertools
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import python
@@ -188,3 +191,46 @@ def test_only_its_command_imports_the_benchmark() -> None:
         print("bench:", [name for name in sys.modules if name.startswith("anycell.bench")])
     """
     assert python(code).endswith("bench: []\n")
+
+
+def test_records_have_one_class_each() -> None:
+    """``Call`` and the like mean one thing, wherever they are read."""
+    classes = [
+        node.name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    ]
+    names = "Call", "Engine", "Form", "Host", "Option", "Options", "Plan"
+    assert {name: classes.count(name) for name in names} == dict.fromkeys(names, 1)
+
+
+@pytest.mark.parametrize("wanted", [False, True], ids=["inference", "training"])
+def test_the_way_of_a_call(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who call on each other until machine code runs are in the files that
+    docs/architecture.md lists, in that order.
+    """
+    torch = pytest.importorskip("torch")
+    from anycell import torch as at
+    from anycell.engines import cpu
+
+    text = (PACKAGE.parent / "docs/architecture.md").read_text(encoding="utf-8")
+    section = text.split("## The way of a call")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| `([\w/]+\.py)`", section, re.MULTILINE)
+    way: list[str] = []
+    run = cpu.run
+
+    def looked(*arguments: Any) -> None:
+        frames = [(PACKAGE / listed[-1]).as_posix()]
+        frame = sys._getframe(1)
+        while frame is not None:
+            frames.append(frame.f_code.co_filename)
+            frame = frame.f_back  # type: ignore[assignment]
+        inside = [Path(f).relative_to(PACKAGE).as_posix() for f in frames if str(PACKAGE) in f]
+        way[:] = [name for name, _ in itertools.groupby(reversed(inside))]
+        run(*arguments)
+
+    monkeypatch.setattr(cpu, "run", looked)
+    with torch.set_grad_enabled(wanted):
+        at.LSTM(32, 64)(torch.zeros(20, 8, 32))
+    assert way == listed and len(listed) <= 8
