@@ -789,6 +789,7 @@ BAD_LAYERS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dropout": 1.5}, ValueError, r"dropout: given 1.5; expected a number in \[0, 1\]"),
     ({"dropout": np.nan}, ValueError, r"dropout: given nan; expected a number in \[0, 1\]"),
     ({"proj_size": 2}, TypeError, "proj_size: given 2; expected no such argument.*spelling"),
+    ({"hidden": 2, "hidden_size": None}, TypeError, "hidden: given 2; .*spelling"),
     ({"cell": cells.LSTMP}, TypeError, "P: given nothing; expected the size P that cell LSTMP"),
 ]
 

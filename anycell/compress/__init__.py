@@ -447,6 +447,6 @@ def _indices(keep: Any, count: int, rows: int, split: int) -> Indices:
     if len(np.unique(per_part)) > 1:
         raise ValueError(
             f"keep: given units of which {per_part.tolist()} lie in the {split} parts that heads "
-            "or groups of the cell make; expected as many in each."
+            "or groups of the cell make; expected the same number in each."
         )
     return kept.astype(np.int64)

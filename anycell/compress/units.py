@@ -55,7 +55,7 @@ def axes(cell: Cell) -> dict[str, Axes]:
 
 
 def parts(cell: Cell, size: str) -> int:
-    """The number of equal parts of which as many units must stay: heads and groups make them."""
+    """Counts the parts that must keep equally many units: heads and groups make them."""
     counts = [l.heads for l in cell.linears if size in (l.in_size, l.out_size)]
     counts += [
         node.attrs[0] for node, s in cell.sizes.items() if node.op in REDUCTIONS and s == size
@@ -105,7 +105,7 @@ def sums(counted: Axes, sizes: Mapping[str, int], square: Array, size: str) -> l
 
 
 def select(norms: npt.NDArray[np.floating], count: int, split: int) -> Indices:
-    """The ``count`` units of the largest norms, ascending, as many of each of ``split`` parts."""
+    """The ``count`` units of the largest norms, ascending; equally many of each part."""
     each = len(norms) // split
     order = np.argsort(-norms.reshape(split, each), axis=1, kind="stable")[:, : count // split]
     return np.sort(order + each * np.arange(split)[:, None], axis=None).astype(np.int64)

@@ -18,7 +18,7 @@ class AlignedHost(NumpyHost):
 
     Args:
         dtype: theirs.
-        threads: at most so many for a matmul.
+        threads: of a matmul, at most.
     """
 
     def __init__(self, dtype: str, threads: int) -> None:
@@ -26,7 +26,7 @@ class AlignedHost(NumpyHost):
         self.most = threads
 
     def threads(self) -> int:
-        """At most so many for a matmul."""
+        """The threads of a matmul, at most."""
         return self.most
 
     def empty(self, shape: tuple[int, ...]) -> Array:
@@ -52,7 +52,7 @@ class MixedAlignedHost(MixedNumpyHost, AlignedHost):
 
     Args:
         types: of the arrays.
-        threads: at most so many for a matmul.
+        threads: of a matmul, at most.
     """
 
     def __init__(self, types: Dtype, threads: int) -> None:
@@ -70,7 +70,7 @@ class MixedAlignedHost(MixedNumpyHost, AlignedHost):
 
 
 def host_of(types: Dtype, threads: int) -> AlignedHost:
-    """The host of arrays of a dtype, whose matmuls take so many threads at most."""
+    """The host of arrays of a dtype, whose matmuls take at most ``threads`` threads."""
     if types.mixed:
         return MixedAlignedHost(types, threads)
     return AlignedHost(types.storage.name, threads)

@@ -321,7 +321,7 @@ def _kind(array: Array) -> str:
 
 
 def _all(name: str, values: Sequence[Any], declared: Sequence[Any]) -> Sequence[Any]:
-    """``values``, if there are as many as the cell declares."""
+    """``values``, if there is one for each that the cell declares."""
     if len(values) != len(declared):
         raise ValueError(f"{name}: given {len(values)}; expected {len(declared)}, as the cell has.")
     return values

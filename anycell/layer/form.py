@@ -23,8 +23,8 @@ WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread 
 WEIGHTS_SHARE = (
     0.7  # of a core's own cache for both weights of a step: the rows need room there too
 )
-# With matrix tiles, of which 16 rows fill one, the kernel multiplies the input of so many rows of a
-# step, by weights of at most so many bytes together: a core that has tiles has a cache of 2 MiB.
+# With matrix tiles, which 16 rows fill, the kernel multiplies the input of at least this many rows
+# of a step, by weights of at most this many bytes: a core that has tiles has a cache of 2 MiB.
 TILED_ROWS = 12
 TILED_WEIGHTS = 2 << 20
 FILLED = 0.7  # part of a mask below which to leave out the rest makes up for smaller matmuls
@@ -73,7 +73,7 @@ def form_of(
     holes: bool,
     threads: int,
 ) -> Form:
-    """Returns the values that calls of so many steps and rows share.
+    """Returns the values that calls of the same steps and rows share.
 
     Args:
         plan, backward: of the pass.
@@ -83,7 +83,7 @@ def form_of(
         entering: the width of an input to project; None for one that is projected.
         resets: whether there are any.
         holes: whether a mask has many, see ``sparse``.
-        threads: at most so many.
+        threads: at most this many.
     """
     cell, directions, project = plan.cell, len(reverse), entering is not None
     kernel = cpu.compiled(plan, backward)

@@ -68,7 +68,7 @@ def forward(
 
 
 def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
-    """Memory for what so many steps of a pass hand on, and leave for the backward pass.
+    """Memory for what ``steps`` steps of a pass hand on, and leave for the backward pass.
 
     Args:
         everything: the backward pass will need all of it.

@@ -211,7 +211,7 @@ class _Memory(NamedTuple):
     names: tuple[str, ...]
 
     def slot(self, i: int, done: int) -> int:
-        """The slot of state i after so many steps."""
+        """The slot of state i after ``done`` steps."""
         return (self.steps + (i == 0) - done if self.reverse else done) - self.first
 
     def spans(self, chunk: Chunk) -> dict[str, Span]:
@@ -374,7 +374,7 @@ class _Forward(_Run):
         return [self._hidden(memory, end), *work]
 
     def _hidden(self, memory: _Memory, done: int) -> Array:
-        """The first state after so many steps."""
+        """The first state after ``done`` steps."""
         columns = slice(memory.column, memory.column + self.widths[0])
         return memory.hidden[memory.slot(0, done), :, columns]
 

@@ -117,7 +117,7 @@ class Products:
     library: str  # whose matmul is the other one
 
     def threads(self) -> int:
-        """At most so many for a matmul."""
+        """The threads of a matmul, at most."""
         return cpu.pool.threads()
 
     def project(self, x: Array, weight: Array) -> Array:

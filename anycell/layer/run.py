@@ -63,7 +63,7 @@ class Run:
             )
 
     def place(self, name: str, value: Array, axes: int = 0) -> None:
-        """Sets the address of an array of the whole call, and strides of so many first axes."""
+        """Sets the address of an array of the whole call, and strides of its first ``axes``."""
         at = self.kernel.shared[name]
         self.entries[at] = self.host.pointer(value)
         self.alive.append(value)
@@ -129,8 +129,7 @@ class Run:
                 self.place_of(d, arrays)
 
     def chunks(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Steps done and steps to do, chunk by chunk of what lies between so many steps of the
-        forward pass.
+        """Steps done and steps to do, chunk by chunk, between two steps of the forward pass.
         """
         return chunks(begin, end, self.form.chunk, self.steps, self.backward)
 
@@ -144,7 +143,7 @@ class Run:
         return segment_steps(self.options.checkpoint, self.steps, self.form.chunk)
 
     def run(self, done: int, count: int) -> None:
-        """So many steps of all directions, after those that are done."""
+        """Runs ``count`` steps of all directions, after those that are done."""
         at, entries = self.kernel.shared, self.entries
         entries[at["begin"]], entries[at["count"]] = done, count
         cpu.run(self.kernel, entries, self.bounds)

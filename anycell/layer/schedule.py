@@ -20,7 +20,7 @@ class Chunk(NamedTuple):
 
     @classmethod
     def of(cls, reverse: bool, steps: int, done: int, count: int) -> Chunk:
-        """The next so many of all steps, after those that are done."""
+        """The next ``count`` steps, after those that are done."""
         if reverse:
             end = steps - done
             return cls(end - count, end, end - 1, -1)
@@ -28,7 +28,7 @@ class Chunk(NamedTuple):
 
 
 def chunks(begin: int, end: int, chunk: int, steps: int, backward: bool) -> list[tuple[int, int]]:
-    """Steps done and steps to do, chunk by chunk of what lies between so many steps of the forward
+    """Steps done and steps to do, chunk by chunk, between two steps of the forward
     pass. The backward pass has the same chunks, the last one first, with or without checkpoints: so
     sums have the same bits.
     """

@@ -186,7 +186,7 @@ class Stream:
             x: ``[rows, I]``, contiguous, as all else, but not necessarily aligned.
             states: ``[layers, rows, size]`` each; None for what the cell declares.
             static: ``[rows, H]``, for a cell that declares it.
-            threads: at most so many.
+            threads: at most this many.
             resets: ``[rows]``, of bytes, not zero where a row's states are restored before the
                 step.
             reset_state: what they restore, as ``states``, but aligned; None, or empty, for what the
@@ -273,7 +273,7 @@ class Stream:
         reset_state: Sequence[Array] | None,
         results: Sequence[Array],
     ) -> None:
-        """Checks that arrays have as many numbers as kernels touch."""
+        """Checks that arrays have all numbers that kernels touch."""
         number = self.layers.index(layer)
         *new, output = results
         shared = {**layer.bounds, **calls[number].bounds, "out": extent(self.host, output)}

@@ -56,8 +56,8 @@ class RNN(Layer):
             that starts open, ``{"f": 1.0}``, lets gradients through from the first step on.
         seed: of the initial values, of dropout and of the cell's random masks; None draws one.
         checkpoint: less memory for more time in training: the forward pass keeps x and the states
-            of every so many steps, or of about every sqrt(T) with "sqrt", and the backward pass
-            computes the rest again, bit by bit the same. So many steps are rounded up to what
+            of every ``checkpoint`` steps, with "sqrt" of about sqrt(T) steps; and the backward pass
+            computes the rest again, bit by bit the same. The number of steps is rounded up to what
             8 MiB of projected input hold. The reference engine takes no notice of it.
         sizes: the size of states that declare one, by its symbol: ``P=64`` for ``state="h:P c"``.
 

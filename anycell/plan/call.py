@@ -48,7 +48,7 @@ class Options(NamedTuple):
     Attributes:
         reverse: one for each direction.
         stream: the number of the layer, in whose random masks no other layer's repeat.
-        threads: at most so many.
+        threads: at most this many.
     """
 
     reverse: Annotated[

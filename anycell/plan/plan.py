@@ -186,7 +186,7 @@ def _plan(
 
 @functools.lru_cache(maxsize=256)
 def padded(itemsize: int, width: int) -> int:
-    """The length of rows in a buffer of numbers of so many bytes: not a large power of two,
+    """The length of rows in a buffer of numbers of ``itemsize`` bytes: not a large power of two,
     or all rows would share a few lines of the cache.
     """
     return width + LINE // itemsize if width * itemsize % 1024 == 0 else width

@@ -130,7 +130,7 @@ class RNNCell(tf.Module):
     def get_initial_state(
         self, inputs: Any = None, batch_size: Any = None, dtype: Any = None
     ) -> Any:
-        """``zero_state`` for so many rows, or for as many as ``inputs`` ``[B, ...]`` have."""
+        """``zero_state`` for ``batch_size`` rows, or for the rows of ``inputs`` ``[B, ...]``."""
         if inputs is not None:
             x = tf.convert_to_tensor(inputs)
             batch_size, dtype = x.shape.as_list()[0] or tf.shape(x)[0], x.dtype

@@ -29,6 +29,7 @@ def check_layer(
         expected = f"a cell, which anycell.torch.{module} takes first"
         refuse("cell", describe(cell), expected, hint, TypeError)
     check_cell(cell)
+    checks.check_names(cell, sizes)  # first: a misspelt hidden_size is among them
     integer("input_size", input_size)
     return check_sizes(cell, integer("hidden_size", hidden_size), sizes)
 

@@ -113,7 +113,7 @@ class DeviceHost:
         return found
 
     def flags(self, count: int) -> Tensor:
-        """So many int32 zeros."""
+        """An array of ``count`` zeros, int32."""
         return torch.zeros(count, dtype=torch.int32, device=self.device)
 
     def blank(self, array: Tensor) -> None:
@@ -121,7 +121,7 @@ class DeviceHost:
         array.view(torch.int32 if array.itemsize == 4 else torch.int16).fill_(-1)
 
     def table(self, count: int) -> Tensor:
-        """So many int64."""
+        """An array of ``count`` int64."""
         return torch.empty(count, dtype=torch.int64, device=self.device)
 
     @functools.cached_property

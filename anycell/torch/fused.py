@@ -200,7 +200,7 @@ def differentiable(
     """The gradients as something to differentiate again: by autograd, through the composite."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        # A view stands for each input at this place of the graph: one input may hang on another.
+        # A view stands for each input at this place of the graph: one input may depend on another.
         places = {n: t.view_as(t) if n in wanted else t for n, t in arrays.items()}
         output, final, others = composite(call, places)
         ends = zip((output, *final, *others), arriving, strict=True)

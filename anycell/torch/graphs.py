@@ -6,7 +6,7 @@ all layers of one form: what differs from call to call is in a table that kernel
 weights, which are copied once a call into memory of the graph's own.
 
 A new form (a new number of rows is one) is launched step by step at first: a capture waits for all
-that the device does, and takes as long as so many launches. Besides, only what has run once can be
+that the device does, and takes as long as the launches that it holds. Only what has run once can be
 captured: by then kernels are loaded, those of the matmul library too.
 """
 
@@ -151,7 +151,7 @@ def _capturing() -> bool:
 
 
 def _put(kept: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
-    """Keeps a value, and not more than so many: the one that was not used for longest goes."""
+    """Keeps a value, and at most ``most`` in all: the one least recently used goes."""
     kept[key] = value
     kept.move_to_end(key)
     if len(kept) > most:

@@ -56,7 +56,7 @@ LARGE = 1 << 19
 
 
 def threads() -> int:
-    """At most so many for a call: those of torch.
+    """The threads of a call, at most: those of torch.
 
     In a forked child the OpenMP threads of the parent are gone, and torch would wait for them. So
     the first call there leaves torch's own operators with one thread, and has ours go on with as

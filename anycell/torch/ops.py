@@ -192,7 +192,7 @@ class Spec(NamedTuple):
         return plan
 
     def plan_of(self, tensors: Sequence[Tensor], hyper: Sequence[float]) -> Plan:
-        """The plan for these tensors, of which there must be as many as the text says."""
+        """The plan for these tensors, whose number must be that in the text."""
         _expect("tensors", len(tensors), len(self.arrays))
         x = tensors[self.arrays.index("x")]
         _expect("x, axes", x.dim(), 3)

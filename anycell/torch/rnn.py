@@ -118,8 +118,8 @@ class RNN(Recurrent, OfCell):
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device,
             dtype: as in ``torch.nn.LSTM``. A cell that places its own biases has no others.
         checkpoint: less memory for more time in training: the forward pass keeps x and the states
-            of every so many steps, or of about every sqrt(T) with "sqrt", and the backward pass
-            computes the rest again, bit by bit the same. So many steps are rounded up to what
+            of every ``checkpoint`` steps, with "sqrt" of about sqrt(T) steps; and the backward pass
+            computes the rest again, bit by bit the same. The number of steps is rounded up to what
             8 MiB of projected input hold, on a GPU 64. An attribute too. Fused layers heed it.
         sizes: of states that declare one, by its symbol: ``P=64`` for ``state="h:P c"``.
 

@@ -12,7 +12,7 @@ from anycell.torch.dropin import GRU, LSTM, DropIn
 
 _SWAPS: dict[type[nn.Module], type[DropIn]] = {nn.LSTM: LSTM, nn.GRU: GRU}
 _SUBCLASSES: WeakValueDictionary[type[nn.Module], type[Any]] = WeakValueDictionary()
-# What a subclass may have of its own beside methods that its parent has not.
+# Names that a subclass may add to those of its parent, besides new methods.
 _HARMLESS = {
     "_apply", "_replicate_for_data_parallel", "extra_repr", "flatten_parameters", "reset_parameters"
 }  # fmt: skip

@@ -66,7 +66,7 @@ class Scratch:
         self.idle: list[Block] = []
 
     def take(self, size: int) -> Block:
-        """A block of so many bytes at least.
+        """A block of at least ``size`` bytes.
 
         Give it back for the next call; without it (an error) a later one allocates.
         """
@@ -120,7 +120,7 @@ def multiply(
         sizes: rows, columns, and the length of the sums.
         a, b: address, strides from row to row and from column to column, in elements; one is 1.
         c: address, stride from row to row.
-        threads: at most so many.
+        threads: at most this many.
         bounds: of the three arrays, for ``check``.
         scales: address of those of the columns of integers, dense.
     """

@@ -2,7 +2,7 @@
 
 Kernels do no bounds checks. With this switch every address of an argument table comes with the
 bounds of the array that it points into. The bytes that the kernel is to touch follow from the table
-alone, and must lie within them: this is asserted just before the call, whoever filled the table.
+alone, and must lie within them: this is asserted just before the call, whoever calls.
 The tests run under it.
 """
 
@@ -118,7 +118,7 @@ def inside(span: Span, bounds: Bounds | None) -> None:
 def reach(
     name: str, address: int, size: int, width: int, axes: tuple[tuple[int, int], ...]
 ) -> Iterator[Span]:
-    """``width`` elements of so many bytes along axes of (count, stride); nothing of no address."""
+    """Where ``width`` elements along axes of (count, stride) lie; nowhere if the address is 0."""
     if address and all(count > 0 for count, _ in axes):
         far = [(count - 1) * stride for count, stride in axes]
         first, last = sum(min(0, f) for f in far), sum(max(0, f) for f in far) + width

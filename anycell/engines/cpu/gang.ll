@@ -3,7 +3,7 @@
 ; The table has a line of 64 bytes, a cache line, per thread. Line 0 is the gang's: its state is 1
 ; while one is at work. Each further line is a worker's: its state is 0 when it is free, 1 when it
 ; has a part to run, 2 when it is free and asleep, 3 when it has a part and the caller sleeps until
-; that is done. Whoever finds the other asleep wakes it.
+; that is done. A thread that finds the other asleep wakes it.
 ;
 ; Workers take over the caller's floating point mode (denormals, rounding), since the bits of a
 ; result must not depend on which thread computed it.

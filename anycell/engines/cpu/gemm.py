@@ -251,7 +251,7 @@ class Gemm:
             b.masked_store(total.value, at, mask)
 
     def _panel(self) -> None:
-        """All rows of a piece times one block of a panel, of so many columns."""
+        """Multiplies all rows of a piece by one block of columns of a panel."""
         b = self.module.private(
             "panel",
             "ptr panel, ptr a, i64 a_rows, ptr c, i64 c_rows, i64 rows, i64 columns, i64 count, "
@@ -474,7 +474,7 @@ class Gemm:
 
 
 def _parts(count: Value, size: Value | int) -> Value:
-    """Counts parts of so many elements, the last one perhaps smaller."""
+    """Counts the parts of ``size`` elements that a length has; the last may be smaller."""
     return (count + size - 1) // size
 
 

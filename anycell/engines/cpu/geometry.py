@@ -120,7 +120,7 @@ class Geometry:
         return (self.header + self.inner_padded) * self.columns * self.lanes
 
     def inner_block(self, itemsize: int) -> int:
-        """Numbers of a part of the sum, of so many bytes a weight. Those of integers have one."""
+        """The length of a part of the sum, for weights of this size. A sum of integers is one."""
         if self.quantized:
             return self.inner
         rows = L1_WEIGHTS // (max(self.columns, 1) * self.lanes * itemsize)

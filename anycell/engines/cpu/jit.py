@@ -350,7 +350,7 @@ class _Cache:
         return name if self._fd is not None else os.path.join(self.path, name)
 
     def _contents(self, name: str, most: int = -1) -> bytes:
-        """The bytes of a file, the first so many; OSError where it is none, or not ours alone."""
+        """The first ``most`` bytes of a file; OSError where it is no file, or not ours alone."""
         with open(self._name(name), "rb", opener=self._open) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_size > LIMIT:

@@ -101,7 +101,7 @@ class Blocks:
         return f"{what}{self.matmul.number}_{'_'.join(map(str, places))}"
 
     def _register_block(self, module: Module, places: Places, rows: int) -> None:
-        """So many rows, and the columns at these places; the hot loop."""
+        """Multiplies a block of rows by the columns at these places: the hot loop."""
         m, columns = self.matmul, len(places)
         params = f"ptr noalias weights, ptr noalias rows, ptr noalias acc, {BOUNDS}"
         b = module.private(f"{self._name('block', places)}_x{rows}", params)
@@ -418,12 +418,12 @@ def negative_sums(b: Builder, packed: Value, rows: Value, width: Operand) -> Val
 
 
 def packed_rows_of(inner: Value, g: Geometry) -> Value:
-    """Rows of packed weights for a sum of so many numbers, whole chunks."""
+    """Rows of packed weights for a sum of ``inner`` numbers, in whole chunks."""
     return inner if g.chunk == 1 else whole_chunks(inner, g.chunk) // g.packs
 
 
 def whole_chunks(inner: Value, chunk: int) -> Value:
-    """So many numbers of a sum, up to a whole multiple of those that are multiplied at once."""
+    """The length of a sum, rounded up to a multiple of the numbers that are multiplied at once."""
     return inner if chunk == 1 else (inner + (chunk - 1)) & -chunk
 
 
@@ -444,7 +444,7 @@ def print_pack_block(
     module: Module, number: str, *, packs: int = 1, name: str = "pack_block"
 ) -> None:
     """A column of vectors: element k of unit u is source[u * lane_stride + k * inner_stride],
-    widened; or as it is, so many k's in a row.
+    widened; or as it is, with several k's in a row.
     """
     b = module.private(name, PACK_BLOCK)
     source, lane_stride, inner_stride, units, count, packed, width = b.args
@@ -570,7 +570,7 @@ def print_staging(module: Module, number: str, g: Geometry, operands: str) -> st
 
 
 def print_quantizing(module: Module) -> None:
-    """Adds ``scale_row``, which writes the scale of a row of so many numbers, and its inverse, from
+    """Adds ``scale_row``, which writes the scale of a row, and its inverse, from
     where they are told; and ``quantize``, which writes numbers of the row as integers from there
     on, followed by zeros up to whole vectors.
     """

@@ -22,7 +22,7 @@ _lock = threading.RLock()  # a finaliser may run within `empty`, in the same thr
 
 
 def _unlock() -> None:
-    """A forked child may inherit the lock taken, by a thread that it has not inherited."""
+    """A forked child may inherit a lock that is held by a thread which does not exist in it."""
     global _lock
     _lock = threading.RLock()
 

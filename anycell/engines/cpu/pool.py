@@ -280,7 +280,7 @@ class _Gangs:
         return ctypes.addressof(self._of_own)
 
     def _hire(self, count: int) -> None:
-        """Start workers until there are `count`; as many as the system grants is good, too."""
+        """Start workers until there are `count`; fewer where the system grants no more."""
         with jit.lock:  # no fork sees this half done
             with contextlib.suppress(RuntimeError):  # no more threads to be had
                 while self._asked < count:
@@ -337,7 +337,7 @@ def yield_address() -> int:
 
 
 def gang(parts: int) -> int:
-    """The address of what native code needs to run a gang of so many parts: of four addresses, the
+    """The address of what native code needs to run a gang of ``parts`` parts: four addresses, the
     function, its first and its fifth argument, and ``yield_address``. 0 for one part.
 
     The function is ``i64 f(ptr, ptr kernel, ptr args, i64 parts, ptr)``. It returns how many parts

@@ -1,6 +1,6 @@
 """The tables of 64-bit numbers by which kernels are called: the call's, and a kernel's own.
 
-The call's table is what a caller fills, whoever it is; the door fills a kernel's own from it, for
+Any caller fills the call's table; the door fills a kernel's own from it, for
 one direction and chunk of steps. The arrays in both are those of ``anycell.plan.arrays``. An
 address that is 0 stands for an array that is not there. Strides count elements.
 """
@@ -40,12 +40,12 @@ class Names(NamedTuple):
             whole                   forward: a bit for each state whose array has all steps; the
                                     others have two slots, which take turns
             pack                    1 to pack the weights, 0 where ``packed`` holds them
-            threads, least_work     at most so many; multiply-adds of a call worth a second one
+            threads, least_work     their maximum; multiply-adds of a call worth a second one
             sparse                  1 where a mask lets few steps pass
             row_group               rows that share sums of parameter gradients
             gang                    address of: gang function, its table, its OpenMP, a function
                                     that yields the core; 0 for one thread
-            scratch, packed         memory of as many bytes as ``needs`` says, on a cache line
+            scratch, packed         memory, on a cache line; ``needs`` says how many bytes
             parts, units_split      written: the threads of the call, and whether they split units
             hyper                   values of the cell's hyperparameters
             seed, stream            see ``Options``; and each option that has ``codes``

@@ -52,7 +52,7 @@ def split(b: Builder, value: Value, pieces: int) -> list[Value]:
 
 
 def configure(b: Builder, rows: Operand = ROWS, pieces: int = 1) -> None:
-    """All tiles become zeros; those on the left and sums have so many rows, at most 16: fewer are
+    """Sets all tiles to zero. Left tiles and sums get ``rows`` rows, at most 16: fewer are
     multiplied faster.
     """
     if b.target.tiles != "amx":
@@ -83,7 +83,7 @@ class Tiles:
         self.memory = [] if self.real else [b.alloca(self.line, ROWS) for _ in range(COUNT)]
 
     def load(self, tile: int, address: Value, stride: Value) -> None:
-        """Rows of 64 bytes, so many bytes from one to the next."""
+        """Loads rows of 64 bytes that lie ``stride`` bytes apart."""
         if self.real:
             self._instruction("llvm.x86.tileloadd64", tile, address, stride)
             return

@@ -83,7 +83,7 @@ class GpuHost(Protocol):
         ...
 
     def flags(self, count: int) -> Array:
-        """So many int32 zeros."""
+        """An array of ``count`` zeros, int32."""
         ...
 
     def blank(self, array: Array) -> None:
@@ -91,7 +91,7 @@ class GpuHost(Protocol):
         ...
 
     def table(self, count: int) -> Array:
-        """So many int64, written before they are read."""
+        """An array of ``count`` int64, which are written before they are read."""
         ...
 
     # What ``anycell.layer.contract`` asks: see ``anycell.layer.Arrays``.

@@ -59,7 +59,7 @@ class Binary:
     spilled: int
 
     def misfit(self, shared: int) -> str | None:
-        """Why the kernel does not fit on a device with so many bytes of shared memory."""
+        """Why the kernel does not fit on a device with ``shared`` bytes of shared memory."""
         if self.shared > shared:
             return f"it takes {self.shared:,} bytes of shared memory, of which there are {shared:,}"
         if self.spilled > MOST_SPILLED:
@@ -217,7 +217,7 @@ def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozense
 
 
 def _made(printed: Printed, capability: int, aligned: frozenset[str], registers: int | None) -> Any:
-    """Compiles a kernel with Triton, whose threads may have so many registers."""
+    """Compiles a kernel with Triton; its threads may use ``registers`` registers."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -117,7 +117,7 @@ SURE = 206  # with more most slices spill: a tier that has only those is not off
 SUMS = 96  # numbers of a thread, of a warp's share of k: with more all Tritons spill
 LEFT = (0, 32, 64)
 # Before this release of Triton, sums take shared memory twice on their way to the gates, and a
-# program spills where a thread has more than so many units of its tile.
+# program spills where a thread has more units of its tile than this.
 YOUNG, OLD_UNITS = (3, 5), 2
 PARTED = (3, 6)  # the first release that multiplies float32 as three bfloat16
 # What a multiprocessor does in a cycle, by data sheets and by what others have measured on an H100:

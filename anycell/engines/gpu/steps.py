@@ -148,12 +148,12 @@ class Steps:
                 part(t)
 
     def advance(self, count: int) -> None:
-        """Counts so many steps as done."""
+        """Counts steps as done."""
         self._here()
         self.count(count)
 
     def close(self, count: int) -> None:
-        """Ends a call, so many steps after those that the table counts."""
+        """Ends a call, ``count`` steps after those that the table counts."""
         self._here()
         for launch in self.last:
             launch(count)
