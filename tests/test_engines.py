@@ -193,9 +193,10 @@ def test_forward_and_every_gradient(
         for i, shape in enumerate(AWKWARD):
             if dtype == "float32" and shape[2] == 1 and reduces(cell):
                 continue  # the norm of one unit is 0, and its float32 gradient nothing but rounding
+            near = 3 * (shape[2] == 1)  # where one number is a whole slice, and may cancel
             for k in range(3):
                 situation = SITUATIONS[(i + 2 * k) % len(SITUATIONS)]
-                problem = random_problem(cell, shape, rng, dtype, **situation)
+                problem = random_problem(cell, shape, rng, dtype, nearby=near, **situation)
                 ran.clear()
                 solution = by_cpu(problem)
                 assert ran == ["cpu", "cpu"]
@@ -213,8 +214,9 @@ def test_every_situation_at_every_size(cell: Cell, dtype: str, rng: np.random.Ge
     for shape in [*AWKWARD, (40, 3, 16), (3, 40, 65), (2, 2, 257)]:
         if dtype == "float32" and reduces(cell) and shape in ((5, 3, 1), (1, 1, 1), (40, 3, 16)):
             continue
+        near = 3 * (shape[2] == 1)
         for situation in SITUATIONS:
-            problem = random_problem(cell, shape, rng, dtype, **situation)
+            problem = random_problem(cell, shape, rng, dtype, nearby=near, **situation)
             assert_right(by_cpu(problem), problem)
 
 

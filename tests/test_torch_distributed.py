@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,3 +92,5 @@ if __name__ == "__main__":
             work(name, way)
     dist.barrier()  # see the example
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # threads of gloo's may ask for the interpreter while it ends, which aborts

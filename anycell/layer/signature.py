@@ -91,9 +91,11 @@ def parameters(
         width = directions * sizes[cell.states[0].size]
 
 
-@functools.lru_cache(maxsize=512)
 def places(learned: tuple[str, ...], k: int, directions: int) -> dict[str, str]:
-    """The names of a layer's parameters by the names of this file; ``learned`` is the cell's."""
+    """The names of a layer's parameters by the names of this file; ``learned`` is the cell's.
+
+    It has no cache, which Dynamo would warn of.
+    """
     return {name + end: f"{name}_l{k}{end}" for end in ENDS[:directions] for name in learned}
 
 
