@@ -35,6 +35,7 @@ from tolerances import assert_close
 import anycell
 from anycell import Cell, cell, cells, environment, tanh
 from anycell.engines.cpu import image, ir, isa, jit, kernel, pool, sources
+from anycell.engines.cpu.layout import Layout
 from anycell.plan import plan
 
 pool.PATIENCE = LIMIT  # on a busy machine a new thread may take its time to begin
@@ -691,8 +692,8 @@ def test_kernels_of_one_recipe_have_one_text() -> None:
     several += [several[-1]] * len(isa.TARGETS)
     for each, target in zip(several, targets, strict=True):
         for backward in (False, True):
-            generator = kernel.Generator(each, backward, target)
-            name, text = kernel.request(generator)[-1], generator.text()
+            layout = Layout(each, backward, target)
+            name, text = kernel.request(layout)[-1], str(kernel.print_kernel(layout))
             assert name and texts.setdefault(name, text) == text
     assert len(set(texts.values())) > len(ALIKE)
 
@@ -702,13 +703,14 @@ def test_names_and_texts_are_the_same_in_every_process() -> None:
         import hashlib
         from anycell import cells
         from anycell.engines.cpu import isa, kernel
+        from anycell.engines.cpu.layout import Layout
         from anycell.plan import plan
         from random_cells import random_cell
 
         for cell in (cells.PeepholeLSTM, cells.LayerNormLSTM, random_cell(3, 19)):
             for backward in (False, True):
-                generator = kernel.Generator(plan(cell, 19), backward, isa.current())
-                name = kernel.request(generator)[-1] + generator.text()
+                layout = Layout(plan(cell, 19), backward, isa.current())
+                name = kernel.request(layout)[-1] + str(kernel.print_kernel(layout))
                 print(hashlib.sha256(name.encode()).hexdigest())
         """
     first, second = (python(code, PYTHONHASHSEED=seed) for seed in "12")
@@ -739,10 +741,10 @@ def copied(tmp_path: Path) -> Path:
     return package
 
 
-def test_every_source_of_the_generator_is_in_the_name(tmp_path: Path) -> None:
+def test_every_source_of_the_printers_is_in_the_name(tmp_path: Path) -> None:
     package = copied(tmp_path)
     names = sources.files(str(package))
-    assert {"plan/cut.py", "lang/grad.py", "engines/cpu/generator.py", "engines/cpu/ops.py"} <= {
+    assert {"plan/cut.py", "lang/grad.py", "engines/cpu/sequence.py", "engines/cpu/ops.py"} <= {
         Path(name).as_posix() for name in names
     }
     digests = [sources.digest(str(package))]
@@ -801,8 +803,8 @@ def test_without_sources_kernels_go_by_their_text(
     assert sources._stamps() is None
     assert sources.fingerprint.__wrapped__() is None
     monkeypatch.setattr(kernel, "fingerprint", lambda: None)
-    generator = kernel.Generator(plan(cells.RNN, 8), False, isa.current())
-    text, symbols, target, recipe = kernel.request(generator)
+    layout = Layout(plan(cells.RNN, 8), False, isa.current())
+    text, symbols, target, recipe = kernel.request(layout)
     assert recipe is None
     assert not jit.compile(text, symbols, target, recipe).cached
     assert jit.compile(text(), symbols, target).cached
@@ -815,8 +817,8 @@ def test_a_second_process_prints_nothing(cache: Path) -> None:
         from anycell.engines.cpu import image, kernel
         from anycell.plan import plan
 
-        text, printed = kernel.Generator.text, []
-        kernel.Generator.text = lambda self: printed.append(self) or text(self)
+        print_kernel, printed = kernel.print_kernel, []
+        kernel.print_kernel = lambda layout: printed.append(layout) or print_kernel(layout)
         library = kernel.compiled(plan(cells.LSTM, 8)).library
         if library.cached:
             assert not printed

@@ -17,17 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-from anycell.engines.cpu.geometry import L1_WEIGHTS, Matmul
+from anycell.engines.cpu.geometry import L1_WEIGHTS
 from anycell.engines.cpu.idioms import narrow
 from anycell.engines.cpu.ir import Builder, Module, Value, constant, integer_of, vector
+from anycell.engines.cpu.layout import Layout
 from anycell.engines.cpu.matmul import packed_rows_of, whole_chunks
-from anycell.engines.cpu.table import PASSED_ON, Entries, align, entries, names
-from anycell.plan import LINE, Array, arrays, scales_of
-
-if TYPE_CHECKING:
-    from anycell.engines.cpu.generator import Generator
+from anycell.engines.cpu.table import PASSED_ON, Entries, align, names
+from anycell.plan import LINE, Array, scales_of
 
 WORTH_SPREADING = 1 << 16  # numbers to pack below which another thread takes longer to wake
 NEAR_CACHE = 5 << 18  # bytes of a core's own cache
@@ -59,22 +56,21 @@ def print_gang(module: Module) -> None:
 
 
 class Door:
-    """Adds the door to the module of a generator."""
+    """Adds the door to the module of a kernel."""
 
-    def __init__(self, generator: Generator) -> None:
-        self.generator, self.module, self.plan = generator, generator.module, generator.plan
-        self.cell, self.backward, self.size = self.plan.cell, generator.backward, generator.size
+    def __init__(self, module: Module, layout: Layout) -> None:
+        self.module, self.layout, self.plan = module, layout, layout.plan
+        self.cell, self.backward, self.size = self.plan.cell, layout.backward, layout.size
         self.names = names(self.plan, self.backward)
-        self.arrays = arrays(self.plan, self.backward)
-        self.index = entries(self.plan, self.backward)
+        self.arrays, self.index = layout.arrays, layout.entries
+        self.sequences, self.projecting = layout.sequences, layout.projecting
         self.shared_index = {name: i for i, name in enumerate(self.names.shared)}
         self.each_index = {name: i for i, name in enumerate(self.names.each)}
-        self.sequences = [n for n, array in self.arrays.items() if array.begins == "states"]
         self.gates = len(self.cell.gates) * self.plan.hidden_size
         # Of scratch memory: how many directions and where their tables are, the kernel's tables,
         # each with the counter of its barrier on a line of its own, and those of packing.
         self.table_bytes = align(8 * len(self.index)) + LINE
-        self.matmuls = [*generator.matmuls]
+        self.matmuls = layout.matmuls
         self.packing_bytes = PACKING_BYTES * (len(self.matmuls) + 1)
 
     def print(self) -> None:
@@ -143,8 +139,10 @@ class Door:
         work = zeros
         if not self.backward:
             work = zeros + b.select(shared["inputs"].ne(0), align(self.gates * self.size), 0)
-        inputs = None if self.projecting is None else shared["inputs"]
-        each = self.generator.print_workspace(b, shared["batch"], inputs)
+        staged: Value | int = 0
+        if self.projecting is not None and self.layout.staged_bytes:
+            staged = self.layout.staged_input(b, shared["inputs"]) * self.size
+        each = self.layout.workspace(shared["batch"], staged)
         end = work + directions * shared["threads"] * each
         return packing, zeros, work, each, end
 
@@ -152,11 +150,6 @@ class Door:
         """Bytes of the packed weights of one direction."""
         fixed = b.value(sum(align(m.packed_elements * self.size) for m in self.matmuls), "i64")
         return fixed if self.projecting is None else fixed + self._input_bytes(b, shared)
-
-    @property
-    def projecting(self) -> Matmul | None:
-        """The matmul to whose sums the input's are added."""
-        return self.generator.projecting
 
     def _input_bytes(self, b: Builder, shared: Entries) -> Value:
         """Bytes of the packed weight of an input that the kernel multiplies."""
@@ -264,7 +257,7 @@ class Door:
 
     def _threads(self, b: Builder, shared: Entries) -> None:
         """Chooses the number of threads, and whether they split the units."""
-        kernel, h = self.generator, self.plan.hidden_size
+        kernel, h = self.layout, self.plan.hidden_size
         directions, threads = shared["directions"], shared["threads"]
         work, rows = b.value(kernel.work, "i64"), shared["batch"]
         packed = b.value(kernel.packed_bytes, "i64")
@@ -417,7 +410,7 @@ class Door:
             if self.backward:
                 return 0
             bias = each["bias_ih"]
-            if not self.generator.apart:
+            if not self.layout.apart:
                 return bias
             # Sums of the input that have a place of their own begin with its biases.
             return b.select(shared["inputs"].ne(0), 0, bias)
@@ -444,7 +437,7 @@ class Door:
         if self.projecting is not None:
             inputs = shared["inputs"]
             packed = b.select(inputs.ne(0), base + at, 0)
-            name = "bias_ih" if self.generator.apart else self.projecting.linear.bias_name
+            name = "bias_ih" if self.layout.apart else self.projecting.linear.bias_name
             bias = each[name]
             packing(len(self.matmuls), "weight_ih", bias, packed, inputs)
             table["packed input"] = packed
@@ -492,3 +485,8 @@ class Door:
                 with b.when(each[name].ne(0)):
                     zero = constant(0.0, b.real)
                     b.call("fill_rows", each.pointer(name), width, zero, rows, width)
+
+
+def print_door(module: Module, layout: Layout) -> None:
+    """Adds ``needs``, ``door`` and what they call."""
+    Door(module, layout).print()

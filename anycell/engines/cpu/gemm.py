@@ -113,16 +113,12 @@ class Gemm:
         """The module, as LLVM text."""
         print_gang(self.module)
         print_packing_of(self.module, self.geometry, self.right.llvm, self.operands.llvm)
-        self.copy = "pack_block"
         if self.quantized:
             print_quantizing(self.module)
         elif self.narrow:
-            self.copy = "widen_block"
-            print_pack_block(self.module, self.left.llvm, name=self.copy)
-        self.staging = {
-            number: print_staging(self.module, number, self.geometry, self.operands.llvm)
-            for number in sorted({self.left.llvm, self.real} if self.staged else ())
-        }
+            print_pack_block(self.module, self.left.llvm, name="widen_block")
+        for number in sorted({self.left.llvm, self.real} if self.staged else ()):
+            print_staging(self.module, number, self.geometry, self.operands.llvm)
         for vectors in range(1, self.vectors + 1):
             if self.tiled:
                 self._tiles(vectors)
@@ -418,16 +414,19 @@ class Gemm:
                 b.call("quantize", start, header, b.gep(header, ROW_HEADER), count)
             return b.gep(space, ROW_HEADER), row
 
+        copying = "widen_block" if self.narrow else "pack_block"
+
         def copy(to: Value) -> None:
             # Lanes are numbers of the sum: those of a row come to lie side by side.
             with b.loop(0, count, self.lanes) as n:
                 start, left = b.gep(source, n * a_inner, number), count - n
-                b.call(self.copy, start, a_inner, a_rows, left, height, b.gep(to, n), row)
+                strides = a_inner, a_rows
+                b.call(copying, start, *strides, left, height, b.gep(to, n), row)
 
         def stage(rows: Value, apart: Value, number: str) -> None:
             with b.loop(0, height) as r:
                 start, to = b.gep(rows, r * apart, number), b.gep(space, r * row)
-                b.call(self.staging[number], start, to, count)
+                b.call(f"stage_{number}", start, to, count)
 
         if self.staged:
             with b.when(a_inner.eq(1)) as otherwise:

@@ -28,6 +28,7 @@ One file, because the builder is one class with a short method per instruction.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import platform
 import re
@@ -227,22 +228,27 @@ class Module:
         self._declarations: dict[str, tuple[str, str]] = {}  # name -> (return type, text)
         self._globals: list[str] = []
         self._functions: dict[str, Builder] = {}
-        self._plain_loops = 0
+        self._plain_loops = itertools.count(2)  # !0 and !1 are what they are made of
+        self._metadata: list[str] = []
 
     def function(
-        self, name: str, params: str = "", returns: str = "void", *, private: bool = False
-    ) -> Builder:
+        self, name: str, params: str = "", returns: str = "void", *,
+        private: bool = False, vectors: int = 1,
+    ) -> Builder:  # fmt: skip
         """Start a function; parameters are declared as in `"ptr noalias x, i64 count"`. A `private`
-        one is known to this module only, and its calls stay calls.
+        one is known to this module only, and its calls stay calls. It works on so many registers at
+        once: `lanes` and `vec` are those of all of them.
         """
         if name in self._functions:
             raise ValueError(f"function {name!r} is defined twice")
-        self._functions[name] = builder = Builder(self, name, params, returns, private)
+        self._functions[name] = builder = Builder(self, name, params, returns, private, vectors)
         return builder
 
-    def private(self, name: str, params: str, returns: str = "void") -> Builder:
+    def private(
+        self, name: str, params: str, returns: str = "void", *, vectors: int = 1
+    ) -> Builder:
         """Start a private function."""
-        return self.function(name, params, returns, private=True)
+        return self.function(name, params, returns, private=True, vectors=vectors)
 
     def declare(self, name: str, returns: str, params: Sequence[str]) -> str:
         """Declare what this module calls and does not define; again is the same as once."""
@@ -271,8 +277,9 @@ class Module:
 
     def plain_loop(self) -> str:
         """A fresh metadata node for a loop that LLVM shall neither unroll nor vectorise."""
-        self._plain_loops += 1
-        return f"!{self._plain_loops + 1}"
+        number = next(self._plain_loops)
+        self._metadata.append(f"!{number} = distinct !{{!{number}, !0, !1}}")
+        return f"!{number}"
 
     def __str__(self) -> str:
         functions = [str(function) for function in self._functions.values()]
@@ -285,7 +292,7 @@ class Module:
             # The kernels unroll and vectorise themselves; undoing that costs compile time and bits.
             '!0 = !{!"llvm.loop.unroll.disable"}',
             '!1 = !{!"llvm.loop.vectorize.enable", i1 false}',
-            *(f"!{n} = distinct !{{!{n}, !0, !1}}" for n in range(2, 2 + self._plain_loops)),
+            *self._metadata,
         ]
         parts = ["\n".join(self._globals), *functions, "\n".join(declarations + attributes)]
         return "\n\n".join(part for part in parts if part) + "\n"
@@ -331,13 +338,12 @@ class Variable:
 class Builder:
     """Writes the body of one function. Every emitter returns the `Value` that it made."""
 
-    def __init__(self, module: Module, name: str, params: str, returns: str, private: bool) -> None:
-        self.module = module
-        self.target = module.target
-        self.name = name
-        self.returns = returns
-        self.real = module.real
-        self.lanes = self.target.lanes(self.real)
+    def __init__(
+        self, module: Module, name: str, params: str, returns: str, private: bool, vectors: int
+    ) -> None:
+        self.module, self.target, self.real = module, module.target, module.real
+        self.name, self.returns = name, returns
+        self.lanes = self.target.lanes(self.real) * vectors
         self.vec = vector(self.lanes, self.real)
         self.ivec = integer_of(self.vec)
         self.mask = vector(self.lanes, "i1")
@@ -350,13 +356,12 @@ class Builder:
         )
         self._allocas: list[str] = []
         self._blocks = [_Block("entry")]
-        self._count = 0
+        self._numbers = itertools.count(1)
 
     # ---- plumbing
 
     def _fresh(self, stem: str) -> str:
-        self._count += 1
-        return f"{stem}.{self._count}"
+        return f"{stem}.{next(self._numbers)}"
 
     def _line(self, text: str) -> None:
         self._blocks[-1].lines.append(text)

@@ -547,12 +547,11 @@ def _print_pack_rounded(module: Module, g: Geometry) -> None:
             store(k + n, columns[n : n + 2])
 
 
-def print_staging(module: Module, number: str, g: Geometry, operands: str) -> str:
-    """Adds a function that writes numbers of a row as matmuls read them, widened (or for tiles
-    rounded) and followed by zeros up to whole chunks; gives its name.
+def print_staging(module: Module, number: str, g: Geometry, operands: str) -> None:
+    """Adds ``stage_<number>``, which writes numbers of a row as matmuls read them, widened (or for
+    tiles rounded) and followed by zeros up to whole chunks.
     """
-    name = f"stage_{number}"
-    b = module.private(name, "ptr source, ptr to, i64 count")
+    b = module.private(f"stage_{number}", "ptr source, ptr to, i64 count")
     source, to, count = b.args
     with b.loop(0, whole_chunks(count, g.chunk), b.lanes) as i:
         mask, at = b.lane_mask(count - i), b.gep(source, i, number)
@@ -566,7 +565,6 @@ def print_staging(module: Module, number: str, g: Geometry, operands: str) -> st
             pieces = tiles.split(b, masked_numbers(b, at, mask, number), g.pieces)
             for n, bits in enumerate(pieces):
                 b.store(bits, b.gep(to, into + n * g.chunk, "i16"))
-    return name
 
 
 def print_quantizing(module: Module) -> None:
