@@ -35,14 +35,13 @@ from anycell.engines.cpu.ir import Builder, Module, Target, Value, Variable, con
 from anycell.engines.cpu.matmul import (
     add_products,
     add_scaled,
-    integer_sums,
     negative_sums,
     print_pack_block,
     print_packing_of,
     print_quantizing,
     print_staging,
     whole_chunks,
-)
+)  # fmt: skip
 from anycell.engines.cpu.sources import fingerprint
 from anycell.engines.cpu.table import Entries, align
 from anycell.plan import DTYPES, LINE, Dtype
@@ -158,10 +157,11 @@ class Gemm:
             at = b.gep(panel, self.width)
             offsets = [b.load(b.gep(at, n * b.lanes), b.ivec) for n in range(vectors)]
             weights = b.gep(panel, self.header * self.width)
-            totals = integer_sums(b, offsets, operand, weights, self.width, bounds, ahead)
+            totals = [[b.variable(offset) for offset in offsets] for _ in operand]
+            add_products(b, totals, operand, weights, self.width, bounds, number, ahead)
             add_scaled(b, sums, totals, operand, scales)
         else:
-            add_products(b, sums, operand, panel, self.width, bounds, ahead, number)
+            add_products(b, sums, operand, panel, self.width, bounds, number, ahead)
         pairs = list(zip(results, itertools.chain(*sums), strict=True))
         with b.when(add.ne(0)):
             for result, total in pairs:

@@ -24,7 +24,7 @@ from anycell.engines.cpu.geometry import (
     matmuls,
     projecting,
     whole,
-)
+)  # fmt: skip
 from anycell.engines.cpu.ir import Builder, Target, Value
 from anycell.engines.cpu.table import align, entries
 from anycell.engines.cpu.tiles import ROWS

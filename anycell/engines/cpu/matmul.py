@@ -33,7 +33,7 @@ from anycell.engines.cpu.geometry import (
     SCALES,
     Geometry,
     Matmul,
-)
+)  # fmt: skip
 from anycell.engines.cpu.idioms import dot, widen
 from anycell.engines.cpu.ir import (
     Builder,
@@ -44,7 +44,8 @@ from anycell.engines.cpu.ir import (
     constant,
     element_bits,
     vector,
-)
+)  # fmt: skip
+from anycell.plan import Dtype
 
 Places = tuple[int, ...]
 ROUNDING = 1.5 * 2**23  # a float32 plus this has no digits behind the point
@@ -134,11 +135,12 @@ class Blocks:
         tile = b.gep(weights, g.header * width)
         if g.quantized:
             offsets = [header(OFFSETS, c, b.ivec) for c in range(columns)]
-            totals = integer_sums(b, offsets, operand, tile, width, (k0, k1))
+            totals = [[b.variable(offset) for offset in offsets] for _ in operand]
+            add_products(b, totals, operand, tile, width, (k0, k1), self.number)
             scales = [header(SCALES, c) for c in range(columns)]
             add_scaled(b, sums, totals, addresses, scales)
         else:
-            add_products(b, sums, operand, tile, width, (k0, k1), number=self.number)
+            add_products(b, sums, operand, tile, width, (k0, k1), self.number)
         for r in range(rows):
             for c in range(columns):
                 total = sums[r][c].value
@@ -209,102 +211,54 @@ class Blocks:
 
 
 def add_products(
-    b: Builder,
-    sums: Sequence[Sequence[Variable]],
-    operand: Sequence[Value],
-    weights: Value,
-    width: int,
-    bounds: tuple[Operand, Operand],
-    ahead: Sequence[Value] = (),
-    number: str | None = None,
-) -> None:
+    b: Builder, sums: Sequence[Sequence[Variable]], operand: Sequence[Value], weights: Value,
+    width: int, bounds: tuple[Operand, Operand], number: str, ahead: Sequence[Value] = (),
+) -> None:  # fmt: skip
     """The hot loop: ``sums[r][c] += operand[r][k] * weights[k * width + c]`` for k within bounds.
 
     ``sums`` are vectors on the stack, ``c`` counts vectors, weights lie on a vector's alignment.
-    Meanwhile memory is fetched for later, a line for each k: ``ahead`` is the first one's address,
-    and bytes to the next. Weights that are pairs of a narrower ``number`` have a row for two k;
-    bounds are then even, and it is a line for each pair.
+    Weights of a narrower ``number`` have a row for two or four k, of which bounds are whole
+    multiples. Meanwhile memory is fetched for later, a line for each row: ``ahead`` is the first
+    one's address, and bytes to the next.
     """
     full = b.lanes * element_bits(b.real) // 8
-    if number is not None and number != b.real:
-        _add_pairs(b, sums, operand, weights, width, bounds, ahead, number)
-        return
+    packs = element_bits(b.real) // element_bits(number)
+    shift, integers = packs.bit_length() - 1, packs == QUANTIZED
+    first, last = (b.ashr(b.value(k, "i64"), shift) if shift else k for k in bounds)
     # Not unrolled: the loop's own instructions fit beside the multiply-adds, and twice the code
     # compiles twice as long.
-    with b.loop(*bounds) as k:
-        base = b.gep(weights, k * width)
+    with b.loop(first, last) as line:
+        base = b.gep(weights, line * width)
+        k = line << shift if shift else line
         if ahead:
-            b.prefetch(b.gep(ahead[0], k * ahead[1], "i8"), locality=2)
-        w = [b.load(b.gep(base, c * b.lanes), align=full) for c in range(len(sums[0]))]
-        for row, address in zip(sums, operand, strict=True):
-            value = b.splat(b.load(b.gep(address, k), b.real))
-            for total, vector in zip(row, w, strict=True):
-                total.value = b.fma(value, vector, total.value)
-
-
-def _add_pairs(
-    b: Builder,
-    sums: Sequence[Sequence[Variable]],
-    operand: Sequence[Value],
-    weights: Value,
-    width: int,
-    bounds: tuple[Operand, Operand],
-    ahead: Sequence[Value],
-    number: str,
-) -> None:
-    """Adds the products of weights in pairs."""
-    full = b.lanes * element_bits(b.real) // 8
-    first, last = (b.ashr(b.value(bound, "i64"), 1) for bound in bounds)
-    with b.loop(first, last) as pair:
-        base, k = b.gep(weights, pair * width), pair << 1
-        if ahead:
-            b.prefetch(b.gep(ahead[0], pair * ahead[1], "i8"), locality=2)
-        for half in (0, 1):
+            b.prefetch(b.gep(ahead[0], line * ahead[1], "i8"), locality=2)
+        for part in range(1 if integers else packs):
             w = []
             for c in range(len(sums[0])):
-                at = b.gep(base, (2 * c + half) * b.lanes, "i16")
-                bits = b.load(at, vector(b.lanes, "i16"), align=full // 2)
-                w.append(widen(b, bits, number))
+                if packs == 2:
+                    at = b.gep(base, (2 * c + part) * b.lanes, "i16")
+                    bits = b.load(at, vector(b.lanes, "i16"), align=full // 2)
+                    w.append(widen(b, bits, number))
+                else:
+                    type = b.ivec if integers else b.vec
+                    w.append(b.load(b.gep(base, c * b.lanes), type, align=full))
             for row, address in zip(sums, operand, strict=True):
-                value = b.splat(b.load(b.gep(address, k + half), b.real))
+                if integers:
+                    value = b.splat(b.load(b.gep(address, k, "i8"), "i32", align=1))
+                else:
+                    at = b.gep(address, k + part if packs == 2 else k)
+                    value = b.splat(b.load(at, b.real))
                 for total, weight in zip(row, w, strict=True):
-                    total.value = b.fma(value, weight, total.value)
-
-
-def integer_sums(
-    b: Builder,
-    offsets: Sequence[Value],
-    operand: Sequence[Value],
-    weights: Value,
-    width: int,
-    bounds: tuple[Operand, Operand],
-    ahead: Sequence[Value] = (),
-) -> list[list[Variable]]:
-    """The hot loop of integers, as ``add_products``: gives the sums, vectors on the stack, which
-    begin with the offsets of the columns. Bounds are whole fours.
-    """
-    full = b.lanes * element_bits(b.real) // 8
-    totals = [[b.variable(offset) for offset in offsets] for _ in operand]
-    first, last = (b.ashr(b.value(bound, "i64"), 2) for bound in bounds)
-    with b.loop(first, last) as four:
-        base, k = b.gep(weights, four * width), four << 2
-        if ahead:
-            b.prefetch(b.gep(ahead[0], four * ahead[1], "i8"), locality=2)
-        w = [b.load(b.gep(base, c * b.lanes), b.ivec, align=full) for c in range(len(offsets))]
-        for row, address in zip(totals, operand, strict=True):
-            value = b.splat(b.load(b.gep(address, k, "i8"), "i32", align=1))
-            for total, weight in zip(row, w, strict=True):
-                total.value = dot(b, total.value, value, weight)
-    return totals
+                    if integers:
+                        total.value = dot(b, total.value, value, weight)
+                    else:
+                        total.value = b.fma(value, weight, total.value)
 
 
 def add_scaled(
-    b: Builder,
-    sums: Sequence[Sequence[Variable]],
-    totals: Sequence[Sequence[Variable]],
-    rows: Sequence[Value],
-    scales: Sequence[Value],
-) -> None:
+    b: Builder, sums: Sequence[Sequence[Variable]], totals: Sequence[Sequence[Variable]],
+    rows: Sequence[Value], scales: Sequence[Value],
+) -> None:  # fmt: skip
     """``sums`` plus integers times the scales of their rows, which lie before these, and of their
     columns.
     """
@@ -320,43 +274,32 @@ def _relative(places: Places) -> Places:
 
 
 def print_packing(
-    module: Module,
-    matmuls: Sequence[Matmul],
-    projecting: Matmul | None,
-    biased: frozenset[str],
-    number: str,
-    of_biases: str,
-    operands: str,
-) -> None:
+    module: Module, matmuls: Sequence[Matmul], projecting: Matmul | None, biased: frozenset[str],
+    types: Dtype,
+) -> None:  # fmt: skip
     """Adds ``pack0``, ``pack1`` ..., which pack the weights of these matmuls.
 
-    ``biased`` are the outputs that take the bias of the input's projection too; ``number``,
-    ``of_biases`` and ``operands`` are what LLVM calls the types of weights, of biases and of what
-    is multiplied.
+    ``biased`` are the outputs that take the bias of the input's projection too.
     """
     if matmuls:
-        print_packing_of(module, matmuls[0].geometry, number, operands)
+        print_packing_of(module, matmuls[0].geometry, types.weights.llvm, types.operands.llvm)
     for m in matmuls:
-        _print_pack(module, m, m is projecting, biased, number, of_biases)
+        _print_pack(module, m, m is projecting, biased, types)
 
 
 def _print_pack(
-    module: Module,
-    m: Matmul,
-    projecting: bool,
-    biased: frozenset[str],
-    number: str,
-    of_biases: str,
+    module: Module, m: Matmul, projecting: bool, biased: frozenset[str], types: Dtype
 ) -> None:
     """A weight [out, in] or [heads, out/heads, in/heads], of any strides but for one of 1 among the
     last two, into tiles; its scales are [out], or [heads, out/heads].
     """
+    number, of_biases = types.weights.llvm, types.storage.llvm
     g, l = m.geometry, m.linear
     b = module.private(f"pack{m.number}", "ptr args, i64 part, i64 parts")
     table, part, parts = b.args
-    types = ("ptr", "i64", "i64", "i64", "ptr", "ptr", "ptr", "i64", "ptr")
+    kinds = "ptr i64 i64 i64 ptr ptr ptr i64 ptr".split()
     weight, heads, rows, columns, input_bias, bias, packed, inner, scales = (
-        b.load(b.gep(table, i, "i64"), t) for i, t in enumerate(types)
+        b.load(b.gep(table, i, "i64"), t) for i, t in enumerate(kinds)
     )
     elements: Value | int = g.tile_elements
     packed_rows = packed_rows_of(inner, g)

@@ -51,10 +51,7 @@ def print_kernel(layout: Layout) -> Module:
     b = module.private("sequence", "ptr args, i64 part, i64 parts", vectors=layout.width)
     Sequence(b, layout, blocks).print()
     _print_all(module)
-    print_packing(
-        module, layout.matmuls, layout.projecting, layout.cell.fused, types.weights.llvm,
-        types.storage.llvm, types.operands.llvm,
-    )  # fmt: skip
+    print_packing(module, layout.matmuls, layout.projecting, layout.cell.fused, types)
     print_door(module, layout)
     return module
 
