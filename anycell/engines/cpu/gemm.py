@@ -37,7 +37,6 @@ from anycell.engines.cpu.matmul import (
     add_scaled,
     negative_sums,
     print_pack_block,
-    print_packing_of,
     print_quantizing,
     print_staging,
     whole_chunks,
@@ -111,11 +110,12 @@ class Gemm:
     def text(self) -> str:
         """The module, as LLVM text."""
         print_gang(self.module)
-        print_packing_of(self.module, self.geometry, self.right.llvm, self.operands.llvm)
+        print_pack_block(self.module, self.geometry, self.right.llvm, self.operands.llvm)
         if self.quantized:
             print_quantizing(self.module)
         elif self.narrow:
-            print_pack_block(self.module, self.left.llvm, name="widen_block")
+            plain = Geometry(0, 0, 0, self.lanes, self.module.target.registers)
+            print_pack_block(self.module, plain, self.left.llvm, self.real, name="widen_block")
         for number in sorted({self.left.llvm, self.real} if self.staged else ()):
             print_staging(self.module, number, self.geometry, self.operands.llvm)
         for vectors in range(1, self.vectors + 1):

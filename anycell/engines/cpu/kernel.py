@@ -28,8 +28,6 @@ class Kernel:
         axes: how many strides follow the address of an array, of its last axes, where some do.
         arrays: see ``anycell.plan.arrays``.
         index: places of the entries of a kernel's own table, which the door fills.
-        units_splittable: whether threads may split the units: a row reduction, or a matmul inside
-            the step, needs all units of a row in one thread.
         projecting: the matmul to whose sums it can add the input projection, if there is one.
     """
 
@@ -45,10 +43,7 @@ class Kernel:
         self.axes = {name: count for name in names.each if (count := table.axes(name))}
         self.arrays, self.index = layout.arrays, layout.entries
         self.itemsize = plan.itemsize
-        self.units_splittable = not layout.row_wise
-        self.matmuls = layout.matmuls
         self.projecting = layout.projecting
-        self.packed_bytes = layout.packed_bytes
         # For ``check``: what the door copies, by its entries, and the array that it copies to or
         # from; and heads, rows and columns of the weights that are packed.
         self.copied = {}
@@ -58,7 +53,7 @@ class Kernel:
             else:
                 self.copied |= {f"{what} {state}": self.arrays[name] for what in ("state", "final")}
         sizes = plan.sizes
-        self.weights = {m.linear.weight: (1, *m.linear.shape(sizes))[-3:] for m in self.matmuls}
+        self.weights = {m.linear.weight: (1, *m.linear.shape(sizes))[-3:] for m in layout.matmuls}
 
     def first(self, direction: int) -> int:
         """The place where the entries of a direction begin."""

@@ -90,6 +90,7 @@ class Layout:
         self.stages = [p for p, each in enumerate(self.passes) if each.matmuls or p == 0]
         self.matmuls = matmuls(plan, backward, target)
         self.by_name = {m.linear.name: m for m in self.matmuls}
+        self.tiled = any(m.geometry.tiled for m in self.matmuls)
         self.projecting = projecting(self.matmuls, self.cell)
         self.apart = self.projecting is not None and self.cell.fused != set(self.cell.gates)
         # Of a simple cell: of its matmul, or of two of one shape.
@@ -186,9 +187,7 @@ class Layout:
         """Rows that are staged for a batch; matrix tiles read 16 rows at once."""
         if self.row_wise:
             return PANEL
-        more = ROWS - 1
-        tiled = any(m.geometry.tiled for m in self.matmuls)
-        return (batch + more) & ~more if tiled else batch
+        return (batch + (ROWS - 1)) & -ROWS if self.tiled else batch
 
     def staged_input(self, b: Builder, inputs: Value) -> Value:
         """Numbers from a row of the input, as the kernel multiplies it, to the next: whole vectors,

@@ -19,10 +19,8 @@ a scale of NaN.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from anycell.engines.cpu import tiles
 from anycell.engines.cpu.geometry import (
@@ -45,7 +43,7 @@ from anycell.engines.cpu.ir import (
     element_bits,
     vector,
 )  # fmt: skip
-from anycell.plan import Dtype
+from anycell.engines.cpu.layout import Layout
 
 Places = tuple[int, ...]
 ROUNDING = 1.5 * 2**23  # a float32 plus this has no digits behind the point
@@ -55,44 +53,33 @@ BOUNDS = "i64 k0, i64 k1, i64 fresh, i64 shift"
 ROWS = f"ptr weights, ptr rows, ptr acc, i64 count, {BOUNDS}"
 
 
-@dataclass(frozen=True)
 class Blocks:
-    """acc[rows, columns] (+)= operand[rows, k0:k1] @ weights[k0:k1, columns], as functions.
+    """results[rows, columns] (+)= operand[rows, k0:k1] @ weights[k0:k1, columns], as functions."""
 
-    Attributes:
-        matmul: which.
-        row: elements from the results of a row to those of the next.
-        output: from those of one output to those of the next.
-        itemsize: bytes of an element.
-        number: of the weights, as LLVM calls it.
-    """
-
-    matmul: Matmul
-    row: int
-    output: int
-    itemsize: int
-    number: str
-
-    @functools.cached_property
-    def groups(self) -> tuple[Places, ...]:
-        """Places of the columns of each register block of a tile."""
-        g = self.matmul.geometry
-        return g.groups(self.output // g.lanes)
+    def __init__(self, layout: Layout, matmul: Matmul) -> None:
+        self.matmul, self.g, self.itemsize = matmul, matmul.geometry, layout.size
+        g, (_, strides, _, self.row) = self.g, layout.results
+        self.number = layout.plan.types.operands.llvm
+        self.groups = g.groups(strides[matmul.linear.name] // g.lanes)
+        self.width, self.full = g.columns * g.lanes, g.lanes * self.itemsize
+        # Results of a head may begin anywhere.
+        even = matmul.linear.heads == 1 or g.units % g.lanes == 0
+        self.align = self.full if even else self.itemsize
 
     def print(self, module: Module) -> None:
         """Adds the functions that ``call`` calls."""
         for places in dict.fromkeys(map(_relative, self.groups)):
-            if self.matmul.geometry.tiled:
+            most = self.g.block_rows(len(places))
+            if self.g.tiled:
                 self._tiles(module, places)
-                self._row_tiles(module, places)
-                continue
-            for rows in range(1, self.matmul.geometry.block_rows(len(places)) + 1):
-                self._register_block(module, places, rows)
-            self._row_blocks(module, places)
+            else:
+                for rows in range(1, most + 1):
+                    self._register_block(module, places, rows)
+            self._rows(module, places, most)
 
     def call(self, b: Builder, weights: Value, rows: Value, acc: Value, *rest: Value | int) -> None:
         """All columns of a tile; ``rest``: how many rows, and ``BOUNDS``."""
-        lanes, column = self.matmul.geometry.lanes, 0
+        lanes, column = self.g.lanes, 0
         for places in self.groups:
             w, at = b.gep(weights, column * lanes), b.gep(acc, places[0] * lanes)
             b.call(self._name("rows", _relative(places)), w, rows, at, *rest)
@@ -102,68 +89,60 @@ class Blocks:
         return f"{what}{self.matmul.number}_{'_'.join(map(str, places))}"
 
     def _register_block(self, module: Module, places: Places, rows: int) -> None:
-        """So many rows, and the columns at these places; the hot loop."""
-        m, columns = self.matmul, len(places)
+        """The hot loop of some rows, and the columns at these places."""
+        g, columns = self.g, range(len(places))
         params = f"ptr noalias weights, ptr noalias rows, ptr noalias acc, {BOUNDS}"
         b = module.private(f"{self._name('block', places)}_x{rows}", params)
         weights, pointers, acc, k0, k1, fresh, shift = b.args
-        g = m.geometry
-        width, full = g.columns * b.lanes, b.lanes * self.itemsize
-        # Results of a head may begin anywhere.
-        whole = full if m.linear.heads == 1 or m.geometry.units % b.lanes == 0 else self.itemsize
         addresses = [b.load(b.gep(pointers, r, "i64"), "ptr") for r in range(rows)]
         number = self.number if g.quantized else b.real
         operand = [b.gep(address, shift, number) for address in addresses]
-        sums = [[b.unset(b.vec) for _ in range(columns)] for _ in range(rows)]
+        sums = [[b.unset(b.vec) for _ in columns] for _ in range(rows)]
+        places_of_sums = [(r, c) for r in range(rows) for c in columns]
 
         def result(r: int, c: int) -> Variable:
-            return Variable(b, b.gep(acc, r * self.row + places[c] * b.lanes), b.vec, whole)
+            return Variable(b, b.gep(acc, r * self.row + places[c] * b.lanes), b.vec, self.align)
 
         def header(what: int, c: int, type: str | None = None) -> Value:
-            return b.load(b.gep(weights, what * width + c * b.lanes), type, align=full)
+            return b.load(b.gep(weights, what * self.width + c * b.lanes), type, self.full)
 
         with b.when(fresh.ne(0)) as otherwise:
-            for c in range(columns):
+            for c in columns:
                 bias = header(BIASES, c)
-                for r in range(rows):
-                    sums[r][c].value = bias
+                for row in sums:
+                    row[c].value = bias
         with otherwise:
-            for r in range(rows):
-                for c in range(columns):
-                    sums[r][c].value = result(r, c).value
-
-        tile = b.gep(weights, g.header * width)
+            for r, c in places_of_sums:
+                sums[r][c].value = result(r, c).value
+        tile = b.gep(weights, g.header * self.width)
+        totals = sums
         if g.quantized:
-            offsets = [header(OFFSETS, c, b.ivec) for c in range(columns)]
+            offsets = [header(OFFSETS, c, b.ivec) for c in columns]
             totals = [[b.variable(offset) for offset in offsets] for _ in operand]
-            add_products(b, totals, operand, tile, width, (k0, k1), self.number)
-            scales = [header(SCALES, c) for c in range(columns)]
-            add_scaled(b, sums, totals, addresses, scales)
-        else:
-            add_products(b, sums, operand, tile, width, (k0, k1), self.number)
-        for r in range(rows):
-            for c in range(columns):
-                total = sums[r][c].value
-                result(r, c).value = total
+        add_products(b, totals, operand, tile, self.width, (k0, k1), self.number)
+        if g.quantized:
+            add_scaled(b, sums, totals, addresses, [header(SCALES, c) for c in columns])
+        for r, c in places_of_sums:
+            total = sums[r][c].value
+            result(r, c).value = total
 
     def _tiles(self, module: Module, places: Places) -> None:
         """Up to 16 rows, which are staged and so lie evenly, by matrix tiles."""
-        m, g, columns = self.matmul, self.matmul.geometry, len(places)
+        g, columns = self.g, len(places)
         b = module.private(self._name("tiles", places), ROWS)
         weights, pointers, acc, count, k0, k1, fresh, shift = b.args
-        width, full = g.columns * b.lanes, b.lanes * self.itemsize
-        whole = full if m.linear.heads == 1 or g.units % b.lanes == 0 else self.itemsize
         first, second = (
             b.load(b.gep(pointers, n, "i64"), "i64") for n in (0, b.smin(count - 1, 1))
         )
         start = b.gep(b.load(pointers, "ptr"), shift * (4 // g.packs), "i8")
         rows = start, second - first
-        packed = b.gep(weights, g.header * width), constant(width * self.itemsize, "i64")
+        line = constant(self.width * self.itemsize, "i64")
+        packed = b.gep(weights, g.header * self.width), line
         results = [b.gep(acc, place * b.lanes) for place in places]
         stride, begins = self.row * self.itemsize, fresh.ne(0)
 
         def header(what: int, c: int) -> Value:
-            return b.gep(weights, what * width + c * b.lanes)
+            return b.gep(weights, what * self.width + c * b.lanes)
 
         if not g.quantized:  # sums begin with the biases, or go on
             apart = b.select(begins, 0, stride)
@@ -178,36 +157,35 @@ class Blocks:
         with b.loop(0, count) as row:
             into = [b.gep(result, row * self.row) for result in results]
             begin_at = [b.select(begins, header(BIASES, c), at) for c, at in enumerate(into)]
-            sums = [b.variable(b.load(at, align=whole)) for at in begin_at]
+            sums = [b.variable(b.load(at, align=self.align)) for at in begin_at]
             totals = [Variable(b, b.gep(at, row * apart, "i8"), b.ivec) for at, apart in end]
             address = b.load(b.gep(pointers, row, "i64"), "ptr")
-            scales = [b.load(header(SCALES, c), align=full) for c in range(columns)]
+            scales = [b.load(header(SCALES, c), align=self.full) for c in range(columns)]
             add_scaled(b, [sums], [totals], [address], scales)
             for result, total in zip(into, sums, strict=True):
-                b.store(total.value, result, align=whole)
+                b.store(total.value, result, align=self.align)
 
-    def _row_tiles(self, module: Module, places: Places) -> None:
-        """Cuts ``count`` rows into tiles."""
+    def _rows(self, module: Module, places: Places, most: int) -> None:
+        """Cuts ``count`` rows into tiles, or into register blocks as equal as can be."""
         b = module.private(self._name("rows", places), ROWS)
         weights, pointers, acc, count, *bounds = b.args
-        with b.loop(0, count, tiles.ROWS) as first:
-            here, into = b.gep(pointers, first, "i64"), b.gep(acc, first * self.row)
-            rows = b.smin(count - first, tiles.ROWS)
-            b.call(self._name("tiles", places), weights, here, into, rows, *bounds)
 
-    def _row_blocks(self, module: Module, places: Places) -> None:
-        """Cuts ``count`` rows into register blocks as equal as can be."""
-        b = module.private(self._name("rows", places), ROWS)
-        weights, pointers, acc, count, *bounds = b.args
-        most = self.matmul.geometry.block_rows(len(places))
+        def at(first: Value) -> tuple[Value, Value, Value]:
+            return weights, b.gep(pointers, first, "i64"), b.gep(acc, first * self.row)
+
+        if self.g.tiled:
+            with b.loop(0, count, tiles.ROWS) as first:
+                here, rows = at(first), b.smin(count - first, tiles.ROWS)
+                b.call(self._name("tiles", places), *here, rows, *bounds)
+            return
         blocks = (count + (most - 1)) // most
         with b.loop(0, blocks) as i:
             first = i * count // blocks
             rows = (i + 1) * count // blocks - first
-            here, into = b.gep(pointers, first, "i64"), b.gep(acc, first * self.row)
+            here = at(first)
             for n in range(1, most + 1):
                 with b.when(rows.eq(n)):
-                    b.call(f"{self._name('block', places)}_x{n}", weights, here, into, *bounds)
+                    b.call(f"{self._name('block', places)}_x{n}", *here, *bounds)
 
 
 def add_products(
@@ -273,26 +251,20 @@ def _relative(places: Places) -> Places:
     return tuple(place - places[0] for place in places)
 
 
-def print_packing(
-    module: Module, matmuls: Sequence[Matmul], projecting: Matmul | None, biased: frozenset[str],
-    types: Dtype,
-) -> None:  # fmt: skip
-    """Adds ``pack0``, ``pack1`` ..., which pack the weights of these matmuls.
-
-    ``biased`` are the outputs that take the bias of the input's projection too.
-    """
-    if matmuls:
-        print_packing_of(module, matmuls[0].geometry, types.weights.llvm, types.operands.llvm)
-    for m in matmuls:
-        _print_pack(module, m, m is projecting, biased, types)
+def print_packing(module: Module, layout: Layout) -> None:
+    """Adds ``pack0``, ``pack1`` ..., which pack the weights of the matmuls."""
+    types = layout.plan.types
+    if layout.matmuls:
+        print_pack_block(module, layout.geometry, types.weights.llvm, types.operands.llvm)
+    for m in layout.matmuls:
+        _print_pack(module, layout, m)
 
 
-def _print_pack(
-    module: Module, m: Matmul, projecting: bool, biased: frozenset[str], types: Dtype
-) -> None:
+def _print_pack(module: Module, layout: Layout, m: Matmul) -> None:
     """A weight [out, in] or [heads, out/heads, in/heads], of any strides but for one of 1 among the
     last two, into tiles; its scales are [out], or [heads, out/heads].
     """
+    types = layout.plan.types
     number, of_biases = types.weights.llvm, types.storage.llvm
     g, l = m.geometry, m.linear
     b = module.private(f"pack{m.number}", "ptr args, i64 part, i64 parts")
@@ -303,7 +275,7 @@ def _print_pack(
     )
     elements: Value | int = g.tile_elements
     packed_rows = packed_rows_of(inner, g)
-    if projecting:  # the weight of the input is packed the same way
+    if m is layout.projecting:  # the weight of the input is packed the same way
         elements = (packed_rows + (g.lanes + g.header - 1)) * (g.columns * g.lanes)
     width = g.columns * g.lanes
     # Of one head and output: rows of the weight, and numbers that a row has.
@@ -332,7 +304,7 @@ def _print_pack(
                 row = l.declared.index(output)
                 bias_sum.value = constant(0.0, b.vec)
                 at_bias = head * g.units + unit + row * m.units
-                both = l.recurrent and output in biased
+                both = l.recurrent and output in layout.cell.fused
                 for added in (input_bias, bias) if both else (bias,):
                     with b.when(added.ne(0)):
                         at_number = b.gep(added, at_bias, of_biases)
@@ -384,48 +356,70 @@ PACK_BLOCK = (
 
 
 def print_pack_block(
-    module: Module, number: str, *, packs: int = 1, name: str = "pack_block"
+    module: Module, g: Geometry, number: str, operands: str, name: str = "pack_block"
 ) -> None:
-    """A column of vectors: element k of unit u is source[u * lane_stride + k * inner_stride],
-    widened; or as it is, so many k's in a row.
+    """Adds the packing of a column of vectors: element k of unit u is source[u * lane_stride + k *
+    inner_stride]. Numbers of operands that share a lane are packed as they are, others widened, or
+    for tiles rounded to sums of numbers of bfloat16.
     """
     b = module.private(name, PACK_BLOCK)
     source, lane_stride, inner_stride, units, count, packed, width = b.args
-    if packs > 1:
-        _pack_together(b, number, packs)
+    rounded = g.tiled and number != operands
+    if g.packs > 1 and not rounded:
+        _pack_together(b, g, number)
         return
+    group, whole = (2, whole_chunks(count, g.chunk)) if rounded else (1, count)
+
+    def store(k: Value, numbers: Sequence[Value]) -> None:
+        """The numbers from k on of each column: one, or for tiles the two that share a lane."""
+        if not rounded:
+            b.store(numbers[0], b.gep(packed, k * width))
+            return
+        of_chunk = k % g.chunk
+        row = (k - of_chunk) // 2 * g.pieces + of_chunk // 2
+        pieces = zip(*[tiles.split(b, value, g.pieces) for value in numbers], strict=True)
+        for n, (low, high) in enumerate(pieces):
+            both = b.zext(low, b.ivec) | (b.zext(high, b.ivec) << 16)
+            b.store(both, b.gep(packed, (row + n * tiles.ROWS) * width))
+
     with b.when(lane_stride.eq(1)) as otherwise:
         mask = b.lane_mask(units)
-        with b.loop(0, count) as k:
-            at = b.gep(source, k * inner_stride, number)
-            b.store(masked_numbers(b, at, mask, number), b.gep(packed, k * width))
-    with otherwise, b.loop(0, count, b.lanes) as k:
+        with b.loop(0, whole, group) as k:
+            numbers = []
+            for n in range(group):
+                place = k + n if rounded else k
+                exists = mask & b.splat(place < count) if rounded else mask
+                at = b.gep(source, place * inner_stride, number)
+                numbers.append(masked_numbers(b, at, exists, number))
+            store(k, numbers)
+    with otherwise, b.loop(0, whole, b.lanes) as k:
         inside = b.lane_mask(count - k)
         rows = []
         for lane in range(b.lanes):
             exists = b.splat(units > lane)
             at = b.gep(source, lane_stride * lane + k, number)
             rows.append(masked_numbers(b, at, inside & exists, number))
-        for i, vector_ in enumerate(b.transpose(rows)):
-            b.store(vector_, b.gep(packed, (k + i) * width))
+        columns = b.transpose(rows)
+        for n in range(0, b.lanes, group):
+            store(k + n, columns[n : n + group])
 
 
-def _pack_together(b: Builder, number: str, packs: int) -> None:
+def _pack_together(b: Builder, g: Geometry, number: str) -> None:
     """The body of ``pack_block`` where several k's share a row."""
     source, lane_stride, inner_stride, units, count, packed, width = b.args
+    packs = g.packs
     bits = 32 // packs
     few, mask = vector(b.lanes, f"i{bits}"), b.lane_mask(units)
 
     def store(group: Value, row: Value) -> None:
         at = b.gep(packed, row * width)
-        if packs == QUANTIZED or tiled:
+        if g.quantized or g.tiled:
             b.store(group, at)
             return
         b.store(b.trunc(group, "i16"), at)
         b.store(b.trunc(group >> 16, "i16"), b.gep(at, b.lanes, "i16"))
 
-    tiled = tiles.multiplies(b.target, number)
-    whole = whole_chunks(count, tiles.chunk(number) if tiled else packs)
+    whole = whole_chunks(count, g.chunk)
     with b.when(lane_stride.eq(1)) as otherwise, b.loop(0, whole, packs) as k:
         group = b.value(0, b.ivec)
         for n in range(packs):
@@ -446,48 +440,6 @@ def _pack_together(b: Builder, number: str, packs: int) -> None:
             rows.append(b.bitcast(b.masked_load(at, inside & exists, 0, numbers), b.ivec))
         for i, group in enumerate(b.transpose(rows)):
             store(group, k // packs + i)
-
-
-def print_packing_of(module: Module, g: Geometry, number: str, operands: str) -> None:
-    """Adds ``pack_block`` for weights of a type that are multiplied as operands of another."""
-    if g.tiled and number != operands:
-        _print_pack_rounded(module, g)
-    else:
-        print_pack_block(module, number, packs=g.packs)
-
-
-def _print_pack_rounded(module: Module, g: Geometry) -> None:
-    """``pack_block`` for tiles, of reals that become sums of numbers of bfloat16."""
-    b = module.private("pack_block", PACK_BLOCK)
-    source, lane_stride, inner_stride, units, count, packed, width = b.args
-    mask, whole = b.lane_mask(units), whole_chunks(count, g.chunk)
-
-    def store(k: Value, pair: Sequence[Value]) -> None:
-        """The numbers k and k + 1 of each column."""
-        of_chunk = k % g.chunk
-        row = (k - of_chunk) // 2 * g.pieces + of_chunk // 2
-        pieces = zip(*[tiles.split(b, value, g.pieces) for value in pair], strict=True)
-        for n, (low, high) in enumerate(pieces):
-            both = b.zext(low, b.ivec) | (b.zext(high, b.ivec) << 16)
-            b.store(both, b.gep(packed, (row + n * tiles.ROWS) * width))
-
-    with b.when(lane_stride.eq(1)) as otherwise, b.loop(0, whole, 2) as k:
-        pair = []
-        for n in (0, 1):
-            place = k + n
-            exists = mask & b.splat(place < count)
-            pair.append(b.masked_load(b.gep(source, place * inner_stride), exists))
-        store(k, pair)
-    with otherwise, b.loop(0, whole, b.lanes) as k:
-        inside = b.lane_mask(count - k)
-        rows = []
-        for lane in range(b.lanes):
-            exists = b.splat(units > lane)
-            at = b.gep(source, lane_stride * lane + k)
-            rows.append(b.masked_load(at, inside & exists))
-        columns = b.transpose(rows)
-        for n in range(0, b.lanes, 2):
-            store(k + n, columns[n : n + 2])
 
 
 def print_staging(module: Module, number: str, g: Geometry, operands: str) -> None:

@@ -284,7 +284,7 @@ class _Workers:
 
 
 class _Gangs(NamedTuple):
-    """Where a process gets its threads: from a runtime with its record, else from workers."""
+    """The threads of a process: of a runtime, with its record, or else workers."""
 
     workers: _Workers
     openmp: _OpenMP | None

@@ -20,7 +20,7 @@ the same operations in the same order whatever the split, so the bits do not dep
 
 from __future__ import annotations
 
-from anycell.engines.cpu.door import print_door
+from anycell.engines.cpu.door import Door
 from anycell.engines.cpu.ir import Builder, Module, Value, constant
 from anycell.engines.cpu.layout import PANEL, Layout
 from anycell.engines.cpu.matmul import Blocks, print_packing, print_quantizing, print_staging
@@ -36,11 +36,7 @@ def print_kernel(layout: Layout) -> Module:
     """Prints the module of a kernel."""
     types = layout.plan.types
     module = Module(layout.target, layout.real, types.short)
-    row, strides = layout.results.row, layout.results.strides
-    blocks = [
-        Blocks(m, row, strides[m.linear.name], layout.size, types.operands.llvm)
-        for m in layout.matmuls
-    ]
+    blocks = [Blocks(layout, m) for m in layout.matmuls]
     for each in blocks:
         each.print(module)
     if types.quantized:
@@ -51,8 +47,8 @@ def print_kernel(layout: Layout) -> Module:
     b = module.private("sequence", "ptr args, i64 part, i64 parts", vectors=layout.width)
     Sequence(b, layout, blocks).print()
     _print_all(module)
-    print_packing(module, layout.matmuls, layout.projecting, layout.cell.fused, types)
-    print_door(module, layout)
+    print_packing(module, layout)
+    Door(module, layout).print()
     return module
 
 
@@ -114,8 +110,7 @@ class Sequence:
             if layout.matmuls:
                 last = b.zext(rows.given(f"packed {layout.matmuls[0].linear.name}"), "i64")
             self.steps += last
-        self.tiled = any(m.geometry.tiled for m in layout.matmuls)
-        if self.tiled:
+        if layout.tiled:
             most = (groups + parts - 1) // parts * arg["row_group"]
             most = b.smin(b.select(split, arg["batch"], most), arg["batch"])
             configure(b, b.smax(b.smin(most, ROWS), 1), layout.plan.types.pieces)
@@ -139,7 +134,7 @@ class Sequence:
                         self._row(t, place, first, span)
             with b.when(self.split):
                 self._wait(t)
-        if self.tiled:
+        if self.layout.tiled:
             release(b)
 
     def _wait(self, t: Value) -> None:
