@@ -58,11 +58,26 @@ def axpy(target: ir.Target) -> str:
     return str(module)
 
 
+_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
+_KERNEL = ctypes.CFUNCTYPE(None, _POINTER, _NUMBER, _NUMBER)
+_GANG = ctypes.CFUNCTYPE(_NUMBER, _POINTER, _POINTER, _POINTER, _NUMBER, _POINTER)
+
+
+def parallel(address: int, args: int, parts: int) -> int:
+    """Runs a kernel as a gang of up to ``parts``, as the door does, and counts the parts."""
+    parts = min(parts, pool.MOST)
+    if parts <= 1:
+        _KERNEL(address)(args, 0, 1)
+        return 1
+    function, table, openmp, _ = (ctypes.c_int64 * 4).from_address(pool.gang(parts))
+    return int(_GANG(function)(table, address, args, parts, openmp))
+
+
 def check_axpy(library: jit.Library) -> None:
     x, y = np.arange(64, dtype=np.float32), np.ones(64, np.float32)
     args = np.array([0, x.ctypes.data, y.ctypes.data, 64], np.int64)
     args[:1].view(np.float32)[0] = 3.0
-    assert pool.parallel(library.address("axpy"), args.ctypes.data, 1) == 1
+    assert parallel(library.address("axpy"), args.ctypes.data, 1) == 1
     np.testing.assert_array_equal(y, 1 + 3 * np.arange(64))
 
 
@@ -1014,7 +1029,7 @@ class Meeting:
         self.address = jit.compile(BARRIER, ["meet"], isa.TARGETS["generic"]).address("meet")
 
     def run(self, parts: int) -> int:
-        team = pool.parallel(self.address, self.args.ctypes.data, parts)
+        team = parallel(self.address, self.args.ctypes.data, parts)
         assert 1 <= team <= parts
         assert self.args[0] == team * self.rounds, "a part ran twice or not at all"
         assert self.seen[:64].tolist() == [team] * team + [0] * (64 - team)
@@ -1044,7 +1059,7 @@ def setup(request: pytest.FixtureRequest) -> str:
 import ctypes, os, signal, sys, threading, warnings
 import numpy as np
 from anycell.engines.cpu import ir, isa, jit, pool
-from test_cpu_runtime import Meeting
+from test_cpu_runtime import Meeting, parallel
 {attach}
 assert pool.backend() == {request.param!r}, pool.backend()
 """
@@ -1302,9 +1317,9 @@ def test_parts_share_the_floating_point_mode(setup: str) -> None:
             return meeting.half
 
         assert half() == 1 << 51
-        pool.parallel(code.address("mode"), flush.ctypes.data, 1)
+        parallel(code.address("mode"), flush.ctypes.data, 1)
         flushed = half()
-        pool.parallel(code.address("mode"), usual.ctypes.data, 1)
+        parallel(code.address("mode"), usual.ctypes.data, 1)
         assert flushed == 0
         assert half() == 1 << 51  # the bits of 2.0**-1023
         ''',

@@ -60,9 +60,7 @@ def _geometry(layout: Layout, batch: int | None) -> Iterator[str]:
 
 
 def _passes(layout: Layout) -> Iterator[str]:
-    """Row reductions and matmuls inside the step need all units of a row: the work on a row
-    comes in passes.
-    """
+    """Describes the passes over a row, of which reductions and matmuls need all units."""
     passes = layout.passes
     if len(passes) == 1:
         return

@@ -157,9 +157,7 @@ class Door:
         return packing, zeros, work, each, end
 
     def _packed_bytes(self, shared: Entries) -> Value:
-        """Bytes of the packed weights of one direction, and of its input that the kernel
-        multiplies.
-        """
+        """Bytes of a direction's packed weights, with the input that the kernel multiplies."""
         b = shared.b
         fixed = b.value(sum(align(m.packed_elements * self.size) for m in self.matmuls), "i64")
         if self.projecting is None:

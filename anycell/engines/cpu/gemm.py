@@ -402,9 +402,7 @@ class Gemm:
     def _rows(
         self, b: Builder, call: Entries, source: Value, space: Value, height: Value, count: Value
     ) -> tuple[Value, Value]:
-        """The address of a block of rows of A, and from one row to the next: copied, or where they
-        are.
-        """
+        """The address of a block of rows of A, copied or in place, and from one row to the next."""
         a_rows, a_inner, number = call["a_rows"], call["a_inner"], self.left.llvm
         row = b.value(self.row, "i64")
         if self.quantized:

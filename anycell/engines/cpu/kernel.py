@@ -70,9 +70,7 @@ def loaded(plan: Plan, backward: bool, target: Target) -> Kernel | None:
 
 
 def compiled(plan: Plan, backward: bool = False) -> Kernel:
-    """The kernel of a plan for the instruction set in use; compiled once per process,
-    kept on disk.
-    """
+    """The kernel of a plan for the instruction set in use; compiled once, kept on disk."""
     target = isa.current()
     key = description(plan, backward), target
     found = _kernels.get(key)

@@ -237,9 +237,7 @@ def add_scaled(
     b: Builder, sums: Sequence[Sequence[Variable]], totals: Sequence[Sequence[Variable]],
     rows: Sequence[Value], scales: Sequence[Value],
 ) -> None:  # fmt: skip
-    """``sums`` plus integers times the scales of their rows, which lie before these, and of their
-    columns.
-    """
+    """Adds integers to ``sums``, times the scales of their rows (before these) and columns."""
     for r, (sums_, totals_) in enumerate(zip(sums, totals, strict=True)):
         of_row = b.splat(b.load(b.gep(rows[r], -ROW_HEADER), b.real))
         for sum_, total, scale in zip(sums_, totals_, scales, strict=True):

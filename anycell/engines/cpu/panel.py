@@ -188,9 +188,7 @@ class Panel:
     def _fill(
         self, m: Matmul, results: Value, span: Value | None, first: Value, last: Value
     ) -> None:
-        """Results that the kernel does not compute: forward the caller brings them, backward there
-        are none.
-        """
+        """Results that the kernel does not compute: forward the caller's, backward zeros."""
         b, layout, rows = self.b, self.layout, self.rows
         with b.loop(first, last) as place, rows.vectors(span, m.units) as lanes:
             into = (place - first) * layout.results.row

@@ -1,12 +1,9 @@
-"""Runs a compiled kernel on several threads at once.
+"""Threads for compiled kernels.
 
 A kernel is `void kernel(ptr args, i64 part, i64 parts)`, and its parts may wait for each other at
 a barrier. So all parts of a call, a *gang*, run at the same time: nothing is queued, and a call
 that finds a gang at work runs as one part in its own thread. Any number of parts is right, as a
 kernel divides its work by the `parts` that it is given; more of them are only faster.
-
->>> pool.parallel(code.address("lstm_forward"), args.ctypes.data, pool.threads())
-2
 
 Two ways to get the threads:
 
@@ -352,22 +349,3 @@ def gang(parts: int) -> int:
     if gangs.openmp is not None:
         return ctypes.addressof(gangs.record)
     return gangs.workers.hire(min(parts, MOST) - 1)
-
-
-_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
-_KERNEL = ctypes.CFUNCTYPE(None, _POINTER, _NUMBER, _NUMBER)
-_GANG = ctypes.CFUNCTYPE(_NUMBER, _POINTER, _POINTER, _POINTER, _NUMBER, _POINTER)
-
-
-def parallel(address: int, args: int, parts: int) -> int:
-    """Run the kernel at `address` as a gang of up to `parts`, and return how many there were.
-
-    Fewer than asked for where a gang is at work for another thread (then there is one part), or the
-    system grants no more threads. Returns when all parts have.
-    """
-    parts = min(parts, MOST)
-    if parts <= 1:
-        _KERNEL(address)(args, 0, 1)
-        return 1
-    function, table, openmp, _ = (ctypes.c_int64 * 4).from_address(gang(parts))
-    return int(_GANG(function)(table, address, args, parts, openmp))

@@ -194,9 +194,7 @@ class Rows:
         self.store(self.load(row, lanes, offset) + value, row, lanes, offset)
 
     def _bits(self, type: str) -> str:
-        """The type as which numbers of an array are loaded: integers, where the cell computes with
-        wider ones.
-        """
+        """The type as which numbers are loaded: integers, if the cell computes with wider ones."""
         return type if type == self.layout.real else integer_of(type)
 
     def _wide(self, value: Value, type: str) -> Value:
@@ -288,9 +286,7 @@ class Rows:
             self.store(sum(arriving, self.load(into, lanes)), into, lanes)
 
     def divert_reset(self, block: Block) -> None:
-        """The step after this one started from the reset value: its gradient goes there,
-        not further back.
-        """
+        """The step after this one began with the reset value: its gradient goes there."""
         for i, name, units in self.states:
             with self.vectors(block.span, units) as lanes:
                 self._carry(i, block, lanes)

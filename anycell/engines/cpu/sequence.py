@@ -53,9 +53,7 @@ def print_kernel(layout: Layout) -> Module:
 
 
 def _print_all(module: Module) -> None:
-    """Runs several sequences (directions): side by side where there are threads for it,
-    else in turn.
-    """
+    """Runs several directions, side by side where there are threads for it, else in turn."""
     b = module.private("run_all", "ptr calls, i64 part, i64 parts")
     calls, part, parts = b.args
     count = b.load(calls, "i64")

@@ -52,9 +52,7 @@ def split(b: Builder, value: Value, pieces: int) -> list[Value]:
 
 
 def configure(b: Builder, rows: Operand = ROWS, pieces: int = 1) -> None:
-    """All tiles become zeros; those on the left and sums have so many rows, at most 16: fewer are
-    multiplied faster.
-    """
+    """Zeroes all tiles; those on the left and sums have ``rows``: fewer are multiplied faster."""
     if b.target.tiles != "amx":
         return
     palette, columns = [1] + [0] * 15, [BYTES, 0] * COUNT + [0] * (32 - 2 * COUNT)
