@@ -25,7 +25,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from anycell.engines.cpu import jit, tiles
@@ -151,23 +151,18 @@ class Gemm:
         for result in results:
             b.prefetch(result.address)
         operand = [b.gep(a, a_rows * r) for r in range(rows)]
-        bounds, number = (constant(0, "i64"), count), self.operands.llvm
+        bounds, totals, weights = (constant(0, "i64"), count), sums, panel
         if self.quantized:
             scales = [b.load(b.gep(panel, n * b.lanes)) for n in range(vectors)]
             at = b.gep(panel, self.width)
             offsets = [b.load(b.gep(at, n * b.lanes), b.ivec) for n in range(vectors)]
             weights = b.gep(panel, self.header * self.width)
             totals = [[b.variable(offset) for offset in offsets] for _ in operand]
-            add_products(b, totals, operand, weights, self.width, bounds, number, ahead)
+        number = self.operands.llvm
+        add_products(b, totals, operand, weights, self.width, bounds, number, ahead)
+        if self.quantized:
             add_scaled(b, sums, totals, operand, scales)
-        else:
-            add_products(b, sums, operand, panel, self.width, bounds, number, ahead)
-        pairs = list(zip(results, itertools.chain(*sums), strict=True))
-        with b.when(add.ne(0)):
-            for result, total in pairs:
-                total.value = result.value + total.value
-        for result, total in pairs:
-            result.value = total.value
+        _write(b, add.ne(0), results, itertools.chain(*sums))
 
     def _tiles(self, vectors: int) -> None:
         """Prints the register block of up to 16 rows, by matrix tiles."""
@@ -218,11 +213,7 @@ class Gemm:
             results, integers = zip(*rows_of(row), strict=True)
             scales = [b.load(b.gep(panel, n * b.lanes)) for n in range(vectors)]
             add_scaled(b, [sums], [integers], [b.gep(a, row * a_rows)], scales)
-            with b.when(adds):
-                for result, total in zip(results, sums, strict=True):
-                    total.value = result.value + total.value
-            for result, total in zip(results, sums, strict=True):
-                result.value = total.value
+            _write(b, adds, results, sums)
 
     def _fetch(self) -> None:
         """Copies rows of C, that are not whole vectors, to where they are added to."""
@@ -468,6 +459,16 @@ class Gemm:
                 for function in ("@pack", "@multiply"):
                     b.store(constant(0, "i64"), counter)
                     b.call("gang", gang, Value(function, "ptr"), scratch, threads)
+
+
+def _write(b: Builder, adds: Value, results: Iterable[Variable], sums: Iterable[Variable]) -> None:
+    """Writes or adds sums to results."""
+    pairs = list(zip(results, sums, strict=True))
+    with b.when(adds):
+        for result, total in pairs:
+            total.value = result.value + total.value
+    for result, total in pairs:
+        result.value = total.value
 
 
 def _parts(count: Value, size: Value | int) -> Value:

@@ -107,6 +107,11 @@ class Layout:
             self.width = min(2, -(-min(sizes, default=plan.hidden_size) // self.lanes))
         self.results = self._results()
         self.scratch, self.scratch_row = self._scratch()
+        # Of a row: multiply-adds, and bytes that are staged; of a direction: bytes packed.
+        self.work = sum(
+            m.units * m.inner * m.geometry.outputs // m.linear.heads for m in self.matmuls
+        )
+        self.packed_bytes = sum(m.packed_elements for m in self.matmuls) * self.size
         self.staged_bytes = sum(m.staged_row for m in self.matmuls if m.staged) * self.size
 
     def _results(self) -> Results:
@@ -199,14 +204,3 @@ class Layout:
         vectors = (count + self.lanes - 1) // self.lanes + 1
         row = (vectors | 1) * self.lanes
         return b.select(inputs.ne(0), row, 0)
-
-    @property
-    def work(self) -> int:
-        """Multiply-adds for a row of the batch."""
-        each = (m.units * m.inner * m.geometry.outputs // m.linear.heads for m in self.matmuls)
-        return sum(each)
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes of the packed weights of one direction."""
-        return sum(m.packed_elements for m in self.matmuls) * self.size
