@@ -107,7 +107,7 @@ class Layout:
             self.width = min(2, -(-min(sizes, default=plan.hidden_size) // self.lanes))
         self.results = self._results()
         self.scratch, self.scratch_row = self._scratch()
-        # Of a row: multiply-adds, and bytes that are staged; of a direction: bytes packed.
+        # Multiply-adds and staged bytes of a row, and packed bytes of a direction.
         self.work = sum(
             m.units * m.inner * m.geometry.outputs // m.linear.heads for m in self.matmuls
         )
