@@ -32,8 +32,8 @@ class RowAt(NamedTuple):
     row: Value
 
 
-class Block(NamedTuple):
-    """The memory of a row that takes a step, for the units of one span or (None) for all.
+class Task(NamedTuple):
+    """A row that takes a step, and its memory; the units of one span or (None) all of them.
 
     Attributes:
         results, scratch: addresses, see ``layout``.
@@ -211,16 +211,16 @@ class Rows:
         return total.value
 
     # ---- results of matmuls ----------------------------------------------------------------------
-    def result(self, m: Matmul, output: int, block: Block, lanes: Lanes) -> Value:
+    def result(self, m: Matmul, output: int, task: Task, lanes: Lanes) -> Value:
         """The results of a matmul for the vector of units at hand."""
         places, strides, *_ = self.layout.results
         name = m.linear.name
-        return self.b.load(self.result_at(places[name] + output * strides[name], block, lanes))
+        return self.b.load(self.result_at(places[name] + output * strides[name], task, lanes))
 
-    def result_at(self, place: int, block: Block, lanes: Lanes) -> Value:
+    def result_at(self, place: int, task: Task, lanes: Lanes) -> Value:
         """The address of the results that begin at a place in each row of them."""
         unit = (lanes.vector - self.origin(lanes.span)) * self.layout.lanes
-        return self.b.gep(block.results, unit + place)
+        return self.b.gep(task.results, unit + place)
 
     # ---- rows that do not take the step ----------------------------------------------------------
     def hold(self, at: RowAt, span: Value | None) -> None:
@@ -235,67 +235,67 @@ class Rows:
                         out = self.at("out", at)
                         self.store(b.select(repeat, value, self.zero), out, lanes)
 
-    def hold_gradients(self, block: Block) -> None:
+    def hold_gradients(self, task: Task) -> None:
         """A masked step backward: the gradients of the states stay, those of the step are 0."""
-        b, at, zero = self.b, block.at, self.zero
+        b, at, zero = self.b, task.at, self.zero
         repeat = self.arg["masked_output"].ne(CODES["masked_output"]["zero"])
         for i, name, units in self.states:
-            with self.vectors(block.span, units) as lanes:
-                self._carry(i, block, lanes)
+            with self.vectors(task.span, units) as lanes:
+                self._carry(i, task, lanes)
                 arriving = self.arriving(i)
                 with b.when(repeat & self.given(arriving)):
                     into = self.of(f"d_state {name}", at.row)
                     arrived = self.load(self.at(arriving, at), lanes)
                     self.add(arrived, into, lanes)
         h = self.plan.hidden_size
-        with self.vectors(block.span, h) as lanes:
+        with self.vectors(task.span, h) as lanes:
             for gate in range(len(self.cell.gates)):
                 self.store(zero, self.at("d_gates", at), lanes, gate * h)
         for m in self.layout.matmuls:
             if not self.plan.shares_gradient(m.linear):
                 units = m.inner // m.parts
-                with self.vectors(block.span, units) as lanes:
+                with self.vectors(task.span, units) as lanes:
                     for n in range(m.parts):
                         row = self.at(self.layout.gradient(m), at)
                         self.store(zero, row, lanes, n * units)
-            with self.vectors(block.span, m.units) as lanes:
-                self.keep_operand(m, block, lanes, zero)
+            with self.vectors(task.span, m.units) as lanes:
+                self.keep_operand(m, task, lanes, zero)
 
-    def keep_operand(self, m: Matmul, block: Block, lanes: Lanes, computed: Value | None) -> None:
+    def keep_operand(self, m: Matmul, task: Task, lanes: Lanes, computed: Value | None) -> None:
         """Keeps the operand of a matmul, for its weight's gradient, where the caller asks for it:
         one that was ``computed`` inside the step, or a state that a reset replaced.
         """
         name = f"operand {m.linear.name}"
         with self.b.when(self.given(name)):
             if m.state is not None:
-                computed = self.load(self.before(m.state, block.at, block.reset), lanes)
+                computed = self.load(self.before(m.state, task.at, task.reset), lanes)
             assert computed is not None
-            self.store(computed, self.at(name, block.at), lanes)
+            self.store(computed, self.at(name, task.at), lanes)
 
-    def hand_on(self, block: Block) -> None:
+    def hand_on(self, task: Task) -> None:
         """The last round of a backward pass: what arrives through the first step's matmuls."""
         for i, _, units in self.states:
-            with self.vectors(block.span, units) as lanes:
-                self._carry(i, block, lanes)
+            with self.vectors(task.span, units) as lanes:
+                self._carry(i, task, lanes)
 
-    def _carry(self, i: int, block: Block, lanes: Lanes) -> None:
+    def _carry(self, i: int, task: Task, lanes: Lanes) -> None:
         """Completes the gradient of a state in memory, where the step's graph does not take it."""
-        arriving = [self.result(m, 0, block, lanes) for m in self.layout.matmuls if m.state == i]
+        arriving = [self.result(m, 0, task, lanes) for m in self.layout.matmuls if m.state == i]
         if arriving:
-            into = self.of(f"d_state {self.cell.state_names[i]}", block.at.row)
+            into = self.of(f"d_state {self.cell.state_names[i]}", task.at.row)
             self.store(sum(arriving, self.load(into, lanes)), into, lanes)
 
-    def divert_reset(self, block: Block) -> None:
+    def divert_reset(self, task: Task) -> None:
         """The step after this one began with the reset value: its gradient goes there."""
         for i, name, units in self.states:
-            with self.vectors(block.span, units) as lanes:
-                self._carry(i, block, lanes)
+            with self.vectors(task.span, units) as lanes:
+                self._carry(i, task, lanes)
                 for m in self.layout.matmuls:
                     if m.state == i:
                         place = self.layout.results.places[m.linear.name]
-                        self.b.store(self.zero, self.result_at(place, block, lanes))
+                        self.b.store(self.zero, self.result_at(place, task, lanes))
                 state, reset = (
-                    self.of(f"d_{what} {name}", block.at.row) for what in ("state", "reset")
+                    self.of(f"d_{what} {name}", task.at.row) for what in ("state", "reset")
                 )
                 self.store(self.load(reset, lanes) + self.load(state, lanes), reset, lanes)
                 self.store(self.zero, state, lanes)

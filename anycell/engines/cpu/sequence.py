@@ -25,7 +25,7 @@ from anycell.engines.cpu.ir import Builder, Module, Value, constant
 from anycell.engines.cpu.layout import PANEL, Layout
 from anycell.engines.cpu.matmul import Blocks, print_packing, print_quantizing, print_staging
 from anycell.engines.cpu.panel import Panel
-from anycell.engines.cpu.rows import Block, RowAt, Rows
+from anycell.engines.cpu.rows import RowAt, Rows, Task
 from anycell.engines.cpu.step import Step
 from anycell.engines.cpu.tiles import ROWS, configure, release
 
@@ -201,26 +201,26 @@ class Sequence:
         if backward and self.layout.cell.params:
             group = b.udiv(at.row, self.arg["row_group"])
         results, scratch = self.panel.results_of(place, first), self.panel.scratch_of(place, first)
-        block = Block(at, span, results, scratch, group, constant(0, "i1"))
+        task = Task(at, span, results, scratch, group, constant(0, "i1"))
         if not backward or stage:
-            self._row_step(block, stage)
+            self._row_step(task, stage)
             return
         with b.when(t > 0), b.when(rows.flagged("resets", RowAt(t - 1, at.row))):
-            rows.divert_reset(block)
+            rows.divert_reset(task)
         with b.when(t < self.arg["steps"]) as otherwise:
-            self._row_step(block, stage)
+            self._row_step(task, stage)
         with otherwise:
-            rows.hand_on(block)
+            rows.hand_on(task)
 
-    def _row_step(self, block: Block, stage: int) -> None:
+    def _row_step(self, task: Task, stage: int) -> None:
         b, rows = self.b, self.rows
-        block = block._replace(reset=rows.flagged("resets", block.at))
+        task = task._replace(reset=rows.flagged("resets", task.at))
         if not self.layout.backward:
-            self.step.print(block, stage)
+            self.step.print(task, stage)
             return
         # A masked step only hands gradients on.
-        with b.when(rows.flagged("mask", block.at, unequal=False)) as otherwise:
+        with b.when(rows.flagged("mask", task.at, unequal=False)) as otherwise:
             if stage == len(self.layout.stages) - 1:
-                rows.hold_gradients(block)
+                rows.hold_gradients(task)
         with otherwise:
-            self.step.print(block, stage)
+            self.step.print(task, stage)

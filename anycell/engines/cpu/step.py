@@ -10,7 +10,7 @@ from typing import NamedTuple
 from anycell.engines.cpu import ops
 from anycell.engines.cpu.geometry import Matmul
 from anycell.engines.cpu.ir import Value, Variable, constant
-from anycell.engines.cpu.rows import Block, Lanes, Rows
+from anycell.engines.cpu.rows import Lanes, Rows, Task
 from anycell.lang.expr import Expr, is_const, topological
 from anycell.lang.ops import is_boolean, is_reduction
 from anycell.plan import MATMULS
@@ -37,7 +37,7 @@ class Step:
             for i, n in enumerate(self.cell.hyper)
         }
 
-    def print(self, block: Block, stage: int) -> None:
+    def print(self, task: Task, stage: int) -> None:
         """The passes of one stage of the step."""
         b, layout = self.b, self.layout
         begin, *following = layout.stages[stage:]
@@ -45,13 +45,13 @@ class Step:
         for each in layout.passes[:begin]:  # what the stages before have found out about the row
             for node in each.reductions:
                 if node.attrs == (1,):
-                    at = b.gep(block.scratch, layout.scratch["narrow", node])
+                    at = b.gep(task.scratch, layout.scratch["narrow", node])
                     known.reduced[node] = b.splat(b.load(at, b.real))
             known.stored.update(each.stores, (n for n in each.reductions if n.attrs != (1,)))
         for number in range(begin, [*following, len(layout.passes)][0]):
-            self._pass(number, block, known)
+            self._pass(number, task, known)
 
-    def _pass(self, number: int, block: Block, known: Known) -> None:
+    def _pass(self, number: int, task: Task, known: Known) -> None:
         """One pass over the units of a row; the last one computes the results."""
         b, layout, rows = self.b, self.layout, self.rows
         each, last = layout.passes[number], number == len(layout.passes) - 1
@@ -60,22 +60,22 @@ class Step:
         roots = [*(layout.roots if last else ()), *arguments, *(node for _, node, _ in operands)]
         # What all units share is computed once, before the loop.
         zero = constant(0, "i64")
-        shared = Values(self, block, Lanes(None, zero, zero, None), known)
+        shared = Values(self, task, Lanes(None, zero, zero, None), known)
         for node in topological(roots):
             if node in known.reduced or (node.narrow and self._ready(node, known)):
                 shared.get(node)
         row_wide = [node for node in each.reductions if node.attrs == (1,)]
         sums = {node: b.variable(_empty(node), b.vec) for node in row_wide}
         for size in dict.fromkeys(map(layout.size_of, roots)):
-            with rows.vectors(block.span, self.plan.sizes[size]) as lanes:
-                values = Values(self, block, lanes, known, shared.known)
+            with rows.vectors(task.span, self.plan.sizes[size]) as lanes:
+                values = Values(self, task, lanes, known, shared.known)
                 for node in each.reductions:
                     if layout.size_of(node) == size:
                         value = values.get(node.args[0])
                         if node in sums:
                             self._fold(node, value, lanes, sums[node])
                         else:
-                            b.store(value, self.scratch("argument", node, block, lanes))
+                            b.store(value, self.scratch("argument", node, task, lanes))
                 for m, node, column in operands:
                     if layout.size_of(node) == size:
                         self._store_operand(m, values.get(node), values, column)
@@ -85,21 +85,21 @@ class Step:
                     self._results(size, values)
                 for node in each.stores:
                     if layout.size_of(node) == size:
-                        b.store(values.get(node), self.scratch("kept", node, block, lanes))
+                        b.store(values.get(node), self.scratch("kept", node, task, lanes))
         known.stored.update(each.stores)
         for node, total in sums.items():
             whole = self._whole(node, total.value, layout.units(node))
             known.reduced[node] = b.splat(whole)
             if ("narrow", node) in layout.scratch:
-                b.store(whole, b.gep(block.scratch, layout.scratch["narrow", node]))
+                b.store(whole, b.gep(task.scratch, layout.scratch["narrow", node]))
         for node in each.reductions:
             if node not in sums:
-                self._reduce_groups(node, block)
+                self._reduce_groups(node, task)
                 known.stored.add(node)
 
-    def scratch(self, use: str, node: Expr, block: Block, lanes: Lanes) -> Value:
+    def scratch(self, use: str, node: Expr, task: Task, lanes: Lanes) -> Value:
         """The address of a value in scratch memory, for the vector of units at hand."""
-        return self.b.gep(block.scratch, lanes.unit + self.layout.scratch[use, node])
+        return self.b.gep(task.scratch, lanes.unit + self.layout.scratch[use, node])
 
     # ---- operands of matmuls inside the step -----------------------------------------------------
     def _operands(self, names: tuple[str, ...]) -> list[tuple[Matmul, Expr, int]]:
@@ -115,12 +115,12 @@ class Step:
         return found
 
     def _store_operand(self, m: Matmul, value: Value, values: Values, column: int) -> None:
-        block, lanes = values.block, values.lanes
+        task, lanes = values.task, values.lanes
         if self.layout.backward:
-            row = self.rows.at(self.layout.gradient(m), block.at)
+            row = self.rows.at(self.layout.gradient(m), task.at)
             self.rows.store(value, row, lanes, column)
         else:
-            self.b.store(value, self.scratch("operand", m.linear.operand, block, lanes))
+            self.b.store(value, self.scratch("operand", m.linear.operand, task, lanes))
 
     # ---- reductions ------------------------------------------------------------------------------
     def _ready(self, node: Expr, known: Known) -> bool:
@@ -146,12 +146,12 @@ class Step:
         # Lanes beyond H hold no unit.
         into.value = folded if lanes.mask is None else self.b.select(lanes.mask, folded, total)
 
-    def _reduce_groups(self, node: Expr, block: Block) -> None:
+    def _reduce_groups(self, node: Expr, task: Task) -> None:
         """A reduction over equal groups of units, its result written for every unit."""
         b, (groups,) = self.b, node.attrs
         size = self.layout.units(node) // groups
         source, target = (
-            b.gep(block.scratch, self.layout.scratch[use, node]) for use in ("argument", "kept")
+            b.gep(task.scratch, self.layout.scratch[use, node]) for use in ("argument", "kept")
         )
         empty, total = _empty(node), b.unset(b.vec)
         with b.loop(0, groups) as group:
@@ -169,7 +169,7 @@ class Step:
     # ---- what a step writes ----------------------------------------------------------------------
     def _results(self, size: str, values: Values) -> None:
         """Writes results of a forward step that have a size, for the vector of units at hand."""
-        b, rows, layout, lanes, at = self.b, self.rows, self.layout, values.lanes, values.block.at
+        b, rows, layout, lanes, at = self.b, self.rows, self.layout, values.lanes, values.task.at
         states = {
             i: values.get(node)
             for i, (node, state) in enumerate(zip(self.cell.next, self.cell.states, strict=True))
@@ -193,7 +193,7 @@ class Step:
     def _gradients(self, size: str, values: Values) -> None:
         """Writes the gradients of a step that have a size, for the vector of units at hand."""
         rows, layout, plan, get = self.rows, self.layout, self.plan, values.get
-        h, lanes, (at, *_, group, _) = plan.hidden_size, values.lanes, values.block
+        h, lanes, (at, *_, group, _) = plan.hidden_size, values.lanes, values.task
         # Every value first: the gradients of the states are written over what others still read.
         gradients, own = plan.gradients, size == "H"
         d_gates = [get(g) for g in gradients.x.values()] if own else []
@@ -211,7 +211,7 @@ class Step:
             if m.linear.in_size == size:
                 # Not within the branch: other matmuls may read the same values.
                 operand = get(m.linear.operand) if m.state is None else None
-                rows.keep_operand(m, values.block, lanes, operand)
+                rows.keep_operand(m, values.task, lanes, operand)
         for gate, value in enumerate(d_gates):
             rows.store(value, rows.at("d_gates", at), lanes, gate * h)
         for m, parts in d_outputs.items():
@@ -233,11 +233,11 @@ class Values:
     """The values of the graph for a vector of units of a row, each computed once."""
 
     def __init__(
-        self, step: Step, block: Block, lanes: Lanes, before: Known,
+        self, step: Step, task: Task, lanes: Lanes, before: Known,
         known: Mapping[Expr, Value] | None = None,
     ) -> None:  # fmt: skip
         self.step, self.rows, self.b, self.layout = step, step.rows, step.b, step.layout
-        self.block, self.lanes, self.before = block, lanes, before
+        self.task, self.lanes, self.before = task, lanes, before
         self.known = dict(known or {})
         self.words: dict[tuple[int, str], list[Variable]] = {}  # of random masks
 
@@ -273,7 +273,7 @@ class Values:
         )
 
     def _leaf(self, node: Expr) -> Value:
-        b, layout, rows, lanes, at = self.b, self.layout, self.rows, self.lanes, self.block.at
+        b, layout, rows, lanes, at = self.b, self.layout, self.rows, self.lanes, self.task.at
         if is_const(node):
             return b.value(node.attrs[0], b.vec)
         if node.op == "hyper":
@@ -286,11 +286,11 @@ class Values:
         if node in self.before.reduced:
             return self.before.reduced[node]
         if node in self.before.stored:
-            return b.load(self.step.scratch("kept", node, self.block, lanes))
+            return b.load(self.step.scratch("kept", node, self.task, lanes))
         (name, *_) = node.attrs
         if node.op == "state":
             i = layout.cell.state_names.index(name)
-            return rows.load(rows.before(i, at, self.block.reset), lanes)
+            return rows.load(rows.before(i, at, self.task.reset), lanes)
         if node.op == "param":
             return rows.load(rows.array(f"param {name}"), lanes)
         if node.op == "static":
@@ -305,7 +305,7 @@ class Values:
         if node.op in MATMULS:
             m = layout.by_name[name]
             output = m.outputs.index("" if layout.backward else node.attrs[1])
-            result = rows.result(m, output, self.block, lanes)
+            result = rows.result(m, output, self.task, lanes)
             if node.op != "preact":
                 return result
             return self._entering(node.attrs[1], biased=False) + result
@@ -313,7 +313,7 @@ class Values:
 
     def _saved(self, node: Expr) -> Value:
         """A value that the forward pass has saved, as numbers."""
-        rows, at, place = self.rows, self.block.at, self.layout.saved[node]
+        rows, at, place = self.rows, self.task.at, self.layout.saved[node]
         if node.narrow:
             return rows.load_one(rows.at("saved", at), place)
         return rows.stream("saved", at, self.lanes, place)
@@ -325,7 +325,7 @@ class Values:
         place, m = n * layout.plan.hidden_size, layout.projecting
 
         def projected() -> Value:
-            value = rows.stream("gates", self.block.at, self.lanes, place)
+            value = rows.stream("gates", self.task.at, self.lanes, place)
             return rows.biased(value, "bias_ih", self.lanes, place) if biased else value
 
         if m is None or not layout.apart:
@@ -333,19 +333,19 @@ class Values:
         entering = b.unset(b.vec)
         with b.when(rows.given("input")) as otherwise:
             at = layout.results.input + n * layout.results.strides[m.linear.name]
-            entering.value = b.load(rows.result_at(at, self.block, self.lanes))
+            entering.value = b.load(rows.result_at(at, self.task, self.lanes))
         with otherwise:
             entering.value = projected()
         return entering.value
 
     def _upstream(self, i: int) -> Value:
         """The gradient that reaches new state i: from the step after, and from its sequence."""
-        rows, at, lanes = self.rows, self.block.at, self.lanes
+        rows, at, lanes = self.rows, self.task.at, self.lanes
         name, arriving = self.layout.cell.state_names[i], rows.arriving(i)
         value = rows.load(rows.of(f"d_state {name}", at.row), lanes)
         for m in self.layout.matmuls:
             if m.state == i:
-                value += rows.result(m, 0, self.block, lanes)
+                value += rows.result(m, 0, self.task, lanes)
         total = self.b.variable(value)
         with self.b.when(rows.given(arriving)):
             total.value = value + rows.stream(arriving, at, lanes)
@@ -373,7 +373,7 @@ class Values:
 
     def _draw(self, training: Value, number: int, per: str) -> list[Variable]:
         """The slots of the four random words of a block of masks, in training."""
-        b, arg, (t, row) = self.b, self.rows.arg, self.block.at
+        b, arg, (t, row) = self.b, self.rows.arg, self.task.at
         lanes = f"<{b.lanes} x i32>"
         slots = [b.unset(lanes) for _ in range(4)]
         with b.when(training):
