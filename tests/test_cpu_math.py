@@ -10,9 +10,10 @@ from tolerances import limit
 
 from anycell import cells
 from anycell.engines.cpu import isa, jit, ops
-from anycell.engines.cpu.generator import Generator
 from anycell.engines.cpu.idioms import narrow, widen
 from anycell.engines.cpu.ir import Module, Value, constant, vector
+from anycell.engines.cpu.layout import Layout
+from anycell.engines.cpu.sequence import print_kernel
 from anycell.lang import philox
 from anycell.lang.expr import REDUCTIONS
 from anycell.lang.ops import TABLE
@@ -132,8 +133,8 @@ def test_cells_of_short_numbers_have_short_functions():
     names = {name for name, types in DTYPES.items() if types.short}
     assert names == {"bfloat16", "float16", "int8"}
     for name in dtypes("cpu", quantized=True):
-        generator = Generator(plan(cells.LSTM, 8, name), False, isa.current())
-        assert generator.module.short is (name in names)
+        module = print_kernel(Layout(plan(cells.LSTM, 8, name), False, isa.current()))
+        assert module.short is (name in names)
 
 
 @pytest.mark.parametrize("short", [False, True])

@@ -35,6 +35,7 @@ from tolerances import assert_close
 import anycell
 from anycell import Cell, cell, cells, environment, tanh
 from anycell.engines.cpu import image, ir, isa, jit, kernel, pool, sources
+from anycell.engines.cpu.layout import Layout
 from anycell.plan import plan
 
 pool.PATIENCE = LIMIT  # on a busy machine a new thread may take its time to begin
@@ -57,11 +58,26 @@ def axpy(target: ir.Target) -> str:
     return str(module)
 
 
+_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
+_KERNEL = ctypes.CFUNCTYPE(None, _POINTER, _NUMBER, _NUMBER)
+_GANG = ctypes.CFUNCTYPE(_NUMBER, _POINTER, _POINTER, _POINTER, _NUMBER, _POINTER)
+
+
+def parallel(address: int, args: int, parts: int) -> int:
+    """Runs a kernel as a gang of up to ``parts``, as the door does, and counts the parts."""
+    parts = min(parts, pool.MOST)
+    if parts <= 1:
+        _KERNEL(address)(args, 0, 1)
+        return 1
+    function, table, openmp, _ = (ctypes.c_int64 * 4).from_address(pool.gang(parts))
+    return int(_GANG(function)(table, address, args, parts, openmp))
+
+
 def check_axpy(library: jit.Library) -> None:
     x, y = np.arange(64, dtype=np.float32), np.ones(64, np.float32)
     args = np.array([0, x.ctypes.data, y.ctypes.data, 64], np.int64)
     args[:1].view(np.float32)[0] = 3.0
-    assert pool.parallel(library.address("axpy"), args.ctypes.data, 1) == 1
+    assert parallel(library.address("axpy"), args.ctypes.data, 1) == 1
     np.testing.assert_array_equal(y, 1 + 3 * np.arange(64))
 
 
@@ -691,8 +707,8 @@ def test_kernels_of_one_recipe_have_one_text() -> None:
     several += [several[-1]] * len(isa.TARGETS)
     for each, target in zip(several, targets, strict=True):
         for backward in (False, True):
-            generator = kernel.Generator(each, backward, target)
-            name, text = kernel.request(generator)[-1], generator.text()
+            layout = Layout(each, backward, target)
+            name, text = kernel.request(layout)[-1], str(kernel.print_kernel(layout))
             assert name and texts.setdefault(name, text) == text
     assert len(set(texts.values())) > len(ALIKE)
 
@@ -702,13 +718,14 @@ def test_names_and_texts_are_the_same_in_every_process() -> None:
         import hashlib
         from anycell import cells
         from anycell.engines.cpu import isa, kernel
+        from anycell.engines.cpu.layout import Layout
         from anycell.plan import plan
         from random_cells import random_cell
 
         for cell in (cells.PeepholeLSTM, cells.LayerNormLSTM, random_cell(3, 19)):
             for backward in (False, True):
-                generator = kernel.Generator(plan(cell, 19), backward, isa.current())
-                name = kernel.request(generator)[-1] + generator.text()
+                layout = Layout(plan(cell, 19), backward, isa.current())
+                name = kernel.request(layout)[-1] + str(kernel.print_kernel(layout))
                 print(hashlib.sha256(name.encode()).hexdigest())
         """
     first, second = (python(code, PYTHONHASHSEED=seed) for seed in "12")
@@ -739,10 +756,10 @@ def copied(tmp_path: Path) -> Path:
     return package
 
 
-def test_every_source_of_the_generator_is_in_the_name(tmp_path: Path) -> None:
+def test_every_source_of_the_printers_is_in_the_name(tmp_path: Path) -> None:
     package = copied(tmp_path)
     names = sources.files(str(package))
-    assert {"plan/cut.py", "lang/grad.py", "engines/cpu/generator.py", "engines/cpu/ops.py"} <= {
+    assert {"plan/cut.py", "lang/grad.py", "engines/cpu/sequence.py", "engines/cpu/ops.py"} <= {
         Path(name).as_posix() for name in names
     }
     digests = [sources.digest(str(package))]
@@ -801,8 +818,8 @@ def test_without_sources_kernels_go_by_their_text(
     assert sources._stamps() is None
     assert sources.fingerprint.__wrapped__() is None
     monkeypatch.setattr(kernel, "fingerprint", lambda: None)
-    generator = kernel.Generator(plan(cells.RNN, 8), False, isa.current())
-    text, symbols, target, recipe = kernel.request(generator)
+    layout = Layout(plan(cells.RNN, 8), False, isa.current())
+    text, symbols, target, recipe = kernel.request(layout)
     assert recipe is None
     assert not jit.compile(text, symbols, target, recipe).cached
     assert jit.compile(text(), symbols, target).cached
@@ -815,8 +832,8 @@ def test_a_second_process_prints_nothing(cache: Path) -> None:
         from anycell.engines.cpu import image, kernel
         from anycell.plan import plan
 
-        text, printed = kernel.Generator.text, []
-        kernel.Generator.text = lambda self: printed.append(self) or text(self)
+        print_kernel, printed = kernel.print_kernel, []
+        kernel.print_kernel = lambda layout: printed.append(layout) or print_kernel(layout)
         library = kernel.compiled(plan(cells.LSTM, 8)).library
         if library.cached:
             assert not printed
@@ -1012,7 +1029,7 @@ class Meeting:
         self.address = jit.compile(BARRIER, ["meet"], isa.TARGETS["generic"]).address("meet")
 
     def run(self, parts: int) -> int:
-        team = pool.parallel(self.address, self.args.ctypes.data, parts)
+        team = parallel(self.address, self.args.ctypes.data, parts)
         assert 1 <= team <= parts
         assert self.args[0] == team * self.rounds, "a part ran twice or not at all"
         assert self.seen[:64].tolist() == [team] * team + [0] * (64 - team)
@@ -1042,7 +1059,7 @@ def setup(request: pytest.FixtureRequest) -> str:
 import ctypes, os, signal, sys, threading, warnings
 import numpy as np
 from anycell.engines.cpu import ir, isa, jit, pool
-from test_cpu_runtime import Meeting
+from test_cpu_runtime import Meeting, parallel
 {attach}
 assert pool.backend() == {request.param!r}, pool.backend()
 """
@@ -1300,9 +1317,9 @@ def test_parts_share_the_floating_point_mode(setup: str) -> None:
             return meeting.half
 
         assert half() == 1 << 51
-        pool.parallel(code.address("mode"), flush.ctypes.data, 1)
+        parallel(code.address("mode"), flush.ctypes.data, 1)
         flushed = half()
-        pool.parallel(code.address("mode"), usual.ctypes.data, 1)
+        parallel(code.address("mode"), usual.ctypes.data, 1)
         assert flushed == 0
         assert half() == 1 << 51  # the bits of 2.0**-1023
         ''',

@@ -18,9 +18,9 @@ from tolerances import assert_close
 from anycell import cells, layer
 from anycell.engines import cpu
 from anycell.engines.cpu import isa, jit
-from anycell.engines.cpu.generator import Generator
 from anycell.engines.cpu.image import SUPPORTED, link
 from anycell.engines.cpu.kernel import request
+from anycell.engines.cpu.layout import Layout
 from anycell.numpy.host import NumpyHost
 from anycell.plan import Plan, plan
 
@@ -55,7 +55,7 @@ def test_a_kernel_refers_to_nothing_outside_itself() -> None:
         pytest.skip("the loader is for Linux on x86-64")
     for backward in (False, True):
         cpu.compiled(lstm(), backward)
-        code = jit.stored(*request(Generator(lstm(), backward, isa.current())))
+        code = jit.stored(*request(Layout(lstm(), backward, isa.current())))
         assert code is not None and link(code) is not None
 
 
@@ -109,7 +109,7 @@ def header(kernel: cpu.Kernel) -> str:
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc: apt-get install gcc")
 def test_a_c_program(rng: np.random.Generator, tmp_path: Path) -> None:
     arrays, kernel = problem(rng), cpu.compiled(lstm())
-    code = jit.stored(*request(Generator(lstm(), False, isa.current())))
+    code = jit.stored(*request(Layout(lstm(), False, isa.current())))
     assert code is not None
     (tmp_path / "kernel.o").write_bytes(code)
     (tmp_path / "door.h").write_text(header(kernel))

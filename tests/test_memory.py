@@ -236,7 +236,9 @@ THRESHOLDS = {
     "engines/cpu/gemm.py": {"INNER": None, "ROWS": None, "PIECES": None},
     "torch/host.py": {"LARGE": None},  # see test_layer_projection
     "engines/cpu/memory.py": {"SMALL": "warm memory", "GRAIN": None, "LIMIT": None},
-    "engines/cpu/generator.py": {"PANEL": "several panels of rows", "AHEAD": None, "SPINS": None},
+    "engines/cpu/layout.py": {"PANEL": "several panels of rows"},
+    "engines/cpu/rows.py": {"AHEAD": None},
+    "engines/cpu/sequence.py": {"SPINS": None},
     "engines/cpu/pool.py": {"SPIN": None, "MOST": None, "PATIENCE": None},
     "layer/stream.py": {"FORMS": None},
     "keras/host.py": {"LINE": None},
@@ -252,7 +254,7 @@ def test_no_threshold_is_forgotten() -> None:
     package = Path(anycell.__file__).parent
     files = [*package.glob("*.py"), *package.glob("layer/*.py"), *package.glob("torch/*.py")]
     files += [*package.glob("keras/*.py"), *package.glob("numpy/*.py")]
-    parts = "__init__", "door", "gemm", "memory", "generator", "pool"
+    parts = "__init__ door gemm memory layout rows panel step sequence pool".split()
     files += [package / f"engines/cpu/{name}.py" for name in parts]
     elsewhere = set("gpu.py device.py doctor.py explain.py philox.py layouts.py cli.py".split())
     numbers: dict[str, set[str]] = {}

@@ -22,7 +22,8 @@ from tolerances import assert_close, close
 from anycell import Cell, cells, layer
 from anycell.engines import cpu
 from anycell.engines.cpu import door, gemm, isa, jit
-from anycell.engines.cpu.generator import Generator
+from anycell.engines.cpu.layout import Layout
+from anycell.engines.cpu.sequence import print_kernel
 from anycell.engines.cpu.tiles import MOST_BFLOAT16
 from anycell.numpy.host import host_of
 from anycell.plan import DTYPES, plan
@@ -279,16 +280,19 @@ def test_instructions(dtype: str) -> None:
     target = isa.TARGETS["amx"]
     dot = {"int8": "tdpbusd", "bfloat16": "tdpbf16ps"}[dtype]
     chosen = plan(cells.LSTM, 64, dtype, "cpu")
-    texts = [gemm.Gemm(target, DTYPES[dtype]).text(), Generator(chosen, False, target).text()]
+    texts = [
+        gemm.Gemm(target, DTYPES[dtype]).text(),
+        str(print_kernel(Layout(chosen, False, target))),
+    ]
     if dtype == "bfloat16":
-        texts.append(Generator(chosen, True, target).text())
+        texts.append(str(print_kernel(Layout(chosen, True, target))))
     for text in texts:
         code = jit.Library(text, target, {}, False).assembly()
         assert dot in code
         for instruction in ("ldtilecfg", "tileloadd", "tilestored", "tilerelease"):
             assert instruction in code
         assert code.count("ldtilecfg") == code.count("tilerelease") == 1
-    narrow = Generator(plan(cells.LSTM, 64, "float16", "cpu"), False, target).text()
+    narrow = str(print_kernel(Layout(plan(cells.LSTM, 64, "float16", "cpu"), False, target)))
     assert "ldtilecfg" not in narrow
 
 

@@ -129,8 +129,7 @@ class Run:
                 self.place_of(d, arrays)
 
     def chunks(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Steps done and steps to do, chunk by chunk, between two steps of the forward pass.
-        """
+        """Steps done and steps to do, chunk by chunk, between two steps of the forward pass."""
         return chunks(begin, end, self.form.chunk, self.steps, self.backward)
 
     def span(self, d: int, done: int, count: int) -> Chunk:

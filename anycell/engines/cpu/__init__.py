@@ -139,18 +139,6 @@ def multiply(
 
 
 __all__ = [
-    "WORTH_SPREADING",
-    "Block",
-    "Kernel",
-    "Scratch",
-    "check",
-    "compiled",
-    "gemm",
-    "hyperparameters",
-    "isa",
-    "memory",
-    "multiply",
-    "pool",
-    "run",
-    "scratch",
-]
+    "WORTH_SPREADING", "Block", "Kernel", "Scratch", "check", "compiled", "gemm", "hyperparameters",
+    "isa", "memory", "multiply", "pool", "run", "scratch",
+]  # fmt: skip

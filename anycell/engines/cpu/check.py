@@ -29,9 +29,7 @@ CallBounds = tuple[dict[str, Bounds], list[dict[str, Bounds]]]
 
 
 class Span(NamedTuple):
-    """The bytes of an array that a kernel touches: the first, that behind the last, the size of an
-    element.
-    """
+    """The bytes of an array that a kernel touches, up to ``last``, and the size of an element."""
 
     name: str
     first: int

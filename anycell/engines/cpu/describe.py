@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from anycell.engines.cpu import isa, jit, kernel, tiles
-from anycell.engines.cpu.generator import Generator
+from anycell.engines.cpu.layout import Layout
+from anycell.engines.cpu.sequence import print_kernel
 from anycell.plan import Plan
 
 
 def describe(plan: Plan, backward: bool, batch: int | None) -> Iterator[str]:
     """Describes the cut of a kernel, the memory that a batch needs, and where its code is."""
-    generator = Generator(plan, backward, isa.current())
-    yield from _geometry(generator, batch)
-    yield from _passes(generator)
-    yield _code(generator)
+    layout = Layout(plan, backward, isa.current())
+    yield from _geometry(layout, batch)
+    yield from _passes(layout)
+    yield _code(layout)
 
 
 def llvm(plan: Plan, backward: bool) -> str:
     """The text of a kernel."""
-    return Generator(plan, backward, isa.current()).text()
+    return str(print_kernel(Layout(plan, backward, isa.current())))
 
 
 def assembly(plan: Plan, backward: bool) -> str:
@@ -27,18 +28,18 @@ def assembly(plan: Plan, backward: bool) -> str:
     return kernel.compiled(plan, backward).library.assembly()
 
 
-def _geometry(generator: Generator, batch: int | None) -> Iterator[str]:
-    target, plan = generator.target, generator.plan
+def _geometry(layout: Layout, batch: int | None) -> Iterator[str]:
+    target, plan = layout.target, layout.plan
     yield (
-        f"{target.name}: {target.bits} bits, {generator.geometry.lanes} "
+        f"{target.name}: {target.bits} bits, {layout.geometry.lanes} "
         f"{plan.types.math.llvm}s a vector, {target.registers} vector registers"
     )
-    if not generator.matmuls:
+    if not layout.matmuls:
         yield "no recurrent matmul"
         return
-    for m in generator.matmuls:
+    for m in layout.matmuls:
         g, heads, inner = m.geometry, m.linear.heads, m.parts * m.numbers
-        packed = m.packed_elements * generator.size
+        packed = m.packed_elements * layout.size
         of = f" for each of {heads} heads" if heads > 1 else ""
         yield (
             f"matmul [rows, {inner}] @ [{inner}, {g.units * g.outputs}]{of}; "
@@ -54,15 +55,13 @@ def _geometry(generator: Generator, batch: int | None) -> Iterator[str]:
             f"{g.columns} {_plural('vector', g.columns)} wide; {how}"
         )
     if batch is not None:
-        space = generator.workspace(batch)
+        space = layout.workspace(batch)
         yield f"working memory of a thread for {batch} rows: {space:,} bytes"
 
 
-def _passes(generator: Generator) -> Iterator[str]:
-    """Row reductions and matmuls inside the step need all units of a row: the work on a row
-    comes in passes.
-    """
-    passes = generator.passes
+def _passes(layout: Layout) -> Iterator[str]:
+    """Describes the passes over a row, of which reductions and matmuls need all units."""
+    passes = layout.passes
     if len(passes) == 1:
         return
     counts = [len(part.reductions) for part in passes[:-1]]
@@ -77,15 +76,15 @@ def _passes(generator: Generator) -> Iterator[str]:
     )
 
 
-def _code(generator: Generator) -> str:
-    code = jit.stored(*kernel.request(generator))
-    loaded = kernel.loaded(generator.plan, generator.backward, generator.target)
+def _code(layout: Layout) -> str:
+    code = jit.stored(*kernel.request(layout))
+    loaded = kernel.loaded(layout.plan, layout.backward, layout.target)
     size = f"{jit.code_size(code):,} bytes of instructions, " if code else ""
     if loaded is not None:
         return f"{size}loaded, {'from the cache' if loaded.library.cached else 'compiled here'}"
     if code:
         return f"{size}in the cache on disk"
-    return f"not compiled yet; LLVM text of {len(generator.text().splitlines()):,} lines"
+    return f"not compiled yet; LLVM text of {len(str(print_kernel(layout)).splitlines()):,} lines"
 
 
 def _plural(word: str, count: int) -> str:

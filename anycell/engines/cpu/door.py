@@ -17,17 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from anycell.engines.cpu.geometry import L1_WEIGHTS, Matmul
+from anycell.engines.cpu.geometry import L1_WEIGHTS
 from anycell.engines.cpu.idioms import narrow
 from anycell.engines.cpu.ir import Builder, Module, Value, constant, integer_of, vector
+from anycell.engines.cpu.layout import Layout
 from anycell.engines.cpu.matmul import packed_rows_of, whole_chunks
-from anycell.engines.cpu.table import PASSED_ON, Entries, align, entries, names
-from anycell.plan import LINE, Array, arrays, scales_of
-
-if TYPE_CHECKING:
-    from anycell.engines.cpu.generator import Generator
+from anycell.engines.cpu.table import PASSED_ON, Entries, align, names
+from anycell.plan import LINE, Array, scales_of
 
 WORTH_SPREADING = 1 << 16  # numbers to pack below which another thread takes longer to wake
 NEAR_CACHE = 5 << 18  # bytes of a core's own cache
@@ -58,114 +56,117 @@ def print_gang(module: Module) -> None:
         b.call(function, args, 0, 1, returns="void")
 
 
-class Door:
-    """Adds the door to the module of a generator."""
+class Direction(NamedTuple):
+    """One direction of a call: entries of the whole call, of the direction, and its number."""
 
-    def __init__(self, generator: Generator) -> None:
-        self.generator, self.module, self.plan = generator, generator.module, generator.plan
-        self.cell, self.backward, self.size = self.plan.cell, generator.backward, generator.size
+    shared: Entries
+    each: Entries
+    d: Value
+
+
+class Door:
+    """Adds the door to the module of a kernel."""
+
+    def __init__(self, module: Module, layout: Layout) -> None:
+        self.module, self.layout, self.plan = module, layout, layout.plan
+        self.cell, self.backward, self.size = self.plan.cell, layout.backward, layout.size
         self.names = names(self.plan, self.backward)
-        self.arrays = arrays(self.plan, self.backward)
-        self.index = entries(self.plan, self.backward)
+        self.arrays, self.index = layout.arrays, layout.entries
+        self.sequences, self.projecting = layout.sequences, layout.projecting
         self.shared_index = {name: i for i, name in enumerate(self.names.shared)}
         self.each_index = {name: i for i, name in enumerate(self.names.each)}
-        self.sequences = [n for n, array in self.arrays.items() if array.begins == "states"]
         self.gates = len(self.cell.gates) * self.plan.hidden_size
         # Of scratch memory: how many directions and where their tables are, the kernel's tables,
         # each with the counter of its barrier on a line of its own, and those of packing.
         self.table_bytes = align(8 * len(self.index)) + LINE
-        self.matmuls = [*generator.matmuls]
+        self.matmuls = layout.matmuls
         self.packing_bytes = PACKING_BYTES * (len(self.matmuls) + 1)
+        # The types of numbers in rows that are copied, by the suffix of the functions that do it:
+        # the first state may be narrower than all else.
+        storage = self.plan.types.storage.llvm
+        self.copied = {"": layout.real}
+        if storage != layout.real:
+            self.copied["_narrow"] = integer_of(storage)
 
     def print(self) -> None:
         """Adds ``needs``, ``door`` and what they call."""
-        self._print_copy()
+        for suffix, real in self.copied.items():
+            self._print_copy(suffix, real)
         print_gang(self.module)
         self._print_packing()
         self._print_needs()
         self._print_layout()
+        if self.backward:
+            self._print_first_gradients()
+        else:
+            self._print_first_states()
+            self._print_final_states()
         b = self.module.function("door", "ptr call")
         (call,) = b.args
-        shared = self._shared(b, call)
+        shared = self._shared(b)
         b.call("lay_out", call)
         with b.when(shared["lay_out"].eq(0)):
-            gang, base = shared.pointer("gang"), self._base(b, shared)
+            gang, base = shared.pointer("gang"), shared.pointer("scratch")
             with b.when(shared["pack"].ne(0)):
                 many = shared["packed_bytes"] // self.size > WORTH_SPREADING
                 threads = b.select(many, shared["threads"], 1)
                 b.call("gang", gang, Value("@pack_all", "ptr"), base, threads)
-            with b.when(shared["begin"].eq(self._first(b, shared))):
+            # The steps that are done before the first that the arrays of states have.
+            with b.when(shared["begin"].eq(0 if self.backward else shared["origin"])):
                 b.call("write_first", call)
             with b.when(shared["count"] > 0):
                 b.call("gang", gang, Value("@run_all", "ptr"), base, shared["parts"])
             if not self.backward:
                 b.call("write_final", call)
 
-    def _first(self, b: Builder, shared: Entries) -> Value:
-        """The steps that are done, in the order of the pass, before the first that the arrays of
-        states have.
-        """
-        if not self.backward:
-            return shared["origin"]
-        return constant(0, "i64")
-
-    def _shared(self, b: Builder, call: Value) -> Entries:
-        return Entries(b, call, self.shared_index)
+    def _shared(self, b: Builder) -> Entries:
+        return Entries(b, b.args[0], self.shared_index)
 
     @contextmanager
-    def _directions(self, b: Builder, call: Value) -> Iterator[tuple[Entries, Entries, Value]]:
-        """A loop over directions: the shared entries, those of the direction, and its number."""
-        shared = self._shared(b, call)
+    def _directions(self, b: Builder) -> Iterator[Direction]:
+        """A loop over directions."""
+        shared = self._shared(b)
         with b.loop(0, shared["directions"]) as d:
             at = d * len(self.names.each) + len(self.names.shared)
-            yield shared, Entries(b, b.gep(call, at, "i64"), self.each_index), d
+            yield Direction(shared, Entries(b, b.gep(b.args[0], at, "i64"), self.each_index), d)
 
     # ---- memory ----------------------------------------------------------------------------------
-    def _base(self, b: Builder, shared: Entries) -> Value:
-        return shared.pointer("scratch")
-
     def _print_needs(self) -> None:
         """Prints ``needs``: the bytes of the call's memory."""
-        b = self.module.function("needs", "ptr call")
-        shared = self._shared(b, b.args[0])
-        *_, end = self._places(b, shared)
+        shared = self._shared(self.module.function("needs", "ptr call"))
+        *_, end = self._places(shared)
         shared["scratch_bytes"] = end
-        shared["packed_bytes"] = shared["directions"] * self._packed_bytes(b, shared)
-        self._threads(b, shared)
+        shared["packed_bytes"] = shared["directions"] * self._packed_bytes(shared)
+        self._threads(shared)
 
-    def _places(self, b: Builder, shared: Entries) -> tuple[Value, Value, Value, Value, Value]:
+    def _places(self, shared: Entries) -> tuple[Value, Value, Value, Value, Value]:
         """The places in scratch memory of the kernel's tables, tables of packing, a row of zeros,
         and of the threads' workspaces; the bytes of a workspace; and the end.
         """
-        directions = shared["directions"]
+        b, directions = shared.b, shared["directions"]
         packing = directions * self.table_bytes + LINE
         zeros = packing + directions * self.packing_bytes
         work = zeros
         if not self.backward:
             work = zeros + b.select(shared["inputs"].ne(0), align(self.gates * self.size), 0)
-        inputs = None if self.projecting is None else shared["inputs"]
-        each = self.generator.print_workspace(b, shared["batch"], inputs)
+        staged: Value | int = 0
+        if self.projecting is not None and self.layout.staged_bytes:
+            staged = self.layout.staged_input(b, shared["inputs"]) * self.size
+        each = self.layout.workspace(shared["batch"], staged)
         end = work + directions * shared["threads"] * each
         return packing, zeros, work, each, end
 
-    def _packed_bytes(self, b: Builder, shared: Entries) -> Value:
-        """Bytes of the packed weights of one direction."""
+    def _packed_bytes(self, shared: Entries) -> Value:
+        """Bytes of a direction's packed weights, with the input that the kernel multiplies."""
+        b = shared.b
         fixed = b.value(sum(align(m.packed_elements * self.size) for m in self.matmuls), "i64")
-        return fixed if self.projecting is None else fixed + self._input_bytes(b, shared)
-
-    @property
-    def projecting(self) -> Matmul | None:
-        """The matmul to whose sums the input's are added."""
-        return self.generator.projecting
-
-    def _input_bytes(self, b: Builder, shared: Entries) -> Value:
-        """Bytes of the packed weight of an input that the kernel multiplies."""
-        assert self.projecting is not None
+        if self.projecting is None:
+            return fixed
         g, inputs = self.projecting.geometry, shared["inputs"]
         each = g.tiles * g.columns * g.lanes * self.size
         size = (packed_rows_of(inputs, g) + (g.lanes + g.header - 1)) * each
         size = (size + (LINE - 1)) // LINE * LINE
-        return b.select(inputs.ne(0), size, 0)
+        return fixed + b.select(inputs.ne(0), size, 0)
 
     # ---- what the door calls ---------------------------------------------------------------------
     def _print_packing(self) -> None:
@@ -185,52 +186,41 @@ class Door:
                 with b.when(packed.ne(0)):
                     b.call(f"pack{number}", table, part, parts)
 
-    def _print_copy(self) -> None:
-        """Rows of numbers from one array to another, and of one value, per type of number."""
-        for suffix, real in self._copied_types():
-            b = self.module.private(
-                f"copy_rows{suffix}",
-                "ptr to, i64 to_row, ptr source, i64 row, i64 column, i64 rows, i64 width",
-            )
-            vec = vector(b.lanes, real)
-            to, to_row, source, row, column, count, width = b.args
-            with b.loop(0, count) as r:
-                into, start = b.gep(to, r * to_row, real), b.gep(source, r * row, real)
-                with b.when(column.eq(1)) as otherwise, b.loop(0, width, b.lanes) as i:
-                    mask = b.lane_mask(width - i)
-                    numbers = b.masked_load(b.gep(start, i, real), mask, 0, vec)
-                    b.masked_store(numbers, b.gep(into, i, real), mask)
-                with otherwise, b.loop(0, width) as i:
-                    value = b.load(b.gep(start, i * column, real), real)
-                    b.store(value, b.gep(into, i, real))
-            params = f"ptr to, i64 to_row, {real} value, i64 rows, i64 width"
-            b = self.module.private(f"fill_rows{suffix}", params)
-            to, to_row, value, count, width = b.args
-            with b.loop(0, count) as r, b.loop(0, width, b.lanes) as i:
+    def _print_copy(self, suffix: str, real: str) -> None:
+        """Rows of numbers from one array to another, and of one value."""
+        params = "ptr to, i64 to_row, ptr source, i64 row, i64 column, i64 rows, i64 width"
+        b = self.module.private(f"copy_rows{suffix}", params)
+        vec = vector(b.lanes, real)
+        to, to_row, source, row, column, count, width = b.args
+        with b.loop(0, count) as r:
+            into, start = b.gep(to, r * to_row, real), b.gep(source, r * row, real)
+            with b.when(column.eq(1)) as otherwise, b.loop(0, width, b.lanes) as i:
                 mask = b.lane_mask(width - i)
-                at = b.gep(b.gep(to, r * to_row, real), i, real)
-                b.masked_store(b.splat(value), at, mask)
-
-    def _copied_types(self) -> list[tuple[str, str]]:
-        """The types of numbers in rows that are copied, and a suffix of the functions that do it:
-        the first state may be narrower than all else.
-        """
-        narrow, real = self.plan.types.storage.llvm, self.module.real
-        return [("", real)] if narrow == real else [("", real), ("_narrow", integer_of(narrow))]
+                numbers = b.masked_load(b.gep(start, i, real), mask, 0, vec)
+                b.masked_store(numbers, b.gep(into, i, real), mask)
+            with otherwise, b.loop(0, width) as i:
+                value = b.load(b.gep(start, i * column, real), real)
+                b.store(value, b.gep(into, i, real))
+        params = f"ptr to, i64 to_row, {real} value, i64 rows, i64 width"
+        b = self.module.private(f"fill_rows{suffix}", params)
+        to, to_row, value, count, width = b.args
+        with b.loop(0, count) as r, b.loop(0, width, b.lanes) as i:
+            mask = b.lane_mask(width - i)
+            at = b.gep(b.gep(to, r * to_row, real), i, real)
+            b.masked_store(b.splat(value), at, mask)
 
     def _suffix(self, array: Array) -> str:
         """The suffix of the functions that copy and fill rows of an array."""
         return "" if array.number is self.plan.types.math else "_narrow"
 
     def _copy_or_fill(
-        self, b: Builder, shared: Entries, each: Entries, to: Value, to_row: Value | int, name: str,
-        entry: str, value: float,
-    ) -> None:  # fmt: skip
+        self, of: Direction, to: Value, to_row: Value | int, name: str, entry: str, value: float
+    ) -> None:
         """Copies an entry of the call, rows and columns of any strides, to rows of the array
         ``name``; fills these with a value where the entry is not there.
         """
-        array = self.arrays[name]
-        suffix, size = self._suffix(array), (shared["batch"], array.width)
+        b, each, array = of.each.b, of.each, self.arrays[name]
+        suffix, size = self._suffix(array), (of.shared["batch"], array.width)
         with b.when(each[entry].ne(0)) as otherwise:
             strides = each[f"{entry} rows"], each[f"{entry} columns"]
             b.call(f"copy_rows{suffix}", to, to_row, each.pointer(entry), *strides, *size)
@@ -244,27 +234,21 @@ class Door:
     def _print_layout(self) -> None:
         """Fills the tables of the kernel and of packing, from the table of the call."""
         b = self.module.private("lay_out", "ptr call")
-        (call,) = b.args
-        shared = self._shared(b, call)
-        self._threads(b, shared)
-        base = self._base(b, shared)
+        shared = self._shared(b)
+        self._threads(shared)
+        base = shared.pointer("scratch")
         b.store(shared["directions"], base)
         if not self.backward:
-            _, zeros, work, *_ = self._places(b, shared)
+            _, zeros, work, *_ = self._places(shared)
             span = work - zeros
             with b.loop(0, span, 8) as i:
                 b.store(constant(0, "i64"), b.gep(b.gep(base, zeros, "i8"), i, "i8"))
-        with self._directions(b, call) as (shared, each, d):
-            self._lay_out(b, base, shared, each, d)
-        if self.backward:
-            self._print_first_gradients()
-        else:
-            self._print_first_states()
-            self._print_final_states()
+        with self._directions(b) as direction:
+            self._lay_out(base, direction)
 
-    def _threads(self, b: Builder, shared: Entries) -> None:
+    def _threads(self, shared: Entries) -> None:
         """Chooses the number of threads, and whether they split the units."""
-        kernel, h = self.generator, self.plan.hidden_size
+        b, kernel, h = shared.b, self.layout, self.plan.hidden_size
         directions, threads = shared["directions"], shared["threads"]
         work, rows = b.value(kernel.work, "i64"), shared["batch"]
         packed = b.value(kernel.packed_bytes, "i64")
@@ -285,15 +269,15 @@ class Door:
             return
         # Of a mask with many holes the typical step has few rows, and many steps fewer still.
         rows = b.select(shared["sparse"].ne(0), rows // 4, rows)
-        tiled = any(m.geometry.tiled for m in kernel.matmuls)
-        far = FEW_TILED_ROWS if tiled else FEW_ROWS
+        far = FEW_TILED_ROWS if kernel.tiled else FEW_ROWS
         few = b.select(packed <= NEAR_CACHE, HARDLY_ANY_ROWS, far)
         split = (rows < few * side) & (side > 1) & (side <= kernel.geometry.tiles)
         shared["units_split"] = b.zext(split, "i64")
 
-    def _lay_out(self, b: Builder, base: Value, shared: Entries, each: Entries, d: Value) -> None:
+    def _lay_out(self, base: Value, of: Direction) -> None:
         """The tables of one direction."""
-        packing, zeros, work, workspace, _ = self._places(b, shared)
+        (shared, each, d), b = of, of.each.b
+        packing, zeros, work, workspace, _ = self._places(shared)
         start = b.ptrtoint(base, "i64")
         offset = d * self.table_bytes + LINE
         table = Entries(b, b.gep(base, offset, "i8"), self.index)
@@ -316,7 +300,7 @@ class Door:
         table.set(
             steps=count, time=time, time_step=sign, barrier=start + barrier,
             workspace=start + work + threads, workspace_stride=workspace,
-            stream=(shared["stream"] << 1) + d, yield_to=self._yields(b, shared),
+            stream=(shared["stream"] << 1) + d, yield_to=_yields(shared),
         )  # fmt: skip
         for name in PASSED_ON:
             table[name] = shared[name]
@@ -334,32 +318,20 @@ class Door:
                 # Slot t is read before step t and, one step of the direction on, after it.
                 index = there + (bit << int(array.beside))
             else:
-                index, way, table[f"{name} turns"] = self._slot(b, shared, d, name, begin)
-            at, step, row = self._begin(b, shared, each, d, name, index)
+                index, way, table[f"{name} turns"] = self._slot(of, name, begin)
+            at, step, row = self._begin(of, name, index)
             table[name], table[f"{name} steps"], table[f"{name} rows"] = at, step * way, row
             if array.begins == "states" and self.backward:
                 table[f"{name} next"] = step * (0 - sign)
         if not self.backward:
-            self._lay_out_input(b, shared, table, start + zeros)
-        self._lay_out_packing(
-            b, Entries(b, b.gep(base, packing + d * self.packing_bytes, "i8"), {}),
-            shared, each, table, d,
-        )  # fmt: skip
+            self._lay_out_input(shared, table, start + zeros)
+        self._lay_out_packing(of, table, b.gep(base, packing + d * self.packing_bytes, "i8"))
 
-    def _yields(self, b: Builder, shared: Entries) -> Value:
-        """The address of the function that offers the core to others; 0 without a gang."""
-        address = b.variable(b.value(0, "i64"))
-        with b.when(shared["gang"].ne(0)):
-            address.value = b.load(b.gep(shared.pointer("gang"), 3, "i64"), "i64")
-        return address.value
-
-    def _begin(
-        self, b: Builder, shared: Entries, each: Entries, d: Value, name: str, index: Value
-    ) -> tuple[Value, Value, Value]:
+    def _begin(self, of: Direction, name: str, index: Value) -> tuple[Value, Value, Value]:
         """The address of a direction's rows of an array at an index along time, and the strides
         from step to step and from row to row.
         """
-        array = self.arrays[name]
+        (shared, each, d), b, array = of, of.each.b, self.arrays[name]
         source, width = shared if array.whole else each, array.width
         address = source[name]
         if array.strided:
@@ -372,13 +344,12 @@ class Door:
             at += d * (width * array.number.bytes)
         return b.select(address.ne(0), at, 0), step, row
 
-    def _slot(
-        self, b: Builder, shared: Entries, d: Value, name: str, done: Value
-    ) -> tuple[Value, Value, Value]:
-        """The slot in which a forward pass has a state after so many steps, which way the slots
+    def _slot(self, of: Direction, name: str, done: Value) -> tuple[Value, Value, Value]:
+        """The slot in which a forward pass has a state after ``done`` steps, which way the slots
         go, and whether there are but two.
         """
-        bit = shared["reverse"] >> d & 1
+        shared, b = of.shared, of.shared.b
+        bit = shared["reverse"] >> of.d & 1
         whole = (shared["whole"] >> self.sequences.index(name) & 1).ne(0)
         slot = done - shared["origin"]
         # What a reversed direction begins with has a slot of its own where directions lie beside
@@ -388,8 +359,9 @@ class Door:
         slot = b.select(whole, b.select(bit.ne(0), from_end, slot), turn)
         return slot, 1 - (b.select(whole, bit, turn) << 1), b.zext(~whole, "i64")
 
-    def _lay_out_input(self, b: Builder, shared: Entries, table: Entries, zeros: Value) -> None:
+    def _lay_out_input(self, shared: Entries, table: Entries, zeros: Value) -> None:
         """Gives a kernel that multiplies the input a row of zeros in place of gates."""
+        b = shared.b
         inputs = table["inputs"] = shared["inputs"]
         with b.when(inputs.ne(0)):
             table["gates"], table["gates steps"], table["gates rows"] = zeros, 0, 0
@@ -403,13 +375,11 @@ class Door:
         block = (inputs + blocks - 1) // blocks
         table["input_block"] = whole_chunks(block, g.chunk)
 
-    def _lay_out_packing(
-        self, b: Builder, tables: Entries, shared: Entries, each: Entries, table: Entries,
-        d: Value,
-    ) -> None:  # fmt: skip
+    def _lay_out_packing(self, of: Direction, table: Entries, tables: Value) -> None:
         """Lays out the tables of packing, and the addresses of packed weights."""
+        (shared, each, d), b = of, of.each.b
         at, base = 0, shared["packed"]
-        base += d * self._packed_bytes(b, shared)
+        base += d * self._packed_bytes(shared)
         there = shared["packed"].ne(0)
         index = {name: i for i, name in enumerate(PACKING)}
 
@@ -417,7 +387,7 @@ class Door:
             if self.backward:
                 return 0
             bias = each["bias_ih"]
-            if not self.generator.apart:
+            if not self.layout.apart:
                 return bias
             # Sums of the input that have a place of their own begin with its biases.
             return b.select(shared["inputs"].ne(0), 0, bias)
@@ -425,8 +395,7 @@ class Door:
         def packing(
             place: int, name: str, bias: Value | int, packed: Value, inner: Value | int
         ) -> None:
-            address = b.gep(tables.address, place * PACKING_BYTES, "i8")
-            entries = Entries(b, address, index)
+            entries = Entries(b, b.gep(tables, place * PACKING_BYTES, "i8"), index)
             entries.set(
                 source=each[name], heads=each[f"{name} heads"], rows=each[f"{name} rows"],
                 columns=each[f"{name} columns"], packed=packed, inner=inner,
@@ -444,31 +413,31 @@ class Door:
         if self.projecting is not None:
             inputs = shared["inputs"]
             packed = b.select(inputs.ne(0), base + at, 0)
-            name = "bias_ih" if self.generator.apart else self.projecting.linear.bias_name
-            bias = each[name]
-            packing(len(self.matmuls), "weight_ih", bias, packed, inputs)
+            name = "bias_ih" if self.layout.apart else self.projecting.linear.bias_name
+            packing(len(self.matmuls), "weight_ih", each[name], packed, inputs)
             table["packed input"] = packed
 
     # ---- states before the first step, and after the last ----------------------------------------
     def _print_first_states(self) -> None:
         b = self.module.private("write_first", "ptr call")
-        with self._directions(b, b.args[0]) as (shared, each, d):
+        with self._directions(b) as of:
             for state, name in zip(self.cell.states, self.sequences, strict=True):
-                slot, *_ = self._slot(b, shared, d, name, shared["begin"])
-                at, _, row = self._begin(b, shared, each, d, name, slot)
+                slot, *_ = self._slot(of, name, of.shared["begin"])
+                at, _, row = self._begin(of, name, slot)
                 to, entry = b.inttoptr(at, "ptr"), f"state {state.name}"
-                self._copy_or_fill(b, shared, each, to, row, name, entry, state.initial)
+                self._copy_or_fill(of, to, row, name, entry, state.initial)
 
     def _print_final_states(self) -> None:
         """Copies the states after the last step of the call to where they are asked for."""
         b = self.module.private("write_final", "ptr call")
-        with self._directions(b, b.args[0]) as (shared, each, d):
+        with self._directions(b) as of:
+            shared, each, _ = of
             done = shared["begin"] + shared["count"]
             for state, name in zip(self.cell.states, self.sequences, strict=True):
                 final, array = f"final {state.name}", self.arrays[name]
                 with b.when(each[final].ne(0)):
-                    slot, *_ = self._slot(b, shared, d, name, done)
-                    at, _, row = self._begin(b, shared, each, d, name, slot)
+                    slot, *_ = self._slot(of, name, done)
+                    at, _, row = self._begin(of, name, slot)
                     b.call(
                         f"copy_rows{self._suffix(array)}", each.pointer(final),
                         each[f"{final} rows"], b.inttoptr(at, "ptr"), row, 1,
@@ -478,17 +447,26 @@ class Door:
     def _print_first_gradients(self) -> None:
         """Writes the first values of gradients that add up over time."""
         b = self.module.private("write_first", "ptr call")
-        with self._directions(b, b.args[0]) as (shared, each, _):
+        with self._directions(b) as of:
+            shared, each, _ = of
             batch, group = shared["batch"], shared["row_group"]
             groups = (batch + group - 1) // group
             for state in self.cell.state_names:
-                name = f"d_state {state}"
+                name, final = f"d_state {state}", f"d_final {state}"
                 row = self.arrays[name].width
-                to, final = each.pointer(name), f"d_final {state}"
-                self._copy_or_fill(b, shared, each, to, row, name, final, 0.0)
+                self._copy_or_fill(of, each.pointer(name), row, name, final, 0.0)
             for name in (*(f"d_reset {s}" for s in self.cell.state_names), "d_params", "d_static"):
                 width = self.arrays[name].width
                 rows = groups if self.arrays[name].axes == "R" else batch
                 with b.when(each[name].ne(0)):
                     zero = constant(0.0, b.real)
                     b.call("fill_rows", each.pointer(name), width, zero, rows, width)
+
+
+def _yields(shared: Entries) -> Value:
+    """The address of the function that offers the core to others; 0 without a gang."""
+    b = shared.b
+    address = b.variable(b.value(0, "i64"))
+    with b.when(shared["gang"].ne(0)):
+        address.value = b.load(b.gep(shared.pointer("gang"), 3, "i64"), "i64")
+    return address.value

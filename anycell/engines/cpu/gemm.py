@@ -25,7 +25,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from anycell.engines.cpu import jit, tiles
@@ -35,14 +35,12 @@ from anycell.engines.cpu.ir import Builder, Module, Target, Value, Variable, con
 from anycell.engines.cpu.matmul import (
     add_products,
     add_scaled,
-    integer_sums,
     negative_sums,
     print_pack_block,
-    print_packing_of,
     print_quantizing,
     print_staging,
     whole_chunks,
-)
+)  # fmt: skip
 from anycell.engines.cpu.sources import fingerprint
 from anycell.engines.cpu.table import Entries, align
 from anycell.plan import DTYPES, LINE, Dtype
@@ -112,17 +110,14 @@ class Gemm:
     def text(self) -> str:
         """The module, as LLVM text."""
         print_gang(self.module)
-        print_packing_of(self.module, self.geometry, self.right.llvm, self.operands.llvm)
-        self.copy = "pack_block"
+        print_pack_block(self.module, self.geometry, self.right.llvm, self.operands.llvm)
         if self.quantized:
             print_quantizing(self.module)
         elif self.narrow:
-            self.copy = "widen_block"
-            print_pack_block(self.module, self.left.llvm, name=self.copy)
-        self.staging = {
-            number: print_staging(self.module, number, self.geometry, self.operands.llvm)
-            for number in sorted({self.left.llvm, self.real} if self.staged else ())
-        }
+            plain = Geometry(0, 0, 0, self.lanes, self.module.target.registers)
+            print_pack_block(self.module, plain, self.left.llvm, self.real, name="widen_block")
+        for number in sorted({self.left.llvm, self.real} if self.staged else ()):
+            print_staging(self.module, number, self.geometry, self.operands.llvm)
         for vectors in range(1, self.vectors + 1):
             if self.tiled:
                 self._tiles(vectors)
@@ -156,22 +151,18 @@ class Gemm:
         for result in results:
             b.prefetch(result.address)
         operand = [b.gep(a, a_rows * r) for r in range(rows)]
-        bounds, number = (constant(0, "i64"), count), self.operands.llvm
+        bounds, totals, weights = (constant(0, "i64"), count), sums, panel
         if self.quantized:
             scales = [b.load(b.gep(panel, n * b.lanes)) for n in range(vectors)]
             at = b.gep(panel, self.width)
             offsets = [b.load(b.gep(at, n * b.lanes), b.ivec) for n in range(vectors)]
             weights = b.gep(panel, self.header * self.width)
-            totals = integer_sums(b, offsets, operand, weights, self.width, bounds, ahead)
+            totals = [[b.variable(offset) for offset in offsets] for _ in operand]
+        number = self.operands.llvm
+        add_products(b, totals, operand, weights, self.width, bounds, number, ahead)
+        if self.quantized:
             add_scaled(b, sums, totals, operand, scales)
-        else:
-            add_products(b, sums, operand, panel, self.width, bounds, ahead, number)
-        pairs = list(zip(results, itertools.chain(*sums), strict=True))
-        with b.when(add.ne(0)):
-            for result, total in pairs:
-                total.value = result.value + total.value
-        for result, total in pairs:
-            result.value = total.value
+        _write(b, add.ne(0), results, itertools.chain(*sums))
 
     def _tiles(self, vectors: int) -> None:
         """Prints the register block of up to 16 rows, by matrix tiles."""
@@ -222,11 +213,7 @@ class Gemm:
             results, integers = zip(*rows_of(row), strict=True)
             scales = [b.load(b.gep(panel, n * b.lanes)) for n in range(vectors)]
             add_scaled(b, [sums], [integers], [b.gep(a, row * a_rows)], scales)
-            with b.when(adds):
-                for result, total in zip(results, sums, strict=True):
-                    total.value = result.value + total.value
-            for result, total in zip(results, sums, strict=True):
-                result.value = total.value
+            _write(b, adds, results, sums)
 
     def _fetch(self) -> None:
         """Copies rows of C, that are not whole vectors, to where they are added to."""
@@ -406,9 +393,7 @@ class Gemm:
     def _rows(
         self, b: Builder, call: Entries, source: Value, space: Value, height: Value, count: Value
     ) -> tuple[Value, Value]:
-        """The address of a block of rows of A, and from one row to the next: copied, or where they
-        are.
-        """
+        """The address of a block of rows of A, copied or in place, and from one row to the next."""
         a_rows, a_inner, number = call["a_rows"], call["a_inner"], self.left.llvm
         row = b.value(self.row, "i64")
         if self.quantized:
@@ -418,16 +403,19 @@ class Gemm:
                 b.call("quantize", start, header, b.gep(header, ROW_HEADER), count)
             return b.gep(space, ROW_HEADER), row
 
+        copying = "widen_block" if self.narrow else "pack_block"
+
         def copy(to: Value) -> None:
             # Lanes are numbers of the sum: those of a row come to lie side by side.
             with b.loop(0, count, self.lanes) as n:
                 start, left = b.gep(source, n * a_inner, number), count - n
-                b.call(self.copy, start, a_inner, a_rows, left, height, b.gep(to, n), row)
+                strides = a_inner, a_rows
+                b.call(copying, start, *strides, left, height, b.gep(to, n), row)
 
         def stage(rows: Value, apart: Value, number: str) -> None:
             with b.loop(0, height) as r:
                 start, to = b.gep(rows, r * apart, number), b.gep(space, r * row)
-                b.call(self.staging[number], start, to, count)
+                b.call(f"stage_{number}", start, to, count)
 
         if self.staged:
             with b.when(a_inner.eq(1)) as otherwise:
@@ -471,6 +459,16 @@ class Gemm:
                 for function in ("@pack", "@multiply"):
                     b.store(constant(0, "i64"), counter)
                     b.call("gang", gang, Value(function, "ptr"), scratch, threads)
+
+
+def _write(b: Builder, adds: Value, results: Iterable[Variable], sums: Iterable[Variable]) -> None:
+    """Writes or adds sums to results."""
+    pairs = list(zip(results, sums, strict=True))
+    with b.when(adds):
+        for result, total in pairs:
+            total.value = result.value + total.value
+    for result, total in pairs:
+        result.value = total.value
 
 
 def _parts(count: Value, size: Value | int) -> Value:

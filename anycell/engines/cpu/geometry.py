@@ -79,9 +79,7 @@ class Geometry:
 
     @property
     def span(self) -> int:
-        """Vectors of units whose matmul results are complete before
-        the element-wise work on them.
-        """
+        """Vectors of units whose matmul results are complete before the element-wise work."""
         return self.unroll * (1 if self.unroll % self.width == 0 else self.width)
 
     @property
@@ -101,9 +99,7 @@ class Geometry:
         return tuple(tuple(places[a:b]) for a, b in itertools.pairwise(bounds))
 
     def block_rows(self, columns: int) -> int:
-        """Rows of a register block: all registers but those of the weights
-        and one for the operand.
-        """
+        """Rows of a register block: all registers but for the weights and one for the operand."""
         most = 10 if columns == 1 else 7  # more would hide no more latency, and compile longer
         return max(1, min(most, (self.registers - columns - 1) // columns))
 
@@ -176,9 +172,7 @@ class Matmul:
 
     @property
     def staged_row(self) -> int:
-        """From one such row to the next, in numbers of the sum's type: whole vectors, and no large
-        power of two.
-        """
+        """Numbers from one such row to the next: whole vectors, and no large power of two."""
         g, count = self.geometry, self.linear.heads * self.geometry.inner
         if g.quantized:
             count = ROW_HEADER + count // g.packs

@@ -28,6 +28,7 @@ One file, because the builder is one class with a short method per instruction.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import platform
 import re
@@ -35,6 +36,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 X86 = platform.machine().lower() in {"x86_64", "amd64"}
 
@@ -227,22 +229,27 @@ class Module:
         self._declarations: dict[str, tuple[str, str]] = {}  # name -> (return type, text)
         self._globals: list[str] = []
         self._functions: dict[str, Builder] = {}
-        self._plain_loops = 0
+        self._plain_loops = itertools.count(2)  # !0 and !1 are what they are made of
+        self._metadata: list[str] = []
 
     def function(
-        self, name: str, params: str = "", returns: str = "void", *, private: bool = False
-    ) -> Builder:
+        self, name: str, params: str = "", returns: str = "void", *,
+        private: bool = False, vectors: int = 1,
+    ) -> Builder:  # fmt: skip
         """Start a function; parameters are declared as in `"ptr noalias x, i64 count"`. A `private`
-        one is known to this module only, and its calls stay calls.
+        one is known to this module only, and its calls stay calls. It works on so many registers at
+        once: `lanes` and `vec` are those of all of them.
         """
         if name in self._functions:
             raise ValueError(f"function {name!r} is defined twice")
-        self._functions[name] = builder = Builder(self, name, params, returns, private)
+        self._functions[name] = builder = Builder(self, name, params, returns, private, vectors)
         return builder
 
-    def private(self, name: str, params: str, returns: str = "void") -> Builder:
+    def private(
+        self, name: str, params: str, returns: str = "void", *, vectors: int = 1
+    ) -> Builder:
         """Start a private function."""
-        return self.function(name, params, returns, private=True)
+        return self.function(name, params, returns, private=True, vectors=vectors)
 
     def declare(self, name: str, returns: str, params: Sequence[str]) -> str:
         """Declare what this module calls and does not define; again is the same as once."""
@@ -271,8 +278,9 @@ class Module:
 
     def plain_loop(self) -> str:
         """A fresh metadata node for a loop that LLVM shall neither unroll nor vectorise."""
-        self._plain_loops += 1
-        return f"!{self._plain_loops + 1}"
+        number = next(self._plain_loops)
+        self._metadata.append(f"!{number} = distinct !{{!{number}, !0, !1}}")
+        return f"!{number}"
 
     def __str__(self) -> str:
         functions = [str(function) for function in self._functions.values()]
@@ -285,7 +293,7 @@ class Module:
             # The kernels unroll and vectorise themselves; undoing that costs compile time and bits.
             '!0 = !{!"llvm.loop.unroll.disable"}',
             '!1 = !{!"llvm.loop.vectorize.enable", i1 false}',
-            *(f"!{n} = distinct !{{!{n}, !0, !1}}" for n in range(2, 2 + self._plain_loops)),
+            *self._metadata,
         ]
         parts = ["\n".join(self._globals), *functions, "\n".join(declarations + attributes)]
         return "\n\n".join(part for part in parts if part) + "\n"
@@ -294,12 +302,11 @@ class Module:
 # -------------------------------------------------------------------------------- builder
 
 
-class _Block:
+class _Block(NamedTuple):
     """A basic block: a label and its lines, the last of them a branch once it is complete."""
 
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.lines: list[str] = []
+    label: str
+    lines: list[str]
 
 
 def _conversion(opcode: str) -> Callable[[Builder, Value, str], Value]:
@@ -310,6 +317,21 @@ def _conversion(opcode: str) -> Callable[[Builder, Value, str], Value]:
         return x if x.type == to else self._emit(to, f"{opcode} {x} to {to}")
 
     return emit
+
+
+def _binary(opcode: str) -> Callable[[Builder, Operand, Operand], Value]:
+    """The emitter of an instruction with two operands of one type."""
+    return lambda self, x, y: self.binary(opcode, x, y)
+
+
+def _choice(how: str) -> Callable[[Builder, Operand, Operand], Value]:
+    """The emitter of x where a comparison holds, else y."""
+    return lambda self, x, y: self.select(self.compare(how, x, y), x, y)
+
+
+def _function(name: str) -> Callable[..., Value]:
+    """The emitter of an intrinsic of operands of one type."""
+    return lambda self, *operands: self.intrinsic(name, *self._same(*operands))
 
 
 class Variable:
@@ -331,13 +353,12 @@ class Variable:
 class Builder:
     """Writes the body of one function. Every emitter returns the `Value` that it made."""
 
-    def __init__(self, module: Module, name: str, params: str, returns: str, private: bool) -> None:
-        self.module = module
-        self.target = module.target
-        self.name = name
-        self.returns = returns
-        self.real = module.real
-        self.lanes = self.target.lanes(self.real)
+    def __init__(
+        self, module: Module, name: str, params: str, returns: str, private: bool, vectors: int
+    ) -> None:
+        self.module, self.target, self.real = module, module.target, module.real
+        self.name, self.returns = name, returns
+        self.lanes = self.target.lanes(self.real) * vectors
         self.vec = vector(self.lanes, self.real)
         self.ivec = integer_of(self.vec)
         self.mask = vector(self.lanes, "i1")
@@ -349,14 +370,13 @@ class Builder:
             f"{'noinline ' if private else ''}#0"
         )
         self._allocas: list[str] = []
-        self._blocks = [_Block("entry")]
-        self._count = 0
+        self._blocks = [_Block("entry", [])]
+        self._numbers = itertools.count(1)
 
     # ---- plumbing
 
     def _fresh(self, stem: str) -> str:
-        self._count += 1
-        return f"{stem}.{self._count}"
+        return f"{stem}.{next(self._numbers)}"
 
     def _line(self, text: str) -> None:
         self._blocks[-1].lines.append(text)
@@ -389,45 +409,14 @@ class Builder:
         x, y = self._same(x, y)
         return self._emit(x.type, f"{opcode} {x}, {y.text}")
 
-    def udiv(self, x: Operand, y: Operand) -> Value:
-        """The quotient of numbers without a sign, rounded down."""
-        return self.binary("udiv", x, y)
-
-    def ashr(self, x: Operand, y: Operand) -> Value:
-        """The shift to the right that keeps the sign."""
-        return self.binary("ashr", x, y)
-
-    def smin(self, x: Operand, y: Operand) -> Value:
-        """The smaller of two signed integers."""
-        return self.select(self.compare("slt", x, y), x, y)
-
-    def smax(self, x: Operand, y: Operand) -> Value:
-        """The larger of two signed integers."""
-        return self.select(self.compare("sgt", x, y), x, y)
-
-    def fma(self, x: Operand, y: Operand, z: Operand) -> Value:
-        """The sum x * y + z, fused where the target has the instruction."""
-        return self.intrinsic("llvm.fmuladd", *self._same(x, y, z))
-
-    def fabs(self, x: Value) -> Value:
-        """The sign cleared."""
-        return self.intrinsic("llvm.fabs", x)
-
-    def sqrt(self, x: Value) -> Value:
-        """The square root, correctly rounded; NaN below zero."""
-        return self.intrinsic("llvm.sqrt", x)
-
-    def copysign(self, magnitude: Operand, sign: Operand) -> Value:
-        """The magnitude of one with the sign of the other."""
-        return self.intrinsic("llvm.copysign", *self._same(magnitude, sign))
-
-    def fmin(self, x: Operand, y: Operand) -> Value:
-        """One instruction: x if x < y, else y. So where either is NaN, or both are 0, it is y."""
-        return self.select(self.compare("olt", x, y), x, y)
-
-    def fmax(self, x: Operand, y: Operand) -> Value:
-        """One instruction: x if x > y, else y. So where either is NaN, or both are 0, it is y."""
-        return self.select(self.compare("ogt", x, y), x, y)
+    udiv, ashr = _binary("udiv"), _binary("ashr")  # without a sign; shift that keeps the sign
+    smin, smax = _choice("slt"), _choice("sgt")
+    # One instruction each: x if the comparison holds, else y. So where either is NaN, or both are
+    # 0, it is y.
+    fmin, fmax = _choice("olt"), _choice("ogt")
+    fma = _function("llvm.fmuladd")  # x * y + z, fused where the target has the instruction
+    fabs, copysign = _function("llvm.fabs"), _function("llvm.copysign")
+    sqrt = _function("llvm.sqrt")  # correctly rounded; NaN below zero
 
     # ---- comparison and choice
 
@@ -528,27 +517,22 @@ class Builder:
                 f"{lanes} rows to transpose must have {lanes} lanes, got {rows[0].type}"
             )
         block = min(lanes, 128 // element_bits(rows[0].type))
-        stages = []
-        apart = block // 2
+        stages, apart = [], block // 2
         while apart:
-            both = [
-                start + half * block // 2 + lane + side * lanes
-                for half in (0, 1)
+            half = [
+                start + lane + side * lanes
                 for start in range(0, lanes, block)
                 for lane in range(block // 2)
                 for side in (0, 1)
             ]
-            stages.append((apart, both[:lanes], both[lanes:]))
+            stages.append((apart, half, [lane + block // 2 for lane in half]))
             apart //= 2
         apart = block
         while apart < lanes:
-            both = [
-                start + lane
-                for odd in (0, 1)
-                for start in range(odd * block, 2 * lanes, 2 * block)
-                for lane in range(block)
+            even = [
+                start + lane for start in range(0, 2 * lanes, 2 * block) for lane in range(block)
             ]
-            stages.append((apart, both[:lanes], both[lanes:]))
+            stages.append((apart, even, [lane + block for lane in even]))
             apart *= 2
         for apart, low, high in stages:
             for i in range(lanes):
@@ -606,9 +590,9 @@ class Builder:
         """A variable on the stack that has no value yet."""
         return Variable(self, self.alloca(type), type)
 
-    def prefetch(self, address: Value, *, write: bool = False, locality: int = 3) -> None:
-        """Ask for a cache line; locality 3 keeps it close, 0 expects it once."""
-        hints = [constant(int(write), "i32"), constant(locality, "i32"), constant(1, "i32")]
+    def prefetch(self, address: Value, locality: int = 3) -> None:
+        """Ask for a cache line to read; locality 3 keeps it close, 0 expects it once."""
+        hints = [constant(hint, "i32") for hint in (0, locality, 1)]
         self.intrinsic("llvm.prefetch", address, *hints, returns="void", overload=["ptr"])
 
     # ---- threads
@@ -663,13 +647,11 @@ class Builder:
     # ---- control flow
 
     def _start(self, label: str) -> None:
-        self._blocks.append(_Block(label))
+        self._blocks.append(_Block(label, []))
 
     @contextmanager
-    def loop(
-        self, lo: Operand, hi: Operand, step: Operand = 1, *, unroll: bool = False
-    ) -> Iterator[Value]:
-        """`for i in range(lo, hi, step)` with i64 and a positive step; `unroll` lets LLVM try."""
+    def loop(self, lo: Operand, hi: Operand, step: Operand = 1) -> Iterator[Value]:
+        """`for i in range(lo, hi, step)` with i64 and a positive step."""
         lo, hi, step = (self.value(operand, "i64") for operand in (lo, hi, step))
         head, body, done = (self._fresh(stem) for stem in ("loop", "body", "done"))
         before, index, more = self._blocks[-1].label, f"%{self._fresh('i')}", self._fresh("%more")
@@ -681,13 +663,12 @@ class Builder:
         yield turn
         following = turn + step
         again = f"[ {following.text}, %{self._blocks[-1].label} ]"
-        heading.lines += [
+        heading.lines.extend((
             f"{index} = phi i64 [ {lo.text}, %{before} ], {again}",
             f"{more} = icmp slt i64 {index}, {hi.text}",
             f"br i1 {more}, label %{body}, label %{done}",
-        ]
-        hint = "" if unroll else f", !llvm.loop {self.module.plain_loop()}"
-        self._line(f"br label %{head}{hint}")
+        ))  # fmt: skip
+        self._line(f"br label %{head}, !llvm.loop {self.module.plain_loop()}")
         self._start(done)
 
     @contextmanager
@@ -730,7 +711,7 @@ class Builder:
             raise RuntimeError("`with otherwise:` must follow its `with b.when(...):` at once")
         other = self._fresh("else")
         fork.lines[-1] = f"br {condition}, label %{then}, label %{other}"
-        self._blocks[-1] = _Block(other)
+        self._blocks[-1] = _Block(other, [])
         yield
         self._line(f"br label %{join}")
         self._start(join)

@@ -13,11 +13,8 @@ text follows from (a `recipe`), nor imports LLVM, where `image` can load the cod
 The cache holds machine code that will be executed, hence the care: a directory of our own that
 nobody else can write, entries named by everything that went into them, sealed by a checksum and put
 in place by a rename. Whatever is wrong with an entry, it is compiled again; whatever is wrong with
-the directory, there is one warning and no cache.
-
-The directory may hold files of others, whose owner named it without knowing what we do there. So
-what is not a file of our name with our mark is neither followed, read nor deleted, and does not
-count.
+the directory, there is one warning and no cache. A file without our name and our mark is neither
+followed, read nor deleted, and does not count.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 
 from anycell.engines.cpu import isa, jit, table
-from anycell.engines.cpu.generator import Generator
 from anycell.engines.cpu.ir import Target
+from anycell.engines.cpu.layout import Layout
+from anycell.engines.cpu.sequence import print_kernel
 from anycell.engines.cpu.sources import fingerprint
 from anycell.lang.cell import Cell
 from anycell.lang.expr import Expr, topological
@@ -27,37 +28,32 @@ class Kernel:
         axes: how many strides follow the address of an array, of its last axes, where some do.
         arrays: see ``anycell.plan.arrays``.
         index: places of the entries of a kernel's own table, which the door fills.
-        units_splittable: whether threads may split the units: a row reduction, or a matmul inside
-            the step, needs all units of a row in one thread.
         projecting: the matmul to whose sums it can add the input projection, if there is one.
     """
 
-    def __init__(self, generator: Generator, library: jit.Library) -> None:
-        self.library, self.plan = library, generator.plan
+    def __init__(self, layout: Layout, library: jit.Library) -> None:
+        self.library, self.plan = library, layout.plan
         plan = self.plan
         self.door, self.needs = (_CALL(library.address(name)) for name in ("door", "needs"))
-        names = table.names(plan, generator.backward)
+        names = table.names(plan, layout.backward)
         self.shared = {name: i for i, name in enumerate(names.shared)}
         # A direction has its parameters by their own names.
         self.each = {name.removeprefix("param "): i for i, name in enumerate(names.each)}
         self.stride = len(names.each)
         self.axes = {name: count for name in names.each if (count := table.axes(name))}
-        self.arrays, self.index = generator.arrays, generator.entries
+        self.arrays, self.index = layout.arrays, layout.entries
         self.itemsize = plan.itemsize
-        self.units_splittable = not generator.row_wise
-        self.matmuls = generator.matmuls
-        self.projecting = generator.projecting
-        self.packed_bytes = generator.packed_bytes
+        self.projecting = layout.projecting
         # For ``check``: what the door copies, by its entries, and the array that it copies to or
         # from; and heads, rows and columns of the weights that are packed.
         self.copied = {}
-        for state, name in zip(plan.cell.state_names, generator.sequences, strict=True):
-            if generator.backward:
+        for state, name in zip(plan.cell.state_names, layout.sequences, strict=True):
+            if layout.backward:
                 self.copied[f"d_final {state}"] = self.arrays[f"d_state {state}"]
             else:
                 self.copied |= {f"{what} {state}": self.arrays[name] for what in ("state", "final")}
         sizes = plan.sizes
-        self.weights = {m.linear.weight: (1, *m.linear.shape(sizes))[-3:] for m in self.matmuls}
+        self.weights = {m.linear.weight: (1, *m.linear.shape(sizes))[-3:] for m in layout.matmuls}
 
     def first(self, direction: int) -> int:
         """The place where the entries of a direction begin."""
@@ -74,9 +70,7 @@ def loaded(plan: Plan, backward: bool, target: Target) -> Kernel | None:
 
 
 def compiled(plan: Plan, backward: bool = False) -> Kernel:
-    """The kernel of a plan for the instruction set in use; compiled once per process,
-    kept on disk.
-    """
+    """The kernel of a plan for the instruction set in use; compiled once, kept on disk."""
     target = isa.current()
     key = description(plan, backward), target
     found = _kernels.get(key)
@@ -84,22 +78,18 @@ def compiled(plan: Plan, backward: bool = False) -> Kernel:
         with jit.lock:
             found = _kernels.get(key)
             if found is None:
-                generator = Generator(plan, backward, target)
-                library = jit.compile(*request(generator))
-                found = _kernels[key] = Kernel(generator, library)
+                layout = Layout(plan, backward, target)
+                library = jit.compile(*request(layout))
+                found = _kernels[key] = Kernel(layout, library)
     return found
 
 
-def request(
-    generator: Generator,
-) -> tuple[Callable[[], str], tuple[str, ...], Target, str | None]:
+def request(layout: Layout) -> tuple[Callable[[], str], tuple[str, ...], Target, str | None]:
     """The request to ``jit``: how to print the text, functions, target and recipe."""
-    plan, backward, target = generator.plan, generator.backward, generator.target
-    symbols = generator.symbols
-    sources = fingerprint()
-    recipe = f"{sources}\n{target}\n{description(plan, backward)}" if sources else None
-    # A generator prints once, and what it has printed need not stay in memory.
-    return lambda: Generator(plan, backward, target).text(), symbols, target, recipe
+    sources, target = fingerprint(), layout.target
+    described = description(layout.plan, layout.backward)
+    recipe = f"{sources}\n{target}\n{described}" if sources else None
+    return lambda: str(print_kernel(layout)), ("door", "needs"), target, recipe
 
 
 @functools.lru_cache(maxsize=1024)

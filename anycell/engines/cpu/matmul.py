@@ -19,10 +19,8 @@ a scale of NaN.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from anycell.engines.cpu import tiles
 from anycell.engines.cpu.geometry import (
@@ -33,7 +31,7 @@ from anycell.engines.cpu.geometry import (
     SCALES,
     Geometry,
     Matmul,
-)
+)  # fmt: skip
 from anycell.engines.cpu.idioms import dot, widen
 from anycell.engines.cpu.ir import (
     Builder,
@@ -44,7 +42,8 @@ from anycell.engines.cpu.ir import (
     constant,
     element_bits,
     vector,
-)
+)  # fmt: skip
+from anycell.engines.cpu.layout import Layout
 
 Places = tuple[int, ...]
 ROUNDING = 1.5 * 2**23  # a float32 plus this has no digits behind the point
@@ -54,44 +53,33 @@ BOUNDS = "i64 k0, i64 k1, i64 fresh, i64 shift"
 ROWS = f"ptr weights, ptr rows, ptr acc, i64 count, {BOUNDS}"
 
 
-@dataclass(frozen=True)
 class Blocks:
-    """acc[rows, columns] (+)= operand[rows, k0:k1] @ weights[k0:k1, columns], as functions.
+    """results[rows, columns] (+)= operand[rows, k0:k1] @ weights[k0:k1, columns], as functions."""
 
-    Attributes:
-        matmul: which.
-        row: elements from the results of a row to those of the next.
-        output: from those of one output to those of the next.
-        itemsize: bytes of an element.
-        number: of the weights, as LLVM calls it.
-    """
-
-    matmul: Matmul
-    row: int
-    output: int
-    itemsize: int
-    number: str
-
-    @functools.cached_property
-    def groups(self) -> tuple[Places, ...]:
-        """Places of the columns of each register block of a tile."""
-        g = self.matmul.geometry
-        return g.groups(self.output // g.lanes)
+    def __init__(self, layout: Layout, matmul: Matmul) -> None:
+        self.matmul, self.g, self.itemsize = matmul, matmul.geometry, layout.size
+        g, (_, strides, _, self.row) = self.g, layout.results
+        self.number = layout.plan.types.operands.llvm
+        self.groups = g.groups(strides[matmul.linear.name] // g.lanes)
+        self.width, self.full = g.columns * g.lanes, g.lanes * self.itemsize
+        # Results of a head may begin anywhere.
+        even = matmul.linear.heads == 1 or g.units % g.lanes == 0
+        self.align = self.full if even else self.itemsize
 
     def print(self, module: Module) -> None:
         """Adds the functions that ``call`` calls."""
         for places in dict.fromkeys(map(_relative, self.groups)):
-            if self.matmul.geometry.tiled:
+            most = self.g.block_rows(len(places))
+            if self.g.tiled:
                 self._tiles(module, places)
-                self._row_tiles(module, places)
-                continue
-            for rows in range(1, self.matmul.geometry.block_rows(len(places)) + 1):
-                self._register_block(module, places, rows)
-            self._row_blocks(module, places)
+            else:
+                for rows in range(1, most + 1):
+                    self._register_block(module, places, rows)
+            self._rows(module, places, most)
 
     def call(self, b: Builder, weights: Value, rows: Value, acc: Value, *rest: Value | int) -> None:
         """All columns of a tile; ``rest``: how many rows, and ``BOUNDS``."""
-        lanes, column = self.matmul.geometry.lanes, 0
+        lanes, column = self.g.lanes, 0
         for places in self.groups:
             w, at = b.gep(weights, column * lanes), b.gep(acc, places[0] * lanes)
             b.call(self._name("rows", _relative(places)), w, rows, at, *rest)
@@ -101,67 +89,60 @@ class Blocks:
         return f"{what}{self.matmul.number}_{'_'.join(map(str, places))}"
 
     def _register_block(self, module: Module, places: Places, rows: int) -> None:
-        """Multiplies a block of rows by the columns at these places: the hot loop."""
-        m, columns = self.matmul, len(places)
+        """The hot loop of some rows, and the columns at these places."""
+        g, columns = self.g, range(len(places))
         params = f"ptr noalias weights, ptr noalias rows, ptr noalias acc, {BOUNDS}"
         b = module.private(f"{self._name('block', places)}_x{rows}", params)
         weights, pointers, acc, k0, k1, fresh, shift = b.args
-        g = m.geometry
-        width, full = g.columns * b.lanes, b.lanes * self.itemsize
-        # Results of a head may begin anywhere.
-        whole = full if m.linear.heads == 1 or m.geometry.units % b.lanes == 0 else self.itemsize
         addresses = [b.load(b.gep(pointers, r, "i64"), "ptr") for r in range(rows)]
         number = self.number if g.quantized else b.real
         operand = [b.gep(address, shift, number) for address in addresses]
-        sums = [[b.unset(b.vec) for _ in range(columns)] for _ in range(rows)]
+        sums = [[b.unset(b.vec) for _ in columns] for _ in range(rows)]
+        places_of_sums = [(r, c) for r in range(rows) for c in columns]
 
         def result(r: int, c: int) -> Variable:
-            return Variable(b, b.gep(acc, r * self.row + places[c] * b.lanes), b.vec, whole)
+            return Variable(b, b.gep(acc, r * self.row + places[c] * b.lanes), b.vec, self.align)
 
         def header(what: int, c: int, type: str | None = None) -> Value:
-            return b.load(b.gep(weights, what * width + c * b.lanes), type, align=full)
+            return b.load(b.gep(weights, what * self.width + c * b.lanes), type, self.full)
 
         with b.when(fresh.ne(0)) as otherwise:
-            for c in range(columns):
+            for c in columns:
                 bias = header(BIASES, c)
-                for r in range(rows):
-                    sums[r][c].value = bias
+                for row in sums:
+                    row[c].value = bias
         with otherwise:
-            for r in range(rows):
-                for c in range(columns):
-                    sums[r][c].value = result(r, c).value
-
-        tile = b.gep(weights, g.header * width)
+            for r, c in places_of_sums:
+                sums[r][c].value = result(r, c).value
+        tile = b.gep(weights, g.header * self.width)
+        totals = sums
         if g.quantized:
-            offsets = [header(OFFSETS, c, b.ivec) for c in range(columns)]
-            totals = integer_sums(b, offsets, operand, tile, width, (k0, k1))
-            scales = [header(SCALES, c) for c in range(columns)]
-            add_scaled(b, sums, totals, addresses, scales)
-        else:
-            add_products(b, sums, operand, tile, width, (k0, k1), number=self.number)
-        for r in range(rows):
-            for c in range(columns):
-                total = sums[r][c].value
-                result(r, c).value = total
+            offsets = [header(OFFSETS, c, b.ivec) for c in columns]
+            totals = [[b.variable(offset) for offset in offsets] for _ in operand]
+        add_products(b, totals, operand, tile, self.width, (k0, k1), self.number)
+        if g.quantized:
+            add_scaled(b, sums, totals, addresses, [header(SCALES, c) for c in columns])
+        for r, c in places_of_sums:
+            total = sums[r][c].value
+            result(r, c).value = total
 
     def _tiles(self, module: Module, places: Places) -> None:
         """Up to 16 rows, which are staged and so lie evenly, by matrix tiles."""
-        m, g, columns = self.matmul, self.matmul.geometry, len(places)
+        g, columns = self.g, len(places)
         b = module.private(self._name("tiles", places), ROWS)
         weights, pointers, acc, count, k0, k1, fresh, shift = b.args
-        width, full = g.columns * b.lanes, b.lanes * self.itemsize
-        whole = full if m.linear.heads == 1 or g.units % b.lanes == 0 else self.itemsize
         first, second = (
             b.load(b.gep(pointers, n, "i64"), "i64") for n in (0, b.smin(count - 1, 1))
         )
         start = b.gep(b.load(pointers, "ptr"), shift * (4 // g.packs), "i8")
         rows = start, second - first
-        packed = b.gep(weights, g.header * width), constant(width * self.itemsize, "i64")
+        line = constant(self.width * self.itemsize, "i64")
+        packed = b.gep(weights, g.header * self.width), line
         results = [b.gep(acc, place * b.lanes) for place in places]
         stride, begins = self.row * self.itemsize, fresh.ne(0)
 
         def header(what: int, c: int) -> Value:
-            return b.gep(weights, what * width + c * b.lanes)
+            return b.gep(weights, what * self.width + c * b.lanes)
 
         if not g.quantized:  # sums begin with the biases, or go on
             apart = b.select(begins, 0, stride)
@@ -176,138 +157,87 @@ class Blocks:
         with b.loop(0, count) as row:
             into = [b.gep(result, row * self.row) for result in results]
             begin_at = [b.select(begins, header(BIASES, c), at) for c, at in enumerate(into)]
-            sums = [b.variable(b.load(at, align=whole)) for at in begin_at]
+            sums = [b.variable(b.load(at, align=self.align)) for at in begin_at]
             totals = [Variable(b, b.gep(at, row * apart, "i8"), b.ivec) for at, apart in end]
             address = b.load(b.gep(pointers, row, "i64"), "ptr")
-            scales = [b.load(header(SCALES, c), align=full) for c in range(columns)]
+            scales = [b.load(header(SCALES, c), align=self.full) for c in range(columns)]
             add_scaled(b, [sums], [totals], [address], scales)
             for result, total in zip(into, sums, strict=True):
-                b.store(total.value, result, align=whole)
+                b.store(total.value, result, align=self.align)
 
-    def _row_tiles(self, module: Module, places: Places) -> None:
-        """Cuts ``count`` rows into tiles."""
+    def _rows(self, module: Module, places: Places, most: int) -> None:
+        """Cuts ``count`` rows into tiles, or into register blocks as equal as can be."""
         b = module.private(self._name("rows", places), ROWS)
         weights, pointers, acc, count, *bounds = b.args
-        with b.loop(0, count, tiles.ROWS) as first:
-            here, into = b.gep(pointers, first, "i64"), b.gep(acc, first * self.row)
-            rows = b.smin(count - first, tiles.ROWS)
-            b.call(self._name("tiles", places), weights, here, into, rows, *bounds)
 
-    def _row_blocks(self, module: Module, places: Places) -> None:
-        """Cuts ``count`` rows into register blocks as equal as can be."""
-        b = module.private(self._name("rows", places), ROWS)
-        weights, pointers, acc, count, *bounds = b.args
-        most = self.matmul.geometry.block_rows(len(places))
+        def at(first: Value) -> tuple[Value, Value, Value]:
+            return weights, b.gep(pointers, first, "i64"), b.gep(acc, first * self.row)
+
+        if self.g.tiled:
+            with b.loop(0, count, tiles.ROWS) as first:
+                here, rows = at(first), b.smin(count - first, tiles.ROWS)
+                b.call(self._name("tiles", places), *here, rows, *bounds)
+            return
         blocks = (count + (most - 1)) // most
         with b.loop(0, blocks) as i:
             first = i * count // blocks
             rows = (i + 1) * count // blocks - first
-            here, into = b.gep(pointers, first, "i64"), b.gep(acc, first * self.row)
+            here = at(first)
             for n in range(1, most + 1):
                 with b.when(rows.eq(n)):
-                    b.call(f"{self._name('block', places)}_x{n}", weights, here, into, *bounds)
+                    b.call(f"{self._name('block', places)}_x{n}", *here, *bounds)
 
 
 def add_products(
-    b: Builder,
-    sums: Sequence[Sequence[Variable]],
-    operand: Sequence[Value],
-    weights: Value,
-    width: int,
-    bounds: tuple[Operand, Operand],
-    ahead: Sequence[Value] = (),
-    number: str | None = None,
-) -> None:
+    b: Builder, sums: Sequence[Sequence[Variable]], operand: Sequence[Value], weights: Value,
+    width: int, bounds: tuple[Operand, Operand], number: str, ahead: Sequence[Value] = (),
+) -> None:  # fmt: skip
     """The hot loop: ``sums[r][c] += operand[r][k] * weights[k * width + c]`` for k within bounds.
 
     ``sums`` are vectors on the stack, ``c`` counts vectors, weights lie on a vector's alignment.
-    Meanwhile memory is fetched for later, a line for each k: ``ahead`` is the first one's address,
-    and bytes to the next. Weights that are pairs of a narrower ``number`` have a row for two k;
-    bounds are then even, and it is a line for each pair.
+    Weights of a narrower ``number`` have a row for two or four k, of which bounds are whole
+    multiples. Meanwhile memory is fetched for later, a line for each row: ``ahead`` is the first
+    one's address, and bytes to the next.
     """
     full = b.lanes * element_bits(b.real) // 8
-    if number is not None and number != b.real:
-        _add_pairs(b, sums, operand, weights, width, bounds, ahead, number)
-        return
+    packs = element_bits(b.real) // element_bits(number)
+    shift, integers = packs.bit_length() - 1, packs == QUANTIZED
+    first, last = (b.ashr(b.value(k, "i64"), shift) if shift else k for k in bounds)
     # Not unrolled: the loop's own instructions fit beside the multiply-adds, and twice the code
     # compiles twice as long.
-    with b.loop(*bounds) as k:
-        base = b.gep(weights, k * width)
+    with b.loop(first, last) as line:
+        base = b.gep(weights, line * width)
+        k = line << shift if shift else line
         if ahead:
-            b.prefetch(b.gep(ahead[0], k * ahead[1], "i8"), locality=2)
-        w = [b.load(b.gep(base, c * b.lanes), align=full) for c in range(len(sums[0]))]
-        for row, address in zip(sums, operand, strict=True):
-            value = b.splat(b.load(b.gep(address, k), b.real))
-            for total, vector in zip(row, w, strict=True):
-                total.value = b.fma(value, vector, total.value)
-
-
-def _add_pairs(
-    b: Builder,
-    sums: Sequence[Sequence[Variable]],
-    operand: Sequence[Value],
-    weights: Value,
-    width: int,
-    bounds: tuple[Operand, Operand],
-    ahead: Sequence[Value],
-    number: str,
-) -> None:
-    """Adds the products of weights in pairs."""
-    full = b.lanes * element_bits(b.real) // 8
-    first, last = (b.ashr(b.value(bound, "i64"), 1) for bound in bounds)
-    with b.loop(first, last) as pair:
-        base, k = b.gep(weights, pair * width), pair << 1
-        if ahead:
-            b.prefetch(b.gep(ahead[0], pair * ahead[1], "i8"), locality=2)
-        for half in (0, 1):
+            b.prefetch(b.gep(ahead[0], line * ahead[1], "i8"), locality=2)
+        for part in range(1 if integers else packs):
             w = []
             for c in range(len(sums[0])):
-                at = b.gep(base, (2 * c + half) * b.lanes, "i16")
-                bits = b.load(at, vector(b.lanes, "i16"), align=full // 2)
-                w.append(widen(b, bits, number))
+                if packs == 2:
+                    at = b.gep(base, (2 * c + part) * b.lanes, "i16")
+                    bits = b.load(at, vector(b.lanes, "i16"), align=full // 2)
+                    w.append(widen(b, bits, number))
+                else:
+                    type = b.ivec if integers else b.vec
+                    w.append(b.load(b.gep(base, c * b.lanes), type, align=full))
             for row, address in zip(sums, operand, strict=True):
-                value = b.splat(b.load(b.gep(address, k + half), b.real))
+                if integers:
+                    value = b.splat(b.load(b.gep(address, k, "i8"), "i32", align=1))
+                else:
+                    at = b.gep(address, k + part if packs == 2 else k)
+                    value = b.splat(b.load(at, b.real))
                 for total, weight in zip(row, w, strict=True):
-                    total.value = b.fma(value, weight, total.value)
-
-
-def integer_sums(
-    b: Builder,
-    offsets: Sequence[Value],
-    operand: Sequence[Value],
-    weights: Value,
-    width: int,
-    bounds: tuple[Operand, Operand],
-    ahead: Sequence[Value] = (),
-) -> list[list[Variable]]:
-    """The hot loop of integers, as ``add_products``: gives the sums, vectors on the stack, which
-    begin with the offsets of the columns. Bounds are whole fours.
-    """
-    full = b.lanes * element_bits(b.real) // 8
-    totals = [[b.variable(offset) for offset in offsets] for _ in operand]
-    first, last = (b.ashr(b.value(bound, "i64"), 2) for bound in bounds)
-    with b.loop(first, last) as four:
-        base, k = b.gep(weights, four * width), four << 2
-        if ahead:
-            b.prefetch(b.gep(ahead[0], four * ahead[1], "i8"), locality=2)
-        w = [b.load(b.gep(base, c * b.lanes), b.ivec, align=full) for c in range(len(offsets))]
-        for row, address in zip(totals, operand, strict=True):
-            value = b.splat(b.load(b.gep(address, k, "i8"), "i32", align=1))
-            for total, weight in zip(row, w, strict=True):
-                total.value = dot(b, total.value, value, weight)
-    return totals
+                    if integers:
+                        total.value = dot(b, total.value, value, weight)
+                    else:
+                        total.value = b.fma(value, weight, total.value)
 
 
 def add_scaled(
-    b: Builder,
-    sums: Sequence[Sequence[Variable]],
-    totals: Sequence[Sequence[Variable]],
-    rows: Sequence[Value],
-    scales: Sequence[Value],
-) -> None:
-    """``sums`` plus integers times the scales of their rows, which lie before these, and of their
-    columns.
-    """
+    b: Builder, sums: Sequence[Sequence[Variable]], totals: Sequence[Sequence[Variable]],
+    rows: Sequence[Value], scales: Sequence[Value],
+) -> None:  # fmt: skip
+    """Adds integers to ``sums``, times the scales of their rows (before these) and columns."""
     for r, (sums_, totals_) in enumerate(zip(sums, totals, strict=True)):
         of_row = b.splat(b.load(b.gep(rows[r], -ROW_HEADER), b.real))
         for sum_, total, scale in zip(sums_, totals_, scales, strict=True):
@@ -319,48 +249,31 @@ def _relative(places: Places) -> Places:
     return tuple(place - places[0] for place in places)
 
 
-def print_packing(
-    module: Module,
-    matmuls: Sequence[Matmul],
-    projecting: Matmul | None,
-    biased: frozenset[str],
-    number: str,
-    of_biases: str,
-    operands: str,
-) -> None:
-    """Adds ``pack0``, ``pack1`` ..., which pack the weights of these matmuls.
-
-    ``biased`` are the outputs that take the bias of the input's projection too; ``number``,
-    ``of_biases`` and ``operands`` are what LLVM calls the types of weights, of biases and of what
-    is multiplied.
-    """
-    if matmuls:
-        print_packing_of(module, matmuls[0].geometry, number, operands)
-    for m in matmuls:
-        _print_pack(module, m, m is projecting, biased, number, of_biases)
+def print_packing(module: Module, layout: Layout) -> None:
+    """Adds ``pack0``, ``pack1`` ..., which pack the weights of the matmuls."""
+    types = layout.plan.types
+    if layout.matmuls:
+        print_pack_block(module, layout.geometry, types.weights.llvm, types.operands.llvm)
+    for m in layout.matmuls:
+        _print_pack(module, layout, m)
 
 
-def _print_pack(
-    module: Module,
-    m: Matmul,
-    projecting: bool,
-    biased: frozenset[str],
-    number: str,
-    of_biases: str,
-) -> None:
+def _print_pack(module: Module, layout: Layout, m: Matmul) -> None:
     """A weight [out, in] or [heads, out/heads, in/heads], of any strides but for one of 1 among the
     last two, into tiles; its scales are [out], or [heads, out/heads].
     """
+    types = layout.plan.types
+    number, of_biases = types.weights.llvm, types.storage.llvm
     g, l = m.geometry, m.linear
     b = module.private(f"pack{m.number}", "ptr args, i64 part, i64 parts")
     table, part, parts = b.args
-    types = ("ptr", "i64", "i64", "i64", "ptr", "ptr", "ptr", "i64", "ptr")
+    kinds = "ptr i64 i64 i64 ptr ptr ptr i64 ptr".split()
     weight, heads, rows, columns, input_bias, bias, packed, inner, scales = (
-        b.load(b.gep(table, i, "i64"), t) for i, t in enumerate(types)
+        b.load(b.gep(table, i, "i64"), t) for i, t in enumerate(kinds)
     )
     elements: Value | int = g.tile_elements
     packed_rows = packed_rows_of(inner, g)
-    if projecting:  # the weight of the input is packed the same way
+    if m is layout.projecting:  # the weight of the input is packed the same way
         elements = (packed_rows + (g.lanes + g.header - 1)) * (g.columns * g.lanes)
     width = g.columns * g.lanes
     # Of one head and output: rows of the weight, and numbers that a row has.
@@ -389,7 +302,7 @@ def _print_pack(
                 row = l.declared.index(output)
                 bias_sum.value = constant(0.0, b.vec)
                 at_bias = head * g.units + unit + row * m.units
-                both = l.recurrent and output in biased
+                both = l.recurrent and output in layout.cell.fused
                 for added in (input_bias, bias) if both else (bias,):
                     with b.when(added.ne(0)):
                         at_number = b.gep(added, at_bias, of_biases)
@@ -418,12 +331,12 @@ def negative_sums(b: Builder, packed: Value, rows: Value, width: Operand) -> Val
 
 
 def packed_rows_of(inner: Value, g: Geometry) -> Value:
-    """Rows of packed weights for a sum of ``inner`` numbers, in whole chunks."""
+    """Rows of packed weights for a sum of so many numbers, whole chunks."""
     return inner if g.chunk == 1 else whole_chunks(inner, g.chunk) // g.packs
 
 
 def whole_chunks(inner: Value, chunk: int) -> Value:
-    """The length of a sum, rounded up to a multiple of the numbers that are multiplied at once."""
+    """So many numbers of a sum, up to a whole multiple of those that are multiplied at once."""
     return inner if chunk == 1 else (inner + (chunk - 1)) & -chunk
 
 
@@ -441,48 +354,70 @@ PACK_BLOCK = (
 
 
 def print_pack_block(
-    module: Module, number: str, *, packs: int = 1, name: str = "pack_block"
+    module: Module, g: Geometry, number: str, operands: str, name: str = "pack_block"
 ) -> None:
-    """A column of vectors: element k of unit u is source[u * lane_stride + k * inner_stride],
-    widened; or as it is, with several k's in a row.
+    """Adds the packing of a column of vectors: element k of unit u is source[u * lane_stride + k *
+    inner_stride]. Numbers of operands that share a lane are packed as they are, others widened, or
+    for tiles rounded to sums of numbers of bfloat16.
     """
     b = module.private(name, PACK_BLOCK)
     source, lane_stride, inner_stride, units, count, packed, width = b.args
-    if packs > 1:
-        _pack_together(b, number, packs)
+    rounded = g.tiled and number != operands
+    if g.packs > 1 and not rounded:
+        _pack_together(b, g, number)
         return
+    group, whole = (2, whole_chunks(count, g.chunk)) if rounded else (1, count)
+
+    def store(k: Value, numbers: Sequence[Value]) -> None:
+        """The numbers from k on of each column: one, or for tiles the two that share a lane."""
+        if not rounded:
+            b.store(numbers[0], b.gep(packed, k * width))
+            return
+        of_chunk = k % g.chunk
+        row = (k - of_chunk) // 2 * g.pieces + of_chunk // 2
+        pieces = zip(*[tiles.split(b, value, g.pieces) for value in numbers], strict=True)
+        for n, (low, high) in enumerate(pieces):
+            both = b.zext(low, b.ivec) | (b.zext(high, b.ivec) << 16)
+            b.store(both, b.gep(packed, (row + n * tiles.ROWS) * width))
+
     with b.when(lane_stride.eq(1)) as otherwise:
         mask = b.lane_mask(units)
-        with b.loop(0, count) as k:
-            at = b.gep(source, k * inner_stride, number)
-            b.store(masked_numbers(b, at, mask, number), b.gep(packed, k * width))
-    with otherwise, b.loop(0, count, b.lanes) as k:
+        with b.loop(0, whole, group) as k:
+            numbers = []
+            for n in range(group):
+                place = k + n if rounded else k
+                exists = mask & b.splat(place < count) if rounded else mask
+                at = b.gep(source, place * inner_stride, number)
+                numbers.append(masked_numbers(b, at, exists, number))
+            store(k, numbers)
+    with otherwise, b.loop(0, whole, b.lanes) as k:
         inside = b.lane_mask(count - k)
         rows = []
         for lane in range(b.lanes):
             exists = b.splat(units > lane)
             at = b.gep(source, lane_stride * lane + k, number)
             rows.append(masked_numbers(b, at, inside & exists, number))
-        for i, vector_ in enumerate(b.transpose(rows)):
-            b.store(vector_, b.gep(packed, (k + i) * width))
+        columns = b.transpose(rows)
+        for n in range(0, b.lanes, group):
+            store(k + n, columns[n : n + group])
 
 
-def _pack_together(b: Builder, number: str, packs: int) -> None:
+def _pack_together(b: Builder, g: Geometry, number: str) -> None:
     """The body of ``pack_block`` where several k's share a row."""
     source, lane_stride, inner_stride, units, count, packed, width = b.args
+    packs = g.packs
     bits = 32 // packs
     few, mask = vector(b.lanes, f"i{bits}"), b.lane_mask(units)
 
     def store(group: Value, row: Value) -> None:
         at = b.gep(packed, row * width)
-        if packs == QUANTIZED or tiled:
+        if g.quantized or g.tiled:
             b.store(group, at)
             return
         b.store(b.trunc(group, "i16"), at)
         b.store(b.trunc(group >> 16, "i16"), b.gep(at, b.lanes, "i16"))
 
-    tiled = tiles.multiplies(b.target, number)
-    whole = whole_chunks(count, tiles.chunk(number) if tiled else packs)
+    whole = whole_chunks(count, g.chunk)
     with b.when(lane_stride.eq(1)) as otherwise, b.loop(0, whole, packs) as k:
         group = b.value(0, b.ivec)
         for n in range(packs):
@@ -505,54 +440,11 @@ def _pack_together(b: Builder, number: str, packs: int) -> None:
             store(group, k // packs + i)
 
 
-def print_packing_of(module: Module, g: Geometry, number: str, operands: str) -> None:
-    """Adds ``pack_block`` for weights of a type that are multiplied as operands of another."""
-    if g.tiled and number != operands:
-        _print_pack_rounded(module, g)
-    else:
-        print_pack_block(module, number, packs=g.packs)
-
-
-def _print_pack_rounded(module: Module, g: Geometry) -> None:
-    """``pack_block`` for tiles, of reals that become sums of numbers of bfloat16."""
-    b = module.private("pack_block", PACK_BLOCK)
-    source, lane_stride, inner_stride, units, count, packed, width = b.args
-    mask, whole = b.lane_mask(units), whole_chunks(count, g.chunk)
-
-    def store(k: Value, pair: Sequence[Value]) -> None:
-        """The numbers k and k + 1 of each column."""
-        of_chunk = k % g.chunk
-        row = (k - of_chunk) // 2 * g.pieces + of_chunk // 2
-        pieces = zip(*[tiles.split(b, value, g.pieces) for value in pair], strict=True)
-        for n, (low, high) in enumerate(pieces):
-            both = b.zext(low, b.ivec) | (b.zext(high, b.ivec) << 16)
-            b.store(both, b.gep(packed, (row + n * tiles.ROWS) * width))
-
-    with b.when(lane_stride.eq(1)) as otherwise, b.loop(0, whole, 2) as k:
-        pair = []
-        for n in (0, 1):
-            place = k + n
-            exists = mask & b.splat(place < count)
-            pair.append(b.masked_load(b.gep(source, place * inner_stride), exists))
-        store(k, pair)
-    with otherwise, b.loop(0, whole, b.lanes) as k:
-        inside = b.lane_mask(count - k)
-        rows = []
-        for lane in range(b.lanes):
-            exists = b.splat(units > lane)
-            at = b.gep(source, lane_stride * lane + k)
-            rows.append(b.masked_load(at, inside & exists))
-        columns = b.transpose(rows)
-        for n in range(0, b.lanes, 2):
-            store(k + n, columns[n : n + 2])
-
-
-def print_staging(module: Module, number: str, g: Geometry, operands: str) -> str:
-    """Adds a function that writes numbers of a row as matmuls read them, widened (or for tiles
-    rounded) and followed by zeros up to whole chunks; gives its name.
+def print_staging(module: Module, number: str, g: Geometry, operands: str) -> None:
+    """Adds ``stage_<number>``, which writes numbers of a row as matmuls read them, widened (or for
+    tiles rounded) and followed by zeros up to whole chunks.
     """
-    name = f"stage_{number}"
-    b = module.private(name, "ptr source, ptr to, i64 count")
+    b = module.private(f"stage_{number}", "ptr source, ptr to, i64 count")
     source, to, count = b.args
     with b.loop(0, whole_chunks(count, g.chunk), b.lanes) as i:
         mask, at = b.lane_mask(count - i), b.gep(source, i, number)
@@ -566,11 +458,10 @@ def print_staging(module: Module, number: str, g: Geometry, operands: str) -> st
             pieces = tiles.split(b, masked_numbers(b, at, mask, number), g.pieces)
             for n, bits in enumerate(pieces):
                 b.store(bits, b.gep(to, into + n * g.chunk, "i16"))
-    return name
 
 
 def print_quantizing(module: Module) -> None:
-    """Adds ``scale_row``, which writes the scale of a row, and its inverse, from
+    """Adds ``scale_row``, which writes the scale of a row of so many numbers, and its inverse, from
     where they are told; and ``quantize``, which writes numbers of the row as integers from there
     on, followed by zeros up to whole vectors.
     """

@@ -32,9 +32,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Lease:
-    """A block in use, seen by NumPy through the array protocol;
-    it goes idle with its last array.
-    """
+    """A block in use, as NumPy sees it; it goes idle with its last array."""
 
     def __init__(self, block: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self.block = block

@@ -1,12 +1,9 @@
-"""Runs a compiled kernel on several threads at once.
+"""Threads for compiled kernels.
 
 A kernel is `void kernel(ptr args, i64 part, i64 parts)`, and its parts may wait for each other at
 a barrier. So all parts of a call, a *gang*, run at the same time: nothing is queued, and a call
 that finds a gang at work runs as one part in its own thread. Any number of parts is right, as a
 kernel divides its work by the `parts` that it is given; more of them are only faster.
-
->>> pool.parallel(code.address("lstm_forward"), args.ctypes.data, pool.threads())
-2
 
 Two ways to get the threads:
 
@@ -240,71 +237,73 @@ if hasattr(os, "register_at_fork"):
 # -------------------------------------------------------------------------------------------- gangs
 
 
-class _Gangs:
-    """The threads of one process: a forked child has another one."""
+class _Workers:
+    """Threads of our own, of one process."""
 
     def __init__(self) -> None:
-        self.pid = os.getpid()
-        sleep = _sleep()
-        library = _compiled(sleep)
-        self._library = library
-        worker = library.address("worker")
-        self._worker = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(worker)
-        self._asked = 0 if sleep else MOST  # for workers
-        self._started = 0
+        self.pid, self._sleep = os.getpid(), _sleep()
+        self._library = _compiled(self._sleep)
+        self._work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._library.address("worker"))
+        self._threads: list[threading.Thread] = []  # those that the system did not grant, too
         lines = np.zeros((MOST + 1) * 8 + 7, np.int64)
         self._lines = lines[-lines.ctypes.data // 8 % 8 :][: (MOST + 1) * 8].reshape(-1, 8)
-        if sleep:
-            self._lines[:, 5:7] = sleep.wait, sleep.wake
+        if self._sleep:
+            self._lines[:, 5:7] = self._sleep.wait, self._sleep.wake
         self._table = self._lines.ctypes.data
         # Workers read the table until the process ends, and so after the interpreter has.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(lines))
-        self._of_own = self._record(library.address("own"), 0)
-        self.use(_find_openmp(_near))
+        self._record = self.record("own", 0)
 
-    def use(self, openmp: _OpenMP | None) -> None:
-        """Takes the threads of a runtime, or None of them."""
-        self.openmp, self._of_openmp = openmp, None
-        if openmp is not None:
-            runtime = ctypes.addressof(openmp.table)
-            self._of_openmp = self._record(self._library.address("openmp"), runtime)
+    def record(self, function: str, runtime: int) -> Any:
+        """The four addresses that ``gang`` speaks of."""
+        address = self._library.address(function)
+        return (ctypes.c_int64 * 4)(address, self._table, runtime, yield_address())
 
-    def _record(self, function: int, openmp: int) -> Any:
-        return (ctypes.c_int64 * 4)(function, self._table, openmp, yield_address())
+    def hire(self, count: int) -> int:
+        """Starts workers until there are ``count``, or as far as the system grants them; returns
+        the address of their record.
+        """
+        if count > len(self._threads) and self._sleep:
+            with jit.lock:  # no fork sees this half done
+                with contextlib.suppress(RuntimeError):  # no more threads to be had
+                    while len(self._threads) < count:
+                        # Daemons, for they never end; they hold no lock of Python's after this.
+                        thread = threading.Thread(
+                            target=self._work, args=(self._table,), name="anycell", daemon=True
+                        )
+                        self._threads.append(thread)
+                        thread.start()
+                started = sum(thread.ident is not None for thread in self._threads)
+                until = time.monotonic() + PATIENCE
+                while self._lines[0, 3] < started and time.monotonic() < until:
+                    time.sleep(1e-5)
+        return ctypes.addressof(self._record)
 
-    def record(self, parts: int) -> int:
-        if self._of_openmp is not None:
-            return ctypes.addressof(self._of_openmp)
-        if parts - 1 > self._asked:
-            self._hire(parts - 1)
-        return ctypes.addressof(self._of_own)
 
-    def _hire(self, count: int) -> None:
-        """Start workers until there are `count`; fewer where the system grants no more."""
-        with jit.lock:  # no fork sees this half done
-            with contextlib.suppress(RuntimeError):  # no more threads to be had
-                while self._asked < count:
-                    self._asked += 1
-                    # Daemons, for they never end; they hold no lock of Python's after this.
-                    threading.Thread(
-                        target=self._worker, args=(self._table,), name="anycell", daemon=True
-                    ).start()
-                    self._started += 1
-            until = time.monotonic() + PATIENCE
-            while self._lines[0, 3] < self._started and time.monotonic() < until:
-                time.sleep(1e-5)
+class _Gangs(NamedTuple):
+    """The threads of a process: of a runtime, with its record, or else workers."""
+
+    workers: _Workers
+    openmp: _OpenMP | None
+    record: Any
 
 
 _near: str | None = ""
 _gangs: _Gangs | None = None
 
 
+def _around(workers: _Workers) -> _Gangs:
+    openmp = _find_openmp(_near)
+    record = openmp and workers.record("openmp", ctypes.addressof(openmp.table))
+    return _Gangs(workers, openmp, record)
+
+
 def _current() -> _Gangs:
     global _gangs
-    if _gangs is None or _gangs.pid != os.getpid():
+    if _gangs is None or _gangs.workers.pid != os.getpid():  # a forked child has its own
         with jit.lock:
-            if _gangs is None or _gangs.pid != os.getpid():
-                _gangs = _Gangs()
+            if _gangs is None or _gangs.workers.pid != os.getpid():
+                _gangs = _around(_Workers())
     return _gangs
 
 
@@ -313,10 +312,10 @@ def attach(near: str | None) -> None:
 
     For a frontend, once its framework is loaded: `attach("torch")`. With None none is used.
     """
-    global _near
+    global _near, _gangs
     _near = near
     if _gangs is not None:
-        _gangs.use(_find_openmp(near))
+        _gangs = _around(_gangs.workers)
 
 
 def backend() -> str:
@@ -337,30 +336,16 @@ def yield_address() -> int:
 
 
 def gang(parts: int) -> int:
-    """The address of what native code needs to run a gang of ``parts`` parts: four addresses, the
+    """The address of what native code needs to run a gang of so many parts: of four addresses, the
     function, its first and its fifth argument, and ``yield_address``. 0 for one part.
 
     The function is ``i64 f(ptr, ptr kernel, ptr args, i64 parts, ptr)``. It returns how many parts
     there were, when all are done. The address holds until the process forks, or ``attach`` is
     called.
     """
-    return _current().record(min(parts, MOST)) if parts > 1 else 0
-
-
-_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
-_KERNEL = ctypes.CFUNCTYPE(None, _POINTER, _NUMBER, _NUMBER)
-_GANG = ctypes.CFUNCTYPE(_NUMBER, _POINTER, _POINTER, _POINTER, _NUMBER, _POINTER)
-
-
-def parallel(address: int, args: int, parts: int) -> int:
-    """Run the kernel at `address` as a gang of up to `parts`, and return how many there were.
-
-    Fewer than asked for where a gang is at work for another thread (then there is one part), or the
-    system grants no more threads. Returns when all parts have.
-    """
-    parts = min(parts, MOST)
     if parts <= 1:
-        _KERNEL(address)(args, 0, 1)
-        return 1
-    function, table, openmp, _ = (ctypes.c_int64 * 4).from_address(gang(parts))
-    return int(_GANG(function)(table, address, args, parts, openmp))
+        return 0
+    gangs = _current()
+    if gangs.openmp is not None:
+        return ctypes.addressof(gangs.record)
+    return gangs.workers.hire(min(parts, MOST) - 1)

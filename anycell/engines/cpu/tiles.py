@@ -52,9 +52,7 @@ def split(b: Builder, value: Value, pieces: int) -> list[Value]:
 
 
 def configure(b: Builder, rows: Operand = ROWS, pieces: int = 1) -> None:
-    """Sets all tiles to zero. Left tiles and sums get ``rows`` rows, at most 16: fewer are
-    multiplied faster.
-    """
+    """Zeroes all tiles; those on the left and sums have ``rows``: fewer are multiplied faster."""
     if b.target.tiles != "amx":
         return
     palette, columns = [1] + [0] * 15, [BYTES, 0] * COUNT + [0] * (32 - 2 * COUNT)
@@ -83,7 +81,7 @@ class Tiles:
         self.memory = [] if self.real else [b.alloca(self.line, ROWS) for _ in range(COUNT)]
 
     def load(self, tile: int, address: Value, stride: Value) -> None:
-        """Loads rows of 64 bytes that lie ``stride`` bytes apart."""
+        """Rows of 64 bytes, so many bytes from one to the next."""
         if self.real:
             self._instruction("llvm.x86.tileloadd64", tile, address, stride)
             return

@@ -1,0 +1,206 @@
+"""The layout of a kernel: all that follows from a plan, a direction and an instruction set before
+a line is printed.
+
+A thread's workspace has, one after the other:
+
+    addresses    of the operands' rows of each matmul, rows that take the step, rows of the input
+    results      of matmuls, for a panel of rows
+    scratch      operands and values kept for later passes: of a panel if there are stages, else of
+                 a row
+    staged       rows that are rounded or widened before they are multiplied, see ``matmul``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+from anycell.engines.cpu.geometry import (
+    INPUT,
+    QUANTIZED,
+    ROW_HEADER,
+    Geometry,
+    Matmul,
+    matmuls,
+    projecting,
+    whole,
+)  # fmt: skip
+from anycell.engines.cpu.ir import Builder, Target, Value
+from anycell.engines.cpu.table import align, entries
+from anycell.engines.cpu.tiles import ROWS
+from anycell.lang.expr import Expr
+from anycell.plan import FREE, LINE, Plan, arrays, gradient_roots, passes, size_of
+
+PANEL = 48  # rows whose matmul results are kept before the cell's work on them
+
+Count = TypeVar("Count", int, Value)
+
+
+class Results(NamedTuple):
+    """The places of matmul results in a row of them.
+
+    Attributes:
+        places, strides: by matmul, where its results begin, and from one output to the next.
+        input: where those of the input begin, if they have a place of their own.
+        row: from a row to the next.
+    """
+
+    places: dict[str, int]
+    strides: dict[str, int]
+    input: int
+    row: int
+
+
+class Layout:
+    """The layout of the kernel of a plan, in one direction and for one target.
+
+    Attributes:
+        entries, arrays: see ``table`` and ``anycell.plan.arrays``.
+        sequences: the array of each state.
+        loaded: values of the graph that are in memory: ``saved``, and ``new_states`` by number.
+        roots: what a step computes, in ``passes``.
+        stages: the passes that begin one, as a matmul inside the step must be complete first.
+        row_wise: whether a panel of rows takes the step together; else the work on a span of units
+            follows its tiles at once.
+        projecting: the matmul to whose sums the kernel can add the input projection; ``apart``
+            where the input's part of a gate has a place of its own.
+        width: vectors that the element-wise work takes at once.
+        results, scratch: places in the rows of matmul results and of scratch memory.
+    """
+
+    def __init__(self, plan: Plan, backward: bool, target: Target) -> None:
+        self.plan, self.cell, self.backward, self.target = plan, plan.cell, backward, target
+        # Registers and workspaces hold what the cell's math works on, arrays what their rows say.
+        self.real, self.size = plan.types.math.llvm, plan.types.math.bytes
+        self.lanes = target.lanes(self.real)
+        self.entries, self.arrays = entries(plan, backward), arrays(plan, backward)
+        self.sequences = [n for n, array in self.arrays.items() if array.begins == "states"]
+        self.saved = plan.saved_places
+        self.new_states: dict[Expr, int] = {}
+        self.loaded: frozenset[Expr] = frozenset()
+        self.roots = [*self.cell.next, *plan.saved, *plan.saved_rows]
+        if backward:
+            self.roots = gradient_roots(self.cell, plan.gradients)
+            kept = [state.name in plan.states for state in self.cell.states]
+            self.new_states = {
+                n: i for i, n in enumerate(self.cell.next) if n.op not in FREE and kept[i]
+            }
+            self.loaded = frozenset(self.saved) | frozenset(self.new_states)
+        self.passes = passes(self.roots, self.loaded)
+        self.stages = [p for p, each in enumerate(self.passes) if each.matmuls or p == 0]
+        self.matmuls = matmuls(plan, backward, target)
+        self.by_name = {m.linear.name: m for m in self.matmuls}
+        self.tiled = any(m.geometry.tiled for m in self.matmuls)
+        self.projecting = projecting(self.matmuls, self.cell)
+        self.apart = self.projecting is not None and self.cell.fused != set(self.cell.gates)
+        # Of a simple cell: of its matmul, or of two of one shape.
+        self.geometry = Geometry(plan.hidden_size, 0, 0, self.lanes, target.registers)
+        if self.matmuls:
+            self.geometry = self.matmuls[0].geometry
+        sizes = {self.units(root) for root in self.roots}
+        plain = all(m.state in (0, INPUT) and m.linear.heads == 1 for m in self.matmuls)
+        alike = {(m.units, m.geometry.outputs) for m in self.matmuls}
+        simple = plain and len(alike) < 2 and sizes <= {plan.hidden_size}
+        self.row_wise = len(self.passes) > 1 or not simple
+        self.width = self.geometry.width
+        if self.row_wise:
+            self.width = min(2, -(-min(sizes, default=plan.hidden_size) // self.lanes))
+        self.results = self._results()
+        self.scratch, self.scratch_row = self._scratch()
+        # Multiply-adds and staged bytes of a row, and packed bytes of a direction.
+        self.work = sum(
+            m.units * m.inner * m.geometry.outputs // m.linear.heads for m in self.matmuls
+        )
+        self.packed_bytes = sum(m.packed_elements for m in self.matmuls) * self.size
+        self.staged_bytes = sum(m.staged_row for m in self.matmuls if m.staged) * self.size
+
+    def _results(self) -> Results:
+        places, strides, at, of_input = {}, {}, 0, 0
+        for m in self.matmuls:
+            g, name = m.geometry, m.linear.name
+            last = (m.linear.heads - 1) * g.units + g.tiles * g.unroll * self.lanes
+            stride = g.span * self.lanes
+            if self.row_wise:
+                stride = whole(max(m.units, last), self.width * self.lanes)
+            places[name], strides[name] = at, stride
+            at += g.outputs * stride
+            if m is self.projecting and self.apart:
+                of_input = at
+                at += g.outputs * stride
+        return Results(places, strides, of_input, at)
+
+    def _scratch(self) -> tuple[dict[tuple[str, Expr], int], int]:
+        """Places in the scratch memory of a row, by use and value; and the numbers of a row."""
+        reductions = [n for each in self.passes for n in each.reductions]
+        grouped = [n for n in reductions if n.attrs != (1,)]
+        stored = [n for each in self.passes for n in each.stores]
+        inside = [] if self.backward else [m for m in self.matmuls if m.state is None]
+        operands = [m.linear.operand for m in inside]
+        uses: Sequence[tuple[str, list[Expr]]] = (
+            ("kept", [*stored, *grouped]), ("argument", grouped), ("operand", operands)
+        )  # fmt: skip
+        places, at, step = {}, 0, self.width * self.lanes
+        for use, nodes in uses:
+            for node in dict.fromkeys(nodes):
+                places[use, node] = at
+                at += whole(self.units(node), step)
+        if len(self.stages) > 1:
+            places |= {("narrow", node): at + i for i, node in enumerate(reductions)}
+            at += len(reductions)
+        return places, whole(at, step)
+
+    def size_of(self, node: Expr) -> str:
+        """The symbol of a value's size."""
+        return size_of(self.cell, node) or "H"
+
+    def units(self, node: Expr) -> int:
+        """Counts the units of a value."""
+        return self.plan.sizes[self.size_of(node)]
+
+    def gradient(self, m: Matmul) -> str:
+        """The array that holds the gradient of a matmul's outputs."""
+        shared = self.plan.shares_gradient(m.linear)
+        return "d_gates" if shared else f"d_outputs {m.linear.name}"
+
+    def operand_type(self, m: Matmul) -> str:
+        """LLVM's type of the numbers that a matmul's operand has in memory."""
+        if self.backward:
+            name = self.gradient(m)
+        elif m.state is None:
+            return self.real  # computed within the step
+        else:
+            name = "gates" if m.state == INPUT else self.sequences[m.state]
+        return self.arrays[name].number.llvm
+
+    # ---- sizes -----------------------------------------------------------------------------------
+    @property
+    def workspace_lines(self) -> tuple[int, int]:
+        """Counts the addresses for each row of the batch, and the bytes of results and scratch."""
+        rows = PANEL if len(self.stages) > 1 else 1
+        reals = PANEL * self.results.row + rows * self.scratch_row
+        return len(self.matmuls) + 2, align(reals * self.size) + 64
+
+    def workspace(self, batch: Count, staged_input: Count | int = 0) -> Count:
+        """Bytes per thread; ``staged_input`` of a row of the input that the kernel stages."""
+        addresses, fixed = self.workspace_lines
+        total = (batch * 8 + (LINE - 1)) // LINE * LINE * addresses + fixed
+        if self.staged_bytes:
+            total += (staged_input + self.staged_bytes) * self.staged_rows(batch)
+        return total
+
+    def staged_rows(self, batch: Count) -> Count | int:
+        """Rows that are staged for a batch; matrix tiles read 16 rows at once."""
+        if self.row_wise:
+            return PANEL
+        return (batch + (ROWS - 1)) & -ROWS if self.tiled else batch
+
+    def staged_input(self, b: Builder, inputs: Value) -> Value:
+        """Numbers from a row of the input, as the kernel multiplies it, to the next: whole vectors,
+        and no large power of two. None where the caller multiplies.
+        """
+        count = inputs
+        if self.plan.types.quantized:
+            count = inputs // QUANTIZED + (ROW_HEADER + 1)
+        vectors = (count + self.lanes - 1) // self.lanes + 1
+        row = (vectors | 1) * self.lanes
+        return b.select(inputs.ne(0), row, 0)

@@ -1,0 +1,397 @@
+"""Prints the element-wise work on a row that takes a step: the graph of the cell, or of its
+derivative, pass by pass over the units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from anycell.engines.cpu import ops
+from anycell.engines.cpu.geometry import Matmul
+from anycell.engines.cpu.ir import Value, Variable, constant
+from anycell.engines.cpu.rows import Lanes, Rows, Task
+from anycell.lang.expr import Expr, is_const, topological
+from anycell.lang.ops import is_boolean, is_reduction
+from anycell.plan import MATMULS
+
+
+class Known(NamedTuple):
+    """The values of a row that earlier passes have computed: ``reduced`` to one number, in every
+    lane; and ``stored`` in scratch memory.
+    """
+
+    reduced: dict[Expr, Value]
+    stored: set[Expr]
+
+
+class Step:
+    """The passes of a step."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows, self.b, self.layout = rows, rows.b, rows.layout
+        self.plan, self.cell = self.layout.plan, self.layout.cell
+        b = self.b
+        self.hyper = {
+            n: b.splat(b.load(b.gep(rows.arg["hyper"], i), b.real))
+            for i, n in enumerate(self.cell.hyper)
+        }
+
+    def print(self, task: Task, stage: int) -> None:
+        """The passes of one stage of the step."""
+        b, layout = self.b, self.layout
+        begin, *following = layout.stages[stage:]
+        known = Known({}, set())
+        for each in layout.passes[:begin]:  # what the stages before have found out about the row
+            for node in each.reductions:
+                if node.attrs == (1,):
+                    at = b.gep(task.scratch, layout.scratch["narrow", node])
+                    known.reduced[node] = b.splat(b.load(at, b.real))
+            known.stored.update(each.stores, (n for n in each.reductions if n.attrs != (1,)))
+        for number in range(begin, [*following, len(layout.passes)][0]):
+            self._pass(number, task, known)
+
+    def _pass(self, number: int, task: Task, known: Known) -> None:
+        """One pass over the units of a row; the last one computes the results."""
+        b, layout, rows = self.b, self.layout, self.rows
+        each, last = layout.passes[number], number == len(layout.passes) - 1
+        operands = [] if last else self._operands(layout.passes[number + 1].matmuls)
+        arguments = [node.args[0] for node in each.reductions]
+        roots = [*(layout.roots if last else ()), *arguments, *(node for _, node, _ in operands)]
+        # What all units share is computed once, before the loop.
+        zero = constant(0, "i64")
+        shared = Values(self, task, Lanes(None, zero, zero, None), known)
+        for node in topological(roots):
+            if node in known.reduced or (node.narrow and self._ready(node, known)):
+                shared.get(node)
+        row_wide = [node for node in each.reductions if node.attrs == (1,)]
+        sums = {node: b.variable(_empty(node), b.vec) for node in row_wide}
+        for size in dict.fromkeys(map(layout.size_of, roots)):
+            with rows.vectors(task.span, self.plan.sizes[size]) as lanes:
+                values = Values(self, task, lanes, known, shared.known)
+                for node in each.reductions:
+                    if layout.size_of(node) == size:
+                        value = values.get(node.args[0])
+                        if node in sums:
+                            self._fold(node, value, lanes, sums[node])
+                        else:
+                            b.store(value, self.scratch("argument", node, task, lanes))
+                for m, node, column in operands:
+                    if layout.size_of(node) == size:
+                        self._store_operand(m, values.get(node), values, column)
+                if last and layout.backward:
+                    self._gradients(size, values)
+                elif last:
+                    self._results(size, values)
+                for node in each.stores:
+                    if layout.size_of(node) == size:
+                        b.store(values.get(node), self.scratch("kept", node, task, lanes))
+        known.stored.update(each.stores)
+        for node, total in sums.items():
+            whole = self._whole(node, total.value, layout.units(node))
+            known.reduced[node] = b.splat(whole)
+            if ("narrow", node) in layout.scratch:
+                b.store(whole, b.gep(task.scratch, layout.scratch["narrow", node]))
+        for node in each.reductions:
+            if node not in sums:
+                self._reduce_groups(node, task)
+                known.stored.add(node)
+
+    def scratch(self, use: str, node: Expr, task: Task, lanes: Lanes) -> Value:
+        """The address of a value in scratch memory, for the vector of units at hand."""
+        return self.b.gep(task.scratch, lanes.unit + self.layout.scratch[use, node])
+
+    # ---- operands of matmuls inside the step -----------------------------------------------------
+    def _operands(self, names: tuple[str, ...]) -> list[tuple[Matmul, Expr, int]]:
+        """The operands of these matmuls, and their columns in the operand's row."""
+        found = []
+        for m in map(self.layout.by_name.__getitem__, names):
+            if self.layout.backward:
+                parts = self.plan.gradients.linear[m.linear.name].values()
+                width = m.inner // m.parts
+                found += [(m, node, n * width) for n, node in enumerate(parts)]
+            else:
+                found.append((m, m.linear.operand, 0))
+        return found
+
+    def _store_operand(self, m: Matmul, value: Value, values: Values, column: int) -> None:
+        task, lanes = values.task, values.lanes
+        if self.layout.backward:
+            row = self.rows.at(self.layout.gradient(m), task.at)
+            self.rows.store(value, row, lanes, column)
+        else:
+            self.b.store(value, self.scratch("operand", m.linear.operand, task, lanes))
+
+    # ---- reductions ------------------------------------------------------------------------------
+    def _ready(self, node: Expr, known: Known) -> bool:
+        """Whether a narrow value hangs on finished reductions only."""
+        if node in self.layout.new_states:
+            return False  # its memory holds every unit
+        if node in known.reduced or node in self.layout.loaded:
+            return True
+        return not is_reduction(node) and all(self._ready(arg, known) for arg in node.args)
+
+    def _both(self, node: Expr, x: Value, y: Value) -> Value:
+        """A reduction of two numbers, lane by lane."""
+        return ops.EMIT["maximum"](self.b, x, y) if node.op == "max" else x + y
+
+    def _whole(self, node: Expr, lanes: Value, count: int) -> Value:
+        """A reduction of ``count`` numbers, from those of all lanes."""
+        whole = self.b.reduce_max(lanes) if node.op == "max" else self.b.reduce_add(lanes)
+        return whole * (1.0 / count) if node.op == "mean" else whole
+
+    def _fold(self, node: Expr, value: Value, lanes: Lanes, into: Variable) -> None:
+        total = into.value
+        folded = self._both(node, total, value)
+        # Lanes beyond H hold no unit.
+        into.value = folded if lanes.mask is None else self.b.select(lanes.mask, folded, total)
+
+    def _reduce_groups(self, node: Expr, task: Task) -> None:
+        """A reduction over equal groups of units, its result written for every unit."""
+        b, (groups,) = self.b, node.attrs
+        size = self.layout.units(node) // groups
+        source, target = (
+            b.gep(task.scratch, self.layout.scratch[use, node]) for use in ("argument", "kept")
+        )
+        empty, total = _empty(node), b.unset(b.vec)
+        with b.loop(0, groups) as group:
+            start = group * size
+            total.value = b.value(empty, b.vec)
+            with b.loop(0, size, b.lanes) as i:
+                lanes = b.lane_mask(size - i)
+                part = b.masked_load(b.gep(source, start + i), lanes, empty)
+                total.value = self._both(node, total.value, part)
+            result = b.splat(self._whole(node, total.value, size))
+            with b.loop(0, size, b.lanes) as i:
+                lanes = b.lane_mask(size - i)
+                b.masked_store(result, b.gep(target, start + i), lanes)
+
+    # ---- what a step writes ----------------------------------------------------------------------
+    def _results(self, size: str, values: Values) -> None:
+        """Writes results of a forward step that have a size, for the vector of units at hand."""
+        b, rows, layout, lanes, at = self.b, self.rows, self.layout, values.lanes, values.task.at
+        states = {
+            i: values.get(node)
+            for i, (node, state) in enumerate(zip(self.cell.next, self.cell.states, strict=True))
+            if state.size == size
+        }
+        for i, value in states.items():
+            rows.store(value, rows.state(i, at, after=True), lanes)
+        if 0 in states:
+            with b.when(rows.given("out")):
+                rows.store(states[0], rows.at("out", at), lanes)
+        kept = {node: values.number(node) for node in layout.saved if layout.size_of(node) == size}
+        if kept:
+            with b.when(rows.given("saved")):
+                row = rows.at("saved", at)
+                for node, value in kept.items():
+                    if node.narrow:
+                        rows.store_one(value, row, layout.saved[node])
+                    else:
+                        rows.store(value, row, lanes, layout.saved[node])
+
+    def _gradients(self, size: str, values: Values) -> None:
+        """Writes the gradients of a step that have a size, for the vector of units at hand."""
+        rows, layout, plan, get = self.rows, self.layout, self.plan, values.get
+        h, lanes, (at, *_, group, _) = plan.hidden_size, values.lanes, values.task
+        # Every value first: the gradients of the states are written over what others still read.
+        gradients, own = plan.gradients, size == "H"
+        d_gates = [get(g) for g in gradients.x.values()] if own else []
+        d_outputs = {
+            m: [get(g) for g in gradients.linear[m.linear.name].values()]
+            for m in layout.matmuls
+            if m.linear.out_size == size and m.linear.name not in plan.carried_back
+        }
+        d_states = {
+            s.name: get(gradients.state[s.name]) for s in self.cell.states if s.size == size
+        }
+        d_params = [get(g) for g in gradients.param.values()] if own else []
+        d_static = get(gradients.static) if own and gradients.static is not None else None
+        for m in layout.matmuls:
+            if m.linear.in_size == size:
+                # Not within the branch: other matmuls may read the same values.
+                operand = get(m.linear.operand) if m.state is None else None
+                rows.keep_operand(m, values.task, lanes, operand)
+        for gate, value in enumerate(d_gates):
+            rows.store(value, rows.at("d_gates", at), lanes, gate * h)
+        for m, parts in d_outputs.items():
+            if not plan.shares_gradient(m.linear):
+                for n, value in enumerate(parts):
+                    row = rows.at(layout.gradient(m), at)
+                    rows.store(value, row, lanes, n * plan.sizes[size])
+        for name, value in d_states.items():
+            rows.store(value, rows.of(f"d_state {name}", at.row), lanes)
+        for i, value in enumerate(d_params):
+            # One sum per group of rows, all of one thread: the order of additions does not depend
+            # on threads.
+            rows.add(value, rows.of("d_params", group), lanes, i * h)
+        if d_static is not None:
+            rows.add(d_static, rows.of("d_static", at.row), lanes)
+
+
+class Values:
+    """The values of the graph for a vector of units of a row, each computed once."""
+
+    def __init__(
+        self, step: Step, task: Task, lanes: Lanes, before: Known,
+        known: Mapping[Expr, Value] | None = None,
+    ) -> None:  # fmt: skip
+        self.step, self.rows, self.b, self.layout = step, step.rows, step.b, step.layout
+        self.task, self.lanes, self.before = task, lanes, before
+        self.known = dict(known or {})
+        self.words: dict[tuple[int, str], list[Variable]] = {}  # of random masks
+
+    def get(self, node: Expr) -> Value:
+        """The value of a node."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            if top in self.known:
+                stack.pop()
+            elif self._is_leaf(top):
+                self.known[top] = self._leaf(top)
+            elif missing := [arg for arg in top.args if arg not in self.known]:
+                stack.extend(missing)
+            else:
+                args = [self.known[arg] for arg in top.args]
+                emit = ops.EMIT[top.op] if top.op != "keep" else None
+                self.known[top] = emit(self.b, *args) if emit else self._keep(top, *args)
+        return self.known[node]
+
+    def number(self, node: Expr) -> Value:
+        """A value as memory holds it: a condition is 1 or 0."""
+        value = self.get(node)
+        return self.b.select(value, 1.0, 0.0) if is_boolean(node) else value
+
+    def _is_leaf(self, node: Expr) -> bool:
+        return (
+            not node.args
+            or node in self.layout.loaded
+            or node in self.before.stored
+            or is_reduction(node)
+            or node.op in MATMULS
+        )
+
+    def _leaf(self, node: Expr) -> Value:
+        b, layout, rows, lanes, at = self.b, self.layout, self.rows, self.lanes, self.task.at
+        if is_const(node):
+            return b.value(node.attrs[0], b.vec)
+        if node.op == "hyper":
+            return self.step.hyper[node.attrs[0]]
+        if node in layout.saved and layout.backward:
+            value = self._saved(node)
+            return value.ne(0.0) if is_boolean(node) else value
+        if node in layout.new_states:
+            return rows.load(rows.state(layout.new_states[node], at, after=True), lanes)
+        if node in self.before.reduced:
+            return self.before.reduced[node]
+        if node in self.before.stored:
+            return b.load(self.step.scratch("kept", node, self.task, lanes))
+        (name, *_) = node.attrs
+        if node.op == "state":
+            i = layout.cell.state_names.index(name)
+            return rows.load(rows.before(i, at, self.task.reset), lanes)
+        if node.op == "param":
+            return rows.load(rows.array(f"param {name}"), lanes)
+        if node.op == "static":
+            return rows.load(rows.of("static", at.row), lanes)
+        if node.op == "recurrent_mask":
+            row = at.row + rows.arg["batch"] * node.attrs[0]
+            return rows.load(rows.array("recurrent_mask", row * layout.units(node)), lanes)
+        if node.op == "grad":
+            return self._upstream(layout.cell.state_names.index(name))
+        if node.op == "x":
+            return self._entering(name, biased=True)
+        if node.op in MATMULS:
+            m = layout.by_name[name]
+            output = m.outputs.index("" if layout.backward else node.attrs[1])
+            result = rows.result(m, output, self.task, lanes)
+            if node.op != "preact":
+                return result
+            return self._entering(node.attrs[1], biased=False) + result
+        raise NotImplementedError(f"{node.op} has no place in the CPU kernel")
+
+    def _saved(self, node: Expr) -> Value:
+        """A value that the forward pass has saved, as numbers."""
+        rows, at, place = self.rows, self.task.at, self.layout.saved[node]
+        if node.narrow:
+            return rows.load_one(rows.at("saved", at), place)
+        return rows.stream("saved", at, self.lanes, place)
+
+    def _entering(self, gate: str, biased: bool) -> Value:
+        """The input's part of a gate; ``biased`` where no other sum begins with its bias."""
+        b, layout, rows = self.b, self.layout, self.rows
+        n = layout.cell.gates.index(gate)
+        place, m = n * layout.plan.hidden_size, layout.projecting
+
+        def projected() -> Value:
+            value = rows.stream("gates", self.task.at, self.lanes, place)
+            return rows.biased(value, "bias_ih", self.lanes, place) if biased else value
+
+        if m is None or not layout.apart:
+            return projected()
+        entering = b.unset(b.vec)
+        with b.when(rows.given("input")) as otherwise:
+            at = layout.results.input + n * layout.results.strides[m.linear.name]
+            entering.value = b.load(rows.result_at(at, self.task, self.lanes))
+        with otherwise:
+            entering.value = projected()
+        return entering.value
+
+    def _upstream(self, i: int) -> Value:
+        """The gradient that reaches new state i: from the step after, and from its sequence."""
+        rows, at, lanes = self.rows, self.task.at, self.lanes
+        name, arriving = self.layout.cell.state_names[i], rows.arriving(i)
+        value = rows.load(rows.of(f"d_state {name}", at.row), lanes)
+        for m in self.layout.matmuls:
+            if m.state == i:
+                value += rows.result(m, 0, self.task, lanes)
+        total = self.b.variable(value)
+        with self.b.when(rows.given(arriving)):
+            total.value = value + rows.stream(arriving, at, lanes)
+        return total.value
+
+    def _keep(self, node: Expr, rate: Value) -> Value:
+        """A random mask: drawn from counters in training, its rate in evaluation.
+
+        See ``anycell.lang.philox``.
+        """
+        b, (index, per) = self.b, node.attrs
+        training = self.rows.arg["training"].ne(0)
+        # Four masks share the words of one draw.
+        block = index // 4, per
+        if block not in self.words:
+            self.words[block] = self._draw(training, *block)
+        mask = b.variable(rate)
+        with b.when(training):
+            word = self.words[block][index % 4].value
+            # Compared in float32 whatever the dtype, so that all engines keep the same units.
+            draw = b.uitofp(word >> 8, "float") * 2.0**-24
+            kept = draw < b.fptrunc(rate, "float")
+            mask.value = b.select(kept, 1.0, 0.0)
+        return mask.value
+
+    def _draw(self, training: Value, number: int, per: str) -> list[Variable]:
+        """The slots of the four random words of a block of masks, in training."""
+        b, arg, (t, row) = self.b, self.rows.arg, self.task.at
+        lanes = f"<{b.lanes} x i32>"
+        slots = [b.unset(lanes) for _ in range(4)]
+        with b.when(training):
+            low = {
+                name: b.trunc(arg[name], "i32") for name in ("seed", "stream", "time", "time_step")
+            }
+            high = b.trunc(arg["seed"] >> 32, "i32")
+            step = low["time"] + low["time_step"] * b.trunc(t, "i32")
+            unit = b.iota(lanes) + b.splat(b.trunc(self.lanes.unit, "i32"))
+            stream = low["stream"] << 8 | number
+            step = step if per == "step" else constant(0, "i32")
+            scalars = b.trunc(row, "i32"), step, stream, low["seed"], high
+            words = ops.philox(b, unit, *map(b.splat, scalars))
+            for word, slot in zip(words, slots, strict=True):
+                slot.value = word
+        return slots
+
+
+def _empty(node: Expr) -> float:
+    """The reduction of no numbers."""
+    return float("-inf") if node.op == "max" else 0.0
