@@ -116,7 +116,7 @@ def inside(span: Span, bounds: Bounds | None) -> None:
 def reach(
     name: str, address: int, size: int, width: int, axes: tuple[tuple[int, int], ...]
 ) -> Iterator[Span]:
-    """Where ``width`` elements along axes of (count, stride) lie; nowhere if the address is 0."""
+    """The bytes of ``width`` elements along axes of (count, stride); none if the address is 0."""
     if address and all(count > 0 for count, _ in axes):
         far = [(count - 1) * stride for count, stride in axes]
         first, last = sum(min(0, f) for f in far), sum(max(0, f) for f in far) + width
