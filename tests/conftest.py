@@ -86,8 +86,6 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 # -- selection -----------------------------------------------------------------------------------
-
-
 def day_of(item: str, days: int) -> int:
     """On which of ``days`` a case of a grid runs, by its name: so many days in a row run all."""
     return zlib.crc32(item.encode()) % days
@@ -132,8 +130,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 # -- randomness ----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="session")
 def seed(request: pytest.FixtureRequest) -> int:
     return request.config.getoption("seed")
@@ -182,8 +178,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 # -- layers -------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def set_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Has layers on the CPU decide otherwise: ``set_layer(chunk_steps=lambda *_: 2)``.
@@ -223,8 +217,6 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 # -- guards --------------------------------------------------------------------------------------
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_cmdline_main(config: pytest.Config) -> Iterator[None]:
     """Kernels compiled by tests neither come from the user's cache nor end up there.

@@ -106,8 +106,6 @@ def scratch(end: bool) -> Callable[..., Any]:
 
 
 # -- problems --------------------------------------------------------------------------------------
-
-
 @cell(gates="a b", state="h:P m", params="w", static="e")
 def Everything(x: Any, r: Any, s: Any, p: Any, e: Any) -> Any:
     """Every kind of argument: a second size, a parameter, a static input, a matmul inside the step,

@@ -70,8 +70,6 @@ def test_no_circle_of_imports() -> None:
 
 
 # -- statistics ------------------------------------------------------------------------------------
-
-
 def test_statistics_ignore_one_preempted_run() -> None:
     calm = [1.0, 1.1, 0.9, 1.0, 1.05]
     assert stats.median([*calm[:4], 50.0]) == pytest.approx(1.0)
@@ -185,8 +183,6 @@ def test_a_pause_lasts_as_long_as_threads_spin(clock: Clock) -> None:
 
 
 # -- the gate --------------------------------------------------------------------------------------
-
-
 def test_limits_are_those_of_the_test_suite() -> None:
     assert gate.LIMITS.items() <= tolerances.LIMITS.items()
 
@@ -221,8 +217,6 @@ def test_gate_of_bytes() -> None:
 
 
 # -- shapes and problems ---------------------------------------------------------------------------
-
-
 def test_shapes() -> None:
     assert len(all_shapes()) == 13
     assert {s.name for s in select(["all"])} == set(all_shapes()) - GPU_SIZED
@@ -258,8 +252,6 @@ def test_problem_is_the_same_for_everybody() -> None:
 
 
 # -- contenders ------------------------------------------------------------------------------------
-
-
 def contenders():
     pytest.importorskip("torch")
     return importlib.import_module("anycell.bench.contenders")
@@ -554,8 +546,6 @@ def test_the_recurrence_alone() -> None:
 
 
 # -- the whole -------------------------------------------------------------------------------------
-
-
 def measure(**changes):
     runner = importlib.import_module("anycell.bench.runner")
     settings = runner.Settings(
@@ -744,8 +734,6 @@ def test_probes_run_in_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- alone -----------------------------------------------------------------------------------------
-
-
 def test_alone_is_a_process_with_nobody_else() -> None:
     """Neither torch nor its threads in that of a contender without it."""
     code = """
@@ -871,8 +859,6 @@ def speed_table():
 
 
 # -- the command line ------------------------------------------------------------------------------
-
-
 def says(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     try:
         status = cli.main(arguments)

@@ -27,9 +27,8 @@ Equations = Callable[[Any, Any, Given], Any]
 # p, the static input e, and draw(k, rate, per), the k-th random mask (in evaluation its mean). It
 # gives the new states.
 
+
 # ---- equations -----------------------------------------------------------------------------------
-
-
 def recur(h: Any, given: Given, name: str = "hh", parts: int = 1) -> Any:
     """All blocks of a matmul, each [B, .]."""
     bias = given["W"].get(f"bias_{name}")
@@ -269,9 +268,8 @@ CELLS: list[tuple[Cell, Equations]] = [
 ]
 EVERY = [cell for cell, _ in CELLS]
 
+
 # ---- the loop ------------------------------------------------------------------------------------
-
-
 def by_equations(problem: Problem, equations: Equations) -> Arrays:
     """Results by a loop in torch, and gradients by its autograd."""
     cell, options = problem.cell, problem.options
@@ -361,8 +359,6 @@ def test_every_option_is_tested() -> None:
 
 
 # ---- PyTorch's layer -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("reverse", [False, True])
 def test_the_projection_is_that_of_torch(reverse: bool, rng: np.random.Generator) -> None:
     module = torch.nn.LSTM(4, 5, proj_size=3, dtype=torch.float64)
@@ -383,8 +379,6 @@ def test_the_projection_is_that_of_torch(reverse: bool, rng: np.random.Generator
 
 
 # ---- layers --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "cell",
     [cell for cell in EVERY if [l.name for l in cell.linears] != ["hh"] or cell.static],
@@ -416,8 +410,6 @@ def test_the_layers_of_both_frontends_agree(cell: Cell, rng: np.random.Generator
 
 
 # ---- sLSTM ---------------------------------------------------------------------------------------
-
-
 def test_the_stabiliser_changes_nothing(rng: np.random.Generator) -> None:
     """From the declared initial values, against the equations of the paper without m."""
     cell = cells.sLSTM(forget="exp")
@@ -480,8 +472,6 @@ def test_the_stabiliser_at_its_limits(forget: str, rng: np.random.Generator) -> 
 
 
 # ---- gains of a norm -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("cell", "gain", "calm"),
     [
@@ -507,8 +497,6 @@ def test_the_recurrent_gains_start_where_long_sequences_are_calm(
 
 
 # ---- what dropout leaves alone -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "cell",
     [cells.RecurrentDropoutLSTM, cells.VariationalLSTM, cells.ZoneoutLSTM, cells.ZoneoutGRU],

@@ -23,7 +23,6 @@ def _short_chunks(set_layer: Callable[..., None]) -> None:
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------
-
 CELLS = (
     "LSTM GRU PeepholeLSTM LayerNormLSTM ZoneoutLSTM VariationalLSTM LSTMP NAS sLSTM GRUD".split()
 )
@@ -215,8 +214,6 @@ def test_peak_memory() -> None:
 
 
 # ---- NumPy ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bidirectional", [False, True], ids=["", "both"])
 @pytest.mark.parametrize("name", ["LSTM", "ZoneoutGRU"])
 def test_same_bits_in_numpy(name: str, bidirectional: bool) -> None:

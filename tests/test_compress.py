@@ -322,8 +322,6 @@ def test_parts_keep_as_many() -> None:
 
 
 # -- NumPy -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", [cells.LSTM, cells.LSTMP, cells.sLSTM(heads=2)], ids=repr)
 def test_numpy_is_torch(case: Cell, rng: np.random.Generator) -> None:
     sized = {"P": 8} if case is cells.LSTMP else {}
@@ -384,8 +382,6 @@ def test_a_backward_pass_that_is_under_way_is_refused(rng: np.random.Generator) 
 
 
 # -- schedules, refusals ---------------------------------------------------------------------------
-
-
 def test_gradual() -> None:
     keep = compress.gradual(0.25, begin=10, end=110)
     assert [keep(step) for step in (0, 10, 110, 500)] == [1.0, 1.0, 0.25, 0.25]
@@ -449,8 +445,6 @@ def test_parametrized_weights_are_refused() -> None:
 
 
 # -- weights of low rank ---------------------------------------------------------------------------
-
-
 def full_rank(layer: Any) -> Iterator[Any]:
     """The layer with factors that lose nothing: for each size of weights, those of that size."""
     sizes = dict(layer._sizes) if hasattr(layer, "_sizes") else layer.sizes
@@ -619,8 +613,6 @@ def test_gates_apart_keep_their_bias() -> None:
 
 
 # -- all of it, on a series and on sentences -------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_example() -> None:
     """Eight bits and sixteen say what float32 says, and each way is smaller."""

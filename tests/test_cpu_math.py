@@ -76,7 +76,6 @@ def apply(target, real, op, *inputs):
 
 
 # --------------------------------------------------------------------------------- accuracy
-
 LONG = np.finfo(np.longdouble).nmant >= 63
 
 
@@ -190,7 +189,6 @@ def test_wider_registers_give_the_same_bits():
 
 
 # ------------------------------------------------------------------------------- other rows
-
 BINARY = {
     "add": np.add,
     "sub": np.subtract,
@@ -293,8 +291,6 @@ def test_philox(target, real):
 
 
 # ----------------------------------------------------------------------------------- builder
-
-
 @everywhere
 def test_transpose(target, real):
     lanes = isa.TARGETS[target].lanes(real)
@@ -524,8 +520,6 @@ def test_numbers_of_a_choice_have_a_type():
 
 
 # ------------------------------------------------------------------------- numbers in memory
-
-
 def converted(target, number, floats, halves):
     """Floats as the bits of numbers of 16 bits, and such bits as floats."""
     narrowed, widened = np.zeros(len(floats), np.uint16), np.zeros(len(halves), np.float32)

@@ -66,8 +66,6 @@ def check_axpy(library: jit.Library) -> None:
 
 
 # -- instruction sets ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", isa.TARGETS)
 def test_every_instruction_set_can_be_forced(name: str) -> None:
     if name not in isa.available():
@@ -153,8 +151,6 @@ def test_the_compiler_is_not_imported_before_it_is_needed() -> None:
 
 
 # -- compiling -----------------------------------------------------------------------------------
-
-
 def test_a_missing_function_is_an_error_not_a_crash() -> None:
     with pytest.raises(ValueError, match="no function 'other'"):
         jit.compile(axpy(isa.current()), ["axpy", "other"], isa.current())
@@ -285,8 +281,6 @@ def test_fork_while_a_thread_compiles() -> None:
 
 
 # -- the cache -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache directory of the test's own, not there yet."""
@@ -643,8 +637,6 @@ def test_llvm_is_known_without_being_loaded() -> None:
 
 
 # -- the names of kernels ------------------------------------------------------------------------
-
-
 def scaled(declared: dict[str, float], used: str, constant: float = 0.5, **more: str) -> Cell:
     """A small cell that declares these hyperparameters, and uses one of them."""
 
@@ -890,8 +882,6 @@ def test_two_processes_write_the_same_entries(cache: Path) -> None:
 
 
 # -- how many threads ----------------------------------------------------------------------------
-
-
 def test_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_chosen", None)
     monkeypatch.setenv("OMP_NUM_THREADS", "5,2")

@@ -100,7 +100,6 @@ def test_the_vocabulary_is_complete() -> None:
 
 
 # ---- the recipes of CONTRIBUTING.md --------------------------------------------------------------
-
 CHECK = """
 import numpy as np
 from problems import by_cpu, by_reference, random_problem

@@ -60,7 +60,6 @@ def test_a_kernel_refers_to_nothing_outside_itself() -> None:
 
 
 # -- C ---------------------------------------------------------------------------------------------
-
 PROGRAM = """
 #include <stdint.h>
 #include <stdio.h>

@@ -182,8 +182,6 @@ def reduces(cell: Cell) -> bool:
 
 
 # -- right ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.fixed_isa
 @each_instruction_set()
 def test_forward_and_every_gradient(
@@ -219,8 +217,6 @@ def test_every_situation_at_every_size(cell: Cell, dtype: str, rng: np.random.Ge
 
 
 # -- the same bits -------------------------------------------------------------------------------
-
-
 SPLIT_ROWS = [(4, 61, 33), (5, 70, 70)]
 SPLIT_UNITS = [(3, 2, 100), (1, 1, 100), (2, 9, 420)]
 
@@ -421,8 +417,6 @@ def test_ones_for_a_recurrent_mask(dropped: str, rng: np.random.Generator) -> No
 
 
 # -- what belongs to the caller ------------------------------------------------------------------
-
-
 @some_cells
 def test_arguments_are_not_written_to(cell: Cell, rng: np.random.Generator) -> None:
     for situation in SITUATIONS:
@@ -486,8 +480,6 @@ def test_offsets_beyond_31_bits(rng: np.random.Generator) -> None:
 
 
 # -- which engine --------------------------------------------------------------------------------
-
-
 def test_the_plan_chooses(rng: np.random.Generator, ran: list[str]) -> None:
     for kind in (cells.LSTM, cells.GRU(reset_after=False)):
         arguments = random_problem(kind, (3, 2, 5), rng).arguments()

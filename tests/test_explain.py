@@ -236,8 +236,6 @@ def test_refusals(arguments: dict[str, object], error: type[Exception], words: s
 
 
 # ---- printing expressions ----------------------------------------------------------------------
-
-
 def leaf(name: str) -> Expr:
     return Expr("param", (), (name,))
 

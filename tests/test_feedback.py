@@ -385,8 +385,6 @@ def run_torch(x: Any = None, **options: Any) -> Any:
 
 
 # -- the engines -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("engine", ["cpu", "gpu"])
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU, cells.LayerNormLSTM], ids=str)
 def test_engines(cell: Cell, engine: str, rng: np.random.Generator) -> None:

@@ -137,8 +137,6 @@ def test_every_cell_is_here() -> None:
 
 
 # -- results ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("cell", "tier"),
     [
@@ -346,8 +344,6 @@ SUMMED = [["d", "weights"], ["d", "params"]]  # in another order for other chunk
 
 
 # -- graphs of launches ----------------------------------------------------------------------------
-
-
 class Graphs(Replays):
     """Where no card is: what a graph would replay runs again. Counts the captures."""
 
@@ -690,8 +686,6 @@ def test_a_second_backward_gives_the_same(cell: Cell, rng: np.random.Generator) 
 
 
 # -- the text --------------------------------------------------------------------------------------
-
-
 def test_every_op_has_a_row() -> None:
     """As a function of the library, or as an operator."""
     tree = ast.parse(Path(inspect.getfile(gpu)).with_name("library.py").read_text())
@@ -741,8 +735,6 @@ def test_the_plan_of_a_gpu() -> None:
 
 
 # -- which tier ------------------------------------------------------------------------------------
-
-
 CARDS = {device.name: device for device in capacity.DEVICES}
 
 
@@ -921,8 +913,6 @@ def test_explain_shows_the_choice_and_the_text() -> None:
 
 
 # -- compiled ahead of time ------------------------------------------------------------------------
-
-
 def script(folder: str, name: str, *arguments: str) -> str:
     """What a script says, in a process of its own, where Triton is told anew what to do."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -992,8 +982,6 @@ def test_every_cell_compiles(cell: str, capability: int, dtype: str) -> None:
 
 
 # -- the machine code of a step --------------------------------------------------------------------
-
-
 def assert_swift(facts: dict[str, Any]) -> None:
     """What the engine relies on the compiler for, in tier 2."""
     assert facts["chains"] >= cooperative.CHAINS

@@ -26,7 +26,6 @@ from anycell.plan import plan
 from anycell.torch.device import DeviceHost
 
 # -- machine code ----------------------------------------------------------------------------------
-
 KERNELS = [
     (256, "forward", "flags"),  # 16 programs: fewer flags than a warp has threads
     (512, "forward", "flags"),
@@ -130,8 +129,6 @@ def test_the_clock_is_read_now_and_then(codes: dict[Any, Code]) -> None:
 
 
 # -- the context of a thread -----------------------------------------------------------------------
-
-
 class Driver:
     """A CUDA driver for two devices, of which a thread has no context at first."""
 
@@ -211,8 +208,6 @@ def test_a_new_thread_on_a_card() -> None:
 
 
 # -- trouble ---------------------------------------------------------------------------------------
-
-
 def test_trouble_is_told_whoever_calls_next() -> None:
     """Threads and streams share a host: each of them hears of what went wrong before it called."""
     problem = random_problem(cells.LSTM, (1, 2, 5), np.random.default_rng(0), "float32")
@@ -243,8 +238,6 @@ def test_trouble_is_told_whoever_calls_next() -> None:
 
 
 # -- what is blank ---------------------------------------------------------------------------------
-
-
 def test_blank() -> None:
     """All bits of numbers of any size, in views of any strides, and of no others."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32):

@@ -43,8 +43,6 @@ def anew() -> Iterator[None]:
 
 
 # -- the driver ------------------------------------------------------------------------------------
-
-
 class Driver:
     """The CUDA driver of a card that answers as it is told; ``launched`` is what it has started."""
 
@@ -191,8 +189,6 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- a pass that begins anew -----------------------------------------------------------------------
-
-
 class H100(Poisoned):
     """Its kernels are chosen as for a card."""
 
@@ -330,8 +326,6 @@ def test_layers_say_what_was_refused(
 
 
 # -- what devices there are ------------------------------------------------------------------------
-
-
 def weight(kind: str, dtype: Any) -> Any:
     return SimpleNamespace(device=SimpleNamespace(type=kind), dtype=dtype)
 
@@ -363,8 +357,6 @@ def test_a_card_without_a_driver(there: bool, cards: pytest.MonkeyPatch) -> None
 
 
 # -- float32 ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def precision() -> Iterator[None]:
     """Torch's settings, as they were."""

@@ -40,8 +40,6 @@ def bench() -> Any:
 
 
 # -- what is timed ---------------------------------------------------------------------------------
-
-
 def test_the_plan_of_the_runs(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """The targets first; then all of the grid and of the shapes, each once."""
     bench.main(["--plan"])
@@ -177,8 +175,6 @@ def test_a_loop_computes_what_the_layer_does(bench: Any) -> None:
 
 
 # -- what else runs on a card ----------------------------------------------------------------------
-
-
 TOOLS_OF_A_CARD = {
     "gpu_bench": (),
     "gpu_exchange": (),
@@ -361,8 +357,6 @@ def test_kernels_are_compiled_ahead() -> None:
 
 
 # -- the whole run ---------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def check() -> Any:
     return load("gpu_check")

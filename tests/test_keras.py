@@ -81,8 +81,6 @@ def pair(name: str, units: int, **kwargs: Any) -> tuple[Any, Any]:
 
 
 # -- LSTM, GRU and SimpleRNN are Keras's -----------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [SLOW_FLOAT32, "float64"] if EXACT else ["float32"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda f: " ".join(f) or "plain")
@@ -412,7 +410,6 @@ def test_is_keras_own_by_isinstance() -> None:
 
 
 # -- shapes ----------------------------------------------------------------------------------------
-
 X, H, FLAG = np.ones((2, 5, 3), "float32"), np.ones((2, 4), "float32"), np.ones((2, 5), bool)
 
 
@@ -532,8 +529,6 @@ def test_step_by_step_is_asked_for(rng: np.random.Generator) -> None:
 
 
 # -- RNN(cell, units) ------------------------------------------------------------------------------
-
-
 @keras.saving.register_keras_serializable("tests")
 @cell(gates="f g", state="h m=0.5", params="a=1 b")
 def Odd(x: Any, r: Any, s: Any, p: Any, *, rate: float = 0.9, deep: bool = False) -> Any:
@@ -730,8 +725,6 @@ def test_fit_learns() -> None:
 
 
 # -- cells that are not as they were made ----------------------------------------------------------
-
-
 def halving(call: Any) -> Any:
     """The call of a cell that halves the first state, which is the output too."""
 
@@ -830,8 +823,6 @@ def test_torch_compile_takes_a_layer_as_it_is(name: str) -> None:
 
 
 # -- memory ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows", [3, 40])
 def test_memory_of_any_kind(rows: int, rng: np.random.Generator) -> None:
     """Of NumPy's arrays that a call takes; below and above where the kernel projects."""
@@ -852,8 +843,6 @@ def test_memory_of_any_kind(rows: int, rng: np.random.Generator) -> None:
 
 
 # -- arguments -------------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:Do not pass an `input_shape`:UserWarning")
 def test_arguments_of_the_layer_reach_it() -> None:
     layer = ak.RNN(cells.PeepholeLSTM, 4, input_shape=(5, 3), autocast=False)
@@ -893,8 +882,6 @@ def test_unknown_arguments_say_where_they_go() -> None:
 
 
 # -- sizes within a step ---------------------------------------------------------------------------
-
-
 @cell(gates="a", state="h")
 def Bottleneck(x, r, s):
     return tanh(x.a + linear(tanh(linear(s.h, "down", size="R")), "up"))

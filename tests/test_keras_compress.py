@@ -262,8 +262,6 @@ def test_what_a_factorized_layer_was_told_stays() -> None:
 
 
 # -- weights of 8 bits -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.sample(2)
 def test_quantized_layers(name: str, tmp_path: Path) -> None:
@@ -414,8 +412,6 @@ def test_what_is_not_quantized() -> None:
 
 
 # -- refusals --------------------------------------------------------------------------------------
-
-
 def test_refusals() -> None:
     layer, head, _ = made("LSTM")
     for wrong, message in (

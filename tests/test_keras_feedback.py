@@ -172,8 +172,6 @@ def test_refusals(call: Any, message: str) -> None:
 
 
 # -- with weights of 8 bits ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cell", ["LSTM", "PeepholeLSTM"])
 def test_weights_of_8_bits(cell: str, tmp_path: Any) -> None:
     """Trained, quantized, saved and loaded: as before, and with the bits of NumPy's."""

@@ -70,8 +70,6 @@ def data(rng: np.random.Generator, *shape: int) -> Any:
 
 
 # -- graphs ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "step",
     [cells.LSTM, Leaky, pytest.param(cells.LayerNormLSTM, marks=pytest.mark.slow)],
@@ -292,8 +290,6 @@ def test_inside_a_while_loop_and_a_condition(rng: np.random.Generator) -> None:
 
 
 # -- gradients -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("watched", "graph"),
     [
@@ -379,8 +375,6 @@ def test_random_masks_are_the_same_in_both_directions(rng: np.random.Generator) 
 
 
 # -- what graphs leave behind ----------------------------------------------------------------------
-
-
 def left_behind() -> tuple[int, int, int]:
     """Graphs, callbacks out of graphs and registered gradients that are alive."""
     from tensorflow.python.framework import ops
@@ -449,8 +443,6 @@ def test_no_graph_outlives_its_model(
 
 
 # -- training --------------------------------------------------------------------------------------
-
-
 def test_a_train_step_of_ones_own(rng: np.random.Generator) -> None:
     class Model(keras.Model):
         def __init__(self) -> None:
@@ -589,7 +581,6 @@ def test_two_worker_processes() -> None:
 
 
 # -- models that leave -----------------------------------------------------------------------------
-
 _LOAD = """
 import json, numpy as np, sys, tensorflow as tf
 found = tf.saved_model.load({path!r})
@@ -701,8 +692,6 @@ def test_a_frozen_graph_names_the_remedy(rng: np.random.Generator) -> None:
 
 
 # -- which engine ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("facts", "name", "why"),
     [

@@ -52,8 +52,6 @@ def leaf(name: str) -> Expr:
 
 
 # -- tracing -------------------------------------------------------------------------------------
-
-
 def test_a_cell_is_its_graph() -> None:
     @cell(gates="i f g o", state="h c=0.5", params="p_i p_f=1", static="e")
     def Example(x, r, s, p, e, *, rate: float = 0.1, deep: bool = False):
@@ -143,8 +141,6 @@ def test_gates_have_order_and_names() -> None:
 
 
 # -- fusing --------------------------------------------------------------------------------------
-
-
 def traced(function: Function, **declaration: Any) -> Cell:
     return cell(**{"gates": "a b", "state": "h", **declaration})(function)
 
@@ -297,8 +293,6 @@ def test_numbers_fit_any_size() -> None:
 
 
 # -- refusals: each names the line and what to write instead -------------------------------------
-
-
 def refused(function: Function, **declaration: Any) -> str:
     with pytest.raises(CellError) as error:
         traced(function, **declaration)
@@ -669,8 +663,6 @@ def test_a_refusal_leaves_nothing_behind() -> None:
 
 
 # -- hyperparameters -----------------------------------------------------------------------------
-
-
 @cell(gates="a b", state="h")
 def Tuned(x, r, s, *, rate: float = 0.5, bound: float | None = None, deep: bool = False):
     """A cell of the test file, so that it can be found again."""
@@ -797,8 +789,6 @@ def test_equal_computations_are_equal_whatever_their_names() -> None:
 
 
 # -- long and shared -----------------------------------------------------------------------------
-
-
 def repeated(times: int, update: Function, start: Function) -> Function:
     def long(x, r, s):
         value = start(x)
@@ -855,8 +845,6 @@ def test_light_values_are_found_without_trying_every_path() -> None:
 
 
 # -- printing ------------------------------------------------------------------------------------
-
-
 def test_expressions_print_as_python() -> None:
     a, b, c = map(leaf, "abc")
     names = {"p": type("p", (), {"a": a, "b": b, "c": c})}
@@ -887,7 +875,6 @@ def test_shared_values_get_a_line() -> None:
 
 
 # -- the op table --------------------------------------------------------------------------------
-
 SMOOTH = {name: op for name, op in TABLE.items() if name not in CONDITIONS}
 
 
@@ -965,7 +952,6 @@ def _inside(name: str, i: int, value: float) -> bool:
 
 
 # -- variants of a cell ----------------------------------------------------------------------------
-
 seen: list[Any] = []
 
 

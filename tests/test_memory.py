@@ -67,8 +67,6 @@ cases = pytest.mark.parametrize(
 
 
 # -- entry points ----------------------------------------------------------------------------------
-
-
 class Entry(NamedTuple):
     """A public entry point, through the adapter of its frontend."""
 
@@ -307,7 +305,6 @@ def test_both_sides_of_every_road(monkeypatch: pytest.MonkeyPatch, two_threads: 
 
 
 # -- forbidden pages -------------------------------------------------------------------------------
-
 GUARDED = "import guarded; from guarded import *; main({cells}, {sizes}, {every}, {seed})"
 
 
@@ -341,8 +338,6 @@ def test_forbidden_pages_end_the_process() -> None:
 
 
 # -- ANYCELL_CHECK ---------------------------------------------------------------------------------
-
-
 def test_native_calls_are_held_against_their_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer whose buffers are too short, or which takes what nobody has checked, is caught."""
     assert cpu.check.ON, "tests run under ANYCELL_CHECK=1"

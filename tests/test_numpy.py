@@ -54,7 +54,6 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 # -- solving the same problem in different ways ----------------------------------------------------
-
 Results = dict[str, np.ndarray]
 
 
@@ -99,7 +98,6 @@ def problem(
 # -- against torch ---------------------------------------------------------------------------------
 
 # -- against finite differences --------------------------------------------------------------------
-
 EVERY_CELL = [
     *(getattr(cells, name) for name in cells.__all__),
     cells.GRU(reset_after=False),
@@ -153,8 +151,6 @@ def test_gradients_are_slopes(case: Any, rng: np.random.Generator) -> None:
 
 
 # -- steps --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", [cells.GRU, Zoneout], ids=repr)
 def test_step_by_step(case: Any, rng: np.random.Generator) -> None:
     layer = an.RNN(case, 3, 8, 2, batch_first=True, dtype="float64", seed=1)
@@ -177,8 +173,6 @@ def test_a_step_leaves_a_pending_backward(rng: np.random.Generator) -> None:
 
 
 # -- randomness ------------------------------------------------------------------------------------
-
-
 def test_dropout_between_layers() -> None:
     options = {"num_layers": 2, "dropout": 0.25, "seed": 3}
     x = np.random.default_rng(0).standard_normal((50, 40, 3))
@@ -203,8 +197,6 @@ def test_random_masks_of_a_cell() -> None:
 
 
 # -- initial values --------------------------------------------------------------------------------
-
-
 def test_initial_values() -> None:
     layer = an.LSTM(30, 20, 2, seed=1)
     assert {p.dtype for p in layer.parameters.values()} == {np.dtype("float32")}
@@ -265,8 +257,6 @@ def test_glorot(rng: np.random.Generator) -> None:
 
 
 # -- training --------------------------------------------------------------------------------------
-
-
 def pair_of_gradients(rng: np.random.Generator, scale: float = 1.0) -> Iterator[Any]:
     """What has parameters and gradients, as torch and as we see it."""
     torch = pytest.importorskip("torch")
@@ -376,8 +366,6 @@ def test_training_learns(case: Any) -> None:
 
 
 # -- keeping ---------------------------------------------------------------------------------------
-
-
 def test_save_and_load(tmp_path: Path) -> None:
     one, other = (an.LSTM(3, 5, 2, bidirectional=True, seed=s) for s in (1, 2))
     x = np.random.default_rng(0).standard_normal((4, 2, 3))
@@ -518,8 +506,6 @@ def test_copies_and_pickles(rng: np.random.Generator) -> None:
 
 
 # -- what belongs to the user ----------------------------------------------------------------------
-
-
 def test_results_may_be_written(engine: str, rng: np.random.Generator) -> None:
     """And a backward pass may run twice."""
     for batch_first in (False, True):
@@ -552,8 +538,6 @@ def test_no_framework_is_imported() -> None:
 
 
 # -- refusals --------------------------------------------------------------------------------------
-
-
 def lstm(**options: Any) -> an.LSTM:
     return an.LSTM(3, 4, seed=1, **options)
 

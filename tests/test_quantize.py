@@ -81,8 +81,6 @@ def _forget() -> None:
 
 
 # -- kernels ---------------------------------------------------------------------------------------
-
-
 @every_isa
 def test_dot(name: str, rng: np.random.Generator) -> None:
     """Four products of bytes a lane, the largest ones too."""
@@ -264,8 +262,6 @@ def test_all_of_it_stays_within_its_arrays(name: str, seed: int) -> None:
 
 
 # -- numbers that are hard to round ----------------------------------------------------------------
-
-
 def lstm(x: Array, weights: dict[str, Array]) -> Array:
     """The outputs of an LSTM with weights of 8 bits."""
     plan_ = plan(cells.LSTM, 8, "int8", "cpu", {})
@@ -317,7 +313,6 @@ def test_weights_must_be_numbers(wrong: float) -> None:
 
 
 # -- layers ----------------------------------------------------------------------------------------
-
 TORCH = {
     "LSTM": lambda: at.LSTM(6, 20, 2, bidirectional=True),
     "GRU": lambda: at.GRU(6, 20, bias=False, batch_first=True),
@@ -565,8 +560,6 @@ def test_refusals(call: Any, kind: type[Exception], message: str) -> None:
 
 
 # -- with a readout that is fed back ---------------------------------------------------------------
-
-
 def fed(kind: str = "LSTM", **options: Any) -> tuple[Any, Any]:
     """One of torch, with its readout, and the same of NumPy."""
     torch.manual_seed(0)

@@ -49,8 +49,6 @@ def sized() -> dict[str, Any]:
 
 
 # -- meaning -------------------------------------------------------------------------------------
-
-
 @ENGINES
 def test_one_state_may_come_alone(engine: str) -> None:
     given, h = arguments(cells.GRU), np.ones((B, H))
@@ -72,8 +70,6 @@ def test_sizes_come_from_weights_or_state() -> None:
 
 
 # -- refusals: argument, what was given, what was expected ---------------------------------------
-
-
 def change(**by: Any) -> Any:
     """A call with other arguments; a tuple (name, value) replaces an entry of a dictionary."""
     given = arguments(by.pop("cell", cells.LSTM))

@@ -106,8 +106,6 @@ def _named(word: str, cell: Cell, values: Any) -> dict[str, Any]:
 
 
 # -- the derived backward pass -------------------------------------------------------------------
-
-
 @each_situation
 @each_cell
 def test_numpy_equals_torch_and_the_derived_backward_equals_autograd(
@@ -172,8 +170,6 @@ def test_gradients_are_differences(rng: np.random.Generator) -> None:
 
 
 # -- PyTorch's layers ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(
     ("cell", "layer", "options"),
@@ -208,8 +204,6 @@ def test_equals_the_layers_of_torch(
 
 
 # -- masks, lengths, resets ----------------------------------------------------------------------
-
-
 @each_cell
 def test_masked_steps_do_not_exist(cell: Cell, rng: np.random.Generator) -> None:
     """A row with holes gives what the row without those steps gives."""
@@ -309,8 +303,6 @@ def test_states_start_and_reset_as_declared(rng: np.random.Generator) -> None:
 
 
 # -- random masks --------------------------------------------------------------------------------
-
-
 @cell(gates="a b", state="h c")
 def Masks(x, r, s, *, rate: float = 0.3):
     return keep(rate), keep(1 - rate, per="sequence") + 0 * (x.a + s.c)
@@ -381,8 +373,6 @@ def test_training_with_masks_needs_a_seed() -> None:
 
 
 # -- namespaces ----------------------------------------------------------------------------------
-
-
 def test_second_derivatives(rng: np.random.Generator) -> None:
     cell = Everything(stopped=False)
     problem = random_problem(cell, (3, 2, 3), rng, masked=True, resets=True)

@@ -488,8 +488,6 @@ def test_refuses_in_a_graph_what_does_not_fit() -> None:
 
 
 # ---- stacks, wrappers and what runs them ---------------------------------------------------------
-
-
 def sequences(rng: np.random.Generator) -> Any:
     return random(rng, ROWS, STEPS, UNITS)
 

@@ -51,7 +51,6 @@ def _seed(seed: int) -> None:
 
 
 # -- LSTM and GRU are torch's ----------------------------------------------------------------------
-
 FLAGS = [
     {},
     {"bias": False},
@@ -209,8 +208,6 @@ def test_errors_are_torchs(kind: str) -> None:
 
 
 # -- autograd --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", LAYERS)
 def test_gradient_penalty(kind: str) -> None:
     """create_graph=True where the input hangs on a weight of the same layer."""
@@ -306,8 +303,6 @@ def test_activation_checkpoints(kind: Any, reentrant: bool) -> None:
 
 
 # -- masks, lengths, resets ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", LAYERS)
 def test_lengths_without_a_batch(kind: str) -> None:
     layer, x = LAYERS[kind][0](3, 5, bidirectional=True, batch_first=True), torch.randn(3, 6, 3)
@@ -317,8 +312,6 @@ def test_lengths_without_a_batch(kind: str) -> None:
 
 
 # -- RNN(cell) -------------------------------------------------------------------------------------
-
-
 def test_parameters_and_initial_values() -> None:
     layer = at.RNN(Odd, 3, 16, num_layers=2, bidirectional=True)
     shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
@@ -393,8 +386,6 @@ def test_repr() -> None:
 
 
 # -- single steps ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["LSTMCell", "GRUCell"])
 def test_cells(name: str) -> None:
     ours, theirs = getattr(at, name)(3, 5, dtype=torch.float64), getattr(nn, name)(3, 5)
@@ -479,8 +470,6 @@ def test_rnn_cell(kind: Any) -> None:
 
 
 # -- modules as torch has them ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_copies(kind: str) -> None:
     layer = at.RNN(cells.PeepholeLSTM, 3, 5, 2) if kind == "RNN" else LAYERS[kind][0](3, 5, 2)
@@ -540,8 +529,6 @@ def test_deterministic_mode() -> None:
 
 
 # -- what is torch's own, or the composite's -------------------------------------------------------
-
-
 def test_other_paths_of_the_drop_ins() -> None:
     x = torch.randn(4, 2, 3)
     meta = at.GRU(3, 5, device="meta")
@@ -646,8 +633,6 @@ def test_export() -> None:
 
 
 # -- accelerate ------------------------------------------------------------------------------------
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -707,7 +692,6 @@ def test_accelerate_leaves_what_it_must() -> None:
 
 
 # -- errors of our own -----------------------------------------------------------------------------
-
 X = (4, 2, 3)
 H = (1, 2, 5)
 BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
@@ -831,8 +815,6 @@ def test_other_errors() -> None:
 
 
 # -- processes and threads -------------------------------------------------------------------------
-
-
 def test_threads_call_one_layer_at_once() -> None:
     layer = at.LSTM(8, 64, num_layers=2, bidirectional=True)
     inputs = [torch.randn(9, 5 + i, 8) for i in range(4)]

@@ -74,8 +74,6 @@ def test_the_table_it_prints(example: Any, capsys: pytest.CaptureFixture[str]) -
 
 
 # -- behind convolutions ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("size", ["few rows", "many rows"])
 @pytest.mark.parametrize("name", conv_models.MODELS)
@@ -115,8 +113,6 @@ def outcome(model: nn.Module, x: Tensor, loss: conv_models.Loss) -> dict[str, Te
 
 
 # -- subclasses ------------------------------------------------------------------------------------
-
-
 class Amp(nn.LSTM):
     """As in amp modelers: a constructor and methods of its own, no forward."""
 
@@ -228,8 +224,6 @@ def test_classes_do_not_outlive_their_modules() -> None:
 
 
 # -- what is left, and why -------------------------------------------------------------------------
-
-
 class Forward(nn.LSTM):
     def forward(self, *args: Any) -> Any:
         return super().forward(*args)
@@ -407,8 +401,6 @@ def test_how_often_one_call_of_the_model_calls() -> None:
 
 
 # -- what goes by a module's class -----------------------------------------------------------------
-
-
 @pytest.fixture
 def opacus(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Opacus's validator; where Opacus is not installed, what of it anycell goes by."""

@@ -108,8 +108,6 @@ def assert_right(layer: Any, x: Any, given: dict[str, Any], place: Place, seed: 
 
 
 # -- in both places --------------------------------------------------------------------------------
-
-
 def test_threads_that_are_new_to_cuda(place: Place, tier: int, seed: int) -> None:
     """Both passes, and the backward pass alone of a graph that another thread has made."""
     layer, x = place.layer(), place.input()
@@ -164,8 +162,6 @@ def test_calls_leave_nothing_behind(place: Place, tier: int, seed: int) -> None:
 
 
 # -- on a card -------------------------------------------------------------------------------------
-
-
 ON_A_CARD = Place("card", torch.bfloat16, 64, 20, 40)
 
 

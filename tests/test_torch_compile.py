@@ -241,8 +241,6 @@ def test_inductor() -> None:
 
 
 # -- export ----------------------------------------------------------------------------------------
-
-
 @whole_graphs
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(strict: bool) -> None:

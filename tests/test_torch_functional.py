@@ -62,8 +62,6 @@ def solve(run: Any, call: Call, arrays: dict[str, torch.Tensor]) -> list[torch.T
 
 
 # -- recurrence: tensors of the user's own ---------------------------------------------------------
-
-
 @cell(gates="g o", state="h c")
 def Adding(x: Any, r: Any, s: Any) -> Any:
     """The backward pass reads no value of c, so that the plan keeps none."""
@@ -187,8 +185,6 @@ def test_weights_of_any_strides_and_no_rows(seed: int) -> None:
 
 
 # -- sequences of states ---------------------------------------------------------------------------
-
-
 def test_the_states_after_every_step(seed: int) -> None:
     """As a call per step has them."""
     torch.manual_seed(seed)
@@ -285,8 +281,6 @@ def test_checkpoints_give_the_same_bits(
 
 
 # -- derivatives -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.PeepholeLSTM, Adding], ids=repr)
 @pytest.mark.parametrize("projected", [False, True], ids=["", "projected"])
 def test_derivatives(cell: Any, projected: bool, seed: int) -> None:
@@ -342,8 +336,6 @@ def test_function_transforms(seed: int) -> None:
 
 
 # -- packed input ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("order", [[6, 4, 2], [2, 6, 4], [6, 6, 6]])
 @pytest.mark.parametrize("projected", [False, True], ids=["", "projected"])
 def test_packed(order: list[int], projected: bool, seed: int) -> None:
@@ -373,8 +365,6 @@ def test_packed(order: list[int], projected: bool, seed: int) -> None:
 
 
 # -- resets as numbers -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64,
                                    torch.int32, torch.uint8, torch.bool])  # fmt: skip
 def test_resets_as_numbers(dtype: torch.dtype, seed: int) -> None:
@@ -424,8 +414,6 @@ def test_what_flags_are_not(name: str, value: torch.Tensor) -> None:
 
 
 # -- random masks, autocast, engines ---------------------------------------------------------------
-
-
 def test_seeds(seed: int) -> None:
     (cell, x, weights, _), _ = given_by(cells.ZoneoutLSTM, True)
 
@@ -499,7 +487,6 @@ def test_compiled(cell: Any, seed: int) -> None:
 
 
 # -- errors ----------------------------------------------------------------------------------------
-
 X, GATES = torch.zeros(STEPS, ROWS, ENTERING), torch.zeros(STEPS, ROWS, 3 * SIZE)
 IH, HH = torch.zeros(3 * SIZE, ENTERING), torch.zeros(3 * SIZE, SIZE)
 BOTH = {"weight_ih": IH, "weight_hh": HH}
@@ -564,8 +551,6 @@ def test_errors(arguments: Any, error: Any, says: str) -> None:
 
 
 # -- the same options of the module ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_the_module_returns_states(batch_first: bool, seed: int) -> None:
     """Of the last layer, with its directions side by side, laid out as x; packed as x is."""

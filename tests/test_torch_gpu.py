@@ -187,8 +187,6 @@ def test_drop_ins_with_checkpoints_are_ours() -> None:
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of two steps: a segment is one chunk or more."""
@@ -316,7 +314,6 @@ def in_float64(*parts: Any) -> Any:
 
 
 # -- torch.compile ---------------------------------------------------------------------------------
-
 operators = pytest.mark.skipif(CARD and not ops.ON_CARDS, reason="PyTorch is too old")
 
 

@@ -31,8 +31,6 @@ def _seed(seed: int) -> None:
 
 
 # -- what nn.LSTM has beside forward ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", LAYERS)
 def test_attributes_of_torchs_layers(kind: str) -> None:
     ours, theirs = twins(kind, 3, 5, **FLAGS)
@@ -174,7 +172,6 @@ def test_safetensors(kind: str, tmp_path: Any) -> None:
 
 
 # -- torch.func ------------------------------------------------------------------------------------
-
 ALL = {**{kind: make for kind, (make, _) in LAYERS.items()}, "RNN": at.RNN}
 
 
@@ -224,8 +221,6 @@ def test_jvp_of_the_weights(kind: str) -> None:
 
 
 # -- profiler --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("make", [lambda: at.LSTM(3, 5), lambda: at.RNN(cells.PeepholeLSTM, 3, 5)])
 def test_profiler_ranges_have_the_name_of_the_cell(make: Callable[[], Any]) -> None:
     layer, x = make(), torch.randn(4, 2, 3)
@@ -237,8 +232,6 @@ def test_profiler_ranges_have_the_name_of_the_cell(make: Callable[[], Any]) -> N
 
 
 # -- training --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", LAYERS)
 def test_same_bits_every_time(kind: str) -> None:
     """Training twice from one seed gives the same parameters, bit for bit."""
@@ -299,8 +292,6 @@ def test_autocast_trains(kind: str) -> None:
 
 
 # -- the price of a call ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("gradients", "most"), [(False, 70), (True, 90)])
 def test_a_call_is_few_calls(gradients: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of Python functions, as a profiler counts them: what a small layer takes follows from it."""

@@ -25,7 +25,6 @@ def _seed(seed: int) -> None:
 
 
 # -- PackedSequence --------------------------------------------------------------------------------
-
 LENGTHS = [[6, 4, 4, 1], [3, 6, 1, 6], [5, 5, 5], [1, 1], [4]]
 
 
@@ -184,8 +183,6 @@ def test_packed_under_autocast(kind: str) -> None:
 
 
 # -- projection ------------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 def test_projection_with_lengths_and_resets() -> None:
     flags = {"num_layers": 2, "bidirectional": True, "proj_size": 4, **DOUBLE}
@@ -210,8 +207,6 @@ def test_projection_with_lengths_and_resets() -> None:
 
 
 # -- what torch's layers do not take ---------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 @pytest.mark.parametrize("layout", ["", "batch_first", "unbatched", "packed"])
 @pytest.mark.parametrize("gradients", [False, True])

@@ -66,8 +66,6 @@ def leaves(found: Any) -> list[Any]:
 
 
 # -- ONNX ------------------------------------------------------------------------------------------
-
-
 def session(layer: nn.Module, x: Tensor, **options: Any) -> Any:
     onnxruntime = pytest.importorskip("onnxruntime")
     file = io.BytesIO()
@@ -122,8 +120,6 @@ def test_onnx_of_other_lengths(kind: str) -> None:
 
 
 # -- TorchScript -----------------------------------------------------------------------------------
-
-
 @of_torchscript
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("name", LAYERS)
@@ -174,8 +170,6 @@ def test_script_is_refused(name: str) -> None:
 
 
 # -- torch.fx --------------------------------------------------------------------------------------
-
-
 class Everything(nn.Module):
     """What a call takes beside its input, as names too."""
 

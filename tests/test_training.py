@@ -27,8 +27,6 @@ def test_the_examples_in_docstrings(module: Any) -> None:
 
 
 # -- schedules -------------------------------------------------------------------------------------
-
-
 def of_torch(make: Any, losses: list[float] | None = None, steps: int = 40) -> list[float]:
     torch = pytest.importorskip("torch")
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
@@ -118,8 +116,6 @@ def test_refusals(call: Any, message: str) -> None:
 
 
 # -- early stopping --------------------------------------------------------------------------------
-
-
 def test_the_best_arrays_come_back() -> None:
     layers = [an.LSTM(2, 4, seed=0), an.BatchNorm(2)]
     stop = an.EarlyStopping(layers, patience=3)
@@ -141,8 +137,6 @@ def test_the_best_arrays_come_back() -> None:
 
 
 # -- normalisation ---------------------------------------------------------------------------------
-
-
 def test_data_are_standardised_and_back(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x = rng.normal([5.0, -2.0, 3.0], [2.0, 0.1, 0.0], (30, 4, 3))
@@ -234,8 +228,6 @@ def test_statistics_are_saved_and_not_learned(tmp_path: Path) -> None:
 
 
 # -- all of it, on a series ------------------------------------------------------------------------
-
-
 def test_the_example_looks_a_year_ahead() -> None:
     pytest.importorskip("statsmodels")
     path = Path(__file__).parents[1] / "examples" / "free_run.py"

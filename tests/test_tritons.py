@@ -40,8 +40,6 @@ def kernel() -> Printed:
 
 
 # -- arguments that Triton adds --------------------------------------------------------------------
-
-
 def compiler(kernel: Printed, more: int, **metadata: int) -> Any:
     """What stands in for ``triton.compile``: a kernel that takes so many arguments more."""
     count = len(kernel.arguments) + more
@@ -139,8 +137,6 @@ def test_a_refusal_says_what_is_wrong(kernel: Printed, monkeypatch: pytest.Monke
 
 
 # -- registers -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("registers", "spills", "form", "asked"),
     [
@@ -176,8 +172,6 @@ def test_when_a_kernel_is_compiled_once_more(
 
 
 # -- the interpreter -------------------------------------------------------------------------------
-
-
 def test_who_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's own answer; that of 3.3, which has none, is in the variable."""
     import triton
@@ -197,8 +191,6 @@ def test_who_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- whether Triton is usable ----------------------------------------------------------------------
-
-
 def python(code: str, *arguments: str, paths: Sequence[Path] = ()) -> str:
     """What a program prints, in which these directories come before all packages, and in which no
     kernel is interpreted.
@@ -279,8 +271,6 @@ def test_a_layer_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- the tools -------------------------------------------------------------------------------------
-
-
 def tool(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
     assert spec is not None and spec.loader is not None

@@ -88,8 +88,6 @@ def fused(value: Tensor) -> bool:
 
 
 # -- cells --
-
-
 @cell(gates="i f g o", state="h c=0.5", params="w b=0.25")
 def Odd(x: Any, r: Any, s: Any, p: Any, *, slope: float = 0.7) -> Any:
     """Gates used apart and together, a declared initial state, parameters."""

@@ -262,8 +262,6 @@ def compiled(kernel: Printed, report: Report) -> Report:
 
 
 # -- for reading -----------------------------------------------------------------------------------
-
-
 def sentence(report: Report) -> str:
     """A kernel, and what the compiler says of it."""
     what = f"sm_{report.capability} {report.dtype} {report.cell} H={report.hidden}"

@@ -129,7 +129,6 @@ def worst(problem: Problem, coefficients: Sequence[float], points: int = 4001) -
 
 
 # ------------------------------------------------------------------------ the tables of ops.py
-
 _NEAR_0 = mp.mpf("1e-9")
 _HALF_LN2 = mp.log(2) / 2 * (1 + mp.mpf(2) ** -12)  # with room for the error of the rounding
 

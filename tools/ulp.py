@@ -109,8 +109,6 @@ FUNCTIONS = {
 
 
 # ------------------------------------------------------------------------------- the function
-
-
 @cache
 def compiled(op: str, target: str, dtype: str) -> Callable[[Array], Array]:
     """The op as a function of arrays of any length, as `target` runs it."""
@@ -134,8 +132,6 @@ def compiled(op: str, target: str, dtype: str) -> Callable[[Array], Array]:
 
 
 # ---------------------------------------------------------------------------------- the error
-
-
 def errors(op: str, x: Array, y: Array, dtype: str) -> Array:
     """The error of each result y = op(x) in ulp; infinite where a special value is wrong."""
     wide = np.float64 if x.dtype == np.float32 else np.longdouble
@@ -181,7 +177,6 @@ def exact_error(op: str, x: Any, y: Any, dtype: str) -> float:
 
 
 # ---------------------------------------------------------------------------------- the inputs
-
 CHUNK = 1 << 18  # small enough for the caches
 
 
@@ -247,8 +242,6 @@ def sample_of_doubles(seed: int, count: int) -> Array:
 
 
 # -------------------------------------------------------------------------------- the measuring
-
-
 class Worst(NamedTuple):
     """The largest error found, and where."""
 

@@ -115,7 +115,6 @@ def check(frontend: Frontend, problem: Problem) -> Arrays:
 
 
 # -- what a call has -------------------------------------------------------------------------------
-
 CALLS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "state": ("state",),
@@ -181,8 +180,6 @@ def test_gaps_are_refused(frontend: Frontend) -> None:
 
 
 # -- cells, sizes, dtypes --------------------------------------------------------------------------
-
-
 def every(frontend: Frontend) -> tuple[Cell, ...]:
     return tuple(EVERY) if frontend.cells is None else ()
 
@@ -273,8 +270,6 @@ def test_rows_without_a_step(frontend: Frontend, cell: Cell, case: str) -> None:
 
 
 # -- several calls ---------------------------------------------------------------------------------
-
-
 def part(problem: Problem, begin: int, end: int) -> Problem:
     """So many steps of a problem."""
     cut = {
@@ -357,8 +352,6 @@ def check_steps(frontend: Frontend, problem: Problem) -> None:
 
 
 # -- second derivatives ----------------------------------------------------------------------------
-
-
 @ask("", cells=some, has=lambda _: ("gradients", "second derivatives", "float64"))
 def test_second_derivatives(frontend: Frontend, cell: Cell, case: str) -> None:
     """Of everything with everything, against differences of the derived backward pass."""
