@@ -1,7 +1,5 @@
 """What every test file shares: the command line options, the random seeds and the guards."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import datetime

@@ -1,7 +1,5 @@
 """Solving a random problem on the GPU engine: on a card, or in Triton's interpreter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import cards

@@ -5,8 +5,6 @@ problems on such memory, every one of them twice: each array ends at a forbidden
 begins behind one. It is for a process of its own, and says what it is about to do.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import math

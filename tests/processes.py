@@ -1,7 +1,5 @@
 """Whatever could hang, crash or leave a mark runs in a process of its own, under a time limit."""
 
-from __future__ import annotations
-
 import cProfile
 import os
 import pstats

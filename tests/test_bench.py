@@ -3,8 +3,6 @@
 One file, because most of it runs the same small problem, or reads the same report.
 """
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import importlib

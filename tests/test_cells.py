@@ -1,7 +1,5 @@
 """The built-in cells against the equations of their papers, written out again in plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints: the bits of a run that keeps everything, in less memory."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

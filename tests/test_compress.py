@@ -1,7 +1,5 @@
 """``anycell.compress``: fewer units, for any cell, from what its graph says."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """The matmul of what is parallel in time: layouts, sizes, threads, bits, and whose matmul it is."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any

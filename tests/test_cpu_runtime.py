@@ -6,8 +6,6 @@ One file, because tests of the cache, of names and of threads share a compiled f
 fixtures that keep it apart from the user's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes.util
 import dataclasses

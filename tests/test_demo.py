@@ -1,7 +1,5 @@
 """The demo runs as a newcomer would run it, with PyTorch and without, and says what is true."""
 
-from __future__ import annotations
-
 import os
 import re
 import struct

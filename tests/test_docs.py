@@ -1,7 +1,5 @@
 """What the documents show runs; the recipes of CONTRIBUTING.md work, on a copy of the package."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 `--edits N` tries more edits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The fused engines against the reference: every cell, under every instruction set at hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``anycell.explain``: what the page says, for every kind of cell."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

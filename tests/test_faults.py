@@ -1,7 +1,5 @@
 """Whatever one call fails, of those to files and those for memory, leaves nothing wrong behind."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -1,7 +1,5 @@
 """A readout that is its layer's next input: PyTorch and NumPy against a loop in float64."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ they are compiled ahead of time for cards that are not there.
 One file, because results, texts and the model of what fits are checked on the same plans.
 """
 
-from __future__ import annotations
-
 import ast
 import gc
 import inspect

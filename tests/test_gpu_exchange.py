@@ -3,8 +3,6 @@
 That they compute the right thing together is in ``tests/exchange.py`` and ``tests/test_gpu.py``.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -2,8 +2,6 @@
 in Triton's interpreter, with launches that are refused.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 from collections.abc import Callable, Iterator

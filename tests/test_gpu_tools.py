@@ -1,7 +1,5 @@
 """``tools/gpu_check.py`` and what it runs on a card, as far as they go without one."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -5,8 +5,6 @@ One process has one backend of Keras: run them with KERAS_BACKEND set to each.
 One file, because every test compares layers of the same pairs, which are made at its top.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

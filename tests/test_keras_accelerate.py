@@ -1,7 +1,5 @@
 """``accelerate`` and ``recurrent_layers`` of the Keras layers, on any backend."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``anycell.compress`` on layers of Keras: what is Keras's of it, see also ``test_compress.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

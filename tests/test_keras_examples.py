@@ -1,7 +1,5 @@
 """The examples for Keras, in their short form."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A readout of Keras that is its layer's next input: against the frontend of NumPy, in float64."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

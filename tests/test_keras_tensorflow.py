@@ -3,8 +3,6 @@
 One file, because all of it is about graphs of one small model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -3,8 +3,6 @@
 One file, because half of it is the one table of everything that is refused.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

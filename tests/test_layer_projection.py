@@ -1,7 +1,5 @@
 """The input projection, by the framework's matmul or by the kernel: who does it must not show."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

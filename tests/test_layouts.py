@@ -1,7 +1,5 @@
 """Layouts: equal outputs, by each framework's own equations, out of converted weights."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 Damage is drawn from `--seed` upwards, `--mutations` times.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The contract of memory: every array of every entry point, in every guise, on every road."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import re

@@ -3,8 +3,6 @@
 One file, because layers, losses, optimizers and files are tested as they are used: together.
 """
 
-from __future__ import annotations
-
 import copy
 import doctest
 import pickle

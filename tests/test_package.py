@@ -1,7 +1,5 @@
 """The package as it is shipped: what importing it costs, and what the wheel holds."""
 
-from __future__ import annotations
-
 import email
 import inspect
 import os

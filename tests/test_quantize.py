@@ -1,7 +1,5 @@
 """Weights of 8 bits: kernels against the same rounding in float64, and layers of every frontend."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import ctypes

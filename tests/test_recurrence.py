@@ -1,7 +1,5 @@
 """``anycell.recurrence``: what its arguments mean, and what it says of wrong ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

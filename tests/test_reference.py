@@ -1,7 +1,5 @@
 """The reference engine: against PyTorch's layers and autograd, and against what it promises."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

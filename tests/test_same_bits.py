@@ -1,7 +1,5 @@
 """``tools/same_bits.py``: layers have the bits that they had, unless it lists them and says why."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from typing import Any

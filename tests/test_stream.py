@@ -1,7 +1,5 @@
 """One step at a time on packed weights: what a call on the whole sequence gives."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

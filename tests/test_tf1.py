@@ -3,8 +3,6 @@
 One file, because all cells and loops are compared by the same few functions.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

@@ -4,8 +4,6 @@ Each is a function of a namespace ``rnn``: TensorFlow's own cells and loops, or 
 graph of TensorFlow 1, from one checkpoint, and must give the same results and gradients.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

@@ -3,8 +3,6 @@
 One file, because all of it compares pairs of layers by the functions at its top.
 """
 
-from __future__ import annotations
-
 import copy
 import doctest
 import functools

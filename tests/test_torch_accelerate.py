@@ -1,7 +1,5 @@
 """``accelerate``: what it swaps, what it leaves and says, and models of real projects with it."""
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import copy

@@ -2,8 +2,6 @@
 another dtype than kernels read, and nothing but the numbers would tell.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable

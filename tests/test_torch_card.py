@@ -3,8 +3,6 @@
 Where a test says something without a card too, its body also runs in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """torch.compile and torch.export: the layer as one operator, with nothing around it broken."""
 
-from __future__ import annotations
-
 import copy
 import io
 import sys

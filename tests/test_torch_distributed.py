@@ -1,7 +1,5 @@
 """Two processes under torchrun, on CPUs: gradients and training are those of one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

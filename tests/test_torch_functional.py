@@ -2,8 +2,6 @@
 the recurrent connections and input that is projected already.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Without a card the kernels run in Triton's interpreter, on tensors of the CPU.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from types import SimpleNamespace

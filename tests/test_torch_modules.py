@@ -1,7 +1,5 @@
 """The PyTorch layers as modules: weights that others rewrite, files, optimizers, profilers."""
 
-from __future__ import annotations
-
 import copy
 import cProfile
 import pickle

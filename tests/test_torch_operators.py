@@ -2,8 +2,6 @@
 refuse every tensor that their text does not describe, and every text that nobody has written.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

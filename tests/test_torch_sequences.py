@@ -1,7 +1,5 @@
 """Sequences in PyTorch: packed, masked, reset, in chunks and one step at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 where a pointer would not tell all.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any

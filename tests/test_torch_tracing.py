@@ -1,7 +1,5 @@
 """torch.onnx, torch.jit and torch.fx: layers on their own, and inside models."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What surrounds training on NumPy: schedules, early stopping, normalisation; against PyTorch's."""
 
-from __future__ import annotations
-
 import doctest
 import importlib.util
 import math

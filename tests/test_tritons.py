@@ -2,8 +2,6 @@
 one is usable, in words; and the tools that compile kernels with all of them (`make test-tritons`).
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import json

@@ -4,8 +4,6 @@ parameters, their layouts, their loops), and the call that takes the place of th
 Each is held against its own loop over the steps, in float64: results and gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -12,8 +12,6 @@
 Contenders take turns, in one process and on the same threads; ratios are medians over the turns.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -8,8 +8,6 @@ coefficients to the format would then cost more than the fit gained; so the coef
 one at a time, lowest power first, and those that are left are fitted again around the rounded ones.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

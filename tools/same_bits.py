@@ -9,8 +9,6 @@ digest every output and gradient. The script prints the arrays that differ, and 
 found any that CHANGED does not explain. It reads the other revision from the history of git.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import io

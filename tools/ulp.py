@@ -18,8 +18,6 @@ The truth comes from NumPy in double for float, and in 80-bit extended precision
 worst input is worked out again with mpmath.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import itertools

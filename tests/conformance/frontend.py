@@ -1,7 +1,5 @@
 """What an adapter says of a frontend."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

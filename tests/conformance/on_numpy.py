@@ -1,7 +1,5 @@
 """NumPy: ``anycell.numpy.RNN``, ``LSTM`` and ``GRU``, and ``anycell.recurrence``."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

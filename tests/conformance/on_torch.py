@@ -1,7 +1,5 @@
 """PyTorch: ``RNN``, the drop-ins ``LSTM`` and ``GRU``, ``recurrence``, and the function below."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

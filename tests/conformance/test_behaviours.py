@@ -1,7 +1,5 @@
 """Every behaviour of a layer, on every frontend, against the reference engine in float64."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Callable, Iterator
