@@ -246,24 +246,20 @@ CELLS: list[tuple[Cell, Equations]] = [
     (cells.MultiplicativeLSTM(gate_inside=True), multiplicative_lstm(gate_inside=True)),
     (cells.NAS, nas),
     (cells.PeepholeLSTM, lstm(peephole=True)),
-    (
-        cells.PeepholeLSTM(coupled=True, forget_bias=1.0, cell_clip=0.8),
-        lstm(coupled=True, forget_bias=1.0, cell_clip=0.8, peephole=True),
-    ),
+    (cells.PeepholeLSTM(coupled=True, forget_bias=1.0, cell_clip=0.8),
+     lstm(coupled=True, forget_bias=1.0, cell_clip=0.8, peephole=True)),
     (cells.PeepholeLSTM(gate_clip=1.5), lstm(gate_clip=1.5, peephole=True)),
     (cells.RNN, rnn(tanh)),
     (cells.RNN(nonlinearity="relu"), rnn(relu)),
     (cells.RecurrentDropoutLSTM, recurrent_dropout_lstm(0.25, "step")),
-    (
-        cells.RecurrentDropoutLSTM(dropout=0.5, per="sequence"),
-        recurrent_dropout_lstm(0.5, "sequence"),
-    ),
+    (cells.RecurrentDropoutLSTM(dropout=0.5, per="sequence"),
+     recurrent_dropout_lstm(0.5, "sequence")),
     (cells.VariationalLSTM, variational_lstm),
     (cells.ZoneoutGRU, zoneout_gru),
     (cells.ZoneoutLSTM, zoneout_lstm),
     (cells.sLSTM, slstm(1, F.logsigmoid)),
     (cells.sLSTM(heads=2, forget="exp"), slstm(2, lambda f: f)),
-]
+]  # fmt: skip
 EVERY = [cell for cell, _ in CELLS]
 
 

@@ -404,13 +404,8 @@ def strange(kind: str, path: Path) -> None:
 
 
 STRANGE = [
-    "a FIFO",
-    "a directory",
-    "a link to an entry",
-    "a link to nowhere",
-    "a device",
-    "a socket",
-]
+    "a FIFO", "a directory", "a link to an entry", "a link to nowhere", "a device", "a socket",
+]  # fmt: skip
 
 
 @posix
@@ -534,17 +529,10 @@ def hostile(kind: str, path: Path) -> None:
 
 
 HOSTILE = [
-    "a file",
-    "below a file",
-    "a dangling link",
-    "a link to itself",
-    "a link to one that others can write",
-    "of another user",
-    "read-only",
-    "of the group",
-    "of everybody",
-    "of others, sticky",
-]
+    "a file", "below a file", "a dangling link", "a link to itself",
+    "a link to one that others can write", "of another user", "read-only", "of the group",
+    "of everybody", "of others, sticky",
+]  # fmt: skip
 
 
 @posix

@@ -22,13 +22,9 @@ DOCUMENTS = [
 
 
 EXAMPLES = [
-    "README.md",
-    "docs/cells.md",
-    "docs/compress.md",
-    "docs/sequences.md",
-    "docs/training.md",
+    "README.md", "docs/cells.md", "docs/compress.md", "docs/sequences.md", "docs/training.md",
     "docs/your-own-cell.md",
-]
+]  # fmt: skip
 
 
 def blocks(document: str, language: str = "python") -> list[str]:

@@ -113,17 +113,11 @@ REFUSED: list[tuple[Binary, dict[str, int], str]] = [
     (binary(spilled=68), {}, "registers do not suffice: each thread keeps 68 bytes in memory"),
     (binary(), {"cuModuleLoadData": 209}, "does not load it .CUDA_ERROR_NO_BINARY_FOR_GPU"),
     (binary(), {"cuModuleLoadData": 222}, "does not load it .CUDA_ERROR_UNSUPPORTED_PTX_VERSION"),
-    (
-        binary(shared=60 << 10),
-        {"cuFuncSetAttribute": 1},
-        "asking for 61,440 bytes of shared memory",
-    ),
-    (
-        binary(),
-        {"cuLaunchKernel": 701},
-        "does not launch 2 x 3 programs at once .*OUT_OF_RESOURCES",
-    ),
-]
+    (binary(shared=60 << 10), {"cuFuncSetAttribute": 1},
+     "asking for 61,440 bytes of shared memory"),
+    (binary(), {"cuLaunchKernel": 701},
+     "does not launch 2 x 3 programs at once .*OUT_OF_RESOURCES"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("compiled", "results", "why"), REFUSED, ids=lambda p: str(p)[:40])

@@ -393,11 +393,8 @@ LINES: list[tuple[Function, str, str]] = [
     (lambda x, r, s: x[0], "All gates at once", "or use x.i"),
     (lambda x, r, s: x > 0, "All gates at once", "or use x.i"),
     (lambda x, r, s: x and r, "All gates at once", "or use x.i"),
-    (
-        lambda x, r, s: cells.RNN(x, r, s),
-        "RNN was called with 3 positional",
-        "RNN.function(x, r, s)",
-    ),
+    (lambda x, r, s: cells.RNN(x, r, s), "RNN was called with 3 positional",
+     "RNN.function(x, r, s)"),
     (lambda x, r, s: x.a + cells.RNN, "Cell RNN() inside a cell", "hyperparameter"),
     (lambda x, r, s: 2**x.a, "2 ** x is outside", "exp(x * log(base))"),
     (lambda x, r, s: x.c, "No gate is named 'c'; this cell declares: a b", "use one of: a b"),
@@ -415,11 +412,8 @@ LINES: list[tuple[Function, str, str]] = [
     (lambda x, r, s: keep(s.h > 0), "keep() got `s.h > 0`, a condition", "1.0, 0.0)"),
     (lambda x, r, s: linear(s.h > 0, "u"), "linear() got `s.h > 0`, a condition", "1.0, 0.0)"),
     (lambda x, r, s: keep(0.5, per="batch"), "per='batch'", 'per="sequence"'),
-    (
-        lambda x, r, s: linear(s.h, "w") + linear(x.a, "w"),
-        "two matmuls cannot share one",
-        "Another name is another weight, learned apart",
-    ),
+    (lambda x, r, s: linear(s.h, "w") + linear(x.a, "w"), "two matmuls cannot share one",
+     "Another name is another weight, learned apart"),
     (lambda x, r, s: linear("w", s.h), "linear(..., s.h): the weight needs", 'linear(value, "na'),
     (lambda x, r, s: linear(s.h, "w", bias="no"), "bias='no'): expected True or", "bias=True"),
     (lambda x, r, s: linear(s.h, "w", size=8), "size=8): expected a symbol", "RNN(cell, 12, 100,"),
@@ -449,7 +443,7 @@ LINES: list[tuple[Function, str, str]] = [
     (lambda x, r, s: x.a + leaked["gate"], "made of `x.q`, which belongs to another", "is given"),
     (lambda x, r, s: leaked["matmul"], "made of `linear(s.h, 'zz')`, which", "is given"),
     (lambda x, r, s: leaked["mask"] * x.a, "made of `keep_0(0.25)`, which", "is given"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("function", "problem", "instead"), LINES)

@@ -560,11 +560,8 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: lstm(forget_bias="1"), ValueError, r"forget_bias: given str '1'; expected a number"),
     (lambda: lstm(dropout=10**400), ValueError, r"dropout: given 10+; expected a number"),
     (lambda: lstm(initializer=3), TypeError, r"initializer: given 3, expected 'glorot_uniform'"),
-    (
-        lambda: lstm(initializer=lambda shape, rng: np.zeros(shape[::-1])),
-        ValueError,
-        r"initializer\(shape, generator\): given shape \[3, 4\]; expected shape \[4, 3\]",
-    ),
+    (lambda: lstm(initializer=lambda shape, rng: np.zeros(shape[::-1])), ValueError,
+     r"initializer\(shape, generator\): given shape \[3, 4\]; expected shape \[4, 3\]"),
     (lambda: an.LSTM(3, 4, seed=-1), ValueError, r"seed: given -1 .*; expected an integer from 0"),
     (lambda: an.LSTM(3, 4, bias="no"), TypeError, r"bias: given str 'no'; expected True or False"),
     (lambda: an.LSTM(1 << 31, 4), ValueError, r"input_size: given 2147483648; .* to 2147483647"),
@@ -581,23 +578,14 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: lstm().forward(MASKED), ValueError, r"x: given a masked array; .* without a mask"),
     (lambda: lstm().forward(X + 1j), TypeError, r"x: given .*complex128; expected"),
     (lambda: lstm().forward(X, X), TypeError, r"state: .*expected a tuple \(h, c\)"),
-    (
-        lambda: lstm().forward(X, (np.zeros((1, 2, 4)), np.zeros((2, 4)))),
-        ValueError,
-        r"state: .* \[2, 4\]; .* \[1, 2, 4\], the state 'c'",
-    ),
-    (
-        lambda: lstm().forward(X, mask=np.ones((2, 5))),
-        ValueError,
-        r"mask: .*\[5, 2\], \(time, batch\)",
-    ),
+    (lambda: lstm().forward(X, (np.zeros((1, 2, 4)), np.zeros((2, 4)))), ValueError,
+     r"state: .* \[2, 4\]; .* \[1, 2, 4\], the state 'c'"),
+    (lambda: lstm().forward(X, mask=np.ones((2, 5))), ValueError,
+     r"mask: .*\[5, 2\], \(time, batch\)"),
     (lambda: lstm().forward(X, mask=np.full((5, 2), 2)), ValueError, r"mask: .* expected booleans"),
     (lambda: lstm().forward(X, resets=[1, 0]), ValueError, r"resets: given shape \[2\]; expected"),
-    (
-        lambda: lstm().forward(X, lengths=[6, 1]),
-        ValueError,
-        r"lengths: given a length of 6; .* 0 to 5",
-    ),
+    (lambda: lstm().forward(X, lengths=[6, 1]), ValueError,
+     r"lengths: given a length of 6; .* 0 to 5"),
     (lambda: lstm().forward(X, lengths=[1, -1]), ValueError, r"lengths: given a length of -1"),
     (lambda: lstm().forward(X, lengths=[5]), ValueError, r"lengths: given .*\[1\]; .*\[2\]"),
     (lambda: lstm().forward(X, lengths=[1.0, 2.0]), TypeError, r"lengths: given ndarray float64"),
@@ -606,11 +594,8 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: lstm().forward(X, training=X), TypeError, r"training: given ndarray"),
     (lambda: lstm(checkpoint=X), ValueError, r"checkpoint: given array"),
     (lambda: lstm().forward(X, static=X), TypeError, r"static: given ndarray .*; expected None"),
-    (
-        lambda: an.RNN(Everything, 3, 4, P=2).forward(X),
-        TypeError,
-        r"static: given None; .*\[2, 4\], the input 'e'",
-    ),
+    (lambda: an.RNN(Everything, 3, 4, P=2).forward(X), TypeError,
+     r"static: given None; .*\[2, 4\], the input 'e'"),
     # backward and step
     (lambda: lstm().backward(X), RuntimeError, r"LSTM.backward\(\) needs a forward"),
     (lambda: an.Dense(2, 2).backward(X), RuntimeError, r"Dense.backward\(\) needs a forward"),
@@ -638,7 +623,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: an.mse(["a"], [1.0]), TypeError, r"prediction: given list of dtype <U1"),
     (lambda: an.mse([1j], [1.0]), TypeError, r"prediction: given list of dtype complex128"),
     (lambda: lstm().set_parameters({}), KeyError, r"missing bias_hh_l0, .* expected weight_ih_l0"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("call, kind, message", REFUSED, ids=lambda v: v if type(v) is str else "")

@@ -698,12 +698,8 @@ BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("RNN", {"x": (4, 2, 4)}, ValueError, r"x: given torch.float32 \[4, 2, 4\].*batch, 3\]"),
     ("RNN", {"x": (3,)}, ValueError, r"x: given torch.float32 \[3\].*expected \[time, batch, 3\]"),
     ("RNN", {"x": (0, 2, 3)}, ValueError, r"x: given .*\[0, 2, 3\].*one step or more"),
-    (
-        "RNN",
-        {"x": torch.zeros(X).double()},
-        ValueError,
-        r"x: given torch.float64.*layer.to\(torch.fl",
-    ),
+    ("RNN", {"x": torch.zeros(X).double()}, ValueError,
+     r"x: given torch.float64.*layer.to\(torch.fl"),
     ("RNN", {"x": torch.zeros(X, device="meta")}, ValueError, r"x: given on meta; expected on cpu"),
     ("RNN", {"state": torch.zeros(H)}, TypeError, r"state: given .*expected a tuple \(h, c\)"),
     ("RNN", {"state": (torch.zeros(H),) * 3}, TypeError, r"state: given tuple.*tuple \(h, c\)"),
@@ -716,12 +712,7 @@ BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("any", {"recurrent_mask": np.ones((2, 5))}, TypeError, r"torch.from_numpy\(recurrent_mask\)"),
     ("any", {"return_states": "d"}, ValueError, r"return_states: given 'd'.*it has h, c"),
     ("RNN", {"static": torch.zeros(2, 5)}, TypeError, r"static: .*cell LSTM declares no static"),
-    (
-        "any",
-        {"masked_output": "nan"},
-        ValueError,
-        r"masked_output: given 'nan'; expected 'zero'",
-    ),
+    ("any", {"masked_output": "nan"}, ValueError, r"masked_output: given 'nan'; expected 'zero'"),
     ("any", {"mask": [True]}, TypeError, r"mask: given list.*torch.bool \[4, 2\].*as_tensor"),
     ("any", {"mask": torch.zeros(4, 2)}, TypeError, r"mask: given torch.float32.*mask.bool\(\)"),
     ("any", {"mask": torch.zeros(2, 4).bool()}, ValueError, r"mask: given .*\[2, 4\].*mask.t\(\)"),
@@ -729,15 +720,10 @@ BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("any", {"mask": torch.zeros(4, 2, device="meta").bool()}, ValueError, r"mask: given on meta"),
     ("any", {"lengths": [1, 5]}, ValueError, r"lengths: given a length of 5; expected 0 to 4"),
     ("any", {"lengths": [-1, 4]}, ValueError, r"lengths: given a length of -1"),
-    (
-        "any",
-        {"lengths": [1, 2, 3]},
-        ValueError,
-        r"lengths: given .* \[3\]; .*integers \[2\]",
-    ),
+    ("any", {"lengths": [1, 2, 3]}, ValueError, r"lengths: given .* \[3\]; .*integers \[2\]"),
     ("any", {"lengths": [1.5, 2.0]}, TypeError, r"lengths: given torch.float32.*lengths.long"),
     ("any", {"lengths": "all"}, TypeError, r"lengths: given str 'all'.*list of int"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("layer", "arguments", "kind", "message"), BAD_CALLS, ids=str)

@@ -204,17 +204,12 @@ def corners() -> Array:
             np.arange(0, 1100, 0.5) * ln2,  # where n changes, and where r vanishes
             np.arange(0, 200, 0.25) * ln2,
             [
-                708.3964185322641,
-                709.782712893384,
-                744.4400719213812,
-                745.1332191019411,
-                36.7,
-                37.43,
-                19.06,
+                708.3964185322641, 709.782712893384, 744.4400719213812, 745.1332191019411, 36.7,
+                37.43, 19.06,
             ],
             np.linspace(0.5, 2, 999),
         ]
-    )
+    )  # fmt: skip
     steps = [seeds]
     for direction in (np.inf, -np.inf):
         near = seeds
