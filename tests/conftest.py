@@ -4,6 +4,7 @@ import collections
 import contextlib
 import datetime
 import os
+import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from cards import (  # noqa: F401 (hooks)
 )
 
 os.environ.setdefault("ANYCELL_CHECK", "1")  # every native call is held against its arrays
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 cards.choose_interpreter()
 # Triton reads that now; and it must come before TensorFlow: both bring an LLVM, and Triton's aborts
 # the process when it is the second.
@@ -139,6 +141,15 @@ def rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
+@pytest.fixture(autouse=True)
+def seeded(seed: int) -> None:
+    """The frameworks that are there draw anew as well."""
+    if (keras := sys.modules.get("keras")) is not None:
+        keras.utils.set_random_seed(seed)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(seed)
+
+
 @pytest.fixture(params=[1, pytest.param(10, marks=pytest.mark.slow)], ids=["sample", "all"])
 def mutation_seeds(request: pytest.FixtureRequest, seed: int) -> range:
     """One for each damaged file, so that the one of seed 2005 is seen again, alone, with `--seed
@@ -212,6 +223,21 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     spy.cache_clear = form_of.cache_clear
     monkeypatch.setattr(layer.run, "form_of", spy)
     return taken
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """As many for torch and for the engine."""
+    import torch
+
+    from anycell.engines import cpu
+
+    before, ours = torch.get_num_threads(), cpu.pool.threads()
+    torch.set_num_threads(2)
+    cpu.pool.set_threads(2)
+    yield
+    torch.set_num_threads(before)
+    cpu.pool.set_threads(ours)
 
 
 # -- guards --------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import importlib.util
 import itertools
 import json
 import math
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tolerances
-from processes import python
+from processes import load, python
 
 from anycell import cli
 from anycell.bench import gate, memory, report, stats, timing
@@ -811,7 +810,7 @@ def reported(**times: tuple[list[float], list[float]]):
     return runner.Report(settings, machine, "today", [row])
 
 
-def test_a_time_that_is_another_one_alone_is_marked(speed_table) -> None:
+def test_a_time_that_is_another_one_alone_is_marked() -> None:
     result = reported(
         ours=([1.0, 1.0, 9.0], [1.05, 1.0, 1.09]),
         slower=([2.3, 2.2, 9.0], [2.0]),  # by a tenth and more in turns
@@ -841,19 +840,11 @@ def test_a_time_that_is_another_one_alone_is_marked(speed_table) -> None:
         "LSTM inference, small, quicker: 3 ms in turns, 3.4 ms alone",
     ]
 
-    lines = speed_table.table(json.loads(json.dumps(written)), "quicker").splitlines()
+    page = load("tools/speed_table.py").table(json.loads(json.dumps(written)), "quicker")
+    lines = page.splitlines()
     assert "| small (6, 3, 5, 7, 2 x 2) | 3! / 1 = **3.00** |" in lines
     assert "| the same, alone | **3.24** |" in lines
     assert lines[-1] == "! another time alone: LSTM inference of small, quicker: 3.4 ms."
-
-
-@pytest.fixture
-def speed_table():
-    path = Path(__file__).parents[1] / "tools" / "speed_table.py"
-    spec = importlib.util.spec_from_file_location("speed_table", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # -- the command line ------------------------------------------------------------------------------
@@ -906,16 +897,13 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("package", ["torch", "rich", "psutil", "threadpoolctl"])
 def test_without_a_package_bench_says_what_to_install(package: str) -> None:
-    code = (
-        "import sys, importlib.util as u; find = u.find_spec\n"
-        f"u.find_spec = lambda name, *a: None if name == {package!r} else find(name, *a)\n"
-        "from anycell.cli import main; sys.exit(main(['bench']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert done.returncode == 2
-    assert f"{package}, which is not installed: pip install '.[bench]'" in done.stderr
+    code = f"""
+        import sys, importlib.util as u; find = u.find_spec
+        u.find_spec = lambda name, *a: None if name == {package!r} else find(name, *a)
+        from anycell.cli import main; sys.exit(main(['bench']))
+    """
+    said = python(code, status=2)
+    assert f"{package}, which is not installed: pip install '.[bench]'" in said
 
 
 def test_bench_from_the_command_line(

@@ -630,8 +630,7 @@ def fixed(name: str) -> dict[str, Any]:
     [(ONLSTM, on_lstm), (MatrixLSTM, matrix_lstm), (MassLSTM, mass_lstm)],
     ids=["ONLSTM", "MatrixLSTM", "MassLSTM"],
 )
-def test_cells_of_fixed_matrices(cell: Cell, step: Equations, seed: int) -> None:
-    torch.manual_seed(seed)
+def test_cells_of_fixed_matrices(cell: Cell, step: Equations) -> None:
     sizes = {s.size: H * H for s in cell.states if s.size != "H"}
     layer = anycell.torch.RNN(cell, 3, H, dtype=torch.float64, **sizes)
     for name, matrix in fixed(cell.name).items():

@@ -2,16 +2,15 @@
 
 import copy
 import functools
-import importlib.util
 import pickle
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from problems import assert_right, by_cpu, random_problem
+from processes import load
 from tolerances import assert_close
 from torch import nn
 
@@ -616,12 +615,7 @@ def test_the_example() -> None:
     """Eight bits and sixteen say what float32 says, and each way is smaller."""
     pytest.importorskip("statsmodels")
     pytest.importorskip("rich")
-    path = Path(__file__).parents[1] / "examples" / "smaller.py"
-    spec = importlib.util.spec_from_file_location("smaller", path)
-    assert spec and spec.loader
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for whole, half, eight, fewer, both in module.main(["--quick"]).values():
+    for whole, half, eight, fewer, both in load("examples/smaller.py").main(["--quick"]).values():
         for row in (half, eight):
             assert abs(row.quality - whole.quality) < 0.02 * abs(whole.quality)
         assert abs(both.quality - fewer.quality) < 0.02 * abs(fewer.quality)

@@ -1,13 +1,11 @@
 """What the documents show runs; the recipes of CONTRIBUTING.md work, on a copy of the package."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
+import processes
 import pytest
 
 import anycell
@@ -35,9 +33,7 @@ def blocks(document: str, language: str = "python") -> list[str]:
 
 def run(script: Path, *paths: Path) -> str:
     """What a script prints. It is a file, as cells are, whose errors name their lines."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    call = [sys.executable, str(script)]
-    return subprocess.check_output(call, cwd=script.parent, env=env, text=True)
+    return processes.run(str(script), cwd=script.parent, paths=paths)
 
 
 FAST = "README.md", "docs/your-own-cell.md"
@@ -234,23 +230,10 @@ def test_adding_a_frontend(tmp_path: Path) -> None:
     (tmp_path / "tests/conformance/on_jax.py").write_text(adapter, encoding="utf-8")
     suite = tmp_path / "tests/conformance/test_behaviours.py"
     insert(suite, "}\n\n\ndef all_frontends", entry)
-    arguments = [
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "0",
-        "-m",
-        "not more",
-        "-k",
-        "jax and not keras",
-        str(suite),
-    ]
-    result = subprocess.run(
-        [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stdout
-    assert int(re.findall(r"(\d+) passed", result.stdout)[0]) > 80
+    options = ["-m", "pytest", "-q", "-n", "0", "-m", "not more", "-k", "jax and not keras"]
+    paths = [tmp_path, tmp_path / "tests"]
+    said = processes.run(*options, str(suite), cwd=tmp_path, paths=paths)
+    assert int(re.findall(r"(\d+) passed", said)[0]) > 80
     assert max(text.count("\n") for text in (frontend, adapter)) < 80
 
 

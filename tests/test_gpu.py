@@ -12,9 +12,6 @@ import inspect
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu import (  # before anything else that may import Triton
+    COMPILES,
     DEVICE,
     SLOW,
     Poisoned,
@@ -43,6 +41,7 @@ from problems import (
     kind_of,
     random_problem,
 )
+from processes import run
 from random_cells import random_cell
 from test_engines import (
     DECISIONS,
@@ -165,7 +164,7 @@ def test_shared(cell: Cell, exchange: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_programs_wait_for_one_another(exchange: str) -> None:
     """Tier 2 as it runs on a card, all programs at once; and what happens if one never comes."""
-    (found,) = map(json.loads, script("tests", "exchange.py", exchange).splitlines())
+    (found,) = map(json.loads, run("tests/exchange.py", exchange, **COMPILES).splitlines())
     assert found["blank"]
     for way in ("forward", "backward"):
         error = "waited for one another for 0.04 s. The results of that call are NaN."
@@ -911,25 +910,9 @@ def test_explain_shows_the_choice_and_the_text() -> None:
 
 
 # -- compiled ahead of time ------------------------------------------------------------------------
-def script(folder: str, name: str, *arguments: str) -> str:
-    """What a script says, in a process of its own, where Triton is told anew what to do."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = Path(__file__).parents[1]
-    # After the checkout, what this process found too: it may be another Triton.
-    paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    said = subprocess.run(
-        [sys.executable, str(root / folder / name), *arguments],
-        capture_output=True,
-        text=True,
-        env={**environment, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-    )
-    assert said.returncode == 0, said.stderr
-    return said.stdout
-
-
 def compiled(*arguments: str) -> list[dict[str, Any]]:
     """What the compiler says of kernels."""
-    said = script("tools", "gpu_compile.py", "--json", *arguments)
+    said = run("tools/gpu_compile.py", "--json", *arguments, **COMPILES)
     return [json.loads(line) for line in said.splitlines()]
 
 
@@ -994,14 +977,13 @@ def assert_swift(facts: dict[str, Any]) -> None:
 
 
 def test_the_machine_code_of_a_step() -> None:
-    arguments = ("--json", "--passes", "forward")
-    (facts,) = map(json.loads, script("tools", "gpu_sass.py", *arguments).splitlines())
-    assert_swift(facts)
+    said = run("tools/gpu_sass.py", "--json", "--passes", "forward", **COMPILES)
+    assert_swift(json.loads(said))
 
 
 @pytest.mark.slow
 def test_the_machine_code_of_both_passes() -> None:
-    for line in script("tools", "gpu_sass.py", "--json").splitlines():
+    for line in run("tools/gpu_sass.py", "--json", **COMPILES).splitlines():
         assert_swift(json.loads(line))
 
 

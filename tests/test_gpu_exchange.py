@@ -11,9 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu import DEVICE, Poisoned, by_gpu, torch  # before anything else that may import Triton
+from gpu import (  # before anything else that may import Triton
+    COMPILES,
+    DEVICE,
+    Poisoned,
+    by_gpu,
+    torch,
+)
 from problems import random_problem
-from test_gpu import script
+from processes import run
 
 import anycell
 from anycell import cells
@@ -82,7 +88,8 @@ class Code:
 
 @pytest.fixture(scope="module")
 def codes() -> dict[tuple[int, str, str], Code]:
-    found = json.loads(script("tests", "machine_code.py", *[str(w) for k in KERNELS for w in k]))
+    words = [str(word) for kernel in KERNELS for word in kernel]
+    found = json.loads(run("tests/machine_code.py", *words, **COMPILES))
     return dict(zip(KERNELS, map(Code, found), strict=True))
 
 

@@ -5,14 +5,12 @@ One process has one backend of Keras: run them with KERAS_BACKEND set to each.
 One file, because every test compares layers of the same pairs, which are made at its top.
 """
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 keras = pytest.importorskip("keras")
 
 from keras_layers import (  # noqa: E402
@@ -35,8 +33,6 @@ from anycell.keras.cells import ACTIVATIONS  # noqa: E402
 from anycell.keras.rule import Engine  # noqa: E402
 from anycell.lang.transform import low_rank  # noqa: E402
 
-# Keras reads its variables for NumPy 1.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 FUSED = BACKEND in ("tensorflow", "torch")
 KERAS = ["LSTM", "GRU", "SimpleRNN"]
 FLAGS: list[dict[str, Any]] = [
@@ -50,11 +46,6 @@ FLAGS: list[dict[str, Any]] = [
 ]
 EXACT = BACKEND != "torch"  # there Keras's own loop loses digits
 SLOW_FLOAT32 = pytest.param("float32", marks=pytest.mark.slow)
-
-
-@pytest.fixture(autouse=True)
-def _seed(seed: int) -> None:
-    keras.utils.set_random_seed(seed)
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,6 @@ import anycell.numpy as an  # noqa: E402
 from anycell import cells, compress  # noqa: E402
 
 # TensorFlow's arrays under NumPy 2, when Keras reads them
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 LAYERS: dict[str, Callable[..., Any]] = {
     "LSTM": lambda **k: ak.LSTM(COUNT, **k),
     "GRU": lambda **k: ak.GRU(COUNT, **k),

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 keras = pytest.importorskip("keras")
 tf = pytest.importorskip("tensorflow")
 if keras.backend.backend() != "tensorflow":
@@ -26,6 +25,7 @@ if keras.backend.backend() != "tensorflow":
 
 from conformance.on_keras import by_layer  # noqa: E402
 from conformance.problem import assert_right, axes, draw  # noqa: E402
+from processes import ROOT, python  # noqa: E402
 from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
@@ -33,9 +33,6 @@ from anycell import cell, cells, keep, sigmoid, tanh  # noqa: E402
 from anycell.keras.host import host_of  # noqa: E402
 from anycell.keras.rule import Facts, choose  # noqa: E402
 from anycell.plan import DTYPES  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-ROOT = Path(__file__).parents[1]
 
 
 @cell(gates="f g", state="h m")
@@ -49,11 +46,6 @@ def Leaky(x: Any, r: Any, s: Any, *, rate: float = 0.9) -> Any:
 def Noisy(x: Any, r: Any, s: Any, *, rate: float = 0.5) -> Any:
     kept = keep(rate)
     return kept * tanh(x.g + r.g) + (1.0 - kept) * s.h
-
-
-@pytest.fixture(autouse=True)
-def _seed(seed: int) -> None:
-    keras.utils.set_random_seed(seed)
 
 
 def calls_python(function: Any) -> bool:
@@ -467,19 +459,6 @@ def test_a_train_step_of_ones_own(rng: np.random.Generator) -> None:
     assert np.mean((model.predict(x, verbose=0) - y) ** 2) < 0.7 * before
 
 
-def run_python(source: str, **environment: str) -> str:
-    """What a script of its own prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source)],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}", **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.mark.skipif(
     tuple(map(int, keras.__version__.split(".")[:2])) < (3, 8),
     reason="Keras's own layers do not either",
@@ -487,7 +466,7 @@ def run_python(source: str, **environment: str) -> str:
 @pytest.mark.slow
 def test_mirrored_strategy_with_two_replicas() -> None:
     """Two replicas of half a batch train as one of the whole."""
-    out = run_python(
+    out = python(
         """
         import numpy as np, tensorflow as tf, keras, json
         import anycell.keras as ak
@@ -616,7 +595,7 @@ def test_exported_models_run_without_anycell(
     np.save(tmp_path / "x.npy", x)
     call = "found.serve" if way == "export" else "found.call"
     script = _LOAD.format(path=path, data=str(tmp_path / "x.npy"), call=call)
-    found = json.loads(run_python(script).splitlines()[-1])
+    found = json.loads(python(script).splitlines()[-1])
     assert_close(np.float32(found), right, "float32", "forward")
 
 
@@ -631,7 +610,7 @@ def test_a_graph_traced_before_it_is_saved(tmp_path: Path, rng: np.random.Genera
     tf.saved_model.save(module, path)
     np.save(tmp_path / "x.npy", x)
     script = _LOAD.format(path=path, data=str(tmp_path / "x.npy"), call="found.call")
-    found = json.loads(run_python(script).splitlines()[-1])
+    found = json.loads(python(script).splitlines()[-1])
     assert_close(np.float32(found), right, "float32", "forward")
 
 
@@ -650,7 +629,7 @@ def test_a_signature_traced_before_it_is_saved(tmp_path: Path, rng: np.random.Ge
     np.save(tmp_path / "x.npy", x)
     call = "lambda x: found.signatures['serving_default'](x=x)['output_0']"
     script = _LOAD.format(path=path, data=str(tmp_path / "x.npy"), call=call)
-    found = json.loads(run_python(script).splitlines()[-1])
+    found = json.loads(python(script).splitlines()[-1])
     assert_close(np.float32(found), right, "float32", "forward")
 
 

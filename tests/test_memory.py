@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from conformance import on_numpy, on_torch
 from conformance.frontend import Frontend
 from conformance.problem import LEARNED, Problem, draw, kind
@@ -106,16 +105,6 @@ ENTRIES = [
     Entry(NUMPY, cells.LSTM, True),
 ]
 entries = pytest.mark.parametrize("entry", ENTRIES, ids=str)
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before, ours = torch.get_num_threads(), cpu.pool.threads()
-    torch.set_num_threads(2)
-    cpu.pool.set_threads(2)
-    yield
-    torch.set_num_threads(before)
-    cpu.pool.set_threads(ours)
 
 
 def guises(entry: Entry, problem: Problem) -> Iterator[dict[str, tuple[str, Array]]]:

@@ -323,8 +323,7 @@ every_layer = pytest.mark.parametrize("kind", TORCH)
 
 
 @every_layer
-def test_torch_layers(kind: str, seed: int) -> None:
-    torch.manual_seed(seed)
+def test_torch_layers(kind: str) -> None:
     layer_ = TORCH[kind]()
     x, lengths = torch.randn(7, 7, 6), torch.tensor([1, 2, 3, 4, 5, 6, 7])
     small_ = compress.quantize(layer_, data=[x, (x, None)])
@@ -380,9 +379,8 @@ def test_numpy_layers(tmp_path: Path, rng: np.random.Generator) -> None:
         small_.set_parameters(dict(small_.arrays) | {"weight_ih_l0": np.ones((80, 6), "f4")})
 
 
-def test_a_model(seed: int) -> None:
+def test_a_model() -> None:
     """It is a copy; and it goes where models go."""
-    torch.manual_seed(seed)
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -445,8 +443,7 @@ def test_an_error_is_measured_or_none() -> None:
     assert "error" in str(small_.runs) and "error" not in str(small_.rests)
 
 
-def test_steps_and_packed_sequences(seed: int) -> None:
-    torch.manual_seed(seed)
+def test_steps_and_packed_sequences() -> None:
     small_, x = compress.quantize(at.GRU(6, 20)), torch.randn(5, 3, 6)
     pack = nn.utils.rnn.pack_padded_sequence(x, [5, 4, 2])
     with torch.no_grad():
@@ -461,8 +458,7 @@ def test_steps_and_packed_sequences(seed: int) -> None:
             assert_close(torch.stack(steps), output, "float32", "training", axes=())
 
 
-def test_gradients_are_those_of_the_weights_in_float(seed: int) -> None:
-    torch.manual_seed(seed)
+def test_gradients_are_those_of_the_weights_in_float() -> None:
     float_ = at.LSTM(6, 20)
     small_, x = compress.quantize(float_), torch.randn(5, 3, 6, requires_grad=True)
     with torch.no_grad():
@@ -478,8 +474,7 @@ def test_gradients_are_those_of_the_weights_in_float(seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes_have_real_weights(dtype: torch.dtype, seed: int) -> None:
-    torch.manual_seed(seed)
+def test_other_dtypes_have_real_weights(dtype: torch.dtype) -> None:
     small_, x = compress.quantize(at.LSTM(6, 20)), torch.randn(5, 3, 6)
     with torch.no_grad():
         wanted = small_(x)[0]
@@ -490,17 +485,15 @@ def test_other_dtypes_have_real_weights(dtype: torch.dtype, seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_it_compiles_into_one_graph(seed: int) -> None:
-    torch.manual_seed(seed)
+def test_it_compiles_into_one_graph() -> None:
     small_, x = compress.quantize(at.RNN(cells.PeepholeLSTM, 6, 20)), torch.randn(5, 3, 6)
     compiled = torch.compile(small_, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         assert torch.equal(compiled(x)[0], small_(x)[0])
 
 
-def test_kept_weights_are_packed_again(seed: int) -> None:
+def test_kept_weights_are_packed_again() -> None:
     """Where integers or scales have changed since the last call."""
-    torch.manual_seed(seed)
     small_, x = compress.quantize(at.LSTM(6, 64)), torch.randn(40, 8, 6)
     with torch.no_grad():
         for _ in range(3):
@@ -518,8 +511,7 @@ def test_kept_weights_are_packed_again(seed: int) -> None:
 
 
 @every_layer
-def test_training_with_rounded_weights(kind: str, seed: int) -> None:
-    torch.manual_seed(seed)
+def test_training_with_rounded_weights(kind: str) -> None:
     layer_, x = TORCH[kind](), torch.randn(5, 5, 6)
     plain = copy.deepcopy(layer_)
     assert compress.fake_quantize(layer_) is layer_

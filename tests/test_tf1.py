@@ -5,7 +5,6 @@ One file, because all cells and loops are compared by the same few functions.
 
 import importlib
 import inspect
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 if keras.backend.backend() != "tensorflow":
@@ -23,7 +21,6 @@ from tolerances import NO_WORSE_THAN_16, assert_close, error  # noqa: E402
 
 import anycell.tf1 as t1  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 STEPS, ROWS, WIDTH, UNITS = 6, 4, 3, 5
 
 

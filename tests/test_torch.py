@@ -9,7 +9,7 @@ import functools
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -41,11 +41,6 @@ from anycell import cells  # noqa: E402
 
 nn, Tensor = torch.nn, torch.Tensor
 AWKWARD = [(5, 3, 1), (1, 4, 7), (9, 1, 33), (4, 5, 100), (1, 1, 1)]  # T, B, H
-
-
-@pytest.fixture(autouse=True)
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
 
 
 # -- LSTM and GRU are torch's ----------------------------------------------------------------------
@@ -816,14 +811,6 @@ def test_threads_call_one_layer_at_once() -> None:
     for thread in threads:
         thread.join()
     assert all(torch.equal(found[i], ref) for i, ref in enumerate(wanted))
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -5,11 +5,8 @@ import contextlib
 import copy
 import gc
 import io
-import os
 import pickle
-import subprocess
 import sys
-import textwrap
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -184,15 +181,7 @@ def test_a_file_in_another_process(tmp_path: Path) -> None:
             assert isinstance(model, amps.Amp) and model.engine.name == "cpu", type(model)
             print(float(model(torch.ones(2, 2, 3))[0].sum().detach()))
     """
-    root = str(Path(at.__file__).parents[2])
-    path = os.pathsep.join([str(tmp_path), root])
-    printed = ""
-    for what in ("save", "load"):
-        command = [sys.executable, "-c", textwrap.dedent(script), what]
-        environment = {**os.environ, "PYTHONPATH": path}
-        printed = subprocess.run(
-            command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
-        ).stdout
+    _, printed = (python(script, what, cwd=tmp_path, paths=[tmp_path]) for what in ("save", "load"))
     torch.manual_seed(0)
     assert float(printed) == pytest.approx(
         nn.GRU(3, 4)(torch.ones(2, 2, 3))[0].sum().item(), rel=1e-5

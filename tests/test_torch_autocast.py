@@ -21,11 +21,6 @@ Tensor = torch.Tensor
 DTYPES = [torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(autouse=True)
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-
-
 def tensors(results: Any) -> list[Tensor]:
     """Those of nested tuples."""
     if isinstance(results, Tensor):

@@ -24,9 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)
-def _fresh(seed: int) -> Any:
+def _fresh() -> Any:
     torch._dynamo.reset()
-    torch.manual_seed(seed)
     yield
     torch._dynamo.reset()
 

@@ -122,9 +122,8 @@ def assert_same(
 
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.LSTMP, Adding], ids=repr)
 @pytest.mark.sample(10)
-def test_fused_states_are_the_references(cell: Any, seed: int) -> None:
+def test_fused_states_are_the_references(cell: Any) -> None:
     """The sequences of all states; calls without them are in the conformance suite."""
-    torch.manual_seed(seed)
     arguments, options = given_by(cell, return_states=True)
     mask, resets = torch.rand(STEPS, ROWS) < 0.7, torch.rand(STEPS, ROWS) < 0.3
     recurrent_mask = torch.rand(ROWS, 3 if cell is cells.LSTMP else SIZE, **DOUBLE)
@@ -137,9 +136,8 @@ def test_fused_states_are_the_references(cell: Any, seed: int) -> None:
         assert_same(solved(arguments, options | some, engine="cpu"), right)
 
 
-def test_projected_input_has_two_names(seed: int) -> None:
+def test_projected_input_has_two_names() -> None:
     """``gates=`` and x with no ``weight_ih``; parameters among the weights, and apart."""
-    torch.manual_seed(seed)
     (cell, x, weights, state), _ = given_by(cells.PeepholeLSTM)
     right = at.recurrence(cell, x, weights, state)
     gates = torch.nn.functional.linear(x, weights["weight_ih"], weights["bias_ih"])
@@ -157,8 +155,7 @@ def test_projected_input_has_two_names(seed: int) -> None:
         assert_same(tensors_of(found), tensors_of(right), "forward")
 
 
-def test_states_that_are_not_given_begin_as_declared(seed: int) -> None:
-    torch.manual_seed(seed)
+def test_states_that_are_not_given_begin_as_declared() -> None:
     (cell, x, weights, (h, c)), _ = given_by(cells.LSTM)
     right = at.recurrence(cell, x, weights, (h, torch.zeros_like(c)))
     assert_same(tensors_of(at.recurrence(cell, x, weights, (h, None))), tensors_of(right))
@@ -168,8 +165,7 @@ def test_states_that_are_not_given_begin_as_declared(seed: int) -> None:
     )
 
 
-def test_weights_of_any_strides_and_no_rows(seed: int) -> None:
-    torch.manual_seed(seed)
+def test_weights_of_any_strides_and_no_rows() -> None:
     (cell, x, weights, state), _ = given_by(cells.LSTM)
     turned = {n: w.detach().t().contiguous().t() for n, w in weights.items()}
     assert_same(
@@ -183,9 +179,8 @@ def test_weights_of_any_strides_and_no_rows(seed: int) -> None:
 
 
 # -- sequences of states ---------------------------------------------------------------------------
-def test_the_states_after_every_step(seed: int) -> None:
+def test_the_states_after_every_step() -> None:
     """As a call per step has them."""
-    torch.manual_seed(seed)
     (cell, x, weights, state), _ = given_by(cells.LSTM)
     output, final, states = at.recurrence(cell, x, weights, state, return_states=True)
     assert list(states) == ["h", "c"] and torch.equal(states["h"], output)
@@ -210,9 +205,8 @@ def test_which_states(wanted: Any, names: list[str]) -> None:
         assert len(at.recurrence(*arguments, return_states=nothing)) == 2
 
 
-def test_masked_steps_of_the_states(seed: int) -> None:
+def test_masked_steps_of_the_states() -> None:
     """Zero or held, as the output."""
-    torch.manual_seed(seed)
     (cell, x, weights, state), _ = given_by(cells.LSTM)
     mask = torch.ones(STEPS, ROWS, dtype=torch.bool)
     mask[0, 0] = mask[3, 1] = False
@@ -281,9 +275,8 @@ def test_checkpoints_give_the_same_bits(
 # -- derivatives -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.PeepholeLSTM, Adding], ids=repr)
 @pytest.mark.parametrize("projected", [False, True], ids=["", "projected"])
-def test_derivatives(cell: Any, projected: bool, seed: int) -> None:
+def test_derivatives(cell: Any, projected: bool) -> None:
     """First ones of the kernels, and second ones."""
-    torch.manual_seed(seed)
     (_, x, weights, state), _ = given_by(cell, projected)
     x, names = x.detach()[:2, :2].requires_grad_(), list(weights)
     state = [s.detach()[:2].requires_grad_() for s in state]
@@ -300,9 +293,8 @@ def test_derivatives(cell: Any, projected: bool, seed: int) -> None:
 
 
 @pytest.mark.parametrize("per_gate", [False, True])
-def test_a_learned_recurrent_mask(per_gate: bool, seed: int) -> None:
+def test_a_learned_recurrent_mask(per_gate: bool) -> None:
     """No kernel has its gradient, so that the call goes step by step."""
-    torch.manual_seed(seed)
     (cell, x, weights, state), _ = given_by(cells.GRU)
     shape = (3, ROWS, SIZE) if per_gate else (ROWS, SIZE)
     mask = torch.rand(shape, **DOUBLE, requires_grad=True)
@@ -318,8 +310,7 @@ def test_a_learned_recurrent_mask(per_gate: bool, seed: int) -> None:
 
 
 @of_torchscript
-def test_function_transforms(seed: int) -> None:
-    torch.manual_seed(seed)
+def test_function_transforms() -> None:
     (cell, x, weights, _), _ = given_by(cells.LSTM)
     several = torch.randn(2, *x.shape, **DOUBLE)
 
@@ -336,8 +327,7 @@ def test_function_transforms(seed: int) -> None:
 # -- packed input ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("order", [[6, 4, 2], [2, 6, 4], [6, 6, 6]])
 @pytest.mark.parametrize("projected", [False, True], ids=["", "projected"])
-def test_packed(order: list[int], projected: bool, seed: int) -> None:
-    torch.manual_seed(seed)
+def test_packed(order: list[int], projected: bool) -> None:
     (cell, x, weights, state), _ = given_by(cells.LSTM, projected)
     resets = torch.rand(STEPS, ROWS) < 0.4
     once = [torch.randn(SIZE, **DOUBLE), torch.randn(ROWS, SIZE, **DOUBLE)]
@@ -365,8 +355,7 @@ def test_packed(order: list[int], projected: bool, seed: int) -> None:
 # -- resets as numbers -----------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64,
                                    torch.int32, torch.uint8, torch.bool])  # fmt: skip
-def test_resets_as_numbers(dtype: torch.dtype, seed: int) -> None:
-    torch.manual_seed(seed)
+def test_resets_as_numbers(dtype: torch.dtype) -> None:
     arguments, _ = given_by(cells.GRU)
     resets = torch.rand(STEPS, ROWS) < 0.5
     right = at.recurrence(*arguments, resets=resets)[0]
@@ -433,9 +422,8 @@ def test_seeds(seed: int) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_autocast(seed: int) -> None:
+def test_autocast() -> None:
     """What other layers hand on is of 16 bits."""
-    torch.manual_seed(seed)
     (cell, x, weights, _), _ = given_by(cells.LSTM)
     weights = {name: w.float() for name, w in weights.items()}
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -464,9 +452,8 @@ def test_engines() -> None:
 @whole_graphs
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("cell", [cells.LSTM, Adding], ids=repr)
-def test_compiled(cell: Any, seed: int) -> None:
+def test_compiled(cell: Any) -> None:
     """One operator, but with ``return_states``; a cell is known from its first call."""
-    torch.manual_seed(seed)
     arguments, _ = given_by(cell)
     flags = {"resets": torch.rand(STEPS, ROWS).round(), "lengths": torch.tensor([6, 3, 1])}
 
@@ -550,9 +537,8 @@ def test_errors(arguments: Any, error: Any, says: str) -> None:
 
 # -- the same options of the module ----------------------------------------------------------------
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_the_module_returns_states(batch_first: bool, seed: int) -> None:
+def test_the_module_returns_states(batch_first: bool) -> None:
     """Of the last layer, with its directions side by side, laid out as x; packed as x is."""
-    torch.manual_seed(seed)
     layer = at.RNN(cells.LSTM, 3, 5, 2, bidirectional=True, batch_first=batch_first, **DOUBLE)
     x = torch.randn(STEPS, ROWS, 3, **DOUBLE)
     x = x.transpose(0, 1) if batch_first else x
@@ -570,9 +556,8 @@ def test_the_module_returns_states(batch_first: bool, seed: int) -> None:
 
 
 @pytest.mark.parametrize("per_gate", [False, True])
-def test_the_module_takes_a_recurrent_mask(per_gate: bool, seed: int) -> None:
+def test_the_module_takes_a_recurrent_mask(per_gate: bool) -> None:
     """One for all directions and layers; with no batch without the axis of rows."""
-    torch.manual_seed(seed)
     layer = at.RNN(cells.LSTMP, ENTERING, SIZE, bidirectional=True, P=3, **DOUBLE)
     x, shape = torch.randn(STEPS, ROWS, ENTERING, **DOUBLE), (4, ROWS, 3) if per_gate else (ROWS, 3)
     mask = torch.rand(shape, **DOUBLE)

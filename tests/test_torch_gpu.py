@@ -90,7 +90,6 @@ CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("cell", "options", "arguments"), CASES, ids=["plain", "lengths", "flags"])
 def test_layers(cell: Any, options: Any, arguments: Any, ran: list[str], seed: int) -> None:
     """Outputs and all gradients against the layer's own composite, in float64."""
-    torch.manual_seed(seed)
     layer = anycell.torch.RNN(cell, 3, 6, device=DEVICE, **options)
     shape = (3, 4) if options.get("batch_first") else (4, 3)
     given = dict(arguments)
@@ -127,7 +126,6 @@ def results(layer: Any, x: Any, given: Any, seed: int, fused: bool) -> dict[str,
 
 def test_a_gradient_of_a_gradient(ran: list[str], seed: int) -> None:
     """The fused backward pass is differentiated by the composite."""
-    torch.manual_seed(seed)
     layer = anycell.torch.RNN(cells.PeepholeLSTM, 2, 3, device=DEVICE)
     found = []
     for like in (layer, copy.deepcopy(layer).double()):  # which no engine runs in float64
@@ -140,9 +138,8 @@ def test_a_gradient_of_a_gradient(ran: list[str], seed: int) -> None:
     assert_close(*found, "float32", "gradient")
 
 
-def test_autocast(ran: list[str], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a card as ``torch.nn``'s layers: 16 bits inside and out, gradients as the weights are."""
-    torch.manual_seed(seed)
     layer = anycell.torch.RNN(cells.LSTMP, 3, 6, P=5, device=DEVICE)
     x = torch.randn(4, 2, 3, device=DEVICE, requires_grad=True)
     expected, _ = layer(x)
@@ -282,9 +279,8 @@ def test_recurrent_mask(
 
 @pytest.mark.parametrize("repeat", [False, True])
 @pytest.mark.parametrize("cell", [cells.LSTM, Adding], ids=repr)
-def test_the_states_after_every_step(cell: Any, repeat: bool, ran: list[str], seed: int) -> None:
+def test_the_states_after_every_step(cell: Any, repeat: bool, ran: list[str]) -> None:
     """Of both directions; of Adding the backward pass does not read them."""
-    torch.manual_seed(seed)
     valid = torch.rand(6, 3, device=DEVICE) < 0.8
     call, arrays = problem(cell, False, False, torch.float32, DEVICE, mask=valid)
     options = call.options._replace(repeat=repeat)

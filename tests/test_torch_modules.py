@@ -23,11 +23,6 @@ nn, Tensor = torch.nn, torch.Tensor
 FLAGS = {"num_layers": 2, "bidirectional": True, "dtype": torch.float64}
 
 
-@pytest.fixture(autouse=True)
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-
-
 # -- what nn.LSTM has beside forward ---------------------------------------------------------------
 @pytest.mark.parametrize("kind", LAYERS)
 def test_attributes_of_torchs_layers(kind: str) -> None:

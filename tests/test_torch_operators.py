@@ -24,11 +24,6 @@ Tensor = torch.Tensor
 STEPS, ROWS = 40, 9  # so many that the kernel reads the input itself
 
 
-@pytest.fixture(autouse=True)
-def _fresh(seed: int) -> None:
-    torch.manual_seed(seed)
-
-
 def arguments(
     kind: Any, steps: int = 4, rows: int = 2, states: bool = False, **flags: Tensor
 ) -> tuple[Any, ...]:

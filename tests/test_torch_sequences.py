@@ -17,11 +17,6 @@ rnn = nn.utils.rnn
 DOUBLE = {"dtype": torch.float64}
 
 
-@pytest.fixture(autouse=True)
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-
-
 # -- PackedSequence --------------------------------------------------------------------------------
 LENGTHS = [[6, 4, 4, 1], [3, 6, 1, 6], [5, 5, 5], [1, 1], [4]]
 

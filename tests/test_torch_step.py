@@ -23,11 +23,6 @@ Tensor = torch.Tensor
 Results = dict[str, Tensor]
 
 
-@pytest.fixture(autouse=True)
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-
-
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Whether each step went the short way."""

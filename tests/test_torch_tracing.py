@@ -37,11 +37,6 @@ of_onnx = pytest.mark.filterwarnings(
 )
 
 
-@pytest.fixture(autouse=True)
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-
-
 class Model(nn.Module):
     """A layer among others."""
 

@@ -1,7 +1,6 @@
 """What surrounds training on NumPy: schedules, early stopping, normalisation; against PyTorch's."""
 
 import doctest
-import importlib.util
 import math
 import pickle
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from processes import load
 from tolerances import assert_close, is_slope
 
 import anycell
@@ -228,12 +228,7 @@ def test_statistics_are_saved_and_not_learned(tmp_path: Path) -> None:
 # -- all of it, on a series ------------------------------------------------------------------------
 def test_the_example_looks_a_year_ahead() -> None:
     pytest.importorskip("statsmodels")
-    path = Path(__file__).parents[1] / "examples" / "free_run.py"
-    spec = importlib.util.spec_from_file_location("free_run", path)
-    assert spec and spec.loader
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    teacher, sampling, repeat = module.main(["--quick"])
+    teacher, sampling, repeat = load("examples/free_run.py").main(["--quick"])
     assert teacher < 0.7 * repeat and sampling < 0.7 * repeat
 
 

@@ -7,7 +7,6 @@ Each is held against its own loop over the steps, in float64: results and gradie
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from test_torch_functional import tensors_of
 from tolerances import assert_close
@@ -20,11 +19,6 @@ from anycell import cell, cells, sigmoid, tanh
 
 STEPS, ROWS, INPUTS, UNITS = 9, 4, 3, 6
 F64: dict[str, Any] = {"dtype": torch.float64}
-
-
-@pytest.fixture(autouse=True)
-def draws(seed: int) -> None:
-    torch.manual_seed(seed)
 
 
 def randn(*shape: int) -> Tensor:

@@ -1,7 +1,6 @@
 """Every behaviour of a layer, on every frontend, against the reference engine in float64."""
 
 import importlib
-import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -27,9 +26,6 @@ from conformance.problem import (
     is_float,
 )
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# Keras reads its variables for NumPy 1.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 NEEDS = {
     "on_numpy": "numpy",
     "on_torch": "torch",
