@@ -134,7 +134,17 @@ CALLS: dict[str, tuple[str, ...]] = {
 }
 
 
-@ask(*CALLS, cells=some, has=CALLS.__getitem__, more=lambda *_: False)
+def said_by_others(frontend: Frontend, cell: Cell, case: str) -> bool:
+    """All but a few calls that have together whatever the frontend takes, those with most first."""
+    seen, chosen = set[str](), ["plain"]
+    for name in sorted(CALLS, key=lambda name: -len(CALLS[name])):
+        if frontend.runs(cell, *CALLS[name]) and not seen.issuperset(CALLS[name]):
+            seen.update(CALLS[name])
+            chosen.append(name)
+    return frontend.alike and case not in chosen
+
+
+@ask(*CALLS, cells=some, has=CALLS.__getitem__, more=said_by_others)
 def test_calls(frontend: Frontend, cell: Cell, case: str) -> None:
     check(frontend, draw(cell, STANDARD, CALLS[case], dtype(frontend)))
 
@@ -178,7 +188,12 @@ def every(frontend: Frontend) -> tuple[Cell, ...]:
     return tuple(EVERY) if frontend.cells is None else ()
 
 
-@ask("", cells=every)
+def shown_by_others(frontend: Frontend, cell: Cell, _: str) -> bool:
+    """Each cell by the layers; those that stand for all everywhere."""
+    return frontend.variant or (frontend.alike and cell not in (*some(frontend), Odd))
+
+
+@ask("", cells=every, more=shown_by_others)
 def test_every_cell(frontend: Frontend, cell: Cell, case: str) -> None:
     """With all that the frontend has, in one call."""
     has = [word for word in FULL if word not in frontend.lacks]
@@ -222,7 +237,7 @@ def two(frontend: Frontend) -> tuple[Cell, ...]:
 
 def needs_kernels(frontend: Frontend, cell: Cell, size: str) -> bool:
     """Of sizes that no other frontend needs, of cells that only this one has."""
-    return frontend.variant or (cell not in BUILT_IN and SIZES[size][3] > 7)
+    return frontend.variant or frontend.alike or (cell not in BUILT_IN and SIZES[size][3] > 7)
 
 
 @ask(*SIZES, cells=two, has=lambda size: (size,), more=needs_kernels)
