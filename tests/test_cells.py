@@ -352,57 +352,6 @@ def test_every_option_is_tested() -> None:
             assert any(option in other.given for other in listed), (name, option)
 
 
-# ---- PyTorch's layer -----------------------------------------------------------------------------
-@pytest.mark.parametrize("reverse", [False, True])
-def test_the_projection_is_that_of_torch(reverse: bool, rng: np.random.Generator) -> None:
-    module = torch.nn.LSTM(4, 5, proj_size=3, dtype=torch.float64)
-    own = anycell.torch.RNN(cells.LSTMP, 4, 5, P=3, dtype=torch.float64)
-    own.load_state_dict(module.state_dict())
-    x = torch.tensor(rng.standard_normal((7, 2, 4)))
-    x = x.flip(0) if reverse else x
-    h, c = (torch.tensor(rng.standard_normal((1, 2, size))) for size in (3, 5))
-    results = []
-    for layer in (module, own):
-        output, (last_h, last_c) = layer(x, (h, c))
-        loss = output.square().sum() + last_h.sum() + last_c.square().sum()
-        grads = torch.autograd.grad(loss, [layer.get_parameter(n) for n in module.state_dict()])
-        results.append([output, last_h, last_c, *grads])
-    for k, (expected, found) in enumerate(zip(*results, strict=True)):
-        kind = "forward" if k < 3 else "gradient"
-        assert_close(found.detach(), expected.detach(), "float64", kind, axes=())
-
-
-# ---- layers --------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "cell",
-    [cell for cell in EVERY if [l.name for l in cell.linears] != ["hh"] or cell.static],
-    ids=repr,
-)
-def test_the_layers_of_both_frontends_agree(cell: Cell, rng: np.random.Generator) -> None:
-    """Weights, of every shape, move from one to the other; results and gradients are the same."""
-    sizes = {"P": 2} if "P" in {s.size for s in cell.states} else {}
-    torch.manual_seed(0)
-    theirs = anycell.torch.RNN(cell, 3, 4, dtype=torch.float64, **sizes).eval()
-    ours = anycell.numpy.RNN(cell, 3, 4, dtype="float64", seed=0, **sizes)
-    for name, value in ours.parameters.items():
-        assert np.isfinite(value).all(), name
-    ours.set_parameters({name: p.numpy() for name, p in theirs.state_dict().items()})
-    x = rng.standard_normal((5, 2, 3))
-    static = {} if cell.static is None else {"static": rng.standard_normal((2, 4))}
-    resets = rng.random((5, 2)) < 0.4  # to the declared initial values
-    found, _ = ours.forward(x, resets=resets, training=not cell.keeps, **static)
-    tensors = {name: torch.tensor(value) for name, value in static.items()}
-    expected, _ = theirs(torch.tensor(x), resets=torch.tensor(resets), **tensors)
-    assert_close(found, expected.detach(), "float64", "forward")
-    if cell.keeps:
-        return
-    ours.backward(np.ones_like(found))
-    expected.sum().backward()
-    for name, p in theirs.named_parameters():
-        grad = torch.zeros_like(p) if p.grad is None else p.grad
-        assert_close(ours.grads[name], grad, "float64", "gradient", name, axes=())
-
-
 # ---- sLSTM ---------------------------------------------------------------------------------------
 def test_the_stabiliser_changes_nothing(rng: np.random.Generator) -> None:
     """From the declared initial values, against the equations of the paper without m."""

@@ -293,31 +293,6 @@ def test_appended_padding(cell: Cell, dtype: str, rng: np.random.Generator) -> N
     assert_right({k: v for k, v in padded.items() if k.startswith("d weights")}, problem)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@each_dtype
-@each_cell
-def test_resets_equal_separate_calls(
-    cell: Cell, dtype: str, reverse: bool, rng: np.random.Generator
-) -> None:
-    problem = random_problem(cell, (8, 5, 33), rng, resets=True, reverse=reverse).astype(dtype)
-    cut = 4 if reverse else 5
-    problem["resets"][:] = np.arange(8)[:, None] == cut
-    after = slice(None, cut + 1) if reverse else slice(cut, None)
-    alone = problem.map(lambda name, a: a[after] if name in ("gates_x", "d_outputs") else a)
-    restored = {
-        f"state {s}": np.broadcast_to(problem[f"reset_state {s}"], (5, 33)).copy()
-        for s in cell.state_names
-    }
-    alone = alone.but({**restored, "resets": np.zeros((8, 5), bool)[after]})
-    whole, part = by_cpu(problem), by_cpu(alone)
-    for name in ("outputs", "d gates_x"):
-        assert_array_equal(whole[name][after], part[name])
-    for s in cell.state_names:
-        assert_array_equal(whole[f"final {s}"], part[f"final {s}"])
-        d, each = whole[f"d reset_state {s}"], part[f"d state {s}"]
-        assert_array_equal(d, each if d.ndim == 2 else each.sum(0))
-
-
 @each_dtype
 @some_cells
 def test_chunks_of_time(

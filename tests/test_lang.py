@@ -493,11 +493,8 @@ def test_functions_of_other_libraries_are_refused() -> None:
 @pytest.mark.parametrize(
     ("function", "declaration", "message"),
     [
-        (lambda x, r, s: (x.a, x.b), {}, "returned 2 value(s), its states are 1: h"),
         (lambda x, r, s: x.a, {"state": "h c"}, "return the new states in the declared order"),
         (lambda x, r, s: x + r, {"state": "h c"}, "`return h, c`"),
-        (lambda x, r, s: None, {}, "returned NoneType for the new state 'h'"),
-        (lambda x, r, s: x.a > 0, {}, "where(condition, 1.0, 0.0)"),
         (lambda x, r, s: x.a + s.h, {"state": "h:P"}, "one of size"),
         (lambda x, r, s: x.a, {"state": "h:P"}, 'change the size with linear(value, "name")'),
         (lambda x, r, s: (s.c, tanh(x.a)), {"state": "h:P c"}, "do not close"),
@@ -855,15 +852,6 @@ def test_expressions_print_as_python() -> None:
         1 / (1 + anycell.exp(-a)),
     ):
         assert eval(show(node), scope) is node, show(node)
-
-
-def test_shared_values_get_a_line() -> None:
-    a = leaf("a")
-    twice = tanh(a)
-    lines = list(listing([("h", twice * twice), ("c", twice)]))
-    assert lines == ["c = tanh(p.a)", "h = c * c"]
-    lines = list(listing([("h", sigmoid(twice) + twice)]))
-    assert lines == ["t1 = tanh(p.a)", "h = sigmoid(t1) + t1"]
 
 
 # -- the op table --------------------------------------------------------------------------------

@@ -91,8 +91,6 @@ def problem(
     return x, state, (d_output, d_state)
 
 
-# -- against torch ---------------------------------------------------------------------------------
-
 # -- against finite differences --------------------------------------------------------------------
 EVERY_CELL = [
     *(getattr(cells, name) for name in cells.__all__),

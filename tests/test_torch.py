@@ -26,13 +26,13 @@ from torch_layers import (  # noqa: E402
     Odd,
     Zoned,
     assert_same,
+    assert_same_error,
     by_name,
     fused,
     lacks,
     of_torchscript,
     run,
     twins,
-    whole_graphs,
 )
 
 import anycell  # noqa: E402
@@ -181,12 +181,7 @@ def test_errors_are_torchs(kind: str) -> None:
         ("x",),
     ]
     for arguments in calls:
-        raised = []
-        for layer in (ours, theirs):
-            with pytest.raises(Exception) as caught:
-                layer(*arguments)
-            raised.append((type(caught.value), str(caught.value)))
-        assert raised[0] == raised[1]
+        assert_same_error(ours, theirs, *arguments)
     refused = []
     for bad in ({"hidden_size": 0}, {"dropout": 2.0}, {"num_layers": 0}, {"bias": 1}):
         said = []
@@ -400,12 +395,7 @@ def test_cells(name: str) -> None:
     alone, ref = ours(x[0]), theirs(x[0])
     assert_close(alone[0].detach(), ref[0].detach(), "float64", "forward")
     for bad in ((x[:, :2],), (x[None],), (x, (given, given) if name == "GRUCell" else given[0][0])):
-        raised = []
-        for module in (ours, theirs):
-            with pytest.raises(Exception) as caught:
-                module(*bad)
-            raised.append((type(caught.value), str(caught.value)))
-        assert raised[0] == raised[1]
+        assert_same_error(ours, theirs, *bad)
 
 
 @pytest.mark.parametrize("rows", [None, 0, 1, 4, 33])
@@ -437,12 +427,7 @@ def test_a_step_that_torch_takes(kind: str, form: int, rows: int | None) -> None
         for name, value in found[1].items():
             assert kind == "LSTM" or torch.equal(found[0][name], value), name
     for bad in (x[..., :2], x.half(), x.flatten()[0] if rows else x[..., :1]):
-        raised = []
-        for layer in (ours, theirs):
-            with pytest.raises(Exception) as caught:
-                layer(bad)
-            raised.append((type(caught.value), str(caught.value)))
-        assert raised[0] == raised[1]
+        assert_same_error(ours, theirs, bad)
 
 
 @pytest.mark.parametrize("kind", CELLS, **by_name)
@@ -599,30 +584,6 @@ def test_function_transforms(kind: str) -> None:
         tangent = torch.autograd.forward_ad.unpack_dual(layer(dual)[0]).tangent
     total = jacobians[0].sum((-3, -2, -1))
     assert_close(tangent.sum(0).detach(), total.detach(), "float64", "gradient")
-
-
-@of_torchscript
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # from torch.nn itself
-def test_torchscript() -> None:
-    x = torch.randn(4, 2, 3)
-    for layer in (at.LSTM(3, 5), at.GRU(3, 5, 2, bidirectional=True)):
-        for compiled in (
-            torch.jit.trace(layer, (x,)),
-            torch.jit.script(nn.Sequential(copy.deepcopy(layer))),
-        ):
-            assert_close(compiled(x)[0].detach(), layer(x)[0].detach(), "float32", "forward")
-    step = at.LSTMCell(3, 5)
-    scripted = torch.jit.script(step)
-    assert_close(scripted(x[0])[0].detach(), step(x[0])[0].detach(), "float32", "forward")
-
-
-@whole_graphs
-@pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
-def test_export() -> None:
-    x = torch.randn(3, 2, 3)
-    for layer in (at.GRU(3, 5), at.RNN(cells.PeepholeLSTM, 3, 5)):
-        exported = torch.export.export(layer, (x,), strict=False).module()
-        assert_close(exported(x)[0].detach(), layer(x)[0].detach(), "float32", "forward")
 
 
 # -- accelerate ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tolerances import assert_close
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
-from torch_layers import Gated, of_torchscript, whole_graphs
+from torch_layers import Gated, of_torchscript, tensors_of, weighted, whole_graphs
 
 import anycell
 import anycell.torch as at
@@ -91,26 +91,11 @@ def given_by(cell: Any, projected: bool = False, **options: Any) -> tuple[tuple[
     return (cell, make(STEPS, ROWS, width), weights, state), options
 
 
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """All tensors in arguments or results."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, PackedSequence):
-        return [value.data]
-    values = value.values() if isinstance(value, dict) else value
-    return (
-        [t for v in values for t in tensors_of(v)] if isinstance(value, (tuple, list, dict)) else []
-    )
-
-
 def solved(arguments: Any, options: Any, **more: Any) -> list[torch.Tensor]:
     """Results of ``recurrence`` and the gradients of a sum of all of them."""
     results = tensors_of(at.recurrence(*arguments, **options, **more))
     wanted = [t for t in tensors_of([*arguments[1:], options]) if t.requires_grad]
-    loss = sum(
-        (t * torch.linspace(-1, 1, t.numel(), **DOUBLE).view(t.shape)).sum() for t in results
-    )
-    return [*results, *torch.autograd.grad(loss, wanted)]
+    return [*results, *torch.autograd.grad(weighted(results), wanted)]
 
 
 def assert_same(
@@ -465,10 +450,8 @@ def test_compiled(cell: Any) -> None:
         compiled = torch.compile(call, backend="aot_eager", fullgraph=whole, dynamic=False)
         found = tensors_of(compiled(*arguments[1:], **options))
         assert_same(found, right[: len(found)], "forward")
-        loss = sum(
-            (t * torch.linspace(-1, 1, t.numel(), **DOUBLE).view(t.shape)).sum() for t in found
-        )
-        assert_same(list(torch.autograd.grad(loss, tensors_of(arguments[1:]))), right[len(found) :])
+        grads = torch.autograd.grad(weighted(found), tensors_of(arguments[1:]))
+        assert_same(list(grads), right[len(found) :])
 
 
 # -- errors ----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from gpu import CARD, DEVICE, SLOW, torch  # before anything else that may impor
 from test_torch_functional import Adding, problem
 from tolerances import assert_close
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch_layers import assert_same, given_to_forward
+from torch_layers import assert_same, given_to_forward, weighted
 
 import anycell
 from anycell import cells
@@ -113,8 +113,7 @@ def results(layer: Any, x: Any, given: Any, seed: int, fused: bool) -> dict[str,
     try:
         output, final = layer(x, **given)
         states = final if isinstance(final, tuple) else (final,)
-        total = sum((t * torch.linspace(-1, 1, t.numel()).view(t.shape).to(t)).sum()
-                    for t in (output, *states))  # fmt: skip
+        total = weighted([output, *states])
         leaves = {"d x": x, **{f"d {name}": p for name, p in layer.named_parameters()}}
         gradients = torch.autograd.grad(total, leaves.values())
     finally:
@@ -326,8 +325,7 @@ def test_one_graph(checkpoint: Any, ran: list[str], short_chunks: None, seed: in
     for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
         torch.manual_seed(seed)  # of the random masks
         output, final = run(x, **given)
-        total = sum((t * torch.linspace(-1, 1, t.numel()).view(t.shape).to(t)).sum()
-                    for t in (output, *final))  # fmt: skip
+        total = weighted([output, *final])
         found.append([output, *final, *torch.autograd.grad(total, [x, *layer.parameters()])])
         assert {"forward", "backward"} <= set(ran)
         ran.clear()

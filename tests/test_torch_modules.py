@@ -2,7 +2,6 @@
 
 import copy
 import cProfile
-import pickle
 import pstats
 from collections.abc import Callable
 from typing import Any
@@ -131,24 +130,6 @@ def test_rewritten_weights(kind: str, rewrite: str) -> None:
     except RuntimeError:  # torch refuses it while the weight is a result, not a parameter
         return
     assert torch.equal(copy.deepcopy(ours)(x)[0], ours(x)[0])
-
-
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-def test_files(kind: str, tmp_path: Any) -> None:
-    """Keys and layout in a file are torch's."""
-    make = (
-        (lambda: at.RNN(cells.LSTM, 3, 5, 2))
-        if kind == "RNN"
-        else (lambda: LAYERS[kind][0](3, 5, 2))
-    )
-    layer = make()
-    plain = nn.LSTM(3, 5, 2) if kind == "RNN" else LAYERS[kind][1](3, 5, 2)
-    x, path = torch.randn(4, 2, 3), tmp_path / "layer.pt"
-    torch.save(layer.state_dict(), path)
-    plain.load_state_dict(torch.load(path, weights_only=True))
-    assert_same(run(layer, x), run(plain, x), "float32")
-    other = pickle.loads(pickle.dumps(layer))
-    assert type(other) is type(layer) and torch.equal(other(x)[0], layer(x)[0])
 
 
 @pytest.mark.parametrize("kind", LAYERS)

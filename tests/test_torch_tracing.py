@@ -143,7 +143,9 @@ def test_a_trace_of_one_step_is_of_any(kind: str) -> None:
 
 
 @of_torchscript
-@pytest.mark.parametrize("name", ["LSTM", "LSTM, all options", "GRU", "GRU, all options"])
+@pytest.mark.parametrize(
+    "name", ["LSTM", "LSTM, all options", "GRU", "GRU, all options", "LSTMCell", "GRUCell"]
+)
 def test_script(name: str) -> None:
     layer = LAYERS[name]().double()
     x = given_to(layer).double()
