@@ -107,7 +107,7 @@ FIXED_ISA = {
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests of those files, and as slow the cases behind a sample; leaves out the cases
+    """Marks the tests of those files, and as slow the cases that are not of a sample; leaves out the cases
     of grids that other days run.
     """
     cases: collections.Counter[tuple[object, str]] = collections.Counter()
@@ -117,8 +117,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         sample = item.get_closest_marker("sample")
         if sample and not item.get_closest_marker("slow"):
             function = item.path, item.name.partition("[")[0]
+            number, every = cases[function], sample.kwargs.get("every")
             cases[function] += 1
-            if cases[function] > sample.args[0]:
+            if number % every if every else number >= sample.args[0]:
                 item.add_marker("slow")
     day, days = map(config.getoption, ("day", "days"))
 

@@ -269,8 +269,9 @@ def torchs_lack(cell: str, dtype: str) -> str | None:
     return lack
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("cell", CLASSICS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.sample(every=2)
 def test_everybody_solves_the_same_problem(cell: str, dtype: str) -> None:
     problem = Problem(find_cell(cell), SMALL, dtype)
     want = contenders().reference(problem, "training")

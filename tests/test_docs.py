@@ -36,13 +36,8 @@ def run(script: Path, *paths: Path) -> str:
     return processes.run(str(script), cwd=script.parent, paths=paths)
 
 
-FAST = "README.md", "docs/your-own-cell.md"
-
-
-@pytest.mark.parametrize(
-    "document",
-    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in EXAMPLES],
-)
+@pytest.mark.parametrize("document", EXAMPLES)
+@pytest.mark.sample(1)
 def test_the_examples_run(document: str, tmp_path: Path) -> None:
     """And print what the document says that they print."""
     pytest.importorskip("torch")

@@ -215,6 +215,7 @@ def test_dropout_draws_what_keras_draws(name: str) -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", KERAS)
+@pytest.mark.sample(every=3)
 def test_recurrent_dropout_draws_what_keras_draws(
     name: str, masked: bool, dropout: float, dtype: str
 ) -> None:
@@ -358,8 +359,9 @@ def test_encoder_decoder_states_in_the_functional_api(rng: np.random.Generator) 
     assert_close(second.predict(x, verbose=0), first.predict(x, verbose=0), "float32", "forward")
 
 
-@pytest.mark.parametrize("kind", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("name", KERAS)
+@pytest.mark.parametrize("kind", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.sample(every=2)
 def test_mixed_precision(name: str, kind: str, rng: np.random.Generator) -> None:
     theirs, ours = pair(name, 8, return_sequences=True, dtype=kind)
     exact = getattr(keras.layers, name)(8, return_sequences=True)

@@ -482,6 +482,7 @@ def test_torch_functions_are_refused() -> None:
         assert "params=" in refused(function)
 
 
+@pytest.mark.more  # importing jax takes seconds
 def test_functions_of_other_libraries_are_refused() -> None:
     """Which ask a value for what it is before they say what they want."""
     jnp = pytest.importorskip("jax.numpy")

@@ -110,12 +110,14 @@ def test_cells(name: str, seed: int) -> None:
             assert_rounded(small(cell, (5, 3, 33), seed + n, **how), threads=2)
 
 
+@pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("cell", FEW, ids=lambda cell: cell.name)
-def test_sizes(cell: Any, seed: int) -> None:
+@pytest.mark.sample(every=2)
+def test_sizes(part: int, cell: Any, seed: int) -> None:
     """Around vectors and fours; one row, no rows, no steps; more rows than a panel."""
     sizes = [4, 60] if cell is cells.sLSTM else [1, 3, 4, 5, 16, 17, 65]
     shapes = [(3, 2, h) for h in sizes] + [(0, 3, 8), (4, 0, 8), (1, 1, 8), (2, 50, 8)]
-    for n, shape in enumerate(shapes):
+    for n, shape in list(enumerate(shapes))[part::3]:
         problem = small(cell, shape, seed + n)
         assert_rounded(problem, threads=1 + n % 3, projected=n % 2 == 0)
 
@@ -222,7 +224,7 @@ def padded(shape: tuple[int, int], dtype: str) -> Array:
     return Padded(3, 1)(shape, dtype)
 
 
-@every_isa
+@widest
 def test_products(name: str, seed: int) -> None:
     with isa.force(name):
         check_products(seed, padded)
@@ -568,6 +570,7 @@ FORCED = {"forced": 1.0, "free": 0.0, "gaps": np.random.default_rng(0).random((9
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "PeepholeLSTM", "LSTMP", "IndRNN"])
 @pytest.mark.parametrize("forced", FORCED)
+@pytest.mark.sample(every=2)
 def test_feedback_in_8_bits(kind: str, forced: str, rng: np.random.Generator) -> None:
     """Both frontends have the same bits, multiply integers, and are what they were before."""
     theirs, ours = fed(kind)

@@ -112,6 +112,7 @@ def test_gru_cell_is_gru_block_cell(rng: np.random.Generator) -> None:
     assert np.array_equal(output, state)
 
 
+@pytest.mark.more
 def test_under_xla(rng: np.random.Generator) -> None:
     cell = t1.LSTMBlockFusedCell(UNITS, use_peephole=True)
     randomize(cell, rng)
@@ -153,7 +154,7 @@ def legacy(request: pytest.FixtureRequest) -> Iterator[Any]:
     ],
 )
 @pytest.mark.parametrize(("name", "scope", "kind", "given"), OF_VERSION_1)
-@pytest.mark.sample(8)
+@pytest.mark.sample(every=3)
 def test_cells_and_loops_of_version_1(
     legacy: Any, name: str, scope: str, kind: Any, given: Any, loop: str, scopes: list[str],
     tmp_path: Path, rng: np.random.Generator,
@@ -231,7 +232,6 @@ HALF = [
     ("BasicLSTMCell", {}, "bfloat16"),
     ("LSTMCell", BOUNDED, "bfloat16"),
     ("BasicRNNCell", {"activation": "relu"}, "float16"),
-    ("BasicRNNCell", {"activation": "relu"}, "bfloat16"),
     ("GRUCell", {}, "float16"),
 ]
 
@@ -240,9 +240,10 @@ HALF = [
 @pytest.mark.parametrize(
     ("name", "given", "dtype"),
     [
+        ("BasicRNNCell", {"activation": "relu"}, "bfloat16"),
         ("GRUCell", {}, "bfloat16"),
         ("LSTMCell", BOUNDED, "float16"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in HALF),
+        *HALF,
     ],
 )
 @pytest.mark.parametrize("legacy", LEGACY[:1], indirect=True)

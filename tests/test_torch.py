@@ -72,6 +72,7 @@ def test_flags(kind: str, flags: dict[str, Any], with_state: bool) -> None:
 
 @pytest.mark.parametrize("sizes", AWKWARD, ids=str)
 @pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.sample(every=2)
 def test_float32(kind: str, sizes: tuple[int, int, int]) -> None:
     """Within the limits, and no worse than torch's own: both for the median of some draws.
 
