@@ -181,25 +181,26 @@ def reduces(cell: Cell) -> bool:
 
 # -- right ---------------------------------------------------------------------------------------
 @pytest.mark.fixed_isa
+@pytest.mark.parametrize("k", range(3))
 @each_instruction_set()
+@pytest.mark.sample(every=3)
 def test_forward_and_every_gradient(
-    name: str, cell: Cell, dtype: str, rng: np.random.Generator, ran: list[str]
+    name: str, cell: Cell, dtype: str, k: int, rng: np.random.Generator, ran: list[str]
 ) -> None:
     with isa.force(name):
         for i, shape in enumerate(AWKWARD):
             if dtype == "float32" and shape[2] == 1 and reduces(cell):
                 continue  # the norm of one unit is 0, and its float32 gradient nothing but rounding
-            for k in range(3):
-                situation = SITUATIONS[(i + 2 * k) % len(SITUATIONS)]
-                problem = random_problem(cell, shape, rng, dtype, **situation)
-                ran.clear()
-                solution = by_cpu(problem)
-                assert ran == ["cpu", "cpu"]
-                assert_right(solution, problem)
-                assert set(solution) == set(problem.right)
-                ran.clear()
-                assert_same(solution, by_recurrence(problem))
-                assert ran == ["cpu"]
+            situation = SITUATIONS[(i + 2 * k) % len(SITUATIONS)]
+            problem = random_problem(cell, shape, rng, dtype, **situation)
+            ran.clear()
+            solution = by_cpu(problem)
+            assert ran == ["cpu", "cpu"]
+            assert_right(solution, problem)
+            assert set(solution) == set(problem.right)
+            ran.clear()
+            assert_same(solution, by_recurrence(problem))
+            assert ran == ["cpu"]
 
 
 @pytest.mark.slow

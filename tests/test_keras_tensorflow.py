@@ -572,23 +572,29 @@ def assert_runs_elsewhere(path: str, call: str, x: Any, right: Any) -> None:
     assert_close(np.float32(json.loads(found.splitlines()[-1])), right, "float32", "forward")
 
 
-def model_for_export(whole: bool) -> Any:
+def model_for_export() -> Any:
     given = keras.Input((None, 3))
-    if not whole:
-        return keras.Model(given, ak.RNN(Leaky, 4)(given))
     hidden = keras.layers.Bidirectional(ak.LSTM(4, return_sequences=True))(given)
     hidden = ak.RNN(cells.LayerNormGRU, 3, return_sequences=True)(hidden)
     return keras.Model(given, keras.layers.Dense(2)(ak.RNN(Leaky, 4)(hidden)))
 
 
-@pytest.mark.parametrize(
-    ("way", "whole"), [("export", False), ("export", True), ("saved_model", True)]
-)
-@pytest.mark.sample(1)
+def test_exported_models_call_no_python(tmp_path: Path, rng: np.random.Generator) -> None:
+    given, x = keras.Input((None, 3)), data(rng, 2, 5, 3)
+    model = keras.Model(given, ak.RNN(Leaky, 4)(given))
+    right = model.predict(x, verbose=0)  # a graph with the kernels exists then
+    model.export(str(tmp_path))
+    found = tf.saved_model.load(str(tmp_path))
+    assert not any(map(calls_python, found.signatures.values()))
+    assert_close(found.serve(x).numpy(), right, "float32", "forward")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["export", "saved_model"])
 def test_exported_models_run_without_anycell(
-    way: str, whole: bool, tmp_path: Path, rng: np.random.Generator
+    way: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    model, x = model_for_export(whole), data(rng, 2, 5, 3)
+    model, x = model_for_export(), data(rng, 2, 5, 3)
     right = model.predict(x, verbose=0)  # a graph with the kernels exists then
     path = str(tmp_path / "model")
     if way == "export":
