@@ -107,8 +107,8 @@ FIXED_ISA = {
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests of those files, and as slow the cases that are not of a sample; leaves out the cases
-    of grids that other days run.
+    """Marks the tests of those files, and as slow the cases that are not of a sample; leaves out
+    the cases of grids that other days run.
     """
     cases: collections.Counter[tuple[object, str]] = collections.Counter()
     for item in items:
