@@ -315,6 +315,7 @@ def under_xla() -> None:
     print("right")
 
 
+@pytest.mark.slow
 def test_under_xla() -> None:
     pytest.importorskip("jax")
     assert "right" in python("import test_door; test_door.under_xla()", JAX_PLATFORMS="cpu")
