@@ -1,7 +1,5 @@
 """Which tests a CUDA card runs, and what becomes of them when it fails for good."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

@@ -1,11 +1,10 @@
 """What every test file shares: the command line options, the random seeds and the guards."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import datetime
 import os
+import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from cards import (  # noqa: F401 (hooks)
 )
 
 os.environ.setdefault("ANYCELL_CHECK", "1")  # every native call is held against its arrays
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 cards.choose_interpreter()
 # Triton reads that now; and it must come before TensorFlow: both bring an LLVM, and Triton's aborts
 # the process when it is the second.
@@ -86,8 +86,6 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 # -- selection -----------------------------------------------------------------------------------
-
-
 def day_of(item: str, days: int) -> int:
     """On which of ``days`` a case of a grid runs, by its name: so many days in a row run all."""
     return zlib.crc32(item.encode()) % days
@@ -109,8 +107,8 @@ FIXED_ISA = {
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests of those files, and as slow the cases behind a sample; leaves out the cases
-    of grids that other days run.
+    """Marks the tests of those files, and as slow the cases that are not of a sample; leaves out
+    the cases of grids that other days run.
     """
     cases: collections.Counter[tuple[object, str]] = collections.Counter()
     for item in items:
@@ -119,8 +117,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         sample = item.get_closest_marker("sample")
         if sample and not item.get_closest_marker("slow"):
             function = item.path, item.name.partition("[")[0]
+            number, every = cases[function], sample.kwargs.get("every")
             cases[function] += 1
-            if cases[function] > sample.args[0]:
+            if number % every if every else number >= sample.args[0]:
                 item.add_marker("slow")
     day, days = map(config.getoption, ("day", "days"))
 
@@ -132,8 +131,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 # -- randomness ----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="session")
 def seed(request: pytest.FixtureRequest) -> int:
     return request.config.getoption("seed")
@@ -143,6 +140,15 @@ def seed(request: pytest.FixtureRequest) -> int:
 def rng(seed: int) -> np.random.Generator:
     """Each test draws from the start of the same stream, whatever ran before it."""
     return np.random.default_rng(seed)
+
+
+@pytest.fixture(autouse=True)
+def seeded(seed: int) -> None:
+    """The frameworks that are there draw anew as well."""
+    if (keras := sys.modules.get("keras")) is not None:
+        keras.utils.set_random_seed(seed)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(seed)
 
 
 @pytest.fixture(params=[1, pytest.param(10, marks=pytest.mark.slow)], ids=["sample", "all"])
@@ -182,8 +188,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 # -- layers -------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def set_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Has layers on the CPU decide otherwise: ``set_layer(chunk_steps=lambda *_: 2)``.
@@ -222,9 +226,22 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return taken
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """As many for torch and for the engine."""
+    import torch
+
+    from anycell.engines import cpu
+
+    before, ours = torch.get_num_threads(), cpu.pool.threads()
+    torch.set_num_threads(2)
+    cpu.pool.set_threads(2)
+    yield
+    torch.set_num_threads(before)
+    cpu.pool.set_threads(ours)
+
+
 # -- guards --------------------------------------------------------------------------------------
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_cmdline_main(config: pytest.Config) -> Iterator[None]:
     """Kernels compiled by tests neither come from the user's cache nor end up there.

@@ -4,8 +4,6 @@ Convolutions put time last, recurrent layers want it first: what they are given 
 model has its project's layers and its way of turning the axes, with fewer channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

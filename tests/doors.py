@@ -1,7 +1,5 @@
 """Calls of a kernel's door without a layer around it."""
 
-from __future__ import annotations
-
 from array import array
 
 import numpy as np

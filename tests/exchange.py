@@ -10,8 +10,6 @@ process with threads, as a test runner's is, had better not fork.
 It fails where the programs at once compute anything else than one after the other.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -104,8 +104,6 @@ def until_it_succeeds(error: Callable[[], BaseException]) -> Iterator[Fault]:
 
 
 # -- files ---------------------------------------------------------------------------------------
-
-
 class _Listing:
     """What `os.scandir` gives."""
 
@@ -172,7 +170,6 @@ def _open(
 
 
 # -- memory --------------------------------------------------------------------------------------
-
 _SIZE, _POINTER = ctypes.c_size_t, ctypes.c_void_p
 _MALLOC = ctypes.CFUNCTYPE(_POINTER, _POINTER, _SIZE)
 _CALLOC = ctypes.CFUNCTYPE(_POINTER, _POINTER, _SIZE, _SIZE)

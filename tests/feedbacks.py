@@ -1,7 +1,5 @@
 """A readout that is fed back, with weights of 8 bits: what is right, for tests of all frontends."""
 
-from __future__ import annotations
-
 import numpy as np
 from integers import dequantized, round_rows
 

@@ -1,7 +1,5 @@
 """Solving a random problem on the GPU engine: on a card, or in Triton's interpreter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import cards
@@ -32,6 +30,8 @@ from anycell.torch.device import DeviceHost  # noqa: E402
 
 DEVICE = torch.device("cuda" if CARD else "cpu")
 SLOW = [] if CARD else [pytest.mark.slow]  # marks of what is slow in the interpreter alone
+# Of a process of its own, in which Triton is told anew what to do, and compiles.
+COMPILES = {"TRITON_INTERPRET": None, "OMP_NUM_THREADS": "1"}
 without_a_card = pytest.mark.skipif(CARD, reason="a card shows more")
 
 

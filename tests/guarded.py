@@ -5,8 +5,6 @@ problems on such memory, every one of them twice: each array ends at a forbidden
 begins behind one. It is for a process of its own, and says what it is about to do.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import math
@@ -106,8 +104,6 @@ def scratch(end: bool) -> Callable[..., Any]:
 
 
 # -- problems --------------------------------------------------------------------------------------
-
-
 @cell(gates="a b", state="h:P m", params="w", static="e")
 def Everything(x: Any, r: Any, s: Any, p: Any, e: Any) -> Any:
     """Every kind of argument: a second size, a parameter, a static input, a matmul inside the step,

@@ -1,7 +1,5 @@
 """Problems with weights of 8 bits: how to make them, and what is right."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

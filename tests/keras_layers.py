@@ -1,7 +1,5 @@
 """What the tests of the Keras layers share: results and gradients of a layer on any backend."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Mapping

@@ -5,8 +5,6 @@
 A script, because tests of the GPU engine have told Triton to interpret.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -334,8 +334,6 @@ def _gradients(problem: Problem, argument: str, found: Mapping[str, Array]) -> A
 
 
 # -- comparison ----------------------------------------------------------------------------------
-
-
 def assert_right(
     solution: Arrays, problem: Problem, told: str = "", dtype: str | None = None
 ) -> None:

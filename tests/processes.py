@@ -1,8 +1,7 @@
 """Whatever could hang, crash or leave a mark runs in a process of its own, under a time limit."""
 
-from __future__ import annotations
-
 import cProfile
+import importlib.util
 import os
 import pstats
 import signal
@@ -10,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,35 @@ ROOT = Path(__file__).parents[1]
 LIMIT = 300  # seconds that a process may take: far more than it needs on a busy machine
 
 
-def python(code: str, **env: str) -> str:
+def python(code: str, *arguments: str, **how: Any) -> str:
     """What `code` prints in a process of its own, which must end by itself and well."""
+    return run("-c", textwrap.dedent(code), *arguments, **how)
+
+
+def run(
+    *arguments: str,
+    status: int = 0,
+    quiet: bool = False,
+    cwd: Path = ROOT,
+    paths: Sequence[Path] = (),
+    **env: str | None,
+) -> str:
+    """What Python prints, called with these arguments, and if it is to end with another ``status``
+    than 0, its complaints too.
+
+    Args:
+        quiet: nothing goes to its standard error.
+        paths: directories that come before all others; behind them the checkout and its tests,
+            and what this process found: it may be another Triton.
+        env: further variables of the environment; None unsets one.
+    """
+    found = filter(None, [os.environ.get("PYTHONPATH")])
+    here = os.pathsep.join([*map(str, (*paths, ROOT, ROOT / "tests")), *found])
+    variables = {**os.environ, "PYTHONPATH": here, **env}
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), **env},
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={name: value for name, value in variables.items() if value is not None},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -41,8 +63,19 @@ def python(code: str, **env: str) -> str:
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
             pytest.fail(f"still running after {LIMIT} s\n{out}\n{err}")
-    assert process.returncode == 0, f"ended with {process.returncode}\n{out}\n{err}"
-    return out
+    assert process.returncode == status, f"ended with {process.returncode}\n{out}\n{err}"
+    assert not (quiet and err), err
+    return out + err if status else out
+
+
+def load(path: str) -> Any:
+    """A script of the checkout as a module."""
+    name = Path(path).stem
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def calls_of_ours(call: Callable[[], Any]) -> int:

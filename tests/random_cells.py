@@ -5,8 +5,6 @@ table joins values that are there already. They are brought into the row's domai
 range of the result is found by trying, so that a new row of the table needs nothing here.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 One file, because most of it runs the same small problem, or reads the same report.
 """
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import importlib
@@ -12,7 +10,6 @@ import importlib.util
 import itertools
 import json
 import math
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -22,7 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tolerances
-from processes import python
+from processes import load, python
 
 from anycell import cli
 from anycell.bench import gate, memory, report, stats, timing
@@ -70,8 +67,6 @@ def test_no_circle_of_imports() -> None:
 
 
 # -- statistics ------------------------------------------------------------------------------------
-
-
 def test_statistics_ignore_one_preempted_run() -> None:
     calm = [1.0, 1.1, 0.9, 1.0, 1.05]
     assert stats.median([*calm[:4], 50.0]) == pytest.approx(1.0)
@@ -185,8 +180,6 @@ def test_a_pause_lasts_as_long_as_threads_spin(clock: Clock) -> None:
 
 
 # -- the gate --------------------------------------------------------------------------------------
-
-
 def test_limits_are_those_of_the_test_suite() -> None:
     assert gate.LIMITS.items() <= tolerances.LIMITS.items()
 
@@ -221,8 +214,6 @@ def test_gate_of_bytes() -> None:
 
 
 # -- shapes and problems ---------------------------------------------------------------------------
-
-
 def test_shapes() -> None:
     assert len(all_shapes()) == 13
     assert {s.name for s in select(["all"])} == set(all_shapes()) - GPU_SIZED
@@ -258,8 +249,6 @@ def test_problem_is_the_same_for_everybody() -> None:
 
 
 # -- contenders ------------------------------------------------------------------------------------
-
-
 def contenders():
     pytest.importorskip("torch")
     return importlib.import_module("anycell.bench.contenders")
@@ -280,8 +269,9 @@ def torchs_lack(cell: str, dtype: str) -> str | None:
     return lack
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("cell", CLASSICS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.sample(every=2)
 def test_everybody_solves_the_same_problem(cell: str, dtype: str) -> None:
     problem = Problem(find_cell(cell), SMALL, dtype)
     want = contenders().reference(problem, "training")
@@ -554,8 +544,6 @@ def test_the_recurrence_alone() -> None:
 
 
 # -- the whole -------------------------------------------------------------------------------------
-
-
 def measure(**changes):
     runner = importlib.import_module("anycell.bench.runner")
     settings = runner.Settings(
@@ -744,8 +732,6 @@ def test_probes_run_in_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- alone -----------------------------------------------------------------------------------------
-
-
 def test_alone_is_a_process_with_nobody_else() -> None:
     """Neither torch nor its threads in that of a contender without it."""
     code = """
@@ -825,7 +811,7 @@ def reported(**times: tuple[list[float], list[float]]):
     return runner.Report(settings, machine, "today", [row])
 
 
-def test_a_time_that_is_another_one_alone_is_marked(speed_table) -> None:
+def test_a_time_that_is_another_one_alone_is_marked() -> None:
     result = reported(
         ours=([1.0, 1.0, 9.0], [1.05, 1.0, 1.09]),
         slower=([2.3, 2.2, 9.0], [2.0]),  # by a tenth and more in turns
@@ -855,24 +841,14 @@ def test_a_time_that_is_another_one_alone_is_marked(speed_table) -> None:
         "LSTM inference, small, quicker: 3 ms in turns, 3.4 ms alone",
     ]
 
-    lines = speed_table.table(json.loads(json.dumps(written)), "quicker").splitlines()
+    page = load("tools/speed_table.py").table(json.loads(json.dumps(written)), "quicker")
+    lines = page.splitlines()
     assert "| small (6, 3, 5, 7, 2 x 2) | 3! / 1 = **3.00** |" in lines
     assert "| the same, alone | **3.24** |" in lines
     assert lines[-1] == "! another time alone: LSTM inference of small, quicker: 3.4 ms."
 
 
-@pytest.fixture
-def speed_table():
-    path = Path(__file__).parents[1] / "tools" / "speed_table.py"
-    spec = importlib.util.spec_from_file_location("speed_table", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 # -- the command line ------------------------------------------------------------------------------
-
-
 def says(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     try:
         status = cli.main(arguments)
@@ -922,16 +898,13 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("package", ["torch", "rich", "psutil", "threadpoolctl"])
 def test_without_a_package_bench_says_what_to_install(package: str) -> None:
-    code = (
-        "import sys, importlib.util as u; find = u.find_spec\n"
-        f"u.find_spec = lambda name, *a: None if name == {package!r} else find(name, *a)\n"
-        "from anycell.cli import main; sys.exit(main(['bench']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert done.returncode == 2
-    assert f"{package}, which is not installed: pip install '.[bench]'" in done.stderr
+    code = f"""
+        import sys, importlib.util as u; find = u.find_spec
+        u.find_spec = lambda name, *a: None if name == {package!r} else find(name, *a)
+        from anycell.cli import main; sys.exit(main(['bench']))
+    """
+    said = python(code, status=2)
+    assert f"{package}, which is not installed: pip install '.[bench]'" in said
 
 
 def test_bench_from_the_command_line(

@@ -1,7 +1,5 @@
 """What ``cards`` does with the tests of a card: here CUDA is a stub."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

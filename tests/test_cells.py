@@ -1,7 +1,5 @@
 """The built-in cells against the equations of their papers, written out again in plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -27,9 +25,8 @@ Equations = Callable[[Any, Any, Given], Any]
 # p, the static input e, and draw(k, rate, per), the k-th random mask (in evaluation its mean). It
 # gives the new states.
 
+
 # ---- equations -----------------------------------------------------------------------------------
-
-
 def recur(h: Any, given: Given, name: str = "hh", parts: int = 1) -> Any:
     """All blocks of a matmul, each [B, .]."""
     bias = given["W"].get(f"bias_{name}")
@@ -249,29 +246,24 @@ CELLS: list[tuple[Cell, Equations]] = [
     (cells.MultiplicativeLSTM(gate_inside=True), multiplicative_lstm(gate_inside=True)),
     (cells.NAS, nas),
     (cells.PeepholeLSTM, lstm(peephole=True)),
-    (
-        cells.PeepholeLSTM(coupled=True, forget_bias=1.0, cell_clip=0.8),
-        lstm(coupled=True, forget_bias=1.0, cell_clip=0.8, peephole=True),
-    ),
+    (cells.PeepholeLSTM(coupled=True, forget_bias=1.0, cell_clip=0.8),
+     lstm(coupled=True, forget_bias=1.0, cell_clip=0.8, peephole=True)),
     (cells.PeepholeLSTM(gate_clip=1.5), lstm(gate_clip=1.5, peephole=True)),
     (cells.RNN, rnn(tanh)),
     (cells.RNN(nonlinearity="relu"), rnn(relu)),
     (cells.RecurrentDropoutLSTM, recurrent_dropout_lstm(0.25, "step")),
-    (
-        cells.RecurrentDropoutLSTM(dropout=0.5, per="sequence"),
-        recurrent_dropout_lstm(0.5, "sequence"),
-    ),
+    (cells.RecurrentDropoutLSTM(dropout=0.5, per="sequence"),
+     recurrent_dropout_lstm(0.5, "sequence")),
     (cells.VariationalLSTM, variational_lstm),
     (cells.ZoneoutGRU, zoneout_gru),
     (cells.ZoneoutLSTM, zoneout_lstm),
     (cells.sLSTM, slstm(1, F.logsigmoid)),
     (cells.sLSTM(heads=2, forget="exp"), slstm(2, lambda f: f)),
-]
+]  # fmt: skip
 EVERY = [cell for cell, _ in CELLS]
 
+
 # ---- the loop ------------------------------------------------------------------------------------
-
-
 def by_equations(problem: Problem, equations: Equations) -> Arrays:
     """Results by a loop in torch, and gradients by its autograd."""
     cell, options = problem.cell, problem.options
@@ -360,64 +352,7 @@ def test_every_option_is_tested() -> None:
             assert any(option in other.given for other in listed), (name, option)
 
 
-# ---- PyTorch's layer -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_the_projection_is_that_of_torch(reverse: bool, rng: np.random.Generator) -> None:
-    module = torch.nn.LSTM(4, 5, proj_size=3, dtype=torch.float64)
-    own = anycell.torch.RNN(cells.LSTMP, 4, 5, P=3, dtype=torch.float64)
-    own.load_state_dict(module.state_dict())
-    x = torch.tensor(rng.standard_normal((7, 2, 4)))
-    x = x.flip(0) if reverse else x
-    h, c = (torch.tensor(rng.standard_normal((1, 2, size))) for size in (3, 5))
-    results = []
-    for layer in (module, own):
-        output, (last_h, last_c) = layer(x, (h, c))
-        loss = output.square().sum() + last_h.sum() + last_c.square().sum()
-        grads = torch.autograd.grad(loss, [layer.get_parameter(n) for n in module.state_dict()])
-        results.append([output, last_h, last_c, *grads])
-    for k, (expected, found) in enumerate(zip(*results, strict=True)):
-        kind = "forward" if k < 3 else "gradient"
-        assert_close(found.detach(), expected.detach(), "float64", kind, axes=())
-
-
-# ---- layers --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "cell",
-    [cell for cell in EVERY if [l.name for l in cell.linears] != ["hh"] or cell.static],
-    ids=repr,
-)
-def test_the_layers_of_both_frontends_agree(cell: Cell, rng: np.random.Generator) -> None:
-    """Weights, of every shape, move from one to the other; results and gradients are the same."""
-    sizes = {"P": 2} if "P" in {s.size for s in cell.states} else {}
-    torch.manual_seed(0)
-    theirs = anycell.torch.RNN(cell, 3, 4, dtype=torch.float64, **sizes).eval()
-    ours = anycell.numpy.RNN(cell, 3, 4, dtype="float64", seed=0, **sizes)
-    for name, value in ours.parameters.items():
-        assert np.isfinite(value).all(), name
-    ours.set_parameters({name: p.numpy() for name, p in theirs.state_dict().items()})
-    x = rng.standard_normal((5, 2, 3))
-    static = {} if cell.static is None else {"static": rng.standard_normal((2, 4))}
-    resets = rng.random((5, 2)) < 0.4  # to the declared initial values
-    found, _ = ours.forward(x, resets=resets, training=not cell.keeps, **static)
-    tensors = {name: torch.tensor(value) for name, value in static.items()}
-    expected, _ = theirs(torch.tensor(x), resets=torch.tensor(resets), **tensors)
-    assert_close(found, expected.detach(), "float64", "forward")
-    if cell.keeps:
-        return
-    ours.backward(np.ones_like(found))
-    expected.sum().backward()
-    for name, p in theirs.named_parameters():
-        grad = torch.zeros_like(p) if p.grad is None else p.grad
-        assert_close(ours.grads[name], grad, "float64", "gradient", name, axes=())
-
-
 # ---- sLSTM ---------------------------------------------------------------------------------------
-
-
 def test_the_stabiliser_changes_nothing(rng: np.random.Generator) -> None:
     """From the declared initial values, against the equations of the paper without m."""
     cell = cells.sLSTM(forget="exp")
@@ -480,8 +415,6 @@ def test_the_stabiliser_at_its_limits(forget: str, rng: np.random.Generator) -> 
 
 
 # ---- gains of a norm -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("cell", "gain", "calm"),
     [
@@ -507,8 +440,6 @@ def test_the_recurrent_gains_start_where_long_sequences_are_calm(
 
 
 # ---- what dropout leaves alone -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "cell",
     [cells.RecurrentDropoutLSTM, cells.VariationalLSTM, cells.ZoneoutLSTM, cells.ZoneoutGRU],
@@ -648,8 +579,7 @@ def fixed(name: str) -> dict[str, Any]:
     [(ONLSTM, on_lstm), (MatrixLSTM, matrix_lstm), (MassLSTM, mass_lstm)],
     ids=["ONLSTM", "MatrixLSTM", "MassLSTM"],
 )
-def test_cells_of_fixed_matrices(cell: Cell, step: Equations, seed: int) -> None:
-    torch.manual_seed(seed)
+def test_cells_of_fixed_matrices(cell: Cell, step: Equations) -> None:
     sizes = {s.size: H * H for s in cell.states if s.size != "H"}
     layer = anycell.torch.RNN(cell, 3, H, dtype=torch.float64, **sizes)
     for name, matrix in fixed(cell.name).items():

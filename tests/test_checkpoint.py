@@ -1,7 +1,5 @@
 """Checkpoints: the bits of a run that keeps everything, in less memory."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +21,6 @@ def _short_chunks(set_layer: Callable[..., None]) -> None:
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------
-
 CELLS = (
     "LSTM GRU PeepholeLSTM LayerNormLSTM ZoneoutLSTM VariationalLSTM LSTMP NAS sLSTM GRUD".split()
 )
@@ -215,8 +212,6 @@ def test_peak_memory() -> None:
 
 
 # ---- NumPy ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bidirectional", [False, True], ids=["", "both"])
 @pytest.mark.parametrize("name", ["LSTM", "ZoneoutGRU"])
 def test_same_bits_in_numpy(name: str, bidirectional: bool) -> None:

@@ -1,19 +1,16 @@
 """``anycell.compress``: fewer units, for any cell, from what its graph says."""
 
-from __future__ import annotations
-
 import copy
 import functools
-import importlib.util
 import pickle
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from problems import assert_right, by_cpu, random_problem
+from processes import load
 from tolerances import assert_close
 from torch import nn
 
@@ -322,8 +319,6 @@ def test_parts_keep_as_many() -> None:
 
 
 # -- NumPy -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", [cells.LSTM, cells.LSTMP, cells.sLSTM(heads=2)], ids=repr)
 def test_numpy_is_torch(case: Cell, rng: np.random.Generator) -> None:
     sized = {"P": 8} if case is cells.LSTMP else {}
@@ -384,8 +379,6 @@ def test_a_backward_pass_that_is_under_way_is_refused(rng: np.random.Generator) 
 
 
 # -- schedules, refusals ---------------------------------------------------------------------------
-
-
 def test_gradual() -> None:
     keep = compress.gradual(0.25, begin=10, end=110)
     assert [keep(step) for step in (0, 10, 110, 500)] == [1.0, 1.0, 0.25, 0.25]
@@ -449,8 +442,6 @@ def test_parametrized_weights_are_refused() -> None:
 
 
 # -- weights of low rank ---------------------------------------------------------------------------
-
-
 def full_rank(layer: Any) -> Iterator[Any]:
     """The layer with factors that lose nothing: for each size of weights, those of that size."""
     sizes = dict(layer._sizes) if hasattr(layer, "_sizes") else layer.sizes
@@ -619,19 +610,12 @@ def test_gates_apart_keep_their_bias() -> None:
 
 
 # -- all of it, on a series and on sentences -------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_example() -> None:
     """Eight bits and sixteen say what float32 says, and each way is smaller."""
     pytest.importorskip("statsmodels")
     pytest.importorskip("rich")
-    path = Path(__file__).parents[1] / "examples" / "smaller.py"
-    spec = importlib.util.spec_from_file_location("smaller", path)
-    assert spec and spec.loader
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for whole, half, eight, fewer, both in module.main(["--quick"]).values():
+    for whole, half, eight, fewer, both in load("examples/smaller.py").main(["--quick"]).values():
         for row in (half, eight):
             assert abs(row.quality - whole.quality) < 0.02 * abs(whole.quality)
         assert abs(both.quality - fewer.quality) < 0.02 * abs(fewer.quality)

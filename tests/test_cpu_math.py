@@ -77,7 +77,6 @@ def apply(target, real, op, *inputs):
 
 
 # --------------------------------------------------------------------------------- accuracy
-
 LONG = np.finfo(np.longdouble).nmant >= 63
 
 
@@ -191,7 +190,6 @@ def test_wider_registers_give_the_same_bits():
 
 
 # ------------------------------------------------------------------------------- other rows
-
 BINARY = {
     "add": np.add,
     "sub": np.subtract,
@@ -294,8 +292,6 @@ def test_philox(target, real):
 
 
 # ----------------------------------------------------------------------------------- builder
-
-
 @everywhere
 def test_transpose(target, real):
     lanes = isa.TARGETS[target].lanes(real)
@@ -525,8 +521,6 @@ def test_numbers_of_a_choice_have_a_type():
 
 
 # ------------------------------------------------------------------------- numbers in memory
-
-
 def converted(target, number, floats, halves):
     """Floats as the bits of numbers of 16 bits, and such bits as floats."""
     narrowed, widened = np.zeros(len(floats), np.uint16), np.zeros(len(halves), np.float32)

@@ -1,7 +1,5 @@
 """The matmul of what is parallel in time: layouts, sizes, threads, bits, and whose matmul it is."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -161,8 +159,6 @@ def test_it_stays_within_its_arrays(name: str, dtype: str, seed: int) -> None:
 
 
 # -- bits ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bits(layout: tuple[bool, bool, bool], dtype: str, rng: np.random.Generator) -> None:
@@ -201,8 +197,6 @@ def test_error_of_long_sums(rng: np.random.Generator) -> None:
 
 
 # -- whose matmul ----------------------------------------------------------------------------------
-
-
 def kernel_calls(work: Callable[[], object]) -> int:
     """How many matmuls of some work are the kernel's."""
     with mock.patch.object(cpu, "multiply", wraps=cpu.multiply) as multiply:
@@ -339,8 +333,6 @@ def test_what_it_will_touch_is_checked() -> None:
 
 
 # ---- whose matmul --------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def anew() -> Iterator[None]:
     """The rule is asked for anew, in the test and after it."""

@@ -6,8 +6,6 @@ One file, because tests of the cache, of names and of threads share a compiled f
 fixtures that keep it apart from the user's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes.util
 import dataclasses
@@ -82,8 +80,6 @@ def check_axpy(library: jit.Library) -> None:
 
 
 # -- instruction sets ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", isa.TARGETS)
 def test_every_instruction_set_can_be_forced(name: str) -> None:
     if name not in isa.available():
@@ -169,8 +165,6 @@ def test_the_compiler_is_not_imported_before_it_is_needed() -> None:
 
 
 # -- compiling -----------------------------------------------------------------------------------
-
-
 def test_a_missing_function_is_an_error_not_a_crash() -> None:
     with pytest.raises(ValueError, match="no function 'other'"):
         jit.compile(axpy(isa.current()), ["axpy", "other"], isa.current())
@@ -301,8 +295,6 @@ def test_fork_while_a_thread_compiles() -> None:
 
 
 # -- the cache -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache directory of the test's own, not there yet."""
@@ -428,13 +420,8 @@ def strange(kind: str, path: Path) -> None:
 
 
 STRANGE = [
-    "a FIFO",
-    "a directory",
-    "a link to an entry",
-    "a link to nowhere",
-    "a device",
-    "a socket",
-]
+    "a FIFO", "a directory", "a link to an entry", "a link to nowhere", "a device", "a socket",
+]  # fmt: skip
 
 
 @posix
@@ -558,17 +545,10 @@ def hostile(kind: str, path: Path) -> None:
 
 
 HOSTILE = [
-    "a file",
-    "below a file",
-    "a dangling link",
-    "a link to itself",
-    "a link to one that others can write",
-    "of another user",
-    "read-only",
-    "of the group",
-    "of everybody",
-    "of others, sticky",
-]
+    "a file", "below a file", "a dangling link", "a link to itself",
+    "a link to one that others can write", "of another user", "read-only", "of the group",
+    "of everybody", "of others, sticky",
+]  # fmt: skip
 
 
 @posix
@@ -659,8 +639,6 @@ def test_llvm_is_known_without_being_loaded() -> None:
 
 
 # -- the names of kernels ------------------------------------------------------------------------
-
-
 def scaled(declared: dict[str, float], used: str, constant: float = 0.5, **more: str) -> Cell:
     """A small cell that declares these hyperparameters, and uses one of them."""
 
@@ -907,8 +885,6 @@ def test_two_processes_write_the_same_entries(cache: Path) -> None:
 
 
 # -- how many threads ----------------------------------------------------------------------------
-
-
 def test_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_chosen", None)
     monkeypatch.setenv("OMP_NUM_THREADS", "5,2")

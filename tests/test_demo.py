@@ -1,17 +1,13 @@
 """The demo runs as a newcomer would run it, with PyTorch and without, and says what is true."""
 
-from __future__ import annotations
-
-import os
 import re
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import processes
 import pytest
 from tolerances import LIMITS, assert_close
 
@@ -45,13 +41,9 @@ sys.path.insert(0, {str(EXAMPLES)!r})
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
     options = ["--quick", "--out", str(out), *arguments]
-    call = [sys.executable, "-W", "error", "-c", code, *options]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(call, cwd=EXAMPLES.parent, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
+    said = processes.run("-W", "error", "-c", code, *options, quiet=True, OMP_NUM_THREADS="1")
     assert_picture(out / "demo.png")
-    return " ".join(done.stdout.split())
+    return " ".join(said.split())
 
 
 def assert_picture(path: Path) -> None:

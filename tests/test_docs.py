@@ -1,15 +1,11 @@
 """What the documents show runs; the recipes of CONTRIBUTING.md work, on a copy of the package."""
 
-from __future__ import annotations
-
-import os
 import re
 import shutil
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
+import processes
 import pytest
 
 import anycell
@@ -24,13 +20,9 @@ DOCUMENTS = [
 
 
 EXAMPLES = [
-    "README.md",
-    "docs/cells.md",
-    "docs/compress.md",
-    "docs/sequences.md",
-    "docs/training.md",
+    "README.md", "docs/cells.md", "docs/compress.md", "docs/sequences.md", "docs/training.md",
     "docs/your-own-cell.md",
-]
+]  # fmt: skip
 
 
 def blocks(document: str, language: str = "python") -> list[str]:
@@ -41,18 +33,11 @@ def blocks(document: str, language: str = "python") -> list[str]:
 
 def run(script: Path, *paths: Path) -> str:
     """What a script prints. It is a file, as cells are, whose errors name their lines."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    call = [sys.executable, str(script)]
-    return subprocess.check_output(call, cwd=script.parent, env=env, text=True)
+    return processes.run(str(script), cwd=script.parent, paths=paths)
 
 
-FAST = "README.md", "docs/your-own-cell.md"
-
-
-@pytest.mark.parametrize(
-    "document",
-    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in EXAMPLES],
-)
+@pytest.mark.parametrize("document", EXAMPLES)
+@pytest.mark.sample(1)
 def test_the_examples_run(document: str, tmp_path: Path) -> None:
     """And print what the document says that they print."""
     pytest.importorskip("torch")
@@ -100,7 +85,6 @@ def test_the_vocabulary_is_complete() -> None:
 
 
 # ---- the recipes of CONTRIBUTING.md --------------------------------------------------------------
-
 CHECK = """
 import numpy as np
 from problems import by_cpu, by_reference, random_problem
@@ -250,23 +234,10 @@ def test_adding_a_frontend(tmp_path: Path) -> None:
     (tmp_path / "tests/conformance/on_jax.py").write_text(adapter, encoding="utf-8")
     suite = tmp_path / "tests/conformance/test_behaviours.py"
     insert(suite, "}\n\n\ndef all_frontends", entry)
-    arguments = [
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "0",
-        "-m",
-        "not more",
-        "-k",
-        "jax and not keras",
-        str(suite),
-    ]
-    result = subprocess.run(
-        [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stdout
-    assert int(re.findall(r"(\d+) passed", result.stdout)[0]) > 80
+    options = ["-m", "pytest", "-q", "-n", "0", "-m", "not more", "-k", "jax and not keras"]
+    paths = [tmp_path, tmp_path / "tests"]
+    said = processes.run(*options, str(suite), cwd=tmp_path, paths=paths)
+    assert int(re.findall(r"(\d+) passed", said)[0]) > 80
     assert max(text.count("\n") for text in (frontend, adapter)) < 80
 
 

@@ -60,7 +60,6 @@ def test_a_kernel_refers_to_nothing_outside_itself() -> None:
 
 
 # -- C ---------------------------------------------------------------------------------------------
-
 PROGRAM = """
 #include <stdint.h>
 #include <stdio.h>
@@ -316,6 +315,7 @@ def under_xla() -> None:
     print("right")
 
 
+@pytest.mark.slow
 def test_under_xla() -> None:
     pytest.importorskip("jax")
     assert "right" in python("import test_door; test_door.under_xla()", JAX_PLATFORMS="cpu")

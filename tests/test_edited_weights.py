@@ -3,8 +3,6 @@
 `--edits N` tries more edits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -271,7 +269,6 @@ def test_weights_of_torch() -> None:
         assert_fresh(torch.inference_mode)
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_weights_of_keras() -> None:
     keras = pytest.importorskip("keras")
     import anycell.keras as ak

@@ -1,14 +1,10 @@
 """``anycell.explain``: what the page says, for every kind of cell."""
 
-from __future__ import annotations
-
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 import anycell
 from anycell import cell, cells, keep, linear, sigmoid, tanh
@@ -16,8 +12,6 @@ from anycell.engines import cpu
 from anycell.lang.expr import Expr, listing
 from anycell.lang.grad import backward
 from anycell.plan import plan
-
-ROOT = Path(__file__).parents[1]
 
 
 @cell(gates="f g", state="h:P c=-1", params="p_f=1", static="e")
@@ -207,14 +201,13 @@ def test_it_says_whether_the_kernel_is_compiled(
 
 
 def test_the_plain_page_compiles_nothing_and_writes_nothing(tmp_path: Path) -> None:
-    code = """if True:
+    code = """
         import anycell
         from anycell.engines.cpu import jit
         jit.compile = None
         print(anycell.explain(anycell.cells.LSTM, 64))
     """
-    env = {**os.environ, "ANYCELL_CACHE_DIR": str(tmp_path / "cache")}
-    text = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=env, text=True)
+    text = python(code, ANYCELL_CACHE_DIR=str(tmp_path / "cache"))
     assert "not compiled yet" in text
     assert not list(tmp_path.iterdir())
 
@@ -236,8 +229,6 @@ def test_refusals(arguments: dict[str, object], error: type[Exception], words: s
 
 
 # ---- printing expressions ----------------------------------------------------------------------
-
-
 def leaf(name: str) -> Expr:
     return Expr("param", (), (name,))
 

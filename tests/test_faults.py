@@ -1,7 +1,5 @@
 """Whatever one call fails, of those to files and those for memory, leaves nothing wrong behind."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno
@@ -42,7 +40,6 @@ PASSED_ON: dict[str, Callable[[], BaseException]] = {
 }
 
 # -- the cache -----------------------------------------------------------------------------------
-
 CODE = bytes(range(256)) * 9
 NAME = hashlib.sha256(b"the entry").hexdigest()
 OTHER = hashlib.sha256(b"another").hexdigest()
@@ -287,8 +284,6 @@ def test_every_file_call_of_save_and_load(tmp_path: Path, error: str) -> None:
 
 
 # -- memory --------------------------------------------------------------------------------------
-
-
 def free_locks() -> bool:
     """Whether another thread gets every lock of ours."""
     taken = []

@@ -1,7 +1,5 @@
 """A readout that is its layer's next input: PyTorch and NumPy against a loop in float64."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import dataclass
@@ -385,8 +383,6 @@ def run_torch(x: Any = None, **options: Any) -> Any:
 
 
 # -- the engines -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("engine", ["cpu", "gpu"])
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU, cells.LayerNormLSTM], ids=str)
 def test_engines(cell: Cell, engine: str, rng: np.random.Generator) -> None:

@@ -6,17 +6,12 @@ they are compiled ahead of time for cards that are not there.
 One file, because results, texts and the model of what fits are checked on the same plans.
 """
 
-from __future__ import annotations
-
 import ast
 import gc
 import inspect
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu import (  # before anything else that may import Triton
+    COMPILES,
     DEVICE,
     SLOW,
     Poisoned,
@@ -45,6 +41,7 @@ from problems import (
     kind_of,
     random_problem,
 )
+from processes import run
 from random_cells import random_cell
 from test_engines import (
     DECISIONS,
@@ -137,8 +134,6 @@ def test_every_cell_is_here() -> None:
 
 
 # -- results ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("cell", "tier"),
     [
@@ -169,7 +164,7 @@ def test_shared(cell: Cell, exchange: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_programs_wait_for_one_another(exchange: str) -> None:
     """Tier 2 as it runs on a card, all programs at once; and what happens if one never comes."""
-    (found,) = map(json.loads, script("tests", "exchange.py", exchange).splitlines())
+    (found,) = map(json.loads, run("tests/exchange.py", exchange, **COMPILES).splitlines())
     assert found["blank"]
     for way in ("forward", "backward"):
         error = "waited for one another for 0.04 s. The results of that call are NaN."
@@ -243,6 +238,7 @@ def test_sixteen_bits(
 
 @pytest.mark.parametrize("tier", [3, 1])
 @pytest.mark.parametrize("decide", DECISIONS)
+@pytest.mark.sample(every=3)
 def test_the_backward_pass_takes_the_branch_of_the_forward_pass(decide: str, tier: int) -> None:
     assert_same_branches(by_gpu(decision(decide), "float16", tier))
 
@@ -346,8 +342,6 @@ SUMMED = [["d", "weights"], ["d", "params"]]  # in another order for other chunk
 
 
 # -- graphs of launches ----------------------------------------------------------------------------
-
-
 class Graphs(Replays):
     """Where no card is: what a graph would replay runs again. Counts the captures."""
 
@@ -431,9 +425,9 @@ class Copies(TorchDispatchMode):
 def test_steps_copy_nothing(
     cell: Cell, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for replays in (Graphs((4,)), None):
+    for replays in (Graphs((2,)), None):
         counts = []
-        for steps in (4, 9):
+        for steps in (2, 5):
             problem = random_problem(cell, (steps, 2, 6), rng, "float32", reverse=True)
             with monkeypatch.context() as patch, Copies(patch) as copies:
                 by_gpu(problem, replays=replays, host_class=DeviceHost)
@@ -690,8 +684,6 @@ def test_a_second_backward_gives_the_same(cell: Cell, rng: np.random.Generator) 
 
 
 # -- the text --------------------------------------------------------------------------------------
-
-
 def test_every_op_has_a_row() -> None:
     """As a function of the library, or as an operator."""
     tree = ast.parse(Path(inspect.getfile(gpu)).with_name("library.py").read_text())
@@ -741,8 +733,6 @@ def test_the_plan_of_a_gpu() -> None:
 
 
 # -- which tier ------------------------------------------------------------------------------------
-
-
 CARDS = {device.name: device for device in capacity.DEVICES}
 
 
@@ -923,27 +913,9 @@ def test_explain_shows_the_choice_and_the_text() -> None:
 
 
 # -- compiled ahead of time ------------------------------------------------------------------------
-
-
-def script(folder: str, name: str, *arguments: str) -> str:
-    """What a script says, in a process of its own, where Triton is told anew what to do."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = Path(__file__).parents[1]
-    # After the checkout, what this process found too: it may be another Triton.
-    paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    said = subprocess.run(
-        [sys.executable, str(root / folder / name), *arguments],
-        capture_output=True,
-        text=True,
-        env={**environment, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-    )
-    assert said.returncode == 0, said.stderr
-    return said.stdout
-
-
 def compiled(*arguments: str) -> list[dict[str, Any]]:
     """What the compiler says of kernels."""
-    said = script("tools", "gpu_compile.py", "--json", *arguments)
+    said = run("tools/gpu_compile.py", "--json", *arguments, **COMPILES)
     return [json.loads(line) for line in said.splitlines()]
 
 
@@ -994,8 +966,6 @@ def test_every_cell_compiles(cell: str, capability: int, dtype: str) -> None:
 
 
 # -- the machine code of a step --------------------------------------------------------------------
-
-
 def assert_swift(facts: dict[str, Any]) -> None:
     """What the engine relies on the compiler for, in tier 2."""
     assert facts["chains"] >= cooperative.CHAINS
@@ -1010,14 +980,13 @@ def assert_swift(facts: dict[str, Any]) -> None:
 
 
 def test_the_machine_code_of_a_step() -> None:
-    arguments = ("--json", "--passes", "forward")
-    (facts,) = map(json.loads, script("tools", "gpu_sass.py", *arguments).splitlines())
-    assert_swift(facts)
+    said = run("tools/gpu_sass.py", "--json", "--passes", "forward", **COMPILES)
+    assert_swift(json.loads(said))
 
 
 @pytest.mark.slow
 def test_the_machine_code_of_both_passes() -> None:
-    for line in script("tools", "gpu_sass.py", "--json").splitlines():
+    for line in run("tools/gpu_sass.py", "--json", **COMPILES).splitlines():
         assert_swift(json.loads(line))
 
 

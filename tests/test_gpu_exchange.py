@@ -3,8 +3,6 @@
 That they compute the right thing together is in ``tests/exchange.py`` and ``tests/test_gpu.py``.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading
@@ -13,9 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu import DEVICE, Poisoned, by_gpu, torch  # before anything else that may import Triton
+from gpu import (  # before anything else that may import Triton
+    COMPILES,
+    DEVICE,
+    Poisoned,
+    by_gpu,
+    torch,
+)
 from problems import random_problem
-from test_gpu import script
+from processes import run
 
 import anycell
 from anycell import cells
@@ -26,7 +30,6 @@ from anycell.plan import plan
 from anycell.torch.device import DeviceHost
 
 # -- machine code ----------------------------------------------------------------------------------
-
 KERNELS = [
     (256, "forward", "flags"),  # 16 programs: fewer flags than a warp has threads
     (512, "forward", "flags"),
@@ -85,7 +88,8 @@ class Code:
 
 @pytest.fixture(scope="module")
 def codes() -> dict[tuple[int, str, str], Code]:
-    found = json.loads(script("tests", "machine_code.py", *[str(w) for k in KERNELS for w in k]))
+    words = [str(word) for kernel in KERNELS for word in kernel]
+    found = json.loads(run("tests/machine_code.py", *words, **COMPILES))
     return dict(zip(KERNELS, map(Code, found), strict=True))
 
 
@@ -130,8 +134,6 @@ def test_the_clock_is_read_now_and_then(codes: dict[Any, Code]) -> None:
 
 
 # -- the context of a thread -----------------------------------------------------------------------
-
-
 class Driver:
     """A CUDA driver for two devices, of which a thread has no context at first."""
 
@@ -211,8 +213,6 @@ def test_a_new_thread_on_a_card() -> None:
 
 
 # -- trouble ---------------------------------------------------------------------------------------
-
-
 def test_trouble_is_told_whoever_calls_next() -> None:
     """Threads and streams share a host: each of them hears of what went wrong before it called."""
     problem = random_problem(cells.LSTM, (1, 2, 5), np.random.default_rng(0), "float32")
@@ -243,8 +243,6 @@ def test_trouble_is_told_whoever_calls_next() -> None:
 
 
 # -- what is blank ---------------------------------------------------------------------------------
-
-
 def test_blank() -> None:
     """All bits of numbers of any size, in views of any strides, and of no others."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32):

@@ -2,8 +2,6 @@
 in Triton's interpreter, with launches that are refused.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 from collections.abc import Callable, Iterator
@@ -43,8 +41,6 @@ def anew() -> Iterator[None]:
 
 
 # -- the driver ------------------------------------------------------------------------------------
-
-
 class Driver:
     """The CUDA driver of a card that answers as it is told; ``launched`` is what it has started."""
 
@@ -117,17 +113,11 @@ REFUSED: list[tuple[Binary, dict[str, int], str]] = [
     (binary(spilled=68), {}, "registers do not suffice: each thread keeps 68 bytes in memory"),
     (binary(), {"cuModuleLoadData": 209}, "does not load it .CUDA_ERROR_NO_BINARY_FOR_GPU"),
     (binary(), {"cuModuleLoadData": 222}, "does not load it .CUDA_ERROR_UNSUPPORTED_PTX_VERSION"),
-    (
-        binary(shared=60 << 10),
-        {"cuFuncSetAttribute": 1},
-        "asking for 61,440 bytes of shared memory",
-    ),
-    (
-        binary(),
-        {"cuLaunchKernel": 701},
-        "does not launch 2 x 3 programs at once .*OUT_OF_RESOURCES",
-    ),
-]
+    (binary(shared=60 << 10), {"cuFuncSetAttribute": 1},
+     "asking for 61,440 bytes of shared memory"),
+    (binary(), {"cuLaunchKernel": 701},
+     "does not launch 2 x 3 programs at once .*OUT_OF_RESOURCES"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("compiled", "results", "why"), REFUSED, ids=lambda p: str(p)[:40])
@@ -191,8 +181,6 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- a pass that begins anew -----------------------------------------------------------------------
-
-
 class H100(Poisoned):
     """Its kernels are chosen as for a card."""
 
@@ -330,8 +318,6 @@ def test_layers_say_what_was_refused(
 
 
 # -- what devices there are ------------------------------------------------------------------------
-
-
 def weight(kind: str, dtype: Any) -> Any:
     return SimpleNamespace(device=SimpleNamespace(type=kind), dtype=dtype)
 
@@ -363,8 +349,6 @@ def test_a_card_without_a_driver(there: bool, cards: pytest.MonkeyPatch) -> None
 
 
 # -- float32 ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def precision() -> Iterator[None]:
     """Torch's settings, as they were."""

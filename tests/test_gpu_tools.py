@@ -1,7 +1,5 @@
 """``tools/gpu_check.py`` and what it runs on a card, as far as they go without one."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -14,7 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gpu import DEVICE, without_a_card  # before anything else that may import Triton
+from gpu import COMPILES, DEVICE, without_a_card  # before anything else that may import Triton
+from processes import ROOT, load, python, run
 from tolerances import assert_close
 
 from anycell import cells
@@ -22,26 +21,13 @@ from anycell.layer import gpu as device
 from anycell.torch import fused
 from anycell.torch.device import DeviceHost
 
-TOOLS = Path(__file__).parents[1] / "tools"
-
-
-def load(name: str) -> Any:
-    """A tool as a module."""
-    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 @pytest.fixture(scope="module")
 def bench() -> Any:
-    return load("gpu_bench")
+    return load("tools/gpu_bench.py")
 
 
 # -- what is timed ---------------------------------------------------------------------------------
-
-
 def test_the_plan_of_the_runs(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """The targets first; then all of the grid and of the shapes, each once."""
     bench.main(["--plan"])
@@ -177,8 +163,6 @@ def test_a_loop_computes_what_the_layer_does(bench: Any) -> None:
 
 
 # -- what else runs on a card ----------------------------------------------------------------------
-
-
 TOOLS_OF_A_CARD = {
     "gpu_bench": (),
     "gpu_exchange": (),
@@ -196,16 +180,15 @@ TOOLS_OF_A_CARD = {
 @pytest.mark.slow
 def test_without_a_card(tool: str, tmp_path: Path) -> None:
     """They say so, and fail."""
-    command = [sys.executable, str(TOOLS / f"{tool}.py"), *TOOLS_OF_A_CARD[tool]]
-    said = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert said.returncode == (3 if tool == "gpu_card" else 1)
-    assert f"{tool}: no CUDA card here" in said.stdout + said.stderr
+    path, status = str(ROOT / f"tools/{tool}.py"), 3 if tool == "gpu_card" else 1
+    said = run(path, *TOOLS_OF_A_CARD[tool], cwd=tmp_path, status=status)
+    assert f"{tool}: no CUDA card here" in said
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
 def test_smoke(passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter: right, then made wrong, then refused, then broken."""
-    smoke = load("gpu_smoke")
+    smoke = load("tools/gpu_smoke.py")
     monkeypatch.setattr(smoke, "STEPS", 3)
     monkeypatch.setattr(smoke, "BATCH", 3)
     monkeypatch.setattr(smoke, "CALLS", 2)
@@ -237,7 +220,7 @@ def test_stress_counts_wrong_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, with launches that are made up: the fourth one gives another bit."""
     import torch
 
-    stress = load("gpu_stress")
+    stress = load("tools/gpu_stress.py")
     calls: list[int] = []
 
     def launcher(_: Any) -> Any:
@@ -290,7 +273,7 @@ def test_the_exchange_alone(numbers: bool) -> None:
     """One program, which hears from itself: each step reads what the step before has written."""
     import torch
 
-    exchange, host = load("gpu_exchange"), DeviceHost(torch.float32, DEVICE)
+    exchange, host = load("tools/gpu_exchange.py"), DeviceHost(torch.float32, DEVICE)
     values = {
         "data": torch.zeros(5, exchange.ROWS, exchange.UNITS),
         "flags": host.flags(2),
@@ -302,7 +285,7 @@ def test_the_exchange_alone(numbers: bool) -> None:
     assert values["flags"].tolist() == [3, 4] and not host.trouble
 
 
-COMPILES = """
+EXCHANGE = """
 import sys
 sys.path.insert(0, "tools")
 import gpu_exchange
@@ -314,18 +297,7 @@ for numbers in (False, True):
 
 
 def test_the_exchange_compiles() -> None:
-    assert outside("-c", COMPILES).split() == ["1", "True"] * 2
-
-
-def outside(*arguments: str) -> str:
-    """What Python prints in a process of its own, where Triton compiles."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    said = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, cwd=TOOLS.parent,
-        env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TOOLS.parent)},
-    )  # fmt: skip
-    assert said.returncode == 0, said.stderr
-    return said.stdout
+    assert python(EXCHANGE, **COMPILES).split() == ["1", "True"] * 2
 
 
 AHEAD = """
@@ -352,20 +324,18 @@ assert len(set(every)) == len(every) and every[0].H == 768 and every[1].H == 512
 @pytest.mark.slow
 def test_kernels_are_compiled_ahead() -> None:
     """Those that a layer would start on a card of which only the numbers are known."""
-    made, wrong = outside("-c", AHEAD).splitlines()
+    made, wrong = python(AHEAD, **COMPILES).splitlines()
     assert made == str([(f"{way}_cooperative", 90) for way in ("forward", "backward")])
     assert wrong.startswith("KeyError")
     card = ("--device", "a card,90,232448,65536,132", "--jobs", "1")
-    late = outside(str(TOOLS / "gpu_ahead.py"), *card, "--only", "2", "--seconds", "0")
+    late = run("tools/gpu_ahead.py", *card, "--only", "2", "--seconds", "0", **COMPILES)
     assert json.loads(late) == {"skipped": 2, "why": "0 seconds were over"}
 
 
 # -- the whole run ---------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def check() -> Any:
-    return load("gpu_check")
+    return load("tools/gpu_check.py")
 
 
 def test_the_plan_of_the_check(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,7 +352,7 @@ def test_the_plan_of_the_check(check: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(smoke) == 3 * 2 * 2 + 2 and smoke[0] == "smoke-2-forward-bfloat16-flags"
     for command in commands:
         for word in command.words:
-            assert not word.endswith((".py", ".sh")) or (TOOLS.parent / word).exists(), word
+            assert not word.endswith((".py", ".sh")) or (ROOT / word).exists(), word
     find = importlib.util.find_spec
     for there in (True, False):
         module = object() if there else None
@@ -420,9 +390,7 @@ RESULTS = {
 @pytest.mark.slow
 def test_whatever_happens_the_results_are_kept(check: Any, tmp_path: Path) -> None:
     """Processes that fail, hang, are deaf to signals, die, are missing, lose the card; no time."""
-    command = [sys.executable, str(TOOLS / "gpu_check.py"), "--dry-run", str(tmp_path)]
-    said = subprocess.run(command, capture_output=True, text=True)
-    assert said.returncode == 1 and not said.stderr
+    said = run("tools/gpu_check.py", "--dry-run", str(tmp_path), status=1)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["results.tar.gz", "summary.txt"]
     results = check.Results.read(tmp_path / "results.tar.gz")
     assert {record["name"]: record["result"] for record in results.records} == RESULTS
@@ -438,7 +406,7 @@ def test_whatever_happens_the_results_are_kept(check: Any, tmp_path: Path) -> No
     with pytest.raises(ProcessLookupError):
         os.kill(child["child"], 0)
     summary = (tmp_path / "summary.txt").read_text()
-    assert said.stdout.endswith(f"\n{summary}\n") and len(summary) <= check.TOLD
+    assert said.endswith(f"\n{summary}\n") and len(summary) <= check.TOLD
     for text in (
         "a stand-in, sm_90, 132 multiprocessors",
         "torch 2.11.0, Triton 3.6.0",
@@ -452,13 +420,12 @@ def test_whatever_happens_the_results_are_kept(check: Any, tmp_path: Path) -> No
         "ValueError: no",
     ):
         assert text in summary, text
-    read = [sys.executable, str(TOOLS / "gpu_check.py"), "--read", str(tmp_path / "results.tar.gz")]
-    page = subprocess.run(read, capture_output=True, text=True, check=True).stdout
+    page = run("tools/gpu_check.py", "--read", str(tmp_path / "results.tar.gz"))
     assert "| LSTM | bfloat16 | 1024x16x768x768 | 2.00 / 4.00 | 1.25 (t2) / 2.50 (t2) |" in page
 
 
 def test_a_signal_ends_it_with_all_that_it_has(check: Any, tmp_path: Path) -> None:
-    command = [sys.executable, "-u", str(TOOLS / "gpu_check.py"), "--dry-run", str(tmp_path)]
+    command = [sys.executable, "-u", str(ROOT / "tools/gpu_check.py"), "--dry-run", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         for line in run.stdout:
@@ -487,7 +454,7 @@ def test_a_long_story_is_cut(check: Any) -> None:
 
 @without_a_card
 def test_no_card_ends_the_check(check: Any, tmp_path: Path) -> None:
-    script = [str(TOOLS / "gpu_check.sh"), str(tmp_path)]
+    script = [str(ROOT / "tools/gpu_check.sh"), str(tmp_path)]
     said = subprocess.run(["sh", *script], capture_output=True, text=True,
                           env={**os.environ, "PYTHON": sys.executable})  # fmt: skip
     assert said.returncode == 1, said.stderr

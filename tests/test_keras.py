@@ -5,16 +5,12 @@ One process has one backend of Keras: run them with KERAS_BACKEND set to each.
 One file, because every test compares layers of the same pairs, which are made at its top.
 """
 
-from __future__ import annotations
-
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 keras = pytest.importorskip("keras")
 
 from keras_layers import (  # noqa: E402
@@ -37,8 +33,6 @@ from anycell.keras.cells import ACTIVATIONS  # noqa: E402
 from anycell.keras.rule import Engine  # noqa: E402
 from anycell.lang.transform import low_rank  # noqa: E402
 
-# Keras reads its variables for NumPy 1.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 FUSED = BACKEND in ("tensorflow", "torch")
 KERAS = ["LSTM", "GRU", "SimpleRNN"]
 FLAGS: list[dict[str, Any]] = [
@@ -52,11 +46,6 @@ FLAGS: list[dict[str, Any]] = [
 ]
 EXACT = BACKEND != "torch"  # there Keras's own loop loses digits
 SLOW_FLOAT32 = pytest.param("float32", marks=pytest.mark.slow)
-
-
-@pytest.fixture(autouse=True)
-def _seed(seed: int) -> None:
-    keras.utils.set_random_seed(seed)
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +70,6 @@ def pair(name: str, units: int, **kwargs: Any) -> tuple[Any, Any]:
 
 
 # -- LSTM, GRU and SimpleRNN are Keras's -----------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [SLOW_FLOAT32, "float64"] if EXACT else ["float32"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda f: " ".join(f) or "plain")
@@ -228,6 +215,7 @@ def test_dropout_draws_what_keras_draws(name: str) -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", KERAS)
+@pytest.mark.sample(every=3)
 def test_recurrent_dropout_draws_what_keras_draws(
     name: str, masked: bool, dropout: float, dtype: str
 ) -> None:
@@ -371,8 +359,9 @@ def test_encoder_decoder_states_in_the_functional_api(rng: np.random.Generator) 
     assert_close(second.predict(x, verbose=0), first.predict(x, verbose=0), "float32", "forward")
 
 
-@pytest.mark.parametrize("kind", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("name", KERAS)
+@pytest.mark.parametrize("kind", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.sample(every=2)
 def test_mixed_precision(name: str, kind: str, rng: np.random.Generator) -> None:
     theirs, ours = pair(name, 8, return_sequences=True, dtype=kind)
     exact = getattr(keras.layers, name)(8, return_sequences=True)
@@ -412,7 +401,6 @@ def test_is_keras_own_by_isinstance() -> None:
 
 
 # -- shapes ----------------------------------------------------------------------------------------
-
 X, H, FLAG = np.ones((2, 5, 3), "float32"), np.ones((2, 4), "float32"), np.ones((2, 5), bool)
 
 
@@ -532,8 +520,6 @@ def test_step_by_step_is_asked_for(rng: np.random.Generator) -> None:
 
 
 # -- RNN(cell, units) ------------------------------------------------------------------------------
-
-
 @keras.saving.register_keras_serializable("tests")
 @cell(gates="f g", state="h m=0.5", params="a=1 b")
 def Odd(x: Any, r: Any, s: Any, p: Any, *, rate: float = 0.9, deep: bool = False) -> Any:
@@ -730,8 +716,6 @@ def test_fit_learns() -> None:
 
 
 # -- cells that are not as they were made ----------------------------------------------------------
-
-
 def halving(call: Any) -> Any:
     """The call of a cell that halves the first state, which is the output too."""
 
@@ -830,8 +814,6 @@ def test_torch_compile_takes_a_layer_as_it_is(name: str) -> None:
 
 
 # -- memory ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows", [3, 40])
 def test_memory_of_any_kind(rows: int, rng: np.random.Generator) -> None:
     """Of NumPy's arrays that a call takes; below and above where the kernel projects."""
@@ -852,8 +834,6 @@ def test_memory_of_any_kind(rows: int, rng: np.random.Generator) -> None:
 
 
 # -- arguments -------------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:Do not pass an `input_shape`:UserWarning")
 def test_arguments_of_the_layer_reach_it() -> None:
     layer = ak.RNN(cells.PeepholeLSTM, 4, input_shape=(5, 3), autocast=False)
@@ -893,8 +873,6 @@ def test_unknown_arguments_say_where_they_go() -> None:
 
 
 # -- sizes within a step ---------------------------------------------------------------------------
-
-
 @cell(gates="a", state="h")
 def Bottleneck(x, r, s):
     return tanh(x.a + linear(tanh(linear(s.h, "down", size="R")), "up"))

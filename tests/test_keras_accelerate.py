@@ -1,16 +1,12 @@
 """``accelerate`` and ``recurrent_layers`` of the Keras layers, on any backend."""
 
-from __future__ import annotations
-
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 keras = pytest.importorskip("keras")
 
 from keras_layers import BACKEND, number  # noqa: E402
@@ -19,7 +15,6 @@ from tolerances import assert_close  # noqa: E402
 import anycell.keras as ak  # noqa: E402
 from anycell import cells  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 layers = keras.layers
 RUNS = "keras" if BACKEND == "jax" else "cpu"
 

@@ -1,7 +1,5 @@
 """``anycell.compress`` on layers of Keras: what is Keras's of it, see also ``test_compress.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ import anycell.numpy as an  # noqa: E402
 from anycell import cells, compress  # noqa: E402
 
 # TensorFlow's arrays under NumPy 2, when Keras reads them
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 LAYERS: dict[str, Callable[..., Any]] = {
     "LSTM": lambda **k: ak.LSTM(COUNT, **k),
     "GRU": lambda **k: ak.GRU(COUNT, **k),
@@ -262,8 +259,6 @@ def test_what_a_factorized_layer_was_told_stays() -> None:
 
 
 # -- weights of 8 bits -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.sample(2)
 def test_quantized_layers(name: str, tmp_path: Path) -> None:
@@ -414,8 +409,6 @@ def test_what_is_not_quantized() -> None:
 
 
 # -- refusals --------------------------------------------------------------------------------------
-
-
 def test_refusals() -> None:
     layer, head, _ = made("LSTM")
     for wrong, message in (

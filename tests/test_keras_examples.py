@@ -1,28 +1,14 @@
 """The examples for Keras, in their short form."""
 
-from __future__ import annotations
-
-import importlib.util
-import os
-from pathlib import Path
-from typing import Any
-
 import pytest
+from processes import load
 from tolerances import LIMITS
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 pytest.importorskip("keras")
-
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def run(name: str) -> float:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec and spec.loader
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main(["--quick"])
+    return load(f"examples/{name}.py").main(["--quick"])
 
 
 def test_forecast_beats_the_last_season() -> None:

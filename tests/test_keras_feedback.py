@@ -1,14 +1,10 @@
 """A readout of Keras that is its layer's next input: against the frontend of NumPy, in float64."""
 
-from __future__ import annotations
-
-import os
 from typing import Any
 
 import numpy as np
 import pytest
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 keras = pytest.importorskip("keras")
 
 from keras_layers import BACKEND, derive, double, number  # noqa: E402
@@ -20,8 +16,6 @@ from anycell import Cell, cells, compress  # noqa: E402
 from anycell.keras.cells import GRU, LSTM, SimpleRNN  # noqa: E402
 from anycell.keras.compress import view_of  # noqa: E402
 from anycell.layer.view import numbers  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 # Keras's matmul on torch is of float32.
 DTYPE = "float32" if BACKEND == "torch" else "float64"
@@ -172,8 +166,6 @@ def test_refusals(call: Any, message: str) -> None:
 
 
 # -- with weights of 8 bits ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cell", ["LSTM", "PeepholeLSTM"])
 def test_weights_of_8_bits(cell: str, tmp_path: Any) -> None:
     """Trained, quantized, saved and loaded: as before, and with the bits of NumPy's."""

@@ -1,7 +1,5 @@
 """The Keras layers where JAX traces them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Layouts that the contract has accepted: others are still copied, or refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The input projection, by the framework's matmul or by the kernel: who does it must not show."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -65,9 +63,8 @@ def test_same_results(name: str, dtype: str, by: Any) -> None:
             assert_right(by("kernel", lambda: by_rnn(problem)), problem)  # noqa: B023
 
 
-def test_same_bits(by: Any, seed: int) -> None:
+def test_same_bits(by: Any) -> None:
     """For any number of threads, slice of the batch, and lie of the input in memory."""
-    torch.manual_seed(seed)
     layer, x = at.LSTM(20, 40, batch_first=True), torch.randn(70, 9, 20)
 
     def solve() -> None:
@@ -113,9 +110,8 @@ def test_packing_writes_only_its_block(transposed: bool) -> None:
 
 @pytest.mark.parametrize("rows", [11, 12, 48, 49])
 @pytest.mark.parametrize("columns", [1023, 1024, 1025])
-def test_few_rows_by_a_large_weight(rows: int, columns: int, seed: int) -> None:
+def test_few_rows_by_a_large_weight(rows: int, columns: int) -> None:
     """Which torch multiplies turned, into rows of a buffer that are padded."""
-    torch.manual_seed(seed)
     x, weight = torch.randn(rows, 512), torch.randn(columns, 512)
     buffer = torch.full((rows, columns + 16), float("nan"))
     exact = x.double() @ weight.double().T

@@ -3,8 +3,6 @@
 Forks, threads, interrupts and a cache that fails: `test_cpu_runtime.py` has the same of kernels.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import textwrap

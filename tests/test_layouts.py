@@ -1,7 +1,5 @@
 """Layouts: equal outputs, by each framework's own equations, out of converted weights."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -209,67 +207,25 @@ F = {"gates/kernel": np.ones((5, 4)), "gates/bias": np.ones(4)}
 REFUSED: list[tuple[Any, str, type[Exception], str]] = [
     ([1], "LSTM torch", TypeError, "given list; expected a dict"),
     (None, "LSTM torch", TypeError, "weights: given NoneType; expected a dict"),
-    (
-        {**K, "kernel": np.float64(3)},
-        "LSTM keras",
-        ValueError,
-        r"'kernel' of shape \(\); .*in, 4H",
-    ),
-    (
-        {**K, "bias": np.float64(3)},
-        "LSTM keras",
-        ValueError,
-        r"shape \(\); expected \(4H",
-    ),
-    (
-        {**K, "bias": "x"},
-        "LSTM keras",
-        TypeError,
-        "given 'bias' of dtype <U1; expected",
-    ),
+    ({**K, "kernel": np.float64(3)}, "LSTM keras", ValueError,
+     r"'kernel' of shape \(\); .*in, 4H"),
+    ({**K, "bias": np.float64(3)}, "LSTM keras", ValueError, r"shape \(\); expected \(4H"),
+    ({**K, "bias": "x"}, "LSTM keras", TypeError, "given 'bias' of dtype <U1; expected"),
     ({**K, "bias": None}, "LSTM keras", TypeError, "given 'bias' of dtype object; expected"),
     ({**K, "bias": [[1], [1, 2]]}, "LSTM keras", TypeError, "'bias' as list, which is no array"),
     ({**K, "bais": K["bias"]}, "LSTM keras", ValueError, "given bais; expected none but kernel"),
-    (
-        {**K, "bias": np.ones((2, 8))},
-        "LSTM keras",
-        ValueError,
-        r"shape \(2, 8\); expected \(4H\)",
-    ),
-    (
-        {**K, "kernel": np.ones((3, 7))},
-        "LSTM keras",
-        ValueError,
-        r"\(3, 7\); expected \(in, 4H\)",
-    ),
-    (
-        {**K, "kernel": np.ones((0, 8))},
-        "LSTM keras",
-        ValueError,
-        r"\(0, 8\); expected \(in, 4H\)",
-    ),
-    (
-        {**T, "weight_hh_l0": np.ones((0, 2))},
-        "LSTM torch",
-        ValueError,
-        r"'weight_hh_l0' of shape \(0, 2\); expected \(4H, H\) with H = 2, in = 3, as in",
-    ),
-    (
-        {name: np.ones((0, 3)) for name in T},
-        "LSTM torch",
-        ValueError,
-        r"'weight_ih_l0' of shape \(0, 3\); expected \(4H, in\)",
-    ),
-    (
-        {**T, "weight_ih_l1": 1},
-        "LSTM torch",
-        ValueError,
-        "given weight_ih_l1; .* of one",
-    ),
+    ({**K, "bias": np.ones((2, 8))}, "LSTM keras", ValueError, r"shape \(2, 8\); expected \(4H\)"),
+    ({**K, "kernel": np.ones((3, 7))}, "LSTM keras", ValueError, r"\(3, 7\); expected \(in, 4H\)"),
+    ({**K, "kernel": np.ones((0, 8))}, "LSTM keras", ValueError, r"\(0, 8\); expected \(in, 4H\)"),
+    ({**T, "weight_hh_l0": np.ones((0, 2))}, "LSTM torch", ValueError,
+     r"'weight_hh_l0' of shape \(0, 2\); expected \(4H, H\) with H = 2, in = 3, as in"),
+    ({name: np.ones((0, 3)) for name in T}, "LSTM torch", ValueError,
+     r"'weight_ih_l0' of shape \(0, 3\); expected \(4H, in\)"),
+    ({**T, "weight_ih_l1": 1}, "LSTM torch", ValueError, "given weight_ih_l1; .* of one"),
     (O, "GRU onnx", ValueError, "expected linear_before_reset among them"),
     ({**O, "linear_before_reset": 2}, "GRU onnx", ValueError, "reset = 2; expected 0 or 1"),
     (F, "GRU tf1", ValueError, "expected candidate/kernel among them"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("weights, source, error, message", REFUSED)

@@ -3,8 +3,6 @@
 Damage is drawn from `--seed` upwards, `--mutations` times.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle
@@ -29,7 +27,6 @@ from anycell.layouts import convert
 from anycell.numpy import initializers
 
 # -- parameters on disk ----------------------------------------------------------------------------
-
 Damage = Callable[[bytes, np.random.Generator], bytes]
 
 
@@ -267,8 +264,6 @@ def test_save_replaces_nothing_but_files(tmp_path: Path) -> None:
 
 
 # -- entries of the cache --------------------------------------------------------------------------
-
-
 def swapped(name: str, other: str, entry: bytes, entry_of_other: bytes) -> list[bytes]:
     """Whole seals, over another name or other code."""
     code, other_code = entry[jit._SEAL :], entry_of_other[jit._SEAL :]
@@ -338,8 +333,6 @@ def test_damaged_entries(tmp_path: Path, mutation_seeds: range) -> None:
 
 
 # -- arguments of the wrong kind -------------------------------------------------------------------
-
-
 class Refuses:
     """Something that has its own idea of what may be asked of it."""
 

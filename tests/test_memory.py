@@ -1,7 +1,5 @@
 """The contract of memory: every array of every entry point, in every guise, on every road."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import re
@@ -12,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from conformance import on_numpy, on_torch
 from conformance.frontend import Frontend
 from conformance.problem import LEARNED, Problem, draw, kind
@@ -67,8 +64,6 @@ cases = pytest.mark.parametrize(
 
 
 # -- entry points ----------------------------------------------------------------------------------
-
-
 class Entry(NamedTuple):
     """A public entry point, through the adapter of its frontend."""
 
@@ -112,16 +107,6 @@ ENTRIES = [
 entries = pytest.mark.parametrize("entry", ENTRIES, ids=str)
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before, ours = torch.get_num_threads(), cpu.pool.threads()
-    torch.set_num_threads(2)
-    cpu.pool.set_threads(2)
-    yield
-    torch.set_num_threads(before)
-    cpu.pool.set_threads(ours)
-
-
 def guises(entry: Entry, problem: Problem) -> Iterator[dict[str, tuple[str, Array]]]:
     """All arrays in guises of the same numbers, until each has been in each of its own; then every
     single one in those of other numbers.
@@ -140,7 +125,7 @@ def guises(entry: Entry, problem: Problem) -> Iterator[dict[str, tuple[str, Arra
 
 @entries
 @cases
-@pytest.mark.sample(40)
+@pytest.mark.sample(every=7)
 def test_every_guise_of_every_array(entry: Entry, case: Case, two_threads: None) -> None:
     """Permuted, sliced, in steps, expanded, misaligned, backwards, in packed records: gives what
     contiguous copies give.
@@ -309,15 +294,14 @@ def test_both_sides_of_every_road(monkeypatch: pytest.MonkeyPatch, two_threads: 
 
 
 # -- forbidden pages -------------------------------------------------------------------------------
-
 GUARDED = "import guarded; from guarded import *; main({cells}, {sizes}, {every}, {seed})"
 
 
 def test_kernels_stay_within_their_arrays(seed: int) -> None:
     """Between forbidden pages; a part of the cases, another one for each seed."""
     some = "[cells.LSTM, cells.GRU, cells.LayerNormLSTM, Everything]"
-    said = python(GUARDED.format(cells=some, sizes=(7, 33), every=20, seed=seed))
-    assert int(said.split()[-2]) >= 50
+    said = python(GUARDED.format(cells=some, sizes=(7, 33), every=40, seed=seed))
+    assert int(said.split()[-2]) >= 25
 
 
 @pytest.mark.slow
@@ -343,8 +327,6 @@ def test_forbidden_pages_end_the_process() -> None:
 
 
 # -- ANYCELL_CHECK ---------------------------------------------------------------------------------
-
-
 def test_native_calls_are_held_against_their_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer whose buffers are too short, or which takes what nobody has checked, is caught."""
     assert cpu.check.ON, "tests run under ANYCELL_CHECK=1"

@@ -1,10 +1,7 @@
 """The package as it is shipped: what importing it costs, and what the wheel holds."""
 
-from __future__ import annotations
-
 import email
 import inspect
-import os
 import re
 import subprocess
 import sys
@@ -12,29 +9,28 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from processes import ROOT, python
 
 import anycell
 
-ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "anycell"
 OPTIONAL = "flax jax keras matplotlib onnx onnxruntime rich scipy tensorflow torch triton".split()
 
 
-def python(code: str) -> str:
-    """What `code` prints in a fresh interpreter, which keeps bytecode as an installed one does."""
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    return subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=env, text=True)
+def fresh(code: str) -> str:
+    """What `code` prints in an interpreter that keeps bytecode as an installed one does."""
+    return python(code, PYTHONDONTWRITEBYTECODE=None)
 
 
 def test_import_brings_no_framework() -> None:
-    imported = python("import sys, anycell; print(*sys.modules)").split()
+    imported = fresh("import sys, anycell; print(*sys.modules)").split()
     assert "anycell" in imported
     assert not set(OPTIONAL) & set(imported)
 
 
 def test_a_star_brings_no_framework() -> None:
     code = "from anycell import *; import sys; print(cell, linear, *sys.modules)"
-    assert not set(OPTIONAL) & set(python(code).split())
+    assert not set(OPTIONAL) & set(fresh(code).split())
 
 
 def test_names_that_are_not_there() -> None:
@@ -66,20 +62,23 @@ def test_the_language_has_one_list_of_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("frontend", "missing", "said"),
+    ("frontend", "missing", "begin", "instead"),
     [
-        ("torch", "torch", "anycell.torch needs torch, which is not installed.\n"),
-        ("torch", "torch", "Instead: pip install '.[torch]'."),
-        ("keras", "keras", "Instead: pip install '.[keras]'."),
-        ("keras", "tensorflow", "anycell.keras needs keras, and keras needs tensorflow, which is"),
-        ("keras", "tensorflow", "pip install tensorflow, or choose another backend by KERAS_BACK"),
-        ("tf1", "tensorflow", "Instead: pip install '.[tensorflow]'."),
+        ("torch", "torch", "torch, which is not installed.\n", "pip install '.[torch]'."),
+        ("keras", "keras", "keras, which is not installed.\n", "pip install '.[keras]'."),
+        (
+            "keras", "tensorflow", "keras, and keras needs tensorflow, which is",
+            "pip install tensorflow, or choose another backend by KERAS_BACK",
+        ),
+        ("tf1", "tensorflow", "tensorflow, which is", "pip install '.[tensorflow]'."),
     ],
-)
-def test_a_frontend_says_what_to_install(frontend: str, missing: str, said: str) -> None:
+)  # fmt: skip
+def test_a_frontend_says_what_to_install(
+    frontend: str, missing: str, begin: str, instead: str
+) -> None:
     if frontend == "keras" != missing:
         pytest.importorskip("keras")
-    code = f"""if True:
+    code = f"""
         import importlib, os, sys
         os.environ["KERAS_BACKEND"] = "tensorflow"
         sys.modules[{missing!r}] = None  # as if it were not installed
@@ -91,19 +90,21 @@ def test_a_frontend_says_what_to_install(frontend: str, missing: str, said: str)
             except ModuleNotFoundError as error:
                 print(error)
     """
-    assert python(code).count(said) == 2
+    said = fresh(code)
+    assert said.count(f"anycell.{frontend} needs {begin}") == 2
+    assert said.count(f"Instead: {instead}") == 2
 
 
 def test_torch_layers_do_not_import_the_compiler() -> None:
     """It takes as long as the rest of torch, and most programs never call it."""
     pytest.importorskip("torch")
-    assert "torch._dynamo" not in python("import sys, anycell.torch; print(*sys.modules)").split()
+    assert "torch._dynamo" not in fresh("import sys, anycell.torch; print(*sys.modules)").split()
 
 
 def test_importing_costs_little() -> None:
     """By what it does, not by the clock: NumPy, a part of the standard library, our own modules,
     and no more calls of Python functions than for NumPy twice."""
-    code = """if True:
+    code = """
         import sys
         calls = [0]
         def count(frame, event, argument):
@@ -117,8 +118,8 @@ def test_importing_costs_little() -> None:
         added = {name.split(".")[0] for name in set(sys.modules) - modules}
         print(*calls, *added - sys.stdlib_module_names)
     """
-    python(code)  # compiles the bytecode
-    for_numpy, for_us, *added = python(code).split()
+    fresh(code)  # compiles the bytecode
+    for_numpy, for_us, *added = fresh(code).split()
     assert added == ["anycell"]
     assert int(for_us) <= 2 * int(for_numpy)
 
@@ -133,7 +134,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-def test_wheel_is_pure_python(wheel: zipfile.ZipFile) -> None:
+def test_wheel_is_pure_fresh(wheel: zipfile.ZipFile) -> None:
     assert Path(wheel.filename).name == f"anycell-{anycell.__version__}-py3-none-any.whl"
 
 

@@ -3,8 +3,6 @@
 How many, and from which seed: ``--random-cells N --seed S``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Weights of 8 bits: kernels against the same rounding in float64, and layers of every frontend."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import ctypes
@@ -81,8 +79,6 @@ def _forget() -> None:
 
 
 # -- kernels ---------------------------------------------------------------------------------------
-
-
 @every_isa
 def test_dot(name: str, rng: np.random.Generator) -> None:
     """Four products of bytes a lane, the largest ones too."""
@@ -114,12 +110,14 @@ def test_cells(name: str, seed: int) -> None:
             assert_rounded(small(cell, (5, 3, 33), seed + n, **how), threads=2)
 
 
+@pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("cell", FEW, ids=lambda cell: cell.name)
-def test_sizes(cell: Any, seed: int) -> None:
+@pytest.mark.sample(every=2)
+def test_sizes(part: int, cell: Any, seed: int) -> None:
     """Around vectors and fours; one row, no rows, no steps; more rows than a panel."""
     sizes = [4, 60] if cell is cells.sLSTM else [1, 3, 4, 5, 16, 17, 65]
     shapes = [(3, 2, h) for h in sizes] + [(0, 3, 8), (4, 0, 8), (1, 1, 8), (2, 50, 8)]
-    for n, shape in enumerate(shapes):
+    for n, shape in list(enumerate(shapes))[part::3]:
         problem = small(cell, shape, seed + n)
         assert_rounded(problem, threads=1 + n % 3, projected=n % 2 == 0)
 
@@ -226,7 +224,7 @@ def padded(shape: tuple[int, int], dtype: str) -> Array:
     return Padded(3, 1)(shape, dtype)
 
 
-@every_isa
+@widest
 def test_products(name: str, seed: int) -> None:
     with isa.force(name):
         check_products(seed, padded)
@@ -264,8 +262,6 @@ def test_all_of_it_stays_within_its_arrays(name: str, seed: int) -> None:
 
 
 # -- numbers that are hard to round ----------------------------------------------------------------
-
-
 def lstm(x: Array, weights: dict[str, Array]) -> Array:
     """The outputs of an LSTM with weights of 8 bits."""
     plan_ = plan(cells.LSTM, 8, "int8", "cpu", {})
@@ -317,7 +313,6 @@ def test_weights_must_be_numbers(wrong: float) -> None:
 
 
 # -- layers ----------------------------------------------------------------------------------------
-
 TORCH = {
     "LSTM": lambda: at.LSTM(6, 20, 2, bidirectional=True),
     "GRU": lambda: at.GRU(6, 20, bias=False, batch_first=True),
@@ -330,8 +325,7 @@ every_layer = pytest.mark.parametrize("kind", TORCH)
 
 
 @every_layer
-def test_torch_layers(kind: str, seed: int) -> None:
-    torch.manual_seed(seed)
+def test_torch_layers(kind: str) -> None:
     layer_ = TORCH[kind]()
     x, lengths = torch.randn(7, 7, 6), torch.tensor([1, 2, 3, 4, 5, 6, 7])
     small_ = compress.quantize(layer_, data=[x, (x, None)])
@@ -387,9 +381,8 @@ def test_numpy_layers(tmp_path: Path, rng: np.random.Generator) -> None:
         small_.set_parameters(dict(small_.arrays) | {"weight_ih_l0": np.ones((80, 6), "f4")})
 
 
-def test_a_model(seed: int) -> None:
+def test_a_model() -> None:
     """It is a copy; and it goes where models go."""
-    torch.manual_seed(seed)
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -452,8 +445,7 @@ def test_an_error_is_measured_or_none() -> None:
     assert "error" in str(small_.runs) and "error" not in str(small_.rests)
 
 
-def test_steps_and_packed_sequences(seed: int) -> None:
-    torch.manual_seed(seed)
+def test_steps_and_packed_sequences() -> None:
     small_, x = compress.quantize(at.GRU(6, 20)), torch.randn(5, 3, 6)
     pack = nn.utils.rnn.pack_padded_sequence(x, [5, 4, 2])
     with torch.no_grad():
@@ -468,8 +460,7 @@ def test_steps_and_packed_sequences(seed: int) -> None:
             assert_close(torch.stack(steps), output, "float32", "training", axes=())
 
 
-def test_gradients_are_those_of_the_weights_in_float(seed: int) -> None:
-    torch.manual_seed(seed)
+def test_gradients_are_those_of_the_weights_in_float() -> None:
     float_ = at.LSTM(6, 20)
     small_, x = compress.quantize(float_), torch.randn(5, 3, 6, requires_grad=True)
     with torch.no_grad():
@@ -485,8 +476,7 @@ def test_gradients_are_those_of_the_weights_in_float(seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes_have_real_weights(dtype: torch.dtype, seed: int) -> None:
-    torch.manual_seed(seed)
+def test_other_dtypes_have_real_weights(dtype: torch.dtype) -> None:
     small_, x = compress.quantize(at.LSTM(6, 20)), torch.randn(5, 3, 6)
     with torch.no_grad():
         wanted = small_(x)[0]
@@ -497,17 +487,15 @@ def test_other_dtypes_have_real_weights(dtype: torch.dtype, seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_it_compiles_into_one_graph(seed: int) -> None:
-    torch.manual_seed(seed)
+def test_it_compiles_into_one_graph() -> None:
     small_, x = compress.quantize(at.RNN(cells.PeepholeLSTM, 6, 20)), torch.randn(5, 3, 6)
     compiled = torch.compile(small_, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         assert torch.equal(compiled(x)[0], small_(x)[0])
 
 
-def test_kept_weights_are_packed_again(seed: int) -> None:
+def test_kept_weights_are_packed_again() -> None:
     """Where integers or scales have changed since the last call."""
-    torch.manual_seed(seed)
     small_, x = compress.quantize(at.LSTM(6, 64)), torch.randn(40, 8, 6)
     with torch.no_grad():
         for _ in range(3):
@@ -525,8 +513,7 @@ def test_kept_weights_are_packed_again(seed: int) -> None:
 
 
 @every_layer
-def test_training_with_rounded_weights(kind: str, seed: int) -> None:
-    torch.manual_seed(seed)
+def test_training_with_rounded_weights(kind: str) -> None:
     layer_, x = TORCH[kind](), torch.randn(5, 5, 6)
     plain = copy.deepcopy(layer_)
     assert compress.fake_quantize(layer_) is layer_
@@ -565,8 +552,6 @@ def test_refusals(call: Any, kind: type[Exception], message: str) -> None:
 
 
 # -- with a readout that is fed back ---------------------------------------------------------------
-
-
 def fed(kind: str = "LSTM", **options: Any) -> tuple[Any, Any]:
     """One of torch, with its readout, and the same of NumPy."""
     torch.manual_seed(0)
@@ -585,6 +570,7 @@ FORCED = {"forced": 1.0, "free": 0.0, "gaps": np.random.default_rng(0).random((9
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "PeepholeLSTM", "LSTMP", "IndRNN"])
 @pytest.mark.parametrize("forced", FORCED)
+@pytest.mark.sample(every=2)
 def test_feedback_in_8_bits(kind: str, forced: str, rng: np.random.Generator) -> None:
     """Both frontends have the same bits, multiply integers, and are what they were before."""
     theirs, ours = fed(kind)

@@ -10,8 +10,6 @@ reference whose saved values are off by a rounding each, while its branches are 
 pass: an engine must take the same branches.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

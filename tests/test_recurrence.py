@@ -1,7 +1,5 @@
 """``anycell.recurrence``: what its arguments mean, and what it says of wrong ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -49,8 +47,6 @@ def sized() -> dict[str, Any]:
 
 
 # -- meaning -------------------------------------------------------------------------------------
-
-
 @ENGINES
 def test_one_state_may_come_alone(engine: str) -> None:
     given, h = arguments(cells.GRU), np.ones((B, H))
@@ -72,8 +68,6 @@ def test_sizes_come_from_weights_or_state() -> None:
 
 
 # -- refusals: argument, what was given, what was expected ---------------------------------------
-
-
 def change(**by: Any) -> Any:
     """A call with other arguments; a tuple (name, value) replaces an entry of a dictionary."""
     given = arguments(by.pop("cell", cells.LSTM))
@@ -94,83 +88,47 @@ def resized(**by: Any) -> Any:
 
 ones = np.ones
 WRONG: list[tuple[Any, type[Exception], str]] = [
-    (
-        change(cell=cells.LSTM) | {"cell": "LSTM"},
-        TypeError,
-        "cell: given str 'LSTM'; expected a cell",
-    ),
+    (change(cell=cells.LSTM) | {"cell": "LSTM"}, TypeError,
+     "cell: given str 'LSTM'; expected a cell"),
     (change(gates_x=[[[1.0]]]), TypeError, "gates_x: given list [[[1.0]]]; expected"),
-    (
-        change(gates_x=ones((T, B, 16), int)),
-        TypeError,
-        "gates_x: given dtype int64; expected one of float",
-    ),
-    (
-        change(gates_x=ones((T, B, 16), "i4")),
-        TypeError,
-        "given dtype int32; expected one of float32, float64,",
-    ),
+    (change(gates_x=ones((T, B, 16), int)), TypeError,
+     "gates_x: given dtype int64; expected one of float"),
+    (change(gates_x=ones((T, B, 16), "i4")), TypeError,
+     "given dtype int32; expected one of float32, float64,"),
     (change(gates_x=ones((T, B, 16), ">f8")), TypeError, "gates_x: given dtype >f8; expected"),
     (change(gates_x=ones((B, 16))), ValueError, "float64 [3, 16]; expected [time, batch, 4 * H]"),
-    (
-        change(gates_x=ones((T, B, 15))),
-        ValueError,
-        "float64 [5, 3, 15]; expected [time, batch, 4 * H]",
-    ),
+    (change(gates_x=ones((T, B, 15))), ValueError,
+     "float64 [5, 3, 15]; expected [time, batch, 4 * H]"),
     (change(gates_x=ones((T, B, 0))), ValueError, "[5, 3, 0]; expected [time, batch, 4 * H]"),
     (change(weights=None), TypeError, "weights: given None; expected a dictionary"),
     (change(weights={}), ValueError, "weight_hh: given nothing; expected [out, in]"),
     (change(weights=("W", ones(3))), ValueError, "weights: given 'W', unknown; expected each name"),
     (change(weights=("weight_hh", None)), ValueError, "weight_hh: given nothing"),
-    (
-        change(weights=("weight_hh", ones(16))),
-        ValueError,
-        "weight_hh: given ndarray float64 [16]; expected [out, in]",
-    ),
-    (
-        change(weights=("weight_hh", ones((16, 4), "f4"))),
-        TypeError,
-        "weight_hh: given dtype float32; expected float64",
-    ),
+    (change(weights=("weight_hh", ones(16))), ValueError,
+     "weight_hh: given ndarray float64 [16]; expected [out, in]"),
+    (change(weights=("weight_hh", ones((16, 4), "f4"))), TypeError,
+     "weight_hh: given dtype float32; expected float64"),
     (change(state=ones((B, H))), TypeError, "[3, 4]; expected a tuple (h, c)"),
     (change(state=(ones((B, H)),)), TypeError, "state: given tuple"),
     (change(state=(None, ones((B, H), "f4"))), TypeError, "state: given dtype float32; expected"),
     (change(state={"h": None}), TypeError, "dict {'h': None}; expected a tuple (h, c)"),
     (change(params={"p": ones(H)}), ValueError, "params: given 'p', unknown; expected each name"),
-    (
-        change(cell=cells.PeepholeLSTM, params={"p_i": ones(H)}),
-        ValueError,
-        "p_f: given nothing; expected float64 [4], which",
-    ),
-    (
-        change(cell=cells.PeepholeLSTM, params=("p_f", ones((1, H)))),
-        ValueError,
-        "p_f: given shape [1, 4]; expected shape [4]",
-    ),
-    (
-        change(mask=np.full((T, B), 0.5)),
-        ValueError,
-        "mask: given numbers other than 0 and 1; expected",
-    ),
-    (
-        change(mask=np.full((T, B), np.nan)),
-        ValueError,
-        "mask: given numbers other than 0 and 1; expected",
-    ),
+    (change(cell=cells.PeepholeLSTM, params={"p_i": ones(H)}), ValueError,
+     "p_f: given nothing; expected float64 [4], which"),
+    (change(cell=cells.PeepholeLSTM, params=("p_f", ones((1, H)))), ValueError,
+     "p_f: given shape [1, 4]; expected shape [4]"),
+    (change(mask=np.full((T, B), 0.5)), ValueError,
+     "mask: given numbers other than 0 and 1; expected"),
+    (change(mask=np.full((T, B), np.nan)), ValueError,
+     "mask: given numbers other than 0 and 1; expected"),
     (change(lengths=[5, 6, 2]), ValueError, "lengths: given a length of 6; expected 0 to 5"),
     (change(lengths=[5, -1, 2]), ValueError, "lengths: given a length of -1; expected 0 to 5"),
     (change(lengths=[5.0, 2.0, 1.0]), TypeError, "float64 [3]; expected integers [3]"),
-    (
-        change(reset_state=(ones(H), ones((2, H)))),
-        ValueError,
-        "[2, 4]; expected shape [3, 4], the state 'c'",
-    ),
+    (change(reset_state=(ones(H), ones((2, H)))), ValueError,
+     "[2, 4]; expected shape [3, 4], the state 'c'"),
     (change(masked_output="hold"), ValueError, "masked_output: given 'hold'; expected 'zero' or"),
-    (
-        change(recurrent_mask=ones((3, B, H))),
-        ValueError,
-        "recurrent_mask: given shape [3, 3, 4]; expected shape [4, 3, 4]",
-    ),
+    (change(recurrent_mask=ones((3, B, H))), ValueError,
+     "recurrent_mask: given shape [3, 3, 4]; expected shape [4, 3, 4]"),
     (change(static=ones((B, H))), TypeError, "[3, 4]; expected None, because cell LSTM"),
     (change(reverse="yes"), TypeError, "reverse: given str 'yes'; expected True or False"),
     (change(training=2), TypeError, "training: given int 2; expected True or False"),
@@ -181,32 +139,17 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (resized(static=None), TypeError, "static: given None; expected"),
     (resized(training=True), ValueError, "seed: given None; expected an int. Pass a seed"),
     (resized(weights={"bias_down": None}), ValueError, "bias_down: given nothing"),
-    (
-        resized(weights={"weight_down": ones((6, 5))}),
-        ValueError,
-        "weight_down: given shape [6, 5]; expected shape [6, 4]",
-    ),
-    (
-        resized(weights={"weight_hh": ones((2 * H, 5))}),
-        ValueError,
-        "weight_down: given shape [6, 4]; expected shape [5, 4]",
-    ),
-    (
-        resized(weights={"weight_mix": ones((4, 4))}),
-        ValueError,
-        "weight_mix: given ndarray float64 [4, 4]; expected [heads, out/heads, in/heads]",
-    ),
-    (
-        resized(gates_x=ones((T, B, 6)), weights={"weight_hh": ones((6, 6))}),
-        ValueError,
-        "given H=3 (the hidden size); expected a multiple of 2, because `linear(e, 'mix', heads=2)",
-    ),
-    (
-        resized(state=(ones((B, 7)), None)),
-        ValueError,
-        "weight_hh: given shape [8, 6]; expected shape [8, 7]",
-    ),
-]
+    (resized(weights={"weight_down": ones((6, 5))}), ValueError,
+     "weight_down: given shape [6, 5]; expected shape [6, 4]"),
+    (resized(weights={"weight_hh": ones((2 * H, 5))}), ValueError,
+     "weight_down: given shape [6, 4]; expected shape [5, 4]"),
+    (resized(weights={"weight_mix": ones((4, 4))}), ValueError,
+     "weight_mix: given ndarray float64 [4, 4]; expected [heads, out/heads, in/heads]"),
+    (resized(gates_x=ones((T, B, 6)), weights={"weight_hh": ones((6, 6))}), ValueError,
+     "given H=3 (the hidden size); expected a multiple of 2, because `linear(e, 'mix', heads=2)"),
+    (resized(state=(ones((B, 7)), None)), ValueError,
+     "weight_hh: given shape [8, 6]; expected shape [8, 7]"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "error", "message"), WRONG, ids=[m for _, _, m in WRONG])

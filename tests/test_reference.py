@@ -1,7 +1,5 @@
 """The reference engine: against PyTorch's layers and autograd, and against what it promises."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -16,6 +14,7 @@ from problems import (
     random_problem,
     width,
 )
+from test_cpu_math import KNOWN
 from tolerances import assert_close, is_slope
 
 from anycell import (
@@ -106,8 +105,6 @@ def _named(word: str, cell: Cell, values: Any) -> dict[str, Any]:
 
 
 # -- the derived backward pass -------------------------------------------------------------------
-
-
 @each_situation
 @each_cell
 def test_numpy_equals_torch_and_the_derived_backward_equals_autograd(
@@ -171,45 +168,7 @@ def test_gradients_are_differences(rng: np.random.Generator) -> None:
         assert is_slope(found, (ahead - behind) / (2 * step), "layer"), name
 
 
-# -- PyTorch's layers ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize(
-    ("cell", "layer", "options"),
-    [
-        (cells.LSTM, "LSTM", {}),
-        (cells.GRU, "GRU", {}),
-        (cells.RNN, "RNN", {}),
-        (cells.RNN(nonlinearity="relu"), "RNN", {"nonlinearity": "relu"}),
-    ],
-    ids=repr,
-)
-def test_equals_the_layers_of_torch(
-    cell: Cell, layer: str, options: dict[str, Any], reverse: bool, rng: np.random.Generator
-) -> None:
-    steps, rows, inputs, hidden = 7, 3, 4, 5
-    module = getattr(torch.nn, layer)(inputs, hidden, dtype=torch.float64, **options)
-    x = torch.tensor(rng.standard_normal((steps, rows, inputs)))
-    state = [torch.tensor(rng.standard_normal((rows, hidden))) for _ in cell.states]
-    given = tuple(s[None] for s in state)
-    expected, last = module(x.flip(0) if reverse else x, given if len(given) > 1 else given[0])
-    expected = expected.flip(0) if reverse else expected
-    gates_x = torch.nn.functional.linear(x, module.weight_ih_l0, module.bias_ih_l0)
-    weights = {"weight_hh": module.weight_hh_l0, "bias_hh": module.bias_hh_l0}
-    outputs, final = reference.run(cell, gates_x, weights, state, reverse=reverse)
-    assert_close(outputs.detach(), expected.detach(), "float64", "forward")
-    for own, its in zip(final, last if isinstance(last, tuple) else (last,), strict=True):
-        assert_close(own.detach(), its.detach()[0], "float64", "forward", axes=(0,))
-    grads = torch.autograd.grad(expected.sum(), list(module.parameters()), retain_graph=True)
-    own = torch.autograd.grad(outputs.sum(), list(module.parameters()))
-    for mine, its in zip(own, grads, strict=True):
-        assert_close(mine, its, "float64", "gradient")
-
-
 # -- masks, lengths, resets ----------------------------------------------------------------------
-
-
 @each_cell
 def test_masked_steps_do_not_exist(cell: Cell, rng: np.random.Generator) -> None:
     """A row with holes gives what the row without those steps gives."""
@@ -309,8 +268,6 @@ def test_states_start_and_reset_as_declared(rng: np.random.Generator) -> None:
 
 
 # -- random masks --------------------------------------------------------------------------------
-
-
 @cell(gates="a b", state="h c")
 def Masks(x, r, s, *, rate: float = 0.3):
     return keep(rate), keep(1 - rate, per="sequence") + 0 * (x.a + s.c)
@@ -325,17 +282,7 @@ def masks(rate: float = 0.3, training: bool = True, **options: Any) -> tuple[Any
 
 
 def test_philox_is_the_published_generator() -> None:
-    """The known answers that come with Random123."""
-    ones = 0xFFFFFFFF
-    for counter, key, expected in (
-        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((ones,) * 4, (ones, ones), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
-    ):
+    for counter, key, expected in KNOWN:
         assert tuple(map(int, philox.philox4x32(counter, key))) == expected
 
 
@@ -376,8 +323,6 @@ def test_certain_masks(rate: float) -> None:
 
 
 # -- namespaces ----------------------------------------------------------------------------------
-
-
 def test_second_derivatives(rng: np.random.Generator) -> None:
     cell = Everything(stopped=False)
     problem = random_problem(cell, (3, 2, 3), rng, masked=True, resets=True)

@@ -3,8 +3,6 @@
 And files that are long say why.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import re

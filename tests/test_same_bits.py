@@ -1,16 +1,12 @@
 """``tools/same_bits.py``: layers have the bits that they had, unless it lists them and says why."""
 
-from __future__ import annotations
-
 import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from anycell import layer
-from anycell.engines import cpu
 from tools import same_bits
 
 torch = pytest.importorskip("torch")
@@ -37,16 +33,6 @@ def test_each_layer_has_a_name_of_its_own() -> None:
     assert len(names) == len(set(names))
     for pattern in same_bits.CHANGED:
         assert any(same_bits.reason(name, {pattern: "why"}) for name in names)
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before, ours = torch.get_num_threads(), cpu.pool.threads()
-    torch.set_num_threads(2)
-    cpu.pool.set_threads(2)
-    yield
-    torch.set_num_threads(before)
-    cpu.pool.set_threads(ours)
 
 
 @pytest.mark.slow

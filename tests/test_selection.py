@@ -1,7 +1,5 @@
 """Which tests run when: what is left out today runs on another day."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """One step at a time on packed weights: what a call on the whole sequence gives."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading
@@ -50,8 +48,6 @@ def test_the_projection_inside_the_step(case: Any) -> None:
 
 
 # ---- NumPy ---------------------------------------------------------------------------------------
-
-
 def test_numpy_weights_that_change(rng: np.random.Generator, taken: list[int]) -> None:
     layer = an.LSTM(3, 5, dtype="float64", seed=1).prepare()
     x = rng.standard_normal((2, 3))
@@ -151,8 +147,6 @@ def test_numpy_resets(rng: np.random.Generator, taken: list[int]) -> None:
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 @pytest.mark.parametrize("kind, options", [("LSTM", {}), ("GRU", {}), ("LSTM", {"proj_size": 4})])
 def test_drop_ins_step(kind: str, options: dict[str, int], taken: list[int]) -> None:

@@ -3,11 +3,8 @@
 One file, because all cells and loops are compared by the same few functions.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 if keras.backend.backend() != "tensorflow":
@@ -25,7 +21,6 @@ from tolerances import NO_WORSE_THAN_16, assert_close, error  # noqa: E402
 
 import anycell.tf1 as t1  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 STEPS, ROWS, WIDTH, UNITS = 6, 4, 3, 5
 
 
@@ -117,6 +112,7 @@ def test_gru_cell_is_gru_block_cell(rng: np.random.Generator) -> None:
     assert np.array_equal(output, state)
 
 
+@pytest.mark.more
 def test_under_xla(rng: np.random.Generator) -> None:
     cell = t1.LSTMBlockFusedCell(UNITS, use_peephole=True)
     randomize(cell, rng)
@@ -158,7 +154,7 @@ def legacy(request: pytest.FixtureRequest) -> Iterator[Any]:
     ],
 )
 @pytest.mark.parametrize(("name", "scope", "kind", "given"), OF_VERSION_1)
-@pytest.mark.sample(8)
+@pytest.mark.sample(every=3)
 def test_cells_and_loops_of_version_1(
     legacy: Any, name: str, scope: str, kind: Any, given: Any, loop: str, scopes: list[str],
     tmp_path: Path, rng: np.random.Generator,
@@ -236,7 +232,6 @@ HALF = [
     ("BasicLSTMCell", {}, "bfloat16"),
     ("LSTMCell", BOUNDED, "bfloat16"),
     ("BasicRNNCell", {"activation": "relu"}, "float16"),
-    ("BasicRNNCell", {"activation": "relu"}, "bfloat16"),
     ("GRUCell", {}, "float16"),
 ]
 
@@ -245,9 +240,10 @@ HALF = [
 @pytest.mark.parametrize(
     ("name", "given", "dtype"),
     [
+        ("BasicRNNCell", {"activation": "relu"}, "bfloat16"),
         ("GRUCell", {}, "bfloat16"),
         ("LSTMCell", BOUNDED, "float16"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in HALF),
+        *HALF,
     ],
 )
 @pytest.mark.parametrize("legacy", LEGACY[:1], indirect=True)
@@ -488,8 +484,6 @@ def test_refuses_in_a_graph_what_does_not_fit() -> None:
 
 
 # ---- stacks, wrappers and what runs them ---------------------------------------------------------
-
-
 def sequences(rng: np.random.Generator) -> Any:
     return random(rng, ROWS, STEPS, UNITS)
 

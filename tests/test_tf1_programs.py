@@ -4,12 +4,7 @@ Each is a function of a namespace ``rnn``: TensorFlow's own cells and loops, or 
 graph of TensorFlow 1, from one checkpoint, and must give the same results and gradients.
 """
 
-from __future__ import annotations
-
 import importlib
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,18 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 if keras.backend.backend() != "tensorflow":
     pytest.skip("Keras runs on another backend", allow_module_level=True)
 
+from processes import python  # noqa: E402
 from tolerances import assert_close  # noqa: E402
 
 import anycell.tf1 as t1  # noqa: E402
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:UserWarning"),
 ]
 v1 = tf.compat.v1
@@ -317,12 +311,7 @@ print("as in version 1")
 @pytest.mark.slow
 def test_programs_without_version_2() -> None:
     """As old code on TensorFlow 2 begins: ``tf.disable_v2_behavior()``."""
-    here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parent)])
-    done = subprocess.run(
-        [sys.executable, "-c", OLD], env={**os.environ, "PYTHONPATH": paths}, capture_output=True
-    )
-    assert done.stdout.decode().endswith("as in version 1\n"), done.stderr.decode()
+    assert python(OLD).endswith("as in version 1\n")
 
 
 def test_state_is_fed(rng: np.random.Generator) -> None:

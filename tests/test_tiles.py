@@ -1,7 +1,5 @@
 """Matrix tiles (AMX): by their emulation everywhere, and on machines that have them."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The yardstick itself: it must let nothing pass that is wrong."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,15 +3,13 @@
 One file, because all of it compares pairs of layers by the functions at its top.
 """
 
-from __future__ import annotations
-
 import copy
 import doctest
 import functools
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,13 +26,13 @@ from torch_layers import (  # noqa: E402
     Odd,
     Zoned,
     assert_same,
+    assert_same_error,
     by_name,
     fused,
     lacks,
     of_torchscript,
     run,
     twins,
-    whole_graphs,
 )
 
 import anycell  # noqa: E402
@@ -45,13 +43,7 @@ nn, Tensor = torch.nn, torch.Tensor
 AWKWARD = [(5, 3, 1), (1, 4, 7), (9, 1, 33), (4, 5, 100), (1, 1, 1)]  # T, B, H
 
 
-@pytest.fixture(autouse=True)
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-
-
 # -- LSTM and GRU are torch's ----------------------------------------------------------------------
-
 FLAGS = [
     {},
     {"bias": False},
@@ -80,6 +72,7 @@ def test_flags(kind: str, flags: dict[str, Any], with_state: bool) -> None:
 
 @pytest.mark.parametrize("sizes", AWKWARD, ids=str)
 @pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.sample(every=2)
 def test_float32(kind: str, sizes: tuple[int, int, int]) -> None:
     """Within the limits, and no worse than torch's own: both for the median of some draws.
 
@@ -189,12 +182,7 @@ def test_errors_are_torchs(kind: str) -> None:
         ("x",),
     ]
     for arguments in calls:
-        raised = []
-        for layer in (ours, theirs):
-            with pytest.raises(Exception) as caught:
-                layer(*arguments)
-            raised.append((type(caught.value), str(caught.value)))
-        assert raised[0] == raised[1]
+        assert_same_error(ours, theirs, *arguments)
     refused = []
     for bad in ({"hidden_size": 0}, {"dropout": 2.0}, {"num_layers": 0}, {"bias": 1}):
         said = []
@@ -209,8 +197,6 @@ def test_errors_are_torchs(kind: str) -> None:
 
 
 # -- autograd --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", LAYERS)
 def test_gradient_penalty(kind: str) -> None:
     """create_graph=True where the input hangs on a weight of the same layer."""
@@ -306,8 +292,6 @@ def test_activation_checkpoints(kind: Any, reentrant: bool) -> None:
 
 
 # -- masks, lengths, resets ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", LAYERS)
 def test_lengths_without_a_batch(kind: str) -> None:
     layer, x = LAYERS[kind][0](3, 5, bidirectional=True, batch_first=True), torch.randn(3, 6, 3)
@@ -317,8 +301,6 @@ def test_lengths_without_a_batch(kind: str) -> None:
 
 
 # -- RNN(cell) -------------------------------------------------------------------------------------
-
-
 def test_parameters_and_initial_values() -> None:
     layer = at.RNN(Odd, 3, 16, num_layers=2, bidirectional=True)
     shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
@@ -393,8 +375,6 @@ def test_repr() -> None:
 
 
 # -- single steps ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["LSTMCell", "GRUCell"])
 def test_cells(name: str) -> None:
     ours, theirs = getattr(at, name)(3, 5, dtype=torch.float64), getattr(nn, name)(3, 5)
@@ -416,12 +396,7 @@ def test_cells(name: str) -> None:
     alone, ref = ours(x[0]), theirs(x[0])
     assert_close(alone[0].detach(), ref[0].detach(), "float64", "forward")
     for bad in ((x[:, :2],), (x[None],), (x, (given, given) if name == "GRUCell" else given[0][0])):
-        raised = []
-        for module in (ours, theirs):
-            with pytest.raises(Exception) as caught:
-                module(*bad)
-            raised.append((type(caught.value), str(caught.value)))
-        assert raised[0] == raised[1]
+        assert_same_error(ours, theirs, *bad)
 
 
 @pytest.mark.parametrize("rows", [None, 0, 1, 4, 33])
@@ -453,12 +428,7 @@ def test_a_step_that_torch_takes(kind: str, form: int, rows: int | None) -> None
         for name, value in found[1].items():
             assert kind == "LSTM" or torch.equal(found[0][name], value), name
     for bad in (x[..., :2], x.half(), x.flatten()[0] if rows else x[..., :1]):
-        raised = []
-        for layer in (ours, theirs):
-            with pytest.raises(Exception) as caught:
-                layer(bad)
-            raised.append((type(caught.value), str(caught.value)))
-        assert raised[0] == raised[1]
+        assert_same_error(ours, theirs, bad)
 
 
 @pytest.mark.parametrize("kind", CELLS, **by_name)
@@ -479,8 +449,6 @@ def test_rnn_cell(kind: Any) -> None:
 
 
 # -- modules as torch has them ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_copies(kind: str) -> None:
     layer = at.RNN(cells.PeepholeLSTM, 3, 5, 2) if kind == "RNN" else LAYERS[kind][0](3, 5, 2)
@@ -540,8 +508,6 @@ def test_deterministic_mode() -> None:
 
 
 # -- what is torch's own, or the composite's -------------------------------------------------------
-
-
 def test_other_paths_of_the_drop_ins() -> None:
     x = torch.randn(4, 2, 3)
     meta = at.GRU(3, 5, device="meta")
@@ -621,33 +587,7 @@ def test_function_transforms(kind: str) -> None:
     assert_close(tangent.sum(0).detach(), total.detach(), "float64", "gradient")
 
 
-@of_torchscript
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # from torch.nn itself
-def test_torchscript() -> None:
-    x = torch.randn(4, 2, 3)
-    for layer in (at.LSTM(3, 5), at.GRU(3, 5, 2, bidirectional=True)):
-        for compiled in (
-            torch.jit.trace(layer, (x,)),
-            torch.jit.script(nn.Sequential(copy.deepcopy(layer))),
-        ):
-            assert_close(compiled(x)[0].detach(), layer(x)[0].detach(), "float32", "forward")
-    step = at.LSTMCell(3, 5)
-    scripted = torch.jit.script(step)
-    assert_close(scripted(x[0])[0].detach(), step(x[0])[0].detach(), "float32", "forward")
-
-
-@whole_graphs
-@pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
-def test_export() -> None:
-    x = torch.randn(3, 2, 3)
-    for layer in (at.GRU(3, 5), at.RNN(cells.PeepholeLSTM, 3, 5)):
-        exported = torch.export.export(layer, (x,), strict=False).module()
-        assert_close(exported(x)[0].detach(), layer(x)[0].detach(), "float32", "forward")
-
-
 # -- accelerate ------------------------------------------------------------------------------------
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -707,7 +647,6 @@ def test_accelerate_leaves_what_it_must() -> None:
 
 
 # -- errors of our own -----------------------------------------------------------------------------
-
 X = (4, 2, 3)
 H = (1, 2, 5)
 BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
@@ -716,12 +655,8 @@ BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("RNN", {"x": (4, 2, 4)}, ValueError, r"x: given torch.float32 \[4, 2, 4\].*batch, 3\]"),
     ("RNN", {"x": (3,)}, ValueError, r"x: given torch.float32 \[3\].*expected \[time, batch, 3\]"),
     ("RNN", {"x": (0, 2, 3)}, ValueError, r"x: given .*\[0, 2, 3\].*one step or more"),
-    (
-        "RNN",
-        {"x": torch.zeros(X).double()},
-        ValueError,
-        r"x: given torch.float64.*layer.to\(torch.fl",
-    ),
+    ("RNN", {"x": torch.zeros(X).double()}, ValueError,
+     r"x: given torch.float64.*layer.to\(torch.fl"),
     ("RNN", {"x": torch.zeros(X, device="meta")}, ValueError, r"x: given on meta; expected on cpu"),
     ("RNN", {"state": torch.zeros(H)}, TypeError, r"state: given .*expected a tuple \(h, c\)"),
     ("RNN", {"state": (torch.zeros(H),) * 3}, TypeError, r"state: given tuple.*tuple \(h, c\)"),
@@ -734,12 +669,7 @@ BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("any", {"recurrent_mask": np.ones((2, 5))}, TypeError, r"torch.from_numpy\(recurrent_mask\)"),
     ("any", {"return_states": "d"}, ValueError, r"return_states: given 'd'.*it has h, c"),
     ("RNN", {"static": torch.zeros(2, 5)}, TypeError, r"static: .*cell LSTM declares no static"),
-    (
-        "any",
-        {"masked_output": "nan"},
-        ValueError,
-        r"masked_output: given 'nan'; expected 'zero'",
-    ),
+    ("any", {"masked_output": "nan"}, ValueError, r"masked_output: given 'nan'; expected 'zero'"),
     ("any", {"mask": [True]}, TypeError, r"mask: given list.*torch.bool \[4, 2\].*as_tensor"),
     ("any", {"mask": torch.zeros(4, 2)}, TypeError, r"mask: given torch.float32.*mask.bool\(\)"),
     ("any", {"mask": torch.zeros(2, 4).bool()}, ValueError, r"mask: given .*\[2, 4\].*mask.t\(\)"),
@@ -747,15 +677,10 @@ BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("any", {"mask": torch.zeros(4, 2, device="meta").bool()}, ValueError, r"mask: given on meta"),
     ("any", {"lengths": [1, 5]}, ValueError, r"lengths: given a length of 5; expected 0 to 4"),
     ("any", {"lengths": [-1, 4]}, ValueError, r"lengths: given a length of -1"),
-    (
-        "any",
-        {"lengths": [1, 2, 3]},
-        ValueError,
-        r"lengths: given .* \[3\]; .*integers \[2\]",
-    ),
+    ("any", {"lengths": [1, 2, 3]}, ValueError, r"lengths: given .* \[3\]; .*integers \[2\]"),
     ("any", {"lengths": [1.5, 2.0]}, TypeError, r"lengths: given torch.float32.*lengths.long"),
     ("any", {"lengths": "all"}, TypeError, r"lengths: given str 'all'.*list of int"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("layer", "arguments", "kind", "message"), BAD_CALLS, ids=str)
@@ -832,8 +757,6 @@ def test_other_errors() -> None:
 
 
 # -- processes and threads -------------------------------------------------------------------------
-
-
 def test_threads_call_one_layer_at_once() -> None:
     layer = at.LSTM(8, 64, num_layers=2, bidirectional=True)
     inputs = [torch.randn(9, 5 + i, 8) for i in range(4)]
@@ -851,14 +774,6 @@ def test_threads_call_one_layer_at_once() -> None:
     for thread in threads:
         thread.join()
     assert all(torch.equal(found[i], ref) for i, ref in enumerate(wanted))
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -1,17 +1,12 @@
 """``accelerate``: what it swaps, what it leaves and says, and models of real projects with it."""
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import copy
 import gc
 import io
-import os
 import pickle
-import subprocess
 import sys
-import textwrap
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -74,8 +69,6 @@ def test_the_table_it_prints(example: Any, capsys: pytest.CaptureFixture[str]) -
 
 
 # -- behind convolutions ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("size", ["few rows", "many rows"])
 @pytest.mark.parametrize("name", conv_models.MODELS)
@@ -115,8 +108,6 @@ def outcome(model: nn.Module, x: Tensor, loss: conv_models.Loss) -> dict[str, Te
 
 
 # -- subclasses ------------------------------------------------------------------------------------
-
-
 class Amp(nn.LSTM):
     """As in amp modelers: a constructor and methods of its own, no forward."""
 
@@ -190,15 +181,7 @@ def test_a_file_in_another_process(tmp_path: Path) -> None:
             assert isinstance(model, amps.Amp) and model.engine.name == "cpu", type(model)
             print(float(model(torch.ones(2, 2, 3))[0].sum().detach()))
     """
-    root = str(Path(at.__file__).parents[2])
-    path = os.pathsep.join([str(tmp_path), root])
-    printed = ""
-    for what in ("save", "load"):
-        command = [sys.executable, "-c", textwrap.dedent(script), what]
-        environment = {**os.environ, "PYTHONPATH": path}
-        printed = subprocess.run(
-            command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
-        ).stdout
+    _, printed = (python(script, what, cwd=tmp_path, paths=[tmp_path]) for what in ("save", "load"))
     torch.manual_seed(0)
     assert float(printed) == pytest.approx(
         nn.GRU(3, 4)(torch.ones(2, 2, 3))[0].sum().item(), rel=1e-5
@@ -228,8 +211,6 @@ def test_classes_do_not_outlive_their_modules() -> None:
 
 
 # -- what is left, and why -------------------------------------------------------------------------
-
-
 class Forward(nn.LSTM):
     def forward(self, *args: Any) -> Any:
         return super().forward(*args)
@@ -407,8 +388,6 @@ def test_how_often_one_call_of_the_model_calls() -> None:
 
 
 # -- what goes by a module's class -----------------------------------------------------------------
-
-
 @pytest.fixture
 def opacus(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Opacus's validator; where Opacus is not installed, what of it anycell goes by."""
@@ -457,23 +436,13 @@ def test_opacus_refuses_ours_as_it_does_torchs(opacus: Any, make: Callable[[], A
     assert not isinstance(opacus.fix(nn.Sequential(at.LSTM(2, 2)))[0], nn.LSTM)
 
 
-WRAPPED = """
-import copy, os
-import anycell.torch as at
-import torch
-from test_torch_accelerate import Amp
-from tolerances import assert_close
-from torch import nn
-from torch_layers import fused
-
-torch.distributed.init_process_group(
-    "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-)
-theirs, x = nn.Sequential(Amp(4)).double(), torch.randn(2, 7, 1, dtype=torch.float64)
-theirs(x)[0].sum().backward()
-for wrap in (nn.DataParallel, nn.parallel.DistributedDataParallel):
+def assert_wrapped(wrap: Any) -> None:
+    """Around what is swapped, and the other way round."""
+    theirs, x = nn.Sequential(Amp(4)).double(), torch.randn(2, 7, 1, dtype=torch.float64)
+    theirs(x)[0].sum().backward()
     for ours in (
-        wrap(at.accelerate(copy.deepcopy(theirs))), at.accelerate(wrap(copy.deepcopy(theirs)))
+        wrap(at.accelerate(copy.deepcopy(theirs))),
+        at.accelerate(wrap(copy.deepcopy(theirs))),
     ):
         ours.zero_grad()
         output = ours(x)[0]
@@ -481,11 +450,21 @@ for wrap in (nn.DataParallel, nn.parallel.DistributedDataParallel):
         assert fused(output)
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert_close(a.grad, b.grad, "float64", "gradient")
+
+
+def test_data_parallel() -> None:
+    assert_wrapped(nn.DataParallel)
+
+
+@pytest.mark.slow
+def test_distributed_data_parallel() -> None:
+    said = python("""
+        import os, torch
+        from test_torch_accelerate import assert_wrapped
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        assert_wrapped(torch.nn.parallel.DistributedDataParallel)
         print("right", flush=True)
-os._exit(0)  # the destructor of gloo's group may wait for a thread that waits for Python
-"""
-
-
-def test_wrapped_models() -> None:
-    """DataParallel and DistributedDataParallel, around what is swapped and the other way round."""
-    assert python(WRAPPED).split().count("right") == 4
+        os._exit(0)  # the destructor of gloo's group may wait for a thread that waits for Python
+    """)
+    assert said.endswith("right\n")

@@ -2,8 +2,6 @@
 another dtype than kernels read, and nothing but the numbers would tell.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable
@@ -14,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tolerances import assert_close  # noqa: E402
-from torch_layers import CELLS, Gated, by_name  # noqa: E402
+from torch_layers import CELLS, Gated, by_name, tensors_of  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
@@ -23,20 +21,8 @@ Tensor = torch.Tensor
 DTYPES = [torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(autouse=True)
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-
-
-def tensors(results: Any) -> list[Tensor]:
-    """Those of nested tuples."""
-    if isinstance(results, Tensor):
-        return [results]
-    return [tensor for part in results for tensor in tensors(part)]
-
-
 def total(results: Any) -> Tensor:
-    parts = enumerate(tensors(results), 1)
+    parts = enumerate(tensors_of(results), 1)
     return torch.stack([k * t.float().square().sum() for k, t in parts]).sum()
 
 
@@ -59,7 +45,9 @@ def test_a_step(kind: Any, dtype: Any) -> None:
         with torch.autocast("cpu", dtype, enabled=on):
             new = module(x, tuple(others[:count]) if count > 1 else others[0], **static)
             again = module(x, new, **static)  # as a loop has it
-        results.append([*tensors(new), *tensors(again), *torch.autograd.grad(total(again), leaves)])
+        results.append(
+            [*tensors_of(new), *tensors_of(again), *torch.autograd.grad(total(again), leaves)]
+        )
     assert {t.dtype for t in results[1]} == {torch.float32}
     assert_same(*results)
 
@@ -85,9 +73,9 @@ def test_every_number_of_steps(kind: str, dtype: Any, bias: bool, gradients: boo
         x = torch.randn(steps, rows, 3).to(dtype).float()
         with torch.set_grad_enabled(gradients), torch.autocast("cpu", dtype):
             assert layer.engine.name == "cpu" and "torch" not in layer.engine.reason
-            found = tensors(layer(x))
+            found = tensors_of(layer(x))
         assert {t.dtype for t in found} == {dtype}
-        wanted = tensors(right(x.double()))
+        wanted = tensors_of(right(x.double()))
         for ours, theirs in zip(found, wanted, strict=True):
             assert_close(ours.detach().float(), theirs.detach(), number, "forward")
         if gradients:
@@ -110,7 +98,7 @@ def test_torchs_cells(kind: str, dtype: Any, bias: bool, gradients: bool) -> Non
         made.append(getattr(module, kind)(3, 5, bias=bias))
     x = torch.randn(4, 3)
     with torch.set_grad_enabled(gradients), torch.autocast("cpu", dtype):
-        ours, theirs = (tensors(cell(x)) for cell in made)
+        ours, theirs = (tensors_of(cell(x)) for cell in made)
     assert_same(ours, theirs)
 
 
@@ -124,7 +112,9 @@ def test_a_step_of_a_layer(kind: str, dtype: Any) -> None:
         for ready in (layer, layer.prepare()):
             output, _ = ready.step(x)
             assert torch.equal(output, ref) and output.dtype == dtype
-            for after, before in zip(tensors(ready.step(x, state)[1]), tensors(state), strict=True):
+            for after, before in zip(
+                tensors_of(ready.step(x, state)[1]), tensors_of(state), strict=True
+            ):
                 assert after.dtype == before.dtype == dtype
 
 
@@ -170,7 +160,7 @@ def test_an_exported_program(kind: str, gradients: bool) -> None:
             torch.autocast("cpu", dtype, enabled=dtype is not None),
             torch.set_grad_enabled(gradients),
         ):
-            new = tensors(program(x))
+            new = tensors_of(program(x))
             d = torch.autograd.grad(total(new), [x]) if gradients else ()
         results.append([*new, *d])
     for others in results[1:]:

@@ -3,19 +3,14 @@
 Where a test says something without a card too, its body also runs in Triton's interpreter.
 """
 
-from __future__ import annotations
-
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from gpu import CARD, DEVICE, SLOW, torch  # before anything else that may import Triton
+from gpu import CARD, COMPILES, DEVICE, SLOW, torch  # before anything else that may import Triton
+from processes import python
 from test_torch_gpu import results
 from tolerances import assert_close
 
@@ -108,8 +103,6 @@ def assert_right(layer: Any, x: Any, given: dict[str, Any], place: Place, seed: 
 
 
 # -- in both places --------------------------------------------------------------------------------
-
-
 def test_threads_that_are_new_to_cuda(place: Place, tier: int, seed: int) -> None:
     """Both passes, and the backward pass alone of a graph that another thread has made."""
     layer, x = place.layer(), place.input()
@@ -164,8 +157,6 @@ def test_calls_leave_nothing_behind(place: Place, tier: int, seed: int) -> None:
 
 
 # -- on a card -------------------------------------------------------------------------------------
-
-
 ON_A_CARD = Place("card", torch.bfloat16, 64, 20, 40)
 
 
@@ -312,9 +303,8 @@ def test_drop_ins(name: str, dtype: str, seed: int) -> None:
 
 @gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_training_under_autocast(dtype: str, tier: int, seed: int) -> None:
+def test_training_under_autocast(dtype: str, tier: int) -> None:
     """The loss of some steps falls as it does without."""
-    torch.manual_seed(seed)
     x, wanted = torch.randn(40, 20, 8, device="cuda"), torch.randn(40, 20, 64, device="cuda")
     first = anycell.torch.RNN(cells.PeepholeLSTM, 8, 64, device="cuda").state_dict()
     losses = []
@@ -391,14 +381,9 @@ for mine, right in zip(*found):
 def test_keras_on_torch(where: str) -> None:
     """A Keras layer on the card, step by step as yet, against itself on the CPU."""
     pytest.importorskip("keras")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"KERAS_BACKEND": "torch", "PYTHONPATH": str(Path(__file__).parents[1])}
-    if where == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    said = subprocess.run([sys.executable, "-W", "ignore", "-c", KERAS, where], env=environment,
-                          capture_output=True, text=True)  # fmt: skip
-    assert said.returncode == 0, said.stderr
-    engine, *errors = said.stdout.splitlines()
+    env = {**COMPILES, "KERAS_BACKEND": "torch"}
+    env |= {"CUDA_VISIBLE_DEVICES": ""} if where == "cpu" else {}
+    engine, *errors = python(KERAS, where, PYTHONWARNINGS="ignore", **env).splitlines()
     assert f"name='{'composite' if where == 'cuda' else 'cpu'}'" in engine
     for found, kind in zip(errors, ("forward", "gradient"), strict=True):
         assert_close(1 + float(found), 1.0, "float32", kind)

@@ -1,7 +1,5 @@
 """torch.compile and torch.export: the layer as one operator, with nothing around it broken."""
 
-from __future__ import annotations
-
 import copy
 import io
 import sys
@@ -26,9 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)
-def _fresh(seed: int) -> Any:
+def _fresh() -> Any:
     torch._dynamo.reset()
-    torch.manual_seed(seed)
     yield
     torch._dynamo.reset()
 
@@ -241,8 +238,6 @@ def test_inductor() -> None:
 
 
 # -- export ----------------------------------------------------------------------------------------
-
-
 @whole_graphs
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(strict: bool) -> None:

@@ -1,7 +1,5 @@
 """Two processes under torchrun, on CPUs: gradients and training are those of one process."""
 
-from __future__ import annotations
-
 import copy
 import os
 import sys
@@ -56,7 +54,6 @@ def test_the_example(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- what each process does ------------------------------------------------------------------------
-
 WAYS: dict[str, Callable[[Any], Any]] = {
     "ddp": lambda layer: torch.nn.parallel.DistributedDataParallel(layer),
     "fsdp": lambda layer: dist.fsdp.fully_shard(layer),

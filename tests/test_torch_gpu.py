@@ -3,8 +3,6 @@
 Without a card the kernels run in Triton's interpreter, on tensors of the CPU.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -18,7 +16,7 @@ from gpu import CARD, DEVICE, SLOW, torch  # before anything else that may impor
 from test_torch_functional import Adding, problem
 from tolerances import assert_close
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch_layers import assert_same, given_to_forward
+from torch_layers import assert_same, given_to_forward, weighted
 
 import anycell
 from anycell import cells
@@ -92,7 +90,6 @@ CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("cell", "options", "arguments"), CASES, ids=["plain", "lengths", "flags"])
 def test_layers(cell: Any, options: Any, arguments: Any, ran: list[str], seed: int) -> None:
     """Outputs and all gradients against the layer's own composite, in float64."""
-    torch.manual_seed(seed)
     layer = anycell.torch.RNN(cell, 3, 6, device=DEVICE, **options)
     shape = (3, 4) if options.get("batch_first") else (4, 3)
     given = dict(arguments)
@@ -116,8 +113,7 @@ def results(layer: Any, x: Any, given: Any, seed: int, fused: bool) -> dict[str,
     try:
         output, final = layer(x, **given)
         states = final if isinstance(final, tuple) else (final,)
-        total = sum((t * torch.linspace(-1, 1, t.numel()).view(t.shape).to(t)).sum()
-                    for t in (output, *states))  # fmt: skip
+        total = weighted([output, *states])
         leaves = {"d x": x, **{f"d {name}": p for name, p in layer.named_parameters()}}
         gradients = torch.autograd.grad(total, leaves.values())
     finally:
@@ -129,7 +125,6 @@ def results(layer: Any, x: Any, given: Any, seed: int, fused: bool) -> dict[str,
 
 def test_a_gradient_of_a_gradient(ran: list[str], seed: int) -> None:
     """The fused backward pass is differentiated by the composite."""
-    torch.manual_seed(seed)
     layer = anycell.torch.RNN(cells.PeepholeLSTM, 2, 3, device=DEVICE)
     found = []
     for like in (layer, copy.deepcopy(layer).double()):  # which no engine runs in float64
@@ -142,9 +137,8 @@ def test_a_gradient_of_a_gradient(ran: list[str], seed: int) -> None:
     assert_close(*found, "float32", "gradient")
 
 
-def test_autocast(ran: list[str], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a card as ``torch.nn``'s layers: 16 bits inside and out, gradients as the weights are."""
-    torch.manual_seed(seed)
     layer = anycell.torch.RNN(cells.LSTMP, 3, 6, P=5, device=DEVICE)
     x = torch.randn(4, 2, 3, device=DEVICE, requires_grad=True)
     expected, _ = layer(x)
@@ -187,8 +181,6 @@ def test_drop_ins_with_checkpoints_are_ours() -> None:
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of two steps: a segment is one chunk or more."""
@@ -286,9 +278,8 @@ def test_recurrent_mask(
 
 @pytest.mark.parametrize("repeat", [False, True])
 @pytest.mark.parametrize("cell", [cells.LSTM, Adding], ids=repr)
-def test_the_states_after_every_step(cell: Any, repeat: bool, ran: list[str], seed: int) -> None:
+def test_the_states_after_every_step(cell: Any, repeat: bool, ran: list[str]) -> None:
     """Of both directions; of Adding the backward pass does not read them."""
-    torch.manual_seed(seed)
     valid = torch.rand(6, 3, device=DEVICE) < 0.8
     call, arrays = problem(cell, False, False, torch.float32, DEVICE, mask=valid)
     options = call.options._replace(masked_output="repeat" if repeat else "zero")
@@ -316,7 +307,6 @@ def in_float64(*parts: Any) -> Any:
 
 
 # -- torch.compile ---------------------------------------------------------------------------------
-
 operators = pytest.mark.skipif(CARD and not ops.ON_CARDS, reason="PyTorch is too old")
 
 
@@ -335,8 +325,7 @@ def test_one_graph(checkpoint: Any, ran: list[str], short_chunks: None, seed: in
     for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
         torch.manual_seed(seed)  # of the random masks
         output, final = run(x, **given)
-        total = sum((t * torch.linspace(-1, 1, t.numel()).view(t.shape).to(t)).sum()
-                    for t in (output, *final))  # fmt: skip
+        total = weighted([output, *final])
         found.append([output, *final, *torch.autograd.grad(total, [x, *layer.parameters()])])
         assert {"forward", "backward"} <= set(ran)
         ran.clear()

@@ -1,10 +1,7 @@
 """The PyTorch layers as modules: weights that others rewrite, files, optimizers, profilers."""
 
-from __future__ import annotations
-
 import copy
 import cProfile
-import pickle
 import pstats
 from collections.abc import Callable
 from typing import Any
@@ -25,14 +22,7 @@ nn, Tensor = torch.nn, torch.Tensor
 FLAGS = {"num_layers": 2, "bidirectional": True, "dtype": torch.float64}
 
 
-@pytest.fixture(autouse=True)
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-
-
 # -- what nn.LSTM has beside forward ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", LAYERS)
 def test_attributes_of_torchs_layers(kind: str) -> None:
     ours, theirs = twins(kind, 3, 5, **FLAGS)
@@ -142,24 +132,6 @@ def test_rewritten_weights(kind: str, rewrite: str) -> None:
     assert torch.equal(copy.deepcopy(ours)(x)[0], ours(x)[0])
 
 
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-def test_files(kind: str, tmp_path: Any) -> None:
-    """Keys and layout in a file are torch's."""
-    make = (
-        (lambda: at.RNN(cells.LSTM, 3, 5, 2))
-        if kind == "RNN"
-        else (lambda: LAYERS[kind][0](3, 5, 2))
-    )
-    layer = make()
-    plain = nn.LSTM(3, 5, 2) if kind == "RNN" else LAYERS[kind][1](3, 5, 2)
-    x, path = torch.randn(4, 2, 3), tmp_path / "layer.pt"
-    torch.save(layer.state_dict(), path)
-    plain.load_state_dict(torch.load(path, weights_only=True))
-    assert_same(run(layer, x), run(plain, x), "float32")
-    other = pickle.loads(pickle.dumps(layer))
-    assert type(other) is type(layer) and torch.equal(other(x)[0], layer(x)[0])
-
-
 @pytest.mark.parametrize("kind", LAYERS)
 def test_safetensors(kind: str, tmp_path: Any) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
@@ -174,7 +146,6 @@ def test_safetensors(kind: str, tmp_path: Any) -> None:
 
 
 # -- torch.func ------------------------------------------------------------------------------------
-
 ALL = {**{kind: make for kind, (make, _) in LAYERS.items()}, "RNN": at.RNN}
 
 
@@ -224,8 +195,6 @@ def test_jvp_of_the_weights(kind: str) -> None:
 
 
 # -- profiler --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("make", [lambda: at.LSTM(3, 5), lambda: at.RNN(cells.PeepholeLSTM, 3, 5)])
 def test_profiler_ranges_have_the_name_of_the_cell(make: Callable[[], Any]) -> None:
     layer, x = make(), torch.randn(4, 2, 3)
@@ -237,8 +206,6 @@ def test_profiler_ranges_have_the_name_of_the_cell(make: Callable[[], Any]) -> N
 
 
 # -- training --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", LAYERS)
 def test_same_bits_every_time(kind: str) -> None:
     """Training twice from one seed gives the same parameters, bit for bit."""
@@ -299,8 +266,6 @@ def test_autocast_trains(kind: str) -> None:
 
 
 # -- the price of a call ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("gradients", "most"), [(False, 70), (True, 90)])
 def test_a_call_is_few_calls(gradients: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of Python functions, as a profiler counts them: what a small layer takes follows from it."""

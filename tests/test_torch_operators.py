@@ -2,8 +2,6 @@
 refuse every tensor that their text does not describe, and every text that nobody has written.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -24,11 +22,6 @@ from anycell.torch import fused, ops  # noqa: E402
 
 Tensor = torch.Tensor
 STEPS, ROWS = 40, 9  # so many that the kernel reads the input itself
-
-
-@pytest.fixture(autouse=True)
-def _fresh(seed: int) -> None:
-    torch.manual_seed(seed)
 
 
 def arguments(

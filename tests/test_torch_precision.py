@@ -1,7 +1,5 @@
 """``torch.set_float32_matmul_precision``: how far layers of float32 may round."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sequences in PyTorch: packed, masked, reset, in chunks and one step at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,7 +7,19 @@ from tolerances import assert_close
 
 torch = pytest.importorskip("torch")
 
-from torch_layers import CELLS, LAYERS, STATES, assert_same, by_name, fused, twins  # noqa: E402
+from torch_layers import (  # noqa: E402
+    CELLS,
+    LAYERS,
+    STATES,
+    Gated,
+    assert_same,
+    assert_same_error,
+    by_name,
+    fused,
+    run,
+    tensors_of,
+    twins,
+)
 
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
@@ -19,36 +29,8 @@ rnn = nn.utils.rnn
 DOUBLE = {"dtype": torch.float64}
 
 
-@pytest.fixture(autouse=True)
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-
-
 # -- PackedSequence --------------------------------------------------------------------------------
-
 LENGTHS = [[6, 4, 4, 1], [3, 6, 1, 6], [5, 5, 5], [1, 1], [4]]
-
-
-def run_packed(layer: Any, packed: Any, state: Any = None, **arguments: Any) -> dict[str, Tensor]:
-    """As ``torch_layers.run``, of a packed sequence."""
-    data = packed.data.detach().clone().requires_grad_()
-    given = () if state is None else state if isinstance(state, tuple) else (state,)
-    given = tuple(s.detach().clone().requires_grad_() for s in given)
-    layer.zero_grad()
-    x = rnn.PackedSequence(data, *packed[1:])
-    hx = (given if len(given) > 1 else given[0]) if given else None
-    output, final = layer(x, hx, **arguments)
-    assert isinstance(output, rnn.PackedSequence) and output.batch_sizes is x.batch_sizes
-    assert output.sorted_indices is x.sorted_indices
-    assert output.unsorted_indices is x.unsorted_indices
-    final = final if isinstance(final, tuple) else (final,)
-    found = {"output": output.data, **{f"final {i}": s for i, s in enumerate(final)}}
-    draw = torch.Generator().manual_seed(3)
-    total = sum((v * torch.randn(v.shape, generator=draw).to(v)).sum() for v in found.values())
-    total.backward()
-    found |= {"d x": data.grad, **{f"d state {i}": s.grad for i, s in enumerate(given)}}
-    found |= {f"d {name}": p.grad for name, p in layer.named_parameters()}
-    return {name: value.detach() for name, value in found.items()}
 
 
 def pack(x: Tensor, lengths: Any, batch_first: bool = False) -> Any:
@@ -72,7 +54,7 @@ def test_packed_is_torchs(kind: str, with_state: bool, lengths: list[int]) -> No
         found = []
         for layer in (ours, theirs):
             torch.manual_seed(5)  # dropout draws per packed element, as torch does
-            found.append(run_packed(layer, packed, given))
+            found.append(run(layer, packed, given))
         assert_same(*found, "float64")
         assert fused(ours(packed)[0].data)
 
@@ -101,8 +83,6 @@ def test_packed_is_lengths(kind: Any) -> None:
 
 
 def test_packed_static_input() -> None:
-    from torch_layers import Gated
-
     layer = at.RNN(Gated, 3, 5, **DOUBLE)
     x, e, lengths = torch.randn(4, 3, 3, **DOUBLE), torch.randn(3, 5, **DOUBLE), [1, 4, 2]
     output, _ = layer(pack(x, lengths), static=e)
@@ -128,12 +108,7 @@ def test_packed_errors_are_torchs(kind: str) -> None:
         (rnn.PackedSequence(good.data[:3], good.batch_sizes),),
     ]
     for arguments in calls:
-        raised = []
-        for layer in (ours, theirs):
-            with pytest.raises(Exception) as caught:
-                layer(*arguments)
-            raised.append((type(caught.value), str(caught.value)))
-        assert raised[0] == raised[1]
+        assert_same_error(ours, theirs, *arguments)
 
 
 def test_packed_errors_of_our_own() -> None:
@@ -180,12 +155,7 @@ def test_packed_under_autocast(kind: str) -> None:
         assert torch.equal(output, layer(x, lengths=torch.tensor(lengths))[0])
 
 
-# -- all arguments together ------------------------------------------------------------------------
-
-
 # -- projection ------------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 def test_projection_with_lengths_and_resets() -> None:
     flags = {"num_layers": 2, "bidirectional": True, "proj_size": 4, **DOUBLE}
@@ -195,10 +165,10 @@ def test_projection_with_lengths_and_resets() -> None:
     general.load_state_dict(ours.state_dict())
     x, lengths = torch.randn(5, 3, 3, **DOUBLE), torch.tensor([2, 5, 3])
     state = torch.randn(4, 3, 4, **DOUBLE), torch.randn(4, 3, 6, **DOUBLE)
-    ref = run_packed(theirs, pack(x, lengths), state)
+    ref = run(theirs, pack(x, lengths), state)
     assert ours.engine.name == general.engine.name == "cpu"
-    assert_same(run_packed(ours, pack(x, lengths), state), ref, "float64")
-    assert_same(run_packed(general, pack(x, lengths), state), ref, "float64")
+    assert_same(run(ours, pack(x, lengths), state), ref, "float64")
+    assert_same(run(general, pack(x, lengths), state), ref, "float64")
     padded, last = theirs(pack(x, lengths), state)
     padded, _ = rnn.pad_packed_sequence(padded)
     for layer in (ours, general):
@@ -210,8 +180,6 @@ def test_projection_with_lengths_and_resets() -> None:
 
 
 # -- what torch's layers do not take ---------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 @pytest.mark.parametrize("layout", ["", "batch_first", "unbatched", "packed"])
 @pytest.mark.parametrize("gradients", [False, True])
@@ -249,7 +217,7 @@ def test_drop_ins_take_what_rnn_takes(kind: str, gradients: bool, layout: str) -
         found = []
         for layer in (ours, theirs):
             with torch.set_grad_enabled(gradients):
-                results = leaves(layer(x, state, **arguments))
+                results = tensors_of(layer(x, state, **arguments))
             if gradients:
                 total = torch.stack([k * r.square().sum() for k, r in enumerate(results, 1)]).sum()
                 assert fused(total)
@@ -258,16 +226,6 @@ def test_drop_ins_take_what_rnn_takes(kind: str, gradients: bool, layout: str) -
         for mine, other in zip(*found, strict=True):
             assert torch.equal(mine, other), list(arguments)
     assert len(ours(x, state, **given)) == 3
-
-
-def leaves(results: Any) -> list[Tensor]:
-    """The tensors of a call's results, of packed ones their data."""
-    if isinstance(results, Tensor):
-        return [results]
-    if isinstance(results, rnn.PackedSequence):
-        return [results.data]
-    parts = results.values() if isinstance(results, dict) else results
-    return [tensor for part in parts for tensor in leaves(part)]
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -282,7 +240,7 @@ def test_arguments_of_a_swapped_layer(kind: str) -> None:
     restored = (state, state) if kind == "LSTM" else state
     by_name = layer(x, resets=resets, reset_state=restored, return_states="h")
     by_place = layer(x, None, None, None, resets, restored, "zero", None, "h")
-    for one, other in zip(leaves(by_name), leaves(by_place), strict=True):
+    for one, other in zip(tensors_of(by_name), tensors_of(by_place), strict=True):
         assert torch.equal(one, other)
     assert torch.equal(by_name[2]["h"], by_name[0])
     with pytest.raises(RuntimeError, match=r"input\.size"):  # torch's own, whatever else is given

@@ -2,8 +2,6 @@
 where a pointer would not tell all.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,11 +21,6 @@ from anycell.torch import single  # noqa: E402
 
 Tensor = torch.Tensor
 Results = dict[str, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
 
 
 @pytest.fixture

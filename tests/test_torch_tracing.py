@@ -1,7 +1,5 @@
 """torch.onnx, torch.jit and torch.fx: layers on their own, and inside models."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 
@@ -39,11 +37,6 @@ of_onnx = pytest.mark.filterwarnings(
 )
 
 
-@pytest.fixture(autouse=True)
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-
-
 class Model(nn.Module):
     """A layer among others."""
 
@@ -66,8 +59,6 @@ def leaves(found: Any) -> list[Any]:
 
 
 # -- ONNX ------------------------------------------------------------------------------------------
-
-
 def session(layer: nn.Module, x: Tensor, **options: Any) -> Any:
     onnxruntime = pytest.importorskip("onnxruntime")
     file = io.BytesIO()
@@ -122,8 +113,6 @@ def test_onnx_of_other_lengths(kind: str) -> None:
 
 
 # -- TorchScript -----------------------------------------------------------------------------------
-
-
 @of_torchscript
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("name", LAYERS)
@@ -154,7 +143,9 @@ def test_a_trace_of_one_step_is_of_any(kind: str) -> None:
 
 
 @of_torchscript
-@pytest.mark.parametrize("name", ["LSTM", "LSTM, all options", "GRU", "GRU, all options"])
+@pytest.mark.parametrize(
+    "name", ["LSTM", "LSTM, all options", "GRU", "GRU, all options", "LSTMCell", "GRUCell"]
+)
 def test_script(name: str) -> None:
     layer = LAYERS[name]().double()
     x = given_to(layer).double()
@@ -174,8 +165,6 @@ def test_script_is_refused(name: str) -> None:
 
 
 # -- torch.fx --------------------------------------------------------------------------------------
-
-
 class Everything(nn.Module):
     """What a call takes beside its input, as names too."""
 

@@ -1,9 +1,6 @@
 """What surrounds training on NumPy: schedules, early stopping, normalisation; against PyTorch's."""
 
-from __future__ import annotations
-
 import doctest
-import importlib.util
 import math
 import pickle
 from pathlib import Path
@@ -11,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from processes import load
 from tolerances import assert_close, is_slope
 
 import anycell
@@ -27,8 +25,6 @@ def test_the_examples_in_docstrings(module: Any) -> None:
 
 
 # -- schedules -------------------------------------------------------------------------------------
-
-
 def of_torch(make: Any, losses: list[float] | None = None, steps: int = 40) -> list[float]:
     torch = pytest.importorskip("torch")
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
@@ -118,8 +114,6 @@ def test_refusals(call: Any, message: str) -> None:
 
 
 # -- early stopping --------------------------------------------------------------------------------
-
-
 def test_the_best_arrays_come_back() -> None:
     layers = [an.LSTM(2, 4, seed=0), an.BatchNorm(2)]
     stop = an.EarlyStopping(layers, patience=3)
@@ -141,8 +135,6 @@ def test_the_best_arrays_come_back() -> None:
 
 
 # -- normalisation ---------------------------------------------------------------------------------
-
-
 def test_data_are_standardised_and_back(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x = rng.normal([5.0, -2.0, 3.0], [2.0, 0.1, 0.0], (30, 4, 3))
@@ -234,16 +226,9 @@ def test_statistics_are_saved_and_not_learned(tmp_path: Path) -> None:
 
 
 # -- all of it, on a series ------------------------------------------------------------------------
-
-
 def test_the_example_looks_a_year_ahead() -> None:
     pytest.importorskip("statsmodels")
-    path = Path(__file__).parents[1] / "examples" / "free_run.py"
-    spec = importlib.util.spec_from_file_location("free_run", path)
-    assert spec and spec.loader
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    teacher, sampling, repeat = module.main(["--quick"])
+    teacher, sampling, repeat = load("examples/free_run.py").main(["--quick"])
     assert teacher < 0.7 * repeat and sampling < 0.7 * repeat
 
 

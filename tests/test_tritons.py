@@ -2,22 +2,18 @@
 one is usable, in words; and the tools that compile kernels with all of them (`make test-tritons`).
 """
 
-from __future__ import annotations
-
 import ctypes
-import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gpu import CARD  # before anything else that may import Triton
+from gpu import CARD, COMPILES  # before anything else that may import Triton
+from processes import ROOT, load, python, run
 
 import anycell
 from anycell import cells
@@ -28,9 +24,6 @@ from anycell.engines.gpu.text import Printed, Variant
 from anycell.plan import Plan, plan
 from anycell.torch import functional, fused
 
-ROOT = Path(__file__).parents[1]
-TOOLS = ROOT / "tools"
-
 
 @pytest.fixture(scope="module")
 def kernel() -> Printed:
@@ -40,8 +33,6 @@ def kernel() -> Printed:
 
 
 # -- arguments that Triton adds --------------------------------------------------------------------
-
-
 def compiler(kernel: Printed, more: int, **metadata: int) -> Any:
     """What stands in for ``triton.compile``: a kernel that takes so many arguments more."""
     count = len(kernel.arguments) + more
@@ -139,8 +130,6 @@ def test_a_refusal_says_what_is_wrong(kernel: Printed, monkeypatch: pytest.Monke
 
 
 # -- registers -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("registers", "spills", "form", "asked"),
     [
@@ -176,8 +165,6 @@ def test_when_a_kernel_is_compiled_once_more(
 
 
 # -- the interpreter -------------------------------------------------------------------------------
-
-
 def test_who_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's own answer; that of 3.3, which has none, is in the variable."""
     import triton
@@ -197,24 +184,9 @@ def test_who_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- whether Triton is usable ----------------------------------------------------------------------
-
-
-def python(code: str, *arguments: str, paths: Sequence[Path] = ()) -> str:
-    """What a program prints, in which these directories come before all packages, and in which no
-    kernel is interpreted.
-    """
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.pathsep.join(map(str, (*paths, ROOT))), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, *arguments]
-    said = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert said.returncode == 0, said.stdout + said.stderr
-    return said.stdout.strip()
-
-
-def compiled(*arguments: str, paths: Sequence[Path] = ()) -> str:
+def compiled(*arguments: str, **how: Any) -> str:
     """What tools/gpu_compile.py prints; that it ends with 0 says that all kernels fit."""
-    code = f"import sys; sys.path.insert(0, {str(TOOLS)!r}); import gpu_compile as tool; "
-    return python(code + "sys.exit(tool.main())", *arguments, paths=paths)
+    return run("tools/gpu_compile.py", *arguments, **COMPILES, **how)
 
 
 UNUSABLE = "from anycell.engines.gpu import build; print(build.unusable())"
@@ -240,13 +212,13 @@ def test_another_triton(package: str | None, expected: str, tmp_path: Path) -> N
     else:
         (tmp_path / "triton").mkdir()
         (tmp_path / "triton" / "__init__.py").write_text(package + "\n")
-    said = python(code, paths=[tmp_path])
+    said = python(code, paths=[tmp_path], **COMPILES).strip()
     assert expected in said and "\n" not in said
 
 
 def test_triton_is_imported_when_a_layer_on_a_card_asks() -> None:
     """And this one is usable, which a kernel shows."""
-    code = """if True:
+    code = """
         import sys
         from types import SimpleNamespace
         import torch, anycell
@@ -258,7 +230,7 @@ def test_triton_is_imported_when_a_layer_on_a_card_asks() -> None:
         plan = functional.fused_plan(anycell.cells.PeepholeLSTM, 3, card)
         print(getattr(plan, "engine", plan), "triton" in sys.modules)
     """
-    assert python(code).splitlines() == ["cpu False", "gpu True"]
+    assert python(code, **COMPILES).splitlines() == ["cpu False", "gpu True"]
 
 
 def test_a_layer_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,25 +251,14 @@ def test_a_layer_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- the tools -------------------------------------------------------------------------------------
-
-
-def tool(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def gpu_compile() -> Any:
-    return tool("gpu_compile")
+    return load("tools/gpu_compile.py")
 
 
 @pytest.fixture(scope="module")
 def gpu_tritons(gpu_compile: Any) -> Any:
-    return tool("gpu_tritons")
+    return load("tools/gpu_tritons.py")
 
 
 def test_the_grid_is_for_cards_that_the_model_knows(gpu_compile: Any) -> None:
@@ -515,6 +476,6 @@ def test_another_triton_compiles(version: str) -> None:
     if not (directory / "triton").is_dir():
         pytest.skip(f"no Triton {version} in {directory}; make test-tritons installs it")
     code = f"import triton; print(triton.__version__); {UNUSABLE}"
-    assert python(code, paths=[directory]).splitlines() == [version, "None"]
+    assert python(code, paths=[directory], **COMPILES).splitlines() == [version, "None"]
     sample = ["--cells", "LSTM", "--dtypes", "bfloat16", "--capabilities", "90"]
     assert "forward_cooperative" in compiled(*sample, "--largest", "512", paths=[directory])

@@ -4,29 +4,21 @@ parameters, their layouts, their loops), and the call that takes the place of th
 Each is held against its own loop over the steps, in float64: results and gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from test_torch_functional import tensors_of
 from tolerances import assert_close
 from torch import Tensor, nn
 from torch.nn.functional import linear, softplus
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch_layers import tensors_of, weighted
 
 import anycell.torch as at
 from anycell import cell, cells, sigmoid, tanh
 
 STEPS, ROWS, INPUTS, UNITS = 9, 4, 3, 6
 F64: dict[str, Any] = {"dtype": torch.float64}
-
-
-@pytest.fixture(autouse=True)
-def draws(seed: int) -> None:
-    torch.manual_seed(seed)
 
 
 def randn(*shape: int) -> Tensor:
@@ -43,10 +35,7 @@ def assert_same(ours: Callable[[], Any], loop: Callable[[], Any], learned: list[
     solved = []
     for program in (ours, loop):
         results = tensors_of(program())
-        loss = sum(
-            (t * torch.linspace(-1, 1, t.numel(), **F64).view(t.shape)).sum() for t in results
-        )
-        solved.append((results, torch.autograd.grad(loss, learned)))
+        solved.append((results, torch.autograd.grad(weighted(results), learned)))
     for kind, found, right in zip(("forward", "gradient"), *solved, strict=True):
         for a, b in zip(found, right, strict=True):
             assert_close(a.detach().numpy(), b.detach().numpy(), "float64", kind)

@@ -1,7 +1,5 @@
 """Docstrings begin with what a thing does or is."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What counts as right: one table for all tests, and nothing looser anywhere else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

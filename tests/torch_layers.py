@@ -1,13 +1,12 @@
 """What the tests of the PyTorch layers share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from tolerances import assert_close
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 import anycell.torch as at
 from anycell import cell, cells, keep, sigmoid, tanh
@@ -48,15 +47,46 @@ def lacks(layer: Any, dtype: torch.dtype) -> str | None:
     return None
 
 
-def run(layer: Any, x: Tensor, state: Any = None, **arguments: Any) -> dict[str, Tensor]:
-    """Output, final state, and the gradients of a random sum of them."""
-    x = x.detach().clone().requires_grad_()
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors in arguments or results; the data of packed sequences."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, PackedSequence):
+        return [value.data]
+    values = value.values() if isinstance(value, dict) else value
+    several = isinstance(value, (tuple, list, dict))
+    return [tensor for part in values for tensor in tensors_of(part)] if several else []
+
+
+def weighted(tensors: list[Tensor]) -> Any:
+    """A sum of all numbers of some tensors, each with a factor of its own."""
+    factors = [torch.linspace(-1, 1, t.numel()).view(t.shape).to(t) for t in tensors]
+    return sum((t * factor).sum() for t, factor in zip(tensors, factors, strict=True))
+
+
+def assert_same_error(ours: Any, theirs: Any, *arguments: Any) -> None:
+    """That a call raises the same in both."""
+    raised = []
+    for layer in (ours, theirs):
+        with pytest.raises(Exception) as caught:
+            layer(*arguments)
+        raised.append((type(caught.value), str(caught.value)))
+    assert raised[0] == raised[1]
+
+
+def run(layer: Any, x: Any, state: Any = None, **arguments: Any) -> dict[str, Tensor]:
+    """Output, final state, and the gradients of a random sum of them; x may be packed."""
+    packed = x if isinstance(x, PackedSequence) else None
+    x = (x if packed is None else x.data).detach().clone().requires_grad_()
+    entering = x if packed is None else PackedSequence(x, *packed[1:])
     given = () if state is None else state if isinstance(state, tuple) else (state,)
     given = tuple(s.detach().clone().requires_grad_() for s in given)
     layer.zero_grad()
-    output, final = layer(
-        x, (given if len(given) > 1 else given[0]) if given else None, **arguments
-    )
+    hx = (given if len(given) > 1 else given[0]) if given else None
+    output, final = layer(entering, hx, **arguments)
+    if packed is not None:
+        assert all(a is b for a, b in zip(output[1:], packed[1:], strict=True))
+        output = output.data
     final = final if isinstance(final, tuple) else (final,)
     found = {"output": output, **{f"final {i}": s for i, s in enumerate(final)}}
     draw = torch.Generator().manual_seed(3)
@@ -89,8 +119,6 @@ def fused(value: Tensor) -> bool:
 
 
 # -- cells --
-
-
 @cell(gates="i f g o", state="h c=0.5", params="w b=0.25")
 def Odd(x: Any, r: Any, s: Any, p: Any, *, slope: float = 0.7) -> Any:
     """Gates used apart and together, a declared initial state, parameters."""

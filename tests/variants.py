@@ -1,7 +1,5 @@
 """One array in many guises: the same numbers, and other strides, overlaps and alignments."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Container, Iterator
 from typing import Any

@@ -12,8 +12,6 @@
 Contenders take turns, in one process and on the same threads; ratios are medians over the turns.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -56,8 +54,6 @@ def line(what: str, samples: dict[str, list[float]], ours: str = "anycell") -> N
 
 
 # -- packed batches --------------------------------------------------------------------------------
-
-
 def packed(names: list[str]) -> None:
     """Lengths uniform in [1, T]."""
     torch.set_num_threads(THREADS)
@@ -95,8 +91,6 @@ def packed(names: list[str]) -> None:
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
-
-
 def checkpoint(arguments: list[str]) -> None:
     """A training step of one long sequence, in a fresh process each."""
     steps = int(arguments[0]) if arguments else 8192
@@ -139,8 +133,6 @@ def one_checkpoint(kind: str, steps: int) -> None:
 
 
 # -- a step ----------------------------------------------------------------------------------------
-
-
 def step(arguments: list[str]) -> None:
     """B = 1, one thread; the native call alone too, and a sum of as many numbers as weights."""
     torch.set_num_threads(1)
@@ -175,8 +167,6 @@ def _steps(h: int) -> dict[str, Call | Task]:
 
 
 # -- loops -----------------------------------------------------------------------------------------
-
-
 def loops(arguments: list[str], *peers: str) -> None:
     """Training, T = 32, B = 16, by cell and hidden size."""
     torch.set_num_threads(THREADS)
@@ -210,8 +200,6 @@ def compiled(arguments: list[str]) -> None:
 
 
 # -- cells -----------------------------------------------------------------------------------------
-
-
 def every_cell(arguments: list[str]) -> None:
     """Time over our LSTM's, divided by multiply-adds over its multiply-adds."""
     torch.set_num_threads(THREADS)
@@ -232,7 +220,6 @@ def every_cell(arguments: list[str]) -> None:
 
 
 # -- threads that spin -----------------------------------------------------------------------------
-
 POOLS = "anycell torch.nn anycell.numpy numpy-loop onnxruntime anycell.keras keras keras-xla"
 ONNX_RUNTIME = {
     "as it is": {},
@@ -273,8 +260,6 @@ def one_spinning(who: str) -> None:
 
 
 # -- precision -------------------------------------------------------------------------------------
-
-
 def precision(names: list[str]) -> None:
     """LSTM in float32 at each of torch's precisions, with the error of its output."""
     for shape in select(names or ["sb3", "denoise", "T40B32I512H512"]):

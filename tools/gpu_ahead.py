@@ -8,8 +8,6 @@ a stand-in for the CUDA driver starts nothing. It needs no card if it is told of
 ``anycell.engines.gpu.capacity`` knows it. Prints a line of JSON for each pass of a layer.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

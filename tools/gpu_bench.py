@@ -16,8 +16,6 @@ of a time. So is whatever a case or a contender raises, and what time does not a
 that no longer answers ends the run, with status 70; ``--after`` goes on behind so many cases.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import itertools

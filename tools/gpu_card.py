@@ -5,8 +5,6 @@
 The exit status is 3 if PyTorch sees no card, and 1 if the card does not multiply two matrices.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

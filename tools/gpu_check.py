@@ -153,8 +153,6 @@ def pytest(name: str, marks: str, *files: str) -> tuple[str, ...]:
 
 
 # -- running ---------------------------------------------------------------------------------------
-
-
 class Process:
     """A command that runs, whose output goes to a file.
 
@@ -384,8 +382,6 @@ def commit() -> str:
 
 
 # -- reading ---------------------------------------------------------------------------------------
-
-
 def lines_of(text: str) -> list[dict[str, Any]]:
     """The lines that are JSON."""
     found = []
@@ -677,7 +673,6 @@ def of_failures(results: Results) -> Iterator[str]:
 
 
 # -- without a card --------------------------------------------------------------------------------
-
 HANGS = "import time; print('begins', flush=True); time.sleep(600)"
 DEAF = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + HANGS
 DEAFER = "import faulthandler; faulthandler.disable()\n" + DEAF.replace(

@@ -13,8 +13,6 @@ tier 2, of the multiples of 128), for the smallest card of each kind; those of t
 and for 128. Where a kernel does not fit, the model's next choice is compiled, as the engine would.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import itertools
@@ -262,8 +260,6 @@ def compiled(kernel: Printed, report: Report) -> Report:
 
 
 # -- for reading -----------------------------------------------------------------------------------
-
-
 def sentence(report: Report) -> str:
     """A kernel, and what the compiler says of it."""
     what = f"sm_{report.capability} {report.dtype} {report.cell} H={report.hidden}"

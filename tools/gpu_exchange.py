@@ -12,8 +12,6 @@ matmul of 16 columns. "programs" is then what there are with 16 units each; "cho
 there were.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

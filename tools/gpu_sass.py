@@ -9,8 +9,6 @@ It compiles ahead of time and disassembles with the tools that come with Triton;
 The time of a step is a model, no measurement: see ``Model``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

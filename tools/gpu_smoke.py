@@ -8,8 +8,6 @@ layer step by step in float64, and the limit of ``tests/tolerances.py``. The exi
 is wrong. In a process of its own each, so that a lost card takes nothing else along.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

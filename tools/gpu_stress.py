@@ -6,8 +6,6 @@ Programs of tier 2 wait for one another, so all of them must run at once: this l
 for a wrong bit. Prints a line of JSON for each strain; the exit status is 1 if there was either.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

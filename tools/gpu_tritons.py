@@ -9,8 +9,6 @@ environment's packages. What the compiler says is added to ``out/gpu/tritons.jso
 is not compiled again.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

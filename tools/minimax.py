@@ -8,8 +8,6 @@ coefficients to the format would then cost more than the fit gained; so the coef
 one at a time, lowest power first, and those that are left are fitted again around the rounded ones.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys
@@ -129,7 +127,6 @@ def worst(problem: Problem, coefficients: Sequence[float], points: int = 4001) -
 
 
 # ------------------------------------------------------------------------ the tables of ops.py
-
 _NEAR_0 = mp.mpf("1e-9")
 _HALF_LN2 = mp.log(2) / 2 * (1 + mp.mpf(2) ** -12)  # with room for the error of the rounding
 

@@ -9,8 +9,6 @@ Prints milliseconds (medians over turns) of inference and training per shape ``T
 speed of NumPy's layer in parts of torch's.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

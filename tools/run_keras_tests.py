@@ -7,8 +7,6 @@ they are imported `LSTM`, `GRU`, `SimpleRNN` and their cells in Keras's modules 
 left out, and why, stands in `EXCLUDED` and in docs/compatibility.md.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

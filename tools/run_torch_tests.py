@@ -11,8 +11,6 @@ Of their tests those count that speak of recurrent layers or packed sequences, b
 text. None of them is left out; what they skip themselves, for want of a GPU, is listed at the end.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -9,8 +9,6 @@ digest every output and gradient. The script prints the arrays that differ, and 
 found any that CHANGED does not explain. It reads the other revision from the history of git.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import io
@@ -144,8 +142,6 @@ def combinations() -> Iterator[Layer]:
 
 
 # -- a layer's numbers -----------------------------------------------------------------------------
-
-
 def arguments(layer: Layer, cell: Any, random: np.random.Generator) -> dict[str, Any]:
     """The input and the arguments that the call is given, as NumPy arrays."""
     steps, rows, inputs, hidden = layer.sizes
@@ -194,8 +190,6 @@ def drawn(random: np.random.Generator, shapes: Mapping[str, tuple[int, ...]], la
 
 
 # -- frontends -------------------------------------------------------------------------------------
-
-
 def by_torch(layer: Layer) -> dict[str, Any]:
     """``anycell.torch.RNN``, or the drop-in that has the same weights as torch's own layer."""
     import torch
@@ -349,8 +343,6 @@ FRONTENDS: dict[str, Callable[[Layer], dict[str, Any]]] = {
 
 
 # -- digests, and their comparison -----------------------------------------------------------------
-
-
 def digest(array: Any) -> str:
     """Of dtype, shape and bits."""
     described = f"{array.dtype} {array.shape} ".encode()

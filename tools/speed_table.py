@@ -7,8 +7,6 @@ The second puts the table into docs/performance.md, between its marks, and draws
 chart of the README.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

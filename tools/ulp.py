@@ -18,8 +18,6 @@ The truth comes from NumPy in double for float, and in 80-bit extended precision
 worst input is worked out again with mpmath.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import itertools
@@ -109,8 +107,6 @@ FUNCTIONS = {
 
 
 # ------------------------------------------------------------------------------- the function
-
-
 @cache
 def compiled(op: str, target: str, dtype: str) -> Callable[[Array], Array]:
     """The op as a function of arrays of any length, as `target` runs it."""
@@ -134,8 +130,6 @@ def compiled(op: str, target: str, dtype: str) -> Callable[[Array], Array]:
 
 
 # ---------------------------------------------------------------------------------- the error
-
-
 def errors(op: str, x: Array, y: Array, dtype: str) -> Array:
     """The error of each result y = op(x) in ulp; infinite where a special value is wrong."""
     wide = np.float64 if x.dtype == np.float32 else np.longdouble
@@ -181,7 +175,6 @@ def exact_error(op: str, x: Any, y: Any, dtype: str) -> float:
 
 
 # ---------------------------------------------------------------------------------- the inputs
-
 CHUNK = 1 << 18  # small enough for the caches
 
 
@@ -211,17 +204,12 @@ def corners() -> Array:
             np.arange(0, 1100, 0.5) * ln2,  # where n changes, and where r vanishes
             np.arange(0, 200, 0.25) * ln2,
             [
-                708.3964185322641,
-                709.782712893384,
-                744.4400719213812,
-                745.1332191019411,
-                36.7,
-                37.43,
-                19.06,
+                708.3964185322641, 709.782712893384, 744.4400719213812, 745.1332191019411, 36.7,
+                37.43, 19.06,
             ],
             np.linspace(0.5, 2, 999),
         ]
-    )
+    )  # fmt: skip
     steps = [seeds]
     for direction in (np.inf, -np.inf):
         near = seeds
@@ -247,8 +235,6 @@ def sample_of_doubles(seed: int, count: int) -> Array:
 
 
 # -------------------------------------------------------------------------------- the measuring
-
-
 class Worst(NamedTuple):
     """The largest error found, and where."""
 

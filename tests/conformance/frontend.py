@@ -1,7 +1,5 @@
 """What an adapter says of a frontend."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -23,6 +21,8 @@ class Frontend:
             that repeat a state given), "negative strides".
         cells: those that it runs; None for any.
         steps: outputs and final states of a problem, called one step at a time.
+        alike: whether it reaches the layers of another frontend by its own arguments alone; ``make
+            test`` takes a sample.
         variant: another way through layers of another frontend; ``make test`` takes a sample.
         fused: whether the kernels of the CPU engine run it.
     """
@@ -32,6 +32,7 @@ class Frontend:
     lacks: dict[str, str] = field(default_factory=dict)
     cells: tuple[Cell, ...] | None = None
     steps: Callable[[Problem], Arrays] | None = None
+    alike: bool = False
     variant: bool = False
     fused: bool = True
 

@@ -1,7 +1,5 @@
 """Keras, on the backend that KERAS_BACKEND says: ``RNN`` and the drop-ins, eager and in graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """NumPy: ``anycell.numpy.RNN``, ``LSTM`` and ``GRU``, and ``anycell.recurrence``."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 
@@ -108,9 +106,9 @@ PRIMITIVE = dict.fromkeys(
 ) | dict.fromkeys(("layers", "bidirectional"), "it is one direction of one layer")
 FRONTENDS = [
     Frontend("numpy.RNN", by_layer, LAYER, None, by_step),
-    Frontend("numpy.LSTM and GRU", by_named_layer, LAYER, (cells.LSTM, cells.GRU)),
+    Frontend("numpy.LSTM and GRU", by_named_layer, LAYER, (cells.LSTM, cells.GRU), alike=True),
     Frontend("numpy step by step", by_composite, LAYER, variant=True, fused=False),
-    Frontend("recurrence", by_recurrence, PRIMITIVE),
+    Frontend("recurrence", by_recurrence, PRIMITIVE, alike=True),
     Frontend(
         "recurrence by reference",
         lambda p: by_recurrence(p, "reference"),

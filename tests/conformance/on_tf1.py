@@ -1,7 +1,5 @@
 """TensorFlow 1: its cells, through the loops that run them."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """PyTorch: ``RNN``, the drop-ins ``LSTM`` and ``GRU``, ``recurrence``, and the function below."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -189,16 +187,18 @@ FRONTENDS = [
         "torch.LSTM and GRU", by_drop_in, RNN,
         (cells.LSTM, cells.GRU), lambda p: by_step(module(p), p),
     ),
-    Frontend("torch.recurrence", by_recurrence, {"layers": ONE, "bidirectional": ONE_WAY}),
+    Frontend(
+        "torch.recurrence", by_recurrence, {"layers": ONE, "bidirectional": ONE_WAY}, alike=True,
+    ),
     Frontend(
         "torch.recurrence, projected", partial(by_recurrence, projected=True),
-        {"layers": ONE, "bidirectional": ONE_WAY}, variant=True,
+        {"layers": ONE, "bidirectional": ONE_WAY}, alike=True, variant=True,
     ),
-    Frontend("the layer of torch", by_function(layer), {"layers": ONE}, variant=True),
+    Frontend("the layer of torch", by_function(layer), {"layers": ONE}, alike=True, variant=True),
     Frontend(
         "the layer of torch, projected", by_function(layer, projected=True),
         {"layers": ONE, "bidirectional": "the directions would have gates of their own"},
-        variant=True,
+        alike=True, variant=True,
     ),
     Frontend(
         "torch step by step", by_function(composite), {"layers": ONE},

@@ -1,9 +1,6 @@
 """Every behaviour of a layer, on every frontend, against the reference engine in float64."""
 
-from __future__ import annotations
-
 import importlib
-import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -29,9 +26,6 @@ from conformance.problem import (
     is_float,
 )
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# Keras reads its variables for NumPy 1.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 NEEDS = {
     "on_numpy": "numpy",
     "on_torch": "torch",
@@ -115,7 +109,6 @@ def check(frontend: Frontend, problem: Problem) -> Arrays:
 
 
 # -- what a call has -------------------------------------------------------------------------------
-
 CALLS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "state": ("state",),
@@ -141,7 +134,17 @@ CALLS: dict[str, tuple[str, ...]] = {
 }
 
 
-@ask(*CALLS, cells=some, has=CALLS.__getitem__, more=lambda *_: False)
+def said_by_others(frontend: Frontend, cell: Cell, case: str) -> bool:
+    """All but a few calls that have together whatever the frontend takes, those with most first."""
+    seen, chosen = set[str](), ["plain"]
+    for name in sorted(CALLS, key=lambda name: -len(CALLS[name])):
+        if frontend.runs(cell, *CALLS[name]) and not seen.issuperset(CALLS[name]):
+            seen.update(CALLS[name])
+            chosen.append(name)
+    return frontend.alike and case not in chosen
+
+
+@ask(*CALLS, cells=some, has=CALLS.__getitem__, more=said_by_others)
 def test_calls(frontend: Frontend, cell: Cell, case: str) -> None:
     check(frontend, draw(cell, STANDARD, CALLS[case], dtype(frontend)))
 
@@ -181,13 +184,16 @@ def test_gaps_are_refused(frontend: Frontend) -> None:
 
 
 # -- cells, sizes, dtypes --------------------------------------------------------------------------
-
-
 def every(frontend: Frontend) -> tuple[Cell, ...]:
     return tuple(EVERY) if frontend.cells is None else ()
 
 
-@ask("", cells=every)
+def shown_by_others(frontend: Frontend, cell: Cell, _: str) -> bool:
+    """Each cell by the layers; those that stand for all everywhere."""
+    return frontend.variant or (frontend.alike and cell not in (*some(frontend), Odd))
+
+
+@ask("", cells=every, more=shown_by_others)
 def test_every_cell(frontend: Frontend, cell: Cell, case: str) -> None:
     """With all that the frontend has, in one call."""
     has = [word for word in FULL if word not in frontend.lacks]
@@ -231,7 +237,7 @@ def two(frontend: Frontend) -> tuple[Cell, ...]:
 
 def needs_kernels(frontend: Frontend, cell: Cell, size: str) -> bool:
     """Of sizes that no other frontend needs, of cells that only this one has."""
-    return frontend.variant or (cell not in BUILT_IN and SIZES[size][3] > 7)
+    return frontend.variant or frontend.alike or (cell not in BUILT_IN and SIZES[size][3] > 7)
 
 
 @ask(*SIZES, cells=two, has=lambda size: (size,), more=needs_kernels)
@@ -273,8 +279,6 @@ def test_rows_without_a_step(frontend: Frontend, cell: Cell, case: str) -> None:
 
 
 # -- several calls ---------------------------------------------------------------------------------
-
-
 def part(problem: Problem, begin: int, end: int) -> Problem:
     """So many steps of a problem."""
     cut = {
@@ -357,8 +361,6 @@ def check_steps(frontend: Frontend, problem: Problem) -> None:
 
 
 # -- second derivatives ----------------------------------------------------------------------------
-
-
 @ask("", cells=some, has=lambda _: ("gradients", "second derivatives", "float64"))
 def test_second_derivatives(frontend: Frontend, cell: Cell, case: str) -> None:
     """Of everything with everything, against differences of the derived backward pass."""
