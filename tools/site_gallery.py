@@ -1,0 +1,5 @@
+"""The pages of the gallery."""
+
+
+def pages() -> dict[str, str]:
+    return {}
