@@ -1,39 +1,41 @@
-"""Shows mkdocstrings the docstrings as they are at run time, as Markdown: for ``make docs``."""
+"""Shows mkdocstrings the public names and their docstrings as they are at run time."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import os
-import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import griffe
 
+sys.path.insert(0, str(Path(__file__).parent))
+from site_markdown import markdown
+
 import anycell
+
+ALONE = {"explain": ["explain", "Explanation"], "numpy.recurrence": ["recurrence"]}
 
 
 class Docstrings(griffe.Extension):
-    """Fills in what a docstring has at run time alone, and turns its sections into lists."""
+    """Fills in what only the running package has, and turns docstrings into Markdown."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Changes the docstrings of the package once it has been read."""
+        """Changes the package once its text has been read."""
         os.environ.setdefault("KERAS_BACKEND", "torch")
-        layers = importlib.import_module("anycell.keras.named").LAYERS
-        for name, layer in layers.items():
+        for name, layer in importlib.import_module("anycell.keras.named").LAYERS.items():
             made = griffe.Class(name, docstring=griffe.Docstring(inspect.getdoc(layer) or ""))
-            pkg["keras"].set_member(name, made)
             made.set_member("__init__", _constructor(layer.of))
+            pkg["keras"].set_member(name, made)
         for item in _all(pkg):
-            if item.docstring is None:
-                continue
-            if "{options}" in item.docstring.value:
-                item.docstring.value = inspect.getdoc(_running(item)) or ""
-            item.docstring.value = markdown(inspect.cleandoc(item.docstring.value))
-        for module in ("explain", "numpy.recurrence"):  # named after their one function
-            names = "explain Explanation".split() if module == "explain" else ["recurrence"]
+            if item.docstring is not None:
+                if "{options}" in item.docstring.value:
+                    item.docstring.value = _running(item).__doc__
+                item.docstring.value = markdown(inspect.cleandoc(item.docstring.value))
+        for module, names in ALONE.items():  # named after their one function, which is anycell's
             found = [pkg[module].members[name] for name in names]
             for name, item in zip(names, found, strict=True):
                 pkg.set_member(name, item)
@@ -51,8 +53,8 @@ def _all(item: Any) -> Iterator[Any]:
 
 def _running(item: Any) -> Any:
     """The object at run time."""
-    found: Any = sys.modules.get(item.module.path) or importlib.import_module(item.module.path)
-    for name in item.path.removeprefix(item.module.path).strip(".").split("."):
+    found: Any = importlib.import_module(item.module.path)
+    for name in item.path.removeprefix(f"{item.module.path}.").split("."):
         found = getattr(found, name)
     return found
 
@@ -66,60 +68,17 @@ def _as_called(function: Any) -> None:
 
 def _constructor(cell: anycell.Cell) -> griffe.Function:
     """The constructor of a Keras layer of a cell: its units and the cell's hyperparameters."""
-    named = griffe.ParameterKind.keyword_only
+    kinds = griffe.ParameterKind
     given = [
-        griffe.Parameter(name, kind=named, default=repr(value))
+        griffe.Parameter(name, kind=kinds.keyword_only, default=repr(value))
         for name, value in cell.given.items()
     ]
     return griffe.Function(
         "__init__",
         parameters=griffe.Parameters(
-            griffe.Parameter("self"),
-            griffe.Parameter("units", annotation="int"),
+            griffe.Parameter("self", kind=kinds.positional_or_keyword),
+            griffe.Parameter("units", annotation="int", kind=kinds.positional_or_keyword),
             *given,
-            griffe.Parameter("kwargs", kind=griffe.ParameterKind.var_keyword),
+            griffe.Parameter("kwargs", kind=kinds.var_keyword),
         ),
     )
-
-
-def markdown(text: str) -> str:
-    """A docstring with its sections (``Args:`` and others like it) as lists."""
-    lines, out, at = text.split("\n"), [], 0
-    while at < len(lines):
-        line, at = lines[at], at + 1
-        following = lines[at] if at < len(lines) else ""
-        if (
-            line.startswith((" ", ">>>"))
-            or not line.endswith(":")
-            or not following.startswith("    ")
-        ):
-            out.append(line)
-            continue
-        section = []
-        while at < len(lines) and (lines[at].startswith("    ") or not lines[at]):
-            section.append(lines[at])
-            at += 1
-        title = line if " " in line else f"**{line}**"
-        out += ["", title, "", *_section(section), ""]
-    return "\n".join(out)
-
-
-def _section(lines: list[str]) -> list[str]:
-    if lines[0].lstrip().startswith(">>>"):
-        return ["```pycon", *(line[4:] for line in lines if line), "```"]
-    rows: list[str] = []
-    for line in lines:
-        if line.startswith("     ") and rows:
-            rows[-1] += " " + line.strip()
-        elif line.strip():
-            rows.append(line.strip())
-    return [_row(row) for row in rows]
-
-
-def _row(text: str) -> str:
-    """A line of a list from ``name, name: what it is``; names are set as code."""
-    names, colon, rest = text.partition(": ")
-    if not colon or names.count("`") % 2:
-        return f"- {text}"
-    coded = (f"`{n}`" if re.fullmatch(r"[\w*.]+", n) else n for n in names.split(", "))
-    return f"- {', '.join(coded)}: {rest}"
