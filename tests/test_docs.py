@@ -93,8 +93,10 @@ def test_the_site(tmp_path: Path) -> None:
     pytest.importorskip("keras")
     script = tmp_path / "entries.py"
     script.write_text(ENTRIES, encoding="utf-8")
-    processes.run("-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site"), cwd=ROOT, paths=[])
-    for page in (tmp_path / "site").rglob("*.html"):
+    site = tmp_path / "site"
+    quiet = {"NO_MKDOCS_2_WARNING": "1", "KERAS_BACKEND": "torch"}
+    processes.run("-m", "mkdocs", "build", "--site-dir", str(site), **quiet)
+    for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         loaded = re.findall(
             r"<(?:script|img|link rel=\"stylesheet\")[^>]*(?:src|href)=\"(\S+?)\"", text
@@ -102,7 +104,7 @@ def test_the_site(tmp_path: Path) -> None:
         assert loaded and not [path for path in loaded if path.startswith(("http", "//"))], page
     for entry in run(script, ROOT).splitlines():
         name, *arguments = entry.split()
-        page = tmp_path / "site" / "api" / f"{name.split('.')[-2]}.html"
+        page = site / "api" / f"{name.split('.')[-2]}.html"
         shown = page.read_text(encoding="utf-8").split(f'id="{name}"')[1].split('<h3 id="')[0]
         words = set(re.findall(r"\w+", re.sub("<[^>]*>", " ", shown)))
         assert {*arguments} <= words, name
@@ -124,7 +126,8 @@ for module in "anycell", "anycell.torch", "anycell.keras", "anycell.numpy", "any
             print(f"{module}.{name}", *inspect.signature(public).parameters)
 cells = importlib.import_module("anycell.cells")
 for name in cells.__all__:
-    print(f"anycell.cells.{name}", *getattr(cells, name).given)
+    given = inspect.signature(getattr(cells, name).function).parameters.values()
+    print(f"anycell.cells.{name}", *(p.name for p in given if p.kind is p.KEYWORD_ONLY))
 """
 
 

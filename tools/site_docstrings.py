@@ -17,7 +17,15 @@ from site_markdown import markdown
 
 import anycell
 
-ALONE = {"explain": ["explain", "Explanation"], "numpy.recurrence": ["recurrence"]}
+# Functions with the name of their module, which the text alone takes for the module.
+NAMESAKES = {
+    "cell": "lang.cell.cell",
+    "explain": "explain.explain",
+    "Explanation": "explain.Explanation",
+    "recurrence": "numpy.recurrence.recurrence",
+    "keras.accelerate": "keras.accelerate.accelerate",
+    "torch.accelerate": "torch.accelerate.accelerate",
+}
 
 
 class Docstrings(griffe.Extension):
@@ -26,22 +34,28 @@ class Docstrings(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Changes the package once its text has been read."""
         os.environ.setdefault("KERAS_BACKEND", "torch")
-        for name, layer in importlib.import_module("anycell.keras.named").LAYERS.items():
-            made = griffe.Class(name, docstring=griffe.Docstring(inspect.getdoc(layer) or ""))
-            made.set_member("__init__", _constructor(layer.of))
-            pkg["keras"].set_member(name, made)
         for item in _all(pkg):
             if item.docstring is not None:
                 if "{options}" in item.docstring.value:
                     item.docstring.value = _running(item).__doc__
                 item.docstring.value = markdown(inspect.cleandoc(item.docstring.value))
-        for module, names in ALONE.items():  # named after their one function, which is anycell's
-            found = [pkg[module].members[name] for name in names]
-            for name, item in zip(names, found, strict=True):
-                pkg.set_member(name, item)
-                item.parent = pkg
+        found = {name: pkg[path] for name, path in NAMESAKES.items()}
+        for name, item in found.items():
+            *where, last = name.split(".")
+            item.parent = pkg[where[0]] if where else pkg
+            item.parent.set_member(last, item)
+        for frontend in ("keras", "numpy", "torch"):
+            running, here = importlib.import_module(f"anycell.{frontend}"), pkg[frontend]
+            for name in running.__all__:
+                public = getattr(running, name)
+                if name not in here.members:  # a layer of Keras that was made for a cell
+                    about = griffe.Docstring(markdown(inspect.getdoc(public) or ""))
+                    here.set_member(name, griffe.Class(name, docstring=about))
+                item = _behind(here[name])
+                if isinstance(public, type) and "__init__" not in item.members:
+                    item.set_member("__init__", _constructor(public))
         for name in anycell.cells.__all__:
-            _as_called(pkg["cells"][name].final_target)
+            _as_called(_behind(pkg["cells"][name]))
 
 
 def _all(item: Any) -> Iterator[Any]:
@@ -49,6 +63,11 @@ def _all(item: Any) -> Iterator[Any]:
     for member in list(item.members.values()):
         if not member.is_alias:
             yield from _all(member)
+
+
+def _behind(item: Any) -> Any:
+    """What an imported name stands for."""
+    return item.final_target if item.is_alias else item
 
 
 def _running(item: Any) -> Any:
@@ -66,19 +85,16 @@ def _as_called(function: Any) -> None:
     function.returns = "Cell"
 
 
-def _constructor(cell: anycell.Cell) -> griffe.Function:
-    """The constructor of a Keras layer of a cell: its units and the cell's hyperparameters."""
-    kinds = griffe.ParameterKind
-    given = [
-        griffe.Parameter(name, kind=kinds.keyword_only, default=repr(value))
-        for name, value in cell.given.items()
-    ]
-    return griffe.Function(
-        "__init__",
-        parameters=griffe.Parameters(
-            griffe.Parameter("self", kind=kinds.positional_or_keyword),
-            griffe.Parameter("units", annotation="int", kind=kinds.positional_or_keyword),
-            *given,
-            griffe.Parameter("kwargs", kind=kinds.var_keyword),
-        ),
-    )
+def _constructor(layer: Any) -> griffe.Function:
+    """The constructor of a layer at run time; of one for a cell with its hyperparameters."""
+    parameters = dict(inspect.signature(layer).parameters)
+    if hasattr(layer, "of"):
+        further = inspect.signature(layer.of.function).parameters.values()
+        hyper = {p.name: p for p in further if p.kind is p.KEYWORD_ONLY}
+        parameters = {"units": parameters["units"], **hyper, "kwargs": parameters["kwargs"]}
+    found = [griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)]
+    for name, parameter in parameters.items():
+        default = None if parameter.default is parameter.empty else repr(parameter.default)
+        kind = griffe.ParameterKind(parameter.kind.description)
+        found.append(griffe.Parameter(name, kind=kind, default=default))
+    return griffe.Function("__init__", parameters=griffe.Parameters(*found))

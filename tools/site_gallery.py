@@ -20,8 +20,8 @@ from anycell.layer import parameters
 GUESS, SOLVED = 1 / 6, 0.01
 PROBLEM = (
     f"Two of {LENGTH} steps are marked; the answer is the sum of their values. Layers of {UNITS} "
-    f"units see batches of {ROWS} sequences; Adam has the rate {RATE}. The dashed line is what a "
-    "guess of the mean gives. Nothing is tuned for any cell: the curves say that a cell learns, "
+    f"units see batches of {ROWS} sequences; Adam has the rate {RATE}. To guess the mean gives an "
+    f"error of {GUESS:.2g}. Nothing is tuned for any cell: the figures say that a cell learns, "
     "not which one is best."
 )
 NOTES = {
@@ -64,11 +64,12 @@ def _index(results: dict[str, Any]) -> str:
             "Each built-in cell has a page: its equations, its code, what a layer of it learns, "
             "the graph of its step, what `anycell.explain` says of it, and one small experiment.",
             "",
-            f"The experiment is the adding problem. {PROBLEM} Three runs each; the table has "
-            f"medians of the error, whose mean guess is {GUESS:.2g}, and of the steps until it is "
-            f"below {SOLVED}. `make gallery` runs it again.",
+            f"The experiment is the adding problem. {PROBLEM}",
             "",
-            "| cell | | parameters | error at last | steps |",
+            "The table has the medians of three runs: the mean squared error at the end, and the "
+            f"steps of training until it was below {SOLVED}. `make gallery` runs it again.",
+            "",
+            "| cell | | parameters | error | steps |",
             "|---|---|---|---|---|",
             *rows,
             "",
@@ -77,7 +78,7 @@ def _index(results: dict[str, Any]) -> str:
 
 
 def _solved(runs: list[list[float]]) -> str:
-    """The median number of steps until a run's error stays no longer above the bound."""
+    """The median number of steps until a run's error is below the bound."""
     reached = [next((i for i, e in enumerate(run) if e < SOLVED), math.inf) for run in runs]
     middle = statistics.median(reached)
     return "not reached" if middle == math.inf else f"{middle * EVERY:.0f}"
@@ -122,7 +123,8 @@ def _page(cell: Cell, results: dict[str, Any]) -> str:
             "",
             f"{PROBLEM} {NOTES.get(cell.name, '')}",
             "",
-            "In colour three runs of this cell, in grey those of the others:",
+            "In colour three runs of this cell, in grey those of the others; the dashed line is a "
+            "guess of the mean:",
             "",
             f'<div class="curve">{curve(cell.name, results)}</div>',
             "",
