@@ -27,7 +27,7 @@ class Plan:
         sizes: what the size symbols of the cell stand for.
         saved: forward values that the backward pass reads from memory, a number per unit, step and
             row each.
-        saved_rows: those of one number per step and row (results of row reductions).
+        saved_rows: saved values of one number per step and row (results of row reductions).
         states: states whose whole sequence is kept in training.
         recomputed: forward values that the backward pass computes again.
         engine, reason: "cpu", "gpu" or "reference", and why.

@@ -41,7 +41,7 @@ class Results(NamedTuple):
 
     Attributes:
         places, strides: by matmul, where its results begin, and from one output to the next.
-        input: where those of the input begin, if they have a place of their own.
+        input: where the input's results begin, if they have a place of their own.
         row: from a row to the next.
     """
 

@@ -136,7 +136,7 @@ class Step:
         return ops.EMIT["maximum"](self.b, x, y) if node.op == "max" else x + y
 
     def _whole(self, node: Expr, lanes: Value, count: int) -> Value:
-        """A reduction of ``count`` numbers, from those of all lanes."""
+        """A reduction of ``count`` numbers, from the sums of all lanes."""
         whole = self.b.reduce_max(lanes) if node.op == "max" else self.b.reduce_add(lanes)
         return whole * (1.0 / count) if node.op == "mean" else whole
 

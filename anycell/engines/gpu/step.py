@@ -43,7 +43,6 @@ from anycell.plan import Plan, gradient_roots
 ELEMENTS = 512  # of a tile: four for each of 128 threads
 FILLED = 32  # places of a table that one launch fills
 DONE = "done"  # what a table holds first: how many steps of the call are done
-# Of Triton's types, those of the language.
 
 
 class Stage(NamedTuple):
