@@ -103,9 +103,9 @@ def onnxruntime(problem: Problem, settings: Mapping[str, str] | None = None) -> 
     """ONNX Runtime, on the problem as a graph: inference in float32, of LSTMs in int8 too.
 
     The weights are constants of the graph, which a session packs once. In int8 they have 7
-    bits where products of 8 bits would saturate, and wrong results come out. `settings` are entries of
-    its configuration; by default all are ONNX Runtime's own, so that its threads spin while it runs
-    as they do for its users.
+    bits where products of 8 bits would saturate, and wrong results come out. `settings` are entries
+    of its configuration; by default all are ONNX Runtime's own, so that its threads spin while it
+    runs, as they do for its users.
     """
     if problem.dtype not in ("float32", "int8"):
         raise Unsupported(f"ONNX Runtime has no {problem.dtype} recurrent layers")
