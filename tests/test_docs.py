@@ -1,5 +1,6 @@
 """What the documents show runs; the recipes of CONTRIBUTING.md work, on a copy of the package."""
 
+import importlib
 import re
 import shutil
 import textwrap
@@ -14,14 +15,17 @@ from anycell.lang.ops import TABLE
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "benchmarks" / "results" / "README.md",
 ]
 
 
 EXAMPLES = [
-    "README.md", "docs/cells.md", "docs/compress.md", "docs/sequences.md", "docs/training.md",
-    "docs/your-own-cell.md",
+    "README.md", "docs/faq.md", "docs/cells.md", "docs/compress.md", "docs/sequences.md",
+    "docs/training.md", "docs/your-own-cell.md", "docs/start/pytorch.md", "docs/start/keras.md",
+    "docs/start/numpy.md", "docs/start/jax.md", "docs/guides/forecasting.md",
+    "docs/guides/reinforcement-learning.md", "docs/guides/streaming.md",
+    "docs/guides/existing-models.md", "docs/guides/deploying.md",
 ]  # fmt: skip
 
 
@@ -41,6 +45,8 @@ def run(script: Path, *paths: Path) -> str:
 def test_the_examples_run(document: str, tmp_path: Path) -> None:
     """And print what the document says that they print."""
     pytest.importorskip("torch")
+    if document == "docs/start/jax.md":
+        pytest.importorskip("jax")
     script = tmp_path / "example.py"
     script.write_text("\n".join(blocks(document)), encoding="utf-8")
     printed = run(script, ROOT)
@@ -60,8 +66,69 @@ def test_the_documents_link_to_what_is_there() -> None:
 
 def headings(document: Path) -> set[str]:
     """Of a Markdown file, as links name them."""
-    lines = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+    text = document.read_text(encoding="utf-8")
+    lines = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    entries = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines} | {*entries}
+
+
+PUBLIC = [f"anycell.{name}" for name in ("cells", "compress", "numpy", "torch")]
+KERAS = pytest.param("anycell.keras", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("module", ["anycell", *PUBLIC, KERAS])
+def test_every_public_name_has_an_entry(module: str) -> None:
+    if module in ("anycell.keras", "anycell.torch"):
+        pytest.importorskip(module.removeprefix("anycell."))
+    page = ROOT / "docs" / "api" / f"{module.rpartition('.')[2]}.md"
+    entries = re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    names = importlib.import_module(module).__all__
+    assert sorted(entries) == sorted(f"{module}.{name}" for name in {*names})
+
+
+@pytest.mark.slow
+def test_the_site(tmp_path: Path) -> None:
+    """It builds strictly, loads nothing from elsewhere, and each entry shows its arguments."""
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("keras")
+    script = tmp_path / "entries.py"
+    script.write_text(ENTRIES, encoding="utf-8")
+    site = tmp_path / "site"
+    quiet = {"NO_MKDOCS_2_WARNING": "1", "KERAS_BACKEND": "torch"}
+    processes.run("-m", "mkdocs", "build", "--site-dir", str(site), **quiet)
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        loaded = re.findall(
+            r"<(?:script|img|link rel=\"stylesheet\")[^>]*(?:src|href)=\"(\S+?)\"", text
+        )
+        assert loaded and not [path for path in loaded if path.startswith(("http", "//"))], page
+    for entry in run(script, ROOT).splitlines():
+        name, *arguments = entry.split()
+        page = site / "api" / f"{name.split('.')[-2]}.html"
+        shown = page.read_text(encoding="utf-8").split(f'id="{name}"')[1].split('<h3 id="')[0]
+        words = set(re.findall(r"\w+", re.sub("<[^>]*>", " ", shown)))
+        assert {*arguments} <= words, name
+
+
+ENTRIES = """
+import importlib
+import inspect
+import os
+
+os.environ["KERAS_BACKEND"] = "torch"
+import anycell
+
+for module in "anycell", "anycell.torch", "anycell.keras", "anycell.numpy", "anycell.compress":
+    imported = importlib.import_module(module)
+    for name in imported.__all__:
+        public = getattr(imported, name)
+        if callable(public) and public is not anycell.CellError:
+            print(f"{module}.{name}", *inspect.signature(public).parameters)
+cells = importlib.import_module("anycell.cells")
+for name in cells.__all__:
+    given = inspect.signature(getattr(cells, name).function).parameters.values()
+    print(f"anycell.cells.{name}", *(p.name for p in given if p.kind is p.KEYWORD_ONLY))
+"""
 
 
 def test_the_list_of_cells_is_complete() -> None:

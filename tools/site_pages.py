@@ -1,0 +1,90 @@
+"""MkDocs hooks of ``make docs``: pages from files outside docs/, and the gallery's."""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parent))
+import site_gallery  # noqa: E402
+
+HOME = "README.md"
+LINK = re.compile(r"(\]\()(?!\w+:)([^)#\s]+)")
+LANGUAGES = {".py": "python", ".sh": "bash"}
+# griffe reads the text of __all__, where *LAYERS is no string; site_docstrings.py adds these.
+logging.getLogger("mkdocs.plugins.griffe").addFilter(lambda r: "LAYERS" not in r.getMessage())
+paths = {"index.md": HOME}  # of the pages that do not come from docs/
+
+
+def on_config(config: Any) -> Any:
+    """Adds the gallery to the navigation, behind the language of cells."""
+    pages = [f"gallery/{name}" for name in site_gallery.names()]
+    section = next(entry["Cells"] for entry in config.nav if "Cells" in entry)
+    section.append({"Gallery": pages})
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds README as the home page, the gallery, and whatever files the pages link to."""
+    pages = {f"docs/{file.src_uri}" for file in files if file.src_uri.endswith(".md")}
+    waiting = [HOME, "CONTRIBUTING.md", "CHANGELOG.md", *pages]
+    seen = set(waiting)
+    while waiting:
+        path = waiting.pop()
+        text = (ROOT / path).read_text(encoding="utf-8")
+        if path not in pages:
+            files.append(File.generated(config, _place(path), content=_page(path, text)))
+        for target in _targets(path, text) if path.endswith(".md") else ():
+            if target not in seen and not target.startswith("docs/"):
+                seen.add(target)
+                waiting.append(target)
+    for name, text in site_gallery.pages().items():
+        files.append(File.generated(config, f"gallery/{name}", content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turns links between files of the repository into links between pages."""
+    place = page.file.src_uri
+    folder = posixpath.dirname(paths.get(place, f"docs/{place}"))
+
+    def moved(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, match[2]))
+        if not (ROOT / target).is_file():
+            return match[0]
+        return match[1] + posixpath.relpath(_place(target), posixpath.dirname(place) or ".")
+
+    return LINK.sub(moved, markdown)
+
+
+def _place(path: str) -> str:
+    """Where a file of the repository is on the site."""
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    if path == HOME:
+        return "index.md"
+    place = f"repository/{path}" if path.endswith((".md", ".json")) else f"repository/{path}.md"
+    paths[place] = path
+    return place
+
+
+def _page(path: str, text: str) -> str:
+    """The content of a file: that of program text is a page that shows it."""
+    if path.endswith((".md", ".json")):
+        return text
+    language = LANGUAGES.get(Path(path).suffix, "text")
+    return f"# {path}\n\n````{language}\n{text}````\n"
+
+
+def _targets(path: str, text: str) -> list[str]:
+    """The files of the repository that a Markdown file links to."""
+    folder = posixpath.dirname(path)
+    found = [posixpath.normpath(posixpath.join(folder, target)) for _, target in LINK.findall(text)]
+    return [target for target in found if (ROOT / target).is_file()]
