@@ -13,7 +13,7 @@ from anycell.lang.expr import Expr, is_const, label, listing, rewrite, show, top
 from anycell.lang.grad import upstream
 from anycell.lang.ops import is_reduction
 from anycell.layer.checks import check_cell, check_names, integer
-from anycell.plan import FREE, HEAVY, Plan, gradient_roots, size_of
+from anycell.plan import FREE, HEAVY, Plan, gradient_roots
 from anycell.plan import plan as make_plan
 
 Names = dict[Expr, str]
@@ -282,7 +282,7 @@ class _Page:
         sizes = {s.name: s.size for s in cell.states}
         rows: list[tuple[str, str]] = []  # what, size symbol
         for node, name in self.saved_names.items():
-            size = "1" if node.narrow else self._size(node)
+            size = "1" if node.narrow else self.plan.symbol(node)
             rows.append((self._definition(node, name), size))
         for name in plan.states:
             output = " (the output)" if name == cell.state_names[0] else ""
@@ -305,9 +305,6 @@ class _Page:
         known = {n: k for n, k in {**self.names, **self.saved_names}.items() if n is not node}
         text = show(node, known)
         return name if text == name else f"{name} = {text}"
-
-    def _size(self, node: Expr) -> str:
-        return size_of(self.cell, node) or "H"
 
     def _bytes(self, sizes: Sequence[str], rows: int = 1) -> str:
         """Sizes in bytes; one that the plan does not know goes by its symbol."""
@@ -332,7 +329,7 @@ class _Page:
         rest = [f"{light} value{'s' * (light > 1)} of plain arithmetic"] if light else []
         yield from _wrap(f"computed again from these: {', '.join(shown + rest)}")
         # What all units and rows share takes no memory.
-        sizes = ["1" if node.narrow else self._size(node) for node in again if _varies(node)]
+        sizes = ["1" if node.narrow else self.plan.symbol(node) for node in again if _varies(node)]
         yield f"were they kept as well: {self._bytes([*kept, *sizes])}"
 
     # -- the engine --------------------------------------------------------------------------------

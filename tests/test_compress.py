@@ -400,7 +400,7 @@ def refused() -> Iterator[Any]:
     yield lambda: compress.shrink(layer, []), ValueError, "expected indices"
     yield lambda: compress.shrink(layer, [0.5]), ValueError, "expected indices"
     yield lambda: compress.shrink(layer, [[1], [2]]), ValueError, "for each layer"
-    yield lambda: compress.shrink(heads, [0, 1]), ValueError, "as many in each"
+    yield lambda: compress.shrink(heads, [0, 1]), ValueError, "the same number in each"
     yield lambda: compress.shrink(layer, 8, multiple=0), ValueError, "multiple: given 0"
     yield lambda: compress.shrink(layer, 8, size="P"), ValueError, "size: given 'P'"
     yield lambda: compress.shrink(layer, 8, readouts=[nn.Linear(5, 1)]), TypeError, "in_features=16"

@@ -231,7 +231,7 @@ def test_what_is_refused_falls_to_the_next(
     assert asked == len(known)
     for backward in (False, True):
         choices = capacity.choices(one, H100.limits, backward, batch=3)
-        mine = [r for r in known if r.form.backward == backward]
+        mine = [r for r in known if r.variant.backward == backward]
         assert [r.choice for r in mine] == list(choices[:-1])
         assert [r.instead for r in mine] == list(choices[1:])
         assert choices[-1].tier == 3

@@ -207,7 +207,9 @@ def test_training_goes_on(optimizer: str, tmp_path: Path) -> None:
     model.save(path)
     loaded = keras.models.load_model(path)
     assert loaded.layers[0].units == 8
-    assert np.array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
+    # A loaded weight may lie otherwise in memory, where the backend's matmul sums in another order.
+    outputs = [one.predict(x, verbose=0) for one in (loaded, model)]
+    assert_close(*outputs, "float32", "forward")
     loaded.fit(x, y, epochs=1, verbose=0)
 
 

@@ -241,7 +241,7 @@ def test_a_forked_child_trains(kind: str) -> None:
         warnings.simplefilter("ignore")  # Python's own, about threads and fork
         torch.set_num_threads(2)
         layer = anycell.torch.{kind}(128, 256)
-        x = torch.randn(48, 32, 128)
+        x = torch.randn(12, 32, 128)
 
         def train():
             layer.zero_grad()

@@ -31,7 +31,7 @@ def chosen(grid: bool, **options: int) -> list[str]:
 
 def test_cases_behind_a_sample_are_slow() -> None:
     marked: list[str] = []
-    marks = {"sample": SimpleNamespace(args=(3,))}
+    marks = {"sample": SimpleNamespace(args=(3,), kwargs={})}
     items: Any = [
         SimpleNamespace(
             name=name,

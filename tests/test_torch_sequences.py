@@ -239,7 +239,7 @@ def test_arguments_of_a_swapped_layer(kind: str) -> None:
     resets, state = torch.rand(6, 2) < 0.3, torch.randn(1, 2, 5)
     restored = (state, state) if kind == "LSTM" else state
     by_name = layer(x, resets=resets, reset_state=restored, return_states="h")
-    by_place = layer(x, None, None, None, resets, restored, "zero", None, "h")
+    by_place = layer(x, None, None, None, resets, restored, None, "h")
     for one, other in zip(tensors_of(by_name), tensors_of(by_place), strict=True):
         assert torch.equal(one, other)
     assert torch.equal(by_name[2]["h"], by_name[0])

@@ -1,7 +1,7 @@
 """Layers of Keras on TensorFlow, ours and others', each in a ``tf.function``.
 
 Inputs are batch-major, as Keras has them. A training step asks for the gradients of the weights, as
-``fit`` does; that of the input, which the gate wants to see too, comes from a call of its own.
+``fit`` does; the input's gradient, which the gate wants to see too, comes from a call of its own.
 """
 
 from __future__ import annotations

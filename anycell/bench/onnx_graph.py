@@ -102,10 +102,10 @@ def quantized(model: bytes, reduce_range: bool) -> bytes:
 def onnxruntime(problem: Problem, settings: Mapping[str, str] | None = None) -> Contender:
     """ONNX Runtime, on the problem as a graph: inference in float32, of LSTMs in int8 too.
 
-    The weights are constants of the graph, which a session packs once. Those of int8 are of 7 bits
-    where products of 8 bits would saturate, and wrong results come out. `settings` are entries of
-    its configuration; by default all are ONNX Runtime's own, so that its threads spin while it runs
-    as they do for its users.
+    The weights are constants of the graph, which a session packs once. In int8 they have 7
+    bits where products of 8 bits would saturate, and wrong results come out. `settings` are entries
+    of its configuration; by default all are ONNX Runtime's own, so that its threads spin while it
+    runs, as they do for its users.
     """
     if problem.dtype not in ("float32", "int8"):
         raise Unsupported(f"ONNX Runtime has no {problem.dtype} recurrent layers")

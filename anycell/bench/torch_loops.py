@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from anycell.bench.problem import Problem, by_direction
 from anycell.engines import reference
 from anycell.lang.cell import Cell
+from anycell.plan import Options
 
 Weights = Mapping[str, Tensor]  # of one direction of one layer
 Scan = Callable[[Tensor, Weights, bool], Tensor]  # [T, B, in] -> [T, B, H], backwards if True
@@ -115,22 +116,25 @@ SCANS: dict[str, Scan] = {
 }
 
 
-def any_cell(cell: Cell, seed: int | None, stream: int, static: Tensor | None) -> Scan:
+def any_cell(cell: Cell, seed: int | None, layer: int, static: Tensor | None) -> Scan:
     """A scan for a cell without one by hand: its graph, operation by operation, in torch."""
 
     def scan(x: Tensor, w: Weights, reverse: bool) -> Tensor:
         gates = F.linear(x, w["weight_ih"], w.get("bias_ih"))
-        output, _ = reference.run(
+        weights = {n: w.get(n) for l in cell.linears for n in (l.weight, l.bias_name)}
+        params = {name: w[name] for name in cell.param_names}
+        options = Options((False, True), training=seed is not None, seed=seed or 0, stream=layer)
+        run = reference.Recurrence(
             cell,
             gates,
-            {n: w.get(n) for linear in cell.linears for n in (linear.weight, linear.bias_name)},
-            params={name: w[name] for name in cell.param_names},
+            weights,
+            None,
+            params,
             static=static,
-            reverse=reverse,
-            training=seed is not None,
-            seed=seed,
-            stream=stream,
+            options=options,
+            direction=int(reverse),
         )
+        output: Tensor = run.forward()[0]
         return output
 
     return scan
@@ -155,7 +159,7 @@ class Loop(nn.Module):
         for k, layer in enumerate(self.stack):
             outputs = []
             for d, w in enumerate(layer):
-                scan = self.scan or any_cell(self.cell, seed, 2 * k + d, static)
+                scan = self.scan or any_cell(self.cell, seed, k, static)
                 outputs.append(scan(x, w, d == 1))
             x = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
         return x

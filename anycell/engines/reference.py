@@ -322,7 +322,7 @@ class Recurrence:
         return operand * self._recurrent(l, output)
 
     def _transposed(self, l: Linear, d: Mapping[str, Array]) -> Array:
-        """The gradient of a matmul's operand from those of its outputs."""
+        """The gradient of a matmul's operand from the gradients of its outputs."""
         parts = (
             self._per_head(d[output], self._block(l, output)) * self._recurrent(l, output)
             for output in l.outputs

@@ -131,7 +131,7 @@ def take(
     size: str,
     count: int,
 ) -> None:
-    """Makes variables smaller, the same objects, also those of an optimizer."""
+    """Makes variables smaller in place, an optimizer's among them."""
     indices: dict[int, tuple[Weight, tuple[Any, ...]]] = {}
     for weight, index in taken:
         _, before = indices.setdefault(id(weight.variable), (weight, index))

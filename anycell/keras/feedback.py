@@ -117,7 +117,7 @@ class Feedback(keras.layers.Layer):
     def inner_loop(
         self, sequences: Tensor, states: Any, mask: Any, training: bool, *, given: Tensor
     ) -> Any:
-        """Runs whole sequences as that of a layer does; ``given`` is ``[B, T]``."""
+        """Runs whole sequences as a layer's call does; ``given`` is ``[B, T]``."""
         integers = getattr(self.layer, "rounded", False)
         sequences = entering(namespace(sequences), sequences, given, self.readout.units, integers)
         fed = _Fed(self.layer, self.readout)

@@ -106,7 +106,7 @@ class Fused:
         )
 
     def _dropped_by_kernel(self, step: Cell) -> bool:
-        """Whether the kernel can take the masks of recurrent dropout: those of ``hh``."""
+        """Whether the kernel can take the masks of recurrent dropout, on ``hh``."""
         return keras.backend.backend() in _FUSED
 
     def _cudnn(self) -> bool:
@@ -298,7 +298,7 @@ class DropIn(Fused):
         return kind.symbolic(**named, **structure)
 
     def _loop_of_keras(self) -> Any:
-        # That of LSTM and GRU may go past the cell.
+        # The loop of LSTM and GRU may go past the cell.
         kind = _KINDS.get(type(self.cell))
         if kind is not None and changed(self.cell) is None and isinstance(self, kind.layer):
             return kind.layer.inner_loop.__get__(self)

@@ -170,7 +170,7 @@ def _with(model: Any, layers: list[Any], small: list[Quantized]) -> Any:
 
 
 def _replaced(config: Any, small: list[Any]) -> Any:
-    """A config with those of quantized layers in their places."""
+    """A config with the configs of quantized layers in their places."""
     if isinstance(config, list):
         return [_replaced(item, small) for item in config]
     if not isinstance(config, dict):

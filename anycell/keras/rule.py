@@ -47,7 +47,7 @@ class Facts:
         cell: the step in anycell's language; None where it cannot be said.
         units: H.
         sizes: of states that declare another, by their symbol.
-        dtype: that of the computation.
+        dtype: of the computation.
         backend: "tensorflow", "torch", "jax", or another of Keras's.
         gpu: whether the layer is placed on a GPU.
         cudnn: whether it is one that Keras's cuDNN path takes: ``LSTM`` or ``GRU`` of default

@@ -149,7 +149,7 @@ class Kept(NamedTuple):
         return [self.hidden, *self.values, *states]
 
     def border(self, d: int, slot: int, width: int) -> list[Array]:
-        """The states of a direction before a segment; ``width`` is that of the first."""
+        """The states of a direction before a segment; ``width`` is the first state's."""
         others = [sequence[slot] for sequence in self.states[d] if sequence is not None]
         return [self.hidden[slot, :, d * width : (d + 1) * width], *others]
 

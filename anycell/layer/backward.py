@@ -92,7 +92,7 @@ class _Direction:
     """One direction: its gradients, and buffers of a chunk for what they are products of.
 
     Attributes:
-        gates: the gradients of the projected gates, where they are not those of ``x``.
+        gates: the gradients of the projected gates, where x is not projected already.
         pairs: for each matmul the gradients of its outputs and what it multiplied, where they are
             not at hand.
     """

@@ -12,7 +12,7 @@ fused kernel, the readout within it; gradients flow back through what is fed bac
 first step is the readout of the initial state, so that a forecast may start from the state that any
 call of the layer returned.
 
-The kernel is that of the cell that ``with_feedback`` makes. It has one more gate, the last, and x
+The kernel runs the cell that ``with_feedback`` makes. That has one more gate, the last, and x
 one more number, the last, which says to this gate where x is free: 1, and 0 elsewhere. A row that
 is rounded to 8 bits is rounded by its largest number. There the last one is as large as that, and
 at least ``LEAST``, so that neither it nor the others are lost.

@@ -125,7 +125,7 @@ def form_of(
 
 @functools.lru_cache(maxsize=512)
 def recurrent_alone(plan: Plan) -> bool:
-    """Whether the cell's only matmul is that of its first state onto all gates, by real weights."""
+    """Whether the cell's only matmul is its first state's, onto all gates, by real weights."""
     linears = [(l.name, l.outputs, l.operand.op) for l in plan.cell.linears]
     return linears == [(RECURRENT, plan.cell.gates, "state")] and not plan.types.quantized
 

@@ -95,7 +95,7 @@ def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
 
 
 def project(run: Run) -> list[Any]:
-    """The projected gates of all steps, or room for those of a chunk, per direction; none where the
+    """The projected gates of all steps, or room for a chunk of them, per direction; none where the
     kernel multiplies the input.
     """
     host, plan, x, form = run.host, run.plan, run.x, run.form

@@ -96,7 +96,7 @@ def multiply(
         host: of the arrays. One of the last two strides of ``a`` and ``b`` is 1, and the rows of
             ``out`` are dense.
         number: the row of ``DTYPES`` that says what they consist of.
-        scales: address of those of the columns, where ``b`` consists of integers.
+        scales: address of the scales of columns, where ``b`` consists of integers.
     """
     places = []  # addresses and strides; 1 of an axis that nobody steps along
     for array in (a, b, out):

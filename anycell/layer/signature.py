@@ -91,11 +91,9 @@ def parameters(
         width = directions * sizes[cell.states[0].size]
 
 
+@functools.lru_cache(maxsize=512)
 def places(learned: tuple[str, ...], k: int, directions: int) -> dict[str, str]:
-    """The names of a layer's parameters by the names of this file; ``learned`` is the cell's.
-
-    It has no cache, which Dynamo would warn of.
-    """
+    """The names of a layer's parameters by the names of this file; ``learned`` is the cell's."""
     return {name + end: f"{name}_l{k}{end}" for end in ENDS[:directions] for name in learned}
 
 
@@ -142,11 +140,13 @@ def of_layer(cell: Cell, arrays: Mapping[str, Any], k: int, directions: int) -> 
         k: the layer's number.
     """
     learned = {}
-    for name, place in places(cell.learned, k, directions).items():
-        if place in arrays:
-            learned[name] = arrays[place]
-        if f"{place}_scales" in arrays:
-            learned[scales_of(name)] = arrays[f"{place}_scales"]
+    for end in ENDS[:directions]:
+        for name in cell.learned:
+            place = f"{name}_l{k}{end}"
+            if place in arrays:
+                learned[name + end] = arrays[place]
+            if f"{place}_scales" in arrays:
+                learned[scales_of(name + end)] = arrays[f"{place}_scales"]
     return learned
 
 

@@ -1,4 +1,4 @@
-"""A single step of a cell whose only matmul is that of its first state: the host multiplies.
+"""A single step of a cell whose only matmul is its first state's: the host multiplies.
 
 Packing the weights for one step costs more than it saves, so a kernel is left with the cell alone.
 That takes microseconds at a few rows, so the code around it is minimal: no axes of time or

@@ -1,6 +1,6 @@
 """One step at a time: the weights packed once, then a call of the door per layer and step.
 
-The kernel is that of the cell with the input projection inside (``with_projection``), so that a
+The kernel runs the cell with the input projection inside (``with_projection``), so that a
 step is one call, and reads every weight once. The Python around it must be short: at 64
 units it takes longer than the kernel.
 """

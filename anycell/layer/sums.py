@@ -24,8 +24,8 @@ def leaving(
     """The gradients of a call by the names of its arrays; of all that were given.
 
     Args:
-        empty: makes an array for those of both directions.
-        directions: those of each direction.
+        empty: makes an array for the sums of both directions.
+        directions: the sums of each direction.
         whole: those with an axis of directions, ``[D, B, size]``.
     """
     named: dict[str, Array] = {} if dx is None else {"x": dx}

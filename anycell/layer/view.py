@@ -18,7 +18,7 @@ class View(NamedTuple):
     """A layer, whatever the framework.
 
     Attributes:
-        parts: the layer itself, or in Keras that of each direction.
+        parts: the layer itself, or in Keras the layer of each direction.
         cell: the step.
         num_layers, bidirectional, bias: as the layer was told.
         sizes: what the size symbols of the cell stand for.

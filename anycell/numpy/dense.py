@@ -66,7 +66,7 @@ class Dense(Layer):
         return host.narrow(y + self._parameters["bias"] if "bias" in self._parameters else y)
 
     def backward(self, grad_output: npt.ArrayLike) -> Array:
-        """The gradient of the input, from that of the output; fills ``grads``.
+        """The gradient of the input, from the gradient of the output; fills ``grads``.
 
         Raises:
             RuntimeError: where no ``forward(..., training=True)`` went before.

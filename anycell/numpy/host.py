@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """NumPy's dtype of a name. That of bfloat16 is in ml_dtypes, which frameworks bring along.
+    """NumPy's dtype of a name. bfloat16 is in ml_dtypes, which frameworks bring along.
 
     Raises:
         ModuleNotFoundError: without ml_dtypes.

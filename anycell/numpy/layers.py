@@ -257,7 +257,7 @@ class RNN(Layer):
     def backward(
         self, grad_output: npt.ArrayLike, grad_state: State | None = None
     ) -> tuple[Array, State]:
-        """The gradients of the last ``forward``'s arguments, from those of its results.
+        """The gradients of the last ``forward``'s arguments, from the gradients of its results.
 
         Replaces ``grads``: nothing is added to an earlier call's, and nothing needs zeroing.
 
@@ -266,8 +266,8 @@ class RNN(Layer):
             grad_state: shaped as the returned state; None is zero.
 
         Returns:
-            the gradients of x and of the initial state, shaped as those. That of a static input is
-            in the attribute ``grad_static``.
+            the gradients of x and of the initial state, shaped as those. The attribute
+            ``grad_static`` has the gradient of a static input.
 
         Raises:
             RuntimeError: where no ``forward(..., training=True)`` went before.
@@ -408,7 +408,7 @@ class RNN(Layer):
         return checked
 
     def _directions(self, k: int) -> slice:
-        """The slice of a layer's directions among those of all layers."""
+        """The slice of a layer's directions among the directions of all layers."""
         count = 1 + self.bidirectional
         return slice(k * count, (k + 1) * count)
 

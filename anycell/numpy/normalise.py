@@ -170,7 +170,7 @@ class BatchNorm(Layer):
         return y
 
     def backward(self, grad_output: npt.ArrayLike) -> Array:
-        """The gradient of x, from that of y; fills ``grads``.
+        """The gradient of x, from the gradient of y; fills ``grads``.
 
         Raises:
             RuntimeError: where no ``forward(..., training=True)`` went before.

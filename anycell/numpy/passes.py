@@ -21,7 +21,7 @@ from anycell.plan import Options, Plan
 Array = npt.NDArray[np.floating]
 Named = Mapping[str, Any]
 States = Sequence[Array]  # ``[D, B, size]`` per state
-# From the gradients of output and final states to those of the arrays, by name.
+# From the gradients of output and final states to the gradients of the arrays, by name.
 Pullback = Callable[[Array, States], dict[str, Array]]
 Result = tuple[Array, States, Pullback]
 

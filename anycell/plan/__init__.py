@@ -24,7 +24,7 @@ from anycell.plan.call import (
 from anycell.plan.cut import FREE, gradient_roots
 from anycell.plan.dtype import DTYPES, Dtype, Number, scales_of
 from anycell.plan.passes import HEAVY, MATMULS, Pass, passes
-from anycell.plan.plan import LINE, Plan, padded, plan, size_of
+from anycell.plan.plan import LINE, Plan, padded, plan
 
 __all__ = [
     "CODES",
@@ -53,6 +53,5 @@ __all__ = [
     "passes",
     "plan",
     "scales_of",
-    "size_of",
     "takes",
 ]

@@ -27,7 +27,7 @@ class Plan:
         sizes: what the size symbols of the cell stand for.
         saved: forward values that the backward pass reads from memory, a number per unit, step and
             row each.
-        saved_rows: those of one number per step and row (results of row reductions).
+        saved_rows: saved values of one number per step and row (results of row reductions).
         states: states whose whole sequence is kept in training.
         recomputed: forward values that the backward pass computes again.
         engine, reason: "cpu", "gpu" or "reference", and why.
@@ -89,9 +89,23 @@ class Plan:
         states = sum(self.sizes[s.size] for s in self.cell.states if s.name in self.states)
         return states * self.itemsize + self.saved_width * self.types.saved.bytes
 
+    def symbol(self, node: Expr) -> str:
+        """The size symbol of a node of the cell or of its gradients; "H" for a number."""
+        stack = [node]
+        while stack:  # element by element, and so of the size of any argument
+            top = stack.pop()
+            if top in self.cell.sizes:
+                return self.cell.sizes[top]
+            if top.op == "grad":
+                return next(s.size for s in self.cell.states if s.name == top.attrs[0])
+            if top.op == "linear_t":
+                return next(l.in_size for l in self.cell.linears if l.name == top.attrs[0])
+            stack += top.args
+        return "H"
+
     def width(self, node: Expr) -> int:
-        """Units of a forward value."""
-        return self.sizes[size_of(self.cell, node) or "H"]
+        """The number of units of a node."""
+        return self.sizes[self.symbol(node)]
 
     def shares_gradient(self, linear: Linear) -> bool:
         """Whether a matmul's gradient is the input projection's, and needs no memory of its own."""
@@ -190,21 +204,6 @@ def padded(itemsize: int, width: int) -> int:
     or all rows would share a few lines of the cache.
     """
     return width + LINE // itemsize if width * itemsize % 1024 == 0 else width
-
-
-def size_of(cell: Cell, node: Expr) -> str | None:
-    """The size symbol of a node of a cell or of its gradients; None for a number."""
-    stack = [node]
-    while stack:  # element by element, and so of the size of any argument
-        top = stack.pop()
-        if top in cell.sizes:
-            return cell.sizes[top]
-        if top.op == "grad":
-            return next(s.size for s in cell.states if s.name == top.attrs[0])
-        if top.op == "linear_t":
-            return next(l.in_size for l in cell.linears if l.name == top.attrs[0])
-        stack += top.args
-    return None
 
 
 def _count(number: int, what: str) -> str:

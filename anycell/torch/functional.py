@@ -231,7 +231,7 @@ def transformed() -> bool:
 
 
 def autocast_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype in which a layer computes under autocast: that of autocast, as torch's own layers,
+    """The dtype in which a layer computes under autocast: autocast's, as torch's own layers,
     where it is on for their device and they have no float64.
     """
     kind = weight.device.type

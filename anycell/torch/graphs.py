@@ -7,7 +7,7 @@ weights, which are copied once a call into memory of the graph's own.
 
 A new form (a new number of rows is one) is launched step by step at first: a capture waits for all
 that the device does, and takes as long as the launches that it holds. Only what has run once can be
-captured: by then kernels are loaded, those of the matmul library too.
+captured: by then all kernels are loaded, the matmul library's too.
 """
 
 from __future__ import annotations

@@ -79,12 +79,13 @@ def recurrence(
             all states.
         engine: "cpu", "gpu" or "reference" (step by step); None takes what fits.
         {options}
-            None draws one from torch's default generator.
 
     Returns:
         the output ``[T, B, size of the first state]``, packed if x is, and a tuple of the final
         states ``[B, size]``. With ``return_states`` a third: a dictionary of ``[T, B, size]`` by
         names of states, packed if x is; at masked steps as ``masked_output`` says.
+
+    In training without a ``seed``, torch's default generator draws one.
 
     What runs fused is as for ``RNN``: float32 and float64 on the CPU, and on a GPU with Triton also
     16 bits. Step by step go ``torch.func``, traces and second derivatives; on a GPU the

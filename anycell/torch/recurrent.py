@@ -345,7 +345,7 @@ def state_names(kind: str, cell: Cell) -> list[str]:
 
 
 def by_name(names: Sequence[str], cell: Cell, output: Any, others: Sequence[Any]) -> dict[str, Any]:
-    """The sequences of these states, from the output and those of the others."""
+    """The sequences of these states, from the output and the sequences of the others."""
     rest = dict(zip(besides_output(names, cell), others, strict=True))
     return {name: rest.get(name, output) for name in names}
 

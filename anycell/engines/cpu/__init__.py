@@ -122,7 +122,7 @@ def multiply(
         c: address, stride from row to row.
         threads: at most this many.
         bounds: of the three arrays, for ``check``.
-        scales: address of those of the columns of integers, dense.
+        scales: address of the scales of columns of integers, dense.
     """
     functions, gang = gemm.compiled(dtype, isa.current()), pool.gang(threads)
     entries = array("q", [*sizes, *a, *b, *c, add, min(threads, pool.MOST), gang, scales, 0, 0])

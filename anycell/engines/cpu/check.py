@@ -129,7 +129,7 @@ def touched(
     """Yields the bytes of one direction that a call touches, by the names of the call's entries.
 
     Args:
-        call, each: the call's entries, those of all and those of the direction.
+        call, each: the call's entries, first of all directions, then of this one.
         table: the kernel's own entries.
     """
     steps, batch = table["steps"], table["batch"]

@@ -77,7 +77,7 @@ class Door:
         self.each_index = {name: i for i, name in enumerate(self.names.each)}
         self.gates = len(self.cell.gates) * self.plan.hidden_size
         # Of scratch memory: how many directions and where their tables are, the kernel's tables,
-        # each with the counter of its barrier on a line of its own, and those of packing.
+        # each with the counter of its barrier on a line of its own, and the counters of packing.
         self.table_bytes = align(8 * len(self.index)) + LINE
         self.matmuls = layout.matmuls
         self.packing_bytes = PACKING_BYTES * (len(self.matmuls) + 1)

@@ -9,7 +9,7 @@ numbers, as that of a door.
 B is packed, a *span* of rows and columns of it at a time: panels of a few vectors of columns, cut
 into blocks of ``INNER`` rows. Then C is cut into pieces of rows and, where these are few, of
 columns. Threads take pieces as they come, so that one whose core is shared with others takes fewer.
-Where the rows of A are not dense in memory, a thread copies those of its piece, block by block.
+Where the rows of A are not dense in memory, a thread copies the rows of its piece, block by block.
 A and B of 16 bits give a C of 32: rows of A are then widened as they are copied, and B is packed in
 pairs, see ``matmul``. Of integers B is given with the scales of its columns, and A in float32: its
 rows are rounded as they are copied.
@@ -85,7 +85,7 @@ class Gemm:
         # scales and offsets.
         self.header = 2 * self.quantized
         self.packed_rows = self.header + INNER // self.packs
-        # That of a wide matmul with one result per unit.
+        # The geometry of a wide matmul with one result per unit.
         self.tiled = tiles.multiplies(target, self.operands.llvm)
         self.geometry = geometry = Geometry(
             1 << 16, INNER, 1, self.lanes, target.registers, self.packs, tiled=self.tiled,
@@ -298,7 +298,7 @@ class Gemm:
         return b.atomic_add(b.gep(scratch, COUNTER, "i8"), 1)
 
     def _block(self, b: Builder, scratch: Value, number: Value) -> Value:
-        """The place where a block of a panel is packed: those of all panels, then the next ones."""
+        """The place where a block of a panel is packed: first the first blocks of all panels."""
         numbers = number * (self.packed_rows * self.width)
         return b.gep(b.gep(scratch, HEADER, "i8"), numbers)
 

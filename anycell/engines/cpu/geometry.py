@@ -132,7 +132,7 @@ class Matmul:
         linear, number: of the cell, and which of its matmuls.
         geometry: of one head.
         state: forward the state that is its operand, backward the one whose gradient its result
-            adds to; INPUT for that of the input, None for a matmul inside the step.
+            adds to; INPUT for the input's matmul, None for a matmul inside the step.
         units, inner: of all heads together.
     """
 

@@ -54,7 +54,7 @@ class Target:
     half: bool = False  # whether it converts float16
     dot: bool = False  # whether it adds up products of 8 bits
     bfloat: bool = False  # whether it converts to bfloat16, numbers too small to be normal to 0
-    tiles: str = ""  # "amx" if it has those of ``tiles``, "emulated" if vectors stand in for them
+    tiles: str = ""  # "amx" if it has matrix tiles, "emulated" if vectors stand in for them
     x86: bool = X86
 
     def lanes(self, real: str) -> int:

@@ -337,7 +337,7 @@ class _Cache:
         self.close()
 
     def _open(self, path: str, flags: int) -> int:
-        # Those of them that the system has. What only looks like a file of ours is not followed,
+        # The flags that the system has. What only looks like a file of ours is not followed,
         # not waited for (a FIFO), and no terminal of ours.
         for extra in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"):
             flags |= getattr(os, extra, 0)

@@ -29,7 +29,7 @@ from anycell.engines.cpu.ir import Builder, Target, Value
 from anycell.engines.cpu.table import align, entries
 from anycell.engines.cpu.tiles import ROWS
 from anycell.lang.expr import Expr
-from anycell.plan import FREE, LINE, Plan, arrays, gradient_roots, passes, size_of
+from anycell.plan import FREE, LINE, Plan, arrays, gradient_roots, passes
 
 PANEL = 48  # rows whose matmul results are kept before the cell's work on them
 
@@ -41,7 +41,7 @@ class Results(NamedTuple):
 
     Attributes:
         places, strides: by matmul, where its results begin, and from one output to the next.
-        input: where those of the input begin, if they have a place of their own.
+        input: where the input's results begin, if they have a place of their own.
         row: from a row to the next.
     """
 
@@ -97,7 +97,7 @@ class Layout:
         self.geometry = Geometry(plan.hidden_size, 0, 0, self.lanes, target.registers)
         if self.matmuls:
             self.geometry = self.matmuls[0].geometry
-        sizes = {self.units(root) for root in self.roots}
+        sizes = {self.plan.width(root) for root in self.roots}
         plain = all(m.state in (0, INPUT) and m.linear.heads == 1 for m in self.matmuls)
         alike = {(m.units, m.geometry.outputs) for m in self.matmuls}
         simple = plain and len(alike) < 2 and sizes <= {plan.hidden_size}
@@ -143,19 +143,11 @@ class Layout:
         for use, nodes in uses:
             for node in dict.fromkeys(nodes):
                 places[use, node] = at
-                at += whole(self.units(node), step)
+                at += whole(self.plan.width(node), step)
         if len(self.stages) > 1:
             places |= {("narrow", node): at + i for i, node in enumerate(reductions)}
             at += len(reductions)
         return places, whole(at, step)
-
-    def size_of(self, node: Expr) -> str:
-        """The symbol of a value's size."""
-        return size_of(self.cell, node) or "H"
-
-    def units(self, node: Expr) -> int:
-        """Counts the units of a value."""
-        return self.plan.sizes[self.size_of(node)]
 
     def gradient(self, m: Matmul) -> str:
         """The array that holds the gradient of a matmul's outputs."""

@@ -3,9 +3,9 @@
 Weights are packed per tile (see ``Geometry``), so that a register block of rows times one tile is
 the inner loop of all that a kernel does.
 
-Weights of 16 bits are packed in pairs: where a vector of wider ones would be, there are those of
-two numbers of the sum. They are widened in registers, and the rows that they multiply before, once
-for all tiles (``print_staging``). Sums are of the type that the cell computes in.
+Weights of 16 bits are packed in pairs: where a vector of wider weights would be, there are the
+weights of two numbers of the sum. They are widened in registers, and the rows that they multiply
+before, once for all tiles (``print_staging``). Sums are of the type that the cell computes in.
 
 Integers of 8 bits are packed in fours. Rows that they multiply are rounded to integers from -127 to
 127, times the scale of the row, and stored with 128 added:

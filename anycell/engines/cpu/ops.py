@@ -50,7 +50,7 @@ class Real:
 
     mantissa: int  # stored bits of it
     bias: int  # of the exponent
-    ln2_high: float  # the leading bits of ln 2: as many as leave room for those of n
+    ln2_high: float  # the leading bits of ln 2, few enough for its product with n to be exact
     ln2_low: float  # and what is missing
     tiny: float  # exp(x) rounds to 0 below this x,
     huge: float  # and to infinity above this one

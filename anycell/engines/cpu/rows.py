@@ -236,7 +236,7 @@ class Rows:
                         self.store(b.select(repeat, value, self.zero), out, lanes)
 
     def hold_gradients(self, task: Task) -> None:
-        """A masked step backward: the gradients of the states stay, those of the step are 0."""
+        """A masked step backward: the gradients of states stay, the gradients of the step are 0."""
         b, at, zero = self.b, task.at, self.zero
         repeat = self.arg["masked_output"].ne(CODES["masked_output"]["zero"])
         for i, name, units in self.states:

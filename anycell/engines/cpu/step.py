@@ -66,29 +66,29 @@ class Step:
                 shared.get(node)
         row_wide = [node for node in each.reductions if node.attrs == (1,)]
         sums = {node: b.variable(_empty(node), b.vec) for node in row_wide}
-        for size in dict.fromkeys(map(layout.size_of, roots)):
+        for size in dict.fromkeys(map(layout.plan.symbol, roots)):
             with rows.vectors(task.span, self.plan.sizes[size]) as lanes:
                 values = Values(self, task, lanes, known, shared.known)
                 for node in each.reductions:
-                    if layout.size_of(node) == size:
+                    if layout.plan.symbol(node) == size:
                         value = values.get(node.args[0])
                         if node in sums:
                             self._fold(node, value, lanes, sums[node])
                         else:
                             b.store(value, self.scratch("argument", node, task, lanes))
                 for m, node, column in operands:
-                    if layout.size_of(node) == size:
+                    if layout.plan.symbol(node) == size:
                         self._store_operand(m, values.get(node), values, column)
                 if last and layout.backward:
                     self._gradients(size, values)
                 elif last:
                     self._results(size, values)
                 for node in each.stores:
-                    if layout.size_of(node) == size:
+                    if layout.plan.symbol(node) == size:
                         b.store(values.get(node), self.scratch("kept", node, task, lanes))
         known.stored.update(each.stores)
         for node, total in sums.items():
-            whole = self._whole(node, total.value, layout.units(node))
+            whole = self._whole(node, total.value, layout.plan.width(node))
             known.reduced[node] = b.splat(whole)
             if ("narrow", node) in layout.scratch:
                 b.store(whole, b.gep(task.scratch, layout.scratch["narrow", node]))
@@ -136,7 +136,7 @@ class Step:
         return ops.EMIT["maximum"](self.b, x, y) if node.op == "max" else x + y
 
     def _whole(self, node: Expr, lanes: Value, count: int) -> Value:
-        """A reduction of ``count`` numbers, from those of all lanes."""
+        """A reduction of ``count`` numbers, from the sums of all lanes."""
         whole = self.b.reduce_max(lanes) if node.op == "max" else self.b.reduce_add(lanes)
         return whole * (1.0 / count) if node.op == "mean" else whole
 
@@ -149,7 +149,7 @@ class Step:
     def _reduce_groups(self, node: Expr, task: Task) -> None:
         """A reduction over equal groups of units, its result written for every unit."""
         b, (groups,) = self.b, node.attrs
-        size = self.layout.units(node) // groups
+        size = self.layout.plan.width(node) // groups
         source, target = (
             b.gep(task.scratch, self.layout.scratch[use, node]) for use in ("argument", "kept")
         )
@@ -180,7 +180,9 @@ class Step:
         if 0 in states:
             with b.when(rows.given("out")):
                 rows.store(states[0], rows.at("out", at), lanes)
-        kept = {node: values.number(node) for node in layout.saved if layout.size_of(node) == size}
+        kept = {
+            node: values.number(node) for node in layout.saved if layout.plan.symbol(node) == size
+        }
         if kept:
             with b.when(rows.given("saved")):
                 row = rows.at("saved", at)
@@ -297,7 +299,7 @@ class Values:
             return rows.load(rows.of("static", at.row), lanes)
         if node.op == "recurrent_mask":
             row = at.row + rows.arg["batch"] * node.attrs[0]
-            return rows.load(rows.array("recurrent_mask", row * layout.units(node)), lanes)
+            return rows.load(rows.array("recurrent_mask", row * layout.plan.width(node)), lanes)
         if node.op == "grad":
             return self._upstream(layout.cell.state_names.index(name))
         if node.op == "x":

@@ -250,7 +250,7 @@ def _run_interpreted(kernel: Printed, work: Work) -> int:
 def sources(plan: Plan, backward: bool) -> Iterator[str]:
     """The texts of a plan's kernels, in training and without masks; for reading.
 
-    Those of tier 3, and those of the other tiers where some card has room for them.
+    First the kernels of tier 3, then of the other tiers where some card has room for them.
     """
     cards = capacity.DEVICES
     for passes in (False, True)[: 1 + backward]:

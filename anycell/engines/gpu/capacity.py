@@ -279,7 +279,7 @@ def _cooperative(
             return fits
         return f"each thread of a program would hold {numbers} numbers, and spill"
     if not least:
-        return "nor do those of a few units fit"
+        return "nor do the weights of a few units fit"
     return f"{batch} rows take {least} programs, of which {device.processors} run at once"
 
 
@@ -365,7 +365,7 @@ def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
     sums = part.rows * columns // 32 * max(1, CHAINS // chains)
     held = part.held * columns * share // 128
     arriving = part.ahead * part.rows * share // 128
-    # What is carried from step to step, that of the next step already loaded.
+    # What is carried from step to step; what the next step reads is already loaded.
     cell = plan.cell
     carried = len(plan.saved) + len(cell.states) if backward else len(cell.gates)
     carried += cell.static is not None

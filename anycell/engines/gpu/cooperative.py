@@ -79,7 +79,7 @@ class Slice(NamedTuple):
         chunk: of k that its warps multiply at once, each a share of them.
         ahead: chunks that are on their way at the same time.
         warps: of 32 threads.
-        held: chunks whose weights threads hold; those of the others are in shared memory.
+        held: chunks whose weights threads hold; other weights are in shared memory.
     """
 
     rows: int

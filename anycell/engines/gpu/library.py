@@ -265,7 +265,7 @@ def left_shared(values, warps: tl.constexpr, pair: tl.constexpr):
 
 @triton.jit
 def right(values, warps: tl.constexpr, pair: tl.constexpr):
-    """The right operand ``[warps, k, columns]``, from values as those of ``left``."""
+    """The right operand ``[warps, k, columns]``, from values laid out as for ``left``."""
     return tl.permute(left(values, warps, pair), (0, 2, 1))
 
 

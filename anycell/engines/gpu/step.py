@@ -38,12 +38,11 @@ from anycell.engines.gpu.text import (
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
 from anycell.lang.ops import is_reduction
-from anycell.plan import Plan, gradient_roots, size_of
+from anycell.plan import Plan, gradient_roots
 
 ELEMENTS = 512  # of a tile: four for each of 128 threads
 FILLED = 32  # places of a table that one launch fills
 DONE = "done"  # what a table holds first: how many steps of the call are done
-# Of Triton's types, those of the language.
 
 
 class Stage(NamedTuple):
@@ -205,7 +204,7 @@ def _operand_sizes(plan: Plan, variant: Variant) -> Iterable[str]:
 def _kept(plan: Plan, variant: Variant) -> list[tuple[str, Expr]]:
     """The values that the forward pass saves for the backward pass, and their sizes."""
     nodes = (*plan.saved, *plan.saved_rows) if variant.keep and not variant.backward else ()
-    return [(size_of(plan.cell, node) or "H", node) for node in nodes]
+    return [(plan.symbol(node), node) for node in nodes]
 
 
 class _Kernel(Text):

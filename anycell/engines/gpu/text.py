@@ -23,7 +23,7 @@ from typing import NamedTuple
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, listing, show, topological
 from anycell.lang.ops import is_boolean, is_reduction
-from anycell.plan import DTYPES, FREE, MATMULS, Options, Plan, arrays, size_of
+from anycell.plan import DTYPES, FREE, MATMULS, Options, Plan, arrays
 
 WIDTH = 96  # columns of a line of text
 # By the name of their pointers: a kernel takes ``*bf16`` and says ``tl.bfloat16``.
@@ -236,10 +236,6 @@ class Text:
         return f"{base} + {plus(column, self.units(size))}"
 
     # -- the graph -------------------------------------------------------------------------------
-    def size(self, node: Expr) -> str:
-        """The size symbol of a node."""
-        return size_of(self.cell, node) or "H"
-
     def is_leaf(self, node: Expr) -> bool:
         """Whether the value comes from elsewhere."""
         if node in self.names or not node.args:
@@ -300,13 +296,13 @@ class Text:
         rate = self._argument_of(node)
         if not self.variant.draw:
             return self.assign(f"keep_{index}", rate)
-        units, draws = self.units(self.size(node)), self.argument("draws", "*i64")
+        units, draws = self.units(self.plan.symbol(node)), self.argument("draws", "*i64")
         return self.assign(
             f"keep_{index}", f"keep({rate}, {draws}, t, rows, {units}, {index}, {per == 'step'})"
         )
 
     def _reduction(self, node: Expr) -> str:
-        size, (groups,) = self.size(node), node.attrs
+        size, (groups,) = self.plan.symbol(node), node.attrs
         units, each = self.units(size), self.plan.sizes[size] // groups
         inner = f"{self._argument_of(node)}, {units}, in_{size}, {groups}, {each}"
         return self.assign(f"row_{node.op}", f"{node.op}({inner})")
@@ -316,7 +312,7 @@ class Text:
         if self.variant.backward and node in self.saved:
             column, row = self.saved[node], self.row("saved")
             name = gate_of(node) or "saved_v"
-            size = None if node.narrow else self.size(node)
+            size = None if node.narrow else self.plan.symbol(node)
             where = f"{row} + {column}" if size is None else self.at(row, column, size)
             text = self.load(where, size)
             return name, f"{text} != 0.0" if is_boolean(node) else text
@@ -384,7 +380,7 @@ class Text:
     def store_saved(self, nodes: Iterable[Expr]) -> None:
         """Stores the values that the backward pass reads."""
         for node in nodes:
-            column, row, size = self.saved[node], self.row("saved"), self.size(node)
+            column, row, size = self.saved[node], self.row("saved"), self.plan.symbol(node)
             value = self.value(node)
             if is_boolean(node):  # memory holds numbers
                 value = f"tl.where({value}, 1.0, 0.0)"
