@@ -9,6 +9,7 @@ from problems import random_problem
 
 import anycell
 from anycell import Cell, cell, cells, keep, linear, tanh
+from anycell.plan import Options
 
 T, B, H = 5, 3, 4
 ENGINES = pytest.mark.parametrize("engine", ["cpu", "reference"])
@@ -190,3 +191,35 @@ def test_arrays_of_a_framework_are_refused() -> None:
     given = arguments()
     with pytest.raises(TypeError, match=r"gates_x: given torch.float64 .*expected .*, a ndarray"):
         anycell.recurrence(**{**given, "gates_x": torch.tensor(given["gates_x"])})
+
+
+@pytest.mark.parametrize("name", ["lenghts", "lengths_"])
+def test_misspelt_arguments_are_named(name: str) -> None:
+    """Of every entrance, also where what is meant is no option."""
+    torch = pytest.importorskip("torch")
+    import anycell.numpy
+    import anycell.torch as at
+
+    x, gates = np.zeros((3, 2, 4), "float32"), np.zeros((3, 2, 16), "float32")
+    weights = {"weight_hh": np.zeros((16, 4), "float32")}
+    tensors = {"weight_hh": torch.zeros(16, 4)}
+    given: dict[str, object] = {name: [3, 1]}
+    for call in (
+        lambda: anycell.recurrence(cells.LSTM, gates, weights, **given),
+        lambda: anycell.numpy.LSTM(4, 4).forward(x, **given),
+        lambda: at.recurrence(cells.LSTM, torch.from_numpy(gates), tensors, **given),
+        lambda: at.RNN(cells.LSTM, 4, 4)(torch.from_numpy(x), **given),
+        lambda: at.LSTM(4, 4)(torch.from_numpy(x), **given),
+    ):
+        with pytest.raises(TypeError, match=rf"{name}: given list .*Did you mean lengths\?"):
+            call()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("word", ["zero", "repeat"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_kernels_make_of_masked_output(word: str, masked: bool) -> None:
+    """Without a mask it compiles nothing of its own on a GPU, and takes no memory."""
+    options = Options(masked_output=word, training=True, seed=3, threads=2)
+    assert options.apart(masked) is (masked and word == "zero")
+    assert options.printed(masked) == Options(masked_output=word if masked else "zero")
+    assert not options.unread().apart(masked)

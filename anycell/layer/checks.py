@@ -5,6 +5,8 @@ Every error says what was given, what was expected, and what to do.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
@@ -299,15 +301,31 @@ def check_recurrent_mask(
     return frontend.fit("recurrent_mask", mask, shape, axes, like)
 
 
-def check_options(given: Mapping[str, Any], names: Iterable[str] = OF_CALL) -> dict[str, Any]:
-    """The options that users pass by keyword, as ``Options`` has them; ``names`` may be passed."""
-    return {name: _option(name, value, names) for name, value in given.items()}
+def check_options(
+    given: Mapping[str, Any],
+    names: Iterable[str] = OF_CALL,
+    function: Callable[..., Any] | None = None,
+) -> dict[str, Any]:
+    """The options that users pass by keyword, as ``Options`` has them.
+
+    Args:
+        names: of those that may be passed.
+        function: the function that was called: what else it takes, for the error.
+    """
+    return {name: _option(name, value, names, function) for name, value in given.items()}
 
 
-def _option(name: str, value: Any, names: Iterable[str]) -> Any:
+def _option(
+    name: str, value: Any, names: Iterable[str], function: Callable[..., Any] | None
+) -> Any:
     if name not in names:
-        expected = f"no such argument; options are {', '.join(names)}"
-        refuse(name, describe(value), expected, "Check the spelling.", TypeError)
+        parameters = inspect.signature(function).parameters.values() if function else ()
+        others = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"]
+        known = list(dict.fromkeys([*others, *names]))
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f"Did you mean {close[0]}?" if close else "Leave it out."
+        expected = f"no such argument; this call takes {', '.join(known)}"
+        refuse(name, describe(value), expected, hint, TypeError)
     match OPTIONS[name].kind:
         case "bool":
             return boolean(name, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from anycell.engines import reference
@@ -115,10 +115,12 @@ def arguments(
 
 
 def options_and_seed(
-    given: Mapping[str, Any], names: Iterable[str] = OPTIONS
+    given: Mapping[str, Any], function: Callable[..., Any], names: Iterable[str] = OPTIONS
 ) -> tuple[Options, int | None]:
-    """Options of one direction from those that users pass, and the seed if there is one."""
-    checked = check_options(given, names)
+    """Options of one direction from those that users pass, and the seed if there is one; see
+    ``check_options``.
+    """
+    checked = check_options(given, names, function)
     seed = checked.pop("seed", None)
     checked["reverse"] = (checked.get("reverse", False),)
     return Options(**checked), seed

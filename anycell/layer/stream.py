@@ -61,7 +61,7 @@ class _Layer:
             entries[self.kernel.shared[name]] = value
 
 
-class _Call(NamedTuple):
+class _Table(NamedTuple):
     """The table of a step of one layer, for one number of rows."""
 
     entries: array[int]
@@ -71,7 +71,7 @@ class _Call(NamedTuple):
     bounds: dict[str, cpu.check.Bounds]
 
 
-class _Form:
+class _Steps:
     """Values that steps on one number of rows share, and their tables, a set for each caller.
 
     Attributes:
@@ -96,11 +96,11 @@ class _Form:
         self.slots = list(zip(self.states, stream.before, stream.after, self.bytes, strict=True))
         self.free = [self.calls()]
 
-    def calls(self) -> list[_Call]:
+    def calls(self) -> list[_Table]:
         """Tables for a step; they go to ``free`` after it."""
         return [self._call(layer, k) for k, layer in enumerate(self.stream.layers)]
 
-    def _call(self, layer: _Layer, k: int) -> _Call:
+    def _call(self, layer: _Layer, k: int) -> _Table:
         entries, kernel, host = layer.entries[:], layer.kernel, self.stream.host
         threads = min(self.threads, cpu.pool.MOST)
         layer.set(entries, batch=self.rows, threads=threads, row_group=row_group(self.rows))
@@ -123,7 +123,7 @@ class _Form:
                 bounds.update({what: extent(host, array_) for what, array_ in lasting.items()})
         if cpu.check.ON:
             bounds["hidden"] = extent(host, slots[0])
-        return _Call(entries, entries.buffer_info()[0], threads, (block, slots), bounds)
+        return _Table(entries, entries.buffer_info()[0], threads, (block, slots), bounds)
 
 
 class Stream:
@@ -168,7 +168,7 @@ class Stream:
         self.after = [first + each[f"final {name}"] for name in self.names]
         self._restored = [first + each[f"reset_state {name}"] for name in self.names]
         self._resets = kernel.shared["resets"]
-        self._forms: dict[tuple[int, int], _Form] = {}
+        self._forms: dict[tuple[int, int], _Steps] = {}
 
     def step(
         self,
@@ -199,7 +199,7 @@ class Stream:
         if form is None:
             if len(self._forms) == FORMS:
                 self._forms.clear()
-            form = self._forms[rows, threads] = _Form(self, rows, threads)
+            form = self._forms[rows, threads] = _Steps(self, rows, threads)
         like, pointer = self._like, self._pointer
         # A set of tables belongs to one step at a time, of all threads that step this layer.
         try:
@@ -253,7 +253,7 @@ class Stream:
         form.free.append(calls)
         return output, new
 
-    def _restore(self, form: _Form, calls: Sequence[_Call], values: Sequence[Array]) -> None:
+    def _restore(self, form: _Steps, calls: Sequence[_Table], values: Sequence[Array]) -> None:
         """Says in the tables of a step what resets restore."""
         for value, entry, size in zip(values, self._restored, form.bytes):  # noqa: B905
             at = self._pointer(value)
@@ -264,7 +264,7 @@ class Stream:
     def _check(
         self,
         layer: _Layer,
-        calls: Sequence[_Call],
+        calls: Sequence[_Table],
         entries: array[int],
         x: Array,
         states: Sequence[Array],

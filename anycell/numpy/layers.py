@@ -225,7 +225,7 @@ class RNN(Layer):
             seed=int(self._generator.integers(1 << 63)) if training and self.cell.keeps else 0,
             threads=pool.threads(),
             checkpoint=check_checkpoint(self.checkpoint),
-            **(check_options(options) if options else {}),
+            **(check_options(options, function=type(self).forward) if options else {}),
         )
         shared = {
             "mask": None if mask is lengths is None else self._valid(mask, lengths, steps, rows),

@@ -108,7 +108,7 @@ def recurrence(
     layout = Layout(STRICT, gates_x, steps, rows)
     arrays |= {"x": gates_x, "mask": layout.valid(mask, lengths), **learned}
     arrays["resets"] = None if resets is None else layout.flags("resets", resets)
-    how, seed = options_and_seed(options, _OPTIONS)
+    how, seed = options_and_seed(options, recurrence, _OPTIONS)
     if how.training and cell.keeps and seed is None:
         hint = f"Pass a seed: in training cell {cell.name} draws masks."
         refuse("seed", "None", "an int", hint)

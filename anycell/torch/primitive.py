@@ -120,7 +120,7 @@ def recurrence(
     )
     check_tensor(name, data, data.shape, "as the weights", like)
     choice("engine", engine, None, "cpu", "gpu", "reference")
-    how, seed = options_and_seed(options)
+    how, seed = options_and_seed(options, recurrence)
     how = changed(how, SEED, _seed(cell, how.training, seed))
     wanted = check_return_states(cell, return_states)
     others = tuple([(symbol, size) for symbol, size in sizes.items() if symbol != "H"])

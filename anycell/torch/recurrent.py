@@ -229,7 +229,8 @@ class Recurrent:
         checkpoint, reverse = self.checkpoint, _DIRECTIONS[self.bidirectional]
         if checkpoint is not None:
             check_checkpoint(checkpoint)
-        named = check_options(given) if given else given
+        kind: Any = type(self)
+        named = check_options(given, function=kind.forward) if given else given
         options = Options(reverse, training=training, seed=seed, checkpoint=checkpoint, **named)
         return Call(cell, self.hidden_size, options, self._sizes, sequences, plan=plan)
 
