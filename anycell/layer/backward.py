@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
 
+from anycell.engines.cpu.driver import FEW, SUM
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Factors, Host, Kept
-from anycell.layer.forward import advance, project, remember
+from anycell.layer.forward import project, remember
+from anycell.layer.matrix import Matrix
 from anycell.layer.run import Rows, Run, keeps_state
-from anycell.layer.schedule import Chunk, before
 from anycell.layer.signature import of_a_matmul
 from anycell.layer.sums import Sums, Totals, leaving
 from anycell.plan import Options, Plan
@@ -49,43 +49,68 @@ def backward(
     Raises:
         ValueError, TypeError: for an array that breaks the ``contract``.
     """
-    again = options.checkpoint is not None  # the forward pass, which may read x
-    given = contract.entering(host, plan, arrays, options, read=again)
+    read = options.checkpoint is not None  # by the forward pass, once more
+    given = contract.entering(host, plan, arrays, options, read=read)
     run = Run(host, plan, given, options, backward=True)
     kept, d_output, d_final, d_states = contract.arriving(
         host, plan, given.x.shape, options.reverse, kept, d_output, d_final, d_states or {},
         segment=run.segment, keeps=keeps_state,
     )  # fmt: skip
-    dx = None
+    count, dx, into = len(run.directions), None, host if not given.projects else host.wide
     if wanted is None or "x" in wanted or not given.projects:
-        dx = host.empty(tuple(given.x.shape))
+        # Two directions add to it.
+        dx = (into.zeros if given.projects and count > 1 else into.empty)(tuple(given.x.shape))
     need = factors is None and (wanted is None or any(map(of_a_matmul, wanted)))
     if d_output is not None:
         run.place("d_output", d_output, axes=2)
     for name, arriving in d_states.items():
         run.place(f"d_sequence {name}", arriving, axes=2)
     totals = Totals(run, [None if d is None else host.widen(d) for d in d_final])
-    directions = [
-        _Direction(run, d, dx, need, dense=factors is not None) for d in range(len(run.directions))
-    ]
+    directions = [_Direction(run, d, dx, need, dense=factors is not None) for d in range(count)]
     if factors is not None:
         factors += [direction.factors() for direction in directions]
-    unreached, of_first = _Unreached(run.steps), f"state {plan.cell.state_names[0]}"
-    for done, count, part in _parts(run, kept):
-        run.run(done, count)
-        for d, direction in enumerate(directions):
-            chunk = run.span(d, done, count)
-            dgates = direction.dgates(chunk)
-            if need:
-                direction.add(chunk, part, dgates)
-            if run.form.single and (wanted is None or of_first in wanted):
-                direction.add_product(dgates, totals.states[0][d])
-            if given.projects and dx is not None:
-                unreached.project(host, dgates, direction.w["weight_ih"], dx, chunk)
-    run.close()
-    learned = [one.sums.totals | totals.result(d) for d, one in enumerate(directions)]
+    hidden = _states(run, kept)
+    for direction in directions:
+        direction.multiply(hidden)
+        if run.form.few and (wanted is None or of_first(plan) in wanted):
+            direction.add_product(totals.states[0][direction.d])
+    run.call()
+    learned = [one.sums.finish() | totals.result(d) for d, one in enumerate(directions)]
     gradients = leaving(host.wide.empty, given, dx, learned, totals.of_states())
     return {name: host.narrow(gradient) for name, gradient in gradients.items()}
+
+
+def of_first(plan: Plan) -> str:
+    """The name of the first state's array."""
+    return f"state {plan.cell.state_names[0]}"
+
+
+class _Sums(Sums):
+    """Gradients of weights and biases that the driver adds up, chunk by chunk."""
+
+    def __init__(self, run: Run, d: int, need: bool) -> None:
+        self.run, self.d, self.host = run, d, run.host
+        super().__init__(run.plan, run.given.directions[d], need, run.steps > 0)
+
+    def new(self, shape: tuple[int, ...], overwritten: bool) -> Array:
+        return (self.host.wide.empty if overwritten else self.host.wide.zeros)(shape)
+
+    def multiply(self, d: Matrix, operand: Matrix, weight: Array, whole: bool) -> None:
+        total = Matrix.of(self.host.wide, weight)
+        self.run.multiply(self.run.after, self.d, d.T, operand, total, not whole, True)
+
+    def add_blocks(self, d: Matrix, operand: Matrix, blocks: Array) -> None:
+        heads, out, into = blocks.shape
+        for i in range(heads):
+            columns = operand.columns(i * into, (i + 1) * into)
+            self.multiply(d.columns(i * out, (i + 1) * out), columns, blocks[i], False)
+
+    def add_rows(self, d: Matrix, vector: Array) -> None:
+        total = Matrix.of(self.host.wide, vector.reshape(1, -1))
+        self.run.multiply(self.run.after, self.d, d, d, total, False, True, kind=SUM)
+
+    def columns(self, d: Matrix, begin: int, end: int) -> Matrix:
+        return d.columns(begin, end)
 
 
 class _Direction:
@@ -100,14 +125,13 @@ class _Direction:
     def __init__(self, run: Run, d: int, dx: Array | None, need: bool, dense: bool) -> None:
         host, plan, self.w = run.host, run.plan, run.directions[d]
         cell, rows = plan.cell, run.form.chunk * run.batch
-        self.run, self.d, self.first, self.dx = run, d, plan.sizes[cell.states[0].size], dx
-        self.backwards = run.options.reverse[d]
-        self.width = len(cell.gates) * plan.hidden_size
+        self.run, self.d, self.need, self.dx = run, d, need, dx
         resets = run.given.resets is not None
-        self.sums = Sums(host, plan, run.given, d, need, run.steps > 0)
+        self.sums = _Sums(run, d, need)
+        self.kind = FEW if run.form.few else None  # of products by a weight
         self.gates: Rows | None = None
         if run.given.projects:
-            self.gates = Rows(host, rows, self.width)
+            self.gates = Rows(host, rows, len(cell.gates) * plan.hidden_size)
             run.place_rows(d, "d_gates", self.gates)
         else:
             run.place_steps(d, "d_gates", dx, *host.strides(dx)[:2])
@@ -125,102 +149,65 @@ class _Direction:
 
     def factors(self) -> list[Factors]:
         """The factors of the weights' gradients, for hosts that multiply themselves."""
-        return self.of_rows(self.run.steps * self.run.batch)
+        rows = self.run.steps * self.run.batch
+        return [Factors(*[one and one[rows] for one in pair]) for pair in self.pairs]
 
-    def of_rows(self, count: int) -> list[Factors]:
-        """The factors in the first ``count`` rows of the buffers."""
-        factors = []
-        for outputs, operand in self.pairs:
-            d = None if outputs is None else outputs[count]
-            factors.append(Factors(d, None if operand is None else operand[count]))
-        return factors
-
-    def dgates(self, chunk: Chunk) -> Array:
+    def dgates(self) -> Matrix:
         """Gradients of the projected gates, ``[rows, G*H]``."""
-        rows = (chunk.end - chunk.begin) * self.run.batch
-        if self.gates is not None:
-            return self.gates[rows]
-        return self.dx[chunk.begin : chunk.end].reshape(rows, self.width)  # type: ignore[index]
+        run = self.run
+        return run.over_steps(self.dx) if self.gates is None else run.rows(self.gates)
 
-    def add(self, chunk: Chunk, part: _Part, dgates: Array) -> None:
-        """A chunk's part of the gradients of weights."""
-        hidden = before(part.hidden, chunk, self.backwards, part.times[self.d])
-        if len(self.run.directions) > 1:
-            hidden = hidden[:, :, self.d * self.first : (self.d + 1) * self.first]
-        self.sums.add(chunk, dgates, hidden, self.of_rows(dgates.shape[0]))
+    def multiply(self, hidden: Array) -> None:
+        """Has the driver multiply after each chunk.
 
-    def add_product(self, dgates: Array, d_state: Array) -> None:
-        """Adds the part of the host's recurrent matmul, of a single step, to the first state's
-        gradient.
+        Args:
+            hidden: the first states of all directions, see ``Kept``.
         """
-        outputs, _ = self.pairs[0]
-        d = dgates if outputs is None else outputs[dgates.shape[0]]
-        self.run.host.matmul_add(d, self.w["weight_hh"], d_state)
+        run, plan, given = self.run, self.run.plan, self.run.given
+        dg = self.dgates()
+        if self.need:
+            x: Matrix | None = None
+            if given.projects:
+                # What lies under a mask may be NaN, and NaN times a zero gradient is NaN.
+                x = run.entering(run.after, self.d, given.mask)
+            first = plan.sizes[plan.cell.states[0].size]
+            before = run.over_steps(hidden, window=True, first=2 * run.options.reverse[self.d])
+            factors = [Factors(*[one and run.rows(one) for one in pair]) for pair in self.pairs]
+            columns = before.columns(self.d * first, (self.d + 1) * first)
+            self.sums.add(dg, x, columns, factors)
+        if given.projects and self.dx is not None:
+            both = len(run.directions) > 1
+            weight, into = Matrix.of(run.host, self.w["weight_ih"]), run.over_steps(self.dx)
+            run.multiply(run.after, self.d, dg, weight, into, add=both, sums=both, kind=self.kind)
 
-
-class _Unreached:
-    """Times of ``dx`` that no direction has reached yet: all, then less from the ends."""
-
-    def __init__(self, steps: int) -> None:
-        self.begin, self.end, self.steps = 0, steps, steps
-
-    def project(self, host: Host, dgates: Array, ih: Array, dx: Array, chunk: Chunk) -> None:
-        """``dx = dgates @ ih`` for the times of a chunk, or ``+=`` where the other direction was
-        first.
+    def add_product(self, d_state: Array) -> None:
+        """Adds the part of the recurrent matmul of a single step, which the kernel leaves out, to
+        the first state's gradient.
         """
-        begin, end, batch = chunk.begin, chunk.end, dx.shape[1]
-        for start, stop, multiply in (
-            (begin, min(end, self.begin), host.matmul_add),
-            (max(begin, self.begin), min(end, self.end), host.matmul),
-            (max(begin, self.end), end, host.matmul_add),
-        ):
-            if start < stop:
-                part = dgates[(start - begin) * batch : (stop - begin) * batch]
-                multiply(part, ih, dx[start:stop].reshape((stop - start) * batch, dx.shape[2]))
-        if begin <= self.begin:
-            self.begin = max(self.begin, end)
-        else:
-            self.end = min(self.end, begin)
-        if self.begin >= self.end:
-            self.begin = self.end = self.steps
+        run, (outputs, _) = self.run, self.pairs[0]
+        d = self.dgates() if outputs is None else run.rows(outputs)
+        weight, into = Matrix.of(run.host, self.w["weight_hh"]), Matrix.of(run.host.wide, d_state)
+        run.multiply(run.after, self.d, d, weight, into, add=True, kind=self.kind)
 
 
-class _Part(NamedTuple):
-    """The first states of a part of the sequence, see ``Kept``, and the first time that they are
-    of, per direction.
+def _states(run: Run, kept: Kept) -> Array:
+    """The first states of all directions, along the steps of a segment: kept, or computed once more
+    before each.
     """
-
-    hidden: Array
-    times: list[int]
-
-
-def _parts(run: Run, kept: Kept) -> Iterator[tuple[int, int, _Part]]:
-    """Chunk by chunk as ``run.chunks``, with what is needed there: kept, or computed again."""
-    host, plan, steps, count = run.host, run.plan, run.steps, len(run.directions)
-    segment = run.segment
-    if segment == steps:
+    if run.segment == run.steps:
         run.place_kept(kept)
-        whole = _Part(kept.hidden, [0] * count)
-        if not steps:
-            run.run(0, 0)  # for the gradients of the states
-        for done, todo in run.chunks(0, steps):
-            yield done, todo, whole
-        return
-    again = Run(host, plan, run.given, run.options, backward=False)
-    memory = remember(again, segment, True, True)
+        return kept.hidden
+    run.segment_length = run.segment
+    run.again = again = Run(run.host, run.plan, run.given, run.options, backward=False)
+    memory = remember(again, run.segment, True, True)
     run.place_kept(memory)
-    gates, names = project(again), [f"state {name}" for name in plan.cell.state_names]
-    first = plan.sizes[plan.cell.states[0].size]
-    for slot in reversed(range(kept.hidden.shape[0])):
-        begin, end = slot * segment, min(slot * segment + segment, steps)
-        for one in (again, run):
-            at = one.kernel.shared
-            one.entries[at["origin"]], one.entries[at["span"]] = begin, end - begin
-        for d in range(count):
-            again.place_of(d, dict(zip(names, kept.border(d, slot, first), strict=True)))
-        advance(again, gates, begin, end)
-        times = [steps - end if reverse else begin for reverse in run.options.reverse]
-        part = _Part(memory.hidden, times)
-        for done, todo in run.chunks(begin, end):
-            yield done, todo, part
-    again.close()
+    project(again)
+    first = run.plan.sizes[run.plan.cell.states[0].size]
+    for d, sequences in enumerate(kept.states):
+        columns = kept.hidden[:, :, d * first : (d + 1) * first]
+        borders = [columns, *[sequence for sequence in sequences if sequence is not None]]
+        for name, border in zip(run.plan.cell.state_names, borders, strict=True):
+            again.place_of(d, {f"state {name}": border[0]})
+            run.moves += again.moving(d, f"state {name}", border)
+    run.moved = again.moved
+    return memory.hidden

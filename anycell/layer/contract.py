@@ -57,7 +57,7 @@ def entering(
 
     Args:
         arrays: by the names of ``signature``; None stands for one that was not given.
-        read: whether a kernel may read x.
+        read: whether a kernel may read x, where it is projected already.
 
     Raises:
         ValueError, TypeError: naming the array, what was given and what was expected.
@@ -101,7 +101,7 @@ def _fitted(
     if len(shape) != 3 or not (projects or shape[2] == gates):
         last = "input size" if projects else f"{gates} projected gates"
         raise ValueError(f"x: given shape {tuple(shape)}; expected [steps, rows, {last}].")
-    fitted = {"x": _fit(host, "x", x, shape, ROWS if read else ANY)}
+    fitted = {"x": _fit(host, "x", x, shape, ROWS if read or projects else ANY)}
     _, batch, inputs = shape
     for end in ends:
         learns = weights(host, plan, arrays, inputs, end)

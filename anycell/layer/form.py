@@ -1,4 +1,4 @@
-"""The form of a call: the chunk length, and whether host or kernel computes each matmul."""
+"""The form of a call: the chunk length, and what the kernel itself multiplies."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from anycell.lang.cell import RECURRENT
 from anycell.layer.arguments import Array
 from anycell.layer.schedule import chunk_steps
 from anycell.layer.signature import states
-from anycell.plan import LINE, Plan, padded
+from anycell.plan import LINE, Plan
 
 # Of projected gates, for all directions together: they should stay in the cache.
 CHUNK_BYTES = 8 << 20
 WORTH_PACKING = 256  # rows of all steps from which packing the weight of the input may pay
+# Rows of a single step, below which packing its weights costs more than it saves.
+FEW_ROWS = 12
 WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay
 WEIGHTS_SHARE = (
     0.7  # of a core's own cache for both weights of a step: the rows need room there too
@@ -35,10 +37,9 @@ class Form(NamedTuple):
 
     Attributes:
         steps, chunk: all of them, and those per chunk of the projection.
-        inputs: how many of them the kernel multiplies itself; 0 where the host does.
-        at_once: the projection is one matmul, or the caller's, and rows as they come will do.
-        single: one step, whose recurrent matmul is the host's too: packing the weights would cost
-            more than it saves.
+        inputs: how many of them the kernel multiplies itself; 0 where they are projected before.
+        few: one step of few rows, see ``FEW_ROWS``: its products read the weights where they lie,
+            that of the step too, which the kernel is given.
         scratch, packed: bytes of memory that the door asks for.
         slots: bytes of two slots of each state but the first, see ``Run.place_slots``.
         entries: the table of a call, with all that does not change.
@@ -50,8 +51,7 @@ class Form(NamedTuple):
     steps: int
     chunk: int
     inputs: int
-    at_once: bool
-    single: bool
+    few: bool
     scratch: int
     packed: int
     slots: int
@@ -85,27 +85,23 @@ def form_of(
         holes: whether a mask has many, see ``sparse``.
         threads: at most this many.
     """
-    cell, directions, project = plan.cell, len(reverse), entering is not None
+    directions, project = len(reverse), entering is not None
     kernel = cpu.compiled(plan, backward)
     chunk = max(1, steps)
     if project:
         limit = CHUNK_BYTES * plan.itemsize // plan.types.accumulate.bytes
         chunk = chunk_steps(plan, steps, batch * directions, limit)
-    # The primitive multiplies by its own kernel always: its bits do not depend on the host.
-    single = project and steps == 1 and recurrent_alone(plan) and not resets
-    width = len(cell.gates) * plan.hidden_size
-    itemsize = plan.types.accumulate.bytes
-    at_once = not project or (chunk >= steps and (single or padded(itemsize, width) == width))
+    few = project and steps == 1 and batch < FEW_ROWS and recurrent_alone(plan) and not resets
     able = kernel.projecting is not None  # of the forward pass
     inputs = 0
-    if entering and able and not single and projects(plan, steps * batch, entering, holes, batch):
+    if entering and able and not few and projects(plan, steps * batch, entering, holes, batch):
         inputs = entering
     hyper = cpu.hyperparameters(plan)
     at, entries = kernel.shared, array("q", bytes(8 * kernel.first(directions)))
     values = {
         "directions": directions, "reverse": sum(way << d for d, way in enumerate(reverse)),
-        "steps": steps, "batch": batch, "count": chunk, "span": steps, "pack": not single,
-        "packed": not single, "threads": min(threads, cpu.pool.MOST), "sparse": holes,
+        "steps": steps, "batch": batch, "count": chunk, "span": steps, "pack": not few,
+        "packed": not few, "threads": min(threads, cpu.pool.MOST), "sparse": holes,
         "least_work": WORTH_A_THREAD, "row_group": row_group(batch),
         "hyper": hyper.__array_interface__["data"][0], "inputs": inputs,
     }  # fmt: skip
@@ -117,7 +113,7 @@ def form_of(
     entries[at["packed"]] = 0
     firsts = [kernel.first(d) for d in range(directions)]
     return Form(
-        kernel, steps, chunk, inputs, at_once, single, scratch, 0 if single else packed,
+        kernel, steps, chunk, inputs, few, scratch, 0 if few else packed,
         directions * sum([slot_bytes(plan, batch, size) for _, size in states(plan)[1:]]),
         entries, firsts, hyper,
     )  # fmt: skip
@@ -137,8 +133,7 @@ def _entry(name: str) -> Callable[[Form], int]:
 # Choices that do not change results; tests cover both sides of each.
 ROADS: dict[str, Callable[[Form], bool]] = {
     "the kernel multiplies the input": lambda form: form.inputs > 0,
-    "all steps are projected at once": lambda form: form.at_once,
-    "a single step": lambda form: form.single,
+    "a single step of few rows": lambda form: form.few,
     "several chunks": lambda form: form.chunk < form.steps,
     "several threads": lambda form: _entry("parts")(form) > 1,
     "threads split the units": lambda form: _entry("units_split")(form) > 0,

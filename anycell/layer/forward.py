@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+from anycell.engines.cpu.driver import FEW
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Direction, Host, Kept, initial
-from anycell.layer.products import multiply
+from anycell.layer.matrix import Matrix
 from anycell.layer.run import Rows, Run
-from anycell.layer.signature import states
+from anycell.layer.signature import DENSE, states
 from anycell.plan import Options, Plan, scales_of
 
 
@@ -53,15 +53,11 @@ def forward(
         finals.append(final)
         kind = host.wide
     run.place_parts(places)
-    gates = project(run)
+    project(run)
     if keep and not everything:
-        kept = _borders(run, -(-steps // segment))
-    for begin in range(0, max(1, steps), max(1, segment)):
-        if keep and not everything:
-            run.run(begin, 0)  # the final states of no step are those before the segment
-            _copy(finals, kept, begin // segment)
-        advance(run, gates, begin, min(begin + segment, steps))
-    run.close()
+        kept = _borders(run, -(-steps // segment), finals)
+        run.segment_length = segment
+    run.call()
     if plan.types.mixed:
         finals = [host.narrow(state) for state in finals]
     return out, finals, kept if keep else None
@@ -94,98 +90,57 @@ def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
     return kept
 
 
-def project(run: Run) -> list[Any]:
-    """The projected gates of all steps, or room for a chunk of them, per direction; none where the
-    kernel multiplies the input.
-    """
+def project(run: Run) -> None:
+    """Has the gates of each chunk projected, where the kernel does not multiply the input."""
     host, plan, x, form = run.host, run.plan, run.x, run.form
     if form.inputs:
         run.place("input", x, axes=2)
-        return []
-    gates: list[Any] = []
+        return
     width = len(plan.cell.gates) * plan.hidden_size
     for d, w in enumerate(run.directions):
-        if form.at_once:
-            if run.given.projects:
-                rows = x.reshape(run.steps * run.batch, x.shape[2])
-                if plan.types.quantized:
-                    into = host.empty((run.steps * run.batch, width))
-                    rows = _multiply_integers(run, rows, w, into)
-                else:
-                    rows = host.project(rows, w["weight_ih"])
-                between = run.batch * width  # steps
-            else:
-                size = run.kernel.arrays["gates"].number.bytes
-                rows = x if size == x.dtype.itemsize else host.widen(x)
-                between = host.strides(rows)[0]
-            run.place_steps(d, "gates", rows, between, host.strides(rows)[-2])
-            gates.append(rows)
-        else:
-            gates.append(Rows(host.wide, form.chunk * run.batch, width))
-            run.place_rows(d, "gates", gates[-1])
-        if form.single:
-            first = initial(plan, w)[0]
-            product = _product(host, first, w["weight_hh"], (run.batch, width))
+        if not run.given.projects:
+            size = run.kernel.arrays["gates"].number.bytes
+            rows = x if size == x.dtype.itemsize else host.widen(x)
+            run.place_steps(d, "gates", rows, *host.strides(rows)[:2])
+            continue
+        gates = Rows(host.wide, form.chunk * run.batch, width)
+        run.place_rows(d, "gates", gates)
+        weight = Matrix.of(host, w["weight_ih"])
+        scales = host.pointer(w[scales_of("weight_ih")]) if plan.types.quantized else 0
+        entering = run.entering(run.before, d)
+        kind = FEW if form.few else None
+        run.multiply(run.before, d, entering, weight.T, run.rows(gates), scales=scales, kind=kind)
+        if form.few:
+            product, state = host.wide.empty((run.batch, width)), _first(run, w)
             run.place_of(d, {"product": product})
-    return gates
+            left, right = Matrix.of(host, state), Matrix.of(host, w["weight_hh"])
+            run.multiply(run.before, d, left, right.T, Matrix.of(host.wide, product), kind=FEW)
 
 
-def advance(run: Run, gates: list[Any], begin: int, end: int) -> None:
-    """Runs all directions from after ``begin`` steps to after ``end`` steps."""
-    host, x, batch = run.host, run.x, run.batch
-    if begin == end:
-        run.run(begin, 0)
-    for done, count in run.chunks(begin, end):
-        if gates and not run.form.at_once:
-            for d, w in enumerate(run.directions):
-                part = x
-                if count < run.steps:
-                    span = run.span(d, done, count)
-                    part = x[span.begin : span.end]
-                part = part.reshape(count * batch, x.shape[2])
-                if run.plan.types.quantized:
-                    _multiply_integers(run, part, w, gates[d][count * batch])
-                else:
-                    host.matmul(part, w["weight_ih"].T, gates[d][count * batch])
-        run.run(done, count)
+def _first(run: Run, w: Direction) -> Array:
+    """The first state of a single step, whose rows are dense."""
+    state, host = initial(run.plan, w)[0], run.host
+    if isinstance(state, float):
+        value, (_, size) = state, states(run.plan)[0]
+        state = host.empty((run.batch, size))
+        state[:] = value
+    state = host.fit(state, DENSE)
+    run.alive.append(state)
+    return state
 
 
-def _multiply_integers(run: Run, x: Array, w: Direction, out: Array) -> Array:
-    """``out = x @ weight.T`` by a weight of integers, which no framework multiplies by."""
-    host, scales = run.host, w[scales_of("weight_ih")]
-    multiply(
-        host, run.plan.dtype, x, w["weight_ih"].T, out, False, run.options.threads,
-        host.pointer(scales),
-    )  # fmt: skip
-    return out
-
-
-def _borders(run: Run, count: int) -> Kept:
-    """Memory for the states before each segment."""
+def _borders(run: Run, count: int, finals: list[Array]) -> Kept:
+    """Memory for the states before each segment, which the door writes as if they were final."""
     host, plan, batch, directions = run.host, run.plan, run.batch, len(run.directions)
-    first, *others = [plan.sizes[state.size] for state in plan.cell.states]
-    states = [
-        [None, *[host.wide.empty((count, batch, size)) for size in others]] for _ in run.directions
+    (_, first), *others = states(plan)
+    hidden = host.empty((count, batch, directions * first))
+    sequences = [
+        [None, *[host.wide.empty((count, batch, size)) for _, size in others]]
+        for _ in run.directions
     ]
-    values = [host.empty((0, batch, plan.saved_stride)) for _ in run.directions]
-    return Kept(host.empty((count, batch, directions * first)), states, values)
-
-
-def _copy(states: list[Array], borders: Kept, slot: int) -> None:
-    """Copies the states before a segment to its slot."""
-    width = states[0].shape[2]
-    for d, sequences in enumerate(borders.states):
-        borders.hidden[slot, :, d * width : (d + 1) * width] = states[0][d]
-        for state, sequence in zip(states, sequences, strict=True):
-            if sequence is not None:
-                sequence[slot] = state[d]
-
-
-def _product(host: Host, operand: Array | float, weight: Array, shape: tuple[int, int]) -> Array:
-    """The recurrent matmul of a single step."""
-    if isinstance(operand, float) and operand == 0.0:
-        return host.wide.zeros(shape)
-    if isinstance(operand, float):
-        value, operand = operand, host.empty((shape[0], weight.shape[1]))
-        operand[:] = value
-    return host.project(operand, weight)
+    for d, sequence in enumerate(sequences):
+        columns = hidden[:, :, d * first : (d + 1) * first]
+        borders = zip(plan.cell.state_names, [columns, *sequence[1:]], finals, strict=True)
+        for name, border, final in borders:
+            run.moves += run.moving(d, f"final {name}", border, final[d])
+    return Kept(hidden, sequences, [host.empty((0, batch, plan.saved_stride)) for _ in sequences])

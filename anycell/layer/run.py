@@ -1,21 +1,33 @@
-"""A pass: the table of its kernel's door, and the calls of it, chunk by chunk of time."""
+"""A pass: the tables of its kernel's door and of the driver, and the call."""
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Mapping
 
 from anycell.engines import cpu
+from anycell.engines.cpu import driver
+from anycell.layer import bounds
 from anycell.layer.arguments import Array, Direction, Entering, Host, Kept, reset_values
-from anycell.layer.form import form_of, slot_bytes, sparse
-from anycell.layer.schedule import Chunk, chunks, segment_steps
+from anycell.layer.form import WORTH_A_THREAD, form_of, slot_bytes, sparse
+from anycell.layer.matrix import CHUNK, Matrix, bounds_of, extent
+from anycell.layer.products import kind_of
+from anycell.layer.schedule import segment_steps
 from anycell.plan import CODES, Options, Plan, padded
 
 _SIGN, _WORD = 1 << 63, (1 << 64) - 1  # a seed is 64 bits, an entry a signed number
 
 
 class Run:
-    """A pass of a layer: what its door is called with."""
+    """A pass of a layer: what its door and the driver are called with.
+
+    Attributes:
+        before, after: rows of ``driver.PRODUCT``, of what is multiplied before the steps of a chunk
+            and after them.
+        moves: rows of ``driver.MOVE``.
+        again: the pass that computes the states of a segment once more.
+    """
 
     def __init__(
         self,
@@ -37,7 +49,15 @@ class Run:
         )  # fmt: skip
         self.kernel, self.entries = form.kernel, form.entries[:]
         self.block = cpu.scratch.take(form.scratch + form.packed + form.slots)
-        self.alive: list[object] = []  # what the table points at, as long as it does
+        self.alive: list[object] = []  # what the tables point at, as long as they do
+        self.before: list[list[int]] = []
+        self.after: list[list[int]] = []
+        self.moves: list[list[int]] = []
+        self.again: Run | None = None
+        # For ``check``: directions, rows and matrices of products; what moves, and where to.
+        self.checked: list[tuple[int, list[int], tuple[Matrix, ...]]] = []
+        self.moved: list[tuple[int, str, cpu.check.Bounds]] = []
+        self.segment_length = given.x.shape[0]
         entries, at, scratch = self.entries, self.kernel.shared, self.block.address
         self.slots = scratch + form.scratch + form.packed  # those not yet taken, see place_slots
         # Of the arrays of the whole call, and of each direction; for ``check``.
@@ -128,29 +148,143 @@ class Run:
             if arrays:
                 self.place_of(d, arrays)
 
-    def chunks(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Steps done and steps to do, chunk by chunk, between two steps of the forward pass."""
-        return chunks(begin, end, self.form.chunk, self.steps, self.backward)
-
-    def span(self, d: int, done: int, count: int) -> Chunk:
-        """The chunk of ``count`` steps of a direction after ``done`` steps."""
-        return Chunk.of(self.options.reverse[d] is not self.backward, self.steps, done, count)
-
-    @property
+    @functools.cached_property
     def segment(self) -> int:
         """Steps of which the backward pass needs all at once."""
         return segment_steps(self.options.checkpoint, self.steps, self.form.chunk)
 
-    def run(self, done: int, count: int) -> None:
-        """Runs ``count`` steps of all directions, after those that are done."""
-        at, entries = self.kernel.shared, self.entries
-        entries[at["begin"]], entries[at["count"]] = done, count
-        cpu.run(self.kernel, entries, self.bounds)
-        entries[at["pack"]] = 0
+    def over_steps(self, array: Array, window: bool = False, first: int = 0) -> Matrix:
+        """The rows of a chunk of an array ``[T, B, n]`` whose rows lie at one distance.
 
-    def close(self) -> None:
-        """Gives memory back, after the last call."""
-        cpu.scratch.give_back(self.block)
+        Args:
+            window: along the steps of a segment.
+            first: the time, or slot, that stands for the first.
+        """
+        (steps, row, column), size = self.host.strides(array), array.dtype.itemsize
+        self.alive.append(array)
+        width, between = array.shape[2], steps * size
+        return Matrix(
+            self.host.pointer(array) + first * between, (CHUNK, width),
+            (steps if self.batch == 1 else row, column if width > 1 else 1),
+            0 if window else between, between if window else 0, size, bounds_of(self.host, array),
+        )  # fmt: skip
+
+    def entering(self, when: list[list[int]], d: int, mask: Array | None = None) -> Matrix:
+        """The rows of the input of a chunk: where they are, or gathered first.
+
+        Args:
+            when, d: see ``multiply``.
+            mask: under it there shall be zeros.
+        """
+        x, host = self.x, self.host
+        steps, row, _ = host.strides(x)
+        if mask is None and (steps == row * self.batch or self.batch == 1 or self.steps < 2):
+            return self.over_steps(x)
+        buffer, size = Rows(host, self.form.chunk * self.batch, x.shape[2]), x.dtype.itemsize
+        source = Matrix(
+            host.pointer(x), (CHUNK, x.shape[2]), (row, steps), steps * size, 0, size,
+            bounds_of(host, x),
+        )  # fmt: skip
+        flags = Matrix(0, (1, 1), (1, 1))
+        if mask is not None:
+            flags = Matrix(
+                host.pointer(mask), (1, 1), (1, 1), self.batch, 0, 1, bounds_of(host, mask)
+            )
+        self.alive += x, mask
+        rows = self.rows(buffer)
+        self.multiply(when, d, source, flags, rows, kind=driver.GATHER)
+        return rows
+
+    def moving(
+        self, d: int, name: str, moving: Array, rest: Array | None = None
+    ) -> list[list[int]]:
+        """Rows of ``moves``, which set the address and the strides of an entry before each segment.
+
+        Args:
+            moving: ``[segments, B, n]``.
+            rest: ``[B, n]``, where the entry is set to in between.
+        """
+        host, entries = self.host, self.entries
+        at = self.form.firsts[d] + self.kernel.each[name]
+        place = entries.buffer_info()[0] + 8 * at
+        segments, *strides = host.strides(moving)
+        first, between = host.pointer(moving), segments * moving.dtype.itemsize
+        there = (0, 0, 0) if rest is None else (host.pointer(rest), *host.strides(rest))
+        self.alive += moving, rest
+        if cpu.check.ON:
+            self.moved.append((d, name, extent(host, moving)))
+        return [
+            [place, first, between, there[0]],
+            *([place + 8 * axis, strides[axis - 1], 0, there[axis]] for axis in (1, 2)),
+        ]
+
+    def rows(self, rows: Rows) -> Matrix:
+        """A buffer of the rows of a chunk."""
+        self.alive.append(rows.whole)
+        host, whole = self.host, rows.whole
+        return Matrix(
+            host.pointer(whole), (CHUNK, rows.width), (rows.padded, 1), 0, 0,
+            whole.dtype.itemsize, bounds_of(host, whole),
+        )  # fmt: skip
+
+    def multiply(
+        self,
+        when: list[list[int]],
+        d: int,
+        a: Matrix,
+        b: Matrix,
+        out: Matrix,
+        add: bool = False,
+        sums: bool = False,
+        scales: int = 0,
+        kind: int | None = None,
+    ) -> None:
+        """Adds a product to those of each chunk: ``out = a @ b``.
+
+        Args:
+            when: ``before`` or ``after``.
+            d: the direction whose chunk it is.
+            add: ``out += a @ b``; ``sums`` from the second chunk on.
+            scales: address of the scales of the columns of ``b``, integers.
+            kind: of ``driver.KINDS``; None lets the rule of the library choose.
+        """
+        along = 0 if a.shape[0] == CHUNK else 2 if a.shape[1] == CHUNK else 1
+        rows, inner, columns = *a.shape, out.shape[1]
+        if kind is None:
+            kind = kind_of(self.host, self.plan)
+        row = [
+            rows, columns, inner, a.address, *a.strides, b.address, *b.strides,
+            out.address, out.strides[0], add, scales, kind, along, self.options.reverse[d], sums,
+            a.time, a.window, b.time, b.window, out.time, out.window,
+        ]  # fmt: skip
+        when.append(row)
+        if cpu.check.ON:
+            self.checked.append((d, row, (a, b, out)))
+
+    def call(self) -> None:
+        """Runs all steps, and gives memory back."""
+        if cpu.check.ON:
+            bounds.check_pass(self)
+        runs = [self] if self.again is None else [self, self.again]
+        cpu.run_pass(self.plan.dtype, [run._table() for run in runs])
+        for run in reversed(runs):
+            cpu.scratch.give_back(run.block)
+
+    def _table(self) -> array[int]:
+        """The table of the driver."""
+        at, options = self.kernel.shared, self.options
+        threads = min(options.threads, cpu.pool.MOST)
+        values = [
+            self.kernel.address, self.entries.buffer_info()[0],
+            *[at[name] for name in ("begin", "count", "pack", "origin", "span")],
+            self.backward, self.steps, self.batch, 0, self.steps, self.form.chunk,
+            self.segment_length, 0, len(self.moves), len(self.before), len(self.after),
+            self.entries[at["gang"]], threads, WORTH_A_THREAD,
+            self.host.blas, 0, 0,
+        ]  # fmt: skip
+        for row in (*self.moves, *self.before, *self.after):
+            values += row
+        return array("q", values)
 
 
 def switch(entries: array[int], at: Mapping[str, int], options: Options) -> None:
@@ -181,16 +315,6 @@ def place(
                 strides = array("q", host.strides(value))
                 last = at + 1 + axes[name]
                 entries[last - len(strides) : last] = strides
-
-
-def extent(host: Host, array: Array) -> cpu.check.Bounds:
-    """The first byte of an array and that behind its last."""
-    address, size = host.pointer(array), array.dtype.itemsize
-    if 0 in array.shape:
-        return address, address
-    reach = [(n - 1) * s * size for n, s in zip(array.shape, host.strides(array), strict=True)]
-    first, last = sum(min(0, r) for r in reach), sum(max(0, r) for r in reach)
-    return address + first, address + last + size
 
 
 class Rows:

@@ -15,7 +15,8 @@ from anycell.engines import cpu
 from anycell.lang.cell import INPUT, Cell
 from anycell.lang.transform import with_projection
 from anycell.layer import Array, Direction, Host, contract, form, row_group
-from anycell.layer.run import extent, place
+from anycell.layer.matrix import extent
+from anycell.layer.run import place
 from anycell.layer.signature import DENSE
 from anycell.plan import plan
 

@@ -11,7 +11,7 @@ from array import array
 
 import numpy as np
 
-from anycell.engines.cpu import check, gemm, isa, memory, pool
+from anycell.engines.cpu import check, driver, gemm, isa, memory, pool
 from anycell.engines.cpu import kernel as _kernel
 from anycell.engines.cpu.door import WORTH_SPREADING
 from anycell.engines.cpu.kernel import Kernel
@@ -102,6 +102,29 @@ def run(kernel: Kernel, entries: array[int], bounds: check.CallBounds | None = N
     kernel.door(address)
 
 
+def run_pass(dtype: str, tables: list[array[int]]) -> None:
+    """Runs a pass of a layer.
+
+    Args:
+        dtype: of the plan.
+        tables: of the driver: of the pass, and of one that computes its states once more.
+    """
+    functions, addresses = driver.compiled(dtype, isa.current()), []
+    for table in tables:
+        addresses.append(table.buffer_info()[0])
+        functions.room(addresses[-1])
+    block = scratch.take(max([table[_SIZE] for table in tables]))
+    for table in tables:
+        table[_SCRATCH] = block.address
+    if len(tables) > 1:
+        tables[0][_AGAIN] = addresses[1]
+    functions.run(addresses[0])
+    scratch.give_back(block)
+
+
+_SCRATCH, _SIZE, _AGAIN = map(driver.PASS.index, ("scratch", "scratch_bytes", "again"))
+
+
 def multiply(
     dtype: str,
     sizes: tuple[int, int, int],
@@ -124,7 +147,7 @@ def multiply(
         bounds: of the three arrays, for ``check``.
         scales: address of the scales of columns of integers, dense.
     """
-    functions, gang = gemm.compiled(dtype, isa.current()), pool.gang(threads)
+    functions, gang = driver.compiled(dtype, isa.current()), pool.gang(threads)
     entries = array("q", [*sizes, *a, *b, *c, add, min(threads, pool.MOST), gang, scales, 0, 0])
     if check.ON:
         types = DTYPES[dtype]
@@ -139,6 +162,6 @@ def multiply(
 
 
 __all__ = [
-    "WORTH_SPREADING", "Block", "Kernel", "Scratch", "check", "compiled", "gemm", "hyperparameters",
-    "isa", "memory", "multiply", "pool", "run", "scratch",
+    "WORTH_SPREADING", "Block", "Kernel", "Scratch", "check", "compiled", "driver", "gemm",
+    "hyperparameters", "isa", "memory", "multiply", "pool", "run", "run_pass", "scratch",
 ]  # fmt: skip
