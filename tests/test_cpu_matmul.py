@@ -16,7 +16,7 @@ from anycell import cells
 from anycell.engines import cpu
 from anycell.engines.cpu import driver, gemm, isa
 from anycell.layer import products
-from anycell.layer.matrix import extent
+from anycell.layer.bounds import extent
 from anycell.numpy import Dense
 from anycell.numpy.host import NumpyHost, host_of, numpy_dtype
 from anycell.plan import DTYPES as ROWS

@@ -16,7 +16,7 @@ from tolerances import assert_close
 
 from anycell.engines import cpu
 from anycell.engines.cpu import driver, isa
-from anycell.layer.matrix import CHUNK
+from anycell.layer.recipe import CHUNK
 from anycell.numpy.host import numpy_dtype
 from anycell.plan import DTYPES
 from anycell.plan.dtype import dtypes

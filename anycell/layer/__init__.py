@@ -37,11 +37,10 @@ from anycell.layer.arguments import (
     initial,
     reset_values,
 )
-from anycell.layer.backward import backward
+from anycell.layer.backward import backward, keeps_state
 from anycell.layer.checks import check_checkpoint
 from anycell.layer.form import projects, row_group
 from anycell.layer.forward import forward
-from anycell.layer.run import keeps_state
 from anycell.layer.schedule import Chunk
 from anycell.layer.signature import ENDS, names, of_a_matmul, parameters, places, shapes, stepped
 from anycell.plan import Options

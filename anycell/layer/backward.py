@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from anycell.engines.cpu.driver import FEW, SUM
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Factors, Host, Kept
-from anycell.layer.forward import project, remember
-from anycell.layer.matrix import Matrix
-from anycell.layer.run import Rows, Run, keeps_state
-from anycell.layer.signature import of_a_matmul
-from anycell.layer.sums import Sums, Totals, leaving
+from anycell.layer.form import chunk_of, row_group
+from anycell.layer.forward import project, remember, start, widened
+from anycell.layer.recipe import Recipe, View, recipe_of
+from anycell.layer.run import Run
+from anycell.layer.schedule import segment_steps
+from anycell.layer.signature import of_a_matmul, states
+from anycell.layer.sums import Sums, finished, leaving
 from anycell.plan import Options, Plan
 
 
@@ -50,66 +53,181 @@ def backward(
         ValueError, TypeError: for an array that breaks the ``contract``.
     """
     read = options.checkpoint is not None  # by the forward pass, once more
-    given = contract.entering(host, plan, arrays, options, read=read)
-    run = Run(host, plan, given, options, backward=True)
-    kept, d_output, d_final, d_states = contract.arriving(
-        host, plan, given.x.shape, options.reverse, kept, d_output, d_final, d_states or {},
-        segment=run.segment, keeps=keeps_state,
+    given, layout = contract.fit(host, plan, arrays, options, read)
+    segment = _segment(plan, given, options)
+    parts, further = contract.arriving(
+        host, plan, given["x"].shape, options.reverse, kept, d_output, d_final, d_states or {},
+        segment=segment, keeps=keeps_state,
     )  # fmt: skip
-    count, dx, into = len(run.directions), None, host if not given.projects else host.wide
-    if wanted is None or "x" in wanted or not given.projects:
-        # Two directions add to it.
-        dx = (into.zeros if given.projects and count > 1 else into.empty)(tuple(given.x.shape))
     need = factors is None and (wanted is None or any(map(of_a_matmul, wanted)))
-    if d_output is not None:
-        run.place("d_output", d_output, axes=2)
-    for name, arriving in d_states.items():
-        run.place(f"d_sequence {name}", arriving, axes=2)
-    totals = Totals(run, [None if d is None else host.widen(d) for d in d_final])
-    directions = [_Direction(run, d, dx, need, dense=factors is not None) for d in range(count)]
+    wants = need, wanted is None or "x" in wanted, wanted is None or _of_first(plan) in wanted
+    key = "backward", plan, options.unseeded(), wants, factors is not None, layout, further
+    if plan.types.mixed:
+        given = widened(host, plan, given)
+        parts |= {name: host.widen(d) for name, d in parts.items() if name.startswith("d_final ")}
+    given |= parts
+    known: Backward = recipe_of(
+        key, lambda: _draft(host, plan, given, options, wants, factors is not None)
+    )
+    made = known.recipe.run(host, given, options)
+    result = known.recipe.result
     if factors is not None:
-        factors += [direction.factors() for direction in directions]
-    hidden = _states(run, kept)
-    for direction in directions:
-        direction.multiply(hidden)
-        if run.form.few and (wanted is None or of_first(plan) in wanted):
-            direction.add_product(totals.states[0][direction.d])
-    run.call()
-    learned = [one.sums.finish() | totals.result(d) for d, one in enumerate(directions)]
-    gradients = leaving(host.wide.empty, given, dx, learned, totals.of_states())
+        factors += [
+            [Factors(*[view and result(view, made) for view in pair]) for pair in pairs]
+            for pairs in known.pairs
+        ]
+    wide, learned = host.wide, []
+    for sums, further_sums, d in zip(known.sums, known.totals, range(len(known.sums)), strict=True):
+        totals, vectors = (
+            {name: result(view, made) for name, view in views.items()}
+            for views in (sums.totals, sums.vectors)
+        )
+        named = finished(plan, sums.named, totals, vectors, wide.empty, wide.zeros)
+        arrays_ = {name: result(view, made) for name, view in further_sums.items()}
+        params = arrays_.pop("d_params", None)
+        if params is not None:
+            total = params.sum(0).reshape(len(plan.cell.params), plan.hidden_size)
+            named.update(zip(plan.cell.param_names, host.rows(total), strict=True))
+        named |= {n: a[d] if n.startswith("reset_state ") else a for n, a in arrays_.items()}
+        learned.append(named)
+    whole = {name: result(view, made) for name, view in known.states.items()}
+    dx = None if known.dx is None else result(known.dx, made)
+    gradients = leaving(wide.empty, known.directions, dx, learned, whole)
     return {name: host.narrow(gradient) for name, gradient in gradients.items()}
 
 
-def of_first(plan: Plan) -> str:
+class Backward(NamedTuple):
+    """A backward pass that is drafted.
+
+    Attributes:
+        directions: what each direction was given.
+        dx: the gradient of x, if it is wanted.
+        states: the gradients of states, ``[D, B, size]``, by name.
+        totals: of each direction, what the kernel itself adds up: "d_params", "static", and what
+            resets restore, of all directions.
+        sums: of each direction, the gradients of weights and biases.
+        pairs: of each direction and matmul, the factors of its weight's gradient.
+    """
+
+    recipe: Recipe
+    directions: list[dict[str, View]]
+    dx: View | None
+    states: dict[str, View]
+    totals: list[dict[str, View]]
+    sums: list[_Sums]
+    pairs: list[list[tuple[View | None, View | None]]]
+
+
+def _draft(
+    host: Host,
+    plan: Plan,
+    given: Mapping[str, Array],
+    options: Options,
+    wants: tuple[bool, bool, bool],
+    dense: bool,
+) -> Backward:
+    """Drafts the pass for arrays that are laid out like these.
+
+    Args:
+        wants: the gradients of weights and biases, of x, and of the first state.
+        dense: for ``factors``.
+    """
+    need, of_x, of_first = wants
+    run = start(host, plan, given, options, True)
+    recipe, views, count = run.recipe, run.recipe.views, len(run.directions)
+    dx = None
+    if of_x or not run.projects:
+        # Two directions add to it.
+        how = "zeros" if run.projects and count > 1 else "empty"
+        dx = recipe.new(run.x.shape, how, wide=run.projects)
+    for name, view in views.items():
+        if name == "d_output" or name.startswith("d_sequence "):
+            run.place(name, view, axes=2)
+    states_, totals = _totals(run)
+    directions = [_Direction(run, d, dx, need, dense) for d in range(count)]
+    hidden = _states(run)
+    for direction in directions:
+        direction.multiply(hidden)
+        if run.form.few and of_first:
+            direction.add_product(states_[_of_first(plan)].at(direction.d))
+    sums, pairs = [one.sums for one in directions], [one.pairs for one in directions]
+    return Backward(run.finish(), run.directions, dx, states_, totals, sums, pairs)
+
+
+def _of_first(plan: Plan) -> str:
     """The name of the first state's array."""
     return f"state {plan.cell.state_names[0]}"
+
+
+def _segment(plan: Plan, given: Mapping[str, Array], options: Options) -> int:
+    """Steps of which the pass needs all at once, see ``Run.segment``."""
+    steps, batch, _ = given["x"].shape
+    if options.checkpoint is None:
+        return int(steps)
+    projects = "weight_ih" in given
+    chunk = chunk_of(plan, steps, batch * len(options.reverse)) if projects else max(1, steps)
+    return segment_steps(options.checkpoint, steps, chunk)
+
+
+def _totals(run: Run) -> tuple[dict[str, View], list[dict[str, View]]]:
+    """Memory for the gradients that the kernel itself adds up. The door sets them to 0, or to what
+    arrives at the final states, with its first call.
+
+    Returns:
+        those of states, and all others per direction.
+    """
+    recipe, plan, batch, count = run.recipe, run.plan, run.batch, len(run.directions)
+    cell, h = plan.cell, plan.hidden_size
+    of_states, whole, others = {}, {}, {}
+    for name, size in states(plan):
+        shape = count, batch, size
+        of_states[f"state {name}"] = whole[f"d_state {name}"] = recipe.new(shape, wide=True)
+        if f"d_final {name}" in recipe.views:
+            whole[f"d_final {name}"] = recipe.views[f"d_final {name}"]
+        if run.resets is not None:
+            reset = recipe.new(shape, wide=True)
+            others[f"reset_state {name}"] = whole[f"d_reset {name}"] = reset
+    run.place_parts(whole)
+    totals = []
+    for d in range(count):
+        own = dict(others)
+        if cell.params:
+            groups = -(-batch // row_group(batch))
+            own["d_params"] = recipe.new((groups, len(cell.params) * h), wide=True)
+            run.place_of(d, {"d_params": own["d_params"]})
+        if "static" in run.directions[d]:
+            own["static"] = recipe.new((batch, h), wide=True)
+            run.place_of(d, {"d_static": own["static"]})
+        totals.append(own)
+    return of_states, totals
 
 
 class _Sums(Sums):
     """Gradients of weights and biases that the driver adds up, chunk by chunk."""
 
     def __init__(self, run: Run, d: int, need: bool) -> None:
-        self.run, self.d, self.host = run, d, run.host
-        super().__init__(run.plan, run.given.directions[d], need, run.steps > 0)
+        self.run, self.d = run, d
+        super().__init__(run.plan, run.directions[d], need, run.steps > 0)
 
-    def new(self, shape: tuple[int, ...], overwritten: bool) -> Array:
-        return (self.host.wide.empty if overwritten else self.host.wide.zeros)(shape)
+    def new(self, shape: tuple[int, ...], overwritten: bool) -> View:
+        return self.run.recipe.new(shape, "empty" if overwritten else "zeros", wide=True)
 
-    def multiply(self, d: Matrix, operand: Matrix, weight: Array, whole: bool) -> None:
-        total = Matrix.of(self.host.wide, weight)
-        self.run.multiply(self.run.after, self.d, d.T, operand, total, not whole, True)
+    def multiply(self, d: View, operand: View, weight: View, whole: bool) -> None:
+        self.run.multiply(self.run.after, self.d, d.T, operand, weight, not whole, True)
 
-    def add_blocks(self, d: Matrix, operand: Matrix, blocks: Array) -> None:
-        heads, out, into = blocks.shape
+    def add_blocks(self, d: View, operand: View, weight: View, heads: int, first: int) -> None:
+        out, into = d.shape[1] // heads, operand.shape[1] // heads
         for i in range(heads):
+            block = weight.at(i) if heads > 1 else weight
+            rows = block.T.columns(first, first + out).T
             columns = operand.columns(i * into, (i + 1) * into)
-            self.multiply(d.columns(i * out, (i + 1) * out), columns, blocks[i], False)
+            self.multiply(d.columns(i * out, (i + 1) * out), columns, rows, False)
 
-    def add_rows(self, d: Matrix, vector: Array) -> None:
-        total = Matrix.of(self.host.wide, vector.reshape(1, -1))
+    def add_rows(self, d: View, vector: View) -> None:
+        total = vector._replace(shape=(1, *vector.shape), strides=(1, 1))
         self.run.multiply(self.run.after, self.d, d, d, total, False, True, kind=SUM)
 
-    def columns(self, d: Matrix, begin: int, end: int) -> Matrix:
+    def columns(self, d: View, begin: int, end: int) -> View:
         return d.columns(begin, end)
 
 
@@ -117,97 +235,94 @@ class _Direction:
     """One direction: its gradients, and buffers of a chunk for what they are products of.
 
     Attributes:
-        gates: the gradients of the projected gates, where x is not projected already.
+        gates: the gradients of the projected gates, ``[rows, G*H]``.
         pairs: for each matmul the gradients of its outputs and what it multiplied, where they are
             not at hand.
     """
 
-    def __init__(self, run: Run, d: int, dx: Array | None, need: bool, dense: bool) -> None:
-        host, plan, self.w = run.host, run.plan, run.directions[d]
-        cell, rows = plan.cell, run.form.chunk * run.batch
+    def __init__(self, run: Run, d: int, dx: View | None, need: bool, dense: bool) -> None:
+        plan, self.w, cell = run.plan, run.directions[d], run.plan.cell
         self.run, self.d, self.need, self.dx = run, d, need, dx
-        resets = run.given.resets is not None
         self.sums = _Sums(run, d, need)
         self.kind = FEW if run.form.few else None  # of products by a weight
-        self.gates: Rows | None = None
-        if run.given.projects:
-            self.gates = Rows(host, rows, len(cell.gates) * plan.hidden_size)
+        if run.projects:
+            self.gates = run.rows(len(cell.gates) * plan.hidden_size)
             run.place_rows(d, "d_gates", self.gates)
         else:
-            run.place_steps(d, "d_gates", dx, *host.strides(dx)[:2])
-        self.pairs: list[tuple[Rows | None, Rows | None]] = []
+            assert dx is not None
+            self.gates = run.over_steps(dx)
+            run.place_steps(d, "d_gates", dx, *dx.strides[:2])
+        self.pairs: list[tuple[View | None, View | None]] = []
         for l in cell.linears:
             outputs = operand = None
             if not plan.shares_gradient(l):
-                outputs = Rows(host, rows, len(l.outputs) * plan.sizes[l.out_size], dense)
+                outputs = run.rows(len(l.outputs) * plan.sizes[l.out_size], lasting=dense)
                 run.place_rows(d, f"d_outputs {l.name}", outputs)
             state = l.operand.op == "state" and l.operand.attrs[0] == cell.state_names[0]
-            if resets or not state:
-                operand = Rows(host, rows, plan.sizes[l.in_size], dense)
+            if run.resets is not None or not state:
+                operand = run.rows(plan.sizes[l.in_size], lasting=dense)
                 run.place_rows(d, f"operand {l.name}", operand)
             self.pairs.append((outputs, operand))
 
-    def factors(self) -> list[Factors]:
-        """The factors of the weights' gradients, for hosts that multiply themselves."""
-        rows = self.run.steps * self.run.batch
-        return [Factors(*[one and one[rows] for one in pair]) for pair in self.pairs]
-
-    def dgates(self) -> Matrix:
-        """Gradients of the projected gates, ``[rows, G*H]``."""
-        run = self.run
-        return run.over_steps(self.dx) if self.gates is None else run.rows(self.gates)
-
-    def multiply(self, hidden: Array) -> None:
+    def multiply(self, hidden: View) -> None:
         """Has the driver multiply after each chunk.
 
         Args:
             hidden: the first states of all directions, see ``Kept``.
         """
-        run, plan, given = self.run, self.run.plan, self.run.given
-        dg = self.dgates()
+        run, plan = self.run, self.run.plan
         if self.need:
-            x: Matrix | None = None
-            if given.projects:
-                # What lies under a mask may be NaN, and NaN times a zero gradient is NaN.
-                x = run.entering(run.after, self.d, given.mask)
+            # What lies under a mask may be NaN, and NaN times a zero gradient is NaN.
+            x = run.entering(run.after, self.d, masked=True) if run.projects else None
             first = plan.sizes[plan.cell.states[0].size]
-            before = run.over_steps(hidden, window=True, first=2 * run.options.reverse[self.d])
-            factors = [Factors(*[one and run.rows(one) for one in pair]) for pair in self.pairs]
-            columns = before.columns(self.d * first, (self.d + 1) * first)
-            self.sums.add(dg, x, columns, factors)
-        if given.projects and self.dx is not None:
-            both = len(run.directions) > 1
-            weight, into = Matrix.of(run.host, self.w["weight_ih"]), run.over_steps(self.dx)
-            run.multiply(run.after, self.d, dg, weight, into, add=both, sums=both, kind=self.kind)
+            columns = hidden.columns(self.d * first, (self.d + 1) * first)
+            before = run.over_steps(columns, window=True, first=2 * run.options.reverse[self.d])
+            self.sums.add(self.gates, x, before, [Factors(*pair) for pair in self.pairs])
+        if run.projects and self.dx is not None:
+            both, into = len(run.directions) > 1, run.over_steps(self.dx)
+            run.multiply(
+                run.after, self.d, self.gates, self.w["weight_ih"], into, add=both, sums=both,
+                kind=self.kind,
+            )  # fmt: skip
 
-    def add_product(self, d_state: Array) -> None:
+    def add_product(self, d_state: View) -> None:
         """Adds the part of the recurrent matmul of a single step, which the kernel leaves out, to
         the first state's gradient.
         """
         run, (outputs, _) = self.run, self.pairs[0]
-        d = self.dgates() if outputs is None else run.rows(outputs)
-        weight, into = Matrix.of(run.host, self.w["weight_hh"]), Matrix.of(run.host.wide, d_state)
-        run.multiply(run.after, self.d, d, weight, into, add=True, kind=self.kind)
+        d = self.gates if outputs is None else outputs
+        run.multiply(run.after, self.d, d, self.w["weight_hh"], d_state, add=True, kind=self.kind)
 
 
-def _states(run: Run, kept: Kept) -> Array:
+def _states(run: Run) -> View:
     """The first states of all directions, along the steps of a segment: kept, or computed once more
     before each.
     """
+    views, names, plan = run.recipe.views, run.plan.cell.state_names, run.plan
+    sequences = [
+        [views.get(f"sequence {d} {name}") for name in names] for d in range(len(run.directions))
+    ]
+    kept = Kept(views["hidden"], sequences, [views[f"saved {d}"] for d in range(len(sequences))])
     if run.segment == run.steps:
         run.place_kept(kept)
-        return kept.hidden
+        return views["hidden"]
     run.segment_length = run.segment
-    run.again = again = Run(run.host, run.plan, run.given, run.options, backward=False)
+    run.again = again = Run(run.recipe, plan, run.options, False, False)
     memory = remember(again, run.segment, True, True)
     run.place_kept(memory)
     project(again)
-    first = run.plan.sizes[run.plan.cell.states[0].size]
-    for d, sequences in enumerate(kept.states):
-        columns = kept.hidden[:, :, d * first : (d + 1) * first]
-        borders = [columns, *[sequence for sequence in sequences if sequence is not None]]
-        for name, border in zip(run.plan.cell.state_names, borders, strict=True):
-            again.place_of(d, {f"state {name}": border[0]})
+    first = plan.sizes[plan.cell.states[0].size]
+    for d, borders in enumerate(sequences):
+        columns = kept.hidden.columns(d * first, (d + 1) * first)
+        for name, border in zip(names, [columns, *borders[1:]], strict=True):
+            assert border is not None
+            again.place_of(d, {f"state {name}": border.at(0)})
             run.moves += again.moving(d, f"state {name}", border)
     run.moved = again.moved
-    return memory.hidden
+    hidden: View = memory.hidden
+    return hidden
+
+
+def keeps_state(plan: Plan, i: int) -> bool:
+    """Whether it keeps the sequence of state i > 0, without checkpoints."""
+    return plan.cell.states[i].name in plan.states

@@ -13,7 +13,6 @@ from anycell.engines.cpu.ir import Target
 from anycell.lang.cell import RECURRENT
 from anycell.layer.arguments import Array
 from anycell.layer.schedule import chunk_steps
-from anycell.layer.signature import states
 from anycell.plan import LINE, Plan
 
 # Of projected gates, for all directions together: they should stay in the cache.
@@ -41,7 +40,6 @@ class Form(NamedTuple):
         few: one step of few rows, see ``FEW_ROWS``: its products read the weights where they lie,
             that of the step too, which the kernel is given.
         scratch, packed: bytes of memory that the door asks for.
-        slots: bytes of two slots of each state but the first, see ``Run.place_slots``.
         entries: the table of a call, with all that does not change.
         firsts: where in it the entries of each direction begin.
         hyper: what it points at.
@@ -54,7 +52,6 @@ class Form(NamedTuple):
     few: bool
     scratch: int
     packed: int
-    slots: int
     entries: array[int]
     firsts: list[int]
     hyper: Array
@@ -72,6 +69,7 @@ def form_of(
     resets: bool,
     holes: bool,
     threads: int,
+    dense: bool,
 ) -> Form:
     """Returns the values that calls of the same steps and rows share.
 
@@ -84,14 +82,13 @@ def form_of(
         resets: whether there are any.
         holes: whether a mask has many, see ``sparse``.
         threads: at most this many.
+        dense: whether the rows of the first state before the first step are.
     """
     directions, project = len(reverse), entering is not None
     kernel = cpu.compiled(plan, backward)
-    chunk = max(1, steps)
-    if project:
-        limit = CHUNK_BYTES * plan.itemsize // plan.types.accumulate.bytes
-        chunk = chunk_steps(plan, steps, batch * directions, limit)
-    few = project and steps == 1 and batch < FEW_ROWS and recurrent_alone(plan) and not resets
+    chunk = chunk_of(plan, steps, batch * directions) if project else max(1, steps)
+    few = project and steps == 1 and batch < FEW_ROWS and dense and recurrent_alone(plan)
+    few = few and not resets
     able = kernel.projecting is not None  # of the forward pass
     inputs = 0
     if entering and able and not few and projects(plan, steps * batch, entering, holes, batch):
@@ -112,11 +109,18 @@ def form_of(
     scratch, packed = entries[at["scratch_bytes"]], entries[at["packed_bytes"]]
     entries[at["packed"]] = 0
     firsts = [kernel.first(d) for d in range(directions)]
-    return Form(
-        kernel, steps, chunk, inputs, few, scratch, 0 if few else packed,
-        directions * sum([slot_bytes(plan, batch, size) for _, size in states(plan)[1:]]),
-        entries, firsts, hyper,
-    )  # fmt: skip
+    packed = 0 if few else packed
+    return Form(kernel, steps, chunk, inputs, few, scratch, packed, entries, firsts, hyper)
+
+
+def chunk_of(plan: Plan, steps: int, rows: int) -> int:
+    """Steps of a chunk of a layer that projects its input.
+
+    Args:
+        rows: of a step, of all directions together.
+    """
+    limit = CHUNK_BYTES * plan.itemsize // plan.types.accumulate.bytes
+    return chunk_steps(plan, steps, rows, limit)
 
 
 @functools.lru_cache(maxsize=512)

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from anycell.engines.cpu.driver import FEW
 from anycell.layer import contract
-from anycell.layer.arguments import Array, Direction, Host, Kept, initial
-from anycell.layer.matrix import Matrix
-from anycell.layer.run import Rows, Run
-from anycell.layer.signature import DENSE, states
+from anycell.layer.arguments import Array, Host, Kept
+from anycell.layer.form import sparse
+from anycell.layer.recipe import Recipe, View, recipe_of
+from anycell.layer.run import Run
+from anycell.layer.signature import states
 from anycell.plan import Options, Plan, scales_of
+
+
+class Forward(NamedTuple):
+    """A forward pass that is drafted.
+
+    Attributes:
+        out: the outputs; behind the initial state where they are the hidden states.
+        apart: whether they are not.
+        finals: the final states.
+        kept: what the backward pass will read.
+    """
+
+    recipe: Recipe
+    out: View
+    apart: bool
+    finals: list[View]
+    kept: Kept
 
 
 def forward(
@@ -32,35 +51,76 @@ def forward(
     Raises:
         ValueError, TypeError: for an array that breaks the ``contract``.
     """
-    given = contract.entering(host, plan, arrays, options)
-    run = Run(host, plan, given, options, backward=False)
-    steps = segment = run.steps
-    if keep and options.checkpoint is not None:
-        segment = run.segment
+    given, layout = contract.fit(host, plan, arrays, options)
+    holes = sparse(given.get("mask"))
+    key = "forward", plan, options.unseeded(), keep, holes, layout
+    if plan.types.mixed:
+        given = widened(host, plan, given)
+    known: Forward = recipe_of(key, lambda: _draft(host, plan, given, options, keep, holes))
+    made = known.recipe.run(host, given, options)
+    result = known.recipe.result
+    finals = [result(final, made) for final in known.finals]
+    if plan.types.mixed:
+        finals = [host.narrow(state) for state in finals]
+    out = result(known.out, made)
+    if not known.apart:
+        out = out[1 : given["x"].shape[0] + 1]
+    if not keep:
+        return out, finals, None
+    hidden, states_, values = known.kept
+    sequences = [
+        [None if view is None else result(view, made) for view in of_direction]
+        for of_direction in states_
+    ]
+    kept = Kept(result(hidden, made), sequences, [result(view, made) for view in values])
+    return out, finals, kept
+
+
+def _draft(
+    host: Host, plan: Plan, given: Mapping[str, Array], options: Options, keep: bool, holes: bool
+) -> Forward:
+    """Drafts the pass for arrays that are laid out like these."""
+    run = start(host, plan, given, options, False, holes)
+    recipe, steps, directions = run.recipe, run.steps, len(run.directions)
+    segment = run.segment if keep and options.checkpoint is not None else steps
     everything = keep and segment == steps
     # Outputs zeroed under a mask are not the hidden states: these then need memory of their own,
     # all or two steps.
-    zeroed = options.apart(given.mask is not None)
+    zeroed = options.apart(run.mask is not None)
     kept = remember(run, steps, everything, everything or not zeroed)
-    directions, (_, batch, width) = len(run.directions), kept.hidden.shape
-    out = kept.hidden[1 : steps + 1]
+    out = kept.hidden
     if zeroed:
-        out = host.empty((steps, batch, width))
+        out = recipe.new((steps, run.batch, out.shape[2]))
         run.place("out", out)
-    finals, places, kind = [], {}, host
-    for name, size in states(plan):
-        places[f"final {name}"] = final = kind.empty((directions, batch, size))
-        finals.append(final)
-        kind = host.wide
-    run.place_parts(places)
+    shapes = [(directions, run.batch, size) for _, size in states(plan)]
+    finals = [recipe.new(shape, wide=bool(i)) for i, shape in enumerate(shapes)]
+    named = zip(plan.cell.state_names, finals, strict=True)
+    run.place_parts({f"final {name}": final for name, final in named})
     project(run)
     if keep and not everything:
         kept = _borders(run, -(-steps // segment), finals)
         run.segment_length = segment
-    run.call()
-    if plan.types.mixed:
-        finals = [host.narrow(state) for state in finals]
-    return out, finals, kept if keep else None
+    return Forward(run.finish(), out, zeroed, finals, kept)
+
+
+def start(
+    host: Host,
+    plan: Plan,
+    given: Mapping[str, Array],
+    options: Options,
+    backward: bool,
+    holes: bool = False,
+) -> Run:
+    """Begins the draft of a pass."""
+    given = dict(given)
+    recipe = Recipe(host, given, options)
+    if given.get("resets") is not None:
+        for i, (name, size) in enumerate(states(plan)):
+            if given.get(f"reset_state {name}") is None:
+                values = (host.wide if i else host).empty((len(options.reverse), size))
+                values[:] = plan.cell.states[i].initial
+                recipe.views[f"reset_state {name}"] = recipe.constant(values)
+    return Run(recipe, plan, options, backward, holes)
 
 
 def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
@@ -70,77 +130,85 @@ def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
         everything: the backward pass will need all of it.
         whole: the first state has all steps.
     """
-    host, plan, batch, directions = run.host, run.plan, run.batch, len(run.directions)
+    recipe, plan, batch, directions = run.recipe, run.plan, run.batch, len(run.directions)
     (_, first), *others = states(plan)
-    slots, new = (steps + 1 + any(run.options.reverse), host.lasting) if whole else (2, host.empty)
-    hidden, bits = new((slots, batch, directions * first)), int(whole)
-    sequences: list[list[Array | None]] = [[None] for _ in run.directions]
+    slots, how = (steps + 1 + any(run.options.reverse), "lasting") if whole else (2, "empty")
+    hidden, bits = recipe.new((slots, batch, directions * first), how), int(whole)
+    sequences: list[list[View | None]] = [[None] for _ in run.directions]
     for i, (name, size) in enumerate(others, 1):
         all_of_it = everything and name in plan.states
         bits |= all_of_it << i
+        shape = steps + 1, batch, size
         for d, sequence in enumerate(sequences):
-            sequence.append(host.wide.lasting((steps + 1, batch, size)) if all_of_it else None)
+            sequence.append(recipe.new(shape, "lasting", True) if all_of_it else None)
             if not all_of_it:
                 run.place_slots(d, name, size)
     saved = steps, batch, plan.saved_stride
-    values = [host.lasting(saved) for _ in run.directions] if everything else []
+    values = [recipe.new(saved, "lasting") for _ in run.directions] if everything else []
     kept = Kept(hidden, sequences, values)
     run.place_kept(kept)
-    run.entries[run.kernel.shared["whole"]] = bits
+    recipe.put(run.base + run.kernel.shared["whole"], bits)
     return kept
 
 
 def project(run: Run) -> None:
     """Has the gates of each chunk projected, where the kernel does not multiply the input."""
-    host, plan, x, form = run.host, run.plan, run.x, run.form
+    plan, x, form = run.plan, run.x, run.form
     if form.inputs:
         run.place("input", x, axes=2)
         return
     width = len(plan.cell.gates) * plan.hidden_size
     for d, w in enumerate(run.directions):
-        if not run.given.projects:
-            size = run.kernel.arrays["gates"].number.bytes
-            rows = x if size == x.dtype.itemsize else host.widen(x)
-            run.place_steps(d, "gates", rows, *host.strides(rows)[:2])
+        if not run.projects:
+            run.place_steps(d, "gates", x, *x.strides[:2])
             continue
-        gates = Rows(host.wide, form.chunk * run.batch, width)
+        gates = run.rows(width, wide=True)
         run.place_rows(d, "gates", gates)
-        weight = Matrix.of(host, w["weight_ih"])
-        scales = host.pointer(w[scales_of("weight_ih")]) if plan.types.quantized else 0
-        entering = run.entering(run.before, d)
-        kind = FEW if form.few else None
-        run.multiply(run.before, d, entering, weight.T, run.rows(gates), scales=scales, kind=kind)
+        scales = w[scales_of("weight_ih")] if plan.types.quantized else 0
+        entering, kind = run.entering(run.before, d), FEW if form.few else None
+        run.multiply(run.before, d, entering, w["weight_ih"].T, gates, scales=scales, kind=kind)
         if form.few:
-            product, state = host.wide.empty((run.batch, width)), _first(run, w)
+            product = run.recipe.buffer((run.batch, width), plan.types.accumulate.bytes)
             run.place_of(d, {"product": product})
-            left, right = Matrix.of(host, state), Matrix.of(host, w["weight_hh"])
-            run.multiply(run.before, d, left, right.T, Matrix.of(host.wide, product), kind=FEW)
+            run.multiply(run.before, d, _first(run, w), w["weight_hh"].T, product, kind=FEW)
 
 
-def _first(run: Run, w: Direction) -> Array:
-    """The first state of a single step, whose rows are dense."""
-    state, host = initial(run.plan, w)[0], run.host
-    if isinstance(state, float):
-        value, (_, size) = state, states(run.plan)[0]
-        state = host.empty((run.batch, size))
-        state[:] = value
-    state = host.fit(state, DENSE)
-    run.alive.append(state)
-    return state
+def _first(run: Run, w: Mapping[str, View]) -> View:
+    """The first state of a single step of few rows."""
+    state, host = run.plan.cell.states[0], run.host
+    if f"state {state.name}" in w:
+        return w[f"state {state.name}"]
+    values = host.empty((run.batch, run.plan.sizes[state.size]))
+    values[:] = state.initial
+    return run.recipe.constant(values)
 
 
-def _borders(run: Run, count: int, finals: list[Array]) -> Kept:
+def _borders(run: Run, count: int, finals: list[View]) -> Kept:
     """Memory for the states before each segment, which the door writes as if they were final."""
-    host, plan, batch, directions = run.host, run.plan, run.batch, len(run.directions)
+    recipe, plan, batch, directions = run.recipe, run.plan, run.batch, len(run.directions)
     (_, first), *others = states(plan)
-    hidden = host.empty((count, batch, directions * first))
-    sequences = [
-        [None, *[host.wide.empty((count, batch, size)) for _, size in others]]
-        for _ in run.directions
-    ]
-    for d, sequence in enumerate(sequences):
-        columns = hidden[:, :, d * first : (d + 1) * first]
-        borders = zip(plan.cell.state_names, [columns, *sequence[1:]], finals, strict=True)
-        for name, border, final in borders:
-            run.moves += run.moving(d, f"final {name}", border, final[d])
-    return Kept(hidden, sequences, [host.empty((0, batch, plan.saved_stride)) for _ in sequences])
+    hidden = recipe.new((count, batch, directions * first))
+    sequences: list[list[View | None]] = []
+    for d in range(directions):
+        borders = [recipe.new((count, batch, size), wide=True) for _, size in others]
+        sequences.append([None, *borders])
+        columns = hidden.columns(d * first, (d + 1) * first)
+        named = zip(plan.cell.state_names, [columns, *borders], finals, strict=True)
+        for name, border, final in named:
+            run.moves += run.moving(d, f"final {name}", border, final.at(d))
+    values = [recipe.new((0, batch, plan.saved_stride)) for _ in run.directions]
+    return Kept(hidden, sequences, values)
+
+
+def widened(host: Host, plan: Plan, given: Mapping[str, Array]) -> dict[str, Array]:
+    """The arrays, those as kernels of 16 bits keep them: states but the first, and gates that are
+    projected.
+    """
+    wide = dict(given)
+    for name in plan.cell.state_names[1:]:
+        for state in (f"state {name}", f"reset_state {name}"):
+            if wide.get(state) is not None:
+                wide[state] = host.widen(wide[state])
+    if wide.get("weight_ih") is None:
+        wide["x"] = host.widen(wide["x"])
+    return wide

@@ -170,10 +170,20 @@ def backward(
     again = options.checkpoint is not None  # the forward pass, which may read x
     given = contract.entering(host, plan, arrays, options, read=again)
     x = given.x
-    kept, dy, d_final, _ = contract.arriving(
+    parts, _ = contract.arriving(
         host, plan, x.shape, options.reverse, kept, d_output, d_final, {},
         segment=_segment(plan, x, options), keeps=keeps_state,
     )  # fmt: skip
+    names, dy = plan.cell.state_names, parts.get("d_output")
+    kept = Kept(
+        parts["hidden"],
+        [
+            [parts.get(f"sequence {d} {name}") for name in names]
+            for d in range(len(given.directions))
+        ],
+        [parts[f"saved {d}"] for d in range(len(given.directions))],
+    )
+    d_final = [parts.get(f"d_final {name}") for name in names]
     dx = None
     if wanted is None or "x" in wanted or not given.projects:
         dx = host.empty(tuple(x.shape))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from anycell.engines import cpu
 from anycell.engines.cpu.driver import BLAS, OURS
 from anycell.layer.arguments import Array, Host
-from anycell.layer.matrix import Matrix
+from anycell.layer.bounds import extent
 from anycell.layer.signature import MATRIX
 from anycell.plan import Plan
 
@@ -90,10 +90,12 @@ def multiply(
         dtype: the row of ``DTYPES`` that says what they consist of.
         scales: address of the scales of columns, where ``b`` consists of integers.
     """
-    a, b = (host.fit(array, MATRIX) for array in (a, b))
-    left, right, into = (Matrix.of(host, array) for array in (a, b, out))
-    sizes = left.shape[0], right.shape[1], left.shape[1]
-    places = [(matrix.address, *matrix.strides) for matrix in (left, right)]
-    bounds = tuple(matrix.bounds for matrix in (left, right, into) if matrix.bounds)
-    to = into.address, into.strides[0]
-    cpu.multiply(dtype, sizes, places[0], places[1], to, add, threads, bounds, scales)
+    places = []  # addresses and strides; 1 of an axis that nobody steps along
+    arrays = [host.fit(array, MATRIX) for array in (a, b)] + [out]
+    for array in arrays:
+        (rows, columns), (row, column) = array.shape, host.strides(array)
+        places.append((host.pointer(array), row if rows > 1 else 1, column if columns > 1 else 1))
+    left, right, into = places
+    bounds = tuple(extent(host, array) for array in arrays) if cpu.check.ON else ()
+    sizes = a.shape[0], b.shape[1], a.shape[1]
+    cpu.multiply(dtype, sizes, left, right, into[:2], add, threads, bounds, scales)

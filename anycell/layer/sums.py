@@ -7,16 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from anycell.lang.cell import Linear
-from anycell.layer.arguments import Array, Direction, Entering, Factors
-from anycell.layer.form import row_group
-from anycell.layer.run import Run
+from anycell.layer.arguments import Array, Direction, Factors
 from anycell.layer.signature import ENDS
 from anycell.plan import Plan
 
 
 def leaving(
     empty: Callable[[tuple[int, ...]], Array],
-    given: Entering,
+    given: Sequence[Mapping[str, Any]],
     dx: Array | None,
     directions: Sequence[Direction],
     whole: Mapping[str, Array] | None = None,
@@ -25,15 +23,16 @@ def leaving(
 
     Args:
         empty: makes an array for the sums of both directions.
+        given: what each direction was given, or how that lies.
         directions: the sums of each direction.
         whole: those with an axis of directions, ``[D, B, size]``.
     """
     named: dict[str, Array] = {} if dx is None else {"x": dx}
     count = len(directions)
     for name, gradient in (whole or {}).items():
-        if name in given.directions[0]:
+        if name in given[0]:
             named[name] = gradient
-    for d, (gradients, w) in enumerate(zip(directions, given.directions, strict=True)):
+    for d, (gradients, w) in enumerate(zip(directions, given, strict=True)):
         for name, gradient in gradients.items():
             if name not in w:
                 continue
@@ -50,58 +49,6 @@ def leaving(
             else:
                 named[name + ENDS[d]] = gradient
     return named
-
-
-class Totals:
-    """Gradients that the kernel itself adds up: of states, of what resets restore, of parameters
-    and of the static input. The door sets them to 0, or to what arrives at the final states, with
-    its first call.
-
-    Args:
-        d_final: ``[D, B, size]`` each or None, what arrives at the final states.
-    """
-
-    def __init__(self, run: Run, d_final: Sequence[Array | None]) -> None:
-        self.run, plan, host, batch = run, run.plan, run.host, run.batch
-        cell, directions = plan.cell, range(len(run.directions))
-        shapes = [(len(directions), batch, plan.sizes[s.size]) for s in cell.states]
-        self.states = [host.wide.empty(shape) for shape in shapes]
-        resets = run.given.resets is not None
-        self.resets = [host.wide.empty(shape) for shape in shapes] if resets else []
-        groups, width = -(-batch // row_group(batch)), len(cell.params) * plan.hidden_size
-        self.params = [host.wide.empty((groups, width)) for _ in directions] if cell.params else []
-        static = "static" in run.directions[0]
-        shape = batch, plan.hidden_size
-        self.static = [host.wide.empty(shape) for _ in directions] if static else []
-        whole = {}
-        for name, total, arriving in zip(cell.state_names, self.states, d_final, strict=True):
-            whole[f"d_state {name}"] = total
-            if arriving is not None:
-                whole[f"d_final {name}"] = arriving
-        for name, total in zip(cell.state_names, self.resets, strict=resets):
-            whole[f"d_reset {name}"] = total
-        run.place_parts(whole)
-        for d in directions:
-            if self.params:
-                run.place_of(d, {"d_params": self.params[d]})
-            if self.static:
-                run.place_of(d, {"d_static": self.static[d]})
-
-    def of_states(self) -> dict[str, Array]:
-        """The gradients of states, ``[D, B, size]``, after the last call."""
-        names = self.run.plan.cell.state_names
-        return {f"state {name}": total for name, total in zip(names, self.states, strict=True)}
-
-    def result(self, d: int) -> Direction:
-        """All others of one direction, by the names of the arrays, after the last call."""
-        cell, h = self.run.plan.cell, self.run.plan.hidden_size
-        named = {f"reset_state {n}": t[d] for n, t in zip(cell.state_names, self.resets)}  # noqa: B905
-        if self.params:
-            total = self.params[d].sum(0).reshape(len(cell.params), h)
-            named.update(zip(cell.param_names, self.run.host.rows(total), strict=True))
-        if self.static:
-            named["static"] = self.static[d]
-        return named
 
 
 class Sums:
@@ -131,7 +78,7 @@ class Sums:
         for name, gradients in self.biases.items() if need else ():
             for gradient, width in gradients.items() if name in w else ():
                 self.vectors[gradient] = self.new((width,), fresh)
-        self.named = [name for name in self.biases if name in w] if need else []
+        self.named = [name for name in self.biases if name in w] if need else []  # biases
 
     def new(self, shape: tuple[int, ...], overwritten: bool) -> Array:
         """Memory for a total, zeros where it is not overwritten."""
@@ -141,8 +88,10 @@ class Sums:
         """``weight += d.T @ operand``; the first time it may overwrite a ``whole`` one."""
         raise NotImplementedError
 
-    def add_blocks(self, d: Any, operand: Any, blocks: Array) -> None:
-        """``blocks[i] += d[:, i].T @ operand[:, i]`` for the columns of each head."""
+    def add_blocks(self, d: Any, operand: Any, weight: Any, heads: int, first: int) -> None:
+        """``weight[i, first:] += d[:, i].T @ operand[:, i]`` for the columns of each head, of a
+        weight ``[heads, rows, columns]``; or of one without that axis, of one head.
+        """
         raise NotImplementedError
 
     def add_rows(self, d: Any, vector: Array) -> None:
@@ -176,34 +125,39 @@ class Sums:
                 self.multiply(d, operand, weight, True)
                 continue
             size = plan.sizes[l.out_size]
-            blocks = weight.reshape(l.heads, -1, plan.sizes[l.in_size] // l.heads)
             for n, output in enumerate(l.outputs):
-                k, out = l.declared.index(output), size // l.heads
+                first = l.declared.index(output) * (size // l.heads)
                 columns = self.columns(d, n * size, (n + 1) * size)
-                self.add_blocks(columns, operand, blocks[:, k * out : (k + 1) * out])
+                self.add_blocks(columns, operand, weight, l.heads, first)
         self.fresh = False
 
-    def finish(self) -> Direction:
-        """All of them, after the last chunk."""
-        cell, sizes = self.plan.cell, self.plan.sizes
-        for name in self.named:
-            linears = [l for l in cell.linears if l.bias_name == name]
-            if not linears:
-                self.totals[name] = self.vectors[GATES]
+
+def finished(
+    plan: Plan, biases: Sequence[str], totals: Direction, vectors: Direction, empty: Any, zeros: Any
+) -> Direction:
+    """The gradients of weights and biases of one direction, after the last chunk.
+
+    Args:
+        biases, totals, vectors: of its ``Sums``.
+        empty, zeros: make arrays of a shape.
+    """
+    for name in biases:
+        linears = [l for l in plan.cell.linears if l.bias_name == name]
+        if not linears:
+            totals[name] = vectors[GATES]
+            continue
+        whole = len(linears) == 1 and linears[0].outputs == linears[0].declared
+        width = len(linears[0].declared) * plan.sizes[linears[0].out_size]
+        totals[name] = bias = (empty if whole else zeros)((width,))
+        for l in linears:
+            vector, size = vectors[_gradient(plan, l)], plan.sizes[l.out_size]
+            if whole:
+                bias[:] = vector
                 continue
-            whole = len(linears) == 1 and linears[0].outputs == linears[0].declared
-            width = len(linears[0].declared) * sizes[linears[0].out_size]
-            bias: Any = self.new((width,), whole)
-            self.totals[name] = bias
-            for l in linears:
-                vector, size = self.vectors[_gradient(self.plan, l)], sizes[l.out_size]
-                if whole:
-                    bias[:] = vector
-                    continue
-                for n, output in enumerate(l.outputs):
-                    k = l.declared.index(output)
-                    bias[k * size : (k + 1) * size] += vector[n * size : (n + 1) * size]
-        return self.totals
+            for n, output in enumerate(l.outputs):
+                k = l.declared.index(output)
+                bias[k * size : (k + 1) * size] += vector[n * size : (n + 1) * size]
+    return totals
 
 
 GATES = "gates"  # stands for the gradients of the projected gates among those of matmuls

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -102,27 +103,21 @@ def run(kernel: Kernel, entries: array[int], bounds: check.CallBounds | None = N
     kernel.door(address)
 
 
-def run_pass(dtype: str, tables: list[array[int]]) -> None:
+def room(dtype: str, table: Sequence[int]) -> int:
+    """The bytes of memory that the driver asks for in a pass of a table, see ``driver``."""
+    entries = array("q", table)
+    driver.compiled(dtype, isa.current()).room(entries.buffer_info()[0])
+    return entries[driver.PASS.index("scratch_bytes")]
+
+
+def run_pass(dtype: str, address: int) -> None:
     """Runs a pass of a layer.
 
     Args:
         dtype: of the plan.
-        tables: of the driver: of the pass, and of one that computes its states once more.
+        address: of the driver's table.
     """
-    functions, addresses = driver.compiled(dtype, isa.current()), []
-    for table in tables:
-        addresses.append(table.buffer_info()[0])
-        functions.room(addresses[-1])
-    block = scratch.take(max([table[_SIZE] for table in tables]))
-    for table in tables:
-        table[_SCRATCH] = block.address
-    if len(tables) > 1:
-        tables[0][_AGAIN] = addresses[1]
-    functions.run(addresses[0])
-    scratch.give_back(block)
-
-
-_SCRATCH, _SIZE, _AGAIN = map(driver.PASS.index, ("scratch", "scratch_bytes", "again"))
+    driver.compiled(dtype, isa.current()).run(address)
 
 
 def multiply(
@@ -163,5 +158,5 @@ def multiply(
 
 __all__ = [
     "WORTH_SPREADING", "Block", "Kernel", "Scratch", "check", "compiled", "driver", "gemm",
-    "hyperparameters", "isa", "memory", "multiply", "pool", "run", "run_pass", "scratch",
+    "hyperparameters", "isa", "memory", "multiply", "pool", "room", "run", "run_pass", "scratch",
 ]  # fmt: skip
