@@ -65,7 +65,7 @@ def fit(
         ValueError, TypeError: naming the array, what was given and what was expected.
     """
     directions = len(options.reverse)
-    key = type(host), host.dtype, plan, directions, read, host.layout(arrays)
+    key: tuple[Any, ...] = type(host), host.dtype, plan, directions, read, host.layout(arrays)
     fitted = {name: array for name, array in arrays.items() if array is not None}
     if key not in _accepted:
         flags = {name: array for name, array in fitted.items() if name in FLAGS}

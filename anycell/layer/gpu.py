@@ -31,7 +31,7 @@ from anycell.layer.arguments import (
 )
 from anycell.layer.schedule import Chunk, before, chunk_steps, chunks, segment_steps
 from anycell.layer.signature import of_a_matmul
-from anycell.layer.sums import Sums, leaving
+from anycell.layer.sums import Sums, finished, leaving
 from anycell.plan import Options, Plan
 
 Array = Any
@@ -197,7 +197,7 @@ def backward(
         for begin, end, memory in run.parts():
             run.advance(begin, end, memory, dy, dx)
         gradients.append(run.result())
-    return leaving(host.empty, given, dx, gradients)
+    return leaving(host.empty, given.directions, dx, gradients)
 
 
 class _Memory(NamedTuple):
@@ -498,7 +498,10 @@ class _Backward(_Run):
     def result(self) -> Direction:
         """All gradients, after the last segment, in the plan's dtype."""
         host, cell, h, values = self.host, self.cell, self.plan.hidden_size, self.values
-        named: dict[str, Array | None] = dict(self.sums.finish())
+        sums, zeros = self.sums, functools.partial(host.zeros, wide=True)
+        named: dict[str, Array | None] = dict(
+            finished(self.plan, sums.named, sums.totals, sums.vectors, zeros, zeros)
+        )
         total: Any = host.summed(values["d_params"]) if cell.params else None
         for i, name in enumerate(cell.param_names):
             named[name] = total[i * h : (i + 1) * h]
@@ -522,8 +525,9 @@ class _DeviceSums(Sums):
     def multiply(self, d: Array, operand: Array, weight: Array, whole: bool) -> None:
         self.host.matmul_add(d.T, operand, weight)
 
-    def add_blocks(self, d: Array, operand: Array, blocks: Array) -> None:
-        host, heads = self.host, blocks.shape[0]
+    def add_blocks(self, d: Array, operand: Array, weight: Array, heads: int, first: int) -> None:
+        host, out = self.host, d.shape[1] // heads
+        blocks = weight.reshape(heads, -1, weight.shape[-1])[:, first : first + out]
         one, parts = (host.by_head(a.reshape(-1, 1, a.shape[1]), heads) for a in (d, operand))
         host.matmul_add(host.turned(one), parts, blocks)
 

@@ -91,7 +91,7 @@ def multiply(
         scales: address of the scales of columns, where ``b`` consists of integers.
     """
     places = []  # addresses and strides; 1 of an axis that nobody steps along
-    arrays = [host.fit(array, MATRIX) for array in (a, b)] + [out]
+    arrays: list[Array] = [host.fit(a, MATRIX), host.fit(b, MATRIX), out]
     for array in arrays:
         (rows, columns), (row, column) = array.shape, host.strides(array)
         places.append((host.pointer(array), row if rows > 1 else 1, column if columns > 1 else 1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anycell.engines import cpu
@@ -115,6 +115,11 @@ class Recipe:
             self.patches.append((place, value.slot, value.offset))
         else:
             self.cells[place] = value
+
+    def put_all(self, place: int, values: Sequence[View | int]) -> None:
+        """Sets entries one behind the other."""
+        for i, value in enumerate(values):
+            self.put(place + i, value)
 
     @property
     def table(self) -> View:

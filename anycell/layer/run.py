@@ -83,8 +83,7 @@ class Run:
         """Sets the address of an array of the whole call, and strides of its first ``axes``."""
         at = self.base + self.kernel.shared[name]
         self.shared[name] = view
-        for i, value in enumerate((view, *view.strides[:axes])):
-            self.recipe.put(at + i, value)
+        self.recipe.put_all(at, [view, *view.strides[:axes]])
 
     def place_of(self, d: int, views: Views) -> None:
         """Sets the addresses of arrays of one direction, and those strides that their names have.
@@ -98,8 +97,7 @@ class Run:
             self.each[d][name] = view
             self.recipe.put(at, view)
             strides = view.strides[-axes:] if axes else ()
-            for i, stride in enumerate(strides):
-                self.recipe.put(at + 1 + axes - len(strides) + i, stride)
+            self.recipe.put_all(at + 1 + axes - len(strides), strides)
 
     def place_parts(self, views: Views) -> None:
         """The same of arrays whose first axis is directions, ``[D, B, size]``."""
@@ -112,8 +110,7 @@ class Run:
         """
         at = self.base + self.form.firsts[d] + self.kernel.each[name]
         self.each[d][name] = view
-        for i, value in enumerate((view, steps, rows)):
-            self.recipe.put(at + i, value)
+        self.recipe.put_all(at, [view, steps, rows])
 
     def place_rows(self, d: int, name: str, rows: View) -> None:
         """The same of a buffer of the rows of a chunk."""
@@ -260,8 +257,7 @@ class Run:
         for row in (*self.moves, *self.before, *self.after):
             values += row
         first = recipe.append([0] * len(values))
-        for i, value in enumerate(values):
-            recipe.put(first + i, value)
+        recipe.put_all(first, values)
         return first
 
     def finish(self) -> Recipe:
