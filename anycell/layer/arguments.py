@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from anycell.plan import Plan
@@ -82,6 +82,8 @@ class Host(Arrays, Protocol):
         ...
 
     def pointer(self, array: Array) -> int: ...
+
+    def pointers(self, arrays: Iterable[Array]) -> Iterable[int]: ...
 
     def strides(self, array: Array) -> tuple[int, ...]:
         """In elements, of an array that fits."""

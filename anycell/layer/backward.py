@@ -61,7 +61,8 @@ def backward(
     )  # fmt: skip
     need = factors is None and (wanted is None or any(map(of_a_matmul, wanted)))
     wants = need, wanted is None or "x" in wanted, wanted is None or _of_first(plan) in wanted
-    key = "backward", plan, options.unseeded(), wants, factors is not None, layout, further
+    same = options.unseeded() if options.seed or options.stream else options
+    key = "backward", plan, same, wants, factors is not None, layout, further
     if plan.types.mixed:
         given = widened(host, plan, given)
         parts |= {name: host.widen(d) for name, d in parts.items() if name.startswith("d_final ")}
@@ -70,52 +71,48 @@ def backward(
         key, lambda: _draft(host, plan, given, options, wants, factors is not None)
     )
     made = known.recipe.run(host, given, options)
-    result = known.recipe.result
     if factors is not None:
         factors += [
-            [Factors(*[view and result(view, made) for view in pair]) for pair in pairs]
+            [Factors(*[None if i is None else made[i] for i in pair]) for pair in pairs]
             for pairs in known.pairs
         ]
     wide, learned = host.wide, []
-    for sums, further_sums, d in zip(known.sums, known.totals, range(len(known.sums)), strict=True):
-        totals, vectors = (
-            {name: result(view, made) for name, view in views.items()}
-            for views in (sums.totals, sums.vectors)
+    for d, (biases, totals, vectors, others) in enumerate(known.sums):
+        weights, rows, named = (
+            {name: made[i] for name, i in numbers.items()} for numbers in (totals, vectors, others)
         )
-        named = finished(plan, sums.named, totals, vectors, wide.empty, wide.zeros)
-        arrays_ = {name: result(view, made) for name, view in further_sums.items()}
-        params = arrays_.pop("d_params", None)
+        params = named.pop("d_params", None)
+        for name in named:
+            if name.startswith("reset_state "):
+                named[name] = named[name][d]
         if params is not None:
             total = params.sum(0).reshape(len(plan.cell.params), plan.hidden_size)
             named.update(zip(plan.cell.param_names, host.rows(total), strict=True))
-        named |= {n: a[d] if n.startswith("reset_state ") else a for n, a in arrays_.items()}
-        learned.append(named)
-    whole = {name: result(view, made) for name, view in known.states.items()}
-    dx = None if known.dx is None else result(known.dx, made)
+        learned.append(named | finished(plan, biases, weights, rows, wide.empty, wide.zeros))
+    whole = {name: made[i] for name, i in known.states.items()}
+    dx = None if known.dx is None else made[known.dx]
     gradients = leaving(wide.empty, known.directions, dx, learned, whole)
     return {name: host.narrow(gradient) for name, gradient in gradients.items()}
 
 
 class Backward(NamedTuple):
-    """A backward pass that is drafted.
+    """A backward pass that is drafted. Numbers are those of arrays that a call makes.
 
     Attributes:
         directions: what each direction was given.
-        dx: the gradient of x, if it is wanted.
-        states: the gradients of states, ``[D, B, size]``, by name.
-        totals: of each direction, what the kernel itself adds up: "d_params", "static", and what
-            resets restore, of all directions.
-        sums: of each direction, the gradients of weights and biases.
-        pairs: of each direction and matmul, the factors of its weight's gradient.
+        dx: of the gradient of x, if it is wanted.
+        states: of the gradients of states, ``[D, B, size]``, by name.
+        sums: of each direction: biases, and by name the totals and vectors of its ``Sums`` and what
+            the kernel adds up: "d_params", "static", and what resets restore, of all directions.
+        pairs: of each direction and matmul, of the factors of its weight's gradient.
     """
 
     recipe: Recipe
     directions: list[dict[str, View]]
-    dx: View | None
-    states: dict[str, View]
-    totals: list[dict[str, View]]
-    sums: list[_Sums]
-    pairs: list[list[tuple[View | None, View | None]]]
+    dx: int | None
+    states: dict[str, int]
+    sums: list[tuple[list[str], dict[str, int], dict[str, int], dict[str, int]]]
+    pairs: list[list[tuple[int | None, int | None]]]
 
 
 def _draft(
@@ -150,8 +147,24 @@ def _draft(
         direction.multiply(hidden)
         if run.form.few and of_first:
             direction.add_product(states_[_of_first(plan)].at(direction.d))
-    sums, pairs = [one.sums for one in directions], [one.pairs for one in directions]
-    return Backward(run.finish(), run.directions, dx, states_, totals, sums, pairs)
+    run.finish()
+
+    def numbers(views: Mapping[str, View]) -> dict[str, int]:
+        return {name: recipe.number(view) for name, view in views.items()}
+
+    sums = [
+        (one.sums.named, numbers(one.sums.totals), numbers(one.sums.vectors), numbers(others))
+        for one, others in zip(directions, totals, strict=True)
+    ]
+    pairs = [
+        [
+            tuple(None if view is None else recipe.number(view) for view in pair)
+            for pair in one.pairs
+        ]
+        for one in directions
+    ]
+    of_x_ = None if dx is None else recipe.number(dx)
+    return Backward(recipe, run.directions, of_x_, numbers(states_), sums, pairs if dense else [])  # type: ignore[arg-type]
 
 
 def _of_first(plan: Plan) -> str:

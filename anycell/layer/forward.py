@@ -16,19 +16,19 @@ from anycell.plan import Options, Plan, scales_of
 
 
 class Forward(NamedTuple):
-    """A forward pass that is drafted.
+    """A forward pass that is drafted. Numbers are those of arrays that a call makes.
 
     Attributes:
-        out: the outputs; behind the initial state where they are the hidden states.
+        out: of the outputs; behind the initial state where they are the hidden states.
         apart: whether they are not.
-        finals: the final states.
-        kept: what the backward pass will read.
+        finals: of the final states.
+        kept: what the backward pass will read, in numbers.
     """
 
     recipe: Recipe
-    out: View
+    out: int
     apart: bool
-    finals: list[View]
+    finals: list[int]
     kept: Kept
 
 
@@ -52,28 +52,24 @@ def forward(
         ValueError, TypeError: for an array that breaks the ``contract``.
     """
     given, layout = contract.fit(host, plan, arrays, options)
-    holes = sparse(given.get("mask"))
-    key = "forward", plan, options.unseeded(), keep, holes, layout
+    holes = "mask" in given and sparse(given["mask"])
+    same = options.unseeded() if options.seed or options.stream else options
+    key = "forward", plan, same, keep, holes, layout
     if plan.types.mixed:
         given = widened(host, plan, given)
     known: Forward = recipe_of(key, lambda: _draft(host, plan, given, options, keep, holes))
     made = known.recipe.run(host, given, options)
-    result = known.recipe.result
-    finals = [result(final, made) for final in known.finals]
+    finals = [made[i] for i in known.finals]
     if plan.types.mixed:
         finals = [host.narrow(state) for state in finals]
-    out = result(known.out, made)
+    out = made[known.out]
     if not known.apart:
         out = out[1 : given["x"].shape[0] + 1]
     if not keep:
         return out, finals, None
     hidden, states_, values = known.kept
-    sequences = [
-        [None if view is None else result(view, made) for view in of_direction]
-        for of_direction in states_
-    ]
-    kept = Kept(result(hidden, made), sequences, [result(view, made) for view in values])
-    return out, finals, kept
+    sequences = [[None if i is None else made[i] for i in numbers] for numbers in states_]
+    return out, finals, Kept(made[hidden], sequences, [made[i] for i in values])
 
 
 def _draft(
@@ -100,7 +96,13 @@ def _draft(
     if keep and not everything:
         kept = _borders(run, -(-steps // segment), finals)
         run.segment_length = segment
-    return Forward(run.finish(), out, zeroed, finals, kept)
+    recipe, number = run.finish(), recipe.number
+    numbers = Kept(
+        number(kept.hidden),
+        [[None if view is None else number(view) for view in views] for views in kept.states],
+        [number(view) for view in kept.values],
+    )
+    return Forward(recipe, number(out), zeroed, [number(final) for final in finals], numbers)
 
 
 def start(

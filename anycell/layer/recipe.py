@@ -157,16 +157,14 @@ class Recipe:
 
     # ---- a call ----------------------------------------------------------------------------------
     def run(self, host: Host, arrays: Mapping[str, Array], options: Options) -> list[Array]:
-        """Runs the pass; returns the arrays that it made, see ``result``."""
-        wide, pointer = host.wide, host.pointer
+        """Runs the pass; returns the arrays that it made, by ``number``."""
+        wide = host.wide
         given = [arrays[name] for name in self.names]
         made = [getattr(wide if w else host, how)(shape) for w, how, shape in self.made]
         block, table = cpu.scratch.take(self.bytes), self.template[:]
         gang = cpu.pool.gang(options.threads) if options.threads > 1 else 0
         address = table.buffer_info()[0]
-        addresses = [
-            *map(pointer, given), *map(pointer, made), *self.fixed, block.address, address, gang,
-        ]  # fmt: skip
+        addresses = [*host.pointers(given + made), *self.fixed, block.address, address, gang]
         for place, slot, offset in self.steps:
             table[place] = addresses[slot] + offset
         for seed, stream in self.seeds:
@@ -178,9 +176,9 @@ class Recipe:
         cpu.scratch.give_back(block)
         return made
 
-    def result(self, view: View, made: list[Array]) -> Array:
-        """The array of a view that ``new`` returned."""
-        return made[self.place[view.slot] - self.first]
+    def number(self, view: View) -> int:
+        """Which of the arrays that a call makes is the one of a view that ``new`` returned."""
+        return self.place[view.slot] - self.first
 
 
 def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -84,7 +84,7 @@ class Options(NamedTuple):
 
     def unseeded(self) -> Options:
         """The options of all calls that differ in random masks alone."""
-        return self._replace(seed=0, stream=0) if self.seed or self.stream else self
+        return self._replace(seed=0, stream=0)
 
     def unread(self) -> Options:
         """The options of a call whose outputs at masked steps nobody reads: where these are the

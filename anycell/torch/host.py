@@ -127,7 +127,7 @@ class TorchHost:
 
     like = staticmethod(torch.empty_like)
     rows = staticmethod(Tensor.unbind)
-    pointer = staticmethod(Tensor.data_ptr)
+    pointer, pointers = staticmethod(Tensor.data_ptr), functools.partial(map, Tensor.data_ptr)
     strides = staticmethod(Tensor.stride)
 
 
