@@ -149,6 +149,9 @@ def _draft(
             direction.add_product(states_[_of_first(plan)].at(direction.d))
     run.finish()
 
+    def number(view: View | None) -> int | None:
+        return None if view is None else recipe.number(view)
+
     def numbers(views: Mapping[str, View]) -> dict[str, int]:
         return {name: recipe.number(view) for name, view in views.items()}
 
@@ -156,15 +159,8 @@ def _draft(
         (one.sums.named, numbers(one.sums.totals), numbers(one.sums.vectors), numbers(others))
         for one, others in zip(directions, totals, strict=True)
     ]
-    pairs = [
-        [
-            tuple(None if view is None else recipe.number(view) for view in pair)
-            for pair in one.pairs
-        ]
-        for one in directions
-    ]
-    of_x_ = None if dx is None else recipe.number(dx)
-    return Backward(recipe, run.directions, of_x_, numbers(states_), sums, pairs if dense else [])  # type: ignore[arg-type]
+    factors = [[(number(a), number(b)) for a, b in one.pairs if dense] for one in directions]
+    return Backward(recipe, run.directions, number(dx), numbers(states_), sums, factors)
 
 
 def _of_first(plan: Plan) -> str:
