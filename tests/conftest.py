@@ -204,10 +204,18 @@ def set_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
             assert homes, f"no layer decides by {name}"
             for module in homes:
                 monkeypatch.setattr(module, name, value)
-        layer.form.form_of.cache_clear()
+        forget_passes()
 
     yield change
+    forget_passes()
+
+
+def forget_passes() -> None:
+    """Layers on the CPU draft their passes anew."""
+    from anycell import layer
+
     layer.form.form_of.cache_clear()
+    layer.recipe.known.clear()
 
 
 @pytest.fixture
@@ -215,6 +223,7 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The forms of all calls of layers on the CPU from here on."""
     from anycell import layer
 
+    layer.recipe.known.clear()  # a pass that is known asks for no form
     form_of, taken = layer.run.form_of, []
 
     def spy(*args: Any) -> Any:

@@ -68,11 +68,12 @@ def fit(
     key: tuple[Any, ...] = type(host), host.dtype, plan, directions, read, host.layout(arrays)
     fitted = {name: array for name, array in arrays.items() if array is not None}
     if key not in _accepted:
-        flags = {name: array for name, array in fitted.items() if name in FLAGS}
-        fitted = _fitted(host, plan, arrays, directions, read) | flags
+        done = _fitted(host, plan, arrays, directions, read)
+        fitted = {n: done.get(n, a) for n, a in fitted.items() if n in done or n in FLAGS}
         if all(fitted.get(name) is array for name, array in arrays.items()):
             _accept(key)
-        key = type(host), host.dtype, plan, directions, read, host.layout(fitted)
+        else:
+            key = type(host), host.dtype, plan, directions, read, host.layout(fitted)
     for name in FLAGS:
         if name in fitted:
             fitted[name] = _flags(host, name, fitted[name], fitted["x"].shape[:2])

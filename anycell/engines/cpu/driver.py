@@ -56,7 +56,6 @@ PRODUCT = [
 # few rows; the sum of the rows of ``a``; and the rows of ``a``, of any stride from step to step,
 # one behind the other, with zeros for those under the mask ``b``.
 KINDS = OURS, BLAS, FEW, SUM, GATHER = range(5)
-WORTH_A_THREAD = 1 << 17  # multiply-adds of a product below which a second thread does not pay
 
 _TABLE = align(8 * len(gemm.ENTRIES))
 BLOCK = 4  # vectors, or columns, that are added up side by side
