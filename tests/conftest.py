@@ -194,6 +194,8 @@ def set_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
     Every module of the package that knows a name gets the new value.
     """
+    from problems import forget_passes
+
     from anycell import layer
 
     modules = layer, layer.form
@@ -208,14 +210,6 @@ def set_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
     yield change
     forget_passes()
-
-
-def forget_passes() -> None:
-    """Layers on the CPU draft their passes anew."""
-    from anycell import layer
-
-    layer.form.form_of.cache_clear()
-    layer.recipe.known.clear()
 
 
 @pytest.fixture

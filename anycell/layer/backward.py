@@ -72,13 +72,14 @@ def backward(
     )
     made = known.recipe.run(host, given, options)
     if factors is not None:
+        rows = given["x"].shape[0] * given["x"].shape[1]
         factors += [
-            [Factors(*[None if i is None else made[i] for i in pair]) for pair in pairs]
+            [Factors(*[None if i is None else made[i][:rows] for i in pair]) for pair in pairs]
             for pairs in known.pairs
         ]
     wide, learned = host.wide, []
     for d, (biases, totals, vectors, others) in enumerate(known.sums):
-        weights, rows, named = (
+        weights, sums, named = (
             {name: made[i] for name, i in numbers.items()} for numbers in (totals, vectors, others)
         )
         params = named.pop("d_params", None)
@@ -88,7 +89,7 @@ def backward(
         if params is not None:
             total = params.sum(0).reshape(len(plan.cell.params), plan.hidden_size)
             named.update(zip(plan.cell.param_names, host.rows(total), strict=True))
-        learned.append(named | finished(plan, biases, weights, rows, wide.empty, wide.zeros))
+        learned.append(named | finished(plan, biases, weights, sums, wide.empty, wide.zeros))
     whole = {name: made[i] for name, i in known.states.items()}
     dx = None if known.dx is None else made[known.dx]
     gradients = leaving(wide.empty, known.directions, dx, learned, whole)
@@ -145,7 +146,7 @@ def _draft(
     hidden = _states(run)
     for direction in directions:
         direction.multiply(hidden)
-        if run.form.few and of_first:
+        if run.form.single and of_first:
             direction.add_product(states_[_of_first(plan)].at(direction.d))
     run.finish()
 

@@ -79,7 +79,7 @@ class _Walk:
         return {name: self.limits[self.recipe.place[view.slot]] for name, view in views.items()}
 
     def address(self, view: View) -> int:
-        """Where a view begins, as far as its array's bounds tell: it has no negative strides."""
+        """The address of a view's first element. Its array has no negative strides."""
         return self.limits[self.recipe.place[view.slot]][0] + view.offset
 
     def set(self, **values: int) -> None:

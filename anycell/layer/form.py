@@ -18,7 +18,7 @@ from anycell.plan import LINE, Plan
 # Of projected gates, for all directions together: they should stay in the cache.
 CHUNK_BYTES = 8 << 20
 WORTH_PACKING = 256  # rows of all steps from which packing the weight of the input may pay
-# Rows of a single step, below which packing its weights costs more than it saves.
+# Rows of a single step, below which it does not pay to pack the weights for its products either.
 FEW_ROWS = 12
 WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay
 WEIGHTS_SHARE = (
@@ -37,8 +37,9 @@ class Form(NamedTuple):
     Attributes:
         steps, chunk: all of them, and those per chunk of the projection.
         inputs: how many of them the kernel multiplies itself; 0 where they are projected before.
-        few: one step of few rows, see ``FEW_ROWS``: its products read the weights where they lie,
-            that of the step too, which the kernel is given.
+        single: one step, whose recurrent matmul is a product too: packing the weights for the
+            kernel would cost more than it saves.
+        few: one of so few rows, that products read the weights where they lie.
         scratch, packed: bytes of memory that the door asks for.
         entries: the table of a call, with all that does not change.
         firsts: where in it the entries of each direction begin.
@@ -49,6 +50,7 @@ class Form(NamedTuple):
     steps: int
     chunk: int
     inputs: int
+    single: bool
     few: bool
     scratch: int
     packed: int
@@ -87,18 +89,17 @@ def form_of(
     directions, project = len(reverse), entering is not None
     kernel = cpu.compiled(plan, backward)
     chunk = chunk_of(plan, steps, batch * directions) if project else max(1, steps)
-    few = project and steps == 1 and batch < FEW_ROWS and dense and recurrent_alone(plan)
-    few = few and not resets
+    single = project and steps == 1 and dense and recurrent_alone(plan) and not resets
     able = kernel.projecting is not None  # of the forward pass
     inputs = 0
-    if entering and able and not few and projects(plan, steps * batch, entering, holes, batch):
+    if entering and able and not single and projects(plan, steps * batch, entering, holes, batch):
         inputs = entering
     hyper = cpu.hyperparameters(plan)
     at, entries = kernel.shared, array("q", bytes(8 * kernel.first(directions)))
     values = {
         "directions": directions, "reverse": sum(way << d for d, way in enumerate(reverse)),
-        "steps": steps, "batch": batch, "count": chunk, "span": steps, "pack": not few,
-        "packed": not few, "threads": min(threads, cpu.pool.MOST), "sparse": holes,
+        "steps": steps, "batch": batch, "count": chunk, "span": steps, "pack": not single,
+        "packed": not single, "threads": min(threads, cpu.pool.MOST), "sparse": holes,
         "least_work": WORTH_A_THREAD, "row_group": row_group(batch),
         "hyper": hyper.__array_interface__["data"][0], "inputs": inputs,
     }  # fmt: skip
@@ -109,8 +110,8 @@ def form_of(
     scratch, packed = entries[at["scratch_bytes"]], entries[at["packed_bytes"]]
     entries[at["packed"]] = 0
     firsts = [kernel.first(d) for d in range(directions)]
-    packed = 0 if few else packed
-    return Form(kernel, steps, chunk, inputs, few, scratch, packed, entries, firsts, hyper)
+    few, packed = single and batch < FEW_ROWS, 0 if single else packed
+    return Form(kernel, steps, chunk, inputs, single, few, scratch, packed, entries, firsts, hyper)
 
 
 def chunk_of(plan: Plan, steps: int, rows: int) -> int:
@@ -137,6 +138,7 @@ def _entry(name: str) -> Callable[[Form], int]:
 # Choices that do not change results; tests cover both sides of each.
 ROADS: dict[str, Callable[[Form], bool]] = {
     "the kernel multiplies the input": lambda form: form.inputs > 0,
+    "a single step": lambda form: form.single,
     "a single step of few rows": lambda form: form.few,
     "several chunks": lambda form: form.chunk < form.steps,
     "several threads": lambda form: _entry("parts")(form) > 1,

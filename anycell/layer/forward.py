@@ -169,14 +169,14 @@ def project(run: Run) -> None:
         scales = w[scales_of("weight_ih")] if plan.types.quantized else 0
         entering, kind = run.entering(run.before, d), FEW if form.few else None
         run.multiply(run.before, d, entering, w["weight_ih"].T, gates, scales=scales, kind=kind)
-        if form.few:
+        if form.single:
             product = run.recipe.buffer((run.batch, width), plan.types.accumulate.bytes)
             run.place_of(d, {"product": product})
-            run.multiply(run.before, d, _first(run, w), w["weight_hh"].T, product, kind=FEW)
+            run.multiply(run.before, d, _first(run, w), w["weight_hh"].T, product, kind=kind)
 
 
 def _first(run: Run, w: Mapping[str, View]) -> View:
-    """The first state of a single step of few rows."""
+    """The first state of a single step."""
     state, host = run.plan.cell.states[0], run.host
     if f"state {state.name}" in w:
         return w[f"state {state.name}"]

@@ -469,7 +469,9 @@ class _Backward(_Run):
                 columns = slice(memory.column, memory.column + self.widths[0])
                 hidden = before(memory.hidden, chunk, memory.reverse, memory.first)[:, :, columns]
                 factors = [self._factors(l.name, rows) for l in self.cell.linears]
-                self.sums.add(dg, self._input(chunk, rows), hidden.reshape(rows, -1), factors)
+                self.sums.add(
+                    dg, self._input(chunk, rows), hidden.reshape(rows, self.widths[0]), factors
+                )
             if self.given.projects and dx is not None:
                 into = dx[chunk.begin : chunk.end].reshape(rows, dx.shape[2])
                 (host.matmul_add if self.d else host.matmul)(dg, self.w["weight_ih"], into)
@@ -498,9 +500,9 @@ class _Backward(_Run):
     def result(self) -> Direction:
         """All gradients, after the last segment, in the plan's dtype."""
         host, cell, h, values = self.host, self.cell, self.plan.hidden_size, self.values
-        sums, zeros = self.sums, functools.partial(host.zeros, wide=True)
+        sums = self.sums
         named: dict[str, Array | None] = dict(
-            finished(self.plan, sums.named, sums.totals, sums.vectors, zeros, zeros)
+            finished(self.plan, sums.named, sums.totals, sums.vectors, sums.zeros, sums.zeros)
         )
         total: Any = host.summed(values["d_params"]) if cell.params else None
         for i, name in enumerate(cell.param_names):
@@ -520,6 +522,10 @@ class _DeviceSums(Sums):
         super().__init__(plan, w, need, fresh=False)
 
     def new(self, shape: tuple[int, ...], overwritten: bool) -> Array:
+        return self.zeros(shape)
+
+    def zeros(self, shape: tuple[int, ...]) -> Array:
+        """A total, in float32."""
         return self.host.zeros(shape, wide=True)
 
     def multiply(self, d: Array, operand: Array, weight: Array, whole: bool) -> None:

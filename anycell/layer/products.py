@@ -22,8 +22,11 @@ ENV = "ANYCELL_MATMUL"
 
 
 class Rule(NamedTuple):
-    """Whose matmul multiplies: the library's, where there is one to call, or ours; and why, as a
-    sentence for ``anycell doctor``.
+    """Says whose matmul multiplies.
+
+    Attributes:
+        host: the library's does, where there is one to call.
+        why: a sentence for ``anycell doctor``.
     """
 
     host: bool
@@ -91,7 +94,8 @@ def multiply(
         scales: address of the scales of columns, where ``b`` consists of integers.
     """
     places = []  # addresses and strides; 1 of an axis that nobody steps along
-    arrays: list[Array] = [host.fit(a, MATRIX), host.fit(b, MATRIX), out]
+    right_host = host.eight_bits if scales else host
+    arrays: list[Array] = [host.fit(a, MATRIX), right_host.fit(b, MATRIX), out]
     for array in arrays:
         (rows, columns), (row, column) = array.shape, host.strides(array)
         places.append((host.pointer(array), row if rows > 1 else 1, column if columns > 1 else 1))

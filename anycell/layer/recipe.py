@@ -177,7 +177,7 @@ class Recipe:
         return made
 
     def number(self, view: View) -> int:
-        """Which of the arrays that a call makes is the one of a view that ``new`` returned."""
+        """The number, among the arrays that a call makes, of a view that ``new`` returned."""
         return self.place[view.slot] - self.first
 
 
@@ -190,7 +190,7 @@ known: dict[tuple[Any, ...], Any] = {}
 
 
 def recipe_of(key: tuple[Any, ...], draft: Callable[[], Any]) -> Any:
-    """What is known under a key, or what ``draft`` returns, from then on."""
+    """Looks up a draft, or makes it and keeps it."""
     key = key, cpu.isa.current(), cpu.pool.FORKED
     try:
         return known[key]

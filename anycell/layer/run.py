@@ -100,7 +100,7 @@ class Run:
             self.recipe.put_all(at + 1 + axes - len(strides), strides)
 
     def place_parts(self, views: Views) -> None:
-        """The same of arrays whose first axis is directions, ``[D, B, size]``."""
+        """Sets those of arrays whose first axis is directions, ``[D, B, size]``."""
         for d in range(len(self.directions)):
             self.place_of(d, {name: view.at(d) for name, view in views.items()})
 
@@ -113,7 +113,7 @@ class Run:
         self.recipe.put_all(at, [view, steps, rows])
 
     def place_rows(self, d: int, name: str, rows: View) -> None:
-        """The same of a buffer of the rows of a chunk."""
+        """Sets those of a buffer of the rows of a chunk."""
         self.place_steps(d, name, rows, self.batch * rows.strides[0], rows.strides[0])
 
     def place_slots(self, d: int, name: str, size: int) -> None:

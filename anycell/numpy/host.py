@@ -116,7 +116,7 @@ class NumpyHost:
         return int(array.__array_interface__["data"][0])
 
     def pointers(self, arrays: Iterable[Array]) -> list[int]:
-        """Of several arrays: a call of ``pointer`` for each takes longer."""
+        """Addresses of several arrays: a call of ``pointer`` for each takes longer."""
         return [array.__array_interface__["data"][0] for array in arrays]
 
     def strides(self, array: Array) -> tuple[int, ...]:
