@@ -3,7 +3,7 @@
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,10 @@ import numpy.typing as npt
 import pytest
 from tolerances import assert_close
 
-from anycell import cells, layer
+from anycell import Cell, cells, layer
 from anycell.engines import cpu
 from anycell.layer import recipe
-from anycell.numpy.host import NumpyHost
+from anycell.numpy.host import NumpyHost, host_of
 from anycell.plan import plan
 
 Array = npt.NDArray[Any]
@@ -181,3 +181,35 @@ def test_threads_share_a_recipe(rng: np.random.Generator) -> None:
     for worker in workers:
         worker.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize(
+    "cell", [cells.LSTM, cells.GRU(reset_after=False), cells.PeepholeLSTM, cells.sLSTM(heads=2)],
+    ids=str,
+)  # fmt: skip
+def test_bits_do_not_depend_on_threads(
+    cell: Cell, dtype: str, rng: np.random.Generator, set_layer: Callable[..., None]
+) -> None:
+    """Neither those of outputs nor those of any gradient, weights and biases included."""
+    set_layer(WORTH_A_THREAD=0, CHUNK_BYTES=1 << 14)
+    hidden, host, chosen = 40, host_of(dtype), plan(cell, 40, dtype, "cpu")
+    for rows, inputs, directions in ((1, 3, 1), (9, 20, 2), (40, 100, 1)):
+        reverse = (False, True)[:directions]
+        learned = {
+            name + end: rng.standard_normal(shape).astype(host.dtype)
+            for end in layer.ENDS[:directions]
+            for name, shape in layer.shapes(cell, {"H": hidden}, inputs, True).items()
+        }
+        x = rng.standard_normal((20, rows, inputs)).astype(host.dtype)
+        given = {**learned, "x": x, "mask": rng.integers(0, 4, (20, rows)) > 0}
+        found = []
+        for threads in (1, 2, 3):
+            how = layer.Options(reverse=reverse, training=True, threads=threads)
+            out, finals, kept = layer.forward(host, chosen, given, how, keep=True)
+            assert kept is not None
+            gradients = layer.backward(host, chosen, given, how, kept, out, finals)
+            found.append({"out": out, **gradients})
+        for other in found[1:]:
+            for name, value in found[0].items():
+                assert value.tobytes() == other[name].tobytes(), (rows, name)
