@@ -20,8 +20,8 @@ import anycell
 # Functions with the name of their module, which the text alone takes for the module.
 NAMESAKES = {
     "cell": "lang.cell.cell",
-    "explain": "explain.explain",
-    "Explanation": "explain.Explanation",
+    "explain": "explanation.explain",
+    "Explanation": "explanation.Explanation",
     "recurrence": "numpy.recurrence.recurrence",
     "keras.accelerate": "keras.accelerate.accelerate",
     "torch.accelerate": "torch.accelerate.accelerate",

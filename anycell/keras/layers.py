@@ -19,6 +19,7 @@ import numpy as np
 from keras import activations, ops, tree
 from keras.src import backend  # the mask of a tensor has no public name
 
+from anycell.explanation import Explained, Explanation, Subject, about_layer
 from anycell.keras import cells
 from anycell.keras.call import Arrays, Result, Tensor, check, named_states
 from anycell.keras.cell import RNNCell, deserialize
@@ -76,7 +77,7 @@ def changed(cell: Any) -> str | None:
     return None
 
 
-class Fused:
+class Fused(Explained):
     """The base of the layers: one ``inner_loop``, on the engine that fits."""
 
     cell: Any
@@ -121,11 +122,17 @@ class Fused:
         """The engine that runs the layer in inference, here and now, and why."""
         return choose(self._facts(False, gpu_visible(), refusal()))
 
-    def explain(self, training: bool = True) -> str:
-        """Says which engine runs the layer, and why, before it runs; see ``docs/keras.md``."""
-        name, reason = choose(self._facts(training, gpu_visible(), refusal()))
-        what = "training" if training else "inference"
-        return f"{self.name}: {what} runs on {name} ({reason})"  # type: ignore[attr-defined]
+    def explain(self, training: bool = True, **shown: Any) -> Explanation:
+        """Describes this layer before it runs: the engine that runs it, in training or inference,
+        and why; then ``anycell.explain`` of its cell, which says what may be ``shown``.
+        """
+        return about_layer(self._subject(training), **shown)
+
+    def _subject(self, training: bool = True) -> Subject:
+        facts = self._facts(training, gpu_visible(), refusal())
+        about = f"{self.name}: {'training' if training else 'inference'}"  # type: ignore[attr-defined]
+        sizes = {**facts.sizes}
+        return Subject(about, choose(facts), facts.cell, facts.units, facts.dtype, sizes)
 
     @property
     def supports_jit(self) -> bool:

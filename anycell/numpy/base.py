@@ -39,6 +39,10 @@ class Layer:
         self._writes = 0  # to the parameters, all that go through a method of ours
         self._prepared: Any = None
 
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Calls ``forward``."""
+        return self.forward(*args, **options)  # type: ignore[attr-defined]
+
     @property
     def parameters(self) -> Mapping[str, Array]:
         """The learned arrays by name. Write into them: ``layer.parameters["bias"][:] = 0``."""
@@ -72,7 +76,7 @@ class Layer:
 
         From a PyTorch layer::
 
-            layer.set_parameters({k: v.numpy() for k, v in module.state_dict().items()})
+            layer.set_parameters(module.state_dict())
         """
         self._check_names(check.mapping("values", values, "arrays by the names of parameters"))
         arrays = {name: check.numbers(name, values[name]) for name in self.arrays}
@@ -83,6 +87,14 @@ class Layer:
         self._writes += 1
         for name, parameter in self.arrays.items():
             parameter[...] = copies[name]
+
+    def state_dict(self) -> dict[str, Array]:
+        """Copies of ``arrays``: all that is learned, as it is now."""
+        return {name: array.copy() for name, array in self.arrays.items()}
+
+    def load_state_dict(self, values: Mapping[str, npt.ArrayLike]) -> None:
+        """Takes what ``state_dict`` gave, here or of a PyTorch module; as ``set_parameters``."""
+        self.set_parameters(values)
 
     def _check_names(self, given: Mapping[str, object]) -> None:
         missing = self.arrays.keys() - given.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,24 +12,26 @@ import numpy.typing as npt
 
 from anycell import cells
 from anycell.engines.cpu import pool
+from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters, places, shapes
 from anycell.layer.checks import Layout, check_options, check_states, check_static, refuse
 from anycell.layer.signature import of_layer
 from anycell.layer.stream import Stream
+from anycell.named import shown
 from anycell.numpy import check, initializers, passes
 from anycell.numpy.base import Array, Layer
 from anycell.numpy.host import host_of
-from anycell.plan import CallOptions, Options, Plan, plan, takes
+from anycell.plan import CallOptions, Engine, Options, Plan, plan, takes
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
 State = Array | tuple[Array, ...]  # the array alone where a cell has one state
 Flags = npt.NDArray[np.bool_]
 
 
-class RNN(Layer):
+class RNN(Explained, Layer):
     """Layers of any cell, with the backward pass that anycell derived from it.
 
     With the cell's function ``f`` and H = ``hidden_size``, each direction of each layer computes
@@ -117,20 +120,23 @@ class RNN(Layer):
         super().__init__(self._initial(initializer, recurrent_initializer, starts))
 
     def __repr__(self) -> str:
-        shown = [repr(self.cell), str(self.input_size), str(self.hidden_size)]
-        shown += [f"{k}={v}" for k, v in self.sizes.items() if k != "H"]
-        defaults = {"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0}
-        further = {"bidirectional": False, "checkpoint": None}
-        for name, default in {**defaults, **further}.items():
-            if getattr(self, name) != default:
-                shown.append(f"{name}={getattr(self, name)}")
-        return f"{type(self).__name__}({', '.join(shown)}, dtype={self.dtype.name!r})"
+        return f"{type(self).__name__}({', '.join(shown(self))}, dtype={self.dtype.name!r})"
 
     # -- parameters ------------------------------------------------------------------------------
     @property
     def plan(self) -> Plan:
         """The plan of the layer: ``plan.engine``, "cpu" or "reference", and ``plan.reason``."""
         return plan(self.cell, self.hidden_size, self.dtype.name, sizes=self.sizes)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that runs this layer, and why."""
+        return Engine(self.plan.engine, self.plan.reason)
+
+    def _subject(self) -> Subject:
+        chosen = self.plan
+        said = repr(self), self.engine, chosen.cell, chosen.hidden_size, chosen.dtype
+        return Subject(*said, chosen.sizes)
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         """Name and shape of all parameters of a direction whose input has that width."""
@@ -254,6 +260,9 @@ class RNN(Layer):
             output = output.copy()  # the caller's own; the backward pass reads what is kept
         return output, self._returned(finals)
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
     def backward(
         self, grad_output: npt.ArrayLike, grad_state: State | None = None
     ) -> tuple[Array, State]:
@@ -298,7 +307,7 @@ class RNN(Layer):
             d = np.ascontiguousarray(d.swapaxes(0, 1))
         return d, self._returned(initial)
 
-    def prepare(self) -> RNN:
+    def prepare(self) -> Self:
         """Packs the weights for ``step``, once for all steps to come; returns the layer itself.
 
         ``step`` packs them again after ``set_parameters``, ``load`` and an optimizer's step, and
@@ -436,6 +445,9 @@ def _gate_bias(cell: Cell, bias: bool, given: Mapping[str, float] | None) -> dic
     return {name: check.number("gate_bias", value) for name, value in given.items()}
 
 
+_TOLD = frozenset(inspect.signature(RNN).parameters) - {"cell", "sizes"}
+
+
 class LSTM(RNN):
     """Long short-term memory; its equations are in ``anycell.cells.LSTM``.
 
@@ -443,8 +455,7 @@ class LSTM(RNN):
         forget_bias: what the forget gate's bias starts from. None means 1 (Gers, Schmidhuber &
             Cummins, 2000; Jozefowicz, Zaremba & Sutskever, 2015), and with ``initializer="torch"``
             leaves it as drawn.
-        options: as in ``RNN``, like all else. The state is ``(h, c)``, the gates lie in the order
-            i f g o.
+        all else: as in ``RNN``. The state is ``(h, c)``, the gates lie in the order i f g o.
 
     Example:
         >>> layer = LSTM(input_size=1, hidden_size=32, seed=0)
@@ -453,33 +464,46 @@ class LSTM(RNN):
         ((104, 8, 32), (1, 8, 32), (1, 8, 32))
     """
 
+    of = cells.LSTM
+
     def __init__(
         self,
         input_size: int,
         hidden_size: int,
         num_layers: int = 1,
         bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        dtype: npt.DTypeLike = "float32",
+        initializer: str | initializers.Initializer = "glorot_uniform",
+        recurrent_initializer: str | initializers.Initializer = "orthogonal",
+        gate_bias: Mapping[str, float] | None = None,
+        seed: int | None = None,
+        checkpoint: str | int | None = None,
         *,
         forget_bias: float | None = None,
-        **options: Any,
     ) -> None:
-        if forget_bias is None and bias and options.get("initializer") != "torch":
+        told = {name: value for name, value in locals().items() if name in _TOLD}
+        if forget_bias is None and bias and initializer != "torch":
             forget_bias = 1.0
         if forget_bias is not None:
-            others = options.get("gate_bias")
-            others = check.mapping("gate_bias", {} if others is None else others, "numbers by gate")
-            options["gate_bias"] = {"f": check.number("forget_bias", forget_bias), **others}
-        super().__init__(cells.LSTM, input_size, hidden_size, num_layers, bias, **options)
+            others = {} if gate_bias is None else gate_bias
+            others = check.mapping("gate_bias", others, "numbers by gate")
+            told["gate_bias"] = {"f": check.number("forget_bias", forget_bias), **others}
+        super().__init__(self.of, **told)
 
 
 class GRU(RNN):
     """Gated recurrent unit, with the reset after the matmul, as in ``torch.nn``.
 
     Args:
-        options: as in ``RNN``, like all else. The state is ``h``, the gates lie in the order r z n;
-            the equations are in ``anycell.cells.GRU``. With the reset before the matmul, as in the
-            paper, it is ``RNN(anycell.cells.GRU(reset_after=False), ...)``.
+        all: as in ``RNN``. The state is ``h``, the gates lie in the order r z n; the equations are
+            in ``anycell.cells.GRU``. With the reset before the matmul, as in the paper, it is
+            ``RNN(anycell.cells.GRU(reset_after=False), ...)``.
     """
+
+    of = cells.GRU
 
     def __init__(
         self,
@@ -487,6 +511,14 @@ class GRU(RNN):
         hidden_size: int,
         num_layers: int = 1,
         bias: bool = True,
-        **options: Any,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        dtype: npt.DTypeLike = "float32",
+        initializer: str | initializers.Initializer = "glorot_uniform",
+        recurrent_initializer: str | initializers.Initializer = "orthogonal",
+        gate_bias: Mapping[str, float] | None = None,
+        seed: int | None = None,
+        checkpoint: str | int | None = None,
     ) -> None:
-        super().__init__(cells.GRU, input_size, hidden_size, num_layers, bias, **options)
+        super().__init__(self.of, **{n: v for n, v in locals().items() if n in _TOLD})

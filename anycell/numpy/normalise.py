@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 
@@ -168,6 +170,9 @@ class BatchNorm(Layer):
         self._saved = (normal, scale, valid) if training else None
         y: Array = normal * self._parameters["weight"] + self._parameters["bias"] * valid
         return y
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def backward(self, grad_output: npt.ArrayLike) -> Array:
         """The gradient of x, from the gradient of y; fills ``grads``.
