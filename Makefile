@@ -80,7 +80,8 @@ lint: $(VENV)/dev.stamp ## ruff and mypy
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
 
-format: $(VENV)/dev.stamp ## let ruff rewrite what it can
+format: $(VENV)/keras.stamp ## let ruff rewrite what it can; the types of layers that are made for cells
+	$(RUN) tools/stubs.py
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from anycell.numpy.recurrence import recurrence as recurrence
 
 # Frontends are not among them: a star would import every framework.
-__all__ = ["cells", "explain", "layouts", "recurrence"]  # noqa: F405
+__all__ = ["cells", "explain", "layouts", "recurrence"]
 __all__ += lang.__all__
 
 

@@ -25,9 +25,9 @@ anycell.torch.RNN(3, 8)  # wrong
 anycell.torch.RNN("LSTM", 3, 8)  # wrong
 layer(x, length=[5, 3])  # wrong
 layer(np.zeros((5, 2, 3)))  # wrong
-layer.hidden_sizes  # wrong
-anycell.torch.RMM  # wrong
-anycell.torhc  # wrong
+print(layer.hidden_sizes)  # wrong
+print(anycell.torch.RMM)  # wrong
+print(anycell.torhc)  # wrong
 
 # Layers in place of torch's.
 lstm = anycell.torch.LSTM(3, 8, num_layers=2, proj_size=4, checkpoint="sqrt")
@@ -67,7 +67,7 @@ assert_type(anycell.torch.restore(torch.nn.Sequential()), torch.nn.Sequential)
 engine: str = layer.engine.name
 print(anycell.explain(layer), anycell.explain(cells.LSTM, 64).plan, layer.explain(batch=32)[:80])
 anycell.explain(cells.LSTM, hidden_size="64")  # wrong
-anycell.torch.accelerate(torch.nn.LSTM(3, 8)).num_layer  # wrong
+print(anycell.torch.accelerate(torch.nn.LSTM(3, 8)).num_layer)  # wrong
 
 # NumPy.
 of_numpy = anycell.numpy.LSTM(3, 8, batch_first=True, forget_bias=1.0, seed=0)

@@ -12,7 +12,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-HEAD = """# Written by tools/stubs.py, which `make format` runs: the layers of named.py for type checkers.
+HEAD = """# Written by tools/stubs.py, which `make format` runs: the types of what named.py makes.
+# fmt: off
 # ruff: noqa
 from collections.abc import Mapping
 from typing import Any

@@ -122,7 +122,7 @@ def restore(model: Model) -> Model:
         >>> type(restore(model).layers[0]) is keras.layers.LSTM
         True
     """
-    _check(model)
+    _check(model, "restore")
     for _, layer in _walk(model):
         kind = _BACK.get(type(layer))
         if kind is not None:
@@ -225,8 +225,8 @@ def _kind(layer: keras.layers.Layer) -> str:
     return name if known.__name__ == kind.__name__ else f"{kind.__name__} ({name})"
 
 
-def _check(model: object) -> None:
+def _check(model: object, asked: str = "accelerate") -> None:
     if not isinstance(model, keras.layers.Layer):
-        hint = "Call it first: accelerate(Model())." if isinstance(model, type) else "Pass a model."
+        hint = f"Call it first: {asked}(Model())." if isinstance(model, type) else "Pass a model."
         given = model.__name__ if isinstance(model, type) else type(model).__name__
         raise TypeError(f"model: given {given}; expected a model or layer of Keras. {hint}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,10 @@ def check_gradients(
     arrays = {"x": (x, back[0] if isinstance(back, tuple) else back)}
     for part, done in zip(_parts(twin), _parts(run), strict=True):
         arrays |= {
-            name if name not in arrays else f"{type(part).__name__}.{name}": (array, done.grads[name])
+            name if name not in arrays else f"{type(part).__name__}.{name}": (
+                array,
+                done.grads[name],
+            )
             for name, array in part.parameters.items()
         }
 

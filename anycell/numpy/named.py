@@ -1,4 +1,4 @@
-"""A layer for every cell of ``anycell.cells`` that has none of its own in ``anycell.numpy.layers``."""
+"""A layer for every cell of ``anycell.cells`` that ``anycell.numpy.layers`` has none for."""
 
 from anycell import named
 from anycell.numpy.layers import RNN

@@ -1,4 +1,5 @@
-# Written by tools/stubs.py, which `make format` runs: the layers of named.py for type checkers.
+# Written by tools/stubs.py, which `make format` runs: the types of what named.py makes.
+# fmt: off
 # ruff: noqa
 from collections.abc import Mapping
 from typing import Any

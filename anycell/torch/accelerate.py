@@ -109,7 +109,7 @@ def restore(model: Model) -> Model:
         >>> type(restore(model)[0]) is nn.LSTM
         True
     """
-    _check(model)
+    _check(model, "restore")
     for module in model.modules():
         swap.back(module)
     return model
@@ -150,9 +150,9 @@ def recurrent_layers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Found]
     return layers
 
 
-def _check(model: object) -> None:
+def _check(model: object, asked: str = "accelerate") -> None:
     if not isinstance(model, nn.Module):
-        hint = "Call it first: accelerate(Model())." if isinstance(model, type) else "Pass a model."
+        hint = f"Call it first: {asked}(Model())." if isinstance(model, type) else "Pass a model."
         raise TypeError(f"model: given {describe(model)}; expected a torch.nn.Module. {hint}")
 
 
