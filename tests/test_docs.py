@@ -82,8 +82,11 @@ def test_every_public_name_has_an_entry(module: str) -> None:
         pytest.importorskip(module.removeprefix("anycell."))
     page = ROOT / "docs" / "api" / f"{module.rpartition('.')[2]}.md"
     entries = re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    names = importlib.import_module(module).__all__
-    assert sorted(entries) == sorted(f"{module}.{name}" for name in {*names})
+    names = {f"{module}.{name}" for name in importlib.import_module(module).__all__}
+    cells = {f"{module}.{name}" for name in anycell.cells.__all__}
+    if f"{module}.*" in entries:  # one for each cell that has none
+        entries = [e for e in entries if e != f"{module}.*"] + sorted(cells - {*entries})
+    assert sorted(entries) == sorted(names)
 
 
 @pytest.mark.slow

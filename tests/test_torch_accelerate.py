@@ -145,7 +145,7 @@ def test_a_subclass_is_swapped(kind: type[Amp]) -> None:
 
 @pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, Amp, Further], ids=lambda kind: kind.__name__)
 def test_the_way_back(make: Any) -> None:
-    """The same objects, of the classes that they were of, with the weights that they have by now."""
+    """The same objects, of the classes that they were of, with the weights of now."""
     model = nn.Sequential(make(4) if make in (Amp, Further) else make(1, 4)).double()
     layer, x = model[0], torch.randn(7, 2, 1, dtype=DOUBLE)
     before = {name: id(p) for name, p in model.named_parameters()}, vars(layer).keys()
