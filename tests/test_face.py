@@ -45,6 +45,8 @@ def test_a_layer_for_each_cell(frontend: str, name: str) -> None:
     kind = getattr(module, name)
     layer = kind(3, 8, num_layers=2, **sizes(name), **hyper)
     same = module.RNN(cell(**hyper), 3, 8, 2, **sizes(name))
+    if frontend == "torch":
+        layer.eval(), same.eval()
     same.load_state_dict(layer.state_dict())
     x, static = X.astype("float32"), np.ones((2, 8), "float32")
     if frontend == "torch":
@@ -147,6 +149,12 @@ def test_a_page_is_read_like_a_text() -> None:
     assert page[:6] == "LSTM()" and page[0] == "L"
 
 
+def test_what_numpys_things_show() -> None:
+    layer = an.LSTM(3, 8)
+    assert str(layer.plan) == "Plan(LSTM(), H=8, float32: cpu, fused kernel, 1 matmul a step)"
+    assert repr(an.Adam(layer, lr=0.5)) == f"Adam([{layer!r}], lr=0.5, steps=0)"
+
+
 # -- NumPy's layers --------------------------------------------------------------------------------
 def test_numpy_layers_are_called() -> None:
     for layer, given in (
@@ -194,7 +202,7 @@ def test_cross_entropy(masked: bool, dtype: str) -> None:
     mask = rng.random((5, 2)) < 0.5 if masked else None
     if masked:
         logits[~mask], target[~mask] = np.nan, -1
-    given = torch.from_numpy(logits).requires_grad_()
+    given = torch.from_numpy(logits.astype("float64")).requires_grad_()
     chosen = torch.from_numpy(np.where(target < 0, -100, target))
     right = torch.nn.functional.cross_entropy(given.reshape(-1, 7), chosen.reshape(-1))
     right.backward()
@@ -207,7 +215,7 @@ def test_cross_entropy(masked: bool, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ((X, np.zeros((5, 3), int)), ValueError, r"target: given shape \[5, 3\], expected shape"),
+        ((X, np.zeros((5, 3), int)), ValueError, r"target: given shape \[5, 3\]; expected shape"),
         ((X, np.zeros((5, 2))), TypeError, r"target: given dtype float64; expected integers"),
         ((X, np.full((5, 2), 3)), ValueError, r"target: .*; expected 0 to 2\. Add outputs"),
         ((X, np.full((5, 2), -1)), ValueError, r"target: given a number of no class"),
