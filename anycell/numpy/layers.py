@@ -15,7 +15,14 @@ from anycell.engines.cpu import pool
 from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters, places, shapes
-from anycell.layer.checks import Layout, check_options, check_states, check_static, refuse
+from anycell.layer.checks import (
+    Layout,
+    check_options,
+    check_recurrent_mask,
+    check_states,
+    check_static,
+    refuse,
+)
 from anycell.layer.signature import of_layer
 from anycell.layer.stream import Stream
 from anycell.named import shown
@@ -116,6 +123,7 @@ class RNN(Explained, Layer):
         self._generator = check.generator("seed", seed)
         self._saved: _Saved | None = None
         self.grad_static: Array | None = None
+        self.grad_reset_state: State | None = None
         starts = _gate_bias(cell, self.bias, gate_bias)
         super().__init__(self._initial(initializer, recurrent_initializer, starts))
 
@@ -195,7 +203,9 @@ class RNN(Explained, Layer):
         mask: npt.ArrayLike | None = None,
         lengths: npt.ArrayLike | None = None,
         resets: npt.ArrayLike | None = None,
+        reset_state: State | None = None,
         static: npt.ArrayLike | None = None,
+        recurrent_mask: npt.ArrayLike | None = None,
         training: bool = False,
         **options: Unpack[CallOptions],
     ) -> tuple[Array, State]:
@@ -210,9 +220,13 @@ class RNN(Explained, Layer):
                 state is held, and what lies there has no influence, not even NaN.
             lengths: integers ``[B]`` from 0 to T, how many steps of each row count; the reverse
                 direction starts at each row's end. With a mask too, a step must pass both.
-            resets: bool, laid out as ``mask``: True where the declared initial values replace the
-                state before the step, as where an episode starts.
+            resets: bool, laid out as ``mask``: True where the state before the step is replaced, as
+                where an episode starts.
+            reset_state: what resets restore, as ``state``. None for what the cell declares.
             static: ``[B, H]``, for a cell that declares a static input.
+            recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate, of the size of the first
+                state: multiplies it on its way into the recurrent matmul, of all layers and
+                directions. It has no gradient.
             training: dropout and the cell's random masks act, and what ``backward`` needs is kept,
                 x itself among it: do not write to x before ``backward``.
             {options}
@@ -238,7 +252,13 @@ class RNN(Explained, Layer):
             "resets": None if resets is None else self._flags("resets", resets, steps, rows),
             "static": None if static is self.cell.static is None else self._static(static, rows),
         }
-        states = self._states("state", state, rows)
+        if recurrent_mask is not None:
+            sizes = self.cell, recurrent_mask, self.sizes, (rows,), self
+            shared["recurrent_mask"] = check_recurrent_mask(check.NUMPY, *sizes)
+        states = dict(zip(self._named("state"), self._states("state", state, rows), strict=True))
+        if reset_state is not None:
+            restored = self._states("reset_state", reset_state, rows)
+            states |= zip(self._named("reset_state"), restored, strict=True)
         chosen, saved = self.plan, _Saved()
         finals: list[passes.States] = []
         for k in range(self.num_layers):
@@ -248,8 +268,7 @@ class RNN(Explained, Layer):
                 x = x * saved.dropped[-1]
             arrays = {"x": x, **shared, **self._learned(k)}
             directions = self._directions(k)
-            for name, values in zip(self.cell.state_names, states, strict=True):
-                arrays[f"state {name}"] = values[directions]
+            arrays |= {name: values[directions] for name, values in states.items()}
             x, final, pullback = passes.run(chosen, arrays, how._replace(stream=k))
             saved.pullbacks.append(pullback)
             finals.append(final)
@@ -275,8 +294,9 @@ class RNN(Explained, Layer):
             grad_state: shaped as the returned state; None is zero.
 
         Returns:
-            the gradients of x and of the initial state, shaped as those. The attribute
-            ``grad_static`` has the gradient of a static input.
+            the gradients of x and of the initial state, shaped as those. The attributes
+            ``grad_static`` and ``grad_reset_state`` have those of a static input and of what resets
+            restore, or None.
 
         Raises:
             RuntimeError: where no ``forward(..., training=True)`` went before.
@@ -292,17 +312,22 @@ class RNN(Explained, Layer):
         d_states = self._states("grad_state", grad_state, d.shape[1], start=0.0)
         grads: dict[str, Array] = {}
         initial: list[passes.States] = []
-        self.grad_static = None
+        restored: list[passes.States] = []
+        self.grad_static, self.grad_reset_state = None, None
         for k in reversed(range(self.num_layers)):
             result = saved.pullbacks[k](d, [s[self._directions(k)] for s in d_states])
             d = result["x"] * saved.dropped[k - 1] if k and saved.dropped else result["x"]
-            initial = [[result[f"state {name}"] for name in self.cell.state_names], *initial]
+            initial = [[result[name] for name in self._named("state")], *initial]
+            if result.keys() >= {*self._named("reset_state")}:
+                restored = [[result[name] for name in self._named("reset_state")], *restored]
             if "static" in result:
                 below = 0 if self.grad_static is None else self.grad_static
                 self.grad_static = result["static"] + below
             named = places(self.cell.learned, k, 1 + self.bidirectional)
             grads |= {place: result[name] for name, place in named.items() if name in result}
         self._grads = {name: grads[name] for name in self._parameters}
+        if restored:
+            self.grad_reset_state = self._returned(restored)
         if self.batch_first:
             d = np.ascontiguousarray(d.swapaxes(0, 1))
         return d, self._returned(initial)
@@ -333,6 +358,7 @@ class RNN(Explained, Layer):
         *,
         static: npt.ArrayLike | None = None,
         resets: npt.ArrayLike | None = None,
+        reset_state: State | None = None,
     ) -> tuple[Array, State]:
         """One step, as they arrive: ``forward`` of a sequence of length 1, in evaluation.
 
@@ -341,8 +367,9 @@ class RNN(Explained, Layer):
         Args:
             x: ``[B, input_size]``.
             state, static: as in ``forward``; pass the state that the step before returned.
-            resets: bool ``[B]``, or 0 and 1: True where the declared initial values replace the
-                state before the step, as where an episode starts.
+            resets: bool ``[B]``, or 0 and 1: True where the state is replaced before the step, as
+                where an episode starts.
+            reset_state: what resets restore, as ``state``. None for what the cell declares.
 
         Returns:
             output ``[B, H]`` and the state after it.
@@ -363,11 +390,15 @@ class RNN(Explained, Layer):
             if stream is not None:
                 states = None if state is None else self._states("state", state, len(x))
                 static = self._static(static, len(x))
-                output, new = stream.step(len(x), x, states, static, pool.threads(), resets)
+                start = None
+                if reset_state is not None:
+                    start = self._states("reset_state", reset_state, len(x))
+                output, new = stream.step(len(x), x, states, static, pool.threads(), resets, start)
                 return output, tuple(new) if len(new) > 1 else new[0]
         pending, axis = self._saved, 1 if self.batch_first else 0
         resets = None if resets is None else np.expand_dims(resets, axis)
-        output, state = self.forward(np.expand_dims(x, axis), state, static=static, resets=resets)
+        further = {"static": static, "resets": resets, "reset_state": reset_state}
+        output, state = self.forward(np.expand_dims(x, axis), state, **further)
         self._saved = pending
         return output.squeeze(axis), state
 
@@ -409,6 +440,10 @@ class RNN(Explained, Layer):
             value = s.initial if start is None else start
             states.append(np.full((*first, self.sizes[s.size]), value, self.dtype))
         return states
+
+    def _named(self, kind: str) -> list[str]:
+        """The public names of the states of a call: ``kind`` is "state" or "reset_state"."""
+        return [f"{kind} {name}" for name in self.cell.state_names]
 
     def _static(self, static: npt.ArrayLike | None, rows: int) -> Array | None:
         checked: Array | None = check_static(
