@@ -11,6 +11,7 @@ keras = pytest.importorskip("keras")
 from keras_layers import BACKEND, number  # noqa: E402
 from tolerances import assert_close  # noqa: E402
 
+import anycell  # noqa: E402
 import anycell.keras as ak  # noqa: E402
 from anycell import cells, compress  # noqa: E402
 
@@ -83,6 +84,30 @@ def test_a_step_in_a_graph() -> None:
     eager, states = layer.step(x)
     for a, b in ((traced, eager), (h, states[0]), (c, states[1])):
         assert_close(number(a), number(b), "float32", "forward")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_explained(name: str) -> None:
+    """By what runs it, and why, in training or inference; then by the page of its cell."""
+    layer = LAYERS[name]()
+    for training in (True, False):
+        page = layer.explain(training, backward=training)
+        first, _, heading, *_ = str(page).splitlines()
+        what = "training" if training else "inference"
+        assert first.startswith(f"{layer.name}: {what} runs on {layer.engine.name} (")
+        assert ": hidden size 5, float32" in heading and f"\nengine: {layer.engine.name}\n" in page
+        assert ("forward kernel" in page) is (BACKEND != "jax")
+        assert ("kept for the backward pass" in page) is training
+    assert str(anycell.explain(layer)) == str(layer.explain())
+    if name == "projected":
+        assert page.plan.sizes == {"H": 5, "P": 3}
+
+
+def test_a_layer_of_an_unknown_step_is_explained_in_a_line() -> None:
+    layer = ak.LSTM(5, activation=lambda v: v)
+    page = layer.explain()
+    assert page.plan is page.llvm is page.triton is None
+    assert str(page) == f"{layer.name}: training runs on keras ({layer.engine.reason})"
 
 
 BAD: list[tuple[Any, str]] = [
