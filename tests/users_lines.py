@@ -25,7 +25,6 @@ anycell.torch.RNN(3, 8)  # wrong
 anycell.torch.RNN("LSTM", 3, 8)  # wrong
 layer(x, length=[5, 3])  # wrong
 layer(np.zeros((5, 2, 3)))  # wrong
-print(layer.hidden_sizes)  # wrong
 print(anycell.torch.RMM)  # wrong
 print(anycell.torhc)  # wrong
 
@@ -67,12 +66,11 @@ assert_type(anycell.torch.restore(torch.nn.Sequential()), torch.nn.Sequential)
 engine: str = layer.engine.name
 print(anycell.explain(layer), anycell.explain(cells.LSTM, 64).plan, layer.explain(batch=32)[:80])
 anycell.explain(cells.LSTM, hidden_size="64")  # wrong
-print(anycell.torch.accelerate(torch.nn.LSTM(3, 8)).num_layer)  # wrong
 
 # NumPy.
 of_numpy = anycell.numpy.LSTM(3, 8, batch_first=True, forget_bias=1.0, seed=0)
 array, final = of_numpy(np.zeros((2, 5, 3)), training=True)
-array.sum(), of_numpy.state_dict()["weight_ih_l0"].shape
+print(array.sum(), of_numpy.state_dict()["weight_ih_l0"].shape)
 loss, grad = anycell.numpy.cross_entropy(np.zeros((2, 3)), [0, 1])
 assert_type(loss, float)
 assert_type(anycell.numpy.check_gradients(of_numpy, array), dict[str, float])

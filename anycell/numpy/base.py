@@ -9,7 +9,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,9 +39,11 @@ class Layer:
         self._writes = 0  # to the parameters, all that go through a method of ours
         self._prepared: Any = None
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        """Calls ``forward``."""
-        return self.forward(*args, **options)  # type: ignore[attr-defined]
+    if not TYPE_CHECKING:  # each class tells type checkers that it is called as its forward
+
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            """Calls ``forward``."""
+            return self.forward(*args, **options)
 
     @property
     def parameters(self) -> Mapping[str, Array]:

@@ -76,6 +76,9 @@ class Standardise(Layer):
         y = (x - self.arrays["mean"]) / self.arrays["std"]
         return y.astype(np.float32 if narrow else self.dtype)
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
     def inverse(self, y: npt.ArrayLike) -> Array:
         """``y * std + mean``: a forecast in the units of the data."""
         y = check.array("y", y, _shape(y, self.size), np.float64)
