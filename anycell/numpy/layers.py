@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -397,7 +397,7 @@ class RNN(Explained, Layer):
                 return output, tuple(new) if len(new) > 1 else new[0]
         pending, axis = self._saved, 1 if self.batch_first else 0
         resets = None if resets is None else np.expand_dims(resets, axis)
-        further = {"static": static, "resets": resets, "reset_state": reset_state}
+        further: dict[str, Any] = {"static": static, "resets": resets, "reset_state": reset_state}
         output, state = self.forward(np.expand_dims(x, axis), state, **further)
         self._saved = pending
         return output.squeeze(axis), state
