@@ -269,16 +269,24 @@ def test_the_way_back(name: str) -> None:
     x, y = data(name)
     model = MODELS[name]()
     model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
-    kinds = [(id(layer), type(layer)) for layer in model._flatten_layers()]
+    kinds = recurrent(model)
     ak.accelerate(model).fit(x, y, verbose=0)
     right, weights = model.predict(x, verbose=0), [id(w) for w in model.weights]
     assert ak.restore(model) is model
-    assert kinds == [(id(layer), type(layer)) for layer in model._flatten_layers()][: len(kinds)]
+    assert kinds and recurrent(model) == kinds
     assert weights == [id(w) for w in model.weights]
-    assert {found.engine for found in ak.recurrent_layers(model)} == {"keras"}
+    left = [str(found) for found in ak.recurrent_layers(model) if found.engine != "keras"]
+    assert len(left) == (name == "functional") and all("RNN of anycell" in text for text in left)
     if BACKEND != "torch" or name != "functional":  # whose own layers refuse this mask
         assert_close(model.predict(x, verbose=0), right, "float32", "forward")
         model.fit(x, y, verbose=0)
+
+
+def recurrent(model: Any) -> list[tuple[int, type]]:
+    """Which object is of which class; an ``RNN`` of a cell of ours stays ours."""
+    found = [layer for layer in model._flatten_layers() if isinstance(layer, layers.RNN)]
+    found = [layer for layer in found if not isinstance(layer.cell, ak.RNNCell)]
+    return [(id(layer), type(layer)) for layer in found]
 
 
 def test_a_restored_file_needs_no_anycell(tmp_path: Any) -> None:

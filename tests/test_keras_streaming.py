@@ -64,7 +64,7 @@ def test_what_was_prepared_stays_until_it_is_prepared_again() -> None:
 
 @pytest.mark.parametrize("kind", ["16 bits", "8 bits"])
 def test_what_is_not_packed_is_a_call(kind: str) -> None:
-    layer = ak.GRU(5, dtype="bfloat16" if kind == "16 bits" else "float32")
+    layer = ak.GRU(5, dtype="mixed_bfloat16" if kind == "16 bits" else "float32")
     layer(X)
     layer = layer if kind == "16 bits" else compress.quantize(layer)
     assert layer.prepare()._prepared.stream is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import keras
 import numpy as np
 from keras import ops, tree
 
@@ -18,6 +19,15 @@ from anycell.numpy.host import host_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+def _as_written(function: Any) -> Any:
+    """Keeps TensorFlow from rewriting the Python of a step, which a user's graph calls."""
+    if keras.backend.backend() != "tensorflow":
+        return function
+    import tensorflow as tf
+
+    return tf.autograph.experimental.do_not_convert(function)
 
 
 class Packed:
@@ -60,6 +70,7 @@ class Steps:
         self._prepared = Packed(stream)
         return self
 
+    @_as_written
     def step(
         self,
         x: Tensor,
