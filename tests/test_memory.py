@@ -80,7 +80,8 @@ class Entry(NamedTuple):
         if case.masked:
             words += ("resets", "reset_state", *(() if self.steps else ("mask", "lengths")))
         elif not self.steps and self.frontend is not DROP_INS:  # which go another way without
-            words += ("recurrent_mask per gate",)
+            alone = self.frontend is NUMPY and case.steps == 1  # as a single step does
+            words += ("recurrent_mask per gate",) * (not alone)
         words += ("bidirectional",) * (self.cell is cells.GRU and not self.steps)
         has = tuple(word for word in words if word.split()[0] not in self.frontend.lacks)
         size = 1 if self.steps else case.steps, *case[1:4]

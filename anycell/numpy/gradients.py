@@ -14,8 +14,6 @@ from anycell.numpy import check
 from anycell.numpy.base import Array, Layer
 from anycell.numpy.feedback import Feedback
 
-_STEP = 1e-6
-
 
 def check_gradients(
     layer: Layer | Feedback, x: npt.ArrayLike, *, count: int = 20, seed: int = 0, **options: Any
@@ -73,17 +71,17 @@ def check_gradients(
         pairs = zip(weights, results(copy.deepcopy(twin), True), strict=True)
         return sum(float((weight * result).sum()) for weight, result in pairs)
 
-    errors = {}
+    errors, far = {}, 1e-6
     for name, (array, gradient) in arrays.items():
         worst, largest = 0.0, float(np.abs(gradient).max(initial=0.0))
         for place in rng.permutation(array.size)[:count]:
             at = np.unravel_index(place, array.shape)
             before, sides = array[at], []
-            for step in (_STEP, -_STEP):
+            for step in (far, -far):
                 array[at] = before + step
                 sides.append(loss())
             array[at] = before
-            difference = (sides[0] - sides[1]) / (2 * _STEP)
+            difference = (sides[0] - sides[1]) / (2 * far)
             worst = max(worst, abs(difference - gradient[at]))
             largest = max(largest, abs(difference))
         errors[name] = float(worst / largest) if largest else 0.0
