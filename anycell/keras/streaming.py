@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 from keras import ops, tree
+from keras.src import backend  # the scope in which Keras calls layers has no public name
 
 from anycell.engines.cpu import pool
 from anycell.keras.call import Tensor
@@ -114,7 +115,7 @@ class Steps:
         stream = self._prepared.stream
         if stream is not None and hasattr(x, "numpy"):  # which symbols of a graph have not
             return self._packed_step(stream, x, given, static)
-        with me._beside(static, None):
+        with me._beside(static, None), backend.AutocastScope(dtype):
             last, _, final = me.inner_loop(ops.expand_dims(x, 1), given, None, False)
         return last, list(final)
 
