@@ -181,6 +181,7 @@ def check(cell):
 JANET = """
 check(anycell.cells.JANET)
 check(anycell.cells.JANET(beta=0.0))
+assert anycell.numpy.JANET(3, 8, beta=0.0).cell == anycell.cells.JANET(beta=0.0)
 print(anycell.explain(anycell.cells.JANET, 33))
 """
 
@@ -220,7 +221,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     insert(root / "anycell/plan/call.py", "\n\nclass FunctionOptions", name)
     insert(
         root / "anycell/layer/forward.py",
-        "    return out, finals, kept",
+        "    if not keep:\n        return out",
         textwrap.indent(line, "    "),
     )
     insert(root / "anycell/plan/dtype.py", "}\n\n\n@functools.cache\ndef dtypes", dtype)
