@@ -62,14 +62,14 @@ test-all: $(VENV)/tf_keras.stamp $(VENV)/docs.stamp ## every test but those for 
 	ANYCELL_ISA=$$isa $(PYTEST) tests/conformance -k "16_bits and (numpy or torch) and not keras"; done
 	for whose in ours host; do ANYCELL_MATMUL=$$whose $(PYTEST) tests/conformance \
 		-k "(numpy or torch) and not keras" || exit 1; done
-	KERAS_BACKEND=torch $(PYTEST) -k keras tests/conformance tests/test_keras.py tests/test_keras_accelerate.py tests/test_keras_feedback.py tests/test_keras_compress.py
-	KERAS_BACKEND=jax $(PYTEST) -k keras tests/conformance tests/test_keras.py tests/test_keras_jax.py tests/test_keras_accelerate.py tests/test_keras_feedback.py tests/test_keras_compress.py
+	KERAS_BACKEND=torch $(PYTEST) -k keras tests/conformance tests/test_keras.py tests/test_keras_accelerate.py tests/test_keras_feedback.py tests/test_keras_compress.py tests/test_keras_streaming.py
+	KERAS_BACKEND=jax $(PYTEST) -k keras tests/conformance tests/test_keras.py tests/test_keras_jax.py tests/test_keras_accelerate.py tests/test_keras_feedback.py tests/test_keras_compress.py tests/test_keras_streaming.py
 	$(RUN) tools/run_keras_tests.py
 
 test-oldest: $(OLDEST)/stamp ## those of every frontend, on the oldest versions that it runs on (Python 3.10)
 	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist worksteal $(FAST) \
-		tests/conformance tests/test_keras.py tests/test_keras_tensorflow.py tests/test_keras_accelerate.py tests/test_tf1.py \
-		tests/test_tf1_programs.py tests/test_numpy.py tests/test_stream.py tests/test_recurrence.py tests/test_package.py \
+		tests/conformance tests/test_keras.py tests/test_keras_tensorflow.py tests/test_keras_accelerate.py tests/test_keras_streaming.py tests/test_tf1.py \
+		tests/test_tf1_programs.py tests/test_numpy.py tests/test_face.py tests/test_stream.py tests/test_recurrence.py tests/test_package.py \
 		tests/test_torch.py tests/test_torch_[acfmos]*.py
 
 test-tritons: $(TRITONS:%=$(TRITON)/%/stamp) $(VENV)/dev.stamp ## kernels and the interpreter, under every Triton (4 GB)
@@ -80,7 +80,8 @@ lint: $(VENV)/dev.stamp ## ruff and mypy
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
 
-format: $(VENV)/dev.stamp ## let ruff rewrite what it can
+format: $(VENV)/keras.stamp ## let ruff rewrite what it can; the types of layers that are made for cells
+	$(RUN) tools/stubs.py
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anycell import cells, lang
 from anycell.lang import *  # noqa: F403
@@ -12,24 +12,36 @@ __version__ = "0.1.0"
 
 # Frontends and engines load when first used: importing anycell imports no framework and no
 # compiler.
-_LAZY = {
-    name: f"anycell.{name}" for name in "compress explain keras layouts numpy tf1 torch".split()
-}
-_LAZY["recurrence"] = "anycell.numpy.recurrence"
+_LAZY = {name: f"anycell.{name}" for name in "compress keras layouts numpy tf1 torch".split()}
+_LAZY |= {"explain": "anycell.explanation", "recurrence": "anycell.numpy.recurrence"}
+
+if TYPE_CHECKING:
+    from anycell import compress as compress
+    from anycell import keras as keras
+    from anycell import layouts as layouts
+    from anycell import numpy as numpy
+    from anycell import tf1 as tf1
+    from anycell import torch as torch
+    from anycell.explanation import explain as explain
+    from anycell.numpy.recurrence import recurrence as recurrence
 
 # Frontends are not among them: a star would import every framework.
-__all__ = ["cells", "explain", "layouts", "recurrence"]  # noqa: F405
+__all__ = ["cells", "explain", "layouts", "recurrence"]
 __all__ += lang.__all__
 
 
-def __getattr__(name: str) -> Any:
+def _load(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(_unknown(name), name=name)
     module = importlib.import_module(_LAZY[name])
-    # A module that is named after the one function it holds stands for that function.
+    # A module that has a function of that name stands for it.
     value = getattr(module, name, module)
     globals()[name] = value
     return value
+
+
+if not TYPE_CHECKING:  # which would take any name for one that is there
+    __getattr__ = _load
 
 
 def _unknown(name: str) -> str:

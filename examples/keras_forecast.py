@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> float:
         ]
     )
     for layer in model.layers[:2]:
-        print(layer.explain())
+        print(f"{layer.name} runs on {layer.engine.name} ({layer.engine.reason})")
     model.compile(keras.optimizers.Adam(0.01), "mse")
     model.fit(x[:split], y[:split], batch_size=64, epochs=4 if quick else 20, verbose=0)
 

@@ -82,8 +82,11 @@ def test_every_public_name_has_an_entry(module: str) -> None:
         pytest.importorskip(module.removeprefix("anycell."))
     page = ROOT / "docs" / "api" / f"{module.rpartition('.')[2]}.md"
     entries = re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    names = importlib.import_module(module).__all__
-    assert sorted(entries) == sorted(f"{module}.{name}" for name in {*names})
+    names = {f"{module}.{name}" for name in importlib.import_module(module).__all__}
+    cells = {f"{module}.{name}" for name in anycell.cells.__all__}
+    if f"{module}.*" in entries:  # one for each cell that has none
+        entries = [e for e in entries if e != f"{module}.*"] + sorted(cells - {*entries})
+    assert sorted(entries) == sorted(names)
 
 
 @pytest.mark.slow
@@ -178,6 +181,7 @@ def check(cell):
 JANET = """
 check(anycell.cells.JANET)
 check(anycell.cells.JANET(beta=0.0))
+assert anycell.numpy.JANET(3, 8, beta=0.0).cell == anycell.cells.JANET(beta=0.0)
 print(anycell.explain(anycell.cells.JANET, 33))
 """
 
@@ -217,7 +221,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     insert(root / "anycell/plan/call.py", "\n\nclass FunctionOptions", name)
     insert(
         root / "anycell/layer/forward.py",
-        "    return out, finals, kept",
+        "    if not keep:\n        return out",
         textwrap.indent(line, "    "),
     )
     insert(root / "anycell/plan/dtype.py", "}\n\n\n@functools.cache\ndef dtypes", dtype)

@@ -10,6 +10,7 @@ import pytest
 keras = pytest.importorskip("keras")
 
 from keras_layers import BACKEND, number  # noqa: E402
+from processes import python  # noqa: E402
 from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
@@ -260,3 +261,56 @@ def test_paths_and_what_has_not_been_accelerated() -> None:
     for given, hint in ((keras.Sequential, "Call it first"), (3, "Pass a model")):
         with pytest.raises(TypeError, match=rf"model: given .*; expected a model .* {hint}"):
             ak.accelerate(given)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, ())) for n in MODELS])
+def test_the_way_back(name: str) -> None:
+    """The same layers, of the classes that they were of, with the weights that they have by now."""
+    x, y = data(name)
+    model = MODELS[name]()
+    model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
+    kinds = recurrent(model)
+    ak.accelerate(model).fit(x, y, verbose=0)
+    right, weights = model.predict(x, verbose=0), [id(w) for w in model.weights]
+    assert ak.restore(model) is model
+    assert kinds and recurrent(model) == kinds
+    assert weights == [id(w) for w in model.weights]
+    left = [str(found) for found in ak.recurrent_layers(model) if found.engine != "keras"]
+    assert len(left) == (name == "functional") and all("RNN of anycell" in text for text in left)
+    if BACKEND != "torch" or name != "functional":  # whose own layers refuse this mask
+        assert_close(model.predict(x, verbose=0), right, "float32", "forward")
+        model.fit(x, y, verbose=0)
+
+
+def recurrent(model: Any) -> list[tuple[int, type]]:
+    """Which object is of which class; an ``RNN`` of a cell of ours stays ours."""
+    found = [layer for layer in model._flatten_layers() if isinstance(layer, layers.RNN)]
+    found = [layer for layer in found if not isinstance(layer.cell, ak.RNNCell)]
+    return [(id(layer), type(layer)) for layer in found]
+
+
+def test_a_restored_file_needs_no_anycell(tmp_path: Any) -> None:
+    both = layers.Bidirectional(layers.LSTM(3, return_sequences=True))
+    model = keras.Sequential([keras.Input((5, 3)), both, layers.RNN(layers.GRUCell(2))])
+    ak.restore(ak.accelerate(model)).save(tmp_path / "model.keras")
+    code = """
+        import sys, keras
+        keras.models.load_model(sys.argv[1])
+        print("read", *[name for name in sys.modules if name.startswith("anycell")])
+    """
+    assert python(code, str(tmp_path / "model.keras")).split()[-1] == "read"
+
+
+def test_what_has_no_way_back() -> None:
+    """Stays: what Keras has no layer for, and subclasses of ours."""
+
+    class Mine(ak.LSTM):
+        pass
+
+    kept = [Mine(3), ak.RNN(cells.LSTM, 3), ak.PeepholeLSTM(3)]
+    assert [type(ak.restore(layer)) for layer in kept] == [Mine, ak.RNN, ak.PeepholeLSTM]
+    assert type(ak.restore(ak.LSTM(3))) is layers.LSTM
+    short = ak.accelerate(Short(3))
+    assert type(short) is not Short and type(ak.restore(short)) is Short
+    with pytest.raises(TypeError, match=r"model: given .*Call it first: restore\(Model\(\)\)"):
+        ak.restore(keras.Sequential)

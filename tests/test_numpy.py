@@ -562,7 +562,11 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: an.LSTM(3, 4, bias="no"), TypeError, r"bias: given str 'no'; expected True or False"),
     (lambda: an.LSTM(1 << 31, 4), ValueError, r"input_size: given 2147483648; .* to 2147483647"),
     (lambda: an.RNN(cells.LSTMP, 3, 4, P=10**30), ValueError, r"P: given 10+; .* to 2147"),
-    (lambda: lstm(dropuot=0.1), TypeError, r"dropuot: given 0.1; .*sizes that cell LSTM .* none"),
+    (lambda: lstm(dropuot=0.1), TypeError, "unexpected keyword argument 'dropuot'"),
+    (
+        lambda: an.RNN(cells.LSTM, 3, 4, dropuot=0.1), TypeError,
+        r"dropuot: given 0.1; .*sizes that cell LSTM .* none",
+    ),
     (lambda: an.RNN(Odd, 3, 4), TypeError, r"P: given nothing; .*size P that cell Odd"),
     (lambda: initializers.orthogonal((3,), None), ValueError, r"shape: given \(3,\), expected"),
     # forward

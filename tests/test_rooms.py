@@ -28,7 +28,7 @@ FLOORS = """
     engines.cpu engines.reference
     engines.gpu
     layer
-    explain
+    explanation named
     numpy torch
     compress keras
     tf1

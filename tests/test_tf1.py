@@ -19,6 +19,7 @@ if keras.backend.backend() != "tensorflow":
 
 from tolerances import NO_WORSE_THAN_16, assert_close, error  # noqa: E402
 
+import anycell  # noqa: E402
 import anycell.tf1 as t1  # noqa: E402
 
 STEPS, ROWS, WIDTH, UNITS = 6, 4, 3, 5
@@ -522,6 +523,19 @@ def keras_step_by_step() -> Any:
     from anycell.keras import step_by_step
 
     return step_by_step()
+
+
+def test_a_cell_is_explained() -> None:
+    """By its engine, then by the page of what it runs, in the dtype and sizes that it has."""
+    for cell, dtype in (
+        (t1.LSTMCell(8, num_proj=4, use_peepholes=True), "float32"),
+        (t1.GRUCell(8, dtype=tf.float64), "float64"),
+    ):
+        page = anycell.explain(cell)
+        first, _, heading, *_ = str(page).splitlines()
+        assert first == f"{cell.name} runs on cpu ({cell.engine.reason})"
+        assert heading.endswith(f": hidden size 8, {dtype}") and "forward kernel" in page
+        assert page.plan.sizes == {"H": 8, **({"P": 4} if dtype == "float32" else {})}
 
 
 def test_a_patched_cell_is_honoured(rng: np.random.Generator) -> None:

@@ -143,6 +143,58 @@ def test_a_subclass_is_swapped(kind: type[Amp]) -> None:
         assert_close(output, ours(x[:, :1])[0][:, 0], "float64", "forward")
 
 
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, Amp, Further], ids=lambda kind: kind.__name__)
+def test_the_way_back(make: Any) -> None:
+    """The same objects, of the classes that they were of, with the weights of now."""
+    model = nn.Sequential(make(4) if make in (Amp, Further) else make(1, 4)).double()
+    layer, x = model[0], torch.randn(7, 2, 1, dtype=DOUBLE)
+    before = {name: id(p) for name, p in model.named_parameters()}, vars(layer).keys()
+    at.accelerate(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    layer(x)[0].sum().backward()
+    optimizer.step()
+    layer.checkpoint = 4
+    layer.prepare()
+    with torch.no_grad():
+        right = layer(x)[0]
+        assert at.restore(model) is model and model[0] is layer and type(layer) is make
+        assert before == ({n: id(p) for n, p in model.named_parameters()}, vars(layer).keys())
+        assert not fused(layer(x)[0])
+        assert_close(layer(x)[0], right, "float64", "forward")
+    assert at.recurrent_layers(model)[0].reason == "accelerate(model) has not been called"
+    assert type(at.accelerate(at.restore(model))[0]) is not make
+
+
+def test_what_has_no_way_back() -> None:
+    """Stays, and works as before."""
+
+    class Mine(at.LSTM):
+        pass
+
+    parametrised = nn.utils.parametrizations.weight_norm(at.GRU(3, 4), "weight_hh_l0")
+    model = nn.ModuleList(
+        [Mine(3, 4), at.RNN(cells.LSTM, 3, 4), at.PeepholeLSTM(3, 4), parametrised]
+    )
+    kinds = [type(module) for module in model]
+    assert [type(module) for module in at.restore(model)] == kinds
+    steps = at.restore(nn.ModuleList([at.LSTMCell(3, 4), at.GRUCell(3, 4), at.LSTM(3, 4)]))
+    assert [type(module) for module in steps] == [nn.LSTMCell, nn.GRUCell, nn.LSTM]
+    with pytest.raises(TypeError, match=r"model: given .*Call it first: restore\(Model\(\)\)"):
+        at.restore(nn.LSTM)  # type: ignore[type-var]
+
+
+def test_a_restored_model_needs_no_anycell(tmp_path: Path) -> None:
+    model = at.restore(at.accelerate(nn.Sequential(nn.LSTM(3, 4), nn.ModuleList([nn.GRU(4, 4)]))))
+    torch.save(model, tmp_path / "model.pt")
+    code = """
+        import sys, torch
+        model = torch.load(sys.argv[1], weights_only=False)
+        print(model, *[name for name in sys.modules if name.startswith("anycell")])
+    """
+    said = python(code, str(tmp_path / "model.pt"))
+    assert "LSTM(3, 4)" in said and "anycell" not in said
+
+
 def saved(layer: Any) -> Any:
     file = io.BytesIO()
     torch.save(layer, file)

@@ -20,8 +20,8 @@ import anycell
 # Functions with the name of their module, which the text alone takes for the module.
 NAMESAKES = {
     "cell": "lang.cell.cell",
-    "explain": "explain.explain",
-    "Explanation": "explain.Explanation",
+    "explain": "explanation.explain",
+    "Explanation": "explanation.Explanation",
     "recurrence": "numpy.recurrence.recurrence",
     "keras.accelerate": "keras.accelerate.accelerate",
     "torch.accelerate": "torch.accelerate.accelerate",
@@ -86,14 +86,9 @@ def _as_called(function: Any) -> None:
 
 
 def _constructor(layer: Any) -> griffe.Function:
-    """The constructor of a layer at run time; of one for a cell with its hyperparameters."""
-    parameters = dict(inspect.signature(layer).parameters)
-    if hasattr(layer, "of"):
-        further = inspect.signature(layer.of.function).parameters.values()
-        hyper = {p.name: p for p in further if p.kind is p.KEYWORD_ONLY}
-        parameters = {"units": parameters["units"], **hyper, "kwargs": parameters["kwargs"]}
+    """The constructor of a layer at run time."""
     found = [griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)]
-    for name, parameter in parameters.items():
+    for name, parameter in inspect.signature(layer).parameters.items():
         default = None if parameter.default is parameter.empty else repr(parameter.default)
         kind = griffe.ParameterKind(parameter.kind.description)
         found.append(griffe.Parameter(name, kind=kind, default=default))

@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(Path(__file__).parent))
 import site_gallery  # noqa: E402
 
+import anycell  # noqa: E402
+
 HOME = "README.md"
 LINK = re.compile(r"(\]\()(?!\w+:)([^)#\s]+)")
 LANGUAGES = {".py": "python", ".sh": "bash"}
@@ -51,7 +53,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turns links between files of the repository into links between pages."""
+    """Turns links between files of the repository into links between pages, and an entry for all
+    cells into one for each that has none.
+    """
     place = page.file.src_uri
     folder = posixpath.dirname(paths.get(place, f"docs/{place}"))
 
@@ -61,7 +65,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return match[0]
         return match[1] + posixpath.relpath(_place(target), posixpath.dirname(place) or ".")
 
-    return LINK.sub(moved, markdown)
+    def each(match: re.Match[str]) -> str:
+        entries = [f"::: {match[1]}.{name}" for name in anycell.cells.__all__]
+        return "\n\n".join(entry for entry in entries if f"{entry}\n" not in markdown)
+
+    return LINK.sub(moved, re.sub(r"^::: (\S+)\.\*$", each, markdown, flags=re.MULTILINE))
 
 
 def _place(path: str) -> str:

@@ -7,7 +7,7 @@
 - ``Quantized`` layers have weights of 8 bits; ``anycell.compress.quantize`` makes them.
 - ``Feedback(layer, readout)`` feeds a readout back to its layer: scheduled sampling, forecasts.
 - ``accelerate(model)`` turns Keras's layers inside a model into these; ``recurrent_layers(model)``
-  says what runs each of its layers.
+  says what runs each of its layers, and ``restore(model)`` puts Keras's own back.
 
 On the TensorFlow and torch backends the layers run on a fused kernel, forward and backward, on the
 CPU; otherwise step by step in the backend's operations. ``layer.engine`` says which, and why.
@@ -17,7 +17,8 @@ from anycell.requirement import require
 
 require("keras", "anycell.keras", "keras", ", or choose another backend by KERAS_BACKEND")
 
-from anycell.keras.accelerate import accelerate, recurrent_layers
+from anycell.keras import named
+from anycell.keras.accelerate import accelerate, recurrent_layers, restore
 from anycell.keras.cell import RNNCell
 from anycell.keras.feedback import Feedback
 from anycell.keras.layers import (
@@ -29,11 +30,9 @@ from anycell.keras.layers import (
     SimpleRNN,
     SimpleRNNCell,
 )
-from anycell.keras.named import LAYERS
+from anycell.keras.named import *  # noqa: F403
 from anycell.keras.quantized import Quantized
 from anycell.keras.rule import step_by_step
-
-globals().update(LAYERS)
 
 __all__ = [
     "GRU",
@@ -48,6 +47,11 @@ __all__ = [
     "SimpleRNNCell",
     "accelerate",
     "recurrent_layers",
+    "restore",
     "step_by_step",
-    *LAYERS,
 ]
+__all__ += named.__all__
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -21,6 +21,7 @@ _SWAPS: dict[type[keras.layers.RNN], type[Fused]] = {
     keras.layers.SimpleRNN: SimpleRNN,
     keras.layers.RNN: OfCell,
 }
+_BACK: dict[type, type[keras.layers.RNN]] = {ours: kind for kind, ours in _SWAPS.items()}
 _CELLS = (
     keras.layers.LSTMCell,
     keras.layers.GRUCell,
@@ -96,6 +97,41 @@ def accelerate(model: Model) -> Model:
     return model
 
 
+def restore(model: Model) -> Model:
+    """Turns the layers inside ``model`` that Keras has too into Keras's own, in place.
+
+    The way back from ``accelerate``, to save a model for where there is no anycell. As there the
+    layers stay the same objects, with their current weights, and a compiled model stays compiled,
+    and traces its steps again; XLA stays turned off until the next ``compile``. That is every
+    ``LSTM``, ``GRU`` and ``SimpleRNN``, also of a subclass that ``accelerate`` has turned, and
+    ``RNN`` of one of Keras's cells. What Keras has no layer for stays: ``RNN(cell, units)``, the
+    layers of the built-in cells, ``Feedback``, layers of 8 bits and your own subclasses of
+    anycell's layers.
+
+    Args:
+        model: any model, or any layer.
+
+    Returns:
+        the same model.
+
+    Raises:
+        TypeError: if ``model`` is not a layer of Keras.
+
+    Example:
+        >>> model = accelerate(keras.Sequential([keras.layers.LSTM(8, name="memory")]))
+        >>> type(restore(model).layers[0]) is keras.layers.LSTM
+        True
+    """
+    _check(model, "restore")
+    for _, layer in _walk(model):
+        kind = _BACK.get(type(layer))
+        if kind is not None:
+            layer.__class__ = kind
+    for _, layer in _walk(model):
+        trace_anew(layer)
+    return model
+
+
 def recurrent_layers(model: keras.layers.Layer) -> list[Found]:
     """Every recurrent layer of ``model``, what runs it, and why; also cells outside of a layer.
 
@@ -141,6 +177,7 @@ def _swapped(kind: type[keras.layers.RNN], of_anycell: bool) -> type[Fused]:
     derived: type[Fused] = type(kind.__name__, (ours, kind), names)
     # Files hold a layer of the subclass, so that its name leads to it when they are read.
     object_registration.GLOBAL_CUSTOM_NAMES[derived] = keras.saving.get_registered_name(kind)
+    _BACK[derived] = kind
     return derived
 
 
@@ -188,8 +225,8 @@ def _kind(layer: keras.layers.Layer) -> str:
     return name if known.__name__ == kind.__name__ else f"{kind.__name__} ({name})"
 
 
-def _check(model: object) -> None:
+def _check(model: object, asked: str = "accelerate") -> None:
     if not isinstance(model, keras.layers.Layer):
-        hint = "Call it first: accelerate(Model())." if isinstance(model, type) else "Pass a model."
+        hint = f"Call it first: {asked}(Model())." if isinstance(model, type) else "Pass a model."
         given = model.__name__ if isinstance(model, type) else type(model).__name__
         raise TypeError(f"model: given {given}; expected a model or layer of Keras. {hint}")

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 from keras import ops, tree
 
+from anycell.explanation import Explained, Subject
 from anycell.keras.call import KERNELS, Arrays, Tensor
 from anycell.keras.layers import Fused, _attached_mask, _uncompiled
 from anycell.lang.cell import Cell
@@ -19,7 +20,7 @@ from anycell.plan import Engine
 
 
 @keras.saving.register_keras_serializable("anycell")
-class Feedback(keras.layers.Layer):
+class Feedback(Explained, keras.layers.Layer):
     """Runs a layer whose input is a series, or, where that is not given, its own readout.
 
         y_t     = output_t @ readout.kernel + readout.bias
@@ -128,6 +129,10 @@ class Feedback(keras.layers.Layer):
     def engine(self) -> Engine:
         """The engine that runs the layer in inference, here and now, and why."""
         return _Fed(self.layer, self.readout).engine
+
+    def _subject(self) -> Subject:
+        said = _Fed(self.layer, self.readout)._subject(False)
+        return said._replace(about=f"{self.name}: inference")
 
     def _given(self, forced: Any, sequences: Tensor) -> Tensor:
         """``[B, T]``: where the series is."""

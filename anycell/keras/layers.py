@@ -7,8 +7,8 @@ replace is ``inner_loop``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,13 +19,15 @@ import numpy as np
 from keras import activations, ops, tree
 from keras.src import backend  # the mask of a tensor has no public name
 
+from anycell.explanation import Explained, Explanation, Subject, about_layer
 from anycell.keras import cells
 from anycell.keras.call import Arrays, Result, Tensor, check, named_states
 from anycell.keras.cell import RNNCell, deserialize
 from anycell.keras.composite import composite
 from anycell.keras.rule import Facts, asked, choose
+from anycell.keras.streaming import Steps
 from anycell.lang.cell import Cell
-from anycell.layer.checks import declared_sizes
+from anycell.layer.checks import declared_sizes, refuse
 from anycell.plan import Call, Engine, Options
 
 _DROPPED = "in training, recurrent dropout multiplies the state on its way into every gate"
@@ -76,7 +78,7 @@ def changed(cell: Any) -> str | None:
     return None
 
 
-class Fused:
+class Fused(Steps, Explained):
     """The base of the layers: one ``inner_loop``, on the engine that fits."""
 
     cell: Any
@@ -121,11 +123,17 @@ class Fused:
         """The engine that runs the layer in inference, here and now, and why."""
         return choose(self._facts(False, gpu_visible(), refusal()))
 
-    def explain(self, training: bool = True) -> str:
-        """Says which engine runs the layer, and why, before it runs; see ``docs/keras.md``."""
-        name, reason = choose(self._facts(training, gpu_visible(), refusal()))
-        what = "training" if training else "inference"
-        return f"{self.name}: {what} runs on {name} ({reason})"  # type: ignore[attr-defined]
+    def explain(self, training: bool = True, **shown: Any) -> Explanation:
+        """Describes this layer before it runs: the engine that runs it, in training or inference,
+        and why; then ``anycell.explain`` of its cell, which says what may be ``shown``.
+        """
+        return about_layer(self._subject(training), **shown)
+
+    def _subject(self, training: bool = True) -> Subject:
+        facts = self._facts(training, gpu_visible(), refusal())
+        about = f"{self.name}: {'training' if training else 'inference'}"  # type: ignore[attr-defined]
+        sizes = {**facts.sizes}
+        return Subject(about, choose(facts), facts.cell, facts.units, facts.dtype, sizes)
 
     @property
     def supports_jit(self) -> bool:
@@ -140,6 +148,12 @@ class Fused:
         vars(self)["supports_jit"] = value
 
     # -- the loop --------------------------------------------------------------------------------
+    def _beside(self, static: Tensor, resets: Tensor) -> AbstractContextManager[None]:
+        """Within it, runs take what Keras's ``call`` does not know."""
+        if static is not None:
+            refuse("static", "a tensor", "None, for a layer of Keras's cells", "Leave it out.")
+        return nullcontext()
+
     @_uncompiled
     def inner_loop(
         self, sequences: Tensor, initial_state: Any, mask: Any, training: bool = False
@@ -555,6 +569,13 @@ class RNN(Fused, keras.layers.RNN):
         resets: Tensor = None,
     ) -> Any:
         """Runs the layer; see the class."""
+        if mask is None:  # Keras looks for one only where sequences are the only tensor
+            mask = _attached_mask(sequences)
+        with self._beside(static, resets):
+            return super().call(sequences, initial_state, mask=mask, training=training)
+
+    @contextmanager
+    def _beside(self, static: Tensor, resets: Tensor) -> Iterator[None]:
         step = self._step()
         if isinstance(step, Cell):
             if (static is None) != (step.static is None):
@@ -569,11 +590,9 @@ class RNN(Fused, keras.layers.RNN):
                 f"{name}: given a tensor; expected None, for Keras's loop, which has no place for "
                 f"it, runs the layer: {step}. Run an anycell cell that is as it was made."
             )
-        if mask is None:  # Keras looks for one only where sequences are the only tensor
-            mask = _attached_mask(sequences)
         token = _further.set((static, resets))
         try:
-            return super().call(sequences, initial_state, mask=mask, training=training)
+            yield
         finally:
             _further.reset(token)
 

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 
-from anycell import cells
+from anycell import named
 from anycell.keras.cell import as_given
 from anycell.keras.layers import RNN
-from anycell.lang.cell import Cell
-
-OF_KERAS = ("LSTM", "GRU", "RNN")
 
 
-class Named(RNN):
-    """``RNN`` of one cell, whose hyperparameters are arguments of the layer.
-
-    Args:
-        units: H.
-        kwargs: hyperparameters of the cell, and all that ``RNN`` takes.
-    """
-
-    of: Cell
+class Named(named.Named, RNN):
+    """``RNN`` of one cell, with a config that names no cell."""
 
     def __init__(self, units: int, **kwargs: Any) -> None:
-        names = (*self.of.hyper, *self.of.structure)
-        given = as_given({k: kwargs.pop(k) for k in names if k in kwargs})
-        super().__init__(self.of(**given), units, **kwargs)
+        super().__init__(units, **as_given(kwargs))
 
     def get_config(self) -> dict[str, Any]:
         """All arguments, for ``from_config``."""
@@ -44,15 +31,8 @@ class Named(RNN):
         return cls(**config)
 
 
-def named(cell: Cell) -> type[Named]:
-    """The layer of a cell, under its name."""
-    doc = f"``RNN({cell.name}, units)``; see ``anycell.cells.{cell.name}``.\n\n"
-    body = {"of": cell, "__doc__": doc + inspect.cleandoc(cell.__doc__ or "")}
-    body["__module__"] = "anycell.keras"
-    layer: type[Named] = keras.saving.register_keras_serializable("anycell")(
-        type(cell.name, (Named,), body)
-    )
-    return layer
-
-
-LAYERS = {name: named(getattr(cells, name)) for name in cells.__all__ if name not in OF_KERAS}
+LAYERS = named.layers(Named, "anycell.keras", ("LSTM", "GRU", "RNN"))
+for _layer in LAYERS.values():
+    keras.saving.register_keras_serializable("anycell")(_layer)
+globals().update(LAYERS)
+__all__ = [*LAYERS]

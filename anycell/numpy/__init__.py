@@ -13,14 +13,17 @@
         clip_by_global_norm([lstm, readout], 1.0)
         optimizer.step()
 
-Any cell runs like this: ``RNN(cell, input_size, hidden_size)``.
+Any cell runs like this: ``RNN(cell, input_size, hidden_size)``; every cell of ``anycell.cells`` is
+a layer of its name besides, ``PeepholeLSTM(1, 64, cell_clip=3.0)``.
 """
 
-from anycell.numpy import initializers
+from anycell.numpy import initializers, named
 from anycell.numpy.base import Layer
-from anycell.numpy.dense import Dense, mse
+from anycell.numpy.dense import Dense, cross_entropy, mse
 from anycell.numpy.feedback import Feedback
+from anycell.numpy.gradients import check_gradients
 from anycell.numpy.layers import GRU, LSTM, RNN
+from anycell.numpy.named import *  # noqa: F403
 from anycell.numpy.normalise import BatchNorm, Standardise
 from anycell.numpy.optim import Adam, Trainable, clip_by_global_norm, clip_by_value
 from anycell.numpy.quantized import Quantized
@@ -40,11 +43,18 @@ __all__ = [
     "Quantized",
     "Standardise",
     "Trainable",
+    "check_gradients",
     "clip_by_global_norm",
     "clip_by_value",
     "cosine",
+    "cross_entropy",
     "initializers",
     "inverse_sigmoid",
     "mse",
     "one_cycle",
 ]
+__all__ += named.__all__
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

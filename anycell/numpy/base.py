@@ -9,7 +9,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,12 @@ class Layer:
         self._grads: dict[str, Array] = {}
         self._writes = 0  # to the parameters, all that go through a method of ours
         self._prepared: Any = None
+
+    if not TYPE_CHECKING:  # each class tells type checkers that it is called as its forward
+
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            """Calls ``forward``."""
+            return self.forward(*args, **options)
 
     @property
     def parameters(self) -> Mapping[str, Array]:
@@ -72,7 +78,7 @@ class Layer:
 
         From a PyTorch layer::
 
-            layer.set_parameters({k: v.numpy() for k, v in module.state_dict().items()})
+            layer.set_parameters(module.state_dict())
         """
         self._check_names(check.mapping("values", values, "arrays by the names of parameters"))
         arrays = {name: check.numbers(name, values[name]) for name in self.arrays}
@@ -83,6 +89,14 @@ class Layer:
         self._writes += 1
         for name, parameter in self.arrays.items():
             parameter[...] = copies[name]
+
+    def state_dict(self) -> dict[str, Array]:
+        """Copies of ``arrays``: all that is learned, as it is now."""
+        return {name: array.copy() for name, array in self.arrays.items()}
+
+    def load_state_dict(self, values: Mapping[str, npt.ArrayLike]) -> None:
+        """Takes what ``state_dict`` gave, here or of a PyTorch module; as ``set_parameters``."""
+        self.set_parameters(values)
 
     def _check_names(self, given: Mapping[str, object]) -> None:
         missing = self.arrays.keys() - given.keys()

@@ -1,12 +1,14 @@
-"""The linear readout, and the loss that goes with a forecast."""
+"""The linear readout, and the losses that go with it."""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from anycell.layer.checks import refuse
 from anycell.numpy import check, initializers
 from anycell.numpy.base import Array, Layer
 from anycell.numpy.host import host_of
@@ -65,6 +67,9 @@ class Dense(Layer):
         y = y.reshape(*x.shape[:-1], self.output_size)
         return host.narrow(y + self._parameters["bias"] if "bias" in self._parameters else y)
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
     def backward(self, grad_output: npt.ArrayLike) -> Array:
         """The gradient of the input, from the gradient of the output; fills ``grads``.
 
@@ -104,3 +109,45 @@ def mse(prediction: npt.ArrayLike, target: npt.ArrayLike) -> tuple[float, Array]
         raise ValueError("prediction: given an empty array, expected at least one number.")
     difference = prediction - target
     return float(np.mean(np.square(difference))), difference * (2.0 / difference.size)
+
+
+def cross_entropy(
+    logits: npt.ArrayLike, target: npt.ArrayLike, mask: npt.ArrayLike | None = None
+) -> tuple[float, Array]:
+    """The mean cross-entropy of softmax, and its gradient with respect to ``logits``.
+
+        loss = mean of log(sum of exp(logits)) - logits[target]
+
+    Args:
+        logits: ``[..., C]``, of C classes; the gradient has its dtype, float64 where that is of
+            integers.
+        target: integers ``[...]`` from 0 to C - 1, such as the next character.
+        mask: bool ``[...]``, False where a step does not count; what lies there has no influence.
+
+    Example:
+        >>> loss, grad = cross_entropy([[0.0, 0.0], [5.0, -5.0]], [1, 0], mask=[True, False])
+        >>> round(loss, 4), grad.tolist()
+        (0.6931, [[0.5, -0.5], [0.0, 0.0]])
+    """
+    given = check.numbers("logits", logits)
+    if not given.ndim:
+        refuse("logits", "shape []", "shape [..., C]", "Pass a number for each class.")
+    target, shape = check.numbers("target", target), given.shape[:-1]
+    if target.dtype.kind not in "iu":
+        refuse("target", f"dtype {target.dtype}", "integers", "Pass numbers of classes.", TypeError)
+    chosen = check.array("target", target, shape, np.int64)
+    counts = np.ones(shape, bool) if mask is None else check.flags("mask", mask, shape)
+    if not counts.any():
+        refuse("logits", "no step that counts", "one or more", "Skip the call.")
+    if ((chosen < 0) | (chosen >= given.shape[-1]))[counts].any():
+        refuse("target", "a number of no class", f"0 to {given.shape[-1] - 1}", "Add outputs.")
+    wide = np.where(counts[..., None], given, 0.0).astype(np.float64)
+    wide -= wide.max(-1, keepdims=True)
+    places = np.where(counts, chosen, 0)[..., None]
+    total, count = np.exp(wide).sum(-1, keepdims=True), counts.sum()
+    losses = np.log(total) - np.take_along_axis(wide, places, -1)
+    grad = np.exp(wide) / total
+    np.put_along_axis(grad, places, np.take_along_axis(grad, places, -1) - 1.0, -1)
+    grad = np.where(counts[..., None], grad / count, 0.0)
+    real = given.dtype.kind not in "biu"
+    return float(losses[counts].sum() / count), grad.astype(given.dtype) if real else grad

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from anycell.explanation import Explained, Subject
 from anycell.lang.namespaces import namespace
 from anycell.lang.transform import OUTPUT, with_feedback
 from anycell.layer.feedback import BY_GATE, entering, fed
@@ -16,10 +17,10 @@ from anycell.numpy import check
 from anycell.numpy.base import Array
 from anycell.numpy.dense import Dense
 from anycell.numpy.layers import RNN, State
-from anycell.plan import scales_of
+from anycell.plan import Engine, scales_of
 
 
-class Feedback:
+class Feedback(Explained):
     """Runs a layer whose input is a series, or, where that is not given, its own readout.
 
         y_t     = W_readout output_t + b_readout
@@ -66,6 +67,14 @@ class Feedback:
     def __repr__(self) -> str:
         return f"Feedback({self.layer!r}, {self.readout!r})"
 
+    @property
+    def engine(self) -> Engine:
+        """The engine that runs the layer with its readout, and why."""
+        return self._layer().engine
+
+    def _subject(self) -> Subject:
+        return self._layer()._subject()._replace(about=repr(self))
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_saved": None}  # a copy is no part of a pass that is under way
 
@@ -111,6 +120,8 @@ class Feedback:
         )
         self._saved = (run, given) if training else None
         return self.readout.forward(output, training=training), final
+
+    __call__ = forward
 
     def backward(
         self, grad_y: npt.ArrayLike, grad_state: State | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,24 +12,33 @@ import numpy.typing as npt
 
 from anycell import cells
 from anycell.engines.cpu import pool
+from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters, places, shapes
-from anycell.layer.checks import Layout, check_options, check_states, check_static, refuse
+from anycell.layer.checks import (
+    Layout,
+    check_options,
+    check_recurrent_mask,
+    check_states,
+    check_static,
+    refuse,
+)
 from anycell.layer.signature import of_layer
 from anycell.layer.stream import Stream
+from anycell.named import shown
 from anycell.numpy import check, initializers, passes
 from anycell.numpy.base import Array, Layer
 from anycell.numpy.host import host_of
-from anycell.plan import CallOptions, Options, Plan, plan, takes
+from anycell.plan import CallOptions, Engine, Options, Plan, plan, takes
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
 State = Array | tuple[Array, ...]  # the array alone where a cell has one state
 Flags = npt.NDArray[np.bool_]
 
 
-class RNN(Layer):
+class RNN(Explained, Layer):
     """Layers of any cell, with the backward pass that anycell derived from it.
 
     With the cell's function ``f`` and H = ``hidden_size``, each direction of each layer computes
@@ -113,24 +123,28 @@ class RNN(Layer):
         self._generator = check.generator("seed", seed)
         self._saved: _Saved | None = None
         self.grad_static: Array | None = None
+        self.grad_reset_state: State | None = None
         starts = _gate_bias(cell, self.bias, gate_bias)
         super().__init__(self._initial(initializer, recurrent_initializer, starts))
 
     def __repr__(self) -> str:
-        shown = [repr(self.cell), str(self.input_size), str(self.hidden_size)]
-        shown += [f"{k}={v}" for k, v in self.sizes.items() if k != "H"]
-        defaults = {"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0}
-        further = {"bidirectional": False, "checkpoint": None}
-        for name, default in {**defaults, **further}.items():
-            if getattr(self, name) != default:
-                shown.append(f"{name}={getattr(self, name)}")
-        return f"{type(self).__name__}({', '.join(shown)}, dtype={self.dtype.name!r})"
+        return f"{type(self).__name__}({', '.join(shown(self))}, dtype={self.dtype.name!r})"
 
     # -- parameters ------------------------------------------------------------------------------
     @property
     def plan(self) -> Plan:
         """The plan of the layer: ``plan.engine``, "cpu" or "reference", and ``plan.reason``."""
         return plan(self.cell, self.hidden_size, self.dtype.name, sizes=self.sizes)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that runs this layer, and why."""
+        return Engine(self.plan.engine, self.plan.reason)
+
+    def _subject(self) -> Subject:
+        chosen = self.plan
+        said = repr(self), self.engine, chosen.cell, chosen.hidden_size, chosen.dtype
+        return Subject(*said, chosen.sizes)
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         """Name and shape of all parameters of a direction whose input has that width."""
@@ -189,7 +203,9 @@ class RNN(Layer):
         mask: npt.ArrayLike | None = None,
         lengths: npt.ArrayLike | None = None,
         resets: npt.ArrayLike | None = None,
+        reset_state: State | None = None,
         static: npt.ArrayLike | None = None,
+        recurrent_mask: npt.ArrayLike | None = None,
         training: bool = False,
         **options: Unpack[CallOptions],
     ) -> tuple[Array, State]:
@@ -204,9 +220,13 @@ class RNN(Layer):
                 state is held, and what lies there has no influence, not even NaN.
             lengths: integers ``[B]`` from 0 to T, how many steps of each row count; the reverse
                 direction starts at each row's end. With a mask too, a step must pass both.
-            resets: bool, laid out as ``mask``: True where the declared initial values replace the
-                state before the step, as where an episode starts.
+            resets: bool, laid out as ``mask``: True where the state before the step is replaced, as
+                where an episode starts.
+            reset_state: what resets restore, as ``state``. None for what the cell declares.
             static: ``[B, H]``, for a cell that declares a static input.
+            recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate, of the size of the first
+                state: multiplies it on its way into the recurrent matmul, of all layers and
+                directions. It has no gradient.
             training: dropout and the cell's random masks act, and what ``backward`` needs is kept,
                 x itself among it: do not write to x before ``backward``.
             {options}
@@ -232,7 +252,13 @@ class RNN(Layer):
             "resets": None if resets is None else self._flags("resets", resets, steps, rows),
             "static": None if static is self.cell.static is None else self._static(static, rows),
         }
-        states = self._states("state", state, rows)
+        if recurrent_mask is not None:
+            sizes = self.cell, recurrent_mask, self.sizes, (rows,), self
+            shared["recurrent_mask"] = check_recurrent_mask(check.NUMPY, *sizes)
+        states = dict(zip(self._named("state"), self._states("state", state, rows), strict=True))
+        if reset_state is not None:
+            restored = self._states("reset_state", reset_state, rows)
+            states |= zip(self._named("reset_state"), restored, strict=True)
         chosen, saved = self.plan, _Saved()
         finals: list[passes.States] = []
         for k in range(self.num_layers):
@@ -242,8 +268,7 @@ class RNN(Layer):
                 x = x * saved.dropped[-1]
             arrays = {"x": x, **shared, **self._learned(k)}
             directions = self._directions(k)
-            for name, values in zip(self.cell.state_names, states, strict=True):
-                arrays[f"state {name}"] = values[directions]
+            arrays |= {name: values[directions] for name, values in states.items()}
             x, final, pullback = passes.run(chosen, arrays, how._replace(stream=k))
             saved.pullbacks.append(pullback)
             finals.append(final)
@@ -253,6 +278,9 @@ class RNN(Layer):
         if training or not output.flags.c_contiguous:
             output = output.copy()  # the caller's own; the backward pass reads what is kept
         return output, self._returned(finals)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def backward(
         self, grad_output: npt.ArrayLike, grad_state: State | None = None
@@ -266,8 +294,9 @@ class RNN(Layer):
             grad_state: shaped as the returned state; None is zero.
 
         Returns:
-            the gradients of x and of the initial state, shaped as those. The attribute
-            ``grad_static`` has the gradient of a static input.
+            the gradients of x and of the initial state, shaped as those. The attributes
+            ``grad_static`` and ``grad_reset_state`` have those of a static input and of what resets
+            restore, or None.
 
         Raises:
             RuntimeError: where no ``forward(..., training=True)`` went before.
@@ -283,22 +312,27 @@ class RNN(Layer):
         d_states = self._states("grad_state", grad_state, d.shape[1], start=0.0)
         grads: dict[str, Array] = {}
         initial: list[passes.States] = []
-        self.grad_static = None
+        restored: list[passes.States] = []
+        self.grad_static, self.grad_reset_state = None, None
         for k in reversed(range(self.num_layers)):
             result = saved.pullbacks[k](d, [s[self._directions(k)] for s in d_states])
             d = result["x"] * saved.dropped[k - 1] if k and saved.dropped else result["x"]
-            initial = [[result[f"state {name}"] for name in self.cell.state_names], *initial]
+            initial = [[result[name] for name in self._named("state")], *initial]
+            if result.keys() >= {*self._named("reset_state")}:
+                restored = [[result[name] for name in self._named("reset_state")], *restored]
             if "static" in result:
                 below = 0 if self.grad_static is None else self.grad_static
                 self.grad_static = result["static"] + below
             named = places(self.cell.learned, k, 1 + self.bidirectional)
             grads |= {place: result[name] for name, place in named.items() if name in result}
         self._grads = {name: grads[name] for name in self._parameters}
+        if restored:
+            self.grad_reset_state = self._returned(restored)
         if self.batch_first:
             d = np.ascontiguousarray(d.swapaxes(0, 1))
         return d, self._returned(initial)
 
-    def prepare(self) -> RNN:
+    def prepare(self) -> Self:
         """Packs the weights for ``step``, once for all steps to come; returns the layer itself.
 
         ``step`` packs them again after ``set_parameters``, ``load`` and an optimizer's step, and
@@ -324,6 +358,7 @@ class RNN(Layer):
         *,
         static: npt.ArrayLike | None = None,
         resets: npt.ArrayLike | None = None,
+        reset_state: State | None = None,
     ) -> tuple[Array, State]:
         """One step, as they arrive: ``forward`` of a sequence of length 1, in evaluation.
 
@@ -332,8 +367,9 @@ class RNN(Layer):
         Args:
             x: ``[B, input_size]``.
             state, static: as in ``forward``; pass the state that the step before returned.
-            resets: bool ``[B]``, or 0 and 1: True where the declared initial values replace the
-                state before the step, as where an episode starts.
+            resets: bool ``[B]``, or 0 and 1: True where the state is replaced before the step, as
+                where an episode starts.
+            reset_state: what resets restore, as ``state``. None for what the cell declares.
 
         Returns:
             output ``[B, H]`` and the state after it.
@@ -354,11 +390,16 @@ class RNN(Layer):
             if stream is not None:
                 states = None if state is None else self._states("state", state, len(x))
                 static = self._static(static, len(x))
-                output, new = stream.step(len(x), x, states, static, pool.threads(), resets)
+                start = None
+                if reset_state is not None:
+                    start = self._states("reset_state", reset_state, len(x))
+                    start = [np.require(values, requirements="A") for values in start]
+                output, new = stream.step(len(x), x, states, static, pool.threads(), resets, start)
                 return output, tuple(new) if len(new) > 1 else new[0]
         pending, axis = self._saved, 1 if self.batch_first else 0
         resets = None if resets is None else np.expand_dims(resets, axis)
-        output, state = self.forward(np.expand_dims(x, axis), state, static=static, resets=resets)
+        further: dict[str, Any] = {"static": static, "resets": resets, "reset_state": reset_state}
+        output, state = self.forward(np.expand_dims(x, axis), state, **further)
         self._saved = pending
         return output.squeeze(axis), state
 
@@ -401,6 +442,10 @@ class RNN(Layer):
             states.append(np.full((*first, self.sizes[s.size]), value, self.dtype))
         return states
 
+    def _named(self, kind: str) -> list[str]:
+        """The public names of the states of a call: ``kind`` is "state" or "reset_state"."""
+        return [f"{kind} {name}" for name in self.cell.state_names]
+
     def _static(self, static: npt.ArrayLike | None, rows: int) -> Array | None:
         checked: Array | None = check_static(
             check.NUMPY, self.cell, static, (rows, self.hidden_size), self
@@ -436,6 +481,9 @@ def _gate_bias(cell: Cell, bias: bool, given: Mapping[str, float] | None) -> dic
     return {name: check.number("gate_bias", value) for name, value in given.items()}
 
 
+_TOLD = frozenset(inspect.signature(RNN).parameters) - {"cell", "sizes"}
+
+
 class LSTM(RNN):
     """Long short-term memory; its equations are in ``anycell.cells.LSTM``.
 
@@ -443,8 +491,7 @@ class LSTM(RNN):
         forget_bias: what the forget gate's bias starts from. None means 1 (Gers, Schmidhuber &
             Cummins, 2000; Jozefowicz, Zaremba & Sutskever, 2015), and with ``initializer="torch"``
             leaves it as drawn.
-        options: as in ``RNN``, like all else. The state is ``(h, c)``, the gates lie in the order
-            i f g o.
+        all else: as in ``RNN``. The state is ``(h, c)``, the gates lie in the order i f g o.
 
     Example:
         >>> layer = LSTM(input_size=1, hidden_size=32, seed=0)
@@ -453,33 +500,46 @@ class LSTM(RNN):
         ((104, 8, 32), (1, 8, 32), (1, 8, 32))
     """
 
+    of = cells.LSTM
+
     def __init__(
         self,
         input_size: int,
         hidden_size: int,
         num_layers: int = 1,
         bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        dtype: npt.DTypeLike = "float32",
+        initializer: str | initializers.Initializer = "glorot_uniform",
+        recurrent_initializer: str | initializers.Initializer = "orthogonal",
+        gate_bias: Mapping[str, float] | None = None,
+        seed: int | None = None,
+        checkpoint: str | int | None = None,
         *,
         forget_bias: float | None = None,
-        **options: Any,
     ) -> None:
-        if forget_bias is None and bias and options.get("initializer") != "torch":
+        told = {name: value for name, value in locals().items() if name in _TOLD}
+        if forget_bias is None and bias and initializer != "torch":
             forget_bias = 1.0
         if forget_bias is not None:
-            others = options.get("gate_bias")
-            others = check.mapping("gate_bias", {} if others is None else others, "numbers by gate")
-            options["gate_bias"] = {"f": check.number("forget_bias", forget_bias), **others}
-        super().__init__(cells.LSTM, input_size, hidden_size, num_layers, bias, **options)
+            others = {} if gate_bias is None else gate_bias
+            others = check.mapping("gate_bias", others, "numbers by gate")
+            told["gate_bias"] = {"f": check.number("forget_bias", forget_bias), **others}
+        super().__init__(self.of, **told)
 
 
 class GRU(RNN):
     """Gated recurrent unit, with the reset after the matmul, as in ``torch.nn``.
 
     Args:
-        options: as in ``RNN``, like all else. The state is ``h``, the gates lie in the order r z n;
-            the equations are in ``anycell.cells.GRU``. With the reset before the matmul, as in the
-            paper, it is ``RNN(anycell.cells.GRU(reset_after=False), ...)``.
+        all: as in ``RNN``. The state is ``h``, the gates lie in the order r z n; the equations are
+            in ``anycell.cells.GRU``. With the reset before the matmul, as in the paper, it is
+            ``RNN(anycell.cells.GRU(reset_after=False), ...)``.
     """
+
+    of = cells.GRU
 
     def __init__(
         self,
@@ -487,6 +547,14 @@ class GRU(RNN):
         hidden_size: int,
         num_layers: int = 1,
         bias: bool = True,
-        **options: Any,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        dtype: npt.DTypeLike = "float32",
+        initializer: str | initializers.Initializer = "glorot_uniform",
+        recurrent_initializer: str | initializers.Initializer = "orthogonal",
+        gate_bias: Mapping[str, float] | None = None,
+        seed: int | None = None,
+        checkpoint: str | int | None = None,
     ) -> None:
-        super().__init__(cells.GRU, input_size, hidden_size, num_layers, bias, **options)
+        super().__init__(self.of, **{n: v for n, v in locals().items() if n in _TOLD})

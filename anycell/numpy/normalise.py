@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 
@@ -73,6 +75,9 @@ class Standardise(Layer):
         x = check.array("x", x, _shape(x, self.size), np.float64)
         y = (x - self.arrays["mean"]) / self.arrays["std"]
         return y.astype(np.float32 if narrow else self.dtype)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def inverse(self, y: npt.ArrayLike) -> Array:
         """``y * std + mean``: a forecast in the units of the data."""
@@ -168,6 +173,9 @@ class BatchNorm(Layer):
         self._saved = (normal, scale, valid) if training else None
         y: Array = normal * self._parameters["weight"] + self._parameters["bias"] * valid
         return y
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def backward(self, grad_output: npt.ArrayLike) -> Array:
         """The gradient of x, from the gradient of y; fills ``grads``.

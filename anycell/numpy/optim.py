@@ -171,6 +171,9 @@ class Adam:
         ]
         self._moments = [(np.zeros_like(p), np.zeros_like(p)) for p in parameters]
 
+    def __repr__(self) -> str:
+        return f"Adam({self.layers}, lr={self.lr}, steps={self.steps})"
+
     def step(self) -> None:
         """Takes one step along the gradients of the last ``backward`` of every layer.
 

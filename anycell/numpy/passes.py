@@ -17,6 +17,7 @@ from anycell.layer import ENDS
 from anycell.layer.steps import directions
 from anycell.numpy.host import host_of
 from anycell.plan import Options, Plan
+from anycell.plan import plan as make_plan
 
 Array = npt.NDArray[np.floating]
 Named = Mapping[str, Any]
@@ -44,6 +45,10 @@ def run(plan: Plan, arrays: Named, options: Options) -> Result:
 
 def fused(plan: Plan, arrays: Named, options: Options) -> Result:
     """``run`` on the compiled kernel."""
+    mask = arrays.get("recurrent_mask")
+    if mask is not None:
+        cell = layer.stepped(plan.cell, mask)
+        plan = make_plan(cell, plan.hidden_size, plan.dtype, "cpu", plan.sizes)
     host = host_of(plan.dtype)
     output, final, kept = layer.forward(host, plan, arrays, options, keep=options.training)
 
@@ -66,7 +71,7 @@ def composite(plan: Plan, arrays: Named, options: Options) -> Result:
     def pullback(d_output: Array, d_final: States) -> dict[str, Array]:
         parts = np.split(d_output, len(runs), axis=-1)
         gradients: dict[str, Array] = {"x": np.zeros_like(x)}
-        states = []
+        states = []  # and what resets restore
         for d, (end, run, part) in enumerate(zip(ends, runs, parts, strict=True)):
             grad = run.backward(part, [s[d] for s in d_final])
             gradients["x"] += grad.gates_x @ arrays[f"weight_ih{end}"]
@@ -74,11 +79,13 @@ def composite(plan: Plan, arrays: Named, options: Options) -> Result:
             learned = {"weight_ih": flat.T @ x.reshape(-1, x.shape[-1]), "bias_ih": flat.sum(0)}
             learned |= {**grad.weights, **grad.params}
             gradients |= {name + end: value for name, value in learned.items()}
-            states.append(grad.state)
+            states.append((*grad.state, *grad.reset_state))
             if grad.static is not None:
                 gradients["static"] = gradients.get("static", 0.0) + grad.static
-        for name, parts_ in zip(cell.state_names, zip(*states, strict=True), strict=True):
-            gradients[f"state {name}"] = np.stack(parts_)
+        kinds = [f"{kind} {name}" for kind in ("state", "reset_state") for name in cell.state_names]
+        for name, parts_ in zip(kinds, zip(*states, strict=True), strict=True):
+            if parts_[0] is not None:
+                gradients[name] = np.stack(parts_)
         return gradients
 
     final = [np.stack(states) for states in zip(*finals, strict=True)]

@@ -19,7 +19,7 @@ from anycell.plan.dtype import DTYPES, Dtype, dtypes
 LINE = 64  # bytes of a cache line
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """The way in which a cell of one hidden size and dtype runs.
 
@@ -44,6 +44,10 @@ class Plan:
     recomputed: tuple[Expr, ...]
     engine: str
     reason: str
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        return f"Plan({self.cell!r}, {sizes}, {self.dtype}: {self.engine}, {self.reason})"
 
     @functools.cached_property
     def types(self) -> Dtype:

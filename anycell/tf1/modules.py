@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from anycell.explanation import Explained, Subject
 from anycell.keras.call import Arrays, Tensor, named_states
 from anycell.keras.cells import ACTIVATIONS
 from anycell.keras.rule import Facts, choose
@@ -48,7 +49,7 @@ def _activation(given: Any) -> str:
     )
 
 
-class KernelCell(RNNCell):
+class KernelCell(Explained, RNNCell):
     """The base of cells with a kernel: variables made at the first call, and one run."""
 
     cell: Cell
@@ -174,6 +175,10 @@ class KernelCell(RNNCell):
     def _computed(self) -> Any:
         """The dtype of the computation: 16 bits are for inputs, variables and results."""
         return tf.float64 if self.dtype == tf.float64 else tf.float32
+
+    def _subject(self) -> Subject:
+        call, dtype = self._call(), tf.as_dtype(self.dtype or tf.float32).name
+        return Subject(self.name, self.engine, call.cell, call.hidden_size, dtype, dict(call.sizes))
 
     def _engine(self) -> Engine:
         call, dtype = self._call(), tf.as_dtype(self.dtype or tf.float32)

@@ -3,11 +3,13 @@
 - ``LSTM``, ``GRU``, ``LSTMCell``, ``GRUCell`` replace those of ``torch.nn`` (they are subclasses):
   same constructors, ``state_dict``, shapes, initial weights and errors; the layers take masks,
   lengths and resets besides.
-- ``RNN(cell, ...)`` and ``RNNCell(cell, ...)`` run any cell, yours included.
+- ``RNN(cell, ...)`` and ``RNNCell(cell, ...)`` run any cell, yours included; every cell of
+  ``anycell.cells`` is a layer of its name besides, ``PeepholeLSTM(3, 8, cell_clip=3.0)``.
 - ``Feedback(layer, readout)`` feeds a readout back to its layer: scheduled sampling, forecasts.
 - ``recurrence(cell, x, weights, ...)`` is the function behind them, on tensors of your own.
 - ``Quantized`` layers have weights of 8 bits; ``anycell.compress.quantize`` makes them.
-- ``accelerate(model)`` swaps the layers inside a model; ``recurrent_layers(model)`` says what runs.
+- ``accelerate(model)`` swaps the layers inside a model, ``restore(model)`` puts torch's own back;
+  ``recurrent_layers(model)`` says what runs.
 
 Layers run on a fused kernel, forward and backward, in float32 and float64 on the CPU, and else as
 torch's own layer or step by step; ``layer.engine`` says which, and why. Second derivatives,
@@ -19,9 +21,11 @@ from anycell.requirement import require
 require("torch", "anycell.torch", extra="torch")
 
 from anycell.plan import Engine
-from anycell.torch.accelerate import accelerate, recurrent_layers
+from anycell.torch import named
+from anycell.torch.accelerate import accelerate, recurrent_layers, restore
 from anycell.torch.dropin import GRU, LSTM
 from anycell.torch.feedback import Feedback
+from anycell.torch.named import *  # noqa: F403
 from anycell.torch.primitive import recurrence
 from anycell.torch.quantized import Quantized
 from anycell.torch.rnn import RNN
@@ -40,4 +44,10 @@ __all__ = [
     "accelerate",
     "recurrence",
     "recurrent_layers",
+    "restore",
 ]
+__all__ += named.__all__
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

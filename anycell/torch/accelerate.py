@@ -86,6 +86,35 @@ def accelerate(model: Model) -> Model:
     return model
 
 
+def restore(model: Model) -> Model:
+    """Turns every ``LSTM`` and ``GRU`` of anycell inside ``model`` into torch's own, in place.
+
+    The way back from ``accelerate``, to hand a model on to code that compares classes, such as
+    ``quantize_dynamic``, or to where there is no anycell. As there the modules stay the same
+    objects, with their current weights; ``LSTMCell`` and ``GRUCell`` become torch's as well. What
+    torch has no class for stays: ``RNN``, ``Feedback``, layers of 8 bits, your own subclasses of
+    anycell's layers, and modules whose class torch has changed since, as parametrisations do.
+
+    Args:
+        model: any module, also one that is a layer itself.
+
+    Returns:
+        the same model.
+
+    Raises:
+        TypeError: if ``model`` is not a module.
+
+    Example:
+        >>> model = accelerate(nn.Sequential(nn.LSTM(3, 8)))
+        >>> type(restore(model)[0]) is nn.LSTM
+        True
+    """
+    _check(model, "restore")
+    for module in model.modules():
+        swap.back(module)
+    return model
+
+
 def recurrent_layers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Found]:
     """Every recurrent layer and cell of ``model``, what runs it, and why.
 
@@ -121,9 +150,9 @@ def recurrent_layers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Found]
     return layers
 
 
-def _check(model: object) -> None:
+def _check(model: object, asked: str = "accelerate") -> None:
     if not isinstance(model, nn.Module):
-        hint = "Call it first: accelerate(Model())." if isinstance(model, type) else "Pass a model."
+        hint = f"Call it first: {asked}(Model())." if isinstance(model, type) else "Pass a model."
         raise TypeError(f"model: given {describe(model)}; expected a torch.nn.Module. {hint}")
 
 

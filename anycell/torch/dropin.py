@@ -38,6 +38,8 @@ from anycell.torch.symbolic import leaf
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from anycell.torch.typed import DropInCall
+
 _FEW_ROWS = 32
 
 
@@ -58,8 +60,26 @@ class DropIn(Recurrent):
     bidirectional: bool
     _sizes: Any = ()
 
-    def __init__(self, *args: Any, checkpoint: str | int | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        checkpoint: str | int | None = None,
+    ) -> None:
+        sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
+        further = {"device": device, "dtype": dtype}
+        if proj_size:  # which nn.GRU refuses, whatever it is
+            further["proj_size"] = proj_size
+        super().__init__(*sizes, **further)  # type: ignore[call-arg]
         if check_checkpoint(checkpoint) is not None:
             self.checkpoint = checkpoint
 
@@ -303,6 +323,8 @@ class LSTM(DropIn, nn.LSTM):
     """
 
     _parent = nn.LSTM
+    if TYPE_CHECKING:
+        __call__: DropInCall[tuple[Tensor, Tensor]]
 
     @property
     def cell(self) -> Cell:  # type: ignore[override]
@@ -371,6 +393,8 @@ class GRU(DropIn, nn.GRU):
 
     cell: Cell = cells.GRU
     _parent = nn.GRU
+    if TYPE_CHECKING:
+        __call__: DropInCall[Tensor]
 
     def _by_vendor(
         self, x: Any, states: tuple[Any, ...] | None, weight: Tensor

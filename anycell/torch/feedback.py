@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.lang.transform import OUTPUT, with_feedback
 from anycell.layer.feedback import entering, fed
-from anycell.plan import Engine
+from anycell.plan import Engine, Sizes
 from anycell.torch import ops
 from anycell.torch.arguments import check_static, check_tensor, describe
 from anycell.torch.dropin import DropIn
 from anycell.torch.functional import TORCH, fused_plan, quantized, reason
-from anycell.torch.recurrent import Lengths, sequence
+from anycell.torch.recurrent import Lengths, sequence, subject
 from anycell.torch.rnn import RNN
 
 
-class Feedback(nn.Module):
+class Feedback(Explained, nn.Module):
     r"""Runs a layer whose input is a series, or, where that is not given, its own readout.
 
         y_t     = W_readout output_t + b_readout
@@ -52,6 +53,20 @@ class Feedback(nn.Module):
         >>> y.shape, h.shape
         (torch.Size([5, 2, 1]), torch.Size([1, 2, 8]))
     """
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            x: Tensor,
+            state: Any = None,
+            *,
+            forced: Tensor | float,
+            mask: Tensor | None = None,
+            lengths: Lengths | None = None,
+            resets: Tensor | None = None,
+            static: Tensor | None = None,
+        ) -> tuple[Tensor, Any]: ...
 
     def __init__(self, layer: Any, readout: nn.Linear) -> None:
         super().__init__()
@@ -87,11 +102,18 @@ class Feedback(nn.Module):
     def engine(self) -> Engine:
         """The engine that runs the layer with its readout, and why."""
         layer = self.layer
-        sizes = (*layer._sizes, (OUTPUT, self.readout.out_features))
-        plan = fused_plan(self._fed()[1], layer.hidden_size, layer.weight_ih_l0, sizes)
+        plan = fused_plan(self._fed()[1], layer.hidden_size, layer.weight_ih_l0, self._sizes)
         if isinstance(plan, str):
             return Engine("reference", plan)
         return Engine(plan.engine, reason(plan))
+
+    @property
+    def _sizes(self) -> Sizes:
+        return (*self.layer._sizes, (OUTPUT, self.readout.out_features))
+
+    def _subject(self) -> Subject:
+        said = subject(self.layer, self._fed()[1], self._sizes, self.layer.weight_ih_l0)
+        return said._replace(about=f"Feedback of {said.about}", engine=self.engine)
 
     def _fed(self) -> tuple[Cell, Cell]:
         """The layer's cell, and the one with its readout fed back."""
@@ -125,13 +147,13 @@ class Feedback(nn.Module):
         weight = self.readout.weight
         check_tensor("readout", weight, weight.shape, "as the weights of the layer", like)
         learned = fed(TORCH, layer._weights()[0], layer.hidden_size, weight, self.readout.bias)
-        rows, sizes = layer._rows(x), (*layer._sizes, (OUTPUT, width))
+        rows = layer._rows(x)
         arrays = {} if state is None else layer._named("state", state, rows, like)
         if static is not None or layer.cell.static is not None:
             shape = (*rows, layer.hidden_size)
             arrays["static"] = check_static(layer.cell, static, shape, like)
         output, final, _ = sequence(
-            layer._call(self._made[1], {})._replace(sizes=sizes),
+            layer._call(self._made[1], {})._replace(sizes=self._sizes),
             entering(TORCH, x, given, width, quantized(learned) and x.dtype is torch.float32),
             arrays,
             [learned],

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint
 from anycell.layer.checks import Layout, check_options, describe, refuse
 from anycell.layer.signature import FLAGS
-from anycell.plan import Call, Options, Plan
+from anycell.plan import Call, Options, Plan, Sizes
 from anycell.torch import ops
 from anycell.torch.arguments import (
     TORCH,
@@ -37,11 +38,14 @@ from anycell.torch.functional import (
 from anycell.torch.packed import Packing, parts
 from anycell.torch.streaming import Prepared, elsewhere
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 Lengths = Tensor | Sequence[int]
 _DIRECTIONS = (False,), (False, True)  # which of them run backwards
 
 
-class Recurrent:
+class Recurrent(Explained):
     """Mixin of the modules that run whole sequences. It adds no attribute to an instance."""
 
     cell: Cell
@@ -67,7 +71,10 @@ class Recurrent:
         """The weights of each layer, by the names of ``anycell.layer.signature``."""
         raise NotImplementedError
 
-    def prepare(self) -> Any:
+    def _subject(self) -> Subject:
+        return subject(self, self.cell, self._sizes, self.weight_ih_l0)
+
+    def prepare(self) -> Self:
         """Packs the weights for ``step``, once for all steps to come; gives the module itself.
 
         ``step`` packs them anew by itself when a weight has been replaced, or written to in any way
@@ -126,7 +133,7 @@ class Recurrent:
         hooks = self._forward_pre_hooks or self._forward_hooks  # what forward() would run
         if prepared is not None and not hooks and not elsewhere():
             if prepared.stale(self):
-                prepared = self.prepare()._prepared
+                prepared = self.prepare().__dict__["_prepared"]
             if not (self.training and (self.dropout or prepared.keeps)):
                 found = prepared.step(x, state, static, resets, reset_state)
                 if found is not None:
@@ -338,6 +345,13 @@ def _in_its_dtype(
         weights = [{name: t.to(dtype) for name, t in learned.items()} for learned in weights]
     arrays = {name: t if name in FLAGS else t.to(dtype) for name, t in arrays.items()}
     return stack(call, arrays, weights, drop)
+
+
+def subject(module: Any, cell: Cell, sizes: Sizes, weight: Tensor) -> Subject:
+    """A module as ``anycell.explain`` takes it."""
+    dtype = str(autocast_dtype(weight)).removeprefix("torch.")
+    about, hidden = repr(module).splitlines()[0], module.hidden_size
+    return Subject(about, module.engine, cell, hidden, dtype, dict(sizes))
 
 
 def state_names(kind: str, cell: Cell) -> list[str]:

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.utils.rnn import PackedSequence
 
+from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.layer import ENDS, check_checkpoint, parameters
 from anycell.layer.checks import Shape, describe, integer, is_array, number, refuse
+from anycell.named import shown
 from anycell.plan import CallOptions, Engine, Sizes, takes
 from anycell.torch import ops
 from anycell.torch.arguments import (
@@ -25,14 +27,16 @@ from anycell.torch.composite import Arrays, States
 from anycell.torch.entry import autocast
 from anycell.torch.functional import fused_plan, reason
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Lengths, Recurrent
+from anycell.torch.recurrent import Lengths, Recurrent, subject
 from anycell.torch.symbolic import leaf, refuse_script
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from anycell.torch.typed import CellCall
 
-class OfCell(nn.Module):
+
+class OfCell(Explained, nn.Module):
     """Module with a cell, and with what it learns as parameters."""
 
     cell: Cell
@@ -85,19 +89,16 @@ class OfCell(nn.Module):
             return Engine("reference", plan)
         return Engine(plan.engine, reason(plan))
 
+    def _subject(self) -> Subject:
+        return subject(self, self.cell, self._sizes, getattr(self, self._first))
+
     @property
     def _sizes(self) -> Sizes:
         return tuple(self.sizes.items())[1:]
 
     def extra_repr(self) -> str:
         """The arguments that are not the default."""
-        shown = [repr(self.cell), str(self.input_size), str(self.hidden_size)]
-        defaults = {"num_layers": 1, "bias": self.cell.bias, "batch_first": False, "dropout": 0.0}
-        further = {"bidirectional": False, "checkpoint": None}
-        for name, default in {**defaults, **further}.items():
-            if getattr(self, name, default) != default:
-                shown.append(f"{name}={getattr(self, name)}")
-        return ", ".join(shown + [f"{k}={v}" for k, v in self.sizes.items() if k != "H"])
+        return ", ".join(shown(self))
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_script(self)
@@ -169,6 +170,9 @@ class RNN(Recurrent, OfCell):
         >>> output.shape, h.shape, c.shape
         (torch.Size([5, 2, 8]), torch.Size([1, 2, 8]), torch.Size([1, 2, 8]))
     """
+
+    if TYPE_CHECKING:
+        __call__: CellCall
 
     def __init__(
         self,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
 from anycell import cells
+from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.layer import shapes
 from anycell.plan import Call, Engine, Options
@@ -18,7 +19,7 @@ from anycell.torch.composite import States
 from anycell.torch.dropin import vendors
 from anycell.torch.entry import autocast
 from anycell.torch.functional import layer
-from anycell.torch.recurrent import draw_seed, state_names
+from anycell.torch.recurrent import draw_seed, state_names, subject
 from anycell.torch.rnn import OfCell, learned
 from anycell.torch.symbolic import leaf
 
@@ -35,7 +36,17 @@ _OPERATORS = {
 }
 
 
-class LSTMCell(nn.LSTMCell):
+class DropInCell(Explained):
+    """The base of ``LSTMCell`` and ``GRUCell``."""
+
+    engine = _ONE_STEP
+
+    def _subject(self) -> Subject:
+        me: Any = self
+        return subject(me, me.cell, (), me.weight_ih)
+
+
+class LSTMCell(DropInCell, nn.LSTMCell):
     """``torch.nn.LSTMCell``, one step of ``LSTM``: for now as torch runs it.
 
     Example:
@@ -45,10 +56,12 @@ class LSTMCell(nn.LSTMCell):
     """
 
     cell: Cell = cells.LSTM
-    engine = _ONE_STEP
+    if TYPE_CHECKING:
+
+        def __call__(self, input: Tensor, hx: Any = None) -> tuple[Tensor, Tensor]: ...
 
 
-class GRUCell(nn.GRUCell):
+class GRUCell(DropInCell, nn.GRUCell):
     """``torch.nn.GRUCell``, one step of ``GRU``: for now as torch runs it.
 
     Example:
@@ -58,7 +71,9 @@ class GRUCell(nn.GRUCell):
     """
 
     cell: Cell = cells.GRU
-    engine = _ONE_STEP
+    if TYPE_CHECKING:
+
+        def __call__(self, input: Tensor, hx: Tensor | None = None) -> Tensor: ...
 
 
 class RNNCell(OfCell):
@@ -90,6 +105,9 @@ class RNNCell(OfCell):
 
     weight_ih: Tensor
     _first = "weight_ih"
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, state: Any = None, static: Tensor | None = None) -> Any: ...
 
     def __init__(
         self,

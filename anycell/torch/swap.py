@@ -9,8 +9,10 @@ from weakref import WeakValueDictionary
 from torch import nn
 
 from anycell.torch.dropin import GRU, LSTM, DropIn
+from anycell.torch.step import GRUCell, LSTMCell
 
 _SWAPS: dict[type[nn.Module], type[DropIn]] = {nn.LSTM: LSTM, nn.GRU: GRU}
+_STEPS: dict[type, type[nn.Module]] = {LSTMCell: nn.LSTMCell, GRUCell: nn.GRUCell}
 _SUBCLASSES: WeakValueDictionary[type[nn.Module], type[Any]] = WeakValueDictionary()
 # Names that a subclass may add to those of its parent, besides new methods.
 _HARMLESS = {
@@ -62,6 +64,20 @@ def refusal(module: nn.Module) -> str | None:
 def swap(module: nn.Module) -> None:
     """Turns a layer of torch that is not refused into one of anycell's: another class, no more."""
     module.__class__ = swapped(type(module))
+
+
+def back(module: nn.Module) -> None:
+    """Turns a layer or cell of anycell's that has a counterpart in torch into that, if it is one.
+
+    A class that others have derived from ours, or that torch has made, stays: it knows no other.
+    """
+    kind: Any = type(module)
+    ours = kind in (LSTM, GRU) or vars(kind).get("__reduce_ex__") is _reduce
+    parent = kind._parent if ours and "_parent" in vars(kind) else _STEPS.get(kind)
+    if parent is not None:
+        module.__class__ = parent
+        for name in ("_prepared", "checkpoint"):
+            vars(module).pop(name, None)
 
 
 def swapped(kind: type[nn.Module]) -> type[Any]:

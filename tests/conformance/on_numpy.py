@@ -38,12 +38,15 @@ def named(problem: Problem, what: str, arrays: Any) -> Arrays:
 def by_layer(problem: Problem, layer: an.RNN | None = None) -> Arrays:
     layer = layer or made(problem, an.RNN, problem.cell)
     state = one(problem.group("state"))
-    output, final = layer.forward(problem.arrays["x"], state, training=True, **problem.options)
+    options = {**problem.options, "reset_state": one(problem.group("reset_state"))}
+    output, final = layer.forward(problem.arrays["x"], state, training=True, **options)
     d_x, d_state = layer.backward(problem.arrays["d output"], one(problem.group("d final")))
     solution = {"output": output, "d x": d_x, **named(problem, "final", final)}
     solution |= {f"d {name}": grad for name, grad in layer.grads.items()}
     if state is not None:
         solution |= named(problem, "d state", d_state)
+    if layer.grad_reset_state is not None:
+        solution |= named(problem, "d reset_state", layer.grad_reset_state)
     if layer.grad_static is not None:
         solution["d static"] = layer.grad_static
     return solution
@@ -63,7 +66,7 @@ def by_step(problem: Problem) -> Arrays:
     state = one(problem.group("state"))
     layer.prepare()
     for t, x in enumerate(problem.arrays["x"]):
-        options = problem.options
+        options = {**problem.options, "reset_state": one(problem.group("reset_state"))}
         if "resets" in options:
             options["resets"] = options["resets"][t]
         output, state = layer.step(x, state, **options)
@@ -97,8 +100,6 @@ ONCE = "the derived backward pass is of first order"
 LAYER = {
     "keep": "its gradients are those of training, where random masks are drawn",
     "reverse": "a layer runs forwards, or both ways",
-    "reset_state": "resets restore what the cell declares",
-    "recurrent_mask": "layers draw masks, in a cell by keep(), and take none",
     "second derivatives": ONCE,
 }
 PRIMITIVE = dict.fromkeys(

@@ -44,7 +44,7 @@ class Kernel:
         self.stride = len(names.each)
         self.axes = {name: count for name in names.each if (count := table.axes(name))}
         self.arrays, self.index = layout.arrays, layout.entries
-        self.itemsize = plan.itemsize
+        self.itemsize: int = plan.itemsize
         self.projecting = layout.projecting
         # For ``check``: what the door copies, by its entries, and the array that it copies to or
         # from; and heads, rows and columns of the weights that are packed.

@@ -6,15 +6,16 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from anycell.lang.cell import RECURRENT, Cell, Linear
 from anycell.lang.expr import Expr, is_const, label, listing, rewrite, show, topological
 from anycell.lang.grad import upstream
 from anycell.lang.ops import is_reduction
-from anycell.layer.checks import check_cell, check_names, integer
-from anycell.plan import FREE, HEAVY, Plan, gradient_roots
+from anycell.layer.checks import check_cell, check_names, integer, refuse
+from anycell.plan import FREE, HEAVY, Engine, Plan, gradient_roots
 from anycell.plan import plan as make_plan
+from anycell.plan.dtype import dtypes
 
 Names = dict[Expr, str]
 
@@ -24,9 +25,9 @@ _WIDTH = 92  # columns of a line
 
 
 def explain(
-    cell: Cell,
-    hidden_size: int = 256,
-    dtype: str = "float32",
+    cell: Cell | Explained,
+    hidden_size: int | None = None,
+    dtype: str | None = None,
     *,
     batch: int | None = None,
     backward: bool = True,
@@ -39,9 +40,11 @@ def explain(
     """Describes a cell: equations, derived backward pass, saved values, engine, kernel.
 
     Args:
-        cell: what ``@anycell.cell`` made, for instance one of ``anycell.cells``.
-        hidden_size: H.
+        cell: what ``@anycell.cell`` made, for instance one of ``anycell.cells``; or a layer, which
+            has sizes, dtype and engine already.
+        hidden_size: H. Default: 256.
         dtype: "float32" or "float64"; of the GPU engine "float32", "bfloat16" or "float16".
+            Default: "float32".
         batch: also shows the memory that a batch of this many rows needs.
         backward: whether to show the backward pass, and what is saved for it.
         llvm: ends with the text that the kernels are compiled from.
@@ -63,34 +66,118 @@ def explain(
         RNN(): hidden size 64, float32
         Elman network, the cell of ``torch.nn.RNN`` and ``keras.layers.SimpleRNN``.
         ...
+        >>> layer = anycell.numpy.LSTM(3, 64)
+        >>> print(explain(layer))
+        LSTM(3, 64, dtype='float32') runs on cpu (fused kernel, 1 matmul a step)
+        ...
     """
-    check_cell(cell)
+    shown: dict[str, Any] = {"batch": batch, "backward": backward, "llvm": llvm}
+    shown |= {"assembly": assembly, "triton": triton}
+    if isinstance(cell, Explained):
+        own = {"hidden_size": hidden_size, "dtype": dtype, "engine": engine, **sizes}
+        for name, value in own.items():
+            if value is not None:
+                refuse(name, repr(value), "none beside a layer, which has its own", "Leave it out.")
+        return cell.explain(**shown)
+    check_cell(cell, " Or pass a layer of anycell.")
     check_names(cell, sizes)
+    hidden_size = 256 if hidden_size is None else hidden_size
     given = {"hidden_size": hidden_size, "batch": 1 if batch is None else batch, **sizes}
     for name, size in given.items():
         integer(name, size)
-    chosen = make_plan(cell, hidden_size, dtype, engine, sizes)
-    return Explanation(chosen, batch, backward, llvm=llvm, assembly=assembly, triton=triton)
+    return Explanation(make_plan(cell, hidden_size, dtype or "float32", engine, sizes), **shown)
+
+
+class Subject(NamedTuple):
+    """A layer as a page needs it.
+
+    Attributes:
+        about: the layer and what it does, as the subject of a sentence whose end is its engine.
+        engine: what runs it, and why.
+        cell: the step; None where it is not known in the language.
+        hidden_size, dtype, sizes: as ``anycell.plan.plan`` takes them.
+    """
+
+    about: str
+    engine: Engine
+    cell: Cell | None
+    hidden_size: int
+    dtype: str
+    sizes: Mapping[str, int]
+
+
+class Explained:
+    """The base of layers that ``explain`` describes."""
+
+    engine: Any
+
+    def _subject(self) -> Subject:
+        raise NotImplementedError
+
+    def explain(
+        self,
+        *,
+        batch: int | None = None,
+        backward: bool = True,
+        llvm: bool = False,
+        assembly: bool = False,
+        triton: bool = False,
+    ) -> Explanation:
+        """Describes this layer: the engine that runs it, and why; then the page of its cell, whose
+        arguments ``anycell.explain`` has.
+        """
+        asked = {"llvm": llvm, "assembly": assembly, "triton": triton}
+        return about_layer(self._subject(), batch, backward, **asked)
+
+
+def about_layer(
+    subject: Subject, batch: int | None = None, backward: bool = True, **asked: bool
+) -> Explanation:
+    """The page about a layer."""
+    about, engine, cell, hidden, dtype, sizes = subject
+    about = f"{about} runs on {engine.name} ({engine.reason})"
+    if cell is None:
+        return Explanation(None, batch, backward, about, engine, **asked)
+    kind = engine.name if engine.name in ("cpu", "gpu") else "reference"
+    known = dtypes("gpu" if kind == "gpu" else "cpu", quantized=True)
+    chosen = make_plan(cell, hidden, dtype if dtype in known else "float32", kind, sizes)
+    return Explanation(chosen, batch, backward, about, engine, **asked)
 
 
 class Explanation:
-    """A page about a cell, for the eye: ``print`` it, or let the interpreter show it.
+    """A page about a cell or a layer, for the eye: ``print`` it, or let the interpreter show it.
+    ``"engine: cpu" in page`` and ``page[:80]`` are those of its text.
 
     Attributes:
-        plan: the ``anycell.plan.Plan`` that the page is about.
+        plan: the ``anycell.plan.Plan`` that the page is about; None for a layer whose step is not
+            known in the language.
         llvm: the LLVM text of the kernels; None where the plan's engine has none.
         assembly: their assembly on this machine, compiled when first asked for; None likewise.
         triton: the source of the GPU engine's kernels; None where the plan's engine is another.
     """
 
-    def __init__(self, plan: Plan, batch: int | None, backward: bool, **asked: bool) -> None:
+    def __init__(
+        self,
+        plan: Plan | None,
+        batch: int | None,
+        backward: bool,
+        about: str = "",
+        engine: Engine | None = None,
+        **asked: bool,
+    ) -> None:
         self.plan, self.batch, self.backward = plan, batch, backward
-        self._asked = asked
+        self._about, self._engine, self._asked = about, engine, asked
 
     def __str__(self) -> str:
         return self._text
 
     __repr__ = __str__
+
+    def __contains__(self, text: str) -> bool:
+        return text in self._text
+
+    def __getitem__(self, place: int | slice) -> str:
+        return self._text[place]
 
     @functools.cached_property
     def llvm(self) -> str | None:
@@ -106,7 +193,7 @@ class Explanation:
 
     def _texts(self, text: Callable[[Plan, bool], str]) -> str | None:
         """The LLVM texts of both passes, where the plan's engine is the CPU's."""
-        if self.plan.engine != "cpu":
+        if self.plan is None or self.plan.engine != "cpu":
             return None
         names = ("forward", "backward")[: 1 + self.backward]
         texts = [f"; ---- {name}\n{text(self.plan, name == 'backward')}" for name in names]
@@ -114,7 +201,7 @@ class Explanation:
 
     @functools.cached_property
     def triton(self) -> str | None:
-        if self.plan.engine != "gpu":
+        if self.plan is None or self.plan.engine != "gpu":
             return None
         from anycell.engines.gpu import sources
 
@@ -122,15 +209,18 @@ class Explanation:
 
     @functools.cached_property
     def _text(self) -> str:
+        if self.plan is None:
+            return self._about
         page = _Page(self.plan, self.batch)
         # What compiles goes first: the section on the kernels then says so.
         sources = {name: getattr(self, name) for name, asked in self._asked.items() if asked}
-        sections = [page.heading(), page.forward()]
+        sections = [[self._about] if self._about else [], page.heading(), page.forward()]
         if self.backward:
             sections += [page.saved(), page.derived()]
-        sections += [page.engine(), page.kernels(self.backward)]
+        engine = self._engine or Engine(self.plan.engine, self.plan.reason)
+        sections += [page.engine(engine), page.kernels(self.backward)]
         for name, source in sources.items():
-            missing = f"none: the {self.plan.engine} engine has no kernel of its own"
+            missing = f"none: the {engine.name} engine has no kernel of its own"
             sections.append([name, *(source or f"    {missing}").splitlines()])
         return "\n\n".join("\n".join(section) for section in sections if section)
 
@@ -333,10 +423,9 @@ class _Page:
         yield f"were they kept as well: {self._bytes([*kept, *sizes])}"
 
     # -- the engine --------------------------------------------------------------------------------
-    def engine(self) -> list[str]:
-        plan = self.plan
-        lines = [f"engine: {plan.engine}", *_indent(_wrap(plan.reason))]
-        if plan.engine == "reference":
+    def engine(self, engine: Engine) -> list[str]:
+        lines = [f"engine: {engine.name}", *_indent(_wrap(engine.reason))]
+        if engine.name == "reference":
             lines += _indent(
                 [
                     "step by step, with the array functions of the framework; what it keeps for",

@@ -1,0 +1,145 @@
+"""``prepare()`` and ``step()``: one step at a time, on weights packed once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+from keras import ops, tree
+from keras.src import backend  # the scope in which Keras calls layers has no public name
+
+from anycell.engines.cpu import pool
+from anycell.keras.call import Tensor
+from anycell.layer.checks import refuse
+from anycell.layer.stream import Stream
+from anycell.layer.view import value
+from anycell.numpy import check
+from anycell.numpy.host import host_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+def _as_written(function: Any) -> Any:
+    """Keeps TensorFlow from rewriting the Python of a step, which a user's graph calls."""
+    if keras.backend.backend() != "tensorflow":
+        return function
+    import tensorflow as tf
+
+    return tf.autograph.experimental.do_not_convert(function)
+
+
+class Packed:
+    """The packed weights of a layer. A copy of a layer, and a pickle, has none."""
+
+    def __init__(self, stream: Stream | None = None) -> None:
+        self.stream = stream
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Packed, ()
+
+
+class Steps:
+    """Mixin of layers that can go one step at a time."""
+
+    cell: Any
+    _prepared = Packed()
+
+    def prepare(self) -> Self:
+        """Packs the weights, as they are now, for ``step``; returns the layer itself.
+
+        Where nothing is packed, because no kernel runs the layer here, in 16 and in 8 bits, and on
+        copies of the layer, a ``step`` is an ordinary call. Weights that change later go unnoticed:
+        call this again after training and after loading.
+
+        Raises:
+            ValueError: for a layer that goes backwards, or has no weights yet.
+        """
+        from anycell.keras.compress import view_of
+
+        me: Any = self
+        self._forwards("prepare")
+        view, stream = view_of(me), None
+        dtype, rounded = me.cell.compute_dtype, hasattr(me, "rounded")
+        if me.engine.name == "cpu" and dtype in ("float32", "float64") and not rounded:
+            arrays = {name: value(weight) for name, weight in view.learned[0].items()}
+            weights = {n: np.array(ops.convert_to_numpy(a), dtype) for n, a in arrays.items()}
+            host, sizes = host_of(np.dtype(dtype)), dict(view.sizes)
+            stream = Stream(host, view.cell, sizes, dtype, [weights], pool.threads())
+        self._prepared = Packed(stream)
+        return self
+
+    @_as_written
+    def step(
+        self,
+        x: Tensor,
+        states: Any = None,
+        *,
+        static: Tensor = None,
+        resets: Tensor = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """One step, as they arrive, in inference: what a call gives for sequences of one step.
+
+        After ``prepare()`` it is one native call on packed weights, from which no gradients come.
+
+        Args:
+            x: ``[B, in]``.
+            states: as the step before returned them; None for what a call begins with.
+            static: as a call takes it.
+            resets: bool ``[B]``, True where the state is replaced, before the step, by what a call
+                begins with: where an episode starts.
+
+        Returns:
+            output ``[B, size]``, and a list of the new states.
+
+        Raises:
+            ValueError: for a layer that goes backwards, and for arguments of another shape.
+        """
+        me: Any = self
+        self._forwards("step")
+        dtype = me.cell.compute_dtype
+        x = ops.cast(ops.convert_to_tensor(x), dtype)
+        if len(x.shape) != 2:
+            refuse("x", f"shape {tuple(x.shape)}", "[B, in], one step", "Take it out: x[:, t].")
+        if not me.built:
+            me.build((None, None, x.shape[1]))
+        given: Any = None if states is None else tree.flatten(states)
+        if given is None or resets is not None:
+            start = [ops.cast(s, dtype) for s in me.get_initial_state(ops.shape(x)[0])]
+            given = start if given is None else given
+        if resets is not None:
+            new = ops.expand_dims(ops.cast(resets, "bool"), 1)
+            given = [ops.where(new, s, g) for s, g in zip(start, given, strict=True)]
+        stream = self._prepared.stream
+        if stream is not None and hasattr(x, "numpy"):  # which symbols of a graph have not
+            return self._packed_step(stream, x, given, static)
+        with me._beside(static, None), backend.AutocastScope(dtype):
+            last, _, final = me.inner_loop(ops.expand_dims(x, 1), given, None, False)
+        return last, list(final)
+
+    def _packed_step(
+        self, stream: Stream, x: Tensor, states: Sequence[Tensor], static: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """A step on packed weights."""
+        kind, rows = self.cell.compute_dtype, x.shape[0]
+
+        def read(name: str, tensor: Tensor, width: int) -> Any:
+            return check.array(name, ops.convert_to_numpy(tensor), (rows, width), kind)
+
+        widths = [width for _, width in stream.shape]
+        if len(states) != len(widths) or (static is None) is not (stream.static is None):
+            wanted = f"{len(widths)} states" + ", and static" * (stream.static is not None)
+            given = f"{len(states)} states" + ", and static" * (static is not None)
+            refuse("states", given, wanted, "Pass those that the step before returned.")
+        before = [read("states", s, width)[None] for s, width in zip(states, widths, strict=True)]
+        static = None if static is None else read("static", static, stream.hidden)
+        arrays = read("x", x, stream.width), before, static
+        output, new = stream.step(rows, *arrays, pool.threads())
+        return ops.convert_to_tensor(output), [ops.convert_to_tensor(s[0]) for s in new]
+
+    def _forwards(self, method: str) -> None:
+        if self.go_backwards:  # type: ignore[attr-defined]
+            hint = "Call the layer with the whole sequence: it begins at its end."
+            refuse(method, "go_backwards=True", "a layer that goes forwards", hint)

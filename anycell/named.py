@@ -1,0 +1,85 @@
+"""A layer of its own name for each cell of ``anycell.cells``, in every frontend by one rule."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Container
+from typing import Any, TypeVar
+
+from anycell import cells
+from anycell.lang.cell import Cell
+from anycell.layer.checks import declared_sizes
+
+Layer = TypeVar("Layer", bound=type)
+_DEFAULTS = {
+    **{"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0},
+    **{"bidirectional": False, "checkpoint": None},
+}  # of what a repr shows
+
+
+class Named:
+    """Mixin in front of a frontend's ``RNN``: the layer of one cell, whose hyperparameters are
+    arguments by keyword. Where cell and layer have one of a name, such as ``dropout``, it is the
+    cell's.
+    """
+
+    of: Cell
+
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        names = (*self.of.hyper, *self.of.structure)
+        given = {name: options.pop(name) for name in names if name in options}
+        super().__init__(self.of(**given), *sizes, **options)  # type: ignore[call-arg]
+
+
+def layers(base: Layer, module: str, taken: Container[str]) -> dict[str, Layer]:
+    """Makes the layers that users find in ``module`` by the names of the cells that are not taken.
+
+    Args:
+        base: a ``Named`` class of the frontend.
+    """
+    made: dict[str, Layer] = {}
+    for name in cells.__all__:
+        if name not in taken:
+            cell = getattr(cells, name)
+            about = f"``RNN({name}, ...)``; see ``anycell.cells.{name}``.\n\n"
+            body = {"of": cell, "__module__": module, "__signature__": _signature(base, cell)}
+            body["__doc__"] = about + inspect.cleandoc(cell.__doc__ or "")
+            made[name] = type(base)(name, (base,), body)
+    return made
+
+
+def _signature(base: type, cell: Cell) -> inspect.Signature:
+    """The arguments of a layer of a cell: those of ``RNN``, by keyword from where the cell has one
+    of the name, and those of the cell.
+    """
+    kind = inspect.Parameter
+    hyper = inspect.signature(cell.function).parameters.values()
+    own = {p.name: p for p in hyper if p.kind is kind.KEYWORD_ONLY}
+    for size in declared_sizes(cell):
+        own[size] = kind(size, kind.KEYWORD_ONLY, annotation="int")
+    rnn: Any = base.__mro__[base.__mro__.index(Named) + 1]
+    _, *given = inspect.signature(rnn).parameters.values()
+    shared, by_name = [], False
+    for parameter in given:
+        by_name |= parameter.name in own
+        if parameter.name == "hidden_size":
+            parameter = parameter.replace(default=kind.empty, annotation="int")
+        if by_name and parameter.kind is kind.POSITIONAL_OR_KEYWORD:
+            parameter = parameter.replace(kind=kind.KEYWORD_ONLY)
+        if parameter.name != "sizes" and parameter.name not in own:
+            shared.append(parameter)
+    behind = len(shared) - (shared[-1].kind is kind.VAR_KEYWORD)
+    return inspect.Signature([*shared[:behind], *own.values(), *shared[behind:]])
+
+
+def shown(layer: Any) -> list[str]:
+    """The arguments of a layer that its repr shows: cell, sizes, and what is not the default."""
+    cell, of = layer.cell, getattr(layer, "of", None)
+    named = of is not None and cell.function is of.function
+    said = [*([] if named else [repr(cell)]), str(layer.input_size), str(layer.hidden_size)]
+    for name, default in {**_DEFAULTS, "bias": cell.bias}.items():
+        value = getattr(layer, name, default)
+        if value != default:
+            said.append(f"{name}={value!r}")
+    given = {**(cell.given if named else {}), **layer.sizes}
+    return said + [f"{name}={value!r}" for name, value in given.items() if name != "H"]

@@ -1,0 +1,119 @@
+"""``check_gradients``: a backward pass against differences of the forward pass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from anycell.layer.checks import describe, refuse
+from anycell.numpy import check
+from anycell.numpy.base import Array, Layer
+from anycell.numpy.feedback import Feedback
+
+
+def check_gradients(
+    layer: Layer | Feedback, x: npt.ArrayLike, *, count: int = 20, seed: int = 0, **options: Any
+) -> dict[str, float]:
+    """Compares the gradients of ``backward`` with central differences of ``forward``, in float64.
+
+    Both are of the sum of all results, each number weighted by chance. The layer and its gradients
+    stay as they are: the comparison is of a copy. Random masks and dropout draw the same in each
+    run.
+
+    Args:
+        layer: of this module, or of a class of yours that derives from ``Layer``.
+        x: what ``forward`` takes first.
+        count: how many numbers of each array are compared, drawn by chance.
+        seed: of what is drawn.
+        options: what ``forward`` takes besides, such as ``lengths``.
+
+    Returns:
+        for ``"x"`` and each parameter, by name, the largest difference of the two, relative to the
+        largest gradient of the array: some 1e-9 where they agree. Kinks, as of ``relu``, may differ
+        in places.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was given and what was expected.
+
+    Example:
+        >>> errors = check_gradients(LSTM(3, 8, seed=0), np.ones((5, 2, 3)), lengths=[5, 3])
+        >>> max(errors.values()) < 1e-6
+        True
+    """
+    # Far from what the same seed gave for x: weights that are x itself are no test.
+    rng = np.random.Generator(check.generator("seed", seed).bit_generator.jumped())  # type: ignore[attr-defined]
+    count = check.integer("count", count)
+    twin, x = _wide(layer), np.array(check.numbers("x", x), np.float64)
+
+    def results(run: Any, training: bool) -> list[Array]:
+        return list(_arrays(run.forward(x, training=training, **options)))
+
+    run = copy.deepcopy(twin)
+    weights = [rng.normal(size=result.shape) for result in results(run, True)]
+    given = [weights[0], *([tuple(weights[1:])] if len(weights) > 2 else weights[1:])]
+    back = run.backward(*given)
+    arrays = {"x": (x, back[0] if isinstance(back, tuple) else back)}
+    for part, done in zip(_parts(twin), _parts(run), strict=True):
+        arrays |= {
+            name if name not in arrays else f"{type(part).__name__}.{name}": (
+                array,
+                done.grads[name],
+            )
+            for name, array in part.parameters.items()
+        }
+
+    def loss() -> float:
+        # A copy, whose generators draw as those of all others.
+        pairs = zip(weights, results(copy.deepcopy(twin), True), strict=True)
+        return sum(float((weight * result).sum()) for weight, result in pairs)
+
+    errors, far = {}, 1e-6
+    for name, (array, gradient) in arrays.items():
+        worst, largest = 0.0, float(np.abs(gradient).max(initial=0.0))
+        for place in rng.permutation(array.size)[:count]:
+            at = np.unravel_index(place, array.shape)
+            before, sides = array[at], []
+            for step in (far, -far):
+                array[at] = before + step
+                sides.append(loss())
+            array[at] = before
+            difference = (sides[0] - sides[1]) / (2 * far)
+            worst = max(worst, abs(difference - gradient[at]))
+            largest = max(largest, abs(difference))
+        errors[name] = float(worst / largest) if largest else 0.0
+    return errors
+
+
+def _parts(layer: Any) -> list[Layer]:
+    """The layers whose parameters it has."""
+    return [layer.layer, layer.readout] if isinstance(layer, Feedback) else [layer]
+
+
+def _wide(layer: Any) -> Any:
+    """A copy in float64."""
+    trains = hasattr(layer, "backward") and not hasattr(layer, "rounded")
+    if not isinstance(layer, (Layer, Feedback)) or not trains:
+        expected = "a layer of anycell.numpy that trains"
+        refuse("layer", describe(layer), expected, "Pass RNN(...), or Dense(...).", TypeError)
+    twin = copy.deepcopy(layer)
+    for part in _parts(twin):
+        part.dtype = np.dtype(np.float64)
+        for arrays in (part._parameters, part._statistics):
+            arrays.update({name: array.astype(np.float64) for name, array in arrays.items()})
+    return twin
+
+
+def _arrays(results: Any) -> Iterator[Array]:
+    """The arrays of a result, one after the other."""
+    if isinstance(results, tuple):
+        for result in results:
+            yield from _arrays(result)
+    else:
+        yield results
+
+
+__all__ = ["check_gradients"]

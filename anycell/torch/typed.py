@@ -1,0 +1,78 @@
+"""Calls of layers as type checkers see them: ``torch.nn.Module`` tells them nothing of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from anycell.plan import CallOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+State = TypeVar("State")
+Given = TypeVar("Given", Tensor, PackedSequence)
+Names = Literal[True] | str | Sequence[str]
+
+
+class Arguments(CallOptions, total=False):
+    """The arguments of a call by name, besides those that only some layers have."""
+
+    mask: Tensor | None
+    lengths: Tensor | Sequence[int] | None
+    resets: Tensor | PackedSequence | None
+    reset_state: Any
+    recurrent_mask: Tensor | None
+
+
+class DropInCall(Protocol[State]):
+    """Calls ``LSTM`` or ``GRU``."""
+
+    @overload
+    def __call__(
+        self,
+        input: Given,
+        hx: State | None = None,
+        *,
+        return_states: Literal[False] | None = None,
+        **arguments: Unpack[Arguments],
+    ) -> tuple[Given, State]: ...
+
+    @overload
+    def __call__(
+        self,
+        input: Given,
+        hx: State | None = None,
+        *,
+        return_states: Names,
+        **arguments: Unpack[Arguments],
+    ) -> tuple[Given, State, dict[str, Given]]: ...
+
+
+class CellCall(Protocol):
+    """Calls ``RNN``: the cell decides whether the state is a tensor or a tuple."""
+
+    @overload
+    def __call__(
+        self,
+        x: Given,
+        state: Any = None,
+        *,
+        static: Tensor | None = None,
+        return_states: Literal[False] | None = None,
+        **arguments: Unpack[Arguments],
+    ) -> tuple[Given, Any]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Given,
+        state: Any = None,
+        *,
+        static: Tensor | None = None,
+        return_states: Names,
+        **arguments: Unpack[Arguments],
+    ) -> tuple[Given, Any, dict[str, Given]]: ...

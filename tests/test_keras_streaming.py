@@ -1,0 +1,138 @@
+"""``prepare`` and ``step`` of Keras layers, on any backend."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+
+keras = pytest.importorskip("keras")
+
+from keras_layers import BACKEND, double, number  # noqa: E402
+from tolerances import assert_close  # noqa: E402
+
+import anycell  # noqa: E402
+import anycell.keras as ak  # noqa: E402
+from anycell import cells, compress  # noqa: E402
+
+LAYERS = {
+    "LSTM": lambda **how: ak.LSTM(5, **how),
+    "GRU": lambda **how: ak.GRU(5, **how),
+    "reset before": lambda **how: ak.GRU(5, reset_after=False, **how),
+    "SimpleRNN": lambda **how: ak.SimpleRNN(5, activation="relu", **how),
+    "projected": lambda **how: ak.LSTMP(5, P=3, **how),
+    "static": lambda **how: ak.EALSTM(5, **how),
+    "declared": lambda **how: ak.sLSTM(5, **how),
+}
+rng = np.random.default_rng(0)
+X, STATIC = rng.normal(size=(4, 6, 3)), rng.normal(size=(4, 5))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_steps_are_those_of_a_call(name: str, dtype: str) -> None:
+    """With weights packed, and without, in a copy; episodes begin as a call does."""
+    if (name, dtype, BACKEND) == ("SimpleRNN", "float64", "jax"):
+        pytest.skip("docs/compatibility.md: Keras's loop has no float64 there")
+    with double(dtype):
+        layer, x = LAYERS[name](return_sequences=True, dtype=dtype), X.astype(dtype)
+        static = {"static": STATIC.astype(dtype)} if name == "static" else {}
+        right, later = number(layer(x, **static)), number(layer(x[:, 2:], **static))
+        for prepared in (layer.prepare(), copy.deepcopy(layer)):  # of which the second is not
+            states, again = None, None
+            for t in range(6):
+                output, states = prepared.step(x[:, t], states, **static)
+                resets = np.array([t == 2, False, t == 2, False])
+                row, again = prepared.step(x[:, t], again, resets=resets, **static)
+                assert_close(number(output), right[:, t], dtype, "forward")
+                reset = later[:, t - 2] if t >= 2 else right[:, t]
+                expected = np.where(
+                    np.array([True, False, True, False])[:, None], reset, right[:, t]
+                )
+                assert_close(number(row), expected, dtype, "forward")
+    assert (layer._prepared.stream is None) is (BACKEND == "jax")
+
+
+def test_what_was_prepared_stays_until_it_is_prepared_again() -> None:
+    layer = ak.LSTM(5)
+    layer(X)
+    before = number(layer.prepare().step(X[:, 0])[0])
+    layer.set_weights([2 * w for w in layer.get_weights()])
+    if BACKEND != "jax":
+        assert np.array_equal(number(layer.step(X[:, 0])[0]), before)
+    after = number(layer.prepare().step(X[:, 0])[0])
+    assert_close(after, number(layer(X[:, :1])), "float32", "forward")
+    assert not np.allclose(before, after)
+
+
+@pytest.mark.parametrize("kind", ["16 bits", "8 bits"])
+def test_what_is_not_packed_is_a_call(kind: str) -> None:
+    layer = ak.GRU(5, dtype="mixed_bfloat16" if kind == "16 bits" else "float32")
+    layer(X)
+    layer = layer if kind == "16 bits" else compress.quantize(layer)
+    assert layer.prepare()._prepared.stream is None
+    right = number(layer(X[:, :1])).astype("float32")
+    assert np.array_equal(number(layer.step(X[:, 0])[0]).astype("float32"), right)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="a graph of TensorFlow")
+def test_a_step_in_a_graph() -> None:
+    import tensorflow as tf
+
+    layer = ak.PeepholeLSTM(5)
+    layer(X)
+    layer.prepare()
+    x = tf.constant(X[:, 0], tf.float32)
+    traced, (h, c) = tf.function(lambda x: layer.step(x))(x)
+    eager, states = layer.step(x)
+    for a, b in ((traced, eager), (h, states[0]), (c, states[1])):
+        assert_close(number(a), number(b), "float32", "forward")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_explained(name: str) -> None:
+    """By what runs it, and why, in training or inference; then by the page of its cell."""
+    layer = LAYERS[name]()
+    for training in (True, False):
+        page = layer.explain(training, backward=training)
+        first, _, heading, *_ = str(page).splitlines()
+        what = "training" if training else "inference"
+        assert first.startswith(f"{layer.name}: {what} runs on {layer.engine.name} (")
+        assert ": hidden size 5, float32" in heading and f"\nengine: {layer.engine.name}\n" in page
+        assert ("forward kernel" in page) is (BACKEND != "jax")
+        assert ("kept for the backward pass" in page) is training
+    assert str(anycell.explain(layer)) == str(layer.explain())
+    if name == "projected":
+        assert page.plan.sizes == {"H": 5, "P": 3}
+
+
+def test_a_layer_of_an_unknown_step_is_explained_in_a_line() -> None:
+    layer = ak.LSTM(5, activation=lambda v: v)
+    page = layer.explain()
+    assert page.plan is page.llvm is page.triton is None
+    assert str(page) == f"{layer.name}: training runs on keras ({layer.engine.reason})"
+
+
+BAD: list[tuple[Any, str]] = [
+    (lambda e: ak.LSTM(3, go_backwards=True).step(X[:, 0]), "step: given go_backwards=True"),
+    (lambda e: ak.LSTM(3, go_backwards=True).prepare(), "prepare: given go_backwards=True"),
+    (lambda e: ak.LSTM(3).prepare(), "no weights yet. Call it first"),
+    (lambda e: ak.LSTM(3).step(X), r"x: given shape \(4, 6, 3\); expected \[B, in\], one step"),
+    (lambda e: ak.GRU(5).step(X[:, 0], static=STATIC), "static: given a tensor; expected None"),
+    (lambda e: e.step(X[:, 0]), "static"),
+    (lambda e: e.step(X[:, 0], [STATIC], static=STATIC), "states"),
+    (lambda e: e.step(X[:, 0], [STATIC, STATIC[:2]], static=STATIC), r"shape [\[(]2, 5"),
+    (lambda e: e.step(X[:, 0], [STATIC[:, :2], STATIC], static=STATIC), r"shape [\[(]4, 2"),
+    (lambda e: e.step(X[:, 0, :2], static=STATIC), "shape"),
+    (lambda e: e.step(X[:, 0], static=STATIC[:2]), "static"),
+]
+
+
+@pytest.mark.parametrize("bad", range(len(BAD)))
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_step_refuses(prepared: bool, bad: int) -> None:
+    layer = ak.RNN(cells.EALSTM, 5)
+    layer(X.astype("float32"), static=STATIC)
+    call, message = BAD[bad]
+    with pytest.raises(ValueError, match=message):
+        call(layer.prepare() if prepared else layer)

@@ -1,0 +1,47 @@
+"""Tells type checkers of the layers that are made for cells: ``make format`` runs it.
+
+It writes ``named.pyi`` of each frontend, one class for each cell, from their signatures.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+HEAD = """# Written by tools/stubs.py, which `make format` runs: the types of what named.py makes.
+# fmt: off
+# ruff: noqa
+from collections.abc import Mapping
+from typing import Any
+
+import numpy.typing as npt
+
+from anycell.numpy import initializers
+from anycell.{frontend}.{module} import RNN
+
+class Named(RNN): ...
+
+__all__ = {names}
+"""
+MODULES = {"keras": "layers", "numpy": "layers", "torch": "rnn"}
+
+
+def stub(frontend: str) -> str:
+    """The text of a frontend's ``named.pyi``."""
+    layers = importlib.import_module(f"anycell.{frontend}.named").LAYERS
+    lines = [HEAD.format(frontend=frontend, module=MODULES[frontend], names=[*layers])]
+    for name, layer in layers.items():
+        given = re.sub(r": '([^']*)'", r": \1", str(inspect.signature(layer)))
+        lines += [f"class {name}(Named):", f"    def __init__(self, {given[1:]} -> None: ..."]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("KERAS_BACKEND", "torch")
+    for frontend in MODULES:
+        path = ROOT / "anycell" / frontend / "named.pyi"
+        path.write_text(stub(frontend), encoding="utf-8")
