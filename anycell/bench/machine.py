@@ -27,12 +27,22 @@ def describe() -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": usable_cores(),
         "isa": instruction_sets(),
-        "load": round(psutil.getloadavg()[0], 2),  # on a busy machine all bets are off
+        "load": round(psutil.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "versions": {name: version(name) for name in PACKAGES},
         "revision": revision(),
     }
+
+
+def busy(machine: dict[str, Any]) -> str:
+    """A warning where others were at work when the machine was described; else nothing."""
+    if machine["load"] <= 0.5 * machine["cores"]:
+        return ""
+    return (
+        f"this machine is busy (load {machine['load']:.1f} on {machine['cores']} cores): take the "
+        "times with a grain of salt"
+    )
 
 
 def revision() -> str | None:
