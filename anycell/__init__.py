@@ -8,7 +8,7 @@ from typing import Any
 from anycell import cells, lang
 from anycell.lang import *  # noqa: F403
 
-__version__ = "0.1.0"
+__version__: str
 
 # Frontends and engines load when first used: importing anycell imports no framework and no
 # compiler.
@@ -23,6 +23,10 @@ __all__ += lang.__all__
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from anycell.requirement import installed
+
+        return installed()
     if name not in _LAZY:
         raise AttributeError(_unknown(name), name=name)
     module = importlib.import_module(_LAZY[name])

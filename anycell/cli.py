@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from anycell.machine import usable_cores
 from anycell.plan.dtype import DTYPES, dtypes
+from anycell.requirement import install
 from anycell.usage import UsageError, built_in, did_you_mean, find_cell, find_cells
 
 Handler = Callable[[argparse.Namespace], int]
@@ -198,9 +199,7 @@ def bench(options: argparse.Namespace) -> int:
     """Measure, show, write."""
     for package in ("torch", "rich", "psutil", "threadpoolctl"):
         if importlib.util.find_spec(package) is None:
-            raise UsageError(
-                f"bench needs {package}, which is not installed: pip install '.[bench]'"
-            )
+            raise UsageError(f"bench needs {package}, which is not installed: {install('bench')}")
     if sys.stderr.isatty():
         print("anycell: importing torch", file=sys.stderr, flush=True)
     from anycell.bench import chart, estimate, machine, problem, report, runner, shapes
@@ -219,7 +218,7 @@ def bench(options: argparse.Namespace) -> int:
             if importlib.util.find_spec(package) is None:
                 extra = "tensorflow" if name in ON_TENSORFLOW else "bench"
                 raise UsageError(
-                    f"{name} needs {package}, which is not installed: pip install '.[{extra}]'"
+                    f"{name} needs {package}, which is not installed: {install(extra)}"
                 )
     if DTYPES[options.dtype].quantized:
         if options.mode not in ("inference", "both"):

@@ -16,6 +16,7 @@ from types import ModuleType
 from anycell import cells
 from anycell.lang import CellError
 from anycell.lang.cell import Cell
+from anycell.requirement import install
 
 
 class UsageError(Exception):
@@ -34,8 +35,8 @@ def did_you_mean(word: str, known: Collection[str]) -> str:
     return f"{hint}; choose from: {', '.join(known)}"
 
 
-def need(module: str, purpose: str, install: str = "'.[bench]'") -> ModuleType:
-    """Import an optional package, or say which command installs it."""
+def need(module: str, purpose: str, command: str = "") -> ModuleType:
+    """Import an optional package, or say which command installs it: that of the extra bench."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -44,7 +45,7 @@ def need(module: str, purpose: str, install: str = "'.[bench]'") -> ModuleType:
             raise
         package = module.split(".")[0]
         raise UsageError(
-            f"{purpose} needs {package}, which is not installed: pip install {install}"
+            f"{purpose} needs {package}, which is not installed: {command or install('bench')}"
         ) from None
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import processes
 import pytest
 
-from anycell import cells, cli
+import anycell
+from anycell import cells, cli, machine
 from anycell.engines.cpu import isa, jit
 
 OWN = """
@@ -171,6 +172,9 @@ def test_doctor(
     assert cli.main(["doctor"]) == 0
     healthy = capsys.readouterr().out
     assert str(tmp_path) in healthy and "fused LSTM" in healthy and "kernels for" in healthy
+    revision = machine.revision()
+    told = f"{anycell.__version__}, revision {revision}," if revision else anycell.__version__
+    assert f"anycell {told}" in healthy
 
     (tmp_path / "kernels").chmod(0o777)  # anybody could put code there
     assert cli.main(["doctor"]) == 0

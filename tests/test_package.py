@@ -12,6 +12,7 @@ import pytest
 from processes import ROOT, python
 
 import anycell
+from anycell.requirement import install
 
 PACKAGE = ROOT / "anycell"
 OPTIONAL = "flax jax keras matplotlib onnx onnxruntime rich scipy tensorflow torch triton".split()
@@ -64,13 +65,13 @@ def test_the_language_has_one_list_of_names() -> None:
 @pytest.mark.parametrize(
     ("frontend", "missing", "begin", "instead"),
     [
-        ("torch", "torch", "torch, which is not installed.\n", "pip install '.[torch]'."),
-        ("keras", "keras", "keras, which is not installed.\n", "pip install '.[keras]'."),
+        ("torch", "torch", "torch, which is not installed.\n", install("torch") + "."),
+        ("keras", "keras", "keras, which is not installed.\n", install("keras") + "."),
         (
             "keras", "tensorflow", "keras, and keras needs tensorflow, which is",
             "pip install tensorflow, or choose another backend by KERAS_BACK",
         ),
-        ("tf1", "tensorflow", "tensorflow, which is", "pip install '.[tensorflow]'."),
+        ("tf1", "tensorflow", "tensorflow, which is", install("tensorflow") + "."),
     ],
 )  # fmt: skip
 def test_a_frontend_says_what_to_install(
