@@ -17,7 +17,7 @@ def installed() -> str:
 
 def install(extra: str) -> str:
     """The command that installs an extra: of a release from the index, else of the checkout."""
-    released = re.fullmatch(r"[\d.]+", installed())
+    released = re.fullmatch(r"(?!0\.0$)[\d.]+", installed())  # 0.0: nobody knows
     return f"pip install '{'anycell' if released else '.'}[{extra}]'"
 
 
