@@ -45,6 +45,11 @@ def _unknown(name: str) -> str:
             f"{problem}. There are no layers for {name} as yet; on JAX, anycell.keras runs step by "
             "step. See docs/keras.md, JAX."
         )
+    if name in cells.__all__:
+        return (
+            f"{problem}. It is a cell: anycell.cells.{name}. Its layers are made by the frontends, "
+            f"such as anycell.torch.RNN(cells.{name}, ...)."
+        )
     import difflib
 
     close = difflib.get_close_matches(name, __dir__(), cutoff=0.7)

@@ -43,6 +43,8 @@ def test_names_that_are_not_there() -> None:
     with pytest.raises(AttributeError, match=r"^module 'anycell' has no attribute '__wrapped__'$"):
         anycell.__wrapped__  # noqa: B018
     assert not hasattr(anycell, "sin")
+    with pytest.raises(AttributeError, match=r"is a cell: anycell\.cells\.GRU\..*RNN\(cells\.GRU"):
+        anycell.GRU  # noqa: B018
     with pytest.raises(AttributeError, match=r"no layers for jax as yet.*docs/keras\.md, JAX\.$"):
         anycell.jax  # noqa: B018
 

@@ -104,6 +104,25 @@ def test_one_address() -> None:
                 assert site == ("anycell", "anycell"), path
 
 
+def test_the_page_on_the_index_has_no_link_into_the_repository() -> None:
+    """They become absolute, and lead to files that there are; images to their bytes."""
+    page = read("README.md")
+    for pattern, replacement in re.findall(
+        r"^pattern = '(.*)'\nreplacement = '(.*)'$", read("pyproject.toml"), re.M
+    ):
+        page = re.sub(pattern, replacement, page)
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]*)\)", page)
+    assert len(links) > 20
+    raw = HOME.replace("github.com", "raw.githubusercontent.com") + "/HEAD/"
+    for image, link in links:
+        assert link.startswith("https://"), link
+        if link.startswith((f"{HOME}/blob/", raw)):
+            assert (image == "!") == link.startswith(raw), link
+            path = link.removeprefix(raw).removeprefix(f"{HOME}/blob/HEAD/").partition("#")[0]
+            assert (ROOT / path).is_file(), link
+    assert page.count("\n") < 120
+
+
 def test_the_changelog_has_the_version_that_is_cited() -> None:
     cited = dict(
         re.findall(r'^(version|date-released): "?([\d.-]+)"?$', read("CITATION.cff"), re.M)

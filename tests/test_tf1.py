@@ -19,6 +19,7 @@ if keras.backend.backend() != "tensorflow":
 
 from tolerances import NO_WORSE_THAN_16, assert_close, error  # noqa: E402
 
+import anycell.keras  # noqa: E402
 import anycell.tf1 as t1  # noqa: E402
 
 STEPS, ROWS, WIDTH, UNITS = 6, 4, 3, 5
@@ -402,6 +403,17 @@ def test_initializers() -> None:
         cell = t1.LSTMCell(UNITS, True, initializer=initializer)
         cell.build(WIDTH)
         assert not np.array_equal(cell.named["w_i_diag"], cell.named["w_f_diag"])
+
+
+def test_names_of_version_1_that_are_not_here_have_a_hint() -> None:
+    """What it says is there, with these arguments."""
+    known = {"tf": tf, "anycell": anycell, "units": UNITS, **vars(t1)}
+    for name, nearest in t1._INSTEAD.items():
+        with pytest.raises(AttributeError, match=f"no attribute {name!r}. Nearest to it: "):
+            getattr(t1, name)
+        assert eval(nearest.partition(" (")[0], known)
+    with pytest.raises(AttributeError, match=r"no attribute 'LSTMCel'; it has BasicLSTMCell, "):
+        t1.LSTMCel  # noqa: B018
 
 
 def test_refusals() -> None:

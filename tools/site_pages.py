@@ -17,6 +17,9 @@ import site_gallery  # noqa: E402
 
 HOME = "README.md"
 LINK = re.compile(r"(\]\()(?!\w+:)([^)#\s]+)")
+BADGE = re.compile(
+    r"^\[!\[.*\n", re.MULTILINE
+)  # an image from elsewhere, which the site does without
 LANGUAGES = {".py": "python", ".sh": "bash"}
 # griffe reads the text of __all__, where *LAYERS is no string; site_docstrings.py adds these.
 logging.getLogger("mkdocs.plugins.griffe").addFilter(lambda r: "LAYERS" not in r.getMessage())
@@ -61,7 +64,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return match[0]
         return match[1] + posixpath.relpath(_place(target), posixpath.dirname(place) or ".")
 
-    return LINK.sub(moved, markdown)
+    return LINK.sub(moved, BADGE.sub("", markdown))
 
 
 def _place(path: str) -> str:
