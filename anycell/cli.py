@@ -244,12 +244,8 @@ def bench(options: argparse.Namespace) -> int:
     with runner.all_threads(settings.threads):
         costs = estimate.seconds(settings)
     hurry = "" if options.quick or sum(costs) < 120 else "; --quick takes about one minute"
-    print(
-        f"anycell: {len(costs)} row{'s' * (len(costs) != 1)}, about "
-        f"{estimate.duration(sum(costs))}{hurry}",
-        file=sys.stderr,
-        flush=True,
-    )
+    plan = f"{len(costs)} row{'s' * (len(costs) != 1)}, about {estimate.duration(sum(costs))}"
+    print(f"anycell: {plan}{hurry}", file=sys.stderr, flush=True)
     with progress(costs) as (say, advance):
         result = runner.run(settings, say, advance)
     report.show(result)
