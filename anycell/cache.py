@@ -34,10 +34,11 @@ def clear() -> list[int]:
         for file in files:
             cache._unlink(file.name)
     sizes = [file.size for file in files]
-    for file in _texts():
+    for text in _texts():
         with contextlib.suppress(OSError):
-            sizes.append(os.stat(file).st_size)
-            os.unlink(file)
+            size = os.stat(text).st_size
+            os.unlink(text)
+            sizes.append(size)
     return sizes
 
 

@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("demo", "train a model on a real series, and draw what came out", _demo),
     ):
         # One without help is understood, and not offered.
-        shown = {"help": text} if add is not _demo or DEMO.is_file() else {}
+        shown: dict[str, Any] = {"help": text} if add is not _demo or DEMO.is_file() else {}
         add(commands.add_parser(name, description=text[0].upper() + text[1:] + ".", **shown))
     return parser
 

@@ -17,9 +17,8 @@ import site_gallery  # noqa: E402
 
 HOME = "README.md"
 LINK = re.compile(r"(\]\()(?!\w+:)([^)#\s]+)")
-BADGE = re.compile(
-    r"^\[!\[.*\n", re.MULTILINE
-)  # an image from elsewhere, which the site does without
+# An image from elsewhere, such as of a test's result; the site does without.
+BADGE = re.compile(r"^\[!\[.*\n", re.MULTILINE)
 LANGUAGES = {".py": "python", ".sh": "bash"}
 # griffe reads the text of __all__, where *LAYERS is no string; site_docstrings.py adds these.
 logging.getLogger("mkdocs.plugins.griffe").addFilter(lambda r: "LAYERS" not in r.getMessage())

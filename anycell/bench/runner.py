@@ -151,7 +151,7 @@ class Row:
     def far(self, peer: str) -> bool:
         """Whether the ratios in turns and alone are so far apart that neither says anything."""
         turns, alone = self.ratio(peer), self.ratio(peer, alone=True)
-        return bool(turns and alone) and max(turns / alone, alone / turns) > FAR
+        return turns is not None and alone is not None and max(turns / alone, alone / turns) > FAR
 
 
 @dataclass
