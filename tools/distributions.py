@@ -55,7 +55,7 @@ def attempt(distribution: Path, python: str, extras: list[str], oldest: bool) ->
         own = folder / "venv" / "bin" / "python"
         run(python, "-m", "venv", folder / "venv")
         bounds = ["-c", str(constraints(folder))] if oldest else []
-        what = f"{distribution.resolve()}[{','.join(extras)}]"
+        what = str(distribution.resolve()) + (f"[{','.join(extras)}]" if extras else "")
         run(own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *bounds, what)
         version = re.split("-", distribution.name.removesuffix(".tar.gz"))[1]
         cache = {"ANYCELL_CACHE_DIR": str(folder / "kernels")}
