@@ -64,7 +64,7 @@ def attempt(distribution: Path, python: str, extras: list[str], oldest: bool) ->
             sys.exit(f"expected version {version} in {folder}\n{said}")
         for extra in ["", *extras]:
             if page := PAGES.get(extra):
-                script = folder / f"{page}.py"
+                script = folder / "page.py"
                 text = (ROOT / "docs" / "start" / f"{page}.md").read_text(encoding="utf-8")
                 blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
                 script.write_text("\n".join(blocks), encoding="utf-8")
