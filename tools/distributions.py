@@ -70,7 +70,8 @@ def attempt(distribution: Path, python: str, extras: list[str], oldest: bool) ->
                 script.write_text("\n".join(blocks), encoding="utf-8")
                 backend = {"KERAS_BACKEND": BACKENDS.get(extra, "tensorflow")}
                 run(own, script, cwd=folder, **cache, **backend)
-        return " ".join(line for line in said.splitlines() if "numpy" in line or "torch" in line)
+        told = re.findall(r"^ +(numpy .*)$|^ *frameworks +(.*)$", said, re.MULTILINE)
+        return "; ".join(first or second for first, second in told)
 
 
 def constraints(folder: Path) -> Path:
