@@ -96,6 +96,7 @@ gallery: $(VENV)/dev.stamp ## train every built-in cell on one problem, for the 
 wheel: $(VENV)/dev.stamp ## dist/anycell-*-py3-none-any.whl
 	$(RUN) -m pip wheel . --no-deps --no-build-isolation --wheel-dir dist
 
+.PHONY: dist
 dist: $(VENV)/dev.stamp ## the wheel and the source distribution, checked, in dist/
 	$(RUN) tools/distributions.py
 
@@ -131,5 +132,5 @@ $(RUN):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "anycell needs Python 3.10 or newer")'
 	$(PYTHON) -m venv $(VENV)
 
-.PHONY: help demo test test-all test-oldest test-tritons lint format bench docs gallery wheel dist clean
+.PHONY: help demo test test-all test-oldest test-tritons lint format bench docs gallery wheel clean
 .DELETE_ON_ERROR:

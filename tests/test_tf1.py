@@ -19,7 +19,6 @@ if keras.backend.backend() != "tensorflow":
 
 from tolerances import NO_WORSE_THAN_16, assert_close, error  # noqa: E402
 
-import anycell.keras  # noqa: E402
 import anycell.tf1 as t1  # noqa: E402
 
 STEPS, ROWS, WIDTH, UNITS = 6, 4, 3, 5
@@ -407,6 +406,8 @@ def test_initializers() -> None:
 
 def test_names_of_version_1_that_are_not_here_have_a_hint() -> None:
     """What it says is there, with these arguments."""
+    import anycell.keras
+
     known = {"tf": tf, "anycell": anycell, "units": UNITS, **vars(t1)}
     for name, nearest in t1._INSTEAD.items():
         with pytest.raises(AttributeError, match=f"no attribute {name!r}. Nearest to it: "):
