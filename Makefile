@@ -97,6 +97,10 @@ gallery: $(VENV)/dev.stamp ## train every built-in cell on one problem, for the 
 wheel: $(VENV)/dev.stamp ## dist/anycell-*-py3-none-any.whl
 	$(RUN) -m pip wheel . --no-deps --no-build-isolation --wheel-dir dist
 
+.PHONY: dist
+dist: $(VENV)/dev.stamp ## the wheel and the source distribution, checked, in dist/
+	$(RUN) tools/distributions.py
+
 clean: ## remove the environment and everything generated
 	rm -rf $(VENV) $(OLDEST) $(TRITON) dist out .pytest_cache .ruff_cache .mypy_cache .hypothesis
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from anycell import cells, lang
 from anycell.lang import *  # noqa: F403
 
-__version__ = "0.1.0"
+__version__: str
 
 # Frontends and engines load when first used: importing anycell imports no framework and no
 # compiler.
@@ -31,6 +31,10 @@ __all__ += lang.__all__
 
 
 def _load(name: str) -> Any:
+    if name == "__version__":
+        from anycell.requirement import installed
+
+        return installed()
     if name not in _LAZY:
         raise AttributeError(_unknown(name), name=name)
     module = importlib.import_module(_LAZY[name])
@@ -52,6 +56,11 @@ def _unknown(name: str) -> str:
         return (
             f"{problem}. There are no layers for {name} as yet; on JAX, anycell.keras runs step by "
             "step. See docs/keras.md, JAX."
+        )
+    if name in cells.__all__:
+        return (
+            f"{problem}. It is a cell: anycell.cells.{name}. Its layers are made by the frontends, "
+            f"such as anycell.torch.RNN(cells.{name}, ...)."
         )
     import difflib
 

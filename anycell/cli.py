@@ -1,4 +1,4 @@
-"""``python -m anycell``: bench, explain, doctor, demo."""
+"""``python -m anycell``: bench, explain, doctor, cache, demo."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +15,11 @@ from typing import Any, NoReturn
 
 from anycell.machine import usable_cores
 from anycell.plan.dtype import DTYPES, dtypes
-from anycell.usage import UsageError, did_you_mean, find_cell
+from anycell.requirement import install
+from anycell.usage import UsageError, built_in, did_you_mean, find_cell, find_cells
 
 Handler = Callable[[argparse.Namespace], int]
+DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo.py"  # in a checkout only
 PEERS = (  # written out, because listing the contenders imports what they need
     "torch.nn torch-loop torch-compile numpy-loop onnxruntime onnxruntime-calm openvino "
     "anycell.numpy anycell-LSTM anycell-float32 anycell.keras keras keras-xla keras-loop "
@@ -64,9 +67,12 @@ def build_parser() -> argparse.ArgumentParser:
         ("bench", "measure against torch.nn and others, after checking that results agree", _bench),
         ("explain", "what becomes of a cell: equations, backward, kernel", _explain),
         ("doctor", "what is installed, what is used, and whether it works", _doctor),
-        ("demo", "train a model on a real series", _demo),
+        ("cache", "where compiled kernels are kept, and how large they are; clear it", _cache),
+        ("demo", "train a model on a real series, and draw what came out", _demo),
     ):
-        add(commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + "."))
+        # One without help is understood, and not offered.
+        shown: dict[str, Any] = {"help": text} if add is not _demo or DEMO.is_file() else {}
+        add(commands.add_parser(name, description=text[0].upper() + text[1:] + ".", **shown))
     return parser
 
 
@@ -122,9 +128,13 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         add(name, type=positive(type(default)), default=default, metavar=metavar, help=text)
 
     add(
+        "--quick",
+        action="store_true",
+        help="a first look, in about a minute: a few small shapes, short runs, no fresh processes",
+    )
+    add(
         "--shapes",
         type=names,
-        default=["all"],
         metavar="A,B",
         help="all (default), some by name, or sizes as T20B4I64H128[L2][D2]",
     )
@@ -158,11 +168,11 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="the contender that all others are compared with (default: anycell)",
     )
-    number(
+    add(
         "--seconds",
-        5.0,
-        "S",
-        "time for the runs of one line of a table, 5 rounds at least (default: 5)",
+        type=positive(float),
+        metavar="S",
+        help="time for the runs of one line of a table, 5 rounds at least (default: 5)",
     )
     number(
         "--compile-limit",
@@ -189,10 +199,10 @@ def bench(options: argparse.Namespace) -> int:
     """Measure, show, write."""
     for package in ("torch", "rich", "psutil", "threadpoolctl"):
         if importlib.util.find_spec(package) is None:
-            raise UsageError(
-                f"bench needs {package}, which is not installed: pip install '.[bench]'"
-            )
-    from anycell.bench import chart, problem, report, runner, shapes
+            raise UsageError(f"bench needs {package}, which is not installed: {install('bench')}")
+    if sys.stderr.isatty():
+        print("anycell: importing torch", file=sys.stderr, flush=True)
+    from anycell.bench import chart, estimate, machine, problem, report, runner, shapes
     from anycell.bench.contenders import CONTENDERS, DEFAULT_PEERS, ON_TENSORFLOW, PACKAGES
 
     peers = options.peers or list(DEFAULT_PEERS)
@@ -208,7 +218,7 @@ def bench(options: argparse.Namespace) -> int:
             if importlib.util.find_spec(package) is None:
                 extra = "tensorflow" if name in ON_TENSORFLOW else "bench"
                 raise UsageError(
-                    f"{name} needs {package}, which is not installed: pip install '.[{extra}]'"
+                    f"{name} needs {package}, which is not installed: {install(extra)}"
                 )
     if DTYPES[options.dtype].quantized:
         if options.mode not in ("inference", "both"):
@@ -216,17 +226,27 @@ def bench(options: argparse.Namespace) -> int:
                 f"--mode {options.mode}: weights of 8 bits are for inference only; leave it out"
             )
         options.mode = "inference"
-    built_in = options.cells or ([] if options.cell else ["LSTM", "GRU"])
+    classic = options.cells or ([] if options.cell else ["LSTM", "GRU"])
+    options.shapes = options.shapes or (shapes.QUICK if options.quick else ["all"])
+    options.seconds = options.seconds or (0.5 if options.quick else 5.0)
+    if options.quick:
+        options.alone = options.first_call = False
     as_given = "dtype threads subject seconds compile_limit alone first_call memory".split()
     settings = runner.Settings(
-        cells=[problem.find_cell(name) for name in [*built_in, *options.cell]],
+        cells=[problem.find_cell(name) for name in [*classic, *options.cell]],
         shapes=shapes.select(options.shapes),
         modes=runner.MODES if options.mode == "both" else [options.mode],
         peers=peers,
         **{name: getattr(options, name) for name in as_given},
     )
-    total = len(settings.cells) * len(settings.shapes) * len(settings.modes)
-    with progress(total) as (say, advance):
+    if warning := machine.busy(machine.describe()):
+        print(f"anycell: {warning}", file=sys.stderr)
+    with runner.all_threads(settings.threads):
+        costs = estimate.seconds(settings)
+    hurry = "" if options.quick or sum(costs) < 120 else "; --quick takes about one minute"
+    plan = f"{len(costs)} row{'s' * (len(costs) != 1)}, about {estimate.duration(sum(costs))}"
+    print(f"anycell: {plan}{hurry}", file=sys.stderr, flush=True)
+    with progress(costs) as (say, advance):
         result = runner.run(settings, say, advance)
     report.show(result)
     written = [report.write_json(result, options.out)]
@@ -240,16 +260,26 @@ def bench(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def progress(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+def progress(
+    costs: Sequence[float],
+) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
     """Functions that hear what is being done, and that a row is: a bar in a terminal, else a line
     for each row, on stderr.
+
+    Args:
+        costs: what each row was thought to take, by which the rest of the time is told.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn()
+    from anycell.bench.estimate import duration
+
+    total = len(costs)
     bar = Progress(
-        *columns,
+        BarColumn(24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
         TextColumn("{task.description}"),
         console=Console(stderr=True),
         transient=True,
@@ -257,16 +287,20 @@ def progress(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], N
         auto_refresh=False,
         disable=not sys.stderr.isatty(),
     )
-    rows = bar.add_task("", total=total)
+    rows, began = bar.add_task("", total=total, left=""), time.perf_counter()
 
     def say(text: str) -> None:
         bar.update(rows, description=text, refresh=True)
 
     def advance() -> None:
-        bar.update(rows, advance=1, refresh=True)
+        done = int(bar.tasks[0].completed) + 1
+        spent = (time.perf_counter() - began) / sum(costs[:done])
+        left = f"about {duration(spent * sum(costs[done:]))} left" if done < total else ""
+        bar.update(rows, advance=1, left=left, refresh=True)
         if bar.disable:
             row = bar.tasks[0].description.partition(":")[0]
-            print(f"{bar.tasks[0].completed}/{total} {row}", file=sys.stderr, flush=True)
+            news = f"{done}/{total} {row}{', ' * bool(left)}{left}"
+            print(news, file=sys.stderr, flush=True)
 
     with bar:
         yield say, advance
@@ -277,7 +311,11 @@ def progress(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], N
 
 def _explain(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("cell", help="a built-in cell, or path/to/file.py:Name")
+    add(
+        "cell",
+        nargs="?",
+        help="a built-in cell, or path/to/file.py:Name; without it, or its name, a list of cells",
+    )
     add("--hidden", type=positive(int), default=256, metavar="H", help="hidden size (default: 256)")
     add("--dtype", choices=dtypes("cpu"), default="float32", help="(default: float32)")
     add("--size", type=size, action="append", default=[], metavar="P=64", help="another size")
@@ -287,9 +325,17 @@ def _explain(parser: argparse.ArgumentParser) -> None:
 
 
 def explain(options: argparse.Namespace) -> int:
-    """Print what ``anycell.explain`` says."""
+    """Print what ``anycell.explain`` says, or which cells there are."""
     import anycell
 
+    if options.cell is None or options.cell.endswith(".py"):
+        listed = find_cells(options.cell) if options.cell else built_in()
+        if not listed:
+            raise UsageError(f"{options.cell} has no cell; expected a function under @anycell.cell")
+        for name, cell in sorted(listed.items()):
+            about = (cell.__doc__ or "").strip().partition("\n")[0]
+            print(f"{name:<22} {about}".rstrip())
+        return 0
     cell = find_cell(options.cell)
     print(
         anycell.explain(
@@ -318,6 +364,38 @@ def doctor(_: argparse.Namespace) -> int:
     return main()
 
 
+# -- cache -----------------------------------------------------------------------------------------
+
+
+def _cache(parser: argparse.ArgumentParser) -> None:
+    choices, about = ("info", "path", "clear"), "what to do (default: info)"
+    parser.add_argument("action", nargs="?", choices=choices, default="info", help=about)
+    parser.set_defaults(handler=cache)
+
+
+def cache(options: argparse.Namespace) -> int:
+    """Print where kernels are kept and what is there, or delete it."""
+    from anycell import cache
+
+    path = cache.path()
+    if options.action == "path":
+        print(path)
+        return 0
+    try:
+        kept = cache.clear() if options.action == "clear" else cache.kept()
+    except FileNotFoundError:
+        kept = []
+    except OSError as error:
+        raise UsageError(f"{path} cannot be used: {error.strerror or error}") from None
+    count = f"{len(kept)} kernel{'s' * (len(kept) != 1)}, {sum(kept) / 1e6:.1f} MB"
+    print(f"{path}: {count}{' deleted' * (options.action == 'clear')}")
+    if options.action == "info":
+        print(f"At most {cache.LIMIT / 1e6:.0f} MB are kept; the oldest go first.")
+        if not cache.enabled():
+            print("Switched off by ANYCELL_CACHE=0: kernels are neither read from it nor kept.")
+    return 0
+
+
 # -- demo ------------------------------------------------------------------------------------------
 
 
@@ -327,11 +405,13 @@ def _demo(parser: argparse.ArgumentParser) -> None:
 
 def demo(options: argparse.Namespace) -> int:
     """Run ``examples/demo.py`` of the source tree; further arguments are handed on to it."""
-    script = Path(__file__).resolve().parents[1] / "examples" / "demo.py"
-    if not script.is_file():
+    if not DEMO.is_file():
         raise UsageError(
             "the demo is a script of the source tree, not of the installed package:\n"
             "  clone the repository, then run: make demo"
         )
+    for package in ("matplotlib", "rich", "statsmodels"):
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(f"demo needs {package}, which is not installed: make demo installs it")
     # In another process: the script reads its arguments and imports its neighbours.
-    return subprocess.call([sys.executable, str(script), *options.rest])
+    return subprocess.call([sys.executable, str(DEMO), *options.rest])

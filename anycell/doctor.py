@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from anycell.machine import cpu_name, usable_cores, version
+from anycell.machine import cpu_name, revision, usable_cores, version
 
 Verdict = Literal["ok", "note", "bad"]
 Finding = tuple[Verdict, str]
@@ -45,7 +45,8 @@ def main() -> int:
 def _versions() -> Iterator[Finding]:
     import anycell
 
-    yield "ok", f"anycell {anycell.__version__}, in {os.path.dirname(anycell.__file__)}"
+    checkout = f", revision {found}" if (found := revision()) else ""
+    yield "ok", f"anycell {anycell.__version__}{checkout}, in {os.path.dirname(anycell.__file__)}"
     yield "ok", f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}"
     yield "ok", f"{platform.platform()}"
     yield "ok", f"numpy {np.__version__}, llvmlite {version('llvmlite')} (LLVM {_llvm()})"

@@ -8,7 +8,9 @@ import platform
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 SIMD = (
     *("neon", "sve", "avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16"),
     *("amx_bf16", "amx_int8"),
@@ -56,3 +58,13 @@ def output(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def revision() -> str | None:
+    """``1a2b3c4`` or ``1a2b3c4+changes``; nothing for an installed package."""
+    if not (ROOT / ".git").exists():
+        return None
+    commit = output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
+    if not commit:
+        return None
+    return commit + "+changes" * bool(output("git", "-C", str(ROOT), "status", "--porcelain"))

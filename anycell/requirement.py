@@ -1,8 +1,24 @@
-"""The error of a frontend whose framework is not installed."""
+"""The version of the package, and errors about packages that are not installed."""
 
 from __future__ import annotations
 
 import importlib
+import re
+from importlib import metadata
+
+
+def installed() -> str:
+    """The version that was installed; ``0+unknown`` of files that were only copied."""
+    try:
+        return metadata.version("anycell")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra: of a release from the index, else of the checkout."""
+    released = re.fullmatch(r"(?!0\.0$)[\d.]+", installed())  # 0.0: nobody knows
+    return f"pip install '{'anycell' if released else '.'}[{extra}]'"
 
 
 def require(package: str, frontend: str, extra: str, otherwise: str = "") -> None:
@@ -21,10 +37,10 @@ def require(package: str, frontend: str, extra: str, otherwise: str = "") -> Non
         importlib.import_module(package)
     except ModuleNotFoundError as error:
         missing = (error.name or package).partition(".")[0]
-        needs, install = f"{frontend} needs {package}", f"pip install '.[{extra}]'"
+        needs, instead = f"{frontend} needs {package}", install(extra)
         if missing != package:
             needs += f", and {package} needs {missing}"
-            install = f"pip install {missing}{otherwise}"
+            instead = f"pip install {missing}{otherwise}"
         raise ModuleNotFoundError(
-            f"{needs}, which is not installed.\nInstead: {install}.", name=error.name
+            f"{needs}, which is not installed.\nInstead: {instead}.", name=error.name
         ) from error

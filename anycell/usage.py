@@ -6,14 +6,17 @@ import difflib
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from anycell import cells
+from anycell.lang import CellError
 from anycell.lang.cell import Cell
+from anycell.requirement import install
 
 
 class UsageError(Exception):
@@ -32,8 +35,8 @@ def did_you_mean(word: str, known: Collection[str]) -> str:
     return f"{hint}; choose from: {', '.join(known)}"
 
 
-def need(module: str, purpose: str, install: str = "'.[bench]'") -> ModuleType:
-    """Import an optional package, or say which command installs it."""
+def need(module: str, purpose: str, command: str = "") -> ModuleType:
+    """Import an optional package, or say which command installs it: that of the extra bench."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -42,21 +45,27 @@ def need(module: str, purpose: str, install: str = "'.[bench]'") -> ModuleType:
             raise
         package = module.split(".")[0]
         raise UsageError(
-            f"{purpose} needs {package}, which is not installed: pip install {install}"
+            f"{purpose} needs {package}, which is not installed: {command or install('bench')}"
         ) from None
 
 
 def find_cell(origin: str) -> Cell:
     """A built-in cell by its name, or a user's by ``path/to/file.py:Name``."""
-    if ":" in origin:
-        path, _, name = origin.rpartition(":")
-        value = _from_file(Path(path), name)
+    if ":" in origin or origin.endswith(".py"):
+        path, _, name = origin.rpartition(":") if not origin.endswith(".py") else (origin, "", "")
+        defined = vars(_module(Path(path)))
+        value, known = defined.get(name), find_cells(path)
         if not isinstance(value, Cell):
-            raise UsageError(
-                f"{origin} is a {type(value).__name__}; expected a function under @cell"
-            )
+            if not name:
+                problem = f"{path}: expected the name of one of its cells, {path}:NAME"
+            elif name in defined:
+                problem = f"{origin}: given a value of type {type(value).__name__}; expected a cell"
+            else:
+                problem = f"{path} defines no {name!r}"
+            choose = did_you_mean(name, sorted(known)) if known else "; no function is under @cell"
+            raise UsageError(problem + choose)
         return value
-    known = {name: value for name, value in vars(cells).items() if isinstance(value, Cell)}
+    known = built_in()
     if origin not in known:
         raise UsageError(
             f"unknown cell {origin!r}{did_you_mean(origin, sorted(known))}; "
@@ -65,20 +74,47 @@ def find_cell(origin: str) -> Cell:
     return known[origin]
 
 
-def _from_file(path: Path, name: str) -> Any:
+def built_in() -> dict[str, Cell]:
+    """The cells of ``anycell.cells`` by their names."""
+    return {name: value for name, value in vars(cells).items() if isinstance(value, Cell)}
+
+
+def find_cells(path: str) -> dict[str, Cell]:
+    """The cells that a file has, by their names."""
+    defined = vars(_module(Path(path)))
+    return {
+        name: value
+        for name, value in defined.items()
+        if isinstance(value, Cell) and not name.startswith("_")
+    }
+
+
+@cache
+def _module(path: Path) -> ModuleType:
     if not path.is_file():
-        raise UsageError(f"{path}:{name}: there is no file {path}")
+        raise UsageError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(f"_anycell_cell_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise UsageError(f"{path}:{name}: {path} is not a Python file")
+        raise UsageError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # so that inspect and linecache find the cell's source
     with _importable(path.resolve().parent):
-        spec.loader.exec_module(module)
-    if not hasattr(module, name):
-        known = [key for key in vars(module) if not key.startswith("_")]
-        raise UsageError(f"{path} defines no {name!r}{did_you_mean(name, known)}")
-    return getattr(module, name)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:  # the user's, who needs no traceback through ours
+            raise UsageError(_told(path, error)) from error
+    return module
+
+
+def _told(path: Path, error: Exception) -> str:
+    """The error in one line, with the last line of the file that it came through."""
+    if isinstance(error, CellError):  # which names its place itself
+        return str(error)
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f":{frame.lineno}" for frame in frames if Path(frame.filename) == path]
+    return f"{path}{''.join(lines[-1:])}: {type(error).__name__}: {error}"
 
 
 @contextmanager

@@ -74,7 +74,8 @@ def _forecasts(axes: Axes, runs: Sequence[Run], series: Series) -> None:
     shown = slice(made[0] - 26, None)
     axes.plot(series.dates[shown], series.co2[shown], ".", color=DOTS, ms=5, label="measured")
     for run in runs:
-        label = f"{run.name}, off by {run.error[-1]:.2f} ppm"
+        both = " (torch.nn.LSTM lies beneath)" if run.name == "anycell.torch.LSTM" else ""
+        label = f"{run.name}{both}, off by {run.error[-1]:.2f} ppm"
         for week, change in zip(made, run.forecast(series, windows), strict=True):
             weeks = slice(week, week + 53)
             level = series.co2[week] + series.ppm * np.concatenate([[0.0], change])
@@ -122,7 +123,7 @@ def _times(axes: Axes, runs: Sequence[Run]) -> None:
     for k, run in enumerate(runs):
         axes.barh(k, run.epoch, height=0.5, color=run.color, alpha=0.85)
         spread = k + np.linspace(-0.17, 0.17, len(run.seconds))
-        axes.plot(run.seconds, spread, ".", color=INK, ms=3.5, alpha=0.5)
+        axes.plot(run.seconds, spread, ".", color="white", ms=6, mec=INK, mew=0.6)
         speed = f"{runs[0].epoch / run.epoch:.2f} x the speed" if k else ""
         axes.text(0, k - 0.3, f"{run.name}   {run.epoch:.2f} s   {speed}", va="bottom")
     axes.set_ylim(len(runs) - 0.6, -0.65)

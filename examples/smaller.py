@@ -1,6 +1,6 @@
 """A trained model made smaller: 16 bits, 8 bits, fewer units, and both; what it costs and gains.
 
-    pip install '.[demo]'
+    pip install -e . --group demo
     python examples/smaller.py             (--quick: seconds, of models that have learned little)
 
 Two models, each an LSTM of 256 units and a linear readout: one forecasts a year of CO2, one tells

@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import json
 import math
+import re
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -24,8 +25,9 @@ from processes import load, python
 from anycell import cli
 from anycell.bench import gate, memory, report, stats, timing
 from anycell.bench.problem import CLASSICS, Problem, find_cell
-from anycell.bench.shapes import GPU_SIZED, Shape, all_shapes, select
+from anycell.bench.shapes import GPU_SIZED, QUICK, Shape, all_shapes, select
 from anycell.bench.tasks import Unsupported
+from anycell.requirement import install
 from anycell.usage import UsageError, need
 
 SMALL = Shape("small", "this test", T=6, B=3, I=5, H=7, L=2, D=2)
@@ -848,51 +850,53 @@ def test_a_time_that_is_another_one_alone_is_marked() -> None:
     assert lines[-1] == "! another time alone: LSTM inference of small, quicker: 3.4 ms."
 
 
-# -- the command line ------------------------------------------------------------------------------
-def says(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    try:
-        status = cli.main(arguments)
-    except SystemExit as leave:
-        status = int(leave.code or 0)
-    return status, capsys.readouterr().err
+def test_there_is_no_mean_of_what_a_busy_machine_gave() -> None:
+    """In turns 3 times faster, alone 40 times slower: neither may be the result."""
+    result = reported(ours=([1.0], [100.0]), peer=([3.0], [2.5]), calm=([2.0], [190.0]))
+    (means,) = report.as_json(result)["geometric_means"]
+    assert means["ratios"] == pytest.approx({"calm": 2.0})
+    assert means["ratios_alone"] == pytest.approx({"calm": 1.9})
+    ((_, headers, body),) = report.tables(result)
+    ratios = [k for k, header in enumerate(headers) if header == "ratio"]
+    assert [[line[k] for k in ratios] for line in body[-2:]] == [["", "2.00x"], ["", "1.90x"]]
+    (said,) = [note for note in report.notes(result) if "no mean" in note]
+    assert said.startswith("LSTM inference: no mean for peer, because of small: 3.00x in turns")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["benhc"], "invalid choice: 'benhc'"),
-        (["bench", "--seconds", "soon"], "expected a positive number, got 'soon'"),
-        (["bench", "--threads", "0"], "expected a positive number, got '0'"),
-        (["bench", "--shapes", ","], "expected names separated by commas"),
-        (["bench", "--sahpes", "sb3"], "unknown arguments: --sahpes sb3"),
-        (["bench", "--shapes", "sb4"], "unknown shape 'sb4' (did you mean sb3?)"),
-        (["bench", "--cells", "lstm"], "unknown cell 'lstm' (did you mean LSTM"),
-        (["bench", "--peers", "torch"], "unknown 'torch' (did you mean torch"),
-        (["bench", "--cell", "nowhere.py:Cell"], "there is no file nowhere.py"),
-        (["bench", "--dtype", "int4"], "invalid choice: 'int4'"),
-        (["bench", "--dtype", "int8", "--mode", "training"], "8 bits are for inference only"),
-        (["explain", "LSMT"], "did you mean LSTM"),
-    ],
-)
-def test_errors_are_kind(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_busy_machine_is_told_first(capsys: pytest.CaptureFixture[str]) -> None:
+    result = reported(ours=([1.0], [1.0]), peer=([3.0], [3.0]))
+    machine = importlib.import_module("anycell.bench.machine")
+    assert machine.busy(result.machine) == ""
+    result.machine["load"] = 1.5
+    assert "busy (load 1.5 on 2 cores)" in machine.busy(result.machine)
+    result.matmul_gflops = 100.0
+    report.show(result)
+    said = capsys.readouterr().out
+    assert said.index("grain of salt") < said.index("geometric mean")
+
+
+def test_the_estimate_grows_with_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    status, error = says(arguments, capsys)
-    assert status == 2
-    assert message in error
-    assert "Traceback" not in error and len(error.splitlines()) <= 2
+    estimate = importlib.import_module("anycell.bench.estimate")
+    runner = importlib.import_module("anycell.bench.runner")
+    steady = type("Matmul", (), {"SIZE": 2048, "gflops": 100.0, "__init__": lambda *_: None})
+    monkeypatch.setattr(estimate, "Matmul", steady)
+    whole = runner.Settings([find_cell("LSTM"), find_cell("GRU")], select(["all"]))
+    quick = replace(whole, shapes=select(QUICK), seconds=0.5, alone=False, first_call=False)
+    costs = {name: estimate.seconds(s) for name, s in [("whole", whole), ("quick", quick)]}
+    assert [len(costs[name]) for name in costs] == [4 * 12, 4 * 3]
+    assert 15 < sum(costs["quick"]) < 120 < 600 < sum(costs["whole"]) < 7200
+    for more in (
+        {"memory": True}, {"seconds": 60.0}, {"alone": True}, {"first_call": True},
+        {"peers": ("torch.nn", "torch-loop", "torch-compile")}, {"shapes": select(["all"])},
+    ):  # fmt: skip
+        assert sum(estimate.seconds(replace(quick, **more))) > sum(costs["quick"]) + 1
 
 
-def test_errors_about_a_cell_in_a_file(own_cell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    path = own_cell.rpartition(":")[0]
-    assert "did you mean Own" in says(["explain", f"{path}:Owm"], capsys)[1]
-    assert "NotACell is a int" in says(["explain", f"{path}:NotACell"], capsys)[1]
-
-
+# -- the command line ------------------------------------------------------------------------------
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UsageError, match=r"chart needs matplotlib.*pip install '\.\[bench\]'"):
+    with pytest.raises(UsageError, match=r"chart needs matplotlib.*pip install '\S+\[bench\]'"):
         need("matplotlib", "the chart")
 
 
@@ -904,7 +908,7 @@ def test_without_a_package_bench_says_what_to_install(package: str) -> None:
         from anycell.cli import main; sys.exit(main(['bench']))
     """
     said = python(code, status=2)
-    assert f"{package}, which is not installed: pip install '.[bench]'" in said
+    assert f"{package}, which is not installed: {install('bench')}" in said
 
 
 def test_bench_from_the_command_line(
@@ -926,22 +930,20 @@ def test_bench_from_the_command_line(
     assert [row["mode"] for row in rows] == ["inference"]
 
 
-def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["explain", "GRU", "--hidden", "32"]) == 0
-    assert "GRU" in capsys.readouterr().out
-
-
-def test_doctor(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_quick(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ANYCELL_CACHE_DIR", str(tmp_path / "kernels"))
-    assert cli.main(["doctor"]) == 0
-    healthy = capsys.readouterr().out
-    assert str(tmp_path) in healthy and "fused LSTM" in healthy and "kernels for" in healthy
-
-    (tmp_path / "kernels").chmod(0o777)  # anybody could put code there
-    assert cli.main(["doctor"]) == 0
-    assert "others can write it" in capsys.readouterr().out
-
-    monkeypatch.setattr("anycell.doctor.LIMIT", 0.0)
-    assert cli.main(["doctor"]) == 1
+    """It says how long it takes before it starts, and what is left after each row."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr("anycell.bench.shapes.QUICK", ("stream",))
+    monkeypatch.setattr("anycell.bench.report.show", lambda result: None)
+    arguments = ["bench", "--quick", "--threads", "1", "--peers", "torch.nn", "--cells", "GRU"]
+    assert cli.main([*arguments, "--seconds", "0.05", "--out", str(tmp_path)]) == 0
+    *_, before, first, last = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"anycell: 2 rows, about \d+ s", before)
+    assert re.fullmatch(r"1/2 GRU stream inference, about \d+ s left", first)
+    assert last == "2/2 GRU stream training"
+    written = json.loads((tmp_path / "bench.json").read_text())
+    assert written["settings"]["shapes"] == ["stream"] and written["settings"]["seconds"] == 0.05
+    for row in written["rows"]:
+        assert not row["contenders"]["anycell"]["alone_samples_ms"]

@@ -424,7 +424,7 @@ LINES: list[tuple[Function, str, str]] = [
     (lambda x, r, s: linear(s.h, "u") + linear(s.h, "u_bias"), "(..._bias)", "another name"),
     (lambda x, r, s: linear(s.h, "hh_bias"), "(..._bias)", "another name"),
     (lambda x, r, s: linear(s.h, "w", heads="2"), "heads='2'", "a positive integer"),
-    (lambda x, r, s: linear(s.h, "w", gates=["a"]).a, "gates=['a']", 'one string: gates="r z"'),
+    (lambda x, r, s: linear(s.h, "w", gates=3).a, "gates=3", 'one string: gates="r z"'),
     (lambda x, r, s: linear(s.h, ""), "needs a name", 'linear(value, "name")'),
     (lambda x, r, s: linear(s.h, "w", heads=0), "heads=0", "a positive integer"),
     (lambda x, r, s: linear(s.h, "w", gates="a a").a, "gates='a a'", 'gates="r z"'),
@@ -433,7 +433,7 @@ LINES: list[tuple[Function, str, str]] = [
     (lambda x, r, s: anycell.mean(x.a, groups=0), "groups=0", "a positive integer"),
     (lambda x, r, s: anycell.mean(x.a, groups=2.0), "groups=2.0", "a positive integer"),
     (lambda x, r, s: layer_norm(x.a, groups=x.b), "groups=", "a positive integer"),
-    # Found when the function has returned: they name where it begins.
+    # Found when the function has returned: they name its last line.
     (lambda x, r, s: x, "returned all gates at once, its states are 1: h", "`return h`"),
     (lambda x, r, s: (x.a, x.b), "returned 2 value(s), its states are 1: h", "`return h`"),
     (lambda x, r, s: None, "returned NoneType for the new state 'h'", "a traced value"),
@@ -524,8 +524,9 @@ def test_functions_of_other_libraries_are_refused() -> None:
         (lambda x, r, s: linear(x.a, "w", size="P") * x.b, {}, "do not close"),
         (lambda x, r, s, e: x.a, {"static": ""}, "static=''): expected one name"),
         (lambda x, r, s, e: x.a, {"static": True}, "static=True): expected one string"),
-        (lambda x, r, s: x.a, {"gates": ["a", "b"]}, "gates=['a', 'b']): expected one string"),
-        (lambda x, r, s: x.a, {"state": ("h",)}, "state=('h',)): expected one string"),
+        (lambda x, r, s, e: x.a, {"static": ["e"]}, "static=['e']): expected one string"),
+        (lambda x, r, s: x.a, {"gates": ["a", 2]}, "gates=['a', 2]): expected one string"),
+        (lambda x, r, s: x.a, {"gates": ["a", "a"]}, "a name appears twice"),
         (lambda x, r, s: x.a, {"state": "h:dropout c"}, "named 'dropout': layers take sizes"),
         (lambda x, r, s, **k: x.a, {}, "takes **k, to which nothing is ever given"),
         (lambda x, r, s, *k: x.a, {}, "takes *k, to which nothing is ever given"),
@@ -542,6 +543,26 @@ def test_declarations_are_checked(function: Function, declaration: Any, message:
     said = refused(function, **declaration)
     assert message in said
     assert "\nInstead: " in said
+
+
+def test_names_may_be_a_list() -> None:
+    def step(x, r, s, p):
+        i, g = x + r
+        both = linear(s.h, "w", gates=["i", "g"])
+        return sigmoid(i + both.i) * s.c + p.p, tanh(g + both.g)
+
+    listed = cell(gates=["i", "g"], state=("h", "c=1"), params=["p=2"])(step)
+    assert listed.key == cell(gates="i g", state="h c=1", params="p=2")(step).key
+    assert listed.gates == ("i", "g") and listed.states[1].initial == 1.0
+
+
+def test_a_wrong_return_is_told_by_the_line_that_returns() -> None:
+    with pytest.raises(anycell.CellError, match=r"return first \+ x\.b\nCell Wrong returned 1"):
+
+        @cell(gates="a b", state="h c")
+        def Wrong(x, r, s):
+            first = x.a + r.a
+            return first + x.b
 
 
 @pytest.mark.parametrize(

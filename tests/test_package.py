@@ -12,6 +12,7 @@ import pytest
 from processes import ROOT, python
 
 import anycell
+from anycell.requirement import install, installed
 
 PACKAGE = ROOT / "anycell"
 OPTIONAL = "flax jax keras matplotlib onnx onnxruntime rich scipy tensorflow torch triton".split()
@@ -42,6 +43,8 @@ def test_names_that_are_not_there() -> None:
     with pytest.raises(AttributeError, match=r"^module 'anycell' has no attribute '__wrapped__'$"):
         anycell.__wrapped__  # noqa: B018
     assert not hasattr(anycell, "sin")
+    with pytest.raises(AttributeError, match=r"is a cell: anycell\.cells\.GRU\..*RNN\(cells\.GRU"):
+        anycell.GRU  # noqa: B018
     with pytest.raises(AttributeError, match=r"no layers for jax as yet.*docs/keras\.md, JAX\.$"):
         anycell.jax  # noqa: B018
 
@@ -64,13 +67,13 @@ def test_the_language_has_one_list_of_names() -> None:
 @pytest.mark.parametrize(
     ("frontend", "missing", "begin", "instead"),
     [
-        ("torch", "torch", "torch, which is not installed.\n", "pip install '.[torch]'."),
-        ("keras", "keras", "keras, which is not installed.\n", "pip install '.[keras]'."),
+        ("torch", "torch", "torch, which is not installed.\n", install("torch") + "."),
+        ("keras", "keras", "keras, which is not installed.\n", install("keras") + "."),
         (
             "keras", "tensorflow", "keras, and keras needs tensorflow, which is",
             "pip install tensorflow, or choose another backend by KERAS_BACK",
         ),
-        ("tf1", "tensorflow", "tensorflow, which is", "pip install '.[tensorflow]'."),
+        ("tf1", "tensorflow", "tensorflow, which is", install("tensorflow") + "."),
     ],
 )  # fmt: skip
 def test_a_frontend_says_what_to_install(
@@ -134,12 +137,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-def test_wheel_is_pure_fresh(wheel: zipfile.ZipFile) -> None:
-    assert Path(wheel.filename).name == f"anycell-{anycell.__version__}-py3-none-any.whl"
+def version(wheel: zipfile.ZipFile) -> str:
+    """The version in the name of a wheel for any machine."""
+    named = re.fullmatch(r"anycell-([^-]+)-py3-none-any\.whl", Path(wheel.filename).name)
+    assert named
+    return named[1]
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
-    info = f"anycell-{anycell.__version__}.dist-info/"
+    info = f"anycell-{version(wheel)}.dist-info/"
     shipped = {name for name in wheel.namelist() if not name.startswith(info)}
     sources = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.[pl][yl]")}
     assert sources <= shipped
@@ -151,9 +157,13 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> Non
 
 
 def test_metadata(wheel: zipfile.ZipFile) -> None:
-    text = wheel.read(f"anycell-{anycell.__version__}.dist-info/METADATA").decode()
+    text = wheel.read(f"anycell-{version(wheel)}.dist-info/METADATA").decode()
     metadata = email.message_from_string(text)
-    assert metadata["Version"] == anycell.__version__
+    assert metadata["Version"] == version(wheel)
+    assert anycell.__version__ == installed()
+    assert {"Homepage", "Documentation", "Changelog", "Issues", "Source"} == {
+        link.partition(",")[0] for link in metadata.get_all("Project-URL")
+    }
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["License-Expression"] == "Apache-2.0"
     needed = [need for need in metadata.get_all("Requires-Dist") if "extra ==" not in need]

@@ -34,7 +34,7 @@ FLOORS = """
     tf1
     anycell
     usage
-    bench doctor
+    bench cache doctor
     cli
     __main__
 """

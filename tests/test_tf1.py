@@ -405,6 +405,19 @@ def test_initializers() -> None:
         assert not np.array_equal(cell.named["w_i_diag"], cell.named["w_f_diag"])
 
 
+def test_names_of_version_1_that_are_not_here_have_a_hint() -> None:
+    """What it says is there, with these arguments."""
+    import anycell.keras
+
+    known = {"tf": tf, "anycell": anycell, "units": UNITS, **vars(t1)}
+    for name, nearest in t1._INSTEAD.items():
+        with pytest.raises(AttributeError, match=f"no attribute {name!r}. Nearest to it: "):
+            getattr(t1, name)
+        assert eval(nearest.partition(" (")[0], known)
+    with pytest.raises(AttributeError, match=r"no attribute 'LSTMCel'; it has BasicLSTMCell, "):
+        t1.LSTMCel  # noqa: B018
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="num_units: given 0; expected an int from 1"):
         t1.LSTMCell(0)

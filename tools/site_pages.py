@@ -20,6 +20,8 @@ import anycell  # noqa: E402
 HOME = "README.md"
 LINK = re.compile(r"(\]\()(?!\w+:)([^)#\s]+)")
 LANGUAGES = {".py": "python", ".sh": "bash"}
+# An image from elsewhere, such as of a test's result; the site does without.
+BADGE = re.compile(r"^\[!\[.*\n", re.MULTILINE)
 # griffe reads the text of __all__, where *LAYERS is no string; site_docstrings.py adds these.
 logging.getLogger("mkdocs.plugins.griffe").addFilter(lambda r: "LAYERS" not in r.getMessage())
 paths = {"index.md": HOME}  # of the pages that do not come from docs/
@@ -86,7 +88,7 @@ def _place(path: str) -> str:
 def _page(path: str, text: str) -> str:
     """The content of a file: that of program text is a page that shows it."""
     if path.endswith((".md", ".json")):
-        return text
+        return BADGE.sub("", text)
     language = LANGUAGES.get(Path(path).suffix, "text")
     return f"# {path}\n\n````{language}\n{text}````\n"
 

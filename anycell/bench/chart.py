@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from anycell.bench.report import WORDS, summary
-from anycell.bench.runner import Report, Row, ratios
-from anycell.bench.stats import geometric_mean
+from anycell.bench.runner import Report, Row, mean, ratios
 from anycell.usage import need
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -89,7 +88,7 @@ def _panel(
             left=1,
             height=0.88 * thickness,
             color=COLORS[peers.index(peer) % len(COLORS)],
-            label=f"{peer}: geometric mean {geometric_mean(ratios(rows, peer)):.2f}x",
+            label=f"{peer}: geometric mean {mean(rows, peer):.2f}x".replace("nanx", "unknown"),
             zorder=2,
         )
         words = [_word(row, peer) for row in rows]

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import functools
 import platform
-from pathlib import Path
 from typing import Any
 
 from anycell.bench.stats import median
 from anycell.bench.tasks import Task
 from anycell.bench.timing import once, settle
-from anycell.machine import cpu_name, instruction_sets, output, usable_cores, version
+from anycell.machine import cpu_name, instruction_sets, revision, usable_cores, version
 from anycell.usage import need
 
 PACKAGES = (
     "anycell", "numpy", "llvmlite", "torch", "onnxruntime", "openvino", "keras", "tensorflow",
     "tensorflow-cpu",
 )  # fmt: skip
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def describe() -> dict[str, Any]:
@@ -27,7 +25,7 @@ def describe() -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": usable_cores(),
         "isa": instruction_sets(),
-        "load": round(psutil.getloadavg()[0], 2),  # on a busy machine all bets are off
+        "load": round(psutil.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "versions": {name: version(name) for name in PACKAGES},
@@ -35,14 +33,14 @@ def describe() -> dict[str, Any]:
     }
 
 
-def revision() -> str | None:
-    """``1a2b3c4`` or ``1a2b3c4+changes``; nothing for an installed package."""
-    if not (ROOT / ".git").exists():
-        return None
-    commit = output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
-    if not commit:
-        return None
-    return commit + "+changes" * bool(output("git", "-C", str(ROOT), "status", "--porcelain"))
+def busy(machine: dict[str, Any]) -> str:
+    """A warning where others were at work when the machine was described; else nothing."""
+    if machine["load"] <= 0.5 * machine["cores"]:
+        return ""
+    return (
+        f"this machine is busy (load {machine['load']:.1f} on {machine['cores']} cores): take the "
+        "times with a grain of salt"
+    )
 
 
 class Matmul(Task):

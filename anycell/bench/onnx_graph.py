@@ -134,7 +134,7 @@ def openvino(problem: Problem) -> Contender:
     if problem.cell.name == "PeepholeLSTM":
         raise Unsupported("OpenVINO leaves out the peepholes of an ONNX LSTM")
     try:
-        runtime: Any = need("openvino", "the openvino peer", "openvino")
+        runtime: Any = need("openvino", "the openvino peer", "pip install openvino")
     except UsageError as error:  # it is large, and the others can be measured without it
         raise Unsupported(str(error)) from None
     core = runtime.Core()

@@ -17,12 +17,12 @@ from typing import Any
 
 from anycell.bench import memory
 from anycell.bench.contenders import make
-from anycell.bench.machine import ROOT
 from anycell.bench.problem import Problem, find_cell
 from anycell.bench.shapes import Shape
 from anycell.bench.stats import median
 from anycell.bench.tasks import Mode, Task
 from anycell.bench.timing import interleave, once
+from anycell.machine import ROOT
 
 TIMEOUT_S = 300
 

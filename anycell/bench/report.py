@@ -11,8 +11,9 @@ from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from anycell.bench.machine import busy
 from anycell.bench.problem import rounds
-from anycell.bench.runner import APART, Entry, Report, Row, Settings, ratios
+from anycell.bench.runner import APART, FAR, Entry, Report, Row, Settings, mean
 from anycell.bench.stats import geometric_mean
 from anycell.plan.dtype import DTYPES
 
@@ -71,8 +72,8 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def _means(rows: list[Row], peers: Any, alone: bool = False) -> dict[str, float]:
-    found = {peer: ratios(rows, peer, alone) for peer in peers}
-    return {peer: geometric_mean(values) for peer, values in found.items() if values}
+    found = {peer: mean(rows, peer, alone) for peer in peers}
+    return {peer: value for peer, value in found.items() if not math.isnan(value)}
 
 
 def _finite(value: Any) -> Any:
@@ -138,7 +139,7 @@ def _columns(settings: Settings, rows: list[Row]) -> Iterator[Column]:
             yield Column(
                 "ratio",
                 lambda row: _number("{:.2f}x", row.ratio(name)),
-                lambda alone: _number("{:.2f}x", geometric_mean(ratios(rows, name, alone))),
+                lambda alone: _number("{:.2f}x", mean(rows, name, alone)),
             )
 
     def over(alone: bool) -> str:
@@ -201,18 +202,15 @@ def summary(report: Report) -> str:
     return (
         f"{m['cpu']}, {report.settings.threads} of {m['cores']} cores, "
         f"{DTYPES[report.settings.dtype].storage.name} matmul {report.matmul_gflops:.0f} GFLOP/s; "
-        f"{m['python']}, {versions}" + (f", revision {m['revision']}" if m["revision"] else "")
+        f"{m['python']}, {versions}"
+        + (f", revision {m['revision']}" if m["revision"] else "")
+        + f"; {report.date[:10]}"
     )
 
 
 def notes(report: Report) -> list[str]:
     """Why a table has no number somewhere; every refusal is spelled out."""
-    busy, cores = report.machine["load"], report.machine["cores"]
-    warning = (
-        f"the machine was busy when this began (load {busy:.1f} on {cores} cores): "
-        "take these times with a grain of salt"
-    )
-    remarks = [warning] * (busy > 0.5 * cores)
+    remarks = []
     if report.interrupted:
         remarks.append(f"interrupted after {len(report.rows)} rows: the rest is missing")
     for name in report.settings.contenders:
@@ -231,6 +229,12 @@ def notes(report: Report) -> list[str]:
             if entry.disagrees:
                 times = f"{_ms(entry.median_ms)} ms in turns, {_ms(entry.alone_ms)} ms alone"
                 remarks.append(f"{where}, {name}: {times}")
+            if name != row.subject and row.far(name):
+                remarks.append(
+                    f"{row.cell} {row.mode}: no mean for {name}, because of {row.shape.name}: "
+                    f"{row.ratio(name):.2f}x in turns and {row.ratio(name, alone=True):.2f}x alone "
+                    f"are more than a factor of {FAR:g} apart; measure again on an idle machine"
+                )
             if entry.status not in ("ok", "unsupported"):
                 differs = ", results differ from float64" * (entry.status == "wrong")
                 remarks.append(f"{where}, {name}: {WORDS[entry.status]}{differs}: {entry.reason}")
@@ -257,6 +261,8 @@ def show(report: Report) -> None:
     from rich.text import Text
 
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    if warning := busy(report.machine):
+        console.print(Padding(Text(warning, style="bold yellow"), (0, 1)))
     for table in tables(report):
         console.print(_rich(table))
     for line in (LEGEND, summary(report)):

@@ -29,7 +29,7 @@ from anycell.bench.contenders import (
 from anycell.bench.numpy_loops import blas_threads
 from anycell.bench.problem import CellSpec, Problem
 from anycell.bench.shapes import Shape
-from anycell.bench.stats import iqr, median, paired_ratio
+from anycell.bench.stats import geometric_mean, iqr, median, paired_ratio
 from anycell.bench.tasks import Contender, Mode, Task, Unsupported
 from anycell.bench.timing import interleave, once
 from anycell.plan.dtype import DTYPES
@@ -37,6 +37,7 @@ from anycell.plan.dtype import DTYPES
 MODES: tuple[Mode, ...] = ("inference", "training")
 OUR_THREADS = "ANYCELL_NUM_THREADS"
 APART = 1.1  # times in turns and alone that differ by more than this factor do not agree
+FAR = 3.0  # ratios in turns and alone that differ by more than this factor are of a busy machine
 ALONE_S = 1.0  # for the runs of a contender alone, where there is no other to be compared with
 Status = Literal["ok", "wrong", "unsupported", "failed", "skipped"]
 
@@ -147,6 +148,11 @@ class Row:
         ratio = theirs.alone_ms / ours.alone_ms
         return None if math.isnan(ratio) else ratio
 
+    def far(self, peer: str) -> bool:
+        """Whether the ratios in turns and alone are so far apart that neither says anything."""
+        turns, alone = self.ratio(peer), self.ratio(peer, alone=True)
+        return turns is not None and alone is not None and max(turns / alone, alone / turns) > FAR
+
 
 @dataclass
 class Report:
@@ -175,6 +181,13 @@ class Report:
 def ratios(rows: Sequence[Row], peer: str, alone: bool = False) -> list[float]:
     """The ratios of a peer in all rows that have one."""
     return [ratio for row in rows if (ratio := row.ratio(peer, alone)) is not None]
+
+
+def mean(rows: Sequence[Row], peer: str, alone: bool = False) -> float:
+    """The geometric mean of a peer's ratios; NaN where there is none, or one cannot be trusted."""
+    if any(row.far(peer) for row in rows):
+        return math.nan
+    return geometric_mean(ratios(rows, peer, alone))
 
 
 class CompileLimit(BaseException):

@@ -12,6 +12,7 @@ from importlib.resources import files
 from anycell.usage import UsageError, did_you_mean
 
 GPU_SIZED = frozenset({"basecaller"})  # minutes per step on a CPU: only when named
+QUICK = ("deepar", "rl-policy", "stream")  # short ones, for a first look
 
 
 @dataclass(frozen=True)

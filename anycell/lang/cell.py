@@ -555,9 +555,9 @@ def cell(
     function: None = None,
     /,
     *,
-    gates: str = "",
-    state: str = "h",
-    params: str = "",
+    gates: str | Sequence[str] = "",
+    state: str | Sequence[str] = "h",
+    params: str | Sequence[str] = "",
     static: str | None = None,
     bias: bool = True,
 ) -> Callable[[Callable[..., Any]], Cell]:
@@ -565,7 +565,7 @@ def cell(
 
     Args:
         gates: names of the gates, in the order of the weights; ``x`` and ``r`` unpack in this
-            order.
+            order. They, states and parameters may also be lists of names.
         state: names of the states, ``name[:size][=initial]``; the first is the output.
         params: names of per-unit parameters, ``name[=initial]``; without any the function has no
             ``p``.

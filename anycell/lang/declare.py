@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,11 +158,14 @@ _FORMS = {
 SYMBOL = re.compile(r"[A-Za-z]\w*")
 
 
-def words(text: str, what: str) -> list[tuple[str, str | None, str | None]]:
-    """Splits ``"h:P c m=-inf"`` into (name, size, value)."""
+def words(text: str | Sequence[str], what: str) -> list[tuple[str, str | None, str | None]]:
+    """Splits ``"h:P c m=-inf"``, or a list of such words, into (name, size, value)."""
     declared = f"@cell({what}={brief(text)})"
     form, example = _FORMS[what]
     example = f'{what}="{example}"'
+    several = isinstance(text, (list, tuple)) and what != "static"
+    if several and all(isinstance(word, str) for word in text):
+        text = " ".join(text)
     if not isinstance(text, str):
         fail(f"{declared}: expected one string.", f"write {example}, with blanks between.")
     out: list[tuple[str, str | None, str | None]] = []

@@ -42,7 +42,7 @@ tracing: contextvars.ContextVar[Any] = contextvars.ContextVar("anycell_tracing",
 
 def fail(problem: str, instead: str) -> NoReturn:
     """Raises ``CellError`` with the line of the cell function that is being traced,
-    its first one if it has returned.
+    its last one if it has returned.
     """
     code = tracing.get()
     if code is None:
@@ -50,7 +50,8 @@ def fail(problem: str, instead: str) -> NoReturn:
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back  # type: ignore[assignment]
-    number = code.co_firstlineno if frame is None else frame.f_lineno
+    last = max(line for *_, line in code.co_lines() if line)
+    number = last if frame is None else frame.f_lineno
     raise CellError(f"{line_of(code, number)}{problem}\nInstead: {instead}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, overload
 
@@ -139,7 +139,7 @@ def linear(
     value: Expr | Number,
     name: str,
     *,
-    gates: str,
+    gates: str | Sequence[str],
     heads: int = 1,
     bias: bool = False,
     size: str | None = None,
@@ -148,7 +148,7 @@ def linear(
     value: Expr | Number,
     name: str,
     *,
-    gates: str | None = None,
+    gates: str | Sequence[str] | None = None,
     heads: int = 1,
     bias: bool = False,
     size: str | None = None,
@@ -198,6 +198,8 @@ def linear(
         "give a positive integer that divides the sizes.",
     )
     bias = boolean(bias, f"linear(..., {name!r}, bias={brief(bias)})")
+    if isinstance(gates, (list, tuple)):
+        gates = " ".join(map(str, gates))
     if gates is not None and not isinstance(gates, str):
         fail(f"linear(..., gates={gates!r}).", 'name the outputs in one string: gates="r z".')
     outputs = (name,) if gates is None else tuple(gates.split())

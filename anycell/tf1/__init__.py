@@ -11,6 +11,8 @@ Example:
     (5, 2, 8)
 """
 
+from typing import Any
+
 from anycell.requirement import require
 
 require("tensorflow", "anycell.tf1", extra="tensorflow")
@@ -53,3 +55,26 @@ __all__ = [
     "static_bidirectional_rnn",
     "static_rnn",
 ]
+
+# Names of TensorFlow 1 that are not here, and the nearest thing.
+_INSTEAD = {
+    "CoupledInputForgetGateLSTMCell": "anycell.keras.PeepholeLSTM(units, coupled=True)",
+    "CudnnCompatibleGRUCell": "anycell.keras.GRU (its default)",
+    "CudnnCompatibleLSTMCell": "LSTMBlockCell(units, forget_bias=0.0)",
+    "GRUBlockCell": "GRUCell",
+    "GRUBlockCellV2": "GRUCell",
+    "IndRNNCell": "anycell.keras.IndRNN(units)",
+    "LayerNormBasicLSTMCell": "anycell.keras.LayerNormLSTM(units, form='addons')",
+    "NASCell": "anycell.keras.NAS(units)",
+    "raw_rnn": "tf.compat.v1.nn.raw_rnn (step by step)",
+    "static_state_saving_rnn": "tf.compat.v1.nn.static_state_saving_rnn (step by step)",
+}
+
+
+def __getattr__(name: str) -> Any:
+    problem = f"module {__name__!r} has no attribute {name!r}"
+    if name in _INSTEAD:
+        raise AttributeError(f"{problem}. Nearest to it: {_INSTEAD[name]}.", name=name)
+    if not name.startswith("_"):
+        problem += f"; it has {', '.join(__all__)}"
+    raise AttributeError(problem, name=name)

@@ -1,0 +1,184 @@
+"""The command line: what it prints, and how it says no."""
+
+import re
+from pathlib import Path
+
+import processes
+import pytest
+
+import anycell
+from anycell import cells, cli, machine
+from anycell.engines.cpu import isa, jit
+
+OWN = """
+from anycell import cell, sigmoid, tanh
+
+@cell(gates="f g", state="h", params="a=1")
+def Own(x, r, s, p):
+    "Leaks, and learns how fast."
+    f, g = x + r
+    f = sigmoid(f)
+    return f * s.h + (1 - f) * tanh(p.a * g)
+
+_Draft = Own
+NotACell = 1
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return str(path)
+
+
+def says(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    try:
+        status = cli.main(arguments)
+    except SystemExit as leave:
+        status = int(leave.code or 0)
+    return status, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["benhc"], "invalid choice: 'benhc'"),
+        (["bench", "--seconds", "soon"], "expected a positive number, got 'soon'"),
+        (["bench", "--threads", "0"], "expected a positive number, got '0'"),
+        (["bench", "--shapes", ","], "expected names separated by commas"),
+        (["bench", "--sahpes", "sb3"], "unknown arguments: --sahpes sb3"),
+        (["bench", "--shapes", "sb4"], "unknown shape 'sb4' (did you mean sb3?)"),
+        (["bench", "--cells", "lstm"], "unknown cell 'lstm' (did you mean LSTM"),
+        (["bench", "--peers", "torch"], "unknown 'torch' (did you mean torch"),
+        (["bench", "--cell", "nowhere.py:Cell"], "there is no file nowhere.py"),
+        (["bench", "--dtype", "int4"], "invalid choice: 'int4'"),
+        (["bench", "--dtype", "int8", "--mode", "training"], "8 bits are for inference only"),
+        (["explain", "LSMT"], "did you mean LSTM"),
+    ],
+)
+def test_errors_are_kind(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    status, error = says(arguments, capsys)
+    assert status == 2
+    assert message in error
+    assert "Traceback" not in error and len(error.splitlines()) <= 2
+
+
+def test_errors_about_a_cell_in_a_file(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They list cells, and nothing else that the file has."""
+    for name, problem in [
+        ("Owm", "defines no 'Owm' (did you mean Own?)"),
+        ("NotACell", "NotACell: given a value of type int; expected a cell"),
+        ("sigmoid", "sigmoid: given a value of type function; expected a cell"),
+        ("", "expected the name of one of its cells"),
+    ]:
+        said = says(["explain", f"{own}:{name}"], capsys)[1]
+        assert problem in said and said.endswith("; choose from: Own\n")
+    assert "choose from: Own\n" in says(["bench", "--cell", own], capsys)[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("x = (", "x.py:1: '(' was never closed"),
+        (
+            "import anycell\nimport nowhere",
+            "x.py:2: ModuleNotFoundError: No module named 'nowhere'",
+        ),
+        ("x = 1", "has no cell; expected a function under @anycell.cell"),
+        (OWN.replace("return f * s.h", "return f * s.g"), "x.py:9: in cell Own"),
+    ],
+)
+def test_a_file_that_does_not_run_is_told_without_a_traceback(
+    text: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.py").write_text(text)
+    status, said = says(["explain", str(tmp_path / "x.py")], capsys)
+    assert status == 2 and problem in said and "Traceback" not in said
+
+
+def test_explain(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("GRU", f"{own}:Own"):
+        assert cli.main(["explain", name, "--hidden", "32"]) == 0
+        assert name.rpartition(":")[2] in capsys.readouterr().out
+
+
+def test_explain_lists_cells(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", own]) == 0
+    assert capsys.readouterr().out.split(maxsplit=1) == ["Own", "Leaks, and learns how fast.\n"]
+    assert cli.main(["explain"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines} == set(cells.__all__)
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+def test_cache(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "kernels"
+    monkeypatch.setenv("ANYCELL_CACHE_DIR", str(folder))
+
+    def told(*arguments: str) -> str:
+        assert cli.main(["cache", *arguments]) == 0
+        return capsys.readouterr().out
+
+    assert told("path") == f"{folder}\n"
+    assert f"{folder}: 0 kernels, 0.0 MB\n" in told()
+    assert told("clear") == f"{folder}: 0 kernels, 0.0 MB deleted\n"
+
+    texts = [f"define i64 @probe() {{ ret i64 {number} }}" for number in range(3)]
+    for text in texts:
+        jit.compile(text, ["probe"], isa.current())
+    (folder / "triton").mkdir()
+    (folder / "triton" / f"lstm_{8 * 'ab'}.py").write_text("x")
+    theirs = [folder / "notes.txt", folder / ("0" * 64), folder / "triton" / "mine.py"]
+    for path in theirs:
+        path.write_text("somebody's")
+    assert re.match(rf"{re.escape(str(folder))}: 4 kernels, 0\.0 MB\nAt most 268 MB", told())
+    assert told("clear").startswith(f"{folder}: 4 kernels, ")
+    assert sorted(path for path in folder.rglob("*") if path.is_file()) == sorted(theirs)
+    assert not jit.compile(texts[0], ["probe"], isa.current()).cached
+
+    monkeypatch.setenv("ANYCELL_CACHE", "0")
+    assert "neither read" in told()
+    folder.chmod(0o777)
+    status, said = says(["cache", "clear"], capsys)
+    assert status == 2 and "cannot be used: others can write it" in said
+
+
+def test_the_demo_is_offered_where_it_works(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert "demo" in cli.build_parser().format_help()
+    called: list[list[str]] = []
+    monkeypatch.setattr("subprocess.call", lambda command: called.append(command[1:]) or 0)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert cli.main(["demo", "--quick"]) == 0
+    assert called == [[str(processes.ROOT / "examples" / "demo.py"), "--quick"]]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "demo needs matplotlib" in says(["demo"], capsys)[1]
+    monkeypatch.setattr(cli, "DEMO", tmp_path / "demo.py")  # as in an installed package
+    assert "demo" not in cli.build_parser().format_help()
+    assert "clone the repository" in says(["demo"], capsys)[1]
+
+
+def test_doctor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ANYCELL_CACHE_DIR", str(tmp_path / "kernels"))
+    assert cli.main(["doctor"]) == 0
+    healthy = capsys.readouterr().out
+    assert str(tmp_path) in healthy and "fused LSTM" in healthy and "kernels for" in healthy
+    revision = machine.revision()
+    told = f"{anycell.__version__}, revision {revision}," if revision else anycell.__version__
+    assert f"anycell {told}" in healthy
+
+    (tmp_path / "kernels").chmod(0o777)  # anybody could put code there
+    assert cli.main(["doctor"]) == 0
+    assert "others can write it" in capsys.readouterr().out
+
+    monkeypatch.setattr("anycell.doctor.LIMIT", 0.0)
+    assert cli.main(["doctor"]) == 1
