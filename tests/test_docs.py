@@ -24,8 +24,7 @@ EXAMPLES = [
     "README.md", "docs/faq.md", "docs/cells.md", "docs/compress.md", "docs/sequences.md",
     "docs/training.md", "docs/your-own-cell.md", "docs/start/pytorch.md", "docs/start/keras.md",
     "docs/start/numpy.md", "docs/start/jax.md", "docs/guides/forecasting.md",
-    "docs/guides/reinforcement-learning.md", "docs/guides/streaming.md",
-    "docs/guides/existing-models.md", "docs/guides/deploying.md",
+    "docs/guides/streaming.md", "docs/guides/existing-models.md", "docs/guides/deploying.md",
 ]  # fmt: skip
 
 
