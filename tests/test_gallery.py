@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import anycell
 from anycell import cells
 from anycell.lang.expr import topological
 
@@ -36,13 +37,34 @@ def test_training_learns() -> None:
 
 @pytest.mark.parametrize("name", cells.__all__)
 def test_the_graph(name: str) -> None:
-    """All nodes are drawn, apart from each other, and below what they read."""
+    """All nodes are drawn."""
     cell = getattr(cells, name)
-    boxes, edges = site_graph.graph(cell)
     drawn = [node for node in topological(cell.next) if node.op not in site_graph.INLINED]
-    assert len(boxes) == len(drawn) + len(cell.states)
+    assert_drawn(site_graph.forward(cell), len(drawn) + len(cell.states))
+
+
+@pytest.mark.parametrize("name", cells.__all__)
+def test_the_backward_graph(name: str) -> None:
+    """It begins at what is saved and at gradients, and has each result of the backward pass."""
+    cell, sizes = getattr(cells, name), gallery.SIZES.get(name, {})
+    boxes, edges = graph = site_graph.backward(cell, **sizes)
+    assert_drawn(graph, len(boxes))
+    first = {boxes[b].text for b in {*boxes} - {b for _, b, _ in edges}}
+    last = {boxes[a].text for a in {*boxes} - {a for a, _, _ in edges}}
+    page = str(anycell.explain(cell, gallery.UNITS, **sizes))
+    derived = page.partition("backward, one step, derived")[2].partition("summed over rows")[0]
+    for text in last:
+        assert f"{text} = " in derived, text
+    assert {f"d_{state}'" for state in cell.state_names} & first
+    assert len(last) >= len(cell.gates)
+
+
+def assert_drawn(graph: site_graph.Graph, count: int) -> None:
+    """So many boxes, apart from each other, and below what they read."""
+    boxes, edges = graph
+    assert len(boxes) == count
     assert all(boxes[a].level < boxes[b].level for a, b, _ in edges)
-    picture = site_graph.svg(cell)
+    picture = site_graph.svg(graph, "a graph")
     assert picture.count("<rect") == len(boxes)
     assert picture.count('class="edge"') == len(edges)
     rows: dict[str, list[tuple[float, float]]] = {}
@@ -59,7 +81,7 @@ def test_a_page() -> None:
     page = pages["PeepholeLSTM.md"]
     assert "def PeepholeLSTM(" in page and '"""' not in page
     assert "| `p_i_l0` | `[32]` |" in page
-    assert "engine: " in page
+    assert "engine: " in page and page.count("<svg") == 3
 
 
 def test_docstrings_become_markdown() -> None:

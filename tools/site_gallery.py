@@ -33,6 +33,12 @@ LEGEND = (
     "Green: states before the step, and new ones (h'). Orange: what each unit learns, and static "
     "inputs. Purple: further matmuls."
 )
+BACKWARD = (
+    "anycell derives it from the step. Grey: what the step has saved. Green: gradients of the new "
+    "states, which arrive from the output and the step after, and those of the states before "
+    "(d_s), without what comes through a matmul. Blue, orange and purple: gradients of gates, of "
+    "what each unit learns, and of further matmuls."
+)
 
 
 def names() -> list[str]:
@@ -107,7 +113,15 @@ def _page(cell: Cell, results: dict[str, Any]) -> str:
             "",
             LEGEND,
             "",
-            f'<div class="graph">{site_graph.svg(cell)}</div>',
+            _drawn(site_graph.forward(cell), f"The graph of a step of {cell.name}"),
+            "",
+            "## The graph of its backward pass",
+            "",
+            BACKWARD,
+            "",
+            _drawn(
+                site_graph.backward(cell, **sizes), f"The backward pass of a step of {cell.name}"
+            ),
             "",
             "## What a layer learns",
             "",
@@ -138,6 +152,10 @@ def _page(cell: Cell, results: dict[str, Any]) -> str:
             "",
         ]
     )
+
+
+def _drawn(graph: site_graph.Graph, title: str) -> str:
+    return f'<div class="graph">{site_graph.svg(graph, title)}</div>'
 
 
 def curve(name: str, results: dict[str, Any]) -> str:
