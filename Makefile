@@ -90,8 +90,11 @@ bench: $(VENV)/dev.stamp ## measure against the other implementations on this ma
 docs: $(VENV)/docs.stamp ## the site, in out/site; fails for a link or a name that is not there
 	NO_MKDOCS_2_WARNING=1 KERAS_BACKEND=torch $(RUN) -m mkdocs build
 
-gallery: $(VENV)/dev.stamp ## train every built-in cell on one problem, for the pages of the site (minutes)
+gallery: $(VENV)/dev.stamp ## train and time every built-in cell, for its page of the site (10 minutes)
 	$(RUN) tools/gallery.py
+
+notebooks: $(VENV)/docs.stamp ## run the notebooks of the site, and keep their output
+	$(RUN) tools/notebooks.py
 
 wheel: $(VENV)/dev.stamp ## dist/anycell-*-py3-none-any.whl
 	$(RUN) -m pip wheel . --no-deps --no-build-isolation --wheel-dir dist
@@ -128,5 +131,5 @@ $(RUN):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "anycell needs Python 3.10 or newer")'
 	$(PYTHON) -m venv $(VENV)
 
-.PHONY: help demo test test-all test-oldest test-tritons lint format bench docs gallery wheel clean
+.PHONY: help demo test test-all test-oldest test-tritons lint format bench docs gallery notebooks wheel clean
 .DELETE_ON_ERROR:

@@ -1,7 +1,7 @@
 """PPO of an agent that must remember: episodes begin within a rollout, and the state with them.
 
     pip install '.[torch]'
-    python examples/recall.py                     (half a minute; --quick: seconds)
+    python examples/recall.py                     (a minute; --quick: seconds)
     python examples/recall.py --picture out.svg   (draws the curves; needs matplotlib)
 
 An episode shows a cue at its first step, and asks for it some steps later. One agent remembers;

@@ -1,5 +1,6 @@
-"""The guides' own programs: the agent that must remember, and recipes for other libraries."""
+"""The guides' own programs: the agent that must remember, recipes, and notebooks."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,25 @@ def test_a_recipe_is_what_it_replaces(
     script = tmp_path / "recipe.py"
     script.write_text(blocks(RECIPES)[number] + check, encoding="utf-8")
     run(str(script), paths=[ROOT])
+
+
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_has_been_run(path: Path) -> None:
+    """From top to bottom, after its last change, without an error or a warning."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)]
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert any("image/png" in output.get("data", ()) for output in outputs)
+    assert all(output.get("name") != "stderr" for output in outputs)
+    assert path.stat().st_size < 200_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path: Path) -> None:
+    pytest.importorskip("nbclient")
+    assert "cells have run" in run("tools/notebooks.py", path.stem, "--check")
