@@ -155,14 +155,18 @@ class _Page:
         about = (inspect.getdoc(cell) or "").splitlines()
         return [f"{cell!r}: hidden size {plan.hidden_size}, {plan.dtype}", *about[:1]]
 
-    def forward(self) -> list[str]:
-        cell = self.cell
+    def folded(self) -> list[tuple[str, Expr]]:
+        """Values of gates, then new states; functions such as layer_norm by their names."""
         node_of = {name: node for node, name in self.gate_values.items()}
-        values = [(gate, node_of[gate]) for gate in cell.gates if gate in node_of]
-        states = [(f"{s}'", node) for s, node in zip(cell.state_names, cell.next, strict=True)]
-        folded = rewrite([node for _, node in values + states], _fold)
-        named = [(name, node) for (name, _), node in zip(values + states, folded, strict=True)]
-        return ["forward, one step", *_indent(listing(named)), "", *_indent(self._legend(), "    ")]
+        named = [(gate, node_of[gate]) for gate in self.cell.gates if gate in node_of]
+        states = zip(self.cell.state_names, self.cell.next, strict=True)
+        named += [(f"{s}'", node) for s, node in states]
+        folded = rewrite([node for _, node in named], _fold)
+        return [(name, node) for (name, _), node in zip(named, folded, strict=True)]
+
+    def forward(self) -> list[str]:
+        lines = _indent(listing(self.folded()))
+        return ["forward, one step", *lines, "", *_indent(self._legend(), "    ")]
 
     def _legend(self) -> Iterator[str]:
         cell = self.cell

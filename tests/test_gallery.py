@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import anycell
@@ -24,23 +25,46 @@ def test_every_cell_has_results() -> None:
     results = json.loads(gallery.RESULTS.read_text(encoding="utf-8"))
     assert sorted(results) == sorted(cells.__all__)
     for name, result in results.items():
-        parameters, _ = gallery.train(getattr(cells, name), 0, 0)
-        assert result["parameters"] == parameters, name
-        assert len(result["errors"]) == len(gallery.SEEDS)
+        assert {*result} - {"speed"} == {*gallery.problems(name)}
+        for problem in gallery.problems(name):
+            parameters, _ = gallery.train(getattr(cells, name), problem, 0, 0)
+            assert result[problem]["parameters"] == parameters, name
+            assert len(result[problem]["errors"]) == len(gallery.SEEDS)
 
 
-def test_training_learns() -> None:
-    _, errors = gallery.train(cells.GRU, 100, 0)
+@pytest.mark.parametrize("problem", gallery.PROBLEMS)
+def test_a_constant_answer_has_the_error_of_the_page(problem: str) -> None:
+    drawn, _, guess = gallery.PROBLEMS[problem]
+    batch = drawn(np.random.default_rng(0), 4096)
+    assert batch.x.shape[1] == batch.y.shape[1] == 4096
+    assert batch.y.var() == pytest.approx(guess, rel=0.05)
+
+
+@pytest.mark.parametrize("name, problem", [("GRU", "adding"), ("RNN", "copying")])
+def test_training_learns(name: str, problem: str) -> None:
+    _, errors = gallery.train(getattr(cells, name), problem, 100, 0)
     assert len(errors) == 100 // gallery.EVERY + 1
     assert errors[-1] < 0.8 * errors[0]
 
 
+def test_a_cell_is_timed_against_a_loop() -> None:
+    pytest.importorskip("torch")
+    times = gallery.speed("MGU", 0.0)
+    assert 0 < times["ours"] < times["loop"]
+
+
 @pytest.mark.parametrize("name", cells.__all__)
 def test_the_graph(name: str) -> None:
-    """All nodes are drawn."""
-    cell = getattr(cells, name)
-    drawn = [node for node in topological(cell.next) if node.op not in site_graph.INLINED]
-    assert_drawn(site_graph.forward(cell), len(drawn) + len(cell.states))
+    """All nodes are drawn; a layer norm is one."""
+    cell, sizes = getattr(cells, name), gallery.SIZES.get(name, {})
+    boxes, _ = graph = site_graph.forward(cell, **sizes)
+    if "LayerNorm" in name:
+        assert len(boxes) < 0.6 * len(topological(cell.next))
+        assert any("layer_norm" in str(box.text) for box in boxes.values())
+    else:
+        drawn = [node for node in topological(cell.next) if node.op not in site_graph.INLINED]
+        assert len(boxes) == len(drawn) + len(cell.states)
+    assert_drawn(graph, len(boxes))
 
 
 @pytest.mark.parametrize("name", cells.__all__)

@@ -68,10 +68,10 @@ def text(node: Expr) -> tuple[str, str]:
     return (node.op if alone else f"{node.op}({', '.join(map(str, given))})"), "op"
 
 
-def forward(cell: Cell) -> Graph:
+def forward(cell: Cell, **sizes: int) -> Graph:
     """The step: its new states."""
-    roots = zip(cell.state_names, cell.next, strict=True)
-    return graph([(f"{state}'", node, "new") for state, node in roots], {})
+    states = anycell.explain(cell, UNITS, **sizes).page.folded()[-len(cell.states) :]
+    return graph([(name, node, "new") for name, node in states], {})
 
 
 def backward(cell: Cell, **sizes: int) -> Graph:
