@@ -3,7 +3,7 @@
     python tools/figures.py packed [SHAPE...]      packed batches against torch.nn.LSTM's
     python tools/figures.py checkpoint [T]         memory and time of checkpoint="sqrt"
     python tools/figures.py step [H...]            one step from Python, against torch.nn.LSTMCell
-    python tools/figures.py rollout [B H]          steps with resets, against LSTMCell and a mask
+    python tools/figures.py rollout [B I H]        steps with resets, against LSTMCell and a mask
     python tools/figures.py loops [CELL... H...]   training, against a Python loop
     python tools/figures.py compiled [CELL... H...]  and against the loop under torch.compile
     python tools/figures.py cells [T B I H]        every cell against our LSTM, by multiply-adds
@@ -171,10 +171,10 @@ def rollout(arguments: list[str]) -> None:
     """A rollout of 128 steps, one thread: episodes of 16 steps in the mean begin within it."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rows, h = map(int, arguments or ("32", "64"))
-    layer, cell = anycell.torch.LSTM(h, h).prepare(), nn.LSTMCell(h, h)
+    rows, inputs, h = map(int, arguments or ("32", "8", "64"))
+    layer, cell = anycell.torch.LSTM(inputs, h).prepare(), nn.LSTMCell(inputs, h)
     cell.load_state_dict({n.removesuffix("_l0"): p for n, p in layer.state_dict().items()})
-    x, resets = torch.randn(128, rows, h), torch.rand(128, rows) < 1 / 16
+    x, resets = torch.randn(128, rows, inputs), torch.rand(128, rows) < 1 / 16
     keep = (~resets).float()[..., None]  # made beforehand, for the peer's sake
 
     @torch.no_grad()
@@ -192,7 +192,8 @@ def rollout(arguments: list[str]) -> None:
         return state[0]
 
     torch.testing.assert_close(ours(), theirs())
-    line(f"rollout B={rows} H={h}", compare({"anycell": ours, "torch.nn.LSTMCell": theirs}, 5))
+    samples = compare({"anycell": ours, "torch.nn.LSTMCell": theirs}, 5)
+    line(f"rollout B={rows} I={inputs} H={h}", samples)
 
 
 # -- loops -----------------------------------------------------------------------------------------
