@@ -5,7 +5,8 @@ from array import array
 import numpy as np
 
 from anycell.engines import cpu
-from anycell.layer.run import extent, place
+from anycell.layer.bounds import extent
+from anycell.layer.stream import place
 from anycell.numpy.host import Array, NumpyHost
 
 

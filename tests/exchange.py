@@ -26,7 +26,7 @@ from triton.runtime import interpreter
 
 from anycell import Cell, cells
 from anycell.engines import gpu
-from anycell.engines.gpu import Call, Printed
+from anycell.engines.gpu import Printed, Work
 from anycell.layer import gpu as device
 from anycell.torch.device import DeviceHost
 
@@ -53,15 +53,15 @@ class Shared(Poisoned):
         return DeviceHost.trouble.func(self).share_memory_()
 
 
-def run_at_once(kernel: Printed, call: Call) -> int:
+def run_at_once(kernel: Printed, work: Work) -> int:
     """In the place of ``_run_interpreted``: one launch of all steps."""
-    launch = call.launch(kernel, call.all_values())
+    launch = work.launch(kernel, work.all_values())
     groups, programs = launch.grid
     launch.grid = (1, 1)
     children = []
     for group in range(groups):
         for program in range(programs):
-            if (group, program, call.form.backward) == call.host.absent:  # type: ignore[attr-defined]
+            if (group, program, work.variant.backward) == work.host.absent:  # type: ignore[attr-defined]
                 continue
             child = os.fork()
             if child == 0:

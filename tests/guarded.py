@@ -22,7 +22,6 @@ from tolerances import assert_close
 from anycell import Cell, cell, cells, layer, linear, mean, sigmoid, tanh
 from anycell.engines import cpu
 from anycell.engines.cpu import isa
-from anycell.layer.products import Mixed
 from anycell.numpy.host import MixedNumpyHost, NumpyHost, numpy_dtype
 from anycell.plan import DTYPES
 from anycell.plan.dtype import dtypes
@@ -56,7 +55,7 @@ class GuardedHost(NumpyHost):
 
     def __init__(self, dtype: str, end: bool) -> None:
         super().__init__(numpy_dtype(dtype))
-        self.number, self.end = dtype, end
+        self.end = end
         math = DTYPES[dtype].math.name
         self.wide = self if math == dtype else GuardedHost(math, end)
 
@@ -78,14 +77,8 @@ class GuardedHost(NumpyHost):
     def like(self, array: Array) -> Array:
         return self.empty(array.shape)
 
-    def project(self, x: Array, weight: Array) -> Array:
-        return self.copy(super().project(x, weight))
 
-    def masked(self, x: Array, mask: Array) -> Array:
-        return self.copy(super().masked(x, mask))
-
-
-class GuardedMixedHost(Mixed, GuardedHost):
+class GuardedMixedHost(GuardedHost):
     """The same for arrays of 16 bits."""
 
     widen, narrow = MixedNumpyHost.widen, MixedNumpyHost.narrow

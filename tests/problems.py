@@ -31,6 +31,12 @@ ROWS |= {"state": 0, "static": 0, "reset_state": 0, "d_final": 0, "final": 0}
 ROWS |= {"recurrent_mask": 0}  # or 1, if there is one per gate
 
 
+def forget_passes() -> None:
+    """Layers on the CPU choose their form, and draft their passes, anew."""
+    layer.form.form_of.cache_clear()
+    layer.recipe.known.clear()
+
+
 # States that the cells divide by.
 NORMALISERS = {"n"}
 

@@ -12,13 +12,15 @@ from guarded import guarded, scratch
 from processes import python
 from tolerances import assert_close
 
+from anycell import cells
 from anycell.engines import cpu
-from anycell.engines.cpu import gemm, isa
+from anycell.engines.cpu import driver, gemm, isa
 from anycell.layer import products
-from anycell.layer.run import extent
+from anycell.layer.bounds import extent
 from anycell.numpy import Dense
 from anycell.numpy.host import NumpyHost, host_of, numpy_dtype
 from anycell.plan import DTYPES as ROWS
+from anycell.plan import plan
 from anycell.plan.dtype import dtypes
 
 Array = npt.NDArray[Any]
@@ -196,7 +198,6 @@ def test_error_of_long_sums(rng: np.random.Generator) -> None:
     assert ours <= 2 * numpys
 
 
-# -- whose matmul ----------------------------------------------------------------------------------
 def kernel_calls(work: Callable[[], object]) -> int:
     """How many matmuls of some work are the kernel's."""
     with mock.patch.object(cpu, "multiply", wraps=cpu.multiply) as multiply:
@@ -204,67 +205,21 @@ def kernel_calls(work: Callable[[], object]) -> int:
     return multiply.call_count
 
 
-needs_fma = pytest.mark.skipif(not isa.current().fma, reason="no fused multiply-adds")
-
-
-@needs_fma
-@pytest.mark.parametrize("rows", (64, 65))
-def test_small_matmuls_are_numpys(rows: int, rng: np.random.Generator) -> None:
-    host, a, b = (
-        NumpyHost("float32"),
-        draw((rows, 64), rng, "float32"),
-        draw((64, 64), rng, "float32"),
-    )
-    out = np.full((rows, 64), np.nan, "float32")
-    large = products.rule("numpy").ours(rows, 64, 64)
-    assert kernel_calls(lambda: host.matmul(a, b, out)) == large == (rows == 65)
-    assert_close(out, a.astype("float64") @ b, "float32", "forward")
-    assert kernel_calls(lambda: host.matmul_add(a, b, out)) == large
-    assert_close(out, 2 * (a.astype("float64") @ b), "float32", "forward")
-    projected: list[Array] = []
-    assert kernel_calls(lambda: projected.append(host.project(a, b))) == large
-    assert_close(projected[0], a.astype("float64") @ b.T, "float32", "forward")
-
-
-@needs_fma
-@pytest.mark.parametrize("few", (3, 4))
-def test_hardly_any_rows_or_columns_are_numpys(few: int, rng: np.random.Generator) -> None:
-    host = NumpyHost("float32")
-    for rows, columns in ((few, 600), (600, few)):
-        a, b, _ = operands((rows, columns, 600), (True, True, False), "float32", rng)
-        out = np.empty((rows, columns), "float32")
-        assert kernel_calls(lambda: host.matmul(a, b, out)) == (few == 4)  # noqa: B023
-        assert_close(out, a.astype("float64") @ b, "float32", "forward")
-
-
-@needs_fma
 def test_layouts_that_the_kernel_does_not_read(rng: np.random.Generator) -> None:
-    """Neither axis dense: a copy is multiplied. A result whose columns are not dense is NumPy's."""
-    host, a, b = (
-        NumpyHost("float64"),
-        draw((99, 88), rng, "float64"),
-        draw((88, 77), rng, "float64"),
-    )
+    """Neither axis dense, or no whole elements apart: a copy is multiplied."""
+    a, b = draw((99, 88), rng, "float64"), draw((88, 77), rng, "float64")
     apart = np.repeat(np.repeat(a, 2, 0), 2, 1)[::2, ::2]
     bytes_ = np.zeros(a.nbytes + 1, np.uint8)
     odd = bytes_[1:].view("float64").reshape(a.shape)
     odd[...] = a
-    spread = np.repeat(b, 2, 1)[:, ::2]
-    out, turned = np.empty((99, 77)), np.empty((77, 99)).T
-    for left, right, into, ours in (
-        (a, b, out, 1), (np.asfortranarray(a), np.asfortranarray(b), out, 1),
-        (a[::-1][::-1], b, out, 1), (np.repeat(a, 2, 0)[::2], b, out, 1),
-        (apart, b, out, 1), (a, spread, out, 1), (a, b, turned, 0), (odd, b, out, 1),
-    ):  # fmt: skip
-        into[...] = np.nan
-        assert kernel_calls(lambda: host.matmul(left, right, into)) == ours  # noqa: B023
-        assert_close(into, a @ b, "float64", "forward")
-    for rows, columns in ((a[::-1], b), (a, b[:, ::-1][:, ::-1]), (a[:1].repeat(99, 0), b)):
-        assert kernel_calls(lambda: host.matmul(rows, columns, out)) == 1  # noqa: B023
-        assert_close(out, rows @ columns, "float64", "forward")
     same = np.broadcast_to(a[:1], a.shape)  # rows that lie at one place
-    assert kernel_calls(lambda: host.matmul(same, b, out)) == 1
-    assert_close(out, same @ b, "float64", "forward")
+    for left, right in (
+        (a, b), (np.asfortranarray(a), np.asfortranarray(b)), (a[::-1], b), (apart, b), (odd, b),
+        (np.repeat(a, 2, 0)[::2], b), (a, np.repeat(b, 2, 1)[:, ::2]), (a, b[:, ::-1]), (same, b),
+    ):  # fmt: skip
+        out = np.full((99, 77), np.nan)
+        products.multiply(NumpyHost("float64"), "float64", left, right, out, False, 1)
+        assert_close(out, left @ right, "float64", "forward")
 
 
 def far_apart(array: Array) -> Array:
@@ -275,12 +230,8 @@ def far_apart(array: Array) -> Array:
 
 
 @pytest.mark.parametrize("size", [(1, 999, 999), (999, 1, 999), (999, 999, 1)])
-def test_axes_of_one(
-    size: Sizes, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, anew: None
-) -> None:
+def test_axes_of_one(size: Sizes, rng: np.random.Generator) -> None:
     """Their strides say nothing."""
-    monkeypatch.setenv(products.ENV, "ours")
-    products.CHOSEN.clear()
     host = NumpyHost("float32")
     for layout in LAYOUTS:
         a, b, _ = operands(size, layout, "float32", rng)
@@ -292,21 +243,10 @@ def test_axes_of_one(
                 b, b.shape, [s * (n > 1) or 4096 for n, s in zip(b.shape, b.strides, strict=True)]
             )
         out = np.empty((size[0], size[1]), "float32")
-        host.matmul(a, b, out)
+        products.multiply(host, "float32", a, b, out, False, 1)
         assert_close(out, a.astype("float64") @ b, "float32", "forward", axes=())
 
 
-@pytest.mark.skipif("avx2" not in isa.available(), reason="of x86-64")
-def test_without_fused_multiply_adds_numpy_multiplies(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, anew: None
-) -> None:
-    monkeypatch.delenv(products.ENV, raising=False)
-    host, a = NumpyHost("float32"), draw((99, 99), rng, "float32")
-    with isa.force("generic"):
-        assert kernel_calls(lambda: host.matmul(a, a, np.empty_like(a))) == 0
-
-
-@needs_fma
 def test_dense(rng: np.random.Generator) -> None:
     """The readout multiplies as layers do."""
     dense, x = Dense(64, 48, seed=0), draw((200, 64), rng, "float32").reshape(2, 100, 64)
@@ -319,6 +259,15 @@ def test_dense(rng: np.random.Generator) -> None:
     assert_close(y[1], d @ weight, "float32", "gradient")
     flat = d.reshape(-1, 48).astype("float64")
     assert_close(dense.grads["weight"], flat.T @ x.reshape(-1, 64), "float32", "gradient")
+
+
+@pytest.mark.parametrize("rows", (64, 65))
+def test_small_matmuls_of_the_readout_are_numpys(rows: int, rng: np.random.Generator) -> None:
+    dense, x = Dense(64, 64, bias=False, seed=0), draw((rows, 64), rng, "float32")
+    y: list[Array] = []
+    assert kernel_calls(lambda: y.append(dense.forward(x))) == (rows == 65)
+    exact = x.astype("float64") @ dense.parameters["weight"].T
+    assert_close(y[0], exact, "float32", "forward")
 
 
 def test_what_it_will_touch_is_checked() -> None:
@@ -344,50 +293,25 @@ def anew() -> Iterator[None]:
 @pytest.mark.parametrize("maker", [True, False], ids=["AMD", "others"])
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_the_rule(library: str, maker: bool, monkeypatch: pytest.MonkeyPatch, anew: None) -> None:
-    """By library, maker and size, on both sides of each; the variable overrides it."""
+    """By library and maker; the variable overrides it. It says who multiplies in a pass."""
     monkeypatch.delenv(products.ENV, raising=False)
     monkeypatch.setattr(isa, "amd", lambda: maker)
-    rule, large = products.rule(library), 1 << 12
-    ours = isa.current().fma and (library == "numpy" or maker)
-    assert rule.ours(large, large, large) == ours
-    if ours:
-        edge, few = int(rule.least), rule.few
-        assert rule.ours(few, edge // few + 1, 1) and not rule.ours(few - 1, edge, large)
-        assert rule.ours(large, few, edge) and not rule.ours(large, few - 1, edge)
-        assert not rule.ours(few, (edge - 1) // few, 1)
-    for said, one in (("ours", True), ("host", False)):
+    rule, whole = products.rule(library), plan(cells.LSTM, 8)
+    assert rule.host == (not isa.current().fma or (library == "torch" and not maker))
+    host = NumpyHost("float32")
+    for said, one in (("ours", False), ("host", True)):
         monkeypatch.setenv(products.ENV, said)
         products.CHOSEN.clear()
         rule = products.rule(library)
-        assert rule.ours(1, 1, 1) == rule.ours(large, large, large) == one
-        assert products.ENV in rule.why
+        assert rule.host == one and products.ENV in rule.why
+        host.library = library
+        for there in (0, 1):
+            host.blas = there
+            kind = products.kind_of(host, whole)
+            assert (kind == driver.BLAS) == (one and bool(there))
+            narrow = plan(cells.LSTM, 8, "bfloat16", "cpu")
+            assert products.kind_of(host, narrow) == driver.OURS
     monkeypatch.setenv(products.ENV, "mine")
     products.CHOSEN.clear()
     with pytest.raises(ValueError, match="ANYCELL_MATMUL='mine': expected ours or host"):
         products.rule(library)
-
-
-@pytest.mark.parametrize("said", ["ours", "host"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_products_of_torch(
-    dtype: str, said: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, anew: None
-) -> None:
-    """All layouts, by either matmul."""
-    torch = pytest.importorskip("torch")
-    from anycell.torch.host import HOSTS
-
-    monkeypatch.setenv(products.ENV, said)
-    host = HOSTS[dtype]
-    for size, layout in itertools.product([(1, 1, 1), (7, 33, 5), (30, 600, 900)], LAYOUTS):
-        a, b, _ = operands(size, layout, dtype, rng)
-        right, out = a.astype("float64") @ b, np.full(size[:2], np.nan, dtype)
-        left, weight, into = (torch.from_numpy(array) for array in (a, b, out))
-        calls = kernel_calls(lambda: host.matmul(left, weight, into))  # noqa: B023
-        assert calls == (said == "ours")
-        assert_close(out, right, dtype, "forward", axes=())
-        host.matmul_add(left, weight, into)
-        assert_close(out, 2 * right, dtype, "forward", axes=())
-        assert_close(host.project(left, weight.T).numpy(), right, dtype, "forward", axes=())
-        spread = torch.empty(size[0], 2 * size[1], dtype=left.dtype)[:, ::2]
-        host.matmul(left, weight, spread)
-        assert_close(spread.numpy(), right, dtype, "forward", axes=())

@@ -780,10 +780,10 @@ def test_an_edit_gives_kernels_another_name_from_the_next_process_on(
 def test_kernels_are_found_again_whatever_the_order_of_sets(cache: Path, dtype: str) -> None:
     code = f"""
         from anycell import cells
-        from anycell.engines.cpu import gemm, isa, jit, kernel
+        from anycell.engines.cpu import driver, isa, jit, kernel
         from anycell.plan import plan
         kernel.compiled(plan(cells.RNN, 8, {dtype!r}))
-        gemm.compiled({dtype!r}, isa.current())
+        driver.compiled({dtype!r}, isa.current())
         print(len(jit.kept()))
         """
     assert {python(code, PYTHONHASHSEED=str(seed)).strip() for seed in (0, 1, 2, 3)} == {"2"}

@@ -169,7 +169,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         return call
 
-    monkeypatch.setattr(cpu, "run", recorded("cpu", cpu.run))
+    monkeypatch.setattr(cpu, "run_pass", recorded("cpu", cpu.run_pass))
     loop = reference.Recurrence._loop
     monkeypatch.setattr(reference.Recurrence, "_loop", recorded("reference", loop))
     return calls

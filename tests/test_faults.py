@@ -444,7 +444,7 @@ def test_every_allocation_of_a_torch_layer(
 
         return call
 
-    for name in ("empty", "zeros", "like", "lasting", "project", "masked"):
+    for name in ("empty", "zeros", "like", "lasting"):
         monkeypatch.setattr(host, name, counted(getattr(host, name)))
     torch.manual_seed(0)
     layer = anycell.torch.LSTM(3, 5, 1 + (layers == "two"), bidirectional=layers == "two")

@@ -68,8 +68,8 @@ from anycell.engines.gpu.step import print_fill, print_step
 from anycell.engines.gpu.text import FUNCTIONS, Variant
 from anycell.lang.ops import TABLE
 from anycell.layer import gpu as device
-from anycell.layer.arguments import Entering, Factors
-from anycell.layer.schedule import Chunk
+from anycell.layer.arguments import Factors
+from anycell.layer.sums import finished
 from anycell.plan import Plan, plan
 from anycell.torch.device import DeviceHost
 from anycell.torch.graphs import Replays, captured
@@ -610,18 +610,18 @@ def test_sums_of_chunks_are_not_rounded(rng: np.random.Generator) -> None:
         weights = {
             name: host.zeros(s) for name, s in layers.shapes(cell, {"H": 4}, 3, True).items()
         }
-        given = Entering(host.zeros((100, 64, 3)), None, None, [weights])
-        sums = device._WideSums(host, one, given, 0, True, False)
+        sums = device._DeviceSums(host, one, weights, True)
         widths = [4 * len(l.outputs) for l in cell.linears]
         chunks = rng.uniform(0.0, 1.0, (100, 64, width)).astype("float16")
         chunks[:2] = [[[2000.0]], [[-2000.0]]]  # which sum up to more than there is in float16
-        for t, chunk in enumerate(chunks):
+        for chunk in chunks:
             dg = torch.tensor(chunk, device=DEVICE)
             factors = [Factors(dg[:, :n], None) for n in widths]
-            sums.add(Chunk.of(False, 100, t, 1), dg, host.zeros((1, 64, 4)), factors)
+            sums.add(dg, host.zeros((64, 3)), host.zeros((64, 4)), factors)
         right = chunks.astype("float64").sum((0, 1))
-        assert_close(sums.totals["bias_ih"].cpu(), right, "float32", "gradient")
-        bias = sums.totals["bias_hh"]
+        totals = finished(one, sums.named, sums.totals, sums.vectors, sums.zeros, sums.zeros)
+        assert_close(totals["bias_ih"].cpu(), right, "float32", "gradient")
+        bias = totals["bias_hh"]
         assert_close(bias.cpu()[: widths[0]], right[: widths[0]], "float32", "gradient")
 
 

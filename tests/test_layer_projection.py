@@ -10,14 +10,12 @@ torch = pytest.importorskip("torch")
 from conformance.on_torch import by_rnn  # noqa: E402
 from conformance.problem import assert_right, draw  # noqa: E402
 from doors import packed  # noqa: E402
-from tolerances import assert_close  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
 from anycell import layer as layers  # noqa: E402
 from anycell.engines import cpu  # noqa: E402
 from anycell.plan import plan  # noqa: E402
-from anycell.torch.host import HOSTS  # noqa: E402
 
 SIZES = {"LSTMP": {"P": 3}}
 NAMES = [
@@ -106,16 +104,3 @@ def test_packing_writes_only_its_block(transposed: bool) -> None:
         memory, size = packed(kernel, weights, inputs)
         assert not (memory[:size] == 0xAB).all()
         assert (memory[size:] == 0xAB).all()
-
-
-@pytest.mark.parametrize("rows", [11, 12, 48, 49])
-@pytest.mark.parametrize("columns", [1023, 1024, 1025])
-def test_few_rows_by_a_large_weight(rows: int, columns: int) -> None:
-    """Which torch multiplies turned, into rows of a buffer that are padded."""
-    x, weight = torch.randn(rows, 512), torch.randn(columns, 512)
-    buffer = torch.full((rows, columns + 16), float("nan"))
-    exact = x.double() @ weight.double().T
-    for layout in (weight, weight.T.contiguous().T):
-        HOSTS["float32"].matmul(x, layout.T, buffer[:, :columns])
-        assert_close(buffer[:, :columns], exact, "float32", "forward")
-        assert buffer[:, columns:].isnan().all()

@@ -207,6 +207,7 @@ THRESHOLDS = {
         "TILED_ROWS": None,  # both sides, as those of FEW_TILED_ROWS: test_tiles
         "TILED_WEIGHTS": None,
         "FILLED": "a mask with holes",
+        "FEW_ROWS": "a single step of few rows",
         "WORTH_A_THREAD": "several threads",
     },
     "torch/dropin.py": {"_FEW_ROWS": "torch's cells in place of its layer"},
@@ -219,7 +220,9 @@ THRESHOLDS = {
     },
     # Both sides of these: test_cpu_matmul.
     "engines/cpu/gemm.py": {"INNER": None, "ROWS": None, "PIECES": None},
-    "torch/host.py": {"LARGE": None},  # see test_layer_projection
+    "engines/cpu/driver.py": {"BLOCK": None, "SUMMED": None},  # both sides: test_driver
+    "numpy/host.py": {"SMALL": None},  # both sides: test_cpu_matmul
+    "layer/recipe.py": {"_RECIPES": None},  # both sides: test_recipe
     "engines/cpu/memory.py": {"SMALL": "warm memory", "GRAIN": None, "LIMIT": None},
     "engines/cpu/layout.py": {"PANEL": "several panels of rows"},
     "engines/cpu/rows.py": {"AHEAD": None},
@@ -239,7 +242,7 @@ def test_no_threshold_is_forgotten() -> None:
     package = Path(anycell.__file__).parent
     files = [*package.glob("*.py"), *package.glob("layer/*.py"), *package.glob("torch/*.py")]
     files += [*package.glob("keras/*.py"), *package.glob("numpy/*.py")]
-    parts = "__init__ door gemm memory layout rows panel step sequence pool".split()
+    parts = "__init__ door driver gemm memory layout rows panel step sequence pool".split()
     files += [package / f"engines/cpu/{name}.py" for name in parts]
     elsewhere = set("gpu.py device.py doctor.py explain.py philox.py layouts.py cli.py".split())
     numbers: dict[str, set[str]] = {}
@@ -333,11 +336,11 @@ def test_native_calls_are_held_against_their_arrays(monkeypatch: pytest.MonkeyPa
     host, one = NumpyHost("float32"), plan(cells.LSTM, 8, "float32")
     x, w = np.zeros((40, 9, 6), "float32"), np.zeros((32, 8), "float32")
     named = {"weight_ih": np.zeros((32, 6), "float32"), "weight_hh": w}
-    named |= {f"state {name}": np.zeros((9, 8), "float32") for name in "hc"}
+    named |= {f"state {name}": np.zeros((1, 9, 8), "float32") for name in "hc"}
 
     def forward(x: Array = x, **others: Array) -> None:
-        given = layer.Entering(x, None, None, [{**named, **others}])
-        monkeypatch.setattr(layer.contract, "entering", lambda *_: given)
+        given = {"x": x, **named, **others}, (object(),)
+        monkeypatch.setattr(layer.contract, "fit", lambda *_: given)
         layer.forward(host, one, {}, layer.Options(), keep=True)
 
     forward()

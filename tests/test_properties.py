@@ -64,8 +64,8 @@ def test_random_cell(cell_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if any(l.name == RECURRENT for l in cell.linears):
         options["dropped"] = rng.choice(np.array([None, None, "all", "each"], object))
     ran: list[Any] = []
-    run = cpu.run
-    monkeypatch.setattr(cpu, "run", lambda *call: (ran.append(call), run(*call)))
+    run = cpu.run_pass
+    monkeypatch.setattr(cpu, "run_pass", lambda *call: (ran.append(call), run(*call)))
     for dtype in ("float64", "float32"):
         try:
             problem = random_problem(cell, (steps, rows, hidden), rng, dtype, nearby=3, **options)

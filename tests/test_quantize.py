@@ -18,7 +18,7 @@ import pytest
 import torch
 from guarded import BUILT_IN, Everything, GuardedHost, guarded, scratch
 from integers import by_integers, by_rounding, dequantized, quantized, round_rows
-from problems import random_problem
+from problems import forget_passes, random_problem
 from processes import python
 from test_cpu_matmul import Padded
 from tolerances import assert_close, error, limit
@@ -75,7 +75,7 @@ def long_functions() -> Iterator[None]:
 
 def _forget() -> None:
     kernel.description.cache_clear()
-    form.form_of.cache_clear()
+    forget_passes()
 
 
 # -- kernels ---------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_recurrent_mask(dropped: str, seed: int) -> None:
 def test_roads(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever multiplies the input, in chunks or at once, on threads that share rows or units."""
     monkeypatch.setattr(form, "WORTH_A_THREAD", 0)
-    form.form_of.cache_clear()
+    forget_passes()
     taken: dict[str, set[bool]] = {road: set() for road in form.ROADS}
     form_of = form.form_of
 
@@ -149,11 +149,15 @@ def test_roads(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             if chunk is not None:
                 patch.setattr(form, "CHUNK_BYTES", chunk)
-                form.form_of.cache_clear()
+                forget_passes()
             for projected in (False, True):
                 assert_rounded(problem, threads=threads, projected=projected)
-    form.form_of.cache_clear()
-    never = {"a single step", "threads pack the weights"}  # the kernel has all steps; see below
+    forget_passes()
+    never = {
+        "a single step",
+        "a single step of few rows",
+        "threads pack the weights",
+    }  # the kernel has all steps; see below
     assert {road for road, goes in taken.items() if goes != {True, False}} <= never
 
 

@@ -236,7 +236,7 @@ def test_the_way_of_a_call(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     section = text.split("## The way of a call")[1].split("\n## ")[0]
     listed = re.findall(r"^\| `([\w/]+\.py)`", section, re.MULTILINE)
     way: list[str] = []
-    run = cpu.run
+    run = cpu.run_pass
 
     def looked(*arguments: Any) -> None:
         frames = [(PACKAGE / listed[-1]).as_posix()]
@@ -248,7 +248,7 @@ def test_the_way_of_a_call(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         way[:] = [name for name, _ in itertools.groupby(reversed(inside))]
         run(*arguments)
 
-    monkeypatch.setattr(cpu, "run", looked)
+    monkeypatch.setattr(cpu, "run_pass", looked)
     with torch.set_grad_enabled(wanted):
         at.LSTM(32, 64)(torch.zeros(20, 8, 32))
     assert way == listed and len(listed) <= 8

@@ -19,14 +19,14 @@ from tolerances import assert_close, close
 
 from anycell import Cell, cells, layer
 from anycell.engines import cpu
-from anycell.engines.cpu import door, gemm, isa, jit
+from anycell.engines.cpu import door, driver, isa, jit
 from anycell.engines.cpu.layout import Layout
 from anycell.engines.cpu.sequence import print_kernel
 from anycell.engines.cpu.tiles import MOST_BFLOAT16
+from anycell.layer.products import multiply
 from anycell.numpy.host import host_of
 from anycell.plan import DTYPES, plan
 from anycell.torch import RNN
-from anycell.torch.host import HOSTS
 
 pytestmark = pytest.mark.skipif(
     "avx512vnni" not in isa.available(), reason="the emulation needs AVX512-VNNI"
@@ -190,7 +190,8 @@ def test_numbers_that_are_no_sum_of_two(kind: str) -> None:
     b = np.ones((40, 70), "float32")
     a[:, 1:] = 0
     with isa.force(kind):
-        out = HOSTS["float32 high"].project(torch.from_numpy(a), torch.from_numpy(b.T)).numpy()
+        out = np.empty((len(a), 70), "float32")
+        multiply(host_of("float32"), "float32 high", a, b, out, False, 1)
     expected = np.array(numbers, "float32")
     most = np.float32(MOST_BFLOAT16)
     expected = np.clip(expected, -most, most)
@@ -216,10 +217,10 @@ def test_matmuls(kind: str, rng: np.random.Generator) -> None:
         right = a.astype("float64") @ b.astype("float64")
         with isa.force(kind):
             out, added = np.empty_like(start), start.copy()
-            host.matmul(a, b, out)
-            host.matmul_add(a, b, added)
+            multiply(host, dtype, a, b, out, False, 1)
+            multiply(host, dtype, a, b, added, True, 2)
             alone = np.empty((1, columns), "float32")
-            host.matmul(np.ascontiguousarray(a[rows // 2 :][:1]), b, alone)
+            multiply(host, dtype, np.ascontiguousarray(a[rows // 2 :][:1]), b, alone, False, 1)
         assert_close(out, right, "float32", "forward", axes=())
         assert_close(added, right + start, "float32", "forward", axes=())
         assert np.array_equal(alone[0], out[rows // 2])
@@ -236,6 +237,7 @@ def test_matmuls_stay_within_their_arrays(dtype: str, kind: str, seed: int) -> N
         import numpy as np, torch
         from guarded import guarded
         from tolerances import assert_close
+        from anycell.layer.products import multiply
         from anycell.torch.host import HOSTS
         host, rng = HOSTS["{dtype}"], np.random.default_rng({seed})
         number = host.dtype
@@ -251,19 +253,21 @@ def test_matmuls_stay_within_their_arrays(dtype: str, kind: str, seed: int) -> N
             shapes = (rows, inner), (inner, columns)
             a, b = (torch.randn(s).to(number).view(stored).numpy() for s in shapes)
             start = rng.standard_normal((rows, columns)).astype("float32")
+            left, right = (torch.from_numpy(m).view(number).double() for m in (a, b))
+            start = np.copysign(start, (left @ right).numpy())  # or a sum may all but vanish
             for turned in (False, True):
                 left, right = (m.T.copy() if turned else m for m in (a, b))
                 left, right = (between(m, end).view(number) for m in (left, right))
                 left, right = (m.T if turned else m for m in (left, right))
                 out, added = between(start, end), between(start, end)
-                host.matmul(left, right, out)
-                host.matmul_add(left, right, added)
+                multiply(host, "{dtype}", left, right, out, False, 1)
+                multiply(host, "{dtype}", left, right, added, True, 1)
                 exact = (left.double() @ right.double()).numpy()
                 for result, right_one in ((out, exact), (added, exact + start)):
                     assert_close(result, right_one, sums, "forward", str(left.shape), ())
                 part = slice(rows // 3, rows), slice(0, columns - columns // 4)
                 few = between(start[part], end)
-                host.matmul_add(left[part[0]], right[:, part[1]], few)
+                multiply(host, "{dtype}", left[part[0]], right[:, part[1]], few, True, 1)
                 assert torch.equal(few, added[part]), (rows, columns, inner)
         print("done")
         """,
@@ -279,7 +283,7 @@ def test_instructions(dtype: str) -> None:
     dot = {"int8": "tdpbusd", "bfloat16": "tdpbf16ps"}[dtype]
     chosen = plan(cells.LSTM, 64, dtype, "cpu")
     texts = [
-        gemm.Gemm(target, DTYPES[dtype]).text(),
+        driver.text(target, DTYPES[dtype]),
         str(print_kernel(Layout(chosen, False, target))),
     ]
     if dtype == "bfloat16":

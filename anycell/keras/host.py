@@ -14,20 +14,7 @@ LINE = 64  # bytes: what TensorFlow takes as it is begins on such a border
 
 
 class AlignedHost(NumpyHost):
-    """Arrays that begin on a cache line.
-
-    Args:
-        dtype: theirs.
-        threads: of a matmul, at most.
-    """
-
-    def __init__(self, dtype: str, threads: int) -> None:
-        super().__init__(dtype)
-        self.most = threads
-
-    def threads(self) -> int:
-        """The threads of a matmul, at most."""
-        return self.most
+    """Arrays that begin on a cache line."""
 
     def empty(self, shape: tuple[int, ...]) -> Array:
         """Memory as it comes, warm where there is a lot of it."""
@@ -48,16 +35,7 @@ class AlignedHost(NumpyHost):
 
 
 class MixedAlignedHost(MixedNumpyHost, AlignedHost):
-    """An aligned host of 16 bits.
-
-    Args:
-        types: of the arrays.
-        threads: of a matmul, at most.
-    """
-
-    def __init__(self, types: Dtype, threads: int) -> None:
-        MixedNumpyHost.__init__(self, types.name, AlignedHost(types.math.name, threads))
-        self.most = threads
+    """An aligned host of 16 bits."""
 
     def narrow(self, array: Array) -> Array:
         """The array in this dtype, on memory of its own."""
@@ -69,8 +47,8 @@ class MixedAlignedHost(MixedNumpyHost, AlignedHost):
         return narrow
 
 
-def host_of(types: Dtype, threads: int) -> AlignedHost:
-    """The host of arrays of a dtype, whose matmuls take at most ``threads`` threads."""
+def host_of(types: Dtype) -> AlignedHost:
+    """The host of arrays of a dtype."""
     if types.mixed:
-        return MixedAlignedHost(types, threads)
-    return AlignedHost(types.storage.name, threads)
+        return MixedAlignedHost(types.name, AlignedHost(types.math.name))
+    return AlignedHost(types.storage.name)

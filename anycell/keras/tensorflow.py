@@ -544,7 +544,7 @@ class _Recurrence:
 
     @property
     def _host(self) -> AlignedHost:
-        return host_of(self.plan.types, self.threads)
+        return host_of(self.plan.types)
 
     def _arriving(self, tensors: Sequence[Array]) -> tuple[Any, ...]:
         """The arguments of ``layer.backward`` besides host and plan."""

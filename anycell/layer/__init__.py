@@ -1,9 +1,9 @@
 """One layer of any cell, for every framework: input projection, recurrence, weight gradients.
 
-Arrays belong to the framework and come through a small ``Host``; kernels see their addresses. The
-input projection and the weight gradients are large matmuls and go to the framework's own library,
-in chunks of time, so that the buffer between them and the recurrence stays in the cache and never
-becomes as long as the sequence. An input projection that is small the kernel does (``projects``).
+Arrays belong to the framework and come through a small ``Host``; native code sees their addresses.
+On a CPU a pass is one native call, which goes through the sequence in chunks of time, so that the
+buffer between the matmuls and the recurrence stays in the cache and never becomes as long as the
+sequence. An input projection that is small the kernel does (``projects``).
 
 Time-major throughout: ``x [T, B, I]``, outputs ``[T, B, D*size]`` with D directions side
 by side, size that of the first state.
@@ -14,15 +14,17 @@ by side, size that of the first state.
     contract.py     what every array must be before a kernel gets its address
     schedule.py     chunks of time, and the segments of checkpoints
     sums.py         gradients that add up over time
-    form.py         the chunk length, and whether host or kernel computes each matmul
-    run.py          a pass on the CPU: the table of the door, over chunks of time
+    form.py         the chunk length, and what the kernel itself multiplies
+    recipe.py       a pass on the CPU, drafted once: a call fills in addresses
+    run.py          the draft: the tables of the door and of the driver
     forward.py, backward.py   the two passes on the CPU, which are this package's
+    products.py     whose matmul multiplies
+    bounds.py       a check of what a pass will touch
     gpu.py          the two passes on a GPU
     stream.py       one step at a time, on weights packed once
     feedback.py     a readout that is fed back: what it adds to a layer's arrays
     rounding.py     weights of 8 bits
     view.py         layers of every frontend, as anycell.compress sees them
-    single.py       one step of weights that change, whose matmuls are the host's
 """
 
 from anycell.layer import contract
@@ -37,11 +39,10 @@ from anycell.layer.arguments import (
     initial,
     reset_values,
 )
-from anycell.layer.backward import backward
+from anycell.layer.backward import backward, keeps_state
 from anycell.layer.checks import check_checkpoint
 from anycell.layer.form import projects, row_group
 from anycell.layer.forward import forward
-from anycell.layer.run import keeps_state
 from anycell.layer.schedule import Chunk
 from anycell.layer.signature import ENDS, names, of_a_matmul, parameters, places, shapes, stepped
 from anycell.plan import Options

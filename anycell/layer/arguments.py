@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from anycell.plan import Plan
@@ -36,9 +36,16 @@ class Host(Arrays, Protocol):
     """The operations of a framework that a layer on the CPU needs, on arrays of the plan's dtype.
     On a GPU it asks for ``anycell.engines.gpu.Host``.
 
-    Besides these, arrays must slice, assign (``a[i:j] = b``), ``reshape``, transpose (``.T``) and
-    ``sum(0)`` as NumPy's do.
+    Besides these, arrays must slice, assign (``a[i:j] = b``), ``reshape`` and ``sum(0)`` as NumPy's
+    do.
     """
+
+    library: str  # whose matmul is another one than ours, see ``products``
+
+    @property
+    def blas(self) -> int:
+        """The address of its Fortran gemm of this dtype; 0 for none."""
+        ...
 
     @property
     def wide(self) -> Host:
@@ -76,26 +83,10 @@ class Host(Arrays, Protocol):
 
     def pointer(self, array: Array) -> int: ...
 
+    def pointers(self, arrays: Iterable[Array]) -> Iterable[int]: ...
+
     def strides(self, array: Array) -> tuple[int, ...]:
         """In elements, of an array that fits."""
-        ...
-
-    def project(self, x: Array, weight: Array) -> Array:
-        """``x @ weight.T`` as a new array of the wide dtype, for ``x [rows, I]`` and
-        ``weight [N, I]``.
-        """
-        ...
-
-    def matmul(self, a: Array, b: Array, out: Array) -> None:
-        """``out = a @ b`` for matrices of any strides; ``out`` may be wide."""
-        ...
-
-    def matmul_add(self, a: Array, b: Array, out: Array) -> None:
-        """``out += a @ b``."""
-        ...
-
-    def masked(self, x: Array, mask: Array) -> Array:
-        """A copy of ``x [T, B, I]`` with 0 where ``mask [T, B]`` is 0, NaN or not."""
         ...
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from anycell.engines.cpu.driver import FEW, SUM
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Factors, Host, Kept
-from anycell.layer.forward import advance, project, remember
-from anycell.layer.run import Rows, Run, keeps_state
-from anycell.layer.schedule import Chunk, before
-from anycell.layer.signature import of_a_matmul
-from anycell.layer.sums import Sums, Totals, leaving
+from anycell.layer.form import chunk_of, row_group
+from anycell.layer.forward import project, remember, start, widened
+from anycell.layer.recipe import Recipe, View, recipe_of
+from anycell.layer.run import Run
+from anycell.layer.schedule import segment_steps
+from anycell.layer.signature import of_a_matmul, states
+from anycell.layer.sums import Sums, finished, leaving
 from anycell.plan import Options, Plan
 
 
@@ -49,178 +52,287 @@ def backward(
     Raises:
         ValueError, TypeError: for an array that breaks the ``contract``.
     """
-    again = options.checkpoint is not None  # the forward pass, which may read x
-    given = contract.entering(host, plan, arrays, options, read=again)
-    run = Run(host, plan, given, options, backward=True)
-    kept, d_output, d_final, d_states = contract.arriving(
-        host, plan, given.x.shape, options.reverse, kept, d_output, d_final, d_states or {},
-        segment=run.segment, keeps=keeps_state,
+    read = options.checkpoint is not None  # by the forward pass, once more
+    given, layout = contract.fit(host, plan, arrays, options, read)
+    segment = _segment(plan, given, options)
+    parts, further = contract.arriving(
+        host, plan, given["x"].shape, options.reverse, kept, d_output, d_final, d_states or {},
+        segment=segment, keeps=keeps_state,
     )  # fmt: skip
-    dx = None
-    if wanted is None or "x" in wanted or not given.projects:
-        dx = host.empty(tuple(given.x.shape))
     need = factors is None and (wanted is None or any(map(of_a_matmul, wanted)))
-    if d_output is not None:
-        run.place("d_output", d_output, axes=2)
-    for name, arriving in d_states.items():
-        run.place(f"d_sequence {name}", arriving, axes=2)
-    totals = Totals(run, [None if d is None else host.widen(d) for d in d_final])
-    directions = [
-        _Direction(run, d, dx, need, dense=factors is not None) for d in range(len(run.directions))
-    ]
+    wants = need, wanted is None or "x" in wanted, wanted is None or _of_first(plan) in wanted
+    same = options.unseeded() if options.seed or options.stream else options
+    key = "backward", plan, same, wants, factors is not None, layout, further
+    if plan.types.mixed:
+        given = widened(host, plan, given)
+        parts |= {name: host.widen(d) for name, d in parts.items() if name.startswith("d_final ")}
+    given |= parts
+    known: Backward = recipe_of(
+        key, lambda: _draft(host, plan, given, options, wants, factors is not None)
+    )
+    made = known.recipe.run(host, given, options)
     if factors is not None:
-        factors += [direction.factors() for direction in directions]
-    unreached, of_first = _Unreached(run.steps), f"state {plan.cell.state_names[0]}"
-    for done, count, part in _parts(run, kept):
-        run.run(done, count)
-        for d, direction in enumerate(directions):
-            chunk = run.span(d, done, count)
-            dgates = direction.dgates(chunk)
-            if need:
-                direction.add(chunk, part, dgates)
-            if run.form.single and (wanted is None or of_first in wanted):
-                direction.add_product(dgates, totals.states[0][d])
-            if given.projects and dx is not None:
-                unreached.project(host, dgates, direction.w["weight_ih"], dx, chunk)
-    run.close()
-    learned = [one.sums.totals | totals.result(d) for d, one in enumerate(directions)]
-    gradients = leaving(host.wide.empty, given, dx, learned, totals.of_states())
+        rows = given["x"].shape[0] * given["x"].shape[1]
+        factors += [
+            [Factors(*[None if i is None else made[i][:rows] for i in pair]) for pair in pairs]
+            for pairs in known.pairs
+        ]
+    wide, learned = host.wide, []
+    for d, (biases, totals, vectors, others) in enumerate(known.sums):
+        weights, sums, named = (
+            {name: made[i] for name, i in numbers.items()} for numbers in (totals, vectors, others)
+        )
+        params = named.pop("d_params", None)
+        for name in named:
+            if name.startswith("reset_state "):
+                named[name] = named[name][d]
+        if params is not None:
+            total = params.sum(0).reshape(len(plan.cell.params), plan.hidden_size)
+            named.update(zip(plan.cell.param_names, host.rows(total), strict=True))
+        learned.append(named | finished(plan, biases, weights, sums, wide.empty, wide.zeros))
+    whole = {name: made[i] for name, i in known.states.items()}
+    dx = None if known.dx is None else made[known.dx]
+    gradients = leaving(wide.empty, known.directions, dx, learned, whole)
     return {name: host.narrow(gradient) for name, gradient in gradients.items()}
+
+
+class Backward(NamedTuple):
+    """A backward pass that is drafted. Numbers are those of arrays that a call makes.
+
+    Attributes:
+        directions: what each direction was given.
+        dx: of the gradient of x, if it is wanted.
+        states: of the gradients of states, ``[D, B, size]``, by name.
+        sums: of each direction: biases, and by name the totals and vectors of its ``Sums`` and what
+            the kernel adds up: "d_params", "static", and what resets restore, of all directions.
+        pairs: of each direction and matmul, of the factors of its weight's gradient.
+    """
+
+    recipe: Recipe
+    directions: list[dict[str, View]]
+    dx: int | None
+    states: dict[str, int]
+    sums: list[tuple[list[str], dict[str, int], dict[str, int], dict[str, int]]]
+    pairs: list[list[tuple[int | None, int | None]]]
+
+
+def _draft(
+    host: Host,
+    plan: Plan,
+    given: Mapping[str, Array],
+    options: Options,
+    wants: tuple[bool, bool, bool],
+    dense: bool,
+) -> Backward:
+    """Drafts the pass for arrays that are laid out like these.
+
+    Args:
+        wants: the gradients of weights and biases, of x, and of the first state.
+        dense: for ``factors``.
+    """
+    need, of_x, of_first = wants
+    run = start(host, plan, given, options, True)
+    recipe, views, count = run.recipe, run.recipe.views, len(run.directions)
+    dx = None
+    if of_x or not run.projects:
+        # Two directions add to it.
+        how = "zeros" if run.projects and count > 1 else "empty"
+        dx = recipe.new(run.x.shape, how, wide=run.projects)
+    for name, view in views.items():
+        if name == "d_output" or name.startswith("d_sequence "):
+            run.place(name, view, axes=2)
+    states_, totals = _totals(run)
+    directions = [_Direction(run, d, dx, need, dense) for d in range(count)]
+    hidden = _states(run)
+    for direction in directions:
+        direction.multiply(hidden)
+        if run.form.single and of_first:
+            direction.add_product(states_[_of_first(plan)].at(direction.d))
+    run.finish()
+
+    def number(view: View | None) -> int | None:
+        return None if view is None else recipe.number(view)
+
+    def numbers(views: Mapping[str, View]) -> dict[str, int]:
+        return {name: recipe.number(view) for name, view in views.items()}
+
+    sums = [
+        (one.sums.named, numbers(one.sums.totals), numbers(one.sums.vectors), numbers(others))
+        for one, others in zip(directions, totals, strict=True)
+    ]
+    factors = [[(number(a), number(b)) for a, b in one.pairs if dense] for one in directions]
+    return Backward(recipe, run.directions, number(dx), numbers(states_), sums, factors)
+
+
+def _of_first(plan: Plan) -> str:
+    """The name of the first state's array."""
+    return f"state {plan.cell.state_names[0]}"
+
+
+def _segment(plan: Plan, given: Mapping[str, Array], options: Options) -> int:
+    """Steps of which the pass needs all at once, see ``Run.segment``."""
+    steps, batch, _ = given["x"].shape
+    if options.checkpoint is None:
+        return int(steps)
+    projects = "weight_ih" in given
+    chunk = chunk_of(plan, steps, batch * len(options.reverse)) if projects else max(1, steps)
+    return segment_steps(options.checkpoint, steps, chunk)
+
+
+def _totals(run: Run) -> tuple[dict[str, View], list[dict[str, View]]]:
+    """Memory for the gradients that the kernel itself adds up. The door sets them to 0, or to what
+    arrives at the final states, with its first call.
+
+    Returns:
+        those of states, and all others per direction.
+    """
+    recipe, plan, batch, count = run.recipe, run.plan, run.batch, len(run.directions)
+    cell, h = plan.cell, plan.hidden_size
+    of_states, whole, others = {}, {}, {}
+    for name, size in states(plan):
+        shape = count, batch, size
+        of_states[f"state {name}"] = whole[f"d_state {name}"] = recipe.new(shape, wide=True)
+        if f"d_final {name}" in recipe.views:
+            whole[f"d_final {name}"] = recipe.views[f"d_final {name}"]
+        if run.resets is not None:
+            reset = recipe.new(shape, wide=True)
+            others[f"reset_state {name}"] = whole[f"d_reset {name}"] = reset
+    run.place_parts(whole)
+    totals = []
+    for d in range(count):
+        own = dict(others)
+        if cell.params:
+            groups = -(-batch // row_group(batch))
+            own["d_params"] = recipe.new((groups, len(cell.params) * h), wide=True)
+            run.place_of(d, {"d_params": own["d_params"]})
+        if "static" in run.directions[d]:
+            own["static"] = recipe.new((batch, h), wide=True)
+            run.place_of(d, {"d_static": own["static"]})
+        totals.append(own)
+    return of_states, totals
+
+
+class _Sums(Sums):
+    """Gradients of weights and biases that the driver adds up, chunk by chunk."""
+
+    def __init__(self, run: Run, d: int, need: bool) -> None:
+        self.run, self.d = run, d
+        super().__init__(run.plan, run.directions[d], need, run.steps > 0)
+
+    def new(self, shape: tuple[int, ...], overwritten: bool) -> View:
+        return self.run.recipe.new(shape, "empty" if overwritten else "zeros", wide=True)
+
+    def multiply(self, d: View, operand: View, weight: View, whole: bool) -> None:
+        self.run.multiply(self.run.after, self.d, d.T, operand, weight, not whole, True)
+
+    def add_blocks(self, d: View, operand: View, weight: View, heads: int, first: int) -> None:
+        out, into = d.shape[1] // heads, operand.shape[1] // heads
+        for i in range(heads):
+            block = weight.at(i) if heads > 1 else weight
+            rows = block.T.columns(first, first + out).T
+            columns = operand.columns(i * into, (i + 1) * into)
+            self.multiply(d.columns(i * out, (i + 1) * out), columns, rows, False)
+
+    def add_rows(self, d: View, vector: View) -> None:
+        total = vector._replace(shape=(1, *vector.shape), strides=(1, 1))
+        self.run.multiply(self.run.after, self.d, d, d, total, False, True, kind=SUM)
+
+    def columns(self, d: View, begin: int, end: int) -> View:
+        return d.columns(begin, end)
 
 
 class _Direction:
     """One direction: its gradients, and buffers of a chunk for what they are products of.
 
     Attributes:
-        gates: the gradients of the projected gates, where x is not projected already.
+        gates: the gradients of the projected gates, ``[rows, G*H]``.
         pairs: for each matmul the gradients of its outputs and what it multiplied, where they are
             not at hand.
     """
 
-    def __init__(self, run: Run, d: int, dx: Array | None, need: bool, dense: bool) -> None:
-        host, plan, self.w = run.host, run.plan, run.directions[d]
-        cell, rows = plan.cell, run.form.chunk * run.batch
-        self.run, self.d, self.first, self.dx = run, d, plan.sizes[cell.states[0].size], dx
-        self.backwards = run.options.reverse[d]
-        self.width = len(cell.gates) * plan.hidden_size
-        resets = run.given.resets is not None
-        self.sums = Sums(host, plan, run.given, d, need, run.steps > 0)
-        self.gates: Rows | None = None
-        if run.given.projects:
-            self.gates = Rows(host, rows, self.width)
+    def __init__(self, run: Run, d: int, dx: View | None, need: bool, dense: bool) -> None:
+        plan, self.w, cell = run.plan, run.directions[d], run.plan.cell
+        self.run, self.d, self.need, self.dx = run, d, need, dx
+        self.sums = _Sums(run, d, need)
+        self.kind = FEW if run.form.few else None  # of products by a weight
+        if run.projects:
+            self.gates = run.rows(len(cell.gates) * plan.hidden_size)
             run.place_rows(d, "d_gates", self.gates)
         else:
-            run.place_steps(d, "d_gates", dx, *host.strides(dx)[:2])
-        self.pairs: list[tuple[Rows | None, Rows | None]] = []
+            assert dx is not None
+            self.gates = run.over_steps(dx)
+            run.place_steps(d, "d_gates", dx, *dx.strides[:2])
+        self.pairs: list[tuple[View | None, View | None]] = []
         for l in cell.linears:
             outputs = operand = None
             if not plan.shares_gradient(l):
-                outputs = Rows(host, rows, len(l.outputs) * plan.sizes[l.out_size], dense)
+                outputs = run.rows(len(l.outputs) * plan.sizes[l.out_size], lasting=dense)
                 run.place_rows(d, f"d_outputs {l.name}", outputs)
             state = l.operand.op == "state" and l.operand.attrs[0] == cell.state_names[0]
-            if resets or not state:
-                operand = Rows(host, rows, plan.sizes[l.in_size], dense)
+            if run.resets is not None or not state:
+                operand = run.rows(plan.sizes[l.in_size], lasting=dense)
                 run.place_rows(d, f"operand {l.name}", operand)
             self.pairs.append((outputs, operand))
 
-    def factors(self) -> list[Factors]:
-        """The factors of the weights' gradients, for hosts that multiply themselves."""
-        return self.of_rows(self.run.steps * self.run.batch)
+    def multiply(self, hidden: View) -> None:
+        """Has the driver multiply after each chunk.
 
-    def of_rows(self, count: int) -> list[Factors]:
-        """The factors in the first ``count`` rows of the buffers."""
-        factors = []
-        for outputs, operand in self.pairs:
-            d = None if outputs is None else outputs[count]
-            factors.append(Factors(d, None if operand is None else operand[count]))
-        return factors
-
-    def dgates(self, chunk: Chunk) -> Array:
-        """Gradients of the projected gates, ``[rows, G*H]``."""
-        rows = (chunk.end - chunk.begin) * self.run.batch
-        if self.gates is not None:
-            return self.gates[rows]
-        return self.dx[chunk.begin : chunk.end].reshape(rows, self.width)  # type: ignore[index]
-
-    def add(self, chunk: Chunk, part: _Part, dgates: Array) -> None:
-        """A chunk's part of the gradients of weights."""
-        hidden = before(part.hidden, chunk, self.backwards, part.times[self.d])
-        if len(self.run.directions) > 1:
-            hidden = hidden[:, :, self.d * self.first : (self.d + 1) * self.first]
-        self.sums.add(chunk, dgates, hidden, self.of_rows(dgates.shape[0]))
-
-    def add_product(self, dgates: Array, d_state: Array) -> None:
-        """Adds the part of the host's recurrent matmul, of a single step, to the first state's
-        gradient.
+        Args:
+            hidden: the first states of all directions, see ``Kept``.
         """
-        outputs, _ = self.pairs[0]
-        d = dgates if outputs is None else outputs[dgates.shape[0]]
-        self.run.host.matmul_add(d, self.w["weight_hh"], d_state)
+        run, plan = self.run, self.run.plan
+        if self.need:
+            # What lies under a mask may be NaN, and NaN times a zero gradient is NaN.
+            x = run.entering(run.after, self.d, masked=True) if run.projects else None
+            first = plan.sizes[plan.cell.states[0].size]
+            columns = hidden.columns(self.d * first, (self.d + 1) * first)
+            before = run.over_steps(columns, window=True, first=2 * run.options.reverse[self.d])
+            self.sums.add(self.gates, x, before, [Factors(*pair) for pair in self.pairs])
+        if run.projects and self.dx is not None:
+            both, into = len(run.directions) > 1, run.over_steps(self.dx)
+            run.multiply(
+                run.after, self.d, self.gates, self.w["weight_ih"], into, add=both, sums=both,
+                kind=self.kind,
+            )  # fmt: skip
 
-
-class _Unreached:
-    """Times of ``dx`` that no direction has reached yet: all, then less from the ends."""
-
-    def __init__(self, steps: int) -> None:
-        self.begin, self.end, self.steps = 0, steps, steps
-
-    def project(self, host: Host, dgates: Array, ih: Array, dx: Array, chunk: Chunk) -> None:
-        """``dx = dgates @ ih`` for the times of a chunk, or ``+=`` where the other direction was
-        first.
+    def add_product(self, d_state: View) -> None:
+        """Adds the part of the recurrent matmul of a single step, which the kernel leaves out, to
+        the first state's gradient.
         """
-        begin, end, batch = chunk.begin, chunk.end, dx.shape[1]
-        for start, stop, multiply in (
-            (begin, min(end, self.begin), host.matmul_add),
-            (max(begin, self.begin), min(end, self.end), host.matmul),
-            (max(begin, self.end), end, host.matmul_add),
-        ):
-            if start < stop:
-                part = dgates[(start - begin) * batch : (stop - begin) * batch]
-                multiply(part, ih, dx[start:stop].reshape((stop - start) * batch, dx.shape[2]))
-        if begin <= self.begin:
-            self.begin = max(self.begin, end)
-        else:
-            self.end = min(self.end, begin)
-        if self.begin >= self.end:
-            self.begin = self.end = self.steps
+        run, (outputs, _) = self.run, self.pairs[0]
+        d = self.gates if outputs is None else outputs
+        run.multiply(run.after, self.d, d, self.w["weight_hh"], d_state, add=True, kind=self.kind)
 
 
-class _Part(NamedTuple):
-    """The first states of a part of the sequence, see ``Kept``, and the first time that they are
-    of, per direction.
+def _states(run: Run) -> View:
+    """The first states of all directions, along the steps of a segment: kept, or computed once more
+    before each.
     """
-
-    hidden: Array
-    times: list[int]
-
-
-def _parts(run: Run, kept: Kept) -> Iterator[tuple[int, int, _Part]]:
-    """Chunk by chunk as ``run.chunks``, with what is needed there: kept, or computed again."""
-    host, plan, steps, count = run.host, run.plan, run.steps, len(run.directions)
-    segment = run.segment
-    if segment == steps:
+    views, names, plan = run.recipe.views, run.plan.cell.state_names, run.plan
+    sequences = [
+        [views.get(f"sequence {d} {name}") for name in names] for d in range(len(run.directions))
+    ]
+    kept = Kept(views["hidden"], sequences, [views[f"saved {d}"] for d in range(len(sequences))])
+    if run.segment == run.steps:
         run.place_kept(kept)
-        whole = _Part(kept.hidden, [0] * count)
-        if not steps:
-            run.run(0, 0)  # for the gradients of the states
-        for done, todo in run.chunks(0, steps):
-            yield done, todo, whole
-        return
-    again = Run(host, plan, run.given, run.options, backward=False)
-    memory = remember(again, segment, True, True)
+        return views["hidden"]
+    run.segment_length = run.segment
+    run.again = again = Run(run.recipe, plan, run.options, False, False)
+    memory = remember(again, run.segment, True, True)
     run.place_kept(memory)
-    gates, names = project(again), [f"state {name}" for name in plan.cell.state_names]
+    project(again)
     first = plan.sizes[plan.cell.states[0].size]
-    for slot in reversed(range(kept.hidden.shape[0])):
-        begin, end = slot * segment, min(slot * segment + segment, steps)
-        for one in (again, run):
-            at = one.kernel.shared
-            one.entries[at["origin"]], one.entries[at["span"]] = begin, end - begin
-        for d in range(count):
-            again.place_of(d, dict(zip(names, kept.border(d, slot, first), strict=True)))
-        advance(again, gates, begin, end)
-        times = [steps - end if reverse else begin for reverse in run.options.reverse]
-        part = _Part(memory.hidden, times)
-        for done, todo in run.chunks(begin, end):
-            yield done, todo, part
-    again.close()
+    for d, borders in enumerate(sequences):
+        columns = kept.hidden.columns(d * first, (d + 1) * first)
+        for name, border in zip(names, [columns, *borders[1:]], strict=True):
+            assert border is not None
+            again.place_of(d, {f"state {name}": border.at(0)})
+            run.moves += again.moving(d, f"state {name}", border)
+    run.moved = again.moved
+    hidden: View = memory.hidden
+    return hidden
+
+
+def keeps_state(plan: Plan, i: int) -> bool:
+    """Whether it keeps the sequence of state i > 0, without checkpoints."""
+    return plan.cell.states[i].name in plan.states

@@ -27,7 +27,6 @@ call; see ``anycell/engines/cpu/check.py``.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -50,34 +49,48 @@ from anycell.plan import Options, Plan, scales_of
 # -- the calls -------------------------------------------------------------------------------------
 
 
-def entering(
+def fit(
     host: Arrays, plan: Plan, arrays: Mapping[str, Array], options: Options, read: bool = True
-) -> Entering:
+) -> tuple[dict[str, Array], tuple[Any, ...]]:
     """Checks the arrays of a pass and makes them fit for its kernel.
 
     Args:
         arrays: by the names of ``signature``; None stands for one that was not given.
-        read: whether a kernel may read x.
+        read: whether a kernel may read x, where it is projected already.
+
+    Returns:
+        the arrays, without None, and how they lie: something to look up.
 
     Raises:
         ValueError, TypeError: naming the array, what was given and what was expected.
     """
     directions = len(options.reverse)
-    key = type(host), host.dtype, plan, directions, read, host.layout(arrays)
+    key: tuple[Any, ...] = type(host), host.dtype, plan, directions, read, host.layout(arrays)
+    fitted = {name: array for name, array in arrays.items() if array is not None}
     if key not in _accepted:
-        fitted = _fitted(host, plan, arrays, directions, read)
-        if all(fitted.get(name) is a for name, a in arrays.items() if name not in FLAGS):
+        done = _fitted(host, plan, arrays, directions, read)
+        fitted = {n: done.get(n, a) for n, a in fitted.items() if n in done or n in FLAGS}
+        if all(fitted.get(name) is array for name, array in arrays.items()):
             _accept(key)
-        arrays = fitted | {name: arrays.get(name) for name in FLAGS}
-    x, valid, resets = arrays["x"], arrays.get("mask"), arrays.get("resets")
-    if valid is not None:
-        valid = _flags(host, "mask", valid, x.shape[:2])
-    if resets is not None:
-        resets = _flags(host, "resets", resets, x.shape[:2])
-        if valid is not None:
-            # What lies under a mask never matters, a reset no more than an input.
-            resets = resets & valid
-    return Entering(x, valid, resets, [direction(plan, arrays, d) for d in range(directions)])
+        else:
+            key = type(host), host.dtype, plan, directions, read, host.layout(fitted)
+    for name in FLAGS:
+        if name in fitted:
+            fitted[name] = _flags(host, name, fitted[name], fitted["x"].shape[:2])
+            key += (name,)
+    if "mask" in fitted and "resets" in fitted:
+        # What lies under a mask never matters, a reset no more than an input.
+        fitted["resets"] = fitted["resets"] & fitted["mask"]
+    return fitted, key
+
+
+def entering(
+    host: Arrays, plan: Plan, arrays: Mapping[str, Array], options: Options, read: bool = True
+) -> Entering:
+    """``fit``, direction by direction."""
+    fitted, _ = fit(host, plan, arrays, options, read)
+    directions = [direction(plan, fitted, d) for d in range(len(options.reverse))]
+    return Entering(fitted["x"], fitted.get("mask"), fitted.get("resets"), directions)
 
 
 _MOST = 1024  # sets of layouts that are known at most
@@ -101,7 +114,7 @@ def _fitted(
     if len(shape) != 3 or not (projects or shape[2] == gates):
         last = "input size" if projects else f"{gates} projected gates"
         raise ValueError(f"x: given shape {tuple(shape)}; expected [steps, rows, {last}].")
-    fitted = {"x": _fit(host, "x", x, shape, ROWS if read else ANY)}
+    fitted = {"x": _fit(host, "x", x, shape, ROWS if read or projects else ANY)}
     _, batch, inputs = shape
     for end in ends:
         learns = weights(host, plan, arrays, inputs, end)
@@ -170,7 +183,7 @@ def arriving(
     *,
     segment: int,
     keeps: Callable[[Plan, int], bool],
-) -> tuple[Kept, Array | None, list[Array | None], dict[str, Array]]:
+) -> tuple[dict[str, Array], tuple[Any, ...]]:
     """Checks the other arrays of a backward pass and makes them fit for its kernel.
 
     Args:
@@ -178,67 +191,62 @@ def arriving(
         segment: steps of which it needs all at once; fewer than all where it has checkpoints.
         keeps: whether the forward pass keeps the sequence of a state, without checkpoints.
 
+    Returns:
+        "hidden", "saved 0" and "sequence 0 c" of direction 0, "d_output", "d_final c" and
+        "d_sequence c", as far as they are there, and how they lie: something to look up.
+
     Raises:
         ValueError, TypeError: as ``entering``.
     """
     steps, batch, _ = shape
     sizes, borders, directions = states(plan), segment < steps, len(reverse)
+    parts: dict[str, Array | None] = {"hidden": kept.hidden}
+    for d, array in enumerate(_all("saved values", kept.values, reverse)):
+        parts[f"saved {d}"] = array
+    for d, sequence in enumerate(_all("kept states", kept.states, reverse)):
+        for (name, _), array in zip(sizes, _all("kept states", sequence, sizes), strict=True):
+            parts[f"sequence {d} {name}"] = array
+    for (name, _), array in zip(sizes, _all("d_state", d_final, sizes), strict=True):
+        parts[f"d_final {name}"] = array
+    for name, array in d_states.items():
+        parts[f"d_sequence {name}"] = array
     if d_output is not None:  # often a number expanded, as that of a sum: a copy each time
         output = steps, batch, directions * sizes[0][1]
-        d_output = _fit(host, "d_output", d_output, output, ROWS)
-    parts: dict[Any, Array | None] = {"hidden": kept.hidden}
-    for d, array in enumerate(kept.values):
-        parts["values", d] = array
-    for d, sequence in enumerate(kept.states):
-        for i, array in enumerate(sequence):
-            parts["states", d, i] = array
-    for i, array in enumerate(d_final):
-        parts["d_final", i] = array
-    for name, array in d_states.items():
-        parts["d_states", name] = array
-    key = (
-        type(host), host.dtype, plan, tuple(shape), tuple(reverse), segment, tuple(parts),
-        host.layout(parts),
-    )  # fmt: skip
-    if key in _accepted:
-        return kept, d_output, list(d_final), dict(d_states)
+        parts["d_output"] = _fit(host, "d_output", d_output, output, ROWS)
+    parts = {name: array for name, array in parts.items() if array is not None}
+
+    def key() -> tuple[Any, ...]:
+        facts = type(host), host.dtype, plan, tuple(shape), tuple(reverse), segment
+        return *facts, host.layout(parts)
+
+    known = key()
+    if known in _accepted:
+        return parts, known
     there = [i > 0 and (borders or keeps(plan, i)) for i in range(len(sizes))]
     slots, wide = -(-steps // segment) if borders else None, borders or host.wide_states
-    expected = kept_shapes(plan, steps, batch, reverse, there, slots)
-    sequences = [
-        [
-            _fit(host, f"kept state {name!r}", array, shape, DENSE, wide=wide) if shape else None
-            for array, shape, (name, _) in zip(
-                _all("kept states", arrays, sizes), shapes, sizes, strict=True
-            )
-        ]
-        for arrays, shapes in zip(
-            _all("kept states", kept.states, reverse), expected.states, strict=True
-        )
-    ]
-    values = _all("saved values", kept.values, reverse)
-    fitted = Kept(
-        _fit(host, "hidden states", kept.hidden, expected.hidden, DENSE),
-        sequences,
-        [
-            _fit(host, "saved values", array, shape, DENSE)
-            for array, shape in zip(values, expected.values, strict=True)
-        ],
-    )
-    final = [
-        None if d is None else _fit(host, f"d_state {name!r}", d, (directions, batch, size), ANY)
-        for d, (name, size) in zip(_all("d_state", d_final, sizes), sizes, strict=True)
-    ]
-    width_of = dict(sizes)
-    inside = {
-        name: _fit(host, f"d_states {name!r}", d, (steps, batch, directions * width_of[name]), ROWS)
-        for name, d in d_states.items()
-    }
-    arrays = [fitted.hidden, *fitted.values, *itertools.chain(*fitted.states), *final]
-    arrays += inside.values()
-    if all(a is b for a, b in zip(arrays, parts.values(), strict=True)):
-        _accept(key)
-    return fitted, d_output, final, inside
+    expected, before = kept_shapes(plan, steps, batch, reverse, there, slots), dict(parts)
+    parts["hidden"] = _fit(host, "hidden states", kept.hidden, expected.hidden, DENSE)
+    for d, (of_states, of_values) in enumerate(zip(expected.states, expected.values, strict=True)):
+        saved = f"saved {d}"
+        parts[saved] = _fit(host, "saved values", parts.get(saved), of_values, DENSE)
+        for (name, _), whole in zip(sizes, of_states, strict=True):
+            place = f"sequence {d} {name}"
+            if whole is None:
+                parts.pop(place, None)
+            else:
+                said = f"kept state {name!r}"
+                parts[place] = _fit(host, said, parts.get(place), whole, DENSE, wide=wide)
+    for name, size in sizes:
+        place, final = f"d_final {name}", (directions, batch, size)
+        if place in parts:
+            parts[place] = _fit(host, f"d_state {name!r}", parts[place], final, ANY)
+    widths = dict(sizes)
+    for name, array in d_states.items():
+        whole = steps, batch, directions * widths[name]
+        parts[f"d_sequence {name}"] = _fit(host, f"d_states {name!r}", array, whole, ROWS)
+    if all(parts.get(name) is array for name, array in before.items()):
+        _accept(known)
+    return parts, key()
 
 
 def kept_shapes(

@@ -1,4 +1,4 @@
-"""The form of a call: the chunk length, and whether host or kernel computes each matmul."""
+"""The form of a call: the chunk length, and what the kernel itself multiplies."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from anycell.engines.cpu.ir import Target
 from anycell.lang.cell import RECURRENT
 from anycell.layer.arguments import Array
 from anycell.layer.schedule import chunk_steps
-from anycell.layer.signature import states
-from anycell.plan import LINE, Plan, padded
+from anycell.plan import LINE, Plan
 
 # Of projected gates, for all directions together: they should stay in the cache.
 CHUNK_BYTES = 8 << 20
 WORTH_PACKING = 256  # rows of all steps from which packing the weight of the input may pay
+# Rows of a single step, below which it does not pay to pack the weights for its products either.
+FEW_ROWS = 12
 WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay
 WEIGHTS_SHARE = (
     0.7  # of a core's own cache for both weights of a step: the rows need room there too
@@ -35,12 +36,11 @@ class Form(NamedTuple):
 
     Attributes:
         steps, chunk: all of them, and those per chunk of the projection.
-        inputs: how many of them the kernel multiplies itself; 0 where the host does.
-        at_once: the projection is one matmul, or the caller's, and rows as they come will do.
-        single: one step, whose recurrent matmul is the host's too: packing the weights would cost
-            more than it saves.
+        inputs: how many of them the kernel multiplies itself; 0 where they are projected before.
+        single: one step, whose recurrent matmul is a product too: packing the weights for the
+            kernel would cost more than it saves.
+        few: one of so few rows, that products read the weights where they lie.
         scratch, packed: bytes of memory that the door asks for.
-        slots: bytes of two slots of each state but the first, see ``Run.place_slots``.
         entries: the table of a call, with all that does not change.
         firsts: where in it the entries of each direction begin.
         hyper: what it points at.
@@ -50,11 +50,10 @@ class Form(NamedTuple):
     steps: int
     chunk: int
     inputs: int
-    at_once: bool
     single: bool
+    few: bool
     scratch: int
     packed: int
-    slots: int
     entries: array[int]
     firsts: list[int]
     hyper: Array
@@ -72,6 +71,7 @@ def form_of(
     resets: bool,
     holes: bool,
     threads: int,
+    dense: bool,
 ) -> Form:
     """Returns the values that calls of the same steps and rows share.
 
@@ -84,18 +84,12 @@ def form_of(
         resets: whether there are any.
         holes: whether a mask has many, see ``sparse``.
         threads: at most this many.
+        dense: whether the rows of the first state before the first step are.
     """
-    cell, directions, project = plan.cell, len(reverse), entering is not None
+    directions, project = len(reverse), entering is not None
     kernel = cpu.compiled(plan, backward)
-    chunk = max(1, steps)
-    if project:
-        limit = CHUNK_BYTES * plan.itemsize // plan.types.accumulate.bytes
-        chunk = chunk_steps(plan, steps, batch * directions, limit)
-    # The primitive multiplies by its own kernel always: its bits do not depend on the host.
-    single = project and steps == 1 and recurrent_alone(plan) and not resets
-    width = len(cell.gates) * plan.hidden_size
-    itemsize = plan.types.accumulate.bytes
-    at_once = not project or (chunk >= steps and (single or padded(itemsize, width) == width))
+    chunk = chunk_of(plan, steps, batch * directions) if project else max(1, steps)
+    single = project and steps == 1 and dense and recurrent_alone(plan) and not resets
     able = kernel.projecting is not None  # of the forward pass
     inputs = 0
     if entering and able and not single and projects(plan, steps * batch, entering, holes, batch):
@@ -116,11 +110,18 @@ def form_of(
     scratch, packed = entries[at["scratch_bytes"]], entries[at["packed_bytes"]]
     entries[at["packed"]] = 0
     firsts = [kernel.first(d) for d in range(directions)]
-    return Form(
-        kernel, steps, chunk, inputs, at_once, single, scratch, 0 if single else packed,
-        directions * sum([slot_bytes(plan, batch, size) for _, size in states(plan)[1:]]),
-        entries, firsts, hyper,
-    )  # fmt: skip
+    few, packed = single and batch < FEW_ROWS, 0 if single else packed
+    return Form(kernel, steps, chunk, inputs, single, few, scratch, packed, entries, firsts, hyper)
+
+
+def chunk_of(plan: Plan, steps: int, rows: int) -> int:
+    """Steps of a chunk of a layer that projects its input.
+
+    Args:
+        rows: of a step, of all directions together.
+    """
+    limit = CHUNK_BYTES * plan.itemsize // plan.types.accumulate.bytes
+    return chunk_steps(plan, steps, rows, limit)
 
 
 @functools.lru_cache(maxsize=512)
@@ -137,8 +138,8 @@ def _entry(name: str) -> Callable[[Form], int]:
 # Choices that do not change results; tests cover both sides of each.
 ROADS: dict[str, Callable[[Form], bool]] = {
     "the kernel multiplies the input": lambda form: form.inputs > 0,
-    "all steps are projected at once": lambda form: form.at_once,
     "a single step": lambda form: form.single,
+    "a single step of few rows": lambda form: form.few,
     "several chunks": lambda form: form.chunk < form.steps,
     "several threads": lambda form: _entry("parts")(form) > 1,
     "threads split the units": lambda form: _entry("units_split")(form) > 0,

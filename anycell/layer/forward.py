@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
+from anycell.engines.cpu.driver import FEW
 from anycell.layer import contract
-from anycell.layer.arguments import Array, Direction, Host, Kept, initial
-from anycell.layer.products import multiply
-from anycell.layer.run import Rows, Run
+from anycell.layer.arguments import Array, Host, Kept
+from anycell.layer.form import sparse
+from anycell.layer.recipe import Recipe, View, recipe_of
+from anycell.layer.run import Run
 from anycell.layer.signature import states
 from anycell.plan import Options, Plan, scales_of
+
+
+class Forward(NamedTuple):
+    """A forward pass that is drafted. Numbers are those of arrays that a call makes.
+
+    Attributes:
+        out: of the outputs; behind the initial state where they are the hidden states.
+        apart: whether they are not.
+        finals: of the final states.
+        kept: what the backward pass will read, in numbers.
+    """
+
+    recipe: Recipe
+    out: int
+    apart: bool
+    finals: list[int]
+    kept: Kept
 
 
 def forward(
@@ -32,39 +51,78 @@ def forward(
     Raises:
         ValueError, TypeError: for an array that breaks the ``contract``.
     """
-    given = contract.entering(host, plan, arrays, options)
-    run = Run(host, plan, given, options, backward=False)
-    steps = segment = run.steps
-    if keep and options.checkpoint is not None:
-        segment = run.segment
+    given, layout = contract.fit(host, plan, arrays, options)
+    holes = "mask" in given and sparse(given["mask"])
+    same = options.unseeded() if options.seed or options.stream else options
+    key = "forward", plan, same, keep, holes, layout
+    if plan.types.mixed:
+        given = widened(host, plan, given)
+    known: Forward = recipe_of(key, lambda: _draft(host, plan, given, options, keep, holes))
+    made = known.recipe.run(host, given, options)
+    finals = [made[i] for i in known.finals]
+    if plan.types.mixed:
+        finals = [host.narrow(state) for state in finals]
+    out = made[known.out]
+    if not known.apart:
+        out = out[1 : given["x"].shape[0] + 1]
+    if not keep:
+        return out, finals, None
+    hidden, states_, values = known.kept
+    sequences = [[None if i is None else made[i] for i in numbers] for numbers in states_]
+    return out, finals, Kept(made[hidden], sequences, [made[i] for i in values])
+
+
+def _draft(
+    host: Host, plan: Plan, given: Mapping[str, Array], options: Options, keep: bool, holes: bool
+) -> Forward:
+    """Drafts the pass for arrays that are laid out like these."""
+    run = start(host, plan, given, options, False, holes)
+    recipe, steps, directions = run.recipe, run.steps, len(run.directions)
+    segment = run.segment if keep and options.checkpoint is not None else steps
     everything = keep and segment == steps
     # Outputs zeroed under a mask are not the hidden states: these then need memory of their own,
     # all or two steps.
-    zeroed = options.apart(given.mask is not None)
+    zeroed = options.apart(run.mask is not None)
     kept = remember(run, steps, everything, everything or not zeroed)
-    directions, (_, batch, width) = len(run.directions), kept.hidden.shape
-    out = kept.hidden[1 : steps + 1]
+    out = kept.hidden
     if zeroed:
-        out = host.empty((steps, batch, width))
+        out = recipe.new((steps, run.batch, out.shape[2]))
         run.place("out", out)
-    finals, places, kind = [], {}, host
-    for name, size in states(plan):
-        places[f"final {name}"] = final = kind.empty((directions, batch, size))
-        finals.append(final)
-        kind = host.wide
-    run.place_parts(places)
-    gates = project(run)
+    shapes = [(directions, run.batch, size) for _, size in states(plan)]
+    finals = [recipe.new(shape, wide=bool(i)) for i, shape in enumerate(shapes)]
+    named = zip(plan.cell.state_names, finals, strict=True)
+    run.place_parts({f"final {name}": final for name, final in named})
+    project(run)
     if keep and not everything:
-        kept = _borders(run, -(-steps // segment))
-    for begin in range(0, max(1, steps), max(1, segment)):
-        if keep and not everything:
-            run.run(begin, 0)  # the final states of no step are those before the segment
-            _copy(finals, kept, begin // segment)
-        advance(run, gates, begin, min(begin + segment, steps))
-    run.close()
-    if plan.types.mixed:
-        finals = [host.narrow(state) for state in finals]
-    return out, finals, kept if keep else None
+        kept = _borders(run, -(-steps // segment), finals)
+        run.segment_length = segment
+    recipe, number = run.finish(), recipe.number
+    numbers = Kept(
+        number(kept.hidden),
+        [[None if view is None else number(view) for view in views] for views in kept.states],
+        [number(view) for view in kept.values],
+    )
+    return Forward(recipe, number(out), zeroed, [number(final) for final in finals], numbers)
+
+
+def start(
+    host: Host,
+    plan: Plan,
+    given: Mapping[str, Array],
+    options: Options,
+    backward: bool,
+    holes: bool = False,
+) -> Run:
+    """Begins the draft of a pass."""
+    given = dict(given)
+    recipe = Recipe(host, given, options)
+    if given.get("resets") is not None:
+        for i, (name, size) in enumerate(states(plan)):
+            if given.get(f"reset_state {name}") is None:
+                values = (host.wide if i else host).empty((len(options.reverse), size))
+                values[:] = plan.cell.states[i].initial
+                recipe.views[f"reset_state {name}"] = recipe.constant(values)
+    return Run(recipe, plan, options, backward, holes)
 
 
 def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
@@ -74,118 +132,85 @@ def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:
         everything: the backward pass will need all of it.
         whole: the first state has all steps.
     """
-    host, plan, batch, directions = run.host, run.plan, run.batch, len(run.directions)
+    recipe, plan, batch, directions = run.recipe, run.plan, run.batch, len(run.directions)
     (_, first), *others = states(plan)
-    slots, new = (steps + 1 + any(run.options.reverse), host.lasting) if whole else (2, host.empty)
-    hidden, bits = new((slots, batch, directions * first)), int(whole)
-    sequences: list[list[Array | None]] = [[None] for _ in run.directions]
+    slots, how = (steps + 1 + any(run.options.reverse), "lasting") if whole else (2, "empty")
+    hidden, bits = recipe.new((slots, batch, directions * first), how), int(whole)
+    sequences: list[list[View | None]] = [[None] for _ in run.directions]
     for i, (name, size) in enumerate(others, 1):
         all_of_it = everything and name in plan.states
         bits |= all_of_it << i
+        shape = steps + 1, batch, size
         for d, sequence in enumerate(sequences):
-            sequence.append(host.wide.lasting((steps + 1, batch, size)) if all_of_it else None)
+            sequence.append(recipe.new(shape, "lasting", True) if all_of_it else None)
             if not all_of_it:
                 run.place_slots(d, name, size)
     saved = steps, batch, plan.saved_stride
-    values = [host.lasting(saved) for _ in run.directions] if everything else []
+    values = [recipe.new(saved, "lasting") for _ in run.directions] if everything else []
     kept = Kept(hidden, sequences, values)
     run.place_kept(kept)
-    run.entries[run.kernel.shared["whole"]] = bits
+    recipe.put(run.base + run.kernel.shared["whole"], bits)
     return kept
 
 
-def project(run: Run) -> list[Any]:
-    """The projected gates of all steps, or room for a chunk of them, per direction; none where the
-    kernel multiplies the input.
-    """
-    host, plan, x, form = run.host, run.plan, run.x, run.form
+def project(run: Run) -> None:
+    """Has the gates of each chunk projected, where the kernel does not multiply the input."""
+    plan, x, form = run.plan, run.x, run.form
     if form.inputs:
         run.place("input", x, axes=2)
-        return []
-    gates: list[Any] = []
+        return
     width = len(plan.cell.gates) * plan.hidden_size
     for d, w in enumerate(run.directions):
-        if form.at_once:
-            if run.given.projects:
-                rows = x.reshape(run.steps * run.batch, x.shape[2])
-                if plan.types.quantized:
-                    into = host.empty((run.steps * run.batch, width))
-                    rows = _multiply_integers(run, rows, w, into)
-                else:
-                    rows = host.project(rows, w["weight_ih"])
-                between = run.batch * width  # steps
-            else:
-                size = run.kernel.arrays["gates"].number.bytes
-                rows = x if size == x.dtype.itemsize else host.widen(x)
-                between = host.strides(rows)[0]
-            run.place_steps(d, "gates", rows, between, host.strides(rows)[-2])
-            gates.append(rows)
-        else:
-            gates.append(Rows(host.wide, form.chunk * run.batch, width))
-            run.place_rows(d, "gates", gates[-1])
+        if not run.projects:
+            run.place_steps(d, "gates", x, *x.strides[:2])
+            continue
+        gates = run.rows(width, wide=True)
+        run.place_rows(d, "gates", gates)
+        scales = w[scales_of("weight_ih")] if plan.types.quantized else 0
+        entering, kind = run.entering(run.before, d), FEW if form.few else None
+        run.multiply(run.before, d, entering, w["weight_ih"].T, gates, scales=scales, kind=kind)
         if form.single:
-            first = initial(plan, w)[0]
-            product = _product(host, first, w["weight_hh"], (run.batch, width))
+            product = run.recipe.buffer((run.batch, width), plan.types.accumulate.bytes)
             run.place_of(d, {"product": product})
-    return gates
+            run.multiply(run.before, d, _first(run, w), w["weight_hh"].T, product, kind=kind)
 
 
-def advance(run: Run, gates: list[Any], begin: int, end: int) -> None:
-    """Runs all directions from after ``begin`` steps to after ``end`` steps."""
-    host, x, batch = run.host, run.x, run.batch
-    if begin == end:
-        run.run(begin, 0)
-    for done, count in run.chunks(begin, end):
-        if gates and not run.form.at_once:
-            for d, w in enumerate(run.directions):
-                part = x
-                if count < run.steps:
-                    span = run.span(d, done, count)
-                    part = x[span.begin : span.end]
-                part = part.reshape(count * batch, x.shape[2])
-                if run.plan.types.quantized:
-                    _multiply_integers(run, part, w, gates[d][count * batch])
-                else:
-                    host.matmul(part, w["weight_ih"].T, gates[d][count * batch])
-        run.run(done, count)
+def _first(run: Run, w: Mapping[str, View]) -> View:
+    """The first state of a single step."""
+    state, host = run.plan.cell.states[0], run.host
+    if f"state {state.name}" in w:
+        return w[f"state {state.name}"]
+    values = host.empty((run.batch, run.plan.sizes[state.size]))
+    values[:] = state.initial
+    return run.recipe.constant(values)
 
 
-def _multiply_integers(run: Run, x: Array, w: Direction, out: Array) -> Array:
-    """``out = x @ weight.T`` by a weight of integers, which no framework multiplies by."""
-    host, scales = run.host, w[scales_of("weight_ih")]
-    multiply(
-        host, run.plan.dtype, x, w["weight_ih"].T, out, False, run.options.threads,
-        host.pointer(scales),
-    )  # fmt: skip
-    return out
+def _borders(run: Run, count: int, finals: list[View]) -> Kept:
+    """Memory for the states before each segment, which the door writes as if they were final."""
+    recipe, plan, batch, directions = run.recipe, run.plan, run.batch, len(run.directions)
+    (_, first), *others = states(plan)
+    hidden = recipe.new((count, batch, directions * first))
+    sequences: list[list[View | None]] = []
+    for d in range(directions):
+        borders = [recipe.new((count, batch, size), wide=True) for _, size in others]
+        sequences.append([None, *borders])
+        columns = hidden.columns(d * first, (d + 1) * first)
+        named = zip(plan.cell.state_names, [columns, *borders], finals, strict=True)
+        for name, border, final in named:
+            run.moves += run.moving(d, f"final {name}", border, final.at(d))
+    values = [recipe.new((0, batch, plan.saved_stride)) for _ in run.directions]
+    return Kept(hidden, sequences, values)
 
 
-def _borders(run: Run, count: int) -> Kept:
-    """Memory for the states before each segment."""
-    host, plan, batch, directions = run.host, run.plan, run.batch, len(run.directions)
-    first, *others = [plan.sizes[state.size] for state in plan.cell.states]
-    states = [
-        [None, *[host.wide.empty((count, batch, size)) for size in others]] for _ in run.directions
-    ]
-    values = [host.empty((0, batch, plan.saved_stride)) for _ in run.directions]
-    return Kept(host.empty((count, batch, directions * first)), states, values)
-
-
-def _copy(states: list[Array], borders: Kept, slot: int) -> None:
-    """Copies the states before a segment to its slot."""
-    width = states[0].shape[2]
-    for d, sequences in enumerate(borders.states):
-        borders.hidden[slot, :, d * width : (d + 1) * width] = states[0][d]
-        for state, sequence in zip(states, sequences, strict=True):
-            if sequence is not None:
-                sequence[slot] = state[d]
-
-
-def _product(host: Host, operand: Array | float, weight: Array, shape: tuple[int, int]) -> Array:
-    """The recurrent matmul of a single step."""
-    if isinstance(operand, float) and operand == 0.0:
-        return host.wide.zeros(shape)
-    if isinstance(operand, float):
-        value, operand = operand, host.empty((shape[0], weight.shape[1]))
-        operand[:] = value
-    return host.project(operand, weight)
+def widened(host: Host, plan: Plan, given: Mapping[str, Array]) -> dict[str, Array]:
+    """The arrays, those as kernels of 16 bits keep them: states but the first, and gates that are
+    projected.
+    """
+    wide = dict(given)
+    for name in plan.cell.state_names[1:]:
+        for state in (f"state {name}", f"reset_state {name}"):
+            if wide.get(state) is not None:
+                wide[state] = host.widen(wide[state])
+    if wide.get("weight_ih") is None:
+        wide["x"] = host.widen(wide["x"])
+    return wide

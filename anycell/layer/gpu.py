@@ -31,7 +31,7 @@ from anycell.layer.arguments import (
 )
 from anycell.layer.schedule import Chunk, before, chunk_steps, chunks, segment_steps
 from anycell.layer.signature import of_a_matmul
-from anycell.layer.sums import Sums, leaving
+from anycell.layer.sums import Sums, finished, leaving
 from anycell.plan import Options, Plan
 
 Array = Any
@@ -170,10 +170,20 @@ def backward(
     again = options.checkpoint is not None  # the forward pass, which may read x
     given = contract.entering(host, plan, arrays, options, read=again)
     x = given.x
-    kept, dy, d_final, _ = contract.arriving(
+    parts, _ = contract.arriving(
         host, plan, x.shape, options.reverse, kept, d_output, d_final, {},
         segment=_segment(plan, x, options), keeps=keeps_state,
     )  # fmt: skip
+    names, dy = plan.cell.state_names, parts.get("d_output")
+    kept = Kept(
+        parts["hidden"],
+        [
+            [parts.get(f"sequence {d} {name}") for name in names]
+            for d in range(len(given.directions))
+        ],
+        [parts[f"saved {d}"] for d in range(len(given.directions))],
+    )
+    d_final = [parts.get(f"d_final {name}") for name in names]
     dx = None
     if wanted is None or "x" in wanted or not given.projects:
         dx = host.empty(tuple(x.shape))
@@ -187,7 +197,7 @@ def backward(
         for begin, end, memory in run.parts():
             run.advance(begin, end, memory, dy, dx)
         gradients.append(run.result())
-    return leaving(host.empty, given, dx, gradients)
+    return leaving(host.empty, given.directions, dx, gradients)
 
 
 class _Memory(NamedTuple):
@@ -408,7 +418,7 @@ class _Backward(_Run):
             values["d_params"] = host.zeros((rows, len(cell.params) * plan.hidden_size), wide=True)
         if cell.static is not None:
             values["d_static"] = host.zeros((batch, plan.hidden_size), wide=True)
-        self.need, self.sums = need, _WideSums(host, plan, given, d, need, overwrite=False)
+        self.need, self.sums = need, _DeviceSums(host, plan, self.w, need)
         # Of a chunk: gradients of the projected gates, then for each matmul those of its outputs
         # and what it multiplied, where they are not at hand.
         sizes = {"d_gates": self.width} if given.projects else {}
@@ -459,10 +469,20 @@ class _Backward(_Run):
                 columns = slice(memory.column, memory.column + self.widths[0])
                 hidden = before(memory.hidden, chunk, memory.reverse, memory.first)[:, :, columns]
                 factors = [self._factors(l.name, rows) for l in self.cell.linears]
-                self.sums.add(chunk, dg, hidden, factors)
+                self.sums.add(
+                    dg, self._input(chunk, rows), hidden.reshape(rows, self.widths[0]), factors
+                )
             if self.given.projects and dx is not None:
                 into = dx[chunk.begin : chunk.end].reshape(rows, dx.shape[2])
                 (host.matmul_add if self.d else host.matmul)(dg, self.w["weight_ih"], into)
+
+    def _input(self, chunk: Chunk, rows: int) -> Array:
+        """The rows of the input of a chunk."""
+        x, mask = self.x[chunk.begin : chunk.end], self.given.mask
+        if mask is not None:
+            # What lies under a mask may be NaN, and NaN times a zero gradient is NaN.
+            x = self.host.masked(x, mask[chunk.begin : chunk.end])
+        return x.reshape(rows, x.shape[2])
 
     def _dense(self, name: str, rows: int) -> Array | None:
         """The rows of a buffer that a chunk has filled; None where there is no such buffer."""
@@ -480,7 +500,10 @@ class _Backward(_Run):
     def result(self) -> Direction:
         """All gradients, after the last segment, in the plan's dtype."""
         host, cell, h, values = self.host, self.cell, self.plan.hidden_size, self.values
-        named: dict[str, Array | None] = dict(self.sums.totals)
+        sums = self.sums
+        named: dict[str, Array | None] = dict(
+            finished(self.plan, sums.named, sums.totals, sums.vectors, sums.zeros, sums.zeros)
+        )
         total: Any = host.summed(values["d_params"]) if cell.params else None
         for i, name in enumerate(cell.param_names):
             named[name] = total[i * h : (i + 1) * h]
@@ -491,19 +514,31 @@ class _Backward(_Run):
         return {n: host.rounded(array) for n, array in named.items() if array is not None}
 
 
-class _WideSums(Sums):
-    """Sums in float32, whatever the plan's dtype."""
+class _DeviceSums(Sums):
+    """Gradients of weights and biases in float32, by the matmuls of the framework."""
+
+    def __init__(self, host: GpuHost, plan: Plan, w: Direction, need: bool) -> None:
+        self.host = host
+        super().__init__(plan, w, need, fresh=False)
+
+    def new(self, shape: tuple[int, ...], overwritten: bool) -> Array:
+        return self.zeros(shape)
 
     def zeros(self, shape: tuple[int, ...]) -> Array:
+        """A total, in float32."""
         return self.host.zeros(shape, wide=True)
 
-    def rows(self, matrix: Array) -> Array:
-        return self.host.summed(matrix)
+    def multiply(self, d: Array, operand: Array, weight: Array, whole: bool) -> None:
+        self.host.matmul_add(d.T, operand, weight)
 
-    def add_blocks(self, d: Array, operand: Array, blocks: Array) -> None:
-        host, heads = self.host, blocks.shape[0]
+    def add_blocks(self, d: Array, operand: Array, weight: Array, heads: int, first: int) -> None:
+        host, out = self.host, d.shape[1] // heads
+        blocks = weight.reshape(heads, -1, weight.shape[-1])[:, first : first + out]
         one, parts = (host.by_head(a.reshape(-1, 1, a.shape[1]), heads) for a in (d, operand))
         host.matmul_add(host.turned(one), parts, blocks)
+
+    def add_rows(self, d: Array, vector: Array) -> None:
+        vector += self.host.summed(d)
 
 
 # -- what both passes share ------------------------------------------------------------------------

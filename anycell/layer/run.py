@@ -1,221 +1,273 @@
-"""A pass: the table of its kernel's door, and the calls of it, chunk by chunk of time."""
+"""A pass in a recipe: the tables of its kernel's door and of the driver."""
 
 from __future__ import annotations
 
-from array import array
+import functools
 from collections.abc import Mapping
 
 from anycell.engines import cpu
-from anycell.layer.arguments import Array, Direction, Entering, Host, Kept, reset_values
-from anycell.layer.form import form_of, slot_bytes, sparse
-from anycell.layer.schedule import Chunk, chunks, segment_steps
+from anycell.engines.cpu import driver
+from anycell.layer.arguments import Host, Kept
+from anycell.layer.form import WORTH_A_THREAD, form_of, slot_bytes
+from anycell.layer.products import kind_of
+from anycell.layer.recipe import CHUNK, Recipe, View
+from anycell.layer.schedule import segment_steps
+from anycell.layer.signature import direction
 from anycell.plan import CODES, Options, Plan, padded
 
-_SIGN, _WORD = 1 << 63, (1 << 64) - 1  # a seed is 64 bits, an entry a signed number
+Views = Mapping[str, View]
 
 
 class Run:
-    """A pass of a layer: what its door is called with."""
+    """A pass of a layer.
+
+    Attributes:
+        directions: what each direction learns and starts from, see ``signature.direction``.
+        base: where the table of the door begins in the recipe.
+        shared, each: what its addresses point to, by the names of its entries: of the whole call,
+            and of each direction.
+        before, after: rows of ``driver.PRODUCT``, of what is multiplied before the steps of a chunk
+            and after them.
+        moves: rows of ``driver.MOVE``.
+        again: the pass that computes the states of a segment once more.
+    """
 
     def __init__(
-        self,
-        host: Host,
-        plan: Plan,
-        given: Entering,
-        options: Options,
-        backward: bool,
+        self, recipe: Recipe, plan: Plan, options: Options, backward: bool, holes: bool
     ) -> None:
-        self.host, self.plan, self.options, self.given = host, plan, options, given
-        self.x, self.directions, self.backward = given.x, given.directions, backward
-        if plan.types.mixed:
-            self.directions = [_widened(host, plan, arrays) for arrays in given.directions]
-        self.steps, self.batch, width = given.x.shape
+        self.recipe, self.plan, self.options, self.backward = recipe, plan, options, backward
+        self.host: Host = recipe.host
+        views = recipe.views
+        self.x, self.mask, self.resets = views["x"], views.get("mask"), views.get("resets")
+        self.directions = [direction(plan, views, d, View.at) for d in range(len(options.reverse))]
+        self.projects = "weight_ih" in self.directions[0]
+        self.steps, self.batch, width = self.x.shape
+        self.segment_length = self.steps
+        state = self.directions[0].get(f"state {plan.cell.state_names[0]}")
         self.form = form = form_of(
             plan, backward, cpu.isa.current(), self.steps, self.batch, options.reverse,
-            width if "weight_ih" in self.directions[0] else None, given.resets is not None,
-            given.mask is not None and sparse(given.mask), options.threads,
+            width if self.projects else None, self.resets is not None, holes, options.threads,
+            state is None or state.strides[-1] == 1,
         )  # fmt: skip
-        self.kernel, self.entries = form.kernel, form.entries[:]
-        self.block = cpu.scratch.take(form.scratch + form.packed + form.slots)
-        self.alive: list[object] = []  # what the table points at, as long as it does
-        entries, at, scratch = self.entries, self.kernel.shared, self.block.address
-        self.slots = scratch + form.scratch + form.packed  # those not yet taken, see place_slots
-        # Of the arrays of the whole call, and of each direction; for ``check``.
-        self.bounds: cpu.check.CallBounds = {}, [{} for _ in form.firsts if cpu.check.ON]
-        entries[at["scratch"]] = scratch
-        switch(entries, at, options)
-        if given.mask is not None:
-            self.place("mask", given.mask)
-        if given.resets is not None:
-            self.place("resets", given.resets)
+        self.kernel = form.kernel
+        self.base = recipe.append(form.entries.tolist())
+        self.shared: dict[str, View] = {}
+        self.each: list[dict[str, View]] = [{} for _ in self.directions]
+        self.before: list[list[View | int]] = []
+        self.after: list[list[View | int]] = []
+        self.moves: list[list[View | int]] = []
+        self.again: Run | None = None
+        # For ``check``: directions, rows and operands of products; what moves, and where to.
+        self.products: list[tuple[int, list[View | int], tuple[View, ...]]] = []
+        self.moved: list[tuple[int, str, View]] = []
+        self.place("scratch", recipe.buffer((form.scratch,), 1))
+        if form.packed:
+            self.place("packed", recipe.buffer((form.packed,), 1))
+        self._switch()
+        for name in ("mask", "resets"):
+            if name in views:
+                self.place(name, views[name])
         for d, arrays in enumerate(self.directions):
             self.place_of(d, arrays)
-            if given.resets is not None:
-                values = reset_values(host.empty, plan, arrays, host.wide.empty)
-                names = [f"reset_state {name}" for name in plan.cell.state_names]
-                self.place_of(d, dict(zip(names, values, strict=True)))
-        packed = scratch + form.scratch
-        if form.packed:
-            entries[at["packed"]] = packed
-        if cpu.check.ON:
-            self.bounds[0].update(
-                scratch=(scratch, scratch + form.scratch), packed=(packed, packed + form.packed)
-            )
 
-    def place(self, name: str, value: Array, axes: int = 0) -> None:
+    def _switch(self) -> None:
+        """Sets what the table says of the options of a call, and its threads."""
+        recipe, at, options = self.recipe, self.kernel.shared, self.options
+        if options.threads > 1:
+            recipe.put(self.base + at["gang"], recipe.gang)
+        for name, codes in CODES.items():
+            recipe.put(self.base + at[name], codes[getattr(options, name)])
+        recipe.seeds.append((self.base + at["seed"], self.base + at["stream"]))
+
+    def place(self, name: str, view: View, axes: int = 0) -> None:
         """Sets the address of an array of the whole call, and strides of its first ``axes``."""
-        at = self.kernel.shared[name]
-        self.entries[at] = self.host.pointer(value)
-        self.alive.append(value)
-        if axes:
-            self.entries[at + 1], self.entries[at + 2] = self.host.strides(value)[:axes]
-        if cpu.check.ON:
-            self.bounds[0][name] = extent(self.host, value)
+        at = self.base + self.kernel.shared[name]
+        self.shared[name] = view
+        self.recipe.put_all(at, [view, *view.strides[:axes]])
 
-    def place_of(self, d: int, arrays: Mapping[str, Array]) -> None:
-        """Sets the addresses of arrays of one direction, and the strides that their names have."""
-        place(self.host, self.kernel, self.entries, self.form.firsts[d], arrays)
-        self.alive.append(arrays)
-        if cpu.check.ON:
-            bounds = {name: extent(self.host, value) for name, value in arrays.items()}
-            self.bounds[1][d].update(bounds)
+    def place_of(self, d: int, views: Views) -> None:
+        """Sets the addresses of arrays of one direction, and those strides that their names have.
+        Those that the table has no entry for are left out.
+        """
+        kernel, first = self.kernel, self.base + self.form.firsts[d]
+        for name, view in views.items():
+            if name not in kernel.each:
+                continue
+            at, axes = first + kernel.each[name], kernel.axes.get(name, 0)
+            self.each[d][name] = view
+            self.recipe.put(at, view)
+            strides = view.strides[-axes:] if axes else ()
+            self.recipe.put_all(at + 1 + axes - len(strides), strides)
 
-    def place_parts(self, arrays: Mapping[str, Array]) -> None:
-        """Sets addresses and strides of arrays whose first axis is directions, ``[D, B, size]``."""
-        host, kernel, entries = self.host, self.kernel, self.entries
-        for name, value in arrays.items():
-            address, (parts, *strides) = host.pointer(value), host.strides(value)
-            parts *= value.dtype.itemsize
-            for d, first in enumerate(self.form.firsts):
-                at = first + kernel.each[name]
-                entries[at] = address + d * parts
-                if name in kernel.axes:
-                    entries[at + 1], entries[at + 2] = strides
-                if cpu.check.ON:
-                    self.bounds[1][d][name] = extent(host, value[d])
-        self.alive.append(arrays)
+    def place_parts(self, views: Views) -> None:
+        """Sets those of arrays whose first axis is directions, ``[D, B, size]``."""
+        for d in range(len(self.directions)):
+            self.place_of(d, {name: view.at(d) for name, view in views.items()})
 
-    def place_steps(self, d: int, name: str, value: Array, steps: int, rows: int) -> None:
+    def place_steps(self, d: int, name: str, view: View, steps: int, rows: int) -> None:
         """Sets the address of an array of every step, and its strides from step to step and from
         row to row.
         """
-        entries, at = self.entries, self.form.firsts[d] + self.kernel.each[name]
-        entries[at], entries[at + 1], entries[at + 2] = self.host.pointer(value), steps, rows
-        self.alive.append(value)
-        if cpu.check.ON:
-            self.bounds[1][d][name] = extent(self.host, value)
+        at = self.base + self.form.firsts[d] + self.kernel.each[name]
+        self.each[d][name] = view
+        self.recipe.put_all(at, [view, steps, rows])
 
-    def place_rows(self, d: int, name: str, rows: Rows) -> None:
-        """Sets the address and strides of a buffer of the rows of a chunk."""
-        self.place_steps(d, name, rows.whole, self.batch * rows.padded, rows.padded)
+    def place_rows(self, d: int, name: str, rows: View) -> None:
+        """Sets those of a buffer of the rows of a chunk."""
+        self.place_steps(d, name, rows, self.batch * rows.strides[0], rows.strides[0])
 
     def place_slots(self, d: int, name: str, size: int) -> None:
         """Memory for a state whose sequence nobody reads: two slots, which take turns."""
-        address, self.slots = self.slots, self.slots + slot_bytes(self.plan, self.batch, size)
-        self.entries[self.form.firsts[d] + self.kernel.each[f"sequence {name}"]] = address
-        if cpu.check.ON:
-            self.bounds[1][d][f"sequence {name}"] = address, self.slots
+        slots = self.recipe.buffer((slot_bytes(self.plan, self.batch, size),), 1)
+        self.place_of(d, {f"sequence {name}": slots})
 
     def place_kept(self, kept: Kept) -> None:
         """Says where the sequences of states lie, and the values that are saved."""
         self.place("hidden", kept.hidden)
         names = self.plan.cell.state_names
         for d, states in enumerate(kept.states):
-            arrays = {"saved": kept.values[d]} if kept.values else {}
+            if kept.values:
+                self.place_of(d, {"saved": kept.values[d]})
             for name, sequence in zip(names, states, strict=True):
                 if sequence is not None:
-                    arrays[f"sequence {name}"] = sequence
-            if arrays:
-                self.place_of(d, arrays)
+                    self.place_of(d, {f"sequence {name}": sequence})
 
-    def chunks(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Steps done and steps to do, chunk by chunk, between two steps of the forward pass."""
-        return chunks(begin, end, self.form.chunk, self.steps, self.backward)
-
-    def span(self, d: int, done: int, count: int) -> Chunk:
-        """The chunk of ``count`` steps of a direction after ``done`` steps."""
-        return Chunk.of(self.options.reverse[d] is not self.backward, self.steps, done, count)
-
-    @property
+    @functools.cached_property
     def segment(self) -> int:
         """Steps of which the backward pass needs all at once."""
         return segment_steps(self.options.checkpoint, self.steps, self.form.chunk)
 
-    def run(self, done: int, count: int) -> None:
-        """Runs ``count`` steps of all directions, after those that are done."""
-        at, entries = self.kernel.shared, self.entries
-        entries[at["begin"]], entries[at["count"]] = done, count
-        cpu.run(self.kernel, entries, self.bounds)
-        entries[at["pack"]] = 0
+    # ---- what is multiplied ----------------------------------------------------------------------
+    def rows(self, width: int, wide: bool = False, lasting: bool = False) -> View:
+        """A buffer of the rows of a chunk, ``[rows, width]``; an array that the call leaves, of
+        dense rows, where it is ``lasting``.
+        """
+        host = self.host.wide if wide else self.host
+        size, rows = host.dtype.itemsize, self.form.chunk * self.batch
+        if lasting:
+            view = self.recipe.new((rows, width), wide=wide)
+        else:
+            view = self.recipe.buffer((rows, padded(size, width)), size)
+        return view._replace(shape=(CHUNK, width))
 
-    def close(self) -> None:
-        """Gives memory back, after the last call."""
-        cpu.scratch.give_back(self.block)
+    def over_steps(self, view: View, window: bool = False, first: int = 0) -> View:
+        """The rows of a chunk of an array ``[T, B, n]`` whose rows lie at one distance.
 
+        Args:
+            window: along the steps of a segment.
+            first: the time, or slot, that stands for the first.
+        """
+        (steps, row, column), width = view.strides, view.shape[2]
+        between = steps * view.size
+        return view._replace(
+            shape=(CHUNK, width),
+            strides=(steps if self.batch == 1 else row, column if width > 1 else 1),
+            offset=view.offset + first * between,
+            **{"window" if window else "time": between},
+        )
 
-def switch(entries: array[int], at: Mapping[str, int], options: Options) -> None:
-    """Sets what a table says of the options of a call, and its threads."""
-    if options.threads > 1:
-        entries[at["gang"]] = cpu.pool.gang(options.threads)
-    for name, codes in CODES.items():
-        entries[at[name]] = codes[getattr(options, name)]
-    entries[at["seed"]] = ((options.seed + _SIGN) & _WORD) - _SIGN
-    entries[at["stream"]] = options.stream
+    def entering(self, when: list[list[View | int]], d: int, masked: bool = False) -> View:
+        """The rows of the input of a chunk: where they are, or gathered first.
 
+        Args:
+            when, d: see ``multiply``.
+            masked: there shall be zeros under the mask.
+        """
+        x, mask = self.x, self.mask if masked else None
+        steps, row, _ = x.strides
+        if mask is None and (steps == row * self.batch or self.batch == 1 or self.steps < 2):
+            return self.over_steps(x)
+        rows = self.rows(x.shape[2])
+        source = x._replace(shape=(CHUNK, x.shape[2]), strides=(row, steps), time=steps * x.size)
+        flags = View(-1, (1, 1), (1, 1), 1)
+        if mask is not None:
+            flags = mask._replace(shape=(1, 1), strides=(1, 1), time=self.batch)
+        self.multiply(when, d, source, flags, rows, kind=driver.GATHER)
+        return rows
 
-def place(
-    host: Host, kernel: cpu.Kernel, entries: array[int], first: int, arrays: Mapping[str, Array]
-) -> None:
-    """Sets the addresses of arrays in the table of a call, and those strides that their names have.
+    def multiply(
+        self,
+        when: list[list[View | int]],
+        d: int,
+        a: View,
+        b: View,
+        out: View,
+        add: bool = False,
+        sums: bool = False,
+        scales: View | int = 0,
+        kind: int | None = None,
+    ) -> None:
+        """Adds a product to those of each chunk: ``out = a @ b``.
 
-    Args:
-        first: where the entries of a direction begin.
-        arrays: by name; those that the table has no entry for are left out.
-    """
-    each, axes, pointer = kernel.each, kernel.axes, host.pointer
-    for name, value in arrays.items():
-        if name in each:
-            at = first + each[name]
-            entries[at] = pointer(value)
-            if name in axes:
-                strides = array("q", host.strides(value))
-                last = at + 1 + axes[name]
-                entries[last - len(strides) : last] = strides
+        Args:
+            when: ``before`` or ``after``.
+            d: the direction whose chunk it is.
+            add: ``out += a @ b``; ``sums`` from the second chunk on.
+            scales: of the columns of ``b``, integers.
+            kind: of ``driver.KINDS``; None lets the rule of the library choose.
+        """
+        along = 0 if a.shape[0] == CHUNK else 2 if a.shape[1] == CHUNK else 1
+        rows, inner = a.shape
+        kind = kind_of(self.host, self.plan) if kind is None else kind
+        row = [
+            rows, out.shape[1], inner, a, *a.strides, b if b.slot >= 0 else 0, *b.strides, out,
+            out.strides[0], int(add), scales, kind, along, int(self.options.reverse[d]), int(sums),
+            a.time, a.window, b.time, b.window, out.time, out.window,
+        ]  # fmt: skip
+        when.append(row)
+        self.products.append((d, row, (a, b, out)))
 
+    def moving(
+        self, d: int, name: str, moving: View, rest: View | None = None
+    ) -> list[list[View | int]]:
+        """Rows of ``moves``, which set the address and the strides of an entry before each segment.
 
-def extent(host: Host, array: Array) -> cpu.check.Bounds:
-    """The first byte of an array and that behind its last."""
-    address, size = host.pointer(array), array.dtype.itemsize
-    if 0 in array.shape:
-        return address, address
-    reach = [(n - 1) * s * size for n, s in zip(array.shape, host.strides(array), strict=True)]
-    first, last = sum(min(0, r) for r in reach), sum(max(0, r) for r in reach)
-    return address + first, address + last + size
+        Args:
+            moving: ``[segments, B, n]``.
+            rest: ``[B, n]``, where the entry is set to in between.
+        """
+        at = self.base + self.form.firsts[d] + self.kernel.each[name]
+        places = [self.recipe.table._replace(offset=8 * (at + i)) for i in range(3)]
+        segments, *strides = moving.strides
+        there: list[View | int] = [0, 0, 0] if rest is None else [rest, *rest.strides]
+        self.moved.append((d, name, moving))
+        return [
+            [places[0], moving, segments * moving.size, there[0]],
+            *([places[i], strides[i - 1], 0, there[i]] for i in (1, 2)),
+        ]
 
+    # ---- the driver ------------------------------------------------------------------------------
+    def append(self, again: int | None = None) -> int:
+        """Adds the table of the driver to the recipe; returns its place.
 
-class Rows:
-    """A buffer for the rows of a chunk, ``[rows, width]``; ``dense`` if others read it whole."""
+        Args:
+            again: that of the pass that computes states once more.
+        """
+        recipe, at, options = self.recipe, self.kernel.shared, self.options
+        threads = min(options.threads, cpu.pool.MOST)
+        blas = self.host.blas
+        values: list[View | int] = [
+            self.kernel.address, recipe.table._replace(offset=8 * self.base),
+            *[at[name] for name in ("begin", "count", "pack", "origin", "span")],
+            int(self.backward), self.steps, self.batch, 0, self.steps, self.form.chunk,
+            self.segment_length, 0 if again is None else recipe.table._replace(offset=8 * again),
+            len(self.moves), len(self.before), len(self.after),
+            recipe.gang if threads > 1 else 0, threads, WORTH_A_THREAD, blas, 0, 0,
+        ]  # fmt: skip
+        for row in (*self.moves, *self.before, *self.after):
+            values += row
+        first = recipe.append([0] * len(values))
+        recipe.put_all(first, values)
+        return first
 
-    def __init__(self, host: Host, rows: int, width: int, dense: bool = False) -> None:
-        self.width, self.padded = width, width if dense else padded(host.dtype.itemsize, width)
-        self.whole = host.empty((rows, self.padded))
-
-    def __getitem__(self, rows: int) -> Array:
-        if self.whole.shape[0] == rows and self.width == self.padded:
-            return self.whole
-        return self.whole[:rows, : self.width]
-
-
-def _widened(host: Host, plan: Plan, arrays: Direction) -> Direction:
-    """The arrays of a direction, its states but the first as the kernel keeps them."""
-    wide = dict(arrays)
-    for name in plan.cell.state_names[1:]:
-        for state in (f"state {name}", f"reset_state {name}"):
-            if state in wide:
-                wide[state] = host.widen(wide[state])
-    return wide
-
-
-def keeps_state(plan: Plan, i: int) -> bool:
-    """Whether it keeps the sequence of state i > 0, without checkpoints."""
-    return plan.cell.states[i].name in plan.states
+    def finish(self) -> Recipe:
+        """Ends the draft of the recipe, whose pass this is."""
+        recipe, dtype, tables = self.recipe, self.plan.dtype, list[int]()
+        if self.again is not None:
+            tables.append(self.again.append())
+        tables.append(self.append(*tables))
+        room = max(cpu.room(dtype, recipe.cells[first:]) for first in tables)
+        memory = recipe.buffer((room,), 1)
+        for first in tables:
+            recipe.put(first + driver.PASS.index("scratch"), memory)
+        return recipe.finish(dtype, tables[-1], self)

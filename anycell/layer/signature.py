@@ -20,7 +20,8 @@ they are the gradient of. Within a pass each direction has a dict of its own, a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from anycell.lang.cell import Cell
@@ -156,15 +157,20 @@ def place(name: str, k: int) -> str:
     return f"{bare}_l{k}{name[len(bare) :]}"
 
 
-def direction(plan: Plan, arrays: Mapping[str, Any], d: int) -> dict[str, Any]:
+def direction(
+    plan: Plan,
+    arrays: Mapping[str, Any],
+    d: int,
+    part: Callable[[Any, int], Any] = operator.getitem,
+) -> dict[str, Any]:
     """Picks the arrays of one direction from those of a call: what it learns, what all share, and
-    its part of the states; all by their names without ``_reverse``.
+    its ``part`` of the states; all by their names without ``_reverse``.
     """
     named = {}
     for name, public, parted in _places(plan, d):
         array = arrays.get(public)
         if array is not None:
-            named[name] = array[d] if parted else array
+            named[name] = part(array, d) if parted else array
     return named
 
 

@@ -15,11 +15,31 @@ from anycell.engines import cpu
 from anycell.lang.cell import INPUT, Cell
 from anycell.lang.transform import with_projection
 from anycell.layer import Array, Direction, Host, contract, form, row_group
-from anycell.layer.run import extent, place
+from anycell.layer.bounds import extent
 from anycell.layer.signature import DENSE
 from anycell.plan import plan
 
 FORMS = 16  # numbers of rows whose tables and memory are kept
+
+
+def place(
+    host: Host, kernel: cpu.Kernel, entries: array[int], first: int, arrays: Mapping[str, Array]
+) -> None:
+    """Sets the addresses of arrays in the table of a call, and those strides that their names have.
+
+    Args:
+        first: where the entries of a direction begin.
+        arrays: by name; those that the table has no entry for are left out.
+    """
+    each, axes, pointer = kernel.each, kernel.axes, host.pointer
+    for name, value in arrays.items():
+        if name in each:
+            at = first + each[name]
+            entries[at] = pointer(value)
+            if name in axes:
+                strides = array("q", host.strides(value))
+                last = at + 1 + axes[name]
+                entries[last - len(strides) : last] = strides
 
 
 class _Layer:

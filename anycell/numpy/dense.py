@@ -61,7 +61,7 @@ class Dense(Layer):
         self._saved = x if check.boolean("training", training) else None
         rows = x.reshape(math.prod(x.shape[:-1]), self.input_size)
         host = host_of(self.dtype)
-        y = host.project(rows, self._parameters["weight"])
+        y = host.matmul(rows, self._parameters["weight"].T)
         y = y.reshape(*x.shape[:-1], self.output_size)
         return host.narrow(y + self._parameters["bias"] if "bias" in self._parameters else y)
 
@@ -78,14 +78,11 @@ class Dense(Layer):
         grad = check.array("grad_output", grad_output, shape, self.dtype)
         flat, rows = grad.reshape(-1, self.output_size), x.reshape(-1, self.input_size)
         weight, host = self._parameters["weight"], host_of(self.dtype)
-        grads: dict[str, Array] = {"weight": np.empty_like(weight)}
-        host.matmul(flat.T, rows, grads["weight"])
+        grads: dict[str, Array] = {"weight": host.narrow(host.matmul(flat.T, rows))}
         if "bias" in self._parameters:
             grads["bias"] = host.narrow(flat.sum(0, dtype=host.wide.dtype))
-        d = np.empty_like(rows)
-        host.matmul(flat, weight, d)
         self._grads = grads
-        return d.reshape(x.shape)
+        return host.narrow(host.matmul(flat, weight)).reshape(x.shape)
 
 
 def mse(prediction: npt.ArrayLike, target: npt.ArrayLike) -> tuple[float, Array]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from anycell.engines import cpu
-from anycell.layer.products import Mixed, Products
+from anycell.layer.products import multiply
 from anycell.layer.signature import ANY, FLAGS, MATRIX, ROWS
 from anycell.plan import DTYPES
 from anycell.requirement import require
 
 Array = npt.NDArray[Any]
+SMALL = 1 << 18  # multiply-adds up to which NumPy's OpenBLAS stays in the calling thread
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -41,15 +42,14 @@ def host_of(dtype: npt.DTypeLike) -> NumpyHost:
     return NumpyHost(types.storage.name)
 
 
-class NumpyHost(Products):
+class NumpyHost:
     """Arrays of one dtype."""
 
-    wide_states, library = True, "numpy"
-    threads = staticmethod(cpu.pool.threads)
+    wide_states, library, blas = True, "numpy", 0
 
     def __init__(self, dtype: npt.DTypeLike) -> None:
         self.dtype = np.dtype(dtype)
-        self.number, self.wide = self.dtype.name, self
+        self.wide: NumpyHost = self
 
     @functools.cached_property
     def eight_bits(self) -> NumpyHost:
@@ -115,29 +115,34 @@ class NumpyHost(Products):
         """Address of the first element."""
         return int(array.__array_interface__["data"][0])
 
+    def pointers(self, arrays: Iterable[Array]) -> list[int]:
+        """Addresses of several arrays: a call of ``pointer`` for each takes longer."""
+        return [array.__array_interface__["data"][0] for array in arrays]
+
     def strides(self, array: Array) -> tuple[int, ...]:
         """In elements, of an array that fits."""
         # Without a function of Python's for each: they are asked for often.
         return tuple(map(array.itemsize.__rfloordiv__, array.strides))
 
-    def theirs(self, a: Array, b: Array, out: Array, add: bool) -> None:
-        """Multiplies by NumPy's matmul."""
-        if add:
-            out += a @ b
-        else:
-            np.matmul(a, b, out=out)
+    def matmul(self, a: Array, b: Array) -> Array:
+        """``a @ b``, as an array of what cells compute with: by our matmul, whose threads sleep as
+        soon as it is done, or where it is small by NumPy's, which then takes one thread.
+        """
+        wide = self.wide
+        if wide is self and a.size * b.shape[1] <= SMALL:
+            product: Array = a @ b
+            return product
+        out = wide.empty((a.shape[0], b.shape[1]))
+        multiply(self, self.dtype.name, a, b, out, False, cpu.pool.threads())
+        return out
 
-    def masked(self, x: Array, mask: Array) -> Array:
-        """A copy of ``x [T, B, I]`` with 0 where ``mask [T, B]`` is 0, NaN or not."""
-        return np.where(mask[..., None], x, self.dtype.type(0))
 
-
-class MixedNumpyHost(Mixed, NumpyHost):
+class MixedNumpyHost(NumpyHost):
     """Arrays of 16 bits; bfloat16 is that of ml_dtypes."""
 
     def __init__(self, number: str, wide: NumpyHost) -> None:
         NumpyHost.__init__(self, numpy_dtype(number))
-        self.number, self.wide = number, wide
+        self.wide = wide
 
     def widen(self, array: Array) -> Array:
         return array.astype(self.wide.dtype, copy=False)

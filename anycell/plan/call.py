@@ -82,6 +82,10 @@ class Options(NamedTuple):
         Option("less memory for more time in training; see ``RNN``.", "checkpoint", attribute=True),
     ] = None
 
+    def unseeded(self) -> Options:
+        """The options of all calls that differ in random masks alone."""
+        return self._replace(seed=0, stream=0)
+
     def unread(self) -> Options:
         """The options of a call whose outputs at masked steps nobody reads: where these are the
         held states, they take no memory of their own.

@@ -61,6 +61,11 @@ class Dtype(NamedTuple):
         return 2 if self.operands is _TWO_BFLOAT16 else 1
 
     @property
+    def plain(self) -> bool:
+        """Whether matmuls multiply numbers as they are in memory, and add up numbers like them."""
+        return self.storage is self.operands is self.accumulate
+
+    @property
     def short(self) -> bool:
         """Whether the cell's functions need be no more accurate than numbers of 16 bits."""
         return self.mixed or self.quantized

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from anycell.engines import cpu
-from anycell.layer.products import Mixed, Products
 from anycell.layer.signature import ANY, FLAGS, MATRIX, ROWS
 from anycell.plan.dtype import DTYPES
 
+_GEMM = {torch.float32: "sgemm_", torch.float64: "dgemm_"}
 _CPU = torch.device("cpu")  # said each time: torch.set_default_device must not move our buffers
 
 
@@ -49,12 +50,6 @@ def as_flags(array: Tensor) -> Tensor | None:
     return array.contiguous().view(torch.uint8)
 
 
-# Of so few rows by the transpose of a weight of so many numbers MKL takes two to three times as
-# long as of the weight by the transposed rows.
-TURNED = range(12, 49)
-LARGE = 1 << 19
-
-
 def threads() -> int:
     """The threads of a call, at most: those of torch.
 
@@ -72,14 +67,25 @@ def _of_child(pid: int) -> int:
     return count
 
 
-class TorchHost(Products):
+@functools.cache
+def _blas(name: str) -> int:
+    """The address of a function of the MKL in PyTorch; 0 where there is none."""
+    if not torch.backends.mkl.is_available():
+        return 0
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0
+
+
+class TorchHost:
     """Tensors of one dtype on the CPU."""
 
     wide_states, library = True, "torch"
-    threads = staticmethod(threads)
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self.wide, self.number = dtype, self, str(dtype).removeprefix("torch.")
+        self.dtype, self.wide = dtype, self
         # Without a function of Python's between, as below: they are called for everything.
         self.empty = functools.partial(torch.empty, dtype=dtype, device=_CPU)
         self.zeros = functools.partial(torch.zeros, dtype=dtype, device=_CPU)
@@ -111,32 +117,26 @@ class TorchHost(Products):
     def narrow(self, array: Tensor) -> Tensor:
         return array
 
+    @property
+    def blas(self) -> int:
+        """The address of a Fortran gemm of this dtype; 0 for none, as in a forked child, where the
+        threads of its pool are gone.
+        """
+        name = _GEMM.get(self.dtype)
+        return _blas(name) if name and not cpu.pool.FORKED else 0
+
     like = staticmethod(torch.empty_like)
     rows = staticmethod(Tensor.unbind)
-    pointer = staticmethod(Tensor.data_ptr)
+    pointer, pointers = staticmethod(Tensor.data_ptr), functools.partial(map, Tensor.data_ptr)
     strides = staticmethod(Tensor.stride)
 
-    def project(self, x: Tensor, weight: Tensor) -> Tensor:
-        return super().project(x, weight) if self.ours(x, weight.T) else F.linear(x, weight)
 
-    def theirs(self, a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-        if add:
-            out.addmm_(a, b)
-        elif len(a) in TURNED and b.numel() >= LARGE and b.stride(0) == 1:
-            out.copy_(torch.mm(b.t(), a.t()).t())
-        else:
-            torch.mm(a, b, out=out)
-
-    def masked(self, x: Tensor, mask: Tensor) -> Tensor:
-        return torch.where(mask.bool().unsqueeze(-1), x, 0.0)
-
-
-class MixedTorchHost(Mixed, TorchHost):
+class MixedTorchHost(TorchHost):
     """Tensors of 16 bits on the CPU."""
 
     def __init__(self, number: str, wide: TorchHost) -> None:
         super().__init__(getattr(torch, number))
-        self.number, self.wide = number, wide
+        self.wide = wide
 
     def widen(self, array: Tensor) -> Tensor:
         return array.to(self.wide.dtype)
@@ -145,26 +145,16 @@ class MixedTorchHost(Mixed, TorchHost):
         return array.to(self.dtype)
 
 
-class RoundedTorchHost(MixedTorchHost):
-    """Tensors of float32 on the CPU, multiplied as sums of two numbers of bfloat16."""
-
-    def __init__(self, number: str) -> None:
-        TorchHost.__init__(self, torch.float32)
-        self.number = number
-
-
 def _hosts() -> dict[str, TorchHost]:
-    """A host per row. torch's own matmul heeds "medium" by itself."""
+    """A host per row."""
     hosts: dict[str, TorchHost] = {}
     for name, types in DTYPES.items():
         if types.mixed:
             hosts[name] = MixedTorchHost(name, hosts[types.math.name])
-        elif types.pieces > 1:
-            hosts[name] = RoundedTorchHost(name)
-        elif types.weights is not types.storage or types.precision != "highest":
-            hosts[name] = hosts[types.storage.name]
-        else:
+        elif name == types.storage.name:
             hosts[name] = TorchHost(getattr(torch, name))
+        else:
+            hosts[name] = hosts[types.storage.name]
     return hosts
 
 

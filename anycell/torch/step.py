@@ -12,7 +12,7 @@ from anycell import cells
 from anycell.lang.cell import Cell
 from anycell.layer import shapes
 from anycell.plan import Call, Engine, Options
-from anycell.torch import ops, single
+from anycell.torch import ops
 from anycell.torch.arguments import check_states, check_static, check_tensor
 from anycell.torch.composite import States
 from anycell.torch.dropin import vendors
@@ -166,14 +166,11 @@ class RNNCell(OfCell):
     def _ours(self, x: Tensor, states: States | None, static: Tensor | None) -> States:
         draws = self.training and ops.draws(self.cell)
         options = Options(training=self.training, seed=draw_seed() if draws else 0)
-        arrays = {"x": x, **learned(self)}
+        arrays = {"x": x.unsqueeze(0), **learned(self)}
         if static is not None:
             arrays["static"] = static
-        if states is not None:
-            arrays.update(zip(state_names("state", self.cell), states, strict=True))
+        for name, state in zip(state_names("state", self.cell), states or (), strict=bool(states)):
+            arrays[name] = state.unsqueeze(0)
         call = Call(self.cell, self.hidden_size, options, self._sizes)
-        new = single.run(call, arrays)
-        if new is None:
-            _, final, _ = layer(call, single.sequence_of_one(arrays))
-            new = tuple([s.squeeze(0) for s in final])
-        return new
+        _, final, _ = layer(call, arrays)
+        return tuple([s.squeeze(0) for s in final])

@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 
-from anycell.engines.cpu import check, gemm, isa, memory, pool
+from anycell.engines.cpu import check, driver, gemm, isa, memory, pool
 from anycell.engines.cpu import kernel as _kernel
 from anycell.engines.cpu.door import WORTH_SPREADING
 from anycell.engines.cpu.kernel import Kernel
@@ -102,6 +103,23 @@ def run(kernel: Kernel, entries: array[int], bounds: check.CallBounds | None = N
     kernel.door(address)
 
 
+def room(dtype: str, table: Sequence[int]) -> int:
+    """The bytes of memory that the driver asks for in a pass of a table, see ``driver``."""
+    entries = array("q", table)
+    driver.compiled(dtype, isa.current()).room(entries.buffer_info()[0])
+    return entries[driver.PASS.index("scratch_bytes")]
+
+
+def run_pass(dtype: str, address: int) -> None:
+    """Runs a pass of a layer.
+
+    Args:
+        dtype: of the plan.
+        address: of the driver's table.
+    """
+    driver.compiled(dtype, isa.current()).run(address)
+
+
 def multiply(
     dtype: str,
     sizes: tuple[int, int, int],
@@ -124,7 +142,7 @@ def multiply(
         bounds: of the three arrays, for ``check``.
         scales: address of the scales of columns of integers, dense.
     """
-    functions, gang = gemm.compiled(dtype, isa.current()), pool.gang(threads)
+    functions, gang = driver.compiled(dtype, isa.current()), pool.gang(threads)
     entries = array("q", [*sizes, *a, *b, *c, add, min(threads, pool.MOST), gang, scales, 0, 0])
     if check.ON:
         types = DTYPES[dtype]
@@ -139,6 +157,6 @@ def multiply(
 
 
 __all__ = [
-    "WORTH_SPREADING", "Block", "Kernel", "Scratch", "check", "compiled", "gemm", "hyperparameters",
-    "isa", "memory", "multiply", "pool", "run", "scratch",
+    "WORTH_SPREADING", "Block", "Kernel", "Scratch", "check", "compiled", "driver", "gemm",
+    "hyperparameters", "isa", "memory", "multiply", "pool", "room", "run", "run_pass", "scratch",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """The matmuls that are parallel in time: ``C = A @ B`` and ``C += A @ B``, large and of any sizes.
 
-One compiled function per instruction set and dtype. It needs no Python: a call is a table of 64-bit
-numbers, as that of a door.
+One function per instruction set and dtype, beside the ``driver``, which calls it. A call is a table
+of 64-bit numbers, as that of a door.
 
     void needs(int64_t *call)    writes scratch_bytes
     void gemm(int64_t *call)     multiplies
@@ -22,13 +22,10 @@ not from threads, nor from the other rows and columns.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
 
-from anycell.engines.cpu import jit, tiles
+from anycell.engines.cpu import tiles
 from anycell.engines.cpu.door import print_gang
 from anycell.engines.cpu.geometry import ROW_HEADER, Geometry
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, Variable, constant, element_bits
@@ -41,9 +38,8 @@ from anycell.engines.cpu.matmul import (
     print_staging,
     whole_chunks,
 )  # fmt: skip
-from anycell.engines.cpu.sources import fingerprint
 from anycell.engines.cpu.table import Entries, align
-from anycell.plan import DTYPES, LINE, Dtype
+from anycell.plan import LINE, Dtype
 
 INNER = 256  # numbers of a block's sum; whole vectors
 ROWS = 96  # of a piece: enough to read a panel for, few enough to divide the work evenly
@@ -107,8 +103,8 @@ class Gemm:
             self.copied *= 2
         self.own = self.copied + align(self.rows * self.width * self.size)
 
-    def text(self) -> str:
-        """The module, as LLVM text."""
+    def print(self) -> None:
+        """Adds the functions to the module."""
         print_gang(self.module)
         print_pack_block(self.module, self.geometry, self.right.llvm, self.operands.llvm)
         if self.quantized:
@@ -132,7 +128,6 @@ class Gemm:
         self._multiply()
         self._needs()
         self._gemm()
-        return str(self.module)
 
     # ---- register blocks -------------------------------------------------------------------------
     def _register_block(self, rows: int, vectors: int) -> None:
@@ -474,22 +469,3 @@ def _write(b: Builder, adds: Value, results: Iterable[Variable], sums: Iterable[
 def _parts(count: Value, size: Value | int) -> Value:
     """Counts the parts of ``size`` elements that a length has; the last may be smaller."""
     return (count + size - 1) // size
-
-
-class Functions(NamedTuple):
-    """The compiled functions of one dtype and instruction set, of the address of a call's table."""
-
-    needs: Callable[[int], None]
-    gemm: Callable[[int], None]
-
-
-_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
-@functools.lru_cache(maxsize=16)
-def compiled(dtype: str, target: Target) -> Functions:
-    """Compiled once per process, kept on disk."""
-    sources, types = fingerprint(), DTYPES[dtype]
-    recipe = f"{sources}\n{target}\ngemm {types}" if sources else None
-    library = jit.compile(lambda: Gemm(target, types).text(), Functions._fields, target, recipe)
-    return Functions(*(_CALL(library.address(name)) for name in Functions._fields))

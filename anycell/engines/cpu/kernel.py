@@ -22,7 +22,8 @@ class Kernel:
     """A compiled plan in one direction: its door, and the sizes and names that a call needs.
 
     Attributes:
-        door, needs: native functions of the address of a call's table, see ``door``.
+        door, needs: native functions of the address of a call's table, see ``door``; the door's own
+            ``address``.
         shared, each: places of the entries of such a table: of those of the whole call, and of
             those of a direction among the ``stride`` entries that each direction has.
         axes: how many strides follow the address of an array, of its last axes, where some do.
@@ -34,7 +35,8 @@ class Kernel:
     def __init__(self, layout: Layout, library: jit.Library) -> None:
         self.library, self.plan = library, layout.plan
         plan = self.plan
-        self.door, self.needs = (_CALL(library.address(name)) for name in ("door", "needs"))
+        self.address = library.address("door")
+        self.door, self.needs = _CALL(self.address), _CALL(library.address("needs"))
         names = table.names(plan, layout.backward)
         self.shared = {name: i for i, name in enumerate(names.shared)}
         # A direction has its parameters by their own names.

@@ -1,0 +1,389 @@
+"""Prints the driver: the native function that runs a whole pass of a layer.
+
+    for each segment of time, one without checkpoints
+        backward, with checkpoints: its states once more, by a driver of the forward pass
+        for each chunk of the segment
+            products: the input projection
+            the door of the kernel: the steps
+            products: gradients of weights and of the input
+
+The backward pass takes segments and chunks from the last to the first. A call is a table of 64-bit
+numbers: ``PASS``, then rows of ``MOVE`` and of ``PRODUCT``.
+
+    void run(int64_t *pass)      runs the pass
+    void room(int64_t *pass)     writes scratch_bytes
+
+A product reads and writes arrays along time. An operand begins at its address and so many bytes
+further on for each step before the chunk: ``time`` for steps of the sequence, ``window`` for steps
+of the segment at hand, with which arrays of states begin. Steps are counted along the arrays, also
+where a direction is reversed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from anycell.engines.cpu import gemm, jit
+from anycell.engines.cpu.gemm import Gemm
+from anycell.engines.cpu.ir import Builder, Target, Value, constant, vector
+from anycell.engines.cpu.matmul import masked_numbers
+from anycell.engines.cpu.sources import fingerprint
+from anycell.engines.cpu.table import Entries, align
+from anycell.plan import DTYPES, Dtype
+
+# ``call`` is the table of the door, and ``begin`` to ``span`` are places in it. ``first`` and
+# ``last`` say in the order of the forward pass which steps to run. ``again`` is the pass that
+# computes the states of a segment, or 0; ``blas`` the address of a Fortran sgemm or dgemm.
+PASS = (
+    "door call begin count pack origin span backward steps batch first last chunk segment again "
+    "moves before after gang threads least_work blas scratch scratch_bytes"
+).split()
+# Before a segment ``base``, and ``step`` for each segment before it, are written to the address
+# ``place``. A forward pass then has the door write the states before the segment there, as if they
+# were final ones, and writes ``rest``.
+MOVE = "place base step rest".split()
+_KEPT = gemm.ENTRIES[: gemm.ENTRIES.index("add") + 1]
+# The entries of a matmul, the size that is the rows of the chunk (0 rows, 2 inner), whether the
+# direction is reversed, and ``add`` from the second time on.
+PRODUCT = [
+    *_KEPT, "scales", "kind", "along", "reverse", "sums",
+    *(f"{operand}_{axis}" for operand in "abc" for axis in ("time", "window")),
+]  # fmt: skip
+# The kinds of products: by our matmul; by the BLAS of ``blas``; by our matmul without packing, for
+# few rows; the sum of the rows of ``a``; and the rows of ``a``, of any stride from step to step,
+# one behind the other, with zeros for those under the mask ``b``.
+KINDS = OURS, BLAS, FEW, SUM, GATHER = range(5)
+
+_TABLE = align(8 * len(gemm.ENTRIES))
+BLOCK = 4  # vectors, or columns, that are added up side by side
+SUMMED = 64  # rows that are added up before they are added to a total: of fewer it loses less
+
+
+class Driver:
+    """Adds the driver to the module of a matmul."""
+
+    def __init__(self, matmul: Gemm) -> None:
+        self.matmul, self.module = matmul, matmul.module
+        self.left, self.right = matmul.left.llvm, matmul.right.llvm
+        self.bytes = matmul.left.bytes
+        self.blas = not (matmul.narrow or matmul.quantized)
+
+    def print(self) -> None:
+        """Adds ``run``, ``room`` and what they call."""
+        self._sum()
+        self._gather()
+        if not self.matmul.quantized:
+            self._few()
+        if self.blas:
+            self._blas()
+        self._product()
+        self._chunks()
+        self._run()
+        self._room()
+
+    # ---- the loops -------------------------------------------------------------------------------
+    def _run(self) -> None:
+        b = self.module.function("run", "ptr pass")
+        table = _entries(b, b.args[0], PASS)
+        backward = table["backward"].ne(0)
+        first, last, segment = table["first"], table["last"], table["segment"]
+        count = b.smax((last - first + segment - 1) // b.smax(segment, 1), 1)
+        with b.loop(0, count) as n:
+            slot = b.select(backward, count - 1 - n, n)
+            begin = first + slot * segment
+            end = b.smin(begin + segment, last)
+            with b.when(table["moves"] > 0):
+                self._move(b, table, "base", slot)
+                with b.when(table["backward"].eq(0)):
+                    self._door(b, table, begin, 0)
+                    self._move(b, table, "rest", None)
+            with b.when(table["again"].ne(0)):
+                again = table.pointer("again")
+                for each in (table, _entries(b, again, PASS)):
+                    for name, value in (("origin", begin), ("span", end - begin)):
+                        b.store(value, b.gep(each.pointer("call"), each[name], "i64"))
+                b.call("chunks", again, begin, end)
+            b.call("chunks", b.args[0], begin, end)
+
+    def _move(self, b: Builder, table: Entries, name: str, slot: Value | None) -> None:
+        with b.loop(0, table["moves"]) as i:
+            move = _entries(b, b.gep(table.address, i * len(MOVE) + len(PASS), "i64"), MOVE)
+            value = move[name] if slot is None else move[name] + slot * move["step"]
+            b.store(value, move.pointer("place"))
+
+    def _door(self, b: Builder, table: Entries, begin: Value, count: Value | int) -> None:
+        call = table.pointer("call")
+        b.store(begin, b.gep(call, table["begin"], "i64"))
+        b.store(b.value(count, "i64"), b.gep(call, table["count"], "i64"))
+        b.call(table.pointer("door"), call, returns="void")
+        b.store(constant(0, "i64"), b.gep(call, table["pack"], "i64"))
+
+    def _chunks(self) -> None:
+        b = self.module.private("chunks", "ptr pass, i64 begin, i64 end")
+        address, begin, end = b.args
+        table = _entries(b, address, PASS)
+        backward, chunk = table["backward"].ne(0), table["chunk"]
+        total = b.smax((end - begin + chunk - 1) // chunk, 1)
+        before, after = table["before"], table["after"]
+        rows = b.gep(address, table["moves"] * len(MOVE) + len(PASS), "i64")
+        with b.loop(0, total) as n:
+            done = begin + b.select(backward, total - 1 - n, n) * chunk
+            count = b.smin(chunk, end - done)
+
+            def multiply(
+                first: Value | int, last: Value, done: Value = done, count: Value = count
+            ) -> None:
+                with b.when(count > 0), b.loop(first, last) as i:
+                    row = b.gep(rows, i * len(PRODUCT), "i64")
+                    b.call("product", address, row, done, count)
+
+            multiply(0, before)
+            self._door(b, table, b.select(backward, table["steps"] - done - count, done), count)
+            multiply(before, before + after)
+
+    # ---- one product -----------------------------------------------------------------------------
+    def _product(self) -> None:
+        b = self.module.private("product", "ptr pass, ptr row, i64 done, i64 count")
+        address, row_address, done, count = b.args
+        table, row = _entries(b, address, PASS), _entries(b, row_address, PRODUCT)
+        call, steps, reverse = table.pointer("call"), table["steps"], row["reverse"].ne(0)
+        origin, span = (b.load(b.gep(call, table[n], "i64"), "i64") for n in ("origin", "span"))
+        time = b.select(reverse, steps - done - count, done)
+        window = time - b.select(reverse, steps - origin - span, origin)
+        scratch, along = table.pointer("scratch"), row["along"]
+        one = _entries(b, scratch, gemm.ENTRIES)
+        for name in (*_KEPT, "scales"):
+            one[name] = row[name]
+        for name in "abc":
+            one[name] = row[name] + time * row[f"{name}_time"] + window * row[f"{name}_window"]
+        chunk_rows = count * table["batch"]
+        one["rows"] = rows = b.select(along.eq(0), chunk_rows, row["rows"])
+        one["inner"] = inner = b.select(along.eq(2), chunk_rows, row["inner"])
+        few = rows * row["columns"] * inner < table["least_work"]
+        one["threads"] = threads = b.select(few, 1, table["threads"])
+        one["gang"] = table["gang"]
+        one["scratch"] = table["scratch"] + _TABLE
+        kind, gang = row["kind"], table.pointer("gang")
+        with b.when(kind.eq(OURS)):
+            b.call("gemm", scratch)
+        with b.when(kind.eq(SUM)):
+            b.call("gang", gang, Value("@sum_rows", "ptr"), scratch, threads)
+        with b.when(kind.eq(GATHER)):
+            # What a gather does not need as a stride says how many rows a step has.
+            one["inner"], one["c_rows"] = table["batch"], row["c_rows"]
+            b.call("gang", gang, Value("@gather", "ptr"), scratch, threads)
+        if not self.matmul.quantized:
+            with b.when(kind.eq(FEW)):
+                b.call("gang", gang, Value("@few_rows", "ptr"), scratch, threads)
+        if self.blas:
+            with b.when(kind.eq(BLAS)):
+                b.call("blas", table.pointer("blas"), scratch)
+        row["add"] = row["add"] | row["sums"]
+
+    def _sum(self) -> None:
+        """Adds up rows of A, or adds them to C; threads share the columns."""
+        b, one, first, last = self._part("sum_rows", self.matmul.lanes)
+        add, end = one["add"].ne(0), b.smin(one["columns"], last * b.lanes)
+        with b.loop(first, last, BLOCK) as block:
+            columns = [(block + n) * b.lanes for n in range(BLOCK)]
+            masks = [b.lane_mask(end - column) for column in columns]
+            totals = [b.variable(0.0, b.vec) for _ in columns]
+            places = [b.gep(one.pointer("c"), column) for column in columns]
+            with b.when(add):
+                for total, place, mask in zip(totals, places, masks, strict=True):
+                    total.value = b.masked_load(place, mask)
+            with b.loop(0, one["rows"], SUMMED) as begin:
+                sums = [b.variable(0.0, b.vec) for _ in columns]
+                with b.loop(begin, b.smin(begin + SUMMED, one["rows"])) as row:
+                    start = b.gep(one.pointer("a"), row * one["a_rows"], self.left)
+                    for sum_, column, mask in zip(sums, columns, masks, strict=True):
+                        at = b.gep(start, column, self.left)
+                        sum_.value += masked_numbers(b, at, mask, self.left)
+                for total, sum_ in zip(totals, sums, strict=True):
+                    total.value += sum_.value
+            for total, place, mask in zip(totals, places, masks, strict=True):
+                b.masked_store(total.value, place, mask)
+
+    def _gather(self) -> None:
+        """Copies rows of the input, zeros for those under a mask; threads share the rows."""
+        b = self.module.private("gather", "ptr table, i64 part, i64 parts")
+        address, part, parts = b.args
+        one, element = _entries(b, address, gemm.ENTRIES), f"i{8 * self.bytes}"
+        rows, batch, columns, mask = one["rows"], one["inner"], one["columns"], one["b"]
+        kind = vector(b.lanes, element)
+        with b.loop(rows * part // parts, rows * (part + 1) // parts) as row:
+            at = row // batch * one["a_inner"] + row % batch * one["a_rows"]
+            source = b.gep(one.pointer("a"), at, element)
+            to = b.gep(one.pointer("c"), row * one["c_rows"], element)
+            valid = b.variable(1, "i8")
+            with b.when(mask.ne(0)):
+                valid.value = b.load(b.gep(one.pointer("b"), row, "i8"), "i8")
+            there = valid.value.ne(0)
+            with b.loop(0, columns, b.lanes) as i:
+                inside = b.lane_mask(columns - i)
+                read = inside & b.splat(there)
+                numbers = b.masked_load(b.gep(source, i, element), read, 0, kind)
+                b.masked_store(numbers, b.gep(to, i, element), inside)
+
+    def _few(self) -> None:
+        """Multiplies few dense rows of A by B, which is read once and not packed; threads share the
+        columns. The order of a sum is another one than that of the matmul.
+        """
+        b, one, first, last = self._part("few_rows", 1)
+        a, inner, into = one.pointer("a"), one["inner"], one.pointer("c")
+
+        def rows(begin: Value, multiply: Callable[[Value, Value], None]) -> None:
+            with b.loop(0, one["rows"]) as row:
+                start = b.gep(a, row * one["a_rows"], self.left)
+                multiply(start, b.gep(into, row * one["c_rows"] + begin))
+
+        def dots(column: Value, count: int) -> None:
+            """Columns of B that are dense: sums over lanes."""
+            starts = [b.gep(one.pointer("b"), (column + n) * one["b_columns"], self.right)
+                      for n in range(count)]  # fmt: skip
+
+            def multiply(start: Value, to: Value) -> None:
+                sums = [b.variable(0.0, b.vec) for _ in starts]
+                with b.loop(0, inner, b.lanes) as k:
+                    mask = b.lane_mask(inner - k)
+                    left = masked_numbers(b, b.gep(start, k, self.left), mask, self.left)
+                    for sum_, at in zip(sums, starts, strict=True):
+                        right = masked_numbers(b, b.gep(at, k, self.right), mask, self.right)
+                        sum_.value = b.fma(left, right, sum_.value)
+                for n, sum_ in enumerate(sums):
+                    add_to(b.gep(to, n), b.reduce_add(sum_.value))
+
+            rows(column, multiply)
+
+        def add_to(at: Value, total: Value) -> None:
+            result = b.variable(total)
+            with b.when(one["add"].ne(0)):
+                result.value += b.load(at, b.real)
+            b.store(result.value, at)
+
+        with b.when(one["b_inner"].eq(1)) as otherwise:
+            whole = first + (last - first) // BLOCK * BLOCK
+            with b.loop(first, whole, BLOCK) as column:
+                dots(column, BLOCK)
+            with b.loop(whole, last) as column:
+                dots(column, 1)
+        with otherwise, b.loop(first, last, BLOCK * b.lanes) as column:
+            # Rows of B that are dense: each number of A times so many of them.
+            masks = [b.lane_mask(last - column - n * b.lanes) for n in range(BLOCK)]
+
+            def multiply(start: Value, to: Value) -> None:
+                sums = [b.variable(0.0, b.vec) for _ in masks]
+                with b.when(one["add"].ne(0)):
+                    for n, (sum_, mask) in enumerate(zip(sums, masks, strict=True)):
+                        sum_.value = b.masked_load(b.gep(to, n * b.lanes), mask)
+                with b.loop(0, inner) as k:
+                    left = b.splat(self._number(b, b.gep(start, k, self.left)))
+                    at = b.gep(one.pointer("b"), k * one["b_inner"] + column, self.right)
+                    for n, (sum_, mask) in enumerate(zip(sums, masks, strict=True)):
+                        place = b.gep(at, n * b.lanes, self.right)
+                        right = masked_numbers(b, place, mask, self.right)
+                        sum_.value = b.fma(left, right, sum_.value)
+                for n, (sum_, mask) in enumerate(zip(sums, masks, strict=True)):
+                    b.masked_store(sum_.value, b.gep(to, n * b.lanes), mask)
+
+            rows(column, multiply)
+
+    def _number(self, b: Builder, at: Value) -> Value:
+        """A number of A, widened."""
+        if self.left == b.real:
+            return b.load(at, b.real)
+        one = b.lane_mask(b.value(1, "i64"))
+        return b.extract(masked_numbers(b, at, one, self.left), 0)
+
+    def _part(self, name: str, width: int) -> tuple[Builder, Entries, Value, Value]:
+        """A function of the gang: its matmul, and its columns, counted in pieces of a width."""
+        b = self.module.private(name, "ptr table, i64 part, i64 parts")
+        address, part, parts = b.args
+        one = _entries(b, address, gemm.ENTRIES)
+        pieces = (one["columns"] + (width - 1)) // width
+        return b, one, pieces * part // parts, pieces * (part + 1) // parts
+
+    def _blas(self) -> None:
+        """Calls a Fortran gemm, whose matrices are column by column: C.T = B.T @ A.T."""
+        b = self.module.private("blas", "ptr blas, ptr table")
+        blas, address = b.args
+        one = _entries(b, address, gemm.ENTRIES)
+        letters = b.module.table([ord("N"), ord("T")], "i8")
+        sizes = b.alloca("i32", 6)
+        factors = b.alloca(b.real, 2)
+        rows, columns, inner = one["rows"], one["columns"], one["inner"]
+        of_b, of_a = one["b_columns"].eq(1), one["a_inner"].eq(1)
+        # Nobody steps along a single column or row, but BLAS checks the stride.
+        strides = [
+            b.smax(b.select(dense, stride, other), b.select(dense, length, width))
+            for dense, stride, other, length, width in (
+                (of_b, one["b_inner"], one["b_columns"], columns, inner),
+                (of_a, one["a_rows"], one["a_inner"], inner, rows),
+            )
+        ] + [b.smax(one["c_rows"], columns)]
+        places = []
+        least = [b.smax(stride, 1) for stride in strides]
+        for n, number in enumerate((columns, rows, inner, *least)):
+            places.append(b.gep(sizes, n, "i32"))
+            b.store(b.trunc(number, "i32"), places[-1])
+        b.store(constant(1.0, b.real), factors)
+        add = b.select(one["add"].ne(0), constant(1.0, b.real), constant(0.0, b.real))
+        b.store(add, b.gep(factors, 1))
+        turned = [b.gep(letters, b.zext(~dense, "i64"), "i8") for dense in (of_b, of_a)]
+        of_columns, of_rows, of_inner, ldb, lda, ldc = places
+        b.call(
+            blas, *turned, of_columns, of_rows, of_inner, factors, one.pointer("b"), ldb,
+            one.pointer("a"), lda, b.gep(factors, 1), one.pointer("c"), ldc, returns="void",
+        )  # fmt: skip
+
+    def _room(self) -> None:
+        b = self.module.function("room", "ptr pass")
+        table, space = _entries(b, b.args[0], PASS), b.alloca("i64", len(gemm.ENTRIES))
+        one = _entries(b, space, gemm.ENTRIES)
+        rows = b.gep(b.args[0], table["moves"] * len(MOVE) + len(PASS), "i64")
+        most = b.variable(0)
+        chunk = table["chunk"] * table["batch"]
+        with b.loop(0, table["before"] + table["after"]) as i:
+            row = _entries(b, b.gep(rows, i * len(PRODUCT), "i64"), PRODUCT)
+            with b.when(row["kind"].eq(OURS)):
+                one["columns"], one["threads"] = row["columns"], table["threads"]
+                one["inner"] = b.select(row["along"].eq(2), chunk, row["inner"])
+                b.call("needs", space)
+                most.value = b.smax(most.value, one["scratch_bytes"])
+        table["scratch_bytes"] = most.value + _TABLE
+
+
+def _entries(b: Builder, address: Value, names: list[str]) -> Entries:
+    return Entries(b, address, {name: i for i, name in enumerate(names)})
+
+
+class Functions(NamedTuple):
+    """The compiled functions of one dtype and instruction set, of the address of a table."""
+
+    needs: Callable[[int], None]
+    gemm: Callable[[int], None]
+    room: Callable[[int], None]
+    run: Callable[[int], None]
+
+
+_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@functools.lru_cache(maxsize=32)
+def compiled(dtype: str, target: Target) -> Functions:
+    """The matmul and the driver; compiled once per process, kept on disk."""
+    sources, types = fingerprint(), DTYPES[dtype]
+    recipe = f"{sources}\n{target}\ndriver {types}" if sources else None
+    library = jit.compile(lambda: text(target, types), Functions._fields, target, recipe)
+    return Functions(*(_CALL(library.address(name)) for name in Functions._fields))
+
+
+def text(target: Target, types: Dtype) -> str:
+    """The module, as LLVM text."""
+    matmul = Gemm(target, types)
+    matmul.print()
+    Driver(matmul).print()
+    return str(matmul.module)

@@ -1,0 +1,200 @@
+"""A pass as a recipe: all of its one native call but addresses, seeds and gangs.
+
+Which tables the driver and the doors are called with follows from shapes and strides. So it is
+drafted once, with a ``View`` where an address will be, and kept; a call makes the arrays of its
+results, fills in addresses, and runs. What a layer of a few units takes is what happens here.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from anycell.engines import cpu
+from anycell.layer import bounds
+from anycell.layer.arguments import Array, Host
+from anycell.plan import LINE, Options
+
+if TYPE_CHECKING:
+    from anycell.layer.run import Run
+
+CHUNK = -1  # a size that is the rows of a chunk
+_SIGN, _WORD = 1 << 63, (1 << 64) - 1  # a seed is 64 bits, an entry a signed number
+_RECIPES = 512  # passes that are known at most
+
+
+class View(NamedTuple):
+    """An array of a pass, or a part of one, before it has an address.
+
+    Attributes:
+        slot: which array.
+        shape, strides: of the part, in elements.
+        size: bytes of an element.
+        offset: bytes from the array's first element to the part's.
+        time, window: of an operand of a product the bytes from step to step, of the sequence or of
+            the segment at hand.
+    """
+
+    slot: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    size: int
+    offset: int = 0
+    time: int = 0
+    window: int = 0
+
+    @property
+    def T(self) -> View:
+        """The transpose of a matrix."""
+        return self._replace(shape=self.shape[::-1], strides=self.strides[::-1])
+
+    def at(self, i: int) -> View:
+        """A part along the first axis, without that axis."""
+        offset = self.offset + i * self.strides[0] * self.size
+        return self._replace(shape=self.shape[1:], strides=self.strides[1:], offset=offset)
+
+    def columns(self, begin: int, end: int) -> View:
+        """Some of its columns, along the last axis."""
+        offset = self.offset + begin * self.strides[-1] * self.size
+        return self._replace(shape=(*self.shape[:-1], end - begin), offset=offset)
+
+
+class Recipe:
+    """A pass that is drafted once, and then run by ``run``.
+
+    Attributes:
+        views: of the arrays that calls give, by name.
+        cells: the tables, one behind the other; the first is the driver's.
+    """
+
+    def __init__(self, host: Host, arrays: Mapping[str, Array], options: Options) -> None:
+        self.host, self.options, self.cells = host, options, list[int]()
+        self.sources: list[tuple[Any, ...]] = [("block",), ("table",), ("gang",)]
+        self.patches: list[tuple[int, int, int]] = []
+        self.seeds: list[tuple[int, int]] = []  # places of seeds and streams
+        self.bytes = 0  # of memory that is given back
+        self.views = {}
+        for name, given in arrays.items():
+            if given is not None:
+                self.views[name] = self._slot(("given", name), given.shape, host.strides(given),
+                                              given.dtype.itemsize)  # fmt: skip
+
+    # ---- the draft -------------------------------------------------------------------------------
+    def _slot(
+        self, source: tuple[Any, ...], shape: tuple[int, ...], strides: tuple[int, ...], size: int
+    ) -> View:
+        self.sources.append(source)
+        return View(len(self.sources) - 1, tuple(shape), tuple(strides), size)
+
+    def new(self, shape: tuple[int, ...], how: str = "empty", wide: bool = False) -> View:
+        """An array that each call makes: "empty", "zeros" or "lasting"."""
+        host = self.host.wide if wide else self.host
+        return self._slot(("new", how, wide, shape), shape, _dense(shape), host.dtype.itemsize)
+
+    def constant(self, values: Array) -> View:
+        """An array that all calls share, and read."""
+        dtype = values.dtype.itemsize
+        return self._slot(("constant", values), values.shape, self.host.strides(values), dtype)
+
+    def buffer(self, shape: tuple[int, ...], size: int) -> View:
+        """Memory that is given back after the call, on a line of the cache."""
+        view = View(0, shape, _dense(shape), size, self.bytes)
+        self.bytes += -(-math.prod(shape) * size // LINE) * LINE
+        return view
+
+    def append(self, cells: list[int]) -> int:
+        """Adds a table; returns its place."""
+        self.cells += cells
+        return len(self.cells) - len(cells)
+
+    def put(self, place: int, value: View | int) -> None:
+        """Sets an entry of a table to a number, or to the address that a view will have."""
+        if isinstance(value, View):
+            self.patches.append((place, value.slot, value.offset))
+        else:
+            self.cells[place] = value
+
+    def put_all(self, place: int, values: Sequence[View | int]) -> None:
+        """Sets entries one behind the other."""
+        for i, value in enumerate(values):
+            self.put(place + i, value)
+
+    @property
+    def table(self) -> View:
+        """The tables themselves."""
+        return View(1, (len(self.cells),), (1,), 8)
+
+    @property
+    def gang(self) -> View:
+        """The threads of the call, see ``pool.gang``."""
+        return View(2, (), (), 8)
+
+    def finish(self, dtype: str, driver: int, run: Run) -> Recipe:
+        """Ends the draft.
+
+        Args:
+            dtype: of the plan.
+            driver: place of the driver's table.
+            run: the pass, which keeps its kernel loaded.
+        """
+        # Slots are sorted by where their arrays come from.
+        order = ["given", "new", "constant", "block", "table", "gang"]
+        kinds = [source[0] for source in self.sources]
+        slots = sorted(range(len(kinds)), key=lambda slot: order.index(kinds[slot]))
+        self.place = {slot: i for i, slot in enumerate(slots)}
+        self.steps = [(at, self.place[slot], offset) for at, slot, offset in self.patches]
+        of = {kind: [self.sources[s] for s in slots if kinds[s] == kind] for kind in order}
+        self.names = [name for _, name in of["given"]]
+        self.made = [(wide, how, shape) for _, how, wide, shape in of["new"]]
+        self.first = len(self.names)
+        self.constants = [values for _, values in of["constant"]]
+        self.fixed = [self.host.pointer(values) for values in self.constants]
+        self.template = array("q", self.cells)
+        self.dtype, self.driver, self.pass_ = dtype, 8 * driver, run
+        return self
+
+    # ---- a call ----------------------------------------------------------------------------------
+    def run(self, host: Host, arrays: Mapping[str, Array], options: Options) -> list[Array]:
+        """Runs the pass; returns the arrays that it made, by ``number``."""
+        wide = host.wide
+        given = [arrays[name] for name in self.names]
+        made = [getattr(wide if w else host, how)(shape) for w, how, shape in self.made]
+        block, table = cpu.scratch.take(self.bytes), self.template[:]
+        gang = cpu.pool.gang(options.threads) if options.threads > 1 else 0
+        address = table.buffer_info()[0]
+        addresses = [*host.pointers(given + made), *self.fixed, block.address, address, gang]
+        for place, slot, offset in self.steps:
+            table[place] = addresses[slot] + offset
+        for seed, stream in self.seeds:
+            table[seed] = ((options.seed + _SIGN) & _WORD) - _SIGN
+            table[stream] = options.stream
+        if cpu.check.ON:
+            bounds.check_pass(self, table, [*given, *made, *self.constants], block)
+        cpu.run_pass(self.dtype, address + self.driver)
+        cpu.scratch.give_back(block)
+        return made
+
+    def number(self, view: View) -> int:
+        """The number, among the arrays that a call makes, of a view that ``new`` returned."""
+        return self.place[view.slot] - self.first
+
+
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous array."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+known: dict[tuple[Any, ...], Any] = {}
+
+
+def recipe_of(key: tuple[Any, ...], draft: Callable[[], Any]) -> Any:
+    """Looks up a draft, or makes it and keeps it."""
+    key = key, cpu.isa.current(), cpu.pool.FORKED
+    try:
+        return known[key]
+    except KeyError:
+        if len(known) >= _RECIPES:
+            known.clear()
+        return known.setdefault(key, draft())

@@ -1,0 +1,183 @@
+"""Passes that are drafted once: in what later calls may differ, and what asks for another draft."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tolerances import assert_close
+
+from anycell import cells, layer
+from anycell.engines import cpu
+from anycell.layer import recipe
+from anycell.numpy.host import NumpyHost
+from anycell.plan import plan
+
+Array = npt.NDArray[Any]
+T, B, I, H = 5, 3, 4, 6
+HOST, PLAN = NumpyHost("float64"), plan(cells.LSTM, H, "float64")
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    recipe.known.clear()
+    yield
+    recipe.known.clear()
+
+
+def arrays(rng: np.random.Generator, steps: int = T) -> dict[str, Array]:
+    shapes = {
+        "x": (steps, B, I), "state h": (1, B, H), "state c": (1, B, H), "weight_ih": (4 * H, I),
+        "weight_hh": (4 * H, H), "bias_ih": (4 * H,), "bias_hh": (4 * H,),
+    }  # fmt: skip
+    return {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+
+
+def solve(given: dict[str, Array], **options: Any) -> dict[str, Array]:
+    """Outputs, final states, and gradients."""
+    how = layer.Options(training=True, **options)
+    out, (h, c), kept = layer.forward(HOST, PLAN, given, how, keep=True)
+    assert kept is not None
+    gradients = layer.backward(HOST, PLAN, given, how, kept, out, [h, None])
+    return {"out": out, "h": h, "c": c, **{f"d {name}": d for name, d in gradients.items()}}
+
+
+def copies(given: dict[str, Array]) -> dict[str, Array]:
+    """The same numbers elsewhere."""
+    return {name: array.copy() for name, array in given.items()}
+
+
+def same(ours: dict[str, Array], theirs: dict[str, Array]) -> None:
+    assert ours.keys() == theirs.keys()
+    assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_later_call_fills_in_other_addresses(rng: np.random.Generator) -> None:
+    given = arrays(rng)
+    first = solve(given)
+    count = len(recipe.known)
+    assert count == 2  # forward and backward
+    kept = {name: array.copy() for name, array in first.items()}
+    other = solve(arrays(rng))
+    same(solve(copies(given)), kept)
+    same(first, kept)  # results are arrays of their own
+    assert not np.array_equal(other["out"], kept["out"])
+    assert len(recipe.known) == count
+
+
+def test_one_array_in_two_places(rng: np.random.Generator) -> None:
+    """That two names stood for one array in the first call says nothing of the next."""
+    given = arrays(rng)
+    solve(given | {"bias_hh": given["bias_ih"], "state c": given["state h"]})
+    later = solve(given)
+    recipe.known.clear()
+    same(later, solve(given))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reverse": (True,)}, {"checkpoint": 2}, {"threads": 2}, {"masked_output": "repeat"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_that_ask_for_another(change: dict[str, Any], rng: np.random.Generator) -> None:
+    given = arrays(rng) | {"mask": rng.integers(0, 2, (T, B)).astype(bool)}
+    solve(given)
+    count = len(recipe.known)
+    ours = solve(given, **change)
+    assert len(recipe.known) == 2 * count
+    recipe.known.clear()
+    same(ours, solve(given, **change))
+
+
+def test_seeds_do_not(rng: np.random.Generator) -> None:
+    """Of a cell that draws: every seed, and every layer's number, has masks of its own."""
+    chosen = plan(cells.ZoneoutLSTM(zoneout_h=0.5), H, "float64")
+    given = arrays(rng)
+    found = [
+        layer.forward(HOST, chosen, given, layer.Options(training=True, seed=seed, stream=stream),
+                      keep=False)[0]
+        for seed, stream in ((0, 0), (1, 0), (0, 1), (2**64 - 1, 0), (0, 0))
+    ]  # fmt: skip
+    assert len(recipe.known) == 1
+    assert np.array_equal(found[0], found[-1])
+    assert len({out.tobytes() for out in found}) == 4
+
+
+def test_layouts_that_ask_for_another(rng: np.random.Generator) -> None:
+    """Strides and shapes; a copy is made of what lies as no kernel reads it."""
+    given = arrays(rng)
+    exact = solve(given)
+    turned = {
+        "x": given["x"].transpose(1, 0, 2).copy().transpose(1, 0, 2),
+        "weight_ih": np.asfortranarray(given["weight_ih"]),
+        "state h": np.repeat(given["state h"], 2, -1)[:, :, ::2],
+        "bias_hh": np.repeat(given["bias_hh"], 2)[::2],
+    }
+    for name, array in turned.items():
+        for _ in range(2):
+            ours = solve(given | {name: array})
+            for key, value in ours.items():
+                assert_close(value, exact[key], "float64", "gradient", f"{name}: {key}")
+    assert len(recipe.known) == 2 * 4  # that of a bias is the same, once it is copied
+    solve(arrays(rng, T + 1))
+    assert len(recipe.known) == 2 * 5
+
+
+def test_instruction_sets_and_forks_ask_for_another(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arrays(rng)
+    solve(given)
+    for name in cpu.isa.available():
+        with cpu.isa.force(name):
+            solve(given)
+    assert len(recipe.known) == 2 * len(cpu.isa.available())
+    monkeypatch.setattr(cpu.pool, "FORKED", not cpu.pool.FORKED)
+    count = len(recipe.known)
+    solve(given)
+    assert len(recipe.known) == count + 2
+
+
+def test_so_many_are_known(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe, "_RECIPES", 4)
+    for steps in range(1, 8):
+        given = arrays(rng, steps)
+        ours = solve(given)
+        assert len(recipe.known) <= 4
+        same(ours, solve(given))
+
+
+def test_nothing_of_a_call_stays(rng: np.random.Generator) -> None:
+    given = arrays(rng)
+    results = solve(given)
+    left = [weakref.ref(array) for array in (*given.values(), *results.values())]
+    assert recipe.known
+    del given, results
+    gc.collect()
+    assert not [ref() for ref in left if ref() is not None]
+
+
+def test_threads_share_a_recipe(rng: np.random.Generator) -> None:
+    problems = [arrays(rng) for _ in range(8)]
+    wanted = [solve(problem) for problem in problems]
+    wrong: list[BaseException] = []
+
+    def work(k: int) -> None:
+        try:
+            for _ in range(30):
+                same(solve(problems[k]), wanted[k])
+        except BaseException as error:
+            wrong.append(error)
+
+    workers = [threading.Thread(target=work, args=(k,)) for k in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
