@@ -149,11 +149,13 @@ def features(attribute: Array) -> Array:
     return waves.astype("float32")
 
 
-def speed(name: str, seconds: float) -> dict[str, float]:
-    """Milliseconds of a step of training in PyTorch: our layer's, and a Python loop's, in turns."""
+def speed(name: str, seconds: float) -> dict[str, Any]:
+    """Milliseconds of a step of training in PyTorch: our layer's, and a Python loop's, in turns;
+    and on what processor.
+    """
     import torch
 
-    from anycell.bench import contenders
+    from anycell.bench import contenders, machine
     from anycell.bench.problem import Problem, find_cell
     from anycell.bench.shapes import select
     from anycell.bench.stats import median
@@ -165,7 +167,8 @@ def speed(name: str, seconds: float) -> dict[str, float]:
         who: contenders.make(who, problem).task("training") for who in ("anycell", "torch-loop")
     }
     ours, loop = (1e3 * median(s) for s in interleave(tasks, seconds).values())
-    return {"ours": float(f"{ours:.3g}"), "loop": float(f"{loop:.3g}")}
+    times = {"ours": float(f"{ours:.3g}"), "loop": float(f"{loop:.3g}")}
+    return {**times, "on": machine.describe()["cpu"]}
 
 
 def main() -> None:

@@ -26,8 +26,8 @@ NOTES = {
     "EALSTM": "This cell knows one thing more: its static input depends on the rate of the sine.",
 }
 TIMED = (
-    "Training in PyTorch, 32 steps of 16 rows, 64 inputs and 64 units, float32, one thread of an "
-    "AMD EPYC, in turns with a loop over the steps in Python. The loops of LSTM, GRU, RNN, PeepholeLSTM and "
+    "Training in PyTorch, 32 steps of 16 rows, 64 inputs and 64 units, float32, one thread, in "
+    "turns with a loop over the steps in Python. The loops of LSTM, GRU, RNN, PeepholeLSTM and "
     "LayerNormLSTM are written by hand, with one matmul a step; all others go through the graph of "
     "the cell, operation by operation."
 )
@@ -95,7 +95,8 @@ def _index(results: dict[str, Any]) -> str:
 
 def _speed(result: dict[str, Any]) -> list[str]:
     ours, loop = (result["speed"][who] for who in ("ours", "loop"))
-    times = f"{ours:g} ms, and the loop {loop:g} ms: **{_faster(result)} times as fast**."
+    times = f"{ours:g} ms, and the loop {loop:g} ms, on {result['speed']['on']}: "
+    times += f"**{_faster(result)} times as fast**."
     return ["## Speed", "", f"{times} {TIMED}", ""]
 
 
