@@ -49,7 +49,7 @@ test: $(VENV)/keras.stamp ## the fast tests, and a list of the 40 slowest
 
 # Its runs share one cache, which is empty at first: a kernel is compiled once.
 test-all: export ANYCELL_CACHE_DIR := $(CURDIR)/out/test-kernels
-test-all: $(VENV)/tf_keras.stamp $(VENV)/docs.stamp ## every test but those for a GPU, under every instruction set
+test-all: $(VENV)/tf_keras.stamp $(VENV)/docs.stamp $(VENV)/rl.stamp ## every test but those for a GPU, under every instruction set
 	rm -rf $(ANYCELL_CACHE_DIR)
 	$(PYTEST) -m "not gpu" --random-cells $(CELLS) --days $(DAYS)
 	set -e; narrower=$$($(RUN) -c "$(NARROWER)"); \
@@ -91,8 +91,11 @@ bench: $(VENV)/dev.stamp ## measure against the other implementations on this ma
 docs: $(VENV)/docs.stamp ## the site, in out/site; fails for a link or a name that is not there
 	NO_MKDOCS_2_WARNING=1 KERAS_BACKEND=torch $(RUN) -m mkdocs build
 
-gallery: $(VENV)/dev.stamp ## train every built-in cell on one problem, for the pages of the site (minutes)
+gallery: $(VENV)/dev.stamp ## train and time every built-in cell, for its page of the site (10 minutes)
 	$(RUN) tools/gallery.py
+
+notebooks: $(VENV)/docs.stamp ## run the notebooks of the site, and keep their output
+	$(RUN) tools/notebooks.py
 
 wheel: $(VENV)/dev.stamp ## dist/anycell-*-py3-none-any.whl
 	$(RUN) -m pip wheel . --no-deps --no-build-isolation --wheel-dir dist
@@ -116,7 +119,7 @@ $(VENV)/tf_keras.stamp: requirements/tf_keras.txt $(VENV)/keras.stamp
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
-$(VENV)/docs.stamp: $(VENV)/keras.stamp
+$(VENV)/docs.stamp $(VENV)/rl.stamp: $(VENV)/keras.stamp
 
 $(OLDEST)/stamp: requirements/oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
@@ -133,5 +136,5 @@ $(RUN):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "anycell needs Python 3.10 or newer")'
 	$(PYTHON) -m venv $(VENV)
 
-.PHONY: help demo test test-all test-oldest test-tritons lint format bench docs gallery wheel clean
+.PHONY: help demo test test-all test-oldest test-tritons lint format bench docs gallery notebooks wheel clean
 .DELETE_ON_ERROR:

@@ -154,6 +154,7 @@ class Explanation:
         llvm: the LLVM text of the kernels; None where the plan's engine has none.
         assembly: their assembly on this machine, compiled when first asked for; None likewise.
         triton: the source of the GPU engine's kernels; None where the plan's engine is another.
+        page: the sections, and the names of what the backward pass is given and gives.
     """
 
     def __init__(
@@ -208,10 +209,15 @@ class Explanation:
         return "\n\n".join(sources(self.plan, self.backward))
 
     @functools.cached_property
+    def page(self) -> _Page:
+        assert self.plan is not None, "a layer that no cell describes has no page"
+        return _Page(self.plan, self.batch)
+
+    @functools.cached_property
     def _text(self) -> str:
         if self.plan is None:
             return self._about
-        page = _Page(self.plan, self.batch)
+        page = self.page
         # What compiles goes first: the section on the kernels then says so.
         sources = {name: getattr(self, name) for name, asked in self._asked.items() if asked}
         sections = [[self._about] if self._about else [], page.heading(), page.forward()]
@@ -240,14 +246,18 @@ class _Page:
         about = (inspect.getdoc(cell) or "").splitlines()
         return [f"{cell!r}: hidden size {plan.hidden_size}, {plan.dtype}", *about[:1]]
 
-    def forward(self) -> list[str]:
-        cell = self.cell
+    def folded(self) -> list[tuple[str, Expr]]:
+        """Values of gates, then new states; functions such as layer_norm by their names."""
         node_of = {name: node for node, name in self.gate_values.items()}
-        values = [(gate, node_of[gate]) for gate in cell.gates if gate in node_of]
-        states = [(f"{s}'", node) for s, node in zip(cell.state_names, cell.next, strict=True)]
-        folded = rewrite([node for _, node in values + states], _fold)
-        named = [(name, node) for (name, _), node in zip(values + states, folded, strict=True)]
-        return ["forward, one step", *_indent(listing(named)), "", *_indent(self._legend(), "    ")]
+        named = [(gate, node_of[gate]) for gate in self.cell.gates if gate in node_of]
+        states = zip(self.cell.state_names, self.cell.next, strict=True)
+        named += [(f"{s}'", node) for s, node in states]
+        folded = rewrite([node for _, node in named], _fold)
+        return [(name, node) for (name, _), node in zip(named, folded, strict=True)]
+
+    def forward(self) -> list[str]:
+        lines = _indent(listing(self.folded()))
+        return ["forward, one step", *lines, "", *_indent(self._legend(), "    ")]
 
     def _legend(self) -> Iterator[str]:
         cell = self.cell
@@ -305,13 +315,15 @@ class _Page:
         states = zip(self.cell.state_names, self.cell.next, strict=True)
         return {n: f"{s}'" for s, n in states if s in self.plan.states and n.op not in FREE}
 
-    def derived(self) -> list[str]:
+    def arriving(self) -> Names:
+        """Names of what the backward pass is given: saved values, states, gradients."""
+        gradients = {upstream(name): f"d_{name}'" for name in self.cell.state_names}
+        return {**self.saved_names, **self._kept_states(), **gradients}
+
+    def gradients(self) -> list[tuple[str, Expr]]:
+        """What the backward pass of a step gives, by name."""
         cell, g = self.cell, self.plan.gradients
-        known = {**self.saved_names, **self._kept_states()}
-        known |= {upstream(name): f"d_{name}'" for name in cell.state_names}
-        reached = _reached(gradient_roots(self.cell, g), known)
-        again = [(n, e) for e, n in self.gate_values.items() if e in reached and e not in known]
-        named = again
+        named = []
         for gate in cell.gates:
             if gate in cell.fused:
                 named.append((f"d_a.{gate}", g.x[gate]))
@@ -322,12 +334,20 @@ class _Page:
         for l in cell.linears:
             if l.name != RECURRENT:
                 named += [(_gradient(l.name, o), e) for o, e in g.linear[l.name].items()]
-        direct = {n: e for n, e in g.state.items() if not is_const(e, 0.0)}
-        named += [(f"d_s.{name}", e) for name, e in direct.items()]
+        named += [(f"d_s.{name}", e) for name, e in self._direct().items()]
         named += [(f"d_p.{name}", e) for name, e in g.param.items()]
-        named += [(f"d_{cell.static}", g.static)] if g.static is not None else []
-        lines = ["backward, one step, derived", *_indent(self._arriving(direct)), ""]
-        lines += _indent(listing(named, known))
+        return named + ([(f"d_{cell.static}", g.static)] if g.static is not None else [])
+
+    def _direct(self) -> dict[str, Expr]:
+        """Gradients of states that do not come through a matmul."""
+        return {n: e for n, e in self.plan.gradients.state.items() if not is_const(e, 0.0)}
+
+    def derived(self) -> list[str]:
+        known = self.arriving()
+        reached = _reached(gradient_roots(self.cell, self.plan.gradients), known)
+        again = [(n, e) for e, n in self.gate_values.items() if e in reached and e not in known]
+        lines = ["backward, one step, derived", *_indent(self._arriving(self._direct())), ""]
+        lines += _indent(listing([*again, *self.gradients()], known))
         return [*lines, "", *_indent(self._sums())]
 
     def _gradient_of(self, name: str) -> str:

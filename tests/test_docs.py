@@ -24,8 +24,7 @@ EXAMPLES = [
     "README.md", "docs/faq.md", "docs/cells.md", "docs/compress.md", "docs/sequences.md",
     "docs/training.md", "docs/your-own-cell.md", "docs/start/pytorch.md", "docs/start/keras.md",
     "docs/start/numpy.md", "docs/start/jax.md", "docs/guides/forecasting.md",
-    "docs/guides/reinforcement-learning.md", "docs/guides/streaming.md",
-    "docs/guides/existing-models.md", "docs/guides/deploying.md",
+    "docs/guides/streaming.md", "docs/guides/existing-models.md", "docs/guides/deploying.md",
 ]  # fmt: skip
 
 
@@ -89,16 +88,39 @@ def test_every_public_name_has_an_entry(module: str) -> None:
     assert sorted(entries) == sorted(names)
 
 
-@pytest.mark.slow
-def test_the_site(tmp_path: Path) -> None:
-    """It builds strictly, loads nothing from elsewhere, and each entry shows its arguments."""
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, which builds strictly."""
     pytest.importorskip("mkdocs")
     pytest.importorskip("keras")
+    folder = tmp_path_factory.mktemp("site")
+    quiet = {"NO_MKDOCS_2_WARNING": "1", "KERAS_BACKEND": "torch"}
+    processes.run("-m", "mkdocs", "build", "--site-dir", str(folder), **quiet)
+    return folder
+
+
+MAIN_PAGES = [
+    "index.html", "start/pytorch.html", "guides/reinforcement-learning.html", "faq.html",
+    "notebooks/forecast.html", "gallery/index.html", "gallery/LSTM.html", "api/torch.html",
+    "performance.html", "architecture.html",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_main_pages_in_a_browser(site: Path) -> None:
+    """Wide and as a phone: no message on the console, no request elsewhere, nothing cut off."""
+    pytest.importorskip("playwright")
+    if not (shutil.which("chromium") or shutil.which("google-chrome")):
+        pytest.skip("no Chromium here")
+    said = processes.run("tools/site_browser.py", str(site), *MAIN_PAGES)
+    assert f"{len(MAIN_PAGES)} pages are right" in said
+
+
+@pytest.mark.slow
+def test_the_site(site: Path, tmp_path: Path) -> None:
+    """It loads nothing from elsewhere, and each entry shows its arguments."""
     script = tmp_path / "entries.py"
     script.write_text(ENTRIES, encoding="utf-8")
-    site = tmp_path / "site"
-    quiet = {"NO_MKDOCS_2_WARNING": "1", "KERAS_BACKEND": "torch"}
-    processes.run("-m", "mkdocs", "build", "--site-dir", str(site), **quiet)
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         loaded = re.findall(

@@ -6,8 +6,10 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import anycell
 from anycell import cells
 from anycell.lang.expr import topological
 
@@ -23,26 +25,70 @@ def test_every_cell_has_results() -> None:
     results = json.loads(gallery.RESULTS.read_text(encoding="utf-8"))
     assert sorted(results) == sorted(cells.__all__)
     for name, result in results.items():
-        parameters, _ = gallery.train(getattr(cells, name), 0, 0)
-        assert result["parameters"] == parameters, name
-        assert len(result["errors"]) == len(gallery.SEEDS)
+        assert sorted(result) == sorted(["speed", *gallery.problems(name)])
+        for problem in gallery.problems(name):
+            parameters, _ = gallery.train(getattr(cells, name), problem, 0, 0)
+            assert result[problem]["parameters"] == parameters, name
+            assert len(result[problem]["errors"]) == len(gallery.SEEDS)
 
 
-def test_training_learns() -> None:
-    _, errors = gallery.train(cells.GRU, 100, 0)
+@pytest.mark.parametrize("problem", gallery.PROBLEMS)
+def test_a_constant_answer_has_the_error_of_the_page(problem: str) -> None:
+    drawn, _, guess = gallery.PROBLEMS[problem]
+    batch = drawn(np.random.default_rng(0), 4096)
+    assert batch.x.shape[1] == batch.y.shape[1] == 4096
+    assert batch.y.var() == pytest.approx(guess, rel=0.05)
+
+
+@pytest.mark.parametrize("name, problem", [("GRU", "adding"), ("RNN", "copying")])
+def test_training_learns(name: str, problem: str) -> None:
+    _, errors = gallery.train(getattr(cells, name), problem, 100, 0)
     assert len(errors) == 100 // gallery.EVERY + 1
     assert errors[-1] < 0.8 * errors[0]
 
 
+def test_a_cell_is_timed_against_a_loop() -> None:
+    pytest.importorskip("torch")
+    times = gallery.speed("MGU", 0.0)
+    assert 0 < times["ours"] < times["loop"]
+
+
 @pytest.mark.parametrize("name", cells.__all__)
 def test_the_graph(name: str) -> None:
-    """All nodes are drawn, apart from each other, and below what they read."""
-    cell = getattr(cells, name)
-    boxes, edges = site_graph.graph(cell)
-    drawn = [node for node in topological(cell.next) if node.op not in site_graph.INLINED]
-    assert len(boxes) == len(drawn) + len(cell.states)
+    """All nodes are drawn; a layer norm is one."""
+    cell, sizes = getattr(cells, name), gallery.SIZES.get(name, {})
+    boxes, _ = graph = site_graph.forward(cell, **sizes)
+    if "LayerNorm" in name:
+        assert len(boxes) < 0.6 * len(topological(cell.next))
+        assert any("layer_norm" in str(box.text) for box in boxes.values())
+    else:
+        drawn = [node for node in topological(cell.next) if node.op not in site_graph.INLINED]
+        assert len(boxes) == len(drawn) + len(cell.states)
+    assert_drawn(graph, len(boxes))
+
+
+@pytest.mark.parametrize("name", cells.__all__)
+def test_the_backward_graph(name: str) -> None:
+    """It begins at what is saved and at gradients, and has each result of the backward pass."""
+    cell, sizes = getattr(cells, name), gallery.SIZES.get(name, {})
+    boxes, edges = graph = site_graph.backward(cell, **sizes)
+    assert_drawn(graph, len(boxes))
+    first = {boxes[b].text for b in {*boxes} - {b for _, b, _ in edges}}
+    last = {boxes[a].text for a in {*boxes} - {a for a, _, _ in edges}}
+    page = str(anycell.explain(cell, gallery.UNITS, **sizes))
+    derived = page.partition("backward, one step, derived")[2].partition("summed over rows")[0]
+    for text in last:
+        assert f"{text} = " in derived, text
+    assert {f"d_{state}'" for state in cell.state_names} & first
+    assert len(last) >= len(cell.gates)
+
+
+def assert_drawn(graph: site_graph.Graph, count: int) -> None:
+    """So many boxes, apart from each other, and below what they read."""
+    boxes, edges = graph
+    assert len(boxes) == count
     assert all(boxes[a].level < boxes[b].level for a, b, _ in edges)
-    picture = site_graph.svg(cell)
+    picture = site_graph.svg(graph, "a graph")
     assert picture.count("<rect") == len(boxes)
     assert picture.count('class="edge"') == len(edges)
     rows: dict[str, list[tuple[float, float]]] = {}
@@ -59,7 +105,7 @@ def test_a_page() -> None:
     page = pages["PeepholeLSTM.md"]
     assert "def PeepholeLSTM(" in page and '"""' not in page
     assert "| `p_i_l0` | `[32]` |" in page
-    assert "engine: " in page
+    assert "engine: " in page and page.count("<svg") == 3
 
 
 def test_docstrings_become_markdown() -> None:

@@ -3,6 +3,7 @@
     python tools/figures.py packed [SHAPE...]      packed batches against torch.nn.LSTM's
     python tools/figures.py checkpoint [T]         memory and time of checkpoint="sqrt"
     python tools/figures.py step [H...]            one step from Python, against torch.nn.LSTMCell
+    python tools/figures.py rollout [B I H]        steps with resets, against LSTMCell and a mask
     python tools/figures.py loops [CELL... H...]   training, against a Python loop
     python tools/figures.py compiled [CELL... H...]  and against the loop under torch.compile
     python tools/figures.py cells [T B I H]        every cell against our LSTM, by multiply-adds
@@ -166,6 +167,35 @@ def _steps(h: int) -> dict[str, Call | Task]:
     }
 
 
+def rollout(arguments: list[str]) -> None:
+    """A rollout of 128 steps, one thread: episodes of 16 steps in the mean begin within it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rows, inputs, h = map(int, arguments or ("32", "8", "64"))
+    layer, cell = anycell.torch.LSTM(inputs, h).prepare(), nn.LSTMCell(inputs, h)
+    cell.load_state_dict({n.removesuffix("_l0"): p for n, p in layer.state_dict().items()})
+    x, resets = torch.randn(128, rows, inputs), torch.rand(128, rows) < 1 / 16
+    keep = (~resets).float()[..., None]  # made beforehand, for the peer's sake
+
+    @torch.no_grad()
+    def ours() -> torch.Tensor:
+        state = None
+        for given, first in zip(x, resets, strict=True):
+            output, state = layer.step(given, state, resets=first)
+        return output
+
+    @torch.no_grad()
+    def theirs() -> torch.Tensor:
+        state = torch.zeros(rows, h), torch.zeros(rows, h)
+        for given, kept in zip(x, keep, strict=True):
+            state = cell(given, (state[0] * kept, state[1] * kept))
+        return state[0]
+
+    torch.testing.assert_close(ours(), theirs())
+    samples = compare({"anycell": ours, "torch.nn.LSTMCell": theirs}, 5)
+    line(f"rollout B={rows} I={inputs} H={h}", samples)
+
+
 # -- loops -----------------------------------------------------------------------------------------
 def loops(arguments: list[str], *peers: str) -> None:
     """Training, T = 32, B = 16, by cell and hidden size."""
@@ -293,6 +323,7 @@ COMMANDS = {
     "packed": packed,
     "checkpoint": checkpoint,
     "step": step,
+    "rollout": rollout,
     "loops": loops,
     "compiled": compiled,
     "cells": every_cell,

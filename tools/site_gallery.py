@@ -10,28 +10,37 @@ import statistics
 from typing import Any
 
 import site_graph
-from gallery import EVERY, LENGTH, RATE, RESULTS, ROWS, SIZES, UNITS
+from gallery import EVERY, PROBLEMS, RATE, RESULTS, ROWS, SIZES, UNITS, problems
 from site_markdown import markdown
 
 import anycell
 from anycell import Cell, cells
 from anycell.layer import parameters
 
-GUESS, SOLVED = 1 / 6, 0.01
-PROBLEM = (
-    f"Two of {LENGTH} steps are marked; the answer is the sum of their values. Layers of {UNITS} "
-    f"units see batches of {ROWS} sequences; Adam has the rate {RATE}. To guess the mean gives an "
-    f"error of {GUESS:.2g}. Nothing is tuned for any cell: the figures say that a cell learns, "
-    "not which one is best."
+SOLVED = 0.01
+HOW = (
+    f"Layers of {UNITS} units see batches of {ROWS} sequences; Adam has the rate {RATE}. Nothing "
+    "is tuned for any cell: the figures say that a cell learns, not which one is best."
 )
 NOTES = {
-    "GRUD": "This cell sees a third input, the time since the last mark.",
-    "EALSTM": "The static input of this cell is zero, so that its input gate stays at 1/2.",
+    "EALSTM": "This cell knows one thing more: its static input depends on the rate of the sine.",
 }
+TIMED = (
+    "Training in PyTorch, 32 steps of 16 rows, 64 inputs and 64 units, float32, one thread, in "
+    "turns with a loop over the steps in Python. The loops of LSTM, GRU, RNN, PeepholeLSTM and "
+    "LayerNormLSTM are written by hand, with one matmul a step; all others go through the graph of "
+    "the cell, operation by operation."
+)
 LEGEND = (
     "Blue: projections of the gates; a.k is x.k + r.k, the input's and the recurrent one's sum. "
     "Green: states before the step, and new ones (h'). Orange: what each unit learns, and static "
     "inputs. Purple: further matmuls."
+)
+BACKWARD = (
+    "anycell derives it from the step. Grey: what the step has saved. Green: gradients of the new "
+    "states, which arrive from the output and the step after, and those of the states before "
+    "(d_s), without what comes through a matmul. Blue, orange and purple: gradients of gates, of "
+    "what each unit learns, and of further matmuls."
 )
 
 
@@ -51,30 +60,48 @@ def _index(results: dict[str, Any]) -> str:
     rows = []
     for name in cells.__all__:
         about = markdown(inspect.getdoc(getattr(cells, name)) or "").splitlines()[0]
-        result = results[name]
-        last = statistics.median(run[-1] for run in result["errors"])
+        suits = problems(name)[0]
+        errors = results[name][suits]["errors"]
+        last = statistics.median(run[-1] for run in errors)
         rows.append(
-            f"| [{name}]({name}.md) | {about} | {result['parameters']:,} "
-            f"| {last:.2g} | {_solved(result['errors'])} |"
+            f"| [{name}]({name}.md) | {about} | {_faster(results[name])} "
+            f"| {suits} | {last:.2g} | {_solved(errors)} |"
         )
     return "\n".join(
         [
             "# Gallery",
             "",
             "Each built-in cell has a page: its equations, its code, what a layer of it learns, "
-            "the graph of its step, what `anycell.explain` says of it, and one small experiment.",
+            "the graphs of its step and of its backward pass, how fast it is, one small "
+            "experiment, and what `anycell.explain` says of it.",
             "",
-            f"The experiment is the adding problem. {PROBLEM}",
-            "",
-            "The table has the medians of three runs: the mean squared error at the end, and the "
-            f"steps of training until it was below {SOLVED}. `make gallery` runs it again.",
-            "",
-            "| cell | | parameters | error | steps |",
-            "|---|---|---|---|---|",
+            "| cell | | times a loop's speed | problem | error | steps |",
+            "|---|---|---|---|---|---|",
             *rows,
+            "",
+            "The error is the mean squared one after 1000 steps of training, and the steps are "
+            f"those until it was below {SOLVED}: medians of three runs. `make gallery` runs all of "
+            "it again, in minutes.",
+            "",
+            *(f"- **{name}**: {p.about}" for name, p in PROBLEMS.items()),
+            "",
+            HOW,
+            "",
+            TIMED,
             "",
         ]
     )
+
+
+def _speed(result: dict[str, Any]) -> list[str]:
+    ours, loop = (result["speed"][who] for who in ("ours", "loop"))
+    times = f"{ours:g} ms, and the loop {loop:g} ms, on {result['speed']['on']}: "
+    times += f"**{_faster(result)} times as fast**."
+    return ["## Speed", "", f"{times} {TIMED}", ""]
+
+
+def _faster(result: dict[str, Any]) -> str:
+    return f"{result['speed']['loop'] / result['speed']['ours']:.1f}"
 
 
 def _solved(runs: list[list[float]]) -> str:
@@ -85,7 +112,7 @@ def _solved(runs: list[list[float]]) -> str:
 
 
 def _page(cell: Cell, results: dict[str, Any]) -> str:
-    sizes = SIZES.get(cell.name, {})
+    sizes, result = SIZES.get(cell.name, {}), results[cell.name]
     code = re.sub(
         r'\n    """.*?"""', "", inspect.getsource(cell.function), count=1, flags=re.DOTALL
     )
@@ -107,7 +134,15 @@ def _page(cell: Cell, results: dict[str, Any]) -> str:
             "",
             LEGEND,
             "",
-            f'<div class="graph">{site_graph.svg(cell)}</div>',
+            _drawn(site_graph.forward(cell, **sizes), f"The graph of a step of {cell.name}"),
+            "",
+            "## The graph of its backward pass",
+            "",
+            BACKWARD,
+            "",
+            _drawn(
+                site_graph.backward(cell, **sizes), f"The backward pass of a step of {cell.name}"
+            ),
             "",
             "## What a layer learns",
             "",
@@ -119,15 +154,8 @@ def _page(cell: Cell, results: dict[str, Any]) -> str:
             "|---|---|",
             *(f"| `{name}` | `{list(shape)}` |" for name, shape in learned),
             "",
-            "## The adding problem",
-            "",
-            f"{PROBLEM} {NOTES.get(cell.name, '')}",
-            "",
-            "In colour three runs of this cell, in grey those of the others; the dashed line is a "
-            "guess of the mean:",
-            "",
-            f'<div class="curve">{curve(cell.name, results)}</div>',
-            "",
+            *_speed(result),
+            *_experiment(cell.name, problems(cell.name)[0], results),
             "## What becomes of it",
             "",
             f"`print(anycell.explain(cells.{cell.name}, {UNITS}"
@@ -140,10 +168,32 @@ def _page(cell: Cell, results: dict[str, Any]) -> str:
     )
 
 
-def curve(name: str, results: dict[str, Any]) -> str:
-    """The errors of all cells over the steps as SVG, those of one in colour."""
+def _drawn(graph: site_graph.Graph, title: str) -> str:
+    return f'<div class="graph">{site_graph.svg(graph, title)}</div>'
+
+
+def _experiment(name: str, problem: str, results: dict[str, Any]) -> list[str]:
+    text = f"{PROBLEMS[problem].about} {NOTES.get(name, '')} {HOW}"
+    return [
+        f"## An experiment: {problem}",
+        "",
+        text,
+        "",
+        "In colour three runs of this cell, in grey those of other cells; the dashed line is the "
+        "best constant answer:",
+        "",
+        f'<div class="curve">{curve(name, problem, results)}</div>',
+        "",
+    ]
+
+
+def curve(name: str, problem: str, results: dict[str, Any]) -> str:
+    """The errors of all cells of a problem over the steps as SVG, those of one in colour."""
+    runs = {
+        cell: result[problem]["errors"] for cell, result in results.items() if problem in result
+    }
     width, height, left, bottom, low, high = 640, 300, 52, 40, 1e-4, 1.0
-    count = max(len(run) for result in results.values() for run in result["errors"])
+    count = max(len(run) for each in runs.values() for run in each)
 
     def x(i: float) -> float:
         return left + (width - left - 10) * i / (count - 1)
@@ -170,14 +220,14 @@ def curve(name: str, results: dict[str, Any]) -> str:
     for i in range(0, count, 8):
         parts.append(f'<text x="{x(i):.0f}" y="{height - bottom + 18}">{i * EVERY}</text>')
     parts.append(f'<text x="{x((count - 1) / 2):.0f}" y="{height - 4}">steps of training</text>')
-    for other, result in results.items():
+    for other, each in runs.items():
         if other != name:
-            parts += [line(run, "other") for run in result["errors"]]
-    guess = y(GUESS)
+            parts += [line(run, "other") for run in each]
+    guess = y(PROBLEMS[problem].guess)
     parts.append(
         f'<line class="guess" x1="{left}" x2="{width - 10}" y1="{guess:.0f}" y2="{guess:.0f}"/>'
     )
-    parts += [line(run, "this") for run in results[name]["errors"]]
+    parts += [line(run, "this") for run in runs[name]]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
         f'aria-label="Mean squared error of {name} over the steps of training">'

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
+from gallery import UNITS
+
+import anycell
 from anycell import Cell
 from anycell.lang.expr import Expr, label, topological
 
@@ -42,6 +45,9 @@ class Node:
         return 6.0 if self.text is None else max(30.0, 7.6 * len(self.text) + 14)
 
 
+Graph = tuple[dict[Hashable, Node], list[tuple[Hashable, Hashable, str]]]
+
+
 def text(node: Expr) -> tuple[str, str]:
     """The text of a node, and its kind."""
     name = label(node)
@@ -53,6 +59,8 @@ def text(node: Expr) -> tuple[str, str]:
         matmul, output = node.attrs
         return f"W_{matmul}" + (f", {output}" if output != matmul else ""), "matmul"
     given = [label(arg) if arg.op in INLINED else "·" for arg in node.args]
+    if node.op == "linear_t":
+        return f"@ W_{node.attrs[0]}", "matmul"
     if node.op in SIGNS:
         sign = SIGNS[node.op]
         return (sign if given == ["·", "·"] else f"{given[0]} {sign} {given[1]}"), "op"
@@ -60,22 +68,48 @@ def text(node: Expr) -> tuple[str, str]:
     return (node.op if alone else f"{node.op}({', '.join(map(str, given))})"), "op"
 
 
-def graph(cell: Cell) -> tuple[dict[Hashable, Node], list[tuple[Hashable, Hashable, str]]]:
-    """The boxes, by node of the graph or name of a new state, and the edges with their labels."""
-    order = [node for node in topological(cell.next) if node.op not in INLINED]
-    boxes: dict[Hashable, Node] = {node: Node(*text(node)) for node in order}
+def forward(cell: Cell, **sizes: int) -> Graph:
+    """The step: its new states."""
+    states = anycell.explain(cell, UNITS, **sizes).page.folded()[-len(cell.states) :]
+    return graph([(name, node, "new") for name, node in states], {})
+
+
+def backward(cell: Cell, **sizes: int) -> Graph:
+    """The step's backward pass, from what is saved and the gradients that arrive."""
+    page = anycell.explain(cell, UNITS, **sizes).page
+    arriving = page.arriving().items()
+    known = {n: (name, "state" if n.op == "grad" else "saved") for n, name in arriving}
+    kinds = {"s": "new", "p": "param", "a": "gate", "x": "gate", "r": "gate"}
+    roots = []
+    for name, node in page.gradients():
+        part = name.removeprefix("d_").partition(".")
+        kind = "static" if name == f"d_{cell.static}" else "matmul"
+        roots.append((name, node, kinds.get(part[0], kind) if part[1] else kind))
+    return graph(roots, known)
+
+
+def graph(roots: list[tuple[str, Expr, str]], known: dict[Expr, tuple[str, str]]) -> Graph:
+    """The boxes above what is wanted, which is given by name, node and kind.
+
+    Args:
+        known: texts and kinds of nodes whose arguments are not drawn.
+    """
+    nodes = topological([node for _, node, _ in roots], known)
+    order = [node for node in nodes if node.op not in INLINED]
+    boxes: dict[Hashable, Node] = {node: Node(*known.get(node, text(node))) for node in order}
     edges: list[tuple[Hashable, Hashable, str]] = []
     for node in order:
-        ends = ENDS.get(node.op, ()) if not any(a.op in INLINED for a in node.args) else ()
-        for i, arg in enumerate(node.args):
+        args = () if node in known else node.args
+        ends = ENDS.get(node.op, ()) if not any(a.op in INLINED for a in args) else ()
+        for i, arg in enumerate(args):
             if arg.op not in INLINED:
                 edges.append((arg, node, ends[i] if ends else ""))
-        above = [boxes[arg].level for arg in node.args if arg in boxes]
+        above = [boxes[arg].level for arg in args if arg in boxes]
         boxes[node].level = max(above, default=-1) + 1
-    for state, node in zip(cell.state_names, cell.next, strict=True):
+    for name, node, kind in roots:
         if node in boxes:  # a constant is no box
-            boxes[f"{state}'"] = Node(f"{state}'", "new", boxes[node].level + 1)
-            edges.append((node, f"{state}'", ""))
+            boxes[name] = Node(name, kind, boxes[node].level + 1)
+            edges.append((node, name, ""))
     for node in reversed(order):  # as far down as what reads it permits
         boxes[node].level = min(boxes[b].level for a, b, _ in edges if a is node) - 1
     top = min(box.level for box in boxes.values())
@@ -84,9 +118,9 @@ def graph(cell: Cell) -> tuple[dict[Hashable, Node], list[tuple[Hashable, Hashab
     return boxes, edges
 
 
-def svg(cell: Cell) -> str:
+def svg(drawn: Graph, title: str) -> str:
     """The picture."""
-    boxes, edges = graph(cell)
+    boxes, edges = drawn
     layers: list[list[Node]] = [[] for _ in range(max(b.level for b in boxes.values()) + 1)]
     for box in boxes.values():
         layers[box.level].append(box)
@@ -103,8 +137,7 @@ def svg(cell: Cell) -> str:
     shapes = [_box(box) for box in boxes.values()]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
-        f'width="{width:.0f}" height="{height}" role="img" '
-        f'aria-label="The graph of a step of {escape(cell.name)}">'
+        f'width="{width:.0f}" height="{height}" role="img" aria-label="{escape(title)}">'
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" '
         'markerHeight="6" orient="auto"><path d="M0 0 8 4 0 8z"/></marker></defs>'
         f"{''.join(lines)}{''.join(shapes)}</svg>"

@@ -1,7 +1,8 @@
-"""MkDocs hooks of ``make docs``: pages from files outside docs/, and the gallery's."""
+"""MkDocs hooks of ``make docs``: pages of files outside docs/, of notebooks, and the gallery's."""
 
 from __future__ import annotations
 
+import json
 import logging
 import posixpath
 import re
@@ -36,7 +37,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds README as the home page, the gallery, and whatever files the pages link to."""
+    """Adds README as the home page, notebooks, the gallery, and what files the pages link to."""
     pages = {f"docs/{file.src_uri}" for file in files if file.src_uri.endswith(".md")}
     waiting = [HOME, "CONTRIBUTING.md", "CHANGELOG.md", *pages]
     seen = set(waiting)
@@ -49,6 +50,9 @@ def on_files(files: Files, config: Any) -> Files:
             if target not in seen and not target.startswith("docs/"):
                 seen.add(target)
                 waiting.append(target)
+    for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
+        place = _place(f"docs/{file.src_uri}")
+        files.append(File.generated(config, place, content=_notebook(Path(file.abs_src_path))))
     for name, text in site_gallery.pages().items():
         files.append(File.generated(config, f"gallery/{name}", content=text))
     return files
@@ -77,7 +81,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def _place(path: str) -> str:
     """Where a file of the repository is on the site."""
     if path.startswith("docs/"):
-        return path.removeprefix("docs/")
+        return path.removeprefix("docs/").replace(".ipynb", ".md")
     if path == HOME:
         return "index.md"
     place = f"repository/{path}" if path.endswith((".md", ".json")) else f"repository/{path}.md"
@@ -91,6 +95,24 @@ def _page(path: str, text: str) -> str:
         return BADGE.sub("", text)
     language = LANGUAGES.get(Path(path).suffix, "text")
     return f"# {path}\n\n````{language}\n{text}````\n"
+
+
+def _notebook(path: Path) -> str:
+    """A notebook as Markdown, with what it has printed and drawn, and a link to it."""
+    first, *cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    link = f'<a href="{path.name}" download>This notebook</a> runs in a checkout.'
+    parts = ["".join(first["source"]), link]
+    for cell in cells:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data") or {"text/plain": output["text"]}
+            if "image/png" in data:
+                picture = f"data:image/png;base64,{''.join(data['image/png']).strip()}"
+                parts.append(f'<img alt="What the code above draws" src="{picture}">')
+            else:
+                parts.append(f"```text\n{''.join(data['text/plain'])}\n```")
+    return "\n\n".join(parts)
 
 
 def _targets(path: str, text: str) -> list[str]:

@@ -83,7 +83,7 @@ def accelerate(model: Model) -> Model:
     Example:
         >>> model = keras.Sequential([keras.layers.LSTM(8, name="memory")])
         >>> print(*recurrent_layers(accelerate(model)))
-        memory: LSTM of anycell runs on cpu (fused kernel, matmuls in a step: 1)
+        memory: LSTM of anycell runs on cpu (fused kernel, 1 matmul a step)
     """
     _check(model)
     for _, layer in _walk(model):

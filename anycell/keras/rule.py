@@ -100,7 +100,7 @@ def choose(facts: Facts) -> Engine:
     chosen = planned(facts.cell, facts.units, facts.dtype, facts.sizes)
     if isinstance(chosen, str):
         return Engine(loop, chosen)
-    return Engine("cpu", f"fused kernel, matmuls in a step: {len(facts.cell.linears)}")
+    return Engine("cpu", chosen.reason)
 
 
 def planned(cell: Cell, units: int, dtype: str, sizes: Mapping[str, int]) -> Plan | str:
