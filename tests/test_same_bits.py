@@ -1,5 +1,6 @@
 """``tools/same_bits.py``: layers have the bits that they had, unless it lists them and says why."""
 
+import re
 import subprocess
 from typing import Any
 
@@ -24,15 +25,21 @@ def test_differences() -> None:
     now = {"same": {"x": "1"}, "other": {"x": "3", "y": "2"}, "new": {"x": "1"}}
     different = {"gone": ["x"], "new": ["x"], "other": ["x"]}
     assert same_bits.differences(before, now) == different
-    assert same_bits.reason("torch LSTM float32", {"^torch ": "why"}) == "why"
-    assert same_bits.reason("numpy LSTM float32", {"^torch ": "why"}) is None
+    changed = [same_bits.Changed("^torch ", "^grad ", "why"), same_bits.Changed("T1", "", "other")]
+    for layer_, arrays, why in (
+        ("torch LSTM", ["grad x"], "why"),
+        ("torch LSTM T1", ["grad x", "output"], "why; other"),
+        ("torch LSTM", ["grad x", "output"], None),
+        ("numpy LSTM", ["grad x"], None),
+    ):
+        assert same_bits.reason(layer_, arrays, changed) == why
 
 
 def test_each_layer_has_a_name_of_its_own() -> None:
     names = [one.name for one in same_bits.layers()]
     assert len(names) == len(set(names))
-    for pattern in same_bits.CHANGED:
-        assert any(same_bits.reason(name, {pattern: "why"}) for name in names)
+    for changed in same_bits.CHANGED:
+        assert any(re.search(changed.layers, name) for name in names)
 
 
 @pytest.mark.slow

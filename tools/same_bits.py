@@ -1,6 +1,6 @@
 """Compares the bits of a fixed set of layers with those of another revision.
 
-    python tools/same_bits.py                       # this tree with f0e85e2
+    python tools/same_bits.py                       # this tree with 20390c5
     python tools/same_bits.py --revision HEAD~3     # ... with any other revision
     python tools/same_bits.py --threads 1 --only "GRU .*float64"
 
@@ -27,15 +27,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-BASELINE = "f0e85e2"
+BASELINE = "20390c5"
 DTYPES = ("float32", "float64")
 
 Digests = dict[str, dict[str, str]]  # per layer, per array
 
-# Layers that differ from BASELINE, by a pattern of their names, and why.
-CHANGED = {
-    r"^torch\.nn LSTM T1 .*float(32|64)$": "a single step is torch's own operator, which is faster",
-}
+
+class Changed(NamedTuple):
+    """What differs from BASELINE: patterns of the names of layers and of arrays, and why."""
+
+    layers: str
+    arrays: str
+    why: str
+
+
+CHANGED = (
+    Changed(" T1 ", "", "a single step of few rows multiplies by weights where they lie"),
+    Changed("^(torch|numpy|recurrence)", "^grad bias", "rows are summed in blocks"),
+    Changed("^numpy", "^grad ", "our matmul multiplies all of NumPy's"),
+)
 
 
 class Sizes(NamedTuple):
@@ -399,9 +409,13 @@ def differences(before: Digests, now: Digests) -> dict[str, list[str]]:
     return found
 
 
-def reason(layer: str, changed: Mapping[str, str]) -> str | None:
-    """Why a layer may differ, if there is a reason."""
-    return next((why for pattern, why in changed.items() if re.search(pattern, layer)), None)
+def reason(layer: str, arrays: Iterable[str], changed: Iterable[Changed]) -> str | None:
+    """Why these arrays of a layer may differ; None if there is no reason for one of them."""
+    reasons = {}
+    for name in arrays:
+        found = (c.why for c in changed if re.search(c.layers, layer) and re.search(c.arrays, name))
+        reasons[next(found, None)] = True
+    return None if None in reasons else "; ".join(map(str, reasons))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -418,7 +432,7 @@ def main(argv: list[str] | None = None) -> int:
         package = str(Path(anycell.__file__).parent)
         print(json.dumps({"package": package, "digests": digests(options.only)}))
         return 0
-    changed = CHANGED if options.revision == BASELINE else {}
+    changed = CHANGED if options.revision == BASELINE else ()
     unexplained = 0
     with tempfile.TemporaryDirectory() as scratch:
         earlier, cache = Path(scratch, "earlier"), Path(scratch, "cache")
@@ -429,7 +443,7 @@ def main(argv: list[str] | None = None) -> int:
             now = digests_of(ROOT, threads, options.only, cache)
             different = differences(before, now)
             for layer, names in different.items():
-                why = reason(layer, changed)
+                why = reason(layer, names, changed)
                 unexplained += why is None
                 print(f"{layer}, {threads} threads: {', '.join(names)}{f' ({why})' if why else ''}")
             arrays = sum(map(len, now.values()))
