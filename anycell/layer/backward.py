@@ -9,7 +9,7 @@ from anycell.engines.cpu.driver import FEW, SUM
 from anycell.layer import contract
 from anycell.layer.arguments import Array, Factors, Host, Kept
 from anycell.layer.form import chunk_of, row_group
-from anycell.layer.forward import project, remember, start, widened
+from anycell.layer.forward import project, remember, widened
 from anycell.layer.recipe import Recipe, View, recipe_of
 from anycell.layer.run import Run
 from anycell.layer.schedule import segment_steps
@@ -131,7 +131,7 @@ def _draft(
         dense: for ``factors``.
     """
     need, of_x, of_first = wants
-    run = start(host, plan, given, options, True)
+    run = Run(Recipe(host, given, options), plan, options, True, False)
     recipe, views, count = run.recipe, run.recipe.views, len(run.directions)
     dx = None
     if of_x or not run.projects:

@@ -76,7 +76,7 @@ def _draft(
     host: Host, plan: Plan, given: Mapping[str, Array], options: Options, keep: bool, holes: bool
 ) -> Forward:
     """Drafts the pass for arrays that are laid out like these."""
-    run = start(host, plan, given, options, False, holes)
+    run = Run(Recipe(host, given, options), plan, options, False, holes)
     recipe, steps, directions = run.recipe, run.steps, len(run.directions)
     segment = run.segment if keep and options.checkpoint is not None else steps
     everything = keep and segment == steps
@@ -103,26 +103,6 @@ def _draft(
         [number(view) for view in kept.values],
     )
     return Forward(recipe, number(out), zeroed, [number(final) for final in finals], numbers)
-
-
-def start(
-    host: Host,
-    plan: Plan,
-    given: Mapping[str, Array],
-    options: Options,
-    backward: bool,
-    holes: bool = False,
-) -> Run:
-    """Begins the draft of a pass."""
-    given = dict(given)
-    recipe = Recipe(host, given, options)
-    if given.get("resets") is not None:
-        for i, (name, size) in enumerate(states(plan)):
-            if given.get(f"reset_state {name}") is None:
-                values = (host.wide if i else host).empty((len(options.reverse), size))
-                values[:] = plan.cell.states[i].initial
-                recipe.views[f"reset_state {name}"] = recipe.constant(values)
-    return Run(recipe, plan, options, backward, holes)
 
 
 def remember(run: Run, steps: int, everything: bool, whole: bool) -> Kept:

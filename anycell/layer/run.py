@@ -12,7 +12,7 @@ from anycell.layer.form import WORTH_A_THREAD, form_of, slot_bytes
 from anycell.layer.products import kind_of
 from anycell.layer.recipe import CHUNK, Recipe, View
 from anycell.layer.schedule import segment_steps
-from anycell.layer.signature import direction
+from anycell.layer.signature import direction, states
 from anycell.plan import CODES, Options, Plan, padded
 
 Views = Mapping[str, View]
@@ -69,6 +69,16 @@ class Run:
                 self.place(name, views[name])
         for d, arrays in enumerate(self.directions):
             self.place_of(d, arrays)
+        self._restore()
+
+    def _restore(self) -> None:
+        """Says what resets restore, where the call does not: what the cell declares."""
+        for i, (name, size) in enumerate(states(self.plan)):
+            restored, host = f"reset_state {name}", self.host.wide if i else self.host
+            if self.resets is not None and restored not in self.recipe.views:
+                values = host.empty((len(self.directions), size))
+                values[:] = self.plan.cell.states[i].initial
+                self.place_parts({restored: self.recipe.constant(values)})
 
     def _switch(self) -> None:
         """Sets what the table says of the options of a call, and its threads."""
@@ -125,10 +135,10 @@ class Run:
         """Says where the sequences of states lie, and the values that are saved."""
         self.place("hidden", kept.hidden)
         names = self.plan.cell.state_names
-        for d, states in enumerate(kept.states):
+        for d, sequences in enumerate(kept.states):
             if kept.values:
                 self.place_of(d, {"saved": kept.values[d]})
-            for name, sequence in zip(names, states, strict=True):
+            for name, sequence in zip(names, sequences, strict=True):
                 if sequence is not None:
                     self.place_of(d, {f"sequence {name}": sequence})
 
