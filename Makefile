@@ -28,11 +28,11 @@ NARROWER := from anycell.engines.cpu.isa import TARGETS, available; \
 	*names, last = available(); \
 	print(*[name for name in names if TARGETS[name].bits < TARGETS[last].bits])
 
-# Prints the emulation of matrix tiles where this machine runs it, and where it has tiles, the
-# widest instruction set without them.
+# Prints the emulation of matrix tiles where this machine runs it, and where it multiplies bfloat16,
+# the widest instruction set that does not.
 UNTILED := from anycell.engines.cpu.isa import available; \
 	names = available(); \
-	print('amx-emulated' if 'avx512vnni' in names else '', 'avx512vnni' if 'amx' in names else '')
+	print('amx-emulated' if 'avx512vnni' in names else '', 'avx512vnni' if names[-1] in ('amx', 'avx512bf16') else '')
 
 help: ## list the targets
 	@sed -En 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 21

@@ -10,11 +10,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import util
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from anycell.machine import cpu_name, revision, usable_cores, version
+
+if TYPE_CHECKING:
+    from anycell.engines.cpu.ir import Target
 
 Verdict = Literal["ok", "note", "bad"]
 Finding = tuple[Verdict, str]
@@ -76,10 +79,24 @@ def _cpu() -> Iterator[Finding]:
     available, chosen = isa.available(), isa.current().name
     forced = f", as {isa.ENV} says" if isa.ENV in os.environ else ""
     yield "ok", f"kernels for {chosen}{forced}; this machine runs {', '.join(available)}"
+    yield "ok", _multiplied(isa.current())
     if isa.runs("amx") and "amx" not in available:
         yield "note", "this machine has AMX, but Linux does not let this process use it"
     if chosen == "generic" and platform.machine() in ("x86_64", "AMD64"):
         yield "note", "without AVX2 kernels are several times slower"
+
+
+def _multiplied(target: Target) -> str:
+    """How kernels multiply numbers of each dtype."""
+    bytes_, bfloat = "8 bits after widening", "bfloat16 after widening"
+    if target.dot:
+        bytes_ = "8 bits in fours"
+    if target.pairs:
+        bfloat = "bfloat16 in pairs"
+    if target.tiles:
+        bytes_, bfloat = "8 bits by matrix tiles", "bfloat16 by matrix tiles"
+    lanes = target.lanes("float")
+    return f"{lanes} numbers of float32 at once; {bfloat}, float16 after widening; {bytes_}"
 
 
 def _products() -> Iterator[Finding]:
@@ -98,6 +115,64 @@ def _threads() -> Iterator[Finding]:
         "own": "our own (a framework brings an OpenMP runtime when it is imported)",
     }[pool.backend()]
     yield "ok" if count <= cores else "note", f"{count} on {cores} cores; {backend}"
+
+
+def _speed() -> Iterator[Finding]:
+    """The rates of large products, ours and the libraries', and of memory; some two seconds."""
+    from anycell.engines.cpu import pool
+
+    count = pool.threads()
+    near = _rate(_ours("float32", ROWS // 20, 1), ROWS // 20)
+    yield "ok", f"a core multiplies {near:.0f} GFLOP/s of float32 where all is near"
+    calls = {"ours": _ours("float32", ROWS, count), "numpy's": _numpys()}
+    if util.find_spec("torch") is not None:
+        calls["torch's"] = _torchs()
+    if util.find_spec("ml_dtypes") is not None:
+        calls["ours of bfloat16"] = _ours("bfloat16", ROWS, count)
+    rates = ", ".join(f"{name} {_rate(call, ROWS):.0f}" for name, call in calls.items())
+    yield "ok", f"large products, {count} {'thread' if count == 1 else 'threads'}: {rates}"
+    source, copy = np.ones((2, 1 << 24), np.float32)
+    seconds = min(_seconds(lambda: np.copyto(copy, source)) for _ in range(5))
+    yield "ok", f"a thread copies {2 * source.nbytes / seconds / 1e9:.1f} GB/s in memory"
+
+
+ROWS, COLUMNS, INNER = 1920, 1024, 512  # of the products that are timed
+
+
+def _ours(dtype: str, rows: int, threads: int) -> Callable[[], object]:
+    from anycell.layer.products import multiply
+    from anycell.numpy.host import host_of
+
+    host = host_of(dtype)
+    a, b = host.zeros((rows, INNER)), host.zeros((INNER, COLUMNS))
+    out = np.empty((rows, COLUMNS), np.float32)
+    return lambda: multiply(host, dtype, a, b, out, False, threads)
+
+
+def _numpys() -> Callable[[], object]:
+    shapes = (ROWS, INNER), (INNER, COLUMNS), (ROWS, COLUMNS)
+    a, b, out = (np.zeros(shape, np.float32) for shape in shapes)
+    return lambda: np.matmul(a, b, out=out)
+
+
+def _torchs() -> Callable[[], object]:
+    from anycell.torch.host import HOSTS
+
+    shapes = (ROWS, INNER), (INNER, COLUMNS), (ROWS, COLUMNS)
+    a, b, out = (HOSTS["float32"].zeros(shape) for shape in shapes)
+    return lambda: out.addmm_(a, b, beta=0)
+
+
+def _rate(call: Callable[[], object], rows: int) -> float:
+    """GFLOP/s of a product of so many rows."""
+    call()
+    return 2e-9 * rows * COLUMNS * INNER / min(_seconds(call) for _ in range(9))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def _environment() -> Iterator[Finding]:
@@ -160,6 +235,7 @@ CHECKS: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
     ("processor", _cpu),
     ("products", _products),
     ("threads", _threads),
+    ("speed", _speed),
     ("environment", _environment),
     ("kernel cache", _cache),
     ("self-check", _self_check),

@@ -102,6 +102,7 @@ def test_assembly_stays_within_the_instruction_set(name: str) -> None:
         "avx2": ("%ymm", r"%zmm|%[xyz]mm(1[6-9]|[23]\d)|%k\d"),
         "avx512": ("%zmm", "$^"),
         "avx512vnni": ("%zmm", "$^"),
+        "avx512bf16": ("%zmm", "$^"),
         "amx": ("%zmm", "$^"),
     }[name]
     assert mine in code

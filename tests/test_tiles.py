@@ -1,6 +1,10 @@
-"""Matrix tiles (AMX): by their emulation everywhere, and on machines that have them."""
+"""Matrix tiles (AMX): by their emulation everywhere, and on machines that have them. Pairs of
+bfloat16, on those that multiply them.
+"""
 
 import copy
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +39,7 @@ Array = npt.NDArray[Any]
 CELLS = [cells.LSTM, cells.GRU, cells.sLSTM(heads=2), cells.LSTMP, cells.LayerNormGRU, Everything]
 # T, B, H on both sides of 16 rows, of panels of 48, and of 32 and 64 numbers of a sum.
 KINDS = ["amx-emulated", *(["amx"] if "amx" in isa.available() else [])]
+PAIRS = ["avx512bf16"] if isa.runs("avx512bf16") else []  # on Intel's processors for who asks
 SHAPES = [(3, 1, 6), (3, 15, 32), (3, 16, 64), (2, 17, 66), (2, 49, 34), (2, 33, 130), (2, 4, 260)]
 tiled = pytest.mark.parametrize(
     ("cell", "shape"),
@@ -69,7 +74,7 @@ def test_integers_have_the_bits_that_they_have_without(cell: Cell, shape: Any, s
 def test_bfloat16(cell: Cell, shape: Any, seed: int) -> None:
     """Right, and of the same bits for any threads and rows beside."""
     problem = drawn(cell, shape, seed, "bfloat16")
-    for name in KINDS:
+    for name in KINDS + PAIRS:
         with isa.force(name):
             solution = by_cpu(problem, 1)
             assert_right(solution, problem)
@@ -82,13 +87,14 @@ def test_bfloat16(cell: Cell, shape: Any, seed: int) -> None:
 @pytest.mark.parametrize("precision", ["high", "medium"])
 def test_float32(precision: str, cell: Cell, shape: Any, seed: int) -> None:
     """As sums of two numbers of bfloat16, or as one: right to as many digits, and no more; of the
-    same bits for any threads. Without tiles nothing is rounded.
+    same bits for any threads. Pairs of bfloat16 are for the latter alone, and without either
+    nothing is rounded.
     """
     if precision == "medium" and cell.name == "sLSTM":
         pytest.skip("its exponentials enlarge what rounding its weights does, up to 7e-2")
     problem = drawn(cell, shape, seed, "float32")
     exact = by_cpu(problem, 1)
-    for name in KINDS:
+    for name in KINDS + PAIRS * (precision == "medium"):
         with isa.force(name):
             solution = by_cpu(problem, 1, precision=precision)
             assert_right(solution, problem, name, f"float32 {precision}")
@@ -97,9 +103,10 @@ def test_float32(precision: str, cell: Cell, shape: Any, seed: int) -> None:
             assert rounded or not exact["outputs"].any()  # all are under the mask
         for key, value in solution.items():
             assert np.array_equal(again[key], value), key
-    with isa.force("avx512"):
-        exact, same = by_cpu(problem, 1), by_cpu(problem, 1, precision=precision)
-    assert all(np.array_equal(value, exact[key]) for key, value in same.items())
+    for name in ("avx512", *PAIRS * (precision == "high")):
+        with isa.force(name):
+            exact, same = by_cpu(problem, 1), by_cpu(problem, 1, precision=precision)
+        assert all(np.array_equal(value, exact[key]) for key, value in same.items())
 
 
 @pytest.mark.parametrize("batch", [19, 100, 140])
@@ -226,8 +233,13 @@ def test_matmuls(kind: str, rng: np.random.Generator) -> None:
         assert np.array_equal(alone[0], out[rows // 2])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32 high"])
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        *itertools.product(["bfloat16", "float32 high"], KINDS),
+        *itertools.product(["bfloat16", "float32 medium"], PAIRS),
+    ],
+)
 def test_matmuls_stay_within_their_arrays(dtype: str, kind: str, seed: int) -> None:
     """Between forbidden pages, at both ends: of any sizes and layouts, added or not. An element has
     the bits that it has in any part of its row and column.
@@ -299,11 +311,24 @@ def test_instructions(dtype: str) -> None:
     assert "ldtilecfg" not in narrow
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32 medium", "float16", "float32"])
+def test_pairs_are_multiplied_in_one_instruction(dtype: str) -> None:
+    """Of bfloat16, in both directions and in products that are parallel in time."""
+    target, types = isa.TARGETS["avx512bf16"], DTYPES[dtype]
+    chosen = replace(plan(cells.LSTM, 64, types.storage.name, "cpu"), dtype=dtype)
+    layouts = (Layout(chosen, backward, target) for backward in (False, True))
+    for text in (driver.text(target, types), *(str(print_kernel(layout)) for layout in layouts)):
+        code = jit.Library(text, target, {}, False).assembly()
+        assert ("vdpbf16ps" in code) is (types.operands.name == "bfloat16")
+
+
 def test_where_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isa, "available", isa.available.__wrapped__)
     monkeypatch.setattr(isa, "_features", lambda: isa.machine(isa.TARGETS["amx"]).needs)
     monkeypatch.setattr(isa, "permitted", lambda: False)
-    assert isa.available()[-1] == "avx512vnni"
+    for amd, widest in ((True, "avx512bf16"), (False, "avx512vnni")):
+        monkeypatch.setattr(isa, "amd", lambda amd=amd: amd)
+        assert isa.available()[-1] == widest
     refusal = pytest.raises(ValueError, match="'amx': Linux does not let this process use tiles")
     with refusal, isa.force("amx"):
         pass

@@ -34,9 +34,11 @@ def compiled(plan: Plan, backward: bool = False) -> Kernel:
 def rounded(plan: Plan, precision: str) -> Plan:
     """The plan of a layer whose matmuls may round as far as a framework's precision allows: of
     float32 "high" to sums of two numbers of bfloat16, "medium" to one number. The plan itself where
-    nothing is gained: without matrix tiles, and for other dtypes.
+    nothing is gained: without an instruction for it, and for other dtypes.
     """
-    return _rounded(plan, precision) if isa.current().tiles else plan
+    target = isa.current()
+    gained = target.tiles or (target.pairs and precision == "medium")
+    return _rounded(plan, precision) if gained else plan
 
 
 @functools.lru_cache(maxsize=512)

@@ -48,6 +48,8 @@ def _geometry(layout: Layout, batch: int | None) -> Iterator[str]:
         columns = [len(group) for group in g.groups(g.span)]
         blocks = [f"{g.block_rows(n)} rows x {n} {_plural('column', n)}" for n in columns]
         how = f"register blocks of at most {_unique(blocks)}"
+        if g.paired:
+            how += " of pairs of bfloat16"
         if g.tiled:
             how = f"matrix tiles of {tiles.ROWS} rows" + ", emulated" * (target.tiles == "emulated")
         yield (

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator
 
 from anycell.engines.cpu import tiles
 from anycell.engines.cpu.door import print_gang
-from anycell.engines.cpu.geometry import ROW_HEADER, Geometry
+from anycell.engines.cpu.geometry import ROW_HEADER, Geometry, paired
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, Variable, constant, element_bits
 from anycell.engines.cpu.matmul import (
     add_products,
@@ -88,7 +88,7 @@ class Gemm:
         self.geometry = geometry = Geometry(
             1 << 16, INNER, 1, self.lanes, target.registers, self.packs, tiled=self.tiled,
             chunk=tiles.chunk(self.operands.llvm) if self.tiled else self.packs,
-            pieces=types.pieces,
+            paired=paired(target, types), pieces=types.pieces,
         )  # fmt: skip
         self.vectors, self.rows = geometry.columns, geometry.block_rows(geometry.columns)
         if self.tiled:
@@ -100,7 +100,7 @@ class Gemm:
         copied = ROW_HEADER + INNER // self.packs if self.quantized else INNER
         self.row = copied + LINE // self.size  # or all rows would share a few lines of the cache
         self.copied = align((ROWS + self.lanes) * self.row * self.size)
-        self.staged = self.tiled and not self.quantized
+        self.staged = geometry.rounded and not self.quantized
         if self.staged:
             self.copied *= 2
         self.panel = self.packed_rows * self.width * self.size  # bytes of a block of it
@@ -123,7 +123,7 @@ class Gemm:
                 continue
             for rows in range(1, self.rows + 1):
                 self._register_block(rows, vectors)
-        if self.staged:
+        if self.tiled and not self.quantized:
             self._fetch()
         self._merge()
         self._panel()
@@ -271,8 +271,9 @@ class Gemm:
                 multiply(self.vectors, into, c_rows, add)
             with otherwise:
                 # Tiles of reals add to what is there: an element's bits do not depend on its place.
-                adds, adds_later = (add, 0) if self.staged else (0, add)
-                if self.staged:
+                real_tiles = self.tiled and not self.quantized
+                adds, adds_later = (add, 0) if real_tiles else (0, add)
+                if real_tiles:
                     with b.when(add.ne(0)):
                         b.call("fetch", tile, into, c_rows, left, columns)
                 for m in range(1, self.vectors + 1):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from anycell.engines.cpu import tiles
 from anycell.engines.cpu.ir import Target
 from anycell.lang.cell import RECURRENT, Cell, Linear
-from anycell.plan import Plan
+from anycell.plan import Dtype, Plan
 
 INPUT = -1  # in place of the number of a state
 QUANTIZED = 4  # weights of 8 bits that share a lane of 32
@@ -39,12 +39,18 @@ class Geometry:
     header: int = 1  # rows of a packed tile before the weights: biases, of integers more
     chunk: int = 1  # numbers of which a sum has a whole multiple, the last ones zeros
     tiled: bool = False  # whether matrix tiles multiply
+    paired: bool = False  # whether one instruction adds two products of bfloat16, see ``isa``
     pieces: int = 1  # that a number is the sum of
 
     @property
     def quantized(self) -> bool:
         """Whether it multiplies integers of 8 bits."""
         return self.packs == QUANTIZED
+
+    @property
+    def rounded(self) -> bool:
+        """Whether rows and weights are bfloat16 when they are multiplied, not widened before."""
+        return self.tiled or self.paired
 
     @property
     def vectors(self) -> int:
@@ -222,7 +228,7 @@ def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
         header = 1 + (OFFSETS if packs == QUANTIZED else BIASES)
         g = Geometry(
             units // l.heads, length, outputs, lanes, target.registers, packs, header, chunk, tiled,
-            plan.types.pieces,
+            paired(target, plan.types), plan.types.pieces,
         )  # fmt: skip
         state = None
         if l.operand.op == "state":
@@ -231,6 +237,11 @@ def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
             state = INPUT
         found.append(Matmul(l, number, g, state, units, inner, backward))
     return tuple(found)
+
+
+def paired(target: Target, types: Dtype) -> bool:
+    """Whether one instruction of the target adds two products of what the matmuls multiply."""
+    return target.pairs and types.operands.llvm == "bfloat" and types.pieces == 1
 
 
 def projecting(matmuls: tuple[Matmul, ...], cell: Cell) -> Matmul | None:

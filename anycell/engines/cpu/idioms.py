@@ -1,5 +1,5 @@
-"""Instructions of some machines that others do in a few: numbers of 16 bits, products
-of 8 bits, a reciprocal that is only near.
+"""Instructions of some machines that others do in a few, or not at all: numbers of 16 bits,
+products of 8 and 16 bits, a reciprocal that is only near.
 """
 
 from __future__ import annotations
@@ -97,3 +97,13 @@ def dot(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
         right = b.ashr(signed << (24 - 8 * byte), 24)
         total += left * right
     return total
+
+
+def dot_pairs(b: Builder, total: Value, left: Value, right: Value) -> Value:
+    """``total`` and two products: of each lane's two numbers of bfloat16. Numbers too small to be
+    normal count as 0.
+    """
+    assert b.target.pairs, b.target.name
+    pairs = vector(2 * shape(total.type)[0], "bfloat")
+    operands = (b.bitcast(x, pairs) for x in (left, right))
+    return b.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", total, *operands, overload=())

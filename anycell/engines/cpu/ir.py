@@ -53,6 +53,7 @@ class Target:
     fma: bool
     half: bool = False  # whether it converts float16
     dot: bool = False  # whether it adds up products of 8 bits
+    pairs: bool = False  # whether it adds up products of bfloat16, two by two
     bfloat: bool = False  # whether it converts to bfloat16, numbers too small to be normal to 0
     tiles: str = ""  # "amx" if it has matrix tiles, "emulated" if vectors stand in for them
     x86: bool = X86

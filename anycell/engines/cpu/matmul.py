@@ -5,7 +5,8 @@ the inner loop of all that a kernel does.
 
 Weights of 16 bits are packed in pairs: where a vector of wider weights would be, there are the
 weights of two numbers of the sum. They are widened in registers, and the rows that they multiply
-before, once for all tiles (``print_staging``). Sums are of the type that the cell computes in.
+before, once for all tiles (``print_staging``); unless the machine multiplies pairs of bfloat16.
+Sums are of the type that the cell computes in.
 
 Integers of 8 bits are packed in fours. Rows that they multiply are rounded to integers from -127 to
 127, times the scale of the row, and stored with 128 added:
@@ -32,7 +33,7 @@ from anycell.engines.cpu.geometry import (
     Geometry,
     Matmul,
 )  # fmt: skip
-from anycell.engines.cpu.idioms import dot, widen
+from anycell.engines.cpu.idioms import dot, dot_pairs, widen
 from anycell.engines.cpu.ir import (
     Builder,
     Module,
@@ -95,7 +96,7 @@ class Blocks:
         b = module.private(f"{self._name('block', places)}_x{rows}", params)
         weights, pointers, acc, k0, k1, fresh, shift = b.args
         addresses = [b.load(b.gep(pointers, r, "i64"), "ptr") for r in range(rows)]
-        number = self.number if g.quantized else b.real
+        number = self.number if g.quantized or g.paired else b.real
         operand = [b.gep(address, shift, number) for address in addresses]
         sums = [[b.unset(b.vec) for _ in columns] for _ in range(rows)]
         places_of_sums = [(r, c) for r in range(rows) for c in columns]
@@ -202,6 +203,8 @@ def add_products(
     full = b.lanes * element_bits(b.real) // 8
     packs = element_bits(b.real) // element_bits(number)
     shift, integers = packs.bit_length() - 1, packs == QUANTIZED
+    pairs = b.target.pairs and number == "bfloat"
+    together = integers or pairs
     first, last = (b.ashr(b.value(k, "i64"), shift) if shift else k for k in bounds)
     # Not unrolled: the loop's own instructions fit beside the multiply-adds, and twice the code
     # compiles twice as long.
@@ -210,25 +213,27 @@ def add_products(
         k = line << shift if shift else line
         if ahead:
             b.prefetch(b.gep(ahead[0], line * ahead[1], "i8"), locality=2)
-        for part in range(1 if integers else packs):
+        for part in range(1 if together else packs):
             w = []
             for c in range(len(sums[0])):
-                if packs == 2:
+                if packs == 2 and not pairs:
                     at = b.gep(base, (2 * c + part) * b.lanes, "i16")
                     bits = b.load(at, vector(b.lanes, "i16"), align=full // 2)
                     w.append(widen(b, bits, number))
                 else:
-                    type = b.ivec if integers else b.vec
+                    type = b.ivec if together else b.vec
                     w.append(b.load(b.gep(base, c * b.lanes), type, align=full))
             for row, address in zip(sums, operand, strict=True):
-                if integers:
-                    value = b.splat(b.load(b.gep(address, k, "i8"), "i32", align=1))
+                if together:
+                    value = b.splat(b.load(b.gep(address, k, number), "i32", align=1))
                 else:
                     at = b.gep(address, k + part if packs == 2 else k)
                     value = b.splat(b.load(at, b.real))
                 for total, weight in zip(row, w, strict=True):
                     if integers:
                         total.value = dot(b, total.value, value, weight)
+                    elif pairs:
+                        total.value = dot_pairs(b, total.value, value, weight)
                     else:
                         total.value = b.fma(value, weight, total.value)
 
@@ -358,18 +363,18 @@ def print_pack_block(
 ) -> None:
     """Adds the packing of a column of vectors: element k of unit u is source[u * lane_stride + k *
     inner_stride]. Numbers of operands that share a lane are packed as they are, others widened, or
-    for tiles rounded to sums of numbers of bfloat16.
+    rounded to sums of numbers of bfloat16.
     """
     b = module.private(name, PACK_BLOCK)
     source, lane_stride, inner_stride, units, count, packed, width = b.args
-    rounded = g.tiled and number != operands
+    rounded = g.rounded and number != operands
     if g.packs > 1 and not rounded:
         _pack_together(b, g, number)
         return
     group, whole = (2, whole_chunks(count, g.chunk)) if rounded else (1, count)
 
     def store(k: Value, numbers: Sequence[Value]) -> None:
-        """The numbers from k on of each column: one, or for tiles the two that share a lane."""
+        """The numbers from k on of each column: one, or where rounded the two of a lane."""
         if not rounded:
             b.store(numbers[0], b.gep(packed, k * width))
             return
@@ -411,7 +416,7 @@ def _pack_together(b: Builder, g: Geometry, number: str) -> None:
 
     def store(group: Value, row: Value) -> None:
         at = b.gep(packed, row * width)
-        if g.quantized or g.tiled:
+        if g.quantized or g.rounded:
             b.store(group, at)
             return
         b.store(b.trunc(group, "i16"), at)
@@ -441,14 +446,14 @@ def _pack_together(b: Builder, g: Geometry, number: str) -> None:
 
 
 def print_staging(module: Module, number: str, g: Geometry, operands: str) -> None:
-    """Adds ``stage_<number>``, which writes numbers of a row as matmuls read them, widened (or for
-    tiles rounded) and followed by zeros up to whole chunks.
+    """Adds ``stage_<number>``, which writes numbers of a row as matmuls read them, widened or
+    rounded, and followed by zeros up to whole chunks.
     """
     b = module.private(f"stage_{number}", "ptr source, ptr to, i64 count")
     source, to, count = b.args
     with b.loop(0, whole_chunks(count, g.chunk), b.lanes) as i:
         mask, at = b.lane_mask(count - i), b.gep(source, i, number)
-        if not g.tiled:
+        if not g.rounded:
             b.store(masked_numbers(b, at, mask, number), b.gep(to, i))
         elif number == operands:
             b.store(b.masked_load(at, mask, 0, vector(b.lanes, "i16")), b.gep(to, i, "i16"))

@@ -86,7 +86,7 @@ class Panel:
         if g.quantized:
             return self._quantize(to, address, m.linear.heads, m.numbers, g.inner)
         operands = layout.plan.types.operands.llvm
-        staged = operands if g.tiled and g.packs > 1 else layout.real
+        staged = operands if g.rounded and g.packs > 1 else layout.real
         there = constant(1, "i1")
         if layout.backward:  # before the first step there are no gradients, nor after the last
             there = t < self.arg["steps"] if m.state is None else t > 0
