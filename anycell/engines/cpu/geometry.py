@@ -7,6 +7,7 @@ import itertools
 from dataclasses import dataclass
 
 from anycell.engines.cpu import tiles
+from anycell.engines.cpu.idioms import in_pairs
 from anycell.engines.cpu.ir import Target
 from anycell.lang.cell import RECURRENT, Cell, Linear
 from anycell.plan import Dtype, Plan
@@ -241,7 +242,7 @@ def matmuls(plan: Plan, backward: bool, target: Target) -> tuple[Matmul, ...]:
 
 def paired(target: Target, types: Dtype) -> bool:
     """Whether one instruction of the target adds two products of what the matmuls multiply."""
-    return target.pairs and types.operands.llvm == "bfloat" and types.pieces == 1
+    return in_pairs(target, types.operands.llvm) and types.pieces == 1
 
 
 def projecting(matmuls: tuple[Matmul, ...], cell: Cell) -> Matmul | None:

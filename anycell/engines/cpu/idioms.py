@@ -4,7 +4,7 @@ products of 8 and 16 bits, a reciprocal that is only near.
 
 from __future__ import annotations
 
-from anycell.engines.cpu.ir import Builder, Value, constant, shape, vector, with_element
+from anycell.engines.cpu.ir import Builder, Target, Value, constant, shape, vector, with_element
 
 
 def widen(b: Builder, x: Value, number: str) -> Value:
@@ -97,6 +97,11 @@ def dot(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
         right = b.ashr(signed << (24 - 8 * byte), 24)
         total += left * right
     return total
+
+
+def in_pairs(target: Target, number: str) -> bool:
+    """Whether one instruction adds two products of numbers of this type."""
+    return target.pairs and number == "bfloat"
 
 
 def dot_pairs(b: Builder, total: Value, left: Value, right: Value) -> Value:

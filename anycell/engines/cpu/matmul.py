@@ -33,7 +33,7 @@ from anycell.engines.cpu.geometry import (
     Geometry,
     Matmul,
 )  # fmt: skip
-from anycell.engines.cpu.idioms import dot, dot_pairs, widen
+from anycell.engines.cpu.idioms import dot, dot_pairs, in_pairs, widen
 from anycell.engines.cpu.ir import (
     Builder,
     Module,
@@ -203,7 +203,7 @@ def add_products(
     full = b.lanes * element_bits(b.real) // 8
     packs = element_bits(b.real) // element_bits(number)
     shift, integers = packs.bit_length() - 1, packs == QUANTIZED
-    pairs = b.target.pairs and number == "bfloat"
+    pairs = in_pairs(b.target, number)
     together = integers or pairs
     first, last = (b.ashr(b.value(k, "i64"), shift) if shift else k for k in bounds)
     # Not unrolled: the loop's own instructions fit beside the multiply-adds, and twice the code
