@@ -87,7 +87,7 @@ def _cpu() -> Iterator[Finding]:
 
 
 def _multiplied(target: Target) -> str:
-    """How kernels multiply numbers of each dtype."""
+    """A line on the way kernels multiply numbers of each dtype."""
     bytes_, bfloat = "8 bits after widening", "bfloat16 after widening"
     if target.dot:
         bytes_ = "8 bits in fours"
