@@ -171,9 +171,9 @@ def test_bits(seed: int) -> None:
     problem = small(cells.LSTM, (20, 37, 70), seed)
     whole = by_integers(problem)
     for threads in (2, 3):
-        assert np.array_equal(by_integers(problem, threads)["outputs"], whole["outputs"])
+        assert np.array_equal(by_integers(problem, threads)["output"], whole["output"])
     one = problem.rows(slice(5, 6))
-    assert np.array_equal(by_integers(one)["outputs"], whole["outputs"][:, 5:6])
+    assert np.array_equal(by_integers(one)["output"], whole["output"][:, 5:6])
 
 
 def multiplied(

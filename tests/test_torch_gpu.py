@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from conformance.on_torch import by_function
-from conformance.problem import assert_right, draw
 from gpu import CARD, DEVICE, SLOW, torch  # before anything else that may import Triton
+from problems import assert_solved, draw
 from test_torch_functional import Adding, problem
 from tolerances import assert_close
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -273,7 +273,7 @@ def test_recurrent_mask(
     problem = draw(cell, (6, 3, 4, 5), has, "float32")
     solution = by_function(functional.layer, DEVICE)(problem)
     assert ran == ["forward", "backward"]
-    assert_right(solution, problem)
+    assert_solved(solution, problem)
 
 
 @pytest.mark.parametrize("repeat", [False, True])
