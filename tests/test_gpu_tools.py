@@ -138,7 +138,7 @@ def test_contenders_are_timed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_picture(bench: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     lines = [{"skipped": 3, "why": "0 seconds were over"}]
-    for case in bench.cases():
+    for case in [case for case in bench.cases() if case.cell in ("LSTM", "GRU")]:
         for n, way in enumerate(bench.PASSES, 1):
             for m, name in enumerate(("torch", "anycell", "loop"), 1):
                 us = 0.001 * n * m * case.H

@@ -74,6 +74,7 @@ def pair(name: str, units: int, **kwargs: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda f: " ".join(f) or "plain")
 @pytest.mark.parametrize("name", KERAS)
+@pytest.mark.sample(every=3)  # each flag under a mask and without
 def test_results_and_gradients(
     name: str, flags: dict[str, Any], masked: bool, dtype: str, rng: np.random.Generator
 ) -> None:
@@ -118,23 +119,23 @@ def test_results_and_gradients(
     ],
     ids=str,
 )
+@pytest.mark.parametrize("name", KERAS)
 @pytest.mark.parametrize("dtype", ["float64"])
-@pytest.mark.sample(4)
+@pytest.mark.sample(every=5)
 def test_arguments_that_the_cell_language_knows(
-    dtype: str, kwargs: dict[str, Any], rng: np.random.Generator
+    dtype: str, name: str, kwargs: dict[str, Any], rng: np.random.Generator
 ) -> None:
     named = [v for k, v in kwargs.items() if k.endswith("activation") and v]
     if not all(hasattr(keras.activations, function) for function in named):
         pytest.skip(f"Keras {keras.__version__} has no such function")
-    for name in KERAS:
-        own = {k: v for k, v in kwargs.items() if name == "LSTM" or k != "unit_forget_bias"}
-        if name == "SimpleRNN":
-            own.pop("recurrent_activation", None)
-        theirs, ours = pair(name, 5, return_sequences=True, dtype=dtype, **own)
-        copy_weights(theirs, ours, (3, 4, 2))
-        x = 0.5 * rng.normal(size=(3, 4, 2))
-        assert_right(solve(ours, x), solve(theirs, x), dtype)
-        assert ours.engine.name == ("cpu" if FUSED else "keras")
+    own = {k: v for k, v in kwargs.items() if name == "LSTM" or k != "unit_forget_bias"}
+    if name == "SimpleRNN":
+        own.pop("recurrent_activation", None)
+    theirs, ours = pair(name, 5, return_sequences=True, dtype=dtype, **own)
+    copy_weights(theirs, ours, (3, 4, 2))
+    x = 0.5 * rng.normal(size=(3, 4, 2))
+    assert_right(solve(ours, x), solve(theirs, x), dtype)
+    assert ours.engine.name == ("cpu" if FUSED else "keras")
 
 
 # Where functions have kinks, or exp overflows.
