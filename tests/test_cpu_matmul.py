@@ -44,7 +44,8 @@ def sizes(dtype: str) -> Iterator[Sizes]:
     for count in sorted(inner | {2 * gemm.INNER + 1}):
         yield 7, lanes + 3, count
     yield 131, 2 * width + 5, gemm.INNER + 70
-    yield gemm.ROWS + 1, gemm.SPAN_COLUMNS + 1, gemm.SPAN_INNER + 1
+    for rows in (gemm.ROWS, gemm.ROWS + 1):
+        yield rows, gemm.SPAN_COLUMNS + 1, gemm.SPAN_INNER + 1
 
 
 def draw(shape: tuple[int, int], rng: np.random.Generator, dtype: str) -> Array:

@@ -24,7 +24,6 @@ from anycell.engines import cpu
 from anycell.engines.cpu.isa import available
 from anycell.numpy.host import NumpyHost
 from anycell.plan import plan
-from anycell.torch import dropin
 
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
@@ -211,7 +210,6 @@ THRESHOLDS = {
         "FEW_ROWS": "a single step of few rows",
         "WORTH_A_THREAD": "several threads",
     },
-    "torch/dropin.py": {"_FEW_ROWS": "torch's cells in place of its layer"},
     "engines/cpu/door.py": {
         "WORTH_SPREADING": "threads pack the weights",
         "NEAR_CACHE": "threads split the units",
@@ -286,13 +284,10 @@ def test_both_sides_of_every_road(monkeypatch: pytest.MonkeyPatch, two_threads: 
 
     spy(layer.run, "form_of", look_at_form)
     spy(cpu.memory, "empty", lambda a, *_: taken.add(("warm memory", a.base is not None)))
-    cells_of_torch = "torch's cells in place of its layer"
-    spy(dropin.vendor, "wins", lambda wins, *_: taken.add(("torch's own layer", wins)))
-    spy(dropin.LSTM, "_by_vendor", lambda ours, *_: taken.add((cells_of_torch, ours is not None)))
     for entry in (Entry(NUMPY, cells.LSTM), *ENTRIES[:2]):
         for case in CASES:
             entry.call(entry.problem(case))
-    roads = {*layer.form.ROADS, "groups of several rows", "torch's own layer"}
+    roads = {*layer.form.ROADS, "groups of several rows"}
     roads |= {road for table in THRESHOLDS.values() for road in table.values() if road}
     assert taken == set(itertools.product(roads, (True, False)))
 

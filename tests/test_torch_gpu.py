@@ -23,10 +23,10 @@ from anycell import cells
 from anycell.layer import Options
 from anycell.layer import gpu as device
 from anycell.plan import Call, Plan
-from anycell.torch import functional, fused, ops, recurrent, vendor
+from anycell.torch import functional, fused, ops, recurrent
 from anycell.torch.composite import composite
 from anycell.torch.device import DeviceHost
-from anycell.torch.dropin import DropIn
+from anycell.torch.dropin import CUDNNS
 
 
 def weight(kind: str, dtype: Any) -> Any:
@@ -52,9 +52,9 @@ def test_the_device_chooses_the_engine() -> None:
 
 def test_cudnn_runs_what_it_knows() -> None:
     for cell in (cells.LSTM, cells.GRU, cells.LSTMP):
-        assert "cuDNN" in vendor.wins_on_gpu(cell)
+        assert cell in CUDNNS
     for cell in (cells.PeepholeLSTM, cells.GRU(reset_after=False), cells.LSTM(coupled=True)):
-        assert vendor.wins_on_gpu(cell) is None
+        assert cell not in CUDNNS
 
 
 @pytest.fixture
@@ -170,14 +170,6 @@ def test_dtypes_under_autocast() -> None:
         assert found("cpu", torch.float32) == torch.float32
     finally:
         torch.set_autocast_enabled("cuda", False)
-
-
-def test_drop_ins_with_checkpoints_are_ours() -> None:
-    """cuDNN keeps what it keeps."""
-    for checkpoint, wins in ((None, True), (4, False)):
-        weight = SimpleNamespace(is_cuda=True)
-        layer = SimpleNamespace(checkpoint=checkpoint)
-        assert DropIn._vendor_wins(layer, None, cells.LSTM, weight) is wins
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell import cells
 from anycell.lang.cell import Cell
-from anycell.layer import ENDS, check_checkpoint
+from anycell.layer import check_checkpoint
 from anycell.plan import CallOptions, Engine, Plan, Sizes, takes
-from anycell.torch import ops, vendor
+from anycell.torch import ops
 from anycell.torch.composite import Arrays
 from anycell.torch.entry import autocast
 from anycell.torch.functional import (
@@ -40,7 +38,8 @@ if TYPE_CHECKING:
 
     from anycell.torch.typed import DropInCall
 
-_FEW_ROWS = 32
+# On a GPU torch runs these, in calls with none of our arguments.
+CUDNNS = cells.LSTM, cells.LSTMP, cells.GRU
 
 
 class DropIn(Recurrent):
@@ -94,12 +93,11 @@ class DropIn(Recurrent):
         if autocast() and weight.is_cuda:
             return Engine("torch", "autocast is on; calls with an argument of ours are fused")
         if plan.engine == "gpu":
-            vendors = vendor.wins_on_gpu(self.cell)
-            if vendors and self.checkpoint is None:
-                return Engine("torch", vendors)
+            if self.checkpoint is None and self.cell in CUDNNS:
+                why = "cuDNN's layer; our kernels have not been measured against it"
+                return Engine("torch", why)
             return Engine("gpu", reason(plan))
-        but = vendor.exception(self.cell)
-        return Engine(plan.engine, f"{plan.reason}; {but}" if but else plan.reason)
+        return Engine(plan.engine, plan.reason)
 
     def forward(
         self,
@@ -145,8 +143,8 @@ class DropIn(Recurrent):
         if weight is None:  # parametrised: computed at each look
             weight = self.weight_ih_l0
         plain, plan = not further and not (looked and transformed()), None
-        if plain and self._vendor_wins(x, cell, weight):
-            return self._by_vendor(x, states, weight)
+        if plain and weight.is_cuda and self.checkpoint is None and cell in CUDNNS:
+            return None
         if looked and compiled() and isinstance(x, PackedSequence):
             return torch.compiler.disable(self._ours)(x, states, further)
         if looked and not further and traced():
@@ -198,22 +196,6 @@ class DropIn(Recurrent):
         dtype = autocast_dtype(weight) if autocast() else weight.dtype
         plan = plan_on(weight.device.type, cell, size, dtype, sizes)
         return plan if isinstance(plan, Plan) and memory(data) else None
-
-    def _vendor_wins(self, x: Any, cell: Cell, weight: Tensor) -> bool:
-        """Whether torch's own layer is the faster."""
-        if weight.is_cuda:
-            return self.checkpoint is None and vendor.wins_on_gpu(cell) is not None
-        if not isinstance(x, Tensor):
-            return False
-        if x.dim() not in (2, 3):
-            return False
-        return vendor.wins(cell, x.shape[int(self.batch_first and x.dim() == 3)])
-
-    def _by_vendor(
-        self, x: Any, states: tuple[Any, ...] | None, weight: Tensor
-    ) -> tuple[Any, ...] | None:
-        """The result of ``_ours``, where torch's own layer is the faster: its parent calls it."""
-        return None
 
     def _weights(self) -> list[Arrays]:
         mine, step = self._parameters, 1 + self.bidirectional
@@ -335,43 +317,10 @@ class LSTM(DropIn, nn.LSTM):
     def _sizes(self) -> Sizes:
         return (("P", self.proj_size),) if self.proj_size else ()
 
-    def _by_vendor(
-        self, x: Any, states: tuple[Any, ...] | None, weight: Tensor
-    ) -> tuple[Any, ...] | None:
-        # Few rows: the parent packs the weights. A trace must not take one step for all.
-        batched = x.dim() == 3
-        rows = x.shape[not self.batch_first] if batched else 1
-        if rows > _FEW_ROWS or traced() or not self._fits(x, states, weight):
-            return None
-        # Other dtypes torch's cell rounds more often than its layer.
-        if self._fused(x, self.cell, weight, observed()) is None:
-            return None
-        part, whole = (Tensor.unbind, torch.stack) if batched else (_rows, torch.cat)
-        before: Iterator[Any]
-        if states is None:
-            zeros = x.new_zeros(rows, self.hidden_size)
-            before = itertools.repeat((zeros, zeros))
-        else:
-            before = zip(*map(part, states), strict=True)
-        output, after = x.select(int(self.batch_first), 0) if batched else x, []
-        for k, weights in enumerate(self._weights()):
-            if k and self.dropout:
-                output = F.dropout(output, self.dropout, self.training)
-            for end in ENDS[: 1 + self.bidirectional]:
-                tensors = vendors(weights, end)
-                after.append(torch.lstm_cell(output, next(before), *tensors))
-            output = torch.cat([h for h, _ in after[-1 - self.bidirectional :]], -1)
-        h, c = map(whole, zip(*after, strict=True))
-        return output.unsqueeze(int(self.batch_first)) if batched else output, (h, c)
-
 
 def vendors(weights: Arrays, end: str = "") -> list[Any]:
     """The arguments of torch's operators of one step: weights, and biases or None."""
     return [weights.get(name + end) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
-
-
-def _rows(states: Tensor) -> tuple[Tensor, ...]:
-    return states.split(1)
 
 
 class GRU(DropIn, nn.GRU):
@@ -395,18 +344,3 @@ class GRU(DropIn, nn.GRU):
     _parent = nn.GRU
     if TYPE_CHECKING:
         __call__: DropInCall[Tensor]
-
-    def _by_vendor(
-        self, x: Any, states: tuple[Any, ...] | None, weight: Tensor
-    ) -> tuple[Any, ...] | None:
-        # The parent's way to the same call takes half as long as a step on one row.
-        if x.dim() != 3 or x.is_cuda or compiled():
-            return None
-        if not self._fits(x, states, weight):
-            return None
-        layers, rows = self.num_layers * (1 + self.bidirectional), x.shape[not self.batch_first]
-        h = x.new_zeros(layers, rows, self.hidden_size) if states is None else states[0]
-        mine, names = self._parameters, itertools.chain.from_iterable(self._all_weights)
-        flat = [mine[name] if name in mine else getattr(self, name) for name in names]
-        options = self.num_layers, self.dropout, self.training, self.bidirectional
-        return torch.gru(x, h, flat, self.bias, *options, self.batch_first)

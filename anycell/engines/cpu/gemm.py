@@ -9,6 +9,8 @@ of 64-bit numbers, as that of a door.
 B is packed, a *span* of rows and columns of it at a time: panels of a few vectors of columns, cut
 into blocks of ``INNER`` rows. Then C is cut into pieces of rows and, where these are few, of
 columns. Threads take pieces as they come, so that one whose core is shared with others takes fewer.
+Up to ``ROWS`` rows are one piece for each panel, and its thread packs it: that panel would cost
+more to fetch from another core than to multiply.
 Where the rows of A are not dense in memory, a thread copies the rows of its piece, block by block.
 A and B of 16 bits give a C of 32: rows of A are then widened as they are copied, and B is packed in
 pairs, see ``matmul``. Of integers B is given with the scales of its columns, and A in float32: its
@@ -101,7 +103,8 @@ class Gemm:
         self.staged = self.tiled and not self.quantized
         if self.staged:
             self.copied *= 2
-        self.own = self.copied + align(self.rows * self.width * self.size)
+        self.panel = self.packed_rows * self.width * self.size  # bytes of a block of it
+        self.own = self.panel + self.copied + align(self.rows * self.width * self.size)
 
     def print(self) -> None:
         """Adds the functions to the module."""
@@ -282,8 +285,11 @@ class Gemm:
         """A function of the gang: its scratch memory, the call, the span, and its part."""
         b = self.module.private(name, "ptr scratch, i64 part, i64 parts")
         scratch, part, _ = b.args
-        state = Entries(b, scratch, {name: i for i, name in enumerate(STATE)})
+        state = self._state(b, scratch)
         return b, scratch, self._call(b, state.pointer("call")), state, part
+
+    def _state(self, b: Builder, scratch: Value) -> Entries:
+        return Entries(b, scratch, {name: i for i, name in enumerate(STATE)})
 
     def _call(self, b: Builder, call: Value) -> Entries:
         return Entries(b, call, {name: i for i, name in enumerate(ENTRIES)})
@@ -299,7 +305,8 @@ class Gemm:
 
     def _pack(self) -> None:
         """Packs the span of B; a piece is a block of a panel."""
-        b, scratch, call, state, _ = self._part("pack")
+        self._pack_panel()
+        b, scratch, _, state, _ = self._part("pack")
         panels = _parts(state["columns"], self.width)
         # Where a sum has no numbers its scales and offsets are read all the same.
         blocks = b.smax(_parts(state["inner"], INNER), 1)
@@ -309,27 +316,33 @@ class Gemm:
             more = number < total
             with b.when(more):
                 panel, block = number % panels, number // panels
-                column, k = panel * self.width, block * INNER
-                count = b.smin(state["inner"] - k, INNER)
-                into = self._block(b, scratch, number)
-                row = (state["k"] + k) * call["b_inner"]
-                for v in range(self.vectors):
-                    first = column + v * self.lanes
-                    left = state["columns"] - first
-                    with b.when(left > 0):
-                        at = row + (state["column"] + first) * call["b_columns"]
-                        source = b.gep(call.pointer("b"), at, self.right.llvm)
-                        at = b.gep(into, self.header * self.width + v * self.lanes)
-                        strides = call["b_columns"], call["b_inner"]
-                        b.call("pack_block", source, *strides, left, count, at, self.width)
-                        if self.quantized:
-                            scales = b.gep(call.pointer("scales"), state["column"] + first)
-                            scales = b.masked_load(scales, b.lane_mask(left))
-                            b.store(scales, b.gep(into, v * self.lanes))
-                            fours = _parts(count, self.packs)
-                            offsets = negative_sums(b, at, fours, self.width)
-                            b.store(offsets, b.gep(into, self.width + v * self.lanes))
+                b.call("pack_panel", scratch, panel, block * INNER, self._block(b, scratch, number))
             again(more)
+
+    def _pack_panel(self) -> None:
+        """Packs the numbers of a panel from number k of their sums on."""
+        b = self.module.private("pack_panel", "ptr scratch, i64 panel, i64 k, ptr into")
+        scratch, panel, k, into = b.args
+        state = self._state(b, scratch)
+        call = self._call(b, state.pointer("call"))
+        count = b.smin(state["inner"] - k, INNER)
+        row = (state["k"] + k) * call["b_inner"]
+        for v in range(self.vectors):
+            first = panel * self.width + v * self.lanes
+            left = state["columns"] - first
+            with b.when(left > 0):
+                at = row + (state["column"] + first) * call["b_columns"]
+                source = b.gep(call.pointer("b"), at, self.right.llvm)
+                at = b.gep(into, self.header * self.width + v * self.lanes)
+                strides = call["b_columns"], call["b_inner"]
+                b.call("pack_block", source, *strides, left, count, at, self.width)
+                if self.quantized:
+                    scales = b.gep(call.pointer("scales"), state["column"] + first)
+                    scales = b.masked_load(scales, b.lane_mask(left))
+                    b.store(scales, b.gep(into, v * self.lanes))
+                    fours = _parts(count, self.packs)
+                    offsets = negative_sums(b, at, fours, self.width)
+                    b.store(offsets, b.gep(into, self.width + v * self.lanes))
 
     def _multiply(self) -> None:
         """Multiplies rows of A with the span of B; a piece is rows of C and some of its panels."""
@@ -338,13 +351,15 @@ class Gemm:
         blocks = b.smax(_parts(state["inner"], INNER), 1)
         # Where there are few pieces of rows, of fewer rows, and then of fewer columns too.
         wanted = call["threads"] * PIECES
-        few = call["rows"] < wanted * ROWS
+        alone = call["rows"] <= ROWS
+        few = (call["rows"] < wanted * ROWS) & ~alone
         tall = b.select(few, ROWS // 2, ROWS)
         rows = _parts(call["rows"], tall)
-        sides = b.smin(_parts(wanted, rows), panels)
+        sides = b.select(alone, panels, b.smin(_parts(wanted, rows), panels))
         total = rows * sides
-        packed = panels * blocks * (self.packed_rows * self.width * self.size)
-        space = b.gep(b.gep(scratch, HEADER, "i8"), packed + part * self.own, "i8")
+        packed = panels * blocks * self.panel
+        own_panel = b.gep(b.gep(scratch, HEADER, "i8"), packed + part * self.own, "i8")
+        space = b.gep(own_panel, self.panel, "i8")
         tile = b.gep(space, self.copied, "i8")
         if self.tiled:
             tiles.configure(b, pieces=self.geometry.pieces)
@@ -373,7 +388,11 @@ class Gemm:
                     with b.loop(begin, end) as n:
                         column = n * self.width
                         at = row * c_rows + (state["column"] + column)
-                        panel = self._block(b, scratch, block * panels + n)
+                        panel = b.select(
+                            alone, own_panel, self._block(b, scratch, block * panels + n)
+                        )
+                        with b.when(alone):
+                            b.call("pack_panel", scratch, n, k, panel)
                         into = b.gep(call.pointer("c"), at)
                         width = b.smin(state["columns"] - column, self.width)
                         numbers = whole_chunks(count, self.geometry.chunk)
@@ -432,7 +451,7 @@ class Gemm:
         call = self._call(b, b.args[0])
         columns = _parts(b.smin(call["columns"], SPAN_COLUMNS), self.width)
         inner = b.smax(_parts(b.smin(call["inner"], SPAN_INNER), INNER), 1)
-        packed = columns * inner * (self.packed_rows * self.width * self.size)
+        packed = columns * inner * self.panel
         threads = b.smax(call["threads"], 1) * self.own
         call["scratch_bytes"] = packed + threads + HEADER
 
@@ -440,10 +459,15 @@ class Gemm:
         b = self.module.function("gemm", "ptr call")
         call = self._call(b, b.args[0])
         scratch, gang, threads = call.pointer("scratch"), call.pointer("gang"), call["threads"]
-        state = Entries(b, scratch, {name: i for i, name in enumerate(STATE)})
+        state = self._state(b, scratch)
         state["call"] = b.ptrtoint(b.args[0], "i64")
         counter = b.gep(scratch, COUNTER, "i8")
         columns, inner = call["columns"], call["inner"]
+
+        def run(function: str) -> None:
+            b.store(constant(0, "i64"), counter)
+            b.call("gang", gang, Value(f"@{function}", "ptr"), scratch, threads)
+
         with b.when(call["rows"] > 0), b.loop(0, columns, SPAN_COLUMNS) as column:
             state["column"] = column
             state["columns"] = b.smin(columns - column, SPAN_COLUMNS)
@@ -451,9 +475,9 @@ class Gemm:
             with b.loop(0, b.smax(inner, 1), SPAN_INNER) as k:
                 state["k"], state["inner"] = k, b.smin(inner - k, SPAN_INNER)
                 state["add"] = call["add"] | b.zext(k > 0, "i64")
-                for function in ("@pack", "@multiply"):
-                    b.store(constant(0, "i64"), counter)
-                    b.call("gang", gang, Value(function, "ptr"), scratch, threads)
+                with b.when(call["rows"] > ROWS):
+                    run("pack")
+                run("multiply")
 
 
 def _write(b: Builder, adds: Value, results: Iterable[Variable], sums: Iterable[Variable]) -> None:
