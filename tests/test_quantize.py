@@ -103,9 +103,10 @@ def test_dot(name: str, rng: np.random.Generator) -> None:
 
 
 @widest
-def test_cells(name: str, seed: int) -> None:
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+def test_cells(part: int, name: str, seed: int) -> None:
     with isa.force(name):
-        for n, cell in enumerate(BUILT_IN):
+        for n, cell in list(enumerate(BUILT_IN))[part::3]:
             how = {"masked": True, "resets": True, "reverse": True} if n % 2 else {}
             assert_rounded(small(cell, (5, 3, 33), seed + n, **how), threads=2)
 
