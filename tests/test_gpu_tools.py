@@ -406,33 +406,37 @@ FATES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.fixture
 def begun(check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A run of these processes, in parts of so many seconds each."""
+    """A run of these processes; those that hang have so many seconds."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(check, "LAST_WORDS", ((signal.SIGINT, 0.5), (signal.SIGABRT, 0.5)))
+    monkeypatch.setattr(check, "LAST_WORDS", ((signal.SIGINT, 2.0), (signal.SIGABRT, 2.0)))
 
-    def begin(*seconds: float) -> Any:
+    def begin(seconds: float) -> Any:
         commands = [
             check.Command(name, (sys.executable, "-c", text.replace("{", "{{").replace("}", "}}")),
                           **options)
             for name, (text, options, _) in FATES.items()
         ]  # fmt: skip
         commands.append(check.Command("no program", ("a-tool-that-is-not-there",)))
-        parts = [check.Part(f"{s:g}", s, s, tuple(commands), each=s / 6) for s in seconds]
-        return check.Check(parts, tmp_path / "results")
+        hang = tuple(
+            command for command in commands if command.name in ("smoke-hangs", "smoke-deaf")
+        )
+        end = tuple(command for command in commands if command not in hang)
+        parts = [check.Part("end", 60, 60, end), check.Part("hang", seconds, seconds, hang)]
+        return check.Check([*parts, check.Part("late", 0, 0, end)], tmp_path / "results")
 
     return begin
 
 
 def test_whatever_happens_the_results_are_kept(check: Any, begun: Any) -> None:
     """Processes that fail, hang, are deaf to signals, die, are missing, lose the card; no time."""
-    run = begun(6.0, 0.0)
+    run = begun(3.0)
     assert not run.run()
     results = check.Results.read(run.folder)
-    first, second = results.records[: len(FATES) + 3], results.records[len(FATES) + 3 :]
+    late = [record["result"] for record in results.records if record["part"] == "late"]
+    said = [record for record in results.records if record["part"] != "late"]
     right = {name: fate for name, (*_, fate) in FATES.items()} | {"no program": "missing"}
-    assert {r["name"]: r["result"] for r in first if r["result"] != "lost the card"} == right
-    assert sum(record["result"] == "lost the card" for record in first) == 2
-    assert {record["result"] for record in second} == {"no time left"}
+    assert {r["name"]: r["result"] for r in said if r["result"] != "lost the card"} == right
+    assert len(said) == len(right) + 2 and set(late) == {"no time left"}  # two cards were lost
     # The third time it was told to leave out two cases; a deaf process has said where it was.
     assert sum(line.get("done", 0) for line in results.lines("targets")) == 2
     assert "KeyboardInterrupt" in results.texts["smoke-hangs"]
@@ -451,7 +455,7 @@ def test_whatever_happens_the_results_are_kept(check: Any, begun: Any) -> None:
 
 
 def test_a_signal_ends_it_with_all_that_it_has(check: Any, begun: Any) -> None:
-    run = begun(120.0, 90.0)
+    run = begun(60.0)
     threading.Timer(3.0, run._stop, (signal.SIGTERM, None)).start()
     assert not run.run() and time.monotonic() - run.begin < 30
     results = check.Results.read(run.folder)
