@@ -43,6 +43,8 @@ demo: $(VENV)/demo.stamp ## train on a real series, in PyTorch, and draw what ca
 # One thread for each test process, or they wait for each other; tests of threads ask for more.
 test test-all test-oldest: export OMP_NUM_THREADS ?= 1
 test test-all test-oldest: export TF_NUM_INTRAOP_THREADS ?= 1
+# Some hundred processes import a framework: it is compiled once, whatever the caller has set.
+test test-all test-oldest: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(VENV)/keras.stamp ## the fast tests, and a list of the 40 slowest
 	$(PYTEST) $(FAST) --durations=40

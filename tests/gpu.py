@@ -5,15 +5,7 @@ from typing import Any
 import cards
 import numpy as np
 import pytest
-from problems import (
-    Arrays,
-    Problem,
-    _results,
-    from_layer,
-    layer_options,
-    to_layer,
-    width,
-)
+from problems import Arrays, Problem, from_layer, layer_options, results, to_layer
 
 torch = pytest.importorskip("torch")
 CARD = cards.is_there()
@@ -65,11 +57,8 @@ def by_gpu(
         exchange: of the programs of tier 2.
         checkpoint: steps of a segment.
     """
-    cell, group = problem.cell, problem.group
-    hidden = problem.arrays["gates_x"].shape[2] // len(cell.gates)
-    dtype = dtype or problem.arrays["gates_x"].dtype.name
-    sizes = {s: width(s, hidden) for s in cell.sizes.values()}
-    chosen = plan(cell, hidden, dtype, "gpu", sizes)
+    dtype = dtype or problem.dtype
+    chosen = plan(problem.cell, problem.sizes["H"], dtype, "gpu", problem.sizes)
     host = host_class(getattr(torch, dtype), DEVICE)
     host.tier, host.replay = tier, replays
     host.exchange = exchange
@@ -80,20 +69,19 @@ def by_gpu(
         return torch.tensor(given, dtype=host.dtype, device=DEVICE)
 
     arrays = {name: array(a) for name, a in to_layer(problem, projected).items()}
-    d_final = [array(d[None]) for d in group("d_final").values()]
+    d_final = [array(d) for d in problem.group("d final")]
     how = layer_options(problem)._replace(checkpoint=checkpoint)
     # The interpreter computes what lies outside of arrays too, with NumPy.
     with np.errstate(all="ignore"):
-        outputs, finals, kept = device.forward(host, chosen, arrays, how, keep=True)
-        final = [value[0] for value in finals]
+        output, finals, kept = device.forward(host, chosen, arrays, how, keep=True)
         for _ in range(backwards):
-            d_outputs = array(problem["d_outputs"])
-            d = device.backward(host, chosen, arrays, how, kept, d_outputs, d_final)
+            d_output = array(problem["d output"])
+            d = device.backward(host, chosen, arrays, how, kept, d_output, d_final)
 
     def numbers(tensor: Any) -> Any:
-        return tensor.float().cpu().numpy().astype(problem.arrays["gates_x"].dtype)
+        return tensor.float().cpu().numpy().astype(problem["x"].dtype)
 
-    solution = _results(cell, numbers(outputs), [numbers(f) for f in final])
+    solution = results(problem, numbers(output), map(numbers, finals))
     return solution | from_layer(problem, {name: numbers(t) for name, t in d.items()})
 
 

@@ -147,7 +147,7 @@ def main(which: list[Cell], sizes: tuple[int, ...], every: int = 1, seed: int = 
         wanted = by_cpu(problem, **how)
         for end in (True, False):
             print(name, "end" if end else "begin", flush=True)
-            dtype = problem.arrays["gates_x"].dtype.name
+            dtype = problem.dtype
             host = (GuardedMixedHost if DTYPES[dtype].mixed else GuardedHost)(dtype, end)
             with ExitStack() as stack:
                 stack.enter_context(mock.patch.object(cpu.Scratch, "take", scratch(end)))

@@ -5,7 +5,7 @@ from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
-from problems import Arrays, Problem, by_reference, layer_options, to_layer, width
+from problems import Arrays, Problem, by_reference, layer_options, results, to_layer
 
 from anycell import layer
 from anycell.engines import reference
@@ -40,14 +40,10 @@ def by_rounding(problem: Problem, projected: bool = False) -> Arrays:
     def rounding(*args: Any) -> Array:
         return round_rows(operand(*args))
 
-    changed = {
-        f"weights {name}": dequantized(weight)
-        for name, weight in problem.group("weights").items()
-        if weight.ndim > 1
-    }
+    changed = {n: dequantized(w) for n, w in problem.learned.items() if w.ndim > 1}
     if projected:
-        x = problem.arrays["gates_x"]
-        changed["gates_x"] = round_rows(x) @ dequantized(np.eye(x.shape[2])).T
+        x = problem["x"]
+        changed["x"] = round_rows(x) @ dequantized(np.eye(x.shape[2])).T
     with mock.patch.object(reference.Recurrence, "_operand", rounding):
         solution = by_reference(problem.but(changed))
     return {name: value for name, value in solution.items() if not name.startswith("d ")}
@@ -57,21 +53,14 @@ def by_integers(
     problem: Problem, threads: int = 1, projected: bool = False, host: NumpyHost | None = None
 ) -> Arrays:
     """By the kernels; arguments as of ``by_cpu``, of which it is the forward pass."""
-    problem = problem.astype(np.float32)
-    cell, x = problem.cell, problem.arrays["gates_x"]
-    hidden = x.shape[2] // len(cell.gates)
-    sizes = {s: width(s, hidden) for s in cell.sizes.values()}
-    runs = layer.stepped(cell, problem["recurrent_mask"])
+    problem = problem.astype("float32")
     arrays, how = quantized(to_layer(problem, projected)), layer_options(problem, threads)
+    runs = layer.stepped(problem.cell, arrays.get("recurrent_mask"))
+    chosen = plan(runs, problem.sizes["H"], "int8", "cpu", problem.sizes)
     if host is not None:
         arrays = {name: host.copy(array) for name, array in arrays.items()}  # type: ignore[attr-defined]
-    outputs, finals, _ = layer.forward(
-        host or host_of("int8"), plan(runs, hidden, "int8", "cpu", sizes), arrays, how, keep=False
-    )
-    final = [value[0] for value in finals]
-    return {"outputs": outputs} | {
-        f"final {name}": value for name, value in zip(cell.state_names, final, strict=True)
-    }
+    output, finals, _ = layer.forward(host or host_of("int8"), chosen, arrays, how, keep=False)
+    return results(problem, output, finals)
 
 
 def quantized(arrays: Arrays) -> Arrays:

@@ -22,52 +22,41 @@ def solve(
     x: np.ndarray,
     states: list[np.ndarray] | None = None,
     mask: np.ndarray | None = None,
-    static: np.ndarray | None = None,
-    resets: np.ndarray | None = None,
     training: bool = False,
     graph: bool = False,
-    xla: bool = False,
-    seed: int = 3,
 ) -> Arrays:
-    """Outputs, final states, and the gradients of x, of the states, of the static input and of
-    every weight, for a random weighting of the results: a positive one, for where terms of
-    both signs cancel, as in the single bias of a single unit, float32 has few digits left.
+    """Outputs, final states, and the gradients of x, of the states and of every weight, for a
+    random weighting of the results: a positive one, for where terms of both signs cancel, as in
+    the single bias of a single unit, float32 has few digits left.
 
     Args:
-        graph: TensorFlow runs it inside ``tf.function``; ``xla`` compiles that.
+        graph: TensorFlow runs it inside ``tf.function``.
     """
     dtype = layer.compute_dtype
-    tensors = [x, *(states or []), *([] if static is None else [static])]
-    given = [np.asarray(a, dtype) for a in tensors]
-    count = len(states or [])
+    given = [np.asarray(a, dtype) for a in (x, *(states or []))]
     layer.build(x.shape)
     weights = [v.path.split("/")[-1] for v in layer.trainable_variables]
 
     def call(tensors: Any) -> list[Any]:
         kwargs: dict[str, Any] = {"training": training}
         if states is not None:
-            kwargs["initial_state"] = list(tensors[1 : 1 + count])
-        if static is not None:
-            kwargs["static"] = tensors[-1]
-        if resets is not None:
-            kwargs["resets"] = keras.ops.convert_to_tensor(resets)
+            kwargs["initial_state"] = list(tensors[1:])
         if mask is not None:
             kwargs["mask"] = keras.ops.convert_to_tensor(mask)
         found = layer(tensors[0], **kwargs)
         return list(found) if isinstance(found, (list, tuple)) else [found]
 
     def loss(results: list[Any]) -> Any:
-        draw = np.random.default_rng(seed)
+        draw = np.random.default_rng(3)
         total: Any = 0.0
         for r in results:
             size = [int(n) for n in r.shape]
             total = total + keras.ops.sum(r * keras.ops.cast(draw.uniform(0.5, 1.5, size), r.dtype))
         return total
 
-    results, grads = derive(layer, call, loss, given, graph, xla)
+    results, grads = derive(layer, call, loss, given, graph)
     names = [f"result {i}" for i in range(len(results))]
-    names += ["d x", *[f"d state {i}" for i in range(count)]]
-    names += [] if static is None else ["d static"]
+    names += ["d x", *[f"d state {i}" for i in range(len(given) - 1)]]
     names += [f"d {w}" for w in weights]
     return dict(zip(names, map(number, [*results, *grads]), strict=True))
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
-from problems import Arrays, Problem, assert_right, by_cpu, random_problem
+from problems import Arrays, Problem, assert_right, assert_solved, by_cpu, random_problem, results
 from tolerances import assert_close
 
 import anycell
@@ -266,48 +266,44 @@ EVERY = [cell for cell, _ in CELLS]
 # ---- the loop ------------------------------------------------------------------------------------
 def by_equations(problem: Problem, equations: Equations) -> Arrays:
     """Results by a loop in torch, and gradients by its autograd."""
-    cell, options = problem.cell, problem.options
+    cell, drawing = problem.cell, problem.drawing
     given = {
-        name: torch.tensor(a, requires_grad=a.dtype != bool and not name.startswith("d_"))
+        name: torch.tensor(a, requires_grad=a.dtype != bool and not name.startswith("d "))
         for name, a in problem.arrays.items()
     }
-    parts = Problem(cell, given, {})
-    x, names = given["gates_x"], cell.state_names
+    arguments = problem.but(given).arguments()
+    x, state, restored = (arguments[name] for name in ("gates_x", "state", "reset_state"))
     mask = given.get("mask", torch.ones(x.shape[:2], dtype=torch.bool))
     resets = given.get("resets", torch.zeros(x.shape[:2], dtype=torch.bool))
-    restored = parts.group("reset_state")
-    state = [given[f"state {name}"] for name in names]
     outputs = []
     for t in range(len(x)):
 
         def draw(k: int, rate: float, per: str = "step", t: int = t) -> Any:
-            if not options.get("training"):
+            if not drawing.get("training"):
                 return rate
             step = t if per == "step" else 0
-            uniform = philox.uniform(options["seed"], 0, k, step, x.shape[1], x.shape[2])
+            uniform = philox.uniform(drawing["seed"], 0, k, step, x.shape[1], x.shape[2])
             units = x.shape[2] // len(cell.gates)
             return torch.tensor(uniform < np.float32(rate), dtype=x.dtype)[:, :units]
 
         world = {
-            "W": parts.group("weights"),
-            "p": parts.group("params"),
-            "e": given.get("static"),
+            "W": arguments["weights"],
+            "p": arguments["params"],
+            "e": arguments["static"],
             "draw": draw,
         }
         there, reset = mask[t][:, None], (mask[t] & resets[t])[:, None]
         if restored:
-            both = zip(state, names, strict=True)
-            state = [torch.where(reset, restored[name], s) for s, name in both]
+            state = [torch.where(reset, r, s) for r, s in zip(restored, state, strict=True)]
         gates = torch.where(there, x[t], 0.0).chunk(len(cell.gates), 1)
         new = equations(gates, state, world)
         state = [torch.where(there, a, b) for a, b in zip(new, state, strict=True)]
         outputs.append(torch.where(there, state[0], 0.0))
-    solution = {"outputs": torch.stack(outputs)}
-    solution |= {f"final {name}": s for name, s in zip(names, state, strict=True)}
-    d_outputs = torch.where(mask[..., None], given["d_outputs"], 0.0)
-    loss = (solution["outputs"] * d_outputs).sum()
-    for name, s in zip(names, state, strict=True):
-        loss = loss + (s * given[f"d_final {name}"]).sum()
+    solution = results(problem, torch.stack(outputs), [s[None] for s in state])
+    d_output = torch.where(mask[..., None], given["d output"], 0.0)
+    loss = (solution["output"] * d_output).sum()
+    for name in cell.state_names:
+        loss = loss + (solution[f"final {name}"] * given[f"d final {name}"]).sum()
     loss.backward()
     for name, tensor in given.items():
         if tensor.requires_grad:
@@ -327,8 +323,7 @@ def test_cells_are_their_equations(
 ) -> None:
     problem = random_problem(cell, (5, 3, 6), rng, **situation)
     solution = by_equations(problem, equations)
-    assert set(solution) == set(problem.right)
-    assert_right(solution, problem)
+    assert_solved(solution, problem)
 
 
 @pytest.mark.parametrize(
@@ -459,9 +454,9 @@ def test_masks_of_evaluation_and_of_rate_zero(cell: Cell, rng: np.random.Generat
     for same, options in ((cell(**zero), {"training": True, "seed": 3}), (cell, evaluation)):
         found, _ = reference.run(same, weights=weights, **{**arguments, **options})
         if options:
-            assert_close(found, problem.right["outputs"], "float64", "forward")
+            assert_close(found, problem.right["output"], "float64", "forward")
         else:
-            assert np.abs(found - problem.right["outputs"]).max() > 1e-3
+            assert np.abs(found - problem.right["output"]).max() > 1e-3
 
 
 def test_forms_of_the_norm_are_named() -> None:

@@ -42,7 +42,7 @@ CALLS = [
 def test_same_bits(name: str, directions: tuple[str, ...]) -> None:
     torch = pytest.importorskip("torch")
     from conformance.on_torch import by_module, module
-    from conformance.problem import draw
+    from problems import draw
 
     cell = getattr(cells, name)
     for has in CALLS:
@@ -76,7 +76,7 @@ def test_drop_in_layers(kind: str) -> None:
 def test_recurrent_masks(set_layer: Callable[..., None]) -> None:
     pytest.importorskip("torch")
     from conformance.on_torch import by_function
-    from conformance.problem import draw
+    from problems import draw
 
     from anycell.torch.functional import layer
 

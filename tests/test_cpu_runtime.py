@@ -777,17 +777,17 @@ def test_an_edit_gives_kernels_another_name_from_the_next_process_on(
     assert [cached(edit), cached(), cached()] == [False, False, True]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_kernels_are_found_again_whatever_the_order_of_sets(cache: Path, dtype: str) -> None:
-    code = f"""
+def test_kernels_are_found_again_whatever_the_order_of_sets(cache: Path) -> None:
+    code = """
         from anycell import cells
         from anycell.engines.cpu import driver, isa, jit, kernel
         from anycell.plan import plan
-        kernel.compiled(plan(cells.RNN, 8, {dtype!r}))
-        driver.compiled({dtype!r}, isa.current())
+        for dtype in ("float32", "bfloat16"):
+            kernel.compiled(plan(cells.RNN, 8, dtype))
+            driver.compiled(dtype, isa.current())
         print(len(jit.kept()))
         """
-    assert {python(code, PYTHONHASHSEED=str(seed)).strip() for seed in (0, 1, 2, 3)} == {"2"}
+    assert {python(code, PYTHONHASHSEED=str(seed)).strip() for seed in (0, 1, 2)} == {"4"}
 
 
 def test_without_sources_kernels_go_by_their_text(

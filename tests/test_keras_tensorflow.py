@@ -24,7 +24,7 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("Keras runs on another backend", allow_module_level=True)
 
 from conformance.on_keras import by_layer  # noqa: E402
-from conformance.problem import assert_right, axes, draw  # noqa: E402
+from problems import assert_solved, axes, draw  # noqa: E402
 from processes import ROOT, python  # noqa: E402
 from tolerances import assert_close  # noqa: E402
 
@@ -68,7 +68,7 @@ def data(rng: np.random.Generator, *shape: int) -> Any:
 @pytest.mark.sample(1)
 def test_under_xla(step: Any, rng: np.random.Generator) -> None:
     problem = draw(step, (5, 3, 2, 6), ("state",))
-    assert_right(by_layer(xla=True)(problem), problem)
+    assert_solved(by_layer(xla=True)(problem), problem)
     layer = ak.RNN(step, 6, return_sequences=True, return_state=True, dtype="float64")
     inner = tf.function(lambda x: layer(x)[0])
     outer = tf.function(lambda x: inner(x), jit_compile=True)
@@ -241,7 +241,7 @@ def test_an_input_that_the_kernel_projects(
     set_layer(projects=lambda *_: asked.append(1) or True)
     for ways in ((), ("reverse",)):
         problem = draw(getattr(cells, name), (5, 3, 2, 6), ("state", "mask", *ways))
-        assert_right(by_layer(graph=graph)(problem), problem)
+        assert_solved(by_layer(graph=graph)(problem), problem)
     assert asked
 
 

@@ -8,8 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from conformance.on_torch import by_rnn  # noqa: E402
-from conformance.problem import assert_right, draw  # noqa: E402
 from doors import packed  # noqa: E402
+from problems import assert_solved, draw  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
@@ -58,7 +58,7 @@ def test_same_results(name: str, dtype: str, by: Any) -> None:
     for size in ((5, 3, 7, 1), (2, 1, 1, 33), (4, 9, many, 20)):
         for has in ((), ("mask",), ("mask", "resets")):
             problem = draw(getattr(cells, name), size, (*has, "bidirectional", "layers"), dtype)
-            assert_right(by("kernel", lambda: by_rnn(problem)), problem)  # noqa: B023
+            assert_solved(by("kernel", lambda: by_rnn(problem)), problem)  # noqa: B023
 
 
 def test_same_bits(by: Any) -> None:

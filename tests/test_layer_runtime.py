@@ -230,7 +230,7 @@ def test_the_cache_may_fail(tmp_path: Path) -> None:
 
 
 @posix
-@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@pytest.mark.parametrize("kind", ["LSTM", pytest.param("GRU", marks=pytest.mark.slow)])
 def test_a_forked_child_trains(kind: str) -> None:
     """After parallel work in the parent, whose OpenMP threads the child has not."""
     pytest.importorskip("torch")

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 from conformance import on_numpy, on_torch
 from conformance.frontend import Frontend
-from conformance.problem import LEARNED, Problem, draw, kind
 from guarded import Everything
+from problems import LEARNED, Problem, draw, kind_of
 from processes import python
 from tolerances import assert_close
 from variants import variants
@@ -142,7 +142,7 @@ def test_every_guise_of_every_array(entry: Entry, case: Case, two_threads: None)
         results = entry.call(problem.but(arrays))
         told = ", ".join(f"{name} {guise}" for name, (guise, _) in turned.items())
         for name, value in plain.items():
-            assert_close(results[name], value, "float32", kind(name), f"{name} ({told})", ())
+            assert_close(results[name], value, "float32", kind_of(name), f"{name} ({told})", ())
     assert count > 10
 
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conformance.problem import Odd
 from guarded import Everything
-from problems import NORMALISERS
+from problems import NORMALISERS, Odd
 from processes import calls_of_ours, python
 from tolerances import assert_close, is_slope
 

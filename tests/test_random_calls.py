@@ -111,7 +111,7 @@ def underflows(dtype: str, value: Any, right: Any) -> bool:
 
 def batch_major(name: str, array: Any) -> Any:
     """The same numbers, in the order of a batch whose sequences lie one behind the other."""
-    if name not in ("gates_x", "d_outputs"):
+    if name not in ("x", "d output"):
         return array
     return np.ascontiguousarray(array.swapaxes(0, 1)).swapaxes(0, 1)
 

@@ -23,12 +23,8 @@ def Sized(x, r, s, p, e, *, rate: float = 0.5):
 
 
 def arguments(cell: Cell = cells.LSTM, dtype: str = "float64") -> dict[str, Any]:
-    problem = random_problem(cell, (T, B, H), np.random.default_rng(0)).astype(dtype)
-    given = problem.arguments()
-    return {
-        "cell": cell,
-        **{k: v for k, v in given.items() if k in ("gates_x", "weights", "params")},
-    }
+    given = random_problem(cell, (T, B, H), np.random.default_rng(0)).astype(dtype).arguments()
+    return {"cell": cell, **{name: given[name] for name in ("gates_x", "weights", "params")}}
 
 
 def sized() -> dict[str, Any]:

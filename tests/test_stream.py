@@ -197,6 +197,7 @@ def resets_of(torch: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", ["", "batch_first", "unbatched"])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN of PeepholeLSTM", "RNN of EALSTM"])
+@pytest.mark.sample(every=2)
 def test_torch_resets(kind: str, layout: str, taken: list[int]) -> None:
     """A step is a call of one step with the same resets, on every way that it may go."""
     torch = pytest.importorskip("torch")

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import problems
 import pytest
 import torch
-from conformance import problem as layers
 from conformance.on_torch import by_rnn
 from guarded import BUILT_IN, Everything
 from integers import by_integers
-from problems import assert_right, by_cpu, random_problem
+from problems import Unsolvable, assert_right, assert_solved, by_cpu, random_problem
 from processes import python
 from test_cpu_matmul import draw
 from test_quantize import assert_rounded
@@ -99,8 +99,8 @@ def test_float32(precision: str, cell: Cell, shape: Any, seed: int) -> None:
             solution = by_cpu(problem, 1, precision=precision)
             assert_right(solution, problem, name, f"float32 {precision}")
             again = by_cpu(problem, 3, precision=precision)
-            rounded = not np.array_equal(solution["outputs"], exact["outputs"])
-            assert rounded or not exact["outputs"].any()  # all are under the mask
+            rounded = not np.array_equal(solution["output"], exact["output"])
+            assert rounded or not exact["output"].any()  # all are under the mask
         for key, value in solution.items():
             assert np.array_equal(again[key], value), key
     for name in ("avx512", *PAIRS * (precision == "high")):
@@ -166,18 +166,18 @@ def test_the_kernel_multiplies_the_input(
     for kind in KINDS:
         with isa.force(kind):
             solved = 0
-            for size in ((3, 5, 7, 20), (2, 17, 40, 66)):
+            for size in ((3, 5, 7, 20), (2, 17, 40, 34)):
                 for has in ((), ("mask", "resets"), ("no bias",)):
                     try:
-                        problem = layers.draw(cell, size, (*has, "bidirectional"), "bfloat16")
-                    except layers.Unsolvable:
+                        problem = problems.draw(cell, size, (*has, "bidirectional"), "bfloat16")
+                    except Unsolvable:
                         continue
-                    layers.assert_right(by_rnn(problem), problem)
+                    assert_solved(by_rnn(problem), problem)
                     solved += 1
             assert solved >= 2
             problem = drawn(cell, (3, 17, 66), seed, "float32")
             solution = by_cpu(problem, 1, projected=True, precision="high")
-            solution.pop("d weights ih", None)
+            solution.pop("d weight_ih_l0", None)
             assert_right(solution, problem, kind, "float32 high")
             again = by_cpu(problem, 3, projected=True, precision="high")
             assert all(np.array_equal(again[key], value) for key, value in solution.items())

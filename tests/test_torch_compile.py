@@ -56,10 +56,7 @@ class Compiled(nn.Module):
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(kind, marks=[] if kind.name in ("GRU", "Odd") else pytest.mark.slow)
-        for kind in CELLS
-    ],
+    [pytest.param(kind, marks=[] if kind.name == "Odd" else pytest.mark.slow) for kind in CELLS],
     **by_name,
 )
 def test_one_graph(kind: Any) -> None:

@@ -9,54 +9,15 @@ import pytest
 import torch
 from tolerances import assert_close
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
-from torch_layers import Gated, of_torchscript, tensors_of, weighted, whole_graphs
+from torch_layers import of_torchscript, tensors_of, weighted, whole_graphs
 
 import anycell
 import anycell.torch as at
 from anycell import cell, cells, tanh
-from anycell.layer import ENDS, Options, shapes
-from anycell.plan import Call
+from anycell.layer import ENDS, shapes
 from anycell.torch import functional
 
 STEPS, ROWS, SIZE, ENTERING = 6, 3, 5, 4
-CELLS = [cells.LSTM, cells.GRU, cells.GRU(reset_after=False), cells.PeepholeLSTM, cells.LSTMP]
-
-
-def problem(
-    cell: Any,
-    per_gate: bool,
-    projected: bool,
-    dtype: torch.dtype = torch.float64,
-    device: str = "cpu",
-    **flags: torch.Tensor,
-) -> tuple[Call, dict[str, torch.Tensor]]:
-    """A layer of two directions, or of one, whose tensors all want gradients."""
-    directions = 1 if projected else 2
-    sizes = {"H": SIZE, "P": 3}
-    width, first = len(cell.gates) * SIZE, sizes[cell.states[0].size]
-
-    def make(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
-
-    arrays = {"x": make(STEPS, ROWS, width if projected else ENTERING), **flags}
-    for end in ENDS[:directions]:
-        learned = shapes(cell, sizes, ENTERING, True)
-        if projected:
-            del learned["weight_ih"]
-        arrays |= {name + end: make(*shape) for name, shape in learned.items()}
-    arrays |= {f"state {s.name}": make(directions, ROWS, sizes[s.size]) for s in cell.states}
-    shape = (len(cell.gates), ROWS, first) if per_gate else (ROWS, first)
-    mask = torch.bernoulli(torch.full(shape, 0.6, dtype=dtype, device=device)) / 0.6
-    options = Options(reverse=(False, True)[:directions])
-    return Call(cell, SIZE, options, (("P", 3),)), arrays | {"recurrent_mask": mask}
-
-
-def solve(run: Any, call: Call, arrays: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Results and gradients."""
-    output, final, _ = run(call, arrays)
-    wanted = [t for t in arrays.values() if t.requires_grad]
-    loss = (output * output.detach().cos()).sum() + sum((f**2).sum() for f in final)
-    return [output, *final, *torch.autograd.grad(loss, wanted)]
 
 
 # -- recurrence: tensors of the user's own ---------------------------------------------------------
@@ -67,7 +28,6 @@ def Adding(x: Any, r: Any, s: Any) -> Any:
     return tanh(x.o + r.o) + c, c
 
 
-USERS = [*CELLS, cells.LayerNormLSTM, Adding, Gated]
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 
 
@@ -86,8 +46,6 @@ def given_by(cell: Any, projected: bool = False, **options: Any) -> tuple[tuple[
 
     weights = {name: make(*shape) for name, shape in learned.items()}
     state = [make(ROWS, sizes[s.size]) for s in cell.states]
-    if cell.static:
-        options["static"] = make(ROWS, SIZE)
     return (cell, make(STEPS, ROWS, width), weights, state), options
 
 

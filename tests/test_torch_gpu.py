@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conformance.on_torch import by_function
-from conformance.problem import assert_right, draw
+from conformance.on_torch import by_function, tensor_of
 from gpu import CARD, DEVICE, SLOW, torch  # before anything else that may import Triton
-from test_torch_functional import Adding, problem
+from problems import assert_solved, draw
+from test_torch_functional import Adding
 from tolerances import assert_close
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch_layers import assert_same, given_to_forward, weighted
@@ -265,17 +265,21 @@ def test_recurrent_mask(
     problem = draw(cell, (6, 3, 4, 5), has, "float32")
     solution = by_function(functional.layer, DEVICE)(problem)
     assert ran == ["forward", "backward"]
-    assert_right(solution, problem)
+    assert_solved(solution, problem)
 
 
 @pytest.mark.parametrize("repeat", [False, True])
 @pytest.mark.parametrize("cell", [cells.LSTM, Adding], ids=repr)
 def test_the_states_after_every_step(cell: Any, repeat: bool, ran: list[str]) -> None:
     """Of both directions; of Adding the backward pass does not read them."""
-    valid = torch.rand(6, 3, device=DEVICE) < 0.8
-    call, arrays = problem(cell, False, False, torch.float32, DEVICE, mask=valid)
-    options = call.options._replace(masked_output="repeat" if repeat else "zero")
-    call = call._replace(sequences=("c",), options=options)
+    problem = draw(cell, (6, 3, 4, 5), ("bidirectional", "state", "mask"), "float32")
+    arrays = {
+        n.replace("_l0", ""): tensor_of(a).to(DEVICE).requires_grad_(a.dtype != bool)
+        for n, a in problem.arrays.items()
+        if n[:2] != "d "
+    }
+    options = Options(problem.reverse, "repeat" if repeat else "zero")
+    call = Call(cell, 5, options, sequences=("c",))
     output, final, (c,) = functional.layer(call, arrays)
     assert ran == ["forward"]
     _, doubles = in_float64(call, arrays)

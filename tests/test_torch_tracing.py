@@ -78,6 +78,7 @@ def assert_onnx(layer: nn.Module, **options: Any) -> None:
 
 @of_onnx
 @pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.sample(every=2)
 def test_onnx_by_torchscript(name: str) -> None:
     """The older exporter passes all arguments of a bare layer by position."""
     pytest.importorskip("onnx")

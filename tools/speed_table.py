@@ -28,27 +28,24 @@ def table(report: dict[str, Any], peer: str = "torch.nn") -> str:
     columns = list(dict.fromkeys((cell, mode) for cell, mode, _ in rows))
     lines = ["| | " + " | ".join(f"{cell} {mode}" for cell, mode in columns) + " |"]
     lines.append("|---" * (len(columns) + 1) + "|")
-    ratios: dict[tuple[str, str], list[float]] = {column: [] for column in columns}
-    apart = []
+    found, apart = ratios(report, peer), []
     for name, s in shapes.items():
         cells = [f"{name} ({s['T']}, {s['B']}, {s['I']}, {s['H']}, {s['L']} x {s['D']})"]
         for column in columns:
-            contenders = rows.get((*column, name), {}).get("contenders", {})
-            ours, theirs = (contenders.get(who) for who in (report["settings"]["subject"], peer))
-            if not (ours and theirs and ours["samples_ms"] and theirs["samples_ms"]):
+            ratio = found.get(" ".join(column), {}).get(name)
+            if ratio is None:
                 cells.append("")
                 continue
-            ratio = statistics.median(
-                b / a for a, b in zip(ours["samples_ms"], theirs["samples_ms"], strict=True)
-            )
-            ratios[column].append(ratio)
+            contenders = rows[(*column, name)]["contenders"]
+            ours, theirs = (contenders[who] for who in (report["settings"]["subject"], peer))
             cells.append(f"{_time(theirs)} / {_time(ours)} = **{ratio:.2f}**")
             for who, entry in ((peer, theirs), ("ours", ours)):
                 if entry.get("disagrees"):
                     alone = _digits(entry["alone_ms"])
                     apart.append(f"{' '.join(column)} of {name}, {who}: {alone} ms")
         lines.append("| " + " | ".join(cells) + " |")
-    means = [statistics.geometric_mean(values) if values else None for values in ratios.values()]
+    every = [found.get(" ".join(column), {}).values() for column in columns]
+    means = [statistics.geometric_mean(values) if values else None for values in every]
     lines.append(_last("geometric mean", means))
     alone = {
         (mean["cell"], mean["mode"]): mean.get("ratios_alone", {}).get(peer)

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from problems import Arrays, Problem
+
 from anycell import Cell
-from conformance.problem import Arrays, Problem
 
 
 @dataclass(frozen=True)

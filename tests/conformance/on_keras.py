@@ -6,12 +6,12 @@ from typing import Any
 import keras
 import numpy as np
 from keras_layers import BACKEND, derive, double, number
+from problems import Array, Arrays, Problem
 
 import anycell.keras as ak
 from anycell.keras.cells import GRU, LSTM, SimpleRNN
 from anycell.plan import DTYPES
 from conformance.frontend import Frontend
-from conformance.problem import Array, Arrays, Problem
 
 DROP_INS = {LSTM: ak.LSTM, GRU: ak.GRU, SimpleRNN: ak.SimpleRNN}
 BOTH = ["bias_ih_l0", "bias_hh_l0"]

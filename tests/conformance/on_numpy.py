@@ -4,6 +4,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from problems import Array, Arrays, Problem
 
 import anycell
 import anycell.numpy as an
@@ -11,7 +12,6 @@ from anycell import cells
 from anycell.numpy import passes
 from anycell.plan import DTYPES
 from conformance.frontend import Frontend
-from conformance.problem import Array, Arrays, Problem
 
 
 def made(problem: Problem, kind: Any, *cell: Any) -> an.RNN:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from problems import Array, Arrays, Problem
 
 import anycell.tf1 as t1
 from anycell import Cell
@@ -12,7 +13,6 @@ from anycell.keras import step_by_step
 from anycell.layer import ENDS
 from anycell.tf1 import cells
 from conformance.frontend import Frontend
-from conformance.problem import Array, Arrays, Problem
 
 KINDS: dict[Cell, Any] = {
     cells.RNN: t1.BasicRNNCell,

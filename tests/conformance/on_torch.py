@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from problems import Array, Arrays, Problem
 from torch import Tensor
 from torch.func import functional_call
 
@@ -17,7 +18,6 @@ from anycell.plan import Call
 from anycell.torch.composite import composite
 from anycell.torch.functional import layer
 from conformance.frontend import Frontend
-from conformance.problem import Array, Arrays, Problem
 
 Tensors = dict[str, Tensor]
 
