@@ -160,7 +160,8 @@ def finished(
     return totals
 
 
-GATES = "gates"  # stands for the gradients of the projected gates among those of matmuls
+# Stands for the gradients of the projected gates among those of matmuls. No matmul has this name.
+GATES = "d gates"
 
 
 def _gradient(plan: Plan, l: Linear) -> str:
