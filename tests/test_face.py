@@ -259,6 +259,17 @@ def test_gradients_are_checked(which: str) -> None:
         assert not part.grads
 
 
+@anycell.cell(gates="r c", state="h")
+def Named(x: Any, r: Any, s: Any) -> Any:
+    reset = anycell.sigmoid(x.r + anycell.linear(s.h, "gates"))
+    return anycell.tanh(x.c + anycell.linear(reset * s.h, "d_gates"))
+
+
+def test_a_matmul_may_be_named_as_arrays_of_the_engine_are() -> None:
+    """The gradient of the projection's bias was once the sum of another matmul's, silently."""
+    assert max(an.check_gradients(an.RNN(Named, 3, 4, seed=0), X).values()) < 1e-6
+
+
 def test_a_wrong_gradient_is_found() -> None:
     class Wrong(an.Dense):
         def backward(self, grad_output: Any) -> Any:

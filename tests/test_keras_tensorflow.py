@@ -30,8 +30,10 @@ from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
 from anycell import cell, cells, keep, sigmoid, tanh  # noqa: E402
+from anycell.keras import tensorflow  # noqa: E402
 from anycell.keras.host import host_of  # noqa: E402
 from anycell.keras.rule import Facts, choose  # noqa: E402
+from anycell.layer.form import ROADS  # noqa: E402
 from anycell.plan import DTYPES  # noqa: E402
 
 
@@ -257,6 +259,51 @@ def test_second_derivatives_through_a_projection_in_the_kernel(
         assert_close(found[1][name], value, "float64", "gradient", name, axes(name))
 
 
+def derive(layer: Any, x: Any, watched: bool = True) -> list[Any]:
+    """Output and gradients, of the input too if it is watched."""
+    with tf.GradientTape() as tape:
+        if watched:
+            tape.watch(x)
+        y = layer(x, training=True)
+    return [y, *tape.gradient(y, [x] * watched + [v.value for v in layer.trainable_variables])]
+
+
+def test_the_same_bits_in_eager_mode_and_graphs_on_any_number_of_threads(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, forms: list[Any]
+) -> None:
+    layer, x, found = ak.LSTM(64, return_sequences=True), data(rng, 40, 30, 48), []
+    layer.build(x.shape)
+    for threads in (1, 2, 3):
+        threading = tf.config.threading
+        monkeypatch.setattr(threading, "get_intra_op_parallelism_threads", lambda n=threads: n)
+        forms.clear()
+        for run in (derive, tf.function(derive)):
+            found.append([part.numpy().tobytes() for part in run(layer, x)])
+        several = ROADS["several threads"]
+        assert [several(form) for form in forms] == [threads > 1] * len(forms) and forms
+    assert all(bits == found[0] for bits in found)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_no_gradient_that_nobody_watches(
+    graph: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x, asked = ak.LSTM(4), data(rng, 2, 5, 3), []
+    layer(x)
+    backward = tensorflow.layer.backward
+
+    def spy(*args: Any, wanted: set[str]) -> Any:
+        asked.append(wanted)
+        return backward(*args, wanted=wanted)
+
+    monkeypatch.setattr(tensorflow.layer, "backward", spy)
+    for watched in (True, False):
+        run = tf.function(derive) if graph else derive
+        assert all(part is not None for part in run(layer, x, watched))
+    weights = {"weight_ih", "weight_hh", "bias_ih"}
+    assert asked == [weights | {"x"}, weights]
+
+
 def test_inside_a_while_loop_and_a_condition(rng: np.random.Generator) -> None:
     layer, x = ak.LSTM(4), data(rng, 2, 5, 3)
     layer(x)
@@ -472,10 +519,11 @@ def test_mirrored_strategy_with_two_replicas() -> None:
         import numpy as np, tensorflow as tf, keras, json
         import anycell.keras as ak
         from anycell import cells
+        keras.config.set_dtype_policy("float64")  # float32 rounds halves of a batch otherwise
         cpus = tf.config.list_physical_devices("CPU")
         two = [tf.config.LogicalDeviceConfiguration()] * 2
         tf.config.set_logical_device_configuration(cpus[0], two)
-        x = np.random.default_rng(0).normal(size=(16, 5, 3)).astype("float32")
+        x = np.random.default_rng(0).normal(size=(16, 5, 3))
         y = x.sum((1, 2))[:, None]
         found = []
         for devices in (["CPU:0"], ["CPU:0", "CPU:1"]):
@@ -495,7 +543,7 @@ def test_mirrored_strategy_with_two_replicas() -> None:
     )
     one, two = json.loads(out.splitlines()[-1])
     for a, b in zip(one, two, strict=True):
-        assert_close(a, b, "float32", "gradient")
+        assert_close(a, b, "float64", "gradient")
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ Arrays = Mapping[str, Tensor]
 INTEGERS = "mask", "resets", "seed"  # of dtypes of their own
 # What Keras lays out the other way round, and its name below the frontends.
 KERNELS = {"kernel": "weight_ih", "recurrent_kernel": "weight_hh"}
+_SCALES = scales_of("weight_ih")
 
 
 def check(call: Call, arrays: Arrays) -> None:
@@ -55,7 +56,7 @@ def check(call: Call, arrays: Arrays) -> None:
 
 def quantized(arrays: Arrays) -> bool:
     """Whether the weights are integers with scales."""
-    return scales_of("weight_ih") in arrays
+    return _SCALES in arrays
 
 
 def dequantized(arrays: Arrays) -> Arrays:
@@ -89,6 +90,8 @@ def _expect(name: str, given: Any, expected: tuple[int | None, ...], meaning: st
     if getattr(given, "rank", 0) is None:  # TensorFlow does not know its shape yet
         return
     sizes = tuple(given)
+    if sizes == expected:
+        return
     pairs = zip(sizes, expected, strict=False)
     if len(sizes) != len(expected) or any(None not in (g, e) and g != e for g, e in pairs):
         raise ValueError(

@@ -388,8 +388,7 @@ class DropIn(Fused):
         bias, recurrent_bias = read(cell.bias), None
         if bias is not None and len(bias.shape) == 2:
             bias, recurrent_bias = bias[0], bias[1]
-        step = self._step()
-        assert isinstance(step, Cell)
+        named = _KINDS[type(cell)].symbolic  # whatever its activations, the states are these
         arrays = {
             "x": ops.cast(ops.transpose(sequences, (1, 0, 2)), dtype),
             "kernel": kernel,
@@ -397,7 +396,7 @@ class DropIn(Fused):
             "bias_ih": bias,
             "bias_hh": recurrent_bias,
             **self._further(recurrent_kernel),
-            **named_states(step, [ops.cast(state, dtype) for state in states]),
+            **named_states(named, [ops.cast(state, dtype) for state in states]),
             "mask": None if mask is None else ops.swapaxes(mask, 0, -1),
             "recurrent_mask": recurrent_mask,
         }

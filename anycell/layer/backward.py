@@ -13,7 +13,7 @@ from anycell.layer.forward import project, remember, widened
 from anycell.layer.recipe import Recipe, View, recipe_of
 from anycell.layer.run import Run
 from anycell.layer.schedule import segment_steps
-from anycell.layer.signature import of_a_matmul, states
+from anycell.layer.signature import ENDS, of_a_matmul, states
 from anycell.layer.sums import Sums, finished, leaving
 from anycell.plan import Options, Plan
 
@@ -29,7 +29,6 @@ def backward(
     *,
     d_states: Mapping[str, Array] | None = None,
     wanted: Collection[str] | None = None,
-    factors: list[list[Factors]] | None = None,
 ) -> dict[str, Array]:
     """The gradients of a layer.
 
@@ -41,9 +40,6 @@ def backward(
         d_states: gradients of the sequences ``[T, B, D*size]`` of states besides the first, by
             name.
         wanted: names of the arrays whose gradients are wanted; None for all. There may be more.
-        factors: gets per direction, for each matmul inside a step, what its weight's gradient is
-            the product of, for hosts that multiply themselves. Without checkpoints, and where the
-            input comes projected: then they are of all steps.
 
     Returns:
         the gradients, by the names of the arrays: of all that were given but masks. That of x is
@@ -59,24 +55,16 @@ def backward(
         host, plan, given["x"].shape, options.reverse, kept, d_output, d_final, d_states or {},
         segment=segment, keeps=keeps_state,
     )  # fmt: skip
-    need = factors is None and (wanted is None or any(map(of_a_matmul, wanted)))
+    need = wanted is None or any(map(of_a_matmul, wanted))
     wants = need, wanted is None or "x" in wanted, wanted is None or _of_first(plan) in wanted
     same = options.unseeded() if options.seed or options.stream else options
-    key = "backward", plan, same, wants, factors is not None, layout, further
+    key = "backward", plan, same, wants, layout, further
     if plan.types.mixed:
         given = widened(host, plan, given)
         parts |= {name: host.widen(d) for name, d in parts.items() if name.startswith("d_final ")}
     given |= parts
-    known: Backward = recipe_of(
-        key, lambda: _draft(host, plan, given, options, wants, factors is not None)
-    )
+    known: Backward = recipe_of(key, lambda: _draft(host, plan, given, options, wants))
     made = known.recipe.run(host, given, options)
-    if factors is not None:
-        rows = given["x"].shape[0] * given["x"].shape[1]
-        factors += [
-            [Factors(*[None if i is None else made[i][:rows] for i in pair]) for pair in pairs]
-            for pairs in known.pairs
-        ]
     wide, learned = host.wide, []
     for d, (biases, totals, vectors, others) in enumerate(known.sums):
         weights, sums, named = (
@@ -93,7 +81,8 @@ def backward(
     whole = {name: made[i] for name, i in known.states.items()}
     dx = None if known.dx is None else made[known.dx]
     gradients = leaving(wide.empty, known.directions, dx, learned, whole)
-    return {name: host.narrow(gradient) for name, gradient in gradients.items()}
+    narrow = {name: host.narrow(gradient) for name, gradient in gradients.items()}
+    return narrow | {name: narrow[name].T for name in known.turned}
 
 
 class Backward(NamedTuple):
@@ -105,7 +94,7 @@ class Backward(NamedTuple):
         states: of the gradients of states, ``[D, B, size]``, by name.
         sums: of each direction: biases, and by name the totals and vectors of its ``Sums`` and what
             the kernel adds up: "d_params", "static", and what resets restore, of all directions.
-        pairs: of each direction and matmul, of the factors of its weight's gradient.
+        turned: weights whose gradients lie transposed, as the weights do.
     """
 
     recipe: Recipe
@@ -113,7 +102,7 @@ class Backward(NamedTuple):
     dx: int | None
     states: dict[str, int]
     sums: list[tuple[list[str], dict[str, int], dict[str, int], dict[str, int]]]
-    pairs: list[list[tuple[int | None, int | None]]]
+    turned: list[str]
 
 
 def _draft(
@@ -122,13 +111,11 @@ def _draft(
     given: Mapping[str, Array],
     options: Options,
     wants: tuple[bool, bool, bool],
-    dense: bool,
 ) -> Backward:
     """Drafts the pass for arrays that are laid out like these.
 
     Args:
         wants: the gradients of weights and biases, of x, and of the first state.
-        dense: for ``factors``.
     """
     need, of_x, of_first = wants
     run = Run(Recipe(host, given, options), plan, options, True, False)
@@ -142,16 +129,13 @@ def _draft(
         if name == "d_output" or name.startswith("d_sequence "):
             run.place(name, view, axes=2)
     states_, totals = _totals(run)
-    directions = [_Direction(run, d, dx, need, dense) for d in range(count)]
+    directions = [_Direction(run, d, dx, need) for d in range(count)]
     hidden = _states(run)
     for direction in directions:
         direction.multiply(hidden)
         if run.form.single and of_first:
             direction.add_product(states_[_of_first(plan)].at(direction.d))
     run.finish()
-
-    def number(view: View | None) -> int | None:
-        return None if view is None else recipe.number(view)
 
     def numbers(views: Mapping[str, View]) -> dict[str, int]:
         return {name: recipe.number(view) for name, view in views.items()}
@@ -160,8 +144,14 @@ def _draft(
         (one.sums.named, numbers(one.sums.totals), numbers(one.sums.vectors), numbers(others))
         for one, others in zip(directions, totals, strict=True)
     ]
-    factors = [[(number(a), number(b)) for a, b in one.pairs if dense] for one in directions]
-    return Backward(recipe, run.directions, number(dx), numbers(states_), sums, factors)
+    turned = [
+        name + ENDS[one.d]
+        for one in directions
+        for name, total in one.sums.totals.items()
+        if _turned(total)
+    ]
+    place = None if dx is None else recipe.number(dx)
+    return Backward(recipe, run.directions, place, numbers(states_), sums, turned)
 
 
 def _of_first(plan: Plan) -> str:
@@ -222,8 +212,14 @@ class _Sums(Sums):
     def new(self, shape: tuple[int, ...], overwritten: bool) -> View:
         return self.run.recipe.new(shape, "empty" if overwritten else "zeros", wide=True)
 
+    def like(self, weight: View, overwritten: bool) -> View:
+        if _turned(weight):
+            return self.new(weight.shape[::-1], overwritten).T
+        return self.new(weight.shape, overwritten)
+
     def multiply(self, d: View, operand: View, weight: View, whole: bool) -> None:
-        self.run.multiply(self.run.after, self.d, d.T, operand, weight, not whole, True)
+        a, b, out = (operand, d, weight.T) if _turned(weight) else (d, operand, weight)
+        self.run.multiply(self.run.after, self.d, a.T, b, out, not whole, True)
 
     def add_blocks(self, d: View, operand: View, weight: View, heads: int, first: int) -> None:
         out, into = d.shape[1] // heads, operand.shape[1] // heads
@@ -241,6 +237,11 @@ class _Sums(Sums):
         return d.columns(begin, end)
 
 
+def _turned(weight: View) -> bool:
+    """Whether a matrix lies in columns, as Keras's."""
+    return len(weight.shape) == 2 and weight.strides[0] == 1 != weight.strides[1]
+
+
 class _Direction:
     """One direction: its gradients, and buffers of a chunk for what they are products of.
 
@@ -250,7 +251,7 @@ class _Direction:
             not at hand.
     """
 
-    def __init__(self, run: Run, d: int, dx: View | None, need: bool, dense: bool) -> None:
+    def __init__(self, run: Run, d: int, dx: View | None, need: bool) -> None:
         plan, self.w, cell = run.plan, run.directions[d], run.plan.cell
         self.run, self.d, self.need, self.dx = run, d, need, dx
         self.sums = _Sums(run, d, need)
@@ -266,11 +267,11 @@ class _Direction:
         for l in cell.linears:
             outputs = operand = None
             if not plan.shares_gradient(l):
-                outputs = run.rows(len(l.outputs) * plan.sizes[l.out_size], lasting=dense)
+                outputs = run.rows(len(l.outputs) * plan.sizes[l.out_size])
                 run.place_rows(d, f"d_outputs {l.name}", outputs)
             state = l.operand.op == "state" and l.operand.attrs[0] == cell.state_names[0]
             if run.resets is not None or not state:
-                operand = run.rows(plan.sizes[l.in_size], lasting=dense)
+                operand = run.rows(plan.sizes[l.in_size])
                 run.place_rows(d, f"operand {l.name}", operand)
             self.pairs.append((outputs, operand))
 

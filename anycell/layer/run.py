@@ -148,16 +148,11 @@ class Run:
         return segment_steps(self.options.checkpoint, self.steps, self.form.chunk)
 
     # ---- what is multiplied ----------------------------------------------------------------------
-    def rows(self, width: int, wide: bool = False, lasting: bool = False) -> View:
-        """A buffer of the rows of a chunk, ``[rows, width]``; an array that the call leaves, of
-        dense rows, where it is ``lasting``.
-        """
+    def rows(self, width: int, wide: bool = False) -> View:
+        """A buffer of the rows of a chunk, ``[rows, width]``."""
         host = self.host.wide if wide else self.host
         size, rows = host.dtype.itemsize, self.form.chunk * self.batch
-        if lasting:
-            view = self.recipe.new((rows, width), wide=wide)
-        else:
-            view = self.recipe.buffer((rows, padded(size, width)), size)
+        view = self.recipe.buffer((rows, padded(size, width)), size)
         return view._replace(shape=(CHUNK, width))
 
     def over_steps(self, view: View, window: bool = False, first: int = 0) -> View:

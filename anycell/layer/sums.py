@@ -74,7 +74,7 @@ class Sums:
         self.whole, self.biases = _whole(plan), _biases(plan)
         for name, whole in self.whole.items() if need else ():
             if name in w:
-                self.totals[name] = self.new(tuple(w[name].shape), whole and fresh)
+                self.totals[name] = self.like(w[name], whole and fresh)
         for name, gradients in self.biases.items() if need else ():
             for gradient, width in gradients.items() if name in w else ():
                 self.vectors[gradient] = self.new((width,), fresh)
@@ -83,6 +83,10 @@ class Sums:
     def new(self, shape: tuple[int, ...], overwritten: bool) -> Array:
         """Memory for a total, zeros where it is not overwritten."""
         raise NotImplementedError
+
+    def like(self, weight: Any, overwritten: bool) -> Array:
+        """The same, for the gradient of a weight."""
+        return self.new(tuple(weight.shape), overwritten)
 
     def multiply(self, d: Any, operand: Any, weight: Array, whole: bool) -> None:
         """``weight += d.T @ operand``; the first time it may overwrite a ``whole`` one."""
@@ -160,7 +164,8 @@ def finished(
     return totals
 
 
-GATES = "gates"  # stands for the gradients of the projected gates among those of matmuls
+# Stands for the gradients of the projected gates among those of matmuls. No matmul has this name.
+GATES = "d gates"
 
 
 def _gradient(plan: Plan, l: Linear) -> str:
