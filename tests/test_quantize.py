@@ -366,12 +366,14 @@ def test_numpy_layers(tmp_path: Path, rng: np.random.Generator) -> None:
     assert_close(output, layer_.forward(x)[0], "int8", "forward", axes=())
     assert small_.error == pytest.approx(error(output, layer_.forward(x)[0], axes=()))
     assert "weights of 8 bits, 3,360 bytes of 8,960, error" in repr(small_)
+    *_, states = small_.forward(x, return_states="c")
     small_.prepare()
     steps, carried = [], None
     for row in x:
         one, carried = small_.step(row, carried)
         steps.append(one)
     assert_close(np.stack(steps), output, "float32", "training", axes=())
+    assert_close(carried[1][0], states["c"][-1], "float32", "training", axes=())
     small_.save(tmp_path / "small.npz")
     again = compress.quantize(an.LSTM(6, 20, seed=1))
     again.load(tmp_path / "small.npz")

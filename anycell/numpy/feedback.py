@@ -16,7 +16,8 @@ from anycell.layer.rounding import rounded
 from anycell.numpy import check
 from anycell.numpy.base import Array
 from anycell.numpy.dense import Dense
-from anycell.numpy.layers import RNN, State
+from anycell.numpy.layers import RNN
+from anycell.numpy.typed import State
 from anycell.plan import Engine, scales_of
 
 
