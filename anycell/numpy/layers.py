@@ -230,7 +230,7 @@ class RNN(Explained, Layer):
         return_states: bool | str | Sequence[str] | None = None,
         training: bool = False,
         **options: Unpack[CallOptions],
-    ) -> Any:
+    ) -> tuple[Any, ...]:
         """Runs whole sequences.
 
         Args:
@@ -259,7 +259,8 @@ class RNN(Explained, Layer):
             output: ``[T, B, D * H]``, laid out as x: the last layer's first state at every step.
             state: laid out as the argument, after each row's last step.
             a third result, if ``return_states``: a dictionary by names of states, each of the last
-            layer, ``[T, B, D * size]``, laid out as x; at masked steps as ``masked_output`` says.
+                layer, ``[T, B, D * size]``, laid out as x; at masked steps as ``masked_output``
+                says.
         """
         given = check.array("x", x, self._layout("T", "B", self.input_size), self.dtype)
         x = given.swapaxes(0, 1) if self.batch_first else given

@@ -60,7 +60,7 @@ class Quantized(RNN):
         shown = super().__repr__().removesuffix(f", dtype={self.dtype.name!r})")
         return f"{shown}; {described(self.arrays, self.error)})"
 
-    def forward(self, x: npt.ArrayLike, *args: Any, **options: Any) -> Any:
+    def forward(self, x: npt.ArrayLike, *args: Any, **options: Any) -> tuple[Any, ...]:
         """Runs whole sequences as ``RNN`` does, without training."""
         if options.get("training"):
             self._refuse()
