@@ -548,6 +548,8 @@ MASKED = np.ma.masked_array(X, mask=np.arange(30).reshape(X.shape) == 7)
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     # constructors
     (lambda: an.RNN("LSTM", 3, 4), TypeError, r"cell: given str 'LSTM'; expected a cell"),
+    (lambda: an.RNN(3, 4), TypeError, r"cell: given int 3; expected a cell"),
+    (lambda: an.RNN(cells.LSTM, 3), TypeError, r"hidden_size: given None; .*Pass hidden_size"),
     (lambda: an.LSTM(0, 4), ValueError, r"input_size: given 0; expected an int from 1"),
     (lambda: an.LSTM(3, 2.5), TypeError, r"hidden_size: given float 2.5; expected"),
     (lambda: an.LSTM(3, 4, True), TypeError, r"num_layers: given bool True; expected"),
@@ -572,7 +574,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: lstm(dropuot=0.1), TypeError, "unexpected keyword argument 'dropuot'"),
     (
         lambda: an.RNN(cells.LSTM, 3, 4, dropuot=0.1), TypeError,
-        r"dropuot: given 0.1; .*sizes that cell LSTM .* none",
+        r"dropuot: given 0.1; .*sizes that cell LSTM .* none. Did you mean dropout",
     ),
     (lambda: an.RNN(Odd, 3, 4), TypeError, r"P: given nothing; .*size P that cell Odd"),
     (lambda: initializers.orthogonal((3,), None), ValueError, r"shape: given \(3,\), expected"),

@@ -678,6 +678,13 @@ def test_what_a_loader_yields() -> None:
     assert compress.quantize(float_, data=(x for x, _ in loader)).error > 0
 
 
+def test_a_batch_that_lacks_an_argument() -> None:
+    theirs, ours = fed()
+    for model, x in ((theirs, torch.randn(9, 5, 4)), (ours, np.zeros((9, 5, 4), np.float32))):
+        with pytest.raises(TypeError, match=r"data: given 1 argument.*'forced'. Make each batch a"):
+            compress.quantize(model, data=[x])
+
+
 def test_real_numbers_are_not_cut_down_to_integers() -> None:
     """Of a model, and of a layer; strict or not."""
     float_ = nn.Sequential(nn.Linear(3, 3), at.LSTM(3, 8))

@@ -95,7 +95,7 @@ class RNN(Explained, Layer):
         self,
         cell: Cell,
         input_size: int,
-        hidden_size: int,
+        hidden_size: int | None = None,  # so that RNN(3, 4) is told what it lacks, a cell
         num_layers: int = 1,
         bias: bool = True,
         batch_first: bool = False,
