@@ -53,7 +53,8 @@ class Problem:
     Attributes:
         sizes: what the size symbols of the cell stand for.
         arrays: by the names of ``anycell.layer.signature``, learned ones with ``_l0``, ``_l1``
-            behind as in PyTorch; and besides ``lengths``, ``d output`` and ``d final <state>``.
+            behind as in PyTorch; and besides ``lengths``, ``d output``, ``d final <state>`` and, of
+            a call with ``return_states``, ``d sequence <state>``.
         reverse: of each direction.
         repeat: masked outputs repeat the held state.
         drawing: ``training``, ``seed`` and ``stream`` of random masks.
@@ -123,10 +124,13 @@ class Problem:
         names = ("mask", "lengths", "resets", "static", "recurrent_mask")
         options: dict[str, Any] = {n: self.arrays[n] for n in names if n in self.arrays}
         options |= {"masked_output": "repeat"} if self.repeat else {}
+        options |= {"return_states": True} if self.group("d sequence") else {}
         return options | ({"reset_state": r} if (r := self.group("reset_state")) else {})
 
     def group(self, kind: str) -> list[Array]:
-        """The arrays per state, of kind "state", "reset_state" or "d final"; none if not given."""
+        """The arrays per state, of kind "state", "reset_state", "d final" or "d sequence"; none if
+        not given.
+        """
         names = (f"{kind} {name}" for name in self.cell.state_names)
         return [self.arrays[name] for name in names if name in self.arrays]
 
@@ -215,7 +219,7 @@ def draw(
         size: (T, B, I, H).
         has: what the call has besides x: of "state", "mask", "lengths", "resets", "reset_state",
             "repeat", "recurrent_mask", "recurrent_mask per gate", "reverse", "bidirectional",
-            "layers", "no bias". NaN lies under a mask.
+            "layers", "no bias", "return_states". NaN lies under a mask.
         solvable: float32 solves it well, if that is its dtype.
     """
     rng = np.random.default_rng(1997)
@@ -361,6 +365,9 @@ def _draw(
                     arrays[f"{name}_l{k}{end}"] = declared.get(name, 0.0) + scale * normal(*shape)
     arrays["d output"] = normal(steps, rows, len(reverse) * first)
     arrays |= per_state("d final")
+    if "return_states" in has:
+        for s in cell.states:
+            arrays[f"d sequence {s.name}"] = normal(steps, rows, len(reverse) * sizes[s.size])
     problem = Problem(cell, sizes, arrays, reverse, layers, "repeat" in has)
     if problem.valid is not None:
         arrays["x"][~problem.valid] = np.nan
@@ -368,7 +375,8 @@ def _draw(
 
 
 # -- solutions -----------------------------------------------------------------------------------
-# By name: "output", "final <state>", and "d <name>" of all that has a gradient.
+# By name: "output", "final <state>", "sequence <state>" if the call is for them, and "d <name>" of
+# all that has a gradient.
 
 
 def by_reference(problem: Problem, dtype: str = "float64") -> Arrays:
@@ -377,20 +385,27 @@ def by_reference(problem: Problem, dtype: str = "float64") -> Arrays:
     cell, x, valid = problem.cell, problem["x"], problem.valid
     tape, finals, count = [], [], len(problem.reverse)
     for k in range(problem.layers):
-        calls = [problem.arguments(x, k, d) for d in range(count)]
-        tape.append((x if valid is None else np.where(valid[..., None], x, x.dtype.type(0)), calls))
-        outputs, final = zip(*(reference.run(cell, **call) for call in calls), strict=True)
-        x = np.concatenate(outputs, axis=-1)
+        runs = [reference.recurrence(cell, **problem.arguments(x, k, d)) for d in range(count)]
+        tape.append((x if valid is None else np.where(valid[..., None], x, x.dtype.type(0)), runs))
+        found, final = zip(*(run.sequences(cell.state_names) for run in runs), strict=True)
+        sequences = [np.concatenate(parts, axis=-1) for parts in zip(*found, strict=True)]
+        x = sequences[0]
         finals += final
     solution = results(problem, x, map(np.stack, zip(*finals, strict=True)))
+    named = zip(cell.state_names, sequences, strict=True)
+    solution |= {f"sequence {n}": a for n, a in named if f"d sequence {n}" in problem.arrays}
 
-    d_x, gradients = problem["d output"], []
+    first = problem.arrays.get(f"d sequence {cell.state_names[0]}", 0.0)
+    arriving = [problem["d output"] + first, *problem.group("d sequence")[1:]]
+    gradients: list[reference.Gradients] = []
     for k in reversed(range(problem.layers)):
-        x, calls = tape[k]
-        parts, d_x = np.split(d_x, count, axis=-1), 0.0
+        x, runs = tape[k]
+        parts, d_x = [np.split(a, count, axis=-1) for a in arriving], 0.0
         for d in reversed(range(count)):
             d_final = [a[k * count + d] for a in problem.group("d final")]
-            grads = reference.backward(cell, **calls[d], d_outputs=parts[d], d_final=d_final)
+            d_outputs, *others = [a[d] for a in parts]
+            further = dict(zip(cell.state_names[1:], others, strict=bool(others)))
+            grads = runs[d].backward(d_outputs, d_final, further)
             behind, gates = f"_l{k}{ENDS[d]}", grads.gates_x
             weight = problem.arrays.get(f"weight_ih{behind}")
             d_x = d_x + (gates if weight is None else gates @ weight)
@@ -399,6 +414,7 @@ def by_reference(problem: Problem, dtype: str = "float64") -> Arrays:
                 learned["weight_ih"] = np.einsum("tbg,tbi->gi", gates, x)
             solution |= {f"d {name}{behind}": g for name, g in learned.items()}
             gradients.insert(0, grads)
+        arriving = [d_x]
     solution["d x"] = d_x
     for kind in ("state", "reset_state"):
         per_state = zip(*(getattr(g, kind) for g in gradients), strict=True)

@@ -236,6 +236,10 @@ CHECKED = {
     ),
     "random masks": (an.ZoneoutLSTM(3, 4, seed=0, dtype="float64"), {}),
     "one state": (an.GRU(3, 4, batch_first=True, seed=0), {}),
+    "states of every step": (
+        an.LSTM(3, 4, num_layers=2, bidirectional=True, batch_first=True, checkpoint=2, seed=0),
+        {"lengths": [5, 3], "return_states": ("c", "h")},
+    ),
     "Dense": (an.Dense(3, 4, seed=0), {}),
     "BatchNorm": (an.BatchNorm(3), {"mask": np.arange(10).reshape(5, 2) > 2}),
     "Feedback": (
@@ -248,7 +252,7 @@ CHECKED = {
 @pytest.mark.parametrize("which", CHECKED)
 def test_gradients_are_checked(which: str) -> None:
     layer, given = CHECKED[which]
-    x = X.swapaxes(0, 1) if which == "one state" else X
+    x = X.swapaxes(0, 1) if getattr(layer, "batch_first", False) else X
     parts = [layer.layer, layer.readout] if which == "Feedback" else [layer]
     before = [part.state_dict() for part in parts]
     errors = an.check_gradients(layer, x, count=8, **given)

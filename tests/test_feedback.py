@@ -4,6 +4,7 @@ import copy
 import pickle
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from problems import by_cpu, random_problem
 from tolerances import assert_close
 
 import anycell.numpy as an
-from anycell import Cell, cell, cells, linear
+from anycell import Cell, cell, cells, compress, linear
 from anycell.engines.cpu import pool
 from anycell.lang.transform import with_feedback
+from anycell.layer.stream import Stream
 
 torch = pytest.importorskip("torch")
 at: Any = pytest.importorskip("anycell.torch")
@@ -235,6 +237,108 @@ def layer_and_readout() -> tuple[Any, Any]:
     return at.LSTM(3, 8), torch.nn.Linear(8, 2)
 
 
+# -- one step at a time ----------------------------------------------------------------------------
+def torchs_steps(problem: Problem, wanted: bool) -> Any:
+    x = problem.poisoned("float64")
+    hidden = problem.arrays["d final " + problem.cell.states[-1].name].shape[2]
+    layer = at.RNN(problem.cell, x.shape[2], hidden, dtype=torch.float64, **problem.sizes)
+    readout = torch.nn.Linear(problem.arrays["weight"].shape[1], problem.width).double()
+    layer.load_state_dict({n: torch.tensor(a) for n, a in problem.learned.items()})
+    readout.load_state_dict({n: torch.tensor(problem.arrays[n]) for n in ("weight", "bias")})
+    feedback = at.Feedback(layer, readout)
+    assert feedback.prepare() is feedback
+
+    def step(x: Any, state: Any, **flags: Any) -> Any:
+        state = None if state is None else one([torch.as_tensor(s) for s in many(state)])
+        flags = {n: torch.as_tensor(f) for n, f in flags.items()}
+        with torch.set_grad_enabled(wanted):
+            y, state = feedback.step(torch.tensor(x), state, **flags)
+        assert y.requires_grad is wanted
+        return y.detach().numpy(), one([s.detach().numpy() for s in many(state)])
+
+    return step
+
+
+def numpys_steps(problem: Problem, prepared: bool) -> Any:
+    x = problem.poisoned("float64")
+    hidden = problem.arrays["d final " + problem.cell.states[-1].name].shape[2]
+    layer = an.RNN(problem.cell, x.shape[2], hidden, dtype="float64", **problem.sizes)
+    readout = an.Dense(problem.arrays["weight"].shape[1], problem.width, dtype="float64")
+    layer.set_parameters(problem.learned)
+    readout.set_parameters({n: problem.arrays[n] for n in ("weight", "bias")})
+    feedback = an.Feedback(layer, readout)
+    return (feedback.prepare() if prepared else feedback).step
+
+
+def many(values: Any) -> tuple[Any, ...]:
+    return values if isinstance(values, tuple) else (values,)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["packed", "plain"])
+@pytest.mark.parametrize("steps", [torchs_steps, numpys_steps])
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.sample(12)
+def test_steps_are_one_call(cell: Cell, steps: Any, plain: bool) -> None:
+    """Forced and free, with resets, from a state that is given."""
+    problem = draw(cell, SHAPES[0], masked=True)
+    problem.options = {"resets": problem.options["resets"]}
+    right, x = by_loop(problem), problem.poisoned("float64")
+    packed = plain is (steps is numpys_steps)
+    step = steps(problem, plain)
+    state, found = one([problem.arrays[n] for n in problem.states]), []
+    with mock.patch.object(Stream, "step", autospec=True, side_effect=Stream.step) as native:
+        for t in range(len(x)):
+            flags = {"forced": problem.forced[t], "resets": problem.options["resets"][t]}
+            y, state = step(x[t], state, **flags)
+            found.append(y)
+    assert native.call_count == (len(x) if packed else 0)
+    assert_close(np.stack(found), right["y"], "float64", "forward")
+    for name, value in named(problem, state).items():
+        assert_close(value, right[name], "float64", "forward", name)
+
+
+def test_steps_begin_as_a_call_does() -> None:
+    """With no state, and all rows forced or free."""
+    layer, readout = layer_and_readout()
+    x, feedback = torch.randn(5, 4, 3), at.Feedback(layer, readout).prepare()
+    ours = an.Feedback(an.LSTM(3, 8), an.Dense(8, 2))
+    ours.layer.set_parameters({n: p.detach().numpy() for n, p in layer.named_parameters()})
+    ours.readout.set_parameters({n: p.detach().numpy() for n, p in readout.named_parameters()})
+    for forced in (True, False, 1.0, 0.0):
+        with torch.no_grad():
+            right, _ = feedback(x, forced=float(forced))
+            state = others = None
+            for t in range(5):
+                y, state = feedback.step(x[t], state, forced=forced)
+                also, others = ours.step(x[t].numpy(), others, forced=forced)
+                assert_close(y.numpy(), right[t].numpy(), "float32", "forward")
+                assert_close(also, right[t].numpy(), "float32", "forward")
+
+
+def test_a_step_leaves_a_pending_backward() -> None:
+    runs = []
+    for stepping in (False, True):
+        ours = an.Feedback(an.LSTM(2, 4, seed=0), an.Dense(4, 1, seed=0))
+        y, _ = ours.forward(np.ones((3, 2, 2)), forced=0.0, training=True)
+        if stepping:
+            ours.prepare().step(np.ones((2, 2)), forced=False)
+        ours.backward(y)
+        runs.append({**ours.layer.grads, **ours.readout.grads})
+    assert all(np.array_equal(a, runs[1][n]) for n, a in runs[0].items())
+
+
+def test_steps_of_8_bits() -> None:
+    """To within the rounding of what is fed back."""
+    layer, readout = layer_and_readout()
+    x = torch.randn(9, 4, 3)
+    small = compress.quantize(at.Feedback(layer, readout)).prepare()
+    with torch.no_grad():
+        right, state = small(x, forced=torch.arange(9) < 4)[0], None
+        for t in range(9):
+            y, state = small.step(x[t], state, forced=t < 4)
+            assert_close(y.numpy(), right[t].numpy(), "int8", "forward", axes=())
+
+
 def test_teacher_forcing_is_the_layer_itself() -> None:
     layer, readout = layer_and_readout()
     x = torch.randn(7, 4, 3)
@@ -366,6 +470,18 @@ READOUT = an.Dense(4, 1, seed=0)
         (lambda: run_torch(forced=True), "forced: given"),
         (lambda: run_torch(forced=torch.ones(3, 2)), "forced: given .* expected bool"),
         (lambda: run_torch(torch.zeros(3, 2, 1), forced=1.0), r"x: given .* expected \[time"),
+        (lambda: step_numpy(forced=0.5), "forced: given 0.5; expected True or False, or a bool"),
+        (lambda: step_numpy(forced=np.ones((3, 1))), r"forced: given shape \[3, 1\]"),
+        (lambda: step_numpy(forced=True, state=0.0), "state: given"),
+        (lambda: step_torch(forced=0.5), "forced: given 0.5; expected True or False, or a bool"),
+        (lambda: step_torch(forced=torch.ones(2, dtype=torch.bool)), r"forced: given .*\[3\]"),
+        (lambda: step_torch(forced=True, state=torch.zeros(1, 3, 4)), "state: given"),
+        (
+            lambda: step_torch(torch.zeros(2), forced=True),
+            r"x: given .*\[1, 2\], one step of",
+        ),
+        (lambda: step_torch(np.zeros((3, 2)), forced=True), r"x: given ndarray"),
+        (lambda: step_torch(forced=True, resets=torch.ones(3) * 2), "resets: given"),
     ],
 )
 def test_refusals(call: Any, message: str) -> None:
@@ -375,6 +491,15 @@ def test_refusals(call: Any, message: str) -> None:
 
 def run_numpy(**options: Any) -> Any:
     return an.Feedback(LAYER, READOUT).forward(np.zeros((3, 2, 2)), **options)
+
+
+def step_numpy(**options: Any) -> Any:
+    return an.Feedback(LAYER, READOUT).step(np.zeros((3, 2)), **options)
+
+
+def step_torch(x: Any = None, **options: Any) -> Any:
+    x = torch.zeros(3, 2) if x is None else x
+    return at.Feedback(at.LSTM(2, 4), torch.nn.Linear(4, 1)).step(x, **options)
 
 
 def run_torch(x: Any = None, **options: Any) -> Any:

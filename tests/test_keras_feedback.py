@@ -104,6 +104,37 @@ def test_layers(cell: Cell, kind: Any, masked: bool, way: str) -> None:
     assert_close(by_path[bias], dense.grads["bias"], DTYPE, "gradient")
 
 
+@pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared"])
+@pytest.mark.parametrize(("cell", "kind"), LAYERS, ids=lambda value: str(value)[:20])
+@pytest.mark.sample(6)
+def test_steps_are_one_call(cell: Cell, kind: Any, prepared: bool) -> None:
+    """Forced and free, by rows and for all; and resets begin anew."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(ROWS, STEPS, INPUTS)).astype(DTYPE)
+    forced = rng.random((ROWS, STEPS)) < 0.4
+    forced[:, 2], forced[:, 3] = True, False
+    poisoned = x.copy()
+    poisoned[..., :WIDTH][~forced] = np.nan
+    with double(DTYPE):
+        feedback = ak.Feedback(
+            kind(HIDDEN, dtype=DTYPE), keras.layers.Dense(WIDTH, dtype=DTYPE), return_state=True,
+            dtype=DTYPE,
+        )  # fmt: skip
+        flags = keras.ops.convert_to_tensor(forced)
+        right, *finals = [number(r) for r in feedback(poisoned, forced=flags)]
+        if prepared:
+            assert feedback.prepare() is feedback
+        states: Any = None
+        for resets in (None, np.ones(ROWS, bool)):
+            for t in range(STEPS):
+                now: Any = {2: True, 3: 0.0}.get(t, forced[:, t])
+                more = {} if t or resets is None else {"resets": resets}
+                y, states = feedback.step(poisoned[:, t], states, forced=now, **more)
+                assert_close(number(y), right[:, t], DTYPE, "forward", axes=())
+            for state, final in zip(states, finals, strict=True):
+                assert_close(number(state), final, DTYPE, "forward", axes=())
+
+
 def small() -> tuple[Any, np.ndarray]:
     keras.utils.set_random_seed(0)
     x = np.random.default_rng(0).normal(size=(4, 6, 2)).astype("float32")
@@ -158,6 +189,9 @@ def test_it_trains_and_is_saved(tmp_path: Any) -> None:
             "at most the 2 inputs",
         ),
         (lambda: small()[0](small()[1], forced=2.0), "forced: given 2.0"),
+        (lambda: small()[0].step(small()[1], forced=True), r"x: given shape \(4, 6, 2\)"),
+        (lambda: small()[0].step(small()[1][:, 0], forced=0.5), "forced: given 0.5; .* each row"),
+        (lambda: small()[0].step(small()[1][:, 0], forced=[[True]]), r"forced: given shape \(1, 1"),
     ],
 )
 def test_refusals(call: Any, message: str) -> None:

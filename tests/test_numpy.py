@@ -506,8 +506,9 @@ def test_results_may_be_written(engine: str, rng: np.random.Generator) -> None:
         layer = an.LSTM(3, 4, batch_first=batch_first, dtype="float64", seed=1)
         x, state, d = problem(layer, 5, 2, rng)
         ref = solve(layer, x, state, d)
-        output, final = layer.forward(x, state, training=True)
-        for array in (output, *final):
+        output, final, states = layer.forward(x, state, training=True, return_states=True)
+        assert states["h"] is output
+        for array in (output, *final, states["c"]):
             assert array.flags.c_contiguous
             array[:] = np.nan
         for _ in range(2):
@@ -535,11 +536,19 @@ def lstm(**options: Any) -> an.LSTM:
     return an.LSTM(3, 4, seed=1, **options)
 
 
+def after(return_states: Any, grad_states: Any) -> Any:
+    layer = lstm()
+    output, *_ = layer.forward(X, training=True, return_states=return_states)
+    return layer.backward(output, None, grad_states)
+
+
 X, LAYER = np.zeros((5, 2, 3)), an.Dense(3, 2)
 MASKED = np.ma.masked_array(X, mask=np.arange(30).reshape(X.shape) == 7)
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     # constructors
     (lambda: an.RNN("LSTM", 3, 4), TypeError, r"cell: given str 'LSTM'; expected a cell"),
+    (lambda: an.RNN(3, 4), TypeError, r"cell: given int 3; expected a cell"),
+    (lambda: an.RNN(cells.LSTM, 3), TypeError, r"hidden_size: given None; .*Pass hidden_size"),
     (lambda: an.LSTM(0, 4), ValueError, r"input_size: given 0; expected an int from 1"),
     (lambda: an.LSTM(3, 2.5), TypeError, r"hidden_size: given float 2.5; expected"),
     (lambda: an.LSTM(3, 4, True), TypeError, r"num_layers: given bool True; expected"),
@@ -564,7 +573,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: lstm(dropuot=0.1), TypeError, "unexpected keyword argument 'dropuot'"),
     (
         lambda: an.RNN(cells.LSTM, 3, 4, dropuot=0.1), TypeError,
-        r"dropuot: given 0.1; .*sizes that cell LSTM .* none",
+        r"dropuot: given 0.1; .*sizes that cell LSTM .* none. Did you mean dropout",
     ),
     (lambda: an.RNN(Odd, 3, 4), TypeError, r"P: given nothing; .*size P that cell Odd"),
     (lambda: initializers.orthogonal((3,), None), ValueError, r"shape: given \(3,\), expected"),
@@ -595,7 +604,13 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: lstm().forward(X, static=X), TypeError, r"static: given ndarray .*; expected None"),
     (lambda: an.RNN(Everything, 3, 4, P=2).forward(X), TypeError,
      r"static: given None; .*\[2, 4\], the input 'e'"),
+    (lambda: lstm().forward(X, return_states="d"), ValueError,
+     r"return_states: given 'd'; .*it has h, c. Pass True"),
     # backward and step
+    (lambda: after("c", {"h": X}), ValueError, r"grad_states: given 'h'; .* asked for: c"),
+    (lambda: after("c", {"c": X}), ValueError, r"grad_states, 'c': .*\[5, 2, 3\]; .*\[5, 2, 4\]"),
+    (lambda: after(None, {"c": X}), ValueError, r"grad_states: given 'c'; .* asked for: none"),
+    (lambda: after("c", X), TypeError, r"grad_states: given ndarray .*; expected a dict"),
     (lambda: lstm().backward(X), RuntimeError, r"LSTM.backward\(\) needs a forward"),
     (lambda: an.Dense(2, 2).backward(X), RuntimeError, r"Dense.backward\(\) needs a forward"),
     (lambda: lstm(bidirectional=True).step(X[0]), ValueError, r"given bidirectional=True"),

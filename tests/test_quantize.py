@@ -367,12 +367,14 @@ def test_numpy_layers(tmp_path: Path, rng: np.random.Generator) -> None:
     assert_close(output, layer_.forward(x)[0], "int8", "forward", axes=())
     assert small_.error == pytest.approx(error(output, layer_.forward(x)[0], axes=()))
     assert "weights of 8 bits, 3,360 bytes of 8,960, error" in repr(small_)
+    *_, states = small_.forward(x, return_states="c")
     small_.prepare()
     steps, carried = [], None
     for row in x:
         one, carried = small_.step(row, carried)
         steps.append(one)
     assert_close(np.stack(steps), output, "float32", "training", axes=())
+    assert_close(carried[1][0], states["c"][-1], "float32", "training", axes=())
     small_.save(tmp_path / "small.npz")
     again = compress.quantize(an.LSTM(6, 20, seed=1))
     again.load(tmp_path / "small.npz")
@@ -675,6 +677,13 @@ def test_what_a_loader_yields() -> None:
     with pytest.raises(TypeError, match=r"data: given a list of 2, .* data=\(x for x, _ in loader"):
         compress.quantize(float_, data=loader)
     assert compress.quantize(float_, data=(x for x, _ in loader)).error > 0
+
+
+def test_a_batch_that_lacks_an_argument() -> None:
+    theirs, ours = fed()
+    for model, x in ((theirs, torch.randn(9, 5, 4)), (ours, np.zeros((9, 5, 4), np.float32))):
+        with pytest.raises(TypeError, match=r"data: given 1 argument.*'forced'. Make each batch a"):
+            compress.quantize(model, data=[x])
 
 
 def test_real_numbers_are_not_cut_down_to_integers() -> None:

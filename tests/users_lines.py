@@ -6,6 +6,7 @@ Nothing runs them; ``test_types.py`` has mypy and pyright read them.
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import assert_type
@@ -22,6 +23,12 @@ output, (h, c) = layer(x, lengths=[5, 3])
 assert_type(output, torch.Tensor)
 assert_type(layer(packed)[0], PackedSequence)
 anycell.torch.RNN(3, 8)  # wrong
+anycell.torch.RNN(cells.LSTM, 3, 8, num_layer=2)  # wrong
+anycell.torch.RNN(cells.LSTMP, 3, 8, P=4, batch_first=True)
+anycell.torch.RNN(cells.LSTMP, 3, 8, P="4")  # wrong
+anycell.torch.RNN(cells.PeepholeLSTM(cell_clip=3.0), 3, 8)
+anycell.torch.RNNCell(cells.LSTMP, 3, 8, P=4)
+anycell.torch.RNNCell(cells.LSTMP, 3, 8, p=4)  # wrong
 anycell.torch.RNN("LSTM", 3, 8)  # wrong
 layer(x, length=[5, 3])  # wrong
 layer(np.zeros((5, 2, 3)))  # wrong
@@ -55,6 +62,13 @@ PeepholeLSTM(3, 8, cellclip=3.0)  # wrong
 anycell.torch.LSTMP(3, 8)  # wrong
 anycell.keras.PeepholeLSTM(8, cell_clip=3.0, return_sequences=True)
 anycell.keras.PeepholeLSTM(8, coupled="yes")  # wrong
+anycell.keras.PeepholeLSTM(8, return_sequence=True)  # wrong
+anycell.keras.VariationalLSTM(8, dropout=0.2, recurrent_initializer="zeros")
+anycell.keras.RNN(cells.LSTMP, 8, P=4, return_sequences=True, use_bias=False, name="lstmp")
+anycell.keras.RNN(cells.LSTM, 8, num_layer=2)  # wrong
+anycell.keras.RNN(cells.LSTM, 8, return_sequence=True)  # wrong
+anycell.keras.RNNCell(cells.LSTMP, 8, P=4, dtype="float32")
+anycell.keras.RNNCell(cells.LSTM, 8, num_layer=2)  # wrong
 
 # What goes with them.
 readout = anycell.torch.Feedback(lstm, torch.nn.Linear(4, 1))
@@ -74,6 +88,10 @@ print(array.sum(), of_numpy.state_dict()["weight_ih_l0"].shape)
 loss, grad = anycell.numpy.cross_entropy(np.zeros((2, 3)), [0, 1])
 assert_type(loss, float)
 assert_type(anycell.numpy.check_gradients(of_numpy, array), dict[str, float])
+every_state = of_numpy(array, return_states=["c"])
+assert_type(every_state[2], dict[str, npt.NDArray[np.floating[Any]]])
+anycell.numpy.RNN(cells.LSTMP, 3, 8, P=4, seed=0)
+anycell.numpy.RNN(cells.LSTM, 3, 8, num_layer=2)  # wrong
 anycell.numpy.LSTM(3, 8, num_layer=2)  # wrong
 anycell.numpy.GRU(3, 8, bach_first=True)  # wrong
 anycell.numpy.MGU(3, 8, reset=True)  # wrong

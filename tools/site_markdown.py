@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 
 EQUATION = re.compile(r"[\w']+(, [\w']+)* = ")  # how a line of equations begins
+NAMED = re.compile(r"[\w* .,`]+: ")  # how a row of a list begins
 
 
 def markdown(text: str) -> str:
-    """A docstring with its sections (``Args:`` and others like it) as lists, equations as code."""
+    """A docstring with its sections (``Args:`` and others like it) as lists or sentences, and
+    equations as code.
+    """
     lines, out, at = text.split("\n"), [], 0
     while at < len(lines):
         line, at = lines[at], at + 1
@@ -34,6 +37,8 @@ def markdown(text: str) -> str:
 def _section(lines: list[str]) -> list[str]:
     if lines[0].lstrip().startswith(">>>"):
         return ["```pycon", *(line[4:] for line in lines if line), "```"]
+    if not NAMED.match(lines[0].lstrip()):  # a sentence, which goes on line after line
+        return [" ".join(line.strip() for line in lines if line)]
     rows: list[str] = []
     for line in lines:
         if line.startswith("     ") and rows:

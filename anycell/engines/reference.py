@@ -64,7 +64,7 @@ def run(
         >>> outputs.shape, h.shape
         ((5, 2, 3), (2, 3))
     """
-    return Recurrence(cell, gates_x, weights, state, params or {}, **_sorted(further)).forward()
+    return recurrence(cell, gates_x, weights, state, params, **further).forward()
 
 
 def backward(
@@ -84,17 +84,25 @@ def backward(
         d_outputs: ``[T, B, size of the first state]``, what arrives at the outputs; None is zero.
         d_final: what arrives at the final states; None is zero.
     """
-    recurrence = Recurrence(cell, gates_x, weights, state, params or {}, **_sorted(further))
-    return recurrence.backward(d_outputs, d_final or [None] * len(cell.states))
+    made = recurrence(cell, gates_x, weights, state, params, **further)
+    return made.backward(d_outputs, d_final or [None] * len(cell.states))
 
 
-def _sorted(further: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ``Recurrence``, its options in one."""
+def recurrence(
+    cell: Cell,
+    gates_x: Array,
+    weights: Mapping[str, Array],
+    state: States | None = None,
+    params: Mapping[str, Array] | None = None,
+    **further: Any,
+) -> Recurrence:
+    """The loop of ``run``, from the same arguments."""
     options = {name: value for name, value in further.items() if name in Options._fields}
     if "reverse" in options:
         options["reverse"] = (options["reverse"],)
     arrays = {name: value for name, value in further.items() if name not in options}
-    return {**arrays, "options": Options(**options)}
+    given = cell, gates_x, weights, state, params or {}
+    return Recurrence(*given, **arrays, options=Options(**options))
 
 
 @dataclass
@@ -176,12 +184,20 @@ class Recurrence:
         sizes = [self.size[self.cell.states[i].size] for i in places]
         return tuple(map(self._stack, after, sizes)), states, entering
 
-    def backward(self, d_outputs: Array | None, d_final: States) -> Gradients:
-        """Carries the gradients of outputs and final states back to everything."""
+    def backward(
+        self,
+        d_outputs: Array | None,
+        d_final: States,
+        d_sequences: Mapping[str, Array] | None = None,
+    ) -> Gradients:
+        """Carries the gradients of outputs, final states, and sequences of other states, by name,
+        back to everything.
+        """
+        arriving = {self.cell.state_names[0]: d_outputs, **(d_sequences or {})}
         with self.xp.unchecked():
-            return self._backward(d_outputs, d_final)
+            return self._backward([arriving.get(name) for name in self.cell.state_names], d_final)
 
-    def _backward(self, d_outputs: Array | None, d_final: States) -> Gradients:
+    def _backward(self, d_sequences: States, d_final: States) -> Gradients:
         cell, derived = self.cell, grad.backward(self.cell)
         static = {} if derived.static is None else {cell.static: derived.static}
         roots: list[Mapping[Any, Expr]] = [
@@ -204,7 +220,8 @@ class Recurrence:
         tape: dict[tuple[str, str], list[tuple[Array, Array]]] = {}
 
         for t in reversed(self.times):
-            d_new = d_states if d_outputs is None else (d_states[0] + d_outputs[t], *d_states[1:])
+            pairs = zip(d_states, d_sequences, strict=True)
+            d_new = tuple(d if further is None else d + further[t] for d, further in pairs)
             d_held = d_new if self.held else d_states
             values = self._step(t, entering[t])
             for state, arriving in zip(cell.states, d_new, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 from keras import constraints, initializers, ops, regularizers
@@ -17,6 +17,11 @@ from anycell.lang.cell import Cell
 from anycell.lang.transform import LowRank, low_rank
 from anycell.layer.checks import check_cell, check_sizes, declared_sizes
 from anycell.plan import Call, Options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from anycell.keras.typed import LayerArguments
 
 _ROLES = ("kernel", "recurrent", "bias", "param")
 
@@ -80,13 +85,14 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         dropout: float = 0.0,
         recurrent_dropout: float = 0.0,
         seed: int | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[LayerArguments],
     ) -> None:
         given = dict(locals())
         check(cell, units)
-        self.sizes = {name: kwargs.pop(name) for name in declared_sizes(cell) if name in kwargs}
+        others: dict[str, Any] = {**kwargs}
+        self.sizes = {name: others.pop(name) for name in declared_sizes(cell) if name in others}
         check_sizes(cell, units, self.sizes)
-        super().__init__(**kwargs)
+        super().__init__(**others)
         self.cell, self.units = cell, units
         self.use_bias = bool(use_bias) and cell.bias
         self.unit_forget_bias = unit_forget_bias

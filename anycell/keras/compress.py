@@ -239,6 +239,6 @@ def input_shape(part: Any) -> tuple[int | None, ...]:
 
 def told(part: Any, cell: Cell, sizes: Mapping[str, int]) -> dict[str, Any]:
     """The arguments of a layer, for an ``RNN`` of another cell."""
-    of_cell = {"units" if name == "H" else name: size for name, size in sizes.items()}
+    of_cell: dict[str, Any] = {"units" if n == "H" else n: size for n, size in sizes.items()}
     known = RNN(cell, **of_cell).get_config().keys() - {"cell"}
     return {n: v for n, v in part.get_config().items() if n in known} | of_cell

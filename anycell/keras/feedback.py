@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 from keras import ops, tree
@@ -12,11 +12,16 @@ from keras import ops, tree
 from anycell.explanation import Explained, Subject
 from anycell.keras.call import KERNELS, Arrays, Tensor
 from anycell.keras.layers import Fused, _attached_mask, _uncompiled
+from anycell.keras.streaming import as_written
 from anycell.lang.cell import Cell
 from anycell.lang.namespaces import namespace
 from anycell.lang.transform import OUTPUT, with_feedback
-from anycell.layer.feedback import entering, fed
+from anycell.layer.checks import refuse
+from anycell.layer.feedback import all_forced, entering, entering_step, fed
 from anycell.plan import Engine
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @keras.saving.register_keras_serializable("anycell")
@@ -133,6 +138,57 @@ class Feedback(Explained, keras.layers.Layer):
     def _subject(self) -> Subject:
         said = _Fed(self.layer, self.readout)._subject(False)
         return said._replace(about=f"{self.name}: inference")
+
+    def prepare(self) -> Self:
+        """Packs the layer's weights, as they are now, for ``step``; returns the layer itself. See
+        ``RNN``.
+        """
+        self.layer.prepare()
+        return self
+
+    @as_written
+    def step(
+        self, x: Tensor, states: Any = None, *, forced: Any = True, resets: Tensor = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """One step, as they arrive, in inference: what a call gives for sequences of one step.
+
+        Nothing has to be kept but the states: what is fed back is the readout of the first. In
+        between the layer makes a ``step`` of its own, after ``prepare()`` a fast one, from which no
+        gradients come. Of a layer in 8 bits results are those of a call to within the rounding of
+        what is fed back.
+
+        Args:
+            x: ``[B, in]``, the series in the first Y columns. Where the step is not forced, what
+                lies there never matters.
+            states: as the step before returned them; None for what a call begins with.
+            forced: whether the series is given: True or False, or bool ``[B]``.
+            resets: bool ``[B]``, True where the state is replaced, before the step, by what a call
+                begins with.
+
+        Returns:
+            y ``[B, Y]``, and a list of the new states.
+
+        Raises:
+            ValueError: for arguments of another shape.
+        """
+        layer, width = self.layer, self.readout.units
+        dtype = layer.cell.compute_dtype
+        x = ops.cast(ops.convert_to_tensor(x), dtype)
+        if len(x.shape) != 2:
+            refuse("x", f"shape {tuple(x.shape)}", "[B, in], one step", "Take it out: x[:, t].")
+        if not self.built:
+            self.build((None, None, x.shape[1]))
+        before, given = layer._begin(x, states, resets), all_forced(forced)
+        if given is None:
+            forced = ops.cast(ops.convert_to_tensor(forced), "bool")
+            if len(forced.shape) != 1:
+                refuse("forced", f"shape {tuple(forced.shape)}", "[B]", "Pass a flag for each row.")
+        entered = entering_step(
+            namespace(x), x, forced if given is None else given, width,
+            lambda: ops.cast(self.readout(before[0]), dtype),
+        )  # fmt: skip
+        output, after = layer.step(entered, before)
+        return self.readout(output), after
 
     def _given(self, forced: Any, sequences: Tensor) -> Tensor:
         """``[B, T]``: where the series is."""

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -29,6 +29,11 @@ from anycell.keras.streaming import Steps
 from anycell.lang.cell import Cell
 from anycell.layer.checks import declared_sizes, refuse
 from anycell.plan import Call, Engine, Options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from anycell.keras.typed import RNNArguments
 
 _DROPPED = "in training, recurrent dropout multiplies the state on its way into every gate"
 
@@ -531,14 +536,14 @@ class RNN(Fused, keras.layers.RNN):
     _drop_in = False
     _cell_class = RNNCell
 
-    def __init__(self, cell: Cell, units: int, **kwargs: Any) -> None:
+    def __init__(self, cell: Cell, units: int, **kwargs: Unpack[RNNArguments]) -> None:
         # A config is JSON, which knows no integers of NumPy's.
-        units, kwargs = _plain(units), {k: _plain(v) for k, v in kwargs.items()}
-        of_layer = {k: kwargs.pop(k) for k in _OF_THE_LAYER if k in kwargs}
-        of_both = {k: kwargs.pop(k) for k in _OF_BOTH if k in kwargs}
+        units, given = _plain(units), {k: _plain(v) for k, v in kwargs.items()}
+        of_layer = {k: given.pop(k) for k in _OF_THE_LAYER if k in given}
+        of_both = {k: given.pop(k) for k in _OF_BOTH if k in given}
         if isinstance(cell, Cell):
-            self._refuse_unknown(cell, kwargs)
-        inner = self._cell_class(cell, units, **kwargs, **of_both)
+            self._refuse_unknown(cell, given)
+        inner = self._cell_class(cell, units, **given, **of_both)
         super().__init__(inner, **of_layer, **of_both)
         self.input_spec = keras.InputSpec(ndim=3)
 

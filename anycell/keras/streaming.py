@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-def _as_written(function: Any) -> Any:
+def as_written(function: Any) -> Any:
     """Keeps TensorFlow from rewriting the Python of a step, which a user's graph calls."""
     if keras.backend.backend() != "tensorflow":
         return function
@@ -71,7 +71,7 @@ class Steps:
         self._prepared = Packed(stream)
         return self
 
-    @_as_written
+    @as_written
     def step(
         self,
         x: Tensor,
@@ -105,19 +105,26 @@ class Steps:
             refuse("x", f"shape {tuple(x.shape)}", "[B, in], one step", "Take it out: x[:, t].")
         if not me.built:
             me.build((None, None, x.shape[1]))
-        given: Any = None if states is None else tree.flatten(states)
-        if given is None or resets is not None:
-            start = [ops.cast(s, dtype) for s in me.get_initial_state(ops.shape(x)[0])]
-            given = start if given is None else given
-        if resets is not None:
-            new = ops.expand_dims(ops.cast(resets, "bool"), 1)
-            given = [ops.where(new, s, g) for s, g in zip(start, given, strict=True)]
+        given = self._begin(x, states, resets)
         stream = self._prepared.stream
         if stream is not None and hasattr(x, "numpy"):  # which symbols of a graph have not
             return self._packed_step(stream, x, given, static)
         with me._beside(static, None), backend.AutocastScope(dtype):
             last, _, final = me.inner_loop(ops.expand_dims(x, 1), given, None, False)
         return last, list(final)
+
+    def _begin(self, x: Tensor, states: Any, resets: Tensor) -> list[Tensor]:
+        """The states with which a step begins."""
+        me: Any = self
+        given: Any = None if states is None else tree.flatten(states)
+        if given is None or resets is not None:
+            start = me.get_initial_state(ops.shape(x)[0])
+            start = [ops.cast(s, me.cell.compute_dtype) for s in start]
+            given = start if given is None else given
+        if resets is not None:
+            new = ops.expand_dims(ops.cast(resets, "bool"), 1)
+            given = [ops.where(new, s, g) for s, g in zip(start, given, strict=True)]
+        return list(given)
 
     def _packed_step(
         self, stream: Stream, x: Tensor, states: Sequence[Tensor], static: Tensor

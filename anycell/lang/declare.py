@@ -8,13 +8,24 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from anycell.lang.expr import Expr, brief, fail, plain
 
 RECURRENT = "hh"  # the matmul behind `r`
 PROJECTION = "ih"  # that behind `x`, where it is one of the step's; see `with_projection`
 INPUT = "(input)"  # the size of its operand: a symbol that no cell can declare
+
+# The sizes that layers take by keyword, as type checkers know them: those of one capital letter.
+SizeArguments = TypedDict(  # noqa: UP013 - as a class it would take a line for each letter
+    "SizeArguments",
+    {
+        "A": int, "B": int, "C": int, "D": int, "E": int, "F": int, "G": int, "I": int, "J": int,
+        "K": int, "L": int, "M": int, "N": int, "O": int, "P": int, "Q": int, "R": int, "S": int,
+        "T": int, "U": int, "V": int, "W": int, "X": int, "Y": int, "Z": int,
+    },
+    total=False,
+)  # fmt: skip
 
 # Keyword arguments of the layers of every frontend, which take sizes by keyword as well: names that
 # no size can have.

@@ -13,6 +13,7 @@ from numbers import Integral, Real
 from typing import Any, NamedTuple, NoReturn
 
 from anycell.lang.cell import Cell
+from anycell.lang.declare import RESERVED
 from anycell.plan import OF_CALL, OPTIONS
 
 Shape = tuple[int, ...]
@@ -139,7 +140,9 @@ def check_names(cell: Cell, sizes: Mapping[str, Any]) -> None:
     for name in sorted(sizes.keys() - declared):
         has = ", ".join(declared) or "none"
         expected = f"no such argument: the sizes that cell {cell.name} declares besides H are {has}"
-        refuse(name, repr(sizes[name]), expected, "Check the spelling.", TypeError)
+        close = difflib.get_close_matches(name, [*declared, *sorted(RESERVED)], 1, 0.8)
+        hint = f"Did you mean {close[0]}?" if close else "Check the spelling."
+        refuse(name, repr(sizes[name]), expected, hint, TypeError)
 
 
 def check_sizes(cell: Cell, hidden_size: int, sizes: Mapping[str, Any]) -> dict[str, int]:

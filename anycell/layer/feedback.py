@@ -24,10 +24,11 @@ Networks*, 2015.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from anycell.lang.namespaces import Array, Namespace
+from anycell.layer.checks import refuse
 from anycell.plan import scales_of
 
 # What has rows for every gate, and what the rows of the one more gate are filled with.
@@ -80,4 +81,34 @@ def entering(xp: Namespace, x: Array, given: Array, width: int, quantized: bool)
     return xp.concatenate([row, xp.where(given, xp.zeros_like(free), free)], -1)
 
 
-__all__ = ["BY_GATE", "entering", "fed"]
+def all_forced(forced: Any) -> bool | None:
+    """Whether a step is forced in all rows, or free in all; None for flags, one per row."""
+    if not isinstance(forced, (int, float)):
+        return None
+    if forced not in (0, 1):
+        hint = "Draw the rows that are forced, and pass them."
+        refuse("forced", repr(forced), "True or False, or a bool for each row", hint)
+    return bool(forced)
+
+
+def entering_step(
+    xp: Namespace, x: Array, forced: bool | Array, width: int, before: Callable[[], Array]
+) -> Array:
+    """The input of a layer's step: where it is not forced, the readout in place of the series.
+
+    Args:
+        xp: the arrays' namespace.
+        x: ``[B, inputs]``.
+        forced: for all rows, or bool ``[B]``.
+        width: Y.
+        before: gives the readout of the state before the step, ``[B, Y]``.
+    """
+    if forced is True:
+        return x
+    series = before()
+    if forced is not False:
+        series = xp.where(forced[:, None], x[:, :width], series)
+    return xp.concatenate([series, x[:, width:]], -1)
+
+
+__all__ = ["BY_GATE", "all_forced", "entering", "entering_step", "fed"]

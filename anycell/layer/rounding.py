@@ -114,7 +114,16 @@ def measure(
         given: tuple[Any, ...] | None = None
         for batch in data:
             given, named = arguments(batch)
-            call(*given, **named)
+            try:
+                call(*given, **named)
+            except TypeError as error:
+                if "required" in str(error):  # Python's own words, which know nothing of data
+                    raise TypeError(
+                        f"data: given {len(given)} argument(s) a batch; the model says: {error}. "
+                        "Make each batch a tuple of its arguments, those by name in a dict at the "
+                        'end: data=[(x, {"forced": forced})].'
+                    ) from error
+                raise
     if given is None:
         raise ValueError(
             "data: given nothing to iterate over; expected a batch or more. A generator gives its "

@@ -62,13 +62,15 @@ class Dense(Layer):
         x = check.array("x", x, [*shape, self.input_size], self.dtype)
         self._saved = x if check.boolean("training", training) else None
         rows = x.reshape(math.prod(x.shape[:-1]), self.input_size)
-        host = host_of(self.dtype)
-        y = host.matmul(rows, self._parameters["weight"].T)
-        y = y.reshape(*x.shape[:-1], self.output_size)
-        return host.narrow(y + self._parameters["bias"] if "bias" in self._parameters else y)
+        return self._read(rows).reshape(*x.shape[:-1], self.output_size)
 
     if TYPE_CHECKING:
         __call__ = forward
+
+    def _read(self, rows: Array) -> Array:
+        host = host_of(self.dtype)
+        y = host.matmul(rows, self._parameters["weight"].T)
+        return host.narrow(y + self._parameters["bias"] if "bias" in self._parameters else y)
 
     def backward(self, grad_output: npt.ArrayLike) -> Array:
         """The gradient of the input, from the gradient of the output; fills ``grads``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,13 +11,17 @@ import numpy.typing as npt
 from anycell.explanation import Explained, Subject
 from anycell.lang.namespaces import namespace
 from anycell.lang.transform import OUTPUT, with_feedback
-from anycell.layer.feedback import BY_GATE, entering, fed
+from anycell.layer.feedback import BY_GATE, all_forced, entering, entering_step, fed
 from anycell.layer.rounding import rounded
 from anycell.numpy import check
 from anycell.numpy.base import Array
 from anycell.numpy.dense import Dense
-from anycell.numpy.layers import RNN, State
+from anycell.numpy.layers import RNN
+from anycell.numpy.typed import State
 from anycell.plan import Engine, scales_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Feedback(Explained):
@@ -150,6 +154,57 @@ class Feedback(Explained):
             readout._grads[name] += run.grads[f"{name}_readout_l0"]
         d_x[..., :width] *= given[..., None]
         return np.ascontiguousarray(d_x[..., :-1]), d_state
+
+    def prepare(self) -> Self:
+        """Packs the weights of the layer for ``step``; returns the object itself. See ``RNN``."""
+        self.layer.prepare()
+        return self
+
+    def step(
+        self,
+        x: npt.ArrayLike,
+        state: State | None = None,
+        *,
+        forced: npt.ArrayLike | float,
+        static: npt.ArrayLike | None = None,
+        resets: npt.ArrayLike | None = None,
+    ) -> tuple[Array, State]:
+        """One step, as they arrive: ``forward`` of a sequence of length 1, in evaluation.
+
+        Nothing has to be kept but the state: what is fed back is the readout of it. In between the
+        layer makes a ``step`` of its own, after ``prepare()`` a fast one. Of a layer in 8 bits
+        results are those of ``forward`` to within the rounding of what is fed back.
+
+        Args:
+            x: ``[B, input_size]``, the series in the first Y columns. Where the step is not forced,
+                what lies there never matters.
+            state, static: as in ``forward``; pass the state that the step before returned.
+            forced: whether the series is given: True or False, or bool ``[B]``.
+            resets: bool ``[B]``, True where the state is replaced, before the step, by what
+                ``forward`` begins with.
+
+        Returns:
+            y ``[B, Y]`` and the state after it.
+
+        Raises:
+            ValueError, TypeError: naming the argument, what was given and what was expected.
+        """
+        layer, readout = self.layer, self.readout
+        x = check.array("x", x, ("B", layer.input_size), layer.dtype)
+        before = layer._states("state", state, len(x))
+        if resets is not None:
+            new = check.flags("resets", resets, (len(x),))[:, None]
+            begin = layer._states("state", None, len(x))
+            before = [np.where(new, b, s) for b, s in zip(begin, before, strict=True)]
+        given = all_forced(forced)
+        flags = check.flags("forced", forced, (len(x),)) if given is None else given
+        entered = entering_step(
+            namespace(x), x, flags, readout.output_size, lambda: readout._read(before[0][0])
+        )
+        output, after = layer.step(
+            entered, tuple(before) if len(before) > 1 else before[0], static=static
+        )
+        return readout._read(output), after
 
     def _forced(self, forced: npt.ArrayLike | float, steps: int, rows: int) -> npt.NDArray[Any]:
         """``[T, B]``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -49,13 +49,10 @@ def check_gradients(
     count = check.integer("count", count)
     twin, x = _wide(layer), np.array(check.numbers("x", x), np.float64)
 
-    def results(run: Any, training: bool) -> list[Array]:
-        return list(_arrays(run.forward(x, training=training, **options)))
-
     run = copy.deepcopy(twin)
-    weights = [rng.normal(size=result.shape) for result in results(run, True)]
-    given = [weights[0], *([tuple(weights[1:])] if len(weights) > 2 else weights[1:])]
-    back = run.backward(*given)
+    results = run.forward(x, training=True, **options)
+    weights = _mapped(results, lambda result: rng.normal(size=result.shape))
+    back = run.backward(*(weights if isinstance(weights, tuple) else (weights,)))
     arrays = {"x": (x, back[0] if isinstance(back, tuple) else back)}
     for part, done in zip(_parts(twin), _parts(run), strict=True):
         arrays |= {
@@ -68,7 +65,8 @@ def check_gradients(
 
     def loss() -> float:
         # A copy, whose generators draw as those of all others.
-        pairs = zip(weights, results(copy.deepcopy(twin), True), strict=True)
+        results = copy.deepcopy(twin).forward(x, training=True, **options)
+        pairs = zip(_arrays(weights), _arrays(results), strict=True)
         return sum(float((weight * result).sum()) for weight, result in pairs)
 
     errors, far = {}, 1e-6
@@ -107,13 +105,21 @@ def _wide(layer: Any) -> Any:
     return twin
 
 
-def _arrays(results: Any) -> Iterator[Array]:
-    """The arrays of a result, one after the other."""
+def _mapped(results: Any, function: Callable[[Array], Array]) -> Any:
+    """Tuples and dictionaries of arrays as they are, with others in the place of the arrays."""
     if isinstance(results, tuple):
-        for result in results:
-            yield from _arrays(result)
-    else:
-        yield results
+        return tuple([_mapped(result, function) for result in results])
+    if isinstance(results, dict):
+        return {name: _mapped(result, function) for name, result in results.items()}
+    return function(results)
+
+
+def _arrays(results: Any) -> list[Array]:
+    """The arrays of a result, one after the other."""
+    if not isinstance(results, (tuple, dict)):
+        return [results]
+    parts = results.values() if isinstance(results, dict) else results
+    return [array for part in parts for array in _arrays(part)]
 
 
 __all__ = ["check_gradients"]

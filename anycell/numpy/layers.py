@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -23,19 +23,20 @@ from anycell.layer.checks import (
     check_static,
     refuse,
 )
+from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.layer.signature import of_layer
 from anycell.layer.stream import Stream
 from anycell.named import shown
 from anycell.numpy import check, initializers, passes
 from anycell.numpy.base import Array, Layer
 from anycell.numpy.host import host_of
+from anycell.numpy.typed import Arguments, Flags, Names, State
 from anycell.plan import CallOptions, Engine, Options, Plan, plan, takes
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-State = Array | tuple[Array, ...]  # the array alone where a cell has one state
-Flags = npt.NDArray[np.bool_]
+    from anycell.lang.declare import SizeArguments
 
 
 class RNN(Explained, Layer):
@@ -94,7 +95,7 @@ class RNN(Explained, Layer):
         self,
         cell: Cell,
         input_size: int,
-        hidden_size: int,
+        hidden_size: int | None = None,  # so that RNN(3, 4) is told what it lacks, a cell
         num_layers: int = 1,
         bias: bool = True,
         batch_first: bool = False,
@@ -106,7 +107,7 @@ class RNN(Explained, Layer):
         gate_bias: Mapping[str, float] | None = None,
         seed: int | None = None,
         checkpoint: str | int | None = None,
-        **sizes: int,
+        **sizes: Unpack[SizeArguments],
     ) -> None:
         check.check_cell(cell)
         self.cell = cell
@@ -194,6 +195,26 @@ class RNN(Explained, Layer):
         return of_layer(self.cell, self._parameters, k, 1 + self.bidirectional)
 
     # -- use -------------------------------------------------------------------------------------
+    @overload
+    def forward(
+        self,
+        x: npt.ArrayLike,
+        state: State | None = None,
+        *,
+        return_states: Literal[False] | None = None,
+        **arguments: Unpack[Arguments],
+    ) -> tuple[Array, State]: ...
+
+    @overload
+    def forward(
+        self,
+        x: npt.ArrayLike,
+        state: State | None = None,
+        *,
+        return_states: Names,
+        **arguments: Unpack[Arguments],
+    ) -> tuple[Array, State, dict[str, Array]]: ...
+
     @takes()
     def forward(
         self,
@@ -206,9 +227,10 @@ class RNN(Explained, Layer):
         reset_state: State | None = None,
         static: npt.ArrayLike | None = None,
         recurrent_mask: npt.ArrayLike | None = None,
+        return_states: bool | str | Sequence[str] | None = None,
         training: bool = False,
         **options: Unpack[CallOptions],
-    ) -> tuple[Array, State]:
+    ) -> tuple[Any, ...]:
         """Runs whole sequences.
 
         Args:
@@ -227,6 +249,8 @@ class RNN(Explained, Layer):
             recurrent_mask: ``[B, H]``, or ``[G, B, H]`` for one per gate, of the size of the first
                 state: multiplies it on its way into the recurrent matmul, of all layers and
                 directions. It has no gradient.
+            return_states: names of states whose values after every step are wanted too, or True for
+                all.
             training: dropout and the cell's random masks act, and what ``backward`` needs is kept,
                 x itself among it: do not write to x before ``backward``.
             {options}
@@ -234,6 +258,9 @@ class RNN(Explained, Layer):
         Returns:
             output: ``[T, B, D * H]``, laid out as x: the last layer's first state at every step.
             state: laid out as the argument, after each row's last step.
+            a third result, if ``return_states``: a dictionary by names of states, each of the last
+                layer, ``[T, B, D * size]``, laid out as x; at masked steps as ``masked_output``
+                says.
         """
         given = check.array("x", x, self._layout("T", "B", self.input_size), self.dtype)
         x = given.swapaxes(0, 1) if self.batch_first else given
@@ -259,7 +286,8 @@ class RNN(Explained, Layer):
         if reset_state is not None:
             restored = self._states("reset_state", reset_state, rows)
             states |= zip(self._named("reset_state"), restored, strict=True)
-        chosen, saved = self.plan, _Saved()
+        wanted = check_return_states(self.cell, return_states) if return_states else ()
+        chosen, saved = self.plan, _Saved(wanted)
         finals: list[passes.States] = []
         for k in range(self.num_layers):
             if k and training and self.dropout:
@@ -269,7 +297,9 @@ class RNN(Explained, Layer):
             arrays = {"x": x, **shared, **self._learned(k)}
             directions = self._directions(k)
             arrays |= {name: values[directions] for name, values in states.items()}
-            x, final, pullback = passes.run(chosen, arrays, how._replace(stream=k))
+            ask = wanted and k + 1 == self.num_layers
+            last = besides_output(wanted, self.cell) if ask else ()
+            x, final, others, pullback = passes.run(chosen, arrays, how._replace(stream=k), last)
             saved.pullbacks.append(pullback)
             finals.append(final)
         self._saved = saved if training else None
@@ -277,13 +307,21 @@ class RNN(Explained, Layer):
         saved.output_shape = output.shape
         if training or not output.flags.c_contiguous:
             output = output.copy()  # the caller's own; the backward pass reads what is kept
-        return output, self._returned(finals)
+        if not wanted:
+            return output, self._returned(finals)
+        if self.batch_first:
+            others = [whole.swapaxes(0, 1) for whole in others]
+        sequences = by_name(wanted, self.cell, output, [whole.copy() for whole in others])
+        return output, self._returned(finals), sequences
 
     if TYPE_CHECKING:
         __call__ = forward
 
     def backward(
-        self, grad_output: npt.ArrayLike, grad_state: State | None = None
+        self,
+        grad_output: npt.ArrayLike,
+        grad_state: State | None = None,
+        grad_states: Mapping[str, npt.ArrayLike] | None = None,
     ) -> tuple[Array, State]:
         """The gradients of the last ``forward``'s arguments, from the gradients of its results.
 
@@ -292,6 +330,7 @@ class RNN(Explained, Layer):
         Args:
             grad_output: shaped as the output.
             grad_state: shaped as the returned state; None is zero.
+            grad_states: by name, of what ``return_states`` gave; None, or no name, is zero.
 
         Returns:
             the gradients of x and of the initial state, shaped as those. The attributes
@@ -310,12 +349,16 @@ class RNN(Explained, Layer):
         d = check.array("grad_output", grad_output, saved.output_shape, self.dtype)
         d = np.ascontiguousarray(d.swapaxes(0, 1)) if self.batch_first else d
         d_states = self._states("grad_state", grad_state, d.shape[1], start=0.0)
+        d_sequences = {} if grad_states is None else self._sequences(grad_states, saved)
+        if (first := d_sequences.pop(self.cell.state_names[0], None)) is not None:
+            d = d + first
         grads: dict[str, Array] = {}
         initial: list[passes.States] = []
         restored: list[passes.States] = []
         self.grad_static, self.grad_reset_state = None, None
         for k in reversed(range(self.num_layers)):
-            result = saved.pullbacks[k](d, [s[self._directions(k)] for s in d_states])
+            result = saved.pullbacks[k](d, [s[self._directions(k)] for s in d_states], d_sequences)
+            d_sequences = {}
             d = result["x"] * saved.dropped[k - 1] if k and saved.dropped else result["x"]
             initial = [[result[name] for name in self._named("state")], *initial]
             if result.keys() >= {*self._named("reset_state")}:
@@ -442,6 +485,21 @@ class RNN(Explained, Layer):
             states.append(np.full((*first, self.sizes[s.size]), value, self.dtype))
         return states
 
+    def _sequences(self, given: Mapping[str, npt.ArrayLike], saved: _Saved) -> dict[str, Array]:
+        """``grad_states`` by name, ``[T, B, D * size]``."""
+        found = {}
+        for name, value in check.mapping("grad_states", given, "arrays by state").items():
+            if name not in saved.wanted:
+                expected = (
+                    f"names that return_states asked for: {', '.join(saved.wanted) or 'none'}"
+                )
+                refuse("grad_states", repr(name), expected, "Ask for it in forward().")
+            size = self.sizes[self.cell.states[self.cell.state_names.index(name)].size]
+            shape = (*saved.output_shape[:2], (1 + self.bidirectional) * size)
+            d = check.array(f"grad_states, {name!r}", value, shape, self.dtype)
+            found[name] = np.ascontiguousarray(d.swapaxes(0, 1)) if self.batch_first else d
+        return found
+
     def _named(self, kind: str) -> list[str]:
         """The public names of the states of a call: ``kind`` is "state" or "reset_state"."""
         return [f"{kind} {name}" for name in self.cell.state_names]
@@ -464,9 +522,12 @@ class RNN(Explained, Layer):
 
 
 class _Saved:
-    """The values that a forward pass in training leaves for the backward pass."""
+    """The values that a forward pass in training leaves for the backward pass; ``wanted`` are the
+    states whose sequences it gave.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: tuple[str, ...]) -> None:
+        self.wanted = wanted
         self.output_shape: tuple[int, ...] = ()
         self.pullbacks: list[passes.Pullback] = []
         self.dropped: list[Array] = []  # between layers: 0, or 1 / (1 - dropout)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from anycell import layer
 from anycell.layer import ENDS
+from anycell.layer.sequences import keeping, sequences
 from anycell.layer.steps import directions
 from anycell.numpy.host import host_of
 from anycell.plan import Options, Plan
@@ -22,58 +23,69 @@ from anycell.plan import plan as make_plan
 Array = npt.NDArray[np.floating]
 Named = Mapping[str, Any]
 States = Sequence[Array]  # ``[D, B, size]`` per state
-# From the gradients of output and final states to the gradients of the arrays, by name.
-Pullback = Callable[[Array, States], dict[str, Array]]
-Result = tuple[Array, States, Pullback]
+# From the gradients of output, final states and, by name, sequences of further states to the
+# gradients of the arrays, by name.
+Pullback = Callable[[Array, States, Named], dict[str, Array]]
+Result = tuple[Array, States, Sequence[Array], Pullback]
 
 
-def run(plan: Plan, arrays: Named, options: Options) -> Result:
+def run(plan: Plan, arrays: Named, options: Options, wanted: Sequence[str] = ()) -> Result:
     """Runs a layer on the engine of its plan.
 
     Args:
         plan: of the cell.
         arrays: by name; None stands for one that is not given.
         options: directions, seeds, threads.
+        wanted: the states besides the first whose values after every step are wanted.
 
     Returns:
-        outputs ``[T, B, D * size]``, the final states ``[D, B, size]``, and the pullback. It may be
-        called again, and is of use only in training.
+        outputs ``[T, B, D * size]``, the final states ``[D, B, size]``, the sequences that are
+        wanted, laid out as the outputs, and the pullback. It may be called again, and is of use
+        only in training.
     """
     engine = fused if plan.engine == "cpu" else composite
-    return engine(plan, arrays, options)
+    return engine(plan, arrays, options, wanted)
 
 
-def fused(plan: Plan, arrays: Named, options: Options) -> Result:
+def fused(plan: Plan, arrays: Named, options: Options, wanted: Sequence[str] = ()) -> Result:
     """``run`` on the compiled kernel."""
     mask = arrays.get("recurrent_mask")
     if mask is not None:
         cell = layer.stepped(plan.cell, mask)
         plan = make_plan(cell, plan.hidden_size, plan.dtype, "cpu", plan.sizes)
-    host = host_of(plan.dtype)
-    output, final, kept = layer.forward(host, plan, arrays, options, keep=options.training)
+    if wanted:  # the kernel keeps them, as it does for the backward pass
+        plan, options = keeping(plan, tuple(wanted)), options._replace(checkpoint=None)
+    host, keep = host_of(plan.dtype), options.training or bool(wanted)
+    output, final, kept = layer.forward(host, plan, arrays, options, keep=keep)
+    others = sequences(wanted, plan.cell, options, arrays, kept) if kept and wanted else []
 
-    def pullback(d_output: Array, d_final: States) -> dict[str, Array]:
+    def pullback(d_output: Array, d_final: States, d_states: Named) -> dict[str, Array]:
         assert kept is not None, "only in training"
-        return layer.backward(host, plan, arrays, options, kept, d_output, d_final)
+        given = host, plan, arrays, options, kept, d_output, d_final
+        return layer.backward(*given, d_states=d_states)
 
-    return output, final, pullback
+    return output, final, others, pullback
 
 
-def composite(plan: Plan, arrays: Named, options: Options) -> Result:
+def composite(plan: Plan, arrays: Named, options: Options, wanted: Sequence[str] = ()) -> Result:
     """``run`` on the reference engine; its pullback computes the forward pass once more."""
     cell, x, mask = plan.cell, arrays["x"], arrays.get("mask")
     if mask is not None:  # NaN under a mask must not reach the weights' gradient
         x = np.where(mask[..., None], x, np.zeros((), x.dtype))
     ends = ENDS[: len(options.reverse)]
     runs = directions(cell, {**arrays, "x": x}, options, _linear)
-    outputs, finals = zip(*(run.forward() for run in runs), strict=True)
+    names = (cell.state_names[0], *wanted)
+    found, finals = zip(*(run.sequences(names) for run in runs), strict=True)
+    output, *others = (np.concatenate(parts, axis=-1) for parts in zip(*found, strict=True))
 
-    def pullback(d_output: Array, d_final: States) -> dict[str, Array]:
+    def pullback(d_output: Array, d_final: States, d_states: Named) -> dict[str, Array]:
         parts = np.split(d_output, len(runs), axis=-1)
+        further = {name: np.split(d, len(runs), axis=-1) for name, d in d_states.items()}
         gradients: dict[str, Array] = {"x": np.zeros_like(x)}
         states = []  # and what resets restore
         for d, (end, run, part) in enumerate(zip(ends, runs, parts, strict=True)):
-            grad = run.backward(part, [s[d] for s in d_final])
+            arriving = {name: parts_[d] for name, parts_ in further.items()}
+            grad = run.backward(part, [s[d] for s in d_final], arriving)
             gradients["x"] += grad.gates_x @ arrays[f"weight_ih{end}"]
             flat = grad.gates_x.reshape(-1, grad.gates_x.shape[-1])
             learned = {"weight_ih": flat.T @ x.reshape(-1, x.shape[-1]), "bias_ih": flat.sum(0)}
@@ -89,7 +101,7 @@ def composite(plan: Plan, arrays: Named, options: Options) -> Result:
         return gradients
 
     final = [np.stack(states) for states in zip(*finals, strict=True)]
-    return np.concatenate(outputs, axis=-1), final, pullback
+    return output, final, others, pullback
 
 
 def _linear(x: Array, weight: Array, bias: Array | None) -> Array:

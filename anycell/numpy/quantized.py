@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell.layer.rounding import described, measure, rounded
-from anycell.numpy.base import Array
 from anycell.numpy.feedback import Feedback
-from anycell.numpy.layers import RNN, State
+from anycell.numpy.layers import RNN
 from anycell.plan import Plan, plan
 
 KINDS = RNN, Feedback
@@ -61,13 +60,13 @@ class Quantized(RNN):
         shown = super().__repr__().removesuffix(f", dtype={self.dtype.name!r})")
         return f"{shown}; {described(self.arrays, self.error)})"
 
-    def forward(self, x: npt.ArrayLike, *args: Any, **options: Any) -> tuple[Array, State]:
+    def forward(self, x: npt.ArrayLike, *args: Any, **options: Any) -> tuple[Any, ...]:
         """Runs whole sequences as ``RNN`` does, without training."""
         if options.get("training"):
             self._refuse()
         return super().forward(x, *args, **options)
 
-    def backward(self, grad_output: npt.ArrayLike, grad_state: State | None = None) -> NoReturn:
+    def backward(self, grad_output: npt.ArrayLike, *args: Any) -> NoReturn:
         """There is none."""
         self._refuse()
 

@@ -116,7 +116,7 @@ def recurrence(
     finals: passes.States
     if chosen.engine == "reference":
         chosen = plan(cell, *form, "reference", sizes)
-        outputs, finals, _ = passes.composite(chosen, arrays, how)
+        outputs, finals, *_ = passes.composite(chosen, arrays, how)
     else:
         host = host_of(chosen.dtype)
         outputs, finals, _ = layer.forward(host, chosen, arrays, how, keep=False)

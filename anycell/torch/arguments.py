@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anycell.lang.cell import Cell
 from anycell.layer import checks
 from anycell.layer.checks import Frontend, check_cell, check_sizes, integer, is_array, refuse
 from anycell.layer.checks import describe as describe
@@ -56,17 +55,6 @@ def check_device(name: str, value: Tensor, device: torch.device) -> None:
     if value.device != device:
         hint = f"Move it: {name}.to({str(device)!r})."
         refuse(name, f"on {value.device}", f"on {device}, where the weights are", hint)
-
-
-def check_return_states(cell: Cell, wanted: Any) -> tuple[str, ...]:
-    """``return_states`` as names of states."""
-    if wanted is None or isinstance(wanted, bool):
-        return cell.state_names if wanted else ()
-    names = (wanted,) if isinstance(wanted, str) else wanted
-    if not isinstance(names, (tuple, list)) or not set(names) <= set(cell.state_names):
-        has = f"names of states of cell {cell.name}, of which it has {', '.join(cell.state_names)}"
-        refuse("return_states", repr(wanted), has, "Pass True for all of them.")
-    return tuple(names)
 
 
 def as_flags(name: str, value: Tensor, expected: str) -> Tensor:

@@ -10,14 +10,17 @@ from torch import Tensor, nn
 from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.lang.transform import OUTPUT, with_feedback
-from anycell.layer.feedback import entering, fed
+from anycell.layer.feedback import all_forced, entering, entering_step, fed
 from anycell.plan import Engine, Sizes
 from anycell.torch import ops
-from anycell.torch.arguments import check_static, check_tensor, describe
+from anycell.torch.arguments import check_flags, check_static, check_tensor, describe
 from anycell.torch.dropin import DropIn
 from anycell.torch.functional import TORCH, fused_plan, quantized, reason
 from anycell.torch.recurrent import Lengths, sequence, subject
 from anycell.torch.rnn import RNN
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Feedback(Explained, nn.Module):
@@ -33,6 +36,8 @@ class Feedback(Explained, nn.Module):
         layer: ``RNN``, ``LSTM`` or ``GRU`` of anycell.torch, of one layer and one direction.
         readout: ``torch.nn.Linear`` from the layer's output to the Y numbers of the series. Both
             stay modules of their own, with their own parameters.
+
+    ``prepare`` and ``step`` run it one step at a time, as a forecast is served.
 
     ``forward`` takes (pass all but the first two by name), and gives (y, final state):
         x: ``[T, B, input_size]``, or ``[B, T, input_size]`` if the layer is ``batch_first``, the
@@ -163,6 +168,71 @@ class Feedback(Explained, nn.Module):
             batch_first=layer.batch_first,
         )
         return self.readout(output), final if len(final) > 1 else final[0]
+
+    def prepare(self) -> Self:
+        """Packs the weights of the layer for ``step``; gives the module itself. See ``RNN``."""
+        self.layer.prepare()
+        return self
+
+    def step(
+        self,
+        x: Tensor,
+        state: Any = None,
+        *,
+        forced: Tensor | float,
+        static: Tensor | None = None,
+        resets: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:
+        """One step, as they arrive: what a call gives for a sequence of one step.
+
+        Nothing has to be kept but the state: what is fed back is the readout of it. In between the
+        layer makes a ``step`` of its own, after ``prepare()`` a fast one. Of a layer in 8 bits
+        results are those of a call to within the rounding of what is fed back.
+
+        Args:
+            x: ``[B, input_size]``, the series in the first Y columns. Where the step is not forced,
+                what lies there never matters.
+            state: as a call takes and gives it. None for what a call begins with.
+            forced: whether the series is given: True or False, or bool ``[B]``.
+            static: as a call takes it.
+            resets: ``[B]``, True where the state is replaced, before the step, by what a call
+                begins with.
+
+        Returns:
+            y ``[B, Y]``, and the new state.
+
+        Raises:
+            TypeError, ValueError: for arguments of another kind, shape or dtype.
+
+        Example:
+            >>> feedback = Feedback(RNN(anycell.cells.LSTM, 3, 8), torch.nn.Linear(8, 1)).prepare()
+            >>> with torch.no_grad():
+            ...     y, state = feedback.step(torch.zeros(2, 3), forced=True)
+            ...     y, state = feedback.step(torch.zeros(2, 3), state, forced=False)
+            >>> y.shape
+            torch.Size([2, 1])
+        """
+        layer, like = self.layer, self.layer._like
+        rows = tuple(x.shape[:1]) if isinstance(x, Tensor) and x.dim() == 2 else (1,)
+        check_tensor("x", x, (*rows, layer.input_size), "one step of each row", like)
+        sizes = {"H": layer.hidden_size, **dict(self._sizes)}
+        begin = [like.new_full((1, *rows, sizes[s.size]), s.initial) for s in layer.cell.states]
+        before = begin
+        if state is not None:
+            before = list(layer._named("state", state, rows, like).values())
+        if resets is not None:
+            new = check_flags("resets", resets, rows, "one per row", x)[:, None]
+            before = [torch.where(new, b, s) for b, s in zip(begin, before, strict=True)]
+        whole, width = all_forced(forced), self.readout.out_features
+        if whole is None:
+            forced = check_flags("forced", forced, rows, "one per row", x)
+        entered = entering_step(
+            TORCH, x, forced if whole is None else whole, width, lambda: self.readout(before[0][0])
+        )
+        output, new_state = layer.step(
+            entered, tuple(before) if len(before) > 1 else before[0], static=static
+        )
+        return self.readout(output), new_state
 
     def _forced(self, forced: Any, x: Tensor) -> Tensor:
         """The flags, laid out as x."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from anycell.engines import cpu
 from anycell.engines.gpu import build, launch
 from anycell.lang.cell import Cell
 from anycell.layer import gpu
+from anycell.layer.sequences import keeping, sequences
 from anycell.plan import Call, Options, Plan, Sizes, plan
 from anycell.plan.dtype import dtypes
 from anycell.torch.composite import (
@@ -22,7 +22,6 @@ from anycell.torch.composite import (
     Result,
     States,
     composite,
-    side_by_side,
 )
 from anycell.torch.device import DeviceHost, host_of
 from anycell.torch.entry import enter
@@ -79,31 +78,13 @@ def run(call: Call, plan: Plan, arrays: Arrays) -> Result:
                 states = len(plan.cell.states)
                 return output, tuple(rest[:states]), tuple(rest[states:])
     output, final, kept = run_forward(call, plan, arrays, keep=bool(call.sequences))
-    return output, final, () if kept is None else sequences(call, arrays, kept)
+    return output, final, () if kept is None else _sequences(call, arrays, kept)
 
 
-@functools.lru_cache(maxsize=512)
-def keeping(plan: Plan, states: tuple[str, ...]) -> Plan:
-    """The plan whose forward pass keeps the sequences of these states, too."""
-    kept = [name for name in plan.cell.state_names if name in (*plan.states, *states)]
-    return plan if len(kept) == len(plan.states) else replace(plan, states=tuple(kept))
-
-
-def sequences(call: Call, arrays: Arrays, kept: layer.Kept) -> States:
+def _sequences(call: Call, arrays: Arrays, kept: layer.Kept) -> States:
     """``call.sequences``, from what the forward pass has kept."""
-    found, mask = [], arrays.get("mask") if call.options.apart(True) else None
-    for name in call.sequences:
-        i, directions = call.cell.state_names.index(name), []
-        for states, reverse in zip(kept.states, call.options.reverse, strict=True):
-            slots = states[i]
-            assert slots is not None, name
-            # The slot before the first step comes first, and in the reverse direction last.
-            directions.append(slots[:-1] if reverse else slots[1:])
-        whole = side_by_side(directions).to(arrays["x"].dtype)
-        if mask is not None:
-            whole = torch.where(mask.unsqueeze(-1), whole, torch.zeros_like(whole))
-        found.append(whole.detach())
-    return tuple(found)
+    found = sequences(call.sequences, call.cell, call.options, arrays, kept)
+    return tuple([whole.detach() for whole in found])
 
 
 class _Fused(torch.autograd.Function):
@@ -119,7 +100,7 @@ class _Fused(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.plan, ctx.names = call, plan, names
         ctx.states = [array is not None for array in kept.states[0]]
-        return output, *final, *(sequences(call, arrays, kept) if call.sequences else ())
+        return output, *final, *(_sequences(call, arrays, kept) if call.sequences else ())
 
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 # Written by tools/stubs.py, which `make format` runs: the types of what named.py makes.
 # fmt: off
 # ruff: noqa
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt

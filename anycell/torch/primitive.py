@@ -12,13 +12,14 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell.lang.cell import Cell
 from anycell.layer.checks import check_cell, choice, refuse
 from anycell.layer.primitive import arguments, check_input, learned_by_name, options_and_seed
+from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.plan import OPTIONS, Call, FunctionOptions, takes
 from anycell.torch import ops
-from anycell.torch.arguments import TORCH, check_return_states, check_tensor
+from anycell.torch.arguments import TORCH, check_tensor
 from anycell.torch.composite import SEED, changed
 from anycell.torch.functional import compiled, exporting
 from anycell.torch.packed import parts
-from anycell.torch.recurrent import Lengths, besides_output, by_name, draw_seed, sequence
+from anycell.torch.recurrent import Lengths, draw_seed, sequence
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

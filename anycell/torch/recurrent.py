@@ -15,6 +15,7 @@ from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint
 from anycell.layer.checks import Layout, check_options, describe, refuse
+from anycell.layer.sequences import besides_output, by_name, check_return_states
 from anycell.layer.signature import FLAGS
 from anycell.plan import Call, Options, Plan, Sizes
 from anycell.torch import ops
@@ -22,7 +23,6 @@ from anycell.torch.arguments import (
     TORCH,
     check_flags,
     check_recurrent_mask,
-    check_return_states,
     check_states,
     check_tensor,
 )
@@ -357,18 +357,6 @@ def subject(module: Any, cell: Cell, sizes: Sizes, weight: Tensor) -> Subject:
 def state_names(kind: str, cell: Cell) -> list[str]:
     """The public names of the states of a call: ``kind`` is "state" or "reset_state"."""
     return [f"{kind} {name}" for name in cell.state_names]
-
-
-def by_name(names: Sequence[str], cell: Cell, output: Any, others: Sequence[Any]) -> dict[str, Any]:
-    """The sequences of these states, from the output and the sequences of the others."""
-    rest = dict(zip(besides_output(names, cell), others, strict=True))
-    return {name: rest.get(name, output) for name in names}
-
-
-def besides_output(names: Sequence[str], cell: Cell) -> tuple[str, ...]:
-    """The states that are not the output."""
-    first = cell.state_names[:1]
-    return tuple([name for name in dict.fromkeys(names) if name not in first])
 
 
 def refuse_beside_packed(**arguments: Any) -> None:

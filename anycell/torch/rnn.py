@@ -33,6 +33,7 @@ from anycell.torch.symbolic import leaf, refuse_script
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from anycell.lang.declare import SizeArguments
     from anycell.torch.typed import CellCall
 
 
@@ -187,7 +188,7 @@ class RNN(Recurrent, OfCell):
         device: Any = None,
         dtype: Any = None,
         checkpoint: str | int | None = None,
-        **sizes: int,
+        **sizes: Unpack[SizeArguments],
     ) -> None:
         super().__init__()
         self._describe("RNN", cell, input_size, hidden_size, bias, sizes)

@@ -23,6 +23,11 @@ from anycell.torch.recurrent import draw_seed, state_names, subject
 from anycell.torch.rnn import OfCell, learned
 from anycell.torch.symbolic import leaf
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from anycell.lang.declare import SizeArguments
+
 _ONE_STEP = Engine("torch", "a single step reads the weights once: packing them first does not pay")
 # By name and key, as a compiler sees of a cell only its texts. None of these has hyperparameters.
 _OPERATORS = {
@@ -117,7 +122,7 @@ class RNNCell(OfCell):
         bias: bool = True,
         device: Any = None,
         dtype: Any = None,
-        **sizes: int,
+        **sizes: Unpack[SizeArguments],
     ) -> None:
         super().__init__()
         self._describe("RNNCell", cell, input_size, hidden_size, bias, sizes)

@@ -16,7 +16,7 @@ class Frontend:
         solve: results and gradients of a problem, as ``problem.by_reference`` names them. With a
             second argument, an array for each gradient's name, the gradients of the sum of all
             gradients times these.
-        lacks: what it does not have, and why: of ``problem.draw``'s words and of "gradients",
+        lacks: what it does not have, and why: of ``problems.draw``'s words and of "gradients",
             "second derivatives", "float64", "keep" (cells that draw random masks), "prepare" (steps
             on packed weights), "static steps", "stepped resets", "no steps", "held start" (outputs
             that repeat a state given), "negative strides".

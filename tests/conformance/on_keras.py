@@ -139,6 +139,7 @@ LACKS = {
     "lengths": "Keras says them by a mask",
     "reset_state": "resets restore what the cell declares",
     "recurrent_mask": "recurrent_dropout= draws them",
+    "return_states": "return_sequences= are of the output",
     "bidirectional": "keras.layers.Bidirectional makes two layers of one",
     "layers": "each layer is one",
     "no steps": "Keras's loop takes none",

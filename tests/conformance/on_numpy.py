@@ -39,9 +39,13 @@ def by_layer(problem: Problem, layer: an.RNN | None = None) -> Arrays:
     layer = layer or made(problem, an.RNN, problem.cell)
     state = one(problem.group("state"))
     options = {**problem.options, "reset_state": one(problem.group("reset_state"))}
-    output, final = layer.forward(problem.arrays["x"], state, training=True, **options)
-    d_x, d_state = layer.backward(problem.arrays["d output"], one(problem.group("d final")))
+    output, final, *sequences = layer.forward(problem.arrays["x"], state, training=True, **options)
+    arriving = {n: problem.arrays[f"d sequence {n}"] for n in (sequences or [()])[0]}
+    d_x, d_state = layer.backward(
+        problem.arrays["d output"], one(problem.group("d final")), arriving
+    )
     solution = {"output": output, "d x": d_x, **named(problem, "final", final)}
+    solution |= {f"sequence {n}": a for found in sequences for n, a in found.items()}
     solution |= {f"d {name}": grad for name, grad in layer.grads.items()}
     if state is not None:
         solution |= named(problem, "d state", d_state)
@@ -105,6 +109,7 @@ LAYER = {
 PRIMITIVE = dict.fromkeys(
     ("gradients", "second derivatives"), "it runs forwards; layers derive it"
 ) | dict.fromkeys(("layers", "bidirectional"), "it is one direction of one layer")
+PRIMITIVE |= {"return_states": "layers give the states of every step"}
 FRONTENDS = [
     Frontend("numpy.RNN", by_layer, LAYER, None, by_step),
     Frontend("numpy.LSTM and GRU", by_named_layer, LAYER, (cells.LSTM, cells.GRU), alike=True),

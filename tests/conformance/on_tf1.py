@@ -145,7 +145,7 @@ def by_step(problem: Problem) -> Arrays:
 
 
 LACKS = dict.fromkeys(
-    ("mask", "resets", "reset_state", "repeat", "static", "recurrent_mask"),
+    ("mask", "resets", "reset_state", "repeat", "static", "recurrent_mask", "return_states"),
     "TensorFlow 1 has sequence_length alone",
 ) | {
     "stepped resets": "a step is a call of a cell",

@@ -13,6 +13,7 @@ from torch.func import functional_call
 import anycell.torch as at
 from anycell import cells
 from anycell.layer import Options
+from anycell.layer.sequences import besides_output, by_name
 from anycell.numpy.host import numpy_dtype
 from anycell.plan import Call
 from anycell.torch.composite import composite
@@ -60,10 +61,11 @@ def derive(
     return {name: array_of(tensor) for name, tensor in results.items()}
 
 
-def named(problem: Problem, output: Tensor, final: Any) -> Tensors:
+def named(problem: Problem, output: Tensor, final: Any, sequences: Any = None) -> Tensors:
     final = final if isinstance(final, tuple) else (final,)
     names = [f"final {name}" for name in problem.cell.state_names]
-    return {"output": output, **dict(zip(names, final, strict=True))}
+    found = {f"sequence {name}": tensor for name, tensor in (sequences or {}).items()}
+    return {"output": output, **dict(zip(names, final, strict=True)), **found}
 
 
 def states(problem: Problem, tensors: Tensors, kind: str = "state") -> Any:
@@ -110,7 +112,9 @@ def by_function(
     def solve(problem: Problem, along: Arrays | None = None) -> Arrays:
         said = Options(problem.reverse, "repeat" if problem.repeat else "zero", **options)
         others = tuple((n, size) for n, size in problem.sizes.items() if n != "H")
-        call = Call(problem.cell, problem.sizes["H"], said, others)
+        wanted = problem.cell.state_names if problem.group("d sequence") else ()
+        besides = besides_output(wanted, problem.cell)
+        call = Call(problem.cell, problem.sizes["H"], said, others, besides)
 
         def function(tensors: Tensors) -> Tensors:
             arrays = {name.replace("_l0", ""): tensor for name, tensor in tensors.items()}
@@ -120,7 +124,8 @@ def by_function(
                 weight, bias = arrays.pop("weight_ih"), arrays.pop("bias_ih", None)
                 x = torch.nan_to_num(arrays["x"])  # or NaN under a mask reaches the weight
                 arrays["x"] = torch.nn.functional.linear(x, weight, bias)
-            return named(problem, *run(call, arrays)[:2])
+            output, final, found = run(call, arrays)
+            return named(problem, output, final, by_name(wanted, problem.cell, output, found))
 
         return derive(function, problem, along, device)
 
@@ -143,8 +148,10 @@ def by_recurrence(problem: Problem, along: Arrays | None = None, projected: bool
             x, options["gates"] = None, gates
         state = first(problem, tensors, "state")
         reverse = problem.reverse[0]
-        output, final = at.recurrence(problem.cell, x, weights, state, reverse=reverse, **options)
-        return named(problem, output, tuple(value[None] for value in final))
+        output, final, *sequences = at.recurrence(
+            problem.cell, x, weights, state, reverse=reverse, **options
+        )
+        return named(problem, output, tuple(value[None] for value in final), *sequences)
 
     return derive(call, problem, along)
 

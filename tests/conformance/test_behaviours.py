@@ -59,7 +59,7 @@ EVERY = [
     Everything,
 ]
 STANDARD = (5, 4, 3, 6)  # T, B, I, H
-FULL = ("state", "mask", "lengths", "resets", "reset_state", "bidirectional")
+FULL = ("state", "mask", "lengths", "resets", "reset_state", "bidirectional", "return_states")
 
 
 def ask(
@@ -131,6 +131,9 @@ CALLS: dict[str, tuple[str, ...]] = {
     "layers of both directions": ("layers", "bidirectional", "state", "lengths"),
     "held output of both directions": ("repeat", "mask", "bidirectional", "resets"),
     "no bias": ("no bias",),
+    "states of every step": ("return_states", "state"),
+    "states of both directions": ("return_states", "bidirectional", "mask", "resets"),
+    "states of the last layer": ("return_states", "layers", "lengths", "repeat"),
 }
 
 
@@ -165,7 +168,7 @@ def test_recurrent_masks(frontend: Frontend, cell: Cell, case: str) -> None:
     check(frontend, draw(cell, STANDARD, (case, *has), dtype(frontend)))
 
 
-GAPS = "mask lengths resets reset_state repeat recurrent_mask static".split()
+GAPS = "mask lengths resets reset_state repeat recurrent_mask static return_states".split()
 
 
 @pytest.mark.parametrize("frontend", FRONTENDS, ids=str)

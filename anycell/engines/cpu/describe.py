@@ -66,10 +66,13 @@ def _passes(layout: Layout) -> Iterator[str]:
     passes = layout.passes
     if len(passes) == 1:
         return
-    counts = [len(part.reductions) for part in passes[:-1]]
+    reductions = sum(len(part.reductions) for part in passes)
+    matmuls = len({name for part in passes for name in part.matmuls})
+    waiting = {"reduction": reductions, "matmul": matmuls}
+    why = " and ".join(f"{n} {_plural(word, n)}" for word, n in waiting.items() if n)
     yield (
-        f"{len(counts) + 1} passes over the units of a row: {', '.join(map(str, counts))} "
-        f"{_plural('reduction', max(counts))} of it, then the results"
+        f"a step makes {len(passes)} passes over the units of a row: {why} "
+        f"{'needs' if reductions + matmuls == 1 else 'need'} all of them"
     )
     spills = sum(len(part.stores) for part in passes)
     yield (

@@ -1,0 +1,67 @@
+"""The states after every step, ``return_states=``: their names, and how they come of a pass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from anycell.lang.cell import Cell
+from anycell.lang.namespaces import Array, namespace
+from anycell.layer.arguments import Kept
+from anycell.layer.checks import refuse
+from anycell.plan import Options, Plan
+
+
+def check_return_states(cell: Cell, wanted: Any) -> tuple[str, ...]:
+    """``return_states`` as names of states."""
+    if wanted is None or isinstance(wanted, bool):
+        return cell.state_names if wanted else ()
+    names = (wanted,) if isinstance(wanted, str) else wanted
+    if not isinstance(names, (tuple, list)) or not set(names) <= set(cell.state_names):
+        has = f"names of states of cell {cell.name}, of which it has {', '.join(cell.state_names)}"
+        refuse("return_states", repr(wanted), has, "Pass True for all of them.")
+    return tuple(names)
+
+
+def besides_output(names: Sequence[str], cell: Cell) -> tuple[str, ...]:
+    """The states that are not the output."""
+    first = cell.state_names[:1]
+    return tuple([name for name in dict.fromkeys(names) if name not in first])
+
+
+def by_name(names: Sequence[str], cell: Cell, output: Any, others: Sequence[Any]) -> dict[str, Any]:
+    """The sequences of these states, from the output and the sequences of the others."""
+    rest = dict(zip(besides_output(names, cell), others, strict=True))
+    return {name: rest.get(name, output) for name in names}
+
+
+@functools.lru_cache(maxsize=512)
+def keeping(plan: Plan, states: tuple[str, ...]) -> Plan:
+    """The plan whose forward pass keeps the sequences of these states, too."""
+    kept = [name for name in plan.cell.state_names if name in (*plan.states, *states)]
+    return plan if len(kept) == len(plan.states) else replace(plan, states=tuple(kept))
+
+
+def sequences(
+    names: Sequence[str], cell: Cell, options: Options, arrays: Mapping[str, Array], kept: Kept
+) -> list[Array]:
+    """The sequences ``[T, B, D * size]`` of states besides the first, from what a forward pass of
+    such a plan has kept. Without checkpoints.
+    """
+    found, x = [], arrays["x"]
+    xp, mask = namespace(x), arrays.get("mask") if options.apart(True) else None
+    for name in names:
+        i, directions = cell.state_names.index(name), []
+        for states, reverse in zip(kept.states, options.reverse, strict=True):
+            slots = states[i]
+            assert slots is not None, name
+            # The slot before the first step comes first, and in the reverse direction last.
+            directions.append(slots[:-1] if reverse else slots[1:])
+        whole = directions[0] if len(directions) == 1 else xp.concatenate(directions, -1)
+        whole = xp.array(whole, x)
+        if mask is not None:
+            whole = xp.where(mask[..., None], whole, xp.zeros_like(whole))
+        found.append(whole)
+    return found

@@ -1,0 +1,28 @@
+"""Calls of layers as type checkers see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from anycell.numpy.base import Array
+from anycell.plan import CallOptions
+
+State = Array | tuple[Array, ...]  # the array alone where a cell has one state
+Flags = npt.NDArray[np.bool_]
+Names = Literal[True] | str | Sequence[str]
+
+
+class Arguments(CallOptions, total=False):
+    """The arguments of a call by name, all but ``return_states``."""
+
+    mask: npt.ArrayLike | None
+    lengths: npt.ArrayLike | None
+    resets: npt.ArrayLike | None
+    reset_state: State | None
+    static: npt.ArrayLike | None
+    recurrent_mask: npt.ArrayLike | None
+    training: bool
