@@ -13,7 +13,13 @@ from anycell.lang.transform import OUTPUT, with_feedback
 from anycell.layer.feedback import all_forced, entering, entering_step, fed
 from anycell.plan import Engine, Sizes
 from anycell.torch import ops
-from anycell.torch.arguments import check_flags, check_static, check_tensor, describe
+from anycell.torch.arguments import (
+    check_flags,
+    check_states,
+    check_static,
+    check_tensor,
+    describe,
+)
 from anycell.torch.dropin import DropIn
 from anycell.torch.functional import TORCH, fused_plan, quantized, reason
 from anycell.torch.recurrent import Lengths, sequence, subject
@@ -215,24 +221,25 @@ class Feedback(Explained, nn.Module):
         layer, like = self.layer, self.layer._like
         rows = tuple(x.shape[:1]) if isinstance(x, Tensor) and x.dim() == 2 else (1,)
         check_tensor("x", x, (*rows, layer.input_size), "one step of each row", like)
-        sizes = {"H": layer.hidden_size, **dict(self._sizes)}
-        begin = [like.new_full((1, *rows, sizes[s.size]), s.initial) for s in layer.cell.states]
-        before = begin
+        sizes = {"H": layer.hidden_size, **dict(layer._sizes)}
+        before: Any = None
         if state is not None:
-            before = list(layer._named("state", state, rows, like).values())
+            before = check_states("state", state, layer.cell, sizes, (1, *rows), like)
+        if state is None or resets is not None:
+            states = layer.cell.states
+            begin = tuple([like.new_full((1, *rows, sizes[s.size]), s.initial) for s in states])
+            before = before or begin
         if resets is not None:
             new = check_flags("resets", resets, rows, "one per row", x)[:, None]
-            before = [torch.where(new, b, s) for b, s in zip(begin, before, strict=True)]
+            before = tuple([torch.where(new, b, s) for b, s in zip(begin, before, strict=True)])
         whole, width = all_forced(forced), self.readout.out_features
         if whole is None:
             forced = check_flags("forced", forced, rows, "one per row", x)
         entered = entering_step(
             TORCH, x, forced if whole is None else whole, width, lambda: self.readout(before[0][0])
         )
-        output, new_state = layer.step(
-            entered, tuple(before) if len(before) > 1 else before[0], static=static
-        )
-        return self.readout(output), new_state
+        output, after = layer.step(entered, before, static=static)
+        return self.readout(output), after
 
     def _forced(self, forced: Any, x: Tensor) -> Tensor:
         """The flags, laid out as x."""
