@@ -82,7 +82,9 @@ def backward(
     dx = None if known.dx is None else made[known.dx]
     gradients = leaving(wide.empty, known.directions, dx, learned, whole)
     narrow = {name: host.narrow(gradient) for name, gradient in gradients.items()}
-    return narrow | {name: narrow[name].T for name in known.turned}
+    for name in known.turned:
+        narrow[name] = narrow[name].T
+    return narrow
 
 
 class Backward(NamedTuple):
