@@ -150,6 +150,8 @@ def test_random_calls(calls_seed: int, calls_of_cell: int, monkeypatch: pytest.M
         except Unsolvable:
             continue
         right = problem.right if dtype not in HALVES else rounded(problem, dtype, monkeypatch, None)
+        if not all(np.isfinite(value).all() for value in right.values()):
+            continue  # a square root of less than 0, say: no answer is right
         given = problem.map(batch_major) if rng.random() < 0.3 else problem
         called = f"call {call}, {shape}, {threads} threads, checkpoint {checkpoint}, {options}"
         errors = {
