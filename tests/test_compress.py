@@ -408,6 +408,8 @@ def refused() -> Iterator[Any]:
     yield lambda: compress.shrink(layer, 8, readouts=iter([])), TypeError, "a list of layers"
     yield lambda: compress.shrink(nn.LSTM(3, 4), 2), TypeError, "accelerate"
     yield lambda: compress.unit_norms(an.Dense(3, 4)), TypeError, "given Dense"
+    fed = at.Feedback(at.GRU(3, 4), nn.Linear(4, 1))
+    yield lambda: compress.shrink(fed, 2), TypeError, r"its layer.*readouts=\[feedback.readout\]"
     yield lambda: compress.shrink(an.GRU(3, 4), 2, readouts=[an.Dense(3, 1)]), TypeError, "size=4"
     yield lambda: compress.gradual(0.0, 0, 1), ValueError, "final: given 0.0"
     yield lambda: compress.gradual(0.5, 1, 1), ValueError, "begin before end"

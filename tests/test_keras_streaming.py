@@ -136,3 +136,20 @@ def test_a_step_refuses(prepared: bool, bad: int) -> None:
     call, message = BAD[bad]
     with pytest.raises(ValueError, match=message):
         call(layer.prepare() if prepared else layer)
+
+
+def test_resets_are_flags() -> None:
+    """0 and 1 of any dtype; other values are refused where they can be looked at."""
+    layer = ak.RNN(cells.GRU, 4, return_sequences=True)
+    x, resets = rng.normal(size=(2, 4, 3)), np.zeros((2, 4), bool)
+    resets[1, 2] = True
+    right = number(layer(x, resets=resets))
+    assert np.array_equal(number(layer(x, resets=resets.astype("float32"))), right)
+    if BACKEND == "jax":
+        pytest.skip("nothing is looked at there")
+    for call in (
+        lambda: layer(x, resets=np.full((2, 4), 0.3)),
+        lambda: layer.step(x[:, 0], resets=np.full(2, 0.3)),
+    ):
+        with pytest.raises(ValueError, match=r"resets: given a value of 0\.3; .* resets > 0\.5"):
+            call()

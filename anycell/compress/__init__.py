@@ -390,6 +390,11 @@ def _adapter(name: str, argument: str, given: Any) -> Any:
             adapter = importlib.import_module(f"anycell.{framework}.{name}")
             if isinstance(given, adapter.KINDS):
                 return adapter
+    if hasattr(given, "readout") and hasattr(given, "layer"):
+        raise TypeError(
+            f"{argument}: given {type(given).__name__}; expected its layer. Pass the layer, "
+            "and the readout beside it: shrink(feedback.layer, ..., readouts=[feedback.readout])."
+        )
     models = ", or a torch.nn.Module or keras.Model with such layers" * (argument == "model")
     raise TypeError(
         f"{argument}: given {type(given).__name__}; expected a layer of anycell.torch (RNN, LSTM, "

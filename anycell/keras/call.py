@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras import ops
+from keras import backend, ops
 
 from anycell.lang.cell import Cell
+from anycell.layer.checks import refuse
 from anycell.plan import Call, scales_of
 
 Tensor = Any  # of the backend
@@ -52,6 +53,23 @@ def check(call: Call, arrays: Arrays) -> None:
     for name in ("mask", "resets"):
         if name in arrays:
             _expect(name, arrays[name].shape[::-1], (rows, steps), "rows, steps")
+
+
+def flags(name: str, values: Tensor) -> Tensor:
+    """Flags to bool. Those of another dtype are 0 and 1, which is looked at outside of graphs.
+
+    Raises:
+        ValueError: for other values.
+    """
+    given = ops.convert_to_tensor(values)
+    look = getattr(given, "numpy", None)  # symbols have none, nor have JAX's arrays
+    if look is not None and backend.standardize_dtype(given.dtype) != "bool":
+        known = look()
+        other = known[(known != 0) & (known != 1)]
+        if other.size:
+            hint = f"Say which values are meant, as in {name} > 0.5."
+            refuse(name, f"a value of {other[0]:g}", "bool, or 0 and 1", hint)
+    return ops.cast(given, "bool")
 
 
 def quantized(arrays: Arrays) -> bool:

@@ -21,7 +21,7 @@ from keras.src import backend  # the mask of a tensor has no public name
 
 from anycell.explanation import Explained, Explanation, Subject, about_layer
 from anycell.keras import cells
-from anycell.keras.call import Arrays, Result, Tensor, check, named_states
+from anycell.keras.call import Arrays, Result, Tensor, check, flags, named_states
 from anycell.keras.cell import RNNCell, deserialize
 from anycell.keras.composite import composite
 from anycell.keras.rule import Facts, asked, choose
@@ -619,7 +619,7 @@ class RNN(Fused, keras.layers.RNN):
         if static is not None:
             drawn["static"] = ops.cast(static, self.cell.compute_dtype)
         if resets is not None:
-            drawn["resets"] = ops.swapaxes(ops.cast(resets, "bool"), 0, -1)
+            drawn["resets"] = ops.swapaxes(flags("resets", resets), 0, -1)
         mask = None if mask is None else ops.swapaxes(mask, 0, -1)
         x = ops.transpose(sequences, (1, 0, 2))
         return self.cell.gather(x, states, mask=mask, **drawn)

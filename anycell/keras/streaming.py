@@ -11,7 +11,7 @@ from keras import ops, tree
 from keras.src import backend  # the scope in which Keras calls layers has no public name
 
 from anycell.engines.cpu import pool
-from anycell.keras.call import Tensor
+from anycell.keras.call import Tensor, flags
 from anycell.layer.checks import refuse
 from anycell.layer.stream import Stream
 from anycell.layer.view import value
@@ -122,7 +122,7 @@ class Steps:
             start = [ops.cast(s, me.cell.compute_dtype) for s in start]
             given = start if given is None else given
         if resets is not None:
-            new = ops.expand_dims(ops.cast(resets, "bool"), 1)
+            new = ops.expand_dims(flags("resets", resets), 1)
             given = [ops.where(new, s, g) for s, g in zip(start, given, strict=True)]
         return list(given)
 

@@ -408,7 +408,7 @@ class _Kernels:
         return _run(self._backward, [*flat, *flags, *arriving, *kept], self._described_back)
 
     def _described_back(self, *flat: Tensor) -> list[tuple[str, Any]]:
-        """Of the gradients those that are wanted, as ``_described``."""
+        """The gradients that are wanted, as ``_described``."""
         pairs, storage = zip(self.parts, flat, strict=False), self.plan.types.storage.name
         return [(storage, like.shape) for name, like in pairs if name in self.wanted]
 

@@ -310,7 +310,8 @@ def mask(x: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _floating(dtype: Any) -> Any:
-    if (base := tf.as_dtype(dtype).base_dtype) not in DTYPES:
+    base = tf.as_dtype(dtype).base_dtype
+    if base not in DTYPES:  # no walrus: AutoGraph converts this, and does not know it
         names = ", ".join(kind.name for kind in DTYPES[:-1])
         refuse("dtype", base.name, f"{names} or {DTYPES[-1].name}", "Cast the inputs.")
     return base
