@@ -172,6 +172,7 @@ def test_doctor(
     assert cli.main(["doctor"]) == 0
     healthy = capsys.readouterr().out
     assert str(tmp_path) in healthy and "fused LSTM" in healthy and "kernels for" in healthy
+    assert re.search(r"large products, \d+ threads?: ours \d+, numpy's \d+", healthy)
     revision = machine.revision()
     told = f"{anycell.__version__}, revision {revision}," if revision else anycell.__version__
     assert f"anycell {told}" in healthy

@@ -12,7 +12,7 @@ from keras import ops, tree
 from anycell.explanation import Explained, Subject
 from anycell.keras.call import KERNELS, Arrays, Tensor
 from anycell.keras.layers import Fused, _attached_mask, _uncompiled
-from anycell.keras.streaming import as_written
+from anycell.keras.streaming import as_written, one_step
 from anycell.lang.cell import Cell
 from anycell.lang.namespaces import namespace
 from anycell.lang.transform import OUTPUT, with_feedback
@@ -173,11 +173,7 @@ class Feedback(Explained, keras.layers.Layer):
         """
         layer, width = self.layer, self.readout.units
         dtype = layer.cell.compute_dtype
-        x = ops.cast(ops.convert_to_tensor(x), dtype)
-        if len(x.shape) != 2:
-            refuse("x", f"shape {tuple(x.shape)}", "[B, in], one step", "Take it out: x[:, t].")
-        if not self.built:
-            self.build((None, None, x.shape[1]))
+        x = one_step(self, x, dtype)
         before, given = layer._begin(x, states, resets), all_forced(forced)
         if given is None:
             forced = ops.cast(ops.convert_to_tensor(forced), "bool")

@@ -100,11 +100,7 @@ class Steps:
         me: Any = self
         self._forwards("step")
         dtype = me.cell.compute_dtype
-        x = ops.cast(ops.convert_to_tensor(x), dtype)
-        if len(x.shape) != 2:
-            refuse("x", f"shape {tuple(x.shape)}", "[B, in], one step", "Take it out: x[:, t].")
-        if not me.built:
-            me.build((None, None, x.shape[1]))
+        x = one_step(me, x, dtype)
         given = self._begin(x, states, resets)
         stream = self._prepared.stream
         if stream is not None and hasattr(x, "numpy"):  # which symbols of a graph have not
@@ -150,3 +146,13 @@ class Steps:
         if self.go_backwards:  # type: ignore[attr-defined]
             hint = "Call the layer with the whole sequence: it begins at its end."
             refuse(method, "go_backwards=True", "a layer that goes forwards", hint)
+
+
+def one_step(layer: Any, x: Tensor, dtype: str) -> Tensor:
+    """One step of an input ``[B, in]``, for a layer that is built for it where it was not yet."""
+    x = ops.cast(ops.convert_to_tensor(x), dtype)
+    if len(x.shape) != 2:
+        refuse("x", f"shape {tuple(x.shape)}", "[B, in], one step", "Take it out: x[:, t].")
+    if not layer.built:
+        layer.build((None, None, x.shape[1]))
+    return x
