@@ -102,7 +102,7 @@ WEIGHT = {"ieee": 4, "tf32": 4, "bf16x6": 6}
 MATRICES = 80  # capability from which Triton uses the matrix units
 # Numbers of tiles that a thread can hold besides addresses and temporaries, forward and backward,
 # of 16 bits or by how dots multiply float32, which takes registers for their operands.
-NUMBERS = {"16": (144, 160), "ieee": (64, 64), "tf32": (112, 128), "bf16x6": (80, 80)}
+NUMBERS = {"16": (144, 160), "ieee": (64, 64), "tf32": (112, 128), "bf16x6": (80, 76)}
 # Multiply-adds of a thread in the dots of float32, which are unrolled: with more of them the
 # compiler takes minutes, and spills. Units of such a dot's operand: with more they spill at once.
 UNROLLED = 1024
