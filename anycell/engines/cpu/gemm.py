@@ -32,6 +32,7 @@ from anycell.engines.cpu.door import print_gang
 from anycell.engines.cpu.geometry import ROW_HEADER, Geometry, paired
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, Variable, constant, element_bits
 from anycell.engines.cpu.matmul import (
+    Ahead,
     add_products,
     add_scaled,
     negative_sums,
@@ -140,7 +141,7 @@ class Gemm:
             "ptr noalias panel, ptr noalias a, i64 a_rows, ptr noalias c, i64 c_rows, i64 count, "
             "i64 add, ptr ahead, i64 apart",
         )
-        panel, a, a_rows, c, c_rows, count, add, *ahead = b.args
+        panel, a, a_rows, c, c_rows, count, add, first, apart = b.args
         sums = [[b.variable(0.0, b.vec) for _ in range(vectors)] for _ in range(rows)]
         results: list[Variable] = []
         for r in range(rows):
@@ -157,6 +158,7 @@ class Gemm:
             weights = b.gep(panel, self.header * self.width)
             totals = [[b.variable(offset) for offset in offsets] for _ in operand]
         number = self.operands.llvm
+        ahead = [Ahead(first, apart, 2)]
         add_products(b, totals, operand, weights, self.width, bounds, number, ahead)
         if self.quantized:
             add_scaled(b, sums, totals, operand, scales)

@@ -22,10 +22,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from anycell.engines.cpu import tiles
 from anycell.engines.cpu.geometry import (
     BIASES,
+    L1_WEIGHTS,
     OFFSETS,
     QUANTIZED,
     ROW_HEADER,
@@ -45,8 +47,13 @@ from anycell.engines.cpu.ir import (
     vector,
 )  # fmt: skip
 from anycell.engines.cpu.layout import Layout
+from anycell.plan import LINE
 
 Places = tuple[int, ...]
+# Bytes of packed weights from those that are multiplied to those that are fetched meanwhile. The
+# hardware does not see far enough ahead by itself where a register block takes half of a tile's
+# columns, as with 16 registers.
+AHEAD = 2 << 10
 ROUNDING = 1.5 * 2**23  # a float32 plus this has no digits behind the point
 # Arguments of a block of rows, however many: k0 and k1 bound the sum, a fresh one begins with the
 # biases, and shift is that of the operand against k.
@@ -120,7 +127,11 @@ class Blocks:
         if g.quantized:
             offsets = [header(OFFSETS, c, b.ivec) for c in columns]
             totals = [[b.variable(offset) for offset in offsets] for _ in operand]
-        add_products(b, totals, operand, tile, self.width, (k0, k1), self.number)
+        step, ahead = self.width * self.itemsize, list[Ahead]()
+        if self.matmul.packed_elements * self.itemsize > L1_WEIGHTS:
+            lines = range(AHEAD, AHEAD + len(places) * self.full, LINE)
+            ahead = [Ahead(b.gep(tile, line, "i8"), step, 3) for line in lines]
+        add_products(b, totals, operand, tile, self.width, (k0, k1), self.number, ahead)
         if g.quantized:
             add_scaled(b, sums, totals, addresses, [header(SCALES, c) for c in columns])
         for r, c in places_of_sums:
@@ -180,18 +191,32 @@ class Blocks:
                 b.call(self._name("tiles", places), *here, rows, *bounds)
             return
         blocks = (count + (most - 1)) // most
+        least = count // b.smax(blocks, 1)
+        larger = count - least * blocks  # blocks of one row more
         with b.loop(0, blocks) as i:
-            first = i * count // blocks
-            rows = (i + 1) * count // blocks - first
-            here = at(first)
+            here = at(i * least + b.smin(i, larger))
+            rows = b.select(i < larger, least + 1, least)
             for n in range(1, most + 1):
                 with b.when(rows.eq(n)):
                     b.call(f"{self._name('block', places)}_x{n}", *here, *bounds)
 
 
+class Ahead(NamedTuple):
+    """Lines of memory that a loop over k fetches for later, one for each row of weights.
+
+    Attributes:
+        first, step: the first one's address, and bytes to the next.
+        locality: as of ``Builder.prefetch``.
+    """
+
+    first: Value
+    step: Operand
+    locality: int
+
+
 def add_products(
     b: Builder, sums: Sequence[Sequence[Variable]], operand: Sequence[Value], weights: Value,
-    width: int, bounds: tuple[Operand, Operand], number: str, ahead: Sequence[Value] = (),
+    width: int, bounds: tuple[Operand, Operand], number: str, ahead: Sequence[Ahead] = (),
 ) -> None:  # fmt: skip
     """The hot loop: ``sums[r][c] += operand[r][k] * weights[k * width + c]`` for k within bounds.
 
@@ -211,8 +236,8 @@ def add_products(
     with b.loop(first, last) as line:
         base = b.gep(weights, line * width)
         k = line << shift if shift else line
-        if ahead:
-            b.prefetch(b.gep(ahead[0], line * ahead[1], "i8"), locality=2)
+        for later in ahead:
+            b.prefetch(b.gep(later.first, line * later.step, "i8"), later.locality)
         for part in range(1 if together else packs):
             w = []
             for c in range(len(sums[0])):
