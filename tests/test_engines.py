@@ -44,6 +44,7 @@ from anycell import (
 from anycell.engines import cpu, reference
 from anycell.engines.cpu import isa
 from anycell.lang.expr import Expr
+from anycell.layer.recipe import Recipe
 from anycell.numpy import RNN
 from anycell.numpy.host import NumpyHost
 from anycell.plan import plan
@@ -172,7 +173,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         return call
 
-    monkeypatch.setattr(cpu, "run_pass", recorded("cpu", cpu.run_pass))
+    monkeypatch.setattr(Recipe, "run", recorded("cpu", Recipe.run))
     loop = reference.Recurrence._loop
     monkeypatch.setattr(reference.Recurrence, "_loop", recorded("reference", loop))
     return calls

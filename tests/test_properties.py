@@ -19,11 +19,12 @@ from problems import (
 from random_cells import random_cell, source
 from tolerances import NO_WORSE_THAN, ONE_ULP, error, is_slope
 
-from anycell.engines import cpu, reference
+from anycell.engines import reference
 from anycell.engines.cpu import isa
 from anycell.lang.cell import RECURRENT
 from anycell.lang.expr import topological
 from anycell.lang.ops import TABLE, is_reduction
+from anycell.layer.recipe import Recipe
 
 
 def situation(rng: np.random.Generator) -> dict[str, Any]:
@@ -64,8 +65,8 @@ def test_random_cell(cell_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if any(l.name == RECURRENT for l in cell.linears):
         options["dropped"] = rng.choice(np.array([None, None, "all", "each"], object))
     ran: list[Any] = []
-    run = cpu.run_pass
-    monkeypatch.setattr(cpu, "run_pass", lambda *call: (ran.append(call), run(*call)))
+    run = Recipe.run
+    monkeypatch.setattr(Recipe, "run", lambda *call: ran.append(call) or run(*call))
     for dtype in ("float64", "float32"):
         try:
             problem = random_problem(cell, (steps, rows, hidden), rng, dtype, nearby=3, **options)

@@ -152,7 +152,8 @@ class Recipe:
         self.constants = [values for _, values in of["constant"]]
         self.fixed = [self.host.pointer(values) for values in self.constants]
         self.template = array("q", self.cells)
-        self.dtype, self.driver, self.pass_ = dtype, 8 * driver, run
+        self.native = cpu.driver.compiled(dtype, cpu.isa.current()).run
+        self.driver, self.pass_ = 8 * driver, run
         return self
 
     # ---- a call ----------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ class Recipe:
             table[stream] = options.stream
         if cpu.check.ON:
             bounds.check_pass(self, table, [*given, *made, *self.constants], block)
-        cpu.run_pass(self.dtype, address + self.driver)
+        self.native(address + self.driver)
         cpu.scratch.give_back(block)
         return made
 

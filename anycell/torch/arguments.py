@@ -15,8 +15,8 @@ from torch import Tensor
 from anycell.layer import checks
 from anycell.layer.checks import Frontend, check_cell, check_sizes, integer, is_array, refuse
 from anycell.layer.checks import describe as describe
-from anycell.torch.entry import autocast
 from anycell.torch.functional import memory, observed
+from anycell.torch.fused import autocast
 
 
 def check_layer(

@@ -18,7 +18,6 @@ from anycell.layer import check_checkpoint
 from anycell.plan import CallOptions, Engine, Plan, Sizes, takes
 from anycell.torch import ops
 from anycell.torch.composite import Arrays
-from anycell.torch.entry import autocast
 from anycell.torch.functional import (
     autocast_dtype,
     compiled,
@@ -28,7 +27,7 @@ from anycell.torch.functional import (
     traced,
     transformed,
 )
-from anycell.torch.fused import plan_on
+from anycell.torch.fused import autocast, plan_on
 from anycell.torch.packed import parts
 from anycell.torch.recurrent import Lengths, Recurrent, state_names
 from anycell.torch.symbolic import leaf

@@ -28,7 +28,7 @@ from anycell.torch.composite import (
     changed,
     composite,
 )
-from anycell.torch.entry import enter
+from anycell.torch.fused import enter
 
 
 def stack(

@@ -1,13 +1,14 @@
-"""A layer on the fused engine, under one ``torch.autograd.Function``."""
+"""A layer on the fused engine, under one ``torch.autograd.Function``; the way in to all engines."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from anycell import layer
 from anycell.engines import cpu
@@ -24,11 +25,13 @@ from anycell.torch.composite import (
     composite,
 )
 from anycell.torch.device import DeviceHost, host_of
-from anycell.torch.entry import enter
 from anycell.torch.host import HOSTS, threads
+
+Returned = TypeVar("Returned")
 
 # Which engine has the kernels, by the type of the device.
 ENGINES = {"cpu": "cpu", "cuda": "gpu"}
+autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def plan_on(
@@ -191,6 +194,25 @@ def differentiable(
             outputs, list(inputs.values()), gradients, create_graph=again, allow_unused=True
         )
     return dict(zip(inputs, found, strict=True))
+
+
+def enter(cell: Cell, what: str, run: Callable[..., Returned], *arguments: Any) -> Returned:
+    """``run(*arguments)``, in a range under the name of the cell where a profiler looks on.
+
+    Under autocast a matmul gives another dtype than the kernels read. What autocast asks for has
+    been done by now; but a backward pass, or a program from export, can be called within it, too.
+    """
+    if autocast():
+        with torch._C._DisableAutocast():
+            return _ranged(cell, what, run, *arguments)
+    if not torch._C._autograd._profiler_enabled():  # a range alone takes microseconds
+        return run(*arguments)
+    return _ranged(cell, what, run, *arguments)
+
+
+def _ranged(cell: Cell, what: str, run: Callable[..., Returned], *arguments: Any) -> Returned:
+    with record_function(f"anycell.{cell.name}.{what}"):
+        return run(*arguments)
 
 
 # -- between torch and the engine ------------------------------------------------------------------

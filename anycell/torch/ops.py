@@ -30,7 +30,7 @@ from anycell.layer.signature import FLAGS
 from anycell.plan import DTYPES, OF_CALL, OPTIONS, Call, Options, Plan, Sizes, scales_of
 from anycell.torch import fused
 from anycell.torch.composite import SEED, Arrays, Result, changed
-from anycell.torch.entry import enter
+from anycell.torch.fused import enter
 
 # Inductor's CUDA graphs (mode="reduce-overhead") must leave our operators out: these replay graphs
 # of their own, whose memory lasts, and look at what kernels have reported. Recent PyTorch has a tag

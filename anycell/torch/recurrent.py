@@ -27,7 +27,6 @@ from anycell.torch.arguments import (
     check_tensor,
 )
 from anycell.torch.composite import Arrays, Result, States
-from anycell.torch.entry import autocast
 from anycell.torch.functional import (
     autocast_dtype,
     compiled,
@@ -35,6 +34,7 @@ from anycell.torch.functional import (
     quantized,
     stack,
 )
+from anycell.torch.fused import autocast
 from anycell.torch.packed import Packing, parts
 from anycell.torch.streaming import Prepared, elsewhere
 

@@ -24,8 +24,8 @@ from anycell.torch.arguments import (
     check_static,
 )
 from anycell.torch.composite import Arrays, States
-from anycell.torch.entry import autocast
 from anycell.torch.functional import fused_plan, reason
+from anycell.torch.fused import autocast
 from anycell.torch.packed import parts
 from anycell.torch.recurrent import Lengths, Recurrent, subject
 from anycell.torch.symbolic import leaf, refuse_script

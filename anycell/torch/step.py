@@ -17,8 +17,8 @@ from anycell.torch import ops
 from anycell.torch.arguments import check_states, check_static, check_tensor
 from anycell.torch.composite import States
 from anycell.torch.dropin import vendors
-from anycell.torch.entry import autocast
 from anycell.torch.functional import layer
+from anycell.torch.fused import autocast
 from anycell.torch.recurrent import draw_seed, state_names, subject
 from anycell.torch.rnn import OfCell, learned
 from anycell.torch.symbolic import leaf

@@ -10,8 +10,8 @@ from torch.autograd import forward_ad
 
 from anycell.layer.stream import Stream
 from anycell.plan import Plan
-from anycell.torch.entry import autocast
 from anycell.torch.functional import fused_plan, memory, plain, quantized
+from anycell.torch.fused import autocast
 from anycell.torch.host import HOSTS, threads
 
 

@@ -112,16 +112,6 @@ def room(dtype: str, table: Sequence[int]) -> int:
     return entries[driver.PASS.index("scratch_bytes")]
 
 
-def run_pass(dtype: str, address: int) -> None:
-    """Runs a pass of a layer.
-
-    Args:
-        dtype: of the plan.
-        address: of the driver's table.
-    """
-    driver.compiled(dtype, isa.current()).run(address)
-
-
 def multiply(
     dtype: str,
     sizes: tuple[int, int, int],
@@ -160,5 +150,5 @@ def multiply(
 
 __all__ = [
     "WORTH_SPREADING", "Block", "Kernel", "Scratch", "check", "compiled", "driver", "gemm",
-    "hyperparameters", "isa", "memory", "multiply", "pool", "room", "run", "run_pass", "scratch",
+    "hyperparameters", "isa", "memory", "multiply", "pool", "room", "run", "scratch",
 ]  # fmt: skip
