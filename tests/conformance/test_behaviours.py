@@ -337,8 +337,7 @@ def rarely(frontend: Frontend, cell: Cell, dtype: str) -> bool:
 @pytest.mark.sample(20)
 def test_steps_are_one_call(frontend: Frontend, cell: Cell, case: str) -> None:
     """On weights that were packed before, where a frontend has that."""
-    has = tuple(word for word in ("state", "layers") if word not in frontend.lacks)
-    check_steps(frontend, draw(cell, STANDARD, has, case))
+    check_steps(frontend, cell, case, "state", "layers")
 
 
 def resettable(frontend: Frontend) -> tuple[Cell, ...]:
@@ -348,15 +347,14 @@ def resettable(frontend: Frontend) -> tuple[Cell, ...]:
 @ask("float32", "float64", cells=resettable, has=lambda dtype: (dtype,), more=rarely)
 @pytest.mark.sample(20)
 def test_steps_with_resets_are_one_call(frontend: Frontend, cell: Cell, case: str) -> None:
-    words = ("state", "layers", "resets", "reset_state")
+    check_steps(frontend, cell, case, "state", "layers", "resets", "reset_state")
+
+
+def check_steps(frontend: Frontend, cell: Cell, dtype: str, *words: str) -> None:
+    assert frontend.steps is not None
     has = tuple(word for word in words if word not in frontend.lacks)
     # Norms of few units amplify what is rounded.
-    size = STANDARD if case == "float64" else (5, 4, 3, 22)
-    check_steps(frontend, draw(cell, size, has, case))
-
-
-def check_steps(frontend: Frontend, problem: Problem) -> None:
-    assert frontend.steps is not None
+    problem = draw(cell, STANDARD if dtype == "float64" else (5, 4, 3, 22), has, dtype)
     before = [state.copy() for state in problem.group("state")]
     with mock.patch.object(Stream, "step", autospec=True, side_effect=Stream.step) as packed:
         assert_solved(frontend.steps(problem), problem, gradients=False)
