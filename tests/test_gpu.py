@@ -234,7 +234,9 @@ def test_sixteen_bits(
     cell: Cell, tier: int, hidden: int, exchange: str, rng: np.random.Generator
 ) -> None:
     """float16; the interpreter multiplies bfloat16 wrongly, which tests on a card make up for."""
-    assert_sixteen(problem_of(cell, (4, 3, hidden), rng, 2), "float16", tier, exchange)
+    # With kinks, as relu's, some problems turn on the last bit.
+    problem = random_problem(cell, (4, 3, hidden), rng, "float16", nearby=6, **situation(cell, 2))
+    assert_sixteen(problem.astype("float32"), "float16", tier, exchange)
 
 
 @pytest.mark.parametrize("tier", [3, 1])

@@ -111,8 +111,8 @@ def test_results_and_gradients(
         {"activation": "silu"},
         {"activation": "mish"},
         {"activation": "hard_silu"},
-        {"activation": "softplus", "recurrent_activation": "hard_sigmoid"},
-        {"activation": "exponential", "recurrent_activation": "relu6"},
+        {"activation": "softplus", "recurrent_activation": "relu6"},
+        {"activation": "exponential", "recurrent_activation": "hard_sigmoid"},
         {"activation": "hard_tanh", "recurrent_activation": "log_sigmoid"},
         {"use_bias": False},
         {"unit_forget_bias": False},
@@ -133,7 +133,9 @@ def test_arguments_that_the_cell_language_knows(
         own.pop("recurrent_activation", None)
     theirs, ours = pair(name, 5, return_sequences=True, dtype=dtype, **own)
     copy_weights(theirs, ours, (3, 4, 2))
-    x = 0.5 * rng.normal(size=(3, 4, 2))
+    # exp of what exp gave before overflows in a few steps.
+    steps = 2 if own.get("activation") == "exponential" else 4
+    x = 0.5 * rng.normal(size=(3, steps, 2))
     assert_right(solve(ours, x), solve(theirs, x), dtype)
     assert ours.engine.name == ("cpu" if FUSED else "keras")
 

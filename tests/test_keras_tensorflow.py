@@ -475,7 +475,8 @@ def test_no_graph_outlives_its_model(
         for _ in range(count):
             fit_one_model(rng)
         assert left_behind() == before
-        assert tracemalloc.get_traced_memory()[0] - first < count * 16384
+        grown = 1 << 18  # a table of the process, once; a graph takes megabytes
+        assert tracemalloc.get_traced_memory()[0] - first < count * 16384 + grown
     finally:
         tracemalloc.stop()
 

@@ -54,7 +54,10 @@ tiled = pytest.mark.parametrize(
 
 def drawn(cell: Cell, shape: tuple[int, int, int], seed: int, dtype: str) -> Any:
     rng = np.random.default_rng(seed)
-    return random_problem(cell, shape, rng, "float64", masked=True, resets=True).astype(dtype)
+    nearby = 3 * (dtype == "bfloat16")
+    settled = dtype if nearby else "float64"
+    problem = random_problem(cell, shape, rng, settled, nearby=nearby, masked=True, resets=True)
+    return problem.astype(dtype)
 
 
 @tiled
