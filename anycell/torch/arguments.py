@@ -58,19 +58,19 @@ def check_device(name: str, value: Tensor, device: torch.device) -> None:
 
 
 def as_flags(name: str, value: Tensor, expected: str) -> Tensor:
-    """``mask`` or ``resets`` as bool: of bool or uint8, and resets of 0 and 1 in any real dtype.
+    """Flags as bool: of bool or uint8, and all but ``mask`` also of 0 and 1 in any real dtype.
 
     Whether they are 0 and 1 is looked at on the CPU, outside of traces and transforms: elsewhere a
-    look waits for the device, or there is nothing to see yet. There all but 0 is a reset.
+    look waits for the device, or there is nothing to see yet. There all but 0 is True.
     """
     if value.dtype not in (torch.bool, torch.uint8):
-        if name != "resets" or value.is_complex():
+        if name == "mask" or value.is_complex():
             refuse(name, describe(value), expected, f"Cast it: {name}.bool().", TypeError)
         if not observed() and memory(value) and value.is_cpu:
             flags = value.bool()
             if not torch.equal(flags.to(value.dtype), value):
                 other = value[flags & (value != 1)][0].item()
-                hint = f"Say which values are resets, as in {name} > 0.5."
+                hint = f"Say which values are meant, as in {name} > 0.5."
                 given = f"{describe(value)} with a value of {other:g}"
                 refuse(name, given, f"{expected}, or 0 and 1", hint)
             return flags
