@@ -284,3 +284,9 @@ def test_a_wrong_gradient_is_found() -> None:
     for layer in (an.Standardise(3), compress.quantize(an.GRU(3, 8)), X):
         with pytest.raises(TypeError, match=r"layer: given .*; expected a layer of .* that trains"):
             an.check_gradients(layer, X)
+
+
+def test_integers_do_not_become_the_weights_of_a_float_layer() -> None:
+    small = compress.quantize(an.LSTM(3, 8, seed=0))
+    with pytest.raises(KeyError, match=r"weights of 8 bits: load them into compress.quantize"):
+        an.LSTM(3, 8).load_state_dict(small.state_dict())

@@ -558,7 +558,7 @@ def _restore(module: str, qualname: str, given: dict[str, Any]) -> Cell:
 
 
 def _declaration(function: Declaring) -> Declaring:
-    """Of a declaration: errors name the line that makes it, and arguments that it has not."""
+    """A declaration whose errors name its line, also those about arguments that it has not."""
     names = [name for name in inspect.signature(function).parameters if name != "function"]
 
     @functools.wraps(function)

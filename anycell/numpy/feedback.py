@@ -94,7 +94,7 @@ class Feedback(Explained, Layer):
 
     @property
     def dtype(self) -> np.dtype[Any]:  # type: ignore[override]
-        """Of everything the layer computes."""
+        """The dtype of everything that the layer computes."""
         return self.layer.dtype
 
     @property
