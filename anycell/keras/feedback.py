@@ -201,6 +201,8 @@ class Feedback(Keywords, Explained, keras.layers.Layer):
         if not 0.0 <= forced <= 1.0:
             raise ValueError(f"forced: given {forced!r}; expected a probability in [0, 1].")
         shape = ops.shape(sequences)[:2]
+        if forced in (0, 1):  # nothing is drawn, in an exported graph neither
+            return ops.full(shape, bool(forced), "bool")
         return keras.random.uniform(shape, seed=self.seed_generator) < float(forced)
 
     def get_config(self) -> dict[str, Any]:

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from anycell.layer import checks
-from anycell.layer.checks import Frontend, check_cell, check_sizes, integer, is_array, refuse
+from anycell.layer.checks import (
+    Frontend,
+    check_cell,
+    check_sizes,
+    integer,
+    is_array,
+    refuse,
+    remedy,
+)
 from anycell.layer.checks import describe as describe
 from anycell.torch.entry import autocast
 from anycell.torch.functional import memory, observed
@@ -43,7 +51,9 @@ def check_tensor(name: str, value: Any, shape: Sequence[int], axes: str, like: T
         hint = f"Pass torch.from_numpy({name})." if is_array(value) else "Pass a tensor."
         refuse(name, describe(value), expected, hint, TypeError)
     if value.shape != tuple(shape):
-        refuse(name, describe(value), expected, "Reshape or expand it.")
+        hint = "Reshape or expand it."
+        hint = remedy(value, len(shape), hint) if name == "x" else hint
+        refuse(name, describe(value), expected, hint)
     if value.dtype != like.dtype and not autocast():
         refuse(name, describe(value), expected, f"Convert it: {name}.to({like.dtype}).")
     check_device(name, value, like.device)

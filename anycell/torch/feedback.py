@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.lang.transform import OUTPUT, with_feedback
+from anycell.layer.checks import refuse
 from anycell.layer.feedback import all_forced, entering, entering_step, fed
 from anycell.plan import Engine, Sizes
 from anycell.torch import ops
@@ -151,10 +152,9 @@ class Feedback(Explained, nn.Module):
             self._made = self._fed()
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != layer.input_size:
             axes = "[batch, time, {}]" if layer.batch_first else "[time, batch, {}]"
-            raise ValueError(
-                f"x: given {describe(x)}; expected {axes.format(layer.input_size)}, the series in "
-                f"the first {self.readout.out_features} column(s)."
-            )
+            count = self.readout.out_features
+            expected = f"{axes.format(layer.input_size)}, the series in the first {count} column(s)"
+            refuse("x", describe(x), expected, "Pass a tensor of that shape.")
         given, width, like = self._forced(forced, x), self.readout.out_features, layer._like
         check_tensor("x", x, x.shape, "as the weights", like)
         weight = self.readout.weight
@@ -260,6 +260,8 @@ class Feedback(Explained, nn.Module):
             )
         if not 0.0 <= forced <= 1.0:
             raise ValueError(f"forced: given {forced!r}; expected a probability in [0, 1].")
+        if forced in (0, 1):  # nothing is drawn, in an exported graph neither
+            return (x.new_ones if forced else x.new_zeros)(shape, dtype=torch.bool)
         return torch.rand(shape, device=x.device) < forced
 
 
