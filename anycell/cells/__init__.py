@@ -25,6 +25,19 @@ from anycell.cells.variational_lstm import VariationalLSTM
 from anycell.cells.zoneout_gru import ZoneoutGRU
 from anycell.cells.zoneout_lstm import ZoneoutLSTM
 
+
+def _unknown(name: str) -> NoReturn:
+    import difflib
+
+    close = difflib.get_close_matches(name, __all__) if not name.startswith("_") else []
+    hint = f". Close to it: {', '.join(close)}." * bool(close)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}", name=name)
+
+
+if not TYPE_CHECKING:  # which would take any name for one that is there
+    __getattr__ = _unknown
+
+
 __all__ = [
     "EALSTM",
     "GRU",
@@ -46,15 +59,3 @@ __all__ = [
     "ZoneoutLSTM",
     "sLSTM",
 ]
-
-
-def _unknown(name: str) -> NoReturn:
-    import difflib
-
-    close = difflib.get_close_matches(name, __all__) if not name.startswith("_") else []
-    hint = f". Close to it: {', '.join(close)}." * bool(close)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}", name=name)
-
-
-if not TYPE_CHECKING:  # which would take any name for one that is there
-    __getattr__ = _unknown

@@ -40,7 +40,6 @@ _ELSEWHERE = {
     "last states.",
     "reset_state": "resets= restore what the cell declares.",
     "recurrent_mask": "recurrent_dropout=, where the layer is made, draws it.",
-    "masked_output": "zero_output_for_mask=, where the layer is made, says the same.",
     "static": "RNN(cell, units) takes it, of a cell that declares one.",
     "resets": "RNN(cell, units) takes them.",
 }
