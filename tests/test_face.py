@@ -290,3 +290,17 @@ def test_integers_do_not_become_the_weights_of_a_float_layer() -> None:
     small = compress.quantize(an.LSTM(3, 8, seed=0))
     with pytest.raises(KeyError, match=r"weights of 8 bits: load them into compress.quantize"):
         an.LSTM(3, 8).load_state_dict(small.state_dict())
+
+
+def test_inputs_of_other_axes_are_told_what_to_do() -> None:
+    """Several steps where one is expected; ids where there are numbers of each step."""
+    torch = pytest.importorskip("torch")
+    at = pytest.importorskip("anycell.torch")
+    x, ids = np.zeros((1, 2, 3), np.float32), np.zeros((5, 2), int)
+    layers = an.LSTM(3, 4), at.LSTM(3, 4), at.RNN(anycell.cells.GRU, 3, 4)
+    for layer, given in zip(layers, (x, torch.from_numpy(x), torch.from_numpy(x)), strict=True):
+        with pytest.raises(ValueError, match=r"x: given .* Take out one step: x\[t\], or"):
+            layer.step(given)
+    for layer, several in ((layers[0], ids), (layers[2], torch.from_numpy(ids))):
+        with pytest.raises(ValueError, match=r"x: given .* If they are ids, embed them first"):
+            layer(several)

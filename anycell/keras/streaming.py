@@ -41,7 +41,6 @@ _ELSEWHERE = {
     "reset_state": "resets= restore what the cell declares.",
     "recurrent_mask": "recurrent_dropout=, where the layer is made, draws it.",
     "static": "RNN(cell, units) takes it, of a cell that declares one.",
-    "resets": "RNN(cell, units) takes them.",
 }
 
 
@@ -51,13 +50,11 @@ class Keywords:
     @as_written
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the layer."""
-        for name in kwargs.keys() & _ELSEWHERE.keys():
-            takes = [*inspect.signature(self.call).parameters]  # type: ignore[attr-defined]
+        for name in [name for name in _ELSEWHERE if name in kwargs]:
+            takes = inspect.signature(self.call).parameters  # type: ignore[attr-defined]
             if name not in takes:
-                hint, expected = _ELSEWHERE[name], f"one of {', '.join(takes)}"
-                refuse(
-                    name, f"to {type(self).__name__} of anycell.keras", expected, hint, TypeError
-                )
+                given = f"to {type(self).__name__} of anycell.keras"
+                refuse(name, given, f"one of {', '.join(takes)}", _ELSEWHERE[name], TypeError)
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
