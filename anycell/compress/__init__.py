@@ -342,14 +342,12 @@ class _Model:
         """Readouts of every ``Feedback`` around the layer, which does not know it, that were not
         given, and would be too wide.
         """
+        if not self.columns:
+            return []
         kind = importlib.import_module(f"{self.adapter.__package__}.feedback").Feedback
-        around = [o for o in gc.get_objects() if type(o) is kind and hasattr(o, "readout")]
-        known = {id(readout) for readout in self.readouts}
-        return [
-            f.readout
-            for f in around
-            if self.columns and f.layer in self.view.parts and id(f.readout) not in known
-        ]
+        feedbacks = [o for o in gc.get_objects() if type(o) is kind and hasattr(o, "readout")]
+        reading = [f.readout for f in feedbacks if f.layer in self.view.parts]
+        return [each for each in reading if all(each is not given for given in self.readouts)]
 
     def norms(self) -> Any:
         """The root of the sum of squares of each unit, with the slope 0 at 0: a unit that is gone

@@ -163,6 +163,9 @@ class Feedback(Explained, Layer):
         self._saved = (run, given) if training else None
         return self.readout.forward(output, training=training), final
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
     def backward(
         self, grad_y: npt.ArrayLike, grad_state: State | None = None
     ) -> tuple[Array, State]:

@@ -41,9 +41,8 @@ def as_layers(layers: Layers) -> list[Trainable]:
                 "`parameters` and `grads` are arrays by name."
             )
     parameters = [{id(array) for array in layer.parameters.values()} for layer in chosen]
-    twice = len(set().union(*parameters)) < sum(
-        map(len, parameters)
-    )  # a Feedback has those of two layers
+    # A Feedback has those of two layers.
+    twice = len(set().union(*parameters)) < sum(map(len, parameters))
     if twice or len({id(layer) for layer in chosen}) < len(chosen):
         raise ValueError("layers: given one layer twice, expected each once.")
     return chosen
