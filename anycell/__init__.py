@@ -53,10 +53,9 @@ def _unknown(name: str) -> str:
     if name.startswith("_"):  # asked for by Python's own machinery
         return problem
     if name in ("jax", "flax"):
-        return (
-            f"{problem}. There are no layers for {name} as yet; on JAX, anycell.keras runs step by "
-            "step. See docs/keras.md, JAX."
-        )
+        from anycell.requirement import absent
+
+        return f"{problem}. {absent(name)}"
     if name in cells.__all__:
         return (
             f"{problem}. It is a cell: anycell.cells.{name}. Its layers are made by the frontends, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import html
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -213,10 +214,24 @@ class Explanation:
         assert self.plan is not None, "a layer that no cell describes has no page"
         return _Page(self.plan, self.batch)
 
+    def _repr_html_(self) -> str:
+        """The page in a notebook: sections under their headings, the code of kernels folded."""
+        parts = []
+        for title, *lines in self._sections:
+            shown = "" if title in self._asked else " open"
+            body = f"<pre>{html.escape(chr(10).join(lines))}</pre>" * bool(lines)
+            parts.append(f"<details{shown}><summary>{html.escape(title)}</summary>{body}</details>")
+        return "\n".join(parts)
+
     @functools.cached_property
     def _text(self) -> str:
+        return "\n\n".join("\n".join(section) for section in self._sections)
+
+    @functools.cached_property
+    def _sections(self) -> list[list[str]]:
+        """Each a heading and its lines."""
         if self.plan is None:
-            return self._about
+            return [[self._about]]
         page = self.page
         # What compiles goes first: the section on the kernels then says so.
         sources = {name: getattr(self, name) for name, asked in self._asked.items() if asked}
@@ -228,7 +243,7 @@ class Explanation:
         for name, source in sources.items():
             missing = f"none: the {engine.name} engine has no kernel of its own"
             sections.append([name, *(source or f"    {missing}").splitlines()])
-        return "\n\n".join("\n".join(section) for section in sections if section)
+        return [section for section in sections if section]
 
 
 class _Page:
@@ -265,14 +280,20 @@ class _Page:
         for node in topological(cell.next):
             ops.setdefault("r" if label(node) and node.op == "linear" else node.op, node)
         first, b = cell.state_names[0], " + b_{}" if cell.bias else ""
-        rows = []
+        rows, known, gates = [], self.plan.sizes, len(cell.gates)
         if "x" in ops or "preact" in ops:
             rows.append(("x.k", f"gate k's part of input @ W_ih.T{b.format('ih')}"))
         if "r" in ops or "preact" in ops:
             rows.append(("r.k", f"gate k's part of s.{first} @ W_hh.T{b.format('hh')}"))
         if "preact" in ops:
             rows.append(("a.k", "x.k + r.k: the matmul adds onto the input projection"))
-        rows += [(f"W_{l.name}", self._weight(l)) for l in cell.linears if l.name != RECURRENT]
+        rows.append(("W_ih", f"[{gates} H, inputs]: [{gates * known['H']}, inputs]"))
+        for l in cell.linears:
+            if l.name == RECURRENT:
+                width = known.get(l.in_size, l.in_size)
+                rows.append(("W_hh", f"[{gates} H, {l.in_size}]: [{gates * known['H']}, {width}]"))
+            else:
+                rows.append((f"W_{l.name}", self._weight(l)))
         rows.append(("s.k, k'", f"state k before and after the step{self._initial()}"))
         if "param" in ops:
             rows.append(("p.k", "per-unit parameter k"))
@@ -281,17 +302,28 @@ class _Page:
         rows += [(name, f"{value!r}, a run-time value") for name, value in cell.hyper.items()]
         if "keep" in ops:
             rows.append(("keep_n(q)", "in training 1 with probability q, else 0; in evaluation q"))
+        if unused := self._unused():
+            rows.append(("not used", f"{', '.join(unused)}: no new state depends on them"))
         column = max(len(name) for name, _ in rows)
         yield from (f"{name:{column}}  {meaning}" for name, meaning in rows)
+
+    def _unused(self) -> list[str]:
+        """The gates and inputs that the cell declares, and no new state depends on."""
+        cell, read = self.cell, {label(node) for node in topological(self.cell.next)}
+        idle = [g for g in cell.gates if read.isdisjoint({f"x.{g}", f"r.{g}", f"a.{g}"})]
+        unused = [f"the gate {gate}" for gate in idle]
+        unused += [f"the parameter {name}" for name in cell.param_names if f"p.{name}" not in read]
+        return unused + [f"the static input {cell.static}"] * (cell.static not in read)
 
     def _weight(self, l: Linear) -> str:
         """The shape of a weight, in symbols and in numbers."""
         outputs = f"{len(l.declared)} {l.out_size}" if len(l.declared) > 1 else l.out_size
         shown = f"the weight of linear(..., {l.name!r}), [{outputs}, {l.in_size}]"
+        bias = f", and a bias b_{l.name}" * l.bias
         if l.heads > 1:
             shown += f" of {l.heads} blocks along its diagonal"
         known = {l.in_size, l.out_size} <= self.plan.sizes.keys()
-        return f"{shown}: {list(l.shape(self.plan.sizes))}" if known else shown
+        return f"{shown}: {list(l.shape(self.plan.sizes))}{bias}" if known else shown + bias
 
     def _initial(self) -> str:
         declared = [f"{s.name}: {s.initial:g}" for s in self.cell.states if s.initial]

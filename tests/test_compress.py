@@ -437,6 +437,21 @@ def test_refusals(call: Any, error: Any, says: str) -> None:
         call()
 
 
+def test_the_layer_of_a_feedback_takes_its_readout_along() -> None:
+    for fed in (
+        at.Feedback(at.GRU(3, 16), nn.Linear(16, 1)),
+        an.Feedback(an.GRU(3, 16), an.Dense(16, 1)),
+    ):
+        with pytest.raises(ValueError, match=r"readouts: given \[\].*=\[feedback.readout\]"):
+            compress.shrink(fed.layer, 8)
+        assert fed.layer.hidden_size == 16
+        compress.shrink(fed.layer, 8, readouts=[fed.readout])
+        assert fed.layer.hidden_size == 8
+    layer = at.GRU(3, 16)
+    at.Feedback(layer, nn.Linear(16, 1))  # which is gone
+    assert compress.shrink(layer, 8).shape == (1, 8)
+
+
 def test_parametrized_weights_are_refused() -> None:
     layer = nn.utils.parametrizations.weight_norm(at.LSTM(3, 4), "weight_hh_l0")
     with pytest.raises(ValueError, match="remove_parametrizations"):

@@ -82,6 +82,40 @@ def test_equations_of_the_lstm() -> None:
     ]
 
 
+def test_what_a_layer_learns_and_what_of_it_is_not_used() -> None:
+    @cell(gates="f g k", state="h", params="w b", static="e")
+    def Idle(x, r, s, p, e):
+        return sigmoid(r.f) * s.h + tanh(x.g + p.b)
+
+    lines = section(anycell.explain(Odd, 32, P=16), "forward, one step")
+    assert "W_ih     [2 H, inputs]: [64, inputs]" in [re.sub(" {3,}", "     ", l) for l in lines]
+    assert any(re.fullmatch(r"W_hh +\[2 H, P\]: \[64, 16\]", line) for line in lines)
+    assert any(re.fullmatch(r"W_hr .*\[P, H\]: \[16, 32\], and a bias b_hr", l) for l in lines)
+    (said,) = [
+        l for l in section(anycell.explain(Idle), "forward, one") if l.startswith("not used")
+    ]
+    assert said.split(maxsplit=2)[2] == (
+        "the gate k, the parameter w, the static input e: no new state depends on them"
+    )
+    idle = [which for which in CELLS if "not used" in str(anycell.explain(which))]
+    assert idle == [cells.PeepholeLSTM(coupled=True, cell_clip=3.0)]  # whose gate i is 1 - f
+
+
+def test_a_notebook_shows_sections() -> None:
+    page = anycell.explain(cells.LSTM, 32, llvm=True)
+    shown = page._repr_html_()
+    assert shown.count("<details") == shown.count("</details>") > 5
+    assert "<details open><summary>forward, one step</summary><pre>    i = sigmoid" in shown
+    assert "<details><summary>llvm</summary><pre>" in shown and "d_h&#x27; = d_output" in shown
+    assert anycell.numpy.LSTM(3, 8).explain()._repr_html_().count("runs on cpu") == 1
+
+
+def test_a_misspelt_cell_is_near_to_others() -> None:
+    with pytest.raises(AttributeError, match=r"'Peephole'\. Close to it: PeepholeLSTM"):
+        cells.Peephole  # noqa: B018
+    assert not hasattr(cells, "_something")
+
+
 def test_backward_of_the_lstm() -> None:
     lines = section(anycell.explain(cells.LSTM), "backward, one step")
     assert "d_h' = d_output + (d_a.i, d_a.f, d_a.g, d_a.o) @ W_hh" in lines

@@ -253,14 +253,12 @@ CHECKED = {
 def test_gradients_are_checked(which: str) -> None:
     layer, given = CHECKED[which]
     x = X.swapaxes(0, 1) if getattr(layer, "batch_first", False) else X
-    parts = [layer.layer, layer.readout] if which == "Feedback" else [layer]
-    before = [part.state_dict() for part in parts]
+    before = layer.state_dict()
     errors = an.check_gradients(layer, x, count=8, **given)
-    learned = [name for part in parts for name in part.parameters]
-    assert [*errors] == ["x", *learned] and max(errors.values()) < 1e-6
-    for part, kept in zip(parts, before, strict=True):  # which stays as it is
-        assert all(np.array_equal(array, kept[name]) for name, array in part.arrays.items())
-        assert not part.grads
+    assert [*errors] == ["x", *layer.parameters] and max(errors.values()) < 1e-6
+    # And the layer stays as it is.
+    assert all(np.array_equal(array, before[name]) for name, array in layer.arrays.items())
+    assert not layer.grads
 
 
 @anycell.cell(gates="r c", state="h")
@@ -286,3 +284,23 @@ def test_a_wrong_gradient_is_found() -> None:
     for layer in (an.Standardise(3), compress.quantize(an.GRU(3, 8)), X):
         with pytest.raises(TypeError, match=r"layer: given .*; expected a layer of .* that trains"):
             an.check_gradients(layer, X)
+
+
+def test_integers_do_not_become_the_weights_of_a_float_layer() -> None:
+    small = compress.quantize(an.LSTM(3, 8, seed=0))
+    with pytest.raises(KeyError, match=r"weights of 8 bits: load them into compress.quantize"):
+        an.LSTM(3, 8).load_state_dict(small.state_dict())
+
+
+def test_inputs_of_other_axes_are_told_what_to_do() -> None:
+    """Several steps where one is expected; ids where there are numbers of each step."""
+    torch = pytest.importorskip("torch")
+    at = pytest.importorskip("anycell.torch")
+    x, ids = np.zeros((1, 2, 3), np.float32), np.zeros((5, 2), int)
+    layers = an.LSTM(3, 4), at.LSTM(3, 4), at.RNN(anycell.cells.GRU, 3, 4)
+    for layer, given in zip(layers, (x, torch.from_numpy(x), torch.from_numpy(x)), strict=True):
+        with pytest.raises(ValueError, match=r"x: given .* Take out one step: x\[t\], or"):
+            layer.step(given)
+    for layer, several in ((layers[0], ids), (layers[2], torch.from_numpy(ids))):
+        with pytest.raises(ValueError, match=r"x: given .* If they are ids, embed them first"):
+            layer(several)

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -467,8 +468,10 @@ READOUT = an.Dense(4, 1, seed=0)
         (lambda: at.Feedback(at.LSTM(2, 4), torch.nn.Linear(5, 1)), "readout: given"),
         (lambda: at.Feedback(at.LSTM(2, 4), torch.nn.Linear(4, 3)), "at most the 2 inputs"),
         (lambda: run_torch(forced=-0.5), "forced: given -0.5"),
-        (lambda: run_torch(forced=True), "forced: given"),
-        (lambda: run_torch(forced=torch.ones(3, 2)), "forced: given .* expected bool"),
+        (lambda: run_torch(forced="all"), "forced: given str 'all'; expected a bool tensor"),
+        (lambda: run_torch(forced=torch.ones(3, 2) / 2), "forced: given .* value of 0.5"),
+        (lambda: run_torch(forced=torch.ones(2, 3)), r"forced: given .*\[3, 2\], laid out as x"),
+        (lambda: run_torch(forced=torch.ones(2)), r"forced: given .*\[3\], of all rows"),
         (lambda: run_torch(torch.zeros(3, 2, 1), forced=1.0), r"x: given .* expected \[time"),
         (lambda: step_numpy(forced=0.5), "forced: given 0.5; expected True or False, or a bool"),
         (lambda: step_numpy(forced=np.ones((3, 1))), r"forced: given shape \[3, 1\]"),
@@ -487,6 +490,41 @@ READOUT = an.Dense(4, 1, seed=0)
 def test_refusals(call: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
         call()
+
+
+def test_forced_is_all_by_default_and_takes_what_masks_are(rng: np.random.Generator) -> None:
+    """True and 1.0 are the same, and so are 0 and 1 of floats, in PyTorch and NumPy."""
+    x, flags = rng.normal(size=(5, 3, 2)).astype("float32"), rng.random((5, 3)) < 0.5
+    ours, theirs = an.Feedback(LAYER, READOUT), at.Feedback(at.LSTM(2, 4), torch.nn.Linear(4, 1))
+    theirs.load_state_dict({n: torch.as_tensor(a) for n, a in ours.state_dict().items()})
+    ways: list[Any] = [True, False, flags, flags.astype("float32"), flags[:, 0].astype("float32")]
+    for forced in ways:
+        given = forced if isinstance(forced, bool) else torch.as_tensor(forced)
+        y = theirs(torch.as_tensor(x), forced=given)[0].detach()
+        assert_close(ours(x, forced=forced)[0], y.numpy(), "float32", "forward")
+    assert np.array_equal(ours(x)[0], ours(x, forced=1.0)[0])
+    assert torch.equal(theirs(torch.as_tensor(x))[0], theirs(torch.as_tensor(x), forced=1.0)[0])
+    assert not np.allclose(ours(x)[0], ours(x, forced=False)[0])
+
+
+def test_numpys_is_a_layer_like_any_other(tmp_path: Path, rng: np.random.Generator) -> None:
+    """It trains as one, and is saved with both of its parts, under the names of PyTorch."""
+    x = rng.normal(size=(6, 2, 2)).astype("float32")
+    feedback, apart = (an.Feedback(an.LSTM(2, 4, seed=0), an.Dense(4, 1, seed=1)) for _ in range(2))
+    optimizers = an.Adam(feedback), an.Adam([apart.layer, apart.readout])
+    for each, optimizer in zip((feedback, apart), optimizers, strict=True):
+        y, _ = each(x, forced=0.0, training=True)
+        each.backward(y)
+        optimizer.step()
+    assert np.array_equal(feedback(x, forced=0.0)[0], apart(x, forced=0.0)[0])
+    feedback.save(tmp_path / "forecast.npz")
+    other = an.Feedback(an.LSTM(2, 4), an.Dense(4, 1)).prepare()
+    other.load(tmp_path / "forecast.npz")
+    assert np.array_equal(other(x, forced=0.0)[0], feedback(x, forced=0.0)[0])
+    stepped = other.step(x[0])[0]  # which packs anew
+    assert_close(stepped, feedback.step(x[0])[0], "float32", "forward")
+    with pytest.raises(ValueError, match="given one layer twice"):
+        an.Adam([feedback, feedback.readout])
 
 
 def run_numpy(**options: Any) -> Any:

@@ -803,6 +803,26 @@ def test_a_changed_cell_takes_nothing_beside_the_sequence(what: str) -> None:
         layer(X, **{what: given})
 
 
+@pytest.mark.parametrize(
+    ("options", "call", "message"),
+    [
+        ({"activation": lambda v: v}, {}, "resets: .*Keras's loop.* activation=<lambda> is"),
+        ({"recurrent_dropout": 0.5, "reset_after": False}, {"training": True}, "resets: .*dropout"),
+    ],
+)
+def test_a_loop_of_keras_takes_no_resets(options: Any, call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ak.GRU(4, **options)(X, resets=keras.ops.convert_to_tensor(FLAG), **call)
+
+
+def test_what_other_frontends_take_is_refused_with_a_remedy() -> None:
+    for layer in (ak.LSTM(4), ak.PeepholeLSTM(4)):
+        with pytest.raises(TypeError, match=r"lengths: given to \w+ .* Pass a mask: "):
+            layer(X, lengths=[5, 3])
+        with pytest.raises(TypeError, match=r"return_states: .* return_sequences=True"):
+            layer(X, return_states=True)
+
+
 @pytest.mark.skipif(BACKEND != "torch", reason="of torch")
 @pytest.mark.parametrize("name", ["LSTM", "PeepholeLSTM"])
 def test_torch_compile_takes_a_layer_as_it_is(name: str) -> None:

@@ -301,14 +301,18 @@ def test_a_restored_file_needs_no_anycell(tmp_path: Any) -> None:
     assert python(code, str(tmp_path / "model.keras")).split()[-1] == "read"
 
 
-def test_what_has_no_way_back() -> None:
-    """Stays: what Keras has no layer for, and subclasses of ours."""
+def test_what_has_no_way_back(caplog: pytest.LogCaptureFixture) -> None:
+    """Stays, and is said: what Keras has no layer for, and subclasses of ours."""
 
     class Mine(ak.LSTM):
         pass
 
     kept = [Mine(3), ak.RNN(cells.LSTM, 3), ak.PeepholeLSTM(3)]
     assert [type(ak.restore(layer)) for layer in kept] == [Mine, ak.RNN, ak.PeepholeLSTM]
+    assert len(caplog.messages) == 3
+    assert caplog.messages[1] == "the model: RNN of anycell stays: Keras has no layer in its place"
+    feedback = ak.restore(ak.Feedback(ak.LSTM(3), layers.Dense(1)))
+    assert tuple(feedback(np.zeros((2, 5, 3), "float32")).shape) == (2, 5, 1)
     assert type(ak.restore(ak.LSTM(3))) is layers.LSTM
     short = ak.accelerate(Short(3))
     assert type(short) is not Short and type(ak.restore(short)) is Short

@@ -390,6 +390,19 @@ def test_models_of_models() -> None:
     assert number(small.layers[1].embeddings).tobytes() == before[0].tobytes()
 
 
+def test_models_of_several_inputs() -> None:
+    """Their batches are a list, as Keras's models take it, or a tuple; targets are none of them."""
+    inputs = [keras.Input((5, 3)), keras.Input((5, 2))]
+    model = keras.Model(inputs, keras.layers.Add()([ak.LSTM(8)(inputs[0]), ak.GRU(8)(inputs[1])]))
+    x = [np.ones((2, 5, 3), "float32"), np.ones((2, 5, 2), "float32")]
+    for batch in (x, tuple(x), (x,)):
+        small = compress.quantize(model, data=[batch])
+        assert [layer.error > 0 for layer in small.layers if hasattr(layer, "error")] == [True] * 2
+    single = keras.Sequential([keras.Input((5, 3)), ak.LSTM(8)])
+    with pytest.raises(TypeError, match=r"data: given 2 argument.*Leave targets out"):
+        compress.quantize(single, data=[(x[0], np.ones((2, 8), "float32"))])
+
+
 def test_what_is_not_quantized() -> None:
     layer = ak.LSTM(4)
     layer(np.zeros((1, 2, 3), "float32"))
@@ -426,6 +439,12 @@ def test_refusals() -> None:
         compress.shrink(layer, 8, readouts=[keras.layers.Dense(2)])
     with pytest.raises(TypeError, match="readouts: given Dense; expected a list"):
         compress.shrink(layer, 8, readouts=head)
+    fed = ak.Feedback(ak.GRU(COUNT), keras.layers.Dense(1))
+    fed.build((None, None, 3))
+    with pytest.raises(ValueError, match=r"readouts: given \[\].*readouts=\[feedback.readout\]"):
+        compress.shrink(fed.layer, 8)
+    compress.shrink(fed.layer, 8, readouts=[fed.readout])
+    assert fed(np.zeros((2, 5, 3), "float32")).shape == (2, 5, 1)
     with pytest.raises(ValueError, match="two places"):
         compress.shrink(layer, 8, readouts=[tied(layer)])
     wide = ak.GRU(COUNT)

@@ -162,6 +162,18 @@ def test_probabilities() -> None:
     assert not np.array_equal(number(feedback(x, forced=0.5)), number(feedback(x, forced=0.5)))
 
 
+@pytest.mark.parametrize("cell", [ak.LSTM, ak.PeepholeLSTM])
+def test_resets(cell: Any) -> None:
+    """From a reset on it runs as from the beginning."""
+    x = np.random.default_rng(0).normal(size=(4, 6, 2)).astype("float32")
+    feedback, resets = ak.Feedback(cell(3), keras.layers.Dense(1)), np.zeros((4, 6), bool)
+    resets[:, 2] = True
+    for forced in (True, False):
+        y = number(feedback(x, forced=forced, resets=keras.ops.convert_to_tensor(resets)))
+        assert_close(y[:, :2], number(feedback(x[:, :2], forced=forced)), "float32", "forward")
+        assert_close(y[:, 2:], number(feedback(x[:, 2:], forced=forced)), "float32", "forward")
+
+
 def test_it_trains_and_is_saved(tmp_path: Any) -> None:
     feedback, x = small()
     inputs = keras.Input((6, 2))
@@ -189,6 +201,11 @@ def test_it_trains_and_is_saved(tmp_path: Any) -> None:
             "at most the 2 inputs",
         ),
         (lambda: small()[0](small()[1], forced=2.0), "forced: given 2.0"),
+        (
+            lambda: small()[0](small()[1], forced=np.ones((6, 4))),
+            r"forced: given shape \(6, 4\); expected \(4, 6\), that is \[rows, steps\]",
+        ),
+        (lambda: small()[0](small()[1], lengths=[6] * 4), "lengths: given .* Pass a mask"),
         (lambda: small()[0].step(small()[1], forced=True), r"x: given shape \(4, 6, 2\)"),
         (lambda: small()[0].step(small()[1][:, 0], forced=0.5), "forced: given 0.5; .* each row"),
         (lambda: small()[0].step(small()[1][:, 0], forced=[[True]]), r"forced: given shape \(1, 1"),

@@ -427,6 +427,7 @@ LINES: list[tuple[Function, str, str]] = [
     (lambda x, r, s: linear(s.h, "w", gates=3).a, "gates=3", 'one string: gates="r z"'),
     (lambda x, r, s: linear(s.h, ""), "needs a name", 'linear(value, "name")'),
     (lambda x, r, s: linear(s.h, "w", heads=0), "heads=0", "a positive integer"),
+    (lambda x, r, s: linear(r.a), "linear(...): the weight needs a name", 'linear(value, "name")'),
     (lambda x, r, s: linear(s.h, "w", gates="a a").a, "gates='a a'", 'gates="r z"'),
     (lambda x, r, s: linear(s.h, "w", gates="").a, "gates=''", 'gates="r z"'),
     (lambda x, r, s: linear(s.h, "w", gates="a b").c, "No output is named 'c'", "use one of: a b"),
@@ -460,6 +461,46 @@ def test_refusals_name_line_and_remedy(function: Function, problem: str, instead
         assert line == source.read().splitlines()[number - 1].strip()
     assert problem in said
     assert instead in said.partition("Instead: ")[2]
+
+
+def helper(value: Expr) -> Expr:
+    if value > 0:
+        return value
+    return -value
+
+
+def test_a_refusal_names_the_line_of_the_function_that_the_cell_calls() -> None:
+    line = helper.__code__.co_firstlineno + 1
+    for function in (lambda x, r, s: helper(x.a), lambda x, r, s: sorted(map(helper, x))):
+        said = refused(function)
+        place = f"{__file__}:{line}: in helper, called in cell <lambda>\n    if value > 0:\n"
+        assert said.startswith(f"{place}Control flow on a traced value")
+
+
+def test_a_declaration_is_refused_with_its_line() -> None:
+    with pytest.raises(CellError, match="in a declaration") as error:
+        cell(gates="a", states="h c")  # type: ignore[call-overload]
+    said = str(error.value)
+    assert said.startswith(f"{__file__}:") and '    cell(gates="a", states="h c")' in said
+    assert "@cell(states=...): expected one of gates, state, params, static, bias." in said
+    assert "Instead: write state='h c'." in said
+    with pytest.raises(
+        CellError, match=r'in a declaration\n    cell.gates="a 2b"(.|\n)*cannot read'
+    ):
+        cell(gates="a 2b")
+    with pytest.raises(
+        CellError, match=r"in cell Few\n    def Few\(x, r\)(.|\n)*takes 2 positional"
+    ):
+
+        @cell(gates="a", state="h")
+        def Few(x, r):
+            return x.a
+
+    with pytest.raises(CellError, match=r"takes \(x, r, s, e, p\); .* order \(x, r, s, p, e\)"):
+
+        @cell(gates="a", params="w", static="e")
+        def Swapped(x, r, s, e, p):
+            return x.a
 
 
 def test_torch_functions_are_refused() -> None:

@@ -1,6 +1,7 @@
 """The package as it is shipped: what importing it costs, and what the wheel holds."""
 
 import email
+import importlib
 import inspect
 import re
 import subprocess
@@ -47,6 +48,8 @@ def test_names_that_are_not_there() -> None:
         anycell.GRU  # noqa: B018
     with pytest.raises(AttributeError, match=r"no layers for jax as yet.*docs/keras\.md, JAX\.$"):
         anycell.jax  # noqa: B018
+    with pytest.raises(ModuleNotFoundError, match=r"no layers for jax as yet.*docs/keras\.md, JAX"):
+        importlib.import_module("anycell.jax")
 
 
 def test_the_language_has_one_list_of_names() -> None:

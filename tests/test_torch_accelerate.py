@@ -24,7 +24,7 @@ from tolerances import LIMITS, NO_WORSE_THAN, assert_close, error  # noqa: E402
 from torch_layers import assert_same, fused, of_torchscript, run  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
-from anycell import cells  # noqa: E402
+from anycell import cells, compress  # noqa: E402
 from anycell.bench.shapes import all_shapes  # noqa: E402
 
 nn, Tensor, DOUBLE = torch.nn, torch.Tensor, torch.float64
@@ -165,18 +165,24 @@ def test_the_way_back(make: Any) -> None:
     assert type(at.accelerate(at.restore(model))[0]) is not make
 
 
-def test_what_has_no_way_back() -> None:
-    """Stays, and works as before."""
+def test_what_has_no_way_back(caplog: pytest.LogCaptureFixture) -> None:
+    """Stays, works as before, and is said."""
 
     class Mine(at.LSTM):
         pass
 
     parametrised = nn.utils.parametrizations.weight_norm(at.GRU(3, 4), "weight_hh_l0")
+    small = compress.quantize(at.LSTM(3, 8))
     model = nn.ModuleList(
-        [Mine(3, 4), at.RNN(cells.LSTM, 3, 4), at.PeepholeLSTM(3, 4), parametrised]
+        [Mine(3, 4), at.RNN(cells.LSTM, 3, 4), at.PeepholeLSTM(3, 4), parametrised, small]
     )
     kinds = [type(module) for module in model]
-    assert [type(module) for module in at.restore(model)] == kinds
+    with caplog.at_level("WARNING", "anycell"):
+        assert [type(module) for module in at.restore(model)] == kinds
+    assert len(caplog.messages) == 5
+    assert caplog.messages[1] == "1: RNN of anycell stays: torch has no layer in its place"
+    feedback = at.restore(at.Feedback(at.LSTM(3, 4), nn.Linear(4, 1)))
+    assert feedback(torch.zeros(5, 2, 3))[0].shape == (5, 2, 1)
     steps = at.restore(nn.ModuleList([at.LSTMCell(3, 4), at.GRUCell(3, 4), at.LSTM(3, 4)]))
     assert [type(module) for module in steps] == [nn.LSTMCell, nn.GRUCell, nn.LSTM]
     with pytest.raises(TypeError, match=r"model: given .*Call it first: restore\(Model\(\)\)"):

@@ -113,6 +113,36 @@ def test_onnx_of_other_lengths(kind: str) -> None:
             assert_close(output, model(x).detach(), "float32", "forward")
 
 
+@of_onnx
+@pytest.mark.parametrize("layer", [at.LSTM(3, 5), at.RNN(cells.PeepholeLSTM, 3, 5)], ids=str)
+def test_onnx_of_a_feedback(layer: nn.Module) -> None:
+    """Of all steps at once, and of one, which takes and gives the states; prepared or not."""
+    pytest.importorskip("onnx")
+    feedback, x = at.Feedback(layer, nn.Linear(5, 1)).eval(), torch.randn(4, 2, 3)
+    model, one = nn.ModuleList([feedback]), nn.ModuleList([feedback])
+    model.forward = lambda x: feedback(x, forced=False)[0]
+    with torch.no_grad():
+        right = feedback(2 * x, forced=False)[0].numpy()
+    (y,) = session(model, x, dynamo=False).run(None, {"x": 2 * x.numpy()})
+    assert_close(y, right, "float32", "forward")
+
+    def step(x: Tensor, h: Tensor, c: Tensor) -> Any:
+        return feedback.step(x, (h, c), forced=False)
+
+    one.forward = step
+    file, zeros, names = io.BytesIO(), torch.zeros(1, 2, 5), ["x", "h", "c"]
+    feedback.prepare()
+    with torch.no_grad():
+        given = (x[0], zeros, zeros.clone())
+        torch.onnx.export(one, given, file, input_names=names, dynamo=False, verbose=False)
+    onnxruntime = pytest.importorskip("onnxruntime")
+    run = onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"]).run
+    h = c = zeros.numpy()
+    for x_t, y_t in zip(2 * x.numpy(), right, strict=True):
+        y, h, c = run(None, dict(zip(names, (x_t, h, c), strict=True)))
+        assert_close(y, y_t, "float32", "forward")
+
+
 # -- TorchScript -----------------------------------------------------------------------------------
 @of_torchscript
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

@@ -3,6 +3,8 @@
 Pure definitions, no device.
 """
 
+from typing import TYPE_CHECKING, NoReturn
+
 from anycell.cells.ea_lstm import EALSTM
 from anycell.cells.gru import GRU
 from anycell.cells.gru_d import GRUD
@@ -22,6 +24,19 @@ from anycell.cells.slstm import sLSTM
 from anycell.cells.variational_lstm import VariationalLSTM
 from anycell.cells.zoneout_gru import ZoneoutGRU
 from anycell.cells.zoneout_lstm import ZoneoutLSTM
+
+
+def _unknown(name: str) -> NoReturn:
+    import difflib
+
+    close = difflib.get_close_matches(name, __all__) if not name.startswith("_") else []
+    hint = f". Close to it: {', '.join(close)}." * bool(close)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}", name=name)
+
+
+if not TYPE_CHECKING:  # which would take any name for one that is there
+    __getattr__ = _unknown
+
 
 __all__ = [
     "EALSTM",

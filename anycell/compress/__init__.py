@@ -9,6 +9,7 @@ step of training. ``factorize`` makes products of two smaller matrices of the we
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 import sys
@@ -109,6 +110,13 @@ def shrink(
         ((1, 32), 32)
     """
     model = _Model(layer, readouts, size)
+    if model.unsaid():
+        gc.collect()  # a Feedback that has been dropped reads nothing
+        for readout in model.unsaid():
+            raise ValueError(
+                f"readouts: given {[*readouts]!r}; expected {readout!r} among them, which reads "
+                "this layer in a Feedback. Pass readouts=[feedback.readout]."
+            )
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
         raise ValueError(f"multiple: given {multiple!r}; expected a whole number from 1.")
     if np.ndim(keep) == 0:
@@ -329,6 +337,17 @@ class _Model:
         if not self.columns or k + 1 == self.layers:
             return self.reads if self.columns else []
         return [self.learned(k + 1, d)["weight_ih"] for d in range(self.directions)]
+
+    def unsaid(self) -> list[Any]:
+        """Readouts of every ``Feedback`` around the layer, which does not know it, that were not
+        given, and would be too wide.
+        """
+        if not self.columns:
+            return []
+        kind = importlib.import_module(f"{self.adapter.__package__}.feedback").Feedback
+        feedbacks = [o for o in gc.get_objects() if type(o) is kind and hasattr(o, "readout")]
+        reading = [f.readout for f in feedbacks if f.layer in self.view.parts]
+        return [each for each in reading if all(each is not given for given in self.readouts)]
 
     def norms(self) -> Any:
         """The root of the sum of squares of each unit, with the slope 0 at 0: a unit that is gone

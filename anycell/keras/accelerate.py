@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import keras
 from keras.src.saving import object_registration  # the name of a class has no public setter
 
 from anycell.keras.cell import RNNCell
+from anycell.keras.feedback import Feedback
 from anycell.keras.layers import GRU, LSTM, RNN, Fused, OfCell, SimpleRNN, changed
 
 Model = TypeVar("Model", bound=keras.layers.Layer)
@@ -89,7 +91,7 @@ def accelerate(model: Model) -> Model:
     for _, layer in _walk(model):
         if isinstance(layer, keras.layers.RNN) and _refusal(layer) is None:
             kind: Any = type(layer)
-            layer.__class__ = _swapped(kind, isinstance(layer.cell, RNNCell))
+            _become(layer, _swapped(kind, isinstance(layer.cell, RNNCell)))
     for _, layer in _walk(model):
         trace_anew(layer)
     for entry in recurrent_layers(model):
@@ -104,9 +106,9 @@ def restore(model: Model) -> Model:
     layers stay the same objects, with their current weights, and a compiled model stays compiled,
     and traces its steps again; XLA stays turned off until the next ``compile``. That is every
     ``LSTM``, ``GRU`` and ``SimpleRNN``, also of a subclass that ``accelerate`` has turned, and
-    ``RNN`` of one of Keras's cells. What Keras has no layer for stays: ``RNN(cell, units)``, the
-    layers of the built-in cells, ``Feedback``, layers of 8 bits and your own subclasses of
-    anycell's layers.
+    ``RNN`` of one of Keras's cells. What Keras has no layer for stays, and is logged under
+    "anycell" as a warning: ``RNN(cell, units)``, the layers of the built-in cells, ``Feedback``
+    with its layer, layers of 8 bits and your own subclasses of anycell's layers.
 
     Args:
         model: any model, or any layer.
@@ -123,10 +125,15 @@ def restore(model: Model) -> Model:
         True
     """
     _check(model, "restore")
-    for _, layer in _walk(model):
+    layers = list(_walk(model))
+    fed = [layer.layer for _, layer in layers if isinstance(layer, Feedback)]
+    for name, layer in layers:
         kind = _BACK.get(type(layer))
-        if kind is not None:
-            layer.__class__ = kind
+        if kind is not None and layer not in fed:
+            _become(layer, kind)
+        elif isinstance(layer, Fused):
+            stays = f"{name or 'the model'}: {_kind(layer)} stays"
+            logger.warning("%s: Keras has no layer in its place", stays)
     for _, layer in _walk(model):
         trace_anew(layer)
     return model
@@ -164,6 +171,11 @@ def _walk(layer: Any, name: str = "", seen: set[int] | None = None) -> Iterator[
         return
     for inner in layer._layers:
         yield from _walk(inner, f"{name}/{inner.name}".lstrip("/"), seen)
+
+
+def _become(layer: Any, kind: type[keras.layers.RNN] | type[Fused]) -> None:
+    layer.__class__ = kind
+    layer._call_signature = inspect.signature(layer.call)  # Keras reads it where a layer is made
 
 
 @functools.cache

@@ -43,16 +43,16 @@ def check(call: Call, arrays: Arrays) -> None:
     steps, rows = x.shape[:2]
     if kernel is not None:
         width, meaning = kernel.shape[0], "rows, steps, features of the kernel"
-        _expect("sequences", (rows, steps, x.shape[2]), (rows, steps, width), meaning)
+        expect("sequences", (rows, steps, x.shape[2]), (rows, steps, width), meaning)
     for state in call.cell.states:
         size = call.size(state.size)
         given = arrays[f"state {state.name}"].shape
-        _expect(f"initial_state, {state.name}", given, (rows, size), "rows, size of state")
+        expect(f"initial_state, {state.name}", given, (rows, size), "rows, size of state")
     if "static" in arrays:
-        _expect("static", arrays["static"].shape, (rows, call.hidden_size), "rows, units")
+        expect("static", arrays["static"].shape, (rows, call.hidden_size), "rows, units")
     for name in ("mask", "resets"):
         if name in arrays:
-            _expect(name, arrays[name].shape[::-1], (rows, steps), "rows, steps")
+            expect(name, arrays[name].shape[::-1], (rows, steps), "rows, steps")
 
 
 def flags(name: str, values: Tensor) -> Tensor:
@@ -104,7 +104,8 @@ def named_states(cell: Cell, states: Sequence[Tensor]) -> dict[str, Tensor]:
     return {f"state {name}": s for name, s in zip(cell.state_names, states, strict=True)}
 
 
-def _expect(name: str, given: Any, expected: tuple[int | None, ...], meaning: str) -> None:
+def expect(name: str, given: Any, expected: tuple[int | None, ...], meaning: str) -> None:
+    """Refuses another shape than the expected one, whose axes ``meaning`` names."""
     if getattr(given, "rank", 0) is None:  # TensorFlow does not know its shape yet
         return
     sizes = tuple(given)

@@ -10,9 +10,9 @@ import keras
 from keras import ops, tree
 
 from anycell.explanation import Explained, Subject
-from anycell.keras.call import KERNELS, Arrays, Tensor
+from anycell.keras.call import KERNELS, Arrays, Tensor, expect, flags
 from anycell.keras.layers import Fused, _attached_mask, _uncompiled
-from anycell.keras.streaming import as_written, one_step
+from anycell.keras.streaming import Keywords, as_written, one_step
 from anycell.lang.cell import Cell
 from anycell.lang.namespaces import namespace
 from anycell.lang.transform import OUTPUT, with_feedback
@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 
 
 @keras.saving.register_keras_serializable("anycell")
-class Feedback(Explained, keras.layers.Layer):
+class Feedback(Keywords, Explained, keras.layers.Layer):
     """Runs a layer whose input is a series, or, where that is not given, its own readout.
 
         y_t     = output_t @ readout.kernel + readout.bias
         input_t = [series_t where forced_t, else y_{t-1}; others_t]
 
     Forced at all steps it is teacher forcing, ``readout(layer(x))``; at none it
-    runs freely; by chance it is scheduled sampling. ``anycell.layer.feedback`` says more.
+    runs freely; by chance it is scheduled sampling. y before the first step is the readout of the
+    initial state.
 
     Args:
         layer: ``LSTM``, ``GRU``, ``SimpleRNN`` or ``RNN`` of anycell.keras, without dropout, not
@@ -47,8 +48,8 @@ class Feedback(Explained, keras.layers.Layer):
         sequences: ``[B, T, in]``, the series in the first Y columns. Where a step is not forced,
             what lies there never matters, not even NaN.
         forced: where the series is given: bool ``[B, T]``, or ``[T]``, the same for all rows. Or a
-            number in [0, 1], the probability of each step of each row. Default: 1.
-        initial_state, mask, training: as for the layer.
+            number in [0, 1], the probability of each step of each row. Default: True, all.
+        initial_state, mask, training, resets: as for the layer.
 
     Returns y ``[B, T, Y]``, or ``[y, *states]``.
 
@@ -105,10 +106,11 @@ class Feedback(Explained, keras.layers.Layer):
     def call(
         self,
         sequences: Tensor,
-        forced: Any = 1.0,
+        forced: Any = True,
         initial_state: Any = None,
         mask: Any = None,
         training: bool = False,
+        resets: Tensor = None,
     ) -> Any:
         """Runs the layer; see the class."""
         mask = _attached_mask(sequences) if mask is None else mask
@@ -117,7 +119,8 @@ class Feedback(Explained, keras.layers.Layer):
             initial_state = self.layer.get_initial_state(ops.shape(sequences)[0])
         states = list(initial_state) if tree.is_nested(initial_state) else [initial_state]
         given = self._given(forced, sequences)
-        _, y, final = self.inner_loop(sequences, states, mask, bool(training), given=given)
+        with self.layer._beside(None, resets):
+            _, y, final = self.inner_loop(sequences, states, mask, bool(training), given=given)
         return [y, *(ops.cast(s, self.compute_dtype) for s in final)] if self.return_state else y
 
     def inner_loop(
@@ -176,7 +179,7 @@ class Feedback(Explained, keras.layers.Layer):
         x = one_step(self, x, dtype)
         before, given = layer._begin(x, states, resets), all_forced(forced)
         if given is None:
-            forced = ops.cast(ops.convert_to_tensor(forced), "bool")
+            forced = flags("forced", forced)
             if len(forced.shape) != 1:
                 refuse("forced", f"shape {tuple(forced.shape)}", "[B]", "Pass a flag for each row.")
         entered = entering_step(
@@ -189,13 +192,17 @@ class Feedback(Explained, keras.layers.Layer):
     def _given(self, forced: Any, sequences: Tensor) -> Tensor:
         """``[B, T]``: where the series is."""
         if not isinstance(forced, (int, float)):
-            forced = ops.cast(forced, "bool")
+            forced, (rows, steps) = flags("forced", forced), sequences.shape[:2]
             if len(forced.shape) == 1:
-                forced = ops.broadcast_to(forced, ops.shape(sequences)[:2])
+                expect("forced", forced.shape, (steps,), "steps")
+                return ops.broadcast_to(forced, ops.shape(sequences)[:2])
+            expect("forced", forced.shape, (rows, steps), "rows, steps")
             return forced
         if not 0.0 <= forced <= 1.0:
             raise ValueError(f"forced: given {forced!r}; expected a probability in [0, 1].")
         shape = ops.shape(sequences)[:2]
+        if forced in (0, 1):  # nothing is drawn, in an exported graph neither
+            return ops.full(shape, bool(forced), "bool")
         return keras.random.uniform(shape, seed=self.seed_generator) < float(forced)
 
     def get_config(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
@@ -25,7 +25,7 @@ from anycell.keras.call import Arrays, Result, Tensor, check, flags, named_state
 from anycell.keras.cell import RNNCell, deserialize
 from anycell.keras.composite import composite
 from anycell.keras.rule import Facts, asked, choose
-from anycell.keras.streaming import Steps
+from anycell.keras.streaming import Keywords, Steps
 from anycell.lang.cell import Cell
 from anycell.layer.checks import declared_sizes, refuse
 from anycell.plan import Call, Engine, Options
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     from anycell.keras.typed import RNNArguments
 
+# ``static`` and ``resets``, on their way to `inner_loop`: Keras's `call` does not know them.
+_further: ContextVar[tuple[Tensor, Tensor]] = ContextVar("further", default=(None, None))
 _DROPPED = "in training, recurrent dropout multiplies the state on its way into every gate"
 
 
@@ -83,7 +85,7 @@ def changed(cell: Any) -> str | None:
     return None
 
 
-class Fused(Steps, Explained):
+class Fused(Steps, Keywords, Explained):
     """The base of the layers: one ``inner_loop``, on the engine that fits."""
 
     cell: Any
@@ -99,6 +101,7 @@ class Fused(Steps, Explained):
         if isinstance(step, str):
             return Facts(None, 0, backend=backend, gpu=gpu, obstacle=step, traced=traced)
         dropped = training and cell.recurrent_dropout and not self._dropped_by_kernel(step)
+        reset = _further.get()[1] is not None and not dropped  # which loops of Keras's cannot
         return Facts(
             cell=step,
             units=cell.units,
@@ -106,8 +109,8 @@ class Fused(Steps, Explained):
             dtype=getattr(cell, "numbers", cell.compute_dtype),
             backend=backend,
             gpu=gpu,
-            cudnn=self._cudnn(),
-            drop_in=self._drop_in,
+            cudnn=self._cudnn() and not reset,
+            drop_in=self._drop_in and not reset,
             obstacle=_DROPPED if dropped else None,
             traced=traced,
         )
@@ -153,11 +156,21 @@ class Fused(Steps, Explained):
         vars(self)["supports_jit"] = value
 
     # -- the loop --------------------------------------------------------------------------------
-    def _beside(self, static: Tensor, resets: Tensor) -> AbstractContextManager[None]:
+    @contextmanager
+    def _beside(self, static: Tensor, resets: Tensor) -> Iterator[None]:
         """Within it, runs take what Keras's ``call`` does not know."""
-        if static is not None:
-            refuse("static", "a tensor", "None, for a layer of Keras's cells", "Leave it out.")
-        return nullcontext()
+        step = self._step()
+        wanted = step.static if isinstance(step, Cell) else None
+        if (static is None) != (wanted is None):
+            given = "None" if static is None else f"of shape {tuple(static.shape)}"
+            expected = f"[B, {self.cell.units}], its {wanted}" if wanted else "None"
+            about = f"cell {step.name}" if isinstance(step, Cell) else f"Keras's loop: {step}"
+            raise ValueError(f"static: given {given}; expected {expected}, for {about}.")
+        token = _further.set((static, resets))
+        try:
+            yield
+        finally:
+            _further.reset(token)
 
     @_uncompiled
     def inner_loop(
@@ -166,7 +179,11 @@ class Fused(Steps, Explained):
         """Keras's hook: last output, all outputs in the order of processing, final states."""
         training = bool(training)
         facts = self._facts(training, *_place(sequences))
-        engine = choose(facts).name
+        engine, reason = choose(facts)
+        if engine in ("keras", "cudnn") and _further.get()[1] is not None:
+            hint = "Run an anycell cell that is as it was made, without recurrent dropout."
+            expected = "None, for Keras's loop, which has no place for it, runs the layer"
+            refuse("resets", "a tensor", f"{expected}: {reason}", hint)
         if mask is not None:
             mask = ops.cast(tree.flatten(mask)[0], "bool")
             mask = ops.squeeze(mask, -1) if len(mask.shape) == 3 else mask
@@ -246,6 +263,11 @@ def _for_all(given: Tensor, sequences: Tensor) -> Tensor:
     return ops.broadcast_to(given, (ops.shape(sequences)[0], ops.shape(given)[1]))
 
 
+def _laid_out(resets: Tensor) -> Tensor:
+    """``resets`` as ``Arrays`` have them."""
+    return ops.swapaxes(flags("resets", resets), 0, -1)
+
+
 def _by_backend(call: Call, arrays: Arrays) -> Result:
     """Runs a layer as the module of Keras's backend does."""
     module: Any = import_module(f"anycell.keras.{keras.backend.backend()}")
@@ -299,6 +321,23 @@ def gpu_visible() -> bool:
 class DropIn(Fused):
     """The base of ``LSTM``, ``GRU`` and ``SimpleRNN``: Keras's weights, and Keras's loop to fall
     back on."""
+
+    @_uncompiled
+    def call(
+        self,
+        sequences: Tensor,
+        initial_state: Any = None,
+        mask: Any = None,
+        training: bool = False,
+        resets: Tensor = None,
+    ) -> Any:
+        """Runs the layer as Keras's does, and with ``resets`` as ``RNN`` does."""
+        given = {"initial_state": initial_state, "training": training}
+        if resets is None:
+            return super().call(sequences, mask=mask, **given)  # type: ignore[misc]
+        mask = _attached_mask(sequences) if mask is None else mask  # see `RNN.call`
+        with self._beside(None, resets):
+            return super().call(sequences, mask=mask, **given)  # type: ignore[misc]
 
     def _step(self) -> Cell | str:
         obstacle, kind = changed(self.cell), _KINDS.get(type(self.cell))
@@ -404,6 +443,7 @@ class DropIn(Fused):
             **named_states(named, [ops.cast(state, dtype) for state in states]),
             "mask": None if mask is None else ops.swapaxes(mask, 0, -1),
             "recurrent_mask": recurrent_mask,
+            "resets": None if (resets := _further.get()[1]) is None else _laid_out(resets),
         }
         return {name: array for name, array in arrays.items() if array is not None}
 
@@ -500,10 +540,6 @@ _OF_THE_LAYER = (
 _OF_BOTH = ("dtype", "trainable", "autocast")
 
 
-# ``static`` and ``resets``, on their way to `inner_loop`: Keras's `call` does not know them.
-_further: ContextVar[tuple[Tensor, Tensor]] = ContextVar("further", default=(None, None))
-
-
 def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, np.integer) else value
 
@@ -578,28 +614,6 @@ class RNN(Fused, keras.layers.RNN):
         with self._beside(static, resets):
             return super().call(sequences, initial_state, mask=mask, training=training)
 
-    @contextmanager
-    def _beside(self, static: Tensor, resets: Tensor) -> Iterator[None]:
-        step = self._step()
-        if isinstance(step, Cell):
-            if (static is None) != (step.static is None):
-                given = "None" if static is None else f"of shape {tuple(static.shape)}"
-                expected = f"[B, {self.units}], its {step.static}" if step.static else "None"
-                raise ValueError(
-                    f"static: given {given}; expected {expected}, for cell {step.name}."
-                )
-        elif static is not None or resets is not None:
-            name = "resets" if static is None else "static"
-            raise ValueError(
-                f"{name}: given a tensor; expected None, for Keras's loop, which has no place for "
-                f"it, runs the layer: {step}. Run an anycell cell that is as it was made."
-            )
-        token = _further.set((static, resets))
-        try:
-            yield
-        finally:
-            _further.reset(token)
-
     def _step(self) -> Cell | str:
         if isinstance(self.cell, RNNCell):
             return changed(self.cell) or self.cell.cell
@@ -619,7 +633,7 @@ class RNN(Fused, keras.layers.RNN):
         if static is not None:
             drawn["static"] = ops.cast(static, self.cell.compute_dtype)
         if resets is not None:
-            drawn["resets"] = ops.swapaxes(flags("resets", resets), 0, -1)
+            drawn["resets"] = _laid_out(resets)
         mask = None if mask is None else ops.swapaxes(mask, 0, -1)
         x = ops.transpose(sequences, (1, 0, 2))
         return self.cell.gather(x, states, mask=mask, **drawn)

@@ -137,6 +137,8 @@ def _measure(model: Any, layers: list[Any], small: list[Quantized], data: Iterab
         return ops.convert_to_numpy(results[1]).astype(np.float64)
 
     def call(*given: Any, **named: Any) -> None:
+        if 1 < len(given) == len(getattr(model, "inputs", None) or ()):
+            given = (list(given),)  # which a model of several inputs takes as one argument
         model(*given, **{"training": False, **named})
 
     measure(call, runs, "inner_loop", outputs, data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,32 @@ def as_written(function: Any) -> Any:
     import tensorflow as tf
 
     return tf.autograph.experimental.do_not_convert(function)
+
+
+# What the calls of other frontends take, and Keras's do not.
+_ELSEWHERE = {
+    "lengths": "Pass a mask: keras.ops.arange(steps) < lengths[:, None].",
+    "return_states": "anycell.torch and anycell.numpy give the states of every step; here "
+    "return_sequences=True and return_state=True, where the layer is made, give outputs and the "
+    "last states.",
+    "reset_state": "resets= restore what the cell declares.",
+    "recurrent_mask": "recurrent_dropout=, where the layer is made, draws it.",
+    "static": "RNN(cell, units) takes it, of a cell that declares one.",
+}
+
+
+class Keywords:
+    """Mixin of layers which say, of arguments that only other frontends take, what to do."""
+
+    @as_written
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the layer."""
+        for name in [name for name in _ELSEWHERE if name in kwargs]:
+            takes = inspect.signature(self.call).parameters  # type: ignore[attr-defined]
+            if name not in takes:
+                given = f"to {type(self).__name__} of anycell.keras"
+                refuse(name, given, f"one of {', '.join(takes)}", _ELSEWHERE[name], TypeError)
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
 class Packed:

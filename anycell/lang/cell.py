@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import inspect
+import linecache
 import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -32,8 +35,10 @@ from anycell.lang.expr import (
     fail,
     is_const,
     line_of,
+    place,
     plain,
     rewrite,
+    said_at,
     topological,
     tracing,
 )
@@ -50,6 +55,7 @@ ARRAYS = frozenset(
     "x mask resets static recurrent_mask gates d_gates product saved d_params d_static".split()
 )
 Rewritten = TypeVar("Rewritten", bound="Cell")
+Declaring = TypeVar("Declaring", bound="Callable[..., Any]")
 VARIANTS = 64  # of a cell, with other hyperparameters, that are remembered
 
 
@@ -551,6 +557,25 @@ def _restore(module: str, qualname: str, given: dict[str, Any]) -> Cell:
     return _find(module, qualname)(**given)
 
 
+def _declaration(function: Declaring) -> Declaring:
+    """A declaration whose errors name its line, also those about arguments that it has not."""
+    names = [name for name in inspect.signature(function).parameters if name != "function"]
+
+    @functools.wraps(function)
+    def declare(*args: Any, **given: Any) -> Any:
+        caller = sys._getframe(1)
+        with said_at(place(caller.f_code.co_filename, caller.f_lineno, "a declaration")):
+            for name in given:
+                if name not in names:
+                    close = difflib.get_close_matches(name, names, 1)
+                    remedy = f"write {close[0]}={brief(given[name])}." if close else "leave it out."
+                    fail(f"@cell({name}=...): expected one of {', '.join(names)}.", remedy)
+            return function(*args, **given)
+
+    return declare  # type: ignore[return-value]
+
+
+@_declaration
 def cell(
     function: None = None,
     /,
@@ -617,6 +642,11 @@ def cell(
                 f"@cell(...) was given {function!r}.",
                 "decorate a function, written with def or lambda.",
             )
+        with said_at(line_of(function.__code__, _line_of_def(function.__code__))):
+            check(function)
+            return Cell(function, gate_names, states, parameters, static, bias, {})
+
+    def check(function: Callable[..., Any]) -> None:
         kinds = inspect.Parameter
         arguments = inspect.signature(function).parameters.values()
         for p in arguments:
@@ -628,6 +658,13 @@ def cell(
         positional = [
             p for p in arguments if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
         ]
+        given = [p.name for p in positional]
+        if len(given) == len(expected) and given != expected and {*given} == {*expected}:
+            fail(
+                f"Cell {function.__name__} takes ({', '.join(given)}); they are given in the order "
+                f"({', '.join(expected)}).",
+                f"write def {function.__name__}({', '.join(expected)}).",
+            )
         if len(positional) != len(expected):
             fail(
                 f"Cell {function.__name__} takes {len(positional)} positional arguments; "
@@ -635,6 +672,14 @@ def cell(
                 f"write def {function.__name__}({', '.join(expected)}), hyperparameters behind a *,"
                 " and declare what is missing: gates=, state=, params=, static=.",
             )
-        return Cell(function, gate_names, states, parameters, static, bias, {})
 
     return decorate
+
+
+def _line_of_def(code: Any) -> int:
+    """The line of a function's head, behind its decorators; of a lambda its first."""
+    first, last = code.co_firstlineno, max(line for *_, line in code.co_lines() if line)
+    for line in range(first, last + 1):
+        if linecache.getline(code.co_filename, line).lstrip().startswith("def "):
+            return line
+    return int(first)

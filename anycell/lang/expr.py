@@ -7,10 +7,12 @@ derivative is again a reduction.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import linecache
 import math
 import operator
+import os
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, NoReturn
@@ -36,23 +38,44 @@ REDUCTIONS = frozenset({"sum", "mean", "max"})
 # Those whose result is another in each unit, even of arguments that are not.
 _PER_UNIT = frozenset({"keep", "linear", "preact", "linear_t"})
 
-# The code object of the cell function being traced, so that an error can name its line.
+# The code object of the cell function being traced, so that an error can name its line; or, of what
+# is declared, that line.
 tracing: contextvars.ContextVar[Any] = contextvars.ContextVar("anycell_tracing", default=None)
+# Where functions are that are not the user's: no lines to name.
+_LIBRARIES = os.path.dirname(os.__file__), "site-packages", "dist-packages"
 
 
 def fail(problem: str, instead: str) -> NoReturn:
-    """Raises ``CellError`` with the line of the cell function that is being traced,
-    its last one if it has returned.
+    """Raises ``CellError`` with the line of the cell function that is being traced, or of the
+    user's function that it calls; the last one if it has returned.
     """
     code = tracing.get()
-    if code is None:
-        raise CellError(f"{problem}\nInstead: {instead}")
-    frame = sys._getframe(1)
+    if code is None or isinstance(code, str):
+        raise CellError(f"{code or ''}{problem}\nInstead: {instead}")
+    frame, users = sys._getframe(1), None
     while frame is not None and frame.f_code is not code:
+        file, ours = frame.f_code.co_filename, frame.f_globals.get("__package__") == __package__
+        if users is None and not ours and not any(part in file for part in _LIBRARIES):
+            users = frame
         frame = frame.f_back  # type: ignore[assignment]
-    last = max(line for *_, line in code.co_lines() if line)
-    number = last if frame is None else frame.f_lineno
-    raise CellError(f"{line_of(code, number)}{problem}\nInstead: {instead}")
+    if frame is None:
+        where = line_of(code, max(line for *_, line in code.co_lines() if line))
+    elif users is None:
+        where = line_of(code, frame.f_lineno)
+    else:
+        what = f"{users.f_code.co_name}, called in cell {code.co_name}"
+        where = place(users.f_code.co_filename, users.f_lineno, what)
+    raise CellError(f"{where}{problem}\nInstead: {instead}")
+
+
+@contextlib.contextmanager
+def said_at(where: str) -> Iterator[None]:
+    """Within it, errors begin with this ``place``."""
+    token = tracing.set(where)
+    try:
+        yield
+    finally:
+        tracing.reset(token)
 
 
 def refused(problem: str, instead: str) -> Callable[..., NoReturn]:
@@ -66,8 +89,12 @@ def refused(problem: str, instead: str) -> Callable[..., NoReturn]:
 
 def line_of(code: Any, number: int) -> str:
     """A line of a cell function, as errors show it."""
-    line = linecache.getline(code.co_filename, number).strip()
-    return f"{code.co_filename}:{number}: in cell {code.co_name}\n    {line}\n"
+    return place(code.co_filename, number, f"cell {code.co_name}")
+
+
+def place(file: str, number: int, what: str) -> str:
+    """A line of a file, as errors show it."""
+    return f"{file}:{number}: in {what}\n    {linecache.getline(file, number).strip()}\n"
 
 
 # What a NumPy number on the left of an operator asks of the right side.

@@ -146,7 +146,7 @@ def linear(
 ) -> Gates: ...
 def linear(
     value: Expr | Number,
-    name: str,
+    name: str | None = None,
     *,
     gates: str | Sequence[str] | None = None,
     heads: int = 1,
@@ -176,7 +176,9 @@ def linear(
     """
     trace = _inside("linear")
     if not isinstance(name, str) or not name.isidentifier():
-        fail(f"linear(..., {brief(name)}): the weight needs a name.", 'linear(value, "name").')
+        shown = "" if name is None else f", {brief(name)}"
+        instead = 'linear(value, "name"): a layer learns its weight as weight_name.'
+        fail(f"linear(...{shown}): the weight needs a name.", instead)
     node = operand("linear", value)
     if name in trace.linears:
         fail(

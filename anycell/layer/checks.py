@@ -27,6 +27,17 @@ def refuse(
     raise error(f"{name}: given {given}; expected {expected}. {hint}")
 
 
+def remedy(value: Any, axes: int, otherwise: str) -> str:
+    """The remedy for an input that has not this number of axes: several steps in place of one, or
+    ids; or else another.
+    """
+    if axes <= 2 and len(value.shape) == 3:
+        return "Take out one step: x[t], or x[:, t] where rows come first."
+    if axes == 3 and len(value.shape) == 2 and "int" in str(value.dtype):
+        return "If they are ids, embed them first; an embedding gives each its numbers."
+    return otherwise
+
+
 def describe(value: Any) -> str:
     """A value as errors show it: an array by its dtype, shape and device."""
     if value is None:

@@ -117,11 +117,12 @@ def measure(
             try:
                 call(*given, **named)
             except TypeError as error:
-                if "required" in str(error):  # Python's own words, which know nothing of data
+                # Python's own words, which know nothing of data.
+                if "required" in str(error) or "multiple values" in str(error):
                     raise TypeError(
                         f"data: given {len(given)} argument(s) a batch; the model says: {error}. "
                         "Make each batch a tuple of its arguments, those by name in a dict at the "
-                        'end: data=[(x, {"forced": forced})].'
+                        'end: data=[(x, {"forced": forced})]. Leave targets out.'
                     ) from error
                 raise
     if given is None:

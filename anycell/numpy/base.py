@@ -105,7 +105,9 @@ class Layer:
             faults = [f"missing {', '.join(sorted(missing))}"] * bool(missing)
             faults += [f"unknown {', '.join(sorted(map(str, unknown)))}"] * bool(unknown)
             expected = ", ".join(self.arrays)
-            raise KeyError(f"parameters: given {'; '.join(faults)}; expected {expected}.")
+            rounded = any(str(name).endswith("_scales") for name in unknown - missing)
+            hint = " They are weights of 8 bits: load them into compress.quantize(layer)." * rounded
+            raise KeyError(f"parameters: given {'; '.join(faults)}; expected {expected}.{hint}")
 
     def _check_array(self, name: str, given: Array | archive.Header) -> None:
         expected = self.arrays[name].shape

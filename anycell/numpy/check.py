@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from anycell.layer.checks import Frontend, describe, refuse
+from anycell.layer.checks import Frontend, describe, refuse, remedy
 from anycell.layer.checks import boolean as boolean
 from anycell.layer.checks import check_cell as check_cell
 from anycell.layer.checks import check_sizes as check_sizes
@@ -103,7 +103,8 @@ def array(
         fits = fits and (isinstance(want, str) or have == want)
     if not fits:
         expected = f"shape [{', '.join(map(str, shape))}]{axes and ', '}{axes}"
-        refuse(name, f"shape {list(given.shape)}", expected, "Reshape it.")
+        hint = remedy(given, len(shape), "Reshape it.") if name == "x" else "Reshape it."
+        refuse(name, f"shape {list(given.shape)}", expected, hint)
     return np.ascontiguousarray(given, dtype=dtype)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from anycell.lang.transform import OUTPUT, with_feedback
 from anycell.layer.feedback import BY_GATE, all_forced, entering, entering_step, fed
 from anycell.layer.rounding import rounded
 from anycell.numpy import check
-from anycell.numpy.base import Array
+from anycell.numpy.base import Array, Layer
 from anycell.numpy.dense import Dense
 from anycell.numpy.layers import RNN
 from anycell.numpy.typed import State
@@ -24,16 +26,18 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Feedback(Explained):
+class Feedback(Explained, Layer):
     """Runs a layer whose input is a series, or, where that is not given, its own readout.
 
         y_t     = W_readout output_t + b_readout
         input_t = [series_t where forced_t, else y_{t-1}; others_t]
 
     Forced at all steps it is teacher forcing, ``readout.forward(layer.forward(x)[0])``; at none it
-    runs freely; by chance it is scheduled sampling. ``anycell.layer.feedback`` says more.
+    runs freely; by chance it is scheduled sampling. y before the first step is the readout of the
+    initial state.
 
-    Parameters and gradients stay those of ``layer`` and ``readout``: give both to an optimizer.
+    Parameters and gradients are those of ``layer`` and ``readout``, by names that begin so, as in
+    ``anycell.torch``: "layer.weight_ih_l0". Give an optimizer this, or both of them.
 
     Args:
         layer: of one layer and one direction, any cell.
@@ -68,6 +72,40 @@ class Feedback(Explained):
         self._generator = check.generator("seed", seed)
         self._saved: tuple[RNN, Any] | None = None
 
+    def _joined(self, kind: str) -> Mapping[str, Array]:
+        parts = {"layer": self.layer, "readout": self.readout}
+        named = {f"{p}.{n}": a for p, part in parts.items() for n, a in getattr(part, kind).items()}
+        return MappingProxyType(named)
+
+    @property
+    def parameters(self) -> Mapping[str, Array]:
+        """The learned arrays of both, by name."""
+        return self._joined("parameters")
+
+    @property
+    def arrays(self) -> Mapping[str, Array]:
+        """All that is saved, by name."""
+        return self._joined("arrays")
+
+    @property
+    def grads(self) -> Mapping[str, Array]:
+        """The gradients of the last ``backward``, by the same names; empty before the first."""
+        return self._joined("grads")
+
+    @property
+    def dtype(self) -> np.dtype[Any]:  # type: ignore[override]
+        """The dtype of everything that the layer computes."""
+        return self.layer.dtype
+
+    @property
+    def _writes(self) -> int:
+        return self.layer._writes
+
+    @_writes.setter
+    def _writes(self, count: int) -> None:
+        self.layer._writes = count
+        self.readout._writes += 1
+
     def __repr__(self) -> str:
         return f"Feedback({self.layer!r}, {self.readout!r})"
 
@@ -87,7 +125,7 @@ class Feedback(Explained):
         x: npt.ArrayLike,
         state: State | None = None,
         *,
-        forced: npt.ArrayLike | float,
+        forced: npt.ArrayLike | float = True,
         mask: npt.ArrayLike | None = None,
         lengths: npt.ArrayLike | None = None,
         resets: npt.ArrayLike | None = None,
@@ -102,7 +140,7 @@ class Feedback(Explained):
             state, mask, lengths, resets, static, training: as in ``RNN.forward``.
             forced: where the series is given: bool, laid out as x without its last axis, such as
                 ``np.isfinite(series)``, or ``[T]``, the same for all rows. Or a number in [0, 1],
-                the probability of each step of each row, drawn from ``seed``.
+                the probability of each step of each row, drawn from ``seed``. True is all steps.
 
         Returns:
             y ``[T, B, Y]``, laid out as x, and the state, as of ``RNN.forward``.
@@ -125,7 +163,8 @@ class Feedback(Explained):
         self._saved = (run, given) if training else None
         return self.readout.forward(output, training=training), final
 
-    __call__ = forward
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def backward(
         self, grad_y: npt.ArrayLike, grad_state: State | None = None
@@ -165,7 +204,7 @@ class Feedback(Explained):
         x: npt.ArrayLike,
         state: State | None = None,
         *,
-        forced: npt.ArrayLike | float,
+        forced: npt.ArrayLike | float = True,
         static: npt.ArrayLike | None = None,
         resets: npt.ArrayLike | None = None,
     ) -> tuple[Array, State]:
@@ -211,8 +250,9 @@ class Feedback(Explained):
         if np.ndim(forced) == 1:
             flags = check.flags("forced", forced, (steps,))
             return np.broadcast_to(flags[:, None], (steps, rows))
-        if np.ndim(forced) == 0 and not isinstance(forced, (bool, np.bool_)):
-            chance = check.probability("forced", forced)
+        if np.ndim(forced) == 0:
+            flag = isinstance(forced, (bool, np.bool_))
+            chance = check.probability("forced", float(forced) if flag else forced)  # type: ignore[arg-type]
             return self._generator.random((steps, rows)) < chance
         return self.layer._flags("forced", forced, steps, rows).astype(bool)
 

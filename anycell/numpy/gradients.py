@@ -16,7 +16,7 @@ from anycell.numpy.feedback import Feedback
 
 
 def check_gradients(
-    layer: Layer | Feedback, x: npt.ArrayLike, *, count: int = 20, seed: int = 0, **options: Any
+    layer: Layer, x: npt.ArrayLike, *, count: int = 20, seed: int = 0, **options: Any
 ) -> dict[str, float]:
     """Compares the gradients of ``backward`` with central differences of ``forward``, in float64.
 
@@ -54,14 +54,7 @@ def check_gradients(
     weights = _mapped(results, lambda result: rng.normal(size=result.shape))
     back = run.backward(*(weights if isinstance(weights, tuple) else (weights,)))
     arrays = {"x": (x, back[0] if isinstance(back, tuple) else back)}
-    for part, done in zip(_parts(twin), _parts(run), strict=True):
-        arrays |= {
-            name if name not in arrays else f"{type(part).__name__}.{name}": (
-                array,
-                done.grads[name],
-            )
-            for name, array in part.parameters.items()
-        }
+    arrays |= {name: (array, run.grads[name]) for name, array in twin.parameters.items()}
 
     def loss() -> float:
         # A copy, whose generators draw as those of all others.
@@ -86,19 +79,14 @@ def check_gradients(
     return errors
 
 
-def _parts(layer: Any) -> list[Layer]:
-    """The layers whose parameters it has."""
-    return [layer.layer, layer.readout] if isinstance(layer, Feedback) else [layer]
-
-
 def _wide(layer: Any) -> Any:
     """A copy in float64."""
     trains = hasattr(layer, "backward") and not hasattr(layer, "rounded")
-    if not isinstance(layer, (Layer, Feedback)) or not trains:
+    if not isinstance(layer, Layer) or not trains:
         expected = "a layer of anycell.numpy that trains"
         refuse("layer", describe(layer), expected, "Pass RNN(...), or Dense(...).", TypeError)
     twin = copy.deepcopy(layer)
-    for part in _parts(twin):
+    for part in (twin.layer, twin.readout) if isinstance(twin, Feedback) else (twin,):
         part.dtype = np.dtype(np.float64)
         for arrays in (part._parameters, part._statistics):
             arrays.update({name: array.astype(np.float64) for name, array in arrays.items()})

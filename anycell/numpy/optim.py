@@ -40,7 +40,10 @@ def as_layers(layers: Layers) -> list[Trainable]:
                 f"layers: given {layer!r}, expected a layer, or several: objects whose "
                 "`parameters` and `grads` are arrays by name."
             )
-    if len({id(layer) for layer in chosen}) < len(chosen):
+    parameters = [{id(array) for array in layer.parameters.values()} for layer in chosen]
+    # A Feedback has those of two layers.
+    twice = len(set().union(*parameters)) < sum(map(len, parameters))
+    if twice or len({id(layer) for layer in chosen}) < len(chosen):
         raise ValueError("layers: given one layer twice, expected each once.")
     return chosen
 

@@ -58,7 +58,10 @@ __all__ = [
 
 # Names of TensorFlow 1 that are not here, and the nearest thing.
 _INSTEAD = {
+    "AttentionCellWrapper": "anycell.keras.LSTM(units) (keras.layers.Attention reads its outputs)",
     "CoupledInputForgetGateLSTMCell": "anycell.keras.PeepholeLSTM(units, coupled=True)",
+    "CudnnGRU": "anycell.keras.GRU(units) (one for each of its layers)",
+    "CudnnLSTM": "anycell.keras.LSTM(units) (one for each of its layers)",
     "CudnnCompatibleGRUCell": "anycell.keras.GRU (its default)",
     "CudnnCompatibleLSTMCell": "LSTMBlockCell(units, forget_bias=0.0)",
     "GRUBlockCell": "GRUCell",

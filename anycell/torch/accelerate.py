@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell.layer.checks import describe
 from anycell.torch import swap
 from anycell.torch.dropin import DropIn
+from anycell.torch.feedback import Feedback
 from anycell.torch.rnn import RNN
 from anycell.torch.step import GRUCell, LSTMCell, RNNCell
 
@@ -92,8 +93,9 @@ def restore(model: Model) -> Model:
     The way back from ``accelerate``, to hand a model on to code that compares classes, such as
     ``quantize_dynamic``, or to where there is no anycell. As there the modules stay the same
     objects, with their current weights; ``LSTMCell`` and ``GRUCell`` become torch's as well. What
-    torch has no class for stays: ``RNN``, ``Feedback``, layers of 8 bits, your own subclasses of
-    anycell's layers, and modules whose class torch has changed since, as parametrisations do.
+    torch has no class for stays, and is logged under "anycell" as a warning: ``RNN``, ``Feedback``
+    with its layer, layers of 8 bits, your own subclasses of anycell's layers, and modules whose
+    class torch has changed since, as parametrisations do.
 
     Args:
         model: any module, also one that is a layer itself.
@@ -110,8 +112,14 @@ def restore(model: Model) -> Model:
         True
     """
     _check(model, "restore")
-    for module in model.modules():
-        swap.back(module)
+    fed = {module.layer for module in model.modules() if isinstance(module, Feedback)}
+    for name, module in model.named_modules():
+        if module not in fed:
+            swap.back(module)
+        if isinstance(module, _OURS):
+            kind = _kind(module)  # type: ignore[arg-type]
+            stays = f"{name or 'the model'}: {kind} stays"
+            logger.warning("%s: torch has no layer in its place", stays)
     return model
 
 

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from anycell.layer import checks
-from anycell.layer.checks import Frontend, check_cell, check_sizes, integer, is_array, refuse
+from anycell.layer.checks import (
+    Frontend,
+    check_cell,
+    check_sizes,
+    integer,
+    is_array,
+    refuse,
+    remedy,
+)
 from anycell.layer.checks import describe as describe
 from anycell.torch.functional import memory, observed
 from anycell.torch.fused import autocast
@@ -43,7 +51,9 @@ def check_tensor(name: str, value: Any, shape: Sequence[int], axes: str, like: T
         hint = f"Pass torch.from_numpy({name})." if is_array(value) else "Pass a tensor."
         refuse(name, describe(value), expected, hint, TypeError)
     if value.shape != tuple(shape):
-        refuse(name, describe(value), expected, "Reshape or expand it.")
+        hint = "Reshape or expand it."
+        hint = remedy(value, len(shape), hint) if name == "x" else hint
+        refuse(name, describe(value), expected, hint)
     if value.dtype != like.dtype and not autocast():
         refuse(name, describe(value), expected, f"Convert it: {name}.to({like.dtype}).")
     check_device(name, value, like.device)
@@ -58,19 +68,19 @@ def check_device(name: str, value: Tensor, device: torch.device) -> None:
 
 
 def as_flags(name: str, value: Tensor, expected: str) -> Tensor:
-    """``mask`` or ``resets`` as bool: of bool or uint8, and resets of 0 and 1 in any real dtype.
+    """Flags as bool: of bool or uint8, and all but ``mask`` also of 0 and 1 in any real dtype.
 
     Whether they are 0 and 1 is looked at on the CPU, outside of traces and transforms: elsewhere a
-    look waits for the device, or there is nothing to see yet. There all but 0 is a reset.
+    look waits for the device, or there is nothing to see yet. There all but 0 is True.
     """
     if value.dtype not in (torch.bool, torch.uint8):
-        if name != "resets" or value.is_complex():
+        if name == "mask" or value.is_complex():
             refuse(name, describe(value), expected, f"Cast it: {name}.bool().", TypeError)
         if not observed() and memory(value) and value.is_cpu:
             flags = value.bool()
             if not torch.equal(flags.to(value.dtype), value):
                 other = value[flags & (value != 1)][0].item()
-                hint = f"Say which values are resets, as in {name} > 0.5."
+                hint = f"Say which values are meant, as in {name} > 0.5."
                 given = f"{describe(value)} with a value of {other:g}"
                 refuse(name, given, f"{expected}, or 0 and 1", hint)
             return flags

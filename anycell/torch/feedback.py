@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.lang.transform import OUTPUT, with_feedback
+from anycell.layer.checks import refuse
 from anycell.layer.feedback import all_forced, entering, entering_step, fed
 from anycell.plan import Engine, Sizes
 from anycell.torch import ops
@@ -36,7 +37,8 @@ class Feedback(Explained, nn.Module):
         input_t = [series_t where forced_t, else y_{t-1}; others_t]
 
     Forced at all steps it is teacher forcing, ``readout(layer(x)[0])``; at none it
-    runs freely; by chance it is scheduled sampling. ``anycell.layer.feedback`` says more.
+    runs freely; by chance it is scheduled sampling. y before the first step is the readout of the
+    initial state.
 
     Args:
         layer: ``RNN``, ``LSTM`` or ``GRU`` of anycell.torch, of one layer and one direction.
@@ -52,7 +54,8 @@ class Feedback(Explained, nn.Module):
         state, mask, lengths, resets, static: as in ``RNN``.
         forced: where the series is given: bool, laid out as x without its last axis, such as
             ``series.isfinite()``, or ``[T]``, the same for all rows. Or a number in [0, 1], the
-            probability of each step of each row, drawn from torch's default generator.
+            probability of each step of each row, drawn from torch's default generator. Default:
+            True, all steps.
         y: ``[T, B, Y]``, laid out as x. The final state is as of the layer.
 
     Raises:
@@ -72,7 +75,7 @@ class Feedback(Explained, nn.Module):
             x: Tensor,
             state: Any = None,
             *,
-            forced: Tensor | float,
+            forced: Tensor | float = True,
             mask: Tensor | None = None,
             lengths: Lengths | None = None,
             resets: Tensor | None = None,
@@ -137,7 +140,7 @@ class Feedback(Explained, nn.Module):
         x: Tensor,
         state: Any = None,
         *,
-        forced: Tensor | float,
+        forced: Tensor | float = True,
         mask: Tensor | None = None,
         lengths: Lengths | None = None,
         resets: Tensor | None = None,
@@ -149,10 +152,9 @@ class Feedback(Explained, nn.Module):
             self._made = self._fed()
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != layer.input_size:
             axes = "[batch, time, {}]" if layer.batch_first else "[time, batch, {}]"
-            raise ValueError(
-                f"x: given {describe(x)}; expected {axes.format(layer.input_size)}, the series in "
-                f"the first {self.readout.out_features} column(s)."
-            )
+            count = self.readout.out_features
+            expected = f"{axes.format(layer.input_size)}, the series in the first {count} column(s)"
+            refuse("x", describe(x), expected, "Pass a tensor of that shape.")
         given, width, like = self._forced(forced, x), self.readout.out_features, layer._like
         check_tensor("x", x, x.shape, "as the weights", like)
         weight = self.readout.weight
@@ -185,7 +187,7 @@ class Feedback(Explained, nn.Module):
         x: Tensor,
         state: Any = None,
         *,
-        forced: Tensor | float,
+        forced: Tensor | float = True,
         static: Tensor | None = None,
         resets: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
@@ -243,24 +245,23 @@ class Feedback(Explained, nn.Module):
 
     def _forced(self, forced: Any, x: Tensor) -> Tensor:
         """The flags, laid out as x."""
-        shape = x.shape[:2]
+        shape, steps = tuple(x.shape[:2]), x.shape[int(self.layer.batch_first)]
         if isinstance(forced, Tensor):
-            if forced.shape == (steps := x.shape[int(self.layer.batch_first)],):
-                along = (1, steps) if self.layer.batch_first else (steps, 1)
-                forced = forced.reshape(along).expand(shape)
-            if forced.dtype != torch.bool or forced.shape != shape:
-                raise ValueError(
-                    f"forced: given {describe(forced)}; expected bool {list(shape)}, laid out as "
-                    f"x, [{steps}] for all rows, or a probability."
+            if forced.dim() == 1:
+                flags = check_flags("forced", forced, (steps,), "of all rows", x)
+                return flags.reshape((1, steps) if self.layer.batch_first else (steps, 1)).expand(
+                    shape
                 )
-            return forced
-        if isinstance(forced, bool) or not isinstance(forced, (int, float)):
+            return check_flags("forced", forced, shape, f"laid out as x, or [{steps}]", x)
+        if not isinstance(forced, (int, float)):
             raise TypeError(
                 f"forced: given {describe(forced)}; expected a bool tensor {list(shape)}, laid out "
                 "as x, or a probability."
             )
         if not 0.0 <= forced <= 1.0:
             raise ValueError(f"forced: given {forced!r}; expected a probability in [0, 1].")
+        if forced in (0, 1):  # nothing is drawn, in an exported graph neither
+            return (x.new_ones if forced else x.new_zeros)(shape, dtype=torch.bool)
         return torch.rand(shape, device=x.device) < forced
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from anycell.explanation import Explained, Subject
 from anycell.lang.cell import Cell
 from anycell.layer import ENDS, check_checkpoint, parameters
-from anycell.layer.checks import Shape, describe, integer, is_array, number, refuse
+from anycell.layer.checks import Shape, describe, integer, is_array, number, refuse, remedy
 from anycell.named import shown
 from anycell.plan import CallOptions, Engine, Sizes, takes
 from anycell.torch import ops
@@ -253,7 +253,7 @@ class RNN(Recurrent, OfCell):
         if x.dim() not in dims or x.shape[-1] != self.input_size:
             hint = "The last axis is input_size"
             hint += "." if sizes is not None else f"; without a batch [time, {self.input_size}]."
-            refuse("x", describe(x), expected, hint)
+            refuse("x", describe(x), expected, remedy(x, 3, hint) if sizes is None else hint)
         if x.dtype != weight.dtype and not autocast():
             hint = f"Convert it, x.to({weight.dtype}), or the layer, layer.to({x.dtype})."
             refuse("x", describe(x), f"{weight.dtype}, as the weights", hint)

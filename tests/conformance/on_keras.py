@@ -148,7 +148,7 @@ LACKS = {
     "stepped resets": "a step is a call of a cell",
     "held start": "before a row's first step Keras repeats zeros",
 }
-AS_KERAS = LACKS | dict.fromkeys(("resets", "static"), "keras.layers has no place for it")
+AS_KERAS = LACKS | {"static": "keras.layers has no place for it"}
 INEXACT = {"float64": "Keras's matmul on torch is of float32"} if BACKEND == "torch" else {}
 FRONTENDS = [
     Frontend(
