@@ -22,6 +22,7 @@ import anycell
 from anycell import Cell, cells, layer
 from anycell.engines import cpu
 from anycell.engines.cpu.isa import available
+from anycell.layer import products, recipe
 from anycell.numpy.host import NumpyHost
 from anycell.plan import plan
 
@@ -144,6 +145,16 @@ def test_every_guise_of_every_array(entry: Entry, case: Case, two_threads: None)
         for name, value in plain.items():
             assert_close(results[name], value, "float32", kind_of(name), f"{name} ({told})", ())
     assert count > 10
+
+
+@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.frontend in (DROP_INS, TORCH)], ids=str)
+def test_every_guise_where_the_library_multiplies(
+    entry: Entry, two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BLAS takes no rows that lie in each other, as those of an array that is expanded."""
+    monkeypatch.setitem(products.CHOSEN, "torch", products.Rule(True, "asked for"))
+    monkeypatch.setattr(recipe, "known", {})
+    test_every_guise_of_every_array(entry, CASES[0], two_threads)
 
 
 # What else an error may be about: another input is another call, in which all that comes per row or

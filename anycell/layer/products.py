@@ -15,6 +15,7 @@ from anycell.engines import cpu
 from anycell.engines.cpu.driver import BLAS, OURS
 from anycell.layer.arguments import Array, Host
 from anycell.layer.bounds import extent
+from anycell.layer.recipe import CHUNK, View
 from anycell.layer.signature import MATRIX
 from anycell.plan import Plan
 
@@ -77,10 +78,22 @@ def _choose(library: str) -> Rule:
     return RULES[library, cpu.isa.amd()] if cpu.isa.current().fma else NARROW
 
 
-def kind_of(host: Host, plan: Plan) -> int:
-    """The kind of the products of a pass, see ``driver.KINDS``."""
+def kind_of(host: Host, plan: Plan, *operands: View) -> int:
+    """The kind of a product of a pass, see ``driver.KINDS``."""
     other = plan.types.plain and host.blas and rule(host.library).host
-    return BLAS if other else OURS
+    return BLAS if other and all(map(_apart, operands)) else OURS
+
+
+def _apart(matrix: View) -> bool:
+    """Whether its rows, or its columns, lie one behind the other, as BLAS wants them: those of an
+    array that is expanded, or of windows, are the same memory.
+    """
+    return any(
+        dense == 1 and (lines == 1 or between >= length > CHUNK)
+        for dense, between, lines, length in (
+            (*matrix.strides[::-1], *matrix.shape), (*matrix.strides, *matrix.shape[::-1])
+        )
+    )  # fmt: skip
 
 
 def multiply(

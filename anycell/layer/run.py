@@ -209,11 +209,12 @@ class Run:
             d: the direction whose chunk it is.
             add: ``out += a @ b``; ``sums`` from the second chunk on.
             scales: of the columns of ``b``, integers.
-            kind: of ``driver.KINDS``; None lets the rule of the library choose.
+            kind: of ``driver.KINDS``; None lets ``products`` choose.
         """
         along = 0 if a.shape[0] == CHUNK else 2 if a.shape[1] == CHUNK else 1
         rows, inner = a.shape
-        kind = kind_of(self.host, self.plan) if kind is None else kind
+        if kind is None:
+            kind = kind_of(self.host, self.plan, a, b)
         row = [
             rows, out.shape[1], inner, a, *a.strides, b if b.slot >= 0 else 0, *b.strides, out,
             out.strides[0], int(add), scales, kind, along, int(self.options.reverse[d]), int(sums),
