@@ -270,9 +270,9 @@ def _write_torch(w: Weights) -> dict[str, Array]:
 def _read_keras(a: Mapping[str, Array], gru: bool) -> Weights:
     bias = a.get("bias")
     two = bias is not None and bias.ndim == 2
-    biases = bias if bias is not None and two else (bias, None)
+    first, second = bias if bias is not None and two else (bias, None)
     rest = _peepholes(a, "p_{}"), two if gru else None
-    return Weights(_take(a, "kernel").T, _take(a, "recurrent_kernel").T, *biases, *rest)
+    return Weights(_take(a, "kernel").T, _take(a, "recurrent_kernel").T, first, second, *rest)
 
 
 def _write_keras(w: Weights) -> dict[str, Array]:
@@ -285,7 +285,7 @@ def _write_keras(w: Weights) -> dict[str, Array]:
 
 
 def _read_onnx(a: Mapping[str, Array], gru: bool) -> Weights:
-    biases = np.split(a["B"][0], 2) if "B" in a else (None, None)
+    first, second = np.split(a["B"][0], 2) if "B" in a else (None, None)
     peepholes = dict(zip("iof", np.split(a["P"][0], 3), strict=True)) if "P" in a else {}
     after = None
     if gru:
@@ -294,7 +294,7 @@ def _read_onnx(a: Mapping[str, Array], gru: bool) -> Weights:
             raise ValueError(
                 f"weights: given linear_before_reset = {a['linear_before_reset']}; expected 0 or 1."
             )
-    return Weights(_take(a, "W")[0], _take(a, "R")[0], *biases, peepholes, after)
+    return Weights(_take(a, "W")[0], _take(a, "R")[0], first, second, peepholes, after)
 
 
 def _write_onnx(w: Weights) -> dict[str, Array]:
