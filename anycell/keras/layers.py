@@ -24,7 +24,7 @@ from anycell.keras import cells
 from anycell.keras.call import Arrays, Result, Tensor, check, flags, named_states
 from anycell.keras.cell import RNNCell, deserialize
 from anycell.keras.composite import composite
-from anycell.keras.rule import Facts, asked, choose
+from anycell.keras.rule import FUSED, Facts, asked, choose
 from anycell.keras.streaming import Steps
 from anycell.lang.cell import Cell
 from anycell.layer.checks import declared_sizes, refuse
@@ -114,7 +114,7 @@ class Fused(Steps, Explained):
 
     def _dropped_by_kernel(self, step: Cell) -> bool:
         """Whether the kernel can take the masks of recurrent dropout, on ``hh``."""
-        return keras.backend.backend() in _FUSED
+        return keras.backend.backend() in FUSED
 
     def _cudnn(self) -> bool:
         return False
@@ -194,7 +194,7 @@ class Fused(Steps, Explained):
         )
         arrays = self._arrays(sequences, states, mask, training)
         check(call, arrays)
-        run = (_FUSED if engine == "cpu" else _STEPS).get(keras.backend.backend(), composite)
+        run = _by_backend if engine == "cpu" or keras.backend.backend() == "jax" else composite
         outputs, final = run(call, arrays)
         return self._as_keras(call, outputs, final, arrays.get("mask"))
 
@@ -251,10 +251,6 @@ def _by_backend(call: Call, arrays: Arrays) -> Result:
     module: Any = import_module(f"anycell.keras.{keras.backend.backend()}")
     result: Result = module.run(call, arrays)
     return result
-
-
-_FUSED = {"tensorflow": _by_backend, "torch": _by_backend}
-_STEPS = {"jax": _by_backend}
 
 
 def refusal() -> str | None:
