@@ -481,18 +481,10 @@ class OfCell(DropIn, keras.layers.RNN):
 OfCell.__name__ = "RNN"  # which Keras's files of weights go by
 
 
-_OF_THE_LAYER = (
-    "return_sequences",
-    "return_state",
-    "go_backwards",
-    "stateful",
-    "unroll",
-    "zero_output_for_mask",
-    "activity_regularizer",
-    "name",
-    "input_shape",
-    "input_dim",
-)
+_OF_THE_LAYER = """
+    return_sequences return_state go_backwards stateful unroll zero_output_for_mask
+    activity_regularizer name input_shape input_dim
+""".split()
 _OF_BOTH = ("dtype", "trainable", "autocast")
 
 
