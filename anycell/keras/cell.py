@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -194,17 +194,12 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
     # -- use -------------------------------------------------------------------------------------
     def gather(self, x: Tensor, states: Sequence[Tensor], **more: Any) -> Arrays:
         """The tensors of a run over ``x [T, B, I]``, in the dtype that the layer computes in."""
-        bias, recurrent_bias = self.bias, None
-        if bias is not None and len(bias.shape) == 2:
-            bias, recurrent_bias = bias[0], bias[1]
-        arrays = {"x": x, "kernel": self.kernel, "recurrent_kernel": self.recurrent_kernel}
-        arrays |= {"bias_ih": bias, "bias_hh": recurrent_bias, **self._further}
-        arrays |= named_states(self.cell, states)
-        cast = {name: self._read(array) for name, array in arrays.items() if array is not None}
+        arrays = {"x": x, "kernel": self.kernel, **self._further}
+        cast = gathered(self, self.cell, arrays, states, self._read)
         for l in self.cell.linears:
             if not l.recurrent:
                 cast[l.weight] = ops.swapaxes(cast[l.weight], -1, -2)
-        return cast | {name: array for name, array in more.items() if array is not None}
+        return cast | more
 
     def _read(self, array: Any) -> Tensor:
         return ops.cast(ops.convert_to_tensor(array), self.compute_dtype)
@@ -288,6 +283,23 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
     def from_config(cls, config: dict[str, Any]) -> RNNCell:
         """The layer that ``get_config`` described."""
         return cls(deserialize(config["cell"]), **{k: v for k, v in config.items() if k != "cell"})
+
+
+def gathered(
+    cell: Any,
+    step: Cell,
+    arrays: Arrays,
+    states: Sequence[Tensor],
+    read: Callable[[Any], Tensor],
+) -> dict[str, Tensor]:
+    """The arrays, and what else a run takes of a cell of Keras's or ours, as ``read`` has it."""
+    given = {**arrays, "recurrent_kernel": cell.recurrent_kernel, "bias_ih": cell.bias}
+    given |= named_states(step, states)
+    tensors = {name: read(array) for name, array in given.items() if array is not None}
+    bias = tensors.get("bias_ih")
+    if bias is not None and len(bias.shape) == 2:
+        tensors["bias_ih"], tensors["bias_hh"] = bias[0], bias[1]
+    return tensors
 
 
 def check(cell: Any, units: Any) -> None:
