@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 from anycell.lang.cell import RECURRENT, Cell, Linear
 from anycell.lang.expr import Expr, is_const, label, listing, rewrite, show, topological
@@ -145,6 +146,28 @@ def about_layer(
 
 
 class Explanation:
+@dataclass(frozen=True)
+class Found:
+    """A recurrent layer or cell of a model; ``recurrent_layers`` of a frontend finds them.
+
+    Attributes:
+        name: its path in the model, "" for the model itself.
+        kind: its class, and whose.
+        engine: what runs it: that of ``layer.engine``, or "torch" or "keras" for the framework.
+        reason: why.
+        calls: how many times one call of the model called it; None where none was watched.
+    """
+
+    name: str
+    kind: str
+    engine: str
+    reason: str
+    calls: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name or 'the model'}: {self.kind} runs on {self.engine} ({self.reason})"
+
+
     """A page about a cell or a layer, for the eye: ``print`` it, or let the interpreter show it.
     ``"engine: cpu" in page`` and ``page[:80]`` are those of its text.
 
