@@ -74,7 +74,7 @@ class Weights:
         return [none if bias is None else bias for bias in (self.bias, self.recurrent_bias)]
 
     def ordered(self, source: str, target: str) -> Weights:
-        """The same with the gates in another order."""
+        """The weights with their gates in another order."""
         before, after = source.split(), target.split()
 
         def turn(stacked: Array | None) -> Any:
