@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -60,26 +60,32 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
+    import anycell
+
     parser = Parser(prog="anycell", description="Any recurrent cell, at fused-kernel speed.")
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=f"anycell {anycell.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
-    for name, text, add in (
-        ("bench", "measure against torch.nn and others, after checking that results agree", _bench),
-        ("explain", "what becomes of a cell: equations, backward, kernel", _explain),
-        ("doctor", "what is installed, what is used, and whether it works", _doctor),
-        ("cache", "where compiled kernels are kept, and how large they are; clear it", _cache),
-        ("demo", "train a model on a real series, and draw what came out", _demo),
+    for handler, text, add in (
+        (bench, "measure against torch.nn and others, after checking that results agree", _bench),
+        (explain, "what becomes of a cell: equations, backward, kernel", _explain),
+        (doctor, "what is installed, what is used, and whether it works", None),
+        (cache, "where compiled kernels are kept, and how large they are; clear it", _cache),
+        (demo, "train a model on a real series, and draw what came out", None),
     ):
         # One without help is understood, and not offered.
-        shown: dict[str, Any] = {"help": text} if add is not _demo or DEMO.is_file() else {}
-        add(commands.add_parser(name, description=text[0].upper() + text[1:] + ".", **shown))
+        shown: dict[str, Any] = {"help": text} if handler is not demo or DEMO.is_file() else {}
+        about = text[0].upper() + text[1:] + "."
+        command = commands.add_parser(handler.__name__, description=about, **shown)
+        command.set_defaults(handler=handler)
+        if add is not None:
+            add(command)
     return parser
 
 
-def _version() -> str:
-    import anycell
-
-    return f"anycell {anycell.__version__}"
+def _require(who: str, packages: Iterable[str], remedy: str) -> None:
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(f"{who} needs {package}, which is not installed: {remedy}")
 
 
 # -- argument types: argparse puts their messages after the name of the option ---------------------
@@ -122,24 +128,17 @@ def size(text: str) -> tuple[str, int]:
 def _bench(parser: argparse.ArgumentParser) -> None:
     cores = usable_cores()
     modes = ("inference", "training", "both", "recurrence")
+    listed: dict[str, Any] = {"type": names, "metavar": "A,B"}
+    seconds: dict[str, Any] = {"type": positive(float), "metavar": "S"}
     add = parser.add_argument
-
-    def number(name: str, default: float, metavar: str, text: str) -> None:
-        add(name, type=positive(type(default)), default=default, metavar=metavar, help=text)
-
     add(
         "--quick",
         action="store_true",
         help="a first look, in about a minute: a few small shapes, short runs, no fresh processes",
     )
-    add(
-        "--shapes",
-        type=names,
-        metavar="A,B",
-        help="all (default), some by name, or sizes as T20B4I64H128[L2][D2]",
-    )
+    add("--shapes", **listed, help="all (default), some by name, or sizes as T20B4I64H128[L2][D2]")
     add("--mode", choices=modes, default="both", help="what to time (default: both)")
-    add("--cells", type=names, metavar="A,B", help="built-in cells (default: LSTM,GRU)")
+    add("--cells", **listed, help="built-in cells (default: LSTM,GRU)")
     add(
         "--cell",
         action="append",
@@ -154,32 +153,20 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         help="of inputs and weights (default: float32); training in 16 bits is of float32 layers "
         "under autocast; int8 is weights of 8 bits, inference only",
     )
-    number("--threads", cores, "N", f"for everybody (default: {cores}, as many as there are cores)")
-    add(
-        "--peers",
-        type=names,
-        metavar="A,B",
-        help=f"all of the subject's framework, or some of {', '.join(PEERS)} "
-        "(default: the first two)",
-    )
+    all_cores = f"for everybody (default: {cores}, as many as there are cores)"
+    add("--threads", type=positive(int), default=cores, metavar="N", help=all_cores)
+    some = f"all of the subject's framework, or some of {', '.join(PEERS)} (default: the first two)"
+    add("--peers", **listed, help=some)
     add(
         "--subject",
         default="anycell",
         metavar="NAME",
         help="the contender that all others are compared with (default: anycell)",
     )
-    add(
-        "--seconds",
-        type=positive(float),
-        metavar="S",
-        help="time for the runs of one line of a table, 5 rounds at least (default: 5)",
-    )
-    number(
-        "--compile-limit",
-        120.0,
-        "S",
-        "give up a torch.compile after this many seconds (default: 120)",
-    )
+    rounds = "time for the runs of one line of a table, 5 rounds at least (default: 5)"
+    add("--seconds", **seconds, help=rounds)
+    limit = "give up a torch.compile after this many seconds (default: 120)"
+    add("--compile-limit", **seconds, default=120.0, help=limit)
     add("--memory", action="store_true", help="also measure the memory of a training step (Linux)")
     off: dict[str, Any] = {"action": "store_false"}
     add("--no-alone", dest="alone", **off, help="do not time each also alone, in a fresh process")
@@ -192,14 +179,11 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder for bench.json and bench.png (default: out/bench)",
     )
-    parser.set_defaults(handler=bench)
 
 
 def bench(options: argparse.Namespace) -> int:
     """Measure, show, write."""
-    for package in ("torch", "rich", "psutil", "threadpoolctl"):
-        if importlib.util.find_spec(package) is None:
-            raise UsageError(f"bench needs {package}, which is not installed: {install('bench')}")
+    _require("bench", ("torch", "rich", "psutil", "threadpoolctl"), install("bench"))
     if sys.stderr.isatty():
         print("anycell: importing torch", file=sys.stderr, flush=True)
     from anycell.bench import chart, estimate, machine, problem, report, runner, shapes
@@ -214,12 +198,8 @@ def bench(options: argparse.Namespace) -> int:
     for option, name in [("--subject", options.subject), *(("--peers", peer) for peer in peers)]:
         if name not in CONTENDERS:
             raise UsageError(f"{option}: unknown {name!r}{did_you_mean(name, list(CONTENDERS))}")
-        for package in PACKAGES.get(name, ()):
-            if importlib.util.find_spec(package) is None:
-                extra = "tensorflow" if name in ON_TENSORFLOW else "bench"
-                raise UsageError(
-                    f"{name} needs {package}, which is not installed: {install(extra)}"
-                )
+        extra = "tensorflow" if name in ON_TENSORFLOW else "bench"
+        _require(name, PACKAGES.get(name, ()), install(extra))
     if DTYPES[options.dtype].quantized:
         if options.mode not in ("inference", "both"):
             raise UsageError(
@@ -321,7 +301,6 @@ def _explain(parser: argparse.ArgumentParser) -> None:
     add("--size", type=size, action="append", default=[], metavar="P=64", help="another size")
     add("--llvm", action="store_true", help="also the kernel's LLVM text")
     add("--assembly", action="store_true", help="also the machine's assembly")
-    parser.set_defaults(handler=explain)
 
 
 def explain(options: argparse.Namespace) -> int:
@@ -353,10 +332,6 @@ def explain(options: argparse.Namespace) -> int:
 # -- doctor ----------------------------------------------------------------------------------------
 
 
-def _doctor(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(handler=doctor)
-
-
 def doctor(_: argparse.Namespace) -> int:
     """Print what ``anycell.doctor`` finds."""
     from anycell.doctor import main
@@ -370,7 +345,6 @@ def doctor(_: argparse.Namespace) -> int:
 def _cache(parser: argparse.ArgumentParser) -> None:
     choices, about = ("info", "path", "clear"), "what to do (default: info)"
     parser.add_argument("action", nargs="?", choices=choices, default="info", help=about)
-    parser.set_defaults(handler=cache)
 
 
 def cache(options: argparse.Namespace) -> int:
@@ -399,10 +373,6 @@ def cache(options: argparse.Namespace) -> int:
 # -- demo ------------------------------------------------------------------------------------------
 
 
-def _demo(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(handler=demo)
-
-
 def demo(options: argparse.Namespace) -> int:
     """Run ``examples/demo.py`` of the source tree; further arguments are handed on to it."""
     if not DEMO.is_file():
@@ -410,8 +380,6 @@ def demo(options: argparse.Namespace) -> int:
             "the demo is a script of the source tree, not of the installed package:\n"
             "  clone the repository, then run: make demo"
         )
-    for package in ("matplotlib", "rich", "statsmodels"):
-        if importlib.util.find_spec(package) is None:
-            raise UsageError(f"demo needs {package}, which is not installed: make demo installs it")
+    _require("demo", ("matplotlib", "rich", "statsmodels"), "make demo installs it")
     # In another process: the script reads its arguments and imports its neighbours.
     return subprocess.call([sys.executable, str(DEMO), *options.rest])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import html
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from anycell.lang.cell import RECURRENT, Cell, Linear
@@ -143,6 +145,28 @@ def about_layer(
     known = dtypes("gpu" if kind == "gpu" else "cpu", quantized=True)
     chosen = make_plan(cell, hidden, dtype if dtype in known else "float32", kind, sizes)
     return Explanation(chosen, batch, backward, about, engine, **asked)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A recurrent layer or cell of a model; ``recurrent_layers`` of a frontend finds them.
+
+    Attributes:
+        name: its path in the model, "" for the model itself.
+        kind: its class, and whose.
+        engine: what runs it: that of ``layer.engine``, or "torch" or "keras" for the framework.
+        reason: why.
+        calls: how many times one call of the model called it; None where none was watched.
+    """
+
+    name: str
+    kind: str
+    engine: str
+    reason: str
+    calls: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name or 'the model'}: {self.kind} runs on {self.engine} ({self.reason})"
 
 
 class Explanation:
@@ -333,42 +357,35 @@ class _Page:
     @functools.cached_property
     def saved_names(self) -> dict[Expr, str]:
         """Saved values go by the gate they are the value of, else v1, v2, ..."""
-        names: dict[Expr, str] = {}
-        for node in (*self.plan.saved, *self.plan.saved_rows):
-            names[node] = self.names.get(node) or label(node) or ""
-        number = 0
-        for node, name in names.items():
-            if not name:
-                number += 1
-                names[node] = f"v{number}"
-        return names
-
-    def _kept_states(self) -> Names:
-        states = zip(self.cell.state_names, self.cell.next, strict=True)
-        return {n: f"{s}'" for s, n in states if s in self.plan.states and n.op not in FREE}
+        number, names = itertools.count(1), self.names
+        saved = dict.fromkeys([*self.plan.saved, *self.plan.saved_rows])
+        return {n: names.get(n) or label(n) or f"v{next(number)}" for n in saved}
 
     def arriving(self) -> Names:
         """Names of what the backward pass is given: saved values, states, gradients."""
+        states = zip(self.cell.state_names, self.cell.next, strict=True)
+        kept = {n: f"{s}'" for s, n in states if s in self.plan.states and n.op not in FREE}
         gradients = {upstream(name): f"d_{name}'" for name in self.cell.state_names}
-        return {**self.saved_names, **self._kept_states(), **gradients}
+        return {**self.saved_names, **kept, **gradients}
 
     def gradients(self) -> list[tuple[str, Expr]]:
         """The gradients that the backward pass of a step gives, by name."""
-        cell, g = self.cell, self.plan.gradients
-        named = []
+        cell, g, named = self.cell, self.plan.gradients, []
+        recurrent = g.linear.get(RECURRENT, {})
         for gate in cell.gates:
-            if gate in cell.fused:
-                named.append((f"d_a.{gate}", g.x[gate]))
-            else:
-                named.append((f"d_x.{gate}", g.x[gate]))
-                outputs = g.linear.get(RECURRENT, {})
-                named += [(f"d_r.{gate}", outputs[gate])] if gate in outputs else []
+            named.append((self._into(gate, "x"), g.x[gate]))
+            if gate in recurrent and gate not in cell.fused:
+                named.append((f"d_r.{gate}", recurrent[gate]))
         for l in cell.linears:
             if l.name != RECURRENT:
                 named += [(_gradient(l.name, o), e) for o, e in g.linear[l.name].items()]
         named += [(f"d_s.{name}", e) for name, e in self._direct().items()]
         named += [(f"d_p.{name}", e) for name, e in g.param.items()]
         return named + ([(f"d_{cell.static}", g.static)] if g.static is not None else [])
+
+    def _into(self, gate: str, projection: str) -> str:
+        """The name of a gate's gradient: of the sum ``a`` of its projections, or of one of them."""
+        return f"d_{'a' if gate in self.cell.fused else projection}.{gate}"
 
     def _direct(self) -> dict[str, Expr]:
         """Gradients of states that do not come through a matmul."""
@@ -386,7 +403,7 @@ class _Page:
         """The gradients of all outputs of a matmul, side by side."""
         l = next(l for l in self.cell.linears if l.name == name)
         if name == RECURRENT:
-            parts = [f"d_{'a' if gate in self.cell.fused else 'r'}.{gate}" for gate in l.outputs]
+            parts = [self._into(gate, "r") for gate in l.outputs]
         else:
             parts = [_gradient(name, output) for output in l.outputs]
         return parts[0] if len(parts) == 1 else f"({', '.join(parts)})"
@@ -403,7 +420,7 @@ class _Page:
 
     def _sums(self) -> Iterator[str]:
         cell = self.cell
-        d_x = ", ".join(f"d_{'a' if gate in cell.fused else 'x'}.{gate}" for gate in cell.gates)
+        d_x = ", ".join(self._into(gate, "x") for gate in cell.gates)
         d_x = f"({d_x})" if len(cell.gates) > 1 else d_x
         yield "summed over rows and steps, by matmuls that each take many steps:"
         line = f"d_W_ih += {d_x}.T @ input" + ("    d_b_ih += its rows" if cell.bias else "")
@@ -478,13 +495,11 @@ class _Page:
     def engine(self, engine: Engine) -> list[str]:
         lines = [f"engine: {engine.name}", *_indent(_wrap(engine.reason))]
         if engine.name == "reference":
-            lines += _indent(
-                [
-                    "step by step, with the array functions of the framework; what it keeps for",
-                    "the backward pass is not the list above: the NumPy layers keep the arguments",
-                    "and run the steps again, PyTorch's autograd keeps what it needs",
-                ]
-            )
+            lines += [
+                "    step by step, with the array functions of the framework; what it keeps for",
+                "    the backward pass is not the list above: the NumPy layers keep the arguments",
+                "    and run the steps again, PyTorch's autograd keeps what it needs",
+            ]
         return lines
 
     def kernels(self, backward: bool) -> list[str]:

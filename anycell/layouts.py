@@ -29,50 +29,62 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, npt.ArrayLike]
-GATES = {"LSTM": "i f g o", "GRU": "r z n"}
 FORGET_BIAS = 1.0  # what TensorFlow 1 adds to f by default
 
 
-@dataclass
+@dataclass(frozen=True)
 class Weights:
-    """One layer and direction, apart by gates: i f g o of an LSTM, r z n of a GRU.
+    """One layer and direction, with all gates in a row: of an LSTM or a GRU, in a layout's order.
 
     Attributes:
-        kernel: per gate ``[H, in]``; recurrent: ``[H, H]``.
-        bias: per gate ``[H]``, of the input, or of both projections where they are only added.
-        recurrent_bias: per gate ``[H]``, empty if there are none of their own.
+        kernel: ``[G*H, in]``.
+        recurrent: ``[G*H, H]``.
+        bias: ``[G*H]``, of the input, or of both projections where they are only added, or None.
+        recurrent_bias: ``[G*H]``, or None if there is none of its own.
         peepholes: by gate (i f o) ``[H]``, empty if there are none.
         reset_after: of a GRU, whether the reset comes after the matmul; None for an LSTM.
     """
 
-    kernel: dict[str, Array]
-    recurrent: dict[str, Array]
-    bias: dict[str, Array] = field(default_factory=dict)
-    recurrent_bias: dict[str, Array] = field(default_factory=dict)
-    peepholes: dict[str, Array] = field(default_factory=dict)
+    kernel: Array
+    recurrent: Array
+    bias: Array | None = None
+    recurrent_bias: Array | None = None
+    peepholes: Mapping[str, Array] = field(default_factory=dict)
     reset_after: bool | None = None
 
-    def joint_bias(self, gates: str) -> list[Array]:
-        """One bias per gate, the sum of both."""
-        if self.reset_after and "n" in self.recurrent_bias and self.recurrent_bias["n"].any():
+    @property
+    def size(self) -> int:
+        """H."""
+        return self.recurrent.shape[1]
+
+    def joint_bias(self) -> Array:
+        """The sum of both biases."""
+        first, second = self.two_biases()
+        if self.reset_after and second[-self.size :].any():  # the candidate is last in every layout
             raise ValueError(
                 "the candidate's recurrent bias is not zero, and multiplied by the reset; expected "
                 "a target with two biases: torch, keras or onnx."
             )
-        nothing = np.zeros_like
-        return [
-            self.bias.get(g, nothing(self.kernel[g][:, 0]))
-            + self.recurrent_bias.get(g, nothing(self.kernel[g][:, 0]))
-            for g in gates.split()
-        ]
+        joint: Array = first + second
+        return joint
 
-    def two_biases(self, gates: str) -> tuple[Array, Array]:
-        """The biases of the input and of the recurrent projection, all gates in a row."""
-        nothing = np.zeros_like
-        return tuple(  # type: ignore[return-value]
-            np.concatenate([b.get(g, nothing(self.kernel[g][:, 0])) for g in gates.split()])
-            for b in (self.bias, self.recurrent_bias)
-        )
+    def two_biases(self) -> list[Array]:
+        """The biases of the input and of the recurrent projection."""
+        none = np.zeros_like(self.kernel[:, 0])
+        return [none if bias is None else bias for bias in (self.bias, self.recurrent_bias)]
+
+    def ordered(self, source: str, target: str) -> Weights:
+        """The weights with their gates in another order."""
+        before, after = source.split(), target.split()
+
+        def turn(stacked: Array | None) -> Any:
+            if stacked is None:
+                return None
+            blocks = dict(zip(before, np.split(stacked, len(before)), strict=True))
+            return np.concatenate([blocks[gate] for gate in after])
+
+        rest = turn(self.bias), turn(self.recurrent_bias), self.peepholes, self.reset_after
+        return Weights(turn(self.kernel), turn(self.recurrent), *rest)
 
 
 class Kind(NamedTuple):
@@ -90,8 +102,8 @@ class Kind(NamedTuple):
 class Layout(NamedTuple):
     """The way in which a framework holds a kind of layer."""
 
-    read: Callable[[Mapping[str, Array], str], Weights]
-    write: Callable[[Weights, str], dict[str, Array]]
+    read: Callable[[Mapping[str, Array], bool], Weights]  # True for a GRU
+    write: Callable[[Weights], dict[str, Array]]
     kinds: Mapping[str, Kind]
 
 
@@ -135,7 +147,8 @@ def convert(weights: Arrays, kind: str, source: str, target: str) -> dict[str, A
     arrays = {name: _numbers(name, value) for name, value in weights.items()}
     read, write = LAYOUTS[source], LAYOUTS[target]
     _check_shapes(arrays, read.kinds[kind].shapes)
-    converted = write.write(read.read(arrays, read.kinds[kind].gates), write.kinds[kind].gates)
+    found = read.read(arrays, kind == "GRU")
+    converted = write.write(found.ordered(read.kinds[kind].gates, write.kinds[kind].gates))
     return {name: np.array(array) for name, array in converted.items()}
 
 
@@ -213,18 +226,9 @@ def _take(arrays: Mapping[str, Array], name: str) -> Array:
     return arrays[name]
 
 
-def _rows(stacked: Array, gates: str) -> dict[str, Array]:
-    """The blocks of ``[G*H, ...]`` by gate."""
-    names = gates.split()
-    return dict(zip(names, np.split(stacked, len(names)), strict=True))
-
-
-def _stack(parts: Mapping[str, Array], gates: str) -> Array:
-    return np.concatenate([parts[g] for g in gates.split()])
-
-
-def _kind_reset(gates: str, after: bool) -> bool | None:
-    return after if "n" in gates.split() else None
+def _peepholes(arrays: Mapping[str, Array], form: str) -> dict[str, Array]:
+    named = {gate: arrays.get(form.format(gate)) for gate in "ifo"}
+    return {gate: array for gate, array in named.items() if array is not None}
 
 
 def _expect(w: Weights, after: tuple[bool | None, ...], peepholes: bool, name: str) -> None:
@@ -245,170 +249,125 @@ def _expect(w: Weights, after: tuple[bool | None, ...], peepholes: bool, name: s
 # -- layouts ---------------------------------------------------------------------------------------
 
 
-def _read_torch(a: Mapping[str, Array], gates: str) -> Weights:
-    first, second = (_rows(a[n], gates) if n in a else {} for n in ("bias_ih_l0", "bias_hh_l0"))
-    return Weights(
-        _rows(_take(a, "weight_ih_l0"), gates),
-        _rows(_take(a, "weight_hh_l0"), gates),
-        first,
-        second,
-        peepholes={g: a[f"p_{g}_l0"] for g in "ifo" if f"p_{g}_l0" in a},
-        reset_after=_kind_reset(gates, True),
-    )
+def _read_torch(a: Mapping[str, Array], gru: bool) -> Weights:
+    biases = a.get("bias_ih_l0"), a.get("bias_hh_l0")
+    rest = _peepholes(a, "p_{}_l0"), True if gru else None
+    return Weights(_take(a, "weight_ih_l0"), _take(a, "weight_hh_l0"), *biases, *rest)
 
 
-def _write_torch(w: Weights, gates: str) -> dict[str, Array]:
+def _write_torch(w: Weights) -> dict[str, Array]:
     _expect(w, (None, True), True, "torch")
-    first, second = w.two_biases(gates)
+    first, second = w.two_biases()
     return {
-        "weight_ih_l0": _stack(w.kernel, gates),
-        "weight_hh_l0": _stack(w.recurrent, gates),
+        "weight_ih_l0": w.kernel,
+        "weight_hh_l0": w.recurrent,
         "bias_ih_l0": first,
         "bias_hh_l0": second,
         **{f"p_{g}_l0": p for g, p in w.peepholes.items()},
     }
 
 
-def _read_keras(a: Mapping[str, Array], gates: str) -> Weights:
+def _read_keras(a: Mapping[str, Array], gru: bool) -> Weights:
     bias = a.get("bias")
     two = bias is not None and bias.ndim == 2
-    first, second = ({}, {}) if bias is None else (_rows(bias[0] if two else bias, gates), {})
-    if bias is not None and two:
-        second = _rows(bias[1], gates)
-    return Weights(
-        _rows(_take(a, "kernel").T, gates),
-        _rows(_take(a, "recurrent_kernel").T, gates),
-        first,
-        second,
-        peepholes={g: a[f"p_{g}"] for g in "ifo" if f"p_{g}" in a},
-        reset_after=_kind_reset(gates, two),
-    )
+    first, second = bias if bias is not None and two else (bias, None)
+    rest = _peepholes(a, "p_{}"), two if gru else None
+    return Weights(_take(a, "kernel").T, _take(a, "recurrent_kernel").T, first, second, *rest)
 
 
-def _write_keras(w: Weights, gates: str) -> dict[str, Array]:
+def _write_keras(w: Weights) -> dict[str, Array]:
     return {
-        "kernel": _stack(w.kernel, gates).T,
-        "recurrent_kernel": _stack(w.recurrent, gates).T,
-        "bias": np.stack(w.two_biases(gates))
-        if w.reset_after
-        else np.concatenate(w.joint_bias(gates)),
+        "kernel": w.kernel.T,
+        "recurrent_kernel": w.recurrent.T,
+        "bias": np.stack(w.two_biases()) if w.reset_after else w.joint_bias(),
         **{f"p_{g}": p for g, p in w.peepholes.items()},
     }
 
 
-def _read_onnx(a: Mapping[str, Array], gates: str) -> Weights:
-    halves = np.split(a["B"][0], 2) if "B" in a else ()
-    first, second = (_rows(half, gates) for half in halves) if len(halves) else ({}, {})
+def _read_onnx(a: Mapping[str, Array], gru: bool) -> Weights:
+    first, second = np.split(a["B"][0], 2) if "B" in a else (None, None)
+    peepholes = dict(zip("iof", np.split(a["P"][0], 3), strict=True)) if "P" in a else {}
     after = None
-    if "n" in gates.split():
+    if gru:
         after = bool(_take(a, "linear_before_reset"))
         if a["linear_before_reset"] not in (0, 1):
             raise ValueError(
                 f"weights: given linear_before_reset = {a['linear_before_reset']}; expected 0 or 1."
             )
-    return Weights(
-        _rows(_take(a, "W")[0], gates),
-        _rows(_take(a, "R")[0], gates),
-        first,
-        second,
-        peepholes=_rows(a["P"][0], "i o f") if "P" in a else {},
-        reset_after=after,
-    )
+    return Weights(_take(a, "W")[0], _take(a, "R")[0], first, second, peepholes, after)
 
 
-def _write_onnx(w: Weights, gates: str) -> dict[str, Array]:
-    arrays = {
-        "W": _stack(w.kernel, gates)[None],
-        "R": _stack(w.recurrent, gates)[None],
-        "B": np.concatenate(w.two_biases(gates))[None],
-    }
+def _write_onnx(w: Weights) -> dict[str, Array]:
+    biases = np.concatenate(w.two_biases())
+    arrays = {"W": w.kernel[None], "R": w.recurrent[None], "B": biases[None]}
     if w.peepholes:
         none = np.zeros_like(next(iter(w.peepholes.values())))
-        arrays["P"] = _stack({g: w.peepholes.get(g, none) for g in "iof"}, "i o f")[None]
+        arrays["P"] = np.concatenate([w.peepholes.get(g, none) for g in "iof"])[None]
     if w.reset_after is not None:  # an attribute of the node
         arrays["linear_before_reset"] = np.asarray(int(w.reset_after))
     return arrays
 
 
-def _split(joint: Array, size: int) -> tuple[Array, Array]:
-    """``[in + H, G*H]`` as the transposes of its two parts."""
-    return joint[:-size].T, joint[-size:].T
-
-
-def _joint(w: Weights, gates: str) -> Array:
+def _joint(w: Weights) -> Array:
     """``[in + H, G*H]``."""
-    return np.concatenate([_stack(w.kernel, gates).T, _stack(w.recurrent, gates).T])
+    return np.concatenate([w.kernel.T, w.recurrent.T])
 
 
-def _read_tf1(a: Mapping[str, Array], gates: str) -> Weights:
-    if "n" in gates.split():
-        size = _take(a, "candidate/kernel").shape[1]
-        kernel, recurrent = _split(_take(a, "gates/kernel"), size)
-        last, last_recurrent = _split(a["candidate/kernel"], size)
-        biases = np.concatenate([_take(a, "gates/bias"), _take(a, "candidate/bias")])
-        return Weights(
-            _rows(np.concatenate([kernel, last]), gates),
-            _rows(np.concatenate([recurrent, last_recurrent]), gates),
-            _rows(biases, gates),
-            reset_after=False,
-        )
-    w = _read_block(a, gates, ("kernel", "bias", "w_{}_diag"))
-    return _shifted(w, FORGET_BIAS)
+def _read_joint(joint: Array, size: int, *more: Any) -> Weights:
+    """From ``[in + H, G*H]``, of that H."""
+    return Weights(joint[:-size].T, joint[-size:].T, *more)
 
 
-def _write_tf1(w: Weights, gates: str) -> dict[str, Array]:
+def _read_tf1(a: Mapping[str, Array], gru: bool) -> Weights:
+    if not gru:
+        return _shifted(_read_block(a, gru, ("kernel", "bias", "w_{}_diag")), FORGET_BIAS)
+    last = _take(a, "candidate/kernel")
+    joint = np.concatenate([_take(a, "gates/kernel"), last], axis=1)
+    bias = np.concatenate([_take(a, "gates/bias"), _take(a, "candidate/bias")])
+    return _read_joint(joint, last.shape[1], bias, None, {}, False)
+
+
+def _write_tf1(w: Weights) -> dict[str, Array]:
     _expect(w, (None, False), True, "tf1")
     if w.reset_after is None:
-        return _write_block(_shifted(w, -FORGET_BIAS), gates, ("kernel", "bias", "w_{}_diag"))
-    return {
-        "gates/kernel": _joint(w, "r z"),
-        "gates/bias": np.concatenate(w.joint_bias("r z")),
-        "candidate/kernel": _joint(w, "n"),
-        "candidate/bias": w.joint_bias("n")[0],
-    }
+        return _write_block(_shifted(w, -FORGET_BIAS), ("kernel", "bias", "w_{}_diag"))
+    joint, bias, cut = _joint(w), w.joint_bias(), 2 * w.size
+    arrays = {"gates/kernel": joint[:, :cut], "gates/bias": bias[:cut]}
+    return arrays | {"candidate/kernel": joint[:, cut:], "candidate/bias": bias[cut:]}
 
 
 _V2 = ("w", "b", "wc{}")
 
 
-def _read_block(a: Mapping[str, Array], gates: str, names: tuple[str, str, str] = _V2) -> Weights:
+def _read_block(a: Mapping[str, Array], gru: bool, names: tuple[str, str, str] = _V2) -> Weights:
     kernel, bias, peephole = names
     joint = _take(a, kernel)
-    first, second = _split(joint, joint.shape[1] // 4)
-    peepholes = {g: a[peephole.format(g)] for g in "ifo" if peephole.format(g) in a}
-    biases = _rows(a[bias], gates) if bias in a else {}
-    return Weights(_rows(first, gates), _rows(second, gates), biases, peepholes=peepholes)
+    return _read_joint(joint, joint.shape[1] // 4, a.get(bias), None, _peepholes(a, peephole))
 
 
-def _write_block(w: Weights, gates: str, names: tuple[str, str, str] = _V2) -> dict[str, Array]:
+def _write_block(w: Weights, names: tuple[str, str, str] = _V2) -> dict[str, Array]:
     kernel, bias, peephole = names
-    arrays = {kernel: _joint(w, gates), bias: np.concatenate(w.joint_bias(gates))}
+    arrays = {kernel: _joint(w), bias: w.joint_bias()}
     return arrays | {peephole.format(g): p for g, p in w.peepholes.items()}
 
 
 def _shifted(w: Weights, by: float) -> Weights:
-    """With a number added to the bias of f."""
-    gates = "i f g o"
-    biases = dict(zip(gates.split(), w.joint_bias(gates), strict=True))
-    biases["f"] = biases["f"] + biases["f"].dtype.type(by)
-    return Weights(w.kernel, w.recurrent, biases, peepholes=w.peepholes)
+    """With a number added to the bias of f, the third gate of TensorFlow 1."""
+    bias, f = w.joint_bias(), slice(2 * w.size, 3 * w.size)
+    bias[f] += bias.dtype.type(by)
+    return Weights(w.kernel, w.recurrent, bias, peepholes=w.peepholes)
 
 
-def _read_flax(a: Mapping[str, Array], gates: str) -> Weights:
+def _read_flax(a: Mapping[str, Array], gru: bool) -> Weights:
     return Weights(
-        _rows(_take(a, "dense_i/kernel").T, gates),
-        _rows(_take(a, "dense_h/kernel").T, gates),
-        _rows(a["dense_h/bias"], gates) if "dense_h/bias" in a else {},
+        _take(a, "dense_i/kernel").T, _take(a, "dense_h/kernel").T, a.get("dense_h/bias")
     )
 
 
-def _write_flax(w: Weights, gates: str) -> dict[str, Array]:
+def _write_flax(w: Weights) -> dict[str, Array]:
     _expect(w, (None,), False, "flax")
-    return {
-        "dense_i/kernel": _stack(w.kernel, gates).T,
-        "dense_h/kernel": _stack(w.recurrent, gates).T,
-        "dense_h/bias": np.concatenate(w.joint_bias(gates)),
-    }
+    arrays = {"dense_i/kernel": w.kernel.T, "dense_h/kernel": w.recurrent.T}
+    return arrays | {"dense_h/bias": w.joint_bias()}
 
 
 def _kinds(shapes: Mapping[str, str], peepholes: str = "", **gates: str) -> dict[str, Kind]:

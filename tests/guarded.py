@@ -22,7 +22,7 @@ from tolerances import assert_close
 from anycell import Cell, cell, cells, layer, linear, mean, sigmoid, tanh
 from anycell.engines import cpu
 from anycell.engines.cpu import isa
-from anycell.numpy.host import MixedNumpyHost, NumpyHost, numpy_dtype
+from anycell.numpy.host import NumpyHost, numpy_dtype
 from anycell.plan import DTYPES
 from anycell.plan.dtype import dtypes
 
@@ -54,10 +54,10 @@ class GuardedHost(NumpyHost):
     """A host whose arrays all lie beside forbidden pages."""
 
     def __init__(self, dtype: str, end: bool) -> None:
-        super().__init__(numpy_dtype(dtype))
+        types = DTYPES[dtype]
+        wide = GuardedHost(types.math.name, end) if types.mixed else None
+        super().__init__(numpy_dtype(dtype), wide)
         self.end = end
-        math = DTYPES[dtype].math.name
-        self.wide = self if math == dtype else GuardedHost(math, end)
 
     def empty(self, shape: tuple[int, ...]) -> Array:
         return guarded(shape, self.dtype, self.end)
@@ -76,12 +76,6 @@ class GuardedHost(NumpyHost):
 
     def like(self, array: Array) -> Array:
         return self.empty(array.shape)
-
-
-class GuardedMixedHost(GuardedHost):
-    """The same for arrays of 16 bits."""
-
-    widen, narrow = MixedNumpyHost.widen, MixedNumpyHost.narrow
 
 
 def scratch(end: bool) -> Callable[..., Any]:
@@ -148,7 +142,7 @@ def main(which: list[Cell], sizes: tuple[int, ...], every: int = 1, seed: int = 
         for end in (True, False):
             print(name, "end" if end else "begin", flush=True)
             dtype = problem.dtype
-            host = (GuardedMixedHost if DTYPES[dtype].mixed else GuardedHost)(dtype, end)
+            host = GuardedHost(dtype, end)
             with ExitStack() as stack:
                 stack.enter_context(mock.patch.object(cpu.Scratch, "take", scratch(end)))
                 stack.enter_context(mock.patch.object(cpu.scratch, "give_back", lambda _: None))

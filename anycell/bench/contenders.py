@@ -56,12 +56,7 @@ PACKAGES |= dict.fromkeys(ON_TENSORFLOW, ("keras", "tensorflow"))
 
 def make(name: str, problem: Problem) -> Contender:
     """The contender of that name, built; `Unsupported` where it has no such layer."""
-    problem = posed(name, problem)
-    if name in ON_TENSORFLOW:
-        # The weights of some cells are PyTorch's, which may load Triton. It must be before
-        # TensorFlow: both bring an LLVM, and Triton's aborts when it comes second.
-        _ = problem.weights
-    return CONTENDERS[name](problem)
+    return CONTENDERS[name](posed(name, problem))
 
 
 def posed(name: str, problem: Problem) -> Problem:

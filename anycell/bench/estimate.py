@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 
 from anycell.bench.machine import Matmul
 from anycell.bench.problem import Problem
@@ -20,14 +20,10 @@ COMPILE_S = 30.0  # torch.compile
 def seconds(settings: Settings) -> list[float]:
     """Seconds of each row, in the order of the rows."""
     rate = 1e9 * Matmul(DTYPES[settings.dtype].storage.name).gflops
-    return [_row(settings, *what, rate) for what in _rows(settings)]
-
-
-def _rows(settings: Settings) -> Iterator[tuple[Problem, Mode]]:
-    for cell in settings.cells:
-        for shape in settings.shapes:
-            for mode in settings.modes:
-                yield Problem(cell, shape, settings.dtype, settings.threads), mode
+    return [
+        _row(settings, Problem(cell, shape, settings.dtype, settings.threads), mode, rate)
+        for cell, shape, mode in itertools.product(settings.cells, settings.shapes, settings.modes)
+    ]
 
 
 def _row(settings: Settings, problem: Problem, mode: Mode, rate: float) -> float:

@@ -6,8 +6,6 @@ Weights are a dictionary with ``torch.nn``'s names and layouts: every contender 
 
 from __future__ import annotations
 
-import importlib
-import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -18,7 +16,9 @@ import numpy.typing as npt
 
 from anycell import usage
 from anycell.bench.shapes import Shape
-from anycell.lang.cell import Cell, Param
+from anycell.lang.cell import Cell
+from anycell.layer import parameters
+from anycell.layer.checks import declared_sizes
 from anycell.plan.dtype import DTYPES, Dtype
 
 Array = npt.NDArray[np.floating]
@@ -94,8 +94,12 @@ class Problem:
     @property
     def others(self) -> dict[str, int]:
         """The sizes that the cell declares besides H: half of H, as a projection mostly is."""
-        names = sorted(set(self.cell.definition.sizes.values()) - {"H"})
-        return dict.fromkeys(names, max(1, self.shape.H // 2))
+        return dict.fromkeys(declared_sizes(self.cell.definition), max(1, self.shape.H // 2))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """All sizes that the cell declares."""
+        return {"H": self.shape.H, **self.others}
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -105,13 +109,13 @@ class Problem:
     @property
     def width(self) -> int:
         """The size of an output of one direction."""
-        return {"H": self.shape.H, **self.others}[self.cell.definition.states[0].size]
+        return self.sizes[self.cell.definition.states[0].size]
 
     def flops(self, mode: str) -> int:
         """Multiply-adds times two of the matmuls: of one forward pass, three times that in
         training, or of the recurrence alone, of one layer and direction.
         """
-        cell, shape, sizes = self.cell.definition, self.shape, {"H": self.shape.H, **self.others}
+        cell, shape, sizes = self.cell.definition, self.shape, self.sizes
         rows = 2 * shape.T * shape.B
         step = sum(
             len(l.outputs) * sizes[l.out_size] * sizes[l.in_size] // l.heads for l in cell.linears
@@ -124,19 +128,21 @@ class Problem:
 
     @cached_property
     def weights(self) -> dict[str, Array]:
-        """Everything trainable, by ``torch.nn``'s names."""
-        if not self.cell.classic:
-            return self._weights_of_layer()
-        shape, cell = self.shape, self.cell.definition
+        """Everything trainable, by ``torch.nn``'s names: U(-1/sqrt(H), 1/sqrt(H)), as there.
+
+        Parameters are near their initial values, not at them: a gain of exactly 1 would hide a
+        mistake. They differ by a part of it, so that gains that are small stay so: a layer norm
+        with a recurrent gain of 1 makes a chaotic system, in which no two float32 programs agree
+        after some hundred steps.
+        """
+        shape, cell, bound = self.shape, self.cell.definition, self.shape.H**-0.5
         rng, weights = np.random.default_rng([self.seed, 0]), dict[str, Array]()
-        wide = len(cell.gates) * shape.H
-        for layer, direction in itertools.product(range(shape.L), range(shape.D)):
-            end, inputs = suffix(layer, direction), shape.D * shape.H if layer else shape.I
-            weights["weight_ih" + end] = self._uniform(rng, (wide, inputs))
-            weights["weight_hh" + end] = self._uniform(rng, (wide, shape.H))
-            for name in ("bias_ih", "bias_hh") if cell.bias else ():
-                weights[name + end] = self._uniform(rng, (wide,))
-            weights |= {p.name + end: self._param(rng, p) for p in cell.params}
+        initial = {param.name: param.initial for param in cell.params}
+        whole = shape.I, cell.bias, shape.L, shape.D
+        for name, size in parameters(cell, self.sizes, *whole):
+            part = rng.uniform(-bound, bound, size)
+            start = initial.get(name.rpartition("_l")[0])
+            weights[name] = (start * (1.0 + part) if start else part).astype(self.wide)
         return weights
 
     @cached_property
@@ -159,31 +165,3 @@ class Problem:
     def _normal(self, stream: int, size: tuple[int, ...]) -> Array:
         # A stream for each array, so that none depends on which was asked for first.
         return np.random.default_rng([self.seed, stream]).standard_normal(size).astype(self.wide)
-
-    def _uniform(self, rng: np.random.Generator, size: tuple[int, ...]) -> Array:
-        bound = self.shape.H**-0.5
-        return rng.uniform(-bound, bound, size).astype(self.wide)
-
-    def _param(self, rng: np.random.Generator, param: Param) -> Array:
-        """Near the initial value, not at it, where a gain of exactly 1 would hide a mistake.
-
-        A part of it, so that gains that are small stay so: a layer norm with a recurrent gain of 1
-        makes a chaotic system, in which no two float32 programs agree after some hundred steps.
-        """
-        part = self._uniform(rng, (self.shape.H,))
-        return (param.initial * (1.0 + part) if param.initial else part).astype(self.wide)
-
-    def _weights_of_layer(self) -> dict[str, Array]:
-        """The initial weights of the layer, whatever they are, and parameters as above."""
-        torch: Any = importlib.import_module("torch")
-        anycell_torch: Any = importlib.import_module("anycell.torch")
-        torch.manual_seed(self.seed)
-        layer = anycell_torch.RNN(self.cell.definition, self.shape.I, self.shape.H, **self.flags)
-        rng = np.random.default_rng([self.seed, 0])
-        params = {param.name: param for param in self.cell.definition.params}
-        return {
-            name: self._param(rng, params[stem])
-            if (stem := name.rpartition("_l")[0]) in params
-            else value.numpy().astype(self.wide)
-            for name, value in layer.state_dict().items()
-        }

@@ -18,14 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from anycell.bench import gate, machine, memory, probe
-from anycell.bench.contenders import (
-    DEFAULT_PEERS,
-    FLOAT32,
-    SUBJECT,
-    make,
-    posed,
-    reference,
-)
+from anycell.bench.contenders import DEFAULT_PEERS, FLOAT32, SUBJECT, make, posed, reference
 from anycell.bench.numpy_loops import blas_threads
 from anycell.bench.problem import CellSpec, Problem
 from anycell.bench.shapes import Shape

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anycell.bench.problem import Problem, by_direction
-from anycell.engines import reference
-from anycell.lang.cell import Cell
+from anycell.layer import steps
+from anycell.layer.signature import of_layer
 from anycell.plan import Options
 
 Weights = Mapping[str, Tensor]  # of one direction of one layer
@@ -116,32 +116,10 @@ SCANS: dict[str, Scan] = {
 }
 
 
-def any_cell(cell: Cell, seed: int | None, layer: int, static: Tensor | None) -> Scan:
-    """A scan for a cell without one by hand: its graph, operation by operation, in torch."""
-
-    def scan(x: Tensor, w: Weights, reverse: bool) -> Tensor:
-        gates = F.linear(x, w["weight_ih"], w.get("bias_ih"))
-        weights = {n: w.get(n) for l in cell.linears for n in (l.weight, l.bias_name)}
-        params = {name: w[name] for name in cell.param_names}
-        options = Options((False, True), training=seed is not None, seed=seed or 0, stream=layer)
-        run = reference.Recurrence(
-            cell,
-            gates,
-            weights,
-            None,
-            params,
-            static=static,
-            options=options,
-            direction=int(reverse),
-        )
-        output: Tensor = run.forward()[0]
-        return output
-
-    return scan
-
-
 class Loop(nn.Module):
-    """Layers and directions around a scan, with ``torch.nn``'s parameter names."""
+    """Layers and directions around a scan, with ``torch.nn``'s parameter names. A cell without a
+    scan by hand runs by its graph, operation by operation, in torch.
+    """
 
     def __init__(self, problem: Problem) -> None:
         super().__init__()
@@ -149,7 +127,9 @@ class Loop(nn.Module):
         self.scan = SCANS.get(problem.cell.origin)
         for name, value in problem.weights.items():
             self.register_parameter(name, nn.Parameter(torch.from_numpy(value.copy())))
-        self.stack = by_direction(dict(self.named_parameters()), problem.shape)
+        shape, learned = problem.shape, dict(self.named_parameters())
+        self.stack = by_direction(learned, shape)
+        self.layers = [of_layer(self.cell, learned, k, shape.D) for k in range(shape.L)]
 
     def forward(self, x: Tensor, static: Tensor | None = None) -> Tensor:
         """``[T, B, I] -> [T, B, D * H]``."""
@@ -157,9 +137,13 @@ class Loop(nn.Module):
         if self.training and self.cell.keeps:  # drawn as the fused layer draws it: the same masks
             seed = int(torch.randint(2**63 - 1, ()))
         for k, layer in enumerate(self.stack):
-            outputs = []
-            for d, w in enumerate(layer):
-                scan = self.scan or any_cell(self.cell, seed, k, static)
-                outputs.append(scan(x, w, d == 1))
+            if self.scan is not None:
+                outputs = [self.scan(x, w, d == 1) for d, w in enumerate(layer)]
+            else:
+                reverse = (False, True)[: len(layer)]
+                options = Options(reverse, training=seed is not None, seed=seed or 0, stream=k)
+                arrays = {"x": x, "static": static, **self.layers[k]}
+                runs = steps.directions(self.cell, arrays, options, F.linear)
+                outputs = [run.forward()[0] for run in runs]
             x = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
         return x

@@ -21,15 +21,7 @@ from anycell.keras import named
 from anycell.keras.accelerate import accelerate, recurrent_layers, restore
 from anycell.keras.cell import RNNCell
 from anycell.keras.feedback import Feedback
-from anycell.keras.layers import (
-    GRU,
-    LSTM,
-    RNN,
-    GRUCell,
-    LSTMCell,
-    SimpleRNN,
-    SimpleRNNCell,
-)
+from anycell.keras.layers import GRU, LSTM, RNN, GRUCell, LSTMCell, SimpleRNN, SimpleRNNCell
 from anycell.keras.named import *  # noqa: F403
 from anycell.keras.quantized import Quantized
 from anycell.keras.rule import step_by_step

@@ -6,12 +6,12 @@ import functools
 import inspect
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import keras
 from keras.src.saving import object_registration  # the name of a class has no public setter
 
+from anycell.explanation import Found
 from anycell.keras.cell import RNNCell
 from anycell.keras.feedback import Feedback
 from anycell.keras.layers import GRU, LSTM, RNN, Fused, OfCell, SimpleRNN, changed
@@ -35,26 +35,6 @@ _CELLS = (
 _HARMLESS = {"__init__", "get_config", "from_config", "__doc__", "__module__", "__qualname__"}
 _HARMLESS |= {"__annotations__", "__firstlineno__", "__static_attributes__"}
 logger = logging.getLogger("anycell")
-
-
-@dataclass(frozen=True)
-class Found:
-    """A recurrent layer of a model.
-
-    Attributes:
-        name: its path in the model, by the layers' names; "" for the model itself.
-        kind: its class, and whose.
-        engine: what runs it: "cpu", "cudnn", "composite" or "keras"; see ``layer.engine``.
-        reason: why.
-    """
-
-    name: str
-    kind: str
-    engine: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.name or 'the model'}: {self.kind} runs on {self.engine} ({self.reason})"
 
 
 def accelerate(model: Model) -> Model:

@@ -119,10 +119,18 @@ def expect(name: str, given: Any, expected: tuple[int | None, ...], meaning: str
         )
 
 
-def number(seed: Any) -> int:
-    """One number, as the kernels take it, for the two of a seed of Keras's."""
-    low, high = (int(part) for part in seed)
-    return low + high * 2**31
+def lowered(call: Call, arrays: Arrays) -> tuple[Call, dict[str, Tensor]]:
+    """The call and its arrays as ``anycell.layer`` has them, which knows no kernels of Keras's."""
+    below = dict(arrays)
+    for theirs, ours in KERNELS.items():
+        if theirs in below:
+            below[ours] = below.pop(theirs).T
+    for name in call.cell.state_names:
+        below[f"state {name}"] = below[f"state {name}"][None]
+    if "seed" in below:  # two numbers in Keras
+        low, high = (int(part) for part in below.pop("seed"))
+        call = call._replace(options=call.options._replace(seed=low + high * 2**31))
+    return call, below
 
 
 Result = tuple[Tensor, tuple[Tensor, ...]]  # outputs ``[T, B, H]`` or None, and the final states

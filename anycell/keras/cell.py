@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
     from anycell.keras.typed import LayerArguments
 
-_ROLES = ("kernel", "recurrent", "bias", "param")
+_KINDS = {"initializer": initializers, "regularizer": regularizers, "constraint": constraints}
+# The arguments that Keras has for each role of a weight, with Keras's module for them.
+_OF_WEIGHTS: dict[str, Any] = {
+    f"{role}_{kind}": module
+    for role in ("kernel", "recurrent", "bias", "param")
+    for kind, module in _KINDS.items()
+}
 
 
 @keras.saving.register_keras_serializable("anycell")
@@ -96,14 +102,8 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         self.cell, self.units = cell, units
         self.use_bias = bool(use_bias) and cell.bias
         self.unit_forget_bias = unit_forget_bias
-        for role in _ROLES:
-            for kind, module in (
-                ("initializer", initializers),
-                ("regularizer", regularizers),
-                ("constraint", constraints),
-            ):
-                name = f"{role}_{kind}"
-                setattr(self, name, module.get(given[name]))
+        for name, module in _OF_WEIGHTS.items():
+            setattr(self, name, module.get(given[name]))
         self.dropout = min(1.0, max(0.0, dropout))
         self.recurrent_dropout = min(1.0, max(0.0, recurrent_dropout))
         self.seed = seed
@@ -125,7 +125,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         if self.use_bias:
             apart = recurrent and any(gate not in cell.fused for gate in cell.gates)
             bias = (2, gates) if apart else (gates,)
-            self.bias = self._weight("bias", bias, "bias", self._bias_initializer(apart))
+            self.bias = self._weight("bias", bias, "bias", self._bias_initializer())
         self._further: dict[str, Any] = {}  # what else is learned, by the names of ``Arrays``
         for l in cell.linears:
             if l.recurrent:
@@ -158,24 +158,17 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         heads = [self.recurrent_initializer(shape[1:], dtype=dtype) for _ in range(shape[0])]
         return ops.stack(heads)
 
-    def _bias_initializer(self, apart: bool) -> Any:
+    def _bias_initializer(self) -> Any:
         """With ones for the forget gate of what is like an LSTM."""
-        cell, units = self.cell, self.units
+        cell, units, rest = self.cell, self.units, self.bias_initializer
         if not (self.unit_forget_bias and "f" in cell.gates and "c" in cell.state_names):
             return None
 
-        def rows(dtype: Any) -> Tensor:
-            one = initializers.get("ones")
-            parts = [
-                (one if g == "f" else self.bias_initializer)((units,), dtype=dtype)
-                for g in cell.gates
-            ]
-            return ops.concatenate(parts)
-
         def initial(shape: Any, dtype: Any = None, **_: Any) -> Tensor:
-            if not apart:
-                return rows(dtype)
-            return ops.stack([rows(dtype), self.bias_initializer(shape[1:], dtype=dtype)])
+            ones = initializers.get("ones")
+            rules = [ones if gate == "f" else rest for gate in cell.gates]
+            row = ops.concatenate([rule((units,), dtype=dtype) for rule in rules])
+            return row if len(shape) == 1 else ops.stack([row, rest(shape[1:], dtype=dtype)])
 
         return initial
 
@@ -201,17 +194,12 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
     # -- use -------------------------------------------------------------------------------------
     def gather(self, x: Tensor, states: Sequence[Tensor], **more: Any) -> Arrays:
         """The tensors of a run over ``x [T, B, I]``, in the dtype that the layer computes in."""
-        bias, recurrent_bias = self.bias, None
-        if bias is not None and len(bias.shape) == 2:
-            bias, recurrent_bias = bias[0], bias[1]
-        arrays = {"x": x, "kernel": self.kernel, "recurrent_kernel": self.recurrent_kernel}
-        arrays |= {"bias_ih": bias, "bias_hh": recurrent_bias, **self._further}
-        arrays |= named_states(self.cell, states)
-        cast = {name: self._read(array) for name, array in arrays.items() if array is not None}
+        arrays = {"x": x, "kernel": self.kernel, **self._further}
+        cast = gathered(self, self.cell, arrays, states, self._read)
         for l in self.cell.linears:
             if not l.recurrent:
                 cast[l.weight] = ops.swapaxes(cast[l.weight], -1, -2)
-        return cast | {name: array for name, array in more.items() if array is not None}
+        return cast | more
 
     def _read(self, array: Any) -> Tensor:
         return ops.cast(ops.convert_to_tensor(array), self.compute_dtype)
@@ -286,16 +274,8 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         config = super().get_config()
         config |= {"cell": serialize(self.cell), "units": self.units, "use_bias": self.use_bias}
         config["unit_forget_bias"] = self.unit_forget_bias
-        for role in _ROLES:
-            config[f"{role}_initializer"] = initializers.serialize(
-                getattr(self, f"{role}_initializer")
-            )
-            config[f"{role}_regularizer"] = regularizers.serialize(
-                getattr(self, f"{role}_regularizer")
-            )
-            config[f"{role}_constraint"] = constraints.serialize(
-                getattr(self, f"{role}_constraint")
-            )
+        for name, module in _OF_WEIGHTS.items():
+            config[name] = module.serialize(getattr(self, name))
         config |= {"dropout": self.dropout, "recurrent_dropout": self.recurrent_dropout}
         return config | {"seed": self.seed, **self.sizes}
 
@@ -303,6 +283,23 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
     def from_config(cls, config: dict[str, Any]) -> RNNCell:
         """The layer that ``get_config`` described."""
         return cls(deserialize(config["cell"]), **{k: v for k, v in config.items() if k != "cell"})
+
+
+def gathered(
+    cell: Any,
+    step: Cell,
+    arrays: Arrays,
+    states: Sequence[Tensor],
+    read: Callable[[Any], Tensor],
+) -> dict[str, Tensor]:
+    """The arrays, and what else a run takes of a cell of Keras's or ours, as ``read`` has it."""
+    given = {**arrays, "recurrent_kernel": cell.recurrent_kernel, "bias_ih": cell.bias}
+    given |= named_states(step, states)
+    tensors = {name: read(array) for name, array in given.items() if array is not None}
+    bias = tensors.get("bias_ih")
+    if bias is not None and len(bias.shape) == 2:
+        tensors["bias_ih"], tensors["bias_hh"] = bias[0], bias[1]
+    return tensors
 
 
 def check(cell: Any, units: Any) -> None:

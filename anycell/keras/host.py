@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from anycell.engines import cpu
-from anycell.numpy.host import Array, MixedNumpyHost, NumpyHost
+from anycell.numpy.host import Array, NumpyHost, numpy_dtype
 from anycell.plan.dtype import Dtype
 
 LINE = 64  # bytes: what TensorFlow takes as it is begins on such a border
@@ -32,13 +32,9 @@ class AlignedHost(NumpyHost):
 
     lasting = empty  # all of it is kept
 
-
-class MixedAlignedHost(MixedNumpyHost, AlignedHost):
-    """An aligned host of 16 bits."""
-
     def narrow(self, array: Array) -> Array:
         """The array in this dtype, on memory of its own."""
-        if array.dtype == self.dtype:
+        if self.wide is self or array.dtype == self.dtype:
             return array
         narrow = self.empty(array.shape)
         with np.errstate(over="ignore"):  # a loss that is scaled may overflow: it is then infinite
@@ -49,6 +45,5 @@ class MixedAlignedHost(MixedNumpyHost, AlignedHost):
 @functools.lru_cache(maxsize=16)
 def host_of(types: Dtype) -> AlignedHost:
     """The host of arrays of a dtype."""
-    if types.mixed:
-        return MixedAlignedHost(types.name, AlignedHost(types.math.name))
-    return AlignedHost(types.storage.name)
+    wide = AlignedHost(types.math.name) if types.mixed else None
+    return AlignedHost(numpy_dtype(types.storage.name), wide)

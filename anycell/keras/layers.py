@@ -21,10 +21,10 @@ from keras.src import backend  # the mask of a tensor has no public name
 
 from anycell.explanation import Explained, Explanation, Subject, about_layer
 from anycell.keras import cells
-from anycell.keras.call import Arrays, Result, Tensor, check, flags, named_states
-from anycell.keras.cell import RNNCell, deserialize
+from anycell.keras.call import Arrays, Result, Tensor, check, flags
+from anycell.keras.cell import RNNCell, deserialize, gathered
 from anycell.keras.composite import composite
-from anycell.keras.rule import Facts, asked, choose
+from anycell.keras.rule import FUSED, Facts, asked, choose
 from anycell.keras.streaming import Keywords, Steps
 from anycell.lang.cell import Cell
 from anycell.layer.checks import declared_sizes, refuse
@@ -117,7 +117,7 @@ class Fused(Steps, Keywords, Explained):
 
     def _dropped_by_kernel(self, step: Cell) -> bool:
         """Whether the kernel can take the masks of recurrent dropout, on ``hh``."""
-        return keras.backend.backend() in _FUSED
+        return keras.backend.backend() in FUSED
 
     def _cudnn(self) -> bool:
         return False
@@ -180,7 +180,8 @@ class Fused(Steps, Keywords, Explained):
         training = bool(training)
         facts = self._facts(training, *_place(sequences))
         engine, reason = choose(facts)
-        if engine in ("keras", "cudnn") and _further.get()[1] is not None:
+        _, resets = _further.get()
+        if engine in ("keras", "cudnn") and resets is not None:
             hint = "Run an anycell cell that is as it was made, without recurrent dropout."
             expected = "None, for Keras's loop, which has no place for it, runs the layer"
             refuse("resets", "a tensor", f"{expected}: {reason}", hint)
@@ -196,7 +197,7 @@ class Fused(Steps, Keywords, Explained):
         states = [_for_all(state, sequences) for state in states]
         if self.stateful and keras.backend.backend() == "torch":  # type: ignore[attr-defined]
             states = [ops.copy(state) for state in states]  # Keras overwrites what gradients read
-        mask = None if mask is None else _for_all(mask, sequences)
+        x = ops.transpose(sequences, (1, 0, 2))
         call = Call(
             facts.cell,  # type: ignore[arg-type]
             self.cell.units,
@@ -209,20 +210,22 @@ class Fused(Steps, Keywords, Explained):
             outputs=self.return_sequences,  # type: ignore[attr-defined]
             unroll=self.unroll,  # type: ignore[attr-defined]
         )
-        arrays = self._arrays(sequences, states, mask, training)
+        arrays = dict(self._arrays(x, states, training))
+        if mask is not None:
+            mask = arrays["mask"] = ops.swapaxes(_for_all(mask, sequences), 0, -1)
+        if resets is not None:
+            arrays["resets"] = ops.swapaxes(flags("resets", resets), 0, -1)
         check(call, arrays)
-        run = (_FUSED if engine == "cpu" else _STEPS).get(keras.backend.backend(), composite)
+        run = _by_backend if engine == "cpu" or keras.backend.backend() == "jax" else composite
         outputs, final = run(call, arrays)
-        return self._as_keras(call, outputs, final, arrays.get("mask"))
+        return self._as_keras(call, outputs, final, mask)
 
     def _loop_of_keras(self) -> Any:
         """Runs Keras's loop around calls of the cell."""
         return keras.layers.RNN.inner_loop.__get__(self)
 
-    def _arrays(
-        self, sequences: Tensor, states: Sequence[Tensor], mask: Tensor, training: bool
-    ) -> Arrays:
-        """The tensors of a run, time-major."""
+    def _arrays(self, x: Tensor, states: Sequence[Tensor], training: bool) -> Arrays:
+        """The tensors of a run over ``x [T, B, I]``, but for its mask and resets."""
         raise NotImplementedError
 
     def _as_keras(
@@ -263,20 +266,11 @@ def _for_all(given: Tensor, sequences: Tensor) -> Tensor:
     return ops.broadcast_to(given, (ops.shape(sequences)[0], ops.shape(given)[1]))
 
 
-def _laid_out(resets: Tensor) -> Tensor:
-    """``resets`` as ``Arrays`` have them."""
-    return ops.swapaxes(flags("resets", resets), 0, -1)
-
-
 def _by_backend(call: Call, arrays: Arrays) -> Result:
     """Runs a layer as the module of Keras's backend does."""
     module: Any = import_module(f"anycell.keras.{keras.backend.backend()}")
     result: Result = module.run(call, arrays)
     return result
-
-
-_FUSED = {"tensorflow": _by_backend, "torch": _by_backend}
-_STEPS = {"jax": _by_backend}
 
 
 def refusal() -> str | None:
@@ -406,46 +400,28 @@ class DropIn(Fused):
             return {}
         return {"weight_h": ops.transpose(recurrent_kernel[:, 2 * self.cell.units :])}
 
-    def _arrays(
-        self, sequences: Tensor, states: Sequence[Tensor], mask: Tensor, training: bool
-    ) -> Arrays:
-        cell, dtype = self.cell, self.cell.compute_dtype
+    def _arrays(self, x: Tensor, states: Sequence[Tensor], training: bool) -> Arrays:
+        cell, more = self.cell, dict[str, Tensor]()
 
-        def read(weight: Any) -> Tensor:
-            return None if weight is None else ops.cast(ops.convert_to_tensor(weight), dtype)
+        def read(array: Any) -> Tensor:
+            return ops.cast(ops.convert_to_tensor(array), cell.compute_dtype)
 
         # Masks are drawn by Keras, before the loop, so that seeds mean the same: one for all gates,
         # or a list of one per gate.
-        kernel, recurrent_mask = read(cell.kernel), None
+        kernel = cell.kernel
         if training and self._drops(cell.dropout):
-            masks = cell.get_dropout_mask(sequences[:, 0, :])
+            masks = cell.get_dropout_mask(x[0])
             if isinstance(masks, list):  # each gate has its own input, and so its own projection
-                parts = zip(masks, ops.split(kernel, len(masks), axis=1), strict=True)
-                gates = [ops.matmul(sequences * ops.expand_dims(m, 1), k) for m, k in parts]
-                sequences, kernel = ops.concatenate(gates, axis=-1), None
+                parts = zip(masks, ops.split(read(kernel), len(masks), axis=1), strict=True)
+                x, kernel = ops.concatenate([ops.matmul(x * m, k) for m, k in parts], axis=-1), None
             else:
-                sequences = sequences * ops.expand_dims(masks, 1)
+                x = x * masks
         if training and self._drops(cell.recurrent_dropout):
             masks = cell.get_recurrent_dropout_mask(states[0])
-            recurrent_mask = ops.cast(ops.stack(masks) if isinstance(masks, list) else masks, dtype)
-        recurrent_kernel = read(cell.recurrent_kernel)
-        bias, recurrent_bias = read(cell.bias), None
-        if bias is not None and len(bias.shape) == 2:
-            bias, recurrent_bias = bias[0], bias[1]
+            more["recurrent_mask"] = ops.stack(masks) if isinstance(masks, list) else masks
         named = _KINDS[type(cell)].symbolic  # whatever its activations, the states are these
-        arrays = {
-            "x": ops.cast(ops.transpose(sequences, (1, 0, 2)), dtype),
-            "kernel": kernel,
-            "recurrent_kernel": recurrent_kernel,
-            "bias_ih": bias,
-            "bias_hh": recurrent_bias,
-            **self._further(recurrent_kernel),
-            **named_states(named, [ops.cast(state, dtype) for state in states]),
-            "mask": None if mask is None else ops.swapaxes(mask, 0, -1),
-            "recurrent_mask": recurrent_mask,
-            "resets": None if (resets := _further.get()[1]) is None else _laid_out(resets),
-        }
-        return {name: array for name, array in arrays.items() if array is not None}
+        arrays = gathered(cell, named, {"x": x, "kernel": kernel, **more}, states, read)
+        return arrays | self._further(arrays["recurrent_kernel"])
 
 
 def _name(function: Any) -> str | None:
@@ -525,18 +501,10 @@ class OfCell(DropIn, keras.layers.RNN):
 OfCell.__name__ = "RNN"  # which Keras's files of weights go by
 
 
-_OF_THE_LAYER = (
-    "return_sequences",
-    "return_state",
-    "go_backwards",
-    "stateful",
-    "unroll",
-    "zero_output_for_mask",
-    "activity_regularizer",
-    "name",
-    "input_shape",
-    "input_dim",
-)
+_OF_THE_LAYER = """
+    return_sequences return_state go_backwards stateful unroll zero_output_for_mask
+    activity_regularizer name input_shape input_dim
+""".split()
 _OF_BOTH = ("dtype", "trainable", "autocast")
 
 
@@ -622,21 +590,13 @@ class RNN(Fused, keras.layers.RNN):
     def _sizes(self) -> tuple[tuple[str, int], ...]:
         return self.cell.all_sizes
 
-    def _arrays(
-        self, sequences: Tensor, states: Sequence[Tensor], mask: Tensor, training: bool
-    ) -> Arrays:
-        drawn = self.cell.masks(sequences[:, 0, :], states[0], training)
+    def _arrays(self, x: Tensor, states: Sequence[Tensor], training: bool) -> Arrays:
+        drawn = self.cell.masks(x[0], states[0], training)
         factor = drawn.pop("factor", None)
-        if factor is not None:
-            sequences = sequences * ops.expand_dims(factor, 1)
-        static, resets = _further.get()
+        static, _ = _further.get()
         if static is not None:
             drawn["static"] = ops.cast(static, self.cell.compute_dtype)
-        if resets is not None:
-            drawn["resets"] = _laid_out(resets)
-        mask = None if mask is None else ops.swapaxes(mask, 0, -1)
-        x = ops.transpose(sequences, (1, 0, 2))
-        return self.cell.gather(x, states, mask=mask, **drawn)
+        return self.cell.gather(x if factor is None else x * factor, states, **drawn)
 
     def reset_state(self) -> None:
         """Stateful layers start again from the values that the cell declares."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from anycell.lang.cell import Cell
 from anycell.plan import Engine, Plan, plan
 
+FUSED = "tensorflow", "torch"  # Keras's backends that can call the kernels
 _asked: ContextVar[bool] = ContextVar("asked", default=False)
 
 
@@ -94,7 +95,7 @@ def choose(facts: Facts) -> Engine:
         return Engine(loop, facts.traced)
     if facts.backend == "jax":
         return Engine(loop, "XLA compiles the loop; it is not asked to call the kernels yet")
-    if facts.backend not in ("tensorflow", "torch"):
+    if facts.backend not in FUSED:
         return Engine(loop, f"no way to call the kernels from Keras's backend {facts.backend!r}")
     assert facts.cell is not None
     chosen = planned(facts.cell, facts.units, facts.dtype, facts.sizes)

@@ -40,7 +40,7 @@ from anycell.keras.call import (
     Tensor,
     check,
     dequantized,
-    number,
+    lowered,
     quantized,
 )
 from anycell.keras.composite import composite
@@ -117,7 +117,8 @@ def run(call: Call, arrays: Arrays) -> Result:
     parts = {"x": x} | {n: t for n, t in arrays.items() if n not in _OF_NO_GRADIENT}
     flags = {n: arrays[n] for n in _FLAGS if n in arrays}
     wanted = names = tuple(parts)
-    flat, given = list(parts.values()), list(flags.values())
+    flat = list(parts.values())
+    tensors = [*flat, *flags.values()]
     if taped:
         wanted = tuple([n for n in names if record.should_record_backprop([parts[n]])])
     threads = tf.config.threading.get_intra_op_parallelism_threads() or cpu.pool.threads()
@@ -125,10 +126,10 @@ def run(call: Call, arrays: Arrays) -> Result:
     cell = layer.stepped(call.cell, arrays.get("recurrent_mask"))
     dtype = "int8" if integers else x.dtype.name
     kernels = _kernels(call, cell, dtype, names, tuple(flags), wanted, keep)
-    outputs, final, kept = kernels.forward(flat, given)
+    outputs, final, kept = kernels.forward(tensors)
 
     def gradient(*arriving: Tensor) -> Any:
-        return _gradient(kernels, flat, given, arriving, kept)
+        return _gradient(kernels, tensors, arriving, kept)
 
     ends = [outputs, *final] if call.outputs else final
     ends = _differentiable(FORWARD, ends, flat, gradient)
@@ -191,73 +192,72 @@ def _of(op: Any) -> tuple[_Kernels, list[Tensor], list[Tensor]]:
 def _of_forward(op: Any, *arriving: Tensor) -> list[Tensor]:
     kernels, inputs, outputs = _of(op)
     kernels = replace(kernels, wanted=kernels.parts)
-    flat, flags, _ = kernels.sort(inputs)
-    count = len(op.inputs) - len(flat)
+    count = len(op.inputs) - len(kernels.parts)
     kept = outputs[len(outputs) - kernels.kept :]
-    return [None] * count + _gradient(kernels, flat, flags, arriving[:count], kept)
+    return [None] * count + _gradient(kernels, inputs, arriving[:count], kept)
 
 
 @tf.RegisterGradient(BACKWARD)
 def _of_backward(op: Any, *seconds: Tensor) -> list[Tensor]:
     kernels, inputs, _ = _of(op)
-    flat, flags, rest = kernels.sort(inputs)
-    count = len(kernels.wanted)
-    args = [*flat, *rest[: len(op.inputs) - count - len(flat)]]
-    return [None] * count + list(_second(kernels, flags, args, seconds[:count]))
+    count, given = len(kernels.wanted), len(kernels.names)
+    arriving = inputs[given : given + len(op.inputs) - count - len(kernels.parts)]
+    return [None] * count + list(_second(kernels, inputs[:given], arriving, seconds[:count]))
 
 
 def _gradient(
-    kernels: _Kernels,
-    flat: Sequence[Tensor],
-    flags: Sequence[Tensor],
-    arriving: Sequence[Tensor],
-    kept: Sequence[Tensor],
+    kernels: _Kernels, tensors: Sequence[Tensor], arriving: Sequence[Tensor], kept: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The gradients of ``flat``, None of those that nobody wants. They can be differentiated again:
-    through the composite.
+    """The gradients of ``parts``, None of those that nobody wants. They can be differentiated
+    again: through the composite.
     """
     arriving = [tf.convert_to_tensor(part) for part in arriving]  # behind a gather they are slices
-    args, taped = [*flat, *arriving], record.could_possibly_record()
+    taped = record.could_possibly_record()
     if taped and _carries_tangents(arriving):
-        grads = _first(kernels, flags, args)
+        grads = _first(kernels, tensors, arriving)
     else:
-        grads = kernels.backward(flat, flags, arriving, kept)
+        grads = kernels.backward(tensors, arriving, kept)
         if taped or not tf.executing_eagerly():
 
             def twice(*seconds: Tensor) -> Any:
-                return _second(kernels, flags, args, seconds)
+                return _second(kernels, tensors, arriving, seconds)
 
+            args = [*tensors[: len(kernels.parts)], *arriving]
             grads = _differentiable(BACKWARD, grads, args, twice)
     named = dict(zip(kernels.wanted, grads, strict=True))
     return [named.get(name) for name in kernels.parts]
 
 
 def _second(
-    kernels: _Kernels, flags: Sequence[Tensor], args: Sequence[Tensor], seconds: Sequence[Tensor]
+    kernels: _Kernels,
+    tensors: Sequence[Tensor],
+    arriving: Sequence[Tensor],
+    seconds: Sequence[Tensor],
 ) -> Any:
+    args = [*tensors[: len(kernels.parts)], *arriving]
     with tf.GradientTape() as outer:
         outer.watch(args)
-        first = _first(kernels, flags, args)
+        first = _first(kernels, tensors, arriving)
     return outer.gradient(first, args, seconds, tf.UnconnectedGradients.ZERO)
 
 
-def _first(kernels: _Kernels, flags: Sequence[Tensor], args: Sequence[Tensor]) -> Any:
-    """The gradients by the composite; ``args`` are its tensors, and what arrives at its ends."""
-    call, count = kernels.call, len(kernels.parts)
+def _first(kernels: _Kernels, tensors: Sequence[Tensor], arriving: Sequence[Tensor]) -> Any:
+    """The gradients by the composite."""
+    call = kernels.call
     if call.options.training and call.cell.keeps:
         raise NotImplementedError(
             f"second derivatives of {call.cell.name} in training: its random masks are drawn by "
             "the kernels. Take them with training=False."
         )
-    if _carries_tangents(args):
-        call = _unlooped(call, args[0])
-    parts = dict(zip(kernels.parts, args[:count], strict=True))
-    wanted = [parts[name] for name in kernels.wanted]
+    if _carries_tangents([*tensors, *arriving]):
+        call = _unlooped(call, tensors[0])
+    named = dict(zip(kernels.names, tensors, strict=True))
+    wanted = [named[name] for name in kernels.wanted]
     with tf.GradientTape() as inner:
         inner.watch(wanted)
-        outputs, final = composite(call, parts | dict(zip(kernels.flags, flags, strict=True)))
+        outputs, final = composite(call, named)
         ends = (outputs, *final) if call.outputs else final
-    return inner.gradient(ends, wanted, args[count:], tf.UnconnectedGradients.ZERO)
+    return inner.gradient(ends, wanted, arriving, tf.UnconnectedGradients.ZERO)
 
 
 # -- the way out of a graph ------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def _callback() -> tuple[bytes, Any]:
 def _called(number: Array, *arrays: Array) -> list[Array]:
     compute = _work[int(number)]
     kernels = compute.__self__
-    named = zip(kernels.parts + kernels.flags, arrays, strict=False)
+    named = zip(kernels.names, arrays, strict=False)
     check(kernels.call, dict(named))  # of sizes that no graph knows
     return list(compute(*arrays))
 
@@ -326,8 +326,8 @@ class _Kernels:
     Attributes:
         call: what is run.
         plan: of its kernels.
-        parts: the names of what gradients flow to; the tensors are ``flat`` below, x the first.
-        flags: the names of the others, of ``_FLAGS``.
+        parts: the names of what gradients flow to, x the first.
+        flags: the names of the others, of ``_FLAGS``; they follow in ``tensors``.
         wanted: the names of those of ``parts`` whose gradients are wanted.
         keep: whether the forward pass keeps what the backward pass reads.
     """
@@ -355,18 +355,16 @@ class _Kernels:
         """Counts the last outputs of the forward pass that the backward pass reads."""
         return (2 + len(self.others)) * self.keep
 
-    def sort(self, tensors: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """``flat``, flags and what follows them."""
-        first, last = len(self.parts), len(self.parts) + len(self.flags)
-        return list(tensors[:first]), list(tensors[first:last]), list(tensors[last:])
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all ``tensors``."""
+        return self.parts + self.flags
 
     # -- on tensors --------------------------------------------------------------------------------
 
-    def forward(
-        self, flat: Sequence[Tensor], flags: Sequence[Tensor]
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Outputs, final states, and what the backward pass reads."""
-        results = _run(self._forward, [*flat, *flags], self._described)
+        results = _run(self._forward, tensors, self._described)
         ends = len(results) - self.kept
         kept, results = results[ends:], results[:ends]
         if not self.call.outputs:
@@ -376,7 +374,7 @@ class _Kernels:
         # A view, made by TensorFlow: it then knows the memory shared.
         outputs = kept[0][1:-1] if self.call.options.reverse[0] else kept[0][1:]
         if not tf.executing_eagerly():
-            outputs.set_shape([*flat[0].shape[:2], outputs.shape[2]])
+            outputs.set_shape([*tensors[0].shape[:2], outputs.shape[2]])
         return outputs, results, kept
 
     def _described(self, x: Tensor, *_: Tensor) -> list[tuple[str, Any]]:
@@ -392,11 +390,7 @@ class _Kernels:
         return described
 
     def backward(
-        self,
-        flat: Sequence[Tensor],
-        flags: Sequence[Tensor],
-        arriving: Sequence[Tensor],
-        kept: Sequence[Tensor],
+        self, tensors: Sequence[Tensor], arriving: Sequence[Tensor], kept: Sequence[Tensor]
     ) -> list[Tensor]:
         """The gradients that are wanted."""
         if self.plan.types.quantized:
@@ -404,27 +398,29 @@ class _Kernels:
                 "gradients: asked for outside of a tape, of a layer with weights of 8 bits. Call "
                 "it within a GradientTape, where it runs with the real weights."
             )
-        kept = kept or replace(self, keep=True).forward(flat, flags)[2]
-        return _run(self._backward, [*flat, *flags, *arriving, *kept], self._described_back)
+        kept = kept or replace(self, keep=True).forward(tensors)[2]
+        return _run(self._backward, [*tensors, *arriving, *kept], self._described_back)
 
-    def _described_back(self, *flat: Tensor) -> list[tuple[str, Any]]:
+    def _described_back(self, *tensors: Tensor) -> list[tuple[str, Any]]:
         """The gradients that are wanted, as ``_described``."""
-        pairs, storage = zip(self.parts, flat, strict=False), self.plan.types.storage.name
+        pairs, storage = zip(self.parts, tensors, strict=False), self.plan.types.storage.name
         return [(storage, like.shape) for name, like in pairs if name in self.wanted]
 
     # -- on arrays ---------------------------------------------------------------------------------
 
     def _forward(self, *tensors: Array) -> list[Array]:
-        host, (arrays, options) = host_of(self.plan.types), self._arguments(tensors)
+        host, (options, arrays) = host_of(self.plan.types), self._arguments(tensors)
         out, final, kept = layer.forward(host, self.plan, arrays, options, keep=self.keep)
         results = [out] * self.separate + [state[0] for state in final]
         return results if kept is None else results + kept.flat()
 
     def _backward(self, *tensors: Array) -> list[Array]:
-        host, (arrays, options) = host_of(self.plan.types), self._arguments(tensors)
+        host, (options, arrays) = host_of(self.plan.types), self._arguments(tensors)
         names, others = self.call.cell.state_names, self.others
-        ends, (*_, rest) = len(names) + self.call.outputs, self.sort(tensors)
-        arriving, kept = rest[:ends], layer.Kept.of(rest[ends:], [n in others for n in names], 1)
+        first = len(self.names)
+        last = first + len(names) + self.call.outputs
+        arriving = list(tensors[first:last])
+        kept = layer.Kept.of(tensors[last:], [n in others for n in names], 1)
         d_output = arriving.pop(0) if self.call.outputs else None
         wanted = {KERNELS.get(name, name) for name in self.wanted}
         grads = layer.backward(
@@ -439,16 +435,10 @@ class _Kernels:
             return gradients[KERNELS[name]].T
         return gradients[name][0] if name.startswith("state ") else gradients[name]
 
-    def _arguments(self, tensors: Sequence[Array]) -> tuple[dict[str, Array], Options]:
-        """The arguments of ``anycell.layer``, which knows no kernels of Keras's."""
-        arrays = dict(zip(self.parts + self.flags, tensors, strict=False))
-        for theirs, ours in KERNELS.items():
-            if theirs in arrays:
-                arrays[ours] = arrays.pop(theirs).T
-        for name in self.call.cell.state_names:
-            arrays[f"state {name}"] = arrays[f"state {name}"][None]
-        seed, options = arrays.pop("seed", None), self.call.options
-        return arrays, options if seed is None else options._replace(seed=number(seed))
+    def _arguments(self, tensors: Sequence[Array]) -> tuple[Options, dict[str, Array]]:
+        """The arguments of ``anycell.layer``."""
+        call, arrays = lowered(self.call, dict(zip(self.names, tensors, strict=False)))
+        return call.options, arrays
 
 
 @functools.lru_cache(maxsize=512)

@@ -108,6 +108,13 @@ def array(
     return np.ascontiguousarray(given, dtype=dtype)
 
 
+def features(name: str, value: Any, size: int, dtype: npt.DTypeLike) -> Array:
+    """``value`` as an array ``[..., size]`` of ``dtype``."""
+    given = numbers(name, value)
+    axes = [f"axis {i}" for i in range(given.ndim - 1)]
+    return array(name, given, [*axes, size], dtype)
+
+
 def flags(
     name: str, value: Any, shape: Sequence[int | str], axes: str = "", like: Any = None
 ) -> npt.NDArray[np.bool_]:

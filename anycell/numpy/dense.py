@@ -57,9 +57,7 @@ class Dense(Layer):
 
     def forward(self, x: npt.ArrayLike, *, training: bool = False) -> Array:
         """``[..., input_size]`` to ``[..., output_size]``; ``training`` keeps x for backward."""
-        x = check.numbers("x", x)
-        shape = [f"axis {i}" for i in range(max(x.ndim - 1, 0))]
-        x = check.array("x", x, [*shape, self.input_size], self.dtype)
+        x = check.features("x", x, self.input_size, self.dtype)
         self._saved = x if check.boolean("training", training) else None
         rows = x.reshape(math.prod(x.shape[:-1]), self.input_size)
         return self._read(rows).reshape(*x.shape[:-1], self.output_size)

@@ -37,19 +37,18 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 def host_of(dtype: npt.DTypeLike) -> NumpyHost:
     """The host of arrays of a dtype that has a row in ``DTYPES``."""
     types = DTYPES[dtype if isinstance(dtype, str) else np.dtype(dtype).name]
-    if types.mixed:
-        return MixedNumpyHost(types.name, host_of(types.math.name))
-    return NumpyHost(types.storage.name)
+    wide = host_of(types.math.name) if types.mixed else None
+    return NumpyHost(numpy_dtype(types.storage.name), wide)
 
 
 class NumpyHost:
-    """Arrays of one dtype."""
+    """Arrays of one dtype; of 16 bits with a host of what cells compute in, ``wide``."""
 
     wide_states, library, blas = True, "numpy", 0
 
-    def __init__(self, dtype: npt.DTypeLike) -> None:
+    def __init__(self, dtype: npt.DTypeLike, wide: NumpyHost | None = None) -> None:
         self.dtype = np.dtype(dtype)
-        self.wide: NumpyHost = self
+        self.wide: NumpyHost = self if wide is None else wide
 
     @functools.cached_property
     def eight_bits(self) -> NumpyHost:
@@ -57,12 +56,12 @@ class NumpyHost:
         return NumpyHost(np.int8)
 
     def widen(self, array: Array) -> Array:
-        """The array in that dtype."""
-        return array
+        """The array in the dtype that cells compute in."""
+        return array if self.wide is self else array.astype(self.wide.dtype, copy=False)
 
     def narrow(self, array: Array) -> Array:
         """The array in this dtype."""
-        return array
+        return array if self.wide is self else array.astype(self.dtype, copy=False)
 
     def empty(self, shape: tuple[int, ...]) -> Array:
         """Memory as it comes."""
@@ -135,17 +134,3 @@ class NumpyHost:
         out = wide.empty((a.shape[0], b.shape[1]))
         multiply(self, self.dtype.name, a, b, out, False, cpu.pool.threads())
         return out
-
-
-class MixedNumpyHost(NumpyHost):
-    """Arrays of 16 bits; bfloat16 is that of ml_dtypes."""
-
-    def __init__(self, number: str, wide: NumpyHost) -> None:
-        NumpyHost.__init__(self, numpy_dtype(number))
-        self.wide = wide
-
-    def widen(self, array: Array) -> Array:
-        return array.astype(self.wide.dtype, copy=False)
-
-    def narrow(self, array: Array) -> Array:
-        return array.astype(self.dtype, copy=False)

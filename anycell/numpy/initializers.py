@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from anycell.layer.checks import refuse
 from anycell.numpy import check
 
 Array = npt.NDArray[np.floating]
@@ -77,22 +78,15 @@ NAMED: dict[str, Initializer] = {
 
 def find(initializer: str | Initializer, argument: str) -> Initializer:
     """The function behind a name; a function stands for itself."""
-    if not isinstance(initializer, str):
-        if not callable(initializer):
-            raise TypeError(_unknown(initializer, argument))
-        function = initializer
+    if isinstance(initializer, str) and initializer in NAMED:
+        return NAMED[initializer]
+    if isinstance(initializer, str) or not callable(initializer):
+        expected = f"{', '.join(map(repr, NAMED))}, or a function (shape, generator) -> array"
+        kind = ValueError if isinstance(initializer, str) else TypeError
+        refuse(argument, repr(initializer), expected, "Pass one of them.", kind)
+    function = initializer
 
-        def draw(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
-            return check.array(f"{argument}(shape, generator)", function(shape, rng), shape, float)
+    def draw(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+        return check.array(f"{argument}(shape, generator)", function(shape, rng), shape, float)
 
-        return draw
-    if initializer not in NAMED:
-        raise ValueError(_unknown(initializer, argument))
-    return NAMED[initializer]
-
-
-def _unknown(initializer: object, argument: str) -> str:
-    return (
-        f"{argument}: given {initializer!r}, expected {', '.join(map(repr, NAMED))}, or a "
-        "function (shape, generator) -> array."
-    )
+    return draw

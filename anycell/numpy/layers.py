@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -274,9 +275,10 @@ class RNN(Explained, Layer):
             checkpoint=check_checkpoint(self.checkpoint),
             **(check_options(options, function=type(self).forward) if options else {}),
         )
+        layout = Layout(check.NUMPY, self, steps, rows, self.batch_first)
         shared = {
-            "mask": None if mask is lengths is None else self._valid(mask, lengths, steps, rows),
-            "resets": None if resets is None else self._flags("resets", resets, steps, rows),
+            "mask": layout.valid(mask, lengths),
+            "resets": None if resets is None else layout.flags("resets", resets),
             "static": None if static is self.cell.static is None else self._static(static, rows),
         }
         if recurrent_mask is not None:
@@ -464,14 +466,6 @@ class RNN(Explained, Layer):
         flags: Flags = layout.flags(name, value)
         return flags
 
-    def _valid(
-        self, mask: npt.ArrayLike | None, lengths: npt.ArrayLike | None, steps: int, rows: int
-    ) -> Flags | None:
-        """Both as one mask ``[T, B]``."""
-        layout = Layout(check.NUMPY, self, steps, rows, self.batch_first)
-        valid: Flags | None = layout.valid(mask, lengths)
-        return valid
-
     def _states(
         self, name: str, given: State | None, rows: int, start: float | None = None
     ) -> Sequence[Array]:
@@ -521,16 +515,16 @@ class RNN(Explained, Layer):
         return states if len(states) > 1 else states[0]
 
 
+@dataclass
 class _Saved:
     """The values that a forward pass in training leaves for the backward pass; ``wanted`` are the
     states whose sequences it gave.
     """
 
-    def __init__(self, wanted: tuple[str, ...]) -> None:
-        self.wanted = wanted
-        self.output_shape: tuple[int, ...] = ()
-        self.pullbacks: list[passes.Pullback] = []
-        self.dropped: list[Array] = []  # between layers: 0, or 1 / (1 - dropout)
+    wanted: tuple[str, ...]
+    output_shape: tuple[int, ...] = ()
+    pullbacks: list[passes.Pullback] = field(default_factory=list)
+    dropped: list[Array] = field(default_factory=list)  # between layers: 0, or 1 / (1 - dropout)
 
 
 def _gate_bias(cell: Cell, bias: bool, given: Mapping[str, float] | None) -> dict[str, float]:

@@ -53,7 +53,7 @@ class Standardise(Layer):
             ValueError: for a feature with no value, or an infinite one.
         """
         # In float64, whatever the layer's dtype: of a large mean float32 leaves few digits.
-        x = check.array("x", x, _shape(x, self.size), np.float64)
+        x = check.features("x", x, self.size, np.float64)
         counts = ~np.isnan(x)
         if mask is not None:
             counts &= check.flags("mask", mask, x.shape[:-1])[..., None]
@@ -72,7 +72,7 @@ class Standardise(Layer):
     def forward(self, x: npt.ArrayLike) -> Array:
         """``(x - mean) / std`` of ``x [..., size]``."""
         narrow = getattr(x, "dtype", None) == np.float32 and self._results is None
-        x = check.array("x", x, _shape(x, self.size), np.float64)
+        x = check.features("x", x, self.size, np.float64)
         y = (x - self.arrays["mean"]) / self.arrays["std"]
         return y.astype(np.float32 if narrow else self.dtype)
 
@@ -81,7 +81,7 @@ class Standardise(Layer):
 
     def inverse(self, y: npt.ArrayLike) -> Array:
         """``y * std + mean``: a forecast in the units of the data."""
-        y = check.array("y", y, _shape(y, self.size), np.float64)
+        y = check.features("y", y, self.size, np.float64)
         return (y * self.arrays["std"] + self.arrays["mean"]).astype(self.dtype)
 
 
@@ -209,11 +209,6 @@ class BatchNorm(Layer):
 
 def _statistics(size: int, dtype: np.dtype, mean: str, spread: str) -> dict[str, Array]:
     return {mean: np.zeros(size, dtype), spread: np.ones(size, dtype)}
-
-
-def _shape(x: npt.ArrayLike, size: int) -> list[int | str]:
-    """Any axes, and the features."""
-    return [*(f"axis {i}" for i in range(max(np.ndim(x) - 1, 0))), size]
 
 
 def _moments(x: Array, counts: Valid) -> tuple[Array, Array, npt.NDArray[np.int64]]:

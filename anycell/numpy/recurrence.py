@@ -8,7 +8,7 @@ gradients after. Layers with weights, gradients and training are in ``anycell.nu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -94,7 +94,10 @@ def recurrence(
         ((10, 2, 8), True)
     """
     check_cell(cell)
-    _check_gates(cell, gates_x)
+    check_input(STRICT, cell, "gates_x", gates_x, projected=True)
+    if not gates_x.dtype.isnative or gates_x.dtype.name not in dtypes("cpu"):
+        expected = f"one of {', '.join(dtypes('cpu'))}"
+        refuse("gates_x", f"dtype {gates_x.dtype}", expected, "Convert it.", TypeError)
     steps, rows, _ = gates_x.shape
     params = {} if params is None else params
     names = [name for name in cell.learned if name not in ("weight_ih", "bias_ih")]
@@ -121,14 +124,6 @@ def recurrence(
         host = host_of(chosen.dtype)
         outputs, finals, _ = layer.forward(host, chosen, arrays, how, keep=False)
     return outputs, tuple([final[0] for final in finals])
-
-
-def _check_gates(cell: Cell, gates_x: Any) -> None:
-    """``[T, B, G*H]`` of a dtype that is known."""
-    check_input(STRICT, cell, "gates_x", gates_x, projected=True)
-    if not gates_x.dtype.isnative or gates_x.dtype.name not in dtypes("cpu"):
-        expected = f"one of {', '.join(dtypes('cpu'))}"
-        refuse("gates_x", f"dtype {gates_x.dtype}", expected, "Convert it.", TypeError)
 
 
 __all__ = ["recurrence"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anycell.keras.cells import ACTIVATIONS
+from anycell.keras.cells import ACTIVATIONS, SimpleRNN
 from anycell.lang.cell import Cell, Gates, cell, linear
 from anycell.lang.expr import Expr
 from anycell.lang.ops import clip, sigmoid
@@ -84,7 +84,4 @@ def GRU(x: Gates, r: Gates, s: Gates, *, activation: str = "tanh") -> Expr:
     return u * s.h + (1.0 - u) * c
 
 
-@cell(gates="h", state="h")
-def RNN(x: Gates, r: Gates, s: Gates, *, activation: str = "tanh") -> Expr:
-    """Elman network: h' = activation(x + r)."""
-    return ACTIVATIONS[activation](x.h + r.h)
+RNN = SimpleRNN

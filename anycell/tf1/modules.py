@@ -17,15 +17,7 @@ from anycell.lang.cell import Cell
 from anycell.layer.checks import integer, refuse
 from anycell.plan import Call, Engine
 from anycell.tf1 import cells
-from anycell.tf1.base import (
-    LSTMStateTuple,
-    RNNCell,
-    mask,
-    read,
-    run,
-    tensor,
-    v1,
-)
+from anycell.tf1.base import LSTMStateTuple, RNNCell, mask, read, run, tensor, v1
 
 # The names that TensorFlow 1 knew: of others Keras has changed the meaning since.
 _NAMES = "elu exponential linear relu selu sigmoid softplus softsign swish tanh".split()

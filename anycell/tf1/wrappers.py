@@ -14,15 +14,7 @@ import tensorflow as tf
 from anycell.keras.call import Tensor
 from anycell.layer.checks import refuse
 from anycell.plan import Engine
-from anycell.tf1.base import (
-    RNNCell,
-    engine,
-    like_cell,
-    masked,
-    sequence,
-    step,
-    v1,
-)
+from anycell.tf1.base import RNNCell, engine, like_cell, masked, sequence, step, v1
 
 
 class MultiRNNCell(RNNCell):

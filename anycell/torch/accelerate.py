@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from anycell.explanation import Found
 from anycell.layer.checks import describe
 from anycell.torch import swap
 from anycell.torch.dropin import DropIn
@@ -29,28 +29,6 @@ _IN_PLACE_OF_A_LOOP = {
     nn.RNNCell: "anycell.torch.RNN with anycell.cells.RNN",
 }
 logger = logging.getLogger("anycell")
-
-
-@dataclass(frozen=True)
-class Found:
-    """A recurrent layer or cell of a model.
-
-    Attributes:
-        name: its path in the model, "" for the model itself.
-        kind: its class, and whose.
-        engine: what runs it, "cpu", "gpu", "reference" or "torch".
-        reason: why.
-        calls: how many times one call of the model called it; None where none was watched.
-    """
-
-    name: str
-    kind: str
-    engine: str
-    reason: str
-    calls: int | None = None
-
-    def __str__(self) -> str:
-        return f"{self.name or 'the model'}: {self.kind} runs on {self.engine} ({self.reason})"
 
 
 def accelerate(model: Model) -> Model:
