@@ -74,7 +74,8 @@ anycell.keras.RNNCell(cells.LSTM, 8, num_layer=2)  # wrong
 readout = anycell.torch.Feedback(lstm, torch.nn.Linear(4, 1))
 y, _ = readout(x, forced=0.5)
 assert_type(y, torch.Tensor)
-readout(x)  # wrong
+readout(x)
+readout(x, forced="all")  # wrong
 assert_type(anycell.torch.accelerate(torch.nn.LSTM(3, 8)), torch.nn.LSTM)
 assert_type(anycell.torch.restore(torch.nn.Sequential()), torch.nn.Sequential)
 engine: str = layer.engine.name
