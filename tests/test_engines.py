@@ -207,6 +207,18 @@ def test_forward_and_every_gradient(
             assert ran == ["cpu"]
 
 
+@pytest.mark.parametrize("hidden", [9, 70], ids=["weights near", "weights fetched ahead"])
+@pytest.mark.parametrize("target", isa.available())
+def test_any_number_of_rows(target: str, hidden: int, rng: np.random.Generator) -> None:
+    """However they are cut into register blocks, each has the bits that it has among others."""
+    x = rng.standard_normal((3, 23, 5)).astype("float32")
+    with isa.force(target):
+        rnn = anycell.numpy.RNN(cells.LSTM, 5, hidden)
+        whole, _ = rnn(x)
+        for rows in range(23):
+            assert np.array_equal(rnn(x[:, :rows])[0], whole[:, :rows]), rows
+
+
 @pytest.mark.slow
 @each_dtype
 @each_cell
