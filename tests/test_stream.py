@@ -272,6 +272,25 @@ def test_a_rollout_is_one_call(taken: list[int]) -> None:
             assert_close(a, b.detach(), "float64", "forward")
 
 
+def test_a_step_from_any_address(taken: list[int]) -> None:
+    """Arrays at an odd address, as in a packed record: still a step on packed weights."""
+    torch = pytest.importorskip("torch")
+    import anycell.torch as at
+
+    def odd(*shape: int) -> Any:
+        values = torch.randn(shape, dtype=torch.float64)
+        place = np.zeros(8 * values.numel() + 1, np.uint8)[1:].view(np.float64).reshape(shape)
+        return values, torch.from_numpy(place).copy_(values)
+
+    layer = at.RNN(cells.EALSTM, 3, 5, dtype=torch.float64).prepare()
+    arrays = [odd(4, 3), odd(1, 4, 5), odd(1, 4, 5), odd(4, 5)]
+    with torch.no_grad():
+        (at_lines, _), (anywhere, _) = (
+            layer.step(x, (h, c), static=static) for x, h, c, static in zip(*arrays, strict=True)
+        )
+    assert torch.equal(at_lines, anywhere) and taken == [4, 4]
+
+
 def test_threads_step_with_resets() -> None:
     torch = pytest.importorskip("torch")
     import anycell.torch as at
@@ -451,6 +470,8 @@ def test_torch_errors() -> None:
                 layer.step(x, state, reset_state=(torch.zeros(1, 3, 5),) * 2)
             with pytest.raises(TypeError, match=r"reset_state: given .*tuple \(h, c\)"):
                 layer.step(x, state, resets=torch.ones(2), reset_state=state[0])
+            with pytest.raises((RuntimeError, TypeError, ValueError)):  # as many as both need
+                layer.step(x, (*state, state[0]), reset_state=state[:1])
     with torch.no_grad(), pytest.raises(TypeError, match="static: given"):
         at.RNN(cells.LSTM, 3, 5).prepare().step(x, static=torch.zeros(2, 5))
     both = at.GRU(3, 5, bidirectional=True)

@@ -248,15 +248,12 @@ class Stream:
             static = self._fit(static, DENSE)
             for call in calls:
                 call[0][self._static] = pointer(static)
-        if resets is not None:
-            flags = pointer(resets)
-            for call in calls:
-                call[0][self._resets] = flags
-            if reset_state:
-                self._restore(form, calls, reset_state)
+        flags = 0 if resets is None else pointer(resets)
+        if flags and reset_state:
+            self._restore(form, calls, reset_state)
         calls[-1][0][self._out] = pointer(output)
         for layer, (entries, address, parts, _, _) in zip(self.layers, calls):  # noqa: B905
-            entries[self._x] = at
+            entries[self._x], entries[self._resets] = at, flags
             if parts > 1:
                 entries[self._gang] = cpu.pool.gang(parts)
             if cpu.check.ON:
@@ -265,11 +262,8 @@ class Stream:
                 )
             layer.kernel.door(address)
             at, below = below, below + form.bytes[0]
-        if resets is not None:
-            for call in calls:
-                call[0][self._resets] = 0
-            if reset_state:
-                self._restore(form, calls, form.start)
+        if flags and reset_state:
+            self._restore(form, calls, form.start)
         form.free.append(calls)
         return output, new
 

@@ -71,19 +71,27 @@ class Prepared:
         self, x: Any, state: Any, static: Any, resets: Any, reset_state: Any
     ) -> tuple[Tensor, tuple[Tensor, ...] | Tensor] | None:
         """One step, if it is for the packed weights; None for all that wants a second look."""
-        stream, dtype = self.stream, self.dtype
+        stream = self.stream
         if stream is None or type(x) is not Tensor or x.dim() != 2:
-            return None
-        rows = x.size(0)
-        if not plain((x,), dtype, ((rows, stream.width),)):
             return None
         if (static is None) is not (stream.static is None):
             return None
-        if static is not None and not plain((static,), dtype, ((rows, stream.hidden),)):
+        rows = x.size(0)
+        arrays = [x]
+        shapes: list[tuple[int, ...]] = [(rows, stream.width)]
+        if static is not None:
+            arrays.append(static)
+            shapes.append((rows, stream.hidden))
+        before, restored = _together(state), _together(reset_state)
+        for states in (before, restored):
+            if states is not None:
+                if len(states) != len(stream.shape):
+                    return None
+                arrays += states
+                shapes += [(layers, rows, width) for layers, width in stream.shape]
+        if not plain(arrays, self.dtype, shapes):
             return None
-        before = self._states(stream, state, rows)
-        restored = self._states(stream, reset_state, rows)
-        if before is None or restored is None:
+        if restored is not None and any(t.data_ptr() % self.dtype.itemsize for t in restored):
             return None
         if resets is not None:
             if type(resets) is not Tensor or not resets.is_cpu or resets.shape != (rows,):
@@ -96,18 +104,13 @@ class Prepared:
         output, new = stream.step(rows, x, before, static, threads(), resets, restored)
         return output, tuple(new) if len(new) > 1 else new[0]
 
-    def _states(self, stream: Stream, states: Any, rows: int) -> tuple[Tensor, ...] | None:
-        """States as a tuple, empty for None, if kernels may have their addresses; else None."""
-        if states is None:
-            return ()
-        given = states if type(states) is tuple else (states,)
-        if len(given) != len(stream.shape):
-            return None
-        shapes = [(layers, rows, width) for layers, width in stream.shape]
-        return given if plain(given, self.dtype, shapes) else None
-
     def __reduce__(self) -> tuple[Any, ...]:
         return Prepared, ()
+
+
+def _together(states: Any) -> tuple[Any, ...] | None:
+    """States as a tuple."""
+    return states if states is None or type(states) is tuple else (states,)
 
 
 def elsewhere() -> bool:
