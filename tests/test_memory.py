@@ -294,7 +294,12 @@ def test_both_sides_of_every_road(monkeypatch: pytest.MonkeyPatch, two_threads: 
         taken.add(("groups of several rows", layer.row_group(args[4]) > 1))
 
     spy(layer.run, "form_of", look_at_form)
-    spy(cpu.memory, "empty", lambda a, *_: taken.add(("warm memory", a.base is not None)))
+
+    def look_at_memory(view: Any, recipe: Any, _: Any, how: str = "empty", *__: Any) -> None:
+        if how == "lasting":
+            taken.add(("warm memory", recipe.sources[view.slot][1] == how))
+
+    spy(layer.recipe.Recipe, "new", look_at_memory)
     for entry in (Entry(NUMPY, cells.LSTM), *ENTRIES[:2]):
         for case in CASES:
             entry.call(entry.problem(case))

@@ -55,18 +55,18 @@ def fit(
     """Checks the arrays of a pass and makes them fit for its kernel.
 
     Args:
-        arrays: by the names of ``signature``; None stands for one that was not given.
+        arrays: by the names of ``signature``.
         read: whether a kernel may read x, where it is projected already.
 
     Returns:
-        the arrays, without None, and how they lie: something to look up.
+        the arrays, and how they lie: something to look up.
 
     Raises:
         ValueError, TypeError: naming the array, what was given and what was expected.
     """
     directions = len(options.reverse)
     key: tuple[Any, ...] = type(host), host.dtype, plan, directions, read, host.layout(arrays)
-    fitted = {name: array for name, array in arrays.items() if array is not None}
+    fitted = dict(arrays)
     if key not in _accepted:
         done = _fitted(host, plan, arrays, directions, read)
         fitted = {n: done.get(n, a) for n, a in fitted.items() if n in done or n in FLAGS}

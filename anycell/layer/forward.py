@@ -40,7 +40,7 @@ def forward(
     Args:
         host: array operations of the framework.
         plan: of the cell, for the CPU engine.
-        arrays: by the names of ``signature``; None stands for one that is not given.
+        arrays: by the names of ``signature``.
         options: directions, seeds, threads.
         keep: whether to keep what ``backward`` needs.
 
@@ -59,7 +59,7 @@ def forward(
         given = widened(host, plan, given)
     known: Forward = recipe_of(key, lambda: _draft(host, plan, given, options, keep, holes))
     made = known.recipe.run(host, given, options)
-    finals = [made[i] for i in known.finals]
+    finals = list(map(made.__getitem__, known.finals))
     if plan.types.mixed:
         finals = [host.narrow(state) for state in finals]
     out = made[known.out]
@@ -189,8 +189,8 @@ def widened(host: Host, plan: Plan, given: Mapping[str, Array]) -> dict[str, Arr
     wide = dict(given)
     for name in plan.cell.state_names[1:]:
         for state in (f"state {name}", f"reset_state {name}"):
-            if wide.get(state) is not None:
+            if state in wide:
                 wide[state] = host.widen(wide[state])
-    if wide.get("weight_ih") is None:
+    if "weight_ih" not in wide:
         wide["x"] = host.widen(wide["x"])
     return wide

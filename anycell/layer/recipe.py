@@ -77,9 +77,9 @@ class Recipe:
         self.bytes = 0  # of memory that is given back
         self.views = {}
         for name, given in arrays.items():
-            if given is not None:
-                self.views[name] = self._slot(("given", name), given.shape, host.strides(given),
-                                              given.dtype.itemsize)  # fmt: skip
+            self.views[name] = self._slot(
+                ("given", name), given.shape, host.strides(given), given.dtype.itemsize
+            )
 
     # ---- the draft -------------------------------------------------------------------------------
     def _slot(
@@ -91,6 +91,8 @@ class Recipe:
     def new(self, shape: tuple[int, ...], how: str = "empty", wide: bool = False) -> View:
         """An array that each call makes: "empty", "zeros" or "lasting"."""
         host = self.host.wide if wide else self.host
+        if how == "lasting" and math.prod(shape) * host.dtype.itemsize < cpu.memory.SMALL:
+            how = "empty"
         return self._slot(("new", how, wide, shape), shape, _dense(shape), host.dtype.itemsize)
 
     def constant(self, values: Array) -> View:
@@ -160,7 +162,7 @@ class Recipe:
     def run(self, host: Host, arrays: Mapping[str, Array], options: Options) -> list[Array]:
         """Runs the pass; returns the arrays that it made, by ``number``."""
         wide = host.wide
-        given = [arrays[name] for name in self.names]
+        given = list(map(arrays.__getitem__, self.names))
         made = [getattr(wide if w else host, how)(shape) for w, how, shape in self.made]
         block, table = cpu.scratch.take(self.bytes), self.template[:]
         gang = cpu.pool.gang(options.threads) if options.threads > 1 else 0

@@ -56,6 +56,7 @@ def fused(plan: Plan, arrays: Named, options: Options, wanted: Sequence[str] = (
     if wanted:  # the kernel keeps them, as it does for the backward pass
         plan, options = keeping(plan, tuple(wanted)), options._replace(checkpoint=None)
     host, keep = host_of(plan.dtype), options.training or bool(wanted)
+    arrays = {name: array for name, array in arrays.items() if array is not None}
     output, final, kept = layer.forward(host, plan, arrays, options, keep=keep)
     others = sequences(wanted, plan.cell, options, arrays, kept) if kept and wanted else []
 

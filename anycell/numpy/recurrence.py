@@ -122,6 +122,7 @@ def recurrence(
         outputs, finals, *_ = passes.composite(chosen, arrays, how)
     else:
         host = host_of(chosen.dtype)
+        arrays = {name: array for name, array in arrays.items() if array is not None}
         outputs, finals, _ = layer.forward(host, chosen, arrays, how, keep=False)
     return outputs, tuple([final[0] for final in finals])
 

@@ -172,17 +172,21 @@ class DropIn(Recurrent):
             dims = x.dim() if isinstance(x, Tensor) else 0
             if dims not in (2, 3) or x.shape[int(self.batch_first and dims == 3)] == 0:
                 return False
-        if data.shape[-1] != self.input_size or not _alike(data, weight):
+        if data.shape[-1] != self.input_size:
             return False
-        if states is None:
-            return True
-        first = (self.num_layers * (1 + self.bidirectional), *self._rows(x))
-        width = {"H": self.hidden_size, "P": self.proj_size}
-        wanted = [(*first, width[state.size]) for state in self.cell.states]
-        return len(states) == len(wanted) and all(
-            isinstance(s, Tensor) and s.shape == shape and _alike(s, data)
-            for s, shape in zip(states, wanted, strict=True)
-        )
+        tensors = [data]
+        if states is not None:
+            first = (self.num_layers * (1 + self.bidirectional), *self._rows(x))
+            width = {"H": self.hidden_size, "P": self.proj_size}
+            wanted = [(*first, width[state.size]) for state in self.cell.states]
+            if wanted != [tuple(s.shape) if isinstance(s, Tensor) else None for s in states]:
+                return False
+            tensors += states
+        device, dtype, any_dtype = weight.device, weight.dtype, autocast()
+        for t in tensors:  # noqa: SIM110  (a call for each)
+            if t.device != device or not (any_dtype or t.dtype is dtype):
+                return False
+        return True
 
     def _fused(self, x: Tensor | PackedSequence, cell: Cell, weight: Tensor, looked: bool) -> Any:
         """The plan of the fused kernel, or True for its operator; None if neither does."""
@@ -250,10 +254,6 @@ def _left_alone(function: Any) -> None:
 
 
 _left_alone(DropIn._ours)
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return a.device == b.device and (a.dtype == b.dtype or autocast())
 
 
 @takes()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +37,7 @@ def layout(arrays: Mapping[Any, Tensor]) -> tuple[Any, ...]:
         [
             (name, t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)
             for name, t in arrays.items()
-            if t is not None and name not in FLAGS
+            if name not in FLAGS
         ]
     )
 
@@ -95,8 +94,6 @@ class TorchHost:
         return TorchHost(torch.int8)
 
     def lasting(self, shape: tuple[int, ...]) -> Tensor:
-        if math.prod(shape) * self.dtype.itemsize < cpu.memory.SMALL:
-            return self.empty(shape)
         return torch.from_numpy(cpu.memory.empty(shape, f"i{self.dtype.itemsize}")).view(self.dtype)
 
     def fit(self, array: Tensor, layout: int, wide: bool = False) -> Tensor | None:

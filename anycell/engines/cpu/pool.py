@@ -345,7 +345,9 @@ def gang(parts: int) -> int:
     """
     if parts <= 1:
         return 0
-    gangs = _current()
+    gangs = _gangs
+    if gangs is None or gangs.workers.pid != os.getpid():
+        gangs = _current()
     if gangs.openmp is not None:
         return ctypes.addressof(gangs.record)
     return gangs.workers.hire(min(parts, MOST) - 1)
