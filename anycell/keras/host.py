@@ -32,6 +32,10 @@ class AlignedHost(NumpyHost):
 
     lasting = empty  # all of it is kept
 
+    def like(self, array: Array) -> Array:
+        """Memory as it comes, of the shape of an array."""
+        return self.empty(array.shape)
+
     def narrow(self, array: Array) -> Array:
         """The array in this dtype, on memory of its own."""
         if self.wide is self or array.dtype == self.dtype:

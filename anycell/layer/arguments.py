@@ -73,8 +73,14 @@ class Host(Arrays, Protocol):
         """An array as of ``empty``, for values of every step; see ``engines.cpu.memory``."""
         ...
 
+    def template(self, shape: tuple[int, ...]) -> Array:
+        """Stands for an array of that shape, but holds one number; for ``like``."""
+        ...
+
     def like(self, array: Array) -> Array:
-        """An array as of ``empty``, of the shape of a contiguous array."""
+        """An array as of ``empty``, of the shape of a contiguous array, or of a template; sooner
+        than ``empty`` makes it.
+        """
         ...
 
     def rows(self, array: Array) -> Sequence[Array]:

@@ -65,11 +65,10 @@ def backward(
     given |= parts
     known: Backward = recipe_of(key, lambda: _draft(host, plan, given, options, wants))
     made = known.recipe.run(host, given, options)
+    gradients = {name: made[i] for name, i in known.whole.items()}
     wide, learned = host.wide, []
-    for d, (biases, totals, vectors, others) in enumerate(known.sums):
-        weights, sums, named = (
-            {name: made[i] for name, i in numbers.items()} for numbers in (totals, vectors, others)
-        )
+    for d, (biases, *numbers) in enumerate(known.sums):
+        vectors, named = ({name: made[i] for name, i in some.items()} for some in numbers)
         params = named.pop("d_params", None)
         for name in named:
             if name.startswith("reset_state "):
@@ -77,14 +76,13 @@ def backward(
         if params is not None:
             total = params.sum(0).reshape(len(plan.cell.params), plan.hidden_size)
             named.update(zip(plan.cell.param_names, host.rows(total), strict=True))
-        learned.append(named | finished(plan, biases, weights, sums, wide.empty, wide.zeros))
-    whole = {name: made[i] for name, i in known.states.items()}
-    dx = None if known.dx is None else made[known.dx]
-    gradients = leaving(wide.empty, known.directions, dx, learned, whole)
-    narrow = {name: host.narrow(gradient) for name, gradient in gradients.items()}
+        learned.append(named | finished(plan, biases, {}, vectors, wide.empty, wide.zeros))
+    gradients |= leaving(wide.empty, known.directions, None, learned)
+    if plan.types.mixed:
+        gradients = {name: host.narrow(gradient) for name, gradient in gradients.items()}
     for name in known.turned:
-        narrow[name] = narrow[name].T
-    return narrow
+        gradients[name] = gradients[name].T
+    return gradients
 
 
 class Backward(NamedTuple):
@@ -92,18 +90,17 @@ class Backward(NamedTuple):
 
     Attributes:
         directions: what each direction was given.
-        dx: of the gradient of x, if it is wanted.
-        states: of the gradients of states, ``[D, B, size]``, by name.
-        sums: of each direction: biases, and by name the totals and vectors of its ``Sums`` and what
-            the kernel adds up: "d_params", "static", and what resets restore, of all directions.
+        whole: by name, of the gradients that are arrays as they are: of x, if it is wanted, of
+            states ``[D, B, size]``, and of weights.
+        sums: of each direction: biases, and by name the vectors of its ``Sums`` and what the kernel
+            adds up: "d_params", "static", and what resets restore, of all directions.
         turned: weights whose gradients lie transposed, as the weights do.
     """
 
     recipe: Recipe
     directions: list[dict[str, View]]
-    dx: int | None
-    states: dict[str, int]
-    sums: list[tuple[list[str], dict[str, int], dict[str, int], dict[str, int]]]
+    whole: dict[str, int]
+    sums: list[tuple[list[str], dict[str, int], dict[str, int]]]
     turned: list[str]
 
 
@@ -142,18 +139,18 @@ def _draft(
     def numbers(views: Mapping[str, View]) -> dict[str, int]:
         return {name: recipe.number(view) for name, view in views.items()}
 
+    whole = {} if dx is None else {"x": dx}
+    whole |= {name: state for name, state in states_.items() if name in run.directions[0]}
+    turned = []
+    for one in directions:
+        weights = {name + ENDS[one.d]: total for name, total in one.sums.totals.items()}
+        whole |= weights
+        turned += [name for name, total in weights.items() if _turned(total)]
     sums = [
-        (one.sums.named, numbers(one.sums.totals), numbers(one.sums.vectors), numbers(others))
+        (one.sums.named, numbers(one.sums.vectors), numbers(others))
         for one, others in zip(directions, totals, strict=True)
     ]
-    turned = [
-        name + ENDS[one.d]
-        for one in directions
-        for name, total in one.sums.totals.items()
-        if _turned(total)
-    ]
-    place = None if dx is None else recipe.number(dx)
-    return Backward(recipe, run.directions, place, numbers(states_), sums, turned)
+    return Backward(recipe, run.directions, numbers(whole), sums, turned)
 
 
 def _of_first(plan: Plan) -> str:

@@ -93,7 +93,10 @@ class Recipe:
         host = self.host.wide if wide else self.host
         if how == "lasting" and math.prod(shape) * host.dtype.itemsize < cpu.memory.SMALL:
             how = "empty"
-        return self._slot(("new", how, wide, shape), shape, _dense(shape), host.dtype.itemsize)
+        what: Any = shape
+        if how == "empty":
+            how, what = "like", host.template(shape)
+        return self._slot(("new", how, wide, what), shape, _dense(shape), host.dtype.itemsize)
 
     def constant(self, values: Array) -> View:
         """An array that all calls share, and read."""
@@ -149,7 +152,7 @@ class Recipe:
         self.steps = [(at, self.place[slot], offset) for at, slot, offset in self.patches]
         of = {kind: [self.sources[s] for s in slots if kinds[s] == kind] for kind in order}
         self.names = [name for _, name in of["given"]]
-        self.made = [(wide, how, shape) for _, how, wide, shape in of["new"]]
+        self.made = [(wide, how, what) for _, how, wide, what in of["new"]]
         self.first = len(self.names)
         self.constants = [values for _, values in of["constant"]]
         self.fixed = [self.host.pointer(values) for values in self.constants]
@@ -163,7 +166,7 @@ class Recipe:
         """Runs the pass; returns the arrays that it made, by ``number``."""
         wide = host.wide
         given = list(map(arrays.__getitem__, self.names))
-        made = [getattr(wide if w else host, how)(shape) for w, how, shape in self.made]
+        made = [getattr(wide if w else host, how)(what) for w, how, what in self.made]
         block, table = cpu.scratch.take(self.bytes), self.template[:]
         gang = cpu.pool.gang(options.threads) if options.threads > 1 else 0
         address = table.buffer_info()[0]

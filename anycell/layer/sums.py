@@ -17,7 +17,6 @@ def leaving(
     given: Sequence[Mapping[str, Any]],
     dx: Array | None,
     directions: Sequence[Direction],
-    whole: Mapping[str, Array] | None = None,
 ) -> dict[str, Array]:
     """The gradients of a call by the names of its arrays; of all that were given.
 
@@ -25,13 +24,9 @@ def leaving(
         empty: makes an array for the sums of both directions.
         given: what each direction was given, or how that lies.
         directions: the sums of each direction.
-        whole: those with an axis of directions, ``[D, B, size]``.
     """
     named: dict[str, Array] = {} if dx is None else {"x": dx}
     count = len(directions)
-    for name, gradient in (whole or {}).items():
-        if name in given[0]:
-            named[name] = gradient
     for d, (gradients, w) in enumerate(zip(directions, given, strict=True)):
         for name, gradient in gradients.items():
             if name not in w:
@@ -146,22 +141,37 @@ def finished(
         empty, zeros: make arrays of a shape.
     """
     for name in biases:
-        linears = [l for l in plan.cell.linears if l.bias_name == name]
-        if not linears:
+        width, moves = _moves(plan, name)
+        if not moves:
             totals[name] = vectors[GATES]
             continue
-        whole = len(linears) == 1 and linears[0].outputs == linears[0].declared
-        width = len(linears[0].declared) * plan.sizes[linears[0].out_size]
+        whole = moves[0][1] == slice(None)
         totals[name] = bias = (empty if whole else zeros)((width,))
-        for l in linears:
-            vector, size = vectors[_gradient(plan, l)], plan.sizes[l.out_size]
+        for gradient, into, of in moves:
             if whole:
-                bias[:] = vector
-                continue
-            for n, output in enumerate(l.outputs):
-                k = l.declared.index(output)
-                bias[k * size : (k + 1) * size] += vector[n * size : (n + 1) * size]
+                bias[:] = vectors[gradient]
+            else:
+                bias[into] += vectors[gradient][of]
     return totals
+
+
+@functools.lru_cache(maxsize=512)
+def _moves(plan: Plan, bias: str) -> tuple[int, list[tuple[str, slice, slice]]]:
+    """The width of a bias, and what its gradient is put together from: of sums of gradients, by
+    name, which rows go where; one without linears is the sum as it is, and has no such list.
+    """
+    linears = [l for l in plan.cell.linears if l.bias_name == bias]
+    if not linears:
+        return 0, []
+    size = plan.sizes[linears[0].out_size]
+    rows = [slice(k * size, (k + 1) * size) for k in range(len(linears[0].declared))]
+    if len(linears) == 1 and linears[0].outputs == linears[0].declared:
+        return len(rows) * size, [(_gradient(plan, linears[0]), slice(None), slice(None))]
+    return len(rows) * size, [
+        (_gradient(plan, l), rows[l.declared.index(output)], rows[n])
+        for l in linears
+        for n, output in enumerate(l.outputs)
+    ]
 
 
 # Stands for the gradients of the projected gates among those of matmuls. No matmul has this name.

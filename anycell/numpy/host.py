@@ -75,6 +75,10 @@ class NumpyHost:
         """Memory as it comes, kept for the next call when its last array is gone."""
         return cpu.memory.empty(shape, f"u{self.dtype.itemsize}").view(self.dtype)
 
+    def template(self, shape: tuple[int, ...]) -> Array:
+        """Stands for an array of that shape, but holds one number."""
+        return np.broadcast_to(self.empty(()), shape)
+
     def like(self, array: Array) -> Array:
         """Memory as it comes, of the shape of an array."""
         return np.empty_like(array)

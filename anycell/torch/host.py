@@ -122,6 +122,9 @@ class TorchHost:
         name = _GEMM.get(self.dtype)
         return _blas(name) if name and not cpu.pool.FORKED else 0
 
+    def template(self, shape: tuple[int, ...]) -> Tensor:
+        return self.empty(()).expand(shape)
+
     like = staticmethod(torch.empty_like)
     rows = staticmethod(Tensor.unbind)
     pointer, pointers = staticmethod(Tensor.data_ptr), functools.partial(map, Tensor.data_ptr)
