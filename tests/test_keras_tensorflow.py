@@ -268,6 +268,26 @@ def derive(layer: Any, x: Any, watched: bool = True) -> list[Any]:
     return [y, *tape.gradient(y, [x] * watched + [v.value for v in layer.trainable_variables])]
 
 
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_variables_of_tensorflow_are_read(graph: bool, rng: np.random.Generator) -> None:
+    layer = ak.EALSTM(4, return_sequences=True)
+    flags = rng.random((2, 2, 5)) < 0.5
+    given = *(data(rng, 2, 4) for _ in range(3)), flags[0], flags[1].astype("float32")
+    x, found = data(rng, 2, 5, 3), []
+
+    def derive(h: Any, c: Any, static: Any, mask: Any, resets: Any) -> Any:
+        further = {"mask": mask, "static": static, "resets": resets}
+        with tf.GradientTape() as tape:
+            tape.watch([h, c, static])
+            y = layer(x, initial_state=[h, c], **further)
+        return [y, *tape.gradient(y, [h, c, static])]
+
+    run = tf.function(derive) if graph else derive
+    for kind in (tf.constant, tf.Variable):
+        found.append([t.numpy().tobytes() for t in run(*map(kind, given))])
+    assert found[0] == found[1]
+
+
 def test_the_same_bits_in_eager_mode_and_graphs_on_any_number_of_threads(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, forms: list[Any]
 ) -> None:

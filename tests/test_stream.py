@@ -346,16 +346,16 @@ def test_torch_weights_that_change(taken: list[int]) -> None:
             dtype = str(x.dtype).removeprefix("torch.")
             assert_close(layer.step(x)[0], layer(x[None])[0][0], dtype, "forward")
         assert taken == [2]
-    torch.nn.utils.parametrizations.weight_norm(layer, "weight_hh_l0")
+    torch.nn.utils.parametrizations.weight_norm(layer.eval(), "weight_hh_l0")
     layer.prepare()
     assert right()
     with torch.no_grad():
         layer.parametrizations.weight_hh_l0.original0.mul_(2)
     assert right()
-    torch.nn.utils.parametrize.register_parametrization(layer, "weight_ih_l0", _halved())
+    torch.nn.utils.parametrize.register_parametrization(layer.train(), "weight_ih_l0", _dropped())
     layer.prepare()
-    assert right()
-    layer.train(not layer.training)
+    assert not right() and not taken  # an ordinary call, which may drop weights
+    layer.eval()
     assert right()
     layer.bias_ih_l0.data.add_(1)  # goes unnoticed, as documented
     assert not right()
@@ -363,16 +363,28 @@ def test_torch_weights_that_change(taken: list[int]) -> None:
     assert right()
 
 
-def _halved() -> Any:
+def _dropped() -> Any:
     torch = pytest.importorskip("torch")
 
-    class Halved(torch.nn.Module):
-        """In training another, as weight dropout is."""
+    class Dropped(torch.nn.Module):
+        """DropConnect: in training other weights in each call."""
 
         def forward(self, weight: Any) -> Any:
-            return weight * 0.5 if self.training else weight
+            return torch.nn.functional.dropout(weight, 0.5, self.training)
 
-    return Halved()
+    return Dropped()
+
+
+def test_torch_weights_dropped_anew_in_each_step_of_training() -> None:
+    torch = pytest.importorskip("torch")
+    import anycell.torch as at
+
+    layer, x = at.LSTM(3, 5), torch.randn(2, 3)
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight_ih_l0", _dropped())
+    layer.prepare()
+    with torch.no_grad():
+        first, second = layer.step(x)[0], layer.step(x)[0]
+    assert not torch.equal(first, second)
 
 
 def test_other_than_parameters(taken: list[int]) -> None:

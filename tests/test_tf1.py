@@ -689,6 +689,12 @@ def test_no_steps_and_no_rows(rng: np.random.Generator) -> None:
         assert t1.dynamic_rnn(cell, x[:0])[0].shape == (0, STEPS, UNITS)
 
 
+def test_a_step_adds_inputs_of_numpy_to_its_outputs() -> None:
+    cell, x = t1.ResidualWrapper(t1.GRUCell(UNITS)), np.ones((ROWS, UNITS), "float32")
+    state = cell.zero_state(ROWS, tf.float32)
+    assert np.array_equal(cell(x, state)[0], cell(tf.constant(x), state)[0])
+
+
 def test_lengths_beyond_the_steps(rng: np.random.Generator) -> None:
     cell, x = t1.GRUCell(UNITS), sequences(rng)
     for lengths in (tf.constant([2**33 + 1, -3, 3, 9], tf.int64), np.array([9, 0, 3, 7], "uint8")):

@@ -55,13 +55,19 @@ def check(call: Call, arrays: Arrays) -> None:
             expect(name, arrays[name].shape[::-1], (rows, steps), "rows, steps")
 
 
+def tensor(given: Any) -> Tensor:
+    """``given`` as a tensor. ``keras.ops`` leaves TensorFlow's own variables as they are."""
+    read = getattr(given, "read_value", None)
+    return ops.convert_to_tensor(given) if read is None else read()
+
+
 def flags(name: str, values: Tensor) -> Tensor:
     """Flags to bool. Those of another dtype are 0 and 1, which is looked at outside of graphs.
 
     Raises:
         ValueError: for other values.
     """
-    given = ops.convert_to_tensor(values)
+    given = tensor(values)
     look = getattr(given, "numpy", None)  # symbols have none, nor have JAX's arrays
     if look is not None and backend.standardize_dtype(given.dtype) != "bool":
         known = look()

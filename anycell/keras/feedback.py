@@ -37,7 +37,7 @@ class Feedback(Keywords, Explained, keras.layers.Layer):
 
     Args:
         layer: ``LSTM``, ``GRU``, ``SimpleRNN`` or ``RNN`` of anycell.keras, without dropout, not
-            stateful and not backwards.
+            stateful, not backwards, and of a cell without a static input.
         readout: ``keras.layers.Dense`` without activation, to the Y numbers of the series. Both
             keep their own weights.
         return_state: whether the final states follow y.

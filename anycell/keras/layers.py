@@ -21,7 +21,7 @@ from keras.src import backend  # the mask of a tensor has no public name
 
 from anycell.explanation import Explained, Explanation, Subject, about_layer
 from anycell.keras import cells
-from anycell.keras.call import Arrays, Result, Tensor, check, flags
+from anycell.keras.call import Arrays, Result, Tensor, check, flags, tensor
 from anycell.keras.cell import RNNCell, deserialize, gathered
 from anycell.keras.composite import composite
 from anycell.keras.rule import FUSED, Facts, asked, choose
@@ -186,7 +186,7 @@ class Fused(Steps, Keywords, Explained):
             expected = "None, for Keras's loop, which has no place for it, runs the layer"
             refuse("resets", "a tensor", f"{expected}: {reason}", hint)
         if mask is not None:
-            mask = ops.cast(tree.flatten(mask)[0], "bool")
+            mask = ops.cast(tensor(tree.flatten(mask)[0]), "bool")
             mask = ops.squeeze(mask, -1) if len(mask.shape) == 3 else mask
         if engine in ("keras", "cudnn"):
             if mask is not None and engine == "keras":  # NaN under a mask reaches no gradient
@@ -194,7 +194,7 @@ class Fused(Steps, Keywords, Explained):
                 sequences = ops.where(ops.expand_dims(mask, -1), sequences, zeros)
             return self._loop_of_keras()(sequences, initial_state, mask=mask, training=training)
         states = list(initial_state) if tree.is_nested(initial_state) else [initial_state]
-        states = [_for_all(state, sequences) for state in states]
+        states = [_for_all(tensor(state), sequences) for state in states]
         if self.stateful and keras.backend.backend() == "torch":  # type: ignore[attr-defined]
             states = [ops.copy(state) for state in states]  # Keras overwrites what gradients read
         x = ops.transpose(sequences, (1, 0, 2))
@@ -595,7 +595,7 @@ class RNN(Fused, keras.layers.RNN):
         factor = drawn.pop("factor", None)
         static, _ = _further.get()
         if static is not None:
-            drawn["static"] = ops.cast(static, self.cell.compute_dtype)
+            drawn["static"] = ops.cast(tensor(static), self.cell.compute_dtype)
         return self.cell.gather(x if factor is None else x * factor, states, **drawn)
 
     def reset_state(self) -> None:

@@ -341,7 +341,8 @@ def _all_but_c(part: Any) -> Any:
     return not isinstance(part, tf.TensorArray)
 
 
-def _sum(inputs: Tensor, outputs: Tensor) -> Tensor:
+def _sum(inputs: Any, outputs: Tensor) -> Tensor:
+    inputs = tf.convert_to_tensor(inputs)
     if not inputs.shape.is_compatible_with(outputs.shape):
         raise ValueError(
             f"inputs: given shape {inputs.shape}; expected {outputs.shape}, that of the outputs "

@@ -79,9 +79,10 @@ class Recurrent(Explained):
 
         ``step`` packs them anew by itself when a weight has been replaced, or written to in any way
         that autograd notices: by an optimizer, ``load_state_dict``, ``copy_``; and for another
-        ``cell``. A write in place through ``.data``, or to a weight made in inference mode, goes
-        unnoticed: call this again. Where the module has forward hooks, as of ``weight_norm`` in its
-        older form, a step is an ordinary call.
+        ``cell``. A write in place through ``.data``, to a weight made in inference mode, or to an
+        attribute of a parametrisation goes unnoticed: call this again. Where the module has forward
+        hooks, as of ``weight_norm`` in its older form, and in training parametrised weights, a step
+        is an ordinary call.
 
         Raises:
             ValueError: for a bidirectional layer, which needs the end before the start.
@@ -134,7 +135,7 @@ class Recurrent(Explained):
         if prepared is not None and not hooks and not elsewhere():
             if prepared.stale(self):
                 prepared = self.prepare().__dict__["_prepared"]
-            if not (self.training and (self.dropout or prepared.keeps)):
+            if not (self.training and (self.dropout or prepared.draws)):
                 found = prepared.step(x, state, static, resets, reset_state)
                 if found is not None:
                     return found

@@ -23,7 +23,7 @@ class Prepared:
 
     def __init__(self, module: Any = None) -> None:
         self.stream: Stream | None = None
-        self.keeps = False
+        self.draws = False
         self.stamps: list[tuple[dict[str, Any], str, Tensor, int | None, int]] = []
         if module is None:
             return
@@ -38,7 +38,8 @@ class Prepared:
         self.mode: bool | None = module.training if len(owners) > 1 else None
         weight = module.weight_ih_l0
         self.dtype: torch.dtype = module._like.dtype
-        self.keeps = bool(module.cell.keeps)
+        # In training: random masks of the cell, or a parametrisation that drops weights.
+        self.draws = bool(module.cell.keeps) or len(owners) > 1
         plan = fused_plan(module.cell, module.hidden_size, weight, module._sizes)
         if isinstance(plan, Plan) and plan.engine == "cpu" and not plan.types.mixed:
             with torch.no_grad():
