@@ -26,12 +26,15 @@ def code(hidden: int, way: str, exchange: str) -> str:
     backward = way == "backward"
     choice = capacity.choose(one, card, backward)
     assert choice.tier == 2
-    form = Variant(backward, keep=not backward, biases=(False,), by_data=exchange == "data")
+    bias, by_data = not backward, exchange == "data"
+    form = Variant(backward, keep=bias, input_bias=bias, biases=(bias,), by_data=by_data)
     kernel = print_whole(one, form, choice)
     numbers = frozenset(name for name, kind in kernel.arguments if kind != "i32")
+    cubin = build.binary(kernel, card.capability, numbers).cubin
+    assert build.spilled(cubin) <= build.MOST_SPILLED
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(build.binary(kernel, card.capability, numbers).cubin)
+        file.write(cubin)
         file.flush()
         command = [str(tool), "--dump-sass", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout

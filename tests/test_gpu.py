@@ -965,31 +965,7 @@ def test_every_cell_compiles(cell: str, capability: int, dtype: str) -> None:
             assert report["matrices"] == "mma.sync", report
 
 
-# -- the machine code of a step --------------------------------------------------------------------
-def assert_swift(facts: dict[str, Any]) -> None:
-    """What the engine relies on the compiler for, in tier 2."""
-    assert facts["chains"] >= cooperative.CHAINS
-    assert facts["longest"] * facts["chains"] == facts["matrices"]
-    # h comes from memory as matrix instructions take it, and weights stay in registers.
-    assert facts["ldsm"] == 0
-    # Nothing is loaded, and so nothing waited for, before the programs have waited for one another;
-    # then all that comes from the others is on its way before the first matrix instruction.
-    assert facts["before"] == facts["early_uses"] == facts["late"] == 0
-    assert facts["after"] > 0 and facts["membar"] == 1
-    assert facts["spilled"] <= build.MOST_SPILLED
-
-
-def test_the_machine_code_of_a_step() -> None:
-    said = run("tools/gpu_sass.py", "--json", "--passes", "forward", **COMPILES)
-    assert_swift(json.loads(said))
-
-
-@pytest.mark.slow
-def test_the_machine_code_of_both_passes() -> None:
-    for line in run("tools/gpu_sass.py", "--json", **COMPILES).splitlines():
-        assert_swift(json.loads(line))
-
-
+# -- the text of a step ---------------------------------------------------------------------------
 def test_what_a_text_loads_before_it_waits() -> None:
     """Nothing: what a step needs beside other programs' results the step before has loaded."""
     for cell in SHARED:

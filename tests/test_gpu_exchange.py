@@ -24,7 +24,7 @@ from processes import run
 import anycell
 from anycell import cells
 from anycell.engines.gpu import Span, Variant, launch
-from anycell.engines.gpu.cooperative import Slice, exchanged, print_cooperative
+from anycell.engines.gpu.cooperative import CHAINS, Slice, exchanged, print_cooperative
 from anycell.engines.gpu.text import symbol
 from anycell.plan import plan
 from anycell.torch.device import DeviceHost
@@ -36,17 +36,32 @@ KERNELS = [
     (512, "backward", "flags"),
     (512, "forward", "data"),
     (512, "backward", "data"),
+    (768, "forward", "flags"),
 ]
 
 
 class Instruction:
-    """A line of machine code."""
+    """A line of machine code; ``kind`` is its name without modifiers."""
 
     def __init__(self, line: str) -> None:
         address, text = re.fullmatch(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);.*", line).groups()  # type: ignore[union-attr]
         self.address, self.text = int(address, 16), text.strip()
         self.guarded = self.text.startswith("@")
-        self.name = re.sub(r"^@\S+\s+", "", self.text).split()[0]
+        self.name, _, operands = re.sub(r"^@\S+\s+", "", self.text).partition(" ")
+        self.kind = self.name.partition(".")[0]
+        self.operands = [operand.strip() for operand in operands.split(",")]
+
+    def written(self) -> range:
+        """Numbers of the registers that it writes."""
+        if self.kind in ("STG", "STS", "BAR", "MEMBAR", "BRA", "RED", "ST", "CCTL"):
+            return range(0)
+        wide = 4 if self.kind == "HMMA" else 1
+        if self.kind in ("LDG", "LDS"):
+            wide = next((n // 32 for n in (64, 128) if str(n) in self.name.split(".")), 1)
+        if ".WIDE" in self.name or (self.kind == "CS2R" and ".32" not in self.name):
+            wide = 2
+        first = re.match(r"R(\d+)", self.operands[0])
+        return range(int(first[1]), int(first[1]) + wide) if first else range(0)
 
 
 class Code:
@@ -78,6 +93,11 @@ class Code:
     def named(self, pattern: str) -> list[int]:
         """The places of all instructions like that."""
         return [n for n, line in enumerate(self.lines) if re.match(pattern, line.name)]
+
+    def loops(self) -> list[range]:
+        """The places of what is repeated, inner loops before outer ones."""
+        jumps = [(min(self.next(n)), n) for n in self.named("BRA")]
+        return [range(begin, n + 1) for begin, n in jumps if begin <= n]
 
     def poll(self) -> int:
         """The place of the load that looks at flags: an acquire, which forgets the first cache."""
@@ -131,6 +151,50 @@ def test_the_clock_is_read_now_and_then(codes: dict[Any, Code]) -> None:
     (clock,) = [n for n, line in enumerate(code.lines) if "GLOBALTIMER" in line.text]
     poll = code.poll()
     assert any(code.lines[n].name == "BRA" and poll in code.next(n) for n in range(poll, clock))
+
+
+def chains(steps: list[Instruction]) -> tuple[int, int]:
+    """How many chains of matrix instructions there are, each of which adds to what the one before
+    has summed, and how long the longest is; the sums may be moved between.
+    """
+    depth, begun, longest = dict[int, int](), 0, 0
+    for step in steps:
+        matrix = step.kind == "HMMA"
+        summed = step.operands[3 if matrix else 1] if matrix or step.kind == "MOV" else ""
+        register = re.match(r"R(\d+)", summed)
+        before = depth.get(int(register[1]), 0) if register else 0
+        begun += matrix and before == 0
+        longest = max(longest, before + matrix)
+        depth |= dict.fromkeys(step.written(), before + matrix)
+    return begun, longest
+
+
+def assert_swift(code: Code) -> None:
+    """What the engine relies on the compiler for, in a step of tier 2."""
+    matrices = set(code.named("HMMA"))
+    step = max((l for l in code.loops() if matrices & {*l}), key=len)
+    matrices &= {*step}
+    begun, longest = chains([code.lines[n] for n in step])
+    assert begun >= CHAINS and begun * longest == len(matrices)
+    # h comes from memory as matrix instructions take it, and weights stay in registers.
+    assert not code.named("LDSM") and len(code.named("MEMBAR")) == 1
+    # Nothing is loaded before the programs have waited for one another; then all that comes from
+    # the others is on its way before the first matrix instruction.
+    loads = {n for n in code.named("LDG") if n in step}
+    waiting = next(l for l in code.loops() if l[0] in step and loads & {*l})
+    assert min(loads) in waiting
+    after = {n for n in loads if waiting[-1] < n < max(matrices)}
+    assert after and not any("STRONG" in code.lines[n].name for n in loads if n > min(matrices))
+
+
+def test_the_machine_code_of_a_step(codes: dict[tuple[int, str, str], Code]) -> None:
+    assert_swift(codes[768, "forward", "flags"])
+
+
+@pytest.mark.slow
+def test_the_machine_code_of_a_step_backward() -> None:
+    (text,) = json.loads(run("tests/machine_code.py", "768", "backward", "flags", **COMPILES))
+    assert_swift(Code(text))
 
 
 # -- the context of a thread -----------------------------------------------------------------------
