@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,14 @@ def run(
     assert process.returncode == status, f"ended with {process.returncode}\n{out}\n{err}"
     assert not (quiet and err), err
     return out + err if status else out
+
+
+def at_once(*works: Callable[[], Any]) -> list[Any]:
+    """What functions return that run at the same time, a thread each; the first error is raised."""
+    ready = threading.Barrier(len(works))
+    with ThreadPoolExecutor(len(works)) as pool:
+        runs = [pool.submit(lambda work=work: (ready.wait(), work())[1]) for work in works]
+        return [run.result() for run in runs]
 
 
 def load(path: str) -> Any:

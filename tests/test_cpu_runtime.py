@@ -18,7 +18,6 @@ import socket
 import stat
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from processes import LIMIT, ROOT, python
+from processes import LIMIT, ROOT, at_once, python
 from random_cells import random_cell
 from tolerances import assert_close
 
@@ -240,21 +239,13 @@ def test_where_the_system_refuses_memory_llvm_has_a_try(
 
 def test_threads_compile_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANYCELL_CACHE_DIR", str(tmp_path / "cache"))
-    target, failures = isa.current(), []
+    target = isa.current()
 
     def work() -> None:
-        try:
-            for k in range(5):
-                check_axpy(jit.compile(f"; {k}\n" + axpy(target), ["axpy"], target))
-        except BaseException as error:
-            failures.append(error)
+        for k in range(5):
+            check_axpy(jit.compile(f"; {k}\n" + axpy(target), ["axpy"], target))
 
-    workers = [threading.Thread(target=work) for _ in range(6)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not failures
+    at_once(*[work] * 6)
 
 
 @posix
@@ -865,20 +856,7 @@ def test_two_processes_write_the_same_entries(cache: Path) -> None:
                 if len(entry.name) == 64:  # a draft of the other process stays
                     entry.unlink(missing_ok=True)
         """
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            python(code)
-        except BaseException as error:
-            failures.append(error)
-
-    writers = [threading.Thread(target=work) for _ in range(2)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    assert not failures
+    at_once(*[lambda: python(code)] * 2)
     assert all(len(entry.name) == 64 for entry in cache.iterdir()), "a draft was left behind"
     for remark in "abc":
         build(remark)
@@ -1036,6 +1014,7 @@ def setup(request: pytest.FixtureRequest) -> str:
 import ctypes, os, signal, sys, threading, warnings
 import numpy as np
 from anycell.engines.cpu import ir, isa, jit, pool
+from processes import at_once
 from test_cpu_runtime import Meeting, parallel
 {attach}
 assert pool.backend() == {request.param!r}, pool.backend()
@@ -1064,19 +1043,13 @@ def test_threads_call_at_once(setup: str) -> None:
     case(
         setup,
         """
-        failures, teams = [], []
+        teams = []
 
         def work():
-            try:
-                for _ in range(50):
-                    teams.append(Meeting(rounds=3).run(2))
-            except BaseException as error:
-                failures.append(error)
+            for _ in range(50):
+                teams.append(Meeting(rounds=3).run(2))
 
-        workers = [threading.Thread(target=work) for _ in range(8)]
-        for worker in workers: worker.start()
-        for worker in workers: worker.join()
-        assert not failures, failures
+        at_once(*[work] * 8)
         assert len(teams) == 400 and set(teams) <= {1, 2}
         assert Meeting().run(2) == 2
         """,

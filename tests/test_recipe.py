@@ -1,14 +1,15 @@
 """Passes that are drafted once: in what later calls may differ, and what asks for another draft."""
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from processes import at_once
 from tolerances import assert_close
 
 from anycell import Cell, cells, layer
@@ -166,21 +167,12 @@ def test_nothing_of_a_call_stays(rng: np.random.Generator) -> None:
 def test_threads_share_a_recipe(rng: np.random.Generator) -> None:
     problems = [arrays(rng) for _ in range(8)]
     wanted = [solve(problem) for problem in problems]
-    wrong: list[BaseException] = []
 
     def work(k: int) -> None:
-        try:
-            for _ in range(30):
-                same(solve(problems[k]), wanted[k])
-        except BaseException as error:
-            wrong.append(error)
+        for _ in range(30):
+            same(solve(problems[k]), wanted[k])
 
-    workers = [threading.Thread(target=work, args=(k,)) for k in range(8)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not wrong
+    at_once(*[partial(work, k) for k in range(8)])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])

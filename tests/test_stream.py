@@ -2,11 +2,12 @@
 
 import copy
 import pickle
-import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from processes import at_once
 from tolerances import assert_close, close
 
 import anycell.numpy as an
@@ -74,17 +75,8 @@ def test_numpy_threads_step_one_layer(rng: np.random.Generator) -> None:
     layer = an.GRU(16, 64, 2, dtype="float64", seed=1).prepare()
     x = rng.standard_normal((40, 4, 1, 16))
     right = [run(layer, x[:, n]) for n in range(4)]
-    found: dict[int, Any] = {}
-
-    def work(n: int) -> None:
-        found[n] = run(layer, x[:, n])
-
-    workers = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert all(np.array_equal(found[n], right[n]) for n in range(4))
+    found = at_once(*[partial(run, layer, x[:, n]) for n in range(4)])
+    assert all(map(np.array_equal, found, right))
 
 
 def run(layer: Any, x: Any) -> Any:
@@ -307,13 +299,8 @@ def test_threads_step_with_resets() -> None:
                 output, state = layer.step(step, state, **given)
         return output
 
-    right, found = [steps(n) for n in range(4)], {}
-    workers = [threading.Thread(target=lambda n=n: found.update({n: steps(n)})) for n in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert all(torch.equal(found[n], right[n]) for n in range(4))
+    right = [steps(n) for n in range(4)]
+    assert all(map(torch.equal, at_once(*[partial(steps, n) for n in range(4)]), right))
 
 
 def test_torch_weights_that_change(taken: list[int]) -> None:

@@ -8,7 +8,6 @@ import doctest
 import functools
 import io
 import pickle
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -583,65 +582,6 @@ def test_function_transforms(kind: str) -> None:
     assert_close(tangent.sum(0).detach(), total.detach(), "float64", "gradient")
 
 
-# -- accelerate ------------------------------------------------------------------------------------
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.LSTM(3, 6, num_layers=2, bidirectional=True, dropout=0.3)
-        self.tail = nn.ModuleDict({"a": nn.GRU(12, 4), "b": nn.RNN(4, 4)})
-        self.own = Subclass(4, 4)
-        self.shared = self.encoder
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.own(self.tail["b"](self.tail["a"](self.encoder(x)[0])[0])[0])[0]
-
-
-class Subclass(nn.LSTM):
-    def forward(self, *args: Any) -> Any:
-        output, final = super().forward(*args)
-        return output + 1, final
-
-
-def test_accelerate(caplog: pytest.LogCaptureFixture) -> None:
-    model, x = Model().eval(), torch.randn(5, 2, 3)
-    encoder, parameters = model.encoder, dict(model.named_parameters())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    seen: list[type] = []
-    encoder.register_forward_hook(lambda module, *_: seen.append(type(module)))
-    ref, state = model(x), copy.deepcopy(model.state_dict())
-    with caplog.at_level("INFO", "anycell"):
-        assert at.accelerate(model) is model
-    assert model.encoder is encoder is model.shared and type(encoder) is at.LSTM
-    assert type(model.tail["a"]) is at.GRU and not encoder.training
-    assert type(model.tail["b"]) is nn.RNN and type(model.own) is Subclass
-    assert all(p is parameters[name] for name, p in model.named_parameters())
-    model.load_state_dict(state, strict=True)
-    assert_close(model(x).detach(), ref.detach(), "float32", "forward")
-    assert seen == [nn.LSTM, at.LSTM]
-    model.train()(x).sum().backward()
-    optimizer.step()
-    layers = {found.name: found for found in at.recurrent_layers(model)}
-    assert {name: found.engine for name, found in layers.items()} == {
-        "encoder": "cpu", "tail.a": "cpu", "tail.b": "torch", "own": "torch"
-    }  # fmt: skip
-    assert "forward of its own" in layers["own"].reason and "nn.LSTM" in layers["tail.b"].reason
-    assert [record.getMessage() for record in caplog.records] == [str(f) for f in layers.values()]
-    assert type(at.accelerate(model).encoder) is at.LSTM  # again is the same
-    assert type(at.accelerate(nn.GRU(3, 4))) is at.GRU  # the model itself
-
-
-def test_accelerate_leaves_what_it_must() -> None:
-    patched = nn.LSTM(3, 4)
-    patched.forward = lambda *args: "mine"
-    model = at.accelerate(nn.ModuleList([patched]))
-    assert [type(module) for module in model] == [nn.LSTM]
-    assert "replaced" in at.recurrent_layers(model)[0].reason
-    assert "not been called" in at.recurrent_layers(nn.LSTM(3, 4))[0].reason
-    for bad, hint in ((Model, "Call it first"), (len, "Pass a model")):
-        with pytest.raises(TypeError, match=f"model: given .*expected a torch.nn.Module. {hint}"):
-            at.accelerate(bad)
-
-
 # -- errors of our own -----------------------------------------------------------------------------
 X = (4, 2, 3)
 H = (1, 2, 5)
@@ -752,26 +692,7 @@ def test_other_errors() -> None:
             layer(torch.zeros(X))
 
 
-# -- processes and threads -------------------------------------------------------------------------
-def test_threads_call_one_layer_at_once() -> None:
-    layer = at.LSTM(8, 64, num_layers=2, bidirectional=True)
-    inputs = [torch.randn(9, 5 + i, 8) for i in range(4)]
-    wanted, found = [layer(x)[0].detach() for x in inputs], {}
-
-    def work(i: int) -> None:
-        for _ in range(5):
-            output, _ = layer(inputs[i])
-            torch.autograd.grad(output.sum(), layer.weight_hh_l0)
-        found[i] = output.detach()
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(found[i], ref) for i, ref in enumerate(wanted))
-
-
+# -- threads and examples --------------------------------------------------------------------------
 @pytest.mark.usefixtures("two_threads")
 def test_same_bits_for_any_number_of_threads() -> None:
     layer, x = at.LSTM(16, 64, bidirectional=True), torch.randn(9, 40, 16)

@@ -107,6 +107,32 @@ def outcome(model: nn.Module, x: Tensor, loss: conv_models.Loss) -> dict[str, Te
     return found | {f"d {name}": p.grad for name, p in model.named_parameters()}
 
 
+# -- what is swapped -------------------------------------------------------------------------------
+def test_a_model_stays_what_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    """Its modules, shared ones too, their parameters, hooks and modes; each layer is logged."""
+    model = nn.Sequential(nn.LSTM(3, 4), nn.ModuleDict({"a": nn.GRU(4, 4)})).eval()
+    model.shared, parameters, x = model[0], dict(model.named_parameters()), torch.ones(5, 2, 3)
+    seen: list[type] = []
+    model[0].register_forward_hook(lambda module, *_: seen.append(type(module)))
+    ref, state = model[0](x)[0], copy.deepcopy(model.state_dict())
+    with caplog.at_level("INFO", "anycell"):
+        assert at.accelerate(model) is model
+    assert [type(module) for module in (model[0], model[1]["a"])] == [at.LSTM, at.GRU]
+    assert model.shared is model[0] and not model[1]["a"].training
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    model.load_state_dict(state, strict=True)
+    assert_close(model[0](x)[0].detach(), ref.detach(), "float32", "forward")
+    assert seen == [nn.LSTM, at.LSTM]
+    layers = {found.name: found.engine for found in at.recurrent_layers(model)}
+    assert layers == {"0": "cpu", "1.a": "cpu"}
+    assert caplog.messages == [str(found) for found in at.recurrent_layers(model)]
+    assert type(at.accelerate(model)[0]) is at.LSTM  # again is the same
+    assert type(at.accelerate(nn.GRU(3, 4))) is at.GRU  # the model itself
+    for bad, hint in ((nn.LSTM, "Call it first"), (len, "Pass a model")):
+        with pytest.raises(TypeError, match=f"model: given .*expected a torch.nn.Module. {hint}"):
+            at.accelerate(bad)  # type: ignore[type-var]
+
+
 # -- subclasses ------------------------------------------------------------------------------------
 class Amp(nn.LSTM):
     """As in amp modelers: a constructor and methods of its own, no forward."""

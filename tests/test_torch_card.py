@@ -3,14 +3,13 @@
 Where a test says something without a card too, its body also runs in Triton's interpreter.
 """
 
-import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from gpu import CARD, COMPILES, DEVICE, SLOW, torch  # before anything else that may import Triton
-from processes import python
+from processes import at_once, python
 from test_torch_gpu import results
 from tolerances import assert_close
 
@@ -72,21 +71,12 @@ def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
 
 def in_a_thread(run: Any) -> Any:
     """What it returns, or raises, in a thread that is new to CUDA."""
-    found: list[Any] = []
 
-    def body() -> None:
-        try:
-            with np.errstate(all="ignore"):
-                found.append(run())
-        except BaseException as raised:
-            found.append(raised)
+    def body() -> Any:
+        with np.errstate(all="ignore"):
+            return run()
 
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
+    return at_once(body)[0]
 
 
 def same(mine: dict[str, Any], right: dict[str, Any]) -> None:
@@ -187,31 +177,19 @@ def test_threads_at_once(tier: int, own: bool, seed: int) -> None:
     place = ON_A_CARD
     layer, x = place.layer(), place.input()
     right = results(layer, x, {}, seed, fused=True)
-    wrong: list[str] = []
-    start = threading.Barrier(4)
 
     def run() -> None:
-        stream = torch.cuda.Stream() if own else torch.cuda.current_stream()
-        start.wait()
-        try:
-            with torch.cuda.stream(stream):
-                for _ in range(10):
-                    output, _ = layer(x)
-                    (dx,) = torch.autograd.grad(output, x, torch.ones_like(output))
-                    assert torch.equal(output.cpu(), right["output"])
-                    assert torch.equal(dx, expected)
-        except BaseException as raised:
-            wrong.append(repr(raised))
+        with torch.cuda.stream(torch.cuda.Stream() if own else torch.cuda.current_stream()):
+            for _ in range(10):
+                output, _ = layer(x)
+                (dx,) = torch.autograd.grad(output, x, torch.ones_like(output))
+                assert torch.equal(output.cpu(), right["output"])
+                assert torch.equal(dx, expected)
 
     output, _ = layer(x)
     (expected,) = torch.autograd.grad(output, x, torch.ones_like(output))
     torch.cuda.synchronize()
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    at_once(*[run] * 4)
 
 
 @gpu
