@@ -53,7 +53,7 @@ test: $(VENV)/keras.stamp ## the fast tests, and a list of the 40 slowest
 test-all: export ANYCELL_CACHE_DIR := $(CURDIR)/out/test-kernels
 test-all: $(VENV)/tf_keras.stamp $(VENV)/docs.stamp $(VENV)/rl.stamp ## every test but those for a GPU, under every instruction set
 	rm -rf $(ANYCELL_CACHE_DIR)
-	$(PYTEST) -m "not gpu" --random-cells $(CELLS) --days $(DAYS)
+	$(PYTEST) -m "not gpu" --random-cells $(CELLS) --days $(DAYS) --edits 100
 	set -e; narrower=$$($(RUN) -c "$(NARROWER)"); \
 	for isa in $$narrower; do ANYCELL_ISA=$$isa $(PYTEST) $(NARROW); done
 	case " $$($(RUN) -c "$(NARROWER)") " in *" avx2 "*) \

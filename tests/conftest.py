@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--random-cells",
         type=int,
-        default=8,
+        default=5,
         metavar="N",
         help="how many random cells the property test builds (default: %(default)s)",
     )
@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--edits",
         type=int,
-        default=60,
+        default=30,
         metavar="N",
         help="how many edits of weights are tried per layer (default: %(default)s)",
     )

@@ -1025,85 +1025,97 @@ def case(setup: str, body: str, **env: str) -> None:
     python(setup + textwrap.dedent(body), **env)
 
 
-def test_all_parts_run_at_once(setup: str) -> None:
-    case(
-        setup,
-        """
-        assert Meeting(rounds=30).run(2) == 2
-        for parts in (1, 2, 3, 5, 1, 4, 2):  # more than cores, and growing and shrinking
-            for _ in range(3):
-                assert Meeting(rounds=3).run(parts) == parts
-        for _ in range(200):
-            assert Meeting(rounds=1).run(2) == 2
-        """,
-    )
+# What a gang does.
+GANGS = {
+    "all parts run at once": """
+assert Meeting(rounds=30).run(2) == 2
+for parts in (1, 2, 3, 5, 1, 4, 2):  # more than cores, and growing and shrinking
+    for _ in range(3):
+        assert Meeting(rounds=3).run(parts) == parts
+for _ in range(200):
+    assert Meeting(rounds=1).run(2) == 2
+""",
+    "threads call at once": """
+teams = []
+
+def work():
+    for _ in range(50):
+        teams.append(Meeting(rounds=3).run(2))
+
+at_once(*[work] * 8)
+assert len(teams) == 400 and set(teams) <= {1, 2}
+assert Meeting().run(2) == 2
+""",
+    "a busy gang makes nobody wait": """
+# While one gang stands at its gate, another call is done, alone; then the gate opens.
+first = Meeting(rounds=1, gate=0)
+teams = []
+thread = threading.Thread(target=lambda: teams.append(first.run(2)))
+thread.start()
+while first.args[0] < 2: os.sched_yield()
+assert Meeting().run(2) == 1
+assert thread.is_alive()
+first.args[3] = 1
+thread.join()
+assert teams == [2]
+assert Meeting().run(2) == 2
+""",
+    "an interrupt comes during a call": """
+# A shell has what runs in its background ignore the signal, and Python keeps to that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for _ in range(3):
+    meeting = Meeting(rounds=1, gate=0)
+
+    def interrupt():
+        while meeting.args[0] < 2: os.sched_yield()  # both parts are inside
+        os.kill(os.getpid(), signal.SIGINT)
+        meeting.args[3] = 1
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        meeting.run(2)
+    except KeyboardInterrupt:
+        pass
+    else:
+        raise AssertionError("no interrupt came")
+    thread.join()
+    assert meeting.seen[:3].tolist() == [2, 2, 0], "the call was not finished"
+    assert Meeting(rounds=30).run(2) == 2
+""",
+    "parts share the floating point mode": '''
+# Flushing denormals in the caller flushes them in every part, and in nobody else's work.
+code = jit.compile("""
+declare void @llvm.x86.sse.ldmxcsr(ptr)
+define void @mode(ptr %mode, i64 %part, i64 %parts) {
+  call void @llvm.x86.sse.ldmxcsr(ptr %mode)
+  ret void
+}
+""", ["mode"], isa.TARGETS["generic"])
+usual, flush = np.array([0x1F80], np.int32), np.array([0x9FC0], np.int32)
+
+def half():
+    meeting = Meeting(tiny=2.0**-1022)
+    assert meeting.run(2) == 2
+    return meeting.half
+
+assert half() == 1 << 51
+parallel(code.address("mode"), flush.ctypes.data, 1)
+flushed = half()
+parallel(code.address("mode"), usual.ctypes.data, 1)
+assert flushed == 0
+assert half() == 1 << 51  # the bits of 2.0**-1023
+''',
+}
+if os.name != "posix":
+    del GANGS["an interrupt comes during a call"]
+if not ir.X86:
+    del GANGS["parts share the floating point mode"]
 
 
-def test_threads_call_at_once(setup: str) -> None:
-    case(
-        setup,
-        """
-        teams = []
-
-        def work():
-            for _ in range(50):
-                teams.append(Meeting(rounds=3).run(2))
-
-        at_once(*[work] * 8)
-        assert len(teams) == 400 and set(teams) <= {1, 2}
-        assert Meeting().run(2) == 2
-        """,
-    )
-
-
-def test_a_busy_gang_makes_nobody_wait(setup: str) -> None:
-    """While one gang stands at its gate, another call is done, alone; then the gate opens."""
-    case(
-        setup,
-        """
-        first = Meeting(rounds=1, gate=0)
-        teams = []
-        thread = threading.Thread(target=lambda: teams.append(first.run(2)))
-        thread.start()
-        while first.args[0] < 2: os.sched_yield()
-        assert Meeting().run(2) == 1
-        assert thread.is_alive()
-        first.args[3] = 1
-        thread.join()
-        assert teams == [2]
-        assert Meeting().run(2) == 2
-        """,
-    )
-
-
-@posix
-def test_interrupt_during_a_call(setup: str) -> None:
-    case(
-        setup,
-        """
-        # A shell has what runs in its background ignore the signal, and Python keeps to that.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for _ in range(3):
-            meeting = Meeting(rounds=1, gate=0)
-
-            def interrupt():
-                while meeting.args[0] < 2: os.sched_yield()  # both parts are inside
-                os.kill(os.getpid(), signal.SIGINT)
-                meeting.args[3] = 1
-
-            thread = threading.Thread(target=interrupt)
-            thread.start()
-            try:
-                meeting.run(2)
-            except KeyboardInterrupt:
-                pass
-            else:
-                raise AssertionError("no interrupt came")
-            thread.join()
-            assert meeting.seen[:3].tolist() == [2, 2, 0], "the call was not finished"
-            assert Meeting(rounds=30).run(2) == 2
-        """,
-    )
+def test_gangs(setup: str) -> None:
+    """All of that in one process; what it prints last has failed."""
+    case(setup, "".join(f"print({name!r}, flush=True)\n{body}" for name, body in GANGS.items()))
 
 
 @posix
@@ -1243,36 +1255,6 @@ def test_a_smaller_openmp_team_than_asked_for() -> None:
         assert [Meeting().run(parts) for parts in (4, 8, 2)] == [2, 2, 2]
         """,
         OMP_THREAD_LIMIT="2",
-    )
-
-
-@x86
-def test_parts_share_the_floating_point_mode(setup: str) -> None:
-    """Flushing denormals in the caller flushes them in every part, and in nobody else's work."""
-    case(
-        setup,
-        '''
-        code = jit.compile("""
-        declare void @llvm.x86.sse.ldmxcsr(ptr)
-        define void @mode(ptr %mode, i64 %part, i64 %parts) {
-          call void @llvm.x86.sse.ldmxcsr(ptr %mode)
-          ret void
-        }
-        """, ["mode"], isa.TARGETS["generic"])
-        usual, flush = np.array([0x1F80], np.int32), np.array([0x9FC0], np.int32)
-
-        def half():
-            meeting = Meeting(tiny=2.0**-1022)
-            assert meeting.run(2) == 2
-            return meeting.half
-
-        assert half() == 1 << 51
-        parallel(code.address("mode"), flush.ctypes.data, 1)
-        flushed = half()
-        parallel(code.address("mode"), usual.ctypes.data, 1)
-        assert flushed == 0
-        assert half() == 1 << 51  # the bits of 2.0**-1023
-        ''',
     )
 
 

@@ -118,57 +118,54 @@ def by_loop(problem: Problem) -> Arrays:
     return {n: a.detach().numpy() for n, a in solution.items()}
 
 
+def made(module: Any, problem: Problem, dtype: str, batch_first: bool = False) -> Any:
+    """The feedback of a frontend, with a problem's weights."""
+    inputs, hidden = (problem.arrays[n].shape[2] for n in ("x", problem.states[-1]))
+    kind, like = (dtype, np.array) if module is an else (getattr(torch, dtype), torch.tensor)
+    options = {"dtype": kind, "batch_first": batch_first, **problem.sizes}
+    layer = module.RNN(problem.cell, inputs, hidden, **options)
+    dense = an.Dense if module is an else torch.nn.Linear
+    readout = dense(problem.arrays["weight"].shape[1], problem.width, dtype=kind)
+    layer.load_state_dict({n: like(a) for n, a in problem.learned.items()})
+    readout.load_state_dict({n: like(problem.arrays[n]) for n in ("weight", "bias")})
+    return module.Feedback(layer, readout)
+
+
 def by_torch(problem: Problem, dtype: str, batch_first: bool = False) -> Arrays:
-    x, hidden = problem.poisoned(dtype), problem.arrays["d final " + problem.cell.states[-1].name]
-    kind = torch.float64 if dtype == "float64" else torch.float32
-    layer = at.RNN(
-        problem.cell, x.shape[2], hidden.shape[2], dtype=kind, batch_first=batch_first,
-        **problem.sizes,
-    )  # fmt: skip
-    readout = torch.nn.Linear(problem.arrays["weight"].shape[1], problem.width, dtype=kind)
-    layer.load_state_dict({n: torch.tensor(a) for n, a in problem.learned.items()})
-    readout.load_state_dict({n: torch.tensor(problem.arrays[n]) for n in ("weight", "bias")})
-    assert at.Feedback(layer, readout).engine.name == "cpu"
-    given = {"x": torch.tensor(x)}
+    feedback = made(at, problem, dtype, batch_first)
+    assert feedback.engine.name == "cpu"
+    given = {"x": torch.tensor(problem.poisoned(dtype))}
     given |= {n: torch.tensor(problem.arrays[n].astype(dtype)) for n in problem.states}
     for tensor in given.values():
         tensor.requires_grad_()
     turn = (lambda a: a.swapaxes(0, 1)) if batch_first else (lambda a: a)
     flags = {n: torch.tensor(a) for n, a in (problem.options | {"forced": problem.forced}).items()}
     flags = {n: f if n == "lengths" else turn(f) for n, f in flags.items()}
-    y, final = at.Feedback(layer, readout)(
-        turn(given["x"]), one([given[n] for n in problem.states]), **flags
-    )
+    y, final = feedback(turn(given["x"]), one([given[n] for n in problem.states]), **flags)
     results = {"y": turn(y), **named(problem, final)}
     arriving = {n: torch.tensor(problem.arrays[f"d {n}"].astype(dtype)) for n in results}
     loss = sum((results[n] * arriving[n]).sum() for n in results)
-    given |= {**dict(layer.named_parameters()), **dict(readout.named_parameters())}
+    for part in (feedback.layer, feedback.readout):
+        given |= dict(part.named_parameters())
     grads = torch.autograd.grad(loss, list(given.values()), materialize_grads=True)
     results |= {f"d {n}": g for n, g in zip(given, grads, strict=True)}
     return {n: a.detach().numpy() for n, a in results.items()}
 
 
 def by_numpy(problem: Problem, dtype: str, batch_first: bool = False) -> Arrays:
-    x, hidden = problem.poisoned(dtype), problem.arrays["d final " + problem.cell.states[-1].name]
-    layer = an.RNN(
-        problem.cell, x.shape[2], hidden.shape[2], dtype=dtype, batch_first=batch_first,
-        **problem.sizes,
-    )  # fmt: skip
-    readout = an.Dense(problem.arrays["weight"].shape[1], problem.width, dtype=dtype)
-    layer.set_parameters(problem.learned)
-    readout.set_parameters({n: problem.arrays[n] for n in ("weight", "bias")})
+    feedback = made(an, problem, dtype, batch_first)
     turn = (lambda a: a.swapaxes(0, 1)) if batch_first else (lambda a: a)
     flags = problem.options | {"forced": problem.forced}
     flags = {n: f if n == "lengths" else turn(f) for n, f in flags.items()}
-    feedback = an.Feedback(layer, readout)
     state = one([problem.arrays[n] for n in problem.states])
-    y, final = feedback.forward(turn(x), state, training=True, **flags)
+    x = turn(problem.poisoned(dtype))
+    y, final = feedback.forward(x, state, training=True, **flags)
     d_final = one([problem.arrays[f"d final {n}"] for n in problem.cell.state_names])
     d_x, d_state = feedback.backward(turn(problem.arrays["d y"]), d_final)
     solution = {"y": turn(y), "d x": turn(d_x), **named(problem, final)}
     d_states = d_state if isinstance(d_state, tuple) else (d_state,)
     solution |= {f"d {n}": a for n, a in zip(problem.states, d_states, strict=True)}
-    grads = {**layer.grads, **readout.grads}
+    grads = {**feedback.layer.grads, **feedback.readout.grads}
     return solution | {f"d {n}": a for n, a in grads.items()}
 
 
@@ -240,13 +237,7 @@ def layer_and_readout() -> tuple[Any, Any]:
 
 # -- one step at a time ----------------------------------------------------------------------------
 def torchs_steps(problem: Problem, wanted: bool) -> Any:
-    x = problem.poisoned("float64")
-    hidden = problem.arrays["d final " + problem.cell.states[-1].name].shape[2]
-    layer = at.RNN(problem.cell, x.shape[2], hidden, dtype=torch.float64, **problem.sizes)
-    readout = torch.nn.Linear(problem.arrays["weight"].shape[1], problem.width).double()
-    layer.load_state_dict({n: torch.tensor(a) for n, a in problem.learned.items()})
-    readout.load_state_dict({n: torch.tensor(problem.arrays[n]) for n in ("weight", "bias")})
-    feedback = at.Feedback(layer, readout)
+    feedback = made(at, problem, "float64")
     assert feedback.prepare() is feedback
 
     def step(x: Any, state: Any, **flags: Any) -> Any:
@@ -261,13 +252,7 @@ def torchs_steps(problem: Problem, wanted: bool) -> Any:
 
 
 def numpys_steps(problem: Problem, prepared: bool) -> Any:
-    x = problem.poisoned("float64")
-    hidden = problem.arrays["d final " + problem.cell.states[-1].name].shape[2]
-    layer = an.RNN(problem.cell, x.shape[2], hidden, dtype="float64", **problem.sizes)
-    readout = an.Dense(problem.arrays["weight"].shape[1], problem.width, dtype="float64")
-    layer.set_parameters(problem.learned)
-    readout.set_parameters({n: problem.arrays[n] for n in ("weight", "bias")})
-    feedback = an.Feedback(layer, readout)
+    feedback = made(an, problem, "float64")
     return (feedback.prepare() if prepared else feedback).step
 
 

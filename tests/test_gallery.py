@@ -19,17 +19,25 @@ import site_gallery
 import site_graph
 from site_markdown import markdown
 
+RESULTS = json.loads(gallery.RESULTS.read_text(encoding="utf-8"))
+
 
 def test_every_cell_has_results() -> None:
-    """`make gallery` must run when a cell is added, and when one learns other arrays."""
-    results = json.loads(gallery.RESULTS.read_text(encoding="utf-8"))
-    assert sorted(results) == sorted(cells.__all__)
-    for name, result in results.items():
+    """`make gallery` must run when a cell is added."""
+    assert sorted(RESULTS) == sorted(cells.__all__)
+    for name, result in RESULTS.items():
         assert sorted(result) == sorted(["speed", *gallery.problems(name)])
         for problem in gallery.problems(name):
-            parameters, _ = gallery.train(getattr(cells, name), problem, 0, 0)
-            assert result[problem]["parameters"] == parameters, name
             assert len(result[problem]["errors"]) == len(gallery.SEEDS)
+
+
+@pytest.mark.parametrize("name", cells.__all__)
+@pytest.mark.sample(every=5)
+def test_results_are_of_what_a_cell_learns(name: str) -> None:
+    """And when one learns other arrays."""
+    for problem in gallery.problems(name):
+        parameters, _ = gallery.train(getattr(cells, name), problem, 0, 0)
+        assert RESULTS[name][problem]["parameters"] == parameters
 
 
 @pytest.mark.parametrize("problem", gallery.PROBLEMS)

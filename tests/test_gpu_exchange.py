@@ -30,14 +30,9 @@ from anycell.plan import plan
 from anycell.torch.device import DeviceHost
 
 # -- machine code ----------------------------------------------------------------------------------
-KERNELS = [
-    (256, "forward", "flags"),  # 16 programs: fewer flags than a warp has threads
-    (512, "forward", "flags"),
-    (512, "backward", "flags"),
-    (512, "forward", "data"),
-    (512, "backward", "data"),
-    (768, "forward", "flags"),
-]
+KERNELS = [(768, way, by) for by in ("flags", "data") for way in ("forward", "backward")]
+# Fewer flags than a warp has threads, and as many; those above have more.
+NARROW = [(256, "forward", "flags"), (512, "forward", "flags"), (512, "backward", "flags")]
 
 
 class Instruction:
@@ -106,20 +101,32 @@ class Code:
         return place
 
 
-@pytest.fixture(scope="module")
-def codes() -> dict[tuple[int, str, str], Code]:
-    words = [str(word) for kernel in KERNELS for word in kernel]
+Kernel = tuple[int, str, str]
+
+
+def compiled(kernels: list[Kernel]) -> dict[Kernel, Code]:
+    words = [str(word) for kernel in kernels for word in kernel]
     found = json.loads(run("tests/machine_code.py", *words, **COMPILES))
-    return dict(zip(KERNELS, map(Code, found), strict=True))
+    return dict(zip(kernels, map(Code, found), strict=True))
 
 
-@pytest.mark.parametrize("kernel", KERNELS[:3], ids=str)
+@pytest.fixture(scope="module")
+def codes() -> dict[Kernel, Code]:
+    return compiled(KERNELS)
+
+
+@pytest.fixture(scope="module")
+def narrow() -> dict[Kernel, Code]:
+    return compiled(NARROW)
+
+
+@pytest.mark.parametrize("kernel", NARROW, ids=str)
 @pytest.mark.slow
 def test_a_barrier_stands_between_flags_and_what_they_are_for(
-    kernel: Any, codes: dict[Any, Code]
+    kernel: Kernel, narrow: dict[Kernel, Code]
 ) -> None:
     """Flags that one thread has seen are seen for all, however few programs there are."""
-    code = codes[kernel]
+    code = narrow[kernel]
     poll = code.poll()
     arriving = set(code.named(r"LDG\.E\.128\.STRONG\.GPU"))
     assert arriving and not arriving & code.without(poll, "BAR")
@@ -127,8 +134,10 @@ def test_a_barrier_stands_between_flags_and_what_they_are_for(
     assert not arriving & code.without(poll, "STS")
 
 
-@pytest.mark.parametrize("kernel", KERNELS[1:], ids=str)
-def test_what_lies_between_the_matmuls_and_the_others(kernel: Any, codes: dict[Any, Code]) -> None:
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_what_lies_between_the_matmuls_and_the_others(
+    kernel: Kernel, codes: dict[Kernel, Code]
+) -> None:
     """Flags cost a fence and an exchange in memory. Data are stored, and that is all; whoever waits
     for them multiplies what it has looked at.
     """
@@ -145,7 +154,7 @@ def test_what_lies_between_the_matmuls_and_the_others(kernel: Any, codes: dict[A
     assert not after & {*fences, *exchanges}
 
 
-def test_the_clock_is_read_now_and_then(codes: dict[Any, Code]) -> None:
+def test_the_clock_is_read_now_and_then(codes: dict[Kernel, Code]) -> None:
     """A look at a flag that is not there yet is followed by the next one, 63 of 64 times."""
     code = codes[KERNELS[0]]
     (clock,) = [n for n, line in enumerate(code.lines) if "GLOBALTIMER" in line.text]
@@ -187,14 +196,9 @@ def assert_swift(code: Code) -> None:
     assert after and not any("STRONG" in code.lines[n].name for n in loads if n > min(matrices))
 
 
-def test_the_machine_code_of_a_step(codes: dict[tuple[int, str, str], Code]) -> None:
-    assert_swift(codes[768, "forward", "flags"])
-
-
-@pytest.mark.slow
-def test_the_machine_code_of_a_step_backward() -> None:
-    (text,) = json.loads(run("tests/machine_code.py", "768", "backward", "flags", **COMPILES))
-    assert_swift(Code(text))
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_the_machine_code_of_a_step(way: str, codes: dict[Kernel, Code]) -> None:
+    assert_swift(codes[768, way, "flags"])
 
 
 # -- the context of a thread -----------------------------------------------------------------------

@@ -408,7 +408,7 @@ FATES: dict[str, tuple[str, dict[str, Any], str]] = {
 def begun(check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A run of these processes; those that hang have so many seconds."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(check, "LAST_WORDS", ((signal.SIGINT, 2.0), (signal.SIGABRT, 2.0)))
+    monkeypatch.setattr(check, "LAST_WORDS", ((signal.SIGINT, 0.7), (signal.SIGABRT, 2.0)))
 
     def begin(seconds: float) -> Any:
         commands = [
@@ -456,7 +456,13 @@ def test_whatever_happens_the_results_are_kept(check: Any, begun: Any) -> None:
 
 def test_a_signal_ends_it_with_all_that_it_has(check: Any, begun: Any) -> None:
     run = begun(60.0)
-    threading.Timer(3.0, run._stop, (signal.SIGTERM, None)).start()
+
+    def stop() -> None:
+        while "begins" not in check.Results.read(run.folder).texts.get("smoke-hangs", ""):
+            time.sleep(0.02)
+        run._stop(signal.SIGTERM, None)
+
+    threading.Thread(target=stop, daemon=True).start()
     assert not run.run() and time.monotonic() - run.begin < 30
     results = check.Results.read(run.folder)
     fates = {record["name"]: record["result"] for record in results.records}

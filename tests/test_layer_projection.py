@@ -15,13 +15,15 @@ import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
 from anycell import layer as layers  # noqa: E402
 from anycell.engines import cpu  # noqa: E402
+from anycell.engines.cpu.isa import current  # noqa: E402
+from anycell.engines.cpu.layout import Layout  # noqa: E402
 from anycell.plan import plan  # noqa: E402
 
 SIZES = {"LSTMP": {"P": 3}}
 NAMES = [
     name
     for name in cells.__all__
-    if cpu.compiled(plan(getattr(cells, name), 5, sizes=SIZES.get(name, {}))).projecting
+    if Layout(plan(getattr(cells, name), 5, sizes=SIZES.get(name, {})), False, current()).projecting
 ]
 
 
