@@ -6,11 +6,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+from problems import draw
 from processes import python
 
 import anycell.numpy as an
 from anycell import cells
+from anycell.layer import Options
+from anycell.plan import Call
 
+try:
+    import torch
+    from conformance.on_torch import by_function, by_module, module
+    from torch_layers import LAYERS, given_to_forward, run
+
+    import anycell.torch as at
+    from anycell.torch import functional, ops
+except ImportError:
+    torch = None  # type: ignore[assignment]
+
+of_torch = pytest.mark.skipif(torch is None, reason="needs PyTorch")
 STEPS, ROWS = 11, 3
 
 
@@ -36,14 +50,11 @@ CALLS = [
 ]
 
 
+@of_torch
 @pytest.mark.parametrize("directions", [(), ("bidirectional",)], ids=["", "both"])
 @pytest.mark.parametrize("name", CELLS)
 @pytest.mark.sample(6)
 def test_same_bits(name: str, directions: tuple[str, ...]) -> None:
-    torch = pytest.importorskip("torch")
-    from conformance.on_torch import by_module, module
-    from problems import draw
-
     cell = getattr(cells, name)
     for has in CALLS:
         problem = draw(cell, (STEPS, ROWS, 4, 5), (*has, *directions, "layers"))
@@ -56,11 +67,9 @@ def test_same_bits(name: str, directions: tuple[str, ...]) -> None:
                 assert np.array_equal(value, solutions[0][what]), (has, what)
 
 
+@of_torch
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_drop_in_layers(kind: str) -> None:
-    torch = pytest.importorskip("torch")
-    from torch_layers import LAYERS, run
-
     layer = LAYERS[kind][0](4, 5, 2, dropout=0.5, batch_first=True, checkpoint=4)
     assert "checkpoint=4" in repr(layer)
     x, found = torch.randn(ROWS, STEPS, 4), []
@@ -73,26 +82,19 @@ def test_drop_in_layers(kind: str) -> None:
         assert torch.equal(value, found[1][what]), what
 
 
+@of_torch
 def test_recurrent_masks(set_layer: Callable[..., None]) -> None:
-    pytest.importorskip("torch")
-    from conformance.on_torch import by_function
-    from problems import draw
-
-    from anycell.torch.functional import layer
-
     set_layer(chunk_steps=lambda *_: 1)
     has = ("recurrent_mask per gate", "bidirectional", "state")
     problem = draw(cells.LSTM, (STEPS, ROWS, 4, 5), has)
-    plain = by_function(layer)(problem)
+    plain = by_function(functional.layer)(problem)
     for checkpoint in (2, "sqrt"):
-        again = by_function(layer, checkpoint=checkpoint)(problem)
+        again = by_function(functional.layer, checkpoint=checkpoint)(problem)
         assert all(np.array_equal(value, again[name]) for name, value in plain.items())
 
 
+@of_torch
 def test_packed_sequences() -> None:
-    torch = pytest.importorskip("torch")
-    import anycell.torch as at
-
     layer, x = at.RNN(cells.LSTM, 4, 5, bidirectional=True), torch.randn(STEPS, ROWS, 4)
     packed = torch.nn.utils.rnn.pack_padded_sequence(x, [3, STEPS, 6], enforce_sorted=False)
     found = []
@@ -102,11 +104,9 @@ def test_packed_sequences() -> None:
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
+@of_torch
 def test_what_autograd_keeps() -> None:
     """Besides x and the weights: the states at the borders, and neither output nor saved values."""
-    torch = pytest.importorskip("torch")
-    import anycell.torch as at
-
     layer, x = at.RNN(cells.LSTM, 4, 5), torch.randn(STEPS, ROWS, 4)
     own = {id(x), *map(id, layer.parameters())}
     kept: list[Any] = []
@@ -122,12 +122,10 @@ def test_what_autograd_keeps() -> None:
     assert sorted(t.numel() for t in borders) == [0, segments * ROWS * 5, segments * ROWS * 5]
 
 
+@of_torch
 @pytest.mark.slow
 def test_again_and_twice() -> None:
     """A second backward of one graph, and a second derivative."""
-    torch = pytest.importorskip("torch")
-    import anycell.torch as at
-
     layer = at.RNN(cells.GRU, 2, 3, bidirectional=True, dtype=torch.float64, checkpoint=3)
     x = torch.randn(5, 2, 2, dtype=torch.float64, requires_grad=True)
     output, _ = layer(x)
@@ -140,17 +138,10 @@ def test_again_and_twice() -> None:
     assert torch.autograd.gradgradcheck(lambda x: layer(x)[0], (x,))
 
 
+@of_torch
 @pytest.mark.slow
 def test_as_an_operator() -> None:
     """What torch.compile sees: the same bits, and shapes that the fake kernels foretell."""
-    torch = pytest.importorskip("torch")
-    from torch_layers import given_to_forward
-
-    import anycell.torch as at
-    from anycell.layer import Options
-    from anycell.plan import Call
-    from anycell.torch import ops
-
     for cell, mask in itertools.product(
         (cells.LSTM, cells.GRU), ({}, {"mask": torch.rand(STEPS, 2) < 0.7})
     ):
@@ -172,12 +163,10 @@ def test_as_an_operator() -> None:
         torch.library.opcheck(torch.ops.anycell.forward, call)
 
 
+@of_torch
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_compiled() -> None:
-    torch = pytest.importorskip("torch")
-    import anycell.torch as at
-
     layer = at.RNN(cells.LSTM, 4, 5, checkpoint="sqrt")
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for steps in (STEPS, 7, 9):
@@ -201,9 +190,9 @@ print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@of_torch
 @pytest.mark.slow
 def test_peak_memory() -> None:
-    pytest.importorskip("torch")
     pytest.importorskip("resource")
     plain, less = (
         int(python(PEAK.format(checkpoint=c)).rpartition("peak")[2]) for c in (None, "sqrt")
@@ -237,9 +226,8 @@ def test_errors(given: Any) -> None:
     message = "checkpoint: given .*; expected 'sqrt', a number of steps from 1, or None"
     with pytest.raises(ValueError, match=message):
         an.LSTM(4, 5, checkpoint=given)
-    torch = pytest.importorskip("torch")
-    import anycell.torch as at
-
+    if torch is None:
+        return
     with pytest.raises(ValueError, match=message):
         at.RNN(cells.LSTM, 4, 5, checkpoint=given)
     with pytest.raises(ValueError, match=message):

@@ -17,7 +17,15 @@ from anycell.lang.declare import INPUT, PROJECTION
 from anycell.lang.transform import with_projection
 from anycell.layer import stream
 
+try:
+    import torch
+
+    import anycell.torch as at
+except ImportError:
+    torch = None  # type: ignore[assignment]
+
 EVERY = [getattr(cells, name) for name in cells.__all__]
+of_torch = pytest.mark.skipif(torch is None, reason="needs PyTorch")
 every_cell = pytest.mark.parametrize("case", EVERY, ids=lambda c: c.name)
 
 
@@ -139,13 +147,11 @@ def test_numpy_resets(rng: np.random.Generator, taken: list[int]) -> None:
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------
+@of_torch
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 @pytest.mark.parametrize("kind, options", [("LSTM", {}), ("GRU", {}), ("LSTM", {"proj_size": 4})])
 def test_drop_ins_step(kind: str, options: dict[str, int], taken: list[int]) -> None:
     """With every way that a call may come; where the packed weights are not for it, as a call."""
-    torch = pytest.importorskip("torch")
-    import anycell.torch as at
-
     layer = getattr(at, kind)(3, 6, 2, dropout=0.5, dtype=torch.float64, **options).eval()
     layer.prepare()
     x = torch.randn(4, 2, 3, dtype=torch.float64)
@@ -176,7 +182,7 @@ def test_drop_ins_step(kind: str, options: dict[str, int], taken: list[int]) -> 
     assert not taken
 
 
-def resets_of(torch: Any) -> dict[str, Any]:
+def resets_of() -> dict[str, Any]:
     """The same flags, as they may come."""
     flags = torch.tensor([True, False, True])
     kinds = ("float32", "float64", "bfloat16", "float16", "uint8", "int64", "bool")
@@ -187,14 +193,12 @@ def resets_of(torch: Any) -> dict[str, Any]:
     }
 
 
+@of_torch
 @pytest.mark.parametrize("layout", ["", "batch_first", "unbatched"])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN of PeepholeLSTM", "RNN of EALSTM"])
 @pytest.mark.sample(every=2)
 def test_torch_resets(kind: str, layout: str, taken: list[int]) -> None:
     """A step is a call of one step with the same resets, on every way that it may go."""
-    torch = pytest.importorskip("torch")
-    import anycell.torch as at
-
     options = {"num_layers": 2, "batch_first": layout == "batch_first", "dtype": torch.float64}
     cell = getattr(cells, kind.rpartition(" ")[2])
     make = getattr(at, kind) if kind in ("LSTM", "GRU") else lambda *a, **o: at.RNN(cell, *a, **o)
@@ -209,7 +213,7 @@ def test_torch_resets(kind: str, layout: str, taken: list[int]) -> None:
     for prepared, gradients in ((False, False), (True, False), (True, True)):
         if prepared:
             layer.prepare()
-        for resets in resets_of(torch).values():
+        for resets in resets_of().values():
             resets = resets if rows else resets[0]
             for given in ({}, {"reset_state": restored}):
                 taken.clear()
@@ -241,11 +245,9 @@ def test_torch_resets(kind: str, layout: str, taken: list[int]) -> None:
                 assert not close(a, b, "float64", "forward")
 
 
+@of_torch
 def test_a_rollout_is_one_call(taken: list[int]) -> None:
     """Also where what resets restore is declared, is given, or lies where no kernel may read."""
-    torch = pytest.importorskip("torch")
-    import anycell.torch as at
-
     layer = at.RNN(cells.LSTM, 3, 5, dtype=torch.float64).prepare()
     x, dones = torch.randn(6, 4, 3).double(), torch.rand(6, 4) < 0.4
     restored = tuple(torch.randn(1, 4, 5).double() for _ in range(2))
@@ -264,10 +266,9 @@ def test_a_rollout_is_one_call(taken: list[int]) -> None:
             assert_close(a, b.detach(), "float64", "forward")
 
 
+@of_torch
 def test_a_step_from_any_address(taken: list[int]) -> None:
     """Arrays at an odd address, as in a packed record: still a step on packed weights."""
-    torch = pytest.importorskip("torch")
-    import anycell.torch as at
 
     def odd(*shape: int) -> Any:
         values = torch.randn(shape, dtype=torch.float64)
@@ -283,10 +284,8 @@ def test_a_step_from_any_address(taken: list[int]) -> None:
     assert torch.equal(at_lines, anywhere) and taken == [4, 4]
 
 
+@of_torch
 def test_threads_step_with_resets() -> None:
-    torch = pytest.importorskip("torch")
-    import anycell.torch as at
-
     layer, x = at.LSTM(16, 64, 2).prepare(), torch.randn(40, 4, 3, 16)
     resets = torch.rand(40, 4, 3) < 0.3
     resets[:, ::2] = False  # two of the threads have none
@@ -303,10 +302,8 @@ def test_threads_step_with_resets() -> None:
     assert all(map(torch.equal, at_once(*[partial(steps, n) for n in range(4)]), right))
 
 
+@of_torch
 def test_torch_weights_that_change(taken: list[int]) -> None:
-    torch = pytest.importorskip("torch")
-    import anycell.torch as at
-
     layer, x = at.RNN(cells.LSTM, 3, 5, dtype=torch.float64), torch.randn(2, 3).double()
 
     def right() -> bool:
@@ -351,8 +348,6 @@ def test_torch_weights_that_change(taken: list[int]) -> None:
 
 
 def _dropped() -> Any:
-    torch = pytest.importorskip("torch")
-
     class Dropped(torch.nn.Module):
         """DropConnect: in training other weights in each call."""
 
@@ -362,10 +357,8 @@ def _dropped() -> Any:
     return Dropped()
 
 
+@of_torch
 def test_torch_weights_dropped_anew_in_each_step_of_training() -> None:
-    torch = pytest.importorskip("torch")
-    import anycell.torch as at
-
     layer, x = at.LSTM(3, 5), torch.randn(2, 3)
     torch.nn.utils.parametrize.register_parametrization(layer, "weight_ih_l0", _dropped())
     layer.prepare()
@@ -374,11 +367,9 @@ def test_torch_weights_dropped_anew_in_each_step_of_training() -> None:
     assert not torch.equal(first, second)
 
 
+@of_torch
 def test_other_than_parameters(taken: list[int]) -> None:
     """A cell with other hyperparameters, weights that are buffers or attributes, and hooks."""
-    torch = pytest.importorskip("torch")
-    import anycell.torch as at
-
     layer = at.RNN(cells.LSTM(cell_clip=0.5), 3, 5, dtype=torch.float64).prepare()
     x = torch.randn(2, 3).double()
 
@@ -408,10 +399,8 @@ def test_other_than_parameters(taken: list[int]) -> None:
     assert_close(plain.step(given)[0], plain.forward(given[None])[0][0], "float32", "forward")
 
 
+@of_torch
 def test_copies_of_a_prepared_module(taken: list[int]) -> None:
-    torch = pytest.importorskip("torch")
-    import anycell.torch as at
-
     layer, x = at.GRU(3, 5).prepare(), torch.randn(2, 3)
     assert list(layer.state_dict()) == list(at.GRU(3, 5).state_dict())
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
@@ -422,10 +411,8 @@ def test_copies_of_a_prepared_module(taken: list[int]) -> None:
     assert taken == [2] * 4
 
 
+@of_torch
 def test_inference_mode_and_other_dtypes(taken: list[int]) -> None:
-    torch = pytest.importorskip("torch")
-    import anycell.torch as at
-
     with torch.inference_mode():
         layer, x = at.LSTM(3, 5).prepare(), torch.randn(2, 3)
         assert close(layer.step(x)[0], layer(x[None])[0][0], "float32", "forward") and taken == [2]
@@ -436,10 +423,8 @@ def test_inference_mode_and_other_dtypes(taken: list[int]) -> None:
     assert taken == [2]
 
 
+@of_torch
 def test_torch_errors() -> None:
-    torch = pytest.importorskip("torch")
-    import anycell.torch as at
-
     x = torch.zeros(2, 3)
     for layer in (at.RNN(cells.LSTM, 3, 5).prepare(), at.LSTM(3, 5).prepare()):
         with torch.no_grad():
