@@ -421,6 +421,28 @@ def test_other_than_parameters(taken: list[int]) -> None:
     assert_close(plain.step(given)[0], plain.forward(given[None])[0][0], "float32", "forward")
 
 
+def test_hooks_of_all_modules_see_each_step(taken: list[int]) -> None:
+    torch = pytest.importorskip("torch")
+    import anycell.torch as at
+
+    layer, x = at.GRU(3, 5).prepare(), torch.randn(2, 3)
+    modules, seen = torch.nn.modules.module, []
+    for register in (
+        modules.register_module_forward_pre_hook,
+        modules.register_module_forward_hook,
+    ):
+        handle = register(lambda module, *_: seen.append(module))
+        try:
+            with torch.no_grad():
+                layer.step(x)
+        finally:
+            handle.remove()
+    assert seen == [layer, layer] and not taken
+    with torch.no_grad():
+        layer.step(x)
+    assert len(taken) == 1
+
+
 def test_copies_of_a_prepared_module(taken: list[int]) -> None:
     torch = pytest.importorskip("torch")
     import anycell.torch as at
