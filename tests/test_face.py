@@ -212,6 +212,12 @@ def test_cross_entropy(masked: bool, dtype: str) -> None:
     assert_close(grad, np.nan_to_num(given.grad.numpy()), dtype, "gradient")
 
 
+def test_cross_entropy_of_a_single_step() -> None:
+    loss, grad = an.cross_entropy([0.0, 0.0, 1.0], 2)
+    several, grads = an.cross_entropy([[0.0, 0.0, 1.0]], [2])
+    assert loss == several and np.array_equal(grad, grads[0])
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
@@ -284,6 +290,22 @@ def test_a_wrong_gradient_is_found() -> None:
     for layer in (an.Standardise(3), compress.quantize(an.GRU(3, 8)), X):
         with pytest.raises(TypeError, match=r"layer: given .*; expected a layer of .* that trains"):
             an.check_gradients(layer, X)
+
+
+class WrongLSTM(an.sLSTM):  # type: ignore[misc, valid-type]
+    def backward(self, *grads: Any) -> Any:
+        results = super().backward(*grads)
+        self._grads = {name: 3 * array for name, array in self._grads.items()}
+        return results
+
+
+def test_check_gradients_where_a_state_is_infinite() -> None:
+    lengths = [5, 0]
+    layer = an.sLSTM(3, 4, seed=0)
+    assert not np.isfinite(layer.forward(X, lengths=lengths)[1][-1]).all()
+    assert max(an.check_gradients(layer, X, lengths=lengths).values()) < 1e-6
+    errors = an.check_gradients(WrongLSTM(3, 4, seed=0), X, lengths=lengths)
+    assert errors.pop("x") < 1e-6 and min(errors.values()) > 0.1
 
 
 def test_integers_do_not_become_the_weights_of_a_float_layer() -> None:

@@ -400,6 +400,25 @@ def test_other_than_parameters(taken: list[int]) -> None:
 
 
 @of_torch
+def test_hooks_of_all_modules_see_each_step(taken: list[int]) -> None:
+    layer, x, seen = at.GRU(3, 5).prepare(), torch.randn(2, 3), []
+    modules = torch.nn.modules.module
+    with torch.no_grad():
+        for register in (
+            modules.register_module_forward_pre_hook,
+            modules.register_module_forward_hook,
+        ):
+            handle = register(lambda module, *_: seen.append(module))
+            try:
+                layer.step(x)
+            finally:
+                handle.remove()
+        assert seen == [layer, layer] and not taken
+        layer.step(x)
+    assert len(taken) == 1
+
+
+@of_torch
 def test_copies_of_a_prepared_module(taken: list[int]) -> None:
     layer, x = at.GRU(3, 5).prepare(), torch.randn(2, 3)
     assert list(layer.state_dict()) == list(at.GRU(3, 5).state_dict())

@@ -105,7 +105,7 @@ def array(
         expected = f"shape [{', '.join(map(str, shape))}]{axes and ', '}{axes}"
         hint = remedy(given, len(shape), "Reshape it.") if name == "x" else "Reshape it."
         refuse(name, f"shape {list(given.shape)}", expected, hint)
-    return np.ascontiguousarray(given, dtype=dtype)
+    return np.asarray(given, dtype=dtype, order="C")  # ascontiguousarray makes [] into [1]
 
 
 def features(name: str, value: Any, size: int, dtype: npt.DTypeLike) -> Array:

@@ -20,9 +20,9 @@ def check_gradients(
 ) -> dict[str, float]:
     """Compares the gradients of ``backward`` with central differences of ``forward``, in float64.
 
-    Both are of the sum of all results, each number weighted by chance. The layer and its gradients
-    stay as they are: the comparison is of a copy. Random masks and dropout draw the same in each
-    run.
+    Both are of the sum of all results that are not infinite, each number weighted by chance. The
+    layer and its gradients stay as they are: the comparison is of a copy. Random masks and dropout
+    draw the same in each run.
 
     Args:
         layer: of this module, or of a class of yours that derives from ``Layer``.
@@ -51,7 +51,8 @@ def check_gradients(
 
     run = copy.deepcopy(twin)
     results = run.forward(x, training=True, **options)
-    weights = _mapped(results, lambda result: rng.normal(size=result.shape))
+    # Not infinite ones, as the maximum of no step is: any difference with them is NaN.
+    weights = _mapped(results, lambda r: np.where(np.isinf(r), 0.0, rng.normal(size=r.shape)))
     back = run.backward(*(weights if isinstance(weights, tuple) else (weights,)))
     arrays = {"x": (x, back[0] if isinstance(back, tuple) else back)}
     arrays |= {name: (array, run.grads[name]) for name, array in twin.parameters.items()}
@@ -60,11 +61,11 @@ def check_gradients(
         # A copy, whose generators draw as those of all others.
         results = copy.deepcopy(twin).forward(x, training=True, **options)
         pairs = zip(_arrays(weights), _arrays(results), strict=True)
-        return sum(float((weight * result).sum()) for weight, result in pairs)
+        return sum(float((w * np.where(w, result, 0.0)).sum()) for w, result in pairs)
 
     errors, far = {}, 1e-6
     for name, (array, gradient) in arrays.items():
-        worst, largest = 0.0, float(np.abs(gradient).max(initial=0.0))
+        worst, largest = 0.0, np.abs(gradient).max(initial=0.0)
         for place in rng.permutation(array.size)[:count]:
             at = np.unravel_index(place, array.shape)
             before, sides = array[at], []
@@ -73,8 +74,8 @@ def check_gradients(
                 sides.append(loss())
             array[at] = before
             difference = (sides[0] - sides[1]) / (2 * far)
-            worst = max(worst, abs(difference - gradient[at]))
-            largest = max(largest, abs(difference))
+            worst = np.maximum(worst, abs(difference - gradient[at]))  # NaN stays
+            largest = np.maximum(largest, abs(difference))
         errors[name] = float(worst / largest) if largest else 0.0
     return errors
 

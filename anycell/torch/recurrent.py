@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.modules import module as modules
 from torch.nn.utils.rnn import PackedSequence
 
 from anycell.explanation import Explained, Subject
@@ -81,8 +82,8 @@ class Recurrent(Explained):
         that autograd notices: by an optimizer, ``load_state_dict``, ``copy_``; and for another
         ``cell``. A write in place through ``.data``, to a weight made in inference mode, or to an
         attribute of a parametrisation goes unnoticed: call this again. Where the module has forward
-        hooks, as of ``weight_norm`` in its older form, and in training parametrised weights, a step
-        is an ordinary call.
+        hooks, as of ``weight_norm`` in its older form, or all modules have, and in training
+        parametrised weights, a step is an ordinary call.
 
         Raises:
             ValueError: for a bidirectional layer, which needs the end before the start.
@@ -132,6 +133,7 @@ class Recurrent(Explained):
         """
         prepared = self.__dict__.get("_prepared")
         hooks = self._forward_pre_hooks or self._forward_hooks  # what forward() would run
+        hooks = hooks or modules._global_forward_pre_hooks or modules._global_forward_hooks
         if prepared is not None and not hooks and not elsewhere():
             if prepared.stale(self):
                 prepared = self.prepare().__dict__["_prepared"]
