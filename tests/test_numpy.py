@@ -288,6 +288,22 @@ def test_adam_is_torchs(options: dict[str, Any], rng: np.random.Generator) -> No
         assert_close(array, p.detach().numpy(), "float64", "forward")
 
 
+@pytest.mark.parametrize("decay", [0.0, 1e-3])
+def test_adam_of_16_bits_is_that_of_float32(decay: float) -> None:
+    """Rounded, also where a gradient is 0, or its square no number of float16."""
+    layer, wide = (an.Dense(3, 2, dtype=dtype, seed=1) for dtype in ("float16", "float32"))
+    wide.load_state_dict({n: p.astype("float32") for n, p in layer.parameters.items()})
+    ours, other = (an.Adam(one, lr=1e-2, weight_decay=decay) for one in (layer, wide))
+    x = np.float16([[0.0, 1e-4, 300.0]])
+    for one, optimizer in ((layer, ours), (wide, other)):
+        one.forward(x.astype(one.parameters["weight"].dtype), training=True)
+        one.backward(np.ones((1, 2), one.parameters["weight"].dtype))
+        optimizer.step()
+    for name, parameter in layer.parameters.items():
+        assert np.isfinite(parameter).all()
+        assert_close(parameter, wide.parameters[name], "float16", "forward")
+
+
 @pytest.mark.parametrize("limit", [0.0, 0.3, 1e9])
 def test_clipping_is_torchs(limit: float, rng: np.random.Generator) -> None:
     torch = pytest.importorskip("torch")

@@ -128,7 +128,8 @@ class Adam:
         v <- beta2 v + (1 - beta2) g^2            v^ = v / (1 - beta2^t)
         w <- w - lr m^ / (sqrt(v^) + eps)
 
-    the arithmetic of ``torch.optim.Adam``. Parameters are updated in place, in their own dtype.
+    the arithmetic of ``torch.optim.Adam``. Parameters are updated in place; in float32 where they
+    have 16 bits, which hold neither ``eps`` nor small squares.
 
     Args:
         layers: one layer or several.
@@ -172,7 +173,9 @@ class Adam:
             for layer in self.layers
             for name, p in layer.parameters.items()
         ]
-        self._moments = [(np.zeros_like(p), np.zeros_like(p)) for p in parameters]
+        kinds = [np.result_type(p.dtype, np.float32) for p in parameters]
+        pairs = zip(parameters, kinds, strict=True)
+        self._moments = [(np.zeros(p.shape, kind), np.zeros(p.shape, kind)) for p, kind in pairs]
 
     def __repr__(self) -> str:
         return f"Adam({self.layers}, lr={self.lr}, steps={self.steps})"
@@ -194,22 +197,21 @@ class Adam:
         root = (1.0 - beta2**steps) ** 0.5
         # All the memory that the step takes, before it changes anything: even for numbers.
         values = self.weight_decay, 1.0 - beta1, beta2, 1.0 - beta2, root, self.eps, size
-        scalars = {p.dtype: [np.array(value, p.dtype) for value in values] for p, _ in pairs}
-        rooms = [np.empty(max([p.nbytes for p, _ in pairs], default=0), np.uint8) for _ in range(2)]
+        kinds = {m.dtype for m, _ in self._moments}
+        scalars = {kind: [np.array(value, kind) for value in values] for kind in kinds}
+        most = max([m.nbytes for m, _ in self._moments], default=0)
+        rooms = [np.empty(most, np.uint8) for _ in range(2)]
         self.steps = steps
         for layer in self.layers:
             if isinstance(layer, Layer):
                 layer._writes += 1
         for (parameter, grad), (m, v) in zip(pairs, self._moments, strict=True):
-            decay, of_grad, kept, of_square, by, eps, rate = scalars[parameter.dtype]
-            a, b = (
-                room[: parameter.nbytes].view(parameter.dtype).reshape(parameter.shape)
-                for room in rooms
-            )
+            decay, of_grad, kept, of_square, by, eps, rate = scalars[m.dtype]
+            a, b = (room[: m.nbytes].view(m.dtype).reshape(m.shape) for room in rooms)
             if self.weight_decay:
-                grad = np.add(np.multiply(parameter, decay, out=b), grad, out=b)
+                grad = np.add(np.multiply(parameter, decay, out=b, dtype=m.dtype), grad, out=b)
             m += np.multiply(np.subtract(grad, m, out=a), of_grad, out=a)
             v *= kept
-            v += np.multiply(np.square(grad, out=a), of_square, out=a)
+            v += np.multiply(np.square(grad, out=a, dtype=m.dtype), of_square, out=a)
             np.add(np.divide(np.sqrt(v, out=b), by, out=b), eps, out=b)
             parameter -= np.divide(np.multiply(m, rate, out=a), b, out=a)
