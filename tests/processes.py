@@ -88,6 +88,10 @@ def load(path: str) -> Any:
     return module
 
 
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs PyTorch")
+
+
 def calls_of_ours(call: Callable[[], Any]) -> int:
     """How many calls of the package's Python functions a warm call makes, as a profiler counts."""
     for _ in range(3):

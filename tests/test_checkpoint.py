@@ -7,24 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 from problems import draw
-from processes import python
+from processes import HAS_TORCH, needs_torch, python
 
 import anycell.numpy as an
 from anycell import cells
 from anycell.layer import Options
 from anycell.plan import Call
 
-try:
+if HAS_TORCH:
     import torch
     from conformance.on_torch import by_function, by_module, module
     from torch_layers import LAYERS, given_to_forward, run
 
     import anycell.torch as at
     from anycell.torch import functional, ops
-except ImportError:
-    torch = None  # type: ignore[assignment]
 
-of_torch = pytest.mark.skipif(torch is None, reason="needs PyTorch")
 STEPS, ROWS = 11, 3
 
 
@@ -50,7 +47,7 @@ CALLS = [
 ]
 
 
-@of_torch
+@needs_torch
 @pytest.mark.parametrize("directions", [(), ("bidirectional",)], ids=["", "both"])
 @pytest.mark.parametrize("name", CELLS)
 @pytest.mark.sample(6)
@@ -67,7 +64,7 @@ def test_same_bits(name: str, directions: tuple[str, ...]) -> None:
                 assert np.array_equal(value, solutions[0][what]), (has, what)
 
 
-@of_torch
+@needs_torch
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_drop_in_layers(kind: str) -> None:
     layer = LAYERS[kind][0](4, 5, 2, dropout=0.5, batch_first=True, checkpoint=4)
@@ -82,7 +79,7 @@ def test_drop_in_layers(kind: str) -> None:
         assert torch.equal(value, found[1][what]), what
 
 
-@of_torch
+@needs_torch
 def test_recurrent_masks(set_layer: Callable[..., None]) -> None:
     set_layer(chunk_steps=lambda *_: 1)
     has = ("recurrent_mask per gate", "bidirectional", "state")
@@ -93,7 +90,7 @@ def test_recurrent_masks(set_layer: Callable[..., None]) -> None:
         assert all(np.array_equal(value, again[name]) for name, value in plain.items())
 
 
-@of_torch
+@needs_torch
 def test_packed_sequences() -> None:
     layer, x = at.RNN(cells.LSTM, 4, 5, bidirectional=True), torch.randn(STEPS, ROWS, 4)
     packed = torch.nn.utils.rnn.pack_padded_sequence(x, [3, STEPS, 6], enforce_sorted=False)
@@ -104,7 +101,7 @@ def test_packed_sequences() -> None:
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-@of_torch
+@needs_torch
 def test_what_autograd_keeps() -> None:
     """Besides x and the weights: the states at the borders, and neither output nor saved values."""
     layer, x = at.RNN(cells.LSTM, 4, 5), torch.randn(STEPS, ROWS, 4)
@@ -122,7 +119,7 @@ def test_what_autograd_keeps() -> None:
     assert sorted(t.numel() for t in borders) == [0, segments * ROWS * 5, segments * ROWS * 5]
 
 
-@of_torch
+@needs_torch
 @pytest.mark.slow
 def test_again_and_twice() -> None:
     """A second backward of one graph, and a second derivative."""
@@ -138,7 +135,7 @@ def test_again_and_twice() -> None:
     assert torch.autograd.gradgradcheck(lambda x: layer(x)[0], (x,))
 
 
-@of_torch
+@needs_torch
 @pytest.mark.slow
 def test_as_an_operator() -> None:
     """What torch.compile sees: the same bits, and shapes that the fake kernels foretell."""
@@ -163,7 +160,7 @@ def test_as_an_operator() -> None:
         torch.library.opcheck(torch.ops.anycell.forward, call)
 
 
-@of_torch
+@needs_torch
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_compiled() -> None:
@@ -190,7 +187,7 @@ print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-@of_torch
+@needs_torch
 @pytest.mark.slow
 def test_peak_memory() -> None:
     pytest.importorskip("resource")

@@ -164,6 +164,20 @@ def test_nothing_of_a_call_stays(rng: np.random.Generator) -> None:
     assert not [ref() for ref in left if ref() is not None]
 
 
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (2, 1, 1), (1,), (0, 3), (3, 0, 2), (5, 1, 3), (7, 2)]
+)
+def test_arrays_of_templates_are_dense(shape: tuple[int, ...]) -> None:
+    """Also those of one number or none, whose strides nobody reads but a compiler."""
+    made = HOST.like(HOST.template(shape))
+    assert made.shape == shape and made.strides == np.empty(shape, made.dtype).strides
+    torch = pytest.importorskip("torch")
+    from anycell.torch.host import HOSTS
+
+    made = HOSTS["float32"].like(HOSTS["float32"].template(shape))
+    assert made.shape == shape and made.stride() == torch.empty(shape).stride()
+
+
 def test_threads_share_a_recipe(rng: np.random.Generator) -> None:
     problems = [arrays(rng) for _ in range(8)]
     wanted = [solve(problem) for problem in problems]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from processes import at_once
+from processes import HAS_TORCH, at_once, needs_torch
 from tolerances import assert_close, close
 
 import anycell.numpy as an
@@ -17,15 +17,12 @@ from anycell.lang.declare import INPUT, PROJECTION
 from anycell.lang.transform import with_projection
 from anycell.layer import stream
 
-try:
+if HAS_TORCH:
     import torch
 
     import anycell.torch as at
-except ImportError:
-    torch = None  # type: ignore[assignment]
 
 EVERY = [getattr(cells, name) for name in cells.__all__]
-of_torch = pytest.mark.skipif(torch is None, reason="needs PyTorch")
 every_cell = pytest.mark.parametrize("case", EVERY, ids=lambda c: c.name)
 
 
@@ -147,7 +144,7 @@ def test_numpy_resets(rng: np.random.Generator, taken: list[int]) -> None:
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------
-@of_torch
+@needs_torch
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 @pytest.mark.parametrize("kind, options", [("LSTM", {}), ("GRU", {}), ("LSTM", {"proj_size": 4})])
 def test_drop_ins_step(kind: str, options: dict[str, int], taken: list[int]) -> None:
@@ -193,7 +190,7 @@ def resets_of() -> dict[str, Any]:
     }
 
 
-@of_torch
+@needs_torch
 @pytest.mark.parametrize("layout", ["", "batch_first", "unbatched"])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN of PeepholeLSTM", "RNN of EALSTM"])
 @pytest.mark.sample(every=2)
@@ -245,7 +242,7 @@ def test_torch_resets(kind: str, layout: str, taken: list[int]) -> None:
                 assert not close(a, b, "float64", "forward")
 
 
-@of_torch
+@needs_torch
 def test_a_rollout_is_one_call(taken: list[int]) -> None:
     """Also where what resets restore is declared, is given, or lies where no kernel may read."""
     layer = at.RNN(cells.LSTM, 3, 5, dtype=torch.float64).prepare()
@@ -266,7 +263,7 @@ def test_a_rollout_is_one_call(taken: list[int]) -> None:
             assert_close(a, b.detach(), "float64", "forward")
 
 
-@of_torch
+@needs_torch
 def test_a_step_from_any_address(taken: list[int]) -> None:
     """Arrays at an odd address, as in a packed record: still a step on packed weights."""
 
@@ -284,7 +281,7 @@ def test_a_step_from_any_address(taken: list[int]) -> None:
     assert torch.equal(at_lines, anywhere) and taken == [4, 4]
 
 
-@of_torch
+@needs_torch
 def test_threads_step_with_resets() -> None:
     layer, x = at.LSTM(16, 64, 2).prepare(), torch.randn(40, 4, 3, 16)
     resets = torch.rand(40, 4, 3) < 0.3
@@ -302,7 +299,7 @@ def test_threads_step_with_resets() -> None:
     assert all(map(torch.equal, at_once(*[partial(steps, n) for n in range(4)]), right))
 
 
-@of_torch
+@needs_torch
 def test_torch_weights_that_change(taken: list[int]) -> None:
     layer, x = at.RNN(cells.LSTM, 3, 5, dtype=torch.float64), torch.randn(2, 3).double()
 
@@ -357,7 +354,7 @@ def _dropped() -> Any:
     return Dropped()
 
 
-@of_torch
+@needs_torch
 def test_torch_weights_dropped_anew_in_each_step_of_training() -> None:
     layer, x = at.LSTM(3, 5), torch.randn(2, 3)
     torch.nn.utils.parametrize.register_parametrization(layer, "weight_ih_l0", _dropped())
@@ -367,7 +364,7 @@ def test_torch_weights_dropped_anew_in_each_step_of_training() -> None:
     assert not torch.equal(first, second)
 
 
-@of_torch
+@needs_torch
 def test_other_than_parameters(taken: list[int]) -> None:
     """A cell with other hyperparameters, weights that are buffers or attributes, and hooks."""
     layer = at.RNN(cells.LSTM(cell_clip=0.5), 3, 5, dtype=torch.float64).prepare()
@@ -399,7 +396,7 @@ def test_other_than_parameters(taken: list[int]) -> None:
     assert_close(plain.step(given)[0], plain.forward(given[None])[0][0], "float32", "forward")
 
 
-@of_torch
+@needs_torch
 def test_hooks_of_all_modules_see_each_step(taken: list[int]) -> None:
     layer, x, seen = at.GRU(3, 5).prepare(), torch.randn(2, 3), []
     modules = torch.nn.modules.module
@@ -418,7 +415,7 @@ def test_hooks_of_all_modules_see_each_step(taken: list[int]) -> None:
     assert len(taken) == 1
 
 
-@of_torch
+@needs_torch
 def test_copies_of_a_prepared_module(taken: list[int]) -> None:
     layer, x = at.GRU(3, 5).prepare(), torch.randn(2, 3)
     assert list(layer.state_dict()) == list(at.GRU(3, 5).state_dict())
@@ -430,7 +427,7 @@ def test_copies_of_a_prepared_module(taken: list[int]) -> None:
     assert taken == [2] * 4
 
 
-@of_torch
+@needs_torch
 def test_inference_mode_and_other_dtypes(taken: list[int]) -> None:
     with torch.inference_mode():
         layer, x = at.LSTM(3, 5).prepare(), torch.randn(2, 3)
@@ -442,7 +439,7 @@ def test_inference_mode_and_other_dtypes(taken: list[int]) -> None:
     assert taken == [2]
 
 
-@of_torch
+@needs_torch
 def test_torch_errors() -> None:
     x = torch.zeros(2, 3)
     for layer in (at.RNN(cells.LSTM, 3, 5).prepare(), at.LSTM(3, 5).prepare()):

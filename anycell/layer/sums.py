@@ -157,8 +157,8 @@ def finished(
 
 @functools.lru_cache(maxsize=512)
 def _moves(plan: Plan, bias: str) -> tuple[int, list[tuple[str, slice, slice]]]:
-    """The width of a bias, and what its gradient is put together from: of sums of gradients, by
-    name, which rows go where; one without linears is the sum as it is, and has no such list.
+    """The width of a bias, and what its gradient consists of: names of sums, the rows that they add
+    to, and their rows. The list is empty for the bias of the input, whose gradient is one sum.
     """
     linears = [l for l in plan.cell.linears if l.bias_name == bias]
     if not linears:

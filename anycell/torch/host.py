@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -123,6 +124,8 @@ class TorchHost:
         return _blas(name) if name and not cpu.pool.FORKED else 0
 
     def template(self, shape: tuple[int, ...]) -> Tensor:
+        if math.prod(shape) < 2:  # ``empty_like`` keeps the strides of such a one, which are 0
+            return self.empty(shape)
         return self.empty(()).expand(shape)
 
     like = staticmethod(torch.empty_like)

@@ -346,7 +346,7 @@ def gang(parts: int) -> int:
     if parts <= 1:
         return 0
     gangs = _gangs
-    if gangs is None or gangs.workers.pid != os.getpid():
+    if gangs is None or gangs.workers.pid != os.getpid():  # as a rule one call less
         gangs = _current()
     if gangs.openmp is not None:
         return ctypes.addressof(gangs.record)
