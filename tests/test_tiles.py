@@ -88,6 +88,7 @@ def test_bfloat16(cell: Cell, shape: Any, seed: int) -> None:
 
 @tiled
 @pytest.mark.parametrize("precision", ["high", pytest.param("medium", marks=pytest.mark.more)])
+@pytest.mark.sample(every=2)
 def test_float32(precision: str, cell: Cell, shape: Any, seed: int) -> None:
     """As sums of two numbers of bfloat16, or as one: right to as many digits, and no more; of the
     same bits for any threads. Pairs of bfloat16 are for the latter alone, and without either

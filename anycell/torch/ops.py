@@ -334,7 +334,7 @@ def _backward(
     run = fused.run_backward
     named = enter(call.cell, "backward", run, call, plan, arrays, before, gradients, wanted)
     return [
-        _alone(named[name], plan) if name in named else torch.zeros_like(t)
+        _alone(named[name], plan) if name in named else t.new_zeros(t.shape)
         for name, t in zip(form.arrays, tensors, strict=True)
         if name in wanted
     ]
@@ -342,10 +342,13 @@ def _backward(
 
 def _alone(gradient: Tensor, plan: Plan) -> Tensor:
     """The gradient in memory of its own, as results of an operator must be: those of a cell's
-    parameters are parts of one tensor, and on a GPU others may be too.
+    parameters are parts of one tensor, and on a GPU others may be too. Contiguous, as the fake
+    says: that of a weight that lies in columns is not.
     """
     whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
-    return gradient if whole and plan.engine == "cpu" else gradient.clone()
+    if whole and plan.engine == "cpu":
+        return gradient.contiguous()
+    return gradient.clone(memory_format=torch.contiguous_format)
 
 
 def _backward_fake(tensors: Sequence[Tensor], *rest: Any) -> list[Tensor]:
