@@ -49,7 +49,7 @@ def sizes(dtype: str) -> Iterator[Sizes]:
 
 
 def draw(shape: tuple[int, int], rng: np.random.Generator, dtype: str) -> Array:
-    return rng.standard_normal(shape).astype(numpy_dtype(dtype))
+    return rng.standard_normal(shape).astype(numpy_dtype(ROWS[dtype].storage.name))
 
 
 class Padded:
@@ -69,14 +69,34 @@ Make = Callable[[tuple[int, int], str], Array]
 DENSE = Padded(0, 0)
 
 
+# Instruction sets, and what they multiply: numbers of each dtype, and some whose matrix tiles (or
+# their emulation) and pairs of bfloat16 have ways of their own.
 *NARROWER, LAST = isa.available()
-NAMES = [*[pytest.param(name, marks=pytest.mark.slow) for name in NARROWER], LAST]
+RUN = {*isa.available(), *filter(isa.runs, isa.ASKED_FOR)}
+OWN = [("amx", "float32 high"), ("amx-emulated", "float32 high"), ("amx-emulated", "bfloat16")]
+OWN += [("avx512bf16", "float32 medium"), ("avx512bf16", "bfloat16")]
+WAYS = dict.fromkeys([way for way in OWN if way[0] in RUN])
+WAYS |= dict.fromkeys(itertools.product(isa.available(), DTYPES))
+each_way = pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(*way, marks=[pytest.mark.slow] * (way[0] in NARROWER and way not in OWN))
+        for way in WAYS
+    ],
+)
 
 
 def product(
-    a: Array, b: Array, c: Array | None = None, threads: int = 1, make: Make = DENSE
+    a: Array,
+    b: Array,
+    c: Array | None = None,
+    threads: int = 1,
+    make: Make = DENSE,
+    row: str | None = None,
 ) -> Array:
-    """``a @ b``, or ``c + a @ b``, by the kernel, on arrays that ``make`` makes."""
+    """``a @ b``, or ``c + a @ b``, by the kernel, on arrays that ``make`` makes; ``row`` of
+    ``DTYPES`` says how, if not that of a's dtype.
+    """
     dtype, copies = str(a.dtype), list[Array]()
     for array in (a, b):
         turned = array.flags.f_contiguous and not array.flags.c_contiguous
@@ -86,7 +106,7 @@ def product(
         copies.append(copy)
     out = make((a.shape[0], b.shape[1]), ROWS[dtype].accumulate.name)
     out[...] = np.nan if c is None else c
-    products.multiply(host_of(dtype), dtype, *copies, out, c is not None, threads)
+    products.multiply(host_of(dtype), row or dtype, *copies, out, c is not None, threads)
     for array, copy in zip((a, b), copies, strict=True):
         assert np.array_equal(array, copy)
     return out
@@ -103,16 +123,23 @@ def operands(
 
 def check(size: Sizes, layout: tuple[bool, bool, bool], dtype: str, seed: int, **how: Any) -> None:
     a, b, c = operands(size, layout, dtype, np.random.default_rng(seed))
-    wide = a.astype("float64") @ b.astype("float64") + (0 if c is None else c)
-    out = product(a, b, c, **how)
+    wide = a.astype("float64") @ b.astype("float64")
+    if c is not None:
+        c = np.copysign(c, wide).astype(c.dtype)  # or a sum may all but vanish
+        wide += c
+    out = product(a, b, c, **how, row=dtype)
     assert not np.isnan(out).any()
     # Products of 16 bits are exact in what they are added up in.
-    summed = ROWS[dtype].accumulate.name
-    assert_close(out, wide, summed, "forward", f"{size} {layout}", axes=())
+    within = ROWS[dtype].accumulate.name if dtype in DTYPES else dtype
+    assert_close(out, wide, within, "forward", f"{size} {layout}", axes=())
+    # An element has the bits that it has in any part of its row and column.
+    rows, columns = slice(size[0] // 3, None), slice(size[1] - size[1] // 4)
+    left, right = np.copy(a[rows], order="K"), np.copy(b[:, columns], order="K")
+    few = product(left, right, None if c is None else c[rows, columns], **how, row=dtype)
+    assert np.array_equal(few, out[rows, columns]), f"{size} {layout}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
+@each_way
 def test_sizes_and_layouts(name: str, dtype: str, seed: int) -> None:
     """Every size in one layout, in turns, and the largest in all; off the borders of vectors."""
     with isa.force(name):
@@ -124,8 +151,7 @@ def test_sizes_and_layouts(name: str, dtype: str, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", isa.available())
+@each_way
 def test_all_sizes_in_all_layouts(name: str, dtype: str, seed: int) -> None:
     with isa.force(name):
         cases = itertools.product(sizes(dtype), LAYOUTS, (1, 2, 3))
@@ -154,8 +180,7 @@ def between_pages(dtype: str, seed: int, every: int) -> None:
     print(count)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
+@each_way
 def test_it_stays_within_its_arrays(name: str, dtype: str, seed: int) -> None:
     code = f"from test_cpu_matmul import *; between_pages({dtype!r}, {seed}, 7)"
     assert int(python(code, ANYCELL_ISA=name).split()[-1]) > 100
@@ -237,13 +262,8 @@ def test_axes_of_one(size: Sizes, rng: np.random.Generator) -> None:
     host = NumpyHost("float32")
     for layout in LAYOUTS:
         a, b, _ = operands(size, layout, "float32", rng)
-        if layout[2]:  # strides as long as can be
-            a = np.lib.stride_tricks.as_strided(
-                a, a.shape, [s * (n > 1) or 4096 for n, s in zip(a.shape, a.strides, strict=True)]
-            )
-            b = np.lib.stride_tricks.as_strided(
-                b, b.shape, [s * (n > 1) or 4096 for n, s in zip(b.shape, b.strides, strict=True)]
-            )
+        if layout[2]:
+            a, b = far_apart(a), far_apart(b)
         out = np.empty((size[0], size[1]), "float32")
         products.multiply(host, "float32", a, b, out, False, 1)
         assert_close(out, a.astype("float64") @ b, "float32", "forward", axes=())

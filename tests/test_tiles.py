@@ -1,9 +1,8 @@
 """Matrix tiles (AMX): by their emulation everywhere, and on machines that have them. Pairs of
-bfloat16, on those that multiply them.
+bfloat16, on those that multiply them. The matmuls alone are in `test_cpu_matmul.py`.
 """
 
 import copy
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +15,6 @@ from conformance.on_torch import by_rnn
 from guarded import BUILT_IN, Everything
 from integers import by_integers
 from problems import Unsolvable, assert_right, assert_solved, by_cpu, random_problem
-from processes import python
-from test_cpu_matmul import draw
 from test_quantize import assert_rounded
 from tolerances import assert_close, close
 
@@ -213,84 +210,6 @@ def test_numbers_that_are_no_sum_of_two(kind: str) -> None:
             assert np.isnan(wanted) == np.isnan(number)
             assert np.isnan(wanted) or close(number, wanted, "float32 high", "forward")
     assert np.array_equal(out, np.broadcast_to(out[:, :1], out.shape), equal_nan=True)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_matmuls(kind: str, rng: np.random.Generator) -> None:
-    """Of sizes that are no whole tiles, from any layout, added or not; rows have their own bits."""
-    host, dtype = host_of("bfloat16"), "bfloat16"
-    sizes = [(1, 1, 1), (16, 64, 32), (17, 65, 33), (131, 70, 326), (97, 1025, 40)]
-    for n, (rows, columns, inner) in enumerate(sizes):
-        a, b = draw((rows, inner), rng, dtype), draw((inner, columns), rng, dtype)
-        if n % 2:
-            a, b = np.asfortranarray(a), np.asfortranarray(b)
-        start = rng.standard_normal((rows, columns)).astype("float32")
-        right = a.astype("float64") @ b.astype("float64")
-        with isa.force(kind):
-            out, added = np.empty_like(start), start.copy()
-            multiply(host, dtype, a, b, out, False, 1)
-            multiply(host, dtype, a, b, added, True, 2)
-            alone = np.empty((1, columns), "float32")
-            multiply(host, dtype, np.ascontiguousarray(a[rows // 2 :][:1]), b, alone, False, 1)
-        assert_close(out, right, "float32", "forward", axes=())
-        assert_close(added, right + start, "float32", "forward", axes=())
-        assert np.array_equal(alone[0], out[rows // 2])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "kind"),
-    [
-        *itertools.product(["bfloat16", "float32 high"], KINDS),
-        *itertools.product(["bfloat16", "float32 medium"], PAIRS),
-    ],
-)
-def test_matmuls_stay_within_their_arrays(dtype: str, kind: str, seed: int) -> None:
-    """Between forbidden pages, at both ends: of any sizes and layouts, added or not. An element has
-    the bits that it has in any part of its row and column.
-    """
-    said = python(
-        f"""
-        import numpy as np, torch
-        from guarded import guarded
-        from tolerances import assert_close
-        from anycell.layer.products import multiply
-        from anycell.torch.host import HOSTS
-        host, rng = HOSTS["{dtype}"], np.random.default_rng({seed})
-        number = host.dtype
-        stored = torch.int16 if number == torch.bfloat16 else number  # by NumPy
-        sums = "float32" if number == torch.bfloat16 else "{dtype}"
-        sizes = [(1, 1, 1), (15, 17, 31), (16, 64, 32), (17, 65, 33), (47, 16, 600), (97, 130, 256),
-                 (33, 1040, 290)]
-        def between(array, end):
-            copy = guarded(array.shape, array.dtype, end)
-            copy[...] = array
-            return torch.from_numpy(copy)
-        for (rows, columns, inner), end in [(s, e) for s in sizes for e in (True, False)]:
-            shapes = (rows, inner), (inner, columns)
-            a, b = (torch.randn(s).to(number).view(stored).numpy() for s in shapes)
-            start = rng.standard_normal((rows, columns)).astype("float32")
-            left, right = (torch.from_numpy(m).view(number).double() for m in (a, b))
-            signs = (left @ right).numpy().astype("float32")
-            start = np.copysign(start, signs)  # or a sum may all but vanish
-            for turned in (False, True):
-                left, right = (m.T.copy() if turned else m for m in (a, b))
-                left, right = (between(m, end).view(number) for m in (left, right))
-                left, right = (m.T if turned else m for m in (left, right))
-                out, added = between(start, end), between(start, end)
-                multiply(host, "{dtype}", left, right, out, False, 1)
-                multiply(host, "{dtype}", left, right, added, True, 1)
-                exact = (left.double() @ right.double()).numpy()
-                for result, right_one in ((out, exact), (added, exact + start)):
-                    assert_close(result, right_one, sums, "forward", str(left.shape), ())
-                part = slice(rows // 3, rows), slice(0, columns - columns // 4)
-                few = between(start[part], end)
-                multiply(host, "{dtype}", left[part[0]], right[:, part[1]], few, True, 1)
-                assert torch.equal(few, added[part]), (rows, columns, inner)
-        print("done")
-        """,
-        ANYCELL_ISA=kind,
-    )
-    assert said.split()[-1] == "done"
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
