@@ -17,7 +17,7 @@ from tolerances import assert_close
 
 from anycell import cells, layer
 from anycell.engines import cpu
-from anycell.engines.cpu import isa, jit
+from anycell.engines.cpu import ir, isa, jit
 from anycell.engines.cpu.image import SUPPORTED, link
 from anycell.engines.cpu.kernel import request
 from anycell.engines.cpu.layout import Layout
@@ -96,13 +96,16 @@ int main(void) {
 """
 
 
+def places(kernel: cpu.Kernel) -> dict[str, int]:
+    """Of a table's entries, for one direction."""
+    return {**kernel.shared, **{n: kernel.first(0) + i for n, i in kernel.each.items()}}
+
+
 def header(kernel: cpu.Kernel) -> str:
     """The places of a table's entries, for C."""
-
-    places = {**kernel.shared, **{n: kernel.first(0) + i for n, i in kernel.each.items()}}
-    names = ", ".join(f"{n.upper().replace(' ', '_')} = {place}" for n, place in places.items())
+    named = [f"{n.upper().replace(' ', '_')} = {place}" for n, place in places(kernel).items()]
     functions = "void needs(int64_t *call), door(int64_t *call);"
-    return f"enum {{ {names}, ENTRIES = {kernel.first(1)} }};\n{functions}\n"
+    return f"enum {{ {', '.join(named)}, ENTRIES = {kernel.first(1)} }};\n{functions}\n"
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc: apt-get install gcc")
@@ -124,81 +127,43 @@ def test_a_c_program(rng: np.random.Generator, tmp_path: Path) -> None:
 
 # -- XLA -------------------------------------------------------------------------------------------
 
-# Where XLA's call frame has: its extension, the buffers of arguments and of results; and in a
-# buffer, its address. In an extension that asks for it: the metadata, and in these the version.
-HANDLER = """
-define ptr @handler(ptr %frame) {{
-entry:
-  %extension.at = getelementptr i8, ptr %frame, i64 8
-  %extension = load ptr, ptr %extension.at
-  %asked = icmp ne ptr %extension, null
-  br i1 %asked, label %describe, label %work
-describe:
-  %metadata.at = getelementptr i8, ptr %extension, i64 24
-  %metadata = load ptr, ptr %metadata.at
-  %major = getelementptr i8, ptr %metadata, i64 24
-  store i32 0, ptr %major
-  %minor = getelementptr i8, ptr %metadata, i64 28
-  store i32 1, ptr %minor
-  %traits = getelementptr i8, ptr %metadata, i64 32
-  store i32 0, ptr %traits
-  ret ptr null
-work:
-  %call = alloca [{count} x i64], align 8
-  %template = inttoptr i64 {template} to ptr
-  br label %copy
-copy:
-  %i = phi i64 [ 0, %work ], [ %next, %copy ]
-  %from = getelementptr i64, ptr %template, i64 %i
-  %to = getelementptr i64, ptr %call, i64 %i
-  %number = load volatile i64, ptr %from
-  store i64 %number, ptr %to
-  %next = add i64 %i, 1
-  %more = icmp slt i64 %next, {count}
-  br i1 %more, label %copy, label %fill
-fill:
-  %arguments.at = getelementptr i8, ptr %frame, i64 72
-  %arguments = load ptr, ptr %arguments.at
-  %results.at = getelementptr i8, ptr %frame, i64 112
-  %results = load ptr, ptr %results.at
-{places}
-  %door = inttoptr i64 {door} to ptr
-  call void %door(ptr %call)
-  ret ptr null
-}}
-"""
-BUFFER = """
-  %{name}.at = getelementptr ptr, ptr %{of}, i64 {number}
-  %{name}.buffer = load ptr, ptr %{name}.at
-  %{name}.data = getelementptr i8, ptr %{name}.buffer, i64 24
-  %{name}.raw = load i64, ptr %{name}.data
-  %{name}.up = add i64 %{name}.raw, {more}
-  %{name} = and i64 %{name}.up, -{align}
-  %{name}.entry = getelementptr i64, ptr %call, i64 {entry}
-  store i64 %{name}, ptr %{name}.entry"""
-
 
 def handler(
     kernel: cpu.Kernel, entries: array[int], arguments: list[str], results: list[str]
 ) -> Any:
     """An XLA handler that fills a table with the addresses of its buffers, and calls the door."""
-    places = {**kernel.shared, **{n: kernel.first(0) + i for n, i in kernel.each.items()}}
-    text = ""
-    for of, names in (("arguments", arguments), ("results", results)):
+    module = ir.Module(isa.TARGETS["generic"])
+    b = module.function("handler", "ptr frame", "ptr")
+    (frame,), null = b.args, ir.Value("null", "ptr")
+
+    def at(address: int) -> ir.Value:
+        return ir.Value(f"inttoptr (i64 {address} to ptr)", "ptr")
+
+    def word(base: ir.Value, offset: int, type: str = "ptr") -> ir.Value:
+        return b.load(b.gep(base, offset, "i8"), type)
+
+    # Where XLA's call frame has its extension, and the buffers of arguments and of results; and a
+    # buffer its address. In an extension that asks for it: the metadata, and in these the version.
+    with b.when(word(frame, 8, "i64").ne(0)):
+        metadata = word(word(frame, 8), 24)
+        for offset, number in ((24, 0), (28, 1), (32, 0)):
+            b.store(ir.constant(number, "i32"), b.gep(metadata, offset, "i8"))
+        b.ret(null)
+    call, template = b.alloca("i64", len(entries)), at(entries.buffer_info()[0])
+    with b.loop(0, len(entries)) as i:
+        b.store(b.load(b.gep(template, i, "i64"), "i64"), b.gep(call, i, "i64"))
+    for offset, names in ((72, arguments), (112, results)):
         for number, name in enumerate(names):
             align = cpu.LINE if name in ("scratch", "packed") else 1
-            word = name.replace(" ", "_")
-            text += BUFFER.format(
-                name=word, of=of, number=number, entry=places[name], align=align, more=align - 1
-            )
-    text = HANDLER.format(
-        count=len(entries), template=entries.buffer_info()[0],
-        door=ctypes.cast(kernel.door, ctypes.c_void_p).value, places=text,
-    )  # fmt: skip
-    address = jit.compile(text, ["handler"], isa.TARGETS["generic"]).address("handler")
+            address = word(word(word(frame, offset), 8 * number), 24, "i64")
+            place = b.gep(call, places(kernel)[name], "i64")
+            b.store(address + (align - 1) & -align, place)
+    b.call(at(ctypes.cast(kernel.door, ctypes.c_void_p).value or 0), call, returns="void")
+    b.ret(null)
     import jax
 
-    return jax.ffi.pycapsule(ctypes.c_void_p(address))
+    code = jit.compile(str(module), ["handler"], module.target)
+    return jax.ffi.pycapsule(ctypes.c_void_p(code.address("handler")))
 
 
 def under_xla() -> None:
