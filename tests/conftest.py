@@ -29,54 +29,22 @@ with contextlib.suppress(ImportError):
     import triton  # noqa: F401
 
 
+OPTIONS = {
+    "seed": (1997, "seed of everything random"),
+    "random-cells": (5, "how many random cells the property test builds"),
+    "random-calls": (40, "how many random calls of layers, in groups of a cell and dtype"),
+    "edits": (30, "how many edits of weights are tried per layer"),
+    "days": (1, "spread the tests marked 'grid' over N days (1: run all now)"),
+    "day": (datetime.date.today().toordinal(), "which day's share of them"),
+    "mutations": (100, "how many damaged files of a kind; 10 times as many where slow tests run"),
+}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("anycell")
-    group.addoption(
-        "--seed", type=int, default=1997, help="seed of everything random (default: %(default)s)"
-    )
-    group.addoption(
-        "--random-cells",
-        type=int,
-        default=5,
-        metavar="N",
-        help="how many random cells the property test builds (default: %(default)s)",
-    )
-    group.addoption(
-        "--random-calls",
-        type=int,
-        default=40,
-        metavar="N",
-        help="how many random calls of layers are compared, in groups of a cell and dtype "
-        "(default: %(default)s)",
-    )
-    group.addoption(
-        "--edits",
-        type=int,
-        default=30,
-        metavar="N",
-        help="how many edits of weights are tried per layer (default: %(default)s)",
-    )
-    group.addoption(
-        "--days",
-        type=int,
-        default=1,
-        metavar="N",
-        help="spread the tests marked 'grid' over N days (default: %(default)s, run all now)",
-    )
-    group.addoption(
-        "--day",
-        type=int,
-        default=datetime.date.today().toordinal(),
-        help="which day's share of them to run (default: today's, %(default)s)",
-    )
-    group.addoption(
-        "--mutations",
-        type=int,
-        default=100,
-        metavar="N",
-        help="how many damaged files of a kind are tried, and 10 times as many where slow tests "
-        "run (default: %(default)s)",
-    )
+    for name, (default, about) in OPTIONS.items():
+        about += " (default: %(default)s)"
+        group.addoption(f"--{name}", type=int, default=default, metavar="N", help=about)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -11,60 +11,45 @@ import pytest
 NAMES = [f"test_every_cell_compiles[{k}]" for k in range(200)]
 
 
+def selected(*items: Any, **options: int) -> list[Any]:
+    """Those of some cases that a run with these options keeps, "--days 1" unless they say so."""
+    kept, left_out = [*items], list[Any]()
+    hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
+    config: Any = SimpleNamespace(getoption={"day": 0, "days": 1, **options}.get, hook=hook)
+    conftest.pytest_collection_modifyitems(config, kept)
+    assert {item.name for item in (*kept, *left_out)} == {item.name for item in items}
+    return kept
+
+
+class Case:
+    """A case that has some marks, and what it is marked as."""
+
+    def __init__(self, name: str, file: str = "test_new.py", **marks: Any) -> None:
+        self.name, self.path, self.marked = name, Path(file), list[str]()
+        self.get_closest_marker, self.add_marker = marks.get, self.marked.append
+
+
 def chosen(grid: bool, **options: int) -> list[str]:
     """The names of the cases that a run with these options keeps."""
-    items: Any = [
-        SimpleNamespace(
-            name=name,
-            path=Path("test_new.py"),
-            get_closest_marker=lambda mark: mark == "grid" and grid,
-        )
-        for name in NAMES
-    ]
-    left_out: list[Any] = []
-    hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
-    config: Any = SimpleNamespace(getoption=options.__getitem__, hook=hook)
-    conftest.pytest_collection_modifyitems(config, items)
-    assert {item.name for item in (*items, *left_out)} == set(NAMES)
-    return [item.name for item in items]
+    return [case.name for case in selected(*(Case(n, grid=grid) for n in NAMES), **options)]
 
 
 def test_cases_behind_a_sample_are_slow() -> None:
-    marked: list[str] = []
-    marks = {"sample": SimpleNamespace(args=(3,), kwargs={})}
-    items: Any = [
-        SimpleNamespace(
-            name=name,
-            path=Path("test_new.py"),
-            get_closest_marker=marks.get,
-            add_marker=lambda mark, name=name: marked.append(f"{name} {mark}"),
-        )
-        for name in (*NAMES[:5], "test_another[0]")
-    ]
-    hook = SimpleNamespace(pytest_deselected=lambda items: None)
-    config: Any = SimpleNamespace(getoption={"day": 0, "days": 1}.__getitem__, hook=hook)
-    conftest.pytest_collection_modifyitems(config, items)
-    assert marked == [f"{name} slow" for name in NAMES[3:5]]
+    sample = SimpleNamespace(args=(3,), kwargs={})
+    cases = [Case(name, sample=sample) for name in (*NAMES[:5], "test_another[0]")]
+    selected(*cases)
+    marked = {case.name: case.marked for case in cases if case.marked}
+    assert marked == {name: ["slow"] for name in NAMES[3:5]}
 
 
 def test_new_files_run_under_every_instruction_set() -> None:
     """What does not is listed, and is there."""
     files = {path.name for path in Path(__file__).parent.glob("test_*.py")}
     assert files > conftest.FIXED_ISA
-    marks: list[tuple[str, str]] = []
-    items: Any = [
-        SimpleNamespace(
-            path=Path(name),
-            add_marker=lambda mark, name=name: marks.append((name, mark)),
-            get_closest_marker=lambda mark: None,
-        )
-        for name in (*files, "test_new.py")
-    ]
-    config: Any = SimpleNamespace(
-        getoption=lambda name: 1, hook=SimpleNamespace(pytest_deselected=lambda items: None)
-    )
-    conftest.pytest_collection_modifyitems(config, items)
-    assert set(marks) == {(name, "fixed_isa") for name in conftest.FIXED_ISA}
+    cases = [Case(name, name) for name in (*files, "test_new.py")]
+    selected(*cases)
+    marked = {case.name: case.marked for case in cases if case.marked}
+    assert marked == {name: ["fixed_isa"] for name in conftest.FIXED_ISA}
 
 
 @pytest.mark.parametrize("days", [1, 2, 7])
