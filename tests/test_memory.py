@@ -242,7 +242,7 @@ THRESHOLDS = {
     "keras/host.py": {"LINE": None},
     "layer/rounding.py": {"STEPS": None},
     "layer/feedback.py": {"LEAST": None},  # of a switch that is never 0: test_quantize
-    "layer/contract.py": {"_MOST": None},  # of layouts that are known, see test_layer_contract
+    "layer/contract.py": {"_MOST": None},  # of layouts that are known, see test_recipe
     "layer/checks.py": {"MOST": None},  # a size beyond which it is a mistake
 }
 

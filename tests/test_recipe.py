@@ -1,4 +1,6 @@
-"""Passes that are drafted once: in what later calls may differ, and what asks for another draft."""
+"""Passes that are drafted once: in what later calls may differ, and what asks for another draft;
+layouts that the contract has accepted: others are still copied, or refused.
+"""
 
 import gc
 import weakref
@@ -11,16 +13,17 @@ import numpy.typing as npt
 import pytest
 from processes import at_once
 from tolerances import assert_close
+from variants import variants
 
 from anycell import Cell, cells, layer
 from anycell.engines import cpu
-from anycell.layer import recipe
+from anycell.layer import contract, recipe
 from anycell.numpy.host import NumpyHost, host_of
 from anycell.plan import plan
 
 Array = npt.NDArray[Any]
 T, B, I, H = 5, 3, 4, 6
-HOST, PLAN = NumpyHost("float64"), plan(cells.LSTM, H, "float64")
+HOST, PLAN = NumpyHost("float64"), plan(cells.PeepholeLSTM, H, "float64")
 
 
 @pytest.fixture(autouse=True)
@@ -31,19 +34,22 @@ def anew() -> Iterator[None]:
 
 
 def arrays(rng: np.random.Generator, steps: int = T) -> dict[str, Array]:
-    shapes = {
-        "x": (steps, B, I), "state h": (1, B, H), "state c": (1, B, H), "weight_ih": (4 * H, I),
-        "weight_hh": (4 * H, H), "bias_ih": (4 * H,), "bias_hh": (4 * H,),
-    }  # fmt: skip
+    shapes = {"x": (steps, B, I)} | layer.shapes(PLAN.cell, {"H": H}, I, True)
+    shapes |= {"state h": (1, B, H), "state c": (1, B, H)}
     return {name: rng.standard_normal(shape) for name, shape in shapes.items()}
 
 
-def solve(given: dict[str, Array], **options: Any) -> dict[str, Array]:
-    """Outputs, final states, and gradients."""
+def solve(
+    given: dict[str, Array], shift: Callable[[Array], Array] = np.copy, **options: Any
+) -> dict[str, Array]:
+    """Outputs, final states, and gradients; what is kept, and what arrives at the final states, is
+    laid out as ``shift`` says.
+    """
     how = layer.Options(training=True, **options)
     out, (h, c), kept = layer.forward(HOST, PLAN, given, how, keep=True)
     assert kept is not None
-    gradients = layer.backward(HOST, PLAN, given, how, kept, out, [h, None])
+    kept = kept._replace(hidden=shift(kept.hidden), values=[shift(v) for v in kept.values])
+    gradients = layer.backward(HOST, PLAN, given, how, kept, out, [shift(h), None])
     return {"out": out, "h": h, "c": c, **{f"d {name}": d for name, d in gradients.items()}}
 
 
@@ -128,6 +134,49 @@ def test_layouts_that_ask_for_another(rng: np.random.Generator) -> None:
     assert len(recipe.known) == 2 * 4  # that of a bias is the same, once it is copied
     solve(arrays(rng, T + 1))
     assert len(recipe.known) == 2 * 5
+
+
+def unaligned(a: Array) -> Array:
+    return dict(variants(a))["1 bytes past an element"]
+
+
+@pytest.mark.parametrize("shift", [np.asfortranarray, unaligned])
+def test_layouts_are_looked_at_again(
+    shift: Callable[[Array], Array], rng: np.random.Generator
+) -> None:
+    """One that is copied is never among those that go as they are."""
+    given = arrays(rng)
+    expected, known = solve(given), len(contract._accepted)
+    for _ in range(2):
+        for name, array in given.items():
+            same(solve(given | {name: shift(array)}), expected)
+        same(solve(given, shift), expected)
+    # Weights lie well either way, and so do states of any strides.
+    assert len(contract._accepted) - known < 2 * len(given)
+
+
+def test_others_are_refused_as_before(rng: np.random.Generator) -> None:
+    given = arrays(rng)
+    solve(given)
+    for name, array in given.items():
+        with pytest.raises(TypeError, match="float32"):
+            solve(given | {name: array.astype(np.float32)})
+        if name != "x":
+            with pytest.raises(ValueError, match="given shape"):
+                solve(given | {name: array[..., :-1]})
+
+
+def test_so_many_layouts_are_known(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arrays(rng)
+    expected = solve(given)
+    monkeypatch.setattr(contract, "_MOST", 1)
+    for _ in range(2):
+        same(solve(given), expected)
+    contract._accepted.clear()
+    solve(given)
+    assert len(contract._accepted) == 1
 
 
 def test_instruction_sets_and_forks_ask_for_another(
