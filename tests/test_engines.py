@@ -437,12 +437,18 @@ def test_results_share_no_memory(cell: Cell, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("backward", [False, True])
 @each_dtype
 def test_packing_writes_only_its_block(dtype: str, backward: bool, transposed: bool) -> None:
-    """Each tile too: another thread may have written the next one before."""
-    for units in (1, 4, 7, 33):
-        chosen = plan(cells.LSTM, units, dtype)
-        kernel = cpu.compiled(chosen, backward)
-        weight = np.ones((4 * units, units), dtype, order="F" if transposed else "C")
-        memory, size = packed(kernel, {"weight_hh": weight})
+    """Each tile too: another thread may have written the next one before. Forward also where the
+    kernel multiplies inputs.
+    """
+    for units, inputs in ((1, 0), (4, 0), (7, 0), (33, 0), (1, 1), (7, 5), (33, 40)):
+        if backward and inputs:
+            continue
+        kernel = cpu.compiled(plan(cells.LSTM, units, dtype), backward)
+        widths = {"weight_hh": units, "weight_ih": inputs}
+        weights = {name: np.ones((4 * units, n), dtype) for name, n in widths.items() if n}
+        if transposed:
+            weights = {name: np.asfortranarray(weight) for name, weight in weights.items()}
+        memory, size = packed(kernel, weights, inputs)
         assert not (memory[:size] == 0xAB).all()
         assert (memory[size:] == 0xAB).all()
 

@@ -8,13 +8,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from conformance.on_torch import by_rnn  # noqa: E402
-from doors import packed  # noqa: E402
 from problems import assert_solved, draw  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
 from anycell import layer as layers  # noqa: E402
-from anycell.engines import cpu  # noqa: E402
 from anycell.engines.cpu.isa import current  # noqa: E402
 from anycell.engines.cpu.layout import Layout  # noqa: E402
 from anycell.plan import plan  # noqa: E402
@@ -94,15 +92,3 @@ def test_who_projects() -> None:
     assert layers.projects(chosen, 96 * 128, 1024, holes=True)
     assert not layers.projects(chosen, 20, 128, holes=True)
     assert not layers.projects(plan(cells.GRU, 128), 96 * 128, 128, holes=True)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_packing_writes_only_its_block(transposed: bool) -> None:
-    np = pytest.importorskip("numpy")
-    for units, inputs in ((1, 1), (7, 5), (33, 40)):
-        kernel = cpu.compiled(plan(cells.LSTM, units))
-        weight = np.ones((4 * units, inputs), np.float32, order="F" if transposed else "C")
-        weights = {"weight_hh": np.ones((4 * units, units), np.float32), "weight_ih": weight}
-        memory, size = packed(kernel, weights, inputs)
-        assert not (memory[:size] == 0xAB).all()
-        assert (memory[size:] == 0xAB).all()
