@@ -19,7 +19,7 @@ import stat
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,10 @@ def test_the_compiler_is_not_imported_before_it_is_needed() -> None:
         from anycell.engines.cpu import ir, isa, jit, pool
         assert pool.threads() >= 1
         assert not [name for name in sys.modules if name.startswith("llvmlite")]
+        short = jit._toolchain()
+        assert "llvmlite.binding" not in sys.modules
+        import llvmlite
+        assert llvmlite.__version__ in short and "libllvmlite" in short or "llvmlite.dll" in short
         """
     )
 
@@ -339,44 +343,6 @@ def test_the_cache_is_private(cache: Path) -> None:
     assert stat.S_IMODE(only(cache).stat().st_mode) == 0o600
 
 
-DAMAGE = {
-    "empty": lambda entry: b"",
-    "header only": lambda entry: entry[:40],
-    "within the header": lambda entry: entry[:20],
-    "one byte short": lambda entry: entry[:-1],
-    "half": lambda entry: entry[: len(entry) // 2],
-    "one byte more": lambda entry: entry + b"\0",
-    "magic": lambda entry: b"\x7f" + entry[1:],
-    "seal": lambda entry: entry[:10] + bytes([entry[10] ^ 1]) + entry[11:],
-    "code": lambda entry: entry[:200] + bytes([entry[200] ^ 1]) + entry[201:],
-    "last byte": lambda entry: entry[:-1] + bytes([entry[-1] ^ 128]),
-    "bare object": lambda entry: entry[40:],
-    "text": lambda entry: b"not machine code at all",
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_entry_is_compiled_again(cache: Path, damage: str) -> None:
-    build()
-    entry = only(cache)
-    whole = entry.read_bytes()
-    entry.write_bytes(DAMAGE[damage](whole))
-    assert not build().cached
-    assert only(cache).read_bytes() == whole
-    assert build().cached
-
-
-def test_an_entry_under_a_foreign_name_is_not_taken(cache: Path) -> None:
-    build("one")
-    one = only(cache)
-    entry = one.read_bytes()
-    build("two")
-    (two,) = set(cache.iterdir()) - {one}
-    two.write_bytes(entry)
-    assert not build("two").cached
-    assert build("one").cached
-
-
 @posix
 def test_an_entry_that_others_could_have_written_is_not_taken(cache: Path) -> None:
     build()
@@ -390,30 +356,28 @@ def test_an_entry_that_others_could_have_written_is_not_taken(cache: Path) -> No
         assert entry.stat().st_uid == 0
 
 
-def strange(kind: str, path: Path) -> None:
-    """Puts something there that is not a file."""
-    if kind == "a FIFO":
-        os.mkfifo(path)
-    elif kind == "a directory":
-        (path / "inside").mkdir(parents=True)
-    elif kind == "a link to an entry":
-        path.symlink_to(path.with_name("elsewhere"))
-    elif kind == "a link to nowhere":
-        path.symlink_to(path.with_name("nowhere"))
-    elif kind == "a device":
-        try:
-            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero never ends
-        except PermissionError:
-            pytest.skip("only root can make a device")
-    else:
-        with socket.socket(socket.AF_UNIX) as server, pytest.MonkeyPatch.context() as patch:
-            patch.chdir(path.parent)
-            server.bind(path.name)  # a path of its length would be refused
+def device(path: Path) -> None:
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero never ends
+    except PermissionError:
+        pytest.skip("only root can make a device")
 
 
-STRANGE = [
-    "a FIFO", "a directory", "a link to an entry", "a link to nowhere", "a device", "a socket",
-]  # fmt: skip
+def unix_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path.parent)
+        server.bind(path.name)  # a path of its length would be refused
+
+
+# Puts something there that is not a file.
+STRANGE: dict[str, Callable[[Path], object]] = {
+    "a FIFO": lambda path: os.mkfifo(path),
+    "a directory": lambda path: (path / "inside").mkdir(parents=True),
+    "a link to an entry": lambda path: path.symlink_to(path.with_name("elsewhere")),
+    "a link to nowhere": lambda path: path.symlink_to(path.with_name("nowhere")),
+    "a device": device,
+    "a socket": unix_socket,
+}
 
 
 @posix
@@ -425,8 +389,8 @@ def test_what_is_no_file_is_no_entry(cache: Path, kind: str) -> None:
     code = entry.read_bytes()
     entry.rename(cache / "elsewhere")
     draft = cache / f"{'0' * 64}.{'0' * 16}"
-    strange(kind, entry)
-    strange(kind, draft)
+    STRANGE[kind](entry)
+    STRANGE[kind](draft)
     before = [path.lstat() for path in (entry, draft)]
     with pytest.warns(jit.CacheWarning, match="is there, and is not a file") as seen:
         assert not build().cached
@@ -474,7 +438,8 @@ def test_files_of_others_stay_and_do_not_count(
     assert jit.kept() == [size] * 2
     build("2")
     assert jit.kept() == [size] * 2
-    assert not entry.exists()
+    assert not entry.exists(), "the oldest makes room"
+    assert build("1").cached
     assert {name: (cache / name).read_bytes() for name in theirs} == theirs
 
 
@@ -505,42 +470,43 @@ def test_a_relative_directory_where_there_is_none(
         assert not build().cached
 
 
-def hostile(kind: str, path: Path) -> None:
-    if kind == "a file":
-        path.write_text("not a directory")
-    elif kind == "below a file":
-        path.parent.rmdir()
-        path.parent.write_text("not a directory")
-    elif kind == "a dangling link":
-        path.symlink_to(path.parent / "nowhere")
-    elif kind == "a link to itself":
-        path.symlink_to(path)
-    elif kind == "a link to one that others can write":
-        target = path.parent / "target"
-        target.mkdir()
-        target.chmod(0o777)
-        path.symlink_to(target)
-    elif kind == "of another user":
-        if os.geteuid():
-            pytest.skip("only root can give a directory away")
-        path.mkdir(0o700)
-        os.chown(path, 12345, -1)
-    elif kind == "read-only":
-        if os.geteuid() == 0:
-            pytest.skip("root can write it all the same")
-        path.mkdir(0o500)
-    else:
-        path.mkdir()
-        path.chmod(
-            {"of the group": 0o770, "of everybody": 0o777, "of others, sticky": 0o1703}[kind]
-        )
+def below_a_file(path: Path) -> None:
+    path.parent.rmdir()
+    path.parent.write_text("not a directory")
 
 
-HOSTILE = [
-    "a file", "below a file", "a dangling link", "a link to itself",
-    "a link to one that others can write", "of another user", "read-only", "of the group",
-    "of everybody", "of others, sticky",
-]  # fmt: skip
+def directory(path: Path, mode: int) -> Path:
+    path.mkdir()
+    path.chmod(mode)
+    return path
+
+
+def given_away(path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a directory away")
+    os.chown(directory(path, 0o700), 12345, -1)
+
+
+def read_only(path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root can write it all the same")
+    directory(path, 0o500)
+
+
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    "a file": lambda path: path.write_text("not a directory"),
+    "below a file": below_a_file,
+    "a dangling link": lambda path: path.symlink_to(path.parent / "nowhere"),
+    "a link to itself": lambda path: path.symlink_to(path),
+    "a link to one that others can write": lambda path: path.symlink_to(
+        directory(path.parent / "target", 0o777)
+    ),
+    "of another user": given_away,
+    "read-only": read_only,
+    "of the group": lambda path: directory(path, 0o770),
+    "of everybody": lambda path: directory(path, 0o777),
+    "of others, sticky": lambda path: directory(path, 0o1703),
+}
 
 
 @posix
@@ -551,7 +517,7 @@ def test_a_bad_directory_is_left_alone_with_one_warning(
     path = cache.parent / "parent" / "cache"
     path.parent.mkdir()
     monkeypatch.setenv("ANYCELL_CACHE_DIR", str(path))
-    hostile(kind, path)
+    HOSTILE[kind](path)
     with pytest.warns(jit.CacheWarning, match=re.escape(repr(str(path)))) as seen:
         assert not build().cached
     assert len(seen) == 1
@@ -559,13 +525,6 @@ def test_a_bad_directory_is_left_alone_with_one_warning(
     assert not build().cached  # no second warning: here warnings are errors
     if path.is_dir():
         assert not list(path.iterdir())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_a_directory_that_cannot_be_made(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ANYCELL_CACHE_DIR", "/proc/anycell/cache")
-    with pytest.warns(jit.CacheWarning, match="/proc/anycell"):
-        assert not build().cached
 
 
 @posix
@@ -615,19 +574,6 @@ def test_everything_that_changes_the_code_is_in_the_key(monkeypatch: pytest.Monk
     monkeypatch.setattr(jit, "_toolchain", lambda: "another LLVM")
     keys += [jit._key("text", ["f"], generic)]
     assert len(set(keys)) == len(keys)
-
-
-def test_llvm_is_known_without_being_loaded() -> None:
-    python(
-        """
-        import sys
-        from anycell.engines.cpu import jit
-        short = jit._toolchain()
-        assert "llvmlite.binding" not in sys.modules
-        import llvmlite
-        assert llvmlite.__version__ in short and "libllvmlite" in short or "llvmlite.dll" in short
-        """
-    )
 
 
 # -- the names of kernels ------------------------------------------------------------------------
@@ -683,11 +629,12 @@ def test_kernels_of_one_recipe_have_one_text() -> None:
     assert len(set(texts.values())) > len(ALIKE)
 
 
-def test_names_and_texts_are_the_same_in_every_process() -> None:
+def test_names_and_texts_are_the_same_in_every_process(cache: Path) -> None:
+    """Whatever the order of sets; so a later process finds all kernels."""
     code = """
         import hashlib
         from anycell import cells
-        from anycell.engines.cpu import isa, kernel
+        from anycell.engines.cpu import driver, isa, jit, kernel
         from anycell.engines.cpu.layout import Layout
         from anycell.plan import plan
         from random_cells import random_cell
@@ -697,10 +644,14 @@ def test_names_and_texts_are_the_same_in_every_process() -> None:
                 layout = Layout(plan(cell, 19), backward, isa.current())
                 name = kernel.request(layout)[-1] + str(kernel.print_kernel(layout))
                 print(hashlib.sha256(name.encode()).hexdigest())
+        for dtype in ("float32", "bfloat16"):
+            kernel.compiled(plan(cells.RNN, 8, dtype))
+            driver.compiled(dtype, isa.current())
+        print(len(jit.kept()))
         """
-    first, second = (python(code, PYTHONHASHSEED=seed) for seed in "12")
-    assert len(set(first.split())) == 6
-    assert first == second
+    first, *others = (python(code, PYTHONHASHSEED=seed).split() for seed in "012")
+    assert len({*first[:-1]}) == 6 and first[-1] == "4"
+    assert others == [first] * 2
 
 
 def test_a_name_has_a_place_for_all_of_a_plan() -> None:
@@ -768,19 +719,6 @@ def test_an_edit_gives_kernels_another_name_from_the_next_process_on(
     assert [cached(edit), cached(), cached()] == [False, False, True]
 
 
-def test_kernels_are_found_again_whatever_the_order_of_sets(cache: Path) -> None:
-    code = """
-        from anycell import cells
-        from anycell.engines.cpu import driver, isa, jit, kernel
-        from anycell.plan import plan
-        for dtype in ("float32", "bfloat16"):
-            kernel.compiled(plan(cells.RNN, 8, dtype))
-            driver.compiled(dtype, isa.current())
-        print(len(jit.kept()))
-        """
-    assert {python(code, PYTHONHASHSEED=str(seed)).strip() for seed in (0, 1, 2)} == {"4"}
-
-
 def test_without_sources_kernels_go_by_their_text(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -812,18 +750,6 @@ def test_a_second_process_prints_nothing(cache: Path) -> None:
         print(library.cached)
         """
     assert [python(code), python(code)] == ["False\n", "True\n"]
-
-
-def test_the_oldest_entries_make_room(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build("0")
-    size = only(cache).stat().st_size
-    os.utime(only(cache), (1, 1))
-    build("1")
-    monkeypatch.setattr(jit, "LIMIT", 2 * size)
-    build("2")
-    assert len(list(cache.iterdir())) == 2
-    assert [build(text).cached for text in "21"] == [True, True]
-    assert not build("0").cached
 
 
 def test_drafts_of_another_process_vanish(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -923,53 +849,30 @@ def test_thread_count_follows_the_affinity() -> None:
 
 # -- gangs ---------------------------------------------------------------------------------------
 
-# args: arrivals, rounds, seen, gate, tiny, yield. Each round the parts wait for each other; before
-# they go home they wait for the gate; each writes `parts` into `seen[part]`, and tiny * 0.5 behind.
-BARRIER = """
-define void @meet(ptr %args, i64 %part, i64 %parts) {
-entry:
-  %rounds.at = getelementptr i64, ptr %args, i64 1
-  %rounds = load i64, ptr %rounds.at
-  %seen.at = getelementptr i64, ptr %args, i64 2
-  %seen = load ptr, ptr %seen.at
-  %gate.at = getelementptr i64, ptr %args, i64 3
-  %tiny.at = getelementptr i64, ptr %args, i64 4
-  %tiny = load volatile double, ptr %tiny.at
-  %yield.at = getelementptr i64, ptr %args, i64 5
-  %yield = load ptr, ptr %yield.at
-  br label %round
-round:
-  %r = phi i64 [ 1, %entry ], [ %r.next, %through ]
-  %goal = mul i64 %r, %parts
-  %mine = atomicrmw add ptr %args, i64 1 acq_rel
-  br label %spin
-spin:
-  %here = load atomic i64, ptr %args acquire, align 8
-  %all = icmp sge i64 %here, %goal
-  br i1 %all, label %through, label %wait
-wait:
-  call i32 %yield()
-  br label %spin
-through:
-  %r.next = add i64 %r, 1
-  %more = icmp sle i64 %r.next, %rounds
-  br i1 %more, label %round, label %gate
-gate:
-  %open = load atomic i64, ptr %gate.at acquire, align 8
-  %shut = icmp eq i64 %open, 0
-  br i1 %shut, label %stand, label %done
-stand:
-  call i32 %yield()
-  br label %gate
-done:
-  %at = getelementptr i64, ptr %seen, i64 %part
-  store i64 %parts, ptr %at
-  %half = fmul double %tiny, 0.5
-  %half.at = getelementptr double, ptr %at, i64 64
-  store double %half, ptr %half.at
-  ret void
-}
-"""
+
+def barrier() -> str:
+    """LLVM text whose args are arrivals, rounds, seen, gate, tiny, yield. Each round the parts wait
+    for each other; before they go home they wait for the gate; each writes ``parts`` into
+    ``seen[part]``, and tiny * 0.5 behind.
+    """
+    module = ir.Module(isa.TARGETS["generic"], "double")
+    b = module.function("meet", "ptr args, i64 part, i64 parts")
+    args, part, parts = b.args
+    rounds, seen, gate, tiny, relax = (b.gep(args, i, "i64") for i in range(1, 6))
+
+    def wait(place: ir.Value, least: ir.Operand) -> None:
+        with b.repeat() as again:
+            b.call(b.load(relax, "ptr"), returns="i32")
+            again(b.atomic_load(place) < least)
+
+    with b.loop(0, b.load(rounds, "i64")) as done:
+        b.atomic_add(args, 1)
+        wait(args, (done + 1) * parts)
+    wait(gate, 1)
+    b.store(parts, b.gep(b.load(seen, "ptr"), part, "i64"))
+    half = b.load(tiny, "double") * 0.5
+    b.store(half, b.gep(b.load(seen, "ptr"), part + 64, "i64"))
+    return str(module)
 
 
 class Meeting:
@@ -981,7 +884,7 @@ class Meeting:
         self.args = np.array(data, np.int64)
         self.args[4:5].view(np.float64)[0] = tiny
         self.rounds = rounds
-        self.address = jit.compile(BARRIER, ["meet"], isa.TARGETS["generic"]).address("meet")
+        self.address = jit.compile(barrier(), ["meet"], isa.TARGETS["generic"]).address("meet")
 
     def run(self, parts: int) -> int:
         team = parallel(self.address, self.args.ctypes.data, parts)
@@ -1193,31 +1096,33 @@ def test_fork_while_a_thread_takes_memory() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and fork")
-@pytest.mark.parametrize("imported", ["before the fork", "after the fork"])
-def test_fork_after_torch_was_used(imported: str) -> None:
-    """Its runtime hangs in the child, which may not even know that torch was used before."""
+def test_fork_after_torch_was_used() -> None:
+    """Its runtime hangs in the child, which may not even know that torch was used before: it
+    imports the engine after the fork, or the parent has before.
+    """
     pytest.importorskip("torch")
     python(
-        f"""
+        """
         import os, sys, warnings, torch
         warnings.simplefilter("ignore")
-        if {imported == "before the fork"}:
-            from anycell.engines.cpu import pool
-            from test_cpu_runtime import Meeting
-            pool.attach("torch")
-            assert pool.backend() == "openmp" and "torch" in pool._current().openmp.path
-            assert Meeting().run(2) == 2
         torch.set_num_threads(2)
-        (torch.ones(999, 999) @ torch.ones(999, 999)).sum()
-        child = os.fork()
-        if not child:
-            from anycell.engines.cpu import pool
-            from test_cpu_runtime import Meeting
-            pool.attach("torch")
-            assert pool.backend() == "own"
-            assert Meeting(rounds=30).run(2) == 2
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
+        for imported in (False, True):
+            if imported:
+                from anycell.engines.cpu import pool
+                from test_cpu_runtime import Meeting
+                pool.attach("torch")
+                assert pool.backend() == "openmp" and "torch" in pool._current().openmp.path
+                assert Meeting().run(2) == 2
+            (torch.ones(999, 999) @ torch.ones(999, 999)).sum()
+            child = os.fork()
+            if not child:
+                from anycell.engines.cpu import pool
+                from test_cpu_runtime import Meeting
+                pool.attach("torch")
+                assert pool.backend() == "own"
+                assert Meeting(rounds=30).run(2) == 2
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
         """
     )
 
