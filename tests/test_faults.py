@@ -1,7 +1,6 @@
 """Whatever one call fails, of those to files and those for memory, leaves nothing wrong behind."""
 
 import contextlib
-import ctypes
 import errno
 import gc
 import hashlib
@@ -23,7 +22,7 @@ from processes import python
 import anycell.numpy as an
 from anycell import cells, recurrence
 from anycell.engines import cpu
-from anycell.engines.cpu import image, jit, kernel, sources
+from anycell.engines.cpu import jit, kernel, sources
 from anycell.engines.cpu import memory as blocks
 from anycell.numpy import base
 
@@ -469,25 +468,6 @@ def test_every_allocation_of_a_torch_layer(
     for call in (forward, backward, step):
         with memory:
             assert check_memory(memory, call) >= 2
-
-
-def test_memory_for_code(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    """Where the system gives none, or none to run, LLVM's own loader has a try."""
-
-    def solve() -> Any:
-        return flat(
-            recurrence(
-                cells.GRU, np.ones((3, 2, 12)), {"weight_hh": np.ones((12, 4))}, engine="cpu"
-            )
-        )
-
-    ref, libc = solve(), image._libc()
-    for name, refusal in (("mmap", ctypes.c_void_p(-1).value), ("mprotect", -1)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernel, "_kernels", {})
-            patch.setattr(libc, name, lambda *_, value=refusal: value)
-            again = solve()
-        assert all(np.array_equal(a, b) for a, b in zip(ref, again, strict=True))
 
 
 @posix
