@@ -190,16 +190,8 @@ def corners() -> Array:
     ln2 = np.log(2)
     seeds = np.concatenate(
         [
-            [
-                0,
-                1,
-                np.pi,
-                limits.max,
-                limits.smallest_normal,
-                limits.smallest_subnormal,
-                np.inf,
-                np.nan,
-            ],
+            [0, 1, np.pi, np.inf, np.nan],
+            [limits.max, limits.smallest_normal, limits.smallest_subnormal],
             2.0 ** np.arange(-1074, 1024),
             np.arange(0, 1100, 0.5) * ln2,  # where n changes, and where r vanishes
             np.arange(0, 200, 0.25) * ln2,
