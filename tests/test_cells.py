@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
-from problems import Arrays, Problem, assert_right, assert_solved, by_cpu, random_problem, results
+from problems import Arrays, Problem, assert_right, assert_solved, by_cpu, random_problem
+from test_reference import by_torch
 from tolerances import assert_close
 
 import anycell
@@ -267,49 +268,39 @@ EVERY = [cell for cell, _ in CELLS]
 def by_equations(problem: Problem, equations: Equations) -> Arrays:
     """Results by a loop in torch, and gradients by its autograd."""
     cell, drawing = problem.cell, problem.drawing
-    given = {
-        name: torch.tensor(a, requires_grad=a.dtype != bool and not name.startswith("d "))
-        for name, a in problem.arrays.items()
-    }
-    arguments = problem.but(given).arguments()
-    x, state, restored = (arguments[name] for name in ("gates_x", "state", "reset_state"))
-    mask = given.get("mask", torch.ones(x.shape[:2], dtype=torch.bool))
-    resets = given.get("resets", torch.zeros(x.shape[:2], dtype=torch.bool))
-    outputs = []
-    for t in range(len(x)):
 
-        def draw(k: int, rate: float, per: str = "step", t: int = t) -> Any:
-            if not drawing.get("training"):
-                return rate
-            step = t if per == "step" else 0
-            uniform = philox.uniform(drawing["seed"], 0, k, step, x.shape[1], x.shape[2])
-            units = x.shape[2] // len(cell.gates)
-            return torch.tensor(uniform < np.float32(rate), dtype=x.dtype)[:, :units]
+    def run(given: Problem) -> Any:
+        arguments = given.arguments()
+        x, state, restored = (arguments[name] for name in ("gates_x", "state", "reset_state"))
+        mask = given.arrays.get("mask", torch.ones(x.shape[:2], dtype=torch.bool))
+        resets = given.arrays.get("resets", torch.zeros(x.shape[:2], dtype=torch.bool))
+        outputs = []
+        for t in range(len(x)):
 
-        world = {
-            "W": arguments["weights"],
-            "p": arguments["params"],
-            "e": arguments["static"],
-            "draw": draw,
-        }
-        there, reset = mask[t][:, None], (mask[t] & resets[t])[:, None]
-        if restored:
-            state = [torch.where(reset, r, s) for r, s in zip(restored, state, strict=True)]
-        gates = torch.where(there, x[t], 0.0).chunk(len(cell.gates), 1)
-        new = equations(gates, state, world)
-        state = [torch.where(there, a, b) for a, b in zip(new, state, strict=True)]
-        outputs.append(torch.where(there, state[0], 0.0))
-    solution = results(problem, torch.stack(outputs), [s[None] for s in state])
-    d_output = torch.where(mask[..., None], given["d output"], 0.0)
-    loss = (solution["output"] * d_output).sum()
-    for name in cell.state_names:
-        loss = loss + (solution[f"final {name}"] * given[f"d final {name}"]).sum()
-    loss.backward()
-    for name, tensor in given.items():
-        if tensor.requires_grad:
-            grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-            solution[f"d {name}"] = grad
-    return {name: value.detach().numpy() for name, value in solution.items()}
+            def draw(k: int, rate: float, per: str = "step", t: int = t) -> Any:
+                if not drawing.get("training"):
+                    return rate
+                step = t if per == "step" else 0
+                uniform = philox.uniform(drawing["seed"], 0, k, step, x.shape[1], x.shape[2])
+                units = x.shape[2] // len(cell.gates)
+                return torch.tensor(uniform < np.float32(rate), dtype=x.dtype)[:, :units]
+
+            world = {
+                "W": arguments["weights"],
+                "p": arguments["params"],
+                "e": arguments["static"],
+                "draw": draw,
+            }
+            there, reset = mask[t][:, None], (mask[t] & resets[t])[:, None]
+            if restored:
+                state = [torch.where(reset, r, s) for r, s in zip(restored, state, strict=True)]
+            gates = torch.where(there, x[t], 0.0).chunk(len(cell.gates), 1)
+            new = equations(gates, state, world)
+            state = [torch.where(there, a, b) for a, b in zip(new, state, strict=True)]
+            outputs.append(torch.where(there, state[0], 0.0))
+        return torch.stack(outputs), state
+
+    return by_torch(problem, run)
 
 
 @pytest.mark.parametrize(

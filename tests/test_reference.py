@@ -1,5 +1,6 @@
 """The reference engine: against PyTorch's layers and autograd, and against what it promises."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -80,13 +81,19 @@ each_situation = pytest.mark.parametrize(
 )
 
 
-def by_torch(problem: Problem) -> Arrays:
-    """Results on tensors, and their gradients by PyTorch's autograd."""
+def run(problem: Problem) -> Any:
+    return reference.run(problem.cell, **problem.arguments())
+
+
+def by_torch(problem: Problem, run: Callable[[Problem], Any] = run) -> Arrays:
+    """Results on tensors, by the reference engine or another function, and their gradients by
+    PyTorch's autograd.
+    """
     tensors = {
         name: torch.tensor(a, requires_grad=a.dtype != bool and not name.startswith("d "))
         for name, a in problem.arrays.items()
     }
-    output, final = reference.run(problem.cell, **problem.but(tensors).arguments())
+    output, final = run(problem.but(tensors))
     solution = results(problem, output, [s[None] for s in final])
     arriving = {name: tensors[f"d {name}"] for name in solution}
     if "mask" in tensors and not problem.repeat:
@@ -145,7 +152,7 @@ def test_gradients_are_differences(rng: np.random.Generator) -> None:
     problem = random_problem(cell, (4, 3, 6), rng, resets=True, training=True, seed=3)
 
     def loss(p: Problem) -> float:
-        outputs, final = reference.run(p.cell, **p.arguments())
+        outputs, final = run(p)
         pairs = zip((outputs, *final), (p["d output"], *p.group("d final")), strict=True)
         return sum(float((value * d).sum()) for value, d in pairs)
 
@@ -320,7 +327,7 @@ def test_second_derivatives(rng: np.random.Generator) -> None:
         given = problem.map(lambda _, a: torch.tensor(a)).but(
             dict(zip(names, tensors, strict=True))
         )
-        found, final = reference.run(problem.cell, **given.arguments())
+        found, final = run(given)
         return (found, *final)
 
     tensors = [torch.tensor(np.nan_to_num(problem[n]), requires_grad=True) for n in names]
