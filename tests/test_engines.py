@@ -1,5 +1,6 @@
 """The fused engines against the reference: every cell, under every instruction set at hand."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -133,25 +134,15 @@ each_cell_and_dtype = pytest.mark.parametrize(
 
 def each_instruction_set() -> Any:
     """A cell of each kind on the widest in float64; of the rest a sample; all in the long run."""
-    widest = isa.available()[-1]
-    return pytest.mark.parametrize(
-        ("name", "cell", "dtype"),
-        [
-            pytest.param(
-                name,
-                cell,
-                dtype,
-                id=f"{name}-{cell}-{dtype}",
-                marks=[]
-                if (name == widest and (cell in FEW or (dtype == "float64" and cell in KINDS)))
-                or (cell is cells.LSTM and dtype == "float32")
-                else pytest.mark.slow,
-            )
-            for name in isa.available()
-            for cell in CELLS
-            for dtype in ("float32", "float64")
-        ],
-    )
+
+    def case(name: str, cell: Cell, dtype: str) -> Any:
+        kind = cell in FEW or (dtype == "float64" and cell in KINDS)
+        fast = (cell is cells.LSTM and dtype == "float32") or (name == isa.available()[-1] and kind)
+        marks = [] if fast else [pytest.mark.slow]
+        return pytest.param(name, cell, dtype, id=f"{name}-{cell}-{dtype}", marks=marks)
+
+    cases = itertools.product(isa.available(), CELLS, ("float32", "float64"))
+    return pytest.mark.parametrize(("name", "cell", "dtype"), itertools.starmap(case, cases))
 
 
 @pytest.fixture(autouse=True)
