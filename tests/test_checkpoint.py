@@ -80,9 +80,9 @@ def test_drop_in_layers(kind: str) -> None:
 
 
 @needs_torch
-def test_recurrent_masks(set_layer: Callable[..., None]) -> None:
+def test_recurrent_masks_and_states(set_layer: Callable[..., None]) -> None:
     set_layer(chunk_steps=lambda *_: 1)
-    has = ("recurrent_mask per gate", "bidirectional", "state")
+    has = ("recurrent_mask per gate", "bidirectional", "state", "return_states")
     problem = draw(cells.LSTM, (STEPS, ROWS, 4, 5), has)
     plain = by_function(functional.layer)(problem)
     for checkpoint in (2, "sqrt"):
@@ -223,7 +223,7 @@ def test_errors(given: Any) -> None:
     message = "checkpoint: given .*; expected 'sqrt', a number of steps from 1, or None"
     with pytest.raises(ValueError, match=message):
         an.LSTM(4, 5, checkpoint=given)
-    if torch is None:
+    if not HAS_TORCH:
         return
     with pytest.raises(ValueError, match=message):
         at.RNN(cells.LSTM, 4, 5, checkpoint=given)
