@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tolerances import assert_close  # noqa: E402
-from torch_layers import CELLS, Gated, by_name, tensors_of  # noqa: E402
+from torch_layers import CELLS, Gated, by_name, fused, tensors_of  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
@@ -75,6 +75,7 @@ def test_every_number_of_steps(kind: str, dtype: Any, bias: bool, gradients: boo
             assert layer.engine.name == "cpu" and "torch" not in layer.engine.reason
             found = tensors_of(layer(x))
         assert {t.dtype for t in found} == {dtype}
+        assert fused(found[0]) is gradients
         wanted = tensors_of(right(x.double()))
         for ours, theirs in zip(found, wanted, strict=True):
             assert_close(ours.detach().float(), theirs.detach(), number, "forward")
