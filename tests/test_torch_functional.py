@@ -389,15 +389,3 @@ def test_the_module_returns_states(batch_first: bool) -> None:
     if not batch_first:
         alone = layer(x[:, 0], return_states="c")[2]["c"]
         assert_same([alone], [states["c"][:, 0]], "forward")
-
-
-@pytest.mark.parametrize("gates", [(), (4,)], ids=["", "per gate"])
-def test_a_recurrent_mask_without_a_batch(gates: tuple[int, ...]) -> None:
-    """It has no axis of rows."""
-    layer = at.RNN(cells.LSTMP, ENTERING, SIZE, bidirectional=True, P=3, **DOUBLE)
-    x, mask = torch.randn(STEPS, ROWS, ENTERING, **DOUBLE), torch.rand(*gates, ROWS, 3, **DOUBLE)
-    output, _ = layer(x, recurrent_mask=mask)
-    alone, _ = layer(x[:, 1], recurrent_mask=mask[..., 1, :])
-    assert_same([alone], [output[:, 1]], "forward")
-    with pytest.raises(ValueError, match=r"recurrent_mask: given .*expected .*3, 3\], of the"):
-        layer(x, recurrent_mask=mask[..., :2])
