@@ -36,20 +36,6 @@ def Zoneout(x, r, s, p):
     return kept * (sigmoid(f) * s.h + p.rate * tanh(g)) + (1.0 - kept) * s.h
 
 
-@pytest.fixture(params=["cpu", "reference"])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways through a layer, whichever engine its plan names."""
-    ran, run = [], getattr(passes, "fused" if request.param == "cpu" else "composite")
-
-    def spy(*arguments: Any) -> Any:
-        ran.append(request.param)
-        return run(*arguments)
-
-    monkeypatch.setattr(passes, "fused", spy)
-    yield request.param
-    assert set(ran) == {request.param}, "the engine that was meant did not run"
-
-
 # -- solving the same problem in different ways ----------------------------------------------------
 Results = dict[str, np.ndarray]
 
@@ -510,8 +496,12 @@ def test_copies_and_pickles(rng: np.random.Generator) -> None:
 
 
 # -- what belongs to the user ----------------------------------------------------------------------
-def test_results_may_be_written(engine: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("way", [passes.fused, passes.composite])
+def test_results_may_be_written(
+    way: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And a backward pass may run twice."""
+    monkeypatch.setattr(passes, "fused", way)
     for batch_first in (False, True):
         layer = an.LSTM(3, 4, batch_first=batch_first, dtype="float64", seed=1)
         x, state, d = problem(layer, 5, 2, rng)
