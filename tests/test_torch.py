@@ -360,27 +360,12 @@ def test_repr() -> None:
 
 # -- single steps ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["LSTMCell", "GRUCell"])
-def test_cells(name: str) -> None:
-    ours, theirs = getattr(at, name)(3, 5, dtype=torch.float64), getattr(nn, name)(3, 5)
-    theirs.double().load_state_dict(ours.state_dict())
-    assert isinstance(ours, type(theirs)) and ours.engine.name == "torch"
-    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    state = tuple(torch.randn(4, 5, dtype=torch.float64) for _ in range(2 if "LSTM" in name else 1))
-    given = state if len(state) > 1 else state[0]
-    for arguments in ((x,), (x, given)):
-        found = []
-        for module in (ours, theirs):
-            out = module(*arguments)
-            out = out if isinstance(out, tuple) else (out,)
-            leaves = (x, *module.parameters())
-            total = sum((i + 1) * o.square().sum() for i, o in enumerate(out))
-            found.append((*out, *torch.autograd.grad(total, leaves)))
-        for a, b in zip(*found, strict=True):
-            assert_close(a.detach(), b.detach(), "float64", "gradient")
-    alone, ref = ours(x[0]), theirs(x[0])
-    assert_close(alone[0].detach(), ref[0].detach(), "float64", "forward")
-    for bad in ((x[:, :2],), (x[None],), (x, (given, given) if name == "GRUCell" else given[0][0])):
-        assert_same_error(ours, theirs, *bad)
+def test_cells_are_torchs(name: str) -> None:
+    """As long as they override nothing, torch's tests are those of what they compute and refuse."""
+    ours, theirs = getattr(at, name), getattr(nn, name)
+    assert issubclass(ours, theirs) and ours(3, 5).engine.name == "torch"
+    for method in ("__init__", "__call__", "forward"):
+        assert getattr(ours, method) is getattr(theirs, method)
 
 
 @pytest.mark.parametrize("rows", [None, 0, 1, 4, 33])

@@ -381,16 +381,10 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "registry": (lambda: Listed(2, 2), "Listed (LSTM of torch)", "has a __init_subclass__ of"),
     "base": (OfTheBase, "OfTheBase (RNNBase of torch)", "only nn.LSTM and nn.GRU are swapped"),
     "nn.RNN": (lambda: nn.RNN(2, 2), "RNN of torch", "anycell.torch.RNN with anycell.cells.RNN"),
-    "attribute": (
-        lambda: with_attribute(nn.GRU(2, 2), cell="a"),
-        "GRU of torch",
-        "'cell', which in anycell's GRU is another",
-    ),
-    "replaced": (
-        lambda: with_attribute(nn.GRU(2, 2), forward=lambda x: x),
-        "GRU of torch",
-        "its forward has been replaced on the instance",
-    ),
+    "attribute": (lambda: with_attribute(nn.GRU(2, 2), cell="a"), "GRU of torch",
+                  "'cell', which in anycell's GRU is another"),
+    "replaced": (lambda: with_attribute(nn.GRU(2, 2), forward=lambda x: x), "GRU of torch",
+                 "its forward has been replaced on the instance"),
     "parametrised": (
         lambda: nn.utils.parametrizations.weight_norm(nn.LSTM(2, 2), "weight_hh_l0"),
         "ParametrizedLSTM (LSTM of torch)",
@@ -399,23 +393,14 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "LSTMCell": (lambda: nn.LSTMCell(2, 2), "LSTMCell of torch", "call anycell.torch.LSTM once"),
     "GRUCell": (lambda: nn.GRUCell(2, 2), "GRUCell of torch", "call anycell.torch.GRU once"),
     "RNNCell": (lambda: nn.RNNCell(2, 2), "RNNCell of torch", "with anycell.cells.RNN once"),
-    "scripted": (
-        lambda: torch.jit.script(nn.LSTM(2, 2)),
-        "LSTM of TorchScript",
-        "TorchScript has compiled torch's own layer",
-    ),
-    "traced": (
-        lambda: torch.jit.trace(nn.GRU(2, 2), (torch.zeros(2, 2, 2),)),
-        "GRU of TorchScript",
-        "TorchScript has compiled torch's own layer",
-    ),
+    "scripted": (lambda: torch.jit.script(nn.LSTM(2, 2)), "LSTM of TorchScript",
+                 "TorchScript has compiled torch's own layer"),
+    "traced": (lambda: torch.jit.trace(nn.GRU(2, 2), (torch.zeros(2, 2, 2),)),
+               "GRU of TorchScript", "TorchScript has compiled torch's own layer"),
     "quantized": (lambda: quantized(nn.LSTM(2, 2)), "LSTM of torch", "torch has quantized it"),
-    "quantized cell": (
-        lambda: quantized(nn.GRUCell(2, 2)),
-        "GRUCell of torch",
-        "torch has quantized it",
-    ),
-}
+    "quantized cell": (lambda: quantized(nn.GRUCell(2, 2)), "GRUCell of torch",
+                       "torch has quantized it"),
+}  # fmt: skip
 
 
 @of_torchscript

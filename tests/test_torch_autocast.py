@@ -87,22 +87,6 @@ def test_every_number_of_steps(kind: str, dtype: Any, bias: bool, gradients: boo
                 assert_close(ours, theirs, number, "gradient")
 
 
-@pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell"])
-def test_torchs_cells(kind: str, dtype: Any, bias: bool, gradients: bool) -> None:
-    """Ours are torch's under autocast too."""
-    made = []
-    for module in (at, torch.nn):
-        torch.manual_seed(7)
-        made.append(getattr(module, kind)(3, 5, bias=bias))
-    x = torch.randn(4, 3)
-    with torch.set_grad_enabled(gradients), torch.autocast("cpu", dtype):
-        ours, theirs = (tensors_of(cell(x)) for cell in made)
-    assert_same(ours, theirs)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_a_step_of_a_layer(kind: str, dtype: Any) -> None:
