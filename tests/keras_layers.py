@@ -173,6 +173,17 @@ def copy_weights(source: Any, target: Any, shape: tuple[int, ...]) -> None:
     target.set_weights(moved)
 
 
+def real(small: Any, layer: Any) -> Any:
+    """A layer of float32 with the weights that the integers stand for."""
+    cell, copied = small.cell, type(layer).from_config(layer.get_config())
+    copied.build((None, None, cell.kernel.shape[0]))
+    for name in ("kernel", "recurrent_kernel"):
+        scales = number(cell._scales[f"scales weight_{'hh' if name[0] == 'r' else 'ih'}"])
+        getattr(copied.cell, name).assign(number(getattr(cell, name)) * scales)
+    copied.cell.bias.assign(cell.bias)
+    return copied
+
+
 def assert_right(found: Arrays, right: Arrays, dtype: str, theirs: Arrays | None = None) -> None:
     """Within tolerance of what is right, or no worse than twice what Keras's own layer has."""
     assert found.keys() == right.keys()

@@ -1,6 +1,5 @@
 """Checkpoints: the bits of a run that keeps everything, in less memory."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +10,14 @@ from processes import HAS_TORCH, needs_torch, python
 
 import anycell.numpy as an
 from anycell import cells
-from anycell.layer import Options
-from anycell.plan import Call
 
 if HAS_TORCH:
     import torch
     from conformance.on_torch import by_function, by_module, module
-    from torch_layers import LAYERS, given_to_forward, run
+    from torch_layers import LAYERS, run
 
     import anycell.torch as at
-    from anycell.torch import functional, ops
+    from anycell.torch import functional
 
 STEPS, ROWS = 11, 3
 
@@ -80,9 +77,9 @@ def test_drop_in_layers(kind: str) -> None:
 
 
 @needs_torch
-def test_recurrent_masks(set_layer: Callable[..., None]) -> None:
+def test_recurrent_masks_and_states(set_layer: Callable[..., None]) -> None:
     set_layer(chunk_steps=lambda *_: 1)
-    has = ("recurrent_mask per gate", "bidirectional", "state")
+    has = ("recurrent_mask per gate", "bidirectional", "state", "return_states")
     problem = draw(cells.LSTM, (STEPS, ROWS, 4, 5), has)
     plain = by_function(functional.layer)(problem)
     for checkpoint in (2, "sqrt"):
@@ -137,34 +134,10 @@ def test_again_and_twice() -> None:
 
 @needs_torch
 @pytest.mark.slow
-def test_as_an_operator() -> None:
-    """What torch.compile sees: the same bits, and shapes that the fake kernels foretell."""
-    for cell, mask in itertools.product(
-        (cells.LSTM, cells.GRU), ({}, {"mask": torch.rand(STEPS, 2) < 0.7})
-    ):
-        layer = at.RNN(cell, 4, 5, bidirectional=True)
-        x, found = torch.randn(STEPS, 2, 4, requires_grad=True), []
-        for checkpoint in (None, 4, "sqrt"):
-            options = Options((False, True), training=True, checkpoint=checkpoint)
-            arrays = {"x": x, **mask, **layer._weights()[0]}
-            output, final, _ = ops.run(Call(cell, 5, options), arrays)
-            total = output.square().sum() + sum(s.square().sum() for s in final)
-            found.append([output, *final, *torch.autograd.grad(total, [x, *layer.parameters()])])
-        assert all(
-            torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)
-        )
-        options = Options((False, True), training=True, checkpoint=4)
-        arrays = {"x": x, **mask, **layer._weights()[0]}
-        call = given_to_forward(Call(cell, 5, options), arrays)
-        assert ops.Spec.read(call[1]).options.checkpoint == 4
-        torch.library.opcheck(torch.ops.anycell.forward, call)
-
-
-@needs_torch
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_compiled() -> None:
-    layer = at.RNN(cells.LSTM, 4, 5, checkpoint="sqrt")
+@pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU], ids=repr)
+def test_compiled(cell: Any) -> None:
+    layer = at.RNN(cell, 4, 5, checkpoint="sqrt")
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for steps in (STEPS, 7, 9):
         x = torch.randn(steps, ROWS, 4, requires_grad=True)
@@ -223,7 +196,7 @@ def test_errors(given: Any) -> None:
     message = "checkpoint: given .*; expected 'sqrt', a number of steps from 1, or None"
     with pytest.raises(ValueError, match=message):
         an.LSTM(4, 5, checkpoint=given)
-    if torch is None:
+    if not HAS_TORCH:
         return
     with pytest.raises(ValueError, match=message):
         at.RNN(cells.LSTM, 4, 5, checkpoint=given)

@@ -171,11 +171,13 @@ def test_numpy_layers_are_called() -> None:
 
 def test_states_move_between_numpy_and_torch() -> None:
     torch = pytest.importorskip("torch")
-    ours, theirs = an.LSTM(3, 8, num_layers=2, seed=0), torch.nn.LSTM(3, 8, 2)
+    shape, options = (3, 8, 2), {"bidirectional": True}
+    ours, theirs = an.LSTM(*shape, seed=0, **options), torch.nn.LSTM(*shape, **options)
+    assert list(ours.parameters) == list(theirs.state_dict())
     ours.load_state_dict(theirs.state_dict())
     right = theirs(torch.from_numpy(X.astype("float32")))[0].detach().numpy()
     assert_close(ours(X)[0], right, "float32", "forward")
-    kept = an.LSTM(3, 8, num_layers=2, seed=1).state_dict()
+    kept = an.LSTM(*shape, seed=1, **options).state_dict()
     theirs.load_state_dict({name: torch.from_numpy(a) for name, a in kept.items()})
     assert np.array_equal(theirs.weight_hh_l1.detach().numpy(), kept["weight_hh_l1"])
 

@@ -2,14 +2,15 @@
 
 import copy
 import pickle
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import problems
 import pytest
-from problems import by_cpu, random_problem
+from conformance.on_numpy import named, one
+from problems import Problem, by_cpu, random_problem
 from tolerances import assert_close
 
 import anycell.numpy as an
@@ -30,72 +31,42 @@ CELLS = [
 SHAPES = [(9, 5, 3, 7, 2), (1, 1, 1, 1, 1), (6, 20, 4, 33, 4), (4, 3, 2, 100, 1)]
 
 
-@dataclass
-class Problem:
-    """Arrays by name: x, state <name>, the learned ones, and what arrives at the results."""
-
-    cell: Cell
-    arrays: Arrays
-    forced: np.ndarray
-    options: dict[str, Any]
-    sizes: dict[str, int]
-    width: int
-
-    @property
-    def states(self) -> list[str]:
-        return [f"state {name}" for name in self.cell.state_names]
-
-    @property
-    def learned(self) -> Arrays:
-        """Of the layer."""
-        return {n: a for n, a in self.arrays.items() if n.endswith("_l0")}
-
-    def poisoned(self, dtype: str) -> np.ndarray:
-        """x with NaN wherever it must not matter."""
-        x = self.arrays["x"].astype(dtype)
-        x[..., : self.width][~self.forced] = np.nan
-        if "mask" in self.options:
-            x[~self.options["mask"]] = np.nan
-        return x
+def draw(cell: Cell, shape: tuple[int, ...], *has: str, p: float = 0.4) -> Problem:
+    """A problem of a layer with a readout, its "weight", "bias" and "d y", and what is "forced"."""
+    *size, width = shape
+    problem, rng = problems.draw(cell, tuple(size), ("state", *has)), np.random.default_rng(7)
+    flags, out = problem["x"].shape[:2], problem["d output"].shape[-1]
+    readout = {"weight": rng.normal(size=(width, out)) / out**0.5, "bias": rng.normal(size=width)}
+    arriving = {"d y": rng.normal(size=(*flags, width))}
+    return problem.but({**readout, **arriving, "forced": rng.random(flags) < p})
 
 
-def draw(cell: Cell, shape: tuple[int, ...], *, masked: bool = False, p: float = 0.4) -> Problem:
-    steps, rows, inputs, hidden, width = shape
-    rng, sizes = np.random.default_rng(7), {"P": 5} if cell.states[0].size == "P" else {}
-    out = sizes.get("P", hidden)
-    layer = an.RNN(cell, inputs, hidden, dtype="float64", seed=0, **sizes)
-    arrays = {"x": rng.normal(size=(steps, rows, inputs))}
-    for s in cell.states:  # a normaliser is above 0
-        size = sizes.get(s.size, hidden)
-        arrays[f"state {s.name}"] = rng.uniform(0.5, 1.5, (1, rows, size))
-        arrays[f"d final {s.name}"] = rng.normal(size=(1, rows, size))
-    arrays |= {n: a + 0.1 * rng.normal(size=a.shape) for n, a in layer.parameters.items()}
-    arrays |= {"weight": rng.normal(size=(width, out)) / out**0.5, "bias": rng.normal(size=width)}
-    arrays["d y"] = rng.normal(size=(steps, rows, width))
-    options: dict[str, Any] = {}
-    if masked:
-        options = {"mask": rng.random((steps, rows)) < 0.7}
-        options |= {"lengths": rng.integers(0, steps + 1, rows)}
-        options |= {"resets": rng.random((steps, rows)) < 0.2}
-    return Problem(cell, arrays, rng.random((steps, rows)) < p, options, sizes, width)
+def poisoned(problem: Problem, dtype: str) -> np.ndarray:
+    """x with NaN wherever it must not matter; under masks it is there."""
+    x = problem["x"].astype(dtype)
+    if problem["forced"].ndim:
+        x[..., : len(problem["bias"])][~problem["forced"]] = np.nan
+    return x
+
+
+def states_of(problem: Problem) -> list[str]:
+    return [f"state {name}" for name in problem.cell.state_names]
 
 
 def by_loop(problem: Problem) -> Arrays:
     """Step by step, in float64."""
-    cell, width = problem.cell, problem.width
-    given = {n: torch.tensor(a, dtype=torch.float64) for n, a in problem.arrays.items()}
-    wanted = ["x", *problem.states, *problem.learned, "weight", "bias"]
+    cell, width = problem.cell, len(problem["bias"])
+    given = {n: torch.tensor(np.nan_to_num(a)) for n, a in problem.arrays.items()}
+    wanted = ["x", *states_of(problem), *problem.learned, "weight", "bias"]
     for name in wanted:
         given[name].requires_grad_()
     weights = {n.removesuffix("_l0"): given[n] for n in problem.learned}
-    first = {s.name: given[f"state {s.name}"][0] for s in cell.states}
-    declared = {s.name: torch.full_like(first[s.name], s.initial) for s in cell.states}
-    steps, rows, options = *given["x"].shape[:2], problem.options
-    valid = torch.tensor(options.get("mask", np.ones((steps, rows), bool)))
-    if "lengths" in options:
-        valid &= torch.arange(steps)[:, None] < torch.tensor(options["lengths"])
-    resets = torch.tensor(options.get("resets", np.zeros((steps, rows), bool))) & valid
-    forced, states, outputs = torch.tensor(problem.forced), first, []
+    states = {s.name: given[f"state {s.name}"][0] for s in cell.states}
+    declared = {s.name: torch.full_like(states[s.name], s.initial) for s in cell.states}
+    steps, rows, _ = problem.shape
+    valid = torch.ones(steps, rows, dtype=torch.bool)
+    valid = valid if problem.valid is None else torch.tensor(problem.valid)
+    resets, forced, outputs = given.get("resets", ~valid) & valid, given["forced"], []
     for t in range(steps):
         again = resets[t][:, None]
         states = {n: torch.where(again, declared[n], s) for n, s in states.items()}
@@ -120,31 +91,41 @@ def by_loop(problem: Problem) -> Arrays:
 
 def made(module: Any, problem: Problem, dtype: str, batch_first: bool = False) -> Any:
     """The feedback of a frontend, with a problem's weights."""
-    inputs, hidden = (problem.arrays[n].shape[2] for n in ("x", problem.states[-1]))
     kind, like = (dtype, np.array) if module is an else (getattr(torch, dtype), torch.tensor)
-    options = {"dtype": kind, "batch_first": batch_first, **problem.sizes}
-    layer = module.RNN(problem.cell, inputs, hidden, **options)
+    sizes = {name: size for name, size in problem.sizes.items() if name != "H"}
+    options = {"dtype": kind, "batch_first": batch_first, **sizes}
+    layer = module.RNN(problem.cell, problem.inputs, problem.sizes["H"], **options)
     dense = an.Dense if module is an else torch.nn.Linear
-    readout = dense(problem.arrays["weight"].shape[1], problem.width, dtype=kind)
+    readout = dense(*problem["weight"].shape[::-1], dtype=kind)
     layer.load_state_dict({n: like(a) for n, a in problem.learned.items()})
-    readout.load_state_dict({n: like(problem.arrays[n]) for n in ("weight", "bias")})
+    readout.load_state_dict({n: like(problem[n]) for n in ("weight", "bias")})
     return module.Feedback(layer, readout)
 
 
+def turned(array: Any) -> Any:
+    return array.swapaxes(0, 1)
+
+
+def as_it_is(array: Any) -> Any:
+    return array
+
+
 def by_torch(problem: Problem, dtype: str, batch_first: bool = False) -> Arrays:
-    feedback = made(at, problem, dtype, batch_first)
+    feedback, turn = made(at, problem, dtype, batch_first), turned if batch_first else as_it_is
     assert feedback.engine.name == "cpu"
-    given = {"x": torch.tensor(problem.poisoned(dtype))}
-    given |= {n: torch.tensor(problem.arrays[n].astype(dtype)) for n in problem.states}
+    given = {"x": torch.tensor(poisoned(problem, dtype))}
+    given |= {n: torch.tensor(problem[n].astype(dtype)) for n in states_of(problem)}
     for tensor in given.values():
         tensor.requires_grad_()
-    turn = (lambda a: a.swapaxes(0, 1)) if batch_first else (lambda a: a)
-    flags = {n: torch.tensor(a) for n, a in (problem.options | {"forced": problem.forced}).items()}
+    flags = {
+        n: torch.tensor(a) for n, a in (problem.options | {"forced": problem["forced"]}).items()
+    }
     flags = {n: f if n == "lengths" else turn(f) for n, f in flags.items()}
-    y, final = feedback(turn(given["x"]), one([given[n] for n in problem.states]), **flags)
-    results = {"y": turn(y), **named(problem, final)}
-    arriving = {n: torch.tensor(problem.arrays[f"d {n}"].astype(dtype)) for n in results}
-    loss = sum((results[n] * arriving[n]).sum() for n in results)
+    y, final = feedback(turn(given["x"]), one([given[n] for n in states_of(problem)]), **flags)
+    results = {"y": turn(y), **named(problem, "final", final)}
+    loss = sum(
+        (r * torch.tensor(problem[f"d {n}"].astype(dtype))).sum() for n, r in results.items()
+    )
     for part in (feedback.layer, feedback.readout):
         given |= dict(part.named_parameters())
     grads = torch.autograd.grad(loss, list(given.values()), materialize_grads=True)
@@ -153,29 +134,16 @@ def by_torch(problem: Problem, dtype: str, batch_first: bool = False) -> Arrays:
 
 
 def by_numpy(problem: Problem, dtype: str, batch_first: bool = False) -> Arrays:
-    feedback = made(an, problem, dtype, batch_first)
-    turn = (lambda a: a.swapaxes(0, 1)) if batch_first else (lambda a: a)
-    flags = problem.options | {"forced": problem.forced}
-    flags = {n: f if n == "lengths" else turn(f) for n, f in flags.items()}
-    state = one([problem.arrays[n] for n in problem.states])
-    x = turn(problem.poisoned(dtype))
-    y, final = feedback.forward(x, state, training=True, **flags)
-    d_final = one([problem.arrays[f"d final {n}"] for n in problem.cell.state_names])
-    d_x, d_state = feedback.backward(turn(problem.arrays["d y"]), d_final)
-    solution = {"y": turn(y), "d x": turn(d_x), **named(problem, final)}
-    d_states = d_state if isinstance(d_state, tuple) else (d_state,)
-    solution |= {f"d {n}": a for n, a in zip(problem.states, d_states, strict=True)}
+    feedback, turn = made(an, problem, dtype, batch_first), turned if batch_first else as_it_is
+    flags = {n: f if n == "lengths" else turn(f) for n, f in problem.options.items()}
+    forced = turn(problem["forced"]) if problem["forced"].ndim else float(problem["forced"])
+    x, state = turn(poisoned(problem, dtype)), one(problem.group("state"))
+    y, final = feedback.forward(x, state, forced=forced, training=True, **flags)
+    d_x, d_state = feedback.backward(turn(problem["d y"]), one(problem.group("d final")))
+    solution = {"y": turn(y), "d x": turn(d_x), **named(problem, "final", final)}
+    solution |= named(problem, "d state", d_state)
     grads = {**feedback.layer.grads, **feedback.readout.grads}
     return solution | {f"d {n}": a for n, a in grads.items()}
-
-
-def one(values: list[Any]) -> Any:
-    return tuple(values) if len(values) > 1 else values[0]
-
-
-def named(problem: Problem, final: Any) -> dict[str, Any]:
-    final = final if isinstance(final, tuple) else (final,)
-    return {f"final {n}": s for n, s in zip(problem.cell.state_names, final, strict=True)}
 
 
 def assert_solved(found: Arrays, right: Arrays, dtype: str) -> None:
@@ -202,7 +170,7 @@ SOLVERS = pytest.mark.parametrize("solve", [by_torch, by_numpy])
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 @pytest.mark.sample(12)
 def test_cells(cell: Cell, masked: bool, solve: Any) -> None:
-    problem = draw(cell, SHAPES[0], masked=masked)
+    problem = draw(cell, SHAPES[0], *(("mask", "lengths", "resets") if masked else ()))
     assert_solved(solve(problem, "float64", masked), by_loop(problem), "float64")
 
 
@@ -220,13 +188,11 @@ def test_shapes(shape: tuple[int, ...], dtype: str, solve: Any, threads: int) ->
 def test_teachers_and_free_runs(p: float, solve: Any) -> None:
     """Of no step forced, and of all: with the number, too, what comes out are these."""
     problem = draw(cells.LSTM, SHAPES[0], p=p)
-    assert problem.forced.all() == bool(p) and problem.forced.any() == bool(p)
+    assert problem["forced"].all() == bool(p) and problem["forced"].any() == bool(p)
     right, by_flags = by_loop(problem), solve(problem, "float64")
     assert_solved(by_flags, right, "float64")
-    problem.forced, x = p, problem.arrays["x"]  # type: ignore[assignment]
-    problem.poisoned = lambda dtype: x.astype(dtype)  # type: ignore[method-assign]
     if solve is by_numpy:
-        found = solve(problem, "float64")
+        found = solve(problem.but({"forced": np.array(p)}), "float64")
         assert all(np.array_equal(found[n], by_flags[n]) for n in right)
 
 
@@ -241,12 +207,14 @@ def torchs_steps(problem: Problem, wanted: bool) -> Any:
     assert feedback.prepare() is feedback
 
     def step(x: Any, state: Any, **flags: Any) -> Any:
-        state = None if state is None else one([torch.as_tensor(s) for s in many(state)])
+        state = one([torch.as_tensor(s) for s in named(problem, "", state).values()])
         flags = {n: torch.as_tensor(f) for n, f in flags.items()}
         with torch.set_grad_enabled(wanted):
             y, state = feedback.step(torch.tensor(x), state, **flags)
         assert y.requires_grad is wanted
-        return y.detach().numpy(), one([s.detach().numpy() for s in many(state)])
+        return y.detach().numpy(), one(
+            [s.detach().numpy() for s in named(problem, "", state).values()]
+        )
 
     return step
 
@@ -256,30 +224,25 @@ def numpys_steps(problem: Problem, prepared: bool) -> Any:
     return (feedback.prepare() if prepared else feedback).step
 
 
-def many(values: Any) -> tuple[Any, ...]:
-    return values if isinstance(values, tuple) else (values,)
-
-
 @pytest.mark.parametrize("plain", [False, True], ids=["packed", "plain"])
 @pytest.mark.parametrize("steps", [torchs_steps, numpys_steps])
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 @pytest.mark.sample(12)
 def test_steps_are_one_call(cell: Cell, steps: Any, plain: bool) -> None:
     """Forced and free, with resets, from a state that is given."""
-    problem = draw(cell, SHAPES[0], masked=True)
-    problem.options = {"resets": problem.options["resets"]}
-    right, x = by_loop(problem), problem.poisoned("float64")
+    problem = draw(cell, SHAPES[0], "resets")
+    right, x = by_loop(problem), poisoned(problem, "float64")
     packed = plain is (steps is numpys_steps)
     step = steps(problem, plain)
-    state, found = one([problem.arrays[n] for n in problem.states]), []
+    state, found = one(problem.group("state")), []
     with mock.patch.object(Stream, "step", autospec=True, side_effect=Stream.step) as native:
         for t in range(len(x)):
-            flags = {"forced": problem.forced[t], "resets": problem.options["resets"][t]}
+            flags = {"forced": problem["forced"][t], "resets": problem["resets"][t]}
             y, state = step(x[t], state, **flags)
             found.append(y)
     assert native.call_count == (len(x) if packed else 0)
     assert_close(np.stack(found), right["y"], "float64", "forward")
-    for name, value in named(problem, state).items():
+    for name, value in named(problem, "final", state).items():
         assert_close(value, right[name], "float64", "forward", name)
 
 

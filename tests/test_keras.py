@@ -705,6 +705,7 @@ def test_refusals() -> None:
         ak.RNN(cells.EALSTM, 4)(np.zeros((2, 3, 1), "float32"))
 
 
+@pytest.mark.slow
 def test_fit_learns() -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(64, 10, 2)).astype("float32")

@@ -9,7 +9,7 @@ import pytest
 
 keras = pytest.importorskip("keras")
 
-from keras_layers import BACKEND, number  # noqa: E402
+from keras_layers import BACKEND, number, real  # noqa: E402
 from test_compress import COUNT, Blocks  # noqa: E402
 from tolerances import assert_close  # noqa: E402
 
@@ -323,17 +323,6 @@ def tf_function(call: Callable[..., Any]) -> Callable[..., Any]:
 
     run: Callable[..., Any] = tf.function(call, autograph=False)
     return run
-
-
-def real(small: Any, layer: Any) -> Any:
-    """A layer of float32 with the weights that the integers stand for."""
-    cell, copied = small.cell, type(layer).from_config(layer.get_config())
-    copied.build((None, None, cell.kernel.shape[0]))
-    for name in ("kernel", "recurrent_kernel"):
-        scales = number(cell._scales[f"scales weight_{'hh' if name[0] == 'r' else 'ih'}"])
-        getattr(copied.cell, name).assign(number(getattr(cell, name)) * scales)
-    copied.cell.bias.assign(cell.bias)
-    return copied
 
 
 def test_real_weights_where_integers_do_not_do() -> None:

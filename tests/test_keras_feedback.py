@@ -1,5 +1,6 @@
-"""A readout of Keras that is its layer's next input: against the frontend of NumPy, in float64."""
+"""A readout of Keras that is its layer's next input: against a loop in float64."""
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,10 @@ import pytest
 
 keras = pytest.importorskip("keras")
 
-from keras_layers import BACKEND, derive, double, number  # noqa: E402
+from conformance.on_keras import DROP_INS, from_keras, made, places  # noqa: E402
+from keras_layers import BACKEND, derive, double, number, real  # noqa: E402
+from problems import Problem  # noqa: E402
+from test_feedback import Arrays, assert_solved, by_loop, draw, poisoned, turned  # noqa: E402
 from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
@@ -39,69 +43,48 @@ def weights_of(layer: Any, parameters: dict[str, np.ndarray]) -> dict[str, np.nd
 
 
 @pytest.mark.parametrize("way", ["eager", "graph", "step by step"])
-@pytest.mark.parametrize(("cell", "kind"), LAYERS, ids=lambda value: str(value)[:20])
-@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("cell", [cell for cell, _ in LAYERS], ids=str)
+@pytest.mark.parametrize("masked", [(), ("mask",)], ids=["", "masked"])
 @pytest.mark.sample(12)
-def test_layers(cell: Cell, kind: Any, masked: bool, way: str) -> None:
+def test_layers(cell: Cell, masked: tuple[str, ...], way: str) -> None:
     if way == "graph" and BACKEND != "tensorflow":
         pytest.skip("a graph is TensorFlow's")
-    rng = np.random.default_rng(3)
-    x = rng.normal(size=(ROWS, STEPS, INPUTS)).astype(DTYPE)
-    forced, mask = rng.random((ROWS, STEPS)) < 0.4, rng.random((ROWS, STEPS)) < 0.7
-    poisoned = x.copy()
-    poisoned[..., :WIDTH][~forced] = np.nan
-    sizes = {"P": 5} if cell.states[0].size == "P" else {}
-    with double(DTYPE):
-        layer = kind(HIDDEN, dtype=DTYPE, zero_output_for_mask=True)
-        readout = keras.layers.Dense(WIDTH, dtype=DTYPE)
-        feedback = ak.Feedback(layer, readout, return_state=True, dtype=DTYPE)
-        feedback.build(x.shape)
-        for weight in feedback.trainable_variables:
-            weight.assign(number(weight) + 0.2 * rng.normal(size=weight.shape))
+    problem = draw(cell, (STEPS, ROWS, INPUTS, HIDDEN, WIDTH), *masked)
+    stepwise = ak.step_by_step() if way == "step by step" else contextlib.nullcontext()
+    with double(DTYPE), stepwise:
+        solution = by_keras(problem.astype(DTYPE), graph=way == "graph")
+    assert_solved(solution, by_loop(problem), DTYPE)
 
-        # NumPy's
-        ours = an.RNN(cell, INPUTS, HIDDEN, dtype="float64", batch_first=True, **sizes)
-        dense = an.Dense(readout.kernel.shape[0], WIDTH, dtype="float64")
-        ours.set_parameters(weights_of(layer, dict(ours.parameters)))
-        dense.set_parameters({"weight": number(readout.kernel).T, "bias": number(readout.bias)})
-        other = an.Feedback(ours, dense)
-        y, final = other.forward(
-            poisoned, forced=forced, mask=mask if masked else None, training=True
-        )
-        d_y = rng.normal(size=y.shape)
-        d_x, _ = other.backward(d_y)
 
-        more = {"mask": keras.ops.convert_to_tensor(mask)} if masked else {}
+def by_keras(problem: Problem, graph: bool) -> Arrays:
+    layer = made(problem, problem.cell in DROP_INS)
+    readout = keras.layers.Dense(WIDTH, dtype=DTYPE)
+    feedback = ak.Feedback(layer, readout, return_state=True, dtype=DTYPE)
+    feedback.build((ROWS, STEPS, INPUTS))
+    readout.set_weights([problem["weight"].T, problem["bias"]])
+    flags = {n: problem[n].T for n in ("forced", "mask") if n in problem.arrays}
+    arriving = [turned(problem["d y"]), *(d[0] for d in problem.group("d final"))]
+    given = [turned(poisoned(problem, DTYPE)), *(s[0] for s in problem.group("state"))]
 
-        def call(tensors: Any) -> list[Any]:
-            return feedback(tensors[0], forced=keras.ops.convert_to_tensor(forced), **more)
+    def call(tensors: Any) -> list[Any]:
+        more = {n: keras.ops.convert_to_tensor(flag) for n, flag in flags.items()}
+        return list(feedback(tensors[0], initial_state=list(tensors[1:]), **more))
 
-        def loss(values: list[Any]) -> Any:
-            return keras.ops.sum(values[0] * keras.ops.convert_to_tensor(d_y.astype(DTYPE)))
+    def loss(values: list[Any]) -> Any:
+        weights = map(keras.ops.convert_to_tensor, arriving)
+        return sum(keras.ops.sum(v * w) for v, w in zip(values, weights, strict=True))
 
-        if way == "step by step":
-            with ak.step_by_step():
-                values, grads = derive(feedback, call, loss, [poisoned])
-        else:
-            values, grads = derive(feedback, call, loss, [poisoned], graph=way == "graph")
-    values, (d_in, *learned) = map(number, values), map(number, grads)
-    finals = [s[0] for s in (final if isinstance(final, tuple) else (final,))]
-    values = list(values)
-    if masked:  # Keras's last output is 0 where the last step is masked; the states are held
-        assert len(values) == len(finals) + 1
-    for value, right in zip(values, [y, *finals], strict=True):
-        assert_close(value, right, DTYPE, "forward", axes=())
-    assert_close(d_in, d_x, DTYPE, "gradient", axes=())
-    by_path = dict(zip([v.path for v in feedback.trainable_variables], learned, strict=True))
-    (weights,), kernel, bias = view_of(layer).weights, readout.kernel.path, readout.bias.path
-    assert len({weight.variable.path for weight in weights.values()} | {kernel, bias}) == len(
-        by_path
-    )
-    for name, weight in weights.items():
-        value = weight.turned(by_path[weight.variable.path])
-        assert_close(value, ours.grads[f"{name}_l0"], DTYPE, "gradient", name)
-    assert_close(by_path[kernel].T, dense.grads["weight"], DTYPE, "gradient")
-    assert_close(by_path[bias], dense.grads["bias"], DTYPE, "gradient")
+    values, grads = derive(feedback, call, loss, given, graph)
+    names = ["y", *[f"final {n}" for n in problem.cell.state_names]]
+    names += ["d x", *[f"d state {n}" for n in problem.cell.state_names]]
+    found = zip(names, map(number, [*values, *grads]), strict=False)
+    solution = {n: turned(a) if a.ndim > 2 else a[None] for n, a in found}
+    for weight, grad in zip(feedback.trainable_variables, grads[len(given) :], strict=True):
+        inside = any(weight is own for own in layer.trainable_variables)
+        of_readout = ["bias" if weight is readout.bias else "weight"]
+        learned = from_keras(places(problem, weight) if inside else of_readout, number(grad))
+        solution |= {f"d {n}": g for n, g in learned.items()}
+    return solution
 
 
 @pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared"])
@@ -168,7 +151,7 @@ def test_probabilities() -> None:
 def test_resets(cell: Any) -> None:
     """From a reset on it runs as from the beginning."""
     x = np.random.default_rng(0).normal(size=(4, 6, 2)).astype("float32")
-    feedback, resets = ak.Feedback(cell(3), keras.layers.Dense(1)), np.zeros((4, 6), bool)
+    feedback, resets = ak.Feedback(cell(5), keras.layers.Dense(1)), np.zeros((4, 6), bool)
     resets[:, 2] = True
     for forced in (True, False):
         y = number(feedback(x, forced=forced, resets=keras.ops.convert_to_tensor(resets)))
@@ -271,14 +254,9 @@ def test_gradients_are_those_of_real_weights() -> None:
     feedback, x = small()
     feedback.build(x.shape)
     small_ = ak.Feedback(compress.quantize(feedback.layer), feedback.readout)
-    scales = small_.layer.cell._scales
-    for name, kind in (("kernel", "ih"), ("recurrent_kernel", "hh")):
-        integers = number(getattr(small_.layer.cell, name))
-        getattr(feedback.layer.cell, name).assign(
-            integers * number(scales[f"scales weight_{kind}"])
-        )
+    same = ak.Feedback(real(small_.layer, feedback.layer), feedback.readout)
     grads = []
-    for run in (small_, feedback):
+    for run in (small_, same):
         with tf.GradientTape() as tape:
             total = tf.reduce_sum(run(x, forced=0.0) ** 2)
         grads.append(

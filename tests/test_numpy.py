@@ -5,6 +5,7 @@ One file, because layers, losses, optimizers and files are tested as they are us
 
 import copy
 import doctest
+import importlib
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +19,11 @@ from problems import NORMALISERS, Odd
 from processes import calls_of_ours, python
 from tolerances import assert_close, is_slope
 
+import anycell
 import anycell.numpy as an
 from anycell import cell, cells, keep, sigmoid, tanh
 from anycell.engines import cpu
-from anycell.numpy import base, dense, initializers, layers, optim, passes
+from anycell.numpy import base, initializers, passes
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,20 +34,6 @@ def Zoneout(x, r, s, p):
     f, g = x + r
     kept = keep(0.7)
     return kept * (sigmoid(f) * s.h + p.rate * tanh(g)) + (1.0 - kept) * s.h
-
-
-@pytest.fixture(params=["cpu", "reference"])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways through a layer, whichever engine its plan names."""
-    ran, run = [], getattr(passes, "fused" if request.param == "cpu" else "composite")
-
-    def spy(*arguments: Any) -> Any:
-        ran.append(request.param)
-        return run(*arguments)
-
-    monkeypatch.setattr(passes, "fused", spy)
-    yield request.param
-    assert set(ran) == {request.param}, "the engine that was meant did not run"
 
 
 # -- solving the same problem in different ways ----------------------------------------------------
@@ -392,14 +380,6 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert np.array_equal(wide.parameters["bias_ih_l0"], one.parameters["bias_ih_l0"])
 
 
-def test_parameter_names_are_torchs() -> None:
-    torch = pytest.importorskip("torch")
-    ours, theirs = an.GRU(3, 5, 2, bidirectional=True), torch.nn.GRU(3, 5, 2, bidirectional=True)
-    shapes = {name: tuple(p.shape) for name, p in theirs.named_parameters()}
-    assert {name: p.shape for name, p in ours.parameters.items()} == shapes
-    assert list(ours.parameters) == list(shapes)
-
-
 def test_a_load_that_fails_changes_nothing(tmp_path: Path) -> None:
     layer = an.GRU(3, 5, seed=1)
     before = {name: p.copy() for name, p in layer.parameters.items()}
@@ -516,8 +496,12 @@ def test_copies_and_pickles(rng: np.random.Generator) -> None:
 
 
 # -- what belongs to the user ----------------------------------------------------------------------
-def test_results_may_be_written(engine: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("way", [passes.fused, passes.composite])
+def test_results_may_be_written(
+    way: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And a backward pass may run twice."""
+    monkeypatch.setattr(passes, "fused", way)
     for batch_first in (False, True):
         layer = an.LSTM(3, 4, batch_first=batch_first, dtype="float64", seed=1)
         x, state, d = problem(layer, 5, 2, rng)
@@ -678,12 +662,12 @@ def test_a_refused_call_changes_nothing(rng: np.random.Generator) -> None:
         layer.parameters["bias_hh_l0"] = np.zeros(3)
 
 
-@pytest.mark.parametrize(
-    "module", [base, dense, initializers, layers, optim], ids=lambda m: m.__name__
-)
-def test_examples_of_docstrings(module: Any) -> None:
-    import anycell
+MODULES = "base dense feedback initializers layers normalise optim schedules".split()
 
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_of_docstrings(name: str) -> None:
+    module = importlib.import_module(f"anycell.numpy.{name}")
     rng = np.random.default_rng(0)
     examples = {"np": np, "anycell": anycell, "x": rng.normal(size=(4, 3)), "y": np.ones((4, 1))}
     examples |= {name: getattr(an, name) for name in an.__all__}

@@ -48,41 +48,26 @@ def peepholes(named: dict[str, Any]) -> list[Any]:
 def test_fused_cell_is_block_lstm(
     use_peephole: bool, cell_clip: float | None, forget_bias: float, rng: np.random.Generator
 ) -> None:
+    """And V2, which adds nothing to f, and whose gates are in the order i f c o. The gradient that
+    TensorFlow registers for that one is of the other order, and so no oracle.
+    """
     cell = t1.LSTMBlockFusedCell(UNITS, forget_bias, cell_clip, use_peephole)
     named = randomize(cell, rng)
     x, c, h = random(rng, STEPS, ROWS, WIDTH), random(rng, ROWS, UNITS), random(rng, ROWS, UNITS)
-    weights = [named["kernel"], *peepholes(named), named["bias"]]
-    _, cs, *_, hs = tf.raw_ops.BlockLSTM(
-        seq_len_max=tf.constant(STEPS, tf.int64), x=x, cs_prev=c, h_prev=h,
-        w=weights[0], wci=weights[1], wcf=weights[2], wco=weights[3], b=weights[4],
-        forget_bias=forget_bias, cell_clip=cell_clip or -1.0, use_peephole=use_peephole,
-    )  # fmt: skip
+    given = dict(zip(("wci", "wcf", "wco"), peepholes(named), strict=True))
+    given |= {"seq_len_max": tf.constant(STEPS, tf.int64), "x": x, "cs_prev": c, "h_prev": h}
+    given |= {"cell_clip": cell_clip or -1.0, "use_peephole": use_peephole}
+    w, bias = named["kernel"], named["bias"]
+    theirs = [tf.raw_ops.BlockLSTM(w=w, b=bias, forget_bias=forget_bias, **given)]
+    if cell_clip and not forget_bias:
+        i, g, f, o = tf.split(tf.concat([w, bias[None]], 0), 4, axis=-1)
+        turned = tf.concat([i, f, g, o], axis=-1)
+        theirs.append(tf.raw_ops.BlockLSTMV2(w=turned[:-1], b=turned[-1], **given))
     outputs, state = cell(x, t1.LSTMStateTuple(c, h))
-    assert_close(outputs.numpy(), hs.numpy(), "float32", "forward")
-    assert_close(state.c.numpy(), cs[-1].numpy(), "float32", "forward")
-    assert_close(state.h.numpy(), hs[-1].numpy(), "float32", "forward")
-
-
-@pytest.mark.parametrize("use_peephole", [False, True])
-def test_block_lstm_v2(use_peephole: bool, rng: np.random.Generator) -> None:
-    """Its gates are in the order i f c o, and it adds nothing to f. The gradient that TensorFlow
-    registers for it is that of the other order, and so no oracle.
-    """
-    cell = t1.LSTMBlockFusedCell(UNITS, 0.0, 0.3, use_peephole)
-    named = randomize(cell, rng)
-    x, zero = random(rng, STEPS, ROWS, WIDTH), tf.zeros((ROWS, UNITS))
-
-    def reorder(w: Any) -> Any:
-        i, g, f, o = tf.split(w, 4, axis=-1)
-        return tf.concat([i, f, g, o], axis=-1)
-
-    wci, wcf, wco = peepholes(named)
-    *_, hs = tf.raw_ops.BlockLSTMV2(
-        seq_len_max=tf.constant(STEPS, tf.int64), x=x, cs_prev=zero, h_prev=zero,
-        w=reorder(named["kernel"]), wci=wci, wcf=wcf, wco=wco, b=reorder(named["bias"]),
-        cell_clip=0.3, use_peephole=use_peephole,
-    )  # fmt: skip
-    assert_close(cell(x)[0].numpy(), hs.numpy(), "float32", "forward")
+    for _, cs, *_, hs in theirs:
+        assert_close(outputs.numpy(), hs.numpy(), "float32", "forward")
+        assert_close(state.c.numpy(), cs[-1].numpy(), "float32", "forward")
+        assert_close(state.h.numpy(), hs[-1].numpy(), "float32", "forward")
 
 
 @pytest.mark.parametrize("use_peephole", [False, True])
@@ -111,15 +96,6 @@ def test_gru_cell_is_gru_block_cell(rng: np.random.Generator) -> None:
     output, state = cell(x, h)
     assert_close(output.numpy(), right.numpy(), "float32", "forward")
     assert np.array_equal(output, state)
-
-
-@pytest.mark.more
-def test_under_xla(rng: np.random.Generator) -> None:
-    cell = t1.LSTMBlockFusedCell(UNITS, use_peephole=True)
-    randomize(cell, rng)
-    x = random(rng, STEPS, ROWS, WIDTH)
-    compiled = tf.function(lambda x: cell(x)[0], jit_compile=True)
-    assert_close(compiled(x).numpy(), cell(x)[0].numpy(), "float32", "forward")
 
 
 # Cells of version 1 itself: a copy that TensorFlow keeps, and the one of tf_keras, once public.
@@ -284,27 +260,6 @@ def test_half_precision(
         assert_close(a, ref, dtype, kind, f"{name}: {kind} {k}")
 
 
-def test_restores_a_checkpoint_of_version_1(tmp_path: Path, rng: np.random.Generator) -> None:
-    kernel = rng.normal(size=(WIDTH + UNITS, 4 * UNITS)).astype("float32")
-    bias = rng.normal(size=4 * UNITS).astype("float32")
-    path = str(tmp_path / "model.ckpt")
-    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-        for name, value in (("kernel", kernel), ("bias", bias)):
-            tf.compat.v1.get_variable(f"rnn/lstm_cell/{name}", initializer=value)
-        session.run(tf.compat.v1.global_variables_initializer())
-        tf.compat.v1.train.Saver().save(session, path)
-    cell = t1.LSTMCell(UNITS)
-    cell.restore(path, "rnn/lstm_cell")
-    assert np.array_equal(cell.named["kernel"], kernel)
-    assert np.array_equal(cell.named["bias"], bias)
-    with pytest.raises(
-        ValueError, match=r"scope: given 'rnn', whose kernel .* missing; .*rnn/lstm"
-    ):
-        t1.LSTMCell(UNITS).restore(path, "rnn")
-    with pytest.raises(ValueError, match=r"w_i_diag in the checkpoint is missing"):
-        t1.LSTMCell(UNITS, use_peepholes=True).restore(path, "rnn/lstm_cell")
-
-
 def test_checkpoints_of_a_stack(tmp_path: Path, rng: np.random.Generator) -> None:
     """Of eager mode: written under the names of version 1, and read."""
 
@@ -325,6 +280,11 @@ def test_checkpoints_of_a_stack(tmp_path: Path, rng: np.random.Generator) -> Non
     assert np.array_equal(t1.dynamic_rnn(others, x)[0], right)
     with tf.Graph().as_default(), pytest.raises(RuntimeError, match=r"restore: .*train\.Saver"):
         others.restore(path, scope)
+    missing = r"scope: given 'rnn', whose kernel .* missing; .*rnn/multi_rnn_cell/cell_0/a-b"
+    with pytest.raises(ValueError, match=missing):
+        t1.BasicLSTMCell(UNITS).restore(path, "rnn")
+    with pytest.raises(ValueError, match=r"w_i_diag in the checkpoint is missing"):
+        t1.LSTMCell(UNITS, use_peepholes=True).restore(path, f"{scope}/cell_0/a-b")
 
 
 def test_variables_have_the_names_and_shapes_of_version_1() -> None:

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tolerances import assert_close  # noqa: E402
-from torch_layers import CELLS, Gated, by_name, tensors_of  # noqa: E402
+from torch_layers import CELLS, Gated, by_name, fused, tensors_of  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
@@ -75,6 +75,7 @@ def test_every_number_of_steps(kind: str, dtype: Any, bias: bool, gradients: boo
             assert layer.engine.name == "cpu" and "torch" not in layer.engine.reason
             found = tensors_of(layer(x))
         assert {t.dtype for t in found} == {dtype}
+        assert fused(found[0]) is gradients
         wanted = tensors_of(right(x.double()))
         for ours, theirs in zip(found, wanted, strict=True):
             assert_close(ours.detach().float(), theirs.detach(), number, "forward")
@@ -84,22 +85,6 @@ def test_every_number_of_steps(kind: str, dtype: Any, bias: bool, gradients: boo
             for ours, theirs in zip(d, ref, strict=True):
                 assert ours.dtype == torch.float32
                 assert_close(ours, theirs, number, "gradient")
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell"])
-def test_torchs_cells(kind: str, dtype: Any, bias: bool, gradients: bool) -> None:
-    """Ours are torch's under autocast too."""
-    made = []
-    for module in (at, torch.nn):
-        torch.manual_seed(7)
-        made.append(getattr(module, kind)(3, 5, bias=bias))
-    x = torch.randn(4, 3)
-    with torch.set_grad_enabled(gradients), torch.autocast("cpu", dtype):
-        ours, theirs = (tensors_of(cell(x)) for cell in made)
-    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

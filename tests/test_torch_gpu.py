@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conformance.on_torch import by_function, tensor_of
+from conformance.on_torch import by_function
 from gpu import CARD, DEVICE, SLOW, torch  # before anything else that may import Triton
-from problems import assert_solved, draw
-from test_torch_functional import Adding
+from problems import Adding, assert_solved, draw
 from tolerances import assert_close
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch_layers import assert_same, given_to_forward, weighted
@@ -24,7 +23,6 @@ from anycell.layer import Options
 from anycell.layer import gpu as device
 from anycell.plan import Call, Plan
 from anycell.torch import functional, fused, ops, recurrent
-from anycell.torch.composite import composite
 from anycell.torch.device import DeviceHost
 from anycell.torch.dropin import CUDNNS
 
@@ -268,38 +266,15 @@ def test_recurrent_mask(
     assert_solved(solution, problem)
 
 
-@pytest.mark.parametrize("repeat", [False, True])
+@pytest.mark.parametrize("held", [(), ("repeat",)], ids=["", "held"])
 @pytest.mark.parametrize("cell", [cells.LSTM, Adding], ids=repr)
-def test_the_states_after_every_step(cell: Any, repeat: bool, ran: list[str]) -> None:
+def test_the_states_after_every_step(cell: Any, held: tuple[str, ...], ran: list[str]) -> None:
     """Of both directions; of Adding the backward pass does not read them."""
-    problem = draw(cell, (6, 3, 4, 5), ("bidirectional", "state", "mask"), "float32")
-    arrays = {
-        n.replace("_l0", ""): tensor_of(a).to(DEVICE).requires_grad_(a.dtype != bool)
-        for n, a in problem.arrays.items()
-        if n[:2] != "d "
-    }
-    options = Options(problem.reverse, "repeat" if repeat else "zero")
-    call = Call(cell, 5, options, sequences=("c",))
-    output, final, (c,) = functional.layer(call, arrays)
-    assert ran == ["forward"]
-    _, doubles = in_float64(call, arrays)
-    right, last, (exact,) = composite(call, doubles)
-    for found, ref in zip((output, *final, c), (right, *last, exact), strict=True):
-        assert_close(found.detach().cpu(), ref.detach().cpu(), "float32", "forward")
-    (found,) = torch.autograd.grad(c.square().sum(), arrays["weight_hh"])
+    has = ("bidirectional", "state", "mask", "return_states", *held)
+    problem = draw(cell, (6, 3, 4, 5), has, "float32")
+    solution = by_function(functional.layer, DEVICE)(problem)
     assert ran == ["forward"]  # back it goes step by step
-    (ref,) = torch.autograd.grad(exact.square().sum(), doubles["weight_hh"])
-    assert_close(found.cpu(), ref.cpu(), "float32", "gradient")
-
-
-def in_float64(*parts: Any) -> Any:
-    """The same with every number in float64."""
-
-    def wide(t: Any) -> Any:
-        number = isinstance(t, torch.Tensor) and t.is_floating_point()
-        return t.detach().double().requires_grad_(t.requires_grad) if number else t
-
-    return torch.utils._pytree.tree_map(wide, parts)
+    assert_solved(solution, problem)
 
 
 # -- torch.compile ---------------------------------------------------------------------------------

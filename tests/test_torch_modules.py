@@ -225,24 +225,6 @@ def test_same_bits_every_time(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_the_engine_is_what_runs(kind: str) -> None:
-    """Under autocast too, and of single steps."""
-    layer = LAYERS[kind][0](3, 5)
-    for steps, rows in ((1, 2), (1, 5), (4, 2)):
-        for autocast in (False, True):
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                output, _ = layer(torch.randn(steps, rows, 3))
-                engine = layer.engine
-            assert fused(output) and engine.name == "cpu"
-            assert output.dtype == (torch.bfloat16 if autocast else torch.float32)
-    output, _ = layer(torch.randn(1, 2, 3), resets=torch.ones(1, 2))
-    assert fused(output)
-    with torch.autocast("cpu", torch.bfloat16):
-        masked, _ = layer(torch.randn(4, 2, 3), lengths=[4, 2])
-        assert fused(masked) and masked.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("kind", LAYERS)
 def test_autocast_trains(kind: str) -> None:
     """Under autocast as torch's layer: gradients of float32 parameters, as near as torch's, and as
     near as they must be where torch's does not run.

@@ -2,7 +2,9 @@
 refuse every tensor that their text does not describe, and every text that nobody has written.
 """
 
+import itertools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,12 @@ STEPS, ROWS = 40, 9  # so many that the kernel reads the input itself
 
 
 def arguments(
-    kind: Any, steps: int = 4, rows: int = 2, states: bool = False, **flags: Tensor
+    kind: Any,
+    steps: int = 4,
+    rows: int = 2,
+    states: bool = False,
+    checkpoint: int | None = None,
+    **flags: Tensor,
 ) -> tuple[Any, ...]:
     """What a call gives to the operator ``anycell::forward``."""
     sizes = {"P": 4} if kind is cells.LSTMP else {}
@@ -39,7 +46,7 @@ def arguments(
     if kind.static:
         arrays["static"] = torch.randn(rows, 5, dtype=torch.float64)
     seed = torch.tensor(7) if kind.keeps else 0
-    options = Options((False, True), seed=seed, training=True)  # type: ignore[arg-type]
+    options = Options((False, True), seed=seed, training=True, checkpoint=checkpoint)  # type: ignore[arg-type]
     return given_to_forward(Call(kind, 5, options, layer._sizes), arrays)
 
 
@@ -54,13 +61,17 @@ def names(text: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", [cells.LSTM, cells.GRU, cells.LayerNormLSTM, Zoned], **by_name)
 @pytest.mark.sample(2)
-def test_opcheck(kind: Any) -> None:
-    for call in ({}, flags(4, 2)):
-        tensors, text, hyper = arguments(kind, **call)
+def test_opcheck(kind: Any, set_layer: Callable[..., None]) -> None:
+    set_layer(chunk_steps=lambda *_: 2)  # a segment between checkpoints is one or more
+    for call, checkpoint in itertools.product(({}, flags(4, 2)), (None, 2)):
+        tensors, text, hyper = arguments(kind, checkpoint=checkpoint, **call)
+        assert ops.Spec.read(text).options.checkpoint == checkpoint
         if call:  # weights in columns, whose gradients are computed in columns
             tensors = [t.mT.contiguous().mT if t.dim() == 2 else t for t in tensors]
         leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
         torch.library.opcheck(torch.ops.anycell.forward.default, (leaves, text, hyper))
+        if checkpoint:
+            continue
         # What is kept has corners that nothing writes or reads: there numbers cannot be compared.
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
         for keep in (False, True):

@@ -67,27 +67,21 @@ def test_lengths_of_any_integers() -> None:
         assert torch.equal(output, wanted)
 
 
-@pytest.mark.parametrize("kind", CELLS, **by_name)
+@pytest.mark.parametrize("kind", [*CELLS, Gated], **by_name)
 def test_packed_is_lengths(kind: Any) -> None:
-    layer = at.RNN(kind, 3, 7, num_layers=2, bidirectional=True, **DOUBLE)
+    layer = at.RNN(kind, 3, 5, num_layers=2, bidirectional=True, **DOUBLE)
+    static = {"static": torch.randn(4, 5, **DOUBLE)} if kind.static else {}
     lengths = torch.tensor([2, 6, 1, 4])
     x, resets = torch.randn(6, 4, 3, **DOUBLE), torch.rand(6, 4) < 0.3
-    start = tuple(torch.randn(4, 4, 7, **DOUBLE) for _ in kind.states)
+    start = tuple(torch.randn(4, 4, 5, **DOUBLE) for _ in kind.states)
     start = start if len(start) > 1 else start[0]
-    ref, last = layer(x, start, lengths=lengths, resets=resets, reset_state=start)
-    output, final = layer(pack(x, lengths), start, resets=pack(resets, lengths), reset_state=start)
+    options = {"reset_state": start, **static}
+    ref, last = layer(x, start, lengths=lengths, resets=resets, **options)
+    output, final = layer(pack(x, lengths), start, resets=pack(resets, lengths), **options)
     padded, seen = rnn.pad_packed_sequence(output)
     assert torch.equal(seen, lengths) and torch.equal(padded, ref)
     pairs = zip(final, last, strict=True) if isinstance(final, tuple) else [(final, last)]
     assert all(torch.equal(a, b) for a, b in pairs)
-
-
-def test_packed_static_input() -> None:
-    layer = at.RNN(Gated, 3, 5, **DOUBLE)
-    x, e, lengths = torch.randn(4, 3, 3, **DOUBLE), torch.randn(3, 5, **DOUBLE), [1, 4, 2]
-    output, _ = layer(pack(x, lengths), static=e)
-    ref, _ = layer(x, static=e, lengths=lengths)
-    assert torch.equal(rnn.pad_packed_sequence(output)[0], ref)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -137,22 +131,16 @@ def test_packed_errors_of_our_own() -> None:
         layer(packed, (torch.zeros(1, 3, 5),) * 2)
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_packed_in_16_bits(kind: str) -> None:
-    layer, _ = twins(kind, 3, 5, dtype=torch.bfloat16)
-    x, lengths = torch.randn(4, 2, 3, dtype=torch.bfloat16), [2, 4]
-    output, _ = rnn.pad_packed_sequence(layer(pack(x, lengths))[0])
-    assert torch.equal(output, layer(x, lengths=torch.tensor(lengths))[0])
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-def test_packed_under_autocast(kind: str) -> None:
-    layer, _ = twins(kind, 3, 5)
-    x, lengths = torch.randn(4, 2, 3), [2, 4]
-    with torch.autocast("cpu", torch.bfloat16):
+def test_packed_in_16_bits(kind: str, autocast: bool) -> None:
+    dtype = torch.float32 if autocast else torch.bfloat16
+    layer, _ = twins(kind, 3, 5, dtype=dtype)
+    x, lengths = torch.randn(4, 2, 3, dtype=dtype), [2, 4]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         output, _ = rnn.pad_packed_sequence(layer(pack(x, lengths))[0])
-        assert output.dtype == torch.bfloat16
-        assert torch.equal(output, layer(x, lengths=torch.tensor(lengths))[0])
+        ref, _ = layer(x, lengths=torch.tensor(lengths))
+    assert output.dtype == torch.bfloat16 and torch.equal(output, ref) and fused(ref)
 
 
 # -- projection ------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from guarded import Everything
 from problems import (
     LEARNED,
+    Adding,
     Arrays,
     Odd,
     Problem,
@@ -134,7 +135,11 @@ CALLS: dict[str, tuple[str, ...]] = {
     "states of every step": ("return_states", "state"),
     "states of both directions": ("return_states", "bidirectional", "mask", "resets"),
     "states of the last layer": ("return_states", "layers", "lengths", "repeat"),
+    "states in reverse": ("return_states", "reverse", "mask"),
+    "held states": ("return_states", "repeat", "mask", "resets"),
+    "held states of both directions": ("return_states", "repeat", "mask", "bidirectional"),
 }
+STATES = [case for case in CALLS if "states" in case]
 
 
 def said_by_others(frontend: Frontend, cell: Cell, case: str) -> bool:
@@ -152,6 +157,11 @@ def test_calls(frontend: Frontend, cell: Cell, case: str) -> None:
     check(frontend, draw(cell, STANDARD, CALLS[case], dtype(frontend)))
 
 
+@ask(*STATES, cells=lambda _: (Adding,), has=CALLS.__getitem__, more=said_by_others)
+def test_states_that_no_plan_keeps(frontend: Frontend, cell: Cell, case: str) -> None:
+    check(frontend, draw(cell, STANDARD, CALLS[case], dtype(frontend)))
+
+
 RECURRENT = [
     cells.LSTM, cells.GRU, cells.GRU(reset_after=False), cells.PeepholeLSTM, cells.LSTMP, Everything
 ]  # fmt: skip
@@ -163,7 +173,7 @@ RECURRENT = [
     has=lambda _: ("recurrent_mask",),
 )
 def test_recurrent_masks(frontend: Frontend, cell: Cell, case: str) -> None:
-    words = ("mask", "resets", "bidirectional")
+    words = ("mask", "resets", "bidirectional", "return_states")
     has = [word for word in words if word not in frontend.lacks]
     check(frontend, draw(cell, STANDARD, (case, *has), dtype(frontend)))
 
@@ -246,7 +256,8 @@ def needs_kernels(frontend: Frontend, cell: Cell, size: str) -> bool:
 @ask(*SIZES, cells=two, has=lambda size: (size,), more=needs_kernels)
 def test_sizes(frontend: Frontend, cell: Cell, case: str) -> None:
     """One cell in float32, the other one in float64."""
-    has = tuple(word for word in ("state", "lengths") if word not in frontend.lacks)
+    words = ("state", "lengths", "return_states")
+    has = tuple(word for word in words if word not in frontend.lacks)
     exact = cell is two(frontend)[-1] and "float64" not in frontend.lacks
     check(frontend, draw(cell, SIZES[case], has, "float64" if exact else "float32"))
 
@@ -366,7 +377,7 @@ def check_steps(frontend: Frontend, cell: Cell, dtype: str, *words: str) -> None
 @ask("", cells=some, has=lambda _: ("gradients", "second derivatives", "float64"))
 def test_second_derivatives(frontend: Frontend, cell: Cell, case: str) -> None:
     """Of everything with everything, against differences of the derived backward pass."""
-    words = ("state", "mask", "resets", "recurrent_mask")
+    words = ("state", "mask", "resets", "recurrent_mask", "return_states")
     has = [word for word in words if word not in frontend.lacks]
     problem = draw(cell, (3, 3, 2, STANDARD[3]), tuple(has))  # by the kernels of other tests
     rng, step = np.random.default_rng(0), 1e-5
