@@ -159,7 +159,8 @@ class Gemm:
             totals = [[b.variable(offset) for offset in offsets] for _ in operand]
         number = self.operands.llvm
         ahead = [Ahead(first, apart, 2)]
-        add_products(b, totals, operand, weights, self.width, bounds, number, ahead)
+        columns = [b.gep(weights, n * b.lanes) for n in range(vectors)]
+        add_products(b, totals, operand, columns, self.width, bounds, number, ahead)
         if self.quantized:
             add_scaled(b, sums, totals, operand, scales)
         _write(b, add.ne(0), results, itertools.chain(*sums))
