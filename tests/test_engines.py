@@ -44,6 +44,8 @@ from anycell import (
 )
 from anycell.engines import cpu, reference
 from anycell.engines.cpu import isa
+from anycell.engines.cpu.layout import Layout
+from anycell.engines.cpu.matmul import Blocks
 from anycell.lang.expr import Expr
 from anycell.layer.recipe import Recipe
 from anycell.numpy import RNN
@@ -270,11 +272,23 @@ def test_batch_slices(cell: Cell, dtype: str, rng: np.random.Generator) -> None:
     for situation in ({}, {"masked": True, "resets": True}):
         problem = random_problem(cell, (4, 19, 33), rng, **situation).astype(dtype)
         whole = by_cpu(problem)
-        for part in (slice(0, 1), slice(3, 10), slice(5, 19), slice(18, 19)):
+        for part in (slice(0, 1), slice(3, 10), slice(5, 19), slice(7, 9), slice(16, 19)):
             for name, value in by_cpu(problem.rows(part)).items():
                 sliced = rows_of(name, whole[name], part)
                 if sliced is not whole[name]:  # which is a sum of all rows
                     assert_array_equal(value, sliced, err_msg=name)
+
+
+def test_few_rows_take_all_columns_at_once() -> None:
+    """Where a tile has several register blocks, alike: the slices above compare their bits."""
+
+    def few(cell: Cell, registers: int) -> int:
+        target = replace(isa.current(), registers=registers, tiles="")
+        layout = Layout(plan(cell, 64), False, target)
+        return Blocks(layout, layout.matmuls[0]).few
+
+    assert few(cells.LSTM, 16) == 2
+    assert few(cells.LSTM, 32) == few(cells.GRU, 16) == 0
 
 
 @each_cell_and_dtype

@@ -9,9 +9,10 @@ of 64-bit numbers, as that of a door.
 B is packed, a *span* of rows and columns of it at a time: panels of a few vectors of columns, cut
 into blocks of ``INNER`` rows. Then C is cut into pieces of rows and, where these are few, of
 columns. Threads take pieces as they come, so that one whose core is shared with others takes fewer.
-Up to ``ROWS`` rows are one piece for each panel, and its thread packs it: that panel would cost
-more to fetch from another core than to multiply.
-Where the rows of A are not dense in memory, a thread copies the rows of its piece, block by block.
+Of up to ``ROWS`` rows a piece is some panels, and its thread packs them: they would cost more to
+fetch from another core than to multiply.
+Where the rows of A are not dense in memory, or would drive each other out of the near cache, a
+thread copies the rows of its piece, block by block.
 A and B of 16 bits give a C of 32: rows of A are then widened as they are copied, and B is packed in
 pairs, see ``matmul``. Of integers B is given with the scales of its columns, and A in float32: its
 rows are rounded as they are copied.
@@ -29,7 +30,7 @@ from collections.abc import Iterable, Iterator
 
 from anycell.engines.cpu import tiles
 from anycell.engines.cpu.door import print_gang
-from anycell.engines.cpu.geometry import ROW_HEADER, Geometry, paired
+from anycell.engines.cpu.geometry import L1_WEIGHTS, ROW_HEADER, Geometry, paired
 from anycell.engines.cpu.ir import Builder, Module, Target, Value, Variable, constant, element_bits
 from anycell.engines.cpu.matmul import (
     Ahead,
@@ -46,6 +47,9 @@ from anycell.plan import LINE, Dtype
 
 INNER = 256  # numbers of a block's sum; whole vectors
 ROWS = 96  # of a piece: enough to read a panel for, few enough to divide the work evenly
+# Bytes between rows of A that share their sets of the near cache; where a panel stays there, while
+# rows come and go, half as many are too many.
+CONFLICT = 4 << 10
 SPAN_INNER, SPAN_COLUMNS = 8 * INNER, 1024  # of B, packed at a time
 PIECES = 8  # per thread, where there is the work
 
@@ -116,7 +120,8 @@ class Gemm:
         elif self.narrow:
             plain = Geometry(0, 0, 0, self.lanes, self.module.target.registers)
             print_pack_block(self.module, plain, self.left.llvm, self.real, name="widen_block")
-        for number in sorted({self.left.llvm, self.real} if self.staged else ()):
+        staged = {self.left.llvm, self.real} if self.staged else {self.left.llvm}
+        for number in sorted(set() if self.quantized else staged):
             print_staging(self.module, number, self.geometry, self.operands.llvm)
         for vectors in range(1, self.vectors + 1):
             if self.tiled:
@@ -159,7 +164,8 @@ class Gemm:
             totals = [[b.variable(offset) for offset in offsets] for _ in operand]
         number = self.operands.llvm
         ahead = [Ahead(first, apart, 2)]
-        add_products(b, totals, operand, weights, self.width, bounds, number, ahead)
+        columns = [b.gep(weights, n * b.lanes) for n in range(vectors)]
+        add_products(b, totals, operand, columns, self.width, bounds, number, ahead)
         if self.quantized:
             add_scaled(b, sums, totals, operand, scales)
         _write(b, add.ne(0), results, itertools.chain(*sums))
@@ -358,7 +364,7 @@ class Gemm:
         few = (call["rows"] < wanted * ROWS) & ~alone
         tall = b.select(few, ROWS // 2, ROWS)
         rows = _parts(call["rows"], tall)
-        sides = b.select(alone, panels, b.smin(_parts(wanted, rows), panels))
+        sides = b.smin(_parts(wanted, rows), panels)
         total = rows * sides
         packed = panels * blocks * self.panel
         own_panel = b.gep(b.gep(scratch, HEADER, "i8"), packed + part * self.own, "i8")
@@ -434,18 +440,21 @@ class Gemm:
                 start, to = b.gep(rows, r * apart, number), b.gep(space, r * row)
                 b.call(f"stage_{number}", start, to, count)
 
-        if self.staged:
-            with b.when(a_inner.eq(1)) as otherwise:
+        where, apart = b.variable(source), b.variable(a_rows)
+        with b.when(a_inner.eq(1)) as otherwise:
+            conflict = CONFLICT // 2 if self.panel < L1_WEIGHTS else CONFLICT
+            conflicts = (a_rows * self.left.bytes % conflict).eq(0)
+            with b.when(constant(1, "i1") if self.narrow else conflicts):
                 stage(source, a_rows, number)
-            with otherwise:
+                where.value, apart.value = space, row
+        with otherwise:
+            where.value, apart.value = space, row
+            if self.staged:
                 transposed = b.gep(space, self.copied // 2, "i8")
                 copy(transposed)
                 stage(transposed, row, self.real)
-            return space, row
-        where, apart = b.variable(source), b.variable(a_rows)
-        with b.when(constant(1, "i1") if self.narrow else a_inner.ne(1)):
-            copy(space)
-            where.value, apart.value = space, row
+            else:
+                copy(space)
         return where.value, apart.value
 
     # ---- the call --------------------------------------------------------------------------------

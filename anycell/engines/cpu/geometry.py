@@ -99,11 +99,17 @@ class Geometry:
         Columns of a tile are ordered by output, then by vector of units, as equal in number as can
         be; results of one output lie ``stride`` vectors from those of the next.
         """
+        places = [n * stride + v for n in range(self.outputs) for v in range(self.unroll)]
+        return tuple(tuple(places[begin:end]) for begin, end in self.cuts)
+
+    @functools.cached_property
+    def cuts(self) -> tuple[tuple[int, int], ...]:
+        """Per register block its first column, and the one behind its last. A packed tile has the
+        header and the weights of one, then those of the next: each is read from end to end.
+        """
         widest = 4 if self.registers == 32 else 3 if self.columns == 3 else 2
         count = -(-self.columns // widest) or 1
-        places = [n * stride + v for n in range(self.outputs) for v in range(self.unroll)]
-        bounds = [i * self.columns // count for i in range(count + 1)]
-        return tuple(tuple(places[a:b]) for a, b in itertools.pairwise(bounds))
+        return tuple(itertools.pairwise(i * self.columns // count for i in range(count + 1)))
 
     def block_rows(self, columns: int) -> int:
         """Rows of a register block: all registers but for the weights and one for the operand."""
@@ -118,9 +124,14 @@ class Geometry:
         return -(-self.inner // self.packs) + self.lanes - 1
 
     @property
+    def tile_rows(self) -> int:
+        """Rows of a packed tile: the header and the weights."""
+        return self.header + self.inner_padded
+
+    @property
     def tile_elements(self) -> int:
-        """Numbers of a tile: the header and the weights."""
-        return (self.header + self.inner_padded) * self.columns * self.lanes
+        """Numbers of a packed tile."""
+        return self.tile_rows * self.columns * self.lanes
 
     def inner_block(self, itemsize: int) -> int:
         """The length of a part of the sum, for weights of this size. A sum of integers is one."""

@@ -20,6 +20,7 @@ a scale of NaN.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -51,8 +52,7 @@ from anycell.plan import LINE
 
 Places = tuple[int, ...]
 # Bytes of packed weights from those that are multiplied to those that are fetched meanwhile. The
-# hardware does not see far enough ahead by itself where a register block takes half of a tile's
-# columns, as with 16 registers.
+# hardware does not see far enough ahead by itself where few rows share them.
 AHEAD = 2 << 10
 ROUNDING = 1.5 * 2**23  # a float32 plus this has no digits behind the point
 # Arguments of a block of rows, however many: k0 and k1 bound the sum, a fresh one begins with the
@@ -62,36 +62,56 @@ ROWS = f"ptr weights, ptr rows, ptr acc, i64 count, {BOUNDS}"
 
 
 class Blocks:
-    """results[rows, columns] (+)= operand[rows, k0:k1] @ weights[k0:k1, columns], as functions."""
+    """results[rows, columns] (+)= operand[rows, k0:k1] @ weights[k0:k1, columns], as functions.
+
+    Attributes:
+        groups: of columns, which register blocks take in turn, see ``Geometry``; ``all`` of them.
+        few: so many rows, and fewer, take all columns at once: the sums of a group alone would wait
+            for each other.
+    """
 
     def __init__(self, layout: Layout, matmul: Matmul) -> None:
         self.matmul, self.g, self.itemsize = matmul, matmul.geometry, layout.size
         g, (_, strides, _, self.row) = self.g, layout.results
         self.number = layout.plan.types.operands.llvm
         self.groups = g.groups(strides[matmul.linear.name] // g.lanes)
-        self.width, self.full = g.columns * g.lanes, g.lanes * self.itemsize
+        self.all = tuple(itertools.chain(*self.groups))
+        self.full = g.lanes * self.itemsize
+        self.few, most = 0, g.block_rows(len(self.groups[0]))
+        if len(self.groups) > 1 and len(set(map(len, self.groups))) == 1 and not g.tiled:
+            # More rows are cut into blocks of at least half of the most.
+            self.few = min(g.block_rows(len(self.all)), (most - 1) // 2)
         # Results of a head may begin anywhere.
         even = matmul.linear.heads == 1 or g.units % g.lanes == 0
         self.align = self.full if even else self.itemsize
 
     def print(self, module: Module) -> None:
         """Adds the functions that ``call`` calls."""
+        for rows in range(1, self.few + 1):
+            self._register_block(module, self.all, rows)
         for places in dict.fromkeys(map(_relative, self.groups)):
-            most = self.g.block_rows(len(places))
+            sizes = range(self.few + 1, self.g.block_rows(len(places)) + 1)
             if self.g.tiled:
                 self._tiles(module, places)
             else:
-                for rows in range(1, most + 1):
+                for rows in sizes:
                     self._register_block(module, places, rows)
-            self._rows(module, places, most)
+            self._rows(module, places, sizes)
 
-    def call(self, b: Builder, weights: Value, rows: Value, acc: Value, *rest: Value | int) -> None:
-        """All columns of a tile; ``rest``: how many rows, and ``BOUNDS``."""
-        lanes, column = self.g.lanes, 0
-        for places in self.groups:
-            w, at = b.gep(weights, column * lanes), b.gep(acc, places[0] * lanes)
-            b.call(self._name("rows", _relative(places)), w, rows, at, *rest)
-            column += len(places)
+    def call(
+        self, b: Builder, weights: Value, packed_rows: Value | int, rows: Value, acc: Value,
+        count: Value, *bounds: Value | int,
+    ) -> None:  # fmt: skip
+        """All columns of a tile of so many packed rows, for ``count`` rows and ``BOUNDS``."""
+        lanes, whole = self.g.lanes, (weights, rows, acc, *bounds, packed_rows)
+        for n in range(1, self.few + 1):
+            with b.when(count.eq(n)):
+                b.call(f"{self._name('block', self.all)}_x{n}", *whole)
+        with b.when(count > self.few):
+            for places, (column, _) in zip(self.groups, self.g.cuts, strict=True):
+                w = b.gep(weights, packed_rows * (column * lanes))
+                at = b.gep(acc, places[0] * lanes)
+                b.call(self._name("rows", _relative(places)), w, rows, at, count, *bounds)
 
     def _name(self, what: str, places: Places) -> str:
         return f"{what}{self.matmul.number}_{'_'.join(map(str, places))}"
@@ -100,8 +120,15 @@ class Blocks:
         """The hot loop of some rows, and the columns at these places."""
         g, columns = self.g, range(len(places))
         params = f"ptr noalias weights, ptr noalias rows, ptr noalias acc, {BOUNDS}"
+        each = len(places)  # columns side by side in memory
+        if places is self.all and self.few:
+            params, each = f"{params}, i64 packed_rows", len(self.groups[0])
+        width = each * g.lanes
         b = module.private(f"{self._name('block', places)}_x{rows}", params)
-        weights, pointers, acc, k0, k1, fresh, shift = b.args
+        weights, pointers, acc, k0, k1, fresh, shift, *packed_rows = b.args
+        further = (b.gep(weights, packed_rows[0] * (c * g.lanes)) for c in columns[each::each])
+        groups = weights, *further
+        packed = [b.gep(group, c * g.lanes) for group in groups for c in range(each)]
         addresses = [b.load(b.gep(pointers, r, "i64"), "ptr") for r in range(rows)]
         number = self.number if g.quantized or g.paired else b.real
         operand = [b.gep(address, shift, number) for address in addresses]
@@ -112,7 +139,7 @@ class Blocks:
             return Variable(b, b.gep(acc, r * self.row + places[c] * b.lanes), b.vec, self.align)
 
         def header(what: int, c: int, type: str | None = None) -> Value:
-            return b.load(b.gep(weights, what * self.width + c * b.lanes), type, self.full)
+            return b.load(b.gep(packed[c], what * width), type, self.full)
 
         with b.when(fresh.ne(0)) as otherwise:
             for c in columns:
@@ -122,16 +149,16 @@ class Blocks:
         with otherwise:
             for r, c in places_of_sums:
                 sums[r][c].value = result(r, c).value
-        tile = b.gep(weights, g.header * self.width)
+        tile = [b.gep(column, g.header * width) for column in packed]
         totals = sums
         if g.quantized:
             offsets = [header(OFFSETS, c, b.ivec) for c in columns]
             totals = [[b.variable(offset) for offset in offsets] for _ in operand]
-        step, ahead = self.width * self.itemsize, list[Ahead]()
+        step, ahead = width * self.itemsize, list[Ahead]()
         if self.matmul.packed_elements * self.itemsize > L1_WEIGHTS:
-            lines = range(AHEAD, AHEAD + len(places) * self.full, LINE)
-            ahead = [Ahead(b.gep(tile, line, "i8"), step, 3) for line in lines]
-        add_products(b, totals, operand, tile, self.width, (k0, k1), self.number, ahead)
+            lines = range(AHEAD, AHEAD + step, LINE)
+            ahead = [Ahead(b.gep(at, n, "i8"), step, 3) for at in tile[::each] for n in lines]
+        add_products(b, totals, operand, tile, width, (k0, k1), self.number, ahead)
         if g.quantized:
             add_scaled(b, sums, totals, addresses, [header(SCALES, c) for c in columns])
         for r, c in places_of_sums:
@@ -140,7 +167,7 @@ class Blocks:
 
     def _tiles(self, module: Module, places: Places) -> None:
         """Up to 16 rows, which are staged and so lie evenly, by matrix tiles."""
-        g, columns = self.g, len(places)
+        g, columns, width = self.g, len(places), len(places) * self.g.lanes
         b = module.private(self._name("tiles", places), ROWS)
         weights, pointers, acc, count, k0, k1, fresh, shift = b.args
         first, second = (
@@ -148,13 +175,13 @@ class Blocks:
         )
         start = b.gep(b.load(pointers, "ptr"), shift * (4 // g.packs), "i8")
         rows = start, second - first
-        line = constant(self.width * self.itemsize, "i64")
-        packed = b.gep(weights, g.header * self.width), line
+        line = constant(width * self.itemsize, "i64")
+        packed = b.gep(weights, g.header * width), line
         results = [b.gep(acc, place * b.lanes) for place in places]
         stride, begins = self.row * self.itemsize, fresh.ne(0)
 
         def header(what: int, c: int) -> Value:
-            return b.gep(weights, what * self.width + c * b.lanes)
+            return b.gep(weights, what * width + c * b.lanes)
 
         if not g.quantized:  # sums begin with the biases, or go on
             apart = b.select(begins, 0, stride)
@@ -177,10 +204,11 @@ class Blocks:
             for result, total in zip(into, sums, strict=True):
                 b.store(total.value, result, align=self.align)
 
-    def _rows(self, module: Module, places: Places, most: int) -> None:
+    def _rows(self, module: Module, places: Places, sizes: range) -> None:
         """Cuts ``count`` rows into tiles, or into register blocks as equal as can be."""
         b = module.private(self._name("rows", places), ROWS)
         weights, pointers, acc, count, *bounds = b.args
+        most = sizes[-1]
 
         def at(first: Value) -> tuple[Value, Value, Value]:
             return weights, b.gep(pointers, first, "i64"), b.gep(acc, first * self.row)
@@ -196,7 +224,7 @@ class Blocks:
         with b.loop(0, blocks) as i:
             here = at(i * least + b.smin(i, larger))
             rows = b.select(i < larger, least + 1, least)
-            for n in range(1, most + 1):
+            for n in sizes:
                 with b.when(rows.eq(n)):
                     b.call(f"{self._name('block', places)}_x{n}", *here, *bounds)
 
@@ -215,10 +243,11 @@ class Ahead(NamedTuple):
 
 
 def add_products(
-    b: Builder, sums: Sequence[Sequence[Variable]], operand: Sequence[Value], weights: Value,
-    width: int, bounds: tuple[Operand, Operand], number: str, ahead: Sequence[Ahead] = (),
+    b: Builder, sums: Sequence[Sequence[Variable]], operand: Sequence[Value],
+    weights: Sequence[Value], width: int, bounds: tuple[Operand, Operand], number: str,
+    ahead: Sequence[Ahead] = (),
 ) -> None:  # fmt: skip
-    """The hot loop: ``sums[r][c] += operand[r][k] * weights[k * width + c]`` for k within bounds.
+    """The hot loop: ``sums[r][c] += operand[r][k] * weights[c][k * width]`` for k within bounds.
 
     ``sums`` are vectors on the stack, ``c`` counts vectors, weights lie on a vector's alignment.
     Weights of a narrower ``number`` have a row for two or four k, of which bounds are whole
@@ -234,20 +263,21 @@ def add_products(
     # Not unrolled: the loop's own instructions fit beside the multiply-adds, and twice the code
     # compiles twice as long.
     with b.loop(first, last) as line:
-        base = b.gep(weights, line * width)
+        row_of_weights = line * width
         k = line << shift if shift else line
         for later in ahead:
             b.prefetch(b.gep(later.first, line * later.step, "i8"), later.locality)
         for part in range(1 if together else packs):
             w = []
-            for c in range(len(sums[0])):
+            for column in weights:
+                at = b.gep(column, row_of_weights)
                 if packs == 2 and not pairs:
-                    at = b.gep(base, (2 * c + part) * b.lanes, "i16")
+                    at = b.gep(at, part * b.lanes, "i16")
                     bits = b.load(at, vector(b.lanes, "i16"), align=full // 2)
                     w.append(widen(b, bits, number))
                 else:
                     type = b.ivec if together else b.vec
-                    w.append(b.load(b.gep(base, c * b.lanes), type, align=full))
+                    w.append(b.load(at, type, align=full))
             for row, address in zip(sums, operand, strict=True):
                 if together:
                     value = b.splat(b.load(b.gep(address, k, number), "i32", align=1))
@@ -301,11 +331,10 @@ def _print_pack(module: Module, layout: Layout, m: Matmul) -> None:
     weight, heads, rows, columns, input_bias, bias, packed, inner, scales = (
         b.load(b.gep(table, i, "i64"), t) for i, t in enumerate(kinds)
     )
-    elements: Value | int = g.tile_elements
+    tile_rows: Value | int = g.tile_rows
     packed_rows = packed_rows_of(inner, g)
     if m is layout.projecting:  # the weight of the input is packed the same way
-        elements = (packed_rows + (g.lanes + g.header - 1)) * (g.columns * g.lanes)
-    width = g.columns * g.lanes
+        tile_rows = packed_rows + (g.lanes + g.header - 1)
     # Of one head and output: rows of the weight, and numbers that a row has.
     each = m.numbers if m.backward else g.units
     first, last = (m.tiles * n // parts for n in (part, part + 1))
@@ -313,12 +342,19 @@ def _print_pack(module: Module, layout: Layout, m: Matmul) -> None:
     with b.loop(first, last) as tile_number:
         head, tile = tile_number // g.tiles, tile_number % g.tiles
         source = b.gep(weight, head * heads, number)
-        into = b.gep(packed, tile_number * elements)
+        into = b.gep(packed, tile_number * (tile_rows * (g.columns * g.lanes)))
+
+        def place(column: int) -> tuple[Value, int]:
+            """The address of a column, and numbers from one row of it to the next."""
+            first, last = next(cut for cut in g.cuts if column < cut[1])
+            at = b.gep(into, tile_rows * (first * g.lanes) + (column - first) * g.lanes)
+            return at, (last - first) * g.lanes
+
         for v in range(g.unroll):
             unit = (tile * g.unroll + v) * g.lanes
             left = g.units - unit
             if m.backward:
-                column = b.gep(into, v * g.lanes)
+                column, width = place(v)
                 b.store(constant(0.0, b.vec), column)
                 for n, output in enumerate(l.outputs):
                     above = rows * (l.declared.index(output) * each)
@@ -328,7 +364,7 @@ def _print_pack(module: Module, layout: Layout, m: Matmul) -> None:
                 continue
             mask = b.lane_mask(left)
             for n, output in enumerate(l.outputs):
-                column = b.gep(into, (n * g.unroll + v) * g.lanes)
+                column, width = place(n * g.unroll + v)
                 row = l.declared.index(output)
                 bias_sum.value = constant(0.0, b.vec)
                 at_bias = head * g.units + unit + row * m.units

@@ -171,11 +171,11 @@ class Panel:
             with b.when(projects), b.loop(0, inputs, arg["input_block"]) as k0:
                 k1 = b.smin(k0 + arg["input_block"], inputs)
                 rows = b.gep(self.inputs, first, "i64")
-                elements = packed_rows_of(arg["inputs"], g) + (g.lanes + g.header - 1)
-                elements *= g.columns * g.lanes
+                tile_rows = packed_rows_of(arg["inputs"], g) + (g.lanes + g.header - 1)
+                elements = tile_rows * (g.columns * g.lanes)
                 weights = b.gep(arg["packed input"], number * elements)
                 fresh = b.zext(k0.eq(0), "i64")
-                blocks.call(b, weights, rows, sums, count, k0, k1, fresh, 0)
+                blocks.call(b, weights, tile_rows, rows, sums, count, k0, k1, fresh, 0)
         rows = b.gep(self.operands[m.number], first, "i64")
         weights = b.gep(arg[f"packed {m.linear.name}"], number * g.tile_elements)
         for begin, end, operand, per_head in m.segments:
@@ -183,7 +183,7 @@ class Panel:
             with b.loop(begin, end, block) as k0:
                 k1 = b.smin(k0 + block, end)
                 fresh = b.zext(k0.eq(0) & begins, "i64")
-                blocks.call(b, weights, rows, into, count, k0, k1, fresh, shift)
+                blocks.call(b, weights, g.tile_rows, rows, into, count, k0, k1, fresh, shift)
 
     def _fill(
         self, m: Matmul, results: Value, span: Value | None, first: Value, last: Value
