@@ -99,7 +99,7 @@ def print_cooperative(
     """The kernel of a plan, for programs that own such slices, whose dots of float32 multiply like
     that.
     """
-    return _Slice(plan, variant, part, precision).printed()._replace(cooperative=True)
+    return _Slice(plan, variant, part, precision).printed()
 
 
 def exchanged(plan: Plan, backward: bool) -> dict[str, int]:
@@ -316,9 +316,7 @@ class _Slice(Loop):
         if self.variant.resets:
             rows, (_, lanes) = self._their_rows(), self._spread(self.rows)
             reset = self.once("their_reset", self.flags("resets", rows=rows, mask="is_theirs"))
-            restored = self.of_state("reset_state", 0)
-            at = f"{self.array(restored)} + {rows} * {self.argument(f'{restored}__b', 'i64')}"
-            inside = f"{reset} & ({start} + {lanes} < {h})"
+            at, inside = self.reset_row(0, rows), f"{reset} & ({start} + {lanes} < {h})"
             at = f"tl.load({at} + ({plus(start, lanes)}), mask={inside}, other=0.0)"
             self.once(f"h_{start}_reset", at)
 
@@ -399,12 +397,12 @@ class _Slice(Loop):
         else:
             super().store_gradient(name, column, value, size)
 
-    def store_state(self, i: int) -> None:
+    def store_state(self, i: int, value: str) -> None:
         """Stores it as all kernels do, or for the other programs."""
         if self.variant.by_data and i == 0:
-            self._send("hidden", "t + 1", "_after", 0, f"after_{self.cell.states[0].name}")
+            self._send("hidden", "t + 1", "_after", 0, value)
         else:
-            super().store_state(i)
+            super().store_state(i, value)
 
     def _flag(self, step: str, program: str) -> str:
         """The flags of a step."""
