@@ -254,8 +254,7 @@ def sources(plan: Plan, backward: bool) -> Iterator[str]:
     """
     cards = capacity.DEVICES
     for passes in (False, True)[: 1 + backward]:
-        biases = tuple(l.bias and not passes for l in plan.cell.linears)
-        variant = Variant(passes, keep=not passes, draw=bool(plan.cell.keeps), biases=biases)
+        variant = Variant.training(plan.cell, passes)
         for stage in print_step(plan, variant).stages:
             yield from (kernel.source for kernel in stage.kernels)
         choices = [capacity.choose(plan, card, passes) for card in cards]

@@ -64,7 +64,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from anycell.engines.gpu.resident import LEAST, NEXT, Loop
-from anycell.engines.gpu.text import Printed, Variant, Where, plus, power_of_two
+from anycell.engines.gpu.text import Printed, Variant, Where, gradients_of, plus, power_of_two
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
 from anycell.lang.ops import is_reduction
@@ -93,6 +93,20 @@ class Slice(NamedTuple):
 CHAINS = 4  # of matrix instructions between which a warp alternates
 
 
+def shape(plan: Plan, l: Linear, units: int, backward: bool) -> tuple[int, int]:
+    """The length of k of a matmul, and its columns for so many units."""
+    h, outputs = plan.hidden_size, len(l.outputs)
+    return (outputs * h, units) if backward else (h, outputs * units)
+
+
+def sums_of(rows: int, columns: int) -> int:
+    """How many sums of all columns a warp has: an instruction waits for the one before it with the
+    same sums.
+    """
+    chains = columns // LEAST * (rows // 8)
+    return max(1, CHAINS // max(1, chains))
+
+
 def print_cooperative(
     plan: Plan, variant: Variant, part: Slice, precision: str = "ieee"
 ) -> Printed:
@@ -109,10 +123,8 @@ def exchanged(plan: Plan, backward: bool) -> dict[str, int]:
         return {"hidden": h}
     widths = {}
     for l in plan.cell.linears:
-        shared = plan.shares_gradient(l)
-        widths["d_gates" if shared else f"d_outputs {l.name}"] = h * len(
-            plan.cell.gates if shared else l.outputs
-        )
+        parts = plan.cell.gates if plan.shares_gradient(l) else l.outputs
+        widths[gradients_of(plan, l)] = h * len(parts)
     return widths
 
 
@@ -148,7 +160,6 @@ class _Slice(Loop):
 
     @property
     def turns(self) -> str:
-        """The number of turns of the loop, backward."""
         return f"count + {self.argument('close', 'i32')}" if self.variant.backward else "count"
 
     def padded(self, size: str) -> int:
@@ -171,8 +182,8 @@ class _Slice(Loop):
 
     def chunks(self, l: Linear) -> range:
         """The first k of the chunks."""
-        outputs = len(l.outputs) if self.variant.backward else 1
-        return range(0, outputs * self.plan.hidden_size, self.chunk)
+        depth, _ = shape(self.plan, l, self.width, self.variant.backward)
+        return range(0, depth, self.chunk)
 
     def columns(self, count: int) -> int:
         """Columns of a matmul of ``count`` outputs."""
@@ -241,9 +252,7 @@ class _Slice(Loop):
             right = f"{operand}_{start}_right"
             self.once(right, f"right({value}, {self.warps}, {self.pair})")
             for first, count in self.outputs(l):
-                # A matrix instruction waits for the one before it with the same sums.
-                chains = self.columns(count) // LEAST * (self.rows // 8)
-                sum_ = f"sum{k}_{first}_{n % max(1, CHAINS // chains)}"
+                sum_ = f"sum{k}_{first}_{n % sums_of(self.rows, self.columns(count))}"
                 more = f", {sum_}" if sum_ in sums else ""
                 dot = self._dot(f"w{k}_{first}_{start}", f"{right}{more}")
                 self.say(f"{sum_} = {dot}")
@@ -279,7 +288,7 @@ class _Slice(Loop):
         """The address of the first chunk of gates' gradients. Before the first step there are none:
         what is read then is not used.
         """
-        name = "d_gates" if self.plan.shares_gradient(l) else f"d_outputs {l.name}"
+        name = gradients_of(self.plan, l)
         step = f"tl.maximum(t - 1, -{self.argument('behind', 'i32')})"
         return self._place_theirs(f"d{k}_at", name, step)
 
@@ -391,14 +400,12 @@ class _Slice(Loop):
         self.say(f"send({where}, {value}, {inside}, {self.kind}, {self.in_word == 2})")
 
     def store_gradient(self, name: str, column: int, value: str, size: str) -> None:
-        """Stores it as all kernels do, or for the other programs."""
         if self.variant.by_data and name in exchanged(self.plan, True):
             self._send(name, "t", "", column, self.valid(value))
         else:
             super().store_gradient(name, column, value, size)
 
     def store_state(self, i: int, value: str) -> None:
-        """Stores it as all kernels do, or for the other programs."""
         if self.variant.by_data and i == 0:
             self._send("hidden", "t + 1", "_after", 0, value)
         else:
@@ -502,11 +509,13 @@ class _Slice(Loop):
         turn there are no rows.
         """
         if self.variant.backward:
-            self.say("is_row = (rows < batch) & (rows * 0 + t < count)")
-            self.say("in_H = is_row & is_H")
+            self._there("(rows < batch) & (rows * 0 + t < count)")
+
+    def _there(self, rows: str) -> None:
+        self.say(f"is_row = {rows}")
+        self.say("in_H = is_row & is_H")
 
     def live(self, value: str, other: str) -> str:
-        """The values that a turn leaves behind."""
         return f"tl.where(is_row, {value}, {other})"
 
     def begin(self) -> None:
@@ -517,8 +526,7 @@ class _Slice(Loop):
     def after_steps(self) -> None:
         """All rows are there again."""
         if self.variant.backward:
-            self.say("is_row = rows < batch")
-            self.say("in_H = is_row & is_H")
+            self._there("rows < batch")
 
     def end(self) -> None:
         """Says whether somebody was waited for in vain."""

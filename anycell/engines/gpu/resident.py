@@ -66,7 +66,7 @@ class Loop(Text):
         self.argument("count", "i32")
         self.argument("turn", "i32")
         # Loops carry tiles of one shape: whatever enters one is of that.
-        for size in self._sizes():
+        for size in self._sizes:
             self.units(size)
             self.once(f"zero_{size}", f"tl.zeros([{self.rows}, {self.padded(size)}], tl.float32)")
         self.load_weights()
@@ -75,10 +75,10 @@ class Loop(Text):
         about = f"{self.cell.name}, {way}, all steps: {self.plan.hidden_size} units, "
         return self.finish(f"{way}_{self.name}", f"{about}{self.plan.dtype}.")
 
-    def _sizes(self) -> list[str]:
+    @property
+    def _sizes(self) -> dict[str, None]:
         sizes = [s.size for s in self.cell.states] + ["H"]
-        sizes += [size for l in self.linears for size in (l.in_size, l.out_size)]
-        return list(dict.fromkeys(sizes))
+        return dict.fromkeys(sizes + [n for l in self.linears for n in (l.in_size, l.out_size)])
 
     @property
     def turns(self) -> str:
@@ -96,13 +96,11 @@ class Loop(Text):
         return frozenset() if self.variant.backward else frozenset({"gates", "mask", "resets"})
 
     def row(self, name: str, step: str = "t", wide: bool = False, tag: str = "") -> str:
-        """The address of the tile's first row in an array over time."""
         if name in self.early and step == "t":
             return self.place(name, STEP, wide=wide)
         return super().row(name, step, wide, tag)
 
     def flags(self, name: str, step: str = "t", mask: str = "is_row", rows: str = "rows") -> str:
-        """The flags of the rows at a step."""
         step = STEP if name in self.early and step == "t" else step
         return super().flags(name, step, mask, rows)
 
@@ -220,9 +218,8 @@ class Loop(Text):
         for node in nodes:
             if node.op == "preact":
                 k, gate = self.numbers[node.attrs[0]], node.attrs[1]
-                terms = [f"bias_ih_{gate}"] * variant.input_bias + [
-                    f"b{k}_{gate}"
-                ] * variant.biases[k]
+                terms = [f"bias_ih_{gate}"] * variant.input_bias
+                terms += [f"b{k}_{gate}"] * variant.biases[k]
                 if terms:
                     self.once(f"bias_{gate}", " + ".join(terms))
 
@@ -256,7 +253,7 @@ class Loop(Text):
             self._flags()
             for i, s in enumerate(cell.states):
                 if variant.resets:
-                    self.say(f"s_{s.name} = tl.where(reset, {self._restored(i)}, s_{s.name})")
+                    self.say(f"s_{s.name} = tl.where(reset, {self.restored(i)}, s_{s.name})")
                 self._know(Expr("state", (), (s.name,)), f"s_{s.name}")
             self.before_wait()
             self.wait()
@@ -268,9 +265,8 @@ class Loop(Text):
 
     def _step(self) -> None:
         cell, variant, plan = self.cell, self.variant, self.plan
-        saved = self.kept
         states = list(zip(cell.states, cell.next, strict=True))
-        self.evaluate([*cell.next, *saved], {n: f"{s.name}_new" for s, n in states})
+        self.evaluate([*cell.next, *self.kept], {n: f"{s.name}_new" for s, n in states})
         for s, node in states:  # all, before the first of them takes its new value
             new = f"zero_{s.size} + {self.value(node)}"
             self.once(f"after_{s.name}", self.valid(new, f"s_{s.name}"))
@@ -281,7 +277,7 @@ class Loop(Text):
         self.store_state(0, f"after_{h.name}")
         self.publish()
         self.store_output()
-        self.store_saved(saved)
+        self.store_saved(self.kept)
         for i, s in enumerate(cell.states):
             self.say(f"s_{s.name} = after_{s.name}")
             if i and keeps(plan, variant, i):
@@ -326,12 +322,6 @@ class Loop(Text):
         if self.variant.resets:
             self.once("reset", self.flags("resets"))
 
-    def _restored(self, i: int) -> str:
-        """The value that a reset puts in the place of state i."""
-        size = self.cell.states[i].size
-        text = f"tl.load({self.at(self.reset_row(i), 0, size)}, mask=in_{size} & reset, other=0.0)"
-        return f"{text}.to(tl.float32)" if self.half else text
-
     def _know(self, node: Expr, name: str) -> None:
         self.names[node] = name
         self.taken.add(name)
@@ -353,11 +343,11 @@ class Loop(Text):
             if variant.resets:
                 self.say(f"restored_{s.name} = {self.load(self._reset_sum(i), s.size, wide=True)}")
         totals = {f"sum_p_{name}": d for name, d in g.param.items()}
+        for name in totals:
+            self.say(f"{name} = zero_H")
         if g.static is not None:
             totals["sum_static"] = g.static
-        for name in totals:
-            sums = name == "sum_static" and self.load(self.of_rows("d_static", "H"), "H", wide=True)
-            self.say(f"{name} = {sums or 'zero_H'}")
+            self.say(f"sum_static = {self.load(self.of_rows('d_static', 'H'), 'H', wide=True)}")
         self.say(FIRST)
         self.say(f"for t in range({self.turns}):")
         with self.indented():
@@ -366,7 +356,7 @@ class Loop(Text):
             operands = [l.operand for l in self.linears if apart(self.plan, variant, l)]
             self.wait_backward([*roots, *operands])
             self.evaluate([*roots, *operands], self.labels())
-            self.store_gradients(set(self._sizes()), inside=True)
+            self.store_gradients(self._sizes, inside=True)
             self.publish()
             for name, d in totals.items():
                 self.say(f"{name} += {self.live(self.valid(self.value(d)), '0.0')}")
@@ -400,8 +390,8 @@ class Loop(Text):
         for n, name in enumerate(totals):
             if name == "sum_static":
                 self.store(self.of_rows("d_static", "H"), name, "H")
-                continue
-            self.add_param(n, f"tl.sum(tl.where(is_row, {name}, 0.0), axis=0, keep_dims=True)")
+            else:
+                self.add_param(n, f"tl.sum(tl.where(is_row, {name}, 0.0), axis=0, keep_dims=True)")
 
     def _reset_sum(self, i: int) -> str:
         """The gradient of what resets restore, of each row."""
@@ -410,15 +400,6 @@ class Loop(Text):
     def _gradient(self, i: int, turn: str) -> str:
         """The gradient of state i from later calls."""
         return self.in_turn(self.of_state("d_state", i), i, turn)
-
-    def load_state(self, node: Expr) -> tuple[str, str]:
-        """A state before the step, in the backward pass."""
-        (name,) = node.attrs
-        i, size = self.states[name], self.cell.states[self.states[name]].size
-        text = self.load(self.at(self.row(self.sequences[i]), 0, size), size)
-        if self.variant.resets:
-            text = f"tl.where(reset, {self._restored(i)}, {text})"
-        return f"s_{name}", text
 
     def later(self, i: int) -> str:
         """The gradient of state i, which goes from turn to turn."""

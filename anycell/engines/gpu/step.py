@@ -21,7 +21,7 @@ sides to separate memory, in addition to the sequences.
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from typing import NamedTuple
 
 from anycell.engines.gpu.text import (
@@ -115,12 +115,8 @@ def print_step(plan: Plan, variant: Variant) -> Step:
         last = s == depth
         side = "out_size" if variant.backward else "in_size"
         sizes = dict.fromkeys(getattr(l, side) for l in ahead)
-        if last:
-            sizes |= dict.fromkeys(state.size for state in plan.cell.states)
-            sizes |= dict.fromkeys(size for size, _ in _kept(plan, variant))
-            sizes |= dict.fromkeys(["H"] if variant.backward else [])
-            sizes |= dict.fromkeys(_operand_sizes(plan, variant))
-            sizes |= dict.fromkeys(l.out_size for l in plan.cell.linears if variant.backward)
+        if last:  # some have nothing to write
+            sizes |= dict.fromkeys([*(state.size for state in plan.cell.states), *plan.sizes])
         kernels = [
             _Kernel(
                 plan, variant, size, [l for l in ahead if getattr(l, side) == size], last, table
@@ -192,11 +188,6 @@ def _levels(plan: Plan, variant: Variant) -> dict[Expr, int]:
             below = max((level[arg] for arg in node.args), default=0)
             level[node] = below + _is_product(node, variant)
     return level
-
-
-def _operand_sizes(plan: Plan, variant: Variant) -> Iterable[str]:
-    """Sizes of the operands that the backward pass writes, for the gradients of the weights."""
-    return (l.in_size for l in plan.cell.linears if variant.backward and apart(plan, variant, l))
 
 
 def _kept(plan: Plan, variant: Variant) -> list[tuple[str, Expr]]:
@@ -358,19 +349,10 @@ class _Kernel(Text):
         array = self.array(f"operand{self.numbers[l.name]}")
         self.store(self._at_outputs(array, 0, 1, l.heads), value, self.of)
 
-    def load_state(self, node: Expr) -> tuple[str, str]:
-        """A state before the step; where a reset precedes it, the value that this restores."""
-        (name,) = node.attrs
-        i, size = self.states[name], self.of
-        if i and not self.variant.backward:
-            text = self.load(self.in_turn(f"work{i}", i, "t + turn"), size, wide=True)
-        else:
-            text = self.load(self.at(self.row(self.sequences[i]), 0, size), size)
-        if not self.variant.resets:
-            return f"s_{name}", text
-        self.once("reset", self.flags("resets"))
-        restored = self.load(self.at(self.reset_row(i), 0, size), size)
-        return f"s_{name}", f"tl.where(reset, {restored}, {text})"
+    def before_step(self, i: int) -> str:
+        """The address of state i before the step."""
+        working = i and not self.variant.backward
+        return self.in_turn(f"work{i}", i, "t + turn") if working else super().before_step(i)
 
     def load_linear(self, node: Expr) -> tuple[str, str]:
         """An output of a matmul, with its bias."""

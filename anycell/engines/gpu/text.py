@@ -18,9 +18,9 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from anycell.lang.cell import Linear
+from anycell.lang.cell import Cell, Linear
 from anycell.lang.expr import Expr, listing, show, topological
 from anycell.lang.ops import is_boolean, is_reduction
 from anycell.plan import DTYPES, FREE, MATMULS, Options, Plan, arrays
@@ -53,6 +53,12 @@ class Variant(NamedTuple):
     biases: tuple[bool, ...] = ()
     by_data: bool = False
     options: Options = Options()
+
+    @classmethod
+    def training(cls, cell: Cell, backward: bool, **more: Any) -> Variant:
+        """Of a layer in training, whose matmuls have their biases; without masks."""
+        biases = tuple(l.bias and not backward for l in cell.linears)
+        return cls(backward, draw=bool(cell.keeps), keep=not backward, biases=biases, **more)
 
     @property
     def way(self) -> str:
@@ -406,6 +412,27 @@ class Text:
         column = l.declared.index(output) * self.plan.sizes[l.out_size]
         return self.load_units(l.bias_name, l.out_size, column)
 
+    def load_state(self, node: Expr) -> tuple[str, str]:
+        """A state before the step; where a reset precedes it, the value that this restores."""
+        (name,) = node.attrs
+        i, size = self.states[name], self.cell.states[self.states[name]].size
+        text = self.load(self.before_step(i), size, wide=bool(i) and not self.variant.backward)
+        if not self.variant.resets:
+            return f"s_{name}", text
+        self.once("reset", self.flags("resets"))
+        return f"s_{name}", f"tl.where(reset, {self.restored(i)}, {text})"
+
+    def before_step(self, i: int) -> str:
+        """The address of state i before the step."""
+        return self.at(self.row(self.sequences[i]), 0, self.cell.states[i].size)
+
+    def restored(self, i: int) -> str:
+        """The value that a reset puts in the place of state i."""
+        size = self.cell.states[i].size
+        where = self.at(self.reset_row(i), 0, size)
+        text = f"tl.load({where}, mask=in_{size} & reset, other=0.0)"
+        return f"{text}.to(tl.float32)" if self.half else text
+
     def load_grad(self, node: Expr) -> tuple[str, str]:
         """The gradient that reaches a new state."""
         text = self.upstream(self.states[node.attrs[0]])
@@ -477,9 +504,7 @@ class Text:
 
     def store_outputs(self, l: Linear) -> None:
         """The gradients of a matmul's outputs."""
-        shared = self.plan.shares_gradient(l)
-        name = "d_gates" if shared else f"d_outputs {l.name}"
-        size = self.plan.sizes[l.out_size]
+        name, size = gradients_of(self.plan, l), self.plan.sizes[l.out_size]
         for n, d in enumerate(self.plan.gradients.linear[l.name].values()):
             self.store_gradient(name, n * size, self.value(d), l.out_size)
 
@@ -555,6 +580,11 @@ def source(
 def apart(plan: Plan, variant: Variant, linear: Linear) -> bool:
     """Whether a matmul multiplied something else than the sequence of hidden states."""
     return variant.resets or linear.operand is not Expr("state", (), (plan.cell.state_names[0],))
+
+
+def gradients_of(plan: Plan, linear: Linear) -> str:
+    """The array with the gradients of a matmul's outputs."""
+    return "d_gates" if plan.shares_gradient(linear) else f"d_outputs {linear.name}"
 
 
 def keeps(plan: Plan, variant: Variant, i: int) -> bool:
