@@ -21,15 +21,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu import (  # before anything else that may import Triton
-    COMPILES,
-    DEVICE,
-    SLOW,
-    Poisoned,
-    by_gpu,
-    torch,
-    without_a_card,
-)
+
+# Before anything else that may import Triton.
+from gpu import CARDS, COMPILES, DEVICE, SLOW, Poisoned, by_gpu, reports, torch, without_a_card
 from numpy.testing import assert_array_equal
 from problems import (
     AWKWARD,
@@ -733,9 +727,6 @@ def test_the_plan_of_a_gpu() -> None:
 
 
 # -- which tier ------------------------------------------------------------------------------------
-CARDS = {device.name: device for device in capacity.DEVICES}
-
-
 def tier(
     cell: Cell, hidden: int, dtype: str, card: str, backward: bool = False, batch: int = 16
 ) -> int:
@@ -913,19 +904,13 @@ def test_explain_shows_the_choice_and_the_text() -> None:
 
 
 # -- compiled ahead of time ------------------------------------------------------------------------
-def compiled(*arguments: str) -> list[dict[str, Any]]:
-    """What the compiler says of kernels."""
-    said = run("tools/gpu_compile.py", "--json", *arguments, **COMPILES)
-    return [json.loads(line) for line in said.splitlines()]
-
-
-def assert_fits(reports: list[dict[str, Any]]) -> None:
+def assert_fits(found: list[dict[str, Any]]) -> None:
     """Each kernel, in one of the forms that the model chooses first."""
-    assert reports
+    assert found
     names = "cell tier batch dtype capability kernel".split()
-    fitting = {tuple(report[name] for name in names) for report in reports if report["fits"]}
-    assert fitting == {tuple(report[name] for name in names) for report in reports}
-    for report in reports:
+    fitting = {tuple(report[name] for name in names) for report in found if report["fits"]}
+    assert fitting == {tuple(report[name] for name in names) for report in found}
+    for report in found:
         assert not report["error"], report
         if report["fits"]:
             assert report["shared"] <= report["limit"], report
@@ -936,7 +921,7 @@ def assert_fits(reports: list[dict[str, Any]]) -> None:
 @pytest.mark.slow
 def test_kernels_compile_without_a_card() -> None:
     one = ("--cells", "LSTM", "--dtypes", "bfloat16", "--capabilities", "90", "--largest", "256")
-    found = compiled(*one)
+    found = reports(*one)
     assert_fits(found)
     assert {report["tier"] for report in found} == {1, 2, 3}
     assert all(report["matrices"] != "-" for report in found if report["tier"] < 3)
@@ -945,7 +930,7 @@ def test_kernels_compile_without_a_card() -> None:
     # Row reductions and random masks, which the interpreter takes more easily than the compiler.
     names = ["LayerNormGRU", "ZoneoutGRU"]
     assert_fits(
-        compiled("--tiers", "3", "--dtypes", "float32", "--capabilities", "80", "--cells", *names)
+        reports("--tiers", "3", "--dtypes", "float32", "--capabilities", "80", "--cells", *names)
     )
 
 
@@ -956,11 +941,11 @@ def test_kernels_compile_without_a_card() -> None:
 @pytest.mark.parametrize("cell", sorted(BUILT_IN))
 def test_every_cell_compiles(cell: str, capability: int, dtype: str) -> None:
     """In all tiers that the model allows, with matrix instructions."""
-    reports = compiled("--cells", cell, "--capabilities", str(capability), "--dtypes", dtype)
-    assert_fits(reports)
-    assert {(report["capability"], report["dtype"]) for report in reports} == {(capability, dtype)}
-    assert 3 in {report["tier"] for report in reports}
-    for report in reports:
+    found = reports("--cells", cell, "--capabilities", str(capability), "--dtypes", dtype)
+    assert_fits(found)
+    assert {(report["capability"], report["dtype"]) for report in found} == {(capability, dtype)}
+    assert 3 in {report["tier"] for report in found}
+    for report in found:
         if report["tier"] < 3 and dtype == "bfloat16" and getattr(cells, cell).linears:
             assert report["matrices"] == "mma.sync", report
 
