@@ -518,14 +518,15 @@ def test_what_the_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "interpreted", lambda: False)
     monkeypatch.setattr(launch, "_context", lambda _: 1)
     monkeypatch.setattr(launch, "_loaded", loaded)
+    host = SimpleNamespace(pointer=int, stream=lambda: 0, ordinal=0)
     for unit in (1, 16):
         numbers = {f"value{n}": unit * n - 16 for n in range(32)}
-        made = Launch(print_fill(), {"table": 512, "first": 16, **numbers}, (1, 1), int, 0, 0)
+        made = Launch(print_fill(), {"table": 512, "first": 16, **numbers}, (1, 1), host)
         cells_ = dict(zip((name for name, _ in print_fill().arguments), made.cells, strict=True))
         assert cells_["value0"].value == 2**64 - 16 and cells_["value31"].value == unit * 31 - 16
         (step,) = print_step(plan(cells.RNN, 8, "float32", "gpu"), Variant(biases=(True,))).all
         numbers = {name: 3 * unit for name, kind in step.arguments}
-        Launch(step, {**numbers, "odd": 0}, (1, 1), int, 0, 0)
+        Launch(step, {**numbers, "odd": 0}, (1, 1), host)
     fill, few, again, every = told
     assert fill == again == {"table"}
     assert few == {"odd"} and {"odd", "table", "gates__t", "gates__b", "batch"} <= every

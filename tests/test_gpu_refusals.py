@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 # Before anything else that may import Triton.
-from gpu import CARD, CARDS, DEVICE, Driver, Poisoned, by_gpu, torch
+from gpu import ADDRESSES, CARD, CARDS, DEVICE, Driver, Poisoned, by_gpu, torch
 from problems import assert_right, random_problem
 from test_torch_gpu import ran, weight  # noqa: F401
 from tolerances import LIMITS, assert_close
@@ -59,7 +59,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Driver]]:
         monkeypatch.setattr(build, "binary", lambda *_: binary)
         launch._loaded.cache_clear()
         numbers = {name: 0 for name, _ in kernel.arguments}
-        Launch(kernel, numbers, (2, 3), int, 0, 0)(0)
+        Launch(kernel, numbers, (2, 3), ADDRESSES)(0)
         return driver
 
     yield start

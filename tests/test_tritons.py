@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gpu import CARD, COMPILES, reports  # before anything else that may import Triton
+from gpu import ADDRESSES, CARD, COMPILES, reports  # before anything else that may import Triton
 from processes import ROOT, load, python
 
 import anycell
@@ -103,7 +103,7 @@ def test_a_launch_passes_them(
     numbers = {name: n << 40 for n, (name, kind) in enumerate(kernel.arguments) if kind != "i32"}
     wide = [name for name, kind in kernel.arguments[-3:] if kind != "i32"]
     assert len(wide) == 3  # all of 64 bits, so that they can be read back alike
-    launch.Launch(kernel, numbers, (1, 1), lambda address: address, 0, 0)(0)
+    launch.Launch(kernel, numbers, (1, 1), ADDRESSES)(0)
     own = [numbers[name] for name in wide[hidden:]]
     assert passed == [own + [0] * hidden]
 

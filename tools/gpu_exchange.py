@@ -149,8 +149,7 @@ def alone(kind: str, programs: int, steps: int, host: DeviceHost, values: dict[s
     """One launch of the kernel; its flags begin at zero."""
     kernel = printed(programs, kind == "numbers")
     values = {**values, "count": steps}
-    grid = 1, programs
-    launch = Launch(kernel, values, grid, host.pointer, host.stream(), host.ordinal)
+    launch = Launch(kernel, values, (1, programs), host)
 
     def run() -> None:
         values["flags"].zero_()

@@ -1,21 +1,8 @@
 """Chooses the tier that runs a cell, by a model of what fits on a device: a pure function of sizes.
 
-Tier 1 holds every weight of a step in a multiprocessor's shared memory for the whole sequence, and
-states, gates and their gradients in registers. So it is chosen where
-
-- the weights, as padded tiles, and the operands of the matmuls fit in shared memory, and
-- the float32 tiles that are alive at once fit in the registers of the threads.
-
-Tier 2 divides the weights among programs that all run at once, so it is chosen where
-
-- the cell has one stage and no row reduction, and the matrix units multiply its dtype, float32 as
-  TF32 where the framework allows that, otherwise as three bfloat16, and
-- there is a tile, of rows and units, whose weights fit in shared memory, and with which a program
-  for each tile finds a multiprocessor of its own.
-
-Everything else runs on tier 3. The constants come from what the compiler reports for kernels
-compiled ahead of time, and ``tests/test_gpu.py`` checks the model against it. The model says that a
-kernel fits, not that it is fast. No choice has been timed yet.
+docs/gpu.md, "Which tier", has the rules. The constants come from what the compiler reports for
+kernels compiled ahead of time, and ``tests/test_gpu.py`` checks the model against it. The model
+says that a kernel fits, not that it is fast. No choice has been timed yet.
 """
 
 from __future__ import annotations

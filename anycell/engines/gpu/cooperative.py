@@ -20,39 +20,24 @@ The programs of some rows are a group. Groups share nothing, so few programs mee
 **The exchange.** h goes through the sequence of hidden states, gradients through those of the
 gates: a step reads the slot that the one before has written, and no slot is written twice in a
 launch. The loads bypass the first-level cache, which has nothing to gain from what is read once.
-There are two ways to know that a slot is there, ``GpuHost.exchange``:
+There are two ways to know that a slot is there, ``GpuHost.exchange``.
 
-*Flags.* Each program has two flags, for alternate steps; it sets one to the number of steps that it
-has done. Two are enough: to set a flag again, a program must have seen all others finish the step
-between, and a program that finished it had seen the flag. They keep counting from launch to launch
-of a ``_Run``, which has its own flags: no two kernels share any, nor do two streams.
+*Flags*, two of each program, count its steps; *data as flags* are blank, all bits ones, until they
+are there. docs/gpu.md says how, why two flags are enough, when what is loaded, and why no program
+hangs. ``publish`` and ``wait`` in ``library`` have the order in memory.
 
-A release orders the slice before the flag, an acquire the flag before the loads (``publish`` and
-``wait`` in ``library``). One thread acquires a flag for all: the barrier at the end of ``wait``
-carries that over to the others. All flags are seen before the first load: each wait is a trip to
-the second-level cache, which costs more than an early start with some chunks would save. What does
-not depend on the others is loaded in the previous step and computed before the wait, and stored
-after the flag is set.
+Data as flags are right by PTX's memory model, with nothing assumed of the order of two stores. A
+*word* is 32 bits, or 16 where a row has an odd number of 16-bit numbers. Stores (relaxed) and looks
+(volatile, which is relaxed) are of whole words at the same addresses, also where an instruction
+moves four of them: the model splits that into its words. Each is strong, and so no race; it happens
+at once, not half of it; and between the blank, which the end of an earlier kernel puts before all
+of the launch, and the word that is stored once, there is no third value to be seen. Nothing is
+concluded from one word about another. And a word of two numbers, neither of which is blank, is not
+blank.
 
-*Data as flags.* The host sets all bits of the slots before the launch. That is a NaN which no
-program stores: instead of such a result it stores another NaN. So every number shows by itself
-whether it has arrived; a program polls what it needs until nothing is blank, and multiplies the
-values that it has polled. There is no fence, no flag and no second trip to memory. No program waits
-for slot 0, which is there before the launch and may hold any NaN.
-
-That is right by PTX's memory model, with nothing assumed of the order of two stores. A *word* is 32
-bits, or 16 where a row has an odd number of 16-bit numbers. Stores (relaxed) and looks (volatile,
-which is relaxed) are of whole words at the same addresses, also where an instruction moves four of
-them: the model splits that into its words. Each is strong, and so no race; it happens at once, not
-half of it; and between the blank, which the end of an earlier kernel puts before all of the launch,
-and the word that is stored once, there is no third value to be seen. Nothing is concluded from one
-word about another. And a word of two numbers, neither of which is blank, is not blank.
-
-**No hang.** All programs must run at once, so the launch is cooperative: the driver refuses what
-does not fit. A program whose wait takes longer than ``patience`` nanoseconds gives up; all its
-threads agree on that. It then stops waiting, its results become NaN, it reports this in
-``trouble``, and the others, which find its flags set or its data there, come to an end too. For a
-program that never began they find nothing, and each gives up once.
+A program whose wait takes longer than ``patience`` nanoseconds gives up; all its threads agree on
+that. It goes on with NaN and without waiting, and the others, which find its flags set or its data
+there, come to an end too. For a program that never began they find nothing, and each gives up once.
 
 Cells of one stage only: every matmul multiplies h, and no row reduction needs other units.
 """

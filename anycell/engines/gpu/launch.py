@@ -1,7 +1,7 @@
 """Starts kernels on a device, through the CUDA driver's own interface.
 
-No framework is asked: a launch takes addresses, numbers and a stream. The driver library is loaded
-when the first kernel starts.
+No framework is asked for more than addresses and a stream. The driver library is loaded when the
+first kernel starts.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anycell.engines.gpu import build
 from anycell.engines.gpu.build import Binary
 from anycell.engines.gpu.capacity import Device
 from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.text import Printed
+
+if TYPE_CHECKING:
+    from anycell.engines.gpu import GpuHost
 
 _SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _WITHOUT_ASKING = 48 << 10  # bytes of shared memory that every kernel may have
@@ -48,21 +51,13 @@ class Launch:
         printed: the kernel.
         values: an array for each pointer and an int for each number that it takes, and more.
         grid: programs along each axis.
-        pointer: the address of an array.
-        stream: CUDA's handle, 0 for the default stream; the arrays must outlive what runs on it.
-        device: where the arrays are, as CUDA counts.
+        host: of the arrays, which must outlive what runs on its stream.
     """
 
     def __init__(
-        self,
-        printed: Printed,
-        values: Mapping[str, Any],
-        grid: tuple[int, int],
-        pointer: Callable[[Any], int],
-        stream: int,
-        device: int,
+        self, printed: Printed, values: Mapping[str, Any], grid: tuple[int, int], host: GpuHost
     ) -> None:
-        self.printed, self.grid, self.stream = printed, grid, stream
+        self.printed, self.grid, self.stream = printed, grid, host.stream()
         names = [name for name, _ in printed.arguments]
         self.place = names.index("t") if "t" in names else None
         if build.interpreted():
@@ -73,11 +68,12 @@ class Launch:
         self.kept = values  # arrays stay alive as long as the launch
         self.cells, aligned = list[Any](), set[str]()
         for name, kind in printed.arguments:
-            number = pointer(values[name]) if kind[0] == "*" else int(values.get(name, 0))
+            number = host.pointer(values[name]) if kind[0] == "*" else int(values.get(name, 0))
             self.cells.append(_C_TYPES.get(kind, ctypes.c_void_p)(number))
             if (kind == "i64" or kind[0] == "*") and number % 16 == 0:
                 aligned.add(name)
-        self.binary, self.handle = _loaded(printed, frozenset(aligned), device, _context(device))
+        context = _context(host.ordinal)
+        self.binary, self.handle = _loaded(printed, frozenset(aligned), host.ordinal, context)
         # Triton's own arguments at the end: scratch memory, of which our kernels ask none.
         self.cells += [ctypes.c_void_p(0) for _ in range(self.binary.hidden)]
         addresses = map(ctypes.addressof, self.cells)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from anycell.engines.gpu.text import Printed, Text, Variant, apart, keeps, power_of_two
+from anycell.engines.gpu.text import Printed, Text, Variant, apart, keeps, kept, power_of_two
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
 from anycell.plan import Plan, gradient_roots
@@ -55,13 +55,11 @@ class Loop(Text):
         self.warps, self.precision = warps, precision
         self.linears = plan.cell.linears
         self.loads: dict[str, str] = {}  # a step early, and what they are called then
-        keep = variant.keep and not variant.backward
-        self.kept = [*plan.saved, *plan.saved_rows] if keep else []
+        self.kept = kept(plan, variant)
         self.kind = f"tl.{self.io.name}"
 
     def printed(self) -> Printed:
         """The whole kernel."""
-        way = self.variant.way
         self.begin()
         self.argument("count", "i32")
         self.argument("turn", "i32")
@@ -72,8 +70,8 @@ class Loop(Text):
         self.load_weights()
         (self._backward if self.variant.backward else self._forward)()
         self._say_early()
-        about = f"{self.cell.name}, {way}, all steps: {self.plan.hidden_size} units, "
-        return self.finish(f"{way}_{self.name}", f"{about}{self.plan.dtype}.")
+        about = f"all steps: {self.plan.hidden_size} units, {self.plan.dtype}."
+        return self.finish(self.name, about)
 
     @property
     def _sizes(self) -> dict[str, None]:

@@ -32,6 +32,7 @@ from anycell.engines.gpu.text import (
     Where,
     apart,
     keeps,
+    kept,
     power_of_two,
     source,
     symbol,
@@ -167,7 +168,7 @@ def _is_product(node: Expr, variant: Variant) -> bool:
 def _roots(plan: Plan, variant: Variant) -> list[Expr]:
     if variant.backward:
         return gradient_roots(plan.cell, plan.gradients)
-    return [*plan.cell.next, *((*plan.saved, *plan.saved_rows) if variant.keep else ())]
+    return [*plan.cell.next, *kept(plan, variant)]
 
 
 def _levels(plan: Plan, variant: Variant) -> dict[Expr, int]:
@@ -190,12 +191,6 @@ def _levels(plan: Plan, variant: Variant) -> dict[Expr, int]:
     return level
 
 
-def _kept(plan: Plan, variant: Variant) -> list[tuple[str, Expr]]:
-    """The values that the forward pass saves for the backward pass, and their sizes."""
-    nodes = (*plan.saved, *plan.saved_rows) if variant.keep and not variant.backward else ()
-    return [(plan.symbol(node), node) for node in nodes]
-
-
 class _Kernel(Text):
     """The kernel of one stage, for the results of one size."""
 
@@ -213,8 +208,9 @@ class _Kernel(Text):
         self.of, self.ahead, self.last, self.table = of, ahead, last, table
         self.tabled: dict[str, str] = {}  # what comes from the table, by name
         units = plan.sizes[of]
-        nodes = topological(self._targets(plan, variant))
-        whole = any(map(is_reduction, nodes))
+        self.kept = [n for n in kept(plan, variant) if last and plan.symbol(n) == of]
+        self.targets = self._targets(plan, variant)
+        whole = any(map(is_reduction, topological(self.targets)))
         width = power_of_two(units) if whole else min(128, power_of_two(units))
         super().__init__(plan, variant, (max(1, ELEMENTS // width), width), whole)
         if ELEMENTS < width <= 16 * ELEMENTS:
@@ -228,8 +224,7 @@ class _Kernel(Text):
             targets = [l.operand for l in self.ahead]
             if self.last:
                 targets += [n for s, n in zip(cell.states, cell.next, strict=True) if s.size == of]
-                targets += [node for size, node in _kept(plan, variant) if size == of]
-            return targets
+            return targets + self.kept
         targets = [d for l in self.ahead for d in g.linear[l.name].values()]
         if self.last:
             targets += [d for name, d in g.state.items() if sizes[name] == of]
@@ -245,9 +240,8 @@ class _Kernel(Text):
 
     def printed(self, name: str, where: str) -> Printed | None:
         """The kernel; None where it has nothing to write."""
-        if not self._targets(self.plan, self.variant):
+        if not self.targets:
             return None
-        way = self.variant.way
         self._start()
         if self.variant.mask:
             self.once("valid", self.flags("mask"))
@@ -256,8 +250,8 @@ class _Kernel(Text):
         else:
             self._forward()
         of = "" if len(set(self.plan.sizes.values())) == 1 else f", results of size {self.of}"
-        about = f"{self.cell.name}, {way}, {where}{of}: {self.plan.sizes[self.of]} units, "
-        return self.finish(f"{way}_{name}", f"{about}{self.plan.dtype}.")
+        about = f"{where}{of}: {self.plan.sizes[self.of]} units, {self.plan.dtype}."
+        return self.finish(name, about)
 
     def _start(self) -> None:
         super().argument("table", "*i64")
@@ -320,7 +314,7 @@ class _Kernel(Text):
         cell, of = self.cell, self.of
         states = [i for i, s in enumerate(cell.states) if s.size == of and self.last]
         labels = {cell.next[i]: f"{cell.states[i].name}_new" for i in states}
-        self.evaluate(self._targets(self.plan, self.variant), labels)
+        self.evaluate(self.targets, labels)
         olds = {}
         if self.variant.mask:  # a masked row holds its states
             for i in states:
@@ -341,8 +335,7 @@ class _Kernel(Text):
                 self.store_state(i, new)
             if i == 0:
                 self.store_output()
-        if self.last:
-            self.store_saved([n for size, n in _kept(self.plan, self.variant) if size == of])
+        self.store_saved(self.kept)
 
     def _store_operand(self, l: Linear, value: str) -> None:
         """Stores the operand of the next matmul."""
@@ -381,7 +374,7 @@ class _Kernel(Text):
     # -- backward --------------------------------------------------------------------------------
     def _backward(self) -> None:
         variant, cell, of, g = self.variant, self.cell, self.of, self.plan.gradients
-        self.evaluate(self._targets(self.plan, variant), self.labels())
+        self.evaluate(self.targets, self.labels())
         for l in self.ahead:
             self.store_outputs(l)
             self._store_gradients(l)
@@ -467,4 +460,4 @@ class _Kernel(Text):
                 later = self.later(i)
                 self._divert(i)
                 self.store(self._gradient(i, "t + 1"), later, self.of)
-        return self.finish(f"backward_{name}", f"{self.cell.name}, backward, after the last step.")
+        return self.finish(name, "after the last step.")

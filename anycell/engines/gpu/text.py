@@ -525,7 +525,9 @@ class Text:
 
     # -- the file --------------------------------------------------------------------------------
     def finish(self, name: str, about: str) -> Printed:
-        """The whole text of the kernel."""
+        """The whole text of the kernel, of that name after that of the pass."""
+        way = self.variant.way
+        name, about = f"{way}_{name}", f"{self.cell.name}, {way}, {about}"
         body = self._named("\n".join(self.lines))
         used = [f for f in FUNCTIONS if re.search(rf"(?<![.\w]){f}\(", body)]
         short = [f"{f}_16 as {f}" if self.half and f"{f}_16" in FUNCTIONS else f for f in used]
@@ -585,6 +587,11 @@ def apart(plan: Plan, variant: Variant, linear: Linear) -> bool:
 def gradients_of(plan: Plan, linear: Linear) -> str:
     """The array with the gradients of a matmul's outputs."""
     return "d_gates" if plan.shares_gradient(linear) else f"d_outputs {linear.name}"
+
+
+def kept(plan: Plan, variant: Variant) -> list[Expr]:
+    """The values that a forward pass saves for the backward pass."""
+    return [*plan.saved, *plan.saved_rows] if variant.keep and not variant.backward else []
 
 
 def keeps(plan: Plan, variant: Variant, i: int) -> bool:
