@@ -55,7 +55,7 @@ class _Call(NamedTuple):
         return segment_steps(self.options.checkpoint, steps, _chunk(self.plan, steps, batch))
 
     def variant(self, d: int, backward: bool, keep: bool) -> Variant:
-        """What the kernels of a direction are printed for."""
+        """The variant of the kernels of a direction."""
         cell, given, w = self.plan.cell, self.given, self.given.directions[d]
         return Variant(
             backward=backward,
@@ -70,7 +70,7 @@ class _Call(NamedTuple):
         )
 
     def choices(self, backward: bool) -> tuple[capacity.Choice, ...]:
-        """What may run a pass, the best first."""
+        """The choices that may run a pass, the best first."""
         host, batch = self.host, self.given.x.shape[1]
         return capacity.choices(self.plan, host.limits, backward, host.tier, batch, host.tf32)
 

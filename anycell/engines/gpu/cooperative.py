@@ -85,8 +85,8 @@ def shape(plan: Plan, l: Linear, units: int, backward: bool) -> tuple[int, int]:
 
 
 def sums_of(rows: int, columns: int) -> int:
-    """How many sums of all columns a warp has: an instruction waits for the one before it with the
-    same sums.
+    """Counts the sums of all columns that a warp has: an instruction waits for the one before it
+    with the same sums.
     """
     chains = columns // LEAST * (rows // 8)
     return max(1, CHAINS // max(1, chains))

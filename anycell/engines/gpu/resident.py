@@ -367,15 +367,14 @@ class Loop(Text):
 
     def _carry(self, i: int) -> None:
         """The gradient of state i, for the step before."""
-        s, variant = self.cell.states[i], self.variant
+        s = self.cell.states[i]
         parts = [f"zero_{s.size} + {self.value(self.plan.gradients.state[s.name])}"]
         for k, l in enumerate(self.linears):
             if l.operand is Expr("state", (), (s.name,)) and not self.shared:
                 parts.append(self._transposed(k, l))
-        held = self.upstream(0) if i == 0 and variant.mask and not variant.apart else f"g_{s.name}"
-        new = self.live(self.valid(" + ".join(parts), held), f"g_{s.name}")
+        new = self.live(self.valid(" + ".join(parts), self.under_mask(i)), f"g_{s.name}")
         self.say(f"g_{s.name} = {new}")
-        if variant.resets:
+        if self.variant.resets:
             self.say(f"restored_{s.name} += tl.where(reset, g_{s.name}, 0.0)")
             self.say(f"g_{s.name} = tl.where(reset, 0.0, g_{s.name})")
 

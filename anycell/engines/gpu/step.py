@@ -373,7 +373,7 @@ class _Kernel(Text):
 
     # -- backward --------------------------------------------------------------------------------
     def _backward(self) -> None:
-        variant, cell, of, g = self.variant, self.cell, self.of, self.plan.gradients
+        cell, of, g = self.cell, self.of, self.plan.gradients
         self.evaluate(self.targets, self.labels())
         for l in self.ahead:
             self.store_outputs(l)
@@ -386,11 +386,9 @@ class _Kernel(Text):
                 self._store_gradients(l)
         for i, s in enumerate(cell.states):
             if s.size == of:
-                held = self.later(i)
+                self.later(i)
                 self._divert(i)
-                if i == 0 and variant.mask and not variant.apart:
-                    held = self.upstream(0)
-                new = self.valid(self.value(g.state[s.name]), held)
+                new = self.valid(self.value(g.state[s.name]), self.under_mask(i))
                 self.store(self._gradient(i, "t + 1"), new, of)
         if of == "H":
             self._sums()

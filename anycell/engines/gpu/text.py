@@ -56,13 +56,13 @@ class Variant(NamedTuple):
 
     @classmethod
     def training(cls, cell: Cell, backward: bool, **more: Any) -> Variant:
-        """Of a layer in training, whose matmuls have their biases; without masks."""
+        """The variant of training, whose matmuls have their biases; without masks."""
         biases = tuple(l.bias and not backward for l in cell.linears)
         return cls(backward, draw=bool(cell.keeps), keep=not backward, biases=biases, **more)
 
     @property
     def way(self) -> str:
-        """Which pass it is, in a word."""
+        """The pass, in a word."""
         return "backward" if self.backward else "forward"
 
     @property
@@ -258,8 +258,8 @@ class Text:
         return self.at(f"{self.array(name, wide)} + rows * {self.plan.sizes[size]}", 0, size)
 
     def in_turn(self, name: str, i: int, turn: str) -> str:
-        """The same of state i, or of its gradient, between steps or calls: there are two such
-        arrays, float32, which take turns.
+        """The address of state i, or of its gradient, between steps or calls, float32: two arrays
+        ``[B, units]`` take turns.
         """
         array, width = self.array(name, wide=True), self.widths[i]
         self.argument("turn", "i32")
@@ -447,6 +447,11 @@ class Text:
         dy = self.load(self.at(self.row("d_output"), 0, size), size)
         dy = self.valid(dy) if self.variant.apart else dy
         return self.once(f"d_{self.cell.state_names[0]}", f"{later} + {dy}")
+
+    def under_mask(self, i: int) -> str:
+        """The gradient of state i in a row under a mask, which holds its states."""
+        output = i == 0 and self.variant.mask and not self.variant.apart  # it repeats the state
+        return self.upstream(0) if output else self.later(i)
 
     def later(self, i: int) -> str:
         """The gradient of the new state i from the steps after it."""
