@@ -1,11 +1,15 @@
 """Solving a random problem on the GPU engine: on a card, or in Triton's interpreter."""
 
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import cards
 import numpy as np
 import pytest
 from problems import Arrays, Problem, from_layer, layer_options, results, to_layer
+from processes import run
 
 torch = pytest.importorskip("torch")
 CARD = cards.is_there()
@@ -15,16 +19,23 @@ pytest.importorskip("triton")
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from anycell.engines.gpu import library  # noqa: E402
+from anycell.engines.gpu import capacity, library  # noqa: E402
 from anycell.layer import gpu as device  # noqa: E402  (Triton reads the variable when it is imported)
 from anycell.plan import plan  # noqa: E402
 from anycell.torch.device import DeviceHost  # noqa: E402
 
+CARDS = {device.name: device for device in capacity.DEVICES}
 DEVICE = torch.device("cuda" if CARD else "cpu")
 SLOW = [] if CARD else [pytest.mark.slow]  # marks of what is slow in the interpreter alone
 # Of a process of its own, in which Triton is told anew what to do, and compiles.
 COMPILES = {"TRITON_INTERPRET": None, "OMP_NUM_THREADS": "1"}
 without_a_card = pytest.mark.skipif(CARD, reason="a card shows more")
+
+
+def reports(*words: str, **how: Any) -> list[dict[str, Any]]:
+    """What the compiler says of kernels; that the tool ends well says that all of them fit."""
+    said = run("tools/gpu_compile.py", "--json", *words, **COMPILES, **how)
+    return [json.loads(line) for line in said.splitlines()]
 
 
 class Poisoned(DeviceHost):
@@ -83,6 +94,55 @@ def by_gpu(
 
     solution = results(problem, numbers(output), map(numbers, finals))
     return solution | from_layer(problem, {name: numbers(t) for name, t in d.items()})
+
+
+# A host of arrays that are their addresses.
+ADDRESSES = SimpleNamespace(pointer=int, stream=lambda: 0, ordinal=0)
+
+
+class Driver:
+    """The CUDA driver of two T4 that answer as they are told; ``launched`` is what it has started.
+
+    Args:
+        current: the context of the thread; 0 for none.
+        results: of functions, by name; 0 of others.
+    """
+
+    def __init__(self, current: int = 1, **results: int) -> None:
+        self.current, self.results = current, results
+        self.launched, self.kept = list[str](), list[int]()  # kernels, and devices of contexts
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+
+        def call(*given: Any) -> int:
+            result = self.results.get(name, 0)
+            match name, given:
+                case "cuCtxGetCurrent", (context,):
+                    context._obj.value = self.current or None
+                case "cuCtxSetCurrent", (context,):
+                    self.current = context.value
+                case "cuDeviceGet", (handle, ordinal):
+                    handle._obj.value = 100 + ordinal
+                    result = 0 if ordinal < 2 else 101
+                case "cuDevicePrimaryCtxRetain", (context, handle):
+                    self.kept.append(handle.value)
+                    context._obj.value = 1000 + handle.value
+                case "cuModuleLoadData" | "cuModuleGetFunction", (handle, *_):
+                    handle._obj.value = 1
+                case "cuDeviceGetAttribute", (value, attribute, _):
+                    limits = {75: 7, 76: 5, 97: 64 << 10, 82: 1 << 16, 16: 40}
+                    value._obj.value = limits[attribute]
+                case "cuDeviceGetName", (text, *_):
+                    text.value = b"Stub T4"
+                case "cuGetErrorName", (code, text):
+                    text._obj.value = f"CUDA_ERROR_{code}".encode()
+                case "cuLaunchKernel" | "cuLaunchCooperativeKernel", _ if not result:
+                    self.launched.append(name)
+            return result
+
+        return call
 
 
 @triton.jit

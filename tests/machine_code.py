@@ -26,8 +26,8 @@ def code(hidden: int, way: str, exchange: str) -> str:
     backward = way == "backward"
     choice = capacity.choose(one, card, backward)
     assert choice.tier == 2
-    bias, by_data = not backward, exchange == "data"
-    form = Variant(backward, keep=bias, input_bias=bias, biases=(bias,), by_data=by_data)
+    by_data = exchange == "data"
+    form = Variant.training(cells.LSTM, backward, input_bias=not backward, by_data=by_data)
     kernel = print_whole(one, form, choice)
     numbers = frozenset(name for name, kind in kernel.arguments if kind != "i32")
     cubin = build.binary(kernel, card.capability, numbers).cubin

@@ -79,8 +79,10 @@ def at_once(*works: Callable[[], Any]) -> list[Any]:
 
 
 def load(path: str) -> Any:
-    """A script of the checkout as a module."""
-    name = Path(path).stem
+    """A script of the checkout as a module, which finds what is beside it."""
+    name, folder = Path(path).stem, str((ROOT / path).parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
     spec = importlib.util.spec_from_file_location(name, ROOT / path)
     assert spec is not None and spec.loader is not None
     sys.modules[name] = module = importlib.util.module_from_spec(spec)

@@ -21,15 +21,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu import (  # before anything else that may import Triton
-    COMPILES,
-    DEVICE,
-    SLOW,
-    Poisoned,
-    by_gpu,
-    torch,
-    without_a_card,
-)
+
+# Before anything else that may import Triton.
+from gpu import CARDS, COMPILES, DEVICE, SLOW, Poisoned, by_gpu, reports, torch, without_a_card
 from numpy.testing import assert_array_equal
 from problems import (
     AWKWARD,
@@ -524,14 +518,15 @@ def test_what_the_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "interpreted", lambda: False)
     monkeypatch.setattr(launch, "_context", lambda _: 1)
     monkeypatch.setattr(launch, "_loaded", loaded)
+    host = SimpleNamespace(pointer=int, stream=lambda: 0, ordinal=0)
     for unit in (1, 16):
         numbers = {f"value{n}": unit * n - 16 for n in range(32)}
-        made = Launch(print_fill(), {"table": 512, "first": 16, **numbers}, (1, 1), int, 0, 0)
+        made = Launch(print_fill(), {"table": 512, "first": 16, **numbers}, (1, 1), host)
         cells_ = dict(zip((name for name, _ in print_fill().arguments), made.cells, strict=True))
         assert cells_["value0"].value == 2**64 - 16 and cells_["value31"].value == unit * 31 - 16
         (step,) = print_step(plan(cells.RNN, 8, "float32", "gpu"), Variant(biases=(True,))).all
         numbers = {name: 3 * unit for name, kind in step.arguments}
-        Launch(step, {**numbers, "odd": 0}, (1, 1), int, 0, 0)
+        Launch(step, {**numbers, "odd": 0}, (1, 1), host)
     fill, few, again, every = told
     assert fill == again == {"table"}
     assert few == {"odd"} and {"odd", "table", "gates__t", "gates__b", "batch"} <= every
@@ -733,9 +728,6 @@ def test_the_plan_of_a_gpu() -> None:
 
 
 # -- which tier ------------------------------------------------------------------------------------
-CARDS = {device.name: device for device in capacity.DEVICES}
-
-
 def tier(
     cell: Cell, hidden: int, dtype: str, card: str, backward: bool = False, batch: int = 16
 ) -> int:
@@ -913,19 +905,13 @@ def test_explain_shows_the_choice_and_the_text() -> None:
 
 
 # -- compiled ahead of time ------------------------------------------------------------------------
-def compiled(*arguments: str) -> list[dict[str, Any]]:
-    """What the compiler says of kernels."""
-    said = run("tools/gpu_compile.py", "--json", *arguments, **COMPILES)
-    return [json.loads(line) for line in said.splitlines()]
-
-
-def assert_fits(reports: list[dict[str, Any]]) -> None:
+def assert_fits(found: list[dict[str, Any]]) -> None:
     """Each kernel, in one of the forms that the model chooses first."""
-    assert reports
+    assert found
     names = "cell tier batch dtype capability kernel".split()
-    fitting = {tuple(report[name] for name in names) for report in reports if report["fits"]}
-    assert fitting == {tuple(report[name] for name in names) for report in reports}
-    for report in reports:
+    fitting = {tuple(report[name] for name in names) for report in found if report["fits"]}
+    assert fitting == {tuple(report[name] for name in names) for report in found}
+    for report in found:
         assert not report["error"], report
         if report["fits"]:
             assert report["shared"] <= report["limit"], report
@@ -936,7 +922,7 @@ def assert_fits(reports: list[dict[str, Any]]) -> None:
 @pytest.mark.slow
 def test_kernels_compile_without_a_card() -> None:
     one = ("--cells", "LSTM", "--dtypes", "bfloat16", "--capabilities", "90", "--largest", "256")
-    found = compiled(*one)
+    found = reports(*one)
     assert_fits(found)
     assert {report["tier"] for report in found} == {1, 2, 3}
     assert all(report["matrices"] != "-" for report in found if report["tier"] < 3)
@@ -945,7 +931,7 @@ def test_kernels_compile_without_a_card() -> None:
     # Row reductions and random masks, which the interpreter takes more easily than the compiler.
     names = ["LayerNormGRU", "ZoneoutGRU"]
     assert_fits(
-        compiled("--tiers", "3", "--dtypes", "float32", "--capabilities", "80", "--cells", *names)
+        reports("--tiers", "3", "--dtypes", "float32", "--capabilities", "80", "--cells", *names)
     )
 
 
@@ -956,11 +942,11 @@ def test_kernels_compile_without_a_card() -> None:
 @pytest.mark.parametrize("cell", sorted(BUILT_IN))
 def test_every_cell_compiles(cell: str, capability: int, dtype: str) -> None:
     """In all tiers that the model allows, with matrix instructions."""
-    reports = compiled("--cells", cell, "--capabilities", str(capability), "--dtypes", dtype)
-    assert_fits(reports)
-    assert {(report["capability"], report["dtype"]) for report in reports} == {(capability, dtype)}
-    assert 3 in {report["tier"] for report in reports}
-    for report in reports:
+    found = reports("--cells", cell, "--capabilities", str(capability), "--dtypes", dtype)
+    assert_fits(found)
+    assert {(report["capability"], report["dtype"]) for report in found} == {(capability, dtype)}
+    assert 3 in {report["tier"] for report in found}
+    for report in found:
         if report["tier"] < 3 and dtype == "bfloat16" and getattr(cells, cell).linears:
             assert report["matrices"] == "mma.sync", report
 

@@ -11,13 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu import (  # before anything else that may import Triton
-    COMPILES,
-    DEVICE,
-    Poisoned,
-    by_gpu,
-    torch,
-)
+
+# Before anything else that may import Triton.
+from gpu import COMPILES, DEVICE, Driver, Poisoned, by_gpu, torch
 from problems import random_problem
 from processes import at_once, run
 
@@ -202,40 +198,9 @@ def test_the_machine_code_of_a_step(way: str, codes: dict[Kernel, Code]) -> None
 
 
 # -- the context of a thread -----------------------------------------------------------------------
-class Driver:
-    """A CUDA driver for two devices, of which a thread has no context at first."""
-
-    def __init__(self, current: int = 0) -> None:
-        self.current, self.kept = current, list[int]()
-
-    def cuInit(self, _: int) -> int:
-        return 0
-
-    def cuCtxGetCurrent(self, context: Any) -> int:
-        context._obj.value = self.current or None
-        return 0
-
-    def cuDeviceGet(self, handle: Any, ordinal: int) -> int:
-        handle._obj.value = 100 + ordinal
-        return 0 if ordinal < 2 else 101
-
-    def cuDevicePrimaryCtxRetain(self, context: Any, handle: Any) -> int:
-        self.kept.append(handle.value)
-        context._obj.value = 1000 + handle.value
-        return 0
-
-    def cuCtxSetCurrent(self, context: Any) -> int:
-        self.current = context.value
-        return 0
-
-    def cuGetErrorName(self, _: int, name: Any) -> int:
-        name._obj.value = b"CUDA_ERROR_INVALID_DEVICE"
-        return 0
-
-
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    one = Driver()
+    one = Driver(current=0)  # no thread has a context at first
     monkeypatch.setattr(launch, "_driver", lambda: one)
     launch._primary.cache_clear()
     yield one
@@ -256,7 +221,7 @@ def test_the_context_of_a_thread_stays(driver: Driver) -> None:
 
 
 def test_a_device_that_is_not_there(driver: Driver) -> None:
-    with pytest.raises(RuntimeError, match=r"cuDeviceGet failed: .* 101, CUDA_ERROR_INVALID_DEV"):
+    with pytest.raises(RuntimeError, match=r"cuDeviceGet failed: .* 101, CUDA_ERROR_101"):
         launch._context(2)
 
 

@@ -5,14 +5,15 @@ in Triton's interpreter, with launches that are refused.
 import ctypes
 import itertools
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from gpu import CARD, DEVICE, Poisoned, by_gpu, torch  # before anything else that may import Triton
+
+# Before anything else that may import Triton.
+from gpu import ADDRESSES, CARD, CARDS, DEVICE, Driver, Poisoned, by_gpu, torch
 from problems import assert_right, random_problem
-from test_torch_gpu import ran  # noqa: F401
+from test_torch_gpu import ran, weight  # noqa: F401
 from tolerances import LIMITS, assert_close
 
 import anycell
@@ -29,8 +30,6 @@ from anycell.plan import Plan, plan
 from anycell.torch import functional, fused
 from anycell.torch.device import DeviceHost
 
-CARDS = {device.name: device for device in capacity.DEVICES}
-
 
 @pytest.fixture(autouse=True)
 def anew() -> Iterator[None]:
@@ -41,36 +40,6 @@ def anew() -> Iterator[None]:
 
 
 # -- the driver ------------------------------------------------------------------------------------
-class Driver:
-    """The CUDA driver of a card that answers as it is told; ``launched`` is what it has started."""
-
-    def __init__(self, **results: int) -> None:
-        self.results = results
-        self.launched: list[str] = []
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        if not name.startswith("cu"):
-            raise AttributeError(name)
-
-        def call(*arguments: Any) -> int:
-            result = self.results.get(name, 0)
-            if name.startswith("cuLaunch") and not result:
-                self.launched.append(name)
-            if name in ("cuCtxGetCurrent", "cuModuleLoadData", "cuModuleGetFunction"):
-                arguments[0]._obj.value = 1
-            if name == "cuDeviceGetAttribute":
-                arguments[0]._obj.value = {75: 7, 76: 5, 97: 64 << 10, 82: 1 << 16, 16: 40}[
-                    arguments[1]
-                ]
-            if name == "cuDeviceGetName":
-                arguments[0].value = b"Stub T4"
-            if name == "cuGetErrorName":
-                arguments[1]._obj.value = f"CUDA_ERROR_{arguments[0]}".encode()
-            return result
-
-        return call
-
-
 ONE = plan(cells.RNN, 16, "float16", "gpu")
 RESIDENT = print_resident(ONE, Variant(biases=(False,)))
 SHARED = print_cooperative(
@@ -90,7 +59,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Driver]]:
         monkeypatch.setattr(build, "binary", lambda *_: binary)
         launch._loaded.cache_clear()
         numbers = {name: 0 for name, _ in kernel.arguments}
-        Launch(kernel, numbers, (2, 3), int, 0, 0)(0)
+        Launch(kernel, numbers, (2, 3), ADDRESSES)(0)
         return driver
 
     yield start
@@ -318,10 +287,6 @@ def test_layers_say_what_was_refused(
 
 
 # -- what devices there are ------------------------------------------------------------------------
-def weight(kind: str, dtype: Any) -> Any:
-    return SimpleNamespace(device=SimpleNamespace(type=kind), dtype=dtype)
-
-
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     fused._foreign.cache_clear()

@@ -19,6 +19,7 @@ from processes import ROOT, load, python, run
 from tolerances import assert_close
 
 from anycell import cells
+from anycell.engines.gpu import build, capacity
 from anycell.layer import gpu as device
 from anycell.torch import fused
 from anycell.torch.device import DeviceHost
@@ -238,7 +239,7 @@ def test_stress_counts_wrong_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     host = SimpleNamespace(limits=None, trouble=torch.zeros(1))
     tiers: list[int] = [2]
-    monkeypatch.setattr(stress, "host_of", lambda *_: host)
+    monkeypatch.setattr(stress, "host_of_card", lambda _: host)
     monkeypatch.setattr(stress, "launcher", launcher)
     monkeypatch.setattr(
         stress.capacity, "choose",
@@ -254,7 +255,6 @@ def test_stress_counts_wrong_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     line = stress.strained(stress.Strain(512, 50, True, 1.0), 8, 60.0)
     assert (line["launches"], line["wrong"], line["gave_up"]) == (8, 1, 0)
     assert line["why_fewer"] is None
@@ -321,6 +321,13 @@ print(wrong["error"])
 every = gpu_ahead.jobs()
 assert len(set(every)) == len(every) and every[0].H == 768 and every[1].H == 512
 """
+
+
+@pytest.mark.parametrize("card", capacity.DEVICES, ids=lambda card: card.name)
+def test_what_the_driver_says_of_a_card_is_understood(card: Any) -> None:
+    ahead = load("tools/gpu_ahead.py")
+    with ahead.without_a_card(ahead.spelled(card), False):
+        assert DeviceHost.limits == card._replace(compiler=build.compiler())
 
 
 @pytest.mark.slow

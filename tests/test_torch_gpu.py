@@ -183,8 +183,7 @@ CHECKPOINTED: list[Any] = [
     (3, cells.PeepholeLSTM, {"bidirectional": True, **HALF}, {}),  # c is float32 between steps
     (3, cells.LSTMP, {"P": 5}, {"resets": True}),
     pytest.param(
-        *(1, cells.ZoneoutLSTM, {"bidirectional": True}, {"mask": True, "resets": True}),
-        marks=SLOW,
+        *(1, cells.ZoneoutLSTM, {"bidirectional": True}, {"mask": True, "resets": True}), marks=SLOW
     ),
     pytest.param(*(2, cells.LSTM, HALF, {"mask": True, "masked_output": "repeat"}), marks=SLOW),
 ]
@@ -250,11 +249,7 @@ def test_no_rows(cell: Any, ran: list[str]) -> None:
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU(reset_after=False), cells.LSTMP], ids=repr)
 @pytest.mark.sample(2)
 def test_recurrent_mask(
-    cell: Any,
-    per_gate: bool,
-    tier: int,
-    ran: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    cell: Any, per_gate: bool, tier: int, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Keras's ``recurrent_dropout`` gives it to the layer function."""
     monkeypatch.setattr(DeviceHost, "tier", tier)

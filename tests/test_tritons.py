@@ -3,7 +3,6 @@ one is usable, in words; and the tools that compile kernels with all of them (`m
 """
 
 import ctypes
-import json
 import os
 import re
 import sys
@@ -12,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gpu import CARD, COMPILES  # before anything else that may import Triton
-from processes import ROOT, load, python, run
+from gpu import ADDRESSES, CARD, COMPILES, reports  # before anything else that may import Triton
+from processes import ROOT, load, python
 
 import anycell
 from anycell import cells
@@ -104,7 +103,7 @@ def test_a_launch_passes_them(
     numbers = {name: n << 40 for n, (name, kind) in enumerate(kernel.arguments) if kind != "i32"}
     wide = [name for name, kind in kernel.arguments[-3:] if kind != "i32"]
     assert len(wide) == 3  # all of 64 bits, so that they can be read back alike
-    launch.Launch(kernel, numbers, (1, 1), lambda address: address, 0, 0)(0)
+    launch.Launch(kernel, numbers, (1, 1), ADDRESSES)(0)
     own = [numbers[name] for name in wide[hidden:]]
     assert passed == [own + [0] * hidden]
 
@@ -184,11 +183,6 @@ def test_who_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- whether Triton is usable ----------------------------------------------------------------------
-def compiled(*arguments: str, **how: Any) -> str:
-    """What tools/gpu_compile.py prints; that it ends with 0 says that all kernels fit."""
-    return run("tools/gpu_compile.py", *arguments, **COMPILES, **how)
-
-
 UNUSABLE = "from anycell.engines.gpu import build; print(build.unusable())"
 
 
@@ -403,12 +397,11 @@ def test_a_kernel_that_fails_is_reported(gpu_compile: Any, monkeypatch: pytest.M
 def test_a_kernel_under_this_triton() -> None:
     """For real, in a process of its own."""
     arguments = ["--cells", "RNN", "--tiers", "3", "--dtypes", "float32", "--capabilities", "80"]
-    reports = [json.loads(line) for line in compiled(*arguments, "--json").splitlines()]
-    assert {r["kernel"].partition("_")[0] for r in reports} == {"forward", "backward"}
-    for r in reports:
-        assert (
-            r["fits"] and 0 < r["registers"] < 255 and r["hidden_arguments"] == 2 and not r["error"]
-        )
+    found = reports(*arguments)
+    assert {r["kernel"].partition("_")[0] for r in found} == {"forward", "backward"}
+    for r in found:
+        assert r["fits"] and not r["error"]
+        assert 0 < r["registers"] < 255 and r["hidden_arguments"] == 2
 
 
 def pins(file: str) -> list[tuple[int, ...]]:
@@ -461,11 +454,10 @@ def test_the_tools_run_under_each(
 @pytest.mark.parametrize("capability", [75, 120])
 def test_older_and_newer_cards(capability: int, cell: str) -> None:
     """64 KiB and 99 KiB of shared memory suffice for what the model chooses there."""
-    said = compiled("--cells", cell, "--capabilities", str(capability), "--json")
-    reports = [json.loads(line) for line in said.splitlines()]
-    assert {r["dtype"] for r in reports} == {"float32", "bfloat16"}
-    assert {r["limit"] for r in reports} == {{75: 64 << 10, 120: 99 << 10}[capability]}
-    assert {1, 3} <= {r["tier"] for r in reports if r["fits"] and r["shared"] <= r["limit"]}
+    found = reports("--cells", cell, "--capabilities", str(capability))
+    assert {r["dtype"] for r in found} == {"float32", "bfloat16"}
+    assert {r["limit"] for r in found} == {{75: 64 << 10, 120: 99 << 10}[capability]}
+    assert {1, 3} <= {r["tier"] for r in found if r["fits"] and r["shared"] <= r["limit"]}
 
 
 @pytest.mark.slow
@@ -478,4 +470,5 @@ def test_another_triton_compiles(version: str) -> None:
     code = f"import triton; print(triton.__version__); {UNUSABLE}"
     assert python(code, paths=[directory], **COMPILES).splitlines() == [version, "None"]
     sample = ["--cells", "LSTM", "--dtypes", "bfloat16", "--capabilities", "90"]
-    assert "forward_cooperative" in compiled(*sample, "--largest", "512", paths=[directory])
+    found = reports(*sample, "--largest", "512", paths=[directory])
+    assert "forward_cooperative" in {r["kernel"] for r in found}

@@ -8,29 +8,22 @@ a stand-in for the CUDA driver starts nothing. It needs no card if it is told of
 ``anycell.engines.gpu.capacity`` knows it. Prints a line of JSON for each pass of a layer.
 """
 
-import argparse
 import itertools
-import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, TimeoutError, as_completed
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
-sys.path.insert(0, str(ROOT))
+from gpu_lines import Line, arguments, host_of_card, over, say, spelled, told, tried
 
 
 def main() -> None:
     """Compiles until all is done, or the time is over."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, 60.0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--device", help="name, capability, shared, registers, processors")
     parser.add_argument("--only", type=int, help="so many passes of layers")
     args = parser.parse_args()
@@ -43,14 +36,11 @@ def main() -> None:
     good = True
     try:
         for run in as_completed(runs, timeout=max(0.0, end - time.monotonic())):
-            died = run.exception()  # of the process: what a job raises is in its line
-            line = run.result() if died is None else {"error": f"{type(died).__name__}: {died}"}
-            print(json.dumps(line), flush=True)
+            line = tried(run.result)  # of a process that died: what a job raises is in its line
+            say(line)
             good &= "error" not in line
     except TimeoutError:
-        left = sum(not run.done() for run in runs)
-        print(json.dumps({"skipped": left, "why": f"{args.seconds:g} seconds were over"}))
-    sys.stdout.flush()
+        say({"skipped": sum(not run.done() for run in runs), "why": over(args.seconds)})
     for process in list((pool._processes or {}).values()):
         process.kill()
     os._exit(not good)  # without waiting for those
@@ -85,7 +75,7 @@ def jobs() -> list[Job]:
     return [Job(*shape, *kind) for kind in kinds for shape in dict.fromkeys(shapes)]
 
 
-def compiled(job: Job, device: str) -> dict[str, Any]:
+def compiled(job: Job, device: str) -> Line:
     """Runs the kernels of a job, without a card."""
     import gpu_bench
     import torch
@@ -100,7 +90,7 @@ def compiled(job: Job, device: str) -> dict[str, Any]:
             if layer is not None:
                 gpu_bench.call(layer, x, job.train)()
     except Exception as error:
-        line["error"] = gpu_bench.told(error)
+        line["error"] = told(error)
     return {**line, "seconds": round(time.monotonic() - begin, 1)}
 
 
@@ -108,10 +98,7 @@ def asked() -> str:
     """What the driver says of its first card."""
     import torch
 
-    from anycell.torch.device import host_of
-
-    limits = host_of(torch.bfloat16, torch.device("cuda", 0)).limits
-    return ",".join(map(str, limits))
+    return spelled(host_of_card(torch.bfloat16).limits)
 
 
 class Driver:

@@ -16,10 +16,8 @@ of a time. So is whatever a case or a contender raises, and what time does not a
 that no longer answers ends the run, with status 70; ``--after`` goes on behind so many cases.
 """
 
-import argparse
 import copy
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -28,8 +26,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from gpu_lines import (
+    Line,
+    arguments,
+    host_of_card,
+    lines_of,
+    milliseconds,
+    need_card,
+    over,
+    say,
+    told,
+)
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import anycell
 from anycell import cells, sigmoid, tanh
 from anycell.bench import torch_loops
@@ -37,7 +45,7 @@ from anycell.bench.shapes import all_shapes
 from anycell.engines.gpu import capacity
 from anycell.layer import steps
 from anycell.plan import Options, plan
-from anycell.torch.device import DeviceHost, host_of
+from anycell.torch.device import DeviceHost
 
 
 @anycell.cell(gates="i f g o", state="h c")
@@ -125,41 +133,38 @@ def chosen(which: str) -> list[Case]:
     return [c for c in cases() if which == "all" or (c.name == "target") is (which == "targets")]
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(words: list[str] | None = None) -> None:
     """Prints one line per measurement."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=300.0)
+    parser = arguments(__doc__, 300.0)
     parser.add_argument("--cases", choices=["all", "targets", "rest"], default="all")
     parser.add_argument("--after", type=int, default=0, help="leave out so many cases")
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--draw", type=Path)
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(words)
     todo = chosen(args.cases)[args.after :]
     if args.plan:
         for case in todo:
-            print(json.dumps(case._asdict()))
+            say(case._asdict())
     elif args.draw:
-        lines = args.draw.read_text(encoding="utf-8").splitlines()
-        draw([json.loads(line) for line in lines], args.draw.with_name("bench.png"))
-    elif not torch.cuda.is_available():
-        sys.exit("gpu_bench: no CUDA card here.")
+        draw(lines_of(args.draw.read_text(encoding="utf-8")), args.draw.with_name("bench.png"))
     else:
+        need_card("gpu_bench")
         for line in within(args.seconds, todo, measured):
-            print(json.dumps(line), flush=True)
+            say(line)
             if "lost" in line:
                 sys.exit(LOST)
 
 
 def within(
-    seconds: float, todo: list[Case], measure: Callable[[Case], Iterator[dict[str, Any]]]
-) -> Iterator[dict[str, Any]]:
+    seconds: float, todo: list[Case], measure: Callable[[Case], Iterator[Line]]
+) -> Iterator[Line]:
     """Lines of the cases that are begun before the time is over; the last one counts the others,
     or says that the card no longer answers, and after how many cases.
     """
     end = time.monotonic() + seconds
     for done, case in enumerate(todo):
         if time.monotonic() >= end:
-            yield {"skipped": len(todo) - done, "why": f"{seconds:g} seconds were over"}
+            yield {"skipped": len(todo) - done, "why": over(seconds)}
             return
         lines = measure(case)
         while (line := _next(lines)) is not None:
@@ -170,7 +175,7 @@ def within(
                 return
 
 
-def _next(lines: Iterator[dict[str, Any]]) -> dict[str, Any] | None:
+def _next(lines: Iterator[Line]) -> Line | None:
     """The next line, which may be an error; None after the last."""
     try:
         return next(lines, None)
@@ -178,12 +183,7 @@ def _next(lines: Iterator[dict[str, Any]]) -> dict[str, Any] | None:
         return {"error": told(error)}
 
 
-def told(error: Exception) -> str:
-    """The kind of an error, and how it begins."""
-    return f"{type(error).__name__}: {error}"[:400]
-
-
-def lost_to(line: dict[str, Any]) -> str | None:
+def lost_to(line: Line) -> str | None:
     """What the card says if it no longer works, after a line with an error."""
     if "error" not in line or not torch.cuda.is_initialized():
         return None
@@ -195,7 +195,7 @@ def lost_to(line: dict[str, Any]) -> str | None:
     return None
 
 
-def measured(case: Case) -> Iterator[dict[str, Any]]:
+def measured(case: Case) -> Iterator[Line]:
     """Both passes of all contenders at one shape."""
     tf32 = case.dtype == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
@@ -260,14 +260,14 @@ def dtype_of(case: Case) -> torch.dtype:
 def tier(case: Case, backward: bool) -> int:
     """Which one the model of what fits chooses for our kernels."""
     cell, dtype = CELLS[case.cell], dtype_of(case)
-    host = host_of(dtype, torch.device("cuda", torch.cuda.current_device()))
+    host = host_of_card(dtype)
     one = plan(cell, case.H, str(dtype).removeprefix("torch."), "gpu")
     return capacity.choose(one, host.limits, backward, batch=case.B, tf32=host.tf32).tier
 
 
-def contenders(case: Case, device: str = "cuda") -> dict[str, Any]:
+def contenders(case: Case, device: str = "cuda") -> Line:
     """Layers of the same weights by name, the simplest first."""
-    options: dict[str, Any] = {"device": device, "dtype": dtype_of(case)}
+    options: Line = {"device": device, "dtype": dtype_of(case)}
     options |= {"num_layers": case.L, "bidirectional": case.D == 2}
     ours = anycell.torch.RNN(CELLS[case.cell], case.I, case.H, **options)
     found = {"anycell": ours}
@@ -339,15 +339,10 @@ def warmed(run: Callable[[], None]) -> int:
 
 def timed(runs: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
     """Milliseconds of each run, interleaved."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    times = {name: list[float]() for name in runs}
     for _ in range(RUNS):
         for name, run in runs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(begin.elapsed_time(end))
+            times[name].append(milliseconds(run))
     return times
 
 
@@ -364,7 +359,7 @@ def longest_kernel(run: Callable[[], None]) -> str:
     return "none seen" if longest is None else longest.key
 
 
-def draw(lines: list[dict[str, Any]], path: Path) -> None:
+def draw(lines: list[Line], path: Path) -> None:
     """Microseconds per step by hidden size, a panel per cell and pass: 16 rows, bfloat16."""
     import matplotlib as mpl
 

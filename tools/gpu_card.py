@@ -6,17 +6,13 @@ The exit status is 3 if PyTorch sees no card, and 1 if the card does not multipl
 """
 
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
 import subprocess
-import sys
 import time
-from pathlib import Path
-from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from gpu_lines import host_of_card, need_card, say, spelled
 
 ASKED = (
     "name,driver_version,compute_mode,mig.mode.current,ecc.mode.current,persistence_mode,"
@@ -39,29 +35,20 @@ def main() -> None:
     seconds = round(time.monotonic() - begin, 1)
     say({"torch": torch.__version__, "cuda": torch.version.cuda, "import_seconds": seconds,
          "triton": version("triton") or version("pytorch-triton")})  # fmt: skip
-    if not torch.cuda.is_available():
-        print("gpu_card: no CUDA card here.")
-        sys.exit(NO_CARD)
+    need_card("gpu_card", NO_CARD)
     card = torch.cuda.get_device_properties(0)
     say({"card": card.name, "capability": 10 * card.major + card.minor,
          "processors": card.multi_processor_count, "memory": card.total_memory,
          "cudnn": torch.backends.cudnn.version()})  # fmt: skip
     a = torch.full((256, 256), 2.0, device="cuda", dtype=torch.bfloat16)
     say({"multiplies": bool(((a @ a) == 1024).all())})
-    from anycell.torch.device import host_of
-
-    limits = host_of(torch.bfloat16, torch.device("cuda", 0)).limits
-    say({"device": ",".join(map(str, limits or ()))})
+    say({"device": spelled(host_of_card(torch.bfloat16).limits)})
     begin = time.monotonic()
     b = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     for _ in range(50):
         b @ b
     torch.cuda.synchronize()
     say({"busy": nvidia_smi(), "matmul_seconds": round(time.monotonic() - begin, 2)})
-
-
-def say(line: dict[str, Any]) -> None:
-    print(json.dumps(line), flush=True)
 
 
 def version(package: str) -> str | None:

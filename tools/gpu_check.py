@@ -16,7 +16,6 @@ to their ``most``. The exit status is 1 if anything failed.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import itertools
@@ -28,13 +27,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[1]
+from gpu_lines import ROOT, Line, arguments, lines_of, table
+
 TOOLS = ROOT / "tools"
 NO_CARD, LOST = 3, 70  # exit statuses of ``gpu_card.py``, of ``gpu_bench.py``
 DEVICE = "H200,90,232448,65536,132"  # for which kernels are compiled if the card does not say
@@ -245,7 +246,7 @@ class Check:
             os.killpg(child.pid, signal.SIGKILL)
         return ended or said(command, child.wait()), child.wait()
 
-    def note(self, line: dict[str, Any]) -> None:
+    def note(self, line: Line) -> None:
         """A line that stays, whatever comes."""
         with self.lock, (self.folder / "parts.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -262,7 +263,7 @@ def said(command: Command, status: int) -> str:
     return f"failed, status {status}" if status else "passed"
 
 
-def failed(record: dict[str, Any]) -> bool:
+def failed(record: Line) -> bool:
     """A tool that is not there, or refuses this card, is no failure."""
     return record["result"] not in ("passed", "refused", "missing")
 
@@ -283,16 +284,6 @@ def commit() -> str:
 
 
 # -- reading ---------------------------------------------------------------------------------------
-def lines_of(text: str) -> list[dict[str, Any]]:
-    """The lines that are JSON."""
-    found = []
-    for line in text.splitlines():
-        if line.startswith("{"):
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-    return found
-
-
 class Results(NamedTuple):
     """What a run has left: the text of each file, by its name without folder and ending."""
 
@@ -304,23 +295,23 @@ class Results(NamedTuple):
         files = [file for ending in ("*.txt", "*.jsonl") for file in folder.glob(ending)]
         return cls({file.stem: file.read_text(errors="replace") for file in sorted(files)})
 
-    def lines(self, name: str) -> list[dict[str, Any]]:
+    def lines(self, name: str) -> list[Line]:
         """Of JSON, that a process has printed."""
         return lines_of(self.texts.get(name, ""))
 
     @property
-    def card(self) -> dict[str, Any]:
+    def card(self) -> Line:
         """All that is known of the card."""
         return {key: value for line in self.lines("card") for key, value in line.items()}
 
     @property
-    def notes(self) -> dict[str, Any]:
+    def notes(self) -> Line:
         """Of the run as a whole."""
         notes = [line for line in self.lines("parts") if "part" not in line]
         return {key: value for line in notes for key, value in line.items()}
 
     @property
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[Line]:
         """A line for each process that has ended."""
         return [line for line in self.lines("parts") if "part" in line]
 
@@ -346,41 +337,30 @@ def markdown(results: Results) -> str:
     return text
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:
-    """Lines of Markdown."""
-    yield f"| {' | '.join(header)} |"
-    yield "|---" * len(header) + "|"
-    for row in rows:
-        yield f"| {' | '.join(str(value).replace('|', '/') for value in row)} |"
-
-
 def of_card(results: Results) -> Iterator[str]:
-    card, notes = results.card, results.notes
-    smi, busy = card.get("nvidia_smi", {}), card.get("busy", {})
+    asked = results.card
+    smi = asked.get("nvidia_smi", {})
     if isinstance(smi, str):
         yield f"nvidia-smi: {smi.strip()[:200]}"
-        smi = {}
-    busy = {} if isinstance(busy, str) else busy
-    yield (
-        f"{card.get('card', 'no card')}, sm_{card.get('capability', '?')}, "
-        f"{card.get('processors', '?')} multiprocessors, driver {smi.get('driver_version', '?')}, "
-        f"{card.get('cores', '?')} cores"
+    card, smi, busy, notes = (  # "?" where nothing is known
+        defaultdict(lambda: "?", {} if isinstance(known, str) else known)
+        for known in (asked, smi, asked.get("busy", {}), results.notes)
     )
     yield (
-        f"torch {card.get('torch', '?')}, Triton {card.get('triton', '?')}, CUDA "
-        f"{card.get('cuda', '?')}, cuDNN {card.get('cudnn', '?')}, Python {card.get('python', '?')}"
+        f"{asked.get('card', 'no card')}, sm_{card['capability']}, {card['processors']} "
+        f"multiprocessors, driver {smi['driver_version']}, {card['cores']} cores"
     )
     yield (
-        f"compute mode {smi.get('compute_mode', '?')}, MIG {smi.get('mig.mode.current', '?')}, "
-        f"MPS {card.get('mps', '?')}; clocks {smi.get('clocks.sm', '?')} idle, "
-        f"{busy.get('clocks.sm', '?')} busy, {smi.get('clocks.max.sm', '?')} at most; "
-        f"{busy.get('temperature.gpu', '?')} C, {busy.get('power.draw', '?')}"
+        f"torch {card['torch']}, Triton {card['triton']}, CUDA {card['cuda']}, "
+        f"cuDNN {card['cudnn']}, Python {card['python']}"
     )
     yield (
-        f"{notes.get('begin', '?')}, commit {notes.get('commit') or '?'}, "
-        f"{notes.get('seconds', '?')} seconds"
+        f"compute mode {smi['compute_mode']}, MIG {smi['mig.mode.current']}, MPS {card['mps']}; "
+        f"clocks {smi['clocks.sm']} idle, {busy['clocks.sm']} busy, {smi['clocks.max.sm']} at "
+        f"most; {busy['temperature.gpu']} C, {busy['power.draw']}"
     )
-    if "multiplies" in card and not card["multiplies"]:
+    yield f"{notes['begin']}, commit {notes['commit'] or '?'}, {notes['seconds']} seconds"
+    if not card["multiplies"]:
         yield "This card multiplies matrices wrongly."
 
 
@@ -401,7 +381,7 @@ def of_parts(results: Results) -> Iterator[str]:
 
 def of_lines(results: Results, prefix: str) -> Iterator[str]:
     """Lines of JSON as they are, a row each, which ends with why there is no number."""
-    whys, rows = ("error", "refused", "skipped", "why_fewer"), list[dict[str, Any]]()
+    whys, rows = ("error", "refused", "skipped", "why_fewer"), list[Line]()
     for name in sorted(results.texts):
         for line in results.lines(name) if name.startswith(prefix) else ():
             why = "; ".join(f"{what}: {line[what]}" for what in whys if line.get(what))
@@ -512,7 +492,7 @@ def of_failures(results: Results) -> Iterator[str]:
 
 def main() -> None:
     """Runs, or reads."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("out/gpu"))
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--read", type=Path)

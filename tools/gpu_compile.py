@@ -13,7 +13,6 @@ tier 2, of the multiples of 128), for the smallest card of each kind; those of t
 and for 128. Where a kernel does not fit, the model's next choice is compiled, as the engine would.
 """
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -25,7 +24,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from gpu_lines import Line, arguments, lines_of, say, table
+
 from anycell import Cell, cells
 from anycell.engines.gpu import build, capacity, print_whole
 from anycell.engines.gpu.step import print_step
@@ -75,7 +75,7 @@ class Report(NamedTuple):
 
 def main() -> int:
     """The report, a line for each kernel; 1 if some kernel finds no form that fits."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--cells", nargs="+", choices=list(EVERY))
     parser.add_argument("--tiers", nargs="+", type=int, default=list(SIZES))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
@@ -109,7 +109,7 @@ def main() -> int:
             with file.open("a", encoding="utf-8") as out:
                 print(json.dumps(report._asdict()), file=out)
         if args.json == "-":
-            print(json.dumps(report._asdict()), flush=True)
+            say(report._asdict())
         else:
             print(sentence(report), flush=True)
     seconds = time.perf_counter() - begun
@@ -122,19 +122,18 @@ def main() -> int:
 KEY = "triton cell tier batch dtype capability kernel".split()
 
 
-def lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
+def lines(paths: Iterable[Path]) -> list[Line]:
     """What files say; of what they say twice, the last."""
     latest = {}
     for path in paths:
-        for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-            line = json.loads(text)
+        for line in lines_of(path.read_text(encoding="utf-8")) if path.exists() else ():
             latest[tuple(line[name] for name in (*KEY, "choice"))] = line
     return list(latest.values())
 
 
-def taken(every: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def taken(every: Iterable[Line]) -> list[Line]:
     """Of each kernel the first choice that fits; if there is none, the best."""
-    chosen: dict[tuple[Any, ...], dict[str, Any]] = {}
+    chosen: dict[tuple[Any, ...], Line] = {}
     for line in sorted(every, key=lambda line: (not line["fits"], line["choice"])):
         chosen.setdefault(tuple(line[name] for name in KEY), line)
     return list(chosen.values())
@@ -145,7 +144,7 @@ def run(
     largest: int,
     choices: int,
     jobs: int,
-    before: list[dict[str, Any]],
+    before: list[Line],
 ) -> Iterator[Report]:
     """Reports on all kernels of these points that are not among those before."""
     known = {(line["triton"], line["capability"], line["text"]): line["fits"] for line in before}
@@ -214,17 +213,10 @@ def kernels(
 
 def printed(one: Plan, choice: capacity.Choice, backward: bool) -> tuple[Printed, ...]:
     """The kernels of a plan in training, with a bias, masks drawn."""
-    variant = Variant(
-        backward,
-        draw=bool(one.cell.keeps),
-        keep=not backward,
-        input_bias=not backward,
-        biases=tuple(l.bias and not backward for l in one.cell.linears),
-    )
+    variant = Variant.training(one.cell, backward, input_bias=not backward)
     if choice.tier != 3:
         return (print_whole(one, variant, choice),)
-    step = print_step(one, variant)
-    return (*itertools.chain.from_iterable(stage.kernels for stage in step.stages), *step.close)
+    return print_step(one, variant).all
 
 
 def first_that_fits(forms: list[tuple[Printed, Report]]) -> list[Report]:
@@ -271,22 +263,23 @@ def sentence(report: Report) -> str:
     return f"{what}: {said}{'' if report.fits else ', DOES NOT FIT'}"
 
 
-def markdown(every: list[dict[str, Any]]) -> Iterator[str]:
+def markdown(every: list[Line]) -> Iterator[str]:
     """Tables: how many kernels there are; what does not fit, and what takes its place; and all that
     fit, for each card a row for each cell, tier and pass, a column for each dtype and Triton.
     """
     refused = [line for line in every if not line["fits"]]
     every = taken(every)
-    yield "| Triton | card | kernels | fail | beyond shared memory | spill | spill most |"
-    yield "|---|---|---|---|---|---|---|"
+    counts = list[tuple[Any, ...]]()
     for triton, some in grouped(every, "triton", key=release):
         for capability, mine in grouped(some, "capability"):
             spilled = [line["spilled"] or 0 for line in mine]
             beyond = sum((line["shared"] or 0) > line["limit"] for line in mine)
             most = f"{max(spilled)} bytes" if any(spilled) else "-"
-            counts = len(mine), sum(bool(line["error"]) for line in mine), beyond
-            row = triton, f"sm_{capability}", *counts, sum(map(bool, spilled)), most
-            yield f"| {' | '.join(map(str, row))} |"
+            failed = sum(bool(line["error"]) for line in mine)
+            row = triton, f"sm_{capability}", len(mine), failed, beyond
+            counts.append((*row, sum(map(bool, spilled)), most))
+    heads = "Triton", "card", "kernels", "fail", "beyond shared memory", "spill", "spill most"
+    yield from table(heads, counts)
     if refused:
         yield "\nWhat does not fit, and which of the next choices takes its place:\n"
         places = {tuple(line[name] for name in KEY): line for line in every}
@@ -303,28 +296,23 @@ def markdown(every: list[dict[str, Any]]) -> Iterator[str]:
             {(line["dtype"], line["triton"]) for line in some},
             key=lambda column: (column[0], release(column[1])),
         )
-        heads = [f"{dtype}, {triton}" for dtype, triton in columns]
-        yield f"| tier | rows | pass | cell | {' | '.join(heads)} |"
-        yield "|---" * (4 + len(columns)) + "|"
-        rows = defaultdict[tuple[Any, ...], dict[tuple[str, str], list[dict[str, Any]]]](dict)
+        named = [f"{dtype}, {triton}" for dtype, triton in columns]
+        rows = defaultdict[tuple[Any, ...], dict[tuple[str, str], list[Line]]](dict)
         for line in some:
             way = line["kernel"].partition("_")[0]
             row = rows[line["tier"], line["batch"], way, line["cell"]]
             row.setdefault((line["dtype"], line["triton"]), []).append(line)
-        for key in sorted(rows):
-            entries = [entry(rows[key].get(column, [])) for column in columns]
-            yield f"| {' | '.join(map(str, key))} | {' | '.join(entries)} |"
+        entries = [(*key, *(entry(rows[key].get(c, [])) for c in columns)) for key in sorted(rows)]
+        yield from table(("tier", "rows", "pass", "cell", *named), entries)
 
 
-def grouped(
-    every: list[dict[str, Any]], name: str, key: Any = None
-) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
+def grouped(every: list[Line], name: str, key: Any = None) -> Iterator[tuple[Any, list[Line]]]:
     """Lines by one of their values, in its order."""
     for value in sorted({line[name] for line in every}, key=key):
         yield value, [line for line in every if line[name] == value]
 
 
-def entry(some: list[dict[str, Any]]) -> str:
+def entry(some: list[Line]) -> str:
     """The kernels of a cell, tier and pass."""
     if not some:
         return "-"

@@ -12,26 +12,24 @@ matmul of 16 columns. "programs" is then what there are with 16 units each; "cho
 there were.
 """
 
-import argparse
 import functools
 import itertools
-import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from gpu_lines import arguments, host_of_card, milliseconds, need_card, over, say, tried
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import anycell
 from anycell import cells
 from anycell.engines.gpu import capacity
 from anycell.engines.gpu.launch import Launch
 from anycell.engines.gpu.text import Printed, power_of_two
 from anycell.plan import plan
-from anycell.torch.device import DeviceHost, host_of
+from anycell.torch.device import DeviceHost
 
 PROGRAMS = (8, 16, 24, 32, 48, 64, 96, 128)
 SHORT, LONG, RUNS = 256, 2304, 7
@@ -96,28 +94,20 @@ def printed(programs: int, numbers: bool) -> Printed:
 
 def main() -> None:
     """All numbers of programs that run at once."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=30.0)
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("gpu_exchange: no CUDA card here.")
+    args = arguments(__doc__, 30.0).parse_args()
+    need_card("gpu_exchange")
     end, good = time.monotonic() + args.seconds, True
-    card = torch.device("cuda", torch.cuda.current_device())
-    host = host_of(torch.bfloat16, card)
-    assert host.limits is not None
+    host = host_of_card(torch.bfloat16)
     kinds = ("barrier", "numbers", *(f"step, {way}" for way in WAYS))
     for kind, programs in itertools.product(kinds, PROGRAMS):
         line: dict[str, Any] = {"kind": kind, "programs": programs}
         if programs > host.limits.processors:
             line["skipped"] = f"{host.limits.processors} multiprocessors"
         elif time.monotonic() > end:
-            line["skipped"] = f"{args.seconds:g} seconds were over"
+            line["skipped"] = over(args.seconds)
         else:
-            try:
-                line |= timed(kind, programs, host)
-            except Exception as error:
-                line["error"] = f"{type(error).__name__}: {error}"[:400]
-        print(json.dumps(line), flush=True)
+            line |= tried(timed, kind, programs, host)
+        say(line)
         good &= "error" not in line and line.get("right", True)
         if "error" in line:
             torch.cuda.synchronize()  # a lost card ends the run here
@@ -159,8 +149,7 @@ def alone(kind: str, programs: int, steps: int, host: DeviceHost, values: dict[s
     """One launch of the kernel; its flags begin at zero."""
     kernel = printed(programs, kind == "numbers")
     values = {**values, "count": steps}
-    grid, stream = (1, programs), host.stream()
-    launch = Launch(kernel, values, grid, host.pointer, stream, host.ordinal)
+    launch = Launch(kernel, values, (1, programs), host)
 
     def run() -> None:
         values["flags"].zero_()
@@ -175,27 +164,12 @@ def least(programs: int, steps: int, way: str) -> Any:
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     layer = anycell.torch.RNN(cells.RNN, 16, width, **options)
     x = torch.randn(steps, ROWS, 16, **options)
-    before = DeviceHost.tier, DeviceHost.exchange
 
     def run() -> None:
-        DeviceHost.tier, DeviceHost.exchange = 2, way
-        try:
-            with torch.no_grad():
-                layer(x)
-        finally:
-            DeviceHost.tier, DeviceHost.exchange = before
+        with mock.patch.multiple(DeviceHost, tier=2, exchange=way), torch.no_grad():
+            layer(x)
 
     return run
-
-
-def milliseconds(run: Any) -> float:
-    """Of one run, on the card."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
 
 
 if __name__ == "__main__":

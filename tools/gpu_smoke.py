@@ -8,18 +8,16 @@ layer step by step in float64, and the limit of ``tests/tolerances.py``. The exi
 is wrong. In a process of its own each, so that a lost card takes nothing else along.
 """
 
-import argparse
 import copy
-import json
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
+from gpu_lines import ROOT, arguments, need_card, say, told
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(ROOT / "tests"))
 from tolerances import error, limit
 
 import anycell
@@ -44,18 +42,17 @@ class Case(NamedTuple):
 
 def main() -> None:
     """Runs one case."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("tier", type=int, choices=[1, 2, 3])
     parser.add_argument("passes", choices=["forward", "backward"], metavar="pass")
     parser.add_argument("dtype", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("exchange", choices=["flags", "data"], nargs="?", default="flags")
     case = Case(**vars(parser.parse_args()))
-    if not torch.cuda.is_available():
-        sys.exit("gpu_smoke: no CUDA card here.")
+    need_card("gpu_smoke")
     right = True
     for cell in CELLS:
         line = tried(cell, case, "cuda")
-        print(json.dumps({**case._asdict(), "cell": cell.name, **line}), flush=True)
+        say({**case._asdict(), "cell": cell.name, **line})
         # Only float32 may have no kernels of a tier.
         right &= case.dtype == "float32" if "refused" in line else line.get("worst", 2.0) <= 1.0
     sys.exit(not right)
@@ -70,16 +67,13 @@ def tried(cell: Any, case: Case, device: str) -> dict[str, Any]:
     x = torch.randn(STEPS, BATCH, INPUTS, device=device, dtype=dtype)
     # Step by step, as no engine has float64 on a card; first, for kernels may lose it.
     right = results(copy.deepcopy(layer).double(), x.double(), training)
-    before = DeviceHost.tier, DeviceHost.exchange
-    DeviceHost.tier, DeviceHost.exchange = case.tier, case.exchange
     try:
-        calls = [results(layer, x, training) for _ in range(CALLS)]
+        with mock.patch.multiple(DeviceHost, tier=case.tier, exchange=case.exchange):
+            calls = [results(layer, x, training) for _ in range(CALLS)]
     except Exception as raised:
         if "cannot run" in str(raised):  # a tier that has no such kernels
             return {"refused": str(raised)}
-        return {"error": f"{type(raised).__name__}: {raised}"[:400]}
-    finally:
-        DeviceHost.tier, DeviceHost.exchange = before
+        return {"error": told(raised)}
     parts = {
         name: max(error(call[name], value, ()) for call in calls) / limit(case.dtype, kind_of(name))
         for name, value in right.items()

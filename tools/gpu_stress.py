@@ -6,23 +6,19 @@ Programs of tier 2 wait for one another, so all of them must run at once: this l
 for a wrong bit. Prints a line of JSON for each strain; the exit status is 1 if there was either.
 """
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from gpu_lines import arguments, host_of_card, need_card, over, say, tried
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import anycell
 from anycell import cells
 from anycell.engines.gpu import capacity
 from anycell.plan import plan
-from anycell.torch.device import host_of
 
 BATCH = 16
 
@@ -50,21 +46,16 @@ STRAINS = (
 
 def main() -> None:
     """Runs all strains, each until it has its launches or its time is over."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, 60.0)
     parser.add_argument("--launches", type=int, default=100_000)
-    parser.add_argument("--seconds", type=float, default=60.0)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("gpu_stress: no CUDA card here.")
+    need_card("gpu_stress")
     end, left, good = time.monotonic() + args.seconds, 1.0, True
     for strain in STRAINS:
         seconds = (end - time.monotonic()) * strain.share / left
         left -= strain.share
-        try:
-            line = strained(strain, int(args.launches * strain.share), seconds)
-        except Exception as error:
-            line = {"error": f"{type(error).__name__}: {error}"[:400]}
-        print(json.dumps({**strain._asdict(), **line}), flush=True)
+        line = tried(strained, strain, int(args.launches * strain.share), seconds)
+        say({**strain._asdict(), **line})
         good &= not (line.get("wrong") or line.get("gave_up") or "error" in line)
         if "error" in line:
             torch.cuda.synchronize()  # a lost card ends the run here
@@ -75,7 +66,7 @@ def strained(strain: Strain, launches: int, seconds: float) -> dict[str, Any]:
     """Launches of one layer, all on the same numbers, and how many gave other bits than the
     first.
     """
-    host = host_of(torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))
+    host = host_of_card(torch.bfloat16)
     one = plan(cells.LSTM, strain.hidden, "bfloat16", "gpu")
     for backward in (False, True)[: 1 + strain.train]:
         choice = capacity.choose(one, host.limits, backward, batch=BATCH)
@@ -100,7 +91,7 @@ def strained(strain: Strain, launches: int, seconds: float) -> dict[str, Any]:
         "wrong": int(wrong),
         "gave_up": int(host.trouble[0]),
         "seconds": round(time.monotonic() - begin, 1),
-        "why_fewer": None if done >= launches else f"{seconds:.0f} seconds were over",
+        "why_fewer": None if done >= launches else over(round(seconds)),
     }
 
 

@@ -9,17 +9,15 @@ environment's packages. What the compiler says is added to ``out/gpu/tritons.jso
 is not compiled again.
 """
 
-import argparse
 import os
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 import gpu_compile
+from gpu_lines import ROOT, arguments
 
-ROOT = Path(__file__).parents[1]
 INSTALLED = ROOT / ".venv-tritons"
 # In the interpreter: results of all tiers, programs that wait for one another, random masks.
 # Until 3.6 it takes a number from an array of one as NumPy 2 would rather not.
@@ -31,7 +29,7 @@ def main() -> int:
     """Prints the tables; 1 if a kernel fails or fits nowhere, or a test fails."""
     here = sorted((path.name for path in INSTALLED.glob("*.*")), key=gpu_compile.release)
     own = metadata.version("triton")
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("versions", nargs="*", default=[*here, own], metavar="VERSION")
     parser.add_argument("--capabilities", nargs="+", default=["80", "90"])
     parser.add_argument("--cells", nargs="+", default=gpu_compile.FEW)

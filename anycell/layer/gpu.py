@@ -9,6 +9,7 @@ checkpoints both passes go segment by segment, and all segments of a direction s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,14 +22,7 @@ from anycell.engines.gpu.steps import BLOCKS
 from anycell.engines.gpu.text import Printed, apart, keeps
 from anycell.lang.cell import Linear
 from anycell.layer import contract
-from anycell.layer.arguments import (
-    Direction,
-    Entering,
-    Factors,
-    Kept,
-    initial,
-    reset_values,
-)
+from anycell.layer.arguments import Direction, Entering, Factors, Kept, initial, reset_values
 from anycell.layer.schedule import Chunk, before, chunk_steps, chunks, segment_steps
 from anycell.layer.signature import of_a_matmul
 from anycell.layer.sums import Sums, finished, leaving
@@ -46,24 +40,52 @@ def _printed(plan: Plan, variant: Variant, choice: capacity.Choice) -> Kernels:
     return print_step(plan, variant) if choice.tier == 3 else gpu.print_whole(plan, variant, choice)
 
 
-def _choices(
-    host: GpuHost, plan: Plan, variant: Variant, batch: int
-) -> tuple[capacity.Choice, ...]:
-    return capacity.choices(plan, host.limits, variant.backward, host.tier, batch, host.tf32)
+class _Call(NamedTuple):
+    """A call of either pass."""
 
+    host: GpuHost
+    plan: Plan
+    given: Entering
+    options: Options
 
-def _kernels(
-    host: GpuHost, plan: Plan, variant: Variant, batch: int
-) -> tuple[capacity.Choice, Kernels]:
-    """The best choice that the device has not refused, and its kernels."""
-    for choice in _choices(host, plan, variant, batch):
-        kernels = _printed(plan, variant, choice)
-        if not isinstance(kernels, Printed):
-            return choice, kernels
-        if not refusals.refuses(host.limits, kernels, math.prod(gpu.grid(kernels, plan, batch))):
-            return choice, kernels
-    refused = "; ".join(map(str, refusals.of_plan(plan)))
-    raise RuntimeError(f"tier={host.tier} cannot run cell {plan.cell.name} here: {refused}.")
+    @property
+    def segment(self) -> int:
+        """Steps of which the backward pass needs all at once."""
+        steps, batch = self.given.x.shape[:2]
+        return segment_steps(self.options.checkpoint, steps, _chunk(self.plan, steps, batch))
+
+    def variant(self, d: int, backward: bool, keep: bool) -> Variant:
+        """The variant of the kernels of a direction."""
+        cell, given, w = self.plan.cell, self.given, self.given.directions[d]
+        return Variant(
+            backward=backward,
+            mask=given.mask is not None,
+            resets=given.resets is not None,
+            draw=self.options.training and bool(cell.keeps),
+            keep=keep,
+            input_bias="bias_ih" in w and not backward,
+            biases=tuple(l.bias_name in w and not backward for l in cell.linears),
+            by_data=self.host.exchange == "data",
+            options=self.options.printed(given.mask is not None),
+        )
+
+    def choices(self, backward: bool) -> tuple[capacity.Choice, ...]:
+        """The choices that may run a pass, the best first."""
+        host, batch = self.host, self.given.x.shape[1]
+        return capacity.choices(self.plan, host.limits, backward, host.tier, batch, host.tf32)
+
+    def kernels(self, variant: Variant) -> tuple[capacity.Choice, Kernels]:
+        """The best choice that the device has not refused, and its kernels."""
+        host, plan, batch = self.host, self.plan, self.given.x.shape[1]
+        for choice in self.choices(variant.backward):
+            kernels = _printed(plan, variant, choice)
+            if not isinstance(kernels, Printed):
+                return choice, kernels
+            programs = math.prod(gpu.grid(kernels, plan, batch))
+            if not refusals.refuses(host.limits, kernels, programs):
+                return choice, kernels
+        refused = "; ".join(map(str, refusals.of_plan(plan)))
+        raise RuntimeError(f"tier={host.tier} cannot run cell {plan.cell.name} here: {refused}.")
 
 
 class _Again(Exception):
@@ -78,10 +100,8 @@ def _until_it_runs(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def repeated(*args: Any, **options: Any) -> Any:
         while True:
-            try:
+            with contextlib.suppress(_Again):
                 return run(*args, **options)
-            except _Again:
-                continue
 
     return repeated
 
@@ -118,10 +138,10 @@ def forward(
     between two steps.
     """
     given = contract.entering(host, plan, arrays, options)
-    steps, batch = given.x.shape[:2]
+    call, (steps, batch) = _Call(host, plan, given, options), given.x.shape[:2]
     widths = [plan.sizes[s.size] for s in plan.cell.states]
     directions, both = len(given.directions), len(given.directions) * widths[0]
-    segment = _segment(plan, given.x, options) if keep else steps
+    segment = call.segment if keep else steps
     borders, count = segment < steps, -(-steps // max(1, segment))
     # Outputs zeroed under a mask are not the hidden states: these then need memory of their own.
     zeroed = options.apart(given.mask is not None)
@@ -136,7 +156,7 @@ def forward(
     kept_states, kept_values = list[list[Array | None]](), list[Array]()
     kept = Kept(first, kept_states, kept_values)
     for d, w in enumerate(given.directions):
-        run = _Forward(host, plan, given, options, d, segment, keep, hidden)
+        run = _Forward(call, d, segment, keep, hidden)
         sequences, values = run.states, run.kept
         if borders:
             wide = [host.empty((count, batch, width), wide=True) for width in widths[1:]]
@@ -169,19 +189,16 @@ def backward(
     """The gradients of a layer; arguments and results are those of ``anycell.layer.backward``."""
     again = options.checkpoint is not None  # the forward pass, which may read x
     given = contract.entering(host, plan, arrays, options, read=again)
-    x = given.x
+    call, x, count = _Call(host, plan, given, options), given.x, len(given.directions)
     parts, _ = contract.arriving(
         host, plan, x.shape, options.reverse, kept, d_output, d_final, {},
-        segment=_segment(plan, x, options), keeps=keeps_state,
+        segment=call.segment, keeps=keeps_state,
     )  # fmt: skip
     names, dy = plan.cell.state_names, parts.get("d_output")
     kept = Kept(
         parts["hidden"],
-        [
-            [parts.get(f"sequence {d} {name}") for name in names]
-            for d in range(len(given.directions))
-        ],
-        [parts[f"saved {d}"] for d in range(len(given.directions))],
+        [[parts.get(f"sequence {d} {name}") for name in names] for d in range(count)],
+        [parts[f"saved {d}"] for d in range(count)],
     )
     d_final = [parts.get(f"d_final {name}") for name in names]
     dx = None
@@ -191,9 +208,9 @@ def backward(
     if dy is None:
         dy = host.zeros((1, x.shape[1], kept.hidden.shape[2]))
     gradients = []
-    for d in range(len(given.directions)):
+    for d in range(count):
         final = [None if a is None else a[d] for a in d_final]
-        run = _Backward(host, plan, given, options, d, kept, final, need)
+        run = _Backward(call, d, kept, final, need)
         for begin, end, memory in run.parts():
             run.advance(begin, end, memory, dy, dx)
         gradients.append(run.result())
@@ -239,24 +256,26 @@ class _Memory(NamedTuple):
 class _Run:
     """One direction in one pass: its kernels, and what they take in all chunks of time."""
 
-    def __init__(
-        self, host: GpuHost, plan: Plan, given: Entering, options: Options, d: int, variant: Variant
-    ) -> None:
-        self.host, self.plan, self.given, self.d, self.variant = host, plan, given, d, variant
-        self.w, self.cell, self.options = given.directions[d], plan.cell, options
+    def __init__(self, call: _Call, d: int, backward: bool, keep: bool = False) -> None:
+        self.call, self.d, (host, plan, given, options) = call, d, call
+        self.host, self.plan, self.given, self.options = host, plan, given, options
+        self.variant = call.variant(d, backward, keep)
+        self.w, self.cell, self.reverse = given.directions[d], plan.cell, options.reverse[d]
         self.x, (self.steps, self.batch) = given.x, given.x.shape[:2]
-        self.reverse = options.reverse[d]
         self.widths = [plan.sizes[s.size] for s in plan.cell.states]
         self.width = len(plan.cell.gates) * plan.hidden_size
         self.chunk = _chunk(plan, self.steps, self.batch)
-        self.choice, self.kernels = _kernels(host, plan, variant, self.batch)
+        self.choice, self.kernels = call.kernels(self.variant)
         self.matrices = [_used(host, plan, l, self.w[l.weight]) for l in plan.cell.linears]
-        if variant.backward and isinstance(self.kernels, Printed) and self.kernels.cooperative:
+        if backward and isinstance(self.kernels, Printed) and self.kernels.cooperative:
             self.matrices = [host.rounded(host.turned(matrix)) for matrix in self.matrices]
         self.values = _constants(host, plan, self.w)
         self.values |= _exchange(host, plan, self.kernels, self.batch)
         if given.resets is not None:
-            _point_resets(self.values, plan, reset_values(host.empty, plan, self.w))
+            restored = reset_values(host.empty, plan, self.w)
+            for name, value in zip(self.cell.state_names, restored, strict=True):
+                row = value.shape[1] if len(value.shape) == 2 else 0
+                self.values |= {f"reset_state {name}": value, f"reset_state {name}__b": row}
         self.turn = 0  # of buffers that take turns
         self.done = 0  # steps by which programs that wait for one another have counted
 
@@ -268,10 +287,8 @@ class _Run:
 
     def over(self, array: Array, chunk: Chunk) -> Span:
         """This direction's columns of an array of all times, or of one for all of them."""
-        time, sign = chunk.time, chunk.sign
-        if array.shape[0] != self.steps:
-            time = sign = 0
-        return Span(array, time, sign, self.d * self.widths[0])
+        every = array.shape[0] == self.steps
+        return Span(array, every * chunk.time, every * chunk.sign, self.d * self.widths[0])
 
     def run(self, chunk: Chunk, spans: dict[str, Span]) -> None:
         """The kernels, over the steps of a chunk."""
@@ -279,9 +296,7 @@ class _Run:
         flags = {"mask": self.given.mask, "resets": self.given.resets}
         spans |= {name: Span(a, time, sign) for name, a in flags.items() if a is not None}
         # What random masks count from.
-        draws = (
-            (options.seed, 2 * options.stream + self.d, time, sign) if self.variant.draw else None
-        )
+        draws = options.seed, 2 * options.stream + self.d, time, sign
         self.values["turn"] = self.turn
         if "done" in self.values:
             self.values["done"] = self.done
@@ -302,7 +317,7 @@ class _Run:
         limits = self.host.limits
         if limits is None or not isinstance(self.kernels, Printed):
             raise refused
-        choices = _choices(self.host, self.plan, self.variant, self.batch)
+        choices = self.call.choices(self.variant.backward)
         rest = choices[choices.index(self.choice) + 1 :]
         about = self.plan, self.variant, self.choice, rest[0] if rest else None
         refusals.remember(
@@ -318,20 +333,9 @@ class _Forward(_Run):
         hidden: ``Kept.hidden`` of all steps; None for memory of the segment's.
     """
 
-    def __init__(
-        self,
-        host: GpuHost,
-        plan: Plan,
-        given: Entering,
-        options: Options,
-        d: int,
-        segment: int,
-        keep: bool,
-        hidden: Any,
-    ) -> None:
-        variant = _variant(host, plan, given, options, d, False, keep)
-        super().__init__(host, plan, given, options, d, variant)
-        batch = self.batch
+    def __init__(self, call: _Call, d: int, segment: int, keep: bool, hidden: Any) -> None:
+        super().__init__(call, d, backward=False, keep=keep)
+        host, plan, batch = self.host, self.plan, self.batch
         self.whole = hidden is not None
         if not self.whole:
             hidden = host.empty((segment + 1 + self.reverse, batch, self.widths[0]))
@@ -343,9 +347,8 @@ class _Forward(_Run):
         self.kept = host.empty((segment, batch, plan.saved_stride)) if keep else None
         for i, width in enumerate(self.widths[1:], 1):
             self.values[f"work{i}"] = host.empty((2, batch, width), wide=True)
-        self.projected: Array | None = None
-        if given.projects:
-            self.projected = host.empty((self.chunk, batch, self.width))
+        projects = self.given.projects
+        self.projected = host.empty((self.chunk, batch, self.width)) if projects else None
 
     def memory(self, begin: int, end: int) -> _Memory:
         """For the steps of a segment."""
@@ -393,20 +396,11 @@ class _Backward(_Run):
     """The backward pass, segment by segment from the last."""
 
     def __init__(
-        self,
-        host: GpuHost,
-        plan: Plan,
-        given: Entering,
-        options: Options,
-        d: int,
-        kept: Kept,
-        d_final: Sequence[Array | None],
-        need: bool,
+        self, call: _Call, d: int, kept: Kept, d_final: Sequence[Array | None], need: bool
     ) -> None:
-        cell, self.kept = plan.cell, kept
-        variant = _variant(host, plan, given, options, d, backward=True)
-        super().__init__(host, plan, given, options, d, variant)
-        values, batch = self.values, self.batch
+        super().__init__(call, d, backward=True)
+        host, plan, given, cell = self.host, self.plan, self.given, self.cell
+        self.kept, values, batch = kept, self.values, self.batch
         for name, size, arriving in zip(cell.state_names, self.widths, d_final, strict=True):
             values[f"d_state {name}"] = host.zeros((2, batch, size), wide=True)
             if arriving is not None:
@@ -434,12 +428,12 @@ class _Backward(_Run):
         and after it, and what the backward pass reads of it, kept or computed again.
         """
         kept, d, first, steps = self.kept, self.d, self.widths[0], self.steps
-        segment = _segment(self.plan, self.x, self.options)
+        segment = self.call.segment
         if segment == steps:
             sequences = kept.hidden, d * first, kept.states[d], kept.values[d]
             yield 0, steps, _Memory(*sequences, 0, steps, self.reverse, self.cell.state_names)
             return
-        again = _Forward(self.host, self.plan, self.given, self.options, d, segment, True, None)
+        again = _Forward(self.call, d, segment, True, None)
         nowhere = self.host.empty((1, *kept.hidden.shape[1:]))
         for slot in reversed(range(kept.hidden.shape[0])):
             begin, end = slot * segment, min(slot * segment + segment, steps)
@@ -492,10 +486,7 @@ class _Backward(_Run):
         return buffer.reshape(self.chunk * self.batch, buffer.shape[2])[:rows]
 
     def _factors(self, name: str, rows: int) -> Factors:
-        outputs, operand = (
-            self._dense(f"{what} {name}", rows) for what in ("d_outputs", "operand")
-        )
-        return Factors(outputs, operand)
+        return Factors(*(self._dense(f"{what} {name}", rows) for what in ("d_outputs", "operand")))
 
     def result(self) -> Direction:
         """All gradients, after the last segment, in the plan's dtype."""
@@ -525,7 +516,6 @@ class _DeviceSums(Sums):
         return self.zeros(shape)
 
     def zeros(self, shape: tuple[int, ...]) -> Array:
-        """A total, in float32."""
         return self.host.zeros(shape, wide=True)
 
     def multiply(self, d: Array, operand: Array, weight: Array, whole: bool) -> None:
@@ -544,39 +534,11 @@ class _DeviceSums(Sums):
 # -- what both passes share ------------------------------------------------------------------------
 
 
-def _segment(plan: Plan, x: Array, options: Options) -> int:
-    steps, batch = x.shape[0], x.shape[1]
-    return segment_steps(options.checkpoint, steps, _chunk(plan, steps, batch))
-
-
 def _chunk(plan: Plan, steps: int, batch: int) -> int:
     """Steps of a chunk: all of them, or whole graphs, one at least, however much that takes."""
     count = chunk_steps(plan, steps, batch, CHUNK_BYTES)
     block = next((block for block in BLOCKS if block <= count), BLOCKS[-1])
     return min(max(1, steps), -(-count // block) * block)
-
-
-def _variant(
-    host: GpuHost,
-    plan: Plan,
-    given: Entering,
-    options: Options,
-    d: int,
-    backward: bool,
-    keep: bool = False,
-) -> Variant:
-    cell, w = plan.cell, given.directions[d]
-    return Variant(
-        backward=backward,
-        mask=given.mask is not None,
-        resets=given.resets is not None,
-        draw=options.training and bool(cell.keeps),
-        keep=keep,
-        input_bias="bias_ih" in w and not backward,
-        biases=tuple(l.bias_name in w and not backward for l in cell.linears),
-        by_data=host.exchange == "data",
-        options=options.printed(given.mask is not None),
-    )
 
 
 def _constants(host: GpuHost, plan: Plan, w: Direction) -> dict[str, Any]:
@@ -603,12 +565,6 @@ def _used(host: GpuHost, plan: Plan, l: Linear, weight: Array) -> Array:
         rows = slice(k * each, (k + 1) * each)
         used[..., n * each : (n + 1) * each, :] = weight[..., rows, :]
     return used
-
-
-def _point_resets(values: dict[str, Any], plan: Plan, restored: Sequence[Array]) -> None:
-    for name, value in zip(plan.cell.state_names, restored, strict=True):
-        row = value.shape[1] if len(value.shape) == 2 else 0
-        values |= {f"reset_state {name}": value, f"reset_state {name}__b": row}
 
 
 def keeps_state(plan: Plan, i: int) -> bool:

@@ -64,7 +64,9 @@ class GpuHost(Protocol):
     patience: int
     exchange: str
 
-    def stream(self) -> int: ...
+    def stream(self) -> int:
+        """CUDA's handle; 0 for the default stream."""
+        ...
 
     def empty(self, shape: tuple[int, ...], wide: bool = False) -> Array: ...
 
@@ -204,9 +206,7 @@ class Work(NamedTuple):
 
     def launch(self, printed: Printed, values: Mapping[str, Any]) -> Launch:
         """A kernel, ready to start."""
-        shape = grid(printed, self.plan, self.batch)
-        host = self.host
-        return Launch(printed, values, shape, host.pointer, host.stream(), host.ordinal)
+        return Launch(printed, values, grid(printed, self.plan, self.batch), self.host)
 
 
 def grid(printed: Printed, plan: Plan, batch: int) -> tuple[int, int]:
@@ -254,8 +254,7 @@ def sources(plan: Plan, backward: bool) -> Iterator[str]:
     """
     cards = capacity.DEVICES
     for passes in (False, True)[: 1 + backward]:
-        biases = tuple(l.bias and not passes for l in plan.cell.linears)
-        variant = Variant(passes, keep=not passes, draw=bool(plan.cell.keeps), biases=biases)
+        variant = Variant.training(plan.cell, passes)
         for stage in print_step(plan, variant).stages:
             yield from (kernel.source for kernel in stage.kernels)
         choices = [capacity.choose(plan, card, passes) for card in cards]

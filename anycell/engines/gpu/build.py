@@ -20,7 +20,6 @@ import secrets
 import stat
 import subprocess
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,15 +192,14 @@ def binary(printed: Printed, capability: int, aligned: frozenset[str] = frozense
     # how much shared memory one takes. A cooperative kernel gets all registers from the start: to
     # save some, the assembler would load the others' results in parts, and wait for each part.
     most = min(MOST_REGISTERS, REGISTERS // (32 * printed.warps))
-    limits = (most, None) if printed.cooperative else (None, most)
-    made = _made(printed, capability, aligned, limits[0])
+    first, second = (most, None) if printed.cooperative else (None, most)
+    made = _made(printed, capability, aligned, first)
     spills = spilled(made.asm["cubin"]) if printed.alone else 0
-    told = limits[0] is not None
-    if spills and (told or usage(made.asm["cubin"])["REG"] < most):
+    if spills and (first or usage(made.asm["cubin"])["REG"] < most):
         # The one spills a little to save registers, the other since it keeps weights in them; but
         # hardly ever both. Where the assembler has taken all of its own accord, the result is the
         # same again.
-        again = _made(printed, capability, aligned, limits[1])
+        again = _made(printed, capability, aligned, second)
         spills_again = spilled(again.asm["cubin"])
         if spills_again < spills:
             made, spills = again, spills_again
@@ -279,18 +277,4 @@ def usage(cubin: bytes) -> dict[str, int]:
     return {name: int(n) for name, n in re.findall(r"\b([A-Z]+):(\d+)", kernel)}
 
 
-def interpret(printed: Printed, grid: tuple[int, ...], values: Mapping[str, Any]) -> None:
-    """Runs a kernel in the interpreter."""
-    function(printed)[grid](*[values[name] for name, _ in printed.arguments])
-
-
-__all__ = [
-    "Binary",
-    "binary",
-    "function",
-    "interpret",
-    "interpreted",
-    "spilled",
-    "unusable",
-    "usage",
-]
+__all__ = ["Binary", "binary", "function", "interpreted", "spilled", "unusable", "usage"]

@@ -1,21 +1,8 @@
 """Chooses the tier that runs a cell, by a model of what fits on a device: a pure function of sizes.
 
-Tier 1 holds every weight of a step in a multiprocessor's shared memory for the whole sequence, and
-states, gates and their gradients in registers. So it is chosen where
-
-- the weights, as padded tiles, and the operands of the matmuls fit in shared memory, and
-- the float32 tiles that are alive at once fit in the registers of the threads.
-
-Tier 2 divides the weights among programs that all run at once, so it is chosen where
-
-- the cell has one stage and no row reduction, and the matrix units multiply its dtype, float32 as
-  TF32 where the framework allows that, otherwise as three bfloat16, and
-- there is a tile, of rows and units, whose weights fit in shared memory, and with which a program
-  for each tile finds a multiprocessor of its own.
-
-Everything else runs on tier 3. The constants come from what the compiler reports for kernels
-compiled ahead of time, and ``tests/test_gpu.py`` checks the model against it. The model says that a
-kernel fits, not that it is fast. No choice has been timed yet.
+docs/gpu.md, "Which tier", has the rules. The constants come from what the compiler reports for
+kernels compiled ahead of time, and ``tests/test_gpu.py`` checks the model against it. The model
+says that a kernel fits, not that it is fast. No choice has been timed yet.
 """
 
 from __future__ import annotations
@@ -24,11 +11,12 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from anycell.engines.gpu.cooperative import CHAINS, Slice, refusal
+from anycell.engines.gpu.cooperative import Slice, refusal, shape, sums_of
 from anycell.engines.gpu.resident import LEAST
 from anycell.engines.gpu.text import power_of_two
+from anycell.lang.cell import Linear
 from anycell.plan import Plan
 
 
@@ -177,16 +165,9 @@ def choices(
     return *fits, Choice(3, "; ".join(reasons) or "any cell, any size")
 
 
-def choose(
-    plan: Plan,
-    device: Device | None,
-    backward: bool = False,
-    tier: int | None = None,
-    batch: int = BATCH,
-    tf32: bool = False,
-) -> Choice:
-    """The best of ``choices``."""
-    return choices(plan, device, backward, tier, batch, tf32)[0]
+def choose(*given: Any, **named: Any) -> Choice:
+    """The best of ``choices``, of the same arguments."""
+    return choices(*given, **named)[0]
 
 
 def precisions(plan: Plan, device: Device | None, tf32: bool) -> list[str]:
@@ -257,19 +238,16 @@ def _cooperative(
         groups, programs = -(-batch // rows), -(-plan.hidden_size // units)
         count = groups * programs
         parts = list(_parts(plan, device, rows, units, count, backward, precision))
-        if not parts:
-            continue
-        least = min(least or groups * programs, groups * programs)
-        if groups * programs > device.processors:
-            continue
-        for part in parts:
+        if parts:
+            least = min(least or count, count)
+        for part in parts if count <= device.processors else ():
             reason = (
                 f"{groups} x {programs} programs, of {rows} rows and {units} units each; "
                 f"on chip: {slice_bytes(plan, part, backward, precision, device.compiler):,} of "
                 f"{device.shared:,} bytes"
             )
-            cost = cycles(plan, part, groups * programs, backward)
-            priced.append((cost, Choice(2, reason, part=part, precision=precision)))
+            choice = Choice(2, reason, part=part, precision=precision)
+            priced.append((cycles(plan, part, count, backward), choice))
     if priced:
         ordered = dict.fromkeys(choice for _, choice in sorted(priced, key=lambda pair: pair[0]))
         fits = _few(ordered)[:TRIES]
@@ -330,13 +308,12 @@ def _parts(
 
 def _depth(plan: Plan, backward: bool) -> int:
     """The longest k of a matmul."""
-    outputs = max(len(l.outputs) for l in plan.cell.linears) if backward else 1
-    return outputs * plan.hidden_size
+    return max(shape(plan, l, 0, backward)[0] for l in plan.cell.linears)
 
 
 def _columns(plan: Plan, units: int, backward: bool) -> int:
     """Columns of all matmuls with one operand."""
-    return units * (1 if backward else sum(len(l.outputs) for l in plan.cell.linears))
+    return units if backward else sum(shape(plan, l, units, False)[1] for l in plan.cell.linears)
 
 
 def cycles(plan: Plan, part: Slice, programs: int, backward: bool) -> float:
@@ -361,8 +338,7 @@ def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
     larger of two sets: what arrives, the sums and what is carried; or the tiles of the cell.
     """
     columns, share = _columns(plan, part.units, backward), LOADED * 4  # bytes of a row of a chunk
-    chains = max(1, columns // LEAST * (part.rows // 8))
-    sums = part.rows * columns // 32 * max(1, CHAINS // chains)
+    sums = part.rows * columns // 32 * sums_of(part.rows, columns)
     held = part.held * columns * share // 128
     arriving = part.ahead * part.rows * share // 128
     # What is carried from step to step; what the next step reads is already loaded.
@@ -387,9 +363,8 @@ def slice_bytes(
     """
     weights = 0
     for l in plan.cell.linears:
-        depth = (len(l.outputs) if backward else 1) * plan.hidden_size
+        depth, columns = shape(plan, l, part.units, backward)
         chunks = max(0, -(-depth // part.chunk) - part.held)
-        columns = part.units * (1 if backward else len(l.outputs))
         weights += chunks * part.chunk * columns * _weight_bytes(plan, precision)
     outputs = (
         1 if backward else 1 << max(len(l.outputs) for l in plan.cell.linears).bit_length() - 1
@@ -403,11 +378,16 @@ def shared_bytes(plan: Plan, backward: bool, precision: str = "ieee") -> int:
     size = _weight_bytes(plan, precision)
     total = operands = 0
     for l in plan.cell.linears:
-        out, into = (power_of_two(plan.sizes[s], LEAST) for s in (l.out_size, l.in_size))
+        out, into = _padded(plan, l)
         total += len(l.outputs) * out * into * size
         passing = len(l.outputs) * out if backward else into
         operands = max(operands, LEAST * max(passing, 2 * into) * size)
     return total + operands
+
+
+def _padded(plan: Plan, l: Linear) -> list[int]:
+    """Units of a tile of tier 1: of what a matmul gives, and of its operand."""
+    return [power_of_two(plan.sizes[size], LEAST) for size in (l.out_size, l.in_size)]
 
 
 def _weight_bytes(plan: Plan, precision: str) -> int:
@@ -431,7 +411,7 @@ def _unrollable(plan: Plan, warps: int) -> bool:
     """Whether the dots of float32 by the threads are short enough."""
     total = most = 0
     for l in plan.cell.linears:
-        out, into = (power_of_two(plan.sizes[s], LEAST) for s in (l.out_size, l.in_size))
+        out, into = _padded(plan, l)
         total, most = total + len(l.outputs) * LEAST * out * into, max(most, out, into)
     return -(-total // (32 * warps)) <= UNROLLED and most <= UNROLLED_UNITS
 

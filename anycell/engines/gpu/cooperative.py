@@ -20,39 +20,24 @@ The programs of some rows are a group. Groups share nothing, so few programs mee
 **The exchange.** h goes through the sequence of hidden states, gradients through those of the
 gates: a step reads the slot that the one before has written, and no slot is written twice in a
 launch. The loads bypass the first-level cache, which has nothing to gain from what is read once.
-There are two ways to know that a slot is there, ``GpuHost.exchange``:
+There are two ways to know that a slot is there, ``GpuHost.exchange``.
 
-*Flags.* Each program has two flags, for alternate steps; it sets one to the number of steps that it
-has done. Two are enough: to set a flag again, a program must have seen all others finish the step
-between, and a program that finished it had seen the flag. They keep counting from launch to launch
-of a ``_Run``, which has its own flags: no two kernels share any, nor do two streams.
+*Flags*, two of each program, count its steps; *data as flags* are blank, all bits ones, until they
+are there. docs/gpu.md says how, why two flags are enough, when what is loaded, and why no program
+hangs. ``publish`` and ``wait`` in ``library`` have the order in memory.
 
-A release orders the slice before the flag, an acquire the flag before the loads (``publish`` and
-``wait`` in ``library``). One thread acquires a flag for all: the barrier at the end of ``wait``
-carries that over to the others. All flags are seen before the first load: each wait is a trip to
-the second-level cache, which costs more than an early start with some chunks would save. What does
-not depend on the others is loaded in the previous step and computed before the wait, and stored
-after the flag is set.
+Data as flags are right by PTX's memory model, with nothing assumed of the order of two stores. A
+*word* is 32 bits, or 16 where a row has an odd number of 16-bit numbers. Stores (relaxed) and looks
+(volatile, which is relaxed) are of whole words at the same addresses, also where an instruction
+moves four of them: the model splits that into its words. Each is strong, and so no race; it happens
+at once, not half of it; and between the blank, which the end of an earlier kernel puts before all
+of the launch, and the word that is stored once, there is no third value to be seen. Nothing is
+concluded from one word about another. And a word of two numbers, neither of which is blank, is not
+blank.
 
-*Data as flags.* The host sets all bits of the slots before the launch. That is a NaN which no
-program stores: instead of such a result it stores another NaN. So every number shows by itself
-whether it has arrived; a program polls what it needs until nothing is blank, and multiplies the
-values that it has polled. There is no fence, no flag and no second trip to memory. No program waits
-for slot 0, which is there before the launch and may hold any NaN.
-
-That is right by PTX's memory model, with nothing assumed of the order of two stores. A *word* is 32
-bits, or 16 where a row has an odd number of 16-bit numbers. Stores (relaxed) and looks (volatile,
-which is relaxed) are of whole words at the same addresses, also where an instruction moves four of
-them: the model splits that into its words. Each is strong, and so no race; it happens at once, not
-half of it; and between the blank, which the end of an earlier kernel puts before all of the launch,
-and the word that is stored once, there is no third value to be seen. Nothing is concluded from one
-word about another. And a word of two numbers, neither of which is blank, is not blank.
-
-**No hang.** All programs must run at once, so the launch is cooperative: the driver refuses what
-does not fit. A program whose wait takes longer than ``patience`` nanoseconds gives up; all its
-threads agree on that. It then stops waiting, its results become NaN, it reports this in
-``trouble``, and the others, which find its flags set or its data there, come to an end too. For a
-program that never began they find nothing, and each gives up once.
+A program whose wait takes longer than ``patience`` nanoseconds gives up; all its threads agree on
+that. It goes on with NaN and without waiting, and the others, which find its flags set or its data
+there, come to an end too. For a program that never began they find nothing, and each gives up once.
 
 Cells of one stage only: every matmul multiplies h, and no row reduction needs other units.
 """
@@ -64,7 +49,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from anycell.engines.gpu.resident import LEAST, NEXT, Loop
-from anycell.engines.gpu.text import Printed, Variant, Where, plus, power_of_two
+from anycell.engines.gpu.text import Printed, Variant, Where, gradients_of, plus, power_of_two
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
 from anycell.lang.ops import is_reduction
@@ -93,13 +78,27 @@ class Slice(NamedTuple):
 CHAINS = 4  # of matrix instructions between which a warp alternates
 
 
+def shape(plan: Plan, l: Linear, units: int, backward: bool) -> tuple[int, int]:
+    """The length of k of a matmul, and its columns for so many units."""
+    h, outputs = plan.hidden_size, len(l.outputs)
+    return (outputs * h, units) if backward else (h, outputs * units)
+
+
+def sums_of(rows: int, columns: int) -> int:
+    """Counts the sums of all columns that a warp has: an instruction waits for the one before it
+    with the same sums.
+    """
+    chains = columns // LEAST * (rows // 8)
+    return max(1, CHAINS // max(1, chains))
+
+
 def print_cooperative(
     plan: Plan, variant: Variant, part: Slice, precision: str = "ieee"
 ) -> Printed:
     """The kernel of a plan, for programs that own such slices, whose dots of float32 multiply like
     that.
     """
-    return _Slice(plan, variant, part, precision).printed()._replace(cooperative=True)
+    return _Slice(plan, variant, part, precision).printed()
 
 
 def exchanged(plan: Plan, backward: bool) -> dict[str, int]:
@@ -109,10 +108,8 @@ def exchanged(plan: Plan, backward: bool) -> dict[str, int]:
         return {"hidden": h}
     widths = {}
     for l in plan.cell.linears:
-        shared = plan.shares_gradient(l)
-        widths["d_gates" if shared else f"d_outputs {l.name}"] = h * len(
-            plan.cell.gates if shared else l.outputs
-        )
+        parts = plan.cell.gates if plan.shares_gradient(l) else l.outputs
+        widths[gradients_of(plan, l)] = h * len(parts)
     return widths
 
 
@@ -148,7 +145,6 @@ class _Slice(Loop):
 
     @property
     def turns(self) -> str:
-        """The number of turns of the loop, backward."""
         return f"count + {self.argument('close', 'i32')}" if self.variant.backward else "count"
 
     def padded(self, size: str) -> int:
@@ -171,8 +167,8 @@ class _Slice(Loop):
 
     def chunks(self, l: Linear) -> range:
         """The first k of the chunks."""
-        outputs = len(l.outputs) if self.variant.backward else 1
-        return range(0, outputs * self.plan.hidden_size, self.chunk)
+        depth, _ = shape(self.plan, l, self.width, self.variant.backward)
+        return range(0, depth, self.chunk)
 
     def columns(self, count: int) -> int:
         """Columns of a matmul of ``count`` outputs."""
@@ -241,9 +237,7 @@ class _Slice(Loop):
             right = f"{operand}_{start}_right"
             self.once(right, f"right({value}, {self.warps}, {self.pair})")
             for first, count in self.outputs(l):
-                # A matrix instruction waits for the one before it with the same sums.
-                chains = self.columns(count) // LEAST * (self.rows // 8)
-                sum_ = f"sum{k}_{first}_{n % max(1, CHAINS // chains)}"
+                sum_ = f"sum{k}_{first}_{n % sums_of(self.rows, self.columns(count))}"
                 more = f", {sum_}" if sum_ in sums else ""
                 dot = self._dot(f"w{k}_{first}_{start}", f"{right}{more}")
                 self.say(f"{sum_} = {dot}")
@@ -279,7 +273,7 @@ class _Slice(Loop):
         """The address of the first chunk of gates' gradients. Before the first step there are none:
         what is read then is not used.
         """
-        name = "d_gates" if self.plan.shares_gradient(l) else f"d_outputs {l.name}"
+        name = gradients_of(self.plan, l)
         step = f"tl.maximum(t - 1, -{self.argument('behind', 'i32')})"
         return self._place_theirs(f"d{k}_at", name, step)
 
@@ -316,9 +310,7 @@ class _Slice(Loop):
         if self.variant.resets:
             rows, (_, lanes) = self._their_rows(), self._spread(self.rows)
             reset = self.once("their_reset", self.flags("resets", rows=rows, mask="is_theirs"))
-            restored = self.of_state("reset_state", 0)
-            at = f"{self.array(restored)} + {rows} * {self.argument(f'{restored}__b', 'i64')}"
-            inside = f"{reset} & ({start} + {lanes} < {h})"
+            at, inside = self.reset_row(0, rows), f"{reset} & ({start} + {lanes} < {h})"
             at = f"tl.load({at} + ({plus(start, lanes)}), mask={inside}, other=0.0)"
             self.once(f"h_{start}_reset", at)
 
@@ -393,18 +385,16 @@ class _Slice(Loop):
         self.say(f"send({where}, {value}, {inside}, {self.kind}, {self.in_word == 2})")
 
     def store_gradient(self, name: str, column: int, value: str, size: str) -> None:
-        """Stores it as all kernels do, or for the other programs."""
         if self.variant.by_data and name in exchanged(self.plan, True):
             self._send(name, "t", "", column, self.valid(value))
         else:
             super().store_gradient(name, column, value, size)
 
-    def store_state(self, i: int) -> None:
-        """Stores it as all kernels do, or for the other programs."""
+    def store_state(self, i: int, value: str) -> None:
         if self.variant.by_data and i == 0:
-            self._send("hidden", "t + 1", "_after", 0, f"after_{self.cell.states[0].name}")
+            self._send("hidden", "t + 1", "_after", 0, value)
         else:
-            super().store_state(i)
+            super().store_state(i, value)
 
     def _flag(self, step: str, program: str) -> str:
         """The flags of a step."""
@@ -504,11 +494,13 @@ class _Slice(Loop):
         turn there are no rows.
         """
         if self.variant.backward:
-            self.say("is_row = (rows < batch) & (rows * 0 + t < count)")
-            self.say("in_H = is_row & is_H")
+            self._there("(rows < batch) & (rows * 0 + t < count)")
+
+    def _there(self, rows: str) -> None:
+        self.say(f"is_row = {rows}")
+        self.say("in_H = is_row & is_H")
 
     def live(self, value: str, other: str) -> str:
-        """The values that a turn leaves behind."""
         return f"tl.where(is_row, {value}, {other})"
 
     def begin(self) -> None:
@@ -519,8 +511,7 @@ class _Slice(Loop):
     def after_steps(self) -> None:
         """All rows are there again."""
         if self.variant.backward:
-            self.say("is_row = rows < batch")
-            self.say("in_H = is_row & is_H")
+            self._there("rows < batch")
 
     def end(self) -> None:
         """Says whether somebody was waited for in vain."""

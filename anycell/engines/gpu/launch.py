@@ -1,7 +1,7 @@
 """Starts kernels on a device, through the CUDA driver's own interface.
 
-No framework is asked: a launch takes addresses, numbers and a stream. The driver library is loaded
-when the first kernel starts.
+No framework is asked for more than addresses and a stream. The driver library is loaded when the
+first kernel starts.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anycell.engines.gpu import build
 from anycell.engines.gpu.build import Binary
 from anycell.engines.gpu.capacity import Device
 from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.text import Printed
+
+if TYPE_CHECKING:
+    from anycell.engines.gpu import GpuHost
 
 _SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _WITHOUT_ASKING = 48 << 10  # bytes of shared memory that every kernel may have
@@ -48,21 +51,13 @@ class Launch:
         printed: the kernel.
         values: an array for each pointer and an int for each number that it takes, and more.
         grid: programs along each axis.
-        pointer: the address of an array.
-        stream: CUDA's handle, 0 for the default stream; the arrays must outlive what runs on it.
-        device: where the arrays are, as CUDA counts.
+        host: of the arrays, which must outlive what runs on its stream.
     """
 
     def __init__(
-        self,
-        printed: Printed,
-        values: Mapping[str, Any],
-        grid: tuple[int, int],
-        pointer: Callable[[Any], int],
-        stream: int,
-        device: int,
+        self, printed: Printed, values: Mapping[str, Any], grid: tuple[int, int], host: GpuHost
     ) -> None:
-        self.printed, self.grid, self.stream = printed, grid, stream
+        self.printed, self.grid, self.stream = printed, grid, host.stream()
         names = [name for name, _ in printed.arguments]
         self.place = names.index("t") if "t" in names else None
         if build.interpreted():
@@ -70,24 +65,19 @@ class Launch:
             self.arguments = [0 if name == "t" else values[name] for name in names]
             self.start: Callable[[], None] = self._interpret
             return
-        numbers = {
-            name: pointer(values[name]) if kind[0] == "*" else int(values.get(name, 0))
-            for name, kind in printed.arguments
-        }
         self.kept = values  # arrays stay alive as long as the launch
-        kinds = [_C_TYPES.get(kind, ctypes.c_void_p) for _, kind in printed.arguments]
-        self.cells = [kind(numbers[name]) for kind, name in zip(kinds, names, strict=True)]
-        aligned = frozenset(
-            name
-            for name, kind in printed.arguments
-            if (kind == "i64" or kind[0] == "*") and numbers[name] % 16 == 0
-        )
-        self.binary, self.handle = _loaded(printed, aligned, device, _context(device))
+        self.cells, aligned = list[Any](), set[str]()
+        for name, kind in printed.arguments:
+            number = host.pointer(values[name]) if kind[0] == "*" else int(values.get(name, 0))
+            self.cells.append(_C_TYPES.get(kind, ctypes.c_void_p)(number))
+            if (kind == "i64" or kind[0] == "*") and number % 16 == 0:
+                aligned.add(name)
+        context = _context(host.ordinal)
+        self.binary, self.handle = _loaded(printed, frozenset(aligned), host.ordinal, context)
         # Triton's own arguments at the end: scratch memory, of which our kernels ask none.
-        scratch = [ctypes.c_void_p(0) for _ in range(self.binary.hidden)]
-        cells = [*self.cells, *scratch]
-        addresses = [ctypes.addressof(c) for c in cells]
-        self.scratch, self.parameters = scratch, (ctypes.c_void_p * len(cells))(*addresses)
+        self.cells += [ctypes.c_void_p(0) for _ in range(self.binary.hidden)]
+        addresses = map(ctypes.addressof, self.cells)
+        self.parameters = (ctypes.c_void_p * len(self.cells))(*addresses)
         self.start = self._launch
 
     def __call__(self, t: int) -> None:
@@ -147,16 +137,21 @@ def _check(result: int, what: str) -> None:
         raise RuntimeError(f"{what} failed: CUDA driver error {result}, {name}.")
 
 
+def _call(name: str, *arguments: Any) -> None:
+    """Calls the driver, and raises its errors."""
+    _check(getattr(_driver(), name)(*arguments), name)
+
+
 def _context(device: int) -> int:
     """The context of the calling thread. A new thread, as one of PyTorch's autograd, may have none:
     it gets that of the device, which frameworks share.
     """
     current = ctypes.c_void_p()
-    _check(_driver().cuCtxGetCurrent(ctypes.byref(current)), "cuCtxGetCurrent")
+    _call("cuCtxGetCurrent", ctypes.byref(current))
     if current.value:
         return current.value
     context = _primary(device)
-    _check(_driver().cuCtxSetCurrent(ctypes.c_void_p(context)), "cuCtxSetCurrent")
+    _call("cuCtxSetCurrent", ctypes.c_void_p(context))
     return context
 
 
@@ -164,16 +159,15 @@ def _context(device: int) -> int:
 def _primary(device: int) -> int:
     """The primary context of a device, which is kept from now on."""
     context = ctypes.c_void_p()
-    result = _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), _handle(device))
-    _check(result, "cuDevicePrimaryCtxRetain")
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), _handle(device))
     return int(context.value or 0)
 
 
 def _handle(device: int) -> ctypes.c_int:
     """The driver's handle of a device."""
     handle = ctypes.c_int()
-    _check(_driver().cuInit(0), "cuInit")
-    _check(_driver().cuDeviceGet(ctypes.byref(handle), device), "cuDeviceGet")
+    _call("cuInit", 0)
+    _call("cuDeviceGet", ctypes.byref(handle), device)
     return handle
 
 
@@ -181,12 +175,11 @@ def limits(device: int) -> Device:
     """The limits of a device, as ``capacity`` knows them."""
     handle, value, values = _handle(device), ctypes.c_int(), []
     for attribute in _ATTRIBUTES:
-        result = _driver().cuDeviceGetAttribute(ctypes.byref(value), attribute, handle)
-        _check(result, "cuDeviceGetAttribute")
+        _call("cuDeviceGetAttribute", ctypes.byref(value), attribute, handle)
         values.append(value.value)
     major, minor, *rest = values
     name = ctypes.create_string_buffer(100)
-    _check(_driver().cuDeviceGetName(name, len(name), handle), "cuDeviceGetName")
+    _call("cuDeviceGetName", name, len(name), handle)
     shared, registers, processors = rest
     return Device(
         name.value.decode(), 10 * major + minor, shared, registers, processors, build.compiler()
@@ -210,7 +203,7 @@ def _loaded(
         raise Refused(printed, f"the driver does not load it ({_NOT_FOR_THIS_DEVICE[result]})")
     _check(result, "cuModuleLoadData")
     symbol = binary.symbol.encode()
-    _check(driver.cuModuleGetFunction(ctypes.byref(handle), module, symbol), "cuModuleGetFunction")
+    _call("cuModuleGetFunction", ctypes.byref(handle), module, symbol)
     if binary.shared > _WITHOUT_ASKING:
         result = driver.cuFuncSetAttribute(handle, _SHARED_LIMIT, ctypes.c_int(binary.shared))
         what = f"asking for {binary.shared:,} bytes of shared memory"

@@ -48,8 +48,7 @@ class Refusal(NamedTuple):
     programs: int
 
     def __str__(self) -> str:
-        way = "backward" if self.variant.backward else "forward"
-        text = f"{self.device.name} refused {self.choice}, {way}: {self.why}"
+        text = f"{self.device.name} refused {self.choice}, {self.variant.way}: {self.why}"
         return text if self.instead is None else f"{text}; next comes {self.instead}"
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from anycell.engines.gpu.text import Printed, Text, Variant, apart, keeps, power_of_two
+from anycell.engines.gpu.text import Printed, Text, Variant, apart, keeps, kept, power_of_two
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr, topological
 from anycell.plan import Plan, gradient_roots
@@ -40,7 +40,7 @@ class Loop(Text):
     """A kernel that loops over time. Tier 2 is another: what it does differently has a method."""
 
     name = "resident"
-    shared = False  # whether other programs do a part of the step
+    alone = True
 
     def __init__(
         self,
@@ -55,31 +55,28 @@ class Loop(Text):
         self.warps, self.precision = warps, precision
         self.linears = plan.cell.linears
         self.loads: dict[str, str] = {}  # a step early, and what they are called then
-        keep = variant.keep and not variant.backward
-        self.kept = [*plan.saved, *plan.saved_rows] if keep else []
+        self.kept = kept(plan, variant)
         self.kind = f"tl.{self.io.name}"
 
     def printed(self) -> Printed:
         """The whole kernel."""
-        way = "backward" if self.variant.backward else "forward"
         self.begin()
         self.argument("count", "i32")
         self.argument("turn", "i32")
         # Loops carry tiles of one shape: whatever enters one is of that.
-        for size in self._sizes():
+        for size in self._sizes:
             self.units(size)
             self.once(f"zero_{size}", f"tl.zeros([{self.rows}, {self.padded(size)}], tl.float32)")
         self.load_weights()
         (self._backward if self.variant.backward else self._forward)()
         self._say_early()
-        about = f"{self.cell.name}, {way}, all steps: {self.plan.hidden_size} units, "
-        kernel = self.finish(f"{way}_{self.name}", f"{about}{self.plan.dtype}.")
-        return kernel._replace(alone=True)
+        about = f"all steps: {self.plan.hidden_size} units, {self.plan.dtype}."
+        return self.finish(self.name, about)
 
-    def _sizes(self) -> list[str]:
+    @property
+    def _sizes(self) -> dict[str, None]:
         sizes = [s.size for s in self.cell.states] + ["H"]
-        sizes += [size for l in self.linears for size in (l.in_size, l.out_size)]
-        return list(dict.fromkeys(sizes))
+        return dict.fromkeys(sizes + [n for l in self.linears for n in (l.in_size, l.out_size)])
 
     @property
     def turns(self) -> str:
@@ -97,13 +94,11 @@ class Loop(Text):
         return frozenset() if self.variant.backward else frozenset({"gates", "mask", "resets"})
 
     def row(self, name: str, step: str = "t", wide: bool = False, tag: str = "") -> str:
-        """The address of the tile's first row in an array over time."""
         if name in self.early and step == "t":
             return self.place(name, STEP, wide=wide)
         return super().row(name, step, wide, tag)
 
     def flags(self, name: str, step: str = "t", mask: str = "is_row", rows: str = "rows") -> str:
-        """The flags of the rows at a step."""
         step = STEP if name in self.early and step == "t" else step
         return super().flags(name, step, mask, rows)
 
@@ -201,34 +196,28 @@ class Loop(Text):
     def before(self, node: Expr) -> str:
         """The terms of a gate besides its matmul, the biases of both included."""
         k, gate = self.numbers[node.attrs[0]], node.attrs[1]
-        column = self.cell.gates.index(gate) * self.plan.hidden_size
-        x = self.load(self.at(self.row("gates"), column, "H"), "H")
+        x = self.projected(gate)
         bias = f" + bias_{gate}" if self.variant.input_bias or self.variant.biases[k] else ""
         return self.once(f"x_{gate}", x + bias)
 
-    def projected(self, gate: str) -> str:
-        """The input projection of a gate, with its bias."""
-        column = self.cell.gates.index(gate) * self.plan.hidden_size
-        text = self.load(self.at(self.row("gates"), column, "H"), "H")
-        return f"{text} + bias_ih_{gate}" if self.variant.input_bias else text
+    def input_bias(self, gate: str) -> str:
+        """The bias of the input projection of a gate, loaded before the loop."""
+        return self.once(f"bias_ih_{gate}", super().input_bias(gate))
 
     def _load_biases(self) -> None:
         """Brings all biases on chip, for a gate that sums two of them as one."""
         variant, nodes = self.variant, topological(self.cell.next)
         gates = dict.fromkeys(n.attrs[-1] for n in nodes if n.op in ("x", "preact"))
         for gate in gates if variant.input_bias else ():
-            column = self.cell.gates.index(gate) * self.plan.hidden_size
-            self.once(f"bias_ih_{gate}", self.load_units("bias_ih", "H", column))
+            self.input_bias(gate)
         for k, l in enumerate(self.linears):
             for output in l.outputs if variant.biases[k] else ():
-                column = l.declared.index(output) * self.plan.sizes[l.out_size]
-                self.once(f"b{k}_{output}", self.load_units(l.bias_name, l.out_size, column))
+                self.once(f"b{k}_{output}", self.bias(l, output))
         for node in nodes:
             if node.op == "preact":
                 k, gate = self.numbers[node.attrs[0]], node.attrs[1]
-                terms = [f"bias_ih_{gate}"] * variant.input_bias + [
-                    f"b{k}_{gate}"
-                ] * variant.biases[k]
+                terms = [f"bias_ih_{gate}"] * variant.input_bias
+                terms += [f"b{k}_{gate}"] * variant.biases[k]
                 if terms:
                     self.once(f"bias_{gate}", " + ".join(terms))
 
@@ -252,7 +241,7 @@ class Loop(Text):
         self._constants(cell.next)
         for i, s in enumerate(cell.states):
             if i:
-                text = self.load(self._working(i, "turn"), s.size, wide=True)
+                text = self.load(self.in_turn(f"work{i}", i, "turn"), s.size, wide=True)
             else:
                 text = self.load(self.at(self.place("hidden", "0"), 0, s.size), s.size)
             self.say(f"s_{s.name} = {text}")
@@ -262,21 +251,20 @@ class Loop(Text):
             self._flags()
             for i, s in enumerate(cell.states):
                 if variant.resets:
-                    self.say(f"s_{s.name} = tl.where(reset, {self._restored(i)}, s_{s.name})")
+                    self.say(f"s_{s.name} = tl.where(reset, {self.restored(i)}, s_{s.name})")
                 self._know(Expr("state", (), (s.name,)), f"s_{s.name}")
             self.before_wait()
             self.wait()
             self._step()
             self.say(TURN)
         for i, s in enumerate(cell.states[1:], 1):
-            self.store(self._working(i, "turn + 1"), f"s_{s.name}", s.size)
+            self.store(self.in_turn(f"work{i}", i, "turn + 1"), f"s_{s.name}", s.size)
         self.end()
 
     def _step(self) -> None:
         cell, variant, plan = self.cell, self.variant, self.plan
-        saved = self.kept
         states = list(zip(cell.states, cell.next, strict=True))
-        self.evaluate([*cell.next, *saved], {n: f"{s.name}_new" for s, n in states})
+        self.evaluate([*cell.next, *self.kept], {n: f"{s.name}_new" for s, n in states})
         for s, node in states:  # all, before the first of them takes its new value
             new = f"zero_{s.size} + {self.value(node)}"
             self.once(f"after_{s.name}", self.valid(new, f"s_{s.name}"))
@@ -284,21 +272,14 @@ class Loop(Text):
         self.hand_over(f"after_{h.name}")
         if self.half:
             self.say(f"after_{h.name} = after_{h.name}.to({self.kind}).to(tl.float32)")
-        self.store_state(0)
+        self.store_state(0, f"after_{h.name}")
         self.publish()
-        if variant.apart:
-            out = self.valid(self.value(cell.next[0]))
-            self.store(self.at(self.row("out"), 0, h.size), out, h.size)
-        self.store_saved(saved)
+        self.store_output()
+        self.store_saved(self.kept)
         for i, s in enumerate(cell.states):
             self.say(f"s_{s.name} = after_{s.name}")
             if i and keeps(plan, variant, i):
-                self.store_state(i)
-
-    def store_state(self, i: int) -> None:
-        """The new value of a state, into its sequence."""
-        s, row = self.cell.states[i], self.row(self.sequences[i], "t + 1", tag="_after")
-        self.store(self.at(row, 0, s.size), f"after_{s.name}", s.size)
+                self.store_state(i, f"after_{s.name}")
 
     # Tier 1 needs no other program's results, and no other program needs its own before the end.
 
@@ -332,27 +313,12 @@ class Loop(Text):
     def end(self) -> None:
         """At the end of the kernel."""
 
-    def _working(self, i: int, turn: str) -> str:
-        """State i > 0 between calls: float32, two of them, which take turns."""
-        width = self.widths[i]
-        base = f"{self.array(f'work{i}', wide=True)} + (({turn}) & 1) * (batch * {width})"
-        return self.at(f"{base} + rows * {width}", 0, self.cell.states[i].size)
-
     # -- what both passes share ------------------------------------------------------------------
     def _flags(self) -> None:
         if self.variant.mask:
             self.once("valid", self.flags("mask"))
         if self.variant.resets:
             self.once("reset", self.flags("resets"))
-
-    def _restored(self, i: int) -> str:
-        """The value that a reset puts in the place of state i."""
-        size = self.cell.states[i].size
-        reset = self.of_state("reset_state", i)
-        row = f"{self.array(reset)} + rows * {self.argument(f'{reset}__b', 'i64')}"
-        where = self.at(row, 0, size)
-        text = f"tl.load({where}, mask=in_{size} & reset, other=0.0)"
-        return f"{text}.to(tl.float32)" if self.half else text
 
     def _know(self, node: Expr, name: str) -> None:
         self.names[node] = name
@@ -375,11 +341,11 @@ class Loop(Text):
             if variant.resets:
                 self.say(f"restored_{s.name} = {self.load(self._reset_sum(i), s.size, wide=True)}")
         totals = {f"sum_p_{name}": d for name, d in g.param.items()}
+        for name in totals:
+            self.say(f"{name} = zero_H")
         if g.static is not None:
             totals["sum_static"] = g.static
-        for name in totals:
-            start = "zero_H" if name != "sum_static" else None
-            self.say(f"{name} = {start or self.load(self._static_sum(), 'H', wide=True)}")
+            self.say(f"sum_static = {self.load(self.of_rows('d_static', 'H'), 'H', wide=True)}")
         self.say(FIRST)
         self.say(f"for t in range({self.turns}):")
         with self.indented():
@@ -388,7 +354,7 @@ class Loop(Text):
             operands = [l.operand for l in self.linears if apart(self.plan, variant, l)]
             self.wait_backward([*roots, *operands])
             self.evaluate([*roots, *operands], self.labels())
-            self.store_gradients(set(self._sizes()), inside=True)
+            self.store_gradients(self._sizes, inside=True)
             self.publish()
             for name, d in totals.items():
                 self.say(f"{name} += {self.live(self.valid(self.value(d)), '0.0')}")
@@ -401,76 +367,37 @@ class Loop(Text):
 
     def _carry(self, i: int) -> None:
         """The gradient of state i, for the step before."""
-        s, variant = self.cell.states[i], self.variant
+        s = self.cell.states[i]
         parts = [f"zero_{s.size} + {self.value(self.plan.gradients.state[s.name])}"]
         for k, l in enumerate(self.linears):
             if l.operand is Expr("state", (), (s.name,)) and not self.shared:
                 parts.append(self._transposed(k, l))
-        held = self._upstream(0) if i == 0 and variant.mask and not variant.apart else f"g_{s.name}"
-        new = self.live(self.valid(" + ".join(parts), held), f"g_{s.name}")
+        new = self.live(self.valid(" + ".join(parts), self.under_mask(i)), f"g_{s.name}")
         self.say(f"g_{s.name} = {new}")
-        if variant.resets:
+        if self.variant.resets:
             self.say(f"restored_{s.name} += tl.where(reset, g_{s.name}, 0.0)")
             self.say(f"g_{s.name} = tl.where(reset, 0.0, g_{s.name})")
 
     def _hand_on(self, totals: dict[str, Expr]) -> None:
         """Hands on what the loop carried."""
-        h, params = self.plan.hidden_size, len(self.plan.gradients.param)
         for i, s in enumerate(self.cell.states):
             self.store(self._gradient(i, "turn + 1"), f"g_{s.name}", s.size)
             if self.variant.resets:
                 self.store(self._reset_sum(i), f"restored_{s.name}", s.size)
         for n, name in enumerate(totals):
             if name == "sum_static":
-                self.store(self._static_sum(), name, "H")
-                continue
-            base = f"{self.array('d_params', wide=True)} + tl.program_id(0) * {h * params}"
-            whole = f"tl.sum(tl.where(is_row, {name}, 0.0), axis=0, keep_dims=True)"
-            self._add(self.at(base, n * h, "H"), whole, "is_H")
+                self.store(self.of_rows("d_static", "H"), name, "H")
+            else:
+                self.add_param(n, f"tl.sum(tl.where(is_row, {name}, 0.0), axis=0, keep_dims=True)")
 
     def _reset_sum(self, i: int) -> str:
         """The gradient of what resets restore, of each row."""
-        reset = self.array(self.of_state("d_reset", i), wide=True)
-        base = f"{reset} + rows * {self.widths[i]}"
-        return self.at(base, 0, self.cell.states[i].size)
-
-    def _static_sum(self) -> str:
-        """The gradient of the static input."""
-        array = self.array("d_static", wide=True)
-        return self.at(f"{array} + rows * {self.plan.hidden_size}", 0, "H")
-
-    def _add(self, where: str, value: str, mask: str) -> None:
-        so_far = self.assign("so_far", f"tl.load({where}, mask={mask}, other=0.0)")
-        self.say(f"tl.store({where}, {so_far} + {value}, mask={mask})")
+        return self.of_rows(self.of_state("d_reset", i), self.cell.states[i].size)
 
     def _gradient(self, i: int, turn: str) -> str:
-        """The gradient of state i from later calls: float32, two of them, which take turns."""
-        width, size = self.widths[i], self.cell.states[i].size
-        state = self.array(self.of_state("d_state", i), wide=True)
-        base = f"{state} + (({turn}) & 1) * (batch * {width})"
-        return self.at(f"{base} + rows * {width}", 0, size)
+        """The gradient of state i from later calls."""
+        return self.in_turn(self.of_state("d_state", i), i, turn)
 
-    def load_state(self, node: Expr) -> tuple[str, str]:
-        """A state before the step, in the backward pass."""
-        (name,) = node.attrs
-        i, size = self.states[name], self.cell.states[self.states[name]].size
-        text = self.load(self.at(self.row(self.sequences[i]), 0, size), size)
-        if self.variant.resets:
-            text = f"tl.where(reset, {self._restored(i)}, {text})"
-        return f"s_{name}", text
-
-    def _upstream(self, i: int) -> str:
-        """The gradient that reaches the new state i, its output included."""
-        name = self.cell.state_names[i]
-        if i:
-            return f"g_{name}"
-        size = self.cell.states[0].size
-        dy = self.load(self.at(self.row("d_output"), 0, size), size)
-        return self.once(f"d_{name}", f"g_{name} + {self.valid(dy) if self.variant.apart else dy}")
-
-    def load_grad(self, node: Expr) -> tuple[str, str]:
-        """The gradient that reaches a new state."""
-        (name,) = node.attrs
-        text = self._upstream(self.states[name])
-        self.taken.add(text)
-        return text, text
+    def later(self, i: int) -> str:
+        """The gradient of state i, which goes from turn to turn."""
+        return f"g_{self.cell.state_names[i]}"

@@ -21,7 +21,7 @@ sides to separate memory, in addition to the sequences.
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from typing import NamedTuple
 
 from anycell.engines.gpu.text import (
@@ -32,7 +32,9 @@ from anycell.engines.gpu.text import (
     Where,
     apart,
     keeps,
+    kept,
     power_of_two,
+    source,
     symbol,
 )
 from anycell.lang.cell import Linear
@@ -114,12 +116,8 @@ def print_step(plan: Plan, variant: Variant) -> Step:
         last = s == depth
         side = "out_size" if variant.backward else "in_size"
         sizes = dict.fromkeys(getattr(l, side) for l in ahead)
-        if last:
-            sizes |= dict.fromkeys(state.size for state in plan.cell.states)
-            sizes |= dict.fromkeys(size for size, _ in _kept(plan, variant))
-            sizes |= dict.fromkeys(["H"] if variant.backward else [])
-            sizes |= dict.fromkeys(_operand_sizes(plan, variant))
-            sizes |= dict.fromkeys(l.out_size for l in plan.cell.linears if variant.backward)
+        if last:  # some have nothing to write
+            sizes |= dict.fromkeys([*(state.size for state in plan.cell.states), *plan.sizes])
         kernels = [
             _Kernel(
                 plan, variant, size, [l for l in ahead if getattr(l, side) == size], last, table
@@ -158,10 +156,7 @@ def print_advance() -> Printed:
 
 def _small(name: str, about: str, arguments: dict[str, str], lines: list[str]) -> Printed:
     """A kernel of one program."""
-    head = "".join(f"    {a},  # {kind}\n" for a, kind in arguments.items())
-    body = "".join(f"    {line}\n" for line in lines)
-    text = f'"""{about}"""\n\nimport triton\nimport triton.language as tl\n\n\n'
-    text += f"@triton.jit\ndef {name}(\n{head}):\n{body}"
+    text = source(name, about, arguments, "\n".join(f"    {line}" for line in lines))
     return Printed(name, text, tuple(arguments.items()), (1, 1), "", 1)
 
 
@@ -173,7 +168,7 @@ def _is_product(node: Expr, variant: Variant) -> bool:
 def _roots(plan: Plan, variant: Variant) -> list[Expr]:
     if variant.backward:
         return gradient_roots(plan.cell, plan.gradients)
-    return [*plan.cell.next, *((*plan.saved, *plan.saved_rows) if variant.keep else ())]
+    return [*plan.cell.next, *kept(plan, variant)]
 
 
 def _levels(plan: Plan, variant: Variant) -> dict[Expr, int]:
@@ -196,19 +191,10 @@ def _levels(plan: Plan, variant: Variant) -> dict[Expr, int]:
     return level
 
 
-def _operand_sizes(plan: Plan, variant: Variant) -> Iterable[str]:
-    """Sizes of the operands that the backward pass writes, for the gradients of the weights."""
-    return (l.in_size for l in plan.cell.linears if variant.backward and apart(plan, variant, l))
-
-
-def _kept(plan: Plan, variant: Variant) -> list[tuple[str, Expr]]:
-    """The values that the forward pass saves for the backward pass, and their sizes."""
-    nodes = (*plan.saved, *plan.saved_rows) if variant.keep and not variant.backward else ()
-    return [(plan.symbol(node), node) for node in nodes]
-
-
 class _Kernel(Text):
     """The kernel of one stage, for the results of one size."""
+
+    begins = False  # of arrays over time the table holds the address of the call's first step
 
     def __init__(
         self,
@@ -222,8 +208,9 @@ class _Kernel(Text):
         self.of, self.ahead, self.last, self.table = of, ahead, last, table
         self.tabled: dict[str, str] = {}  # what comes from the table, by name
         units = plan.sizes[of]
-        nodes = topological(self._targets(plan, variant))
-        whole = any(map(is_reduction, nodes))
+        self.kept = [n for n in kept(plan, variant) if last and plan.symbol(n) == of]
+        self.targets = self._targets(plan, variant)
+        whole = any(map(is_reduction, topological(self.targets)))
         width = power_of_two(units) if whole else min(128, power_of_two(units))
         super().__init__(plan, variant, (max(1, ELEMENTS // width), width), whole)
         if ELEMENTS < width <= 16 * ELEMENTS:
@@ -237,8 +224,7 @@ class _Kernel(Text):
             targets = [l.operand for l in self.ahead]
             if self.last:
                 targets += [n for s, n in zip(cell.states, cell.next, strict=True) if s.size == of]
-                targets += [node for size, node in _kept(plan, variant) if size == of]
-            return targets
+            return targets + self.kept
         targets = [d for l in self.ahead for d in g.linear[l.name].values()]
         if self.last:
             targets += [d for name, d in g.state.items() if sizes[name] == of]
@@ -254,9 +240,8 @@ class _Kernel(Text):
 
     def printed(self, name: str, where: str) -> Printed | None:
         """The kernel; None where it has nothing to write."""
-        if not self._targets(self.plan, self.variant):
+        if not self.targets:
             return None
-        way = "backward" if self.variant.backward else "forward"
         self._start()
         if self.variant.mask:
             self.once("valid", self.flags("mask"))
@@ -265,8 +250,8 @@ class _Kernel(Text):
         else:
             self._forward()
         of = "" if len(set(self.plan.sizes.values())) == 1 else f", results of size {self.of}"
-        about = f"{self.cell.name}, {way}, {where}{of}: {self.plan.sizes[self.of]} units, "
-        return self.finish(f"{way}_{name}", f"{about}{self.plan.dtype}.")
+        about = f"{where}{of}: {self.plan.sizes[self.of]} units, {self.plan.dtype}."
+        return self.finish(name, about)
 
     def _start(self) -> None:
         super().argument("table", "*i64")
@@ -307,20 +292,6 @@ class _Kernel(Text):
         stems = ("outputs", "back") if self.variant.backward else ("operand", "product")
         return {f"{stem}{k}" for stem in stems for k in self.numbers.values()}
 
-    # Of arrays over time the table holds the address of the call's first step.
-
-    def place(self, name: str, step: str, rows: str = "rows", wide: bool = False) -> str:
-        """The address of rows in an array over time."""
-        array = self.array(name, wide)
-        time, row = (self.argument(f"{name}__{part}", "i64") for part in "tb")
-        return f"{array} + (({step}) * {time} + {rows} * {row})".replace("(t)", "t")
-
-    def flags(self, name: str, step: str = "t", mask: str = "is_row", rows: str = "rows") -> str:
-        """The flags of the rows at a step."""
-        array, time = self.argument(name, "*u8"), self.argument(f"{name}__t", "i64")
-        where = f"{array} + (({step}) * {time} + {rows})".replace("(t)", "t")
-        return f"tl.load({where}, mask={mask}, other=0) != 0"
-
     def finish(self, name: str, about: str) -> Printed:
         """The whole text: the table is read first."""
         read = {"t": f"tl.load(table + {self._entry(DONE, 'i64')}) + t", **self.tabled}
@@ -343,7 +314,7 @@ class _Kernel(Text):
         cell, of = self.cell, self.of
         states = [i for i, s in enumerate(cell.states) if s.size == of and self.last]
         labels = {cell.next[i]: f"{cell.states[i].name}_new" for i in states}
-        self.evaluate(self._targets(self.plan, self.variant), labels)
+        self.evaluate(self.targets, labels)
         olds = {}
         if self.variant.mask:  # a masked row holds its states
             for i in states:
@@ -358,48 +329,23 @@ class _Kernel(Text):
                 begins = not staged(self.plan, self.variant, l)
                 if begins and l.operand.attrs == (cell.states[i].name,):
                     self._store_operand(l, new)
+            if i:
+                self.store(self.in_turn(f"work{i}", i, "t + 1 + turn"), new, of)
+            if i == 0 or keeps(self.plan, self.variant, i):
+                self.store_state(i, new)
             if i == 0:
-                self.store(
-                    self.at(self.row(self.sequences[0], "t + 1", tag="_after"), 0, of), new, of
-                )
-                if self.variant.apart:
-                    out = self.valid(self.value(cell.next[i]))
-                    self.store(self.at(self.row("out"), 0, of), out, of)
-                continue
-            self.store(self._working(i, "t + 1"), new, of)
-            if keeps(self.plan, self.variant, i):
-                row = self.row(self.sequences[i], "t + 1", tag="_after")
-                self.store(self.at(row, 0, of), new, of)
-        if self.last:
-            self.store_saved([n for size, n in _kept(self.plan, self.variant) if size == of])
+                self.store_output()
+        self.store_saved(self.kept)
 
     def _store_operand(self, l: Linear, value: str) -> None:
         """Stores the operand of the next matmul."""
         array = self.array(f"operand{self.numbers[l.name]}")
         self.store(self._at_outputs(array, 0, 1, l.heads), value, self.of)
 
-    def _working(self, i: int, step: str) -> str:
-        """State i > 0 in float32, two steps of it, which take turns."""
-        array, turn = self.array(f"work{i}", wide=True), self.argument("turn", "i32")
-        width = self.widths[i]
-        slot = f"(({step} + {turn}) & 1) * (batch * {width})".replace("t + 0", "t")
-        return self.at(f"{array} + {slot} + rows * {width}", 0, self.of)
-
-    def load_state(self, node: Expr) -> tuple[str, str]:
-        """A state before the step; where a reset precedes it, the value that this restores."""
-        (name,) = node.attrs
-        i, size = self.states[name], self.of
-        if i and not self.variant.backward:
-            text = self.load(self._working(i, "t"), size, wide=True)
-        else:
-            text = self.load(self.at(self.row(self.sequences[i]), 0, size), size)
-        if not self.variant.resets:
-            return f"s_{name}", text
-        self.once("reset", self.flags("resets"))
-        reset = self.of_state("reset_state", i)
-        row = f"{self.array(reset)} + rows * {self.argument(f'{reset}__b', 'i64')}"
-        restored = self.load(self.at(row, 0, size), size)
-        return f"s_{name}", f"tl.where(reset, {restored}, {text})"
+    def before_step(self, i: int) -> str:
+        """The address of state i before the step."""
+        working = i and not self.variant.backward
+        return self.in_turn(f"work{i}", i, "t + turn") if working else super().before_step(i)
 
     def load_linear(self, node: Expr) -> tuple[str, str]:
         """An output of a matmul, with its bias."""
@@ -408,8 +354,7 @@ class _Kernel(Text):
         l = self.cell.linears[k]
         text = self._product(f"product{k}", l.outputs.index(output), len(l.outputs), l.heads)
         if self.variant.biases[k]:
-            column = l.declared.index(output) * self.plan.sizes[self.of]
-            text += f" + {self.load_units(l.bias_name, self.of, column)}"
+            text += f" + {self.bias(l, output)}"
         return f"r_{output}" if output != name else output, text
 
     def _product(self, array: str, output: int, outputs: int, heads: int) -> str:
@@ -428,8 +373,8 @@ class _Kernel(Text):
 
     # -- backward --------------------------------------------------------------------------------
     def _backward(self) -> None:
-        variant, cell, of, g = self.variant, self.cell, self.of, self.plan.gradients
-        self.evaluate(self._targets(self.plan, variant), self.labels())
+        cell, of, g = self.cell, self.of, self.plan.gradients
+        self.evaluate(self.targets, self.labels())
         for l in self.ahead:
             self.store_outputs(l)
             self._store_gradients(l)
@@ -441,12 +386,9 @@ class _Kernel(Text):
                 self._store_gradients(l)
         for i, s in enumerate(cell.states):
             if s.size == of:
-                arrived = self._arrived(i)
+                self.later(i)
                 self._divert(i)
-                held = arrived
-                if i == 0 and variant.mask and not variant.apart:
-                    held = self._upstream(0)
-                new = self.valid(self.value(g.state[s.name]), held)
+                new = self.valid(self.value(g.state[s.name]), self.under_mask(i))
                 self.store(self._gradient(i, "t + 1"), new, of)
         if of == "H":
             self._sums()
@@ -461,29 +403,19 @@ class _Kernel(Text):
 
     def _sums(self) -> None:
         """Gradients that add up over the steps, in memory that no other program touches."""
-        g, h = self.plan.gradients, self.plan.hidden_size
+        g = self.plan.gradients
         for n, d in enumerate(g.param.values()):
             rows = f"tl.where(is_row, {self.valid(self.value(d))}, 0.0)"
-            width = h * len(g.param)
             full = f"tl.sum({rows} + tl.zeros([{self.rows}, {self.lanes}], tl.float32), axis=0)"
-            array = self.array("d_params", wide=True)
-            base = f"{array} + tl.program_id(0) * {width}"
-            where = self.at(base, n * h, "H")
-            old = self.assign("so_far", f"tl.load({where}, mask=is_H, other=0.0)")
-            self.say(f"tl.store({where}, {old} + {full}[None, :], mask=is_H)")
+            self.add_param(n, f"{full}[None, :]")
         if g.static is not None:
-            where = self.at(f"{self.array('d_static', wide=True)} + rows * {h}", 0, "H")
-            old = self.assign("so_far", self.load(where, "H", wide=True))
-            self.store(where, f"{old} + {self.valid(self.value(g.static))}", "H")
+            self.add(self.of_rows("d_static", "H"), self.valid(self.value(g.static)), "in_H")
 
     def _gradient(self, i: int, step: str) -> str:
-        """The gradient of state i from later steps: float32, two steps of it, which take turns."""
-        array = self.array(self.of_state("d_state", i), wide=True)
-        turn = self.argument("turn", "i32")
-        slot = f"(({step} + {turn}) & 1) * (batch * {self.widths[i]})"
-        return self.at(f"{array} + {slot} + rows * {self.widths[i]}", 0, self.of)
+        """The gradient of state i from later steps."""
+        return self.in_turn(self.of_state("d_state", i), i, f"{step} + turn")
 
-    def _arrived(self, i: int) -> str:
+    def later(self, i: int) -> str:
         """The gradient of the new state i from the step after, if no reset comes between."""
         name = f"later_{self.cell.state_names[i]}"
         if name in self.said:
@@ -508,24 +440,10 @@ class _Kernel(Text):
     def _divert(self, i: int) -> None:
         """The step after may have begun with a reset: its gradient goes to what that restored."""
         if self.variant.resets:
-            name, rows = self.cell.state_names[i], f"rows * {self.widths[i]}"
-            reset = self.array(self.of_state("d_reset", i), wide=True)
-            where = self.at(f"{reset} + {rows}", 0, self.of)
-            old = self.assign(f"restored_{name}", self.load(where, self.of, wide=True))
-            self.store(where, f"{old} + tl.where(diverted, all_later_{name}, 0.0)", self.of)
-
-    def _upstream(self, i: int) -> str:
-        """The gradient that reaches the new state i, its output included."""
-        name, arrived = f"d_{self.cell.state_names[i]}", self._arrived(i)
-        if i or name in self.said:
-            return name if i == 0 else arrived
-        dy = self.load(self.at(self.row("d_output"), 0, self.of), self.of)
-        return self.once(name, f"{arrived} + {self.valid(dy) if self.variant.apart else dy}")
-
-    def load_grad(self, node: Expr) -> tuple[str, str]:
-        """The gradient that reaches a new state."""
-        (name,) = node.attrs
-        return f"up_{name}", self._upstream(self.states[name])
+            name = self.cell.state_names[i]
+            where = self.of_rows(self.of_state("d_reset", i), self.of)
+            value = f"tl.where(diverted, all_later_{name}, 0.0)"
+            self.add(where, value, f"in_{self.of}", f"restored_{name}")
 
     def load_linear_t(self, node: Expr) -> tuple[str, str]:
         """The gradient that reaches the operand of a matmul inside the step."""
@@ -537,7 +455,7 @@ class _Kernel(Text):
         self._start()
         for i, s in enumerate(self.cell.states):
             if s.size == self.of:
-                arrived = self._arrived(i)
+                later = self.later(i)
                 self._divert(i)
-                self.store(self._gradient(i, "t + 1"), arrived, self.of)
-        return self.finish(f"backward_{name}", f"{self.cell.name}, backward, after the last step.")
+                self.store(self._gradient(i, "t + 1"), later, self.of)
+        return self.finish(name, "after the last step.")

@@ -22,11 +22,11 @@ from anycell.engines.gpu.step import (
     print_fill,
     staged,
 )
-from anycell.engines.gpu.text import NUMBERS, Printed
+from anycell.engines.gpu.text import NUMBERS
 from anycell.lang.cell import Linear
 
 if TYPE_CHECKING:
-    from anycell.engines.gpu import GpuHost, Work
+    from anycell.engines.gpu import Work
 
 Array = Any
 # Steps of the graphs that a framework may capture, the longest first; chunks of time are made of
@@ -120,7 +120,7 @@ class Steps:
             self.step += [every[kernel] for kernel in stage.kernels]
         self.step += map(_at_any_step, multiply.values())  # of what the step before has left
         self.last = [every[kernel] for kernel in kernels.close]
-        self.count = _small(host, print_advance(), values)
+        self.count = Launch(print_advance(), values, (1, 1), host)
         self.launches = [*every.values(), self.count]
 
     def load(self, work: Work, table: Sequence[int]) -> None:
@@ -129,7 +129,7 @@ class Steps:
             part = [*table[first : first + FILLED], *[0] * FILLED][:FILLED]
             values = {f"value{n}": number for n, number in enumerate(part)}
             values |= {"table": self.table, "first": first}
-            _small(self.host, print_fill(), values)(0)
+            Launch(print_fill(), values, (1, 1), self.host)(0)
         for k, weight in self.weights:
             weight[:] = work.weights[k]
         for l, left in self.begins:
@@ -167,11 +167,6 @@ class Steps:
 
 def _at_any_step(run: Callable[[], None]) -> Callable[[int], None]:
     return lambda _: run()
-
-
-def _small(host: GpuHost, printed: Printed, values: Mapping[str, Any]) -> Launch:
-    """A kernel of one program."""
-    return Launch(printed, values, (1, 1), host.pointer, host.stream(), host.ordinal)
 
 
 def run_plainly(kernels: Step, work: Work) -> None:

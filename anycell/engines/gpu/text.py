@@ -18,9 +18,9 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from anycell.lang.cell import Linear
+from anycell.lang.cell import Cell, Linear
 from anycell.lang.expr import Expr, listing, show, topological
 from anycell.lang.ops import is_boolean, is_reduction
 from anycell.plan import DTYPES, FREE, MATMULS, Options, Plan, arrays
@@ -53,6 +53,17 @@ class Variant(NamedTuple):
     biases: tuple[bool, ...] = ()
     by_data: bool = False
     options: Options = Options()
+
+    @classmethod
+    def training(cls, cell: Cell, backward: bool, **more: Any) -> Variant:
+        """The variant of training, whose matmuls have their biases; without masks."""
+        biases = tuple(l.bias and not backward for l in cell.linears)
+        return cls(backward, draw=bool(cell.keeps), keep=not backward, biases=biases, **more)
+
+    @property
+    def way(self) -> str:
+        """The pass, in a word."""
+        return "backward" if self.backward else "forward"
 
     @property
     def apart(self) -> bool:
@@ -94,6 +105,9 @@ class Text:
 
     Subclasses say where leaves come from (``load_<op>``) and where results go.
     """
+
+    begins = True  # whether arrays over time begin before the first step of the call
+    shared = alone = False  # see ``Printed``: cooperative, alone
 
     def __init__(self, plan: Plan, variant: Variant, tile: tuple[int, int], whole: bool) -> None:
         self.plan, self.cell, self.variant = plan, plan.cell, variant
@@ -191,12 +205,19 @@ class Text:
 
     def place(self, name: str, step: str, rows: str = "rows", wide: bool = False) -> str:
         """The address of rows in an array over time."""
-        name = self.array(name, wide)
+        array = self.array(name, wide)
+        time = self._time(array, step)
+        return f"{array} + ({time} + {rows} * {self.stride(array, 'b')})"
+
+    def _time(self, array: str, step: str) -> str:
+        """The place of a step in an array over time."""
+        begin = f"{self.stride(array, '0')} + " if self.begins else ""
+        return f"{begin}({step}) * {self.stride(array, 't')}".replace("(t)", "t")
+
+    def stride(self, array: str, axis: str) -> str:
+        """An argument: from step to step (t), from row to row (b), or to the first step (0)."""
         # Two underscores: no value of a gate, as x_b, is named so.
-        for part in "0tb":
-            self.argument(f"{name}__{part}", "i64")
-        where = f"{name} + ({name}__0 + ({step}) * {name}__t + {rows} * {name}__b)"
-        return where.replace("(t)", "t")
+        return self.argument(f"{array}__{axis}", "i64")
 
     def row(self, name: str, step: str = "t", wide: bool = False, tag: str = "") -> str:
         """The address of the tile's first row in an array over time."""
@@ -204,10 +225,7 @@ class Text:
 
     def flags(self, name: str, step: str = "t", mask: str = "is_row", rows: str = "rows") -> str:
         """The flags of the rows at a step, ``[rows, 1]``, which are memory ``[T, B]``."""
-        self.argument(name, "*u8")
-        for part in "0t":
-            self.argument(f"{name}__{part}", "i64")
-        where = f"{name} + ({name}__0 + ({step}) * {name}__t + {rows})".replace("(t)", "t")
+        where = f"{self.argument(name, '*u8')} + ({self._time(name, step)} + {rows})"
         return f"{self.read(f'tl.load({where}, mask={mask}, other=0)')} != 0"
 
     def read(self, load: str) -> str:
@@ -234,6 +252,24 @@ class Text:
     def at(self, base: str, column: int, size: str) -> str:
         """The address of the tile's units, in rows that begin at ``base``."""
         return f"{base} + {plus(column, self.units(size))}"
+
+    def of_rows(self, name: str, size: str, wide: bool = True) -> str:
+        """The address of the tile in an array ``[B, units]``."""
+        return self.at(f"{self.array(name, wide)} + rows * {self.plan.sizes[size]}", 0, size)
+
+    def in_turn(self, name: str, i: int, turn: str) -> str:
+        """The address of state i, or of its gradient, between steps or calls, float32: two arrays
+        ``[B, units]`` take turns.
+        """
+        array, width = self.array(name, wide=True), self.widths[i]
+        self.argument("turn", "i32")
+        slot = f"(({turn}) & 1) * (batch * {width})"
+        return self.at(f"{array} + {slot} + rows * {width}", 0, self.cell.states[i].size)
+
+    def reset_row(self, i: int, rows: str = "rows") -> str:
+        """The address of the rows that a reset puts in the place of state i."""
+        name = self.of_state("reset_state", i)
+        return f"{self.array(name)} + {rows} * {self.stride(name, 'b')}"
 
     # -- the graph -------------------------------------------------------------------------------
     def is_leaf(self, node: Expr) -> bool:
@@ -344,8 +380,7 @@ class Text:
 
     def load_static(self, node: Expr) -> tuple[str, str]:
         """The input given once per sequence."""
-        row = f"{self.array('static')} + rows * {self.plan.hidden_size}"
-        return node.attrs[0], self.load(self.at(row, 0, "H"), "H")
+        return node.attrs[0], self.load(self.of_rows("static", "H", wide=False), "H")
 
     def load_recurrent_mask(self, node: Expr) -> tuple[str, str]:
         """The mask of the first state on its way to a recurrent matmul, all of them or one."""
@@ -357,14 +392,70 @@ class Text:
     def load_x(self, node: Expr) -> tuple[str, str]:
         """The input projection of a gate."""
         (gate,) = node.attrs
-        return f"x_{gate}", self.projected(gate)
+        text = self.projected(gate)
+        bias = f" + {self.input_bias(gate)}" if self.variant.input_bias else ""
+        return f"x_{gate}", f"{text}{bias}"
 
     def projected(self, gate: str) -> str:
-        """The input projection of a gate, with its bias."""
-        column = self.cell.gates.index(gate) * self.plan.hidden_size
-        text = self.load(self.at(self.row("gates"), column, "H"), "H")
-        bias = f" + {self.load_units('bias_ih', 'H', column)}" if self.variant.input_bias else ""
-        return f"{text}{bias}"
+        """The input projection of a gate, without its bias."""
+        return self.load(self.at(self.row("gates"), self._column(gate), "H"), "H")
+
+    def _column(self, gate: str) -> int:
+        return self.cell.gates.index(gate) * self.plan.hidden_size
+
+    def input_bias(self, gate: str) -> str:
+        """The bias of the input projection of a gate."""
+        return self.load_units("bias_ih", "H", self._column(gate))
+
+    def bias(self, l: Linear, output: str) -> str:
+        """The bias of an output of a matmul."""
+        column = l.declared.index(output) * self.plan.sizes[l.out_size]
+        return self.load_units(l.bias_name, l.out_size, column)
+
+    def load_state(self, node: Expr) -> tuple[str, str]:
+        """A state before the step; where a reset precedes it, the value that this restores."""
+        (name,) = node.attrs
+        i, size = self.states[name], self.cell.states[self.states[name]].size
+        text = self.load(self.before_step(i), size, wide=bool(i) and not self.variant.backward)
+        if not self.variant.resets:
+            return f"s_{name}", text
+        self.once("reset", self.flags("resets"))
+        return f"s_{name}", f"tl.where(reset, {self.restored(i)}, {text})"
+
+    def before_step(self, i: int) -> str:
+        """The address of state i before the step."""
+        return self.at(self.row(self.sequences[i]), 0, self.cell.states[i].size)
+
+    def restored(self, i: int) -> str:
+        """The value that a reset puts in the place of state i."""
+        size = self.cell.states[i].size
+        where = self.at(self.reset_row(i), 0, size)
+        text = f"tl.load({where}, mask=in_{size} & reset, other=0.0)"
+        return f"{text}.to(tl.float32)" if self.half else text
+
+    def load_grad(self, node: Expr) -> tuple[str, str]:
+        """The gradient that reaches a new state."""
+        text = self.upstream(self.states[node.attrs[0]])
+        self.taken.add(text)
+        return text, text
+
+    def upstream(self, i: int) -> str:
+        """The gradient that reaches the new state i, its output included."""
+        later, size = self.later(i), self.cell.states[i].size
+        if i:
+            return later
+        dy = self.load(self.at(self.row("d_output"), 0, size), size)
+        dy = self.valid(dy) if self.variant.apart else dy
+        return self.once(f"d_{self.cell.state_names[0]}", f"{later} + {dy}")
+
+    def under_mask(self, i: int) -> str:
+        """The gradient of state i in a row under a mask, which holds its states."""
+        output = i == 0 and self.variant.mask and not self.variant.apart  # it repeats the state
+        return self.upstream(0) if output else self.later(i)
+
+    def later(self, i: int) -> str:
+        """The gradient of the new state i from the steps after it."""
+        raise NotImplementedError
 
     # -- results ---------------------------------------------------------------------------------
     def valid(self, value: str, other: str = "0.0") -> str:
@@ -376,6 +467,17 @@ class Text:
         g = self.plan.gradients
         labels = {d: f"d_x_{gate}" for gate, d in g.x.items()}
         return labels | {d: f"d_s_{name}" for name, d in g.state.items()}
+
+    def store_state(self, i: int, value: str) -> None:
+        """Stores the new value of a state, into its sequence."""
+        size, row = self.cell.states[i].size, self.row(self.sequences[i], "t + 1", tag="_after")
+        self.store(self.at(row, 0, size), value, size)
+
+    def store_output(self) -> None:
+        """Stores the output, where it is not the new state."""
+        if self.variant.apart:
+            size, value = self.cell.states[0].size, self.valid(self.value(self.cell.next[0]))
+            self.store(self.at(self.row("out"), 0, size), value, size)
 
     def store_saved(self, nodes: Iterable[Expr]) -> None:
         """Stores the values that the backward pass reads."""
@@ -407,9 +509,7 @@ class Text:
 
     def store_outputs(self, l: Linear) -> None:
         """The gradients of a matmul's outputs."""
-        shared = self.plan.shares_gradient(l)
-        name = "d_gates" if shared else f"d_outputs {l.name}"
-        size = self.plan.sizes[l.out_size]
+        name, size = gradients_of(self.plan, l), self.plan.sizes[l.out_size]
         for n, d in enumerate(self.plan.gradients.linear[l.name].values()):
             self.store_gradient(name, n * size, self.value(d), l.out_size)
 
@@ -417,25 +517,33 @@ class Text:
         """Stores the gradient of a gate or of an output, from some column of an array on."""
         self.store(self.at(self.row(name), column, size), self.valid(value), size)
 
+    def add(self, where: str, value: str, mask: str, name: str = "so_far") -> None:
+        """Adds to numbers in memory that no other program touches."""
+        so_far = self.assign(name, f"tl.load({where}, mask={mask}, other=0.0)")
+        self.say(f"tl.store({where}, {so_far} + {value}, mask={mask})")
+
+    def add_param(self, n: int, value: str) -> None:
+        """Adds to the gradient of a parameter what the rows of the tile have, ``[1, units]``."""
+        h, count = self.plan.hidden_size, len(self.plan.gradients.param)
+        base = f"{self.array('d_params', wide=True)} + tl.program_id(0) * {h * count}"
+        self.add(self.at(base, n * h, "H"), value, "is_H")
+
     # -- the file --------------------------------------------------------------------------------
     def finish(self, name: str, about: str) -> Printed:
-        """The whole text of the kernel."""
+        """The whole text of the kernel, of that name after that of the pass."""
+        way = self.variant.way
+        name, about = f"{way}_{name}", f"{self.cell.name}, {way}, {about}"
         body = self._named("\n".join(self.lines))
         used = [f for f in FUNCTIONS if re.search(rf"(?<![.\w]){f}\(", body)]
         short = [f"{f}_16 as {f}" if self.half and f"{f}_16" in FUNCTIONS else f for f in used]
         imports = f"from anycell.engines.gpu.library import {', '.join(short)}\n" if used else ""
-        text = (
-            f'"""{about}\n\n{self.equations()}\n"""\n\n'
-            "import triton\nimport triton.language as tl\n\n"
-            f"{imports}{chr(10) if imports else ''}\n"
-            f"@triton.jit\ndef {name}(\n"
-            + "".join(f"    {a},  # {kind}\n" for a, kind in self.arguments.items())
-            + f"):\n{body}\n"
-        )
+        about = f"{about}\n\n{self.equations()}\n"
+        text = source(name, about, self.arguments, body, f"{imports}\n" if imports else "")
         size = next((n[6:] for n in self.said if n.startswith("units_")), "H")
         tile = self.rows, self.lanes
         warps = self.warps or (4 if self.lanes <= 4096 else 8 if self.lanes <= 16384 else 16)
-        return Printed(name, text, tuple(self.arguments.items()), tile, size, warps)
+        arguments = tuple(self.arguments.items())
+        return Printed(name, text, arguments, tile, size, warps, self.shared, self.alone)
 
     def _named(self, body: str) -> str:
         """The text with names for its variables."""
@@ -465,9 +573,30 @@ class Text:
         return "\n".join(f"    {line}" for line in listing(named))
 
 
+def source(
+    name: str, about: str, arguments: Mapping[str, str], body: str, imports: str = ""
+) -> str:
+    """The file of a kernel."""
+    head = "".join(f"    {argument},  # {kind}\n" for argument, kind in arguments.items())
+    return (
+        f'"""{about}"""\n\nimport triton\nimport triton.language as tl\n\n{imports}\n'
+        f"@triton.jit\ndef {name}(\n{head}):\n{body}\n"
+    )
+
+
 def apart(plan: Plan, variant: Variant, linear: Linear) -> bool:
     """Whether a matmul multiplied something else than the sequence of hidden states."""
     return variant.resets or linear.operand is not Expr("state", (), (plan.cell.state_names[0],))
+
+
+def gradients_of(plan: Plan, linear: Linear) -> str:
+    """The array with the gradients of a matmul's outputs."""
+    return "d_gates" if plan.shares_gradient(linear) else f"d_outputs {linear.name}"
+
+
+def kept(plan: Plan, variant: Variant) -> list[Expr]:
+    """The values that a forward pass saves for the backward pass."""
+    return [*plan.saved, *plan.saved_rows] if variant.keep and not variant.backward else []
 
 
 def keeps(plan: Plan, variant: Variant, i: int) -> bool:

@@ -1,0 +1,101 @@
+"""What the GPU engine's tools share: arguments, lines of JSON, tables of these, times on a card.
+
+Importing it finds the checkout's ``anycell``; it imports no PyTorch before that is needed.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+Line = dict[str, Any]
+
+
+def arguments(doc: str | None, seconds: float | None = None) -> argparse.ArgumentParser:
+    """A parser; ``seconds`` by default, of a tool that has so many."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    if seconds is not None:
+        parser.add_argument("--seconds", type=float, default=seconds)
+    return parser
+
+
+def need_card(tool: str, status: int = 1) -> None:
+    """Ends the process where PyTorch sees none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        print(f"{tool}: no CUDA card here.", file=sys.stderr, flush=True)
+        sys.exit(status)
+
+
+def say(line: Line) -> None:
+    """Prints a line of JSON at once."""
+    print(json.dumps(line), flush=True)
+
+
+def tried(run: Callable[..., Line], *given: Any) -> Line:
+    """The line that it returns, or its error."""
+    try:
+        return run(*given)
+    except Exception as error:
+        return {"error": told(error)}
+
+
+def told(error: BaseException) -> str:
+    """The kind of an error, and how it begins."""
+    return f"{type(error).__name__}: {error}"[:400]
+
+
+def over(seconds: float) -> str:
+    """Why there is no more."""
+    return f"{seconds:g} seconds were over"
+
+
+def lines_of(text: str) -> list[Line]:
+    """The lines that are JSON."""
+    found = []
+    for line in text.splitlines():
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return found
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:
+    """Lines of Markdown."""
+    yield f"| {' | '.join(header)} |"
+    yield "|---" * len(header) + "|"
+    for row in rows:
+        yield f"| {' | '.join(str(value).replace('|', '/') for value in row)} |"
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    """Of one run, on the card."""
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+def host_of_card(dtype: Any) -> Any:
+    """The GPU engine's host of tensors on the current card."""
+    import torch
+
+    from anycell.torch.device import host_of
+
+    return host_of(dtype, torch.device("cuda", torch.cuda.current_device()))
+
+
+def spelled(card: Sequence[Any]) -> str:
+    """A card as ``--device`` takes it: name, capability, shared, registers, processors."""
+    return ",".join(map(str, card[:5]))
