@@ -42,8 +42,8 @@ RESERVED = frozenset(
 
 @dataclass(frozen=True)
 class State:
-    """A state: ``size`` is a symbol ("H" is the hidden size),
-    ``initial`` the value it starts from and resets to.
+    """A state: ``size`` is a symbol ("H" is the hidden size), ``initial`` where it starts from and
+    what it resets to.
     """
 
     name: str
@@ -166,6 +166,12 @@ _FORMS = {
     "params": ("name or name=value", "p_i gain=1"),
     "static": ("name", "e"),
 }
+# What to say of a part that a word may not have.
+_ELSEWHERE = {
+    "size": ': it has H units. Of another size are states, state="h:P c", and results of '
+    'linear(value, "name", size="P").',
+    "value": '. Initial values have states, state="h c=1", and params="p=1".',
+}
 SYMBOL = re.compile(r"[A-Za-z]\w*")
 
 
@@ -185,17 +191,10 @@ def words(text: str | Sequence[str], what: str) -> list[tuple[str, str | None, s
         if match is None:
             fail(f"{declared}: cannot read {word!r}; expected {form}.", f"write {example}.")
         name, size, value = match.groups()
-        if size and "size" not in form:
-            fail(
-                f"{declared}: cannot read {word!r}; expected {form}.",
-                f'write {name!r}: it has H units. Of another size are states, state="h:P c", and '
-                'results of linear(value, "name", size="P").',
-            )
-        if value and "value" not in form:
-            fail(
-                f"{declared}: cannot read {word!r}; expected {form}.",
-                f'write {name!r}. Initial values have states, state="h c=1", and params="p=1".',
-            )
+        for part, given in (("size", size), ("value", value)):
+            if given and part not in form:
+                problem = f"{declared}: cannot read {word!r}; expected {form}."
+                fail(problem, f"write {name!r}{_ELSEWHERE[part]}")
         if size:
             check_symbol(size, declared)
         out.append((name, size, value))
