@@ -38,6 +38,7 @@ class Layer:
         self._grads: dict[str, Array] = {}
         self._writes = 0  # to the parameters, all that go through a method of ours
         self._prepared: Any = None
+        self._saved: Any = None
 
     if not TYPE_CHECKING:  # each class tells type checkers that it is called as its forward
 
@@ -59,6 +60,19 @@ class Layer:
     def grads(self) -> Mapping[str, Array]:
         """The gradients of the last ``backward``, by the same names; empty before the first."""
         return MappingProxyType(self._grads)
+
+    def _last_forward(self) -> Any:
+        """What ``forward`` kept for ``backward``.
+
+        Raises:
+            RuntimeError: where no ``forward(..., training=True)`` went before.
+        """
+        if self._saved is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.backward() needs a forward(x, training=True) before it, "
+                "and no other call of forward between the two."
+            )
+        return self._saved
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, and a pickle, is of the layer, not of a pass that is under way.
