@@ -240,9 +240,7 @@ def bench(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def progress(
-    costs: Sequence[float],
-) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+def progress(costs: Sequence[float]) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
     """Functions that hear what is being done, and that a row is: a bar in a terminal, else a line
     for each row, on stderr.
 
@@ -316,16 +314,8 @@ def explain(options: argparse.Namespace) -> int:
             print(f"{name:<22} {about}".rstrip())
         return 0
     cell = find_cell(options.cell)
-    print(
-        anycell.explain(
-            cell,
-            hidden_size=options.hidden,
-            dtype=options.dtype,
-            llvm=options.llvm,
-            assembly=options.assembly,
-            **dict(options.size),
-        )
-    )
+    asked = {"llvm": options.llvm, "assembly": options.assembly}
+    print(anycell.explain(cell, options.hidden, options.dtype, **asked, **dict(options.size)))
     return 0
 
 

@@ -49,14 +49,10 @@ def draw(report: Report, folder: Path) -> Path | None:
     # The same limits for all panels, so that they can be compared; with room for the numbers.
     all_ratios = [ratio for peer in peers for ratio in ratios(report.rows, peer)]
     limits = min(0.8, 0.72 * min(all_ratios)), max(1.25, 1.5 * max(all_ratios))
+    size = 1.2 + 5.4 * columns, 1.0 + height * lines
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(
-            lines,
-            columns,
-            figsize=(1.2 + 5.4 * columns, 1.0 + height * lines),
-            squeeze=False,
-            layout="constrained",
-        )
+        form = {"figsize": size, "squeeze": False, "layout": "constrained"}
+        figure, axes = plt.subplots(lines, columns, **form)
         for axis in axes.flat[len(panels) :]:
             axis.set_axis_off()
         for axis, (title, rows) in zip(axes.flat, panels, strict=False):

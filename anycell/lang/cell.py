@@ -309,10 +309,8 @@ class Cell:
                 )
             node = as_expr(value)
             if is_boolean(node):
-                fail(
-                    f"Cell {self.name} returned a condition for the new state {state.name!r}.",
-                    "where(condition, 1.0, 0.0).",
-                )
+                problem = f"Cell {self.name} returned a condition for the new state {state.name!r}."
+                fail(problem, "where(condition, 1.0, 0.0).")
             out.append(node)
         for node in topological(out):
             if node.op not in TABLE and node.op != "const" and node not in given:
@@ -578,25 +576,19 @@ def cell(
         ...     return (1 - f) * s.h + f * tanh(x.g + r.g)
     """
     if function is not None:
-        fail(
-            f"@cell was given {function!r} in place of a declaration.",
-            '@cell(gates="i f g o", state="h c") above the function.',
-        )
+        problem = f"@cell was given {function!r} in place of a declaration."
+        fail(problem, '@cell(gates="i f g o", state="h c") above the function.')
     gate_names = tuple(name for name, _, _ in words(gates, "gates"))
     states = tuple(
         State(n, z or "H", number(v, "state") or 0.0) for n, z, v in words(state, "state")
     )
     parameters = tuple(Param(n, number(v, "params")) for n, _, v in words(params, "params"))
     if not gate_names:
-        fail(
-            "@cell(gates=''): a cell needs at least one gate, or the input never enters it.",
-            'name one: gates="a".',
-        )
+        problem = "@cell(gates=''): a cell needs at least one gate, or the input never enters it."
+        fail(problem, 'name one: gates="a".')
     if not states:
-        fail(
-            "@cell(state=''): a cell needs at least one state; the first is its output.",
-            'name one: state="h".',
-        )
+        problem = "@cell(state=''): a cell needs at least one state; the first is its output."
+        fail(problem, 'name one: state="h".')
     if static is not None and len(words(static, "static")) != 1:
         fail(
             f"@cell(static={static!r}): expected one name, or None.",
@@ -608,10 +600,8 @@ def cell(
 
     def decorate(function: Callable[..., Any]) -> Cell:
         if not (inspect.isfunction(function) or inspect.ismethod(function)):
-            fail(
-                f"@cell(...) was given {function!r}.",
-                "decorate a function, written with def or lambda.",
-            )
+            problem = f"@cell(...) was given {function!r}."
+            fail(problem, "decorate a function, written with def or lambda.")
         with said_at(line_of(function.__code__, _line_of_def(function.__code__))):
             check(function)
             return Cell(function, gate_names, states, parameters, static, bias, {})

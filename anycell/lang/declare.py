@@ -223,8 +223,6 @@ def number(text: str | None, what: str) -> float | None:
     except ValueError:
         value = math.nan
     if math.isnan(value):
-        fail(
-            f"@cell({what}): initial value {text!r} is not a number.",
-            "write digits, or inf: name=0.5, name=-inf.",
-        )
+        problem = f"@cell({what}): initial value {text!r} is not a number."
+        fail(problem, "write digits, or inf: name=0.5, name=-inf.")
     return value

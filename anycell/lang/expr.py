@@ -157,10 +157,8 @@ class Traced:
 
     def __format__(self, spec: str) -> str:
         if spec:
-            fail(
-                f"A traced value was formatted with {spec!r}: it has no digits yet.",
-                'print its expression, f"{value}".',
-            )
+            problem = f"A traced value was formatted with {spec!r}: it has no digits yet."
+            fail(problem, 'print its expression, f"{value}".')
         return str(self)
 
     @classmethod
@@ -187,10 +185,7 @@ ALL_AT_ONCE = (
 
 def _operators(op: str) -> tuple[Callable[[Expr, Expr | Number], Expr], ...]:
     """The methods of an operator of two values, for a node on its left and on its right."""
-    return (
-        lambda self, other: apply(op, self, other),
-        lambda self, other: apply(op, other, self),
-    )
+    return (lambda self, other: apply(op, self, other), lambda self, other: apply(op, other, self))
 
 
 class Expr(Traced):
@@ -253,10 +248,8 @@ class Expr(Traced):
         real = isinstance(number, (int, float))
         if not (real and 1 <= abs(number) <= 16 and number == int(number)):
             shown = f"x ** {power!r}" if modulo is None else f"pow(x, {power!r}, {modulo!r})"
-            fail(
-                f"{shown} is outside the cell language.",
-                "use exp(y * log(x)), sqrt(x) or products.",
-            )
+            problem = f"{shown} is outside the cell language."
+            fail(problem, "use exp(y * log(x)), sqrt(x) or products.")
         result = self
         for _ in range(int(abs(number)) - 1):
             result = result * self
@@ -292,10 +285,8 @@ class Expr(Traced):
     )
 
     def __float__(self) -> NoReturn:
-        fail(
-            "A traced value was turned into a number (math.tanh, float(), a NumPy function?).",
-            instead_of(""),
-        )
+        problem = "A traced value was turned into a number (math.tanh, float(), a NumPy function?)."
+        fail(problem, instead_of(""))
 
     __int__ = __index__ = __complex__ = __float__
 
@@ -551,9 +542,7 @@ def show(
 
 
 def listing(
-    named: Iterable[tuple[str, Expr]],
-    known: Mapping[Expr, str] | None = None,
-    width: int = 76,
+    named: Iterable[tuple[str, Expr]], known: Mapping[Expr, str] | None = None, width: int = 76
 ) -> Iterator[str]:
     """Lines ``name = expression``.
 

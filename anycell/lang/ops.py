@@ -103,9 +103,7 @@ TABLE: dict[str, Op] = {
         lambda xp, a: -_softplus(xp, -a), lambda g, y, a: (g * apply("sigmoid", -a),), (_ANY,)
     ),
     "hard_sigmoid": Op(
-        _hard_sigmoid,
-        lambda g, y, a: (_select(g / 6.0, (y > 0.0) & (y < 1.0)),),
-        ((-2.5, 2.5),),
+        _hard_sigmoid, lambda g, y, a: (_select(g / 6.0, (y > 0.0) & (y < 1.0)),), ((-2.5, 2.5),)
     ),
     "minimum": Op(
         lambda xp, a, b: xp.where((a <= b) | (a != a), a, b),
