@@ -262,8 +262,8 @@ class RNN(Explained, Layer):
                 layer, ``[T, B, D * size]``, laid out as x; at masked steps as ``masked_output``
                 says.
         """
-        given = check.array("x", x, self._layout("T", "B", self.input_size), self.dtype)
-        x = given.swapaxes(0, 1) if self.batch_first else given
+        x = check.array("x", x, self._layout("T", "B", self.input_size), self.dtype)
+        x = self._turned(x)
         steps, rows = x.shape[:2]
         training = check.boolean("training", training)
         how = Options(
@@ -304,15 +304,14 @@ class RNN(Explained, Layer):
             saved.pullbacks.append(pullback)
             finals.append(final)
         self._saved = saved if training else None
-        output = x.swapaxes(0, 1) if self.batch_first else x
+        output = self._turned(x)
         saved.output_shape = output.shape
         if training or not output.flags.c_contiguous:
             output = output.copy()  # the caller's own; the backward pass reads what is kept
         if not wanted:
             return output, self._returned(finals)
-        if self.batch_first:
-            others = [whole.swapaxes(0, 1) for whole in others]
-        sequences = by_name(wanted, self.cell, output, [whole.copy() for whole in others])
+        others = [self._turned(whole).copy() for whole in others]
+        sequences = by_name(wanted, self.cell, output, others)
         return output, self._returned(finals), sequences
 
     if TYPE_CHECKING:
@@ -343,7 +342,7 @@ class RNN(Explained, Layer):
         """
         saved: _Saved = self._last_forward()
         d = check.array("grad_output", grad_output, saved.output_shape, self.dtype)
-        d = np.ascontiguousarray(d.swapaxes(0, 1)) if self.batch_first else d
+        d = np.ascontiguousarray(self._turned(d))
         d_states = self._states("grad_state", grad_state, d.shape[1], start=0.0)
         d_sequences = {} if grad_states is None else self._sequences(grad_states, saved)
         if (first := d_sequences.pop(self.cell.state_names[0], None)) is not None:
@@ -367,9 +366,7 @@ class RNN(Explained, Layer):
         self._grads = {name: grads[name] for name in self._parameters}
         if restored:
             self.grad_reset_state = self._returned(restored)
-        if self.batch_first:
-            d = np.ascontiguousarray(d.swapaxes(0, 1))
-        return d, self._returned(initial)
+        return np.ascontiguousarray(self._turned(d)), self._returned(initial)
 
     def prepare(self) -> Self:
         """Packs the weights for ``step``, once for all steps to come; returns the layer itself.
@@ -455,6 +452,10 @@ class RNN(Explained, Layer):
     def _layout(self, steps: int | str, rows: int | str, *rest: int) -> tuple[int | str, ...]:
         return (rows, steps, *rest) if self.batch_first else (steps, rows, *rest)
 
+    def _turned(self, array: Array) -> Array:
+        """Time-major, of what is laid out as x; and the way back."""
+        return array.swapaxes(0, 1) if self.batch_first else array
+
     def _states(
         self, name: str, given: State | None, rows: int, start: float | None = None
     ) -> Sequence[Array]:
@@ -477,7 +478,7 @@ class RNN(Explained, Layer):
             size = self.sizes[self.cell.states[self.cell.state_names.index(name)].size]
             shape = (*saved.output_shape[:2], (1 + self.bidirectional) * size)
             d = check.array(f"grad_states, {name!r}", value, shape, self.dtype)
-            found[name] = np.ascontiguousarray(d.swapaxes(0, 1)) if self.batch_first else d
+            found[name] = np.ascontiguousarray(self._turned(d))
         return found
 
     def _named(self, kind: str) -> list[str]:
