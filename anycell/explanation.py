@@ -8,7 +8,7 @@ import inspect
 import itertools
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -208,23 +208,20 @@ class Explanation:
 
     @functools.cached_property
     def llvm(self) -> str | None:
-        from anycell.engines.cpu import describe
-
-        return self._texts(describe.llvm)
+        return self._texts("llvm")
 
     @functools.cached_property
     def assembly(self) -> str | None:
-        from anycell.engines.cpu import describe
+        return self._texts("assembly")
 
-        return self._texts(describe.assembly)
-
-    def _texts(self, text: Callable[[Plan, bool], str]) -> str | None:
-        """The LLVM texts of both passes, where the plan's engine is the CPU's."""
+    def _texts(self, kind: str) -> str | None:
+        """The texts of both passes, where the plan's engine is the CPU's."""
         if self.plan is None or self.plan.engine != "cpu":
             return None
-        names = ("forward", "backward")[: 1 + self.backward]
-        texts = [f"; ---- {name}\n{text(self.plan, name == 'backward')}" for name in names]
-        return "\n".join(texts)
+        from anycell.engines.cpu import describe
+
+        text, names = getattr(describe, kind), ("forward", "backward")[: 1 + self.backward]
+        return "\n".join(f"; ---- {n}\n{text(self.plan, n == 'backward')}" for n in names)
 
     @functools.cached_property
     def triton(self) -> str | None:

@@ -245,8 +245,7 @@ def _contender(
         "inference": Task(functools.partial(infer, x), output),
         "training": Task(functools.partial(train, x, dy), arrays),
     }
-    engine = getattr(stack[0][0], "engine", None)
-    return Contender(tasks, _alone, None if engine is None else (engine.name, engine.reason))
+    return Contender(tasks, _alone, getattr(stack[0][0], "engine", None))
 
 
 @contextmanager

@@ -138,13 +138,11 @@ def sort_hyperparameters(
             fail(f"{subject} has no default value.", f"write one where it is declared: {name}=0.5.")
         annotated = str(parameter.annotation)
         declared_float = "float" in annotated or isinstance(plain(parameter.default), float)
-        if declared_float and isinstance(value, (str, bool)):
-            kind = type(value).__name__
-            if kind not in annotated:
-                fail(f"{subject} is the {kind} {value!r}; expected a number.", f"{name}=0.5.")
-        if isinstance(value, float) or (
-            declared_float and isinstance(value, int) and not isinstance(value, bool)
-        ):
+        kind = type(value).__name__
+        if declared_float and isinstance(value, (str, bool)) and kind not in annotated:
+            fail(f"{subject} is the {kind} {value!r}; expected a number.", f"{name}=0.5.")
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if isinstance(value, float) or (declared_float and whole):
             if math.isnan(value):
                 fail(f"{subject} is NaN; expected a number.", f"{name}=0.5.")
             hyper[name] = float(value)
@@ -152,7 +150,7 @@ def sort_hyperparameters(
             structure[name] = value
         else:
             fail(
-                f"{subject} is a {type(value).__name__}; expected a float (a run-time value), or a "
+                f"{subject} is a {kind}; expected a float (a run-time value), or a "
                 "bool, int, str, tuple or None (which select the graph).",
                 "give one of these; an array is a per-unit parameter, params=.",
             )

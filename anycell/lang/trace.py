@@ -188,11 +188,8 @@ def linear(
             f"({PROJECTION}, {RECURRENT}) or a bias (..._bias).",
             "choose another name.",
         )
-    heads = positive(
-        heads,
-        f"linear(..., heads={brief(heads)}).",
-        "give a positive integer that divides the sizes.",
-    )
+    remedy = "give a positive integer that divides the sizes."
+    heads = positive(heads, f"linear(..., heads={brief(heads)}).", remedy)
     bias = boolean(bias, f"linear(..., {name!r}, bias={brief(bias)})")
     if isinstance(gates, (list, tuple)):
         gates = " ".join(map(str, gates))

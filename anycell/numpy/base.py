@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from anycell.layer.checks import refuse
 from anycell.numpy import archive, check
 from anycell.numpy.host import numpy_dtype
 from anycell.plan.dtype import dtypes
@@ -129,10 +130,8 @@ class Layer:
             raise ValueError(f"{name}: given shape {given.shape}, expected {expected}.")
         known = given.dtype.kind in "fiu" or given.dtype.name in dtypes("cpu")
         if self.arrays[name].dtype == np.int8 and given.dtype != np.int8:
-            raise TypeError(
-                f"{name}: given dtype {given.dtype}, expected int8, of a quantized layer. Quantize "
-                "the layer whose parameters these are."
-            )
+            hint = "Quantize the layer whose parameters these are."
+            refuse(name, f"dtype {given.dtype}", "int8, of a quantized layer", hint, TypeError)
         if not (known or _nameless(given)):
             raise TypeError(f"{name}: given dtype {given.dtype}, expected real numbers.")
 
