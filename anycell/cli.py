@@ -277,8 +277,7 @@ def progress(costs: Sequence[float]) -> Iterator[tuple[Callable[[str], None], Ca
         bar.update(rows, advance=1, left=left, refresh=True)
         if bar.disable:
             row = bar.tasks[0].description.partition(":")[0]
-            news = f"{done}/{total} {row}{', ' * bool(left)}{left}"
-            print(news, file=sys.stderr, flush=True)
+            print(f"{done}/{total} {row}{', ' * bool(left)}{left}", file=sys.stderr, flush=True)
 
     with bar:
         yield say, advance

@@ -87,8 +87,7 @@ def _panel(
             label=f"{peer}: geometric mean {mean(rows, peer):.2f}x".replace("nanx", "unknown"),
             zorder=2,
         )
-        words = [_word(row, peer) for row in rows]
-        axis.bar_label(bars, words, padding=3, fontsize=7)
+        axis.bar_label(bars, [_word(row, peer) for row in rows], padding=3, fontsize=7)
     axis.axvline(1, color=INK, linewidth=1, zorder=3)
     axis.set_xlim(*limits)
     narrow = math.log10(limits[1] / limits[0]) < 1

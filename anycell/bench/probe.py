@@ -43,11 +43,8 @@ def first_call(contender: str, problem: Problem, mode: Mode) -> dict[str, float]
     problem = replace(problem, shape=shape)
     with tempfile.TemporaryDirectory(prefix="anycell-bench-") as cache:
         os.chmod(cache, 0o700)
-        extra = {"ANYCELL_CACHE_DIR": cache}
-        return {
-            name: 1e3 * _ask("first_call", contender, problem, mode, extra)
-            for name in ("cold", "warm")
-        }
+        asked = "first_call", contender, problem, mode, {"ANYCELL_CACHE_DIR": cache}
+        return {name: 1e3 * _ask(*asked) for name in ("cold", "warm")}
 
 
 def step_memory(contender: str, problem: Problem) -> int:

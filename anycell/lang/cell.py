@@ -492,8 +492,7 @@ def _known(node: Expr, values: Sequence[float | None], hyper: Mapping[str, float
         return None
     if None in values or (node.op == "div" and values[1] == 0.0):
         return None
-    value: float = TABLE[node.op].meaning(None, *values)
-    return value
+    return TABLE[node.op].meaning(None, *values)
 
 
 def _canonical(cell: Cell) -> str:

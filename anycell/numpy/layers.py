@@ -311,8 +311,7 @@ class RNN(Explained, Layer):
         if not wanted:
             return output, self._returned(finals)
         others = [self._turned(whole).copy() for whole in others]
-        sequences = by_name(wanted, self.cell, output, others)
-        return output, self._returned(finals), sequences
+        return output, self._returned(finals), by_name(wanted, self.cell, output, others)
 
     if TYPE_CHECKING:
         __call__ = forward

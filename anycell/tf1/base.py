@@ -273,8 +273,7 @@ def read(cell: Any, inputs: Any, layout: str = "[T, B, width]", dtype: Any = Non
     if None not in (dtype, own) and tf.as_dtype(dtype) != own:
         given, expected = tf.as_dtype(dtype).name, f"{tf.as_dtype(own).name}, that of the cell"
         refuse("dtype", given, expected, "Give the cell another by its own dtype.")
-    wanted = dtype or own
-    x = tensor("inputs", inputs, wanted or (None if tf.is_tensor(inputs) else tf.float32))
+    x = tensor("inputs", inputs, dtype or own or (None if tf.is_tensor(inputs) else tf.float32))
     _floating(x.dtype)
     if x.shape.rank != layout.count(",") + 1 or x.shape.as_list()[-1] is None:
         expected = f"{layout}, of which rank and width are known when a graph is made"

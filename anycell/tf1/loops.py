@@ -139,9 +139,8 @@ def static_rnn(
     Returns:
         the list of outputs, and the final state; all else is as in ``dynamic_rnn``.
     """
-    x = _stacked(inputs)
     outputs, final = dynamic_rnn(
-        cell, x, sequence_length, initial_state, dtype, time_major=True, scope=scope
+        cell, _stacked(inputs), sequence_length, initial_state, dtype, time_major=True, scope=scope
     )
     return tf.unstack(outputs, len(inputs)), final
 

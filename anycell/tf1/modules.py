@@ -176,8 +176,7 @@ class KernelCell(Explained, RNNCell):
         gpu = bool(tf.config.list_logical_devices("GPU"))
         about = call.cell, call.hidden_size, dict(call.sizes), self._computed.name
         name, reason = choose(Facts(*about, gpu=gpu, traced=refusal()))
-        wider = f"; {dtype.name} computes in float32"
-        return Engine(name, reason + wider * (dtype.size == 2))
+        return Engine(name, reason + f"; {dtype.name} computes in float32" * (dtype.size == 2))
 
     def call(self, inputs: Tensor, state: Any) -> Result:
         """One step."""
@@ -437,11 +436,10 @@ class GRUCell(KernelCell):
     def _arrays(self, x: Tensor, state: Sequence[Tensor]) -> Arrays:
         width = x.shape.as_list()[2]
         gates, candidate = self._read("gates/kernel"), self._read("candidate/kernel")
-        biases = [self._read("gates/bias"), self._read("candidate/bias")]
         return {
             "x": x,
             "kernel": tf.concat([gates[:width], candidate[:width]], axis=1),
-            "bias_ih": tf.concat(biases, axis=0),
+            "bias_ih": tf.concat([self._read("gates/bias"), self._read("candidate/bias")], axis=0),
             "weight_gates": tf.transpose(gates[width:]),
             "weight_candidate": tf.transpose(candidate[width:]),
             **named_states(self.cell, state),
