@@ -184,17 +184,10 @@ def _stacked(inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _direction(
-    cell: Any,
-    inputs: Tensor,
-    dtype: Any,
-    time_major: bool,
-    sequence_length: Tensor,
-    initial_state: Any,
-    reverse: bool,
+    cell: Any, x: Tensor, dtype: Any, time_major: bool, lengths: Tensor, state: Any, reverse: bool
 ) -> Result:
-    x = read(cell, inputs, "[T, B, width]" if time_major else "[B, T, width]", dtype)
-    x = x if time_major else _swapped(x)
-    outputs, final = run(cell, x, initial_state, sequence_length, reverse)
+    x = read(cell, x, "[T, B, width]" if time_major else "[B, T, width]", dtype)
+    outputs, final = run(cell, x if time_major else _swapped(x), state, lengths, reverse)
     if not time_major:  # the outputs of a foreign cell may be several
         outputs = tf.nest.map_structure(_swapped, outputs)
     return outputs, final
