@@ -63,7 +63,7 @@ class Layer:
         return MappingProxyType(self._grads)
 
     def _last_forward(self) -> Any:
-        """What ``forward`` kept for ``backward``.
+        """Returns what ``forward`` kept for ``backward``.
 
         Raises:
             RuntimeError: where no ``forward(..., training=True)`` went before.

@@ -263,7 +263,7 @@ class RNN(Explained, Layer):
                 says.
         """
         x = check.array("x", x, self._layout("T", "B", self.input_size), self.dtype)
-        x = self._turned(x)
+        x = x.swapaxes(0, 1) if self.batch_first else x
         steps, rows = x.shape[:2]
         training = check.boolean("training", training)
         how = Options(
@@ -304,13 +304,13 @@ class RNN(Explained, Layer):
             saved.pullbacks.append(pullback)
             finals.append(final)
         self._saved = saved if training else None
-        output = self._turned(x)
+        output = x.swapaxes(0, 1) if self.batch_first else x
         saved.output_shape = output.shape
         if training or not output.flags.c_contiguous:
             output = output.copy()  # the caller's own; the backward pass reads what is kept
         if not wanted:
             return output, self._returned(finals)
-        others = [self._turned(whole).copy() for whole in others]
+        others = [(o.swapaxes(0, 1) if self.batch_first else o).copy() for o in others]
         return output, self._returned(finals), by_name(wanted, self.cell, output, others)
 
     if TYPE_CHECKING:
@@ -341,7 +341,7 @@ class RNN(Explained, Layer):
         """
         saved: _Saved = self._last_forward()
         d = check.array("grad_output", grad_output, saved.output_shape, self.dtype)
-        d = np.ascontiguousarray(self._turned(d))
+        d = np.ascontiguousarray(d.swapaxes(0, 1)) if self.batch_first else d
         d_states = self._states("grad_state", grad_state, d.shape[1], start=0.0)
         d_sequences = {} if grad_states is None else self._sequences(grad_states, saved)
         if (first := d_sequences.pop(self.cell.state_names[0], None)) is not None:
@@ -355,7 +355,7 @@ class RNN(Explained, Layer):
             d_sequences = {}
             d = result["x"] * saved.dropped[k - 1] if k and saved.dropped else result["x"]
             initial = [[result[name] for name in self._named("state")], *initial]
-            if result.keys() >= {*self._named("reset_state")}:
+            if f"reset_state {self.cell.state_names[0]}" in result:
                 restored = [[result[name] for name in self._named("reset_state")], *restored]
             if "static" in result:
                 below = 0 if self.grad_static is None else self.grad_static
@@ -365,7 +365,8 @@ class RNN(Explained, Layer):
         self._grads = {name: grads[name] for name in self._parameters}
         if restored:
             self.grad_reset_state = self._returned(restored)
-        return np.ascontiguousarray(self._turned(d)), self._returned(initial)
+        d = np.ascontiguousarray(d.swapaxes(0, 1)) if self.batch_first else d
+        return d, self._returned(initial)
 
     def prepare(self) -> Self:
         """Packs the weights for ``step``, once for all steps to come; returns the layer itself.
@@ -451,10 +452,6 @@ class RNN(Explained, Layer):
     def _layout(self, steps: int | str, rows: int | str, *rest: int) -> tuple[int | str, ...]:
         return (rows, steps, *rest) if self.batch_first else (steps, rows, *rest)
 
-    def _turned(self, array: Array) -> Array:
-        """Time-major, of what is laid out as x; and the way back."""
-        return array.swapaxes(0, 1) if self.batch_first else array
-
     def _states(
         self, name: str, given: State | None, rows: int, start: float | None = None
     ) -> Sequence[Array]:
@@ -477,7 +474,7 @@ class RNN(Explained, Layer):
             size = self.sizes[self.cell.states[self.cell.state_names.index(name)].size]
             shape = (*saved.output_shape[:2], (1 + self.bidirectional) * size)
             d = check.array(f"grad_states, {name!r}", value, shape, self.dtype)
-            found[name] = np.ascontiguousarray(self._turned(d))
+            found[name] = np.ascontiguousarray(d.swapaxes(0, 1)) if self.batch_first else d
         return found
 
     def _named(self, kind: str) -> list[str]:
